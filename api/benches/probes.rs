@@ -1,7 +1,7 @@
-//! What probing costs: reading an engine's metrics page, and looking at health in the candidate
-//! loop of a decision. `cargo bench -p api --bench probes`.
+//! Cost of probing: parsing an engine's metrics page, and reading health in the candidate loop of a
+//! decision. `cargo bench -p api --bench probes`.
 
-// The macros of the bench harness make items that cannot be documented.
+// The macros of the bench harness generate items that cannot be documented.
 #![allow(missing_docs)]
 
 use std::hint::black_box;
@@ -10,7 +10,7 @@ use api::backends::{Backends, EngineMetrics, Health, ProbeSettings};
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use state::ids::Slot;
 
-/// A page as long as a busy vLLM's (about 60 KB), made of the recorded sample.
+/// Returns a page as long as a busy vLLM's (about 60 KB), made of the recorded sample.
 fn page() -> Vec<u8> {
     include_str!("../src/backends/samples/vllm.txt")
         .repeat(10)

@@ -1,9 +1,9 @@
-//! What one request costs between its body and its backend: read, identify, decide, book.
+//! Cost of one request between its body and its backend: read, identify, decide, account.
 //!
-//! `cargo bench -p api --bench routing`. The fleet holds a million blocks in all; prompts are half
-//! known to one backend. Single-threaded; nothing else of a request is in these figures.
+//! `cargo bench -p api --bench routing`. The fleet holds a million blocks in total; one backend
+//! holds half of each prompt. Single-threaded; the figures include nothing else of a request.
 
-// The macros of the bench harness make items that cannot be documented.
+// The macros of the bench harness generate items that cannot be documented.
 #![allow(missing_docs)]
 
 use std::collections::BTreeMap;
@@ -33,7 +33,7 @@ use tokio::time::Instant;
 const BLOCK_BYTES: u32 = 128;
 const BLOCKS_ALL: usize = 1_000_000;
 
-/// A chat of `bytes` bytes: turns of 400 bytes in lines of 80, as conversations look.
+/// Returns a chat of `bytes` bytes: turns of 400 bytes in lines of 80, like typical conversations.
 fn chat(bytes: usize) -> Bytes {
     let line = "The quick brown fox jumps over the lazy dog, and says \"hello\" to whoever sees.\n";
     let turn = |i: usize| {
@@ -49,7 +49,7 @@ fn chat(bytes: usize) -> Bytes {
     body.to_string().into()
 }
 
-/// One prompt without a single escape.
+/// Returns one prompt without escapes.
 fn plain(bytes: usize) -> Bytes {
     json!({"model": "m", "max_tokens": 16, "prompt": "plain text ".repeat(bytes / 11)})
         .to_string()
@@ -70,7 +70,7 @@ fn read(c: &mut Criterion) {
     group.finish();
 }
 
-/// A router over `state`, all its backends healthy.
+/// Returns a router over `state` whose backends are all healthy.
 fn router(state: &RouterState) -> Arc<Router> {
     let view = state.view();
     let health = Backends::new(ProbeSettings::default());
@@ -167,7 +167,7 @@ impl Fleet {
         fleet
     }
 
-    /// Makes the backend in place `at` own `new`.
+    /// Makes the backend at index `at` own `new`.
     fn own(&mut self, at: usize, new: Vec<BlockHash>) {
         let backend = self.state.view().registry().backends[at].handle;
         self.index += 1;
@@ -200,7 +200,7 @@ impl Fleet {
         self.state.apply(LogIndex(self.index), envelope);
     }
 
-    /// A prompt of `blocks` blocks, half of them owned by the first backend.
+    /// Returns a prompt of `blocks` blocks, half of them owned by the first backend.
     fn prompt(&mut self, blocks: usize) -> (ParsedBody, PromptIdentity) {
         let text = format!("{blocks} ").repeat(blocks * BLOCK_BYTES as usize);
         let text = &text[..blocks * BLOCK_BYTES as usize + 1];
@@ -212,7 +212,7 @@ impl Fleet {
     }
 }
 
-/// Who sends requests.
+/// User who sends the requests.
 static ADA: LazyLock<UserName> = LazyLock::new(|| UserName::bounded("ada"));
 
 fn ask(identity: &PromptIdentity) -> RoutingRequest<'_> {
@@ -255,7 +255,7 @@ fn route(c: &mut Criterion) {
     }
 }
 
-/// Everything of one request: dispatch with lease, overlay and charge, a first byte, usage, its
+/// The whole accounting of one request: dispatch with lease, overlay and charge, first byte, usage,
 /// end.
 fn book(c: &mut Criterion) {
     let mut fleet = Fleet::new(8);
@@ -312,7 +312,7 @@ impl AdmissionRequest for Request {
     }
 }
 
-/// What admission adds while nothing waits: `admit` against its parts.
+/// Cost of admission while nothing waits: `admit` compared with its parts.
 fn admit(c: &mut Criterion) {
     let mut fleet = Fleet::new(8);
     let request = Arc::new(Request(fleet.prompt(8).1));
@@ -346,7 +346,7 @@ fn admit(c: &mut Criterion) {
     });
 }
 
-/// Whose a request's key is, among as many keys as there may be: at most 1 us (issue 14).
+/// Lookup of a request's API key among the maximum number of keys: at most 1 us (issue 14).
 fn keys(c: &mut Criterion) {
     let mut state = RouterState::new();
     let mut apply = |index: u64, command| {

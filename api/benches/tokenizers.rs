@@ -1,11 +1,11 @@
-//! What a prompt's tokens and hashes cost.
+//! Cost of a prompt's tokens and hashes.
 //!
-//! `cargo bench -p api --bench tokenizers`. Hashing per block length; every tokenizer on prompts of
-//! 1 and 32 KB that it has not met, on the next turn of a conversation, and on what it has met.
-//! `QUORATE_BENCH_TOKENIZER` names a `tokenizer.json` of a real model to measure beside the small
-//! one of the tests. Single-threaded.
+//! `cargo bench -p api --bench tokenizers`. Measures hashing per block length, and every tokenizer
+//! on prompts of 1 and 32 KB: new ones, the next turn of a conversation, and known ones.
+//! `QUORATE_BENCH_TOKENIZER` names a `tokenizer.json` of a real model to measure in addition to the
+//! small one of the tests. Single-threaded.
 
-// The macros of the bench harness make items that cannot be documented.
+// The macros of the bench harness generate items that cannot be documented.
 #![allow(missing_docs)]
 
 use std::hint::black_box;
@@ -40,7 +40,7 @@ fn hash(c: &mut Criterion) {
     group.finish();
 }
 
-/// A conversation of `bytes` bytes that differs from every other `nth` from its first word on.
+/// Returns a conversation of `bytes` bytes that differs from every other `nth` from its first word.
 fn chat(bytes: usize, nth: u64, turns: usize) -> Vec<u8> {
     const WORDS: [&str; 12] = [
         "the", "router", "sends", "each", "request", "to", "whoever", "holds", "its", "prefix",

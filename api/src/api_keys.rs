@@ -1,9 +1,9 @@
-//! API keys of the cluster outside the state: how secrets are drawn and hashed, and how old this
-//! replica's list of keys may be.
+//! Cluster API keys outside the replicated state: drawing and hashing secrets, and the age of this
+//! replica's key list.
 //!
-//! A secret is `qk-` and 43 characters of base64url, 256 random bits. The form decides what
-//! validates a key: only the cluster can accept one of this form, so a revoked key is refused even
-//! where other keys are not checked, and a list in a file cannot bring it back.
+//! A secret is `qk-` and 43 characters of base64url, 256 random bits. The form decides which list
+//! validates a key. Only the cluster accepts keys of this form, so a revoked key stays refused even
+//! where other keys are not checked. A list in a file cannot restore it.
 
 use std::fmt;
 use std::sync::Arc;
@@ -18,14 +18,14 @@ use state::ids::ApiKeyId;
 use state::keys::SecretHash;
 use tokio::time::Instant;
 
-/// What every secret begins with.
+/// Prefix of every secret.
 pub const SECRET_PREFIX: &str = "qk-";
-/// Characters that follow.
+/// Number of characters after the prefix.
 const SECRET_CHARACTERS: usize = 43;
-/// What is hashed before a secret, so that the hashes are of no other use.
+/// Prefix of the hashed bytes. It makes the hashes useless for any other purpose.
 const HASH_LABEL: &[u8] = b"quorate api key 1";
 
-/// A secret that was just drawn, in the clear: it is told once and kept nowhere.
+/// A new secret in clear text. It is returned once and never stored.
 pub struct NewSecret(String);
 
 impl NewSecret {
@@ -36,13 +36,13 @@ impl NewSecret {
         Self(format!("{SECRET_PREFIX}{random}"))
     }
 
-    /// The secret itself.
+    /// Returns the secret in clear text.
     #[must_use]
     pub fn text(&self) -> &str {
         &self.0
     }
 
-    /// What the cluster keeps of it.
+    /// Returns the hash that the cluster stores.
     #[must_use]
     pub fn hash(&self, hash_seed: u64) -> SecretHash {
         secret_hash(hash_seed, self.0.as_bytes())
@@ -55,8 +55,8 @@ pub fn draw_id() -> ApiKeyId {
     ApiKeyId(rand::random())
 }
 
-/// Hashes a secret under the cluster's seed. Fast on purpose: what is hashed cannot be guessed
-/// (ADR 0067).
+/// Hashes a secret under the cluster's seed. Fast on purpose: nobody can guess a secret of 256
+/// random bits (ADR 0067).
 #[must_use]
 pub fn secret_hash(hash_seed: u64, secret: &[u8]) -> SecretHash {
     let hash = Sha256::new()
@@ -66,7 +66,7 @@ pub fn secret_hash(hash_seed: u64, secret: &[u8]) -> SecretHash {
     SecretHash(hash.finalize().into())
 }
 
-/// Whether a key has the form of the cluster's keys, known or not.
+/// Whether a key has the form of the cluster's keys. The key need not exist.
 #[must_use]
 pub fn is_of_cluster(key: &[u8]) -> bool {
     let random = key.strip_prefix(SECRET_PREFIX.as_bytes());
@@ -85,35 +85,35 @@ pub enum WhenStale {
     Refuse,
 }
 
-/// How old this replica's list of keys may be: as old as the last word of a leader with a quorum
-/// whose commits, as of then, are all applied here.
+/// Age of this replica's key list: time since the last message of a leader with a quorum whose
+/// commits up to that message are all applied here.
 pub struct ListAge {
-    /// When that was; `None`: not since this replica started.
+    /// Returns the time of that message; `None` if there was none since this replica started.
     confirmed: Box<dyn Fn() -> Option<Instant> + Send + Sync>,
-    /// Up to which age the list is current: leaders are heard at intervals.
+    /// Age up to which the list counts as current. Leaders send messages only at intervals.
     current_within: Duration,
 }
 
-/// How old a list of keys may be.
+/// Age of a key list.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum KeyListAge {
-    /// It is current.
+    /// The list is current.
     Current,
-    /// It was current so long ago.
+    /// The list was last current this long ago.
     Known(Duration),
-    /// It is the one this replica was stopped with.
+    /// The list is the one with which this replica was stopped.
     Unknown,
 }
 
 impl Default for ListAge {
-    /// A list that is current.
+    /// Creates the age of a list that is always current.
     fn default() -> Self {
         Self::of(Duration::ZERO, || Some(Instant::now()))
     }
 }
 
 impl ListAge {
-    /// The age of a list that is current while `confirmed` was at most `current_within` ago.
+    /// Creates the age of a list that is current while `confirmed` is at most `current_within` ago.
     #[must_use]
     pub fn of(
         current_within: Duration,
@@ -125,7 +125,7 @@ impl ListAge {
         }
     }
 
-    /// Returns how old the list may be.
+    /// Returns the present age of the list.
     #[must_use]
     pub fn age(&self) -> KeyListAge {
         match (self.confirmed)().map(|at| at.elapsed()) {
@@ -143,7 +143,7 @@ impl fmt::Debug for ListAge {
 }
 
 impl KeyListAge {
-    /// Whether it is older than `after`, as far as is known.
+    /// Whether the list is older than `after`. An unknown age counts as older.
     #[must_use]
     pub fn is_stale(&self, after: Duration) -> bool {
         match self {
@@ -154,16 +154,16 @@ impl KeyListAge {
     }
 }
 
-/// How keys of the cluster are judged here.
+/// How this replica validates the cluster's keys.
 #[derive(Debug, Clone)]
 pub struct KeyRules {
-    /// Whether requests need a key that is checked, of the cluster or of this replica's file.
+    /// Whether requests need a valid key, from the cluster or from this replica's file.
     pub is_required: bool,
-    /// What becomes of requests with a key of the cluster while the list is stale.
+    /// Treatment of requests with a cluster key while the list is stale.
     pub when_stale: WhenStale,
     /// Age from which the list is stale.
     pub stale_after: Duration,
-    /// How old the list may be.
+    /// Age of the list.
     pub list: Arc<ListAge>,
 }
 
@@ -186,7 +186,7 @@ impl KeyRules {
     }
 }
 
-/// Age from which the list is stale, unless the config says otherwise.
+/// Default age from which the list is stale.
 pub const STALE_AFTER: Duration = Duration::from_secs(10);
 #[cfg(test)]
 mod tests {
@@ -209,7 +209,7 @@ mod tests {
 
     #[test]
     fn hashes_stay_as_they_are() {
-        // Keys that were given out are known by them.
+        // Keys that were handed out are recognised by these hashes.
         let SecretHash(hash) = secret_hash(42, format!("qk-{}", "5a_-".repeat(11)).as_bytes());
         let digits: String = hash.iter().map(|byte| format!("{byte:02x}")).collect();
         expect_test::expect!["b533f0ac387b7f505d974d078e5b9d85d7cac5c0b2880592a550f11253db9080"]

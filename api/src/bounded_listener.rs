@@ -1,4 +1,4 @@
-//! A listener of which a number of connections are open at once. Others wait in its backlog.
+//! A listener that limits its open connections. Further connections wait in the backlog.
 
 use std::io;
 use std::net::SocketAddr;
@@ -12,23 +12,23 @@ use tokio::time::sleep;
 
 use crate::log_rate_limit::LogRateLimit;
 
-/// Pause after a failed accept. The usual cause, a lack of descriptors, does not end at once.
+/// Pause after a failed accept. The usual cause, a lack of descriptors, persists for a while.
 const PAUSE: Duration = Duration::from_millis(50);
-/// The log has one line about failed accepts in this time.
+/// Interval in which at most one log line reports failed accepts.
 const TOLD_EVERY: Duration = Duration::from_secs(10);
 
-/// A connection, and the place that it takes until this is dropped.
+/// An accepted connection with its permit. Dropping the permit makes room for another one.
 pub(crate) struct BoundedConnection {
     pub(crate) stream: TcpStream,
     pub(crate) peer: SocketAddr,
     pub(crate) place: OwnedSemaphorePermit,
 }
 
-/// A listener with so many places.
+/// A listener that limits its open connections.
 pub(crate) struct BoundedListener {
     listener: TcpListener,
     places: Arc<Semaphore>,
-    /// Who connects to it, for the log.
+    /// Name of the kind of clients, for the log.
     clients: &'static str,
     failures: LogRateLimit,
 }
@@ -47,7 +47,7 @@ impl BoundedListener {
         }
     }
 
-    /// The next connection, once there is a place for it. Cancelled, it loses nothing.
+    /// Waits for a permit, then accepts the next connection. Cancellation safe.
     pub(crate) async fn accept(&self) -> BoundedConnection {
         loop {
             match self.next().await {
@@ -63,7 +63,7 @@ impl BoundedListener {
         }
     }
 
-    /// A connection of the backlog that has a place. Closing the listener resets the others.
+    /// Accepts a backlogged connection that has a permit. Closing the listener resets the others.
     pub(crate) fn accept_waiting(&self) -> Option<BoundedConnection> {
         self.next().now_or_never()?.ok()
     }

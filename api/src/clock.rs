@@ -1,8 +1,8 @@
 //! The wall clock, for values compared between machines (stamps of commands, start times of
 //! engines), and replicated time, which users' limits follow.
 //!
-//! The clock is passed down from where a replica is assembled, because each simulated replica has
-//! its own, which jumps when a fault says so. Values compared on one machine only use
+//! The assembly of a replica passes the clock down, because each simulated replica has its own,
+//! which jumps when a fault requires it. Values compared only on one machine use
 //! [`tokio::time::Instant`], which a simulation steps.
 
 use std::sync::Arc;
@@ -19,7 +19,7 @@ pub struct Clock(Option<Arc<Source>>);
 type Source = dyn Fn() -> u64 + Send + Sync;
 
 impl Clock {
-    /// Creates a clock that shows the result of `unix_ms`.
+    /// Creates a clock that returns the result of `unix_ms`.
     #[must_use]
     pub fn of(unix_ms: impl Fn() -> u64 + Send + Sync + 'static) -> Self {
         Self(Some(Arc::new(unix_ms)))
@@ -34,14 +34,14 @@ impl Clock {
     }
 }
 
-/// Extends replicated time beyond the last applied command by this replica's monotonic clock, so
-/// that a user rejected by a limit is not rejected forever when there are no commands.
+/// Replicated time, extended beyond the last applied command by this replica's monotonic clock.
+/// Without the extension, a user over a limit would stay rejected while no commands arrive.
 #[derive(Debug)]
 pub struct LogTime {
     began: Instant,
     /// Last replicated time seen, in milliseconds.
     told_ms: AtomicU64,
-    /// When it was first seen, in milliseconds since `began`.
+    /// Time at which it was first seen, in milliseconds since `began`.
     told_at_ms: AtomicU64,
 }
 
@@ -56,12 +56,12 @@ impl Default for LogTime {
 }
 
 impl LogTime {
-    /// Returns the current replicated time, where the state's is `told_ms`. The extension counts
-    /// from the first call with that value, so this must be called regularly.
+    /// Returns the current replicated time, given the state's `told_ms`. The extension counts from
+    /// the first call with that value, so call this regularly.
     pub fn present_ms(&self, told_ms: u64) -> u64 {
         let now_ms = u64::try_from(self.began.elapsed().as_millis()).unwrap_or(u64::MAX);
         if self.told_ms.load(Ordering::Acquire) != told_ms {
-            // A concurrent caller may see slightly more or less time as passed.
+            // A concurrent caller may see slightly more or less elapsed time.
             self.told_at_ms.store(now_ms, Ordering::Relaxed);
             self.told_ms.store(told_ms, Ordering::Release);
         }

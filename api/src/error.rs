@@ -1,9 +1,9 @@
-//! The form of every error answer of this crate: OpenAI's on the data plane, problem+json (RFC
+//! The form of every error response of this crate: OpenAI's on the data plane, problem+json (RFC
 //! 9457) on the admin API.
 //!
-//! A failure of the data plane is a [`ProxyError`]. Only [`rescue`] decides its status, its message
-//! for the client and whether the client's SDK should retry. Details for operators only (addresses,
-//! operating-system errors) are logged where they occur and never get here.
+//! A failure of the data plane is a [`ProxyError`]. Only [`rescue`] decides its status, its error
+//! code and whether the client's SDK should retry. Details for operators only (addresses,
+//! operating-system errors) are logged where they occur and never reach clients.
 
 use axum::response::{IntoResponse, Response};
 use bytes::Bytes;
@@ -13,10 +13,10 @@ use schemars::JsonSchema;
 use serde::Serialize;
 use serde_json::{Map, Value};
 
-/// Header that tells OpenAI's SDKs whether to retry a request.
+/// Response header with which OpenAI's SDKs decide whether to retry a request.
 pub const SHOULD_RETRY: HeaderName = HeaderName::from_static("x-should-retry");
 
-/// Seconds for a client to wait when no backend can take its request.
+/// Default `retry-after` if no backend can take a request, in seconds.
 const UNAVAILABLE_RETRY_AFTER_S: u32 = 1;
 
 /// An error of the admin API in the form of RFC 9457.
@@ -64,8 +64,8 @@ impl Problem {
         }
     }
 
-    /// Says after how many seconds a retry makes sense. Without it, it is one second where the
-    /// status asks for a retry: 429 and 503.
+    /// Sets the `retry-after` header, in seconds. Without it, the statuses that ask for a retry,
+    /// 429 and 503, get one second.
     #[must_use]
     pub fn retry_after(mut self, seconds: u32) -> Self {
         self.retry_after_s = Some(seconds);
@@ -105,10 +105,10 @@ impl IntoResponse for Problem {
     }
 }
 
-/// Reason why the data plane cannot return an engine's answer.
+/// Reason why the data plane cannot return a backend's response.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ProxyError {
-    /// The request cannot be read: syntax, types, missing fields, or a body shorter than announced.
+    /// The request is invalid: syntax, types, missing fields, or a body shorter than announced.
     #[error("{message}")]
     BadRequest {
         /// What is wrong and what was expected.
@@ -119,24 +119,24 @@ pub enum ProxyError {
     /// A required key is missing or unknown.
     #[error("missing or unknown API key")]
     BadKey,
-    /// The key has expired, or its secret was replaced and the grace is over.
+    /// The key has expired, or its secret was replaced and the grace period is over.
     #[error("this API key has expired")]
     ExpiredKey,
-    /// The key may not use the path.
+    /// The key does not allow the path.
     #[error("this API key may not use this path; it may use {allowed}")]
     PathNotAllowed {
-        /// Paths that it may use.
+        /// Paths that the key allows.
         allowed: String,
     },
-    /// The key, or its user, may not use the model.
+    /// The key, or its user, does not allow the model.
     #[error("this API key or user may not use the model `{model}`; it may use {allowed}")]
     ModelNotAllowed {
         /// Model of the request, shortened.
         model: String,
-        /// Models that it may use.
+        /// Models that the key and its user allow.
         allowed: String,
     },
-    /// This replica does not know whether the key was revoked meanwhile.
+    /// This replica cannot tell whether the key was revoked since its list was last current.
     #[error("this replica is cut off from its cluster and cannot check API keys; use another one")]
     StaleKeys,
     /// The path is unknown.
@@ -147,10 +147,10 @@ pub enum ProxyError {
         /// Path of the request, shortened.
         path: String,
     },
-    /// The path is about things that are kept between requests.
+    /// The path concerns objects that a server would keep between requests.
     #[error("{kept} are not kept here: send the requests themselves, each with what it needs")]
     KeepsNothing {
-        /// Name of the things, as in the path.
+        /// Name of the objects, as in the path.
         kept: &'static str,
     },
     /// The path does not allow this method.
@@ -165,30 +165,30 @@ pub enum ProxyError {
         /// Model of the request, shortened.
         model: String,
     },
-    /// No engine has room for a prompt of this length. The words are those that clients look for.
+    /// No backend accepts a prompt of this length. Clients look for this wording.
     #[error(
         "This model's maximum context length is {tokens_max} tokens. However, your request has \
          about {tokens} input tokens. Please reduce the length of the input."
     )]
     ContextTooLong {
-        /// Tokens of the prompt, estimated where they are not known.
+        /// Length of the prompt in tokens, estimated if unknown.
         tokens: u64,
-        /// Tokens of the longest prompt.
+        /// Length of the longest acceptable prompt, in tokens.
         tokens_max: u64,
     },
-    /// The body is compressed in a way that is not taken.
+    /// The content encoding of the body is not supported.
     #[error("content-encoding {encoding:?} is not supported; send gzip, or the body uncompressed")]
     UnsupportedEncoding {
         /// The encoding, shortened.
         encoding: String,
     },
-    /// The client asks for a websocket.
+    /// The client requests a websocket.
     #[error("websockets are not supported; POST with `\"stream\": true` answers in pieces")]
     NoWebsockets,
-    /// No engine has stored a response with this id.
+    /// No backend has stored a response with this id.
     #[error("no response with id {id:?} is stored")]
     UnknownResponse {
-        /// Id of the request's path.
+        /// Id in the request's path.
         id: String,
     },
     /// The body exceeds the limit.
@@ -203,7 +203,7 @@ pub enum ProxyError {
     /// Backends serve the model, but none of them is healthy.
     #[error("no healthy backend serves this model")]
     NoneHealthy,
-    /// The user has reached a limit per window.
+    /// The user has reached a rate limit.
     #[error("rate limit reached for this user: {limit}")]
     OverLimit {
         /// Name of the limit.
@@ -225,10 +225,10 @@ pub enum ProxyError {
     /// The user has reached the limit of requests in flight at this replica.
     #[error("too many concurrent requests of this user at this replica")]
     UserAtLimit,
-    /// The request has an unknown expectation.
+    /// The request has an unsupported `expect` header.
     #[error("unsupported `expect` header; only `100-continue` is supported")]
     BadExpectation,
-    /// The request broke two engines' connections within a minute.
+    /// The request broke the connections of two backends within a minute.
     #[error(
         "this request broke the connections of two backends within a minute and is refused for a minute"
     )]
@@ -239,7 +239,7 @@ pub enum ProxyError {
         /// Time until a retry makes sense, in milliseconds.
         retry_after_ms: u64,
     },
-    /// The request would not be dispatched in time.
+    /// The predicted wait exceeds the longest acceptable one.
     #[error(
         "every backend is at its limit; the predicted wait is {}.{} s, the longest acceptable {}.{} s",
         wait_ms / 1000, wait_ms / 100 % 10, wait_ms_max / 1000, wait_ms_max / 100 % 10
@@ -252,7 +252,7 @@ pub enum ProxyError {
         /// Time until a retry makes sense, in milliseconds.
         retry_after_ms: u64,
     },
-    /// The request reached the longest wait for a backend.
+    /// The request has waited for a backend for the maximum time.
     #[error("every backend is at its limit, and none became available in time")]
     WaitedTooLong {
         /// Time until a retry makes sense, in milliseconds.
@@ -261,60 +261,60 @@ pub enum ProxyError {
     /// The replica stops before a backend has capacity.
     #[error("this replica is shutting down; use another one")]
     Leaving,
-    /// Backends serve the model, but none of them is at an endpoint that the gateway offers.
+    /// Backends serve the model, but the gateway offers none of their endpoints.
     #[error("no backend of this model is among the endpoints that the gateway offers")]
     NoneOffered,
-    /// Backends are healthy, but none of them has the requested labels.
+    /// Backends are healthy, but none has the requested labels.
     #[error("no healthy backend of this model has the requested labels")]
     NoneSelected,
-    /// The user's cached blocks must be kept apart, and no healthy engine of the model does that.
+    /// The user's cached blocks must be isolated, and no healthy backend isolates them.
     #[error("no healthy backend of this model keeps this user's cached prompts apart from others'")]
     NoneIsolating,
-    /// The model's engines compute prompts and answers apart, and cannot do so on this path.
+    /// The model's backends separate prefill and decode, and cannot do so on this path.
     #[error(
         "the backends of this model compute prompts and answers apart, which they cannot do for this request; \
          use /v1/chat/completions or /v1/completions, with fewer choices or prompts if there are many"
     )]
     NotSeparable,
-    /// The model's engines answer prompts that others compute, and none of these is healthy.
+    /// The model's decode backends need a prefill backend, and none is healthy.
     #[error("no healthy backend of this model computes prompts for those that answer")]
     NoPrefill,
-    /// The user's cached blocks must be kept apart, and on this path engines cannot.
+    /// The user's cached blocks must be isolated, and backends cannot isolate them on this path.
     #[error(
         "this user's cached prompts are kept apart from others', which engines cannot do on this \
          path; use /v1/chat/completions, /v1/completions or /v1/responses"
     )]
     PathNotIsolated,
-    /// There is no state to answer from: this replica is in no cluster, or has not caught up with it.
+    /// This replica has no state to route by: it is in no cluster, or has not caught up with it.
     #[error("this replica is starting and does not know its cluster's models yet")]
     Starting,
     /// This replica has reached its limit of requests.
     #[error("this replica has too many requests in flight")]
     Overloaded,
-    /// This replica lacks descriptors or ports for a connection to an engine.
+    /// This replica lacks descriptors or ports for a connection to a backend.
     #[error("this replica is out of connections")]
     OutOfConnections,
-    /// No engine could be connected to.
+    /// No backend could be reached.
     #[error("no backend could be reached")]
     Unreachable,
-    /// Every engine that could be asked refused, the last one with an answer too long to pass on.
+    /// Every available backend refused, the last one with a response too long to pass on.
     #[error("all backends refused this request")]
     Refused,
-    /// The engine redirected the request to a place that clients cannot reach.
+    /// The backend redirected the request to a place that clients cannot reach.
     #[error("the backend answered with a redirect")]
     Redirected,
-    /// The engine closed the connection, or its answer was not HTTP.
+    /// The backend closed the connection, or its response was not HTTP.
     #[error("the backend closed the connection before answering")]
     EngineBroke,
-    /// The engine broke off in the middle of its answer.
+    /// The backend closed the connection in the middle of its response.
     #[error("the backend closed the connection in the middle of its answer")]
     EngineBrokeOff,
-    /// The engine did not start or continue its answer in time.
+    /// The backend did not start or continue its response in time.
     #[error("the backend did not answer in time")]
     EngineTimeout,
 }
 
-/// A data-plane failure in terms of HTTP.
+/// HTTP form of a data-plane failure.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ErrorResponse {
     /// HTTP status.
@@ -325,12 +325,12 @@ pub struct ErrorResponse {
     pub code: &'static str,
     /// Value of `retry-after`, in seconds.
     pub retry_after_s: Option<u32>,
-    /// Value of `x-should-retry`. `false`: the engine may have computed on the request, and a retry
-    /// would be charged again.
+    /// Value of `x-should-retry`. `false` if the backend may have computed for the request, so that
+    /// a retry would be charged again.
     pub should_retry: Option<bool>,
 }
 
-/// Decides how a failure looks from outside. The only place that does.
+/// Returns the HTTP form of a failure. No other code decides it.
 #[must_use]
 pub fn rescue(failure: &ProxyError) -> ErrorResponse {
     let (status, type_, code) = match failure {
@@ -399,7 +399,7 @@ pub fn rescue(failure: &ProxyError) -> ErrorResponse {
     }
 }
 
-/// Seconds after which a retry makes sense; `None`: never, or at once.
+/// Returns the seconds after which a retry makes sense; `None` if never or at once.
 fn retry_after_s(failure: &ProxyError) -> Option<u32> {
     match failure {
         ProxyError::NoneHealthy

@@ -1,9 +1,9 @@
 //! The stream of cluster events, for `GET /admin/v1/events` and other subscribers.
 //!
-//! Most events are found by comparing two views of the cluster ([`status_changes`]) or of the
-//! registry ([`registry_changes`]); both functions are pure. [`follow`] polls the views. A
-//! subscriber that is too slow loses the oldest events and is told how many. One that reconnects
-//! resumes after the last event it received, as long as the later ones are kept.
+//! Most events result from comparing two views of the cluster ([`status_changes`]) or of the
+//! registry ([`registry_changes`]); both functions are pure. [`follow`] polls the views. A slow
+//! subscriber loses the oldest events and learns how many. A subscriber that reconnects resumes
+//! after the last event it received, as long as the later ones are kept.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -23,7 +23,7 @@ use tokio_util::sync::CancellationToken;
 use crate::clock::Clock;
 use crate::ports::{Cluster, ClusterStatus};
 
-/// Number of events kept for a subscriber that is slow or comes back.
+/// Number of events kept for subscribers that are slow or reconnect.
 pub const EVENTS_KEPT_MAX: usize = 1024;
 /// Polling interval.
 const LOOK_INTERVAL: Duration = Duration::from_millis(100);
@@ -187,9 +187,9 @@ pub struct NumberedEvent {
 #[derive(Clone)]
 pub struct EventBus {
     sender: broadcast::Sender<Arc<NumberedEvent>>,
-    /// Locked until an event is sent, so that events stay in order.
+    /// Held until an event is sent, so that events stay in order.
     kept: Arc<Mutex<KeptEvents>>,
-    /// Leaders sent so far.
+    /// Number of leader events sent so far.
     leaders: Arc<AtomicU64>,
     clock: Clock,
 }
@@ -203,15 +203,15 @@ struct KeptEvents {
     events: VecDeque<Arc<NumberedEvent>>,
 }
 
-/// A subscription.
+/// A subscription that starts with kept events.
 pub struct EventReceiver {
-    /// Number of the last event before those that follow.
+    /// Number of the event that precedes the subscription.
     pub after: u64,
-    /// Events that were asked for and are not kept any more.
+    /// Number of requested events that are no longer kept.
     pub missed: u64,
-    /// Events that were asked for, to be told before those that are received.
+    /// Requested events that are still kept. They precede those of `later`.
     pub earlier: VecDeque<Arc<NumberedEvent>>,
-    /// Those that come from here on.
+    /// Receiver of all later events.
     pub later: broadcast::Receiver<Arc<NumberedEvent>>,
 }
 
@@ -255,16 +255,16 @@ impl EventBus {
             kept.events.pop_front();
         }
         kept.events.push_back(Arc::clone(&event));
-        // Having no subscribers is not a fault.
+        // `send` fails only without subscribers, which is not a fault.
         drop(self.sender.send(event));
     }
 
     fn kept(&self) -> MutexGuard<'_, KeptEvents> {
-        // Every change leaves it well formed.
+        // Every change leaves the value well formed.
         self.kept.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns how often a leader took over, as far as it was seen.
+    /// Returns the number of observed leader changes.
     pub(crate) fn leader_changes(&self) -> u64 {
         self.leaders.load(Relaxed)
     }
@@ -275,8 +275,8 @@ impl EventBus {
         self.sender.subscribe()
     }
 
-    /// Subscribes to all events after that of this number, or after the newest; `None`: there was
-    /// none of this number.
+    /// Subscribes to all events after event `number`, or after the newest if `None`. Returns `None`
+    /// if no event has had this number yet.
     #[must_use]
     pub fn subscribe_after(&self, number: Option<u64>) -> Option<EventReceiver> {
         let kept = self.kept();
@@ -396,7 +396,7 @@ pub fn registry_changes(before: &Registry, after: &Registry) -> Vec<ClusterEvent
             }
             Some(_) => {}
         }
-        // Of a new backend too: it may be drained before anybody looks.
+        // Applies to a new backend too, which may be drained before the first poll.
         match (earlier.is_some_and(|it| it.draining), backend.draining) {
             (false, true) => push(id, BackendChange::Draining),
             (true, false) => push(id, BackendChange::Undrained),
@@ -446,7 +446,7 @@ pub fn accuracy_changes(
     events
 }
 
-/// Condition of a backend's ownership, and reader of its KV events.
+/// Condition of a backend's ownership, and the reader of its KV events.
 type Knowledge = (Option<KvCondition>, Option<ReplicaId>);
 
 fn ownership_changes(before: &Registry, after: &Registry, events: &mut Vec<ClusterEvent>) {
@@ -474,14 +474,14 @@ fn by_id(registry: &Registry) -> BTreeMap<&str, &Backend> {
     backends.map(|b| (b.spec.id.as_str(), b)).collect()
 }
 
-/// Watches the cluster and the registry from this call on until `stop` and sends changes to `events`.
+/// Watches the cluster and the registry from this call until `stop` and sends changes to `events`.
 pub fn follow(
     cluster: Arc<dyn Cluster>,
     view: Arc<StateView>,
     events: EventBus,
     stop: CancellationToken,
 ) -> impl Future<Output = ()> + Send {
-    // Read by the caller: a task may first run long after it is started.
+    // Read here, because a task may first run long after it is spawned.
     let status = cluster.status();
     let registry = view.registry();
     let service = Arc::clone(&view.service());

@@ -1,5 +1,4 @@
-//! Files that are read again when they change: whether one has, by its attributes, and the loop that
-//! looks.
+//! Detection of changed files by their attributes, and the loop that polls them.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
@@ -9,7 +8,7 @@ use std::time::Duration;
 use tokio::time::{MissedTickBehavior, interval};
 use tokio_util::sync::CancellationToken;
 
-/// How often files are looked at.
+/// Polling interval.
 const LOOK_EVERY: Duration = Duration::from_secs(2);
 
 /// Attributes that change with a file: identity, length and times.
@@ -22,7 +21,7 @@ pub struct FileStamp {
 }
 
 impl FileStamp {
-    /// Returns the attributes; `None` if the file does not exist.
+    /// Returns the file's attributes; `None` if the file does not exist.
     #[must_use]
     pub fn of(file: &Path) -> Option<Self> {
         let found = file.metadata().ok()?;
@@ -35,8 +34,8 @@ impl FileStamp {
     }
 }
 
-/// Calls `look` at once and every two seconds until `stop`, on a thread that may wait: files may lie on
-/// a slow disk.
+/// Calls `look` at once and every two seconds until `stop`. The calls run on a blocking thread,
+/// since files may be on a slow disk.
 pub async fn look_regularly(look: impl Fn() + Send + Sync + 'static, stop: CancellationToken) {
     let look = Arc::new(look);
     let mut ticks = interval(LOOK_EVERY);

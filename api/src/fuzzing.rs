@@ -1,6 +1,6 @@
-//! Fuzz targets: readers of untrusted bytes as functions that must not panic, hang or use unbounded
-//! memory, whatever their input. Used by `chaos-tests`; the functions are next to the code they
-//! exercise.
+//! Fuzz targets: parsers of untrusted bytes as functions that must not panic, hang or use unbounded
+//! memory on any input. `chaos-tests` uses them. Each function is next to the code that it
+//! exercises.
 
 pub use crate::admin::fuzzing::{admin_body, admin_body_seeds};
 pub use crate::backends::fuzzing::{
@@ -45,14 +45,14 @@ pub(crate) const PATHS: &[&str] = &[
     "/elsewhere",
 ];
 
-/// Takes the first byte as the number of a path.
+/// Selects a path by the first byte and returns it with the rest of the bytes.
 pub(crate) fn path_of(bytes: &[u8]) -> Option<(&'static str, &[u8])> {
     let (number, rest) = bytes.split_first()?;
     Some((PATHS[usize::from(*number) % PATHS.len()], rest))
 }
 
-/// Decodes a peer's message outside the log: its kind in one byte, then a backlog, a load report or
-/// a digest claim. An accepted backlog survives another round of encoding and decoding.
+/// Decodes a peer's message outside the log: one byte for its kind, then a backlog, a load report
+/// or a digest claim. An accepted backlog survives another round of encoding and decoding.
 pub fn peer_reports(bytes: &[u8]) {
     let Some((kind, bytes)) = bytes.split_first() else {
         return;
@@ -83,7 +83,7 @@ pub fn peer_reports(bytes: &[u8]) {
     }
 }
 
-/// Real messages.
+/// Returns valid messages as seeds.
 #[must_use]
 pub fn peer_reports_seeds() -> Vec<Vec<u8>> {
     let line = |model| {

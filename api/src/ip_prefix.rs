@@ -1,4 +1,4 @@
-//! Prefixes of IP addresses, as `users.trusted_proxies` and `admin.backends_allow` list them.
+//! IP address prefixes, as in `users.trusted_proxies` and `admin.backends_allow`.
 
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
@@ -11,13 +11,13 @@ pub struct IpPrefix {
     bits: u8,
 }
 
-/// Text that is no prefix.
+/// Error for text that is not a prefix.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("expected an IP address or a prefix such as 10.0.0.0/8")]
 pub struct IpPrefixError;
 
 impl IpPrefix {
-    /// The addresses of this host itself.
+    /// Loopback addresses.
     pub const LOOPBACK: [Self; 2] = [
         Self {
             network: IpAddr::V4(Ipv4Addr::new(127, 0, 0, 0)),
@@ -29,12 +29,12 @@ impl IpPrefix {
         },
     ];
 
-    /// The addresses of which the first `bits` bits are those of `network`.
+    /// Creates the prefix of the first `bits` bits of `network`.
     pub(crate) const fn new(network: IpAddr, bits: u8) -> Self {
         Self { network, bits }
     }
 
-    /// Whether `address` lies in it. An IPv4 address counts as one in its IPv6 form too.
+    /// Whether the prefix contains `address`, which may be an IPv4 address in its IPv6 form.
     #[must_use]
     pub fn contains(&self, address: IpAddr) -> bool {
         match (self.network, address.to_canonical()) {

@@ -1,9 +1,9 @@
-//! Keeping users' cached blocks apart: the salt that a user's prompts are hashed under and that
-//! engines get (ADR 0072).
+//! Isolation of users' cached blocks by a salt, under which a user's prompts are hashed and which
+//! engines receive (ADR 0072).
 //!
-//! A salt follows from the user's cache scope and the cluster's hash secret, so every replica has
-//! the same one, and no client can find that of another scope. A `cache_salt` that the client sends
-//! itself goes into it: it divides the scope further and opens no other.
+//! A salt depends only on the user's cache scope and the cluster's hash secret. Every replica
+//! therefore computes the same one, and no client can compute that of another scope. A `cache_salt`
+//! from the client is an input too: it subdivides the scope and opens no other.
 
 use base64::Engine as _;
 use base64::prelude::BASE64_URL_SAFE_NO_PAD;
@@ -13,28 +13,28 @@ use sha2::{Digest, Sha256};
 use state::caches::CacheScope;
 use state::prefix::BlockHasher;
 
-/// What is hashed before everything else, so that salts are of no other use.
+/// Prefix of the hashed bytes. It makes the salts useless for any other purpose.
 const SALT_LABEL: &[u8] = b"quorate cache salt 1";
-/// Label of a backend by which an operator says whether its engine knows `cache_salt`: `true` or
-/// `false`. Without it that follows from what the engine is.
+/// Backend label that declares whether the engine supports `cache_salt`: `true` or `false`. Without
+/// it, the engine's kind decides.
 pub const CACHE_SALT_LABEL: &str = "cache-salt";
 
-/// How far a request's prompt must be kept apart from other users' in an engine's cache.
+/// Required isolation of a request's prompt from other users in an engine's cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum CacheIsolation {
-    /// Not at all.
+    /// No isolation.
     #[default]
     None,
-    /// It cannot be, on this path: any engine may take it.
+    /// Isolation is impossible on this path: any engine may serve the request.
     Unsalted,
-    /// By engines that know salts, as long as there are any.
+    /// Isolation by engines that support salts, as long as one is available.
     Preferred,
-    /// By engines that know salts, and by no others.
+    /// Isolation by engines that support salts, and no others.
     Required,
 }
 
 impl CacheIsolation {
-    /// Whether the engine that takes the request is to get a salt, if it knows salts.
+    /// Whether the chosen engine should receive a salt, if it supports salts.
     #[must_use]
     pub fn is_salted(self) -> bool {
         matches!(self, Self::Preferred | Self::Required)
@@ -52,14 +52,14 @@ pub enum WhenUnsalted {
     Serve,
 }
 
-/// What engines that know salts do with one on a path.
+/// Behaviour of engines that support salts, on one path.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum SaltedPath {
-    /// They take it.
+    /// They use the salt.
     Taken,
-    /// They cache nothing of the prompt, or compute nothing.
+    /// They need no salt: they cache nothing of the prompt, or compute nothing.
     NeedsNone,
-    /// They ignore it, as far as is known.
+    /// They ignore the salt, as far as is known.
     Ignored,
 }
 
@@ -93,7 +93,7 @@ impl SaltedPath {
         }
     }
 
-    /// How far a request on this path is kept apart; `None`: it is refused.
+    /// Returns the isolation of a request on this path; `None` if the request must be refused.
     pub(crate) fn isolation(self, when_unsalted: WhenUnsalted) -> Option<CacheIsolation> {
         match (self, when_unsalted) {
             (Self::NeedsNone, _) => Some(CacheIsolation::None),
@@ -105,7 +105,7 @@ impl SaltedPath {
     }
 }
 
-/// Returns the salt of requests of `user`, 256 bits in base64url; `None` for a user who shares.
+/// Returns the salt for `user`, 256 bits in base64url; `None` if the user shares its cache.
 pub(crate) fn salt(
     hashing: &BlockHasher,
     scope: &CacheScope,
@@ -124,7 +124,7 @@ pub(crate) fn salt(
         hash.update(secret.key_bytes());
     }
     hash.update(kind);
-    // Each with its length, so that no two pairs have the same input.
+    // Each with its length, so that no two pairs produce the same input.
     for text in [name, of_client.unwrap_or_default()] {
         hash.update((text.len() as u64).to_le_bytes());
         hash.update(text.as_bytes());

@@ -1,4 +1,4 @@
-//! HTTP around the deterministic core: the data plane, the admin API and the clients of engines.
+//! The HTTP layer around the deterministic core: data plane, admin API and engine clients.
 
 pub mod admin;
 pub mod admission;

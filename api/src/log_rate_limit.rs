@@ -1,11 +1,11 @@
-//! Rate limiting for log lines that clients and engines could cause without end.
+//! Rate limiting for log lines that clients and engines could trigger without end.
 
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use tokio::time::Instant;
 
-/// Allows a number of lines per period and counts the suppressed ones.
+/// Limiter that allows a number of lines per period and counts the suppressed ones.
 #[derive(Debug)]
 pub(crate) struct LogRateLimit {
     lines_max: u32,
@@ -17,14 +17,14 @@ pub(crate) struct LogRateLimit {
 struct LoggedLines {
     /// Start of the period; `None` before the first line.
     since: Option<Instant>,
-    /// Lines in the period.
+    /// Number of lines in the period.
     lines: u32,
-    /// Lines suppressed since the last allowed one.
+    /// Number of lines suppressed since the last allowed one.
     suppressed: u64,
 }
 
 impl LogRateLimit {
-    /// Allows at most `lines_max` lines per `period`.
+    /// Creates a limiter that allows at most `lines_max` lines per `period`.
     pub(crate) fn new(lines_max: u32, period: Duration) -> Self {
         Self {
             lines_max,
@@ -33,9 +33,9 @@ impl LogRateLimit {
         }
     }
 
-    /// Whether a line may be written; if so, returns how many were suppressed since the last one.
+    /// Returns the number of lines suppressed since the last one; `None` if none may be written.
     pub(crate) fn may_say(&self) -> Option<u64> {
-        // Counts are consistent between any two changes.
+        // The counts are consistent between any two changes.
         let mut said = self.said.lock().unwrap_or_else(PoisonError::into_inner);
         let now = Instant::now();
         if said.since.is_none_or(|since| now - since >= self.period) {

@@ -1,12 +1,12 @@
-//! Bugs that tests can plant on purpose, to prove that the tests meant to catch them do.
+//! Bugs that tests can plant on purpose, to prove that the tests meant to catch them do so.
 //!
-//! Each bug is one condition at the place where somebody would make the mistake. Without the
-//! feature `planted` the condition is constant `false` and the compiler removes it. With the
-//! feature, one bug at a time can be planted per thread. docs/internals/testing.md lists the bugs
+//! Each bug is one condition at the place where a developer would make the mistake. Without the
+//! feature `planted`, the condition is constant `false` and the compiler removes it. With the
+//! feature, tests can plant one bug at a time per thread. docs/internals/testing.md lists the bugs
 //! and what catches each.
 
 /// Defines a crate's list of bugs and, with the crate's feature `planted`, the per-thread switch
-/// that plants one. `node` uses it, too.
+/// that plants one. `node` uses it too.
 #[doc(hidden)]
 #[macro_export]
 macro_rules! plantable_bugs {

@@ -15,10 +15,10 @@ pub type BoxFuture<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
 /// Reason why a command is not known to have taken effect.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ProposeError {
-    /// It did not enter any log, so it can be proposed again or abandoned.
+    /// The command did not enter any log, so it can be proposed again or abandoned.
     #[error("no quorum: {0}")]
     Unavailable(String),
-    /// It may still take effect. Only the same envelope may be proposed again.
+    /// The command may still take effect. Only the same envelope may be proposed again.
     #[error("outcome unknown: {0}")]
     Unknown(String),
     /// This replica is stopping.
@@ -34,11 +34,11 @@ pub trait Propose: Send + Sync + 'static {
 
 /// The admin API's access to the cluster.
 pub trait Cluster: Send + Sync + 'static {
-    /// Proposes an admin command in this replica's admin lane, one at a time. It is repeated under
-    /// the same sequence number until its outcome is known or five seconds have passed.
+    /// Proposes an admin command in this replica's admin lane, one at a time. Repeats it under the
+    /// same sequence number until its outcome is known or five seconds have passed.
     fn submit(&self, command: Command) -> BoxFuture<'_, Result<Committed, ProposeError>>;
 
-    /// Waits until everything committed when the call began is applied here.
+    /// Waits until everything committed before the call is applied here, and returns the index.
     fn read_barrier(&self) -> BoxFuture<'_, Result<LogIndex, ProposeError>>;
 
     /// Calls `read` on the state between two applies. Keep it short, because `apply` waits
@@ -67,10 +67,10 @@ pub trait Cluster: Send + Sync + 'static {
 /// Reason why a change of membership or leadership did not take place.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ChangeError {
-    /// It is not possible in the current state of the cluster.
+    /// The change is not possible in the current state of the cluster.
     #[error("{0}")]
     Refused(String),
-    /// It is unknown whether it took place.
+    /// It is unknown whether the change took place.
     #[error("outcome unknown: {0}")]
     Unknown(String),
 }

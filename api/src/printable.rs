@@ -1,15 +1,14 @@
 //! Safe display of untrusted text on an operator's screen.
 //!
 //! Names of users, models and backends come from requests and engines. Characters that a terminal
-//! would interpret, or display in another order, are escaped wherever a person reads them, and
-//! rejected in names that an operator assigns.
+//! would interpret or reorder are escaped in all output for people, and rejected in names that an
+//! operator assigns.
 
 use std::borrow::Cow;
 use std::fmt::Write;
 
-/// Whether a terminal does anything with `c` but display it in its place: control characters (C0,
-/// DEL, C1), line and paragraph separators, characters that change the direction of writing, and
-/// invisible ones.
+/// Whether a terminal may act on `c` instead of displaying it in its place: control characters (C0,
+/// DEL, C1), line and paragraph separators, bidirectional controls and invisible characters.
 #[must_use]
 pub fn is_obeyed(c: char) -> bool {
     c.is_control()
@@ -18,7 +17,7 @@ pub fn is_obeyed(c: char) -> bool {
             | '\u{2060}'..='\u{206f}' | '\u{feff}' | '\u{fff9}'..='\u{fffb}' | '\u{e0000}'..='\u{e007f}')
 }
 
-/// Escapes such characters in `text`, as in `\u{1b}`.
+/// Escapes such characters in `text`, for example as `\u{1b}`.
 #[must_use]
 pub fn escaped(text: &str) -> Cow<'_, str> {
     escaped_but(text, &[])

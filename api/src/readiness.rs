@@ -1,5 +1,5 @@
-//! Whether this replica should get traffic, and why not: for the admin listener's `/readyz`, and in
-//! one word for load balancers that ask the data listener.
+//! Whether this replica should get traffic, with the reasons for `/readyz` of the admin listener,
+//! and in one word for load balancers on the data listener.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -15,10 +15,10 @@ use crate::divergence::Digests;
 use crate::ports::{Cluster, ClusterStatus};
 use crate::routing::SharedOutbox;
 
-/// Difference of a member's clock above which a warning is shown, in milliseconds.
+/// Clock difference of a member above which a warning is shown, in milliseconds.
 const CLOCK_SKEW_MS_MAX: u64 = 1000;
 
-/// Phase of a replica's life. Cheap to clone; no transition can be reversed.
+/// Phase of a replica's life. Cheap to clone. No transition can be reversed.
 #[derive(Clone, Default)]
 pub struct Lifecycle {
     serving: Arc<AtomicBool>,
@@ -27,12 +27,12 @@ pub struct Lifecycle {
 }
 
 impl Lifecycle {
-    /// Marks the data plane as taking requests. Before that, `/readyz` answers 503.
+    /// Marks the data plane as accepting requests. Before that, `/readyz` responds with 503.
     pub fn serve(&self) {
         self.serving.store(true, Ordering::Release);
     }
 
-    /// Marks the replica as leaving. From here on, `/readyz` answers 503.
+    /// Marks the replica as leaving. From then on, `/readyz` responds with 503.
     pub fn drain(&self) {
         self.draining.store(true, Ordering::Release);
     }
@@ -42,7 +42,7 @@ impl Lifecycle {
         self.ended.cancel();
     }
 
-    /// Whether the data plane takes requests.
+    /// Whether the data plane accepts requests.
     #[must_use]
     pub fn is_serving(&self) -> bool {
         self.serving.load(Ordering::Acquire)
@@ -54,29 +54,29 @@ impl Lifecycle {
         self.draining.load(Ordering::Acquire)
     }
 
-    /// Cancelled by [`Lifecycle::end_streams`].
+    /// Returns the token that [`Lifecycle::end_streams`] cancels.
     pub(crate) fn ended(&self) -> CancellationToken {
         self.ended.clone()
     }
 }
 
-/// What readiness is judged from.
+/// Inputs of the readiness check.
 pub struct ReadinessCheck {
-    /// The log and the members.
+    /// The log and the membership.
     pub cluster: Arc<dyn Cluster>,
-    /// Published part of the state.
+    /// The published part of the state.
     pub view: Arc<StateView>,
-    /// Health of the engines.
+    /// Health of the backends.
     pub backends: Arc<Backends>,
     /// Digests by index.
     pub digests: Arc<Digests>,
-    /// What the log does not know yet.
+    /// Updates that the log does not have yet.
     pub outbox: Arc<SharedOutbox>,
-    /// Whether the replica takes requests.
+    /// Whether the replica accepts requests.
     pub lifecycle: Lifecycle,
-    /// How keys of the cluster are judged.
+    /// Rules for validating the cluster's keys.
     pub keys: KeyRules,
-    /// Whether it was told to start although others can reach what is not protected.
+    /// Whether the replica was allowed to start with unprotected listeners.
     pub is_insecure: bool,
 }
 
@@ -95,7 +95,7 @@ pub(crate) struct Readiness {
 }
 
 impl Readiness {
-    /// Whether it should get traffic.
+    /// Whether the replica should get traffic.
     pub(crate) fn is_fit(&self) -> bool {
         self.status != "not-ready"
     }
@@ -138,12 +138,12 @@ impl ReadinessCheck {
         }
     }
 
-    /// Whether everything is applied that was committed when this replica started. Stays true.
+    /// Whether everything committed at this replica's start is applied. Stays true.
     pub(crate) fn has_caught_up(&self) -> bool {
         self.cluster.status().caught_up
     }
 
-    /// What keeps the process from serving.
+    /// Adds the reasons why the process cannot serve.
     fn judge_process(&self, status: &ClusterStatus, against: &mut Vec<String>) {
         if self.lifecycle.is_draining() {
             against.push("draining".to_owned());
@@ -168,7 +168,7 @@ impl ReadinessCheck {
         }
     }
 
-    /// Whether the state here is the cluster's.
+    /// Adds the reasons why the state here may not be the cluster's.
     fn judge_state(
         &self,
         status: &ClusterStatus,
@@ -179,10 +179,10 @@ impl ReadinessCheck {
         let peers = peers.map(|peer| format!("peer {}: {}", peer.address, peer.detail));
         match (status.caught_up, status.has_quorum) {
             (true, true) => {}
-            // Who answers reads and routes on with what it has.
+            // The replica routes on with the state that it has.
             (true, false) => lacking.extend(peers),
-            // After a restart without a quorum, nobody knows how far the cluster was. The state
-            // from disk is served: it is better than no answer, and perhaps nobody has more.
+            // After a restart without a quorum, nobody knows how far the cluster was. Serving the
+            // state from disk is better than not serving, and no other replica may have more.
             (false, false) if self.view.registry().initialised => {
                 let why = "not known to be caught up: serving the state it was stopped with";
                 lacking.push(why.to_owned());
@@ -198,7 +198,7 @@ impl ReadinessCheck {
         }
     }
 
-    /// Whether API keys that were revoked are refused here.
+    /// Adds a reason if revoked API keys may still be accepted here.
     fn judge_keys(&self, against: &mut Vec<String>, lacking: &mut Vec<String>) {
         let age = match self.keys.list.age() {
             KeyListAge::Current => return,

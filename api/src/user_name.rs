@@ -1,5 +1,5 @@
-//! User names within the log's bound. This is the only place that shortens them, so that traffic,
-//! `explain` and the admin API refer to the same user.
+//! User names within the log's bound. Only this module shortens them, so that traffic, `explain`
+//! and the admin API refer to the same user.
 
 use std::borrow::Cow;
 
@@ -8,18 +8,18 @@ use state::ids::UserKey;
 use state::prefix::user_key;
 use xxhash_rust::xxh3::xxh3_64;
 
-/// Length of a shortened name's suffix: `#` and a hash.
+/// Length of a shortened name's suffix, `#` and a hash, in bytes.
 const HASH_BYTES: usize = 1 + 16;
-/// How much shorter than the bound a shortened name may be, because characters are not split.
+/// Bytes by which a shortened name may be below the bound, because characters are not split.
 const CHARACTER_BYTES_MAX: usize = 4;
 
-/// A user's name as stored in the state: within the log's bound.
+/// A user's name in the state, within the log's bound.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct UserName(String);
 
 impl UserName {
-    /// Shortens `name` if necessary: a name above [`NAME_BYTES_MAX`] is cut and distinguished by
-    /// its hash.
+    /// Shortens `name` if necessary. A name longer than [`NAME_BYTES_MAX`] is cut and distinguished
+    /// by its hash.
     #[must_use]
     pub fn bounded<'a>(name: impl Into<Cow<'a, str>>) -> Self {
         let name = name.into();
@@ -43,7 +43,7 @@ impl UserName {
     }
 }
 
-/// Whether a name looks as if it was shortened here.
+/// Whether a name looks like one that was shortened here.
 pub(crate) fn looks_shortened(name: &str) -> bool {
     let is_as_long = name.len() + CHARACTER_BYTES_MAX > NAME_BYTES_MAX;
     let end = name.rsplit_once('#').map(|(_, end)| end);

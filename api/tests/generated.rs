@@ -1,7 +1,7 @@
-//! The code of the picker's protocol, `proto/ext_proc.rs`, is what `proto/ext_proc.proto` gives.
+//! Checks that the picker's protocol code, `proto/ext_proc.rs`, matches `proto/ext_proc.proto`.
 //!
-//! It is committed because its compiler takes longer to build than it is worth.
-//! `UPDATE_GENERATED=1 cargo test -p api --test generated` writes it again.
+//! The code is committed because its compiler takes long to build. `UPDATE_GENERATED=1 cargo test
+//! -p api --test generated` regenerates it.
 
 use std::path::Path;
 
@@ -12,7 +12,7 @@ fn the_code_of_the_pickers_protocol_is_that_of_its_definition() {
     let out = tempfile::tempdir().expect("there is a folder for temporary files");
     tonic_prost_build::configure()
         .bytes(".")
-        // Of equal messages the bytes are equal.
+        // Makes the bytes of equal messages equal.
         .btree_map(".")
         .out_dir(&out)
         .emit_rerun_if_changed(false)

@@ -5,12 +5,12 @@ use std::process::{Command, Stdio};
 
 use anyhow::{Context as _, bail};
 
-/// Runs a command; what it says is the error when it fails.
+/// Runs a command. If it fails, the error contains its output.
 pub(crate) fn run(words: &[&str]) -> anyhow::Result<()> {
     run_with_input(words, "")
 }
 
-/// As [`run`], with a text on its standard input.
+/// Runs a command like [`run`], with `input` on its standard input.
 pub(crate) fn run_with_input(words: &[&str], input: &str) -> anyhow::Result<()> {
     let what = || format!("run {}", words.join(" "));
     let (program, args) = words.split_first().context("no command")?;
@@ -22,7 +22,7 @@ pub(crate) fn run_with_input(words: &[&str], input: &str) -> anyhow::Result<()> 
         .spawn()
         .with_context(what)?;
     let mut stdin = child.stdin.take().expect("it is piped");
-    // A command that has ended without reading it tells why by its status.
+    // A command that ended without reading its input reports the reason in its status.
     let _ = stdin.write_all(input.as_bytes());
     drop(stdin);
     let output = child.wait_with_output().with_context(what)?;

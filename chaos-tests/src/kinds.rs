@@ -14,25 +14,25 @@ macro_rules! kinds {
         }
 
         impl $Kind {
-            /// All of them.
+            /// All kinds.
             pub const ALL: &[Self] = &[$(Self::$kind,)*];
 
-            /// Its name.
+            /// Returns the name of the kind.
             #[must_use]
             pub fn name(self) -> &'static str {
                 match self { $(Self::$kind => $name,)* }
             }
 
-            /// What it is.
+            /// Returns a description of the kind.
             #[must_use]
             pub fn what(self) -> &'static str {
                 match self { $(Self::$kind => $what,)* }
             }
 
-            /// The kind of a name.
+            /// Returns the kind with this name.
             ///
             /// # Errors
-            /// With all names, when there is none of this one.
+            /// Lists all names if none matches.
             pub fn named(name: &str) -> Result<Self, String> {
                 let found = Self::ALL.iter().find(|kind| kind.name() == name);
                 let names: Vec<_> = Self::ALL.iter().map(|kind| kind.name()).collect();

@@ -2,15 +2,15 @@
 //!
 //! - [`sim`] runs simulated clusters, in which one seed decides everything.
 //! - [`processes`] starts real `quorate serve` and `quorate engine` processes, on loopback or on
-//!   hosts in network namespaces ([`netns`]), and does to them what machines, networks, disks and
-//!   operators do. Each request goes to one replica and is never sent twice, so that no retry hides
-//!   a failure.
+//!   hosts in network namespaces ([`netns`]), and injects faults of machines, networks, disks and
+//!   operators. Each request goes to one replica and is never sent twice, so that no retry hides a
+//!   failure.
 //! - [`soak`] overloads such a cluster with hostile and careless clients.
-//! - [`abuse`] attacks one, each attack on its own, in the clear and with TLS and keys.
-//! - [`live`] holds predictions against what real engines find.
-//! - [`fuzzing`] feeds mutated bytes to everything that reads foreign ones.
+//! - [`abuse`] attacks one, each attack on its own, in the clear and with TLS and API keys.
+//! - [`live`] compares predictions with what real engines find cached.
+//! - [`fuzzing`] feeds mutated bytes to every reader of untrusted bytes.
 //!
-//! [`oracle`] records a run and [`invariants`] states what must hold of it. [`planted`] plants
+//! [`oracle`] records a run and [`invariants`] states what must hold for it. [`planted`] plants
 //! bugs, to prove that both find them.
 
 pub mod abuse;

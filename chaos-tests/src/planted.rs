@@ -1,25 +1,25 @@
-//! The bugs that can be planted in the product, each under one name.
+//! Bugs that can be planted in the product, each with a name.
 //!
-//! A harness that finds nothing proves nothing until it is known to find what it should. `raft`,
-//! `api` and `node` list bugs at the places where people would make them (`raft::planted` and so
-//! on). Here one at a time is planted on this thread, for as long as a [`PlantedGuard`] lives.
-//! docs/internals/testing.md says what catches them.
+//! A test harness that finds nothing proves nothing unless it finds known bugs. `raft`, `api` and
+//! `node` define bugs at typical places (`raft::planted` and so on). This module plants one at a
+//! time on the current thread, for the lifetime of a [`PlantedGuard`]. docs/internals/testing.md
+//! lists which test catches which bug.
 
 use std::fmt;
 
 /// One bug of one crate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PlantedBug {
-    /// In the log.
+    /// A bug of the log.
     Raft(raft::planted::Bug),
-    /// In what a replica learns, proposes and answers.
+    /// A bug in what a replica learns, proposes and answers.
     Api(api::planted::Bug),
-    /// In how a replica is put together.
+    /// A bug in how a replica is assembled.
     Node(node::planted::Bug),
 }
 
 impl PlantedBug {
-    /// All of them.
+    /// Returns all bugs.
     pub fn all() -> impl Iterator<Item = Self> {
         let raft = raft::planted::Bug::ALL.iter().copied().map(Self::Raft);
         let api = api::planted::Bug::ALL.iter().copied().map(Self::Api);
@@ -27,13 +27,13 @@ impl PlantedBug {
         raft.chain(api).chain(node)
     }
 
-    /// The bug of this name, as [`PlantedBug`] displays it.
+    /// Returns the bug with this name, as [`PlantedBug`] displays it.
     #[must_use]
     pub fn named(name: &str) -> Option<Self> {
         Self::all().find(|bug| bug.to_string() == name)
     }
 
-    /// Plants it on this thread, in place of any other.
+    /// Plants the bug on this thread, in place of any other.
     #[must_use]
     pub fn plant(self) -> PlantedGuard {
         let plot = PlantedGuard(self);
@@ -48,7 +48,7 @@ impl PlantedBug {
 }
 
 impl fmt::Display for PlantedBug {
-    /// `raft.VoteNotKept`.
+    /// Formats the bug as in `raft.VoteNotKept`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Raft(bug) => write!(f, "raft.{bug:?}"),
@@ -58,12 +58,12 @@ impl fmt::Display for PlantedBug {
     }
 }
 
-/// A planted bug; taken out when this goes. To be dropped on the thread that planted it.
+/// A planted bug, removed on drop. Must be dropped on the thread that planted it.
 #[derive(Debug)]
 pub struct PlantedGuard(PlantedBug);
 
 impl PlantedGuard {
-    /// How often the product came by it: a bug that is never met cannot be caught.
+    /// Returns how often the product reached the bug. A bug that is never reached cannot be caught.
     #[must_use]
     pub fn met(&self) -> u64 {
         match self.0 {

@@ -1,4 +1,4 @@
-//! What the programs of this crate share: to run until a signal, and to print tables.
+//! Helpers of this crate's programs: running until a signal, and printing tables.
 
 use std::io::{self, Write as _};
 use std::process::ExitCode;
@@ -6,11 +6,11 @@ use std::process::ExitCode;
 use comfy_table::{Table, presets::ASCII_MARKDOWN};
 use tokio::signal::unix::{SignalKind, signal};
 
-/// Runs a program to its end, or until it is told to stop. Dropping what runs takes processes,
-/// hosts and folders away.
+/// Runs a program until it ends or a signal stops it. Dropping it removes processes, hosts and
+/// folders.
 ///
 /// # Errors
-/// The program's; or there is no runtime.
+/// The program's error, or that no runtime can be built.
 pub fn run(program: impl Future<Output = anyhow::Result<ExitCode>>) -> anyhow::Result<ExitCode> {
     tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
@@ -27,7 +27,7 @@ pub fn run(program: impl Future<Output = anyhow::Result<ExitCode>>) -> anyhow::R
         })
 }
 
-/// Returns what a program ends with that found all as it must be, or something else.
+/// Returns the exit code of a program that found everything as it must be, or not.
 #[must_use]
 pub fn exit_code(is_clean: bool) -> ExitCode {
     if is_clean {
@@ -37,7 +37,7 @@ pub fn exit_code(is_clean: bool) -> ExitCode {
     }
 }
 
-/// A table without rows.
+/// Returns a table without rows.
 #[must_use]
 pub fn table(heads: &[&str]) -> Table {
     let mut table = Table::new();
@@ -48,7 +48,7 @@ pub fn table(heads: &[&str]) -> Table {
 /// Prints a line.
 ///
 /// # Errors
-/// Nobody reads it.
+/// When standard output is closed.
 pub fn say(what: impl std::fmt::Display) -> anyhow::Result<()> {
     Ok(writeln!(io::stdout().lock(), "{what}")?)
 }

@@ -1,7 +1,8 @@
-//! Requests over connections of their own, from an address of one's own: leaving is closing.
+//! Requests over separate connections, each from a chosen address. Leaving means closing the
+//! connection.
 //!
-//! On loopback every address of 127.0.0.0/8 is ours, so that whoever is counted by address can be
-//! told apart.
+//! On loopback every address of 127.0.0.0/8 is available, so clients that are counted by address
+//! can be told apart.
 
 use std::fmt;
 use std::io;
@@ -21,17 +22,17 @@ use tokio_util::task::AbortOnDropHandle;
 
 use crate::processes::access::ClientAccess;
 
-/// Most of an answer that is kept.
+/// Maximum bytes of a response that are kept.
 const ANSWER_BYTES_MAX: usize = 4 << 20;
 
-/// Bytes that the kernel keeps for a reader with little room.
+/// Receive buffer of a slow reader, in bytes.
 const LITTLE_ROOM_BYTES: u32 = 4096;
 
-/// Where a connection comes from.
+/// Source address of a connection.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct SourceAddress {
     pub(crate) address: Ipv4Addr,
-    /// Whether hardly anything is read before it is asked for.
+    /// Whether the receive buffer is small, so that little is received before it is read.
     pub(crate) has_little_room: bool,
 }
 
@@ -44,7 +45,7 @@ impl std::convert::From<Ipv4Addr> for SourceAddress {
     }
 }
 
-/// A connection from an address of one's own.
+/// Opens a connection from the given address.
 pub(crate) async fn connect(from: SourceAddress, to: SocketAddr) -> io::Result<TcpStream> {
     let socket = TcpSocket::new_v4()?;
     if from.has_little_room {
@@ -63,7 +64,7 @@ pub(crate) struct OutgoingRequest {
 }
 
 impl OutgoingRequest {
-    /// JSON, with a key.
+    /// Creates a JSON request with an API key.
     pub(crate) fn post(path: &'static str, key: &str, body: Bytes) -> Self {
         let mut ask = Self {
             method: Method::POST,
@@ -83,7 +84,7 @@ impl OutgoingRequest {
     }
 }
 
-/// The beginning of an answer. Dropping it closes the connection.
+/// The head of a response. Dropping it closes the connection.
 pub(crate) struct ResponseHead {
     pub(crate) status: StatusCode,
     pub(crate) headers: HeaderMap,
@@ -92,21 +93,21 @@ pub(crate) struct ResponseHead {
     _connection: AbortOnDropHandle<()>,
 }
 
-/// How a request came to nothing.
+/// How a request failed.
 #[derive(Debug)]
 pub(crate) enum RequestError {
-    /// No connection, or none that lasted to the answer.
+    /// No connection, or one that broke before the response.
     Early(String),
-    /// The answer did not come to its end.
+    /// The response was cut short.
     Late(String),
 }
 
-/// An answer that came to its end.
+/// A complete response.
 #[derive(Debug, Default)]
 pub(crate) struct WholeAnswer {
-    /// From asking to the first of its body.
+    /// Time from the request to the first byte of the body.
     pub(crate) first: Duration,
-    /// Tokens that came.
+    /// Number of received tokens.
     pub(crate) tokens: u64,
 }
 
@@ -119,7 +120,7 @@ impl fmt::Display for RequestError {
     }
 }
 
-/// Sends a request on a new connection and waits for the answer's head.
+/// Sends a request on a new connection and waits for the head of the response.
 pub(crate) async fn ask(
     access: &ClientAccess,
     from: impl Into<SourceAddress>,
@@ -136,7 +137,7 @@ pub(crate) async fn ask(
     let shaken = http1::handshake(TokioIo::new(socket)).await;
     let (mut send, connection) = shaken.map_err(|error| early(&error))?;
     let connection = AbortOnDropHandle::new(tokio::spawn(async move {
-        // What breaks it shows in the answer.
+        // A failure also shows in the response.
         let _ = connection.await;
     }));
     let mut request = Request::new(Full::new(ask.body));
@@ -159,7 +160,7 @@ pub(crate) async fn ask(
 }
 
 impl ResponseHead {
-    /// The next piece of the body; `None` at its end.
+    /// Returns the next piece of the body; `None` at its end.
     pub(crate) async fn piece(&mut self) -> Result<Option<Bytes>, RequestError> {
         loop {
             match self.body.frame().await {
@@ -174,7 +175,7 @@ impl ResponseHead {
         }
     }
 
-    /// The answer to its end: a document, or a stream that says that it is done.
+    /// Reads the response to its end: a document, or a stream with its end marker.
     pub(crate) async fn whole(&mut self) -> Result<WholeAnswer, RequestError> {
         let (mut all, mut first) = (Vec::new(), None);
         while let Some(piece) = self.piece().await? {
@@ -199,13 +200,13 @@ impl ResponseHead {
         })
     }
 
-    /// How long the client is to wait before it tries again.
+    /// Returns how long the client must wait before a retry.
     pub(crate) fn retry_after(&self) -> Option<Duration> {
         let seconds = self.headers.get("retry-after")?.to_str().ok()?;
         seconds.parse().ok().map(Duration::from_secs)
     }
 
-    /// Whether the client is told not to try again.
+    /// Whether the response forbids a retry.
     pub(crate) fn is_final(&self) -> bool {
         self.headers
             .get("x-should-retry")

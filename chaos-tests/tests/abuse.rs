@@ -1,10 +1,10 @@
-//! Attacks on three replicas with TLS and keys, and those that TLS makes a difference to in the clear:
-//! a bounded run of the program `abuse`.
+//! Attacks on three replicas with TLS and API keys, and without TLS those to which it makes a
+//! difference: a bounded run of the program `abuse`.
 
 use anyhow::ensure;
 use chaos_tests::abuse::{self, AbuseOptions, AttackKind};
 
-/// What is read before there is TLS, or without it.
+/// Attacks on code that runs before or without TLS.
 const IN_THE_CLEAR: &[AttackKind] = &[
     AttackKind::RapidReset,
     AttackKind::Continuations,
@@ -33,7 +33,7 @@ async fn attacked(is_secure: bool, only: &[AttackKind]) -> anyhow::Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn attacks_leave_no_trace() -> anyhow::Result<()> {
-    // One after the other: the honest client has to be served beside them.
+    // Sequential, because the honest client must be served during each.
     attacked(true, &[]).await?;
     attacked(false, IN_THE_CLEAR).await
 }

@@ -1,6 +1,6 @@
 //! Three replicas and four small engines as real processes: a greedy user at one replica against a
-//! modest one at another, by VTC and first come first served; the leader is killed in the middle;
-//! both are pinned to pickers by a gateway; and a limit of requests holds over all replicas together,
+//! modest one at another, by VTC and by first come, first served. The leader is killed in the
+//! middle; a gateway pins both users to pickers; and a limit of requests holds over all replicas
 //! and over all pickers.
 //!
 //! Shares are asserted, times are printed.
@@ -15,18 +15,18 @@ use lab::gateway::{GatewayAnswer, GatewayOptions, GatewayRequest, StandInGateway
 use lab::replay::client::{ReplayAnswer, ReplayClient, ReplayError, ReplayRequest};
 use lab::replay::targets::Targets;
 
-/// Requests of the greedy user under way at a time: far more than the engines take.
+/// Concurrent requests of the greedy user: far more than the engines take.
 const GREEDY: usize = 64;
-/// Of the modest user: a share of the engines, if it gets it.
+/// Concurrent requests of the modest user: its fair share of the engines.
 const MODEST: usize = 12;
-/// Requests that are answered before a share is measured: both users wait from then on.
+/// Requests answered before a share is measured, so that both users wait by then.
 const WARM_UP: u64 = 60;
-/// Requests that a share is measured over.
+/// Number of requests over which a share is measured.
 const MEASURED: u64 = 300;
 
 const ENGINES: &[&str] = &["--max-num-seqs", "2", "--decode-ms", "10"];
 
-/// Both users always wait, for however long a busy machine makes it: nobody is refused.
+/// Both users always wait, even on a busy machine, and neither is refused.
 const VTC: &str = r#"
 [admission]
 concurrency = 2
@@ -42,7 +42,7 @@ max_wait = "10m"
 codel_target = "10m"
 "#;
 
-/// What a user got.
+/// Service that a user got.
 #[derive(Debug, Default)]
 struct Got {
     answered: AtomicU64,
@@ -63,17 +63,17 @@ impl Got {
     }
 }
 
-/// One user's load on one replica: so many requests under way until `is_over`.
+/// One user's load on one replica, with `under_way` concurrent requests until `is_over`.
 struct Load {
     targets: Arc<Targets>,
-    /// Asks the replica where to send requests; `None`: they go through it.
+    /// Asks the replica where to send requests; `None` sends them through the replica.
     gateway: Option<Arc<StandInGateway>>,
     replica: usize,
     user: &'static str,
     under_way: usize,
     got: Arc<Got>,
     is_over: Arc<AtomicBool>,
-    /// Shortest time from one request to the next of one sender.
+    /// Minimum pause of a sender between two requests.
     pause: Duration,
 }
 
@@ -110,7 +110,7 @@ impl Load {
         }
     }
 
-    /// Has a gateway ask, which tells no time of the first token.
+    /// Sends through a gateway, which does not measure the time to first token.
     async fn count_picked(&self, gateway: &StandInGateway, body: &str) {
         let body = serde_json::from_str(body).expect("a request is JSON");
         let request = GatewayRequest::post(PATH, self.user, &body);
@@ -149,10 +149,10 @@ impl Load {
     }
 }
 
-/// Where requests are sent.
+/// Path of the requests.
 const PATH: &str = "/v1/chat/completions";
 
-/// The greedy and the modest user, each at a replica of their own.
+/// The greedy and the modest user, each at a different replica.
 struct Contest {
     greedy: Arc<Got>,
     modest: Arc<Got>,
@@ -165,7 +165,7 @@ impl Contest {
         Self::start_through(None, cluster, at)
     }
 
-    /// The same through a gateway.
+    /// Starts a contest through a gateway.
     fn start_through(
         gateway: Option<StandInGateway>,
         cluster: &ProcessCluster,
@@ -196,7 +196,7 @@ impl Contest {
         }
     }
 
-    /// Waits until so many more requests are answered.
+    /// Waits until this many more requests are answered.
     async fn after(&self, more: u64) -> anyhow::Result<()> {
         let answered = || {
             let of = |got: &Got| got.answered.load(Ordering::Relaxed);
@@ -206,7 +206,7 @@ impl Contest {
         until("requests are answered", async || Ok(answered() >= goal)).await
     }
 
-    /// The modest user's share of all tokens of the next requests.
+    /// Returns the modest user's share of all tokens of the next requests.
     async fn share(&self) -> anyhow::Result<f64> {
         let before = (self.greedy.tokens(), self.modest.tokens());
         self.after(MEASURED).await?;
@@ -236,7 +236,7 @@ fn options(config: &'static str) -> ClusterOptions {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_modest_user_gets_its_share_and_keeps_it_when_the_leader_dies() -> anyhow::Result<()> {
     let mut cluster = ProcessCluster::start(options(VTC)).await?;
-    // The leader is neither's replica: only its part in agreeing is lost.
+    // The leader serves neither user, so killing it affects only agreement.
     let leader = cluster.leader().await?;
     let others: Vec<usize> = (0..3).filter(|replica| *replica != leader).collect();
     let contest = Contest::start(&cluster, [others[0], others[1]]);
@@ -297,7 +297,7 @@ async fn users_that_gateways_pin_to_a_picker_each_get_their_shares_too() -> anyh
 #[tokio::test(flavor = "multi_thread")]
 async fn first_come_first_served_gives_the_greedy_user_most() -> anyhow::Result<()> {
     let cluster = ProcessCluster::start(options(FCFS)).await?;
-    // At one replica: over several each serves its own at whatever rate it gets.
+    // Both at one replica: several replicas would each serve their user at their own rate.
     let contest = Contest::start(&cluster, [0, 0]);
     contest.after(WARM_UP).await?;
     let share = contest.share().await?;
@@ -332,7 +332,7 @@ async fn the_same_limit_holds_over_all_pickers_together() -> anyhow::Result<()> 
     holds_a_rate(options, gateway).await
 }
 
-/// Has a user ask for more than it may through every replica, or by what their pickers say.
+/// Exceeds a user's rate through every replica, or through the pickers, and checks that it holds.
 async fn holds_a_rate(
     options: ClusterOptions,
     gateway: impl Fn(&ProcessCluster) -> Option<Arc<StandInGateway>>,
@@ -362,7 +362,7 @@ async fn holds_a_rate(
         })
         .collect();
     let answered = || got.answered.load(Ordering::Relaxed);
-    // The first window's worth may come at once; a rate is counted over time.
+    // The first window's requests may come at once; the rate is measured over time.
     let passed = |from: Instant, span: Duration| move || from.elapsed() >= span;
     let warm = passed(Instant::now(), Duration::from_secs(3));
     until("the first windows are over", async || Ok(warm())).await?;

@@ -1,7 +1,7 @@
-//! Every fuzz target over seeded mutations of real encodings: bounded, and the same in every run.
-//! Memory is counted, because a reader that believes a forged length allocates for it.
+//! Runs every fuzz target over seeded mutations of real encodings, with the same inputs in every
+//! run. Memory is counted, because a reader that trusts a forged length allocates for it.
 //!
-//! `chaos-tests/fuzz` runs the same targets under libFuzzer for as long as you like.
+//! `chaos-tests/fuzz` runs the same targets under libFuzzer for any length of time.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -27,12 +27,12 @@ fn run(target: &FuzzTarget, bytes: &[u8]) {
     );
 }
 
-/// Bytes such that they can be pasted into a test.
+/// Formats bytes so that they can be pasted into a test.
 fn shown(bytes: &[u8]) -> String {
     format!("b\"{}\"", bytes.escape_ascii())
 }
 
-/// One test: what is allocated is counted for the whole process.
+/// A single test, because allocations are counted for the whole process.
 #[test]
 fn every_target_reads_any_bytes_within_its_bound() {
     for target in TARGETS {
@@ -40,12 +40,12 @@ fn every_target_reads_any_bytes_within_its_bound() {
         let seeds = (target.seeds)();
         assert!(!seeds.is_empty(), "{name}");
         assert!(std::ptr::eq(named(name).unwrap(), target), "{name}");
-        // Once for what is made at first use and kept.
+        // Runs once uncounted, for what is created on first use and kept.
         (target.body)(&[]);
         seeds.iter().for_each(|seed| (target.body)(seed));
         sweep(target, SEED, target.mutations, |bytes| run(target, bytes));
     }
-    // Each is a target of cargo-fuzz too.
+    // Every target must also be a target of cargo-fuzz.
     let manifest = include_str!("../fuzz/Cargo.toml");
     assert_eq!(manifest.matches("[[bin]]").count(), TARGETS.len());
     for target in TARGETS {

@@ -1,9 +1,9 @@
 //! Precise mode with real processes: three replicas, four engines that publish KV events and evict
-//! hard, and a load of chats. The replica that reads two of the engines is killed in the middle.
+//! often, and a load of chats. The replica that reads two of the engines is killed in the middle.
 //!
-//! What must hold: others read on where it was, no request fails elsewhere, nearly every prediction
-//! is what the engine then found, and when all is quiet the replicas believe of every prompt and
-//! every engine exactly what the engine's cache holds, and predict what the engine then finds.
+//! Other replicas must continue reading where it stopped, and no request may fail elsewhere. Nearly
+//! every prediction must match what the engine found. At rest the replicas' beliefs about every
+//! prompt and engine must equal the engine's cache, and predictions must be exact.
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
@@ -18,33 +18,33 @@ use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
 use serde_json::{Value, json};
 
-/// Chats under way: together they need more blocks than the engines have.
+/// Number of chats: together they need more blocks than the engines have.
 const CHATS: usize = 36;
-/// Turns after which a chat begins anew.
+/// Number of turns after which a chat restarts.
 const TURNS: usize = 6;
-/// Requests before the reader is killed, and as many after.
+/// Requests before the reader is killed, and again after.
 const REQUESTS: u64 = 150;
-/// Requests sent at the same time.
+/// Number of concurrent requests.
 const IN_FLIGHT: usize = 3;
 /// Tokens of an engine's block.
 const BLOCK: u64 = 32;
-/// Blocks that an engine of 320 holds at least once it has evicted: some hold nothing findable, and
-/// some the same.
+/// Minimum blocks that an engine with a capacity of 320 holds once it has evicted: some hold
+/// nothing that can be found, and some hold the same.
 const ENGINE_BLOCKS_FULL: u64 = 240;
-/// Longest wait for one answer.
+/// Longest wait for a response.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
-/// Predictions that must be right under load, in hundredths. Wrong are those whose engine evicted for
-/// requests under way, those asked while no reader was there, and those asked before the last event
-/// was applied: 3 to 5 of 302 when nothing else runs, 15 beside a build.
+/// Minimum share of exact predictions under load, in percent. Predictions are wrong if the engine
+/// evicted for requests under way, while no replica was reading, or before the last event was
+/// applied: 3 to 5 of 302 on an idle machine, 15 beside a build.
 const RIGHT_PERCENT_MIN: u64 = 90;
-/// Requests that are sent one at a time, each when every event is applied: all must be right.
+/// Requests sent one at a time, each after every event is applied. All predictions must be exact.
 const REQUESTS_AT_REST: usize = 20;
 
-/// What came of a request.
+/// Result of a request.
 struct Answer {
-    /// Blocks that were predicted to be found.
+    /// Predicted cached blocks.
     predicted: u64,
-    /// Tokens that were found.
+    /// Cached tokens that the engine found.
     cached: u64,
     reply: String,
 }
@@ -64,18 +64,18 @@ async fn ask(client: &JsonClient, replica: &str, body: &Value) -> anyhow::Result
     })
 }
 
-/// The load as it goes.
+/// The running load.
 struct Load<'a> {
     http: &'a JsonClient,
-    /// Where replicas serve clients; `None` while one is down.
+    /// Data URLs of the replicas; `None` while one is down.
     replicas: RefCell<Vec<Option<String>>>,
     chats: RefCell<Vec<Vec<Value>>>,
-    /// Chats that a request is under way for.
+    /// Whether a chat has a request under way.
     busy: RefCell<Vec<bool>>,
     random: RefCell<SmallRng>,
     ended: Cell<u64>,
     right: Cell<u64>,
-    /// The bodies of the last requests, by chat.
+    /// Bodies of the last requests, by chat.
     bodies: RefCell<BTreeMap<usize, Value>>,
 }
 
@@ -127,7 +127,7 @@ impl Load<'_> {
                     .flatten()
                     .any(|it| *it == replica);
                 ensure!(!is_up, "a replica that is up failed: {error:#}");
-                // It died with the request: the turn is asked anew.
+                // The reply was lost with the request; the turn is sent again.
                 self.chats.borrow_mut()[chat].pop();
             }
         }
@@ -148,7 +148,7 @@ impl Load<'_> {
     }
 }
 
-/// Mode and reader of every engine's ownership, as one replica shows them.
+/// Returns the ownership mode and reader of every engine, as one replica reports them.
 async fn ownership(cluster: &ProcessCluster, replica: usize) -> anyhow::Result<Vec<(String, u64)>> {
     let backends = cluster.ask(replica, "/admin/v1/backends").await?;
     let list = backends["backends"].as_array().context("no backends")?;
@@ -170,8 +170,8 @@ async fn wait_exact(cluster: &ProcessCluster, replica: usize, without: u64) -> a
     .await
 }
 
-/// Waits until the log knows the block size of every engine: the first that is told begins the
-/// reading of all anew.
+/// Waits until the log has the block size of every engine. The first reported size restarts all
+/// readers.
 async fn wait_sized(cluster: &ProcessCluster, http: &JsonClient) -> anyhow::Result<()> {
     let body = json!({ "model": "emulated", "prompt": "" });
     let asked = json!({ "path": "/v1/completions", "headers": {}, "body": body });
@@ -190,7 +190,7 @@ async fn wait_sized(cluster: &ProcessCluster, http: &JsonClient) -> anyhow::Resu
     Ok(())
 }
 
-/// Compares what a replica believes of the last prompts with what the engines hold.
+/// Compares a replica's beliefs about the last prompts with the engines' caches.
 async fn check_beliefs(
     http: &JsonClient,
     admin: SocketAddr,
@@ -241,7 +241,7 @@ async fn start() -> anyhow::Result<ProcessCluster> {
     .await
 }
 
-/// The URL of each engine.
+/// Returns the URL of each engine.
 async fn engines(
     cluster: &ProcessCluster,
     replica: usize,
@@ -257,8 +257,8 @@ async fn engines(
     Ok(backends.iter().filter_map(engine).collect())
 }
 
-/// Waits until a replica believes of the prompts what the engines hold: the last events may be on
-/// their way. Answers how many beliefs were compared.
+/// Waits until a replica's beliefs about the prompts match the engines' caches, because the last
+/// events may be under way. Returns how many beliefs were compared.
 async fn wait_right(
     http: &JsonClient,
     admin: SocketAddr,
@@ -285,8 +285,8 @@ async fn wait_right(
     Ok(compared.get())
 }
 
-/// Asks the next turn of a chat once every event is applied at the replica that is asked, and
-/// checks that the prediction is what the engine finds.
+/// Sends the next turn of a chat once its replica has applied every event, and checks that the
+/// prediction is exact.
 async fn ask_at_rest(cluster: &ProcessCluster, load: &Load<'_>) -> anyhow::Result<()> {
     let (chat, replica, body) = load.next();
     let up = load.replicas.borrow().clone();
@@ -308,8 +308,8 @@ async fn ask_at_rest(cluster: &ProcessCluster, load: &Load<'_>) -> anyhow::Resul
     Ok(())
 }
 
-/// Waits until what is believed is what the engines hold, and checks that the replicas agree and
-/// the engines have evicted; answers how many beliefs were compared.
+/// Waits until beliefs match the engines' caches, and checks that the replicas agree and the
+/// engines have evicted. Returns how many beliefs were compared.
 async fn check_at_rest(
     cluster: &ProcessCluster,
     witness: usize,
@@ -352,7 +352,7 @@ async fn another_replica_reads_on_and_nothing_is_wrongly_owned() -> anyhow::Resu
     };
     load.run_to(REQUESTS).await?;
 
-    // The reader of the first engine goes in the middle of the load.
+    // The reader of the first engine is killed during the load.
     let reader = ownership(&cluster, 0).await?[0].1;
     let killed = usize::try_from(reader)? - 1;
     let witness = (killed + 1) % cluster.replicas();

@@ -1,5 +1,5 @@
-//! Loom's models of the hand-written concurrency of `api` and `raft`, as `cargo run --bin models`
-//! runs them. Those of the read view are a step of their own in `.ci/run`.
+//! Runs loom's models of hand-written concurrency in `api` and `raft`, like `cargo run --bin
+//! models`. Those of the read view are a separate step in `.ci/run`.
 
 use std::process::Command;
 

@@ -1,5 +1,5 @@
-//! Three pickers as real processes behind a stand-in for a gateway: one is killed while gateways ask it.
-//! The requests of its own streams are lost, and no others; the rest pick on, and nothing stays.
+//! Three pickers as real processes behind a stand-in gateway; one is killed in use. Only the
+//! requests of its own streams are lost; the others keep picking, and nothing is left over.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -9,12 +9,12 @@ use chaos_tests::processes::{ClusterOptions, ProcessCluster, until};
 use lab::gateway::{GatewayOptions, GatewayRequest, StandInGateway};
 use serde_json::json;
 
-/// Clients of each picker.
+/// Number of clients of each picker.
 const CLIENTS: usize = 4;
-/// Requests that are answered before and after the kill, by each picker that is up.
+/// Requests answered before and after the kill, by each running picker.
 const ANSWERED: u64 = 30;
 
-/// A request that failed: the picker it was pinned to, when it began, and why it failed.
+/// A failed request: its pinned picker, its start, and the error.
 type Failed = (usize, Instant, String);
 
 /// Clients whose gateway asks one picker first.
@@ -49,7 +49,7 @@ impl PinnedClients {
         failed
     }
 
-    /// Waits until so many more are answered.
+    /// Waits until this many more requests are answered.
     async fn after(&self, more: u64) -> anyhow::Result<()> {
         let answered = || self.answered.load(Ordering::Relaxed);
         let goal = answered() + more;
@@ -88,7 +88,7 @@ async fn a_picker_that_is_killed_takes_no_request_of_the_others_with_it() -> any
     let leader = cluster.leader().await?;
     cluster.kill(leader)?;
     let killed = Instant::now();
-    // The dead picker's clients are served by the others.
+    // The other pickers serve the dead one's clients.
     for pinned in &clients {
         pinned.after(ANSWERED).await?;
     }

@@ -1,8 +1,8 @@
-//! Every bug that can be planted is caught: in simulated clusters, and one in the log by itself.
+//! Every planted bug is caught, most in simulated clusters and one in the log by itself.
 //!
-//! The table says which invariant catches a bug, and the seed that catches it soonest. When a
-//! change of the product or of the workload moves a bug to another seed, `seeds --bug NAME` finds
-//! one. docs/internals/testing.md says how many seeds of a hundred catch each.
+//! The table lists the invariant that catches a bug, and the seed that catches it soonest. If a
+//! change of the product or the workload moves a bug to another seed, `seeds --bug NAME` finds one.
+//! docs/internals/testing.md lists how many seeds of a hundred catch each bug.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -12,10 +12,10 @@ use chaos_tests::planted::PlantedBug;
 use chaos_tests::sim::faults::Fault;
 use chaos_tests::sim::{self, SeedOptions, SeedResult};
 
-/// Seeds tried from the one that caught the bug when it was written down: one of them must.
+/// Number of seeds tried from the recorded one on; one of them must catch the bug.
 const SEEDS: u64 = 5;
 
-/// Bugs, and how each shows: an invariant's number, or a part of what else is said.
+/// Bugs and their symptoms: the number of an invariant, or a part of another message.
 const IN_CLUSTERS: &[InCluster] = &[
     ("raft.AckBeforeFlush", "I25", &[Fault::CrashAll], 6, 1),
     ("raft.VoteNotKept", "I28", STOPPED, 6, 16),
@@ -49,11 +49,11 @@ const IN_CLUSTERS: &[InCluster] = &[
     ("node.MessageSentEarly", "I130", &[Fault::Upgrade], 8, 5),
 ];
 
-/// What no simulated cluster shows, and the log on sled by itself does: see `raft::truncated_log`.
+/// A bug that only the log on sled shows, and no simulated cluster: see `raft::truncated_log`.
 const IN_THE_LOG: PlantedBug = PlantedBug::Raft(raft::planted::Bug::TruncationNotKept);
 
-/// A bug, how it shows, what goes wrong meanwhile (all of it when empty), for how many seconds, and
-/// the seed from which on it is looked for.
+/// A bug, its symptom, the faults to inject (all if empty), for how many seconds, and the first
+/// seed to try.
 type InCluster = (&'static str, &'static str, &'static [Fault], u64, u64);
 
 const STOPPED: &[Fault] = &[
@@ -80,7 +80,7 @@ const CUT_OFF: &[Fault] = &[
     Fault::Hold,
 ];
 
-/// What a simulated cluster shows of a seed.
+/// Returns the failure that a simulated cluster shows.
 fn seen_in_clusters(run: &SeedOptions) -> Option<String> {
     match catch_unwind(AssertUnwindSafe(|| sim::run(run))) {
         Ok(report) => match report.expect("a world can be made").outcome {
@@ -91,18 +91,18 @@ fn seen_in_clusters(run: &SeedOptions) -> Option<String> {
     }
 }
 
-/// The first that some seed of a few shows.
+/// Returns the first failure of a few seeds.
 fn first(from: u64, see: impl FnMut(u64) -> Option<String>) -> Option<String> {
     (from..from + SEEDS).find_map(see)
 }
 
-/// Bugs that nothing caught, or something else did than the table says.
+/// Fails if any bug was not caught.
 fn report(missed: &[String]) {
     assert!(missed.is_empty(), "{}", missed.join("\n"));
 }
 
-/// What is wrong with how a bug showed: it must, one way or another. Which way comes first may
-/// change with the workload, so that another one than the table's is no fault.
+/// Returns an error if a bug was not caught. A symptom other than the table's is only printed,
+/// because the workload determines which one comes first.
 fn verdict(name: &str, how: &str, seen: Option<&str>) -> Option<String> {
     match seen {
         None => Some(format!("{name}: not caught, {how} was expected")),
@@ -114,7 +114,7 @@ fn verdict(name: &str, how: &str, seen: Option<&str>) -> Option<String> {
     }
 }
 
-/// Looks for a bug of the table; says what is wrong with how it showed.
+/// Looks for a bug of the table and returns any error.
 fn look_in_clusters((name, how, only, seconds, from): &InCluster) -> Option<String> {
     let bug = PlantedBug::named(name).expect("the table names bugs");
     let seen = first(*from, |seed| {
@@ -132,7 +132,7 @@ fn look_in_clusters((name, how, only, seconds, from): &InCluster) -> Option<Stri
 
 #[test]
 fn bugs_are_caught_in_simulated_clusters() {
-    // A bug is planted on one thread, and a world has one to itself.
+    // A bug is planted on one thread, and each world has a thread to itself.
     let next = AtomicUsize::new(0);
     let look = || {
         let each = std::iter::from_fn(|| IN_CLUSTERS.get(next.fetch_add(1, Ordering::Relaxed)));

@@ -1,5 +1,6 @@
-//! A few faults that need no root, one after the other on three replicas under load, half of which a
-//! gateway sends by what their pickers say, each followed by every check. The others, and many of each, are done by the program `faults`.
+//! A few faults that need no root, on three replicas under load, each followed by every check. A
+//! gateway sends half of the load as pickers decide. The program `faults` runs the other faults,
+//! and many of each.
 
 use chaos_tests::processes::access::key;
 use chaos_tests::processes::faults::{FaultContext, FaultKind, cluster_options_for};
@@ -15,7 +16,7 @@ use tokio::io::AsyncWriteExt as _;
 use tokio::net::TcpStream;
 use tokio::task::JoinSet;
 
-/// In this order: those that renumber replicas come last.
+/// Faults in this order: those that renumber replicas come last.
 const KINDS: &[FaultKind] = &[
     FaultKind::PauseLeader,
     FaultKind::TransferLeader,
@@ -59,13 +60,13 @@ async fn faults_fail_nobody_else_and_leave_nothing_wrong() -> anyhow::Result<()>
     Ok(())
 }
 
-/// Of each replica's process: some 80 clients fit beside what is kept for others.
+/// Descriptors of each replica's process: about 80 clients fit beside the reserved ones.
 const DESCRIPTORS: u32 = 320;
 /// Connections to each replica's data, admin and peer listeners: far more than all descriptors. The
-/// admin listener keeps some places for who asks.
+/// admin listener reserves some for operators.
 const CROWD: [usize; 3] = [400, 60, 200];
 
-/// Connections that stay open: a chat begins on each of the first kind, the others say nothing.
+/// Opens connections that stay open: those to the data port begin a chat, the others are silent.
 async fn crowd(cluster: &ProcessCluster, number: usize) -> anyhow::Result<JoinSet<()>> {
     let data = cluster.data_addr(number);
     let (admin, peer) = (cluster.admin_addr(number), cluster.peer_addr(number));
@@ -90,7 +91,7 @@ async fn crowd(cluster: &ProcessCluster, number: usize) -> anyhow::Result<JoinSe
             let stream = TcpStream::connect(address).await?;
             let (access, request) = (access.clone(), request.clone());
             open.spawn(async move {
-                // There may be nobody to shake hands, or to read.
+                // The replica may not accept the handshake, or not read.
                 if address == data
                     && let Ok(mut stream) = access.secure(stream, address).await
                     && stream.write_all(request.as_bytes()).await.is_ok()
@@ -106,7 +107,7 @@ async fn crowd(cluster: &ProcessCluster, number: usize) -> anyhow::Result<JoinSe
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_crowd_without_descriptors_to_hold_it_leaves_every_replica_ready() -> anyhow::Result<()> {
-    // Those of this process are not what is tried.
+    // This process's own limit is not under test.
     node::descriptors::raise();
     let options = ClusterOptions {
         descriptors: Some(DESCRIPTORS),
@@ -117,7 +118,7 @@ async fn a_crowd_without_descriptors_to_hold_it_leaves_every_replica_ready() -> 
     for number in cluster.up() {
         crowds.push(crowd(&cluster, number).await?);
     }
-    // Votes move the log's mark, in the middle of it.
+    // Votes move the mark in the middle of the log.
     until("leadership moves", async || {
         let path = "/admin/v1/cluster/transfer-leader";
         let told = cluster.tell(0, Method::POST, path, Some(&json!({}))).await;

@@ -1,10 +1,10 @@
-//! Three replicas and four engines as real processes: the leader is killed under load and started
-//! again, then all replicas are killed and started again.
+//! Three replicas and four engines as real processes: the leader is killed under load and
+//! restarted, then all replicas are.
 //!
-//! What must hold: no request fails on a replica that is up; the replicas end with one digest;
-//! nothing stays in flight; and what the cluster knew about the engines' caches survives, so that
-//! the hit rate after the full restart is the one before it. That the hit rate would tell is shown
-//! by a last restart, with empty folders.
+//! No request may fail on a running replica, the replicas must end with one digest, and nothing may
+//! stay in flight. Knowledge of the engines' caches must survive, so that the hit rate after the
+//! full restart equals the one before. A last restart, with empty folders, shows that the hit rate
+//! would reveal a loss.
 
 use std::cell::Cell;
 use std::time::Duration;
@@ -15,19 +15,19 @@ use lab::replay::load::{LoadPlan, LoadProgress, LoadSource, run};
 use lab::replay::report::LoadReport;
 use lab::replay::targets::Targets;
 
-/// Chats under way.
+/// Number of chats.
 const CHATS: u32 = 120;
 /// Turns of a chat. After as many rounds of all chats the load is stationary.
 const TURNS: u32 = 4;
-/// One turn of every chat: the requests over which a hit rate is measured after a restart. Were the
-/// index lost, most of exactly these would go astray; later ones profit from what was learnt since.
+/// One turn of every chat: the requests over which a hit rate is measured after a restart. If the
+/// index were lost, most of them would be misrouted; later ones profit from what was learned since.
 const ROUND: u64 = CHATS as u64;
-/// Rounds over which the hit rate is measured before, each chat through all its turns twice.
+/// Rounds of the hit rate before the restart: each chat goes through all its turns twice.
 const ROUNDS_BEFORE: u64 = 2 * TURNS as u64;
-/// Requests sent at the same time. So few that affinity seldom yields to load.
+/// Number of concurrent requests: so few that affinity seldom yields to load.
 const IN_FLIGHT: usize = 4;
-/// How far the hit rate may fall over a full restart. Rounds differ by a few points; with nothing
-/// known it falls by some thirty.
+/// Maximum loss of hit rate in a full restart. Rounds differ by a few points; without any knowledge
+/// it falls by about thirty.
 const HIT_RATE_LOSS_MAX: f64 = 0.15;
 
 fn chats() -> Chats {
@@ -59,7 +59,7 @@ async fn load(
     run(plan, targets, on_progress).await
 }
 
-/// Load in rounds until it is told to stop; answers how many requests ended and were lost.
+/// Runs rounds of load until `is_over`. Returns how many requests were lost.
 async fn load_until(
     targets: &Targets,
     chats: &mut Chats,
@@ -79,7 +79,7 @@ async fn load_until(
     lost
 }
 
-/// Waits until so many more requests have ended.
+/// Waits until this many more requests have ended.
 async fn after(ended: &Cell<u64>, more: u64) -> anyhow::Result<()> {
     let goal = ended.get() + more;
     until(&format!("{more} more requests end"), async || {
@@ -88,7 +88,7 @@ async fn after(ended: &Cell<u64>, more: u64) -> anyhow::Result<()> {
     .await
 }
 
-/// Two replicas carry the load while the leader is dead, and three once it is back.
+/// Two replicas carry the load while the leader is down, and three once it is back.
 async fn kill_the_leader_under_load(
     cluster: &mut ProcessCluster,
     chats: &mut Chats,
@@ -118,15 +118,15 @@ async fn kill_the_leader_under_load(
     Ok(())
 }
 
-/// What the replicas find on disk when they start again.
+/// Whether the replicas keep their disks across the restart.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Disk {
     Kept,
     Wiped,
 }
 
-/// Kills every replica in the middle of a load and starts them again; answers the hit rate of the
-/// `requests` that come after.
+/// Kills every replica during a load and restarts them. Returns the hit rate of the next `requests`
+/// requests.
 async fn restart_all_under_load(
     cluster: &mut ProcessCluster,
     chats: &mut Chats,

@@ -1,4 +1,4 @@
-//! A bounded set of simulated clusters; the rest is run by hand (docs/internals/testing.md).
+//! A bounded set of simulated clusters; the rest runs by hand (docs/internals/testing.md).
 
 use std::time::Duration;
 
@@ -55,7 +55,7 @@ fn a_calm_cluster_loses_nobody() {
     assert_eq!(report.network.broken, 0);
 }
 
-/// Each kind alone: a fault that cannot happen would go unnoticed among the others.
+/// Runs each kind of fault alone: an impossible fault would go unnoticed among the others.
 fn each_of(faults: &[Fault]) {
     for (number, fault) in (100..).zip(faults) {
         let mut happened = 0;
@@ -123,7 +123,7 @@ fn members_change() {
     });
 }
 
-/// A StatefulSet scales the cluster while replicas die and leaders change.
+/// A StatefulSet scales the cluster while replicas crash and leaders change.
 #[test]
 fn replicas_are_scaled() {
     each_of(&[Fault::Scale]);
@@ -139,7 +139,7 @@ fn replicas_are_scaled() {
     });
 }
 
-/// Two builds side by side: upgrades, and ways back where the formats allow them.
+/// Two builds side by side: upgrades, and downgrades where the formats allow them.
 #[test]
 fn builds_are_mixed() {
     each_of(&[Fault::Upgrade]);
@@ -164,7 +164,7 @@ fn everything_fails() {
     }
 }
 
-/// Every fifth seed has an operator who gives small budgets; how often one is used up is drawn.
+/// Every fifth seed has an operator who sets small budgets, some of which are used up.
 #[test]
 fn budgets_are_used_up() {
     let used_up = (1..6).map(|number| {

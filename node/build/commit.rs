@@ -1,9 +1,9 @@
-//! Finds the commit that a source tree is of: in a repository, or in an archive made of one.
+//! Finds the commit of a source tree: in its repository, or in an archive made of one.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Hex digits that are shown.
+/// Number of hex digits that are shown.
 const DIGITS: usize = 12;
 /// File whose text `git archive` replaces by the commit.
 const ARCHIVED: &str = "node/build/archived-commit";
@@ -11,9 +11,9 @@ const ARCHIVED: &str = "node/build/archived-commit";
 /// The commit of a source tree.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct TreeCommit {
-    /// Its first digits; `None`: the tree does not tell.
+    /// First digits of the commit; `None` if it is unknown.
     pub(crate) id: Option<String>,
-    /// Files that change with it.
+    /// Files that change with the commit.
     pub(crate) watched: Vec<PathBuf>,
 }
 
@@ -31,7 +31,7 @@ impl TreeCommit {
     }
 
     fn checked_out(root: &Path) -> Option<Self> {
-        // A tree may lie in the repository of somebody else.
+        // A tree may lie in the repository of another project.
         let top = PathBuf::from(git(root, &["rev-parse", "--show-toplevel"])?);
         if top.canonicalize().ok()? != root.canonicalize().ok()? {
             return None;
@@ -58,10 +58,10 @@ fn shortened(text: &str) -> Option<String> {
     is_id.then(|| id[..DIGITS].to_owned())
 }
 
-/// Returns what git answers; `None`: there is no git, or no repository.
+/// Returns the output of git; `None` without git or a repository.
 fn git(root: &Path, args: &[&str]) -> Option<String> {
     let mut command = Command::new("git");
-    // A hook that builds has the repository of its own commit in these.
+    // In a hook, these variables name the repository of the hook's commit.
     command.env_remove("GIT_DIR").env_remove("GIT_WORK_TREE");
     let output = command.arg("-C").arg(root).args(args).output().ok()?;
     let text = String::from_utf8(output.stdout).ok()?;

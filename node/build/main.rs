@@ -1,7 +1,7 @@
 //! Puts the commit into the version that `quorate --version` prints.
 //!
-//! Only release builds have it: they build this crate again after a commit, which a debug build
-//! need not. `QUORATE_COMMIT` names the commit where there is no repository, as in a container.
+//! Only release builds have it: a commit rebuilds this crate, which would slow down debug builds.
+//! `QUORATE_COMMIT` sets the commit if there is no repository, as in a container.
 
 mod commit;
 

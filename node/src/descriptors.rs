@@ -1,15 +1,15 @@
 //! File descriptors of the process: raises their limit as far as the system allows, and limits
 //! clients accordingly.
 //!
-//! A client's connection takes one, and its request another one for the connection to an engine.
-//! Clients are limited such that the log, peers, operators and probes always find theirs.
+//! A client connection takes one descriptor, and its request takes one more for the engine. The
+//! limits on clients always leave enough for the log, peers, operators and probes.
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use crate::config::LimitsConfig;
 
-/// Descriptors reserved from clients and their requests: 128 for connections of peers, 96 for
-/// operators, and 64 for the log, snapshots, listeners, links to peers, probes and the runtime.
+/// Descriptors reserved from clients: 128 for connections from peers, 96 for operators, and 64 for
+/// the log, snapshots, listeners, links to peers, probes and the runtime.
 const RESERVE: u64 = 288;
 
 /// Raises the soft limit to the hard one and returns the resulting limit.
@@ -36,12 +36,12 @@ pub fn raise() -> u64 {
     limit
 }
 
-/// Returns the limit on descriptors of this process.
+/// Returns the process's limit on descriptors.
 pub(crate) fn limit() -> u64 {
     getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX)
 }
 
-/// Lowers limits for which `descriptors` do not suffice.
+/// Lowers the client limits that `descriptors` cannot cover.
 pub fn fit(limits: &mut LimitsConfig, descriptors: u64) {
     let (connections, requests) = (limits.max_connections, limits.max_requests);
     let fitting = fitting(connections, requests, descriptors);
@@ -49,7 +49,7 @@ pub fn fit(limits: &mut LimitsConfig, descriptors: u64) {
         return;
     }
     (limits.max_connections, limits.max_requests) = fitting;
-    // No single client may have more than half of the rest.
+    // No single client may take more than half of the total.
     let (half_connections, half_requests) = (fitting.0.div_ceil(2), fitting.1.div_ceil(2));
     for (share, half) in [
         (&mut limits.max_connections_per_address, half_connections),
@@ -74,10 +74,10 @@ fn wanted(connections: u32, requests: u32) -> u64 {
     RESERVE + u64::from(connections) + u64::from(requests)
 }
 
-/// Returns the connections and requests for which the descriptors suffice, apart from the reserve.
-/// What one of the two does not need, the other may have.
+/// Returns how many connections and requests the descriptors cover, apart from the reserve. Each
+/// may use what the other does not need.
 fn fitting(connections: u32, requests: u32, descriptors: u64) -> (u32, u32) {
-    // With an extremely low limit, half of it is better than nothing.
+    // With an extremely low limit, give clients at least half of it.
     let free = descriptors - RESERVE.min(descriptors / 2);
     let share = |own: u32, other: u32| {
         let most = (free / 2).max(free.saturating_sub(other.into())).max(1);

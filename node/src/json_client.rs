@@ -15,27 +15,27 @@ use lab::connector::{ReplicaConnector, TlsConnectError, refused, tls_fault};
 use rustls::Error as TlsFault;
 use serde_json::Value;
 
-/// Maximum length of an answer, in bytes.
+/// Maximum length of a response body, in bytes.
 const ANSWER_BYTES_MAX: usize = 256 << 20;
-/// Hint for an answer that cannot come from an admin listener.
+/// Hint for a response that cannot come from an admin listener.
 const HINT: &str = "is this the admin listener of a replica? (`--admin URL` or QUORATE_ADMIN)";
 
-/// Hint for an answer to whom no token was shown, or a wrong one.
+/// Hint for a 401 response: the request had no token, or a wrong one.
 const TOKEN_HINT: &str = "it takes a token of its admin.tokens_file (`--token-file FILE` or QUORATE_TOKEN_FILE), or where \
      it has tls.admin.client_ca_file a certificate (`--cert-file FILE` or QUORATE_CERT_FILE)";
 
-/// A client. Every request has its own connection, because replicas come and go.
+/// An HTTP client that opens a connection per request, because replicas come and go.
 #[derive(Debug, Clone)]
 pub struct JsonClient {
     http: Client<ReplicaConnector, Full<Bytes>>,
     timeout: Duration,
-    /// Sent as `authorization`.
+    /// Value of the `authorization` header.
     authorization: Option<HeaderValue>,
-    /// Sent as `if-match`.
+    /// Value of the `if-match` header.
     version: Option<HeaderValue>,
 }
 
-/// An answer, whatever its status.
+/// A response with any status.
 #[derive(Debug, Clone)]
 pub struct JsonAnswer {
     /// The status.
@@ -46,12 +46,12 @@ pub struct JsonAnswer {
     pub body: Bytes,
 }
 
-/// There is no connection, so that nothing was sent.
+/// No connection could be made, so nothing was sent.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct NoConnectionError {
     /// The innermost cause.
     pub cause: String,
-    /// Whether it was TLS that failed.
+    /// Whether TLS failed.
     pub is_tls: bool,
 }
 
@@ -67,12 +67,12 @@ impl fmt::Display for NoConnectionError {
 
 impl std::error::Error for NoConnectionError {}
 
-/// An answer whose status is no success.
+/// A response whose status is not a success.
 #[derive(Debug, Clone, PartialEq)]
 pub struct AnswerError {
     /// The status.
     pub status: StatusCode,
-    /// The body, as a rule problem+json.
+    /// The body, usually `application/problem+json`.
     pub problem: Value,
 }
 
@@ -98,7 +98,7 @@ impl fmt::Display for AnswerError {
 impl std::error::Error for AnswerError {}
 
 impl JsonClient {
-    /// Creates a client whose requests take at most `timeout` each.
+    /// Creates a client that allows each request `timeout`.
     #[must_use]
     pub fn new(timeout: Duration) -> Self {
         Self {
@@ -109,7 +109,7 @@ impl JsonClient {
         }
     }
 
-    /// Connects like this.
+    /// Connects through `connector`.
     #[must_use]
     pub fn through(self, connector: &ReplicaConnector) -> Self {
         let http = connector.client();
@@ -125,16 +125,16 @@ impl JsonClient {
         }
     }
 
-    /// Has every request take effect only on what has this version.
+    /// Makes every request conditional: it takes effect only if the resource has this version.
     #[must_use]
     pub fn only_on(self, version: Option<HeaderValue>) -> Self {
         Self { version, ..self }
     }
 
-    /// Sends a request and reads the answer.
+    /// Sends a request and reads the response.
     ///
     /// # Errors
-    /// If there is no answer in time.
+    /// If no response arrives in time.
     pub async fn send(
         &self,
         method: Method,
@@ -147,10 +147,10 @@ impl JsonClient {
         answer.flatten().context(what)
     }
 
-    /// Sends a request that must succeed, and returns the JSON of the answer.
+    /// Sends a request and returns the JSON of a successful response.
     ///
     /// # Errors
-    /// If there is no answer in time, it is not JSON, or its status is not a success.
+    /// If no response arrives in time, it is not JSON, or its status is not a success.
     pub async fn call(
         &self,
         method: Method,
@@ -184,7 +184,7 @@ impl JsonClient {
 }
 
 impl JsonAnswer {
-    /// Reads the rest of an answer.
+    /// Reads the rest of a response.
     ///
     /// # Errors
     /// If it breaks off or is too large.
@@ -202,7 +202,7 @@ impl JsonAnswer {
     /// Returns the body as JSON.
     ///
     /// # Errors
-    /// If it is not JSON.
+    /// If the body is not JSON.
     pub fn json(&self) -> anyhow::Result<Value> {
         let json = serde_json::from_slice(&self.body);
         json.map_err(|_| anyhow!("answered {} with what is not JSON: {HINT}", self.status))
@@ -211,7 +211,7 @@ impl JsonAnswer {
     /// Returns the body as JSON if the status is a success.
     ///
     /// # Errors
-    /// The problem reported by the answer.
+    /// The problem that the response reports, or a body that is not JSON.
     pub fn success(&self) -> anyhow::Result<Value> {
         let (status, problem) = (self.status, self.json()?);
         match status.is_success() {
@@ -221,7 +221,7 @@ impl JsonAnswer {
     }
 }
 
-/// Returns why there was no answer: the innermost cause instead of the layers around it.
+/// Returns why no response arrived: the innermost cause instead of the layers around it.
 pub(crate) fn no_answer(error: &hyper_util::client::legacy::Error) -> anyhow::Error {
     let mut cause: &dyn std::error::Error = error;
     while let Some(inner) = cause.source() {
@@ -229,7 +229,7 @@ pub(crate) fn no_answer(error: &hyper_util::client::legacy::Error) -> anyhow::Er
     }
     let fault = cause.downcast_ref::<io::Error>().and_then(tls_fault);
     match (error.is_connect(), fault) {
-        // Its handshake ended when ours already had: it has read no request.
+        // The server aborted TLS after our side had finished the handshake, so it read no request.
         (false, Some(TlsFault::AlertReceived(alert))) => NoConnectionError {
             cause: refused(&format!("{alert:?}")),
             is_tls: true,

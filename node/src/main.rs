@@ -1,6 +1,6 @@
 //! The `quorate` program.
 
-/// It gives freed memory back to the system, and allocates in less time: ADR 0086.
+/// Returns freed memory to the system and allocates faster than the system allocator: ADR 0086.
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 

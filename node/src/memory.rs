@@ -9,11 +9,11 @@ use crate::config::{LimitsConfig, Parsed};
 
 /// Default maximum of the memory held by requests, in bytes.
 const HELD_BYTES_MAX: u64 = 1 << 30;
-/// Value from which a limit counts as none: cgroup version 1 shows a huge number.
+/// Limits from this value on mean "no limit": cgroup version 1 reports a huge number.
 const UNLIMITED: u64 = 1 << 60;
 
-/// Chooses the limits that the config leaves open by the memory `limit`, and warns if the limits do
-/// not fit.
+/// Derives the limits that the config leaves open from the memory `limit`, and warns if the limits
+/// do not fit into it.
 pub(crate) fn fit(limits: &mut LimitsConfig, limit: Option<u64>) {
     let by_memory = held_bytes_max(limit, *limits.max_body);
     let chosen = limits
@@ -40,7 +40,7 @@ fn held_bytes_max(limit: Option<u64>, body_bytes_max: u64) -> u64 {
     by_memory.max(body_bytes_max)
 }
 
-/// Whether half of the memory suffices for the held bytes, which include what is read ahead.
+/// Whether the held bytes, which include read-ahead, fit into half of the memory.
 fn is_fitting(held_bytes: u64, limit: u64) -> bool {
     held_bytes <= limit / 2
 }

@@ -1,19 +1,19 @@
-//! Bugs that tests can plant on purpose, to prove that the tests meant to catch them do.
+//! Bugs that tests plant on purpose, to prove that the tests meant to catch them do.
 //!
-//! Each bug is one condition at the place where somebody would make the mistake. Without the
-//! feature `planted` the condition is constant `false` and the compiler removes it. With the
-//! feature, one bug at a time can be planted per thread. docs/internals/testing.md lists the bugs
-//! and what catches each.
+//! Each bug is one condition at the place where a programmer would make the mistake. Without the
+//! feature `planted`, the condition is constant `false` and the compiler removes it. With it, one
+//! bug at a time can be planted per thread. docs/internals/testing.md lists the bugs and what
+//! catches each.
 
 api::plantable_bugs! {
-    /// An administrative write whose fate is unknown is answered as done.
+    /// An administrative write with an unknown outcome is acknowledged.
     UnknownAcknowledged,
-    /// An administrative write whose fate is unknown is proposed again under a number of its own.
+    /// An administrative write with an unknown outcome is proposed again under another number.
     UnknownRenumbered,
-    /// Every run of a replica has the same session.
+    /// Every run of a replica uses the same session.
     SessionKept,
-    /// Commands are proposed before all members can read them.
+    /// Commands are proposed before all members can decode them.
     FormatSentEarly,
-    /// Messages are sent before all members can read them.
+    /// Messages are sent before all members can decode them.
     MessageSentEarly,
 }

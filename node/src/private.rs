@@ -7,9 +7,9 @@ use std::path::Path;
 
 use rustix::fs::Mode;
 
-/// Permission bits of anyone but the owner.
+/// Permission bits of the group and of others.
 const OTHERS: u32 = 0o077;
-/// Permission bits of everybody: a secret that a group may read is mounted so in containers.
+/// Permission bits of others. Containers mount secrets as readable by a group.
 const EVERYBODY: u32 = 0o007;
 
 /// Makes all files and folders that this process creates private to its user.
@@ -29,9 +29,9 @@ pub(crate) fn private_folder(path: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// Whether everybody may read the file, which must not hold for a secret.
+/// Whether others may read the file. A secret must not be.
 pub(crate) fn is_open_to_others(path: &Path) -> bool {
-    // If this fails, reading the file has already reported it.
+    // If this fails, the read of the file has already failed and was reported.
     path.metadata()
         .is_ok_and(|found| found.permissions().mode() & EVERYBODY != 0)
 }
@@ -61,7 +61,7 @@ mod tests {
             std::fs::set_permissions(&file, std::fs::Permissions::from_mode(mode)).unwrap();
             is_open_to_others(file.path())
         };
-        // As Kubernetes mounts a Secret for the group of a pod.
+        // Kubernetes mounts a Secret like this for the group of a pod.
         assert!(!with(0o440));
         assert!(with(0o444));
         assert!(with(0o604));

@@ -1,7 +1,7 @@
-//! The metrics that every Prometheus client has of its process: `process_*`.
+//! The standard process metrics of Prometheus clients: `process_*`.
 //!
-//! Read from `/proc` at each scrape. What cannot be read, because the system has no such files or no
-//! descriptor is left, is left out.
+//! Reads `/proc` at each scrape. Values that cannot be read, because the system has no such files
+//! or no descriptor is left, are omitted.
 
 use std::fmt;
 
@@ -16,16 +16,16 @@ use crate::descriptors;
 /// Unit of times in `/proc`, per second: 100 in the kernel's interface on every architecture.
 const TICKS_PER_S: f64 = 100.0;
 
-/// Reads the process's metrics at each scrape.
+/// Collector that reads the process's metrics at each scrape.
 #[derive(Debug)]
 pub(crate) struct ProcessMetrics;
 
-/// What `/proc/self/stat` tells.
+/// Values in `/proc/self/stat`.
 #[derive(Debug, PartialEq)]
 struct ProcessTimes {
-    /// User and system time.
+    /// User and system time, in seconds.
     cpu_s: f64,
-    /// Start, after the system's.
+    /// Start of the process in seconds after the system's start.
     started_s: f64,
 }
 
@@ -85,7 +85,7 @@ impl Collector for ProcessMetrics {
                 .and_then(|tasks| u32::try_from(tasks).ok())
                 .map(f64::from),
         )?;
-        // Beyond 32 bits nobody runs out.
+        // A limit beyond 32 bits is as good as none.
         let most = u32::try_from(descriptors::limit()).unwrap_or(u32::MAX);
         let most = Some(f64::from(most));
         gauge("process_max_fds", "File descriptors that may be open", most)
@@ -93,10 +93,10 @@ impl Collector for ProcessMetrics {
 }
 
 fn times(stat: &str) -> Option<ProcessTimes> {
-    // The second field is the name, in parentheses, and may have any letters.
+    // The second field is the program's name in parentheses, which may contain any characters.
     let (_, rest) = stat.rsplit_once(')')?;
     let fields: Vec<&str> = rest.split_ascii_whitespace().collect();
-    // As proc(5) numbers them.
+    // Numbered as in proc(5).
     let field = |number: usize| fields.get(number - 3)?.parse::<f64>().ok();
     Some(ProcessTimes {
         cpu_s: (field(14)? + field(15)?) / TICKS_PER_S,
@@ -109,7 +109,7 @@ fn booted_s(stat: &str) -> Option<f64> {
     line.trim().parse().ok()
 }
 
-/// A size in `/proc/self/status`, which is told in units of 1024 bytes.
+/// Returns a size in `/proc/self/status`, in bytes. The file states it in units of 1024 bytes.
 fn status_bytes(status: &str, name: &str) -> Option<f64> {
     let line = status.lines().find_map(|line| line.strip_prefix(name))?;
     let kibibytes: f64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;

@@ -1,6 +1,6 @@
-//! Notifies a service manager, as with systemd's `Type=notify`, that the replica listens, that it
-//! leaves, and that it still runs. Sends datagrams to the socket that `NOTIFY_SOCKET` names, if it
-//! is set.
+//! Notifies a service manager, as with systemd's `Type=notify`, when the replica listens and when
+//! it leaves, and feeds its watchdog. Sends datagrams to the socket in `NOTIFY_SOCKET`, if it is
+//! set.
 
 use std::convert::Infallible;
 use std::ffi::OsStr;
@@ -12,25 +12,25 @@ use std::time::Duration;
 
 use crate::app::Addresses;
 
-/// Environment variable with the manager's socket: a path, or a name behind `@` or a zero byte.
+/// Environment variable with the manager's socket: a path, or a name after `@` or a zero byte.
 const SOCKET: &str = "NOTIFY_SOCKET";
-/// Environment variable with the microseconds within which the manager wants to hear of us.
+/// Environment variable with the watchdog timeout, in microseconds.
 const WATCHDOG: &str = "WATCHDOG_USEC";
-/// Environment variable with the process that the watchdog is for, if it is for one.
+/// Environment variable with the process id that the watchdog is for, if it is for only one.
 const WATCHDOG_PID: &str = "WATCHDOG_PID";
-/// Time beyond a drain in which a replica writes down what it knows and ends.
+/// Time beyond a drain that a replica takes to flush its updates and exit.
 const ENDING: Duration = Duration::from_secs(15);
 
 /// The manager that started this process.
 #[derive(Debug)]
 pub(crate) struct ServiceManager {
     socket: Option<(UnixDatagram, SocketAddr)>,
-    /// How often it wants to hear of us at least.
+    /// Maximum interval between two notifications that the watchdog expects.
     watchdog: Option<Duration>,
 }
 
 impl ServiceManager {
-    /// The one that the environment names, if it names one.
+    /// Returns the manager that the environment names, if any.
     pub(crate) fn of_environment() -> Self {
         let socket = std::env::var_os(SOCKET).and_then(|name| {
             let opened = address(&name).and_then(|to| Ok((socket()?, to)));
@@ -49,8 +49,8 @@ impl ServiceManager {
         }
     }
 
-    /// The replica listens. It may be in no cluster yet: it cannot wait for replicas that the same
-    /// operator starts after it.
+    /// Reports that the replica listens. It may not be in a cluster yet: the same operator may
+    /// start the other replicas only after it.
     pub(crate) fn ready(&self, at: Addresses) {
         let Addresses {
             data, admin, peer, ..
@@ -60,7 +60,7 @@ impl ServiceManager {
         ));
     }
 
-    /// The replica leaves, which takes up to `longest`, whatever the manager's own patience.
+    /// Reports that the replica leaves, and requests up to `longest` for it.
     pub(crate) fn stopping(&self, longest: Duration) {
         let patience = longest.saturating_add(ENDING).as_micros();
         self.tell(&format!(
@@ -68,7 +68,7 @@ impl ServiceManager {
         ));
     }
 
-    /// Tells that the runtime runs tasks, twice as often as it has to.
+    /// Feeds the watchdog at twice the required rate, which shows that the runtime runs tasks.
     pub(crate) async fn feed_watchdog(&self) -> Infallible {
         let Some(within) = self.watchdog else {
             return std::future::pending().await;
@@ -90,7 +90,7 @@ impl ServiceManager {
     }
 }
 
-/// A socket that waits for nobody: a manager that does not listen must not hold up a replica.
+/// Returns a non-blocking socket: a manager that does not read must not block a replica.
 fn socket() -> io::Result<UnixDatagram> {
     let socket = UnixDatagram::unbound()?;
     socket.set_nonblocking(true)?;

@@ -1,4 +1,4 @@
-//! The program as a user meets it: what goes to stdout, what to stderr, and how it exits.
+//! The program as seen by a user: stdout, stderr and exit codes.
 
 #![expect(clippy::unwrap_used, reason = "the helpers of tests are tests too")]
 
@@ -148,7 +148,7 @@ fn bad_usage_exits_2() {
 
 #[test]
 fn a_command_that_finds_nobody_exits_1() {
-    // Port 1 is reserved and nobody listens there.
+    // Port 1 is reserved, so that nothing listens there.
     let output = quorate(&["status", "--admin", "http://127.0.0.1:1"]);
     assert_eq!(output.status.code(), Some(1));
     let told = text(&output.stderr);

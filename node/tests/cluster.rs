@@ -68,7 +68,7 @@ use tempfile::TempDir;
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 
-/// Bound of every wait: a broken cluster fails the test in this time.
+/// Limit of every wait: a broken cluster fails the test after this time.
 const PATIENCE: Duration = Duration::from_secs(30);
 /// Longer than several blocks of 128 bytes, so that a prefix can match.
 const SYSTEM: &str = "You are the keeper of a lighthouse. Answer in one sentence, in plain words, \
@@ -121,7 +121,7 @@ fn config(id: usize, peers: &[String], engines: &[EngineHandle], dir: &Path) -> 
     read(file).unwrap()
 }
 
-/// Reads a config file as a replica does, or tells its faults.
+/// Reads a config file like a replica, or returns its faults.
 fn read(file: PathBuf) -> Result<Config, String> {
     let origin = Origin {
         file: Some(file),
@@ -131,7 +131,7 @@ fn read(file: PathBuf) -> Result<Config, String> {
     loaded.map(|loaded| loaded.config)
 }
 
-/// A replica that runs until told to leave.
+/// A replica that runs until asked to leave.
 struct Replica {
     config: Config,
     addresses: Addresses,
@@ -140,7 +140,7 @@ struct Replica {
     running: JoinHandle<anyhow::Result<()>>,
 }
 
-/// What can be done with a replica from inside its process.
+/// Access to a replica from inside its process.
 struct Started {
     cluster: Arc<dyn api::ports::Cluster>,
     lose_state: Box<dyn Fn() + Send + Sync>,
@@ -155,7 +155,7 @@ impl Replica {
         let running = tokio::spawn(async move {
             let running = app.start().await?;
             let (cluster, lose_state) = (running.cluster(), Box::new(running.state_loss()));
-            // Few tests ask.
+            // Few tests receive this.
             drop(tell.send(Started {
                 cluster,
                 lose_state,
@@ -172,7 +172,7 @@ impl Replica {
         }
     }
 
-    /// Has it leave in peace and waits until it is gone.
+    /// Drains the replica and waits until it is gone.
     async fn leave(self) -> (Config, Addresses) {
         self.shutdown.drain();
         let left = tokio::time::timeout(PATIENCE, self.running).await;
@@ -180,7 +180,7 @@ impl Replica {
         (self.config, self.addresses)
     }
 
-    /// Starts one again where it was.
+    /// Starts a replica again at the same addresses.
     fn again((config, at): (Config, Addresses)) -> Self {
         let (data, admin, peer) = (at.data, at.admin, at.peer);
         let listen = ListenConfig {
@@ -198,7 +198,7 @@ fn cluster(count: usize, engines: &[EngineHandle], dir: &TempDir) -> Vec<Replica
     cluster_with(count, engines, dir, |_| {})
 }
 
-/// A cluster of one.
+/// Starts a cluster of one.
 fn lone_replica(engines: &[EngineHandle], dir: &TempDir, set: impl FnMut(&mut Config)) -> Replica {
     cluster_with(1, engines, dir, set).remove(0)
 }
@@ -236,7 +236,7 @@ fn addresses(replicas: &[Replica]) -> Vec<Addresses> {
     replicas.iter().map(|replica| replica.addresses).collect()
 }
 
-/// Leading blocks of the prompt that the router believed cached.
+/// Returns the number of leading blocks that the router predicted to be cached.
 fn matched(headers: &HeaderMap) -> u32 {
     let prefix = headers["x-quorate-prefix"].to_str().unwrap();
     prefix.split_once('/').unwrap().0.parse().unwrap()
@@ -284,7 +284,7 @@ async fn a_replica_that_left_comes_back_with_all_it_missed() {
     http.ready(&at).await;
     http.chat(&at[0], "ada", "Is the lamp lit?").await;
 
-    // Whoever leads leaves: the others go on under a new leader.
+    // The leader leaves, and the others continue under a new one.
     let (_, cluster) = http
         .get(&format!("http://{}/admin/v1/cluster", at[0].admin))
         .await;
@@ -342,7 +342,7 @@ async fn a_replica_that_lost_its_state_takes_over_that_of_the_others() {
     (spoiled.lose_state)();
     let lost = http.digest(&at[2]).await;
     assert_ne!(lost, http.digest(&at[0]).await);
-    // The replicas compare themselves every so many entries.
+    // Replicas compare their states once per `BOUNDARY_ENTRIES` entries.
     let writer = (&mut replicas[0].started).await.unwrap().cluster;
     for weight_milli in 1..=2 * u32::try_from(api::divergence::BOUNDARY_ENTRIES).unwrap() {
         let name = "bo".to_owned();
@@ -440,7 +440,7 @@ async fn a_replica_without_quorum_serves_and_says_so() {
         answer["status"] == "degraded"
     };
     until("the replica says degraded", is_degraded).await;
-    // What it knew and what it learns both count, although nothing can be committed.
+    // Old and new knowledge both count, although nothing can be committed.
     for user in ["ada", "bo", "bo"] {
         let headers = http.chat(&at[0], user, "What is the time?").await;
         assert_eq!(headers["x-quorate-replica"], "1");
@@ -452,8 +452,8 @@ async fn a_replica_without_quorum_serves_and_says_so() {
     lone.leave().await;
 }
 
-/// What a replica says of a would-be request, without what is its own: what it has not told the
-/// others yet, and whose turn it is.
+/// Returns a replica's explanation of a request, without its own parts: unreported updates and
+/// round-robin turns.
 async fn explained(http: &Http, at: &Addresses, request: &Value) -> Value {
     let url = format!("http://{}/admin/v1/explain", at.admin);
     let (status, _, mut answer) = http.send(Method::POST, &url, request).await;
@@ -467,7 +467,7 @@ async fn explained(http: &Http, at: &Addresses, request: &Value) -> Value {
     answer
 }
 
-/// The part of it that is not of the log: what each replica's probes and peers told it.
+/// Returns the parts that are not from the log: from each replica's probes and peers.
 fn seen(answer: &Value) -> Vec<Value> {
     let of = |backend: &Value| {
         let names = [
@@ -525,7 +525,7 @@ async fn three_replicas_explain_one_request_alike_under_every_policy() {
             if !is_live || !answers.iter().all(is_same) {
                 return false;
             }
-            // Each replica takes turns by itself.
+            // Each replica has its own turns.
             if *policy != "round-robin" {
                 assert!(
                     answers.iter().all(|answer| answer == first),

@@ -1,4 +1,4 @@
-//! `quorate replay` and `quorate engine` as programs: what they print and how they exit.
+//! `quorate replay` and `quorate engine` as programs: output and exit codes.
 
 use std::io::{BufRead, BufReader};
 use std::path::Path;
@@ -6,7 +6,7 @@ use std::process::{Child, Command, Output, Stdio};
 
 use serde_json::Value;
 
-/// An engine process that dies with the test.
+/// An engine process that is killed with the test.
 struct Engine {
     process: Child,
     url: String,

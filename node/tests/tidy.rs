@@ -1,4 +1,4 @@
-//! Rules about the repository itself that no compiler or linter checks.
+//! Rules about the repository that no compiler or linter checks.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -16,10 +16,10 @@ mod paths;
 #[path = "tidy/types.rs"]
 mod types;
 
-/// Longest source file, in lines.
+/// Maximum length of a source file, in lines.
 const LINES_MAX: usize = 600;
 
-/// What the deterministic core may be built from: crates that hold data, none that does I/O.
+/// Dependencies that the deterministic core may have: crates that hold data, none that does I/O.
 const STATE_MAY_USE: &[&str] = &[
     "arc-swap",
     "bincode",
@@ -29,10 +29,10 @@ const STATE_MAY_USE: &[&str] = &[
     "xxhash-rust",
 ];
 
-/// Written by a compiler from definitions that tests hold them to.
+/// Generated from definitions, which tests compare them with.
 const GENERATED: [&str; 2] = ["raft/proto/peer.rs", "api/proto/ext_proc.rs"];
 
-/// Our own crates: the name, the folder, and which others of them it may use. `node` alone sees
+/// Our own crates: name, folder, and the other own crates that each may use. Only `node` may use
 /// all.
 const OWN_CRATES: &[(&str, &str, &[&str])] = &[
     ("state", "state", &[]),
@@ -69,7 +69,7 @@ fn sources() -> Vec<PathBuf> {
     files
 }
 
-/// Names every file that breaks a rule, not only the first.
+/// Reports every file that breaks a rule, not only the first.
 fn check(rule: &str, broken: impl Fn(&Path, &str) -> Option<String>) {
     let mut faults = Vec::new();
     for path in sources() {
@@ -97,7 +97,7 @@ fn no_file_is_too_long() {
 
 #[test]
 fn nothing_is_left_for_later_without_a_word() {
-    // Put together here, so that this file does not hold what it looks for.
+    // Assembled here, so that this file does not contain the searched text.
     let words = [
         ["FIX", "ME"].concat(),
         ["dbg", "!("].concat(),
@@ -109,12 +109,12 @@ fn nothing_is_left_for_later_without_a_word() {
     });
 }
 
-/// Where a replica's own code is: what a simulation runs, bit for bit the same at every run.
+/// Folders of a replica's own code, which must run identically in every simulation.
 const SIMULATED: &[&str] = &["state/src", "raft/src", "api/src", "node/src/app"];
 
 #[test]
 fn what_is_simulated_leaves_nothing_to_chance() {
-    // Put together here, so that this file does not hold what it looks for.
+    // Assembled here, so that this file does not contain the searched text.
     let select = ["select", "! {"].concat();
     check("what may differ from run to run", |path, text| {
         if !SIMULATED.iter().any(|folder| path.starts_with(folder)) {
@@ -136,7 +136,7 @@ fn what_is_simulated_leaves_nothing_to_chance() {
     });
 }
 
-/// What decides about requests and accounts for them, under simulated time too (I76).
+/// Modules that decide about requests and account for them, also under simulated time (I76).
 const TOLD_THE_TIME: &[&str] = &[
     "decide",
     "explain",
@@ -157,7 +157,7 @@ fn routing_reads_no_clock() {
         let product = text.split("#[cfg(test)]").next().unwrap_or(text);
         let reads = product.matches(&clock).count();
         let at_most = match name {
-            // Dropped without an end.
+            // For an attempt dropped without an end.
             "attempt" => 1,
             name if TOLD_THE_TIME.contains(&name) && path.parent() == Some(folder) => 0,
             _ => return None,

@@ -1,5 +1,5 @@
-//! How long three replicas on loopback, on sled, are without a leader when theirs dies, with
-//! heartbeats every 50 ms and election timeouts of 150 to 300 ms. `cargo bench -p raft --bench
+//! Measures how long three replicas on loopback, on sled, have no leader after theirs dies, with
+//! heartbeats every 50 ms and election timeouts of 150 to 300 ms. Run `cargo bench -p raft --bench
 //! failover`.
 
 mod common;
@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use tokio::runtime::Runtime;
 
-/// Leaders killed.
+/// Number of leaders to kill.
 const ROUNDS: usize = 20;
 const PATIENCE: Duration = Duration::from_secs(30);
 
@@ -28,7 +28,7 @@ async fn round(seats: &mut [common::Seat]) -> (Duration, Duration) {
         began.elapsed()
     };
     let committed = async {
-        // What the dying leader took may be lost with it.
+        // A command that the dying leader accepted may be lost with it.
         while survivor
             .replica
             .propose(vec![7; 64], PATIENCE)
@@ -51,7 +51,7 @@ async fn round(seats: &mut [common::Seat]) -> (Duration, Duration) {
 }
 
 fn main() {
-    // Without it this is a test run of all targets: once is enough.
+    // Without it this is a test run of all targets, where one round suffices.
     let is_bench = std::env::args().any(|argument| argument == "--bench");
     let runtime = Runtime::new().expect("a runtime");
     let (mut led, mut committed): (Vec<_>, Vec<_>) = runtime.block_on(async {

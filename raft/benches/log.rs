@@ -1,5 +1,5 @@
-//! Commands per second and their latency: one replica (the log alone) and three on loopback, on
-//! sled, at 1 and 64 clients. `cargo bench -p raft`.
+//! Measures throughput and latency of commands: one replica (the log alone) and three on loopback,
+//! on sled, with 1 and 64 clients. Run `cargo bench -p raft`.
 
 #![allow(missing_docs, reason = "the macro makes a public function")]
 

@@ -1,16 +1,16 @@
 //! Runs a [`StateMachine`] under openraft: applies committed entries, takes and restores snapshots.
 //!
 //! The machine is behind a lock so that a snapshot can be restored on a blocking thread, and frozen
-//! again by a builder whose first attempt failed. A snapshot is frozen between two entries and
+//! again if the first attempt to write one failed. A snapshot is frozen between two entries and
 //! written while later entries are applied.
 //!
-//! A snapshot that cannot be written (the disk is full) stops nothing, since the log still holds
-//! all of it; it is retried until it succeeds. So is opening one, if descriptors are short.
+//! A failed snapshot write (the disk is full) stops nothing, since the log still holds all entries;
+//! it is retried until it succeeds. Opening one is retried too, if descriptors are short.
 //!
-//! A machine that cannot be trusted takes over another replica's state
+//! A machine whose state is in doubt installs another replica's state
 //! ([`StateMachineAdapter::take_over`]) outside Raft, because its log was never in doubt. The
 //! machine is then ahead of what Raft has handed over, and skips the entries that it already has.
-//! Until Raft has caught up no snapshot is taken: Raft would drop entries that it has yet to hand
+//! It takes no snapshot until Raft has caught up: Raft would purge entries that it has yet to hand
 //! over.
 
 use std::io;
@@ -42,19 +42,19 @@ pub(crate) type Raft = openraft::Raft<Config, StateMachineAdapter>;
 
 type Snapshot = openraft::Snapshot<crate::types::LeaderId, u64, crate::types::Node, SnapshotFile>;
 
-/// Pause after a snapshot could not be written; doubles up to the maximum.
+/// First pause after a failed snapshot write; doubles up to the maximum.
 const WRITE_AGAIN_FIRST: Duration = Duration::from_millis(500);
 const WRITE_AGAIN_MAX: Duration = Duration::from_secs(30);
-/// Pause after one could not be opened; doubles up to the maximum.
+/// First pause after a snapshot could not be opened; doubles up to the maximum.
 const OPEN_AGAIN_FIRST: Duration = Duration::from_millis(50);
 const OPEN_AGAIN_MAX: Duration = Duration::from_secs(1);
 
-/// The machine and how far it has applied the log. Clones share it.
+/// The state machine and its position in the log. Clones share it.
 #[derive(Clone)]
 pub(crate) struct StateMachineAdapter(Arc<AdapterShared>);
 
 struct AdapterShared {
-    /// Locked before `position` by code that needs both.
+    /// Lock this before `position` if both are needed.
     machine: Mutex<Box<dyn StateMachine>>,
     position: Mutex<AppliedPosition>,
     folder: SnapshotFolder,
@@ -64,13 +64,13 @@ struct AdapterShared {
     bytes_since_snapshot: AtomicU64,
     /// Why the last attempt to write a snapshot failed; `None` if it succeeded.
     unwritten: watch::WatchSender<Option<String>>,
-    /// Whether applying is paused, see [`StateMachineAdapter::pause`].
+    /// Whether applying is paused; see [`StateMachineAdapter::pause`].
     is_paused: watch::WatchSender<bool>,
     /// Cancelled when the replica stops.
     stop: CancellationToken,
 }
 
-/// Entries are not applied until this is dropped.
+/// Pauses applying until dropped.
 pub(crate) struct PausedApply(Arc<AdapterShared>);
 
 impl Drop for PausedApply {
@@ -79,7 +79,7 @@ impl Drop for PausedApply {
     }
 }
 
-/// How far the machine has applied the log, and the replicated state beside it.
+/// The machine's position in the log, and the replicated state that belongs to it.
 #[derive(Debug, Clone, Default)]
 struct AppliedPosition {
     applied: Option<LogId>,
@@ -87,7 +87,7 @@ struct AppliedPosition {
     removed: RemovedMembers,
     has_commands: bool,
     /// The last entry that Raft has handed over or knows from a snapshot. Behind `applied` only
-    /// after another replica's state was taken over.
+    /// after another replica's state was installed.
     handed_over: Option<LogId>,
 }
 
@@ -97,19 +97,19 @@ impl AppliedPosition {
     }
 }
 
-/// Why another replica's state was not taken over.
+/// Why another replica's state was not installed.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum InstallError {
-    /// It reaches less far than what is applied here: ask again.
+    /// The state is older than the one applied here: fetch again.
     #[error("the state reaches {theirs}, {ours} is applied here")]
     Behind { theirs: u64, ours: u64 },
-    /// It cannot be read.
+    /// The state cannot be read.
     #[error(transparent)]
     Unreadable(#[from] StartError),
 }
 
 impl StateMachineAdapter {
-    /// Restores the newest snapshot. Blocks.
+    /// Opens the adapter and restores the newest snapshot. Blocks.
     pub(crate) fn open(
         machine: Box<dyn StateMachine>,
         folder: SnapshotFolder,
@@ -144,22 +144,22 @@ impl StateMachineAdapter {
         self.position().removed.is_removed_since(id, store, asked)
     }
 
-    /// The last entry applied.
+    /// Returns the last applied entry.
     pub(crate) fn applied(&self) -> Option<LogId> {
         self.position().applied
     }
 
-    /// Command bytes applied since the last snapshot was frozen.
+    /// Returns the command bytes applied since the last snapshot was frozen.
     pub(crate) fn bytes_since_snapshot(&self) -> u64 {
         self.0.bytes_since_snapshot.load(Ordering::Relaxed)
     }
 
-    /// Why the last attempt to write a snapshot failed, as it changes.
+    /// Watches why the last attempt to write a snapshot failed.
     pub(crate) fn unwritten(&self) -> watch::WatchReceiver<Option<String>> {
         self.0.unwritten.subscribe()
     }
 
-    /// Where to receive a snapshot.
+    /// Returns a place to receive a snapshot.
     pub(crate) fn unfinished_snapshot(&self) -> SnapshotFile {
         self.0.folder.unfinished()
     }
@@ -172,24 +172,24 @@ impl StateMachineAdapter {
         lock(&self.0.machine)
     }
 
-    /// Replaces the machine's state by a snapshot file. Blocks.
+    /// Replaces the machine's state with a snapshot file. Blocks.
     fn restore(&self, file: &SnapshotFile) -> Result<(), StartError> {
         let whole = |_: &AppliedPosition, _: Option<LogId>| Ok(());
         let restored = self.replace(file, whole)?;
         let mut position = self.position();
-        // A machine that was ahead of it stays ahead.
+        // A machine that was ahead of the snapshot stays ahead.
         position.handed_over = position.handed_over.max(restored);
         Ok(())
     }
 
-    /// Pauses applying until the answer is dropped, so that this machine does not outrun a state
-    /// that is being fetched.
+    /// Pauses applying until the returned guard is dropped, so that this machine does not overtake
+    /// a state that is being fetched.
     pub(crate) fn pause(&self) -> PausedApply {
         self.0.is_paused.send_replace(true);
         PausedApply(Arc::clone(&self.0))
     }
 
-    /// Waits while paused.
+    /// Waits while applying is paused.
     async fn unpaused(&self) {
         if !*self.0.is_paused.borrow() {
             return;
@@ -203,10 +203,9 @@ impl StateMachineAdapter {
         }
     }
 
-    /// Replaces the machine's state by another replica's, from a file that must reach at least as
-    /// far as this machine; returns the index. The file becomes the newest snapshot, since the
-    /// previous one may be of the state that is replaced. Blocks, and entries are not applied
-    /// meanwhile.
+    /// Replaces the machine's state with another replica's and returns its index. The file must
+    /// reach at least as far as this machine. It becomes the newest snapshot, since the previous
+    /// one may contain the replaced state. Blocks, and delays applying.
     pub(crate) fn take_over(&self, file: &SnapshotFile) -> Result<u64, InstallError> {
         let is_far_enough = |position: &AppliedPosition, theirs: Option<LogId>| {
             if theirs >= position.applied || planted::is(Bug::OlderStateTakenOver) {
@@ -229,7 +228,7 @@ impl StateMachineAdapter {
         write_file(file, &*machine, &position)
     }
 
-    /// Restores the machine from a file, if `accept` agrees to how far it reaches.
+    /// Restores the machine from a file if `accept` agrees to its last entry.
     fn replace<E: From<StartError>>(
         &self,
         file: &SnapshotFile,
@@ -240,7 +239,7 @@ impl StateMachineAdapter {
         let removed = RemovedMembers::from_wire(std::mem::take(&mut head.removals));
         let meta = SnapshotMeta::try_from(head)
             .map_err(|error| damaged(&file.path, 0, error.to_string()))?;
-        // Held until the position is updated: a snapshot may be frozen at any time.
+        // Hold until the position is updated: a snapshot may be frozen at any time.
         let mut machine = self.machine();
         accept(&self.position(), meta.last_log_id)?;
         if let Err(error) = machine.restore(&mut reader) {
@@ -263,14 +262,14 @@ impl StateMachineAdapter {
     }
 
     fn apply_entry(&self, entry: &Entry) -> io::Result<Reply> {
-        // Outside, indexes start at 1.
+        // Public indexes start at 1.
         let index = entry.log_id.index + 1;
         let mut machine = self.machine();
         let mut position = self.position();
         position.handed_over = Some(entry.log_id);
         if position.applied >= Some(entry.log_id) {
-            // Part of a state that was taken over. A replica that does so leads nobody, so nobody
-            // waits for the reply.
+            // Already part of an installed state. A replica that installs one does not lead, so no
+            // one waits for the reply.
             return Ok(Reply::default());
         }
         let reply = match &entry.payload {
@@ -304,7 +303,7 @@ impl StateMachineAdapter {
         Ok(reply)
     }
 
-    /// Freezes the machine for a snapshot; `None` while it is ahead of Raft.
+    /// Freezes the machine for a snapshot, or returns `None` while it is ahead of Raft.
     fn freeze(&self) -> Option<FrozenSnapshot> {
         let machine = self.machine();
         let position = self.position();
@@ -315,14 +314,14 @@ impl StateMachineAdapter {
         Some((machine.freeze(), position.clone()))
     }
 
-    /// Freezes the machine for another replica, or to be read.
+    /// Freezes the machine for another replica or for reading, even while it is ahead of Raft.
     fn freeze_aside(&self) -> FrozenSnapshot {
         let machine = self.machine();
         let position = self.position();
         (machine.freeze(), position.clone())
     }
 
-    /// Does some work on snapshot files, and retries it while descriptors or space are short.
+    /// Runs `work` on snapshot files, and retries it while descriptors or space are short.
     async fn patiently<T: Send + 'static>(
         &self,
         work: impl Fn(&Self) -> Result<T, StartError> + Clone + Send + 'static,
@@ -354,7 +353,7 @@ impl StateMachineAdapter {
         };
         let (_, head) = loop {
             match SnapshotReader::open(&file) {
-                // A newer one has just replaced it.
+                // A newer snapshot has just replaced it.
                 Err(error) if is_gone(&error) => match self.newest()? {
                     Some(newer) if newer.path != file.path => file = newer,
                     Some(_) | None => return Err(error),
@@ -377,7 +376,7 @@ fn is_gone(error: &StartError) -> bool {
 
 type FrozenSnapshot = (Box<dyn FrozenMachine>, AppliedPosition);
 
-/// Writes a frozen state; if that fails, a newer one later.
+/// Writes a frozen state. If that fails, a retry writes a newer one.
 pub(crate) struct SnapshotBuilder {
     adapter: StateMachineAdapter,
     /// Behind a lock only because openraft requires builders to be `Sync`.
@@ -398,7 +397,7 @@ impl RaftSnapshotBuilder<Config> for SnapshotBuilder {
             let (adapter, now) = (self.adapter.clone(), frozen.take());
             let blocking = adapter.0.blocking;
             let built = blocking.try_run(move || {
-                // Not kept during a pause: a frozen state costs memory as the machine moves on.
+                // Not kept during a pause: a frozen state costs memory as the machine continues.
                 let Some((machine, position)) = now.or_else(|| adapter.freeze()) else {
                     return Err(io::Error::other(
                         "the machine is ahead of the log handed over",
@@ -458,7 +457,7 @@ fn write_file(
         writer.finish()
     });
     if written.is_err() {
-        // Half a file would take the space that the next attempt needs.
+        // A partial file would occupy the space that the next attempt needs.
         file.remove();
     }
     written
@@ -503,7 +502,7 @@ impl RaftStateMachine<Config> for StateMachineAdapter {
     ) -> io::Result<()> {
         let last = meta.last_log_id;
         let installed = async {
-            // The file is complete and synced. It gets its name once the machine has restored it.
+            // The file is complete and synced. It is renamed once the machine has restored it.
             let file = snapshot.clone();
             self.patiently(move |adapter| adapter.restore(&file))
                 .await?;

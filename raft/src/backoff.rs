@@ -1,10 +1,10 @@
-//! Pauses between tries that get longer.
+//! Backoff between retries.
 
 use std::time::Duration;
 
 use tokio_util::sync::CancellationToken;
 
-/// Pauses, each twice as long as the one before, up to a maximum.
+/// Doubling pauses, up to a maximum.
 pub(crate) struct Backoff {
     next: Duration,
     max: Duration,
@@ -15,12 +15,12 @@ impl Backoff {
         Self { next: first, max }
     }
 
-    /// How long the next pause is.
+    /// Returns the length of the next pause.
     pub(crate) fn next(&self) -> Duration {
         self.next
     }
 
-    /// Pauses, at most until `stop` is cancelled.
+    /// Pauses, or returns early when `stop` is cancelled.
     pub(crate) async fn pause(&mut self, stop: &CancellationToken) {
         stop.run_until_cancelled(tokio::time::sleep(self.next))
             .await;

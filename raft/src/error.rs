@@ -5,60 +5,60 @@ use std::path::PathBuf;
 /// A command that is committed and applied.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Committed {
-    /// Its index in the log.
+    /// Index of the command in the log.
     pub index: u64,
-    /// The machine's reply.
+    /// Reply of the machine.
     pub reply: Vec<u8>,
 }
 
 /// Why a proposal is not known to be committed.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ProposeError {
-    /// Refused before it entered any log: proposing again is safe.
+    /// Refused before it entered any log; it is safe to propose again.
     #[error("no leader is known")]
     NoLeader,
-    /// It may be committed, now or later, or not: propose the same bytes again.
+    /// The command may or may not be committed, now or later: propose the same bytes again.
     #[error("outcome unknown: {0}")]
     Unknown(String),
     /// This replica is stopping or has stopped.
     #[error("replica stopped: {0}")]
     Stopped(String),
-    /// Some member could not apply it, so it entered no log; says why.
+    /// A member could not apply the command, so it entered no log; contains the reason.
     #[error("refused: {0}")]
     Refused(String),
-    /// It is larger than [`crate::COMMAND_BYTES_MAX`] and entered no log.
+    /// The command is larger than [`crate::COMMAND_BYTES_MAX`] and entered no log.
     #[error("command of {bytes} bytes is larger than {}", crate::COMMAND_BYTES_MAX)]
     TooLarge {
-        /// Its length.
+        /// Length of the command.
         bytes: usize,
     },
 }
 
-/// Why a change of membership or leadership did not take place.
+/// Why a change of membership or leadership failed.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ChangeError {
-    /// It is not possible in the present membership; says why.
+    /// The change is not possible in the current membership; contains the reason.
     #[error("{0}")]
     Refused(String),
-    /// It may have taken place or not.
+    /// The change may or may not have taken place.
     #[error("outcome unknown: {0}")]
     Unknown(String),
 }
 
-/// Why a replica did not start.
+/// Why a replica failed to start.
 #[derive(Debug, thiserror::Error)]
 pub enum StartError {
-    /// The options cannot work.
+    /// The options are invalid.
     #[error("{0}")]
     Options(String),
     /// A file of the store is damaged.
     #[error("{path} is damaged at byte {offset}: {what}")]
     Damaged {
-        /// The file (or tree and key, for the log inside sled).
+        /// The file, or the tree and key for the log inside sled.
         path: String,
-        /// Where in the file; for a log entry its index.
+        /// Offset in the file, or the index of a log entry.
         offset: u64,
-        /// What was found and what was expected.
+        /// What was expected and what was found.
         what: String,
     },
     /// The store belongs to another replica or cluster.
@@ -69,7 +69,7 @@ pub enum StartError {
     Io {
         /// The file or folder.
         path: PathBuf,
-        /// The system's error.
+        /// Error from the operating system.
         source: std::io::Error,
     },
 }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use crate::determinism::watch;
 
-/// Set once, by the log, the machine or Raft. Clones share it.
+/// Set once, by the log, the machine or Raft. Clones share the value.
 #[derive(Debug, Clone)]
 pub(crate) struct FatalError(Arc<watch::WatchSender<Option<String>>>);
 
@@ -13,7 +13,7 @@ impl FatalError {
         Self(Arc::new(watch::WatchSender::new(None)))
     }
 
-    /// Keeps the first fault; later ones are consequences of it.
+    /// Records a fault. Keeps only the first: later ones are consequences of it.
     pub(crate) fn set(&self, what: impl Into<String>) {
         let what = what.into();
         self.0.send_if_modified(|fault| {

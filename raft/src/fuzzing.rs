@@ -1,5 +1,5 @@
-//! Fuzz targets for readers of foreign bytes: log records, messages of peers, files. None may
-//! panic, whatever the input. `chaos-tests` runs them.
+//! Fuzz targets for readers of foreign bytes: log records, peer messages and files. None may panic,
+//! whatever the input. `chaos-tests` runs them.
 
 use std::io::{Read, Write};
 use std::path::PathBuf;
@@ -18,8 +18,8 @@ use crate::wire::proto;
 
 const IN_MEMORY: &str = "a file in memory can be written and read";
 
-/// A log record behind its index (8 bytes, little-endian), as it is and with a matching head and
-/// checksum. One that decodes is encoded to the same entry.
+/// Decodes a log record preceded by its index (8 bytes, little-endian), as is and with a matching
+/// head and checksum. A record that decodes must encode to the same entry.
 pub fn log_record(bytes: &[u8]) {
     let Some((index, found)) = bytes.split_first_chunk() else {
         return;
@@ -36,7 +36,7 @@ pub fn log_record(bytes: &[u8]) {
     }
 }
 
-/// A peer's message: a byte for its kind, then its protobuf.
+/// Decodes a peer message: one byte for its kind, then its protobuf.
 pub fn peer_message(bytes: &[u8]) {
     let Some((kind, bytes)) = bytes.split_first() else {
         return;
@@ -86,7 +86,7 @@ pub fn peer_message(bytes: &[u8]) {
     }
 }
 
-/// A snapshot file, as it is and with matching lengths and checksums in its frames.
+/// Reads a snapshot file, as is and with matching lengths and checksums in its frames.
 pub fn snapshot_file(bytes: &[u8]) {
     let scratch = scratch();
     for bytes in [bytes.to_vec(), framed(bytes)] {
@@ -94,7 +94,7 @@ pub fn snapshot_file(bytes: &[u8]) {
         let Ok((mut reader, meta)) = SnapshotReader::open(&scratch) else {
             continue;
         };
-        // Of an intact file the machine gets the content.
+        // The machine receives the content of an intact file.
         drop(SnapshotMeta::try_from(meta));
         let mut read = 0;
         while let Ok(chunk) = reader.next_chunk()
@@ -106,7 +106,7 @@ pub fn snapshot_file(bytes: &[u8]) {
     }
 }
 
-/// A small file: the identity or the log's mark.
+/// Reads a small file: the identity or the log's mark.
 pub fn small_file(bytes: &[u8]) {
     let scratch = scratch();
     let sealed = bytes.get(12..).map(|body| {
@@ -130,7 +130,7 @@ pub fn small_file(bytes: &[u8]) {
     }
 }
 
-/// Real records.
+/// Returns valid records.
 #[must_use]
 pub fn log_record_seeds() -> Vec<Vec<u8>> {
     let record = |entry: &Entry| {
@@ -140,7 +140,7 @@ pub fn log_record_seeds() -> Vec<Vec<u8>> {
     entries().iter().map(record).collect()
 }
 
-/// Real messages of every kind.
+/// Returns valid messages of every kind.
 #[must_use]
 pub fn peer_message_seeds() -> Vec<Vec<u8>> {
     let header = proto::Header {
@@ -211,7 +211,7 @@ pub fn peer_message_seeds() -> Vec<Vec<u8>> {
     seeds
 }
 
-/// What replicas ask the leader or any peer.
+/// Returns valid calls to the leader or to any peer.
 fn calls_to_leaders(header: Option<proto::Header>) -> Vec<Vec<u8>> {
     let change = proto::change_request::Change::AddLearner(proto::AddLearner {
         id: 4,
@@ -242,7 +242,7 @@ fn calls_to_leaders(header: Option<proto::Header>) -> Vec<Vec<u8>> {
     vec![kind(4, &propose), kind(6, &change), kind(13, &info)]
 }
 
-/// Real snapshot files.
+/// Returns valid snapshot files.
 #[must_use]
 pub fn snapshot_file_seeds() -> Vec<Vec<u8>> {
     let file = |content: &[u8]| {
@@ -255,7 +255,7 @@ pub fn snapshot_file_seeds() -> Vec<Vec<u8>> {
     vec![file(b""), file(b"state"), file(&[7; 3000])]
 }
 
-/// Real small files.
+/// Returns valid small files.
 #[must_use]
 pub fn small_file_seeds() -> Vec<Vec<u8>> {
     let scratch = scratch();
@@ -278,7 +278,7 @@ pub fn small_file_seeds() -> Vec<Vec<u8>> {
     vec![identity, read()]
 }
 
-/// Decodes and checks that what was read is written such that it is read alike; the default of what
+/// Decodes a message and checks that it survives a round trip. Returns the default for bytes that
 /// cannot be decoded.
 fn again<M: Message + Default + PartialEq>(bytes: &[u8]) -> M {
     let Ok(message) = M::decode(bytes) else {
@@ -289,7 +289,7 @@ fn again<M: Message + Default + PartialEq>(bytes: &[u8]) -> M {
     message
 }
 
-/// Entries that pass as a leader's follow each other up to its term.
+/// Checks that entries accepted from a leader are consecutive and end at most at its term.
 fn followed(append: &proto::AppendRequest) {
     let vote: Vote = append.vote.unwrap_or_default().into();
     let previous = append.previous.map(LogId::from);
@@ -370,8 +370,8 @@ fn entries() -> Vec<Entry> {
     payloads.into_iter().zip(7..).map(entry).collect()
 }
 
-/// Takes bytes for a snapshot file's: magic, head and frames stay where they are, lengths are cut
-/// to what is there, and checksums set.
+/// Frames bytes like a snapshot file: magic, head and frames keep their places, lengths are capped
+/// to the available bytes, and checksums are set.
 fn framed(bytes: &[u8]) -> Vec<u8> {
     const MAGIC_BYTES: usize = 8;
     let mut file = bytes.to_vec();
@@ -390,7 +390,7 @@ fn framed(bytes: &[u8]) -> Vec<u8> {
     file
 }
 
-/// A file in memory.
+/// Returns an in-memory file.
 fn scratch() -> SnapshotFile {
     SnapshotFile {
         files: Arc::new(MemoryDisk::new().open()),

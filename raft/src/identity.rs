@@ -1,14 +1,14 @@
-//! The identity of a replica, and the cluster it belongs to.
+//! Identity of a replica, and the cluster it belongs to.
 //!
-//! The store's random id is drawn when the store is created: a replica that lost its disk is a
+//! The store's random id is drawn when the store is created. A replica that lost its disk is a
 //! different one, even under the same id, and is never mistaken for a voter that remembers its
 //! votes.
 //!
 //! A replica is bound to the first cluster that claims it as a founder, adds it on request, or
 //! sends it log entries. From then on it refuses everything from other clusters. A mere claim is
-//! given up again when it can no longer lead to a cluster.
+//! released when it can no longer lead to a cluster.
 //!
-//! The store also records the cluster's name: a config with another name does not start on this
+//! The store also records the cluster's name. A config with another name does not start on this
 //! store, because it more likely belongs to another cluster than renames this one (docs/adr/0111).
 
 use std::io;
@@ -21,36 +21,36 @@ use crate::files::{self, Files, Layout, damaged, io_error};
 use crate::locks::lock;
 use crate::wire::{self, proto};
 
-/// This replica's store id, and the cluster it is bound to.
+/// This replica's store id, and the cluster that it is bound to.
 #[derive(Debug)]
 pub(crate) struct ReplicaIdentity {
     pub(crate) id: u64,
     pub(crate) store: u64,
-    /// What its cluster is called.
+    /// Name of the cluster.
     name: String,
     files: Arc<dyn Files>,
     path: PathBuf,
     binding: Mutex<ClusterBinding>,
 }
 
-/// What ties a replica to a cluster.
+/// Binding of a replica to a cluster.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum ClusterBinding {
-    /// Nothing.
+    /// Not bound to any cluster.
     Free,
-    /// Claimed by a replica that wants to found this cluster; it may be itself.
+    /// Claimed by a replica, possibly itself, that wants to found this cluster.
     Claimed {
-        /// The cluster to be.
+        /// The future cluster.
         cluster: u128,
-        /// Who wants to found it.
+        /// The replica that wants to found it.
         by: u64,
     },
-    /// It belongs to this cluster.
+    /// Member of this cluster.
     Member(u128),
 }
 
 impl ClusterBinding {
-    /// What an identity file says.
+    /// Returns the binding recorded in an identity file.
     fn of(kept: &proto::Identity) -> Self {
         match wire::join_optional(kept.cluster_high, kept.cluster_low) {
             None => Self::Free,
@@ -62,7 +62,7 @@ impl ClusterBinding {
         }
     }
 
-    /// The cluster, claimed or not.
+    /// Returns the cluster, whether merely claimed or joined.
     pub(crate) fn cluster(self) -> Option<u128> {
         match self {
             Self::Free => None,
@@ -72,7 +72,7 @@ impl ClusterBinding {
 }
 
 impl ReplicaIdentity {
-    /// Reads the identity below a data directory, or makes one for a cluster of this name.
+    /// Reads the identity below a data directory, or creates one for a cluster of this name.
     pub(crate) fn open(layout: &Layout, id: u64, name: &str) -> Result<Self, StartError> {
         let (files, path) = (layout.files.clone(), layout.identity());
         let kept = files::load_message::<proto::Identity>(&*files, &path)?;
@@ -109,22 +109,22 @@ impl ReplicaIdentity {
         Ok(identity)
     }
 
-    /// What ties it to a cluster.
+    /// Returns the current binding.
     pub(crate) fn binding(&self) -> ClusterBinding {
         *lock(&self.binding)
     }
 
-    /// The cluster named in calls to peers.
+    /// Returns the cluster named in calls to peers.
     pub(crate) fn cluster(&self) -> Option<u128> {
         self.binding().cluster()
     }
 
-    /// The same in two halves, as it is sent; zeros if there is none.
+    /// Returns the cluster's id as two halves for the wire; zeros if there is none.
     pub(crate) fn cluster_halves(&self) -> (u64, u64) {
         wire::split(self.cluster().unwrap_or(0))
     }
 
-    /// Accepts a founder's claim, unless it is bound to another cluster.
+    /// Accepts a founder's claim, unless this replica is bound to another cluster.
     pub(crate) fn claim(&self, cluster: u128, by: u64) -> io::Result<bool> {
         self.change(|binding| match binding {
             ClusterBinding::Free => Some(ClusterBinding::Claimed { cluster, by }),
@@ -133,7 +133,7 @@ impl ReplicaIdentity {
         })
     }
 
-    /// Gives up a claim that can no longer lead to a cluster.
+    /// Releases a claim that can no longer lead to a cluster.
     pub(crate) fn give_up(&self, claim: ClusterBinding) -> io::Result<bool> {
         self.change(|binding| {
             (binding == claim && matches!(binding, ClusterBinding::Claimed { .. }))
@@ -141,7 +141,7 @@ impl ReplicaIdentity {
         })
     }
 
-    /// Becomes a member, unless it is bound to another cluster.
+    /// Becomes a member, unless this replica is bound to another cluster.
     pub(crate) fn enter(&self, cluster: u128) -> io::Result<bool> {
         self.change(|binding| {
             binding
@@ -151,7 +151,7 @@ impl ReplicaIdentity {
         })
     }
 
-    /// Becomes a member at its own request. Only a replica without votes and entries may: the
+    /// Becomes a member at its own request. Only a replica without votes and entries may do so: the
     /// founder that claimed it can then do without it.
     pub(crate) fn join(&self, cluster: u128) -> io::Result<bool> {
         self.change(|binding| match binding {
@@ -162,7 +162,7 @@ impl ReplicaIdentity {
         })
     }
 
-    /// The header of a call to the store `to_store` of replica `to`.
+    /// Builds the header of a call to the store `to_store` of replica `to`.
     pub(crate) fn header(&self, to: u64, to_store: u64) -> proto::Header {
         let (cluster_high, cluster_low) = self.cluster_halves();
         proto::Header {
@@ -208,8 +208,8 @@ impl ReplicaIdentity {
     }
 }
 
-/// Refuses a config that names another cluster than the one the store belongs to. A store that is
-/// in no cluster takes the new name, and so does one of an earlier build, which has kept none.
+/// Refuses a config that names a different cluster than the store. A store that is in no cluster
+/// takes the new name, and so does one from an earlier build, which recorded none.
 fn check_name(
     path: &Path,
     (kept, binding): (&str, ClusterBinding),
@@ -248,7 +248,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let identity = open(folder.path(), 1).unwrap();
         assert!(identity.claim(7, 2).unwrap());
-        // Nothing came of it yet.
+        // Not a member yet, so the name may change.
         let identity = open_as(folder.path(), 1, "staging").unwrap();
         assert!(identity.enter(7).unwrap());
         let Err(StartError::WrongStore(why)) = open(folder.path(), 1) else {

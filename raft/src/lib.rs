@@ -1,39 +1,40 @@
 //! Replicates opaque commands in one agreed order.
 //!
-//! A [`StateMachine`] is driven by a Raft log: openraft, over a log store in sled and gRPC (tonic)
-//! between replicas. Nothing here knows what a command means, and no name of openraft or sled
-//! appears in the public interface, so either can be replaced.
+//! A Raft log drives a [`StateMachine`]: openraft, with a log store in sled and gRPC (tonic)
+//! between replicas. This crate does not interpret commands, and its public interface names neither
+//! openraft nor sled, so either can be replaced.
 //!
-//! # What is where
+//! # Modules
 //!
-//! | module | what |
+//! | module | purpose |
 //! | --- | --- |
-//! | `replica` | start, stop, propose, change the membership, form a cluster, status, answer peers |
+//! | `replica` | start, stop, propose, change membership, form a cluster, status, serve peers |
 //! | `machine` | the traits that a user implements |
 //! | `adapter` | runs the state machine under openraft: apply, snapshot, restore |
-//! | `log` | votes and entries: a port to the disk, sled behind it, and the task that writes |
+//! | `log` | votes and entries: the storage port, its sled implementation and the writer |
 //! | `snapshot` | snapshot files |
 //! | `replay` | applies a store's log offline, from a copy |
-//! | `net` | connections to peers, Raft's client, and the port that carries calls |
-//! | `identity` | who a replica is and the one cluster it belongs to |
-//! | `files` | the port to files, small files, and the layout of a data directory |
-//! | `memory` | a disk in memory, for simulations, that forgets in a crash what was not synced |
-//! | `storage` | which disk a replica uses, and what follows from that |
-//! | `determinism` | what makes a run repeatable in a simulation |
-//! | `wire`, `types` | the wire types and openraft's, and conversions between them |
+//! | `net` | connections to peers, Raft's client and the port for calls |
+//! | `identity` | the replica's identity and the one cluster it belongs to |
+//! | `files` | the file port, small files and the layout of a data directory |
+//! | `memory` | an in-memory disk for simulations that loses unsynced data in a crash |
+//! | `storage` | the disk that a replica uses, and what depends on it |
+//! | `determinism` | what makes a simulated run repeatable |
+//! | `wire`, `types` | wire types, openraft's types, and conversions between them |
 //!
-//! # What holds
+//! # Guarantees
 //!
-//! - A command answered with [`Committed`] is on the disks of a majority and is applied by every
-//!   replica at that index, once. After [`ProposeError::Unknown`] it may or may not be committed,
-//!   and the caller proposes the same bytes again: the machine must recognise duplicates.
+//! - A command acknowledged with [`Committed`] is on the disks of a majority, and every replica
+//!   applies it once, at that index. After [`ProposeError::Unknown`] it may or may not be
+//!   committed. The caller then proposes the same bytes again; the machine must recognise
+//!   duplicates.
 //! - Log indexes start at 1 and are the same on every replica.
-//! - A replica never votes or acknowledges anything before its disk has it. After an error of the
-//!   disk or the machine it takes no further part ([`Status::fault`]); what it had applied stays
+//! - A replica never votes or acknowledges anything before it is durable. After an error of the
+//!   disk or the machine it stops participating ([`Status::fault`]); the state it has applied stays
 //!   readable.
 //! - The log opens no file while it runs. A write that cannot begin for lack of space is retried
 //!   until it can ([`Status::waiting`]).
-//! - A replica that lost its store is a different replica: it is refused under its old id.
+//! - A replica that lost its store counts as a different replica and is refused under its old id.
 
 mod adapter;
 mod backoff;
@@ -88,9 +89,9 @@ pub use replica::lies;
 pub use status::{Member, PeerFinding, PeerState, Role, Status};
 pub use storage::Storage;
 
-/// Name of a cluster whose config does not name it.
+/// Default name of a cluster.
 pub const DEFAULT_NAME: &str = "quorate";
-/// Longest name of a cluster, in bytes.
+/// Maximum length of a cluster name, in bytes.
 pub const NAME_BYTES_MAX: usize = 64;
-/// Longest command that is taken, in bytes.
+/// Maximum length of a command, in bytes.
 pub const COMMAND_BYTES_MAX: usize = 16 * 1024 * 1024;

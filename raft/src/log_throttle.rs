@@ -1,4 +1,4 @@
-//! Bounds log lines that a peer could cause without end.
+//! Limits log lines that a peer could otherwise trigger without end.
 
 use std::sync::Mutex;
 use std::time::Duration;
@@ -7,7 +7,7 @@ use tokio::time::Instant;
 
 use crate::locks::lock;
 
-/// Shortest time between two lines.
+/// Minimum time between two lines.
 const EVERY: Duration = Duration::from_secs(10);
 
 /// Allows one line every ten seconds.
@@ -15,7 +15,7 @@ const EVERY: Duration = Duration::from_secs(10);
 pub(crate) struct LogThrottle(Mutex<Option<Instant>>);
 
 impl LogThrottle {
-    /// Whether a line may be written now.
+    /// Whether a line may be logged now.
     pub(crate) fn may_say(&self) -> bool {
         let mut said = lock(&self.0);
         let is_time = said.is_none_or(|at| at.elapsed() >= EVERY);

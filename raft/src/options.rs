@@ -7,71 +7,71 @@ use std::time::Duration;
 
 use crate::storage::Storage;
 
-/// How a replica is started.
+/// Options for starting a replica.
 #[derive(Debug, Clone)]
 pub struct ReplicaOptions {
-    /// `1..=255`.
+    /// Id of the replica, `1..=255`.
     pub id: u8,
-    /// Log, vote and snapshots live below it.
+    /// Directory below which the log, vote and snapshots live.
     pub data_dir: PathBuf,
-    /// Host and port at which peers reach this replica's peer listener.
+    /// Host and port of this replica's peer listener, as peers reach it.
     pub advertise: String,
-    /// The cluster's name: replicas with different names refuse each other.
+    /// Name of the cluster. Replicas with different names refuse each other.
     pub cluster_name: String,
-    /// Free `key=value` facts told to peers and shown in [`crate::Status`] (`admin`, `data`,
-    /// `version`).
+    /// Arbitrary `key=value` facts announced to peers and shown in [`crate::Status`] (`admin`,
+    /// `data`, `version`).
     pub labels: BTreeMap<String, String>,
-    /// How this replica gets into a cluster.
+    /// How this replica enters a cluster.
     pub formation: Formation,
-    /// Whether this replica, when it leads, lets one that lost its store take the place of the
-    /// member that it was.
+    /// Whether this replica, as the leader, lets a replica that lost its store replace its former
+    /// member.
     pub replaces_lost: bool,
-    /// When this replica, while it leads, makes learners voters by itself; `None`: never.
+    /// When this replica, as the leader, promotes learners by itself; `None` for never.
     pub promotion: Option<Promotion>,
-    /// The leader's heartbeat interval.
+    /// Heartbeat interval of the leader.
     pub heartbeat: Duration,
-    /// The range from which election timeouts are drawn.
+    /// Range from which election timeouts are drawn.
     pub election_timeout: Range<Duration>,
-    /// Log entries between snapshots.
+    /// Maximum number of log entries between snapshots.
     pub snapshot_every_entries: u64,
-    /// Log bytes between snapshots; whichever limit is reached first counts.
+    /// Maximum log bytes between snapshots; the limit reached first applies.
     pub snapshot_every_bytes: u64,
-    /// Where log, identity and snapshots are kept: [`Storage::Sled`] outside of tests.
+    /// Where the log, identity and snapshots are stored: [`Storage::Sled`] outside of tests.
     pub storage: Storage,
 }
 
-/// When a leader makes learners voters by itself.
+/// When a leader promotes learners to voters by itself.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Promotion {
     /// How long a learner must have kept up with the log.
     pub after: Duration,
-    /// Most voters that there are by it.
+    /// Maximum number of voters that promotion may reach.
     pub voters_max: usize,
 }
 
 /// How a replica finds its cluster when its data directory is empty.
 #[derive(Debug, Clone)]
 pub enum Formation {
-    /// Form a cluster once `expect` replicas answer, this one included, and none of them is in one;
-    /// otherwise join that cluster. The replica with the lowest id initialises.
+    /// Form a cluster once `expect` replicas respond, including this one, and none of them is in a
+    /// cluster; otherwise join theirs. The replica with the lowest id initialises.
     Bootstrap {
         /// Where peers are found.
         peers: Peers,
-        /// How many voters the cluster starts with: more than half of the peers, so that two
-        /// disjoint sets of founders cannot form two clusters.
+        /// Number of initial voters: more than half of the peers, so that two disjoint sets of
+        /// founders cannot form two clusters.
         expect: usize,
-        /// The cluster's first command, proposed by the replica that initialises.
+        /// First command of the cluster, proposed by the replica that initialises.
         first_command: Vec<u8>,
     },
     /// Join an existing cluster as a learner through any of these members.
     Join(Peers),
 }
 
-/// Where peers are found.
+/// Where to find peers.
 #[derive(Debug, Clone)]
 pub enum Peers {
-    /// Each as `host:port`.
+    /// A list of `host:port` addresses.
     List(Vec<String>),
-    /// One `host:port` that resolves to all peers; looked up at each attempt.
+    /// One `host:port` that resolves to all peers; resolved on every attempt.
     Dns(String),
 }

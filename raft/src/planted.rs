@@ -1,38 +1,38 @@
-//! Bugs that can be planted to prove that the tests find them.
+//! Bugs that can be planted to prove that the tests detect them.
 //!
-//! Each is a condition at the place where the bug would be made. Without the feature `planted` it
-//! is constantly false and compiled away. With the feature, one bug at a time can be planted per
-//! thread. docs/internals/testing.md lists them, and which test catches each.
+//! Each bug is a condition where the mistake would be made. Without the feature `planted` it is
+//! constantly false and compiled away. With it, one bug per thread can be planted at a time.
+//! docs/internals/testing.md lists the bugs and the test that catches each.
 
 macro_rules! bugs {
     ($($(#[$doc:meta])* $bug:ident,)*) => {
-        /// A bug that people could make.
+        /// A plausible bug.
         #[derive(Debug, Clone, Copy, PartialEq, Eq)]
         pub enum Bug { $($(#[$doc])* $bug,)* }
 
         impl Bug {
-            /// All of them.
+            /// All bugs.
             pub const ALL: &[Self] = &[$(Self::$bug,)*];
         }
     };
 }
 
 bugs! {
-    /// Entries are acknowledged when they are written, before they are on the disk.
+    /// Entries are acknowledged when they are written, before they are durable.
     AckBeforeFlush,
-    /// A vote is given before it is on the disk, and never written.
+    /// A vote is granted before it is durable, and never written.
     VoteNotKept,
     /// Entries that a later leader replaced stay on the disk.
     TruncationNotKept,
-    /// A state that reaches less far than this machine's is taken over.
+    /// A state older than this machine's is installed.
     OlderStateTakenOver,
     /// A snapshot from the leader is restored, but its file is not kept.
     SnapshotNotAdopted,
-    /// A snapshot replaces the one before although only its name is on the disk.
+    /// A snapshot replaces the previous one although only its name is durable.
     SnapshotNotSynced,
-    /// A leader answers a read barrier without asking whether it still leads.
+    /// A leader answers a read barrier without confirming that it still leads.
     BarrierWithoutQuorum,
-    /// A read barrier does not wait until this replica has applied what it covers.
+    /// A read barrier does not wait until this replica has applied the covered entries.
     BarrierNotAwaited,
 }
 
@@ -50,7 +50,7 @@ pub use switch::{met, plant};
 
 #[cfg(feature = "planted")]
 mod switch {
-    //! Which bug is planted, per thread.
+    //! The planted bug of each thread.
 
     use std::cell::Cell;
 
@@ -61,13 +61,13 @@ mod switch {
         static MET: Cell<u64> = const { Cell::new(0) };
     }
 
-    /// Plants a bug on this thread in place of the one before, or none.
+    /// Plants a bug on this thread in place of the previous one; `None` removes it.
     pub fn plant(bug: Option<Bug>) {
         PLANTED.set(bug);
         MET.set(0);
     }
 
-    /// How often the planted bug was executed on this thread; one that never is cannot be caught.
+    /// Returns how often this thread executed the planted bug; one never executed cannot be caught.
     #[must_use]
     pub fn met() -> u64 {
         MET.get()

@@ -1,22 +1,22 @@
-//! Which members were removed, and when, according to the log: the same on every replica.
+//! Members removed so far, and when, according to the log: the same on every replica.
 //!
-//! A request to join that a member made before its removal may arrive after it. The log tells such
-//! a request from that of a replica that was never let in, but only as far as it reaches back, so
-//! this memory goes into snapshots.
+//! A join request that a member sent before its removal may arrive after it. The log distinguishes
+//! it from the request of a replica that was never admitted, but only as far as the log reaches
+//! back. So this record is part of snapshots.
 
 use std::collections::BTreeMap;
 
 use crate::types::{LogId, Membership};
 use crate::wire::proto;
 
-/// Ids are at most this, and so is the number of removals that are remembered.
+/// Maximum id, and so the maximum number of recorded removals.
 const ID_MAX: u64 = 255;
 
-/// The last removal under each id.
+/// The latest removal under each id.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct RemovedMembers(BTreeMap<u64, Removal>);
 
-/// Which store was removed, by which entry.
+/// The removed store and the entry that removed it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Removal {
     store: u64,
@@ -24,7 +24,7 @@ struct Removal {
 }
 
 impl RemovedMembers {
-    /// Notes who is no member any more since the entry `by`.
+    /// Records the members that the entry `by` removed.
     pub(crate) fn note(&mut self, before: &Membership, after: &Membership, by: LogId) {
         for (id, node) in before.nodes() {
             let stays = after.get_node(id).is_some_and(|it| it.store == node.store);
@@ -89,7 +89,7 @@ mod tests {
         assert!(!removed.is_removed_since(2, 8, at(7)), "let in again since");
         assert!(!removed.is_removed_since(2, 9, at(4)), "another store");
         assert!(!removed.is_removed_since(1, 7, at(4)), "a member");
-        // A leader of a later term, whose entry was lost, had the removal in its log.
+        // The removal was in the log of a leader of a later term whose entry was lost.
         assert!(!removed.is_removed_since(2, 8, log_id(3, 1, 5)));
     }
 

@@ -1,7 +1,7 @@
-//! Replays the log of a store offline, up to any index that it still has.
+//! Replays a store's log offline, up to any index that it still holds.
 //!
-//! sled writes to what it opens, so a store is copied first and only the copy is opened: neither
-//! the log nor the snapshots of the original can come to harm. The original is locked meanwhile,
+//! sled writes to the store that it opens. So the store is copied first and only the copy is
+//! opened, which protects the log and snapshots of the original. The original is locked meanwhile,
 //! and a store in use is refused.
 
 use std::fs::{self, DirBuilder, File};
@@ -17,35 +17,35 @@ use crate::machine::{StateMachine, StopReplicaError};
 use crate::snapshot::{SnapshotFolder, SnapshotReader};
 use crate::types::{Payload, SnapshotMeta, shown};
 
-/// Weight of the entries read at a time.
+/// Maximum weight of the entries read at a time.
 const READ_BYTES_MAX: usize = 1024 * 1024;
 
-/// The indexes that a store can be replayed to.
+/// Range of indexes to which a store can be replayed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ReplayRange {
-    /// Index of the snapshot, the first; 0 without one.
+    /// Index of the snapshot, the start of the range; 0 without a snapshot.
     pub snapshot: u64,
-    /// The last index known to be committed. More may be.
+    /// Index of the last entry known to be committed. Later entries may be committed too.
     pub committed: u64,
-    /// The last index.
+    /// Index of the last entry.
     pub last: u64,
 }
 
 /// Why a store was not replayed.
 #[derive(Debug, thiserror::Error)]
 pub enum ReplayError {
-    /// There is no store.
+    /// No store exists there.
     #[error("no store below {0}: expected the data directory of a replica, or a copy of one")]
     NoStore(PathBuf),
-    /// It does not have the index.
+    /// The store does not hold the index.
     #[error(
         "index {wanted} is not in this store: its snapshot is of index {}, its log ends at {}",
         range.snapshot, range.last
     )]
     OutOfRange {
-        /// The index asked for.
+        /// The requested index.
         wanted: u64,
-        /// Those that it has.
+        /// The indexes that the store holds.
         range: ReplayRange,
     },
     /// The store cannot be read.
@@ -54,9 +54,9 @@ pub enum ReplayError {
     /// A command cannot be applied.
     #[error("log index {index}: {source}")]
     Machine {
-        /// The command's index.
+        /// Index of the command.
         index: u64,
-        /// What is wrong with it.
+        /// Error from the machine.
         source: StopReplicaError,
     },
 }
@@ -74,11 +74,11 @@ impl Drop for StoreCopy {
 }
 
 /// Copies the store below `data_dir` to the new folder `scratch`, and applies its snapshot and its
-/// log to `machine` up to the index `to`, by default the last that is known to be committed. The
-/// copy is removed again. Blocks.
+/// log to `machine` up to the index `to`, by default the last one known to be committed. Removes
+/// the copy again. Blocks.
 ///
 /// # Errors
-/// [`ReplayError`]. The machine may then have applied a part.
+/// See [`ReplayError`]. The machine may then have applied a part.
 pub fn replay(
     data_dir: &Path,
     scratch: &Path,
@@ -136,14 +136,14 @@ fn restore(
     Ok(whole.map_err(|error| reader.start_error(&error))?)
 }
 
-/// Applies the entries behind the index `range.start`, up to `range.end`.
+/// Applies the entries after the index `range.start`, up to `range.end`.
 fn apply(
     disk: &impl Disk,
     layout: &Layout,
     range: std::ops::Range<u64>,
     machine: &mut dyn StateMachine,
 ) -> Result<(), ReplayError> {
-    // Outside, indexes start at 1: the entry behind index N has number N within.
+    // Public indexes start at 1: the entry after public index N has internal index N.
     let mut next = range.start;
     while next < range.end {
         let read = disk.read(next..range.end, READ_BYTES_MAX);
@@ -170,14 +170,14 @@ fn apply(
     Ok(())
 }
 
-/// Copies the store below `data_dir` while nobody uses it.
+/// Copies the store below `data_dir`, unless it is in use.
 fn copied(data_dir: &Path, scratch: &Path) -> Result<StoreCopy, ReplayError> {
     let from = files::store_folder(data_dir);
     if !from.is_dir() {
         return Err(ReplayError::NoStore(data_dir.to_owned()));
     }
     let _lock = files::lock_unused(&from).map_err(|error| io_error(&from, error))?;
-    // It holds what the original holds: users' names, and the secret that blocks are hashed under.
+    // The copy contains sensitive data: users' names, and the secret used to hash blocks.
     let made = DirBuilder::new().mode(0o700).create(scratch);
     made.map_err(|error| io_error(scratch, error))?;
     let copy = StoreCopy(scratch.to_owned());
@@ -199,7 +199,7 @@ fn copy_folder(from: &Path, to: &Path) -> Result<(), (PathBuf, io::Error)> {
             copy_folder(&path, &copy)?;
         } else {
             fs::copy(&path, &copy).map_err(at(&path))?;
-            // The original may be write-protected; sled opens its copy to write.
+            // The original may be write-protected; sled opens the copy for writing.
             let writable = File::open(&copy).and_then(|file| make_writable(&file));
             writable.map_err(at(&copy))?;
         }

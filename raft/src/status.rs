@@ -2,85 +2,86 @@
 
 use std::collections::BTreeMap;
 
-/// What a replica knows about its cluster. Log indexes start at 1; 0 means none.
+/// A replica's view of its cluster. Log indexes start at 1; 0 means none.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Status {
-    /// This replica.
+    /// Id of this replica.
     pub id: u8,
     /// Random id of the cluster; `None` before it is formed or joined.
     pub cluster_id: Option<u128>,
-    /// What this replica is at the moment.
+    /// Current role of this replica.
     pub role: Role,
-    /// Raft term.
+    /// Current Raft term.
     pub term: u64,
-    /// The leader it follows.
+    /// The leader that this replica follows.
     pub leader: Option<u8>,
-    /// Whether the leader is heard and a quorum answers it, as far as this replica can tell.
+    /// Whether, as far as this replica knows, there is a leader in contact with a quorum.
     pub has_quorum: bool,
-    /// Last index known to be committed.
+    /// Index of the last entry known to be committed.
     pub committed: u64,
-    /// Last index applied.
+    /// Index of the last applied entry.
     pub applied: u64,
-    /// Last index in the local log.
+    /// Index of the last entry in the local log.
     pub last_log: u64,
     /// Index of the newest snapshot.
     pub snapshot: Option<u64>,
-    /// First index the log still holds.
+    /// First index that the log still holds.
     pub purged: u64,
-    /// Whether everything is applied that the leader had committed when this replica started.
+    /// Whether this replica has applied everything the leader had committed when it started.
     pub caught_up: bool,
-    /// Whether it was removed from the cluster, according to a member with a newer membership.
+    /// Whether this replica was removed, as reported by a member with a newer membership.
+    /// membership.
     pub is_removed: bool,
-    /// Why the replica stopped for good (storage fault, machine stopped).
+    /// Why the replica stopped for good (storage fault or machine stopped).
     pub fault: Option<String>,
-    /// Why it is in no cluster yet, as far as it knows. It keeps trying.
+    /// Why this replica is in no cluster yet, as far as it knows. It keeps trying.
     pub unjoined: Option<String>,
-    /// While it is in no cluster: what it found at the addresses of its config. While it hears no
-    /// quorum: what it found at those of the other members.
+    /// State of the peers: those in the config while this replica is in no cluster, the other
+    /// members while it is not in contact with a quorum.
     pub peers: Vec<PeerFinding>,
-    /// Why nothing can be written to its log at present (disk full). It resumes by itself.
+    /// Why the log currently cannot be written (disk full). Writing resumes by itself.
     pub waiting: Option<String>,
-    /// All members, this one included.
+    /// All members, including this one.
     pub members: BTreeMap<u8, Member>,
 }
 
-/// What a replica is in its cluster.
+/// Role of a replica in its cluster.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Role {
-    /// Orders the log.
+    /// Orders the log entries.
     Leader,
-    /// Votes and follows.
+    /// Follows the leader and votes.
     Follower,
-    /// Asks for votes.
+    /// Requests votes.
     Candidate,
     /// Follows without a vote.
     Learner,
     /// Not in a cluster yet.
     #[default]
     Forming,
-    /// Was a member and no longer is one, see [`Status::is_removed`].
+    /// No longer a member, see [`Status::is_removed`].
     Removed,
     /// Stopped for good, see [`Status::fault`].
     Stopped,
 }
 
-/// What a replica without a quorum found at an address.
+/// What a replica without a quorum found at a peer's address.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PeerFinding {
-    /// Host and port, or the name to be resolved.
+    /// Host and port, or a name still to be resolved.
     pub address: String,
-    /// What was found, for programs.
+    /// Machine-readable state.
     pub state: PeerState,
-    /// What was found, for people.
+    /// Human-readable detail.
     pub detail: String,
 }
 
-/// What is at an address where a replica expects a peer.
+/// State of an address at which a replica expects a peer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PeerState {
     /// The replica itself.
     Own,
-    /// A replica that is in no cluster either.
+    /// Another replica that is in no cluster.
     Free,
     /// A member of a cluster.
     Member,
@@ -88,26 +89,26 @@ pub enum PeerState {
     Refused,
     /// The name does not resolve.
     UnknownName,
-    /// No answer in time.
+    /// No response within the timeout.
     TimedOut,
-    /// It is configured for another cluster.
+    /// The peer is configured for another cluster.
     OtherCluster,
-    /// It has the id of this replica or of another peer.
+    /// The peer has the id of this replica or of another peer.
     SameId,
-    /// The two do not share `cluster.secret_file`.
+    /// The two replicas do not share `cluster.secret_file`.
     WrongSecret,
-    /// One of the two has no certificate that the other one trusts.
+    /// One of the two replicas has no certificate that the other one trusts.
     WrongCertificate,
-    /// A replica that does not belong there: another id, or without the member's store.
+    /// A replica that does not belong at this address: another id, or without the member's store.
     OtherReplica,
     /// This replica's own address, which the config does not list.
     OwnMissing,
-    /// It answers, but not as a peer.
+    /// The listener responds, but not as a peer.
     Failed,
 }
 
 impl PeerState {
-    /// Its name in answers of the admin API.
+    /// Returns the state's name in responses of the admin API.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -127,7 +128,7 @@ impl PeerState {
         }
     }
 
-    /// Whether it keeps nobody from forming a cluster.
+    /// Whether this state does not prevent forming a cluster.
     #[must_use]
     pub fn is_fine(self) -> bool {
         matches!(self, Self::Own | Self::Free | Self::Member)
@@ -139,15 +140,15 @@ impl PeerState {
 pub struct Member {
     /// Host and port of its peer listener.
     pub address: String,
-    /// What it tells about itself.
+    /// `key=value` facts that the member announces about itself.
     pub labels: BTreeMap<String, String>,
-    /// Whether it counts for the quorum.
+    /// Whether the member counts toward the quorum.
     pub is_voter: bool,
-    /// Whether the stream of messages to it is open, as seen from here.
+    /// Whether this replica's message stream to the member is open.
     pub is_connected: bool,
-    /// Whether its host answers that nothing listens at its address: its process is gone.
+    /// Whether the member's host refuses connections at its address: the process is gone.
     pub is_refusing: bool,
-    /// How many entries it is behind; known on the leader only, see
+    /// Number of entries that the member is behind; known on the leader only, see
     /// [`Replica::peers_applied`](crate::Replica::peers_applied).
     pub lag: Option<u64>,
 }

@@ -10,21 +10,20 @@ use crate::files::{Layout, io_error};
 use crate::log::LogStore;
 use crate::memory::MemoryDisk;
 
-/// Where log, identity and snapshots are kept.
+/// Where the log, identity and snapshots are stored.
 #[derive(Debug, Clone, Default)]
 pub enum Storage {
     /// On disk below the data directory, with the log in sled. Everything is synced before it is
     /// acknowledged.
     #[default]
     Sled,
-    /// Log, identity and snapshots in memory, for tests and simulations. They survive a restart of
-    /// the replica with the same disk. Nothing is written below the data directory, and blocking
-    /// work is done in place.
+    /// In memory, for tests and simulations. The contents survive a restart of the replica with the
+    /// same disk. Nothing is written below the data directory, and blocking work runs in place.
     Memory(MemoryDisk),
 }
 
 impl Storage {
-    /// Where blocking work is done.
+    /// Returns where blocking work runs.
     pub(crate) fn blocking(&self) -> BlockingMode {
         match self {
             Self::Sled => BlockingMode::Pool,
@@ -32,7 +31,7 @@ impl Storage {
         }
     }
 
-    /// The files below `data_dir`.
+    /// Returns the files below `data_dir`.
     pub(crate) fn layout(&self, data_dir: &Path) -> Layout {
         match self {
             Self::Sled => Layout::new(data_dir),
@@ -40,7 +39,7 @@ impl Storage {
         }
     }
 
-    /// Opens the log and checks all of it. Blocks.
+    /// Opens the log and checks every entry. Blocks.
     pub(crate) fn open_log(
         &self,
         layout: &Layout,

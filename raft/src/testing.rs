@@ -1,4 +1,4 @@
-//! Shared by the unit tests: entries, and replicas that drive the machine of the integration tests.
+//! Helpers for unit tests: entries, and replicas that drive the integration tests' machine.
 
 #[path = "../tests/common/journal.rs"]
 #[allow(
@@ -25,7 +25,7 @@ use crate::replica::Replica;
 use crate::storage::Storage;
 use crate::types::{Command, Entry, Payload, log_id};
 
-/// Entries of `term` whose commands have so many bytes each.
+/// Returns entries of `term` whose commands have `bytes` bytes each.
 pub(crate) fn entries(term: u64, indexes: Range<u64>, bytes: usize) -> Vec<Entry> {
     let entry = |index: u64| Entry {
         log_id: log_id(term, 1, index),
@@ -34,7 +34,7 @@ pub(crate) fn entries(term: u64, indexes: Range<u64>, bytes: usize) -> Vec<Entry
     indexes.map(entry).collect()
 }
 
-/// One of [`entries`].
+/// Returns a single entry, like [`entries`].
 pub(crate) fn entry(term: u64, index: u64, bytes: usize) -> Entry {
     entries(term, index..index + 1, bytes).remove(0)
 }
@@ -45,7 +45,7 @@ impl PeerHandler for Deaf {
     fn message(&self, _from: u8, _bytes: &[u8]) {}
 }
 
-/// Starts a replica that founds a cluster with all `peers`, on a disk in memory.
+/// Starts a replica with an in-memory disk that founds a cluster with all `peers`.
 pub(crate) async fn replica(
     id: u8,
     listener: TcpListener,
@@ -54,7 +54,7 @@ pub(crate) async fn replica(
     replica_over(id, Tcp::new(listener).unwrap(), peers).await
 }
 
-/// As [`replica`], over the caller's transport.
+/// Same as [`replica`], on the caller's transport.
 pub(crate) async fn replica_over(id: u8, tcp: Tcp, peers: Vec<String>) -> (Replica, MemoryDisk) {
     let disk = MemoryDisk::new();
     let options = ReplicaOptions {

@@ -1,6 +1,6 @@
-//! The log on sled alone, for one planted bug: entries that survive a truncation are rarely visible
-//! in a simulated cluster, because they must be read back before the new leader's entries replace
-//! them.
+//! The log on sled alone, to detect one planted bug. A simulated cluster rarely exposes entries
+//! that survive a truncation, because they must be read back before the new leader's entries
+//! replace them.
 
 use std::io;
 use std::ops::Range;
@@ -14,11 +14,11 @@ use crate::files::Layout;
 use crate::log::LogStore;
 use crate::types::{Command, Entry, Payload, log_id};
 
-/// A leader of term 1 writes ten entries below `folder`, one of term 2 replaces the last five by
-/// two. Returns index and term of each entry that is there after a restart.
+/// Appends ten entries of a leader of term 1 below `folder`, and replaces the last five with two of
+/// term 2. Returns the index and term of each entry found after a restart.
 ///
 /// # Errors
-/// When the log cannot be opened, written or read.
+/// Fails if the log cannot be opened, written or read.
 pub async fn replace_entries(folder: &Path) -> io::Result<Vec<(u64, u64)>> {
     let mut log = open(folder)?;
     log.blocking_append(entries(1, 0..10)).await?;

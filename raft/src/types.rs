@@ -1,4 +1,4 @@
-//! The types that openraft is instantiated with. They stay inside this crate.
+//! Type parameters for openraft. They stay inside this crate.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -45,32 +45,32 @@ impl fmt::Display for Command {
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Reply(pub(crate) Vec<u8>);
 
-/// A member, as the membership describes it.
+/// A member in the membership.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Node {
     /// Host and port of its peer listener.
     pub(crate) address: String,
-    /// What it tells about itself.
+    /// `key=value` facts that the replica announces about itself.
     pub(crate) labels: BTreeMap<String, String>,
-    /// The random id of its store. A replica that lost its store draws a new one, so that calls
-    /// meant for the old store, which has promised votes and entries, never reach the new one.
+    /// Random id of its store. A replica that lost its store draws a new id, so that calls meant
+    /// for the old store, which has promised votes and entries, never reach the new one.
     pub(crate) store: u64,
-    /// The random id of the cluster, the same in every member.
+    /// Random id of the cluster, the same for every member.
     pub(crate) cluster: u128,
 }
 
-/// The log id of an entry that the leader `node_id` of `term` wrote.
+/// Builds the log id of an entry written by the leader `node_id` of `term`.
 pub(crate) fn log_id(term: u64, node_id: u64, index: u64) -> LogId {
     let leader_id = LeaderId { term, node_id };
     LogId { leader_id, index }
 }
 
-/// The index shown outside: openraft counts from 0, everything else from 1, and 0 means none.
+/// Converts to a public index: openraft counts from 0, the public API from 1, and 0 means none.
 pub(crate) fn shown(log_id: Option<&LogId>) -> u64 {
     log_id.map_or(0, |log_id| log_id.index + 1)
 }
 
-/// The cluster a membership belongs to; `None` while it is empty.
+/// Returns the cluster that a membership belongs to; `None` if it has no members.
 pub(crate) fn cluster_of(membership: &Membership) -> Option<u128> {
     membership.nodes().next().map(|(_, node)| node.cluster)
 }

@@ -1,7 +1,7 @@
-//! Conversions between the wire types and openraft's.
+//! Conversions between wire types and openraft's.
 //!
-//! openraft's serde formats change between versions. What is sent and stored is therefore always
-//! one of the protobuf types, and only this module knows both sides.
+//! openraft's serde formats change between versions. Data that is sent or stored is therefore
+//! always one of the protobuf types, and only this module knows both.
 
 #[allow(missing_docs, unreachable_pub, clippy::all, clippy::pedantic)]
 pub(crate) mod proto {
@@ -12,7 +12,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use crate::types;
 
-/// A message that lacks a part or contradicts itself.
+/// Error for a message that lacks a part or contradicts itself.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("malformed message: {0}")]
 pub(crate) struct MalformedMessageError(pub(crate) &'static str);
@@ -25,17 +25,17 @@ pub(crate) fn join(high: u64, low: u64) -> u128 {
     (u128::from(high) << 64) | u128::from(low)
 }
 
-/// A cluster's id; 0 means none.
+/// Joins the halves of a cluster id; 0 means none.
 pub(crate) fn join_optional(high: u64, low: u64) -> Option<u128> {
     Some(join(high, low)).filter(|id| *id != 0)
 }
 
-/// A cluster's id as people see it.
+/// Formats a cluster id for display.
 pub(crate) fn shown_id(id: u128) -> String {
     format!("{id:032x}")
 }
 
-/// A cluster's id of which the first half is known, as people see it.
+/// Formats a cluster id of which only the first half is known.
 pub(crate) fn shown_first(first: u64) -> String {
     match first {
         0 => "not told".to_owned(),
@@ -43,7 +43,7 @@ pub(crate) fn shown_first(first: u64) -> String {
     }
 }
 
-/// The first half of a cluster's id that an introduction tells; 0 for none.
+/// Returns the first half of the cluster id in an introduction; 0 for none.
 pub(crate) fn told_first(info: &proto::InfoResponse) -> u64 {
     match info.cluster_first {
         0 => info.cluster_high,
@@ -86,7 +86,7 @@ impl From<proto::LogId> for types::LogId {
     }
 }
 
-/// A member on the wire, with its id.
+/// Encodes a member with its id.
 pub(crate) fn member(id: u64, node: &types::Node) -> proto::Member {
     let (cluster_high, cluster_low) = split(node.cluster);
     proto::Member {
@@ -207,7 +207,7 @@ impl TryFrom<proto::Entry> for types::Entry {
     }
 }
 
-/// The head of a snapshot; `has_commands` tells whether a command went into it.
+/// Encodes the head of a snapshot; `has_commands` is whether any command was applied.
 pub(crate) fn snapshot_meta(
     meta: &types::SnapshotMeta,
     has_commands: bool,

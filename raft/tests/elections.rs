@@ -1,4 +1,4 @@
-//! Who leads when links are cut one way, machines are wrong and disks are slow.
+//! Leadership when links are cut in one direction, machines are wrong and disks are slow.
 
 #![allow(
     clippy::unwrap_used,
@@ -16,18 +16,18 @@ use common::{Journal, PATIENCE, refused};
 use raft::{MemoryDisk, ProposeError, Replica, Role};
 use tokio::time::{MissedTickBehavior, interval};
 
-/// How often replicas tell each other something.
+/// Interval at which replicas exchange messages.
 const TELL_EVERY: Duration = Duration::from_millis(100);
 
 struct Cluster {
     world: World,
     replicas: Vec<(Replica, Journal)>,
-    /// How long every disk takes to sync, milliseconds.
+    /// Sync time of every disk, in milliseconds.
     sync_ms: Arc<AtomicU64>,
 }
 
 impl Cluster {
-    /// Replicas `1..=size` that have a leader.
+    /// Starts replicas `1..=size` and waits until they have a leader.
     async fn of(size: u8) -> Self {
         let (world, sync_ms) = (World::new(), Arc::new(AtomicU64::new(1)));
         let mut replicas = Vec::new();
@@ -57,14 +57,14 @@ impl Cluster {
         &self.replicas[usize::from(id) - 1].0
     }
 
-    /// The others, by id.
+    /// Returns the ids of the other replicas.
     fn others(&self, id: u8) -> Vec<u8> {
         (1..=self.replicas.len() as u8)
             .filter(|other| *other != id)
             .collect()
     }
 
-    /// Waits until `id` knows another leader than `old`, one with a quorum; returns it.
+    /// Waits until `id` follows a leader other than `old` that has a quorum; returns that leader.
     async fn leads_after(&self, old: u8, id: u8) -> u8 {
         let status = wait(self.replica(id), |status| {
             status.leader.is_some_and(|leader| leader != old) && status.has_quorum
@@ -91,7 +91,7 @@ fn led(seed: u64, size: u8, test: impl AsyncFnOnce(&Cluster, u8)) {
     });
 }
 
-/// Lets a replica send messages for ever.
+/// Lets a replica send messages forever.
 fn tell(replica: Replica) {
     tokio::spawn(async move {
         let mut ticks = interval(TELL_EVERY);
@@ -159,7 +159,7 @@ fn a_replica_in_doubt_neither_takes_leadership_nor_is_elected() {
             panic!("three replicas");
         };
         cluster.replica(doubtful).doubt(true);
-        // The leader knows with the next answer, and until then it is refused.
+        // The leader learns it from the next response; until then the replica refuses.
         tokio::time::sleep(TELL_EVERY).await;
         refused(cluster.replica(old).transfer_leader(Some(doubtful)).await);
         assert_eq!(
@@ -206,7 +206,7 @@ fn who_is_cut_off_knows_when_it_was_last_told_everything() {
             cluster.world.cut(others[0], far);
         }
         wait(cut, |status| !status.has_quorum).await;
-        // It notices after a lease, and was told nothing meanwhile.
+        // It notices after a lease, and heard nothing meanwhile.
         let lease = Duration::from_millis(300);
         let age = cut.confirmed().expect("it was told before").elapsed();
         assert!(age >= lease, "{age:?}");
@@ -218,7 +218,7 @@ fn who_is_cut_off_knows_when_it_was_last_told_everything() {
     });
 }
 
-/// Waits for something that no status tells.
+/// Waits for a condition that no status shows.
 async fn wait_until(wish: impl Fn() -> bool) {
     let mut ticks = interval(Duration::from_millis(10));
     while !wish() {

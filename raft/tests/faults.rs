@@ -1,4 +1,4 @@
-//! Broken disks, dead peers, and founders that do not all come at once.
+//! Broken disks, dead peers, and founders that do not all start at once.
 
 mod common;
 
@@ -8,7 +8,7 @@ use common::{Cluster, PATIENCE, Seat, bootstrap, listeners};
 use raft::{DiskShortage, MemoryDisk, ProposeError, Role, StartError, Storage};
 use tokio::net::TcpListener;
 
-/// A cluster that has committed a command, and its disks by id.
+/// Starts a cluster that has committed a command; returns it and its disks by id.
 async fn on_memory(size: u8) -> (Cluster, Vec<MemoryDisk>) {
     let disks: Vec<_> = (0..size).map(|_| MemoryDisk::new()).collect();
     let cluster = Cluster::found_with(size, |options| {
@@ -64,7 +64,7 @@ async fn a_replica_whose_disk_is_full_stands_back_and_comes_back_by_itself() {
     let full = cluster.seat(leader).replica().clone();
     let learnt = tokio::spawn(async move {
         loop {
-            // As the outbox does: the same bytes again until it is known what became of them.
+            // Like the outbox: propose the same bytes again until the outcome is known.
             match full.propose(b"learnt meanwhile".to_vec(), PATIENCE).await {
                 Ok(committed) => return committed,
                 Err(ProposeError::Unknown(_) | ProposeError::NoLeader) => {}
@@ -138,7 +138,7 @@ async fn a_dead_peer_costs_few_connection_attempts() {
             .unwrap();
     }
     let attempts = replica.connect_attempts() - before;
-    // Two links, at first 20 ms and later 500 ms apart: never one per append or heartbeat.
+    // Two links, retried first after 20 ms and later every 500 ms: never per append or heartbeat.
     let allowed = 16 + 2 * u64::try_from(began.elapsed().as_millis() / 500).unwrap();
     assert!(
         attempts <= allowed,
@@ -194,7 +194,7 @@ async fn a_founder_that_crashes_while_founding_founds_later() {
         seat.start_on(listener).await.unwrap();
         cluster.seats.push(seat);
     }
-    // Whatever it had done by then, it comes back to the same cluster or founds it.
+    // However far it had got, it returns to the same cluster or founds it.
     cluster.seat(1).crash().await;
     cluster.seat(1).start().await;
     for seat in &cluster.seats {
@@ -257,7 +257,7 @@ async fn a_second_process_on_the_same_store_is_refused_and_harms_nothing() {
     assert!(unfinished.exists());
     seat.propose("after").await;
     cluster.shutdown().await;
-    // The first has let go of it, although a handle may be left.
+    // The first replica has released it, although a handle may be left.
     cluster.seats[0].start().await;
     cluster.shutdown().await;
 }
@@ -281,7 +281,7 @@ async fn founders_that_are_half_of_the_peers_or_less_are_refused() {
 async fn the_only_voter_is_its_own_quorum() {
     let mut cluster = Cluster::found(1).await;
     let seat = &cluster.seats[0];
-    // A lease starts to run when an election ends: by then a quorum of others would be lost.
+    // A lease starts when an election ends: without its own vote the quorum would be lost by then.
     let lease = seat.options.election_timeout.end;
     let lost = tokio::time::timeout(lease * 3, async {
         let mut status = seat.replica().watch();

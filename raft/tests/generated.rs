@@ -1,7 +1,7 @@
-//! The code of the peer protocol, `proto/peer.rs`, is what `proto/peer.proto` gives.
+//! Checks that `proto/peer.rs` is the code generated from `proto/peer.proto`.
 //!
 //! It is committed because its compiler takes longer to build than the rest of the crate.
-//! `UPDATE_GENERATED=1 cargo test -p raft --test generated` writes it again.
+//! `UPDATE_GENERATED=1 cargo test -p raft --test generated` regenerates it.
 
 use std::path::Path;
 
@@ -12,7 +12,7 @@ fn the_code_of_the_peer_protocol_is_that_of_its_definition() {
     let out = tempfile::tempdir().unwrap();
     tonic_prost_build::configure()
         .bytes(".")
-        // Of equal messages the bytes are equal.
+        // Equal messages must have equal bytes.
         .btree_map(".")
         .out_dir(&out)
         .emit_rerun_if_changed(false)

@@ -1,4 +1,4 @@
-//! Joining, promoting, removing, moving, and what is refused.
+//! Joining, promotion, removal, moving, and refusals.
 
 mod common;
 
@@ -76,14 +76,14 @@ async fn a_replica_that_lost_its_store_is_refused_under_its_old_id() {
     let aside = raft::set_store_aside(cluster.seat(lost).folder.path()).unwrap();
     assert!(aside.is_some());
     cluster.seat(lost).start().await;
-    // The others go on without it, and it never becomes a member again by itself.
+    // The others continue without it, and it never rejoins by itself.
     for number in 0..20 {
         cluster.seat(leader).propose(&number.to_string()).await;
     }
     assert_eq!(cluster.seat(lost).replica().status().role, Role::Forming);
     assert!(cluster.seat(lost).journal.commands().is_empty());
 
-    // Under a new id it is let in, and because a founder is missing it is given a vote.
+    // Under a new id it is admitted, and gets a vote because a founder is missing.
     cluster.seat(leader).replica().remove(lost).await.unwrap();
     cluster.seat(lost).crash().await;
     raft::set_store_aside(cluster.seat(lost).folder.path()).unwrap();
@@ -105,7 +105,7 @@ async fn a_replica_that_lost_its_store_takes_its_place_anew() {
     for number in 0..20 {
         cluster.seats[0].propose(&number.to_string()).await;
     }
-    // Each in turn, whoever leads: in the end no store is left of those that founded.
+    // Each in turn, whoever leads: in the end none of the founders' stores is left.
     for lost in 1..=3 {
         cluster.seat(lost).crash().await;
         let store = cluster.seat(lost).folder.path().to_path_buf();
@@ -120,7 +120,7 @@ async fn a_replica_that_lost_its_store_takes_its_place_anew() {
         let committed = seat.propose("from its new store").await;
         cluster.agree(committed.index).await;
 
-        // With its old store it is not who it was.
+        // With its old store it is no longer a member.
         let seat = cluster.seat(lost);
         seat.crash().await;
         let new = raft::set_store_aside(&store).unwrap().unwrap();
@@ -203,13 +203,13 @@ async fn another_cluster_and_a_taken_id_are_refused() {
     theirs.shutdown().await;
 }
 
-/// The id of a replica's cluster, as people see it.
+/// Returns the id of a replica's cluster, formatted for display.
 fn cluster_id(seat: &Seat) -> String {
     let id = seat.replica().status().cluster_id;
     format!("{:032x}", id.expect("it is in a cluster"))
 }
 
-/// A cluster of its own, of replica `id` alone, at `address` if it is not empty.
+/// Founds a cluster of replica `id` alone, at `address` if it is not empty.
 async fn cluster_of_one(id: u8, address: &str) -> Seat {
     let mut seat = Seat::new(id, bootstrap(&[], 1));
     seat.options.advertise = address.to_owned();
@@ -224,7 +224,7 @@ async fn a_member_of_another_cluster_is_refused_with_both_ids() {
     let mut theirs = cluster_of_one(2, "").await;
     let address = theirs.options.advertise.clone();
     let why = refused(ours.seats[0].replica().add_learner(2, address).await);
-    // A stranger is told half of an id.
+    // A stranger learns half of an id.
     assert!(why.contains(&cluster_id(&theirs)[..16]), "{why}");
     assert!(!why.contains(&cluster_id(&theirs)), "{why}");
     assert!(why.contains(&cluster_id(&ours.seats[0])), "{why}");
@@ -325,7 +325,7 @@ async fn a_replica_of_another_name_is_refused_with_both() {
 async fn a_copied_config_makes_no_voter() {
     let mut cluster = Cluster::found(3).await;
     let formation = cluster.seats[0].options.formation.clone();
-    // It has three voters in mind, and only two are left.
+    // Its config wants three voters, and only two are left.
     let leader = cluster.leader().await;
     let gone = leader % 3 + 1;
     let remover = cluster.seat(leader).replica().clone();

@@ -1,4 +1,4 @@
-//! A machine that went wrong over a right log takes over another one's state.
+//! A machine that went wrong although its log is correct installs another replica's state.
 
 #![allow(
     clippy::unwrap_used,
@@ -22,7 +22,7 @@ async fn a_wrong_machine_takes_over_a_right_one_under_load() {
     }
     let last = cluster.seat(leader).propose("the last before").await.index;
     cluster.agree(last).await;
-    // What it holds is wrong, and so is its newest snapshot.
+    // Its state is wrong, and so is its newest snapshot.
     cluster.seat(wrong).journal.spoil(last);
     cluster.seat(wrong).replica().snapshot().await.unwrap();
     assert!(!cluster.seat(wrong).journal.contains(b"the last before"));

@@ -1,4 +1,4 @@
-//! A run on one thread, with simulated time, disks and network, goes as it went before.
+//! A run on one thread, with simulated time, disks and network, is repeatable.
 
 #![allow(
     clippy::unwrap_used,
@@ -14,7 +14,7 @@ use common::world::{World, simulate, start, wait, within_ms};
 use raft::{MemoryDisk, random};
 use tokio::time::sleep;
 
-/// Proposes, crashes the leader and restarts it, until all agree. Returns the trace.
+/// Proposes commands and crashes and restarts leaders until all agree. Returns the trace.
 async fn run() -> Vec<String> {
     let world = World::new();
     let disks: Vec<MemoryDisk> = (0..3)
@@ -41,7 +41,7 @@ async fn run() -> Vec<String> {
         let proposing = tokio::spawn(async move {
             for number in 0..30 {
                 let command = format!("{round} {number}").into_bytes();
-                // One that was lost with its leader is not missed.
+                // A command that was lost with its leader does not matter.
                 survivor.propose(command, Duration::from_secs(2)).await.ok();
             }
         });

@@ -1,4 +1,4 @@
-//! A store is replayed offline to any index it has, and stays as it is.
+//! A store can be replayed offline to any index that it holds, and stays unchanged.
 
 #![allow(
     clippy::unwrap_used,
@@ -14,7 +14,7 @@ use std::path::Path;
 use common::{Cluster, Journal};
 use raft::{ReplayError, ReplayRange, StartError};
 
-/// Every file below a folder, with its bytes.
+/// Returns every file below a folder, with its bytes.
 fn files(folder: &Path) -> BTreeMap<String, Vec<u8>> {
     let mut found = BTreeMap::new();
     for entry in fs::read_dir(folder).unwrap() {
@@ -28,7 +28,7 @@ fn files(folder: &Path) -> BTreeMap<String, Vec<u8>> {
     found
 }
 
-/// Replays to `to`, which leaves no copy behind.
+/// Replays to `to`, and checks that no copy is left behind.
 fn replayed(data: &Path, to: Option<u64>) -> (Result<ReplayRange, ReplayError>, Journal) {
     let scratch = tempfile::tempdir().unwrap();
     let (copy, mut journal) = (scratch.path().join("copy"), Journal::default());

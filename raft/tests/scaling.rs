@@ -1,5 +1,5 @@
-//! Clusters that grow and shrink by themselves: learners that are given a vote, members that leave
-//! for good or are gone, and removed ones that come back with their old store.
+//! Clusters that grow and shrink by themselves: promoted learners, members that leave for good or
+//! are gone, and removed members that return with their old store.
 
 mod common;
 
@@ -39,7 +39,7 @@ async fn vote(cluster: &Cluster, expected: &[u8]) {
     }
 }
 
-/// Leaves as soon as the others can do without: a leader that is new has no answers yet.
+/// Leaves as soon as the others can do without it: a new leader has no responses yet.
 fn leave(replica: &Replica, voters_min: usize) -> impl Future<Output = ()> + use<> {
     let replica = replica.clone();
     async move {
@@ -50,7 +50,7 @@ fn leave(replica: &Replica, voters_min: usize) -> impl Future<Output = ()> + use
     }
 }
 
-/// Five voters, of which three founded the cluster and two came later.
+/// Founds a cluster of three voters that grows to five.
 async fn five() -> Cluster {
     let mut cluster = Cluster::found_with(3, promoting).await;
     join(&mut cluster, 4).await;
@@ -66,7 +66,7 @@ async fn learners_are_given_votes_two_at_a_time_and_leave_again() {
     let mut cluster = five().await;
     let committed = cluster.seats[4].propose("of five").await;
     cluster.agree(committed.index).await;
-    // Whoever leads is among those that go.
+    // The leader is among those that leave.
     cluster.seats[0]
         .replica()
         .transfer_leader(Some(5))
@@ -82,7 +82,7 @@ async fn learners_are_given_votes_two_at_a_time_and_leave_again() {
     let committed = cluster.seats[0].propose("of three").await;
     cluster.agree(committed.index).await;
 
-    // With the stores of before: they are let in as they were, and are given votes.
+    // With their old stores: they are admitted again and get votes.
     for id in [4, 5] {
         let seat = cluster.seat(id);
         seat.start().await;
@@ -118,7 +118,7 @@ async fn nobody_goes_whom_the_others_need() {
     let why = refused(leads.remove_absent(other, 1).await);
     assert!(why.contains("runs at"), "{why}");
 
-    // One is gone: of the two others only one would answer.
+    // One is gone: of the two others only one would respond.
     let third = other % 3 + 1;
     let third = if third == leader {
         third % 3 + 1
@@ -138,7 +138,7 @@ async fn nobody_goes_whom_the_others_need() {
     let why = refused(leads.remove_absent(third, 3).await);
     assert!(why.contains("at least 3"), "{why}");
     let removed = async {
-        // The last call that arrived may be a moment ago.
+        // The last call may have arrived only a moment ago.
         while leads.remove_absent(third, 2).await.is_err() {
             tokio::task::yield_now().await;
         }
@@ -159,7 +159,7 @@ async fn a_fourth_replica_stays_a_learner() {
     join(&mut cluster, 4).await;
     let fourth = cluster.seat(4);
     fourth.wait("a learner", |status| status.caught_up).await;
-    // One that goes leaves room for it.
+    // A member that leaves makes room for it.
     let leader = cluster.leader().await;
     let gone = leader % 3 + 1;
     let going = leave(cluster.seat(gone).replica(), 2);

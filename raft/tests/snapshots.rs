@@ -1,4 +1,4 @@
-//! Snapshots: by entries and by bytes, installed on who lags, damaged.
+//! Snapshots: by entries and by bytes, installed on lagging replicas, damaged.
 
 #![allow(
     clippy::unwrap_used,
@@ -37,7 +37,7 @@ async fn who_lags_behind_the_log_gets_a_snapshot() {
     cluster.seat(late).crash().await;
     let mut last = 0;
     for number in 0..100 {
-        // Larger than a chunk in sum.
+        // Larger than a chunk in total.
         let command = format!("{number} {}", "x".repeat(8000));
         last = cluster.seat(leader).propose(&command).await.index;
     }
@@ -54,7 +54,7 @@ async fn who_lags_behind_the_log_gets_a_snapshot() {
     assert!(status.snapshot.is_some());
     cluster.agree(last).await;
 
-    // And it restarts from what it was sent.
+    // It restarts from the received snapshot.
     cluster.seat(late).crash().await;
     cluster.seat(late).start().await;
     cluster
@@ -143,7 +143,7 @@ async fn a_missing_snapshot_is_noticed_at_start() {
     for file in snapshot_files(seat) {
         fs::remove_file(file).unwrap();
     }
-    // The first start has let go of the store.
+    // The first start has released the store.
     for _ in 0..2 {
         let started = seat.try_start().await;
         assert!(

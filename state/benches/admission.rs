@@ -74,7 +74,7 @@ fn waiting(ticket: u64, users: u64) -> QueuedRequest {
     }
 }
 
-/// 10,000 requests of 1000 users wait. One goes, its user is charged, and another arrives.
+/// Measures 10,000 queued requests of 1000 users: admits one, charges its user, queues another.
 fn queues(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("queue");
     for order in ORDERS {

@@ -27,8 +27,7 @@ use state::users::FairnessSettings;
 
 criterion_group! {
     name = benches;
-    // Figures of nanoseconds settle quickly, and the whole run should not take longer than a minute
-    // or so.
+    // Measurements of nanoseconds settle quickly; the whole run should take about a minute at most.
     config = Criterion::default()
         .sample_size(20)
         .warm_up_time(Duration::from_millis(500))
@@ -72,7 +71,7 @@ fn deciding(table: &mut Table) {
     let fleets = [8_u16, 64, 512].map(|count| (0..count).map(candidate).collect::<Vec<_>>());
     for policy in &PolicyConfig::defaults() {
         let ns = fleets.each_ref().map(|candidates| {
-            // The best of some runs: other load on the machine only adds to it.
+            // The best of several runs: other load on the machine only adds time.
             let runs = (0..9).map(|_| {
                 let rounds = 40_000 / candidates.len();
                 let started = Instant::now();
@@ -163,8 +162,8 @@ fn hashing(criterion: &mut Criterion) {
     });
 }
 
-/// Log bytes of a replica at 1,000 requests a second of 20 s each, with a flush every 20 ms: 20
-/// requests start and 20 end per batch, of 10 users.
+/// Prints the log bytes of a replica at 1,000 requests per second of 20 s each, with a flush every
+/// 20 ms: 20 requests of 10 users start and 20 end per batch.
 fn log_bytes(table: &mut Table) {
     const REQUESTS: u32 = 20;
     const OPEN: u32 = 20_000;
@@ -212,7 +211,7 @@ fn envelope_bytes(items: &[Item]) -> usize {
 }
 
 /// Decodes and applies batches of 32 requests over 100,000 users and 8 backends. First with a chain
-/// of 16 unowned blocks on full backends, so that as many are evicted; then without any blocks.
+/// of 16 unowned blocks on full backends, so that each evicts as many; then without any blocks.
 fn applying(table: &mut Table) {
     const ROUNDS: u64 = 4_000;
     for blocks in [0, 16] {
@@ -248,7 +247,7 @@ fn applying(table: &mut Table) {
 }
 
 /// Returns the CPU time of this thread as counted by the kernel, which other processes do not
-/// disturb.
+/// affect.
 fn cpu_time() -> Duration {
     let schedstat = std::fs::read_to_string("/proc/thread-self/schedstat").unwrap_or_default();
     let nanoseconds = schedstat
@@ -392,7 +391,7 @@ impl Driver {
         }
     }
 
-    /// A batch of 32 requests that start, end and are charged, each for another user.
+    /// Returns a batch of 32 requests that start, end and are charged, each for a different user.
     fn round(&mut self, round: u64, blocks: usize) -> Envelope {
         let mut items = Vec::new();
         for request in 0..32 {

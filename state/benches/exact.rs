@@ -202,8 +202,8 @@ fn main() -> std::io::Result<()> {
     clear(&mut bench, &mut out)
 }
 
-/// Measures the same once engines tell how many blocks they have room for, so that what they evict
-/// next is published after each message.
+/// Measures the same once engines report their capacity, so that each message also publishes the
+/// upcoming evictions.
 fn foreseen(bench: &mut Bench, blocks: usize, out: &mut dyn Write) -> std::io::Result<()> {
     for backend in bench.backends.clone() {
         let capacity = bench.state.owned_blocks(backend.slot);

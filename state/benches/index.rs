@@ -1,5 +1,5 @@
-//! Benchmarks of the block index: matching, changes, memory, snapshots. `-- matches` prints the
-//! table of matching alone.
+//! Benchmarks of the block index: matching, changes, memory, snapshots. `-- matches` prints only
+//! the table of matching.
 
 // A benchmark reads the clock; the crate it measures must not.
 #![allow(clippy::disallowed_types)]
@@ -20,7 +20,7 @@ use state::view::BlockView;
 /// Lengths of the prompts, in blocks.
 const LENGTHS: [usize; 3] = [64, 512, 8192];
 const MATCHES: usize = 20_000;
-/// Blocks that all prompts of [`Fixture::sharing`] begin with.
+/// Number of blocks shared by all prompts of [`Fixture::sharing`].
 const SHARED: usize = 128;
 
 /// A uniform pseudo-random sequence: block hashes and choices.
@@ -40,9 +40,9 @@ impl Random {
     }
 }
 
-/// An index of prompts, with a third of the blocks in prompts of each length. Each prompt is owned
-/// completely by one backend and to its half by another. All backends own the first 32 blocks of an
-/// additional prompt that they share.
+/// An index of prompts, with a third of the blocks in prompts of each length. One backend owns each
+/// prompt completely, another its first half. All backends own the first 32 blocks of an additional
+/// shared prompt.
 struct Fixture {
     ownership: Ownership,
     /// Prompts by length, as in `LENGTHS`.
@@ -84,8 +84,8 @@ impl Fixture {
         }
     }
 
-    /// An index of prompts of 512 blocks, each owned completely by one backend. All share their first
-    /// 128 blocks, which every backend owns.
+    /// Creates an index of prompts of 512 blocks, each owned completely by one backend. All share
+    /// their first 128 blocks, which every backend owns.
     fn sharing(blocks: u64, backends: u16) -> Self {
         let mut ownership = Ownership::new();
         let mut random = Random::new(5);
@@ -109,8 +109,8 @@ impl Fixture {
         }
     }
 
-    /// Returns prompts to match: owned completely, owned to their half (and different after it), or
-    /// not owned at all.
+    /// Returns prompts to match: owned completely, owned up to the middle (and different after it),
+    /// or not owned.
     fn queries(&mut self, kind: usize, mix: Mix, count: usize) -> Vec<Vec<BlockHash>> {
         let length = LENGTHS[kind];
         let query = |at: usize| {
@@ -135,7 +135,7 @@ impl Fixture {
 enum Mix {
     Full,
     Half,
-    /// The first 128 to 256 blocks are owned.
+    /// Prompts whose first 128 to 256 blocks are owned.
     Branch,
     Miss,
     Even,
@@ -165,7 +165,7 @@ fn match_row(name: &str, view: &BlockView, queries: &[Vec<BlockHash>]) {
         nanos.push(start.elapsed().as_nanos() as u64);
     }
     nanos.sort_unstable();
-    // The system counts core time in ticks, so measure some of them.
+    // The system counts core time in ticks, so measure several of them.
     let (wall, core) = (Instant::now(), CoreTime::start());
     let mut done = 0;
     while wall.elapsed() < Duration::from_millis(300) {
@@ -246,7 +246,7 @@ fn matching(blocks: u64, backends: u16) {
     }
 }
 
-/// The same for prompts that share their beginning.
+/// Measures the same for prompts that share their beginning.
 fn matching_shared(blocks: u64, backends: u16) {
     let mut fixture = Fixture::sharing(blocks, backends);
     println!(
@@ -289,7 +289,7 @@ fn memory(blocks: u64, backends: u16, length: usize) -> Ownership {
     ownership
 }
 
-/// New prompts at full caches: every new block evicts another.
+/// Measures new prompts at full caches: every new block evicts another.
 fn churn(blocks: u32, backends: u16) {
     let mut random = Random::new(3);
     let mut ownership = Ownership::new();
@@ -315,7 +315,7 @@ fn churn(blocks: u32, backends: u16) {
     );
 }
 
-/// Known prompts: leases by tip.
+/// Measures known prompts: leases by tip.
 fn touches(blocks: u64, backends: u16) {
     let mut fixture = Fixture::new(blocks, backends);
     let prompts = std::mem::take(&mut fixture.prompts[1]);
@@ -354,8 +354,8 @@ impl Write for Counted {
     }
 }
 
-/// Measures a snapshot while the writer continues: its duration, and that of single changes
-/// meanwhile.
+/// Measures a snapshot while the writer continues: its duration, and that of single changes in the
+/// meantime.
 fn snapshot(mut ownership: Ownership, backends: u16) {
     let mut random = Random::new(4);
     let (calm, _) = changes(&mut ownership, &mut random, backends, || true);
@@ -451,7 +451,7 @@ fn table() {
     }
     let mut ownership = ownership;
     for slot in 0..8 {
-        // Full from here on: changes evict.
+        // Full from now on: changes evict.
         let owned = u32::try_from(ownership.owned(Slot(slot))).expect("10 M fit");
         ownership.set_capacity(Slot(slot), Some(owned));
     }

@@ -1,4 +1,4 @@
-//! Benchmarks of limits and bins: per sample and output applied, per published view, and per
+//! Benchmarks of limits and bins: time per applied sample and output, per published view, and per
 //! prediction and bin of a request.
 
 // A benchmark reads the clock; the crate it measures must not.

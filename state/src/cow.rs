@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 use std::sync::Arc;
 
-/// Number of shards in a branch, which one pointer clones.
+/// Number of shards in a branch. Cloning a branch copies one pointer.
 pub(crate) const SHARDS_PER_BRANCH: usize = 64;
 
 /// A key that determines its shard. Keys of one shard are iterated together.

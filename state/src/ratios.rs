@@ -1,13 +1,11 @@
 //! Bytes per token of each model's prompts, learned from the engines' own counts.
 //!
-//! Where a prompt is text and its tokens are not known, its length in tokens is estimated, and what
-//! is estimated enters scores. Replicas report sums over finished requests, and the ratio is
-//! learned in `apply`: at the same log index every replica estimates alike, and a restart forgets
-//! nothing.
+//! A text prompt whose tokens are unknown gets an estimated token count, which enters routing
+//! scores. Replicas report sums over finished requests, and `apply` learns the ratio from them. All
+//! replicas thus make the same estimate at the same log index, and a restart loses nothing.
 //!
-//! A ratio is the quotient of two integer sums that fade together, so a lasting change is followed
-//! within some tens of thousands of tokens. One report weighs at most a quarter of what is
-//! remembered.
+//! A ratio is the quotient of two decaying integer sums, so it adapts to a lasting change within
+//! tens of thousands of tokens. One report counts for at most a quarter of the tokens kept.
 
 use std::collections::BTreeMap;
 
@@ -18,21 +16,21 @@ use crate::ids::ModelKey;
 
 /// Bytes per token before anything is learned.
 pub const BYTES_PER_TOKEN: u32 = 4;
-/// Maximum number of models with a learned ratio. Beyond it, the one heard of longest ago is
+/// Maximum number of models with a learned ratio. Beyond it, the least recently reported one is
 /// forgotten.
 pub const RATIOS_MAX: usize = 256;
-/// Minimum and maximum ratio that is believed, in thousandths. What is beyond is not text that was
-/// counted right: an image, or a prompt of which only a part was measured.
+/// Minimum and maximum plausible ratio, in thousandths. A ratio outside comes from an image, or
+/// from a prompt that was measured only in part.
 pub const RATIO_MILLI_BYTES: (u64, u64) = (500, 16_000);
 /// Maximum number of bytes in one report.
 pub const TEXT_BYTES_MAX: u64 = 1 << 40;
-/// Number of tokens that are remembered; older ones fade.
+/// Maximum sum of tokens. Beyond it, both sums are scaled down, so that older tokens decay.
 const TOKENS_KEPT: u64 = 65_536;
-/// Number of tokens that one report weighs at most.
+/// Maximum number of tokens that one report counts for.
 const TOKENS_PER_SAMPLE: u64 = TOKENS_KEPT / 4;
-/// Number of tokens that the default weighs. It fades like everything else.
+/// Weight of the default ratio, in tokens. It decays like everything else.
 const TOKENS_PRIOR: u64 = 1024;
-/// Maximum of the observation count: no real count gets there.
+/// Maximum of the observation count, which no real count reaches.
 const CLOCK_MAX: u64 = u64::MAX / 2;
 
 /// Bytes per token of one model's prompts.
@@ -56,15 +54,15 @@ impl TokenRatio {
         self.milli_bytes
     }
 
-    /// Returns the tokens in `bytes` bytes, rounded up.
+    /// Returns the number of tokens in `bytes` bytes, rounded up.
     #[must_use]
     pub fn tokens(self, bytes: usize) -> u32 {
         let tokens = (bytes as u128 * 1000).div_ceil(self.milli_bytes.into());
         u32::try_from(tokens).unwrap_or(u32::MAX)
     }
 
-    /// Returns the tokens in one block of `bytes` bytes: the nearest whole number, at least 1.
-    /// Rounded up, many blocks would add up to more than their prompt.
+    /// Returns the number of tokens in one block of `bytes` bytes, rounded to nearest, at least 1.
+    /// With rounding up, many blocks would add up to more than their prompt.
     #[must_use]
     pub fn block_tokens(self, bytes: usize) -> u32 {
         let half = u128::from(self.milli_bytes / 2);
@@ -85,7 +83,7 @@ pub struct TextSample {
 }
 
 impl TextSample {
-    /// Whether text can have so many tokens.
+    /// Whether the sums are within bounds and their ratio is plausible for text.
     #[must_use]
     pub fn is_plausible(&self) -> bool {
         let (least, most) = RATIO_MILLI_BYTES;
@@ -97,7 +95,7 @@ impl TextSample {
     }
 }
 
-/// Sums behind one ratio, faded.
+/// Decayed sums behind one ratio.
 #[derive(Debug, Clone, PartialEq, Eq, Encode, Decode)]
 struct LearntRatio {
     bytes: u64,
@@ -136,7 +134,7 @@ impl LearntRatio {
     }
 }
 
-/// Reduces both sums alike until there are at most `tokens_max` tokens.
+/// Scales both sums down to at most `tokens_max` tokens.
 fn scaled(bytes: u64, tokens: u64, tokens_max: u64) -> (u64, u64) {
     if tokens <= tokens_max {
         return (bytes, tokens);
@@ -148,7 +146,7 @@ fn scaled(bytes: u64, tokens: u64, tokens_max: u64) -> (u64, u64) {
 /// Learned ratios of all models.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Encode, Decode)]
 pub(crate) struct LearntRatios {
-    /// Counts reports; orders models by their last one.
+    /// Number of reports; orders models by their last one.
     clock: u64,
     by_model: BTreeMap<ModelKey, LearntRatio>,
 }
@@ -245,7 +243,7 @@ mod tests {
             assert!(ratios.observe(&sample(1, 20_000, 10_000)));
         }
         assert!((2000..2020).contains(&learnt(&ratios)), "{ratios:?}");
-        // A flood of tokens in one report weighs a quarter.
+        // A flood of tokens in one report counts for a quarter.
         assert!(ratios.observe(&sample(1, 6 << 30, 1 << 30)));
         assert!((2700..2900).contains(&learnt(&ratios)), "{ratios:?}");
         for _ in 0..40 {

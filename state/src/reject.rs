@@ -24,7 +24,7 @@ pub enum Rejection {
     /// No backend has this id.
     #[error("no backend has the id {name:?}")]
     UnknownBackend {
-        /// Id that was asked for.
+        /// Requested id.
         name: String,
     },
     /// The registry is full.
@@ -44,7 +44,7 @@ pub enum Rejection {
     /// No user has this name. From format version 4 on.
     #[error("no user has the name {name:?}")]
     UnknownUser {
-        /// Name that was asked for.
+        /// Requested name.
         name: String,
     },
     /// Requests of the user wait or are in flight. From format version 4 on.
@@ -59,16 +59,16 @@ pub enum Rejection {
     /// No API key has this id. From format version 5 on.
     #[error("no API key has the id {id}")]
     UnknownKey {
-        /// Id that was asked for.
+        /// Requested id.
         id: ApiKeyId,
     },
-    /// The id or the secret belongs to a key already. From format version 5 on.
+    /// The id or the secret already belongs to a key. From format version 5 on.
     #[error("the id {id}, or its secret, is that of another API key")]
     KeyTaken {
         /// Id of the key that was to be written.
         id: ApiKeyId,
     },
-    /// The backend was put by an operator or by another source, or is not lost. From format version
+    /// An operator or another source registered the backend, or it is not lost. From format version
     /// 10 on.
     #[error("the backend {name:?} is not this source's to change")]
     NotOfSource {

@@ -25,7 +25,7 @@ pub struct AdmissionSettings {
     pub wait_ms_max: u32,
     /// Prompt tokens charged at dispatch.
     pub charge: ChargeInput,
-    /// Who decides the order across replicas while requests are queued.
+    /// Where the order across replicas is decided while requests are queued.
     pub grants: Grants,
     /// Maximum by which one dispatch may raise a counter, in priced tokens at weight 1. The gate's
     /// slack `G` is the larger of this and what the replicas' lag requires. 0: the largest request

@@ -9,12 +9,12 @@ pub(crate) fn is_name(text: &str) -> bool {
     (1..=NAME_BYTES_MAX).contains(&text.len())
 }
 
-/// Whether `text` has only characters that ids of backends and of their sources may have.
+/// Whether all characters of `text` are allowed in ids of backends and sources.
 pub(crate) fn is_plain(text: &str) -> bool {
     text.chars().all(is_id_char)
 }
 
-/// Whether ids of backends, and of their sources, may have this character.
+/// Whether the character is allowed in ids of backends and sources.
 #[must_use]
 pub fn is_id_char(c: char) -> bool {
     c.is_ascii_alphanumeric() || "._-".contains(c)
@@ -23,13 +23,13 @@ pub fn is_id_char(c: char) -> bool {
 /// Maximum total length of a list of patterns, in bytes.
 pub(crate) const PATTERNS_BYTES_MAX: usize = 1024;
 
-/// Whether these can be the models that somebody may use.
+/// Whether `patterns` is a valid list of allowed models.
 pub(crate) fn are_models(patterns: &[String]) -> bool {
     let bytes: usize = patterns.iter().map(String::len).sum();
     patterns.iter().all(|it| is_name(it)) && bytes <= PATTERNS_BYTES_MAX
 }
 
-/// Whether `pattern` is `text`, or ends in `*` and is the beginning of it.
+/// Whether `pattern` matches `text`. A trailing `*` matches any suffix.
 pub(crate) fn stands_for(pattern: &str, text: &str) -> bool {
     match pattern.strip_suffix('*') {
         Some(beginning) => text.starts_with(beginning),

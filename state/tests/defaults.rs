@@ -1,5 +1,5 @@
-//! What users have who were not given their own: that it counts at once, for whom it does, and that
-//! a user's own wins.
+//! Defaults of users without their own settings: they apply at once, only to such users, and a
+//! user's own settings take precedence.
 
 mod common;
 
@@ -36,7 +36,7 @@ fn put(driver: &mut Driver, defaults: UserDefaults) {
     sound(driver);
 }
 
-/// Charges a user so many uncached input tokens, at a price of one each.
+/// Charges a user `tokens` uncached input tokens, at a price of one each.
 fn charge(driver: &mut Driver, name: &str, tokens: u64) {
     let charge = Charge {
         user: user_key(common::HASH_SEED, name),
@@ -67,7 +67,7 @@ fn weigh(driver: &mut Driver, name: &str, weight_milli: u32) {
     sound(driver);
 }
 
-/// The state keeps its invariants and is the same when it is restored.
+/// Checks that the state keeps its invariants and survives a snapshot unchanged.
 fn sound(driver: &Driver) {
     assert_eq!(driver.state.check(), Ok(()));
     let bytes = snapshot(&driver.state);
@@ -77,7 +77,7 @@ fn sound(driver: &Driver) {
     assert_eq!(snapshot(&copy), bytes);
 }
 
-/// A state that publishes users, whose charges are named by the default prices.
+/// A state that publishes users and prices charges by the defaults.
 fn driver() -> Driver {
     let driver = Driver::new();
     driver.state.view().want_users();
@@ -95,7 +95,7 @@ fn weight(driver: &Driver, name: &str) -> (u32, bool) {
     (user.weight_milli, user.is_configured)
 }
 
-/// What was used of today's budget, of how much.
+/// Returns how much of today's budget is used, and the budget.
 fn used(driver: &Driver, name: &str) -> Option<(u64, u64)> {
     let left = user(driver, name).budget.left(BudgetPeriod::Day, 1, 0)?;
     Some((left.used, left.limit))
@@ -128,11 +128,11 @@ fn a_default_weight_counts_at_once_and_leaves_counters_alone() {
     }
     assert_eq!(counter(&driver, "ada"), 150_000);
     assert_eq!(counter(&driver, "eve"), 200_000);
-    // Bob was not charged meanwhile: what lies between is nothing to him.
+    // Bob was not charged in the meantime, so the defaults in between do not affect him.
     put(&mut driver, defaults(500, None));
     charge(&mut driver, "bob", 100);
     assert_eq!(counter(&driver, "bob"), 300_000);
-    // One's own, even where it is the same, is not taken along.
+    // A user's own weight does not follow the default, even if it is equal.
     weigh(&mut driver, "bob", 500);
     put(&mut driver, UserDefaults::default());
     assert_eq!(weight(&driver, "bob"), (500, true));
@@ -179,7 +179,7 @@ fn a_default_budget_is_of_each_user_without_one() {
         configure(&mut driver, name, UserChanges::default());
         charge(&mut driver, name, 60);
     }
-    // Counting begins with the budget.
+    // Counting starts with the budget.
     let key = |name| user_key(common::HASH_SEED, name);
     let quota = |driver: &Driver, name| driver.state.view().quota(key(name));
     let is_over = |driver: &Driver, name| {
@@ -192,7 +192,7 @@ fn a_default_budget_is_of_each_user_without_one() {
     assert!(is_over(&driver, "ada") && !is_over(&driver, "bob"));
     assert!(!is_over(&driver, "nobody"));
     assert_eq!(quota(&driver, "nobody").budget.budget.day, Some(100));
-    // One's own wins as a whole, and what is used stays.
+    // A user's own budget replaces the default as a whole, and its usage stays.
     let month = Budget {
         month: Some(1000),
         day: None,
@@ -207,13 +207,13 @@ fn a_default_budget_is_of_each_user_without_one() {
     let left = user(&driver, "ada").budget;
     let left = left.left(BudgetPeriod::Month, 1, 0).unwrap();
     assert_eq!((left.used, left.limit), (100, 1000));
-    // Without it, the default's counts again.
+    // Without it, the default budget applies again.
     configure(&mut driver, "ada", own(NONE));
     assert_eq!(used(&driver, "ada"), Some((100, 100)));
     assert_eq!(user(&driver, "ada").own_budget, None);
     put(&mut driver, defaults(1000, Some(101)));
     assert!(!is_over(&driver, "ada"));
-    // No budget, nothing to count.
+    // Without a budget, nothing is counted.
     put(&mut driver, defaults(1000, None));
     charge(&mut driver, "ada", 1000);
     assert_eq!(used(&driver, "ada"), None);
@@ -262,7 +262,7 @@ fn limits_and_scope_are_the_ones_that_other_commands_set() {
     let (user, scope) = (None, Some(CacheScope::Own));
     driver.apply(1, Command::SetCacheScope { user, scope });
     assert_eq!(shown(&driver), (limits(6), CacheScope::Own));
-    // All of it or nothing.
+    // All or nothing.
     let digest = driver.state.digest();
     for wrong in [
         defaults(0, None),
@@ -342,7 +342,7 @@ fn defaults_survive_in_a_snapshot_of_version_8() {
     assert_eq!(registry.user_defaults, defaults(2000, Some(100)));
     let hash = xxhash_rust::xxh3::xxh3_128(&bytes);
     expect_test::expect!["e3c03d659f0b6847f07f288aa71b701d"].assert_eq(&format!("{hash:032x}"));
-    // The audit tells of it, where nothing is left.
+    // The audit still records it after everything else is removed.
     put(&mut driver, UserDefaults::default());
     assert_eq!(snapshot(&driver.state)[8..10], [8, 0]);
 }

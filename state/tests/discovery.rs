@@ -1,5 +1,5 @@
-//! Backends that sources put: whose they are, when they drain and go, and that no answer of a source
-//! takes a fleet away.
+//! Backends that sources register: who controls them, when they drain and are removed. No answer of
+//! a source removes a whole fleet.
 
 mod common;
 
@@ -54,7 +54,7 @@ fn plan(driver: &Driver, told: &[ListedEngine]) -> SourcePlan {
     SourcePlan::of(&rules(), told, &registry.fleet(), driver.state.now_ms())
 }
 
-/// Does what follows from an answer, until nothing does; returns all changes in short.
+/// Applies a source's answer until nothing changes. Returns all changes in short form.
 fn follow(driver: &mut Driver, told: &[ListedEngine]) -> Vec<String> {
     let mut done = Vec::new();
     loop {
@@ -123,7 +123,7 @@ fn an_empty_answer_says_nothing_and_the_last_one_stays() {
     let mut driver = Driver::new();
     follow(&mut driver, &ready(&["a", "b", "c", "d"]));
     assert!(follow(&mut driver, &[]).is_empty());
-    // Half of them at once, then half of what is left.
+    // Half of them at once, then half of the rest.
     let other = ready(&["z"]);
     assert_eq!(
         follow(&mut driver, &other),
@@ -163,10 +163,10 @@ fn one_that_is_leaving_drains_at_once_and_is_not_put() {
         told("b", EngineCondition::Leaving),
     ];
     assert_eq!(follow(&mut driver, &leaving), ["lost pods-a"]);
-    // As long as it is told of it is not removed.
+    // As long as the source lists it, it is not removed.
     pass(&mut driver, 60);
     assert!(follow(&mut driver, &leaving).is_empty());
-    // Its address may be another's already.
+    // Another engine may already have its address.
     let mut next = told("c", EngineCondition::Ready);
     next.spec.url = leaving[0].spec.url.clone();
     let both = [leaving[0].clone(), next];
@@ -220,7 +220,7 @@ fn what_operators_put_is_not_touched_and_what_they_drain_stays_so() {
         let name = "mine".to_owned();
         assert_eq!(reply, Reply::Rejected(Rejection::NotOfSource { name }));
     }
-    // What an operator drains is drained when it returns, too.
+    // A backend drained by an operator is also drained when it returns.
     let name = "pods-c".to_owned();
     let drain = |draining| Command::SetDraining {
         name: name.clone(),
@@ -232,7 +232,7 @@ fn what_operators_put_is_not_touched_and_what_they_drain_stays_so() {
     follow(&mut driver, &ready(&["d"]));
     follow(&mut driver, &ready(&["c", "d"]));
     assert!(handle(&driver, "pods-c").unwrap().1);
-    // And one that an operator puts anew is the operator's.
+    // A backend put again by an operator belongs to the operator.
     driver.apply(1, Command::PutBackend(spec("pods-c", 1099, Some(3))));
     assert!(follow(&mut driver, &ready(&["d"])).is_empty());
 }
@@ -287,7 +287,7 @@ fn a_source_that_tells_of_ten_thousand_fills_the_registry_and_no_more() {
 /// One answer of a source, or none.
 #[derive(Debug, Clone)]
 enum Happening {
-    /// Which of eight engines it tells of, and of these which are not ready.
+    /// Which of eight engines the source lists, and which of these are not ready.
     Answer(u8, u8),
     Nothing,
     Pass(u64),
@@ -323,10 +323,10 @@ fn answer(told_of: u8, not_ready: u8) -> Vec<ListedEngine> {
         .collect()
 }
 
-/// What a history of answers must not do.
+/// Checks what a history of answers must not do.
 #[derive(Default)]
 struct ApplyObserver {
-    /// Backends of operators, with what they were put as.
+    /// Backends of operators, as they were registered.
     by_hand: BTreeMap<String, (BackendRef, state::Backend)>,
 }
 
@@ -341,7 +341,7 @@ impl ApplyObserver {
         }
     }
 
-    /// Does what follows from an answer, checking each change.
+    /// Applies an answer, checking each change.
     fn follow(&self, driver: &mut Driver, told: &[ListedEngine]) {
         let ids: BTreeSet<_> = told.iter().map(|it| it.spec.id.clone()).collect();
         for _ in 0..100 {
@@ -381,8 +381,8 @@ impl ApplyObserver {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
 
-    /// Whatever a source says: operators' backends stay, not all are lost, nothing goes early, and
-    /// each answer comes to an end. A leader that restored a snapshot decides the same.
+    /// For any answers of a source: operators' backends stay, not all backends are lost, none is
+    /// removed early, and each answer settles. A leader that restored a snapshot decides the same.
     #[test]
     fn no_history_of_answers_takes_a_fleet_away(history in prop::collection::vec(happening(), 1..40)) {
         let mut driver = Driver::new();
@@ -420,7 +420,7 @@ proptest! {
         sound(&driver);
     }
 
-    /// Of a fleet of which ever fewer engines are told, at most the fraction goes per `remove_after`.
+    /// If a source lists ever fewer engines, at most the fraction is removed per `remove_after`.
     #[test]
     fn at_most_the_fraction_goes_per_time(count in 2_u8..9, told_of in 1_u8..=255, seconds in 1_u64..29) {
         let mut driver = Driver::new();
@@ -430,7 +430,7 @@ proptest! {
         witness.follow(&mut driver, &answer(mask, 0));
         let wanted = answer(told_of & mask | 1, 0);
         witness.follow(&mut driver, &wanted);
-        // The replicated time is a little ahead of what passes here: commands take time too.
+        // Replicated time is slightly ahead of the time that passes here: commands take time too.
         let look = |driver: &Driver| (driver.state.now_ms(), driver.state.backends().count());
         let mut looks = vec![look(&driver)];
         for _ in 0..8 * (REMOVE_AFTER_MS / 1000 / seconds + 1) {

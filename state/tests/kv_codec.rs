@@ -45,7 +45,7 @@ fn envelope(items: Vec<Item>) -> Envelope {
     common::envelope(1, 1, Lane::Outbox, 1, common::batch(items))
 }
 
-/// The item's own bytes, at the end of a batch.
+/// Returns the item's own bytes, at the end of a batch.
 fn bytes(item: &Item) -> String {
     let length = item_bytes(item);
     let bytes = encode_envelope(&envelope(vec![item.clone()]));
@@ -180,7 +180,7 @@ proptest! {
             if let Ok(envelope) = decode_envelope(bytes)
                 && let Command::Batch { items, .. } = &envelope.command
             {
-                // Whatever it contains, applying it is total.
+                // Applying it is total, whatever it contains.
                 let mut driver = common::Driver::new();
                 driver.apply(1, Command::PutBackend(common::spec("a", 1, None)));
                 let mut items = items.clone();

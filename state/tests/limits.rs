@@ -48,7 +48,7 @@ fn memory_limits_once_requests_are_known_and_nothing_before() {
     let mut driver = Driver::new();
     driver.apply(1, Command::PutBackend(spec("a", 1, Some(1000))));
     assert_eq!(limit(&driver.state), None);
-    // Nothing is set: the defaults are adaptive, and 16,000 tokens hold 40 requests.
+    // With default settings the limit is adaptive, and 16,000 tokens hold 40 requests.
     driver.apply(1, sample(0, 0));
     assert_eq!(limit(&driver.state), Some(40));
     driver.apply(1, Command::PutBackend(spec("a", 1, Some(2000))));
@@ -94,8 +94,8 @@ fn settings_change_the_limit_at_their_index() {
     }
 }
 
-/// The controller decides in `apply`: whichever replica reads the samples, and wherever it starts,
-/// it decides the same.
+/// The controller decides in `apply`, so it decides the same on every replica, regardless of where
+/// the replica starts.
 #[test]
 fn a_replica_from_a_snapshot_goes_on_with_the_same_limit() {
     let mut driver = driver(admission());
@@ -140,7 +140,7 @@ fn bins_take_effect_at_one_index_and_are_in_snapshots() {
         (prediction.tokens, prediction.basis)
     };
     assert_eq!(of(&copy, 1), (197, Basis::User));
-    // The bucket of 98 and 99.
+    // 98 and 99 are in one bucket.
     assert_eq!(of(&copy, 2), (98, Basis::Model));
 }
 

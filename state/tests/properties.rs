@@ -16,7 +16,7 @@ use state::command::{Charge, Command, Envelope, Item, Lane, Rejection, Reply};
 use state::ids::{LogIndex, RestoreId, UserKey};
 use state::keys::SecretHash;
 
-/// Two replicas of one log; one of them is rebuilt now and then.
+/// Two replicas of one log, one of which is occasionally rebuilt.
 struct Pair {
     steady: RouterState,
     rebuilt: RouterState,
@@ -59,7 +59,7 @@ impl Pair {
         reply
     }
 
-    /// Restores the backup, if the requesting session is not over.
+    /// Restores the backup, unless the requesting session has ended.
     fn restore(&mut self, is_rebuilt: bool) {
         let restore = RestoreId(7);
         let begin = Command::BeginRestore {
@@ -91,7 +91,7 @@ impl Pair {
 
     fn apply(&mut self, envelope: &Envelope) -> Reply {
         let index = LogIndex(self.steady.applied().0 + 1);
-        // One of them receives it as encoded in the log.
+        // One of them receives the command as encoded in the log.
         let bytes = codec::encode_envelope(envelope);
         let decoded = codec::decode_envelope(&bytes).expect("what was encoded can be decoded");
         let reply = self.steady.apply(index, envelope.clone());
@@ -154,7 +154,7 @@ impl Pair {
 
     fn counters_never_fall(&mut self) {
         let users = self.steady.users(None, usize::MAX);
-        // Who was deleted comes back as a new user.
+        // A deleted user returns as a new one.
         self.counters
             .retain(|key, _| users.iter().any(|user| user.key == *key));
         for user in users {

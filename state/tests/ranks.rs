@@ -14,7 +14,7 @@ fn ranks(driver: &Driver, id: &str, ranks: u16) -> Command {
     Command::SetRanks { backend, ranks }
 }
 
-/// One engine, `a`, of so many ranks.
+/// An engine, `a`, with `count` ranks.
 fn of_ranks(count: u16) -> Driver {
     let mut driver = Driver::new();
     driver.apply(1, Command::PutBackend(spec("a", 1, None)));
@@ -117,7 +117,7 @@ fn each_rank_is_a_backend_and_follows_its_engine() {
         assert_eq!(backend.capacity_blocks(), Some(9));
     }
 
-    // Fewer, one, and those of another engine at the same id.
+    // Fewer ranks, one rank, and the ranks of another engine at the same id.
     let set = ranks(&driver, "a", 2);
     driver.apply(1, set);
     assert_eq!(ids(&driver.state), ["a", "a@1"]);
@@ -216,7 +216,7 @@ fn the_events_of_each_rank_are_of_its_slot() {
         ..spec("a", 1, None)
     };
     driver.apply(1, Command::PutBackend(put));
-    // Before its ranks are known, an engine has one slot for all.
+    // Until its ranks are known, an engine has one slot for all.
     let engine = handle(&driver.state, "a");
     driver.apply(1, batch(stored(engine, 1, &[1, 2])));
     assert_eq!(driver.state.owned_blocks(engine.slot), 2);
@@ -241,7 +241,7 @@ fn the_events_of_each_rank_are_of_its_slot() {
         assert_eq!(status.condition.mode, KvMode::Exact);
         assert_eq!((status.ranks.len(), status.ranks[0].rank), (1, own));
     }
-    // Their reader asks for all of them by the engine.
+    // The reader requests the positions of all ranks by the engine.
     let positions: Vec<u16> = (state.kv_positions(engine.slot).iter())
         .map(|it| it.rank)
         .collect();
@@ -277,8 +277,8 @@ fn ranks_survive_in_a_snapshot_of_version_10() {
 }
 
 proptest! {
-    /// A rank is worth what a backend of its own is: the same requests leave the same
-    /// blocks, whether they went to ranks of one engine or to engines of their own.
+    /// A rank is equivalent to a separate backend: the same requests leave the same blocks, whether
+    /// they went to ranks of one engine or to separate engines.
     #[test]
     fn ranks_own_what_engines_of_their_own_would(
         requests in prop::collection::vec((0_usize..3, prop::collection::vec(0_u8..3, 1..5)), 0..40)

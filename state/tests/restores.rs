@@ -1,5 +1,5 @@
-//! Restores: the state of a backup returns, whatever happens on the way, and nothing of the
-//! previous state affects it.
+//! Restores: the state of a backup returns, whatever happens meanwhile, and nothing of the previous
+//! state affects it.
 
 mod common;
 
@@ -130,7 +130,7 @@ fn what_a_backup_holds_comes_back() {
         (registry.hash_seed, policy, admission)
     };
     assert_eq!(settings(state), settings(&original));
-    // Readers on other threads see it through the handle they have.
+    // Readers on other threads see it through their existing handle.
     assert!(view.blocks.owns(Slot(0), chain(&[1, 1])[1]));
     let audit = state.audit().next().unwrap();
     assert_eq!(audit.action, AuditAction::Restore);
@@ -247,7 +247,7 @@ fn parts_come_in_any_order_and_twice() {
     );
 }
 
-/// The handles of the registered backends, which depend on how often something started.
+/// The handles of the registered backends, which depend on how often an incarnation started.
 trait Handles {
     fn registry_handles(&self) -> Vec<BackendRef>;
 }
@@ -435,7 +435,7 @@ fn a_replica_that_comes_in_between_ends_up_the_same() {
     assert_eq!(snapshot(&late.state), bytes);
     for command in parts[1..].iter().chain([&finish(&backup)]) {
         assert_eq!(driver.apply(1, command.clone()), Reply::Applied);
-        // One replica reads ahead; once, what it read does not belong to the restore.
+        // One replica reads ahead; once, what it read belongs to another restore.
         if let Some(staged) = late.state.staged_backup(command) {
             late.state.prepare(staged.read());
         }
@@ -572,7 +572,7 @@ fn a_key_that_was_revoked_after_the_backup_stays_so() {
         force: true,
     };
     assert_eq!(driver.apply(1, begin), Reply::Applied);
-    // As a member that joins in the middle of it has it.
+    // A member that joins during the restore has the same state.
     assert_eq!(
         restored(&snapshot(&driver.state)).digest(),
         driver.state.digest()
@@ -585,7 +585,7 @@ fn a_key_that_was_revoked_after_the_backup_stays_so() {
     let served = [1, 2, 3].map(|number| is_served(&driver.state, number));
     assert_eq!(served, [false, false, true]);
     assert_eq!(driver.state.api_keys_len(), 2);
-    // Logs of earlier builds have what they had.
+    // Restores in logs of earlier builds keep their effect.
     bring_in(&mut driver, &backup);
     let served = [1, 2, 3].map(|number| is_served(&driver.state, number));
     assert_eq!(served, [true; 3]);

@@ -454,7 +454,7 @@ fn a_clock_far_ahead_moves_the_time_by_one_step_a_command() {
     let step = state::TIME_STEP_MS_MAX;
     let expected = [0, 0, step, 2 * step, 3 * step].map(|passed| start + passed);
     assert_eq!(times, expected);
-    // A command that is not applied does not advance time: a repeat, one of an ended session,
+    // A command that is not applied does not advance time: a repeat, one from an ended session,
     // number 0.
     let last = apply(2, 5, start + day);
     assert_eq!(last.0, expected[4]);
@@ -475,7 +475,7 @@ fn a_late_first_command_of_an_ended_run_takes_nothing_over() {
     };
     driver.apply_in(1, 7, common::batch(vec![acquire]));
     let digest = driver.state.digest();
-    // Stamped a second before the session's first command.
+    // Stamped one second before the session's first command.
     let mut late = envelope(1, 6, Lane::Outbox, 1, common::batch(Vec::new()));
     late.proposed_at_ms = 1000;
     let reply = driver.state.apply(LogIndex(100), late);

@@ -1,5 +1,5 @@
-//! Matching over windows of 64 blocks: chains of some hundred blocks that branch anywhere, against
-//! sets of paths. The unit tests of the view do the same with windows of four.
+//! Matching over windows of 64 blocks: chains of some hundred blocks that branch anywhere, compared
+//! with sets of paths. The unit tests of the view do the same with windows of four.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -9,7 +9,7 @@ use state::ownership::{Lease, Ownership};
 
 const SLOTS: u16 = 5;
 
-/// A chain of a tree: its first `from` blocks are those of another one, the others its own.
+/// Chain of a tree: its first `from` blocks are those of another chain, the others its own.
 #[derive(Debug, Clone)]
 struct Branch {
     of: usize,
@@ -45,11 +45,11 @@ fn chains(branches: &[Branch]) -> Vec<Vec<BlockHash>> {
 
 #[derive(Debug, Clone)]
 enum Op {
-    /// Slot, chain, how many of its blocks.
+    /// Slot, chain, number of its blocks.
     Acquire(u16, prop::sample::Index, usize),
     /// Lease, whether its blocks are kept.
     Release(prop::sample::Index, bool),
-    /// Slot, chain, the block that goes with all that follow it.
+    /// Slot, chain, first block to remove.
     Remove(u16, prop::sample::Index, usize),
     Clear(u16),
     Restore,

@@ -46,8 +46,8 @@ fn cluster(told: Option<u32>, spec: BackendSpec) -> Driver {
     driver
 }
 
-/// A cache of chains like an engine's: the least recently used goes first, and the deepest first
-/// within one chain.
+/// A cache of chains like an engine's: the least recently used block goes first, and the deepest
+/// first within one chain.
 struct Cache {
     capacity: usize,
     used: BTreeMap<BlockHash, (u64, usize)>,
@@ -95,18 +95,18 @@ fn drive(driver: &mut Driver, holds: usize, requests: u64) {
     drive_on(driver, &mut Cache::new(holds), requests, Told::Sums);
 }
 
-/// What of predictions and hits is reported.
+/// What is reported about predictions and hits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Told {
     /// Sums.
     Sums,
     /// Which predictions held.
     Beliefs,
-    /// The same, of an engine that has so many of a hundred parts of what it should.
+    /// The same, if the engine caches this percentage of what it should.
     Less(u64),
 }
 
-/// The same with a cache that stays, for attempts after those before.
+/// The same with an existing cache, continuing after earlier attempts.
 fn drive_on(driver: &mut Driver, cache: &mut Cache, requests: u64, told: Told) {
     let mut draw = 1_u64 + cache.clock;
     let mut sample = ServiceSample::empty(BACKEND);
@@ -115,7 +115,7 @@ fn drive_on(driver: &mut Driver, cache: &mut Cache, requests: u64, told: Told) {
         draw = draw
             .wrapping_mul(0x5851_f42d_4c95_7f2d)
             .wrapping_add(0x1405_7b7e_f767_814f);
-        // Some conversations are asked for more often than others.
+        // Some conversations are requested more often than others.
         let (a, b) = ((draw >> 33) % 80, (draw >> 45) % 80);
         let chain = chain(a.min(b), 40);
         let mut matched = 0;
@@ -172,7 +172,7 @@ fn nothing_believed() -> BeliefSample {
     }
 }
 
-/// As replicas count.
+/// Counts a prediction as replicas do.
 fn judge(belief: &mut BeliefSample, predicted: u64, cached: u64) {
     belief.computed_blocks += 40 - cached;
     if predicted.max(cached) < 4 {
@@ -282,7 +282,7 @@ fn what_has_other_causes_moves_no_capacity() {
         before = capacity;
     };
     drive_on(&mut driver, &mut cache, 1000, Told::Beliefs);
-    // The engine loses its cache, and nobody says so.
+    // The engine loses its cache and does not report it.
     for _ in 0..4 {
         let clock = cache.clock;
         cache = Cache::new(1000);
@@ -290,7 +290,7 @@ fn what_has_other_causes_moves_no_capacity() {
         drive_on(&mut driver, &mut cache, 400, Told::Beliefs);
         is_left_alone(&driver);
     }
-    // Its tokens are others than those here.
+    // The engine tokenises differently.
     for percent in [0, 30, 45, 60, 90] {
         drive_on(&mut driver, &mut cache, 2000, Told::Less(percent));
         is_left_alone(&driver);
@@ -308,8 +308,8 @@ fn an_operators_word_is_not_corrected() {
     assert!(served.accuracy.unwrap().is_off, "but it is marked");
 }
 
-/// How many of the prompt tokens were predicted wrongly, in thousandths, and the capacity assumed
-/// at the end, of an engine that really holds `holds` blocks and tells nobody.
+/// Returns the share of wrongly predicted prompt tokens, in thousandths, and the final assumed
+/// capacity of an engine that holds `holds` blocks and does not report its capacity.
 fn error_of_an_untold_capacity(holds: usize, is_learnt: bool) -> (i32, Option<u32>) {
     let mut driver = cluster(None, spec("a", 1, None));
     if is_learnt {
@@ -469,7 +469,7 @@ fn an_untouched_release_lets_blocks_go_when_they_would_have_gone() {
     };
     send(&mut driver, 1, LeaseOutcome::Kept);
     send(&mut driver, 2, LeaseOutcome::KeptUntouched);
-    // The first is requested again: with a touch the second would go, without it the first does.
+    // Requests the first again: with a touch the second would be evicted, without it the first is.
     send(&mut driver, 1, LeaseOutcome::KeptUntouched);
     send(&mut driver, 3, LeaseOutcome::KeptUntouched);
     assert_eq!([1, 2, 3].map(|it| owns(&driver, it)), [false, true, true]);

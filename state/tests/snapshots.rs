@@ -217,7 +217,7 @@ fn every_flipped_byte_is_noticed() {
     let mut victim = Victim::new();
     for place in 0..bytes.len() {
         let mut damaged = bytes.clone();
-        // Another bit each time, because the relevant bits differ between fields.
+        // A different bit each time, because the relevant bits differ between fields.
         damaged[place] ^= 1 << (place % 8);
         victim.refuses(&damaged, &format!("byte {place} flipped"));
     }
@@ -320,7 +320,7 @@ fn api_keys_survive_in_a_snapshot_of_version_5() {
     }
     let hash = xxhash_rust::xxh3::xxh3_128(&bytes);
     expect_test::expect!["c6e329e44c09886fa799bbce27fa2aa4"].assert_eq(&format!("{hash:032x}"));
-    // The audit tells of keys when there are none any more.
+    // The audit records keys even after the last one is gone.
     driver.apply(1, Command::RevokeKey { id });
     assert_eq!(snapshot(&driver.state)[8..10], [5, 0]);
 }
@@ -426,7 +426,7 @@ fn cache_scopes_survive_in_a_snapshot_of_version_7() {
     assert_eq!(scope(&copy, "bob"), CacheScope::Own);
     let hash = xxhash_rust::xxh3::xxh3_128(&bytes);
     expect_test::expect!["e413a4670a0f288ee5dcdd7a6975da2f"].assert_eq(&format!("{hash:032x}"));
-    // Whoever is deleted loses the scope too; the audit still tells of it.
+    // A deleted user also loses the scope; the audit still records it.
     let name = "ada".to_owned();
     driver.apply(1, Command::DeleteUser { name });
     driver.apply(1, set(None, None));

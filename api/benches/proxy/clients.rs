@@ -1,4 +1,4 @@
-//! Clients, and what they ask for.
+//! Clients and their requests.
 
 use std::io;
 use std::net::SocketAddr;
@@ -15,13 +15,13 @@ use tokio_rustls::client::TlsStream;
 
 use crate::tls::HOST;
 
-/// Different prompts, so that decisions are not all the same.
+/// Number of different prompts, so that decisions differ.
 pub(super) const PROMPTS: usize = 64;
 
-/// Who sends requests.
+/// User who sends the requests.
 pub(super) static ADA: LazyLock<UserName> = LazyLock::new(|| UserName::bounded("ada"));
 
-/// Requests as bytes on the wire: a long shared beginning, different ends.
+/// Returns requests as bytes on the wire: a long shared prefix, different ends.
 pub(super) fn requests(body_bytes: usize, is_streaming: bool) -> Vec<Vec<u8>> {
     let request = |number: usize| {
         let stream = if is_streaming { ",\"stream\":true" } else { "" };
@@ -47,10 +47,10 @@ pub(super) fn requests(body_bytes: usize, is_streaming: bool) -> Vec<Vec<u8>> {
     (0..PROMPTS).map(request).collect()
 }
 
-/// How a client speaks to the proxy.
+/// Connection handling of a client.
 #[derive(Clone)]
 pub(super) struct ClientKind {
-    /// Whether it keeps its connection for the next request.
+    /// Whether the connection is reused for the next request.
     is_kept: bool,
     tls: Option<TlsConnector>,
 }
@@ -64,7 +64,7 @@ impl ClientKind {
         }
     }
 
-    /// A connection for each request.
+    /// A new connection for each request.
     pub(super) fn once() -> Self {
         Self {
             is_kept: false,
@@ -72,7 +72,7 @@ impl ClientKind {
         }
     }
 
-    /// With TLS.
+    /// Adds TLS.
     pub(super) fn with_tls(self, config: &Arc<ClientConfig>) -> Self {
         Self {
             tls: Some(TlsConnector::from(Arc::clone(config))),
@@ -96,7 +96,7 @@ impl ClientKind {
     }
 }
 
-/// A connection of a client.
+/// Connection of a client.
 enum MaybeTls {
     Clear(TcpStream),
     Tls(Box<TlsStream<TcpStream>>),
@@ -118,7 +118,7 @@ impl MaybeTls {
     }
 }
 
-/// Clients in a closed loop; answers how many requests were answered.
+/// Runs clients in a closed loop; returns the number of responses.
 pub(super) fn drive(
     address: SocketAddr,
     kind: &ClientKind,
@@ -190,7 +190,7 @@ async fn ask(stream: &mut MaybeTls, request: &[u8], buffer: &mut [u8]) {
     );
 }
 
-/// Both kinds of answer end in a way that is easy to see.
+/// Both kinds of response have a recognizable end.
 fn is_whole(answer: &[u8]) -> bool {
     answer.ends_with(b"\"END\"}") || answer.ends_with(b"\r\n0\r\n\r\n")
 }

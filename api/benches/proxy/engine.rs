@@ -7,7 +7,7 @@ use tokio::net::TcpStream;
 
 use crate::{MeasuredThread, listen, listening};
 
-/// Events of a streamed answer.
+/// Number of events in a streamed response.
 const EVENTS: usize = 32;
 
 pub(super) fn spawn_engine() -> SocketAddr {
@@ -88,7 +88,7 @@ async fn stream_answer(stream: &mut TcpStream) {
             .write_all(chunk.as_bytes())
             .await
             .expect("the proxy reads");
-        // Events of a real engine come one by one.
+        // A real engine sends its events one by one.
         tokio::task::yield_now().await;
     }
     let last = "e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n";
@@ -110,7 +110,7 @@ pub(super) fn spawn_pump(engine: SocketAddr) -> MeasuredThread {
                     .await
                     .expect("the engine listens");
                 engine.set_nodelay(true).expect("a socket option");
-                // It ends when the client does.
+                // The task ends when the client does.
                 drop(tokio::io::copy_bidirectional(&mut client, &mut engine).await);
             });
         }

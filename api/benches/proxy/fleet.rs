@@ -1,4 +1,4 @@
-//! What the proxy stands on: a state, a router and an outbox.
+//! Dependencies of the proxy: a state, a router and an outbox.
 
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex};
@@ -25,7 +25,7 @@ use crate::{MeasuredThread, listen, listening, on_thread};
 
 const ENGINES: usize = 4;
 
-/// Starts a proxy before `fleet` on a thread of its own.
+/// Starts a proxy for `fleet` on its own thread.
 pub(super) fn spawn_proxy(
     fleet: &Fleet,
     tls: Option<Arc<Certificates<ListenerFiles>>>,
@@ -50,7 +50,7 @@ pub(super) fn spawn_proxy(
     })
 }
 
-/// Starts a picker before `fleet` on a thread of its own.
+/// Starts a picker for `fleet` on its own thread.
 pub(super) fn spawn_picker(fleet: &Fleet) -> MeasuredThread {
     let settings = ProxySettings::new(ReplicaId(1));
     let metrics = Arc::new(ProxyMetrics::default());
@@ -69,7 +69,7 @@ pub(super) fn spawn_picker(fleet: &Fleet) -> MeasuredThread {
     })
 }
 
-/// The state with the next log index: a cluster of one that commits at once.
+/// The state and the next log index: a cluster of one that commits at once.
 struct Log(Mutex<(RouterState, u64)>);
 
 impl Log {
@@ -96,12 +96,12 @@ pub(super) struct Fleet {
 }
 
 impl Fleet {
-    /// Four backends, all of them the one engine.
+    /// Creates four backends that share one engine.
     pub(super) fn new(engine: SocketAddr) -> Self {
         Self::of(&[engine; ENGINES])
     }
 
-    /// A backend for each address.
+    /// Creates a backend for each address.
     pub(super) fn of(engines: &[SocketAddr]) -> Self {
         let log = Arc::new(Log(Mutex::new((RouterState::new(), 0))));
         let view = log.0.lock().expect("nobody panics").0.view();
@@ -166,7 +166,7 @@ impl Fleet {
     }
 }
 
-/// A cluster whose backends are at these addresses.
+/// Returns the commands that found a cluster with backends at these addresses.
 fn commands(engines: &[SocketAddr]) -> Vec<Command> {
     let mut commands = vec![Command::InitCluster {
         hash_seed: 7,

@@ -2,11 +2,11 @@
 //!
 //! The proxy runs alone on one thread with its own runtime, whose CPU time the kernel counts
 //! (`/proc/.../schedstat`, nanoseconds). Clients, engine, state and outbox run on other threads and
-//! do not count. `pump` is the same traffic through a thread that only copies bytes: the floor that
-//! two sockets and their system calls set. `TLS` is the proxy with TLS to its clients. CPU time, not
-//! elapsed time, so that a busy machine blurs the figures little. Picks for gateways alone:
-//! `cargo bench -p api --bench proxy -- picks`; tracing alone, to a collector that answers, is stuck
-//! or gone: `-- traced`.
+//! do not count. `pump` sends the same traffic through a thread that only copies bytes: the minimum
+//! for two sockets and their system calls. `TLS` is the proxy with TLS to its clients. CPU time
+//! instead of elapsed time keeps the figures stable on a busy machine. Picks for gateways alone:
+//! `cargo bench -p api --bench proxy -- picks`. Tracing alone, with a collector that responds,
+//! hangs or is down: `-- traced`.
 
 mod clients;
 mod engine;
@@ -32,7 +32,7 @@ use crate::fleet::{Fleet, spawn_proxy};
 use crate::tls::TestCertificate;
 use crate::traces::{CollectorKind, spawn_collector};
 
-/// How long each case is measured.
+/// Duration of each measurement.
 const CASE_TIME: Duration = Duration::from_millis(2500);
 const WARM_UP: Duration = Duration::from_millis(300);
 
@@ -98,7 +98,7 @@ fn main() {
     }
 }
 
-/// What it costs to be traced.
+/// Compares the cost of tracing.
 fn compare_traced(fleet: &Fleet, kept: &ClientKind) {
     println!("\ntraced, 1 KB, 32 events, 16 connections");
     let requests = Arc::new(requests(1024, true));
@@ -123,13 +123,13 @@ fn compare_traced(fleet: &Fleet, kept: &ClientKind) {
     }
 }
 
-/// Where a measured thread listens, and its `/proc` name.
+/// Listening address of a measured thread, and its `/proc` name.
 struct MeasuredThread {
     address: SocketAddr,
     task: String,
 }
 
-/// Runs requests for a while; answers us of the thread's CPU per request and requests per second.
+/// Runs requests for a while; returns the thread's CPU us per request, and requests per second.
 fn measure(
     thread: &MeasuredThread,
     client: &ClientKind,
@@ -146,7 +146,7 @@ fn measure(
     )
 }
 
-/// CPU time of a thread so far, by its `/proc` name.
+/// Returns the CPU time of a thread so far, by its `/proc` name.
 fn cpu_ns(task: &str) -> u64 {
     let text = std::fs::read_to_string(format!("/proc/{task}/schedstat")).expect("linux");
     text.split(' ')
@@ -155,7 +155,7 @@ fn cpu_ns(task: &str) -> u64 {
         .expect("schedstat begins with a number")
 }
 
-/// Runs `work` on a thread of its own that tells where it listens.
+/// Runs `work` on its own thread and returns the address at which it listens.
 fn listening<F>(
     work: impl FnOnce(std::sync::mpsc::Sender<SocketAddr>) -> F + Send + 'static,
 ) -> MeasuredThread
@@ -166,7 +166,7 @@ where
     MeasuredThread { address, task }
 }
 
-/// Runs `work` on a thread of its own; answers what it said first and the thread's `/proc` name.
+/// Runs `work` on its own thread; returns its first message and the thread's `/proc` name.
 fn on_thread<T, F>(
     work: impl FnOnce(std::sync::mpsc::Sender<T>) -> F + Send + 'static,
 ) -> (T, String)
@@ -198,7 +198,7 @@ async fn listen() -> (TcpListener, SocketAddr) {
     (listener, address)
 }
 
-/// The bodies of [`requests`].
+/// Returns the bodies of [`requests`].
 fn bodies(body_bytes: usize) -> Vec<Bytes> {
     let requests = requests(body_bytes, false).into_iter();
     let body = |request: Vec<u8>| {
@@ -208,7 +208,7 @@ fn bodies(body_bytes: usize) -> Vec<Bytes> {
     requests.map(body).collect()
 }
 
-/// What the steps between reading and forwarding take, one after the other.
+/// Measures the steps between reading and forwarding one by one.
 fn phases(fleet: &Fleet, body_bytes: usize) {
     let bodies = bodies(body_bytes);
     let router = &fleet.router;
@@ -260,10 +260,10 @@ fn phases(fleet: &Fleet, body_bytes: usize) {
     );
 }
 
-/// Mean us of this thread's CPU that `work` takes over the prompts.
+/// Returns the mean CPU time of this thread per call of `work`, in us.
 fn time_us(mut work: impl FnMut(usize)) -> f64 {
     const ROUNDS: usize = 400;
-    // The kernel brings the figure up to date when the thread is switched out.
+    // The kernel updates the figure when the thread is switched out.
     let cpu = || {
         thread::yield_now();
         cpu_ns("thread-self")

@@ -1,5 +1,5 @@
-//! Picks for a gateway: a stream of external processing each, from the head of a request to the head of
-//! its answer, over one connection in the clear. The picker's thread is measured, the gateway is not.
+//! Picks for a gateway: each is a stream of external processing, from a request's headers to those
+//! of its response, over one plaintext connection. Measures the picker's thread, not the gateway.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -22,12 +22,12 @@ use tonic::transport::Channel;
 use crate::fleet::{Fleet, spawn_picker};
 use crate::{CASE_TIME, MeasuredThread, WARM_UP, bodies, cpu_ns};
 
-/// Streams at a time.
+/// Number of concurrent streams.
 const STREAMS: usize = 16;
-/// Bytes in one piece of a body, as Envoy sends them.
+/// Size of one piece of a body, in bytes, as in Envoy.
 const PIECE_BYTES: usize = 62 * 1024;
 
-/// Prints what a pick costs, by engines and by the length of the request.
+/// Prints the cost of a pick, by number of engines and request length.
 pub(super) fn compare() {
     println!("\npicks for a gateway, {STREAMS} streams at a time");
     for engines in [8_u16, 64, 512] {
@@ -43,13 +43,13 @@ pub(super) fn compare() {
     }
 }
 
-/// An engine's address, where nobody is: a picker only tells it.
+/// Returns an engine address without a listener: a picker only returns it.
 fn address(number: u16) -> SocketAddr {
     let [high, low] = number.to_be_bytes();
     SocketAddr::from(([10, 0, high, low], 8000))
 }
 
-/// Us of the picker's CPU for a pick, and picks per second.
+/// Returns the picker's CPU time per pick in us, and picks per second.
 fn measure(picker: &MeasuredThread, bodies: &Arc<Vec<Bytes>>) -> (f64, f64) {
     pick(picker.address, bodies, WARM_UP);
     let (before, start) = (cpu_ns(&picker.task), Instant::now());
@@ -61,7 +61,7 @@ fn measure(picker: &MeasuredThread, bodies: &Arc<Vec<Bytes>>) -> (f64, f64) {
     )
 }
 
-/// Has a gateway ask for a while; how often it was told.
+/// Runs a gateway for a while; returns the number of picks.
 fn pick(at: SocketAddr, bodies: &Arc<Vec<Bytes>>, time: Duration) -> usize {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
@@ -81,7 +81,7 @@ fn pick(at: SocketAddr, bodies: &Arc<Vec<Bytes>>, time: Duration) -> usize {
     })
 }
 
-/// One request, whose answer has no body.
+/// Sends one request, whose response has no body.
 async fn ask(mut gateway: ExternalProcessorClient<Channel>, body: &Bytes) {
     let (say, said) = mpsc::channel(body.len().div_ceil(PIECE_BYTES) + 2);
     let tell = async |said| {
@@ -133,7 +133,7 @@ fn head(fields: &[(&str, &str)], end_of_stream: bool) -> HttpHeaders {
     }
 }
 
-/// Whether nothing more is told of a request.
+/// Whether this message completes a request.
 fn ends_request(message: &ProcessingResponse) -> bool {
     match &message.response {
         Some(Heard::RequestHeaders(_) | Heard::ResponseHeaders(_)) => false,

@@ -1,4 +1,4 @@
-//! The certificate of the proxy, and who trusts it.
+//! The proxy's certificate, and the configurations that trust it.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -12,7 +12,7 @@ use rcgen::{CertifiedKey, generate_simple_self_signed};
 use rustls::client::Resumption;
 use tempfile::TempDir;
 
-/// What the proxy is called.
+/// Host name of the proxy.
 pub(super) const HOST: &str = "localhost";
 
 /// A certificate in files.
@@ -36,7 +36,7 @@ impl TestCertificate {
         NamedFile::new(name, &self.folder.path().join(name))
     }
 
-    /// The proxy's side.
+    /// Returns the proxy's configuration.
     pub(super) fn listener(&self) -> Arc<Certificates<ListenerFiles>> {
         let files = ListenerFiles {
             certificate: CertificateFiles {
@@ -49,7 +49,7 @@ impl TestCertificate {
         Arc::new(Certificates::load("tls.data", files).expect("the files are good"))
     }
 
-    /// A client's side, which resumes sessions.
+    /// Returns a client's configuration that resumes sessions.
     pub(super) fn client(&self) -> Arc<ClientConfig> {
         let files = ClientFiles {
             authorities: Some(self.file("cert.pem")),
@@ -60,7 +60,7 @@ impl TestCertificate {
         certificates.current()
     }
 
-    /// A client's side, which begins each session anew.
+    /// Returns a client's configuration that starts each session anew.
     pub(super) fn forgetful_client(&self) -> Arc<ClientConfig> {
         let mut config = ClientConfig::clone(&self.client());
         config.resumption = Resumption::disabled();

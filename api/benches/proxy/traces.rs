@@ -1,5 +1,5 @@
-//! A collector of spans that forgets them, and the export to it, on threads of their own: what
-//! counts is what a request's thread does.
+//! A span collector that discards its input, and the export to it, on their own threads: only the
+//! work of a request's thread counts.
 
 use std::future::pending;
 
@@ -17,14 +17,14 @@ use tonic::{Request, Response, Status};
 
 use crate::{listen, on_thread};
 
-/// What becomes of the spans that a proxy sends.
+/// Behaviour of the collector.
 #[derive(Clone, Copy)]
 pub(super) enum CollectorKind {
-    /// It takes them.
+    /// Accepts spans.
     Answers,
-    /// It takes connections, and says nothing.
+    /// Accepts connections and never responds.
     IsStuck,
-    /// Nobody listens there.
+    /// Does not listen.
     IsGone,
 }
 
@@ -40,7 +40,7 @@ impl TraceService for Collector {
     }
 }
 
-/// Traces this part of the requests, for a collector of this kind.
+/// Creates a tracer that samples this part of the requests, for a collector of this kind.
 pub(super) fn spawn_collector(sample_ppm: u32, kind: CollectorKind) -> Tracer {
     let (address, _) = on_thread(move |tell| async move {
         let (listener, address) = listen().await;
@@ -48,7 +48,7 @@ pub(super) fn spawn_collector(sample_ppm: u32, kind: CollectorKind) -> Tracer {
         match kind {
             CollectorKind::Answers => {}
             CollectorKind::IsStuck => {
-                // The kernel takes the connections.
+                // The kernel accepts the connections.
                 pending::<()>().await;
             }
             CollectorKind::IsGone => return drop(listener),

@@ -65,7 +65,7 @@ fn version(admin: &Admin) -> Option<Version> {
 /// Admission settings as a body.
 pub(super) struct AdmissionJson {
     pub(super) settings: AdmissionSettings,
-    /// Whether they had names that are no longer in use elsewhere.
+    /// Whether the body used the former names.
     is_former: bool,
 }
 

@@ -1,4 +1,4 @@
-//! Code shared by all admin handlers: extractors for requests, and the form of answers and errors.
+//! Code shared by all admin handlers: extractors for requests, and types of responses and errors.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -27,12 +27,12 @@ use crate::error::Problem;
 use crate::ports::{ChangeError, ProposeError};
 use crate::printable::{escaped, is_obeyed};
 
-/// Since when the former names are deprecated (RFC 9745).
+/// Date since which the former names are deprecated (RFC 9745).
 const DEPRECATION: (HeaderName, HeaderValue) = (
     HeaderName::from_static("deprecation"),
     HeaderValue::from_static("@1795305600"),
 );
-/// What to write in their place.
+/// Advice on what to write instead.
 const WARNING: (HeaderName, HeaderValue) = (
     HeaderName::from_static("warning"),
     HeaderValue::from_static(
@@ -42,7 +42,7 @@ const WARNING: (HeaderName, HeaderValue) = (
 );
 /// Content type of request bodies.
 pub(super) const JSON: &str = "application/json";
-/// Longest time for a body to arrive.
+/// Timeout for a body to arrive.
 const BODY_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// State that a read answers from.
@@ -80,7 +80,7 @@ pub(super) struct ListQuery {
 }
 
 impl ListQuery {
-    /// Returns the number of entries to answer.
+    /// Returns the maximum number of entries in the response.
     pub(super) fn limit(&self) -> Result<usize, Problem> {
         match self.limit {
             None => Ok(PAGE_ENTRIES_DEFAULT),
@@ -221,14 +221,14 @@ pub(super) fn decode<T: DeserializeOwned>(body: &[u8]) -> Result<T, Problem> {
     Ok(value)
 }
 
-/// Builds a JSON answer.
+/// Builds a JSON response.
 fn json(body: &impl Serialize) -> Response {
     let body = serde_json::to_vec(body).expect("answers have string keys only");
     let content_type = HeaderValue::from_static("application/json");
     ([(CONTENT_TYPE, content_type)], body).into_response()
 }
 
-/// An answer of JSON.
+/// A JSON response.
 pub(super) struct Answer<T>(pub(super) T);
 
 impl<T: Serialize> IntoResponse for Answer<T> {
@@ -248,7 +248,7 @@ pub(super) async fn at_level(admin: &Admin, level: ReadLevel) -> Result<(), Prob
     }
 }
 
-/// The registry once the state satisfies `level`, and an index that it is at least as new as.
+/// Returns the registry once the state satisfies `level`, and an index that it includes.
 pub(super) async fn registry_at(
     admin: &Admin,
     level: ReadLevel,
@@ -281,7 +281,7 @@ impl WriteResponse {
 #[derive(Debug)]
 pub(super) struct Written {
     index: LogIndex,
-    /// Whether the body had names that are deprecated.
+    /// Whether the body used deprecated names.
     pub(super) is_former: bool,
 }
 
@@ -306,7 +306,7 @@ impl IntoResponse for Written {
     }
 }
 
-/// A committed write of which more is told than its index.
+/// A committed write whose response contains more than its index.
 pub(super) struct WrittenWith<T> {
     pub(super) index: LogIndex,
     pub(super) body: T,
@@ -320,14 +320,14 @@ impl<T: Serialize> IntoResponse for WrittenWith<T> {
     }
 }
 
-/// A change of members, leadership or snapshots. `index`: that of the log, if it has one.
+/// A change of members, leadership or snapshots. `index` is its log index, if any.
 pub(super) struct Changed<T> {
     index: Option<LogIndex>,
     body: T,
 }
 
 impl<T> Changed<T> {
-    /// A change that is told otherwise than by an index of the log.
+    /// Creates a response without a log index.
     pub(super) fn told(body: T) -> Self {
         Self { index: None, body }
     }
@@ -343,12 +343,12 @@ impl<T: Serialize> IntoResponse for Changed<T> {
     }
 }
 
-/// Answers to a write that would change nothing, after a read barrier.
+/// Returns the response to a write that would change nothing, after a read barrier.
 pub(super) fn unchanged(admin: &Admin) -> Written {
     Written::at(admin.view.applied())
 }
 
-/// Proposes a command and answers with its outcome.
+/// Proposes a command and returns the response for its outcome.
 pub(super) async fn submit(admin: &Admin, command: Command) -> Result<Written, Problem> {
     commit(admin, command).await.map(Written::at)
 }
@@ -370,7 +370,7 @@ pub(super) async fn commit(admin: &Admin, command: Command) -> Result<LogIndex, 
     written(admin.cluster.submit(command).await)
 }
 
-/// Returns the index at which a command took effect, or why it did not.
+/// Returns the index at which a command took effect, or why it had no effect.
 fn written(fate: Result<Committed, ProposeError>) -> Result<LogIndex, Problem> {
     match fate {
         Ok(Committed { index, reply }) => match rejection(reply) {
@@ -392,7 +392,7 @@ pub(super) fn unsettled(failure: ProposeError) -> Problem {
     }
 }
 
-/// Answers with the outcome of a membership change.
+/// Returns the response for the outcome of a membership change.
 pub(super) fn changed(fate: Result<u64, ChangeError>) -> Result<Changed<WriteResponse>, Problem> {
     let index = LogIndex(fate.map_err(not_changed)?);
     Ok(Changed {
@@ -401,7 +401,7 @@ pub(super) fn changed(fate: Result<u64, ChangeError>) -> Result<Changed<WriteRes
     })
 }
 
-/// Returns the problem for a change that did not take place, or may not have.
+/// Returns the problem for a change that failed, or may have.
 pub(super) fn not_changed(failure: ChangeError) -> Problem {
     match failure {
         ChangeError::Refused(why) => Problem::new(

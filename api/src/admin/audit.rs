@@ -1,7 +1,7 @@
-//! `GET /admin/v1/audit`: the last administrative writes, from the replicated state and, with who
-//! made them and from where, as they came through this replica.
+//! `GET /admin/v1/audit`: the last administrative writes, from the replicated state. For those that
+//! came through this replica, also their callers and addresses.
 //!
-//! The state knows what was written; only the replica that was called knows who wrote it.
+//! The state records what was written; only the replica that was called knows the writer.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -87,7 +87,7 @@ pub(super) async fn audit(
     }))
 }
 
-/// Where a page begins: what was written and called before these.
+/// Start of a page: the writes and calls before these positions.
 struct AuditCursor {
     index: LogIndex,
     number: u64,
@@ -116,15 +116,15 @@ impl AuditCursor {
     }
 }
 
-/// The first `limit` of `all` that come after those for which `is_next` does not hold, and whether
-/// there are more.
+/// Returns the first `limit` of `all` after those that do not satisfy `is_next`, and whether there
+/// are more.
 fn page<T>(all: &[T], limit: usize, is_next: impl Fn(&T) -> bool) -> (&[T], bool) {
     let from = all.partition_point(|it| !is_next(it));
     let left = &all[from..];
     (&left[..left.len().min(limit)], left.len() > limit)
 }
 
-/// Whether a write was one of an API key.
+/// Whether a write concerned an API key.
 fn is_of_key(entry: &&AuditEntry) -> bool {
     matches!(
         entry.action,
@@ -132,7 +132,7 @@ fn is_of_key(entry: &&AuditEntry) -> bool {
     )
 }
 
-/// A key with name and user: as it is, or as it was when it was revoked, which `told` has.
+/// Returns a key's name and user: the current ones, or those in `told` from its revocation.
 fn key_subject(keys: &KeysView, told: &[String], id: String) -> String {
     let number = u64::from_str_radix(&id, 16).ok();
     let live = number.and_then(|number| keys.get(ApiKeyId(number)));

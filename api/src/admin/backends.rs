@@ -413,7 +413,7 @@ pub(super) async fn put(
             allowed(&admin, "url", &EnginePlace::Host(url.host().to_owned()))?;
             url.as_str().to_owned()
         }
-        // The cluster says what is wrong with it.
+        // The cluster reports what is wrong with it.
         Err(EngineUrlError) => body.url,
     };
     for (field, place) in endpoint::places(body.kv_events.as_deref(), body.kv_replay.as_deref()) {
@@ -445,7 +445,7 @@ pub(super) async fn put(
     submit(&admin, Command::PutBackend(spec)).await
 }
 
-/// Refuses a place that this replica would not connect to.
+/// Rejects a location that this replica would not connect to.
 fn allowed(admin: &Admin, field: &'static str, place: &EnginePlace) -> Result<(), Problem> {
     let judged = admin.backends.check_place(place);
     judged.map_err(|refused| {

@@ -1,9 +1,9 @@
 //! `GET /admin/v1/cluster/backup`: the state as a file.
 //!
-//! The state is frozen behind a read barrier and written while the replica continues. At most a few
-//! chunks wait for the client. Meanwhile, each part of the state that changes is kept twice. A
-//! client that accepts nothing for [`SEND_TIMEOUT`] is therefore disconnected, and there is one
-//! backup at a time.
+//! The state is frozen after a read barrier and written while the replica continues. At most a few
+//! chunks wait for the client. Meanwhile, each part of the state that changes is kept twice. So a
+//! client that accepts nothing for [`SEND_TIMEOUT`] is disconnected, and only one backup runs at a
+//! time.
 
 use std::io::{self, Write};
 use std::sync::Arc;
@@ -28,9 +28,9 @@ use crate::backup::{BackupHead, BackupWriter, LengthCounter, file_bytes};
 use crate::divergence::hex;
 use crate::error::Problem;
 
-/// Longest time for which a client may accept nothing.
+/// Maximum time for which a client may accept nothing.
 const SEND_TIMEOUT: Duration = Duration::from_secs(30);
-/// Maximum number of chunks that wait for the client.
+/// Maximum number of chunks waiting for the client.
 const WAITING_MAX: usize = 2;
 
 #[derive(Deserialize, JsonSchema)]
@@ -42,8 +42,8 @@ pub(super) struct BackupQuery {
 }
 
 impl Default for BackupQuery {
-    /// Everything committed before the request belongs in a backup. `local` is for a cluster that
-    /// has lost its quorum.
+    /// Linearizable, because a backup must contain everything committed before the request. `local`
+    /// is for a cluster that has lost its quorum.
     fn default() -> Self {
         let read = ReadLevel::Linearizable;
         Self { read }
@@ -81,9 +81,9 @@ pub(super) async fn backup(
     })
 }
 
-/// A backup that is being written.
+/// A backup being written.
 pub(super) struct BackupFile {
-    /// In bytes.
+    /// Length in bytes.
     length: u64,
     /// Applied index of the state.
     index: u64,
@@ -149,7 +149,7 @@ fn broken(error: &io::Error) -> Problem {
     Problem::new(status, "backup", "the backup cannot be made").detail(error.to_string())
 }
 
-/// Writes the file on another thread, at the pace of the client.
+/// Writes the file on another thread, at the client's pace.
 fn send(frozen: FrozenState, head: BackupHead, turn: OwnedSemaphorePermit) -> Body {
     let (chunks, taken) = mpsc::channel::<io::Result<Bytes>>(WAITING_MAX);
     let runtime = Handle::current();
@@ -164,7 +164,7 @@ fn send(frozen: FrozenState, head: BackupHead, turn: OwnedSemaphorePermit) -> Bo
         });
         if let Err(error) = written {
             tracing::warn!(log_index = head.index, %error, "could not send backup");
-            // The client must see that the file is incomplete; it may have left.
+            // The client, if still there, must see that the file is incomplete.
             let told = tokio::time::timeout(SEND_TIMEOUT, chunks.send(Err(error)));
             drop(runtime.block_on(told));
         }
@@ -177,7 +177,7 @@ fn send(frozen: FrozenState, head: BackupHead, turn: OwnedSemaphorePermit) -> Bo
     Body::from_stream(stream)
 }
 
-/// Passes what is written on to the client.
+/// Passes written bytes to the client.
 struct BackupStream {
     chunks: mpsc::Sender<io::Result<Bytes>>,
     runtime: Handle,

@@ -1,8 +1,7 @@
-//! The last calls of this replica that need more than read access, with who made them and from
-//! where.
+//! The last calls of this replica that required more than read access, with their callers.
 //!
-//! Tokens and certificates are local to each replica, and so is who holds them. Each call is also a
-//! line in the log, which keeps it for good.
+//! Tokens, certificates and their holders are local to each replica. Each call is also logged, for
+//! permanent storage.
 
 use std::collections::VecDeque;
 use std::net::IpAddr;
@@ -16,14 +15,14 @@ use state::ids::LogIndex;
 use super::roles::{AdminRole, CallerProof};
 use crate::printable::escaped;
 
-/// Calls that are kept, the newest ones.
+/// Number of most recent calls to keep.
 const CALLS_MAX: usize = 1000;
-/// Longest path of a call that is kept, in bytes.
+/// Maximum length of a recorded path, in bytes.
 const PATH_BYTES_MAX: usize = 256;
 /// Target of the log lines about calls.
 const TARGET: &str = "quorate::audit";
 
-/// Log index of a write, beside the answer that tells it.
+/// Log index of a write, attached to its response.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct WriteIndex(pub(super) LogIndex);
 
@@ -56,9 +55,9 @@ pub(super) struct CallLog(Mutex<KeptCalls>);
 
 #[derive(Debug, Default)]
 struct KeptCalls {
-    /// The newest first.
+    /// Newest first.
     calls: VecDeque<AuditedCall>,
-    /// Calls ever noted.
+    /// Total number of calls recorded.
     total: u64,
 }
 
@@ -85,18 +84,18 @@ impl CallLog {
         kept.calls.push_front(call);
     }
 
-    /// All that are kept, the newest first.
+    /// Returns all recorded calls, newest first.
     pub(super) fn newest(&self) -> Vec<AuditedCall> {
         self.kept().calls.iter().cloned().collect()
     }
 
     fn kept(&self) -> MutexGuard<'_, KeptCalls> {
-        // Every change leaves it well formed.
+        // Every change leaves it consistent.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// What a call asked for, for people.
+/// Formats the target of a call for display.
 pub(super) fn shown_path(uri: &Uri) -> String {
     let target = uri.path_and_query().map_or("", |target| target.as_str());
     let shown = &target[..target.floor_char_boundary(PATH_BYTES_MAX)];

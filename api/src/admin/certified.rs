@@ -1,9 +1,9 @@
-//! Operators that prove themselves with a certificate.
+//! Operators that authenticate with a certificate.
 //!
-//! The listener's authorities say whose certificates count, and a DNS name in a certificate which
-//! role its holder has in which cluster: `role-operator.CLUSTER.quorate.internal`. Such names are
-//! below the domain that also has the names of replicas, so one authority can sign for replicas,
-//! operators and several clusters, and none of them passes for another.
+//! The listener's authorities determine which certificates count. A DNS name in a certificate
+//! states its holder's role in a cluster: `role-operator.CLUSTER.quorate.internal`. Such names are
+//! below the domain that also contains the names of replicas. So one authority can sign for
+//! replicas, operators and several clusters, and none of them passes for another.
 
 use std::sync::Arc;
 
@@ -13,25 +13,25 @@ use crate::tls::CertificateFacts;
 
 const DOMAIN: &str = "quorate.internal";
 
-/// The name by which a certificate says that its holder has `role` in `cluster`.
+/// Returns the certificate name that grants `role` in `cluster`.
 #[must_use]
 pub fn role_name(cluster: &str, role: AdminRole) -> String {
     format!("role-{role}.{cluster}.{DOMAIN}")
 }
 
-/// The certificate that the connection of a call began with.
+/// Client certificate of a call's connection.
 #[derive(Debug, Clone)]
 pub(super) struct CallerCertificate(pub(super) Arc<CertificateFacts>);
 
-/// How certificates tell the operators of one cluster.
+/// Recognises the operators of one cluster by certificate.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CertifiedOperators {
-    /// The names of the roles, the strongest first.
+    /// Names of the roles, strongest first.
     names: Vec<(String, AdminRole)>,
 }
 
 impl CertifiedOperators {
-    /// Those of this cluster.
+    /// Creates the rules for this cluster.
     #[must_use]
     pub fn of_cluster(name: &str) -> Self {
         let roles = AdminRole::ALL.into_iter().rev();
@@ -40,16 +40,16 @@ impl CertifiedOperators {
         }
     }
 
-    /// Who holds a certificate, with the strongest role that it names.
+    /// Returns the holder of a certificate, with the strongest role that it names.
     ///
     /// # Errors
-    /// What is expected, and what was found.
+    /// What was expected, and what was found.
     pub(super) fn operator(
         &self,
         certificate: &CertificateFacts,
         unix_s: i64,
     ) -> Result<Operator, String> {
-        // The handshake has looked at it, and connections may last.
+        // The handshake has checked it, but connections may be long-lived.
         if certificate.not_after_s < unix_s {
             return Err("the certificate has expired".to_owned());
         }

@@ -19,7 +19,7 @@ use crate::divergence::hex;
 use crate::error::Problem;
 use crate::ports::ClusterStatus;
 
-/// Longest time that `GET /admin/v1/digest?index=N` waits for N to be applied.
+/// Maximum time that `GET /admin/v1/digest?index=N` waits until N is applied.
 const DIGEST_TIMEOUT: Duration = Duration::from_secs(2);
 
 pub(super) async fn show(
@@ -145,9 +145,9 @@ pub(super) struct DigestResponse {
     digest: String,
 }
 
-/// `GET /admin/v1/digest`: the digest at the applied index, or at `?index=N`. A later index is
-/// awaited for up to [`DIGEST_TIMEOUT`] (409 if it does not arrive). An earlier one is answered
-/// while it is kept (404 otherwise, with the nearest lower one that is).
+/// Handles `GET /admin/v1/digest`: the digest at the applied index, or at `?index=N`. Waits up to
+/// [`DIGEST_TIMEOUT`] for a later index (409 if it is not reached). Returns an earlier one while it
+/// is kept (404 otherwise, with the nearest lower one).
 pub(super) async fn digest(
     State(admin): State<AdminState>,
     QueryParams(query): QueryParams<DigestQuery>,
@@ -191,7 +191,7 @@ fn answer(index: u64, digest: u128) -> Answer<DigestResponse> {
     })
 }
 
-/// Returns the applied index with its digest, which is kept from then on.
+/// Returns the applied index with its digest, and records it.
 fn digest_now(admin: &Admin) -> (u64, u128) {
     let mut now = (0, 0);
     admin.cluster.with_state(&mut |state| {

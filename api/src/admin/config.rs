@@ -1,4 +1,4 @@
-//! `GET /admin/v1/config`: what this replica was configured with, and what is in effect.
+//! `GET /admin/v1/config`: the configuration of this replica, and the settings in effect.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -82,7 +82,7 @@ fn keys(file: &FileSettings, registry: &Registry) -> BTreeMap<String, KeyDetail>
     replicated.chain(local).collect()
 }
 
-/// Whether the cluster has set the key, or its default applies.
+/// Whether the cluster has set the key, as opposed to using its default.
 fn is_set(key: &SettingKey, registry: &Registry) -> bool {
     match key {
         SettingKey::Policy | SettingKey::PolicySetting { .. } => registry.initialised,

@@ -1,5 +1,5 @@
-//! `GET /admin/v1/decisions`: what this replica decided lately. A record shows what was decided,
-//! with the numbers of that moment, not what would be decided now (I72).
+//! `GET /admin/v1/decisions`: recent decisions of this replica. A record shows what was decided,
+//! with the figures at that time, not what would be decided now (I72).
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -254,7 +254,7 @@ pub(super) async fn show(
     }))
 }
 
-/// No decision of the id is kept here.
+/// Returns the problem for an id without a recorded decision.
 fn unknown(admin: &Admin) -> Problem {
     let (replica, size) = (admin.decisions.replica(), admin.decisions.size());
     let what = match (size.entries_max, size.oldest_ms) {
@@ -344,7 +344,7 @@ impl ReportView {
     }
 }
 
-/// Milliseconds with their microseconds.
+/// Converts to milliseconds, with microsecond precision.
 pub(super) fn ms(time: Duration) -> f64 {
     let us = u32::try_from(time.as_micros()).unwrap_or(u32::MAX);
     f64::from(us) / 1000.0

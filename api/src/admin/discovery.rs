@@ -1,4 +1,4 @@
-//! What the sources of engines reported to this replica, and the result.
+//! Reports of the sources of engines to this replica, and their outcome.
 
 use axum::extract::State;
 use schemars::JsonSchema;

@@ -1,4 +1,4 @@
-//! The OpenAPI document, made of the table of routes and of what their handlers' signatures say.
+//! The OpenAPI document, generated from the table of routes and the handlers' signatures.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::LazyLock;
@@ -20,18 +20,18 @@ use super::roles::Permission;
 use super::routes::{CallInfo, ROUTES, RouteInfo, asked};
 use crate::error::Problem;
 
-/// The API as it is described.
+/// Description of the API.
 pub(super) struct ApiDescription {
     /// The document.
     pub(super) text: Bytes,
-    /// Query keys that calls know, by path and method.
+    /// Query keys that calls accept, by path and method.
     keys: BTreeMap<&'static str, BTreeMap<&'static str, Vec<String>>>,
 }
 
-/// The description; it is the same for every listener.
+/// The description, which is the same for every listener.
 pub(super) static API: LazyLock<ApiDescription> = LazyLock::new(ApiDescription::make);
 
-/// Areas of the API, by the beginning of paths, the longest first.
+/// Areas of the API by path prefix, longest first.
 const TAGS: [(&str, &str, &str); 9] = [
     (
         "/admin/v1/cluster",
@@ -124,14 +124,14 @@ impl ApiDescription {
         }
     }
 
-    /// Query keys that the call knows; `None`: there is no such call.
+    /// Returns the query keys that a call accepts; `None` if the call does not exist.
     fn keys(&self, path: &str, method: &Method) -> Option<&[String]> {
         let keys = self.keys.get(path)?.get(asked(method).as_str());
         keys.map(Vec::as_slice)
     }
 }
 
-/// Refuses a request with a query key that its call does not know.
+/// Rejects a request with a query key that its call does not accept.
 pub(super) async fn known_keys(request: Request, next: Next) -> Response {
     match check_keys(&request) {
         Ok(()) => next.run(request).await,
@@ -231,7 +231,7 @@ fn operation(route: &RouteInfo, call: &CallInfo, shape: CallShape, problem: &Val
     operation
 }
 
-/// What stands in the variable part of a path.
+/// Returns the description of the variable part of a path.
 fn part_of(path: &str) -> &'static str {
     let parts = [
         ("/admin/v1/backends/", "Id of the backend."),
@@ -301,7 +301,7 @@ fn parameter(place: &str, parameter: ParameterShape) -> Value {
 
 fn request_body(body: &BodyShape) -> Value {
     let mut content = json!({ "schema": body.schema });
-    // A schema of its own has its example here too, where readers of OpenAPI look for it.
+    // Repeat the schema's own example here, where readers of OpenAPI look for it.
     if let Some(example) = body.schema["examples"].get(0) {
         content["example"] = example.clone();
     }
@@ -366,7 +366,7 @@ fn add_problem(responses: &mut Map<String, Value>, kind: ProblemKind, problem: &
     });
 }
 
-/// All types of problems, those included that stand for no call: unknown paths and methods.
+/// Returns all types of problems, including those for unknown paths and methods.
 fn problem_types() -> Vec<Value> {
     let kinds = problems::ALL.iter();
     let types = kinds.map(|kind| {

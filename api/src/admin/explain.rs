@@ -71,7 +71,7 @@ impl HeaderValues {
     }
 }
 
-/// Maximum number of token ids shown.
+/// Maximum number of token ids to show.
 const SHOWN_IDS_MAX: usize = 4096;
 
 #[derive(Serialize, JsonSchema)]
@@ -123,11 +123,11 @@ pub(super) async fn explain(
     }))
 }
 
-/// Explains the request in `body`, which is a body of `POST /admin/v1/explain`, against what
-/// `router` knows. For a state that nobody serves.
+/// Explains the request in `body`, a body of `POST /admin/v1/explain`, using the state of `router`.
+/// For a state that no replica serves.
 ///
 /// # Errors
-/// As the admin API.
+/// Same as the admin API.
 pub fn explain_offline<'a>(
     requests: &'a RequestReader,
     router: &'a Router,
@@ -166,7 +166,7 @@ impl HypotheticalRequest {
         })
     }
 
-    /// Where the request comes from.
+    /// Returns the origin of the request.
     fn origin(&self) -> RequestOrigin<'_> {
         match (&self.asked.user, &self.peer) {
             (Some(name), _) => RequestOrigin::User(name),
@@ -186,7 +186,7 @@ impl HypotheticalRequest {
         let head = RequestHead {
             method: &Method::POST,
             path,
-            // Names the host outside the headers.
+            // HTTP/2 names the host outside the headers.
             version: Version::HTTP_2,
             headers: &self.headers,
             origin: self.origin(),
@@ -217,7 +217,7 @@ impl HypotheticalRequest {
     }
 }
 
-/// How the data plane would refuse the request.
+/// Returns the data plane's rejection of the request as a problem.
 fn refusal(failure: &ProxyError, headers: &HeaderMap) -> Problem {
     let answer = rescue(failure);
     if *failure == ProxyError::Overloaded {
@@ -253,7 +253,7 @@ pub(super) fn headers(given: &BTreeMap<String, HeaderValues>) -> Result<HeaderMa
         let key = HeaderName::try_from(name)
             .map_err(|_| invalid(&field(), "expected a header's name".to_owned()))?;
         for value in values.all() {
-            // Space around a value is none of it (RFC 9110, section 5.5).
+            // Whitespace around a value is not part of it (RFC 9110, section 5.5).
             let value = value.trim_matches([' ', '\t']);
             let value = HeaderValue::from_bytes(value.as_bytes())
                 .map_err(|_| invalid(&field(), "expected a header's value".to_owned()))?;

@@ -1,7 +1,7 @@
-//! Wrong tokens per source: a source that sends many is slowed, in bounded memory.
+//! Counts wrong tokens per source, in bounded memory, to slow down a source that sends many.
 //!
-//! Each source has a token bucket of attempts. Only wrong tokens take from it, so holders of right
-//! ones notice nothing, unless somebody guesses from their address.
+//! Each source has a token bucket of attempts. Only wrong tokens consume it, so holders of correct
+//! ones are unaffected, unless someone guesses from their address.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -10,30 +10,30 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-/// Wrong tokens that a source may send at once.
+/// Number of wrong tokens that a source may send in a burst.
 const TRIES_MAX: u32 = 10;
-/// Time after which it may send one more.
+/// Time after which a source may send one more.
 const REFILL: Duration = Duration::from_secs(1);
-/// Most sources that are told apart; all others count as one.
+/// Maximum number of sources tracked separately; all others count as one.
 const SOURCES_MAX: usize = 4096;
 
-/// The wrong tokens of late.
+/// Recent wrong tokens.
 #[derive(Debug, Default)]
 pub(super) struct FailedTries(Mutex<SourceTable>);
 
 #[derive(Debug, Default)]
 struct SourceTable {
-    /// When each source will have all its tries again.
+    /// Time at which the bucket of each source is full again.
     full_at: BTreeMap<IpAddr, Instant>,
-    /// The same of all sources that have no place in the table.
+    /// Same for all sources that have no place in the table.
     others_full_at: Option<Instant>,
 }
 
 impl FailedTries {
-    /// Whether a token of this source is looked at.
+    /// Checks whether this source may present a token.
     ///
     /// # Errors
-    /// How long it has to wait.
+    /// The time it has to wait.
     pub(super) fn may_try(&self, source: IpAddr) -> Result<(), Duration> {
         let (table, now) = (self.table(), Instant::now());
         let full_at = match table.full_at.get(&source) {
@@ -48,7 +48,7 @@ impl FailedTries {
         }
     }
 
-    /// A token of this source was wrong.
+    /// Records a wrong token from this source.
     pub(super) fn failed(&self, source: IpAddr) {
         let (mut table, now) = (self.table(), Instant::now());
         if !table.full_at.contains_key(&source) && table.is_full() {
@@ -64,7 +64,7 @@ impl FailedTries {
     }
 
     fn table(&self) -> MutexGuard<'_, SourceTable> {
-        // Every change leaves it well formed.
+        // Every change leaves it consistent.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

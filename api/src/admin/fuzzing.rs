@@ -1,4 +1,4 @@
-//! Fuzz target for operators' requests, see [`crate::fuzzing`].
+//! Fuzz target for operators' requests; see [`crate::fuzzing`].
 
 use serde::de::DeserializeOwned;
 use state::RouterState;
@@ -13,8 +13,8 @@ use super::answer::decode;
 use super::{backends, cluster, explain, policy, users};
 use crate::settings::AdmissionForm;
 
-/// Decodes a body: its kind in one byte, then JSON. The resulting command is applied to a state,
-/// which either rejects it or stays consistent, and is encoded and decoded like any other command.
+/// Decodes a body: one byte for its kind, then JSON. Applies the resulting command to a state,
+/// which either rejects it or stays consistent, and encodes and decodes it like any other command.
 pub fn admin_body(bytes: &[u8]) {
     let Some((kind, body)) = bytes.split_first() else {
         return;
@@ -89,7 +89,7 @@ fn apply(command: Command) {
     }
 }
 
-/// Bodies of every kind.
+/// Returns bodies of every kind.
 #[must_use]
 pub fn admin_body_seeds() -> Vec<Vec<u8>> {
     let spec = r#"{"id":"a","url":"http://10.0.0.1:8000","models":["m","*"],"labels":{"zone":"x"},"capacity_blocks":2048,"kv_events":"tcp://*:5557?ranks=2","kv_replay":"auto","role":"decode"}"#;

@@ -1,11 +1,11 @@
-//! Authenticates and authorizes calls of the admin API, and records who makes which write, and from
-//! where.
+//! Authenticates and authorizes calls of the admin API, and records the caller and address of each
+//! write.
 //!
-//! A caller authenticates with a token in the call, or else with its connection's certificate. If
-//! there is a token, it alone decides: it belongs to this call, while the certificate covers
-//! everything on the connection. A call without either, or with a wrong token, gets a 401, whatever
-//! it asks for. If the role is insufficient, the 403 names the one needed. Without tokens and
-//! operators' authorities, every caller may do anything; such a listener belongs on loopback.
+//! A caller authenticates with a token in the call, or else with its connection's certificate. A
+//! token takes precedence: it belongs to this call, while the certificate covers everything on the
+//! connection. A call without either, or with a wrong token, gets a 401, whatever it requests. If
+//! the role is insufficient, the 403 names the required one. Without tokens and operators'
+//! authorities, every caller may do anything; such a listener belongs on loopback.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::sync::Arc;
@@ -33,11 +33,11 @@ use crate::error::Problem;
 use crate::log_rate_limit::LogRateLimit;
 use crate::proxy::client_of;
 
-/// The log has so many lines about refused calls in [`REFUSALS_TOLD_EVERY`].
+/// Maximum number of log lines about refused calls per [`REFUSALS_TOLD_EVERY`].
 const REFUSALS_TOLD: u32 = 10;
 const REFUSALS_TOLD_EVERY: Duration = Duration::from_secs(10);
 
-/// Where a call comes from, as the listener sees it.
+/// Address of the caller, as seen by the listener.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct CallerAddress(pub(super) SocketAddr);
 
@@ -46,7 +46,7 @@ pub(super) struct CallerAddress(pub(super) SocketAddr);
 pub(super) struct Gate(Arc<GateState>);
 
 struct GateState {
-    /// `None`, as `certified` is: everybody may do everything.
+    /// If this and `certified` are `None`, everything is allowed.
     tokens: Option<AdminTokens>,
     certified: Option<CertifiedOperators>,
     is_metrics_public: bool,
@@ -62,16 +62,16 @@ struct RefusalLabels {
     reason: &'static str,
 }
 
-/// Why a call does not get through.
+/// Reason why a call is rejected.
 #[derive(Debug, PartialEq, Eq)]
 enum CallRejection {
-    /// It has no token and no certificate, or a token that nobody has.
+    /// It has no token and no certificate, or an unknown token.
     Unauthorized,
     /// Its source has sent too many wrong tokens.
     Slowed(Duration),
-    /// Its certificate is of an authority of operators, but of no operator.
+    /// Its certificate has an operators' authority, but names no operator.
     NoOperator(String),
-    /// The operator's role does not suffice.
+    /// The operator's role is insufficient.
     Forbidden {
         operator: Operator,
         needed: AdminRole,
@@ -101,7 +101,7 @@ impl Gate {
     }
 }
 
-/// Lets a call through, or answers why not.
+/// Admits a call, or responds with the reason for its rejection.
 pub(super) async fn guard(State(gate): State<Gate>, mut request: Request, next: Next) -> Response {
     let gate = gate.0;
     let path = request.extensions().get::<MatchedPath>();
@@ -131,7 +131,7 @@ pub(super) async fn guard(State(gate): State<Gate>, mut request: Request, next: 
             gate.tell(&refusal, from);
             let operator = refusal.operator();
             let response = refusal.into_response();
-            // What nobody stands for is counted only, or strangers would fill the list.
+            // Rejected unauthenticated calls are only counted, or strangers would fill the list.
             if operator.is_some() {
                 gate.note(call, operator, &response);
             }
@@ -141,7 +141,7 @@ pub(super) async fn guard(State(gate): State<Gate>, mut request: Request, next: 
 }
 
 impl GateState {
-    /// Whose call this is; `None`: nobody has to say.
+    /// Returns the operator that makes a call; `None` if no authentication is required.
     fn admit(
         &self,
         request: &Request,
@@ -271,7 +271,7 @@ impl CallRejection {
     }
 }
 
-/// The token of a call; `None`: it has none, or does not say which.
+/// Returns the token of a call; `None` if it has none or several.
 fn bearer(headers: &HeaderMap) -> Option<&[u8]> {
     let mut all = headers.get_all(AUTHORIZATION).iter();
     let (value, None) = (all.next()?.as_bytes(), all.next()) else {

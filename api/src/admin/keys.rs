@@ -1,5 +1,5 @@
-//! API keys: created, listed, rotated, revoked. A secret is drawn here, answered once, and kept
-//! nowhere: what goes into the log is its hash.
+//! API keys: create, list, rotate, revoke. A secret is drawn here, returned once, and stored
+//! nowhere: the log contains only its hash.
 
 use std::fmt;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -299,8 +299,8 @@ pub(super) async fn revoke(
     submit(&admin, Command::EndKey { id }).await
 }
 
-/// Answers with the secret if it is known to be the key's. Otherwise nobody gets to know it, and
-/// the id is what the key can be revoked by, if it is there.
+/// Returns the secret if it is known to be the key's. Otherwise it is never revealed, and the
+/// response contains the id by which the key, if it exists, can be revoked.
 fn told_once(
     written: Result<LogIndex, Problem>,
     id: ApiKeyId,
@@ -344,7 +344,7 @@ fn id_of(field: &str, text: &str) -> Result<ApiKeyId, Problem> {
     })
 }
 
-/// A date as RFC 3339.
+/// Formats a time as RFC 3339.
 pub(super) fn date(unix_ms: u64) -> String {
     let at: SystemTime = UNIX_EPOCH + Duration::from_millis(unix_ms.min(EXPIRY_MS_MAX));
     humantime::format_rfc3339_seconds(at).to_string()

@@ -1,8 +1,8 @@
-//! The admin listener: how many connections it accepts, with or without TLS, and how long it waits
-//! for a request.
+//! The admin listener: limits its connections and the time to wait for a request, with or without
+//! TLS.
 //!
 //! Operators, probes and scrapers share it. A client that opens connections without sending a
-//! complete request takes one of few places, and not for long.
+//! complete request takes one of few places, but not for long.
 
 use std::io;
 use std::net::SocketAddr;
@@ -38,16 +38,16 @@ use crate::tls::{
 /// Maximum number of open connections, including event streams. Others wait in the listener's
 /// backlog.
 const CONNECTIONS_MAX: usize = STREAMS_MAX + 32;
-/// Longest time from the start of a connection, or the end of an answer, to the next complete head.
+/// Timeout from the start of a connection, or the end of a response, to the next complete head.
 const HEAD_TIMEOUT: Duration = Duration::from_secs(15);
 /// Maximum length of a head, in bytes.
 const HEAD_BYTES_MAX: usize = 32 * 1024;
 /// Maximum number of header fields.
 const HEADERS_MAX: usize = 64;
-/// Interval of TCP keep-alive probes: a reader of events may have vanished silently.
+/// Interval of TCP keep-alive probes: an event-stream client may have vanished silently.
 const KEEP_ALIVE: Duration = Duration::from_secs(20);
 
-/// What a client hears that speaks HTTP in the clear where TLS is spoken.
+/// Response to a client that sends plain HTTP to a TLS port.
 static NO_TLS: LazyLock<ClearRejection> = LazyLock::new(|| {
     let title = "this port speaks TLS; use https://";
     let problem = Problem::new(StatusCode::BAD_REQUEST, "tls", title);
@@ -59,7 +59,7 @@ static NO_TLS: LazyLock<ClearRejection> = LazyLock::new(|| {
 });
 
 /// Serves the admin API until `stop`, then until all requests in progress are answered. With
-/// certificates it speaks TLS only; each connection takes those that are current when it begins.
+/// certificates it accepts only TLS; each new connection uses the current certificates.
 #[must_use]
 pub fn serve(
     listener: TcpListener,
@@ -113,10 +113,10 @@ async fn serve_until(
     open.wait().await;
 }
 
-/// What serving a connection takes.
+/// Dependencies of serving a connection.
 struct AdminConnection {
     router: Router,
-    /// `None`: in the clear.
+    /// `None` if without TLS.
     tls: Option<Arc<ServerConfig>>,
     handshakes_failed: Counter,
     stop: CancellationToken,
@@ -153,7 +153,7 @@ impl AdminConnection {
         }
     }
 
-    /// Prepares a socket, and runs the handshake if there are certificates.
+    /// Prepares a socket and runs the TLS handshake if certificates are configured.
     async fn secure(&self, stream: TcpStream) -> Result<MaybeTls<TcpStream>, TlsAcceptError> {
         prepare(&stream, KEEP_ALIVE)?;
         let Some(config) = self.tls.clone() else {
@@ -178,7 +178,7 @@ impl AdminConnection {
     }
 }
 
-/// Tells the gate who sends a request.
+/// Attaches the sender of a request for the gate.
 fn named(
     mut request: Request<Incoming>,
     address: CallerAddress,

@@ -1,6 +1,6 @@
 //! `GET` and `PUT /admin/v1/log`: the log level of this process, until it restarts.
 //!
-//! This crate does not know the log: the code that set it up changes its filter.
+//! This crate does not know the logger: the code that set it up changes its filter.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -19,18 +19,18 @@ use crate::error::Problem;
 type ShowLevel = dyn Fn() -> String + Send + Sync;
 type SetLevel = dyn Fn(&str) -> Result<(), String> + Send + Sync;
 
-/// Changes what the log says.
+/// Reads and changes the log level.
 #[derive(Clone)]
 pub struct LogLevelControl {
     show: Arc<ShowLevel>,
     set: Arc<SetLevel>,
-    /// Held from the look at what holds to its change.
+    /// Held from checking the current level until it is changed.
     turn: Arc<Mutex<()>>,
 }
 
 impl LogLevelControl {
-    /// `show` tells the level or filter that holds; `set` takes one as `log.level` of a config has
-    /// it, or says what it expected.
+    /// Creates the control. `show` returns the current level or filter; `set` accepts a value as
+    /// for `log.level` in a config, or returns what it expected.
     #[must_use]
     pub fn new(
         show: impl Fn() -> String + Send + Sync + 'static,
@@ -43,7 +43,7 @@ impl LogLevelControl {
         }
     }
 
-    /// Sets `level` if `if_match` means what holds. It is this process's own: no quorum is asked.
+    /// Sets `level` if `if_match` matches the current one. Local to this process: needs no quorum.
     fn replace(&self, if_match: &IfMatch, level: &str) -> Result<(), Problem> {
         let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
         if_match.check(Some(Version::of(&(self.show)())))?;

@@ -1,13 +1,13 @@
 //! The admin API: what operators query and change, on its own listener.
 //!
-//! Reads answer from this replica's state, with the index at which it was read.
+//! Reads are answered from this replica's state, with the index at which it was read.
 //! `?read=linearizable` first waits until everything committed before is applied here. Writes go
-//! through the log and answer with the index at which they were committed, or say that their
-//! outcome is unknown. Errors are problem+json. What `GET` answers can be edited and sent to `PUT`.
+//! through the log and return the index at which they were committed, or report that their outcome
+//! is unknown. Errors are problem+json. A `GET` response can be edited and sent to `PUT`.
 //!
-//! With a tokens file, or authorities of operators, each call needs a token or a certificate whose
-//! role suffices for its route (`gate`, `routes`); without either, the listener belongs on loopback. Requests that a browser sends on behalf of another
-//! site are rejected (`origin`).
+//! With a tokens file, or authorities of operators, each call needs a token or a certificate with a
+//! sufficient role for its route (`gate`, `routes`). Without either, the listener belongs on
+//! loopback. Requests that a browser sends on behalf of another site are rejected (`origin`).
 
 mod admission;
 mod answer;
@@ -114,17 +114,17 @@ pub struct Admin {
     pub cluster: Arc<dyn Cluster>,
     /// Published part of the state.
     pub view: Arc<StateView>,
-    /// The data plane's reading of requests, for `explain`.
+    /// Parses requests like the data plane, for `explain`.
     pub requests: Arc<RequestReader>,
     /// The data plane's last decisions.
     pub decisions: Arc<DecisionLog>,
-    /// Decides, for `explain`.
+    /// Makes decisions, for `explain`.
     pub decider: Arc<Decider>,
     /// Requests in flight.
     pub load: Arc<LoadTable>,
-    /// What the log does not know yet.
+    /// Updates that the log does not contain yet.
     pub outbox: Arc<SharedOutbox>,
-    /// The cluster's: dates backups, and tells which keys have expired.
+    /// Cluster clock: dates backups and determines which keys have expired.
     pub clock: Clock,
     /// Queues of waiting requests.
     pub admission: Arc<Admission>,
@@ -138,23 +138,23 @@ pub struct Admin {
     pub figures: Arc<FigureBoard>,
     /// KV event streams that this replica reads.
     pub kv_board: Arc<StreamBoard>,
-    /// What the sources of engines said.
+    /// Latest reports of the sources of engines.
     pub discovery: Arc<DiscoveryBoard>,
     /// Events for `/admin/v1/events`.
     pub events: EventBus,
     /// Whether this replica should get traffic.
     pub readiness: Arc<ReadinessCheck>,
-    /// What this replica was configured with.
+    /// Settings that this replica was configured with.
     pub file: SharedFileSettings,
-    /// Reads the config again; `None`: nobody does.
+    /// Triggers a reload of the config; `None` if that is not possible.
     pub reload: Option<ReloadRequests>,
-    /// Changes what the log says; `None`: nobody can.
+    /// Changes the log level; `None` if that is not possible.
     pub log_level: Option<LogLevelControl>,
     /// Host names of the listener, in addition to addresses and `localhost`.
     pub hosts: Vec<String>,
-    /// Who may call what; `None`, as `certified` is: everybody may do everything.
+    /// Tokens and their roles; if this and `certified` are `None`, everything is allowed.
     pub tokens: Option<AdminTokens>,
-    /// Who may call what without a token; `None`: certificates of clients tell nothing.
+    /// Operators with certificates; `None` if client certificates do not count.
     pub certified: Option<CertifiedOperators>,
     /// Whether `/metrics` needs no token.
     pub is_metrics_public: bool,
@@ -166,15 +166,15 @@ struct AdminState {
     admin: Arc<Admin>,
     /// One permit per open event stream.
     streams: Arc<Semaphore>,
-    /// A single permit, for the backup being sent.
+    /// A single permit, for the backup in progress.
     backups: Arc<Semaphore>,
-    /// One permit per recording that is being fetched.
+    /// One permit per recording being fetched.
     recordings: Arc<Semaphore>,
-    /// A single permit, for asking what policies would have chosen.
+    /// A single permit, for evaluating what policies would have chosen.
     what_ifs: Arc<Semaphore>,
-    /// What was called with more than the right to read.
+    /// Calls that required more than read access.
     calls: Arc<CallLog>,
-    /// Held while something is written that may depend on what was read.
+    /// Held during writes that may depend on what was read.
     writes: Arc<Mutex<()>>,
     /// The API as an OpenAPI document.
     document: Bytes,
@@ -190,7 +190,7 @@ impl std::ops::Deref for AdminState {
     }
 }
 
-/// Builds the admin API over `admin`, to be served on the admin listener. From here on,
+/// Builds the admin API over `admin`, to be served on the admin listener. From then on,
 /// `admin.metrics` reads the replica at each scrape.
 pub fn router(admin: Arc<Admin>) -> Router {
     admin.metrics.watch(ScrapedReplica {
@@ -231,7 +231,7 @@ pub fn router(admin: Arc<Admin>) -> Router {
         .method_not_allowed_fallback(wrong_method)
         .layer(middleware::from_fn(known_keys))
         .layer(middleware::from_fn_with_state(gate, guard))
-        // The outer one: what another site makes a browser send is no try of a token.
+        // The outer layer: a request forged by another site is no attempt to guess a token.
         .layer(middleware::from_fn_with_state(names, own_site))
         .with_state(shared)
 }

@@ -1,10 +1,10 @@
 //! Rejects requests that a browser may have sent on behalf of another site's page.
 //!
 //! A page can send requests to any address that its reader's browser reaches. There are two ways to
-//! make them count here. One is a name of the page's own site that is made to resolve to this
-//! listener (DNS rebinding), which shows in `host`. The other is a form or script of another site,
-//! which shows in `origin`, in `sec-fetch-site`, or in a `content-type` that needs no permission
-//! ([`typed`]). Programs other than browsers send none of these headers but `host`.
+//! make them count here. One is a name of the page's own site that resolves to this listener (DNS
+//! rebinding), which shows in `host`. The other is a form or script of another site, which shows in
+//! `origin`, in `sec-fetch-site`, or in a `content-type` that needs no permission ([`typed`]).
+//! Programs other than browsers send none of these headers except `host`.
 
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -19,7 +19,7 @@ use http::{HeaderMap, HeaderValue, Method, StatusCode};
 use super::problem::{invalid, not_of_type};
 use crate::error::Problem;
 
-/// Paths answered under any host name: load balancers use many names, and the answer is harmless.
+/// Paths served under any host name: load balancers use many, and the responses are harmless.
 const ANY_NAME: [&str; 2] = ["/livez", "/readyz"];
 
 /// Host names of this listener, in addition to addresses and `localhost`.
@@ -90,7 +90,7 @@ fn asked_as(request: &Request) -> Result<Option<Authority>, Problem> {
         return Err(wrong("several"));
     }
     let Some(host) = host else {
-        // HTTP/2 has it in the target.
+        // HTTP/2 sends it in the target.
         return Ok(request.uri().authority().cloned());
     };
     let host: Option<Authority> = host.to_str().ok().and_then(|host| host.parse().ok());

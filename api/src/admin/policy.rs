@@ -3,8 +3,7 @@
 //! each.
 //!
 //! The policy of one model is part of the routing settings. Writing it reads the settings and
-//! writes them back, so concurrent writes are last-writer-wins, as they are for the settings as a
-//! whole.
+//! writes them back, so concurrent writes are last-writer-wins, as for the settings as a whole.
 
 use axum::extract::State;
 use schemars::JsonSchema;
@@ -88,7 +87,7 @@ pub(super) async fn show(
     })
 }
 
-/// The policy of a model, and whether it is the model's own; that of all models without one.
+/// Returns the policy of a model and whether it is the model's own, or else the live policy.
 fn effective<'a>(
     registry: &'a Registry,
     model: Option<&String>,
@@ -111,7 +110,7 @@ fn routing_version(admin: &Admin) -> Option<Version> {
     Some(Version::of(&set.unwrap_or_default()))
 }
 
-/// Reads a policy; faults are reported as problems that name the setting.
+/// Parses a policy; faults become problems that name the setting.
 fn policy_in(body: &[u8]) -> Result<PolicyConfig, Problem> {
     decode(body).map_err(|problem| match setting_at_fault(body) {
         Some((field, detail)) => invalid(&field, detail),

@@ -1,8 +1,8 @@
-//! Which prefixes the last requests here shared, and which backends own them.
+//! Prefixes shared by the last requests here, and the backends that own them.
 //!
-//! A hash names a block together with everything before it, so that requests with the same hash at
-//! some depth begin alike up to there. Each kept request has the hashes at depths that are powers
-//! of two. A prefix is listed once, at the greatest such depth that the same requests share.
+//! A hash names a block together with everything before it, so requests with the same hash at some
+//! depth share a prefix up to there. Each kept request has the hashes at depths that are powers of
+//! two. A prefix is listed once, at the greatest such depth that the same requests share.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
@@ -19,7 +19,7 @@ use super::ownership::{HexBlockHash, block_owners};
 use crate::error::Problem;
 use crate::proxy::RequestRecord;
 
-/// Requests that are looked at.
+/// Maximum number of requests to examine.
 const REQUESTS_MAX: usize = 2000;
 
 /// Query parameters of the list.
@@ -65,18 +65,18 @@ struct PrefixDetail {
     after: Option<HexBlockHash>,
 }
 
-/// What is counted of a prefix.
+/// Counts for one prefix.
 struct SharedPrefix<'a> {
     blocks: u32,
     parent: Option<BlockHash>,
-    /// Of the deeper prefix that goes on from it and that most requests have.
+    /// Number of requests with its most frequent extension.
     deeper: u32,
     requests: u32,
     users: BTreeSet<&'a str>,
     newest: &'a RequestRecord,
 }
 
-/// `GET /admin/v1/ownership/prefixes`.
+/// Handles `GET /admin/v1/ownership/prefixes`.
 pub(super) async fn list(
     State(admin): State<AdminState>,
     QueryParams(query): QueryParams<PrefixesQuery>,
@@ -122,7 +122,7 @@ pub(super) async fn list(
     }))
 }
 
-/// Counts the prefixes of `requests`, which are the newest first.
+/// Counts the prefixes of `requests`, which are sorted newest first.
 fn shared(requests: &[Arc<RequestRecord>]) -> HashMap<BlockHash, SharedPrefix<'_>> {
     let mut shared: HashMap<BlockHash, SharedPrefix<'_>> = HashMap::new();
     for record in requests {

@@ -41,7 +41,7 @@ pub(super) async fn readyz(State(admin): State<AdminState>) -> ReadinessAnswer {
     ReadinessAnswer(admin.readiness.readiness())
 }
 
-/// All metrics, in one form or the other.
+/// All metrics, in one of two formats.
 pub(super) struct MetricsAnswer {
     content_type: &'static str,
     text: String,

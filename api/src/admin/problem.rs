@@ -6,7 +6,7 @@ use crate::error::Problem;
 use crate::printable::escaped;
 use crate::settings::SettingError;
 
-/// An invalid request, with the field at fault.
+/// Returns the problem for an invalid request, with the field at fault.
 pub(super) fn invalid(field: &str, detail: impl Into<String>) -> Problem {
     Problem::new(
         StatusCode::BAD_REQUEST,
@@ -17,7 +17,7 @@ pub(super) fn invalid(field: &str, detail: impl Into<String>) -> Problem {
     .member("field", field)
 }
 
-/// Settings of which some do not fit, with every fault.
+/// Returns the problem for invalid settings, with every fault.
 pub(super) fn unfit(faults: &[SettingError]) -> Problem {
     let key = |fault: &SettingError| match fault.key.as_str() {
         "" => "body".to_owned(),
@@ -37,7 +37,7 @@ pub(super) fn unfit(faults: &[SettingError]) -> Problem {
     .member("field", field)
 }
 
-/// A body of a type that the path does not take.
+/// Returns the problem for a body of an unsupported type.
 pub(super) fn not_of_type(found: &str, expected: &str) -> Problem {
     Problem::new(
         StatusCode::UNSUPPORTED_MEDIA_TYPE,
@@ -48,7 +48,7 @@ pub(super) fn not_of_type(found: &str, expected: &str) -> Problem {
     .member("field", "content-type")
 }
 
-/// An object that does not exist.
+/// Returns the problem for an object that does not exist.
 pub(super) fn not_found(what: impl Into<String>) -> Problem {
     Problem::new(StatusCode::NOT_FOUND, "not-found", "not found").detail(what)
 }

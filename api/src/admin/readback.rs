@@ -1,5 +1,5 @@
-//! Bodies of `PUT` in the form that `GET` answers: a client that reads, edits and writes back need
-//! not know which fields are writable. The others are ignored.
+//! `PUT` bodies in the form of `GET` responses: a client that reads, edits and writes back need not
+//! know which fields are writable. The others are ignored.
 
 use std::marker::PhantomData;
 
@@ -13,26 +13,26 @@ use super::answer::{JSON, decode, read_body};
 use super::origin::typed;
 use crate::error::Problem;
 
-/// Fields of an answer around settings.
+/// Fields of a response besides the settings.
 const AROUND: [&str; 3] = ["index", "is_set", "is_of_model"];
 
 /// Settings that are replaced as a whole.
 pub(super) trait ReplacedSettings {
-    /// Some that somebody may want, for the description of the API.
+    /// Returns an example for the description of the API.
     fn example() -> Value;
 }
 
-/// Settings in a body, in the form of `T`.
+/// Settings of type `T` in a body.
 pub(super) struct WrittenSettings<T> {
     /// The settings alone.
     pub(super) config: Bytes,
-    /// Whether they were read where nobody had set them, so that writing the same changes nothing.
+    /// Whether they were read as defaults, so that writing them back unchanged has no effect.
     pub(super) is_read_as_unset: bool,
     form: PhantomData<T>,
 }
 
 impl<T> WrittenSettings<T> {
-    /// Finds the settings in a body: all of it, or `config` if it has the form of an answer.
+    /// Extracts the settings from a body: all of it, or `config` if it has the form of a response.
     pub(super) fn of(body: Bytes) -> Self {
         let document: Option<Map<String, Value>> = serde_json::from_slice(&body).ok();
         let is_answer = |document: &Map<String, Value>| {
@@ -65,13 +65,13 @@ impl<T, S: Sync> FromRequest<S> for WrittenSettings<T> {
     }
 }
 
-/// A document whose answer has fields that are only shown.
+/// A document whose response has read-only fields.
 pub(super) trait ReadBack: DeserializeOwned {
-    /// Names of the fields that are only shown.
+    /// Names of the read-only fields.
     const SHOWN: &'static [&'static str];
 }
 
-/// A body that may have the fields of an answer.
+/// A body that may contain the read-only fields of a response.
 pub(super) struct ReadBackJson<T>(pub(super) T);
 
 impl<T: ReadBack, S: Sync> FromRequest<S> for ReadBackJson<T> {
@@ -94,7 +94,7 @@ impl<T: ReadBack, S: Sync> FromRequest<S> for ReadBackJson<T> {
     }
 }
 
-/// Allows the fields that are only shown in a body that is read back.
+/// Adds the read-only fields to the schema of a body.
 pub(super) fn with_shown<T: ReadBack>(schema: &mut Schema) {
     let shown = json_schema!({ "description": "As `GET` answers it; not written." });
     let fields = schema

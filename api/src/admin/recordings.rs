@@ -1,6 +1,6 @@
-//! `/admin/v1/recordings`: what this replica was asked, as files without texts and names
-//! (`crate::recording`). Requests are kept as the data plane has them; lines are made while a client
-//! fetches them, some at a time and on another thread.
+//! `/admin/v1/recordings`: requests to this replica, as files without texts and names
+//! (`crate::recording`). Requests are kept as the data plane stores them; lines are generated while
+//! a client fetches them, a chunk at a time and on another thread.
 
 use std::sync::Arc;
 
@@ -32,17 +32,17 @@ use crate::recording::{
     RecordingHead, RecordingNames, RecordingWriter,
 };
 
-/// Recordings that are fetched at a time.
+/// Maximum number of recordings fetched concurrently.
 pub(super) const FETCHES_MAX: usize = 2;
-/// Longest recording.
+/// Maximum duration of a recording, in seconds.
 const SECONDS_MAX: u32 = 24 * 60 * 60;
-/// Most requests of one.
+/// Maximum number of requests in a recording.
 const REQUESTS_MAX: u32 = 1_000_000;
-/// Least and most memory that one may take up.
+/// Range of a recording's memory limit, in bytes.
 const BYTES: std::ops::RangeInclusive<u64> = 1024..=(96 << 20);
-/// Requests made into lines at a time.
+/// Number of requests converted to lines at a time.
 const CHUNK: usize = 64;
-/// Longest salt, in bytes.
+/// Maximum length of a salt, in bytes.
 const SALT_BYTES_MAX: usize = 64;
 
 /// A recording to be made.
@@ -122,7 +122,7 @@ pub(super) struct RecordingList {
 }
 
 impl RecordingInfo {
-    /// One that runs.
+    /// Returns a running recording.
     fn example() -> Self {
         Self {
             id: 1,
@@ -157,7 +157,7 @@ impl IntoResponse for RecordingFile {
     }
 }
 
-/// `GET /admin/v1/recordings`.
+/// Handles `GET /admin/v1/recordings`.
 pub(super) async fn list(State(admin): State<AdminState>) -> Answer<RecordingList> {
     let all = admin.decisions.recorder().list();
     let recordings = all.iter().map(|it| RecordingInfo::of(&admin, it));
@@ -166,7 +166,7 @@ pub(super) async fn list(State(admin): State<AdminState>) -> Answer<RecordingLis
     })
 }
 
-/// `POST /admin/v1/recordings`.
+/// Handles `POST /admin/v1/recordings`.
 pub(super) async fn start(
     State(admin): State<AdminState>,
     MaybeJson(spec): MaybeJson<RecordingSpec>,
@@ -198,7 +198,7 @@ pub(super) async fn start(
     Ok(Answer(RecordingInfo::of(&admin, &state)))
 }
 
-/// `POST /admin/v1/recordings/{id}/stop`.
+/// Handles `POST /admin/v1/recordings/{id}/stop`.
 pub(super) async fn stop(
     State(admin): State<AdminState>,
     PathParam(id): PathParam<u64>,
@@ -208,7 +208,7 @@ pub(super) async fn stop(
     Ok(Answer(RecordingInfo::of(&admin, &state)))
 }
 
-/// `DELETE /admin/v1/recordings/{id}`.
+/// Handles `DELETE /admin/v1/recordings/{id}`.
 pub(super) async fn remove(
     State(admin): State<AdminState>,
     PathParam(id): PathParam<u64>,
@@ -218,7 +218,7 @@ pub(super) async fn remove(
     Ok(Answer(RecordingInfo::of(&admin, &state)))
 }
 
-/// `GET /admin/v1/recordings/{id}`.
+/// Handles `GET /admin/v1/recordings/{id}`.
 pub(super) async fn fetch(
     State(admin): State<AdminState>,
     PathParam(id): PathParam<u64>,
@@ -236,7 +236,7 @@ pub(super) async fn fetch(
     Ok(file(&admin, name, &head, taken, permit))
 }
 
-/// `GET /admin/v1/recordings/last`.
+/// Handles `GET /admin/v1/recordings/last`.
 pub(super) async fn last(
     State(admin): State<AdminState>,
     QueryParams(query): QueryParams<LastQuery>,
@@ -265,7 +265,7 @@ fn within(field: &str, found: u64, range: std::ops::RangeInclusive<u64>) -> Resu
     ))
 }
 
-/// Recordings are made of decisions.
+/// Checks that this replica keeps decisions, which recordings consist of.
 fn keeps_decisions(admin: &Admin) -> Result<(), Problem> {
     if admin.decisions.size().entries_max > 0 {
         return Ok(());
@@ -365,7 +365,7 @@ fn head(
     }
 }
 
-/// What makes lines of requests.
+/// Converts requests to lines.
 struct Lines {
     writer: RecordingWriter,
     names: RecordingNames,
@@ -409,7 +409,7 @@ fn file(
 }
 
 impl Lines {
-    /// The next lines; `None`: there are no more.
+    /// Returns the next lines, or `None` at the end.
     fn chunk(&mut self) -> Option<Bytes> {
         let mut text = self.head.take().unwrap_or_default();
         for TakenRequest { record, chain } in self.taken.by_ref().take(CHUNK) {
@@ -426,7 +426,7 @@ impl Lines {
     }
 }
 
-/// A request without its blocks.
+/// Converts a request without its blocks.
 fn request(
     record: &RequestRecord,
     names: &RecordingNames,
@@ -451,7 +451,7 @@ fn request(
         tenant,
         model: match registry.is_served(&record.model) {
             true => record.model.to_string(),
-            // Whatever a client wrote there.
+            // The client may have written anything there.
             false => names.model(&record.model),
         },
         unit: unit.to_owned(),

@@ -1,7 +1,7 @@
 //! `POST /admin/v1/config/reload`: makes this replica reload its config, as SIGHUP does, and
-//! answers the result.
+//! returns the result.
 //!
-//! This crate does not know the config: the code that read it at the start reads it again.
+//! This crate does not know the config: the code that read it at startup reads it again.
 
 use axum::extract::State;
 use http::StatusCode;
@@ -14,7 +14,7 @@ use super::AdminState;
 use super::answer::Answer;
 use crate::error::Problem;
 
-/// Calls that wait for those before them; further ones wait to wait.
+/// Number of queued reload requests; further callers wait for a place.
 const WAITING_MAX: usize = 8;
 
 /// A key with another value than before.
@@ -53,22 +53,22 @@ pub struct ReloadError {
     pub place: String,
 }
 
-/// What came of reading a config again. A fault changes nothing.
+/// Result of reloading a config. A fault changes nothing.
 pub type ReloadResult = Result<ReloadReport, Vec<ReloadError>>;
 
-/// Where to ask for the config to be read again.
+/// Sender of reload requests.
 #[derive(Debug, Clone)]
 pub struct ReloadRequests(mpsc::Sender<oneshot::Sender<ReloadResult>>);
 
 impl ReloadRequests {
-    /// Both ends; who holds the other one reads the config for each request and answers it.
+    /// Creates the channel. The receiver's owner reloads the config for each request and responds.
     #[must_use]
     pub fn channel() -> (Self, mpsc::Receiver<oneshot::Sender<ReloadResult>>) {
         let (asking, asked) = mpsc::channel(WAITING_MAX);
         (Self(asking), asked)
     }
 
-    /// Has it read again; `None`: nobody reads it any more.
+    /// Requests a reload; `None` if no one handles requests any more.
     async fn ask(&self) -> Option<ReloadResult> {
         let (answer, answered) = oneshot::channel();
         self.0.send(answer).await.ok()?;

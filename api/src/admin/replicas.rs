@@ -115,7 +115,7 @@ pub(super) struct LongestWaitDetail {
     waited_ms: u64,
 }
 
-/// `GET /admin/v1/replicas`.
+/// Handles `GET /admin/v1/replicas`.
 pub(super) async fn show(
     State(admin): State<AdminState>,
     QueryParams(query): QueryParams<ReadQuery>,
@@ -224,7 +224,7 @@ impl FiguresDetail {
     }
 }
 
-/// A number of thousandths as one with decimals.
+/// Converts thousandths to a decimal number.
 fn thousandths(number: u64) -> f64 {
     f64::from(u32::try_from(number).unwrap_or(u32::MAX)) / 1000.0
 }

@@ -1,7 +1,7 @@
 //! `POST /admin/v1/cluster/restore`: replaces the state with a backup.
 //!
 //! The file is read as it arrives, checked chunk by chunk and put into the log. Nothing changes
-//! before the last part is there and the whole state has been read. Any replica can take the
+//! before the last part has arrived and the whole state has been read. Any replica can handle the
 //! request. A client that leaves or sends damaged bytes aborts the restore. If the replica dies,
 //! its parts are dropped a minute later.
 
@@ -27,12 +27,12 @@ use crate::divergence::hex;
 use crate::error::Problem;
 use crate::ports::ProposeError;
 
-/// Longest time for which a client may send nothing.
+/// Maximum time for which a client may send nothing.
 const RECEIVE_TIMEOUT: Duration = Duration::from_secs(30);
-/// How long an unwanted body is read, so that its sender can read the answer.
+/// How long an unwanted body is read, so that its sender can read the response.
 const UNWANTED_TIMEOUT: Duration = Duration::from_secs(60);
-/// How long a restore's command is retried while its outcome is unknown. All but the first can be
-/// repeated at will, and starting over would cost more.
+/// How long a restore's command is retried while its outcome is unknown. All but the first are
+/// repeatable, and starting over would cost more.
 const AGAIN_TIMEOUT: Duration = Duration::from_secs(60);
 /// Pause between two attempts.
 const AGAIN_PAUSE: Duration = Duration::from_millis(200);
@@ -47,7 +47,7 @@ pub(super) struct RestoreQuery {
 /// Content type of a backup.
 pub(super) const BACKUP: &str = "application/octet-stream";
 
-/// A backup on its way.
+/// A backup being uploaded.
 pub(super) struct BackupUpload(Body);
 
 impl<S: Sync> FromRequest<S> for BackupUpload {
@@ -84,7 +84,7 @@ pub(super) async fn restore(
     QueryParams(query): QueryParams<RestoreQuery>,
     BackupUpload(body): BackupUpload,
 ) -> Result<WrittenWith<RestoreResponse>, Problem> {
-    // A separate task: it aborts the restore when the client leaves, which drops this future.
+    // A separate task, which aborts the restore if the client leaves and this future is dropped.
     let running = tokio::spawn(async move {
         let mut body = RestoreUpload {
             body,
@@ -129,7 +129,7 @@ async fn run(
         Err(problem) => Err(problem),
     };
     if finished.is_err() {
-        // If this fails, the parts are dropped in time.
+        // If this fails, the parts are dropped after a timeout.
         drop(
             admin
                 .cluster
@@ -168,7 +168,7 @@ async fn finish(
     let bytes = backup.bytes;
     let finish = Command::FinishRestore { restore, bytes };
     let fate = committed(again(admin, finish).await);
-    // The restore is in the log. If nobody can confirm it right now, the answer shows what is
+    // The restore is in the log. If it cannot be confirmed right now, the response shows what is
     // applied here.
     drop(admin.cluster.read_barrier().await);
     let index = match fate {
@@ -268,7 +268,7 @@ fn refused(field: &str, expected: &str) -> Problem {
         ),
     };
     let detail = match (field, expected.split_once(", ")) {
-        // How full it is stands behind what the title says.
+        // The title states the condition; the detail adds the contents.
         ("force", Some((_, held))) => format!("{held}; with force the backup replaces them"),
         _ => format!("{field}: {expected}"),
     };
@@ -328,7 +328,7 @@ impl RestoreUpload {
         }
     }
 
-    /// Reads the rest of an unwanted body: an answer before the end of the request would be lost
+    /// Reads the rest of an unwanted body: a response before the end of the request would be lost
     /// with the connection.
     async fn drain(&mut self) {
         let all = async {
@@ -338,7 +338,7 @@ impl RestoreUpload {
                 }
             }
         };
-        // A client that sends for longer does not get the answer.
+        // A client that sends for longer does not get the response.
         drop(tokio::time::timeout(UNWANTED_TIMEOUT, all).await);
     }
 }

@@ -1,4 +1,4 @@
-//! Who may call what: roles of operators, and what a route asks for.
+//! Roles of operators, and the permissions that routes require.
 
 use std::fmt;
 use std::str::FromStr;
@@ -19,7 +19,7 @@ pub enum AdminRole {
     Admin,
 }
 
-/// Who calls: the holder of a token or of a certificate.
+/// Caller: the holder of a token or certificate.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Operator {
     pub(super) name: Arc<str>,
@@ -36,7 +36,7 @@ pub(super) enum CallerProof {
 }
 
 impl CallerProof {
-    /// Its name in the audit.
+    /// Returns the name used in the audit.
     pub(super) fn name(self) -> &'static str {
         match self {
             Self::Token => "token",
@@ -45,16 +45,16 @@ impl CallerProof {
     }
 }
 
-/// Text that names no role.
+/// Error for text that names no role.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("expected viewer, operator or admin")]
 pub struct AdminRoleError;
 
 impl AdminRole {
-    /// All roles, the weakest first.
+    /// All roles, weakest first.
     pub const ALL: [Self; 3] = [Self::Viewer, Self::Operator, Self::Admin];
 
-    /// Its name in a tokens file.
+    /// Returns the name used in a tokens file.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -80,10 +80,10 @@ impl FromStr for AdminRole {
     }
 }
 
-/// What a call of a route needs.
+/// Permission that a call requires.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Permission {
-    /// Nothing: orchestrators ask, and the answer is harmless.
+    /// None: orchestrators call it, and the response is harmless.
     Open,
     /// The role `viewer`, unless the config opens `/metrics`.
     Scrape,
@@ -92,7 +92,7 @@ pub(super) enum Permission {
 }
 
 impl Permission {
-    /// The weakest role that has it.
+    /// Returns the weakest role with this permission.
     pub(super) fn role(self) -> AdminRole {
         match self {
             Self::Open | Self::Scrape => AdminRole::Viewer,
@@ -100,7 +100,7 @@ impl Permission {
         }
     }
 
-    /// Whether calls are audited: what takes more than the right to read.
+    /// Whether calls are audited: those that require more than read access.
     pub(super) fn is_audited(self) -> bool {
         self.role() > AdminRole::Viewer
     }

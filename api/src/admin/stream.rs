@@ -1,9 +1,9 @@
 //! `GET /admin/v1/events`: changes in the cluster, as server-sent events.
 //!
-//! Each event has an id: the epoch of this process, drawn at random, and the event's number. A
-//! client that reconnects with `Last-Event-ID` gets the events that it missed, as far as they are
-//! kept, and the number of the others; for ids of another epoch or replica, it gets a note that
-//! they cannot be resumed.
+//! Each event has an id: the random epoch of this process and the event's number. A client that
+//! reconnects with `Last-Event-ID` gets the events that it missed, as far as they are kept, and the
+//! number of the others. For an id of another epoch or replica, it is informed that events cannot
+//! be resumed.
 
 use std::collections::VecDeque;
 use std::convert::Infallible;
@@ -28,25 +28,25 @@ use crate::events::NumberedEvent;
 
 /// Maximum number of open event streams.
 pub const STREAMS_MAX: usize = 64;
-/// Interval of comments in the absence of events, so that dead clients are noticed.
+/// Interval of comments in the absence of events, so that dead clients are detected.
 const KEEP_ALIVE: Duration = Duration::from_secs(15);
 
-/// First event of every stream. Its id is that of the last event before those that follow.
+/// First event of every stream. Its id is that of the event preceding those that follow.
 #[derive(Serialize)]
 struct Connected<'a> {
     applied_index: u64,
-    /// That of this process: events of another one have other ids.
+    /// Epoch of this process: events of other processes have other ids.
     epoch: &'a str,
 }
 
-/// Sent in place of events that the client was too slow to receive, or that are not kept any more.
+/// Sent in place of events that the client was too slow to receive, or that are no longer kept.
 #[derive(Serialize)]
 struct Missed {
-    /// How many; `null`: it is not known, as the last event that it had was of another process.
+    /// Number of events; `null` if unknown, because the last one received was from another process.
     events: Option<u64>,
 }
 
-/// Tells events of this process apart from those of others.
+/// Distinguishes events of this process from those of others.
 #[derive(Debug, Clone)]
 pub(super) struct EventEpoch(Arc<str>);
 
@@ -59,14 +59,14 @@ impl EventEpoch {
         format!("{}-{number}", self.0)
     }
 
-    /// The number in an id of this epoch.
+    /// Returns the number in an id of this epoch.
     fn number(&self, id: &str) -> Option<u64> {
         let (epoch, number) = id.split_once('-')?;
         (epoch == &*self.0).then(|| number.parse().ok()).flatten()
     }
 }
 
-/// Id of the last event that the client had; `None`: it begins.
+/// Id of the last event that the client received; `None` for a new client.
 pub(super) struct LastEventId(Option<String>);
 
 impl<S: Sync> FromRequestParts<S> for LastEventId {
@@ -83,13 +83,13 @@ struct Subscriber {
     receiver: Receiver<Arc<NumberedEvent>>,
     epoch: EventEpoch,
     stop: CancellationToken,
-    /// What is told before anything that happens from here on.
+    /// Events sent before all later ones.
     first: VecDeque<SseEvent>,
     /// Returned when the stream is dropped.
     _permit: OwnedSemaphorePermit,
 }
 
-/// Events as they happen.
+/// A stream of events.
 pub(super) struct EventsAnswer(Response);
 
 impl IntoResponse for EventsAnswer {

@@ -1,8 +1,8 @@
-//! The tokens of operators: SHA-256 hashes, each with a name and a role.
+//! Tokens of operators: SHA-256 hashes, each with a name and a role.
 //!
-//! A token made by [`NewToken::draw`] has 256 random bits, so one fast hash hides it: there is
-//! nothing to guess. All hashes are compared in constant time and to the last one, so that the time
-//! of an answer tells nothing of them.
+//! A token from [`NewToken::draw`] has 256 random bits, so a single fast hash protects it: guessing
+//! is infeasible. All hashes are compared in constant time and to the last one, so that the
+//! response time reveals nothing about them.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -16,11 +16,11 @@ use subtle::{Choice, ConditionallySelectable, ConstantTimeEq};
 
 use super::roles::{AdminRole, CallerProof, Operator};
 
-/// Beginning of a drawn token, by which scanners of sources and logs can find one that leaked.
+/// Prefix of a drawn token, by which scanners of sources and logs can detect a leak.
 const PREFIX: &str = "qat-";
-/// Longest name of a token, in bytes.
+/// Maximum length of a token's name, in bytes.
 const NAME_BYTES_MAX: usize = 64;
-/// Most tokens of a file.
+/// Maximum number of tokens in a file.
 const TOKENS_MAX: usize = 1000;
 
 type TokenHash = [u8; 32];
@@ -33,17 +33,17 @@ pub struct TokenEntry {
     hash: TokenHash,
 }
 
-/// The tokens that are accepted. Clones are the same set.
+/// The accepted tokens. Clones share one set.
 #[derive(Clone, Default)]
 pub struct AdminTokens(Arc<ArcSwap<Vec<TokenEntry>>>);
 
 impl AdminTokens {
-    /// Has these tokens and no others accepted from here on.
+    /// Replaces all accepted tokens.
     pub fn replace(&self, entries: Vec<TokenEntry>) {
         self.0.store(Arc::new(entries));
     }
 
-    /// Whose token this is; `None`: nobody's.
+    /// Returns the holder of this token, if any.
     pub(super) fn holder(&self, secret: &[u8]) -> Option<Operator> {
         let entries = self.0.load();
         let hash: TokenHash = Sha256::digest(secret).into();
@@ -61,7 +61,7 @@ impl AdminTokens {
     }
 }
 
-/// Whether both are one set.
+/// Whether both share one set.
 impl PartialEq for AdminTokens {
     fn eq(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
@@ -76,12 +76,12 @@ impl fmt::Debug for AdminTokens {
     }
 }
 
-/// Reads a tokens file: `name:role:sha256-hex` a line, empty lines and those that begin with `#`
-/// aside. Faults name the line and quote nothing of its hash, which may be a secret put there by
+/// Parses a tokens file: `name:role:sha256-hex` per line. Ignores empty lines and lines that begin
+/// with `#`. Errors name the line but never quote its hash, which may be a secret put there by
 /// mistake.
 ///
 /// # Errors
-/// The first fault. A file without a token is one: nobody could get in.
+/// The first fault. A file without tokens is one, since it would lock everyone out.
 pub fn read_tokens(text: &str) -> Result<Vec<TokenEntry>, String> {
     let lines = (1..).zip(text.lines().map(str::trim));
     let lines = lines.filter(|(_, line)| !line.is_empty() && !line.starts_with('#'));
@@ -123,10 +123,10 @@ fn token_of(line: &str) -> Result<TokenEntry, String> {
     })
 }
 
-/// Refuses names that would not fit into a line of the file or the log.
+/// Rejects names that would not fit into a line of the file or the log.
 ///
 /// # Errors
-/// What is expected.
+/// What was expected.
 pub fn check_token_name(name: &str) -> Result<(), String> {
     let is_plain = |c: char| c.is_ascii_alphanumeric() || "._-@".contains(c);
     match (1..=NAME_BYTES_MAX).contains(&name.len()) && name.chars().all(is_plain) {
@@ -151,9 +151,9 @@ fn unhex(text: &str) -> Option<TokenHash> {
     Some(hash)
 }
 
-/// A token that was just drawn.
+/// A newly drawn token.
 pub struct NewToken {
-    /// What its holder sends. Nobody can find it out again.
+    /// The secret that its holder sends. It cannot be recovered later.
     pub secret: String,
     /// Its line in the tokens file.
     pub line: String,
@@ -163,7 +163,7 @@ impl NewToken {
     /// Draws a token.
     ///
     /// # Errors
-    /// If the name does not fit.
+    /// Fails if the name is invalid.
     pub fn draw(name: &str, role: AdminRole) -> Result<Self, String> {
         check_token_name(name)?;
         let bits: [u8; 32] = rand::random();

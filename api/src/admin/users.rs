@@ -159,8 +159,7 @@ pub(super) async fn list(
         // One more than requested shows whether there are more.
         users = state.users(after, limit + 1);
     });
-    // Outside the closure: the queues' lock must not be awaited while `apply` waits for this
-    // reader.
+    // Outside the closure: do not wait for the queues' lock while `apply` waits for this reader.
     let now_ms = admin.clock.unix_ms();
     let shown = |user: &UserView| UserDetail::of(user, &admin, now_ms);
     answer.users = users.iter().map(shown).collect();
@@ -193,14 +192,14 @@ pub(super) async fn show(
     })
 }
 
-/// The version of what operators set of a user.
+/// Returns the version of a user's settings.
 fn version(admin: &Admin, user: &UserView) -> Version {
     let scope = admin.view.caches().own(user.key).map(ShownScope::from);
     let (limits, budget) = (&user.limits, &user.own_budget);
     Version::of(&(user.weight_milli, limits, budget, &user.models, scope))
 }
 
-/// The same for the user of this name; `None`: there is none.
+/// Same for the user with this name; `None` if there is none.
 fn version_of(admin: &Admin, name: &str) -> Option<Version> {
     let mut found = None;
     admin
@@ -253,10 +252,10 @@ impl ReadBack for PutUserBody {
     ];
 }
 
-/// Limits in a body.
+/// Limits from a body.
 pub(super) struct WrittenLimits {
     pub(super) limits: UserLimits,
-    /// Whether they had the names that they have in the log.
+    /// Whether they used the field names of the log.
     are_former: bool,
 }
 
@@ -281,7 +280,7 @@ impl PutUserBody {
         read.map_err(|faults| unfit(&within("budget", faults)))
     }
 
-    /// The command for what the body has: the one that most builds know.
+    /// Builds the command for the fields in the body, preferring the one that most builds support.
     fn command(self, name: String, limits: Option<UserLimits>) -> Result<Command, Problem> {
         let budget = self.budget()?;
         let weight_milli = self.weight_milli;
@@ -311,8 +310,8 @@ impl PutUserBody {
         }
     }
 
-    /// Forgets the weight of a user without one of its own that was read with more: written back, it
-    /// gives it none.
+    /// Ignores the weight in a body that was read from a user without a weight of its own, if the
+    /// body sets anything else: writing it back must not give the user a weight.
     fn forget_shown_weight(&mut self, shown_milli: u32) {
         let has_scope = self.cache.is_some() || self.cache_group.is_some();
         let has_more =
@@ -322,7 +321,7 @@ impl PutUserBody {
         }
     }
 
-    /// Whether it sets anything beside a cache scope.
+    /// Whether it sets anything besides a cache scope.
     fn sets_more(&self) -> bool {
         self.weight_milli.is_some()
             || self.limits.is_some()
@@ -330,7 +329,7 @@ impl PutUserBody {
             || self.models.is_some()
     }
 
-    /// Whether it would set nothing for a user of whom it was read that nobody configured it.
+    /// Whether the body was read from an unconfigured user and would set nothing.
     fn is_as_unconfigured(&self) -> bool {
         self.is_configured == Some(false)
             && self.limits.is_none()
@@ -339,7 +338,7 @@ impl PutUserBody {
     }
 }
 
-/// The faults with their keys as the body has them.
+/// Prefixes the faults' keys with the field of the body.
 fn within(field: &str, mut faults: Vec<SettingError>) -> Vec<SettingError> {
     for fault in &mut faults {
         fault.key = match fault.key.as_str() {
@@ -357,7 +356,7 @@ pub(super) async fn put(
     ReadBackJson(mut body): ReadBackJson<PutUserBody>,
 ) -> Result<Written, Problem> {
     if let Err(problem) = name_of("name", &name) {
-        // A name that a request gave itself can still be limited.
+        // A name chosen by a request can still be limited.
         let mut is_there = false;
         admin
             .cluster
@@ -392,7 +391,7 @@ pub(super) async fn put(
     let command = is_more.then(|| body.command(name.clone(), limits));
     let command = command.transpose()?;
     let user = Some(name);
-    // First, so that nothing is shared in between that must not be.
+    // The scope goes first, so that nothing is shared in between that must not be.
     let scope = scope.map(|scope| Command::SetCacheScope { user, scope });
     let mut answer = None;
     for command in [scope, command].into_iter().flatten() {
@@ -403,7 +402,7 @@ pub(super) async fn put(
     Ok(answer)
 }
 
-/// Deletes the user with counters, weight and limits.
+/// Deletes the user with its counters, weight and limits.
 pub(super) async fn remove(
     State(admin): State<AdminState>,
     PathParam(name): PathParam<String>,

@@ -1,7 +1,7 @@
-//! Versions of what can be read and written back: `ETag` of an answer, `If-Match` of a write (ADR
+//! Versions of readable and writable objects: `ETag` of a response, `If-Match` of a write (ADR
 //! 0095).
 //!
-//! A version is a hash of what a write replaces, as it is in the state. It excludes figures that
+//! A version is a hash of the part of the state that a write replaces. It excludes figures that
 //! change without writes, so an edit fails only if another edit came first. All replicas compute
 //! the same version for the same state, so a client can read at one and write at another.
 
@@ -25,14 +25,14 @@ use crate::error::Problem;
 pub(super) struct Version(String);
 
 impl Version {
-    /// The version of an object of which a write replaces `written`.
+    /// Returns the version of an object of which a write replaces `written`.
     pub(super) fn of(written: &impl Serialize) -> Self {
         let bytes = serde_json::to_vec(written).expect("settings have string keys only");
         Self(format!("\"{}\"", hex(xxh3_128(&bytes))))
     }
 }
 
-/// An answer with the version that a write can ask for.
+/// A response with a version for a conditional write.
 pub(super) struct Versioned<T> {
     pub(super) version: Version,
     pub(super) body: T,
@@ -47,14 +47,14 @@ impl<T: Serialize> IntoResponse for Versioned<T> {
     }
 }
 
-/// The versions that a write may replace.
+/// Versions that a write may replace.
 #[derive(Debug)]
 pub(super) enum IfMatch {
-    /// Whatever is there, or nothing.
+    /// Any version, or none.
     Anything,
-    /// Whatever is there.
+    /// Any existing version.
     Existing,
-    /// One of these.
+    /// One of these versions.
     One(Vec<String>),
 }
 
@@ -90,10 +90,10 @@ fn unreadable(found: &str) -> Problem {
 }
 
 impl IfMatch {
-    /// Waits for the turn to write at this replica, and checks that what is there is what the
-    /// caller means to replace. `now` tells its version; `None`: there is nothing.
+    /// Waits for the turn to write at this replica, and checks the current version, which `now`
+    /// returns (`None` if the object does not exist).
     ///
-    /// Keep what is returned until the write is committed.
+    /// Keep the returned guard until the write is committed.
     pub(super) async fn turn<'a>(
         &self,
         admin: &'a AdminState,
@@ -107,7 +107,7 @@ impl IfMatch {
         Ok(turn)
     }
 
-    /// Checks that what is there, of this version, is what the caller means to replace.
+    /// Checks that the caller may replace the current version.
     pub(super) fn check(&self, now: Option<Version>) -> Result<(), Problem> {
         let is_meant = match (self, &now) {
             (Self::Anything, _) | (Self::Existing, Some(_)) => true,

@@ -42,7 +42,7 @@ struct WaitingDetail {
     waited_ms: u64,
 }
 
-/// `GET /admin/v1/waiting`.
+/// Handles `GET /admin/v1/waiting`.
 pub(super) async fn list(
     State(admin): State<AdminState>,
     QueryParams(query): QueryParams<WaitingQuery>,

@@ -1,10 +1,9 @@
 //! `POST /admin/v1/policy/what-if`: what policies would have chosen in the last decisions.
 //!
-//! Each decision is made again from what it saw: the candidates with their matches and load at that
-//! moment. So the answer is exact for one decision, but ignores what a policy would have built up
-//! over time: which blocks would be where, and how long queues. That is what `quorate simulate
-//! --from-decisions` is for (docs/guide/what-if.md). It reads kept records only, on a thread of its
-//! own and one at a time.
+//! Each decision is repeated with its inputs at the time: the candidates with their matches and
+//! load. So the answer is exact for one decision, but ignores the long-term effects of a policy on
+//! block placement and queue lengths; `quorate simulate --from-decisions` covers those
+//! (docs/guide/what-if.md). This reads only kept records, on its own thread and one call at a time.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -25,9 +24,9 @@ use crate::error::Problem;
 use crate::proxy::TakenRequest;
 use crate::routing::SeenDecision;
 
-/// Decisions that are looked at, at most.
+/// Maximum number of decisions to repeat.
 const DECISIONS_MAX: usize = 10_000;
-/// Policies that are asked, at most.
+/// Maximum number of policies to evaluate.
 const POLICIES_MAX: usize = 20;
 
 /// Which decisions are made again, and by whom.
@@ -82,7 +81,7 @@ pub(super) struct WhatIfAnswer {
 }
 
 impl WhatIfAnswer {
-    /// Two backends, and one policy that is asked.
+    /// Returns an example with two backends and one policy.
     fn example() -> Self {
         let figures = |hit_rate, busiest, [first, second]: [u64; 2]| WhatIfFigures {
             predicted_hit_rate: Some(hit_rate),
@@ -135,7 +134,7 @@ struct WhatIfFigures {
     by_backend: BTreeMap<String, u64>,
 }
 
-/// `POST /admin/v1/policy/what-if`.
+/// Handles `POST /admin/v1/policy/what-if`.
 pub(super) async fn ask(
     State(admin): State<AdminState>,
     MaybeJson(question): MaybeJson<WhatIfQuestion>,
@@ -192,7 +191,7 @@ fn policies(admin: &Admin, asked: Option<Vec<PolicyConfig>>) -> Result<Vec<Polic
     Ok(asked)
 }
 
-/// A kept decision, to be made again.
+/// A kept decision to be repeated.
 struct ReplayedDecision<'a> {
     seen: SeenDecision<'a>,
     chain: &'a [BlockHash],
@@ -259,7 +258,7 @@ fn answer(admin: &Admin, taken: &[TakenRequest], policies: Vec<PolicyConfig>) ->
     }
 }
 
-/// What `config` would have chosen in the `at`th decision.
+/// Returns what `config` would have chosen in the `at`th decision.
 fn chosen(config: &PolicyConfig, again: &ReplayedDecision<'_>, at: u64) -> Option<Choice> {
     let seen = &again.seen;
     if config == seen.policy {
@@ -272,13 +271,13 @@ fn chosen(config: &PolicyConfig, again: &ReplayedDecision<'_>, at: u64) -> Optio
     }
     if let Some(blocks) = needs.prefix_blocks {
         let first = again.chain.get(..blocks as usize).unwrap_or(again.chain);
-        // A prompt shorter than a block has no other name that was kept.
+        // Shorter prompts have no other kept name.
         request.prefix_key = first.last().map_or(request.jitter, |block| block.0);
     }
     policy::choose(config, &request, &seen.candidates)
 }
 
-/// What a policy looks at and the one that decided does not.
+/// Returns the inputs of a policy that the original policy did not record.
 fn lacks(
     config: &PolicyConfig,
     again: &ReplayedDecision<'_>,
@@ -333,7 +332,7 @@ fn figures(
     }
 }
 
-/// Prompt tokens in matched blocks.
+/// Returns the number of prompt tokens in matched blocks.
 fn held_tokens(request: &PolicyRequest, matched: u32) -> u64 {
     let blocks = u64::from(matched.min(request.blocks));
     let tokens = blocks * u64::from(request.tokens_per_block);

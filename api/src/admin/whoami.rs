@@ -1,4 +1,4 @@
-//! Who calls: what a client may offer its user depends on the role.
+//! Identity of the caller: what a client may offer its user depends on the role.
 
 use axum::extract::{Extension, State};
 use schemars::JsonSchema;
@@ -9,7 +9,7 @@ use super::AdminState;
 use super::answer::Answer;
 use super::roles::{AdminRole, CallerProof, Operator};
 
-/// Who calls, as the gate found; `None`: nobody has to say.
+/// Caller, as determined by the gate; `None` if no authentication is required.
 #[derive(Clone)]
 pub(super) struct Caller(pub(super) Option<Operator>);
 
@@ -25,7 +25,7 @@ pub(super) struct WhoamiResponse {
     by: Option<CallerProof>,
 }
 
-/// `GET /admin/v1/whoami`.
+/// Handles `GET /admin/v1/whoami`.
 pub(super) async fn show(
     State(admin): State<AdminState>,
     Extension(Caller(operator)): Extension<Caller>,

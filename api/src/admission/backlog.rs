@@ -1,20 +1,20 @@
-//! Backlog reports: the encoding in which replicas send each other what waits. Like load, they
-//! bypass the log and go stale quickly.
+//! Backlog reports: the wire format in which replicas send each other their waiting requests. Like
+//! load, they bypass the log and go stale quickly.
 
 use state::admission::Backlog;
 use state::ids::ModelKey;
 
 use crate::routing::{LoadReportError, put_number, take_number};
 
-/// Models that one report lists; those with the greatest keys are left out, and hold nobody back
-/// then.
+/// Maximum number of models per report. Models with the greatest keys are left out and then hold
+/// nobody back.
 pub const MODELS_PER_REPORT_MAX: usize = 256;
-/// Longest report, in bytes.
+/// Maximum size of a report, in bytes.
 pub const REPORT_BYTES_MAX: usize = MODELS_PER_REPORT_MAX * (8 + 2 + 10 + 5 + 5);
 
-/// A replica's backlog as its peers are told: for each model, in ascending order of key, the key in
-/// eight bytes and the priority in two, little-endian, then three LEB128 numbers: least counter,
-/// users, requests. Empty when nothing waits.
+/// Encodes a replica's backlog for its peers. For each model in ascending key order: the key (eight
+/// bytes) and the priority (two bytes), little-endian, then three LEB128 numbers: least counter,
+/// users, requests. Empty if nothing waits.
 #[must_use]
 pub fn encode(lines: &[(ModelKey, Backlog)]) -> Vec<u8> {
     let mut sorted = lines.to_vec();
@@ -31,10 +31,10 @@ pub fn encode(lines: &[(ModelKey, Backlog)]) -> Vec<u8> {
     bytes
 }
 
-/// The backlogs of a report, by model, ascending.
+/// Decodes a report into backlogs in ascending model order.
 ///
 /// # Errors
-/// [`LoadReportError`].
+/// Returns a [`LoadReportError`] if the bytes are not a valid report.
 pub fn decode(mut bytes: &[u8]) -> Result<Vec<(ModelKey, Backlog)>, LoadReportError> {
     let mut lines: Vec<(ModelKey, Backlog)> = Vec::new();
     while let Some((key, rest)) = bytes.split_first_chunk() {

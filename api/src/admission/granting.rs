@@ -1,13 +1,13 @@
-//! `grants = "log"`: the log decides which request goes next, for all replicas together.
+//! `grants = "log"`: the log decides which request goes next, across all replicas.
 //!
 //! A replica proposes its waiting requests and its free room to the log. The resulting grant
-//! charges the request and lets it go before everything else that waits here, as soon as there is
+//! charges the request, which then goes before everything else that waits here as soon as there is
 //! room. A grant to a request that is gone is passed on, and its price becomes the user's credit.
 //! [`state::grants`] describes the protocol.
 //!
-//! Room is reported by the replica where a request ended, at once; room that stays unused for
+//! The replica where a request ended reports the room at once. Room that stays unused for
 //! [`UNUSED_MAX`], because a peer's request ended or a backend was added, is reported by every
-//! replica that has requests waiting. Grants beyond what there is room for wait at their replica.
+//! replica with waiting requests. Grants beyond the available room wait at their replica.
 
 use std::collections::BTreeMap;
 use std::sync::{MutexGuard, PoisonError};
@@ -25,35 +25,35 @@ use super::waiter::Waiter;
 use super::{Admission, ModelQueues};
 use crate::routing::{RoutingRejection, WantedPlaces};
 
-/// How long room stays unused before it is asked for without a request having ended here.
+/// How long room stays unused before a replica asks for it without an ended request of its own.
 const UNUSED_MAX: Duration = Duration::from_millis(50);
-/// A request that the log does not know this long after it was told is told again.
+/// Time after which a request that the log does not know is proposed again.
 const TELL_AGAIN: Duration = Duration::from_secs(1);
-/// How long it is remembered that a ticket was given back.
+/// How long returned tickets are remembered.
 const REMEMBERED: Duration = Duration::from_secs(10);
-/// Most grants asked for at once.
+/// Maximum number of grants requested at once.
 const GRANTS_MAX: u64 = 256;
 
-/// What was asked of the log.
+/// Requests to the log.
 #[derive(Debug, Default)]
 pub(super) struct GrantRequests {
-    /// Tickets that were given back: taken, or their requests are gone.
+    /// Returned tickets: used, or their requests are gone.
     back: BTreeMap<Ticket, ReturnedTicket>,
-    /// Requests that had ended here at the last look.
+    /// Number of requests that had ended here at the last scan.
     ended: u64,
-    /// When grants of a model were last asked for.
+    /// When grants of each model were last requested.
     asked: BTreeMap<ModelKey, Instant>,
 }
 
 #[derive(Debug)]
 struct ReturnedTicket {
     at: Instant,
-    /// Whether its grant was used, or handed on.
+    /// Whether the grant was used or passed on.
     is_settled: bool,
 }
 
 impl Admission {
-    /// Tells the log of a request that waits.
+    /// Proposes a waiting request to the log.
     fn tell(
         &self,
         line: &mut ModelQueue,
@@ -71,14 +71,14 @@ impl Admission {
             tokens: u32::try_from(tokens).unwrap_or(u32::MAX),
         };
         if let Some(entry) = line.entries.get_mut(&waiting.ticket) {
-            // What there is no room for is told later.
+            // A request that does not fit into the outbox is proposed later.
             self.outbox.note(Item::Wait(wait));
             entry.told = Some(look.now);
         }
     }
 
-    /// A request waits no more: the log is told, if it was told of it. Without a grant that was
-    /// used, one that comes is handed on.
+    /// Withdraws a request that was proposed and no longer waits. If its grant was not used, a
+    /// grant that still arrives is passed on.
     pub(super) fn tell_over(&self, entry: &Waiter, now: Instant) {
         if entry.told.is_none() {
             return;
@@ -96,7 +96,7 @@ impl Admission {
         self.asking.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Lets go whom the log has granted, tells it who waits and what room there is.
+    /// Dispatches granted requests, proposes waiting ones, and reports free room.
     pub(super) fn serve_granted(
         &self,
         line: &mut ModelQueue,
@@ -129,7 +129,7 @@ impl Admission {
         }
     }
 
-    /// Tells the log of those it was not told of, or does not know.
+    /// Proposes the requests that the log does not know.
     fn tell_all(
         &self,
         line: &mut ModelQueue,
@@ -154,7 +154,7 @@ impl Admission {
         }
     }
 
-    /// Lets go those with a grant as far as there is room; answers how many are left.
+    /// Dispatches granted requests as far as there is room; returns how many are left.
     fn use_grants(
         &self,
         line: &mut ModelQueue,
@@ -165,8 +165,8 @@ impl Admission {
         let mut open = 0;
         let granted = grants.granted(self.replica);
         for wait in granted.filter(|wait| wait.model == model) {
-            // Until this run's first command is applied there may be grants of the run before, whose
-            // tickets began at 1 too.
+            // Until this run's first command is applied, grants of the previous run may exist,
+            // whose tickets also began at 1.
             let is_its = |it: &QueuedRequest| (it.user, it.priority) == (wait.user, wait.priority);
             if !line.queue.get(wait.ticket).is_some_and(is_its) {
                 continue;
@@ -196,7 +196,7 @@ impl Admission {
         open
     }
 
-    /// Hands on what was granted to requests that are gone, and takes in what has ended.
+    /// Passes on grants to requests that are gone, and records how many requests have ended.
     pub(super) fn settle_grants(&self, lines: &ModelQueues, now: Instant) {
         let grants = self.view.grants();
         let replica = self.replica;

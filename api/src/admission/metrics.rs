@@ -9,31 +9,31 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::Registry;
 
-/// Upper bounds of the wait's buckets, in seconds.
+/// Upper bounds of the wait time buckets, in seconds.
 const BUCKETS_S: [f64; 12] = [
     0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 30.0, 60.0,
 ];
 
-/// Why a request was not admitted, or left before.
+/// Why a request was not admitted or left the queue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum LeaveReason {
-    /// The user is over a limit: 429.
+    /// The user exceeds a limit: 429.
     OverLimit,
-    /// Too many wait: 503.
+    /// The queue is full: 503.
     QueueFull,
-    /// It would not have gone in time: 503.
+    /// The predicted wait is too long: 503.
     TooLate,
-    /// It waited too long: 503.
+    /// The maximum wait has passed: 503.
     WaitedTooLong,
-    /// It waited as long as its client does: 503.
+    /// The client's deadline has passed: 503.
     Deadline,
-    /// It waited for the target while the queue was in overload: 503.
+    /// The wait reached the target while the queue was in overload: 503.
     Overload,
-    /// The replica leaves: 503.
+    /// The replica is leaving: 503.
     Leaving,
-    /// No backend could take it any more, as its answer says.
+    /// No backend can take the request any more; the status follows from the reason.
     NoBackend,
-    /// The client left.
+    /// The client disconnected.
     ClientGone,
 }
 
@@ -58,7 +58,7 @@ struct ReasonLabels {
     reason: &'static str,
 }
 
-/// Counters and gauges of admission. Cheap to clone; clones count together.
+/// Counters and gauges of admission. Cheap to clone; clones share their values.
 #[derive(Debug, Clone)]
 pub struct AdmissionMetrics {
     pub(super) waiting: Gauge,
@@ -95,7 +95,7 @@ impl Default for AdmissionMetrics {
 }
 
 impl AdmissionMetrics {
-    /// Adds everything to the registry that `/metrics` shows.
+    /// Registers all metrics of admission for `/metrics`.
     pub fn register(&self, registry: &mut Registry) {
         registry.register(
             "quorate_admission_waiting",

@@ -1,21 +1,21 @@
 //! Admission: a request that finds every backend at its limit waits here, and nowhere else.
 //!
-//! Per model there is one [`Queue`](state::admission::Queue), ordered fairly over the whole
-//! cluster: by replicated counters, behind a gate that knows what waits at the other replicas
+//! Each model has one [`Queue`](state::admission::Queue), ordered fairly over the whole cluster: by
+//! replicated counters, behind a gate that knows what waits at the other replicas
 //! (docs/internals/fairness.md). While nothing waits for any model, here or elsewhere, a request
-//! costs one atomic load here and goes on.
+//! costs one atomic load here.
 //!
-//! One loop, [`Admission::run`], serves the queues: whenever a request ends here, a peer reports
-//! its load or its backlog, a request begins to wait, and every 20 ms while something waits, which
-//! finds what has no signal of its own (a limit that changed, a backend that came back, a peer that
-//! went silent). It decides *and dispatches* for whoever is next, so that the room is taken before
-//! the next one is looked at: one request goes per place that becomes free, none is woken for
-//! nothing, and no signal can get lost between a decision and a dispatch.
+//! One loop, [`Admission::run`], serves the queues: when a request ends here, a peer reports its
+//! load or backlog, or a request begins to wait. While something waits it also runs every 20 ms, to
+//! find changes without a signal (a new limit, a recovered backend, a silent peer). It decides *and
+//! dispatches* the next request, so that the room is taken before it considers another. One request
+//! goes per free place, none is woken in vain, and no signal is lost between a decision and a
+//! dispatch.
 //!
-//! A request whose attempt was not run by its backend has had its turn. It does not queue again
-//! behind others but stands before them, in order of arrival, until another backend has room.
+//! A request whose backend did not run it has had its turn. It does not queue again behind others
+//! but waits ahead of them, in order of arrival, until another backend has room.
 //!
-//! With `batching = "static"` a backend is given requests only while it runs none, then a whole
+//! With `batching = "static"` a backend receives requests only while it runs none, and then a whole
 //! batch of one bin at once.
 
 pub mod backlog;
@@ -57,13 +57,13 @@ use metrics::LeaveReason;
 use model_queue::ModelQueue;
 use waiter::{QueueTicket, UserWaitGuard, Waiter};
 
-/// How often queues are looked at while something waits and nobody says that anything has changed.
+/// Interval at which queues are served while something waits and no signal arrives.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 
-/// The same while grants are waited for, which have no signal of their own.
+/// The same while grants are pending, which have no signal.
 const LOOK_FOR_GRANTS_EVERY: Duration = Duration::from_millis(2);
 
-/// Models of which it is remembered how their queues were served.
+/// Maximum number of models whose queue statistics are kept after the queue is empty.
 const LEARNT_MAX: usize = 64;
 
 /// The queues of one replica.
@@ -76,37 +76,37 @@ pub struct Admission {
     shares: Arc<Shares>,
     replica: ReplicaId,
     lines: Mutex<ModelQueues>,
-    /// Whether anything waits for any model, here or at a peer: what the fast path looks at.
+    /// Whether anything waits for any model, here or at a peer; read by the fast path.
     is_contended: AtomicBool,
     is_leaving: AtomicBool,
-    /// What was asked of the log; locked within `lines`.
+    /// Requests to the log; locked while `lines` is locked.
     asking: Mutex<GrantRequests>,
     last_ticket: AtomicU64,
-    /// The first request of a model waits, or the last one is gone.
+    /// Notified when the first request of a model waits or the last one is gone.
     turned: Notify,
-    /// What the queues' milliseconds count from.
+    /// Origin of the queues' milliseconds.
     epoch: Instant,
-    /// Longest wait in overload.
+    /// Maximum wait in overload, in milliseconds.
     target_ms: u64,
     metrics: AdmissionMetrics,
-    /// By which users' limits go.
+    /// Clock of the users' limits.
     log_time: LogTime,
-    /// The cluster's clock, by which budgets go.
+    /// Cluster clock, used for budgets.
     clock: Clock,
 }
 
 #[derive(Default)]
 struct ModelQueues {
-    /// Models something waits for here.
+    /// Models with requests that wait here.
     by_model: BTreeMap<ModelKey, ModelQueue>,
-    /// Models something waits for, here or at a peer.
+    /// Models with requests that wait here or at a peer.
     gates: BTreeMap<ModelKey, Gate>,
-    /// The model that was served first last time: the next one begins.
+    /// The model that was served first last time; the next round starts after it.
     served_first: ModelKey,
     pace: serve::ServiceRate,
-    /// What waits for places, at the last look.
+    /// Requests that want places, as of the last scan.
     wanted: WantedPlaces,
-    /// What was learnt of the load of models that something waited for.
+    /// Overload statistics of models without waiting requests.
     learnt: BTreeMap<ModelKey, Overload>,
 }
 
@@ -115,8 +115,7 @@ impl ModelQueues {
         !self.by_model.is_empty() || self.gates.values().any(|gate| gate.users(now_ms) > 0)
     }
 
-    /// Takes out the lines nobody waits in any more, and keeps what they have learnt. Answers
-    /// whether there were any.
+    /// Removes the empty queues and keeps their statistics. Returns whether there were any.
     fn forget_empty(&mut self) -> bool {
         let empty = self.by_model.extract_if(.., |_, line| line.is_empty());
         let mut is_any = false;
@@ -132,7 +131,7 @@ impl ModelQueues {
 }
 
 impl Admission {
-    /// Queues in which nothing waits, in front of what `router` has put together.
+    /// Creates empty queues for the parts of `router`.
     #[must_use]
     pub fn new(router: &Router) -> Self {
         router.view().want_users();
@@ -158,25 +157,25 @@ impl Admission {
         }
     }
 
-    /// With another longest wait in overload.
+    /// Sets another maximum wait in overload.
     #[must_use]
     pub fn codel_target(mut self, target: Duration) -> Self {
         self.target_ms = u64::try_from(target.as_millis()).unwrap_or(u64::MAX);
         self
     }
 
-    /// What admission counts, to be registered once.
+    /// Returns the admission metrics, to be registered once.
     #[must_use]
     pub fn metrics(&self) -> &AdmissionMetrics {
         &self.metrics
     }
 
-    /// Finds a backend for a request and dispatches it there, after a wait if there is no room.
-    /// `excluded` are backends that did not run it when they were tried: with any, it has waited
-    /// its turn before. Dropping the future takes the request out of the queue.
+    /// Finds a backend for a request and dispatches it, waiting if there is no room. `excluded`
+    /// lists backends that were tried and did not run it; if not empty, the request has had its
+    /// turn. Cancel safe: dropping the future removes the request from the queue.
     ///
     /// # Errors
-    /// [`AdmissionRejection`].
+    /// Returns an [`AdmissionRejection`] if the request is not admitted.
     pub async fn admit<C: AdmissionRequest>(
         self: &Arc<Self>,
         candidate: &Arc<C>,
@@ -241,7 +240,7 @@ impl Admission {
         self.lines.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A moment in milliseconds on the queues' clock.
+    /// Converts `now` to milliseconds on the queues' clock.
     fn ms_of(&self, now: Instant) -> u64 {
         let passed = now.saturating_duration_since(self.epoch);
         u64::try_from(passed.as_millis()).unwrap_or(u64::MAX)
@@ -255,7 +254,7 @@ impl Admission {
     ) -> Result<QueueTicket, AdmissionRejection> {
         let ticket = Ticket(self.last_ticket.fetch_add(1, Ordering::Relaxed) + 1);
         let ask = candidate.ask(excluded);
-        // A model nobody serves must not get a line.
+        // An unknown model must not get a queue.
         if !self.view.registry().is_served(ask.model) {
             return Err(AdmissionRejection::NoBackend(
                 RoutingRejection::UnknownModel,
@@ -289,7 +288,7 @@ impl Admission {
         })
     }
 
-    /// The request as the queue orders it.
+    /// Returns the request as the queue orders it.
     fn waiting<C: AdmissionRequest>(
         &self,
         ticket: Ticket,
@@ -354,7 +353,7 @@ impl Admission {
                 line.entries.insert(waiting.ticket, entry);
                 self.metrics.waiting.inc();
                 if line.queue.len() == 1 {
-                    // In this order: who is woken reports nothing while nothing seems to wait.
+                    // In this order: a woken reporter sends nothing while `is_contended` is false.
                     self.is_contended.store(true, Ordering::Release);
                     self.turned.notify_one();
                 }
@@ -378,7 +377,7 @@ impl Admission {
         }
     }
 
-    /// Puts a request that has had its turn before those that have not.
+    /// Queues a request that has had its turn ahead of those that have not.
     fn rejoin(
         &self,
         model: ModelKey,
@@ -404,7 +403,7 @@ impl Admission {
         Ok(())
     }
 
-    /// Takes a request out whose client has left; nothing when it has had its turn.
+    /// Removes a request whose client has left; does nothing after its turn.
     fn leave(&self, model: ModelKey, ticket: Ticket) {
         let now = Instant::now();
         let mut lines = self.lock();
@@ -421,7 +420,7 @@ impl Admission {
         }
     }
 
-    /// Answers everything that waits that this replica leaves; nothing waits from here on.
+    /// Rejects everything that waits because this replica leaves; nothing waits afterwards.
     pub fn leave_all(&self) {
         let now = Instant::now();
         self.is_leaving.store(true, Ordering::Release);
@@ -443,11 +442,11 @@ impl Admission {
         self.metrics.waiting.dec();
         self.metrics.left(left);
         self.tell_over(&entry, now);
-        // Who is gone needs no answer.
+        // The receiver may be gone.
         let _gone = entry.answer.send(Err(why));
     }
 
-    /// Serves the queues until `stop`. One call per admission.
+    /// Serves the queues until `stop`. Call this once per instance.
     pub async fn run(&self, stop: CancellationToken) {
         let less = Arc::clone(self.load.less());
         loop {
@@ -468,10 +467,10 @@ impl Admission {
         }
     }
 
-    /// Takes in what a peer says waits there; see [`backlog::encode`].
+    /// Applies a peer's backlog report; see [`backlog::encode`].
     ///
     /// # Errors
-    /// [`LoadReportError`]; what it said before then stands.
+    /// Returns a [`LoadReportError`] and keeps the earlier report.
     pub fn heard(&self, peer: ReplicaId, report: &[u8]) -> Result<(), LoadReportError> {
         if report.is_empty() && !self.is_contended.load(Ordering::Acquire) {
             return Ok(());
@@ -500,7 +499,7 @@ impl Admission {
         Ok(())
     }
 
-    /// What waits here, for the peers; see [`backlog::encode`].
+    /// Returns the backlog report for the peers; see [`backlog::encode`].
     #[must_use]
     pub fn report(&self) -> Vec<u8> {
         if !self.is_contended.load(Ordering::Acquire) {
@@ -523,14 +522,14 @@ impl Admission {
         self.turned.notified().await;
     }
 
-    /// What waits here, by model.
+    /// Returns the waiting requests here, by model.
     #[must_use]
     pub fn lines(&self) -> Vec<ModelQueueView> {
         let lines = self.lock();
         lines.by_model.values().map(ModelQueue::view).collect()
     }
 
-    /// Who waits here, who has waited longest first; at most `limit` users.
+    /// Returns the users who wait here, longest wait first; at most `limit` users.
     #[must_use]
     pub fn waiting_users(&self, limit: usize) -> Vec<WaitingUser> {
         let now = Instant::now();
@@ -552,7 +551,7 @@ impl Admission {
         users
     }
 
-    /// What waits here, of all models.
+    /// Returns a summary of the requests of all models that wait here.
     #[must_use]
     pub fn all_waiting(&self) -> WaitingSummary {
         if !self.is_contended.load(Ordering::Acquire) {
@@ -581,7 +580,7 @@ impl Admission {
         }
     }
 
-    /// Requests of a user that wait here, of all models.
+    /// Returns the number of requests of a user that wait here, over all models.
     #[must_use]
     pub fn waiting_of(&self, user: UserKey) -> usize {
         let lines = self.lock();

@@ -14,13 +14,13 @@ use crate::figures::LongestWait;
 /// Requests of one model that wait at this replica.
 pub(super) struct ModelQueue {
     model: Arc<str>,
-    /// Those whose turn is to come.
+    /// Requests that have not had their turn.
     pub(super) queue: Queue,
-    /// Those who have had it and were not run, in order of arrival.
+    /// Requests that have had their turn and were not run, in order of arrival.
     pub(super) again: VecDeque<Ticket>,
-    /// All of both, by arrival: who is answered first at the end follows from it.
+    /// All of both, by arrival; at the end they are rejected in this order.
     pub(super) entries: BTreeMap<Ticket, Waiter>,
-    /// When the time of an answer was measured last, on the queues' clock.
+    /// When the service time was last measured, on the queues' clock.
     pub(super) measured_ms: Option<u64>,
 }
 
@@ -37,27 +37,27 @@ pub struct ModelQueueView {
     pub bins: BTreeMap<u16, usize>,
 }
 
-/// What waits at this replica.
+/// Summary of the requests that wait at this replica.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct WaitingSummary {
-    /// Requests that wait.
+    /// Number of waiting requests.
     pub requests: usize,
-    /// Users who wait, summed over models.
+    /// Number of waiting users, summed over models.
     pub users: usize,
-    /// Who has waited longest.
+    /// The user who has waited longest.
     pub longest: Option<LongestWait>,
 }
 
 /// A user with requests that wait at this replica.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct WaitingUser {
-    /// Its name.
+    /// Name of the user.
     pub user: String,
-    /// Models that its requests are for.
+    /// Models of the user's requests.
     pub models: BTreeSet<String>,
-    /// Requests that wait.
+    /// Number of waiting requests.
     pub requests: usize,
-    /// How long the first of them has waited.
+    /// Longest wait of any of them.
     pub waited: Duration,
 }
 
@@ -91,7 +91,7 @@ impl ModelQueue {
         self.entries.is_empty()
     }
 
-    /// Takes a request out whose client has left.
+    /// Removes a request whose client has left.
     pub(super) fn left(&mut self, ticket: Ticket, now_ms: u64) -> Option<Waiter> {
         let entry = self.entries.remove(&ticket)?;
         if self.queue.left(ticket, now_ms).is_none() {

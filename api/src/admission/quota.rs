@@ -1,8 +1,8 @@
 //! Checks a user's rate limits and budgets before a request is routed or queued.
 //!
-//! The replicated state counts what was used, all replicas together; what this replica has let in
-//! since is added. Nothing is reserved between the check and the charge that follows at once: what
-//! requests on other threads slip in between is debt, as is what other replicas let in meanwhile.
+//! The replicated state counts the usage of all replicas; this replica's unapplied admissions are
+//! added. Nothing is reserved between the check and the charge that follows it: requests on other
+//! threads, or at other replicas, that get in between become debt.
 
 use state::admission::PendingCharges;
 use state::budgets::BudgetPeriod;
@@ -12,27 +12,27 @@ use state::quotas::{LimitRejection, PendingUse, Quota};
 use super::Admission;
 use crate::routing::UserName;
 
-/// What is left of a user's limits per window and of its budgets; `None`: there is no such limit.
+/// What is left of a user's rate limits and budgets; `None` if there is no such limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct LimitsLeft {
     pub(crate) requests: Option<LimitLeft>,
-    /// Tokens, by the limit or budget of which least is left.
+    /// Tokens of the limit or budget with the least left.
     pub(crate) tokens: Option<LimitLeft>,
 }
 
 /// What is left of one limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct LimitLeft {
-    /// Its size.
+    /// Size of the limit.
     pub(crate) limit: u64,
     pub(crate) left: u64,
-    /// Time until all of it is there again, in milliseconds, if nothing is used meanwhile.
+    /// Time until the limit is fully available again if nothing is used, in milliseconds.
     pub(crate) reset_ms: u64,
 }
 
 impl Admission {
-    /// Returns what is left of a user's limits per window and of its budgets, less what was admitted
-    /// here and is not applied yet; `None` for a user without any.
+    /// Returns what is left of a user's limits and budgets, less what was admitted here and is not
+    /// applied yet; `None` if the user has none.
     pub(crate) fn limits_left(&self, user: UserKey) -> Option<LimitsLeft> {
         let Quota { limits, budget, .. } = self.view.quota(user);
         let has_window = limits.requests.is_some() || limits.tokens.is_some();
@@ -73,16 +73,16 @@ impl Admission {
         })
     }
 
-    /// Looks at how far replicated time is: what passes from here on is added to it. To be called
+    /// Reads the replicated time, to which the time that passes from here on is added. Call this
     /// often.
     pub fn pass_time(&self) {
         self.log_time.present_ms(self.view.now_ms());
     }
 
-    /// Whether `user` may have one more request.
+    /// Checks whether `user` may have one more request.
     ///
     /// # Errors
-    /// With the budget that is used up, or the limit it would break.
+    /// Returns the budget that is used up or the limit that the request would break.
     pub(super) fn check_quota(&self, user: &UserName) -> Result<(), LimitRejection> {
         let user = user.key(self.view.registry().hash_seed);
         if self.view.quota(user).is_unbounded() {
@@ -94,10 +94,10 @@ impl Admission {
         quota.check(now_ms, &pending)
     }
 
-    /// What the state has of a user's limits, and what it does not know yet.
+    /// Returns the replicated usage of a user's limits, and the usage that is not applied yet.
     fn usage(&self, user: UserKey) -> (Quota, PendingUse) {
-        // In this order: what is applied in between counts twice for a moment, never not at all. (Of
-        // requests that ended this lets in as many too many; limits at once hold up to the lag.)
+        // In this order: a charge applied in between counts twice for a moment, never zero times.
+        // (Ended requests do admit that many too many; concurrency limits hold up to the lag.)
         let unapplied = self.dispatcher.unapplied(user);
         let quota = self.view.quota(user);
         let (_, pricing) = self.rules();

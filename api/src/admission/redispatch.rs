@@ -1,4 +1,4 @@
-//! A request that a gateway sent to another endpoint than the first one offered.
+//! Requests that a gateway sent to another endpoint than the first one offered.
 
 use tokio::time::Instant;
 
@@ -6,8 +6,8 @@ use super::{Admission, AdmissionRequest};
 use crate::routing::{Attempt, Decision, DispatchTerms};
 
 impl Admission {
-    /// Dispatches an admitted request to another backend, where a gateway has sent it at `then` because
-    /// it could not reach the first: whether or not there is a place.
+    /// Dispatches an admitted request to another backend, even beyond its limit. A gateway sent it
+    /// there at `then` because it could not reach the first one.
     pub(crate) fn redispatch(
         &self,
         decision: &Decision,

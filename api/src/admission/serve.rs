@@ -1,4 +1,4 @@
-//! Serving the queues: which request goes now, and where.
+//! Serves the queues: decides which request goes now, and where.
 
 use std::time::Duration;
 
@@ -16,33 +16,33 @@ use super::waiter::{AdmissionRejection, DecisionTimes, Waiter};
 use super::{Admission, ModelQueues};
 use crate::routing::{LargestRequest, PlacedRequest, RoutingRejection, pricing_of};
 
-/// How old the replicas' knowledge of each other's dispatches is at most, in the ordinary case:
-/// what one learns waits 20 ms for its flush, and then for its commit; reports go out every 20 ms.
+/// Usual maximum age of the replicas' knowledge about each other's dispatches: an update waits 20
+/// ms for its flush, then for its commit; reports are sent every 20 ms.
 const LAG_MS: u64 = 60;
-/// Time over which the rate of service is measured, and for which the largest request is remembered
-/// beyond its window.
+/// Window over which the service rate is measured. The largest request is remembered for one more
+/// window.
 const PACE_WINDOW: Duration = Duration::from_secs(10);
-/// Shortest time that a rate is made from.
+/// Shortest time from which a rate is computed.
 const PACE_LEAST: Duration = Duration::from_millis(200);
 
-/// How fast this replica serves: what the gate's slack follows from.
+/// Service rate of this replica, from which the gate's slack follows.
 #[derive(Debug, Default)]
 pub(super) struct ServiceRate {
     window: Option<RateWindow>,
-    /// Of the window before.
+    /// Largest request of the previous window.
     largest_before: LargestRequest,
     rate_before: Option<u64>,
     peak: Peak,
 }
 
-/// The most since something began to wait, here or at a peer.
+/// Maximum values since something began to wait, here or at a peer.
 #[derive(Debug, Default)]
 struct Peak {
     /// Requests in flight of a user who was served while others waited.
     in_flight: u32,
-    /// Difference between the counters of one who was served and the least who waits.
+    /// Difference between the counter of a served user and the least waiting counter.
     gap_milli: u64,
-    /// What the difference may come to.
+    /// Upper bound of that difference.
     bound: u64,
 }
 
@@ -53,9 +53,8 @@ struct RateWindow {
 }
 
 impl ServiceRate {
-    /// Takes in that `priced` tokens were charged here so far; answers the rate per second. At the
-    /// end of a window it keeps what `largest` answers, the largest request since it was last
-    /// asked.
+    /// Updates the total of `priced` tokens charged here; returns the rate per second. At the end
+    /// of a window it stores the result of `largest`: the largest request since the previous call.
     fn look(&mut self, priced: u64, largest: impl Fn() -> LargestRequest, now: Instant) -> u64 {
         let window = self.window.get_or_insert(RateWindow { since: now, priced });
         let age = now.saturating_duration_since(window.since);
@@ -75,15 +74,15 @@ impl ServiceRate {
     }
 }
 
-/// What one look at the queues goes by.
+/// Inputs of one scan of the queues.
 pub(super) struct QueueScan {
     settings: AdmissionSettings,
     rules: QueueSettings,
     pub(super) pricing: Pricing,
     pub(super) now: Instant,
-    /// The same on the queues' clock.
+    /// `now` on the queues' clock.
     pub(super) now_ms: u64,
-    /// `G`.
+    /// Slack `G`.
     slack: u64,
 }
 
@@ -93,14 +92,14 @@ impl QueueScan {
     }
 }
 
-/// What came of asking about one request.
+/// Result of the decision on one request.
 pub(super) enum DecisionResult {
     Goes((PlacedRequest, Option<DecisionTimes>)),
     Never(RoutingRejection),
 }
 
 impl Admission {
-    /// What the queues go by, and what tokens cost.
+    /// Returns the queues' settings and the token prices.
     pub(super) fn rules(&self) -> (QueueSettings, Pricing) {
         let registry = self.view.registry();
         let settings = registry.admission.clone().unwrap_or_default();
@@ -115,24 +114,25 @@ impl Admission {
         }
     }
 
-    /// Whether backends are given batches only.
+    /// Whether backends only receive batches.
     pub(super) fn is_batching(&self) -> bool {
         let registry = self.view.registry();
         let settings = registry.admission.as_ref();
         settings.is_some_and(|settings| settings.batching == Batching::Static)
     }
 
-    /// Who decides the order over replicas.
+    /// Returns what decides the order across replicas.
     pub(super) fn grants(&self) -> Grants {
         let registry = self.view.registry();
         let settings = registry.admission.as_ref();
         settings.map_or(Grants::Gate, |settings| settings.grants)
     }
 
-    /// The users' figures, with what this replica has charged on top.
+    /// Returns the users' figures, with this replica's unapplied charges added.
     pub(super) fn counters(&self, pricing: Pricing) -> impl Counters {
         move |user: UserKey| -> UserFigures {
-            // In this order: what is applied in between counts twice for a moment, never not at all.
+            // In this order: what is applied in between counts twice for a moment, never not at
+            // all.
             let unapplied = self.dispatcher.unapplied(user);
             let mut pending = PendingCharges::default();
             pending.add(&unapplied, &pricing);
@@ -140,7 +140,7 @@ impl Admission {
         }
     }
 
-    /// Lets go whoever can.
+    /// Dispatches every request that can go.
     pub(super) fn serve(&self, now: Instant) {
         let registry = self.view.registry();
         let settings = registry.admission.clone().unwrap_or_default();
@@ -169,7 +169,7 @@ impl Admission {
         self.tidy(&mut lines, &look);
     }
 
-    /// `G`, from the settings and from what was served; shows it with the bound that follows.
+    /// Computes `G` from the settings and the service rate; updates the gauges of `G` and bound.
     fn slack(&self, lines: &mut ModelQueues, settings: &AdmissionSettings, now: Instant) -> u64 {
         let (dispatcher, now_ms) = (&self.dispatcher, self.ms_of(now));
         let rate = lines.pace.look(
@@ -227,7 +227,7 @@ impl Admission {
                 Next::Go(waiting) => {
                     let least = self.least(line, gate, &waiting, look);
                     let figures = self.counters(look.pricing).figures(waiting.user);
-                    // In what the order goes by: `least` is that too.
+                    // The figure that the order uses; `least` is the same figure.
                     let own_milli = match look.rules.order {
                         Order::Lcf => figures.served_milli,
                         _ => figures.counter_milli,
@@ -250,7 +250,7 @@ impl Admission {
         }
     }
 
-    /// How long backends take for an answer, by Little's law: what runs over what goes.
+    /// Measures the service time by Little's law: running requests divided by the rate.
     fn measure(&self, line: &mut ModelQueue, now_ms: u64) {
         let is_due = |at: u64| now_ms.saturating_sub(at) >= CODEL_INTERVAL_MS;
         if !line.measured_ms.is_none_or(is_due) {
@@ -294,7 +294,7 @@ impl Admission {
         }
     }
 
-    /// Those who have had their turn go first, whoever of them can.
+    /// Serves the requests that have had their turn first, in any order that has room.
     fn serve_again(&self, line: &mut ModelQueue, look: &QueueScan) {
         let again = std::mem::take(&mut line.again);
         for ticket in again {
@@ -313,7 +313,7 @@ impl Admission {
         }
     }
 
-    /// Whether there is room for this one of `waiting`, and where.
+    /// Decides whether there is room for this one of `waiting` requests, and where.
     pub(super) fn ask(
         &self,
         (entry, waiting): (&Waiter, usize),
@@ -338,7 +338,7 @@ impl Admission {
         excluded.extend(&entry.excluded);
         let ask = entry.candidate.ask(&excluded);
         match self.shares.place(&self.decider, &ask, look.now) {
-            // Some of those excluded have room later.
+            // Some excluded backends will have room later.
             Err(RoutingRejection::AllTried) => {
                 let alone = self.decider.decide(&entry.ask(), look.now);
                 Err(alone.err().unwrap_or(RoutingRejection::AtLimit))
@@ -347,7 +347,7 @@ impl Admission {
         }
     }
 
-    /// Takes out of the queue who goes next, with where to.
+    /// Takes the next request out of the queue, with its decision.
     fn next(
         &self,
         line: &mut ModelQueue,
@@ -376,7 +376,7 @@ impl Admission {
         (next, asked)
     }
 
-    /// Least counter of who waits at the priority of the one who goes, here and elsewhere.
+    /// Returns the least counter that waits at the priority of `going`, here and elsewhere.
     fn least(
         &self,
         line: &mut ModelQueue,
@@ -415,8 +415,7 @@ impl Admission {
         }
     }
 
-    /// Sends more of a bin to the backend that its first request went to: as many as it has room
-    /// for, by arrival.
+    /// Sends more requests of a bin to the backend of its first one, by arrival, as room allows.
     fn fill(
         &self,
         line: &mut ModelQueue,
@@ -456,7 +455,7 @@ impl Admission {
 
     pub(super) fn settle(&self, entry: Waiter, asked: DecisionResult, now: Instant) {
         match asked {
-            // Its client has left this moment, and no engine is to hear of it.
+            // The client has just left, and no engine may receive the request.
             DecisionResult::Goes(_) if entry.answer.is_closed() => {
                 self.tell_over(&entry, now);
                 self.metrics.waiting.dec();
@@ -468,10 +467,9 @@ impl Admission {
                 self.metrics.waiting.dec();
                 let waited = now.saturating_duration_since(entry.since);
                 self.metrics.waited(waited.as_secs_f64());
-                // Counted as dispatched before it counts as waiting no more: at no time is its user
-                // idle.
+                // Dispatched first, no longer waiting second: the user is never idle in between.
                 drop(entry.wait);
-                // Who is gone gives it back by dropping it.
+                // If the receiver is gone, the drop ends the attempt.
                 let _gone = entry.answer.send(Ok(admitted));
             }
             DecisionResult::Never(why) => self.refuse(
@@ -483,7 +481,7 @@ impl Admission {
         }
     }
 
-    /// Drops what is empty, and says whether anything waits.
+    /// Drops empty queues and updates whether anything waits.
     fn tidy(&self, lines: &mut ModelQueues, look: &QueueScan) {
         if lines.forget_empty() {
             self.turned.notify_one();
@@ -498,7 +496,7 @@ impl Admission {
         show(&self.metrics.gap_tokens, lines.pace.peak.gap_milli / 1000);
         let is_contended = lines.is_contended(look.now_ms);
         if !is_contended {
-            // The gauges go on showing how it was.
+            // The gauges keep their last values.
             lines.pace.peak = Peak::default();
         }
         self.is_contended

@@ -1,4 +1,4 @@
-//! A request while it waits: what is kept of it, and what becomes of it.
+//! A waiting request: its state and its outcome.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,52 +13,52 @@ use crate::routing::{
     Attempt, AttemptEnd, Decision, Dispatcher, RoutingRejection, RoutingRequest, UserName,
 };
 
-/// A request as admission sees it: it can be decided about at any time.
+/// A request as admission sees it, ready for a decision at any time.
 pub trait AdmissionRequest: Send + Sync + 'static {
-    /// The request as routing sees it.
+    /// Returns the request as routing sees it.
     fn ask<'a>(&'a self, excluded: &'a [Slot]) -> RoutingRequest<'a>;
 
-    /// Higher goes first.
+    /// Returns the priority; higher goes first.
     fn priority(&self) -> i16;
 
-    /// Output tokens it asks for at most.
+    /// Returns the maximum number of output tokens, from the request.
     fn tokens_max(&self) -> Option<u32>;
 
-    /// Whether it goes to some of its model's backends only, so that others may go while it cannot.
+    /// Whether only some of the model's backends can take it, so that others may overtake it.
     fn is_selective(&self) -> bool;
 
-    /// Whether it is to be told since when it was decided about.
+    /// Whether [`Admitted::decided`] is wanted.
     fn is_traced(&self) -> bool {
         false
     }
 
-    /// Longest wait after which its client still gets an answer that takes `service`; `None`: the
-    /// client does not tell.
+    /// Returns the longest wait after which the client still gets a response that takes `service`;
+    /// `None` if the client sets no deadline.
     fn wait_max(&self, service: Duration) -> Option<Duration> {
         let _unused = service;
         None
     }
 }
 
-/// A request that has its backend and counts as running there.
+/// A request that has a backend and counts as running there.
 pub struct Admitted {
     decision: Decision,
-    /// `None` once it is taken over.
+    /// `None` once taken.
     attempt: Option<Attempt>,
     decided: Option<DecisionTimes>,
 }
 
-/// When a request was decided about.
+/// When the decision on a request was made.
 #[derive(Debug, Clone, Copy)]
 pub struct DecisionTimes {
-    /// Its turn came.
+    /// When its turn came.
     pub began: Instant,
-    /// It had its backend.
+    /// When it had a backend.
     pub ended: Instant,
 }
 
 impl DecisionTimes {
-    /// It has its backend, after it was decided about since then.
+    /// Returns the times of a decision that began at `began` and ends now.
     pub(super) fn since(began: Option<Instant>) -> Option<Self> {
         let began = began?;
         let ended = Instant::now();
@@ -79,13 +79,13 @@ impl Admitted {
         }
     }
 
-    /// When it was decided about, if it [is traced](AdmissionRequest::is_traced).
+    /// Returns when the decision was made, if the request [is traced](AdmissionRequest::is_traced).
     #[must_use]
     pub fn decided(&self) -> Option<DecisionTimes> {
         self.decided
     }
 
-    /// The decision, and the attempt to be ended by whoever takes it.
+    /// Returns the decision and the attempt, which the caller must end.
     #[must_use]
     pub fn into_parts(mut self) -> (Decision, Attempt) {
         let attempt = self.attempt.take();
@@ -95,7 +95,7 @@ impl Admitted {
 }
 
 impl Drop for Admitted {
-    /// Nobody took it: the client left while it was told. Nothing was sent.
+    /// Ends the attempt if nobody took it: the client left in the meantime. Nothing was sent.
     fn drop(&mut self) {
         if let Some(attempt) = self.attempt.take() {
             attempt.end(AttemptEnd::NotRun, Instant::now());
@@ -103,46 +103,46 @@ impl Drop for Admitted {
     }
 }
 
-/// Why a request has no backend.
+/// Why a request gets no backend.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum AdmissionRejection {
-    /// No backend can take it, now or soon.
+    /// No backend can take the request, now or soon.
     NoBackend(RoutingRejection),
-    /// The user has used what the limits allow.
+    /// The user has reached a limit.
     OverLimit(LimitRejection),
-    /// Too many wait for the model.
+    /// Too many requests wait for the model.
     QueueFull {
-        /// When those who wait will have gone.
+        /// When the requests that wait will have gone, in milliseconds.
         retry_after_ms: u64,
     },
-    /// It would not have gone in time.
+    /// The request would not have gone in time.
     TooLate {
-        /// Its predicted wait.
+        /// Predicted wait, in milliseconds.
         wait_ms: u64,
-        /// The wait that is of use.
+        /// Longest useful wait, in milliseconds.
         wait_ms_max: u64,
     },
-    /// It has waited for as long as it may.
+    /// The request has waited for the maximum time.
     WaitedTooLong {
-        /// When those who wait will have gone.
+        /// When the requests that wait will have gone, in milliseconds.
         retry_after_ms: u64,
     },
-    /// The replica leaves.
+    /// The replica is leaving.
     Leaving,
 }
 
-/// What is kept of a request that waits.
+/// State of a waiting request.
 pub(super) struct Waiter {
     pub(super) ticket: Ticket,
     pub(super) candidate: Arc<dyn AdmissionRequest>,
     /// Backends that were tried.
     pub(super) excluded: Vec<Slot>,
     pub(super) since: Instant,
-    /// `None`: it has had its turn before, and does not count as waiting.
+    /// `None` after its turn: the request no longer counts as waiting.
     pub(super) wait: Option<UserWaitGuard>,
-    /// When the log was last told of it; `None`: never.
+    /// When it was last proposed to the log; `None` if never.
     pub(super) told: Option<Instant>,
-    /// Priced tokens that the log has charged with its grant; `None`: it has none.
+    /// Priced tokens that the log charged with the grant; `None` without a grant.
     pub(super) granted: Option<u64>,
     pub(super) answer: oneshot::Sender<Result<Admitted, AdmissionRejection>>,
 }
@@ -152,7 +152,7 @@ impl Waiter {
         self.candidate.ask(&self.excluded)
     }
 
-    /// The same as one of `waiting` requests.
+    /// Returns [`Self::ask`] as one of `waiting` requests.
     pub(super) fn ask_among(&self, waiting: usize) -> RoutingRequest<'_> {
         RoutingRequest {
             waiting_here: u32::try_from(waiting).unwrap_or(u32::MAX),
@@ -164,13 +164,13 @@ impl Waiter {
         Arc::from(self.ask().model)
     }
 
-    /// Whether others may go while it cannot.
+    /// Whether others may overtake the request.
     pub(super) fn is_selective(&self) -> bool {
         !self.excluded.is_empty() || self.candidate.is_selective()
     }
 }
 
-/// A user's request counts as waiting, for everybody, until this is dropped.
+/// Makes a user's request count as waiting, on all replicas, until dropped.
 pub(super) struct UserWaitGuard {
     dispatcher: Arc<Dispatcher>,
     user: UserKey,
@@ -191,7 +191,7 @@ impl Drop for UserWaitGuard {
     }
 }
 
-/// A place in the queue, given up when dropped.
+/// A place in the queue; dropping it removes the request.
 pub(super) struct QueueTicket {
     pub(super) admission: Arc<Admission>,
     pub(super) model: ModelKey,
@@ -201,7 +201,7 @@ pub(super) struct QueueTicket {
 
 impl QueueTicket {
     pub(super) async fn turn(&mut self) -> Result<Admitted, AdmissionRejection> {
-        // Answers go out before their sender is dropped; without one nobody serves any more.
+        // Every request is answered before its sender is dropped; otherwise no task serves.
         (&mut self.turn)
             .await
             .unwrap_or(Err(AdmissionRejection::Leaving))

@@ -1,8 +1,8 @@
-//! What waits for places, as reported to the other replicas, which hand over those that they do not
-//! need.
+//! Requests that wait for places, as reported to the other replicas, which hand over places that
+//! they do not need.
 //!
-//! Only what would go if there were a place counts. A request that the gate holds back, or that the
-//! log has not granted, would keep places from those who may go elsewhere.
+//! Only requests that would go if there were a place count. A request that the gate holds back, or
+//! that the log has not granted, would keep places from requests that may go elsewhere.
 
 use state::admission::{Gate, QueuedRequest};
 
@@ -12,14 +12,13 @@ use super::serve::QueueScan;
 use super::waiter::Waiter;
 use crate::routing::WantedPlaces;
 
-/// Requests of a queue that are counted at most: more than that want more places than a backend
-/// has to spare.
+/// Maximum number of requests counted per queue: more want more places than a backend has to spare.
 const WANTED_MAX: usize = 256;
-/// Of these, requests that are looked at one by one, because they go to some backends only.
+/// Maximum number of those that are checked one by one, because only some backends can take them.
 const SELECTIVE_MAX: usize = 16;
 
 impl Admission {
-    /// `requests` like this one of `waiting` wait for places.
+    /// Records that `requests` like this one of `waiting` wait for places.
     pub(super) fn want(
         &self,
         (entry, waiting): (&Waiter, usize),
@@ -39,7 +38,7 @@ impl Admission {
         }
     }
 
-    /// Those who have had their turn wait for places.
+    /// Records the places that requests after their turn wait for.
     pub(super) fn want_again(
         &self,
         line: &ModelQueue,
@@ -52,7 +51,7 @@ impl Admission {
         }
     }
 
-    /// There is no room for who goes next, and who else may go.
+    /// Records the places that the next request waits for, and those that may go with it.
     pub(super) fn want_next(
         &self,
         line: &ModelQueue,

@@ -1,10 +1,10 @@
-//! Which LoRA adapters an engine has in memory, from `vllm:lora_requests_info`.
+//! LoRA adapters in an engine's memory, from `vllm:lora_requests_info`.
 //!
-//! At each step vLLM sets a series of this metric to the time, with the adapters of the requests
-//! under way as labels. An adapter without requests is not named, but stays in memory until another
+//! At each step vLLM sets a series of this metric to the time, with the adapters of the running
+//! requests as labels. An adapter without requests is not named, but stays in memory until another
 //! replaces it; and the page keeps showing the series of earlier steps. So the adapters of the
-//! newest series are in memory, and after them those of earlier ones, the latest first, as long as
-//! they fit. Every replica concludes the same from the same page.
+//! newest series are in memory, followed by those of earlier ones, latest first, as long as they
+//! fit. Every replica concludes the same from the same page.
 
 use std::collections::BTreeMap;
 
@@ -26,14 +26,14 @@ pub struct LoraAdapters {
     pub resident: Vec<String>,
 }
 
-/// What a decision looks at.
+/// Adapters of an engine, as routing decisions see them.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize)]
 pub struct EngineAdapters {
-    /// How many fit in memory.
+    /// Number of adapters that fit in memory.
     pub max: u32,
-    /// Those in memory, or about to be because a request was sent there; sorted.
+    /// Adapters in memory, or about to be because a request was sent for them; sorted.
     pub resident: Vec<String>,
-    /// All that it can load: models with a parent in its model list; sorted.
+    /// Adapters that can be loaded: models with a parent in the engine's model list; sorted.
     pub listed: Vec<String>,
 }
 
@@ -42,14 +42,14 @@ pub struct EngineAdapters {
 pub enum AdapterPlace {
     /// The adapter is in memory.
     Resident,
-    /// It would be loaded beside the others.
+    /// The adapter would be loaded alongside the others.
     Room,
-    /// It would take the place of another, or the engine does not tell, or it is no adapter.
+    /// The adapter would replace another, the engine reports none, or the model is no adapter.
     Other,
 }
 
 impl EngineAdapters {
-    /// Returns the place of `model`.
+    /// Returns whether `model` is in memory, or would fit.
     #[must_use]
     pub fn place(&self, model: &str) -> AdapterPlace {
         let is_in = |names: &[String]| names.binary_search_by(|name| (**name).cmp(model)).is_ok();
@@ -63,12 +63,12 @@ impl EngineAdapters {
     }
 }
 
-/// The series of a page.
+/// Series collected from a page.
 #[derive(Debug, Default)]
 pub(super) struct LoraSeries {
-    /// Time of the newest, and what it says of `max_lora`.
+    /// Time and `max_lora` of the newest series.
     newest: Option<(f64, u32)>,
-    /// By adapter, the time of the newest series that names it.
+    /// For each adapter, the time of the newest series that names it.
     named: BTreeMap<String, f64>,
 }
 
@@ -107,7 +107,7 @@ impl LoraSeries {
         }
     }
 
-    /// Returns what the page says; `None` if it has no such series.
+    /// Returns the adapters on the page; `None` if it has no such series.
     pub(super) fn adapters(self) -> Option<LoraAdapters> {
         let (newest, max) = self.newest?;
         let mut named: Vec<(String, f64)> = self.named.into_iter().collect();

@@ -1,10 +1,10 @@
-//! Which addresses engines may have.
+//! Rules for the addresses of engines.
 //!
 //! Operators register engines at run time, and each replica then sends requests wherever the
-//! registry says. Without a limit that reaches what the replica's host reaches and its operators
-//! should not: the metadata service of a cloud, which hands out credentials, is at a link-local
-//! address. A name is judged by the addresses that it leads to when it is connected to, since it may
-//! lead elsewhere later.
+//! registry points. Without a limit, that includes anything the replica's host can reach and its
+//! operators should not. For example, a cloud's metadata service, which hands out credentials, has
+//! a link-local address. A name is checked by the addresses it resolves to at connection time,
+//! since it may resolve elsewhere later.
 
 use std::fmt;
 use std::io;
@@ -16,9 +16,9 @@ use tokio::net::{TcpStream, lookup_host};
 
 use crate::ip_prefix::IpPrefix;
 
-/// Addresses that are refused unless a prefix has them: link-local ones, among which are those of
-/// most metadata services, and what clouds have besides. IPv6 addresses that stand for one of these
-/// in IPv4 are refused too ([`embedded`]).
+/// Addresses that are refused unless an allowed prefix contains them: link-local ones, which
+/// include most metadata services, and other special addresses of clouds. IPv6 addresses that embed
+/// one of these IPv4 addresses are refused too ([`embedded`]).
 const REFUSED: [IpPrefix; 7] = [
     IpPrefix::new(IpAddr::V4(Ipv4Addr::new(169, 254, 0, 0)), 16),
     // Alibaba Cloud.
@@ -40,9 +40,9 @@ const REFUSED: [IpPrefix; 7] = [
     ),
 ];
 
-/// Returns the IPv4 address that a gateway would send to for this IPv6 address: NAT64
-/// (`64:ff9b::/96`, `64:ff9b:1::/48`), 6to4 (`2002::/16`), and the forms `::a.b.c.d`,
-/// `::ffff:a.b.c.d` and `::ffff:0:a.b.c.d`.
+/// Returns the IPv4 address that a gateway would use for this IPv6 address: NAT64 (`64:ff9b::/96`,
+/// `64:ff9b:1::/48`), 6to4 (`2002::/16`), and the forms `::a.b.c.d`, `::ffff:a.b.c.d` and
+/// `::ffff:0:a.b.c.d`.
 fn embedded(address: IpAddr) -> Option<Ipv4Addr> {
     let IpAddr::V6(address) = address else {
         return None;
@@ -60,22 +60,22 @@ fn embedded(address: IpAddr) -> Option<Ipv4Addr> {
     Some(octets.into())
 }
 
-/// Engines that are allowed.
+/// A rule that allows engines.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum AllowedEngines {
     /// At these addresses.
     Network(IpPrefix),
     /// With this host name, in lower case.
     Name(String),
-    /// With a host name that ends so, in lower case: `.engines.internal`.
+    /// With a host name that ends in this, in lower case: `.engines.internal`.
     Below(String),
     /// With KV events at this Unix socket of the replica's host.
     Socket(String),
-    /// With KV events at a Unix socket whose path begins so, up to a slash.
+    /// With KV events at a Unix socket whose path begins with this directory, ending in a slash.
     SocketBelow(String),
 }
 
-/// Where an engine is, or its KV events.
+/// Location of an engine or of its KV events.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum EnginePlace {
     /// A host name or an address.
@@ -84,7 +84,7 @@ pub enum EnginePlace {
     Socket(PathBuf),
 }
 
-/// Text that allows no engines.
+/// Error for text that is no rule for engines.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error(
     "expected an IP address, a prefix such as 10.0.0.0/8, a host name such as gpu-1 or \
@@ -108,9 +108,9 @@ impl FromStr for AllowedEngines {
             None => (text, false),
         };
         let starts_well = name.starts_with('.') == is_below && name.len() > usize::from(is_below);
-        // As names are compared: `gpu-1.` is `gpu-1`.
+        // Normalise as names are compared: `gpu-1.` is `gpu-1`.
         let name = name.strip_suffix('.').unwrap_or(name);
-        // What consists of digits and dots is an address that was mistyped.
+        // Digits and dots alone are a mistyped address.
         let is_name = name.bytes().any(|byte| byte.is_ascii_alphabetic());
         if !starts_well || !is_name || name.ends_with('.') || !name.bytes().all(is_plain) {
             return Err(AllowedEnginesError);
@@ -123,7 +123,7 @@ impl FromStr for AllowedEngines {
     }
 }
 
-/// Reads the path of a Unix socket, or of a directory of them with a `*` behind it.
+/// Parses the path of a Unix socket, or of a directory of them followed by `*`.
 fn socket(path: &str) -> Option<AllowedEngines> {
     if !is_plain_path(Path::new(path)) || path.trim_end_matches('*').contains('*') {
         return None;
@@ -137,7 +137,7 @@ fn socket(path: &str) -> Option<AllowedEngines> {
     }
 }
 
-/// Whether a path is absolute and leads nowhere but down.
+/// Whether a path is absolute and has no `.` or `..` components.
 fn is_plain_path(path: &Path) -> bool {
     let is_down = |it: Component<'_>| matches!(it, Component::RootDir | Component::Normal(_));
     path.is_absolute() && path.components().all(is_down)
@@ -155,20 +155,20 @@ impl fmt::Display for AllowedEngines {
     }
 }
 
-/// Which addresses the engines of a replica may have.
+/// Rules for the addresses of a replica's engines.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct EngineAddressRules {
-    /// Empty: all but [`REFUSED`].
+    /// If empty, all addresses except [`REFUSED`] are allowed.
     allowed: Vec<AllowedEngines>,
 }
 
-/// An engine that may not be connected to.
+/// Error for an engine that may not be connected to.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum EngineAddressError {
-    /// At an address that is refused unless it is listed.
+    /// The address is refused unless it is listed.
     #[error("{0} is an address of the link or of a metadata service")]
     Refused(IpAddr),
-    /// A source of engines tells of it, and it is no address of one other host.
+    /// The address was announced by a source of engines, and is not that of a single other host.
     #[error("{0} is an address of this host or of none, which admin.backends_allow has to list")]
     OwnHost(IpAddr),
     /// Neither its host nor its address is listed.
@@ -177,13 +177,13 @@ pub enum EngineAddressError {
 }
 
 impl EngineAddressRules {
-    /// Allows these; none: all but what is refused by default.
+    /// Creates rules that allow these; if empty, all addresses that are not refused by default.
     #[must_use]
     pub fn new(allowed: Vec<AllowedEngines>) -> Self {
         Self { allowed }
     }
 
-    /// Judges where an engine is, without asking where a name leads.
+    /// Checks the location of an engine, without resolving names.
     ///
     /// # Errors
     /// [`EngineAddressError`].
@@ -194,7 +194,7 @@ impl EngineAddressRules {
         }
     }
 
-    /// Judges a Unix socket: where anything is listed, it has to be as well.
+    /// Checks a Unix socket. If any rules exist, one must allow it.
     ///
     /// # Errors
     /// [`EngineAddressError::NotListed`].
@@ -215,7 +215,7 @@ impl EngineAddressRules {
         }
     }
 
-    /// Judges the host of an engine, without asking where a name leads.
+    /// Checks the host of an engine, without resolving names.
     ///
     /// # Errors
     /// [`EngineAddressError`].
@@ -231,7 +231,7 @@ impl EngineAddressRules {
         }
     }
 
-    /// Judges an address that `host` leads to.
+    /// Checks an address that `host` resolves to.
     fn check(&self, host: &str, address: IpAddr) -> Result<(), EngineAddressError> {
         let is_in = |it: &AllowedEngines| match it {
             AllowedEngines::Network(prefix) => prefix.contains(address),
@@ -253,8 +253,8 @@ impl EngineAddressRules {
         }
     }
 
-    /// Judges an address that a source of engines tells of. Whoever owns a name could have every
-    /// replica send requests to itself, so addresses of this host have to be listed.
+    /// Checks an address announced by a source of engines. The owner of a name could make every
+    /// replica send requests to itself, so addresses of this host must be listed.
     pub(crate) fn check_told(&self, address: IpAddr) -> Result<(), EngineAddressError> {
         let canonical = address.to_canonical();
         let is_broadcast = canonical == IpAddr::V4(Ipv4Addr::BROADCAST);
@@ -280,17 +280,16 @@ impl EngineAddressRules {
         })
     }
 
-    /// Connects to the first address of `host` that is allowed and answers.
+    /// Connects to the first allowed address of `host` that responds.
     ///
     /// # Errors
-    /// Why there is none.
+    /// Why no address could be used.
     pub(crate) async fn connect(&self, host: &str, port: u16) -> io::Result<TcpStream> {
         self.connect_to(host, lookup_host((host, port)).await?)
             .await
     }
 
-    /// Connects to the first of the addresses that `host` leads to at this moment which is allowed
-    /// and answers.
+    /// Connects to the first of the addresses of `host` that is allowed and responds.
     async fn connect_to(
         &self,
         host: &str,
@@ -423,7 +422,7 @@ mod tests {
         let after = rules.connect_to("gpu-1", [metadata].into_iter()).await;
         let error = after.unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::PermissionDenied, "{error}");
-        // Of several addresses only those are tried that are allowed.
+        // Of several addresses, only the allowed ones are tried.
         let both = rules
             .connect_to("gpu-1", [metadata, here].into_iter())
             .await;
@@ -460,7 +459,7 @@ mod tests {
                 "{error}"
             );
         }
-        // A number that the system reads as an address.
+        // A number that the system interprets as an address.
         let error = rules(&[]).connect("2852039166", port).await.unwrap_err();
         assert!(error.to_string().contains("169.254.169.254"), "{error}");
     }

@@ -1,7 +1,7 @@
-//! Engines that meet in rooms: SGLang's, which compute prompts and answers apart.
+//! Engines that meet in bootstrap rooms: SGLang's prefill and decode engines.
 //!
 //! Both engines of a pair get the request at once, with the address of the prefill engine's
-//! bootstrap server and the number of a room there. An engine in either mode refuses what comes
+//! bootstrap server and the number of a room there. An engine in either mode refuses requests
 //! without a room, so it can do nothing alone.
 
 use state::Backend;
@@ -9,15 +9,15 @@ use state::command::BackendRole;
 
 use super::Backends;
 
-/// Label of a backend by which an operator says that its engine meets others in rooms, and where
-/// the bootstrap server of a prefill engine listens. Without it the engine is asked.
+/// Label of a backend by which an operator declares that its engine meets others in rooms, and on
+/// which port the bootstrap server of a prefill engine listens. Without it the engine is queried.
 pub const BOOTSTRAP_PORT_LABEL: &str = "bootstrap-port";
-/// Where SGLang's bootstrap server listens unless it was told otherwise.
+/// Default port of SGLang's bootstrap server.
 const BOOTSTRAP_PORT: u16 = 8998;
 
 impl Backends {
-    /// Whether the engine of `backend` does nothing alone, but meets another in a room: as its label
-    /// says, else as engines of its kind do that have a role.
+    /// Whether the engine of `backend` does nothing alone, but must meet another in a room:
+    /// according to its label, or else to its kind and role.
     #[must_use]
     pub fn meets_in_rooms(&self, backend: &Backend) -> bool {
         if backend.spec.role == BackendRole::Both {
@@ -28,8 +28,8 @@ impl Backends {
             || backend.spec.labels.contains_key(BOOTSTRAP_PORT_LABEL)
     }
 
-    /// Where the bootstrap server of a prefill engine listens: as its label says, else as the engine
-    /// says.
+    /// Returns the port of a prefill engine's bootstrap server: from its label, or else as the
+    /// engine reports it.
     #[must_use]
     pub(crate) fn bootstrap_port(&self, backend: &Backend) -> u16 {
         let label = backend.spec.labels.get(BOOTSTRAP_PORT_LABEL);

@@ -1,37 +1,36 @@
-//! Engines' reports of cached tokens: which answers have them, and whether an engine's cache looks
-//! emptied.
+//! Engines' reports of cached tokens: which responses contain them, and whether an engine's cache
+//! appears to be emptied.
 //!
-//! vLLM up to 0.12 omits the count if nothing was cached, so an answer without it is ambiguous.
-//! From an engine that has reported it in answers of the same form (path, stream or not), it means
-//! zero.
+//! vLLM up to 0.12 omits the count if nothing was cached, so a response without it is ambiguous. If
+//! the engine has reported it in responses of the same form (path, stream or not), it means zero.
 //!
-//! The restart of an engine that reports neither its start nor a counter shows only in its answers:
-//! correct predictions are followed by several in a row of which almost nothing was cached. One
-//! user alone could send prompts that skip the cache, so it takes two users, or twice as many
-//! answers. Occasional misses mean that the prediction is too high, not that the cache was emptied.
+//! The restart of an engine that reports neither its start time nor a counter shows only in its
+//! responses: after correct predictions, several in a row find almost nothing cached. One user
+//! alone could send prompts that skip the cache, so it takes two users, or twice as many responses.
+//! Occasional misses mean that the prediction is too high, not that the cache was emptied.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use state::command::BACKENDS_MAX;
 use state::ids::{BackendRef, UserKey};
 
-/// Fewest predicted tokens of an answer that says anything about the cache.
+/// Minimum number of predicted tokens for a response to count.
 const PREDICTED_MIN: u64 = 256;
-/// An answer is cold if less than this part of what was predicted was cached.
+/// A response is cold if less than one part in this many of the prediction was cached.
 const COLD_PART: u64 = 8;
-/// Cold answers in a row that tell of an empty cache, of several users and of one alone.
+/// Cold responses in a row that indicate an empty cache, of several users or of one user.
 const COLD_OF_SEVERAL: u32 = 4;
 const COLD_OF_ONE: u32 = 8;
-/// How many answers must have been warm before, and how many are remembered.
+/// Minimum number of preceding warm responses, and maximum number remembered.
 const WARM_MIN: u32 = 8;
 const WARM_MAX: u32 = 16;
 
-/// A form of answer: what may tell cached tokens in one and not in another.
+/// Form of a response. Only some forms may report cached tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct AnswerForm(u8);
 
 impl AnswerForm {
-    /// Of the answer to a request to `path`.
+    /// Returns the form of the response to a request to `path`.
     #[must_use]
     pub fn of(path: &str, is_stream: bool) -> Self {
         let kind = match path.split('?').next().unwrap_or(path) {
@@ -49,21 +48,21 @@ impl AnswerForm {
     }
 }
 
-/// What answers told, by slot.
+/// Reports from responses, by slot.
 pub(super) struct CacheReports(Box<[Mutex<EngineReports>]>);
 
-/// Of one incarnation.
+/// Reports of one incarnation.
 #[derive(Debug, Default)]
 struct EngineReports {
-    /// `None`: nothing came yet.
+    /// `None` before the first report.
     backend: Option<BackendRef>,
-    /// Forms of answers that told cached tokens.
+    /// Forms of responses that reported cached tokens.
     forms: u16,
-    /// Warm answers lately, less those that cold ones made doubtful.
+    /// Recent warm responses, less those offset by cold ones.
     warm: u32,
-    /// Cold answers since the last warm one.
+    /// Cold responses since the last warm one.
     cold: u32,
-    /// Whose the first of them was, and whether there were others.
+    /// User of the first of them, and whether other users followed.
     first: Option<UserKey>,
     is_of_several: bool,
 }
@@ -75,25 +74,25 @@ impl Default for CacheReports {
 }
 
 impl CacheReports {
-    /// An answer of this form told cached tokens.
+    /// Records that a response of this form reported cached tokens.
     pub(super) fn told(&self, backend: BackendRef, form: AnswerForm) {
         if let Some(mut reports) = self.of(backend) {
             reports.forms |= form.bit();
         }
     }
 
-    /// Whether some did.
+    /// Whether a response of this form did.
     pub(super) fn tells(&self, backend: BackendRef, form: AnswerForm) -> bool {
         let reports = self.of(backend);
         reports.is_some_and(|reports| reports.forms & form.bit() != 0)
     }
 
-    /// Whether an answer of any form did.
+    /// Whether a response of any form did.
     pub(super) fn tells_any(&self, backend: BackendRef) -> bool {
         self.of(backend).is_some_and(|reports| reports.forms != 0)
     }
 
-    /// Of so many predicted tokens an answer to `user` found so many cached.
+    /// Records how many of the predicted tokens a response to `user` found cached.
     pub(super) fn found(&self, backend: BackendRef, user: UserKey, predicted: u64, cached: u64) {
         if predicted < PREDICTED_MIN {
             return;
@@ -103,15 +102,16 @@ impl CacheReports {
         }
     }
 
-    /// Whether its cache looks emptied.
+    /// Whether the engine's cache appears to be emptied.
     pub(super) fn is_emptied(&self, backend: BackendRef) -> bool {
         self.of(backend).is_some_and(|reports| reports.is_emptied())
     }
 
-    /// What is known of `backend`; of a later life of it nothing yet. `None`: it has a later one.
+    /// Returns the reports of `backend`, reset if it is a later incarnation; `None` if it is an
+    /// earlier one.
     fn of(&self, backend: BackendRef) -> Option<MutexGuard<'_, EngineReports>> {
         let place = self.0.get(usize::from(backend.slot.0))?;
-        // Counts: half an answer harms nothing.
+        // Counters only: a partial update is harmless.
         let mut reports = place.lock().unwrap_or_else(PoisonError::into_inner);
         match reports.backend {
             Some(known) if known == backend => {}

@@ -1,4 +1,4 @@
-//! The small HTTP client of probes: one kept connection to one backend, GET only, everything
+//! A small HTTP client for probes: one keep-alive connection to one backend, GET only, everything
 //! bounded. It is separate from the data plane's pool, so that a full pool cannot make a healthy
 //! backend look dead, and a probe cannot take a connection from a request.
 
@@ -19,14 +19,14 @@ use super::keys::EngineHeaders;
 use super::local_failure::is_local;
 use super::url::{EngineUrl, EngineUrlError};
 
-/// A complete answer.
+/// A complete response.
 #[derive(Debug)]
 pub(crate) struct ProbeResponse {
     pub(crate) status: StatusCode,
     pub(crate) body: Bytes,
 }
 
-/// Reason why there is no answer.
+/// Reason why a probe got no response.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ProbeError {
     #[error("{0:?}: {1}")]
@@ -44,7 +44,7 @@ pub(crate) enum ProbeError {
 }
 
 impl ProbeError {
-    /// Whether this process could not even ask, so that nothing is known about the backend.
+    /// Whether this process could not send the probe, so that it reveals nothing about the backend.
     pub(crate) fn is_local(&self) -> bool {
         matches!(self, Self::Connect(error) if is_local(error))
     }
@@ -62,15 +62,14 @@ pub(crate) struct ProbeClient {
 
 struct ProbeConnection {
     sender: SendRequest<Empty<Bytes>>,
-    /// Those that held when it was opened.
+    /// Address rules when it was opened.
     rules: RulesId,
     opened_at: Instant,
     _driver: AbortOnDropHandle<()>,
 }
 
 impl ProbeClient {
-    /// Creates a client of the engine at `url`. Every call takes at most
-    /// `timeout`.
+    /// Creates a client of the engine at `url`. Every call takes at most `timeout`.
     pub(crate) fn new(
         url: &str,
         headers: Option<EngineHeaders>,
@@ -89,24 +88,24 @@ impl ProbeClient {
         })
     }
 
-    /// Authorizes what is asked from here on.
+    /// Sets the credentials for subsequent requests.
     pub(crate) fn authorize(&mut self, headers: Option<EngineHeaders>) {
         self.headers = headers;
     }
 
-    /// Has each call take at most `timeout` from here on.
+    /// Sets the timeout for subsequent calls.
     pub(crate) fn patience(&mut self, timeout: Duration) {
         self.timeout = timeout;
     }
 
-    /// Sends `GET path` and returns an answer with a body of at most `body_bytes_max` bytes.
+    /// Sends `GET path` and returns a response with a body of at most `body_bytes_max` bytes.
     pub(crate) async fn get(
         &mut self,
         path: &str,
         body_bytes_max: usize,
     ) -> Result<ProbeResponse, ProbeError> {
         let limit = self.timeout;
-        // The connection is moved out meanwhile, so that ending the call early closes it.
+        // Move the connection out, so that cancelling the call closes it.
         let kept = self.connection.take();
         match tokio::time::timeout(limit, self.exchange(kept, path, body_bytes_max)).await {
             Ok(Ok((answer, connection))) => {
@@ -137,8 +136,8 @@ impl ProbeClient {
         Ok((answer, connection))
     }
 
-    /// Whether a connection is open, and the engine's name need not be looked up again, nor its
-    /// address be judged.
+    /// Whether the kept connection is open and still suits the engine's name and the current
+    /// address rules.
     fn is_usable(&self, kept: &ProbeConnection) -> bool {
         let leads_here = !self.url.is_name() || kept.opened_at.elapsed() < NAME_HOLDS_FOR;
         leads_here && kept.rules == self.dialer.rules() && !kept.sender.is_closed()
@@ -154,7 +153,7 @@ impl ProbeClient {
             .await
             .map_err(ProbeError::Http)?;
         let driver = tokio::spawn(async move {
-            // Users of the sender notice its end.
+            // Users of the sender detect its end.
             drop(driver.await);
         });
         Ok(ProbeConnection {

@@ -1,6 +1,6 @@
-//! Connections to engines: only to addresses that they may have, and in TLS where the URL says
-//! `https`. Certificates are verified always: against the authorities of this host and those of
-//! `tls.backends.ca_file`, for the host of the URL or the name that the config gives.
+//! Connections to engines: only to allowed addresses, and with TLS if the URL says `https`.
+//! Certificates are always verified, against the authorities of this host and those of
+//! `tls.backends.ca_file`. The expected name is the host of the URL or one from the config.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -19,27 +19,27 @@ use super::addresses::{EngineAddressError, EngineAddressRules, EnginePlace};
 use super::url::EngineUrl;
 use crate::tls::{Certificates, ClientFiles, MaybeTls, TlsSetupError};
 
-/// The protocol that is spoken inside.
+/// ALPN protocols.
 const PROTOCOLS: &[&[u8]] = &[b"http/1.1"];
 
-/// How engines are connected to. Clones are the same, and can be changed while used.
+/// How to connect to engines. Clones share their settings, which can be changed while in use.
 #[derive(Clone, Default)]
 pub struct EngineDialer(Arc<EngineDialerState>);
 
 #[derive(Default)]
 struct EngineDialerState {
-    /// Read when an engine first needs it, if the config has no section: the authorities of a host
-    /// are a large file.
+    /// Loaded when an engine first needs it, if the config has no section, because a host's
+    /// authorities are a large file.
     certificates: OnceLock<Arc<Certificates<ClientFiles>>>,
-    /// Names to expect, by URL, where it is not the host of the URL.
+    /// Expected names by URL, if different from the host of the URL.
     names: ArcSwap<BTreeMap<String, String>>,
-    /// Which addresses they may have.
+    /// Rules for the addresses of engines.
     addresses: ArcSwap<EngineAddressRules>,
-    /// How often these have changed.
+    /// Number of changes of the rules.
     changes: AtomicU64,
 }
 
-/// Which rules of addresses held at some moment.
+/// Identifies the address rules at some time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct RulesId(u64);
 
@@ -50,22 +50,22 @@ impl fmt::Debug for EngineDialer {
 }
 
 impl EngineDialer {
-    /// Uses these certificates and authorities.
+    /// Creates a dialer with these certificates and authorities.
     #[must_use]
     pub fn with_certificates(certificates: Arc<Certificates<ClientFiles>>) -> Self {
         let tls = Self::default();
-        // It was made just now.
+        // Cannot fail: the cell was created just now.
         drop(tls.0.certificates.set(certificates));
         tls
     }
 
-    /// Expects these names, by URL, and for other URLs their host.
+    /// Sets the expected names by URL; other URLs expect their host.
     pub fn expect_names(&self, names: BTreeMap<String, String>) {
         self.0.names.store(Arc::new(names));
     }
 
-    /// Connects from here on to engines at these addresses only. Connections that are open serve
-    /// the requests that they have, and no others.
+    /// Sets the rules for subsequent connections. Open connections finish their current requests
+    /// and serve no others.
     pub fn allow(&self, rules: EngineAddressRules) {
         if **self.0.addresses.load() != rules {
             self.0.addresses.store(Arc::new(rules));
@@ -73,12 +73,12 @@ impl EngineDialer {
         }
     }
 
-    /// Returns which rules hold. Ask before connecting: a connection is of the rules that held then.
+    /// Returns the id of the current rules. Call before connecting, to tag the connection.
     pub(crate) fn rules(&self) -> RulesId {
         RulesId(self.0.changes.load(Ordering::Acquire))
     }
 
-    /// Judges where an engine is.
+    /// Checks the location of an engine.
     ///
     /// # Errors
     /// [`EngineAddressError`].
@@ -86,7 +86,7 @@ impl EngineDialer {
         self.0.addresses.load().check_place(place)
     }
 
-    /// Judges an address that a source of engines tells of.
+    /// Checks an address announced by a source of engines.
     ///
     /// # Errors
     /// [`EngineAddressError`].
@@ -94,25 +94,25 @@ impl EngineDialer {
         self.0.addresses.load().check_told(address)
     }
 
-    /// Connects to a Unix socket of an engine. The caller bounds the wait.
+    /// Connects to a Unix socket of an engine. The caller applies the timeout.
     pub(crate) async fn reach_socket(&self, path: &Path) -> io::Result<UnixStream> {
         let judged = self.0.addresses.load().check_socket(path);
         judged.map_err(|refused| io::Error::new(io::ErrorKind::PermissionDenied, refused))?;
         UnixStream::connect(path).await
     }
 
-    /// Connects to the host of `url`. The caller bounds the wait.
+    /// Connects to the host of `url`. The caller applies the timeout.
     pub(crate) async fn reach(&self, url: &EngineUrl) -> io::Result<TcpStream> {
         self.reach_at(url.host(), url.port()).await
     }
 
-    /// The same with a host and a port of the engine.
+    /// Connects to a host and port of the engine. The caller applies the timeout.
     pub(crate) async fn reach_at(&self, host: &str, port: u16) -> io::Result<TcpStream> {
         let rules = self.0.addresses.load_full();
         rules.connect(host, port).await
     }
 
-    /// Runs the handshake with the engine at `url` if it has TLS. The caller bounds the wait.
+    /// Runs the TLS handshake with the engine at `url`, if needed. The caller applies the timeout.
     pub(crate) async fn secure(
         &self,
         url: &EngineUrl,
@@ -127,7 +127,7 @@ impl EngineDialer {
         let config = self.certificates()?.current();
         let connecting = TlsConnector::from(config).connect(name, stream);
         let connected = connecting.await.map_err(|error| match error.get_ref() {
-            // Which name was expected, and which were found, is in it.
+            // Contains the expected and the presented names.
             Some(why) => io::Error::new(io::ErrorKind::InvalidData, format!("tls: {why}")),
             None => error,
         })?;
@@ -144,7 +144,7 @@ impl EngineDialer {
     }
 }
 
-/// What a replica trusts and shows where it connects to engines.
+/// Returns the authorities that a replica trusts, and its certificate, for engine connections.
 #[must_use]
 pub fn engine_files(
     authorities: Option<crate::tls::NamedFile>,

@@ -1,9 +1,9 @@
-//! Reads an engine's metrics page and model list, in the dialects of vLLM, SGLang, llama.cpp
-//! and Dynamo.
+//! Reads an engine's metrics page and model list, in the dialects of vLLM, SGLang, llama.cpp and
+//! Dynamo.
 //!
 //! Several samples of one name (one per data-parallel rank or model) are summed; for cache usage,
-//! the fullest rank counts. Of one rank, only its own samples and those of the whole engine are
-//! read. Figures that an engine does not export are `None`.
+//! the fullest rank counts. For a single rank, only its own samples and those of the whole engine
+//! are read. Figures that an engine does not export are `None`.
 
 use std::fmt;
 
@@ -34,8 +34,7 @@ pub enum EngineKind {
 }
 
 impl EngineKind {
-    /// The engine that names itself so, as the owner of its models or before the names of its
-    /// metrics.
+    /// Returns the engine with this name, as the owner of its models or the prefix of its metrics.
     #[must_use]
     pub fn named(name: &str) -> Option<Self> {
         match name {
@@ -46,7 +45,7 @@ impl EngineKind {
         }
     }
 
-    /// The label that tells which data-parallel rank a sample is of.
+    /// Returns the label that identifies a sample's data-parallel rank.
     fn rank_label(self) -> Option<&'static str> {
         match self {
             Self::Vllm => Some("engine"),
@@ -55,7 +54,7 @@ impl EngineKind {
         }
     }
 
-    /// The engine that exports a metric of this name.
+    /// Returns the engine that exports a metric of this name.
     fn of(metric: &str) -> Option<Self> {
         match metric.split_once(':') {
             Some((name, _)) => Self::named(name),
@@ -65,8 +64,7 @@ impl EngineKind {
         }
     }
 
-    /// Whether it keeps cached blocks of different `cache_salt`s apart, in all versions that are
-    /// supported.
+    /// Whether the engine separates cached blocks by `cache_salt` in all supported versions.
     #[must_use]
     pub fn knows_salts(self) -> bool {
         match self {
@@ -116,12 +114,12 @@ pub struct EngineMetrics {
     pub ranks: Option<u16>,
 }
 
-/// The ranks that a page tells of, a bit for each.
+/// Ranks that a page reports, one bit per rank.
 #[derive(Default)]
 struct RankSet(u64);
 
 impl RankSet {
-    /// Counts the rank of a figure that every rank has.
+    /// Adds the rank of a figure that every rank reports.
     fn add(&mut self, sample: &Sample<'_>) {
         let is_of_each = matches!(
             sample.name,
@@ -132,14 +130,14 @@ impl RankSet {
         }
     }
 
-    /// How many there are; `None`: a rank before the last is missing, as where each has a server.
+    /// Returns the number of ranks; `None` if one is missing, as when each rank has its own server.
     fn count(&self) -> Option<u16> {
         let has_all = self.0 > 0 && self.0.trailing_ones() == self.0.count_ones();
         has_all.then(|| u16::try_from(self.0.count_ones()).ok())?
     }
 }
 
-/// The data-parallel rank that a sample is of; `None`: the whole engine.
+/// Returns a sample's data-parallel rank; `None` for the whole engine.
 fn rank_of(sample: &Sample<'_>) -> Option<u16> {
     let label = EngineKind::of(sample.name)?.rank_label()?;
     sample.labels.get(label)?.parse().ok()
@@ -196,11 +194,11 @@ impl EngineMetrics {
             }
             "sglang:max_total_num_tokens" => add_u64(&mut self.cache_tokens, value),
             "vllm:cache_config_info" => self.add_cache_config(sample),
-            // Its blocks are told per worker, and not how many workers there are.
+            // Reported per worker, but without the number of workers.
             "sglang:page_size" | "dynamo_frontend_model_kv_cache_block_size" => {
                 self.add_page_size(whole(value));
             }
-            // The same before SGLang 0.5.12.
+            // Its equivalent before SGLang 0.5.12.
             "sglang:cache_config_info" => {
                 let label = sample.labels.get("page_size");
                 self.add_page_size(label.and_then(|label| label.parse().ok()));
@@ -233,7 +231,7 @@ impl EngineMetrics {
     }
 }
 
-/// Converts a count that was read as a float; `None` if it is not a count.
+/// Converts a float to a count; `None` if it is negative or not finite.
 fn whole(value: f64) -> Option<u64> {
     // The cast saturates, so a forged 1e300 is merely a large number.
     (value.is_finite() && value >= 0.0).then_some(value as u64)
@@ -259,7 +257,7 @@ fn most_permille(most: &mut Option<u32>, ratio: f64) {
     }
 }
 
-/// An answer to `GET /v1/models` that is not a model list.
+/// Error for a response to `GET /v1/models` that is not a model list.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("model list: {0}")]
 pub(super) struct ModelListError(String);
@@ -272,17 +270,17 @@ struct ModelList {
 #[derive(Deserialize)]
 struct ListedModel {
     id: String,
-    // Engines may write these as they like.
+    // Engines may format these freely.
     #[serde(default)]
     root: Value,
     #[serde(default)]
     parent: Value,
     #[serde(default)]
     max_model_len: Value,
-    /// Dynamo's word for it.
+    /// Name of the context length in Dynamo.
     #[serde(default)]
     context_window: Value,
-    /// Where llama.cpp has it, as `n_ctx`.
+    /// Contains `n_ctx` in llama.cpp.
     #[serde(default)]
     meta: Value,
     #[serde(default)]
@@ -291,7 +289,7 @@ struct ListedModel {
     owned_by: Value,
 }
 
-/// Tokens of the longest context, under the names that engines have for it.
+/// Returns the maximum context length in tokens, under any of its names.
 fn model_length(listed: &ListedModel) -> Option<u64> {
     let names = [
         &listed.max_model_len,
@@ -301,27 +299,27 @@ fn model_length(listed: &ListedModel) -> Option<u64> {
     names.into_iter().find_map(Value::as_u64)
 }
 
-/// Longest text or permission of a model that is kept, in bytes.
+/// Maximum length of a model's text or permission to keep, in bytes.
 const KEPT_BYTES_MAX: usize = 1024;
 
 /// A model as its engine lists it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct EngineModel {
-    /// Its id.
+    /// Id of the model.
     pub id: String,
-    /// What its weights are named, or where they are.
+    /// Name or location of its weights.
     pub root: Option<String>,
-    /// The model that it adapts.
+    /// Base model, if this is an adapter.
     pub parent: Option<String>,
-    /// Tokens of the longest context.
+    /// Maximum context length, in tokens.
     pub max_model_len: Option<u64>,
     /// Permissions, a list of objects.
     pub permission: Option<Value>,
-    /// Whose it is: engines put their own names there.
+    /// Owner: engines put their own names there.
     pub owned_by: Option<String>,
 }
 
-/// Reads an answer to `GET /version`.
+/// Reads a response to `GET /version`.
 pub(super) fn read_version(body: &[u8]) -> Option<String> {
     #[derive(Deserialize)]
     struct Version {
@@ -332,7 +330,7 @@ pub(super) fn read_version(body: &[u8]) -> Option<String> {
 }
 
 impl EngineModel {
-    /// Whether it is a LoRA adapter.
+    /// Whether the model is a LoRA adapter.
     pub(super) fn is_adapter(&self) -> bool {
         let parent = self.parent.as_ref();
         parent.is_some_and(|parent| *parent != self.id)

@@ -1,20 +1,20 @@
 //! Decides which of an engine's reports are news to the cluster.
 //!
-//! Every replica asks every engine, and proposes what differs from the replicated registry as
+//! Every replica queries every engine, and proposes differences from the replicated registry as
 //! [`EngineFacts`]. Pure: the clock is an argument. Three rules prevent replicas from contradicting
 //! each other endlessly:
 //!
 //! - A restart is proposed under the incarnation that it ended. The first such command to be
-//!   applied starts a new incarnation, and the others then name one that is over.
-//! - Capacity in router blocks depends on the tokens per block, which for text are learnt and move
-//!   with the traffic. A known capacity is therefore only changed by any replica if the *engine's*
-//!   figure changed, else only by the leader, and only if it differs by more than a thirty-third, or
-//!   by more than a two-hundredth [each half minute](REFINE_AFTER).
+//!   applied starts a new incarnation; later ones then name one that is over.
+//! - Capacity in router blocks depends on the tokens per block, which for text are learned and vary
+//!   with the traffic. So any replica changes a known capacity if the *engine's* figure changed;
+//!   otherwise only the leader does: at once if it differs by more than a thirty-third, and every
+//!   [`REFINE_AFTER`] if it differs by more than a two-hundredth.
 //! - The same report is not proposed again within [`REPEAT_AFTER`].
 //!
-//! An engine that does not tell its start has restarted if its counter fell, however many scrapes
-//! failed in between; without a counter, if it refused connections and answers again; and if its
-//! answers show an empty cache.
+//! An engine that does not report its start time has restarted if its counter fell, however many
+//! scrapes failed in between; without a counter, if it refused connections and responds again; and
+//! if its responses show an empty cache.
 
 use std::time::Duration;
 
@@ -23,28 +23,28 @@ use state::command::EngineFacts;
 use state::ids::BackendRef;
 use tokio::time::Instant;
 
-/// Time for which a repeated proposal is held back while the registry does not show it.
+/// How long a repeated proposal is held back while the registry does not show it.
 pub const REPEAT_AFTER: Duration = Duration::from_secs(5);
 /// Tolerance for start times, in seconds. If an engine does not report its start, a restart is
-/// detected by falling counters and dated with this replica's clock. One dated within this time of
-/// the last start is the same restart, seen by another replica.
+/// detected by falling counters and dated with this replica's clock. A restart dated within this
+/// time of the last start is the same one, seen by another replica.
 const SAME_START_S: u64 = 10;
 /// Start time of the first incarnation of an engine that does not report its start, in Unix
 /// seconds. The same on every replica, and earlier than any start dated later.
 const UNTOLD_START_S: u64 = 1;
 
-/// A capacity that differs by more than this part is worth another command at once.
+/// A capacity that differs by more than one part in this many is proposed again at once.
 const FAR_PART: u64 = 33;
-/// A capacity that differs by more than this part is worth one every [`REFINE_AFTER`]. Each per cent
-/// that a capacity of text is off costs one prediction in three hundred.
+/// A capacity that differs by more than one part in this many is proposed again after
+/// [`REFINE_AFTER`]. An error of one per cent costs one prediction in three hundred.
 const NEAR_PART: u64 = 200;
-/// Minimum time between two such commands for one backend: ratios never rest.
-pub const REFINE_AFTER: Duration = Duration::from_secs(30);
+/// Minimum time between two small changes of a backend's capacity, because ratios keep moving.
+pub(super) const REFINE_AFTER: Duration = Duration::from_secs(30);
 
 /// Facts read from an engine in one round.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct EngineReading {
-    /// Models, if it was asked.
+    /// Models, if queried.
     pub(crate) models: Option<Vec<String>>,
     /// Capacity of its cache, in tokens.
     pub(crate) cache_tokens: Option<u64>,
@@ -54,12 +54,12 @@ pub(crate) struct EngineReading {
     pub(crate) prompt_tokens: Option<u64>,
     /// Tokens per block of its cache.
     pub(crate) block_size: Option<u32>,
-    /// Probes that were refused a connection since this replica has known it.
+    /// Probes refused a connection since this replica has known the engine.
     pub(crate) refusals: u64,
 }
 
 impl EngineReading {
-    /// Whether it answered at all.
+    /// Whether the engine responded at all.
     fn is_answer(&self) -> bool {
         self.models.is_some() || self.prompt_tokens.is_some()
     }
@@ -76,7 +76,7 @@ pub(crate) struct ProbeRound {
     pub(crate) unix_s: u64,
     /// Current monotonic time.
     pub(crate) now: Instant,
-    /// Whether answers show that the engine's cache was emptied.
+    /// Whether responses show that the engine's cache was emptied.
     pub(crate) is_emptied: bool,
 }
 
@@ -84,9 +84,9 @@ pub(crate) struct ProbeRound {
 #[derive(Debug, Default)]
 pub(crate) struct FactsMemory {
     handle: Option<BackendRef>,
-    /// As last told.
+    /// Last reported value.
     prompt_tokens: Option<u64>,
-    /// Refusals when it last answered; `None`: not read yet.
+    /// Refusals when the engine last responded; `None` before its first reading.
     refusals: Option<u64>,
     cache_tokens: Option<u64>,
     /// When the capacity was first compared, or last proposed.
@@ -96,7 +96,7 @@ pub(crate) struct FactsMemory {
 }
 
 impl FactsMemory {
-    /// Returns the facts to propose about `known` after seeing `saw`; `None` if there is no news.
+    /// Returns the facts to propose about `known` after reading `saw`; `None` if nothing is new.
     pub(crate) fn news(
         &mut self,
         known: &Backend,
@@ -116,7 +116,7 @@ impl FactsMemory {
             started_at_s,
         };
         if started_at_s.is_some() && known.facts.started_at_s.is_some() {
-            // A new incarnation knows nothing, so report everything.
+            // A new incarnation has no facts yet, so report everything.
             facts.capacity_blocks = blocks(saw.cache_tokens, round);
         } else {
             facts
@@ -127,8 +127,8 @@ impl FactsMemory {
         self.hold_back(facts, round.now)
     }
 
-    /// Returns the block size to propose after seeing `saw`, where `known` is the replicated one;
-    /// `None` if it is no news.
+    /// Returns the block size to propose after reading `saw`, where `known` is the replicated one;
+    /// `None` if nothing is new.
     pub(crate) fn new_block_size(
         &mut self,
         known: Option<u32>,
@@ -152,7 +152,7 @@ impl FactsMemory {
         saw: &EngineReading,
         round: &ProbeRound,
     ) -> Option<u64> {
-        // What a failed scrape leaves out is remembered: a restart comes with failures.
+        // Keep the values that a failed scrape omits: a restart is accompanied by failures.
         let before = self.prompt_tokens;
         self.prompt_tokens = saw.prompt_tokens.or(before);
         let refusals = *self.refusals.get_or_insert(saw.refusals);
@@ -218,15 +218,15 @@ impl FactsMemory {
     }
 }
 
-/// Converts `cache_tokens` into router blocks, rounded up: a capacity is better over- than
-/// underestimated.
+/// Converts `cache_tokens` into router blocks, rounded up: overestimating a capacity is better than
+/// underestimating it.
 fn blocks(cache_tokens: Option<u64>, round: &ProbeRound) -> Option<u32> {
     let per_block = round.tokens_per_block;
     if !(per_block.is_finite() && per_block > 0.0) {
         return None;
     }
     let blocks = (cache_tokens? as f64 / per_block).ceil();
-    // The cast saturates at the largest capacity that a backend can have.
+    // The cast saturates at the maximum capacity of a backend.
     Some((blocks as u32).max(1))
 }
 
@@ -382,7 +382,7 @@ mod tests {
         assert_eq!(memory.news(&known, &silent(None, 9), &round(now)), None);
         let facts = memory.news(&known, &silent(models(), 9), &round(now));
         assert_eq!(facts.unwrap().started_at_s, Some(1_000_000));
-        // With a counter that did not fall it was the network.
+        // If the counter did not fall, the network failed.
         let mut memory = FactsMemory::default();
         let counted = |refusals| EngineReading {
             started_at_s: None,

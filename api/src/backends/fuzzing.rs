@@ -1,4 +1,4 @@
-//! Fuzz targets for what engines report about themselves, see [`crate::fuzzing`].
+//! Fuzz targets for data that engines report about themselves; see [`crate::fuzzing`].
 
 use super::engine::{EngineMetrics, MODELS_PER_ENGINE_MAX, read_models};
 use super::prometheus_text;
@@ -23,7 +23,7 @@ pub fn engine_metrics(bytes: &[u8]) {
     }
 }
 
-/// Reads a list of models.
+/// Reads a model list.
 pub fn engine_models(bytes: &[u8]) {
     if let Ok(models) = read_models(bytes) {
         assert!(models.len() <= MODELS_PER_ENGINE_MAX);
@@ -31,7 +31,7 @@ pub fn engine_models(bytes: &[u8]) {
     }
 }
 
-/// Pages in the form of released engines.
+/// Returns pages in the format of released engines.
 #[must_use]
 pub fn engine_metrics_seeds() -> Vec<Vec<u8>> {
     let pages = [
@@ -56,7 +56,7 @@ pub fn engine_metrics_seeds() -> Vec<Vec<u8>> {
     pages.map(|page| page.as_bytes().to_vec()).to_vec()
 }
 
-/// Lists in the form of released engines.
+/// Returns model lists in the format of released engines.
 #[must_use]
 pub fn engine_models_seeds() -> Vec<Vec<u8>> {
     let list = br#"{"object":"list","data":[{"id":"b","object":"model","created":1750000000,"root":"/m"},{"id":"a","parent":"b"}]}"#;

@@ -21,10 +21,10 @@ pub const FAILURES_MAX: u32 = 2;
 /// Number of consecutive failed scrapes after which the last engine figures are dropped.
 pub const SCRAPE_FAILURES_MAX: u32 = 3;
 
-/// Result of the last probes of one backend.
+/// Health of one backend according to the last probes.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Health {
-    /// Whether requests may go there.
+    /// Whether the backend may get requests.
     pub is_healthy: bool,
     /// Reason if it is unhealthy, or the last failure.
     pub detail: Option<String>,
@@ -34,33 +34,33 @@ pub struct Health {
     pub running: u32,
     /// KV cache usage, in thousandths.
     pub kv_usage_permille: u32,
-    /// Its LoRA adapters; `None` if it does not tell of any.
+    /// LoRA adapters of the engine; `None` if it reports none.
     pub adapters: Option<Arc<EngineAdapters>>,
 }
 
-/// Meaning of a failed probe.
+/// Kind of a probe failure.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Fault {
     /// Connections are refused.
     Unreachable,
-    /// The connection was accepted, or nothing was heard at all, and the probe was not answered in
-    /// time or not properly. The probe itself may be at fault.
+    /// The connection was accepted or got no reply at all, and the probe got no proper response in
+    /// time. The probe itself may be at fault.
     Unwell,
 }
 
 /// The part of [`Health`] that a decision needs, packed in one word.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct HealthFlags {
-    /// Whether requests may go there.
+    /// Whether the backend may get requests.
     pub is_healthy: bool,
-    /// Whether the backend is unhealthy although the last probe was not refused a connection.
+    /// Whether the backend is unhealthy, but the last probe was not refused a connection.
     pub is_doubtful: bool,
-    /// Whether [`Health::adapters`] says anything.
+    /// Whether [`Health::adapters`] is known.
     pub has_adapters: bool,
-    /// Whether the engine is one that knows `cache_salt`.
+    /// Whether this kind of engine supports `cache_salt`.
     pub knows_salts: bool,
-    /// Whether the engine does nothing alone once it has a role: it meets another in a room.
+    /// Whether the engine, once it has a role, must meet another engine in a bootstrap room.
     pub meets_in_rooms: bool,
     /// Requests in the engine's queue, at most [`HealthFlags::COUNT_MAX`].
     pub waiting: u32,
@@ -74,8 +74,8 @@ impl HealthFlags {
     /// Largest count that can be represented.
     pub const COUNT_MAX: u32 = (1 << 24) - 1;
 
-    /// Packs the fields into one word. Bit 63: the slot is occupied, bit 62: healthy, bit 61:
-    /// doubtful, bit 60: it tells of adapters, bit 59: it knows salts, bit 58: it meets in rooms, bits 48 to 57: usage, bits 24 to 47: waiting, bits 0 to 23: running.
+    /// Packs the fields into one word. Bit 63: slot occupied, 62: healthy, 61: doubtful, 60:
+    /// adapters, 59: salts, 58: rooms, 48 to 57: usage, 24 to 47: waiting, 0 to 23: running.
     fn pack(self) -> u64 {
         let count = |count: u32| u64::from(count.min(Self::COUNT_MAX));
         1 << 63
@@ -109,7 +109,7 @@ impl HealthFlags {
 pub struct ProbeRecord {
     /// Id of the backend.
     pub id: String,
-    /// Whether requests may go there.
+    /// Whether the backend may get requests.
     pub is_healthy: bool,
     /// Reason if it is unhealthy, or the last failure.
     pub detail: Option<String>,
@@ -121,7 +121,7 @@ pub struct ProbeRecord {
     pub failures_total: u64,
     /// Probes since this replica has known the backend.
     pub probes_total: u64,
-    /// Those of them that were refused a connection.
+    /// Number of probes that were refused a connection.
     #[serde(skip)]
     pub(crate) refusals_total: u64,
     /// Number of consecutive failed metric scrapes.
@@ -130,33 +130,33 @@ pub struct ProbeRecord {
     pub metrics_detail: Option<String>,
     /// The engine's figures as of the last successful scrape.
     pub metrics: EngineMetrics,
-    /// Which engine it is, as far as its metrics or models ever told.
+    /// Kind of the engine, as last recognised by its metrics or models.
     pub kind: Option<EngineKind>,
-    /// What it says of the stage that it computes.
+    /// Facts about the stage that the engine computes.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub disaggregation: Option<DisaggregationFacts>,
-    /// Model ids of its last model list.
+    /// Model ids in the last model list.
     pub models: Option<Vec<String>>,
-    /// What it says of them.
+    /// The entries of that list.
     #[serde(skip)]
     pub listed: Option<Arc<[EngineModel]>>,
-    /// The engine's version, in its own words.
+    /// Version of the engine, as it reports it.
     pub version: Option<String>,
     /// Facts last reported to the cluster by this replica.
     pub told: Option<EngineFacts>,
-    /// Tokens per block of its model, where the engine's own blocks cannot be told in them.
+    /// Tokens per block of the model, if the engine's own block size does not fit it.
     pub unfit_block_size: Option<u32>,
-    /// Adapters that this replica sent requests for and the metrics need not name yet, with the
-    /// number of scrapes until they must.
+    /// Adapters that this replica sent requests for and that the metrics need not list yet, with
+    /// the number of scrapes until they must.
     #[serde(skip)]
     pub(crate) sent_adapters: Vec<(String, u8)>,
-    /// What follows from this, the metrics and the list for decisions.
+    /// Adapters for decisions, derived from these, the metrics and the list.
     #[serde(skip)]
     pub(crate) adapters: Option<Arc<EngineAdapters>>,
 }
 
-/// Number of scrapes after which an adapter is in memory only if the engine says so: one may have
-/// begun before the request arrived.
+/// Number of scrapes after which an adapter counts as in memory only if the engine reports it: one
+/// scrape may have begun before the request arrived.
 const SENT_SCRAPES: u8 = 2;
 
 impl ProbeRecord {
@@ -168,7 +168,7 @@ impl ProbeRecord {
         }
     }
 
-    /// Records a passed probe: one success is enough.
+    /// Records a passed probe. One success makes the backend healthy.
     pub(crate) fn passed(&mut self) {
         self.probes_total += 1;
         self.fault = None;
@@ -195,7 +195,7 @@ impl ProbeRecord {
         self.detail = Some(why);
     }
 
-    /// Records which engine it is. Returns it if it is another than before.
+    /// Records the kind of the engine. Returns it if it changed.
     pub(crate) fn recognised(&mut self, kind: Option<EngineKind>) -> Option<EngineKind> {
         let kind = kind.filter(|_| kind != self.kind)?;
         self.kind = Some(kind);
@@ -227,7 +227,7 @@ impl ProbeRecord {
         adapters.map(|model| &model.id)
     }
 
-    /// Records that a request for `model` was sent: an adapter is loaded for it.
+    /// Records that a request for `model` was sent, for which the engine loads an adapter.
     pub(crate) fn sent(&mut self, model: &str) {
         let is_adapter = |listed: &String| listed == model;
         if self.listed_adapters().any(is_adapter) {
@@ -294,7 +294,7 @@ impl ProbeRecord {
     }
 }
 
-/// Counts the occupants of a cell, so that a probe of an earlier one cannot write to it.
+/// Identifies the occupants of a cell, so that a probe of an earlier one cannot write to it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct OccupancyId(u64);
 
@@ -328,7 +328,7 @@ impl HealthTable {
         }
     }
 
-    /// Returns the figures for a decision; `None` if the slot is empty.
+    /// Returns the flags for a decision; `None` if the slot is empty.
     #[inline]
     pub(crate) fn flags(&self, slot: Slot) -> Option<HealthFlags> {
         let flags = self.glances.get(usize::from(slot.0))?;
@@ -346,12 +346,12 @@ impl HealthTable {
     /// Returns the signal for an immediate probe after the data plane saw a failure.
     ///
     /// # Panics
-    /// For a slot outside the table.
+    /// Panics if the slot is outside the table.
     pub(crate) fn alarm(&self, slot: Slot) -> &Notify {
         &self.cells[usize::from(slot.0)].alarm
     }
 
-    /// Registers a backend about which nothing is known. A slot outside the table is ignored.
+    /// Registers a backend with unknown health. Ignores a slot outside the table.
     pub(crate) fn register(&self, slot: Slot, id: &str) -> OccupancyId {
         self.replace(slot, Some(ProbeRecord::unprobed(id)))
     }
@@ -372,8 +372,8 @@ impl HealthTable {
         tenant.tenancy
     }
 
-    /// Changes the record of occupant `tenancy` if it is still there; `None` stands for the current
-    /// one. Returns the new health if it changed.
+    /// Changes the record of occupant `tenancy`, or of the current one if `None`, unless it has
+    /// been replaced. Returns the new health if it changed.
     pub(crate) fn update(
         &self,
         slot: Slot,

@@ -1,26 +1,26 @@
-//! Bounds how many informational answers (1xx) an engine sends before its answer to a request.
+//! Limits the informational responses (1xx) that an engine sends before its response to a request.
 //!
-//! They say nothing that is passed on. An engine that sends one after the other keeps a request, and
-//! its place, until `timeouts.first_byte`, and makes this replica read all the while.
+//! They contain nothing to pass on. An engine that sends them endlessly keeps a request and its
+//! place until `timeouts.first_byte`, and makes this replica read all the while.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 
 use http::Request;
 
-/// Informational answers to one request. A server sends a `100 Continue`, perhaps some `103 Early
-/// Hints`, and a gateway in front of a slow engine a `102 Processing` now and then; engines send
-/// none.
+/// Maximum number of informational responses to one request. A server sends a `100 Continue`,
+/// perhaps some `103 Early Hints`, and a gateway in front of a slow engine an occasional `102
+/// Processing`; engines send none.
 pub(super) const INFORMATIONAL_MAX: u32 = 8;
 
-/// Counts the informational answers to the request that a connection carries.
+/// Counts the informational responses to the request that a connection carries.
 #[derive(Debug, Clone, Default)]
 pub(super) struct InformationalCount(Arc<AtomicU32>);
 
 impl InformationalCount {
-    /// Begins anew with this request.
+    /// Resets the count for this request.
     pub(super) fn watch<B>(&self, request: &mut Request<B>) {
-        // Set and read by whoever drives the connection; nothing else is ordered by it.
+        // Set and read by the task that drives the connection; orders nothing else.
         self.0.store(0, Relaxed);
         let count = Arc::clone(&self.0);
         hyper::ext::on_informational(request, move |_| {
@@ -28,7 +28,7 @@ impl InformationalCount {
         });
     }
 
-    /// Whether there were more than may be.
+    /// Whether the limit is exceeded.
     pub(super) fn is_exceeded(&self) -> bool {
         self.0.load(Relaxed) > INFORMATIONAL_MAX
     }

@@ -1,9 +1,8 @@
-//! Keys that engines require from this replica.
+//! API keys that engines require from this replica.
 //!
-//! A key belongs to an id *and* a URL, both as configured at this replica. Anyone who can reach an
-//! admin listener can change what the replicated registry says about a backend. If a key were sent
-//! wherever the registry points, it could be stolen by pointing it elsewhere (I62). Keys are never
-//! replicated.
+//! A key belongs to an id *and* a URL, both as configured at this replica. Any client of an admin
+//! listener can change a backend in the replicated registry. If a key were sent wherever the
+//! registry points, it could be stolen by redirecting the backend (I62). Keys are never replicated.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -13,9 +12,9 @@ use arc_swap::ArcSwap;
 use http::header::AUTHORIZATION;
 use http::{HeaderMap, HeaderName, HeaderValue};
 
-/// Longest file of headers, in bytes.
+/// Maximum length of a file of headers, in bytes.
 const FILE_BYTES_MAX: usize = 64 * 1024;
-/// Headers that say how a message is sent, or that this replica sets.
+/// Headers that control the transmission, or that this replica sets.
 const NOT_OF_ENGINES: [&str; 13] = [
     "connection",
     "content-encoding",
@@ -32,12 +31,12 @@ const NOT_OF_ENGINES: [&str; 13] = [
     "x-request-id",
 ];
 
-/// Headers that an engine gets in place of the client's credentials.
+/// Headers that replace the client's credentials in requests to an engine.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct EngineHeaders(Arc<[(HeaderName, HeaderValue)]>);
 
 impl From<HeaderValue> for EngineHeaders {
-    /// An `authorization` header.
+    /// Creates an `authorization` header, marked as sensitive.
     fn from(mut authorization: HeaderValue) -> Self {
         authorization.set_sensitive(true);
         Self([(AUTHORIZATION, authorization)].into())
@@ -45,11 +44,11 @@ impl From<HeaderValue> for EngineHeaders {
 }
 
 impl EngineHeaders {
-    /// Reads a file of headers: `name: value` a line, empty lines and those that begin with `#`
-    /// aside.
+    /// Parses a file of headers: `name: value` per line. Ignores empty lines and lines that begin
+    /// with `#`.
     ///
     /// # Errors
-    /// The first fault, with its line. No value is quoted.
+    /// The first fault, with its line number. Never quotes a value.
     pub fn read(text: &str) -> Result<Self, String> {
         if text.len() > FILE_BYTES_MAX {
             return Err("longer than 64 KiB".to_owned());
@@ -70,7 +69,7 @@ impl EngineHeaders {
         }
     }
 
-    /// Puts them in the place of those with the same names.
+    /// Inserts these headers, replacing those with the same names.
     pub(crate) fn put_into(&self, headers: &mut HeaderMap) {
         for (name, value) in &*self.0 {
             headers.insert(name, value.clone());
@@ -95,8 +94,8 @@ fn header(line: &str) -> Result<(HeaderName, HeaderValue), String> {
     Ok((name, value))
 }
 
-/// The headers for each engine that requires one. Clones are the same set, which can
-/// be replaced while it is used.
+/// Headers for each engine that requires a key. Clones share one set, which can be replaced while
+/// in use.
 #[derive(Clone, Default)]
 pub struct EngineKeys(Arc<ArcSwap<BTreeMap<String, EngineKey>>>);
 
@@ -105,17 +104,17 @@ struct EngineKey {
     /// Without a trailing slash.
     url: String,
     headers: EngineHeaders,
-    /// Whether client requests carry it in addition to probes.
+    /// Whether client requests carry it in addition to the replica's own.
     is_for_requests: bool,
 }
 
 impl EngineKeys {
-    /// Adds a key for everything sent to the engine `id` at `url`, replacing the client's own.
+    /// Adds a key for everything sent to the engine `id` at `url`, replacing the client's key.
     pub fn add(&mut self, id: &str, url: &str, headers: impl Into<EngineHeaders>) {
         self.insert(id, url, headers.into(), true);
     }
 
-    /// Adds a key only for what the replica itself asks the engine.
+    /// Adds a key only for the replica's own requests to the engine.
     pub fn add_for_probes(&mut self, id: &str, url: &str, headers: impl Into<EngineHeaders>) {
         self.insert(id, url, headers.into(), false);
     }
@@ -131,7 +130,7 @@ impl EngineKeys {
         self.0.store(Arc::new(keys));
     }
 
-    /// Uses the keys that `other` has now, and no others.
+    /// Replaces the keys with those that `other` currently holds.
     pub fn replace(&self, other: &Self) {
         self.0.store(other.0.load_full());
     }
@@ -141,8 +140,7 @@ impl EngineKeys {
         self.of(id, url).map(|key| key.headers)
     }
 
-    /// Returns the key that client requests to the backend `id` at `url` carry instead of their
-    /// own.
+    /// Returns the key that replaces the client's in requests to the backend `id` at `url`.
     pub(crate) fn of_requests(&self, id: &str, url: &str) -> Option<EngineHeaders> {
         let key = self.of(id, url).filter(|key| key.is_for_requests);
         key.map(|key| key.headers)
@@ -150,7 +148,7 @@ impl EngineKeys {
 
     fn of(&self, id: &str, url: &str) -> Option<EngineKey> {
         let keys = self.0.load();
-        // Its ranks are one engine.
+        // The ranks of an engine share its key.
         keys.get(state::engine_of(id))
             .filter(|key| key.url == bare(url))
             .cloned()
@@ -180,7 +178,7 @@ impl fmt::Debug for EngineKeys {
 mod tests {
     use super::*;
 
-    /// The `authorization` that an engine gets.
+    /// Returns the `authorization` header sent to an engine.
     fn sent(headers: Option<EngineHeaders>) -> HeaderValue {
         let mut all = HeaderMap::new();
         headers.unwrap().put_into(&mut all);

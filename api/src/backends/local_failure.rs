@@ -4,7 +4,7 @@ use std::io;
 
 use rustix::io::Errno;
 
-/// Errors of resources that a connection needs from this process and its host.
+/// Errors due to a lack of local resources for a connection.
 const LOCAL: [Errno; 5] = [
     Errno::MFILE,
     Errno::NFILE,
@@ -14,7 +14,7 @@ const LOCAL: [Errno; 5] = [
 ];
 
 /// Whether an error means that this process or its host lacks descriptors, ports or memory. The
-/// other end was not even asked.
+/// other end was not contacted.
 pub(crate) fn is_local(error: &io::Error) -> bool {
     Errno::from_io_error(error).is_some_and(|errno| LOCAL.contains(&errno))
 }

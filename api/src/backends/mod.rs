@@ -1,10 +1,10 @@
 //! Clients of the engines: connection pools, circuit breakers, health probes, metrics and
 //! discovery.
 //!
-//! Every replica probes every registered backend: whether it answers (`/ready`, `/health`), what it
-//! is doing (`/metrics`) and what it serves (`/v1/models`). Health stays local, because it is about
-//! the path from this replica to the engine. Facts about the engine itself (models, cache size,
-//! start time) are reported to the cluster when they differ from the replicated registry.
+//! Every replica probes every registered backend: whether it responds (`/ready`, `/health`), its
+//! load (`/metrics`) and its models (`/v1/models`). Health stays local, because it depends on the
+//! path from this replica to the engine. Facts about the engine itself (models, cache size, start
+//! time) are reported to the cluster when they differ from the replicated registry.
 //!
 //! A backend starts unhealthy and is probed at once. One success makes it healthy, two consecutive
 //! failures make it unhealthy. The data plane reads health without waiting.
@@ -89,8 +89,8 @@ pub struct Backends {
     queueing_threshold_lora: u32,
 }
 
-/// Longest queue at which a request goes to an engine for the adapter that it has in memory: what
-/// the Gateway API's endpoint picker began with.
+/// Maximum queue length at which an engine with the adapter in memory is preferred: the initial
+/// value in the Gateway API's endpoint picker.
 pub const QUEUEING_THRESHOLD_LORA: u32 = 50;
 
 /// Settings of the probes.
@@ -98,24 +98,24 @@ pub const QUEUEING_THRESHOLD_LORA: u32 = 50;
 pub struct ProbeSettings {
     /// Pause between the end of one probe and the start of the next, less up to a tenth as jitter.
     pub interval: Duration,
-    /// Longest duration of a probe.
+    /// Timeout of a probe.
     pub timeout: Duration,
-    /// Interval at which the model list is read.
+    /// Interval between reads of the model list.
     pub models_interval: Duration,
     /// Interval at which the registry is checked for new and removed backends. For this long, a
     /// backend in a reused slot can be mistaken for the previous one.
     pub registry_interval: Duration,
-    /// Path of the health probe. `None`: the first of `/ready`, `/health`, `/v1/models` that the
-    /// engine knows. (SGLang's `/health` generates a token when idle, which is why it is not
+    /// Path of the health probe. `None` selects the first of `/ready`, `/health`, `/v1/models` that
+    /// the engine supports. (SGLang's `/health` generates a token when idle, which is why it is not
     /// first.)
     pub health_path: Option<String>,
     /// Panic threshold: minimum share of a model's backends that must be healthy for probes to be
-    /// believed, in percent. Backends that refuse connections do not count. 0: probes are always
-    /// believed.
+    /// trusted, in percent. Backends that refuse connections do not count. With 0, probes are
+    /// always trusted.
     pub panic_threshold_percent: u32,
-    /// Keys of engines that require one.
+    /// API keys of engines that require one.
     pub keys: EngineKeys,
-    /// How engines are connected to.
+    /// How to connect to engines.
     pub dialer: EngineDialer,
 }
 
@@ -134,11 +134,11 @@ impl Default for ProbeSettings {
     }
 }
 
-/// How long a connection to a name is used: afterwards the name is looked up again.
+/// Maximum age of a connection to a host name; then the name is resolved again.
 const NAME_HOLDS_FOR: Duration = Duration::from_secs(30);
 
-/// How long a backend that stopped answering probes and requests at the same time keeps getting
-/// requests while probes are doubted.
+/// In panic mode, how long a backend that stopped answering probes and requests at the same time
+/// still gets requests.
 const DOUBTED_FOR: Duration = Duration::from_secs(10);
 
 /// Returns the tokens per block of a model's prompts.
@@ -147,10 +147,9 @@ pub type BlockSizeOf = dyn Fn(&str) -> Option<u32> + Send + Sync;
 /// Dependencies of probing on the rest of the replica.
 #[derive(Clone)]
 pub struct Hooks {
-    /// Returns the tokens per router block of a model; the model is `"*"` if none is known.
+    /// Returns the tokens per router block of a model, or of model `"*"` if none is known.
     pub tokens_per_block: Arc<dyn Fn(&str) -> f64 + Send + Sync>,
-    /// Returns the tokens per block that a model's prompts are cut into; `None` if they are cut by
-    /// bytes.
+    /// Returns the tokens per block of a model's prompts; `None` if they are split by bytes.
     pub token_block_size: Arc<BlockSizeOf>,
     /// Receives the block size reported by an engine that the registry does not show.
     pub observe_block_size: Arc<dyn Fn(BackendRef, u32) + Send + Sync>,
@@ -158,7 +157,7 @@ pub struct Hooks {
     pub observe: Arc<dyn Fn(BackendRef, EngineFacts) + Send + Sync>,
     /// Whether this replica is the leader. Only the leader refines a known capacity.
     pub is_leader: Arc<dyn Fn() -> bool + Send + Sync>,
-    /// Clock that dates restarts of engines that do not report their start.
+    /// Clock that dates restarts of engines that do not report their start time.
     pub clock: Clock,
 }
 
@@ -179,7 +178,7 @@ impl Backends {
         }
     }
 
-    /// Sets the longest queue at which an engine is preferred for an adapter in its memory.
+    /// Sets the maximum queue length at which an engine with the adapter in memory is preferred.
     #[must_use]
     pub fn preferring_adapters(mut self, queueing_threshold_lora: u32) -> Self {
         self.queueing_threshold_lora = queueing_threshold_lora;
@@ -193,13 +192,13 @@ impl Backends {
         self
     }
 
-    /// Has other settings hold from the next probe of each backend on. Keys stay those of the first
-    /// settings, whose clones are one set.
+    /// Replaces the settings from each backend's next probe on. Keys stay those of the first
+    /// settings, whose clones share one set.
     pub fn replace_settings(&self, settings: ProbeSettings) {
         self.settings.store(Arc::new(settings));
     }
 
-    /// Returns the keys of engines that require one.
+    /// Returns the API keys of engines that require one.
     pub(crate) fn keys(&self) -> &EngineKeys {
         &self.keys
     }
@@ -209,14 +208,14 @@ impl Backends {
         &self.dialer
     }
 
-    /// Judges the host of an engine.
+    /// Checks whether the host of an engine is allowed.
     pub(crate) fn check_place(&self, place: &EnginePlace) -> Result<(), EngineAddressError> {
         self.dialer.check_place(place)
     }
 
     /// Sends health changes to `events`. Only the first call has an effect.
     pub fn announce(&self, events: EventBus) {
-        // A second sink would be a wiring fault without effect on what is served.
+        // A second sink would be a wiring fault; ignoring it does not affect requests.
         drop(self.events.set(events));
     }
 
@@ -232,13 +231,13 @@ impl Backends {
         async move { probe::supervise(&self, &view, &hooks, &stop).await }.boxed()
     }
 
-    /// Returns the health of the backend in `slot`; `None` if the slot is empty. Never waits.
+    /// Returns the health of the backend in `slot`; `None` if the slot is empty. Never blocks.
     #[must_use]
     pub fn health(&self, slot: Slot) -> Option<Arc<Health>> {
         self.board.health(slot)
     }
 
-    /// Returns the place of `model` as an adapter at the engine in `slot`.
+    /// Returns whether the engine in `slot` has, or has room for, the adapter `model`.
     #[must_use]
     pub fn adapter_place(&self, slot: Slot, model: &str) -> AdapterPlace {
         let health = self.health(slot);
@@ -246,13 +245,13 @@ impl Backends {
         adapters.map_or(AdapterPlace::Other, |adapters| adapters.place(model))
     }
 
-    /// Returns the longest queue at which an engine is preferred for an adapter in its memory.
+    /// Returns the maximum queue length at which an engine with the adapter in memory is preferred.
     pub(crate) fn queueing_threshold_lora(&self) -> u32 {
         self.queueing_threshold_lora
     }
 
     /// Records that a request for `model` was sent to the engine in `slot`, which loads it if it is
-    /// an adapter. A load, where engines tell of no adapters.
+    /// an adapter. Costs one load if the engine reports no adapters.
     pub(crate) fn sent(&self, slot: Slot, model: &str) {
         let has_adapters = self
             .health_flags(slot)
@@ -270,8 +269,8 @@ impl Backends {
         self.board.flags(slot)
     }
 
-    /// Whether the engine of `backend` keeps cached blocks of different `cache_salt`s apart: as its
-    /// label says, else as engines of its kind do.
+    /// Whether the engine of `backend` separates cached blocks by `cache_salt`: according to its
+    /// label, or else to the default of its kind.
     #[must_use]
     pub fn knows_salts(&self, backend: &Backend) -> bool {
         match backend
@@ -295,7 +294,7 @@ impl Backends {
         self.board.record(slot)
     }
 
-    /// Returns what the engine in `slot` says of a model; `None` if it does not list it.
+    /// Returns the entry for a model in the list of the engine in `slot`; `None` if not listed.
     pub(crate) fn listed(&self, slot: Slot, model: &str) -> Option<EngineModel> {
         let listed = self.board.record(slot)?.listed?;
         listed.iter().find(|it| it.id == model).cloned()
@@ -307,8 +306,8 @@ impl Backends {
         self.changes.subscribe()
     }
 
-    /// Records that a request failed to connect or was cut off. It counts as a failed probe, so
-    /// that a dead engine is passed over before the next probe, which follows at once.
+    /// Records that a request failed to connect or was cut off. Counts as a failed probe, so that a
+    /// dead engine is skipped before the next probe, which follows at once.
     pub fn report_failure(&self, slot: Slot) {
         if self.health_flags(slot).is_none() {
             return;
@@ -323,8 +322,8 @@ impl Backends {
         }
     }
 
-    /// Whether `backend` answered a request lately and has been reachable since, so that its probes
-    /// may be wrong.
+    /// Whether `backend` answered a request recently and has been reachable since, so that its
+    /// probes may be wrong.
     pub(crate) fn answered_lately(&self, backend: BackendRef, now: Instant) -> bool {
         let ProbeSettings {
             interval, timeout, ..
@@ -339,14 +338,14 @@ impl Backends {
         self.circuits.has_answered(backend)
     }
 
-    /// Whether so few of a model's backends are healthy, compared with those that only probes call
-    /// unhealthy, that probes are doubted.
+    /// Whether panic mode applies: too few of a model's backends are healthy, compared with those
+    /// that only probes consider unhealthy.
     pub(crate) fn are_below_threshold(&self, healthy: usize, doubtful: usize) -> bool {
         let percent = usize::try_from(self.settings.load().panic_threshold_percent).unwrap_or(100);
         healthy * 100 < (healthy + doubtful) * percent
     }
 
-    /// Whether the circuit of `backend` lets a request of `user` through at `now`. One load if it
+    /// Whether the circuit of `backend` admits a request of `user` at `now`. Costs one load if it
     /// is closed.
     #[must_use]
     pub fn is_let_through(
@@ -363,7 +362,7 @@ impl Backends {
         self.circuits.opened_us(backend)
     }
 
-    /// Returns how many of a model's backends may be passed over for their circuits.
+    /// Returns how many of a model's backends may be skipped because of their circuits.
     pub(crate) fn ejected_max(&self, backends: usize) -> usize {
         self.circuits.ejected_max(backends)
     }
@@ -374,7 +373,7 @@ impl Backends {
         self.circuits.view(backend, now)
     }
 
-    /// Asks the circuit of `backend` to let a request through.
+    /// Asks the circuit of `backend` to admit a request.
     pub(crate) fn enter(
         &self,
         backend: BackendRef,
@@ -384,7 +383,7 @@ impl Backends {
         self.circuits.enter(backend, user, now)
     }
 
-    /// The same for a backend that is tried although probes call it unhealthy.
+    /// Like `enter`, for a backend that is tried although probes consider it unhealthy.
     pub(crate) fn enter_doubted(
         &self,
         backend: BackendRef,
@@ -394,7 +393,7 @@ impl Backends {
         self.circuits.enter_doubted(backend, user, now)
     }
 
-    /// Records an answer to a request of `user`. Any answer counts, except a server error.
+    /// Records a response to a request of `user`. Any response counts, except a server error.
     pub fn report_answer(&self, backend: BackendRef, user: UserKey, now: Instant) {
         if self.circuits.passed(backend, user, now) {
             let id = self.name_of(backend);
@@ -403,8 +402,8 @@ impl Backends {
         }
     }
 
-    /// Records a request that failed before its answer began, or was answered with a server error.
-    /// `user` may be at fault; `None` if the request was not sent.
+    /// Records a request that failed before its response began, or got a server error. `user` may
+    /// be at fault; `None` if the request was not sent.
     pub fn report_no_answer(&self, backend: BackendRef, user: Option<UserKey>, now: Instant) {
         if self.circuits.failed(backend, user, now) {
             let id = self.name_of(backend);
@@ -416,22 +415,22 @@ impl Backends {
         }
     }
 
-    /// Records that an answer of this form told cached tokens.
+    /// Records that a response in this form reported cached tokens.
     pub(crate) fn told_cached(&self, backend: BackendRef, form: AnswerForm) {
         self.cache_reports.told(backend, form);
     }
 
-    /// Whether answers of this form have told cached tokens, so that one without means none.
+    /// Whether responses in this form have reported cached tokens, so that one without means none.
     pub(crate) fn tells_cached(&self, backend: BackendRef, form: AnswerForm) -> bool {
         self.cache_reports.tells(backend, form)
     }
 
-    /// Whether answers of any form have told cached tokens.
+    /// Whether responses in any form have reported cached tokens.
     pub(crate) fn tells_cached_at_all(&self, backend: BackendRef) -> bool {
         self.cache_reports.tells_any(backend)
     }
 
-    /// Records how much of what was predicted an answer to `user` found cached.
+    /// Records how many of the predicted tokens a response to `user` found cached.
     pub(crate) fn found_cached(
         &self,
         backend: BackendRef,
@@ -471,7 +470,7 @@ impl Backends {
         self.changes.send_modify(|changes| *changes += 1);
     }
 
-    /// Reports that the backend in `slot` became healthy or unhealthy.
+    /// Announces that the backend in `slot` became healthy or unhealthy.
     fn tell(&self, slot: Slot, is_healthy: bool) {
         let Some(record) = self.record(slot) else {
             return;

@@ -1,29 +1,29 @@
-//! What engines say of the stage that they compute.
+//! Engines' reports of the stage that they compute.
 
 use serde::{Deserialize, Serialize};
 
-/// Longest name of a mode that is kept, in bytes.
+/// Maximum length of a mode's name to keep, in bytes.
 const MODE_BYTES_MAX: usize = 64;
 
-/// What an engine says in `/server_info` of the stage that it computes.
+/// Facts from an engine's `/server_info` about the stage that it computes.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DisaggregationFacts {
-    /// `prefill`, `decode`, or `null` where it computes whole requests.
+    /// `prefill`, `decode`, or `null` if it computes whole requests.
     #[serde(rename(deserialize = "disaggregation_mode"))]
     pub mode: String,
-    /// Where its bootstrap server listens.
+    /// Port of its bootstrap server.
     #[serde(default, rename(deserialize = "disaggregation_bootstrap_port"))]
     pub bootstrap_port: Option<u16>,
 }
 
 impl DisaggregationFacts {
-    /// Reads an answer to `GET /server_info`; `None`: it tells no mode.
+    /// Parses a response to `GET /server_info`; `None` if it contains no mode.
     pub(super) fn read(answer: &[u8]) -> Option<Self> {
         let facts: Self = serde_json::from_slice(answer).ok()?;
         (facts.mode.len() <= MODE_BYTES_MAX).then_some(facts)
     }
 
-    /// Whether it computes one stage only.
+    /// Whether the engine computes only one stage.
     pub(super) fn is_apart(&self) -> bool {
         self.mode != "null"
     }

@@ -1,16 +1,16 @@
 //! Panic mode, as in Envoy: if probes fail for too many of a model's backends at once, they are not
-//! believed, because a broken network in between is more likely than the failure of all these
+//! trusted, because a broken network in between is more likely than the failure of all these
 //! engines.
 //!
-//! A backend is *doubtful* if it is unhealthy although its last probe was not refused a connection:
-//! the probe timed out, or got a bad answer. Panic mode starts when less than a given share of a
-//! model's backends are healthy ([`super::ProbeSettings::panic_threshold_percent`]); backends that
-//! are certainly gone, draining or were never probed do not count. The doubtful backends that
-//! answered a request lately are then used like healthy ones. Circuit breakers apply as usual.
+//! A backend is *doubtful* if it is unhealthy, but its last probe was not refused a connection: the
+//! probe timed out or got a bad response. Panic mode starts when less than a given share of a
+//! model's backends is healthy ([`super::ProbeSettings::panic_threshold_percent`]). Backends that
+//! are certainly gone, draining or were never probed do not count. Doubtful backends that answered
+//! a request recently are then used like healthy ones. Circuit breakers apply as usual.
 //!
-//! If none is healthy and none has answered lately, because there were no requests, those that once
-//! answered are tried, each with one request at a time as if its circuit were half-open. An answer
-//! is the evidence that panic mode needs.
+//! If none is healthy and none has answered recently, because there were no requests, backends that
+//! once answered are tried, each with one request at a time as if its circuit were half-open. A
+//! response is the evidence that panic mode needs.
 
 use std::collections::BTreeSet;
 
@@ -19,25 +19,25 @@ use tokio::time::Instant;
 
 use super::{Backends, HealthFlags};
 
-/// Stands for every model that no backend names: engines that have not been asked yet may serve it.
+/// Stands for models that no backend names: engines that were not queried yet may serve them.
 const UNNAMED: &str = "";
 /// Displayed form of [`UNNAMED`].
 const SHOWN_UNNAMED: &str = "*";
 
-/// To which doubtful backends of a model requests may go.
+/// Which doubtful backends of a model may get requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) enum Doubt {
-    /// None: probes are believed.
+    /// None: probes are trusted.
     #[default]
     Nobody,
-    /// Panic mode: those that answered a request lately.
+    /// Panic mode: backends that answered a request recently.
     Answering,
-    /// Those that ever answered one, each to one request at a time.
+    /// Backends that ever answered a request, one request at a time each.
     Tried,
 }
 
 impl Backends {
-    /// Returns the models in panic mode, by name; `"*"` for those that no backend names.
+    /// Returns the names of the models in panic mode; `"*"` stands for those that no backend names.
     #[must_use]
     pub fn panicking(&self, registry: &Registry) -> BTreeSet<String> {
         let now = Instant::now();
@@ -74,7 +74,7 @@ impl Backends {
             || flags.is_doubtful && backend.named_models().chain([UNNAMED]).any(is_needed)
     }
 
-    /// Whether, and for whom, the probes of the backends that serve `model` are doubted.
+    /// Returns whether, and for which backends of `model`, probes are doubted.
     pub(crate) fn doubt(&self, registry: &Registry, model: &str, now: Instant) -> Doubt {
         let (mut healthy, mut doubtful) = (0, 0);
         let (mut is_answering, mut is_known) = (false, false);
@@ -101,7 +101,7 @@ impl Backends {
         }
     }
 
-    /// Whether only probes call `backend` unhealthy, and requests may go there nevertheless.
+    /// Whether only probes consider `backend` unhealthy, and it may get requests nevertheless.
     pub(crate) fn is_doubted(
         &self,
         backend: &Backend,

@@ -1,10 +1,10 @@
 //! Keep-alive connections to the engines, HTTP/1.1 over TCP or TLS.
 //!
-//! A connection is driven by its user: there is no task per connection, and no channel between a
-//! request and its socket. The request's future owns the connection, so dropping the future or the
-//! response body closes the socket at once, which is how an engine learns that a client has left.
-//! An idle connection is not driven; whether the engine has closed it is checked when it is taken
-//! out again.
+//! The future that uses a connection drives it: there is no task per connection, and no channel
+//! between a request and its socket. The request's future owns the connection, so dropping the
+//! future or the response body closes the socket at once, which is how an engine learns that a
+//! client has left. An idle connection is not driven; the pool checks whether the engine has closed
+//! it when it is taken out again.
 //!
 //! `hyper-util`'s client also pools connections, but drives them in tasks of their own.
 
@@ -43,17 +43,16 @@ const HEADERS_MAX: usize = 128;
 /// Settings of the pool.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PoolSettings {
-    /// Longest wait for a connection, with its TLS handshake.
+    /// Timeout for establishing a connection, including its TLS handshake.
     pub connect_timeout: Duration,
     /// How long an idle connection is kept. vLLM closes its side after five seconds.
     pub idle_timeout: Duration,
     /// Maximum number of idle connections per backend.
     pub idle_per_backend_max: usize,
-    /// How long a connection to an engine that is known by a name is used: afterwards the name is
-    /// looked up again, as it may have moved.
+    /// Maximum age of a connection to an engine known by a host name. Then the name is resolved
+    /// again, because it may point elsewhere.
     pub name_holds_for: Duration,
-    /// Interval of TCP keep-alive probes. An engine that vanished silently is noticed after about
-    /// ten of them.
+    /// Interval of TCP keep-alive probes. A silently vanished engine is detected after about ten.
     pub keep_alive: Duration,
 }
 
@@ -74,17 +73,17 @@ impl Default for PoolSettings {
 pub struct PoolCounters {
     /// Connections opened.
     pub opened: Counter,
-    /// Requests sent over a connection that had served another one.
+    /// Requests sent over a reused connection.
     pub reused: Counter,
     /// Reused connections that turned out to be closed before a byte of the request was sent, so
-    /// that it went over a new one.
+    /// that the request used a new one.
     pub reset: Counter,
 }
 
 /// Configures a socket: no delay, and TCP keep-alive probes every `keep_alive`.
 ///
 /// # Errors
-/// Those of the operating system, most likely because the connection is already gone.
+/// Returns an OS error, most likely because the connection is already gone.
 pub(crate) fn prepare(stream: &TcpStream, keep_alive: Duration) -> io::Result<()> {
     stream.set_nodelay(true)?;
     let keep_alive = TcpKeepalive::new()
@@ -93,7 +92,7 @@ pub(crate) fn prepare(stream: &TcpStream, keep_alive: Duration) -> io::Result<()
     SockRef::from(stream).set_tcp_keepalive(&keep_alive)
 }
 
-/// Reason why an engine gave no answer.
+/// Reason why an engine gave no response.
 #[derive(Debug, thiserror::Error)]
 pub enum SendError {
     /// The backend's URL cannot be used.
@@ -105,30 +104,30 @@ pub enum SendError {
     /// The connection broke, or its content was not HTTP. The engine may have started the request.
     #[error("exchange: {0}")]
     Broke(#[source] hyper::Error),
-    /// The backend was removed, or replaced by another, since it was chosen.
+    /// The backend was removed or replaced since it was chosen.
     #[error("backend is gone")]
     Gone,
-    /// The connection ended without an answer or an error.
+    /// The connection ended without a response or an error.
     #[error("exchange: connection ended")]
     Ended,
-    /// The engine sent informational answers (1xx) without end.
+    /// The engine sent too many informational responses (1xx).
     #[error("exchange: more than {INFORMATIONAL_MAX} informational answers")]
     Informational,
-    /// Another engine failed without which this one has no answer.
+    /// Another engine failed that this one depends on for its response.
     #[error("exchange: the engine that computes the prompt failed")]
     WithoutPrompt,
 }
 
 impl SendError {
-    /// Whether this process lacked resources for a connection, so that the engine was not even
-    /// asked.
+    /// Whether this process lacked resources for a connection, so that the engine was never
+    /// contacted.
     #[must_use]
     pub fn is_local(&self) -> bool {
         matches!(self, Self::Connect(error) if is_local(error))
     }
 }
 
-/// All connections of one replica to its engines.
+/// All connections of a replica to its engines.
 pub struct Pool {
     settings: PoolSettings,
     counters: PoolCounters,
@@ -137,7 +136,7 @@ pub struct Pool {
     endpoints: RwLock<Vec<Option<Arc<EngineEndpoint>>>>,
 }
 
-/// One engine's address and its idle connections.
+/// Address and idle connections of an engine.
 pub struct EngineEndpoint {
     handle: BackendRef,
     url: EngineUrl,
@@ -161,14 +160,14 @@ impl Pool {
         }
     }
 
-    /// Connects to engines like this.
+    /// Sets how to connect to engines.
     #[must_use]
     pub fn through(self, dialer: EngineDialer) -> Self {
         Self { dialer, ..self }
     }
 
     /// Returns the endpoint of a backend. A new incarnation gets a new one, because its
-    /// predecessor's connections are of no use.
+    /// predecessor's connections are useless.
     ///
     /// # Errors
     /// [`SendError::Url`].
@@ -216,14 +215,14 @@ impl Pool {
         })
     }
 
-    /// Closes connections that have been idle for too long. Called at intervals, so that a backend
+    /// Closes connections that have been idle for too long. Called periodically, so that a backend
     /// without traffic does not keep sockets that its engine has closed.
     pub fn reap(&self) {
         let timeout = self.settings.idle_timeout;
         self.keep_idle(|link| link.idle_since.elapsed() < timeout);
     }
 
-    /// Closes all idle connections, to free their descriptors.
+    /// Closes all idle connections to free their descriptors.
     pub fn close_idle(&self) {
         self.keep_idle(|_| false);
     }
@@ -255,13 +254,13 @@ impl EngineEndpoint {
         self.idle().len()
     }
 
-    /// Sends the request made by `build` and waits for the head of its answer. Its path goes below
-    /// that of the engine's URL.
+    /// Sends the request created by `build` and waits for the response head. The request's path is
+    /// appended to that of the engine's URL.
     ///
-    /// `build` is called once a connection is available. A reused connection may turn out to be
-    /// closed before any of the request is sent; then, and only then, the request is sent over a
-    /// new one. If the connection breaks later, the request may have reached the engine, and may
-    /// even have crashed it.
+    /// Calls `build` once a connection is available. A reused connection may turn out to be closed
+    /// before any of the request is sent; only then is the request sent over a new one. If the
+    /// connection breaks later, the request may have reached the engine, and may even have crashed
+    /// it.
     ///
     /// # Errors
     /// [`SendError`]; only [`SendError::Connect`] means that nothing reached the engine.
@@ -331,7 +330,7 @@ impl EngineEndpoint {
             if link.informational.is_exceeded() {
                 return Poll::Ready(Err(ExchangeResult::Over(Err(SendError::Informational))));
             }
-            // Only `drive` makes the answer progress, and it has registered the waker already.
+            // Only `drive` makes progress on the response, and it has already registered the waker.
             match response
                 .as_mut()
                 .poll(&mut Context::from_waker(Waker::noop()))
@@ -371,7 +370,7 @@ impl EngineEndpoint {
 
     fn take_idle(&self) -> Option<Box<PooledConnection>> {
         loop {
-            // The newest one is the least likely to have been closed.
+            // The newest connection is the least likely to have been closed.
             let mut link = self.idle().pop()?;
             let is_fresh = link.idle_since.elapsed() < self.settings.idle_timeout;
             if is_fresh && self.leads_here(&link) && link.is_reusable() {
@@ -380,7 +379,7 @@ impl EngineEndpoint {
         }
     }
 
-    /// Whether the engine's name need not be looked up again, nor its address be judged.
+    /// Whether the connection still suits the engine's name and the current address rules.
     fn leads_here(&self, link: &PooledConnection) -> bool {
         let is_known =
             !self.url.is_name() || link.opened_at.elapsed() < self.settings.name_holds_for;
@@ -410,7 +409,7 @@ enum ExchangeResult {
     Unsent(hyper::Error),
 }
 
-/// Boxed, because a connection is large and moves often between the pool and requests.
+/// Boxed because a connection is large and moves often between the pool and requests.
 type PooledConnections = Vec<Box<PooledConnection>>;
 
 /// A connection with both of its ends.
@@ -420,7 +419,7 @@ struct PooledConnection {
     /// Whether `connection` has ended; it must not be polled again.
     is_over: bool,
     informational: InformationalCount,
-    /// Those that held when it was opened.
+    /// Address rules when it was opened.
     rules: RulesId,
     opened_at: Instant,
     idle_since: Instant,
@@ -429,32 +428,32 @@ struct PooledConnection {
 impl PooledConnection {
     fn drive(&mut self, cx: &mut Context<'_>) {
         if !self.is_over {
-            // Its error also reaches the future that waits for the answer or its body.
+            // Its error also reaches the future that waits for the response or its body.
             self.is_over = Pin::new(&mut self.connection).poll(cx).is_ready();
         }
     }
 
-    /// Whether it can take a request. Checks the socket without waiting for it.
+    /// Whether the connection can take a request. Checks the socket without blocking.
     fn is_reusable(&mut self) -> bool {
         self.drive(&mut Context::from_waker(Waker::noop()));
         !self.is_over && self.sender.is_ready()
     }
 }
 
-/// An answer's body as received from the engine. At its end, the connection returns to the pool; if
-/// dropped earlier, the connection is closed.
+/// A response body as received from the engine. At its end, the connection returns to the pool;
+/// dropping it earlier closes the connection.
 pub struct EngineBody {
     incoming: Incoming,
     /// `None` after the end.
     link: Option<Box<PooledConnection>>,
     endpoint: Arc<EngineEndpoint>,
-    /// First data, if they were awaited and not taken yet.
+    /// First data, if awaited and not taken yet.
     first: Option<Bytes>,
 }
 
 impl EngineBody {
-    /// Returns the connection as soon as the body is known to have ended: a writer that goes by the
-    /// announced length never polls again.
+    /// Returns the connection as soon as the body is known to have ended, because a writer that
+    /// relies on the announced length never polls again.
     fn settle(&mut self) {
         if self.incoming.is_end_stream()
             && let Some(link) = self.link.take()
@@ -465,10 +464,10 @@ impl EngineBody {
 }
 
 impl EngineBody {
-    /// Waits for the first data, which are kept to be taken, or for the end.
+    /// Waits for the first data, which are kept for later polls, or for the end.
     ///
     /// # Errors
-    /// [`SendError`] if the connection breaks before that.
+    /// [`SendError`] if the connection breaks first.
     pub fn poll_first(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), SendError>> {
         while self.first.is_none() {
             let Some(frame) = ready!(self.poll_engine(cx)) else {
@@ -488,7 +487,7 @@ impl EngineBody {
             return Poll::Ready(None);
         };
         link.drive(cx);
-        // Only `drive` makes frames progress, and it has registered the waker already.
+        // Only `drive` makes progress on frames, and it has already registered the waker.
         let mut quiet = Context::from_waker(Waker::noop());
         match Pin::new(&mut self.incoming).poll_frame(&mut quiet) {
             Poll::Ready(Some(Ok(frame))) => {

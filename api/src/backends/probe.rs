@@ -1,6 +1,6 @@
-//! The running probes: one task per backend, which ends with it.
+//! Running probes: one task per backend, which ends with it.
 //!
-//! Each task runs two loops side by side, each on its own connection: one for liveness, and one for
+//! Each task runs two loops concurrently, each on its own connection: one for liveness, and one for
 //! the engine's reports. A slow metrics page must not look like a dead engine.
 
 use std::borrow::Cow;
@@ -23,13 +23,13 @@ use super::modes::DisaggregationFacts;
 use super::slot_table::{Occupancy, SlotTable, backend_at};
 use super::{Backends, Hooks, ProbeSettings, prometheus_text};
 
-/// Health paths in the order they are tried; the first one that the engine knows is kept.
+/// Health paths in the order they are tried; the first supported one is kept.
 const HEALTH_PATHS: [&str; 3] = ["/ready", "/health", "/v1/models"];
-/// Maximum length of an answer to a health probe, in bytes.
+/// Maximum length of a response to a health probe, in bytes.
 const HEALTH_BYTES_MAX: usize = 1 << 20;
 /// Maximum length of a model list, in bytes.
 const MODELS_BYTES_MAX: usize = 1 << 20;
-/// Maximum length of what an SGLang engine says of its settings, in bytes.
+/// Maximum length of an SGLang engine's settings, in bytes.
 const SERVER_INFO_BYTES_MAX: usize = 1 << 20;
 /// Minimum time between two probes, however many failures are reported.
 const ALARM_GAP: Duration = Duration::from_millis(50);
@@ -91,8 +91,8 @@ impl Probe {
         }
     }
 
-    /// Asks an engine that computes one stage only what it is, before any request can go there: that
-    /// says how it hands over.
+    /// Queries the kind of an engine that computes only one stage before it gets any request: the
+    /// kind determines how it hands over.
     async fn ask_kind(&self, client: &mut ProbeClient) {
         let registry = self.view.registry();
         let known = backend_at(&registry, self.stay.slot(), &self.url);
@@ -106,7 +106,7 @@ impl Probe {
         self.ask_mode(client).await;
     }
 
-    /// Asks an SGLang engine for its mode.
+    /// Queries the mode of an SGLang engine.
     async fn ask_mode(&self, client: &mut ProbeClient) {
         let record = self.backends.record(self.stay.slot());
         if record.is_none_or(|record| record.kind != Some(EngineKind::Sglang)) {
@@ -120,17 +120,17 @@ impl Probe {
         }
     }
 
-    /// They may be replaced while it is probed.
+    /// Returns the current settings, which may be replaced while the engine is probed.
     fn settings(&self) -> Arc<ProbeSettings> {
         self.backends.settings.load_full()
     }
 
-    /// Its key may be replaced while it is probed.
+    /// Returns the current key, which may be replaced while the engine is probed.
     fn key(&self) -> Option<EngineHeaders> {
         self.backends.keys().of_probes(&self.id, &self.url)
     }
 
-    /// Readies a client for the next probe.
+    /// Prepares a client for the next probe.
     fn ready(&self, client: &mut ProbeClient, settings: &ProbeSettings) {
         client.authorize(self.key());
         client.patience(settings.timeout);
@@ -145,7 +145,7 @@ impl Probe {
             match path.probe(&mut client).await {
                 Ok(()) => self.stay.passed(),
                 Err(UnhealthyError::Engine(fault, why)) => self.stay.failed(fault, why),
-                // Its state stays unchanged, because it was not asked.
+                // Its state stays unchanged, because the probe was not sent.
                 Err(UnhealthyError::Here(why)) => tracing::debug!(why, "could not probe backend"),
             }
             let pause = jittered(settings.interval);
@@ -185,7 +185,7 @@ impl Probe {
             if models_due <= Instant::now() {
                 saw.models = self.list_models(&mut client).await;
                 let wait = match saw.models {
-                    // Its adapters come and go while it runs.
+                    // Adapters come and go while the engine runs.
                     Some(_) if metrics.adapters.is_some() => settings.interval,
                     Some(_) => settings.models_interval,
                     None => settings.interval,
@@ -200,7 +200,7 @@ impl Probe {
         }
     }
 
-    /// The rank of its engine that it stands for, if that has several.
+    /// Returns the rank of its engine that this backend stands for, if the engine has several.
     fn rank(&self) -> Option<u16> {
         let registry = self.view.registry();
         let known = backend_at(&registry, self.stay.slot(), &self.url);
@@ -232,7 +232,7 @@ impl Probe {
                     tracing::info!(backend = self.id, %engine, knows_salts, "engine recognised");
                 }
                 if !is_healthy {
-                    // It answers again: probe at once instead of waiting for its turn.
+                    // It responds again: probe at once instead of waiting for the next turn.
                     self.backends.board.alarm(self.stay.slot()).notify_one();
                 }
                 metrics
@@ -253,7 +253,7 @@ impl Probe {
             Ok(listed) => {
                 let models = listed.iter().map(|model| model.id.clone()).collect();
                 let owners = listed.iter().filter_map(|model| model.owned_by.as_deref());
-                // SGLang shows no metrics unless it is told to. Nothing more follows from a name here.
+                // SGLang exports metrics only if enabled. Draw no other conclusion from the name.
                 let kind = EngineKind::Sglang;
                 let is_named = owners.filter_map(EngineKind::named).any(|it| it == kind);
                 self.stay.update(|record| {
@@ -269,7 +269,7 @@ impl Probe {
         }
     }
 
-    /// Asks for the engine's version, and answers whether it was heard: some tell none.
+    /// Queries the engine's version. Returns whether it responded: some report none.
     async fn describe(&self, client: &mut ProbeClient) -> bool {
         let Ok(answer) = client.get("/version", HEALTH_BYTES_MAX).await else {
             return false;
@@ -290,7 +290,7 @@ impl Probe {
             return;
         };
         if registry.rank(known) != rank {
-            // Its figures are of other ranks together than those of the next.
+            // The figures combine other ranks than those of the next round.
             return;
         }
         let model = known
@@ -309,7 +309,7 @@ impl Probe {
             now: Instant::now(),
             is_emptied: self.backends.cache_reports.is_emptied(known.handle),
         };
-        // The first rank tells the facts of the engine.
+        // The first rank reports the facts of the engine.
         let is_told = !known.is_further_rank();
         if let Some(facts) = memory.news(known, saw, &round).filter(|_| is_told) {
             self.stay.update(|record| record.told = Some(facts.clone()));
@@ -324,7 +324,7 @@ impl Probe {
         self.judge_block_size(known, model, saw.block_size);
     }
 
-    /// Warns once while the engine's blocks cannot be told in those of its model.
+    /// Warns once while the engine's block size is not a multiple of its model's.
     fn judge_block_size(&self, known: &Backend, model: Option<&String>, engine: Option<u32>) {
         let Some((engine, model)) = engine.zip(model) else {
             return;
@@ -344,7 +344,7 @@ impl Probe {
 
 /// Path of the liveness probe.
 struct HealthPath {
-    /// Set by the config, or discovered.
+    /// Set by the config or discovered.
     known: Option<Cow<'static, str>>,
     is_fixed: bool,
 }
@@ -357,7 +357,7 @@ impl HealthPath {
         }
     }
 
-    /// Goes by another setting, if it is another.
+    /// Applies another setting, if it changed.
     fn follow(&mut self, fixed: Option<&str>) {
         let current = self.known.as_deref().filter(|_| self.is_fixed);
         if current != fixed {
@@ -397,9 +397,9 @@ impl HealthPath {
 
 /// Why a probe failed.
 enum UnhealthyError {
-    /// The engine is unhealthy as far as can be told.
+    /// The engine is unhealthy, as far as known.
     Engine(Fault, String),
-    /// The engine could not be asked because of a local shortage.
+    /// The probe could not be sent because of a local shortage.
     Here(String),
 }
 

@@ -1,9 +1,8 @@
 //! Reads the Prometheus text exposition format, strictly and within bounds.
 //!
-//! An engine's answer on `/metrics` is untrusted input. A line that does not follow the format is
-//! an error with its line number; nothing is guessed, and nothing but escaped label values is
-//! copied. Source: the Prometheus text format 0.0.4; timestamps and exemplars of OpenMetrics are
-//! skipped.
+//! An engine's response on `/metrics` is untrusted input. A line that does not follow the format is
+//! an error with its line number; nothing is guessed, and only escaped label values are copied.
+//! Source: the Prometheus text format 0.0.4; timestamps and exemplars of OpenMetrics are skipped.
 
 use std::borrow::Cow;
 
@@ -25,11 +24,11 @@ pub struct Sample<'a> {
     pub value: f64,
 }
 
-/// The labels of a sample, between the braces.
+/// Labels of a sample: the text between the braces.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct SampleLabels<'a>(&'a str);
 
-/// A page that does not follow the format.
+/// Error for a page that does not follow the format.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum MetricsPageError {
     /// The page is too long.

@@ -1,4 +1,4 @@
-//! The body of a request to an engine: what a client sent, with what is put between.
+//! Body of a request to an engine: the client's bytes with insertions.
 
 use std::pin::Pin;
 use std::task::{Context, Poll};
@@ -28,8 +28,8 @@ impl Segments {
         all
     }
 
-    /// The same with `part` at byte `at` of the first buffer. For bodies as [`Segments::new`] makes
-    /// them, up to twice.
+    /// Inserts `part` at byte `at` of the first buffer. For bodies built by [`Segments::new`], at
+    /// most twice.
     #[must_use]
     pub fn with_inserted(self, at: usize, part: Bytes) -> Self {
         let [first, second, third, fourth, fifth, ..] = self.parts;

@@ -1,4 +1,4 @@
-//! Maps registry slots to watched backends. The watchers are probes or, in a simulation, a model.
+//! Maps registry slots to watched backends. A watcher is a probe or, in a simulation, a model.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use super::engine::EngineMetrics;
 use super::health::{Fault, OccupancyId, ProbeRecord};
 
 /// The backends of a registry, each with its own watcher. The watcher is dropped when the backend
-/// is removed or moves to another address, and nothing that it reports outlives the occupancy.
+/// is removed or moves to another address. None of its reports outlives the occupancy.
 pub struct SlotTable<W> {
     backends: Arc<Backends>,
     seen: Option<Arc<Registry>>,
@@ -35,8 +35,8 @@ impl<W> SlotTable<W> {
         }
     }
 
-    /// Follows the registry: removes the backends that are gone, and calls `begin` to create a
-    /// watcher for each new one.
+    /// Follows the registry: removes backends that are gone, and calls `begin` to create a watcher
+    /// for each new one.
     pub fn follow(
         &mut self,
         registry: Arc<Registry>,
@@ -81,8 +81,7 @@ pub(super) fn backend_at<'a>(registry: &'a Registry, slot: Slot, url: &str) -> O
     (backend.spec.url == url).then_some(backend)
 }
 
-/// One backend's time in its slot. Reports made through it after the backend has left have no
-/// effect.
+/// One backend's time in its slot. Reports have no effect after the backend has left.
 pub struct Occupancy {
     backends: Arc<Backends>,
     slot: Slot,

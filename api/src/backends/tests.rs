@@ -1,5 +1,5 @@
-//! The probes against engines on loopback: when a backend becomes healthy, unhealthy and gone, and
-//! what is reported to the cluster.
+//! Probes against engines on loopback: when a backend becomes healthy, unhealthy and gone, and what
+//! is reported to the cluster.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -21,7 +21,7 @@ use super::*;
 
 const PAGE: &str = include_str!("samples/vllm.txt");
 const MODELS: &str = r#"{"object":"list","data":[{"id":"m","owned_by":"vllm"}]}"#;
-/// Nothing here takes long; a test that hangs should fail.
+/// Nothing here takes long; a hanging test should fail.
 const PATIENCE: Duration = Duration::from_secs(30);
 
 /// A state with a registry, changed by commands as the log would.
@@ -79,7 +79,7 @@ impl Cluster {
     }
 }
 
-/// Runs probes over a cluster with one backend, and receives their reports.
+/// Runs probes on a cluster with one backend, and receives their reports.
 struct Bench {
     cluster: Cluster,
     backends: Arc<Backends>,
@@ -255,7 +255,7 @@ async fn an_engine_tells_its_kind_and_version() {
 
 #[tokio::test]
 async fn an_engine_with_a_role_is_known_before_it_gets_requests() {
-    // SGLang's without metrics, which it shows only where it is told to.
+    // SGLang without metrics, which it exports only if enabled.
     let sglang = |mode: &'static str| {
         move |path: &str| match path {
             "/ready" => (StatusCode::OK, String::new()),
@@ -457,7 +457,7 @@ async fn garbage_and_silence_are_failures() {
 
 #[tokio::test]
 async fn a_removed_backend_is_forgotten_and_its_connections_close() {
-    // Answers everything, keeps the connection, and ends when the other side closes it.
+    // Responds to everything, keeps the connection, and ends when the other side closes it.
     let (closed, mut closings) = mpsc::unbounded_channel();
     let (addr, open) = raw(move |mut stream| {
         let closed = closed.clone();

@@ -1,7 +1,7 @@
-//! Where an engine is: `http://host[:port][/prefix]`, or the same with `https`.
+//! Location of an engine: `http://host[:port][/prefix]`, or the same with `https`.
 //!
-//! The registry and the config hold it in one form, with its port and without a slash at the end,
-//! so that the same place is always written alike.
+//! The registry and the config hold a URL in normalised form, with its port and without a trailing
+//! slash, so that equal locations have equal texts.
 
 use std::net::IpAddr;
 
@@ -19,17 +19,17 @@ pub struct EngineUrl {
     is_tls: bool,
     /// `host:port`.
     address: String,
-    /// `/prefix`, or nothing.
+    /// `/prefix`, or empty.
     prefix: String,
 }
 
-/// Text that is no URL of an engine.
+/// Error for text that is no engine URL.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("expected http://host or https://host, with a port and a path prefix if wanted")]
 pub struct EngineUrlError;
 
 impl EngineUrl {
-    /// Reads a URL; without a port it is that of the scheme.
+    /// Parses a URL. The default port is that of the scheme.
     ///
     /// # Errors
     /// [`EngineUrlError`].
@@ -56,13 +56,13 @@ impl EngineUrl {
         })
     }
 
-    /// Returns it as the registry holds it.
+    /// Returns the normalised form, as the registry holds it.
     #[must_use]
     pub fn as_str(&self) -> &str {
         &self.text
     }
 
-    /// Whether TLS is spoken there.
+    /// Whether the engine uses TLS.
     pub(crate) fn is_tls(&self) -> bool {
         self.is_tls
     }
@@ -81,7 +81,7 @@ impl EngineUrl {
             .expect("it was parsed with a port")
     }
 
-    /// Whether the engine's API is not below a path.
+    /// Whether the URL has no path prefix.
     pub(crate) fn has_no_prefix(&self) -> bool {
         self.prefix.is_empty()
     }
@@ -94,12 +94,12 @@ impl EngineUrl {
         HeaderValue::from_str(bare.unwrap_or(&self.address)).ok()
     }
 
-    /// Whether the host is a name, which may lead elsewhere later.
+    /// Whether the host is a name, which may resolve elsewhere later.
     pub(crate) fn is_name(&self) -> bool {
         self.host().parse::<IpAddr>().is_err()
     }
 
-    /// Returns the target of a request for `target` at this engine.
+    /// Returns the request target for `target` at this engine, with the prefix.
     pub(crate) fn locate(&self, target: Uri) -> Uri {
         if self.prefix.is_empty() {
             return target;
@@ -110,20 +110,20 @@ impl EngineUrl {
     }
 }
 
-/// `host:port` of an authority; `None` where it is none, or names a user.
+/// Normalises an authority to `host:port`; `None` if it is invalid or contains a user.
 fn address(authority: &str, default_port: u16) -> Option<String> {
     let parsed: Authority = authority.parse().ok()?;
     let is_plain = !authority.contains('@') && !parsed.host().is_empty();
     let port = match parsed.port() {
         Some(port) => port.as_str().parse().ok().filter(|port| *port > 0)?,
         None if authority == parsed.host() => default_port,
-        // Behind the host is something, but no port.
+        // The host is followed by something that is no port.
         None => return None,
     };
     is_plain.then(|| format!("{}:{port}", parsed.host()))
 }
 
-/// Whether it is nothing, or segments that every server reads alike.
+/// Whether the prefix is empty, or consists of segments that all servers interpret alike.
 fn is_prefix(prefix: &str) -> bool {
     let is_plain = |segment: &str| {
         let mut bytes = segment.bytes();

@@ -8,13 +8,13 @@
 //! chunks   length u32, bytes, xxh3-64 of the bytes seeded with the chunk's number, from 0
 //! end      length 0 (u32), chunks u64, bytes u64, xxh3-64 of these sixteen bytes
 //! ```
-//! The chunks are a snapshot of the state as `state` writes it; all but the last have
-//! [`CHUNK_BYTES`]. A file is complete only with its end, so that a truncated one is never taken
-//! for a backup. A build that writes another format raises the number; this one rejects unknown
-//! formats.
+//! The chunks are a snapshot of the state as `state` writes it. All but the last have
+//! [`CHUNK_BYTES`] bytes. A file without an end is incomplete, so a truncated file is never
+//! accepted as a backup. A build that changes the format raises its number. This build rejects
+//! unknown formats.
 //!
-//! Neither side holds more than a chunk. The checksums reveal damage, not forgery: anyone who may
-//! restore a backup could send any state.
+//! Neither side holds more than one chunk in memory. The checksums reveal damage, not forgery:
+//! anyone who may restore a backup could send any state.
 
 mod read;
 mod write;
@@ -31,18 +31,18 @@ pub use write::{BackupWriter, LengthCounter, file_bytes};
 
 /// First bytes of every backup.
 pub const MAGIC: [u8; 8] = *b"QUORATEB";
-/// Format that is written.
+/// Format that this build writes.
 pub const FORMAT: u16 = 1;
-/// Length of a chunk, in bytes; only the last is shorter. The same as one part of a restore.
+/// Length of a chunk, in bytes; only the last is shorter. Equal to one part of a restore.
 pub const CHUNK_BYTES: usize = RESTORE_PART_BYTES;
 /// Maximum length of the head, in bytes.
 pub const HEAD_BYTES_MAX: usize = 64 << 10;
 
-/// Length of magic, format and the head's length.
+/// Length of the magic, the format and the head's length, in bytes.
 const PREFIX_BYTES: usize = 8 + 2 + 4;
 const LENGTH_BYTES: usize = 4;
 const CHECKSUM_BYTES: usize = 8;
-/// Length of the numbers of chunks and of bytes.
+/// Length of the counts of chunks and bytes at the end, in bytes.
 const END_BYTES: usize = 16;
 
 /// Description of a backup. Unknown fields are ignored.
@@ -70,11 +70,11 @@ pub struct BackupHead {
     pub blocks: u64,
 }
 
-/// A file that is not a complete backup.
+/// Error in a file that is not a complete backup.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("backup damaged at byte {offset}: {what}")]
 pub struct BackupError {
-    /// Offset in the file.
+    /// Offset in the file, in bytes.
     pub offset: u64,
     /// What was found and what was expected.
     pub what: String,

@@ -1,4 +1,4 @@
-//! Reads a backup as it arrives, and checks every byte of it.
+//! Reads a backup as it arrives and checks every byte of it.
 
 use std::io::{self, Read};
 
@@ -13,20 +13,20 @@ use super::{
 /// A complete piece of a backup.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum BackupPiece {
-    /// The head, which comes first.
+    /// The head, always the first piece.
     Head(BackupHead),
     /// The next bytes of the state: [`CHUNK_BYTES`], or the rest.
     Chunk(Bytes),
-    /// The end; the backup was complete.
+    /// The end of a complete backup.
     End,
 }
 
-/// Accepts bytes as they arrive and returns complete pieces. Keeps whatever was pushed and not
-/// returned, so push the available bytes, then take pieces until there are none.
+/// Incremental parser of a backup. It buffers whatever was pushed and not yet returned. Push the
+/// available bytes, then take pieces until none is left.
 #[derive(Debug, Default)]
 pub struct BackupReader {
     buffer: BytesMut,
-    /// Offset of the buffer in the file.
+    /// Offset of the buffer in the file, in bytes.
     offset: u64,
     head: Option<BackupHead>,
     chunks: u64,
@@ -40,10 +40,10 @@ impl BackupReader {
         self.buffer.extend_from_slice(bytes);
     }
 
-    /// Returns the next piece; `None` if it needs more bytes.
+    /// Returns the next piece, or `None` if it needs more bytes.
     ///
     /// # Errors
-    /// If the bytes are not a backup. All later results are meaningless.
+    /// Fails if the bytes are not a backup. All later results are meaningless.
     pub fn piece(&mut self) -> Result<Option<BackupPiece>, BackupError> {
         if self.is_ended {
             return self.end().map(|()| None);
@@ -54,10 +54,10 @@ impl BackupReader {
         }
     }
 
-    /// Checks that nothing follows.
+    /// Checks that the backup is complete and that nothing follows it.
     ///
     /// # Errors
-    /// If the end is missing, or something follows it.
+    /// Fails if the end is missing or something follows it.
     pub fn end(&self) -> Result<(), BackupError> {
         match (self.is_ended, self.buffer.len()) {
             (true, 0) => Ok(()),
@@ -162,8 +162,8 @@ impl BackupReader {
     }
 }
 
-/// Reads the state in a backup file as one stream. Faults of the file are [`io::Error`]s that
-/// contain a [`BackupError`].
+/// Reader of the state in a backup file as one stream. Reports damage as an [`io::Error`] that
+/// contains a [`BackupError`].
 #[derive(Debug)]
 pub struct FileReader<R> {
     file: R,
@@ -174,10 +174,10 @@ pub struct FileReader<R> {
 }
 
 impl<R: Read> FileReader<R> {
-    /// Reads up to the head.
+    /// Opens a backup and reads its head.
     ///
     /// # Errors
-    /// Those of the file, or if it is not a backup.
+    /// Fails if reading the file fails, or if it is not a backup.
     pub fn open(file: R) -> io::Result<(Self, BackupHead)> {
         let mut opened = Self {
             file,
@@ -194,7 +194,7 @@ impl<R: Read> FileReader<R> {
         }
     }
 
-    /// Returns the next piece; `None` after the end.
+    /// Returns the next piece, or `None` after the end.
     fn next(&mut self) -> io::Result<Option<BackupPiece>> {
         let damaged = |fault: BackupError| io::Error::new(io::ErrorKind::InvalidData, fault);
         loop {
@@ -219,7 +219,7 @@ impl<R: Read> Read for FileReader<R> {
         while self.chunk.is_empty() && !self.is_ended {
             match self.next()? {
                 Some(BackupPiece::Chunk(chunk)) => self.chunk = chunk,
-                // Continue past the end, to check what follows.
+                // Read past the end to check that nothing follows.
                 Some(BackupPiece::Head(_) | BackupPiece::End) => {}
                 None => self.is_ended = true,
             }

@@ -1,4 +1,4 @@
-//! What was written is read back, however it is split, and damage is located.
+//! Backups are read back however they are split, and errors locate the damage.
 
 use std::io::{Read, Write};
 

@@ -8,7 +8,7 @@ use super::{
     BackupHead, CHECKSUM_BYTES, CHUNK_BYTES, END_BYTES, FORMAT, HEAD_BYTES_MAX, LENGTH_BYTES, MAGIC,
 };
 
-/// Splits the state written to it into chunks.
+/// Writer of a backup. Splits the state written to it into chunks.
 pub struct BackupWriter<W: Write> {
     out: W,
     chunk: Vec<u8>,
@@ -17,10 +17,10 @@ pub struct BackupWriter<W: Write> {
 }
 
 impl<W: Write> BackupWriter<W> {
-    /// Starts a backup.
+    /// Starts a backup by writing its head.
     ///
     /// # Errors
-    /// Those of `out`.
+    /// Fails if the head is too long, or if writing to `out` fails.
     pub fn new(mut out: W, head: &BackupHead) -> io::Result<Self> {
         out.write_all(&encode(head)?)?;
         Ok(Self {
@@ -34,7 +34,7 @@ impl<W: Write> BackupWriter<W> {
     /// Completes the backup and returns the underlying writer.
     ///
     /// # Errors
-    /// Those of `out`.
+    /// Fails if writing to `out` fails.
     pub fn finish(mut self) -> io::Result<W> {
         self.write_chunk()?;
         let mut end = [0; END_BYTES];
@@ -96,7 +96,7 @@ impl Write for LengthCounter {
 /// Returns the length of the whole file that begins with `head`, in bytes.
 ///
 /// # Errors
-/// If the head is too long.
+/// Fails if the head is too long.
 pub fn file_bytes(head: &BackupHead) -> io::Result<u64> {
     let chunks = head.bytes.div_ceil(CHUNK_BYTES as u64);
     let around = (LENGTH_BYTES + CHECKSUM_BYTES) as u64;

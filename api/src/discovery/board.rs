@@ -1,4 +1,4 @@
-//! The last reports of the sources, and the result: for the reconciler, operators and metrics.
+//! Latest reports of the sources and their outcome: for the reconciler, operators and metrics.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -19,19 +19,19 @@ use super::SourceSettings;
 use crate::clock::Clock;
 use crate::printable::escaped;
 
-/// Maximum number of refused engines that are kept for operators.
+/// Maximum number of refused engines kept for operators.
 const REFUSED_MAX: usize = 100;
 
-/// What a source says.
+/// Contents of one report of a source.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub(super) struct SourceReading {
     /// Engines that may be registered.
     pub(super) engines: Vec<ListedEngine>,
-    /// What it tells of besides, with reasons.
+    /// Other listed engines, with the reasons.
     pub(super) refused: Vec<RefusedEngine>,
 }
 
-/// What the sources of this replica said last.
+/// Latest reports of this replica's sources.
 #[derive(Debug, Default)]
 pub struct DiscoveryBoard {
     sources: Mutex<BTreeMap<String, SourceCard>>,
@@ -42,19 +42,19 @@ pub struct DiscoveryBoard {
 #[derive(Debug, Default)]
 struct SourceCard {
     kind: &'static str,
-    /// `None`: it has not answered yet.
+    /// `None` before its first response.
     reading: Option<Arc<SourceReading>>,
     answered_at_ms: Option<u64>,
-    /// Why the last look gave no answer.
+    /// Why the last query failed.
     error: Option<String>,
     looks: [u64; 2],
     planned: PlannedCounts,
     /// Refused engines, from the source and from the plan.
     refused: Vec<RefusedEngine>,
     refused_total: usize,
-    /// Changes that the cluster took from this replica: found, lost, forgotten.
+    /// Changes from this replica that the cluster accepted: found, lost, forgotten.
     changes: [u64; 3],
-    /// Why the last change was not taken.
+    /// Why the last change was not accepted.
     failure: Option<String>,
 }
 
@@ -105,7 +105,7 @@ impl SourceReport {
 }
 
 impl DiscoveryBoard {
-    /// A board of these sources, none of which has answered.
+    /// Creates a board for these sources, none of which has responded.
     #[must_use]
     pub fn new(sources: &[SourceSettings], clock: Clock) -> Self {
         let cards = sources.iter().map(|source| {
@@ -122,7 +122,7 @@ impl DiscoveryBoard {
         }
     }
 
-    /// Returns the sources by id.
+    /// Returns the reports of the sources.
     #[must_use]
     pub fn report(&self) -> Vec<SourceReport> {
         let sources = self.lock();
@@ -149,17 +149,17 @@ impl DiscoveryBoard {
         sources.iter().map(report).collect()
     }
 
-    /// Waits until a source has told something.
+    /// Waits until a source has reported something.
     pub(super) async fn changed(&self) {
         self.changed.notified().await;
     }
 
-    /// Has whoever waits look again.
+    /// Wakes the waiting task.
     pub(super) fn wake(&self) {
         self.changed.notify_one();
     }
 
-    /// Notes what a look at a source gave.
+    /// Records the result of querying a source.
     pub(super) fn told(&self, id: &str, looked: Result<SourceReading, String>) {
         let at_ms = self.clock.unix_ms();
         let mut sources = self.lock();
@@ -189,7 +189,7 @@ impl DiscoveryBoard {
         self.wake();
     }
 
-    /// Notes that a source was heard of, without news.
+    /// Records that a source responded without news.
     pub(super) fn heard(&self, id: &str) {
         let at_ms = self.clock.unix_ms();
         if let Some(card) = self.lock().get_mut(id) {
@@ -198,14 +198,14 @@ impl DiscoveryBoard {
         }
     }
 
-    /// Returns the last answer of a source; `None` while it does not answer.
+    /// Returns the last report of a source; `None` while it does not respond.
     pub(super) fn reading(&self, id: &str) -> Option<Arc<SourceReading>> {
         let sources = self.lock();
         let card = sources.get(id).filter(|card| card.error.is_none())?;
         card.reading.clone()
     }
 
-    /// Notes what follows from an answer. New refusals are logged once.
+    /// Records the plan made from a report. Logs new refusals once.
     pub(super) fn planned(
         &self,
         id: &str,
@@ -238,7 +238,7 @@ impl DiscoveryBoard {
         };
     }
 
-    /// Notes that the cluster has taken a change, or why it has not.
+    /// Records that the cluster accepted a change, or why not.
     pub(super) fn changed_by(&self, id: &str, change: &DiscoveryChange, taken: Result<(), String>) {
         if let Some(card) = self.lock().get_mut(id) {
             card.failure = taken.err();
@@ -264,7 +264,7 @@ fn place(change: &DiscoveryChange) -> usize {
     }
 }
 
-/// The area `discovery`.
+/// Metrics in the area `discovery`.
 pub struct DiscoveryMetrics(pub Arc<DiscoveryBoard>);
 
 impl fmt::Debug for DiscoveryMetrics {
@@ -344,7 +344,7 @@ impl Collector for DiscoveryMetrics {
     }
 }
 
-/// Writes a gauge of each source.
+/// Writes one gauge per source.
 fn gauges<'a, V: EncodeGaugeValue>(
     encoder: &mut DescriptorEncoder<'_>,
     name: &str,

@@ -1,7 +1,7 @@
-//! `kind = "dns"`: engines at the addresses that a name has, looked up again as its TTL ends.
+//! `kind = "dns"`: engines at the addresses of a host name, resolved again when its TTL expires.
 //!
-//! A name without records is no answer: engines do not vanish because a zone is loaded late. Nor is
-//! one of which some host could not be looked up.
+//! A name without records counts as a failed lookup, since engines do not vanish because a zone is
+//! loaded late. So does one with a host that could not be resolved.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, SocketAddr};
@@ -19,18 +19,18 @@ use super::board::{DiscoveryBoard, SourceReading};
 use super::{DnsRecords, DnsSource, EngineTemplate};
 use crate::backends::EngineDialer;
 
-/// Least time between two lookups, whatever the TTL.
+/// Minimum interval between lookups, whatever the TTL.
 const INTERVAL_MIN: Duration = Duration::from_secs(1);
-/// Longest time until a lookup that failed is tried again.
+/// Maximum pause before a failed lookup is retried.
 const RETRY_MAX: Duration = Duration::from_secs(5);
-/// Time that a name server has for an answer.
+/// Timeout of a query to a name server.
 const TIMEOUT: Duration = Duration::from_secs(2);
-/// Hosts of service records that are looked up at once.
+/// Maximum number of concurrent lookups of hosts in service records.
 const HOSTS_AT_ONCE: usize = 16;
 /// Maximum number of hosts of service records.
 const HOSTS_MAX: usize = 4096;
 
-/// An answer and how long it counts.
+/// Result of a lookup, and how long it is valid.
 #[derive(Debug, Default)]
 struct NameAnswer {
     places: BTreeSet<(IpAddr, u16)>,
@@ -38,7 +38,7 @@ struct NameAnswer {
     ttl: Duration,
 }
 
-/// Tells the board where the name leads, for as long as it is polled.
+/// Reports the name's addresses to the board for as long as it is polled.
 pub(super) async fn follow(
     source: &DnsSource,
     template: &EngineTemplate,
@@ -57,7 +57,7 @@ pub(super) async fn follow(
     }
 }
 
-/// Judges addresses one by one.
+/// Checks addresses one by one.
 fn reading(answer: NameAnswer, template: &EngineTemplate, dialer: &EngineDialer) -> SourceReading {
     let mut reading = SourceReading {
         engines: Vec::with_capacity(answer.places.len()),
@@ -101,7 +101,7 @@ async fn look(
     })
 }
 
-/// IPv6 addresses are asked for where there are no others: an engine with both is one engine.
+/// AAAA records are queried only without A records: an engine with both is one engine.
 const BOTH: &[RecordType] = &[RecordType::A, RecordType::AAAA];
 
 fn resolver_of(source: &DnsSource) -> Result<TokioResolver, NetError> {
@@ -117,13 +117,13 @@ fn resolver_of(source: &DnsSource) -> Result<TokioResolver, NetError> {
         }
     };
     let options = builder.options_mut();
-    // Lookups are as far apart as the TTL says.
+    // The TTL determines the interval between lookups.
     options.cache_size = 0;
     options.timeout = TIMEOUT;
     builder.build()
 }
 
-/// Looks for records of the first kind that there are any of.
+/// Looks up the first kind of record that exists.
 async fn addresses(
     resolver: &TokioResolver,
     (name, port): (&str, u16),
@@ -152,7 +152,7 @@ async fn addresses(
     Err(nothing.unwrap_or_else(|| NetError::from("no kind of record was asked for")))
 }
 
-/// Looks for service records and then for the addresses of their hosts.
+/// Looks up service records and then the addresses of their hosts.
 async fn services(resolver: &TokioResolver, name: &str) -> Result<NameAnswer, NetError> {
     let found = resolver.lookup(name, RecordType::SRV).await?;
     let records = found.answers();

@@ -1,7 +1,7 @@
-//! `kind = "file"`: a list of engines, read again whenever it changes.
+//! `kind = "file"`: a list of engines, reloaded whenever the file changes.
 //!
-//! TOML has it as `[[backends]]`, JSON as a list or as `{"backends": [...]}`; entries have the keys
-//! of `[[backends]]` in a config. What cannot be read as a list changes nothing.
+//! The list is `[[backends]]` in TOML; in JSON it is a list or `{"backends": [...]}`. Entries have
+//! the keys of `[[backends]]` in a config. A file that cannot be parsed as a list changes nothing.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -21,14 +21,14 @@ use crate::kv_events::endpoint;
 
 /// Maximum length of the file, in bytes.
 const FILE_BYTES_MAX: u64 = 8 << 20;
-/// Maximum number of entries that are looked at.
+/// Maximum number of entries to read.
 const ENTRIES_MAX: usize = 16_384;
 
 /// An engine in the file.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct FileEntry {
-    /// Default: host and port of `url`.
+    /// Defaults to host and port of `url`.
     id: Option<String>,
     url: String,
     models: Option<Vec<String>>,
@@ -40,7 +40,7 @@ struct FileEntry {
     role: Option<BackendRole>,
 }
 
-/// Tells the board what the file says, at first and whenever it has changed, until `stop`.
+/// Reports the contents of the file to the board, initially and after each change, until `stop`.
 pub(super) async fn follow(
     path: PathBuf,
     template: EngineTemplate,
@@ -94,7 +94,7 @@ pub(super) fn fuzzed(
     Ok(reading)
 }
 
-/// Returns the entries of a list, which are judged one by one.
+/// Returns the unchecked entries of a list.
 fn entries(text: &str, is_json: bool) -> Result<Vec<Value>, String> {
     let document: Value = match is_json {
         true => serde_json::from_str(text).map_err(|error| error.to_string())?,
@@ -132,7 +132,7 @@ fn reading(list: Vec<Value>, template: &EngineTemplate, dialer: &EngineDialer) -
             Err((id, reason)) => {
                 let engine = id.clone().unwrap_or_else(|| format!("entry {}", nth + 1));
                 reading.refused.push(RefusedEngine { engine, reason });
-                // The backend of that id, if there is one, stays as it is.
+                // An existing backend with that id stays unchanged.
                 let unclear = id.map(|id| template.nowhere(&id, EngineCondition::Unclear));
                 reading.engines.extend(unclear);
             }
@@ -171,8 +171,8 @@ fn engine(
             .into_iter()
             .map(|(_, place)| place),
     ) {
-        // Whoever writes the file is of this host, unlike the owners of names and pods: it may tell
-        // of engines on loopback.
+        // The author of the file controls this host, unlike the owners of names and pods, so the
+        // file may list engines on loopback.
         let judged = dialer.check_place(&place);
         judged.map_err(|error| refused(error.to_string()))?;
     }

@@ -1,4 +1,4 @@
-//! Follows the sources, and has the leader bring the cluster to what they say.
+//! Follows the sources; the leader applies their reports to the cluster.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -17,26 +17,26 @@ use crate::backends::EngineDialer;
 use crate::clock::LogTime;
 use crate::ports::Cluster;
 
-/// How often plans are made without news of a source: for what is due by time.
+/// Interval at which plans are made without news of a source, for changes that are due by time.
 const PLAN_EVERY: Duration = Duration::from_millis(500);
-/// Changes that are made before a source is looked at again: a large fleet that appears does not
-/// keep an engine that leaves from draining.
+/// Maximum number of changes before a source's report is read again, so that a large new fleet does
+/// not delay the draining of an engine that leaves.
 const CHANGES_AT_ONCE: usize = 32;
-/// Pause while a change that is committed is not applied here yet.
+/// Pause while a committed change is not applied here yet.
 const APPLY_PAUSE: Duration = Duration::from_millis(2);
 
 /// Dependencies of discovery on its replica.
 #[derive(Clone)]
 pub struct DiscoveryParts {
-    /// The sources of the config.
+    /// Sources in the config.
     pub sources: Vec<SourceSettings>,
-    /// Takes what they say.
+    /// Receives their reports.
     pub board: Arc<DiscoveryBoard>,
     /// The log.
     pub cluster: Arc<dyn Cluster>,
     /// Published part of the state.
     pub view: Arc<StateView>,
-    /// Knows where engines may be.
+    /// Checks the addresses of engines.
     pub dialer: EngineDialer,
 }
 
@@ -79,7 +79,7 @@ fn look(
     }
 }
 
-/// Plans at every news and interval, and acts while this replica leads.
+/// Plans on every news and interval, and acts while this replica leads.
 async fn reconcile(parts: &DiscoveryParts, stop: &CancellationToken) {
     let time = LogTime::default();
     let mut ticks = interval(PLAN_EVERY);
@@ -100,7 +100,7 @@ async fn reconcile(parts: &DiscoveryParts, stop: &CancellationToken) {
     }
 }
 
-/// Does what follows from the last answer of a source, or only tells it if another replica leads.
+/// Acts on the last report of a source, or only records the plan if another replica leads.
 async fn act(parts: &DiscoveryParts, source: &SourceSettings, time: &LogTime) {
     let id = &source.rules.source;
     let Some(reading) = parts.board.reading(id) else {
@@ -128,7 +128,7 @@ async fn act(parts: &DiscoveryParts, source: &SourceSettings, time: &LogTime) {
     }
 }
 
-/// Returns whether the change is known to be taken or rejected: then the next one may follow.
+/// Submits a change. Returns whether it is known to be accepted or rejected, so the next may go.
 async fn submit(parts: &DiscoveryParts, id: &str, change: &DiscoveryChange) -> bool {
     let discovery = Discovery {
         source: id.to_owned(),
@@ -138,7 +138,7 @@ async fn submit(parts: &DiscoveryParts, id: &str, change: &DiscoveryChange) -> b
     let committed = match parts.cluster.submit(command).await {
         Ok(committed) => committed,
         Err(failure) => {
-            // The next plan says it again if it is still due.
+            // The next plan repeats the change if it is still due.
             tracing::debug!(source = id, %failure, "could not change a backend yet");
             let failure = Err(failure.to_string());
             parts.board.changed_by(id, change, failure);
@@ -174,7 +174,7 @@ async fn submit(parts: &DiscoveryParts, id: &str, change: &DiscoveryChange) -> b
         }
     };
     parts.board.changed_by(id, change, taken);
-    // Otherwise the next plan would decide it again.
+    // Otherwise the next plan would repeat the decision.
     while parts.view.applied() < committed.index {
         tokio::time::sleep(APPLY_PAUSE).await;
     }

@@ -1,4 +1,4 @@
-//! Fuzz targets for what sources of engines say, see [`crate::fuzzing`].
+//! Fuzz targets for reports of engine sources; see [`crate::fuzzing`].
 
 use std::collections::BTreeMap;
 
@@ -8,7 +8,7 @@ use super::board::SourceReading;
 use super::{EngineScheme, EngineTemplate, file, kubernetes};
 use crate::backends::EngineDialer;
 
-/// Reads a list of engines, as JSON if the first byte is even, else as TOML.
+/// Parses a list of engines, as JSON if the first byte is even, otherwise as TOML.
 pub fn discovery_file(bytes: &[u8]) {
     let Some((kind, text)) = bytes.split_first() else {
         return;
@@ -22,13 +22,13 @@ pub fn discovery_file(bytes: &[u8]) {
     }
 }
 
-/// Follows a watch of pods, a line per event. Each event that is taken leaves pods that are engines
-/// or refused; the first that is not ends the watch.
+/// Follows a watch of pods, one line per event. Each accepted event leaves pods that are engines or
+/// refused; the first rejected one ends the watch.
 pub fn pod_events(bytes: &[u8]) {
     kubernetes::fuzzed(bytes, &template(), &EngineDialer::default(), check);
 }
 
-/// What the leader would propose is valid, and no engine is there twice.
+/// Checks that the leader's proposals are valid, and that no engine occurs twice.
 fn check(reading: &SourceReading) {
     for refused in &reading.refused {
         assert!(!refused.reason.is_empty(), "{refused:?}");
@@ -74,7 +74,7 @@ fn template() -> EngineTemplate {
     }
 }
 
-/// Lists as operators write them, in both forms.
+/// Returns lists as operators write them, in both formats.
 #[must_use]
 pub fn discovery_file_seeds() -> Vec<Vec<u8>> {
     let json = r#"[{"id": "gpu-1", "url": "http://10.0.0.1:8000", "capacity_blocks": 7},
@@ -92,7 +92,7 @@ pub fn discovery_file_seeds() -> Vec<Vec<u8>> {
     seeds.map(String::into_bytes).to_vec()
 }
 
-/// Watches as API servers tell them: pods that come, change and go, a bookmark, an expiry.
+/// Returns watches as API servers send them: changes of pods, a bookmark, an expiry.
 #[must_use]
 pub fn pod_events_seeds() -> Vec<Vec<u8>> {
     let watch = concat!(

@@ -1,7 +1,7 @@
 //! Discovery: engines listed by a DNS name, a file or Kubernetes become backends.
 //!
-//! Every replica queries the sources, so that each can report what it sees and a new leader has an
-//! answer at once. Only the leader acts: it compares its answer with the cluster in a
+//! Every replica queries the sources, so that each can report what it sees and a new leader has a
+//! report at once. Only the leader acts: it compares its report with the cluster in a
 //! [`SourcePlan`](state::discovery::SourcePlan), whose changes go through the log (ADR 0087).
 
 mod board;

@@ -1,4 +1,4 @@
-//! What is known of a source from the config, and how its engines are described.
+//! Settings of a source from the config, including those of its engines.
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr};
@@ -13,15 +13,15 @@ use crate::backends::EngineUrl;
 /// A source of engines.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SourceSettings {
-    /// Its id, and how fast what it does not tell of goes.
+    /// Its id, and how fast engines it no longer lists are removed.
     pub rules: SourceRules,
-    /// What its engines have in common.
+    /// Settings shared by its engines.
     pub template: EngineTemplate,
-    /// Where it is.
+    /// Kind and location.
     pub kind: SourceKind,
 }
 
-/// Where a source is.
+/// Kind and location of a source.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum SourceKind {
     /// A DNS name.
@@ -47,15 +47,15 @@ impl SourceKind {
 /// A DNS name.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DnsSource {
-    /// The name.
+    /// The host name.
     pub name: String,
-    /// Port of the engines; `None`: the records tell.
+    /// Port of the engines; `None` uses the ports in the records.
     pub port: Option<u16>,
-    /// What is asked for.
+    /// Record types to query.
     pub records: DnsRecords,
-    /// Longest time between two lookups; a shorter TTL counts.
+    /// Maximum interval between lookups; a shorter TTL takes precedence.
     pub interval: Duration,
-    /// Who is asked. `None`: as the system's resolver is set up.
+    /// Name server. `None` uses the system's resolver configuration.
     pub resolver: Option<SocketAddr>,
 }
 
@@ -75,75 +75,75 @@ pub enum DnsRecords {
 /// Pods of a namespace.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KubernetesSource {
-    /// Where the pods are.
+    /// Namespace and API server.
     pub access: KubernetesAccess,
-    /// Which pods.
+    /// The pods to select.
     pub pods: PodChoice,
-    /// Port of the engines; `None`: as the pool says.
+    /// Port of the engines; `None` uses the pool's ports.
     pub port: Option<u16>,
 }
 
-/// A namespace, and how its API server is reached.
+/// A namespace, and how to reach its API server.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KubernetesAccess {
-    /// The namespace. `None`: that of this pod.
+    /// The namespace. `None` means that of this pod.
     pub namespace: Option<String>,
-    /// The API server. `None`: that of the cluster that this pod runs in.
+    /// The API server. `None` means that of the cluster in which this pod runs.
     pub api_server: Option<EngineUrl>,
-    /// File with the token that is shown to it, read again as it changes.
+    /// File with the bearer token, reloaded when it changes.
     pub token_file: PathBuf,
-    /// Authorities of its certificate.
+    /// File with the authorities of the API server's certificate.
     pub ca_file: PathBuf,
 }
 
-/// Which pods are engines.
+/// Selects the pods that are engines.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum PodChoice {
-    /// Those with these labels.
+    /// Pods with these labels.
     Selector(String),
-    /// Those of an `InferencePool`.
+    /// Pods of an `InferencePool`.
     Pool(String),
 }
 
-/// What the engines of a source have in common.
+/// Settings shared by the engines of a source.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct EngineTemplate {
-    /// First part of their ids.
+    /// Prefix of the engines' ids.
     pub source: String,
-    /// Models that they serve.
+    /// Models that the engines serve.
     pub models: Vec<String>,
-    /// Labels, which win over what the source tells.
+    /// Labels, which take precedence over those from the source.
     pub labels: BTreeMap<String, String>,
-    /// Stage of requests that they compute.
+    /// Role of the engines.
     pub role: BackendRole,
-    /// Capacity of their caches.
+    /// Capacity of the engines' caches, in blocks.
     pub capacity_blocks: Option<u32>,
-    /// How they are spoken to.
+    /// Protocol of the engines.
     pub scheme: EngineScheme,
-    /// Port of their KV events.
+    /// Port of the engines' KV events.
     pub kv_events_port: Option<u16>,
-    /// Port where missed KV events are asked for.
+    /// Port for requesting missed KV events.
     pub kv_replay_port: Option<u16>,
 }
 
-/// How engines are spoken to.
+/// Protocol of engines.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum EngineScheme {
-    /// In the clear.
+    /// Without TLS.
     #[default]
     Http,
-    /// With TLS. The certificate has to be for the address.
+    /// With TLS. The certificate must be for the address.
     Https,
 }
 
 impl EngineTemplate {
-    /// Returns the id of the engine that the source calls `name`.
+    /// Returns the id of an engine with this name at the source.
     pub(super) fn id(&self, name: &str) -> String {
         let name = name.replace(|c| !is_id_char(c), "-");
         format!("{}-{name}", self.source)
     }
 
-    /// Tells of an engine that has no address, or none that counts. It is not put.
+    /// Describes an engine without a usable address. It is not registered.
     pub(super) fn nowhere(&self, name: &str, condition: EngineCondition) -> ListedEngine {
         let nowhere = (IpAddr::from([0, 0, 0, 0]), 1);
         ListedEngine {
@@ -152,7 +152,7 @@ impl EngineTemplate {
         }
     }
 
-    /// Describes the engine at an address. Its name is its address if the source gives none.
+    /// Describes the engine at an address. Its name defaults to its address.
     pub(super) fn at(
         &self,
         name: Option<&str>,

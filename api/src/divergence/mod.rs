@@ -5,8 +5,8 @@
 //! [`STEP_ENTRIES`], any index requested before it was applied, and one where the log stands still.
 //! Peers receive those divisible by [`BOUNDARY_ENTRIES`], which last long enough for all to report
 //! them. If the log is slow, they receive every recorded step, and if it stands still, that index.
-//! A fault therefore also shows soon in a quiet cluster, which may be quiet because its leader has
-//! a wrong state. A peer's claim about an index not reached here yet is kept until it is.
+//! So a fault also shows soon in a quiet cluster, which may be quiet because its leader has a wrong
+//! state. A peer's claim about an index not reached here yet is kept until it is.
 //!
 //! A mismatch means that the same log produced different states. It is logged, counted and
 //! announced. If most voters of the cluster agree on another digest than this replica's, the fault
@@ -43,7 +43,7 @@ const _: () = assert!(BOUNDARY_ENTRIES.is_multiple_of(STEP_ENTRIES));
 pub const CLAIMS_PER_PEER_MAX: usize = 16;
 /// Maximum number of indexes awaited at a time.
 pub const WANTED_MAX: usize = 256;
-/// Number of indexes for which the peers' claims are kept.
+/// Number of indexes for which peers' claims are kept.
 pub const COMPARED_MAX: usize = 16;
 /// Length of an exchanged message (version, index, digest), in bytes.
 pub const MESSAGE_BYTES: usize = 1 + 8 + 16;
@@ -63,7 +63,7 @@ pub struct Mismatch {
     pub theirs: u128,
 }
 
-/// Evidence that most voters hold another state than this replica.
+/// Evidence that most voters hold a different state than this replica.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Minority {
     /// Log index of the comparison.
@@ -81,7 +81,7 @@ pub struct Minority {
 pub struct DigestRing {
     recorded: VecDeque<(u64, u128)>,
     claims: BTreeMap<ReplicaId, VecDeque<(u64, u128)>>,
-    /// Each peer's claim about the last [`COMPARED_MAX`] indexes recorded here.
+    /// Claims of each peer about the last [`COMPARED_MAX`] indexes compared here.
     compared: BTreeMap<u64, BTreeMap<ReplicaId, u128>>,
     /// Index where the log last stood still.
     rested_at: u64,
@@ -115,8 +115,8 @@ impl DigestRing {
     }
 
     /// Records the digest at `index`, where the log stands still, and returns the peers that hold
-    /// another one. It replaces what was recorded there before: a state that changes without the
-    /// log is wrong from then on.
+    /// another one. Replaces an earlier record there: a state that changes without the log is wrong
+    /// from then on.
     pub fn rest(&mut self, index: u64, digest: u128) -> Vec<Mismatch> {
         self.rested_at = index;
         if self.get(index).is_none_or(|before| before == digest) {
@@ -137,7 +137,7 @@ impl DigestRing {
         found
     }
 
-    /// Compares a claim once: a peer repeats it until it has a newer one.
+    /// Compares a claim only once: a peer repeats it until it has a newer one.
     fn compare(
         &mut self,
         peer: ReplicaId,
@@ -158,8 +158,8 @@ impl DigestRing {
         })
     }
 
-    /// Returns whether, at some index, more than half of `voters` hold one digest that differs from
-    /// this replica's. Learners do not count, because their state comes from the leader.
+    /// Returns the evidence if, at some index, over half of `voters` hold one digest that differs
+    /// from this replica's. Learners do not count, because their state comes from the leader.
     #[must_use]
     pub fn minority(&self, voters: &[ReplicaId]) -> Option<Minority> {
         self.compared.iter().rev().find_map(|(&index, said)| {
@@ -200,8 +200,8 @@ impl DigestRing {
         None
     }
 
-    /// The last index at which a peer's digest was compared with the one here, and whether they
-    /// were equal.
+    /// Returns the last index at which a peer's digest was compared with this replica's, and
+    /// whether they were equal.
     #[must_use]
     pub fn compared_with(&self, peer: ReplicaId) -> Option<(u64, bool)> {
         let mut newest = self.compared.iter().rev();
@@ -235,7 +235,7 @@ impl DigestRing {
         self.recorded.iter().rev().find(is_such).copied()
     }
 
-    /// Records how many entries the log has grown by since the last check.
+    /// Records by how many entries the log has grown since the last check.
     pub fn grew(&mut self, entries: u64) {
         self.is_slow = entries < SLOW_ENTRIES;
     }
@@ -249,7 +249,7 @@ impl DigestRing {
 /// The digests of one replica, shared by the apply loop, the peers' messages and the admin API.
 pub struct Digests {
     inner: Mutex<DigestsInner>,
-    /// Smallest awaited index; `u64::MAX` if none. Read at every apply.
+    /// Smallest awaited index; `u64::MAX` if none. Read on every apply.
     wanted_from: AtomicU64,
     /// Last index seen by [`Digests::applied`] that was recorded or passed an awaited one.
     progress: watch::Sender<u64>,
@@ -279,12 +279,12 @@ impl Default for Digests {
     }
 }
 
-/// Bytes that are not a digest message.
+/// Error for bytes that are not a digest message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("digest message: expected {MESSAGE_BYTES} bytes of version {MESSAGE_VERSION}")]
 pub struct ClaimError;
 
-/// Too many indexes are awaited.
+/// Error when too many indexes are awaited.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("{WANTED_MAX} indexes are waited for, which is the limit")]
 pub struct TooManyWaitsRejection;
@@ -292,12 +292,12 @@ pub struct TooManyWaitsRejection;
 impl Digests {
     /// Sends mismatches to `events`. Only the first call has an effect.
     pub fn announce(&self, events: EventBus) {
-        // A second sink would be a wiring fault without effect on what is compared.
+        // A second sink would be a wiring fault; ignoring it does not affect comparisons.
         drop(self.events.set(events));
     }
 
     /// Must be called after every applied or skipped index, before the state can change again.
-    /// `digest` is only called where it is recorded; otherwise this costs one load and a mask.
+    /// Calls `digest` only for indexes to be recorded; otherwise this costs one load and a mask.
     pub fn applied(&self, index: u64, digest: impl FnOnce() -> u128) {
         let is_step = index.is_multiple_of(STEP_ENTRIES);
         let passes_wanted = self.wanted_from.load(Ordering::Acquire) <= index;
@@ -313,8 +313,8 @@ impl Digests {
         } else {
             Vec::new()
         };
-        // A waiting task looks into the ring while it holds the progress, so that lock must never
-        // be taken within this one.
+        // A waiting task reads the ring while it holds the progress, so that lock must never be
+        // taken within this one.
         drop(inner);
         mismatches.iter().for_each(|mismatch| self.sound(mismatch));
         self.progress.send_replace(index);
@@ -344,8 +344,8 @@ impl Digests {
         Ok(())
     }
 
-    /// Waits until a requested index was applied or skipped, and returns its digest if it was
-    /// recorded within `timeout`.
+    /// Waits until a requested index is applied or skipped. Returns its digest if it was recorded
+    /// within `timeout`.
     pub async fn wait(&self, index: u64, timeout: Duration) -> Option<u128> {
         let mut progress = self.progress.subscribe();
         let passed = progress.wait_for(|last| *last >= index || self.get(index).is_some());
@@ -379,7 +379,7 @@ impl Digests {
         mismatches.iter().for_each(|mismatch| self.sound(mismatch));
     }
 
-    /// Records how many entries the log has grown by since the last check.
+    /// Records by how many entries the log has grown since the last check.
     pub fn grew(&self, entries: u64) {
         self.lock().ring.grew(entries);
     }
@@ -419,15 +419,15 @@ impl Digests {
         self.mismatches.load(Ordering::Relaxed)
     }
 
-    /// Waits until a peer's state was found to differ after the previous call returned. For a
-    /// single caller.
+    /// Waits until a peer's state is found to differ after the previous call returned. For a single
+    /// caller.
     pub async fn differs(&self) {
         self.differs.notified().await;
     }
 
     /// Decides whether this replica's state is the wrong one, judged by all `voters` (which may or
-    /// may not include this replica). Returns a result if this call found it. It is kept, see
-    /// [`Digests::minority`], until [`Digests::forget`].
+    /// may not include this replica). Returns a result only from the call that found it. It is
+    /// kept, see [`Digests::minority`], until [`Digests::forget`].
     pub fn judge(&self, voters: &[ReplicaId]) -> Option<Minority> {
         if planted::is(Bug::MinorityUnnoticed) {
             return None;

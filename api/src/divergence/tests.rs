@@ -59,7 +59,7 @@ fn equal_claims_are_silent_and_different_ones_are_counted() {
     assert_eq!(digests.mismatches(), 0);
     digests.receive(PEER, &message(256, 8)).unwrap();
     assert_eq!(digests.mismatches(), 1);
-    // A peer repeats its newest claim many times a second.
+    // A peer repeats its newest claim many times per second.
     digests.receive(PEER, &message(256, 8)).unwrap();
     assert_eq!(digests.mismatches(), 1);
 }
@@ -77,8 +77,7 @@ fn who_differs_from_most_members_is_in_the_minority_until_mended() {
     claim(&digests, 2, 256, 8);
     claim(&digests, 3, 256, 8);
     claim(&digests, 4, 256, 7);
-    // Two of five disagree, which may be their fault. A claim from outside the voters does not
-    // count.
+    // Two of five disagree, which may be their fault. A claim from a non-voter does not count.
     claim(&digests, 9, 256, 8);
     assert_eq!(digests.judge(&members), None);
     claim(&digests, 5, 256, 8);

@@ -1,10 +1,10 @@
-//! Figures that replicas exchange once a second, so that any one of them can show all side by side:
+//! Figures that replicas exchange once a second, so that each can show all of them side by side:
 //! role, indexes, rates, times, queue, disk.
 //!
-//! Nothing is decided by these figures. They travel with the messages that replicas send each other
+//! No decision depends on these figures. They travel with messages that replicas send each other
 //! anyway ([ADR 0097](../../../docs/adr/0097-a-console-without-a-build.md)), as a list of 64-bit
-//! numbers that grows at the end: a replica reads those that it knows, and reads missing ones, from
-//! an earlier build, as 0.
+//! numbers that grows at the end. A replica ignores numbers that it does not know. It reads numbers
+//! that an earlier build does not send as 0.
 
 mod recent;
 
@@ -16,7 +16,7 @@ use tokio::time::Instant;
 
 pub use recent::{CounterSample, RecentRates, RecentWindow, TimeBuckets, TimeCounts, WINDOW};
 
-/// Roles in the order of their numbers, as [`crate::ports::ClusterStatus::role`] names them.
+/// Roles in the order of their numbers, named as in [`crate::ports::ClusterStatus::role`].
 const ROLES: [&str; 7] = [
     "leader",
     "follower",
@@ -26,61 +26,61 @@ const ROLES: [&str; 7] = [
     "removed",
     "stopped",
 ];
-/// Numbers of one report.
+/// Number of figures in a report.
 const FIGURES: usize = 25;
-/// Longest report of a replica, in bytes. Later builds may send more than this one knows.
+/// Maximum length of a report, in bytes. Later builds may send figures that this one does not know.
 pub const REPORT_BYTES_MAX: usize = 8 * 128;
 const _: () = assert!(8 * FIGURES <= REPORT_BYTES_MAX);
 
-/// A replica, in figures.
+/// Figures of one replica.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct ReplicaFigures {
-    /// Its role; `None`: one that this build does not know.
+    /// Role; `None` if this build does not know it.
     pub role: Option<&'static str>,
     /// Raft term.
     pub term: u64,
-    /// Last index that it knows to be committed.
+    /// Last index known to be committed.
     pub committed_index: u64,
-    /// Last index that it has applied.
+    /// Last applied index.
     pub applied_index: u64,
-    /// Index of its newest snapshot.
+    /// Index of the newest snapshot.
     pub snapshot_index: Option<u64>,
-    /// Whether it sees a quorum.
+    /// Whether the replica sees a quorum.
     pub has_quorum: bool,
-    /// Whether its storage has a fault.
+    /// Whether the storage has a fault.
     pub has_fault: bool,
-    /// Whether its log waits, for example for disk space.
+    /// Whether the log waits, for example for disk space.
     pub is_waiting: bool,
-    /// Whether most voters hold another state.
+    /// Whether most voters hold a different state.
     pub is_minority: bool,
-    /// Whether it takes traffic.
+    /// Whether the replica accepts traffic.
     pub is_ready: bool,
-    /// Comparisons of digests in which a peer differed.
+    /// Number of digest comparisons in which a peer differed.
     pub digest_mismatches: u64,
-    /// What happened lately.
+    /// Recent rates and times.
     pub recent: RecentRates,
-    /// Requests under way.
+    /// Number of requests in flight.
     pub in_flight: u64,
-    /// Requests that wait for a backend.
+    /// Number of requests that wait for a backend.
     pub waiting: u64,
-    /// Users whose requests wait.
+    /// Number of users with waiting requests.
     pub waiting_users: u64,
-    /// Who has waited longest.
+    /// The request that has waited longest.
     pub longest: Option<LongestWait>,
-    /// Free and all bytes of the disk with the data directory.
+    /// Free and total bytes of the disk with the data directory.
     pub disk: Option<(u64, u64)>,
-    /// Items that the log does not have yet.
+    /// Number of outbox items that the log does not have yet.
     pub outbox_items: u64,
-    /// Time since its start, in seconds.
+    /// Time since the replica started, in seconds.
     pub uptime_s: u64,
 }
 
 /// The request that has waited longest at a replica.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LongestWait {
-    /// Whose it is.
+    /// User of the request.
     pub user: UserKey,
-    /// For how long, in milliseconds.
+    /// Wait so far, in milliseconds.
     pub waited_ms: u64,
 }
 
@@ -131,7 +131,7 @@ impl ReplicaFigures {
         numbers.iter().flat_map(|it| it.to_le_bytes()).collect()
     }
 
-    /// Decodes a report; `None` if the bytes are none.
+    /// Decodes a report; `None` if the bytes are not a report.
     #[must_use]
     pub fn decode(bytes: &[u8]) -> Option<Self> {
         let (numbers, rest) = bytes.as_chunks::<8>();
@@ -178,19 +178,19 @@ impl ReplicaFigures {
     }
 }
 
-/// Bytes that are no report.
+/// Error for bytes that are not a report.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("figures: expected 1 to {} numbers of 8 bytes", REPORT_BYTES_MAX / 8)]
 pub struct FiguresError;
 
-/// The figures of this replica, and those that others told it.
+/// The figures of this replica and those received from others.
 #[derive(Debug, Default)]
 pub struct FigureBoard(Mutex<BoardInner>);
 
 #[derive(Debug, Default)]
 struct BoardInner {
     own: Option<ReplicaFigures>,
-    /// As they are sent; empty before the first.
+    /// Encoded own figures; empty before the first.
     own_bytes: Arc<[u8]>,
     heard: BTreeMap<ReplicaId, (Instant, ReplicaFigures)>,
 }
@@ -204,29 +204,29 @@ impl FigureBoard {
         inner.own_bytes = bytes;
     }
 
-    /// This replica's figures as peers get them; empty before [`FigureBoard::tell`].
+    /// Returns this replica's encoded figures; empty before [`FigureBoard::tell`].
     #[must_use]
     pub fn report(&self) -> Arc<[u8]> {
         Arc::clone(&self.lock().own_bytes)
     }
 
-    /// This replica's figures; `None` before the first.
+    /// Returns this replica's figures; `None` before the first.
     #[must_use]
     pub fn own(&self) -> Option<ReplicaFigures> {
         self.lock().own
     }
 
-    /// Takes in a peer's report.
+    /// Stores a peer's report.
     ///
     /// # Errors
-    /// [`FiguresError`].
+    /// Returns [`FiguresError`] if the bytes are not a report.
     pub fn hear(&self, peer: ReplicaId, report: &[u8], now: Instant) -> Result<(), FiguresError> {
         let figures = ReplicaFigures::decode(report).ok_or(FiguresError)?;
         self.lock().heard.insert(peer, (now, figures));
         Ok(())
     }
 
-    /// What a peer told last, and when that was heard.
+    /// Returns a peer's last figures and when they arrived.
     #[must_use]
     pub fn heard(&self, peer: ReplicaId) -> Option<(Instant, ReplicaFigures)> {
         self.lock().heard.get(&peer).copied()
@@ -283,7 +283,7 @@ mod tests {
         let numbers = numbers.as_chunks::<8>().0.iter();
         let numbers: Vec<u64> = numbers.map(|it| u64::from_le_bytes(*it)).collect();
         let mut expected: Vec<u64> = (0..25).collect();
-        // The second role; the index 0; quorum, ready and somebody waiting.
+        // The second role; the index 0; quorum, ready and a waiting request.
         (expected[0], expected[1], expected[4], expected[5]) = (2, 2, 1, 0b11_0001);
         assert_eq!(numbers, expected);
     }

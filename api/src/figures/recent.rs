@@ -1,4 +1,4 @@
-//! What happened in the last seconds, from counters that only grow.
+//! Rates and times of the last seconds, computed from counters that only grow.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -6,16 +6,16 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-/// What "lately" means.
+/// Length of the window for recent figures.
 pub const WINDOW: Duration = Duration::from_secs(10);
-/// Four buckets for each doubling, up to 2^28 us: more than four minutes.
+/// Number of buckets: four for each doubling, up to 2^28 us, which is more than four minutes.
 const BUCKETS: usize = 4 * 28;
 
-/// Counts times, exact to an eighth. Adding one costs one atomic addition.
+/// Histogram of times with a precision of one eighth. Adding one costs one atomic addition.
 #[derive(Debug)]
 pub struct TimeBuckets([AtomicU64; BUCKETS]);
 
-/// What [`TimeBuckets`] had counted at some moment.
+/// Counts of [`TimeBuckets`] at one moment.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TimeCounts([u64; BUCKETS]);
 
@@ -32,12 +32,12 @@ impl Default for TimeCounts {
 }
 
 impl TimeBuckets {
-    /// Counts one.
+    /// Counts one time.
     pub fn add(&self, time: Duration) {
         self.0[bucket_of(time)].fetch_add(1, Relaxed);
     }
 
-    /// Reads the counts.
+    /// Returns the present counts.
     #[must_use]
     pub fn counts(&self) -> TimeCounts {
         TimeCounts(std::array::from_fn(|at| self.0[at].load(Relaxed)))
@@ -52,15 +52,15 @@ fn bucket_of(time: Duration) -> usize {
     usize::try_from(place).map_or(BUCKETS - 1, |place| place.min(BUCKETS - 1))
 }
 
-/// The middle of a bucket, in microseconds.
+/// Returns the middle of a bucket, in microseconds.
 fn middle_us(bucket: usize) -> u64 {
     let (doubling, quarter) = (bucket / 4, (bucket % 4) as u64);
     ((8 + 2 * quarter + 1) << doubling) / 8
 }
 
 impl TimeCounts {
-    /// The time that so many thousandths of what was counted since `before` stayed below, in
-    /// microseconds; 0: nothing was counted.
+    /// Returns the `permille` quantile of the times counted since `before`, in microseconds; 0 if
+    /// there were none.
     fn quantile_us(&self, before: &Self, permille: u64) -> u64 {
         let counts = self.0.iter().zip(&before.0);
         let counts: Vec<u64> = counts
@@ -80,51 +80,51 @@ impl TimeCounts {
 /// Counters at one moment.
 #[derive(Debug, Clone, Default)]
 pub struct CounterSample {
-    /// Requests that ended.
+    /// Number of requests that ended.
     pub ended: u64,
-    /// Those of them that no engine answered well: failed here, at the engine, or broken off.
+    /// Number of those that failed: here, at the backend, or in the middle of the response.
     pub failed: u64,
-    /// Prompt tokens of requests whose engine told how many were cached.
+    /// Prompt tokens of requests whose engine reported how many were cached.
     pub prompt_tokens: u64,
-    /// Cached ones of them.
+    /// Number of those tokens that were cached.
     pub cached_tokens: u64,
-    /// Those that were predicted to be cached.
+    /// Number of those tokens that were predicted to be cached.
     pub predicted_tokens: u64,
     /// Times to the first byte.
     pub ttft: TimeCounts,
-    /// Times that routing took.
+    /// Durations of routing.
     pub routing: TimeCounts,
 }
 
-/// What happened within [`WINDOW`].
+/// Rates and times within [`WINDOW`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct RecentRates {
-    /// Requests that ended, in thousandths per second.
+    /// Rate of requests that ended, in thousandths per second.
     pub requests_milli_per_s: u64,
-    /// Those of them that failed.
+    /// Rate of requests that failed, in thousandths per second.
     pub failed_milli_per_s: u64,
-    /// Half of the times to the first byte were shorter; 0: there were none.
+    /// Median time to the first byte, in microseconds; 0 if there was none.
     pub ttft_p50_us: u64,
-    /// 99 of 100 were shorter.
+    /// 99th percentile of the time to the first byte, in microseconds.
     pub ttft_p99_us: u64,
-    /// Half of the times that routing took were shorter; 0: there were none.
+    /// Median duration of routing, in microseconds; 0 if there was none.
     pub routing_p50_us: u64,
-    /// 99 of 100 were shorter.
+    /// 99th percentile of the duration of routing, in microseconds.
     pub routing_p99_us: u64,
-    /// As in [`CounterSample::prompt_tokens`].
+    /// Increase of [`CounterSample::prompt_tokens`].
     pub prompt_tokens: u64,
-    /// As in [`CounterSample::cached_tokens`].
+    /// Increase of [`CounterSample::cached_tokens`].
     pub cached_tokens: u64,
-    /// As in [`CounterSample::predicted_tokens`].
+    /// Increase of [`CounterSample::predicted_tokens`].
     pub predicted_tokens: u64,
 }
 
-/// The samples of the last [`WINDOW`].
+/// Samples of the last [`WINDOW`].
 #[derive(Debug, Default)]
 pub struct RecentWindow(VecDeque<(Instant, CounterSample)>);
 
 impl RecentWindow {
-    /// Adds a sample, and tells what happened from the oldest one within the window to this one.
+    /// Adds a sample and returns the rates between the oldest one in the window and this one.
     pub fn add(&mut self, at: Instant, sample: CounterSample) -> RecentRates {
         while self
             .0

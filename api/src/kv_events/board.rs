@@ -44,7 +44,7 @@ pub struct RankStreamStatus {
 }
 
 impl StreamBoard {
-    /// Returns the streams of the backend in `slot`. `None`: another replica reads them, or none
+    /// Returns the streams of the backend in `slot`; `None` if another replica reads them or none
     /// does.
     #[must_use]
     pub fn standing(&self, slot: Slot) -> Option<BackendStreams> {

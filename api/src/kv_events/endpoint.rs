@@ -5,7 +5,7 @@
 //! | `tcp://10.0.0.1:5557` | the engine listens there; the host `*` stands for the host of the backend's URL |
 //! | `ipc:///run/vllm.sock` | the engine listens on this machine |
 //! | `bind:tcp://0.0.0.0:5557` | the engine connects; this replica listens there while it reads |
-//! | `auto` | the engine is asked (`kv_events` only) |
+//! | `auto` | queried from the engine (`kv_events` only) |
 //!
 //! `?ranks=4` after any of them gives the number of data-parallel ranks, each on the next port.
 
@@ -21,7 +21,7 @@ pub const RANKS_MAX: u16 = 64;
 /// Setting `kv_events` of a backend.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum KvEventsSource {
-    /// The engine is asked.
+    /// Queried from the engine.
     Auto,
     /// This endpoint.
     At(KvEndpoint),
@@ -52,7 +52,7 @@ pub enum ListeningSide {
 pub enum KvAddress {
     /// TCP.
     Tcp {
-        /// Host name or address. `None`: the host of the backend's URL.
+        /// Host name or address; `None` for the host of the backend's URL.
         host: Option<String>,
         /// Port of the first rank.
         port: u16,
@@ -160,7 +160,7 @@ impl fmt::Display for KvAddress {
     }
 }
 
-/// Returns where these settings have a replica connect to, with the setting.
+/// Returns the places that a replica connects to for these settings, each with its setting.
 #[must_use]
 pub fn places(
     kv_events: Option<&str>,
@@ -185,7 +185,7 @@ pub fn places(
 /// Checks the settings `kv_events` and `kv_replay` of a backend.
 ///
 /// # Errors
-/// The faulty field and what is expected of it.
+/// Returns the faulty field and what is expected of it.
 pub fn check(
     kv_events: Option<&str>,
     kv_replay: Option<&str>,

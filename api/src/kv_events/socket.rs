@@ -72,7 +72,7 @@ pub trait Sockets: Send + Sync + 'static {
 pub struct Zmq(EngineDialer);
 
 impl Zmq {
-    /// Connects to engines like this.
+    /// Creates a transport that connects to engines through `dialer`.
     #[must_use]
     pub fn new(dialer: EngineDialer) -> Self {
         Self(dialer)

@@ -1,8 +1,8 @@
 //! Discovers an engine's event source before following it: the model of blocks without an adapter
 //! and, with `kv_events = "auto"`, the endpoints.
 //!
-//! An engine reports the ports at which it publishes itself. It cannot make this replica connect to
-//! other hosts or to sockets of this machine, or listen: only the config can ask for that.
+//! An engine announces the ports at which it publishes itself. It cannot make this replica listen
+//! or connect to other hosts or to sockets of this machine: only the config can request that.
 
 use std::net::IpAddr;
 use std::time::Duration;
@@ -14,9 +14,9 @@ use state::Backend;
 use super::endpoint::{KvAddress, KvEndpoint, KvEventsSource, ListeningSide};
 use crate::backends::{EngineDialer, EngineHeaders, ProbeClient};
 
-/// Maximum size of an answer, in bytes.
+/// Maximum size of a response, in bytes.
 const BODY_BYTES_MAX: usize = 1 << 20;
-/// Longest wait for one answer.
+/// Longest wait for one response.
 const ANSWER_MAX: Duration = Duration::from_secs(2);
 
 /// Sockets of one data-parallel rank.
@@ -28,7 +28,7 @@ pub(super) struct RankSource {
     pub(super) replay: Option<KvAddress>,
 }
 
-/// An engine's event sources, from its answers.
+/// Event sources of an engine, from its responses.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct EngineSources {
     /// Model of blocks without an adapter; `None` if there are several.
@@ -77,7 +77,7 @@ struct ServerInfo {
     dp_size: Option<u16>,
 }
 
-/// Asks the engine of `backend`.
+/// Discovers the event sources of `backend`'s engine.
 pub(super) async fn find(
     backend: &Backend,
     headers: Option<EngineHeaders>,
@@ -110,7 +110,7 @@ pub(super) async fn find(
     Ok(EngineSources { model, ranks })
 }
 
-/// Where an engine says that it publishes.
+/// Event endpoints that an engine announces or an operator configures.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AdvertisedEvents {
     /// Side that listens.
@@ -123,20 +123,20 @@ pub struct AdvertisedEvents {
     pub ranks: usize,
 }
 
-/// Asks the engine at `url` where it publishes, as `kv_events = "auto"` does.
+/// Queries the engine at `url` for its event endpoints, like `kv_events = "auto"`.
 ///
 /// # Errors
-/// What it said instead.
+/// Returns a description of the failure.
 pub async fn ask_where_published(url: &str) -> Result<AdvertisedEvents, String> {
     let client = ProbeClient::new(url, None, (ANSWER_MAX, &EngineDialer::default()));
     let mut client = client.map_err(|failure| failure.to_string())?;
     first_of(ask_where(&mut client, &host(url)).await?)
 }
 
-/// Where the engine at `url` publishes, as an operator names it.
+/// Returns the event endpoints of the engine at `url` as an operator configures them.
 ///
 /// # Errors
-/// If there are no such ports.
+/// Returns an error if the ranks need ports that do not exist.
 pub fn named_publisher(
     url: &str,
     events: &KvEndpoint,
@@ -168,7 +168,7 @@ async fn ask_where(client: &mut ProbeClient, host: &str) -> Result<Vec<RankSourc
     }
 }
 
-/// Reads vLLM's answer: endpoints by rank.
+/// Reads vLLM's response: endpoints by rank.
 fn read_sources(answer: &[u8], host: &str) -> Result<Vec<RankSource>, String> {
     let sources: std::collections::BTreeMap<String, Publisher> =
         serde_json::from_slice(answer).map_err(|error| format!("/kv_event_sources: {error}"))?;
@@ -194,7 +194,7 @@ fn read_sources(answer: &[u8], host: &str) -> Result<Vec<RankSource>, String> {
 fn read_server_info(answer: &[u8], host: &str) -> Result<Vec<RankSource>, String> {
     let bad = |error| format!("/server_info: {error}");
     let info: serde_json::Value = serde_json::from_slice(answer).map_err(bad)?;
-    // vLLM has a page of this name too (with VLLM_SERVER_DEV_MODE), which is about other things.
+    // vLLM serves unrelated content under this path (with VLLM_SERVER_DEV_MODE).
     if info.get("kv_events_config").is_none() {
         return Err(UNSAID.to_owned());
     }
@@ -210,7 +210,7 @@ fn read_server_info(answer: &[u8], host: &str) -> Result<Vec<RankSource>, String
     ranks_of(&events, replay.as_ref(), host)
 }
 
-/// Returns the endpoints at which an engine at `host` says it publishes.
+/// Returns the endpoints that an engine at `host` announces.
 fn endpoints(
     publisher: &Publisher,
     host: &str,
@@ -242,7 +242,7 @@ fn own_endpoint(text: &str, host: &str) -> Result<KvEndpoint, String> {
     let is_own = match &mut endpoint.address {
         KvAddress::Ipc(_) => is_this_machine(host),
         KvAddress::Tcp { host: named, .. } => {
-            // Any address of the engine's machine: reached as the engine is.
+            // A wildcard address: the engine is reached at `host`.
             if matches!(named.as_deref(), Some("[::]" | "0.0.0.0")) {
                 *named = None;
             }
@@ -296,7 +296,7 @@ fn base_model(answer: &[u8]) -> Result<Option<String>, String> {
     Ok(bases.next().is_none().then_some(first.id))
 }
 
-/// Returns the body of a successful answer; `None` if the engine does not know the path.
+/// Returns the body of a successful response; `None` if the engine does not know the path.
 async fn get(client: &mut ProbeClient, path: &str) -> Result<Option<bytes::Bytes>, String> {
     let answer = client.get(path, BODY_BYTES_MAX).await;
     let answer = answer.map_err(|failure| format!("{path}: {failure}"))?;
@@ -400,7 +400,7 @@ mod tests {
         assert_eq!(found, "0 tcp://gpu:5557 \n1 tcp://gpu:5558 \n");
         let off = shown(read_server_info(br#"{"kv_events_config": null}"#, "gpu"));
         assert_eq!(off, "the engine publishes no KV events");
-        // As vLLM 0.12 has it, which may publish.
+        // From vLLM 0.12, which may publish events.
         let vllm = shown(read_server_info(br#"{"vllm_config": "model='m'"}"#, "gpu"));
         assert_eq!(vllm, UNSAID);
     }

@@ -104,7 +104,7 @@ impl ZmtpConnection {
     /// Performs the handshake as a socket of `kind`.
     ///
     /// # Errors
-    /// If the peer is not a ZMTP 3 socket that `kind` talks to.
+    /// Returns a [`ZmtpError`] if the peer is not a ZMTP 3 socket that `kind` talks to.
     pub async fn open(
         stream: impl ByteStream + 'static,
         kind: SocketType,
@@ -140,7 +140,7 @@ impl ZmtpConnection {
     /// Subscribes to every topic.
     ///
     /// # Errors
-    /// If the connection broke.
+    /// Returns a [`ZmtpError`] if the connection broke.
     pub async fn subscribe_to_all(&mut self) -> Result<(), ZmtpError> {
         self.send(&[b"\x01"]).await
     }
@@ -148,7 +148,7 @@ impl ZmtpConnection {
     /// Sends one message.
     ///
     /// # Errors
-    /// If the connection broke.
+    /// Returns a [`ZmtpError`] if the connection broke.
     pub async fn send(&mut self, frames: &[&[u8]]) -> Result<(), ZmtpError> {
         let last = frames.len().saturating_sub(1);
         for (place, body) in frames.iter().enumerate() {
@@ -161,7 +161,7 @@ impl ZmtpConnection {
     /// Receives the next message as frames.
     ///
     /// # Errors
-    /// If the connection broke or the peer exceeds a bound.
+    /// Returns a [`ZmtpError`] if the connection broke or the peer exceeds a bound.
     pub async fn receive(&mut self) -> Result<Vec<Bytes>, ZmtpError> {
         loop {
             self.flush().await?;

@@ -1,4 +1,4 @@
-//! The area `backend`: health, load, cache and KV events of each registered backend.
+//! Metrics of the area `backend`: health, load, cache and KV events of each backend.
 
 use std::fmt;
 
@@ -76,7 +76,7 @@ impl ScrapedReplica {
 }
 
 impl ScrapedReplica {
-    /// Writes the condition of the backends' ownership and the streams that this replica reads.
+    /// Writes the ownership condition of the backends and the streams that this replica reads.
     fn kv_events(&self, page: &mut MetricsPage<'_>) -> fmt::Result {
         let registry = self.view.registry();
         let modes = registry.backends.iter().filter_map(|backend| {
@@ -182,15 +182,15 @@ const KV_COUNTERS: [KvCounter; 7] = [
     ),
 ];
 
-/// Values of one backend for a scrape.
+/// Values of one backend at one scrape.
 struct BackendRow<'a> {
     backend: &'a Backend,
     record: ProbeRecord,
     served: Option<BackendServiceView>,
     is_circuit_open: bool,
-    /// Requests in flight from this replica.
+    /// Number of requests in flight from this replica.
     here: u32,
-    /// Requests in flight from all connected replicas.
+    /// Number of requests in flight from all connected replicas.
     cluster: u32,
 }
 
@@ -216,7 +216,7 @@ const BACKEND_PRICES: [BackendPrice; 2] = [
     ),
 ];
 
-/// Name, help and value of a gauge. Backends without a value are left out.
+/// Name, help and value of a gauge. Backends without a value are omitted.
 type BackendGauge = (
     &'static str,
     &'static str,

@@ -1,9 +1,9 @@
-//! The registry of a replica's metrics, and the metrics read from the replica at each scrape.
+//! The metrics registry of a replica, and the metrics read from the replica at each scrape.
 //!
 //! Areas that count as they work (proxy, routing) register their own structs through
 //! [`Metrics::register`]. Values that can be looked up (Raft indexes, sizes of the state, health of
-//! backends) are collected at scrape time, so that they are never stale and cost nothing in
-//! between. Labels come only from the config or the registry: never a user, key, prompt or block.
+//! backends) are collected at scrape time, so they are never stale and cost nothing between
+//! scrapes. Labels come only from the config or the registry: never a user, key, prompt or block.
 
 mod backends;
 pub(crate) mod text;
@@ -36,26 +36,26 @@ pub struct Metrics {
     replica: Arc<OnceLock<ScrapedReplica>>,
 }
 
-/// The parts of a replica that a scrape reads.
+/// Parts of a replica that a scrape reads.
 #[derive(Clone)]
 pub struct ScrapedReplica {
-    /// The log and the members.
+    /// The log and the membership.
     pub cluster: Arc<dyn Cluster>,
-    /// Published part of the state.
+    /// The published part of the state.
     pub view: Arc<StateView>,
     /// Requests in flight.
     pub load: Arc<LoadTable>,
-    /// Health of the engines.
+    /// Health of the backends.
     pub backends: Arc<Backends>,
-    /// Comparisons of digests with peers.
+    /// Digest comparisons with peers.
     pub digests: Arc<Digests>,
     /// KV event streams that this replica reads.
     pub kv_board: Arc<StreamBoard>,
-    /// Whether it was told to start although others can reach what is not protected.
+    /// Whether the replica was allowed to start with unprotected listeners.
     pub is_insecure: bool,
-    /// Knows how often the leader changed.
+    /// Event stream, which counts the leader changes.
     pub events: EventBus,
-    /// Tells in which day and month budgets are.
+    /// Clock that determines the day and month of budgets.
     pub clock: Clock,
 }
 
@@ -80,9 +80,9 @@ impl Metrics {
         area(&mut self.registry.lock().unwrap_or_else(PoisonError::into_inner));
     }
 
-    /// Collects from `replica` at each scrape. Only the first call has an effect.
+    /// Starts collecting from `replica` at each scrape. Only the first call has an effect.
     pub fn watch(&self, replica: ScrapedReplica) {
-        // A replica has one registry, and one of everything that is watched.
+        // A replica has one registry and one instance of each part.
         drop(self.replica.set(replica));
     }
 
@@ -102,7 +102,7 @@ impl Metrics {
     }
 }
 
-/// Reads the replica at scrape time; collects nothing before [`Metrics::watch`].
+/// Collector that reads the replica at scrape time; it yields nothing before [`Metrics::watch`].
 struct ReplicaCollector(Arc<OnceLock<ScrapedReplica>>);
 
 impl fmt::Debug for ReplicaCollector {
@@ -129,7 +129,7 @@ impl Collector for ReplicaCollector {
     }
 }
 
-/// Writes metric families one after another.
+/// Writer of metric families, one after another.
 struct MetricsPage<'a>(DescriptorEncoder<'a>);
 
 impl MetricsPage<'_> {
@@ -182,7 +182,7 @@ impl MetricsPage<'_> {
     }
 }
 
-/// Metrics of one name, distinguished by one label.
+/// Metrics with one name, distinguished by one label.
 struct MetricFamily<'a> {
     name: &'a str,
     help: &'a str,

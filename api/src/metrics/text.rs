@@ -1,15 +1,15 @@
-//! `/metrics` as Prometheus' text format 0.0.4, made from OpenMetrics text.
+//! Conversion of OpenMetrics text into Prometheus' text format 0.0.4 for `/metrics`.
 //!
-//! Samples look alike in both. What differs is how families are described: in the older format a
-//! counter is named after its samples (`_total`), an info is a gauge, and there are neither units nor
-//! an end.
+//! Samples are the same in both; only the descriptions of families differ. In the older format, a
+//! counter has the name of its samples (`_total`), an info is a gauge, and units and the end marker
+//! are missing.
 
 /// Content type of OpenMetrics text.
 pub(crate) const OPENMETRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 /// Content type of Prometheus' text format.
 pub(crate) const PROMETHEUS: &str = "text/plain; version=0.0.4; charset=utf-8";
 
-/// Rewrites OpenMetrics text.
+/// Converts OpenMetrics text into Prometheus' text format.
 pub(super) fn prometheus_text(open: &str) -> String {
     let mut out = String::with_capacity(open.len() + open.len() / 8);
     let mut help = None;
@@ -34,7 +34,7 @@ pub(super) fn prometheus_text(open: &str) -> String {
     out
 }
 
-/// What the names of a family's samples end in, and what the older format calls its type.
+/// Returns the suffix of a family's samples, and the type's name in the older format.
 fn former(kind: &str) -> (&'static str, &str) {
     match kind {
         "counter" => ("_total", "counter"),
@@ -49,7 +49,7 @@ fn push_line(out: &mut String, parts: &[&str]) {
     out.push('\n');
 }
 
-/// Whether a client that accepts these media types prefers OpenMetrics: it has to ask for it.
+/// Whether a client that accepts these media types prefers OpenMetrics, which it must list.
 pub(crate) fn prefers_openmetrics<'a>(accept: impl Iterator<Item = &'a str>) -> bool {
     let (mut open, mut text) = (0, 0);
     for range in accept.flat_map(|value| value.split(',')) {
@@ -72,7 +72,7 @@ pub(crate) fn prefers_openmetrics<'a>(accept: impl Iterator<Item = &'a str>) -> 
     open > 0 && open >= text
 }
 
-/// A weight from 0 to 1 in thousandths; what is no weight counts as none.
+/// Parses a weight from 0 to 1 into thousandths; 0 if the text is not a weight.
 fn thousandths(text: &str) -> u32 {
     let (whole, fraction) = text.split_once('.').unwrap_or((text, ""));
     let digits = format!("{whole}{fraction:0<3}");

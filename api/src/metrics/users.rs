@@ -1,4 +1,4 @@
-//! The area `users`: sums over all users, of the cluster as applied here. A user is never a label.
+//! Metrics of the area `users`: sums over all users in the applied state. A user is never a label.
 
 use std::fmt;
 
@@ -13,7 +13,7 @@ impl ScrapedReplica {
             waiting = state.users_waiting() as u64;
             charged = state.users_charged();
         });
-        // Counted over the published image: `apply` does not wait meanwhile.
+        // Counted over the published image, so that `apply` does not wait.
         let (now_ms, unix_ms) = (self.view.now_ms(), self.clock.unix_ms());
         let users = self.view.users();
         let over = users.map_or(0, |users| users.over_limits(now_ms, unix_ms)) as u64;

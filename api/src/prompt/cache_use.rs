@@ -1,26 +1,26 @@
 //! Fields that change how an engine uses its prefix cache or the prompt.
 //!
-//! vLLM computes a prompt from its first token if it must return log probabilities of it, and pools
+//! vLLM computes a prompt from its first token if it must return its log probabilities, and pools
 //! some tasks over all tokens: cached blocks do not help such a prompt. It truncates a prompt if
-//! `truncate_prompt_tokens` asks for it. Other engines ignore these fields or treat them alike.
+//! `truncate_prompt_tokens` requests it. Other engines ignore these fields or treat them alike.
 
 use super::ReplyShape;
 use super::pydantic_lax::LaxValue;
 
-/// What an engine keeps of a longer prompt.
+/// Which part of a longer prompt an engine keeps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Truncation {
-    /// Tokens at most.
+    /// Maximum number of tokens.
     pub tokens: u32,
-    /// Whether the engine's own length counts, as `-1` asks for; `tokens` is `u32::MAX` until that
-    /// is looked up.
+    /// Whether the engine's own context length applies, as `-1` requests; `tokens` is `u32::MAX`
+    /// until the length is looked up.
     pub is_context: bool,
-    /// Whether its end is kept, as the request says; `None`: as the tokenizer does, which is the
-    /// end where text is generated.
+    /// Whether the end is kept, from the request. `None` for the tokenizer's default, which is the
+    /// end if text is generated.
     pub keeps_end: Option<bool>,
 }
 
-/// How many tokens of a prompt are special ones that a tokenizer adds around the text.
+/// Number of special tokens that a tokenizer adds around the text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct SpecialTokenCount {
     pub(crate) before: usize,
@@ -28,8 +28,8 @@ pub(crate) struct SpecialTokenCount {
 }
 
 impl Truncation {
-    /// The same at engines that take `context` tokens, prompt and answer; `None` where that is not
-    /// known. vLLM leaves room for one token where the request says how many it wants.
+    /// Returns the truncation for engines with a `context` of prompt and output tokens; `None` if
+    /// it is unknown but needed. vLLM reserves one token if the request sets an output length.
     pub(super) fn within(mut self, context: Option<u64>, wants_output: bool) -> Option<Self> {
         if self.is_context {
             let context = u32::try_from(context?).unwrap_or(u32::MAX);
@@ -38,8 +38,8 @@ impl Truncation {
         Some(self)
     }
 
-    /// Cuts `ids`; answers whether there was anything to cut. A tokenizer that cuts by itself keeps
-    /// the special tokens around the text, a cut at a side that was asked for does not.
+    /// Truncates `ids`; returns whether anything was cut. A tokenizer's default truncation keeps
+    /// the special tokens around the text, one at a requested side does not.
     pub(crate) fn cut(
         self,
         ids: &mut Vec<u32>,
@@ -67,22 +67,22 @@ impl Truncation {
     }
 }
 
-/// What has been met of these fields.
+/// Values of these fields read so far.
 #[derive(Debug, Clone, Default)]
 pub(super) struct CacheFields {
     prompt_logprobs: bool,
     echo: bool,
-    /// Whether `logprobs` is there, and whether `top_logprobs` is null.
+    /// Whether `logprobs` is set, and whether `top_logprobs` is null.
     has_logprobs: bool,
     has_no_top_logprobs: bool,
     pools_tokens: bool,
-    /// Tokens to keep; `-1`: as many as the engine takes.
+    /// Tokens to keep; `-1` for as many as the engine takes.
     tokens: Option<i64>,
     keeps_end: Option<bool>,
 }
 
 impl CacheFields {
-    /// Whether `field` is one of them.
+    /// Whether `field` is one of these fields.
     pub(super) fn has(field: &str) -> bool {
         matches!(
             field,
@@ -116,7 +116,7 @@ impl CacheFields {
                     value => value.count().ok().flatten().map(i64::from),
                 };
             }
-            // That of `/v1/responses`; `disabled` is its default.
+            // From `/v1/responses`; `disabled` is its default.
             "truncation" if *value == LaxValue::Text("auto".to_owned()) => self.tokens = Some(-1),
             "truncation_side" => {
                 self.keeps_end = match value {
@@ -129,17 +129,17 @@ impl CacheFields {
         }
     }
 
-    /// Whether log probabilities of the prompt are asked for, by the fields of completions.
+    /// Whether a completion requests log probabilities of the prompt.
     pub(super) fn skips_for_completions(&self) -> bool {
         self.prompt_logprobs || self.echo && self.has_logprobs
     }
 
-    /// The same of chats, where `top_logprobs` is 0 unless it is null.
+    /// The same for chats, where `top_logprobs` is 0 unless it is null.
     pub(super) fn skips_for_chat(&self) -> bool {
         self.prompt_logprobs || self.echo && !self.has_no_top_logprobs
     }
 
-    /// Whether a task is asked for that pools over all tokens.
+    /// Whether the request's task pools over all tokens.
     pub(super) fn pools_tokens(&self) -> bool {
         self.pools_tokens
     }

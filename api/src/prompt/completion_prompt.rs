@@ -7,8 +7,8 @@ use serde::de::{DeserializeSeed, Deserializer, Error, IgnoredAny, MapAccess, Seq
 
 use super::{Prompt, PromptBatch};
 
-/// A `prompt`: a string, token ids, or an array of either, of which the first is taken and the
-/// others are measured. `None` for `null` and for what has no text to hash, such as an image to
+/// A `prompt`: a string, token ids, or an array of either. Takes the first element of an array and
+/// measures the others. `None` for `null` and for prompts without text to hash, such as an image to
 /// embed.
 pub(super) struct CompletionPrompt<'a> {
     pub(super) batch: &'a mut PromptBatch,
@@ -68,7 +68,7 @@ fn skip_map<'de, A: MapAccess<'de>>(mut map: A) -> Result<(), A::Error> {
     Ok(())
 }
 
-/// The first element of a `prompt` array, which tells what kind of array it is.
+/// The first element of a `prompt` array, which determines the kind of the array.
 struct FirstElement;
 
 enum Element {
@@ -116,7 +116,7 @@ impl<'de> Visitor<'de> for FirstElement {
     }
 }
 
-/// The size of a further prompt of a batch. Whether it is one is the engine's to judge.
+/// The size of a further prompt of a batch. The engine decides whether it is valid.
 struct FurtherPrompt(PromptBatch);
 
 impl<'de> Deserialize<'de> for FurtherPrompt {

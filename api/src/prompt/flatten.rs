@@ -1,8 +1,8 @@
-//! Chat messages as one run of bytes: the text that prefix identity is computed on.
+//! Flattens chat messages into one run of bytes, on which prefix identity is computed.
 //!
-//! What holds for every conversation: the flattening of turn n, with the reply appended by
-//! [`append_reply`], is a prefix of the flattening of turn n + 1. So nothing is ever written that
-//! depends on what follows, and no generation prompt ends the text.
+//! Invariant for every conversation: the flattening of turn n, with the reply appended by
+//! [`append_reply`], is a prefix of the flattening of turn n + 1. So no output depends on later
+//! input, and no generation prompt ends the text.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -15,7 +15,7 @@ use xxhash_rust::xxh3::Xxh3;
 use super::ReplyShape;
 use super::borrowed::Str;
 
-/// Appends an assistant's reply to flattened messages as the next turn's flattening will have it.
+/// Appends an assistant's reply to flattened messages exactly as the next turn flattens it.
 pub fn append_reply(text: &mut Vec<u8>, reply: &str) {
     ReplyShape::Message.append(text, reply);
 }
@@ -100,10 +100,10 @@ fn flatten_messages<'de, A: SeqAccess<'de>>(out: &mut Vec<u8>, mut seq: A) -> Re
     Ok(())
 }
 
-/// One message, or an item of `/v1/responses` that is none (a function call, its output).
+/// One message, or another item of `/v1/responses` (a function call, its output).
 struct Message<'a> {
     out: &'a mut Vec<u8>,
-    /// Scratch for the content, which may come before the role.
+    /// Scratch buffer for the content, which may precede the role.
     content: &'a mut Vec<u8>,
 }
 
@@ -143,7 +143,7 @@ impl<'de> Visitor<'de> for Message<'_> {
                     let raw = map.next_value::<&'de RawValue>()?;
                     calls = (raw.get() != "null").then_some(raw).or(calls);
                 }
-                // Drawn anew for the same item.
+                // These change between turns for the same item.
                 "id" | "status" | "cache_control" => drop(map.next_value::<IgnoredAny>()?),
                 _ => rest.push(key, map.next_value()?),
             }
@@ -173,8 +173,8 @@ impl<'de> Visitor<'de> for Message<'_> {
     }
 }
 
-/// Content of a message. Answers a string as it stands in the body, which is most of a long prompt and is
-/// not to be copied more than once; writes all else to `out`.
+/// Content of a message. Returns a string in place, since it makes up most of a long prompt and
+/// should be copied only once; writes anything else to `out`.
 struct MessageContent<'a> {
     out: &'a mut Vec<u8>,
 }
@@ -221,7 +221,7 @@ impl<'de> Visitor<'de> for MessageContent<'_> {
     }
 }
 
-/// Message content: a string, an array of parts, or `null`. Answers whether there was any.
+/// Message content: a string, an array of parts, or `null`. Returns whether there was any.
 pub(super) struct ContentText<'a> {
     pub(super) out: &'a mut Vec<u8>,
 }
@@ -261,7 +261,7 @@ impl<'de> Visitor<'de> for ContentText<'_> {
     }
 }
 
-/// One content part: text as it is, media as a hash, anything else as its JSON.
+/// One content part: text as is, media as a hash, anything else as its JSON.
 struct Part<'a> {
     out: &'a mut Vec<u8>,
 }
@@ -313,7 +313,7 @@ impl<'de> Visitor<'de> for Part<'_> {
     }
 }
 
-/// Fields without a meaning of their own here, as the client sent them.
+/// Uninterpreted fields, as the client sent them.
 #[derive(Default)]
 struct OtherFields<'de>(Vec<(Cow<'de, str>, &'de RawValue)>);
 

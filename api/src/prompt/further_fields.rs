@@ -1,7 +1,7 @@
 //! Finds the body fields that the router does not read itself.
 //!
 //! They are kept as hashes in place: code that does not use them pays for no allocation, and code
-//! that does reads the body again only if a name may be there ([`members`]).
+//! that does rereads the body only if a name may be present ([`members`]).
 
 use std::borrow::Cow;
 use std::fmt;
@@ -12,12 +12,12 @@ use xxhash_rust::xxh3::xxh3_64;
 
 use super::borrowed::Str;
 
-/// Most fields told apart; real requests have about ten.
+/// Maximum number of fields that are distinguished; real requests have about ten.
 const KEPT_MAX: usize = 24;
-/// Most fields of a body that is looked at again.
+/// Maximum number of fields in a body that is reread.
 pub const MEMBERS_MAX: usize = 4096;
 
-/// The names of a body's further fields, as hashes.
+/// Hashed names of a body's further fields.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct FurtherFields {
     hashes: [u32; KEPT_MAX],
@@ -32,7 +32,7 @@ impl FurtherFields {
         self.count = self.count.saturating_add(1);
     }
 
-    /// Whether a field may be there whose [`name_hash`] is one of `names`. `false` is sure.
+    /// Whether a field with one of these [`name_hash`]es may be present. `false` is certain.
     #[must_use]
     pub fn may_have(&self, names: &[u32]) -> bool {
         match self.hashes.get(..self.count) {
@@ -42,23 +42,23 @@ impl FurtherFields {
     }
 }
 
-/// What [`FurtherFields`] keeps of a name.
+/// Returns the hash that [`FurtherFields`] keeps of a name.
 #[must_use]
 pub fn name_hash(name: &str) -> u32 {
     let [a, b, c, d, ..] = xxh3_64(name.as_bytes()).to_le_bytes();
     u32::from_le_bytes([a, b, c, d])
 }
 
-/// A field of the top-level object, as it stands in the body.
+/// A field of the top-level object and its position in the body.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BodyMember<'a> {
-    /// Its name, escapes resolved.
+    /// Name of the field, unescaped.
     pub name: Cow<'a, str>,
-    /// From the quote before the name to the end of the value.
+    /// Byte range from the quote before the name to the end of the value.
     pub span: (usize, usize),
 }
 
-/// All fields of a body that was read before, in order; `None` when there are more than
+/// Returns all fields of a body that was parsed before, in order; `None` if it has more than
 /// [`MEMBERS_MAX`].
 #[must_use]
 pub fn members(text: &str) -> Option<Vec<BodyMember<'_>>> {
@@ -83,7 +83,7 @@ impl<'de> Visitor<'de> for BodyMembers<'de> {
         while let Some(Str(name)) = map.next_key()? {
             let value = map.next_value::<&'de RawValue>()?.get();
             let end = value.as_ptr().addr() - self.text.as_ptr().addr() + value.len();
-            // Between two members is white space and a comma.
+            // Between two members there is only white space and a comma.
             let start = before + self.text[before..].find('"').unwrap_or(0);
             before = end;
             if members.len() < MEMBERS_MAX + 1 {

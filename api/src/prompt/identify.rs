@@ -13,18 +13,17 @@ use super::{
 };
 use crate::isolation::CacheIsolation;
 
-/// Bytes per block where the config says nothing else.
+/// Default block size, in bytes.
 const BLOCK_BYTES: u32 = 128;
-/// Token ids per block relative to the bytes of a text block.
+/// Bytes of a text block per token id of a block.
 const BLOCK_BYTES_PER_ID: u32 = 4;
 
 impl PromptReader {
-    /// The prompt's identity by its characters under the cluster's seed; of a prompt given as token
-    /// ids, by these. Text of a model with a tokenizer is tokenized by [`PromptReader::read`].
+    /// Identifies a prompt by its characters under the cluster's seed, or by its token ids if it
+    /// consists of them. [`PromptReader::read`] tokenizes the text of a model with a tokenizer.
     ///
-    /// With `character` text is cut into blocks of `block_size` bytes, and token ids into blocks of
-    /// a quarter as many. With a tokenizer a block is `block_size` ids, and four bytes stand for
-    /// one where there are no ids.
+    /// With `character`, text is cut into blocks of `block_size` bytes, token ids into a quarter as
+    /// many. With a tokenizer, a block is `block_size` ids, or four bytes per missing id.
     #[must_use]
     pub fn identify(&self, parsed: &ParsedBody) -> PromptIdentity {
         let cut = self.cut_of(&parsed.model);
@@ -40,7 +39,7 @@ impl PromptReader {
         }
     }
 
-    /// Identity of a prompt whose token ids are known.
+    /// Identifies a prompt by its token ids.
     pub(super) fn identify_tokens(
         &self,
         parsed: &ParsedBody,
@@ -67,9 +66,9 @@ impl PromptReader {
         let root = self.view.registry().hashing().root(&scope);
         let ratio = self.ratio_of(&parsed.model);
         let tokens = ratio.tokens(text.len());
-        // Which part of the text the engine keeps, its characters do not tell.
+        // The characters do not show which part of the text the engine keeps.
         let kept = parsed.truncation.filter(|truncation| {
-            // No text has more tokens than bytes. To the engine's own length few come near.
+            // A text has at most one token per byte. Few come close to the context length.
             let most = match truncation.is_context {
                 true => tokens as usize,
                 false => text.len(),
@@ -145,8 +144,8 @@ impl PromptReader {
         }
     }
 
-    /// Tokens that one block of `model`'s prompts stands for, as in a backend's capacity. Of text it
-    /// follows from the bytes per token that the log has taught, so replicas agree at one index.
+    /// Returns the tokens per block of `model`'s prompts, as in a backend's capacity. For text it
+    /// follows from the learned bytes per token in the log, so replicas agree at the same index.
     #[must_use]
     pub fn tokens_per_block(&self, model: &str) -> f64 {
         match self.settings_of(model) {
@@ -160,28 +159,28 @@ impl PromptReader {
         }
     }
 
-    /// Tokens per block of `model`'s prompts where their ids are known, which is what blocks in KV
-    /// events can be hashed by. `None`: they are cut by characters.
+    /// Returns the tokens per block of `model`'s prompts if their ids are known, as needed to hash
+    /// blocks of KV events. `None` if they are cut by characters.
     #[must_use]
     pub fn token_block_size(&self, model: &str) -> Option<u32> {
         let settings = self.settings_of(model)?;
         (!settings.tokenizer.is_character()).then(|| self.tokens_of(settings, model))
     }
 
-    /// Tokens per block of a model with a tokenizer: the operator's word, else what its engines
-    /// say.
+    /// Returns the tokens per block of a model with a tokenizer: the configured value, else the one
+    /// that its engines report.
     fn tokens_of(&self, settings: &ModelSettings, model: &str) -> u32 {
         let learnt = || self.view.registry().block_sizes.of(model);
         settings.block_size.unwrap_or_else(learnt).max(1)
     }
 
-    /// What cuts `model`'s prompts into tokens; `None`: nothing does.
+    /// Returns the tokenizer of `model`'s prompts, if any.
     pub(super) fn tokenizer_of(&self, model: &str) -> Option<&Arc<Tokenizer>> {
         let settings = self.settings_of(model)?;
         (!settings.tokenizer.is_character()).then_some(&settings.tokenizer)
     }
 
-    /// The name of what cuts `model`'s prompts, as in the config.
+    /// Returns the name of that tokenizer, as in the config.
     #[must_use]
     pub fn tokenizer_name(&self, model: &str) -> String {
         let tokenizer = self.tokenizer_of(model);
@@ -221,13 +220,13 @@ impl PromptReader {
     }
 }
 
-/// How long a model's blocks are.
+/// Block lengths of a model.
 struct BlockLength {
     bytes: u32,
     tokens: u32,
 }
 
-/// Blocks of a prompt that its engine may find cached.
+/// Returns how many blocks of a prompt its engine may find cached.
 fn matchable_of(parsed: &ParsedBody, matchable: u64) -> u32 {
     match parsed.skips_cache {
         true => 0,
@@ -235,7 +234,7 @@ fn matchable_of(parsed: &ParsedBody, matchable: u64) -> u32 {
     }
 }
 
-/// Tokens of a prompt and of the further ones of its batch.
+/// Returns the tokens of a prompt and of the further prompts of its batch.
 fn with_batch(tokens: u64, parsed: &ParsedBody, ratio: TokenRatio) -> u32 {
     let PromptBatch { bytes, ids, .. } = parsed.batch;
     let further = match usize::try_from(bytes) {

@@ -1,20 +1,20 @@
 //! Parses request bodies into what routing needs: model, stream flag, user and the prompt's blocks.
 //!
-//! [`PromptReader`] does all of it for one request. [`parse`] alone reads a body; how a prompt is
-//! cut into blocks follows from the settings of its model.
+//! [`PromptReader`] does all of it for one request. [`parse`] alone reads a body; the settings of
+//! the model determine how its prompt is cut into blocks.
 //!
-//! The body is read, never rewritten; engines get the client's bytes. It is read in one pass
-//! without a document tree: strings that are not needed are skipped, the prompt is flattened as it
-//! is met.
+//! The body is read, never rewritten; engines receive the client's bytes. It is read in one pass
+//! without a document tree: unneeded strings are skipped, and the prompt is flattened while
+//! reading.
 //!
-//! Flattening replaces the engine's chat template, which the router does not know: it need not look
-//! like it, but must change where the template's output changes, and grow at the end as a
-//! conversation grows. Per message it is `<|role|>\n`, the content's text, the JSON of tool calls
-//! as sent, and `\n`; `tools` and system text come first, as templates put them. Images and other
-//! media are replaced by a hash of what names them. Message names, tool call ids and earlier
-//! reasoning are left out: templates mostly drop them.
+//! Flattening replaces the engine's chat template, which the router does not know. The result may
+//! look different, but must change when the template's output changes, and grow at the end as a
+//! conversation grows. A message becomes `<|role|>\n`, the content's text, the JSON of tool calls
+//! as sent, and `\n`; `tools` and system text come first, as in templates. Images and other media
+//! are replaced by a hash of their identifier. Message names, tool call ids and earlier reasoning
+//! are omitted, because most templates drop them.
 //!
-//! Where a JSON object names a field twice the last one counts, as in the engines' Python parser.
+//! If a JSON object repeats a field, the last one counts, as in the engines' Python parser.
 
 mod borrowed;
 mod cache_use;
@@ -64,79 +64,79 @@ pub(crate) use tokenizer::{
     TokenizerContent, question,
 };
 
-/// What is read of a JSON body. Spans are byte ranges of the body.
+/// Content of a JSON body. Spans are byte ranges of the body.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct ParsedBody {
     /// The `model` field.
     pub model: String,
-    /// The `stream` field; `false` when it is nothing that an engine takes for a flag.
+    /// The `stream` field; `false` unless an engine would read it as true.
     pub stream: bool,
-    /// `stream_options.include_usage` as the client set it; `None` when absent.
+    /// `stream_options.include_usage` as the client set it; `None` if absent.
     pub include_usage: Option<bool>,
-    /// `stream_options.continuous_usage_stats` as the client set it; `None` when absent.
+    /// `stream_options.continuous_usage_stats` as the client set it; `None` if absent.
     pub continuous_usage: Option<bool>,
-    /// Where the `stream_options` object stands, braces included; `None` when absent or `null`.
+    /// Span of the `stream_options` object, braces included; `None` if absent or `null`.
     pub stream_options_span: Option<(usize, usize)>,
-    /// Where the `null` of `"stream_options": null` stands: an object may be put in its place.
+    /// Span of the `null` in `"stream_options": null`, which an object may replace.
     pub stream_options_null_span: Option<(usize, usize)>,
-    /// Whether `stream_options` is nothing that can be read: it goes to an engine as it is.
+    /// Whether `stream_options` cannot be read; engines receive it unchanged.
     pub are_options_unclear: bool,
-    /// Right behind the body's opening brace: where `"stream_options":{...},` may be inserted when
-    /// both spans are `None` (the object of a stream is never empty, it has a `stream`).
+    /// Position after the body's opening brace, at which `"stream_options":{...},` may be inserted
+    /// if both spans are `None` (the object of a stream is never empty, because it has a `stream`).
     pub insert_at: usize,
     /// The fields that the router does not read.
     pub further: FurtherFields,
     /// The `user` field.
     pub user: Option<String>,
-    /// The `cache_salt` field; of a user whose cached blocks are kept apart the salt that stands in
-    /// its place.
+    /// The `cache_salt` field, or the salt that replaces it if the user's cached blocks are kept
+    /// apart.
     pub cache_salt: Option<String>,
-    /// Whether the body has a `cache_salt`, be it `null`.
+    /// Whether the body has a `cache_salt`, even if it is `null`.
     pub has_cache_salt: bool,
-    /// The `lora_path` field of SGLang, as JSON: an adapter beside the model.
+    /// The `lora_path` field of SGLang, as JSON: an adapter in addition to the model.
     pub adapter: Option<String>,
-    /// `max_completion_tokens`, `max_tokens` or `max_output_tokens`; `None` when absent or unclear.
+    /// `max_completion_tokens`, `max_tokens` or `max_output_tokens`; `None` if absent or invalid.
     pub max_tokens: Option<u32>,
-    /// Answers it asks for at once: `n` or `best_of`, for each prompt of a batch; at least 1.
+    /// Number of choices requested: `n` or `best_of`, for each prompt of a batch; at least 1.
     pub choices: u32,
-    /// Whether its engine does not look into its prefix cache for it.
+    /// Whether its engine skips the prefix cache for it.
     pub skips_cache: bool,
-    /// What its engine keeps of the prompt; `None`: all.
+    /// Which part of the prompt its engine keeps; `None` for all of it.
     pub truncation: Option<Truncation>,
-    /// The prompt, flattened. Of a batch of prompts the first; empty when the path has none.
+    /// The flattened prompt, the first one of a batch; empty if the path has none.
     pub prompt: Prompt,
     /// The other prompts of a batch.
     pub batch: PromptBatch,
-    /// How an answer continues the prompt.
+    /// How a response continues the prompt.
     pub reply: ReplyShape,
 }
 
-/// How much a batch holds beside its first prompt. Only the first one's blocks are known, but all
-/// are computed.
+/// Size of a batch without its first prompt. Only the first prompt's blocks are known, but engines
+/// compute all prompts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct PromptBatch {
     /// Bytes of text.
     pub bytes: u64,
     /// Token ids.
     pub ids: u64,
-    /// Further prompts.
+    /// Number of further prompts.
     pub prompts: u32,
 }
 
-/// How the text of an answer stands in the prompt of the next request of a conversation.
+/// How the text of a response appears in the prompt of the next turn.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum ReplyShape {
-    /// Not at all: embeddings, scores, tokens.
+    /// It does not appear: embeddings, scores, tokens.
     #[default]
     None,
     /// As an assistant message, see [`append_reply`].
     Message,
-    /// Right behind the prompt, as it is: `/v1/completions`.
+    /// Directly after the prompt, unchanged: `/v1/completions`.
     Continuation,
 }
 
 impl ReplyShape {
-    /// Appends `reply` to a flattened prompt the way the next turn's flattening has it.
+    /// Appends `reply` to a flattened prompt exactly as the next turn flattens it.
     pub fn append(self, text: &mut Vec<u8>, reply: &str) {
         if self != Self::None {
             text.extend_from_slice(self.opening().as_bytes());
@@ -145,7 +145,7 @@ impl ReplyShape {
         }
     }
 
-    /// What stands between a prompt and its reply.
+    /// Returns the text between a prompt and its reply.
     pub(crate) fn opening(self) -> &'static str {
         match self {
             Self::Message => "<|assistant|>\n",
@@ -153,7 +153,7 @@ impl ReplyShape {
         }
     }
 
-    /// What stands behind a reply.
+    /// Returns the text after a reply.
     pub(crate) fn closing(self) -> &'static str {
         match self {
             Self::Message => "\n",
@@ -177,11 +177,11 @@ impl Default for Prompt {
     }
 }
 
-/// A body that cannot be routed: becomes a 400.
+/// A body that cannot be routed: status 400.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{message}")]
 pub struct BodyRejection {
-    /// What is wrong, where (line and column for syntax), and what was expected.
+    /// What is wrong, where (line and column for syntax errors), and what was expected.
     pub message: String,
     /// The field, for the error's `param`.
     pub param: Option<String>,
@@ -192,17 +192,17 @@ pub struct BodyRejection {
 pub struct ModelSettings {
     /// A model id, or `"*"`.
     pub name: String,
-    /// What cuts prompts into tokens.
+    /// Tokenizer of its prompts.
     pub tokenizer: Arc<Tokenizer>,
-    /// Tokens (for `character`: bytes) per block. `None`: as the model's engines say (for
+    /// Tokens (for `character`: bytes) per block. `None` for the engines' block size (for
     /// `character`: the default).
     pub block_size: Option<u32>,
-    /// When its prompts go through a prefill backend.
+    /// When its prompts use a prefill backend.
     pub pairs: PairSettings,
 }
 
 impl ModelSettings {
-    /// Settings of `name` without a tokenizer: blocks of `block_size` bytes.
+    /// Returns settings of `name` without a tokenizer: blocks of `block_size` bytes.
     #[must_use]
     pub fn characters(name: &str, block_size: u32) -> Self {
         Self {
@@ -214,22 +214,22 @@ impl ModelSettings {
     }
 }
 
-/// A prompt's identity.
+/// Identity of a prompt.
 #[derive(Debug, Clone)]
 pub struct PromptIdentity {
-    /// Seed of the chain.
+    /// Root of the chain.
     pub root: ChainRoot,
     /// All full blocks, chained.
     pub chain: Arc<[BlockHash]>,
-    /// Prompt tokens, of a batch all prompts': counted where [`BlockUnit::Tokens`], else estimated.
+    /// Prompt tokens, of the whole batch: counted if [`BlockUnit::Tokens`], else estimated.
     pub tokens: u32,
-    /// How many of `chain` an engine can have (last-token rule).
+    /// How many blocks of `chain` an engine can have cached (last-token rule).
     pub matchable: u32,
-    /// What the blocks are made of.
+    /// Unit of the blocks.
     pub unit: BlockUnit,
-    /// How far engines must keep it apart from other users' prompts.
+    /// How far engines must isolate it from other users' prompts.
     pub isolation: CacheIsolation,
-    /// What is needed to go on with the chain when the answer is known.
+    /// State from which the response continues the chain.
     pub tail: ChainTail,
 }
 
@@ -245,30 +245,30 @@ pub enum BlockUnit {
     CharactersFor(Fallback),
 }
 
-/// Where a prompt's last full block ends, and how the chain goes on from there.
+/// The end of a prompt's last full block, from which its chain continues.
 #[derive(Debug, Clone, Default)]
 pub struct ChainTail {
-    /// What follows the last full block: bytes of text, or token ids of four bytes each.
+    /// Content after the last full block: bytes of text, or token ids of four bytes each.
     pub bytes: Vec<u8>,
-    /// Bytes per block; 0 when blocks are of token ids.
+    /// Bytes per block; 0 if blocks consist of token ids.
     pub block_bytes: usize,
-    /// How an answer continues the prompt.
+    /// How a response continues the prompt.
     pub reply: ReplyShape,
-    /// Tokens of one block, estimated where blocks are of bytes.
+    /// Tokens of one block; an estimate if blocks consist of bytes.
     pub tokens_per_block: u32,
-    /// How an answer's tokens continue the prompt's; `None`: in no known way, or blocks are of
-    /// bytes.
+    /// How the response's tokens join those of the prompt; `None` if unknown or if blocks consist
+    /// of bytes.
     pub seam: Option<ReplySeam>,
-    /// Whether the text measured is not all that the engine counts.
+    /// Whether the engine counts more than the measured text.
     pub is_partial: bool,
-    /// Whether the engine does not look into its cache: what it finds there tells nothing.
+    /// Whether the engine skips its cache, so that its cached tokens are not informative.
     pub skips_cache: bool,
     /// The model's bytes per token when the prompt was identified.
     pub ratio: TokenRatio,
 }
 
 impl ChainTail {
-    /// The token ids behind the last full block, where blocks are of token ids.
+    /// Returns the token ids after the last full block, if blocks consist of token ids.
     #[must_use]
     pub fn ids(&self) -> Vec<u32> {
         let id = |bytes: &[u8]| u32::from_le_bytes(bytes.try_into().expect("chunks of four"));

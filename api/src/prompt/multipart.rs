@@ -1,23 +1,23 @@
-//! Bodies of `multipart/form-data`, as uploads of audio are: the few fields that routing needs.
+//! Reads `multipart/form-data` bodies, such as audio uploads: the few fields that routing needs.
 //!
-//! A form is not taken apart further: the engine gets it byte for byte. What cannot be read with
-//! certainty is refused, so that no engine reads another model in it than was read here.
+//! Forms are not parsed further: the engine receives them byte for byte. Ambiguous forms are
+//! rejected, so that no engine reads another model than the router did.
 
 use bytes::Bytes;
 use memchr::memmem;
 
 use super::BodyRejection;
 
-/// Most parts of a form.
+/// Maximum number of parts of a form.
 const PARTS_MAX: usize = 64;
-/// Longest head of a part, in bytes.
+/// Maximum length of a part's header, in bytes.
 const PART_HEAD_BYTES_MAX: usize = 4096;
-/// Longest text of a field that is read, in bytes.
+/// Maximum length of a field's text, in bytes.
 const TEXT_BYTES_MAX: usize = 1024;
-/// Longest boundary, in bytes (RFC 2046, 5.1.1).
+/// Maximum length of a boundary, in bytes (RFC 2046, 5.1.1).
 const BOUNDARY_BYTES_MAX: usize = 70;
 
-/// What is read of a form.
+/// Fields of a form.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct FormFields {
     /// The `model` field.
@@ -33,12 +33,12 @@ pub struct FormFields {
 /// Reads a form with this content type.
 ///
 /// # Errors
-/// [`BodyRejection`] where it is no form, or not one that everybody reads alike.
+/// Returns a [`BodyRejection`] if the body is not a form, or if engines may read it differently.
 pub fn read_form(content_type: &str, body: &Bytes) -> Result<FormFields, BodyRejection> {
     let boundary = boundary(content_type)?;
     let delimiter = [b"\r\n--", boundary.as_bytes()].concat();
     let find = memmem::Finder::new(&delimiter);
-    // The first delimiter may stand at the beginning.
+    // The first delimiter may be at the beginning.
     let mut rest = body
         .strip_prefix(&delimiter[2..])
         .ok_or_else(|| malformed("it does not begin with its boundary"))?;
@@ -117,7 +117,7 @@ fn text(name: &str, content: &[u8]) -> Result<String, BodyRejection> {
     Ok(text.to_owned())
 }
 
-/// The boundary that a content type names.
+/// Returns the boundary from a content type.
 fn boundary(content_type: &str) -> Result<String, BodyRejection> {
     let wrong = || BodyRejection {
         message: "expected a body of multipart/form-data, with its boundary in content-type"
@@ -146,8 +146,8 @@ fn boundary(content_type: &str) -> Result<String, BodyRejection> {
     is_boundary.then(|| boundary.to_owned()).ok_or_else(wrong)
 }
 
-/// The name that a part's head gives it. Escapes and encodings, which not everybody reads alike, are
-/// refused.
+/// Returns the name from a part's header. Rejects escapes and encodings, which parsers read
+/// differently.
 fn name(head: &[u8]) -> Result<String, BodyRejection> {
     let unclear = || malformed("a part has no clear name");
     let head = std::str::from_utf8(head).map_err(|_| unclear())?;

@@ -1,13 +1,13 @@
-//! Flags and counts as the engines' Python reads them.
+//! Flags and counts as the engines' Python parser reads them.
 //!
-//! vLLM and SGLang check bodies with pydantic in its lax mode: `"stream": 1`, `"stream": "true"`
-//! and `"max_tokens": 256.0` are all served. Clients send them, so none may be refused here. What
-//! cannot be read that way either is the engine's to refuse, in its own words.
+//! vLLM and SGLang validate bodies with pydantic in lax mode: they accept `"stream": 1`, `"stream":
+//! "true"` and `"max_tokens": 256.0`. Clients send them, so the router must not reject them. The
+//! engine rejects values that are invalid even so, with its own error.
 
 use serde::Deserialize;
 use serde::de::{Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
 
-/// Any JSON value, as far as a flag or a count can be seen in it.
+/// A JSON value, reduced to what a flag or a count can be read from.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) enum LaxValue {
     Null,
@@ -18,15 +18,15 @@ pub(super) enum LaxValue {
     Compound,
 }
 
-/// What is longer is neither a flag nor a count.
+/// Maximum length of text that is read as a flag or a count, in bytes.
 const TEXT_BYTES_MAX: usize = 32;
 
-/// A value that is neither null nor of the wanted kind: only an engine can judge it.
+/// A value that is neither null nor of the expected kind: only an engine can judge it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct LaxError;
 
 impl LaxValue {
-    /// `None` for null.
+    /// Reads a flag; `None` for null.
     pub(super) fn flag(&self) -> Result<Option<bool>, LaxError> {
         match self {
             Self::Null => Ok(None),
@@ -42,7 +42,7 @@ impl LaxValue {
         }
     }
 
-    /// `None` for null; what is beyond a `u32` is as good as its maximum.
+    /// Reads a count; `None` for null. Larger values saturate at the maximum of a `u32`.
     pub(super) fn count(&self) -> Result<Option<u32>, LaxError> {
         let number = match self {
             Self::Null => return Ok(None),

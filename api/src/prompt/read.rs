@@ -1,9 +1,9 @@
-//! Reading a request body: one pass over the JSON, the known fields only.
+//! Reads a request body: one pass over the JSON, the known fields only.
 //!
-//! A visitor takes the known fields of the top-level object as they come. Strictness follows one
-//! rule: what prefix identity and charging rest on must have the right type, everything else is the
-//! engine's to judge, see [`super::lax`]. Nesting cannot exhaust the stack: values that are skipped
-//! are skipped iteratively, the rest is bounded by `serde_json`'s recursion limit.
+//! A visitor reads the known fields of the top-level object in order. Fields that prefix identity
+//! and charging depend on must have the right type; the engine judges everything else, see
+//! [`super::pydantic_lax`]. Nesting cannot exhaust the stack: skipped values are skipped
+//! iteratively, and `serde_json`'s recursion limit bounds the rest.
 
 use std::borrow::Cow;
 use std::cell::Cell;
@@ -26,7 +26,7 @@ use super::{BodyRejection, ParsedBody, Prompt, PromptBatch, ReplyShape};
 /// Reads a body posted to `path`.
 ///
 /// # Errors
-/// [`BodyRejection`] for malformed JSON, a missing or ill-typed `model`, ill-typed known fields.
+/// Returns a [`BodyRejection`] for malformed JSON, a missing `model` or an ill-typed known field.
 pub fn parse(path: &str, body: &Bytes) -> Result<ParsedBody, BodyRejection> {
     let parsed = read(path, body)?;
     if parsed.model.is_empty() {
@@ -35,12 +35,12 @@ pub fn parse(path: &str, body: &Bytes) -> Result<ParsedBody, BodyRejection> {
     Ok(parsed)
 }
 
-/// The rejection of a body that names no model.
+/// Returns the rejection of a body without a model.
 pub(super) fn no_model() -> BodyRejection {
     wrong_model("model is missing, expected a model id")
 }
 
-/// Reads a body; one that names no model has an empty one.
+/// Reads a body; the model is empty if the body has none.
 fn read(path: &str, body: &Bytes) -> Result<ParsedBody, BodyRejection> {
     let text = std::str::from_utf8(body).map_err(|error| BodyRejection {
         message: format!(
@@ -70,12 +70,12 @@ fn read(path: &str, body: &Bytes) -> Result<ParsedBody, BodyRejection> {
     found.finish(PromptField::of(path), text)
 }
 
-/// Reads a body posted to `path` for routing: where the engine answers without running its model
-/// (counting and rendering tokens), the body has no prompt, so nothing is charged or held cached.
-/// The model of a body that names none is empty.
+/// Reads a body posted to `path` for routing. If the engine answers without running its model
+/// (counting or rendering tokens), the result has no prompt, so nothing is charged or counted as
+/// cached. The model is empty if the body has none.
 ///
 /// # Errors
-/// As [`parse`], but for a missing `model`.
+/// Like [`parse`], except for a missing `model`.
 pub fn parse_routed(path: &str, body: &Bytes) -> Result<ParsedBody, BodyRejection> {
     let mut parsed = read(path, body)?;
     if is_uncomputed(path) {
@@ -91,7 +91,7 @@ fn is_uncomputed(path: &str) -> bool {
     path == "/tokenize" || path.ends_with("/render") || path.ends_with("/count_tokens")
 }
 
-/// Bytes of an error's text kept at either end: it may quote a whole prompt.
+/// Bytes kept at both ends of an error's text, which may quote a whole prompt.
 const QUOTED_BYTES_MAX: usize = 160;
 
 fn bad_body(error: &serde_json::Error, field: Option<&'static str>) -> BodyRejection {
@@ -118,7 +118,7 @@ fn bad_body(error: &serde_json::Error, field: Option<&'static str>) -> BodyRejec
     }
 }
 
-/// Where a path's prompt stands in its body.
+/// Fields of a path's body that contain the prompt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum PromptField {
     /// `messages`, with `system` and `tools`.
@@ -129,7 +129,7 @@ pub(super) enum PromptField {
     Responses,
     /// `input`, `prompt`, `query` or `text_1`; else `messages`.
     Pooling,
-    /// Nowhere: routed by load.
+    /// None: routed by load.
     Other,
 }
 
@@ -148,7 +148,7 @@ impl PromptField {
         }
     }
 
-    /// Whether an engine does not look into its prefix cache for such a body.
+    /// Whether an engine skips its prefix cache for such a body.
     fn skips_cache(self, fields: &CacheFields) -> bool {
         match self {
             Self::Completions => fields.skips_for_completions(),
@@ -167,7 +167,7 @@ impl PromptField {
     }
 }
 
-/// What has been met so far.
+/// Fields read so far.
 #[derive(Default)]
 struct BodyFields<'de> {
     model: Option<Cow<'de, str>>,
@@ -260,7 +260,7 @@ fn wrong_model(message: &str) -> BodyRejection {
     }
 }
 
-/// Tools and system text before the messages.
+/// Puts tools and system text before the messages.
 fn with_preamble(
     tools: Option<&RawValue>,
     system: Option<&[u8]>,
@@ -290,7 +290,7 @@ fn with_preamble(
 struct BodyVisitor<'a, 'de> {
     text: &'de str,
     surface: PromptField,
-    /// The known field being read: names the culprit of an error.
+    /// The known field being read, for error messages.
     field: &'a Cell<Option<&'static str>>,
     found: &'a mut BodyFields<'de>,
 }
@@ -323,7 +323,7 @@ impl<'de> Visitor<'de> for BodyVisitor<'_, 'de> {
     }
 }
 
-/// The fields the router reads, on some path or other.
+/// The fields that the router reads, on any path.
 const KNOWN: [&str; 21] = [
     "model",
     "messages",
@@ -348,7 +348,7 @@ const KNOWN: [&str; 21] = [
     "data_1",
 ];
 
-/// Whether the router reads the field `name` itself, on some path or other.
+/// Whether the router reads the field `name` itself, on any path.
 #[must_use]
 pub fn is_read(name: &str) -> bool {
     KNOWN.contains(&name)
@@ -381,7 +381,7 @@ impl<'de> BodyVisitor<'_, 'de> {
                 found.lora_path = (raw.get() != "null").then_some(raw);
             }
             ("max_tokens" | "max_completion_tokens" | "max_output_tokens", _) => {
-                // A `null` beside a number of the other spelling does not undo it.
+                // A `null` does not undo a number given under another name.
                 let tokens = map.next_value::<LaxValue>()?.count();
                 found.max_tokens = tokens.ok().flatten().or(found.max_tokens);
             }
@@ -425,7 +425,7 @@ impl<'de> BodyVisitor<'_, 'de> {
 }
 
 impl BodyFields<'_> {
-    /// An empty buffer for flattened messages: of the last `messages` field if there was one.
+    /// Returns an empty buffer for flattened messages; reuses that of an earlier `messages` field.
     fn fresh_messages(&mut self, body_bytes: usize) -> Vec<u8> {
         match self.messages.take() {
             Some(mut earlier) => {

@@ -1,12 +1,12 @@
 //! Reads a request's body and identifies its prompt with the tokenizer of its model.
 //!
-//! Parsing a body and hashing its bytes takes microseconds and happens where the body arrives.
-//! Tokenizing takes a millisecond per few kilobytes: known text is looked up in place, a little new
-//! text is tokenized in place, and the rest goes to the blocking pool, as many prompts at a time as
-//! there are cores. Engines that tokenize are asked over connections of their own. If anything goes
-//! wrong, the prompt is identified by its characters.
+//! Parsing a body and hashing its bytes takes microseconds and happens on the calling thread.
+//! Tokenizing takes a millisecond per few kilobytes. Known text is looked up and a little new text
+//! is tokenized inline; the rest goes to the blocking pool, as many prompts at a time as there are
+//! cores. Engines that tokenize are called over separate connections. If anything fails, the prompt
+//! is identified by its characters.
 //!
-//! [`PromptReader`] depends on the config and the registry only: it sees no load and decides
+//! [`PromptReader`] depends only on the config and the registry: it sees no load and decides
 //! nothing.
 
 use std::sync::Arc;
@@ -33,43 +33,43 @@ use super::{
 };
 use crate::backends::Backends;
 
-/// Longest body that is parsed and hashed where it arrives, in bytes; longer ones would keep other
-/// connections of the same thread waiting and go to the blocking pool.
+/// Maximum size of a body that is parsed and hashed inline, in bytes. Longer ones would delay other
+/// connections of the thread, so they go to the blocking pool.
 const PARSED_INLINE_BYTES_MAX: usize = 256 * 1024;
-/// Longest body whose text is prepared for a tokenizer where it arrives, in bytes.
+/// Maximum size of a body whose text is prepared for a tokenizer inline, in bytes.
 const RENDERED_INLINE_BYTES_MAX: usize = 32 * 1024;
-/// New text that is tokenized where it arrives, in bytes at most.
+/// Maximum amount of new text that is tokenized inline, in bytes.
 const FRESH_INLINE_BYTES_MAX: usize = 512;
-/// Longest wait for a core to tokenize on: a prompt is better routed by its characters than late.
+/// Maximum wait for a core to tokenize on: routing by characters is better than routing late.
 const WORKER_WAIT_MAX: Duration = Duration::from_millis(500);
-/// Longest wait for an engine that has agreed with the files so far.
+/// Maximum wait for an engine whose tokens have matched the files so far.
 const CHECK_WAIT_MAX: Duration = Duration::from_millis(50);
 
-/// A request whose body is parsed; its prompt is identified by its characters so far.
+/// A request with a parsed body; its prompt is identified by characters so far.
 #[derive(Debug)]
 pub struct ParsedRequest {
-    /// The body.
+    /// Parsed body.
     pub parsed: ParsedBody,
     identity: PromptIdentity,
 }
 
-/// A request that was read.
+/// A request with an identified prompt.
 #[derive(Debug)]
 pub struct ReadRequest {
-    /// Its body, less the prompt.
+    /// Parsed body without the prompt.
     pub parsed: ParsedBody,
-    /// Its prompt.
+    /// Identity of the prompt.
     pub identity: PromptIdentity,
-    /// The prompt's token ids, where they are known.
+    /// Token ids of the prompt; empty if unknown.
     pub ids: Vec<u32>,
 }
 
-/// Why a request was not read.
+/// Why a request could not be read.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ReadError {
-    /// Its body cannot be routed.
+    /// The body cannot be routed.
     Bad(BodyRejection),
-    /// The runtime is going down.
+    /// The runtime is shutting down.
     Stopping,
 }
 
@@ -82,10 +82,10 @@ impl From<BodyRejection> for ReadError {
 /// Turns bodies into parsed requests with identified prompts. One per replica.
 pub struct PromptReader {
     pub(super) view: Arc<StateView>,
-    /// What engines say of their models.
+    /// Reports of engines about their models.
     backends: Arc<Backends>,
     pub(super) models: Vec<ModelSettings>,
-    /// One permit per text that is tokenized in the blocking pool.
+    /// One permit per text being tokenized in the blocking pool.
     pub(crate) workers: Arc<Semaphore>,
     client: Arc<TokenizeClient>,
     metrics: TokenizingMetrics,
@@ -139,14 +139,14 @@ impl TokenizingMetrics {
 /// Token ids of a prompt.
 enum PromptTokens {
     Encoded(Encoded),
-    /// An engine's, with what it was asked.
+    /// Ids from an engine, with the request sent to it.
     Asked(Arc<[u32]>, Bytes),
     Ids(Vec<u32>),
     Nothing,
 }
 
 impl PromptReader {
-    /// A reader for the models of `[[models]]`, of which the first match counts.
+    /// Creates a reader for the models of `[[models]]`, of which the first match counts.
     #[must_use]
     pub(crate) fn new(
         view: Arc<StateView>,
@@ -171,7 +171,7 @@ impl PromptReader {
     /// Reads the body of a request to `path` and identifies its prompt.
     ///
     /// # Errors
-    /// [`ReadError`].
+    /// Returns a [`ReadError`] if the body cannot be routed or the runtime is shutting down.
     pub async fn read(
         self: &Arc<Self>,
         path: &str,
@@ -184,7 +184,7 @@ impl PromptReader {
     /// Parses the body of a request to `path`.
     ///
     /// # Errors
-    /// [`ReadError`].
+    /// Returns a [`ReadError`] if the body cannot be routed or the runtime is shutting down.
     pub async fn parse(
         self: &Arc<Self>,
         path: &str,
@@ -201,10 +201,10 @@ impl PromptReader {
         self.routed(parse_routed(path, body)?)
     }
 
-    /// A request with a form in place of a JSON body. It has no prompt that could be cached.
+    /// Reads a request with a form instead of a JSON body. It has no prompt that could be cached.
     ///
     /// # Errors
-    /// [`BodyRejection`], where it names no model and there are several.
+    /// Returns a [`BodyRejection`] if it names no model and there are several.
     pub fn of_form(&self, form: FormFields) -> Result<ParsedRequest, BodyRejection> {
         let parsed = ParsedBody {
             model: form.model.unwrap_or_default(),
@@ -216,13 +216,13 @@ impl PromptReader {
         self.routed(parsed)
     }
 
-    /// Has a prompt hashed under a salt, whatever its body says.
+    /// Rehashes a prompt under `salt`, whatever salt the body has.
     pub fn salt(&self, request: &mut ParsedRequest, salt: String) {
         request.parsed.cache_salt = Some(salt);
         request.identity = self.identify(&request.parsed);
     }
 
-    /// The request with its model's name, where it has none the only one's.
+    /// Completes a parsed request; one without a model gets the only model.
     fn routed(&self, mut parsed: ParsedBody) -> Result<ParsedRequest, BodyRejection> {
         if parsed.model.is_empty() {
             parsed.model = self.only_model().ok_or_else(no_model)?;
@@ -237,7 +237,7 @@ impl PromptReader {
         Ok(ParsedRequest { parsed, identity })
     }
 
-    /// Tokens of the longest prompt with its answer that every engine takes which tells it.
+    /// Returns the least context length, in tokens, of the engines that report one.
     fn context_of(&self, model: &str) -> Option<u64> {
         let registry = self.view.registry();
         let serving = registry.backends.iter().filter(|it| it.serves(model));
@@ -245,7 +245,7 @@ impl PromptReader {
         told.filter_map(|listed| listed.max_model_len).min()
     }
 
-    /// The model that all backends serve, if there is no other.
+    /// Returns the model that all backends serve, if there is exactly one.
     fn only_model(&self) -> Option<String> {
         let registry = self.view.registry();
         let mut models = registry.backends.iter().flat_map(Backend::named_models);
@@ -253,11 +253,11 @@ impl PromptReader {
         models.all(|other| other == first).then(|| first.to_owned())
     }
 
-    /// Identifies the prompt of a request that was parsed from `body` by its tokens, where its
-    /// model has a tokenizer.
+    /// Identifies the prompt of a request that was parsed from `body` by its tokens, if its model
+    /// has a tokenizer.
     ///
     /// # Errors
-    /// [`ReadError`].
+    /// Returns a [`ReadError`] if the runtime is shutting down.
     pub async fn tokenize(
         &self,
         path: &str,
@@ -271,17 +271,17 @@ impl PromptReader {
             ids: Vec::new(),
         };
         if let Some(tokenizer) = self.due_tokenizer(&read) {
-            // Large, and not to be part of the future of requests without a tokenizer.
+            // Boxed: large, and not needed for requests without a tokenizer.
             Box::pin(self.tokenize_with(&tokenizer, path, body, &mut read)).await?;
         } else if let Prompt::Tokens(ids) = &mut read.parsed.prompt {
             read.ids = std::mem::take(ids);
         }
-        // As long as the body, and not needed any more.
+        // As long as the body and no longer needed.
         read.parsed.prompt = Prompt::default();
         Ok(read)
     }
 
-    /// What a prompt is still to be tokenized by.
+    /// Returns the tokenizer that the prompt still needs, if any.
     fn due_tokenizer(&self, read: &ReadRequest) -> Option<Arc<Tokenizer>> {
         match &read.parsed.prompt {
             Prompt::Text(text) if !text.is_empty() => {
@@ -339,9 +339,9 @@ impl PromptReader {
         Ok(())
     }
 
-    /// Tokenizes with the files that are here, and asks an engine whether it does so too: always
-    /// until it has for several prompts of such requests in a row, then now and then. Its own word
-    /// stands. Nobody is asked while many wait.
+    /// Tokenizes with the local files and compares the result with an engine's: always until
+    /// several prompts of such requests in a row have matched, then occasionally. The engine's
+    /// tokens win. While the engine is busy no comparison is made.
     async fn encode_or_ask(
         &self,
         tokenizer: &Arc<Tokenizer>,
@@ -382,7 +382,7 @@ impl PromptReader {
         Ok(("engine", Ok(tokens)))
     }
 
-    /// Identifies the prompt by its tokens, as many as the engine keeps.
+    /// Identifies the prompt by the tokens that the engine keeps.
     fn take_tokens(
         &self,
         read: &mut ReadRequest,
@@ -397,7 +397,7 @@ impl PromptReader {
         read.ids = ids;
     }
 
-    /// Tokenizes here: in place what is short or known, else in the blocking pool.
+    /// Tokenizes locally: inline if the text is short or known, else in the blocking pool.
     async fn encode(
         &self,
         tokenizer: &Arc<Tokenizer>,
@@ -418,7 +418,7 @@ impl PromptReader {
                 other => return Ok(("here", known(other))),
             }
         }
-        // The work keeps it to its end, also when the client has left.
+        // The task keeps the permit until it ends, even if the client has left.
         let workers = Arc::clone(&self.workers);
         let permit = tokio::time::timeout(WORKER_WAIT_MAX, workers.acquire_owned()).await;
         let Ok(permit) = permit else {
@@ -445,7 +445,7 @@ impl PromptReader {
         Ok(("worker", tokens))
     }
 
-    /// Asks an engine.
+    /// Requests the tokens from an engine.
     async fn ask(
         &self,
         remote: &EngineTokenizer,
@@ -467,12 +467,12 @@ impl PromptReader {
     }
 }
 
-/// What needs no tokenizing.
+/// Converts content that needs no tokenizing.
 fn known(content: Result<TokenizerContent, Fallback>) -> Result<PromptTokens, Fallback> {
     match content? {
         TokenizerContent::Ids(ids) => Ok(PromptTokens::Ids(ids)),
         TokenizerContent::Nothing => Ok(PromptTokens::Nothing),
-        // Only asked of what has no text.
+        // Unreachable: callers handle text.
         TokenizerContent::Text(_) => Err(Fallback::Unclear),
     }
 }

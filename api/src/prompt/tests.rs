@@ -1,4 +1,4 @@
-//! What is read of a body, what is refused and with which words, and that flattening only grows.
+//! Body fields, rejections and their messages, and that flattening only grows.
 
 use bytes::Bytes;
 use expect_test::expect;

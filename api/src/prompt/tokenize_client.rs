@@ -1,11 +1,10 @@
-//! Asks engines for tokens: of prompts, and of answers as the next turn will have them.
+//! Requests tokens from engines: of prompts, and of responses as the next turn will contain them.
 //!
-//! A model whose tokenizer is its engine has no template here, so only the engine knows how an
-//! answer will be tokenized in the next turn. When an answer ends, its text is tokenized alone, and
-//! the conversation with the answer and one more message as a whole. If the whole begins with the
-//! prompt's tokens followed by the answer's, so will the next turn. Once that has held for the same
-//! kind of request several times in a row, only the answer is tokenized, and the whole now and
-//! then.
+//! If a model's tokenizer is its engine, the router has no template, so only the engine knows how
+//! the next turn tokenizes a response. When a response ends, its text is tokenized alone, and so is
+//! the conversation with the response and one more message. If the latter begins with the prompt's
+//! tokens followed by the response's, the next turn will too. After several matches in a row for
+//! the same kind of request, only the response is tokenized, and the conversation occasionally.
 
 use std::sync::Arc;
 
@@ -23,40 +22,40 @@ use super::{EngineTokenizer, ReplyBoundary, TokenizeResult, Tokenizer};
 use crate::backends::Backends;
 use crate::backends::pool::{EngineBody, Pool, PoolCounters, PoolSettings, Segments};
 
-/// Longest answer of an engine's tokenizer, in bytes.
+/// Maximum size of an engine's `/tokenize` response, in bytes.
 const ANSWER_BYTES_MAX: usize = 16 * 1024 * 1024;
 
-/// How an answer's tokens join those of its prompt.
+/// How a response's tokens join those of its prompt.
 #[derive(Debug, Clone)]
 pub enum ReplySeam {
-    /// By a tokenizer that is here.
+    /// Computed by a local tokenizer.
     Here(ReplyBoundary),
-    /// As an engine says.
+    /// Requested from an engine.
     Asked(Arc<ReplyQuery>),
 }
 
-/// What an engine is asked about an answer, once it is known.
+/// The query to an engine about a response, once its text is known.
 #[derive(Debug)]
 pub struct ReplyQuery {
     client: Arc<TokenizeClient>,
     tokenizer: Arc<Tokenizer>,
     model: String,
-    /// What the engine was asked for the prompt.
+    /// Request that was sent for the prompt.
     question: Bytes,
-    /// What it answered.
+    /// Token ids of the prompt, from the engine.
     ids: Arc<[u32]>,
 }
 
-/// What an engine answers to `/tokenize`.
+/// Response of an engine's `/tokenize`.
 #[derive(Deserialize)]
 struct TokenizeResponse {
     tokens: Vec<u32>,
 }
 
-/// Sends questions to engines. One per replica.
+/// Sends tokenize requests to engines. One per replica.
 pub(super) struct TokenizeClient {
     view: Arc<StateView>,
-    /// Which engines can be asked, and with which keys.
+    /// Provides health and API keys of engines.
     backends: Arc<Backends>,
     pool: Pool,
 }
@@ -77,15 +76,15 @@ impl TokenizeClient {
         }
     }
 
-    /// `POST /tokenize` to one of the healthy engines that serve `model`: which one, the question
-    /// says, so that they share the work.
+    /// Sends `POST /tokenize` to one of the healthy engines that serve `model`. The request's hash
+    /// selects it, so that the engines share the work.
     pub(super) async fn ask(&self, model: &str, question: Bytes) -> TokenizeResult {
         let Some(response) = self.send(model, question).await else {
             return TokenizeResult::Nothing;
         };
         match response.status() {
             StatusCode::OK => {}
-            // The template refuses the conversation, or the prompt is too long.
+            // The template rejects the conversation, or the prompt is too long.
             StatusCode::BAD_REQUEST
             | StatusCode::PAYLOAD_TOO_LARGE
             | StatusCode::UNPROCESSABLE_ENTITY => return TokenizeResult::Refused,
@@ -97,7 +96,7 @@ impl TokenizeClient {
         };
         let answer = serde_json::from_slice(&body.to_bytes());
         match answer {
-            // Nothing was asked without text: an engine that wants it under another name.
+            // Requests always contain text: this engine expects it in another field.
             Ok(TokenizeResponse { tokens }) if tokens.is_empty() => TokenizeResult::Refused,
             Ok(TokenizeResponse { tokens }) => TokenizeResult::Tokens(tokens),
             Err(_) => TokenizeResult::Nothing,
@@ -136,8 +135,8 @@ impl TokenizeClient {
 }
 
 impl ReplyQuery {
-    /// What is to be asked of an answer to the prompt that `question` had these `ids` for. `None`:
-    /// answers do not go on with it.
+    /// Returns the query about a response to the prompt of `question`, whose tokens are `ids`.
+    /// `None` if responses do not continue that prompt.
     pub(super) fn of(
         client: &Arc<TokenizeClient>,
         tokenizer: &Arc<Tokenizer>,
@@ -157,7 +156,7 @@ impl ReplyQuery {
         })
     }
 
-    /// The tokens that `reply` adds to its prompt's in the next turn, if an engine says so in time.
+    /// Returns the tokens that `reply` adds in the next turn, if an engine answers in time.
     pub(crate) async fn continuation(&self, reply: &str) -> Option<Vec<u32>> {
         let remote = self.tokenizer.remote()?;
         let mut whole: Value = serde_json::from_slice(&self.question).ok()?;
@@ -166,12 +165,12 @@ impl ReplyQuery {
             whole["prompt"] = format!("{prompt}{reply}").into();
             return self.behind_prompt(self.ask(remote, &whole).await?);
         };
-        // Templates take earlier thoughts out.
+        // Templates remove earlier reasoning.
         if reply.contains("</think>") {
             return None;
         }
         messages.push(json!({"role": "assistant", "content": reply}));
-        // What templates do with the last answer they may not do with one before it.
+        // Templates may treat the last response differently from earlier ones.
         messages.push(json!({"role": "user", "content": "?"}));
         whole["add_generation_prompt"] = false.into();
         let alone = json!({"model": self.model, "prompt": reply, "add_special_tokens": false});
@@ -201,8 +200,8 @@ impl ReplyQuery {
         is_longer.then(|| whole.split_off(self.ids.len()))
     }
 
-    /// Requests of one kind have their answers repeated in one way: the template's variables are
-    /// the same, and the white space around the answer.
+    /// Identifies requests whose responses a template repeats alike: same template variables, and
+    /// the same white space around the response.
     fn kind_of(&self, whole: &Value, reply: &str) -> u64 {
         let text = reply.trim();
         let ends = reply.split_once(text).unwrap_or_default();

@@ -1,39 +1,39 @@
-//! Identity of token ids: how the tokens of prompts and of engines' KV events are hashed alike.
+//! Identity of token ids: hashes the tokens of prompts and of engines' KV events alike.
 //!
-//! The scope of token blocks names the model, the salt and the block size, and in place of the
-//! tokenizer the word `tokens`: ids identify themselves, so a prompt given as ids, one that was
-//! tokenized here and a block that an engine reports get the same hashes, whichever tokenizer made
-//! the ids. Blocks of text have the word `character` there and never match them.
+//! The scope of token blocks contains the model, the salt, the block size and, in place of the
+//! tokenizer, the word `tokens`. Ids identify themselves, so a prompt given as ids, a prompt
+//! tokenized here and a block reported by an engine get the same hashes, whichever tokenizer
+//! produced the ids. Blocks of text have the word `character` instead and never match them.
 //!
-//! An adapter is named by the model: engines serve a LoRA adapter as a model of its own name. The
-//! scope's own adapter is what SGLang's `lora_path` names beside the model.
+//! The model name identifies a LoRA adapter: engines serve it as a model. The scope's own adapter
+//! is the one that SGLang's `lora_path` names in addition to the model.
 
 use state::ids::BlockHash;
 use state::prefix::{self, BlockHasher, ChainRoot, Scope};
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
-/// What stands for the tokenizer in the scope of token blocks.
+/// Placeholder for the tokenizer in the scope of token blocks.
 const TOKENS: &str = "tokens";
 
-/// What a chain of token blocks is scoped to.
+/// Scope of a chain of token blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TokenScope<'a> {
-    /// The model as requests name it: with a LoRA adapter the adapter's name.
+    /// Model name from the request; for a LoRA adapter the adapter's name.
     pub model: &'a str,
-    /// The request's `cache_salt`; empty for none.
+    /// `cache_salt` from the request; empty for none.
     pub salt: &'a str,
     /// Tokens per block.
     pub block_size: u32,
 }
 
 impl TokenScope<'_> {
-    /// What its chains begin with.
+    /// Returns the root of its chains.
     #[must_use]
     pub fn root(&self, hashing: &BlockHasher) -> ChainRoot {
         self.root_with(hashing, "")
     }
 
-    /// What chains begin with whose request names an adapter beside the model, as SGLang's do.
+    /// Returns the root of chains with an adapter in addition to the model, as in SGLang.
     #[must_use]
     pub fn root_with(&self, hashing: &BlockHasher, adapter: &str) -> ChainRoot {
         let scope = Scope {
@@ -47,15 +47,15 @@ impl TokenScope<'_> {
     }
 }
 
-/// Hashes of the full blocks of `tokens`, which follow the block `parent` (`None`: they begin the
+/// Hashes the full blocks of `tokens`, which follow the block `parent` (`None` at the start of the
 /// prompt), exactly as routing hashes a prompt of these tokens.
 ///
-/// `media` has an entry per block, missing ones are `None`: a key of the images or sounds whose
-/// placeholders the block holds. Equal placeholders of different media get different hashes; which
-/// media they are, only the engine that chose the keys can tell.
+/// `media` has an entry per block; missing entries are `None`. An entry is a key of the images or
+/// sounds whose placeholders the block holds. Equal placeholders of different media get different
+/// hashes; only the engine that chose the keys knows the media.
 ///
 /// # Panics
-/// When the block size is 0.
+/// Panics if the block size is 0.
 #[must_use]
 pub fn chain_of_tokens(
     hashing: &BlockHasher,

@@ -1,8 +1,8 @@
-//! The access log: one line per request, when it is over.
+//! The access log: one line per completed request.
 //!
-//! A line is made of what the request held anyway, after its answer was written, so that it costs
-//! the request nothing. It never has a prompt, a key or an answer (I17): of a refusal it has the
-//! code only, as the message may quote the body.
+//! A line consists of data that the request holds anyway, and is written after the response, so it
+//! costs the request nothing. It never contains a prompt, a key or a response (I17). For refusals,
+//! it contains only the error code, because the message may quote the body.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -16,49 +16,49 @@ use super::settings::LoggedRequests;
 use crate::log_rate_limit::LogRateLimit;
 use crate::routing::AttemptReport;
 
-/// Target of the lines, for filters of the log.
+/// Log target of the lines, for filters.
 pub const ACCESS_TARGET: &str = "quorate::access";
 
-/// Of errors, the log has at most so many lines of either kind ...
+/// Maximum number of lines about failures per [`ERROR_PERIOD`], and of lines about refusals.
 const ERROR_LINES: u32 = 20;
-/// ... in this time, unless it has a line of every request.
+/// Period of this limit, which applies only if the log is restricted to errors.
 const ERROR_PERIOD: Duration = Duration::from_secs(1);
 
-/// Writes the lines of one data plane.
+/// Writer of the access log of one data plane.
 pub(super) struct AccessLog {
     logged: LoggedRequests,
-    /// Lines about failures: a 5xx, or an answer that broke off.
+    /// Limiter for failures: a 5xx, or a response that broke off.
     failures: LogRateLimit,
-    /// Lines about refusals: a 4xx.
+    /// Limiter for refusals: a 4xx.
     refusals: LogRateLimit,
 }
 
-/// A request that may leave a line.
+/// A request in flight that may leave a line.
 pub(super) struct AccessEntry {
     log: Arc<AccessLog>,
     id: HeaderValue,
     method: Method,
     uri: Uri,
-    /// The trace that it is part of; `None`: none.
+    /// Trace of the request; `None` if it has none.
     trace: Option<TraceId>,
 }
 
-/// How a request ended, as its line tells it.
+/// Result of a request, as its line reports it.
 pub(super) struct EndedAccess<'a> {
-    /// As `quorate_proxy_requests_total` counts it.
+    /// Outcome as counted by `quorate_proxy_requests_total`.
     pub(super) outcome: &'static str,
     pub(super) is_broken_off: bool,
-    /// Status its client was told; 0: none.
+    /// Status sent to the client; 0 if none was sent.
     pub(super) status: u16,
-    /// Code of the error it was told.
+    /// Code of the error sent to the client.
     pub(super) code: Option<&'static str>,
-    /// Why it failed.
+    /// Cause of the failure.
     pub(super) cause: Option<&'a str>,
-    /// From its last byte to the first one of the answer's body.
+    /// Time from the request's last byte to the first byte of the response body.
     pub(super) ttft: Option<Duration>,
-    /// From its head to the end.
+    /// Time from the request's head to the end of the response.
     pub(super) duration: Duration,
-    /// `None`: it was answered before it was understood.
+    /// `None` if the request ended before it was parsed.
     pub(super) record: Option<&'a RequestRecord>,
 }
 
@@ -71,7 +71,7 @@ impl AccessLog {
         }
     }
 
-    /// A request that begins; `None` where none is logged.
+    /// Registers a request that begins; `None` if the log is off.
     pub(super) fn begin(
         self: &Arc<Self>,
         id: &HeaderValue,
@@ -87,7 +87,7 @@ impl AccessLog {
         })
     }
 
-    /// Whether there is a line about this end; how many were left out since the last one.
+    /// Returns the number of lines suppressed since the last one; `None` if this end is not logged.
     fn may_say(&self, end: &EndedAccess<'_>) -> Option<u64> {
         match self.logged {
             LoggedRequests::Off => None,
@@ -105,7 +105,7 @@ impl EndedAccess<'_> {
     }
 }
 
-/// Writes a line at one level. Fields that are `None` are left out.
+/// Writes a line at one level. Fields that are `None` are omitted.
 macro_rules! line {
     ($level:ident, $entry:expr, $end:expr, $decided:expr, $suppressed:expr) => {
         tracing::$level!(
@@ -140,7 +140,7 @@ macro_rules! line {
 }
 
 impl AccessEntry {
-    /// The request is over.
+    /// Writes the line of a completed request.
     pub(super) fn end(&self, end: &EndedAccess<'_>) {
         let Some(suppressed) = self.log.may_say(end) else {
             return;
@@ -170,7 +170,7 @@ impl AccessEntry {
     }
 }
 
-/// What a line says of a request that was understood.
+/// Fields of a line that only parsed requests have.
 #[derive(Default)]
 struct DecidedFields<'a> {
     cause: Option<&'a str>,
@@ -188,7 +188,7 @@ struct DecidedFields<'a> {
 }
 
 impl<'a> DecidedFields<'a> {
-    /// Those of the last attempt.
+    /// Sets the fields that come from the last attempt.
     fn of(&mut self, last: &'a DecidedAttempt) {
         let decision = &last.decision;
         self.backend = Some(&decision.name);
@@ -200,7 +200,7 @@ impl<'a> DecidedFields<'a> {
     }
 }
 
-/// Tokens of an attempt: as its engine reported, else as they were charged.
+/// Tokens of an attempt, as its engine reported them or else as they were charged.
 #[derive(Clone, Copy)]
 struct TokensUsed {
     prompt: u64,
@@ -226,7 +226,7 @@ impl TokensUsed {
     }
 }
 
-/// Why a request failed: by its last attempt, else by what its client was told.
+/// Returns the cause of a failure: from the last attempt, else from the client's error.
 fn cause(end: &EndedAccess<'_>, last: Option<&DecidedAttempt>) -> Option<String> {
     if !end.is_failure() {
         return None;
@@ -241,7 +241,7 @@ fn cause(end: &EndedAccess<'_>, last: Option<&DecidedAttempt>) -> Option<String>
     }
 }
 
-/// Milliseconds with their microseconds.
+/// Converts to milliseconds with a resolution of one microsecond.
 fn ms(time: Duration) -> f64 {
     let us = u32::try_from(time.as_micros()).unwrap_or(u32::MAX);
     f64::from(us) / 1000.0

@@ -1,4 +1,4 @@
-//! Where the bytes of an answer come from: the engine itself, or a gateway that asks it.
+//! Sources of a response's bytes: the backend itself, or a gateway that forwards them.
 
 use std::collections::VecDeque;
 use std::pin::Pin;
@@ -10,11 +10,11 @@ use http_body::{Body, Frame, SizeHint};
 
 use crate::backends::pool::{EngineBody, SendError};
 
-/// The body of an engine's answer.
+/// Body of a backend's response.
 pub(super) enum AnswerSource {
-    /// Over this replica's own connection.
+    /// Received over this replica's own connection.
     Engine(EngineBody),
-    /// In pieces that a gateway hands over.
+    /// Received in pieces from a gateway.
     Gateway(AnswerPipeReader),
 }
 
@@ -47,10 +47,10 @@ impl Body for AnswerSource {
     }
 }
 
-/// The reading end of an answer that is handed over. One task holds both ends.
+/// Reading end of a response that a gateway forwards. One task holds both ends.
 pub(super) struct AnswerPipeReader(Arc<Mutex<AnswerPipe>>);
 
-/// The writing end. An answer that it does not [end](HandedWriter::end) goes on.
+/// Writing end. The response stays open until [end](AnswerPipeWriter::end) is called.
 pub(super) struct AnswerPipeWriter(Arc<Mutex<AnswerPipe>>);
 
 #[derive(Default)]
@@ -66,7 +66,7 @@ impl AnswerPipe {
     }
 }
 
-/// Both ends of an answer of which nothing has come.
+/// Creates both ends of an empty response.
 pub(super) fn handed() -> (AnswerPipeWriter, AnswerPipeReader) {
     let pieces = Arc::<Mutex<AnswerPipe>>::default();
     (
@@ -76,7 +76,7 @@ pub(super) fn handed() -> (AnswerPipeWriter, AnswerPipeReader) {
 }
 
 impl AnswerPipeWriter {
-    /// Adds a piece. The caller reads it before it adds the next.
+    /// Adds a piece. The caller reads it before adding the next.
     pub(super) fn push(&self, piece: Bytes) {
         self.change(|pieces| {
             if !piece.is_empty() {
@@ -85,7 +85,7 @@ impl AnswerPipeWriter {
         });
     }
 
-    /// Nothing more comes.
+    /// Ends the response.
     pub(super) fn end(&self) {
         self.change(|pieces| pieces.has_ended = true);
     }
@@ -100,7 +100,7 @@ impl AnswerPipeWriter {
 }
 
 impl AnswerPipeReader {
-    /// Never contended: one task holds both ends.
+    /// Locks the pipe. Never contended, because one task holds both ends.
     fn lock(&self) -> MutexGuard<'_, AnswerPipe> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -1,5 +1,5 @@
-//! Reads token usage and output text from an answer's JSON, in the forms of the chat, completions,
-//! responses and messages endpoints.
+//! Extraction of token usage and output text from a response's JSON, in the formats of the chat,
+//! completions, responses and messages endpoints.
 
 use std::borrow::Cow;
 use std::ops::Range;
@@ -9,28 +9,28 @@ use serde::Deserialize;
 use super::json_scan::{elements, members, string, value_of};
 use crate::routing::Usage;
 
-/// What one JSON document, an event's payload or a whole answer, tells.
+/// Findings in one JSON document: an event's payload or a whole response.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct AnswerDelta<'a> {
-    /// Tokens so far, when the document reports them.
+    /// Tokens so far, if the document reports them.
     pub(super) usage: Option<Usage>,
-    /// Text that continues the prompt: of the first choice, or of the one answer.
+    /// Text that continues the prompt: from the first choice, or from the only output.
     pub(super) text: Option<Cow<'a, str>>,
-    /// Bytes of what was made beside it: other choices, reasoning, arguments of tool calls.
+    /// Bytes of other output: other choices, reasoning, arguments of tool calls.
     pub(super) other_bytes: usize,
-    /// Index of the choice the document is about, when it is about one.
+    /// Index of the document's choice, if it has exactly one.
     pub(super) choice: Option<u64>,
-    /// The top-level `usage` member together with the comma that ties it to its neighbours.
+    /// Range of the top-level `usage` member with the comma that joins it to its neighbours.
     pub(super) usage_member: Option<Range<usize>>,
-    /// Whether the top-level `usage` is there but null.
+    /// Whether the top-level `usage` is present but null.
     pub(super) is_usage_null: bool,
-    /// Whether there is a `choices` array without elements: the chunk exists for its usage.
+    /// Whether there is an empty `choices` array: the chunk only reports usage.
     pub(super) has_no_choices: bool,
-    /// Whether a choice says why it ended.
+    /// Whether a choice has a finish reason.
     pub(super) ends_choice: bool,
 }
 
-/// Reads a document.
+/// Extracts usage and text from a document.
 pub(super) fn inspect(json: &[u8]) -> AnswerDelta<'_> {
     let mut findings = AnswerDelta::default();
     let mut previous_end = None;
@@ -57,7 +57,7 @@ pub(super) fn inspect(json: &[u8]) -> AnswerDelta<'_> {
             b"choices" => findings.read_choices(value),
             b"type" => kind = value,
             b"delta" => delta = Some(value),
-            // Whole answers of the messages and the responses endpoint.
+            // Whole responses of the messages and the responses endpoint.
             b"content" => findings.read_parts(value),
             b"output" => {
                 for content in elements(value).filter_map(|item| value_of(item, "content")) {
@@ -96,7 +96,7 @@ impl<'a> AnswerDelta<'a> {
         self.has_no_choices = count == 0 && choices.first() == Some(&b'[');
     }
 
-    /// Content parts of a whole answer.
+    /// Reads the content parts of a whole response.
     fn read_parts(&mut self, parts: &'a [u8]) {
         for part in elements(parts) {
             let kind = value_of(part, "type").unwrap_or_default();
@@ -108,8 +108,8 @@ impl<'a> AnswerDelta<'a> {
         }
     }
 
-    /// The `delta` of an event of the responses endpoint, a string, or of the messages endpoint, an
-    /// object.
+    /// Reads the `delta` of an event: a string on the responses endpoint, an object on the messages
+    /// endpoint.
     fn read_delta(&mut self, kind: &[u8], delta: &'a [u8]) {
         if delta.first() == Some(&b'"') {
             if kind == br#""response.output_text.delta""# {
@@ -144,7 +144,7 @@ impl<'a> AnswerDelta<'a> {
     }
 }
 
-/// What a choice tells: a chunk's delta, a whole message or a completion.
+/// Output of a choice: a chunk's delta, a whole message or a completion.
 struct ChoiceOutput<'a> {
     index: u64,
     text: Option<Cow<'a, str>>,
@@ -174,7 +174,7 @@ impl<'a> ChoiceOutput<'a> {
     }
 
     fn read_message(&mut self, message: &'a [u8]) {
-        // Engines write reasoning under its old and its new name at once.
+        // Engines write reasoning under its old and its new name at the same time.
         let mut reasoning_bytes = 0;
         for member in members(message) {
             let value = &message[member.value];
@@ -196,7 +196,7 @@ impl<'a> ChoiceOutput<'a> {
     }
 }
 
-/// Length of a string literal's text, escapes counted as written; 0 for other values.
+/// Returns the length of a string literal's text with escapes as written; 0 for other values.
 fn literal_bytes(literal: &[u8]) -> usize {
     if literal.first() == Some(&b'"') {
         literal.len().saturating_sub(2)
@@ -205,7 +205,7 @@ fn literal_bytes(literal: &[u8]) -> usize {
     }
 }
 
-/// Token counts under the names of all endpoints.
+/// Token counts under the names that the endpoints use.
 #[derive(Deserialize)]
 struct ReportedUsage {
     #[serde(alias = "input_tokens")]
@@ -214,9 +214,9 @@ struct ReportedUsage {
     completion_tokens: Option<u64>,
     #[serde(alias = "input_tokens_details")]
     prompt_tokens_details: Option<TokenDetails>,
-    /// Messages endpoint: not part of its `input_tokens`.
+    /// Messages endpoint: not included in `input_tokens`.
     cache_read_input_tokens: Option<u64>,
-    /// Messages endpoint: not part of its `input_tokens`.
+    /// Messages endpoint: not included in `input_tokens`.
     cache_creation_input_tokens: Option<u64>,
 }
 
@@ -225,7 +225,7 @@ struct TokenDetails {
     cached_tokens: Option<u64>,
 }
 
-/// The value of a `usage` member; `None` when it tells no counts.
+/// Parses the value of a `usage` member; `None` if it reports no counts.
 pub(super) fn read_usage(json: &[u8]) -> Option<Usage> {
     let reported: Option<ReportedUsage> = serde_json::from_slice(json).ok()?;
     let reported = reported?;

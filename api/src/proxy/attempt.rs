@@ -1,9 +1,8 @@
-//! One attempt: sends a request to the backend that was chosen for it and waits until the answer
-//! begins.
+//! One attempt: sends a request to the chosen backend and waits until the response begins.
 //!
-//! The result is an outcome ([`Outcome`], [`AttemptError`]), which alone determines what the
-//! backend's circuit learns, how the attempt is charged, and whether another backend may be tried:
-//! only when this one surely did not run the request.
+//! The result ([`Outcome`], [`AttemptError`]) alone determines what the backend's circuit breaker
+//! records, how the attempt is charged, and whether another backend may be tried. That is allowed
+//! only if this one certainly did not run the request.
 
 use std::pin::pin;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
@@ -32,26 +31,26 @@ use crate::isolation::CacheIsolation;
 use crate::routing::{Attempt, AttemptEnd, Decision, DecisionRecord, Usage};
 use crate::traces::{AttemptTrace, TraceHeaders};
 
-/// How long the rest of a refusal is waited for.
+/// Maximum time for reading the rest of a refusal.
 const REFUSAL_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// The request as every attempt sends it.
+/// The outgoing request, common to all attempts.
 pub(super) struct OutgoingRequest<'a> {
     pub(super) asked: &'a ProxiedRequest,
     pub(super) uri: Uri,
     pub(super) body: Segments,
-    /// The body for engines that know salts, of a user whose cached blocks are kept apart.
+    /// Body for engines that support salts, if the user's cached blocks must be isolated.
     pub(super) salted: Option<Segments>,
-    /// What the engine that answers is told of a prompt that another has computed.
+    /// Body member that tells the decode engine where to get a prompt that another engine computed.
     pub(super) transfer: Option<Bytes>,
-    /// Where the engine that answers meets the one that computes the prompt; `None`: nowhere.
+    /// Session shared with the engine that computes the prompt; `None` without bootstrap.
     pub(super) meeting: Option<Arc<BootstrapSession>>,
     pub(super) first_byte_by: Instant,
     pub(super) watched: WatchedRequest,
 }
 
 impl OutgoingRequest<'_> {
-    /// The body for the engine of `backend`.
+    /// Returns the body for `backend`.
     pub(super) fn body_for(&self, proxy: &Proxy, backend: &Backend) -> Segments {
         let is_salted = self.salts(proxy, backend);
         if !is_salted && self.asked.identity.isolation != CacheIsolation::None {
@@ -65,7 +64,7 @@ impl OutgoingRequest<'_> {
         }
     }
 
-    /// Waits for `step` as long as its engine can get the prompt.
+    /// Runs `step`, but fails as soon as its engine can no longer get the prompt.
     async fn with_prompt<T>(
         &self,
         step: impl Future<Output = Result<T, SendError>>,
@@ -80,39 +79,39 @@ impl OutgoingRequest<'_> {
         }
     }
 
-    /// Whether the engine of `backend` gets the salt of the user's cached blocks.
+    /// Whether `backend` receives the salt of the user's cached blocks.
     pub(super) fn salts(&self, proxy: &Proxy, backend: &Backend) -> bool {
         let is_required = self.asked.identity.isolation == CacheIsolation::Required;
         self.salted.is_some() && (is_required || proxy.backends.knows_salts(backend))
     }
 }
 
-/// How an attempt went, for the request.
+/// Result of an attempt, from the request's point of view.
 pub(super) enum AttemptResult {
-    /// The engine's answer, whose body has begun or is awaited no longer.
+    /// The backend's response. Its body has begun, or the wait for it is over.
     Answered(Response<EngineBody>, Attempt),
-    /// The engine did not run the request: another may be tried.
+    /// The backend did not run the request, so another may be tried.
     NotRun(NotRun),
-    /// The engine may have run the request: no other is tried.
+    /// The backend may have run the request, so no other is tried.
     Lost(ProxyError),
 }
 
-/// Why an engine did not run a request.
+/// Reason why a backend did not run a request.
 pub(super) enum NotRun {
-    /// There was no connection to it, or the backend was removed.
+    /// No connection could be made, or the backend was removed.
     Unreachable,
-    /// This replica had no descriptor or port left for a connection.
+    /// This replica had no descriptor or port for a connection.
     OutOfConnections,
-    /// It answered with a redirection.
+    /// The backend responded with a redirect.
     Redirected,
     /// The engine that computes the prompt for it failed.
     WithoutPrompt,
-    /// It refused. `None`: the refusal was too long or took too long to be passed on.
+    /// The backend refused. `None` if the refusal was too long or too slow to pass on.
     Refused(Option<Response<Bytes>>),
 }
 
 impl NotRun {
-    /// Whether the attempt cost the engine anything, so that a retry counts against the budget.
+    /// Whether the attempt put load on the engine, so that a retry counts against the budget.
     pub(super) fn was_load(&self) -> bool {
         match self {
             Self::Unreachable => false,
@@ -122,7 +121,7 @@ impl NotRun {
         }
     }
 
-    /// What the client is told when no other backend is tried: the engine's refusal, or an error.
+    /// Returns the client's response if no other backend is tried: the refusal, or an error.
     pub(super) fn answer(self) -> Result<Response<Bytes>, ProxyError> {
         match self {
             Self::Unreachable => Err(ProxyError::Unreachable),
@@ -134,36 +133,35 @@ impl NotRun {
     }
 }
 
-/// What came of sending a request.
+/// Outcome of sending a request.
 enum Outcome {
-    /// An answer to pass on.
+    /// A response to pass on.
     Answer(Response<EngineBody>),
-    /// An answer whose status says that the engine did not run the request.
+    /// A response whose status means that the engine did not run the request.
     Refusal(Response<EngineBody>),
-    /// An answer that points to the engine's own address space; what answers there would not be
-    /// counted.
+    /// A redirect into the engine's own address space. Whatever is behind it would not be counted.
     Redirection,
     Failure(AttemptError),
 }
 
-/// Why an attempt has no answer.
+/// Reason why an attempt has no response.
 #[derive(Debug)]
 pub(super) enum AttemptError {
-    /// The backend was removed, or replaced by another, since it was chosen.
+    /// The backend was removed or replaced after it was chosen.
     Gone,
-    /// This replica had no descriptor or port left for a connection.
+    /// This replica had no descriptor or port for a connection.
     OutOfConnections(SendError),
     /// No connection could be made.
     Unreachable(SendError),
-    /// The new connection broke before the request went over it.
+    /// The new connection broke before the request was sent.
     BrokeUnsent(SendError),
-    /// The connection broke after the request was sent, before the answer's body began.
+    /// The connection broke after the request was sent and before the response body began.
     Broke(SendError),
-    /// The engine that computes the prompt for this one failed; nothing was answered.
+    /// The engine that computes the prompt for this one failed before any response.
     WithoutPrompt,
-    /// There was no connection by the deadline.
+    /// No connection was made by the deadline.
     TimedOutUnsent,
-    /// The request was sent, and no head came by the deadline.
+    /// The request was sent, but no response head arrived by the deadline.
     TimedOut,
 }
 
@@ -183,7 +181,7 @@ impl AttemptError {
         }
     }
 
-    /// As the admin API names it.
+    /// Returns the name in the admin API.
     pub(super) fn label(&self) -> &'static str {
         match self {
             Self::Gone => "backend-removed",
@@ -197,7 +195,7 @@ impl AttemptError {
         }
     }
 
-    /// Tells the decision's record.
+    /// Records the failure in the decision's record.
     fn note(&self, record: &DecisionRecord) {
         match self {
             Self::OutOfConnections(error)
@@ -210,8 +208,8 @@ impl AttemptError {
         }
     }
 
-    /// Tells the circuit of `backend`. It hears of a request that timed out after it was sent by the
-    /// end of the attempt.
+    /// Reports the failure to the circuit breaker of `backend`. For a request that timed out after
+    /// it was sent, the end of the attempt reports it.
     pub(super) fn report(&self, proxy: &Proxy, backend: BackendRef, user: UserKey) {
         let (backends, now) = (&proxy.backends, Instant::now());
         match self {
@@ -234,7 +232,7 @@ impl AttemptError {
             | Self::WithoutPrompt
             | Self::TimedOutUnsent => AttemptEnd::NotRun,
             Self::Broke(_) => AttemptEnd::Failed,
-            // It may have computed all the while.
+            // The engine may have been computing until the timeout.
             Self::TimedOut => AttemptEnd::Broken,
         }
     }
@@ -254,7 +252,7 @@ impl Outcome {
     fn of(response: Response<EngineBody>, is_refusal: bool) -> Self {
         let status = response.status();
         if status.is_informational() {
-            // No client asked for another protocol.
+            // No client asked for a protocol upgrade.
             Self::Failure(AttemptError::Broke(SendError::Ended))
         } else if status.is_redirection() {
             Self::Redirection
@@ -265,7 +263,7 @@ impl Outcome {
         }
     }
 
-    /// Tells the decision's record.
+    /// Records the outcome in the decision's record.
     fn note(&self, record: &DecisionRecord) {
         match self {
             Self::Answer(response) | Self::Refusal(response) => {
@@ -276,7 +274,7 @@ impl Outcome {
         }
     }
 
-    /// Tells the span.
+    /// Records the outcome in the span.
     fn trace(&self, trace: &mut AttemptTrace) {
         match self {
             Self::Answer(response) | Self::Refusal(response) => {
@@ -287,7 +285,7 @@ impl Outcome {
         }
     }
 
-    /// Tells the backend's circuit. It hears of a successful answer once its body begins.
+    /// Reports the outcome to the backend's circuit breaker. A success counts once its body begins.
     fn report(&self, proxy: &Proxy, decision: &Decision, user: UserKey) {
         let backend = decision.backend;
         match self {
@@ -302,8 +300,8 @@ impl Outcome {
     }
 }
 
-/// Tells a backend's circuit of an answer with this status. It hears of a successful one once its
-/// body begins.
+/// Reports a response with this status to a backend's circuit breaker. A success counts only once
+/// its body begins.
 pub(super) fn report_status(proxy: &Proxy, backend: BackendRef, user: UserKey, status: StatusCode) {
     let now = Instant::now();
     if status.is_client_error() {
@@ -313,7 +311,7 @@ pub(super) fn report_status(proxy: &Proxy, backend: BackendRef, user: UserKey, s
     }
 }
 
-/// Sends the request to the decided backend. With `is_last` a refusal is an answer like any other.
+/// Sends the request to the chosen backend. With `is_last`, a refusal is returned as a response.
 pub(super) async fn attempt(
     proxy: &Arc<Proxy>,
     sending: &OutgoingRequest<'_>,
@@ -331,7 +329,7 @@ pub(super) async fn attempt(
             sent: &|| pending.is_sent.store(true, Relaxed),
         };
         let (uri, to) = (&sending.uri, decision.backend);
-        // Pinned here: what takes a future by value and awaits it keeps it twice.
+        // Pinned here, because a function that takes and awaits a future by value stores it twice.
         let send = pin!(post(proxy, sending.asked, uri, to, request));
         timeout_at(sending.first_byte_by, sending.with_prompt(send)).await
     };
@@ -339,7 +337,7 @@ pub(super) async fn attempt(
     let outcome = match sent {
         Ok(Ok(response)) => {
             let status = response.status();
-            // Engines answer so when they cannot fetch the prompt's blocks.
+            // Engines respond with such a status when they cannot fetch the prompt's blocks.
             let is_transfer_lost = sending.transfer.is_some() && status.is_server_error();
             let is_refusal = is_transfer_lost || proxy.settings.retry_statuses.contains(&status);
             Outcome::of(response, is_refusal && !is_last)
@@ -390,7 +388,7 @@ pub(super) async fn attempt(
     failure.result()
 }
 
-/// What else follows from a failure: for the backend's health, the connections and the suspects.
+/// Applies the other effects of a failure: backend health, connections and suspects.
 pub(super) fn note(
     proxy: &Proxy,
     sending: &OutgoingRequest<'_>,
@@ -422,7 +420,7 @@ pub(super) fn note(
     }
 }
 
-/// An attempt while its answer's head is waited for. A client that leaves then pays only if its
+/// An attempt that waits for the response head. If the client leaves meanwhile, it pays only if its
 /// request was sent.
 pub(super) struct PendingAttempt {
     attempt: Option<Attempt>,
@@ -430,14 +428,15 @@ pub(super) struct PendingAttempt {
     meeting: Option<Arc<BootstrapSession>>,
 }
 
-/// Two engines that got a request at once, and meet over its prompt.
+/// State shared by two engines that receive a request at once and exchange its KV cache.
 #[derive(Debug, Default)]
 pub(super) struct BootstrapSession {
-    /// The one that computes the prompt has failed.
+    /// Cancelled when the prefill engine has failed.
     pub(super) failed: CancellationToken,
-    /// It was sent the request: a client that leaves pays for the prompt.
+    /// Whether the prefill engine was sent the request. A client that leaves then pays for the
+    /// prompt.
     pub(super) is_sent: AtomicBool,
-    /// When the prompt was computed, and what was said of it.
+    /// Time at which the prompt was computed, and its reported usage.
     pub(super) computed: OnceLock<(Instant, Option<Usage>)>,
 }
 
@@ -450,20 +449,20 @@ impl PendingAttempt {
         }
     }
 
-    /// The same of an attempt whose prompt another engine computes at the same time.
+    /// Adds the session of the engine that computes the prompt at the same time.
     fn meeting(mut self, meeting: Option<&Arc<BootstrapSession>>) -> Self {
         self.meeting = meeting.cloned();
         self
     }
 
-    /// The wait is over: the attempt, and whether its request was sent.
+    /// Ends the wait and returns the attempt and whether its request was sent.
     pub(super) fn over(mut self) -> (Attempt, bool) {
         let attempt = self.take();
         let is_sent = self.is_sent.load(Relaxed);
         (attempt.expect("it is taken here only"), is_sent)
     }
 
-    /// The attempt, with what is known of its prompt.
+    /// Takes the attempt, after recording what is known about its prompt.
     fn take(&mut self) -> Option<Attempt> {
         let mut attempt = self.attempt.take()?;
         let meeting = self.meeting.as_ref();
@@ -488,17 +487,17 @@ impl Drop for PendingAttempt {
     }
 }
 
-/// What goes to an engine.
+/// Variable parts of a request to a backend.
 pub(super) struct Post<'a> {
-    /// The body for the engine of a backend.
+    /// Returns the body for a backend.
     pub(super) body: &'a (dyn Fn(&Backend) -> Segments + Sync),
-    /// What the engine is told of the trace; `None`: what the client said.
+    /// Trace headers for the engine; `None` to forward those of the client.
     pub(super) trace: Option<&'a TraceHeaders>,
-    /// Called when it goes over a connection.
+    /// Called when the request is written to a connection.
     pub(super) sent: &'a (dyn Fn() + Sync),
 }
 
-/// Sends a client's request to the engine of `to`.
+/// Sends a client's request to the backend `to`.
 pub(super) async fn post(
     proxy: &Proxy,
     asked: &ProxiedRequest,
@@ -532,7 +531,7 @@ pub(super) async fn post(
     endpoint.send(&build).await
 }
 
-/// What an engine is told about the way of a request.
+/// Returns the connection details that headers to an engine depend on.
 pub(super) fn hop<'a>(
     proxy: &'a Proxy,
     asked: &'a ProxiedRequest,
@@ -551,8 +550,8 @@ pub(super) fn hop<'a>(
     }
 }
 
-/// Reads a refusal, so that it can be passed on if no other backend is tried. `None`: it is too
-/// long, or does not come in time.
+/// Reads a refusal so that it can be passed on if no other backend is tried. Returns `None` if it
+/// is too long or too slow.
 pub(super) async fn read_refusal(response: Response<EngineBody>) -> Option<Response<Bytes>> {
     let (mut head, body) = response.into_parts();
     let bytes_max = usize::try_from(ERROR_BYTES_MAX).unwrap_or(usize::MAX);

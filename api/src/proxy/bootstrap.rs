@@ -1,23 +1,23 @@
-//! Tells two engines where to meet: the address of the prefill engine's bootstrap server and the
-//! numbers of rooms there, in the form of SGLang's gateway.
+//! Body members that connect two engines: the address of the prefill engine's bootstrap server and
+//! room numbers there, in the format of SGLang's gateway.
 
 use bytes::Bytes;
 
 use crate::prompt::ParsedBody;
 
-/// Most rooms of a request.
+/// Maximum number of rooms of a request.
 const ROOMS_MAX: u32 = 1024;
 
-/// In how many rooms two engines meet over a request.
+/// Number of rooms in which two engines exchange a request's KV cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum BootstrapRooms {
-    /// One, told as a number.
+    /// One room, sent as a number.
     One,
-    /// So many, told as a list.
+    /// Several rooms, sent as a list.
     List(u32),
 }
 
-/// The data-parallel rank of a prefill engine, and how many it has.
+/// Data-parallel rank of a prefill engine, with its number of ranks.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct RankOf {
     pub(super) rank: u64,
@@ -25,7 +25,7 @@ pub(super) struct RankOf {
 }
 
 impl BootstrapRooms {
-    /// Those of a completion; `None`: too many.
+    /// Returns the rooms that a completion needs; `None` if too many.
     pub(super) fn count(path: &str, parsed: &ParsedBody) -> Option<Self> {
         let several = match path {
             "/v1/chat/completions" => parsed.choices,
@@ -40,9 +40,9 @@ impl BootstrapRooms {
         })
     }
 
-    /// What both engines are told, as members of the body and the comma after them.
+    /// Returns the body members for both engines, with a trailing comma.
     pub(super) fn members(self, host: &str, port: u16, draw: impl Fn() -> u64) -> Bytes {
-        // A host of a URL has no character that JSON would escape.
+        // A URL's host has no character that JSON would escape.
         let (host, port) = (format!("\"{host}\""), port.to_string());
         let list = |each: &dyn Fn() -> String| match self {
             Self::One => each(),
@@ -62,13 +62,13 @@ impl BootstrapRooms {
 }
 
 impl RankOf {
-    /// A room that leads to the rank: engines with several take the one that its number says.
+    /// Returns a room that leads to the rank: engines with several ranks derive it from the number.
     pub(super) fn room(self, drawn: u64) -> u64 {
         drawn - drawn % self.ranks + self.rank
     }
 }
 
-/// A number for a room: of 62 bits, so that engines may count on from it.
+/// Draws a room number of 62 bits, so that engines can increment it without overflow.
 pub(super) fn draw() -> u64 {
     rand::random::<u64>() >> 2
 }
@@ -102,7 +102,7 @@ mod tests {
         assert_eq!(told(chat, r#"{"model":"m","messages":[],"n":2}"#), two);
         assert_eq!(told(text, r#"{"model":"m","prompt":"a"}"#), one);
         assert_eq!(told(text, r#"{"model":"m","prompt":[1,2,3]}"#), one);
-        // SGLang's gateway counts prompts there; engines count on for choices.
+        // SGLang's gateway counts prompts there; engines increment the number for choices.
         assert_eq!(told(text, r#"{"model":"m","prompt":"a","n":2}"#), one);
         assert_eq!(told(text, r#"{"model":"m","prompt":["a","b"]}"#), two);
         assert_eq!(told(chat, r#"{"model":"m","messages":[],"n":1025}"#), None);

@@ -1,15 +1,15 @@
-//! A request on two engines at once that, in SGLang's terms, meet in a room.
+//! Requests that run on two engines at once, which meet in a *room*, as SGLang calls it.
 //!
-//! Both engines get the same request, with the address of the prefill engine's bootstrap server and
-//! the number of a room there, drawn for this attempt. The prefill engine answers once the prompt's
-//! KV cache has gone over; what the client gets is the other one's answer. This is what SGLang's own
-//! gateway does (`sgl-model-gateway/src/routers/http/pd_router.rs`), to the form of the fields: a
-//! number for one prompt and answer, lists for a batch of prompts or several choices of a chat.
+//! Both engines receive the same request, with the address of the prefill engine's bootstrap server
+//! and a room number drawn for this attempt. The prefill engine responds once it has transferred
+//! the prompt's KV cache. The client receives the decode engine's response. SGLang's own gateway
+//! works the same way (`sgl-model-gateway/src/routers/http/pd_router.rs`), with the same fields: a
+//! number for one prompt and answer, lists for several prompts or several choices of a chat.
 //!
-//! Neither engine is of use without the other, so if one fails, the other's connection is closed.
-//! Until the answer's body begins nothing of it was made: a prefill engine that fails before that
-//! is replaced by another one, with a new room. The answer waits for the end of the prefill
-//! engine's, which tells what was cached, but not long once its body has begun.
+//! Neither engine is useful without the other, so if one fails, the other's connection is closed.
+//! No output exists until the response body begins, so a prefill engine that fails earlier is
+//! replaced by another one, with a new room. The response waits for the end of the prefill
+//! engine's, which reports the cached tokens, but only briefly once its own body has begun.
 
 use std::future::poll_fn;
 use std::pin::{Pin, pin};
@@ -37,22 +37,22 @@ use crate::error::ProxyError;
 use crate::routing::{Attempt, AttemptEnd, Decision, PrefillAttempt, PrefillDecision, Usage};
 use crate::traces::TracedEnd;
 
-/// Longest answer of a prefill engine, in bytes: a token for each prompt and choice.
+/// Maximum length of a prefill engine's response, in bytes: one token per prompt and choice.
 const PREFILL_ANSWER_BYTES_MAX: usize = 4 << 20;
-/// How long an answer that has begun waits for the end of the prefill engine's.
+/// Maximum time that a begun response waits for the end of the prefill engine's response.
 const PREFILL_END_MAX: Duration = Duration::from_secs(1);
-/// What came of a prompt.
+/// Result of the prefill.
 enum RemotePrefill {
-    /// The engine has computed it and handed it over.
+    /// The engine has computed the prompt and transferred it.
     Computed(Option<Usage>),
-    /// The engine answered with this status, and with what follows if that is short.
+    /// The engine responded with this status, and with this response if it is short.
     Refused(StatusCode, Option<Response<Bytes>>),
     Failed(AttemptError),
 }
 
 impl RemotePrefill {
-    /// As metrics and the admin API name it; `None`: the other engine was done with the request
-    /// before.
+    /// Returns the name in metrics and the admin API. `None` means that the decode engine finished
+    /// the request earlier.
     fn label(prefilled: Option<&Self>) -> &'static str {
         match prefilled {
             Some(Self::Computed(_)) => "transferred",
@@ -63,12 +63,12 @@ impl RemotePrefill {
     }
 }
 
-/// What came of an attempt at two engines.
+/// Result of an attempt on two engines.
 pub(super) struct PairResult {
     pub(super) result: AttemptResult,
-    /// The backend at fault, where it was not run.
+    /// Slot of the backend at fault, if the request was not run.
     pub(super) at_fault: Slot,
-    /// Whether another pair would say the same.
+    /// Whether another pair would give the same result.
     pub(super) is_final: bool,
 }
 
@@ -82,10 +82,10 @@ impl PairResult {
     }
 }
 
-/// Sends the request to both backends of the decision and waits until the answer begins.
+/// Sends the request to both backends of the decision and waits until the response begins.
 ///
 /// # Errors
-/// If the prompt has broken too many engines by now; the attempt is over then.
+/// Fails if the prompt has broken too many engines by now. The attempt is over then.
 pub(super) async fn meet(
     proxy: &Arc<Proxy>,
     sending: &mut OutgoingRequest<'_>,
@@ -148,7 +148,7 @@ pub(super) async fn meet(
     )
 }
 
-/// What the engines are told; `None`: the one that computes the prompt is gone.
+/// Returns the body members for both engines; `None` if the prefill backend is gone.
 fn members(proxy: &Proxy, sending: &OutgoingRequest<'_>, to: &PrefillDecision) -> Option<Bytes> {
     let registry = proxy.view.registry();
     let backend = registry.backend(to.backend.slot)?;
@@ -167,7 +167,7 @@ fn members(proxy: &Proxy, sending: &OutgoingRequest<'_>, to: &PrefillDecision) -
     Some(rooms.members(&host, port, room))
 }
 
-/// Has the prompt computed, and waits until it has gone over.
+/// Sends the request to the prefill engine and waits until it has transferred the prompt.
 async fn compute(
     proxy: &Proxy,
     sending: &OutgoingRequest<'_>,
@@ -213,7 +213,7 @@ async fn read(answer: Response<EngineBody>) -> Result<RemotePrefill, SendError> 
     Ok(judge(&body))
 }
 
-/// Reads an answer, whole or a stream of events.
+/// Parses a prefill engine's response, either whole or a stream of events.
 fn judge(answer: &[u8]) -> RemotePrefill {
     let mut usage = None;
     let events = answer.split(|byte| *byte == b'\n');
@@ -227,7 +227,7 @@ fn judge(answer: &[u8]) -> RemotePrefill {
     RemotePrefill::Computed(usage)
 }
 
-/// Waits until the prompt is known to be computed; `None`: it is, as the answer has begun.
+/// Waits for the result of the prefill. Returns `None` if the response has begun without it.
 async fn until_computed(
     mut computing: Pin<&mut impl Future<Output = RemotePrefill>>,
     response: &mut Response<EngineBody>,
@@ -246,12 +246,12 @@ async fn until_computed(
     }
     match timeout(PREFILL_END_MAX, computing).await {
         Ok(RemotePrefill::Computed(usage)) => Ok(Some(RemotePrefill::Computed(usage))),
-        // It is of no interest any more.
+        // The result no longer matters.
         Ok(RemotePrefill::Refused(..) | RemotePrefill::Failed(_)) | Err(_) => Ok(None),
     }
 }
 
-/// The answer was under way and has failed before its body began.
+/// Ends an attempt that failed after the response head and before the body.
 fn over(result: AttemptResult, failure: &AttemptError) -> AttemptResult {
     match result {
         AttemptResult::Answered(_, attempt) => {
@@ -262,7 +262,7 @@ fn over(result: AttemptResult, failure: &AttemptError) -> AttemptResult {
     }
 }
 
-/// What follows for the prefill backend and the request.
+/// Applies the result to the prefill backend and the request.
 fn settle(
     proxy: &Proxy,
     sending: &OutgoingRequest<'_>,
@@ -293,7 +293,7 @@ fn settle(
             Ok(PairResult::of(result, slots.0))
         }
         (result, None) => {
-            // Who is at fault of a lost transfer is not known; the prompt had not gone over yet.
+            // The cause of a lost transfer is unknown; the prompt was not transferred yet.
             let is_transfer = matches!(result, AttemptResult::NotRun(NotRun::Refused(_)));
             let is_late = matches!(result, AttemptResult::Lost(ProxyError::EngineTimeout));
             if is_late && prefill.is_sent() {
@@ -313,7 +313,7 @@ fn settle(
     }
 }
 
-/// The prefill engine failed, and with it the attempt.
+/// Handles a failed prefill engine, which fails the whole attempt.
 fn without_prompt(
     proxy: &Proxy,
     sending: &OutgoingRequest<'_>,

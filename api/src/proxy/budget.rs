@@ -1,8 +1,8 @@
-//! The retry budget: how many requests of a model may be retries at a time.
+//! The retry budget: a limit on how many requests of a model may be retries at a time.
 //!
-//! When every engine refuses, retries on the next one triple the load on overloaded engines. As in
-//! Envoy, concurrent retries are bounded by a share of the requests in flight, and a minimum. A
-//! connection that could not be made is no load and spends nothing.
+//! If every engine refuses, retries triple the load on engines that are overloaded already. As in
+//! Envoy, concurrent retries are limited to a share of the requests in flight, and at least a
+//! minimum. A failed connection attempt is no load and consumes no budget.
 
 use std::hash::{BuildHasher, RandomState};
 use std::sync::Arc;
@@ -11,10 +11,10 @@ use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use arc_swap::ArcSwap;
 use state::admission::RetryAllowance;
 
-/// Models are told apart by so many cells: two that share one share a budget.
+/// Number of cells that models are hashed to. Two models in one cell share a budget.
 const CELLS: u64 = 256;
 
-/// Budgets of all models.
+/// Retry budgets of all models.
 pub(super) struct RetryBudget {
     cells: Box<[BudgetCell]>,
     hasher: RandomState,
@@ -27,7 +27,7 @@ struct BudgetCell {
     retries: AtomicU32,
 }
 
-/// A request for a model, to the end of its answer.
+/// A request for a model, counted until the end of its response.
 pub(super) struct BudgetGuard {
     budget: Arc<RetryBudget>,
     at: usize,
@@ -35,7 +35,7 @@ pub(super) struct BudgetGuard {
 }
 
 impl RetryBudget {
-    /// Budgets that nobody has spent of.
+    /// Creates unused budgets.
     pub(super) fn new(allowance: RetryAllowance) -> Self {
         Self {
             cells: (0..CELLS).map(|_| BudgetCell::default()).collect(),
@@ -44,7 +44,7 @@ impl RetryBudget {
         }
     }
 
-    /// Has another allowance hold for what is tried again from here on.
+    /// Replaces the allowance for all later retries.
     pub(super) fn replace(&self, allowance: RetryAllowance) {
         self.allowance.store(Arc::new(allowance));
     }
@@ -62,7 +62,7 @@ impl RetryBudget {
 }
 
 impl BudgetGuard {
-    /// Whether it may go to a further engine. From then on it counts as a retry.
+    /// Whether the request may go to another engine. From then on it counts as a retry.
     pub(super) fn may_retry(&mut self) -> bool {
         let BudgetCell { requests, retries } = &self.budget.cells[self.at];
         let allowance = **self.budget.allowance.load();

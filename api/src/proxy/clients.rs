@@ -1,9 +1,9 @@
-//! Counts connections and requests per client address and user, and finds the longest idle
-//! connections to close when there is no room.
+//! Counts connections and requests per client address and user, and selects the longest idle
+//! connections to close when room is needed.
 //!
-//! The book of connections is locked when one opens or closes, never by a request: a request counts
-//! in its own connection and in the share of its address. Users are counted in shards by a keyed
-//! hash of their name. Both tables are as large as what is open at the moment, no larger.
+//! The connection table is locked when a connection opens or closes, but never by a request. A
+//! request counts in its own connection and in the counts of its address. Users are counted in
+//! shards by a keyed hash of their name. Both tables are only as large as what is open.
 
 use std::collections::{BTreeMap, HashMap};
 use std::hash::{BuildHasher, RandomState};
@@ -14,12 +14,12 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tokio::sync::Notify;
 use tokio::time::Instant;
 
-/// Shards of the users' counts.
+/// Number of shards of the user counts.
 const SHARDS: usize = 64;
-/// Leading bits of an IPv6 address that stand for one client: a network is given that many.
+/// Length of the IPv6 prefix that identifies one client: a site gets a network of this size.
 const V6_CLIENT_BITS: u32 = 64;
 
-/// Everybody who is connected.
+/// All connected clients.
 pub(super) struct ClientTable {
     book: Mutex<ConnectionTable>,
     epoch: Instant,
@@ -30,33 +30,33 @@ pub(super) struct ClientTable {
 #[derive(Default)]
 struct ConnectionTable {
     last: u64,
-    /// By the order in which they opened.
+    /// Connections in the order in which they opened.
     seats: BTreeMap<u64, Arc<ClientConnection>>,
-    /// Addresses with a connection.
+    /// Counts of addresses with a connection.
     shares: BTreeMap<IpAddr, Arc<AddressCounts>>,
 }
 
-/// What one client address has open.
+/// Open connections and requests of one client address.
 #[derive(Default)]
 struct AddressCounts {
-    /// Changed under the lock of the book.
+    /// Changed only under the table's lock.
     connections: AtomicUsize,
     requests: AtomicUsize,
 }
 
 /// One connection.
 pub(super) struct ClientConnection {
-    /// `None`: the address has no limit.
+    /// `None` if the address has no limit.
     share: Option<Arc<AddressCounts>>,
-    /// Requests whose answer is not at its end.
+    /// Number of requests whose response has not ended.
     open: AtomicUsize,
-    /// Milliseconds since the epoch at which the last one ended.
+    /// Time at which the last request ended, in milliseconds since the epoch of the table.
     idle_since_ms: AtomicU64,
     is_told: AtomicBool,
     leave: Notify,
 }
 
-/// A connection in the book, until it is dropped.
+/// Guard of a connection in the table. Dropping it removes the connection.
 pub(super) struct ConnectionGuard {
     clients: Arc<ClientTable>,
     address: IpAddr,
@@ -64,7 +64,7 @@ pub(super) struct ConnectionGuard {
     pub(super) seat: Arc<ClientConnection>,
 }
 
-/// A request of a connection, from its head to the end of its answer.
+/// Guard of a request on a connection, from its head to the end of its response.
 pub(super) struct ConnectionRequestGuard {
     clients: Arc<ClientTable>,
     seat: Arc<ClientConnection>,
@@ -80,7 +80,7 @@ impl ClientTable {
         }
     }
 
-    /// Has these limits hold for what comes from here on.
+    /// Replaces the limits for later connections and requests.
     pub(super) fn limit(
         &self,
         connections_per_address_max: usize,
@@ -92,8 +92,8 @@ impl ClientTable {
             .store(requests_per_address_max, Relaxed);
     }
 
-    /// Takes in a connection; `None` when its address has as many as it may. One that `is_exempt`
-    /// speaks for many clients and has no limits.
+    /// Registers a connection; `None` if its address has reached the limit. A connection that
+    /// `is_exempt` serves many clients and has no limits.
     pub(super) fn seat(
         self: &Arc<Self>,
         address: IpAddr,
@@ -126,9 +126,9 @@ impl ClientTable {
         })
     }
 
-    /// Tells up to `count` connections without a request to go, the longest idle ones; how many.
-    /// While an address has more than an equal share of all connections, only such addresses lose
-    /// some: who opens hundreds does not push out who opens one.
+    /// Asks up to `count` idle connections to close, the longest idle first, and returns their
+    /// number. While an address has more than an equal share of all connections, only such
+    /// addresses lose some. One with hundreds of connections thus cannot displace one with a few.
     pub(super) fn close_idle(&self, count: usize) -> usize {
         let book = self.book();
         let equal_share = book.equal_share();
@@ -154,14 +154,14 @@ impl ClientTable {
     }
 
     fn book(&self) -> MutexGuard<'_, ConnectionTable> {
-        // Every change leaves it well formed.
+        // Every change leaves the table well formed.
         self.book.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl ConnectionTable {
-    /// Connections per address, if each had as many, rounded down. Addresses without a limit count
-    /// as one.
+    /// Returns the number of connections per address in an equal division, rounded down. Addresses
+    /// without a limit count as one address.
     fn equal_share(&self) -> usize {
         let limited: usize = self.shares.values().map(|it| it.connections()).sum();
         let others = usize::from(limited < self.seats.len());
@@ -176,12 +176,12 @@ impl AddressCounts {
 }
 
 impl ClientConnection {
-    /// How many its address has; 0 if that may have any number.
+    /// Returns the number of connections of the address; 0 if it has no limit.
     fn connections_of_address(&self) -> usize {
         self.share.as_ref().map_or(0, |share| share.connections())
     }
 
-    /// Whether no request is under way.
+    /// Whether no request is in flight.
     pub(super) fn is_idle(&self) -> bool {
         self.open.load(Relaxed) == 0
     }
@@ -190,14 +190,14 @@ impl ClientConnection {
         self.is_idle() && !self.is_told.load(Relaxed)
     }
 
-    /// Waits until the connection is told to go.
+    /// Waits until the connection is asked to close.
     pub(super) async fn told_to_leave(&self) {
         self.leave.notified().await;
     }
 }
 
 impl ConnectionGuard {
-    /// A request began; the second part says whether its address may have one more.
+    /// Begins a request. The second value is whether its address is within its limit.
     pub(super) fn turn(&self) -> (ConnectionRequestGuard, bool) {
         ConnectionRequestGuard::begin(&self.clients, &self.seat)
     }
@@ -242,7 +242,7 @@ impl Drop for ConnectionRequestGuard {
     }
 }
 
-/// The client that an address stands for.
+/// Returns the client that an address stands for: itself, or its IPv6 network.
 pub(crate) fn client_of(address: IpAddr) -> IpAddr {
     match address.to_canonical() {
         IpAddr::V4(address) => IpAddr::V4(address),
@@ -253,14 +253,14 @@ pub(crate) fn client_of(address: IpAddr) -> IpAddr {
     }
 }
 
-/// Requests each user has under way.
+/// Number of requests in flight per user.
 pub(super) struct UserRequests {
     shards: Box<[Mutex<HashMap<u64, usize>>]>,
     hasher: RandomState,
     requests_max: AtomicUsize,
 }
 
-/// A user's request, counted until it is dropped.
+/// Guard of a user's request. The request counts until the guard is dropped.
 pub(super) struct UserRequestGuard {
     users: Arc<UserRequests>,
     user: u64,
@@ -275,12 +275,12 @@ impl UserRequests {
         }
     }
 
-    /// Has this limit hold for requests that come from here on.
+    /// Replaces the limit for later requests.
     pub(super) fn limit(&self, requests_max: usize) {
         self.requests_max.store(requests_max, Relaxed);
     }
 
-    /// Counts a request of `user`; `None` when there are as many as may be.
+    /// Counts a request of `user`; `None` if the user has reached the limit.
     pub(super) fn count(self: &Arc<Self>, user: &str) -> Option<UserRequestGuard> {
         let user = self.hasher.hash_one(user);
         let mut shard = self.shard(user);
@@ -296,7 +296,7 @@ impl UserRequests {
     fn shard(&self, user: u64) -> MutexGuard<'_, HashMap<u64, usize>> {
         let shards = self.shards.len() as u64;
         let at = usize::try_from(user % shards).expect("less than the number of shards");
-        // A count is right between any two of its changes.
+        // A count is consistent between any two changes.
         self.shards[at]
             .lock()
             .unwrap_or_else(PoisonError::into_inner)

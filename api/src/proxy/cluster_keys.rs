@@ -1,6 +1,6 @@
-//! Keys of the cluster on the data plane: whose a key is, and what it may be used for.
+//! The cluster's API keys on the data plane: their users, and the paths and models they allow.
 //!
-//! A request costs one hash and two looks into the published list, whatever the number of keys, and
+//! Whatever the number of keys, a request costs one hash and two lookups in the published list. It
 //! takes no lock (ADR 0067).
 
 use std::sync::Arc;
@@ -14,13 +14,13 @@ use crate::api_keys::{KeyRules, secret_hash};
 use crate::clock::Clock;
 use crate::error::ProxyError;
 
-/// Most bytes of models or paths that a refusal lists.
+/// Maximum length of a list of models or paths in a refusal, in bytes.
 const LISTED_BYTES_MAX: usize = 512;
 
-/// The cluster's keys, as the data plane asks for them.
+/// Lookup of the cluster's keys for the data plane.
 pub(super) struct ClusterKeys {
     view: Arc<StateView>,
-    /// The cluster's clock, which goes on while no command is written.
+    /// The cluster's clock, which advances even without commands.
     clock: Clock,
 }
 
@@ -32,7 +32,7 @@ impl ClusterKeys {
         }
     }
 
-    /// Whose key this is, which has the form of the cluster's keys.
+    /// Returns the holder of a key that has the form of the cluster's keys.
     pub(super) fn holder(&self, rules: &KeyRules, key: &[u8]) -> Result<Holder, ProxyError> {
         if rules.refuses() {
             return Err(ProxyError::StaleKeys);
@@ -54,12 +54,12 @@ impl Holder {
         }
     }
 
-    /// Whether the key, if it is the cluster's, is for some models only.
+    /// Whether this is a key of the cluster that is restricted to some models.
     pub(super) fn has_models(&self) -> bool {
         self.key().is_some_and(|key| !key.spec.models.is_empty())
     }
 
-    /// Refuses a path that the key may not use.
+    /// Rejects a path that the key does not allow.
     pub(super) fn check_path(&self, path: &str) -> Result<(), ProxyError> {
         match self.key() {
             Some(key) if !key.allows_path(path) => Err(ProxyError::PathNotAllowed {
@@ -69,7 +69,7 @@ impl Holder {
         }
     }
 
-    /// Refuses a model that the key may not use.
+    /// Rejects a model that the key does not allow.
     pub(super) fn check_model(&self, model: &str) -> Result<(), ProxyError> {
         match self.key() {
             Some(key) if !key.allows_model(model) => Err(ProxyError::ModelNotAllowed {
@@ -81,7 +81,7 @@ impl Holder {
     }
 }
 
-/// Lists names for people, within bounds.
+/// Formats names as a list for people, with bounded length.
 pub(super) fn listed(names: &[String]) -> String {
     let mut text = String::new();
     for name in names {

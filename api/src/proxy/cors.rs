@@ -1,8 +1,8 @@
-//! Which web pages may use this replica from a browser (`[cors]`); none, unless the config says so.
+//! Cross-origin access for web pages (`[cors]`). No page has access unless the config allows it.
 //!
-//! A browser asks before it sends a request with a key or a JSON body, and shows an answer to the
-//! page only if the answer names the page's origin. What an engine says about origins is about the
-//! engine, and replaced.
+//! A browser asks before it sends a request with a key or a JSON body. It shows a response to the
+//! page only if the response names the page's origin. CORS headers of an engine concern only the
+//! engine, so they are replaced.
 
 use bytes::Bytes;
 use http::header::{
@@ -13,16 +13,16 @@ use http::header::{
 use http::{HeaderMap, HeaderName, HeaderValue, Method, Response, StatusCode};
 
 const METHODS: HeaderValue = HeaderValue::from_static("GET, POST, DELETE");
-/// How long a browser may remember, in seconds. They remember for two hours at most.
+/// Time for which a browser may cache the permission, in seconds. Browsers cap it at two hours.
 const MAX_AGE_S: HeaderValue = HeaderValue::from_static("7200");
 const ANY: HeaderValue = HeaderValue::from_static("*");
-/// What pages see of answers beside the few headers that they always see.
+/// Response headers that pages can read in addition to the few always readable ones.
 const EXPOSED: HeaderValue = HeaderValue::from_static(
     "x-request-id, request-id, retry-after, x-should-retry, x-quorate-replica, \
      x-quorate-backend, x-quorate-policy, x-quorate-prefix, x-quorate-index, x-quorate-ignored",
 );
 
-/// Headers of an answer that a browser decides by.
+/// Response headers that browsers base their decision on.
 const OF_ENGINE: [HeaderName; 6] = [
     ACCESS_CONTROL_ALLOW_ORIGIN,
     ACCESS_CONTROL_ALLOW_CREDENTIALS,
@@ -39,19 +39,19 @@ pub struct AllowedOrigins {
     origins: Vec<HeaderValue>,
 }
 
-/// What a request's origin may do.
+/// Verdict on a request's origin.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum OriginVerdict {
-    /// The config says nothing of origins: neither does the answer.
+    /// The config has no origins, so the response gets no CORS headers.
     Unasked,
-    /// It is not allowed, or not named.
+    /// The origin is missing or not allowed.
     Foreign,
-    /// The answer names this.
+    /// The response allows this origin.
     Allowed(HeaderValue),
 }
 
 impl AllowedOrigins {
-    /// Origins such as `https://chat.example.org`, or `*` for all; `None` when one is neither.
+    /// Parses origins such as `https://chat.example.org`, or `*` for all; `None` if one is invalid.
     #[must_use]
     pub fn new(origins: &[String]) -> Option<Self> {
         let mut allowed = Self::default();
@@ -82,8 +82,8 @@ impl AllowedOrigins {
 }
 
 impl OriginVerdict {
-    /// The answer to a browser's question whether a page may send a request; `None`: it is no such
-    /// question, or nobody may.
+    /// Returns the response to a preflight request; `None` if the request is not a preflight or the
+    /// config has no origins.
     pub(super) fn preflight(
         &self,
         method: &Method,
@@ -101,21 +101,21 @@ impl OriginVerdict {
             told.insert(ACCESS_CONTROL_ALLOW_METHODS, METHODS);
             told.insert(ACCESS_CONTROL_MAX_AGE, MAX_AGE_S);
             if let Some(asked) = headers.get(ACCESS_CONTROL_REQUEST_HEADERS) {
-                // SDKs have headers of their own, and none is a secret of this replica.
+                // SDKs add headers of their own, and none of them is a secret of this replica.
                 told.insert(ACCESS_CONTROL_ALLOW_HEADERS, asked.clone());
             }
         }
         Some(response)
     }
 
-    /// Adds to any answer who may read it.
+    /// Adds the CORS headers to any response.
     pub(super) fn tell(self, headers: &mut HeaderMap) {
         let origin = match self {
             Self::Unasked => return,
             Self::Foreign => None,
             Self::Allowed(origin) => Some(origin),
         };
-        // Those of a preflight's answer are this replica's.
+        // In a preflight response, these headers are this replica's own.
         if headers.contains_key(ACCESS_CONTROL_ALLOW_ORIGIN) {
             for name in &OF_ENGINE {
                 headers.remove(name);
@@ -129,7 +129,7 @@ impl OriginVerdict {
     }
 }
 
-/// An origin as browsers write it: a scheme and a host, and a port unless it is the scheme's own.
+/// Parses an origin as browsers write it: scheme, host, and a port unless it is the default.
 fn of_text(origin: &str) -> Option<HeaderValue> {
     let uri: http::Uri = origin.parse().ok()?;
     let is_origin = matches!(uri.scheme_str(), Some("http" | "https"))

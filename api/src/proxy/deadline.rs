@@ -7,14 +7,14 @@
 //! | `x-stainless-timeout`, `x-stainless-read-timeout` | seconds | OpenAI's and Anthropic's SDKs |
 //! | `grpc-timeout` | digits and one of `H M S m u n` | gRPC gateways |
 //!
-//! The least counts. What cannot be read and what is 0 counts nothing: these are others' headers,
-//! and 0 is how some spell "no timeout".
+//! The shortest deadline counts. Unreadable values and 0 are ignored: the headers belong to other
+//! systems, and some of them use 0 for "no timeout".
 
 use std::time::Duration;
 
 use http::HeaderMap;
 
-/// A header, and how its value reads.
+/// Header name and the parser of its value.
 type HeaderReader = (&'static str, fn(&str) -> Option<Duration>);
 
 const READINGS: [HeaderReader; 5] = [
@@ -27,16 +27,16 @@ const READINGS: [HeaderReader; 5] = [
     ("grpc-timeout", grpc),
 ];
 
-/// How long the client waits; `None`: it does not tell.
+/// Returns how long the client waits; `None` if no header states it.
 pub(super) fn told(headers: &HeaderMap) -> Option<Duration> {
     let read = |(name, read): &HeaderReader| read(headers.get(*name)?.to_str().ok()?.trim());
     let told = READINGS.iter().filter_map(read);
     told.filter(|deadline| !deadline.is_zero()).min()
 }
 
-/// Longest wait that leaves time for an answer that takes `service` on the average. Of a stream the
-/// client has the beginning at once. A wait of a quarter is always of use: the answer may be
-/// shorter.
+/// Returns the longest wait that leaves time for a response that takes `service` on average. A
+/// stream needs no such time, because it starts at once. The result is at least a quarter of the
+/// deadline, since the response may be shorter than average.
 pub(super) fn wait_max(deadline: Duration, service: Duration, is_stream: bool) -> Duration {
     if is_stream {
         deadline

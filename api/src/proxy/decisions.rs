@@ -1,9 +1,9 @@
-//! The last decisions of this replica, for `GET /admin/v1/decisions`.
+//! Log of this replica's latest decisions, for `GET /admin/v1/decisions`.
 //!
-//! A request is kept from when it is understood, with the decision of every attempt and how each
-//! ended. What is kept is bounded by number and by bytes; the oldest goes first. The data plane
-//! adds to it without formatting anything: a record holds numbers and the names that the request
-//! had anyway. It never holds a prompt, a key or an answer.
+//! A request enters the log when it has been parsed. Its record holds the decision of every attempt
+//! and how each ended. The log is bounded by number and by bytes; the oldest requests go first. The
+//! data plane formats nothing for it: a record holds numbers, and names that the request had
+//! anyway. It never holds a prompt, a key or a response.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -20,21 +20,21 @@ use super::request_record::{DecidedAttempt, RequestRecord};
 use crate::clock::Clock;
 use crate::routing::Decision;
 
-/// Most bytes that finished and running requests take up together, but for those that are added to
-/// while they run.
+/// Maximum total size of all kept requests, in bytes, except for what running ones have added since
+/// the last trim.
 const BYTES_MAX: usize = 64 * 1024 * 1024;
-/// Most bytes that the blocks of the newest requests take up beside it. A prompt of 100,000 tokens
-/// has 50 KB of them.
+/// Maximum total size of the newest requests' blocks, in bytes, in addition to `BYTES_MAX`. A
+/// prompt of 100,000 tokens has 50 KB of blocks.
 const CHAIN_BYTES_MAX: usize = 32 * 1024 * 1024;
-/// How many records are looked at while new ones have to wait.
+/// Maximum number of records examined under one lock, so that new ones do not wait for long.
 const LOOK_AT: usize = 256;
 
-/// The last requests that this replica decided, the newest last.
+/// The latest requests that this replica routed, the newest last.
 pub struct DecisionLog {
     replica: ReplicaId,
     clock: Clock,
     entries_max: usize,
-    /// Whether requests have a record though none is kept.
+    /// Whether requests get a record even if none is kept.
     is_always_made: bool,
     kept: Mutex<KeptRequests>,
     recorder: Recorder,
@@ -46,7 +46,7 @@ struct KeptRequests {
     entries: VecDeque<KeptRequest>,
     next_number: u64,
     bytes: usize,
-    /// Blocks of the newest requests' prompts, by number; all requests after the first are there.
+    /// Blocks of the newest prompts, by request number. After the first, no request is missing.
     chains: VecDeque<(u64, Arc<[BlockHash]>)>,
     chain_bytes: usize,
 }
@@ -54,22 +54,22 @@ struct KeptRequests {
 struct KeptRequest {
     id_hash: u64,
     record: Arc<RequestRecord>,
-    /// As counted in `KeptRequests::bytes`.
+    /// Size as counted in `KeptRequests::bytes`.
     bytes: usize,
 }
 
-/// What the log holds.
+/// Size of the log.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct DecisionLogSize {
     pub(crate) entries: usize,
     pub(crate) entries_max: usize,
     pub(crate) bytes: usize,
-    /// When the oldest request was understood, in Unix milliseconds.
+    /// Time at which the oldest request was parsed, in Unix milliseconds.
     pub(crate) oldest_ms: Option<u64>,
 }
 
 impl DecisionLog {
-    /// An empty log of at most `entries_max` requests; 0 keeps none.
+    /// Creates an empty log of at most `entries_max` requests; 0 keeps none.
     #[must_use]
     pub fn new(replica: ReplicaId, clock: Clock, entries_max: usize) -> Self {
         Self {
@@ -82,7 +82,7 @@ impl DecisionLog {
         }
     }
 
-    /// Makes records for the access log, also where none is kept.
+    /// Creates records for the access log, even if none is kept.
     #[must_use]
     pub(super) fn for_access_log(self, is_always_made: bool) -> Self {
         Self {
@@ -91,7 +91,7 @@ impl DecisionLog {
         }
     }
 
-    /// Makes a request's record and keeps it; `None` where nobody would read it.
+    /// Creates and keeps a request's record; `None` if nothing would read it.
     pub(super) fn open(
         &self,
         request: &ClientRequest,
@@ -146,7 +146,7 @@ impl DecisionLog {
         Some(record)
     }
 
-    /// Notes the decision of the next attempt, made after it `waited`.
+    /// Records the decision of the next attempt, which was made after it `waited`.
     pub(super) fn decided(&self, record: &RequestRecord, decision: &Decision, waited: Duration) {
         let Some(decision) = &decision.record else {
             return;
@@ -163,12 +163,12 @@ impl DecisionLog {
         }
     }
 
-    /// Recordings of what is asked.
+    /// Returns the recorder of requests.
     pub(crate) fn recorder(&self) -> &Recorder {
         &self.recorder
     }
 
-    /// The newest requests with the blocks of their prompts, at most `limit`, the oldest first.
+    /// Returns at most `limit` of the newest requests with their blocks, the oldest first.
     pub(crate) fn with_blocks(&self, limit: usize) -> Vec<TakenRequest> {
         let kept = self.lock();
         let first = kept.entries.front().map_or(0, |first| first.record.number);
@@ -183,12 +183,12 @@ impl DecisionLog {
         taken.collect()
     }
 
-    /// This replica.
+    /// Returns the id of this replica.
     pub(crate) fn replica(&self) -> ReplicaId {
         self.replica
     }
 
-    /// What it holds.
+    /// Returns the log's present size.
     pub(crate) fn size(&self) -> DecisionLogSize {
         let kept = self.lock();
         DecisionLogSize {
@@ -199,7 +199,7 @@ impl DecisionLog {
         }
     }
 
-    /// The newest request with this id.
+    /// Returns the newest request with this id.
     pub(crate) fn find(&self, id: &[u8]) -> Option<Arc<RequestRecord>> {
         let id_hash = xxh3_64(id);
         let kept = self.lock();
@@ -208,7 +208,7 @@ impl DecisionLog {
         found.map(|it| Arc::clone(&it.record))
     }
 
-    /// The newest requests below the number `before` that are `wanted`, at most `limit`.
+    /// Returns at most `limit` of the newest `wanted` requests with numbers below `before`.
     pub(crate) fn newest(
         &self,
         mut before: u64,
@@ -254,19 +254,19 @@ impl KeptRequests {
         }
     }
 
-    /// Drops the blocks of the oldest request that has them.
+    /// Drops the blocks of the oldest request that still has them.
     fn drop_chain(&mut self) {
         if let Some((_, chain)) = self.chains.pop_front() {
             self.chain_bytes -= chain_bytes(&chain);
         }
     }
 
-    /// A request takes up more.
+    /// Adds to the size of a request.
     fn grow(&mut self, number: u64, bytes: usize) {
         let Some(first) = self.entries.front().map(|first| first.record.number) else {
             return;
         };
-        // Forgotten meanwhile if it stands before the first.
+        // A number below the first means that the request was dropped meanwhile.
         let at = number
             .checked_sub(first)
             .and_then(|at| usize::try_from(at).ok());
@@ -289,7 +289,7 @@ impl KeptRequests {
         }
     }
 
-    /// Some of the newest records below the number `before`, the newest first.
+    /// Returns some of the newest records numbered below `before`, the newest first.
     fn below(&self, before: u64) -> Vec<Arc<RequestRecord>> {
         let first = self.entries.front().map_or(0, |first| first.record.number);
         let end = usize::try_from(before.saturating_sub(first)).unwrap_or(usize::MAX);
@@ -299,12 +299,12 @@ impl KeptRequests {
     }
 }
 
-/// What the blocks of a prompt take up.
+/// Returns the size of a prompt's blocks, in bytes.
 fn chain_bytes(chain: &[BlockHash]) -> usize {
     size_of::<(u64, Arc<[BlockHash]>)>() + size_of_val(chain)
 }
 
-/// The blocks at depths that are powers of two.
+/// Returns the blocks at depths that are powers of two.
 fn marks(chain: &[BlockHash]) -> Box<[BlockHash]> {
     let places = std::iter::successors(Some(1_usize), |depth| depth.checked_mul(2));
     let marks = places.map_while(|depth| chain.get(depth - 1).copied());

@@ -1,5 +1,5 @@
-//! Which API a request uses, and so the form of its errors, within a stream or instead of an
-//! answer.
+//! The API that a request uses. It determines the format of errors, both within a stream and as a
+//! whole response.
 
 use bytes::{BufMut, Bytes, BytesMut};
 use http::header::CONTENT_TYPE;
@@ -8,13 +8,13 @@ use serde::Serialize;
 
 use crate::error::{ProxyError, openai_body, openai_response, rescue};
 
-/// Where Anthropic's clients look for the request's id.
+/// Response header in which Anthropic's clients look for the request id.
 pub(super) const ANTHROPIC_REQUEST_ID: HeaderName = HeaderName::from_static("request-id");
 
-/// An API.
+/// An API format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Dialect {
-    /// OpenAI's, and those of engines that look like it.
+    /// OpenAI's, and the similar formats of engines.
     OpenAi,
     /// OpenAI's, on the path whose streams have named events.
     Responses,
@@ -31,7 +31,7 @@ impl Dialect {
         }
     }
 
-    /// Whether events of its streams are named. Such streams have no common last event.
+    /// Whether the events of its streams are named. Such streams have no common last event.
     pub(super) fn has_named_events(self) -> bool {
         match self {
             Self::OpenAi => false,
@@ -39,7 +39,7 @@ impl Dialect {
         }
     }
 
-    /// The answer to a request that failed.
+    /// Returns the response to a failed request.
     pub(super) fn response(self, failure: &ProxyError) -> Response<Bytes> {
         let mut response = openai_response(failure);
         if self == Self::Anthropic {
@@ -50,8 +50,8 @@ impl Dialect {
         response
     }
 
-    /// The event that ends a broken stream. `is_within` says that the client has seen the beginning
-    /// of another one.
+    /// Returns the event that ends a broken stream. With `is_within`, the client has already
+    /// received the beginning of another event.
     pub(super) fn last_event(self, failure: &ProxyError, is_within: bool) -> Bytes {
         let body = match self {
             Self::OpenAi | Self::Responses => openai_body(failure),
@@ -64,7 +64,7 @@ impl Dialect {
         match self {
             Self::OpenAi => event.put_slice(b"data: "),
             Self::Responses => {
-                // Events are told apart by name and `type`.
+                // Clients distinguish events by name and `type`.
                 event.put_slice(b"event: error\ndata: {\"type\":\"error\",");
             }
             Self::Anthropic => event.put_slice(b"event: error\ndata: "),
@@ -78,7 +78,7 @@ impl Dialect {
     }
 }
 
-/// Anthropic's error object.
+/// Returns Anthropic's error object.
 fn anthropic_body(failure: &ProxyError) -> Bytes {
     #[derive(Serialize)]
     struct Body {
@@ -93,7 +93,7 @@ fn anthropic_body(failure: &ProxyError) -> Bytes {
         message: String,
     }
     let message = match failure {
-        // The words that its clients look for.
+        // Anthropic's clients look for this wording.
         ProxyError::ContextTooLong { tokens, tokens_max } => {
             format!("prompt is too long: {tokens} tokens > {tokens_max} maximum")
         }
@@ -109,7 +109,7 @@ fn anthropic_body(failure: &ProxyError) -> Bytes {
     serde_json::to_vec(&body).expect("strings serialise").into()
 }
 
-/// The type that Anthropic's API has for a status.
+/// Returns the error type that Anthropic's API uses for a status.
 fn anthropic_type(status: StatusCode) -> &'static str {
     match status.as_u16() {
         401 => "authentication_error",

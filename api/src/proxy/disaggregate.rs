@@ -1,13 +1,13 @@
-//! The prefill stage of a request on two backends, in vLLM's words.
+//! The prefill stage of a request on two backends, as in vLLM.
 //!
 //! The prompt goes to the prefill engine as a request for one token, with `kv_transfer_params` that
-//! ask it to keep the blocks; its answer's `kv_transfer_params` say where they are, and go into the
-//! request to the engine that answers, which fetches them. The form is that of vLLM's NIXL
-//! connector (`tests/v1/kv_connector/nixl_integration/toy_proxy_server.py`).
+//! ask it to keep the blocks. The `kv_transfer_params` in its response locate the blocks. They are
+//! added to the request to the decode engine, which fetches the blocks. The format is that of
+//! vLLM's NIXL connector (`tests/v1/kv_connector/nixl_integration/toy_proxy_server.py`).
 //!
-//! Nothing of this can fail a request: whatever happens to the prefill stage, the backend that
-//! answers, which has a place for the request already, computes the prompt itself. Only a prompt
-//! that has broken two engines is not sent to a third (`suspects.rs`).
+//! The prefill stage cannot fail a request. Whatever happens, the decode backend, which already has
+//! a place for the request, computes the prompt itself. The one exception is a prompt that has
+//! broken two engines: it is not sent to a third (`suspects.rs`).
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
@@ -27,13 +27,13 @@ use crate::error::ProxyError;
 use crate::routing::{Attempt, AttemptEnd, Decision, PrefillAttempt, PrefillDecision, Usage};
 use crate::traces::{TraceHeaders, TracedEnd};
 
-/// Longest answer of a prefill engine, in bytes: a token, and the numbers of the prompt's blocks.
+/// Maximum length of a prefill engine's response, in bytes: a token and the block numbers.
 const PREFILL_ANSWER_BYTES_MAX: usize = 4 << 20;
-/// Part of the time to the first byte that the prefill stage has; the rest is for computing the
-/// prompt elsewhere.
+/// Divisor of the time to the first byte that yields the prefill stage's share. The rest is for
+/// computing the prompt elsewhere.
 const PREFILL_TIME_PART: u32 = 2;
 
-/// Members of a client's body that a prefill engine does not get: it makes one token.
+/// Body members that a prefill engine does not receive, because it generates only one token.
 const DROPPED: [&[u8]; 6] = [
     b"stream",
     b"stream_options",
@@ -42,29 +42,29 @@ const DROPPED: [&[u8]; 6] = [
     b"min_tokens",
     b"min_completion_tokens",
 ];
-/// What it gets instead. It stands last, where it counts however a member before is written.
+/// Replacement of the dropped members. It comes last, where it overrides any other spelling.
 const ONE_TOKEN: &str = r#""stream":false,"max_tokens":1,"#;
 const ONE_TOKEN_OF_CHAT: &str = r#""max_completion_tokens":1,"#;
 const KEEP_FOR_ANOTHER: &str = r#""kv_transfer_params":{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,"remote_block_ids":null,"remote_host":null,"remote_port":null}}"#;
 
-/// A request whose prompt is computed, as far as it is to be elsewhere, and the member of the body
-/// for the engine that answers which says where the prompt's blocks are.
+/// The attempt after the prefill stage, and the body member that tells the decode engine where the
+/// prompt's blocks are.
 type Staged = (Attempt, Option<Bytes>);
 
-/// What came of a prompt.
+/// Result of the prefill stage.
 enum Prefilled {
-    /// It is computed; `params`: where its blocks are.
+    /// The prompt is computed; `params` locates its blocks.
     Computed {
         usage: Option<Usage>,
         params: Option<Bytes>,
     },
-    /// The engine answered with this status.
+    /// The engine responded with this status.
     Refused(StatusCode),
     Failed(AttemptError),
 }
 
 impl Prefilled {
-    /// As metrics and the admin API name it.
+    /// Returns the name in metrics and the admin API.
     fn label(&self) -> &'static str {
         match self {
             Self::Computed {
@@ -86,10 +86,10 @@ impl Prefilled {
     }
 }
 
-/// Has the prompt computed by the backend that the decision names for it, if it names one.
+/// Sends the prompt to the decision's prefill backend, if it has one.
 ///
 /// # Errors
-/// If the prompt has broken too many engines by now; the attempt is over then.
+/// Fails if the prompt has broken too many engines by now. The attempt is over then.
 pub(super) async fn disaggregate(
     proxy: &Arc<Proxy>,
     sending: &OutgoingRequest<'_>,
@@ -126,7 +126,7 @@ pub(super) async fn disaggregate(
     settle(proxy, sending, (chosen, prefill), attempt, prefilled)
 }
 
-/// Sends the prompt and reads the answer.
+/// Sends the prompt and reads the response.
 async fn compute(
     proxy: &Proxy,
     sending: &OutgoingRequest<'_>,
@@ -136,7 +136,7 @@ async fn compute(
     let until = Instant::now() + proxy.settings.timeouts.first_byte / PREFILL_TIME_PART;
     let sent = || {
         prefill.sent();
-        // A client that leaves from here on pays for the prompt.
+        // A client that leaves after this point pays for the prompt.
         pending.is_sent.store(true, Relaxed);
     };
     let body = |backend: &Backend| prefill_body(sending, sending.salts(proxy, backend));
@@ -168,7 +168,7 @@ async fn read(answer: Response<EngineBody>) -> Result<Prefilled, SendError> {
     Ok(Prefilled::read(&body))
 }
 
-/// What follows for the prefill backend, the attempt and the prompt.
+/// Applies the result to the prefill backend, the attempt and the prompt.
 fn settle(
     proxy: &Proxy,
     sending: &OutgoingRequest<'_>,
@@ -215,7 +215,7 @@ fn settle(
     Ok((attempt, transfer))
 }
 
-/// The body for a prefill engine: the client's, for one token.
+/// Returns the body for a prefill engine: the client's, but for one token.
 fn prefill_body(sending: &OutgoingRequest<'_>, is_salted: bool) -> Segments {
     let asked = sending.asked;
     let salt = asked.parsed.cache_salt.as_deref().filter(|_| is_salted);
@@ -239,14 +239,14 @@ fn one_token(path: &str, body: &[u8], salt: Option<&str>) -> Bytes {
         out.put_slice(ONE_TOKEN_OF_CHAT.as_bytes());
     }
     if let Some(salt) = salt {
-        // It is of base64url's characters alone.
+        // The salt has only base64url characters.
         out.put_slice(format!("\"cache_salt\":\"{salt}\",").as_bytes());
     }
     out.put_slice(KEEP_FOR_ANOTHER.as_bytes());
     out.freeze()
 }
 
-/// What the engine that answers is told, as a member of the body and the comma after it.
+/// Returns the body member for the decode engine, with a trailing comma.
 fn transfer_member(params: &[u8]) -> Bytes {
     let mut member = BytesMut::with_capacity(params.len() + 24);
     member.put_slice(br#""kv_transfer_params":"#);

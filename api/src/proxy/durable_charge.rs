@@ -1,9 +1,9 @@
-//! `users.charges = "durable"`: the end of an answer waits until its charge is committed.
+//! `users.charges = "durable"`: the end of a response waits until its charge is committed.
 //!
-//! The end is what tells a client that its answer is complete: the event `[DONE]` of a stream, the
-//! last piece of a body of announced length, the last chunk of any other. It is withheld until the
-//! log has the charge, so that no complete answer is free, whichever replica dies. The wait is
-//! bounded: without a quorum, answers end anyway, and their charges stay in the outbox.
+//! The end shows a client that its response is complete: the `[DONE]` event of a stream, the last
+//! piece of a body with a known length, the last chunk of any other. It is withheld until the log
+//! has the charge, so no complete response is free, whichever replica fails. The wait is bounded:
+//! without a quorum, responses end anyway and their charges stay in the outbox.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -16,17 +16,17 @@ use tokio::time::{Timeout, timeout};
 use super::settings::Charges;
 use crate::routing::ChargeCommit;
 
-/// Longest wait for a commit.
+/// Maximum wait for a commit.
 pub(super) const COMMIT_WAIT_MAX: Duration = Duration::from_secs(5);
 
-/// The end of one answer.
+/// The withheld end of one response.
 pub(super) struct WithheldEnd {
     charges: Charges,
     piece: Option<Bytes>,
     commit: Option<Pin<Box<Timeout<ChargeCommit>>>>,
 }
 
-/// An end that is withheld no more.
+/// An end after its release.
 pub(super) struct ReleasedEnd {
     pub(super) piece: Option<Bytes>,
     /// Whether the charge is known to be committed.
@@ -42,12 +42,12 @@ impl WithheldEnd {
         }
     }
 
-    /// Whether the end of an answer waits at all.
+    /// Whether the end of a response waits for a commit.
     pub(super) fn is_on(&self) -> bool {
         self.charges == Charges::Durable
     }
 
-    /// Keeps back a piece behind those that are kept back.
+    /// Appends a piece to the withheld ones.
     pub(super) fn push(&mut self, piece: Option<Bytes>) {
         self.piece = match (self.piece.take(), piece) {
             (Some(first), Some(second)) => Some([first, second].concat().into()),
@@ -55,22 +55,22 @@ impl WithheldEnd {
         };
     }
 
-    /// Takes what is kept back, without a wait.
+    /// Takes the withheld pieces without waiting.
     pub(super) fn take(&mut self) -> Option<Bytes> {
         self.piece.take()
     }
 
-    /// All of the answer is here: its end waits for `commit`.
+    /// Marks the response as complete. Its end now waits for `commit`.
     pub(super) fn wait(&mut self, commit: ChargeCommit) {
         self.commit = Some(Box::pin(timeout(COMMIT_WAIT_MAX, commit)));
     }
 
-    /// Whether all of the answer is here.
+    /// Whether the response is complete and its end waits.
     pub(super) fn is_waiting(&self) -> bool {
         self.commit.is_some()
     }
 
-    /// Ready when the wait is over, or there is none.
+    /// Becomes ready when the wait is over, or at once if there is none.
     pub(super) fn poll_released(&mut self, cx: &mut Context<'_>) -> Poll<ReleasedEnd> {
         let is_confirmed = match &mut self.commit {
             Some(commit) => matches!(ready!(commit.as_mut().poll(cx)), Ok(Ok(()))),

@@ -1,8 +1,8 @@
-//! Encodings of request bodies: which are taken, and how a compressed body is decoded within its
-//! limits.
+//! Encodings of request bodies: which ones are supported, and how a compressed body is decoded
+//! within limits.
 //!
-//! Engines get the decoded body. A body can grow a thousandfold, so it is decoded as it arrives, in
-//! small parts between which other requests have their turn, and decoding stops once the result
+//! Engines receive the decoded body. A body can grow a thousandfold, so it is decoded as it
+//! arrives, in small parts that let other requests run in between. Decoding stops once the result
 //! exceeds the limit.
 
 use std::io::{self, Write};
@@ -14,12 +14,12 @@ use http::{HeaderMap, HeaderValue};
 
 use crate::error::ProxyError;
 
-/// So many bytes are decoded at once: to 4 MiB at most.
+/// Number of bytes decoded at a time. They expand to at most 4 MiB.
 pub(super) const GZIP_PART_BYTES: usize = 4096;
-/// Longest name of an encoding that an error repeats, in bytes.
+/// Maximum length of an encoding's name in an error, in bytes.
 const SHOWN_ENCODING_BYTES_MAX: usize = 64;
 
-/// How a body is encoded.
+/// Encoding of a request body.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum BodyEncoding {
     Identity,
@@ -27,7 +27,7 @@ pub(super) enum BodyEncoding {
 }
 
 impl BodyEncoding {
-    /// The encoding that the head tells.
+    /// Returns the encoding that the headers declare.
     pub(super) fn of(headers: &HeaderMap) -> Result<Self, ProxyError> {
         let mut all = headers.get_all(CONTENT_ENCODING).iter();
         let only = match (all.next(), all.next()) {
@@ -54,10 +54,10 @@ fn unsupported(headers: &HeaderMap) -> ProxyError {
     ProxyError::UnsupportedEncoding { encoding }
 }
 
-/// A gzip body on its way in.
+/// Decoder of a gzip body in transit.
 pub(super) struct GzipBody(MultiGzDecoder<BoundedBytes>);
 
-/// What was decoded. Takes no more than it may.
+/// Decoded bytes. Writing beyond `bytes_max` fails.
 struct BoundedBytes {
     bytes: Vec<u8>,
     bytes_max: u64,
@@ -88,7 +88,7 @@ impl GzipBody {
         }))
     }
 
-    /// Decodes a part; how many bytes it became.
+    /// Decodes a part and returns the number of decoded bytes.
     pub(super) fn push(&mut self, part: &[u8]) -> Result<usize, ProxyError> {
         let before = self.0.get_ref().bytes.len();
         let written = self.0.write_all(part);
@@ -96,7 +96,7 @@ impl GzipBody {
         Ok(self.0.get_ref().bytes.len() - before)
     }
 
-    /// The whole body, if this was its end.
+    /// Returns the whole body, or an error if it is incomplete.
     pub(super) fn end(mut self) -> Result<Bytes, ProxyError> {
         match self.0.try_finish() {
             Ok(()) => Ok(std::mem::take(&mut self.0.get_mut().bytes).into()),

@@ -1,7 +1,7 @@
-//! The `x-quorate-*` headers that clients get, as `users.expose` allows.
+//! The `x-quorate-*` response headers for clients, as far as `users.expose` allows them.
 //!
-//! The number of matched blocks reveals what others asked, block by block, so only trusted clients
-//! see a decision, and nobody sees one with a refusal, which would be a free query (I61).
+//! The number of matched blocks reveals, block by block, what other users sent. Therefore only
+//! trusted clients see a decision, and refusals never show one, which would be a free query (I61).
 
 use bytes::{BufMut, BytesMut};
 use http::{HeaderMap, HeaderName, HeaderValue, StatusCode};
@@ -12,14 +12,14 @@ use super::dialect::{ANTHROPIC_REQUEST_ID, Dialect};
 use super::headers::REQUEST_ID;
 use crate::routing::{Decision, POLICY};
 
-/// The replica that answers.
+/// Replica that sent the response.
 const REPLICA: HeaderName = HeaderName::from_static("x-quorate-replica");
 const BACKEND: HeaderName = HeaderName::from_static("x-quorate-backend");
-/// The backend that computed the prompt, where it is another.
+/// Backend that computed the prompt, if it is not the one that responds.
 const PREFILL: HeaderName = HeaderName::from_static("x-quorate-prefill");
 const PREFIX: HeaderName = HeaderName::from_static("x-quorate-prefix");
 const INDEX: HeaderName = HeaderName::from_static("x-quorate-index");
-/// Headers of the request that the config gives no effect.
+/// Request headers that have no effect under the config.
 const IGNORED: HeaderName = HeaderName::from_static("x-quorate-ignored");
 
 /// Which headers are added to answers.
@@ -37,7 +37,7 @@ pub enum Expose {
 }
 
 impl Expose {
-    /// Adds the decision to the head of an engine's answer.
+    /// Adds the decision to the headers of a backend's response.
     pub(super) fn decision(self, headers: &mut HeaderMap, status: StatusCode, decision: &Decision) {
         if self != Self::Full || !status.is_success() {
             return;
@@ -55,7 +55,7 @@ impl Expose {
         headers.insert(INDEX, HeaderValue::from(decision.index.0));
     }
 
-    /// Adds to any answer who it is from and what it is the answer to.
+    /// Adds the replica and the request id to the headers of any response.
     pub(super) fn origin(
         self,
         headers: &mut HeaderMap,
@@ -74,7 +74,7 @@ impl Expose {
         }
     }
 
-    /// Adds to any answer which headers of its request had no effect.
+    /// Adds the list of ignored request headers to the headers of any response.
     pub(super) fn ignored(self, headers: &mut HeaderMap, ignored: Option<HeaderValue>) {
         if let Some(ignored) = ignored.filter(|_| self != Self::None) {
             headers.insert(IGNORED, ignored);
@@ -82,7 +82,7 @@ impl Expose {
     }
 }
 
-/// `matched/total` as a header value.
+/// Returns `matched/total` as a header value.
 fn prefix(matched: u32, total: u32) -> HeaderValue {
     let mut text = BytesMut::with_capacity(21);
     put_decimal(&mut text, matched);

@@ -1,9 +1,9 @@
-//! Waits for the first byte of an answer's body before its head goes to the client.
+//! Waits for the first byte of a response body before the head goes to the client.
 //!
-//! Once the head is sent, a broken engine can only show as a cut connection, or as an event within
-//! a 200. Before that, the client gets a 502. Most bodies begin with their head; the head of one
-//! that does not is held back for [`HEAD_HELD_MAX`] and no longer, so that slow first tokens look
-//! to clients as they always did. The first byte itself waits for nothing.
+//! After the head is sent, a broken engine can only show as a cut connection, or as an event within
+//! a 200. Before that, the client gets a 502. Most bodies arrive together with their head.
+//! Otherwise the head waits for at most [`HEAD_HELD_MAX`], so that a slow first token delays it no
+//! further. The first byte itself is never delayed.
 
 use std::future::poll_fn;
 use std::task::Poll;
@@ -16,14 +16,14 @@ use tokio::time::{Instant, timeout_at};
 
 use crate::backends::pool::{EngineBody, SendError};
 
-/// How long a head waits for the first byte of its body.
+/// Maximum time for which a head waits for the first byte of its body.
 const HEAD_HELD_MAX: Duration = Duration::from_secs(1);
 
-/// Waits for the first byte of the body, or its end; it stays to be read. Also returns when neither
-/// has come for a while, or by `first_byte_by`.
+/// Waits for the first byte of the body, or its end, without consuming it. Also returns after
+/// [`HEAD_HELD_MAX`] or at `first_byte_by`.
 ///
 /// # Errors
-/// [`SendError`], when the answer is broken off before.
+/// Returns [`SendError`] if the response breaks off earlier.
 pub(super) async fn begin(
     response: &mut Response<EngineBody>,
     first_byte_by: Instant,
@@ -47,7 +47,7 @@ pub(super) async fn begin(
     }
 }
 
-/// Whether a body's end shows that it is the end.
+/// Whether the body's framing reveals where it ends.
 pub(super) fn is_framed(headers: &HeaderMap) -> bool {
     headers.contains_key(TRANSFER_ENCODING) || headers.contains_key(CONTENT_LENGTH)
 }

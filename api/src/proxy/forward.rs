@@ -1,10 +1,10 @@
-//! Forwards a parsed request: admits it, tries one backend after another as long as that is safe,
-//! and relays the answer. Queueing is [`crate::admission`]'s part; `attempt.rs` makes a single
+//! Forwards a parsed request: admits it, tries backends one after another as long as that is safe,
+//! and relays the response. [`crate::admission`] does the queueing; `attempt.rs` makes a single
 //! attempt.
 //!
-//! A request goes to another backend only when the one before did not run it: no connection, or an
-//! answer whose status says so. After a connection broke over a sent request it is not tried
-//! elsewhere, because the engine may have computed on it, or have died of it.
+//! A request goes to another backend only if the previous one did not run it: there was no
+//! connection, or the status of its response says so. After a connection broke with the request
+//! sent, it is not retried: the engine may have computed it or crashed because of it.
 
 use std::sync::{Arc, Mutex};
 
@@ -42,18 +42,18 @@ use crate::prompt::{ParsedBody, ReplyShape};
 use crate::routing::{Attempt, AttemptEnd, Decision, HiddenOutput, RoutingRejection};
 use crate::traces::{AttemptTrace, TracedDecision, WaitTrace};
 
-/// Tells nginx whether to hold an answer back until its buffer is full.
+/// Header that controls whether nginx buffers a response.
 const ACCEL_BUFFERING: HeaderName = HeaderName::from_static("x-accel-buffering");
 
-/// Least and most time after which a refused client is asked to come back, before jitter.
+/// Bounds of the `retry-after` time for rejected clients before jitter, in milliseconds.
 const RETRY_AFTER_MS_LEAST: u64 = 1000;
 const RETRY_AFTER_MS_MAX: u64 = 60_000;
 
-/// What the client gets.
+/// Response to the client.
 pub(super) enum ForwardResult {
-    /// An engine's answer as it comes.
+    /// A backend's response, relayed as it arrives.
     Relayed(Response<SharedResponseBody>),
-    /// An engine's refusal, after which no other backend could be tried.
+    /// A backend's refusal, after which no other backend could be tried.
     Held(Response<Bytes>),
 }
 
@@ -105,8 +105,8 @@ pub(super) async fn forward(
     }
 }
 
-/// The request as engines get it, unless it has broken two of them; and what of their usage reports
-/// its client asked for.
+/// Returns the request as backends receive it, and which usage reports its client requested. Fails
+/// if the request has broken two backends.
 pub(super) fn prepare<'a>(
     proxy: &Arc<Proxy>,
     asked: &'a ProxiedRequest,
@@ -120,7 +120,7 @@ pub(super) fn prepare<'a>(
     Ok(outgoing(proxy, asked))
 }
 
-/// Waits for a backend, and notes in records and spans what came of that.
+/// Waits for a backend and records the result in the request's record and spans.
 pub(super) async fn admit(
     proxy: &Proxy,
     asked: &Arc<ProxiedRequest>,
@@ -148,7 +148,7 @@ pub(super) async fn admit(
     Ok((decision, attempt))
 }
 
-/// The span of the attempt that a decision leads to, once the decision's own is written.
+/// Writes the decision's span and returns the span of the attempt that follows.
 fn trace(
     asked: &ProxiedRequest,
     decision: &Decision,
@@ -170,20 +170,20 @@ fn trace(
     trace.attempts(&decision.name, "answer")
 }
 
-/// How a request fared at the backend, or the two, of a decision.
+/// Result of a request at one decision's backend or pair of backends.
 struct SentRequest {
     result: AttemptResult,
-    /// When it was sent to the one that answers.
+    /// Time at which the request was sent to the backend that responds.
     at: Instant,
-    /// A backend that did not compute the prompt, which another has then.
+    /// A prefill backend that did not compute the prompt. It is excluded from now on.
     out: Option<Slot>,
-    /// The backend at fault, where that is known and it was not run.
+    /// The backend at fault, if it is known and the request was not run.
     at_fault: Option<Slot>,
-    /// Whether no other backend is worth a try.
+    /// Whether trying another backend is pointless.
     is_final: bool,
 }
 
-/// Sends the request to the backends of a decision: one, one after the other, or both at once.
+/// Sends the request to a decision's backends: one, one after the other, or both at once.
 async fn send(
     proxy: &Arc<Proxy>,
     sending: &mut OutgoingRequest<'_>,
@@ -198,7 +198,7 @@ async fn send(
     if let Some(chosen) = prefill.filter(|chosen| chosen.handover == Handover::Room) {
         let at = Instant::now();
         taken.hides(hidden);
-        // Large, and rare: it is not to be part of every request's future.
+        // Large and rare, so it should not be part of every request's future.
         let met = Box::pin(meet(proxy, sending, (decision, chosen), taken, is_last));
         let met = met.await?;
         return Ok(SentRequest {
@@ -227,7 +227,7 @@ async fn send(
     })
 }
 
-/// The request as engines get it, and what of their usage reports its client asked for.
+/// Returns the request as backends receive it, and which usage reports its client requested.
 fn outgoing<'a>(
     proxy: &Arc<Proxy>,
     asked: &'a ProxiedRequest,
@@ -258,10 +258,10 @@ fn outgoing<'a>(
     (sending, wanted)
 }
 
-/// The backend that a request which was not run is kept from.
+/// Returns the backend to exclude after a request was not run.
 fn fault(decision: &Decision, sending: &OutgoingRequest<'_>, how: Option<&NotRun>) -> Slot {
     match (how, &decision.prefill) {
-        // The transfer may be at fault: the same backend may compute the prompt itself.
+        // The transfer may be at fault. The same backend may still compute the prompt itself.
         (Some(NotRun::Refused(_)), Some(prefill)) if sending.transfer.is_some() => {
             prefill.backend.slot
         }
@@ -269,7 +269,7 @@ fn fault(decision: &Decision, sending: &OutgoingRequest<'_>, how: Option<&NotRun
     }
 }
 
-/// Leaves out what failed: the backend, or all ranks of an engine that cannot be reached.
+/// Excludes a failed backend, or all ranks of an unreachable engine.
 fn exclude(proxy: &Proxy, slot: Slot, how: Option<&NotRun>, excluded: &mut Vec<Slot>) {
     excluded.push(slot);
     if let Some(NotRun::Unreachable) = how {
@@ -277,8 +277,8 @@ fn exclude(proxy: &Proxy, slot: Slot, how: Option<&NotRun>, excluded: &mut Vec<S
     }
 }
 
-/// What an answer leaves unseen until its end, were it not a stream; `None`: nothing is made for
-/// it.
+/// Returns the output that a response other than a stream hides until its end; `None` if the
+/// request generates none.
 pub(super) fn hidden(parsed: &ParsedBody) -> Option<HiddenOutput> {
     (parsed.reply != ReplyShape::None).then_some(HiddenOutput {
         choices: parsed.choices,
@@ -287,7 +287,7 @@ pub(super) fn hidden(parsed: &ParsedBody) -> Option<HiddenOutput> {
     })
 }
 
-/// Why a request was not admitted, as its client is told.
+/// Converts the reason why a request was not admitted into the client's error.
 fn refusal(proxy: &Proxy, why: AdmissionRejection, asked: &ProxiedRequest) -> ProxyError {
     match why {
         AdmissionRejection::NoBackend(RoutingRejection::UnknownModel) => ProxyError::UnknownModel {
@@ -321,7 +321,7 @@ fn refusal(proxy: &Proxy, why: AdmissionRejection, asked: &ProxiedRequest) -> Pr
     }
 }
 
-/// The user has no more of a limit or a budget.
+/// Returns the error for a user who has reached a limit or used up a budget.
 fn over_limit(over: LimitRejection) -> ProxyError {
     let retry_after_ms = over.retry_after_ms;
     let limit = match over.limit {
@@ -344,7 +344,7 @@ fn over_budget(period: &'static str, retry_after_ms: u64) -> ProxyError {
     }
 }
 
-/// No engine has room for the request's prompt.
+/// Returns the error for a prompt that is too long for every engine.
 fn too_long(proxy: &Proxy, asked: &ProxiedRequest) -> ProxyError {
     let identity = &asked.identity;
     let tokens = u64::from(identity.tokens);
@@ -353,24 +353,24 @@ fn too_long(proxy: &Proxy, asked: &ProxiedRequest) -> ProxyError {
     let longest = context_tokens_max(&registry, &proxy.backends, model, per_block);
     ProxyError::ContextTooLong {
         tokens,
-        // Those that were too small may be gone by now.
+        // The engines that were too small may be gone by now.
         tokens_max: longest.unwrap_or(0),
     }
 }
 
-/// When a refused client should ask again: up to half as much later than after `wait_ms`, by its
-/// request, so that those who were refused together do not come back together.
+/// Returns the `retry-after` time: `wait_ms` plus up to half of it. The addition depends on the
+/// request id, so that clients rejected together do not return together.
 fn jittered(wait_ms: u64, asked: &ProxiedRequest) -> u64 {
     let wait_ms = wait_ms.clamp(RETRY_AFTER_MS_LEAST, RETRY_AFTER_MS_MAX);
     wait_ms + xxh3_64(asked.request_id.as_bytes()) % (wait_ms / 2)
 }
 
-/// Answers a request that no further backend is tried for.
+/// Returns the response to a request for which no other backend is tried.
 fn give_up(last: NotRun) -> Result<ForwardResult, ProxyError> {
     last.answer().map(ForwardResult::Held)
 }
 
-/// Passes an engine's answer on, and accounts for it until it ends.
+/// Relays a backend's response and accounts for it until it ends.
 pub(super) fn relay(
     proxy: &Arc<Proxy>,
     sending: &OutgoingRequest<'_>,
@@ -420,22 +420,22 @@ pub(super) fn relay(
     Response::from_parts(head, Arc::new(Mutex::new(relay)))
 }
 
-/// The head of an engine's answer as it goes on to a client.
+/// Prepares the head of a backend's response for the client.
 pub(super) fn clean_head(head: &mut response::Parts, content: &BodyKind) {
     clean_answer(&mut head.headers);
     if let BodyKind::Events { .. } = content {
         head.headers.remove(CONTENT_LENGTH);
-        // Servers in front of this one keep neither the whole nor parts of it.
+        // Proxies in front of this replica must neither cache nor buffer the stream.
         let caching = head.headers.entry(CACHE_CONTROL);
         caching.or_insert(HeaderValue::from_static("no-cache"));
         let buffering = head.headers.entry(ACCEL_BUFFERING);
         buffering.or_insert(HeaderValue::from_static("no"));
     }
-    // A hop's own: with an engine's HTTP/1.0 the client's stream would lose its framing.
+    // A hop's own: an engine's HTTP/1.0 would cost the client's stream its framing.
     head.version = Version::default();
 }
 
-/// How long an answer is waited for.
+/// Returns the timeouts and buffer limits of a response.
 pub(super) fn timeouts(proxy: &Proxy, first_byte_by: Instant) -> ResponseTimeouts {
     ResponseTimeouts {
         first_byte_by,
@@ -451,8 +451,8 @@ pub(super) fn timeouts(proxy: &Proxy, first_byte_by: Instant) -> ResponseTimeout
     }
 }
 
-/// How an attempt ends that an engine answered with no success: a server's error may come after it
-/// computed, a refusal does not.
+/// Returns how an attempt ends after a response without success. The engine may have computed
+/// before a server error, but not before a refusal.
 fn end_of_error(proxy: &Proxy, status: StatusCode) -> AttemptEnd {
     let is_refusal = proxy.settings.retry_statuses.contains(&status)
         || status == StatusCode::NOT_IMPLEMENTED
@@ -464,7 +464,7 @@ fn end_of_error(proxy: &Proxy, status: StatusCode) -> AttemptEnd {
     }
 }
 
-/// How the body of an answer is read.
+/// Returns how to parse the body of a response.
 pub(super) fn content(
     status: StatusCode,
     headers: &HeaderMap,

@@ -1,4 +1,4 @@
-//! What clients send and engines answer, as [`crate::fuzzing`] has it.
+//! Fuzz targets for client requests and engine responses. See [`crate::fuzzing`].
 
 use bytes::Bytes;
 use futures_util::FutureExt;
@@ -24,8 +24,8 @@ use crate::fuzzing::path_of;
 use crate::prompt::{ParsedBody, Prompt, parse, parse_routed};
 use crate::routing::Usage;
 
-/// A request: a path's number in one byte, then the body. What an engine is sent in its place is
-/// read alike, apart from the usage reports that are asked for.
+/// Parses a request: one byte for the path, then the body. The spliced body for an engine must
+/// parse the same, apart from the requested usage reports.
 pub fn prompt(bytes: &[u8]) {
     let Some((path, body)) = path_of(bytes) else {
         return;
@@ -39,7 +39,7 @@ pub fn prompt(bytes: &[u8]) {
         Prompt::Text(text) => text.len(),
         Prompt::Tokens(tokens) => tokens.len(),
     };
-    // Frames around messages, and escapes of what is written as JSON.
+    // Allows for the frames around messages and the escapes of text that is written as JSON.
     assert!(read <= 64 + 16 * body.len(), "{read} of {}", body.len());
     for mode in [
         UsageRequest::Continuous,
@@ -64,7 +64,7 @@ pub fn prompt(bytes: &[u8]) {
     }
 }
 
-/// What is read of a request apart from what splicing changes.
+/// Removes the parsed fields that splicing changes.
 fn comparable(parsed: ParsedBody) -> ParsedBody {
     ParsedBody {
         include_usage: None,
@@ -76,8 +76,8 @@ fn comparable(parsed: ParsedBody) -> ParsedBody {
     }
 }
 
-/// An engine's stream: what of usage is wanted (1 byte), the length of frames (1 byte), the stream.
-/// How it is cut into frames changes nothing, and to who wants everything every byte goes on.
+/// Relays an engine's stream: 1 byte for the wanted usage, 1 byte for the frame length, then the
+/// stream. The frame boundaries must not matter. With all usage wanted, every byte is relayed.
 pub fn answer_events(bytes: &[u8]) {
     let Some(([flags, frame_bytes], stream)) = bytes.split_first_chunk() else {
         return;
@@ -129,8 +129,8 @@ fn relayed(wanted: WantedUsage, stream: &[u8], frame_bytes: usize) -> Relayed {
     relayed
 }
 
-/// An engine's answer, and what is kept of one whose beginning is gone. Without its usage a JSON
-/// object is still one.
+/// Parses an engine's response, and the end of one whose beginning is missing. Cutting the usage
+/// out of a JSON object must leave a JSON object.
 pub fn answer_document(bytes: &[u8]) {
     let findings = inspect(bytes);
     let is_json = serde_json::from_slice::<IgnoredAny>(bytes).is_ok();
@@ -154,8 +154,8 @@ pub fn answer_document(bytes: &[u8]) {
     tail.read(|_| {});
 }
 
-/// A head: the request line, then a line per field. Nothing about one hop gets to the next, and the
-/// name of whom it is charged to fits the state.
+/// Parses a head: the request line, then one line per field. No hop-by-hop field may reach the next
+/// hop, and the charged user's name must fit the state.
 pub fn headers(bytes: &[u8]) {
     let mut lines = bytes.split(|byte| *byte == b'\n');
     let mut request = lines.next().unwrap_or_default().split(|byte| *byte == b' ');
@@ -216,11 +216,11 @@ pub fn headers(bytes: &[u8]) {
     }
 }
 
-/// Whoever is found in a head has a name within the bound.
+/// Asserts that every user identified from a head has a name within the bound.
 fn names(settings: &mut ProxySettings, head: &HeaderMap, parsed: &ParsedBody) {
     let mut keys = ApiKeys::default();
     keys.add("sk-one", None);
-    // A key of the cluster's form is nobody's here.
+    // No key of the cluster's form is known here.
     let of_cluster = |_: &[u8]| Err(ProxyError::BadKey);
     for api_keys in [None, Some(keys)] {
         settings.api_keys = api_keys;
@@ -242,7 +242,7 @@ fn names(settings: &mut ProxySettings, head: &HeaderMap, parsed: &ParsedBody) {
     }
 }
 
-/// Requests of every surface.
+/// Returns requests for every endpoint.
 #[must_use]
 pub fn prompt_seeds() -> Vec<Vec<u8>> {
     let mut seeds = crate::fuzzing::chat_seeds();
@@ -259,7 +259,7 @@ pub fn prompt_seeds() -> Vec<Vec<u8>> {
     seeds
 }
 
-/// Streams of every surface.
+/// Returns streams of every endpoint.
 #[must_use]
 pub fn answer_events_seeds() -> Vec<Vec<u8>> {
     let streams = [
@@ -287,7 +287,7 @@ pub fn answer_events_seeds() -> Vec<Vec<u8>> {
         .collect()
 }
 
-/// Answers of every surface.
+/// Returns responses of every endpoint.
 #[must_use]
 pub fn answer_document_seeds() -> Vec<Vec<u8>> {
     let answers = [
@@ -299,7 +299,7 @@ pub fn answer_document_seeds() -> Vec<Vec<u8>> {
     answers.map(|answer| answer.as_bytes().to_vec()).to_vec()
 }
 
-/// Heads.
+/// Returns request heads.
 #[must_use]
 pub fn headers_seeds() -> Vec<Vec<u8>> {
     let heads = [

@@ -1,5 +1,5 @@
-//! Filters headers on their way to the engine and back to the client. Quorate's own are added
-//! elsewhere (`expose.rs`).
+//! Filters headers on their way to the engine and back to the client. `expose.rs` adds Quorate's
+//! own headers.
 //!
 //! Hop-by-hop fields (RFC 9110, section 7.6.1) and those that `connection` names are removed in
 //! both directions.
@@ -17,24 +17,24 @@ use super::reserved_fields::{HeaderRules, is_engines_own};
 use crate::api_keys::is_of_cluster;
 use crate::traces::TraceHeaders;
 
-/// Names the request, here and at the engine.
+/// Request id, both here and at the engine.
 pub(super) const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
-/// Where some clients put their key.
+/// API key header of some clients.
 pub(super) const API_KEY: HeaderName = HeaderName::from_static("x-api-key");
-/// Where clients of Azure's service put it.
+/// API key header of clients of Azure's service.
 pub(super) const AZURE_KEY: HeaderName = HeaderName::from_static("api-key");
-/// Which data-parallel rank of an engine computes a request; vLLM and SGLang read it.
+/// Data-parallel rank of the engine that computes a request; vLLM and SGLang read it.
 pub(super) const RANK: HeaderName = HeaderName::from_static("x-data-parallel-rank");
 pub(super) const FORWARDED_FOR: HeaderName = HeaderName::from_static("x-forwarded-for");
 const KEEP_ALIVE: HeaderName = HeaderName::from_static("keep-alive");
 const PROXY_CONNECTION: HeaderName = HeaderName::from_static("proxy-connection");
-/// Who goes first among requests that wait.
+/// Priority among waiting requests.
 pub(super) const PRIORITY: HeaderName = HeaderName::from_static("x-quorate-priority");
 
-/// How the names of headers begin that only Quorate sets; an engine's are not passed on.
+/// Prefix of headers that only Quorate sets. Those of an engine are not relayed.
 const OWN_PREFIX: &str = "x-quorate-";
 
-/// What is said to Quorate and not to engines: they get decoded bodies, and answer uncompressed.
+/// Headers for Quorate only: engines receive decoded bodies and respond uncompressed.
 const NOT_FORWARDED: [HeaderName; 5] = [
     HOST,
     CONTENT_LENGTH,
@@ -43,9 +43,9 @@ const NOT_FORWARDED: [HeaderName; 5] = [
     ACCEPT_ENCODING,
 ];
 
-/// Longest request id taken from a client, in bytes.
+/// Maximum length of a request id accepted from a client, in bytes.
 pub(super) const REQUEST_ID_BYTES_MAX: usize = 128;
-/// Most header fields added toward the engine.
+/// Maximum number of header fields added toward the engine.
 const ADDED_MAX: usize = 7;
 
 pub(super) fn is_hop_by_hop(name: &HeaderName) -> bool {
@@ -73,36 +73,36 @@ fn is_named(headers: &HeaderMap, name: &HeaderName) -> bool {
     })
 }
 
-/// What the engine is told about the way a request came.
+/// Properties of a request's hop that headers to the engine depend on.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Hop<'a> {
     /// The client's address.
     pub(super) peer: &'a HeaderValue,
-    /// HTTP version the client spoke.
+    /// HTTP version that the client used.
     pub(super) version: Version,
-    /// The request's name.
+    /// Request id.
     pub(super) request_id: &'a HeaderValue,
-    /// Whether the client's credentials go on, where the engine has no key of its own.
+    /// Whether to forward the client's credentials if the engine has no key of its own.
     pub(super) forward_credentials: bool,
-    /// What the engine gets in place of them.
+    /// Credentials for the engine that replace the client's.
     pub(super) engine_key: Option<&'a EngineHeaders>,
-    /// Which headers are commands to engines.
+    /// Rules for headers that are commands to engines.
     pub(super) strip: &'a HeaderRules,
-    /// The rank that it was dispatched to; `None`: the engine has one only.
+    /// Rank that the request was dispatched to; `None` if the engine has only one.
     pub(super) rank: Option<u16>,
-    /// What it is told of the trace; `None`: what the client said.
+    /// Trace headers for the engine; `None` to forward the client's.
     pub(super) trace: Option<&'a TraceHeaders>,
 }
 
-/// Whether the value is a key of the cluster, which no engine gets to see.
+/// Whether the value is a key of the cluster, which no engine may see.
 fn has_cluster_key(value: &HeaderValue) -> bool {
-    // HTTP/2 leaves white space at the ends.
+    // HTTP/2 keeps white space at the ends.
     let words = value.as_bytes().trim_ascii();
     let last = words.rsplit(u8::is_ascii_whitespace).next();
     last.is_some_and(is_of_cluster)
 }
 
-/// The headers of the request to the engine. The body's length is left to whoever sends it.
+/// Returns the headers for the request to the engine. The sender adds the body's length.
 pub(super) fn toward_engine(client: &HeaderMap, host: &HeaderValue, hop: &Hop<'_>) -> HeaderMap {
     let mut headers = HeaderMap::with_capacity(client.len() + ADDED_MAX);
     let names_fields = client.contains_key(CONNECTION);
@@ -130,7 +130,7 @@ pub(super) fn toward_engine(client: &HeaderMap, host: &HeaderValue, hop: &Hop<'_
     headers.insert(HOST, host.clone());
     headers.insert(REQUEST_ID, hop.request_id.clone());
     headers.append(VIA, via(hop.version));
-    // Several fields of one name are one list (RFC 9110, section 5.3).
+    // Several fields with one name form one list (RFC 9110, section 5.3).
     headers.append(FORWARDED_FOR, hop.peer.clone());
     headers
 }
@@ -147,11 +147,11 @@ fn is_quorates_own(name: &HeaderName) -> bool {
     name.as_str().starts_with(OWN_PREFIX)
 }
 
-/// Removes from an engine's headers those about its connection or about itself, and those that only
-/// Quorate sets.
+/// Removes the headers of an engine's response that concern its connection or itself, and those
+/// that only Quorate sets.
 pub(super) fn clean_answer(headers: &mut HeaderMap) {
     if headers.contains_key(TRANSFER_ENCODING) {
-        // RFC 9112, 6.3: beside transfer-encoding it says nothing.
+        // RFC 9112, 6.3: next to transfer-encoding, it has no meaning.
         headers.remove(CONTENT_LENGTH);
     }
     let connection = headers.get(CONNECTION).map(HeaderValue::as_bytes);
@@ -168,7 +168,7 @@ pub(super) fn clean_answer(headers: &mut HeaderMap) {
     }
 }
 
-/// The client's request id, when it is fit to be passed on and logged.
+/// Returns the client's request id if it is safe to forward and log.
 pub(super) fn told_request_id(client: &HeaderMap) -> Option<&HeaderValue> {
     let is_fit = |id: &&HeaderValue| {
         (1..=REQUEST_ID_BYTES_MAX).contains(&id.len())
@@ -177,7 +177,7 @@ pub(super) fn told_request_id(client: &HeaderMap) -> Option<&HeaderValue> {
     client.get(&REQUEST_ID).filter(is_fit)
 }
 
-/// The client's request id, else a new one of 32 hex digits.
+/// Returns the client's request id, or a new one of 32 hex digits.
 pub(super) fn request_id(client: &HeaderMap) -> HeaderValue {
     if let Some(id) = told_request_id(client) {
         return id.clone();

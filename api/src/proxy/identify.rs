@@ -1,4 +1,4 @@
-//! Who pays for a request: by its key, by what a trusted proxy says, or by what it says of itself.
+//! Identifies the user who pays for a request: by key, by a trusted proxy, or by its own claim.
 
 use std::borrow::Cow;
 use std::net::IpAddr;
@@ -16,37 +16,37 @@ use crate::prompt::ParsedBody;
 use crate::routing::UserName;
 use crate::user_name;
 
-/// Who is charged when nobody can be told.
+/// User who is charged if none can be identified.
 const ANONYMOUS: &str = "anonymous";
 
-/// Where a request comes from.
+/// Origin of a request.
 #[derive(Debug, Clone, Copy)]
 pub enum RequestOrigin<'a> {
-    /// From this address.
+    /// A client at this address.
     Address(&'a HeaderValue),
-    /// From a proxy that is trusted to name users. Only for `explain`.
+    /// A proxy that is trusted to name users. Only for `explain`.
     TrustedProxy,
-    /// From this user, whatever the request says. Only for `explain`.
+    /// A given user, whatever the request claims. Only for `explain`.
     User(&'a str),
 }
 
-/// How a request's user was found.
+/// How the user of a request was identified.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum UserSource {
-    /// By this entry of `users.identify_by`.
+    /// By an entry of `users.identify_by`.
     Identified(IdentifyBy),
-    /// By its key, as keys are checked and no entry named a user.
+    /// By the API key, because keys are checked and no entry named a user.
     CheckedKey,
-    /// By its key, which is the cluster's.
+    /// By the API key, which belongs to the cluster.
     ClusterKey,
-    /// Not at all: it is anonymous.
+    /// Not identified; the user is anonymous.
     Nobody,
-    /// `explain` was asked for this user.
+    /// Given in the `explain` request.
     Given,
 }
 
 impl UserSource {
-    /// As answers of the admin API spell it.
+    /// Returns the name in responses of the admin API.
     #[must_use]
     pub fn text(&self) -> String {
         match self {
@@ -59,7 +59,7 @@ impl UserSource {
     }
 }
 
-/// The client's key, from `authorization: Bearer`, `x-api-key` or `api-key`.
+/// Returns the client's key, from `authorization: Bearer`, `x-api-key` or `api-key`.
 fn api_key(headers: &HeaderMap) -> Option<&[u8]> {
     let bearer = headers
         .get(AUTHORIZATION)
@@ -77,10 +77,10 @@ fn api_key(headers: &HeaderMap) -> Option<&[u8]> {
     key.filter(|key| !key.is_empty())
 }
 
-/// Whom the client's key stands for. Refuses clients without a known key, where keys are checked.
+/// Returns the holder of the client's key. Rejects clients without a known key if keys are checked.
 ///
-/// A key that has the form of the cluster's keys is judged by the cluster alone, `of_cluster`; every
-/// other one by this replica's file, if it has one.
+/// Only `of_cluster` validates keys that have the form of the cluster's keys. This replica's key
+/// file, if it has one, validates all others.
 pub(super) fn check_key(
     settings: &ProxySettings,
     headers: &HeaderMap,
@@ -99,29 +99,29 @@ pub(super) fn check_key(
     }
 }
 
-/// Who sends a request, before its body is looked at.
+/// Sender of a request, before the body is parsed.
 #[derive(Clone, Copy)]
 pub(super) struct Client<'a> {
-    /// As [`check_key`] found.
+    /// Holder as returned by [`check_key`].
     pub(super) holder: &'a Holder,
     pub(super) origin: RequestOrigin<'a>,
     pub(super) headers: &'a HeaderMap,
 }
 
-/// Whom a request's tokens are charged to, and how that is known.
+/// User to charge for a request's tokens, and how it was identified.
 #[derive(Debug)]
 pub(super) struct IdentifiedUser {
     pub(super) name: UserName,
     pub(super) source: UserSource,
 }
 
-/// The user whom the request's tokens are charged to.
+/// Returns the user to charge for the request's tokens.
 ///
-/// A key of the cluster says who it is, above all else.
+/// A key of the cluster takes precedence over everything else.
 ///
-/// A bare name is one that somebody vouched for: a key, or a proxy that is trusted. What
-/// others say of themselves stands behind `header:` or `body:`, so that nobody takes another's
-/// name, and counts only where no keys are checked.
+/// A bare name is one that a key or a trusted proxy vouches for. A client's own claims get the
+/// prefix `header:` or `body:`, so that no client can take another user's name. They count only if
+/// no keys are checked.
 pub(super) fn identify<'a>(
     settings: &ProxySettings,
     hashing: impl Fn() -> BlockHasher,
@@ -175,7 +175,7 @@ pub(super) fn identify<'a>(
     })
 }
 
-/// What stands before the names that clients give themselves.
+/// Prefixes of names that clients claim for themselves.
 const SAID_IN_HEADER: &str = "header:";
 const SAID_IN_BODY: &str = "body:";
 
@@ -184,7 +184,7 @@ fn header_text<'a>(headers: &'a HeaderMap, field: &HeaderName) -> Option<&'a str
     Some(value.trim()).filter(|value| !value.is_empty())
 }
 
-/// Whether who is at the other end speaks for others.
+/// Whether the request's origin may name users.
 fn is_trusted(settings: &ProxySettings, origin: RequestOrigin<'_>) -> bool {
     match origin {
         RequestOrigin::Address(peer) => {
@@ -196,7 +196,7 @@ fn is_trusted(settings: &ProxySettings, origin: RequestOrigin<'_>) -> bool {
     }
 }
 
-/// A name that a trusted proxy gives: not one that is made here.
+/// Accepts a name from a trusted proxy, unless it has the form of names generated here.
 fn vouched<'a>(name: &'a str, place: &str) -> Result<Cow<'a, str>, ProxyError> {
     let said = [SAID_IN_HEADER, SAID_IN_BODY];
     let is_of_key = name.strip_prefix("key-").is_some_and(user_name::is_hash);
@@ -210,13 +210,13 @@ fn vouched<'a>(name: &'a str, place: &str) -> Result<Cow<'a, str>, ProxyError> {
     Ok(Cow::Borrowed(name))
 }
 
-/// A name that a client gives itself.
+/// Prefixes a name that a client claims for itself.
 fn claimed(prefix: &str, name: &str, place: &str) -> Result<Cow<'static, str>, ProxyError> {
     check_name(name, place)?;
     Ok(Cow::Owned(format!("{prefix}{name}")))
 }
 
-/// Names are shown on terminals and in tables: what changes how the rest is shown is refused.
+/// Rejects characters that would change how terminals and tables display the rest.
 fn check_name(name: &str, place: &str) -> Result<(), ProxyError> {
     let is_format = |it: char| {
         matches!(
@@ -254,12 +254,12 @@ mod tests {
         fields.iter().map(field).collect()
     }
 
-    /// The keys of a cluster that has none.
+    /// Key lookup of a cluster without keys.
     fn nobody(_: &[u8]) -> Result<Holder, ProxyError> {
         Err(ProxyError::BadKey)
     }
 
-    /// Who asks from `peer`, with these fields and `"user":"body"`.
+    /// Returns the user of a request from `peer` with these fields and `"user":"body"`.
     fn named(settings: &ProxySettings, peer: &str, fields: &[(&'static str, &str)]) -> String {
         let parsed = ParsedBody {
             user: Some("body".into()),

@@ -1,8 +1,8 @@
-//! An answer that is one JSON document, as it passes.
+//! A response that is one JSON document, inspected while it is relayed.
 //!
-//! Its last bytes are kept and read at its end. Engines write what may be long behind `usage` too
+//! The last bytes are kept and parsed at the end. Engines may write long members behind `usage`
 //! (`prompt_logprobs`), so bytes that leave the kept part are scanned for the top-level `usage`
-//! member. Memory is bounded by [`TAIL_BYTES_MAX`] and one frame; only answers longer than that are
+//! member. Memory is bounded by [`TAIL_BYTES_MAX`] and one frame. Only longer responses are
 //! scanned.
 
 use std::collections::VecDeque;
@@ -13,26 +13,26 @@ use super::answer_usage::{AnswerDelta, inspect, read_usage};
 use super::json_scan::is_whole;
 use crate::routing::Usage;
 
-/// How much of the end of a document is kept to be read, in bytes.
+/// Length of the document's end that is kept for parsing, in bytes.
 const TAIL_BYTES_MAX: usize = 256 * 1024;
-/// Longest `usage` member that is read of what is not kept, in bytes.
+/// Maximum length of a `usage` member outside the kept part, in bytes.
 const USAGE_BYTES_MAX: usize = 16 * 1024;
 
-/// What a document turned out to be.
+/// Findings at the end of a document.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct DocumentEnd {
-    /// Whether it looks complete.
+    /// Whether the document looks complete.
     pub(super) is_whole: bool,
-    /// Whether all of its output was seen: its beginning was kept.
+    /// Whether all output was parsed, because the beginning was still kept.
     pub(super) is_all: bool,
 }
 
-/// A document of which the end is kept.
+/// A document whose end is kept.
 #[derive(Default)]
 pub(super) struct Document {
     frames: VecDeque<Bytes>,
     bytes: usize,
-    /// What the bytes before the kept ones said; `None` while all are kept.
+    /// Scanner of the bytes before the kept ones; `None` while all are kept.
     passed: Option<UsageScanner>,
 }
 
@@ -49,7 +49,7 @@ impl Document {
         }
     }
 
-    /// Reads what is kept, at the document's end.
+    /// Parses what is kept, at the document's end.
     pub(super) fn read(&mut self, note: impl FnOnce(&AnswerDelta<'_>)) -> DocumentEnd {
         if let Some(scanner) = &mut self.passed {
             self.frames.iter().for_each(|frame| scanner.push(frame));
@@ -87,25 +87,25 @@ fn join(frames: &VecDeque<Bytes>, bytes: usize) -> Vec<u8> {
     })
 }
 
-/// Finds the top-level `usage` member of a document that comes in pieces, without keeping them.
+/// Scanner for the top-level `usage` member of a document that arrives in pieces. Keeps none.
 #[derive(Debug, Default)]
 struct UsageScanner {
-    /// Objects and arrays around the present byte.
+    /// Number of objects and arrays around the current byte.
     depth: usize,
-    /// Where in a string the present byte is, if in one.
+    /// Escape state within a string; `None` outside strings.
     string: Option<Escape>,
-    /// The last top-level string's first bytes: a key when a colon follows.
+    /// First bytes of the last top-level string, which is a key if a colon follows.
     key: Vec<u8>,
-    /// The bytes of a top-level `usage` value so far.
+    /// Bytes so far of a top-level `usage` value.
     value: Option<Vec<u8>>,
-    /// The first one that could be read.
+    /// First usage that could be parsed.
     usage: Option<Usage>,
-    /// Whether the outermost bracket has closed, and whether anything but space came after it.
+    /// Whether the outermost bracket has closed, and whether anything but white space followed.
     is_closed: bool,
     has_more: bool,
 }
 
-/// Whether the byte before was a backslash that escapes this one.
+/// Whether the previous byte was a backslash that escapes this one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Escape {
     No,
@@ -118,7 +118,7 @@ impl UsageScanner {
     fn push(&mut self, piece: &[u8]) {
         let mut at = 0;
         while let Some(byte) = piece.get(at) {
-            // What nobody keeps of a string is passed at once.
+            // Skip string contents that are not kept.
             if self.string == Some(Escape::No) && self.value.is_none() && self.depth > 1 {
                 match memchr::memchr2(b'"', b'\\', &piece[at..]) {
                     Some(0) => {}
@@ -156,7 +156,7 @@ impl UsageScanner {
             (Escape::No, b'\\') => Some(Escape::Yes),
             (Escape::No | Escape::Yes, _) => Some(Escape::No),
         };
-        // One byte more than the key that counts tells a longer one from it.
+        // One byte more than the wanted key distinguishes longer keys from it.
         if self.depth == 1 && self.string.is_some() && self.key.len() <= USAGE.len() {
             self.key.push(byte);
         }

@@ -1,8 +1,8 @@
-//! Finds members of JSON objects by bytes, without building values and without changing a byte.
+//! Finds members of JSON objects by position, without building values or changing a byte.
 //!
-//! Made for what engines write: it accepts every valid document and some invalid ones, reports
-//! positions only, and answers `None` rather than guess where the bytes make no sense. All
-//! positions are relative to the slice that was passed in.
+//! Made for the output of engines: it accepts every valid document and some invalid ones, and
+//! reports only positions. Where the bytes make no sense, it returns `None` instead of guessing.
+//! All positions are relative to the slice that was passed in.
 
 use std::ops::Range;
 
@@ -15,14 +15,14 @@ pub(super) struct JsonMember {
     pub(super) value: Range<usize>,
 }
 
-/// Goes through the members of an object, in order.
+/// Iterator over the members of an object, in order.
 pub(super) struct JsonMembers<'a> {
     json: &'a [u8],
-    /// Where the next member's key, or the object's end, is looked for; `None` after the end.
+    /// Position of the next member's key or the object's end; `None` after the end.
     at: Option<usize>,
 }
 
-/// The members of the object that `json` begins with, after white space. None for other values.
+/// Returns the members of the object at the start of `json`, or none for other values.
 pub(super) fn members(json: &[u8]) -> JsonMembers<'_> {
     let start = skip_space(json, 0);
     let at = (json.get(start) == Some(&b'{')).then_some(start + 1);
@@ -56,20 +56,20 @@ impl Iterator for JsonMembers<'_> {
     }
 }
 
-/// The value of the member `key`, as the bytes of `json` it stands in.
+/// Returns the bytes of the value of the member `key`.
 pub(super) fn value_of<'a>(json: &'a [u8], key: &str) -> Option<&'a [u8]> {
     let member = members(json).find(|member| &json[member.key.clone()] == key.as_bytes())?;
     Some(&json[member.value])
 }
 
-/// Goes through the elements of an array, in order.
+/// Iterator over the elements of an array, in order.
 pub(super) struct JsonElements<'a> {
     json: &'a [u8],
-    /// Where the next element, or the array's end, is looked for; `None` after the end.
+    /// Position of the next element or the array's end; `None` after the end.
     at: Option<usize>,
 }
 
-/// The elements of the array that `json` begins with, after white space. None for other values.
+/// Returns the elements of the array at the start of `json`, or none for other values.
 pub(super) fn elements(json: &[u8]) -> JsonElements<'_> {
     let start = skip_space(json, 0);
     let at = (json.get(start) == Some(&b'[')).then_some(start + 1);
@@ -94,14 +94,14 @@ impl<'a> Iterator for JsonElements<'a> {
     }
 }
 
-/// Whether `json` is one object or array to its end, as far as brackets and quotes tell.
+/// Whether `json` is exactly one object or array, judging by brackets and quotes.
 pub(super) fn is_whole(json: &[u8]) -> bool {
     let start = skip_space(json, 0);
     matches!(json.get(start), Some(b'{' | b'['))
         && skip_nested(json, start).is_some_and(|end| skip_space(json, end) == json.len())
 }
 
-/// The text of a string literal, quotes included.
+/// Decodes a string literal with its quotes.
 pub(super) fn string(literal: &[u8]) -> Option<std::borrow::Cow<'_, str>> {
     let inner = literal.strip_prefix(b"\"")?.strip_suffix(b"\"")?;
     if memchr::memchr(b'\\', inner).is_none() {
@@ -120,7 +120,7 @@ fn skip_space(json: &[u8], from: usize) -> usize {
     from + space.count()
 }
 
-/// The position after the string that begins at `from`.
+/// Returns the position after the string that begins at `from`.
 fn skip_string(json: &[u8], from: usize) -> Option<usize> {
     let mut at = from + 1;
     loop {
@@ -132,7 +132,7 @@ fn skip_string(json: &[u8], from: usize) -> Option<usize> {
     }
 }
 
-/// The position after the value that begins at `from`.
+/// Returns the position after the value that begins at `from`.
 fn skip_value(json: &[u8], from: usize) -> Option<usize> {
     match json.get(from)? {
         b'"' => skip_string(json, from),
@@ -146,8 +146,8 @@ fn skip_value(json: &[u8], from: usize) -> Option<usize> {
     }
 }
 
-/// The position after the object or array that begins at `from`. Counts brackets rather than
-/// recursing, so that deep nesting costs nothing.
+/// Returns the position after the object or array that begins at `from`. Counts brackets instead of
+/// recursing, so deep nesting is harmless.
 fn skip_nested(json: &[u8], from: usize) -> Option<usize> {
     let mut depth = 0_usize;
     let mut at = from;

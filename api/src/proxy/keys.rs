@@ -1,8 +1,8 @@
-//! The client keys in this replica's file.
+//! Client API keys in this replica's key file.
 //!
-//! They are kept as SHA-256 under a salt of this run, so that memory, core dumps and mistaken log
-//! lines hold no key. Keys are looked up by this hash, so the time of a comparison reveals nothing
-//! but a salted hash. All keys can be replaced at once while requests are served.
+//! Keys are stored as SHA-256 under a salt of this run, so that memory, core dumps and faulty log
+//! lines contain no key. Lookups use this hash, so their timing reveals at most a salted hash. All
+//! keys can be replaced at once while requests are served.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -16,23 +16,23 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 type KeyHash = [u8; 32];
 
-/// `None`: a key without a name, see [`key_user_name`].
+/// User of a key. `None` for a key without a name, see [`key_user_name`].
 type KeyUser = Option<Arc<str>>;
 
-/// Whom a request's key stands for.
+/// Holder of a request's key.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Holder {
-    /// No keys are checked here.
+    /// Keys are not checked here.
     Unchecked,
-    /// The key is served and has no name, see [`key_user_name`].
+    /// The key is valid and has no name, see [`key_user_name`].
     Unnamed,
-    /// The key is served, and charged to this user.
+    /// The key is valid and charged to this user.
     Named(Arc<str>),
-    /// The key is the cluster's and served.
+    /// The key is a valid key of the cluster.
     Cluster(Arc<ApiKey>),
 }
 
-/// The keys that are served, each with the user it stands for. Clones are the same set.
+/// The valid keys, each with its user. Clones share one set.
 #[derive(Clone)]
 pub struct ApiKeys(Arc<KeySet>);
 
@@ -41,7 +41,7 @@ struct KeySet {
     users: ArcSwap<BTreeMap<KeyHash, KeyUser>>,
 }
 
-/// A key as it is told, and whom its tokens are charged to; `None`: [`key_user_name`].
+/// A key in clear text and the user to charge; `None` to derive it with [`key_user_name`].
 pub type KeyEntry = (String, Option<String>);
 
 impl Default for ApiKeys {
@@ -63,7 +63,7 @@ impl ApiKeys {
         self.0.users.store(Arc::new(users));
     }
 
-    /// Has these keys and no others served from here on.
+    /// Replaces all keys for later requests.
     pub fn replace(&self, keys: Vec<KeyEntry>) {
         let users = keys.into_iter().map(|(key, user)| self.entry(&key, user));
         self.0.users.store(Arc::new(users.collect()));
@@ -73,7 +73,7 @@ impl ApiKeys {
         (self.hash(key.as_bytes()), user.map(Arc::from))
     }
 
-    /// Whom a key stands for; `None`: it is not served.
+    /// Returns the holder of a key; `None` if the key is unknown.
     #[must_use]
     pub fn holder(&self, key: &[u8]) -> Option<Holder> {
         let users = self.0.users.load();
@@ -90,7 +90,7 @@ impl ApiKeys {
     }
 }
 
-/// Whether both are one set.
+/// Whether both share one set.
 impl PartialEq for ApiKeys {
     fn eq(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
@@ -105,8 +105,8 @@ impl fmt::Debug for ApiKeys {
     }
 }
 
-/// The name of a user known only by a key. A hash that nobody outside the cluster can compute, so
-/// that a weak key cannot be guessed from the name.
+/// Returns the name of a user known only by a key. It contains a hash that nobody outside the
+/// cluster can compute, so that a weak key cannot be guessed from the name.
 #[must_use]
 pub fn key_user_name(hashing: &BlockHasher, key: &[u8]) -> String {
     let hash = match &hashing.secret {
@@ -139,7 +139,7 @@ mod tests {
         let names = hashings.map(|hashing| key_user_name(&hashing, b"sk-one"));
         assert_eq!(names[0].len(), 20);
         assert!(names[0] != names[1] && names[0] != names[2]);
-        // Another run keeps other hashes.
+        // Another run stores other hashes.
         assert_ne!(keys.hash(b"sk-one"), ApiKeys::default().hash(b"sk-one"));
     }
 

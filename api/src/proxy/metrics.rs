@@ -36,54 +36,54 @@ const BUCKETS_S: [f64; 18] = [
 /// Labels of the request counter.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub struct RequestLabels {
-    /// How it ended.
+    /// Outcome of the request.
     pub outcome: RequestOutcome,
-    /// HTTP status the client was told; 0 when it left before.
+    /// HTTP status sent to the client; 0 if the client left earlier.
     pub code: StatusLabel,
 }
 
 /// Metrics of one data plane. Clones share their values.
 #[derive(Debug, Clone, Default)]
 pub struct ProxyMetrics {
-    /// Requests by outcome and status.
+    /// Number of requests by outcome and status.
     pub requests: Family<RequestLabels, Counter>,
-    /// Requests under way: from when their body is here to the end of the answer.
+    /// Requests in flight: from the end of their body to the end of the response.
     pub in_flight: Gauge,
-    /// Requests whose body is not here yet, and those that are refused without it.
+    /// Requests whose body is still arriving.
     pub reading: Gauge,
-    /// Client connections open.
+    /// Open client connections.
     pub connections: Gauge,
-    /// Connections closed for being the longest idle when there was no room.
+    /// Idle connections closed to make room for others, the longest idle first.
     pub connections_evicted: Counter,
-    /// Connections closed because their address has as many as it may.
+    /// Connections closed because their address had reached its limit.
     pub connections_refused: Counter,
-    /// Connections without a finished TLS handshake, on a listener with TLS.
+    /// Connections to a TLS listener that ended before their handshake was complete.
     pub tls_handshakes_failed: Counter,
-    /// Seconds from a request's last byte to the first byte of an engine's answer's body.
+    /// Seconds from a request's last byte to the first byte of an engine's response body.
     pub time_to_first_byte: Seconds,
-    /// Seconds from a request's head to the end of the answer.
+    /// Seconds from a request's head to the end of the response.
     pub duration: Seconds,
-    /// Attempts after a request's first.
+    /// Attempts after the first one of each request.
     pub retries: Counter,
-    /// Attempts that the retry budget did not allow.
+    /// Retries refused by the retry budget.
     pub retries_refused: Counter,
     /// Requests refused because they broke two connections.
     pub suspects_refused: Counter,
-    /// Requests of users whose cached blocks are kept apart, sent to an engine that does not.
+    /// Requests of isolated users sent to an engine that does not isolate their blocks.
     pub unsalted: Counter,
-    /// Answers that ended before their charge was known to be committed, where it is waited for.
+    /// Responses that ended before their charge was committed, if charges are durable.
     pub charges_unconfirmed: Counter,
-    /// Bytes of request bodies taken in.
+    /// Bytes of request bodies received.
     pub request_bytes: Counter,
-    /// Bytes of answers passed on.
+    /// Bytes of responses relayed to clients.
     pub answer_bytes: Counter,
     /// Connections to engines.
     pub pool: PoolCounters,
-    /// What people are shown of the last seconds.
+    /// Recent figures for people.
     pub recent: Arc<RecentRequests>,
-    /// The same by model.
+    /// Metrics by model.
     pub(super) models: ModelMetrics,
-    /// Requests on two backends.
+    /// Metrics of requests that use two backends.
     pub(super) stages: StageMetrics,
 }
 
@@ -99,16 +99,16 @@ impl Default for StageMetrics {
     }
 }
 
-/// What [`crate::figures`] tells of requests.
+/// Request figures for [`crate::figures`].
 #[derive(Debug, Default)]
 pub struct RecentRequests {
-    /// Requests that ended.
+    /// Number of requests that ended.
     pub ended: AtomicU64,
-    /// Those of them that no engine answered well.
+    /// Number of those that failed.
     pub failed: AtomicU64,
     /// Times to the first byte.
     pub ttft: TimeBuckets,
-    /// From a request's last byte to its first dispatch, without waiting for admission.
+    /// Times from a request's last byte to its first dispatch, without the wait for admission.
     pub routing: TimeBuckets,
 }
 
@@ -123,7 +123,7 @@ impl Default for Seconds {
 }
 
 impl Seconds {
-    /// Upper bounds as those of all histograms here.
+    /// Creates a histogram with the bucket bounds that all histograms here share.
     pub(super) fn histogram() -> Histogram {
         Histogram::new(BUCKETS_S)
     }
@@ -254,46 +254,46 @@ impl ProxyMetrics {
     }
 }
 
-/// One request's account: counts it from its creation to its drop, and holds what it takes up
-/// meanwhile. A request whose future or body is dropped without a word was left by its client.
+/// Accounting of one request: counts it from creation to drop, and holds its resources until then.
+/// If its future or body is dropped without an outcome, the client has left.
 pub(super) struct RequestMetricsGuard {
     metrics: Arc<ProxyMetrics>,
     started: Instant,
-    /// When its body was here.
+    /// Time at which the request's body was complete.
     read_at: Option<Instant>,
     outcome: RequestOutcome,
     code: u16,
-    /// Code of the error that its client was told.
+    /// Code of the error sent to the client.
     failure: Option<&'static str>,
-    /// Why it failed, for the log.
+    /// Cause of the failure, for the log.
     cause: Option<String>,
-    /// From its last byte to the first one of the answer's body.
+    /// Time from the request's last byte to the first byte of the response body.
     ttft: Option<Duration>,
-    /// Where its end is noted.
+    /// Record that receives the outcome.
     record: Option<Arc<RequestRecord>>,
-    /// Its line in the log.
+    /// Access log line of the request.
     access: Option<AccessEntry>,
-    /// Its part of a trace.
+    /// Trace of the request.
     trace: Option<Arc<RequestTrace>>,
     stage: RequestStage,
-    /// Of its connection and its address.
+    /// Guard of the connection and its address.
     _turn: Option<ConnectionRequestGuard>,
-    /// Of its user.
+    /// Guard of the user.
     counted: Option<UserRequestGuard>,
-    /// Of its model.
+    /// Guard of the model's retry budget.
     spending: Option<BudgetGuard>,
-    /// The metrics of its model.
+    /// Metrics of the model.
     model: Option<Arc<ModelMeter>>,
 }
 
-/// What a request counts as.
+/// Stage that a request is counted in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum RequestStage {
-    /// Its body is on its way.
+    /// The body is arriving.
     Reading,
-    /// Its body is here.
+    /// The body is complete.
     UnderWay,
-    /// It is refused, and holds no room that others could have.
+    /// The request is refused and occupies no room of other requests.
     Refused,
 }
 
@@ -320,7 +320,7 @@ impl RequestMetricsGuard {
         }
     }
 
-    /// The request's body is here: it is under way, unless `requests_max` are.
+    /// Marks the body as complete. Fails if `requests_max` are in flight already.
     pub(super) fn is_read(&mut self, requests_max: usize) -> Result<(), ProxyError> {
         let before = self.metrics.in_flight.inc();
         self.metrics.reading.dec();
@@ -332,52 +332,52 @@ impl RequestMetricsGuard {
         }
     }
 
-    /// Counts it as one of its user's.
+    /// Counts the request for its user.
     pub(super) fn counts(&mut self, counted: UserRequestGuard) {
         self.counted = Some(counted);
     }
 
-    /// Counts it among the requests for its model, too.
+    /// Also counts the request for its model.
     pub(super) fn is_for(&mut self, model: Arc<ModelMeter>) {
         self.model = Some(model);
     }
 
-    /// Notes its end there.
+    /// Sets the record that receives the outcome.
     pub(super) fn records(&mut self, record: Option<Arc<RequestRecord>>) {
         self.record = record;
     }
 
-    /// Its end leaves a line there.
+    /// Sets the access log entry that is written at the end.
     pub(super) fn logs(&mut self, access: Option<AccessEntry>) {
         self.access = access;
     }
 
-    /// Its end ends that.
+    /// Sets the trace that ends with the request.
     pub(super) fn traces(&mut self, trace: Option<Arc<RequestTrace>>) {
         self.trace = trace;
     }
 
-    /// Its client is told an error with this code.
+    /// Sets the code of the error sent to the client.
     pub(super) fn fails(&mut self, code: &'static str) {
         self.failure = Some(code);
     }
 
-    /// It fails for this reason, which may be told to operators.
+    /// Sets the cause of the failure, which only operators see.
     pub(super) fn fails_because(&mut self, cause: String) {
         self.cause = Some(cause);
     }
 
-    /// Counts it as one of its model's.
+    /// Counts the request in its model's retry budget.
     pub(super) fn spends(&mut self, spending: BudgetGuard) {
         self.spending = Some(spending);
     }
 
-    /// Whether the retry budget of its model lets it go to another engine.
+    /// Whether the model's retry budget allows another engine.
     pub(super) fn may_retry(&mut self) -> bool {
         self.spending.as_mut().is_none_or(BudgetGuard::may_retry)
     }
 
-    /// It is refused: what is still done with it holds no room that others could have.
+    /// Marks the request as refused. From then on it occupies no room of other requests.
     pub(super) fn is_refused(&mut self) {
         self.leave_stage();
         self.stage = RequestStage::Refused;
@@ -395,7 +395,7 @@ impl RequestMetricsGuard {
         &self.metrics
     }
 
-    /// The status the client is told.
+    /// Sets the status sent to the client.
     pub(super) fn answered(&mut self, status: StatusCode) {
         self.code = status.as_u16();
     }
@@ -415,7 +415,7 @@ impl RequestMetricsGuard {
         }
     }
 
-    /// It goes to a backend for the first time, after it has `waited` for admission.
+    /// Records the first dispatch to a backend, after the request `waited` for admission.
     pub(super) fn routed(&self, waited: Duration) {
         if let Some(read_at) = self.read_at {
             let took = read_at.elapsed().saturating_sub(waited);
@@ -431,7 +431,7 @@ impl RequestMetricsGuard {
 impl Drop for RequestMetricsGuard {
     fn drop(&mut self) {
         if let Some(record) = &self.record {
-            // Before it counts as over: whoever sees that finds the record complete.
+            // Before the request counts as over, so that its record is complete by then.
             record.ends(self.outcome.label(), self.code, self.failure);
         }
         self.leave_stage();

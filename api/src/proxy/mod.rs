@@ -1,21 +1,21 @@
-//! The data plane: takes OpenAI-compatible requests, sends each to the engine the router chooses,
-//! and streams the answer back.
+//! The data plane: accepts OpenAI-compatible requests, sends each to the backend that the router
+//! chooses, and streams the response back.
 //!
-//! Requests and answers pass through byte for byte, except for usage reporting ([`UsageRequest`])
-//! and hop-by-hop headers. When a client disconnects, its request ends: everything a request holds,
-//! down to the engine's connection, is owned by the future and then the body that hyper drops when
-//! the client's connection ends, whether that is during prefill or in mid-stream.
+//! Requests and responses pass through byte for byte, except for usage reporting ([`UsageRequest`])
+//! and hop-by-hop headers. When a client disconnects, its request ends. All resources of a request,
+//! down to the engine's connection, belong to its future and later to its body. hyper drops these
+//! when the client's connection ends, whether during prefill or in mid-stream.
 //!
-//! A client that stays but stops reading is treated alike after [`ProxyTimeouts::untaken`]. Until
-//! then its answer is read ahead, so that the engine's place is free when the engine is done.
+//! A client that stays but stops reading is treated the same after [`ProxyTimeouts::untaken`].
+//! Until then its response is read ahead, so that the engine's place is free once it is done.
 //!
-//! A client that shuts down only its sending side counts as gone, because no common HTTP client does
-//! this and an engine's time is expensive. The same holds for a client that pipelines requests: its
-//! disconnect is noticed once the previous answer is written.
+//! A client that shuts down only its sending side counts as gone, because no common HTTP client
+//! does this and an engine's time is expensive. The same holds for a client that pipelines
+//! requests: its disconnect is noticed once the previous response is written.
 //!
-//! `x-quorate-policy` chooses the policy where the config allows it, `x-quorate-session` (or what
-//! the policy's settings name) the backend under `session`, `x-quorate-priority` the priority among
-//! waiting requests; all are passed on.
+//! `x-quorate-policy` chooses the policy if the config allows it. `x-quorate-session`, or the
+//! header in the policy's settings, chooses the backend under `session`. `x-quorate-priority` sets
+//! the priority among waiting requests. All three are forwarded.
 
 mod access;
 mod answer_body;
@@ -140,10 +140,10 @@ use stored::{RequestContext, forward_stored};
 use suspects::Suspects;
 use write_timeout::hand_over;
 
-/// Says that an answer is the last of its connection.
+/// Value that marks a response as the last of its connection.
 const CLOSE: HeaderValue = HeaderValue::from_static("close");
 
-/// What all connections of a data plane share.
+/// State that all connections of a data plane share.
 pub struct Proxy {
     admission: Arc<Admission>,
     requests: Arc<RequestReader>,
@@ -152,13 +152,13 @@ pub struct Proxy {
     view: Arc<StateView>,
     pool: Pool,
     settings: Arc<ProxySettings>,
-    /// Those of the settings, or what they were replaced by.
+    /// Limits of the settings, or their replacement.
     limits: ArcSwap<ProxyLimits>,
     metrics: Arc<ProxyMetrics>,
     replica: HeaderValue,
     /// Bytes of request bodies held at present.
     held_bytes: Arc<AtomicU64>,
-    /// Tasks beside those of the connections: h2 streams, and answers to them.
+    /// Tasks other than those of connections: h2 streams and their responses.
     tasks: TaskTracker,
     clients: Arc<ClientTable>,
     users: Arc<UserRequests>,
@@ -168,18 +168,18 @@ pub struct Proxy {
     startup: Startup,
 }
 
-/// What was taken in of a request.
+/// Result of receiving a request.
 enum Intake<'a> {
-    /// All, and whose key it has: it is routed by its body.
+    /// The holder of the key and the body: the request is routed by its body.
     Whole(Holder, Bytes),
-    /// Its head, and whose key it has: it asks for a model, or for all.
+    /// The holder of the key and, for one model only, its id: the request lists models.
     Models(Holder, Option<Cow<'a, str>>),
-    /// Its head, and whose key it has: it is for the engine that stored a response.
+    /// The holder of the key: the request is for the engine that stored a response.
     Stored(Holder),
 }
 
 impl Proxy {
-    /// A data plane without connections, which routes by what `router` has put together.
+    /// Creates a data plane without connections that routes with `router`.
     #[must_use]
     pub fn new(
         router: &Router,
@@ -228,29 +228,29 @@ impl Proxy {
         }
     }
 
-    /// Asks `readiness` what load balancers are told, and whether this replica knows the cluster's
-    /// models. Without it, it counts as ready.
+    /// Uses `readiness` for the probes of load balancers, and to find out whether this replica
+    /// knows the cluster's models. Without it, the replica counts as ready.
     #[must_use]
     pub fn ready_by(self, readiness: Arc<ReadinessCheck>) -> Self {
         let startup = Startup::new(readiness);
         Self { startup, ..self }
     }
 
-    /// Reads requests, here and for `explain`.
+    /// Returns the reader of requests, which `explain` uses too.
     #[must_use]
     pub fn requests(&self) -> &Arc<RequestReader> {
         &self.requests
     }
 
-    /// The last decisions. They say what they went by if the router is
+    /// Returns the latest decisions. They include their inputs if the router is
     /// [recording](crate::routing::Router::recording).
     #[must_use]
     pub fn decisions(&self) -> &Arc<DecisionLog> {
         &self.decisions
     }
 
-    /// Has other limits hold from here on, for requests under way as far as they are still asked
-    /// about. Those on all connections, and on the streams of one, stay as they were at first.
+    /// Replaces the limits, also for checks that requests in flight still have ahead of them. The
+    /// limits on all connections and on the streams of a connection keep their first value.
     pub fn replace_limits(&self, limits: ProxyLimits) {
         self.clients.limit(
             limits.connections_per_address_max,
@@ -260,20 +260,20 @@ impl Proxy {
         self.limits.store(Arc::new(limits));
     }
 
-    /// Has another budget of retries hold from here on.
+    /// Replaces the retry budget for later retries.
     pub fn replace_retry_allowance(&self, allowance: RetryAllowance) {
         self.budget.replace(allowance);
     }
 
-    /// Closes up to `count` client connections that have no request, the longest idle first: for
-    /// when there is no room for others. How many it told to go.
+    /// Asks up to `count` client connections without a request to close, the longest idle first, to
+    /// make room. Returns their number.
     pub fn close_idle(&self, count: usize) -> usize {
         let closed = self.clients.close_idle(count);
         self.metrics.connections_evicted.inc_by(closed as u64);
         closed
     }
 
-    /// Answers one request. `peer` is the client's address as a header value.
+    /// Responds to one request. `peer` is the client's address as a header value.
     async fn answer(
         self: Arc<Self>,
         peer: HeaderValue,
@@ -333,7 +333,7 @@ impl Proxy {
         response
     }
 
-    /// Adds to the head of any answer what its client is told beside it.
+    /// Adds the headers that every response gets.
     fn sign(
         &self,
         headers: &mut HeaderMap,
@@ -375,7 +375,7 @@ impl Proxy {
         }
     }
 
-    /// Over HTTP/1.1 the connection drives the answer; see [`pace`].
+    /// Wraps the body. Over HTTP/1.1 the connection drives the response; see [`pace`].
     fn body(&self, relay: SharedResponseBody, version: Version) -> AnswerBodyKind {
         if version == Version::HTTP_2 && !lock(&relay).is_end_stream() {
             let untaken = self.settings.timeouts.untaken;
@@ -438,7 +438,7 @@ impl Proxy {
         forward(self, &Arc::new(asked), ledger).await
     }
 
-    /// Reads what has arrived, and opens its books.
+    /// Parses a request that has arrived, and opens its record and counts.
     async fn understand(
         &self,
         arrived: ArrivedRequest,
@@ -457,7 +457,7 @@ impl Proxy {
         let path = head.uri.path();
         let told = request_head(&head, &peer);
         let (read, ids) = self.requests.read(&told, &holder, &mut body).await?;
-        // As long as the prompt, and not needed any more.
+        // As long as the prompt, and no longer needed.
         drop(ids);
         *user = Some(read.user.key(self.requests.hash_seed()));
         let model = &read.parsed.model;
@@ -482,7 +482,7 @@ impl Proxy {
         })
     }
 
-    /// Checks a request's head, and reads the body of one that is routed.
+    /// Checks a request's head, and reads the body if the request is routed.
     async fn take_in<'a, B: Body<Data = Bytes> + Unpin>(
         &self,
         head: &'a http::request::Parts,
@@ -499,7 +499,7 @@ impl Proxy {
             Route::Engine => {
                 let limits = **self.limits.load();
                 let is_full = self.metrics.in_flight.get() >= signed(limits.requests_max);
-                // This one is among them.
+                // This request is among them.
                 let reading = self.metrics.reading.get();
                 if is_full || reading > signed(limits.reading_max) {
                     return Err(ProxyError::Overloaded);
@@ -518,7 +518,7 @@ impl Proxy {
         }
     }
 
-    /// The list of models that the key may use, or the one with this id.
+    /// Returns the list of models that the key allows, or the one with this id.
     fn models(&self, holder: &Holder, id: Option<&str>) -> Result<Response<Bytes>, ProxyError> {
         let registry = self.view.registry();
         if !self.startup.has_caught_up() && models::is_empty(&registry, &self.backends) {
@@ -544,7 +544,7 @@ impl Proxy {
     }
 }
 
-/// A request's head as it is read.
+/// Returns a request's head in the form that the reader expects.
 fn request_head<'a>(head: &'a http::request::Parts, peer: &'a HeaderValue) -> RequestHead<'a> {
     RequestHead {
         method: &head.method,
@@ -555,7 +555,7 @@ fn request_head<'a>(head: &'a http::request::Parts, peer: &'a HeaderValue) -> Re
     }
 }
 
-/// The answer to a request that failed.
+/// Returns the response to a failed request.
 fn failed(
     failure: &ProxyError,
     dialect: Dialect,
@@ -565,12 +565,12 @@ fn failed(
     let told = rescue(failure);
     ledger.fails(told.code);
     if told.status.is_server_error() {
-        // It quotes nothing of the request.
+        // The text quotes nothing from the request.
         ledger.fails_because(failure.to_string());
     }
     let mut response = dialect.response(failure);
     if *failure == ProxyError::BadKey && version <= Version::HTTP_11 {
-        // Whoever has no key has no claim to a connection.
+        // A client without a valid key must not keep a connection.
         response.headers_mut().insert(CONNECTION, CLOSE);
     }
     let outcome = match told.status.is_client_error() {
@@ -580,7 +580,7 @@ fn failed(
     local(response, outcome, ledger)
 }
 
-/// A limit as gauges count.
+/// Converts a limit to the type of gauges.
 fn signed(limit: usize) -> i64 {
     i64::try_from(limit).unwrap_or(i64::MAX)
 }

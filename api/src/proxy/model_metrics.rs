@@ -1,7 +1,7 @@
-//! Metrics of requests by model, for a bounded number of models.
+//! Metrics of requests per model, for a bounded number of models.
 //!
-//! A model gets its own series with its first request, if a registered backend serves it: names
-//! that clients invent are never labels. All other requests count under `other`.
+//! A model gets its own series with its first request if a registered backend serves it, so names
+//! that clients invent never become labels. All other requests count under `other`.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, PoisonError, RwLock};
@@ -15,9 +15,9 @@ use prometheus_client::registry::Registry;
 
 use super::outcome::RequestOutcome;
 
-/// Most models with series of their own.
+/// Maximum number of models with their own series.
 const MODELS_MAX: usize = 100;
-/// Stands for all other models.
+/// Label of all other models.
 const OTHER: &str = "other";
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -42,17 +42,17 @@ pub(super) struct ModelMetrics {
     meters: Arc<RwLock<BTreeMap<String, Arc<ModelMeter>>>>,
 }
 
-/// The metrics of one model, looked up once.
+/// Metrics of one model, looked up once.
 #[derive(Debug)]
 pub(super) struct ModelMeter {
     pub(super) ttft: Histogram,
     duration: Histogram,
-    /// In the order of [`RequestOutcome::ALL`].
+    /// Counters in the order of [`RequestOutcome::ALL`].
     ended: [Counter; RequestOutcome::ALL.len()],
 }
 
 impl ModelMetrics {
-    /// Metrics whose histograms are made by `histogram`.
+    /// Creates metrics whose histograms `histogram` makes.
     pub(super) fn new(histogram: fn() -> Histogram) -> Self {
         let requests = Family::default();
         let (ttft, duration) = (
@@ -87,9 +87,9 @@ impl ModelMetrics {
         );
     }
 
-    /// The metrics of requests for `model`, of which `is_served` says whether it is.
+    /// Returns the metrics for `model`. Calls `is_served` only for a model without its own series.
     pub(super) fn meter(&self, model: &str, is_served: impl FnOnce() -> bool) -> Arc<ModelMeter> {
-        // Entries are whole or not there.
+        // Entries are complete or absent.
         let meters = self.meters.read().unwrap_or_else(PoisonError::into_inner);
         if let Some(meter) = meters.get(model) {
             return Arc::clone(meter);
@@ -123,7 +123,7 @@ impl ModelMetrics {
 }
 
 impl ModelMeter {
-    /// A request ended.
+    /// Counts a request that ended.
     pub(super) fn ends(&self, outcome: RequestOutcome, duration: Duration) {
         self.duration.observe(duration.as_secs_f64());
         let nth = RequestOutcome::ALL.iter().position(|it| *it == outcome);
@@ -166,7 +166,7 @@ mod tests {
             .lines()
             .filter(|line| line.starts_with("model_duration_seconds_count"));
         assert_eq!(models.count(), MODELS_MAX);
-        // `other` took one place.
+        // `other` occupies one place.
         assert_eq!(finished(OTHER), Some(1 + 2 * (MODELS_MAX + 1)));
     }
 }

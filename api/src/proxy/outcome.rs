@@ -1,28 +1,28 @@
-//! How requests end, as shown in metrics, records and the access log.
+//! Outcomes of requests, as shown in metrics, records and the access log.
 
 use prometheus_client::encoding::{EncodeLabelValue, LabelValueEncoder};
 
-/// How a request ended, as `quorate_proxy_requests_total` tells it.
+/// Outcome of a request, as counted by `quorate_proxy_requests_total`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum RequestOutcome {
-    /// An engine's answer reached the client to its end.
+    /// A backend's response reached the client completely.
     Finished,
-    /// Answered here, without an engine: the model list.
+    /// The router responded without a backend, for example with the model list.
     Local,
-    /// Refused here with a 4xx.
+    /// The router refused it with a 4xx.
     Refused,
-    /// No engine could take it: a 5xx made here.
+    /// No backend could serve it: a 5xx from the router.
     Failed,
-    /// An engine's own error was passed on.
+    /// A backend's own error was relayed.
     EngineError,
-    /// The engine broke off in the middle of its answer.
+    /// The backend broke off in the middle of its response.
     BrokenOff,
-    /// The client left before the end.
+    /// The client left before the end of the response.
     ClientLeft,
 }
 
 impl RequestOutcome {
-    /// All of them, in the order in which they are declared.
+    /// All outcomes in the order of their declaration.
     pub(super) const ALL: [Self; 7] = [
         Self::Finished,
         Self::Local,
@@ -33,7 +33,7 @@ impl RequestOutcome {
         Self::ClientLeft,
     ];
 
-    /// Whether its client got no whole answer, through no fault of its own.
+    /// Whether the client got no complete response although it made no mistake.
     pub(super) fn is_failure(self) -> bool {
         match self {
             Self::Failed | Self::EngineError | Self::BrokenOff => true,

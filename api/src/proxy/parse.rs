@@ -1,8 +1,8 @@
 //! The only parser of requests: from method, path, headers, body and client address to the inputs
 //! of admission and routing.
 //!
-//! The data plane forwards its result, and `explain` explains it. A [`ClientRequest`] can be made
-//! nowhere else, so the two cannot diverge (I72).
+//! The data plane forwards its result, and `explain` explains it. No other code can create a
+//! [`ClientRequest`], so the two cannot diverge (I72).
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -35,7 +35,7 @@ use crate::routing::{
 };
 use crate::traces::TracedQuestion;
 
-/// Reads requests as the data plane does. One per replica.
+/// Reader of requests for the data plane and `explain`. One per replica.
 pub struct RequestReader {
     reader: Arc<PromptReader>,
     decider: Arc<Decider>,
@@ -44,49 +44,49 @@ pub struct RequestReader {
     settings: Arc<ProxySettings>,
 }
 
-/// A request before its body.
+/// Head of a request.
 #[derive(Debug, Clone, Copy)]
 pub struct RequestHead<'a> {
-    /// Its method.
+    /// HTTP method.
     pub method: &'a Method,
-    /// Its path, without a query.
+    /// Path without the query.
     pub path: &'a str,
-    /// Version of HTTP that it came by.
+    /// HTTP version.
     pub version: Version,
-    /// Its headers.
+    /// Headers of the request.
     pub headers: &'a HeaderMap,
-    /// Where it comes from.
+    /// Origin of the request.
     pub origin: RequestOrigin<'a>,
 }
 
-/// A request as the router understands it.
+/// A parsed request.
 #[derive(Debug)]
 pub struct ClientRequest {
-    /// Its body, less the prompt.
+    /// Body without the prompt.
     pub parsed: ParsedBody,
-    /// Its prompt.
+    /// Prompt.
     pub identity: PromptIdentity,
-    /// Who pays.
+    /// User to charge.
     pub user: UserName,
-    /// How it is known who pays.
+    /// How the user was identified.
     pub user_source: UserSource,
-    /// The policy and the labels that it asks for.
+    /// Policy and labels that the request asks for.
     pub preferences: RoutingPreferences,
-    /// Among requests that wait.
+    /// Priority among waiting requests.
     pub priority: i16,
-    /// How long its client waits, as it tells.
+    /// How long the client waits, if the request states it.
     pub deadline: Option<Duration>,
-    /// Which of its stages can be at two backends.
+    /// Stages of the request that can run on two backends.
     pub stages: RequestStages,
     _made_by: ReaderOnly,
 }
 
-/// Keeps everybody but the reader from making a [`ClientRequest`].
+/// Token that only the reader can create, so that only it can create a [`ClientRequest`].
 #[derive(Debug)]
 struct ReaderOnly;
 
 impl ClientRequest {
-    /// What its span tells of it.
+    /// Returns the attributes of the request's span.
     pub(super) fn traced<'a>(&'a self, path: &'a str) -> TracedQuestion<'a> {
         TracedQuestion {
             path,
@@ -98,7 +98,7 @@ impl ClientRequest {
         }
     }
 
-    /// The request as routing sees it.
+    /// Returns the request in the form that routing expects.
     pub fn ask<'a>(
         &'a self,
         headers: &'a HeaderMap,
@@ -121,9 +121,9 @@ impl ClientRequest {
     }
 }
 
-/// Which stages of a request can be apart: engines hand over the cache of one prompt with one
-/// answer, which they look up in the prefix cache; where they meet in rooms, of each prompt and
-/// answer in a room of its own.
+/// Returns which stages of a request can run on two backends. Engines that transfer by the prefix
+/// cache transfer one prompt with one answer. Engines that meet in rooms transfer each prompt and
+/// answer in its own room.
 fn stages(path: &str, parsed: &ParsedBody) -> RequestStages {
     let is_completion = matches!(path, "/v1/chat/completions" | "/v1/completions");
     if is_told(path) {
@@ -139,7 +139,7 @@ fn stages(path: &str, parsed: &ParsedBody) -> RequestStages {
     }
 }
 
-/// Whether an engine computes nothing for what is asked here.
+/// Whether requests to this path need no computation by an engine.
 fn is_told(path: &str) -> bool {
     matches!(
         path,
@@ -154,7 +154,7 @@ fn is_told(path: &str) -> bool {
 }
 
 impl RequestReader {
-    /// A reader by these settings, for requests that `router` routes.
+    /// Creates a reader with these settings for requests that `router` routes.
     #[must_use]
     pub fn new(router: &Router, settings: Arc<ProxySettings>) -> Self {
         Self {
@@ -166,23 +166,23 @@ impl RequestReader {
         }
     }
 
-    /// What the keys of users are made under.
+    /// Returns the seed of users' keys.
     pub(crate) fn hash_seed(&self) -> u64 {
         self.view.registry().hash_seed
     }
 
-    /// Chooses backends.
+    /// Returns the decider, which chooses backends.
     pub(super) fn decider(&self) -> &Arc<Decider> {
         &self.decider
     }
 
-    /// Reads bodies.
+    /// Returns the reader of bodies.
     #[must_use]
     pub fn prompts(&self) -> &Arc<PromptReader> {
         &self.reader
     }
 
-    /// Checks a request's head: whose key it has, and where it goes.
+    /// Checks a request's head and returns the holder of its key and its route.
     pub(super) fn accept<'a>(
         &self,
         head: &RequestHead<'a>,
@@ -201,8 +201,8 @@ impl RequestReader {
         Ok((holder, route))
     }
 
-    /// Reads a request with its whole body, from which the fields are removed that do not reach
-    /// engines. Also answers the prompt's token ids, where they are known.
+    /// Parses a request with its whole body, and removes the fields that must not reach engines.
+    /// Also returns the prompt's token ids if they are known.
     pub(super) async fn read(
         &self,
         head: &RequestHead<'_>,
@@ -225,7 +225,7 @@ impl RequestReader {
         let isolation = self
             .keep_apart(head.path, &name, &mut request, body)
             .await?;
-        // Once, from what the engine gets.
+        // Tokenize once, from the body that the engine receives.
         let ReadRequest {
             parsed,
             mut identity,
@@ -246,11 +246,11 @@ impl RequestReader {
         Ok((request, ids))
     }
 
-    /// What the data plane would make of a request, with the prompt's token ids where they are
-    /// known. Its body is taken to be here.
+    /// Returns the request that the data plane would parse, with the prompt's token ids if they are
+    /// known. The whole body must be present.
     ///
     /// # Errors
-    /// As the data plane would refuse it. What the replica answers itself has no route either.
+    /// Fails as the data plane would. Requests that the replica itself serves have no route either.
     pub async fn would_read(
         &self,
         head: &RequestHead<'_>,
@@ -266,27 +266,27 @@ impl RequestReader {
                 Err(unrouted(head.method, head.path))
             }
             Route::Engine => {
-                // What is explained is given as it is decoded.
+                // `explain` receives the body already decoded.
                 BodyEncoding::of(head.headers)?;
                 self.read(&head, &holder, &mut body).await
             }
         }
     }
 
-    /// Headers of a request that the config gives no effect, as a list.
+    /// Returns the request headers that have no effect under the config, as a list.
     pub(super) fn ignored(&self, headers: &HeaderMap) -> Option<HeaderValue> {
         self.decider.ignored(headers)
     }
 
-    /// The id by which the data plane would know a request with these headers; `None`: it would
-    /// draw one.
+    /// Returns the request id that the data plane would take from these headers; `None` if it would
+    /// generate one.
     #[must_use]
     pub fn told_id<'a>(&self, headers: &'a HeaderMap) -> Option<&'a str> {
         told_request_id(headers)?.to_str().ok()
     }
 
-    /// Has the prompt of a user with a cache scope of its own hashed in that scope, and says what
-    /// engines are to do about it.
+    /// Hashes the prompt of a user with its own cache scope in that scope, and returns the
+    /// isolation that engines must provide.
     async fn keep_apart(
         &self,
         path: &str,
@@ -311,14 +311,14 @@ impl RequestReader {
         }
         if request.parsed.has_cache_salt && isolation.is_salted() {
             *body = without_salt(body)?;
-            // The fields stand in other places now.
+            // The fields are at other positions now.
             *request = self.reader.parse(path, body).await?;
         }
         self.reader.salt(request, salt);
         Ok(isolation)
     }
 
-    /// Reads a body, less the fields that do not reach engines.
+    /// Parses a body and removes the fields that must not reach engines.
     async fn parse(
         &self,
         head: &RequestHead<'_>,
@@ -336,7 +336,7 @@ impl RequestReader {
         let mut request = self.reader.parse(path, body).await?;
         if let Some(stripped) = self.settings.fields.apply(&request.parsed, body)? {
             *body = stripped;
-            // The fields stand in other places now.
+            // The fields are at other positions now.
             request = self.reader.parse(path, body).await?;
         }
         Ok(request)

@@ -1,4 +1,4 @@
-//! The request that the data plane forwards, and how admission and routing see it.
+//! The request that the data plane forwards, and its interface to admission and routing.
 
 use std::ops::Deref;
 use std::sync::Arc;
@@ -19,22 +19,22 @@ use crate::admission::AdmissionRequest;
 use crate::routing::{OfferedEndpoints, RoutingRequest};
 use crate::traces::{AttemptTrace, RequestTrace, TraceHeaders, told_trace_id};
 
-/// A request with its whole body, before it is understood.
+/// A request with its whole body, before it is parsed.
 pub(super) struct ArrivedRequest {
     pub(super) head: http::request::Parts,
     pub(super) body: Bytes,
-    /// Whose key it has.
+    /// Holder of the request's key.
     pub(super) holder: Holder,
     pub(super) request_id: HeaderValue,
-    /// The client's address.
+    /// Address of the client.
     pub(super) peer: HeaderValue,
-    /// Where the gateway that asks about it can send it; `None`: this replica sends it.
+    /// Endpoints that the asking gateway can use; `None` if this replica sends the request.
     pub(super) endpoints: Option<OfferedEndpoints>,
-    /// Its part of a trace; `None`: there is no tracing.
+    /// Trace of the request; `None` without tracing.
     pub(super) trace: Option<Arc<RequestTrace>>,
 }
 
-/// The request's part of a trace; `None`: there is no tracing.
+/// Begins the trace of a request; `None` without tracing.
 pub(super) fn begin_trace(
     settings: &ProxySettings,
     (method, uri, headers): (&Method, &Uri, &HeaderMap),
@@ -45,7 +45,7 @@ pub(super) fn begin_trace(
     Some(tracer.begin(headers, (method, shown_path(uri.path())), id))
 }
 
-/// The trace that a request is part of: of its own, else of its client.
+/// Returns the id of the request's trace: that of this replica's span, or else the client's.
 pub(super) fn trace_id(trace: Option<&Arc<RequestTrace>>, headers: &HeaderMap) -> Option<TraceId> {
     match trace {
         Some(trace) => Some(trace.trace_id()),
@@ -53,24 +53,24 @@ pub(super) fn trace_id(trace: Option<&Arc<RequestTrace>>, headers: &HeaderMap) -
     }
 }
 
-/// A request whose body is read and whose user is known.
+/// A request whose body was parsed and whose user is known.
 pub(super) struct ProxiedRequest {
     pub(super) head: http::request::Parts,
     pub(super) body: Bytes,
     pub(super) read: ClientRequest,
     pub(super) request_id: HeaderValue,
-    /// The client's address.
+    /// Address of the client.
     pub(super) peer: HeaderValue,
-    /// Where the gateway that asks about it can send it; `None`: this replica sends it.
+    /// Endpoints that the asking gateway can use; `None` if this replica sends the request.
     pub(super) endpoints: Option<OfferedEndpoints>,
-    /// Where its decisions are noted.
+    /// Record of the request's decisions.
     pub(super) record: Option<Arc<RequestRecord>>,
-    /// Its part of a trace; `None`: there is no tracing.
+    /// Trace of the request; `None` without tracing.
     pub(super) trace: Option<Arc<RequestTrace>>,
 }
 
 impl ProxiedRequest {
-    /// What an engine is told of the trace at an attempt.
+    /// Returns the trace headers for an engine at one attempt.
     pub(super) fn trace_headers(&self, attempt: Option<&mut AttemptTrace>) -> Option<TraceHeaders> {
         match attempt {
             Some(attempt) => Some(attempt.headers()),
@@ -78,12 +78,12 @@ impl ProxiedRequest {
         }
     }
 
-    /// The trace that it is part of, be it one of which nothing is told here.
+    /// Returns the id of the request's trace, even if this replica exports nothing of it.
     pub(super) fn trace_id(&self) -> Option<TraceId> {
         trace_id(self.trace.as_ref(), &self.head.headers)
     }
 
-    /// The span of an attempt at this backend.
+    /// Begins the span of an attempt at this backend.
     pub(super) fn attempts(&self, backend: &str, stage: &'static str) -> Option<AttemptTrace> {
         self.trace.as_ref()?.attempts(backend, stage)
     }

@@ -1,11 +1,11 @@
-//! `x-ratelimit-*`: clients' own limits, in the form of OpenAI's API, so that SDKs and gateways
-//! slow down before they are refused.
+//! `x-ratelimit-*` headers: a client's own limits in the format of OpenAI's API, so that SDKs and
+//! gateways slow down before they are refused.
 
 use http::{HeaderMap, HeaderName, HeaderValue};
 
 use crate::admission::{LimitLeft, LimitsLeft};
 
-/// Headers of one limit: its size, what is left of it, and when it is whole again.
+/// Headers of one limit: its size, the remainder, and the time until it is full again.
 type LimitHeaders = [HeaderName; 3];
 
 const REQUESTS: LimitHeaders = [
@@ -19,8 +19,8 @@ const TOKENS: LimitHeaders = [
     HeaderName::from_static("x-ratelimit-reset-tokens"),
 ];
 
-/// Adds to an answer what is left of its user's limits, as far as there are any. What an engine
-/// says of limits of its own is replaced then.
+/// Adds the remainders of the user's limits, if any, to a response. They replace those that an
+/// engine reports about its own limits.
 pub(super) fn tell(headers: &mut HeaderMap, left: &LimitsLeft) {
     for (names, limit) in [(REQUESTS, &left.requests), (TOKENS, &left.tokens)] {
         let Some(limit) = limit else {
@@ -33,7 +33,7 @@ pub(super) fn tell(headers: &mut HeaderMap, left: &LimitsLeft) {
     }
 }
 
-/// The time until a limit is whole again, as a duration with its unit.
+/// Returns the time until a limit is full again, as a duration with its unit.
 fn span(limit: &LimitLeft) -> HeaderValue {
     let text = match limit.reset_ms {
         ms @ 0..1000 => format!("{ms}ms"),

@@ -1,10 +1,10 @@
-//! Reading ahead of a client that takes its answer slowly.
+//! Reads ahead of a client that receives its response slowly.
 //!
-//! While nothing can be written to the client, pieces of the answer are kept here, up to a bound,
-//! so that the end of the engine's answer is seen when it comes: the request gives its place back
-//! and is charged then, and only bytes wait. When the bound is reached the engine is not read any
-//! further; how long a client may hold an engine's place that way is bounded over the whole answer.
-//! How long the bytes of an engine that is done may wait follows from their number
+//! While nothing can be written to the client, pieces of the response are buffered up to a bound.
+//! The end of the engine's response is then seen when it arrives: the request frees its place and
+//! is charged, and only bytes wait. At the bound, the engine is not read any further. The total
+//! time for which a client may block an engine's place this way is bounded too. Once the engine is
+//! done, the time for which its bytes may wait depends on the buffer's size
 //! ([`LEAST_BYTES_PER_S`]).
 
 use std::collections::VecDeque;
@@ -19,32 +19,32 @@ use tokio::time::{Instant, Sleep, sleep_until};
 
 use super::piece::AnswerPiece;
 
-/// A client that takes the rest of a finished answer more slowly than this is given up.
+/// Minimum rate at which a client must receive the rest of a finished response.
 const LEAST_BYTES_PER_S: u64 = 4 * 1024;
 
-/// How far answers are read ahead.
+/// Bounds for reading ahead of clients.
 #[derive(Debug, Clone)]
 pub(super) struct ReadAheadBounds {
-    /// Bytes of one answer that are kept at most.
+    /// Maximum number of bytes kept of one response.
     pub(super) bytes_max: u64,
-    /// Bytes kept of all answers, and of all requests' bodies.
+    /// Bytes kept of all responses and all request bodies.
     pub(super) held_bytes: Arc<AtomicU64>,
-    /// Most of these.
+    /// Maximum of `held_bytes`.
     pub(super) held_bytes_max: u64,
-    /// How long a client may keep an engine waiting, over the whole answer.
+    /// Maximum time for which a client may block an engine, summed over the whole response.
     pub(super) held_back: Duration,
-    /// How long a client may take nothing.
+    /// Maximum time for which a client may receive nothing.
     pub(super) untaken: Duration,
 }
 
-/// What is kept of one answer.
+/// Buffer of one response.
 pub(super) struct ReadAhead {
     bounds: ReadAheadBounds,
     pieces: VecDeque<AnswerPiece>,
     bytes: u64,
-    /// Of [`ReadAheadBounds::held_back`].
+    /// Rest of [`ReadAheadBounds::held_back`].
     left: Duration,
-    /// Since when the engine is kept waiting, or the rest of the answer waits.
+    /// Start of the present wait: of a blocked engine, or of the rest of a finished response.
     since: Option<Instant>,
     timer: Option<Pin<Box<Sleep>>>,
 }
@@ -65,7 +65,7 @@ impl ReadAhead {
         self.pieces.is_empty()
     }
 
-    /// Whether another piece may be kept.
+    /// Whether another piece fits.
     pub(super) fn has_room(&self) -> bool {
         let ReadAheadBounds {
             bytes_max,
@@ -76,7 +76,7 @@ impl ReadAhead {
         self.bytes < *bytes_max && held_bytes.load(Relaxed) < *held_bytes_max
     }
 
-    /// Keeps a piece.
+    /// Appends a piece.
     pub(super) fn push(&mut self, piece: AnswerPiece) {
         let bytes = length(&piece);
         self.bytes += bytes;
@@ -84,7 +84,7 @@ impl ReadAhead {
         self.pieces.push_back(piece);
     }
 
-    /// The next piece for the client.
+    /// Removes the next piece for the client.
     pub(super) fn take(&mut self) -> Option<AnswerPiece> {
         let piece = self.pieces.pop_front()?;
         let bytes = length(&piece);
@@ -93,19 +93,19 @@ impl ReadAhead {
         Some(piece)
     }
 
-    /// The engine is read again.
+    /// Ends a wait of the engine, which is read again.
     pub(super) fn goes_on(&mut self) {
         if let Some(since) = self.since.take() {
             self.left = self.left.saturating_sub(since.elapsed());
         }
     }
 
-    /// Ready when the engine was kept waiting for too long.
+    /// Becomes ready when the engine was blocked for too long.
     pub(super) fn poll_held_back(&mut self, cx: &mut Context<'_>) -> Poll<()> {
         self.poll_after(self.left, cx)
     }
 
-    /// Ready when the rest of a finished answer has waited for too long.
+    /// Becomes ready when the rest of a finished response has waited for too long.
     pub(super) fn poll_untaken(&mut self, cx: &mut Context<'_>) -> Poll<()> {
         if self.is_empty() {
             return Poll::Pending;

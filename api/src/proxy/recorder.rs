@@ -1,9 +1,8 @@
-//! Recordings that are being made or were: requests that the data plane understood, kept until
-//! somebody fetches them.
+//! Running and finished recordings of parsed requests, kept until an operator fetches them.
 //!
-//! A recording holds decision records and the blocks of each prompt unchanged. The anonymized form
-//! in the file is made when it is fetched, so requests pay only for a lock and a pointer, and for
-//! nothing without a recording.
+//! A recording holds decision records and the unchanged blocks of each prompt. They are anonymized
+//! when the file is fetched. A request therefore costs a lock and a pointer, and nothing without a
+//! recording.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
@@ -15,7 +14,7 @@ use tokio::time::Instant;
 
 use super::request_record::RequestRecord;
 
-/// Recordings that are kept, the one that runs included: the oldest goes first.
+/// Maximum number of recordings kept, including a running one. The oldest goes first.
 pub(crate) const RECORDINGS_MAX: usize = 3;
 
 /// A request with the blocks of its prompt.
@@ -25,16 +24,16 @@ pub(crate) struct TakenRequest {
     pub(crate) chain: Arc<[BlockHash]>,
 }
 
-/// When a recording ends by itself.
+/// Limits at which a recording ends by itself.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct RecordingLimits {
     pub(crate) seconds: u32,
     pub(crate) requests: u32,
-    /// What it may take up in memory.
+    /// Maximum size in memory.
     pub(crate) bytes: u64,
 }
 
-/// What ended a recording.
+/// Reason why a recording ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum RecordingEnd {
     Seconds,
@@ -43,26 +42,26 @@ pub(crate) enum RecordingEnd {
     Stopped,
 }
 
-/// A recording as it is at present.
+/// State of a recording at one moment.
 #[derive(Debug, Clone)]
 pub(crate) struct RecordingState {
     pub(crate) id: u64,
     pub(crate) salt: Arc<str>,
     pub(crate) limits: RecordingLimits,
-    /// In Unix milliseconds.
+    /// Start in Unix milliseconds.
     pub(crate) from_ms: u64,
-    /// When it ended, or will at the latest.
+    /// Time at which it ended, or will end at the latest, in Unix milliseconds.
     pub(crate) until_ms: u64,
-    /// `None`: it runs.
+    /// `None` while it runs.
     pub(crate) end: Option<RecordingEnd>,
     pub(crate) requests: usize,
     pub(crate) bytes: u64,
 }
 
-/// The recordings of a replica.
+/// All recordings of a replica.
 #[derive(Debug, Default)]
 pub(crate) struct Recorder {
-    /// Whether one runs.
+    /// Whether a recording runs.
     is_on: AtomicBool,
     kept: Mutex<KeptRecordings>,
 }
@@ -70,7 +69,7 @@ pub(crate) struct Recorder {
 #[derive(Debug, Default)]
 struct KeptRecordings {
     last_id: u64,
-    /// The newest last; only that one may run.
+    /// Recordings, the newest last. Only the newest may run.
     all: VecDeque<RunRecording>,
 }
 
@@ -82,7 +81,7 @@ struct RunRecording {
 }
 
 impl Recorder {
-    /// Begins a recording, or tells the one that runs.
+    /// Starts a recording, or returns the running one as an error.
     pub(crate) fn start(
         &self,
         salt: Arc<str>,
@@ -116,12 +115,12 @@ impl Recorder {
         Ok(state)
     }
 
-    /// Whether a recording may run.
+    /// Whether a recording may be running.
     pub(super) fn is_on(&self) -> bool {
         self.is_on.load(Relaxed)
     }
 
-    /// Takes a request of `bytes` into the recording that runs.
+    /// Adds a request of `bytes` to the running recording.
     pub(super) fn take(&self, request: TakenRequest, bytes: usize) {
         let mut kept = self.present();
         let Some(running) = kept.running() else {
@@ -135,7 +134,7 @@ impl Recorder {
         self.follow(&mut kept);
     }
 
-    /// A request that was taken takes up more.
+    /// Adds to the size of a recorded request.
     pub(super) fn grow(&self, record: &RequestRecord, bytes: usize, now_ms: u64) {
         let mut kept = self.present();
         let Some(running) = kept.running() else {
@@ -149,20 +148,20 @@ impl Recorder {
         }
     }
 
-    /// All that are kept, the newest first.
+    /// Returns all kept recordings, the newest first.
     pub(crate) fn list(&self) -> Vec<RecordingState> {
         let kept = self.present();
         kept.all.iter().rev().map(|it| it.state.clone()).collect()
     }
 
-    /// One with its requests so far.
+    /// Returns a recording with its requests so far.
     pub(crate) fn get(&self, id: u64) -> Option<(RecordingState, Vec<TakenRequest>)> {
         let kept = self.present();
         let found = kept.all.iter().find(|it| it.state.id == id)?;
         Some((found.state.clone(), found.taken.clone()))
     }
 
-    /// Ends one; those that have ended stay as they are.
+    /// Ends a recording. One that has ended already stays unchanged.
     pub(crate) fn stop(&self, id: u64, now_ms: u64) -> Option<RecordingState> {
         let mut kept = self.present();
         let found = kept.all.iter_mut().find(|it| it.state.id == id)?;
@@ -174,14 +173,14 @@ impl Recorder {
         Some(state)
     }
 
-    /// Ends and drops one.
+    /// Ends and removes a recording.
     pub(crate) fn remove(&self, id: u64, now_ms: u64) -> Option<RecordingState> {
         let state = self.stop(id, now_ms)?;
         self.present().all.retain(|it| it.state.id != id);
         Some(state)
     }
 
-    /// The recordings, after the one whose time is over has ended.
+    /// Locks the recordings after ending one whose time is over.
     fn present(&self) -> MutexGuard<'_, KeptRecordings> {
         let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(running) = kept.running() {
@@ -207,7 +206,7 @@ impl KeptRecordings {
 }
 
 impl RunRecording {
-    /// Ends when it is full.
+    /// Ends the recording if it is full.
     fn fill(&mut self, now_ms: u64) {
         let limits = self.state.limits;
         if self.state.requests as u64 >= u64::from(limits.requests) {
@@ -224,7 +223,7 @@ impl RunRecording {
 }
 
 impl RecordingEnd {
-    /// As the admin API and the file name it.
+    /// Returns the name in the admin API and in the file.
     pub(crate) fn label(self) -> &'static str {
         match self {
             Self::Seconds => "seconds",

@@ -1,4 +1,4 @@
-//! A request as it comes in: its head and its body.
+//! Intake of a request: its head and its body.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -22,11 +22,10 @@ use crate::error::ProxyError;
 use crate::prompt::ReadError;
 use crate::routing::PreferenceRejection;
 
-/// What is set aside for a body before its bytes come, at most: its announced length is only a
-/// promise.
+/// Maximum initial buffer for a body, in bytes. Its announced length is only a promise.
 const FIRST_BUFFER_BYTES_MAX: u64 = 64 * 1024;
 
-/// A body's bytes in the sum of all that are held; taken out when dropped.
+/// A body's share in the total of held bytes. Dropping it releases the bytes.
 pub(super) struct HeldBodyBytes {
     all: Arc<AtomicU64>,
     bytes: u64,
@@ -51,7 +50,7 @@ impl HeldBodyBytes {
         Ok(())
     }
 
-    /// Takes all of them out.
+    /// Releases all bytes.
     pub(super) fn release(&mut self) {
         self.all.fetch_sub(std::mem::take(&mut self.bytes), Relaxed);
     }
@@ -63,23 +62,23 @@ impl Drop for HeldBodyBytes {
     }
 }
 
-/// A body on its way in.
+/// Reader of a body that is arriving.
 pub(super) struct BodyReader<'a> {
     pub(super) timeouts: &'a ProxyTimeouts,
-    /// Longest body.
+    /// Maximum length of the body, in bytes.
     pub(super) bytes_max: u64,
     pub(super) headers: &'a HeaderMap,
-    /// Whether many others are on their way: then it has less time.
+    /// Whether many other bodies are arriving, which shortens the timeouts.
     pub(super) is_crowded: &'a (dyn Fn() -> bool + Sync),
 }
 
-/// How often a body that does not come is asked whether it still has time.
+/// Interval for rechecking the timeouts of a body that stalls.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
-/// Whole bodies get this part of their time while many are on their way.
+/// Divisor of the time for a whole body while many are arriving.
 const CROWDED_PART: u32 = 10;
 
 impl BodyReader<'_> {
-    /// Reads the body to its end, within the limits.
+    /// Reads the body to its end within the limits.
     pub(super) async fn read<B: Body<Data = Bytes> + Unpin>(
         &self,
         body: &mut B,
@@ -122,7 +121,7 @@ impl BodyReader<'_> {
         })
     }
 
-    /// Decodes the body while it is read.
+    /// Decodes the body while reading it.
     async fn read_gzip<B: Body<Data = Bytes> + Unpin>(
         &self,
         body: &mut B,
@@ -145,7 +144,7 @@ impl BodyReader<'_> {
         gzip.end()
     }
 
-    /// The next piece; `None` at the end.
+    /// Returns the next piece; `None` at the end.
     async fn piece<B: Body<Data = Bytes> + Unpin>(
         &self,
         body: &mut B,
@@ -158,11 +157,11 @@ impl BodyReader<'_> {
             {
                 Ok(Some(frame)) => frame.map_err(|_| bad_request("the body ended early"))?,
                 Ok(None) => return Ok(None),
-                // Others may have come meanwhile.
+                // The timeouts change with the number of other bodies.
                 Err(_) if self.patience(began, waits_since) > Instant::now() => continue,
                 Err(_) => return Err(ProxyError::BodyTimeout),
             };
-            // Trailers are not passed on.
+            // Trailers are not forwarded.
             if let Ok(data) = frame.into_data() {
                 return Ok(Some(data));
             }
@@ -182,9 +181,9 @@ impl BodyReader<'_> {
     }
 }
 
-/// Reads on the body of a request that is refused and throws it away, for a while: clients that are
-/// cut off while they send do not read the answer. Over HTTP/1.1 it is read before the answer, as
-/// closing over unread bytes resets the connection; over HTTP/2 beside it.
+/// Reads and discards the rest of a refused request's body for a while, because clients that are
+/// cut off while sending do not read the response. Over HTTP/1.1 this precedes the response, as
+/// closing with unread bytes resets the connection. Over HTTP/2 it runs concurrently.
 pub(super) async fn read_on(proxy: &Proxy, head: &Parts, body: Incoming) {
     if body.is_end_stream() || head.headers.contains_key(EXPECT) {
         return;
@@ -192,14 +191,15 @@ pub(super) async fn read_on(proxy: &Proxy, head: &Parts, body: Incoming) {
     let bytes_max = proxy.limits.load().body_bytes_max.saturating_mul(2);
     let reading = discard(bytes_max, proxy.settings.timeouts.refused_body, body);
     if head.version > Version::HTTP_11 {
-        // What does not end in time is reset with NO_ERROR, as the answer is complete by then.
+        // A stream that does not end in time gets a NO_ERROR reset, as its response is then
+        // complete.
         proxy.tasks.spawn(reading);
     } else if content_length(&head.headers).is_none_or(|length| length <= bytes_max) {
         reading.await;
     }
 }
 
-/// Reads a body within bounds. One that pauses is let go sooner.
+/// Discards a body within bounds, and stops earlier if it stalls.
 async fn discard(bytes_max: u64, patience: Duration, mut body: Incoming) {
     let read = async {
         let mut left = bytes_max;
@@ -246,7 +246,7 @@ impl From<PreferenceRejection> for ProxyError {
     }
 }
 
-/// Refuses requests for another protocol than HTTP; what else `upgrade` offers may be ignored.
+/// Rejects websocket upgrades. All other `upgrade` offers may be ignored.
 pub(super) fn refuse_websocket(headers: &HeaderMap) -> Result<(), ProxyError> {
     let upgrade = headers.get(UPGRADE).map(HeaderValue::as_bytes);
     match upgrade.is_some_and(|it| it.trim_ascii().eq_ignore_ascii_case(b"websocket")) {
@@ -255,8 +255,8 @@ pub(super) fn refuse_websocket(headers: &HeaderMap) -> Result<(), ProxyError> {
     }
 }
 
-/// Refuses heads that HTTP does not allow: one host is named (RFC 9112, 3.2), and nothing but
-/// `100-continue` can be expected (RFC 9110, 10.1.1).
+/// Rejects heads that HTTP forbids. There must be one host (RFC 9112, 3.2), and only `100-continue`
+/// may be expected (RFC 9110, 10.1.1).
 pub(super) fn check_head(version: Version, headers: &HeaderMap) -> Result<(), ProxyError> {
     let hosts = headers.get_all(HOST).iter().count();
     if hosts > 1 {
@@ -272,7 +272,7 @@ pub(super) fn check_head(version: Version, headers: &HeaderMap) -> Result<(), Pr
     Err(ProxyError::BadExpectation)
 }
 
-/// The priority that a request asks for, as far as it may.
+/// Returns the requested priority, capped at the maximum.
 pub(super) fn priority(headers: &HeaderMap, priority_max: i16) -> Result<i16, ProxyError> {
     let Some(value) = headers.get(PRIORITY) else {
         return Ok(0);

@@ -1,4 +1,4 @@
-//! What is kept of a request: numbers, the names that it had, and what became of it.
+//! Records of requests: numbers, names and outcomes.
 
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
@@ -10,12 +10,12 @@ use super::identify::UserSource;
 use crate::prompt::BlockUnit;
 use crate::routing::{DecisionRecord, Labels, UserName};
 
-/// What is kept of one request.
+/// Record of one request.
 #[derive(Debug)]
 pub struct RequestRecord {
-    /// Its place among all that this replica has kept since its start, from 0.
+    /// Number of the record among all since the replica's start, from 0.
     pub(crate) number: u64,
-    /// A text of its own: a header's value would keep the 16 KiB that its connection read at once.
+    /// Copied, because a header value would keep alive the 16 KiB that its connection read at once.
     pub(crate) id: Box<str>,
     pub(crate) path: Box<str>,
     pub(crate) model: Box<str>,
@@ -27,17 +27,17 @@ pub struct RequestRecord {
     pub(crate) tokens_max: Option<u32>,
     pub(crate) is_stream: bool,
     pub(crate) unit: BlockUnit,
-    /// Prompt tokens, as far as they were known.
+    /// Number of prompt tokens, as far as known.
     pub(crate) tokens: u32,
-    /// Full blocks of the prompt.
+    /// Number of full blocks of the prompt.
     pub(crate) blocks: u32,
-    /// Of these, how many an engine can have.
+    /// Number of those blocks that an engine can have cached.
     pub(crate) matchable: u32,
-    /// Tokens of one block, estimated where blocks are of bytes.
+    /// Tokens per block, estimated if blocks consist of bytes.
     pub(crate) tokens_per_block: u32,
-    /// Hashes of its blocks at depths 1, 2, 4 and so on.
+    /// Hashes of the blocks at depths 1, 2, 4 and so on.
     pub(crate) marks: Box<[BlockHash]>,
-    /// Unix time when it was understood, in milliseconds.
+    /// Unix time at which the request was parsed, in milliseconds.
     pub(crate) at_ms: u64,
     pub(super) since: Instant,
     pub(super) attempts: Mutex<Vec<DecidedAttempt>>,
@@ -47,28 +47,28 @@ pub struct RequestRecord {
 /// One attempt of a request.
 #[derive(Debug, Clone)]
 pub(crate) struct DecidedAttempt {
-    /// From when the request was understood to the dispatch.
+    /// Time from parsing the request to the dispatch.
     pub(crate) after: Duration,
-    /// Of that, how long this attempt waited for its turn and a backend.
+    /// Part of that time for which this attempt waited for its turn and a backend.
     pub(crate) waited: Duration,
     pub(crate) decision: Arc<DecisionRecord>,
 }
 
-/// How a request ended.
+/// End of a request.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct RequestEnd {
-    /// As `quorate_proxy_requests_total` counts it.
+    /// Outcome as counted by `quorate_proxy_requests_total`.
     pub(crate) outcome: &'static str,
-    /// Status its client was told; 0: none.
+    /// Status sent to the client; 0 if none was sent.
     pub(crate) status: u16,
-    /// Code of the error it was told.
+    /// Code of the error sent to the client.
     pub(crate) code: Option<&'static str>,
-    /// From when it was understood.
+    /// Time since the request was parsed.
     pub(crate) after: Duration,
 }
 
 impl RequestRecord {
-    /// The request is over.
+    /// Records the end of the request.
     pub(super) fn ends(&self, outcome: &'static str, status: u16, code: Option<&'static str>) {
         self.end.get_or_init(|| RequestEnd {
             outcome,
@@ -78,17 +78,17 @@ impl RequestRecord {
         });
     }
 
-    /// How it ended; `None`: it is under way.
+    /// Returns the end of the request; `None` while it is in flight.
     pub(crate) fn end(&self) -> Option<&RequestEnd> {
         self.end.get()
     }
 
-    /// Its attempts so far, in order.
+    /// Returns the attempts so far, in order.
     pub(crate) fn attempts(&self) -> MutexGuard<'_, Vec<DecidedAttempt>> {
         self.attempts.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What it takes up, but for its attempts.
+    /// Returns the size of the record without its attempts, in bytes.
     pub(super) fn bytes(&self) -> usize {
         let labels = self.labels.iter();
         let labels =

@@ -1,9 +1,9 @@
-//! Body fields and headers by which a client would command an engine rather than ask it.
+//! Body fields and headers with which a client would control an engine.
 //!
-//! Engines accept more than prompts: priorities in their queue, engines to fetch cached blocks
-//! from, the data-parallel rank that computes, code that runs over the logits. Behind a router,
-//! clients must not set these. A refused field gets a 400 that names it; a stripped field is
-//! removed from the body, and the other bytes stay.
+//! Engines accept more than prompts: queue priorities, engines to fetch cached blocks from, the
+//! data-parallel rank, code that processes the logits. Behind a router, clients must not set these.
+//! A refused field gets a 400 that names it. A stripped field is removed from the body, and all
+//! other bytes stay.
 
 use bytes::Bytes;
 use http::HeaderName;
@@ -11,7 +11,7 @@ use http::HeaderName;
 use crate::error::ProxyError;
 use crate::prompt::{BodyMember, MEMBERS_MAX, ParsedBody, members, name_hash};
 
-/// Fields that are refused unless the config says otherwise.
+/// Default list of refused fields.
 pub const REFUSED_FIELDS: [&str; 6] = [
     "kv_transfer_params",
     "ec_transfer_params",
@@ -20,22 +20,22 @@ pub const REFUSED_FIELDS: [&str; 6] = [
     "bootstrap_room",
     "custom_logit_processor",
 ];
-/// Fields that are stripped unless the config says otherwise. Honest clients send them too.
+/// Default list of stripped fields. Honest clients send them too.
 pub const STRIPPED_FIELDS: [&str; 4] = [
     "priority",
     "data_parallel_rank",
     "routed_dp_rank",
     "disagg_prefill_dp_rank",
 ];
-/// Headers that are stripped unless the config says otherwise.
+/// Default list of stripped headers.
 pub const STRIPPED_HEADERS: [&str; 3] = ["x-data-parallel-rank", "x-override-*", "x-vllm-priority"];
 
-/// What becomes of fields of bodies.
+/// Rules for fields of request bodies.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct FieldRules {
     refused: Vec<String>,
     stripped: Vec<String>,
-    /// Of both.
+    /// Name hashes of both lists.
     hashes: Vec<u32>,
 }
 
@@ -47,7 +47,7 @@ impl Default for FieldRules {
 }
 
 impl FieldRules {
-    /// Names of top-level fields; one in both lists is refused.
+    /// Creates rules from names of top-level fields. A name in both lists is refused.
     #[must_use]
     pub fn new(refused: Vec<String>, stripped: Vec<String>) -> Self {
         let names = refused.iter().chain(&stripped);
@@ -59,7 +59,7 @@ impl FieldRules {
         }
     }
 
-    /// The body without what is stripped; `None`: as it is.
+    /// Returns the body without its stripped fields; `None` if nothing changes.
     pub(super) fn apply(
         &self,
         parsed: &ParsedBody,
@@ -88,7 +88,7 @@ impl FieldRules {
 }
 
 impl FieldRules {
-    /// Refuses a form with a field that is refused or stripped: forms go to engines as they are.
+    /// Rejects a form with a refused or stripped field, because forms are forwarded unchanged.
     pub(super) fn check_form(&self, names: &[String]) -> Result<(), ProxyError> {
         let is_ruled = |name: &&String| self.refused.contains(name) || self.stripped.contains(name);
         match names.iter().find(is_ruled) {
@@ -101,7 +101,7 @@ impl FieldRules {
     }
 }
 
-/// The body without the salt that its client gave.
+/// Returns the body without the client's salt.
 pub(super) fn without_salt(body: &Bytes) -> Result<Bytes, ProxyError> {
     let text = str::from_utf8(body).unwrap_or_default();
     let members = members(text).ok_or_else(too_many)?;
@@ -115,7 +115,7 @@ fn too_many() -> ProxyError {
     }
 }
 
-/// `text` without some of its members.
+/// Returns `text` without some of its members.
 fn without(
     text: &str,
     members: &[BodyMember<'_>],
@@ -128,7 +128,7 @@ fn without(
     for member in members {
         let (start, end) = member.span;
         if !is_out(member) {
-            // The first one left has no comma before it.
+            // The first remaining member has no comma before it.
             let from = if is_empty { start } else { before };
             out.push_str(&text[from..end]);
             is_empty = false;
@@ -139,7 +139,7 @@ fn without(
     out.into()
 }
 
-/// Headers that do not reach engines: names, or the beginnings of names before a `*`.
+/// Headers that do not reach engines: names, and prefixes of names.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct HeaderRules {
     names: Vec<HeaderName>,
@@ -154,8 +154,8 @@ impl Default for HeaderRules {
 }
 
 impl HeaderRules {
-    /// By patterns, each a header's name or the beginning of one and a `*`; `None` when one is
-    /// neither.
+    /// Creates rules from patterns, each a header name or a prefix with a `*`. Returns `None` if a
+    /// pattern is invalid.
     #[must_use]
     pub fn new(patterns: &[String]) -> Option<Self> {
         let (mut names, mut prefixes) = (Vec::new(), Vec::new());
@@ -181,8 +181,8 @@ impl HeaderRules {
     }
 }
 
-/// Headers of engines that clients do not get: where to go instead, what the engine is, cookies of
-/// its origin, and orders to servers in front of us.
+/// Engine headers that clients do not get: other locations, the engine's identity, cookies of its
+/// origin, and commands to proxies in front of the router.
 const ENGINES_OWN: [&str; 9] = [
     "alt-svc",
     "content-location",
@@ -194,10 +194,10 @@ const ENGINES_OWN: [&str; 9] = [
     "x-process-time",
     "x-sendfile",
 ];
-/// Orders to nginx.
+/// Prefix of commands to nginx.
 const ENGINES_OWN_PREFIX: &str = "x-accel-";
 
-/// Whether a header of an engine's answer is about the engine.
+/// Whether a response header concerns the engine itself.
 pub(super) fn is_engines_own(name: &HeaderName) -> bool {
     let name = name.as_str();
     ENGINES_OWN.contains(&name) || name.starts_with(ENGINES_OWN_PREFIX)

@@ -1,6 +1,5 @@
-//! An engine's answer on its way to the client. Frames pass as they arrive, at the pace of the
-//! client; the usage and the text in them go to the accounting, which is closed however the answer
-//! ends.
+//! An engine's response on its way to the client. Frames pass as they arrive, at the pace of the
+//! client. Their usage and text go to the accounting, which is completed however the response ends.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -27,21 +26,20 @@ use super::suspects::WatchedRequest;
 use crate::error::ProxyError;
 use crate::routing::{Attempt, AttemptEnd, ChargeCommit};
 
-/// Longest error answer of an engine that is passed on, in bytes.
+/// Maximum length of an engine's error response that is relayed, in bytes.
 pub(super) const ERROR_BYTES_MAX: u64 = 1024 * 1024;
 
-/// What the body is.
+/// Kind of a response body, with the state for reading it.
 pub(super) enum BodyKind {
     /// Server-sent events.
     Events {
         events: SseStream,
-        /// Whether the end of the body shows that it is the end, see
-        /// [`ResponseBodyError::Unfinished`].
+        /// Whether the end of the body is unambiguous, see [`ResponseBodyError::Unfinished`].
         has_clear_end: bool,
-        /// How its client is told that it broke off.
+        /// Format of the event that reports a broken stream.
         dialect: Dialect,
     },
-    /// One JSON document, of which the end is kept.
+    /// One JSON document whose end is kept.
     Document {
         document: Document,
         /// As for events.
@@ -49,9 +47,9 @@ pub(super) enum BodyKind {
     },
     /// Anything else.
     Opaque,
-    /// An engine's own error, or another answer that is no success.
+    /// An engine's own error, or another response without success.
     Error {
-        /// How many bytes may still pass.
+        /// Number of bytes that may still pass.
         bytes_left: u64,
     },
 }
@@ -64,7 +62,7 @@ impl BodyKind {
         }
     }
 
-    /// Whether a stream has said that nothing more comes.
+    /// Whether a stream has announced its end.
     fn is_done(&self) -> bool {
         match self {
             Self::Events { events, .. } => events.is_done(),
@@ -72,7 +70,7 @@ impl BodyKind {
         }
     }
 
-    /// How a request ends whose answer is complete.
+    /// Returns the outcome of a request whose response is complete.
     fn outcome(&self) -> RequestOutcome {
         match self {
             Self::Error { .. } => RequestOutcome::EngineError,
@@ -87,23 +85,23 @@ impl BodyKind {
     }
 }
 
-/// Who answers, for the books.
+/// Backend that responds, for the accounting.
 pub(super) struct RespondingBackend {
     pub(super) proxy: Arc<Proxy>,
     pub(super) slot: Slot,
-    /// `None`: it runs nothing that could break an engine.
+    /// `None` for requests that run nothing that could break an engine.
     pub(super) watched: Option<WatchedRequest>,
 }
 
-/// An answer that its connection writes, and reads ahead when it cannot.
+/// A response body shared with its connection, which reads it ahead when it cannot write.
 pub(super) type SharedResponseBody = Arc<Mutex<ResponseBody>>;
 
-/// Never contended: one task holds both sides.
+/// Locks the body. Never contended, because one task holds both sides.
 pub(super) fn lock(relay: &SharedResponseBody) -> MutexGuard<'_, ResponseBody> {
     relay.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The body of a forwarded answer.
+/// Body of a relayed response.
 pub(super) struct ResponseBody {
     engine: AnswerSource,
     content: BodyKind,
@@ -112,33 +110,33 @@ pub(super) struct ResponseBody {
     idle_timeout: IdleTimeout,
     answer_idle: Duration,
     withheld: WithheldEnd,
-    /// Whether the engine's part is over; pieces may still wait.
+    /// Whether the engine's part is over. Pieces may still wait.
     is_over: bool,
-    /// What was read while the client took nothing.
+    /// Pieces that were read while the client received nothing.
     ahead: ReadAhead,
 }
 
-/// What is noted of an answer.
+/// Accounting of a response.
 struct RequestAccounting {
-    /// `None` once it has ended.
+    /// `None` once the attempt has ended.
     attempt: Option<Attempt>,
     ledger: Option<RequestMetricsGuard>,
-    /// How the request ends once its client has taken all.
+    /// Outcome of the request once the client has received everything.
     outcome: Option<RequestOutcome>,
     has_begun: bool,
     choices: ChoiceTokens,
 }
 
-/// Output tokens by choice. On a chunk about one choice, vLLM and SGLang report that choice's
-/// tokens only; the usage without choices at the end is the sum.
+/// Output tokens by choice. In a chunk with one choice, vLLM and SGLang report only that choice's
+/// tokens. The final usage without choices is the sum.
 #[derive(Default)]
 struct ChoiceTokens(Vec<(u64, u64)>);
 
-/// Most choices counted apart.
+/// Maximum number of choices counted separately.
 const CHOICES_MAX: usize = 1024;
 
 impl ChoiceTokens {
-    /// Tokens of all choices when `choice` has `tokens`.
+    /// Returns the tokens of all choices after `choice` has reached `tokens`.
     fn sum(&mut self, choice: u64, tokens: u64) -> u64 {
         if let Some((_, known)) = self.0.iter_mut().find(|(index, _)| *index == choice) {
             *known = tokens.max(*known);
@@ -157,7 +155,7 @@ impl RequestAccounting {
             return;
         };
         let now = Instant::now();
-        // The text first: a report covers the text it comes with.
+        // The text comes first, because a usage report covers the text in the same document.
         if let Some(text) = &findings.text {
             attempt.output(text, now);
         }
@@ -170,7 +168,7 @@ impl RequestAccounting {
         }
     }
 
-    /// All output was in what was noted.
+    /// Notes that all output was seen.
     fn is_all_seen(&mut self) {
         if let Some(attempt) = &mut self.attempt {
             attempt.hides(None);
@@ -184,15 +182,15 @@ impl RequestAccounting {
         self.outcome = Some(outcome);
     }
 
-    /// As [`RequestAccounting::end`] of a finished answer; says when its charge is committed, if it
-    /// is not.
+    /// Like [`RequestAccounting::end`] for a finished response, but returns a future of the
+    /// charge's commit, unless it is committed already.
     fn end_durably(&mut self, outcome: RequestOutcome) -> Option<ChargeCommit> {
         self.outcome = Some(outcome);
         let attempt = self.attempt.take()?;
         attempt.end_durably(AttemptEnd::Finished, Instant::now())
     }
 
-    /// The client has taken all.
+    /// Completes the accounting after the client has received everything.
     fn settle(&mut self) {
         if let (Some(outcome), Some(mut ledger)) = (self.outcome, self.ledger.take()) {
             ledger.ends(outcome);
@@ -201,7 +199,7 @@ impl RequestAccounting {
 }
 
 impl ResponseBody {
-    /// `attempt` is `None` for an engine's error, which has ended it.
+    /// Creates a body. `attempt` is `None` for an engine's error, which has ended the attempt.
     pub(super) fn new(
         engine: AnswerSource,
         content: BodyKind,
@@ -228,8 +226,8 @@ impl ResponseBody {
         }
     }
 
-    /// Reads the engine's answer while its client takes nothing. Ready when the client is to be
-    /// given up.
+    /// Reads the engine's response while the client receives nothing. Becomes ready when the client
+    /// should be disconnected.
     pub(super) fn read_ahead(&mut self, cx: &mut Context<'_>) -> Poll<()> {
         while !self.is_over {
             if !self.ahead.has_room() {
@@ -243,12 +241,12 @@ impl ResponseBody {
         self.ahead.poll_untaken(cx)
     }
 
-    /// Whether the engine has said that its answer is complete, and the end of it is withheld.
+    /// Whether the engine's response is complete and its end is withheld.
     pub(super) fn is_withholding(&self) -> bool {
         self.withheld.is_on() && !self.is_over && self.content.is_done()
     }
 
-    /// Hands over the request's account. An answer without a body is at its end with that.
+    /// Attaches the request's metrics guard. A response without a body ends here.
     pub(super) fn account(&mut self, ledger: RequestMetricsGuard) {
         self.accounting.ledger = Some(ledger);
         if self.engine.is_end_stream() {
@@ -260,7 +258,7 @@ impl ResponseBody {
         }
     }
 
-    /// The first byte is here.
+    /// Records the first byte.
     fn begin(&mut self) {
         let books = &mut self.accounting;
         if !std::mem::replace(&mut books.has_begun, true)
@@ -278,7 +276,7 @@ impl ResponseBody {
         }
     }
 
-    /// Takes in a frame; answers what goes on to the client.
+    /// Accepts a frame and returns the bytes for the client.
     fn take_in(&mut self, data: Bytes) -> Result<Option<Bytes>, ResponseBodyError> {
         self.begin();
         let books = &mut self.accounting;
@@ -311,14 +309,14 @@ impl ResponseBody {
         if !is_last {
             return Ok(passed);
         }
-        // Whoever writes by the announced length does not ask again.
+        // A client that reads by the announced length does not poll again.
         Ok(match (passed, self.finish()?) {
             (Some(passed), Some(rest)) => Some([passed, rest].concat().into()),
             (passed, rest) => passed.or(rest),
         })
     }
 
-    /// The engine's body is at its end.
+    /// Handles the end of the engine's body.
     fn finish(&mut self) -> Result<Option<Bytes>, ResponseBodyError> {
         let rest = match &mut self.content {
             BodyKind::Events {
@@ -362,7 +360,7 @@ impl ResponseBody {
         Ok(rest)
     }
 
-    /// The end that was withheld, once its charge is committed.
+    /// Returns the withheld end after its charge is committed.
     fn poll_withheld(&mut self, cx: &mut Context<'_>) -> Poll<Option<AnswerPiece>> {
         let released = ready!(self.withheld.poll_released(cx));
         if !released.is_confirmed {
@@ -375,7 +373,7 @@ impl ResponseBody {
         Poll::Ready(released.piece.map(Ok))
     }
 
-    /// Closes the books over a broken answer. A stream of events gets one more that says so.
+    /// Completes the accounting of a broken response. A stream of events gets a final error event.
     fn break_off(&mut self, why: ResponseBodyError) -> Result<Bytes, ResponseBodyError> {
         let RespondingBackend {
             proxy,
@@ -426,7 +424,7 @@ impl Drop for ResponseBody {
 }
 
 impl ResponseBody {
-    /// The next piece of the engine's answer, as it goes on to the client.
+    /// Returns the next piece of the engine's response for the client.
     fn poll_engine(&mut self, cx: &mut Context<'_>) -> Poll<Option<AnswerPiece>> {
         if self.is_over {
             return Poll::Ready(None);
@@ -437,7 +435,7 @@ impl ResponseBody {
             }
             match Pin::new(&mut self.engine).poll_frame(cx) {
                 Poll::Ready(Some(Ok(frame))) => {
-                    // Trailers are about the engine's connection.
+                    // Trailers concern the engine's connection.
                     let Ok(data) = frame.into_data() else {
                         continue;
                     };
@@ -498,22 +496,22 @@ impl Body for ResponseBody {
     }
 }
 
-/// How long an answer is waited for.
+/// Timeouts and buffer limits of a response.
 pub(super) struct ResponseTimeouts {
-    /// When the first byte of the body must be here.
+    /// Deadline of the first byte of the body.
     pub(super) first_byte_by: Instant,
-    /// Between two pieces of it.
+    /// Maximum time between two pieces of the body.
     pub(super) answer_idle: Duration,
-    /// For its charge.
+    /// Withheld end, which waits for its charge.
     pub(super) withheld: WithheldEnd,
-    /// For a client that takes it slowly.
+    /// Bounds for a client that receives slowly.
     pub(super) ahead: ReadAheadBounds,
 }
 
-/// A deadline that moves on with every frame, without a timer being moved every time.
+/// A deadline that moves with every frame, without resetting a timer each time.
 struct IdleTimeout {
     deadline: Instant,
-    /// Set when there was first something to wait for; it may fire early, never late.
+    /// Set on the first wait. It may fire early, but never late.
     timer: Option<Pin<Box<Sleep>>>,
 }
 

@@ -1,8 +1,7 @@
 //! The paths that the data plane serves.
 //!
-//! An allow-list: engines serve their control routes on the same port, and none of those may be
-//! reached from outside. A path has to be plain, so that no engine reads it in another way than it
-//! was checked here.
+//! This is an allow-list: engines serve their control routes on the same port, and clients must not
+//! reach those. A path must be plain, so that no engine interprets it differently from this check.
 
 use std::borrow::Cow;
 
@@ -13,7 +12,7 @@ use percent_encoding::percent_decode_str;
 use super::settings::ProxySettings;
 use crate::error::ProxyError;
 
-/// Paths routed by their body's `model`; `requests.extra_paths` adds others.
+/// Paths routed by the `model` in the body. `requests.extra_paths` adds others.
 pub const INFERENCE_PATHS: [&str; 29] = [
     "/classify",
     "/detokenize",
@@ -54,8 +53,8 @@ const FORM_PATHS: [&str; 4] = [
     "/v1/images/variations",
 ];
 
-/// OpenAI's routes about what is kept between requests. Engines keep none of it, and one of several
-/// would not know what another was given.
+/// OpenAI's routes to objects that are kept between requests. Engines do not keep these, and each
+/// of several engines would only know its own.
 const KEPT_THINGS: [&str; 7] = [
     "assistants",
     "batches",
@@ -66,7 +65,7 @@ const KEPT_THINGS: [&str; 7] = [
     "vector_stores",
 ];
 
-/// Names of control routes: no path with one of them as a segment is forwarded.
+/// Names of control routes. A path with such a segment is never forwarded.
 const CONTROL: [&str; 34] = [
     "abort_request",
     "abort_requests",
@@ -103,7 +102,7 @@ const CONTROL: [&str; 34] = [
     "wake_up",
     "weights_checker",
 ];
-/// Beginnings of names of control routes.
+/// Prefixes of names of control routes.
 const CONTROL_PREFIXES: [&str; 6] = [
     "update_weight",
     "init_weight",
@@ -113,25 +112,25 @@ const CONTROL_PREFIXES: [&str; 6] = [
     "start_expert_distribution",
 ];
 
-/// Longest id of a stored response, in bytes.
+/// Maximum length of a stored response's id, in bytes.
 const RESPONSE_ID_BYTES_MAX: usize = 256;
-/// Longest path repeated in an error or a line of the log, in bytes.
+/// Maximum length of a path in an error or log line, in bytes.
 const SHOWN_PATH_BYTES_MAX: usize = 256;
 
-/// What a request is for.
+/// Route of a request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Route<'a> {
     /// The list of models.
     Models,
     /// One model of the list, by id.
     Model(Cow<'a, str>),
-    /// The engine that has stored the response with this id.
+    /// The engine that stored the response with this id.
     Stored(&'a str),
-    /// An engine.
+    /// Any engine of the requested model.
     Engine,
 }
 
-/// Where a request goes.
+/// Returns the route of a request.
 pub(super) fn route<'a>(
     settings: &ProxySettings,
     method: &Method,
@@ -161,13 +160,13 @@ pub(super) fn route<'a>(
     }
 }
 
-/// A model's id from a path, where clients write a slash as it is or as `%2F`.
+/// Decodes a model's id from a path. Clients write a slash as it is or as `%2F`.
 fn model_id(path: &str) -> Cow<'_, str> {
     let decoded = percent_decode_str(path).decode_utf8();
     decoded.unwrap_or(Cow::Borrowed(path))
 }
 
-/// The id of `/v1/responses/ID` and `/v1/responses/ID/cancel`, and whether it is the latter.
+/// Parses `/v1/responses/ID` and `/v1/responses/ID/cancel`. The second value is whether to cancel.
 fn stored_response(path: &str) -> Option<(&str, bool)> {
     let rest = path.strip_prefix("/v1/responses/")?;
     let (id, is_cancel) = match rest.strip_suffix("/cancel") {
@@ -178,18 +177,18 @@ fn stored_response(path: &str) -> Option<(&str, bool)> {
     is_id.then_some((id, is_cancel))
 }
 
-/// Whether bodies of this path are forms.
+/// Whether bodies for this path are forms.
 pub(super) fn takes_form(path: &str) -> bool {
     FORM_PATHS.contains(&path)
 }
 
-/// A path as it is without a slash at its end.
+/// Returns the path without a trailing slash.
 pub(super) fn without_slash(path: &str) -> &str {
     let shorter = path.strip_suffix('/');
     shorter.filter(|it| !it.is_empty()).unwrap_or(path)
 }
 
-/// The target of a request whose path ends with a slash, without it; `None`: it does not.
+/// Returns the URI without the trailing slash of its path; `None` if it has none.
 pub(super) fn unslashed(uri: &Uri) -> Option<Uri> {
     let path = without_slash(uri.path());
     if path.len() == uri.path().len() {
@@ -204,7 +203,7 @@ pub(super) fn unslashed(uri: &Uri) -> Option<Uri> {
     Uri::from_parts(parts).ok()
 }
 
-/// No engine gets a request for this path.
+/// Returns the error for a path without a route.
 pub(super) fn unrouted(method: &Method, path: &str) -> ProxyError {
     let kept = path
         .strip_prefix("/v1/")
@@ -218,7 +217,7 @@ pub(super) fn unrouted(method: &Method, path: &str) -> ProxyError {
     }
 }
 
-/// A path as errors and the log repeat it.
+/// Returns a path in the form used in errors and the log.
 pub(super) fn shown_path(path: &str) -> &str {
     &path[..path.floor_char_boundary(SHOWN_PATH_BYTES_MAX)]
 }
@@ -228,8 +227,8 @@ fn is_routed(settings: &ProxySettings, path: &str) -> bool {
         || (settings.extra_paths.iter().any(|extra| extra == path) && is_plain(path))
 }
 
-/// Whether a path can be routed to engines at all: one that no engine reads in another way than it
-/// was checked here, and no control route.
+/// Whether a path may be routed to engines: no engine interprets it differently from this check,
+/// and it is no control route.
 #[must_use]
 pub fn is_plain(path: &str) -> bool {
     path.strip_prefix('/')

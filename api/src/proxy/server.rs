@@ -1,4 +1,4 @@
-//! Accepts connections, speaks HTTP/1.1 and HTTP/2 on them, with or without TLS, and drains.
+//! Accepts connections, serves HTTP/1.1 and HTTP/2 on them with or without TLS, and drains.
 
 use std::convert::Infallible;
 use std::future::Future;
@@ -35,25 +35,25 @@ use crate::tls::{
     self, Certificates, ClearRejection, ListenerFiles, MaybeTls, ServerConfig, TlsAcceptError,
 };
 
-/// How often idle connections to engines are looked through.
+/// Interval for checking idle connections to engines.
 const REAP_INTERVAL: Duration = Duration::from_secs(1);
-/// A request that is on its way when the drain begins finds its connection open for so long: its
-/// client could not know better. A quarter of the deadline if that is shorter.
+/// Time for which connections stay open after the drain has begun, for requests that are already in
+/// transit. At most a quarter of the deadline.
 const LINGER: Duration = Duration::from_millis(250);
-/// Pause after a failed accept: the usual cause, no free descriptors, does not end at once.
+/// Pause after a failed accept. The usual cause, a lack of descriptors, persists for a while.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
-/// The log has one line about failed accepts in this time.
+/// Interval in which at most one log line reports failed accepts.
 const ACCEPT_TOLD_EVERY: Duration = Duration::from_secs(10);
-/// h2 flow-control window of a connection and of a stream, in bytes: prompts can be long.
+/// HTTP/2 flow-control window of a connection and of a stream, in bytes. Prompts can be long.
 const H2_WINDOW_BYTES: u32 = 1024 * 1024;
-/// So many idle connections are closed at a time when there is no room for another.
+/// Number of idle connections closed at a time to make room.
 const EVICTED_AT_ONCE: usize = 32;
-/// How often that is tried while there is none.
+/// Interval between such attempts while there is no room.
 const EVICT_EVERY: Duration = Duration::from_millis(100);
-/// How long a connection that was told to go may take to do so.
+/// Time for an evicted connection to close.
 const EVICTED_WITHIN: Duration = Duration::from_secs(1);
 
-/// What a client hears that speaks HTTP in the clear where TLS is spoken.
+/// Response to a client that sends plain HTTP to a TLS port.
 static NO_TLS: LazyLock<ClearRejection> = LazyLock::new(|| ClearRejection {
     content_type: "application/json",
     body: openai_body(&ProxyError::BadRequest {
@@ -62,7 +62,7 @@ static NO_TLS: LazyLock<ClearRejection> = LazyLock::new(|| ClearRejection {
     }),
 });
 
-/// A data plane on its listener.
+/// A data plane with its listener.
 pub struct Server {
     listener: TcpListener,
     proxy: Arc<Proxy>,
@@ -70,15 +70,15 @@ pub struct Server {
     tls: Option<Arc<Certificates<ListenerFiles>>>,
 }
 
-/// How draining went.
+/// Result of draining.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DrainResult {
-    /// Connections that were open when the deadline came, and were cut.
+    /// Number of connections that were still open at the deadline and were closed.
     pub cut: usize,
 }
 
 impl Server {
-    /// Serves nothing before [`Server::run`]; connections wait in the listener's backlog.
+    /// Creates a server. Until [`Server::run`], connections wait in the listener's backlog.
     #[must_use]
     pub fn new(listener: TcpListener, proxy: Arc<Proxy>) -> Self {
         Self {
@@ -89,23 +89,23 @@ impl Server {
         }
     }
 
-    /// Speaks TLS only; each connection with the certificates that are current when it begins.
+    /// Serves TLS only. A connection uses the certificates that are current when it begins.
     #[must_use]
     pub fn with_tls(self, tls: Option<Arc<Certificates<ListenerFiles>>>) -> Self {
         Self { tls, ..self }
     }
 
-    /// From when `leaving` is cancelled, every HTTP/1.1 answer says `connection: close`, so that
-    /// clients that ask again go elsewhere before the connection is closed under their hands.
-    /// Connections are accepted and served as before.
+    /// After `leaving` is cancelled, every HTTP/1.1 response has `connection: close`, so that
+    /// clients switch to another replica before their connection is closed. Connections are still
+    /// accepted and served.
     #[must_use]
     pub fn leaving(self, leaving: CancellationToken) -> Self {
         Self { leaving, ..self }
     }
 
-    /// Serves until `drain` is cancelled. Then stops accepting, lets every connection finish what
-    /// it has begun (`connection: close` and GOAWAY tell clients to go elsewhere), and cuts what is
-    /// left after `deadline`.
+    /// Serves until `drain` is cancelled. Then stops accepting and lets every connection finish
+    /// what it has begun, while `connection: close` and GOAWAY send clients elsewhere. Closes what
+    /// is left after `deadline`.
     #[must_use]
     pub fn run(
         self,
@@ -115,7 +115,7 @@ impl Server {
         self.run_until(drain, Box::new(move || deadline))
     }
 
-    /// The same with a deadline that is asked for when the drain begins.
+    /// Like [`Server::run`], but calls `deadline` when the drain begins.
     #[must_use]
     pub fn run_until(
         self,
@@ -177,41 +177,41 @@ impl Server {
                 },
             }
         }
-        // Closing the listener resets those that are in its backlog.
+        // Closing the listener resets the connections in its backlog.
         while let Some(Ok(accepted)) = door.accept(&proxy).now_or_never() {
             accepted.map(|accepted| tracker.spawn(context().serve(accepted)));
         }
         drop(door);
         tracker.close();
         let deadline = deadline();
-        // Who still waits for a backend then is told to ask another replica, not cut off.
+        // Requests that still wait for a backend are refused, so that clients can go elsewhere.
         let farewell = FAREWELL.min(deadline / 4);
         let finished = timeout(deadline.saturating_sub(farewell), tracker.wait()).await;
         if finished.is_err() {
             proxy.admission.leave_all();
-            // What is left shows in the tracker.
+            // The tracker shows what is left.
             let _: Result<(), _> = timeout(farewell, tracker.wait()).await;
         }
         let cut = tracker.len();
         stop.cut.cancel();
         tracker.wait().await;
-        // Their connections are gone, which ends them; what they hold must be in the books before
-        // the outbox is emptied.
+        // The tasks end with their connections. Their charges must be recorded before the outbox is
+        // emptied.
         proxy.tasks.close();
         proxy.tasks.wait().await;
         DrainResult { cut }
     }
 }
 
-/// Where connections come in.
+/// Accepts connections within the limit.
 struct Acceptor {
     listener: TcpListener,
     room: Arc<Semaphore>,
-    /// Accepted before there was room for it.
+    /// Connection accepted before there was room for it.
     knocking: Option<(TcpStream, IpAddr)>,
 }
 
-/// A client's connection and what it takes up.
+/// A client's connection with its guard and permit.
 struct Accepted {
     stream: TcpStream,
     peer: IpAddr,
@@ -220,8 +220,8 @@ struct Accepted {
 }
 
 impl Acceptor {
-    /// The next connection; `None` for one whose address has as many as it may. While there is no
-    /// room, the longest idle connections are closed. Cancelled, it loses nothing.
+    /// Returns the next connection; `None` if its address has reached its limit. Closes the longest
+    /// idle connections while there is no room. Cancellation safe.
     async fn accept(&mut self, proxy: &Proxy) -> io::Result<Option<Accepted>> {
         if self.knocking.is_none() {
             let (stream, peer) = self.listener.accept().await?;
@@ -259,7 +259,7 @@ impl Acceptor {
     }
 }
 
-/// Runs h2 streams where the drain can wait for them.
+/// Spawns h2 streams on a tracker that the drain waits for.
 #[derive(Clone)]
 struct TrackedExecutor(TaskTracker);
 
@@ -294,40 +294,40 @@ fn builder(proxy: &Proxy) -> auto::Builder<TrackedExecutor> {
     builder
 }
 
-/// How long before the deadline of a drain waiting requests are answered.
+/// Time before a drain's deadline at which waiting requests are refused.
 const FAREWELL: Duration = Duration::from_millis(500);
 
-/// The steps of stopping.
+/// Signals for the steps of a shutdown.
 #[derive(Clone)]
 struct ShutdownSignals {
-    /// Tell clients to go elsewhere.
+    /// Send clients to other replicas.
     leaving: CancellationToken,
     /// Finish what has begun.
     drain: CancellationToken,
-    /// Do not even do that.
+    /// Close everything.
     cut: CancellationToken,
-    /// How long a connection without a request may still bring one when `drain` begins.
+    /// Time for which a connection without a request may still send one after `drain`.
     linger: Duration,
 }
 
 impl ShutdownSignals {
-    /// Whether clients are to go elsewhere.
+    /// Whether clients should use another replica.
     fn is_leaving(&self) -> bool {
         self.leaving.is_cancelled() || self.drain.is_cancelled()
     }
 }
 
-/// What serving a connection takes.
+/// Context for serving a connection.
 struct ConnectionContext {
     proxy: Arc<Proxy>,
     builder: Arc<auto::Builder<TrackedExecutor>>,
     stop: ShutdownSignals,
-    /// `None`: in the clear.
+    /// `None` for plain text.
     tls: Option<Arc<ServerConfig>>,
 }
 
 impl ConnectionContext {
-    /// Prepares a socket, and runs the handshake if there are certificates.
+    /// Prepares a socket, and performs the TLS handshake if there are certificates.
     async fn secure(
         &self,
         stream: TcpStream,
@@ -337,14 +337,14 @@ impl ConnectionContext {
         let timeouts = self.proxy.settings.timeouts;
         prepare(&stream, timeouts.keep_alive)?;
         let written = asked.written.clone();
-        // Below TLS, so that what TLS holds back is timed as well.
+        // Below TLS, so that data buffered by TLS is timed as well.
         let timed = |stream| WriteTimeoutSocket::new(stream, timeouts.untaken, written);
         let Some(config) = self.tls.clone() else {
             return Ok(MaybeTls::Clear(timed(stream)));
         };
         let handshake = tls::accept(stream, config, &NO_TLS, timed);
         let limit = timeouts.first_request;
-        // Large, and over soon: it is not to be part of what a connection keeps.
+        // Large and short-lived, so it should not be part of a connection's future.
         let secured = Box::pin(shake_hands(handshake, seat, &self.stop.cut, limit));
         let secured = secured.await;
         if secured.is_err() {
@@ -374,7 +374,7 @@ impl ConnectionContext {
         let timeouts = proxy.settings.timeouts;
         let service = service(&proxy, seated, peer, &asked, &stop);
         let mut connection = pin!(self.builder.serve_connection(TokioIo::new(stream), service));
-        // hyper's own timer begins only when it knows which protocol is spoken, and is for HTTP/1.1.
+        // hyper's own timer starts only once it knows the protocol, and covers only HTTP/1.1.
         let mut patience = pin!(sleep(timeouts.first_request));
         let (mut is_first, mut is_waiting, mut is_evicted) = (true, true, false);
         let ended = loop {
@@ -424,7 +424,7 @@ impl ConnectionContext {
     }
 }
 
-/// Waits for a handshake for as long as its connection has a place.
+/// Waits for a handshake until its limit, or until the connection is evicted or cut.
 async fn shake_hands<S>(
     handshake: impl Future<Output = Result<MaybeTls<S>, TlsAcceptError>>,
     seat: &ClientConnection,
@@ -441,8 +441,8 @@ async fn shake_hands<S>(
     Err(TlsAcceptError::Handshake(why.into()))
 }
 
-/// Returns the service for one connection, which passes requests to the proxy and, during shutdown,
-/// tells HTTP/1.1 clients to close.
+/// Returns the service for one connection. It passes requests to the proxy and, during shutdown,
+/// asks HTTP/1.1 clients to close.
 fn service(
     proxy: &Arc<Proxy>,
     seated: ConnectionGuard,
@@ -458,14 +458,14 @@ fn service(
     let (proxy, asked, stop) = (Arc::clone(proxy), Arc::clone(asked), stop.clone());
     let peer = HeaderValue::from_str(&peer.to_string()).expect("an address is visible ascii");
     service_fn(move |request: Request<Incoming>| {
-        // HTTP/2 has no such header; GOAWAY says it.
+        // HTTP/2 uses GOAWAY instead of this header.
         let can_close = request.version() <= Version::HTTP_11;
         asked.note(!can_close);
         let (proxy, peer, turn) = (Arc::clone(&proxy), peer.clone(), seated.turn());
         let (asked, stop) = (Arc::clone(&asked), stop.clone());
         async move {
-            // Boxed: a connection keeps the room for what is awaited here also while it is idle. Begun
-            // inside: a future that is captured and awaited is kept, and moved, twice.
+            // Boxed, because even an idle connection reserves room for this future. Created inside,
+            // because a future that is captured and awaited is stored and moved twice.
             let mut response = Box::pin(proxy.answer(peer, turn, request)).await;
             asked.written.is(response.body().relay());
             if can_close && stop.is_leaving() {
@@ -476,7 +476,7 @@ fn service(
     })
 }
 
-/// What the timer and the socket of a connection must know of its requests.
+/// What the timer and the socket of a connection must know about its requests.
 #[derive(Default)]
 struct ConnectionRequests {
     has_asked: AtomicBool,
@@ -485,19 +485,19 @@ struct ConnectionRequests {
 }
 
 impl ConnectionRequests {
-    /// A request began.
+    /// Notes that a request began.
     fn note(&self, is_h2: bool) {
         self.has_asked.store(true, Ordering::Relaxed);
         self.is_h2.store(is_h2, Ordering::Relaxed);
     }
 
-    /// Whether a request began since this was last asked.
+    /// Whether a request began since the last call.
     fn take(&self) -> bool {
         self.has_asked.swap(false, Ordering::Relaxed)
     }
 }
 
-/// A connection in its gauge, until it is dropped: also by a panic.
+/// Guard of a connection in its gauge. It also works on a panic.
 struct ConnectionGaugeGuard(Gauge);
 
 impl ConnectionGaugeGuard {

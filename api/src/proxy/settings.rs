@@ -21,60 +21,60 @@ use crate::ip_prefix::IpPrefix;
 use crate::isolation::WhenUnsalted;
 use crate::traces::Tracer;
 
-/// Requests whose decisions are kept, unless the config says otherwise.
+/// Default number of requests whose decisions are kept.
 pub const DECISIONS_MAX: usize = 10_000;
 
 /// Settings of one replica's data plane.
 #[derive(Debug, Clone)]
 pub struct ProxySettings {
-    /// This replica, for `x-quorate-replica`.
+    /// Id of this replica, for `x-quorate-replica`.
     pub replica: ReplicaId,
-    /// What clients are told beside answers.
+    /// Which response headers about routing clients get.
     pub expose: Expose,
-    /// Whether the end of an answer waits for its charge.
+    /// Whether the end of a response waits for its charge.
     pub charges: Charges,
-    /// Limits of what clients may send and hold.
+    /// Limits on what clients may send and hold.
     pub limits: ProxyLimits,
-    /// How long to wait for clients and engines.
+    /// Timeouts for clients and engines.
     pub timeouts: ProxyTimeouts,
-    /// Where the user's name is looked for, in this order; nobody found is `anonymous`.
+    /// Sources of the user's name, in order. A user that none of them names is `anonymous`.
     pub identify_by: Vec<IdentifyBy>,
-    /// Addresses that speak for many clients, such as load balancers: what they say of users is
-    /// believed, and limits per client address do not hold for them.
+    /// Addresses that speak for many clients, such as load balancers. They may name users, and
+    /// limits per client address do not apply to them.
     pub trusted_proxies: Vec<IpPrefix>,
-    /// The only keys that are served beside the cluster's; they stay here. `None`: other keys are
-    /// not checked, and go on to the engine, which may check them.
+    /// The only valid keys in addition to the cluster's; engines never see them. `None` if other
+    /// keys are not checked. They are then forwarded to the engine, which may check them.
     pub api_keys: Option<ApiKeys>,
-    /// How keys of the cluster are judged.
+    /// Rules for validating the cluster's keys.
     pub keys: KeyRules,
-    /// What becomes of requests whose prompts no engine can keep apart from other users'.
+    /// Treatment of requests whose prompts no engine can isolate from other users'.
     pub when_unsalted: WhenUnsalted,
-    /// Fields of bodies that are refused or stripped.
+    /// Body fields that are refused or stripped.
     pub fields: FieldRules,
     /// Headers that do not reach engines.
     pub strip_headers: HeaderRules,
-    /// Engine answers that send a request to the next candidate: statuses by which an engine says
-    /// that it did not run it.
+    /// Response statuses that mean that the engine did not run the request. They send the request
+    /// to the next candidate.
     pub retry_statuses: Vec<StatusCode>,
-    /// Most backends one request is tried on.
+    /// Maximum number of backends tried for one request.
     pub attempts_max: usize,
-    /// How many requests may be on a further backend after a refusal, of those under way for the
-    /// model.
+    /// Maximum number of requests that may be retries after a refusal, relative to the model's
+    /// requests in flight.
     pub retry_allowance: RetryAllowance,
-    /// Highest priority that a request may ask for; what is higher counts as this.
+    /// Highest priority that a request may have. Higher ones are capped.
     pub priority_max: i16,
-    /// Which usage reports are asked for on a client's behalf.
+    /// Usage reports requested on a client's behalf.
     pub usage_splice: UsageRequest,
-    /// Paths beyond the built-in ones to which a POST with a JSON `model` is routed. Exact, without
-    /// a query. Engine control paths stay closed even when they stand here.
+    /// Additional paths to which a POST with a JSON `model` is routed. Exact, without a query.
+    /// Engine control paths stay closed even if listed here.
     pub extra_paths: Vec<String>,
-    /// Most requests whose decisions are kept, see [`DecisionLog`](super::DecisionLog); 0: none.
+    /// Maximum number of requests in the [`DecisionLog`](super::DecisionLog); 0 for none.
     pub decisions_max: usize,
-    /// Which web pages may use this replica from a browser.
+    /// Web origins that may use this replica from a browser.
     pub cors: AllowedOrigins,
-    /// Which requests leave a line in the log.
+    /// Requests that get a line in the access log.
     pub logged_requests: LoggedRequests,
-    /// Makes their traces; `None`: they have none.
+    /// Creates traces of requests; `None` without tracing.
     pub tracer: Option<Tracer>,
     /// Connections to the engines.
     pub pool: PoolSettings,
@@ -104,36 +104,35 @@ pub enum LoggedRequests {
     All,
 }
 
-/// Limits of what clients may send and hold.
+/// Limits on what clients may send and hold.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ProxyLimits {
-    /// Longest request body, in bytes: 413 beyond.
+    /// Maximum length of a request body, in bytes; 413 beyond.
     pub body_bytes_max: u64,
-    /// Most bytes of request bodies held at once, from their first byte to the head of the answer:
-    /// 503 beyond. A body takes up to three times its length meanwhile.
+    /// Maximum total length of request bodies held, from their first byte to the head of the
+    /// response; 503 beyond. Meanwhile a body occupies up to three times its length.
     pub held_bytes_max: u64,
-    /// How much of an answer is read ahead of a client that does not take it, in bytes; counts
-    /// among the bytes held.
+    /// Maximum number of response bytes read ahead of a slow client. They count as held bytes.
     pub read_ahead_bytes_max: u64,
-    /// Longest request head, in bytes: 431 beyond. At least 8192.
+    /// Maximum length of a request head, in bytes; 431 beyond. At least 8192.
     pub head_bytes_max: usize,
-    /// Most header fields: 431 beyond.
+    /// Maximum number of header fields; 431 beyond.
     pub headers_max: usize,
-    /// Most connections: beyond, the longest idle ones are closed, and further ones wait in the
-    /// listener's backlog until one is gone.
+    /// Maximum number of connections. Beyond it, the longest idle ones are closed, and new ones
+    /// wait in the listener's backlog until there is room.
     pub connections_max: usize,
-    /// Of these, most from one client address: closed beyond.
+    /// Maximum number of connections from one client address; closed beyond.
     pub connections_per_address_max: usize,
-    /// Most requests under way, their body here: 503 beyond.
+    /// Maximum number of requests in flight, with a complete body; 503 beyond.
     pub requests_max: usize,
-    /// Most requests whose body is on its way: 503 beyond. From half of it on bodies have to hurry:
-    /// [`ProxyTimeouts::body_idle_crowded`].
+    /// Maximum number of requests whose body is arriving; 503 beyond. From half of it,
+    /// [`ProxyTimeouts::body_idle_crowded`] applies.
     pub reading_max: usize,
-    /// Of both kinds together, most from one client address: 429 beyond.
+    /// Maximum number of both kinds together from one client address; 429 beyond.
     pub requests_per_address_max: usize,
-    /// Most requests of one user under way: 429 beyond.
+    /// Maximum number of requests in flight of one user; 429 beyond.
     pub requests_per_user_max: usize,
-    /// Most streams of one h2c connection.
+    /// Maximum number of streams on one h2c connection.
     pub streams_per_connection_max: u32,
 }
 
@@ -156,38 +155,38 @@ impl Default for ProxyLimits {
     }
 }
 
-/// How long to wait for clients and engines.
+/// Timeouts for clients and engines.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ProxyTimeouts {
-    /// From a connection to its first request.
+    /// Maximum time from a connection to its first request.
     pub first_request: Duration,
-    /// For a connection's next request: its head must be complete when this is over. Covers idle
-    /// keep-alive connections too. An h2 connection without a new request for this to twice this
-    /// time gets a GOAWAY; its streams go on.
+    /// Maximum time until the head of a connection's next request is complete. Covers idle
+    /// keep-alive connections too. An HTTP/2 connection gets a GOAWAY after one to two times this
+    /// time without a new request, and its streams continue.
     pub next_request: Duration,
-    /// Between two pieces of a request body: 408.
+    /// Maximum time between two pieces of a request body; 408 beyond.
     pub body_idle: Duration,
-    /// The same while many bodies are on their way.
+    /// The same while many bodies are arriving.
     pub body_idle_crowded: Duration,
-    /// For a whole request body: 408. A tenth of it while many are on their way.
+    /// Maximum time for a whole request body; 408 beyond. A tenth of it while many are arriving.
     pub body: Duration,
-    /// How long the body of a refused request is read on, so that its sender gets to see the answer.
-    /// A quarter of it is the longest pause. The request counts nowhere meanwhile.
+    /// Time for which a refused request's body is still read, so that its sender sees the response.
+    /// A pause may take a quarter of it. Meanwhile the request counts neither as reading nor in
+    /// flight.
     pub refused_body: Duration,
-    /// From forwarding a request to the first byte of the answer's body: 504. Engines answer
-    /// requests without `stream` only when they are done.
+    /// Maximum time from forwarding a request to the first byte of the response body; 504 beyond.
+    /// Without `stream`, engines respond only when they are done.
     pub first_byte: Duration,
-    /// Between two pieces of an answer: the engine counts as broken.
+    /// Maximum time between two pieces of a response. Beyond it, the engine counts as broken.
     pub answer_idle: Duration,
-    /// How long a client may take nothing of an answer that waits for it: it counts as gone then,
-    /// and the engine's request ends with it. What sockets buffer counts as taken.
+    /// Maximum time for which a client may receive nothing of a waiting response. After that it
+    /// counts as gone, and the engine's request ends. Data in socket buffers counts as received.
     pub untaken: Duration,
-    /// How long a client may keep an engine waiting with its answer, over the whole answer: then it
+    /// Maximum total time for which a client may block an engine during a response. After that it
     /// counts as gone.
     pub held_back: Duration,
-    /// Between keep-alive probes to clients, TCP and h2: one that vanished without a word is
-    /// noticed after about ten of them (h2: after one). For engines see
-    /// [`PoolSettings::keep_alive`].
+    /// Interval of keep-alive probes to clients, over TCP and HTTP/2. A vanished client is noticed
+    /// after about ten of them (HTTP/2: after one). For engines see [`PoolSettings::keep_alive`].
     pub keep_alive: Duration,
 }
 
@@ -210,7 +209,7 @@ impl Default for ProxyTimeouts {
 }
 
 impl ProxySettings {
-    /// The defaults, for this replica.
+    /// Creates the default settings for this replica.
     #[must_use]
     pub fn new(replica: ReplicaId) -> Self {
         Self {
@@ -248,19 +247,19 @@ impl ProxySettings {
     }
 }
 
-/// A place where a user's name may stand.
+/// Source of a user's name.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum IdentifyBy {
-    /// The key in `authorization: Bearer` or `x-api-key`. The user is named after a hash of it, or
-    /// as [`ApiKeys`] says.
+    /// The key in `authorization: Bearer` or `x-api-key`. The name comes from [`ApiKeys`], or from
+    /// a hash of the key.
     ApiKey,
-    /// A header's value.
+    /// The value of a header.
     Header(HeaderName),
     /// The body's `user` field.
     BodyUser,
 }
 
-/// Text that names no place of a user's name.
+/// Error for text that is not a source of a user's name.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("expected api_key, header:NAME or body:user")]
 pub struct IdentifyByError;

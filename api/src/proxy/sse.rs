@@ -1,12 +1,12 @@
-//! Server-sent events as they pass: reads usage and text out of every event and takes out what was
-//! added to the request on the router's behalf, without touching any other byte.
+//! Relays server-sent events: reads usage and text from every event, and removes what the router's
+//! own additions to the request caused, without touching any other byte.
 //!
 //! Frames of the connection and events of the stream do not align. An incomplete event is held back
-//! until it is complete; one larger than [`EVENT_BYTES_MAX`] passes through unread.
+//! until it is complete. An event larger than [`EVENT_BYTES_MAX`] passes through unread.
 //!
-//! Where a client asked for usage at the end, the running usage that came with it is taken out. But
-//! some engines put the usage at the end into the last chunk of a choice and send none of its own
-//! (llama.cpp's completions), so such a chunk waits for the next event, which tells the two apart.
+//! If a client requested only the final usage, running usage is removed. But some engines put the
+//! final usage into the last chunk of a choice and send no separate one (llama.cpp's completions).
+//! Such a chunk waits for the next event, which distinguishes the two cases.
 
 use std::ops::Range;
 
@@ -14,46 +14,46 @@ use bytes::{Bytes, BytesMut};
 
 use super::answer_usage::{AnswerDelta, inspect};
 
-/// Longest event that is read, in bytes.
+/// Maximum length of an event that is parsed, in bytes.
 pub(super) const EVENT_BYTES_MAX: usize = 256 * 1024;
 
-/// What of usage the client asked for; the rest is taken out of the stream.
+/// Usage reports that the client requested. All others are removed from the stream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct WantedUsage {
-    /// The last chunk, which has nothing but usage.
+    /// The final chunk, which contains only usage.
     pub(super) final_chunk: bool,
-    /// The running `usage` of the other chunks.
+    /// Running `usage` in the other chunks.
     pub(super) running: bool,
 }
 
 impl WantedUsage {
-    /// For streams whose requests were not added to.
+    /// For streams whose requests were not changed.
     pub(super) const ALL: Self = Self {
         final_chunk: true,
         running: true,
     };
 }
 
-/// The state of one stream.
+/// State of one stream.
 #[derive(Debug)]
 pub(super) struct SseStream {
     wanted: WantedUsage,
-    /// The beginning of an event, or nothing.
+    /// Beginning of an incomplete event, or empty.
     held: BytesMut,
     scan: EventScan,
-    /// The present event is too long and passes through unread.
+    /// Set while an event that is too long passes through unread.
     passing: Option<SkippedEvent>,
-    /// Whether `[DONE]` came.
+    /// Whether `[DONE]` has arrived.
     is_done: bool,
-    /// Waits for the next event.
+    /// Chunk that waits for the next event.
     last_chunk: Option<LastChunk>,
 }
 
-/// The last chunk of a choice, whose usage is the client's unless a chunk of usage follows.
+/// The last chunk of a choice. Its usage is the final one unless a separate usage chunk follows.
 #[derive(Debug)]
 struct LastChunk {
     event: Bytes,
-    /// Where its `usage` stands.
+    /// Position of its `usage`.
     usage: Range<usize>,
 }
 
@@ -67,17 +67,17 @@ impl LastChunk {
     }
 }
 
-/// What an event turned out to be.
+/// Action for an event.
 enum EventAction {
-    /// It goes on as it is.
+    /// Relay it unchanged.
     Kept,
-    /// Without these bytes of the event.
+    /// Remove these bytes of the event.
     Cut(Range<usize>),
-    /// It waits, see [`LastChunk`]. Where its `usage` stands in the event.
+    /// Hold it back, see [`LastChunk`]. The range is the position of its `usage`.
     Waits(Range<usize>),
 }
 
-/// Bytes that replace others.
+/// Replacement of a range of bytes.
 struct Edit {
     range: Range<usize>,
     by: Bytes,
@@ -92,21 +92,21 @@ impl Edit {
     }
 }
 
-/// How far the event at the start of a buffer is understood.
+/// Progress of parsing the event at the start of a buffer.
 #[derive(Debug, Default)]
 struct EventScan {
-    /// Start of the line that is not complete yet.
+    /// Start of the incomplete line.
     line: usize,
-    /// No line end stands between `line` and here.
+    /// End of the bytes after `line` without a line end.
     searched: usize,
-    /// The one `data` line.
+    /// Payload of the only `data` line.
     data: Option<Range<usize>>,
-    /// Whether there is more than one `data` line: JSON never needs that.
+    /// Whether there is more than one `data` line, which JSON never needs.
     has_many: bool,
 }
 
 impl EventScan {
-    /// The position after the event, or `None` when it is not complete.
+    /// Returns the position after the event; `None` if it is incomplete.
     fn event_end(&mut self, bytes: &[u8]) -> Option<usize> {
         loop {
             let Some(offset) = memchr::memchr2(b'\n', b'\r', &bytes[self.searched..]) else {
@@ -116,7 +116,7 @@ impl EventScan {
             let end = self.searched + offset;
             let next = match (bytes[end], bytes.get(end + 1)) {
                 (b'\r', Some(b'\n')) => end + 2,
-                // A line feed may still follow and belongs to the same line end.
+                // A line feed may follow and belong to the same line end.
                 (b'\r', None) => {
                     self.searched = end;
                     return None;
@@ -142,12 +142,12 @@ impl EventScan {
     }
 }
 
-/// Finds the end of an event without holding any of it.
+/// Finds the end of an event without buffering it.
 #[derive(Debug)]
 struct SkippedEvent {
-    /// Whether nothing but its beginning is known of the present line.
+    /// Whether the current line is empty so far.
     is_line_empty: bool,
-    /// Whether the last byte was a carriage return, of whose line end a line feed may be part.
+    /// Whether the last byte was a carriage return, which a line feed may complete.
     is_after_return: bool,
 }
 
@@ -159,7 +159,7 @@ impl SkippedEvent {
         }
     }
 
-    /// The position after the event, when it ends in `bytes`.
+    /// Returns the position after the event if it ends in `bytes`.
     fn event_end(&mut self, bytes: &[u8]) -> Option<usize> {
         let mut at = 0;
         while at < bytes.len() {
@@ -196,12 +196,12 @@ impl SseStream {
         }
     }
 
-    /// Whether the stream said that it is complete.
+    /// Whether the stream has announced its end.
     pub(super) fn is_done(&self) -> bool {
         self.is_done
     }
 
-    /// Takes in a frame; answers what of it, and of what was held back, goes on to the client.
+    /// Accepts a frame and returns the bytes for the client, including those held back before.
     pub(super) fn push(
         &mut self,
         frame: Bytes,
@@ -211,7 +211,7 @@ impl SseStream {
             frame
         } else {
             self.held.extend_from_slice(&frame);
-            // An event in many small frames is searched on, not anew with every frame.
+            // Continue the search in an event of many small frames instead of restarting it.
             let is_complete = self.scan.event_end(&self.held).is_some();
             if !is_complete && self.held.len() <= EVENT_BYTES_MAX {
                 return None;
@@ -280,7 +280,7 @@ impl SseStream {
         edited(bytes, &edits)
     }
 
-    /// What becomes of an event of `length` bytes, and what waited for it and goes before it.
+    /// Returns the action for an event of `length` bytes, and the held chunk that precedes it.
     fn judge(
         &mut self,
         json: &[u8],
@@ -318,8 +318,8 @@ impl SseStream {
         (judgement, before)
     }
 
-    /// The stream ends: what was held back goes on as it is. An event that lacks only its blank
-    /// line is read.
+    /// Ends the stream and returns what was held back, unchanged. An event that lacks only its
+    /// blank line is parsed.
     pub(super) fn finish(&mut self, observe: &mut impl FnMut(&AnswerDelta<'_>)) -> Option<Bytes> {
         let rest = self.held.split().freeze();
         let mut ended = BytesMut::with_capacity(rest.len() + 2);
@@ -337,20 +337,20 @@ impl SseStream {
         }
     }
 
-    /// The event that waits for the next one, which will not come.
+    /// Returns the held chunk when no further event will come.
     pub(super) fn take_waiting(&mut self) -> Option<Bytes> {
         self.last_chunk.take().map(|chunk| chunk.event)
     }
 
-    /// The stream broke: an event that never ended is of no use to anybody. Answers whether the
-    /// client has seen a part of one, so that what follows must first end it.
+    /// Discards an unfinished event of a broken stream. Returns whether the client has received a
+    /// part of it, which must be ended first.
     pub(super) fn abandon(&mut self) -> bool {
         self.held.clear();
         self.passing.is_some()
     }
 }
 
-/// `bytes` with `edits`, which are in order and do not overlap.
+/// Applies `edits`, which are in order and do not overlap, to `bytes`.
 fn edited(bytes: &Bytes, edits: &[Edit]) -> Option<Bytes> {
     let cut_bytes: usize = edits.iter().map(|edit| edit.range.len()).sum();
     let added_bytes: usize = edits.iter().map(|edit| edit.by.len()).sum();
@@ -394,7 +394,7 @@ mod tests {
         running: false,
     };
 
-    /// Runs `stream` through in frames cut at `cuts`; answers what comes out, the text and usage.
+    /// Relays `stream` in frames cut at `cuts`. Returns the output, the text and the usage.
     fn run(
         wanted: WantedUsage,
         stream: &[u8],
@@ -453,7 +453,7 @@ mod tests {
         assert_eq!(String::from_utf8(out).unwrap(), STREAM.replace(running, ""));
     }
 
-    /// As llama.cpp ends a stream of completions.
+    /// The end of a stream of completions in llama.cpp.
     const USAGE_AT_THE_END: &str = concat!(
         "data: {\"choices\":[{\"index\":0,\"text\":\"a\",\"finish_reason\":null}]}\n\n",
         "data: {\"choices\":[{\"index\":0,\"text\":\"\",\"finish_reason\":\"stop\"}],\"usage\":{\"prompt_tokens\":5,\"completion_tokens\":2}}\n\n",
@@ -483,7 +483,7 @@ mod tests {
                 out(NOTHING, USAGE_AT_THE_END),
                 USAGE_AT_THE_END.replace(usage, "")
             );
-            // A usage of its own follows: the one before was running.
+            // A separate usage follows, so the one before was running usage.
             let mut events = out(asked, &followed).replace(": wait\n\n", "");
             let expected = USAGE_AT_THE_END.replace(usage, "");
             assert!(events.ends_with(&format!("{alone}{done}")), "{events}");

@@ -1,4 +1,4 @@
-//! Metrics of requests on two backends: how long each stage takes, and what comes of the first.
+//! Metrics of requests on two backends: the duration of each stage, and results of the first.
 
 use std::time::Duration;
 
@@ -22,7 +22,7 @@ pub(super) struct StageMetrics {
 }
 
 impl StageMetrics {
-    /// Nothing so far, in histograms as `histogram` makes them.
+    /// Creates empty metrics whose histograms `histogram` makes.
     pub(super) fn new(histogram: fn() -> Histogram) -> Self {
         Self {
             prefills: Family::default(),
@@ -49,14 +49,14 @@ impl StageMetrics {
         );
     }
 
-    /// The prefill stage of a request is over.
+    /// Records the end of a request's prefill stage.
     pub(super) fn prefilled(&self, outcome: &'static str, took: Duration) {
         let ends = &self.prefills;
         ends.get_or_create(&PrefillEnd { outcome }).inc();
         self.prefill.observe(took.as_secs_f64());
     }
 
-    /// The answer to a request whose prompt another backend computed has begun.
+    /// Records the beginning of the response after a prefill on another backend.
     pub(super) fn decoded(&self, took: Duration) {
         self.decode.observe(took.as_secs_f64());
     }

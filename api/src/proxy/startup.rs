@@ -1,8 +1,8 @@
-//! What clients hear before there is a state to answer from, and what load balancers hear when they
-//! ask whether to send any.
+//! Responses to clients before the replica has a state to route by, and to health probes of load
+//! balancers.
 //!
-//! A replica that is in no cluster knows no model. "Not found" would be final for every SDK, so it
-//! says that it is starting, until it has applied what the cluster had committed (I82).
+//! A replica in no cluster knows no model. "Not found" would be final for every SDK, so the replica
+//! reports that it is starting until it has applied what the cluster had committed (I82).
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -17,18 +17,18 @@ use tokio::time::Instant;
 use crate::error::ProxyError;
 use crate::readiness::ReadinessCheck;
 
-/// How long one look at the readiness answers all who ask: anybody may.
+/// Time for which one readiness result is reused, because anyone may probe.
 const LOOK_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Whether there is a state to answer from.
+/// Whether there is a state to route by.
 #[derive(Default)]
 pub(super) struct Startup {
-    /// `None`: where nothing but requests is served, as in benchmarks; it counts as ready.
+    /// `None` if only requests are served, as in benchmarks. The replica then counts as ready.
     readiness: Option<Arc<ReadinessCheck>>,
-    /// Both only turn true.
+    /// Both only change to true.
     is_founded: AtomicBool,
     has_caught_up: AtomicBool,
-    /// The last look: when, and whether this replica should get traffic.
+    /// Time and result of the last readiness check.
     look: Mutex<Option<(Instant, bool)>>,
 }
 
@@ -40,7 +40,7 @@ impl Startup {
         }
     }
 
-    /// Refuses all requests until the cluster is founded as far as this replica knows.
+    /// Refuses all requests until this replica knows that the cluster is founded.
     pub(super) fn check(&self, view: &StateView) -> Result<(), ProxyError> {
         if self.is_founded.load(Ordering::Relaxed) {
             return Ok(());
@@ -52,7 +52,7 @@ impl Startup {
         Ok(())
     }
 
-    /// The failure that the client is told: what is not known here may be known to the cluster.
+    /// Returns the failure for the client. The cluster may know a model that this replica does not.
     pub(super) fn doubt(&self, failure: ProxyError) -> ProxyError {
         match failure {
             ProxyError::UnknownModel { .. } if !self.has_caught_up() => ProxyError::Starting,
@@ -73,8 +73,8 @@ impl Startup {
         has_caught_up
     }
 
-    /// Answers a probe of a load balancer; `None` for any other request. It needs no key, counts as
-    /// nobody's request, and tells no reasons: everybody may ask.
+    /// Responds to a load balancer's probe; `None` for any other request. A probe needs no key,
+    /// counts for no user, and reveals no reasons, because anyone may send it.
     pub(super) fn probe(&self, method: &Method, path: &str) -> Option<Response<Bytes>> {
         let is_probe = matches!(path, "/health" | "/ping" | "/readyz" | "/livez");
         if !is_probe || !matches!(*method, Method::GET | Method::HEAD) {
@@ -101,7 +101,7 @@ impl Startup {
         let Some(readiness) = &self.readiness else {
             return true;
         };
-        // Whoever sends traffic should hear of a drain before the last look grows old.
+        // Load balancers should learn of a drain before the cached result expires.
         if readiness.lifecycle.is_draining() {
             return false;
         }

@@ -1,23 +1,23 @@
-//! Statuses as label values. An engine may answer any of 900, so only the meaningful ones have
-//! their own value: this bounds the number of series whatever engines answer.
+//! Statuses as label values. An engine may send any of 900 statuses. Only the meaningful ones get
+//! their own value, which bounds the number of series.
 
 use prometheus_client::encoding::{EncodeLabelValue, LabelValueEncoder};
 
-/// Statuses with a value of their own, 0 for none: those that are answered here, and those that
-/// engines and what stands before them are known to answer.
+/// Statuses with their own value, with 0 for none: those of the router, and known ones of engines
+/// and their proxies.
 const OWN: [u16; 24] = [
     0, 200, 201, 202, 204, 307, 400, 401, 403, 404, 405, 408, 409, 413, 415, 422, 429, 499, 500,
     501, 502, 503, 504, 529,
 ];
 
-/// The status that a client was told, or the class of one that is rare.
+/// Status sent to a client, or the class of a rare one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct StatusLabel(StatusName);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 enum StatusName {
     Own(u16),
-    /// Its first digit; others than 1 to 5 are told together.
+    /// First digit of the status. All but 1 to 5 share one value.
     Class(u16),
 }
 

@@ -1,12 +1,12 @@
-//! Stored responses (`GET` and `DELETE /v1/responses/ID`, `POST /v1/responses/ID/cancel`): they go
-//! to the engine that has them.
+//! Stored responses (`GET` and `DELETE /v1/responses/ID`, `POST /v1/responses/ID/cancel`), which
+//! are routed to the engine that has them.
 //!
-//! Quorate does not store which one that is: all engines are asked in turn, and the first that does
-//! not say "not found" answers (ADR 0058). Engines draw ids at random, so no other engine has
-//! another response by the same id. Nothing is charged: no model runs.
+//! Quorate does not record which engine that is. It asks all engines in turn and relays the first
+//! response other than "not found" (ADR 0058). Engines draw ids at random, so no two have different
+//! responses with the same id. No model runs, so nothing is charged.
 //!
-//! A key or user restricted to some models gets only responses of these. The response names its
-//! model, so it is read before anything is done with it.
+//! A key or user restricted to some models gets only responses of those. The stored response names
+//! its model, so it is read before any other action.
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -32,10 +32,10 @@ use crate::backends::pool::{EngineBody, Segments, SendError};
 use crate::error::ProxyError;
 use crate::traces::TraceHeaders;
 
-/// How long one engine is waited for. It looks into a table.
+/// Timeout for one engine, which only looks into a table.
 const ENGINE_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Longest stored response that is read for its model.
+/// Maximum length of a stored response that is read for its model, in bytes.
 const STORED_BYTES_MAX: usize = 64 << 20;
 
 /// An engine that may have the response.
@@ -45,19 +45,19 @@ struct StoringBackend {
     url: String,
 }
 
-/// How a request came.
+/// Origin and trace of a request.
 #[derive(Clone, Copy)]
 pub(super) struct RequestContext<'a> {
-    /// The client's address.
+    /// Address of the client.
     pub(super) peer: &'a HeaderValue,
     pub(super) request_id: &'a HeaderValue,
-    /// What engines are told of its trace; `None`: what its client said.
+    /// Trace headers for engines; `None` to forward the client's.
     pub(super) trace: Option<&'a TraceHeaders>,
-    /// The trace that it is part of.
+    /// Id of the request's trace.
     pub(super) trace_id: Option<TraceId>,
 }
 
-/// Answers a request for a stored response.
+/// Responds to a request for a stored response.
 pub(super) async fn forward_stored(
     proxy: &Arc<Proxy>,
     holder: &Holder,
@@ -82,7 +82,7 @@ pub(super) async fn forward_stored(
         match timeout(ENGINE_TIMEOUT, asked).await {
             Ok(Ok(Err(refusal))) => return Err(refusal),
             Ok(Ok(Ok(response))) if is_elsewhere(response.status()) => {
-                // Read to its end, so that the connection can be used again.
+                // Read to the end, so that the connection can be reused.
                 drop(read_refusal(response).await);
             }
             Ok(Ok(Ok(response))) => return Ok(relay(proxy, &keeper, response)),
@@ -98,7 +98,7 @@ pub(super) async fn forward_stored(
         }
     }
     if was_silent {
-        // One of those may have it.
+        // One of the silent engines may have it.
         return Err(ProxyError::Unreachable);
     }
     let path = head.uri.path();
@@ -108,10 +108,10 @@ pub(super) async fn forward_stored(
     })
 }
 
-/// All engines that answer. One that drains may have stored what its clients now ask for.
+/// Returns all available engines. A draining one may have stored a requested response.
 fn keepers(proxy: &Proxy) -> Vec<StoringBackend> {
     let registry = proxy.view.registry();
-    // The ranks of an engine have one store.
+    // The ranks of an engine share one store.
     let backends = registry.backends.iter().filter(|it| !it.is_further_rank());
     let up = backends.filter(|it| proxy.backends.is_up(&registry, it));
     up.map(|backend| StoringBackend {
@@ -122,7 +122,7 @@ fn keepers(proxy: &Proxy) -> Vec<StoringBackend> {
     .collect()
 }
 
-/// Whether an engine says that it has no such response, or no such route.
+/// Whether an engine reports that it has no such response or no such route.
 fn is_elsewhere(status: StatusCode) -> bool {
     matches!(
         status,
@@ -161,18 +161,18 @@ async fn ask(
     endpoint.send(&build).await
 }
 
-/// The request that reads what `head` is about.
+/// Returns the request that reads the response to which `head` refers.
 fn reading(head: &Parts) -> Parts {
     let mut reading = head.clone();
     reading.method = Method::GET;
     let path = head.uri.path();
     let path = path.strip_suffix("/cancel").unwrap_or(path);
-    // A part of a target is one.
+    // A prefix of a valid target is valid.
     reading.uri = path.parse().unwrap_or_default();
     reading
 }
 
-/// The model that made a stored response; empty if that cannot be told.
+/// Returns the model of a stored response; empty if it is unknown.
 async fn model_of(response: Response<EngineBody>) -> String {
     #[derive(Default, Deserialize)]
     struct Made {

@@ -1,10 +1,10 @@
-//! Requests that break engines: one whose connection broke twice is refused for a while.
+//! Requests that break engines: after its second broken connection, one is refused for a while.
 //!
-//! The client of a request that kills its engine repeats it, on the next engine. Requests that
-//! broke a connection are remembered by a keyed hash, whoever sent them. One is refused when it
-//! breaks another connection that it was sent over *after* that was known: of the requests that one
-//! dying engine takes down, each counts once. Local to a replica: a request can break two engines
-//! per replica that it is sent to.
+//! The client of a request that crashes its engine repeats it on the next engine. Requests that
+//! broke a connection are remembered by a keyed hash, regardless of the sender. A request is
+//! refused if it breaks another connection over which it was sent *after* the first break. Thus
+//! each request on a dying engine counts only once. This is local to a replica: a request can break
+//! two engines per replica that it is sent to.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
@@ -16,19 +16,19 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use super::proxied::ProxiedRequest;
 
-/// How long a broken connection is remembered, and how long a request is then refused.
+/// Time for which a broken connection is remembered, and a request is then refused.
 const REMEMBERED: Duration = Duration::from_secs(60);
-/// Most requests remembered; beyond, the one that broke longest ago is forgotten.
+/// Maximum number of remembered requests. Beyond it, the oldest break is forgotten.
 const SUSPECTS_MAX: usize = 1024;
-/// What of a body's beginning and end is hashed; the prompt's blocks stand for the middle.
+/// Number of hashed bytes at each end of a body. The prompt's blocks represent the middle.
 const EDGE_BYTES: usize = 512;
 
-/// What broke connections lately.
+/// Requests that broke connections recently.
 pub(super) struct Suspects {
     seed: u64,
-    /// So that nothing is hashed or locked while nothing breaks.
+    /// Number of known suspects, so that without any, nothing is hashed or locked.
     count: AtomicUsize,
-    /// By when they broke, the latest last.
+    /// By the time of the break, the latest last.
     known: Mutex<VecDeque<Suspect>>,
 }
 
@@ -38,7 +38,7 @@ struct Suspect {
     is_refused: bool,
 }
 
-/// A request under way, as it is told apart.
+/// A request in flight with its fingerprint.
 #[derive(Clone)]
 pub(super) struct WatchedRequest {
     suspects: Arc<Suspects>,
@@ -55,12 +55,12 @@ impl Suspects {
         }
     }
 
-    /// Whether the request is refused.
+    /// Whether the request must be refused.
     pub(super) fn refuses(&self, asked: &ProxiedRequest) -> bool {
         self.count.load(Relaxed) > 0 && self.is_refused(self.print(asked), Instant::now())
     }
 
-    /// The request, which is sent now or later.
+    /// Returns the watched request, with the present as its time of sending.
     pub(super) fn watch(self: &Arc<Self>, asked: &ProxiedRequest) -> WatchedRequest {
         WatchedRequest {
             suspects: Arc::clone(self),
@@ -106,9 +106,9 @@ impl Suspects {
         self.count.store(known.len(), Relaxed);
     }
 
-    /// Those that are not forgotten.
+    /// Locks the suspects after removing expired ones.
     fn remembered(&self, now: Instant) -> MutexGuard<'_, VecDeque<Suspect>> {
-        // Every change leaves it well formed.
+        // Every change leaves the list well formed.
         let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
         let is_old = |it: &Suspect| now.saturating_duration_since(it.broke_at) >= REMEMBERED;
         while known.front().is_some_and(is_old) {
@@ -120,12 +120,12 @@ impl Suspects {
 }
 
 impl WatchedRequest {
-    /// It is sent now.
+    /// Sets the time of sending to now.
     pub(super) fn sent(&mut self) {
         self.sent_at = Instant::now();
     }
 
-    /// Its connection broke after it was sent.
+    /// Reports that the connection broke after the request was sent.
     pub(super) fn broke(&self) {
         self.suspects
             .broke(self.print, self.sent_at, Instant::now());

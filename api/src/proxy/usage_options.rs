@@ -1,9 +1,9 @@
-//! Adds usage reporting to streaming requests that did not ask for it, by bytes.
+//! Adds usage reporting to streaming requests that did not ask for it, by splicing bytes.
 //!
-//! The engine's own count is what users are charged by, so every stream should carry it: with
-//! `include_usage` once at the end, with `continuous_usage_stats` on every chunk, which is the only
-//! way to charge a client that hangs up. The rest of the body reaches the engine as the client
-//! wrote it.
+//! Users are charged by the engine's own count, so every stream should carry it. With
+//! `include_usage` it comes once at the end. With `continuous_usage_stats` it comes on every chunk,
+//! which is the only way to charge a client that disconnects. The rest of the body reaches the
+//! engine as the client wrote it.
 
 use bytes::Bytes;
 use schemars::JsonSchema;
@@ -30,12 +30,12 @@ pub enum UsageRequest {
 
 const CONTINUOUS: &[u8] =
     br#""stream_options":{"include_usage":true,"continuous_usage_stats":true},"#;
-/// Longest options object that is completed, in bytes: real ones have a few members, and building
-/// the values of a long one costs many times its size. A longer one is left alone.
+/// Maximum length of an options object that is completed, in bytes. Real ones have a few members,
+/// and parsing a long one costs many times its size. Longer ones stay unchanged.
 const OPTIONS_BYTES_MAX: usize = 4096;
 const FINAL: &[u8] = br#""stream_options":{"include_usage":true},"#;
 
-/// The body for the engine, and what of its usage reports the client asked for itself.
+/// Returns the body for the engine, and the usage reports that the client itself requested.
 pub(super) fn splice(
     mode: UsageRequest,
     path: &str,
@@ -67,8 +67,8 @@ pub(super) fn splice(
     spliced.map_or_else(untouched, |segments| (segments, wanted))
 }
 
-/// The body with the salt that keeps the user's cached blocks apart; `None`: the engine is to get
-/// none. A client's own is not in it any more.
+/// Returns the body with the salt that isolates the user's cached blocks, or `None` if the engine
+/// gets none. The client's own salt was removed earlier.
 pub(super) fn salted(
     parsed: &ParsedBody,
     isolation: CacheIsolation,
@@ -78,12 +78,12 @@ pub(super) fn salted(
         .cache_salt
         .as_ref()
         .filter(|_| isolation.is_salted())?;
-    // It is of base64url's characters alone.
+    // The salt has only base64url characters.
     let member = format!("\"cache_salt\":\"{salt}\",");
     Some(body.clone().with_inserted(parsed.insert_at, member.into()))
 }
 
-/// Adds the option as the object's first member.
+/// Inserts the option as the object's first member.
 fn insert(mode: UsageRequest, body: &Bytes, at: usize) -> Option<Segments> {
     if at == 0 || at > body.len() {
         return None;
@@ -100,8 +100,8 @@ fn insert(mode: UsageRequest, body: &Bytes, at: usize) -> Option<Segments> {
     ]))
 }
 
-/// Completes the client's own options object, or puts one in the place of null. It alone is
-/// written anew, with its other members.
+/// Completes the client's own options object, or replaces null by one. Only this object is
+/// rewritten, with its other members.
 fn replace(mode: UsageRequest, body: &Bytes, (start, end): (usize, usize)) -> Option<Segments> {
     if end.saturating_sub(start) > OPTIONS_BYTES_MAX {
         return None;
@@ -129,7 +129,7 @@ mod tests {
 
     const COMPLETIONS: &str = "/v1/completions";
 
-    /// Reads and splices `body`.
+    /// Parses and splices `body`.
     fn spliced(mode: UsageRequest, path: &str, body: &str) -> (String, WantedUsage) {
         let body = Bytes::copy_from_slice(body.as_bytes());
         let parsed = crate::prompt::parse(path, &body).unwrap();

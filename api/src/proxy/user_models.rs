@@ -1,4 +1,4 @@
-//! Which models a user may use, whatever its requests come with.
+//! Restriction of users to models, regardless of their keys.
 
 use state::StateView;
 use state::prefix::user_key;
@@ -8,7 +8,7 @@ use super::keys::Holder;
 use super::models::shown_model;
 use crate::error::ProxyError;
 
-/// Refuses a model that the user may not use.
+/// Rejects a model that the user is not allowed to use.
 pub(super) fn check_user_model(
     view: &StateView,
     user: &str,
@@ -28,7 +28,7 @@ pub(super) fn check_user_model(
 }
 
 impl Holder {
-    /// The user that the key alone names.
+    /// Returns the user that the key alone determines.
     fn user(&self) -> Option<&str> {
         match self {
             Self::Cluster(key) => Some(&key.spec.user),
@@ -37,7 +37,7 @@ impl Holder {
         }
     }
 
-    /// Refuses a model that neither the key nor its user may use.
+    /// Rejects a model that the key or its user is not allowed to use.
     pub(super) fn check_either_model(
         &self,
         view: &StateView,
@@ -50,7 +50,7 @@ impl Holder {
         }
     }
 
-    /// Whether the key or its user is for some models only.
+    /// Whether the key or its user is restricted to some models.
     pub(super) fn has_some_models(&self, view: &StateView) -> bool {
         let of_user = |user: &str| {
             let user = user_key(view.registry().hash_seed, user);

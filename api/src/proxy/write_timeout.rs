@@ -1,12 +1,11 @@
-//! Clients that stop taking their answer: bounds how long one may hold its connection, and with it
-//! an engine's request.
+//! Timeouts for clients that stop receiving their response. They bound how long a client may hold
+//! its connection, and with it an engine's request.
 //!
-//! hyper asks for the next piece of a body only when there is room for it, so an answer cannot time
-//! its own reader. Over HTTP/1.1 the socket tells: [`WriteTimeoutSocket`] fails a write that has
-//! waited for too long. An h2 stream can stand still while its connection lives: there a task of
-//! its own asks for the pieces and hands them over one by one ([`hand_over`]). While a client takes
-//! nothing, both have its answer read ahead ([`super::ahead`]), each in the task that is there
-//! anyway.
+//! hyper polls a body only when there is room for the next piece, so a response cannot time its own
+//! reader. Over HTTP/1.1 the socket can: [`WriteTimeoutSocket`] fails a write that has waited for
+//! too long. An h2 stream can stall while its connection is alive, so a separate task polls the
+//! pieces and passes them on one by one ([`hand_over`]). While a client receives nothing, both read
+//! its response ahead ([`super::read_ahead`]), each in its existing task.
 
 use std::future::{Future, poll_fn};
 use std::io;
@@ -26,12 +25,12 @@ use tokio_util::task::TaskTracker;
 use super::piece::ResponseBodyError;
 use super::response_body::{ResponseBody, SharedResponseBody, lock};
 
-/// The engine's answer that an HTTP/1.1 connection writes.
+/// The backend response that an HTTP/1.1 connection writes at present.
 #[derive(Clone, Default)]
 pub(super) struct CurrentResponse(Arc<Mutex<Weak<Mutex<ResponseBody>>>>);
 
 impl CurrentResponse {
-    /// It is this one from here on, if it is one.
+    /// Sets the present response, if `answer` is one.
     pub(super) fn is(&self, answer: Option<&SharedResponseBody>) {
         if let Some(relay) = answer {
             *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Arc::downgrade(relay);
@@ -47,12 +46,12 @@ impl CurrentResponse {
     }
 }
 
-/// A socket whose writes fail once its other side has taken nothing for `patience`.
+/// A socket whose writes fail after its peer has received nothing for `patience`.
 pub(super) struct WriteTimeoutSocket<S> {
     stream: S,
     patience: Duration,
     written: CurrentResponse,
-    /// Kept from one wait to the next.
+    /// Reused for later waits.
     timer: Option<Pin<Box<Sleep>>>,
     is_waiting: bool,
 }
@@ -68,7 +67,7 @@ impl<S> WriteTimeoutSocket<S> {
         }
     }
 
-    /// Gives a write's result on, or an error in place of a wait that is too long.
+    /// Passes a write's result on, or returns an error after too long a wait.
     fn judge<T>(
         &mut self,
         cx: &mut Context<'_>,
@@ -135,15 +134,16 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for WriteTimeoutSocket<S> {
 
 type BodyPiece = Result<Frame<Bytes>, ResponseBodyError>;
 
-/// An answer that another task makes: one piece waits here, at most.
+/// A response body produced by another task. It buffers at most one piece.
 pub(super) struct ChannelBody {
-    /// `None` is the answer's end; without it the channel's end is none.
+    /// `None` marks the end of the response. If the channel ends without it, the response broke
+    /// off.
     pieces: mpsc::Receiver<Option<BodyPiece>>,
     is_over: bool,
 }
 
-/// Has `relay` driven by a task of its own, which gives it up when a piece is not taken for
-/// `patience`, and when the reader is dropped.
+/// Drives `relay` in its own task. The task stops if a piece is not received within `patience`, or
+/// if the reader is dropped.
 pub(super) fn hand_over(
     relay: SharedResponseBody,
     patience: Duration,

@@ -1,14 +1,14 @@
-//! Recordings: what replicas were asked, without what was said.
+//! Recordings of requests without the contents of prompts and responses.
 //!
-//! A recording is a file of JSON lines. The first is its head, each other one a request: when it
-//! came, whose it was, how long it was, which blocks its prompt has, what was decided and what the
-//! engine reported. Users, cache groups and blocks are hashes under a secret of the cluster and the
-//! recording's salt (`names`), so that nobody can guess a name or a text, and recordings with
-//! different salts cannot be compared. Blocks keep the property that matters: equal prefixes have
-//! equal ids (I126, ADR 0096).
+//! A recording is a file of JSON lines. The first line is the head. Each other line is a request:
+//! its time, user, length and blocks, the decisions, and what the engine reported. Users, cache
+//! groups and blocks are hashes under a secret of the cluster and the recording's salt (`names`).
+//! Nobody can therefore guess a name or a text, or compare recordings with different salts. Blocks
+//! keep the property that matters: equal prefixes have equal ids (I126, ADR 0096).
 //!
-//! A block names the whole prompt up to its end, so a line has only those blocks that no line before
-//! it has, and in `after` the one that they follow. docs/guide/what-if.md describes the file.
+//! A block identifies the whole prompt up to its end. A line therefore contains only the blocks
+//! that no earlier line has, and in `after` the block that they follow. docs/guide/what-if.md
+//! describes the file.
 
 mod names;
 mod read;
@@ -21,33 +21,33 @@ pub use names::RecordingNames;
 pub use read::{RecordingError, read};
 pub use write::{RecordingWriter, merge};
 
-/// Version of the file. Fields are added without a new one.
+/// Version of the format. New fields do not change it.
 pub const FORMAT: u32 = 1;
 
-/// A recording, read.
+/// A parsed recording.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Recording {
-    /// What it is of.
+    /// Description of the recording.
     pub head: RecordingHead,
     /// The requests, in the order of the file.
     pub requests: Vec<RecordedRequest>,
 }
 
-/// The first line.
+/// First line of a recording.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct RecordingHead {
     /// [`FORMAT`].
     pub quorate_recording: u32,
-    /// The replicas whose requests it has.
+    /// Replicas whose requests the recording has.
     pub replicas: Vec<u8>,
-    /// What was hashed with all names. No secret.
+    /// Salt of all hashed names. Not a secret.
     pub salt: String,
-    /// When it began, in Unix milliseconds.
+    /// Start of the recording, in Unix milliseconds.
     pub from_ms: u64,
-    /// When it ended.
+    /// End of the recording, in Unix milliseconds.
     pub until_ms: u64,
-    /// What ended it: `seconds`, `requests`, `bytes`, `stopped`; `running`, `decisions` when it was
-    /// made of the last decisions.
+    /// Reason for the end: `seconds`, `requests`, `bytes` or `stopped`; `running` if it has not
+    /// ended; `decisions` if it was made from the latest decisions.
     pub ended_by: String,
     /// The live policy at the time of the download.
     #[serde(default)]
@@ -60,122 +60,122 @@ pub struct RecordingHead {
 /// A backend as it was registered.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RecordedBackend {
-    /// Its id.
+    /// Id of the backend.
     pub id: String,
-    /// Models that it serves; `*`: all that it lists.
+    /// Models that it serves; `*` for all that it lists.
     pub models: Vec<String>,
-    /// Blocks that its cache holds; `None`: unknown.
+    /// Capacity of its cache in blocks; `None` if unknown.
     #[serde(default)]
     pub capacity_blocks: Option<u32>,
-    /// Requests that it gets at once; `None`: as many as come.
+    /// Maximum number of concurrent requests; `None` if unlimited.
     #[serde(default)]
     pub limit: Option<u32>,
 }
 
-/// A request.
+/// A recorded request.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct RecordedRequest {
-    /// When it was understood, in Unix milliseconds by the clock of its replica.
+    /// Time at which it was parsed, in Unix milliseconds by the clock of its replica.
     pub at_ms: u64,
-    /// The replica that took it.
+    /// Replica that received it.
     pub replica: u8,
-    /// Whose it was, hashed.
+    /// Hash of the user.
     pub user: String,
-    /// Who shares cached blocks with that user, hashed; `None`: all who share.
+    /// Hash of the cache scope; `None` for the one that users share by default.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tenant: Option<String>,
-    /// The model.
+    /// Requested model.
     pub model: String,
-    /// What the blocks are made of: `characters` or `tokens`.
+    /// Unit of the blocks: `characters` or `tokens`.
     pub unit: String,
-    /// Prompt tokens, as far as they were known.
+    /// Number of prompt tokens, as far as known.
     pub tokens: u32,
-    /// Tokens of one block, estimated where blocks are of characters.
+    /// Tokens per block, estimated if blocks consist of characters.
     pub block_tokens: u32,
-    /// Blocks that an engine could have cached.
+    /// Number of blocks that an engine could have cached.
     pub matchable: u32,
-    /// Whether the answer was asked for as a stream.
+    /// Whether the response was requested as a stream.
     pub stream: bool,
-    /// Most output tokens that it asked for.
+    /// Requested maximum number of output tokens.
     #[serde(default)]
     pub tokens_max: Option<u32>,
-    /// Its priority.
+    /// Priority of the request.
     #[serde(default)]
     pub priority: i16,
-    /// In the file: the block that `blocks` follow; `None`: they begin the prompt.
+    /// In the file: the block that `blocks` follow; `None` if they begin the prompt.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub after: Option<BlockId>,
-    /// In the file: the blocks that no line before has. Once read: all of the prompt.
+    /// In the file: the blocks that no earlier line has. After parsing: all blocks of the prompt.
     #[serde(default)]
     pub blocks: Vec<BlockId>,
-    /// What was decided, and what came of it.
+    /// Attempts with their decisions and results.
     #[serde(default)]
     pub attempts: Vec<RecordedAttempt>,
-    /// How it ended; `None`: it was under way.
+    /// End of the request; `None` if it was still in flight.
     #[serde(default)]
     pub end: Option<RecordedEnd>,
 }
 
-/// One attempt.
+/// One attempt of a request.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct RecordedAttempt {
-    /// From when the request was understood to the dispatch.
+    /// Time from parsing the request to the dispatch, in milliseconds.
     pub after_ms: f64,
-    /// Of that, waiting for its turn and a backend.
+    /// Part of that time spent waiting for its turn and a backend, in milliseconds.
     pub waited_ms: f64,
     /// Applied index of the decision.
     pub index: u64,
-    /// The policy that decided.
+    /// Policy that decided.
     pub policy: String,
-    /// Backends that passed the filters.
+    /// Number of backends that passed the filters.
     pub candidates: u32,
-    /// The chosen one.
+    /// Chosen backend.
     pub backend: String,
-    /// Blocks that it was believed to hold.
+    /// Number of blocks that it was believed to hold.
     pub matched: u32,
-    /// Why it was chosen.
+    /// Reason for the choice.
     pub reason: String,
-    /// Status of the engine's answer.
+    /// Status of the engine's response.
     #[serde(default)]
     pub status: Option<u16>,
-    /// What the engine reported; `None`: it has not ended.
+    /// Report of the engine; `None` if the attempt has not ended.
     #[serde(default)]
     pub report: Option<RecordedReport>,
 }
 
-/// What an attempt came to.
+/// Result of an attempt.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct RecordedReport {
-    /// How it ended, as decisions name it.
+    /// How the attempt ended, named as in decisions.
     pub end: String,
-    /// Prompt tokens that the engine counted; `None`: it told none.
+    /// Prompt tokens counted by the engine; `None` if it reported none.
     #[serde(default)]
     pub prompt_tokens: Option<u64>,
-    /// Of these, found in its cache; `None`: it did not tell.
+    /// Number of those found in its cache; `None` if not reported.
     #[serde(default)]
     pub cached_tokens: Option<u64>,
-    /// Output tokens, reported or counted.
+    /// Output tokens, reported or counted by the router.
     pub output_tokens: u64,
-    /// From the dispatch to the first byte of the answer.
+    /// Time from the dispatch to the first byte of the response, in milliseconds.
     #[serde(default)]
     pub ttft_ms: Option<f64>,
-    /// From the dispatch to the end.
+    /// Time from the dispatch to the end, in milliseconds.
     pub duration_ms: f64,
 }
 
-/// How a request ended.
+/// End of a request.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct RecordedEnd {
-    /// As `quorate_proxy_requests_total` counts it.
+    /// Outcome as counted by `quorate_proxy_requests_total`.
     pub outcome: String,
-    /// Status that its client was told; `None`: it left before.
+    /// Status sent to the client; `None` if the client left earlier.
     #[serde(default)]
     pub status: Option<u16>,
-    /// From when it was understood.
+    /// Time since the request was parsed, in milliseconds.
     pub after_ms: f64,
 }
 
-/// A block of a prompt together with all before it: 16 hex digits.
+/// Id of a block together with all before it, written as 16 hex digits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct BlockId(pub u64);
 
@@ -196,13 +196,13 @@ impl<'de> Deserialize<'de> for BlockId {
 }
 
 impl RecordedRequest {
-    /// The attempt whose answer the client got, or the last one.
+    /// Returns the attempt whose response the client got, or the last one.
     #[must_use]
     pub fn last(&self) -> Option<&RecordedAttempt> {
         self.attempts.last()
     }
 
-    /// What the engine of the last attempt told.
+    /// Returns the engine's report about the last attempt.
     #[must_use]
     pub fn report(&self) -> Option<&RecordedReport> {
         self.last()?.report.as_ref()
@@ -250,7 +250,7 @@ mod tests {
         }
     }
 
-    /// A file of requests with these blocks.
+    /// Returns a file of requests with these blocks.
     fn file(chains: &[&[u64]]) -> String {
         let mut writer = RecordingWriter::default();
         let mut text = writer.head(&head());

@@ -6,14 +6,14 @@ use state::prefix::BlockHasher;
 
 use super::BlockId;
 
-/// What is hashed before everything else, so that the hashes are of no other use.
+/// Prefix of the hashed bytes. It makes the hashes useless for any other purpose.
 const LABEL: &[u8] = b"quorate recording 1";
 
-/// Hashes of names under the cluster's secret and a salt: the same on all replicas of the cluster.
+/// Hashes of names under the cluster's secret and a salt, the same on all its replicas.
 pub struct RecordingNames([u8; 32]);
 
 impl RecordingNames {
-    /// Those of a recording with this salt.
+    /// Creates the names for a recording with this salt.
     #[must_use]
     pub fn new(hashing: &BlockHasher, salt: &str) -> Self {
         let mut key = Sha256::new()
@@ -25,25 +25,25 @@ impl RecordingNames {
         Self(key.chain_update(salt).finalize().into())
     }
 
-    /// Stands for a user.
+    /// Returns the id of a user.
     #[must_use]
     pub fn user(&self, name: &str) -> String {
         format!("{:016x}", self.hash(b'u', name.as_bytes()))
     }
 
-    /// Stands for those who share cached blocks.
+    /// Returns the id of a cache scope.
     #[must_use]
     pub fn tenant(&self, name: &str) -> String {
         format!("{:016x}", self.hash(b't', name.as_bytes()))
     }
 
-    /// Stands for a model that the cluster does not serve.
+    /// Returns the id of a model that the cluster does not serve.
     #[must_use]
     pub fn model(&self, name: &str) -> String {
         format!("unknown-{:016x}", self.hash(b'm', name.as_bytes()))
     }
 
-    /// Stands for a block and all before it.
+    /// Returns the id of a block together with all before it.
     #[must_use]
     pub fn block(&self, block: BlockHash) -> BlockId {
         BlockId(self.hash(b'b', &block.0.to_le_bytes()))

@@ -1,4 +1,4 @@
-//! Reads recordings, which may come from anywhere.
+//! Parses recordings, which are untrusted input.
 
 use std::collections::HashMap;
 
@@ -6,28 +6,28 @@ use serde::de::DeserializeOwned;
 
 use super::{BlockId, FORMAT, RecordedRequest, Recording, RecordingHead};
 
-/// Prompt tokens that a request can have; more is taken for a damaged line.
+/// Maximum number of prompt tokens of a request. A higher number means a damaged line.
 const TOKENS_MAX: u32 = 1 << 24;
-/// Blocks that all prompts of a file can have together, those they share counted for each.
+/// Maximum number of blocks in all prompts of a file. Shared blocks count for each prompt.
 const BLOCKS_MAX: usize = 1 << 27;
 
-/// What is wrong with a file.
+/// Error in a recording.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("line {line}: {message}")]
 pub struct RecordingError {
-    /// Where, from 1.
+    /// Number of the line, from 1.
     pub line: usize,
-    /// What was found, and what was expected.
+    /// What was found and what was expected.
     pub message: String,
 }
 
-/// The block before each, `None` before the first of a prompt.
+/// Block before each block; `None` before the first of a prompt.
 type BlocksBefore = HashMap<BlockId, Option<BlockId>>;
 
-/// Reads a whole file.
+/// Parses a whole file.
 ///
 /// # Errors
-/// [`RecordingError`] with the first line that is not what it should be.
+/// Returns [`RecordingError`] with the first invalid line.
 pub fn read(text: &str) -> Result<Recording, RecordingError> {
     let at = |line| move |message| RecordingError { line, message };
     let mut lines = (1..).zip(text.lines());
@@ -56,13 +56,13 @@ pub fn read(text: &str) -> Result<Recording, RecordingError> {
 fn parse<T: DeserializeOwned>(line: &str, what: &str) -> Result<T, String> {
     serde_json::from_str(line).map_err(|error| {
         let text = error.to_string();
-        // The line is told anyway, and is always the first of what was parsed.
+        // The error contains the line number anyway, and each parsed text has only one line.
         let text = text.replace(" at line 1 column ", " at column ");
         format!("expected {what}: {text}")
     })
 }
 
-/// Gives a request the blocks that lines before it have.
+/// Prepends the blocks that earlier lines have.
 fn whole(
     mut request: RecordedRequest,
     before: &mut BlocksBefore,
@@ -94,7 +94,7 @@ fn whole(
     Ok(request)
 }
 
-/// A block with all before it, in order.
+/// Returns a block with all before it, in order.
 fn up_to(block: BlockId, before: &BlocksBefore) -> Result<Vec<BlockId>, String> {
     let mut chain = vec![block];
     let mut next = before.get(&block).copied();

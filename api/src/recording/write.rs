@@ -4,28 +4,28 @@ use std::collections::HashSet;
 
 use super::{BlockId, RecordedRequest, Recording, RecordingHead};
 
-/// Writes the lines of one file.
+/// Writer of the lines of one file.
 #[derive(Debug, Default)]
 pub struct RecordingWriter {
-    /// Blocks that lines have, as the source names them.
+    /// Blocks that lines have already, named as in the source.
     known: HashSet<u64>,
 }
 
 impl RecordingWriter {
-    /// The first line.
+    /// Returns the first line.
     #[must_use]
     pub fn head(&self, head: &RecordingHead) -> String {
         line(head)
     }
 
-    /// The line of a request whose prompt has the blocks `chain`, which `name` gives their ids.
+    /// Returns the line of a request with the blocks `chain`, to which `name` gives ids.
     pub fn line(
         &mut self,
         request: RecordedRequest,
         chain: &[u64],
         name: impl Fn(u64) -> BlockId,
     ) -> String {
-        // Who knows a block knows all before it.
+        // A known block implies that all blocks before it are known.
         let known = chain.iter().rposition(|block| self.known.contains(block));
         let new = &chain[known.map_or(0, |at| at + 1)..];
         self.known.extend(new);
@@ -36,7 +36,7 @@ impl RecordingWriter {
         })
     }
 
-    /// A whole file.
+    /// Returns a whole file.
     #[must_use]
     pub fn whole(mut self, recording: &Recording) -> String {
         let mut text = self.head(&recording.head);
@@ -54,10 +54,10 @@ fn line(of: &impl serde::Serialize) -> String {
     line
 }
 
-/// One recording of those of several replicas, by time.
+/// Merges the recordings of several replicas by time.
 ///
 /// # Panics
-/// Without any.
+/// Panics if `recordings` is empty.
 #[must_use]
 pub fn merge(recordings: Vec<Recording>) -> Recording {
     let mut all = recordings.into_iter();

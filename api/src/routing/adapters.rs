@@ -1,4 +1,4 @@
-//! Which engines a request for a LoRA adapter is restricted to.
+//! Restricts a request for a LoRA adapter to the engines that suit it best.
 //!
 //! Affinity comes first, up to a threshold: an engine that has the adapter in memory is preferred
 //! while its queue is short. When all such queues are long, the request may go to an engine that
@@ -7,23 +7,23 @@
 
 use crate::backends::AdapterPlace;
 
-/// One candidate.
+/// A backend that may take the request.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct AdapterCandidate {
     pub(super) place: AdapterPlace,
-    /// Requests that would go before this one: in the engine's queue and at this replica.
+    /// Requests queued ahead of this one, in the engine and at this replica.
     pub(super) queue: u32,
 }
 
 impl AdapterCandidate {
-    /// Whether it is one of those that a request is kept to.
+    /// Whether the candidate has this place and a queue of at most `threshold`.
     pub(super) fn is(&self, place: AdapterPlace, threshold: u32) -> bool {
         self.place == place && self.queue <= threshold
     }
 }
 
-/// Returns the place that candidates must have, with a queue up to `threshold`; `None`: any will
-/// do.
+/// Returns the place that candidates must have, with a queue of at most `threshold`; `None` if any
+/// candidate will do.
 pub(super) fn preferred(
     candidates: &(impl Iterator<Item = AdapterCandidate> + Clone),
     threshold: u32,
@@ -46,7 +46,7 @@ mod tests {
 
     const THRESHOLD: u32 = 5;
 
-    /// Which candidates are left of these, `(place, queue)` each.
+    /// Returns the indexes of the candidates that remain, given as `(place, queue)`.
     fn kept(candidates: &[(AdapterPlace, u32)]) -> Vec<usize> {
         let candidates = candidates
             .iter()
@@ -62,7 +62,7 @@ mod tests {
         use AdapterPlace::{Other, Resident, Room};
         assert_eq!(kept(&[(Resident, 0), (Room, 0), (Other, 0)]), [0]);
         assert_eq!(kept(&[(Resident, 5), (Resident, 6), (Room, 0)]), [0]);
-        // All queues are long: any may load it.
+        // All queues are long, so any engine may load it.
         assert_eq!(kept(&[(Resident, 6), (Room, 0), (Other, 0)]), [0, 1, 2]);
     }
 

@@ -1,4 +1,4 @@
-//! How much room there is: what admission asks before it lets a request go.
+//! Free capacity, which admission checks before it dispatches a request.
 
 use state::ids::{BackendRef, Slot};
 use state::outputs::batch::BatchRoom;
@@ -11,7 +11,7 @@ use super::pairs::PREFILL_SCRATCH;
 use super::routing_table::{DecisionScratch, RoutingTable, SCRATCH, matchable};
 
 impl Decider {
-    /// Requests that the backends which may take this one have room for, all together.
+    /// Returns how many requests the eligible backends have room for in total.
     #[must_use]
     pub fn free_places(&self, ask: &RoutingRequest<'_>, now: Instant) -> u64 {
         let fleet = self.fleet.table();
@@ -32,7 +32,7 @@ impl Decider {
         })
     }
 
-    /// Places that candidates have free.
+    /// Sums the free places of the candidates.
     fn free_of(&self, candidates: impl Iterator<Item = Candidate>) -> u64 {
         let free = candidates.map(|candidate| {
             let limit = self.view.limit(candidate.slot).unwrap_or(u32::MAX);
@@ -41,7 +41,7 @@ impl Decider {
         free.sum()
     }
 
-    /// Looks at the backends without which those that meet in rooms can do nothing.
+    /// Applies `look` to the prefill backends without which a handover through rooms is impossible.
     fn computing<T: Default>(
         &self,
         fleet: &RoutingTable,
@@ -57,7 +57,7 @@ impl Decider {
         })
     }
 
-    /// Backends that would take the request but for their limits.
+    /// Returns the backends that would take the request if not for their limits.
     #[must_use]
     pub fn wanted_backends(&self, ask: &RoutingRequest<'_>, now: Instant) -> Vec<BackendRef> {
         let fleet = self.fleet.table();
@@ -78,7 +78,7 @@ impl Decider {
         })
     }
 
-    /// Limited backends of which this replica does not have all places: no whole batch fits there.
+    /// Returns the limited backends of which this replica owns only a share: no batch fits there.
     #[must_use]
     pub fn divided_slots(&self) -> Vec<Slot> {
         let (registry, service) = (self.view.registry(), self.view.service());
@@ -94,7 +94,7 @@ impl Decider {
         divided.map(|handle| handle.slot).collect()
     }
 
-    /// Requests of this replica that run on backends of the model.
+    /// Returns how many requests of this replica run on backends of the model.
     #[must_use]
     pub fn running_here(&self, model: &str) -> u64 {
         let registry = self.view.registry();
@@ -103,7 +103,7 @@ impl Decider {
         running.sum()
     }
 
-    /// Leading blocks of the prompt that the backend with most of them is believed to hold.
+    /// Returns how many leading blocks of the prompt the best-matching backend is believed to hold.
     #[must_use]
     pub fn best_match(&self, ask: &RoutingRequest<'_>) -> u32 {
         let mut best = 0;
@@ -113,7 +113,7 @@ impl Decider {
         best
     }
 
-    /// Backends that run anything, from any replica.
+    /// Returns the backends that run any request, from any replica.
     #[must_use]
     pub fn busy_slots(&self, now: Instant) -> Vec<Slot> {
         let registry = self.view.registry();
@@ -130,7 +130,7 @@ impl Decider {
         busy.map(|(slot, _)| slot).collect()
     }
 
-    /// All backends but the one in `slot`.
+    /// Returns all backends except the one in `slot`.
     #[must_use]
     pub fn slots_but(&self, slot: Slot) -> Vec<Slot> {
         let registry = self.view.registry();
@@ -138,8 +138,8 @@ impl Decider {
         slots.filter(|other| *other != slot).collect()
     }
 
-    /// What the backend in `slot` has room for beside one request of `tokens`, with nothing else
-    /// there. One without a limit takes a batch of `BATCH_DEFAULT`.
+    /// Returns the room of the backend in `slot` beside one request of `tokens`, with nothing else
+    /// running. A backend without a limit takes a batch of `BATCH_DEFAULT`.
     #[must_use]
     pub fn batch_room(&self, slot: Slot, tokens: u64, tokens_per_block: u32) -> BatchRoom {
         let registry = self.view.registry();
@@ -158,5 +158,5 @@ impl Decider {
     }
 }
 
-/// Requests of a batch for a backend without a limit.
+/// Batch size, in requests, at a backend without a limit.
 const BATCH_DEFAULT: u32 = 32;

@@ -1,9 +1,9 @@
-//! The decision: filter, match, weigh, choose. The hot path of the whole product.
+//! The decision: filter, match, weigh, choose. This is the router's hot path.
 //!
 //! A [`Decider`] reads the published state, the load and the overlay, and changes none of them:
-//! code that holds only a decider cannot dispatch, charge or write to the log (I69). Its only
-//! changes stay on this replica: round-robin's turn, its metrics, and the trial of a half-open
-//! circuit, which the [`Decision`] holds.
+//! code that holds only a decider cannot dispatch, charge or write to the log (I69). It changes
+//! only local state: the round-robin counter, its metrics, and the trial of a half-open circuit,
+//! which the [`Decision`] holds.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -38,30 +38,29 @@ pub struct Decider {
     pub(super) load: LoadReader,
     pub(super) overlay: Arc<Overlay>,
     pub(super) fleet: Arc<Fleet>,
-    /// What round-robin counts by.
+    /// Round-robin counter.
     pub(super) turn: AtomicU64,
-    /// Policies that a request may ask for.
+    /// Policies that a request may select.
     pub(super) overrides: Vec<Arc<PolicyConfig>>,
     pub(super) select: SelectSettings,
-    /// When requests go to two backends.
+    /// Rules for when a request uses two backends.
     pub(super) pairs: PairRules,
-    /// Whether decisions keep what they went by.
+    /// Whether decisions record their inputs.
     pub(super) is_recording: bool,
     pub(super) metrics: RoutingMetrics,
     pub(super) panics: PanicModes,
 }
 
-/// What a decision is for.
+/// Purpose of a decision.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum DecisionUse {
-    /// A request that goes where it says.
+    /// The request is dispatched to the chosen backend.
     Dispatch,
-    /// A place in a list, behind where the request goes: neither round-robin's turn nor a counter
-    /// moves by it.
+    /// A fallback behind the chosen endpoint: neither round-robin nor the metrics advance.
     Alternative,
 }
 
-/// A request with the policy that decides about it.
+/// A request and the policy that routes it.
 struct AskedDecision<'a> {
     purpose: DecisionUse,
     fleet: &'a RoutingTable,
@@ -72,23 +71,23 @@ struct AskedDecision<'a> {
     now: Instant,
 }
 
-/// A choice before its circuit is asked.
+/// A choice before its circuit is checked.
 struct Chosen {
     choice: Choice,
-    /// Place in the registry.
+    /// Index in the registry.
     at: usize,
     are_circuits_kept: bool,
     doubt: Doubt,
-    /// The backend that computes the prompt; `None`: the same.
+    /// The backend that computes the prompt; `None` if it is the same one.
     prefill: Option<PrefillDecision>,
     record: Option<Arc<DecisionRecord>>,
 }
 
 impl Decider {
-    /// Chooses a backend as of `now`. Local memory only; waits for nothing.
+    /// Chooses a backend as of `now`. Uses local memory only and never waits.
     ///
     /// # Errors
-    /// [`RoutingRejection`].
+    /// Returns a [`RoutingRejection`] if no backend can take the request.
     pub fn decide(
         &self,
         ask: &RoutingRequest<'_>,
@@ -143,7 +142,7 @@ impl Decider {
         let trial = match entered {
             BreakerState::Closed => None,
             BreakerState::HalfOpen(trial) => Some(Arc::new(trial)),
-            // Another request has become the trial meanwhile: it goes there alone.
+            // Another request has become the trial in the meantime, so choose again.
             BreakerState::Open if are_circuits_kept => {
                 return self.decide_for(purpose, ask, now);
             }
@@ -164,8 +163,8 @@ impl Decider {
         })
     }
 
-    /// What would be chosen where a gateway cannot reach what was: it is not counted, and tries no
-    /// half-open circuit.
+    /// Returns the backend to try if a gateway cannot reach the chosen one. The decision is not
+    /// counted and tries no half-open circuit.
     #[must_use]
     pub fn alternative(&self, ask: &RoutingRequest<'_>, now: Instant) -> Option<Decision> {
         let decided = self.decide_for(DecisionUse::Alternative, ask, now).ok()?;
@@ -235,7 +234,7 @@ impl Decider {
         })
     }
 
-    /// Where the verdict on each backend is noted; empty where decisions are not recorded.
+    /// Returns the buffer for the verdict on each backend; empty unless decisions are recorded.
     fn verdicts(&self, fleet: &RoutingTable, scratch: &mut DecisionScratch) -> Vec<FilterVerdict> {
         let mut verdicts = std::mem::take(&mut scratch.verdicts);
         verdicts.clear();
@@ -245,14 +244,14 @@ impl Decider {
         verdicts
     }
 
-    /// Id of a backend that is registered or was lately.
+    /// Returns the id of a backend that is registered or was until recently.
     #[must_use]
     pub fn name_of(&self, backend: BackendRef) -> Option<Arc<str>> {
         self.fleet.name_of(backend)
     }
 
-    /// Brings the gauges of routing up to date, also of models that no request asks for, and drops
-    /// the series of removed backends; call it before a scrape.
+    /// Updates the routing gauges, including those of models without requests, and drops the series
+    /// of removed backends. Call this before a scrape.
     pub fn refresh_metrics(&self, outbox: &OutboxStatus) {
         self.metrics.show_outbox(outbox);
         let panicking = self.backends.panicking(&self.view.registry());
@@ -260,8 +259,8 @@ impl Decider {
         self.metrics.forget_removed(|| self.view.registry());
     }
 
-    /// Matches the prompt against what the log says, then goes on with what this replica has
-    /// routed and the log does not say yet.
+    /// Matches the prompt against the applied state, then extends the matches with blocks that this
+    /// replica has routed and the state does not show yet.
     pub(super) fn match_blocks(
         &self,
         fleet: &RoutingTable,
@@ -273,7 +272,7 @@ impl Decider {
         self.match_overlay(fleet, matchable(ask), scratch);
     }
 
-    /// Matches the prompt against what the log says.
+    /// Matches the prompt against the applied state.
     fn match_applied(&self, chain: &[BlockHash], match_by: MatchBy, scratch: &mut DecisionScratch) {
         let blocks = &self.view.blocks;
         if match_by == MatchBy::Position {
@@ -294,8 +293,7 @@ impl Decider {
         });
     }
 
-    /// Goes on with what this replica has routed and the log does not say yet, and leaves out what
-    /// requests under way evict.
+    /// Extends the matches with the overlay, then leaves out blocks about to be evicted.
     fn match_overlay(
         &self,
         fleet: &RoutingTable,
@@ -331,7 +329,7 @@ impl Decider {
         );
     }
 
-    /// Adds what only some policies look at.
+    /// Adds inputs that only some policies use.
     pub(super) fn supplement(
         &self,
         fleet: &RoutingTable,
@@ -352,7 +350,7 @@ impl Decider {
         }
     }
 
-    /// The request as a policy sees it. `turn` is what round-robin counts by.
+    /// Builds the request as a policy sees it. `turn` is the round-robin counter.
     pub(super) fn request(
         &self,
         fleet: &RoutingTable,
@@ -391,8 +389,8 @@ fn learns(registry: &Registry) -> bool {
         .is_none_or(|routing| routing.learn)
 }
 
-/// Names the prompt's first `blocks` blocks, or as many as there are; a prompt shorter than a block
-/// by all its bytes.
+/// Returns a key for the prompt's first `blocks` blocks, or for as many as it has. A prompt shorter
+/// than a block is keyed by all its bytes.
 fn prefix_key(ask: &RoutingRequest<'_>, blocks: u32) -> u64 {
     let identity = ask.identity;
     let first = identity.chain.get(..blocks as usize);

@@ -1,10 +1,10 @@
-//! The inputs of a decision, kept as numbers, so that it can be shown later as it was made.
+//! Inputs of a decision, kept as numbers so that it can be shown later as it was made.
 //!
 //! A record holds what the policy saw: the request, the candidates and the policy itself. Nothing
-//! is formatted and no score is computed until somebody asks; the scores then come from the same
-//! pure function over the same numbers, so they are those of the decision and not of today (I72).
-//! Where more than [`SEEN_MAX`] backends are registered only the best candidates are kept, with
-//! their scores, since a score may depend on candidates that are not kept.
+//! is formatted or scored until the record is read. The scores then come from the same pure
+//! function over the same numbers, so they are those of the decision (I72). With more than
+//! [`SEEN_MAX`] registered backends, only the best candidates are kept, with their scores, because
+//! a score may depend on candidates that are not kept.
 
 use std::collections::BTreeMap;
 use std::error::Error;
@@ -25,15 +25,15 @@ use super::routing_table::{DecisionScratch, PolicySource, RoutingTable};
 use super::verdict::{FilterCounts, FilterVerdict};
 use super::{AttemptEnd, Usage, session};
 
-/// Most backends kept of one decision.
+/// Maximum number of backends kept per decision.
 pub const SEEN_MAX: usize = 64;
-/// Longest text kept of why there was no answer, in bytes.
+/// Maximum length of a kept error text, in bytes.
 const DETAIL_BYTES_MAX: usize = 200;
 
-/// One decision as it was made, and what came of its attempt.
+/// One decision as it was made, and the outcome of its attempt.
 #[derive(Debug)]
 pub struct DecisionRecord {
-    /// Applied index it was made at.
+    /// Applied index of the decision.
     pub index: LogIndex,
     /// Id of the chosen backend.
     pub name: Arc<str>,
@@ -45,17 +45,17 @@ pub struct DecisionRecord {
     filtered: FilterCounts,
     candidates: u32,
     seen: Box<[SeenBackend]>,
-    /// Of the candidates in `seen`, where there were others; `None`: all are there.
+    /// Scores of the candidates in `seen` if it omits some; `None` if it holds all candidates.
     scores: Option<Box<[Score]>>,
-    /// The backend that computes the prompt, or why it is the same.
+    /// The backend that computes the prompt, or why the chosen one computes it.
     prefill: Result<PrefillRecord, Option<WholeReason>>,
-    /// What came of the prompt at the backend that computes it.
+    /// Outcome of the prompt at the backend that computes it.
     prefilled: OnceLock<&'static str>,
-    /// Status of the engine's answer; 0: none came.
+    /// Status of the engine's response; 0 if none arrived.
     status: AtomicU16,
-    /// Why there was no answer.
+    /// Why no response arrived.
     failure: OnceLock<&'static str>,
-    /// What the operating system or the protocol said of that.
+    /// Error text of the operating system or the protocol.
     detail: OnceLock<Box<str>>,
     report: OnceLock<AttemptReport>,
 }
@@ -97,37 +97,37 @@ pub struct PrefillView {
 struct SeenBackend {
     handle: BackendRef,
     verdict: FilterVerdict,
-    /// Zeros where the filters took it out.
+    /// Zeros if a filter excluded the backend.
     numbers: Candidate,
 }
 
-/// A decision with all that its policy saw.
+/// A decision with everything that its policy saw.
 #[derive(Debug, Clone)]
 pub struct SeenDecision<'a> {
     /// The policy.
     pub policy: &'a PolicyConfig,
     /// The request; what this policy does not look at is left out.
     pub request: PolicyRequest,
-    /// The candidates.
+    /// The request, without what this policy ignores.
     pub handles: Vec<BackendRef>,
     /// Their numbers, in the same order.
     pub candidates: Vec<Candidate>,
-    /// What it chose.
+    /// The policy's choice.
     pub choice: Choice,
 }
 
-/// What an attempt came to.
+/// Outcome of an attempt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct AttemptReport {
-    /// How it ended.
+    /// How the attempt ended.
     pub end: AttemptEnd,
-    /// What the engine reported.
+    /// Token usage that the engine reported.
     pub usage: Option<Usage>,
-    /// What the user was charged: prompt tokens not cached, cached, output tokens.
+    /// Tokens charged to the user: uncached prompt, cached prompt, output.
     pub charged: [u64; 3],
-    /// From the dispatch to the answer's first byte.
+    /// Time from the dispatch to the response's first byte.
     pub first_byte: Option<Duration>,
-    /// From the dispatch to the end.
+    /// Time from the dispatch to the end.
     pub duration: Duration,
 }
 
@@ -147,7 +147,7 @@ pub struct ExplainedRequest {
 }
 
 impl ExplainedRequest {
-    /// What a policy with these needs looks at; `headers` name the session's place.
+    /// Returns what a policy with these needs uses; `headers` name the session's source.
     pub(super) fn of(
         request: &PolicyRequest,
         needs: &PolicyInputs<'_>,
@@ -240,7 +240,7 @@ pub struct SeenBackendView {
     pub would_be: Option<Reason>,
 }
 
-/// What a decision was made by, beside the candidates.
+/// Inputs of a decision other than the candidates.
 #[derive(Clone, Copy)]
 pub(super) struct DecisionBasis<'a> {
     pub(super) index: LogIndex,
@@ -251,7 +251,7 @@ pub(super) struct DecisionBasis<'a> {
 }
 
 impl DecisionRecord {
-    /// Keeps a decision among the candidates of `scratch`, whose verdicts are filled in.
+    /// Records a decision among the candidates of `scratch`, whose verdicts are filled in.
     pub(super) fn of(
         fleet: &RoutingTable,
         basis: &DecisionBasis<'_>,
@@ -288,7 +288,7 @@ impl DecisionRecord {
         }
     }
 
-    /// What it takes up, in bytes.
+    /// Returns the size of the record, in bytes.
     #[must_use]
     pub fn bytes(&self) -> usize {
         let scores = self.scores.as_ref().map_or(0, |it| size_of_val(&**it));
@@ -296,26 +296,26 @@ impl DecisionRecord {
         size_of::<Self>() + size_of_val(&*self.seen) + scores + prefill
     }
 
-    /// Name of the policy that decided.
+    /// Returns the name of the policy that decided.
     #[must_use]
     pub fn policy_name(&self) -> &'static str {
         self.policy.name()
     }
 
-    /// Why its backend was chosen.
+    /// Returns why the backend was chosen.
     #[must_use]
     pub fn reason(&self) -> Reason {
         self.choice.reason
     }
 
-    /// Backends that passed the filters.
+    /// Returns the number of backends that passed the filters.
     #[must_use]
     pub fn candidates(&self) -> u32 {
         self.candidates
     }
 
-    /// What the policy saw and what it chose; `None`: not all candidates are kept, or it chose two
-    /// backends.
+    /// Returns what the policy saw and chose; `None` if some candidates are not kept or the
+    /// decision chose two backends.
     #[must_use]
     pub fn as_seen(&self) -> Option<SeenDecision<'_>> {
         if self.scores.is_some() || self.prefill.is_ok() {
@@ -333,41 +333,41 @@ impl DecisionRecord {
         })
     }
 
-    /// Blocks that its backend was believed to hold.
+    /// Returns how many blocks the backend was believed to hold.
     #[must_use]
     pub fn matched(&self) -> u32 {
         self.choice.matched
     }
 
-    /// Id of the backend that computes the prompt; `None`: the same.
+    /// Returns the id of the backend that computes the prompt; `None` if it is the same one.
     #[must_use]
     pub fn prefill_name(&self) -> Option<&Arc<str>> {
         self.prefill.as_ref().ok().map(|prefill| &prefill.name)
     }
 
-    /// This came of the prompt at the backend that computes it.
+    /// Records the outcome of the prompt at the backend that computes it.
     pub fn prefilled(&self, outcome: &'static str) {
         self.prefilled.get_or_init(|| outcome);
     }
 
-    /// What came of the prompt at the backend that computes it, once that is known.
+    /// Returns the outcome of the prompt at the backend that computes it, once known.
     #[must_use]
     pub fn prefill_outcome(&self) -> Option<&'static str> {
         self.prefilled.get().copied()
     }
 
-    /// The engine's answer came, with this status.
+    /// Records the status of the engine's response.
     pub fn answered(&self, status: u16) {
         self.status.store(status, Relaxed);
     }
 
-    /// No answer came.
+    /// Records why no response arrived.
     pub fn failed(&self, why: &'static str) {
         // The first failure counts; an attempt has one.
         self.failure.get_or_init(|| why);
     }
 
-    /// No answer came, for a reason that has a text of its own.
+    /// Records why no response arrived, with the text of the error.
     pub fn failed_with(&self, why: &'static str, error: &dyn Error) {
         self.failed(why);
         self.detail.get_or_init(|| {
@@ -376,36 +376,36 @@ impl DecisionRecord {
         });
     }
 
-    /// The attempt is over.
+    /// Records the end of the attempt.
     pub(super) fn report(&self, report: AttemptReport) {
         self.report.get_or_init(|| report);
     }
 
-    /// Status of the engine's answer, once there is one.
+    /// Returns the status of the engine's response, once it has arrived.
     #[must_use]
     pub fn status(&self) -> Option<u16> {
         Some(self.status.load(Relaxed)).filter(|status| *status != 0)
     }
 
-    /// Why there was no answer.
+    /// Returns why no response arrived.
     #[must_use]
     pub fn failure(&self) -> Option<&'static str> {
         self.failure.get().copied()
     }
 
-    /// What else is known of why there was no answer.
+    /// Returns the error text that explains why no response arrived.
     #[must_use]
     pub fn detail(&self) -> Option<&str> {
         self.detail.get().map(|detail| &**detail)
     }
 
-    /// What the attempt came to, once it is over.
+    /// Returns the outcome of the attempt, once it has ended.
     #[must_use]
     pub fn outcome(&self) -> Option<&AttemptReport> {
         self.report.get()
     }
 
-    /// Shows the decision, its backends by the names that `names` has.
+    /// Returns the decision for display; `names` resolves backends to their names.
     #[must_use]
     pub fn view(&self, names: impl Fn(BackendRef) -> Option<Arc<str>>) -> DecisionView {
         let candidates: Vec<Candidate> = (self.seen.iter())
@@ -450,7 +450,7 @@ impl DecisionRecord {
 }
 
 impl PrefillRecord {
-    /// Shows it, its backends by the names that `names` has.
+    /// Returns the record for display; `names` resolves backends to their names.
     pub(super) fn view(&self, names: impl Fn(BackendRef) -> Option<Arc<str>>) -> PrefillView {
         PrefillView {
             handover: self.handover,
@@ -467,7 +467,7 @@ impl PrefillRecord {
 }
 
 impl SeenCandidates {
-    /// Keeps the best candidates of `scratch`, the chosen one among them.
+    /// Keeps the best candidates of `scratch`, including the chosen one.
     pub(super) fn of(
         fleet: &RoutingTable,
         basis: &DecisionBasis<'_>,
@@ -481,7 +481,7 @@ impl SeenCandidates {
         size_of_val(&*self.seen) + size_of_val(&*self.scores)
     }
 
-    /// Shows them by the names that `names` has.
+    /// Returns the candidates for display; `names` resolves backends to their names.
     pub(super) fn view(
         &self,
         names: impl Fn(BackendRef) -> Option<Arc<str>>,
@@ -527,12 +527,12 @@ impl SeenBackend {
     }
 }
 
-/// All registered backends, with the verdict on each.
+/// Returns all registered backends, with the verdict on each.
 fn all(fleet: &RoutingTable, scratch: &DecisionScratch) -> Box<[SeenBackend]> {
     let mut candidates = scratch.candidates.iter().zip(&scratch.places).peekable();
     let registered = fleet.registry.backends.iter().zip(&scratch.verdicts);
     let seen = registered.enumerate().map(|(at, (backend, verdict))| {
-        // Candidates stand in the registry's order.
+        // Candidates are in registry order.
         let numbers = candidates.next_if(|(_, place)| **place == at);
         SeenBackend {
             handle: backend.handle,
@@ -543,7 +543,7 @@ fn all(fleet: &RoutingTable, scratch: &DecisionScratch) -> Box<[SeenBackend]> {
     seen.collect()
 }
 
-/// The best candidates by score, the chosen one among them, by slot.
+/// Returns the best candidates by score, including the chosen one, ordered by slot.
 fn best(
     fleet: &RoutingTable,
     basis: &DecisionBasis<'_>,

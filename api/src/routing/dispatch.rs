@@ -1,8 +1,8 @@
 //! Dispatching and accounting: everything that routing writes.
 //!
-//! A [`Dispatcher`] counts requests in the load table, tells the outbox of leases and charges, and
-//! sums up what attempts show of backends and output lengths. What one dispatch holds until its end
-//! is an [`Attempt`](super::Attempt).
+//! A [`Dispatcher`] counts requests in the load table, queues leases and charges in the outbox, and
+//! sums up what attempts show about backends and output lengths. An [`Attempt`](super::Attempt)
+//! holds the resources of one dispatch until its end.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
@@ -25,24 +25,24 @@ use super::text_samples::TextSums;
 use crate::backends::Backends;
 use crate::user_name::UserName;
 
-/// How often samples and lengths are told to the log.
+/// Interval at which samples and output lengths go to the log.
 const TELL_EVERY: Duration = Duration::from_secs(1);
 
 /// Dispatches requests and accounts for them. One per replica.
 pub struct Dispatcher {
     pub(super) view: Arc<StateView>,
-    /// Hears how requests were answered.
+    /// Receives the outcomes of requests.
     pub(super) backends: Arc<Backends>,
     pub(super) fleet: Arc<Fleet>,
     pub(super) load: Arc<LoadTable>,
     pub(super) outbox: Arc<SharedOutbox>,
     /// Read only: what the outbox has queued.
     pub(super) overlay: Arc<Overlay>,
-    /// This replica's run.
+    /// Session of this replica's run.
     pub(super) session: SessionId,
     pub(super) last_attempt: AtomicU64,
     pub(super) samples: ServiceSamples,
-    /// Whether all members can read what these say of capacities.
+    /// Whether all members can read what samples state about capacities.
     pub(super) tells_beliefs: AtomicBool,
     pub(super) lengths: OutputLengths,
     pub(super) texts: TextSums,
@@ -50,8 +50,8 @@ pub struct Dispatcher {
 }
 
 impl Dispatcher {
-    /// A request of this user waits from here on, until [`Dispatcher::end_wait`]: a user who waits
-    /// is not idle. Returns whom the request is charged to.
+    /// Records that a request of this user waits until [`Dispatcher::end_wait`]: a waiting user is
+    /// not idle. Returns the user to charge for the request.
     #[must_use]
     pub fn begin_wait(&self, user: &UserName) -> UserKey {
         let registry = self.view.registry();
@@ -67,7 +67,7 @@ impl Dispatcher {
         })
     }
 
-    /// A request of this user waits no more, whichever way.
+    /// Records that a request of this user no longer waits, whatever the outcome.
     pub fn end_wait(&self, user: UserKey) {
         let charge = Charge {
             user,
@@ -77,36 +77,37 @@ impl Dispatcher {
         self.outbox.with(|outbox| outbox.charge(charge));
     }
 
-    /// What `user` was charged here and the state does not show yet.
+    /// Returns what `user` was charged here and the state does not show yet.
     #[must_use]
     pub fn unapplied(&self, user: UserKey) -> Charge {
         self.outbox.unapplied(user, self.view.applied())
     }
 
-    /// Gives a user credit for priced tokens that were charged and not used.
+    /// Credits a user with priced tokens that were charged and not used.
     pub fn credit(&self, user: UserKey, tokens: u64) {
         let credit = |outbox: &mut super::Outbox| outbox.ledger.credit(user, tokens);
         self.outbox.with(credit);
     }
 
-    /// Priced tokens charged here since the start.
+    /// Returns the priced tokens charged here since the start.
     #[must_use]
     pub fn priced_tokens(&self) -> u64 {
         self.priced.all()
     }
 
-    /// Price of the largest request that ended here since [`Dispatcher::take_largest_request`].
+    /// Returns the price of the largest request that ended here since
+    /// [`Dispatcher::take_largest_request`].
     #[must_use]
     pub fn largest_request(&self) -> LargestRequest {
         self.priced.largest()
     }
 
-    /// The same; looks for a new one from here on.
+    /// Returns [`Dispatcher::largest_request`] and starts a new maximum.
     pub fn take_largest_request(&self) -> LargestRequest {
         self.priced.take_largest()
     }
 
-    /// Tells the log what attempts show of the backends and of output lengths, until `stop`.
+    /// Reports what attempts show about backends and output lengths to the log, until `stop`.
     pub async fn run_samples(&self, stop: CancellationToken) {
         let mut ticks = tokio::time::interval(TELL_EVERY);
         while stop.run_until_cancelled(ticks.tick()).await.is_some() {
@@ -116,8 +117,8 @@ impl Dispatcher {
         }
     }
 
-    /// Queues the samples that are worth it at `now`. One that there is no room for is lost: what
-    /// it says will be said again.
+    /// Queues the samples that are worth reporting at `now`. A sample that finds no room is lost:
+    /// later ones carry the same information.
     pub fn tell_samples(&self, now: Instant) {
         for (sample, belief) in self.samples.take(now) {
             self.outbox.note(Item::ObserveService(Box::new(sample)));
@@ -127,13 +128,12 @@ impl Dispatcher {
         }
     }
 
-    /// Whether all members can read which predictions held, from here on.
+    /// Sets whether all members can read which predictions held.
     pub fn tell_beliefs(&self, can_be_read: bool) {
         self.tells_beliefs.store(can_be_read, Relaxed);
     }
 
-    /// Queues the output lengths for the log. Those that there is no room for are lost: others like
-    /// them will come.
+    /// Queues the output lengths for the log. Lengths without room are lost: similar ones follow.
     pub fn tell_lengths(&self) {
         for ((user, model), tokens) in self.lengths.take() {
             self.outbox.note(Item::ObserveOutputs {
@@ -144,8 +144,8 @@ impl Dispatcher {
         }
     }
 
-    /// Queues what engines counted in prompts for the log; nothing while some member could not
-    /// read it.
+    /// Queues the token counts that engines reported for prompts; queues nothing while a member
+    /// cannot read them.
     pub fn tell_texts(&self) {
         let samples = self.texts.take();
         if self.view.is_format_4() {
@@ -155,7 +155,7 @@ impl Dispatcher {
         }
     }
 
-    /// A request ended with so many output tokens.
+    /// Records the output tokens of a request that ended.
     pub(super) fn ended_with(&self, user: UserKey, model: ModelKey, tokens: u64) {
         let registry = self.view.registry();
         let settings = registry.admission.as_ref();
@@ -165,8 +165,8 @@ impl Dispatcher {
         }
     }
 
-    /// Tells the log soon what is queued, if it is for a backend of which the others know exactly
-    /// what it holds, and so would predict wrongly.
+    /// Flushes the outbox soon if the others know exactly what the backend holds: without this
+    /// update they would predict wrongly.
     pub(super) fn hurry_for(&self, backend: BackendRef) {
         if self.view.evictions().get(backend).is_some() {
             self.outbox.hurry_on();

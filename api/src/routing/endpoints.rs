@@ -1,4 +1,4 @@
-//! Where a gateway can send a request that it asks about: endpoints, which are an address and a port.
+//! Endpoints (address and port) that a gateway can send a request to.
 
 use std::net::{IpAddr, SocketAddr};
 
@@ -7,21 +7,21 @@ use crate::backends::EngineUrl;
 /// The endpoints that a gateway offers for a request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum OfferedEndpoints {
-    /// Whatever backend has one.
+    /// Every backend that has an endpoint.
     All,
-    /// These, in ascending order.
+    /// These endpoints, in ascending order.
     Those(Vec<SocketAddr>),
 }
 
 impl OfferedEndpoints {
-    /// These, in any order.
+    /// Offers these endpoints, given in any order.
     #[must_use]
     pub fn those(mut endpoints: Vec<SocketAddr>) -> Self {
         endpoints.sort_unstable();
         Self::Those(endpoints)
     }
 
-    /// Whether a backend at `endpoint` is offered. `None`: it has none.
+    /// Returns whether a backend at `endpoint` is offered; one without an endpoint never is.
     pub(super) fn has(&self, endpoint: Option<SocketAddr>) -> bool {
         match (self, endpoint) {
             (_, None) => false,
@@ -31,8 +31,8 @@ impl OfferedEndpoints {
     }
 }
 
-/// The endpoint of a backend with this URL. `None`: it has a name, which a gateway does not look up,
-/// or a path prefix, which a gateway does not add.
+/// Returns the endpoint of a backend with this URL. `None` if it has a host name, which a gateway
+/// does not look up, or a path prefix, which a gateway does not add.
 #[must_use]
 pub fn endpoint_of(url: &str) -> Option<SocketAddr> {
     let url = EngineUrl::parse(url).ok()?;

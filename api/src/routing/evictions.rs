@@ -1,4 +1,4 @@
-//! What engines evict for the requests before this one, which its prediction leaves out.
+//! Blocks that engines will evict for earlier requests; predictions leave them out.
 
 use state::ids::BlockHash;
 
@@ -6,8 +6,8 @@ use super::decide::Decider;
 use super::routing_table::{DecisionScratch, RoutingTable};
 
 impl Decider {
-    /// Takes the blocks off the matches that requests under way will push out before this one is
-    /// scheduled; only of backends whose engines tell what they hold.
+    /// Subtracts the blocks that requests in flight will evict before this one is scheduled.
+    /// Affects only backends whose engines report what they hold.
     pub(super) fn leave_out_evicted(
         &self,
         fleet: &RoutingTable,

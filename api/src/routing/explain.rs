@@ -1,4 +1,4 @@
-//! A decision with all its reasons, made by the same steps and without consequences.
+//! Explains a decision: the same steps, with all reasons and without side effects.
 
 use std::sync::atomic::Ordering::Relaxed;
 
@@ -19,7 +19,7 @@ use super::verdict::FilterVerdict;
 use super::{Load, OutboxStatus, RoutingRejection, RoutingRequest};
 use crate::backends::CircuitView;
 
-/// Most block hashes shown.
+/// Maximum number of block hashes shown.
 const SHOWN_BLOCKS_MAX: usize = 64;
 
 /// A decision as it would be made now, with everything that goes into it.
@@ -117,7 +117,7 @@ pub struct ExplainedBackend {
 }
 
 impl ExplainedBackend {
-    /// It is among those that the policy chooses from.
+    /// Fills in what the policy sees of a candidate.
     fn competes(&mut self, candidate: &Candidate, score: &Score) {
         self.matched = candidate.matched;
         self.free_blocks = (candidate.free_blocks != u32::MAX).then_some(candidate.free_blocks);
@@ -131,8 +131,8 @@ impl ExplainedBackend {
 }
 
 impl Decider {
-    /// What [`Decider::decide`] would answer at `now`, and why, with the outbox as it is. Changes
-    /// nothing and counts nothing.
+    /// Returns what [`Decider::decide`] would return at `now`, and why, with the outbox as it is.
+    /// Changes nothing and counts nothing.
     #[must_use]
     pub fn explain(
         &self,
@@ -206,7 +206,7 @@ impl Decider {
         }
     }
 
-    /// Shows what every backend holds of `chain`, also those that filters take out.
+    /// Fills in what every backend holds of `chain`, including those that filters exclude.
     fn show_matches(&self, chain: &[BlockHash], backends: &mut [ExplainedBackend]) {
         self.view.blocks.match_prefix(chain, |slot, matched| {
             let at = backends.partition_point(|it| it.backend.slot < slot);
@@ -218,7 +218,7 @@ impl Decider {
         self.overlay.extend(chain, matches);
     }
 
-    /// A backend before anything is known of its part in the decision.
+    /// Returns a backend before its part in the decision is known.
     fn seen(&self, backend: &Backend, now: Instant) -> ExplainedBackend {
         let flags = self.backends.health_flags(backend.handle.slot);
         ExplainedBackend {

@@ -1,10 +1,10 @@
-//! The filters that exclude backends before every policy, in a fixed order.
+//! Filters that exclude backends before every policy, in a fixed order.
 //!
-//! A backend is out at the first filter that it does not pass: it serves other models, was tried,
-//! does not answer, drains, fails at its work (its circuit is open), computes prompts for others,
-//! has not loaded the adapter that others have, lacks a label, would not keep the user's blocks apart, is too small, would have to load the adapter that others have
-//! in memory, or has as many requests as it may. `explain` shows each one's verdict, the metrics
-//! count them.
+//! A backend is excluded by the first filter that it fails: it serves other models, is not offered,
+//! was tried, is unhealthy, drains, has an open circuit, computes prompts for others, has not
+//! loaded a model that others have, lacks a label, would not keep the user's blocks apart, is too
+//! small, would have to load an adapter that others have in memory, or is at its limit. `explain`
+//! shows each verdict, and metrics count them.
 
 use state::Backend;
 use state::command::BackendRole;
@@ -23,10 +23,10 @@ use crate::isolation::CacheIsolation;
 use crate::planted::{self, Bug};
 use crate::prompt::BlockUnit;
 
-/// How far an estimate of a prompt's tokens may be off when it is held against a cache.
+/// Factor by which an estimated prompt may be off when it is compared with a cache.
 const ESTIMATE_MARGIN: u64 = 2;
 
-/// Which backends with an open circuit are passed over.
+/// Which backends with an open circuit are excluded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Ejection {
     All,
@@ -35,7 +35,7 @@ enum Ejection {
     None,
 }
 
-/// Whether no backend that the request could go to was found so far, healthy or not.
+/// Whether no backend for the request has been found so far, healthy or not.
 fn is_unserved(refusal: RoutingRejection) -> bool {
     matches!(
         refusal,
@@ -43,12 +43,12 @@ fn is_unserved(refusal: RoutingRejection) -> bool {
     )
 }
 
-/// What backends are looked for.
+/// Which backends to look for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Side {
-    /// Those that answer.
+    /// Backends that answer.
     Answers,
-    /// Those that compute prompts for others, and hand them over in this way. `None`: in any.
+    /// Backends that compute prompts for others and use this handover; `None` for any handover.
     Prefill(Option<Handover>),
 }
 
@@ -60,19 +60,19 @@ struct FilterPass<'a, S> {
     ask: &'a RoutingRequest<'a>,
     now: Instant,
     scratch: &'a mut DecisionScratch,
-    /// How many passed the filters that look at one backend by itself.
+    /// Number of backends that passed the filters that look at one backend by itself.
     passed: usize,
-    /// Hears the verdict on the backend at a place of the registry; a later one replaces it.
+    /// Receives the verdict on the backend at a registry index; a later verdict replaces it.
     seen: S,
 }
 
 impl Decider {
-    /// Fills `scratch` with the backends that may take the request, with their load; `seen` hears
-    /// the verdict on the one at each place of the registry that serves the model, the last one
+    /// Fills `scratch` with the backends that may take the request, with their load. `seen`
+    /// receives the verdict on each backend that serves the model, by registry index; the last one
     /// counts.
     ///
     /// # Errors
-    /// [`RoutingRejection`].
+    /// Returns a [`RoutingRejection`] if no candidate is left.
     pub(super) fn admit(
         &self,
         fleet: &RoutingTable,
@@ -86,10 +86,10 @@ impl Decider {
         sieve.keep_below_limit()
     }
 
-    /// The same without the last filter: with those that have as many requests as they may.
+    /// Like [`Decider::admit`] without the last filter: keeps backends that are at their limit.
     ///
     /// # Errors
-    /// [`RoutingRejection`].
+    /// Returns a [`RoutingRejection`] if no candidate is left.
     pub(super) fn admit_beyond_limit(
         &self,
         fleet: &RoutingTable,
@@ -101,11 +101,11 @@ impl Decider {
     }
 
     /// Fills `scratch` with the backends that may compute the request's prompt, with their load.
-    /// Probes and circuits are believed where there is a way without these backends; with `needed`
-    /// there is none, and only those count that hand over in this way.
+    /// Without `needed`, the request can do without them, so probes and circuits are trusted. With
+    /// `needed` it cannot, and only backends with this handover count.
     ///
     /// # Errors
-    /// [`RoutingRejection`].
+    /// Returns a [`RoutingRejection`] if no candidate is left.
     pub(super) fn admit_prefill(
         &self,
         fleet: &RoutingTable,
@@ -126,11 +126,11 @@ impl Decider {
         pass.keep_below_limit()
     }
 
-    /// Fills `scratch` with the backends that those which meet in rooms cannot do without, with those
-    /// that have as many requests as they may.
+    /// Fills `scratch` with the prefill backends that a handover through rooms requires, including
+    /// those at their limit.
     ///
     /// # Errors
-    /// [`RoutingRejection`].
+    /// Returns a [`RoutingRejection`] if no candidate is left.
     pub(super) fn admit_prefill_beyond_limit(
         &self,
         fleet: &RoutingTable,
@@ -165,7 +165,7 @@ impl Decider {
 }
 
 impl<S: FnMut(usize, FilterVerdict)> FilterPass<'_, S> {
-    /// All filters but the last, with what is to be doubted left aside; adds the load.
+    /// Applies all filters but the last, ignoring probes and circuits where needed; adds the load.
     fn admit(&mut self) -> Result<(), RoutingRejection> {
         let sieve = self;
         let (decider, fleet, now) = (sieve.decider, sieve.fleet, sieve.now);
@@ -179,7 +179,7 @@ impl<S: FnMut(usize, FilterVerdict)> FilterPass<'_, S> {
             }
         }
         if sieve.scratch.doubt == Doubt::Tried {
-            // Circuits hold: they are what lets one request through at a time.
+            // Circuits stay in force: they let one request through at a time.
             sifted?;
             decider.weigh(fleet, now, sieve.scratch);
             return Ok(());
@@ -187,13 +187,13 @@ impl<S: FnMut(usize, FilterVerdict)> FilterPass<'_, S> {
         let open = sieve.scratch.open.len();
         let ejected_max = decider.backends.ejected_max(open + sieve.passed);
         if open > ejected_max {
-            // So many failing at once are rather the requests' fault. The first to fail stay out.
+            // So many failures at once point to the requests. The first backends to fail stay out.
             sieve.scratch.open.sort_unstable();
             sieve.scratch.open.truncate(ejected_max);
             sifted = sieve.sift(Ejection::Listed);
         }
         if sifted.is_err() && sieve.scratch.tally.count(FilterVerdict::CircuitOpen) > 0 {
-            // When all that could take it fail, circuits do not tell the bad ones from the good.
+            // If every eligible backend fails, circuits do not separate the bad ones from the good.
             sifted = sieve.sift(Ejection::None);
         }
         sifted?;
@@ -206,7 +206,7 @@ impl<S: FnMut(usize, FilterVerdict)> FilterPass<'_, S> {
         self.scratch.is_panic = doubt == Doubt::Answering;
     }
 
-    /// All filters but the last, which looks at the load.
+    /// Applies all filters but the last, which looks at the load.
     fn sift(&mut self, ejected: Ejection) -> Result<(), RoutingRejection> {
         if let Some(refusal) = self.gather(ejected) {
             return Err(refusal);
@@ -221,8 +221,8 @@ impl<S: FnMut(usize, FilterVerdict)> FilterPass<'_, S> {
         Ok(())
     }
 
-    /// Whether enough backends may be out by their probes alone that these are to be doubted: no
-    /// more than a look at what was counted.
+    /// Whether so many backends may be out by their probes alone that the probes are in doubt. Only
+    /// reads the tally.
     fn may_panic(&self) -> bool {
         let out = |verdict| self.scratch.tally.count(verdict) as usize;
         let healthy = self.passed + out(FilterVerdict::CircuitOpen);
@@ -230,7 +230,7 @@ impl<S: FnMut(usize, FilterVerdict)> FilterPass<'_, S> {
         self.decider.backends.are_below_threshold(healthy, doubtful)
     }
 
-    /// The filters that look at one backend by itself. Answers why there is no candidate.
+    /// Applies the filters that look at one backend by itself. Returns why there is no candidate.
     fn gather(&mut self, ejected: Ejection) -> Option<RoutingRejection> {
         self.scratch.clear();
         self.scratch.are_circuits_kept = ejected == Ejection::All;
@@ -243,7 +243,7 @@ impl<S: FnMut(usize, FilterVerdict)> FilterPass<'_, S> {
         self.scratch.candidates.is_empty().then_some(refusal)
     }
 
-    /// Gathers of those that serve the model. Answers why there is no candidate, if there is none.
+    /// Applies them to the backends that serve the model. Returns why there is no candidate.
     fn gather_of(&mut self, serving: &[ServingBackend], ejected: Ejection) -> RoutingRejection {
         let others = self.fleet.registry.backends.len() - serving.len();
         let others = u32::try_from(others).unwrap_or(u32::MAX);
@@ -289,7 +289,7 @@ impl<S: FnMut(usize, FilterVerdict)> FilterPass<'_, S> {
         refusal
     }
 
-    /// Whether its engine can do nothing of this request without another.
+    /// Whether the engine can do nothing for this request without another engine.
     fn needs_another(&self, backend: &ServingBackend) -> bool {
         let needs = || (self.decider).needs_another(self.registered(backend), self.ask);
         backend.role != BackendRole::Both && needs()
@@ -337,13 +337,13 @@ impl<S: FnMut(usize, FilterVerdict)> FilterPass<'_, S> {
         }
     }
 
-    /// Whether whoever asks can send the request to the backend at a place of the registry.
+    /// Whether the caller can send the request to the backend at a registry index.
     fn is_offered(&self, at: usize) -> bool {
         let offered = self.ask.endpoints;
         offered.is_none_or(|offered| offered.has(self.fleet.endpoint(at)))
     }
 
-    /// Whether it can have a part in the request on the side that is looked at.
+    /// Whether the backend can take part in the request on the side in question.
     fn is_of_side(&self, backend: &ServingBackend) -> bool {
         let is_prefill = backend.role == BackendRole::Prefill;
         let handover = || self.decider.handover(self.registered(backend));
@@ -354,7 +354,7 @@ impl<S: FnMut(usize, FilterVerdict)> FilterPass<'_, S> {
         }
     }
 
-    /// Engines that do nothing alone are out where the request cannot be taken apart.
+    /// Excludes engines that can do nothing alone if the request cannot be split.
     fn keep_able(&mut self) -> Result<(), RoutingRejection> {
         let is_apart = self.ask.stages.are_handed_over(Handover::Room);
         if self.side != Side::Answers || !self.scratch.has_rooms || is_apart {
@@ -370,8 +370,8 @@ impl<S: FnMut(usize, FilterVerdict)> FilterPass<'_, S> {
         Ok(())
     }
 
-    /// Where others can answer, those that compute prompts for them are out. Alone they answer too:
-    /// an engine that only prefills by what it is for can still do all.
+    /// Excludes prefill backends if others can answer. If there are no others they answer too: an
+    /// engine with the prefill role can still serve whole requests.
     fn keep_answering(&mut self) {
         if self.side != Side::Answers || !self.fleet.has_prefill() {
             return;
@@ -384,9 +384,9 @@ impl<S: FnMut(usize, FilterVerdict)> FilterPass<'_, S> {
         }
     }
 
-    /// Where some engines say that they have the model (an adapter is listed once it is loaded),
-    /// the others are out. What the operator says comes first: an engine under `"*"` that lists the
-    /// model puts nobody out whose description names it.
+    /// If some engines list the model (an adapter is listed once it is loaded), excludes the
+    /// others. The operator's spec takes precedence: an engine under `"*"` that lists the model
+    /// excludes no backend whose spec names it.
     fn keep_loaded(&mut self) {
         if !self.scratch.has_listed {
             return;
@@ -419,7 +419,7 @@ impl<S: FnMut(usize, FilterVerdict)> FilterPass<'_, S> {
         Ok(())
     }
 
-    /// Where the user's cached blocks must be kept apart, engines that do not know how are out.
+    /// If the user's cached blocks must be kept apart, excludes engines that do not support salts.
     fn keep_isolating(&mut self) -> Result<(), RoutingRejection> {
         let isolation = self.ask.identity.isolation;
         if !isolation.is_salted() {
@@ -440,11 +440,11 @@ impl<S: FnMut(usize, FilterVerdict)> FilterPass<'_, S> {
         Ok(())
     }
 
-    /// A prompt that no cache holds would never run; where batches are formed it would stop those
-    /// behind it. What the engine or the operator says is what counts, not what was learnt.
+    /// Excludes backends whose cache cannot hold the prompt: it would never run, and would block
+    /// those behind it in a batch. Uses the stated capacity, not the learnt one.
     fn keep_large_enough(&mut self) -> Result<(), RoutingRejection> {
         let identity = self.ask.identity;
-        // Text has fewer tokens than estimated where they are long.
+        // Text with long tokens has fewer of them than estimated.
         let margin = match identity.unit {
             BlockUnit::Tokens => 1,
             BlockUnit::Characters | BlockUnit::CharactersFor(_) => ESTIMATE_MARGIN,
@@ -464,8 +464,8 @@ impl<S: FnMut(usize, FilterVerdict)> FilterPass<'_, S> {
         Ok(())
     }
 
-    /// Keeps those that have the adapter in memory, up to a threshold of their queues. Engines list
-    /// all adapters that they can load, so [`Self::keep_loaded`] does not tell them apart.
+    /// Keeps backends that have the adapter in memory, up to a threshold of their queues. Engines
+    /// list every adapter that they can load, so [`Self::keep_loaded`] does not distinguish them.
     fn keep_resident(&mut self) {
         if !self.scratch.has_adapters {
             return;
@@ -484,8 +484,8 @@ impl<S: FnMut(usize, FilterVerdict)> FilterPass<'_, S> {
         });
     }
 
-    /// Keeps those that run less than they may, from all replicas as far as is known, and from
-    /// here: a place of another replica is not this one's to take.
+    /// Keeps backends that run fewer requests than their limit, over all known replicas, and at
+    /// which this replica has a place of its own: it may not take another replica's.
     fn keep_below_limit(&mut self) -> Result<(), RoutingRejection> {
         let decider = self.decider;
         let service = decider.view.service();
@@ -507,7 +507,7 @@ impl<S: FnMut(usize, FilterVerdict)> FilterPass<'_, S> {
         Ok(())
     }
 
-    /// Keeps the candidates that `stays` says; the verdict on the others is `verdict`.
+    /// Keeps the candidates for which `stays` returns true and records `verdict` for the others.
     fn retain(&mut self, verdict: FilterVerdict, stays: impl Fn(&Candidate, &Backend) -> bool) {
         let DecisionScratch {
             candidates,

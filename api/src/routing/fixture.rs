@@ -1,4 +1,4 @@
-//! A log of one replica for tests: the real state machine, applied to on the spot.
+//! A log of one replica for tests: the real state machine, applied synchronously.
 
 use std::sync::{Arc, Mutex};
 
@@ -14,7 +14,7 @@ use crate::clock::Clock;
 use crate::ports::{BoxFuture, Propose, ProposeError};
 use crate::prompt::ModelSettings;
 
-/// The state with what it takes to apply to it.
+/// The state and what is needed to apply commands to it.
 pub(super) struct Log {
     pub(super) state: RouterState,
     index: u64,
@@ -22,7 +22,7 @@ pub(super) struct Log {
 }
 
 impl Log {
-    /// An initialised cluster with a backend `b0`, `b1`, ... per capacity.
+    /// Returns an initialised cluster with a backend `b0`, `b1`, ... per capacity.
     pub(super) fn new(capacities: &[Option<u32>]) -> Self {
         let mut log = Self {
             state: RouterState::new(),
@@ -57,7 +57,7 @@ impl Log {
         assert_eq!(committed.reply, Reply::Applied);
     }
 
-    /// Applies what went through the wire form.
+    /// Applies the envelope after a round trip through its wire form.
     pub(super) fn apply(&mut self, envelope: Envelope) -> Committed {
         let bytes = state::codec::encode_envelope(&envelope);
         assert!(
@@ -97,7 +97,7 @@ pub(super) fn spec(at: usize, capacity_blocks: Option<u32>) -> BackendSpec {
     }
 }
 
-/// The log as a port; answers with the next of `faults` first, if there is one.
+/// The log as a port; returns the next of `faults` first, if there is one.
 #[derive(Clone)]
 pub(super) struct Port {
     pub(super) log: Arc<Mutex<Log>>,
@@ -105,14 +105,14 @@ pub(super) struct Port {
     pub(super) proposed: Arc<Mutex<Vec<Origin>>>,
 }
 
-/// What may become of a proposal beside its commit.
+/// Fault that a proposal may meet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Fault {
     /// Refused before it entered the log.
     Refused,
-    /// Committed, but the answer is lost.
+    /// Committed, but the reply is lost.
     AnswerLost,
-    /// Not committed, and nobody can tell.
+    /// Not committed, and the proposer cannot tell.
     Lost,
     /// The replica stops.
     Stopping,
@@ -158,15 +158,15 @@ pub(super) const HEALTHY: Health = Health {
     adapters: None,
 };
 
-/// The only replica of most tests, and its run.
+/// Replica and session of most tests.
 const FIRST: (ReplicaId, SessionId) = (ReplicaId(1), SessionId(1));
 
-/// A router over `port`'s log, all its backends healthy, blocks of 16 bytes.
+/// Returns a router over `port`'s log, with healthy backends and blocks of 16 bytes.
 pub(super) fn router(port: &Port, outbox: OutboxSettings) -> Arc<Router> {
     router_with(port, outbox, ModelSettings::characters("*", 16))
 }
 
-/// As [`router`], with these settings of the models.
+/// Like [`router`], with these model settings.
 pub(super) fn router_with(
     port: &Port,
     outbox: OutboxSettings,
@@ -175,19 +175,19 @@ pub(super) fn router_with(
     build(port, outbox, model, SelectSettings::default(), FIRST)
 }
 
-/// As [`router`], of this replica.
+/// Like [`router`], for this replica.
 pub(super) fn router_of(port: &Port, replica: u8) -> Arc<Router> {
     router_in(port, ReplicaId(replica), SessionId(replica.into()))
 }
 
-/// As [`router`], of this run of this replica.
+/// Like [`router`], for this session of this replica.
 pub(super) fn router_in(port: &Port, replica: ReplicaId, session: SessionId) -> Arc<Router> {
     let model = ModelSettings::characters("*", 16);
     let (outbox, select) = (OutboxSettings::default(), SelectSettings::default());
     build(port, outbox, model, select, (replica, session))
 }
 
-/// As [`router`], with these labels to keep to.
+/// Like [`router`], with these label settings.
 pub(super) fn router_selecting(port: &Port, select: SelectSettings) -> Arc<Router> {
     let model = ModelSettings::characters("*", 16);
     build(port, OutboxSettings::default(), model, select, FIRST)

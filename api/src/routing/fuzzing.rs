@@ -1,11 +1,11 @@
-//! What routing reads of a request's head, as [`crate::fuzzing`] has it.
+//! Fuzz targets for what routing reads from a request's head; see [`crate::fuzzing`].
 
 use http::HeaderMap;
 use state::policy::SessionNames;
 
 use super::session;
 
-/// The session that a request names.
+/// Reads the session that a request names.
 pub(crate) fn session(headers: &HeaderMap) {
     for cookie in [None, Some("quorate-session")] {
         let names = SessionNames {

@@ -1,10 +1,10 @@
-//! Estimates the output of an answer that was not delivered, so that it can be charged.
+//! Estimates the output of a response that was not delivered, so that it can be charged.
 //!
-//! Without `stream`, an answer appears only at its end. If the client leaves or the engine breaks
-//! before, tokens were generated nevertheless. Their estimate is the time since the dispatch, less
-//! the time to a first token, divided by the time between two tokens, both as learned for the
-//! backend ([`state::service::LearntPrices`]), and at most the request's own bound. It is as good
-//! as these prices.
+//! Without `stream`, a response arrives only at its end. If the client leaves or the engine fails
+//! earlier, tokens were generated nevertheless. The estimate is the time since the dispatch, less
+//! the time to first token, divided by the time between two tokens, both as learned for the backend
+//! ([`state::service::LearntPrices`]). It is capped at the request's own bound and is as good as
+//! these prices.
 
 use std::time::Duration;
 
@@ -12,27 +12,27 @@ use state::service::LearntPrices;
 
 use super::Load;
 
-/// Shortest time between two tokens of one request that is believed.
+/// Shortest believable time between two tokens of one request.
 const GAP_MIN: Duration = Duration::from_micros(500);
-/// Time between two tokens where none was measured, as learning begins with.
+/// Time between two tokens if none was measured; learning starts from this value.
 const GAP_UNKNOWN: Duration = Duration::from_millis(10);
-/// What a prompt token and a running request add to a first token where nothing was measured.
+/// Nanoseconds that a prompt token and a running request add to a first token if none was measured.
 const PREFILL_NS_UNKNOWN: u64 = 100_000;
 const DECODE_NS_UNKNOWN: u64 = 1_000_000;
 
-/// An answer whose output does not show as it is made.
+/// A response whose output is not visible while it is generated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct HiddenOutput {
-    /// Answers that are made at once: `n`, for each prompt of a batch.
+    /// Choices generated at once: `n` for each prompt of a batch.
     pub choices: u32,
-    /// Output tokens of each at most, as the request says.
+    /// Maximum number of output tokens of each choice, from the request.
     pub tokens_max: Option<u32>,
-    /// Whether all is made when its first byte comes.
+    /// Whether the response is complete when its first byte arrives.
     pub is_whole_at_once: bool,
 }
 
 impl HiddenOutput {
-    /// Output tokens made within `elapsed` of the dispatch.
+    /// Returns the output tokens generated within `elapsed` of the dispatch.
     pub(super) fn tokens(&self, elapsed: Duration, pace: &BackendPace) -> u64 {
         let Some(making) = elapsed.checked_sub(pace.first_token) else {
             return 0;
@@ -44,18 +44,18 @@ impl HiddenOutput {
     }
 }
 
-/// How fast a backend is, for one request.
+/// Speed of a backend for one request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct BackendPace {
-    /// From dispatch to the first token.
+    /// Time from dispatch to first token.
     pub(super) first_token: Duration,
-    /// Between two tokens.
+    /// Time between two tokens.
     pub(super) gap: Duration,
 }
 
 impl BackendPace {
-    /// Of a request with `uncached_tokens` that met `before` at the backend, and runs there with
-    /// `running`, itself among them.
+    /// Returns the pace of a request with `uncached_tokens` that found the load `before` at the
+    /// backend and runs there among `running` requests, itself included.
     pub(super) fn of(
         learnt: Option<&LearntPrices>,
         before: Load,

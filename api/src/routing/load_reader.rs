@@ -1,4 +1,4 @@
-//! Read-only access to the load table: a decision does not add requests to it.
+//! Read-only access to the load table, so that a decision cannot add requests to it.
 
 use std::sync::Arc;
 
@@ -15,17 +15,17 @@ impl LoadReader {
         Self(Arc::clone(table))
     }
 
-    /// As [`LoadTable::here`].
+    /// See [`LoadTable::here`].
     pub(super) fn here(&self, backend: BackendRef) -> Load {
         self.0.here(backend)
     }
 
-    /// As [`LoadTable::cluster`].
+    /// See [`LoadTable::cluster`].
     pub(super) fn cluster(&self, backend: BackendRef, now: Instant) -> Load {
         self.0.cluster(backend, now)
     }
 
-    /// As [`LoadTable::add_each`].
+    /// See [`LoadTable::add_each`].
     pub(super) fn add_each(
         &self,
         now: Instant,
@@ -36,12 +36,12 @@ impl LoadReader {
         self.0.add_each(now, count, backend, add);
     }
 
-    /// As [`LoadTable::with_gauges`].
+    /// See [`LoadTable::with_gauges`].
     pub(super) fn with_gauges<R>(&self, read: impl FnOnce(Gauges<'_>) -> R) -> R {
         self.0.with_gauges(read)
     }
 
-    /// As [`LoadTable::places`].
+    /// See [`LoadTable::places`].
     pub(super) fn places(&self, backend: BackendRef, limit: u32) -> Option<(u32, u32)> {
         self.0.places(backend, limit)
     }

@@ -46,7 +46,7 @@ struct FilterLabels {
     filter: &'static str,
 }
 
-/// Backends taken out by each filter, with the counters looked up once.
+/// Counters of the backends excluded by each filter, looked up once.
 #[derive(Debug, Clone)]
 struct FilterCounters {
     family: Family<FilterLabels, Counter>,
@@ -64,7 +64,7 @@ impl Default for FilterCounters {
 }
 
 /// Counters and gauges of routing, the prefix predictions and the outbox. Cheap to clone; clones
-/// count together.
+/// share their values.
 #[derive(Debug, Clone, Default)]
 pub struct RoutingMetrics {
     decisions: Family<DecisionLabels, Counter>,
@@ -76,7 +76,7 @@ pub struct RoutingMetrics {
     predicted_tokens: Family<BackendLabels, Counter>,
     cached_tokens: Family<BackendLabels, Counter>,
     totals: Arc<PrefixTotals>,
-    /// Backends with series above. Held while series come and go.
+    /// Backends that have series. Locked while series are added or removed.
     shown: Arc<Mutex<BTreeSet<String>>>,
     outbox_items: Gauge,
     outbox_bytes: Gauge,
@@ -87,7 +87,7 @@ pub struct RoutingMetrics {
     pub(super) tokenizing: TokenizingMetrics,
 }
 
-/// Prompt tokens of requests at all backends whose engine told how many were cached.
+/// Prompt tokens, over all backends, of requests whose engine reported cached tokens.
 #[derive(Debug, Default)]
 struct PrefixTotals {
     prompt: AtomicU64,
@@ -95,7 +95,7 @@ struct PrefixTotals {
     cached: AtomicU64,
 }
 
-/// What is counted of shares. Cheap to clone; clones count together.
+/// Metrics of shares. Cheap to clone; clones share their values.
 #[derive(Debug, Clone, Default)]
 pub(super) struct ShareMetrics {
     pub(super) held: Gauge,
@@ -132,7 +132,7 @@ const ENDS: [AttemptEnd; 5] = [
     AttemptEnd::Failed,
 ];
 
-/// One attempt in its backend's gauge: counted in when made, counted out when dropped.
+/// An attempt in its backend's gauge, from creation to drop.
 #[derive(Debug)]
 pub(super) struct InFlightGuard(Arc<BackendMeter>);
 
@@ -169,7 +169,7 @@ pub(super) struct BackendMeter {
 }
 
 impl RoutingMetrics {
-    /// Adds everything to the registry that `/metrics` shows.
+    /// Registers all metrics of routing for `/metrics`.
     pub fn register(&self, registry: &mut Registry) {
         self.tokenizing.register(registry);
         self.shares.register(registry);
@@ -255,8 +255,8 @@ impl RoutingMetrics {
         );
     }
 
-    /// Prompt tokens of requests whose engine told how many were cached, those that were predicted
-    /// to be, and those that were.
+    /// Returns the prompt tokens of requests whose engine reported cached tokens: all, those
+    /// predicted to be cached, and those cached.
     #[must_use]
     pub fn prefix_totals(&self) -> [u64; 3] {
         let PrefixTotals {
@@ -290,11 +290,11 @@ impl RoutingMetrics {
         })
     }
 
-    /// Takes out the series of backends that `registered` does not name. What still runs there
-    /// counts on unseen.
+    /// Removes the series of backends that are no longer registered. Requests still running there
+    /// update detached series.
     pub(super) fn forget_removed(&self, registered: impl FnOnce() -> Arc<state::Registry>) {
         let mut shown = self.shown.lock().unwrap_or_else(PoisonError::into_inner);
-        // Asked under the lock: a backend that came back meanwhile keeps what it was just given.
+        // Read under the lock: a backend that is registered again keeps its new series.
         let registry = registered();
         shown.retain(|backend| {
             let is_registered = registry.backends.iter().any(|it| it.spec.id == *backend);
@@ -332,7 +332,7 @@ impl RoutingMetrics {
             .inc();
     }
 
-    /// Counts the backends that a decision's filters took out.
+    /// Counts the backends that the filters of a decision excluded.
     pub(super) fn filtered(&self, tally: &FilterCounts) {
         for (counter, &count) in self.filtered.counters.iter().zip(tally.counts()) {
             if count > 0 {
@@ -341,7 +341,7 @@ impl RoutingMetrics {
         }
     }
 
-    /// Shows that a model is in panic mode, or not.
+    /// Sets whether a model is in panic mode.
     pub(super) fn shows_panic(&self, model: &str, is_panic: bool) {
         let labels = ModelLabels {
             model: model.to_owned(),
@@ -353,7 +353,7 @@ impl RoutingMetrics {
         }
     }
 
-    /// Shows the outbox as it is: called before a scrape.
+    /// Updates the outbox gauges. Called before a scrape.
     pub(super) fn show_outbox(&self, status: &OutboxStatus) {
         let whole = |number: u64| i64::try_from(number).unwrap_or(i64::MAX);
         self.outbox_items.set(whole(status.queued_items as u64));
@@ -376,7 +376,7 @@ impl BackendMeter {
         self.ended[at].inc();
     }
 
-    /// What was predicted to be cached against what was.
+    /// Counts the predicted and the actual cached tokens.
     pub(super) fn count_prefix(&self, prompt: u64, predicted: u64, cached: u64) {
         self.prompt_tokens.inc_by(prompt);
         self.predicted_tokens.inc_by(predicted);

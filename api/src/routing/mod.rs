@@ -1,15 +1,15 @@
-//! Chooses where a request goes, and accounts for it.
+//! Chooses a backend for each request and accounts for the request.
 //!
-//! A [`Router`] puts together what one replica routes with:
+//! A [`Router`] combines the parts that one replica routes with:
 //!
 //! - the [`PromptReader`] turns a request's body into block hashes (in [`crate::prompt`]);
 //! - the [`Decider`] matches them against the applied ownership and the overlay, adds the load and
-//!   lets the policy choose. It reads local memory only, waits for no writer, and writes nothing;
-//! - the [`Dispatcher`] makes a decision known (load, overlay, outbox) and returns an [`Attempt`],
+//!   lets the policy choose. It reads only local memory, waits for no writer, and writes nothing;
+//! - the [`Dispatcher`] records a decision (load, overlay, outbox) and returns an [`Attempt`],
 //!   which accounts for the request until it ends;
-//! - the [`SharedOutbox`] with its [`Overlay`] holds what the log does not know yet;
-//!   [`Router::run_outbox`] carries it there;
-//! - the [`LoadTable`] knows what runs where, here and at the peers.
+//! - the [`SharedOutbox`] with its [`Overlay`] holds what the log does not contain yet;
+//!   [`Router::run_outbox`] proposes it;
+//! - the [`LoadTable`] counts the requests at each backend, here and at the peers.
 
 mod adapters;
 mod attempt;
@@ -110,29 +110,29 @@ pub use verdict::FilterVerdict;
 
 pub use crate::user_name::UserName;
 
-/// What a [`Router`] is made of.
+/// Parts of a [`Router`].
 pub struct RouterParts {
-    /// The replicated state's read side.
+    /// Read side of the replicated state.
     pub view: Arc<StateView>,
     /// Health and engine metrics.
     pub backends: Arc<Backends>,
-    /// `[[models]]`, first match counts.
+    /// `[[models]]`; the first match counts.
     pub models: Vec<ModelSettings>,
-    /// This replica.
+    /// Id of this replica.
     pub replica: ReplicaId,
-    /// Its run.
+    /// Session of its run.
     pub session: SessionId,
     /// Bounds and pace of the outbox.
     pub outbox: OutboxSettings,
-    /// Policies that a request may ask for in place of the live one; none: requests may not ask.
+    /// Policies that a request may select in place of the live one; empty to forbid selection.
     pub overrides: Vec<PolicyConfig>,
-    /// Labels that backends must have; the default demands none.
+    /// Labels that backends must have; the default requires none.
     pub select: SelectSettings,
-    /// Stamps what goes to the log, and tells what users' limits go by.
+    /// Stamps log entries and times the users' limits.
     pub clock: Clock,
 }
 
-/// What one replica routes with. One per replica.
+/// Everything that one replica routes with. One per replica.
 pub struct Router {
     view: Arc<StateView>,
     reader: Arc<PromptReader>,
@@ -154,50 +154,50 @@ pub struct RoutingRequest<'a> {
     pub model: &'a str,
     /// The prompt's blocks.
     pub identity: &'a PromptIdentity,
-    /// `x-request-id`: its hash breaks ties.
+    /// `x-request-id`; its hash breaks ties.
     pub request_id: &'a str,
-    /// The name that the tokens are charged to.
+    /// User to charge the tokens to.
     pub user: &'a UserName,
     /// The request's headers, which may name its session.
     pub headers: Option<&'a HeaderMap>,
-    /// From [`RoutingPreferences`]; `None`: the live one.
+    /// From [`RoutingPreferences`]; `None` for the live policy.
     pub policy: Option<&'a Arc<PolicyConfig>>,
-    /// Labels the backend must have, beside those of its model; from [`RoutingPreferences`].
+    /// Labels required in addition to those of the model; from [`RoutingPreferences`].
     pub labels: &'a [(String, String)],
-    /// Backends tried already.
+    /// Backends that were already tried.
     pub excluded: &'a [Slot],
     /// Requests for the model that wait at this replica.
     pub waiting_here: u32,
-    /// The endpoints that a gateway can send it to; `None`: this replica sends it to any backend.
+    /// Endpoints that a gateway can send it to; `None` if this replica can send it to any backend.
     pub endpoints: Option<&'a OfferedEndpoints>,
-    /// Which of its stages can be at two backends.
+    /// Which stages of the request can run on two backends.
     pub stages: RequestStages,
 }
 
-/// A decision, with what the response headers tell.
+/// A decision, with what the response headers report.
 #[derive(Debug, Clone)]
 pub struct Decision {
-    /// The backend.
+    /// Chosen backend.
     pub backend: BackendRef,
-    /// Its id.
+    /// Id of the backend.
     pub name: Arc<str>,
-    /// Leading blocks it is believed to hold.
+    /// Leading blocks that the backend is believed to hold.
     pub matched: u32,
     /// Blocks of the prompt.
     pub total: u32,
-    /// Why.
+    /// Why the backend was chosen.
     pub reason: Reason,
     /// Name of the policy.
     pub policy: &'static str,
     /// Whether the request renews the age of blocks that it finds cached.
     pub touch: Touch,
-    /// The backend that computes the prompt; `None`: the same.
+    /// The backend that computes the prompt; `None` if it is the same one.
     pub prefill: Option<PrefillDecision>,
-    /// Applied index the decision was made at.
+    /// Applied index of the decision.
     pub index: LogIndex,
-    /// The backend's circuit is open: this request is the one that tries it.
+    /// Set if the backend's circuit is half-open and this request is its trial.
     pub(crate) trial: Option<Arc<HalfOpenProbe>>,
-    /// What it went by; `None`: decisions are not recorded.
+    /// Inputs of the decision; `None` if decisions are not recorded.
     pub record: Option<Arc<DecisionRecord>>,
 }
 
@@ -244,12 +244,12 @@ impl RoutingRejection {
     }
 }
 
-/// Tokens an engine reported, or that were counted when it did not.
+/// Tokens that an engine reported, or a count of our own if it did not.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Usage {
     /// Prompt tokens.
     pub prompt_tokens: u64,
-    /// Of these, from the prefix cache; `None` when the engine did not say.
+    /// Prompt tokens from the prefix cache; `None` if the engine did not report them.
     pub cached_tokens: Option<u64>,
     /// Output tokens.
     pub completion_tokens: u64,
@@ -258,20 +258,21 @@ pub struct Usage {
 /// How an attempt ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum AttemptEnd {
-    /// The engine answered to the end.
+    /// The response is complete.
     Finished,
-    /// The engine broke after its first byte.
+    /// The engine failed after its first byte.
     Broken,
     /// The client left.
     ClientLeft,
-    /// Nothing reached the engine, or it refused before its first byte: the next may be tried.
+    /// The request did not reach the engine, or the engine refused it before its first byte.
+    /// Another backend may be tried.
     NotRun,
-    /// The engine took it and failed before its first byte, by an error or by breaking off.
+    /// The engine accepted the request and failed before its first byte.
     Failed,
 }
 
 impl AttemptEnd {
-    /// As metrics and the admin API name it.
+    /// Returns the name used by metrics and the admin API.
     #[must_use]
     pub fn label(self) -> &'static str {
         match self {
@@ -285,7 +286,7 @@ impl AttemptEnd {
 }
 
 impl Router {
-    /// A router with nothing under way.
+    /// Creates a router without requests in flight.
     #[must_use]
     pub fn new(parts: RouterParts) -> Self {
         let RouterParts {
@@ -322,7 +323,7 @@ impl Router {
             load: LoadReader::of(&load),
             overlay: Arc::clone(&overlay),
             fleet: Arc::clone(&fleet),
-            // Replicas begin in different places.
+            // Replicas start at different positions.
             turn: AtomicU64::new(session.0),
             overrides: overrides.into_iter().map(Arc::new).collect(),
             select,
@@ -361,10 +362,10 @@ impl Router {
         }
     }
 
-    /// Has every decision keep what it went by, see [`DecisionRecord`].
+    /// Makes every decision keep its inputs, see [`DecisionRecord`].
     ///
     /// # Panics
-    /// If the decider is in use already.
+    /// Panics if the decider is already in use.
     #[must_use]
     pub fn recording(mut self) -> Self {
         let decider = Arc::get_mut(&mut self.decider);
@@ -372,74 +373,74 @@ impl Router {
         self
     }
 
-    /// Reads requests.
+    /// Returns the reader that turns requests into blocks.
     #[must_use]
     pub fn reader(&self) -> &Arc<PromptReader> {
         &self.reader
     }
 
-    /// Chooses backends.
+    /// Returns the decider that chooses backends.
     #[must_use]
     pub fn decider(&self) -> &Arc<Decider> {
         &self.decider
     }
 
-    /// Dispatches requests and accounts for them.
+    /// Returns the dispatcher, which also accounts for requests.
     #[must_use]
     pub fn dispatcher(&self) -> &Arc<Dispatcher> {
         &self.dispatcher
     }
 
-    /// What the log does not know yet.
+    /// Returns the outbox: what the log does not contain yet.
     #[must_use]
     pub fn outbox(&self) -> &Arc<SharedOutbox> {
         &self.outbox
     }
 
-    /// Requests and pending prefill per backend, here and elsewhere.
+    /// Returns the requests and pending prefill per backend, here and elsewhere.
     #[must_use]
     pub fn load(&self) -> &Arc<LoadTable> {
         &self.load
     }
 
-    /// This replica's shares of the backends' limits.
+    /// Returns this replica's shares of the backends' limits.
     #[must_use]
     pub fn shares(&self) -> &Arc<Shares> {
         &self.shares
     }
 
-    /// The replicated state's read side.
+    /// Returns the read side of the replicated state.
     #[must_use]
     pub fn view(&self) -> &Arc<StateView> {
         &self.view
     }
 
-    /// This replica.
+    /// Returns the id of this replica.
     #[must_use]
     pub fn replica(&self) -> ReplicaId {
         self.replica
     }
 
-    /// This replica's wall clock.
+    /// Returns this replica's wall clock.
     #[must_use]
     pub fn clock(&self) -> &Clock {
         &self.clock
     }
 
-    /// Whether the overlay holds nothing: all that was routed here is applied.
+    /// Whether the overlay is empty: everything routed here is applied.
     #[must_use]
     pub fn is_overlay_empty(&self) -> bool {
         self.dispatcher.overlay.is_empty()
     }
 
-    /// What routing counts, to be registered once.
+    /// Returns the routing metrics, to be registered once.
     #[must_use]
     pub fn metrics(&self) -> &RoutingMetrics {
         &self.metrics
     }
 
-    /// Carries the outbox to the log until `stop`; then goes on until it is empty or `drain_max`
-    /// has passed. Returns what is left. One call per router.
+    /// Proposes the outbox to the log until `stop`, then until it is empty or `drain_max` has
+    /// passed. Returns what is left. Call this once per router.
     pub fn run_outbox(
         &self,
         propose: Arc<dyn Propose>,

@@ -1,5 +1,5 @@
-//! Output lengths: those of finished requests, proposed to the log once a second while something
-//! uses them; and the expected length of a running answer.
+//! Output lengths of finished requests, which are proposed to the log once a second while something
+//! uses them, and the expected length of a running response.
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, PoisonError};
@@ -8,7 +8,7 @@ use state::StateView;
 use state::command::OUTPUTS_PER_ITEM_MAX;
 use state::ids::{ModelKey, UserKey};
 
-/// Pairs of user and model of which lengths are held; what comes of others is left out.
+/// Maximum number of pairs of user and model; lengths of further pairs are dropped.
 const PAIRS_MAX: usize = 4096;
 
 /// Lengths by user and model, in the order the requests ended.
@@ -16,7 +16,7 @@ const PAIRS_MAX: usize = 4096;
 pub(super) struct OutputLengths(Mutex<BTreeMap<(UserKey, ModelKey), Vec<u32>>>);
 
 impl OutputLengths {
-    /// Adds one; what exceeds an item's bound within a second is left out.
+    /// Adds a length, unless the item already holds its maximum.
     pub(super) fn add(&self, user: UserKey, model: ModelKey, tokens: u32) {
         let mut held = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let has_room = held.len() < PAIRS_MAX || held.contains_key(&(user, model));
@@ -28,18 +28,18 @@ impl OutputLengths {
         }
     }
 
-    /// Takes all out.
+    /// Removes and returns all lengths.
     pub(super) fn take(&self) -> BTreeMap<(UserKey, ModelKey), Vec<u32>> {
         std::mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner))
     }
 }
 
-/// How long an answer under way is expected to become, where that is charged ahead.
+/// Expected length of a running response, where output is charged in advance.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct ExpectedOutput {
     model: ModelKey,
     tokens: u32,
-    /// The request's own bound.
+    /// Bound on output tokens in the request.
     tokens_max: Option<u32>,
 }
 
@@ -58,12 +58,12 @@ impl ExpectedOutput {
         }
     }
 
-    /// Output tokens.
+    /// Returns the expected output tokens.
     pub(super) fn tokens(&self) -> u64 {
         self.tokens.into()
     }
 
-    /// So many tokens came. When they are all that were expected: how many are expected to follow.
+    /// Returns how many more tokens to expect once `produced` tokens reach the expectation, else 0.
     pub(super) fn outgrown(&mut self, produced: u64, view: &StateView) -> u64 {
         let produced = u32::try_from(produced).unwrap_or(u32::MAX);
         if produced < self.tokens {

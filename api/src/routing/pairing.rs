@@ -1,4 +1,4 @@
-//! What decisions about requests on two backends are made of.
+//! Data of decisions about requests on two backends.
 
 use std::sync::Arc;
 
@@ -11,7 +11,7 @@ use super::routing_table::{PolicySource, RoutingTable};
 use super::{RoutingRejection, RoutingRequest};
 use crate::prompt::ModelSettings;
 
-/// When prompts go through a prefill backend, by model; the first match counts.
+/// Rules for using a prefill backend, by model; the first match counts.
 pub(super) struct PairRules(Vec<(String, PairSettings)>);
 
 impl PairRules {
@@ -27,7 +27,7 @@ impl PairRules {
     }
 }
 
-/// A request with its whole choice, for which two backends may be better.
+/// A request and its best single backend, to be compared with two backends.
 pub(super) struct WholeDecision<'a> {
     pub(super) fleet: &'a RoutingTable,
     pub(super) ask: &'a RoutingRequest<'a>,
@@ -35,13 +35,13 @@ pub(super) struct WholeDecision<'a> {
     pub(super) policy: &'a Arc<PolicyConfig>,
     pub(super) policy_source: PolicySource,
     pub(super) request: PolicyRequest,
-    /// The backend that would do all of it; `None`: none can.
+    /// The backend that would serve the whole request; `None` if none can.
     pub(super) choice: Option<Choice>,
     pub(super) now: Instant,
 }
 
 impl<'a> WholeDecision<'a> {
-    /// What it was decided by, if it was `choice`.
+    /// Returns the inputs of the decision if it is `choice`.
     pub(super) fn basis(&self, choice: Choice) -> DecisionBasis<'a> {
         DecisionBasis {
             index: self.index,
@@ -53,12 +53,12 @@ impl<'a> WholeDecision<'a> {
     }
 }
 
-/// Why a request does not go to two backends.
+/// Why a request does not use two backends.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct PairRejection {
-    /// Why it is one backend, where one can do it; `None`: none computes prompts for others.
+    /// Why one backend serves it; `None` if no backend computes prompts for others.
     pub(super) whole: Option<WholeReason>,
-    /// Why it is none, where no backend can do all of it.
+    /// Rejection to return if no backend can serve the whole request.
     pub(super) none: RoutingRejection,
 }
 
@@ -77,7 +77,7 @@ impl From<WholeReason> for PairRejection {
 }
 
 impl PairRejection {
-    /// No backend can compute the prompt for another, for this reason.
+    /// Returns the rejection for a prompt that no prefill backend can compute.
     pub(super) fn without_prefill(why: RoutingRejection) -> Self {
         let none = match why {
             RoutingRejection::UnknownModel | RoutingRejection::NoneHealthy => {
@@ -90,16 +90,16 @@ impl PairRejection {
     }
 }
 
-/// A request on one backend or two.
+/// A decision for one backend or two.
 pub(super) struct SettledDecision<'a> {
-    /// What the one that answers was chosen by.
+    /// Inputs of the choice of the backend that answers.
     pub(super) basis: DecisionBasis<'a>,
-    /// The one that computes the prompt, or why it is the same.
+    /// The backend that computes the prompt, or why the same backend computes it.
     pub(super) prefill: Result<PrefillRecord, Option<WholeReason>>,
 }
 
 impl SettledDecision<'_> {
-    /// Shows the prefill side, or why there is none.
+    /// Returns the prefill side for display, or why there is none.
     pub(super) fn view(
         &self,
         names: impl Fn(BackendRef) -> Option<Arc<str>>,

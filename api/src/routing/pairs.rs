@@ -1,9 +1,9 @@
 //! Requests on two backends: one computes the prompt, the other answers.
 //!
-//! [`state::policy`] decides whether and which; this module gathers its candidates. The prefill
-//! side passes the same filters as any backend. Backends of that side get no whole requests while
-//! others can take them. Engines that meet in rooms get none at all: where no other backend can
-//! take a request it goes to two of them, or to nobody.
+//! [`state::policy`] decides whether to use two backends, and which; this module gathers the
+//! candidates. The prefill side passes the same filters as any backend. Prefill backends get no
+//! whole requests while others can take them. Engines that meet in rooms get none: if no other
+//! backend can take a request, it needs two of them or is rejected.
 
 use std::cell::RefCell;
 use std::sync::Arc;
@@ -35,7 +35,7 @@ thread_local! {
 }
 
 impl Decider {
-    /// How the engine of a backend hands prompts over, or gets them.
+    /// Returns how the backend's engine hands over or receives prompts.
     pub(super) fn handover(&self, backend: &Backend) -> Handover {
         match self.backends.meets_in_rooms(backend) {
             true => Handover::Room,
@@ -43,12 +43,12 @@ impl Decider {
         }
     }
 
-    /// Whether the engine of a backend can do nothing of this request without another.
+    /// Whether the backend's engine can do nothing for this request without another engine.
     pub(super) fn needs_another(&self, backend: &Backend, ask: &RoutingRequest<'_>) -> bool {
         ask.stages != RequestStages::Nothing && self.backends.meets_in_rooms(backend)
     }
 
-    /// The backend that would do all of a request; `None`: no candidate can.
+    /// Returns the backend that would serve the whole request; `None` if no candidate can.
     pub(super) fn choose_whole(
         &self,
         (fleet, ask): (&RoutingTable, &RoutingRequest<'_>),
@@ -63,11 +63,11 @@ impl Decider {
         policy::choose(config, request, &able)
     }
 
-    /// Whether a request goes to two backends, and which. `scratch` is left with those that were
-    /// chosen from, and `out` hears of the others.
+    /// Decides whether a request uses two backends, and which. Leaves in `scratch` the candidates
+    /// that the choice was made from and passes the others to `out`.
     ///
     /// # Errors
-    /// Why there are no two, where no backend can do all of it.
+    /// Returns the rejection if there is no pair and no backend can serve the whole request.
     pub(super) fn settle<'a>(
         &self,
         whole: &WholeDecision<'a>,
@@ -97,14 +97,14 @@ impl Decider {
         }
     }
 
-    /// Whether a backend answers prompts that are handed over in this way.
+    /// Whether a backend answers prompts that arrive by this handover.
     fn decodes(&self, fleet: &RoutingTable, at: usize, by: Handover) -> bool {
         let backend = &fleet.registry.backends[at];
         backend.spec.role == BackendRole::Decode && self.handover(backend) == by
     }
 
     /// # Errors
-    /// Why it is one.
+    /// Returns why the request stays on one backend.
     fn pair(
         &self,
         whole: &WholeDecision<'_>,
@@ -187,7 +187,7 @@ impl Decider {
         })
     }
 
-    /// The prefill backend of a decision; `None`: its circuit has opened meanwhile.
+    /// Returns the prefill backend of a decision; `None` if its circuit has opened in the meantime.
     pub(super) fn enter_prefill(
         &self,
         whole: &WholeDecision<'_>,
@@ -197,7 +197,7 @@ impl Decider {
         let trial = match self.backends.enter(prefill.backend, user, whole.now) {
             BreakerState::Closed => None,
             BreakerState::HalfOpen(trial) => Some(Arc::new(trial)),
-            // It is the only way: another request has become the trial meanwhile.
+            // No alternative: another request has become the trial in the meantime.
             BreakerState::Open if prefill.handover == Handover::Room => None,
             BreakerState::Open => return None,
         };
@@ -212,7 +212,7 @@ impl Decider {
     }
 }
 
-/// Leaves the backends in `scratch` that `stays` says; `out` hears of the others.
+/// Keeps the backends in `scratch` for which `stays` returns true and passes the others to `out`.
 fn keep(scratch: &mut DecisionScratch, stays: impl Fn(usize) -> bool, mut out: impl FnMut(usize)) {
     let mut kept = Vec::with_capacity(scratch.places.len());
     let mut places = scratch.places.iter();

@@ -1,5 +1,5 @@
-//! Which models were last seen in panic mode, for the log and the metrics. What panic mode is and
-//! who is in it, [`crate::backends`] knows.
+//! Tracks which models are in panic mode, for the log and the metrics. [`crate::backends`] defines
+//! panic mode and detects it.
 
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
@@ -9,17 +9,17 @@ use state::Registry;
 
 use super::metrics::RoutingMetrics;
 
-/// Models in panic mode as they were last seen.
+/// Models in panic mode as last observed.
 #[derive(Default)]
 pub(super) struct PanicModes {
     models: Mutex<BTreeSet<String>>,
-    /// Their number, so that a decision looks no further while there are none.
+    /// Number of models, so that decisions skip the lock while it is 0.
     count: AtomicUsize,
     metrics: RoutingMetrics,
 }
 
 impl PanicModes {
-    /// None yet; changes show in `metrics`.
+    /// Starts empty; changes show in `metrics`.
     pub(super) fn new(metrics: RoutingMetrics) -> Self {
         Self {
             metrics,
@@ -27,7 +27,7 @@ impl PanicModes {
         }
     }
 
-    /// Notes whether a named model is in panic mode, as a decision has found.
+    /// Records whether a named model is in panic mode, as a decision found.
     pub(super) fn note(&self, registry: &Registry, model: &str, is_panic: bool) {
         if !is_panic && self.count.load(Relaxed) == 0 {
             return;
@@ -37,7 +37,7 @@ impl PanicModes {
         }
     }
 
-    /// Notes all models in panic mode, also those that no request asks for.
+    /// Records all models in panic mode, including those without requests.
     pub(super) fn note_all(&self, panicking: &BTreeSet<String>) {
         let over: Vec<_> = self.lock().difference(panicking).cloned().collect();
         for model in over {
@@ -48,7 +48,7 @@ impl PanicModes {
         }
     }
 
-    /// Logs changes only.
+    /// Records the state of one model and logs changes.
     fn tell(&self, model: &str, is_panic: bool) {
         let mut models = self.lock();
         if models.contains(model) == is_panic {

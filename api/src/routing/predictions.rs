@@ -1,10 +1,9 @@
-//! Predicted and reported cached prefixes, by user, until they go into a sample.
+//! Predicted and reported cached prefixes, per user, until they go into a sample.
 //!
-//! One user can make predictions look wrong, with requests for which an engine does not look into
-//! its cache. So no user alone decides whether a backend's predictions are off: of several users,
-//! the one without whom the predictions hold best is left out. While only one user is answered,
-//! predictions wait for another; after [`ALONE_MAX`] they count, because the verdict can harm no
-//! other user.
+//! One user can make predictions look wrong by sending requests for which an engine skips its
+//! cache. So no single user decides whether a backend's predictions are off: of several users, the
+//! one without whom the predictions hold best is left out. With only one active user, predictions
+//! wait for another. After [`ALONE_MAX`] they count, because the verdict can harm no other user.
 
 use std::time::Duration;
 
@@ -12,19 +11,19 @@ use state::ids::{BackendRef, UserKey};
 use state::service::{BeliefSample, ServiceSample};
 use tokio::time::Instant;
 
-/// How long predictions of one user alone wait.
+/// How long the predictions of a single user wait for another user's.
 const ALONE_MAX: Duration = Duration::from_secs(60);
-/// Most users told apart; all further ones count as one.
+/// Maximum number of users tracked separately; all further ones count as one.
 const USERS_MAX: usize = 64;
-/// What is predicted and cached of a request at least, of which one counts, in tokens.
+/// Minimum predicted or cached tokens of a request that counts.
 const TELLING_TOKENS_MIN: u64 = 64;
-/// Most tokens that one request is taken to have.
+/// Maximum number of tokens counted for one request.
 const TOKENS_MAX: u64 = 1 << 24;
 
 /// Predictions for one backend that are not in a sample yet.
 #[derive(Debug, Default)]
 pub(super) struct Predictions {
-    /// When the first of them came.
+    /// Time of the first prediction.
     since: Option<Instant>,
     users: Vec<(UserKey, Prediction)>,
 }
@@ -36,17 +35,17 @@ pub(super) struct Prediction {
     prompt_tokens: u64,
     predicted_tokens: u64,
     cached_tokens: u64,
-    /// Requests of which most of what was predicted was cached and the other way round, of which it
-    /// was not cached, and of which it was not predicted.
+    /// Requests whose prediction mostly held, whose predicted tokens were mostly not cached, and
+    /// whose cached tokens were mostly not predicted.
     held: u32,
     lost: u32,
     found: u32,
-    /// Blocks that were not cached.
+    /// Prompt blocks that were not cached.
     computed_blocks: u64,
 }
 
 impl Prediction {
-    /// Of one request, whose engine told what it had cached. `block_tokens`: tokens of a block.
+    /// Returns the prediction of one request whose engine reported its cached tokens.
     pub(super) fn of(
         prompt_tokens: u64,
         predicted_tokens: u64,
@@ -84,13 +83,13 @@ impl Prediction {
         }
     }
 
-    /// How far predictions are off, millionths of the prompt tokens.
+    /// Returns how far predictions are off, in millionths of the prompt tokens.
     fn error(&self) -> u128 {
         let tokens = self.predicted_tokens.abs_diff(self.cached_tokens);
         u128::from(tokens) * 1_000_000 / u128::from(self.prompt_tokens.max(1))
     }
 
-    /// Goes into a sample.
+    /// Adds the sums to a sample.
     pub(super) fn count(&self, sample: &mut ServiceSample) {
         sample.predicted = self.requests;
         sample.predicted_prompt_tokens = self.prompt_tokens;
@@ -98,7 +97,7 @@ impl Prediction {
         sample.cached_tokens = self.cached_tokens;
     }
 
-    /// What it says of the capacity of `backend`; `None`: nothing.
+    /// Returns what the sums indicate about the capacity of `backend`; `None` if nothing.
     pub(super) fn belief(&self, backend: BackendRef) -> Option<BeliefSample> {
         let sample = BeliefSample {
             backend,
@@ -125,7 +124,7 @@ impl Predictions {
         }
     }
 
-    /// Takes out what counts at `now`; nothing while it waits.
+    /// Takes the predictions that count at `now`; returns an empty one while they wait.
     pub(super) fn take(&mut self, now: Instant) -> Prediction {
         let waited = self.since.map(|since| now.saturating_duration_since(since));
         let is_alone = self.users.len() == 1;

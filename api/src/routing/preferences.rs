@@ -1,5 +1,5 @@
-//! What a request asks of routing by its headers: the policy that decides it, and labels that its
-//! backend must have. Read once per request.
+//! Routing preferences in a request's headers: the policy to use, and labels that the backend must
+//! have. Read once per request.
 
 use std::sync::Arc;
 
@@ -9,33 +9,32 @@ use state::policy::PolicyConfig;
 use super::decide::Decider;
 use super::select::{Labels, SELECT, SelectRejection};
 
-/// Names the policy that decides the request, where the config allows it; in answers the policy
-/// that did.
+/// Names the policy to use, if the config allows it. In responses, names the policy that was used.
 pub const POLICY: HeaderName = HeaderName::from_static("x-quorate-policy");
 
-/// What one request asks of routing. The default asks nothing.
+/// Routing preferences of one request. The default has none.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct RoutingPreferences {
-    /// The policy in place of the live one. Where the live one has the same name it decides, with
-    /// its own settings.
+    /// Policy in place of the live one. If the live policy has the same name, the live one decides,
+    /// with its own settings.
     pub policy: Option<Arc<PolicyConfig>>,
-    /// Labels its backend must have, beside those of its model.
+    /// Labels that the backend must have in addition to those of its model.
     pub labels: Labels,
 }
 
-/// Why a request's preferences are refused.
+/// Why a request's preferences are rejected.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum PreferenceRejection {
-    /// It asks for a policy that does not exist.
+    /// The request names an unknown policy.
     #[error("x-quorate-policy names no policy, expected one of {}", state::policy::POLICY_NAMES.join(", "))]
     Policy,
-    /// It asks for labels in a form that cannot be read.
+    /// The labels cannot be parsed.
     #[error(transparent)]
     Select(#[from] SelectRejection),
 }
 
 impl PreferenceRejection {
-    /// The header at fault.
+    /// Returns the header at fault.
     #[must_use]
     pub fn header(&self) -> HeaderName {
         match self {
@@ -46,10 +45,10 @@ impl PreferenceRejection {
 }
 
 impl Decider {
-    /// What a request with these headers asks for, as far as the config lets requests ask.
+    /// Returns the preferences in these headers, as far as the config allows them.
     ///
     /// # Errors
-    /// [`PreferenceRejection`].
+    /// Returns a [`PreferenceRejection`] if a header cannot be parsed or names an unknown policy.
     pub fn preferences(
         &self,
         headers: &HeaderMap,
@@ -60,8 +59,7 @@ impl Decider {
         })
     }
 
-    /// Headers by which a request asks for something that the config does not let requests ask
-    /// for, as a list; `None`: there are none.
+    /// Returns the preference headers that the config does not allow, as a list; `None` if none.
     #[must_use]
     pub fn ignored(&self, headers: &HeaderMap) -> Option<HeaderValue> {
         let is_policy = self.overrides.is_empty() && headers.contains_key(POLICY);

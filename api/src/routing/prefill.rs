@@ -1,10 +1,9 @@
-//! The prefill stage of a request on two backends: what it holds at the one that computes the
-//! prompt.
+//! The prefill stage of a request on two backends: the resources held at the prefill backend.
 //!
-//! It counts as running there and has a lease, as any attempt; the request's user, its charge and
-//! its answer are the [`Attempt`](super::Attempt)'s at the other backend. The lease lasts until the
-//! answer begins: until then the other backend may still fetch the blocks. What the engine says of
-//! its cache is learnt from here, as the prompt is computed here.
+//! It counts as running there and holds a lease, like any attempt. The user, the charge and the
+//! response belong to the [`Attempt`](super::Attempt) at the other backend. The lease lasts until
+//! the response begins: until then the other backend may still fetch the blocks. Cache statistics
+//! of the engine are learnt here, because the prompt is computed here.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
@@ -27,34 +26,34 @@ use crate::backends::HalfOpenProbe;
 /// The backend that computes a request's prompt for the one that answers.
 #[derive(Debug, Clone)]
 pub struct PrefillDecision {
-    /// The backend.
+    /// Prefill backend.
     pub backend: BackendRef,
-    /// Its id.
+    /// Id of the backend.
     pub name: Arc<str>,
-    /// How the prompt gets to the backend that answers.
+    /// How the prompt reaches the backend that answers.
     pub handover: Handover,
-    /// Leading blocks it is believed to hold.
+    /// Leading blocks that the backend is believed to hold.
     pub matched: u32,
-    /// Why.
+    /// Why the backend was chosen.
     pub reason: Reason,
-    /// Its circuit is open: this request is the one that tries it.
+    /// Set if the backend's circuit is half-open and this request is its trial.
     pub(crate) trial: Option<Arc<HalfOpenProbe>>,
 }
 
-/// A prompt under way at its prefill backend. Dropping it ends it, by how far it came.
+/// A prompt in flight at its prefill backend. Dropping it ends it according to its progress.
 pub struct PrefillAttempt {
     dispatcher: Arc<Dispatcher>,
     id: AttemptId,
     user: UserKey,
     backend: BackendRef,
     is_sent: AtomicBool,
-    /// `None` once it is over.
+    /// `None` once the attempt has ended.
     open: Option<OpenPrefill>,
 }
 
 struct OpenPrefill {
     stopwatch: AttemptTimer,
-    /// Keeps others away from a backend whose circuit is open, until there is a verdict.
+    /// Keeps other requests away from a half-open backend until there is a verdict.
     trial: Option<Arc<HalfOpenProbe>>,
     underway: LoadGuard,
     meter: InFlightGuard,
@@ -64,7 +63,7 @@ struct OpenPrefill {
 }
 
 impl Dispatcher {
-    /// Notes that the prompt goes to `chosen` now.
+    /// Records the dispatch of the prompt to `chosen`.
     pub(super) fn begin_prefill(
         self: &Arc<Self>,
         (chosen, place): (&PrefillDecision, ReservedPlace),
@@ -103,30 +102,30 @@ impl Dispatcher {
 }
 
 impl PrefillAttempt {
-    /// The backend.
+    /// Returns the prefill backend.
     #[must_use]
     pub fn backend(&self) -> BackendRef {
         self.backend
     }
 
-    /// Whose request it is.
+    /// Returns the user of the request.
     #[must_use]
     pub fn user(&self) -> UserKey {
         self.user
     }
 
-    /// The prompt goes over a connection now.
+    /// Records that the prompt is being sent over a connection.
     pub fn sent(&self) {
         self.is_sent.store(true, Relaxed);
     }
 
-    /// Whether the engine may have got the prompt.
+    /// Whether the engine may have received the prompt.
     #[must_use]
     pub fn is_sent(&self) -> bool {
         self.is_sent.load(Relaxed)
     }
 
-    /// The prompt is computed, and this is what the engine reports.
+    /// Records that the prompt is computed, with the usage that the engine reports.
     pub fn answered(&mut self, usage: Option<Usage>, now: Instant) {
         let Some(open) = &mut self.open else { return };
         let dispatcher = &self.dispatcher;
@@ -145,7 +144,7 @@ impl PrefillAttempt {
         }
     }
 
-    /// Ends it: releases the lease and the place.
+    /// Ends the attempt: releases the lease and the place.
     pub fn end(mut self, end: AttemptEnd) {
         self.close(end);
     }
@@ -181,7 +180,7 @@ impl Drop for PrefillAttempt {
 }
 
 impl OpenPrefill {
-    /// Samples and predictions.
+    /// Adds the usage to the samples and predictions.
     fn learn(
         &self,
         dispatcher: &Dispatcher,

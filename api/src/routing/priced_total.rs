@@ -1,9 +1,9 @@
-//! Sums of priced tokens that were charged here: what the rate of service and the gate's slack of
-//! [`crate::admission`] follow from.
+//! Sums of priced tokens charged here. [`crate::admission`] derives the service rate and the gate's
+//! slack from them.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-/// What was charged here, in priced tokens.
+/// Priced tokens charged here.
 #[derive(Debug, Default)]
 pub(super) struct PricedTotal {
     all: AtomicU64,
@@ -11,17 +11,17 @@ pub(super) struct PricedTotal {
     largest_output: AtomicU64,
 }
 
-/// The most that a request came to, in priced tokens.
+/// Largest prices of requests, in priced tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct LargestRequest {
-    /// All of one.
+    /// Price of a whole request.
     pub request: u64,
-    /// The output of one, perhaps another.
+    /// Price of a request's output, possibly of another request.
     pub output: u64,
 }
 
 impl LargestRequest {
-    /// The larger of each.
+    /// Returns the larger of each field.
     #[must_use]
     pub fn max(self, other: Self) -> Self {
         Self {
@@ -32,17 +32,17 @@ impl LargestRequest {
 }
 
 impl PricedTotal {
-    /// Counts what goes into the outbox.
+    /// Adds tokens that go into the outbox.
     pub(super) fn add(&self, tokens: u64) {
         self.all.fetch_add(tokens, Relaxed);
     }
 
-    /// All that was counted.
+    /// Returns the sum of all tokens.
     pub(super) fn all(&self) -> u64 {
         self.all.load(Relaxed)
     }
 
-    /// The largest request since [`PricedTotal::take_largest`].
+    /// Returns the largest request since [`PricedTotal::take_largest`].
     pub(super) fn largest(&self) -> LargestRequest {
         LargestRequest {
             request: self.largest_request.load(Relaxed),
@@ -50,7 +50,7 @@ impl PricedTotal {
         }
     }
 
-    /// The same; looks for a new one from here on.
+    /// Returns [`PricedTotal::largest`] and starts a new maximum.
     pub(super) fn take_largest(&self) -> LargestRequest {
         LargestRequest {
             request: self.largest_request.swap(0, Relaxed),
@@ -58,7 +58,7 @@ impl PricedTotal {
         }
     }
 
-    /// Counts a request that is over.
+    /// Counts a finished request.
     pub(super) fn request(&self, price: LargestRequest) {
         self.largest_request.fetch_max(price.request, Relaxed);
         self.largest_output.fetch_max(price.output, Relaxed);

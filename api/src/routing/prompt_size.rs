@@ -1,23 +1,23 @@
-//! How large a prompt is, and how much of it is believed to be cached.
+//! Size of a prompt and the part of it that is believed to be cached.
 
 use state::Registry;
 use state::ratios::TokenRatio;
 
 use crate::prompt::PromptIdentity;
 
-/// A prompt's size as far as known before an engine counts it.
+/// Size of a prompt as known before an engine counts it.
 pub(super) struct PromptSize {
-    /// 0 where they tell nothing of the tokens: token ids, batches.
+    /// 0 if bytes do not indicate the tokens: token ids, batches.
     pub(super) bytes: u64,
     pub(super) tokens: u64,
-    /// Of these, believed cached.
+    /// Part of `tokens` that is believed to be cached.
     pub(super) predicted: u64,
-    /// Whether these are charged as cached where the engine does not tell: not where blocks that
-    /// hash alike can be written down.
+    /// Whether `predicted` is charged as cached if the engine reports nothing; not if clients can
+    /// construct blocks whose hashes collide.
     pub(super) is_believed: bool,
-    /// Whether what the engine finds cached tells of its cache: it looks there.
+    /// Whether the engine looks into its cache, so that its cached tokens are informative.
     pub(super) is_telling: bool,
-    /// Of one block.
+    /// Tokens of one block.
     pub(super) block_tokens: u32,
     pub(super) ratio: TokenRatio,
 }
@@ -44,8 +44,8 @@ impl PromptSize {
         }
     }
 
-    /// The believed share of so many tokens, once they are counted: where a text's tokens were
-    /// estimated, the estimate's fault is not the prediction's.
+    /// Returns the predicted part of `prompt_tokens`, once they are counted. Scales an estimated
+    /// text so that an error of the estimate does not count against the prediction.
     pub(super) fn predicted_of(&self, prompt_tokens: u64) -> u64 {
         let predicted = match self.bytes {
             0 => self.predicted,

@@ -1,30 +1,30 @@
-//! Blocks that an answer completes: the prompt's chain continues with the output as it streams.
+//! Blocks that a response completes: the output continues the prompt's chain as it streams.
 
 use state::ids::BlockHash;
 use state::prefix::{self, ChainRoot};
 
 use crate::prompt::{PromptIdentity, ReplySeam, ReplyShape};
 
-/// Most blocks recorded of one answer; what is longer is cut there, which loses only locality.
+/// Maximum number of blocks recorded per response; cutting longer ones costs only locality.
 const REPLY_BLOCKS_MAX: usize = 8192;
 
-/// Longest answer that is tokenized, in bytes.
+/// Maximum length of a response that is tokenized, in bytes.
 const TOKENIZED_BYTES_MAX: usize = 256 * 1024;
-/// Longest answer that is tokenized where it ends; a longer one would keep other connections of the
-/// same thread waiting.
+/// Maximum length of a response that is tokenized inline, in bytes; a longer one would delay other
+/// connections on the same thread.
 const INLINE_BYTES_MAX: usize = 1024;
 
 /// The chain of one conversation, growing with the output.
 #[derive(Debug)]
 pub(super) enum ReplyChain {
-    /// Blocks of bytes, hashed as they come.
+    /// Blocks of bytes, hashed as they arrive.
     Bytes(ByteChain),
-    /// Blocks of token ids, which are known at the end.
+    /// Blocks of token ids, known once the response ends.
     Tokens(TokenChain),
 }
 
 impl ReplyChain {
-    /// `None` when output cannot continue this prompt.
+    /// Returns `None` if output cannot continue this prompt.
     pub(super) fn of(identity: &PromptIdentity) -> Option<Self> {
         let tail = &identity.tail;
         if tail.block_bytes > 0 && tail.reply != ReplyShape::None {
@@ -42,7 +42,7 @@ impl ReplyChain {
         }))
     }
 
-    /// Takes in output text.
+    /// Adds output text.
     pub(super) fn push(&mut self, text: &str) {
         match self {
             Self::Bytes(chain) => chain.push(text),
@@ -50,8 +50,8 @@ impl ReplyChain {
         }
     }
 
-    /// Takes in that there is output beside the text: the engine's tokens are not those of the text
-    /// alone. Blocks of bytes estimate anyway.
+    /// Records output other than text: the engine's tokens then differ from those of the text. Has
+    /// no effect on blocks of bytes, which are estimates anyway.
     pub(super) fn interrupt(&mut self) {
         if let Self::Tokens(chain) = self {
             chain.text = None;
@@ -69,7 +69,7 @@ impl ReplyChain {
         }
     }
 
-    /// Whether an engine can say what it comes to, see [`ReplyChain::ask`].
+    /// Whether an engine must tokenize the response, see [`ReplyChain::ask`].
     pub(super) fn is_asked(&self) -> bool {
         match self {
             Self::Bytes(_) => false,
@@ -80,7 +80,7 @@ impl ReplyChain {
         }
     }
 
-    /// Asks an engine what it comes to; without its answer it comes to nothing.
+    /// Asks an engine for the tokens of the response; on failure the chain has no further blocks.
     pub(super) async fn ask(&mut self) {
         if let Self::Tokens(chain) = self
             && let (ReplySeam::Asked(seam), Some(text)) = (&chain.seam, &chain.text)
@@ -89,7 +89,7 @@ impl ReplyChain {
         }
     }
 
-    /// The blocks completed.
+    /// Returns the completed blocks.
     pub(super) fn finish(self, end: ReplyEnd) -> Vec<BlockHash> {
         match self {
             Self::Bytes(chain) => chain.finish(end.is_whole),
@@ -98,12 +98,12 @@ impl ReplyChain {
     }
 }
 
-/// How an answer ended.
+/// How a response ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct ReplyEnd {
-    /// It came to its end, and what follows an answer in the next turn's prompt follows here.
+    /// Whether the response is complete and is followed by the same text in the next prompt.
     pub(super) is_whole: bool,
-    /// Its tokens by the engine's count; `None`: it told none.
+    /// Number of output tokens that the engine reported, if any.
     pub(super) tokens: Option<u64>,
 }
 
@@ -113,12 +113,12 @@ pub(super) struct TokenChain {
     root: ChainRoot,
     block_size: u32,
     last: Option<BlockHash>,
-    /// Behind the last full block.
+    /// Tokens after the last full block.
     rest: Vec<u32>,
     seam: ReplySeam,
-    /// The answer; `None`: it is not all the output, or too long.
+    /// Text of the response; `None` if the output is not only text or the text is too long.
     text: Option<String>,
-    /// Its tokens as an engine has told them.
+    /// Token ids that an engine returned.
     asked: Option<Vec<u32>>,
 }
 
@@ -141,8 +141,8 @@ impl TokenChain {
             ReplySeam::Asked(_) => self.asked.take(),
         };
         let Some(mut ids) = ids else { return blocks };
-        // An engine computes a token when it makes the next one, so never the last one: of an answer
-        // that was cut at its length a token of the text, else the one that ended it.
+        // An engine computes a token when it generates the next one, so never the last one: the
+        // token that ended the response, or a token of its text if it was cut at its length.
         let made = end
             .tokens
             .map(|tokens| usize::try_from(tokens).unwrap_or(usize::MAX));
@@ -163,7 +163,7 @@ pub(super) struct ByteChain {
     block_bytes: usize,
     shape: ReplyShape,
     last: Option<BlockHash>,
-    /// Bytes behind the last full block.
+    /// Bytes after the last full block.
     rest: Vec<u8>,
     is_open: bool,
     blocks: Vec<BlockHash>,

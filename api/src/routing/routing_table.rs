@@ -1,4 +1,4 @@
-//! What a decision works on: the registry as decisions need it, and the candidates of one of them.
+//! Working data of decisions: the registry as they need it, and the candidates of one decision.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -19,36 +19,36 @@ use super::metrics::{BackendMeter, RoutingMetrics};
 use super::verdict::{FilterCounts, FilterVerdict};
 use crate::backends::Doubt;
 
-/// The registry with what decisions need beside it.
+/// The registry, with derived data for decisions.
 pub(super) struct RoutingTable {
     pub(super) registry: Arc<Registry>,
     /// The live policy.
     live: Arc<PolicyConfig>,
-    /// Those of models.
+    /// Policies of models.
     of_models: BTreeMap<String, Arc<PolicyConfig>>,
-    /// By place in `registry.backends`.
+    /// Ids by registry index.
     names: Vec<Arc<str>>,
-    /// Beside each other, as the registry's entries lie far apart.
+    /// Contiguous, because the registry's entries lie far apart.
     handles: Vec<BackendRef>,
     meters: Vec<Arc<BackendMeter>>,
-    /// Where a gateway can send requests for them.
+    /// Endpoints that a gateway can send their requests to.
     endpoints: Vec<Option<SocketAddr>>,
     /// Whether any backend computes prompts for others.
     has_prefill: bool,
-    /// Blocks of the smallest cache; `None`: none is known.
+    /// Blocks of the smallest known cache; `None` if none is known.
     smallest_cache: Option<u32>,
-    /// Who serves the models that were asked for.
+    /// Cached serving backends of requested models.
     serving: ArcSwap<BTreeMap<String, Arc<[ServingBackend]>>>,
 }
 
-/// Most models of which it is remembered who serves them.
+/// Maximum number of models in `serving`.
 const SERVED_MODELS_MAX: usize = 256;
 
-/// A backend that serves a model, with what the filters ask of each of them: in one row, as the
+/// A backend that serves a model, with the inputs of the filters in contiguous memory, because the
 /// registry's entries lie far apart.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct ServingBackend {
-    /// Place in the registry.
+    /// Index in the registry.
     pub(super) at: usize,
     pub(super) handle: BackendRef,
     /// Whether its engine lists the model.
@@ -90,7 +90,7 @@ impl RoutingTable {
         }
     }
 
-    /// Calls `read` with the backends that serve `model`, by place in the registry.
+    /// Calls `read` with the backends that serve `model`, in registry order.
     pub(super) fn with_serving<R>(
         &self,
         model: &str,
@@ -101,7 +101,7 @@ impl RoutingTable {
             return read(serving);
         }
         let serving = self.find_serving(model);
-        // What no backend names is not remembered, as clients can ask for anything.
+        // Models that no backend names are not cached, because clients can send any name.
         if self.registry.names_model(model) && known.len() < SERVED_MODELS_MAX {
             self.serving.rcu(|known| {
                 let mut known = BTreeMap::clone(known);
@@ -125,7 +125,7 @@ impl RoutingTable {
         serving.collect()
     }
 
-    /// Models of which it is remembered who serves them.
+    /// Returns the models whose serving backends are cached.
     #[cfg(test)]
     pub(super) fn remembered(&self) -> Vec<String> {
         self.serving.load().keys().cloned().collect()
@@ -140,17 +140,17 @@ impl RoutingTable {
         self.has_prefill
     }
 
-    /// Blocks of the smallest cache; `None`: none is known.
+    /// Returns the blocks of the smallest known cache; `None` if none is known.
     pub(super) fn smallest_cache(&self) -> Option<u32> {
         self.smallest_cache
     }
 
-    /// Role of the backend at a place of the registry.
+    /// Returns the role of the backend at a registry index.
     pub(super) fn role(&self, at: usize) -> BackendRole {
         self.registry.backends[at].spec.role
     }
 
-    /// Where a gateway can send requests for the backend at a place of the registry; `None`: nowhere.
+    /// Returns the endpoint of the backend at a registry index; `None` if it has none.
     pub(super) fn endpoint(&self, at: usize) -> Option<SocketAddr> {
         self.endpoints[at]
     }
@@ -164,19 +164,19 @@ impl RoutingTable {
     }
 }
 
-/// The registry's table as of the last look.
+/// Caches the [`RoutingTable`] of the current registry.
 pub(super) struct Fleet {
     view: Arc<StateView>,
     metrics: RoutingMetrics,
     table: ArcSwap<RoutingTable>,
-    /// Backends of this table and of those before, for what was decided then.
+    /// Names of current and earlier backends, for past decisions.
     known: Mutex<KnownNames>,
 }
 
-/// Most backends whose name is remembered, present ones included.
+/// Maximum number of names kept, current backends included.
 const NAMES_MAX: usize = 4096;
 
-/// Names of backends, each with the number of the table that had it last.
+/// Names of backends, each with the number of the last table that contained it.
 #[derive(Default)]
 struct KnownNames {
     tables: u64,
@@ -213,7 +213,7 @@ impl Fleet {
         }
     }
 
-    /// The table of the registry as it is.
+    /// Returns the table of the current registry.
     pub(super) fn table(&self) -> Arc<RoutingTable> {
         let registry = self.view.registry();
         let table = self.table.load();
@@ -226,7 +226,7 @@ impl Fleet {
         table
     }
 
-    /// The id of a backend that is registered or was lately.
+    /// Returns the id of a backend that is registered or was until recently.
     pub(super) fn name_of(&self, backend: BackendRef) -> Option<Arc<str>> {
         let known = self.known();
         known.names.get(&backend).map(|(_, name)| Arc::clone(name))
@@ -236,35 +236,35 @@ impl Fleet {
         self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The metrics of a backend, whose id is `name`.
+    /// Returns the metrics of a backend with the id `name`.
     pub(super) fn meter(&self, backend: BackendRef, name: &str) -> Arc<BackendMeter> {
         let known = self.table.load().meter(backend);
         known.unwrap_or_else(|| self.metrics.meter(name))
     }
 }
 
-/// The candidates of one decision, by slot ascending, with their place in the registry.
+/// Candidates of one decision in ascending slot order, with their registry indexes.
 #[derive(Default)]
 pub(super) struct DecisionScratch {
     pub(super) candidates: Vec<Candidate>,
     pub(super) places: Vec<usize>,
-    /// Who was taken out on the way.
+    /// Number of backends excluded by each filter.
     pub(super) tally: FilterCounts,
-    /// Whether all backends with an open circuit were taken out.
+    /// Whether all backends with an open circuit were excluded.
     pub(super) are_circuits_kept: bool,
-    /// Those with an open circuit, by when it opened.
+    /// Backends with an open circuit, with the time when it opened.
     pub(super) open: Vec<(u64, Slot)>,
-    /// Whether probes are doubted.
+    /// Whether probes are in doubt.
     pub(super) is_panic: bool,
-    /// To which backends requests go although probes call them unhealthy.
+    /// Which backends receive requests although probes report them as unhealthy.
     pub(super) doubt: Doubt,
-    /// Whether any candidate tells of its adapters.
+    /// Whether any candidate reports its adapters.
     pub(super) has_adapters: bool,
-    /// Whether any candidate says that it has the model.
+    /// Whether any candidate's engine lists the model.
     pub(super) has_listed: bool,
-    /// Whether any candidate does nothing alone.
+    /// Whether any candidate can do nothing alone.
     pub(super) has_rooms: bool,
-    /// By place in the registry, where decisions are recorded.
+    /// By registry index, if decisions are recorded.
     pub(super) verdicts: Vec<FilterVerdict>,
 }
 
@@ -278,14 +278,14 @@ impl DecisionScratch {
         self.tally = FilterCounts::default();
     }
 
-    /// The candidates at places of the registry that `are` says.
+    /// Returns the candidates whose registry index satisfies `are`.
     pub(super) fn those(&self, are: impl Fn(usize) -> bool) -> impl Iterator<Item = Candidate> {
         let found = self.candidates.iter().zip(&self.places);
         let found = found.filter(move |(_, at)| are(**at));
         found.map(|(candidate, _)| *candidate)
     }
 
-    /// The chosen backend's place in the registry.
+    /// Returns the registry index of the chosen backend.
     pub(super) fn place(&self, choice: Choice) -> usize {
         let found = self
             .candidates
@@ -295,11 +295,11 @@ impl DecisionScratch {
 }
 
 thread_local! {
-    /// Keeps its capacity from one decision to the next, so that none allocates.
+    /// Keeps its capacity between decisions, so that a decision does not allocate.
     pub(super) static SCRATCH: RefCell<DecisionScratch> = RefCell::default();
 }
 
-/// Whose request it is, as circuits tell users apart.
+/// Returns the user of the request, by which circuits distinguish users.
 pub(super) fn user_of(fleet: &RoutingTable, ask: &RoutingRequest<'_>) -> UserKey {
     ask.user.key(fleet.registry.hash_seed)
 }
@@ -316,7 +316,7 @@ pub enum PolicySource {
     Cluster,
 }
 
-/// The policy that decides, and who says so: the request, else the model, else the cluster.
+/// Returns the policy to use and its source: the request, else the model, else the cluster.
 pub(super) fn policy_of<'a>(
     fleet: &'a RoutingTable,
     ask: &RoutingRequest<'a>,
@@ -330,7 +330,7 @@ pub(super) fn policy_of<'a>(
     }
 }
 
-/// The blocks of the prompt that an engine can have.
+/// Returns the blocks of the prompt that an engine can have cached.
 pub(super) fn matchable<'a>(ask: &RoutingRequest<'a>) -> &'a [BlockHash] {
     let chain = &ask.identity.chain;
     &chain[..chain.len().min(ask.identity.matchable as usize)]

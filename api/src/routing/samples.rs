@@ -1,9 +1,9 @@
-//! Samples: what attempts show of the backends' service, summed up per backend and told to the
-//! log about once a second.
+//! Samples of the service that attempts measure, summed per backend and sent to the log about once
+//! a second.
 //!
-//! Only streams are timed: the first byte of an answer that comes as a whole says nothing about
-//! its first token. Each event is bounded where it is added, so that a clock that jumps or an
-//! engine that tells nonsense makes no sample that the log would refuse.
+//! Only streams are timed: the first byte of a response that arrives as a whole says nothing about
+//! its first token. Each event is clamped when it is added, so that neither a clock jump nor a bad
+//! report of an engine makes a sample that the log would reject.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -19,21 +19,21 @@ use super::Load;
 use super::hidden_output::BackendPace;
 use super::predictions::{Prediction, Predictions};
 
-/// Events (or gaps) that make a sample worth its place in the log.
+/// Minimum number of events, or of gaps, for a sample to be due.
 const EVENTS_MIN: u32 = 8;
 const GAPS_MIN: u64 = 256;
-/// A sample that is not goes this long after its first event.
+/// A sample with fewer is due this long after its first event.
 const AGE_MAX: Duration = Duration::from_secs(5);
-/// Most tokens that one request is taken to have.
+/// Maximum number of tokens counted for one request.
 const TOKENS_MAX: u64 = 1 << 24;
 
-/// What is summed up, by slot.
+/// Sums by slot.
 pub(super) struct ServiceSamples(Box<[Mutex<BackendSamples>]>);
 
-/// What is summed up of one backend.
+/// Sums of one backend.
 #[derive(Default)]
 struct BackendSamples {
-    /// `None`: nothing came yet.
+    /// `None` before the first event.
     backend: Option<BackendRef>,
     sum: Option<PendingSample>,
     predictions: Predictions,
@@ -51,7 +51,7 @@ impl Default for ServiceSamples {
 }
 
 impl ServiceSamples {
-    /// Adds to the sample of `backend`. What came of an earlier life is left out.
+    /// Adds to the sample of `backend`. Ignores events of an earlier incarnation.
     pub(super) fn add(
         &self,
         backend: BackendRef,
@@ -61,7 +61,7 @@ impl ServiceSamples {
         self.with(backend, now, |sample, _| event(sample));
     }
 
-    /// Notes what was predicted for a request of `user` to be cached, and what was.
+    /// Records how much of a request's prompt was predicted to be cached, and how much was.
     pub(super) fn predict(
         &self,
         backend: BackendRef,
@@ -101,7 +101,7 @@ impl ServiceSamples {
         event(&mut sum.sample, predictions);
     }
 
-    /// Takes out the samples that are worth it at `now`, with what they say of capacities.
+    /// Takes the samples that are due at `now`, with their evidence about capacities.
     pub(super) fn take(&self, now: Instant) -> Vec<(ServiceSample, Option<BeliefSample>)> {
         let is_due = |sum: &mut PendingSample| {
             let sample = &sum.sample;
@@ -121,24 +121,24 @@ impl ServiceSamples {
 }
 
 fn lock(place: &Mutex<BackendSamples>) -> MutexGuard<'_, BackendSamples> {
-    // Sums: half an event is worth little and harms nothing.
+    // Half-added sums are harmless.
     place.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// One attempt's service as it is measured.
+/// Timing of one attempt.
 pub(super) struct AttemptTimer {
     dispatched: Instant,
-    /// At the backend just before the dispatch, all replicas.
+    /// Load of the backend just before the dispatch, over all replicas.
     before: Load,
-    /// The attempt's own prompt tokens that were believed not cached.
+    /// Prompt tokens of this attempt that were believed not to be cached.
     uncached_tokens: u64,
-    /// When tokens were last counted, and how many had come by then; `None` before the first.
+    /// Time and total of the last token count; `None` before the first token.
     counted: Option<(Instant, u64)>,
-    /// When output last came.
+    /// Time of the last output.
     last_output: Instant,
 }
 
-/// What ran at a backend while tokens came.
+/// Requests that run at a backend while tokens arrive.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct RunningRequests {
     pub(super) requests: u32,
@@ -156,17 +156,17 @@ impl AttemptTimer {
         }
     }
 
-    /// From the dispatch to `now`.
+    /// Returns the time from the dispatch to `now`.
     pub(super) fn elapsed(&self, now: Instant) -> Duration {
         now.saturating_duration_since(self.dispatched)
     }
 
-    /// How fast the attempt can have been served, while `running` ran with it.
+    /// Returns the estimated pace of the attempt, given `running` requests at the backend.
     pub(super) fn pace(&self, learnt: Option<&LearntPrices>, running: u32) -> BackendPace {
         BackendPace::of(learnt, self.before, self.uncached_tokens, running)
     }
 
-    /// The first token of a stream came at `now`.
+    /// Records the first token of a stream at `now`.
     pub(super) fn first_token(&mut self, now: Instant, sample: &mut ServiceSample) {
         if self.counted.is_some() {
             return;
@@ -182,18 +182,18 @@ impl AttemptTimer {
         sample.first_running += u64::from(self.before.running).min(RUNNING_MAX);
     }
 
-    /// Output came at `now`.
+    /// Records output at `now`.
     pub(super) fn output(&mut self, now: Instant) {
         self.last_output = now;
     }
 
-    /// Whether `tokens` are so many more than counted that it is time to count.
+    /// Whether `tokens` exceed the last count by at least `step`.
     pub(super) fn is_due(&self, tokens: u64, step: u64) -> bool {
         self.counted
             .is_some_and(|(_, counted)| tokens.saturating_sub(counted) >= step)
     }
 
-    /// Counts the gaps up to the last output, when there were `tokens` of it in all.
+    /// Counts the gaps up to the last output, at a total of `tokens`.
     pub(super) fn count(
         &mut self,
         tokens: u64,
@@ -221,10 +221,10 @@ fn micros(from: Instant, to: Instant) -> u64 {
     u64::try_from(span).unwrap_or(u64::MAX)
 }
 
-/// A request that ended, as the engine counted it.
+/// Token counts of a request that ended.
 pub(super) struct EndedRequest {
     pub(super) prompt_tokens: u64,
-    /// As the engine says, else as predicted.
+    /// From the engine, or else the prediction.
     pub(super) cached_tokens: u64,
     pub(super) output_tokens: u64,
     /// Tokens of one block.

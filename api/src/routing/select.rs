@@ -1,26 +1,26 @@
-//! Labels that a request's backend must have: those of its model's settings, and those of its
-//! `x-quorate-select` header where the config allows it.
+//! Labels that a request's backend must have: those in its model's settings, and those in its
+//! `x-quorate-select` header if the config allows it.
 
 use http::{HeaderMap, HeaderName};
 use state::Backend;
 
 use super::RoutingRequest;
 
-/// Labels the backend must have, `key=value` each, separated by commas.
+/// Labels that the backend must have, as comma-separated `key=value` pairs.
 pub const SELECT: HeaderName = HeaderName::from_static("x-quorate-select");
 
-/// Most labels one request may ask for.
+/// Maximum number of labels per request.
 const LABELS_MAX: usize = 16;
 
-/// A request asks for labels in a form that cannot be read.
+/// The `x-quorate-select` header cannot be parsed.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("x-quorate-select is no list of at most {LABELS_MAX} key=value, separated by commas")]
 pub struct SelectRejection;
 
-/// Which labels backends must have.
+/// Labels that backends must have.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct SelectSettings {
-    /// Whether requests may ask for labels themselves.
+    /// Whether requests may select labels themselves.
     pub allow: bool,
     /// Labels by model; the first entry that names a model, or `"*"`, counts.
     pub models: Vec<(String, Labels)>,
@@ -29,7 +29,7 @@ pub struct SelectSettings {
 /// Labels, each with the value it must have.
 pub type Labels = Vec<(String, String)>;
 
-/// What one request wants.
+/// Labels that one request requires.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct WantedLabels<'a> {
     of_model: &'a [(String, String)],
@@ -50,7 +50,7 @@ impl WantedLabels<'_> {
 }
 
 impl SelectSettings {
-    /// What a request wants.
+    /// Returns the labels that a request requires.
     pub(super) fn wanted<'a>(&'a self, ask: &RoutingRequest<'a>) -> WantedLabels<'a> {
         let mut models = self.models.iter();
         let of_model = models.find(|(name, _)| name == ask.model || name == "*");
@@ -60,7 +60,7 @@ impl SelectSettings {
         }
     }
 
-    /// The labels that a request with these headers asks for; none where requests may not ask.
+    /// Parses the labels in these headers; returns none if requests may not select labels.
     pub(super) fn asked(&self, headers: &HeaderMap) -> Result<Labels, SelectRejection> {
         let mut labels = Labels::new();
         if !self.allow {

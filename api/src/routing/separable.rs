@@ -1,23 +1,23 @@
-//! What of a request two engines can do, and in which way they hand it over.
+//! Which stages of a request can run on two engines, and by which handover.
 
 use state::policy::Handover;
 
-/// Which stages of a request can be at two engines.
+/// Which stages of a request can run on two engines.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RequestStages {
-    /// Prompt and answer, however the engines hand over.
+    /// Prompt and response, with any handover.
     Apart,
-    /// The same where engines meet in rooms: they do with several prompts and answers, and with
-    /// prompts that are not looked up in the prefix cache.
+    /// Prompt and response, but only if the engines meet in rooms. This handover covers several
+    /// prompts or choices, and prompts that skip the prefix cache.
     ApartByRoom,
-    /// None: one engine does all of it.
+    /// None: one engine serves the whole request.
     Whole,
-    /// There is nothing to compute: whichever engine is asked knows it.
+    /// Nothing to compute: any engine can answer.
     Nothing,
 }
 
 impl RequestStages {
-    /// Whether two engines can share it that hand over in this way.
+    /// Whether two engines with this handover can share the request.
     #[must_use]
     pub(super) fn are_handed_over(self, by: Handover) -> bool {
         match self {

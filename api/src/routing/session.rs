@@ -1,17 +1,17 @@
-//! Reads the session that a request belongs to from its headers.
+//! Reads a request's session from its headers.
 
 use http::HeaderMap;
 use http::header::COOKIE;
 use state::policy::SessionNames;
 use xxhash_rust::xxh3::xxh3_64;
 
-/// Hash of the session's name; `None` when the headers name none.
+/// Returns a hash of the session's name; `None` if the headers name none.
 pub(super) fn hash(names: SessionNames<'_>, headers: &HeaderMap) -> Option<u64> {
     let name = header(names.header, headers).or_else(|| cookie(names.cookie?, headers))?;
     Some(xxh3_64(name))
 }
 
-/// Where the session's name stands: `header:NAME` or `cookie:NAME`.
+/// Returns where the session is named: `header:NAME` or `cookie:NAME`.
 pub(super) fn source(names: SessionNames<'_>, headers: &HeaderMap) -> Option<String> {
     if header(names.header, headers).is_some() {
         return Some(format!("header:{}", names.header));
@@ -25,7 +25,7 @@ fn header<'a>(name: &str, headers: &'a HeaderMap) -> Option<&'a [u8]> {
     (!value.is_empty()).then_some(value)
 }
 
-/// The value of a cookie, of the first where it stands twice (RFC 6265, section 5.4).
+/// Returns the value of a cookie; if it occurs twice, of the first (RFC 6265, section 5.4).
 fn cookie<'a>(name: &str, headers: &'a HeaderMap) -> Option<&'a [u8]> {
     let fields = headers.get_all(COOKIE).iter();
     fields

@@ -1,5 +1,5 @@
-//! What engines count in prompts of text, summed up per model and told to the log once a second,
-//! which learns bytes per token from it (`state/src/ratios.rs`).
+//! Token counts that engines report for text prompts, summed per model and sent to the log once a
+//! second. The log learns bytes per token from them (`state/src/ratios.rs`).
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, PoisonError};
@@ -7,10 +7,10 @@ use std::sync::{Mutex, PoisonError};
 use state::ids::ModelKey;
 use state::ratios::{RATIOS_MAX, TextSample};
 
-/// Shortest prompt that tells anything: what a chat template adds, some 30 tokens, counts for more
-/// than the text of a shorter one, and long prompts are what an estimate matters for.
+/// Minimum prompt length that counts, in bytes: in a shorter prompt the chat template's tokens,
+/// some 30, outweigh the text. Estimates matter for long prompts.
 const PROMPT_BYTES_MIN: u64 = 512;
-/// A longer prompt weighs no more, so that no single one outweighs all others.
+/// A longer prompt has no more weight, so that no single one outweighs all others.
 const PROMPT_BYTES_MAX: u64 = 16 << 10;
 
 /// Sums by model.
@@ -18,7 +18,7 @@ const PROMPT_BYTES_MAX: u64 = 16 << 10;
 pub(super) struct TextSums(Mutex<BTreeMap<ModelKey, (u64, u64)>>);
 
 impl TextSums {
-    /// An engine counted `tokens` in a prompt of `bytes` bytes.
+    /// Adds a prompt of `bytes` bytes in which an engine counted `tokens`.
     pub(super) fn add(&self, model: ModelKey, bytes: u64, tokens: u64) {
         let prompt = TextSample {
             model,
@@ -39,7 +39,7 @@ impl TextSums {
         }
     }
 
-    /// Takes all out.
+    /// Removes and returns all sums.
     pub(super) fn take(&self) -> impl Iterator<Item = TextSample> + use<> {
         let mut sums = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let taken = std::mem::take(&mut *sums).into_iter();
@@ -73,7 +73,7 @@ mod tests {
     #[test]
     fn what_tells_nothing_is_left_out_and_the_longest_prompt_weighs_no_more() {
         let sums = TextSums::default();
-        // "hello, how are you" in vLLM with Qwen's template; an image; nothing; nonsense.
+        // Valid prompts from vLLM with Qwen's template; then an image, nothing, and nonsense.
         for (bytes, tokens) in [(27, 34), (1000, 10_000), (1000, 0), (u64::MAX, u64::MAX)] {
             sums.add(ModelKey(1), bytes, tokens);
         }

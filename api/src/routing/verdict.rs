@@ -1,4 +1,4 @@
-//! What the filters said of each backend, and how often.
+//! Verdicts of the filters on each backend, and their counts.
 
 use schemars::JsonSchema;
 use serde::Serialize;
@@ -39,7 +39,7 @@ pub enum FilterVerdict {
 }
 
 impl FilterVerdict {
-    /// All that take a backend out.
+    /// All verdicts that exclude a backend.
     pub(super) const FILTERS: [(Self, &'static str); 13] = [
         (Self::OtherModel, "other-model"),
         (Self::NotOffered, "not-offered"),
@@ -57,7 +57,7 @@ impl FilterVerdict {
     ];
 }
 
-/// How many backends each filter took out, in the order of [`FilterVerdict::FILTERS`].
+/// Number of backends excluded by each filter, in the order of [`FilterVerdict::FILTERS`].
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct FilterCounts([u32; FilterVerdict::FILTERS.len()]);
 

@@ -1,5 +1,5 @@
-//! The handshake of a listener. A client that speaks plain HTTP to it gets one answer, in HTTP,
-//! that says so.
+//! The TLS handshake of a listener. A client that sends plain HTTP gets one HTTP response that
+//! explains the error.
 
 use std::io;
 use std::sync::Arc;
@@ -12,13 +12,13 @@ use tokio_rustls::{TlsAcceptor, TlsStream};
 
 use super::stream::MaybeTls;
 
-/// First byte of a handshake.
+/// First byte of a TLS handshake.
 const HANDSHAKE: u8 = 22;
 
-/// Why a client has no TLS connection.
+/// Reason why a client has no TLS connection.
 #[derive(Debug, thiserror::Error)]
 pub enum TlsAcceptError {
-    /// It spoke something else, and was told if that was HTTP.
+    /// The client did not send TLS. It got a response if it sent HTTP.
     #[error("the client spoke no TLS")]
     Clear,
     /// The handshake failed, or the connection broke.
@@ -26,21 +26,20 @@ pub enum TlsAcceptError {
     Handshake(#[from] io::Error),
 }
 
-/// What a client that speaks HTTP in the clear is answered.
+/// Response to a client that sends plain HTTP.
 #[derive(Debug, Clone)]
 pub struct ClearRejection {
-    /// The form of the body.
+    /// Content type of the body.
     pub content_type: &'static str,
-    /// The body of a 400.
+    /// Body of the 400 response.
     pub body: Bytes,
 }
 
-/// Runs the handshake on a connection of which nothing has been read. `wrap` makes of the socket
-/// what TLS is to read from and write to. A client that speaks HTTP in the clear is answered
-/// `refusal`.
+/// Performs the handshake on a connection from which nothing was read yet. `wrap` converts the
+/// socket into the stream below TLS. A client that sends plain HTTP gets `refusal`.
 ///
 /// # Errors
-/// [`TlsAcceptError`]. The caller bounds the wait.
+/// Returns [`TlsAcceptError`] if the handshake fails. The caller must set a timeout.
 pub async fn accept<S: AsyncRead + AsyncWrite + Unpin>(
     mut stream: TcpStream,
     config: Arc<ServerConfig>,
@@ -67,8 +66,8 @@ async fn refuse(stream: &mut TcpStream, refusal: &ClearRejection) -> io::Result<
         body.len()
     );
     stream.write_all(&[head.as_bytes(), body].concat()).await?;
-    // What the client sent is read first: closing over unread bytes would reset the connection, and
-    // the answer with it.
+    // Read what the client sent, because closing with unread bytes would reset the connection and
+    // lose the response.
     let mut sent = [0; 4096];
     while let Ok(read @ 1..) = stream.try_read(&mut sent) {
         if read < sent.len() {

@@ -1,5 +1,5 @@
-//! The current TLS config of one place. A connection takes it when it begins and keeps it: a config
-//! that replaces it changes nothing for connections that are open.
+//! The current TLS config of a listener or client. A connection keeps the config with which it
+//! began, so a new config does not affect open connections.
 
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -11,45 +11,45 @@ use super::error::TlsSetupError;
 use super::files::CertificateFacts;
 use crate::file_stamp::FileStamp;
 
-/// Makes a TLS config of files.
+/// Builder of a TLS config from files.
 pub trait CertificateSource: Send + Sync + 'static {
-    /// What it makes.
+    /// Type of the config.
     type Config: Send + Sync + 'static;
 
-    /// The files that it reads.
+    /// Returns the files that [`CertificateSource::load`] reads.
     fn paths(&self) -> Vec<PathBuf>;
 
-    /// Reads them.
+    /// Reads the files and builds the config.
     ///
     /// # Errors
-    /// Says which setting is at fault.
+    /// Returns an error that names the setting at fault.
     fn load(&self) -> Result<LoadedConfig<Self::Config>, TlsSetupError>;
 }
 
-/// A config, and what is known of its certificate.
+/// A config with the facts about its certificate.
 pub struct LoadedConfig<T> {
-    /// The config.
+    /// The TLS config.
     pub config: Arc<T>,
-    /// The own certificate in it; `None` if it has none.
+    /// The replica's own certificate in the config; `None` if there is none.
     pub certificate: Option<CertificateFacts>,
 }
 
-/// The current config of one place.
+/// Holder of the current config of a listener or client.
 pub struct Certificates<S: CertificateSource> {
     section: &'static str,
     source: S,
     current: ArcSwap<LoadedConfig<S::Config>>,
-    /// The files when they were last read.
+    /// Attributes of the files when they were last read.
     seen: Mutex<Vec<Option<FileStamp>>>,
 }
 
 impl<S: CertificateSource> Certificates<S> {
-    /// Reads the files for the first time. `section` is the config's, such as `tls.data`.
+    /// Reads the files for the first time. `section` is that of the config, such as `tls.data`.
     ///
     /// # Errors
-    /// Says which setting is at fault.
+    /// Returns an error that names the setting at fault.
     pub fn load(section: &'static str, source: S) -> Result<Self, TlsSetupError> {
-        // Files that change meanwhile are read again.
+        // Taken first, so that files that change meanwhile are read again.
         let seen = stamps(&source);
         let loaded = source.load()?;
         Ok(Self {
@@ -60,7 +60,7 @@ impl<S: CertificateSource> Certificates<S> {
         })
     }
 
-    /// The config for a new connection.
+    /// Returns the config for a new connection.
     #[must_use]
     pub fn current(&self) -> Arc<S::Config> {
         Arc::clone(&self.current.load().config)
@@ -72,15 +72,15 @@ fn stamps(source: &impl CertificateSource) -> Vec<Option<FileStamp>> {
     paths.iter().map(|path| FileStamp::of(path)).collect()
 }
 
-/// [`Certificates`] of any kind, to be read again.
+/// [`Certificates`] of any type, for reloading.
 pub(super) trait Reload: Send + Sync {
-    /// The config's section.
+    /// Returns the section of the config.
     fn section(&self) -> &'static str;
 
-    /// The own certificate; `None` if there is none.
+    /// Returns the replica's own certificate; `None` if there is none.
     fn certificate(&self) -> Option<CertificateFacts>;
 
-    /// Reads the files again and takes them for new connections. A fault changes nothing.
+    /// Reads the files again for new connections. An error changes nothing.
     fn reload(&self) -> Result<(), TlsSetupError>;
 
     /// Whether the files have changed since they were last read.
@@ -97,7 +97,7 @@ impl<S: CertificateSource> Reload for Certificates<S> {
     }
 
     fn reload(&self) -> Result<(), TlsSetupError> {
-        // Held until the config is replaced, so that of two reloads the later one counts.
+        // Held until the config is replaced, so that the later of two reloads takes effect.
         let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
         *seen = stamps(&self.source);
         let loaded = self.source.load()?;

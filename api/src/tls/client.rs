@@ -1,4 +1,4 @@
-//! Whom a replica trusts where it connects to others, and what it shows them.
+//! Authentication of connections to other servers: trusted authorities and own certificates.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -18,16 +18,16 @@ use super::error::TlsSetupError;
 use super::files::{CertificateFiles, NamedFile};
 use super::provider;
 
-/// The files of a client of servers with names.
+/// Files for connections to servers with names.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct ClientFiles {
-    /// Authorities that are trusted.
+    /// Trusted authorities.
     pub authorities: Option<NamedFile>,
-    /// Whether those of the system are trusted as well.
+    /// Whether the system's authorities are trusted as well.
     pub trusts_system: bool,
-    /// What it shows to servers that ask.
+    /// Certificate for servers that ask for one.
     pub certificate: Option<CertificateFiles>,
-    /// The protocols that are spoken inside, the preferred one first.
+    /// Application protocols for ALPN, the preferred one first.
     pub protocols: &'static [&'static [u8]],
 }
 
@@ -47,7 +47,7 @@ impl CertificateSource for ClientFiles {
             Some(file) => file.authorities()?,
         };
         if self.trusts_system {
-            // A host may have none, and some of a host may be none that is understood.
+            // A host may have no authorities, and some of them may be unparsable.
             roots.add_parsable_certificates(rustls_native_certs::load_native_certs().certs);
         }
         let builder = ClientConfig::builder_with_provider(provider());
@@ -71,22 +71,22 @@ impl CertificateSource for ClientFiles {
     }
 }
 
-/// The files of a replica among its peers.
+/// Files for connections between replicas.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PeerFiles {
-    /// What it shows.
+    /// Certificate of this replica.
     pub certificate: CertificateFiles,
-    /// The authorities of the cluster's replicas; two while one follows the other.
+    /// Authorities of the cluster's replicas; two during a rotation.
     pub authorities: NamedFile,
-    /// Names that its certificate must have, or peers would refuse it.
+    /// Names that the certificate must have, because peers would reject it otherwise.
     pub names: [String; 2],
 }
 
-/// Both sides of connections between replicas.
+/// Configs for both sides of connections between replicas.
 pub struct PeerConfigs {
-    /// Where peers connect to this replica.
+    /// Config for connections from peers.
     pub server: Arc<ServerConfig>,
-    /// Where it connects to peers.
+    /// Config for connections to peers.
     pub client: Arc<ClientConfig>,
 }
 
@@ -120,7 +120,7 @@ impl CertificateSource for PeerFiles {
             .map_err(|error| fault(&error))?
             .with_root_certificates(roots)
             .with_client_cert_resolver(resolver);
-        // Each connection shows its certificates: a resumed session would not.
+        // Each connection must present its certificates, which a resumed session would not do.
         server.session_storage = Arc::new(NoServerSessionStorage {});
         server.send_tls13_tickets = 0;
         client.resumption = Resumption::disabled();
@@ -135,8 +135,8 @@ impl CertificateSource for PeerFiles {
 }
 
 impl PeerFiles {
-    /// Looks at the certificate as peers with the same authorities will, on either side of a
-    /// connection. That it has expired is for the log.
+    /// Verifies the certificate as peers with the same authorities will do on either side of a
+    /// connection. Accepts an expired certificate, which only the log reports.
     fn check(
         &self,
         certificate: &CertifiedKey,

@@ -1,13 +1,13 @@
-//! Why TLS cannot be set up, as an operator needs it: setting, file, fault, what was expected.
+//! Errors in the TLS setup for operators: the setting, the file, the fault and the expectation.
 
-/// A setting of which no TLS config can be made.
+/// Error in a setting from which no TLS config can be built.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{problem}; expected {expected}")]
 pub struct TlsSetupError {
-    /// The key of the config, such as `tls.data.cert_file`.
+    /// Key of the config, such as `tls.data.cert_file`.
     pub key: String,
-    /// What is wrong, with the key and the file.
+    /// Description of the fault, with the key and the file.
     pub problem: String,
-    /// What would be right.
+    /// What was expected.
     pub expected: String,
 }

@@ -1,4 +1,4 @@
-//! Certificates, private keys and authorities, as files hold them.
+//! Certificates, private keys and authorities in files.
 
 use std::io::Read as _;
 use std::os::unix::fs::MetadataExt as _;
@@ -16,9 +16,9 @@ use x509_parser::prelude::{FromDer as _, X509Certificate};
 use super::error::TlsSetupError;
 use super::provider;
 
-/// Maximum length of a file, in bytes: a bundle of every public authority is a quarter of it.
+/// Maximum length of a file, in bytes. A bundle of all public authorities is a quarter of it.
 const FILE_BYTES_MAX: u64 = 1 << 20;
-/// Permission bits of everybody: a key that a group may read is mounted so in containers.
+/// Permission bits of others. A group may read a key, because containers mount keys that way.
 const EVERYBODY: u32 = 0o007;
 
 const A_CHAIN: &str = "a certificate in PEM, followed by those between it and its authority";
@@ -26,38 +26,38 @@ const A_KEY: &str = "a private key in PEM that others may not read (chmod 600)";
 const ITS_KEY: &str = "the private key of the certificate";
 const AUTHORITIES: &str = "certificates of authorities in PEM, one or more";
 
-/// A file and the key of the config that names it.
+/// A file with the config key that names it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct NamedFile {
-    /// Such as `tls.data.cert_file`.
+    /// Config key, such as `tls.data.cert_file`.
     pub key: String,
-    /// The file.
+    /// Path of the file.
     pub path: PathBuf,
 }
 
-/// What a certificate says of itself.
+/// Facts that a certificate states about itself.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CertificateFacts {
     /// Common name of the subject; empty if it has none.
     pub subject: String,
-    /// The DNS names and addresses that it is valid for. Names of other forms may read like these, and
+    /// DNS names and addresses in the certificate. Other forms of names may look like these, and
     /// not every authority checks them.
     pub names: Vec<String>,
-    /// When it expires, in seconds since 1970.
+    /// Time of expiry, in seconds since 1970.
     pub not_after_s: i64,
 }
 
 /// A certificate with its private key.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CertificateFiles {
-    /// The certificate, and those between it and its authority.
+    /// The certificate, followed by the intermediate ones.
     pub cert: NamedFile,
-    /// The key.
+    /// The private key of the certificate.
     pub key: NamedFile,
 }
 
 impl NamedFile {
-    /// Names a file.
+    /// Creates a named file.
     #[must_use]
     pub fn new(key: &str, path: &Path) -> Self {
         Self {
@@ -66,7 +66,7 @@ impl NamedFile {
         }
     }
 
-    /// Describes a fault of the file.
+    /// Returns an error about the file.
     pub(crate) fn error(&self, why: &str, expected: &str) -> TlsSetupError {
         TlsSetupError {
             key: self.key.clone(),
@@ -112,10 +112,10 @@ impl NamedFile {
         key.map_err(|_| self.error("holds no private key in PEM", A_KEY))
     }
 
-    /// Reads the authorities in the file.
+    /// Reads the certificates of authorities in the file.
     ///
     /// # Errors
-    /// When it cannot be read or one of them is none.
+    /// Fails if the file cannot be read, or if it contains an invalid certificate.
     pub fn authorities(&self) -> Result<RootCertStore, TlsSetupError> {
         let mut roots = RootCertStore::empty();
         for (nth, certificate) in self.certificates(AUTHORITIES)?.into_iter().enumerate() {
@@ -128,10 +128,10 @@ impl NamedFile {
 }
 
 impl CertificateFiles {
-    /// Reads both and checks that they belong together.
+    /// Reads both files and checks that they match.
     ///
     /// # Errors
-    /// When one cannot be read, or the key is another's.
+    /// Fails if a file cannot be read, or if the key belongs to another certificate.
     pub(crate) fn load(&self) -> Result<(Arc<CertifiedKey>, CertificateFacts), TlsSetupError> {
         let chain = self.cert.certificates(A_CHAIN)?;
         let facts = CertificateFacts::of_chain(&chain);
@@ -148,14 +148,14 @@ impl CertificateFiles {
         Ok((Arc::new(loaded), facts))
     }
 
-    /// Both files.
+    /// Returns the paths of both files.
     pub(crate) fn paths(&self) -> [PathBuf; 2] {
         [self.cert.path.clone(), self.key.path.clone()]
     }
 }
 
 impl CertificateFacts {
-    /// Reads the first certificate of a chain; the whole chain has expired when one of it has.
+    /// Reads the first certificate of a chain. The expiry is the earliest one in the chain.
     fn of_chain(chain: &[CertificateDer<'_>]) -> Result<Self, String> {
         let mut facts: Option<Self> = None;
         for (nth, certificate) in chain.iter().enumerate() {
@@ -170,7 +170,7 @@ impl CertificateFacts {
         facts.ok_or_else(|| "holds no certificate".to_owned())
     }
 
-    /// Reads a certificate that a connection showed; `None` if it is none.
+    /// Parses a certificate that a peer presented; `None` if it is invalid.
     #[must_use]
     pub fn of_der(certificate: &CertificateDer<'_>) -> Option<Self> {
         let (_, read) = X509Certificate::from_der(certificate).ok()?;
@@ -189,13 +189,13 @@ impl CertificateFacts {
         }
     }
 
-    /// Days until it expires; negative once it has.
+    /// Returns the days until expiry; negative once it has expired.
     #[must_use]
     pub fn days_left(&self, now: SystemTime) -> f64 {
         self.seconds_left(now) as f64 / 86_400.0
     }
 
-    /// Seconds until it expires; negative once it has.
+    /// Returns the seconds until expiry; negative once it has expired.
     #[must_use]
     pub fn seconds_left(&self, now: SystemTime) -> i64 {
         let now_s = now.duration_since(UNIX_EPOCH);

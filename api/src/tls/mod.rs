@@ -1,15 +1,15 @@
-//! TLS of listeners and of connections to engines and peers: configurations made from certificate
-//! files, and remade when they change. One cryptography provider serves the whole process.
+//! TLS of listeners and of connections to engines and peers: configs built from certificate files,
+//! and rebuilt when the files change. One cryptography provider serves the whole process.
 //!
 //! | module | what |
 //! | --- | --- |
-//! | `error` | which setting is at fault, and what it should be |
-//! | `files` | certificates, keys and authorities, as files hold them |
-//! | `server` | how a listener proves itself, and whom it asks to |
-//! | `client` | whom a replica trusts where it connects to others, and what it shows them |
-//! | `certificates` | the current config of a place, which new connections take |
-//! | `watch` | reads all of them again: when files change, and when told to |
-//! | `accept` | the handshake of a listener, and what speaks no TLS |
+//! | `error` | the setting at fault, and what was expected |
+//! | `files` | certificates, keys and authorities in files |
+//! | `server` | authentication of a listener and of its clients |
+//! | `client` | authentication of connections to other servers |
+//! | `certificates` | the current config of a listener or client, for new connections |
+//! | `watch` | reloads all of them: when files change, and on request |
+//! | `accept` | the handshake of a listener, and clients without TLS |
 //! | `stream` | a connection, with or without TLS |
 
 mod accept;
@@ -38,7 +38,7 @@ pub use watch::{CertificateMetrics, CertificateWatch};
 static PROVIDER: LazyLock<Arc<CryptoProvider>> =
     LazyLock::new(|| Arc::new(ring::default_provider()));
 
-/// The provider that every config uses; none is installed as the default of the process.
+/// Returns the provider of every config. None is installed as the default of the process.
 pub(crate) fn provider() -> Arc<CryptoProvider> {
     Arc::clone(&PROVIDER)
 }

@@ -1,4 +1,4 @@
-//! How a listener authenticates itself, and which clients must do so.
+//! Authentication of a listener, and requirements for its clients.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -13,25 +13,25 @@ use super::error::TlsSetupError;
 use super::files::{CertificateFiles, NamedFile};
 use super::provider;
 
-/// Whether clients prove themselves with certificates.
+/// Whether clients must authenticate with certificates.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ClientCertificates {
-    /// They are not asked for one.
+    /// No certificate is requested.
     Ignored,
-    /// One that is shown must be of these authorities.
+    /// A certificate is optional and must come from these authorities.
     Asked(NamedFile),
-    /// Each must show one of these authorities.
+    /// A certificate from these authorities is required.
     Required(NamedFile),
 }
 
-/// The files of a listener.
+/// Files of a listener.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ListenerFiles {
-    /// What it shows.
+    /// Certificate of the listener.
     pub certificate: CertificateFiles,
-    /// What it asks for.
+    /// Requirement for client certificates.
     pub clients: ClientCertificates,
-    /// The protocols that are spoken inside, the preferred one first.
+    /// Application protocols for ALPN, the preferred one first.
     pub protocols: &'static [&'static [u8]],
 }
 
@@ -67,8 +67,8 @@ impl CertificateSource for ListenerFiles {
         config.alpn_protocols = self.protocols.iter().map(|name| name.to_vec()).collect();
         match self.clients {
             ClientCertificates::Ignored => config.ticketer = Ticketer::new().map_err(fault)?,
-            // A resumed session would not look at the client's certificate again, which may have
-            // expired, or be of an authority that is not trusted any more.
+            // A resumed session would not verify the client's certificate again. Meanwhile it may
+            // have expired, or its authority may no longer be trusted.
             ClientCertificates::Asked(_) | ClientCertificates::Required(_) => {
                 config.session_storage = Arc::new(NoServerSessionStorage {});
                 config.send_tls13_tickets = 0;

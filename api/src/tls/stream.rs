@@ -1,5 +1,5 @@
-//! A connection, with or without TLS. Both are one type, so that what is built on connections is
-//! built once.
+//! A connection with or without TLS, as one type, so that code on top of connections exists only
+//! once.
 
 use std::io::{self, IoSlice};
 use std::pin::Pin;
@@ -9,16 +9,16 @@ use hyper_util::client::legacy::connect::{Connected, Connection};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio_rustls::TlsStream;
 
-/// A connection, with or without TLS.
+/// A connection with or without TLS.
 pub enum MaybeTls<S> {
-    /// The bytes as they are.
+    /// A plain-text connection.
     Clear(S),
-    /// Encrypted. Boxed, because the state of a session is large.
+    /// An encrypted connection. Boxed, because the session state is large.
     Tls(Box<TlsStream<S>>),
 }
 
 impl<S> MaybeTls<S> {
-    /// The certificates that the other side has shown, its own first.
+    /// Returns the certificates that the peer has presented, its own first.
     #[must_use]
     pub fn peer_certificates(&self) -> &[rustls::pki_types::CertificateDer<'static>] {
         match self {

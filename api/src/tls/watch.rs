@@ -1,4 +1,4 @@
-//! Reloads certificates: when their files change, and on request.
+//! Reloads certificates when their files change, and on request.
 
 use std::fmt;
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use tokio_util::sync::CancellationToken;
 use super::certificates::{CertificateSource, Certificates, Reload};
 use crate::file_stamp::look_regularly;
 
-/// From so many days before it expires on, each start and reload warns of a certificate.
+/// Number of days before expiry from which each start and reload logs a warning.
 const WARN_DAYS: f64 = 14.0;
 
 /// All certificates of a replica.
@@ -23,14 +23,14 @@ pub struct CertificateWatch {
 }
 
 impl CertificateWatch {
-    /// Adds the certificates of one place.
+    /// Adds the certificates of a listener or client.
     pub fn add<S: CertificateSource>(&mut self, certificates: Arc<Certificates<S>>) {
         warn_of_expiry(&*certificates);
         self.all.push(certificates);
     }
 
-    /// Reads all files again. Of those with a fault the old ones stay. Returns how many were
-    /// replaced, and the faults.
+    /// Reads all files again. Certificates with an error stay unchanged. Returns the number of
+    /// reloaded ones, and the errors.
     pub fn reload(&self) -> (usize, Vec<String>) {
         let mut faults = Vec::new();
         for certificates in &self.all {
@@ -41,17 +41,17 @@ impl CertificateWatch {
         (self.all.len() - faults.len(), faults)
     }
 
-    /// Reads those again whose files have changed.
+    /// Reloads the certificates whose files have changed.
     fn look(&self) {
         for certificates in &self.all {
             if certificates.is_stale() {
-                // The log has its fault.
+                // The error is logged already.
                 drop(reload(&**certificates));
             }
         }
     }
 
-    /// Looks at the files at intervals until `stop`.
+    /// Polls the files until `stop`.
     pub async fn follow(self, stop: CancellationToken) {
         if self.all.is_empty() {
             return;

@@ -1,4 +1,4 @@
-//! The span of one attempt: a request at one engine.
+//! The span of one attempt of a request at one backend.
 
 use opentelemetry::KeyValue;
 use opentelemetry::trace::{Span as _, Status};
@@ -8,7 +8,7 @@ use tokio::time::Instant;
 use super::clock::{TraceClock, number};
 use super::context::TraceHeaders;
 
-/// A request at one engine. Dropped before its end, its client has left.
+/// Span of an attempt. If it is dropped before its end, the client has left.
 #[derive(Debug)]
 pub struct AttemptTrace(Box<OpenTrace>);
 
@@ -17,23 +17,23 @@ struct OpenTrace {
     span: Span,
     clock: TraceClock,
     keeps_state: bool,
-    /// Whether it is known why there is no answer.
+    /// Whether the reason for a missing response is already recorded.
     has_failed: bool,
     is_over: bool,
 }
 
-/// How an attempt ended.
+/// End of an attempt.
 #[derive(Debug, Clone, Copy)]
 pub struct TracedEnd {
-    /// As the admin API names it.
+    /// Outcome as named in the admin API.
     pub outcome: &'static str,
-    /// The engine answered to the end.
+    /// Whether the backend responded completely.
     pub is_whole: bool,
-    /// The engine is to blame.
+    /// Whether the backend is at fault.
     pub is_failure: bool,
-    /// Prompt tokens, cached ones among them, output tokens; `None`: not known.
+    /// Prompt tokens, cached ones among them, and output tokens; `None` if unknown.
     pub tokens: Option<[u64; 3]>,
-    /// When.
+    /// Time of the end.
     pub at: Instant,
 }
 
@@ -48,18 +48,18 @@ impl AttemptTrace {
         }))
     }
 
-    /// What the engine is told.
+    /// Returns the trace headers for the backend.
     pub(crate) fn headers(&self) -> TraceHeaders {
         TraceHeaders::of(self.0.span.span_context(), self.0.keeps_state)
     }
 
-    /// The engine answered with this status.
+    /// Records the status of the backend's response.
     pub(crate) fn answered(&mut self, status: u16) {
         let status = KeyValue::new("http.response.status_code", i64::from(status));
         self.0.span.set_attribute(status);
     }
 
-    /// There is no answer, for this reason.
+    /// Records why there is no response.
     pub(crate) fn failed(&mut self, why: &'static str) {
         let span = &mut self.0.span;
         span.set_attribute(KeyValue::new("error.type", why));
@@ -67,13 +67,13 @@ impl AttemptTrace {
         self.0.has_failed = true;
     }
 
-    /// The answer's body began.
+    /// Records the beginning of the response body.
     pub(crate) fn first_byte(&mut self, at: Instant) {
         let OpenTrace { span, clock, .. } = &mut *self.0;
         span.add_event_with_timestamp("first_byte", clock.at(at), Vec::new());
     }
 
-    /// It is over.
+    /// Ends the span.
     pub(crate) fn end(mut self, end: &TracedEnd) {
         self.close(end);
     }

@@ -1,10 +1,10 @@
-//! The time of spans.
+//! Times of spans.
 
 use std::time::SystemTime;
 
 use tokio::time::Instant;
 
-/// When a request came, on two clocks.
+/// Arrival of a request on two clocks.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct TraceClock {
     instant: Instant,
@@ -24,7 +24,7 @@ impl TraceClock {
     }
 }
 
-/// A count as attributes are.
+/// Converts a count to the type of attributes.
 pub(super) fn number(count: u64) -> i64 {
     i64::try_from(count).unwrap_or(i64::MAX)
 }

@@ -1,25 +1,24 @@
-//! W3C trace context: the trace that a request is part of, read from its headers and passed to
-//! engines.
+//! W3C trace context: the trace of a request, read from its headers and passed to engines.
 
 use http::{HeaderMap, HeaderName, HeaderValue};
 use opentelemetry::trace::{SpanContext, SpanId, TraceFlags, TraceId, TraceState};
 
-/// Names the trace and the span that a request is part of.
+/// Header with the trace and the parent span of a request.
 pub(crate) const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");
-/// What others say of the same trace.
+/// Header with further data of vendors about the same trace.
 pub(crate) const TRACESTATE: HeaderName = HeaderName::from_static("tracestate");
 
-/// Bytes of a `traceparent` of version 00.
+/// Length of a `traceparent` of version 00, in bytes.
 const PARENT_BYTES: usize = 55;
-/// Longest `tracestate` that spans are told, in bytes; a longer one passes on all the same.
+/// Maximum length of a `tracestate` in spans, in bytes. A longer one is still forwarded.
 const STATE_BYTES_MAX: usize = 512;
 
-/// What an engine is told of the trace.
+/// Trace headers for an engine.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TraceHeaders {
-    /// The trace, with the span of the attempt.
+    /// The trace, and the span of the attempt as parent.
     pub(super) parent: HeaderValue,
-    /// Whether the client's `tracestate` is of the same trace.
+    /// Whether the client's `tracestate` belongs to the same trace.
     pub(super) keeps_state: bool,
 }
 
@@ -38,7 +37,7 @@ impl TraceHeaders {
         }
     }
 
-    /// Puts it in the place of what the client said.
+    /// Replaces the client's trace headers.
     pub(crate) fn put_into(&self, headers: &mut HeaderMap) {
         if !self.keeps_state {
             headers.remove(TRACESTATE);
@@ -47,18 +46,18 @@ impl TraceHeaders {
     }
 }
 
-/// The trace that a client says its request is part of.
+/// Returns the id of the client's trace.
 pub(crate) fn told_trace_id(headers: &HeaderMap) -> Option<TraceId> {
     parent(headers).map(|(trace, ..)| trace)
 }
 
-/// The client's span, if it tells one that can be read.
+/// Returns the client's span context; `None` if it is missing or invalid.
 pub(super) fn told_context(headers: &HeaderMap) -> Option<SpanContext> {
     let (trace, span, flags) = parent(headers)?;
     Some(SpanContext::new(trace, span, flags, true, state(headers)))
 }
 
-/// Several are none (W3C Trace Context, section 3.2).
+/// Returns the parent. Several headers count as none (W3C Trace Context, section 3.2).
 fn parent(headers: &HeaderMap) -> Option<(TraceId, SpanId, TraceFlags)> {
     let mut all = headers.get_all(TRACEPARENT).iter();
     let (Some(only), None) = (all.next(), all.next()) else {
@@ -77,7 +76,7 @@ fn read_parent(text: &str) -> Option<(TraceId, SpanId, TraceFlags)> {
     };
     let (version, trace, span, flags) = (field(2)?, field(32)?, field(16)?, field(2)?);
     let rest = &text[PARENT_BYTES..];
-    // A later version may have more behind it.
+    // A later version may append more fields.
     let is_whole = rest.is_empty() || (version != "00" && rest.starts_with('-'));
     if version == "ff" || !is_whole {
         return None;

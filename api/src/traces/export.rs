@@ -1,4 +1,4 @@
-//! Spans on their way to the collector: a bounded queue, and the task that empties it.
+//! Export of spans to the collector: a bounded queue, and the task that drains it.
 
 use std::time::Duration;
 
@@ -25,50 +25,50 @@ use tokio_util::sync::CancellationToken;
 use super::request::Tracer;
 use crate::log_rate_limit::LogRateLimit;
 
-/// Most spans that wait for the collector.
+/// Maximum number of spans that wait for the collector.
 const SPANS_WAITING_MAX: usize = 8192;
-/// Most spans in one call.
+/// Maximum number of spans in one call.
 const BATCH_SPANS_MAX: usize = 512;
-/// How long spans wait for others, so that they share a call.
+/// Maximum time for which spans wait for others to share a call.
 const BATCH_EVERY: Duration = Duration::from_secs(1);
-/// How long the collector may take for one call.
+/// Timeout of one call to the collector.
 const CALL_MAX: Duration = Duration::from_secs(10);
-/// How long a replica that leaves waits for the collector.
+/// Time for which a stopping replica waits for the collector.
 const LEAVE_MAX: Duration = Duration::from_secs(2);
-/// Between two lines about calls that failed.
+/// Minimum interval of log lines about failed calls.
 const WARN_EVERY: Duration = Duration::from_secs(60);
 
-/// Who is told of which requests.
+/// Settings of tracing: the collector, and which requests to sample.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TracingSettings {
     /// URL of the collector's gRPC listener.
     pub endpoint: String,
-    /// Millionths of the requests that are traced, of those whose clients do not say.
+    /// Sampled requests per million, among those whose clients do not decide it.
     pub sample_ppm: u32,
-    /// This replica.
+    /// Id of this replica.
     pub replica: ReplicaId,
     /// Name of the cluster.
     pub cluster: String,
 }
 
-/// Why requests cannot be traced.
+/// Error in the configuration of tracing.
 #[derive(Debug, thiserror::Error)]
 #[error("tracing.otlp_endpoint: {0}")]
 pub struct TracingError(#[from] ExporterBuildError);
 
-/// Counts of spans.
+/// Counters of spans.
 #[derive(Debug, Clone, Default)]
 pub struct TracingMetrics {
-    /// Spans that the collector took.
+    /// Spans accepted by the collector.
     pub exported: Counter,
-    /// Spans that it did not get.
+    /// Spans that did not reach the collector.
     pub dropped: Family<DroppedLabels, Counter>,
 }
 
 /// Labels of dropped spans.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub struct DroppedLabels {
-    /// `queue-full`: too many waited. `export-failed`: the call failed, or took too long.
+    /// `queue-full` if too many were waiting, `export-failed` if the call failed or timed out.
     pub reason: &'static str,
 }
 
@@ -90,7 +90,7 @@ impl TracingMetrics {
             self.dropped.clone(),
         );
         for reason in [QUEUE_FULL, EXPORT_FAILED] {
-            // Both are there from the start.
+            // Both series exist from the start.
             drop(self.dropped.get_or_create(&DroppedLabels { reason }));
         }
     }
@@ -101,7 +101,7 @@ impl TracingMetrics {
     }
 }
 
-/// Takes finished spans from requests, and never waits.
+/// Queue that accepts finished spans of requests without waiting.
 #[derive(Debug)]
 struct SpanQueue {
     waiting: mpsc::Sender<SpanData>,
@@ -126,7 +126,7 @@ impl SpanProcessor for SpanQueue {
     }
 }
 
-/// Carries spans to the collector.
+/// Task that sends spans to the collector.
 pub struct SpanExport {
     waiting: mpsc::Receiver<SpanData>,
     exporter: SpanExporter,
@@ -136,11 +136,11 @@ pub struct SpanExport {
 }
 
 impl SpanExport {
-    /// What makes traces, and what is to be [run](Self::run) beside. Must be called within a tokio
-    /// runtime; connects when there is something to tell.
+    /// Creates the tracer and the export that must [run](Self::run) beside it. Must be called
+    /// within a tokio runtime. Connects when the first spans are sent.
     ///
     /// # Errors
-    /// If the endpoint is no URL.
+    /// Fails if the endpoint is not a URL.
     pub fn new(
         settings: &TracingSettings,
         metrics: TracingMetrics,
@@ -179,7 +179,7 @@ impl SpanExport {
         Ok((Tracer(provider.tracer("quorate")), export))
     }
 
-    /// Carries spans until `stop`, then those that wait still, for a short time.
+    /// Sends spans until `stop`, and then the waiting ones for a short time.
     pub async fn run(mut self, stop: CancellationToken) {
         let late = async {
             stop.cancelled().await;
@@ -209,7 +209,7 @@ impl SpanExport {
         }
     }
 
-    /// Adds what ends within a short time.
+    /// Adds spans that end within a short time to the batch.
     async fn fill(&mut self, batch: &mut Vec<SpanData>, stop: &CancellationToken) {
         let until = Instant::now() + BATCH_EVERY;
         while batch.len() < BATCH_SPANS_MAX {
@@ -250,7 +250,7 @@ impl SpanExport {
     }
 }
 
-/// Who tells.
+/// Returns the attributes of this replica as the source of spans.
 fn resource(settings: &TracingSettings) -> Resource {
     Resource::builder_empty()
         .with_attributes([

@@ -1,11 +1,11 @@
-//! Traces: what OTLP collectors receive about requests (ADR 0090).
+//! Traces of requests for OTLP collectors (ADR 0090).
 //!
-//! A sampled request is a span with children: `admission`, `decide` and `attempt`, one each for
-//! every backend that it is tried on. Spans wait in a bounded queue for a task of their own; where
-//! the collector is slow or gone they are dropped and counted, and no request waits for them
-//! (I125). Without `[tracing]` a request has no trace, and its `traceparent` passes as it came.
+//! A sampled request is a span with the children `admission`, `decide` and `attempt`, one of each
+//! per backend tried. Spans wait in a bounded queue for a separate task. If the collector is slow
+//! or unreachable, they are dropped and counted, and no request waits for them (I125). Without
+//! `[tracing]`, a request has no trace, and its `traceparent` is forwarded unchanged.
 //!
-//! A span never has a prompt, a key, an answer or a user (I17).
+//! A span never contains a prompt, a key, a response or a user (I17).
 
 mod attempt;
 mod clock;

@@ -1,7 +1,7 @@
-//! The span of a request and those of its stages, but for attempts (`attempt.rs`).
+//! The span of a request and those of its stages, except for attempts (`attempt.rs`).
 //!
-//! All times are of one clock: the moment a request came, and what has passed since on the
-//! monotonic clock, so that no child begins before its parent.
+//! All times come from one clock: the arrival of the request plus the elapsed time on the monotonic
+//! clock. No child therefore begins before its parent.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -18,34 +18,34 @@ use super::attempt::AttemptTrace;
 use super::clock::{TraceClock, number};
 use super::context::{TraceHeaders, told_context};
 
-/// Makes the traces of requests.
+/// Creator of request traces.
 #[derive(Debug, Clone)]
 pub struct Tracer(pub(super) SdkTracer);
 
-/// A request's part of a trace.
+/// Trace of a request, with its span.
 #[derive(Debug)]
 pub struct RequestTrace {
     tracer: SdkTracer,
     context: SpanContext,
-    /// Whether the client's `tracestate` is of this trace.
+    /// Whether the client's `tracestate` belongs to this trace.
     keeps_state: bool,
     clock: TraceClock,
     span: Mutex<Span>,
 }
 
-/// What a request asks for, in the words of OpenTelemetry's conventions for generative AI.
+/// A request's attributes, named as in OpenTelemetry's conventions for generative AI.
 pub(crate) struct TracedQuestion<'a> {
-    /// Of the data plane.
+    /// Path on the data plane.
     pub(crate) path: &'a str,
     pub(crate) model: &'a str,
     pub(crate) tokens_max: Option<u32>,
     pub(crate) choices: u32,
     pub(crate) is_stream: bool,
-    /// Prompt tokens, as far as they are known.
+    /// Number of prompt tokens, as far as known.
     pub(crate) tokens: u32,
 }
 
-/// Where a request goes, and since when that was being decided.
+/// A routing decision with its time.
 pub(crate) struct TracedDecision<'a> {
     pub(crate) began: Instant,
     pub(crate) ended: Instant,
@@ -57,21 +57,21 @@ pub(crate) struct TracedDecision<'a> {
     pub(crate) index: u64,
 }
 
-/// How a request ended.
+/// End of a request.
 pub(crate) struct EndedTrace<'a> {
     pub(crate) outcome: &'static str,
-    /// 0: its client left before it was told one.
+    /// Status sent to the client; 0 if the client left earlier.
     pub(crate) status: u16,
-    /// Code of the error it was told.
+    /// Code of the error sent to the client.
     pub(crate) code: Option<&'static str>,
-    /// Why it failed; `None`: it did not.
+    /// Cause of the failure; `None` without one.
     pub(crate) failure: Option<&'a str>,
-    /// Whether its client has taken all of an answer.
+    /// Whether the client has received a complete response.
     pub(crate) is_finished: bool,
 }
 
 impl Tracer {
-    /// A request that came. `shown` is its path as logs show it.
+    /// Begins the trace of a request. `shown` is its path in the form used in logs.
     #[must_use]
     pub fn begin(
         &self,
@@ -109,23 +109,23 @@ impl Tracer {
 }
 
 impl RequestTrace {
-    /// Whether collectors are told of it.
+    /// Whether the trace is exported.
     #[must_use]
     pub fn is_sampled(&self) -> bool {
         self.context.is_sampled()
     }
 
-    /// The trace.
+    /// Returns the id of the trace.
     pub(crate) fn trace_id(&self) -> TraceId {
         self.context.trace_id()
     }
 
-    /// What an engine is told whose part in it is no attempt.
+    /// Returns the trace headers for an engine outside attempts.
     pub(crate) fn headers(&self) -> TraceHeaders {
         TraceHeaders::of(&self.context, self.keeps_state)
     }
 
-    /// It was understood.
+    /// Records the attributes of the parsed request.
     pub(crate) fn asks(&self, asked: &TracedQuestion<'_>) {
         if !self.is_sampled() {
             return;
@@ -151,7 +151,7 @@ impl RequestTrace {
         }
     }
 
-    /// It asks for a backend, and may have to wait; `None`: collectors are told nothing.
+    /// Begins the wait for a backend; `None` if the trace is not exported.
     pub(crate) fn waits(&self) -> Option<WaitTrace> {
         let now = Instant::now();
         let span = self.child("admission", SpanKind::Internal, now)?;
@@ -162,7 +162,7 @@ impl RequestTrace {
         })
     }
 
-    /// Its backend was chosen.
+    /// Records the choice of a backend.
     pub(crate) fn decided(&self, decision: &TracedDecision<'_>) {
         let Some(mut span) = self.child("decide", SpanKind::Internal, decision.began) else {
             return;
@@ -178,8 +178,8 @@ impl RequestTrace {
         span.end_with_timestamp(self.clock.at(decision.ended));
     }
 
-    /// It goes to a backend: to answer it, or to compute its prompt. `None`: collectors are told
-    /// nothing.
+    /// Begins an attempt at a backend, for the response or only for the prompt. Returns `None` if
+    /// the trace is not exported.
     pub(crate) fn attempts(&self, backend: &str, stage: &'static str) -> Option<AttemptTrace> {
         let now = Instant::now();
         let mut span = self.child("attempt", SpanKind::Client, now)?;
@@ -190,7 +190,7 @@ impl RequestTrace {
         Some(AttemptTrace::new(span, self.clock, self.keeps_state))
     }
 
-    /// The answer begins.
+    /// Records the beginning of the response.
     pub(crate) fn first_byte(&self) {
         if self.is_sampled() {
             let now = self.clock.at(Instant::now());
@@ -199,7 +199,7 @@ impl RequestTrace {
         }
     }
 
-    /// It is over.
+    /// Ends the span of the request.
     pub(crate) fn end(&self, end: &EndedTrace<'_>) {
         if !self.is_sampled() {
             return;
@@ -224,7 +224,7 @@ impl RequestTrace {
         span.end_with_timestamp(now);
     }
 
-    /// A child that begins at `began`; `None`: collectors are told nothing.
+    /// Creates a child that begins at `began`; `None` if the trace is not exported.
     fn child(&self, name: &'static str, kind: SpanKind, began: Instant) -> Option<Span> {
         if !self.is_sampled() {
             return None;
@@ -241,7 +241,7 @@ impl RequestTrace {
     }
 }
 
-/// A request on its way to a backend. Dropped before that, its client has left.
+/// Span of the wait for a backend. If it is dropped before its end, the client has left.
 #[derive(Debug)]
 pub struct WaitTrace {
     span: Span,
@@ -250,12 +250,12 @@ pub struct WaitTrace {
 }
 
 impl WaitTrace {
-    /// It may go, and where to is decided from `at` on.
+    /// Ends the wait. The choice of the backend begins at `at`.
     pub(crate) fn admitted(mut self, at: Instant) {
         self.end("admitted", at);
     }
 
-    /// It has no backend.
+    /// Ends the wait without a backend.
     pub(crate) fn refused(mut self, code: &'static str) {
         self.span.set_attribute(KeyValue::new("error.type", code));
         self.end("refused", Instant::now());
@@ -277,7 +277,7 @@ impl Drop for WaitTrace {
     }
 }
 
-/// What a path is for, as the conventions name it.
+/// Returns the operation of a path, named as in the conventions.
 fn operation(path: &str) -> &'static str {
     match path {
         "/v1/chat/completions" | "/v1/responses" | "/v1/messages" => "chat",

@@ -1,4 +1,4 @@
-//! What a request leaves in the log.
+//! Access log lines of requests.
 
 use std::io::Write;
 use std::sync::{Arc, Mutex, OnceLock};
@@ -31,7 +31,7 @@ impl Write for Lines {
 }
 
 impl Lines {
-    /// Those of the access log from here on, for the whole process.
+    /// Captures the lines of the access log from here on, for the whole process.
     fn kept() -> Self {
         static LINES: OnceLock<Lines> = OnceLock::new();
         let keep = || {
@@ -52,7 +52,7 @@ impl Lines {
         String::from_utf8(self.0.lock().unwrap().clone()).unwrap()
     }
 
-    /// The lines of the request with this id.
+    /// Returns the lines of the request with this id.
     fn of(&self, id: &str) -> Vec<Value> {
         let text = self.text();
         let lines = text
@@ -63,7 +63,7 @@ impl Lines {
             .collect()
     }
 
-    /// Its only line, once it is there.
+    /// Returns the request's only line, once it exists.
     async fn line(&self, id: &str) -> Value {
         eventually("the request has its line", || !self.of(id).is_empty()).await;
         let mut lines = self.of(id);
@@ -81,7 +81,7 @@ async fn fleet(engines: &[&Engine], logged: LoggedRequests) -> Fleet {
 
 const TRACE: &str = "4bf92f3577b34da6a3ce929d0e0e4736";
 
-/// A chat with an id, part of a trace, with a user, a key and a prompt that nobody else has.
+/// Returns a chat with an id, a trace context, a unique user, key and prompt.
 fn named(id: &str, fields: &str) -> String {
     let head = format!(
         "host: router\r\nx-request-id: {id}\r\nx-quorate-user: ada\r\nx-secret: sk-{id}\r\n\
@@ -198,7 +198,7 @@ async fn only_what_is_asked_for_leaves_a_line() {
         (LoggedRequests::Errors, "errors", [0, 1]),
         (LoggedRequests::All, "all", [1, 1]),
     ] {
-        // Lines do not depend on what is kept for the admin API.
+        // Lines do not depend on the request log of the admin API.
         let change = |settings: &mut ProxySettings| {
             settings.logged_requests = logged;
             settings.decisions_max = 0;
@@ -209,7 +209,7 @@ async fn only_what_is_asked_for_leaves_a_line() {
         assert_eq!(client.ask(named(&good, "")).await.status, 200);
         assert_eq!(client.ask(unknown(&bad)).await.status, 404);
         fleet.is_idle().await;
-        // What is dropped last is the line's.
+        // The line has the record's fields, although the record is not kept.
         if logged == LoggedRequests::All {
             assert_eq!(lines.line(&good).await["user"], "ada");
         }

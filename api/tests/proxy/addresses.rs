@@ -1,4 +1,4 @@
-//! Where engines are: below a path, and at names that may move.
+//! Addresses of engines: below a path, and at names whose address may change.
 
 use std::time::Duration;
 
@@ -94,7 +94,7 @@ async fn nothing_is_sent_to_an_address_that_is_not_allowed() {
         ..ProbeSettings::default()
     };
     let fleet = Fleet::start_probed(&[&engine], probes).await;
-    // By its name, which the registry cannot judge.
+    // By its host name, which the registry cannot check.
     let port = engine.address.port();
     fleet.apply(at(format!("http://localhost:{port}")));
     let slot = fleet.backend(0).slot;
@@ -110,7 +110,7 @@ async fn nothing_is_sent_to_an_address_that_is_not_allowed() {
 
     let elsewhere = vec!["10.0.0.0/8".parse().unwrap()];
     dialer.allow(EngineAddressRules::new(elsewhere));
-    // A connection is kept; it serves no further request.
+    // A kept connection serves no further request.
     let posts = || {
         let seen = engine.requests();
         seen.iter().filter(|it| it.starts_with("POST")).count()

@@ -1,4 +1,4 @@
-//! Requests that wait for a backend below its limit: who goes first, who is refused, who leaves.
+//! Requests that wait for a backend below its limit: order, rejections, leaving clients.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -31,7 +31,7 @@ async fn fleet(engines: &[&Engine], settings: AdmissionSettings) -> Fleet {
     fleet
 }
 
-/// An engine that answers when `gate` lets it.
+/// Starts an engine that answers when `gate` has a permit.
 async fn gated(gate: &Arc<Semaphore>) -> Engine {
     let steps = vec![Step::Await(Arc::clone(gate)), json("200 OK", USAGE)];
     Engine::always(steps).await
@@ -39,12 +39,12 @@ async fn gated(gate: &Arc<Semaphore>) -> Engine {
 
 const USAGE: &str = r#"{"usage":{"prompt_tokens":10,"completion_tokens":5}}"#;
 
-/// A chat of a user; `headers` are further lines.
+/// Returns a chat of a user; `headers` are further lines.
 fn chat_of(user: &str, headers: &str) -> String {
     chat_about("more", user, headers)
 }
 
-/// A chat that begins with `topic`.
+/// Returns a chat that begins with `topic`.
 fn chat_about(topic: &str, user: &str, headers: &str) -> String {
     let headers = format!("content-type: application/json\r\nx-quorate-user: {user}\r\n{headers}");
     let words = format!("tell me {topic} ").repeat(20);
@@ -57,7 +57,7 @@ fn waiting(fleet: &Fleet) -> usize {
     lines.iter().map(|line| line.waiting).sum()
 }
 
-/// Sends a request that has to wait; answers its connection once it does.
+/// Sends a request that has to wait; returns its connection once it waits.
 async fn wait(fleet: &Fleet, request: &str) -> Client {
     let before = waiting(fleet);
     let mut client = fleet.client().await;
@@ -66,7 +66,7 @@ async fn wait(fleet: &Fleet, request: &str) -> Client {
     client
 }
 
-/// Sends a request that goes to an engine; answers its connection once it is there.
+/// Sends a request that is dispatched; returns its connection once the engine has it.
 async fn run(fleet: &Fleet, request: &str) -> Client {
     let before = fleet.running();
     let mut client = fleet.client().await;
@@ -75,7 +75,7 @@ async fn run(fleet: &Fleet, request: &str) -> Client {
     client
 }
 
-/// Users of the requests an engine saw, in order.
+/// Returns the users of the requests an engine received, in order.
 fn users(engine: &Engine) -> String {
     let user = |request: &String| {
         let mut lines = request.lines().rev();
@@ -91,10 +91,10 @@ async fn all_answered(clients: Vec<Client>, status: u16) {
     }
 }
 
-/// User a has one request running and three waiting when b comes with two.
+/// User a has one request running and three waiting when user b sends two.
 async fn served_under(order: Order) -> String {
     let gate = Arc::new(Semaphore::new(0));
-    // It tells no usage: what is charged is what was estimated.
+    // It reports no usage, so the estimate is charged.
     let engine = Engine::always(vec![Step::Await(gate.clone()), json("200 OK", "{}")]).await;
     let settings = AdmissionSettings {
         order,
@@ -104,7 +104,7 @@ async fn served_under(order: Order) -> String {
     let mut clients = vec![run(&fleet, &chat_about("0", "a", "")).await];
     for (topic, user) in [("1", "a"), ("2", "a"), ("3", "a"), ("4", "b"), ("5", "b")] {
         clients.push(wait(&fleet, &chat_about(topic, user, "")).await);
-        // The state lifts who comes back.
+        // The state lifts a user who returns.
         fleet.flush().await;
     }
     gate.add_permits(6);
@@ -117,7 +117,7 @@ async fn served_under(order: Order) -> String {
 #[tokio::test]
 async fn users_are_served_by_what_they_have_used() {
     assert_eq!(served_under(Order::Fcfs).await, "aaaabb");
-    // b is lifted to a's counter, and a has come first; from then on they take turns.
+    // b is lifted to a's counter, and a was first; from then on they take turns.
     assert_eq!(served_under(Order::Vtc).await, "aababa");
 }
 
@@ -218,7 +218,7 @@ async fn who_would_not_be_served_in_time_is_refused_at_once() {
     for _ in 0..6 {
         clients.push(wait(&fleet, &chat_of("a", "")).await);
     }
-    // Nothing goes while time does: what is ahead will take longer than the client has.
+    // Nothing is dispatched: the requests ahead take longer than the client will wait.
     let hopeless = chat_of("a", "x-request-timeout: 1ms\r\n");
     let mut client = fleet.client().await;
     let mut code = String::new();
@@ -256,7 +256,7 @@ async fn a_full_queue_and_a_long_wait_are_answered() {
     let first = run(&fleet, &chat_of("a", "")).await;
     let mut second = fleet.client().await;
     second.send(chat_of("b", "")).await;
-    // Whichever of the two waits: the other finds the queue full, or the first wait is over by then.
+    // Either request may wait: the other finds the queue full, or the first wait has ended by then.
     let answer = second.answer().await;
     assert_refused(&answer, 503, "queue_timeout");
     gate.add_permits(1);
@@ -292,7 +292,7 @@ async fn a_user_over_a_limit_is_told_when_to_come_back() {
     let answer = second.ask(chat_of("a", "")).await;
     assert_refused(&answer, 429, "rate_limit_exceeded");
     let other = run(&fleet, &chat_of("b", "")).await;
-    // The state learns that they run; that they are over it need not know.
+    // The state learns that the requests run; it need not learn that they ended.
     fleet.flush().await;
     gate.add_permits(3);
     all_answered(vec![first, other], 200).await;
@@ -369,14 +369,14 @@ async fn who_was_not_run_does_not_queue_again_behind_others() {
         gated(&second).await,
     ];
     let fleet = fleet(&[&engines[0], &engines[1]], one_at_a_time()).await;
-    // Least requests, ties by chance: whichever it is, the two fill both.
+    // Least requests, ties by chance: either way, the two requests fill both engines.
     let mut clients = vec![run(&fleet, &chat_of("a", "")).await];
     clients.push(run(&fleet, &chat_of("b", "")).await);
     let refused = users(&engines[0]);
     clients.push(wait(&fleet, &chat_of("c", "")).await);
     clients.push(wait(&fleet, &chat_of("d", "")).await);
     gates[0].add_permits(1);
-    // The refused one waits for the second engine, c has gone to the first.
+    // The refused request waits for the second engine, c was sent to the first.
     eventually("c runs", || engines[0].requests().len() == 2).await;
     eventually("two wait", || waiting(&fleet) == 2).await;
     gates[2].add_permits(1);
@@ -432,7 +432,7 @@ async fn a_batch_goes_to_one_backend_together() {
     all_answered(clients, 200).await;
 }
 
-/// Waits until the log knows of nobody who waits or holds a grant.
+/// Waits until no request waits or holds a grant in the log.
 async fn nobody_is_left_in_the_log(fleet: &Fleet) {
     let is_empty = || {
         let grants = fleet.router.view().grants();
@@ -479,7 +479,7 @@ async fn nothing_is_lost_under_churn_with_grants_through_the_log() {
     nobody_is_left_in_the_log(&fleet).await;
 }
 
-/// Many clients of few places, a quarter of which leave at once.
+/// Runs many clients for few places, a quarter of which leave at once.
 async fn churned(grants: Grants) -> Arc<Fleet> {
     let engines = [
         Engine::always(vec![json("200 OK", USAGE)]).await,

@@ -1,4 +1,4 @@
-//! Clients that send what cannot be served: each gets a clear answer, nobody else notices.
+//! Clients that send invalid requests: each gets a clear error, and no other client is affected.
 
 use std::time::Duration;
 
@@ -12,7 +12,7 @@ use super::fleet::Fleet;
 const CHAT: &str = "/v1/chat/completions";
 const MIB: usize = 1024 * 1024;
 
-/// A fleet whose engine must not be asked.
+/// Starts a fleet whose engine must not be called.
 async fn start() -> (Engine, Fleet) {
     let engine = Engine::always(vec![json("200 OK", "{}")]).await;
     let fleet = Fleet::start(&[&engine]).await;
@@ -44,7 +44,7 @@ async fn bodies_that_cannot_be_routed_are_refused_with_a_reason() {
             "{body}"
         );
         assert!(answer.header("x-request-id").is_some());
-        // The connection goes on.
+        // The connection stays usable.
         assert_eq!(client.ask(post(CHAT, "", body)).await.status, status);
     }
     fleet.is_idle().await;
@@ -231,7 +231,7 @@ async fn header_bombs_are_refused() {
     let long = format!("x-a: {}\r\n", "b".repeat(100_000));
     for headers in [many, long] {
         let mut client = fleet.client().await;
-        // It may be refused before all of it is written.
+        // The request may be rejected before all of it is written.
         let sent = client
             .stream
             .write_all(post(CHAT, &headers, "{}").as_bytes())
@@ -341,6 +341,6 @@ async fn an_http2_connection_without_requests_is_let_go() {
     drop(response);
     eventually_no_connections(&fleet).await;
     connection.await.unwrap().unwrap();
-    // Not before: a client without a handle would close on its own.
+    // Not earlier: a client without a handle would close by itself.
     drop(sender);
 }

@@ -1,4 +1,4 @@
-//! Who pays what, above all for answers that nobody waited for.
+//! Charges, above all for responses whose client has left.
 
 use api::proxy::{Charges, ProxySettings};
 use state::command::Charge;
@@ -9,7 +9,7 @@ use super::fleet::{Fleet, PATIENT, eventually};
 
 const STREAM: &str = ",\"stream\":true";
 
-/// What a client pays that leaves when it has seen all of `chunks`.
+/// Returns the charge of a client that leaves after it has received all of `chunks`.
 async fn left_after(request: &str, chunks: &[String]) -> Charge {
     let mut steps = vec![stream_head()];
     steps.extend(chunks.iter().map(|text| chunk(text)));
@@ -26,7 +26,7 @@ async fn left_after(request: &str, chunks: &[String]) -> Charge {
     charge
 }
 
-/// A chunk of one of several choices without usage.
+/// Returns a chunk of one of several choices, without usage.
 fn silent(choice: u32, text: &str) -> String {
     format!(
         "data: {{\"choices\":[{{\"index\":{choice},\"delta\":{{\"content\":\"{text}\"}}}}]}}\n\n"
@@ -128,7 +128,7 @@ async fn what_the_engine_did_not_compute_costs_nothing() {
 
 #[tokio::test]
 async fn a_client_that_leaves_before_there_is_a_connection_pays_nothing() {
-    // A listener whose queue is full: the system answers no further connection.
+    // A listener with a full backlog: the kernel answers no further connection.
     let full = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None).unwrap();
     let any: std::net::SocketAddr = ([127, 0, 0, 1], 0).into();
     full.bind(&any.into()).unwrap();
@@ -171,8 +171,8 @@ async fn usage_before_a_long_tail_is_paid() {
     assert_eq!((charge.input_uncached, charge.output), (20_000, 4_000));
 }
 
-/// What a client pays that leaves an answer of which it saw nothing, when the engine has had time
-/// for all of it.
+/// Returns the charge of a client that leaves before it has received anything, when the engine has
+/// had time for the whole response.
 async fn left_unseen(fields: &str, steps: Vec<Step>) -> Charge {
     let engine = Engine::always(steps).await;
     let fleet = Fleet::start(&[&engine]).await;

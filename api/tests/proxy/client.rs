@@ -1,4 +1,4 @@
-//! A client that writes bytes and reads answers, so that it can also be a bad one.
+//! A client that writes raw bytes and reads responses, so that it can also misbehave.
 
 use std::net::SocketAddr;
 
@@ -10,15 +10,15 @@ pub(crate) struct Client {
     read: Vec<u8>,
 }
 
-/// An answer as it came.
+/// A response as received.
 #[derive(Debug, Default)]
 pub(crate) struct Answer {
     pub(crate) status: u16,
-    /// Names in lower case.
+    /// With names in lower case.
     pub(crate) headers: Vec<(String, String)>,
     /// Without chunk framing.
     pub(crate) body: String,
-    /// Whether the framing says that this is all.
+    /// Whether the framing marks the response as complete.
     pub(crate) is_complete: bool,
 }
 
@@ -28,14 +28,14 @@ impl Answer {
         found.map(|(_, value)| value.as_str())
     }
 
-    /// It is an OpenAI-shaped error with this status and code.
+    /// Asserts that this is an OpenAI-shaped error with this status and code.
     #[track_caller]
     pub(crate) fn refuses(&self, status: u16, code: &str) {
         let told = (self.status, self.error_code());
         assert_eq!(told, (status, code.to_owned()), "{}", self.body);
     }
 
-    /// The `code` of an OpenAI-shaped error.
+    /// Returns the `code` of an OpenAI-shaped error.
     pub(crate) fn error_code(&self) -> String {
         let body: serde_json::Value = serde_json::from_str(&self.body).expect(&self.body);
         let error = body["error"].as_object().expect("an error object");
@@ -45,7 +45,7 @@ impl Answer {
     }
 }
 
-/// A POST with a body and further header lines, each ended by `\r\n`.
+/// Returns a POST with a body and further header lines, each ended by `\r\n`.
 pub(crate) fn post(path: &str, headers: &str, body: &str) -> String {
     let length = body.len();
     format!(
@@ -53,7 +53,7 @@ pub(crate) fn post(path: &str, headers: &str, body: &str) -> String {
     )
 }
 
-/// A chat request for the model `m`; `fields` follows the messages.
+/// Returns a chat request for the model `m`; `fields` follows the messages.
 pub(crate) fn chat(fields: &str) -> String {
     let body =
         format!(r#"{{"model":"m","messages":[{{"role":"user","content":"hello"}}]{fields}}}"#);
@@ -76,20 +76,20 @@ impl Client {
         self.stream.write_all(bytes.as_ref()).await.unwrap();
     }
 
-    /// Sends and reads one answer.
+    /// Sends a request and reads one response.
     pub(crate) async fn ask(&mut self, request: impl AsRef<[u8]>) -> Answer {
         self.send(request).await;
         self.answer().await
     }
 
-    /// Reads until `text` has come.
+    /// Reads until `text` has arrived.
     pub(crate) async fn read_until(&mut self, text: &str) {
         while !String::from_utf8_lossy(&self.read).contains(text) {
             assert!(self.fill().await, "the connection ended before {text:?}");
         }
     }
 
-    /// Reads one answer, as much of it as comes.
+    /// Reads one response, as much of it as arrives.
     pub(crate) async fn answer(&mut self) -> Answer {
         let head_end = loop {
             if let Some(at) = find(&self.read, b"\r\n\r\n") {
@@ -160,7 +160,7 @@ impl Client {
         }
     }
 
-    /// Whether the connection is closed, and nothing more came.
+    /// Whether the connection is closed and nothing more arrived.
     pub(crate) async fn is_closed(&mut self) -> bool {
         !self.fill().await && self.read.is_empty()
     }

@@ -1,4 +1,4 @@
-//! What clients that were written for engines and for the makers of models rely on.
+//! Features that clients written for engines and for model providers rely on.
 
 use std::io::Write;
 
@@ -54,7 +54,7 @@ async fn a_model_is_found_however_its_slash_is_written() {
     assert!(answer.body.contains("`org/other`"), "{}", answer.body);
 }
 
-/// An engine that lists `m` so.
+/// Starts an engine that lists `m` like this.
 async fn listing(model: Value) -> Engine {
     Engine::answering(move |request| {
         let list = json!({"object": "list", "data": [model]}).to_string();
@@ -120,7 +120,7 @@ async fn a_prompt_is_cut_at_the_engines_own_length() {
     assert_ne!(at_19, at_20);
     let minus_one = r#","truncate_prompt_tokens":-1"#;
     assert_eq!(blocks(minus_one).await, at_20);
-    // vLLM leaves room for one token of an answer.
+    // vLLM reserves one token for output.
     let with_output = format!(r#"{minus_one},"max_tokens":5"#);
     assert_eq!(blocks(&with_output).await, at_19);
 }
@@ -244,14 +244,14 @@ async fn encodings_and_websockets_are_refused_with_a_reason() {
         .ask(get("/v1/realtime?model=m", upgrade))
         .await;
     answer.refuses(501, "websockets_not_supported");
-    // curl offers this of itself.
+    // curl sends this by default.
     let upgrade = "connection: upgrade\r\nupgrade: h2c\r\n";
     let answer = fleet.client().await.ask(get("/v1/models", upgrade)).await;
     assert_eq!(answer.status, 200);
     assert_eq!(engine.requests().len(), 0);
 }
 
-/// A POST of a chat that is compressed as `gzip -n` does it, with the body `packed`.
+/// Returns a POST of a chat compressed like `gzip -n`, with the body `packed`.
 fn compressed(packed: &[u8]) -> Vec<u8> {
     let length = packed.len();
     let head = format!(
@@ -361,7 +361,7 @@ async fn browsers_are_served_from_origins_that_are_allowed() {
         assert_eq!(answer.header("access-control-allow-origin"), None);
         assert_eq!(answer.header("access-control-allow-methods"), None);
     }
-    // Errors are for pages, too.
+    // Web pages can read errors too.
     let unknown = post("/v1/nothing", "origin: https://chat.example\r\n", "{}");
     let answer = fleet.client().await.ask(unknown).await;
     assert_eq!(answer.status, 404);
@@ -440,7 +440,7 @@ async fn a_request_without_a_model_goes_to_the_only_one() {
     assert_eq!(status, 200, "{explained}");
 }
 
-/// A form as clients upload audio.
+/// Returns a form like those with which clients upload audio.
 fn upload(path: &str, fields: &[(&str, &str)]) -> String {
     let file = "--xyz\r\nContent-Disposition: form-data; name=\"file\"; filename=\"a.wav\"\r\nContent-Type: audio/wav\r\n\r\nRIFF\r\n--xy\r\n";
     let field = |(name, value): &(&str, &str)| {

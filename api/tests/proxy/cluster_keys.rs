@@ -1,4 +1,4 @@
-//! Keys of the cluster on the data plane: who is served, as whom, and with what (I101).
+//! API keys on the data plane: which client is served, as which user, and how (I101).
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -17,7 +17,7 @@ use super::client::{Answer, post};
 use super::engine::{Engine, json as answer_json};
 use super::fleet::Fleet;
 
-/// What the fleet's clock shows.
+/// Returns the time on the fleet's clock.
 fn now_ms() -> u64 {
     Clock::default().unix_ms()
 }
@@ -27,7 +27,7 @@ struct Key {
     secret: NewSecret,
 }
 
-/// Creates a key of ada's.
+/// Creates a key of the user ada.
 fn created(fleet: &Fleet, change: impl FnOnce(&mut ApiKeySpec)) -> Key {
     let (id, secret) = (draw_id(), NewSecret::draw());
     let mut spec = ApiKeySpec {
@@ -42,7 +42,7 @@ fn created(fleet: &Fleet, change: impl FnOnce(&mut ApiKeySpec)) -> Key {
     Key { id, secret }
 }
 
-/// Asks for a completion with these header lines.
+/// Requests a completion with these header lines.
 async fn ask(fleet: &Fleet, path: &str, model: &str, headers: &str) -> Answer {
     let body = json!({"model": model, "prompt": "hello", "input": "hello", "user": "body"});
     let headers = format!("content-type: application/json\r\n{headers}");
@@ -82,7 +82,7 @@ async fn a_revoked_key_is_refused_by_every_replica_and_ends_with_its_grace() {
     assert_eq!(with(&fleets[0], &third).await.status, 200);
     fleets[1].apply(Command::RevokeKey { id: key.id });
     for fleet in &fleets {
-        // Though no keys are required here.
+        // Even though keys are not required here.
         with(fleet, &third).await.refuses(401, "invalid_api_key");
     }
 }
@@ -98,7 +98,7 @@ async fn a_keys_user_wins_and_the_engine_sees_no_key() {
         format!("x-api-key: {secret}\r\n"),
         format!("api-key: {secret}\r\n"),
     ] {
-        // Loopback is trusted to name users, and keys stand above that.
+        // Loopback is trusted to name users, but keys take precedence.
         let headers = format!("{line}x-quorate-user: head\r\n");
         let answer = ask(&fleet, "/v1/completions", "m", &headers).await;
         assert_eq!(answer.status, 200, "{}", answer.body);
@@ -132,7 +132,7 @@ async fn a_key_is_for_its_models_and_paths_until_it_expires() {
     let listed = fleet.client().await.ask(models).await;
     let listed: serde_json::Value = serde_json::from_str(&listed.body).unwrap();
     assert_eq!(listed["data"], json!([]));
-    // No command tells how late it is.
+    // No command carries the current time.
     let brief = created(&fleet, |spec| spec.expires_at_ms = Some(now_ms() + 2000));
     assert_eq!(with(&fleet, &brief.secret).await.status, 200);
     tokio::time::timeout(Duration::from_secs(10), async {
@@ -178,7 +178,7 @@ async fn a_stored_response_is_for_keys_that_may_use_its_model() {
             assert_eq!(answer.status, status, "{method} {id}{tail}");
             if status == 403 {
                 answer.refuses(403, "model_not_allowed");
-                // It was read, and nothing was done to it.
+                // The response was looked up, and nothing was done to it.
                 let asked = engine.requests().split_off(before);
                 let is_read = |it: &String| it.starts_with("GET /v1/responses/resp_other HTTP/1.1");
                 assert!(asked.iter().all(is_read), "{asked:?}");

@@ -1,4 +1,4 @@
-//! What would command an engine, in either direction.
+//! Headers and fields that would control an engine or the router, in both directions.
 
 use std::time::Duration;
 
@@ -23,7 +23,7 @@ async fn commands_in_a_body_do_not_reach_engines() {
         !seen.contains("x-override") && !seen.contains("x-data"),
         "{seen}"
     );
-    // Usage is asked for in what is left, at its own place.
+    // The router adds its request for usage to the remaining fields.
     assert!(
         seen.contains(r#"{"stream_options":{"include_usage":true"#),
         "{seen}"
@@ -68,7 +68,7 @@ async fn a_trusted_setup_passes_everything_on() {
 
 #[tokio::test]
 async fn a_redirect_leads_nobody_to_an_engine() {
-    // Somebody who would answer, were it followed.
+    // A server that would answer if the redirect were followed.
     let elsewhere = Engine::always(vec![json("200 OK", "{}")]).await;
     let there = elsewhere.address;
     let redirect = format!(
@@ -95,7 +95,7 @@ async fn a_redirect_leads_nobody_to_an_engine() {
     let head = "HTTP/1.1 200 OK\r\nserver: uvicorn\r\nset-cookie: a=b\r\nlocation: /x\r\n\
                 content-length: 2\r\n\r\n{}";
     let chatty = Engine::always(vec![Step::Send(head.into())]).await;
-    // Whoever redirects did not run it: the other one is asked.
+    // An engine that redirects did not run the request, so the other one is tried.
     let fleet = Fleet::start(&[&lost, &chatty]).await;
     for _ in 0..4 {
         let answer = fleet.client().await.ask(chat("")).await;

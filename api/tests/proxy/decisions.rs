@@ -1,4 +1,4 @@
-//! What `explain` predicts, what the data plane does and what the record of it says are one.
+//! The prediction of `explain`, the behaviour of the data plane and the decision record agree.
 
 use std::collections::BTreeMap;
 
@@ -15,12 +15,12 @@ use super::client::{Answer, Client, chat, post};
 use super::engine::{Engine, Step, json as answer_json};
 use super::fleet::{Fleet, eventually};
 
-/// Random requests of a test run; `QUORATE_DECISIONS` asks for others.
+/// Number of random requests of a test run; `QUORATE_DECISIONS` overrides it.
 const REQUESTS: usize = 400;
 
 const USAGE: &str = r#"{"choices":[{"index":0,"message":{"role":"assistant","content":"yes"}}],"usage":{"prompt_tokens":70,"completion_tokens":3,"prompt_tokens_details":{"cached_tokens":16}}}"#;
 
-/// Answers at once, but for requests that name `/v1/completions`: these hang.
+/// Starts an engine that answers at once, except for `/v1/completions`: these requests hang.
 async fn engine() -> Engine {
     Engine::answering(|request| {
         if request.starts_with("POST /v1/completions") {
@@ -32,7 +32,7 @@ async fn engine() -> Engine {
     .await
 }
 
-/// Three replicas that name users in different ways.
+/// Returns settings of three replicas that identify users in different ways.
 fn settings() -> Vec<ProxySettings> {
     let mut all = [1, 2, 3].map(|id| {
         let mut settings = ProxySettings::new(ReplicaId(id));
@@ -52,7 +52,7 @@ fn settings() -> Vec<ProxySettings> {
     all.to_vec()
 }
 
-/// A request, and how `explain` is asked about it.
+/// A request, and the corresponding request to `explain`.
 struct Asked {
     id: String,
     path: &'static str,
@@ -130,7 +130,7 @@ impl Asked {
         }
     }
 
-    /// The request on the wire.
+    /// Returns the request on the wire.
     fn bytes(&self) -> String {
         let line = |(name, value): (&String, &String)| format!("{name}: {value}\r\n");
         let headers: String = self.headers.iter().map(line).collect();
@@ -153,7 +153,7 @@ impl Asked {
     }
 }
 
-/// What `explain` and a record both say of a backend, by the names of the record.
+/// Returns what both `explain` and a record contain about a backend, under the record's names.
 fn explained_backend(backend: &Value) -> Value {
     let mut said = json!({
         "running": backend["cluster"]["running"],
@@ -163,7 +163,7 @@ fn explained_backend(backend: &Value) -> Value {
         said[name] = backend[name].clone();
     }
     if backend["verdict"] != "candidate" {
-        // A record keeps numbers of candidates only.
+        // A record keeps only the candidates' numbers.
         for name in [
             "running",
             "pending_prefill_tokens",
@@ -179,7 +179,7 @@ fn explained_backend(backend: &Value) -> Value {
     said
 }
 
-/// Fields of a backend that `explain` and records name alike.
+/// Fields of a backend that have the same name in `explain` and records.
 const SAME: [&str; 12] = [
     "id",
     "verdict",
@@ -195,7 +195,7 @@ const SAME: [&str; 12] = [
     "would_be",
 ];
 
-/// Compares the prediction with the answer and with the record.
+/// Compares the prediction with the response and with the record.
 fn agree(asked: &Asked, explained: &Value, answer: &Answer, record: &Value) {
     let what = || format!("{}\n{explained:#}\n{answer:?}\n{record:#}", asked.bytes());
     for name in [
@@ -221,7 +221,7 @@ fn agree(asked: &Asked, explained: &Value, answer: &Answer, record: &Value) {
     agree_on_decision(explained, answer, record);
 }
 
-/// The same of a request that got a backend.
+/// Compares them for a request that got a backend.
 fn agree_on_decision(explained: &Value, answer: &Answer, record: &Value) {
     let what = || format!("{explained:#}\n{answer:?}\n{record:#}");
     let header = |name: &str| json!(answer.header(name));
@@ -280,7 +280,7 @@ fn agree_on_decision(explained: &Value, answer: &Answer, record: &Value) {
     assert_eq!(record["end"]["outcome"], "finished", "{}", what());
 }
 
-/// Loads that differ: requests that stay, each at a replica.
+/// Creates different loads: requests that stay open, each at one replica.
 async fn load(engines: &[&Engine], replicas: &[Fleet]) -> Vec<Client> {
     let mut staying = Vec::new();
     for (number, replica) in [0, 0, 1, 0, 2].into_iter().enumerate() {
@@ -504,7 +504,7 @@ async fn none_are_kept_where_the_config_says_so() {
     assert_eq!((&page["kept"], &page["kept_max"]), (&json!(0), &json!(0)));
 }
 
-/// A prompt of 64 common blocks, then of what is its own.
+/// Returns a prompt of 64 common blocks, followed by `own`.
 fn sharing(user: &str, own: &str) -> String {
     let prompt = format!("{}{}", "common text. ".repeat(200), own.repeat(40));
     let headers = format!("content-type: application/json\r\nx-quorate-user: {user}\r\n");

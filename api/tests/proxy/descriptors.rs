@@ -1,5 +1,5 @@
-//! A replica without a free descriptor: its clients are told so, and its engines have no part in
-//! it.
+//! A replica without free file descriptors: its clients get an error, and its engines are not
+//! blamed.
 
 use std::process::Command;
 
@@ -9,7 +9,7 @@ use super::client::chat;
 use super::engine::{Engine, json};
 use super::fleet::Fleet;
 
-/// Set in the process that is to do without: a limit holds for all of a process's threads.
+/// Set in the process without descriptors: the limit applies to all threads of a process.
 const ALONE: &str = "API_TEST_WITHOUT_DESCRIPTORS";
 const NAME: &str = "descriptors::a_want_of_descriptors_is_not_booked_on_an_engine";
 
@@ -35,7 +35,7 @@ async fn ask_without_descriptors() {
     let engine = Engine::always(vec![json("200 OK", "{}")]).await;
     let fleet = Fleet::start(&[&engine]).await;
     let mut client = fleet.client().await;
-    // Its connection is accepted while there are descriptors; none to the engine is open yet.
+    // The connection is accepted while descriptors are free; none to the engine is open yet.
     let models = client.ask("GET /v1/models HTTP/1.1\r\nhost: router\r\n\r\n");
     assert_eq!(models.await.status, 200);
     let limit = getrlimit(Resource::Nofile);
@@ -44,7 +44,7 @@ async fn ask_without_descriptors() {
         maximum: limit.maximum,
     };
     setrlimit(Resource::Nofile, none).unwrap();
-    // Far more than open a circuit.
+    // Far more failures than open a circuit.
     for _ in 0..20 {
         let answer = client.ask(chat("")).await;
         assert_eq!(answer.status, 503, "{}", answer.body);
@@ -57,7 +57,7 @@ async fn ask_without_descriptors() {
     }
     assert!(engine.requests().is_empty());
     setrlimit(Resource::Nofile, limit).unwrap();
-    // Unhealthy, or behind an open circuit, it would not be asked.
+    // An unhealthy engine, or one with an open circuit, would not be called.
     assert_eq!(client.ask(chat("")).await.status, 200);
     fleet.is_idle().await;
 }

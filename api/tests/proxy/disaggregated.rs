@@ -1,4 +1,4 @@
-//! Requests on two engines, as vLLM's NIXL connector has it: one computes the prompt, the other
+//! Requests on two engines, as with vLLM's NIXL connector: one computes the prompt, the other
 //! fetches its blocks and answers.
 
 use api::proxy::RequestOutcome;
@@ -152,7 +152,7 @@ async fn whatever_befalls_the_engine_that_computes_the_other_one_answers() {
         let got = body(&answering.requests()[0]);
         assert_eq!(got.get("kv_transfer_params"), None);
         fleet.is_idle().await;
-        // What the one that computed it says.
+        // From the engine that computed the prompt.
         assert_eq!(tokens(&fleet.charged().await), [1, 1009, 30]);
     }
     let (dead, answering) = (

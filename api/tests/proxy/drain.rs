@@ -1,4 +1,4 @@
-//! Stopping: what has begun is finished, nothing else is begun.
+//! Drain: requests that have begun are finished, no others begin.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -62,7 +62,7 @@ async fn who_asks_again_while_the_replica_leaves_is_told_to_go_elsewhere() {
     let mut known = fleet.client().await;
     assert_eq!(known.ask(chat("")).await.header("connection"), None);
     fleet.leaving.cancel();
-    // Requests are still taken, on connections old and new; each is the last of its connection.
+    // Old and new connections still accept requests; each is the last one of its connection.
     let answer = known.ask(chat("")).await;
     assert_eq!(
         (answer.status, answer.header("connection")),
@@ -114,7 +114,7 @@ async fn http2_streams_are_in_the_books_when_the_drain_is_over() {
     assert_eq!(fleet.metrics.in_flight.get(), 0);
     assert!(prefill.await.unwrap().is_err());
     assert!(streaming.collect().await.is_err());
-    // How it ends depends on what was on its way.
+    // The result depends on what was in flight.
     let _ = connection.await.unwrap();
 }
 

@@ -1,7 +1,7 @@
-//! Requests that are refused while their body is on its way: the client gets to read the answer.
+//! Requests that are rejected while their body is being sent: the client can read the response.
 //!
-//! Over HTTP/2 some clients (curl 7.88: error 92) drop an answer when its stream is reset while they
-//! send, whatever the reset says.
+//! Over HTTP/2 some clients (curl 7.88: error 92) drop a response if its stream is reset while they
+//! send, whatever the reset code.
 
 use std::convert::Infallible;
 use std::time::Duration;
@@ -23,11 +23,11 @@ use super::engine::{Engine, json};
 use super::fleet::{Fleet, PATIENT, eventually};
 
 const CHAT: &str = "/v1/chat/completions";
-/// More than the windows of a stream and its connection: who sends so much is read.
+/// More than the windows of a stream and its connection: the server must read to receive it.
 const LONG: usize = 4 * 1024 * 1024;
 const PIECE: usize = 16 * 1024;
 
-/// A fleet that refuses whoever has no key, and reads on for so long.
+/// Starts a fleet that rejects clients without a key, and reads on for this long.
 async fn refusing(reads_on: Duration) -> (Engine, Fleet) {
     start(|settings| {
         let mut keys = ApiKeys::default();
@@ -44,15 +44,15 @@ async fn start(change: impl FnOnce(&mut ProxySettings)) -> (Engine, Fleet) {
     (engine, fleet)
 }
 
-/// An answer to a request whose body is not over.
+/// A response to a request whose body is not complete.
 struct EarlyAnswer {
     response: Response<Incoming>,
-    /// Takes the rest of the body, as far as it is sent.
+    /// Sends the rest of the body.
     body: mpsc::Sender<Bytes>,
     _connection: AbortOnDropHandle<Result<(), hyper::Error>>,
 }
 
-/// Sends the head of a request over HTTP/2.
+/// Sends the headers of a request over HTTP/2.
 async fn early(fleet: &Fleet, length: Option<usize>) -> EarlyAnswer {
     let stream = TokioIo::new(TcpStream::connect(fleet.address).await.unwrap());
     let (mut sender, connection) = http2::handshake(TokioExecutor::new(), stream)
@@ -76,7 +76,7 @@ async fn early(fleet: &Fleet, length: Option<usize>) -> EarlyAnswer {
     }
 }
 
-/// Reads the whole answer, then sends a long body to its end.
+/// Reads the whole response, then sends a long body to its end.
 async fn is_read_to_the_end(early: EarlyAnswer, status: u16) {
     assert_eq!(early.response.status(), status);
     let answer = early.response.collect().await.unwrap().to_bytes();
@@ -117,7 +117,7 @@ async fn a_refused_body_that_does_not_come_is_let_go() {
     let (_engine, fleet) = refusing(Duration::from_millis(20)).await;
     let early = early(&fleet, Some(LONG)).await;
     assert_eq!(early.response.status(), 401);
-    // The stream is reset, and whoever feeds it learns that.
+    // The stream is reset, and the sender notices.
     early.body.closed().await;
     let answer = early.response.collect().await.unwrap().to_bytes();
     assert!(answer.starts_with(b"{\"error\""), "{answer:?}");
@@ -133,7 +133,7 @@ async fn an_address_at_its_limit_gets_to_read_its_answer() {
     })
     .await;
     let mut client = fleet.client().await;
-    // More than sockets hold: who is not read cannot send all of it.
+    // More than socket buffers hold: the client can send all of it only if the server reads.
     let body = " ".repeat(4 * LONG);
     client.send(post(CHAT, "", &body)).await;
     let answer = client.answer().await;

@@ -1,4 +1,4 @@
-//! An engine that follows a script, down to single bytes on the wire.
+//! A scripted engine, down to single bytes on the wire.
 
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -9,26 +9,26 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Semaphore;
 use tokio::task::{AbortHandle, JoinSet};
 
-/// What the engine does next with a request.
+/// Next action of the engine for a request.
 #[derive(Clone)]
 pub(crate) enum Step {
     /// Writes bytes.
     Send(Vec<u8>),
-    /// Writes bytes, each on its own.
+    /// Writes bytes one at a time.
     Trickle(Vec<u8>),
     /// Waits for a permit.
     Await(Arc<Semaphore>),
-    /// Waits until the other side closes, and counts that.
+    /// Waits until the other side closes, and counts it.
     Hang,
     /// Closes the connection.
     Close,
 }
 
-/// A running engine; ends with its runtime.
+/// A running engine; stops with its runtime.
 pub(crate) struct Engine {
     pub(crate) address: SocketAddr,
     seen: Arc<Seen>,
-    /// `None`: it does not run here.
+    /// `None` if it does not run here.
     task: Option<AbortHandle>,
 }
 
@@ -42,12 +42,12 @@ struct Seen {
 type Script = Arc<dyn Fn(usize, &str) -> Vec<Step> + Send + Sync>;
 
 impl Engine {
-    /// `script` is asked what to do with the n-th request, counted from 0.
+    /// Starts an engine; `script` returns the steps for the n-th request, counted from 0.
     pub(crate) async fn start(script: impl Fn(usize) -> Vec<Step> + Send + Sync + 'static) -> Self {
         Self::run(Arc::new(move |number, _| script(number))).await
     }
 
-    /// `script` is asked what to do with a request, given head and body.
+    /// Starts an engine; `script` returns the steps for a request, given headers and body.
     pub(crate) async fn answering(
         script: impl Fn(&str) -> Vec<Step> + Send + Sync + 'static,
     ) -> Self {
@@ -60,7 +60,7 @@ impl Engine {
         let seen = Arc::new(Seen::default());
         let noted = Arc::clone(&seen);
         let task = tokio::spawn(async move {
-            // Dropped with this task, it ends the connections too.
+            // Dropped with this task, which closes the connections too.
             let mut connections = JoinSet::new();
             while let Ok((stream, _)) = listener.accept().await {
                 noted.connections.fetch_add(1, Ordering::SeqCst);
@@ -74,23 +74,23 @@ impl Engine {
         }
     }
 
-    /// From here on connections are refused, and those that are open are closed.
+    /// Closes open connections and refuses new ones.
     pub(crate) fn kill(&self) {
         self.task.iter().for_each(AbortHandle::abort);
     }
 
-    /// Always the same.
+    /// Starts an engine that always runs the same steps.
     pub(crate) async fn always(steps: Vec<Step>) -> Self {
         Self::start(move |_| steps.clone()).await
     }
 
-    /// An address nobody listens at.
+    /// Returns an address without a listener.
     pub(crate) async fn dead() -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         Self::at(listener.local_addr().unwrap())
     }
 
-    /// What listens at `address` already, or does not.
+    /// Represents whatever listens at `address`, if anything.
     pub(crate) fn at(address: SocketAddr) -> Self {
         Self {
             address,
@@ -99,7 +99,7 @@ impl Engine {
         }
     }
 
-    /// All requests so far, head and body.
+    /// Returns all requests so far, headers and body.
     pub(crate) fn requests(&self) -> Vec<String> {
         self.seen.requests.lock().unwrap().clone()
     }
@@ -108,7 +108,7 @@ impl Engine {
         self.seen.connections.load(Ordering::SeqCst)
     }
 
-    /// Connections that the other side closed on a [`Step::Hang`].
+    /// Returns how many connections the other side closed on a [`Step::Hang`].
     pub(crate) fn abandoned(&self) -> usize {
         self.seen.abandoned.load(Ordering::SeqCst)
     }
@@ -176,30 +176,30 @@ async fn read_request(stream: &mut TcpStream) -> Option<String> {
     }
 }
 
-/// A whole answer with a JSON body.
+/// Returns a complete response with a JSON body.
 pub(crate) fn json(status: &str, body: &str) -> Step {
     let length = body.len();
     let head = format!("HTTP/1.1 {status}\r\ncontent-type: application/json\r\n");
     Step::Send(format!("{head}content-length: {length}\r\n\r\n{body}").into_bytes())
 }
 
-/// The head of a chunked stream of events.
+/// Returns the headers of a chunked event stream.
 pub(crate) fn stream_head() -> Step {
     let head = "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\n";
     Step::Send(format!("{head}transfer-encoding: chunked\r\n\r\n").into_bytes())
 }
 
-/// One chunk.
+/// Returns one chunk.
 pub(crate) fn chunk(data: &str) -> Step {
     Step::Send(format!("{:x}\r\n{data}\r\n", data.len()).into_bytes())
 }
 
-/// The last chunk.
+/// Returns the last chunk.
 pub(crate) fn last_chunk() -> Step {
     Step::Send(b"0\r\n\r\n".to_vec())
 }
 
-/// A chat chunk with running usage, as an engine writes it.
+/// Returns a chat chunk with continuous usage, in an engine's format.
 pub(crate) fn delta(text: &str, completion_tokens: u32) -> String {
     format!(
         "data: {{\"id\":\"c\",\"choices\":[{{\"index\":0,\"delta\":{{\"content\":\"{text}\"}}}}],\
@@ -207,7 +207,7 @@ pub(crate) fn delta(text: &str, completion_tokens: u32) -> String {
     )
 }
 
-/// The usage-only chunk at the end of a stream.
+/// Returns the usage-only chunk at the end of a stream.
 pub(crate) fn usage_chunk() -> &'static str {
     "data: {\"id\":\"c\",\"choices\":[],\"usage\":{\"prompt_tokens\":7,\"completion_tokens\":2}}\n\n"
 }

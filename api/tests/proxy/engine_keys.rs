@@ -1,4 +1,4 @@
-//! Whose key reaches an engine (I62).
+//! Which key an engine receives (I62).
 
 use std::time::Duration;
 
@@ -10,7 +10,7 @@ use super::client::chat;
 use super::engine::{Engine, json};
 use super::fleet::Fleet;
 
-/// Lines of the request's head that carry a key, sorted.
+/// Returns the header lines of a request that carry a key, sorted.
 fn keys_in(request: &str) -> Vec<&str> {
     let mut lines: Vec<&str> = request
         .lines()
@@ -63,7 +63,7 @@ async fn an_engine_gets_headers_of_its_own_in_place_of_a_clients() {
 async fn a_key_does_not_follow_an_id_to_another_url() {
     let engine = Engine::always(vec![json("200 OK", "{}")]).await;
     let mut keys = EngineKeys::default();
-    // As the config has it; the registry says otherwise.
+    // From the config; the registry has another one.
     keys.add(
         "e0",
         "http://10.0.0.1:8000",

@@ -1,4 +1,4 @@
-//! What clients are told beside answers (I61).
+//! Headers that responses expose to clients (I61).
 
 use std::time::Duration;
 
@@ -8,7 +8,7 @@ use super::client::{Answer, chat, post};
 use super::engine::{Engine, Step, json};
 use super::fleet::Fleet;
 
-/// Names of all headers of ours, sorted.
+/// Returns the names of all of the router's headers, sorted.
 fn told(answer: &Answer) -> Vec<&str> {
     let names = answer.headers.iter().map(|(name, _)| name.as_str());
     let mut ours: Vec<&str> = names
@@ -25,7 +25,7 @@ async fn exposing(engine: &Engine, expose: Expose) -> Fleet {
     .await
 }
 
-/// An answer of an engine that is itself behind a router that tells all.
+/// Returns a response of an engine that is itself behind a router that exposes everything.
 fn talkative(status: &str) -> Vec<Step> {
     let head = format!(
         "HTTP/1.1 {status}\r\ncontent-length: 2\r\nx-request-id: inner\r\nx-quorate-backend: inner\r\n\
@@ -67,9 +67,9 @@ async fn a_refusal_tells_nothing_of_the_prompt_whatever_is_set() {
     for (status, request) in [
         ("400 Bad Request", chat("")),
         ("500 Internal Server Error", chat("")),
-        // Held until nobody else can be tried.
+        // Held until no other backend can be tried.
         ("503 Service Unavailable", chat("")),
-        // Ours.
+        // From the router.
         ("200 OK", unknown),
         ("200 OK", post("/v1/chat/completions", "", "{")),
         ("200 OK", post("/none", "", "{}")),

@@ -1,4 +1,4 @@
-//! Engines that break, fall silent or talk nonsense.
+//! Engines that fail, hang or send nonsense.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,7 +12,7 @@ use super::fleet::{Fleet, eventually};
 
 const STREAM: &str = ",\"stream\":true";
 
-/// The error event at the end of `body`, its `code`.
+/// Returns the `code` of the error event at the end of `body`.
 fn last_event_code(body: &str) -> String {
     let event = body.trim_end().rsplit("\n\n").next().unwrap();
     let json = event
@@ -97,7 +97,7 @@ async fn a_document_the_engine_breaks_off_never_looks_whole() {
         let fleet = Fleet::start(&[&engine]).await;
         let mut client = fleet.client().await;
         let answer = client.ask(chat("")).await;
-        // The head may or may not have been on its way when the connection was cut.
+        // The headers may or may not have been in flight when the connection was cut.
         assert!(!answer.is_complete, "{head}");
         fleet.is_idle().await;
         assert_eq!(fleet.count(RequestOutcome::BrokenOff, 200), 1);
@@ -277,7 +277,7 @@ async fn informational_answers_are_taken_up_to_a_bound() {
     let fleet = Fleet::start(&[&engine]).await;
     let mut client = fleet.client().await;
     for _ in 0..3 {
-        // Each request has its own.
+        // Each request has its own limit.
         assert_eq!(client.ask(chat("")).await.status, 200);
     }
     assert_eq!(engine.connections(), 1);

@@ -58,7 +58,7 @@ pub(crate) const HEALTHY: Health = Health {
     adapters: None,
 };
 
-/// A drain that never cuts within a test.
+/// A drain timeout that is never reached in a test.
 pub(crate) const PATIENT: Duration = Duration::from_secs(60);
 
 impl Fleet {
@@ -74,7 +74,7 @@ impl Fleet {
         Self::start_keyed(engines, EngineKeys::default(), drain_deadline, change).await
     }
 
-    /// With keys that engines want.
+    /// Starts with API keys that engines require.
     pub(crate) async fn start_keyed(
         engines: &[&Engine],
         keys: EngineKeys,
@@ -88,7 +88,7 @@ impl Fleet {
         Self::start_as(engines, probes, drain_deadline, change).await
     }
 
-    /// With engines that are really probed; returns when each was.
+    /// Starts with real probes of the engines; returns once each was probed.
     pub(crate) async fn start_probed(engines: &[&Engine], probes: ProbeSettings) -> Self {
         let fleet = Self::start_as(engines, probes, PATIENT, |_| {}).await;
         let hooks = Hooks {
@@ -111,7 +111,7 @@ impl Fleet {
         fleet
     }
 
-    /// Whose prompts are cut as `models` says.
+    /// Starts with prompts cut into blocks by `models`.
     pub(crate) async fn start_cutting(engines: &[&Engine], models: ModelSettings) -> Self {
         Self::start_of(models, engines, ProbeSettings::default(), PATIENT, |_| {}).await
     }
@@ -148,7 +148,7 @@ impl Fleet {
         fleet
     }
 
-    /// Where requests choose neither policy nor backends.
+    /// Starts without the choice of policy or backends for requests.
     pub(crate) async fn start_strict(engines: &[&Engine]) -> Self {
         let state = RouterState::new();
         let view = state.view();
@@ -165,8 +165,8 @@ impl Fleet {
         fleet
     }
 
-    /// Replicas 1 and up of one cluster, each with its own settings, behind one log that all of
-    /// them apply at once.
+    /// Starts replicas 1 and up of one cluster, each with its own settings, behind one log that all
+    /// of them apply at once.
     pub(crate) async fn replicas(engines: &[&Engine], settings: Vec<ProxySettings>) -> Vec<Self> {
         let states: Vec<_> = settings.iter().map(|_| RouterState::new()).collect();
         let views: Vec<_> = states.iter().map(RouterState::view).collect();
@@ -222,14 +222,14 @@ impl Fleet {
         }
     }
 
-    /// Every backend answers its probes.
+    /// Marks every backend as healthy.
     pub(crate) fn assume_healthy(&self) {
         for backend in &self.registry().backends {
             self.backends.assume(backend.handle.slot, &HEALTHY);
         }
     }
 
-    /// Forms the cluster and registers `engines`.
+    /// Founds the cluster and registers `engines`.
     fn found(&self, engines: &[&Engine]) {
         self.apply(Command::FoundCluster {
             hash_seed: 7,
@@ -251,7 +251,7 @@ impl Fleet {
         }
     }
 
-    /// Calls the admin API: the status and the JSON of the answer.
+    /// Calls the admin API; returns the status and JSON body of the response.
     pub(crate) async fn call(&self, method: &str, path: &str, body: &Value) -> (u16, Value) {
         let request = Request::builder().method(method).uri(path);
         let request = request.header("content-type", "application/json");
@@ -266,7 +266,7 @@ impl Fleet {
         self.apply_at(1, command);
     }
 
-    /// The same, proposed when the clock showed so much.
+    /// Like [`Self::apply`], proposed at this time.
     pub(crate) fn apply_at(&self, proposed_at_ms: u64, command: Command) {
         let mut log = self.log.0.lock().unwrap();
         let (replica, session, lane) = (ReplicaId(1), SessionId(1), Lane::Admin);
@@ -286,7 +286,7 @@ impl Fleet {
         );
     }
 
-    /// What names and secrets are hashed under.
+    /// Returns the seed under which names and secrets are hashed.
     pub(crate) fn hash_seed(&self) -> u64 {
         self.registry().hash_seed
     }
@@ -295,14 +295,14 @@ impl Fleet {
         self.router.view().registry()
     }
 
-    /// From here on carries what is known to the state as it comes.
+    /// Flushes the outbox continuously from here on.
     pub(crate) fn keep_flushing(&self) {
         let (router, log) = (Arc::clone(&self.router), self.log.clone());
         let never = CancellationToken::new();
         tokio::spawn(async move { router.run_outbox(log, never, PATIENT).await });
     }
 
-    /// Carries all that is known to the state.
+    /// Flushes the outbox to the state.
     pub(crate) async fn flush(&self) {
         let stop = CancellationToken::new();
         stop.cancel();
@@ -317,12 +317,12 @@ impl Fleet {
         Client::connect(self.address).await
     }
 
-    /// The backend of the engine with this number.
+    /// Returns the backend of the engine with this number.
     pub(crate) fn backend(&self, number: usize) -> BackendRef {
         self.registry().backends[number].handle
     }
 
-    /// Requests running at all backends, as routing counts them.
+    /// Returns the number of requests running at all backends, as routing counts them.
     pub(crate) fn running(&self) -> u32 {
         let registry = self.registry();
         registry
@@ -340,7 +340,7 @@ impl Fleet {
             .get()
     }
 
-    /// All that was charged. Ends the outbox: once per fleet.
+    /// Returns the sum of all charges. Ends the outbox: call this once per fleet.
     pub(crate) async fn charged(&self) -> Charge {
         let stop = CancellationToken::new();
         stop.cancel();
@@ -354,7 +354,7 @@ impl Fleet {
         }
     }
 
-    /// Waits until nothing is under way, here and in routing's books.
+    /// Waits until nothing is in flight, here and in routing's accounting.
     pub(crate) async fn is_idle(&self) {
         eventually("no request under way", || {
             let here = self.metrics.reading.get() + self.metrics.in_flight.get();
@@ -364,7 +364,7 @@ impl Fleet {
     }
 }
 
-/// Blocks of 16 bytes.
+/// Returns settings with blocks of 16 bytes.
 fn characters() -> ModelSettings {
     ModelSettings {
         name: "*".to_owned(),
@@ -383,8 +383,8 @@ fn router(
     router_of(characters(), replica, view, backends, may_choose)
 }
 
-/// Routes for `replica`, and keeps what its decisions go by. With `may_choose` requests choose
-/// their policy and backends.
+/// Creates a recording router for `replica`. With `may_choose`, requests may select their policy
+/// and backends.
 fn router_of(
     models: ModelSettings,
     replica: ReplicaId,
@@ -458,7 +458,7 @@ fn admin(
     }))
 }
 
-/// A log that commits at once, and the states it drives, one per replica.
+/// A log that commits at once, and the states that it drives, one per replica.
 struct Log(Mutex<LogStates>);
 
 struct LogStates {
@@ -476,7 +476,7 @@ fn append(log: &mut LogStates, envelope: &Envelope) -> Committed {
     Committed { index, reply }
 }
 
-/// Only what `explain` and the decisions ask of a cluster.
+/// Implements only what `explain` and decisions need.
 impl Cluster for Log {
     fn submit(&self, _: Command) -> BoxFuture<'_, Result<Committed, ProposeError>> {
         unreachable!("nothing is written through the admin API")
@@ -526,7 +526,7 @@ impl Propose for Log {
     }
 }
 
-/// A log that adds up charges.
+/// A log that sums up charges.
 #[derive(Default)]
 struct Bill(Mutex<Charge>);
 
@@ -552,7 +552,7 @@ impl Propose for Bill {
     }
 }
 
-/// Waits for something that stays once it has come about.
+/// Waits until `condition` holds; it must then stay true.
 pub(crate) async fn eventually(what: &str, condition: impl Fn() -> bool) {
     let wait = async {
         let mut tick = tokio::time::interval(Duration::from_millis(1));

@@ -1,4 +1,4 @@
-//! What reaches the engine and what reaches the client when all goes well.
+//! What reaches the engine and the client when nothing fails.
 
 use std::sync::Arc;
 
@@ -85,7 +85,7 @@ async fn a_stream_passes_while_it_is_made() {
     let fleet = Fleet::start(&[&engine]).await;
     let mut client = fleet.client().await;
     client.send(chat(",\"stream\":true")).await;
-    // The engine goes on only when the client has seen what it sent so far.
+    // The engine continues only after the client has received what was sent so far.
     client.read_until("first").await;
     assert_eq!(fleet.running(), 1);
     gate.add_permits(1);
@@ -209,8 +209,8 @@ async fn an_answer_is_taken_from_the_engine_at_the_clients_pace() {
     let mut slow = fleet.client().await;
     slow.send(chat(",\"stream\":true")).await;
     slow.read_until("data: x").await;
-    // Meanwhile others are served, and the slow one's answer waits at the engine, apart from what
-    // the sockets' buffers hold.
+    // Meanwhile other clients are served, and the slow one's response waits at the engine, apart
+    // from the contents of socket buffers.
     let mut swift = fleet.client().await;
     for _ in 0..50 {
         assert_eq!(swift.ask(chat("")).await.status, 200);

@@ -1,4 +1,4 @@
-//! Clients that leave: the engine learns it at once, and nothing stays behind.
+//! Clients that leave: the engine learns of it at once, and nothing is left behind.
 
 use api::proxy::RequestOutcome;
 use http_body_util::{BodyExt, Full};
@@ -153,7 +153,7 @@ async fn a_crowd_that_leaves_at_any_moment_leaves_nothing_behind() {
     let mut clients = Vec::new();
     for number in 0..60 {
         let mut client = fleet.client().await;
-        // From a part of the head to the whole request.
+        // From a part of the headers to the whole request.
         client
             .send(&request[..request.len() * (number % 6 + 1) / 6])
             .await;

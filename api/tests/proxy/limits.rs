@@ -1,4 +1,4 @@
-//! Few clients that want everything: nobody else is shut out.
+//! A few greedy clients: no other client is shut out.
 
 use std::time::Duration;
 
@@ -14,7 +14,7 @@ use super::client::{Answer, Client, chat, post};
 use super::engine::{Engine, Step, json};
 use super::fleet::{Fleet, eventually};
 
-/// The head of a chat whose body never comes.
+/// Headers of a chat whose body never arrives.
 const HEAD: &str =
     "POST /v1/chat/completions HTTP/1.1\r\nhost: router\r\ncontent-length: 9\r\n\r\n";
 
@@ -24,7 +24,7 @@ async fn start(change: impl FnOnce(&mut ProxySettings)) -> (Engine, Fleet) {
     (engine, fleet)
 }
 
-/// So many clients that send a head and no body.
+/// Opens this many clients that send headers and no body.
 async fn heads(fleet: &Fleet, count: usize) -> Vec<Client> {
     let mut clients = Vec::new();
     for _ in 0..count {
@@ -55,7 +55,7 @@ async fn where_many_bodies_are_waited_for_they_have_to_hurry() {
     .await;
     let mut heads = heads(&fleet, 4).await;
     let mut late = fleet.client().await;
-    // The fifth finds no room, or that the first have been told to go.
+    // The fifth client finds no room until the first ones are rejected.
     while late.ask(chat("")).await.status != 200 {}
     let mut told = Vec::new();
     for head in &mut heads[..2] {
@@ -222,7 +222,7 @@ async fn an_answer_says_what_is_left_of_its_users_limits() {
     assert!(!unlimited.headers.iter().any(is_told), "{unlimited:?}");
 }
 
-/// A completion of this user.
+/// Requests a completion as this user.
 async fn complete(fleet: &Fleet, user: &str) -> Answer {
     let headers = format!("content-type: application/json\r\nx-quorate-user: {user}\r\n");
     let body = r#"{"model":"m","prompt":"hello"}"#;
@@ -280,7 +280,7 @@ async fn a_budget_that_is_used_up_is_so_for_all_replicas_until_its_period_ends()
         assert!((1..=24 * 3600).contains(&wait_s), "{wait_s}");
         assert_eq!(complete(fleet, "bob").await.status, 200);
     }
-    // What was used a day before counts for that day.
+    // Usage of the previous day counts for that day.
     let name = || "ada".to_owned();
     fleets[0].apply(Command::ForgiveUser { name: name() });
     fleets[0].apply_at(now_ms() - 24 * 3600 * 1000, used());

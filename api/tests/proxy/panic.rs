@@ -14,7 +14,7 @@ use super::fleet::{Fleet, eventually};
 
 const ENGINES: usize = 3;
 
-/// Three engines that answer every request, and probes while `are_well`.
+/// Three engines that answer every request, and probes only while `are_well`.
 struct Bench {
     engines: Vec<Engine>,
     are_well: Arc<AtomicBool>,
@@ -22,7 +22,7 @@ struct Bench {
 }
 
 impl Bench {
-    /// Each engine has answered a request.
+    /// Starts the engines and lets each answer a request.
     async fn start(panic_threshold_percent: u32) -> Self {
         let are_well = Arc::new(AtomicBool::new(true));
         let mut engines = Vec::new();

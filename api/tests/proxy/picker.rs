@@ -1,5 +1,5 @@
-//! The endpoint picker, message by message: what gateways of each kind say and hear, who pays, and what
-//! becomes of those that speak out of turn.
+//! The endpoint picker, message by message: the protocol of each kind of gateway, the charges, and
+//! gateways that violate the protocol.
 
 use api::proxy::picker::ext_proc::body_mutation::Mutation;
 use api::proxy::picker::ext_proc::processing_request::Request as ProcessingMessage;

@@ -1,5 +1,5 @@
-//! Body modes of gateways: what a picker asks of them, what becomes of those that do otherwise, and what
-//! of bodies that are too long or cannot be read.
+//! Body modes of gateways: what a picker requests, gateways that ignore it, and bodies that are too
+//! long or cannot be read.
 
 use api::proxy::picker::PickedOutcome;
 use api::proxy::picker::ext_proc::body_mutation::Mutation;
@@ -68,7 +68,7 @@ async fn a_gateway_that_ignores_what_it_is_asked_is_told_which_setting_to_change
     assert_eq!(picking.metrics.requests(PickedOutcome::Broken), 2);
 }
 
-/// What comes in the place of an answer's piece.
+/// Returns what replaces a piece of the response.
 async fn passed(talk: &mut Talk, piece: ProcessingMessage) -> String {
     talk.say(piece).await;
     match body_of(talk.next().await).body_mutation.unwrap().mutation {
@@ -134,7 +134,7 @@ async fn a_message_that_is_longer_than_any_body_may_be_is_refused() {
     let (status, body) = talk.refused().await;
     assert_eq!(status, 413, "{body}");
     talk.is_over().await;
-    // Too late for another answer.
+    // Too late for another response.
     let duplex = BodySendMode::FullDuplexStreamed;
     let mut talk = picking
         .ask(CHAT, 1000, modes(duplex, BUFFERED, false))
@@ -168,7 +168,7 @@ async fn a_message_that_cannot_be_read_ends_the_stream_with_an_error() {
     assert!(why.message().contains("failed to decode"), "{why}");
     fleet.is_idle().await;
     assert_eq!(picking.metrics.requests(PickedOutcome::Broken), 2);
-    // One whose connection is gone hears nothing.
+    // A gateway whose connection is gone receives nothing.
     let gone = vec![Err(Status::cancelled("reset"))];
     picking.hear_out(gone).unwrap().is_over().await;
     assert_eq!(picking.metrics.requests(PickedOutcome::Broken), 2);

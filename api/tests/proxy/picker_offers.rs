@@ -1,4 +1,4 @@
-//! The endpoints that a gateway is told: who is first how often, and what is left out behind.
+//! Endpoints offered to a gateway: how often each is first, and which are left out.
 
 use api::backends::EngineKeys;
 use api::isolation::WhenUnsalted;
@@ -19,7 +19,7 @@ async fn dead(count: usize) -> Vec<Engine> {
     engines
 }
 
-/// The endpoints that a request is told, whose gateway then leaves.
+/// Returns the endpoints offered for a request, whose gateway then leaves.
 async fn told(fleet: &Fleet, picking: &PickingHere) -> Vec<String> {
     let mut talk = picking.open().unwrap();
     talk.ask(CHAT, 1000, plain()).await;
@@ -50,7 +50,7 @@ async fn the_second_endpoint_takes_no_turn_of_round_robins() {
 
 #[tokio::test]
 async fn few_backends_are_asked_for_one_that_gets_the_same() {
-    // The first request goes to the second engine; next are the fourth and those behind it.
+    // The first request goes to the second engine; the fourth and those after it are next.
     const FIRST: usize = 1;
     const NEXT: usize = 3;
     for (unlike, expected) in [(7, 2), (8, 1)] {

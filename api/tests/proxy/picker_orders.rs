@@ -1,5 +1,5 @@
-//! Messages of a gateway in any order: the first that is out of turn ends the stream with an error that
-//! names it, and whatever comes of them, nothing stays.
+//! Messages of a gateway in random order: the first unexpected one ends the stream with an error
+//! that names it, and nothing is left behind in any case.
 
 use api::proxy::picker::ext_proc::processing_request::Request as ProcessingMessage;
 use api::proxy::picker::ext_proc::{BodySendMode, HttpTrailers, ProcessingRequest};
@@ -33,7 +33,7 @@ fn any_message() -> impl Strategy<Value = ProcessingMessage> {
     ]
 }
 
-/// The mode of both bodies, and whether a request's comes before its head is answered.
+/// The modes of both bodies, and whether the request body arrives before its headers are answered.
 fn any_mode() -> impl Strategy<Value = (BodySendMode, BodySendMode, bool)> {
     let mode = prop::sample::select(vec![
         BodySendMode::FullDuplexStreamed,
@@ -43,7 +43,7 @@ fn any_mode() -> impl Strategy<Value = (BodySendMode, BodySendMode, bool)> {
     (mode.clone(), mode, any::<bool>())
 }
 
-/// What a picker waits for.
+/// State of a picker between messages.
 enum Turn {
     Head,
     Upload { body: Vec<u8> },
@@ -51,26 +51,26 @@ enum Turn {
     Pieces,
 }
 
-/// How a request's body comes.
+/// How a request's body arrives.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Upload {
     Pieces,
     Whole,
-    /// Whole if the gateway does as it is asked.
+    /// Whole, if the gateway obeys the picker's request.
     AskedWhole,
 }
 
-/// What a stream ends by.
+/// Error that ends a stream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Fault {
-    /// A message of that name that is out of turn.
+    /// An unexpected message of this name.
     OutOfTurn(&'static str),
-    /// More of a body that was asked for whole.
+    /// More pieces of a body that was requested whole.
     OverrideIgnored,
 }
 
-/// The first thing that is wrong; `None`: the stream ends otherwise before one is read. Told from the
-/// protocol alone: a request body that comes whole is one message.
+/// Returns the first error; `None` if the stream ends before one is read. Derived from the protocol
+/// alone: a request body that arrives whole is one message.
 fn fault(upload: Upload, messages: &[ProcessingMessage]) -> Option<Fault> {
     let is_whole = upload != Upload::Pieces;
     let mut turn = Turn::Head;
@@ -108,7 +108,7 @@ fn fault(upload: Upload, messages: &[ProcessingMessage]) -> Option<Fault> {
                     may_go_on: false,
                 }
             }
-            // It goes on without the picker.
+            // The exchange continues without the picker.
             (Turn::Upload { .. }, ProcessingMessage::ResponseHeaders(_)) => return None,
             (
                 Turn::Answer {
@@ -210,7 +210,7 @@ fn the_first_message_out_of_turn_is_named_and_nothing_stays() {
             ended
         });
         match (expected, ended) {
-            // An answer that comes whole is read to its end at once.
+            // A whole response is read to its end at once.
             (Some(_), Err(why)) if answers == BodySendMode::Buffered && why.code() == Code::Aborted => {}
             (Some(Fault::OverrideIgnored), Err(why)) => {
                 prop_assert_eq!(why.code(), Code::FailedPrecondition);
@@ -223,7 +223,7 @@ fn the_first_message_out_of_turn_is_named_and_nothing_stays() {
                 prop_assert!(told.ends_with(", which no body mode allows"), "{}", told);
             }
             (None, Ok(())) => {}
-            // An answer that ends before it is whole.
+            // A response that ends before it is complete.
             (None, Err(why)) => prop_assert_eq!(why.code(), Code::Aborted, "{}", why),
             (Some(fault), Ok(())) => prop_assert!(false, "{fault:?} was taken"),
         }

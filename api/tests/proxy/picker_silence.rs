@@ -1,5 +1,5 @@
-//! Gateways that fall silent, or take nothing: each wait has the bound that it has for clients and engines
-//! of the data port, and nothing of the request stays.
+//! Gateways that fall silent or read nothing: each wait has the timeout that clients and engines
+//! have on the data port, and nothing of the request is left behind.
 
 use std::time::Duration;
 
@@ -25,7 +25,7 @@ use super::picking::{
     CHAT, EVENTS, Listening, PickingHere, Talk, body_of, engines, head_of, modes, piece_of, plain,
 };
 
-/// A picker in this process, whose waits are all shorter than a test's.
+/// Starts a picker in this process, with waits shorter than a test.
 async fn here(change: impl FnOnce(&mut ProxySettings)) -> (Fleet, PickingHere) {
     let engines = engines().await;
     let both = [&engines[0], &engines[1]];
@@ -143,7 +143,7 @@ async fn a_gateway_that_does_not_end_a_complete_answer_is_not_waited_for() {
     talk.picked().await;
     talk.streamed().await;
     talk.begin(EVENTS, None).await;
-    // The end passes with this piece, as it may be the last before trailers.
+    // The end passes with this piece, because it may be the last one before trailers.
     let all = format!("{}{DONE}", delta("a", 1));
     talk.say(ProcessingMessage::ResponseBody(piece_of(
         all.as_bytes(),
@@ -170,11 +170,11 @@ async fn a_gateway_that_takes_nothing_hears_so_when_it_takes_the_rest() {
     })
     .await;
     fleet.is_idle().await;
-    // After an end without an error it would send the request on as far as it has come.
+    // After an end without an error, the gateway would forward the incomplete request.
     assert_eq!(talk.fails().await.code(), Code::DeadlineExceeded);
 }
 
-/// More than what may wait for a gateway.
+/// Returns more than may be queued for a gateway.
 fn long_request() -> String {
     let prompt = "p".repeat(900_000);
     format!(r#"{{"model":"m","prompt":"{prompt}","stream":true,"max_tokens":9}}"#)
@@ -204,7 +204,7 @@ async fn a_gateway_that_takes_a_request_slowly_does_not_keep_its_place() {
         ticks.tick().await;
     };
     assert!(0 < bytes && bytes < body.len(), "{bytes} of {}", body.len());
-    // A gateway must not send an engine half a request, as it would if the stream just ended.
+    // A gateway must not send half a request to an engine, as it would if the stream just ended.
     assert_eq!(why.code(), Code::DeadlineExceeded);
     fleet.is_idle().await;
     assert_eq!(picking.metrics.requests(PickedOutcome::Broken), 1);
@@ -236,7 +236,7 @@ async fn a_gateway_that_takes_an_answer_slowly_does_not_keep_its_engine() {
             ticks.tick().await;
         };
         assert!(heard < PIECES, "{mode:?}: {heard}");
-        // The client must not take half an answer for all of it.
+        // The client must not take half a response for a complete one.
         assert_eq!(why.code(), Code::DeadlineExceeded, "{mode:?}");
         fleet.is_idle().await;
         assert_eq!(fleet.count(RequestOutcome::ClientLeft, 200), 1, "{mode:?}");
@@ -271,7 +271,7 @@ async fn a_connection_that_does_not_begin_is_closed() {
     let mut silent = TcpStream::connect(listening.address).await.unwrap();
     let mut told = Vec::new();
     let closed = timeout(PATIENT, silent.read_to_end(&mut told)).await;
-    // With unread bytes or not: it is over.
+    // Closed, with or without unread bytes.
     drop(closed.expect("it is closed"));
 }
 
@@ -299,7 +299,7 @@ async fn a_connection_that_waits_when_the_drain_begins_is_served() {
     let (open, opened) = oneshot::channel::<()>();
     let opened = async { opened.await.unwrap() };
     let listening = Listening::once(&fleet, drain.clone(), opened).await;
-    // The kernel connects it; nobody has accepted it.
+    // The kernel accepts the connection; the application has not.
     let channel = Endpoint::from_shared(format!("http://{}", listening.address));
     let mut client = ExternalProcessorClient::connect(channel.unwrap())
         .await

@@ -1,4 +1,4 @@
-//! What an OTLP collector is told of requests that a gateway asks about.
+//! Spans that an OTLP collector receives for requests of a gateway.
 
 use api::proxy::picker::ext_proc::HttpHeaders;
 use api::proxy::picker::ext_proc::processing_request::Request as ProcessingMessage;
@@ -13,7 +13,7 @@ use super::traces::{
     Collector, SPAN, TRACE, attribute, events, has, hex, is_the_clients, named, traced,
 };
 
-/// A gateway's stream about a chat that is part of a client's trace.
+/// Starts a gateway's stream about a chat that is part of a client's trace.
 async fn asked(picking: &Picking) -> Talk {
     let parent = format!("00-{TRACE}-{SPAN}-01");
     let fields = [
@@ -34,7 +34,7 @@ async fn asked(picking: &Picking) -> Talk {
     talk
 }
 
-/// The engines' part: the gateway went there, and they answered.
+/// Plays the engines' part: the gateway forwarded the request, and they answered.
 async fn answered(talk: &mut Talk, served: Option<&str>) {
     talk.streamed().await;
     talk.begin(EVENTS, served).await;
@@ -79,7 +79,7 @@ async fn a_request_of_a_gateway_has_the_spans_of_any_other() {
     ];
     has(attempt, &of_attempt);
     assert_eq!(events(attempt), ["first_byte", "last_byte"]);
-    // The engine's spans are to hang below the attempt's.
+    // The engine's spans must be children of the attempt's.
     let parent = format!("00-{TRACE}-{}-01", hex(&attempt.span_id));
     assert_eq!(header(&changes, "traceparent"), Some(parent));
     assert!(!changes.remove_headers.contains(&"tracestate".to_owned()));
@@ -138,7 +138,7 @@ async fn a_gateway_that_leaves_while_its_request_waits_ends_its_spans() {
     let has_left = || fleet.admission.all_waiting().requests == 0;
     eventually("it waits no more", has_left).await;
     drop(served);
-    // Its own two, and all of the others.
+    // Its own two spans, and those of the others.
     let spans = collector.spans(2 + 2 * 4).await;
     let admissions = named(&spans, "admission");
     let left = [("quorate.outcome", "client-left")];

@@ -1,5 +1,5 @@
-//! A picker in front of a fleet, and what gateways say to it: over gRPC, or message by message without a
-//! socket, where time is the test's.
+//! A picker in front of a fleet, and its gateways: over gRPC, or message by message without a
+//! socket, with the test's own clock.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -35,7 +35,7 @@ pub(super) const CHAT: &str =
 pub(super) const EVENTS: &str = "text/event-stream";
 const DESTINATION: &str = "x-gateway-destination-endpoint";
 
-/// A picker on its listener.
+/// A picker and its listener.
 pub(super) struct Listening {
     pub(super) metrics: PickerMetrics,
     pub(super) address: SocketAddr,
@@ -43,13 +43,13 @@ pub(super) struct Listening {
     pub(super) server: JoinHandle<DrainResult>,
 }
 
-/// A picker, and a gateway's connection to it.
+/// A picker and a gateway's connection to it.
 pub(super) struct Picking {
     pub(super) metrics: PickerMetrics,
     client: ExternalProcessorClient<Channel>,
 }
 
-/// A picker without a listener, which is asked in this process.
+/// A picker without a listener, called in this process.
 pub(super) struct PickingHere {
     pub(super) metrics: PickerMetrics,
     picker: Arc<Picker>,
@@ -74,7 +74,7 @@ impl PickingHere {
         Ok(Talk { say, heard })
     }
 
-    /// A stream of these messages, read or not, whose gateway then stays.
+    /// Opens a stream of these messages, readable or not, whose gateway then stays.
     pub(super) fn hear_out(
         &self,
         messages: Vec<Result<ProcessingRequest, Status>>,
@@ -98,7 +98,7 @@ impl Listening {
         Self::once(fleet, CancellationToken::new(), async {}).await
     }
 
-    /// A picker that listens at once, and serves when `open` ends, until `drain`.
+    /// Starts a picker that listens at once and serves after `open` ends, until `drain`.
     pub(super) async fn once(
         fleet: &Fleet,
         drain: CancellationToken,
@@ -143,7 +143,7 @@ impl Picking {
         }
     }
 
-    /// A stream whose request was told in pieces of `piece` bytes.
+    /// Opens a stream and sends a request in pieces of `piece` bytes.
     pub(super) async fn ask(&self, body: &str, piece: usize, more: ProcessingRequest) -> Talk {
         let talk = self.open().await;
         talk.ask(body, piece, more).await;
@@ -151,14 +151,14 @@ impl Picking {
     }
 }
 
-/// One stream.
+/// One stream of a gateway.
 pub(super) struct Talk {
     pub(super) say: Option<mpsc::Sender<ProcessingRequest>>,
     heard: BoxStream<'static, Result<ProcessingResponse, Status>>,
 }
 
 impl Talk {
-    /// Tells a request in pieces of `piece` bytes.
+    /// Sends a request in pieces of `piece` bytes.
     pub(super) async fn ask(&self, body: &str, piece: usize, more: ProcessingRequest) {
         let first = head_of("POST", "/v1/chat/completions", false);
         self.say_with(ProcessingMessage::RequestHeaders(first), more)
@@ -178,7 +178,7 @@ impl Talk {
     pub(super) async fn say_with(&self, said: ProcessingMessage, more: ProcessingRequest) {
         let request = Some(said);
         let message = ProcessingRequest { request, ..more };
-        // It may have ended already.
+        // The stream may have ended already.
         drop(self.say.as_ref().unwrap().send(message).await);
     }
 
@@ -191,7 +191,7 @@ impl Talk {
         self.hear().await.unwrap().expect("another answer comes")
     }
 
-    /// The endpoints, where the answer to the head has them, with all that is changed there.
+    /// Returns the endpoints from the response to the headers, with all header changes.
     pub(super) async fn picked(&mut self) -> (String, HeaderMutation) {
         let message = self.next().await;
         let common = match message.response {
@@ -211,7 +211,7 @@ impl Talk {
         (endpoints, headers)
     }
 
-    /// A body that streams by itself, of a request or an answer.
+    /// Returns the streamed body of a request or response.
     pub(super) async fn streamed(&mut self) -> String {
         let mut whole = Vec::new();
         loop {
@@ -228,7 +228,7 @@ impl Talk {
         }
     }
 
-    /// The answer's head, and the status of it.
+    /// Sends the response's headers with this status.
     pub(super) async fn begin(&mut self, kind: &str, served: Option<&str>) -> HeaderMutation {
         let mut head = head_of("", "", false);
         let fields = [(":status", "200"), ("content-type", kind)];
@@ -256,7 +256,7 @@ impl Talk {
         }
     }
 
-    /// The status and the body that the gateway is to answer itself.
+    /// Returns the status and body with which the gateway must respond itself.
     pub(super) async fn refused(&mut self) -> (i32, String) {
         match self.next().await.response {
             Some(Heard::ImmediateResponse(it)) => {
@@ -271,7 +271,7 @@ impl Talk {
         assert_eq!(self.hear().await.unwrap(), None);
     }
 
-    /// The error that ends the stream, whatever comes before.
+    /// Returns the error that ends the stream, whatever precedes it.
     pub(super) async fn fails(&mut self) -> Status {
         loop {
             match self.hear().await {
@@ -337,7 +337,7 @@ pub(super) fn told(namespace: &str, key: &str, kind: Kind) -> Metadata {
     }
 }
 
-/// A hint that restricts the choice.
+/// Returns a hint that restricts the choice.
 pub(super) fn only(endpoints: &[String]) -> ProcessingRequest {
     let value = |text: &String| Value {
         kind: Some(Kind::StringValue(text.clone())),

@@ -1,4 +1,4 @@
-//! What is predicted of engines' caches, and what becomes of it.
+//! Predictions about engines' caches, and their consequences.
 
 use api::prompt::{ModelSettings, Tokenizer};
 
@@ -10,19 +10,19 @@ use super::fleet::Fleet;
 
 const REPLY: &str = "I am well, thank you; and how are you yourself on this fine day?";
 
-/// The blocks that a request was believed to find, and all of its prompt's.
+/// Returns how many blocks the request was predicted to find, and how many its prompt has.
 fn prefix(answer: &super::client::Answer) -> (u32, u32) {
     let told = answer.header("x-quorate-prefix").unwrap();
     let (matched, total) = told.split_once('/').unwrap();
     (matched.parse().unwrap(), total.parse().unwrap())
 }
 
-/// Answers [`REPLY`], as a stream to who asks for one.
+/// Starts an engine that answers [`REPLY`], as a stream if requested.
 async fn talkative() -> Engine {
     Engine::answering(|request| {
         if request.contains(r#""stream":true"#) {
             let words = REPLY.split_inclusive(' ');
-            // A token a word and a token a mark, as usage counts them on and on.
+            // One token per word and one per punctuation mark, counted by continuous usage.
             let mut made = 0;
             let words = words.map(|word| {
                 made += 1 + u32::from(word.contains([',', ';', '?']));
@@ -71,7 +71,7 @@ async fn an_answers_tokens_are_found_in_the_next_turn() {
     }
 }
 
-/// A chat of many blocks.
+/// Returns a chat of many blocks.
 fn long_chat() -> String {
     let content = "all work and no play ".repeat(20);
     let body = format!(r#"{{"model":"m","messages":[{{"role":"user","content":"{content}"}}]}}"#);
@@ -90,7 +90,7 @@ async fn an_answer_without_a_count_found_nothing_cached_where_others_have_told()
     const TOLD: &str = r#","prompt_tokens_details":{"cached_tokens":96}"#;
     const NULL: &str = r#","prompt_tokens_details":null"#;
     for (details, expected) in [
-        // An engine that never tells is believed.
+        // Without any report from the engine, the prediction is believed.
         ([NULL, NULL], (false, 200)),
         ([TOLD, NULL], (true, 104)),
         ([TOLD, ""], (true, 104)),

@@ -1,5 +1,5 @@
-//! Engines of several data-parallel ranks: which rank a request is for, and what is tried when its
-//! engine cannot be reached.
+//! Engines with several data-parallel ranks: the rank of a request, and what is tried if its engine
+//! cannot be reached.
 
 use std::collections::BTreeSet;
 
@@ -19,7 +19,7 @@ fn give_ranks(fleet: &Fleet, number: usize, ranks: u16) {
     fleet.assume_healthy();
 }
 
-/// The rank that the last request to an engine was for.
+/// Returns the rank of an engine's last request.
 fn asked(engine: &Engine) -> Option<String> {
     let requests = engine.requests();
     let mut lines = requests.last().unwrap().lines();

@@ -1,4 +1,4 @@
-//! Requests on two engines at once, as SGLang has it: both get them with a room to meet in.
+//! Requests on two engines at once, like in SGLang: both receive them, with a room to meet in.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -33,7 +33,7 @@ fn put(fleet: &Fleet, number: usize, engine: &Engine, role: BackendRole, port: O
     }));
 }
 
-/// Engines with these roles, all of which but those that do all meet in rooms.
+/// Starts engines with these roles; all but those with the role `Both` meet in rooms.
 async fn meeting(engines: &[(&Engine, BackendRole)]) -> Fleet {
     let all: Vec<&Engine> = engines.iter().map(|(engine, _)| *engine).collect();
     let fleet = Fleet::start(&all).await;
@@ -47,7 +47,7 @@ fn asking(path: &str, body: &str) -> String {
     post(path, "content-type: application/json\r\n", body)
 }
 
-/// Waits until a request is at both engines of a pair.
+/// Waits until both engines of a pair have received a request.
 async fn both_have_it(computing: &Engine, answering: &Engine) {
     eventually("both have it", || {
         computing.requests().len() + answering.requests().len() == 2
@@ -78,7 +78,7 @@ async fn both_engines_get_the_request_at_once_with_a_room_and_it_is_charged_once
         "{got}"
     );
     fleet.is_idle().await;
-    // As cached counts what the one that computed the prompt found.
+    // The tokens that the prefill engine found cached count as cached.
     assert_eq!(tokens(&fleet.charged().await), [610, 400, 30]);
 }
 
@@ -132,7 +132,7 @@ async fn a_prefill_engine_that_fails_takes_the_other_connection_with_it_and_is_r
         ),
         (vec![stream_head(), chunk(error), last_chunk()], true),
     ] {
-        // Whichever of the two is asked first fails, once the other side has the request.
+        // The engine that is called first fails, once the other one has the request.
         let gate = Arc::new(Semaphore::new(0));
         let asked = Arc::new(AtomicUsize::new(0));
         let prefill = || {
@@ -223,7 +223,7 @@ async fn an_engine_that_cannot_answer_is_replaced_before_the_first_byte() {
     }
     fleet.is_idle().await;
 
-    // A server's error of one that has the prompt, as when the transfer failed on its side.
+    // A server error of an engine that has the prompt, as after a failed transfer.
     let asked = Arc::new(AtomicUsize::new(0));
     let answering = || {
         let asked = Arc::clone(&asked);
@@ -315,7 +315,7 @@ async fn no_request_goes_to_one_of_them_alone() {
         let answer = fleet.client().await.ask(request).await;
         answer.refuses(400, "needs_whole_backend");
     }
-    // What is not computed either of them knows.
+    // Either engine can answer requests that compute nothing.
     let told = asking("/tokenize", r#"{"model":"m","prompt":"a"}"#);
     let answer = fleet.client().await.ask(told).await;
     assert_eq!(answered_by(&answer), (200, None, Some("e1")));
@@ -324,7 +324,7 @@ async fn no_request_goes_to_one_of_them_alone() {
         (4, 5)
     );
 
-    // Beside them an engine that does all takes what is short, or of no use to two.
+    // With another engine that serves whole requests, short or inseparable requests go there.
     let all = Engine::always(vec![whole("200 OK", ANSWERED)]).await;
     put(&fleet, 2, &all, BOTH, None);
     fleet.assume_healthy();
@@ -342,7 +342,7 @@ async fn engines_of_different_kinds_make_no_pair() {
     let computing = Engine::always(vec![whole("200 OK", COMPUTED)]).await;
     let answering = Engine::always(vec![whole("200 OK", ANSWERED)]).await;
     let fleet = meeting(&[(&computing, PREFILL), (&answering, DECODE)]).await;
-    // Without the label it is taken for one of vLLM's.
+    // Without the label it counts as a vLLM engine.
     put(&fleet, 0, &computing, PREFILL, None);
     let answer = fleet.client().await.ask(long("")).await;
     answer.refuses(503, "no_prefill_backend");

@@ -1,4 +1,4 @@
-//! Clients that stay and stop reading.
+//! Clients that stay connected and stop reading.
 
 use std::time::Duration;
 
@@ -72,7 +72,7 @@ async fn an_http2_stream_that_stands_still_is_left_and_the_others_go_on() {
     assert!(!connection.is_finished());
 }
 
-/// An answer that fits into what is read ahead, and not into the buffers on the way.
+/// A response that fits into the read-ahead, but not into the buffers in between.
 const LONG: usize = 48;
 
 fn long(usage: &str) -> Vec<Step> {
@@ -90,7 +90,7 @@ async fn far_sighted(engine: &Engine) -> Fleet {
     .await
 }
 
-/// A client that has taken nothing yet of an answer whose engine is done with it.
+/// Returns a client that has read nothing of a response that the engine has finished.
 async fn unread() -> (Engine, Fleet, Client) {
     let engine = Engine::always(long(usage_chunk())).await;
     let fleet = far_sighted(&engine).await;

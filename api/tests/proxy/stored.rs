@@ -1,4 +1,4 @@
-//! Responses that an engine has stored are found wherever they are.
+//! Responses stored by an engine are found at any engine.
 
 use api::backends::EngineKeys;
 use api::proxy::ProxySettings;
@@ -9,7 +9,7 @@ use super::client::post;
 use super::engine::{Engine, chunk, json as answer_json, last_chunk, stream_head};
 use super::fleet::{Fleet, PATIENT};
 
-/// An engine that has stored the response with this id.
+/// Starts an engine that has stored the response with this id.
 async fn keeper(id: &'static str) -> Engine {
     Engine::answering(move |request| {
         let line = request.lines().next().unwrap_or_default();
@@ -57,7 +57,7 @@ async fn the_engine_that_has_it_answers() {
         seen.starts_with("GET /v1/responses/resp_b?stream=true HTTP/1.1"),
         "{seen}"
     );
-    // Nothing is kept open by those that did not have it.
+    // Engines without the response keep no connection open.
     assert_eq!((first.connections(), second.connections()), (1, 1));
     fleet.is_idle().await;
     assert_eq!(fleet.charged().await.started, 0);
@@ -69,7 +69,7 @@ async fn every_replica_finds_it_also_one_that_knows_nothing() {
     let engines = [&first, &second];
     let settings = [1, 2].map(|id| ProxySettings::new(ReplicaId(id)));
     let replicas = Fleet::replicas(&engines, settings.into()).await;
-    // A replica that starts again has forgotten all that it was asked.
+    // A restarted replica has forgotten all earlier requests.
     let restarted = Fleet::start(&engines).await;
     for fleet in replicas.iter().chain([&restarted]) {
         let mut client = fleet.client().await;

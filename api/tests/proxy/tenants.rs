@@ -1,5 +1,5 @@
-//! Users whose cached blocks are kept apart: what engines get, and which engines get anything
-//! (I111).
+//! Users whose cached blocks are kept apart: what engines receive, and which engines receive
+//! requests (I111).
 
 use api::isolation::WhenUnsalted;
 use api::proxy::ProxySettings;
@@ -15,7 +15,7 @@ async fn engine() -> Engine {
     Engine::always(vec![answer_json("200 OK", "{}")]).await
 }
 
-/// A fleet of these engines, of which those numbers know salts.
+/// Starts a fleet of these engines, of which the numbered ones support salts.
 async fn fleet(
     engines: &[&Engine],
     salted: &[usize],
@@ -56,7 +56,7 @@ async fn ask(fleet: &Fleet, user: &str, fields: &str) -> Answer {
     fleet.client().await.ask(of(user, &chat(fields))).await
 }
 
-/// The body of the last request that the engine got.
+/// Returns the body of the last request that the engine received.
 fn body(engine: &Engine) -> String {
     let request = engine.requests().pop().unwrap();
     request.split_once("\r\n\r\n").unwrap().1.to_owned()
@@ -101,7 +101,7 @@ async fn engines_get_the_salt_of_the_users_scope_and_no_other() {
     assert_eq!([with_x, with_x], [twice, options], "the last one counts");
     assert_eq!(team, same_team);
     assert!(own != team && own != with_x && team != with_x, "{salts:?}");
-    // Whoever shares is left alone, with and without a salt of the client's.
+    // Requests of users who share are unchanged, with and without a client's salt.
     ask(&fleet, "eve", "").await;
     assert_eq!(salt(&engine), None);
     ask(&fleet, "eve", &format!(r#","cache_salt":"{own}""#)).await;
@@ -164,7 +164,7 @@ async fn an_isolated_user_gets_no_engine_that_would_mix_its_blocks() {
     answer.refuses(503, "no_isolating_backend");
     assert!(answer.header("retry-after").is_some());
     assert_eq!(ask(&alone, "eve", "").await.status, 200);
-    // Nor a path on which engines know no salts.
+    // Nor does a path on which engines ignore salts.
     let messages = r#"{"model":"m","max_tokens":1,"messages":[{"role":"user","content":"x"}]}"#;
     let messages = post(
         "/v1/messages",
@@ -175,7 +175,7 @@ async fn an_isolated_user_gets_no_engine_that_would_mix_its_blocks() {
         let answer = fleet.client().await.ask(of(user, &messages)).await;
         assert_eq!(answer.status, status, "{user}: {}", answer.body);
     }
-    // What computes nothing needs no salt.
+    // Requests that compute nothing need no salt.
     let count = post("/tokenize", "", r#"{"model":"m","prompt":"x"}"#);
     assert_eq!(
         alone.client().await.ask(of("ada", &count)).await.status,

@@ -1,4 +1,4 @@
-//! What an OTLP collector is told of requests: a real tonic server with the official protos.
+//! Spans that an OTLP collector receives: a real tonic server with the official protos.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
@@ -30,11 +30,11 @@ use super::fleet::{Fleet, PATIENT, eventually};
 pub(super) const TRACE: &str = "4bf92f3577b34da6a3ce929d0e0e4736";
 pub(super) const SPAN: &str = "00f067aa0ba902b7";
 
-/// A collector, and what it was told.
+/// A collector and the spans it received.
 #[derive(Clone, Default)]
 pub(super) struct Collector {
     spans: Arc<Mutex<Vec<Span>>>,
-    /// It is called and never answers.
+    /// Whether it accepts calls and never responds.
     is_stuck: bool,
 }
 
@@ -56,7 +56,7 @@ impl TraceService for Collector {
 }
 
 impl Collector {
-    /// A collector that runs, and a tracer that tells it of this part of the requests.
+    /// Starts a collector and a tracer that samples this part of the requests.
     pub(super) async fn start(self, sample_ppm: u32) -> (Self, Tracer, TracingMetrics) {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
@@ -76,7 +76,7 @@ impl Collector {
         (self, tracer, metrics)
     }
 
-    /// All spans, once there are as many.
+    /// Returns all spans, once there are `count` of them.
     pub(super) async fn spans(&self, count: usize) -> Vec<Span> {
         let is_told = || self.spans.lock().unwrap().len() >= count;
         eventually("the collector was told", is_told).await;
@@ -126,7 +126,7 @@ pub(super) fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// The `traceparent` that an engine got.
+/// Returns the `traceparent` that an engine received.
 fn parent(request: &str) -> &str {
     let line = request
         .lines()
@@ -144,7 +144,7 @@ fn streams() -> Vec<Step> {
     ]
 }
 
-/// A chat that is part of a client's trace.
+/// Returns a chat that is part of a client's trace.
 fn part_of_a_trace(fields: &str, flags: &str) -> String {
     let head = format!(
         "host: router\r\ntraceparent: 00-{TRACE}-{SPAN}-{flags}\r\ntracestate: vendor=1\r\n"
@@ -152,7 +152,7 @@ fn part_of_a_trace(fields: &str, flags: &str) -> String {
     chat(fields).replacen("host: router\r\n", &head, 1)
 }
 
-/// The span of the whole request, whose parent is the client's.
+/// Asserts that this is the span of the whole request, a child of the client's.
 pub(super) fn is_the_clients(request: &Span) {
     assert_eq!(request.kind, SpanKind::Server as i32);
     assert_eq!(
@@ -177,7 +177,7 @@ pub(super) fn is_the_clients(request: &Span) {
 #[tokio::test]
 async fn a_retry_is_one_trace_with_an_attempt_for_each_engine() {
     let (collector, tracer, metrics) = Collector::default().start(0).await;
-    // Whichever engine is asked first refuses.
+    // The engine that is tried first refuses.
     let asked = Arc::new(AtomicUsize::new(0));
     let script = || {
         let asked = Arc::clone(&asked);
@@ -190,7 +190,7 @@ async fn a_retry_is_one_trace_with_an_attempt_for_each_engine() {
     let both: Vec<&Engine> = engines.iter().collect();
     let fleet = Fleet::start_with(&both, PATIENT, traced(tracer)).await;
     let mut client = fleet.client().await;
-    // The client's word counts, whatever part of the others is traced.
+    // The client's sampling decision counts, whatever part of the others is traced.
     let answer = client.ask(part_of_a_trace(r#","stream":true"#, "01")).await;
     assert_eq!(answer.status, 200);
     let spans = collector.spans(7).await;
@@ -353,7 +353,7 @@ async fn a_collector_that_never_answers_holds_nobody_up() {
     let mut client = fleet.client().await;
     assert_eq!(client.ask(chat(r#","stream":true"#)).await.status, 200);
     collector.spans(1).await;
-    // The call is under way, and nothing leaves the queue until it is given up: it fills.
+    // The call is in flight and blocks the queue until it times out, so the queue fills.
     let headers = http::HeaderMap::new();
     for _ in 0..10_000 {
         drop(tracer.begin(&headers, (&http::Method::POST, "/v1/completions"), "r"));

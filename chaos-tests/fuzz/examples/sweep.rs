@@ -1,6 +1,6 @@
-//! Runs bodies over seeded mutations for longer than the tests do, with any toolchain:
-//! `cargo run --release --example sweep -- MUTATIONS SEED [TARGET...]`. Tells the first input of
-//! each target that breaks it, and the most memory that a run held.
+//! Runs targets over seeded mutations for longer than the tests, with any toolchain: `cargo run
+//! --release --example sweep -- MUTATIONS SEED [TARGET...]`. Prints the first failing input of each
+//! target, and the maximum memory of a run.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Instant;

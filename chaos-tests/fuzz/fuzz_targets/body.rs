@@ -1,6 +1,5 @@
-//! One body under libFuzzer: which one, the name says that the binary is run by. The bodies are
-//! compiled in here, so that what is fuzzed is the product as it ships, without the bugs that tests
-//! plant.
+//! Runs one target under libFuzzer, selected by the name of the binary. The targets are compiled in
+//! here, so that the fuzzed product is the shipped one, without planted bugs.
 
 #![no_main]
 

@@ -1,4 +1,4 @@
-//! What attacks share: the cluster, and connections to it.
+//! What all attacks share: the cluster and connections to it.
 
 use std::collections::BTreeMap;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -17,40 +17,40 @@ use super::engine::{MODEL, SeenHeads};
 use crate::processes::access::{ClientAccess, key};
 use crate::wire::{self, OutgoingRequest, RequestError, ResponseHead};
 
-/// Where attacks come from.
+/// Source address of attacks.
 pub(super) const FROM: Ipv4Addr = Ipv4Addr::new(127, 0, 9, 1);
-/// Where requests go.
+/// Path that requests are sent to.
 pub(super) const CHAT: &str = "/v1/chat/completions";
-/// Who attacks, and has a key.
+/// User that attacks, with a valid API key.
 pub(super) const ATTACKER: &str = "greedy";
-/// Longest that a connection, or an answer, is waited for.
+/// Longest wait for a connection or a response.
 pub(super) const PATIENCE: Duration = Duration::from_secs(20);
 
-/// Most of an answer that is kept.
+/// Maximum bytes of a response that are kept.
 const TEXT_BYTES_MAX: usize = 64 << 10;
 
 /// A connection of an attack.
 pub(super) type AbuseStream = MaybeTls<TcpStream>;
 
-/// What attacks share.
+/// State that all attacks share.
 #[derive(Debug)]
 pub(super) struct AbuseContext {
     pub(super) data: Vec<SocketAddr>,
     pub(super) access: ClientAccess,
     pub(super) seen: Arc<SeenHeads>,
-    /// How many times as large an attack is as in a test.
+    /// Size of an attack, as a multiple of its size in tests.
     pub(super) scale: usize,
     pub(super) ends: Mutex<BTreeMap<String, u64>>,
 }
 
 impl AbuseContext {
-    /// Notes how something ended.
+    /// Counts one more connection or request that ended this way.
     pub(super) fn count(&self, how: impl Into<String>) {
         let mut ends = self.ends.lock().unwrap_or_else(PoisonError::into_inner);
         *ends.entry(how.into()).or_default() += 1;
     }
 
-    /// A connection that speaks this protocol.
+    /// Opens a connection that speaks this protocol.
     pub(super) async fn connect(
         &self,
         replica: usize,
@@ -66,7 +66,7 @@ impl AbuseContext {
         connected.with_context(|| format!("connect to replica {}", replica + 1))
     }
 
-    /// Asks once on a connection of its own: the answer's beginning.
+    /// Sends one request on its own connection and returns the beginning of the response.
     pub(super) async fn ask(
         &self,
         replica: usize,
@@ -78,7 +78,7 @@ impl AbuseContext {
     }
 }
 
-/// The body of a chat.
+/// Returns the body of a chat request.
 pub(super) fn chat_body(content: &str, is_streamed: bool) -> Bytes {
     let body = json!({
         "model": MODEL,
@@ -88,15 +88,15 @@ pub(super) fn chat_body(content: &str, is_streamed: bool) -> Bytes {
     body.to_string().into()
 }
 
-/// A chat of a user; what the id begins with tells the engine how to behave. Each has a prompt of its
-/// own, as those that break engines are refused.
+/// Returns a chat request of a user. The beginning of `id` tells the engine how to behave. Each
+/// request has its own prompt, because the router refuses prompts that break engines.
 pub(super) fn chat(user: &str, id: &str, is_streamed: bool) -> OutgoingRequest {
     let mut asked = OutgoingRequest::post(CHAT, &key(user), chat_body(id, is_streamed));
     asked.set(HeaderName::from_static("x-request-id"), id);
     asked
 }
 
-/// How a request ended, and its answer's body as far as it came.
+/// Returns the status of a request and as much of the response body as arrived.
 pub(super) async fn outcome(
     asked: impl Future<Output = Result<ResponseHead, RequestError>>,
 ) -> (Option<StatusCode>, String) {

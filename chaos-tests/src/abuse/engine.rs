@@ -1,4 +1,4 @@
-//! An engine that misbehaves as the id of a request tells it to, and keeps the heads it was sent.
+//! A fake engine that misbehaves as the request id tells it to, and records the request heads.
 
 use std::io;
 use std::net::SocketAddr;
@@ -8,23 +8,23 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
 use tokio_util::task::AbortOnDropHandle;
 
-/// The model that is served.
+/// Model that the engine serves.
 pub(super) const MODEL: &str = "abused";
-/// What is written at most of something that has no end: a router must have left long before.
+/// Maximum bytes written for an endless response. The router must disconnect long before.
 const ENDLESS_BYTES_MAX: usize = 64 << 20;
-/// Most of a request that is kept.
+/// Maximum bytes of a request that are kept.
 const HEAD_BYTES_MAX: usize = 64 << 10;
-/// Pieces of an answer that is longer than what anybody keeps for a reader.
+/// Number of pieces of a response that is larger than any buffer for a reader.
 const FAT_PIECES: usize = 512;
 const PIECE_BYTES: usize = 64 << 10;
 
 const PLAIN: &str = r#"{"id":"1","object":"chat.completion","model":"abused","choices":[{"index":0,"message":{"role":"assistant","content":"word"},"finish_reason":"stop"}],"usage":{"prompt_tokens":4,"completion_tokens":1,"total_tokens":5}}"#;
-/// No prompt has so many tokens, and no answer fewer than none.
+/// A response with impossible usage counts.
 const ABSURD: &str = r#"{"id":"1","object":"chat.completion","model":"abused","choices":[{"index":0,"message":{"role":"assistant","content":"word"},"finish_reason":"stop"}],"usage":{"prompt_tokens":18446744073709551615,"completion_tokens":9223372036854775807,"total_tokens":-5,"prompt_tokens_details":{"cached_tokens":1e308}}}"#;
 const EVENTS: &str =
     "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n";
 
-/// Heads of the requests that were routed here.
+/// Heads of the requests that reached this engine.
 #[derive(Debug, Default)]
 pub(super) struct SeenHeads(Mutex<Vec<String>>);
 
@@ -33,13 +33,13 @@ impl SeenHeads {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// All since this was last asked.
+    /// Returns the heads seen since the last call.
     pub(super) fn take(&self) -> Vec<String> {
         std::mem::take(&mut *self.lock())
     }
 }
 
-/// A running engine; it ends when this is dropped.
+/// A running engine. It stops when dropped.
 #[derive(Debug)]
 pub(super) struct AbuseEngine {
     pub(super) at: SocketAddr,
@@ -48,7 +48,7 @@ pub(super) struct AbuseEngine {
 }
 
 impl AbuseEngine {
-    /// Starts one on a free port.
+    /// Starts an engine on a free port.
     pub(super) async fn start() -> io::Result<Self> {
         let listener = TcpListener::bind(("127.0.0.1", 0)).await?;
         let at = listener.local_addr()?;
@@ -56,7 +56,7 @@ impl AbuseEngine {
         let all = Arc::clone(&seen);
         let accepts = tokio::spawn(async move {
             while let Ok((socket, _)) = listener.accept().await {
-                // A connection that broke concerns its other end.
+                // A broken connection concerns only its other end.
                 let serving = serve(socket, Arc::clone(&all));
                 tokio::spawn(async move { drop(serving.await) });
             }
@@ -86,7 +86,7 @@ async fn serve(mut socket: TcpStream, seen: Arc<SeenHeads>) -> io::Result<()> {
                 let length = length.and_then(|it| it.parse().ok()).unwrap_or(0);
                 seen.lock().push(head);
                 if behaviour == "early" {
-                    // Nothing of the body is read.
+                    // The body is not read.
                     return socket.write_all(document(PLAIN).as_bytes()).await;
                 }
                 body(&mut socket, &mut read, length).await?;
@@ -102,7 +102,7 @@ async fn serve(mut socket: TcpStream, seen: Arc<SeenHeads>) -> io::Result<()> {
     Ok(())
 }
 
-/// Answers in the way that is asked for; whether the connection goes on.
+/// Responds in the requested way. Returns whether the connection stays open.
 async fn misbehave(behaviour: &str, socket: &mut TcpStream) -> io::Result<bool> {
     match behaviour {
         "endless-line" => {
@@ -176,7 +176,7 @@ fn document(body: &str) -> String {
     )
 }
 
-/// The value of a header, as it came.
+/// Returns the value of a header as received.
 fn header<'a>(head: &'a str, name: &str) -> Option<&'a str> {
     let mut lines = head.lines();
     lines.find_map(|line| {

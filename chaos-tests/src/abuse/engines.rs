@@ -1,5 +1,5 @@
-//! Engines that mean no good, or are no engines: what they send must neither pile up nor be passed
-//! on as if it were an answer.
+//! Hostile engines, and servers that are no engines. What they send must neither pile up nor be
+//! passed on as a response.
 
 use std::sync::Mutex;
 
@@ -10,8 +10,8 @@ use http::StatusCode;
 use super::context::{AbuseContext, outcome};
 use crate::processes::until;
 
-/// How an engine behaves, whether the client asks for a stream, the statuses that the client may
-/// get, and what else must stand in the answer.
+/// Engine behaviour, whether the client asks for a stream, the statuses that the client may get,
+/// and text that the response must contain.
 type HostileCase = (&'static str, bool, &'static [u16], &'static str);
 
 const CASES: &[HostileCase] = &[
@@ -24,7 +24,8 @@ const CASES: &[HostileCase] = &[
     ("early", false, &[200, 502], ""),
 ];
 
-/// Asks for each behaviour at every replica. Who asked is served afterwards, whatever was charged.
+/// Requests each behaviour at every replica. Afterwards the user must still be served, whatever the
+/// charges.
 pub(super) async fn hostile(context: &AbuseContext) -> anyhow::Result<()> {
     let replicas = || 0..context.data.len();
     for case in CASES {
@@ -43,7 +44,7 @@ pub(super) async fn hostile(context: &AbuseContext) -> anyhow::Result<()> {
 async fn one(context: &AbuseContext, replica: usize, case: &HostileCase) -> anyhow::Result<()> {
     let (behaviour, is_streamed, statuses, words) = case;
     let id = format!("{behaviour}.{replica}");
-    // Whoever answers so is rightly taken to be down for a moment.
+    // The router rightly ejects such an engine for a moment.
     let answer = Mutex::new(None);
     until("the engine is tried again", async || {
         let (status, text) = outcome(context.ask(replica, &id, *is_streamed)).await;
@@ -56,7 +57,7 @@ async fn one(context: &AbuseContext, replica: usize, case: &HostileCase) -> anyh
     let (status, text) = answer.expect("it was asked at least once");
     let shown: String = text.chars().take(200).collect();
     let code = status.map_or(0, |status| status.as_u16());
-    // An answer without an end is not read to its end.
+    // An endless response is not read to its end.
     let is_late = status.is_none() && behaviour.starts_with("endless");
     ensure!(
         is_late || statuses.contains(&code) && text.contains(words),

@@ -1,4 +1,4 @@
-//! Floods of HTTP/2 frames, each of which costs a server more than its sender.
+//! Floods of HTTP/2 frames, each of which costs the server more than its sender.
 
 use anyhow::ensure;
 use futures_util::future::try_join_all;
@@ -10,14 +10,14 @@ use super::frames::{
 };
 use crate::processes::access::key;
 
-/// Streams that are opened and reset.
+/// Number of streams that are opened and reset.
 const RESETS: usize = 4000;
-/// Frames of the other floods.
+/// Number of frames in the other floods.
 const FRAMES: usize = 20_000;
-/// `CANCEL` of a reset.
+/// Error code `CANCEL` of a reset.
 const CANCEL: [u8; 4] = [0, 0, 0, 8];
 
-/// So many of `what` at every replica.
+/// Runs the flood at every replica at once.
 async fn each(
     context: &AbuseContext,
     until: FloodUntil,
@@ -32,7 +32,7 @@ async fn each(
     Ok(ends)
 }
 
-/// Opens streams with whole requests and resets each at once (CVE-2023-44487).
+/// Opens streams with whole requests and resets each immediately (CVE-2023-44487).
 pub(super) async fn rapid_reset(context: &AbuseContext) -> anyhow::Result<()> {
     let ends = each(context, FloodUntil::Ping, || {
         let head = chat_fields(&key(ATTACKER), &[]);
@@ -48,14 +48,15 @@ pub(super) async fn rapid_reset(context: &AbuseContext) -> anyhow::Result<()> {
     })
     .await?;
     for end in ends {
-        // What comes in one read is reset before anybody saw it: more than a few is no accident.
+        // Frames read together are reset before the request is handled. More than a few are no
+        // accident.
         let calms = end.goaway.is_none_or(|reason| reason == 11);
         ensure!(calms && !end.is_stalled, "{end:?}");
     }
     Ok(())
 }
 
-/// A head that never ends, in many frames (CVE-2024-27316), with bytes in them or without.
+/// Sends a head that never ends, in many frames, full or empty (CVE-2024-27316).
 pub(super) async fn continuations(context: &AbuseContext) -> anyhow::Result<()> {
     for fill in [100, 0] {
         let ends = each(context, FloodUntil::Ping, || {
@@ -73,12 +74,12 @@ pub(super) async fn continuations(context: &AbuseContext) -> anyhow::Result<()> 
     Ok(())
 }
 
-/// A small head that is large when it is unpacked.
+/// Sends a small head that is large when decompressed.
 pub(super) async fn unpacked(context: &AbuseContext) -> anyhow::Result<()> {
     const REFERENCES: usize = 8000;
     let ends = each(context, FloodUntil::Answer, || {
         let mut head = chat_fields(&key(ATTACKER), &[]);
-        // Into the table, as its first entry, and then by number.
+        // Adds the field to the table as its first entry, then refers to it by number.
         let mut entry = field("x-large", &"l".repeat(3000));
         entry[0] = 0x40;
         head.extend(entry);
@@ -88,19 +89,19 @@ pub(super) async fn unpacked(context: &AbuseContext) -> anyhow::Result<()> {
     })
     .await?;
     for end in ends {
-        // 24 MB of head are refused, one way or the other.
+        // A head of 24 MB is refused, one way or another.
         ensure!(!end.is_stalled, "{end:?}");
     }
     ensure!(context.seen.take().is_empty(), "an engine was asked");
     Ok(())
 }
 
-/// Frames that want an answer, while nothing is read: what waits to be sent must not pile up.
+/// Sends frames that require a response and reads nothing. Unsent responses must not pile up.
 pub(super) async fn unread_answers(context: &AbuseContext) -> anyhow::Result<()> {
     for kind in [SETTINGS, PING] {
         let ends = each(context, FloodUntil::Unread, || {
             let payload: &[u8] = if kind == PING { b"whatever" } else { &[] };
-            // Far more than sockets hold.
+            // Far more than the sockets' buffers hold.
             let one = frame(kind, 0, 0, payload);
             let frames = (0..FRAMES * context.scale).map(move |_| one.repeat(64));
             Box::new(frames)
@@ -113,7 +114,7 @@ pub(super) async fn unread_answers(context: &AbuseContext) -> anyhow::Result<()>
     Ok(())
 }
 
-/// The same while answers are read, and frames that nobody answers.
+/// Sends the same frames while reading responses, and frames that require no response.
 pub(super) async fn control_frames(context: &AbuseContext) -> anyhow::Result<()> {
     let kinds: [(u8, u32, &[u8]); 4] = [
         (SETTINGS, 0, &[]),
@@ -134,7 +135,7 @@ pub(super) async fn control_frames(context: &AbuseContext) -> anyhow::Result<()>
     Ok(())
 }
 
-/// A body of frames without a byte in them.
+/// Sends a body of empty frames.
 pub(super) async fn empty_data(context: &AbuseContext) -> anyhow::Result<()> {
     let ends = each(context, FloodUntil::Ping, || {
         let head = frame(HEADERS, END_HEADERS, 1, &chat_fields(&key(ATTACKER), &[]));
@@ -149,7 +150,7 @@ pub(super) async fn empty_data(context: &AbuseContext) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Heads that HTTP/2 does not allow: nothing of them reaches an engine.
+/// Sends heads that HTTP/2 forbids. None of them may reach an engine.
 pub(super) async fn forbidden_fields(context: &AbuseContext) -> anyhow::Result<()> {
     let bodies = [
         ("x-evil", "a\r\nx-injected: 1"),
@@ -174,7 +175,7 @@ pub(super) async fn forbidden_fields(context: &AbuseContext) -> anyhow::Result<(
         let seen = context.seen.take();
         ensure!(seen.is_empty(), "{forbidden:?} reached an engine: {seen:?}");
         for end in ends {
-            // An answer says that it is no request.
+            // A response reports an invalid request.
             ensure!(!end.is_stalled, "{forbidden:?}: {end:?}");
         }
     }

@@ -1,4 +1,4 @@
-//! HTTP/2 by hand: frames that no library would send, and what comes back.
+//! HTTP/2 by hand: sends frames that no library would send, and reads what comes back.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -25,15 +25,15 @@ pub(super) const END_HEADERS: u8 = 4;
 const ACK: u8 = 1;
 
 const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
-/// Told from all pings of a flood.
+/// Payload that differs from all pings of a flood.
 const LAST_PING: [u8; 8] = *b"the last";
-/// Longest that a flood waits for room to write, and for its end.
+/// Longest wait of a flood for room to write. `END_PATIENCE` is the wait for its end.
 const WRITE_PATIENCE: Duration = Duration::from_secs(3);
 const END_PATIENCE: Duration = Duration::from_secs(30);
-/// Longest frame that is read.
+/// Maximum length of a frame that is read.
 const FRAME_BYTES_MAX: usize = 1 << 20;
 
-/// A frame.
+/// Encodes a frame.
 pub(super) fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
     let length = u32::try_from(payload.len()).expect("frames are short");
     let mut bytes = length.to_be_bytes()[1..].to_vec();
@@ -43,7 +43,7 @@ pub(super) fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8>
     bytes
 }
 
-/// A field of a head as HPACK has it: literal, in no table.
+/// Encodes a header field in HPACK: literal, not indexed.
 pub(super) fn field(name: &str, value: &str) -> Vec<u8> {
     let mut bytes = vec![0];
     for text in [name.as_bytes(), value.as_bytes()] {
@@ -53,7 +53,7 @@ pub(super) fn field(name: &str, value: &str) -> Vec<u8> {
     bytes
 }
 
-/// A length in seven bits and as many bytes as it takes.
+/// Encodes a length as an HPACK integer with a prefix of seven bits.
 fn integer(bytes: &mut Vec<u8>, value: usize) {
     let Some(mut rest) = value.checked_sub(127) else {
         return bytes.push(value as u8);
@@ -66,7 +66,7 @@ fn integer(bytes: &mut Vec<u8>, value: usize) {
     bytes.push(rest as u8);
 }
 
-/// The fields of a chat, with more.
+/// Encodes the fields of a chat request and `more`.
 pub(super) fn chat_fields(key: &str, more: &[(&str, &str)]) -> Vec<u8> {
     let bearer = format!("Bearer {key}");
     let fields = [
@@ -84,33 +84,33 @@ pub(super) fn chat_fields(key: &str, more: &[(&str, &str)]) -> Vec<u8> {
 /// What a flood waits for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum FloodUntil {
-    /// A ping behind it is answered, or the connection is over.
+    /// Until the ping behind it is answered or the connection closes.
     Ping,
-    /// Its one request is answered or reset, or the connection is over.
+    /// Until its one request is answered or reset, or the connection closes.
     Answer,
-    /// Nothing: what comes back is not read.
+    /// Not at all: responses are not read.
     Unread,
 }
 
 /// How a flood ended.
 #[derive(Debug, Default)]
 pub(super) struct FloodEnd {
-    /// Frames that were written.
+    /// Number of frames written.
     pub(super) sent: usize,
-    /// The reason for which the connection was given up, if it was told.
+    /// Error code of the `GOAWAY` frame, if one arrived.
     pub(super) goaway: Option<u32>,
-    /// Streams that were reset, by reason.
+    /// Number of reset streams by error code.
     pub(super) resets: BTreeMap<u32, u64>,
-    /// Heads of answers.
+    /// Number of response heads.
     pub(super) heads: u64,
-    /// Whether a ping was answered at last.
+    /// Whether the last ping was answered.
     pub(super) is_open: bool,
-    /// Whether nothing more could be written for a while.
+    /// Whether writing stalled.
     pub(super) is_stalled: bool,
 }
 
 impl FloodEnd {
-    /// In a word.
+    /// Returns a short name for the outcome.
     pub(super) fn name(&self) -> String {
         match (self.goaway, self.is_open, self.is_stalled) {
             (_, true, _) => "taken to the end".to_owned(),
@@ -133,7 +133,7 @@ fn reason_name(reason: u32) -> &'static str {
     }
 }
 
-/// Sends frames, as fast as they are taken, and answers how that ended.
+/// Sends frames as fast as the server takes them, and returns how the flood ended.
 pub(super) async fn flood(
     context: &AbuseContext,
     replica: usize,
@@ -158,7 +158,7 @@ pub(super) async fn flood(
         write_all(&mut write, &mut end, &frame(PING, 0, 0, &LAST_PING)).await;
     }
     let Some(reader) = reader else {
-        // The sockets are full of what nobody reads.
+        // The sockets are full, because nothing is read.
         return Ok(end);
     };
     let heard = timeout(END_PATIENCE, reader).await;
@@ -170,7 +170,7 @@ pub(super) async fn flood(
     })
 }
 
-/// Whether it was written.
+/// Writes the bytes and returns whether they were written.
 async fn write_all(write: &mut WriteHalf<AbuseStream>, end: &mut FloodEnd, bytes: &[u8]) -> bool {
     if end.is_stalled {
         return false;
@@ -192,7 +192,7 @@ async fn write_all(write: &mut WriteHalf<AbuseStream>, end: &mut FloodEnd, bytes
     }
 }
 
-/// Reads frames until what is waited for has come, or the connection is over.
+/// Reads frames until the expected one arrives or the connection closes.
 async fn listen(mut read: ReadHalf<AbuseStream>, until: FloodUntil) -> FloodEnd {
     let mut end = FloodEnd::default();
     loop {

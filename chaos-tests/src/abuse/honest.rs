@@ -1,4 +1,4 @@
-//! Somebody who means well, beside an attack.
+//! A well-behaved client that runs beside an attack.
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::Arc;
@@ -13,22 +13,22 @@ use super::context::{chat, outcome};
 use crate::processes::access::ClientAccess;
 use crate::wire;
 
-/// From one request to the next.
+/// Pause between two requests.
 const PAUSE: Duration = Duration::from_millis(50);
 const FROM: Ipv4Addr = Ipv4Addr::new(127, 0, 1, 1);
-/// Longest that somebody is to wait for an answer that takes no time.
+/// Longest wait for a response that takes the engine no time.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// What became of requests.
+/// Outcome of the honest client's requests.
 #[derive(Debug, Clone, Default)]
 pub(super) struct HonestCounts {
     pub(super) answered: u64,
     pub(super) longest: Duration,
-    /// The first that was not answered.
+    /// First request that failed.
     pub(super) failure: Option<String>,
 }
 
-/// Asks every replica in turn until it is told to stop.
+/// Sends requests to every replica in turn until it is stopped.
 pub(super) struct HonestClient {
     stop: CancellationToken,
     asking: AbortOnDropHandle<HonestCounts>,

@@ -1,16 +1,16 @@
-//! Attacks on a cluster of real processes, one after the other, in the clear and with TLS and keys.
+//! Attacks on a cluster of real processes, one after another, without and with TLS and API keys.
 //!
-//! Beside each an honest client asks every replica and must be answered. Afterwards memory,
-//! descriptors, tasks and connections must be what they were, and every attack says itself what
-//! must have come of it: the status, the close, what engines may have seen.
+//! Beside each attack an honest client sends requests to every replica and must be served.
+//! Afterwards memory, descriptors, tasks and connections must be back at their earlier values. Each
+//! attack also checks its own result: the status, the close, and what engines may have seen.
 //!
-//! | module | what |
+//! | module | contents |
 //! | --- | --- |
 //! | `frames`, `floods` | HTTP/2 by hand, and floods of it |
 //! | `slow` | slow heads, handshakes, bodies and readers; connections beyond the limit |
 //! | `shapes` | smuggled requests, injected headers |
 //! | `names` | a million users |
-//! | `engines` | engines that mean no good |
+//! | `engines` | hostile engines |
 
 mod context;
 mod engine;
@@ -36,15 +36,15 @@ use context::AbuseContext;
 use engine::{AbuseEngine, MODEL};
 use honest::{HonestClient, HonestCounts};
 
-/// Descriptors that a replica may have.
+/// Maximum number of file descriptors of a replica.
 const DESCRIPTORS: u32 = 1024;
-/// Connections that a replica takes: fewer than a crowd has.
+/// Maximum number of connections of a replica: fewer than a crowd opens.
 const CONNECTIONS_MAX: usize = 250;
-/// How long an answer may wait for its client.
+/// How long a response may wait for its client to read it.
 const UNTAKEN: Duration = Duration::from_secs(3);
-/// Bytes by which the largest replica may have grown, over one attack and with what allocators keep.
+/// Maximum growth of the largest replica in one attack, in bytes, including what allocators retain.
 const GROWN_BYTES_MAX: u64 = 96 << 20;
-/// Descriptors and tasks beside those there were before: connections to engines and of probes.
+/// Maximum growth in descriptors and tasks, for connections to engines and probes.
 const GROWN_MAX: u64 = 16;
 
 kinds! {
@@ -71,40 +71,40 @@ kinds! {
     Engines "engines" "engines without end, with absurd usage, redirects and early answers";
 }
 
-/// What attacks are run with.
+/// Options of a run of attacks.
 #[derive(Debug, Clone)]
 pub struct AbuseOptions {
-    /// Whether there is TLS everywhere, a token and keys.
+    /// Whether the cluster uses TLS everywhere, a token and API keys.
     pub is_secure: bool,
-    /// Which; all when empty.
+    /// Attacks to run; all if empty.
     pub only: Vec<AttackKind>,
-    /// How many times as large as in a test.
+    /// Size of the attacks, as a multiple of their size in tests.
     pub scale: usize,
 }
 
-/// What came of an attack.
+/// Outcome of an attack.
 #[derive(Debug, Clone, serde::Serialize)]
 pub struct AttackReport {
-    /// Which.
+    /// Kind of the attack.
     pub kind: AttackKind,
-    /// How long it took.
+    /// Duration of the attack.
     pub took: Duration,
-    /// How its parts ended.
+    /// How the attack's connections and requests ended.
     pub ends: BTreeMap<String, u64>,
-    /// Requests of the honest client that were answered meanwhile.
+    /// Requests of the honest client that were answered during the attack.
     pub honest: u64,
-    /// The longest of these took so long.
+    /// Longest of these requests.
     pub honest_longest: Duration,
-    /// Bytes by which the largest replica has grown.
+    /// Growth of the largest replica, in bytes.
     pub grown_bytes: u64,
-    /// What did not hold.
+    /// First check that failed; `None` if all held.
     pub violation: Option<String>,
 }
 
-/// Runs attacks against a cluster of its own, each after the one before has left no trace.
+/// Runs attacks against a new cluster, each after the cluster has recovered from the one before.
 ///
 /// # Errors
-/// When the cluster cannot be started; what does not hold is in the reports.
+/// When the cluster cannot be started. Failed checks are in the reports.
 pub async fn run(
     options: &AbuseOptions,
     say: impl Fn(&AttackReport),
@@ -144,7 +144,7 @@ async fn one(
     let before = ProcessFigures::of(cluster).await?;
     context.seen.take();
     let began = Instant::now();
-    // What engines saw must be the attack's alone where it is looked at.
+    // These attacks inspect what engines saw, so no honest client runs beside them.
     let is_alone = matches!(
         kind,
         AttackKind::Smuggling
@@ -197,7 +197,7 @@ async fn attack(context: &Arc<AbuseContext>, kind: AttackKind) -> anyhow::Result
     }
 }
 
-/// What must hold after every attack.
+/// Checks what must hold after every attack.
 async fn judge(
     cluster: &ProcessCluster,
     (before, honest): (ProcessFigures, &HonestCounts),
@@ -231,7 +231,7 @@ async fn judge(
     Ok(())
 }
 
-/// Options live as long as the program: there are few clusters in it.
+/// Builds the options. They are leaked, which is fine because a program starts few clusters.
 fn cluster_options(engine: &AbuseEngine, is_secure: bool) -> ClusterOptions {
     let config = format!(
         "[limits]\nmax_connections = {CONNECTIONS_MAX}\n\n\
@@ -245,7 +245,7 @@ fn cluster_options(engine: &AbuseEngine, is_secure: bool) -> ClusterOptions {
         outside_engines: vec![engine.at].leak(),
         is_secure,
         backend_config: format!("models = [{MODEL:?}]\ncapacity_blocks = 1000").leak(),
-        // Limits per client address hold for those of loopback, too.
+        // Limits per client address also apply to loopback clients.
         users_config: "trusted_proxies = [\"::1\"]",
         config: config.leak(),
         descriptors: Some(DESCRIPTORS),

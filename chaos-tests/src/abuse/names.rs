@@ -1,4 +1,4 @@
-//! A new user name with every request.
+//! Requests with a new user name each.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -11,11 +11,11 @@ use tokio::task::JoinSet;
 use super::context::{ATTACKER, AbuseContext, FROM, chat, outcome};
 use crate::wire;
 
-/// Names, and how many requests at a time.
+/// Number of names, and number of concurrent requests.
 const NAMES: (usize, usize) = (1000, 24);
 
-/// Asks by another name each time: with keys it does not count, and without them nothing that is
-/// kept of a name may grow without bound.
+/// Sends each request under another name. With API keys the name has no effect; without them, no
+/// state kept per name may grow without bound.
 pub(super) async fn made_up(context: &Arc<AbuseContext>) -> anyhow::Result<()> {
     let (count, at_once) = (NAMES.0 * context.scale, NAMES.1);
     let next = Arc::new(AtomicUsize::new(0));
@@ -32,7 +32,7 @@ pub(super) async fn made_up(context: &Arc<AbuseContext>) -> anyhow::Result<()> {
                 let name = format!("made-up-{number}");
                 asked.set(HeaderName::from_static("x-quorate-user"), &name);
                 if !context.access.is_secure() {
-                    // Else it would name the user.
+                    // Otherwise the key would name the user.
                     asked.headers.remove(AUTHORIZATION);
                 }
                 let to = context.data[number % context.data.len()];

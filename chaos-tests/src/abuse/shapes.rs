@@ -1,8 +1,8 @@
-//! Requests over HTTP/1.1 that two servers in a row could read differently, and what would become
-//! headers of an engine's request.
+//! HTTP/1.1 requests that two servers in a row could read differently, and values that could become
+//! headers of the request to an engine.
 //!
-//! Behind each comes a plain request. Whether it is answered says whether the connection went on;
-//! what engines saw says what was made of the first.
+//! A plain request follows each of them. Its response shows whether the connection stayed open.
+//! What engines saw shows how the router read the first request.
 
 use std::fmt::Write as _;
 
@@ -14,23 +14,23 @@ use super::context::{ATTACKER, AbuseContext, CHAT, PATIENCE, chat, chat_body, ou
 use crate::processes::access::key;
 use crate::wire;
 
-/// More than a chunk's extensions may have.
+/// More than the extensions of a chunk may have.
 const EXTENSION_BYTES: usize = 64 << 10;
-/// What would be a request of its own to whoever reads the length otherwise.
+/// A second request, if a server reads the length differently.
 const HIDDEN: &str = "POST /v1/hidden HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n";
-/// Refused, and the connection is over.
+/// The request is refused and the connection closes.
 const REFUSED: &[&str] = &["400"];
-/// Refused for its head; where it ends is clear.
+/// The head is refused. The end of the request is clear, so the connection stays open.
 const REFUSED_ALONE: &[&str] = &["400", "200"];
-/// Served by its chunks, and the connection is over, as RFC 9112 (6.1) wants it.
+/// The request is served by its chunks and the connection closes, as RFC 9112 (6.1) demands.
 const SERVED_LAST: &[&str] = &["200"];
 
 struct Shape {
     name: &'static str,
-    /// Lines of the head behind the key.
+    /// Lines of the head after the key.
     lines: String,
     body: String,
-    /// Statuses in order.
+    /// Expected statuses, in order.
     expected: &'static [&'static str],
 }
 
@@ -43,7 +43,7 @@ fn shape(name: &'static str, lines: &str, body: String, expected: &'static [&str
     }
 }
 
-/// A body in one chunk.
+/// Returns a body in one chunk.
 fn chunked() -> String {
     let body = plain();
     format!("{:x}\r\n{body}\r\n0\r\n\r\n", body.len())
@@ -62,7 +62,7 @@ fn shapes() -> Vec<Shape> {
         .collect()
 }
 
-/// A length that is none, or one of several.
+/// Invalid or repeated lengths.
 fn lengths() -> Vec<Shape> {
     let (cl, length) = ("content-length: ", plain().len());
     let hidden = plain() + HIDDEN;
@@ -83,7 +83,7 @@ fn lengths() -> Vec<Shape> {
         .collect()
 }
 
-/// Chunks beside a length, or that are none.
+/// Chunks beside a length, and invalid transfer codings.
 fn codings() -> Vec<Shape> {
     let (te, cl) = ("transfer-encoding: chunked\r\n", "content-length: 5\r\n");
     let cases = [
@@ -116,7 +116,7 @@ fn codings() -> Vec<Shape> {
         .collect()
 }
 
-/// Lines that are no headers, before the length.
+/// Lines before the length that are not valid headers.
 fn heads() -> Vec<Shape> {
     let cases = [
         (
@@ -139,7 +139,7 @@ fn heads() -> Vec<Shape> {
         .collect()
 }
 
-/// Chunks whose sizes are none, or whose extensions are long.
+/// Chunks with invalid sizes or long extensions.
 fn chunks() -> Vec<Shape> {
     let length = plain().len();
     let sizes = [
@@ -162,7 +162,7 @@ fn chunks() -> Vec<Shape> {
         .collect()
 }
 
-/// Sends each shape to a replica, in turn.
+/// Sends each shape to one replica, in turn.
 pub(super) async fn smuggling(context: &AbuseContext) -> anyhow::Result<()> {
     for (number, shape) in shapes().iter().enumerate() {
         let replica = number % context.data.len();
@@ -214,7 +214,7 @@ async fn send(
     );
     let mut answer = Vec::new();
     let exchange = timeout(PATIENCE, async {
-        // It may be closed before all of it is sent, and reset after the answer.
+        // The server may close before everything is sent, and reset after the response.
         let _ = stream.write_all(text.as_bytes()).await;
         let _ = stream.flush().await;
         let _ = stream.read_to_end(&mut answer).await;
@@ -225,7 +225,7 @@ async fn send(
     Ok(heads.map(|head| head.chars().take(3).collect()).collect())
 }
 
-/// What a client says of itself must not become a header, a line of a log or another request.
+/// Checks that values from a client become no header, log line or request of their own.
 pub(super) async fn injection(context: &AbuseContext) -> anyhow::Result<()> {
     const EVIL: [&str; 4] = [
         "a\r\nx-injected: 1",

@@ -1,5 +1,5 @@
-//! Those who hold what they have: heads, handshakes and bodies that hardly come, answers that
-//! nobody takes, and connections beyond what there is room for.
+//! Clients that hold resources: slow heads, handshakes and bodies, unread responses, and
+//! connections beyond the limit.
 
 use std::net::Ipv4Addr;
 use std::time::Duration;
@@ -14,21 +14,21 @@ use super::context::{ATTACKER, AbuseContext, FROM, PATIENCE};
 use crate::processes::access::{ClientAccess, key};
 use crate::wire;
 
-/// Slow connections to each replica.
+/// Number of slow connections to each replica.
 const SLOW: usize = 40;
-/// From one byte to the next: of what must be over in a time, and of bodies, whose pauses count.
+/// Pause between two bytes of a phase with a total timeout. Bodies have an idle timeout.
 const DRIP: Duration = Duration::from_millis(200);
 const DRIP_OF_BODY: Duration = Duration::from_secs(1);
-/// Longest that a slow one is borne with.
+/// Longest time that a slow connection may stay open.
 const BORNE: Duration = Duration::from_secs(45);
-/// Answers to each replica of which nothing is read.
+/// Number of unread responses of each replica.
 const UNREAD: usize = 8;
-/// Handshakes to each replica, and how many at a time.
+/// Number of handshakes with each replica, and how many run concurrently.
 const HANDSHAKES: (usize, usize) = (150, 16);
-/// Connections to each replica beyond what it has room for.
+/// Number of connections to each replica, beyond its limit.
 pub(super) const CROWD: usize = 400;
 
-/// Drips bytes until the other side closes; answers what it said.
+/// Drips bytes until the other side closes, and returns its response.
 async fn drip<S: AsyncRead + AsyncWrite>(
     stream: S,
     begin: Vec<u8>,
@@ -45,7 +45,7 @@ async fn drip<S: AsyncRead + AsyncWrite>(
     };
     let said = async {
         let mut said = Vec::new();
-        // A reset is an end, too.
+        // A reset also ends the connection.
         let _ = read.read_to_end(&mut said).await;
         said
     };
@@ -54,7 +54,7 @@ async fn drip<S: AsyncRead + AsyncWrite>(
         tokio::select! {
             biased;
             said = &mut said => said,
-            // It shows in what is read.
+            // The read end reports the failure.
             _broken = &mut dripping => { let _: std::io::Result<()> = _broken; said.await }
         }
     });
@@ -62,7 +62,8 @@ async fn drip<S: AsyncRead + AsyncWrite>(
     Ok(String::from_utf8_lossy(&said).into_owned())
 }
 
-/// Drips from many connections at once; each must be let go, with one of these statuses or none.
+/// Drips from many connections at once. Each must be closed with one of these statuses or with
+/// none.
 async fn drips(
     context: &AbuseContext,
     access: &ClientAccess,
@@ -93,13 +94,13 @@ async fn drips(
     Ok(())
 }
 
-/// A head that comes a byte at a time.
+/// Sends a head one byte at a time.
 pub(super) async fn heads(context: &AbuseContext) -> anyhow::Result<()> {
     let begin = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nx-slow: ".to_vec();
     drips(context, &context.access, (begin, (b'a', DRIP)), &["408"]).await
 }
 
-/// A body that comes a byte at a time, of somebody with a key.
+/// Sends a body one byte at a time, with a valid API key.
 pub(super) async fn bodies(context: &AbuseContext) -> anyhow::Result<()> {
     let begin = format!(
         "POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {}\r\n\
@@ -110,7 +111,7 @@ pub(super) async fn bodies(context: &AbuseContext) -> anyhow::Result<()> {
     drips(context, &context.access, drop, &["408"]).await
 }
 
-/// The beginning of a handshake that comes a byte at a time. In the clear it is no HTTP.
+/// Sends the beginning of a handshake one byte at a time. Without TLS it is not valid HTTP.
 pub(super) async fn hellos(context: &AbuseContext) -> anyhow::Result<()> {
     // A record of 512 bytes with a ClientHello of 508.
     let begin = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03".to_vec();
@@ -118,7 +119,7 @@ pub(super) async fn hellos(context: &AbuseContext) -> anyhow::Result<()> {
     drips(context, &clear, (begin, (0, DRIP)), &["400"]).await
 }
 
-/// Streams of which nothing is read.
+/// Opens streams and reads nothing from them.
 pub(super) async fn readers(context: &AbuseContext) -> anyhow::Result<()> {
     let mut unread = Vec::new();
     for replica in 0..context.data.len() {
@@ -133,7 +134,8 @@ pub(super) async fn readers(context: &AbuseContext) -> anyhow::Result<()> {
             }
         }
     }
-    // Whoever takes nothing is left after a while; the sockets still have some of it.
+    // The router disconnects a client that reads nothing. The sockets still hold part of the
+    // response.
     sleep(2 * super::UNTAKEN).await;
     for mut head in unread {
         let read = timeout(BORNE, async {
@@ -144,7 +146,7 @@ pub(super) async fn readers(context: &AbuseContext) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Handshakes, one after the other, that nothing follows.
+/// Makes handshakes one after another, without a request.
 pub(super) async fn handshakes(context: &AbuseContext) -> anyhow::Result<()> {
     let (count, at_once) = HANDSHAKES;
     let mut all = JoinSet::new();
@@ -156,7 +158,7 @@ pub(super) async fn handshakes(context: &AbuseContext) -> anyhow::Result<()> {
                 let mut done = 0;
                 for _ in 0..count {
                     let socket = wire::connect(FROM.into(), to).await?;
-                    // Every other one goes away in the middle.
+                    // Every other client leaves in the middle.
                     let limit = Duration::from_millis(if done % 2 == 0 { 5000 } else { 1 });
                     let _ = timeout(limit, access.secure(socket, to)).await;
                     done += 1;
@@ -173,7 +175,7 @@ pub(super) async fn handshakes(context: &AbuseContext) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// More connections than there is room for, from one address and then from many.
+/// Opens more connections than the limit, from one address and then from many.
 pub(super) async fn crowd(context: &AbuseContext) -> anyhow::Result<()> {
     for addresses in [1_u8, 8] {
         let mut held = Vec::new();
@@ -189,7 +191,7 @@ pub(super) async fn crowd(context: &AbuseContext) -> anyhow::Result<()> {
         }
         let mut open = 0;
         for socket in &mut held {
-            // Who was not let in, or had to make room, reads an end.
+            // A connection that was refused or evicted reads its end.
             let mut said = [0; 64];
             let read = timeout(Duration::from_millis(1), socket.read(&mut said));
             open += usize::from(read.await.is_err());

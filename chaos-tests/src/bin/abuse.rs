@@ -1,5 +1,5 @@
-//! Attacks on a cluster of real processes, each on its own, with an honest client beside it. See
-//! docs/internals/testing.md.
+//! Runs attacks on a cluster of real processes, one at a time, with an honest client beside each.
+//! See docs/internals/testing.md.
 
 use std::process::ExitCode;
 

@@ -1,5 +1,5 @@
-//! Whether explanations, decisions and their records agree in a real cluster: `cargo run --release
-//! -p chaos-tests --bin agreement`.
+//! Checks whether explanations, decisions and their records agree in a real cluster: `cargo run
+//! --release -p chaos-tests --bin agreement`.
 
 use chaos_tests::processes::agreement::{self, AgreementTally};
 use clap::Parser;

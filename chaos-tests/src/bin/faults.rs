@@ -1,8 +1,8 @@
-//! Faults against a cluster of real processes, one after the other under load, and figures of what
+//! Injects faults into a cluster of real processes under load, one after another, and measures what
 //! a failover costs. See docs/internals/testing.md.
 //!
-//! A seed decides which fault comes when and whom it meets; what the processes make of it is up to the
-//! machine. A violation prints the line that runs the same fault again, on a fresh cluster.
+//! A seed decides the order of faults and their targets; the timing of the processes depends on the
+//! machine. A violation prints the command that repeats the same fault on a fresh cluster.
 
 use std::collections::BTreeMap;
 use std::process::ExitCode;
@@ -21,7 +21,7 @@ use rand::rngs::SmallRng;
 use rand::seq::SliceRandom as _;
 use rand::{Rng as _, SeedableRng as _};
 
-/// Requests answered before the first fault: there is something to be lost.
+/// Requests answered before the first fault, so that there is state to lose.
 const WARM_UP: u64 = 300;
 
 /// Do faults to a cluster of real processes and check what must hold
@@ -62,7 +62,7 @@ struct FaultsArgs {
     keep: bool,
 }
 
-/// What came of one kind of fault.
+/// Outcome of one kind of fault.
 #[derive(Debug, Default)]
 struct FaultRow {
     faults: u64,
@@ -103,7 +103,7 @@ async fn run(args: &FaultsArgs) -> anyhow::Result<ExitCode> {
     Ok(terminal::exit_code(is_clean))
 }
 
-/// A cluster under load that knows something.
+/// Starts a cluster under load and waits until it has some state.
 async fn stage(seed: u64, args: &FaultsArgs) -> anyhow::Result<FaultContext> {
     let options = ClusterOptions {
         is_secure: args.secure,
@@ -124,7 +124,7 @@ async fn stage(seed: u64, args: &FaultsArgs) -> anyhow::Result<FaultContext> {
     })
 }
 
-/// Does the faults; answers whether everything held.
+/// Injects the faults. Returns whether everything held.
 async fn faults(args: &FaultsArgs, seed: u64) -> anyhow::Result<bool> {
     let (kinds, left_out) = allowed(&args.kinds);
     for (kind, why) in &left_out {
@@ -174,7 +174,7 @@ async fn faults(args: &FaultsArgs, seed: u64) -> anyhow::Result<bool> {
     print_rows(seed, &rows)
 }
 
-/// Does one fault; answers whether everything held.
+/// Injects one fault. Returns whether everything held.
 async fn one(
     stage: &mut FaultContext,
     kind: FaultKind,
@@ -204,7 +204,7 @@ async fn one(
     outcome.is_ok()
 }
 
-/// The kinds that can be had of those asked for, and why the others cannot.
+/// Returns those of the requested kinds that are possible here, and why the others are not.
 fn allowed(asked: &[FaultKind]) -> (Vec<FaultKind>, Vec<(FaultKind, String)>) {
     let asked = if asked.is_empty() {
         FaultKind::ALL
@@ -221,7 +221,8 @@ fn allowed(asked: &[FaultKind]) -> (Vec<FaultKind>, Vec<(FaultKind, String)>) {
     (kinds, left_out)
 }
 
-/// Every kind comes as often as every other, in an order that changes from round to round.
+/// Returns the kind of a fault. Each kind comes equally often, in an order that changes every
+/// round.
 fn kind_of(kinds: &[FaultKind], seed: u64, number: u64) -> FaultKind {
     let count = kinds.len() as u64;
     let mut round = SmallRng::seed_from_u64(seed.wrapping_add(number / count));

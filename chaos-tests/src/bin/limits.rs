@@ -1,10 +1,10 @@
-//! Whether real replicas hold a backend's limit, and what that costs: `cargo run --release -p
-//! chaos-tests --bin limits`.
+//! Checks whether real replicas hold a backend's limit, and measures the cost: `cargo run --release
+//! -p chaos-tests --bin limits`.
 //!
-//! One emulated engine with a limit. Load at 60 % of it, and three times as many clients as it has
-//! places; one replica, which has all places to itself, and three, which share them. What three
-//! replicas lose against one is what sharing costs. The engine is asked every few milliseconds how
-//! many requests it has.
+//! One emulated engine has a limit. The load is 60 % of its places, or three times as many clients
+//! as places. It goes to one replica, which owns all places, or to three, which share them; the
+//! difference is the cost of sharing. The engine reports its number of requests every few
+//! milliseconds.
 
 use std::net::SocketAddr;
 use std::process::ExitCode;
@@ -21,24 +21,24 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 use tokio::time::Instant;
 
-/// From one look at the engine to the next.
+/// Interval between two polls of the engine.
 const LOOK_EVERY: Duration = Duration::from_millis(3);
-/// How long the load runs before the first look.
+/// How long the load runs before the first poll.
 const WARM_UP: Duration = Duration::from_secs(2);
-/// Shortest time from one request of a client to its next.
+/// Minimum pause of a client between two requests.
 const PAUSE: Duration = Duration::from_millis(1);
-/// The engine's limit, as the configs below say.
+/// The engine's limit, as in the configs below.
 const LIMIT: u64 = 10;
-/// Clients that use 60 % of the places when none waits.
+/// Number of clients that use 60 % of the places, so that none waits.
 const CLIENTS_BELOW: usize = 6;
-/// Clients of whom two wait for each one that is served.
+/// Number of clients at which two wait for each one that is served.
 const CLIENTS_BEYOND: usize = 30;
 
 const GATE: &str = "[admission]\nconcurrency = 10\n";
 const FCFS: &str = "[admission]\nconcurrency = 10\norder = \"fcfs\"\n";
 const LOG: &str = "[admission]\nconcurrency = 10\ngrants = \"log\"\n";
 
-/// Replicas, clients of all of them, and what decides who goes next.
+/// Number of replicas, total number of clients, and the admission policy.
 #[derive(Debug, Clone, Copy)]
 struct LimitCase {
     name: &'static str,
@@ -76,16 +76,16 @@ struct LimitsArgs {
     only: Option<String>,
 }
 
-/// What was seen of the engine, and of the clients.
+/// Measurements at the engine and at the clients.
 #[derive(Debug, Default)]
 struct Seen {
     looks: u64,
     above: u64,
     full: u64,
     most: u64,
-    /// Requests failed or refused.
+    /// Number of failed or refused requests.
     failed: u64,
-    /// Why the first of them was.
+    /// Why the first of them failed.
     failure: Option<String>,
     answers: AnswerFigures,
     took: Duration,
@@ -146,7 +146,7 @@ async fn main() -> anyhow::Result<ExitCode> {
         if let Some(failure) = &seen.failure {
             println!("{}, {} replicas: {failure}", case.name, case.replicas);
         }
-        // An engine that nothing reached proves nothing.
+        // An engine that received no request proves nothing.
         let is_reached = !seen.answers.ttfts.is_empty();
         let is_filled = seen.full > 0 || case.clients < CLIENTS_BEYOND;
         is_held &= seen.above == 0 && is_reached && is_filled;
@@ -194,7 +194,7 @@ async fn measure(args: &LimitsArgs, case: &LimitCase) -> anyhow::Result<Seen> {
     Ok(seen)
 }
 
-/// Requests that an engine runs or has waiting.
+/// Returns the number of requests that an engine runs or queues.
 async fn requests_at(engine: SocketAddr) -> anyhow::Result<u64> {
     let mut stream = TcpStream::connect(engine).await?;
     let ask = format!("GET /metrics HTTP/1.1\r\nhost: {engine}\r\nconnection: close\r\n\r\n");

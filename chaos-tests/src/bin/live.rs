@@ -1,4 +1,4 @@
-//! Whether predictions come true at real engines: `cargo run --release -p chaos-tests --bin live --
+//! Checks predictions against real engines: `cargo run --release -p chaos-tests --bin live --
 //! --engine http://127.0.0.1:8100`. See docs/guide/engines.md.
 
 use std::net::SocketAddr;

@@ -1,5 +1,5 @@
-//! Ten times the capacity for two minutes: goodput, time to the first token, memory, and how soon
-//! all is as before. See docs/internals/testing.md.
+//! Loads a cluster with ten times its capacity for two minutes and measures goodput, time to first
+//! token, memory and recovery. See docs/internals/testing.md.
 
 use std::process::ExitCode;
 use std::time::Duration;

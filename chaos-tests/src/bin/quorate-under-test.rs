@@ -1,6 +1,6 @@
-//! The `quorate` program, as integration tests of this package run it. Cargo builds it with them, so
-//! it is never older than they are, and with the features that they have: bugs can be planted in
-//! this build, and none is.
+//! The `quorate` program, as integration tests of this package run it. Cargo builds it together
+//! with the tests, so it is never older than they are and has the same features. This build allows
+//! planted bugs, but plants none.
 
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;

@@ -1,5 +1,5 @@
-//! Whether a rolling update of engines that DNS names is noticed: `cargo run --release -p chaos-tests
-//! --bin roll`. See docs/guide/discovery.md. Needs dnsmasq.
+//! Checks that clients do not notice a rolling update of engines found by DNS: `cargo run --release
+//! -p chaos-tests --bin roll`. See docs/guide/discovery.md. Needs dnsmasq.
 
 use std::process::ExitCode;
 

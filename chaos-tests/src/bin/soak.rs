@@ -1,5 +1,5 @@
-//! A cluster of real processes at many times its capacity with everybody at once who means no good
-//! or knows no better; afterwards everything must be as before. See docs/internals/testing.md.
+//! Loads a cluster of real processes far beyond its capacity with hostile and careless clients at
+//! once. Afterwards everything must be as before. See docs/internals/testing.md.
 
 use std::process::ExitCode;
 use std::time::Duration;

@@ -1,10 +1,9 @@
-//! What streams that gateways hold open cost a picker in memory: `cargo run --release -p chaos-tests
-//! --bin streams`.
+//! Measures the memory of a picker that holds many open gateway streams: `cargo run --release -p
+//! chaos-tests --bin streams`.
 //!
-//! One real replica is asked for an endpoint by so many streams, eight connections of a gateway
-//! carrying them, and none ends: each was told its endpoint and waits for the engine's answer, or
-//! waits for a place at an engine. Resident memory of the replica before, with all of them open, and
-//! after the gateway has left.
+//! Many streams over eight gateway connections ask one real replica for an endpoint, and none ends.
+//! Each has its endpoint and waits for the engine's response, or waits for a place at an engine.
+//! The resident memory is measured before, with all streams open, and after the gateway has left.
 
 use std::net::SocketAddr;
 use std::process::ExitCode;
@@ -32,18 +31,19 @@ use tokio::task::JoinSet;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::Channel;
 
-/// Connections of the gateway.
+/// Number of gateway connections.
 const CONNECTIONS: usize = 8;
-/// Bytes in one piece of a body.
+/// Size of one piece of a body, in bytes.
 const PIECE_BYTES: usize = 62 * 1024;
-/// What would refuse so many requests of one gateway, or leave too few descriptors for them.
+/// Limits that would otherwise refuse this many requests of one gateway, or leave too few
+/// descriptors.
 macro_rules! limits {
     () => {
         "[limits]\nmax_connections = 64\nmax_requests = 16384\nmax_requests_per_address = 16384\nmax_held_bodies = \"4 GiB\"\n"
     };
 }
 
-/// Places of the engine where nobody is to wait, and where nearly all are.
+/// Config in which no stream waits for a place. In `FEW_PLACES` nearly all wait.
 const PLACES: &str = concat!("[admission]\nconcurrency = 65535\n", limits!());
 const FEW_PLACES: &str = concat!(
     "[admission]\nconcurrency = 8\nmax_wait = \"40days\"\nmax_queue = 65535\ncodel_target = \"1day\"\n",
@@ -55,7 +55,7 @@ const FEW_PLACES: &str = concat!(
 struct StreamCase {
     waits_for: &'static str,
     config: &'static str,
-    /// Streams that are told an endpoint before all are open; the others wait for one.
+    /// Whether streams get their endpoint before all are open; otherwise they wait for one.
     are_told: bool,
     kilobytes: usize,
 }
@@ -156,7 +156,7 @@ async fn measure(streams: usize, case: &StreamCase) -> anyhow::Result<[String; 6
 /// Streams that stay open until this is dropped.
 struct OpenStreams {
     tasks: JoinSet<anyhow::Result<()>>,
-    /// Those that were told an endpoint.
+    /// Number of streams that got an endpoint.
     told: Arc<AtomicUsize>,
     failed: Arc<AtomicUsize>,
 }
@@ -185,13 +185,13 @@ impl OpenStreams {
         }
     }
 
-    /// Why the first that ended did.
+    /// Returns why the first stream ended.
     async fn end(mut self) -> anyhow::Result<()> {
         self.tasks.join_next().await.context("none was opened")??
     }
 }
 
-/// Asks for an endpoint, and then says nothing more.
+/// Asks for an endpoint and then sends nothing more.
 async fn hold(
     channel: Channel,
     number: usize,
@@ -250,7 +250,7 @@ fn head(fields: &[(&str, &str)]) -> HttpHeaders {
     }
 }
 
-/// A request of about so many bytes that begins as no other does.
+/// Returns a request of about `bytes` bytes with a unique beginning.
 fn body(number: usize, bytes: usize) -> Bytes {
     let line = format!("Stream {number} asks for a story. ");
     let prompt = line.repeat(bytes.div_ceil(line.len()));
@@ -260,7 +260,7 @@ fn body(number: usize, bytes: usize) -> Bytes {
     Bytes::from(body.to_string())
 }
 
-/// Whether the whole request was given back to the gateway.
+/// Whether the message returns the whole request to the gateway.
 fn ends_request(message: &ProcessingResponse) -> anyhow::Result<bool> {
     Ok(match &message.response {
         Some(Heard::RequestHeaders(_)) => false,

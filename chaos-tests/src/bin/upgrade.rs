@@ -1,5 +1,5 @@
-//! Whether a rolling upgrade from another build is noticed: `cargo run --release -p chaos-tests --bin
-//! upgrade -- --from-rev REV`. See docs/guide/upgrades.md.
+//! Checks that clients do not notice a rolling upgrade from another build: `cargo run --release -p
+//! chaos-tests --bin upgrade -- --from-rev REV`. See docs/guide/upgrades.md.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Stdio};
@@ -91,7 +91,7 @@ fn print(steps: &[UpgradeStep]) -> anyhow::Result<()> {
     )
 }
 
-/// Builds a revision of this repository, beside what is built of the tree.
+/// Builds a revision of this repository, in a folder separate from the working tree's build.
 fn build(revision: &str) -> anyhow::Result<PathBuf> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
     let folder = root.join("target/upgrade");

@@ -1,8 +1,8 @@
-//! Backup files, as an operator gives them to `quorate restore` or to a replica.
+//! Backup files, as an operator passes them to `quorate restore` or to a replica.
 //!
-//! A file reads the same however its bytes arrive, and a file that was read completely can be
-//! written and read again. Files are also read with their checksums corrected, so that mutations
-//! get past them.
+//! A file must read the same however its bytes arrive, and a file that was read completely can be
+//! written and read again. Each file is also read with corrected checksums, so that mutations get
+//! past them.
 
 use std::io::{Read, Write};
 
@@ -12,7 +12,7 @@ use api::backup::{
 };
 use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
 
-/// Magic, format and the head's length.
+/// Length of the magic, the format and the length of the head.
 const PREFIX_BYTES: usize = 14;
 
 pub(super) fn file(bytes: &[u8]) {
@@ -85,7 +85,7 @@ fn at_once(bytes: &[u8]) -> Option<(BackupHead, Vec<u8>)> {
     Some((head, state))
 }
 
-/// The file with the checksums it should have, as far as its lengths lead.
+/// Returns the file with correct checksums, as far as its lengths allow.
 fn sealed(bytes: &[u8]) -> Option<Vec<u8>> {
     let mut sealed = bytes.to_vec();
     sealed.get_mut(..MAGIC.len())?.copy_from_slice(&MAGIC);

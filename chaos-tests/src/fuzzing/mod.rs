@@ -1,11 +1,10 @@
-//! Fuzz targets: every reader of foreign bytes, as a function that must not panic, hang or hold
-//! more memory than its bound, whatever bytes it is given.
+//! Fuzz targets: each wraps a reader of untrusted bytes in a function that must not panic, hang or
+//! exceed its memory bound, whatever the input.
 //!
-//! A [`FuzzTarget`] is such a function with its seeds, which are real encodings. The functions live
+//! A [`FuzzTarget`] is such a function with its seeds, which are real encodings. The functions are
 //! next to the readers: in `api`, `raft`, `lab` and `node` behind the feature `fuzzing`, and here
-//! where the reader is public. `chaos-tests/tests/fuzzing.rs` runs all of them over seeded
-//! mutations ([`mutate`]), `chaos-tests/fuzz` runs them under libFuzzer
-//! (docs/internals/testing.md).
+//! if the reader is public. `chaos-tests/tests/fuzzing.rs` runs all of them over seeded mutations
+//! ([`mutate`]); `chaos-tests/fuzz` runs them under libFuzzer (docs/internals/testing.md).
 
 mod backup;
 #[path = "../../../state/tests/common/mod.rs"]
@@ -15,18 +14,18 @@ mod state;
 
 use mutate::MutationRng;
 
-/// One reader of foreign bytes.
+/// A reader of untrusted bytes.
 #[derive(Debug, Clone, Copy)]
 pub struct FuzzTarget {
-    /// Its name, also of its cargo-fuzz target.
+    /// Name of the target, also used by cargo-fuzz.
     pub name: &'static str,
-    /// Reads the bytes; panics when something does not hold.
+    /// Reads the bytes. Panics if a property does not hold.
     pub body: fn(&[u8]),
-    /// Real encodings.
+    /// Returns the seeds: real encodings.
     pub seeds: fn() -> Vec<Vec<u8>>,
-    /// What one run may hold at once, in bytes.
+    /// Maximum memory held during one run, in bytes.
     pub held_bytes_max: usize,
-    /// How many times cheaper or dearer than others a run is: mutations per seed in the tests.
+    /// Mutations per seed in the tests: fewer for targets whose runs are slow.
     pub mutations: u32,
 }
 
@@ -55,7 +54,7 @@ macro_rules! targets {
 }
 
 targets! {
-    // What a command may take in memory is bounded by the codec.
+    // The codec bounds the memory of a command.
     state_commands: state::commands, state::commands_seeds,
         held_bytes_max = 192 * MIB, mutations = 60;
     state_reply: state::reply, state::reply_seeds;
@@ -92,15 +91,15 @@ targets! {
     node_admin_answer: node::fuzzing::admin_answer, node::fuzzing::admin_answer_seeds;
 }
 
-/// The target of a name.
+/// Returns the target with this name.
 #[must_use]
 pub fn named(name: &str) -> Option<&'static FuzzTarget> {
     TARGETS.iter().find(|target| target.name == name)
 }
 
-/// Runs a target over its seeds as they are and over `mutations` mutations of each.
+/// Runs a target over its seeds and over `mutations` mutations of each.
 ///
-/// `run` is handed every input, and runs it; it may measure what that takes.
+/// `run` receives every input and runs the target; it may measure the run.
 pub fn sweep(target: &FuzzTarget, seed: u64, mutations: u32, mut run: impl FnMut(&[u8])) {
     let seeds = (target.seeds)();
     let mut numbers = MutationRng::new(seed);

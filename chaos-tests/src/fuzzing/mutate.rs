@@ -1,14 +1,14 @@
-//! Seeded mutations of real encodings, as bit rot, cut connections, faulty peers and forged lengths
-//! would produce them. The same seed gives the same mutations.
+//! Seeded mutations of real encodings, like those of bit rot, cut connections, faulty peers and
+//! forged lengths. The same seed yields the same mutations.
 
 use rand_xoshiro::SplitMix64;
 use rand_xoshiro::rand_core::{RngCore, SeedableRng};
 
-/// Bytes a mutated input has at most.
+/// Maximum length of a mutated input, in bytes.
 pub const INPUT_BYTES_MAX: usize = 64 * 1024;
-/// Changes made to one input at most.
+/// Maximum number of changes to one input.
 const CHANGES_MAX: usize = 4;
-/// Numbers that lengths and counts are replaced by.
+/// Values that replace lengths and counts.
 const LIES: [u64; 12] = [
     0,
     1,
@@ -25,23 +25,23 @@ const LIES: [u64; 12] = [
     u64::MAX,
 ];
 
-/// Uniform numbers from a seed.
+/// Uniform random numbers from a seed.
 #[derive(Debug, Clone)]
 pub struct MutationRng(SplitMix64);
 
 impl MutationRng {
-    /// The numbers of a seed.
+    /// Creates the generator of a seed.
     #[must_use]
     pub fn new(seed: u64) -> Self {
         Self(SplitMix64::seed_from_u64(seed))
     }
 
-    /// The next one.
+    /// Returns the next number.
     pub fn draw(&mut self) -> u64 {
         self.0.next_u64()
     }
 
-    /// The next one below `end`; 0 when that is 0.
+    /// Returns the next number below `end`, or 0 if `end` is 0.
     pub fn below(&mut self, end: usize) -> usize {
         match end as u64 {
             0 => 0,
@@ -50,7 +50,7 @@ impl MutationRng {
     }
 }
 
-/// An input made of `original` by one to four changes; `others` are what parts are borrowed from.
+/// Returns `original` with one to four changes, some of which insert parts of `others`.
 #[must_use]
 pub fn mutated(original: &[u8], others: &[Vec<u8>], numbers: &mut MutationRng) -> Vec<u8> {
     let mut bytes = original.to_vec();
@@ -93,8 +93,7 @@ fn change(bytes: &mut Vec<u8>, others: &[Vec<u8>], numbers: &mut MutationRng) {
     }
 }
 
-/// Writes a number that is no length of anything over what stands at `at`, as fixed-width formats
-/// have it in either order, or as LEB128.
+/// Overwrites the bytes at `at` with a wrong number: fixed-width in either byte order, or LEB128.
 fn lie(bytes: &mut Vec<u8>, at: usize, numbers: &mut MutationRng) {
     let number = LIES[numbers.below(LIES.len())];
     let written = match numbers.below(7) {

@@ -1,8 +1,7 @@
 //! Fuzz targets of `state`: commands, replies and snapshots.
 //!
 //! Every command that decodes is applied to two replicas, one of which is rebuilt from a snapshot
-//! halfway. Their replies and digests must be equal, and every invariant that `check` knows must
-//! hold.
+//! halfway. Their replies and digests must be equal, and every invariant of `check` must hold.
 
 use std::collections::BTreeMap;
 
@@ -30,7 +29,7 @@ use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
 
 use super::fixtures::{self as common, Driver, block, chain, restored, spec};
 
-/// A log: every entry's length in two bytes, little-endian, and its bytes.
+/// Reads a log: each entry is its length in two bytes, little-endian, followed by its bytes.
 pub(super) fn commands(bytes: &[u8]) {
     let (mut steady, mut rebuilt) = (cluster(), cluster());
     let entries = entries(bytes);
@@ -48,7 +47,7 @@ pub(super) fn commands(bytes: &[u8]) {
         let reply = steady.apply(index, envelope.clone());
         assert_eq!(rebuilt.apply(index, envelope), reply);
         assert_eq!(decode_reply(&encode_reply(&reply)).ok(), Some(reply));
-        // It looks at all there is, which takes longer than applying.
+        // The check visits the whole state, which takes longer than applying.
         if number % 8 == 7 {
             assert_eq!(steady.check(), Ok(()));
         }
@@ -61,15 +60,15 @@ pub(super) fn commands(bytes: &[u8]) {
     );
 }
 
-/// A reply as followers get it from the leader.
+/// Reads a reply, as followers receive it from the leader.
 pub(super) fn reply(bytes: &[u8]) {
     if let Ok(reply) = decode_reply(bytes) {
         assert_eq!(decode_reply(&encode_reply(&reply)).ok(), Some(reply));
     }
 }
 
-/// A snapshot, as it is and with its checksums and digests made to fit: one that is taken goes
-/// through commands of every kind, and what became of it can be written and read again.
+/// Reads a snapshot as it is, and with corrected checksums and digests. An accepted one then
+/// applies commands of every kind; the result can be written and read again.
 pub(super) fn snapshot(bytes: &[u8]) {
     let mut state = RouterState::new();
     let empty = state.digest();
@@ -81,8 +80,8 @@ pub(super) fn snapshot(bytes: &[u8]) {
     }
 }
 
-/// Puts a state of unknown origin through commands of every kind, each proposed by every one of
-/// `replicas`; none may panic.
+/// Applies commands of every kind to a state of unknown origin, each proposed by each of
+/// `replicas`. None may panic.
 fn exercise(mut state: RouterState, replicas: &[u8]) {
     for (command, seq) in every_command(&state).into_iter().zip(1_000_000..) {
         for &replica in replicas {
@@ -93,7 +92,7 @@ fn exercise(mut state: RouterState, replicas: &[u8]) {
             state.apply(index, envelope(replica, seq, command.clone()));
         }
     }
-    // What became of it can be written and asked for.
+    // The result can be written and queried.
     assert!(!common::snapshot(&state).is_empty());
     assert_eq!(state.users(None, usize::MAX).len(), state.users_len());
 }
@@ -157,12 +156,12 @@ fn framed<'a>(entries: impl IntoIterator<Item = &'a Vec<u8>>) -> Vec<u8> {
     bytes
 }
 
-/// A command of a replica's run.
+/// Wraps a command of a replica's session.
 fn envelope(replica: u8, seq: u64, command: Command) -> Envelope {
     common::envelope(replica, 1, Lane::Admin, seq, command)
 }
 
-/// A cluster with two backends, one of which is full quickly.
+/// Returns a cluster with two backends, one of which is soon full.
 fn cluster() -> RouterState {
     let mut driver = Driver::new();
     for backend in [spec("a", 1, Some(5)), spec("b", 2, None)] {
@@ -174,7 +173,7 @@ fn cluster() -> RouterState {
     driver.state
 }
 
-/// One of every kind, aimed at what is there.
+/// Returns one command of every kind, aimed at existing objects.
 fn every_command(state: &RouterState) -> Vec<Command> {
     let mut handles: Vec<BackendRef> = state.backends().map(|backend| backend.handle).collect();
     let heard = handles.iter().flat_map(|handle| {
@@ -231,7 +230,7 @@ fn every_command(state: &RouterState) -> Vec<Command> {
     commands
 }
 
-/// What a source tells of one backend, and of one that is not its own.
+/// Changes that a source reports for one of its backends and for a foreign one.
 fn discovered() -> impl Iterator<Item = Command> {
     let name = || "pods-a".to_owned();
     let changes = [
@@ -257,7 +256,7 @@ fn bob(weight_milli: u32) -> UserSpec {
     }
 }
 
-/// What operators say of users, with charges to them between.
+/// Operators' settings of users, with charges in between.
 fn user_commands(backend: BackendRef) -> [Command; 8] {
     [
         Command::SetUser {
@@ -301,7 +300,7 @@ fn user_commands(backend: BackendRef) -> [Command; 8] {
     ]
 }
 
-/// What a flush brings: one item of every kind, at blocks and users of the sample and at others.
+/// A flush with one item of every kind, for known and unknown blocks and users.
 fn learnt(backend: BackendRef) -> Command {
     let user = user_key(common::HASH_SEED, "alice");
     let model = model_key(common::HASH_SEED, "m");
@@ -383,8 +382,8 @@ fn charge(user: UserKey, tokens: u64) -> Item {
     })
 }
 
-/// A snapshot's bytes, whose checksums and digests are made to fit what stands there. The layout is
-/// that of `state/src/machine/snapshot/mod.rs`.
+/// Bytes of a snapshot whose checksums and digests are corrected to match its contents. The layout
+/// is that of `state/src/machine/snapshot/mod.rs`.
 struct SnapshotBytes(Vec<u8>);
 
 impl SnapshotBytes {
@@ -394,7 +393,7 @@ impl SnapshotBytes {
     const TAG_AND_LENGTH_BYTES: usize = 5;
     const TAG_END: u8 = 255;
 
-    /// The state in it; `None` when it is refused whatever its checksums are.
+    /// Returns the state, or `None` if it is refused even with correct checksums.
     fn accepted(mut self) -> Option<RouterState> {
         let digest_after = |text: &str, what: &str| {
             let digest = text.split_once(what)?.1.get(..32)?;
@@ -420,8 +419,8 @@ impl SnapshotBytes {
         None
     }
 
-    /// Makes all checksums right; answers the last section, the content's digest. `None` when
-    /// lengths lead beyond the end.
+    /// Corrects all checksums and returns the last section, the content's digest. `None` if lengths
+    /// lead beyond the end.
     fn seal(&mut self) -> Option<std::ops::Range<usize>> {
         self.put(
             Self::HEADER_BYTES,
@@ -489,7 +488,7 @@ mod tests {
 
     #[test]
     fn a_forged_snapshot_is_refused_or_harmless() {
-        // Enough for every field of the sample to be hit some times.
+        // Enough to hit every field of the sample a few times.
         const IMAGES: usize = 500;
         let original = common::snapshot(&common::measured_sample());
         let mut numbers = MutationRng::new(1);
@@ -498,7 +497,7 @@ mod tests {
             let mut image = original.clone();
             for _ in 0..=numbers.below(3) {
                 let at = numbers.below(image.len());
-                // Bits, small numbers and extremes find different faults.
+                // Flipped bits, small numbers and extremes find different faults.
                 image[at] = match numbers.below(4) {
                     0 => image[at] ^ (1 << numbers.below(8)),
                     1 => numbers.below(4) as u8,

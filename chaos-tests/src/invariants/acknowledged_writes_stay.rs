@@ -1,5 +1,5 @@
-//! An acknowledged write is in the log at the index the client was told, as requested, and had the
-//! effect the client was told.
+//! An acknowledged write is in the log at the index reported to the client, as requested, and had
+//! the reported effect.
 
 use super::{PropertyError, Subjects};
 use crate::oracle::RunRecord;
@@ -9,15 +9,15 @@ use crate::oracle::model::CommandEffect;
 use crate::oracle::search::plain;
 use state::command::{Committed, Reply};
 
-/// In docs/ARCHITECTURE.md.
+/// Number in docs/ARCHITECTURE.md.
 pub const NUMBER: &str = "I29";
-/// As a statement.
+/// The property, as a statement.
 pub const NAME: &str = "an acknowledged write stands in the log as it was asked for";
 
-/// Looks for every acknowledged write in the log.
+/// Looks up every acknowledged write in the log.
 ///
 /// # Errors
-/// When one is not there, is another one, or had another effect than the client was told.
+/// When a write is missing, differs, or had another effect than the client was told.
 pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
     let mut subjects = 0;
     for operation in &record.history.operations {
@@ -40,7 +40,7 @@ fn stands(record: &RunRecord, operation: &Operation, committed: &Committed) -> R
     let index = committed.index.0;
     let Some(found) = comparison.commands.get(&index) else {
         let last = comparison.effects.keys().next_back().copied();
-        // Behind what cannot be replayed nothing is known.
+        // Past an entry that cannot be replayed, nothing is known.
         let is_beyond = comparison.model.is_replaced && last.is_none_or(|last| index > last);
         return match is_beyond {
             true => Ok(()),
@@ -73,7 +73,7 @@ fn stands(record: &RunRecord, operation: &Operation, committed: &Committed) -> R
     let told = plain(&committed.reply);
     match comparison.effects.get(&index) {
         Some(CommandEffect::Done(reply)) if reply == told => Ok(()),
-        // Of a repeat before the last command only that it was applied is remembered.
+        // For a repeat older than the last command, the state only remembers that it was applied.
         Some(CommandEffect::Done(_))
             if *effect == CommandEffect::Repeat && *told == Reply::Applied =>
         {

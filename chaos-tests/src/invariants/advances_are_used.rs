@@ -1,9 +1,9 @@
 //! Advance charges are used up: a replica's unsettled advances of a user never exceed the price of
 //! that user's concurrent prompts there.
 //!
-//! So much is what is held against requests under way, plus what is left of earlier ones: a
-//! dispatch uses that up before it charges anything ahead. Of admission that charges by predictions
-//! or through the log nothing is said.
+//! That price is charged for requests under way or left over from earlier ones; a dispatch uses up
+//! what is left before it charges anything ahead. The invariant does not cover admission that
+//! charges by predictions or through the log.
 
 use std::collections::BTreeMap;
 
@@ -15,15 +15,15 @@ use crate::oracle::RunRecord;
 use crate::oracle::history::RequestTokens;
 use crate::oracle::observation::ReplicaRun;
 
-/// In docs/ARCHITECTURE.md.
+/// Number in docs/ARCHITECTURE.md.
 pub const NUMBER: &str = "I44";
-/// As a statement.
+/// The property, as a statement.
 pub const NAME: &str = "what is charged ahead is used up";
 
-/// Holds what the log has charged ahead against the requests of every replica and user.
+/// Compares advances in the log with the requests of every replica and user.
 ///
 /// # Errors
-/// When more was charged ahead than prompts were under way for.
+/// When more was charged ahead than the concurrent prompts cost.
 pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
     let comparison = record.comparison();
     let model = &comparison.model;
@@ -51,7 +51,7 @@ pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
     Ok(subjects)
 }
 
-/// The most that the prompts of a user cost that were under way at once, run by run.
+/// Returns the highest price of a user's concurrent prompts, per run.
 fn most_at_once(
     record: &RunRecord,
     prices: FairnessSettings,
@@ -61,7 +61,7 @@ fn most_at_once(
         let worth = worth(&request.most, prices);
         let changes = changes.entry((request.run, &request.user)).or_default();
         changes.push((request.called_at_us, worth));
-        // One that ends as another begins counts beside it.
+        // A request that ends at the moment when another begins counts as concurrent.
         let until_us = request.end.map_or(u64::MAX, |end| end.at_us + 1);
         changes.push((until_us, -worth));
     }
@@ -79,7 +79,7 @@ fn most_at_once(
         .collect()
 }
 
-/// Price of a prompt: all that is charged ahead.
+/// Price of the whole prompt: everything that is charged ahead.
 fn worth(tokens: &RequestTokens, prices: FairnessSettings) -> i128 {
     let input = i128::from(tokens.input_uncached) + i128::from(tokens.input_cached);
     input * i128::from(prices.input_price)

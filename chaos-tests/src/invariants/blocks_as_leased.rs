@@ -1,19 +1,19 @@
-//! A backend in lease mode owns exactly the blocks that leases brought and eviction (least recently
-//! released first) did not take.
+//! A backend in lease mode owns exactly the blocks that leases added and eviction (least recently
+//! released first) did not remove.
 
 use super::{PropertyError, Subjects};
 use crate::oracle::RunRecord;
 use crate::oracle::comparison::StatePart;
 
-/// In docs/ARCHITECTURE.md.
+/// Number in docs/ARCHITECTURE.md.
 pub const NUMBER: &str = "I35";
-/// As a statement.
+/// The property, as a statement.
 pub const NAME: &str = "backends own what leases brought, less what had to go";
 
-/// Compares images of states with a naive replay of the log.
+/// Compares state images with a naive replay of the log.
 ///
 /// # Errors
-/// When a state holds something else.
+/// When a state differs from the replay.
 pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
     super::replayed(record, &[StatePart::Blocks], NUMBER, NAME)
 }

@@ -1,7 +1,7 @@
-//! Users' totals are what their requests used: everything a replica handed to the log while it
+//! Users' totals match their requests' usage: everything that a replica handed to the log while it
 //! lived, never more, and nothing twice.
 //!
-//! This is told from the clients' side: by the usage that engines reported, without a look at the
+//! This is checked from the clients' side, by the usage that engines reported, without reading the
 //! log.
 
 use std::collections::BTreeMap;
@@ -14,16 +14,16 @@ use crate::oracle::history::{InferenceRequest, RequestTokens};
 use crate::oracle::image::StateImage;
 use crate::oracle::observation::{Observation, ReplicaRun};
 
-/// In docs/ARCHITECTURE.md.
+/// Number in docs/ARCHITECTURE.md.
 pub const NUMBER: &str = "I38";
-/// As a statement.
+/// The property, as a statement.
 pub const NAME: &str = "users are charged what their requests used, once";
 
-/// Compares the sums of all users: at any time with the most that can have been used, at rest with
-/// the least, too.
+/// Compares the totals of all users: at any time with the maximum of what they can have used, at
+/// rest also with the minimum.
 ///
 /// # Errors
-/// When somebody was charged too much, or too little.
+/// When a user was charged too much or too little.
 pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
     let seen = &record.observation;
     let mut subjects = 0;
@@ -52,7 +52,7 @@ pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
     Ok(subjects)
 }
 
-/// The least and the most that each user can have been charged for requests before `at_us`.
+/// Returns the minimum and maximum charge of each user for requests before `at_us`.
 fn bounds(record: &RunRecord, at_us: u64) -> BTreeMap<&str, [RequestTokens; 2]> {
     let mut bounds: BTreeMap<&str, [RequestTokens; 2]> = BTreeMap::new();
     for request in &record.history.requests {
@@ -61,7 +61,7 @@ fn bounds(record: &RunRecord, at_us: u64) -> BTreeMap<&str, [RequestTokens; 2]> 
         }
         let [least, most] = bounds.entry(&request.user).or_default();
         let end = request.end.filter(|end| end.at_us <= at_us);
-        // What a request uses is told as it comes: before its end, up to all of it is charged.
+        // Usage is charged as it arrives: before the end, any part of the maximum may be charged.
         let used = end.and_then(|end| end.used);
         add(most, &used.unwrap_or(request.most));
         if is_handed_over(&record.observation, request)
@@ -73,7 +73,7 @@ fn bounds(record: &RunRecord, at_us: u64) -> BTreeMap<&str, [RequestTokens; 2]> 
     bounds
 }
 
-/// Whether the outbox of the request's replica was empty at some time after the request's end.
+/// Whether the outbox of the request's replica was empty at some time after the request ended.
 pub(super) fn is_handed_over(seen: &Observation, request: &InferenceRequest) -> bool {
     let Some(end) = request.end else {
         return false;
@@ -126,7 +126,7 @@ mod tests {
     use crate::invariants::fixture::{RecordBuilder, run};
     use crate::oracle::history::RequestEnd;
 
-    /// A user has used `output` tokens, and the state says `charged`.
+    /// Checks a user who used `output` tokens while the state shows `charged`.
     fn used(output: u64, charged: u64, is_handed_over: bool) -> Result<Subjects, PropertyError> {
         let mut story = RecordBuilder::begun();
         story.charge(1, "ann", charged);

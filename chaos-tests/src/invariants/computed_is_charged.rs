@@ -1,7 +1,7 @@
 //! Whatever an engine computed is charged, whatever the client did: to the token if the engine
 //! reported it, otherwise the whole prompt and at least about half of the output.
 //!
-//! That nobody is charged too much is I38.
+//! I38 checks that no user is charged too much.
 
 use std::collections::BTreeMap;
 
@@ -10,21 +10,21 @@ use super::{PropertyError, Subjects};
 use crate::oracle::RunRecord;
 use crate::oracle::history::InferenceRequest;
 
-/// In docs/ARCHITECTURE.md.
+/// Number in docs/ARCHITECTURE.md.
 pub const NUMBER: &str = "I63";
-/// As a statement.
+/// The property, as a statement.
 pub const NAME: &str = "what engines computed is charged, told or not";
 
-/// Output tokens of a request that an estimate may miss, beside half of the rest.
+/// Output tokens of a request that an estimate may miss, in addition to half of the rest.
 const MISSED_TOKENS_MAX: u64 = 32;
 
 /// Prompt and output tokens.
 type TokenSums = [u64; 2];
 
-/// Compares the sums of those users at rest of whose requests it is known what engines computed.
+/// Compares the totals of users at rest for whose requests the engines' computation is known.
 ///
 /// # Errors
-/// When somebody was served for less.
+/// When a user was charged too little.
 pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
     let mut least: BTreeMap<&str, (TokenSums, u64)> = BTreeMap::new();
     for request in &record.history.requests {
@@ -57,7 +57,7 @@ pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
     Ok(subjects)
 }
 
-/// What is to be charged for a request at least; `None`: it is not known what it took.
+/// Returns the minimum charge for a request; `None` if its usage is not known.
 fn due(request: &InferenceRequest) -> Option<TokenSums> {
     let used = request.end.and_then(|end| end.used);
     if let Some(used) = used {
@@ -74,7 +74,8 @@ mod tests {
     use crate::invariants::fixture::{RecordBuilder, run};
     use crate::oracle::history::{RequestEnd, RequestTokens};
 
-    /// An engine has made `output` tokens and told nothing of it; the state says `charged`.
+    /// Checks an engine that made `output` tokens without reporting usage; the state shows
+    /// `charged`.
     fn hidden(output: u64, charged: u64) -> Result<Subjects, PropertyError> {
         let mut story = RecordBuilder::begun();
         story.charge(1, "ann", charged);

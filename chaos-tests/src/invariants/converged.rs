@@ -1,12 +1,13 @@
-//! Healed and left alone, all members reach one state, with every acknowledged write in it.
+//! After healing and without load, all members reach one state that contains every acknowledged
+//! write.
 
 use super::{PropertyError, Subjects};
 use crate::oracle::RunRecord;
 use crate::oracle::history::OperationResult;
 
-/// In docs/ARCHITECTURE.md.
+/// Number in docs/ARCHITECTURE.md.
 pub const NUMBER: &str = "I42";
-/// As a statement.
+/// The property, as a statement.
 pub const NAME: &str = "healed and left alone, all members reach one state";
 
 /// Compares the states at rest.

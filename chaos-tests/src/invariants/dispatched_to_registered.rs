@@ -1,4 +1,4 @@
-//! A request goes to a backend that was registered, in that incarnation and not draining, in the
+//! A request goes to a backend that was registered in that incarnation and not draining, in the
 //! state that its replica saw when it decided.
 
 use std::ops::Bound::{Excluded, Included};
@@ -7,15 +7,15 @@ use super::{PropertyError, Subjects};
 use crate::oracle::RunRecord;
 use state::ids::LogIndex;
 
-/// In docs/ARCHITECTURE.md.
+/// Number in docs/ARCHITECTURE.md.
 pub const NUMBER: &str = "I39";
-/// As a statement.
+/// The property, as a statement.
 pub const NAME: &str = "requests go to registered backends that do not drain";
 
-/// Looks at every dispatch.
+/// Checks every dispatch.
 ///
 /// # Errors
-/// When one went elsewhere.
+/// When a dispatch went to another backend.
 pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
     let comparison = record.comparison();
     let mut subjects = 0;

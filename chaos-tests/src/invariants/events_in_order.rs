@@ -8,12 +8,12 @@ use state::ids::BackendRef;
 use super::{PropertyError, Subjects};
 use crate::oracle::RunRecord;
 
-/// In docs/ARCHITECTURE.md.
+/// Number in docs/ARCHITECTURE.md.
 pub const NUMBER: &str = "I40";
-/// As a statement.
+/// The property, as a statement.
 pub const NAME: &str = "what is applied of a stream of KV events goes forwards";
 
-/// Compares the positions that images tell of, by index.
+/// Compares the positions in images, by index.
 ///
 /// # Errors
 /// When a later state is behind an earlier one.

@@ -1,5 +1,5 @@
-//! A backend that is called exact is exact: its reported blocks are those that its engine held
-//! after publishing the last applied message, and no reader has reported a later message.
+//! A backend marked exact is exact: its reported blocks are those that its engine held after
+//! publishing the last applied message, and no reader has reported a later message.
 
 use std::collections::BTreeSet;
 
@@ -12,15 +12,15 @@ use crate::oracle::comparison::StatePart;
 use crate::oracle::image::KvImage;
 use crate::oracle::observation::Observation;
 
-/// In docs/ARCHITECTURE.md.
+/// Number in docs/ARCHITECTURE.md.
 pub const NUMBER: &str = "I24";
-/// As a statement.
+/// The property, as a statement.
 pub const NAME: &str = "what is called exact is what the engine holds";
 
-/// Compares every backend of every image that is exact with its engine.
+/// Compares every exact backend of every image with its engine.
 ///
 /// # Errors
-/// When a block is reported that the engine did not hold, or the other way round.
+/// When the reported blocks differ from those that the engine held.
 pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
     let seen = &record.observation;
     let mut subjects = super::replayed(record, &[StatePart::Streams], NUMBER, NAME)?;
@@ -47,8 +47,8 @@ pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
     Ok(subjects)
 }
 
-/// What the engine held, all ranks together, when it had published what is applied; `None`: the
-/// world does not know.
+/// Returns the blocks that all ranks of the engine held after publishing the applied messages, or
+/// `None` if the world does not know.
 fn held(seen: &Observation, kv: &KvImage) -> Option<BTreeSet<BlockHash>> {
     let mut held = BTreeSet::new();
     for position in &kv.positions {

@@ -22,7 +22,7 @@ use crate::oracle::register::RegisterKey;
 
 const HASH_SEED: u64 = 5;
 
-/// A run of a replica.
+/// Returns a run of a replica.
 pub(crate) fn run(replica: u8, number: u32) -> ReplicaRun {
     let replica = ReplicaId(replica);
     ReplicaRun { replica, number }
@@ -42,13 +42,13 @@ pub(crate) fn put(name: &str, port: u16) -> Command {
     })
 }
 
-/// Stops or resumes giving a backend requests.
+/// Starts or stops draining a backend.
 pub(crate) fn drain(name: &str, draining: bool) -> Command {
     let name = name.to_owned();
     Command::SetDraining { name, draining }
 }
 
-/// Has the backend `a` of an image followed by its KV events.
+/// Makes the backend `a` of an image follow its KV events.
 pub(crate) fn following(image: &mut StateImage, mode: KvMode, publisher: u64, seq: Option<u64>) {
     let backend = image.backends.get_mut("a").expect("the story has it");
     backend.kv = Some(KvImage {
@@ -61,9 +61,9 @@ pub(crate) fn following(image: &mut StateImage, mode: KvMode, publisher: u64, se
     });
 }
 
-/// A cluster with its record.
+/// Builds a cluster together with its record.
 pub(crate) struct RecordBuilder {
-    /// What its oracle knows.
+    /// The record that the invariants check.
     pub(crate) record: RunRecord,
     state: RouterState,
     seq: u64,
@@ -71,7 +71,7 @@ pub(crate) struct RecordBuilder {
 }
 
 impl RecordBuilder {
-    /// A cluster that was formed.
+    /// Founds a cluster.
     pub(crate) fn begun() -> Self {
         let mut story = Self {
             record: RunRecord::default(),
@@ -92,7 +92,7 @@ impl RecordBuilder {
         story
     }
 
-    /// One with a backend `a`, with blocks, an open lease and a user who was charged.
+    /// Founds a cluster with a backend `a`, blocks, an open lease and a charged user.
     pub(crate) fn lively() -> Self {
         let mut story = Self::begun();
         story.write(1, put("a", 1));
@@ -133,12 +133,12 @@ impl RecordBuilder {
         story
     }
 
-    /// The time, which goes on with every step.
+    /// Returns the current time, which advances with every step.
     pub(crate) fn now_us(&self) -> u64 {
         self.now_us
     }
 
-    /// A command of a replica; answers its index.
+    /// Applies a command of a replica and returns its index.
     pub(crate) fn write(&mut self, replica: u8, command: Command) -> u64 {
         self.seq += 1;
         let envelope = Envelope {
@@ -154,14 +154,14 @@ impl RecordBuilder {
         self.apply(envelope)
     }
 
-    /// The command at `index`, once more.
+    /// Applies the command at `index` again.
     pub(crate) fn write_again(&mut self, index: u64) -> u64 {
         let command = self.record.observation.log[&index].command.clone();
         let envelope = decode_envelope(&command.expect("a command stands there"));
         self.apply(envelope.expect("it was encoded here"))
     }
 
-    /// A charge of so many output tokens.
+    /// Charges a user for `output` output tokens.
     pub(crate) fn charge(&mut self, replica: u8, user: &str, output: u64) -> u64 {
         let charge = Charge {
             user: user_key(HASH_SEED, user),
@@ -173,7 +173,7 @@ impl RecordBuilder {
         self.tell(replica, Item::Charge(charge))
     }
 
-    /// A charge of so many priced tokens ahead, and of so many that were.
+    /// Charges a user `advance` priced tokens ahead and settles `settled`.
     pub(crate) fn charge_ahead(&mut self, replica: u8, user: &str, advance: u64, settled: u64) {
         let charge = Charge {
             user: user_key(HASH_SEED, user),
@@ -207,7 +207,7 @@ impl RecordBuilder {
         index
     }
 
-    /// A client asked a replica, from just before the last step until now.
+    /// Records an operation of a client that began just before the last step and ends now.
     pub(crate) fn asked(&mut self, replica: u8, action: Action, outcome: OperationResult) {
         self.now_us += 10;
         let history = &mut self.record.history;
@@ -215,7 +215,7 @@ impl RecordBuilder {
         history.answer(ticket, self.now_us, outcome);
     }
 
-    /// A write was acknowledged.
+    /// Records an acknowledged write.
     pub(crate) fn acknowledged(&mut self, replica: u8, command: Command, index: u64) {
         let committed = Committed {
             index: LogIndex(index),
@@ -228,7 +228,7 @@ impl RecordBuilder {
         );
     }
 
-    /// A backend's present life.
+    /// Returns the current incarnation of a backend.
     pub(crate) fn backend(&self, name: &str) -> BackendRef {
         self.state.backend(name).expect("it is there").handle
     }
@@ -242,7 +242,7 @@ impl RecordBuilder {
         StateImage::of(&self.state, &keys)
     }
 
-    /// An image of the state, changed.
+    /// Records an image of the state after `change`.
     pub(crate) fn image(&mut self, change: impl FnOnce(&mut StateImage)) {
         let mut image = self.taken();
         change(&mut image);
@@ -250,7 +250,7 @@ impl RecordBuilder {
         self.record.observation.image(at_us, run(1, 1), image);
     }
 
-    /// The replica at rest, with nothing left at all beside the state.
+    /// Puts the replica at rest, with an empty outbox and overlay.
     pub(crate) fn rest(&mut self) {
         let at_rest = AtRest {
             run: run(1, 1),

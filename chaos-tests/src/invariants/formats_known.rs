@@ -1,21 +1,21 @@
-//! Replicas of several builds: no entry is committed that the build of a replica could not read, the
-//! one that it runs or, while it is away, the one that it ran; none restores a snapshot of a later
-//! version; and none gets a message that it cannot read, unless it ran a later build before.
+//! Mixed builds: every committed entry is readable by each replica's build (the one that it runs
+//! or, while it is down, ran last). No replica restores a snapshot of a later version, or receives
+//! a message that it cannot read, unless it ran a later build before.
 
 use state::codec::{decode_envelope, format_of};
 
 use super::{PropertyError, Subjects};
 use crate::oracle::RunRecord;
 
-/// In docs/ARCHITECTURE.md.
+/// Number in docs/ARCHITECTURE.md.
 pub const NUMBER: &str = "I130";
-/// As a statement.
+/// The property, as a statement.
 pub const NAME: &str = "no entry, snapshot or message is of a format that a member does not know";
 
-/// Looks at every entry that was applied first while there were several builds.
+/// Checks every entry that was first applied while there were several builds.
 ///
 /// # Errors
-/// When one is of a later format than the oldest build knew.
+/// When an entry has a later format than the oldest build knew.
 pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
     let mut subjects = 0;
     for (index, known) in &record.observation.formats {
@@ -23,7 +23,7 @@ pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
         let Some(command) = entry.and_then(|it| it.command.as_deref()) else {
             continue;
         };
-        // What cannot be decoded breaks other properties.
+        // Other invariants report entries that cannot be decoded.
         let Ok(envelope) = decode_envelope(command) else {
             continue;
         };
@@ -59,7 +59,7 @@ mod tests {
     use super::*;
     use crate::invariants::fixture::run;
 
-    /// A cluster whose oldest build knows `known`, in which a key was ended: format 6.
+    /// A cluster whose oldest build knows format `known`, and which ended an API key: format 6.
     fn ended_key(known: u8) -> RunRecord {
         let envelope = Envelope {
             origin: Origin {

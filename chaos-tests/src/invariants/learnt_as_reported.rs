@@ -1,19 +1,19 @@
-//! What is learned from engines' answers is what the reports in the log teach.
+//! What a state has learned from engines' responses follows from the reports in the log.
 
 use super::{PropertyError, Subjects};
 use crate::oracle::RunRecord;
 use crate::oracle::comparison::StatePart;
 
-/// In docs/ARCHITECTURE.md.
+/// Number in docs/ARCHITECTURE.md.
 pub const NUMBER: &str = "I74";
-/// As a statement.
+/// The property, as a statement.
 pub const NAME: &str =
     "bytes per token and block sizes are those that the reports in the log teach";
 
-/// Compares images of states with a naive replay of the log.
+/// Compares state images with a naive replay of the log.
 ///
 /// # Errors
-/// When a state holds something else.
+/// When a state differs from the replay.
 pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
     super::replayed(record, &[StatePart::Learnt], NUMBER, NAME)
 }

@@ -5,15 +5,15 @@ use super::{PropertyError, Subjects};
 use crate::oracle::RunRecord;
 use crate::oracle::comparison::StatePart;
 
-/// In docs/ARCHITECTURE.md.
+/// Number in docs/ARCHITECTURE.md.
 pub const NUMBER: &str = "I34";
-/// As a statement.
+/// The property, as a statement.
 pub const NAME: &str = "exactly those leases are open that the log opened and did not close";
 
-/// Compares images of states with a naive replay of the log.
+/// Compares state images with a naive replay of the log.
 ///
 /// # Errors
-/// When a state holds something else.
+/// When a state differs from the replay.
 pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
     super::replayed(record, &[StatePart::Leases], NUMBER, NAME)
 }

@@ -1,18 +1,18 @@
-//! Replicas that agree on who they are and on a backend's limit never run more requests there than
-//! that, all of them together.
+//! Replicas that agree on their group and on a backend's limit together never run more requests
+//! there than the limit.
 
 use super::{PropertyError, Subjects};
 use crate::oracle::RunRecord;
 
-/// In docs/ARCHITECTURE.md.
+/// Number in docs/ARCHITECTURE.md.
 pub const NUMBER: &str = "I70";
-/// As a statement.
+/// The property, as a statement.
 pub const NAME: &str = "a backend's limit holds over all replicas";
 
-/// Looks at every moment at which a request had started at a limited backend.
+/// Checks every moment after requests started at a limited backend.
 ///
 /// # Errors
-/// When one started beyond the limit.
+/// When a request started beyond the limit.
 pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
     let limits = &record.observation.limits;
     match &limits.exceeded {
@@ -30,7 +30,7 @@ mod tests {
     use super::*;
     use crate::oracle::limits::ShareLook;
 
-    /// Looks at replicas, each as `(epoch, limit, running, allowed)`, one moment after the other.
+    /// Observes replicas, each as `(epoch, limit, running, allowed)`, at one moment after another.
     fn story(moments: &[&[(u64, u32, u32, u32)]]) -> Result<Subjects, PropertyError> {
         let backend = BackendRef {
             slot: Slot(0),
@@ -63,10 +63,10 @@ mod tests {
         let full = [(7, 6, 3, 3), (7, 6, 3, 3)];
         let moved = [(7, 6, 2, 2), (7, 6, 4, 4)];
         assert_eq!(story(&[&idle, &full, &idle, &moved]), Ok(2));
-        // What ran before the limit fell goes on.
+        // Requests that ran before the limit fell go on.
         let fell = [(7, 4, 3, 2), (7, 4, 3, 2)];
         assert_eq!(story(&[&idle, &full, &fell]), Ok(1));
-        // Sides of a partition have a limit each.
+        // Each side of a partition has a limit of its own.
         let sides = [(8, 6, 6, 6), (9, 6, 6, 6)];
         assert_eq!(story(&[&full, &sides, &sides]), Ok(0));
     }

@@ -1,5 +1,5 @@
-//! The same property as [`super::linearizable`], judged without the log: an established checker
-//! looks for an order that explains what clients were told, key by key.
+//! The property of [`super::linearizable`], judged without the log: an established checker
+//! searches, key by key, for an order that explains the responses to clients.
 
 use super::{PropertyError, Subjects};
 use crate::oracle::RunRecord;
@@ -9,19 +9,19 @@ use crate::oracle::search::{self, SearchCounts};
 use state::codec::decode_envelope;
 
 pub use super::linearizable::NUMBER;
-/// As a statement.
+/// The property, as a statement.
 pub const NAME: &str = "administrative writes and barrier reads are linearizable, in some order";
 
-/// See [`search`].
+/// Checks all keys, see [`search`].
 ///
 /// # Errors
-/// When no order explains what was seen of a key.
+/// When no order explains the observations of a key.
 pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
     let tally = examine(record)?;
     Ok(tally.explained)
 }
 
-/// As [`check`]; tells what was left undecided, too.
+/// Checks like [`check`] and also returns what was left undecided.
 ///
 /// # Errors
 /// As [`check`].
@@ -30,8 +30,8 @@ pub fn examine(record: &RunRecord) -> Result<SearchCounts, PropertyError> {
     told.map_err(|detail| super::violation(NUMBER, NAME, detail))
 }
 
-/// What a key held before anybody asked for it: what a cluster begins with nobody is asked for, so
-/// that it is taken from the log.
+/// Returns the value of a key before its first operation, from the log, because no client asks for
+/// the initial values.
 fn before(record: &RunRecord, key: &RegisterKey) -> RegisterText {
     let is_its = |operation: &&Operation| match &operation.action {
         Action::Read(its) => its == key,

@@ -4,13 +4,12 @@ use super::{PropertyError, Subjects};
 use crate::oracle::RunRecord;
 use crate::oracle::history::OperationResult;
 
-/// In docs/ARCHITECTURE.md.
+/// Number in docs/ARCHITECTURE.md.
 pub const NUMBER: &str = "I41";
-/// As a statement.
+/// The property, as a statement.
 pub const NAME: &str = "without a majority nothing is acknowledged";
 
-/// Looks at every operation that began and ended while its replica was cut off; those that were not
-/// acknowledged count as subjects, too.
+/// Checks every operation that began and ended while its replica was cut off, acknowledged or not.
 ///
 /// # Errors
 /// When one was acknowledged.

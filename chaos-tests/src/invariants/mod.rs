@@ -1,7 +1,7 @@
 //! The invariants of a run, one per file, numbered as in docs/ARCHITECTURE.md.
 //!
-//! Each is a function over a [`RunRecord`]. It answers how many things it looked at: a check that
-//! never had anything to look at has proved nothing, and the runner says so.
+//! Each is a function over a [`RunRecord`] that returns its number of subjects. A check without
+//! subjects has proved nothing, and the runner reports it.
 
 pub mod acknowledged_writes_stay;
 pub mod advances_are_used;
@@ -38,33 +38,33 @@ pub mod writes_happen_once;
 use crate::oracle::RunRecord;
 use crate::oracle::comparison::StatePart;
 
-/// What was looked at: how many things could have broken the property.
+/// Number of subjects: observations that could have broken the property.
 pub type Subjects = u64;
 
-/// A property that does not hold.
+/// A violated property.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{number} {name}: {detail}")]
 pub struct PropertyError {
-    /// Number as in docs/ARCHITECTURE.md, `"I25"`.
+    /// Number in docs/ARCHITECTURE.md, such as `"I25"`.
     pub number: &'static str,
     /// The property, as a statement.
     pub name: &'static str,
-    /// With the values that break it.
+    /// The values that violate it.
     pub detail: String,
 }
 
 /// One property.
 #[derive(Clone, Copy)]
 pub struct Invariant {
-    /// Number as in docs/ARCHITECTURE.md.
+    /// Number in docs/ARCHITECTURE.md.
     pub number: &'static str,
     /// The property, as a statement.
     pub name: &'static str,
-    /// Looks at a run so far.
+    /// Checks a run so far.
     pub check: fn(&RunRecord) -> Result<Subjects, PropertyError>,
 }
 
-/// Lists a property's module.
+/// Builds the entry of a property's module.
 macro_rules! invariant {
     ($module:ident) => {
         Invariant {
@@ -75,9 +75,9 @@ macro_rules! invariant {
     };
 }
 
-/// All properties of a run. Each may be asked for at any time; those about what is healed have no
-/// subject before [`RunRecord::observation`] says what is there then. [`sound_state`] is about one
-/// state and asked for where the state is.
+/// All properties of a run. Each may be checked at any time; those about a healed cluster have no
+/// subjects until [`RunRecord::observation`] contains the state at rest. [`sound_state`] is
+/// separate: it checks one state, where the state is.
 pub const ALL: &[Invariant] = &[
     invariant!(same_log),
     invariant!(same_digest),
@@ -109,7 +109,7 @@ pub const ALL: &[Invariant] = &[
     invariant!(sources_lose_slowly),
 ];
 
-/// Those that need no replay of the log: cheap enough to be asked for again and again.
+/// Properties that need no replay of the log, and so are cheap enough to check repeatedly.
 const CHEAP: &[Invariant] = &[
     invariant!(same_log),
     invariant!(same_digest),
@@ -123,19 +123,19 @@ const CHEAP: &[Invariant] = &[
     invariant!(formats_known),
 ];
 
-/// Checks what can be checked in passing, so that a run that is broken ends early.
+/// Checks the cheap properties, so that a broken run ends early.
 ///
 /// # Errors
-/// The first that does not hold.
+/// The first property that does not hold.
 pub fn check_in_passing(record: &RunRecord) -> Result<(), PropertyError> {
     let mut looked_at = CHEAP.iter().map(|it| (it.check)(record));
     looked_at.try_for_each(|it| it.map(drop))
 }
 
-/// Checks all of them; answers how many things each looked at, in the order of [`ALL`].
+/// Checks all properties and returns their numbers of subjects, in the order of [`ALL`].
 ///
 /// # Errors
-/// The first that does not hold.
+/// The first property that does not hold.
 pub fn check_all(record: &RunRecord) -> Result<Vec<Subjects>, PropertyError> {
     ALL.iter().map(|it| (it.check)(record)).collect()
 }
@@ -148,7 +148,7 @@ fn violation(number: &'static str, name: &'static str, detail: String) -> Proper
     }
 }
 
-/// What a naive replay of the log says of some parts of the state.
+/// Compares some parts of the state with a naive replay of the log.
 fn replayed(
     record: &RunRecord,
     parts: &[StatePart],

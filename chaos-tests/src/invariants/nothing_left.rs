@@ -5,12 +5,12 @@ use super::{PropertyError, Subjects};
 use crate::oracle::RunRecord;
 use crate::oracle::observation::AtRest;
 
-/// In docs/ARCHITECTURE.md.
+/// Number in docs/ARCHITECTURE.md.
 pub const NUMBER: &str = "I14";
-/// As a statement.
+/// The property, as a statement.
 pub const NAME: &str = "when no request is under way nothing is left of any";
 
-/// Looks at the replicas at rest.
+/// Checks the replicas at rest.
 ///
 /// # Errors
 /// When something is left.

@@ -1,11 +1,11 @@
 //! A replica leads a term in one run at most.
 //!
-//! A term itself can have several leaders: votes are ordered by term and then by candidate, so a
-//! voter may turn to a candidate with a higher id in the same term, whereby the former leader can
-//! commit nothing more. (openraft's `leader_id_adv`; fewer elections end without a leader.) Whether
-//! they agree shows in the log. What can never be is the same pair of term and leader twice: a
-//! replica that starts again has forgotten that it led, and campaigns in a later term than the one
-//! it has kept its vote of.
+//! A term itself can have several leaders: votes are ordered by term and then by candidate
+//! (`leader_id_adv` of openraft; fewer elections end without a leader). So a voter may turn to a
+//! candidate with a higher id in the same term, and the former leader can commit nothing more.
+//! Whether they agree shows in the log. The same pair of term and leader can never occur twice: a
+//! restarted replica has forgotten that it led, and campaigns in a later term than that of its
+//! persisted vote.
 
 use std::collections::BTreeMap;
 
@@ -15,12 +15,12 @@ use super::{PropertyError, Subjects};
 use crate::oracle::RunRecord;
 use crate::oracle::observation::ReplicaRun;
 
-/// In docs/ARCHITECTURE.md.
+/// Number in docs/ARCHITECTURE.md.
 pub const NUMBER: &str = "I28";
-/// As a statement.
+/// The property, as a statement.
 pub const NAME: &str = "a replica leads a term in one run at most";
 
-/// Looks at everybody who ever led.
+/// Checks every leader.
 ///
 /// # Errors
 /// When two runs of a replica led in one term.

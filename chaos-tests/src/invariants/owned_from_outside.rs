@@ -1,5 +1,5 @@
-//! I1 and I3 again, checked from outside on the blocks that a state reports: a backend that owns a
-//! block owns every block before it, and it exceeds its capacity only while nothing can be evicted.
+//! I1 and I3, checked from outside on the blocks that a state reports: a backend that owns a block
+//! owns every block before it, and it exceeds its capacity only while nothing can be evicted.
 
 use std::collections::BTreeSet;
 
@@ -7,15 +7,15 @@ use super::{PropertyError, Subjects};
 use crate::oracle::RunRecord;
 use crate::oracle::image::BackendImage;
 
-/// In docs/ARCHITECTURE.md.
+/// Number in docs/ARCHITECTURE.md.
 pub const NUMBER: &str = "I37";
-/// As a statement.
+/// The property, as a statement.
 pub const NAME: &str = "ownership is prefix-closed and within capacity";
 
-/// Looks at every backend of every image.
+/// Checks every backend of every image.
 ///
 /// # Errors
-/// When one owns what it cannot.
+/// When a backend breaks either rule.
 pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
     let mut subjects = 0;
     for (_, run, image) in &record.observation.images {

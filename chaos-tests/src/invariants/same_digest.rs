@@ -6,9 +6,9 @@ use super::{PropertyError, Subjects};
 use crate::oracle::RunRecord;
 use crate::oracle::observation::{ReplicaRun, StateStep};
 
-/// In docs/ARCHITECTURE.md.
+/// Number in docs/ARCHITECTURE.md.
 pub const NUMBER: &str = "I26";
-/// As a statement.
+/// The property, as a statement.
 pub const NAME: &str = "states at the same index have the same digest";
 
 /// Compares the digests of all states, applied and restored, by index.
@@ -24,7 +24,7 @@ pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
                 continue;
             };
             let (known, other, before) = digests.entry(step.index).or_insert((digest, *run, *step));
-            // A second look at an index is one that could differ.
+            // Only a second observation of an index could differ.
             subjects += u64::from(before != step || other != run);
             if *known != digest {
                 let detail = format!(

@@ -6,15 +6,15 @@ use super::{PropertyError, Subjects};
 use crate::oracle::RunRecord;
 use crate::oracle::observation::Cause;
 
-/// In docs/ARCHITECTURE.md.
+/// Number in docs/ARCHITECTURE.md.
 pub const NUMBER: &str = "I25";
-/// As a statement.
+/// The property, as a statement.
 pub const NAME: &str = "all replicas apply the same command at the same index";
 
-/// Compares every applied entry with what stands in the log as it was first seen.
+/// Compares every applied entry with the first observation of its index.
 ///
 /// # Errors
-/// When two replicas applied different things at one index.
+/// When two replicas applied different entries at one index.
 pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
     let log = record.observation.log.iter();
     let hashes: std::collections::BTreeMap<u64, Option<u128>> = log

@@ -1,18 +1,18 @@
-//! Settings, registry and sessions are what the writes in the log left, in order.
+//! Settings, registry and sessions match the writes in the log, applied in order.
 
 use super::{PropertyError, Subjects};
 use crate::oracle::RunRecord;
 use crate::oracle::comparison::StatePart;
 
-/// In docs/ARCHITECTURE.md.
+/// Number in docs/ARCHITECTURE.md.
 pub const NUMBER: &str = "I32";
-/// As a statement.
+/// The property, as a statement.
 pub const NAME: &str = "settings, backends and sessions are those that the log wrote";
 
-/// Compares images of states with a naive replay of the log.
+/// Compares state images with a naive replay of the log.
 ///
 /// # Errors
-/// When a state holds something else.
+/// When a state differs from the replay.
 pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
     super::replayed(
         record,

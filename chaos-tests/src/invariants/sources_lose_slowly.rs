@@ -1,5 +1,5 @@
-//! What a source tells of stays, and what it does not tell of goes slowly: read from the log alone, of
-//! a source whose engines are known beforehand ([`fleet`]).
+//! Backends that a source lists stay, and others are removed slowly. Checked on the log alone, for
+//! a source with a known fleet ([`fleet`]).
 
 use std::collections::BTreeMap;
 
@@ -11,23 +11,23 @@ use crate::oracle::RunRecord;
 use crate::oracle::fleet;
 use crate::oracle::model::CommandEffect;
 
-/// In docs/ARCHITECTURE.md.
+/// Number in docs/ARCHITECTURE.md.
 pub const NUMBER: &str = "I151";
-/// As a statement.
+/// The property, as a statement.
 pub const NAME: &str = "what a source tells of stays, and the rest goes slowly";
 
-/// How much earlier, by the world's clock, than its time a backend may go: replicated time is allowed
-/// to run ahead by so much where clocks are set.
+/// How much too early a backend may be removed by the world's clock: replicated time may run ahead
+/// by this much where clocks are set.
 const EARLY_US: u64 = 1_000_000;
 
-/// The source's backends by name; those that are lost with since when.
+/// The source's backends by name. The value is the time since when a backend is lost, if it is.
 #[derive(Default)]
 struct SourceFleet(BTreeMap<String, Option<u64>>);
 
-/// Looks at every change that the source brought about, and at what is there in the end.
+/// Checks every change made by the source, and its backends at the end.
 ///
 /// # Errors
-/// When an engine went that the source told of, or went early, or too many were lost at once.
+/// When a listed engine was removed, one was removed early, or too many were lost at once.
 pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
     let comparison = record.comparison();
     let (mut subjects, mut held) = (0, SourceFleet::default());
@@ -89,7 +89,7 @@ impl SourceFleet {
     }
 }
 
-/// In the end there is what the source tells of.
+/// Checks that at the end exactly the listed engines are registered.
 fn check_rest(record: &RunRecord) -> Result<Subjects, PropertyError> {
     let last = fleet::last();
     for (id, at_rest) in &record.observation.at_rest {

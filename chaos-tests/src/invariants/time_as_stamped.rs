@@ -1,19 +1,19 @@
-//! Replicated time follows the stamps of the commands that took effect and never falls: it keeps
-//! the pace of stamps that agree, and ignores those of a single clock that differs from all others.
+//! Replicated time follows the stamps of effective commands and never falls: it keeps the pace of
+//! stamps that agree, and ignores a single clock that differs from all others.
 
 use super::{PropertyError, Subjects};
 use crate::oracle::RunRecord;
 use crate::oracle::comparison::StatePart;
 
-/// In docs/ARCHITECTURE.md.
+/// Number in docs/ARCHITECTURE.md.
 pub const NUMBER: &str = "I36";
-/// As a statement.
+/// The property, as a statement.
 pub const NAME: &str = "replicated time passes as the stamps tell that agree";
 
-/// Compares images of states with a naive replay of the log.
+/// Compares state images with a naive replay of the log.
 ///
 /// # Errors
-/// When a state holds something else.
+/// When a state differs from the replay.
 pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
     super::replayed(record, &[StatePart::Time], NUMBER, NAME)
 }

@@ -4,20 +4,20 @@
 use super::{PropertyError, Subjects};
 use crate::oracle::RunRecord;
 
-/// In docs/ARCHITECTURE.md.
+/// Number in docs/ARCHITECTURE.md.
 pub const NUMBER: &str = "I50";
-/// As a statement.
+/// The property, as a statement.
 pub const NAME: &str = "replicated time passes as real time does";
 
-/// What clocks that count as right may differ by, what messages take, and the time to the next
+/// Allowance for the difference of correct clocks, message delays, and the time to the next
 /// command.
 const SLACK_MS: u64 = 5000;
 
-/// Compares states with the first one whose time is paced. Where more clocks were wrong than others
-/// could tell, nobody knows what time it is.
+/// Compares states with the first one whose time is paced. Skips runs in which too many clocks were
+/// wrong to tell the time.
 ///
 /// # Errors
-/// When one is ahead, or one at rest behind.
+/// When a state is ahead, or one at rest is behind.
 pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
     let observation = &record.observation;
     let paced = |(_, _, image): &&(u64, _, std::sync::Arc<_>)| is_paced(image);
@@ -55,7 +55,7 @@ mod tests {
     use super::*;
     use crate::invariants::fixture::RecordBuilder;
 
-    /// A cluster at rest ten seconds after it was seen first, when so much had passed for it.
+    /// A cluster at rest ten seconds after its first image, in which `passed_ms` has passed.
     fn after_ten_seconds(
         passed_ms: u64,
         are_clocks_doubted: bool,
@@ -70,7 +70,7 @@ mod tests {
         last.now_ms += passed_ms;
         let last = std::sync::Arc::new(last);
         observation.images.push((began_us + 10_000_000, run, last));
-        // What was seen first is not at rest.
+        // The first image is not at rest.
         std::sync::Arc::make_mut(&mut observation.images[0].2).index = 0;
         check(&story.record)
     }

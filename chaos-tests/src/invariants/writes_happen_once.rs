@@ -1,8 +1,7 @@
 //! A write takes effect at most once, and one that was refused never does.
 //!
-//! That is told from outside: as often as one replica's command had an effect, so often somebody
-//! asked that replica for it and was not refused. Commands that nobody asked for are the replicas'
-//! own.
+//! This is checked from outside: a replica's command may take effect as often as clients sent it to
+//! that replica without being refused. Commands that no client sent are the replicas' own.
 
 use std::collections::BTreeMap;
 
@@ -12,15 +11,15 @@ use crate::oracle::history::{Action, OperationResult};
 use crate::oracle::model::CommandEffect;
 use state::ids::ReplicaId;
 
-/// In docs/ARCHITECTURE.md.
+/// Number in docs/ARCHITECTURE.md.
 pub const NUMBER: &str = "I30";
-/// As a statement.
+/// The property, as a statement.
 pub const NAME: &str = "a write happens at most once, and never when it was refused";
 
-/// Counts the effects of every command that a client asked for.
+/// Counts the effects of every command that a client sent.
 ///
 /// # Errors
-/// When one had more effects than were asked for.
+/// When a command took effect more often than clients sent it.
 pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
     let mut asked: BTreeMap<(ReplicaId, String), i64> = BTreeMap::new();
     for operation in &record.history.operations {

@@ -1,4 +1,4 @@
-//! Chats that need several times the engines' caches, the next turns of some soon and of others late.
+//! Chats that need several times the engines' cache, with early and late next turns.
 
 use std::time::{Duration, Instant};
 
@@ -6,21 +6,21 @@ use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
 use serde_json::{Value, json};
 
-/// Most turns of a chat; then another begins in its place.
+/// Maximum number of turns of a chat; then a new chat replaces it.
 const TURNS_MAX: usize = 6;
-/// Different system prompts.
+/// Number of different system prompts.
 const SYSTEMS: u64 = 3;
 /// Words of a system prompt.
 const SYSTEM_WORDS: usize = 120;
 /// Words of a message.
 const MESSAGE_WORDS: std::ops::Range<usize> = 30..130;
-/// Tokens of an answer.
+/// Tokens of a response.
 const ANSWER_TOKENS: std::ops::Range<u32> = 8..40;
-/// Tokens that a chat has on average, half way through its turns.
+/// Average number of tokens of a chat, half way through its turns.
 const CHAT_TOKENS: u64 = 450;
 
-/// What messages and answers are made of. Each is one token of most vocabularies with the space
-/// before it.
+/// Vocabulary of messages and responses. With a leading space, each word is one token of most
+/// tokenizers.
 pub(super) const WORDS: [&str; 24] = [
     "time", "people", "water", "house", "light", "number", "country", "question", "school",
     "family", "morning", "system", "company", "problem", "service", "market", "history", "picture",
@@ -34,24 +34,24 @@ pub(super) struct Turn {
     pub(super) body: Value,
 }
 
-/// The chats, as far as they have got.
+/// All chats with their current turns.
 #[derive(Debug)]
 pub(super) struct Chats {
     model: String,
-    /// Tokens that answers are made of; empty: whatever the model says.
+    /// Tokens that responses consist of; if empty, the model decides.
     answer_tokens: Vec<u64>,
     random: SmallRng,
-    /// Tells this run's texts from those of others.
+    /// Distinguishes this run's texts from those of other runs.
     run: u64,
     messages: Vec<Vec<Value>>,
-    /// All that no request is under way for, each with when it was answered; the last at the end.
+    /// Chats without a request under way, each with the time of its last response, oldest first.
     idle: Vec<(Instant, usize)>,
-    /// Least time from an answer to the next turn.
+    /// Minimum time from a response to the next turn.
     pause: Duration,
 }
 
 impl Chats {
-    /// Chats of `tokens` tokens in all.
+    /// Creates chats of `tokens` tokens in total.
     pub(super) fn new(
         model: &str,
         answer_tokens: &[u64],
@@ -72,10 +72,10 @@ impl Chats {
         }
     }
 
-    /// The next turn of some chat: the later it was answered, the likelier.
+    /// Returns the next turn of a random chat: the more recent its response, the likelier.
     ///
     /// # Panics
-    /// When every chat waits for an answer.
+    /// When every chat waits for a response.
     pub(super) fn next(&mut self) -> Turn {
         let now = Instant::now();
         let ready = self.idle.partition_point(|(at, _)| *at + self.pause <= now);
@@ -108,13 +108,13 @@ impl Chats {
         Turn { chat, body }
     }
 
-    /// A chat was answered.
+    /// Records the response to a chat.
     pub(super) fn answered(&mut self, chat: usize, answer: &str) {
         self.messages[chat].push(json!({ "role": "assistant", "content": answer }));
         self.idle.push((Instant::now(), chat));
     }
 
-    /// A turn got no answer: it will be another one.
+    /// Removes a turn that got no response. The next one is different.
     pub(super) fn failed(&mut self, chat: usize) {
         self.messages[chat].pop();
         self.idle.push((Instant::now(), chat));

@@ -1,4 +1,4 @@
-//! The engines: asked who they are, started and restarted where a command for that is given.
+//! The engines: queried for their properties, and started and restarted if a command is given.
 
 use std::fs::File;
 use std::net::SocketAddr;
@@ -16,9 +16,9 @@ use tokio::time::{Instant, sleep};
 
 use super::chats::WORDS;
 
-/// Longest an engine takes to start.
+/// Longest start of an engine.
 const START_MAX: Duration = Duration::from_secs(300);
-/// From one look at an engine to the next.
+/// Interval between two polls of an engine.
 const LOOK_EVERY: Duration = Duration::from_millis(250);
 
 /// An engine under test.
@@ -26,32 +26,32 @@ const LOOK_EVERY: Duration = Duration::from_millis(250);
 pub(super) struct Engine {
     number: usize,
     pub(super) address: SocketAddr,
-    /// `None`: somebody else runs it.
+    /// The engine's process; `None` if it was not started here.
     process: Option<Child>,
 }
 
-/// What an engine says of itself.
+/// Properties that an engine reports.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct EngineFacts {
     pub(super) model: String,
-    /// Tokens of a block.
+    /// Tokens per block.
     pub(super) block: u64,
-    /// Blocks of its cache.
+    /// Number of blocks of its cache.
     pub(super) blocks: u64,
 }
 
-/// How engines are started, and where they say what.
+/// How to start engines, and where their output goes.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Starter<'a> {
-    /// A line for the shell, with `$N` for the engine's number; `None`: they run already.
+    /// A shell command with `$N` for the engine's number; `None` if the engines run already.
     pub(super) command: Option<&'a str>,
-    /// Where their output goes.
+    /// Folder for their output.
     pub(super) logs: &'a Path,
     pub(super) http: &'a JsonClient,
 }
 
 impl Engine {
-    /// Uses the engine at this address, and starts it if nobody answers there.
+    /// Uses the engine at this address, and starts it if none answers there.
     pub(super) async fn take(
         starter: Starter<'_>,
         number: usize,
@@ -68,7 +68,7 @@ impl Engine {
         Ok(engine)
     }
 
-    /// Whether it can be restarted.
+    /// Whether this process started the engine and so can restart it.
     pub(super) fn is_ours(&self) -> bool {
         self.process.is_some()
     }
@@ -88,7 +88,7 @@ impl Engine {
         let output = File::options().create(true).append(true).open(&log);
         let output = output.with_context(|| format!("open {}", log.display()))?;
         let errors = output.try_clone().context("share the log file")?;
-        // Engines have children of their own: all of them end together.
+        // Engines have children of their own, and the whole group is killed.
         let process = Command::new("sh")
             .args(["-c", command])
             .env("N", self.number.to_string())
@@ -102,7 +102,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Kills it, and starts another one in its place.
+    /// Kills the engine and starts another in its place.
     pub(super) async fn restart(&mut self, starter: Starter<'_>) -> anyhow::Result<()> {
         self.kill();
         self.start(starter)?;
@@ -114,7 +114,7 @@ impl Engine {
         answer.is_ok_and(|answer| answer.status.is_success())
     }
 
-    /// Waits until it answers.
+    /// Waits until the engine is healthy.
     pub(super) async fn wait_healthy(&self, http: &JsonClient) -> anyhow::Result<()> {
         let begin = Instant::now();
         while !self.is_healthy(http).await {
@@ -129,8 +129,9 @@ impl Engine {
         Ok(())
     }
 
-    /// Has it forget its cache, which it does only while no request is under way. Answers whether it
-    /// can (vLLM: with `VLLM_SERVER_DEV_MODE=1`), and asks for a word so that it tells.
+    /// Resets the engine's cache, which works only without requests under way. Returns whether the
+    /// engine can (vLLM: with `VLLM_SERVER_DEV_MODE=1`). A short request makes it publish the
+    /// event.
     pub(super) async fn reset(&self, http: &JsonClient, model: &str) -> anyhow::Result<bool> {
         let url = self.url("/reset_prefix_cache");
         let answer = http.send(Method::POST, &url, Some(&json!({}))).await?;
@@ -143,7 +144,7 @@ impl Engine {
         Ok(true)
     }
 
-    /// Asks what it is.
+    /// Queries the engine's properties.
     pub(super) async fn facts(&self, http: &JsonClient) -> anyhow::Result<EngineFacts> {
         let models = http
             .call(Method::GET, &self.url("/v1/models"), None)
@@ -171,8 +172,8 @@ impl Engine {
         })
     }
 
-    /// The tokens of the words that answers are to be made of, each with the space before it. A model
-    /// without training says what nobody would: texts that are other tokens when they come back.
+    /// Returns the tokens of the words for responses, each with a leading space. An untrained model
+    /// would produce texts that tokenize differently when they come back.
     pub(super) async fn words(&self, http: &JsonClient, model: &str) -> anyhow::Result<Vec<u64>> {
         let mut tokens = Vec::new();
         for word in WORDS {

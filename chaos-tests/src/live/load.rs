@@ -1,5 +1,5 @@
-//! The load: so many requests at once, each to some replica, and what was predicted beside what was
-//! found.
+//! The load: concurrent requests to random replicas, with the predicted and the actual cached
+//! tokens.
 
 use std::cell::{Cell, RefCell};
 use std::fs::File;
@@ -18,19 +18,19 @@ use tokio::sync::{Notify, RwLock, RwLockWriteGuard};
 use super::chats::{Chats, Turn};
 use super::{NEAR_PERCENT, RowReport};
 
-/// Failures that are told.
+/// Maximum number of failures that are printed.
 const TOLD_MAX: usize = 20;
 
-/// What a prediction is.
+/// Kind of a prediction.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Target {
-    /// Blocks of so many tokens.
+    /// Whole blocks of this many tokens.
     Tokens(u64),
     /// A share of the prompt.
     Share,
 }
 
-/// What was predicted and found of one request.
+/// Predicted and actual tokens of one request.
 #[derive(Debug)]
 struct Finding {
     prompt: u64,
@@ -38,12 +38,12 @@ struct Finding {
     cached: u64,
     answer: String,
     backend: String,
-    /// Since the epoch.
+    /// Time since the Unix epoch.
     sent: Duration,
     ended: Duration,
 }
 
-/// The load as it goes.
+/// The running load.
 pub(super) struct Load<'a> {
     http: &'a JsonClient,
     replicas: Vec<String>,
@@ -52,15 +52,15 @@ pub(super) struct Load<'a> {
     target: Target,
     random: RefCell<SmallRng>,
     sums: RefCell<RowReport>,
-    /// Who sends holds it for reading.
+    /// Held for reading by every sender.
     gate: RwLock<()>,
     ended: Notify,
     is_over: Cell<bool>,
     told: Cell<usize>,
-    /// Tokens that engines compute before anything counts: until their caches are full nothing is
-    /// evicted.
+    /// Tokens that engines must compute before results count: nothing is evicted until their caches
+    /// are full.
     to_fill: Cell<u64>,
-    /// Where every answer is noted.
+    /// File to which every response is added.
     record: Option<File>,
 }
 
@@ -90,7 +90,7 @@ impl<'a> Load<'a> {
         }
     }
 
-    /// Requests answered.
+    /// Number of answered requests.
     pub(super) fn ended(&self) -> u64 {
         self.sums.borrow().requests
     }
@@ -99,12 +99,12 @@ impl<'a> Load<'a> {
         self.sums.borrow().clone()
     }
 
-    /// Says that a replica gets requests, or none.
+    /// Sets whether a replica gets requests.
     pub(super) fn set_up(&self, replica: usize, is_up: bool) {
         self.is_up.borrow_mut()[replica] = is_up;
     }
 
-    /// Waits until so many requests are answered; false: the load was over before.
+    /// Waits for this many answered requests. Returns `false` if the load ended before.
     pub(super) async fn wait_for(&self, requests: u64) -> bool {
         loop {
             let next = self.ended.notified();
@@ -118,12 +118,12 @@ impl<'a> Load<'a> {
         }
     }
 
-    /// Waits until nothing is under way, and keeps it so.
+    /// Waits until no request is under way, and blocks new ones while the guard is held.
     pub(super) async fn pause(&self) -> RwLockWriteGuard<'_, ()> {
         self.gate.write().await
     }
 
-    /// Sends until so many requests are answered.
+    /// Sends until this many requests are answered.
     pub(super) async fn run(&self, lanes: usize, requests: u64) -> anyhow::Result<()> {
         let lane = async |_| {
             while self.ended() < requests {
@@ -192,10 +192,10 @@ impl<'a> Load<'a> {
             prompt,
             predicted: match self.target {
                 Target::Tokens(block) => matched * block,
-                // Half a block is behind the last full one, as a rule.
+                // On average half a block follows the last full one.
                 Target::Share => 2 * matched * prompt / (2 * total + 1),
             },
-            // Engines leave zeros out.
+            // Engines omit zeros.
             cached: usage["prompt_tokens_details"]["cached_tokens"]
                 .as_u64()
                 .unwrap_or(0),
@@ -206,7 +206,7 @@ impl<'a> Load<'a> {
         })
     }
 
-    /// Notes an answer, for who wants to know why a prediction was wrong.
+    /// Records a response, to find out why a prediction was wrong.
     fn note(&self, replica: usize, body: &Value, found: &Finding) -> anyhow::Result<()> {
         let Some(mut record) = self.record.as_ref() else {
             return Ok(());
@@ -258,7 +258,7 @@ impl<'a> Load<'a> {
         }
     }
 
-    /// Tells the first misses and failures, to look them up in the logs.
+    /// Prints the first misses and failures, to be looked up in the logs.
     fn tell(&self, what: &str) {
         if self.told.get() < TOLD_MAX {
             self.told.set(self.told.get() + 1);

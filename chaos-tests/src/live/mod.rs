@@ -1,8 +1,8 @@
-//! Whether predictions come true at real engines: three replicas before engines that somebody has
-//! (vLLM on a CPU will do), and for each way of knowing a cache a load of chats that need five times
-//! its size. Of every request the predicted tokens stand beside the engine's own `cached_tokens`.
+//! Checks predictions against real engines: three replicas in front of given engines (vLLM on a CPU
+//! is enough). Each way to track a cache gets a load of chats that need five times its size. For
+//! every request the predicted tokens are compared with the engine's own `cached_tokens`.
 //!
-//! Not part of `cargo test`: it needs engines. See docs/guide/engines.md.
+//! Not part of `cargo test`, because it needs engines. See docs/guide/engines.md.
 
 mod chats;
 mod engines;
@@ -26,46 +26,46 @@ use chats::Chats;
 use engines::{Engine, EngineFacts, Starter};
 use load::{Load, Target};
 
-/// Longest wait for one answer.
+/// Longest wait for a response.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(120);
-/// How many times the caches hold what the chats need.
+/// Size of the chats, as a multiple of the caches.
 const PRESSURE: u64 = 5;
-/// How far a prediction by characters may be off, in hundredths of the prompt.
+/// Allowed error of a prediction by characters, in percent of the prompt.
 const NEAR_PERCENT: u64 = 10;
-/// How long a replica stays dead.
+/// How long a replica stays down.
 const DEAD: Duration = Duration::from_secs(2);
 
-/// What is tried, and where.
+/// Options of a live run.
 #[derive(Debug, Clone)]
 pub struct LiveOptions {
-    /// Where the engines are.
+    /// Addresses of the engines.
     pub engines: Vec<SocketAddr>,
-    /// A line for the shell that starts engine `$N`; `None`: they run already.
+    /// A shell command that starts engine `$N`; `None` if the engines run already.
     pub start: Option<String>,
-    /// Where started engines write.
+    /// Folder for the output of started engines.
     pub logs: PathBuf,
-    /// Where engine `$N` publishes KV events, and where it replays them; `None`: it says so itself.
+    /// Where engine `$N` publishes and replays KV events; `None` if the engine reports it.
     pub kv_events: Option<[String; 2]>,
-    /// The model's `tokenizer.json`; `None`: what needs it is left out.
+    /// The model's `tokenizer.json`; `None` skips the rows that need it.
     pub tokenizer: Option<PathBuf>,
-    /// Answers of each row.
+    /// Number of responses per row.
     pub requests: u64,
-    /// Least time from an answer to the next turn of its chat.
+    /// Minimum time from a response to the next turn of its chat.
     pub pause: Duration,
-    /// File to which each answer is added, as a line of JSON.
+    /// File to which each response is added, as a line of JSON.
     pub record: Option<PathBuf>,
-    /// Only rows whose name contains this.
+    /// Runs only rows whose name contains this text.
     pub only: Option<String>,
 }
 
-/// How the replicas know what engines hold.
+/// How the replicas know the contents of engines' caches.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Knowledge {
     Events,
     Leases,
 }
 
-/// How the replicas make tokens.
+/// How the replicas tokenize prompts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Tokens {
     File,
@@ -79,12 +79,12 @@ struct Row {
     name: &'static str,
     knowledge: Knowledge,
     tokens: Tokens,
-    /// Requests at once.
+    /// Number of concurrent requests.
     lanes: usize,
-    /// Whether all engines serve, or the first alone.
+    /// Whether all engines serve, or only the first.
     has_all_engines: bool,
     has_faults: bool,
-    /// What share must be right, in ten thousandths.
+    /// Required share of correct predictions, in hundredths of a percent.
     goal: u64,
 }
 
@@ -125,40 +125,41 @@ const fn row(name: &'static str, tokens: Tokens, lanes: usize, goal: u64) -> Row
     }
 }
 
-/// What came of a row.
+/// Result of a row.
 #[derive(Debug, Clone, Default, Serialize)]
 pub struct RowReport {
-    /// Its name.
+    /// Name of the row.
     pub name: &'static str,
-    /// Engines that served it.
+    /// Number of engines that served it.
     pub engines: usize,
-    /// Answers that were compared.
+    /// Number of compared responses.
     pub requests: u64,
-    /// Requests without an answer: a replica or engine was down.
+    /// Requests without a response, because a replica or engine was down.
     pub failed: u64,
-    /// Predictions that were right to the token.
+    /// Predictions that were correct to the token.
     pub equal: u64,
     /// Predictions within a tenth of the prompt.
     pub near: u64,
-    /// Predictions above and below what was found.
+    /// Number of predictions above and below the actual value.
     pub off: [u64; 2],
     /// Prompt tokens.
     pub prompt_tokens: u64,
-    /// Of these, found in caches.
+    /// Prompt tokens found in caches.
     pub cached_tokens: u64,
-    /// Of these, predicted wrongly, one way or the other.
+    /// Prompt tokens that were predicted wrongly, in either direction.
     pub wrong_tokens: u64,
-    /// Faults that were done.
+    /// Injected faults.
     pub faults: Vec<String>,
-    /// What must have been right, in ten thousandths; of characters what must have been near.
+    /// Required share of correct predictions (by characters: of near ones), in hundredths of a
+    /// percent.
     pub goal: u64,
-    /// Whether it was.
+    /// Whether the goal was met.
     pub is_met: bool,
-    /// Seconds of load.
+    /// Duration of the load, in seconds.
     pub took_s: f64,
 }
 
-/// Runs the rows, one after the other.
+/// Runs the rows, one after another.
 ///
 /// # Errors
 /// When engines or replicas do not start.
@@ -218,7 +219,7 @@ fn is_wanted(row: &Row, options: &LiveOptions) -> bool {
     is_named && (!needs_file || options.tokenizer.is_some())
 }
 
-/// One row and what it is played with.
+/// One row with its environment.
 struct Scene<'a> {
     row: &'a Row,
     options: &'a LiveOptions,
@@ -274,7 +275,8 @@ impl Scene<'_> {
         Ok(report)
     }
 
-    /// Waits until a replica cuts prompts as the engines do, and knows what each engine holds.
+    /// Waits until a replica divides prompts into blocks like the engines and knows all engines'
+    /// caches.
     async fn wait_known(&self, cluster: &ProcessCluster, replica: usize) -> anyhow::Result<()> {
         let Row {
             knowledge, tokens, ..
@@ -312,7 +314,7 @@ impl Scene<'_> {
             }
             (Knowledge::Leases, _) => String::new(),
         };
-        // Options are constants everywhere else; what is made here lives as long as the program.
+        // Options are constants everywhere else, so the values made here are leaked.
         ProcessCluster::start(ClusterOptions {
             is_secure: false,
             engines: 0,
@@ -324,7 +326,7 @@ impl Scene<'_> {
         .await
     }
 
-    /// Disturbs the load, one thing after the other, until it is over.
+    /// Injects faults one after another until the load ends.
     async fn disturb(
         &self,
         load: &Load<'_>,
@@ -338,7 +340,7 @@ impl Scene<'_> {
                 .borrow_mut()
                 .push(format!("{} at {}", what, load.ended()));
         };
-        // The first third, so that the caches are full; then a fault each tenth.
+        // The first third fills the caches; then a fault follows after each tenth.
         while load.wait_for(goal / 3 + turn.get() * goal / 10).await {
             let number = turn.get();
             turn.set(number + 1);
@@ -385,7 +387,7 @@ fn absolute(file: &Path) -> anyhow::Result<PathBuf> {
         .with_context(|| format!("find {}", file.display()))
 }
 
-/// Which replica reads an engine's events.
+/// Returns the replica that reads an engine's events.
 async fn reader_of(cluster: &ProcessCluster, engine: usize) -> anyhow::Result<usize> {
     let backends = cluster.ask(0, "/admin/v1/backends").await?;
     let reader = backends["backends"][engine]["ownership"]["reader"].as_u64();

@@ -1,13 +1,13 @@
-//! Hosts of their own for processes: a network namespace each, joined by a bridge.
+//! Hosts for processes: one network namespace each, joined by a bridge.
 //!
-//! The bridge stands in the namespace of this process, which thereby reaches every host. A host has
-//! two addresses on one interface, one that clients use and one that peers use, so that the traffic
-//! between peers can be cut while clients go on, and so that a host can move for its peers alone.
-//! Names on a host come from its own hosts file, which can be changed at any time.
+//! The bridge is in the namespace of this process, which can thus reach every host. A host has two
+//! addresses on one interface, one for clients and one for peers. So a test can cut the traffic
+//! between peers while clients go on, or move a host for its peers alone. Names are resolved by the
+//! host's own hosts file, which can change at any time.
 //!
-//! Everything carries the id of this process in its name and goes with the [`NetnsNetwork`]. What a
-//! killed process left behind is removed by the next one. Needs root, `ip` and `nft`. Netem is not
-//! used: many kernels come without, and nftables can lose packets by chance too.
+//! Every name contains the id of this process, and everything is removed with the [`NetnsNetwork`].
+//! The next process removes what a killed one left behind. Needs root, `ip` and `nft`. Netem is not
+//! used: many kernels lack it, and nftables can also drop packets at random.
 
 use std::fmt::Write as _;
 use std::fs;
@@ -19,22 +19,22 @@ use anyhow::{Context as _, ensure};
 
 use crate::command::{run, run_with_input};
 
-/// Begins the name of every namespace.
+/// Prefix of every namespace name.
 const NAME_PREFIX: &str = "quorate-";
-/// Where `ip netns exec` looks for files that a namespace sees in place of those below `/etc`.
+/// Folder whose files replace those below `/etc` in `ip netns exec`.
 const ETC_NETNS: &str = "/etc/netns";
-/// Most hosts: their numbers are a part of their addresses.
+/// Maximum number of hosts: their numbers are part of their addresses.
 const HOSTS_MAX: usize = 40;
-/// Distance of the addresses for peers from those for clients.
+/// Offset of peer addresses from client addresses.
 const PEER_OFFSET: u8 = 50;
-/// Distance of the addresses a host moves to.
+/// Offset of the address that a host moves to.
 const MOVED_OFFSET: u8 = 100;
 const BRIDGE_HOST: u8 = 254;
 
-/// Hosts on a bridge.
+/// Hosts joined by a bridge.
 #[derive(Debug)]
 pub struct NetnsNetwork {
-    /// The third byte of all addresses.
+    /// Third byte of all addresses.
     subnet: u8,
     hosts: Vec<NetnsHost>,
 }
@@ -45,25 +45,25 @@ struct NetnsHost {
     has_moved: bool,
 }
 
-/// Which packets between hosts are lost.
+/// Which packets between hosts are dropped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PacketLoss {
-    /// All.
+    /// All packets.
     All,
-    /// So many in a hundred, by chance.
+    /// This percentage, at random.
     Percent(u8),
 }
 
-/// From one host to another.
+/// One direction between two hosts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct HostPair {
-    /// The host that sends.
+    /// The sending host.
     pub from: usize,
-    /// The host that receives, where they are dropped.
+    /// The receiving host, which drops the packets.
     pub to: usize,
 }
 
-/// Why namespaces cannot be had here; `None` when they can.
+/// Returns why namespaces are not available here, or `None` if they are.
 #[must_use]
 pub fn why_not() -> Option<String> {
     if !rustix::process::geteuid().is_root() {
@@ -78,7 +78,7 @@ pub fn why_not() -> Option<String> {
 }
 
 impl NetnsNetwork {
-    /// Brings up so many hosts.
+    /// Starts this many hosts.
     ///
     /// # Errors
     /// When a command fails; see [`why_not`].
@@ -101,19 +101,19 @@ impl NetnsNetwork {
         Ok(network)
     }
 
-    /// The namespace of a host, to run something in it by `ip netns exec`.
+    /// Returns the namespace of a host, to run commands in it by `ip netns exec`.
     #[must_use]
     pub fn namespace(&self, host: usize) -> &str {
         &self.hosts[host].name
     }
 
-    /// Where a host is reached by clients.
+    /// Returns the address of a host for clients.
     #[must_use]
     pub fn client_address(&self, host: usize) -> Ipv4Addr {
         self.address(host_byte(host))
     }
 
-    /// Where a host is reached by its peers.
+    /// Returns the address of a host for peers.
     #[must_use]
     pub fn peer_address(&self, host: usize) -> Ipv4Addr {
         let moved = if self.hosts[host].has_moved {
@@ -124,7 +124,7 @@ impl NetnsNetwork {
         self.address(host_byte(host) + moved)
     }
 
-    /// Drops packets between hosts; what was dropped before is let through.
+    /// Drops packets between hosts, in place of any earlier loss.
     ///
     /// # Errors
     /// When `nft` fails.
@@ -139,7 +139,7 @@ impl NetnsNetwork {
                 let _ = writeln!(
                     rules,
                     "add rule inet chaos input ip saddr {{ {}, {} }} {chance}drop",
-                    // A connection that it opened itself comes from either.
+                    // A connection that the host opened itself may use either address.
                     self.client_address(way.from),
                     self.peer_address(way.from)
                 );
@@ -157,7 +157,7 @@ impl NetnsNetwork {
         self.lose(PacketLoss::All, &[])
     }
 
-    /// Takes a host's only link down, or up again.
+    /// Takes a host's only link down or up.
     ///
     /// # Errors
     /// When `ip` fails.
@@ -166,7 +166,7 @@ impl NetnsNetwork {
         run(&["ip", "link", "set", &link_name(host), to])
     }
 
-    /// Moves a host: its peers find nobody at the address they had, and it has another.
+    /// Moves a host to a new peer address; its old address no longer answers.
     ///
     /// # Errors
     /// When `ip` fails.
@@ -179,8 +179,8 @@ impl NetnsNetwork {
         run(&["ip", "-n", name, "address", "add", &new, "dev", "eth0"])
     }
 
-    /// Writes the names a host knows. The file is changed in place: processes that run on the host
-    /// see it at once.
+    /// Writes the hosts file of a host. The file is changed in place, so running processes see it
+    /// immediately.
     ///
     /// # Errors
     /// When it cannot be written.
@@ -226,7 +226,7 @@ impl NetnsNetwork {
         run_with_input(&["ip", "netns", "exec", name, "nft", "-f", "-"], rules)
     }
 
-    /// An address of the range that is set apart for tests of networks (RFC 2544).
+    /// Returns an address in the range reserved for network tests (RFC 2544).
     fn address(&self, last: u8) -> Ipv4Addr {
         Ipv4Addr::new(198, 18, self.subnet, last)
     }
@@ -235,7 +235,7 @@ impl NetnsNetwork {
 impl Drop for NetnsNetwork {
     fn drop(&mut self) {
         for (number, host) in self.hosts.iter().enumerate() {
-            // The kernel takes a namespace away later, when it gets to it; the link goes at once.
+            // The kernel removes a namespace asynchronously, but the link immediately.
             let _ = run(&["ip", "link", "del", &link_name(number)]);
             remove_namespace(&host.name);
         }
@@ -243,7 +243,7 @@ impl Drop for NetnsNetwork {
     }
 }
 
-/// Removes the namespaces of processes that are no more.
+/// Removes the namespaces of processes that have ended.
 fn remove_leftovers() {
     let Ok(folder) = fs::read_dir("/run/netns") else {
         return;
@@ -262,7 +262,7 @@ fn remove_leftovers() {
     }
 }
 
-/// Its end of the link goes with it, and thereby the other.
+/// Removes a namespace and its end of the link, which also removes the other end.
 fn remove_namespace(name: &str) {
     let _ = run(&["ip", "netns", "del", name]);
     let _ = fs::remove_dir_all(etc_folder(name));
@@ -276,7 +276,7 @@ fn bridge_name() -> String {
     format!("qb{}", process::id())
 }
 
-/// At most 15 bytes, as the kernel wants it.
+/// Returns a link name of at most 15 bytes, the limit of the kernel.
 fn link_name(host: usize) -> String {
     format!("qv{}-{host}", process::id())
 }

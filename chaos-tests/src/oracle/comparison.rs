@@ -1,4 +1,4 @@
-//! Replays the log with the naive [`ReferenceModel`] and compares every image of a state with it.
+//! Replays the log with the naive [`ReferenceModel`] and compares every state image with it.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -13,21 +13,21 @@ use super::model::users::ModelUser;
 use super::model::{CommandEffect, ReferenceModel};
 use super::observation::{Observation, ReplicaRun};
 
-/// What came of replaying the log.
+/// Result of replaying the log.
 #[derive(Debug)]
 pub struct ReplayComparison {
-    /// What became of every command, by index; up to the first one that cannot be replayed.
+    /// Effect of every command by index, up to the first one that cannot be replayed.
     pub effects: BTreeMap<u64, CommandEffect>,
-    /// The commands that are no batches, by index: batches are most of the log, and nobody asks for
-    /// one.
+    /// Commands that are not batches, by index. Batches are most of the log, and no check needs
+    /// them.
     pub commands: BTreeMap<u64, Envelope>,
-    /// Which backends there were from an index on, and whether they drained.
+    /// Backends from an index on, and whether each drains.
     pub backends: BTreeMap<u64, BTreeMap<BackendRef, bool>>,
-    /// What states hold and should not, or should and do not.
+    /// Differences between states and the model.
     pub differences: Vec<Difference>,
-    /// How many things of each part were compared.
+    /// Number of comparisons of each part.
     pub compared: BTreeMap<StatePart, u64>,
-    /// The model after all of it.
+    /// The model after the whole log.
     pub model: ReferenceModel,
 }
 
@@ -36,11 +36,11 @@ pub struct ReplayComparison {
 pub enum StatePart {
     /// Replicated time.
     Time,
-    /// Runs and their sequence numbers.
+    /// Sessions and their sequence numbers.
     Sessions,
-    /// What administrative writes set, and which backend stands where.
+    /// Administrative settings, and the slots of backends.
     Settings,
-    /// Counters, sums and requests of users.
+    /// Counters, totals and requests of users.
     Users,
     /// Open leases.
     Leases,
@@ -48,16 +48,16 @@ pub enum StatePart {
     Blocks,
     /// Streams of KV events.
     Streams,
-    /// What is learned from engines' answers.
+    /// What is learned from engines' responses.
     Learnt,
 }
 
-/// Something that a state holds otherwise than the log says.
+/// A difference between a state and the log.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Difference {
-    /// In which part.
+    /// The part of the state.
     pub part: StatePart,
-    /// Whose state, at which index, and what.
+    /// Which state, at which index, and what differs.
     pub detail: String,
 }
 
@@ -80,7 +80,7 @@ impl ReplayComparison {
         for (next, (index, entry)) in (1..).zip(&seen.log) {
             let command = entry.command.as_deref();
             let envelope = command.map(decode_envelope).transpose();
-            // What is missing or foreign is for others to find; nothing can be told behind it.
+            // Other checks find missing or foreign entries; nothing after them can be replayed.
             let (true, Ok(envelope)) = (*index == next, envelope) else {
                 break;
             };
@@ -102,7 +102,7 @@ impl ReplayComparison {
         comparison
     }
 
-    /// The backends as they were with everything up to `index` applied.
+    /// Returns the backends after everything up to `index` was applied.
     #[must_use]
     pub fn backends_at(&self, index: LogIndex) -> &BTreeMap<BackendRef, bool> {
         let mut until = self.backends.range(..=index.0);
@@ -140,7 +140,7 @@ impl ReplayComparison {
     }
 }
 
-/// One image held against the model.
+/// Compares one image with the model.
 struct ImageComparison<'a> {
     at: String,
     image: &'a StateImage,
@@ -214,7 +214,7 @@ impl ImageComparison<'_> {
         for key in users {
             let is = image.users.get(key).copied();
             let user = model.users.users.get(key);
-            // Compared by what it says of today.
+            // The budget is compared by today's usage.
             let budget = is.map(|it| it.budget).unwrap_or_default();
             let must = user.map(|user| image_of(user, budget));
             self.same(StatePart::Users, &format!("user {key}"), &is, &must);
@@ -232,7 +232,7 @@ impl ImageComparison<'_> {
         self.same(StatePart::Users, "virtual time", &image.virtual_time, &must);
     }
 
-    /// Of backends that are followed.
+    /// Compares the leases of followed backends.
     fn leases(&mut self) {
         let (image, model) = (self.image, self.model);
         let holders: BTreeSet<_> = image.leases.keys().chain(model.leases.keys()).collect();
@@ -251,7 +251,7 @@ impl ImageComparison<'_> {
         }
     }
 
-    /// Of backends that are followed.
+    /// Compares the blocks of followed backends.
     fn blocks(&mut self) {
         for (name, backend) in &self.image.backends {
             let Some(cache) = self.model.caches.get(&backend.handle.slot.0) else {
@@ -263,7 +263,7 @@ impl ImageComparison<'_> {
         }
     }
 
-    /// Of backends that are called exact: nothing that was told of is missing.
+    /// Checks that no reported message is missing at exact backends.
     fn streams(&mut self) {
         for (name, backend) in &self.image.backends {
             let exact = backend.kv.as_ref().filter(|kv| kv.mode == KvMode::Exact);

@@ -1,4 +1,4 @@
-//! The fleet of engines that a simulated source tells of: what is known of it beforehand.
+//! The fleet of engines behind a simulated source, as known in advance.
 
 use std::collections::BTreeSet;
 
@@ -6,14 +6,14 @@ use state::discovery::SourceRules;
 
 /// Id of the source.
 pub const SOURCE: &str = "fleet";
-/// Engines of which every answer with engines in it tells.
+/// Number of engines in every response that lists engines.
 pub const STEADY: u64 = 12;
-/// Engines that answers leave out now and then.
+/// Number of engines that responses leave out now and then.
 pub const FLAPPING: u64 = 8;
-/// Engines that are replaced, one after the other.
+/// Number of engines that are replaced, one after another.
 pub const ROLLING: u64 = 16;
 
-/// How the source is followed.
+/// Returns the rules of the source.
 #[must_use]
 pub fn rules() -> SourceRules {
     SourceRules {
@@ -23,19 +23,19 @@ pub fn rules() -> SourceRules {
     }
 }
 
-/// Id of the `number`th engine of a kind.
+/// Returns the id of the `number`th engine of a kind.
 #[must_use]
 pub fn name(kind: &str, number: u64) -> String {
     format!("{SOURCE}-{kind}-{number}")
 }
 
-/// Whether the source always tells of this engine.
+/// Whether the source always lists this engine.
 #[must_use]
 pub fn is_steady(name: &str) -> bool {
     name.starts_with("fleet-steady-")
 }
 
-/// What the source tells of in the end, for as long as it is asked.
+/// Returns the engines that the source lists at the end.
 #[must_use]
 pub fn last() -> BTreeSet<String> {
     let of = |kind: &'static str, count| (0..count).map(move |number| name(kind, number));

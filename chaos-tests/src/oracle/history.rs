@@ -1,8 +1,8 @@
-//! The history of a run: what clients did and what they were told.
+//! The history of a run: operations of clients and their results.
 //!
-//! Administrative writes and reads are [`Operation`]s, requests for inference are
-//! [`InferenceRequest`]s. What a client was not told, the history does not know: a write that timed
-//! out is [`OperationResult::Unknown`] and may take effect once, at any later time, or never.
+//! Administrative writes and reads are [`Operation`]s, inference requests are
+//! [`InferenceRequest`]s. The history holds only what clients know: a write that timed out is
+//! [`OperationResult::Unknown`] and may take effect once, at any later time, or never.
 
 use state::command::{Command, Committed};
 use state::ids::{BackendRef, LogIndex};
@@ -10,88 +10,88 @@ use state::ids::{BackendRef, LogIndex};
 use super::observation::ReplicaRun;
 use super::register::{RegisterKey, RegisterText};
 
-/// Names an operation or a request of a history.
+/// Identifies an operation or a request in a history.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct HistoryId(usize);
 
-/// Everything the clients did, in the order of the calls.
+/// Everything that clients did, in the order of the calls.
 #[derive(Debug, Default)]
 pub struct History {
     /// Administrative writes and reads.
     pub operations: Vec<Operation>,
-    /// Requests for inference.
+    /// Inference requests.
     pub requests: Vec<InferenceRequest>,
 }
 
 /// One administrative write or read.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Operation {
-    /// Who asked. A client has one operation under way at a time.
+    /// The client, which has one operation under way at a time.
     pub client: u32,
-    /// Whom.
+    /// The replica's run that was called.
     pub run: ReplicaRun,
-    /// When it asked.
+    /// Time of the call.
     pub called_at_us: u64,
-    /// When it was answered; `None`: it was not, or its replica crashed.
+    /// Time of the response; `None` if none arrived or the replica crashed.
     pub returned_at_us: Option<u64>,
-    /// For what.
+    /// The requested action.
     pub action: Action,
-    /// What it was told; [`OperationResult::Unknown`] until it is.
+    /// The result; [`OperationResult::Unknown`] until there is one.
     pub outcome: OperationResult,
 }
 
-/// What a client asks for.
+/// An action that a client requests.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Action {
-    /// To write.
+    /// Writes a command.
     Write(Command),
-    /// To read behind a barrier: to see everything that was committed when it asked.
+    /// Reads behind a barrier, and so sees everything committed before the call.
     Read(RegisterKey),
 }
 
-/// What a client knows of what it asked for.
+/// A client's knowledge of the result.
 #[derive(Debug, Clone, PartialEq)]
 pub enum OperationResult {
-    /// The write stands in the log, and was answered.
+    /// The write was committed and acknowledged.
     Written(Committed),
-    /// It was read.
+    /// The read succeeded.
     Read {
-        /// Index up to which the state was applied that was looked at.
+        /// Applied index of the state that was read.
         index: LogIndex,
-        /// What was there.
+        /// The value.
         value: RegisterText,
     },
-    /// It did not happen and will not.
+    /// The action did not happen and never will.
     Refused,
-    /// It may have happened, may happen yet, once, or not at all.
+    /// The action may have happened, or may happen later, at most once.
     Unknown,
 }
 
-/// One request for inference, from its call to its end.
+/// One inference request, from its call to its end.
 #[derive(Debug, Clone, PartialEq)]
 pub struct InferenceRequest {
-    /// Who serves it.
+    /// The run that serves the request.
     pub run: ReplicaRun,
-    /// Who pays.
+    /// The user who is charged.
     pub user: String,
-    /// When it came.
+    /// Time of arrival.
     pub called_at_us: u64,
-    /// The most that its user is to be charged, whatever becomes of it.
+    /// Maximum charge of the user, whatever happens to the request.
     pub most: RequestTokens,
-    /// To which backends it went, one after the other.
+    /// Attempts, in order.
     pub dispatches: Vec<Dispatch>,
-    /// What an engine computed for it; `None`: that is not known.
+    /// Tokens that an engine computed; `None` if that is not known.
     pub computed: Option<RequestTokens>,
-    /// How it ended; `None`: not yet, or its replica crashed before.
+    /// End of the request; `None` if it is under way or its replica crashed.
     pub end: Option<RequestEnd>,
 }
 
 /// One attempt of a request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Dispatch {
-    /// When.
+    /// Time of the dispatch.
     pub at_us: u64,
-    /// Which backend.
+    /// The backend.
     pub backend: BackendRef,
     /// Applied index of the replica just before the decision and just after.
     pub seen: (LogIndex, LogIndex),
@@ -100,10 +100,10 @@ pub struct Dispatch {
 /// The end of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RequestEnd {
-    /// When the attempt was given back.
+    /// Time at which the attempt was given back.
     pub at_us: u64,
-    /// What the engine said it used; `None`: it said nothing, so that the router may charge what it
-    /// estimates.
+    /// Usage reported by the engine; `None` if it reported none, so that the router may charge an
+    /// estimate.
     pub used: Option<RequestTokens>,
 }
 
@@ -112,14 +112,14 @@ pub struct RequestEnd {
 pub struct RequestTokens {
     /// Prompt tokens that the engine computed.
     pub input_uncached: u64,
-    /// Prompt tokens that it had cached.
+    /// Prompt tokens found in the engine's cache.
     pub input_cached: u64,
     /// Output tokens.
     pub output: u64,
 }
 
 impl History {
-    /// A client asks for something.
+    /// Records the call of an operation.
     pub fn call(&mut self, client: u32, run: ReplicaRun, at_us: u64, action: Action) -> HistoryId {
         self.operations.push(Operation {
             client,
@@ -132,14 +132,14 @@ impl History {
         HistoryId(self.operations.len() - 1)
     }
 
-    /// It is answered.
+    /// Records the response to an operation.
     pub fn answer(&mut self, ticket: HistoryId, at_us: u64, outcome: OperationResult) {
         let operation = &mut self.operations[ticket.0];
         operation.returned_at_us = Some(at_us);
         operation.outcome = outcome;
     }
 
-    /// A request comes.
+    /// Records the arrival of a request.
     pub fn request(
         &mut self,
         run: ReplicaRun,
@@ -159,17 +159,17 @@ impl History {
         HistoryId(self.requests.len() - 1)
     }
 
-    /// It goes to a backend.
+    /// Records a dispatch of a request.
     pub fn dispatched(&mut self, ticket: HistoryId, dispatch: Dispatch) {
         self.requests[ticket.0].dispatches.push(dispatch);
     }
 
-    /// An engine has computed so much for it, whatever it told.
+    /// Records what an engine computed for a request, reported or not.
     pub fn computed(&mut self, ticket: HistoryId, tokens: RequestTokens) {
         self.requests[ticket.0].computed = Some(tokens);
     }
 
-    /// It ends.
+    /// Records the end of a request.
     pub fn ended(&mut self, ticket: HistoryId, end: RequestEnd) {
         self.requests[ticket.0].end = Some(end);
     }

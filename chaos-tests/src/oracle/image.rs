@@ -13,30 +13,31 @@ use state::{Backend, RouterState};
 
 use super::register::{RegisterKey, RegisterText};
 
-/// What a state holds at one index. Digests are equal at equal index, so one replica's image stands
-/// for all of them; taking one copies every owned block, which is dear: some ten per run.
+/// Contents of a state at one index. Digests are equal at equal indexes, so the image of one
+/// replica represents all. Taking one copies every owned block, which is expensive: about ten per
+/// run.
 #[derive(Debug, Clone, PartialEq)]
 pub struct StateImage {
-    /// Up to where it is applied.
+    /// Applied index.
     pub index: u64,
-    /// Its digest.
+    /// Digest of the state.
     pub digest: u128,
-    /// Replicated time, milliseconds.
+    /// Replicated time, in milliseconds.
     pub now_ms: u64,
-    /// Whether it is paced.
+    /// Whether replicated time is paced.
     pub is_time_paced: bool,
-    /// By name.
+    /// Backends by name.
     pub backends: BTreeMap<String, BackendImage>,
-    /// By key.
+    /// Users by key.
     pub users: BTreeMap<UserKey, UserImage>,
-    /// Leases that are open.
+    /// Open leases.
     pub leases: BTreeMap<(ReplicaId, AttemptId), LeaseImage>,
-    /// The present run of every replica, with the last sequence numbers of its outbox and of its
-    /// admin lane.
+    /// Current session of every replica, with the last sequence numbers of its outbox and admin
+    /// lanes.
     pub sessions: BTreeMap<ReplicaId, (SessionId, [u64; 2])>,
-    /// Secrets that API keys have at present, and whose requests come with them.
+    /// Current secrets of API keys, each with the user of the key.
     pub secrets: BTreeMap<ApiKeyId, (SecretHash, String)>,
-    /// Every key that was asked for, with what it holds.
+    /// Every register that was used, with its value.
     pub registers: BTreeMap<RegisterKey, RegisterText>,
     /// Virtual time of the fair order.
     pub virtual_time: u64,
@@ -49,45 +50,44 @@ pub struct StateImage {
 /// A backend.
 #[derive(Debug, Clone, PartialEq)]
 pub struct BackendImage {
-    /// How commands name it.
+    /// Slot and incarnation.
     pub handle: BackendRef,
-    /// Whether it drains.
+    /// Whether the backend drains.
     pub draining: bool,
-    /// Blocks its cache holds, as an operator says; `None`: what is known otherwise may be
-    /// corrected.
+    /// Cache capacity set by an operator, in blocks; `None` if it may be corrected by measurements.
     pub capacity_blocks: Option<u32>,
-    /// What it owns.
+    /// Owned blocks.
     pub owned: BTreeMap<BlockHash, OwnedImage>,
-    /// How its ownership is known from KV events; `None`: by leases.
+    /// Ownership by KV events; `None` if by leases.
     pub kv: Option<KvImage>,
 }
 
 /// One owned block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct OwnedImage {
-    /// The block before it; `None`: it is a first one.
+    /// The block before it; `None` for the first.
     pub parent: Option<BlockHash>,
-    /// Open leases that end here.
+    /// Number of open leases that end here.
     pub leases: u16,
-    /// Ranks that report it.
+    /// Number of ranks that report the block.
     pub reports: u8,
 }
 
 /// What is known of a backend from KV events.
 #[derive(Debug, Clone, PartialEq)]
 pub struct KvImage {
-    /// How its ownership is known.
+    /// Mode of ownership.
     pub mode: KvMode,
-    /// How far its streams are applied.
+    /// Positions up to which its streams are applied.
     pub positions: Vec<KvPosition>,
 }
 
 /// An open lease.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LeaseImage {
-    /// On which backend.
+    /// The backend.
     pub backend: BackendRef,
-    /// Deepest block it holds.
+    /// Deepest block that the lease holds.
     pub tip: Option<BlockHash>,
 }
 
@@ -96,20 +96,20 @@ pub struct LeaseImage {
 pub struct UserImage {
     /// Virtual token counter.
     pub counter_milli_tokens: u64,
-    /// In thousandths.
+    /// Weight in thousandths.
     pub weight_milli: u32,
-    /// Tokens and requests since the user is known.
+    /// Total tokens and requests.
     pub total: UserUsage,
-    /// Requests begun and not ended.
+    /// Number of requests in flight.
     pub in_flight: u64,
-    /// Requests that wait.
+    /// Number of waiting requests.
     pub waiting: u64,
-    /// The budget that counts, and what is used of it.
+    /// The effective budget and what is used of it.
     pub budget: BudgetStatus,
 }
 
 impl StateImage {
-    /// Takes it; of the registers those in `keys`.
+    /// Takes an image of a state, with those registers that are in `keys`.
     #[must_use]
     pub fn of<'a>(state: &RouterState, keys: impl IntoIterator<Item = &'a RegisterKey>) -> Self {
         let backends = state.backends().map(|backend| {

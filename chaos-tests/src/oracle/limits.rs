@@ -1,40 +1,40 @@
-//! Limits of backends over all replicas, watched as a run goes on.
+//! Watches backends' limits over all replicas during a run.
 //!
-//! What counts is what runs: the sum over the replicas, at one moment of the one clock. It is held
-//! against the limit while the replicas that share it are agreed on who they are and on the limit.
-//! Else what may run is bounded by what each had before (docs/internals/limits.md), which follows
-//! from no single moment.
+//! The check is on running requests: their sum over the replicas at one moment of the world's clock
+//! is compared with the limit, while the replicas that share it agree on their group and on the
+//! limit. Otherwise the bound depends on what each had before (docs/internals/limits.md), which no
+//! single moment shows.
 
 use std::collections::BTreeMap;
 
 use state::ids::{BackendRef, ReplicaId};
 
-/// One replica at one limited backend.
+/// One replica's view of one limited backend.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ShareLook {
     /// The replica.
     pub replica: ReplicaId,
-    /// Names those that it shares limits with.
+    /// Identifies the replicas that share limits.
     pub epoch: u64,
-    /// How many they are, itself included.
+    /// Number of these replicas, including itself.
     pub members: usize,
-    /// Whether it knows that they agree.
+    /// Whether the replica knows that they agree.
     pub is_settled: bool,
-    /// The limit as it sees it.
+    /// The limit as the replica sees it.
     pub limit: u32,
-    /// What runs there from it.
+    /// Number of requests that it runs there.
     pub running: u32,
-    /// What may.
+    /// Number of requests that it may run there.
     pub allowed: u32,
 }
 
-/// What was seen of a group of replicas that agree.
+/// Observation of a group of replicas that agree.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct GroupLook {
     limit: u32,
     running: u32,
     members: u32,
-    /// Whether a replica ran more than it may, from before.
+    /// Whether a replica ran more than it may, left from before.
     is_over: bool,
 }
 
@@ -42,20 +42,20 @@ struct GroupLook {
 #[derive(Debug, Default)]
 pub struct LimitWatch {
     before: BTreeMap<(BackendRef, u64), GroupLook>,
-    /// Moments at which requests had started, of a group that agreed then and the moment before.
+    /// Moments after requests started, in a group that agreed then and the moment before.
     pub starts: u64,
-    /// Of these, those after which several replicas together ran as many as they may.
+    /// Those of `starts` after which several replicas together ran as many requests as they may.
     pub filled: u64,
-    /// Looks at a limited backend at which a group agreed.
+    /// Observations of a limited backend at which a group agreed.
     pub agreed: u64,
-    /// Looks at which the replicas of an epoch did not, or one of them was not seen.
+    /// Observations at which the replicas of an epoch disagreed, or one of them was not seen.
     pub disagreed: u64,
-    /// The first time that one started beyond the limit.
+    /// First start beyond the limit.
     pub exceeded: Option<String>,
 }
 
 impl LimitWatch {
-    /// Takes in what all replicas have at each backend at a moment.
+    /// Records what all replicas have at each backend at one moment.
     pub fn look(&mut self, at_us: u64, looks: &BTreeMap<BackendRef, Vec<ShareLook>>) {
         let mut now = BTreeMap::new();
         for (backend, looks) in looks {
@@ -84,7 +84,7 @@ impl LimitWatch {
         }
         self.starts += 1;
         self.filled += u64::from(now.members > 1 && now.running >= now.limit);
-        // Those who do not know yet that another one is over may each start one.
+        // Replicas that do not know yet that another one is over may each start one.
         let most = match before.is_over {
             true => now.limit.max(before.running) + now.members - 1,
             false => now.limit,
@@ -96,7 +96,7 @@ impl LimitWatch {
     }
 }
 
-/// `None`: they do not all agree, or one of them was not seen.
+/// Returns the group's sums, or `None` if its replicas disagree or one was not seen.
 fn agreed(group: &[ShareLook]) -> Option<GroupLook> {
     let first = group.first()?;
     let is_like =

@@ -1,10 +1,9 @@
-//! The oracle: records of a run and the model it is judged against.
+//! The oracle: records of a run and the model that judges it.
 //!
-//! The world tells what it saw: [`Observation`] is the side of the replicas (what each of them
-//! applied, who led, who could reach whom), [`History`] the side of the clients (what they asked
-//! for, when, and what they were told). Both are plain records; [`crate::invariants`] are functions
-//! over them. Nothing here looks at a clock or calls the product's `apply`: what the state must be
-//! is computed by a naive [`model`] that replays the log.
+//! The world records what it saw: [`Observation`] holds the replicas' side (what each applied, who
+//! led, who could reach whom), [`History`] the clients' side (operations, times, results). Both are
+//! plain records, and [`crate::invariants`] are functions over them. Nothing here reads a clock or
+//! calls the product's `apply`: a naive [`model`] replays the log to compute the state.
 
 pub mod comparison;
 pub mod fleet;
@@ -25,20 +24,20 @@ use history::OperationResult;
 pub use observation::Observation;
 use observation::ReplicaRun;
 
-/// Everything known of one run of a cluster.
+/// Everything known about one run of a cluster.
 #[derive(Debug, Default)]
 pub struct RunRecord {
-    /// What the replicas did.
+    /// The replicas' side.
     pub observation: Observation,
-    /// What the clients saw.
+    /// The clients' side.
     pub history: History,
-    /// The last [`RunRecord::comparison`], with what it was made of: entries, images.
+    /// The last [`RunRecord::comparison`], with the numbers of entries and images that it used.
     compared: Mutex<Option<([usize; 3], Arc<ReplayComparison>)>>,
 }
 
 impl RunRecord {
-    /// What a client is to make of what a run told it: nothing, while the world has taken the run's
-    /// state.
+    /// Returns the outcome that a client may believe: [`OperationResult::Unknown`] while the world
+    /// has taken the run's state.
     #[must_use]
     pub fn as_told(&self, run: ReplicaRun, outcome: OperationResult) -> OperationResult {
         if self.observation.is_spoiled(run) {
@@ -48,8 +47,8 @@ impl RunRecord {
         }
     }
 
-    /// The log replayed by the naive model, and where states differ from it. Made once for as long
-    /// as nothing was added that it looks at.
+    /// Returns the naive replay of the log and its differences from states. Cached until something
+    /// that it reads is added.
     pub fn comparison(&self) -> Arc<ReplayComparison> {
         let seen = &self.observation;
         let made_of = [seen.log.len(), seen.images.len(), seen.at_rest.len()];

@@ -1,7 +1,7 @@
 //! The observation of a run: what replicas did, as seen from outside.
 //!
-//! Times are simulated microseconds since the world began; one clock for all. Lists are in the
-//! order in which things happened.
+//! Times are simulated microseconds since the world began, on one clock. Lists are in chronological
+//! order.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -12,12 +12,12 @@ use xxhash_rust::xxh3::xxh3_128;
 use super::image::StateImage;
 use super::limits::LimitWatch;
 
-/// One run of a replica: from its start until it is stopped, or crashes.
+/// One run of a replica: from its start until it stops or crashes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct ReplicaRun {
     /// The replica.
     pub replica: ReplicaId,
-    /// Counts its runs, from 1.
+    /// Number of the run, from 1.
     pub number: u32,
 }
 
@@ -30,69 +30,67 @@ impl std::fmt::Display for ReplicaRun {
 /// What the world saw of the replicas.
 #[derive(Debug, Default)]
 pub struct Observation {
-    /// Every command of the log, as the first replica that applied it saw it.
+    /// Every command of the log, as first applied.
     pub log: BTreeMap<u64, LogEntry>,
-    /// How every run changed its state, one after the other.
+    /// State changes of every run, in order.
     pub steps: BTreeMap<ReplicaRun, Vec<StateStep>>,
-    /// When runs began and ended.
+    /// Start and end of runs.
     pub runs: BTreeMap<ReplicaRun, Span>,
-    /// When the world took the state from a run, to see whether it gets it back.
+    /// When the world took the state from a run, to see whether the run recovers it.
     pub spoiled: Vec<(u64, ReplicaRun)>,
-    /// Who led which term, as seen at a replica that took itself for the leader.
+    /// Leaders of terms, as seen at replicas that believed they led.
     pub leading: Vec<Leading>,
     /// When replicas could not reach a majority.
     pub cut_off: Vec<CutOff>,
-    /// When a run's outbox was last seen with nothing in it: all that ended before is in the log.
+    /// When a run's outbox was last seen empty: everything that ended before is in the log.
     pub outbox_empty: BTreeMap<ReplicaRun, u64>,
-    /// What states held, now and then.
+    /// Contents of states at some times.
     pub images: Vec<(u64, ReplicaRun, Arc<StateImage>)>,
-    /// Whether there was a time in which it could not be said what time it is: so many clocks were
-    /// wrong, or of replicas that others did not hear.
+    /// Whether the time was ever unknowable, because too many clocks were wrong or replicas with
+    /// correct clocks were not heard.
     pub are_clocks_doubted: bool,
-    /// What the engines that publish KV events held once they had published a message, by its
-    /// number and its mark, which no two messages share: all blocks in the cache, as the router
-    /// calls them.
+    /// Blocks that engines with KV events held in their cache after publishing a message, named as
+    /// the router names them. The key is the message's number and its mark, which is unique.
     pub engines: BTreeMap<(u64, u64), Arc<BTreeSet<BlockHash>>>,
-    /// The newest format that each replica's build knows; empty where all are of one build.
+    /// Newest format that each replica's build knows; empty if all run one build.
     pub builds: BTreeMap<ReplicaId, u8>,
-    /// What the least of these was when an entry was first applied.
+    /// Least of these formats at the time when an entry was first applied.
     pub formats: BTreeMap<u64, u8>,
-    /// Versions of the snapshots that were restored, each with what the replica's build knows.
+    /// Versions of restored snapshots, each with the version that the replica's build knows.
     pub snapshots: Vec<(ReplicaRun, u16, u8)>,
-    /// When builds could not read a message, and whose it was.
+    /// When builds could not read a message, with its receiver and sender.
     pub unreadable: Vec<(u64, ReplicaRun, ReplicaId)>,
-    /// Replicas that were started with an earlier build than before: others may hear of it late.
+    /// Replicas restarted with an earlier build, which others may notice late.
     pub downgraded: BTreeSet<ReplicaId>,
     /// Whether the backends' limits held.
     pub limits: LimitWatch,
-    /// What the replicas are at the end, after everything was healed and nothing is under way: of
-    /// all that are members. Empty before.
+    /// Members at the end, after healing and with nothing under way. Empty before.
     pub at_rest: BTreeMap<ReplicaId, AtRest>,
 }
 
 /// One entry of the log.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LogEntry {
-    /// When it was first applied anywhere.
+    /// When it was first applied by any replica.
     pub applied_at_us: u64,
-    /// The command as proposed; `None`: an entry without one (a membership, a new leader's first).
+    /// The proposed command; `None` for a membership or a new leader's first entry.
     pub command: Option<Arc<[u8]>>,
 }
 
-/// How a state came to an index.
+/// How a state reached an index.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StateStep {
-    /// When.
+    /// Time of the step.
     pub at_us: u64,
-    /// Where it is now.
+    /// The index that the state reached.
     pub index: u64,
-    /// By what.
+    /// The cause.
     pub cause: Cause,
-    /// Digest of the state there; `None` while the world keeps the state spoiled on purpose.
+    /// Digest of the state; `None` while the world keeps the state spoiled on purpose.
     pub digest: Option<u128>,
 }
 
-/// By what a state came to an index.
+/// How a state moved to an index.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Cause {
     /// It applied the command with this hash.
@@ -103,53 +101,53 @@ pub enum Cause {
     Restored,
 }
 
-/// When something began and ended; `None`: not yet.
+/// A span of time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Span {
-    /// From when.
+    /// Start.
     pub from_us: u64,
-    /// Until when.
+    /// End; `None` if it has not ended.
     pub until_us: Option<u64>,
 }
 
 /// A replica that leads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Leading {
-    /// When it was seen first.
+    /// When it was first seen.
     pub at_us: u64,
-    /// Who.
+    /// The leading run.
     pub run: ReplicaRun,
-    /// Which term.
+    /// The term.
     pub term: u64,
 }
 
-/// A time in which no majority of the voters could hear of a replica and be heard by it, over
-/// however many links and whenever in it each was open.
+/// A time in which no majority of the voters could exchange messages with a replica in both
+/// directions, over any number of links and whenever each was open.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CutOff {
-    /// Who.
+    /// The replica that was cut off.
     pub replica: ReplicaId,
-    /// When; a span that has not ended lasts.
+    /// The time; a span without an end lasts.
     pub span: Span,
 }
 
-/// A replica with nothing to do.
+/// A replica without work.
 #[derive(Debug, Clone)]
 pub struct AtRest {
-    /// Which run of it.
+    /// The replica's run.
     pub run: ReplicaRun,
-    /// Its state.
+    /// Image of its state.
     pub image: Arc<StateImage>,
-    /// Items of its outbox that no log has.
+    /// Items of its outbox that are not known to be in a log.
     pub outbox_items: usize,
-    /// Blocks it believes in before the log tells it.
+    /// Blocks in its overlay.
     pub overlay_blocks: usize,
-    /// Requests it counts as under way at backends, its own and those that others told of.
+    /// Requests that it counts as running at backends, its own and those that others reported.
     pub in_flight: u64,
 }
 
 impl Observation {
-    /// A replica starts.
+    /// Records the start of a run.
     pub fn started(&mut self, at_us: u64, run: ReplicaRun) {
         let span = Span {
             from_us: at_us,
@@ -158,14 +156,14 @@ impl Observation {
         self.runs.insert(run, span);
     }
 
-    /// It crashed or was stopped.
+    /// Records the end of a run by crash or stop.
     pub fn ended(&mut self, at_us: u64, run: ReplicaRun) {
         if let Some(span) = self.runs.get_mut(&run) {
             span.until_us = Some(at_us);
         }
     }
 
-    /// A state applied an entry; `command`: what the entry carries.
+    /// Records that a state applied an entry with this `command`.
     pub fn applied(
         &mut self,
         at_us: u64,
@@ -186,17 +184,18 @@ impl Observation {
         self.step(run, at_us, index, cause, digest);
     }
 
-    /// A state was read from a snapshot.
+    /// Records that a state was read from a snapshot.
     pub fn restored(&mut self, at_us: u64, run: ReplicaRun, index: u64, digest: Option<u128>) {
         self.step(run, at_us, index, Cause::Restored, digest);
     }
 
-    /// The world takes the state from a run. Until it is restored, its digest does not count.
+    /// Records that the world took the state from a run. Its digest does not count until it is
+    /// restored.
     pub fn spoiled(&mut self, at_us: u64, run: ReplicaRun) {
         self.spoiled.push((at_us, run));
     }
 
-    /// Whether a run's state is not to be believed: it was taken and has not come back.
+    /// Whether a run's state was taken and not restored yet.
     #[must_use]
     pub fn is_spoiled(&self, run: ReplicaRun) -> bool {
         let mut spoiled = self.spoiled.iter().rev();
@@ -207,7 +206,7 @@ impl Observation {
         last.is_none_or(|last| last.digest.is_none() || last.at_us < *since_us)
     }
 
-    /// A replica takes itself for the leader of a term. May be told again and again.
+    /// Records that a replica believes to lead a term. May be called repeatedly.
     pub fn leads(&mut self, at_us: u64, run: ReplicaRun, term: u64) {
         let of_run = self.leading.iter().rev().find(|it| it.run == run);
         if of_run.is_none_or(|it| it.term != term) {
@@ -215,9 +214,8 @@ impl Observation {
         }
     }
 
-    /// Whether a replica can reach a majority of the voters, itself included if it is one. To be
-    /// told whenever it changes. What is under way when a link is cut may arrive: it was sent
-    /// before.
+    /// Records whether a replica can reach a majority of the voters, including itself if it is one.
+    /// Must be called on every change. Messages sent before a link is cut may still arrive.
     pub fn reaches_majority(&mut self, at_us: u64, replica: ReplicaId, does: bool) {
         let open = self
             .cut_off
@@ -237,22 +235,22 @@ impl Observation {
         }
     }
 
-    /// A run's outbox holds nothing that is not known to be in the log.
+    /// Records that a run's outbox holds nothing that is not known to be in the log.
     pub fn outbox_is_empty(&mut self, at_us: u64, run: ReplicaRun) {
         self.outbox_empty.insert(run, at_us);
     }
 
-    /// Keeps what a state holds.
+    /// Records the contents of a state.
     pub fn image(&mut self, at_us: u64, run: ReplicaRun, image: StateImage) {
         self.images.push((at_us, run, Arc::new(image)));
     }
 
-    /// An engine published a message; `mark` is that of its payload.
+    /// Records that an engine published a message; `mark` is that of its payload.
     pub fn published(&mut self, seq: u64, mark: u64, cached: Arc<BTreeSet<BlockHash>>) {
         self.engines.insert((seq, mark), cached);
     }
 
-    /// Highest index applied anywhere.
+    /// Returns the highest index applied by any replica.
     #[must_use]
     pub fn applied_max(&self) -> LogIndex {
         LogIndex(self.log.last_key_value().map_or(0, |(index, _)| *index))
@@ -276,8 +274,8 @@ impl Observation {
 }
 
 impl Span {
-    /// Whether all of `from_us..=until_us` lies within, and touches neither end: what happens in
-    /// the same step of the world may come before or after.
+    /// Whether `from_us..=until_us` lies strictly within the span: things in the same step of the
+    /// world may come before or after.
     #[must_use]
     pub fn covers(&self, from_us: u64, until_us: u64) -> bool {
         self.from_us < from_us && self.until_us.is_none_or(|end_us| until_us < end_us)

@@ -1,8 +1,8 @@
 //! Registers that administrative writes change and barrier reads see.
 //!
-//! Each [`RegisterKey`] names a part of the state that can be written and read as a whole.
-//! [`Registers`] is the sequential specification: what one write after the other leaves behind,
-//! written without a look at how `state` does it.
+//! Each [`RegisterKey`] names a part of the state that is written and read as a whole.
+//! [`Registers`] is the sequential specification: the result of one write after another, written
+//! independently of `state`.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -17,17 +17,17 @@ use state::quotas::UserLimits;
 /// A part of the state that is written and read as a whole.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub enum RegisterKey {
-    /// A backend: whether it is there, how it is described, whether it drains.
+    /// A backend: whether it exists, its spec, and whether it drains.
     Backend(String),
     /// The routing policy.
     Policy,
-    /// What routing follows beside the policy.
+    /// Routing settings other than the policy.
     Routing,
-    /// How requests are admitted, but for the limits of all users.
+    /// Admission settings other than the limits of all users.
     Admission,
     /// Limits of users without their own.
     DefaultLimits,
-    /// Weight and budget of users without their own, once they were set.
+    /// Weight and budget of users without their own, once they are set.
     UserDefaults,
     /// A user's weight.
     Weight(String),
@@ -35,28 +35,28 @@ pub enum RegisterKey {
     Limits(String),
     /// A user's budget.
     Budget(String),
-    /// An API key, but for its secrets.
+    /// An API key without its secrets.
     ApiKey(ApiKeyId),
 }
 
-/// What a key holds, in words; `None`: nothing was ever written, or it was removed.
+/// Text form of a key's value; `None` if it was never written or was removed.
 pub type RegisterText = Option<String>;
 
-/// All keys with what they hold.
+/// All keys with their values.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Registers {
     held: BTreeMap<RegisterKey, Register>,
-    /// API keys that were revoked for good: nobody gets their ids.
+    /// API keys that were revoked for good; their ids are never reused.
     ended: BTreeSet<ApiKeyId>,
 }
 
-/// What one key holds.
+/// Value of one key.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 struct Register {
     text: String,
-    /// Of a backend.
+    /// Whether a backend drains.
     draining: bool,
-    /// Of a backend that a source put: which, and while it is lost whether it drains anyway.
+    /// Source that put a backend and, while the backend is lost, whether an operator drains it.
     source: Option<(String, Option<bool>)>,
 }
 
@@ -72,7 +72,7 @@ impl Register {
 }
 
 impl RegisterKey {
-    /// What a command writes: nothing that can be read as a whole, one key, or several at once.
+    /// Returns the keys that a command writes: none, one, or several at once.
     #[must_use]
     pub fn all_of(command: &Command) -> Vec<Self> {
         vec![match command {
@@ -140,7 +140,7 @@ impl RegisterKey {
         }]
     }
 
-    /// What a state holds there.
+    /// Returns the value of this key in a state.
     #[must_use]
     pub fn value_in(&self, state: &RouterState) -> RegisterText {
         let view = state.view();
@@ -183,7 +183,7 @@ impl RegisterKey {
 }
 
 impl Registers {
-    /// What a key holds.
+    /// Returns the value of a key.
     #[must_use]
     pub fn value(&self, key: &RegisterKey) -> RegisterText {
         let register = self.held.get(key)?;
@@ -201,13 +201,13 @@ impl Registers {
         })
     }
 
-    /// All keys that hold something, with it.
+    /// Returns all keys that have a value, with the value.
     pub fn iter(&self) -> impl Iterator<Item = (&RegisterKey, RegisterText)> {
         self.held.keys().map(|key| (key, self.value(key)))
     }
 
-    /// One write after what was written so far; answers what the writer is to be told. Commands
-    /// that write no key change nothing here.
+    /// Applies one write and returns the reply to its writer. Commands that write no key change
+    /// nothing here.
     pub fn write(&mut self, command: &Command) -> Reply {
         if let Err(reject) = validate(command) {
             return Reply::Rejected(reject);
@@ -256,7 +256,7 @@ impl Registers {
             }
             Command::CreateKey(spec) => self.create_key(spec),
             Command::RevokeKey { id } => self.revoke_key(*id),
-            // What a rotation changes is secret.
+            // A rotation changes only secrets.
             Command::RotateKey { id, .. } => {
                 match self.held.contains_key(&RegisterKey::ApiKey(*id)) {
                     true => Reply::Applied,
@@ -274,7 +274,7 @@ impl Registers {
         }
     }
 
-    /// A write of one key at most.
+    /// Applies a write of at most one key.
     fn write_one(&mut self, command: &Command) -> Reply {
         let Some(key) = RegisterKey::all_of(command).pop() else {
             return Reply::Applied;
@@ -319,7 +319,7 @@ impl Registers {
                 return Reply::Applied;
             }
             Command::PutUserLimits { limits, .. } => format!("{limits:?}"),
-            // They have no key.
+            // These commands write no key.
             _ => return Reply::Applied,
         };
         let draining = false;
@@ -329,7 +329,7 @@ impl Registers {
 }
 
 impl Register {
-    /// Whether an operator wants it to drain.
+    /// Whether an operator drains the backend.
     fn drains_by_hand(&self) -> bool {
         match self.source {
             Some((_, Some(drains_anyway))) => drains_anyway,
@@ -404,7 +404,7 @@ impl Registers {
         Reply::Applied
     }
 
-    /// Limits for all are part of the settings of admission, which begin with them.
+    /// Creates the admission settings if limits of all users, which are part of them, are set.
     fn default_admission(&mut self, defaults: &UserDefaults) {
         let key = RegisterKey::Admission;
         if defaults.limits != UserLimits::default() && !self.held.contains_key(&key) {
@@ -433,7 +433,7 @@ impl Registers {
     }
 }
 
-/// What no state takes.
+/// Rejects commands that no state accepts.
 fn validate(command: &Command) -> Result<(), Rejection> {
     match command {
         Command::PutBackend(spec) => spec.validate(),
@@ -455,7 +455,7 @@ fn validate(command: &Command) -> Result<(), Rejection> {
     }
 }
 
-/// Settings of admission but for the limits of all users.
+/// Formats admission settings without the limits of all users.
 pub(super) fn admission(settings: &AdmissionSettings) -> String {
     let user_limits = UserLimits::default();
     let settings = AdmissionSettings {
@@ -465,7 +465,7 @@ pub(super) fn admission(settings: &AdmissionSettings) -> String {
     format!("{settings:?}")
 }
 
-/// Defaults but for the limits and the cache scope, which other commands set too.
+/// Formats defaults without limits and cache scope, which other commands set too.
 pub(super) fn user_defaults(defaults: &UserDefaults) -> String {
     format!("{}, {:?}", defaults.weight_milli, defaults.budget)
 }
@@ -480,7 +480,7 @@ fn unknown(name: &str) -> Reply {
     })
 }
 
-/// The writes of single registers that changes of a user are made of.
+/// Splits changes of a user into writes of single registers.
 pub(super) fn parts_of(changes: &UserChanges) -> Vec<Command> {
     let name = || changes.name.clone();
     let weight = changes.weight_milli.map(|weight_milli| {

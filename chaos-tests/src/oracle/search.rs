@@ -1,16 +1,15 @@
 //! Linearizability by search: stateright's `LinearizabilityTester`, key by key.
 //!
-//! It looks at nothing but what the clients saw, neither log nor index: some order of the
-//! operations must explain every answer. A write whose outcome is unknown is one that was called
-//! and has not returned.
+//! It uses only what clients saw, neither log nor index: some order of the operations must explain
+//! every response. A write of unknown outcome is one that was called and has not returned.
 //!
-//! The search is exponential at worst, so it is bounded. A key's history is cut where a read
-//! overlaps with nothing: what it saw is what the next piece begins with. Writes of unknown outcome
-//! go on into all further pieces (which allows them more than once: the witness check of
-//! [`super::linear`] does not). A piece of more than [`OPERATIONS_MAX`] operations is looked at up
-//! to there, which is sound, as every beginning of a linearizable history is one; a piece with more
-//! than [`UNKNOWN_MAX`] unknown outcomes, or whose search takes more than [`STEPS_MAX`] steps, is
-//! left undecided and counted.
+//! The worst case is exponential, so the search is bounded. A key's history is cut at a read that
+//! overlaps no other operation; its value starts the next piece. Writes of unknown outcome carry
+//! over into all later pieces (which allows them more than once; the witness check of
+//! [`super::linear`] does not). Only the first [`OPERATIONS_MAX`] operations of a piece are
+//! searched, which is sound because every prefix of a linearizable history is linearizable. A piece
+//! with more than [`UNKNOWN_MAX`] unknown outcomes, or whose search takes more than [`STEPS_MAX`]
+//! steps, is counted as undecided.
 
 use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet};
@@ -24,31 +23,31 @@ use state::command::{Command, Rejection, Reply};
 use state::discovery::DiscoveryChange;
 use state::quotas::UserLimits;
 
-/// Most operations of one piece.
+/// Maximum operations of one piece.
 pub const OPERATIONS_MAX: usize = 48;
-/// Most operations of unknown outcome in one piece.
+/// Maximum operations of unknown outcome in one piece.
 pub const UNKNOWN_MAX: usize = 4;
-/// Most steps of one search.
+/// Maximum steps of one search.
 pub const STEPS_MAX: u64 = 50_000;
 
-/// What came of searching.
+/// Counts of a search.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct SearchCounts {
     /// Operations in histories that were explained.
     pub explained: u64,
     /// Pieces that were explained.
     pub pieces: u64,
-    /// Pieces that were left undecided.
+    /// Pieces that remained undecided.
     pub undecided: u64,
-    /// Operations behind the bound of their piece.
+    /// Operations beyond the bound of their piece.
     pub beyond: u64,
 }
 
-/// Looks for an order of the operations on each key.
+/// Searches for an order of the operations on each key. `first` returns the value of a key before
+/// its first operation, which no client has seen.
 ///
 /// # Errors
-/// The first key whose history no order explains. `first` tells what a key held before any
-/// operation on it, as nobody was asked then.
+/// The first key whose history no order explains.
 pub fn check(
     history: &History,
     first: impl Fn(&RegisterKey) -> RegisterText,
@@ -74,28 +73,28 @@ pub fn check(
     Ok(tally)
 }
 
-/// What a key holds: a text by number, and whether it drains.
+/// Value of a key: the number of its text, and whether it drains.
 type RegisterValue = Option<(u32, bool)>;
 
-/// What is done to a key.
+/// An operation on a key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum RegisterOp {
-    /// Sets the text; whether it drains stays.
+    /// Sets the text and keeps the drain flag.
     Set(u32),
     Clear,
-    /// Refused where there is nothing to clear.
+    /// Refused if there is nothing to clear.
     Remove,
-    /// Refused where there is nothing to drain.
+    /// Refused if there is nothing to drain.
     Drain(bool),
-    /// Sets the text, and it drains no more: what a source has found. Only sources change such keys
-    /// here, so what drains is lost.
+    /// Sets the text and ends draining: a source has found the engine. Only sources change such
+    /// keys here, so one that drains is lost.
     Find(u32),
-    /// Refused where nothing drains.
+    /// Refused if nothing drains.
     Forget,
     Read,
 }
 
-/// What it answers.
+/// Result of an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum RegisterReturn {
     Done,
@@ -109,7 +108,7 @@ struct SearchStep {
     client: u32,
     called_at_us: u64,
     op: RegisterOp,
-    /// `None`: unknown.
+    /// `None` if unknown.
     returned: Option<(u64, RegisterReturn)>,
 }
 
@@ -162,7 +161,7 @@ impl SequentialSpec for RegisterSpec {
     }
 }
 
-/// Texts by number.
+/// Numbers of texts.
 #[derive(Debug, Default)]
 struct Texts(BTreeMap<String, u32>);
 
@@ -172,7 +171,7 @@ impl Texts {
         *self.0.entry(text.to_owned()).or_insert(next)
     }
 
-    /// What a read saw. Of a backend the text tells of draining, too.
+    /// Returns the value that a read saw. The text of a backend includes its drain flag.
     fn held(&mut self, value: &RegisterText) -> RegisterValue {
         let value = value.as_deref()?;
         for draining in [false, true] {
@@ -190,7 +189,7 @@ impl Texts {
         }
     }
 
-    /// What an action does to `key`.
+    /// Returns the operation of an action on `key`.
     fn op(&mut self, key: &RegisterKey, action: &Action) -> RegisterOp {
         let Action::Write(command) = action else {
             return RegisterOp::Read;
@@ -235,7 +234,7 @@ impl Texts {
                 }
             }
             Command::DeleteUser { .. } => RegisterOp::Clear,
-            // Of no key: nobody asks for it here.
+            // The command writes no key, and none is queried here.
             _ => RegisterOp::Read,
         }
     }
@@ -245,12 +244,12 @@ impl Texts {
 #[derive(Debug, Default)]
 struct KeyHistoryPart {
     steps: Vec<SearchStep>,
-    /// What it ends with, where that was read.
+    /// Value at the end, if it was read.
     ends_with: Option<RegisterValue>,
 }
 
 impl KeyHistoryPart {
-    /// What goes on into the pieces behind it.
+    /// Returns the operations that carry over into later pieces.
     fn unknown(&self) -> impl Iterator<Item = SearchStep> {
         self.steps
             .iter()
@@ -258,7 +257,7 @@ impl KeyHistoryPart {
             .copied()
     }
 
-    /// Whether some order explains it; `None`: not decided.
+    /// Whether some order explains the piece; `None` if undecided.
     fn search(
         &self,
         holds: RegisterValue,
@@ -266,7 +265,7 @@ impl KeyHistoryPart {
         tally: &mut SearchCounts,
     ) -> Option<bool> {
         let mut steps: Vec<SearchStep> = before.iter().chain(&self.steps).copied().collect();
-        // What nobody saw need not have happened: only a set that is read explains anything.
+        // An unseen write may not have happened: only a set whose value was read explains anything.
         let seen: BTreeSet<u32> = steps.iter().filter_map(SearchStep::saw).collect();
         let keeps_answers = |op: RegisterOp| {
             matches!(
@@ -315,7 +314,7 @@ impl SearchStep {
     }
 }
 
-/// Tells the tester of calls and returns in the order of time.
+/// Reports calls and returns to the tester in chronological order.
 fn played(
     register: RegisterSpec,
     steps: &[SearchStep],
@@ -323,7 +322,7 @@ fn played(
     let until_us = steps.last().map_or(0, |it| it.called_at_us);
     let mut events: Vec<(u64, bool, usize)> = Vec::new();
     for (at, step) in steps.iter().enumerate() {
-        // At one moment, calls come before returns: whoever may overlap does.
+        // At the same moment calls precede returns, so that operations overlap if they can.
         events.push((step.called_at_us, false, at));
         if let Some((returned_at_us, _)) = step.returned
             && returned_at_us <= until_us
@@ -331,7 +330,7 @@ fn played(
             events.push((returned_at_us, true, at));
         }
     }
-    // Behind the last call nothing begins, so that the order of returns says nothing.
+    // No call follows the last one, so the order of later returns does not matter.
     let late = |step: &SearchStep| step.returned.is_some_and(|(at_us, _)| at_us > until_us);
     let late = steps.iter().enumerate().filter(|(_, step)| late(step));
     events.extend(late.map(|(at, _)| (u64::MAX, true, at)));
@@ -344,7 +343,7 @@ fn played(
         let told = match step.returned {
             Some((_, answer)) if is_return => tester.on_return(names[&at], answer),
             _ => {
-                // A client that was told nothing is another one from there on.
+                // After an unknown outcome a client continues as another thread.
                 let thread = threads.entry(step.client).or_default();
                 let name = (step.client, *thread);
                 *thread += u32::from(step.returned.is_none());
@@ -357,7 +356,7 @@ fn played(
     tester
 }
 
-/// The operations on each key, in the order of the calls.
+/// Returns the operations on each key, in the order of the calls.
 fn by_key(history: &History) -> BTreeMap<RegisterKey, Vec<&Operation>> {
     let mut keys: BTreeMap<RegisterKey, Vec<&Operation>> = BTreeMap::new();
     for operation in &history.operations {
@@ -365,8 +364,8 @@ fn by_key(history: &History) -> BTreeMap<RegisterKey, Vec<&Operation>> {
             Action::Read(key) => vec![key.clone()],
             Action::Write(command) => RegisterKey::all_of(command),
         };
-        // A key whose id was revoked is not what it was before it was created: that is left to the
-        // search in the log's order.
+        // API keys are left to the search in the log's order: after its id is revoked, a key
+        // differs from one that was never created.
         let its = its.into_iter();
         for key in its.filter(|key| !matches!(key, RegisterKey::ApiKey(_))) {
             keys.entry(key).or_default().push(operation);
@@ -378,7 +377,7 @@ fn by_key(history: &History) -> BTreeMap<RegisterKey, Vec<&Operation>> {
     keys
 }
 
-/// Cuts a key's history behind every read that overlaps with nothing whose outcome is known.
+/// Cuts a key's history after every read that overlaps no operation of known outcome.
 fn pieces(key: &RegisterKey, operations: &[&Operation], texts: &mut Texts) -> Vec<KeyHistoryPart> {
     let mut pieces = vec![KeyHistoryPart::default()];
     let mut latest_us = 0;
@@ -410,7 +409,7 @@ fn pieces(key: &RegisterKey, operations: &[&Operation], texts: &mut Texts) -> Ve
     pieces
 }
 
-/// What a client was told; outer `None`: that it did not happen.
+/// Returns what a client was told; the outer `None` means that the operation did not happen.
 #[allow(clippy::option_option)] // Not happened, happened with an unknown answer, answered.
 fn answer(outcome: &OperationResult, texts: &mut Texts) -> Option<Option<RegisterReturn>> {
     Some(match outcome {
@@ -427,7 +426,7 @@ fn answer(outcome: &OperationResult, texts: &mut Texts) -> Option<Option<Registe
     })
 }
 
-/// A reply as it was the first time.
+/// Returns a repeated reply as it was the first time.
 pub(crate) fn plain(reply: &Reply) -> &Reply {
     match reply {
         Reply::Repeated(first) => first,

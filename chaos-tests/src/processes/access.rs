@@ -1,8 +1,8 @@
-//! Certificates, tokens and keys of a cluster that is secure, made by the program's own commands,
-//! and what clients need to get in.
+//! Certificates, tokens and API keys of a secure cluster, made by the program's own commands, and
+//! the credentials of clients.
 //!
-//! Peers prove each other's ids, data and admin listeners speak TLS, operators have a token and
-//! users a key each. The same tests run with it and without: [`ClusterOptions::is_secure`].
+//! Peers authenticate each other's ids, data and admin listeners use TLS, operators have a token
+//! and users an API key each. The same tests run in both modes: [`ClusterOptions::is_secure`].
 //!
 //! [`ClusterOptions::is_secure`]: super::ClusterOptions::is_secure
 
@@ -23,44 +23,44 @@ use lab::connector::secured;
 use lab::replay::targets::TargetAccess;
 use tokio::io::{AsyncRead, AsyncWrite};
 
-/// Names a variable that has every test of processes run on a secure cluster.
+/// Environment variable that makes all process tests use a secure cluster.
 const SECURE: &str = "QUORATE_TEST_SECURE";
-/// A user's key is this and its name.
+/// Prefix of a user's API key; the user's name follows.
 const KEY_PREFIX: &str = "sk-chaos-";
-/// Users that some test has, beside those of its options.
+/// Users of some tests, in addition to those of its options.
 const USERS: &[&str] = &["anonymous", "greedy", "modest", "eager"];
-/// Users that are numbers, and replicas with users of their own.
+/// Number of users with a numeric name, and of replicas with users of their own.
 const NUMBERED: usize = 16;
-/// Users of a replica.
+/// Number of users per replica.
 const OF_REPLICA: usize = 4;
 
-/// Whether tests are to run on a secure cluster, as the environment says.
+/// Whether the environment asks for tests on a secure cluster.
 #[must_use]
 pub fn is_secure_by_default() -> bool {
     std::env::var_os(SECURE).is_some_and(|value| value == "1")
 }
 
-/// How clients get in: over TLS with a key, or in the clear without one.
+/// Access of a client: over TLS with an API key, or in the clear without one.
 #[derive(Debug, Clone, Default)]
 pub struct ClientAccess {
-    /// Who is trusted; `None`: nothing is encrypted.
+    /// TLS config with the trusted authority; `None` without encryption.
     tls: Option<Arc<ClientConfig>>,
 }
 
 impl ClientAccess {
-    /// Whether there is TLS, and keys are asked for.
+    /// Whether the cluster uses TLS and requires API keys.
     #[must_use]
     pub fn is_secure(&self) -> bool {
         self.tls.is_some()
     }
 
-    /// Who is trusted; `None`: nothing is encrypted.
+    /// Returns the TLS config with the trusted authority; `None` without encryption.
     #[must_use]
     pub fn tls(&self) -> Option<&Arc<ClientConfig>> {
         self.tls.as_ref()
     }
 
-    /// The same with protocols that are offered, as clients of HTTP/2 do.
+    /// Returns the same access with a protocol to negotiate by ALPN, as HTTP/2 clients do.
     #[must_use]
     pub fn speaking(&self, protocol: &[u8]) -> Self {
         let tls = self.tls.as_deref().cloned();
@@ -71,10 +71,10 @@ impl ClientAccess {
         Self { tls }
     }
 
-    /// Shakes hands with whoever is at `to`, if there is TLS.
+    /// Performs the TLS handshake with the server at `to`, if the cluster uses TLS.
     ///
     /// # Errors
-    /// When that fails.
+    /// When the handshake fails.
     pub async fn secure<S: AsyncRead + AsyncWrite + Unpin>(
         &self,
         stream: S,
@@ -86,7 +86,7 @@ impl ClientAccess {
         }
     }
 
-    /// What load needs to know; `None`: nothing.
+    /// Returns the access for a load; `None` without TLS.
     pub(super) fn of_targets(&self) -> Option<TargetAccess> {
         self.tls.clone().map(|tls| TargetAccess {
             tls,
@@ -95,24 +95,24 @@ impl ClientAccess {
     }
 }
 
-/// A user's key on a secure cluster.
+/// Returns a user's API key on a secure cluster.
 #[must_use]
 pub fn key(user: &str) -> String {
     format!("{KEY_PREFIX}{user}")
 }
 
-/// What a secure cluster is set up with.
+/// Credentials of a secure cluster.
 #[derive(Debug)]
 pub(super) struct ClusterSecrets {
     folder: PathBuf,
     binary: PathBuf,
     pub(super) access: ClientAccess,
-    /// What operators send.
+    /// `Authorization` header of operators.
     pub(super) authorization: HeaderValue,
 }
 
 impl ClusterSecrets {
-    /// Makes an authority, a token and keys in a folder of their own.
+    /// Creates an authority, a token and API keys in their own folder.
     pub(super) fn make(binary: &Path, folder: PathBuf) -> anyhow::Result<Self> {
         let out = folder.display().to_string();
         quorate(binary, &["cert", "ca", "--out", &out])?;
@@ -139,7 +139,7 @@ impl ClusterSecrets {
         })
     }
 
-    /// Makes sure that a replica has a certificate with its id and these addresses.
+    /// Makes sure that a replica has a certificate for its id and these addresses.
     pub(super) fn certify(&self, id: u8, hosts: &[String]) -> anyhow::Result<()> {
         if self.file(&format!("replica-{id}.crt")).is_file() {
             return Ok(());
@@ -150,7 +150,7 @@ impl ClusterSecrets {
         quorate(&self.binary, &node).map(drop)
     }
 
-    /// Gets in with a certificate of the cluster's authority that names no replica.
+    /// Returns an access with a certificate of the cluster's authority that names no replica.
     pub(super) fn stranger(&self) -> anyhow::Result<ClientAccess> {
         let named = |name| NamedFile::new("stranger", &self.file(name));
         let files = ClientFiles {
@@ -166,7 +166,7 @@ impl ClusterSecrets {
         Ok(ClientAccess { tls })
     }
 
-    /// Tables of a replica's config.
+    /// Returns the tables of a replica's config.
     pub(super) fn tables(&self, id: u8) -> String {
         let mut text = format!("[admin]\ntokens_file = {:?}\n\n", self.file("tokens"));
         let [certificate, private_key] =
@@ -181,12 +181,12 @@ impl ClusterSecrets {
         text
     }
 
-    /// A line for a replica's `[users]`.
+    /// Returns a line for a replica's `[users]`.
     pub(super) fn users(&self) -> String {
         format!("api_keys_file = {:?}\n", self.file("keys"))
     }
 
-    /// Flags of commands that ask a replica.
+    /// Returns the flags of commands that call a replica.
     pub(super) fn flags(&self) -> Vec<String> {
         let file = |name| self.file(name).display().to_string();
         vec![
@@ -202,7 +202,7 @@ impl ClusterSecrets {
     }
 }
 
-/// A key and its user a line.
+/// Returns one line per user, with the API key and the user's name.
 fn keys() -> String {
     let named = USERS.iter().map(|user| (*user).to_owned());
     let numbered = (0..NUMBERED).flat_map(|number| {

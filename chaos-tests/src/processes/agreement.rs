@@ -1,12 +1,12 @@
-//! Whether `explain`, the request that follows it, and the record of its decision say the same.
+//! Checks whether `explain`, the request that follows it, and the record of its decision agree.
 //!
-//! Random requests of random users, by a random policy, go to random replicas, one at a time beside
-//! other load. Each is explained at its replica, sent there, and its record is read:
+//! Random requests of random users, under random policies, go to random replicas, one at a time
+//! beside other load. Each is explained at its replica and sent there; then its record is read:
 //!
-//! - What the client is told of the decision is what the record says, always.
-//! - User and model are those that were explained, always.
-//! - Where nothing that the policy looks at has changed in between, the decision is the one that
-//!   was explained, with the same score for every backend.
+//! - The decision reported to the client always equals the recorded one.
+//! - User and model always equal the explained ones.
+//! - If no input of the policy has changed in between, the decision is the explained one, with the
+//!   same score for every backend.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -30,23 +30,23 @@ use super::{ClusterOptions, ProcessCluster, until};
 
 /// Tables of every replica's config.
 const CONFIG: &str = "[routing]\nallow_override = true\n";
-/// Users, of whom one is not named.
+/// Number of users, one of which is anonymous.
 const USERS: u32 = 12;
-/// Sessions, of which one is not named.
+/// Number of sessions, one of which means no session.
 const SESSIONS: u32 = 6;
-/// Beginnings that prompts share.
+/// Number of shared prompt prefixes.
 const BEGINNINGS: u32 = 30;
-/// Most words of a prompt.
+/// Maximum words of a prompt.
 const WORDS_MAX: u32 = 600;
-/// Where requests go.
+/// Path of the requests.
 const PATH: &str = "/v1/completions";
 
-/// How it went with the requests of one policy.
+/// Results of one policy.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct AgreementTally {
-    /// Explained, decided and recorded alike.
+    /// Requests that were explained, decided and recorded alike.
     pub agreed: u64,
-    /// Decided upon other numbers than were explained.
+    /// Requests that were decided on other inputs than those explained.
     pub moved: u64,
 }
 
@@ -96,10 +96,10 @@ impl RandomRequest {
     }
 }
 
-/// Sends `requests` of them to a cluster of its own, secure or not, and answers how it went with each policy.
+/// Sends `requests` requests to a new cluster and returns the results of each policy.
 ///
 /// # Errors
-/// When something contradicts something, with both, or does not answer.
+/// When two results contradict each other (with both), or a response fails.
 pub async fn run(
     requests: u64,
     seed: u64,
@@ -192,7 +192,7 @@ async fn send(
     Ok(head.headers)
 }
 
-/// Whether the decision was the explained one; `false`: it went by other numbers.
+/// Whether the decision equals the explained one; `false` if its inputs had changed.
 fn compare(explained: &Value, told: &HeaderMap, record: &Value) -> anyhow::Result<bool> {
     let decision = &record["decisions"][0];
     let header = |name: &str| told.get(name).and_then(|it| it.to_str().ok());
@@ -234,11 +234,11 @@ fn text(value: &Value) -> String {
     value.as_str().unwrap_or_default().to_owned()
 }
 
-/// What a policy looks at of a request.
+/// Returns what a policy reads of a request.
 fn of_request(decided: &Value) -> Value {
     let mut request = decided["request"].clone();
     if let Some(members) = request.as_object_mut() {
-        // Where a session's name stands is not recorded.
+        // The source of the session name is not recorded.
         members.remove("session_source");
         members.insert("tokens".to_owned(), decided["tokens"].clone());
         members.insert("is_panic".to_owned(), decided["is_panic"].clone());
@@ -246,10 +246,11 @@ fn of_request(decided: &Value) -> Value {
     request
 }
 
-/// What policies look at of the backends that passed the filters.
+/// Returns what policies read of the backends that passed the filters.
 fn numbers(decided: &Value) -> Vec<Map<String, Value>> {
     candidates(decided, |backend| {
-        // An explanation has them under the replica's view of the cluster, and unknown as null.
+        // Explanations nest these under the replica's view of the cluster, and use null for
+        // unknown.
         let load = backend.get("cluster").unwrap_or(backend);
         let known = |name: &str| backend[name].as_u64().unwrap_or(0).into();
         Map::from_iter([
@@ -268,7 +269,7 @@ fn numbers(decided: &Value) -> Vec<Map<String, Value>> {
     })
 }
 
-/// What a policy makes of them.
+/// Returns the policy's results for these backends.
 fn results(decided: &Value) -> Vec<Map<String, Value>> {
     let members = ["id", "tier", "score", "then", "would_be"];
     candidates(decided, |backend| {

@@ -1,5 +1,5 @@
-//! Finds the program that runs as replicas and engines: the one that cargo built for the tests, or
-//! the shipped one, which is built first.
+//! Finds the program to run as replicas and engines: the one that cargo built for the tests, or the
+//! shipped one, which is built first.
 
 use std::env;
 use std::ffi::OsString;
@@ -9,13 +9,13 @@ use std::sync::OnceLock;
 
 use anyhow::{Context as _, ensure};
 
-/// Names a program to be tested in place of the one in the workspace.
+/// Environment variable with a program to test in place of the workspace's.
 const OVERRIDE: &str = "QUORATE_BIN";
-/// Where cargo names the program that it built for integration tests. A build of the shipped program
-/// would have other features, and compile most of the workspace again.
+/// Variable in which cargo passes the program that it built for integration tests. The shipped
+/// program has other features and would compile most of the workspace again.
 const FOR_TESTS: &str = "CARGO_BIN_EXE_quorate-under-test";
 
-/// The program; the shipped one is built once per process, in the profile of the caller.
+/// Returns the program. The shipped one is built once per process, in the caller's profile.
 pub(super) fn quorate() -> anyhow::Result<PathBuf> {
     static BINARY: OnceLock<Result<PathBuf, String>> = OnceLock::new();
     let built = BINARY.get_or_init(|| find().map_err(|error| format!("{error:#}")));
@@ -51,8 +51,8 @@ fn build(profile_dir: &Path) -> anyhow::Result<()> {
     };
     let cargo = env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let mut command = Command::new(cargo);
-    // What cargo tells the programs that it runs would have build scripts run again that look at it
-    // (ring's), and all that depends on them compiled anew.
+    // Build scripts that read these variables of cargo (ring's) would run again, and everything
+    // that depends on them would be recompiled.
     let is_told = |name: &OsString| {
         let name = name.to_string_lossy();
         name.starts_with("CARGO_PKG_") || name.starts_with("CARGO_MANIFEST_")

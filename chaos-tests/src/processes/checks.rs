@@ -1,6 +1,6 @@
-//! What must hold once a fault is over, checked from outside. The load rests; then every replica
-//! that is up is ready, nothing is in flight, all digests agree, every counter equals what the
-//! engines reported, and every replica knows what the last requests put into the engines' caches.
+//! Checks from outside what must hold after a fault. The load rests; then every running replica is
+//! ready, nothing is in flight, all digests agree, every counter equals the engines' usage, and
+//! every replica knows what the last requests put into the engines' caches.
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
@@ -16,15 +16,15 @@ use super::client_ledger::{AnsweredRequest, UserTotals};
 use super::load::{RunningLoad, charged};
 use super::{ProcessCluster, until};
 
-/// Recent prompts that every replica is asked about.
+/// Number of recent prompts to query at every replica.
 const RECALLED: usize = 6;
-/// How long counters must stay as they are to be final.
+/// How long counters must stay unchanged to be final.
 const SETTLED: Duration = Duration::from_millis(300);
 
-/// Checks everything; the load goes on afterwards.
+/// Checks everything, and then resumes the load.
 ///
 /// # Errors
-/// What does not hold.
+/// The first check that fails.
 pub async fn check(cluster: &ProcessCluster, load: &RunningLoad) -> anyhow::Result<()> {
     load.rest().await?;
     for number in cluster.up() {
@@ -40,10 +40,10 @@ pub async fn check(cluster: &ProcessCluster, load: &RunningLoad) -> anyhow::Resu
     Ok(())
 }
 
-/// Nothing failed on a replica that was up.
+/// Checks that no request failed on a running replica.
 ///
 /// # Errors
-/// What failed.
+/// The failed requests.
 pub fn check_failures(load: &RunningLoad) -> anyhow::Result<()> {
     let book = load.book();
     ensure!(
@@ -55,7 +55,7 @@ pub fn check_failures(load: &RunningLoad) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Every user was charged what the engines told. The last charges may be on their way for a moment.
+/// Checks that every user was charged the engines' usage. The last charges may take a moment.
 async fn check_counters(cluster: &ProcessCluster, load: &RunningLoad) -> anyhow::Result<()> {
     for number in cluster.up() {
         let last = RefCell::new(None);
@@ -77,8 +77,8 @@ async fn check_counters(cluster: &ProcessCluster, load: &RunningLoad) -> anyhow:
     Ok(())
 }
 
-/// Counters that have not changed for many times the interval at which replicas tell what they
-/// learnt: bounds alone would take those for right that still grow.
+/// Returns counters that stayed unchanged for many flush intervals. Bounds alone would accept
+/// counters that still grow.
 async fn settled_counters(
     cluster: &ProcessCluster,
 ) -> anyhow::Result<BTreeMap<String, UserTotals>> {
@@ -97,7 +97,7 @@ async fn settled_counters(
     Ok(last.into_inner())
 }
 
-/// No engine is believed to hold more than it can.
+/// Checks that no engine is believed to hold more than its capacity.
 async fn check_ownership(cluster: &ProcessCluster) -> anyhow::Result<()> {
     for number in cluster.up() {
         let ownership = cluster.ask(number, "/admin/v1/ownership").await?;
@@ -115,15 +115,15 @@ async fn check_ownership(cluster: &ProcessCluster) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Of the prompts that were answered last every replica believes that the engine has them.
+/// Checks that every replica knows which engine holds the prompts answered last.
 async fn check_knowledge(cluster: &ProcessCluster, load: &RunningLoad) -> anyhow::Result<()> {
     check_recalled(cluster, &load.recent(RECALLED)).await
 }
 
-/// Of these prompts every replica believes that the engine that answered has them.
+/// Checks that every replica knows that the answering engine holds these prompts.
 ///
 /// # Errors
-/// Who does not.
+/// The replica that does not.
 pub(super) async fn check_recalled(
     cluster: &ProcessCluster,
     answers: &[AnsweredRequest],

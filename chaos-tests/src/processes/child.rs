@@ -9,15 +9,15 @@ use anyhow::Context as _;
 use rustix::process::{Pid, Signal, kill_process};
 use tokio::time::{interval, timeout};
 
-/// How often an ending process is looked after.
+/// Interval between two polls of an ending process.
 const LOOK_EVERY: Duration = Duration::from_millis(10);
 
-/// Where a process runs and what it may have.
+/// Namespace and limits of a process.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct ProcessLimits<'a> {
-    /// A network namespace.
+    /// Network namespace.
     pub(super) namespace: Option<&'a str>,
-    /// Descriptors.
+    /// Maximum number of file descriptors.
     pub(super) descriptors: Option<u32>,
 }
 
@@ -28,7 +28,7 @@ pub(super) struct ChildProcess {
 }
 
 impl ChildProcess {
-    /// Starts `program`; what it prints is appended to `log`.
+    /// Starts `program` and appends its output to `log`.
     pub(super) fn spawn(
         bounds: ProcessLimits<'_>,
         program: &Path,
@@ -41,7 +41,7 @@ impl ChildProcess {
             .open(log)
             .with_context(|| format!("open {}", log.display()))?;
         let errors = output.try_clone().context("share the log file")?;
-        // What stands in front becomes the program: signals need not be passed on.
+        // Each wrapper replaces itself by the program, so signals need not be forwarded.
         let mut words: Vec<String> = Vec::new();
         if let Some(namespace) = bounds.namespace {
             words.extend(["ip", "netns", "exec", namespace].map(str::to_owned));
@@ -68,12 +68,12 @@ impl ChildProcess {
         Ok(Self { process })
     }
 
-    /// Its number.
+    /// Returns the process id.
     pub(super) fn id(&self) -> u32 {
         self.process.id()
     }
 
-    /// SIGKILL; returns when the process is gone.
+    /// Sends SIGKILL and waits until the process is gone.
     pub(super) fn kill(mut self) -> anyhow::Result<()> {
         self.process.kill().context("kill")?;
         self.process.wait().context("wait for the killed process")?;
@@ -89,7 +89,7 @@ impl ChildProcess {
         kill_process(pid, signal).with_context(|| format!("send {signal:?}"))
     }
 
-    /// Waits until it has ended by itself.
+    /// Waits until the process has ended by itself.
     pub(super) async fn ended(&mut self, patience: Duration) -> anyhow::Result<ExitStatus> {
         let ended = async {
             let mut looks = interval(LOOK_EVERY);
@@ -109,7 +109,7 @@ impl ChildProcess {
 
 impl Drop for ChildProcess {
     fn drop(&mut self) {
-        // It may have ended on its own, and there is nobody to tell.
+        // It may have ended on its own; errors have no one to report to.
         let _ = self.process.kill();
         let _ = self.process.wait();
     }

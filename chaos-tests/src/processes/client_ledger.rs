@@ -1,9 +1,9 @@
-//! Results of a load, and the user counters they imply.
+//! Results of a load, and the user counters that they imply.
 //!
-//! Every answer carries the usage that the engine told. A user's counters must grow by exactly the sum
-//! of these. Where a replica was killed, what it had not handed over yet went with it: of *its* users
-//! the charges lie between what was answered well before and that plus everything that may have been
-//! begun. What is found within such bounds is where the next account begins.
+//! Every response carries the usage that the engine reported, and a user's counters must grow by
+//! exactly its sum. A killed replica loses charges that it had not handed over. So for *its* users
+//! the charges lie between the usage answered well before and that plus everything that may have
+//! started. The counters found within these bounds begin the next account.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
@@ -13,23 +13,23 @@ use hyper::body::Bytes;
 use lab::replay::client::ReplayAnswer;
 use tokio::time::Instant;
 
-/// Answers kept to ask for what is known of their prompts.
+/// Maximum number of recent requests whose prompts can be queried.
 const RECENT_MAX: usize = 64;
-/// Failures told in words.
+/// Maximum number of failures that are described.
 const FAILURES_SHOWN_MAX: usize = 20;
-/// Bytes of a prompt to a token, for a bound: the emulated engine counts four.
+/// Minimum bytes per token, for a bound: the emulated engine counts four.
 const BYTES_PER_TOKEN_MIN: u64 = 2;
 
-/// What a user used.
+/// Usage of a user.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct UserTotals {
-    /// Requests.
+    /// Number of requests.
     pub requests: u64,
-    /// Prompt tokens computed.
+    /// Prompt tokens that were computed.
     pub uncached: u64,
-    /// Prompt tokens found in caches.
+    /// Prompt tokens that were found in caches.
     pub cached: u64,
-    /// Tokens made.
+    /// Output tokens.
     pub output: u64,
 }
 
@@ -41,8 +41,8 @@ impl UserTotals {
         self.output += other.output;
     }
 
-    /// What it counts without telling how much of prompts was cached: an account that was not
-    /// settled holds what was predicted.
+    /// The counts without the share of cached prompt tokens: an account that was not settled holds
+    /// a prediction of it.
     fn coarse(&self) -> [u64; 3] {
         [self.requests, self.uncached + self.cached, self.output]
     }
@@ -51,21 +51,21 @@ impl UserTotals {
 /// A request that was answered.
 #[derive(Debug, Clone)]
 pub struct AnsweredRequest {
-    /// By which replica.
+    /// Number of the replica that answered.
     pub replica: usize,
-    /// Charged to whom.
+    /// The user who is charged.
     pub user: String,
     /// When it was sent.
     pub sent: Instant,
-    /// When its answer was whole.
+    /// When the response was complete.
     pub ended: Instant,
-    /// The answer.
+    /// The response.
     pub answer: ReplayAnswer,
-    /// What was asked.
+    /// The request body.
     pub body: Bytes,
 }
 
-/// A request that went down with its replica.
+/// A request that was lost with its replica.
 #[derive(Debug)]
 pub(super) struct LostRequest {
     pub(super) user: String,
@@ -73,29 +73,29 @@ pub(super) struct LostRequest {
     pub(super) output_max: u64,
 }
 
-/// A time without an answer.
+/// Longest pauses without a response.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct LongestStall {
-    /// Longest time between two answers of any replica.
+    /// Longest time between two responses of any replica.
     pub gap: Duration,
-    /// Longest time of a request to its first token.
+    /// Longest time to first token.
     pub ttft: Duration,
 }
 
-/// What clients saw of the answers of a time.
+/// Responses over some time, as clients saw them.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct AnswerFigures {
-    /// Of each answer, from sending to the first text.
+    /// For each response, the time from sending to the first text.
     pub ttfts: Vec<Duration>,
     /// Tokens of all prompts.
     pub prompt_tokens: u64,
-    /// Of these, found in engines' caches.
+    /// Prompt tokens found in engines' caches.
     pub cached_tokens: u64,
 }
 
 impl AnswerFigures {
-    /// The time to the first text within which so many of a thousand answers began; zero if there
-    /// was none.
+    /// Returns the time to the first text at this permille of responses, or zero if there was no
+    /// response.
     #[must_use]
     pub fn ttft(&self, permille: usize) -> Duration {
         let mut sorted = self.ttfts.clone();
@@ -105,7 +105,7 @@ impl AnswerFigures {
         sorted.get(at).copied().unwrap_or_default()
     }
 
-    /// Tokens found in engines' caches, of a hundred of prompts.
+    /// Returns the percentage of prompt tokens found in engines' caches.
     #[must_use]
     pub fn hit_percent(&self) -> f64 {
         100.0 * self.cached_tokens as f64 / self.prompt_tokens.max(1) as f64
@@ -118,32 +118,32 @@ impl AnswerFigures {
     }
 }
 
-/// Answers counted, and the usage they carried per user.
+/// Number of responses, and their usage by user.
 #[derive(Debug, Default)]
 pub struct ClientLedger {
-    /// Requests answered.
+    /// Number of answered requests.
     pub answered: u64,
-    /// Requests lost with their replica.
+    /// Number of requests lost with their replica.
     pub lost: u64,
-    /// Requests failed on a replica that was up.
+    /// Number of requests that failed on a running replica.
     pub failed: u64,
-    /// The first failures, in words.
+    /// Descriptions of the first failures.
     pub failures: Vec<String>,
-    /// Since [`ClientLedger::measure`].
+    /// Stalls since [`ClientLedger::measure`].
     pub stall: LongestStall,
     by_replica: BTreeMap<usize, u64>,
-    /// `None`: nobody has asked for them.
+    /// `None` until requested.
     figures: Option<AnswerFigures>,
     last_answer: Option<Instant>,
     recent: VecDeque<AnsweredRequest>,
     account: UsageSince,
 }
 
-/// A time within which what a replica answered may be unknown to the others.
+/// A time in which a replica's responses may be unknown to the others.
 #[derive(Debug, Clone, Copy)]
 struct UnknownWindow {
     since: Instant,
-    /// When it was killed.
+    /// When the replica was killed.
     until: Instant,
 }
 
@@ -153,16 +153,16 @@ impl UnknownWindow {
     }
 }
 
-/// What was used since counters were last compared.
+/// Usage since counters were last compared.
 #[derive(Debug, Default)]
 struct UsageSince {
-    /// Counters then.
+    /// Counters at that time.
     before: BTreeMap<String, UserTotals>,
-    /// Answers: who, by which replica, when, how much.
+    /// Responses: user, replica, time, usage.
     answers: Vec<(String, usize, Instant, UserTotals)>,
-    /// At most what lost requests used.
+    /// Maximum usage of lost requests.
     lost: BTreeMap<String, UserTotals>,
-    /// Replicas that were killed, and since when what they answered may be unknown to the others.
+    /// Killed replicas, with the times in which their responses may be unknown to the others.
     doubts: BTreeMap<usize, UnknownWindow>,
 }
 
@@ -210,30 +210,30 @@ impl ClientLedger {
         }
     }
 
-    /// The load rested: the time since the last answer is nobody's fault.
+    /// Ignores the time since the last response, because the load rested.
     pub(super) fn rested(&mut self) {
         self.last_answer = None;
     }
 
-    /// Begins to measure stalls.
+    /// Starts to measure stalls.
     pub fn measure(&mut self) {
         self.stall = LongestStall::default();
         self.last_answer = Some(Instant::now());
     }
 
-    /// The figures of all answers since this was last asked; none the first time.
+    /// Returns the figures of all responses since the last call; none the first time.
     pub fn take_figures(&mut self) -> AnswerFigures {
         let figures = self.figures.replace(AnswerFigures::default());
         figures.unwrap_or_default()
     }
 
-    /// Requests answered by one replica.
+    /// Returns the number of requests that one replica answered.
     #[must_use]
     pub fn answered_by(&self, replica: usize) -> u64 {
         self.by_replica.get(&replica).copied().unwrap_or(0)
     }
 
-    /// What a replica answered between the two may be unknown to the others, for it was killed.
+    /// Marks responses of a killed replica between the two times as possibly unknown to the others.
     pub fn doubt(&mut self, replica: usize, since: Instant, until: Instant) {
         let new = UnknownWindow { since, until };
         let doubt = self.account.doubts.entry(replica).or_insert(new);
@@ -241,7 +241,7 @@ impl ClientLedger {
         doubt.until = doubt.until.max(until);
     }
 
-    /// The last requests that were answered, newest first, without those in doubt.
+    /// Returns the last answered requests, newest first, without those in doubt.
     #[must_use]
     pub fn recent(&self, count: usize) -> Vec<AnsweredRequest> {
         let doubts = &self.account.doubts;
@@ -253,10 +253,10 @@ impl ClientLedger {
             .collect()
     }
 
-    /// Compares the users' counters with what was used.
+    /// Compares the users' counters with their usage.
     ///
     /// # Errors
-    /// What does not fit.
+    /// The first counter that does not match.
     pub fn compare(&self, charged: &BTreeMap<String, UserTotals>) -> anyhow::Result<()> {
         let mut expected: BTreeMap<&str, ExpectedCounters> = BTreeMap::new();
         for (user, usage) in &self.account.before {
@@ -289,9 +289,9 @@ impl ClientLedger {
         Ok(())
     }
 
-    /// Takes the counters as found for the beginning of the next account.
+    /// Begins the next account with the current counters.
     pub fn begin_account(&mut self, charged: BTreeMap<String, UserTotals>) {
-        // What is in doubt stays unknown when the doubts of this account are forgotten.
+        // Requests in doubt stay unknown when the doubts of this account are forgotten.
         let doubts = &self.account.doubts;
         self.recent.retain(|answered| is_known(answered, doubts));
         self.account = UsageSince {
@@ -301,18 +301,18 @@ impl ClientLedger {
     }
 }
 
-/// Whether all replicas must know of a request that was answered.
+/// Whether all replicas must know of an answered request.
 fn is_known(answered: &AnsweredRequest, doubts: &BTreeMap<usize, UnknownWindow>) -> bool {
     let doubt = doubts.get(&answered.replica);
     doubt.is_none_or(|doubt| !doubt.covers(answered.ended))
 }
 
-/// What a user's counters may be.
+/// Bounds of a user's counters.
 #[derive(Debug, Default)]
 struct ExpectedCounters {
     surely: UserTotals,
     perhaps: UserTotals,
-    /// A replica of the user's was killed: accounts were left unsettled.
+    /// Whether one of the user's replicas was killed and left accounts unsettled.
     is_coarse: bool,
 }
 

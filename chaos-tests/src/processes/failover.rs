@@ -1,4 +1,4 @@
-//! Measures what losing the leader, or the quorum, costs the remaining replicas.
+//! Measures what losing the leader or the quorum costs the remaining replicas.
 
 use std::time::Duration;
 
@@ -9,43 +9,43 @@ use super::client_ledger::LongestStall;
 use super::faults::FaultContext;
 use super::{checks, waiting};
 
-/// How often replicas are asked who leads.
+/// Interval between two queries for the leader.
 const LOOK_EVERY: Duration = Duration::from_millis(2);
-/// Load before a fault, to compare with.
+/// Duration of the load before a fault, for comparison.
 const QUIET: Duration = Duration::from_secs(1);
-/// Load after a fault that a stall may fall in.
+/// Duration of the load after a fault, to catch stalls.
 const AFTER: Duration = Duration::from_secs(1);
 
-/// One leader killed.
+/// Result of killing the leader once.
 #[derive(Debug, Clone, Copy)]
 pub struct Failover {
-    /// From the kill until another replica leads and has its quorum.
+    /// Time from the kill until another replica leads and has a quorum.
     pub new_leader: Duration,
-    /// Stalls in a second before.
+    /// Stalls in the second before the kill.
     pub quiet: LongestStall,
     /// Stalls from the kill on.
     pub stall: LongestStall,
-    /// Requests answered by the others meanwhile.
+    /// Requests answered by the others in the meantime.
     pub answered: u64,
 }
 
-/// Two of three replicas gone for a while.
+/// Result of losing two of three replicas for a while.
 #[derive(Debug, Clone, Copy)]
 pub struct QuorumLoss {
-    /// Requests answered by the one that was left.
+    /// Requests answered by the remaining replica.
     pub answered: u64,
-    /// Fewest in any second.
+    /// Minimum of answered requests in any second.
     pub answered_per_s_min: u64,
-    /// Stalls meanwhile.
+    /// Stalls in the meantime.
     pub stall: LongestStall,
-    /// From the others' start until everything was settled and checked.
+    /// Time from starting the others until everything was settled and checked.
     pub healed: Duration,
 }
 
-/// Kills the leader under load, measures, and has it come back.
+/// Kills the leader under load, measures the failover, and restarts the replica.
 ///
 /// # Errors
-/// What does not hold.
+/// The first check that fails.
 pub async fn kill_leader(stage: &mut FaultContext) -> anyhow::Result<Failover> {
     let leader = stage.cluster.leader().await?;
     stage.load.book().measure();
@@ -101,10 +101,10 @@ async fn wait_for_leader(stage: &FaultContext, others: &[usize]) -> anyhow::Resu
         .flatten()
 }
 
-/// Kills two of three replicas, has the third serve alone for `length`, and heals.
+/// Kills two of three replicas, lets the third serve alone for `length`, and heals.
 ///
 /// # Errors
-/// What does not hold.
+/// The first check that fails.
 pub async fn lose_quorum(stage: &mut FaultContext, length: Duration) -> anyhow::Result<QuorumLoss> {
     let left = stage.any();
     let victims = stage.others(left);

@@ -1,4 +1,4 @@
-//! What replicas' processes hold, so that it can be said whether they let go of it.
+//! Resources held by replicas' processes, to check whether they are released.
 
 use std::fs;
 
@@ -7,26 +7,26 @@ use http::Method;
 
 use super::ProcessCluster;
 
-/// What a replica's process holds.
+/// Resources of a replica's process.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct ProcessFigures {
-    /// Resident memory.
+    /// Resident memory, in bytes.
     pub rss_bytes: u64,
-    /// Open descriptors.
+    /// Open file descriptors.
     pub descriptors: u64,
-    /// Tasks of its runtime that are alive.
+    /// Live tasks of its runtime.
     pub tasks: u64,
-    /// Connections of clients.
+    /// Client connections.
     pub connections: u64,
     /// Requests under way.
     pub in_flight: u64,
 }
 
 impl ProcessFigures {
-    /// Of all replicas, the most of each.
+    /// Returns the maximum of each figure over all replicas.
     ///
     /// # Errors
-    /// When one has ended or does not answer.
+    /// When a replica has ended or does not answer.
     pub async fn of(cluster: &ProcessCluster) -> anyhow::Result<Self> {
         let mut most = Self::default();
         for number in 0..cluster.replicas() {

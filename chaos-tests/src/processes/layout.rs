@@ -10,28 +10,28 @@ use super::access::ClusterSecrets;
 use super::options::{Addresses, ClusterOptions, Site};
 use crate::netns::NetnsNetwork;
 
-/// Ports of a replica.
+/// Number of ports per replica.
 const PORTS: usize = 4;
-/// Ports on hosts of their own.
+/// Fixed ports, if every replica has a host of its own.
 const DATA_PORT: u16 = 7080;
 const ADMIN_PORT: u16 = 7081;
 const PEER_PORT: u16 = 7082;
 const EPP_PORT: u16 = 7083;
 const ENGINE_PORT: u16 = 7100;
 
-/// Addresses of everything.
+/// Addresses of all processes.
 #[derive(Debug)]
 pub(super) struct Layout {
     pub(super) replicas: Vec<Addresses>,
     pub(super) engines: Vec<SocketAddr>,
-    /// Who founds the cluster.
+    /// Replicas that found the cluster.
     pub(super) founders: Vec<usize>,
     /// `None` on loopback.
     pub(super) network: Option<NetnsNetwork>,
 }
 
 impl Layout {
-    /// Decides where everything goes, and brings up the hosts.
+    /// Assigns all addresses, and starts the hosts.
     pub(super) fn new(options: &ClusterOptions) -> anyhow::Result<Self> {
         let replicas = usize::from(options.replicas) + usize::from(options.spares);
         let engines = usize::from(options.engines);
@@ -62,7 +62,7 @@ impl Layout {
         })
     }
 
-    /// A host for each replica, and the last one for the engines.
+    /// Uses one host per replica, and the last one for the engines.
     fn on_hosts(replicas: usize, engines: usize) -> anyhow::Result<Self> {
         let network = NetnsNetwork::start(replicas + 1)?;
         let of_replica = |number: usize| {
@@ -89,7 +89,7 @@ impl Layout {
         Ok(layout)
     }
 
-    /// Tells a replica's host where all replicas are to be found.
+    /// Writes the addresses of all replicas to the hosts file of a replica's host.
     pub(super) fn tell_names(&self, number: usize) -> anyhow::Result<()> {
         let Some(network) = &self.network else {
             return Ok(());
@@ -100,7 +100,7 @@ impl Layout {
         network.set_names(number, &names)
     }
 
-    /// Gives a replica's host another address for its peers.
+    /// Gives a replica's host another peer address.
     pub(super) fn move_replica(&mut self, number: usize) -> anyhow::Result<()> {
         let network = self.network.as_mut();
         let network = network.context("this needs hosts in network namespaces")?;
@@ -110,28 +110,28 @@ impl Layout {
         Ok(())
     }
 
-    /// The namespace of a replica.
+    /// Returns the namespace of a replica.
     pub(super) fn namespace(&self, number: usize) -> Option<&str> {
         let network = self.network.as_ref();
         network.map(|network| network.namespace(number))
     }
 
-    /// The namespace of the engines.
+    /// Returns the namespace of the engines.
     pub(super) fn engine_namespace(&self) -> Option<&str> {
         self.namespace(self.replicas.len())
     }
 }
 
-/// How a replica comes to belong to the cluster.
+/// How a replica becomes part of the cluster.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum ReplicaOrigin {
-    /// It founds it together with the others, so many from the first on.
+    /// Founds the cluster together with the others: this many, starting with the first.
     Founder(u8),
-    /// It joins it through any of the others.
+    /// Joins the cluster through any other replica.
     Joiner,
 }
 
-/// A replica's config file.
+/// Returns a replica's config file.
 pub(super) fn config(
     layout: &Layout,
     (number, id): (usize, u8),
@@ -157,10 +157,10 @@ pub(super) fn config(
             format!("join = [{}]", quoted(&mut others))
         }
     };
-    // Nobody else is in the namespaces of a test.
+    // A test's namespaces contain no other hosts.
     let is_off_loopback = !own.admin.ip().is_loopback() || !own.peer.ip().is_loopback();
     let is_insecure = is_off_loopback && secrets.is_none();
-    // So do its clients' names hold, as on loopback.
+    // So user names in client requests count, as on loopback.
     let trusted = match is_off_loopback {
         true => "trusted_proxies = [\"198.18.0.0/15\"]\n",
         false => "",

@@ -1,8 +1,8 @@
-//! Load for a cluster in trouble: chats over all replicas that take requests, until it is stopped.
+//! Load for a cluster under faults: chats over all replicas that take requests, until stopped.
 //!
 //! The next turn of a chat goes to any replica, but each request is charged to a user of the
-//! replica it goes to. What a killed replica had not handed over then concerns its own users only,
-//! and all other counters must be right to the token. No request is sent twice.
+//! replica that gets it. So charges that a killed replica had not handed over concern its own users
+//! only, and all other counters must be exact. No request is sent twice.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -25,24 +25,24 @@ use tokio::time::{Instant, MissedTickBehavior, interval, timeout};
 use super::client_ledger::{AnsweredRequest, ClientLedger, LostRequest, UserTotals};
 use super::{ProcessCluster, until};
 
-/// Users of each replica.
+/// Number of users per replica.
 const USERS: usize = 2;
-/// Where chats are sent.
+/// Path of the chats.
 const PATH: &str = "/v1/chat/completions";
 
-/// How much of it, and of what.
+/// Amount and kind of load.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LoadOptions {
-    /// Requests under way at a time.
+    /// Number of concurrent requests.
     pub senders: usize,
-    /// Shortest time from one request of a sender to its next.
+    /// Minimum time between two requests of a sender.
     pub pause: Duration,
-    /// Longest a request may take.
+    /// Maximum duration of a request.
     pub timeout: Duration,
-    /// Whether every second request goes to an engine by a gateway, which asks the replica where; the
-    /// cluster must have pickers.
+    /// Whether a gateway sends every second request to the engine that the replica's picker
+    /// chooses. The cluster must have pickers.
     pub asks_pickers: bool,
-    /// What is said.
+    /// Contents of the chats.
     pub chats: ChatsOptions,
 }
 
@@ -67,7 +67,7 @@ impl Default for LoadOptions {
     }
 }
 
-/// A load under way. It ends when it is dropped.
+/// A running load. It ends when dropped.
 #[derive(Debug)]
 pub struct RunningLoad {
     shared: Arc<LoadShared>,
@@ -77,23 +77,23 @@ pub struct RunningLoad {
 #[derive(Debug)]
 struct LoadShared {
     targets: Arc<Targets>,
-    /// By replica, with [`LoadOptions::asks_pickers`]: one that asks no other.
+    /// Gateways by replica, each of which asks only that one; with [`LoadOptions::asks_pickers`].
     gateways: Vec<StandInGateway>,
-    /// Requests so far.
+    /// Number of requests so far.
     number: AtomicUsize,
-    /// By replica: takes no more requests, but owes answers to those it has.
+    /// By replica: whether it takes no more requests, but must still answer those that it has.
     closing: Vec<AtomicBool>,
     options: LoadOptions,
     client: ReplayClient,
     chats: Mutex<Chats>,
     book: Mutex<ClientLedger>,
-    /// Whether it rests.
+    /// Whether the load rests.
     pace: watch::Sender<bool>,
     under_way: watch::Sender<usize>,
 }
 
 impl RunningLoad {
-    /// Begins.
+    /// Starts the load.
     #[must_use]
     pub fn start(cluster: &ProcessCluster, options: LoadOptions) -> Self {
         let targets = cluster.targets();
@@ -119,30 +119,30 @@ impl RunningLoad {
         Self { shared, senders }
     }
 
-    /// What has come of it.
+    /// Returns the results so far.
     pub fn book(&self) -> MutexGuard<'_, ClientLedger> {
         self.shared.book()
     }
 
-    /// Sends a replica no more requests, or again. Those it has must still be answered.
+    /// Stops or resumes sending to a replica. Its requests under way must still be answered.
     pub fn set_closing(&self, replica: usize, is_closing: bool) {
         self.shared.closing[replica].store(is_closing, Ordering::SeqCst);
     }
 
-    /// Waits until so many more requests are answered.
+    /// Waits until this many more requests are answered.
     ///
     /// # Errors
-    /// When that takes a minute.
+    /// When that takes more than a minute.
     pub async fn after(&self, more: u64) -> anyhow::Result<()> {
         let goal = self.book().answered + more;
         let what = format!("{more} more requests are answered");
         until(&what, async || Ok(self.book().answered >= goal)).await
     }
 
-    /// Waits until so many more requests are answered by each of these replicas.
+    /// Waits until each of these replicas has answered this many more requests.
     ///
     /// # Errors
-    /// When that takes a minute.
+    /// When that takes more than a minute.
     pub async fn after_by_each(&self, replicas: &[usize], more: u64) -> anyhow::Result<()> {
         for replica in replicas {
             let goal = self.book().answered_by(*replica) + more;
@@ -156,14 +156,14 @@ impl RunningLoad {
         Ok(())
     }
 
-    /// Sends nothing more, and waits until nothing is under way.
+    /// Pauses sending and waits until no request is under way.
     ///
     /// # Errors
     /// When requests do not end.
     pub async fn rest(&self) -> anyhow::Result<()> {
         self.shared.pace.send_replace(true);
         let mut under_way = self.shared.under_way.subscribe();
-        // Each request ends within its own time.
+        // Each request ends within its own timeout.
         under_way
             .wait_for(|count| *count == 0)
             .await
@@ -171,13 +171,13 @@ impl RunningLoad {
         Ok(())
     }
 
-    /// Goes on after a rest.
+    /// Resumes after a rest.
     pub fn go_on(&self) {
         self.shared.book().rested();
         self.shared.pace.send_replace(false);
     }
 
-    /// Ends it, when what is under way has ended.
+    /// Stops the load after the requests under way.
     ///
     /// # Errors
     /// When requests do not end.
@@ -187,7 +187,7 @@ impl RunningLoad {
         Ok(std::mem::take(&mut *self.shared.book()))
     }
 
-    /// The last requests that were answered and must be known everywhere, newest first.
+    /// Returns the last answered requests that all replicas must know, newest first.
     #[must_use]
     pub fn recent(&self, count: usize) -> Vec<AnsweredRequest> {
         self.book().recent(count)
@@ -209,7 +209,7 @@ impl LoadShared {
                 continue;
             };
             self.under_way.send_modify(|count| *count += 1);
-            // A rest that began in between must not miss this one.
+            // A rest that began in between must not miss this request.
             if !*self.pace.borrow() {
                 let turn = self.chats().next_turn("emulated");
                 if let Some(turn) = turn {
@@ -220,7 +220,7 @@ impl LoadShared {
         }
     }
 
-    /// The next replica that takes requests.
+    /// Returns the next replica that takes requests.
     fn pick(&self) -> Option<PickedTarget> {
         (0..self.targets.len())
             .filter_map(|_| self.targets.pick())
@@ -251,7 +251,7 @@ impl LoadShared {
         self.note(pick, user, turn.body, sent, result);
     }
 
-    /// Has a gateway send a request, in the time that it may take.
+    /// Sends a request through a gateway, within its timeout.
     async fn ask_gateway(
         &self,
         gateway: &StandInGateway,
@@ -321,13 +321,13 @@ impl LoadShared {
     }
 }
 
-/// A gateway for each replica.
+/// Creates a gateway for each replica.
 fn gateways(cluster: &ProcessCluster) -> Vec<StandInGateway> {
     let of_one = |at| StandInGateway::new(&[at], GatewayOptions::default());
     cluster.picker_addrs().into_iter().map(of_one).collect()
 }
 
-/// All users' usage, as one replica's admin API shows it.
+/// Returns all users' usage from one replica's admin API.
 ///
 /// # Errors
 /// When it does not answer.

@@ -1,9 +1,9 @@
 //! A cluster of real processes: replicas and engines, each with its own folder and log, on loopback
 //! or on hosts of their own.
 //!
-//! Addresses are chosen once and kept, because a restarted replica must be found where it was.
-//! Everything that a cluster started ends with it. When a cluster is dropped without
-//! [`ProcessCluster::stop`], its test has failed, and the ends of its logs are printed.
+//! Addresses are chosen once and kept, so that a restarted replica is found again. Everything that
+//! a cluster started ends with it. If a cluster is dropped without [`ProcessCluster::stop`], its
+//! test has failed, and the ends of its logs are printed.
 
 pub mod access;
 pub mod agreement;
@@ -45,30 +45,30 @@ pub use waiting::until;
 use crate::command::run;
 use crate::netns::NetnsNetwork;
 
-/// Lines of a log that are printed when a test fails.
+/// Number of log lines that are printed when a test fails.
 const LOG_LINES_SHOWN: usize = 25;
-/// Longest wait for one answer. The admin API itself waits for some things, for seconds at most.
+/// Longest wait for a response. Some admin calls wait by themselves, for seconds at most.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
-/// Longest a replica takes to leave in peace, or to refuse to start.
+/// Longest time of a replica to shut down, or to refuse to start.
 const ENDING_PATIENCE: Duration = Duration::from_secs(60);
 
-/// Replicas and engines.
+/// A cluster of replicas and engines.
 #[derive(Debug)]
 pub struct ProcessCluster {
-    // The processes end before the folder and the hosts go.
+    // Dropped in this order: processes before the folder and the hosts.
     replicas: Vec<ReplicaProcess>,
     engines: Vec<ChildProcess>,
     options: ClusterOptions,
     binary: PathBuf,
     layout: Layout,
-    /// Where load goes: the replicas in order.
+    /// Targets of the load: the replicas in order.
     targets: Arc<Targets>,
     client: JsonClient,
-    /// `None`: everything is in the clear.
+    /// `None` if the cluster is not secure.
     secrets: Option<ClusterSecrets>,
     small_disk: Option<SmallDisk>,
     dir: TempDir,
-    /// Set by [`ProcessCluster::stop`]: what ends otherwise has failed.
+    /// Set by [`ProcessCluster::stop`]; otherwise the test has failed.
     has_passed: bool,
 }
 
@@ -76,13 +76,13 @@ pub struct ProcessCluster {
 struct ReplicaProcess {
     id: u8,
     origin: ReplicaOrigin,
-    /// `None` while it is down.
+    /// `None` while the replica is down.
     child: Option<ChildProcess>,
-    /// It runs, but nothing is heard of it: stopped by a signal, or without a link.
+    /// Whether it runs but is unreachable: stopped by a signal, or without a link.
     is_silent: bool,
 }
 
-/// A folder on a disk in memory, taken away when dropped.
+/// A folder on an in-memory disk, removed on drop.
 #[derive(Debug)]
 struct SmallDisk(PathBuf);
 
@@ -103,15 +103,15 @@ impl Drop for SmallDisk {
 }
 
 impl ProcessCluster {
-    /// Starts everything and waits until every replica is ready and sees every engine healthy.
+    /// Starts all processes and waits until every replica is ready and sees every engine healthy.
     ///
     /// # Errors
-    /// When something does not start, or not in time.
+    /// When a process does not start in time.
     pub async fn start(options: ClusterOptions) -> anyhow::Result<Self> {
         Self::start_from(binary::quorate()?, options).await
     }
 
-    /// As [`ProcessCluster::start`], with another program.
+    /// Starts a cluster like [`ProcessCluster::start`], with another program.
     async fn start_from(binary: PathBuf, options: ClusterOptions) -> anyhow::Result<Self> {
         let dir = tempfile::Builder::new()
             .prefix("quorate-chaos-")
@@ -166,44 +166,44 @@ impl ProcessCluster {
         Ok(cluster)
     }
 
-    /// What replicas are from now on, when they start.
+    /// Sets the program of replicas that start from now on.
     fn set_program(&mut self, binary: PathBuf) {
         self.binary = binary;
     }
 
-    /// Where load goes: the replicas, those that are down passed over.
+    /// Returns the targets of the load: the replicas, skipping those that are down.
     #[must_use]
     pub fn targets(&self) -> Arc<Targets> {
         self.targets.clone()
     }
 
-    /// Where one replica serves clients.
+    /// Returns the data URL of a replica.
     #[must_use]
     pub fn data_url(&self, number: usize) -> &str {
         self.targets.name(number)
     }
 
-    /// Where that is.
+    /// Returns the data address of a replica.
     #[must_use]
     pub fn data_addr(&self, number: usize) -> SocketAddr {
         self.layout.replicas[number].data
     }
 
-    /// Where the replicas are asked by gateways, with [`ClusterOptions::has_pickers`].
+    /// Returns the addresses of the replicas' pickers, with [`ClusterOptions::has_pickers`].
     #[must_use]
     pub fn picker_addrs(&self) -> Vec<SocketAddr> {
         self.layout.replicas.iter().map(|it| it.epp).collect()
     }
 
-    /// How clients get in.
+    /// Returns the access of clients.
     #[must_use]
     pub fn access(&self) -> ClientAccess {
         let secrets = self.secrets.as_ref();
         secrets.map_or_else(ClientAccess::default, |it| it.access.clone())
     }
 
-    /// How somebody knocks at the peer ports who has a certificate of the cluster's authority, but
-    /// none of a replica.
+    /// Returns the access of a client whose certificate is from the cluster's authority but names
+    /// no replica.
     ///
     /// # Errors
     /// When it cannot be read.
@@ -212,79 +212,79 @@ impl ProcessCluster {
         secrets.map_or_else(|| Ok(ClientAccess::default()), ClusterSecrets::stranger)
     }
 
-    /// A client for operators of this cluster.
+    /// Returns an operator's client of this cluster.
     #[must_use]
     pub fn operator(&self) -> &JsonClient {
         &self.client
     }
 
-    /// The URL of a path at one replica's admin API.
+    /// Returns the URL of a path in one replica's admin API.
     #[must_use]
     pub fn admin_url(&self, number: usize, path: &str) -> String {
         let scheme = scheme(self.secrets.as_ref());
         format!("{scheme}://{}{path}", self.admin_addr(number))
     }
 
-    /// Where one engine answers.
+    /// Returns the address of an engine.
     #[must_use]
     pub fn engine_addr(&self, number: usize) -> SocketAddr {
         self.layout.engines[number]
     }
 
-    /// Where one replica serves its peers.
+    /// Returns the peer address of a replica.
     #[must_use]
     pub fn peer_addr(&self, number: usize) -> SocketAddr {
         self.layout.replicas[number].peer
     }
 
-    /// Where one replica serves its admin API.
+    /// Returns the admin address of a replica.
     #[must_use]
     pub fn admin_addr(&self, number: usize) -> SocketAddr {
         self.layout.replicas[number].admin
     }
 
-    /// What one replica tells its peers about where it is.
+    /// Returns the address that a replica announces to its peers.
     #[must_use]
     pub fn peer_name(&self, number: usize) -> String {
         self.layout.replicas[number].peer_name()
     }
 
-    /// Replicas, up or down, and places for more.
+    /// Returns the number of replicas, up or down, including free places.
     #[must_use]
     pub fn replicas(&self) -> usize {
         self.replicas.len()
     }
 
-    /// The number a replica has in its cluster.
+    /// Returns the id of a replica in its cluster.
     #[must_use]
     pub fn id(&self, number: usize) -> u8 {
         self.replicas[number].id
     }
 
-    /// The process of a replica that is up.
+    /// Returns the process id of a running replica.
     #[must_use]
     pub fn process_id(&self, number: usize) -> Option<u32> {
         self.replicas[number].child.as_ref().map(ChildProcess::id)
     }
 
-    /// Hosts of the replicas, if they have such.
+    /// Returns the hosts of the replicas.
     ///
     /// # Errors
-    /// On loopback.
+    /// On loopback, where there are none.
     pub fn network(&mut self) -> anyhow::Result<&mut NetnsNetwork> {
         let network = self.layout.network.as_mut();
         network.context("this needs hosts in network namespaces")
     }
 
-    /// Tells one replica's host where all replicas are to be found, as things stand.
+    /// Writes the current addresses of all replicas to one replica's host.
     ///
     /// # Errors
-    /// When its file of names cannot be written.
+    /// When its hosts file cannot be written.
     pub fn tell_names(&self, number: usize) -> anyhow::Result<()> {
         self.layout.tell_names(number)
     }
 
-    /// Kills a replica with SIGKILL. What is under way there counts as lost, not as failed.
+    /// Kills a replica with SIGKILL. Requests under way there count as lost, not as failed.
     ///
     /// # Errors
     /// When it is down already.
@@ -295,7 +295,7 @@ impl ProcessCluster {
         child.kill()
     }
 
-    /// Sends a signal to a replica that is up.
+    /// Sends a signal to a running replica.
     ///
     /// # Errors
     /// When it is down.
@@ -305,11 +305,11 @@ impl ProcessCluster {
         child.signal(signal)
     }
 
-    /// Says that nothing will be heard of a replica for a while, or that it is back and ready. No
-    /// load goes there meanwhile, and nobody waits for it.
+    /// Marks a replica as unreachable for a while, or waits until it is ready again. In the
+    /// meantime it gets no load, and no check waits for it.
     ///
     /// # Errors
-    /// When it does not get ready.
+    /// When it does not become ready.
     pub async fn set_silent(&mut self, number: usize, is_silent: bool) -> anyhow::Result<()> {
         self.replicas[number].is_silent = is_silent;
         if !is_silent {
@@ -319,7 +319,7 @@ impl ProcessCluster {
         Ok(())
     }
 
-    /// Waits until a replica has ended by itself; answers how.
+    /// Waits until a replica has ended by itself, and returns its exit status.
     ///
     /// # Errors
     /// When it is down already, or does not end.
@@ -332,14 +332,14 @@ impl ProcessCluster {
         Ok(status)
     }
 
-    /// Deletes what a replica that was killed had on disk.
+    /// Deletes the disk contents of a killed replica.
     ///
     /// # Errors
     /// When it is up, or its folder cannot be deleted.
     pub fn wipe(&self, number: usize) -> anyhow::Result<()> {
         self.ensure_down(number)?;
         let data_dir = self.data_dir(number);
-        // The folder itself may be where a disk is mounted.
+        // The folder itself may be a mount point.
         for entry in fs::read_dir(&data_dir)? {
             let path = entry?.path();
             if path.is_dir() {
@@ -352,10 +352,10 @@ impl ProcessCluster {
         Ok(())
     }
 
-    /// Starts replicas that were killed; each takes load again once it is ready.
+    /// Restarts killed replicas. Each takes load again once it is ready.
     ///
     /// # Errors
-    /// When one does not start, or does not get ready.
+    /// When one does not start or become ready.
     pub async fn restart(&mut self, numbers: &[usize]) -> anyhow::Result<()> {
         for number in numbers {
             self.start_replica(*number)?;
@@ -367,10 +367,10 @@ impl ProcessCluster {
         Ok(())
     }
 
-    /// Makes a replica that is down one that joins under a number that nobody had.
+    /// Makes a replica that is down join under a new id.
     ///
     /// # Errors
-    /// When it is up, or numbers are used up.
+    /// When it is up, or ids are used up.
     pub fn renumber(&mut self, number: usize) -> anyhow::Result<()> {
         self.ensure_down(number)?;
         let highest = self.replicas.iter().map(|replica| replica.id).max();
@@ -381,7 +381,7 @@ impl ProcessCluster {
         Ok(())
     }
 
-    /// Has replicas that are down, each with an empty disk, found a cluster together when they
+    /// Makes replicas that are down and have empty disks found a cluster together at their next
     /// start.
     ///
     /// # Errors
@@ -396,7 +396,7 @@ impl ProcessCluster {
         Ok(())
     }
 
-    /// Gives a replica that is down another address for its peers. Names do not change by this.
+    /// Gives a replica that is down another peer address. Names do not change.
     ///
     /// # Errors
     /// When it is up, or on loopback.
@@ -405,7 +405,7 @@ impl ProcessCluster {
         self.layout.move_replica(number)
     }
 
-    /// The replica with the small disk.
+    /// Returns the replica with the small disk.
     #[must_use]
     pub fn small_disk(&self) -> Option<usize> {
         let founders = usize::from(self.options.replicas);
@@ -425,7 +425,7 @@ impl ProcessCluster {
         Ok(())
     }
 
-    /// Runs the program to its end, with any command that asks a replica.
+    /// Runs the program to its end, with any command that calls a replica.
     ///
     /// # Errors
     /// When it fails.
@@ -449,7 +449,7 @@ impl ProcessCluster {
         Ok(())
     }
 
-    /// Starts a replica without waiting for it: it may be expected to refuse.
+    /// Starts a replica without waiting for it, because it may be expected to refuse.
     ///
     /// # Errors
     /// When it is up, or the program cannot be started.
@@ -461,25 +461,25 @@ impl ProcessCluster {
         Ok(())
     }
 
-    /// The folder of a replica's store.
+    /// Returns the folder of a replica's store.
     #[must_use]
     pub fn data_dir(&self, number: usize) -> PathBuf {
         self.dir.path().join(format!("replica-{}", number + 1))
     }
 
-    /// A folder for files of a test, which goes with the cluster.
+    /// Returns a folder for a test's files, which is removed with the cluster.
     #[must_use]
     pub fn folder(&self) -> &Path {
         self.dir.path()
     }
 
-    /// Leaves the folder where it is when the cluster ends; answers where.
+    /// Keeps the folder when the cluster ends, and returns its path.
     pub fn keep_folder(&mut self) -> PathBuf {
         self.dir.disable_cleanup(true);
         self.dir.path().to_owned()
     }
 
-    /// What a replica has logged.
+    /// Returns a replica's log.
     ///
     /// # Errors
     /// When its log cannot be read.
@@ -488,7 +488,7 @@ impl ProcessCluster {
         fs::read_to_string(&path).with_context(|| format!("read {}", path.display()))
     }
 
-    /// Ends everything: the test is passed.
+    /// Stops everything and marks the test as passed.
     pub fn stop(mut self) {
         self.has_passed = true;
     }
@@ -550,7 +550,7 @@ fn scheme(secrets: Option<&ClusterSecrets>) -> &'static str {
     if secrets.is_some() { "https" } else { "http" }
 }
 
-/// Where load goes.
+/// Returns the targets of the load.
 fn targets(layout: &Layout, secrets: Option<&ClusterSecrets>) -> anyhow::Result<Targets> {
     let replicas = layout.replicas.iter();
     let urls: Vec<String> = replicas
@@ -562,7 +562,7 @@ fn targets(layout: &Layout, secrets: Option<&ClusterSecrets>) -> anyhow::Result<
     })
 }
 
-/// An operator.
+/// Returns an operator's client.
 fn client(secrets: Option<&ClusterSecrets>) -> JsonClient {
     let client = JsonClient::new(ANSWER_TIMEOUT);
     let Some(secrets) = secrets else {

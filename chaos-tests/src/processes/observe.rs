@@ -8,8 +8,8 @@ use serde_json::Value;
 use super::{ProcessCluster, until};
 
 impl ProcessCluster {
-    /// The replica that leads, as seen from one that is up; waits until there is one that is up
-    /// and followed.
+    /// Returns the leader, as seen from a running replica. Waits until there is one that is up and
+    /// followed.
     ///
     /// # Errors
     /// When none is elected.
@@ -29,10 +29,10 @@ impl ProcessCluster {
         Ok(found.get())
     }
 
-    /// Waits until nothing is in flight anywhere: no lease is open, no load is counted.
+    /// Waits until nothing is in flight at any replica: no open lease, no counted load.
     ///
     /// # Errors
-    /// When something stays.
+    /// When something stays in flight.
     pub async fn wait_idle(&self) -> anyhow::Result<()> {
         for number in self.up() {
             let what = format!("replica {} counts nothing in flight", number + 1);
@@ -55,12 +55,12 @@ impl ProcessCluster {
         Ok(())
     }
 
-    /// Waits until the live replicas told their digest at one log index, and checks that it is one.
-    /// They are asked for the index of now, which all have where the log rests, and in turn for one
-    /// that is ever further ahead, which meets a log that goes on.
+    /// Waits until all running replicas report their digest at one log index, and checks that the
+    /// digests are equal. Asks for the current index, which all have while the log rests, and in
+    /// turn for an index ever further ahead, which meets a growing log.
     ///
     /// # Errors
-    /// When they differ, or never meet.
+    /// When digests differ, or the replicas never meet at one index.
     pub async fn check_digests(&self) -> anyhow::Result<()> {
         let met = std::cell::RefCell::new(Vec::new());
         let tries = std::cell::Cell::new(0_u64);
@@ -96,7 +96,7 @@ impl ProcessCluster {
         Ok(())
     }
 
-    /// Replicas that are up and heard of.
+    /// Returns the replicas that are up and reachable.
     #[must_use]
     pub fn up(&self) -> Vec<usize> {
         let is_up = |number: &usize| {
@@ -106,20 +106,20 @@ impl ProcessCluster {
         (0..self.replicas.len()).filter(is_up).collect()
     }
 
-    /// What a replica's admin API answers.
+    /// Returns the response of a replica's admin API.
     ///
     /// # Errors
-    /// When it does not answer, or not in JSON.
+    /// When the replica does not respond with JSON.
     pub async fn ask(&self, number: usize, path: &str) -> anyhow::Result<Value> {
         let url = self.admin_url(number, path);
         let answer = self.client.send(Method::GET, &url, None).await?;
         answer.json().with_context(|| format!("GET {url}"))
     }
 
-    /// Has a replica do something through its admin API.
+    /// Sends a request to a replica's admin API.
     ///
     /// # Errors
-    /// When it refuses or does not answer.
+    /// When it refuses or does not respond.
     pub async fn tell(
         &self,
         number: usize,
@@ -134,7 +134,7 @@ impl ProcessCluster {
     /// Waits until a replica is ready and sees every engine healthy.
     ///
     /// # Errors
-    /// When it does not get there.
+    /// When that does not happen in time.
     pub async fn wait_ready(&self, number: usize) -> anyhow::Result<()> {
         let engines = self.layout.engines.len() + self.options.outside_engines.len();
         let what = format!("replica {} is ready and sees {engines} engines", number + 1);
@@ -147,7 +147,7 @@ impl ProcessCluster {
             }
             let backends = self.ask(number, "/admin/v1/backends").await?;
             let is_healthy = |backend: &&Value| backend["state"]["is_healthy"] == true;
-            // Who is told by a source comes and goes.
+            // Backends of a source come and go.
             if self.options.config.contains("[[discovery]]") {
                 return Ok(true);
             }

@@ -7,48 +7,48 @@ use super::access::is_secure_by_default;
 /// Where the processes run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Site {
-    /// On loopback, each at ports of its own.
+    /// On loopback, with different ports.
     Loopback,
-    /// Each replica on a host of its own ([`crate::netns`]), the engines together on another.
+    /// Each replica on its own host ([`crate::netns`]), all engines on another.
     Namespaces,
 }
 
-/// How many of each, and how the engines behave.
+/// Size and settings of a cluster.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ClusterOptions {
-    /// Where.
+    /// Where the processes run.
     pub site: Site,
-    /// Whether peers prove their ids to each other, data and admin listeners speak TLS, operators
-    /// have a token and users a key each. By default the environment says so
+    /// Whether peers authenticate each other, data and admin listeners use TLS, operators have a
+    /// token and users an API key each. By default the environment decides
     /// (`QUORATE_TEST_SECURE=1`).
     pub is_secure: bool,
-    /// Replicas, all of them voters.
+    /// Number of replicas, all of them voters.
     pub replicas: u8,
-    /// Places for replicas that join later.
+    /// Number of places for replicas that join later.
     pub spares: u8,
-    /// Engines.
+    /// Number of engines.
     pub engines: u8,
-    /// How many times faster than its timing an engine's model runs.
+    /// Speed of an engine's model, as a multiple of its configured timing.
     pub engine_speed: f64,
-    /// Further flags of `quorate engine`.
+    /// Additional flags of `quorate engine`.
     pub engine_args: &'static [&'static str],
-    /// Further tables of every replica's config, in TOML.
+    /// Additional tables of every replica's config, in TOML.
     pub config: &'static str,
-    /// Further keys of its `[cluster]`, a line each.
+    /// Additional keys of its `[cluster]`, one per line.
     pub cluster_config: &'static str,
-    /// Further keys of its `[users]`, a line each.
+    /// Additional keys of its `[users]`, one per line.
     pub users_config: &'static str,
-    /// Further keys of every engine's `[[backends]]` entry, a line each; `$N` is 0 for the first
-    /// engine, 1 for the next.
+    /// Additional keys of every engine's `[[backends]]` entry, one per line. `$N` is the number of
+    /// the engine, from 0.
     pub backend_config: &'static str,
-    /// Megabytes of a disk in memory that the last of `replicas` has; `None`: it has one as the
+    /// Megabytes of an in-memory disk of the last of `replicas`; `None` if it uses a disk like the
     /// others. Needs root.
     pub small_disk_mb: Option<u32>,
-    /// Engines that somebody else runs, beside `engines`.
+    /// Engines started by others, in addition to `engines`.
     pub outside_engines: &'static [SocketAddr],
-    /// Whether replicas are endpoint pickers for gateways too.
+    /// Whether replicas also serve gateways as endpoint pickers.
     pub has_pickers: bool,
-    /// Descriptors that a replica may have; `None`: as many as this process.
+    /// Maximum file descriptors of a replica; `None` for the limit of this process.
     pub descriptors: Option<u32>,
 }
 
@@ -74,21 +74,21 @@ impl Default for ClusterOptions {
     }
 }
 
-/// Where one replica listens.
+/// Addresses of one replica.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Addresses {
     pub(super) data: SocketAddr,
     pub(super) admin: SocketAddr,
-    /// For gateways, if it is a picker.
+    /// Listener for gateways, if it is a picker.
     pub(super) epp: SocketAddr,
-    /// What it binds for peers.
+    /// Address that it binds for peers.
     pub(super) peer: SocketAddr,
-    /// What it tells peers in place of the address.
+    /// Host that it announces to peers in place of the bound address.
     pub(super) peer_host: String,
 }
 
 impl Addresses {
-    /// Host and port that peers are told.
+    /// Returns the host and port announced to peers.
     pub(super) fn peer_name(&self) -> String {
         format!("{}:{}", self.peer_host, self.peer.port())
     }

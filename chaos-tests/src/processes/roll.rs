@@ -1,9 +1,9 @@
-//! A fleet of engines that is found by DNS and replaced by another, some engines at a time, under load:
+//! Replaces a fleet of engines found by DNS, a few engines at a time, under load. See
 //! docs/guide/discovery.md.
 //!
-//! The name server is dnsmasq. New engines start and get into the name; old ones leave it, drain, and
-//! end when the cluster has removed them, as a rolling update of an orchestrator does it. No request may
-//! fail, and what is known of engines that stay must stay known.
+//! The name server is dnsmasq. As in a rolling update of an orchestrator, new engines start and are
+//! added to the name. Old ones are removed from it, drain, and stop once the cluster has removed
+//! them. No request may fail, and knowledge about engines that stay must be kept.
 
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
@@ -23,13 +23,13 @@ use tokio::time::Instant;
 use super::load::{LoadOptions, RunningLoad};
 use super::{ClusterOptions, ProcessCluster, checks, until};
 
-/// What the engines are called together.
+/// DNS name of all engines.
 const NAME: &str = "engines.test";
-/// The same as a service.
+/// DNS name of the service.
 const SERVICE: &str = "_engine._tcp.engines.test";
-/// How many times faster than a small GPU they are.
+/// Speed of the engines, as a multiple of a small GPU.
 const SPEED: f64 = 50.0;
-/// Answers that are asked for again after a step.
+/// Number of answered prompts that are queried again after a step.
 const RECALLED: usize = 40;
 
 /// The records by which the engines are found.
@@ -41,14 +41,14 @@ pub enum RollRecords {
     Srv,
 }
 
-/// How much is replaced, and how.
+/// Size of a roll and its settings.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RollOptions {
-    /// Engines.
+    /// Number of engines.
     pub engines: u8,
-    /// Engines that are replaced at a time.
+    /// Number of engines replaced at a time.
     pub at_once: u8,
-    /// How often all of them are.
+    /// How often all engines are replaced.
     pub rolls: u8,
     /// Requests answered between two steps.
     pub requests: u64,
@@ -58,22 +58,22 @@ pub struct RollOptions {
     pub records: RollRecords,
 }
 
-/// What a roll came to.
+/// Result of a roll.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct RollReport {
-    /// Its number, from 1.
+    /// Number of the roll, from 1.
     pub roll: u8,
-    /// Requests answered.
+    /// Number of answered requests.
     pub answered: u64,
-    /// Requests that failed.
+    /// Number of failed requests.
     pub failed: u64,
-    /// Requests under way at a replica that was killed.
+    /// Requests under way at a killed replica.
     pub lost: u64,
-    /// Share of prompt tokens that engines found in their caches, in percent.
+    /// Percentage of prompt tokens that engines found in their caches.
     pub hit_percent: f64,
-    /// Prompts whose engine stayed through a step, which every replica knew afterwards.
+    /// Prompts whose engine stayed during a step, and which every replica knew afterwards.
     pub recalled: u64,
-    /// Seconds it took.
+    /// Duration in seconds.
     pub took_s: f64,
 }
 
@@ -138,7 +138,7 @@ impl NameServer {
             .context("start dnsmasq (Debian: dnsmasq-base)")
     }
 
-    /// Waits until it listens: before that a signal would end it.
+    /// Waits until dnsmasq listens. An earlier signal would end it.
     async fn listens(&self) -> anyhow::Result<()> {
         until("dnsmasq listens", async || {
             Ok(TcpStream::connect(("127.0.0.1", self.port)).await.is_ok())
@@ -146,12 +146,12 @@ impl NameServer {
         .await
     }
 
-    /// Has the name lead to these engines only.
+    /// Makes the name resolve to exactly these engines.
     async fn lead_to(&mut self, engines: &[FoundEngine]) -> anyhow::Result<()> {
-        // It reads the file when it is told to, not before.
+        // dnsmasq rereads the file only on a signal.
         write(&self.hosts, engines)?;
         if self.records == RollRecords::Srv {
-            // It reads services when it starts. Nobody answers for a moment, which changes nothing.
+            // It reads service records only at startup. A short outage changes nothing.
             self.process.kill()?;
             self.process.wait()?;
             self.process = Self::spawn(&self.hosts, (self.port, self.records), engines)?;
@@ -181,7 +181,7 @@ impl Drop for NameServer {
     }
 }
 
-/// An engine and where it is.
+/// An engine with its address.
 struct FoundEngine {
     number: u32,
     address: SocketAddr,
@@ -215,7 +215,7 @@ impl FoundEngine {
         })
     }
 
-    /// What it is called alone.
+    /// Returns the engine's own host name.
     fn host(&self) -> String {
         format!("e{}.{NAME}", self.number)
     }
@@ -225,10 +225,10 @@ impl FoundEngine {
     }
 }
 
-/// Rolls a fleet; answers how it went, roll by roll.
+/// Rolls a fleet and returns a report per roll.
 ///
 /// # Errors
-/// What does not hold, or does not start.
+/// When a check fails or a process does not start.
 pub async fn run(options: RollOptions) -> anyhow::Result<Vec<RollReport>> {
     ensure!(
         (1..=options.engines).contains(&options.at_once) && options.engines <= 200,
@@ -254,7 +254,7 @@ pub async fn run(options: RollOptions) -> anyhow::Result<Vec<RollReport>> {
     let cluster = ProcessCluster::start(ClusterOptions {
         engines: 0,
         is_secure: false,
-        // Options are constants everywhere else; this one lives as long as the program.
+        // Options are constants everywhere else, so this value is leaked.
         config: String::leak(config),
         ..ClusterOptions::default()
     })
@@ -336,7 +336,7 @@ impl Roll {
         })
     }
 
-    /// Replaces some engines; answers how many prompts of those that stay were asked for again.
+    /// Replaces some engines. Returns how many prompts of the remaining ones were queried again.
     async fn step(&mut self, load: &RunningLoad) -> anyhow::Result<u64> {
         let at_once = usize::from(self.options.at_once).min(self.fleet.len());
         let answered = load.recent(RECALLED);
@@ -349,7 +349,7 @@ impl Roll {
         }
         self.names.lead_to(&self.fleet).await?;
         self.wait_registered().await?;
-        // Nobody asks them any more: they end as pods do whose time is up.
+        // They get no more requests and stop, like pods after their grace period.
         for engine in old {
             engine.handle.stop().await;
         }
@@ -369,7 +369,7 @@ impl Roll {
         Ok(of_stayers.len() as u64)
     }
 
-    /// Waits until the fleet is what every replica routes to.
+    /// Waits until every replica routes to exactly this fleet.
     async fn wait_registered(&self) -> anyhow::Result<()> {
         let urls: BTreeSet<String> = self.fleet.iter().map(FoundEngine::url).collect();
         until(
@@ -389,7 +389,7 @@ impl Roll {
         .await
     }
 
-    /// URL and id of each backend.
+    /// Returns the URL and id of each backend.
     async fn registered(&self, number: usize) -> anyhow::Result<Vec<(String, String)>> {
         let backends = self.cluster.ask(number, "/admin/v1/backends").await?;
         let backends = backends["backends"].as_array().context("no backends")?;

@@ -1,9 +1,9 @@
-//! A rolling upgrade under load: three replicas of one build become three of another, one after the
-//! other, the leader last, as docs/guide/upgrades.md tells operators to do it.
+//! A rolling upgrade under load: replaces three replicas of one build by another build, one at a
+//! time, the leader last, as docs/guide/upgrades.md describes.
 //!
-//! After each step everything must hold that holds after a fault: nothing failed, all digests agree
-//! over both builds, every counter is what the engines told, and every replica knows what the last
-//! requests put into the caches. Then, if asked, all the way back.
+//! After each step the checks after a fault must hold: no failed request, equal digests over both
+//! builds, every counter as the engines reported it, and every replica knows what the last requests
+//! put into the caches. Optionally goes all the way back.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -18,42 +18,42 @@ use super::faults::FaultContext;
 use super::load::{LoadOptions, RunningLoad};
 use super::{ClusterOptions, ProcessCluster, binary, checks};
 
-/// How soon a replica refuses what it finds on its disk.
+/// Longest time in which a replica refuses the contents of its disk.
 const REFUSAL_PATIENCE: Duration = Duration::from_secs(3);
 
-/// What is upgraded, and how.
+/// Programs and settings of an upgrade.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct UpgradeOptions {
-    /// The program that the cluster starts with.
+    /// Program that the cluster starts with.
     pub from: PathBuf,
-    /// The program that it ends with; `None`: that of this workspace.
+    /// Program that it ends with; `None` for that of this workspace.
     pub to: Option<PathBuf>,
-    /// Whether it goes all the way back, too.
+    /// Whether it also goes all the way back.
     pub is_there_and_back: bool,
     /// Requests answered before the first step, between two steps, and after the last.
     pub requests: u64,
-    /// With TLS everywhere, a token and keys.
+    /// Whether the cluster uses TLS everywhere, a token and API keys.
     pub is_secure: bool,
 }
 
-/// What a step came to: the replacement of one replica, and the load until the next step.
+/// Result of a step: the replacement of one replica, and the load until the next step.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct UpgradeStep {
-    /// What was done.
+    /// Description of the step.
     pub what: String,
-    /// Replicas of the earlier and of the later build from then on.
+    /// Replicas of the earlier and of the later build after the step.
     pub replicas: [usize; 2],
-    /// Requests answered.
+    /// Number of answered requests.
     pub answered: u64,
-    /// Requests that failed.
+    /// Number of failed requests.
     pub failed: u64,
-    /// Share of prompt tokens that engines found in their caches, in percent.
+    /// Percentage of prompt tokens that engines found in their caches.
     pub hit_percent: f64,
-    /// Longest time without an answer from a replica that was up, in milliseconds.
+    /// Longest time without a response from a running replica, in milliseconds.
     pub stall_ms: u64,
 }
 
-/// The cluster on its way.
+/// An upgrade in progress.
 struct Rollout<'a> {
     stage: FaultContext,
     options: &'a UpgradeOptions,
@@ -62,22 +62,22 @@ struct Rollout<'a> {
     steps: Vec<UpgradeStep>,
 }
 
-/// Upgrades a cluster of three; answers how it went, step by step.
+/// Upgrades a cluster of three replicas and returns the result of each step.
 ///
 /// # Errors
-/// What does not hold after which step.
+/// The first check that fails, and the step.
 pub async fn run(options: &UpgradeOptions) -> anyhow::Result<Vec<UpgradeStep>> {
     let to = options.to.clone().map_or_else(binary::quorate, Ok)?;
     let cluster_options = ClusterOptions {
         config: "[drain]\ndns_ttl = \"500ms\"\n",
-        // Both builds write snapshots, and read those of the other.
+        // Both builds write snapshots and read those of the other.
         cluster_config: "snapshot_every = 400",
         is_secure: options.is_secure,
         ..ClusterOptions::default()
     };
     let cluster = ProcessCluster::start_from(options.from.clone(), cluster_options).await?;
     let load = RunningLoad::start(&cluster, LoadOptions::default());
-    // Figures are kept from the first time on that somebody asks.
+    // The first call starts the collection of figures.
     load.book().take_figures();
     let mut rollout = Rollout {
         is_later: vec![false; cluster.replicas()],
@@ -128,8 +128,9 @@ impl Rollout<'_> {
         Ok(())
     }
 
-    /// Stops a replica as an orchestrator does, and starts the other program in its place. The earlier
-    /// one may refuse what the later one wrote: it says so, and the later one goes on in its place.
+    /// Stops a replica like an orchestrator and starts the other program in its place. If an
+    /// earlier build refuses what the later one wrote, returns its message and restarts the later
+    /// one.
     async fn replace(&mut self, replica: usize, is_later: bool) -> anyhow::Result<Option<String>> {
         let Self { stage, later, .. } = self;
         stage.leave(replica).await?;
@@ -145,7 +146,7 @@ impl Rollout<'_> {
         Ok(None)
     }
 
-    /// Has the cluster serve as it is, and checks what must hold.
+    /// Lets the cluster serve, and checks what must hold.
     async fn serve(&mut self, what: String) -> anyhow::Result<()> {
         let Self { stage, .. } = self;
         let all: Vec<usize> = (0..self.is_later.len()).collect();
@@ -167,16 +168,16 @@ impl Rollout<'_> {
 }
 
 impl ProcessCluster {
-    /// Starts a replica that may refuse what it finds on its disk, as a program that is too old does;
-    /// answers why, if it does, and leaves it down.
+    /// Starts a replica that may refuse the contents of its disk, as a too old program does. If it
+    /// does, leaves it down and returns the reason.
     ///
     /// # Errors
-    /// When it neither ends nor gets ready.
+    /// When it neither ends nor becomes ready.
     async fn restart_or_refused(&mut self, number: usize) -> anyhow::Result<Option<String>> {
         self.start_replica(number)?;
         let child = self.replicas[number].child.as_mut();
         let child = child.context("it was just started")?;
-        // Reading the disk is the first thing that it does.
+        // It reads the disk first.
         if child.ended(REFUSAL_PATIENCE).await.is_err() {
             self.wait_ready(number).await?;
             self.targets.set_up(number, true);
@@ -189,7 +190,7 @@ impl ProcessCluster {
     }
 }
 
-/// What came of the load since the last step.
+/// Returns the result of the load since the last step.
 fn step(book: &mut ClientLedger, what: String, answered_before: u64) -> UpgradeStep {
     let stall = book.stall.gap;
     let figures = book.take_figures();

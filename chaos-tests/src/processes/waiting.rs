@@ -5,15 +5,15 @@ use std::time::Duration;
 use anyhow::Context as _;
 use tokio::time::{interval, timeout};
 
-/// Bound of every wait: a broken cluster fails the test in this time.
+/// Timeout of every wait: a broken cluster fails the test in this time.
 pub(super) const PATIENCE: Duration = Duration::from_secs(60);
-/// How often a condition is looked at.
+/// Interval between two checks of a condition.
 const LOOK_EVERY: Duration = Duration::from_millis(25);
 
 /// Waits until `condition` holds.
 ///
 /// # Errors
-/// What the condition fails with, or that it did not hold within a minute.
+/// When the condition fails, or does not hold within a minute.
 pub async fn until(
     what: &str,
     condition: impl AsyncFn() -> anyhow::Result<bool>,

@@ -13,12 +13,12 @@ use crate::invariants::sound_state;
 use crate::oracle::RunRecord;
 use crate::oracle::observation::ReplicaRun;
 
-/// A state is looked through once in so many entries.
+/// Number of entries between two full checks of a state.
 const LOOK_THROUGH_EVERY: u64 = 16;
-/// Where a snapshot has its version: behind eight bytes that say what it is.
+/// Offset of the version in a snapshot, after eight bytes of magic.
 const SNAPSHOT_VERSION_AT: usize = 8;
 
-/// The record of a world, and the first thing that was found wrong. Clones share it.
+/// The record of a world, and its first error. Clones share it.
 #[derive(Clone, Default)]
 pub struct RecordKeeper(Arc<Mutex<RecordKeeperInner>>);
 
@@ -34,30 +34,30 @@ impl RecordKeeper {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Writes into the record, or reads it.
+    /// Reads or changes the record.
     pub fn with<R>(&self, change: impl FnOnce(&mut RunRecord) -> R) -> R {
         change(&mut self.lock().record)
     }
 
-    /// Something is wrong; what comes first counts.
+    /// Reports an error; only the first one is kept.
     pub fn blame(&self, what: String) {
         self.lock().wrong.get_or_insert(what);
     }
 
-    /// What was found wrong first.
+    /// Returns the first error.
     #[must_use]
     pub fn wrong(&self) -> Option<String> {
         self.lock().wrong.clone()
     }
 
-    /// How many states were looked through.
+    /// Returns the number of states checked in full.
     #[must_use]
     pub fn states_checked(&self) -> u64 {
         self.lock().states_checked
     }
 }
 
-/// Sees one run of a replica.
+/// Observes one run of a replica.
 pub(super) struct RunWatcher {
     run: ReplicaRun,
     ledger: RecordKeeper,
@@ -65,13 +65,14 @@ pub(super) struct RunWatcher {
     time: SimTime,
     /// Whether the state was lost on purpose and is not restored yet.
     is_spoiled: Arc<AtomicBool>,
-    /// Whether what it restores first is its own snapshot, which may be of a spoiled state.
+    /// Whether its first restore is from its own snapshot, which may be of a spoiled state.
     restores_own: AtomicBool,
     seen: AtomicU64,
 }
 
 impl RunWatcher {
-    /// Sees `run`; `is_spoiled`: the run before it had lost its state, and its snapshot with it.
+    /// Creates an observer. `is_spoiled`: the run before had lost its state together with its
+    /// snapshot.
     #[must_use]
     pub(super) fn new(
         run: ReplicaRun,
@@ -91,7 +92,7 @@ impl RunWatcher {
         }
     }
 
-    /// To be set when the state is lost on purpose.
+    /// Returns the flag to set when the state is lost on purpose.
     #[must_use]
     pub(super) fn is_spoiled(&self) -> Arc<AtomicBool> {
         Arc::clone(&self.is_spoiled)
@@ -175,7 +176,7 @@ impl ApplyObserver for RunWatcher {
     }
 }
 
-/// The version of the snapshot that holds a state.
+/// Returns the version of the snapshot that holds a state.
 fn snapshot_version(state: &RouterState) -> u16 {
     let mut bytes = Vec::new();
     let written = state.freeze().write_to(&mut bytes);

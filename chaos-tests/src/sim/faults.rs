@@ -2,27 +2,27 @@
 
 use lab::rng::Rng;
 
-/// Of so many faults one has a lie told beside it. It is drawn apart, so that what else goes wrong
-/// under a seed is what went wrong before there were liars.
+/// One in this many faults comes with a lie. Lies are drawn separately, so that a seed's other
+/// faults are the same as before lies were added.
 pub const LIES: u64 = 4;
 
-/// One way for things to go wrong.
+/// A kind of fault.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Fault {
-    /// A process is killed and its machine loses what was not synced; it starts again later.
+    /// A process is killed and its machine loses unsynced data; it restarts later.
     Crash,
-    /// All of them at once.
+    /// All processes crash at once.
     CrashAll,
-    /// A process is killed and starts again at once.
+    /// A process is killed and restarts immediately.
     Bounce,
-    /// A replica leaves in peace and comes back.
+    /// A replica leaves gracefully and comes back.
     Leave,
     /// A process is not scheduled for a while.
     Pause,
-    /// A wall clock jumps, forth or back.
+    /// A wall clock jumps forwards or backwards.
     ClockJump,
-    /// The replicas fall into two halves.
+    /// The replicas are partitioned into two halves.
     Halves,
     /// One replica is cut off.
     Isolate,
@@ -32,47 +32,47 @@ pub enum Fault {
     OneWay,
     /// No call reaches a replica, mostly the leader; its own calls are answered.
     Deafen,
-    /// What is sent over some links comes later, all at once.
+    /// Messages on some links are delayed and then arrive all at once.
     Hold,
     /// Some links lose and repeat messages.
     BadLinks,
     /// Some links are slow.
     SlowLinks,
-    /// Connections break in the middle of what they carry.
+    /// Connections break in the middle of a transfer.
     CutStreams,
-    /// A disk takes long to sync.
+    /// A disk is slow to sync.
     SlowDisk,
-    /// A disk takes no writes; it is mended and its replica started again.
+    /// A disk accepts no writes; it is repaired and its replica restarted.
     FailDisk,
     /// A new replica joins as a learner.
     Join,
-    /// A learner is made a voter.
+    /// A learner is promoted to voter.
     Promote,
     /// A replica is removed.
     Remove,
-    /// Leadership is handed over.
+    /// Leadership is transferred.
     Transfer,
     /// A snapshot is taken.
     Snapshot,
-    /// A replica loses its state to a fault of memory.
+    /// A replica loses its state to a memory fault.
     LoseState,
-    /// A process has no descriptors left for a while: it can open no file.
+    /// A process has no file descriptors left for a while.
     Descriptors,
-    /// A disk is full for a while; nobody starts its replica again.
+    /// A disk is full for a while; its replica is not restarted.
     FullDisk,
-    /// A wall clock is wrong by hours or days for a long time; seldom all of them are.
+    /// A wall clock is wrong by hours or days for a long time; seldom all clocks are.
     WrongClock,
-    /// A member that is wrong, or a stranger, makes calls that no sound replica makes.
+    /// A faulty member, or a stranger, makes calls that no correct replica makes.
     Liar,
-    /// A StatefulSet wants another number of replicas; its API server may not answer for a while.
+    /// A StatefulSet changes its number of replicas; its API server may be unavailable for a while.
     Scale,
-    /// A replica is started with another build, which knows later formats or fewer.
+    /// A replica restarts with another build, which knows later formats or fewer.
     Upgrade,
 }
 
 impl Fault {
-    /// All of them, with how often each is drawn. Lies come beside the others, see [`LIES`], and so
-    /// does what befalls all replicas of some worlds (`fleet.rs`).
+    /// All faults with their weights. Lies come beside the others, see [`LIES`], as do the changes
+    /// to all replicas of some worlds (`fleet.rs`).
     pub const ALL: &[(Self, u32)] = &[
         (Self::Crash, 16),
         (Self::CrashAll, 3),
@@ -105,10 +105,10 @@ impl Fault {
         (Self::Upgrade, 0),
     ];
 
-    /// The next one, of those that `only` names; of all when it is empty.
+    /// Draws the next fault, from `only` or, if that is empty, from all.
     pub fn draw(rng: &mut Rng, only: &[Self]) -> Self {
         let drawn = Self::ALL.iter().filter_map(|(fault, weight)| {
-            // Named, it happens however seldom it does else.
+            // A fault in `only` happens even if its weight is zero or low.
             let weight = if only.is_empty() {
                 *weight
             } else {
@@ -128,7 +128,7 @@ impl Fault {
         unreachable!("what is below the sum of all weights falls on one of them")
     }
 
-    /// Whether whoever leads goes on to.
+    /// Whether the current leader keeps leading.
     #[must_use]
     pub fn lets_lead(self) -> bool {
         matches!(
@@ -143,8 +143,8 @@ impl Fault {
         )
     }
 
-    /// Whether a process ends by it: a state that was lost may be in its snapshot, and nobody knows
-    /// of it when it starts again.
+    /// Whether the fault ends a process: a lost state may be in its snapshot, and the restarted
+    /// process would not know.
     #[must_use]
     pub fn ends_processes(self) -> bool {
         matches!(
@@ -159,7 +159,7 @@ impl Fault {
         )
     }
 
-    /// The fault of this name, as it is displayed.
+    /// Returns the fault with this name, as displayed.
     #[must_use]
     pub fn named(name: &str) -> Option<Self> {
         let mut all = Self::ALL.iter().map(|(fault, _)| *fault);
@@ -180,37 +180,37 @@ impl std::fmt::Display for Fault {
     }
 }
 
-/// What ends a fault.
+/// Ends a fault.
 #[derive(Debug, Clone)]
 pub enum Remedy {
-    /// The machine's process starts.
+    /// Starts the machine's process.
     Start(u8),
-    /// It is killed.
+    /// Kills it.
     Kill(u8),
-    /// It is scheduled again.
+    /// Schedules it again.
     Resume(u8),
-    /// The wall clock is right again.
+    /// Corrects the wall clock.
     RightClock(u8),
-    /// Links stand again.
+    /// Restores cut links.
     Heal(Vec<(u8, u8)>),
-    /// Calls reach it again.
+    /// Lets calls reach the replica again.
     Hear(u8),
-    /// Links that lose and repeat are as good as they were drawn.
+    /// Restores the drawn quality of links that lose and repeat messages.
     Soothe(Vec<(u8, u8)>),
-    /// Slow links are.
+    /// Restores the drawn latency of slow links.
     Quicken(Vec<(u8, u8)>),
-    /// The disk is as quick as it was.
+    /// Restores the speed of the disk.
     QuickDisk(u8),
-    /// There are descriptors and space again.
+    /// Ends a shortage of descriptors and space.
     EndShortage(u8),
-    /// The disk is mended, and the replica that took itself out starts again.
+    /// Repairs the disk and restarts the replica that had stopped itself.
     MendDisk(u8),
-    /// The API server answers again.
+    /// Makes the API server available again.
     AnswerScale,
 }
 
 impl Remedy {
-    /// Whether whoever leads goes on to while what this ends lasts.
+    /// Whether the current leader keeps leading while the fault lasts.
     #[must_use]
     pub fn lets_lead(&self) -> bool {
         match self {

@@ -1,8 +1,8 @@
-//! What happens to the replicas of some worlds as a whole: a StatefulSet scales them, or they are
-//! replaced by other builds one after the other.
+//! Changes to the replicas of some worlds as a whole: a StatefulSet scales them, or other builds
+//! replace them one at a time.
 //!
-//! It is drawn apart from the other faults and comes beside them, so that what else goes wrong under a
-//! seed is what went wrong before. In such a world no operator changes the members.
+//! They are drawn separately from faults and come beside them, so that a seed's other faults stay
+//! the same. In such a world no operator changes the members.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -17,13 +17,13 @@ use state::codec::FORMAT_VERSION;
 use super::faults::Fault;
 use super::plan::FleetKind;
 
-/// What separates these draws from others under the same seed.
+/// Separates these draws from others under the same seed.
 const RNG_LABEL: u64 = 0x666c_6565;
-/// Of so many faults one has such a change beside it.
+/// One in this many faults comes with such a change.
 const CHANGES: u64 = 3;
-/// The oldest format that a simulated build knows: that of the command that founds a cluster.
+/// Oldest format that a simulated build knows: that of the command that founds a cluster.
 const FORMAT_MIN: u8 = 4;
-/// What the simulated API server says of the StatefulSet. Clones share it.
+/// The StatefulSet as the simulated API server reports it. Clones share it.
 #[derive(Debug, Clone, Default)]
 pub(super) struct SimStatefulSet(Arc<StatefulSetState>);
 
@@ -34,17 +34,17 @@ struct StatefulSetState {
 }
 
 impl SimStatefulSet {
-    /// How many it wants.
+    /// Returns the requested number of replicas.
     pub(super) fn replicas(&self) -> u64 {
         self.0.replicas.load(Ordering::Relaxed)
     }
 
-    /// Wants so many from now on.
+    /// Requests this many replicas from now on.
     pub(super) fn scale_to(&self, replicas: u64) {
         self.0.replicas.store(replicas, Ordering::Relaxed);
     }
 
-    /// Whether the server can be asked.
+    /// Sets whether the server is available.
     pub(super) fn answers(&self, does: bool) {
         self.0.is_away.store(!does, Ordering::Relaxed);
     }
@@ -63,13 +63,13 @@ impl ScaleSource for SimStatefulSet {
     }
 }
 
-/// What changes the replicas of a world, besides its faults.
+/// Changes the replicas of a world, in addition to its faults.
 pub(super) struct FleetDriver {
     pub(super) rng: Rng,
     pub(super) set: Option<SimStatefulSet>,
-    /// Formats that the builds of replicas know that are not this one.
+    /// Formats known to replicas whose build is not this one.
     pub(super) formats: BTreeMap<u8, u8>,
-    /// Those of the builds that were installed and have not started yet.
+    /// Formats of builds that were installed and have not started yet.
     pub(super) next: BTreeMap<u8, u8>,
 }
 
@@ -95,12 +95,12 @@ impl FleetDriver {
         }
     }
 
-    /// The newest format that the build of a replica knows.
+    /// Returns the newest format that a replica's build knows.
     pub(super) fn format(&self, id: u8) -> u8 {
         self.formats.get(&id).copied().unwrap_or(FORMAT_VERSION)
     }
 
-    /// What happens beside the next fault, if anything.
+    /// Draws the change beside the next fault, if any.
     pub(super) fn draw(&mut self, kind: FleetKind) -> Option<Fault> {
         let change = match kind {
             FleetKind::Plain => return None,

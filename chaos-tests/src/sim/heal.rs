@@ -15,19 +15,19 @@ use crate::invariants;
 use crate::oracle::image::StateImage;
 use crate::oracle::observation::AtRest;
 
-/// How long healing may take. Replicas that are gone for good are waited for 10 s before their
-/// leases end, and an admin write may be tried for as long; twice that, and the elections before.
+/// Longest time of healing. The leases of lost replicas end after 10 s, and an admin write may be
+/// retried for as long; this is twice that, plus the elections before.
 const HEAL_MS_MAX: u64 = 40_000;
-/// From one try of the operator to remove a replica that is back to the next.
+/// Interval between two attempts of the operator to remove a replica that came back.
 const TEND_EVERY_US: u64 = 2_000_000;
-/// From one look at the cluster to the next.
+/// Interval between two checks of the cluster.
 const LOOK_EVERY_MS: u64 = 50;
 
 impl World {
-    /// Mends everything and waits until the cluster is whole.
+    /// Repairs everything and waits until the cluster is whole.
     ///
     /// # Errors
-    /// Says what it was waited for in vain.
+    /// Describes the condition that was not met.
     pub(super) fn heal(&mut self) -> Result<(), String> {
         self.mend_everything();
         self.wait("the cluster is whole", |world| {
@@ -69,9 +69,9 @@ impl World {
             .event(self.now_us(), format_args!("all is mended"));
     }
 
-    /// What an operator does in the end: takes replicas away that were removed, and starts the
-    /// rest. One that had never heard of the cluster asks to be let in again before it is taken
-    /// away: it is removed again.
+    /// Acts as an operator at the end: retires removed replicas and starts the others. A replica
+    /// that never heard of the cluster may ask to join before it is retired, and is then removed
+    /// again.
     fn tend(&mut self) {
         self.retire();
         let is_back = |(id, _): &(u8, bool)| {
@@ -91,10 +91,10 @@ impl World {
         }
     }
 
-    /// Replicas that the others removed do not come back.
+    /// Keeps replicas down that the others removed.
     pub(super) fn retire(&mut self) {
         if self.fleet.set.is_some() {
-            // They come back by themselves, or go.
+            // A StatefulSet starts and stops its replicas itself.
             return;
         }
         for id in self.stage.take_removed() {
@@ -142,8 +142,8 @@ impl World {
         }
     }
 
-    /// Whether all have answered but those that were removed meanwhile: a removal whose caller had no
-    /// answer may still take place.
+    /// Checks that all replicas have answered, except those removed in the meantime. A removal
+    /// without a response may still take effect.
     fn unanswered(&self, asked: &[(u8, Arc<AtomicBool>)]) -> Result<(), String> {
         let is_waited_for = |(id, done): &&(u8, Arc<AtomicBool>)| {
             !done.load(Ordering::Relaxed) && !self.seats.get(id).is_none_or(ReplicaSeat::is_out)
@@ -154,7 +154,7 @@ impl World {
         }
     }
 
-    /// Whether one leader leads, all have the same state, and nothing is under way any more.
+    /// Checks that one leader leads, all have the same state, and nothing is under way.
     fn is_whole(&mut self) -> Result<(), String> {
         let leader = self.leader().ok_or("nobody leads")?;
         let status = self.seats[&leader]
@@ -194,7 +194,7 @@ impl World {
             if !core.router().is_overlay_empty() {
                 return Err(format!("replica {id} believes in what no log tells"));
             }
-            // The last thing that ended here is still on its way to the others' counts.
+            // Reports of the last requests may not have reached the other replicas yet.
             let running = in_flight(seat, core);
             if running > 0 {
                 return Err(format!("replica {id} counts {running} requests under way"));
@@ -217,8 +217,8 @@ impl World {
         Ok(())
     }
 
-    /// Says which promise is broken where a cluster did not heal: what it is left with is judged as
-    /// if it had.
+    /// Returns `why`, preceded by the violated invariant, if any. The unhealed cluster is judged as
+    /// if it had healed.
     fn explain(&mut self, why: String) -> String {
         self.observe_healed();
         let judged = self.ledger.with(|record| invariants::check_all(record));
@@ -255,13 +255,13 @@ impl World {
     }
 }
 
-/// Requests that a replica counts at all backends, those of the others that it was told of
-/// included.
+/// Returns the number of requests that a replica counts at all backends, including those that
+/// others reported.
 fn in_flight(seat: &ReplicaSeat, core: &ReplicaCore) -> u64 {
     let Some(handle) = seat.machine.handle() else {
         return 0;
     };
-    // The present of the replica's own clock.
+    // Enters the runtime, so that the current time is that of the replica's own clock.
     let _within = handle.enter();
     let now = tokio::time::Instant::now();
     let registry = core.view().registry();
@@ -271,7 +271,7 @@ fn in_flight(seat: &ReplicaSeat, core: &ReplicaCore) -> u64 {
     running.sum()
 }
 
-/// Whether nothing is under way, as far as a state knows.
+/// Checks that nothing is under way, as far as a state knows.
 fn at_rest(state: &state::RouterState) -> Result<(), String> {
     match (
         state.open_leases(),

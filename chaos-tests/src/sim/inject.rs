@@ -12,23 +12,23 @@ use super::reach::{self, Reachability};
 use super::workload::MembershipChange;
 use super::world::{ReplicaSeat, World};
 
-/// A clock that is wrong by that much at most is one that is right.
+/// Maximum error of a clock that counts as right.
 const CLOCK_ERROR_MS: u64 = 1000;
-/// A slow disk's sync, microseconds, at least.
+/// Minimum duration of a slow disk's sync, in microseconds.
 const SLOW_SYNC_US: u64 = 50_000;
 
 impl World {
-    /// From now on things go wrong.
+    /// Starts injecting faults.
     pub fn begin_faults(&mut self) {
         self.next_fault_us = self.now_us() + 1;
     }
 
-    /// No new faults from now on.
+    /// Stops injecting faults.
     pub(super) fn end_faults(&mut self) {
         self.next_fault_us = 0;
     }
 
-    /// The next fault happens, and the one after it is planned.
+    /// Injects the next fault and schedules the one after it.
     pub(super) fn go_wrong(&mut self) {
         let gap_us = 1000 * self.plan.fault_gap_ms;
         self.next_fault_us = self.now_us() + gap_us / 4 + self.rng.below(2 * gap_us);
@@ -53,7 +53,7 @@ impl World {
         }
     }
 
-    /// Answers whether it could happen.
+    /// Injects a fault. Returns whether it was possible.
     fn inject(&mut self, fault: Fault) -> bool {
         let is_barred = |seat: &ReplicaSeat| {
             let is_spoiled = seat.is_spoiled.load(Ordering::Relaxed);
@@ -105,7 +105,7 @@ impl World {
         }
     }
 
-    /// How long a fault lasts: mostly short, seldom long.
+    /// Draws the duration of a fault: mostly short, seldom long.
     pub(super) fn while_us(&mut self, longest_ms: u64) -> u64 {
         let most = match self.rng.below(4) {
             0 => longest_ms,
@@ -127,7 +127,7 @@ impl World {
         self.any_of(&running)
     }
 
-    /// Somebody who is up and answers.
+    /// Returns a random running replica.
     pub(super) fn any_up(&mut self) -> Option<u8> {
         let up: Vec<u8> = self
             .seats
@@ -214,7 +214,7 @@ impl World {
         for id in &ids {
             self.seats[id].machine.wall.set_error_ms(error_ms);
         }
-        // The others are right again when all is mended.
+        // The other clocks are corrected when everything is repaired.
         if self.rng.below(2) == 0 {
             let wait_us = self.while_us(10_000);
             for id in ids {
@@ -225,8 +225,8 @@ impl World {
         true
     }
 
-    /// Tells the record when it cannot be said what time it is: unless more than half of all
-    /// replicas run, have a right clock and can hear each other.
+    /// Records that the time is unknowable, unless more than half of all replicas run, have a right
+    /// clock and can hear each other.
     pub(super) fn observe_clocks(&mut self) {
         let wrong_ms = |seat: &ReplicaSeat| seat.machine.wall.error_ms().unsigned_abs();
         if self
@@ -254,7 +254,7 @@ impl World {
         there.map(|(id, _)| *id).collect()
     }
 
-    /// Cuts links, and has them heal after a while.
+    /// Cuts links and schedules their repair.
     fn cut(&mut self, links: Vec<(u8, u8)>, how: LinkCut, longest_ms: u64) -> bool {
         for (from, to) in &links {
             self.network.cut(*from, *to, how);
@@ -372,7 +372,7 @@ impl World {
         true
     }
 
-    /// Answers which links were changed.
+    /// Changes some links and returns them.
     fn change_links(&mut self, change: impl Fn(&mut Link)) -> Vec<(u8, u8)> {
         let links = self.some_links();
         for (from, to) in &links {
@@ -403,7 +403,7 @@ impl World {
         let Some(id) = self.any_running() else {
             return false;
         };
-        // Replicas with a bad disk are a minority.
+        // Only a minority of replicas may have a bad disk.
         let bad = self.seats.values().filter(|seat| seat.is_disk_bad).count();
         if bad > 0 {
             return false;
@@ -443,7 +443,7 @@ impl World {
         true
     }
 
-    /// Somebody is lied to. What is wrong with how it takes it is a panic.
+    /// Tells a random replica a lie. A wrong reaction shows as a panic.
     fn lie(&mut self) -> bool {
         let up: Vec<u8> = self
             .seats
@@ -464,7 +464,7 @@ impl World {
         true
     }
 
-    /// Asks somebody for a change of the membership.
+    /// Asks a random replica for a change of the membership.
     pub(super) fn ask(&mut self, change: MembershipChange) -> bool {
         let Some(id) = self.any_up() else {
             return false;
@@ -479,7 +479,7 @@ impl World {
         }
     }
 
-    /// Members as somebody knows them, with whether they vote.
+    /// Returns the members and whether each votes, according to the replica that applied most.
     pub(super) fn members(&self) -> Vec<(u8, bool)> {
         let statuses = self.seats.values().filter_map(|seat| seat.status.as_ref());
         let newest = statuses.max_by_key(|status| status.borrow().applied);
@@ -530,11 +530,11 @@ impl World {
         self.ask(MembershipChange::Snapshot)
     }
 
-    /// Tells the record who can reach a majority. To be called when a link or an electorate
-    /// changes.
+    /// Records which replicas can reach a majority. Must be called after a change of links or
+    /// electorates.
     pub(super) fn observe_reach(&mut self) {
         let now_us = self.now_us();
-        // Who is removed but still runs may carry word between others.
+        // A removed replica that still runs may relay messages between others.
         let there = self.seats.iter();
         let there = there.filter(|(_, seat)| !seat.is_out() || seat.machine.is_on());
         let ids: Vec<u8> = there.map(|(id, _)| *id).collect();
@@ -542,8 +542,8 @@ impl World {
             .iter()
             .flat_map(|from| ids.iter().map(|to| (*from, *to)));
         let is_open = |way: &(u8, u8)| way.0 != way.1 && !self.links_down.contains(way);
-        // Who starts votes as it did before, even before it says so. Who is yet to hear of a cluster
-        // knows no voters, which are not a group that nobody has a majority of.
+        // A restarted replica votes as before, even before it reports its voters. One that does not
+        // know the cluster yet knows no voters; an empty electorate must not count as unreachable.
         let running = self.seats.values().filter(|seat| seat.machine.is_on());
         let known = running.map(|seat| seat.voters.clone());
         let now = Reachability {

@@ -1,4 +1,4 @@
-//! What runs at limited backends, looked at in every step.
+//! Observes the requests that run at limited backends, in every step.
 
 use std::collections::BTreeMap;
 
@@ -8,11 +8,11 @@ use super::world::World;
 use crate::oracle::limits::ShareLook;
 
 impl World {
-    /// Notes what each replica runs, and may, at each limited backend.
+    /// Records what each replica runs, and may run, at each limited backend.
     pub(super) fn observe_limits(&self) {
         let mut looks: BTreeMap<BackendRef, Vec<ShareLook>> = BTreeMap::new();
         for seat in self.seats.values() {
-            // Requests of a process that is paused run on.
+            // Requests of a paused process still run.
             let Some(core) = seat.machine.core_at_rest() else {
                 continue;
             };

@@ -10,12 +10,12 @@ thread_local! {
     static NOW: Cell<(u8, u64)> = const { Cell::new((0, 0)) };
 }
 
-/// From now on `replica` logs.
+/// Attributes log lines to `replica` from now on.
 pub(super) fn on(replica: u8, now_us: u64) {
     NOW.set((replica, now_us));
 }
 
-/// Nobody logs but the world.
+/// Attributes log lines to the world from now on.
 pub(super) fn off() {
     NOW.set((0, NOW.get().1));
 }
@@ -29,10 +29,10 @@ impl FormatTime for SimLogPort {
     }
 }
 
-/// Prints what is logged to the standard error, as `filter` says.
+/// Prints log lines that match `filter` to standard error.
 ///
 /// # Errors
-/// When the filter is none, or something is logged elsewhere already.
+/// When the filter is invalid, or another subscriber is set.
 pub fn print(filter: &str) -> anyhow::Result<()> {
     tracing_subscriber::fmt()
         .with_timer(SimLogPort)

@@ -1,14 +1,14 @@
 //! Simulated clusters: real replicas without their sockets, in a world drawn from one seed.
 //!
-//! A replica is what production runs (`node::app::Core`: raft, state, router, admission,
-//! outbox and the loops between them), each on a tokio runtime of its own with paused time that the
-//! [`world`] steps. What stands around it is simulated: [`network`], disk, clocks, engines and
-//! clients ([`workload`]). One `u64` decides everything: the same seed twice gives the same trace
-//! bit for bit (docs/adr/0017-own-simulated-network.md).
+//! A replica is the production code (`node::app::Core`: raft, state, router, admission, outbox and
+//! the loops between them), each on its own tokio runtime with paused time that the [`world`]
+//! steps. Its environment is simulated: [`network`], disk, clocks, engines and clients
+//! ([`workload`]). One `u64` decides everything: the same seed yields the same trace bit for bit
+//! (docs/adr/0017-own-simulated-network.md).
 //!
-//! [`run()`] is one seed: the cluster forms, things go wrong for a while ([`faults`]) under load,
-//! then all is mended and the cluster must heal. [`crate::invariants`] are checked on the way and
-//! at the end.
+//! [`run()`] runs one seed: the cluster forms, faults happen for a while ([`faults`]) under load,
+//! then everything is repaired and the cluster must heal. [`crate::invariants`] are checked during
+//! the run and at the end.
 
 mod apply_observer;
 pub mod faults;

@@ -1,8 +1,8 @@
-//! One simulated machine: a disk and a clock that outlive processes, and the process on it.
+//! One simulated machine: a disk and a clock that outlive processes, and its process.
 //!
 //! A process is a tokio runtime of its own, on one thread with paused time. The world steps it to
-//! the present; dropping it is a crash, not stepping it is SIGSTOP, and when it goes on its clock
-//! jumps.
+//! the present. Dropping it is a crash; not stepping it is SIGSTOP, and its clock jumps when it
+//! resumes.
 
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
@@ -30,19 +30,19 @@ pub const EPOCH_MS: u64 = 1_700_000_000_000;
 pub struct SimTime(Arc<AtomicU64>);
 
 impl SimTime {
-    /// What it is.
+    /// Returns the current time.
     #[must_use]
     pub fn now_us(&self) -> u64 {
         self.0.load(Ordering::Relaxed)
     }
 
-    /// Goes on.
+    /// Sets the current time.
     pub(super) fn set_us(&self, now_us: u64) {
         self.0.store(now_us, Ordering::Relaxed);
     }
 }
 
-/// A machine's wall clock: the world's time and an error of its own. Clones share it.
+/// A machine's wall clock: the world's time plus an error. Clones share it.
 #[derive(Debug, Clone)]
 pub struct WallClock {
     time: SimTime,
@@ -57,18 +57,18 @@ impl WallClock {
         }
     }
 
-    /// Sets it wrong, or right with 0.
+    /// Sets the error; 0 makes the clock right.
     pub fn set_error_ms(&self, error_ms: i64) {
         self.error_ms.store(error_ms, Ordering::Relaxed);
     }
 
-    /// By how much it is wrong.
+    /// Returns the error in milliseconds.
     #[must_use]
     pub fn error_ms(&self) -> i64 {
         self.error_ms.load(Ordering::Relaxed)
     }
 
-    /// What it shows, in Unix milliseconds.
+    /// Returns the displayed time in Unix milliseconds.
     #[must_use]
     pub fn unix_ms(&self) -> u64 {
         let right = EPOCH_MS + self.time.now_us() / 1000;
@@ -78,20 +78,20 @@ impl WallClock {
 
 /// A machine.
 pub struct Machine {
-    /// The replica on it.
+    /// Id of its replica.
     pub id: u8,
-    /// Its log.
+    /// Disk with the replica's log.
     pub disk: MemoryDisk,
     /// Its wall clock.
     pub wall: WallClock,
-    /// How its replica is configured.
+    /// Config of its replica.
     pub config: Config,
-    /// How often a process was started on it.
+    /// Number of processes started so far.
     pub runs: u32,
     process: Option<Process>,
 }
 
-/// Where a start puts the core.
+/// Where a starting process stores its core.
 type Starting = Arc<Mutex<Option<anyhow::Result<ReplicaCore>>>>;
 
 /// A process on a machine.
@@ -99,42 +99,42 @@ struct Process {
     runtime: Runtime,
     origin: Instant,
     began_us: u64,
-    /// Up to when it was stepped.
+    /// Time up to which it was stepped.
     reached_us: u64,
     is_paused: bool,
     starting: Starting,
     core: Option<ReplicaCore>,
-    /// Set once a stop in peace is over.
+    /// Set once a graceful shutdown is complete.
     left: Option<Arc<AtomicI64>>,
 }
 
-/// What came of a step.
+/// Result of a step.
 #[derive(Debug)]
 pub enum Stepped {
-    /// Nothing to tell.
+    /// Nothing to report.
     On,
-    /// Its replica has come up.
+    /// The replica is up.
     Up,
-    /// It has ended by itself: it could not start, says why, or left in peace (`None`).
+    /// The process ended by itself: with the reason why it could not start, or gracefully (`None`).
     Ended(Option<String>),
 }
 
-/// What a process is started with.
+/// Settings of a process start.
 pub struct StartOptions {
-    /// Names the run.
+    /// Session of the run.
     pub session: SessionId,
-    /// Seed of hashes, should it form the cluster.
+    /// Seed of hashes, if it founds the cluster.
     pub hash_seed: u64,
-    /// Newest format of the log that its build knows.
+    /// Newest log format that its build knows.
     pub format: u8,
-    /// Says which replicas there are to be, if anybody does.
+    /// Source of the requested replicas, if any.
     pub scale: Option<Arc<dyn ScaleSource>>,
-    /// Sees the state change.
+    /// Observes changes of the state.
     pub witness: Arc<dyn ApplyObserver>,
 }
 
 impl Machine {
-    /// One that is off.
+    /// Creates a machine that is off.
     #[must_use]
     pub fn new(id: u8, config: Config, disk: MemoryDisk, time: &SimTime) -> Self {
         Self {
@@ -147,7 +147,7 @@ impl Machine {
         }
     }
 
-    /// Where its files lie.
+    /// Returns the folder of its files.
     #[must_use]
     pub fn dir(&self) -> &PathBuf {
         &self.config.node.data_dir
@@ -181,7 +181,7 @@ impl Machine {
         runtime.spawn(async move {
             let core = ReplicaCore::start(config, ports).await;
             if let Ok(core) = &core {
-                // What only the newest messages carry; production fills it in from its sockets.
+                // Fills in figures that production takes from its sockets.
                 core.figures().tell(&ReplicaFigures::default());
             }
             *started.lock().unwrap_or_else(PoisonError::into_inner) = Some(core);
@@ -199,7 +199,7 @@ impl Machine {
         });
     }
 
-    /// Brings the process to the present.
+    /// Advances the process to the present.
     pub fn step(&mut self, now_us: u64) -> Stepped {
         let Some(process) = &mut self.process else {
             return Stepped::On;
@@ -227,7 +227,7 @@ impl Machine {
         }
     }
 
-    /// Whether a process is there, paused or not.
+    /// Whether it has a process, paused or not.
     #[must_use]
     pub fn is_on(&self) -> bool {
         self.process.is_some()
@@ -239,20 +239,20 @@ impl Machine {
         self.process.as_ref().is_some_and(|it| it.is_paused)
     }
 
-    /// The replica, once it has come up; `None` while it is paused too.
+    /// Returns the replica once it is up; `None` while it is paused.
     #[must_use]
     pub fn core(&self) -> Option<&ReplicaCore> {
         let process = self.process.as_ref().filter(|it| !it.is_paused)?;
         process.core.as_ref()
     }
 
-    /// The same, paused or not.
+    /// Returns the replica once it is up, even while it is paused.
     #[must_use]
     pub fn core_at_rest(&self) -> Option<&ReplicaCore> {
         self.process.as_ref()?.core.as_ref()
     }
 
-    /// Where tasks of the process are spawned.
+    /// Returns the runtime handle for tasks of the process.
     #[must_use]
     pub fn handle(&self) -> Option<&Handle> {
         Some(self.process.as_ref()?.runtime.handle())
@@ -265,7 +265,7 @@ impl Machine {
         }
     }
 
-    /// Lets it go on: its clock jumps to the present, and all that was due is due at once.
+    /// Resumes the process. Its clock jumps to the present, and everything due runs at once.
     pub fn resume(&mut self, now_us: u64) {
         let Some(process) = &mut self.process else {
             return;
@@ -277,7 +277,7 @@ impl Machine {
         }
     }
 
-    /// Has the replica leave in peace; [`Stepped::Ended`] tells when it has.
+    /// Starts a graceful shutdown; [`Stepped::Ended`] reports its end.
     pub fn leave(&mut self) {
         let Some(process) = &mut self.process else {
             return;
@@ -293,10 +293,10 @@ impl Machine {
         });
     }
 
-    /// Ends the process at once. The disk is to be crashed before, the host powered off.
+    /// Kills the process. Crash the disk and power off the host first.
     pub fn kill(&mut self) {
         if let Some(process) = self.process.take() {
-            // Handles of the core are used within the runtime only: they go first.
+            // Handles of the core are only valid within the runtime, so they are dropped first.
             drop(process.core);
             drop(process.starting);
             drop(process.runtime);

@@ -1,21 +1,21 @@
-//! Panics of simulated processes: tokio keeps them to the task, but each is a defect.
+//! Panics of simulated processes: tokio contains them in the task, but each is a defect.
 
 use std::cell::RefCell;
 use std::sync::Once;
 
 thread_local! {
-    /// `None`: this thread simulates nothing.
+    /// `None` if this thread simulates nothing.
     static SEEN: RefCell<Option<Vec<String>>> = const { RefCell::new(None) };
 }
 
-/// From now on panics of this thread are kept for [`take`], and not printed.
+/// Collects panics of this thread for [`take`] from now on, without printing them.
 pub(super) fn watch() {
     static HOOK: Once = Once::new();
     HOOK.call_once(|| {
         let before = std::panic::take_hook();
         std::panic::set_hook(Box::new(move |info| {
             let is_kept = SEEN.try_with(|seen| {
-                // A panic while another is noted cannot be kept.
+                // A panic during recording cannot be kept.
                 let Ok(mut seen) = seen.try_borrow_mut() else {
                     return false;
                 };
@@ -31,12 +31,12 @@ pub(super) fn watch() {
     SEEN.set(Some(Vec::new()));
 }
 
-/// The panics since the last look.
+/// Returns the panics since the last call.
 pub(super) fn take() -> Vec<String> {
     SEEN.with_borrow_mut(|seen| seen.as_mut().map(std::mem::take).unwrap_or_default())
 }
 
-/// Panics of this thread are its own again.
+/// Stops collecting panics of this thread.
 pub(super) fn leave() {
     SEEN.set(None);
 }

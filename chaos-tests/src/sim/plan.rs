@@ -1,4 +1,4 @@
-//! The plan of a run: everything a seed decides before it starts.
+//! The plan of a run: everything that a seed decides before it starts.
 
 use std::ops::Range;
 use std::path::Path;
@@ -14,59 +14,58 @@ use state::policy::PolicyConfig;
 
 use super::network::address_of;
 
-/// What separates these draws from others under the same seed.
+/// Separates these draws from others under the same seed.
 const RNG_LABEL: u64 = 0x706c_616e;
-/// What separates the draw of the fleet's kind, which came later.
+/// Separates the draw of the fleet's kind, which was added later.
 const FLEET_LABEL: u64 = 0x6b69_6e64;
-/// Time between faults, on average, milliseconds.
+/// Mean times between faults, in milliseconds.
 const FAULT_GAPS_MS: [u64; 4] = [300, 600, 1000, 2000];
-/// Log entries between snapshots: the lesser ones have logs purged under replicas that are away.
+/// Log entries between snapshots. Small values purge logs while replicas are down.
 const SNAPSHOT_EVERY: [u32; 5] = [20, 60, 200, 600, 10_000];
-/// Tokens (or bytes, of text) per block.
+/// Tokens per block (bytes, for text).
 pub const BLOCK_SIZE: u32 = 16;
 
-/// What becomes of the replicas of a world as a whole.
+/// Changes to the replicas of a world as a whole.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FleetKind {
     /// An operator adds and removes some.
     Plain,
     /// A StatefulSet scales them.
     Scaled,
-    /// They are of several builds, which change.
+    /// They run different builds, which change.
     Mixed,
 }
 
-/// What the seed decides of a world.
+/// What the seed decides about a world.
 #[derive(Debug, Clone)]
 pub struct WorldPlan {
     /// The seed.
     pub seed: u64,
-    /// Replicas that form the cluster: ids from 1.
+    /// Number of replicas that found the cluster, with ids from 1.
     pub voters: u8,
-    /// Mean time between faults, milliseconds.
+    /// Mean time between faults, in milliseconds.
     pub fault_gap_ms: u64,
-    /// Clients that send requests, per replica.
+    /// Number of clients per replica that send requests.
     pub clients: u8,
-    /// Whether two messages sent at once can overtake each other by much, and be lost, at all
-    /// times.
+    /// Whether messages can overtake each other by much, and be lost, during the whole run.
     pub is_network_bad: bool,
     /// Seed of all hashes of the cluster.
     pub hash_seed: u64,
-    /// What becomes of all replicas.
+    /// Changes to all replicas.
     pub fleet: FleetKind,
     snapshot_every: u32,
     snapshot_every_bytes: u64,
     heartbeat_ms: u64,
     election_ms: Range<u64>,
     flush_ms: u64,
-    /// Which of [`PolicyConfig::defaults`].
+    /// Index into [`PolicyConfig::defaults`].
     policy: usize,
-    /// How long a disk takes to sync, microseconds: from this to four times as long.
+    /// Minimum duration of a disk sync, in microseconds; the maximum is four times as long.
     sync_us: u64,
 }
 
 impl WorldPlan {
-    /// The plan of a seed.
+    /// Draws the plan of a seed.
     #[must_use]
     pub fn of(seed: u64) -> Self {
         let mut rng = Rng::new(seed, RNG_LABEL);
@@ -95,17 +94,17 @@ impl WorldPlan {
         }
     }
 
-    /// Most voters that a leader makes by itself.
+    /// Returns the maximum number of voters to which a leader promotes by itself.
     #[must_use]
     pub fn voters_max(&self) -> u8 {
         self.voters + 2
     }
 
-    /// How the replica `id` is configured; `joins` has it join what `members` have
-    /// formed, else it forms a cluster with them.
+    /// Returns the config of replica `id`. It joins the cluster of `members` if `joins`, otherwise
+    /// it founds one with them.
     ///
     /// # Errors
-    /// When a setting is out of bounds, which is a fault of this file.
+    /// When a setting is out of bounds, which is a bug in this file.
     pub fn config(
         &self,
         id: u8,
@@ -155,7 +154,7 @@ impl WorldPlan {
         Ok(config)
     }
 
-    /// A disk's pace.
+    /// Returns a disk's speed.
     #[must_use]
     pub fn pace(&self) -> DiskSpeed {
         DiskSpeed {
@@ -165,7 +164,7 @@ impl WorldPlan {
     }
 }
 
-/// How long a disk takes to sync at present. Clones share it.
+/// Current speed of a disk's syncs. Clones share it.
 #[derive(Debug, Clone)]
 pub struct DiskSpeed {
     sync_us: Arc<AtomicU64>,
@@ -173,17 +172,17 @@ pub struct DiskSpeed {
 }
 
 impl DiskSpeed {
-    /// Slows it down.
+    /// Slows the disk down.
     pub fn slow_to_us(&self, sync_us: u64) {
         self.sync_us.store(sync_us, Ordering::Relaxed);
     }
 
-    /// It is as it was.
+    /// Restores the original speed.
     pub fn recover(&self) {
         self.slow_to_us(self.sound_us);
     }
 
-    /// From this to four times as long, as `draw` says.
+    /// Returns a duration between the minimum and four times that, chosen by `draw`.
     pub fn sync(&self, draw: u64) -> Duration {
         let least = self.sync_us.load(Ordering::Relaxed);
         Duration::from_micros(least + draw % (3 * least + 1))

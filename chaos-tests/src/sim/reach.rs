@@ -1,43 +1,42 @@
 //! Tracks which replicas cannot reach a majority as links and memberships change.
 //!
-//! An answer takes a chain of messages from the replica that is asked to a majority and back. They
-//! need not find their links open at once: a request passes one way, that way is cut, the way back
-//! is mended, and what it held arrives; the majority agreed all the same. So a replica counts as
-//! cut off only as long as no majority lies on a way there and back over all links together that
-//! were open at any moment of that time, for none of the electorates that anybody knew in it. When
-//! that is over, another such time may begin at once.
+//! A response takes a chain of messages from the replica to a majority and back. The links need not
+//! be open at the same time: a request passes one way, that way is cut, the way back is repaired
+//! and delivers what it held; the majority agreed all the same. So a replica counts as cut off only
+//! while no majority is reachable there and back over all links that were open at any moment of
+//! that time, for any electorate known in it. When such a time ends, another may begin immediately.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 /// A link, in one direction.
 type DirectedLink = (u8, u8);
 
-/// What there is at a moment, or was at any moment of a time.
+/// Links and electorates at one moment, or at any moment of a time.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Reachability {
     /// Links that are not cut.
     pub(super) open: BTreeSet<DirectedLink>,
-    /// Voters as those know them that run.
+    /// Voters as known to running replicas.
     pub(super) electorates: BTreeSet<Vec<u8>>,
 }
 
-/// Who is cut off, and what there was since.
+/// Replicas that are cut off, with the links and electorates since.
 #[derive(Debug, Default)]
 pub(super) struct Reach {
     cut_off: BTreeMap<u8, Reachability>,
 }
 
-/// What changes for a replica.
+/// A change for a replica.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum ReachChange {
-    /// It is cut off from here on.
+    /// It is cut off from now on.
     Lost(u8),
-    /// It was cut off until here.
+    /// It was cut off until now.
     Regained(u8),
 }
 
 impl Reach {
-    /// Looks again, after anything changed; answers what that changes for `ids`, in order.
+    /// Updates after any change, and returns the changes for `ids`, in order.
     pub(super) fn look(&mut self, ids: &[u8], now: &Reachability) -> Vec<ReachChange> {
         let mut changes = Vec::new();
         for id in ids {
@@ -60,8 +59,8 @@ impl Reach {
 }
 
 impl Reachability {
-    /// Whether a majority of some electorate can hear of `id` and be heard by it. So it is, too,
-    /// while nobody that runs knows who votes.
+    /// Whether a majority of some electorate can exchange messages with `id` in both directions.
+    /// Also true while no running replica knows the voters.
     fn reach_majority(&self, id: u8) -> bool {
         let hear: BTreeSet<u8> = closure(id, &self.open, |(from, to)| (from, to));
         let heard: BTreeSet<u8> = closure(id, &self.open, |(from, to)| (to, from));
@@ -74,7 +73,8 @@ impl Reachability {
     }
 }
 
-/// Whoever can be come to from `id`, over however many others; `along`: which way a link is gone.
+/// Returns all replicas reachable from `id`; `along` gives the direction in which a link is
+/// followed.
 fn closure(
     id: u8,
     open: &BTreeSet<DirectedLink>,
@@ -97,7 +97,7 @@ mod tests {
 
     const IDS: [u8; 3] = [1, 2, 3];
 
-    /// All links between three but `cut`.
+    /// Returns all links between three replicas except `cut`.
     fn without(cut: &[DirectedLink], electorates: &[&[u8]]) -> Reachability {
         let ways = IDS
             .into_iter()
@@ -119,7 +119,7 @@ mod tests {
         assert_eq!(look(&[]), []);
         assert_eq!(look(&inbound), [ReachChange::Lost(3)]);
         assert_eq!(look(&both), []);
-        // What was asked before may be answered here; what is asked from here on is not.
+        // An earlier request may be answered here; a request from now on is not.
         assert_eq!(
             look(&outbound),
             [ReachChange::Regained(3), ReachChange::Lost(3)]
@@ -141,12 +141,12 @@ mod tests {
         let mut reach = Reach::default();
         let cut = [(1, 3), (3, 1), (2, 3), (3, 2)];
         let mut look = |electorates: &[&[u8]]| reach.look(&IDS, &without(&cut, electorates));
-        // Nobody knows who votes.
+        // No replica knows the voters.
         assert_eq!(look(&[]), []);
         let (lost, regained) = (IDS.map(ReachChange::Lost), IDS.map(ReachChange::Regained));
         assert_eq!(look(&[&IDS]), lost[2..]);
         assert_eq!(look(&[&IDS, &[1, 2, 3, 4]]), []);
-        // Who counted on three voters before may have got its answer here.
+        // A replica that counted on three voters before may have received its response here.
         assert_eq!(look(&[&[1, 2, 3, 4]]), lost[..2]);
         assert_eq!(look(&[&[1, 2]]), regained[..2]);
         assert_eq!(look(&[]), []);

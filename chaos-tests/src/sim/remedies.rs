@@ -5,7 +5,7 @@ use super::network::{LOSS_PERMILLE_BAD, Link, REPEATS_PERMILLE_BAD};
 use super::world::World;
 
 impl World {
-    /// A fault ends.
+    /// Ends a fault.
     pub(super) fn apply_remedy(&mut self, remedy: Remedy) {
         let now_us = self.now_us();
         self.trace.event(now_us, format_args!("ends {remedy:?}"));
@@ -54,7 +54,7 @@ impl World {
         }
     }
 
-    /// Links are as they were drawn; of a bad network they stay bad while faults last.
+    /// Restores links as drawn; in a bad network they stay bad while faults last.
     fn soothe(&mut self, links: &[(u8, u8)]) {
         for (from, to) in links {
             let drawn = Link::draw(&mut self.rng);
@@ -70,7 +70,7 @@ impl World {
         }
     }
 
-    /// Every link there is, sound or bad as the plan says.
+    /// Restores every link, sound or bad according to the plan.
     pub(super) fn soothe_all(&mut self) {
         let ids: Vec<u8> = self.seats.keys().copied().collect();
         let links = ids

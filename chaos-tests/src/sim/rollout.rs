@@ -7,11 +7,11 @@ use super::faults::Remedy;
 use super::plan::FleetKind;
 use super::world::{REPLICAS_MAX, World};
 
-/// Time until a pod that is created starts, at most, milliseconds.
+/// Maximum time from creating a pod to its start, in milliseconds.
 const CREATE_MS: u64 = 2000;
 
 impl World {
-    /// The StatefulSet wants another number of replicas.
+    /// Changes the requested number of replicas of the StatefulSet.
     pub(super) fn scale(&mut self) -> bool {
         let Some(set) = self.fleet.set.clone() else {
             return false;
@@ -36,7 +36,7 @@ impl World {
         before != now
     }
 
-    /// A pod is created, with its volume if it had one.
+    /// Creates a pod, with its volume if it had one.
     fn create(&mut self, id: u8) {
         if let Some(seat) = self.seats.get_mut(&id) {
             seat.is_scaled_away = false;
@@ -51,7 +51,7 @@ impl World {
         self.remedy_in(wait_us, Remedy::Start(id));
     }
 
-    /// A pod is told to stop; some are killed before they could leave.
+    /// Stops a pod; some are killed before they can leave.
     fn delete(&mut self, id: u8) {
         let is_killed = self.fleet.rng.below(4) == 0;
         let Some(seat) = self.seats.get_mut(&id) else {
@@ -64,7 +64,7 @@ impl World {
         }
     }
 
-    /// Blames a leader that lets a replica go that was always wanted.
+    /// Reports an error if a leader removes a replica that was always wanted.
     pub(super) fn observe_scale(&mut self, status: &Status) {
         if self.fleet.set.is_none() {
             return;
@@ -79,7 +79,7 @@ impl World {
         }
     }
 
-    /// Why the members of a healed cluster are not those that are wanted.
+    /// Checks that the members of a healed cluster are the wanted ones.
     pub(super) fn unscaled(&self, status: &Status) -> Result<(), String> {
         let Some(set) = &self.fleet.set else {
             return Ok(());
@@ -98,9 +98,9 @@ impl World {
         }
     }
 
-    /// A replica is started with another build: a later one, or an earlier one that can still read
-    /// all that is and will be in the log, because another member knows no more. As the guide says,
-    /// only once all members tell what they know.
+    /// Restarts a replica with another build: a later one, or an earlier one that can still read
+    /// everything in the log, now and later, because another member knows no more. As in the guide,
+    /// this happens only once all members report their formats.
     pub(super) fn upgrade(&mut self) -> bool {
         if self.plan.fleet != FleetKind::Mixed || !self.are_formats_told() {
             return false;
@@ -141,7 +141,7 @@ impl World {
         true
     }
 
-    /// A process starts: with the build that was last installed.
+    /// Installs the next build for a starting process, and returns its format.
     pub(super) fn install(&mut self, id: u8) -> u8 {
         if let Some(format) = self.fleet.next.remove(&id) {
             self.fleet.formats.insert(id, format);
@@ -160,7 +160,7 @@ impl World {
         format
     }
 
-    /// Whether the leader knows of every member the build that it runs.
+    /// Whether the leader knows the current format of every member.
     fn are_formats_told(&self) -> bool {
         let leader = self.leader().and_then(|id| self.seats[&id].status.as_ref());
         let Some(status) = leader else { return false };

@@ -1,4 +1,4 @@
-//! One seed, from forming the cluster to healing it.
+//! Runs one seed, from founding the cluster to healing it.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -10,69 +10,69 @@ use super::world::{STEP_US, World, WorldCounts, WorldOptions};
 use crate::invariants::{self, Subjects, linearizable_by_search, sound_state};
 use crate::planted::PlantedBug;
 
-/// How long a cluster may take to form, steps.
+/// Maximum steps until the cluster has formed.
 const FORM_STEPS_MAX: u64 = 20_000;
-/// Steps between two looks at the invariants that can be checked in passing.
+/// Steps between two checks of the cheap invariants.
 const CHECK_EVERY_STEPS: u64 = 5_000;
 
-/// What a seed is run with.
+/// Options of a seed's run.
 #[derive(Debug, Clone)]
 pub struct SeedOptions {
     /// Decides everything.
     pub seed: u64,
-    /// How long things go wrong.
+    /// Duration of the faults.
     pub faulty: Duration,
-    /// What may go wrong; everything when empty.
+    /// Possible faults; all if empty.
     pub only: Vec<Fault>,
-    /// Whether nothing goes wrong.
+    /// Whether no fault happens.
     pub is_calm: bool,
-    /// Whether lines of text are kept.
+    /// Whether the trace keeps text.
     pub is_traced: bool,
-    /// A bug that is in the product meanwhile.
+    /// A bug to plant during the run.
     pub bug: Option<PlantedBug>,
 }
 
-/// How a seed ended.
+/// Result of a seed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum SeedResult {
     /// Everything held.
     Held,
-    /// Something did not; says what.
+    /// Something did not hold, with a description.
     Broke(String),
 }
 
-/// How many things each invariant looked at, by number and statement.
+/// Numbers of subjects of each invariant, by number and statement.
 pub type SubjectCounts = BTreeMap<(&'static str, &'static str), Subjects>;
 
-/// What came of a seed.
+/// Report of a seed.
 #[derive(Debug, Clone)]
 pub struct SeedReport {
     /// The seed.
     pub seed: u64,
-    /// How it ended.
+    /// Result of the run.
     pub outcome: SeedResult,
     /// Hash of everything that happened.
     pub hash: u64,
-    /// Events in it.
+    /// Number of events.
     pub events: u64,
-    /// Simulated time, microseconds.
+    /// Simulated time, in microseconds.
     pub simulated_us: u64,
-    /// What happened.
+    /// Counts of the world.
     pub counts: WorldCounts,
-    /// What the network did.
+    /// Counts of the network.
     pub network: NetworkCounts,
-    /// How often something ended how.
+    /// Number of operations by kind and outcome.
     pub outcomes: BTreeMap<(String, String), u64>,
-    /// How many things each invariant looked at.
+    /// Number of subjects of each invariant.
     pub subjects: SubjectCounts,
-    /// Lines of text, if they were kept.
+    /// Text of the trace, if it was kept.
     pub text: String,
 }
 
 /// Runs a seed on this thread.
 ///
 /// # Errors
-/// When a world cannot be made; what the cluster does wrong is [`SeedResult::Broke`].
+/// When a world cannot be made. A failure of the cluster is [`SeedResult::Broke`].
 pub fn run(run: &SeedOptions) -> anyhow::Result<SeedReport> {
     let _planted = run.bug.map(PlantedBug::plant);
     let mut world = World::new(WorldOptions {
@@ -147,7 +147,7 @@ fn check(world: &World, subjects: &mut SubjectCounts) -> Result<(), String> {
     Ok(())
 }
 
-/// How far the search for an order of operations came.
+/// Counts how far the search for an order of operations came.
 fn searched(world: &World, outcomes: &mut BTreeMap<(String, String), u64>) {
     let tally = world.ledger.with(|it| linearizable_by_search::examine(it));
     let Ok(tally) = tally else { return };
@@ -160,7 +160,7 @@ fn searched(world: &World, outcomes: &mut BTreeMap<(String, String), u64>) {
     }
 }
 
-/// How often limits were looked at, and what there was to see: the subjects of I70.
+/// Counts observations of limits, the subjects of I70.
 fn watched(world: &World, outcomes: &mut BTreeMap<(String, String), u64>) {
     world.ledger.with(|record| {
         let limits = &record.observation.limits;

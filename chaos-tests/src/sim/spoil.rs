@@ -1,4 +1,4 @@
-//! A replica whose state is lost, before and after it notices.
+//! A replica loses its state; faults before and after it notices.
 
 use std::sync::atomic::Ordering;
 
@@ -10,10 +10,9 @@ use super::workload::MembershipChange;
 use super::world::{ReplicaSeat, World};
 
 impl World {
-    /// One state at a time, of a follower that has one to lose, while all others are sound and
-    /// nothing is wrong that ends a leader's term: a majority must be right, and a replica that
-    /// does not know yet that its state is wrong may be elected and gives it away. Once it knows,
-    /// see [`World::strike_in_doubt`].
+    /// Spoils one follower's state, while all others are sound and no fault ends a leader's term. A
+    /// majority must be right: a replica that does not know yet that its state is wrong may be
+    /// elected and passes it on. Once it knows, see [`World::strike_in_doubt`].
     pub(super) fn lose_state(&mut self) -> bool {
         let is_sound = |seat: &ReplicaSeat| {
             let is_up = seat.machine.core().is_some();
@@ -56,8 +55,8 @@ impl World {
         true
     }
 
-    /// When a replica has just found that its state is wrong, and has not replaced it, the leader
-    /// goes or is told to hand over to it, mostly.
+    /// When a replica has just found that its state is wrong and has not replaced it, this mostly
+    /// stops the leader or makes it transfer leadership to that replica.
     pub(super) fn strike_in_doubt(&mut self) {
         let just_found = |(_, seat): &(&u8, &ReplicaSeat)| {
             !seat.is_struck && seat.is_spoiled.load(Ordering::Relaxed) && seat.is_in_doubt()

@@ -1,6 +1,6 @@
-//! The trace of a run: a running hash of all events and, on request, text.
+//! The trace of a run: a running hash of all events and, on request, their text.
 //!
-//! Two runs of a seed that differ anywhere differ in their hash from there on, so comparing two
+//! If two runs of a seed differ anywhere, their hashes differ from there on. So comparing two
 //! numbers compares two histories bit for bit.
 
 use std::fmt::Write as _;
@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
-/// Longest text that is kept, in bytes: what exceeds it drops the oldest half.
+/// Maximum bytes of text; beyond that, the oldest half is dropped.
 const TEXT_BYTES_MAX: usize = 512 << 20;
 
 /// The trace of one run. Clones share it.
@@ -25,7 +25,7 @@ struct TraceInner {
 }
 
 impl Trace {
-    /// An empty one; `is_text_kept` has it keep lines beside the hash.
+    /// Creates an empty trace that keeps text if `is_text_kept`.
     #[must_use]
     pub fn new(is_text_kept: bool) -> Self {
         let trace = Self::default();
@@ -33,7 +33,7 @@ impl Trace {
         trace
     }
 
-    /// Notes an event. What it prints is what is compared.
+    /// Records an event. Its formatted text is what runs are compared by.
     pub fn event(&self, now_us: u64, what: std::fmt::Arguments<'_>) {
         let mut inner = self.lock();
         let mut line = std::mem::take(&mut inner.line);
@@ -53,19 +53,19 @@ impl Trace {
         inner.line = line;
     }
 
-    /// Hash of all events so far.
+    /// Returns the hash of all events so far.
     #[must_use]
     pub fn hash(&self) -> u64 {
         self.lock().hash
     }
 
-    /// How many events there were.
+    /// Returns the number of events.
     #[must_use]
     pub fn events(&self) -> u64 {
         self.lock().events
     }
 
-    /// The lines kept, taken out.
+    /// Takes the text kept so far.
     #[must_use]
     pub fn take_text(&self) -> String {
         std::mem::take(&mut self.lock().text)

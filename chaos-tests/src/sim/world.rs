@@ -1,8 +1,8 @@
 //! The world: machines, the network between them, and one clock that steps them all.
 //!
-//! A step is a millisecond: what the network brings arrives, then what goes wrong goes wrong, then
-//! every process runs until it has nothing more to do before the step's end. Everything is on one
-//! thread and drawn from one seed.
+//! A step is a millisecond: the network delivers what is due, faults happen, then every process
+//! runs until it is idle up to the step's end. Everything runs on one thread and is drawn from one
+//! seed.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::path::PathBuf;
@@ -26,78 +26,78 @@ use super::workload::{self, WorkloadContext, WorkloadDriver};
 use crate::oracle::image::StateImage;
 use crate::oracle::observation::ReplicaRun;
 
-/// Length of a step, microseconds.
+/// Length of a step, in microseconds.
 pub const STEP_US: u64 = 1000;
-/// From one look at the outboxes to the next.
+/// Interval between two checks of the outboxes.
 const LOOK_EVERY_US: u64 = 200_000;
-/// From one look into a state to the next.
+/// Interval between two images of a state.
 const IMAGE_EVERY_US: u64 = 2_000_000;
-/// Most replicas there ever are at once.
+/// Maximum number of replicas at once.
 pub(super) const REPLICAS_MAX: usize = 7;
-/// What separates the world's draws from others under the same seed.
+/// Separates the world's draws from others under the same seed.
 const RNG_LABEL: u64 = 0x776f_726c;
-/// What separates lies from other draws under the same seed.
+/// Separates lies from other draws under the same seed.
 const LIES_LABEL: u64 = 0x6c69_6573;
-/// What separates the draws of raft.
+/// Separates raft's draws.
 const RAFT_LABEL: u64 = 0x7261_6674;
 
-/// What a world is made with.
+/// Options of a world.
 #[derive(Debug, Clone, Default)]
 pub struct WorldOptions {
     /// Decides everything.
     pub seed: u64,
-    /// Whether lines of text are kept of what happens.
+    /// Whether the trace keeps text.
     pub is_traced: bool,
-    /// What may go wrong; everything when empty.
+    /// Possible faults; all if empty.
     pub only: Vec<Fault>,
-    /// Whether nothing goes wrong.
+    /// Whether no fault happens.
     pub is_calm: bool,
 }
 
-/// What happened, counted.
+/// Counts of what happened.
 #[derive(Debug, Clone, Default, PartialEq, Eq, serde::Serialize)]
 pub struct WorldCounts {
-    /// By kind.
+    /// Faults by kind.
     pub faults: BTreeMap<Fault, u64>,
     /// Terms that had a leader.
     pub leaders: u64,
-    /// Snapshots that replaced a state: installed, or read at a start.
+    /// Snapshots that replaced a state: installed, or read at startup.
     pub restored: u64,
-    /// Entries of the log.
+    /// Log entries.
     pub entries: u64,
     /// Processes started.
     pub starts: u64,
 }
 
-/// A replica as the world follows it.
+/// A replica as the world tracks it.
 pub(super) struct ReplicaSeat {
     pub(super) machine: Machine,
     pub(super) pace: DiskSpeed,
     pub(super) run: ReplicaRun,
-    /// What it says of itself, once it is up.
+    /// Its reported status, once it is up.
     pub(super) status: Option<raft::watch::WatchReceiver<Status>>,
     pub(super) is_spoiled: Arc<AtomicBool>,
-    /// Whether something went wrong since it knew of that.
+    /// Whether a fault has hit it since it knew that its state is wrong.
     pub(super) is_struck: bool,
-    /// Whether it is never to come back.
+    /// Whether it must never come back.
     pub(super) is_gone: bool,
-    /// Whether its pod is wanted no more, for now.
+    /// Whether its pod is currently not wanted.
     pub(super) is_scaled_away: bool,
-    /// Whether its disk takes no writes.
+    /// Whether its disk accepts no writes.
     pub(super) is_disk_bad: bool,
-    /// What it was said to be last.
+    /// Role and term that it last reported, and whether it had a quorum.
     said: Option<(Role, u64, bool)>,
-    /// Who votes as it last said, in this run or an earlier one.
+    /// Voters that it last reported, in this run or an earlier one.
     pub(super) voters: Vec<u8>,
 }
 
 impl ReplicaSeat {
-    /// Whether it is no part of the cluster, or is not to be.
+    /// Whether it is not, or is not to be, part of the cluster.
     pub(super) fn is_out(&self) -> bool {
         self.is_gone || self.is_scaled_away
     }
 
-    /// Whether its replica knows that its state is wrong.
+    /// Whether the replica knows that its state is wrong.
     pub(super) fn is_in_doubt(&self) -> bool {
         let core = self.machine.core_at_rest();
         core.is_some_and(|core| core.digests().minority().is_some())
@@ -109,20 +109,20 @@ pub struct World {
     pub(super) plan: WorldPlan,
     pub(super) options: WorldOptions,
     pub(super) rng: Rng,
-    /// Who is lied to and how.
+    /// Draws which replica is lied to and how.
     pub(super) lies: Rng,
     pub(super) time: SimTime,
     pub(super) network: SimNetwork,
     pub(super) trace: Trace,
     pub(super) ledger: RecordKeeper,
     pub(super) seats: BTreeMap<u8, ReplicaSeat>,
-    /// By time and order.
+    /// Remedies by time and order.
     pub(super) remedies: BTreeMap<(u64, u64), Remedy>,
     pub(super) next_fault_us: u64,
     pub(super) links_down: BTreeSet<(u8, u8)>,
     /// Replicas that no call reaches.
     pub(super) deaf: BTreeSet<u8>,
-    /// When the operator last removed a replica that was back.
+    /// When the operator last removed a replica that came back.
     pub(super) tended_us: u64,
     pub(super) reach: Reach,
     pub(super) counts: WorldCounts,
@@ -132,7 +132,8 @@ pub struct World {
 }
 
 impl World {
-    /// A world before its beginning. One per thread at a time: what raft draws is drawn per thread.
+    /// Creates a world before its beginning. One per thread at a time, because raft's draws are per
+    /// thread.
     ///
     /// # Errors
     /// When a folder or config cannot be made.
@@ -184,19 +185,19 @@ impl World {
         Ok(world)
     }
 
-    /// Simulated time, microseconds.
+    /// Returns simulated time in microseconds.
     #[must_use]
     pub fn now_us(&self) -> u64 {
         self.time.now_us()
     }
 
-    /// The trace.
+    /// Returns the trace.
     #[must_use]
     pub fn trace(&self) -> &Trace {
         &self.trace
     }
 
-    /// What happened, counted.
+    /// Returns the counts of what happened.
     #[must_use]
     pub fn counts(&self) -> WorldCounts {
         let mut counts = self.counts.clone();
@@ -213,9 +214,9 @@ impl World {
         counts
     }
 
-    /// Buys a machine for a replica that forms a cluster with `members`, or joins what they formed.
+    /// Adds a machine for a replica that founds a cluster with `members`, or joins theirs.
     pub(super) fn build(&mut self, id: u8, members: &[u8], joins: bool) -> anyhow::Result<()> {
-        // All of it is on the simulated disk; the name is what errors say.
+        // Everything is on the simulated disk; the path only appears in errors.
         let dir = PathBuf::from(format!("/simulated/n{id}"));
         let config = self.plan.config(id, &dir, members, joins)?;
         let pace = self.plan.pace();
@@ -246,19 +247,19 @@ impl World {
         self.seats.values().filter(|seat| !seat.is_gone).count() < REPLICAS_MAX
     }
 
-    /// The id of the next replica: none is used twice.
+    /// Returns the id of the next replica; ids are never reused.
     pub(super) fn next_id(&self) -> u8 {
         self.seats.keys().next_back().copied().unwrap_or(0) + 1
     }
 
-    /// Whether a cluster has formed: a leader leads, and its state is initialised.
+    /// Whether the cluster has formed: a leader leads, and its state is initialised.
     #[must_use]
     pub fn is_formed(&self) -> bool {
         let leader = self.leader().and_then(|id| self.seats[&id].machine.core());
         leader.is_some_and(|core| core.view().registry().initialised)
     }
 
-    /// Goes one step on.
+    /// Advances the world by one step.
     pub fn step(&mut self) {
         let now_us = self.time.now_us() + STEP_US;
         self.time.set_us(now_us);
@@ -324,7 +325,7 @@ impl World {
         }
     }
 
-    /// Notes what a replica says of itself.
+    /// Records a replica's reported status.
     fn observe(&mut self, id: u8) {
         let now_us = self.time.now_us();
         let Some(seat) = self.seats.get_mut(&id) else {
@@ -333,7 +334,7 @@ impl World {
         let Some(status) = &mut seat.status else {
             return;
         };
-        // What it says first may be what it is from the start.
+        // The first reported status may be the initial one.
         if !status.has_changed() && seat.said.is_some() {
             return;
         }
@@ -365,7 +366,7 @@ impl World {
         }
     }
 
-    /// Notes what shows only now and then: whose outbox is empty, and what one of the states holds.
+    /// Records periodically which outboxes are empty, and the contents of one state.
     fn look_around(&mut self) {
         self.observe_clocks();
         let now_us = self.time.now_us();
@@ -391,7 +392,7 @@ impl World {
         }
     }
 
-    /// Starts a process, unless there is one.
+    /// Starts a process unless one runs.
     pub(super) fn start(&mut self, id: u8) {
         let now_us = self.time.now_us();
         let Some(seat) = self.seats.get_mut(&id) else {
@@ -442,7 +443,7 @@ impl World {
         self.observe_reach();
     }
 
-    /// Kills a process: what its disk has not synced is lost, but for a prefix.
+    /// Kills a process. Its disk loses unsynced data, except for a prefix.
     pub(super) fn kill(&mut self, id: u8) {
         let now_us = self.time.now_us();
         let Some(seat) = self.seats.get_mut(&id) else {
@@ -476,14 +477,14 @@ impl World {
             .with(|record| record.observation.ended(now_us, run));
     }
 
-    /// Plans what ends a fault.
+    /// Schedules the end of a fault.
     pub(super) fn remedy_in(&mut self, wait_us: u64, remedy: Remedy) {
         self.planned += 1;
         let at = (self.time.now_us() + wait_us, self.planned);
         self.remedies.insert(at, remedy);
     }
 
-    /// Has faults end that are due to.
+    /// Ends faults that are due.
     fn mend(&mut self) {
         while let Some(due) = self.remedies.first_entry()
             && due.key().0 <= self.time.now_us()
@@ -493,7 +494,7 @@ impl World {
         }
     }
 
-    /// Has all faults end.
+    /// Ends all faults.
     pub(super) fn mend_all(&mut self) {
         let rest: VecDeque<Remedy> = std::mem::take(&mut self.remedies).into_values().collect();
         for remedy in rest {
@@ -501,13 +502,13 @@ impl World {
         }
     }
 
-    /// Whoever runs, by id.
+    /// Returns the ids of all running replicas.
     pub(super) fn running(&self) -> Vec<u8> {
         let running = self.seats.iter().filter(|(_, seat)| seat.machine.is_on());
         running.map(|(id, _)| *id).collect()
     }
 
-    /// Who takes itself for the leader of the newest term.
+    /// Returns the replica that believes to lead the newest term.
     pub(super) fn leader(&self) -> Option<u8> {
         let leading = |seat: &ReplicaSeat| {
             let status = seat.status.as_ref()?.borrow();

@@ -17,11 +17,11 @@ use crate::wire::{self, OutgoingRequest};
 const PAUSE: Duration = Duration::from_millis(500);
 const PATIENCE: Duration = Duration::from_secs(5);
 const FROM: Ipv4Addr = Ipv4Addr::new(127, 0, 9, 5);
-/// Another site, whose name leads here.
+/// Another site, whose name resolves to this host.
 const OTHER: &str = "x.evil.example:8081";
 const OTHER_ORIGIN: &str = "http://x.evil.example:8081";
 
-/// One trick: what it is called when it works.
+/// One trick, named after its effect if it works.
 struct BrowserTrick {
     name: &'static str,
     method: Method,
@@ -30,7 +30,7 @@ struct BrowserTrick {
     body: &'static [u8],
 }
 
-/// None of them may be answered with what was asked for.
+/// Returns the tricks. None of them may succeed.
 fn tricks() -> Vec<BrowserTrick> {
     vec![
         BrowserTrick {
@@ -69,7 +69,7 @@ fn tricks() -> Vec<BrowserTrick> {
     ]
 }
 
-/// Plays every trick on every replica, again and again.
+/// Tries every trick on every replica, again and again.
 pub(super) async fn run(scene: Arc<SoakContext>) {
     let mut ticks = interval(PAUSE);
     let tricks = tricks();

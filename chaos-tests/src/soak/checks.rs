@@ -16,45 +16,42 @@ use crate::processes::load::charged;
 use crate::processes::{ProcessCluster, until};
 use crate::terminal::table;
 
-/// Within this every replica is ready when the load has gone.
+/// Time within which every replica must be ready after the load.
 const READY: Duration = Duration::from_secs(2);
-/// The least part of what honest users got alone that they get in the storm, in thousandths.
+/// Minimum service of honest users in the storm, in permille of what they got alone.
 const HONEST_PERMILLE: f64 = 900.0;
-/// The least part of what the best served honest user gets that the worst served gets, in
-/// thousandths.
+/// Minimum service of the worst served honest user, in permille of the best served.
 const EVEN_PERMILLE: u64 = 800;
-/// The least part of what engines made for impatient users that somebody read to its end, in
-/// thousandths.
+/// Minimum output for impatient users that is read to its end, in permille.
 const READ_PERMILLE: u64 = 800;
 /// How long after its client has left a request may still be on its way to an engine.
 const DEPARTED: Duration = Duration::from_secs(1);
-/// How far what users are charged may be off what was computed for them, of those who leave, in
-/// thousandths.
+/// Maximum error of the charges to users who leave, in permille of what was computed.
 const CHARGED_OFF_PERMILLE: u64 = 150;
-/// Bytes by which a replica may have grown.
+/// Maximum growth of a replica, in bytes.
 const GROWN_BYTES_MAX: u64 = 96 << 20;
-/// Descriptors that may be open beside those there were before.
+/// Maximum number of additional open descriptors.
 const GROWN_DESCRIPTORS_MAX: u64 = 64;
 
-/// One thing that must hold.
+/// One check.
 #[derive(Debug, Clone, serde::Serialize)]
 pub struct SoakCheck {
-    /// What.
+    /// Name of the check.
     pub name: &'static str,
     /// What was found.
     pub found: String,
-    /// Why it does not hold; `None`: it does.
+    /// Why the check fails; `None` if it holds.
     pub violation: Option<String>,
 }
 
 impl SoakCheck {
-    /// Whether all of them hold.
+    /// Whether all checks hold.
     #[must_use]
     pub fn all_hold(checks: &[Self]) -> bool {
         checks.iter().all(|check| check.violation.is_none())
     }
 
-    /// Checks as a table, for people.
+    /// Formats checks as a table.
     #[must_use]
     pub fn table(checks: &[Self]) -> Table {
         let mut rows = table(&["check", "", "found"]);
@@ -84,7 +81,7 @@ impl SoakCheck {
     }
 }
 
-/// What there is to be judged.
+/// Measurements to be judged.
 pub(super) struct JudgedPhases {
     pub(super) alone: SoakPhase,
     pub(super) storm: SoakPhase,
@@ -93,7 +90,7 @@ pub(super) struct JudgedPhases {
 }
 
 impl JudgedPhases {
-    /// Looks at everything.
+    /// Runs all checks.
     pub(super) async fn judge(&self, cluster: &ProcessCluster) -> SoakReport {
         // The order matters: readiness is measured from the end of the load.
         let mut checks = vec![SoakCheck::new(
@@ -155,7 +152,7 @@ impl JudgedPhases {
         Ok(format!("{storm:.2} answers a second of {alone:.2}"))
     }
 
-    /// Of what they ask for every honest user gets about the same part.
+    /// Checks that every honest user gets about the same share of its requests.
     fn even(&self) -> anyhow::Result<String> {
         let book = self.storm.scene.book(ClientKind::Honest);
         let part = |user: &String| {
@@ -170,7 +167,7 @@ impl JudgedPhases {
         Ok(found)
     }
 
-    /// What engines make for users who give up is read to its end: they are refused at once, or
+    /// Checks that output for users who give up is read to its end: they are refused immediately or
     /// served in time.
     fn read_to_the_end(&self) -> anyhow::Result<String> {
         let scene = &self.storm.scene;
@@ -215,11 +212,11 @@ impl JudgedPhases {
         Ok(format!("{} were left", not_whole.len()))
     }
 
-    /// What broke its engine is not sent again by a router.
+    /// Checks that routers do not resend a request that broke its engine.
     fn once(&self) -> anyhow::Result<String> {
         let ledger = self.storm.scene.ledger.lock();
         let twice = |(id, computed): &(&String, &ComputedRequest)| {
-            // A refusal by the engine may be tried elsewhere.
+            // A request that the engine refused may be tried elsewhere.
             computed.runs > 1 && kind_of(id) != Some(ClientKind::Failing)
         };
         let twice = ledger.iter().filter(twice).count();
@@ -246,7 +243,7 @@ impl JudgedPhases {
     }
 
     async fn figures(&self, cluster: &ProcessCluster) -> anyhow::Result<String> {
-        // Connections that nobody closes are closed when they have been idle for long enough.
+        // Connections that stay open are closed after their idle timeout.
         let after = ProcessFigures::of(cluster).await?;
         let before = self.before;
         let found = format!(
@@ -264,8 +261,8 @@ impl JudgedPhases {
         Ok(found)
     }
 
-    /// Users are charged what engines computed for them: to the token who reads to the end, about
-    /// so who does not.
+    /// Checks that users are charged what engines computed: exactly if they read to the end,
+    /// otherwise approximately.
     async fn counters(&self, cluster: &ProcessCluster) -> anyhow::Result<String> {
         let mut computed: BTreeMap<String, ComputedRequest> = BTreeMap::new();
         for (id, one) in self.storm.scene.ledger.lock().iter() {
@@ -303,7 +300,7 @@ impl JudgedPhases {
         Ok(format!("{} users", computed.len()))
     }
 
-    /// Whether a request of the user's did not come to its end after an engine had begun with it.
+    /// Whether a request of the user was cut short after an engine had begun with it.
     fn has_left(&self, user: &str) -> bool {
         [&self.alone, &self.storm].into_iter().any(|phase| {
             let ledger = phase.scene.ledger.lock();
@@ -314,8 +311,8 @@ impl JudgedPhases {
     }
 }
 
-/// Output tokens that may be charged: where an engine failed nobody knows what it had made, and as
-/// much as such answers usually have is charged at most.
+/// Returns the maximum of output tokens that may be charged. Where an engine failed, its output is
+/// unknown, and at most the usual length of such responses is charged.
 fn output_max(kind: ClientKind, computed: &ComputedRequest) -> u64 {
     match kind {
         ClientKind::Poison | ClientKind::Failing => {
@@ -330,12 +327,12 @@ fn is_between(found: u64, least: u64, most: u64) -> bool {
     found + off(least) >= least && found <= most + off(most)
 }
 
-/// Whose request, or which user.
+/// Returns the kind of a request or user.
 fn kind_of(name: &str) -> Option<ClientKind> {
     ClientKind::named(name.split_once('-')?.0).ok()
 }
 
-/// Answers a second that honest users got.
+/// Returns the responses per second of honest users.
 fn rate(phase: &SoakPhase) -> f64 {
     let book: KindCounts = phase.scene.book(ClientKind::Honest).clone();
     book.whole as f64 / phase.counted.as_secs_f64()
@@ -370,7 +367,7 @@ async fn at_rest(cluster: &ProcessCluster) -> anyhow::Result<String> {
     Ok(format!("{} ms", began.elapsed().as_millis()))
 }
 
-/// Counters that do not change any more.
+/// Returns the counters once they no longer change.
 async fn settled(cluster: &ProcessCluster) -> anyhow::Result<BTreeMap<String, UserTotals>> {
     let last = std::cell::RefCell::new(BTreeMap::new());
     let same = std::cell::Cell::new(0);

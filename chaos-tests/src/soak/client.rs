@@ -1,7 +1,7 @@
-//! A user who asks, in some manner: waits or gives up, reads or does not, tries again as SDKs do.
+//! A user with a behaviour: waits or gives up, reads or does not, retries like SDKs.
 //!
-//! Requests come at random times, whatever became of the ones before: a user who is refused does
-//! not ask for less.
+//! Requests arrive at random times, independent of earlier results: a user who is refused does not
+//! ask for less.
 
 use std::net::Ipv4Addr;
 use std::sync::Arc;
@@ -20,18 +20,18 @@ use super::engine::MODEL;
 use super::kinds::{ClientKind, LeavePoint, UserBehaviour};
 use crate::wire::{self, OutgoingRequest, RequestError, ResponseHead, SourceAddress};
 
-/// Where requests go.
+/// Path of the requests.
 const PATH: &str = "/v1/chat/completions";
-/// Words of a prompt beside what tells it from all others.
+/// Words of a prompt, in addition to its unique part.
 const PROMPT_WORDS: usize = 40;
-/// As SDKs wait before they try again: from this, doubled with every try, to the second.
+/// Retry backoff in milliseconds, like SDKs: starts at the first and doubles up to the second.
 const BACKOFF_MS: (u64, u64) = (500, 8000);
-/// Requests of one user under way at a time: more are not begun.
+/// Maximum concurrent requests of one user.
 const UNDER_WAY_MAX: usize = 250;
-/// From one piece that a slow reader takes to the next.
+/// Pause of a slow reader between two pieces.
 const DAWDLE: Duration = Duration::from_secs(1);
 
-/// How one try ended.
+/// Result of one try.
 enum TryEnd {
     Whole { first: Duration, tokens: u64 },
     Refused(ResponseHead),
@@ -45,19 +45,19 @@ pub(super) struct SoakUser {
     pub(super) manner: UserBehaviour,
     pub(super) name: String,
     pub(super) from: Ipv4Addr,
-    /// Requests a second.
+    /// Requests per second.
     pub(super) rate: f64,
 }
 
 impl SoakUser {
-    /// Asks until it is over, and then waits for what is under way.
+    /// Sends requests until the phase is over, and then waits for those under way.
     pub(super) async fn run(self, scene: Arc<SoakContext>) {
         let seed = scene.seed ^ xxhash_rust::xxh3::xxh3_64(self.name.as_bytes());
         let mut random = SmallRng::seed_from_u64(seed);
         let user = Arc::new(self);
         let mut under_way = JoinSet::new();
         while !scene.over.is_cancelled() {
-            // Exponential pauses: as many independent people make them.
+            // Exponential pauses, like those of many independent users.
             let pause = -(1.0 - random.random::<f64>()).ln() / user.rate;
             let pause = Duration::from_secs_f64(pause);
             tokio::select! {
@@ -75,7 +75,7 @@ impl SoakUser {
         while under_way.join_next().await.is_some() {}
     }
 
-    /// One request, with what is tried again.
+    /// Runs one request with its retries.
     async fn request(self: Arc<Self>, scene: Arc<SoakContext>, seed: u64) {
         let mut random = SmallRng::seed_from_u64(seed);
         scene.book(self.kind).asks(&self.name);
@@ -99,7 +99,7 @@ impl SoakUser {
         scene.book(self.kind).count("gave up trying");
     }
 
-    /// Notes how a try ended; `Some`: it may be tried again, after that time if one is named.
+    /// Records the end of a try. `Some` allows a retry, after the given time if any.
     fn note(&self, scene: &SoakContext, end: TryEnd) -> Option<Option<Duration>> {
         let mut book = scene.book(self.kind);
         match end {
@@ -144,14 +144,14 @@ impl SoakUser {
         let done = async {
             let mut reply = wire::ask(&scene.access, from, scene.data[replica], asked).await?;
             if reply.status != StatusCode::OK {
-                // What is refused is refused once its body is there, too.
+                // The body of a refusal is part of it.
                 let _ = reply.whole().await;
                 return Ok(TryEnd::Refused(reply));
             }
             self.read(scene, reply).await
         };
-        // Its future is dropped where it leaves, and the connection with it. Honest users stay to the end of
-        // what they began; the others go when it is over.
+        // Leaving drops the future and its connection. Honest users finish what they began; the
+        // others leave when the phase is over.
         let done = timeout(patience, done);
         let done = match self.kind {
             ClientKind::Honest => Some(done.await),
@@ -228,10 +228,10 @@ impl SoakUser {
     }
 }
 
-/// Longest that whoever comes after a storm waits for the first token.
+/// Longest time to first token for a user after a storm.
 const NEWCOMER_PATIENCE: Duration = Duration::from_secs(2);
 
-/// Asks every replica once, as soon as everybody has gone.
+/// Sends one request to every replica right after the storm.
 pub(super) async fn newcomers(scene: &SoakContext) -> anyhow::Result<String> {
     let manner = ClientKind::Honest.manner().unwrap_or_default();
     let mut longest = Duration::ZERO;

@@ -1,8 +1,8 @@
-//! The engines of a soak: they know whom they compute for, so that what users are charged can be
-//! held against it, and some prompts make them misbehave.
+//! The engines of a soak. They record for whom they compute, to check charges, and some prompts
+//! make them misbehave.
 //!
-//! An engine has a few places and makes a token at a time, as long as the request that asked for
-//! them stands; like a real one it does not wait for whoever reads. It keeps no cache.
+//! An engine has a few places and makes one token at a time while its request is open. Like a real
+//! one, it does not wait for its reader. It has no cache.
 
 use std::collections::HashMap;
 use std::convert::Infallible;
@@ -26,44 +26,43 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio::time::{Instant, sleep, timeout};
 use tokio_util::task::AbortOnDropHandle;
 
-/// The model that is served.
+/// Model that is served.
 pub(super) const MODEL: &str = "soaked";
-/// Requests an engine computes at a time.
+/// Maximum concurrent requests of an engine.
 pub(super) const PLACES: usize = 4;
-/// Until the first token.
+/// Time to first token.
 pub(super) const PREFILL: Duration = Duration::from_millis(50);
-/// From token to token.
+/// Time between two tokens.
 pub(super) const DECODE: Duration = Duration::from_millis(20);
-/// A prompt with this breaks the engine's connection.
+/// A prompt with this text breaks the engine's connection.
 pub(super) const POISON: &str = "(poison)";
-/// A prompt with this is answered by 500.
+/// A prompt with this text gets a 500 response.
 pub(super) const FAILING: &str = "(failing)";
-/// A prompt with this has tokens that are long to write: who reads slowly has not read them in
-/// seconds.
+/// A prompt with this text gets large tokens, which a slow reader cannot read within seconds.
 pub(super) const FAT: &str = "(fat)";
-/// Bytes that come with such a token.
+/// Extra bytes of a large token.
 const FAT_BYTES: usize = 8 << 10;
-/// Bytes of a prompt to a token.
+/// Bytes per prompt token.
 const TOKEN_BYTES: usize = 4;
-/// What stands behind the usage of an answer with the prompt's logarithms.
+/// Bytes after the usage in a response with the prompt's logprobs.
 const LOGPROBS_BYTES: usize = 400 << 10;
-/// As vLLM closes idle connections, and a little longer than the router keeps them.
+/// Idle timeout as in vLLM, a little longer than the router keeps connections.
 const KEEP_ALIVE: Duration = Duration::from_secs(5);
 
 type EngineResponse = Response<BoxBody<Bytes, Infallible>>;
 
-/// What was computed for one request, over all engines.
+/// What all engines computed for one request.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct ComputedRequest {
-    /// Tokens of the prompt, as often as it came to an engine.
+    /// Prompt tokens, counted each time the request reached an engine.
     pub(super) seen: u64,
-    /// Tokens of the prompt, as often as it was computed.
+    /// Prompt tokens, counted each time they were computed.
     pub(super) prompt: u64,
-    /// Tokens made.
+    /// Output tokens.
     pub(super) output: u64,
-    /// How often an engine began with it.
+    /// How often an engine began with the request.
     pub(super) runs: u32,
-    /// When one began with it last; `None`: none has.
+    /// When an engine last began with it; `None` if none has.
     pub(super) began: Option<Instant>,
 }
 
@@ -95,7 +94,7 @@ impl ComputedTokens {
     }
 }
 
-/// A running engine; it ends when this is dropped.
+/// A running engine. It stops when dropped.
 #[derive(Debug)]
 pub(super) struct SoakEngine {
     pub(super) at: SocketAddr,
@@ -113,7 +112,7 @@ struct EngineRequest {
     prompt: u64,
     tokens: u64,
     is_streamed: bool,
-    /// Whether the client or the router wants usage on every chunk.
+    /// Whether the client or the router requests usage on every chunk.
     is_told_running: bool,
     is_told_at_end: bool,
     wants_logprobs: bool,
@@ -121,7 +120,7 @@ struct EngineRequest {
 }
 
 impl SoakEngine {
-    /// Starts one on a free port.
+    /// Starts an engine on a free port.
     pub(super) async fn start(ledger: Arc<ComputedTokens>) -> io::Result<Self> {
         let listener = TcpListener::bind(("127.0.0.1", 0)).await?;
         let at = listener.local_addr()?;
@@ -146,7 +145,7 @@ impl SoakEngine {
 
 async fn serve(core: Arc<EngineShared>, socket: TcpStream) {
     let service = service_fn(move |request| answer(core.clone(), request));
-    // A connection that broke concerns its other end.
+    // A broken connection concerns only its other end.
     let _ = socket.set_nodelay(true);
     let _ = hyper::server::conn::http1::Builder::new()
         .timer(TokioTimer::new())
@@ -195,7 +194,7 @@ async fn complete(
     Ok(stream_of(core, asked, place))
 }
 
-/// Makes tokens whether anybody reads them or not, until nobody wants them.
+/// Makes tokens, read or not, until the request is closed.
 fn stream_of(
     core: Arc<EngineShared>,
     asked: EngineRequest,
@@ -215,7 +214,7 @@ fn stream_of(
                 return;
             }
         }
-        // Whoever left in this moment has left.
+        // The client may have left by now.
         let _ = send.send(asked.end());
     });
     let frames = stream::unfold(receive, |mut receive| async move {
@@ -232,7 +231,7 @@ impl EngineRequest {
     async fn read(request: Request<Incoming>) -> Option<Self> {
         let id = request.headers().get("x-request-id")?;
         let id = id.to_str().ok()?.to_owned();
-        // Longer than any client of a soak sends.
+        // Longer than any client of a soak takes to send.
         let body = timeout(Duration::from_secs(60), request.into_body().collect());
         let body: Value = serde_json::from_slice(&body.await.ok()?.ok()?.to_bytes()).ok()?;
         let text = body["messages"][0]["content"].as_str()?.to_owned();
@@ -284,7 +283,7 @@ impl EngineRequest {
         (end + "data: [DONE]\n\n").into()
     }
 
-    /// vLLM writes what belongs to the prompt behind the usage.
+    /// Returns the response; vLLM writes prompt data after the usage.
     fn document(&self) -> String {
         let words = "word ".repeat(usize::try_from(self.tokens).unwrap_or(0));
         let mut document = json!({

@@ -3,33 +3,33 @@
 use super::engine::{FAILING, FAT, POISON};
 use crate::kinds::kinds;
 
-/// When a client leaves before it has everything.
+/// When a client leaves before the end of a response.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum LeavePoint {
-    /// It does not.
+    /// It does not leave.
     Never,
-    /// After so many pieces of the body.
+    /// After this many pieces of the body.
     AfterPieces(u32),
-    /// So long after asking.
+    /// This many milliseconds after the request.
     AfterMs(u64),
-    /// It does not, but hardly reads.
+    /// It does not leave, but reads slowly.
     Dawdles,
 }
 
-/// How a user asks.
+/// Behaviour of a user.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct UserBehaviour {
-    /// How long it waits for an answer's end, milliseconds.
+    /// How long it waits for the end of a response, in milliseconds.
     pub(super) patience_ms: u64,
-    /// How often it tries again.
+    /// Number of retries.
     pub(super) retries: u32,
     pub(super) leaves: LeavePoint,
-    /// Tokens it wants.
+    /// Number of requested tokens.
     pub(super) tokens: u64,
     pub(super) is_streamed: bool,
     pub(super) wants_logprobs: bool,
     pub(super) makes_up_names: bool,
-    /// What stands in its prompts.
+    /// Text that its prompts contain.
     pub(super) mark: &'static str,
 }
 
@@ -48,11 +48,11 @@ impl Default for UserBehaviour {
     }
 }
 
-/// Tokens of a plain answer.
+/// Tokens of a plain response.
 pub(super) const TOKENS: u64 = 20;
 
 kinds! {
-    /// One way to be a client, a neighbour or a stranger.
+    /// A kind of client, neighbour or stranger.
     #[derive(serde::Serialize)]
     #[serde(rename_all = "kebab-case")]
     pub enum ClientKind;
@@ -75,7 +75,7 @@ kinds! {
 }
 
 impl ClientKind {
-    /// Users of the kind: each has a key and a share of what the kind asks for.
+    /// Returns the users of the kind, each with an API key and a share of the kind's requests.
     #[must_use]
     pub fn users(self) -> Vec<String> {
         let count = match self {
@@ -89,8 +89,8 @@ impl ClientKind {
             .collect()
     }
 
-    /// What the kind asks for, as a share of the capacity times the factor; honest users do not
-    /// follow the factor.
+    /// Returns the kind's load as a share of the capacity times the factor. The factor does not
+    /// apply to honest users.
     pub(super) fn share(self) -> f64 {
         match self {
             Self::Honest => 0.24,
@@ -100,13 +100,13 @@ impl ClientKind {
         }
     }
 
-    /// Whether to the token what engines compute for its users must be charged: whoever stays to
-    /// the end is told, and so is the router.
+    /// Whether its users must be charged exactly what engines computed: they stay to the end, so
+    /// that the router receives the usage.
     pub(super) fn is_exact(self) -> bool {
         matches!(self, Self::Honest | Self::Names | Self::Logprobs)
     }
 
-    /// How its users ask; `None`: it does not ask for answers.
+    /// Returns its users' behaviour; `None` if it sends no inference requests.
     pub(super) fn manner(self) -> Option<UserBehaviour> {
         let plain = UserBehaviour::default();
         let manner = match self {

@@ -1,10 +1,9 @@
-//! A cluster of real processes at many times its capacity, with everybody at once: users who wait,
-//! who give up, who leave, who hardly read and who cheat, strangers without a key, and whatever
-//! knocks at the other ports. Afterwards everything must be as if there had been nobody but honest
-//! users.
+//! A cluster of real processes far beyond its capacity, with all kinds of clients at once: users
+//! who wait, give up, leave, read slowly or cheat, strangers without a key, and probes of the other
+//! ports. Afterwards everything must be as if there had been only honest users.
 //!
-//! First the honest users are alone; that is what their share of the storm is held against. The
-//! engines are the harness's own and know for whom they computed what.
+//! First the honest users run alone, as the baseline for their share in the storm. The test harness
+//! provides the engines, which record for whom they computed what.
 
 mod browser;
 mod checks;
@@ -40,69 +39,69 @@ use engine::{ComputedTokens, DECODE, MODEL, PLACES, PREFILL, SoakEngine};
 pub use kinds::ClientKind;
 pub use tally::KindCounts;
 
-/// Engines.
+/// Number of engines.
 const ENGINES: usize = 2;
-/// Descriptors that a replica may have.
+/// Maximum file descriptors of a replica.
 const DESCRIPTORS: u32 = 1024;
-/// The part of the time in which honest users are alone, and its bounds.
+/// Share of the time in which honest users run alone, and its bounds.
 const ALONE: (u32, Duration, Duration) = (6, Duration::from_secs(10), Duration::from_secs(60));
-/// At the beginning of each phase, while engines fill: nothing is counted.
+/// Start of each phase, while engines fill and nothing is counted.
 const WARM_UP: Duration = Duration::from_secs(3);
 
-/// Who is let loose, and for how long.
+/// Kinds of clients and duration of a phase.
 #[derive(Debug, Clone, Copy)]
 struct PhasePlan<'a> {
     kinds: &'a [ClientKind],
-    /// How many times the capacity they ask for.
+    /// Requested load, as a multiple of the capacity.
     factor: f64,
-    /// How long nothing is counted, and then how long everything is.
+    /// Time without counting. `length` is the time with counting.
     warm_up: Duration,
     length: Duration,
 }
 
-/// What a soak is run with.
+/// Options of a soak.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SoakOptions {
-    /// How long everybody is there.
+    /// Duration of the storm.
     pub storm: Duration,
-    /// How many times the capacity is asked for.
+    /// Requested load, as a multiple of the capacity.
     pub factor: f64,
-    /// Decides what is drawn.
+    /// Seed of all draws.
     pub seed: u64,
-    /// Who is there beside honest users; everybody when empty.
+    /// Kinds besides honest users; all if empty.
     pub only: Vec<ClientKind>,
-    /// Whether there is TLS everywhere, and a token.
+    /// Whether the cluster uses TLS everywhere, and a token.
     pub is_secure: bool,
 }
 
-/// What came of a soak.
+/// Result of a soak.
 #[derive(Debug, Clone, serde::Serialize)]
 pub struct SoakReport {
-    /// Answers a second that the engines can give.
+    /// Capacity of the engines, in responses per second.
     pub capacity: f64,
-    /// Answers a second that honest users got while they were alone, and in the storm.
+    /// Responses per second of honest users, alone and in the storm.
     pub honest: [f64; 2],
-    /// What happened to each kind in the storm.
+    /// Counts of each kind in the storm.
     pub kinds: BTreeMap<ClientKind, KindCounts>,
-    /// What had to hold, and whether it did.
+    /// Results of all checks.
     pub checks: Vec<SoakCheck>,
 }
 
-/// What all share who are there.
+/// State shared by all clients.
 #[derive(Debug)]
 struct SoakContext {
     data: Vec<SocketAddr>,
     admin: Vec<SocketAddr>,
     peer: Vec<SocketAddr>,
     access: ClientAccess,
-    /// With a certificate of the cluster's authority that names no replica.
+    /// Access with a certificate of the cluster's authority that names no replica.
     stranger: ClientAccess,
     seed: u64,
     over: CancellationToken,
-    /// What happened since the phase began.
+    /// Counts since the phase began.
     tallies: BTreeMap<ClientKind, Mutex<KindCounts>>,
     ledger: Arc<ComputedTokens>,
-    /// Requests that did not come to their end for their client, and when it knew.
+    /// Requests that were cut short for their client, with the time when it knew.
     not_whole: Mutex<HashMap<String, Instant>>,
     requests: Arc<AtomicU64>,
 }
@@ -116,7 +115,7 @@ impl SoakContext {
         tally.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A request's own name: its user's and a number.
+    /// Returns the name of a new request: its user and a number.
     fn next_id(&self, user: &str) -> String {
         format!("{user}.{}", self.requests.fetch_add(1, Ordering::Relaxed))
     }
@@ -129,18 +128,18 @@ impl SoakContext {
         all.insert(id, at);
     }
 
-    /// What comes of it, unless it is over before.
+    /// Runs a future, unless the phase ends first.
     async fn unless_over<T>(&self, future: impl Future<Output = T>) -> Option<T> {
         self.over.run_until_cancelled(future).await
     }
 }
 
-/// A user's key.
+/// Returns a user's API key.
 fn key(user: &str) -> String {
     format!("sk-soak-{user}")
 }
 
-/// Answers a second that the engines can give.
+/// Returns the capacity of the engines, in responses per second.
 fn capacity() -> f64 {
     let tokens = u32::try_from(kinds::TOKENS).expect("an answer is short");
     let each = PREFILL + DECODE * tokens;
@@ -150,7 +149,7 @@ fn capacity() -> f64 {
 /// Runs a soak.
 ///
 /// # Errors
-/// When the cluster cannot be started; what does not hold is in the report.
+/// When the cluster cannot be started. Failed checks are in the report.
 pub async fn run(options: &SoakOptions, say: impl Fn(&str)) -> anyhow::Result<SoakReport> {
     raise_descriptors();
     let stage = SoakDriver::start(options.seed, options.is_secure).await?;
@@ -191,11 +190,11 @@ fn kinds(options: &SoakOptions) -> Vec<ClientKind> {
     ClientKind::ALL.iter().copied().filter(asked).collect()
 }
 
-/// A part of a soak that is over.
+/// A phase of a soak that is over.
 #[derive(Debug)]
 struct SoakPhase {
     scene: Arc<SoakContext>,
-    /// How long was counted.
+    /// Duration of the counted part.
     counted: Duration,
 }
 
@@ -234,7 +233,7 @@ impl SoakDriver {
         })
     }
 
-    /// Lets some kinds loose for a while, and waits until all have ended.
+    /// Runs some kinds of clients for a while, and waits until all have ended.
     async fn phase(&self, plan: PhasePlan<'_>) -> anyhow::Result<SoakPhase> {
         let PhasePlan { kinds, length, .. } = plan;
         let numbers = 0..self.cluster.replicas();
@@ -280,7 +279,7 @@ impl SoakDriver {
     }
 }
 
-/// Brings a kind in.
+/// Starts the clients of a kind.
 fn enter(scene: &Arc<SoakContext>, kind: ClientKind, factor: f64, everybody: &mut JoinSet<()>) {
     if let Some(manner) = kind.manner() {
         let users = kind.users();
@@ -336,14 +335,14 @@ fn key_file() -> String {
     text
 }
 
-/// Options live as long as the program: there is one soak in it.
+/// Builds the options, which are leaked because a program runs only one soak.
 fn cluster_options(engines: &[SoakEngine], keys: &str) -> ClusterOptions {
     let engines: Vec<SocketAddr> = engines.iter().map(|engine| engine.at).collect();
     let config = format!(
         "[admission]\nconcurrency = {PLACES}\n\n\
          [drain]\ndns_ttl = \"500ms\"\n"
     );
-    // Limits per client address hold for those of loopback, too.
+    // Limits per client address also apply to loopback clients.
     let users = format!("api_keys_file = {keys:?}\ntrusted_proxies = [\"::1\"]");
     ClusterOptions {
         engines: 0,
@@ -357,13 +356,13 @@ fn cluster_options(engines: &[SoakEngine], keys: &str) -> ClusterOptions {
     }
 }
 
-/// This process holds the other end of everything.
+/// Raises the limit of this process, which holds the other end of all connections.
 fn raise_descriptors() {
     let limit = getrlimit(Resource::Nofile);
     let raised = Rlimit {
         current: limit.maximum,
         maximum: limit.maximum,
     };
-    // Where it is not allowed, clients fail and say so.
+    // If it is not allowed, clients fail and report it.
     let _ = setrlimit(Resource::Nofile, raised);
 }

@@ -1,7 +1,7 @@
-//! Many times the capacity for a while, and nothing else: what is served must be nearly what could
-//! be, soon, and as before as soon as the load has gone.
+//! Overload and nothing else: goodput must stay close to the capacity with low latency, and recover
+//! as soon as the load is gone.
 //!
-//! Half of the load is patient, half gives up after 3 s and tries again as SDKs do.
+//! Half of the clients are patient; half give up after 3 s and retry like SDKs.
 
 use std::time::Duration;
 
@@ -12,70 +12,70 @@ use super::checks::{SoakCheck, ready};
 use super::{ClientKind, PhasePlan, SoakDriver, SoakPhase, WARM_UP, capacity};
 use crate::processes::figures::ProcessFigures;
 
-/// Who asks.
+/// Kinds of clients.
 const KINDS: &[ClientKind] = &[ClientKind::Patient, ClientKind::Impatient];
-/// How long full load and the time after the storm are looked at, as parts of the storm.
+/// Duration of full load and of the phase after the storm, as a share of the storm, with bounds.
 const ASIDE: (u32, Duration, Duration) = (4, Duration::from_secs(5), Duration::from_secs(30));
-/// What is asked for after the storm, as a share of the capacity.
+/// Load after the storm, as a share of the capacity.
 const AFTER: f64 = 0.5;
-/// Within this all is as before.
+/// Time within which everything must have recovered.
 const RECOVERY: Duration = Duration::from_secs(2);
-/// The least part of the goodput at full load, in thousandths.
+/// Minimum goodput, in permille of that at full load.
 const GOODPUT_PERMILLE: f64 = 900.0;
-/// How many times as long as at full load the first token may take.
+/// Maximum time to first token, as a multiple of that at full load.
 const FIRST_FACTOR: u32 = 2;
-/// How often memory is looked at.
+/// Interval between two measurements of memory.
 const LOOK_EVERY: Duration = Duration::from_millis(250);
 
-/// What an overload is run with.
+/// Options of an overload.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct OverloadOptions {
-    /// How long.
+    /// Duration of the storm.
     pub storm: Duration,
-    /// How many times the capacity is asked for.
+    /// Requested load, as a multiple of the capacity.
     pub factor: f64,
-    /// Decides what is drawn.
+    /// Seed of all draws.
     pub seed: u64,
-    /// Whether there is TLS everywhere, a token and keys.
+    /// Whether the cluster uses TLS everywhere, a token and API keys.
     pub is_secure: bool,
-    /// Bytes by which a replica may grow.
+    /// Maximum growth of a replica, in bytes.
     pub grown_bytes_max: u64,
 }
 
-/// What was seen in one phase.
+/// Measurements of one phase.
 #[derive(Debug, Clone, serde::Serialize)]
 pub struct OverloadRow {
-    /// Which.
+    /// Name of the phase.
     pub name: &'static str,
-    /// Requests begun a second, without those tried again.
+    /// Requests per second, without retries.
     pub asked_per_s: f64,
-    /// Answers that came whole, a second.
+    /// Complete responses per second.
     pub goodput: f64,
-    /// Requests refused with 503, a second.
+    /// Requests per second refused with 503.
     pub refused_per_s: f64,
-    /// Time to the first of an answer, for half of them.
+    /// Median time to the first byte of a response.
     pub first_p50: Duration,
-    /// The same for all but one in a hundred.
+    /// 99th percentile of the time to the first byte.
     pub first_p99: Duration,
-    /// The most that a replica held in memory.
+    /// Maximum resident memory of a replica, in bytes.
     pub rss_bytes: u64,
 }
 
-/// What came of an overload.
+/// Result of an overload.
 #[derive(Debug, Clone, serde::Serialize)]
 pub struct OverloadReport {
-    /// Answers a second that the engines can give.
+    /// Capacity of the engines, in responses per second.
     pub capacity: f64,
     /// Full load, the storm, and afterwards.
     pub rows: [OverloadRow; 3],
-    /// What had to hold.
+    /// Results of all checks.
     pub checks: Vec<SoakCheck>,
 }
 
 /// Runs an overload.
 ///
 /// # Errors
-/// When the cluster cannot be started; what does not hold is in the report.
+/// When the cluster cannot be started. Failed checks are in the report.
 pub async fn run(options: &OverloadOptions, say: impl Fn(&str)) -> anyhow::Result<OverloadReport> {
     super::raise_descriptors();
     let stage = SoakDriver::start(options.seed, options.is_secure).await?;
@@ -171,7 +171,7 @@ fn judge(options: &OverloadOptions, rows: [&OverloadRow; 3]) -> Vec<SoakCheck> {
     ]
 }
 
-/// Runs a phase, and looks at memory meanwhile.
+/// Runs a phase and measures memory in the meantime.
 async fn row(
     name: &'static str,
     stage: &SoakDriver,

@@ -21,9 +21,9 @@ use crate::wire;
 const PAUSE: Duration = Duration::from_millis(500);
 const PATIENCE: Duration = Duration::from_secs(5);
 const FROM: Ipv4Addr = Ipv4Addr::new(127, 0, 9, 6);
-/// No member has this id.
+/// An id that no member has.
 const STRANGER: u64 = 9;
-/// A command that no release knows.
+/// A command that no release can decode.
 const UNDECODABLE: &[u8] = &[0xff, 0x67, 0x61, 0x72, 0x62, 0x61, 0x67, 0x65];
 
 /// A protobuf message.
@@ -57,7 +57,7 @@ impl ProtobufMessage {
     }
 }
 
-/// The whole numbers of a message, by field.
+/// Returns the integers of a message, with their field numbers.
 fn numbers(mut bytes: &[u8]) -> Option<Vec<(u64, u64)>> {
     let mut found = Vec::new();
     while !bytes.is_empty() {
@@ -87,7 +87,7 @@ fn varint(bytes: &mut &[u8]) -> Option<u64> {
     None
 }
 
-/// Who answers at a peer port.
+/// The replica behind a peer port.
 #[derive(Debug, Clone, Copy)]
 struct KnownPeer {
     id: u64,
@@ -95,7 +95,7 @@ struct KnownPeer {
     cluster: (u64, u64),
 }
 
-/// Has every trick played on every replica, again and again.
+/// Tries every trick on every replica, again and again.
 pub(super) async fn run(scene: Arc<SoakContext>) {
     let mut ticks = interval(PAUSE);
     while scene.unless_over(ticks.tick()).await.is_some() {
@@ -139,20 +139,20 @@ async fn play(scene: &SoakContext, to: SocketAddr) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Whether an answer says that what was sent was taken up.
+/// Whether the response shows that the call took effect.
 fn is_taken(method: &str, answer: &[u8]) -> bool {
     let first = answer.first().map(|key| key >> 3);
     match method {
         // Committed.
         "Propose" => first == Some(1),
-        // Success, or a vote that rose to the one that was sent.
+        // Success, or a granted vote.
         "Append" => first == Some(1),
         "Vote" => numbers(answer).is_some_and(|it| it.contains(&(2, 1))),
         _ => false,
     }
 }
 
-/// What is tried: a command that nobody knows, and terms that nobody can get past.
+/// Returns the tricks: a command that cannot be decoded, and terms that cannot be exceeded.
 fn tricks(known: KnownPeer) -> Vec<(&'static str, &'static str, ProtobufMessage)> {
     let header = ProtobufMessage::default()
         .number(1, known.cluster.0)

@@ -1,5 +1,5 @@
-//! Those who have no key: connections that say nothing, bodies that never come, requests that are
-//! refused, bytes that are no HTTP.
+//! Clients without a key: silent connections, bodies that never arrive, refused requests, and bytes
+//! that are not HTTP.
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::Arc;
@@ -24,17 +24,17 @@ use super::kinds::ClientKind;
 use crate::processes::access::ClientAccess;
 use crate::wire::{self, OutgoingRequest};
 
-/// Connections that say nothing, to each data port and half as many to each of the others.
+/// Silent connections to each data port, and half as many to each other port.
 const IDLE: usize = 160;
-/// HTTP/2 connections to each data port, and the streams on each.
+/// HTTP/2 connections to each data port, and streams per connection.
 const BODIES: (usize, usize) = (5, 90);
-/// From one request without a key to the next, of each sender.
+/// Pause of a sender between two requests without a key.
 const KEYLESS_PAUSE: Duration = Duration::from_millis(40);
-/// From one handful of garbage to the next, at each port.
+/// Pause between two writes of garbage, at each port.
 const GARBAGE_PAUSE: Duration = Duration::from_millis(150);
-/// Before a connection that was closed is opened again: places are to be held, not work to be made.
+/// Pause before a closed connection is reopened: the aim is to hold places, not to cause work.
 const REOPEN: Duration = Duration::from_secs(3);
-/// Longest that anything here waits for an answer.
+/// Longest wait for a response.
 const PATIENCE: Duration = Duration::from_secs(5);
 
 const IDLE_FROM: Ipv4Addr = Ipv4Addr::new(127, 0, 9, 1);
@@ -42,7 +42,7 @@ const BODIES_FROM: Ipv4Addr = Ipv4Addr::new(127, 0, 9, 2);
 const KEYLESS_FROM: Ipv4Addr = Ipv4Addr::new(127, 0, 9, 3);
 const GARBAGE_FROM: Ipv4Addr = Ipv4Addr::new(127, 0, 9, 4);
 
-/// Holds connections on which nothing comes to an end; one that is closed is opened again.
+/// Holds idle connections, and reopens those that are closed.
 pub(super) async fn idle(scene: Arc<SoakContext>) {
     let mut all = JoinSet::new();
     for number in 0..IDLE {
@@ -54,7 +54,7 @@ pub(super) async fn idle(scene: Arc<SoakContext>) {
         let ports = scene.data.iter().copied();
         let others = scene.admin.iter().chain(&scene.peer).copied();
         let others = others.filter(|_| number % 2 == 0);
-        // Some of them shake hands first.
+        // Some of them do a TLS handshake first.
         let access = match number % 4 {
             0 => scene.access.clone(),
             _ => ClientAccess::default(),
@@ -104,7 +104,7 @@ async fn hold(
     }
 }
 
-/// Opens streams whose bodies never come.
+/// Opens streams whose bodies never arrive.
 pub(super) async fn bodies(scene: Arc<SoakContext>) {
     let mut all = JoinSet::new();
     for to in &scene.data {
@@ -164,7 +164,7 @@ async fn open_streams(scene: &SoakContext, to: SocketAddr, socket: TcpStream) ->
     "connection over"
 }
 
-/// Asks without a key, or with a wrong one, again and again.
+/// Sends requests without a key or with a wrong one, again and again.
 pub(super) async fn keyless(scene: Arc<SoakContext>) {
     let mut all = JoinSet::new();
     for replica in 0..scene.data.len() {
@@ -205,7 +205,7 @@ async fn refused_once(scene: &SoakContext, replica: usize, has_key: bool) {
     }
 }
 
-/// Writes bytes that are no HTTP, or hardly.
+/// Writes bytes that are not valid HTTP.
 pub(super) async fn garbage(scene: Arc<SoakContext>) {
     let mut random = SmallRng::seed_from_u64(scene.seed ^ 0x6a7b);
     let mut ticks = interval(GARBAGE_PAUSE);

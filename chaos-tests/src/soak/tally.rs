@@ -3,25 +3,25 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-/// Things that are told in words.
+/// Maximum number of failures that are described.
 const WORDS_MAX: usize = 5;
 
 /// Counts of one kind of client.
 #[derive(Debug, Clone, Default, serde::Serialize)]
 pub struct KindCounts {
-    /// Requests, connections or tricks that were begun.
+    /// Requests, connections or tricks that were started.
     pub asked: u64,
-    /// Complete answers received while counting was on.
+    /// Complete responses received while counting was on.
     pub whole: u64,
     /// Tokens in them.
     pub tokens: u64,
-    /// Requests begun and complete answers received while counting was on, by user.
+    /// Requests started and complete responses received while counting was on, by user.
     pub by_user: BTreeMap<String, [u64; 2]>,
     /// How everything else ended.
     pub ends: BTreeMap<String, u64>,
-    /// The first failures, in words.
+    /// Descriptions of the first failures.
     pub words: Vec<String>,
-    /// What must not happen and did, and how often.
+    /// Harmful events that must not happen, with their number.
     pub harm: BTreeMap<String, u64>,
     /// Requests refused with 503 while counting was on.
     #[serde(skip)]
@@ -74,12 +74,12 @@ impl KindCounts {
         *self.harm.entry(what).or_default() += 1;
     }
 
-    /// Times to the first of an answer, in the order of their ends.
+    /// Returns the times to the first byte of responses, in the order of their ends.
     pub(super) fn firsts(&self) -> &[Duration] {
         &self.first
     }
 
-    /// Time to the first of an answer that so many thousandths of all did not exceed.
+    /// Returns the time to the first byte at this permille of all responses.
     #[must_use]
     pub fn first(&self, permille: usize) -> Option<Duration> {
         let mut all = self.first.clone();

@@ -1,4 +1,4 @@
-//! Connections of commands to replicas: TCP, and TLS where the URL says `https`.
+//! Connector from commands to replicas: TCP, and TLS for `https` URLs.
 
 use std::fmt;
 use std::io;
@@ -23,11 +23,11 @@ use tower::{Service, ServiceExt as _};
 #[derive(Debug, Clone)]
 pub struct ReplicaConnector {
     tcp: HttpConnector,
-    /// Who is trusted, and what is shown; `None`: `https` is not spoken.
+    /// TLS trust and client certificate; `None`: no `https`.
     tls: Option<Arc<ClientConfig>>,
 }
 
-/// Why there is no TLS connection, in words for operators.
+/// Why a TLS connection failed, in words for operators.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TlsConnectError(String);
 
@@ -44,7 +44,7 @@ pub type ReplicaStream = TokioIo<MaybeTls<TcpStream>>;
 type AnyError = Box<dyn std::error::Error + Send + Sync>;
 
 impl ReplicaConnector {
-    /// Speaks `https` like this, or not at all.
+    /// Creates a connector that supports `https` if `tls` is given.
     #[must_use]
     pub fn new(tls: Option<Arc<ClientConfig>>) -> Self {
         let mut tcp = HttpConnector::new();
@@ -52,7 +52,7 @@ impl ReplicaConnector {
         Self { tcp, tls }
     }
 
-    /// Gives up a connection that is not there within `limit`, and sends small packets at once.
+    /// Fails connections that take longer than `limit`, and disables Nagle's algorithm.
     #[must_use]
     pub fn within(mut self, limit: Duration) -> Self {
         self.tcp.set_nodelay(true);
@@ -60,7 +60,7 @@ impl ReplicaConnector {
         self
     }
 
-    /// A client without a pool: every request has its own connection, because replicas come and go.
+    /// Returns a client with a connection per request, because replicas come and go.
     #[must_use]
     pub fn client<B>(&self) -> Client<Self, B>
     where
@@ -91,7 +91,7 @@ impl Service<Uri> for ReplicaConnector {
     type Future = BoxFuture<'static, Result<ReplicaStream, AnyError>>;
 
     fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), AnyError>> {
-        // Each call readies a connector of its own.
+        // Each call waits for its own connector.
         Poll::Ready(Ok(()))
     }
 
@@ -105,10 +105,10 @@ impl Service<Uri> for ReplicaConnector {
     }
 }
 
-/// Shakes hands with a listener of that name or address.
+/// Performs a TLS handshake with the listener at this name or address.
 ///
 /// # Errors
-/// When that fails, or it is no name.
+/// If `host` is not a name or address, or the handshake fails.
 pub async fn secured<S: AsyncRead + AsyncWrite + Unpin>(
     config: &Arc<ClientConfig>,
     host: &str,
@@ -124,12 +124,12 @@ fn is_tls(uri: &Uri) -> bool {
     uri.scheme_str() == Some("https")
 }
 
-/// The fault that TLS has found, if it was TLS that failed.
+/// Returns the TLS fault behind an error, if TLS caused it.
 pub fn tls_fault(error: &io::Error) -> Option<&TlsFault> {
     error.get_ref()?.downcast_ref()
 }
 
-/// Says why a handshake with `host` failed.
+/// Describes why a handshake with `host` failed.
 fn told(host: &str, error: &io::Error) -> String {
     match tls_fault(error) {
         Some(TlsFault::InvalidCertificate(CertificateError::NotValidForNameContext {
@@ -151,7 +151,7 @@ fn told(host: &str, error: &io::Error) -> String {
     }
 }
 
-/// Says that the listener ended the handshake. With TLS 1.3 that shows when an answer is read.
+/// Describes a handshake that the listener ended. TLS 1.3 reveals this only on the first read.
 pub fn refused(alert: &str) -> String {
     format!("it refuses this client (--cert-file FILE or QUORATE_CERT_FILE): {alert}")
 }

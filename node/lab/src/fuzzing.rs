@@ -1,11 +1,11 @@
-//! The reader of traces as a function that must not panic, whatever it is given. For the fuzz
-//! targets of `chaos-tests`.
+//! The trace reader as a function that must not panic on any input, for the fuzz targets of
+//! `chaos-tests`.
 
 use std::time::Duration;
 
 use crate::replay::trace::{LengthScale, TraceOptions, parse};
 
-/// A trace. What is read of it comes in order.
+/// Reads a trace. The requests must be in order of time.
 pub fn trace(bytes: &[u8]) {
     let Ok(text) = std::str::from_utf8(bytes) else {
         return;
@@ -35,7 +35,7 @@ pub fn trace(bytes: &[u8]) {
     drop(text.parse::<LengthScale>());
 }
 
-/// Traces of every format.
+/// Returns sample traces of every format.
 #[must_use]
 pub fn trace_seeds() -> Vec<Vec<u8>> {
     let traces = [

@@ -1,9 +1,9 @@
-//! The laboratory: what the router is tried, measured and compared with.
+//! Tools to try, measure and compare the router.
 //!
 //! [`engine`] emulates vLLM, [`replay`] generates load, [`simulate`] runs a cluster with its
-//! engines and clients in simulated time, [`gateway`] asks endpoint pickers as Envoy does. The `quorate` binary has a command for each. This crate
-//! uses the router's parts (`state`, `api`) but knows no replica; one that needs whole replicas
-//! gets them through a port ([`replay::ClusterUnderTest`]).
+//! engines and clients in simulated time, [`gateway`] asks endpoint pickers as Envoy does. The
+//! `quorate` binary has a command for each of the first three. This crate uses the router's parts
+//! (`state`, `api`). It gets whole replicas through a port ([`replay::ClusterUnderTest`]).
 
 pub mod connector;
 pub mod engine;

@@ -1,8 +1,8 @@
-//! Ports for processes that are started later, or stopped and started again.
+//! Ports for processes that start later, or that stop and start again.
 //!
-//! They lie below the range from which the kernel takes ports for outgoing connections (32768 and
-//! up), so that no connection occupies one while its process is down. One process is given none
-//! twice, and processes side by side begin at different places.
+//! They are below the kernel's range for outgoing connections (32768 and up), so that no connection
+//! takes one while its process is down. A process never gets the same port twice, and concurrent
+//! processes begin at different ports.
 
 use std::io;
 use std::net::TcpListener;
@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicU16, Ordering};
 
 const FIRST: u16 = 20_000;
 const COUNT: u16 = 12_000;
-/// Spreads process ids that follow one another (2^32 divided by the golden ratio).
+/// Multiplier that spreads consecutive process ids (2^32 divided by the golden ratio).
 const SPREAD: u32 = 2_654_435_769;
 
 static PORTS: LazyLock<Ports> = LazyLock::new(|| {
@@ -19,10 +19,10 @@ static PORTS: LazyLock<Ports> = LazyLock::new(|| {
     Ports::from(u16::try_from(high).unwrap_or(0))
 });
 
-/// Returns `count` ports on loopback that nobody listens at.
+/// Returns `count` unused ports on loopback.
 ///
 /// # Errors
-/// [`io::ErrorKind::AddrInUse`] when fewer are free.
+/// [`io::ErrorKind::AddrInUse`] if fewer are free.
 pub fn free(count: usize) -> io::Result<Vec<u16>> {
     PORTS.free(count)
 }

@@ -1,6 +1,6 @@
-//! A small seeded generator: the same numbers for the same seed, on every build and machine.
+//! A small seeded generator: the same seed gives the same numbers on every build and machine.
 //!
-//! Streams for different purposes are split by a label, so that drawing more of one does not shift
+//! Labels split it into streams for different purposes, so that more draws from one do not shift
 //! the others.
 
 use rand_xoshiro::SplitMix64;
@@ -11,7 +11,7 @@ use rand_xoshiro::rand_core::{RngCore, SeedableRng};
 pub struct Rng(SplitMix64);
 
 impl Rng {
-    /// The stream of `label` under `seed`.
+    /// Creates the stream of `label` under `seed`.
     #[must_use]
     pub fn new(seed: u64, label: u64) -> Self {
         let start = seed ^ label.wrapping_mul(0xd6e8_feb8_6659_fd93);
@@ -20,29 +20,29 @@ impl Rng {
         Self(rng)
     }
 
-    /// The next 64 bits.
+    /// Returns the next 64 bits.
     pub fn next_u64(&mut self) -> u64 {
         self.0.next_u64()
     }
 
-    /// A number below `bound`; 0 when the bound is 0.
+    /// Returns a number below `bound`, or 0 if the bound is 0.
     pub fn below(&mut self, bound: u64) -> u64 {
         let wide = u128::from(self.next_u64()) * u128::from(bound);
         u64::try_from(wide >> 64).expect("a 128-bit product has 64 high bits")
     }
 
-    /// A number from `least` to `most`, both included.
+    /// Returns a number from `least` to `most`, both included.
     pub fn within(&mut self, least: u32, most: u32) -> u32 {
         let drawn = self.below(u64::from(most.saturating_sub(least)) + 1);
         least + u32::try_from(drawn).expect("below a 32-bit bound")
     }
 
-    /// A number in `0.0..1.0`.
+    /// Returns a number in `0.0..1.0`.
     pub fn unit(&mut self) -> f64 {
         (self.next_u64() >> 11) as f64 / (1_u64 << 53) as f64
     }
 
-    /// Time to the next of events that come `per_s` times a second on average (a Poisson process).
+    /// Returns the microseconds to the next event of a Poisson process with rate `per_s`.
     pub fn gap_us(&mut self, per_s: f64) -> u64 {
         let seconds = -(1.0 - self.unit()).ln() / per_s;
         (seconds * 1e6) as u64
@@ -53,7 +53,7 @@ impl Rng {
 mod tests {
     use super::*;
 
-    /// Runs that were recorded by their seed stay what they were.
+    /// Runs that were recorded by their seed must stay reproducible.
     #[test]
     fn the_numbers_of_a_seed_never_change() {
         let mut rng = Rng::new(7, 3);

@@ -3,9 +3,9 @@
 //! Members include their wall clock in every message. The cluster's clock, which stamps commands,
 //! is the median of them all: a minority of wrong clocks, even including this replica's own, moves
 //! it no further than to the next right one. Between two updates it advances with the monotonic
-//! clock, which nobody sets. If the number of clocks is even, as with one of three replicas away,
-//! the median is the one of the two middle values that is closer to the previous time, so that a
-//! clock that jumps is not followed. A replica that hears nobody follows its own clock.
+//! clock, which nobody sets. If the number of clocks is even, the median is the middle value that
+//! is closer to the previous time, so a clock that jumps is not followed. A replica that receives
+//! no messages follows its own clock.
 //!
 //! A clock reading is as old as its message was in transit, so of the messages of the last one or
 //! two seconds, the fastest one counts. Replicated time follows the stamps, see
@@ -26,15 +26,15 @@ use tokio_util::sync::CancellationToken;
 use super::intervals::every;
 use super::log_version;
 
-/// How long a clock counts after its last reading.
+/// Time for which a clock counts after its last reading.
 const SILENT: Duration = Duration::from_secs(10);
-/// Length of a period. The fastest message is chosen from those of one or two periods.
+/// Length of a period. The fastest message of the last one or two periods counts.
 const STRETCH: Duration = Duration::from_secs(1);
-/// How long a replica that has just started waits for the others' clocks before it stamps anything.
+/// Longest wait of a new replica for the others' clocks, before it stamps anything.
 const ASKING: Duration = Duration::from_secs(1);
 /// Skew above which a clock is warned about, in milliseconds.
 pub(super) const SKEW_MS_MAX: u64 = 1000;
-/// Interval at which it is checked whether replicated time can be paced.
+/// Interval of checks whether replicated time can be paced.
 const PACE_INTERVAL: Duration = Duration::from_secs(1);
 
 /// The clocks of all members.
@@ -84,19 +84,19 @@ impl ClusterClocks {
         Clock::of(move || clocks.unix_ms())
     }
 
-    /// Returns the time of this replica's own clock, as Unix milliseconds.
+    /// Returns the time of this replica's own clock, in Unix milliseconds.
     pub(super) fn own_unix_ms(&self) -> u64 {
         self.own.unix_ms()
     }
 
-    /// Returns the time of the cluster's clock, as Unix milliseconds.
+    /// Returns the time of the cluster's clock, in Unix milliseconds.
     pub(super) fn unix_ms(&self) -> u64 {
         let offset_ms = self.offset_ms.load(Ordering::Relaxed);
         u64::try_from(offset_ms.saturating_add(self.passed_ms())).unwrap_or(0)
     }
 
-    /// Whether all other members were heard, or waiting for them is pointless. Before that, a wrong
-    /// clock of this replica would be believed.
+    /// Whether all other members have been heard, or enough time has passed. Before that, the
+    /// cluster's clock would follow a wrong clock of this replica.
     pub(super) fn is_settled(&self, others: impl FnOnce() -> usize) -> bool {
         self.began.elapsed() >= ASKING || self.peers().len() >= others()
     }
@@ -137,7 +137,7 @@ impl ClusterClocks {
         self.settle(&peers);
     }
 
-    /// Follows this replica's own clock, and forgets silent peers. To be called often.
+    /// Follows this replica's own clock, and forgets silent peers. Call it often.
     pub(super) fn turn(&self) {
         let mut peers = self.peers();
         peers.retain(|_, peer| peer.heard.elapsed() < SILENT);
@@ -170,7 +170,7 @@ impl ClusterClocks {
     }
 
     fn peers(&self) -> MutexGuard<'_, BTreeMap<u8, PeerClock>> {
-        // Entries are always complete.
+        // Entries are always complete, so a poisoned lock is harmless.
         self.peers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -189,7 +189,7 @@ fn signed(unix_ms: u64) -> i64 {
     i64::try_from(unix_ms).unwrap_or(i64::MAX)
 }
 
-/// Turns on paced replicated time as soon as all members support it, then ends; also ends at
+/// Turns on paced replicated time as soon as all members support it, then ends. Also ends at
 /// `stop`.
 pub(super) async fn pace(cluster: Arc<dyn Cluster>, replica: Replica, stop: CancellationToken) {
     let mut ticks = every(PACE_INTERVAL);
@@ -224,7 +224,7 @@ mod tests {
     const DAY_MS: u64 = 24 * 60 * 60 * 1000;
     const START_MS: u64 = 20_000 * DAY_MS;
 
-    /// A replica's clocks, and the error of its own clock.
+    /// Returns a replica's clocks, and the error of its own clock.
     fn clocks() -> (Arc<ClusterClocks>, Arc<AtomicI64>) {
         let (error_ms, began) = (Arc::new(AtomicI64::new(0)), Instant::now());
         let wrong_ms = Arc::clone(&error_ms);
@@ -280,7 +280,7 @@ mod tests {
         clocks.heard(2, START_MS + 2010 + DAY_MS);
         assert_eq!(clock.unix_ms(), START_MS + 2010);
         assert!(clocks.is_settled(|| 3), "nobody is waited for that long");
-        // Alone, it has only its own clock.
+        // Without peers, it has only its own clock.
         error_ms.store(7000, Ordering::Relaxed);
         pass(10_000).await;
         clocks.turn();

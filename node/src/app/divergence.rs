@@ -3,8 +3,8 @@
 //!
 //! Replicas that applied the same log must hold the same state. If one differs from most voters, a
 //! fault of memory or of the program has corrupted it, and it cannot tell where. It then neither
-//! leads nor is elected, because others might take its snapshots, and reports that it is not ready
-//! until it has taken over the state of a replica in the majority.
+//! leads nor is elected, because others might take its snapshots. It reports not ready until it has
+//! taken over the state of a replica in the majority.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -20,7 +20,7 @@ use super::machine::SharedState;
 /// Interval of checks and of attempts to replace the state. A difference is handled at once.
 const INTERVAL: Duration = Duration::from_secs(1);
 
-/// Checks until `stop`.
+/// Checks for divergence until `stop`.
 pub(super) async fn watch(replica: Replica, shared: Arc<SharedState>, stop: CancellationToken) {
     let digests = Arc::clone(&shared.digests);
     let mut last_seen = LogIndex(0);
@@ -68,7 +68,7 @@ pub(super) async fn watch(replica: Replica, shared: Arc<SharedState>, stop: Canc
     }
 }
 
-/// Takes over the state from the first of `holders` that provides it, because some may be away.
+/// Takes over the state from the first of `holders` that provides it, because some may be down.
 async fn rebuild(replica: &Replica, holders: &[ReplicaId]) -> Result<u64, ChangeError> {
     let mut rebuilt = Err(ChangeError::Refused(
         "nobody holds the majority's state".to_owned(),

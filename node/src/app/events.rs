@@ -25,7 +25,7 @@ pub(super) async fn log(events: EventBus, stop: CancellationToken) {
     }
 }
 
-/// Writes the line of an event, with its parts as fields.
+/// Logs an event, with its parts as fields.
 fn tell(event: &ClusterEvent) {
     let name = event.name();
     match event {
@@ -84,11 +84,11 @@ fn tell(event: &ClusterEvent) {
     }
 }
 
-/// A value as one text without quotes: settings as `name=value`, with a point before what is inside
-/// of another.
+/// Formats a value as one text without quotes: settings as `name=value`, nested names joined by
+/// dots.
 fn plain(value: &impl Serialize) -> String {
     let mut parts = Vec::new();
-    // Texts, numbers and maps by text serialise.
+    // Strings, numbers and maps with string keys always serialise.
     let value = serde_json::to_value(value).unwrap_or_default();
     add_plain("", &value, &mut parts);
     parts.join(" ")
@@ -135,7 +135,7 @@ mod tests {
         }
     }
 
-    /// The line of an event as JSON.
+    /// Returns the log line of an event as JSON.
     fn line(event: &ClusterEvent) -> Value {
         let written = Written::default();
         let writer = written.clone();

@@ -1,4 +1,4 @@
-//! Takes this replica's figures once a second, for its peers and for people.
+//! Collects this replica's figures once a second, for its peers and for operators.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -19,10 +19,10 @@ use super::core::ReplicaCore;
 use super::intervals::every;
 use super::log_metrics::disk_space;
 
-/// From one look to the next.
+/// Interval at which figures are collected.
 const INTERVAL: Duration = Duration::from_secs(1);
 
-/// What the figures are taken from.
+/// Sources of the figures.
 pub(super) struct FigureSources {
     board: Arc<FigureBoard>,
     cluster: Arc<dyn Cluster>,
@@ -53,7 +53,7 @@ impl FigureSources {
         }
     }
 
-    /// Fills the board until `stop`.
+    /// Updates the board until `stop`.
     pub(super) async fn run(self, stop: CancellationToken) {
         let (started, mut window) = (Instant::now(), RecentWindow::default());
         let mut ticks = every(INTERVAL);

@@ -2,9 +2,8 @@
 
 use super::gossip::GossipMessage;
 
-/// Decodes a peer's message. Encoding it again restores the bytes, except for forms that are never
-/// written: an explicit, empty backlog, and explicit, empty shares
-/// and figures.
+/// Decodes a peer's message. Encoding it again must restore the bytes, except for forms that are
+/// never written: an explicit empty backlog, and explicit empty shares and figures.
 pub fn exchange(bytes: &[u8]) {
     if let Some(message) = GossipMessage::read(bytes) {
         assert_eq!(GossipMessage::read(&message.write()), Some(message));

@@ -1,16 +1,15 @@
 //! Messages between replicas outside the log: load, backlog, and digests.
 //!
-//! They travel in one message, because a slow peer receives only the newest one, so none can
-//! displace the others. Layout: a version byte; the length of the digest claim in one byte; the
-//! claim (see [`Digests::message`]); from version 2 on, the length of the backlog in two bytes,
-//! little-endian, and the backlog (see [`backlog::encode`]); in version 3 on the length of the load
-//! report in four bytes, little-endian; then the load report (see [`LoadTable::local_report`]), in
-//! versions 1 and 2 up to the end; then from version 3 on the shares (see [`share_reports`]), in version 4
-//! after their length in four bytes, little-endian, otherwise up to the end; then in version 4 the
-//! figures for people (see [`api::figures`]) up to the end. Version 4 is sent once all members have
-//! said that they know it ([`log_version::all_know_messages`]), and version 3 once all members have said that they know log format
-//! [`SHARES_SINCE_FORMAT`]. Before, a message while nothing waits has version 1, which every version
-//! can read; it implies an empty backlog.
+//! All parts travel in one message: a slow peer receives only the newest message, so separate ones
+//! could displace each other. Lengths are little-endian. Layout: a version byte; the digest claim
+//! (see [`Digests::message`]) after its length in one byte; from version 2 on, the backlog (see
+//! [`backlog::encode`]) after its length in two bytes; the load report (see
+//! [`LoadTable::local_report`]), from version 3 on after its length in four bytes; from version 3
+//! on, the shares (see [`share_reports`]), in version 4 after their length in four bytes; in
+//! version 4, the figures (see [`api::figures`]). Replicas send version 4 once all members have
+//! announced it ([`log_version::all_know_messages`]), and version 3 once all know log format
+//! [`SHARES_SINCE_FORMAT`]. Before, a message without a backlog has version 1, which every build
+//! reads and which implies an empty backlog.
 //!
 //! [`LoadTable::local_report`]: api::routing::LoadTable::local_report
 
@@ -32,9 +31,9 @@ use super::intervals::every;
 use super::log_version::{self, SHARES_SINCE_FORMAT, VERSION_FIGURES, VERSION_SHARES};
 use super::machine::ApplyObserver;
 
-/// Interval at which this replica's load and backlog are checked.
+/// Interval at which this replica checks its load and backlog.
 const INTERVAL: Duration = Duration::from_millis(20);
-/// The same while nothing runs or waits anywhere: the longest that counts as time of shares.
+/// The same while nothing runs or waits anywhere: the longest that still counts for shares.
 const IDLE_INTERVAL: Duration = Duration::from_millis(state::shares::LOOK_MS_MAX);
 /// Version of a message without a backlog.
 const VERSION_IDLE: u8 = 1;
@@ -44,7 +43,7 @@ const VERSION_BACKLOGGED: u8 = 2;
 const BACKLOG_BYTES_MAX: usize = u16::MAX as usize;
 const _: () = assert!(backlog::REPORT_BYTES_MAX <= BACKLOG_BYTES_MAX);
 
-/// Receiver of the peers' messages.
+/// Receiver of peers' messages.
 pub(super) struct GossipInbox {
     /// Receives the peers' load.
     pub(super) load: Arc<LoadTable>,
@@ -58,10 +57,10 @@ pub(super) struct GossipInbox {
     pub(super) figures: Arc<FigureBoard>,
     /// Compares the peers' clocks with this replica's.
     pub(super) clocks: Arc<ClusterClocks>,
-    /// Newest version of messages that is read: that of this build, except in simulations of
-    /// several builds.
+    /// Newest message version that is read: that of this build, except in simulations of several
+    /// builds.
     pub(super) version_max: u8,
-    /// Hears of messages that are not read.
+    /// Observer that is notified of unreadable messages.
     pub(super) witness: Option<Arc<dyn ApplyObserver>>,
 }
 
@@ -88,7 +87,7 @@ impl PeerHandler for GossipInbox {
         {
             tracing::warn!(peer = from, %error, "could not decode a peer's figures");
         }
-        // Before the load, which wakes those who look for a place.
+        // Before the load, whose update wakes requests that wait for a place.
         if !message.shares.is_empty()
             && let Err(error) = self.shares.hear(peer, message.shares)
         {
@@ -117,9 +116,9 @@ pub(super) struct GossipMessage<'a> {
     pub(super) claim: &'a [u8],
     pub(super) backlog: &'a [u8],
     pub(super) load: &'a [u8],
-    /// Empty: none were told.
+    /// Empty if the message has none.
     pub(super) shares: &'a [u8],
-    /// Empty: none were told.
+    /// Empty if the message has none.
     pub(super) figures: &'a [u8],
 }
 
@@ -194,16 +193,16 @@ impl<'a> GossipMessage<'a> {
     }
 }
 
-/// A part after its length in four bytes, and what follows it.
+/// Splits off a part that follows its length in four bytes.
 fn split_long(bytes: &[u8]) -> Option<(&[u8], &[u8])> {
     let (length, rest) = bytes.split_first_chunk()?;
     rest.split_at_checked(usize::try_from(u32::from_le_bytes(*length)).ok()?)
 }
 
-/// Updates the clocks and replicated time, and sends messages to the peers until `stop`. A change
-/// of load or backlog is sent within [`INTERVAL`], at once if the first request waits or the last
-/// one went, or if places are wanted or handed over, and everything is repeated often enough to
-/// count as alive.
+/// Updates the clocks and replicated time, and sends messages to the peers until `stop`. Sends a
+/// change of load or backlog within [`INTERVAL`], and at once if the first request waits, the last
+/// one has gone, or places are wanted or handed over. Repeats everything often enough to count as
+/// alive.
 pub(super) async fn tell(
     replica: Replica,
     (load, shares): (Arc<LoadTable>, Arc<Shares>),
@@ -260,7 +259,7 @@ pub(super) async fn tell(
     }
 }
 
-/// The other members.
+/// Returns the ids of the other members.
 fn others(status: &Status) -> Vec<ReplicaId> {
     let ids = status.members.keys().filter(|id| **id != status.id);
     ids.map(|id| ReplicaId(*id)).collect()

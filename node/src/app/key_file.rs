@@ -1,4 +1,4 @@
-//! Reloads files of keys and tokens when they change, so that one can be revoked without a restart.
+//! Reloads files of keys and tokens when they change, so that revocation needs no restart.
 
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
@@ -29,7 +29,7 @@ impl<R: Fn(&Path)> WatchedFile<R> {
     }
 }
 
-/// Has the keys in `file` served from here on. An unreadable file changes nothing.
+/// Accepts the keys in `file` from now on. An unreadable file changes nothing.
 pub(crate) fn read_api_keys(file: &Path, keys: &ApiKeys) {
     match key_file::read(file) {
         Ok(told) => {
@@ -40,7 +40,7 @@ pub(crate) fn read_api_keys(file: &Path, keys: &ApiKeys) {
     }
 }
 
-/// Has the tokens in `file` accepted from here on. An unreadable file changes nothing.
+/// Accepts the tokens in `file` from now on. An unreadable file changes nothing.
 pub(crate) fn read_admin_tokens(file: &Path, tokens: &AdminTokens) {
     match tokens_file::read(file) {
         Ok(told) => {
@@ -57,7 +57,7 @@ pub(super) async fn follow(
     read: impl Fn(&Path) + Send + 'static,
     stop: CancellationToken,
 ) {
-    // The first check reads it once more, because it may have changed since the config was read.
+    // The first check always reads the file: it may have changed since the config was read.
     let seen = None;
     let followed = Mutex::new(WatchedFile { file, read, seen });
     let look = move || {
@@ -78,7 +78,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let file = dir.path().join("keys");
         let write = |text: &str| {
-            // As a careful operator would: written to another name, then renamed.
+            // Written to another name and renamed, as a careful operator would.
             let beside = dir.path().join("beside");
             std::fs::write(&beside, text).unwrap();
             std::fs::rename(&beside, &file).unwrap();

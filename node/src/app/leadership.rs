@@ -1,4 +1,4 @@
-//! Leadership transfer by a replica that leaves or whose state is wrong.
+//! Leadership transfer by a replica that leaves or whose state has diverged.
 
 use std::time::Duration;
 
@@ -7,7 +7,7 @@ use raft::{Member, Replica, Role};
 /// Longest wait for another replica to take over when the leader leaves.
 const HANDOVER_DEADLINE: Duration = Duration::from_secs(3);
 
-/// Transfers leadership to another voter, if this replica has it and there is one.
+/// Transfers leadership to another voter, if this replica leads and another voter exists.
 pub(super) async fn hand_over(replica: &Replica) {
     let status = replica.status();
     let is_other_voter = |(id, member): (&u8, &Member)| *id != status.id && member.is_voter;

@@ -1,4 +1,4 @@
-//! Metrics of the log and of the disk that it is on, read at each scrape.
+//! Metrics of the log and of its disk, read at each scrape.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -9,7 +9,7 @@ use prometheus_client::metrics::MetricType;
 use raft::{Replica, SYNC_BUCKETS_S};
 use rustix::fs::statvfs;
 
-/// Reads how long syncs took, and how full the disk is.
+/// Collector of sync times and disk usage.
 pub(super) struct LogMetrics {
     pub(super) replica: Replica,
     pub(super) data_dir: PathBuf,
@@ -21,13 +21,13 @@ impl fmt::Debug for LogMetrics {
     }
 }
 
-/// How full a disk is.
+/// Free and total space of a disk.
 pub(super) struct DiskSpace {
     pub(super) free_bytes: u64,
     pub(super) size_bytes: u64,
 }
 
-/// Reads how full the disk is that `folder` is on; `None`: its file system does not say.
+/// Returns the space of the disk that holds `folder`; `None` if its file system does not report it.
 pub(super) fn disk_space(folder: &Path) -> Option<DiskSpace> {
     let space = statvfs(folder).ok().filter(|space| space.f_blocks > 0)?;
     Some(DiskSpace {
@@ -57,7 +57,7 @@ impl Collector for LogMetrics {
 }
 
 impl LogMetrics {
-    /// A file system that does not say how large it is has no metrics.
+    /// Encodes disk metrics, unless the file system does not report its size.
     fn encode_disk(&self, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
         let Some(space) = disk_space(&self.data_dir) else {
             return Ok(());

@@ -3,7 +3,7 @@
 //! A replica stops at a command that it cannot decode. Each replica therefore announces the newest
 //! format it knows as a label of its membership, and updates it when started with another build. A
 //! command that not every build knows is proposed only once all members have announced its format.
-//! A member that is away counts with its last announcement, because it would stop when it returns.
+//! A member that is down counts with its last announcement, because it would stop when it returns.
 //! Announcements may be slightly outdated, so do not downgrade a replica while such commands are
 //! being proposed.
 
@@ -19,25 +19,25 @@ use tokio_util::sync::CancellationToken;
 use super::intervals::every;
 use crate::planted::{self, Bug};
 
-/// From one look at the members to the next.
+/// Interval at which the members' formats are checked.
 const FOLLOW_EVERY: Duration = Duration::from_secs(1);
-/// Format of which builds read which predictions held.
+/// Log format that added the outcomes of predictions.
 const BELIEFS_SINCE_FORMAT: u8 = 10;
-/// Name of the label.
+/// Name of the label with the log format.
 const LABEL: &str = "format";
-/// Version of messages between replicas with shares, which builds know that know
-/// [`SHARES_SINCE_FORMAT`].
+/// Version of messages between replicas with shares. Builds that know log format
+/// [`SHARES_SINCE_FORMAT`] read it.
 pub(super) const VERSION_SHARES: u8 = 3;
-/// Newest version of the messages between replicas that this build reads: those with figures.
+/// Newest version of messages between replicas that this build reads: those with figures.
 pub(super) const VERSION_FIGURES: u8 = 4;
-/// Builds that know this format of the log know messages with shares.
+/// Log format from which on builds read messages with shares.
 pub(super) const SHARES_SINCE_FORMAT: u8 = 4;
-/// Name of the label with the newest version of messages.
+/// Name of the label with the newest readable version of messages.
 const MESSAGES_LABEL: &str = "messages";
 
-/// Returns the newest version of messages that a build reads which knows this format. Builds before
-/// this one are those that simulations mix: some of them knew this format and not these messages, so
-/// they are taken not to know them.
+/// Returns the newest message version that a build with this log format reads. Simulations mix
+/// earlier builds. Some of those knew this format but not its messages, so they count as not
+/// knowing them.
 pub(super) fn messages_known(format: u8) -> u8 {
     match format {
         FORMAT_VERSION.. => VERSION_FIGURES,
@@ -46,7 +46,7 @@ pub(super) fn messages_known(format: u8) -> u8 {
     }
 }
 
-/// Returns the labels of a build that knows this format.
+/// Returns the labels of a build that knows the format `own`.
 pub(super) fn labels(own: u8) -> [(String, String); 2] {
     let label = |name: &str, known: u8| (name.to_owned(), known.to_string());
     [
@@ -55,7 +55,7 @@ pub(super) fn labels(own: u8) -> [(String, String); 2] {
     ]
 }
 
-/// Whether all members have announced that they can read messages of this version. Only asked of
+/// Whether all members have announced that they can read messages of this version. Only valid for
 /// versions from [`VERSION_FIGURES`] on, which builds without the label cannot read.
 pub(super) fn all_know_messages(status: &Status, version: u8) -> bool {
     let told = |member: &Member| member.labels.get(MESSAGES_LABEL)?.parse::<u8>().ok();
@@ -64,8 +64,8 @@ pub(super) fn all_know_messages(status: &Status, version: u8) -> bool {
         || members.all(|member| told(member).is_some_and(|known| known >= version))
 }
 
-/// Returns an error that lists the members that cannot decode `command`, if any. This replica,
-/// whose status is passed, can.
+/// Returns an error that lists the members that cannot decode `command`, if any. Skips this
+/// replica, whose status is passed.
 pub(super) fn check(command: &Command, status: &dyn Fn() -> Status) -> Result<(), String> {
     let needed = format_of(command);
     if needed <= FORMAT_VERSION_COMMON || planted::is(Bug::FormatSentEarly) {
@@ -86,8 +86,8 @@ pub(super) fn check(command: &Command, status: &dyn Fn() -> Status) -> Result<()
     ))
 }
 
-/// Returns what to propose in place of `command` while not all members can read it, where there is
-/// such a thing: a key can be revoked at any time, and is then not remembered as revoked.
+/// Returns a substitute to propose while not all members can decode `command`, if one exists: a key
+/// can always be revoked, but is then not remembered as revoked.
 pub(super) fn readable(command: Command, status: &dyn Fn() -> Status) -> Command {
     match command {
         Command::EndKey { id } if check(&command, status).is_err() => Command::RevokeKey { id },
@@ -103,8 +103,8 @@ pub(super) fn all_know(status: &Status, format: u8) -> bool {
         .all(|member| known(member) >= format)
 }
 
-/// Has `dispatcher` tell which predictions held once all members can read it, until `stop`. The item
-/// goes with others in a batch, which one that cannot be read would hold back.
+/// Makes `dispatcher` report which predictions held once all members can decode that, until `stop`.
+/// Sent earlier, one unreadable item would hold back its whole batch.
 pub(super) async fn follow(replica: Replica, dispatcher: Arc<Dispatcher>, stop: CancellationToken) {
     let mut ticks = every(FOLLOW_EVERY);
     while stop.run_until_cancelled(ticks.tick()).await.is_some() {

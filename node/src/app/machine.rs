@@ -1,5 +1,5 @@
-//! The state machine driven by the log: decodes, applies, encodes. The one place where log and
-//! router meet.
+//! The state machine that the log drives: decodes commands, applies them and encodes replies. The
+//! only place where log and router meet.
 
 use std::io::{Read, Write};
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -14,8 +14,8 @@ use tokio::runtime::{Handle, RuntimeFlavor};
 
 use super::log_version;
 
-/// The replicated state and the digests of its past, shared between the log that changes it and the
-/// admin API that reads it.
+/// The replicated state and its past digests, shared between the log, which changes it, and the
+/// admin API, which reads it.
 #[derive(Default)]
 pub(super) struct SharedState {
     state: Mutex<RouterState>,
@@ -24,8 +24,7 @@ pub(super) struct SharedState {
 }
 
 impl SharedState {
-    /// Locks the state between two applies. Hold the lock only briefly, because `apply` waits
-    /// meanwhile.
+    /// Locks the state between two applies. Hold the lock only briefly, because it blocks `apply`.
     pub(super) fn state(&self) -> MutexGuard<'_, RouterState> {
         self.state
             .lock()
@@ -33,8 +32,8 @@ impl SharedState {
     }
 }
 
-/// Observes every change of a replica's state immediately after it, for a simulation that checks
-/// invariants. `apply` waits meanwhile.
+/// Observes every change of a replica's state immediately after it, for simulations that check
+/// invariants. Blocks `apply` meanwhile.
 pub trait ApplyObserver: Send + Sync + 'static {
     /// The entry at `index` was applied; `None` if it carries no command.
     fn applied(&self, state: &RouterState, index: u64, command: Option<&[u8]>);
@@ -50,12 +49,12 @@ pub trait ApplyObserver: Send + Sync + 'static {
 pub(super) struct RouterMachine {
     shared: Arc<SharedState>,
     witness: Option<Arc<dyn ApplyObserver>>,
-    /// Newest format of the log that it reads.
+    /// Newest log format that it reads.
     format: u8,
 }
 
 impl RouterMachine {
-    /// Creates a machine over `shared`. Nothing else may apply to it.
+    /// Creates a machine over `shared`. Nothing else may apply commands to it.
     #[must_use]
     pub(super) fn new(shared: Arc<SharedState>, witness: Option<Arc<dyn ApplyObserver>>) -> Self {
         Self {
@@ -65,14 +64,14 @@ impl RouterMachine {
         }
     }
 
-    /// Reads no format that is newer, as an earlier build would.
+    /// Limits the machine to log formats up to `format`, like an earlier build.
     #[must_use]
     pub(super) fn knowing(self, format: u8) -> Self {
         Self { format, ..self }
     }
 
-    /// Reads the backup that `command` switches to, if it does. It may contain millions of blocks,
-    /// so reading must block neither users of the state nor other tasks on this thread.
+    /// Decodes the backup that `command` switches to, if any. It may contain millions of blocks, so
+    /// decoding must block neither users of the state nor other tasks on this thread.
     fn read_ahead(&self, command: &Command) {
         if !matches!(command, Command::FinishRestore { .. }) {
             return;
@@ -143,7 +142,7 @@ impl StateMachine for RouterMachine {
     }
 }
 
-/// Decodes a command as a build does that knows this format.
+/// Decodes a command like a build that knows `format`.
 fn read(format: u8, command: &[u8]) -> Result<Envelope, String> {
     let envelope = state::codec::decode_envelope(command).map_err(|error| error.to_string())?;
     if format < FORMAT_VERSION && format_of(&envelope.command) > format {

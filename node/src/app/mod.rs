@@ -1,8 +1,8 @@
-//! One replica as a value: built from a config, started, and run until told to leave.
+//! One replica as a value: built from a config, started, and run until asked to leave.
 //!
-//! Everything is wired here and nowhere else: the state behind the log, the router over both, the
-//! data plane, the admin API, and the loops that carry load and digests between replicas. Several
-//! apps can run in one process; each has its own sockets, state and metrics.
+//! All wiring is here: the state behind the log, the router over both, the data plane, the admin
+//! API, and the loops that carry load and digests between replicas. Several apps can run in one
+//! process; each has its own sockets, state and metrics.
 
 mod clocks;
 pub mod core;
@@ -65,7 +65,7 @@ impl App {
     /// Binds the config's addresses. Must be called within a tokio runtime.
     ///
     /// # Errors
-    /// If one of them cannot be bound, or a certificate cannot be read.
+    /// If an address cannot be bound, or a certificate cannot be read.
     pub fn build(config: Config) -> anyhow::Result<Self> {
         let sockets = BoundSockets::bind(&config.listen)?;
         Self::on(config, sockets)
@@ -99,19 +99,19 @@ impl App {
         self.addresses
     }
 
-    /// Returns what `GET /admin/v1/config` shows, to be kept up to date when the config is reloaded.
+    /// Returns what `GET /admin/v1/config` shows. Update it when the config is reloaded.
     #[must_use]
     pub fn file_settings(&self) -> SharedFileSettings {
         self.file.clone()
     }
 
-    /// Returns what takes a config that was reloaded.
+    /// Returns a handle that applies a reloaded config.
     #[must_use]
     pub fn reload_handle(&self) -> ReloadHandle {
         self.reload.clone()
     }
 
-    /// Asks here for the config to be read again when an operator wants it.
+    /// Sends a request to `requests` when an operator asks for a reload of the config.
     #[must_use]
     pub fn reloading_by(self, requests: ReloadRequests) -> Self {
         Self {
@@ -120,7 +120,7 @@ impl App {
         }
     }
 
-    /// Changes the log with this when an operator wants it.
+    /// Changes the log level through `control` when an operator asks for it.
     #[must_use]
     pub fn logging_by(self, control: LogLevelControl) -> Self {
         Self {
@@ -129,7 +129,7 @@ impl App {
         }
     }
 
-    /// Shows these metrics of the access log's file.
+    /// Exposes these metrics of the access log's file.
     #[must_use]
     pub fn with_access_file(self, metrics: AccessFileMetrics) -> Self {
         Self {
@@ -138,7 +138,7 @@ impl App {
         }
     }
 
-    /// Returns the certificates, to be read again when the config is reloaded.
+    /// Returns the certificates, to reload them together with the config.
     #[must_use]
     pub fn certificates(&self) -> CertificateWatch {
         self.tls.watch()
@@ -152,7 +152,7 @@ impl App {
         running::start(self).await
     }
 
-    /// Starts the replica, serves until told to leave, then leaves.
+    /// Starts the replica, serves until `shutdown` requests a drain, then leaves.
     ///
     /// # Errors
     /// See [`App::start`].

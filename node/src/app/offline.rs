@@ -1,7 +1,7 @@
-//! A state without a replica: replayed from a store's log or read from a backup, to be looked at.
+//! A state without a replica, for inspection: replayed from a store's log or read from a backup.
 //!
-//! Nothing runs behind it. A decision explained against it knows the state and no load, and takes
-//! every engine for healthy.
+//! A decision explained against it uses the state without any load, and assumes that every engine
+//! is healthy.
 
 use std::fs::File;
 use std::io::BufReader;
@@ -26,16 +26,16 @@ use crate::config::Config;
 /// A state at one log index.
 pub struct OfflineState {
     shared: Arc<SharedState>,
-    /// The indexes that could have been asked for.
+    /// Log indexes that were available.
     pub range: ReplayRange,
 }
 
-/// Replays the log of the store below `data_dir` up to the index `to`, by default the last that is
-/// known to be committed. The store is copied to the new folder `scratch`, which is removed
+/// Replays the log of the store below `data_dir` up to the index `to`, by default the last one
+/// known to be committed. Copies the store to the new folder `scratch`, which is removed
 /// afterwards. Blocks.
 ///
 /// # Errors
-/// If the store is in use, is damaged, or does not have the index.
+/// If the store is in use or damaged, or does not contain the index.
 pub fn replayed(data_dir: &Path, scratch: &Path, to: Option<u64>) -> anyhow::Result<OfflineState> {
     let shared = Arc::new(SharedState::default());
     let mut machine = RouterMachine::new(Arc::clone(&shared), None);
@@ -43,10 +43,10 @@ pub fn replayed(data_dir: &Path, scratch: &Path, to: Option<u64>) -> anyhow::Res
     Ok(OfflineState { shared, range })
 }
 
-/// Reads a backup, whose state is of one index. Blocks.
+/// Reads a backup, which holds the state at one index. Blocks.
 ///
 /// # Errors
-/// If the file is no whole backup, or of another index than `to`.
+/// If the file is not a complete backup, or its index differs from `to`.
 pub fn backed_up(file: &PathBuf, to: Option<u64>) -> anyhow::Result<OfflineState> {
     let opened = File::open(file).with_context(|| format!("open {}", file.display()))?;
     let (mut reader, head) = FileReader::open(BufReader::new(opened))
@@ -72,11 +72,11 @@ impl OfflineState {
         read(&self.shared.state())
     }
 
-    /// Explains the request in `body`, which is a body of `POST /admin/v1/explain`, by the
+    /// Explains the request in `body`, which is a body of `POST /admin/v1/explain`, with the
     /// tokenizers and users of `config`.
     ///
     /// # Errors
-    /// As the admin API.
+    /// Those of the admin API.
     pub async fn explained(&self, config: &Config, body: &[u8]) -> anyhow::Result<Value> {
         let view = self.shared.state().view();
         let backends = Arc::new(Backends::new(raft_options::probe_settings(config)));
@@ -104,7 +104,7 @@ impl OfflineState {
     }
 }
 
-/// What is assumed of engines that nobody asked.
+/// Assumed health of engines, which are not probed.
 const ASSUMED: Health = Health {
     is_healthy: true,
     detail: None,

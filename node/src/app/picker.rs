@@ -1,4 +1,4 @@
-//! The endpoint picker of a replica: its listener, its certificate, its metrics.
+//! The endpoint picker of a replica: listener, certificate and metrics.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -17,21 +17,21 @@ use tokio_util::sync::CancellationToken;
 use super::tls::ReplicaCertificates;
 use crate::config::Config;
 
-/// What a picker is made of.
+/// Components of a picker.
 pub(super) struct PickerParts {
-    /// `None`: there is no picker.
+    /// `None`: the replica has no picker.
     pub(super) listener: Option<TcpListener>,
     pub(super) proxy: Arc<Proxy>,
-    /// How long open streams may take to end.
+    /// Returns the time that open streams may take to end.
     pub(super) deadline: Box<dyn Fn() -> Duration + Send + Sync>,
     pub(super) no_more: CancellationToken,
 }
 
 impl PickerParts {
-    /// What serves gateways, if there is a listener; nothing before it is polled.
+    /// Returns what serves gateways, if a listener exists. It does nothing before it is polled.
     ///
     /// # Errors
-    /// If no certificate can be made.
+    /// If no certificate can be created.
     pub(super) fn serving(
         self,
         config: &Config,
@@ -52,7 +52,7 @@ impl PickerParts {
     }
 }
 
-/// How the listener speaks TLS; `None`: not at all.
+/// Returns the TLS setup of the listener; `None`: without TLS.
 fn certificates(config: &Config, tls: &ReplicaCertificates) -> anyhow::Result<Option<PickerTls>> {
     if let Some(files) = tls.epp.clone() {
         return Ok(Some(Box::new(move || files.current())));
@@ -64,7 +64,7 @@ fn certificates(config: &Config, tls: &ReplicaCertificates) -> anyhow::Result<Op
     Ok(Some(Box::new(move || Arc::clone(&own))))
 }
 
-/// A certificate that nobody vouches for, for gateways that verify none.
+/// Creates a self-signed certificate, for gateways that do not verify it.
 fn self_signed() -> anyhow::Result<Arc<ServerConfig>> {
     let made = rcgen::generate_simple_self_signed(["localhost".to_owned()])?;
     let key = PrivatePkcs8KeyDer::from(made.signing_key.serialize_der());

@@ -1,4 +1,4 @@
-//! Implements `api`'s ports over a Raft replica.
+//! Implements the ports of `api` over a Raft replica.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -24,7 +24,7 @@ use crate::planted::{self, Bug};
 pub(super) const FIRST_COMMAND_SEQ: u64 = 1;
 /// Longest wait for the outcome of one proposal.
 const PROPOSE_TIMEOUT: Duration = Duration::from_secs(3);
-/// Longest time that an admin command takes: waiting for those before it, and being repeated while
+/// Longest time that an admin command takes, including the wait for earlier ones and retries while
 /// its outcome is unknown.
 const SUBMIT_TIMEOUT: Duration = Duration::from_secs(5);
 /// Maximum number of sessions under which one admin command is proposed.
@@ -32,18 +32,18 @@ const SESSIONS_MAX: u32 = 3;
 /// Pause between two attempts of an admin command.
 const SUBMIT_PAUSE: Duration = Duration::from_millis(100);
 
-/// Why nothing is proposed before the cluster is formed.
+/// Reason for refusing proposals before the cluster is formed.
 const NOT_FORMED: &str = "the state here is not that of a cluster yet";
-/// Why nothing is proposed right after the start.
+/// Reason for refusing proposals right after the start.
 const CLOCKS_UNHEARD: &str = "the clocks of the other members are not heard yet";
-/// Why an answer is not believed.
+/// Reason for not trusting a reply.
 const LEADER_IS_WRONG: &str = "the leader has lost its state";
 
 /// The log as `api` sees it.
 pub(super) struct LogPort {
     id: ReplicaId,
-    /// Session by which the cluster knows this process. Continues under its successor if the outbox
-    /// or an admin command finds that the cluster has seen another session of this replica's id.
+    /// Session by which the cluster knows this process. Its successor replaces it if the outbox or
+    /// an admin command finds that the cluster has seen another session of this replica's id.
     session: Mutex<SessionId>,
     replica: Replica,
     shared: Arc<SharedState>,
@@ -74,7 +74,7 @@ impl LogPort {
         }
     }
 
-    /// Adds what brings the members to what is wanted.
+    /// Adds the component that scales the membership.
     #[must_use]
     pub(super) fn scaled(self, scaling: Option<Arc<Scaling>>) -> Self {
         Self { scaling, ..self }
@@ -108,7 +108,7 @@ impl LogPort {
         };
         let mut envelope = Envelope {
             origin,
-            // Stamped on each proposal.
+            // Each proposal sets it.
             proposed_at_ms: 0,
             command,
         };
@@ -129,7 +129,7 @@ impl LogPort {
                     }
                     sessions += 1;
                     envelope.origin.session = self.session_after(envelope.origin.session);
-                    // The next attempt may depend on entries that are not applied here yet.
+                    // The next attempt may depend on entries that this replica has not applied yet.
                     tokio::time::sleep(SUBMIT_PAUSE).await;
                     continue;
                 }
@@ -149,8 +149,7 @@ impl LogPort {
                 settled => return settled,
             };
             if Instant::now() + SUBMIT_PAUSE >= deadline {
-                // It is only safe to say that it did not happen if no attempt may have reached a
-                // log.
+                // "It did not happen" is only safe to report if no attempt may have reached a log.
                 return Err(match failure {
                     ProposeError::Unavailable(why) if may_be_logged => ProposeError::Unknown(why),
                     failure => failure,
@@ -200,7 +199,7 @@ impl LogPort {
     }
 
     fn session(&self) -> MutexGuard<'_, SessionId> {
-        // A single number cannot be left half changed.
+        // A number cannot be half written, so a poisoned lock is harmless.
         self.session.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -218,7 +217,7 @@ impl LogPort {
     }
 }
 
-/// Whether a command was rejected because its session is considered over.
+/// Whether a command was rejected because its session has ended.
 fn is_stale(reply: &Reply) -> bool {
     match reply {
         Reply::Rejected(Rejection::StaleSession { .. }) => true,
@@ -227,14 +226,14 @@ fn is_stale(reply: &Reply) -> bool {
     }
 }
 
-/// Whether the command that forms the cluster is applied. Nothing is proposed before; later
-/// proposals follow it in the log and are never rejected for the lack of it.
+/// Whether the command that forms the cluster is applied. Nothing is proposed before. Later
+/// proposals follow it in the log, so they are never rejected for its absence.
 fn is_formed(state: &RouterState) -> bool {
     state.view().registry().initialised
 }
 
 /// Whether a command was rejected for preceding the formation of the cluster. After [`is_formed`],
-/// only a leader that has lost its state answers so. The others may have applied the command and
+/// only a leader that has lost its state replies so. The others may have applied the command and
 /// would apply it again under another number.
 fn is_not_formed(reply: &Reply) -> bool {
     match reply {
@@ -253,8 +252,8 @@ impl Propose for LogPort {
 fn propose_error(error: raft::ProposeError) -> ProposeError {
     match error {
         raft::ProposeError::NoLeader => ProposeError::Unavailable("no leader is known".to_owned()),
-        // Some member could not decode it yet, or it is an admin command above the size bound
-        // (batches are cut far below it). It did not enter any log.
+        // A member cannot decode it yet, or it is an admin command above the size limit (batches
+        // stay far below it). It did not enter any log.
         error @ (raft::ProposeError::Refused(_) | raft::ProposeError::TooLarge { .. }) => {
             ProposeError::Unavailable(error.to_string())
         }
@@ -294,7 +293,7 @@ impl Cluster for LogPort {
                 member.clock_skew_ms = Some(skew_ms);
             }
         }
-        // The leader knows what is in the members' logs, the others what they told.
+        // The leader knows the members' logs, the other replicas what members reported.
         let mut applied = self.replica.peers_applied();
         applied.insert(status.id.0, status.applied_index);
         for (id, member) in &mut status.members {
@@ -438,7 +437,7 @@ mod tests {
         envelope(session, Lane::Outbox, 1, command)
     }
 
-    /// A cluster of one under session 1.
+    /// Returns the port of a cluster of one under session 1.
     async fn port(data_dir: &std::path::Path) -> LogPort {
         port_at(data_dir, Arc::new(AtomicU64::new(NOW_MS))).await
     }
@@ -498,7 +497,7 @@ mod tests {
     async fn writes_that_nobody_takes_are_given_up_together() {
         let folder = tempfile::tempdir().unwrap();
         let port = port(folder.path()).await;
-        // Nothing is proposed by a replica without a cluster's state.
+        // A replica without a cluster's state proposes nothing.
         port.lose_state();
         let put = || Command::PutPolicy(state::policy::PolicyConfig::LeastRequest);
         let began = Instant::now();

@@ -107,8 +107,8 @@ pub(super) fn first_command(
     })
 }
 
-/// Founds with everything that the config has: no config read later sets a setting by being the
-/// first to.
+/// Returns the command that founds a cluster. It contains every setting of the config, so that no
+/// config read later can set one first.
 fn founding(config: &Config, hashing: BlockHasher) -> Command {
     let (hash_seed, policy) = (hashing.seed, config.policy.clone());
     let fairness = FairnessSettings::default();
@@ -129,7 +129,7 @@ fn founding(config: &Config, hashing: BlockHasher) -> Command {
     });
     let defaults = &config.user_defaults;
     match defaults.are_of_any_cluster() {
-        // Replicas of an earlier build can take part.
+        // Replicas of an earlier build can decode this command.
         true => Command::FoundWithSettings(founding),
         false => Command::FoundWithUserDefaults {
             founding,
@@ -153,7 +153,7 @@ pub(super) fn probe_settings(config: &Config) -> ProbeSettings {
     }
 }
 
-/// Returns the host names of the admin listener. None of them can be made by a stranger to resolve
+/// Returns the host names of the admin listener. All are names that a stranger cannot make resolve
 /// to it.
 #[must_use]
 pub(super) fn own_hosts(config: &Config) -> Vec<String> {
@@ -194,13 +194,13 @@ pub(super) fn proxy_settings(config: &Config) -> ProxySettings {
     settings.strip_headers = config.strip_headers.clone();
     settings.decisions_max = to_usize(config.admin.decisions);
     let origins = config::values(&config.cors.allow_origins);
-    // Each of them is one, by its form.
+    // Config parsing has checked the form of each origin.
     settings.cors = AllowedOrigins::new(&origins).unwrap_or_default();
     settings.logged_requests = config.log.access;
     settings
 }
 
-/// Returns how keys of the cluster are judged, by a list of this age.
+/// Returns the rules for API keys of the cluster, given the age of the replicated list.
 #[must_use]
 pub(super) fn key_rules(users: &config::UsersConfig, list: ListAge) -> KeyRules {
     KeyRules {
@@ -223,7 +223,7 @@ pub(super) fn tell_of_names(config: &Config) {
     }
 }
 
-/// The budget of retries.
+/// Returns the retry budget.
 pub(super) fn retry_allowance(retry: &RetryConfig) -> RetryAllowance {
     RetryAllowance {
         percent: retry.budget_percent,

@@ -1,5 +1,5 @@
-//! Gives each engine one backend per data-parallel rank that it reports: the leader compares its
-//! probes' findings with the registry, and proposes the differences.
+//! Gives each engine one backend per data-parallel rank that it reports: the leader compares probe
+//! results with the registry, and proposes the differences.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::intervals::every;
 
-/// Interval at which engines and registry are compared.
+/// Interval at which probe results and registry are compared.
 const INTERVAL: Duration = Duration::from_millis(200);
 
 /// Follows the engines' ranks while this replica leads, until `stop`.
@@ -24,7 +24,7 @@ pub(super) async fn follow(
     backends: Arc<Backends>,
     stop: CancellationToken,
 ) {
-    // What the state had no room for, so that it is not asked again and again.
+    // Changes that the state had no room for, so that they are not proposed again and again.
     let mut refused: BTreeMap<BackendRef, u16> = BTreeMap::new();
     let mut ticks = every(INTERVAL);
     while stop.run_until_cancelled(ticks.tick()).await.is_some() {
@@ -48,14 +48,14 @@ pub(super) async fn follow(
                         tracing::info!(slot = backend.slot.0, ranks, "engine has ranks");
                     }
                 }
-                // While members of an earlier build could not read it, ranks share a slot.
+                // While a member of an earlier build cannot decode it, ranks share a slot.
                 Some(Err(error)) => tracing::debug!(%error, "could not follow ranks yet"),
             }
         }
     }
 }
 
-/// The backends whose engines have another number of ranks than the registry knows.
+/// Returns the backends whose engines report another number of ranks than the registry has.
 fn news(registry: &Registry, told: impl Fn(Slot) -> Option<u16>) -> Vec<(BackendRef, u16)> {
     let first = registry.backends.iter().filter(|it| !it.is_further_rank());
     let differs = first.filter_map(|backend| {

@@ -17,7 +17,7 @@ use super::intervals::every;
 
 /// Interval at which presence is checked.
 const INTERVAL: Duration = Duration::from_millis(100);
-/// Silence after which another replica reads for a replica.
+/// Silence after which another replica takes over a replica's backends.
 const SILENT_MAX: Duration = Duration::from_millis(500);
 
 /// Assigns readers while this replica leads, until `stop`.
@@ -48,7 +48,7 @@ pub(super) async fn assign(
         if !registry.initialised || wanted == registry.readers {
             continue;
         }
-        // If it is not confirmed, the next round decides again.
+        // If the outcome is unknown, the next round decides again.
         let submitted = cluster.submit(Command::AssignReaders(wanted));
         match stop.run_until_cancelled(submitted).await {
             None => return,
@@ -60,7 +60,7 @@ pub(super) async fn assign(
     }
 }
 
-/// Returns the backends to read, by slot, and the current readers.
+/// Returns the backends that need a reader, and the current readers by slot.
 fn looked_up(registry: &Registry) -> (Vec<BackendRef>, BTreeMap<Slot, ReplicaId>) {
     let read = registry
         .backends
@@ -73,8 +73,8 @@ fn looked_up(registry: &Registry) -> (Vec<BackendRef>, BTreeMap<Slot, ReplicaId>
     )
 }
 
-/// Returns the assignment, by slot. Present readers stay, except for the few that have to move to
-/// balance the load.
+/// Returns the new assignment, by slot. Connected readers keep their backends, except for the few
+/// that must move to balance the load.
 fn spread(
     backends: &[BackendRef],
     current: &BTreeMap<Slot, ReplicaId>,
@@ -141,7 +141,7 @@ mod tests {
         (0..count).map(backend).collect()
     }
 
-    /// Readers by slot.
+    /// Returns the readers by slot.
     fn spread_over(current: &[u8], count: u16, replicas: &[u8]) -> Vec<u8> {
         let current = (0..).map(Slot).zip(current.iter().copied().map(ReplicaId));
         let replicas: Vec<ReplicaId> = replicas.iter().copied().map(ReplicaId).collect();

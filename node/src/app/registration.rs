@@ -1,8 +1,8 @@
-//! The effect of a config on a running cluster: it registers backends that the cluster does not
-//! know, and logs which of its other settings differ from the cluster's.
+//! Applies a config to a running cluster: registers backends that the cluster does not know, and
+//! logs which other settings differ from the cluster's.
 //!
-//! The settings themselves are in the command that founds the cluster. Later changes go through the
-//! admin API, and this module does not undo them: neither settings, nor the removal of a backend.
+//! The command that founds the cluster contains the settings themselves. Later changes go through
+//! the admin API. This module undoes neither those nor the removal of a backend.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -17,7 +17,7 @@ use tokio_util::sync::CancellationToken;
 /// Pause before the registry is checked again, and after a failed attempt.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// Registers what is missing, tells the differences, then ends; also ends at `stop`.
+/// Registers missing backends, logs the differences, then ends. Also ends at `stop`.
 pub(super) async fn register(
     cluster: Arc<dyn Cluster>,
     view: Arc<StateView>,
@@ -48,7 +48,7 @@ pub(super) async fn register(
     }
 }
 
-/// Warns once, with all differences.
+/// Logs one warning with all differences.
 fn tell_differences(file: &FileSettings, view: &StateView) {
     let differences = file.differences(&view.registry());
     if differences.is_empty() {
@@ -79,7 +79,7 @@ async fn put(cluster: &dyn Cluster, view: &StateView, spec: BackendSpec) {
         }
         match cluster.submit(Command::PutBackend(spec.clone())).await {
             Ok(committed) => {
-                // Committed is not applied here yet, and what is not here would count as different.
+                // Waits for the apply: an entry not applied here yet would count as a difference.
                 while view.applied() < committed.index {
                     tokio::time::sleep(PAUSE).await;
                 }
@@ -101,7 +101,7 @@ async fn put(cluster: &dyn Cluster, view: &StateView, spec: BackendSpec) {
     }
 }
 
-/// Returns the log index at which a backend was removed, if the audit reaches back to that and it
+/// Returns the log index at which a backend was removed, if the audit reaches back that far and it
 /// was not registered again since.
 fn removed_at(cluster: &dyn Cluster, id: &str) -> Option<LogIndex> {
     let mut removed = None;

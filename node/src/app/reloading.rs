@@ -1,4 +1,4 @@
-//! What of a config a running replica takes: limits, probes, the budget of retries, drain, and where engines may be.
+//! Settings that a running replica reloads: limits, probes, retries, drain and engine addresses.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -11,7 +11,7 @@ use prometheus_client::registry::Registry;
 use super::raft_options;
 use crate::config::{Config, DrainConfig};
 
-/// Hands a config to a replica that runs, or is about to.
+/// Passes a config to a replica that runs, or is about to.
 #[derive(Clone, Default)]
 pub struct ReloadHandle {
     state: Arc<Mutex<ReloadState>>,
@@ -19,7 +19,7 @@ pub struct ReloadHandle {
 }
 
 enum ReloadState {
-    /// It is not running yet: it takes this when it does.
+    /// Not running yet: the replica takes this config when it starts.
     Starting(Option<Box<Config>>),
     Running(RunningParts),
 }
@@ -30,7 +30,7 @@ impl Default for ReloadState {
     }
 }
 
-/// The parts that go by settings that can change.
+/// Components whose settings can change at run time.
 pub(super) struct RunningParts {
     pub(super) proxy: Arc<Proxy>,
     pub(super) backends: Arc<Backends>,
@@ -39,12 +39,12 @@ pub(super) struct RunningParts {
 }
 
 impl ReloadHandle {
-    /// Says what came of the last reload.
+    /// Records whether the last reload failed.
     pub(crate) fn note(&self, has_failed: bool) {
         self.has_failed.set(i64::from(has_failed));
     }
 
-    /// Registers the metric that tells whether the last reload failed.
+    /// Registers the metric that shows whether the last reload failed.
     pub(super) fn register(&self, registry: &mut Registry) {
         let help = "1 if the last reload of the config, its certificates or the access log failed";
         registry.register(
@@ -54,9 +54,9 @@ impl ReloadHandle {
         );
     }
 
-    /// Has the settings of `config` in effect that can be.
+    /// Applies the settings of `config` that can change at run time.
     pub(crate) fn take(&self, config: &Config) {
-        // Every change leaves it well formed.
+        // Every change leaves the value complete, so a poisoned lock is harmless.
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         match &mut *state {
             ReloadState::Starting(next) => *next = Some(Box::new(config.clone())),
@@ -64,7 +64,7 @@ impl ReloadHandle {
         }
     }
 
-    /// The replica runs.
+    /// Switches to the components of the running replica.
     pub(super) fn started(&self, parts: RunningParts) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         if let ReloadState::Starting(Some(config)) = &*state {

@@ -46,8 +46,8 @@ use super::{events, raft_options, ranks, scaling};
 use crate::config::{Config, DrainConfig, Parsed};
 use crate::process;
 
-/// A replica that serves. Drop it only after [`RunningReplica::until`]; its tasks continue
-/// otherwise.
+/// A replica that serves. Drop it only after [`RunningReplica::until`]; otherwise its tasks
+/// continue.
 pub struct RunningReplica {
     addresses: Addresses,
     drain: Arc<ArcSwap<DrainConfig>>,
@@ -55,16 +55,16 @@ pub struct RunningReplica {
     lifecycle: Lifecycle,
     stops: ReplicaShutdown,
     proxy: JoinHandle<DrainResult>,
-    /// `None`: no gateways are served.
+    /// `None`: the replica serves no gateways.
     picker: Option<JoinHandle<DrainResult>>,
 }
 
-/// Stop signals before the core's own, in this order.
+/// Stop signals that precede the core's own, in this order.
 #[derive(Default)]
 struct ReplicaShutdown {
-    /// Clients must go elsewhere.
+    /// Clients must use another replica.
     leaving: CancellationToken,
-    /// No more connections are accepted.
+    /// The replica accepts no more connections.
     no_more_requests: CancellationToken,
 }
 
@@ -90,7 +90,7 @@ fn peers(
     })
 }
 
-/// Returns what the core stands on.
+/// Returns the environment of the core.
 fn core_ports(
     config: &Config,
     tls: &ReplicaCertificates,
@@ -116,7 +116,7 @@ pub(super) async fn start(app: App) -> anyhow::Result<RunningReplica> {
         access_file,
         tls,
     } = app;
-    // Members are told the ports that the system chose.
+    // Members learn the ports that the system chose.
     config.listen.data = Parsed(addresses.data);
     config.listen.admin = Parsed(addresses.admin);
     crate::private::private_folder(&config.node.data_dir).with_context(|| {
@@ -205,7 +205,7 @@ fn tell_if_insecure(config: &Config) {
     }
 }
 
-/// The registry, with what core and process tell.
+/// Returns the metrics registry, with the metrics of core and process.
 fn metrics(
     core: &ReplicaCore,
     tls: &ReplicaCertificates,
@@ -226,7 +226,7 @@ fn metrics(
     metrics
 }
 
-/// Follows the sources of engines. Returns what they say.
+/// Follows the sources of engines. Returns the board with their state.
 fn discover(
     core: &ReplicaCore,
     config: &Config,
@@ -248,7 +248,7 @@ fn discover(
     board
 }
 
-/// Reads files of keys, tokens and certificates again when they change.
+/// Reloads files of keys, tokens and certificates when they change.
 fn follow_files(core: &ReplicaCore, config: &Config, tls: &ReplicaCertificates) {
     core.beside(tls.watch().follow(core.stopping()));
     if let (Some(file), Some(keys)) = (config.users.api_keys_file.clone(), config.api_keys.clone())
@@ -265,8 +265,8 @@ fn follow_files(core: &ReplicaCore, config: &Config, tls: &ReplicaCertificates) 
     }
 }
 
-/// How keys of the cluster are judged. The list is current while a leader with a quorum is heard
-/// and what it has committed is applied here.
+/// Returns the rules for API keys of the cluster. The replicated list is current while a leader
+/// with a quorum is heard and everything it has committed is applied here.
 fn key_rules(core: &ReplicaCore, config: &Config) -> KeyRules {
     let replica = core.replica().clone();
     let current_within = config.cluster.election_timeout.end;
@@ -312,7 +312,7 @@ fn proxy(
     Ok(Arc::new(proxy.ready_by(Arc::clone(readiness))))
 }
 
-/// What makes the traces of requests, and carries them to the collector; `None`: there is none.
+/// Returns the tracer, which exports request traces to the collector; `None`: not configured.
 fn tracer(
     core: &ReplicaCore,
     config: &Config,
@@ -334,7 +334,7 @@ fn tracer(
     Ok(Some(tracer))
 }
 
-/// What the config file has said, and what asks for it to be read again or sets the log's level.
+/// File settings, and the channels for operators' reload requests and log level changes.
 type FileParts = (
     SharedFileSettings,
     (Option<ReloadRequests>, Option<LogLevelControl>),
@@ -418,7 +418,7 @@ fn probe_hooks(core: &ReplicaCore) -> Hooks {
         tokens_per_block: Arc::new(move |model| reader.tokens_per_block(model)),
         token_block_size: Arc::new(move |model| sizes.token_block_size(model)),
         observe_block_size: Arc::new(move |backend, tokens| {
-            // If there is no room, the engine says it again.
+            // If the outbox is full, the engine reports the size again.
             sizes_outbox.note(Item::ObserveBlockSize { backend, tokens });
         }),
         observe: Arc::new(move |backend, facts| outbox.observe(backend, facts)),
@@ -427,8 +427,8 @@ fn probe_hooks(core: &ReplicaCore) -> Hooks {
     }
 }
 
-/// Waits until there is a state to answer from, then marks the replica as serving; or until it is to
-/// take no more requests.
+/// Waits until this replica has a state to serve from, then marks it as serving. Ends early once
+/// the replica must not take requests any more.
 fn warm(
     core: &ReplicaCore,
     lifecycle: Lifecycle,
@@ -445,8 +445,8 @@ fn warm(
     }
 }
 
-/// Takes connections for the data plane and the picker once the replica is warm (I146). Until then
-/// they wait in the listeners' backlogs.
+/// Accepts connections for the data plane and the picker once the replica is warm (I146). Until
+/// then they wait in the listeners' backlogs.
 fn serve_when(
     warm: impl Future<Output = ()> + Send + 'static,
     server: BoxFuture<'static, DrainResult>,
@@ -463,7 +463,7 @@ fn serve_when(
     (start(server), picker.map(start))
 }
 
-/// How long open requests may take to end, as configured when it is asked.
+/// Returns the drain deadline for open requests, as configured at the time of the call.
 fn deadline(drain: &Arc<ArcSwap<DrainConfig>>) -> Box<dyn Fn() -> Duration + Send + Sync> {
     let drain = Arc::clone(drain);
     Box::new(move || *drain.load().deadline)
@@ -487,7 +487,7 @@ impl RunningReplica {
         self.core.state_loss()
     }
 
-    /// Returns what tells how long a drain that begins now may take.
+    /// Returns a function that computes the longest duration of a drain that begins now.
     pub(crate) fn longest_drain(&self) -> impl Fn() -> Duration + Send + use<> {
         let drain = Arc::clone(&self.drain);
         move || {
@@ -498,10 +498,10 @@ impl RunningReplica {
 
     /// Serves until `shutdown` requests a drain, then leaves.
     ///
-    /// It becomes unready at once. For `drain.dns_ttl`, it accepts new connections, and every
-    /// answer tells the client to go elsewhere. Then it transfers leadership, finishes requests for
-    /// up to `drain.deadline`, flushes its updates into the log, leaves the cluster if it is wanted no
-    /// more, and closes the store. An abort skips everything but the last step.
+    /// The replica becomes unready at once. For `drain.dns_ttl`, it still accepts connections, and
+    /// every response asks the client to go elsewhere. Then it transfers leadership, finishes
+    /// requests for up to `drain.deadline`, flushes its updates into the log, leaves the cluster if
+    /// it is no longer wanted, and closes the store. An abort skips everything but the last step.
     pub async fn until(mut self, shutdown: &ShutdownHandle) {
         shutdown.draining().await;
         self.lifecycle.drain();
@@ -520,7 +520,7 @@ impl RunningReplica {
         self.core.end().await;
     }
 
-    /// Completes what clients and the cluster are waiting for.
+    /// Finishes what clients and the cluster are waiting for.
     async fn finish(&mut self) {
         let dns_ttl = *self.drain.load().dns_ttl;
         tokio::time::sleep(dns_ttl).await;

@@ -1,17 +1,17 @@
-//! Replicas that come and go with a StatefulSet, without an operator.
+//! Scales the membership with a StatefulSet, without an operator.
 //!
-//! The StatefulSet says how many pods there should be, and a pod's name says which one it is.
-//! Nothing else distinguishes a pod that restarts from one that is scaled down: both are told to
-//! stop, are away for a while, and have no address in between. So replicas do three things, each
-//! only after reading the StatefulSet again, and none if it cannot be read (ADR 0085):
+//! The StatefulSet states how many pods it wants, and a pod's name states its number. Nothing else
+//! distinguishes a pod that restarts from one that is scaled down: both are stopped, are away for a
+//! while, and have no address in between. So replicas do three things, each only after reading the
+//! StatefulSet again, and none if it cannot be read (ADR 0085):
 //!
-//! - a replica that stops and is beyond the wanted number removes itself, after its last update;
-//! - the leader removes a member beyond it that was away for long, because it was killed before it
-//!   could remove itself;
-//! - a replica that was removed and is wanted again asks to rejoin with the log that it has.
+//! - A replica that stops and is beyond the wanted number removes itself, after its last update.
+//! - The leader removes a member beyond it that was away for long, because it was killed before it
+//!   could remove itself.
+//! - A replica that was removed and is wanted again asks to rejoin with the log that it has.
 //!
-//! `raft` refuses to remove members that the others could not do without. There, the leader also
-//! promotes any learner that keeps up.
+//! `raft` refuses to remove members that the others cannot do without. The leader also promotes any
+//! learner that keeps up.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -27,22 +27,22 @@ use tokio_util::sync::CancellationToken;
 use super::intervals::every;
 use crate::config::{Config, Formation, StatefulSetConfig};
 
-/// Label of a member that names its StatefulSet.
+/// Label of a member with the name of its StatefulSet.
 pub(super) const LABEL: &str = "statefulset";
-/// Interval at which members are looked at.
+/// Interval at which members are checked.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
-/// Interval at which the StatefulSet is read while somebody may be wanted no more, or again.
+/// Interval at which the StatefulSet is read while a member may have to leave or return.
 const READ_EVERY: Duration = Duration::from_secs(5);
-/// Longest wait for the StatefulSet by a replica that stops.
+/// Longest wait of a stopping replica for the StatefulSet.
 const READ_TIMEOUT: Duration = Duration::from_secs(3);
-/// Longest time that a replica that is wanted no more tries to leave for good.
+/// Longest time that an unwanted replica tries to remove itself.
 const LEAVE_DEADLINE: Duration = Duration::from_secs(10);
-/// Pause between two tries.
+/// Pause between two attempts.
 const LEAVE_PAUSE: Duration = Duration::from_millis(200);
 
-/// Who says which replicas there are to be.
+/// Source of the wanted number of replicas.
 pub trait ScaleSource: Send + Sync {
-    /// Returns it as of now.
+    /// Returns the current scale.
     fn read(&self) -> BoxFuture<'_, Result<StatefulSetScale, String>>;
 }
 
@@ -58,7 +58,7 @@ impl ScaleSource for KubernetesScale {
     }
 }
 
-/// Returns the StatefulSet that the config names.
+/// Returns the StatefulSet that the config names, if any.
 pub(super) fn source(config: &StatefulSetConfig) -> Option<Arc<dyn ScaleSource>> {
     let server = config.api_server.as_ref();
     Some(Arc::new(KubernetesScale {
@@ -72,28 +72,28 @@ pub(super) fn source(config: &StatefulSetConfig) -> Option<Arc<dyn ScaleSource>>
     }))
 }
 
-/// Whether replica `id` is wanted. Where none is, the cluster is to stand still, not to end.
+/// Whether replica `id` is wanted. A scale of zero stops the cluster but does not end it.
 fn wants(scale: StatefulSetScale, id: u8) -> bool {
-    // Ids begin with 1, ordinals with 0.
+    // Ids start at 1, ordinals at 0.
     let ordinal = u64::from(id).saturating_sub(1);
     let end = scale.first.saturating_add(scale.replicas);
     scale.replicas == 0 || (scale.first..end).contains(&ordinal)
 }
 
-/// Brings the members to what is wanted, as far as it is this replica's to do.
+/// Adjusts the membership to the wanted scale, as far as this replica may.
 pub(super) struct Scaling {
     source: Arc<dyn ScaleSource>,
     /// Name of the StatefulSet.
     set: String,
     absent_after: Duration,
-    /// Fewest voters that are left.
+    /// Minimum number of voters to keep.
     voters_min: usize,
-    /// Why something is not as wanted.
+    /// Why the membership differs from the wanted one.
     held: Mutex<Option<String>>,
 }
 
 impl Scaling {
-    /// Creates it for a replica of the StatefulSet in its config, if there is one.
+    /// Creates the component for a replica with a StatefulSet in its config.
     pub(super) fn new(config: &Config, source: Option<Arc<dyn ScaleSource>>) -> Option<Arc<Self>> {
         let set = &config.cluster.statefulset;
         Some(Arc::new(Self {
@@ -108,7 +108,7 @@ impl Scaling {
         }))
     }
 
-    /// Returns why something is not as wanted.
+    /// Returns why the membership differs from the wanted one.
     pub(super) fn held(&self) -> Option<String> {
         let held = self.held.lock();
         held.unwrap_or_else(PoisonError::into_inner).clone()
@@ -124,7 +124,7 @@ impl Scaling {
         }
     }
 
-    /// Removes members that are gone and lets this replica in again, until `stop`.
+    /// Removes members that are gone and lets this replica rejoin, until `stop`.
     pub(super) async fn follow(self: Arc<Self>, replica: Replica, stop: CancellationToken) {
         let mut ticks = every(LOOK_EVERY);
         let (mut absences, mut read) = (Absences::default(), None);
@@ -169,7 +169,7 @@ impl Scaling {
         }
     }
 
-    /// The pods of the StatefulSet among the members, each with whether it is there.
+    /// Returns the pods of the StatefulSet among the members, each with whether it is connected.
     fn pods(&self, status: &Status) -> BTreeMap<u8, bool> {
         let members = status.members.iter();
         let pods = members.filter(|(_, member)| member.labels.get(LABEL) == Some(&self.set));
@@ -177,8 +177,8 @@ impl Scaling {
             .collect()
     }
 
-    /// Removes the last of the absent members that are wanted no more; whether it did. The error is
-    /// why not.
+    /// Removes the last absent member that is no longer wanted, and returns whether it did. The
+    /// error is the reason why not.
     async fn remove_one(
         &self,
         replica: &Replica,
@@ -198,7 +198,7 @@ impl Scaling {
         }
     }
 
-    /// Asks to be let in again if this replica is wanted. Returns why it is still out.
+    /// Asks to rejoin if this replica is wanted. Returns why it is still out.
     async fn come_back(&self, replica: &Replica, scale: StatefulSetScale) -> Option<String> {
         if !wants(scale, replica.status().id) {
             return None;
@@ -212,8 +212,8 @@ impl Scaling {
         }
     }
 
-    /// Takes this replica out of the cluster if it is wanted no more. Whoever cannot say stays: the
-    /// leader removes it later.
+    /// Removes this replica from the cluster if it is no longer wanted. If it cannot find out, it
+    /// stays, and the leader removes it later.
     pub(super) async fn leave(&self, replica: &Replica) {
         let status = replica.status();
         let is_member = status.members.contains_key(&status.id) && !status.is_removed;
@@ -264,12 +264,12 @@ fn told(absent: &[u8]) -> String {
     format!("replicas are away: {}", ids.join(", "))
 }
 
-/// Since when members have been away. Pure: time and observations are arguments.
+/// Times since which members have been absent. Pure: time and observations are arguments.
 #[derive(Debug, Default)]
 struct Absences(BTreeMap<u8, Instant>);
 
 impl Absences {
-    /// Takes note of who is there; returns who has been away for so long, at every look.
+    /// Records which members are present. Returns those absent for at least `after`, at every call.
     fn look(&mut self, now: Instant, members: &BTreeMap<u8, bool>, after: Duration) -> Vec<u8> {
         let is_away = |id: &u8| members.get(id) == Some(&false);
         self.0.retain(|id, _| is_away(id));
@@ -295,7 +295,7 @@ mod tests {
         assert_eq!(wanted(0, 3), [1, 2, 3]);
         assert_eq!(wanted(1, 3), [2, 3, 4]);
         assert_eq!(wanted(0, 9), [1, 2, 3, 4, 5, 6, 7]);
-        // Stopped, not shrunk.
+        // Scaled to zero means stopped.
         assert_eq!(wanted(0, 0), [1, 2, 3, 4, 5, 6, 7]);
     }
 
@@ -311,7 +311,7 @@ mod tests {
         assert!(look(30, &[(4, true), (5, false)]).is_empty());
         assert_eq!(look(60, &[(4, false), (5, false)]), [5]);
         assert_eq!(look(120, &[(4, false), (5, false)]), [4, 5]);
-        // One is back, the other a member no more.
+        // One is back, the other is no longer a member.
         assert!(look(150, &[(4, true)]).is_empty());
         assert!(look(151, &[(4, false), (5, false)]).is_empty());
     }

@@ -1,8 +1,8 @@
-//! Session expiry: the leader closes what replicas that are gone left open in their sessions, so
-//! that their leases and requests do not count forever.
+//! Session expiry: the leader closes what vanished replicas left open in their sessions, so that
+//! their leases and requests do not count forever.
 //!
-//! A host that answers that nothing listens at a replica's address says that its process is gone:
-//! its session ends at once. Silence may be the network's: it has to last.
+//! If a host refuses connections to a replica's address, the replica's process is gone, and its
+//! session ends at once. Silence may be a network fault, so it has to last.
 //!
 //! A replica that was killed and has restarted is heard again, and its first proposal ends its
 //! former session. A replica without requests proposes nothing, so it ends that session here.
@@ -23,24 +23,24 @@ use super::intervals::every;
 /// its requests are over. If it was only cut off, it continues in the same session when it returns.
 pub(super) const ABSENT_AFTER: Duration = Duration::from_secs(10);
 
-/// How long a replica's address must have refused connections before its session ends. One refusal
-/// may come from a name that resolves to another host at the moment.
+/// Time for which a replica's address must have refused connections before its session ends. A
+/// single refusal may come from a name that briefly resolves to another host.
 pub(super) const GONE_AFTER: Duration = Duration::from_millis(200);
 
 /// Interval at which presence is checked.
 const INTERVAL: Duration = Duration::from_millis(100);
 
-/// What the leader sees of a replica.
+/// Presence of a replica, as the leader observes it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Presence {
     Connected,
-    /// No connection and no refusal, or no member any more.
+    /// Neither a connection nor a refusal, or no longer a member.
     Silent,
     /// Nothing listens at its address.
     Gone,
 }
 
-/// Since when each replica with an open session has been silent, and gone. Pure: time and
+/// Times since which each replica with an open session has been silent or gone. Pure: time and
 /// observations are arguments.
 #[derive(Debug, Default)]
 pub(super) struct SessionExpiry {
@@ -79,12 +79,12 @@ impl SessionExpiry {
         expired
     }
 
-    /// Records that a session was expired, which is needed only once.
+    /// Records that a session was expired, so that it is not expired again.
     pub(super) fn ended(&mut self, replica: ReplicaId, session: SessionId) {
         self.ended.insert(replica, session);
     }
 
-    /// Forgets everything: observations from before this replica led say nothing.
+    /// Forgets everything: observations from before this replica led are worthless.
     pub(super) fn clear(&mut self) {
         *self = Self::default();
     }
@@ -134,8 +134,8 @@ pub(super) async fn watch(cluster: Arc<dyn Cluster>, stop: CancellationToken) {
     }
 }
 
-/// Returns the session of this replica's id that the cluster takes for the current one, if it is
-/// another.
+/// Returns the session that the cluster considers current for this replica's id, if it is another
+/// one.
 fn former_run(
     (id, session): (ReplicaId, SessionId),
     sessions: &[(ReplicaId, SessionId)],
@@ -241,7 +241,7 @@ mod tests {
         assert_eq!(absences.observe(later, &SESSIONS, gone), []);
     }
 
-    /// Replica 1 leads; the others are as given.
+    /// Replica 1 leads; the others have the given presence.
     fn only_one(others: Presence) -> impl Fn(ReplicaId) -> Presence + Copy {
         move |id| match id {
             ReplicaId(1) => Presence::Connected,

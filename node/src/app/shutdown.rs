@@ -2,7 +2,7 @@
 
 use tokio_util::sync::CancellationToken;
 
-/// Tells an app to stop. Cheap to clone, and usable from any thread.
+/// Stops an app. Cheap to clone, and usable from any thread.
 #[derive(Debug, Clone, Default)]
 pub struct ShutdownHandle {
     drain: CancellationToken,
@@ -16,7 +16,7 @@ impl ShutdownHandle {
         Self::default()
     }
 
-    /// Requests a graceful exit: not ready at once, and requests in flight are finished.
+    /// Requests a graceful exit: the replica becomes unready at once and finishes its requests.
     pub fn drain(&self) {
         self.drain.cancel();
     }

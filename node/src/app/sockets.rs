@@ -1,5 +1,5 @@
-//! The listening sockets of a replica. They are bound before anything else, so that a port in
-//! use is reported before a cluster is disturbed.
+//! The listening sockets of a replica. They are bound first, so that a port conflict is reported
+//! before it disturbs the cluster.
 
 use std::net::SocketAddr;
 
@@ -21,7 +21,7 @@ pub struct BoundSockets {
     pub admin: TcpListener,
     /// Listener for other replicas.
     pub peer: TcpListener,
-    /// Listener for gateways that ask for endpoints; `None`: there is none.
+    /// Listener for gateways that request endpoints; `None`: not configured.
     pub epp: Option<TcpListener>,
 }
 
@@ -34,15 +34,15 @@ pub struct Addresses {
     pub admin: SocketAddr,
     /// Address for other replicas.
     pub peer: SocketAddr,
-    /// Address for gateways that ask for endpoints; `None`: none.
+    /// Address for gateways that request endpoints; `None`: not configured.
     pub epp: Option<SocketAddr>,
 }
 
 impl BoundSockets {
-    /// Binds all of them. Must be called within a tokio runtime.
+    /// Binds all sockets. Must be called within a tokio runtime.
     ///
     /// # Errors
-    /// The setting whose address cannot be bound.
+    /// If an address cannot be bound; names its setting.
     pub fn bind(listen: &ListenConfig) -> anyhow::Result<Self> {
         Ok(Self {
             data: bind("listen.data", *listen.data)?,
@@ -58,7 +58,7 @@ impl BoundSockets {
     /// Returns the bound addresses.
     ///
     /// # Errors
-    /// Those of the system.
+    /// If the system does not report an address.
     pub fn addresses(&self) -> anyhow::Result<Addresses> {
         Ok(Addresses {
             data: self.data.local_addr()?,
@@ -82,7 +82,7 @@ fn listener(address: SocketAddr) -> std::io::Result<TcpListener> {
         Type::STREAM,
         Some(Protocol::TCP),
     )?;
-    // Lets a restarted replica take its port although old connections linger.
+    // Lets a restarted replica reuse its port although old connections linger.
     socket.set_reuse_address(true)?;
     socket.set_nonblocking(true)?;
     socket.bind(&address.into())?;

@@ -1,4 +1,4 @@
-//! The certificates of a replica, by the place that shows them.
+//! The certificates of a replica, by listener.
 
 use std::fmt;
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use raft::{PeerTls, PeerTlsConfigs};
 
 use crate::config::Config;
 
-/// The certificates of a replica; `None` where it speaks in the clear.
+/// Certificates of a replica; `None` where it does not use TLS.
 pub(super) struct ReplicaCertificates {
     pub(super) data: Option<Arc<Certificates<ListenerFiles>>>,
     pub(super) admin: Option<Arc<Certificates<ListenerFiles>>>,
@@ -31,7 +31,7 @@ impl ReplicaCertificates {
     /// Reads all files.
     ///
     /// # Errors
-    /// Says which setting is at fault.
+    /// If a file cannot be used; names the setting.
     pub(super) fn load(config: &Config) -> Result<Self, TlsSetupError> {
         let mut watch = CertificateWatch::default();
         let data = config.tls.data.files();
@@ -50,7 +50,7 @@ impl ReplicaCertificates {
         })
     }
 
-    /// How replicas prove themselves to each other with certificates, if they do.
+    /// Returns the mutual TLS setup between replicas, if configured.
     pub(super) fn peer_tls(&self, cluster: &str) -> Option<PeerTls> {
         let peer = Arc::clone(self.peer.as_ref()?);
         Some(PeerTls::new(cluster, move || {
@@ -62,7 +62,7 @@ impl ReplicaCertificates {
         }))
     }
 
-    /// All of them, to be read again.
+    /// Returns all certificates, for reloading.
     pub(super) fn watch(&self) -> CertificateWatch {
         self.watch.clone()
     }

@@ -1,5 +1,5 @@
 //! The time between the start and the first request. Connections wait in the listener's backlog
-//! until there is a state to answer from, instead of getting an error.
+//! until the replica has a state to serve from, instead of getting an error.
 
 use std::time::Duration;
 
@@ -7,8 +7,8 @@ use api::backends::Backends;
 use api::ports::Cluster;
 use state::StateView;
 
-/// Longest wait. Without a quorum, or with dead engines, the replica then serves what it can; in no
-/// cluster, it tells everybody to come back.
+/// Longest wait. After it, a replica without a quorum or healthy engines serves what it can, and a
+/// replica without a cluster asks clients to come back.
 const PATIENCE: Duration = Duration::from_secs(3);
 /// Interval at which readiness is checked.
 const INTERVAL: Duration = Duration::from_millis(20);

@@ -37,7 +37,7 @@ pub(super) async fn run(args: AuditArgs) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// What the cluster agreed on, newest first. Only the replica that was called knows by whom.
+/// Returns the committed writes, newest first. Only the called replica knows the operator of each.
 fn writes(answer: &Value) -> FittedTable {
     let mut table = FittedTable::new(&[
         column("time"),
@@ -59,7 +59,7 @@ fn writes(answer: &Value) -> FittedTable {
     table
 }
 
-/// Calls of this replica that take more than the right to read, newest first.
+/// Returns this replica's calls that need more than read access, newest first.
 fn calls(answer: &Value) -> FittedTable {
     let mut table = FittedTable::new(&[
         column("time").rank(2),

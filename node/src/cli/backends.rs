@@ -19,9 +19,9 @@ use super::read::{ReadArgs, details, json_text, per_cent, print_json, thousandth
 use super::table::cell;
 use super::watch::{WatchArgs, watch};
 
-/// Interval at which a draining backend is looked at.
+/// Polling interval for a draining backend.
 const LOOK_INTERVAL: Duration = Duration::from_millis(250);
-/// Fields of a backend that are written.
+/// Fields of a backend that can be written.
 const FIELDS: [&str; 7] = [
     "url",
     "models",
@@ -32,7 +32,7 @@ const FIELDS: [&str; 7] = [
     "role",
 ];
 
-/// What to do with backends.
+/// Operations on backends.
 #[derive(Debug, Subcommand)]
 pub(super) enum BackendCommand {
     /// List backends
@@ -136,7 +136,7 @@ fn label(text: &str) -> Result<(String, String), String> {
 }
 
 impl BackendFields {
-    /// Puts what was given into a backend.
+    /// Sets the given fields of a backend.
     fn lay_over(&self, backend: &mut Value) {
         if !self.models.is_empty() {
             backend["models"] = json!(self.models);
@@ -207,7 +207,7 @@ pub(super) async fn list(args: &ReadArgs) -> anyhow::Result<(String, ExitCode)> 
     Ok((text, ExitCode::SUCCESS))
 }
 
-/// Backends as a table.
+/// Returns a table of backends.
 pub(super) fn listed(backends: &[Value]) -> FittedTable {
     let mut table = FittedTable::new(&[
         column("backend"),
@@ -265,7 +265,7 @@ pub(super) fn listed(backends: &[Value]) -> FittedTable {
     table
 }
 
-/// What an engine is, with its version.
+/// Returns kind and version of an engine.
 fn engine(info: &Value) -> String {
     let parts = [&info["kind"], &info["version"]];
     let known: Vec<String> = parts
@@ -283,13 +283,13 @@ fn models_of(info: &Value) -> impl Iterator<Item = &Value> {
     info["models"].as_array().into_iter().flatten()
 }
 
-/// Tokens of its longest prompt with the answer; of several models the least.
+/// Returns the context length in tokens; of several models, the shortest.
 fn context(info: &Value) -> Value {
     let lengths = models_of(info).filter_map(|model| model["max_model_len"].as_u64());
     json!(lengths.min())
 }
 
-/// Models that adapt another one, each with that.
+/// Returns the adapters, each with its base model.
 fn adapters(info: &Value) -> Value {
     let adapts = |model: &&Value| !model["parent"].is_null() && model["parent"] != model["id"];
     let shown = models_of(info).filter(adapts).map(|model| {
@@ -336,7 +336,7 @@ async fn set(args: SetBackendArgs) -> anyhow::Result<ExitCode> {
             backend[field] = Value::Null;
         }
         args.fields.lay_over(&mut backend);
-        // An absent field has its default.
+        // A null field has its default.
         let given = |(_, value): &(&String, &Value)| !value.is_null();
         let fields = backend.as_object().into_iter().flatten().filter(given);
         let fields = fields.map(|(name, value)| (name.clone(), value.clone()));
@@ -354,7 +354,7 @@ async fn set(args: SetBackendArgs) -> anyhow::Result<ExitCode> {
         .done(&format!("backend {}: changed", args.id), &answer)
 }
 
-/// Returns the fields of a backend that can be written.
+/// Returns the writable fields of a backend.
 fn written(shown: &Value) -> Value {
     let mut fields: BTreeMap<&str, Value> = FIELDS
         .iter()

@@ -1,8 +1,8 @@
-//! `quorate backup` and `quorate restore`: a cluster's state into a file, and back.
+//! `quorate backup` and `quorate restore`: saves a cluster's state to a file, and restores it.
 //!
-//! A file gets its name only once all of it is on disk and has been read as a state with the digest
-//! that the replica reported. A file to be restored is read in the same way before the first byte
-//! is sent. This takes as much memory as a replica's state.
+//! A backup gets its final name only once all of it is on disk and decodes to a state with the
+//! digest that the replica reported. A file to restore is verified in the same way before the first
+//! byte is sent. This takes as much memory as a replica's state.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, BufReader, Write};
@@ -27,7 +27,7 @@ use tokio::io::AsyncReadExt;
 use super::client::AdminTarget;
 use crate::json_client::{JsonAnswer, no_answer};
 
-/// Longest wait for the other side to send or accept data.
+/// Time without progress after which a transfer fails.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(60);
 /// Size of the reads from the file, in bytes.
 const READ_BYTES: usize = 256 << 10;
@@ -85,7 +85,7 @@ pub(super) async fn backup(args: BackupArgs) -> anyhow::Result<ExitCode> {
         Ok(made)
     });
     if kept.is_err() {
-        // It may not exist.
+        // The file may not exist.
         std::fs::remove_file(&unfinished).ok();
     }
     let (head, bytes) = kept?;
@@ -151,7 +151,7 @@ fn told(head: &BackupHead) -> String {
     )
 }
 
-/// Returns the temporary name for the file, in the same folder so that it can be renamed.
+/// Returns a temporary name in the same folder, so that the file can be renamed.
 fn beside(file: &Path) -> anyhow::Result<PathBuf> {
     let name = file.file_name();
     let mut name = name
@@ -161,7 +161,7 @@ fn beside(file: &Path) -> anyhow::Result<PathBuf> {
     Ok(file.with_file_name(name))
 }
 
-/// Writes the replica's answer to `path`, syncs it and returns its length.
+/// Writes the replica's response to `path`, syncs it and returns its length.
 async fn fetch(args: &BackupArgs, path: &Path) -> anyhow::Result<u64> {
     let level = if args.local { "local" } else { "linearizable" };
     let url = args
@@ -214,7 +214,7 @@ async fn fetch(args: &BackupArgs, path: &Path) -> anyhow::Result<u64> {
     Ok(bar.position())
 }
 
-/// Says who sends the request.
+/// Adds the operator's credentials to a request.
 fn authorize<B>(target: &AdminTarget, request: &mut Request<B>) -> anyhow::Result<()> {
     if let Some(authorization) = target.authorization()? {
         let headers = request.headers_mut();
@@ -260,7 +260,7 @@ fn read_whole(path: &Path) -> anyhow::Result<BackupHead> {
     Ok(head)
 }
 
-/// Sends the file and returns the replica's answer.
+/// Sends the file and returns the replica's response.
 async fn send(args: &RestoreArgs) -> anyhow::Result<Value> {
     let force = if args.force { "?force=true" } else { "" };
     let url = args
@@ -302,7 +302,7 @@ async fn send(args: &RestoreArgs) -> anyhow::Result<Value> {
     answer.with_context(|| format!("POST {url}"))
 }
 
-/// Returns when nothing was sent for a while, which means that neither side makes progress.
+/// Returns when nothing was sent for [`IDLE_TIMEOUT`], so that neither side makes progress.
 async fn stalled(bar: &ProgressBar) {
     let mut position = None;
     while position != Some(bar.position()) {

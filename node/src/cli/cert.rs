@@ -1,5 +1,5 @@
-//! `quorate cert`: the certificates of a cluster, made without other tools. The cluster's own
-//! authority signs one certificate per replica, for all its listeners, and one per operator.
+//! `quorate cert`: makes a cluster's certificates without other tools. The cluster's own authority
+//! signs one certificate per replica, for all its listeners, and one per operator.
 
 use std::fs::OpenOptions;
 use std::io::Write as _;
@@ -21,11 +21,11 @@ use crate::private::private_folder;
 
 /// Name of the authority's files.
 const CA: &str = "ca";
-/// Names that a replica has for commands and probes on its own host.
+/// Names of a replica for commands and probes on its own host.
 const OWN_HOST: [&str; 3] = ["localhost", "127.0.0.1", "::1"];
-/// Longest common name, in bytes.
+/// Maximum length of a common name, in bytes.
 const CLIENT_NAME_BYTES_MAX: usize = 64;
-/// Certificates are valid from so long ago on, as clocks differ.
+/// Certificates become valid this long before their creation, because clocks differ.
 const BACKDATED: Duration = Duration::hours(1);
 
 /// `quorate cert`.
@@ -161,7 +161,7 @@ pub(super) fn run(command: CertCommand) -> anyhow::Result<ExitCode> {
 }
 
 fn ca(args: &CaArgs) -> anyhow::Result<Vec<PathBuf>> {
-    // Told apart by name too, where one follows another.
+    // A random suffix distinguishes an authority from its successor.
     let name = format!("{} CA {:08x}", args.cluster, rand::random::<u32>());
     let mut params = params(&name, args.days);
     params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
@@ -204,7 +204,7 @@ fn client(args: &ClientArgs) -> anyhow::Result<Vec<PathBuf>> {
 }
 
 impl SignedArgs {
-    /// Reads the authority that signs.
+    /// Reads the authority's certificate and key.
     fn issuer(&self) -> anyhow::Result<Issuer<'static, KeyPair>> {
         let folder = self.ca.as_ref().unwrap_or(&self.out);
         let read = |extension: &str| {
@@ -249,7 +249,7 @@ fn san(name: &str) -> anyhow::Result<SanType> {
     }
 }
 
-/// Writes a certificate and its key. Neither replaces a file.
+/// Writes a certificate and its key. Fails if either file exists.
 fn write(
     folder: &Path,
     name: &str,

@@ -1,4 +1,4 @@
-//! A client of the admin API, for the commands that read or operate a running cluster.
+//! A client of the admin API, for commands that read or operate a running cluster.
 
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -14,11 +14,11 @@ use serde_json::Value;
 
 use crate::json_client::{JsonAnswer, JsonClient, NoConnectionError};
 
-/// Longest wait for an answer: admin writes themselves give up after five seconds.
+/// Longest wait for a response: admin writes give up by themselves after five seconds.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(15);
-/// Longest time for a file to arrive.
+/// Longest duration of a download.
 const DOWNLOAD_TIMEOUT: Duration = Duration::from_secs(600);
-/// How often an edit begins anew because somebody else has written meanwhile.
+/// Maximum number of attempts of an edit that conflicts with other writes.
 const EDITS_MAX: usize = 4;
 /// Number of entries per page.
 const PAGE: usize = 1000;
@@ -97,7 +97,7 @@ pub(super) fn encoded(text: &str) -> String {
 }
 
 impl AdminTarget {
-    /// Returns the target at a URL that a member has announced, for the same operator.
+    /// Returns a target for the URL that a member has announced, with the same credentials.
     pub(super) fn at(&self, url: &str) -> Result<Self, String> {
         Ok(Self {
             admin: vec![admin_url(url)?],
@@ -107,7 +107,7 @@ impl AdminTarget {
         })
     }
 
-    /// Also asks at these URLs, after those known already: what cannot be read as one is left out.
+    /// Adds these URLs after the known ones. Ignores those that do not parse.
     pub(super) fn also_at<'a>(&mut self, urls: impl Iterator<Item = &'a str>) {
         for url in urls.filter_map(|url| admin_url(url).ok()) {
             if !self.admin.contains(&url) {
@@ -125,7 +125,7 @@ impl AdminTarget {
         })
     }
 
-    /// Returns what connects to replicas, with TLS if a URL asks for it.
+    /// Returns a connector to replicas, with TLS if a URL requires it.
     pub(super) fn connector(&self) -> anyhow::Result<&ReplicaConnector> {
         if let Some(connector) = self.connector.get() {
             return Ok(connector);
@@ -154,7 +154,7 @@ impl AdminTarget {
         }
     }
 
-    /// Returns what a request has to say of who sends it.
+    /// Returns the `authorization` header, if a token file is configured.
     pub(super) fn authorization(&self) -> anyhow::Result<Option<HeaderValue>> {
         let Some(file) = &self.token_file else {
             return Ok(None);
@@ -162,7 +162,7 @@ impl AdminTarget {
         let shown = || format!("token file {}", file.display());
         let token = std::fs::read_to_string(file).with_context(shown)?;
         let value = HeaderValue::try_from(format!("Bearer {}", token.trim()));
-        // The error would not quote it, but says nothing that helps either.
+        // The original error does not help, so it is dropped.
         let mut value = value.map_err(|_| anyhow!("{}: holds no token", shown()))?;
         value.set_sensitive(true);
         Ok(Some(value))
@@ -173,13 +173,13 @@ impl AdminTarget {
         self.send(Method::GET, path, None).await
     }
 
-    /// Sends `GET /readyz`, whose answer is valid whatever its status.
+    /// Sends `GET /readyz`, whose response is valid whatever its status.
     pub(super) async fn readiness(&self) -> anyhow::Result<Value> {
         let answer = self.ask(Method::GET, "/readyz", None).await?;
         answer.json().context("GET /readyz")
     }
 
-    /// Returns all pages of a list; `field` is the list's name in the answer.
+    /// Returns all pages of a list; `field` is the list's name in the response.
     pub(super) async fn list(&self, path: &str, field: &str) -> anyhow::Result<Vec<Value>> {
         let mut all = Vec::new();
         let mut cursor = String::new();
@@ -196,7 +196,7 @@ impl AdminTarget {
         }
     }
 
-    /// Sends a request and returns the body of a successful answer.
+    /// Sends a request and returns the body of a successful response.
     pub(super) async fn send(
         &self,
         method: Method,
@@ -208,7 +208,7 @@ impl AdminTarget {
         success.with_context(|| format!("{method} {}", self.url(path)))
     }
 
-    /// Fetches a file of the replica that answered last, else of the first.
+    /// Downloads a file from the replica that responded last, or from the first.
     pub(super) async fn download(&self, path: &str) -> anyhow::Result<String> {
         let client = JsonClient::new(DOWNLOAD_TIMEOUT).through(self.connector()?);
         let client = client.authorized(self.authorization()?);
@@ -220,9 +220,8 @@ impl AdminTarget {
         String::from_utf8(answer.body.into()).with_context(|| format!("GET {url}"))
     }
 
-    /// Sends a request and returns the answer, whatever its status. A replica that cannot be
-    /// reached is passed over, and so is one without a quorum, as long as there are others: neither
-    /// has done anything.
+    /// Sends a request and returns the response, whatever its status. Skips replicas that cannot be
+    /// reached, and those without a quorum while others are left: neither has done anything.
     pub(super) async fn ask(
         &self,
         method: Method,
@@ -232,7 +231,7 @@ impl AdminTarget {
         self.ask_over(method, path, body, None).await
     }
 
-    /// The same, to take effect only on what has the version that was read.
+    /// Like [`Self::ask`], but takes effect only if the resource has this version.
     pub(super) async fn ask_over(
         &self,
         method: Method,
@@ -265,8 +264,8 @@ impl AdminTarget {
         }
     }
 
-    /// Reads what is at `path`, with everything that was committed before, and its version, which
-    /// replicas of an earlier build do not tell.
+    /// Reads the resource at `path` after everything committed before. Also returns its version,
+    /// which replicas of an earlier build do not report.
     pub(super) async fn latest(
         &self,
         path: &str,
@@ -277,8 +276,8 @@ impl AdminTarget {
         Ok((answer, version))
     }
 
-    /// Changes what is at `path`: reads it, and writes what `change` makes of it, of `null` where
-    /// there is nothing. Begins anew when somebody else has written in between.
+    /// Reads the resource at `path`, passes it to `change` (`null` if it does not exist), and
+    /// writes the result. Starts again if another operator has written in between.
     pub(super) async fn edit(
         &self,
         path: &str,
@@ -304,8 +303,8 @@ impl AdminTarget {
         }
     }
 
-    /// Finds a replica that answers, with a quorum if one is needed, for requests that are sent by
-    /// other means.
+    /// Finds a replica that responds, with a quorum if one is needed, for requests that are sent
+    /// without [`Self::ask`].
     pub(super) async fn settle(&self, needs_quorum: bool) -> anyhow::Result<()> {
         let path = match needs_quorum {
             true => "/admin/v1/digest?read=linearizable",
@@ -317,12 +316,12 @@ impl AdminTarget {
         }
     }
 
-    /// Asks the next replica first from here on.
+    /// Makes the next replica the first to ask.
     pub(super) fn pass_over(&self) {
         self.answering.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Returns the URL of a path at the replica that answered last, else at the first.
+    /// Returns the URL of a path at the replica that responded last, or at the first.
     pub(super) fn url(&self, path: &str) -> String {
         let at = self.answering.load(Ordering::Relaxed) % self.admin.len();
         let base = self.admin[at].to_string();
@@ -330,7 +329,7 @@ impl AdminTarget {
     }
 }
 
-/// Why one of several replicas gave no answer.
+/// Returns why one of several replicas did not respond.
 fn brief(error: &anyhow::Error) -> String {
     match error.downcast_ref::<NoConnectionError>() {
         Some(error) => error.cause.clone(),
@@ -338,7 +337,7 @@ fn brief(error: &anyhow::Error) -> String {
     }
 }
 
-/// Whether a replica refused for want of a quorum, so that another may be able to.
+/// Whether a replica refused for lack of a quorum, so that another may succeed.
 fn is_without_quorum(answer: &JsonAnswer) -> bool {
     let is_told = || {
         let problem = answer.json().unwrap_or_default();
@@ -347,7 +346,7 @@ fn is_without_quorum(answer: &JsonAnswer) -> bool {
     answer.status == StatusCode::SERVICE_UNAVAILABLE && is_told()
 }
 
-/// Whether a request that got no answer can be sent to another replica.
+/// Whether a request without a response can be sent to another replica.
 fn is_undone(method: &Method, error: &anyhow::Error) -> bool {
     *method == Method::GET || error.downcast_ref::<NoConnectionError>().is_some()
 }

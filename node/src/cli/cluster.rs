@@ -1,4 +1,4 @@
-//! `quorate member`, `transfer-leader`, `snapshot`: operate the cluster through the admin API.
+//! `quorate member`, `transfer-leader` and `snapshot`: operate the cluster through the admin API.
 
 use std::process::ExitCode;
 

@@ -12,7 +12,7 @@ use super::settings;
 use super::source::ConfigSource;
 use crate::config::{ConfigErrors, print, schema};
 
-/// What to do with a config.
+/// Operations on a config.
 #[derive(Debug, Subcommand)]
 pub(super) enum ConfigCommand {
     /// Check a config and report every mistake
@@ -72,7 +72,7 @@ pub(super) fn run(command: ConfigCommand) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Checks a config for a program: what was found is the result, not an error.
+/// Checks a config with JSON output: faults are a result, not an error.
 fn check(source: ConfigSource) -> anyhow::Result<ExitCode> {
     let error = match source.load() {
         Ok(loaded) => return print_json(&json!({ "file": loaded.file, "faults": [] })),

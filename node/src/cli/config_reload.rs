@@ -1,5 +1,5 @@
-//! `quorate config reload`: makes replicas reload their own configs, and prints the results. A
-//! remote SIGHUP.
+//! `quorate config reload`: makes replicas reload their own configs, like a remote SIGHUP, and
+//! prints the results.
 
 use std::process::ExitCode;
 
@@ -24,13 +24,13 @@ pub(super) struct ReloadArgs {
     json: bool,
 }
 
-/// What came of one replica's reload.
+/// Outcome of one replica's reload.
 enum Reloaded {
-    /// Its config was read; what was taken of it.
+    /// The config was read; the report lists what was applied.
     Read(Value),
-    /// Its config has faults, and nothing was changed.
+    /// The config has faults, and nothing was changed.
     Faulty(Value),
-    /// It did not do it, or it is not known whether it did.
+    /// The call failed or its outcome is unknown.
     Failed(anyhow::Error),
 }
 
@@ -62,7 +62,7 @@ impl Reloaded {
         }
     }
 
-    /// Prints it in words.
+    /// Prints the outcome as text.
     fn print(&self, replica: &str) -> anyhow::Result<()> {
         match self {
             Self::Read(report) => terminal::print(told(replica, report)),
@@ -80,7 +80,7 @@ impl Reloaded {
         }
     }
 
-    /// 0: all of it is in effect, or will be after a restart. 2: the config is wrong.
+    /// Returns the exit code: 0 if all is in effect now or after a restart, 2 for a faulty config.
     fn code(&self) -> u8 {
         match self {
             Self::Read(report) => u8::from(!keys(report, "faults").is_empty()),
@@ -112,7 +112,7 @@ fn keys<'a>(report: &'a Value, list: &str) -> &'a [Value] {
     report[list].as_array().map_or(&[], Vec::as_slice)
 }
 
-/// What a report says, in words.
+/// Formats a report as text.
 fn told(replica: &str, report: &Value) -> String {
     let columns = [
         column("key"),

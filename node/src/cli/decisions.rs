@@ -1,4 +1,4 @@
-//! `quorate decisions` and `quorate explain --request-id`: what replicas have decided.
+//! `quorate decisions` and `quorate explain --request-id`: past decisions of replicas.
 
 use std::process::ExitCode;
 use std::time::{Duration, UNIX_EPOCH};
@@ -113,7 +113,7 @@ pub(super) async fn show(
     for at in targets(target, is_all).await? {
         let answer = match at.ask(Method::GET, &path, None).await {
             Ok(answer) => answer,
-            // With others to ask, one that is down hides nothing.
+            // With more replicas to ask, an unavailable one is not fatal.
             Err(error) if is_all => {
                 looked.push(format!("{}: {error:#}", at.url("")));
                 continue;
@@ -142,7 +142,7 @@ pub(super) async fn show(
     bail!("no decision of request {id:?}\n{}{hint}", looked.join("\n"));
 }
 
-/// Whom to ask: the target, and with `is_all` the admin listeners of all other members.
+/// Returns the target, and with `is_all` also the admin listeners of all other members.
 pub(super) async fn targets(target: AdminTarget, is_all: bool) -> anyhow::Result<Vec<AdminTarget>> {
     if !is_all {
         return Ok(vec![target]);
@@ -159,7 +159,7 @@ pub(super) async fn targets(target: AdminTarget, is_all: bool) -> anyhow::Result
     Ok(targets)
 }
 
-/// A record as text.
+/// Formats a record as text.
 pub(super) fn shown(answer: &Value) -> String {
     let mut lines = vec![
         format!(
@@ -202,7 +202,7 @@ pub(super) fn shown(answer: &Value) -> String {
     lines.join("\n")
 }
 
-/// One attempt as text.
+/// Formats one attempt as text.
 fn attempt(number: usize, decision: &Value) -> [String; 5] {
     let outcome = &decision["outcome"];
     let usage = &outcome["usage"];
@@ -273,7 +273,7 @@ fn attempt(number: usize, decision: &Value) -> [String; 5] {
     ]
 }
 
-/// Who computed the prompt, if it was another backend.
+/// Names the backend that computed the prompt, if it was another one.
 fn prefill(decision: &Value) -> String {
     match &decision["prefill"] {
         Value::Null => String::new(),
@@ -295,7 +295,7 @@ fn ended(end: &Value) -> String {
     }
 }
 
-/// Unix milliseconds as a time of day.
+/// Formats Unix milliseconds as a timestamp.
 pub(super) fn time(ms: &Value) -> String {
     let at = ms.as_u64().map(Duration::from_millis);
     let at = at.and_then(|since| UNIX_EPOCH.checked_add(since));

@@ -1,4 +1,4 @@
-//! What commands share that write through the admin API.
+//! Shared code of commands that write through the admin API.
 
 use std::io::Read;
 use std::path::Path;
@@ -11,7 +11,7 @@ use serde_json::Value;
 use super::client::AdminTarget;
 use super::read::print_json;
 
-/// What all writing commands take.
+/// Arguments of all writing commands.
 #[derive(Debug, clap::Args)]
 pub(super) struct WriteArgs {
     #[command(flatten)]
@@ -22,7 +22,7 @@ pub(super) struct WriteArgs {
 }
 
 impl WriteArgs {
-    /// Tells what was done, and at which log index.
+    /// Reports what was done, and at which log index.
     pub(super) fn done(&self, what: &str, answer: &Value) -> anyhow::Result<ExitCode> {
         if self.json {
             return print_json(answer);
@@ -52,7 +52,7 @@ pub(super) fn document(path: &Path) -> anyhow::Result<Value> {
     read.with_context(|| format!("read {}: not JSON", path.display()))
 }
 
-/// Parses `key=value`. A value that is no JSON is a string.
+/// Parses `key=value`. A value that is not JSON is a string.
 pub(super) fn setting(text: &str) -> Result<(String, Value), String> {
     let (key, value) = text.split_once('=').ok_or("expected KEY=VALUE")?;
     let value = serde_json::from_str(value).unwrap_or_else(|_| Value::from(value));

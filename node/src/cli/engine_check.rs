@@ -1,4 +1,4 @@
-//! `quorate engine-check URL`: what an engine can do, and what Quorate will therefore do.
+//! `quorate engine-check URL`: what an engine can do, and how Quorate will treat it.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -56,7 +56,7 @@ fn engine_url(text: &str) -> Result<String, String> {
     is_plain.then(|| text.to_owned()).ok_or_else(expected)
 }
 
-/// Checks, and prints what was found. Exits with 1 if the engine cannot serve.
+/// Checks an engine and prints the results. Exits with 1 if the engine cannot serve.
 pub(super) async fn run(args: EngineCheckArgs) -> anyhow::Result<ExitCode> {
     let tokenizer = match args.tokenizer {
         Some(spec) => Some(Tokenizer::load(spec, args.chat_template.as_deref())?),

@@ -1,7 +1,7 @@
-//! `quorate events`: follows what changes in the cluster, as one replica sees it.
+//! `quorate events`: follows changes in the cluster, as one replica sees them.
 //!
-//! A stream that breaks off is asked for again, behind the last event that was had, of the same
-//! replica or of the next that answers. A replica that cannot go on there says so: `missed`.
+//! A broken stream is resumed after the last received event, at the same replica or at the next one
+//! that responds. A replica that cannot resume there reports `missed`.
 
 use std::process::ExitCode;
 use std::time::Duration;
@@ -22,14 +22,14 @@ use super::read::{ReadArgs, details, shown};
 use super::table::cell;
 use crate::json_client::{JsonAnswer, no_answer};
 
-/// Longest event that is read, in bytes: a replica sends none of this size.
+/// Maximum length of an event, in bytes. Replicas send far smaller ones.
 const EVENT_BYTES_MAX: usize = 16 << 20;
-/// For how long a stream that broke off is asked for again, while no replica gives one.
+/// Longest time for which a broken stream is retried.
 const RESUME_MAX: Duration = Duration::from_secs(60);
-/// Pause before it is asked for again, at first and at most.
+/// First and longest pause before a retry.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(5));
 
-/// Runs `quorate events`, until no replica gives a stream any more.
+/// Runs `quorate events` until no replica serves a stream any more.
 pub(super) async fn run(args: ReadArgs) -> anyhow::Result<ExitCode> {
     let is_json = args.json;
     let mut stream = EventStream::new(args.target);
@@ -42,22 +42,22 @@ pub(super) async fn run(args: ReadArgs) -> anyhow::Result<ExitCode> {
     }
 }
 
-/// The events of whichever replica answers, one after the other.
+/// Events of whichever replica responds, in order.
 struct EventStream {
     target: AdminTarget,
-    /// The stream that is read, with its URL.
+    /// The open stream, with its URL.
     open: Option<(String, Incoming)>,
     arrived: PartialEvents,
     /// Id of the last event.
     last: Option<HeaderValue>,
     pause: Duration,
-    /// When it broke off without having been resumed.
+    /// Time at which the stream broke, until it is resumed.
     broken: Option<Instant>,
 }
 
-/// Why there is no stream.
+/// Why a stream could not be opened.
 enum OpenError {
-    /// Another try may help.
+    /// A retry may help.
     Passing(anyhow::Error),
     Lasting(anyhow::Error),
 }
@@ -74,7 +74,7 @@ impl EventStream {
         }
     }
 
-    /// The next event.
+    /// Returns the next event.
     async fn next(&mut self) -> anyhow::Result<Value> {
         loop {
             if let Some((id, event)) = self.arrived.next() {
@@ -105,7 +105,7 @@ impl EventStream {
         }
     }
 
-    /// The stream is over. A replica that ended it itself is leaving: another one is asked first.
+    /// Closes the stream. A replica that ended it itself is leaving, so another one is asked first.
     fn leave(&mut self, is_ended: bool) {
         self.open = None;
         self.arrived = PartialEvents::default();
@@ -115,7 +115,7 @@ impl EventStream {
         }
     }
 
-    /// Asks for a stream, again and again if there was one before.
+    /// Opens a stream, and retries if one was open before.
     async fn reopen(&mut self) -> anyhow::Result<()> {
         loop {
             if self.broken.is_some() {
@@ -137,7 +137,7 @@ impl EventStream {
         }
     }
 
-    /// Asks the first replica that answers.
+    /// Requests a stream from the first replica that responds.
     async fn ask(&self) -> Result<(String, Incoming), OpenError> {
         let settled = self.target.settle(false).await;
         settled.map_err(OpenError::Passing)?;
@@ -179,7 +179,7 @@ impl EventStream {
     }
 }
 
-/// Server-sent events that have arrived in part.
+/// Buffer of server-sent events that have arrived in part.
 #[derive(Debug, Default)]
 struct PartialEvents(Vec<u8>);
 
@@ -192,7 +192,7 @@ impl PartialEvents {
         Ok(())
     }
 
-    /// Returns the next whole event with its id, if it has one; comments are none.
+    /// Returns the next complete event with its id, if it has one. Skips comments.
     fn next(&mut self) -> Option<(Option<String>, Value)> {
         loop {
             let end = self.0.windows(2).position(|pair| pair == b"\n\n")?;
@@ -212,7 +212,7 @@ fn event_of(text: &str) -> Option<(Option<String>, Value)> {
         line.map(str::trim_start)
     };
     let mut event: Value = serde_json::from_str(field("data")?).ok()?;
-    // Those that tell of the stream itself have their name beside the data only.
+    // Events about the stream itself have their name only outside the data.
     let name = event.get("event").is_none().then(|| field("event"));
     let fields = event.as_object_mut()?;
     if let Some(name) = name {
@@ -221,7 +221,7 @@ fn event_of(text: &str) -> Option<(Option<String>, Value)> {
     Some((field("id").map(ToOwned::to_owned), event))
 }
 
-/// An event as a line of text.
+/// Formats an event as a line of text.
 fn line(mut event: Value) -> String {
     let at = match event["at_ms"].take() {
         Value::Null => "-".to_owned(),
@@ -277,7 +277,7 @@ mod tests {
         target: AdminTarget,
     }
 
-    /// A replica that gives each stream one text, then breaks it off. Returns what it was asked.
+    /// Plays a replica that serves one text per stream. Returns the heads of the requests.
     async fn breaking(listener: TcpListener, texts: &[&str]) -> Vec<String> {
         let mut heads = Vec::new();
         for text in texts {
@@ -314,7 +314,7 @@ mod tests {
         while seen.len() < 5 {
             seen.push(stream.next().await.unwrap()["n"].clone());
         }
-        // An event that arrived in part is had whole, and none twice.
+        // A partial event is received again in full, and no event twice.
         assert_eq!(seen, [json!(1), Value::Null, json!(2), json!(3), json!(4)]);
         let heads = serving.await.unwrap();
         assert!(!heads[0].contains("last-event-id"), "{}", heads[0]);

@@ -75,7 +75,7 @@ pub(super) async fn run(args: ExplainArgs) -> anyhow::Result<ExitCode> {
     for (name, value) in args.headers {
         headers.entry(name).or_default().push(value);
     }
-    // The body is sent as a string, byte for byte, because blocks depend on its bytes.
+    // The body is sent as a string, because block hashes depend on its exact bytes.
     let request = json!({
         "path": args.path,
         "headers": headers,
@@ -107,7 +107,7 @@ fn header(text: &str) -> Result<(String, String), String> {
     Ok((name.trim().to_ascii_lowercase(), value.trim().to_owned()))
 }
 
-/// Returns the smallest body that carries a prompt to `path`.
+/// Returns the smallest request body for `path` with this prompt.
 fn body_of(path: &str, model: Option<&str>, prompt: &str) -> Value {
     match path {
         "/v1/completions" | "/tokenize" => json!({ "model": model, "prompt": prompt }),
@@ -144,7 +144,7 @@ pub(super) fn prompt_line(answer: &Value) -> String {
     )
 }
 
-/// What holds for the whole decision, one line each.
+/// Returns the facts that hold for the whole decision, one per line.
 fn facts(answer: &Value) -> Vec<String> {
     let blocks = format!(
         "{} of about {} tokens, {} of them can be cached",
@@ -210,7 +210,7 @@ fn facts(answer: &Value) -> Vec<String> {
     lines
 }
 
-/// An explanation as text.
+/// Formats an explanation as text.
 pub(super) fn text(answer: &Value) -> String {
     let mut table = FittedTable::new(&[
         column("backend"),

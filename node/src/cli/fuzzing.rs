@@ -1,4 +1,4 @@
-//! Fuzz target for input of the command line, see [`crate::fuzzing`].
+//! Fuzz target for input of the command line; see [`crate::fuzzing`].
 
 use serde_json::Value;
 
@@ -7,7 +7,7 @@ use super::decisions;
 use super::explain::prompt_line;
 use super::read::{limits, members, per_cent, thousandths};
 
-/// Displays an answer of the admin API, and parses its URL.
+/// Displays a response of the admin API, and parses its URL.
 pub fn admin_answer(bytes: &[u8]) {
     if let Ok(text) = std::str::from_utf8(bytes)
         && let Ok(url) = admin_url(text)
@@ -29,7 +29,7 @@ pub fn admin_answer(bytes: &[u8]) {
     assert!(!shown.is_empty());
 }
 
-/// Answers, and a URL.
+/// Returns sample responses, and a URL.
 #[must_use]
 pub fn admin_answer_seeds() -> Vec<Vec<u8>> {
     let answers = [

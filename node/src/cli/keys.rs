@@ -17,7 +17,7 @@ use super::table::cell;
 use super::token::SecretFile;
 use crate::json_client::AnswerError;
 
-/// What to do with API keys.
+/// Operations on API keys.
 #[derive(Debug, Subcommand)]
 pub(super) enum KeyCommand {
     /// Create a key and print its secret, which is not stored anywhere
@@ -123,7 +123,7 @@ async fn create(args: CreateKeyArgs) -> anyhow::Result<ExitCode> {
 }
 
 impl SecretArgs {
-    /// Has a secret drawn and tells it, this once.
+    /// Requests a new secret and prints or stores it, because it cannot be read again.
     async fn draw(&self, path: &str, body: Option<&Value>) -> anyhow::Result<ExitCode> {
         let file = self.out.as_deref().map(SecretFile::create).transpose()?;
         match self.write.target.send(Method::POST, path, body).await {
@@ -157,7 +157,7 @@ impl SecretArgs {
     }
 }
 
-/// Adds to an error whose outcome is unknown by which id the key can be revoked.
+/// Adds the key's id to an error with an unknown outcome, so that the key can be revoked.
 fn with_id(error: anyhow::Error) -> anyhow::Error {
     let answer = error.downcast_ref::<AnswerError>();
     let unknown = answer.filter(|answer| answer.problem["outcome"] == "unknown");
@@ -208,7 +208,7 @@ fn or_else(value: &Value, absent: &str) -> String {
     }
 }
 
-/// The names of a list; an empty one stands for all.
+/// Joins the names in a list; an empty list means all.
 fn all_or(names: &Value) -> String {
     let names = names.as_array().map(Vec::as_slice).unwrap_or_default();
     match names {

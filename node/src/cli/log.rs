@@ -1,5 +1,5 @@
-//! `quorate log replay`: the state at a log index, offline, from a data directory or a backup; `quorate
-//! log level`: what running replicas log.
+//! `quorate log replay`: the state at a log index, offline, from a data directory or a backup.
+//! `quorate log level`: the log level of running replicas.
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -21,12 +21,12 @@ use super::table::cell;
 use crate::app::offline::{self, OfflineState};
 use crate::config::Config;
 
-/// Users and backends shown as a table.
+/// Maximum number of users and backends in a table.
 const SHOWN_MAX: usize = 50;
-/// Users read from the state at a time.
+/// Number of users read from the state at a time.
 const PAGE: usize = 1000;
 
-/// What to do with a log.
+/// Operations on logs.
 #[derive(Debug, Subcommand)]
 pub(super) enum LogCommand {
     /// Show the state at a log index, offline: users, backends, limits, and its digest
@@ -139,8 +139,7 @@ pub(super) async fn run(command: LogCommand) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// The config to explain by. Without a file it is the default one; which replica asks does not
-/// matter then.
+/// Returns the config to explain with. Without a file, it is the default one with a placeholder id.
 fn explaining(mut source: ConfigSource) -> anyhow::Result<Config> {
     let is_named = source.set.iter().any(|it| it.starts_with("node.id="));
     if source.config.is_none() && !is_named {
@@ -163,7 +162,7 @@ fn open(
     }
 }
 
-/// The state as JSON.
+/// Returns the state as JSON.
 fn shown(state: &RouterState) -> Value {
     let view = state.view();
     let registry = view.registry();

@@ -8,7 +8,7 @@ use clap::Command;
 use clap_mangen::Man;
 use lab::terminal;
 
-/// What holds for every command.
+/// Sections that every page has.
 const COMMON: &str = r#".SH ENVIRONMENT
 .TP
 \fBQUORATE_ADMIN\fR
@@ -50,7 +50,7 @@ pub(super) struct ManArgs {
     out: Option<PathBuf>,
 }
 
-/// Prints a page, or writes all.
+/// Prints a page, or writes all pages.
 pub(super) fn run(args: ManArgs, cli: Command) -> anyhow::Result<ExitCode> {
     let mut cli = cli.disable_help_subcommand(true);
     cli.build();

@@ -1,4 +1,4 @@
-//! The command line: names of the commands, and exit codes (0 done, 1 failed, 2 bad usage or
+//! The command line: names of the commands, and exit codes (0 success, 1 failure, 2 bad usage or
 //! config). Results go to stdout, logs and errors to stderr.
 
 mod audit;
@@ -147,11 +147,11 @@ enum CliCommand {
     Man(man::ManArgs),
 }
 
-/// Log of `quorate dev`: what went wrong here, but nothing of libraries. That a replica is in no
-/// cluster yet is normal while all of them start.
+/// Log filter of `quorate dev`: warnings of this program, but not of libraries. While all replicas
+/// start, it is normal that one is in no cluster yet.
 const DEV_LOG: &str = "warn,raft=error,openraft=off,sled=off,h2=off,hyper=off,tonic=off";
 
-/// Runs the command with which this process was started.
+/// Runs the command of this process.
 #[must_use]
 pub fn main() -> ExitCode {
     let matches = Cli::command().get_matches();
@@ -188,7 +188,7 @@ fn run(cli: Cli) -> anyhow::Result<ExitCode> {
         CliCommand::Man(args) => man::run(args, Cli::command()),
         CliCommand::Serve(args) => serve::run(args),
         CliCommand::Replay(args) => {
-            // The temporary clusters of a comparison have little to log about it.
+            // The temporary clusters of a comparison log little of interest.
             let quiet = "warn,raft::replica=error,raft::replica::peers=warn,openraft=off";
             telemetry::init_for_command(quiet)?;
             descriptors::raise();
@@ -230,7 +230,7 @@ fn run(cli: Cli) -> anyhow::Result<ExitCode> {
     }
 }
 
-/// Runs an asynchronous command on a runtime of its own.
+/// Runs an asynchronous command on its own runtime.
 fn block_on(command: impl Future<Output = anyhow::Result<ExitCode>>) -> anyhow::Result<ExitCode> {
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .enable_all()
@@ -238,20 +238,19 @@ fn block_on(command: impl Future<Output = anyhow::Result<ExitCode>>) -> anyhow::
     runtime.block_on(command)
 }
 
-/// Whether a command ended because its output is no longer read, as in a pipe to `head`.
+/// Whether a command failed because nothing reads its output, as in a pipe to `head`.
 fn is_reader_gone(error: &anyhow::Error) -> bool {
     let io = error.downcast_ref::<std::io::Error>();
     io.is_some_and(|error| error.kind() == ErrorKind::BrokenPipe)
 }
 
-/// Whether a config has faults, or does not belong to the store that it names: starting again
-/// changes neither.
+/// Whether a config has faults or does not match the store that it names. A restart fixes neither.
 fn is_refused_config(error: &anyhow::Error) -> bool {
     let start = error.downcast_ref::<raft::StartError>();
     error.is::<ConfigErrors>() || matches!(start, Some(raft::StartError::WrongStore(_)))
 }
 
-/// Whether the command that was given prints JSON.
+/// Whether the command prints JSON.
 fn is_json(matches: &ArgMatches) -> bool {
     match matches.subcommand() {
         Some((_, of_command)) => is_json(of_command),
@@ -259,7 +258,7 @@ fn is_json(matches: &ArgMatches) -> bool {
     }
 }
 
-/// Tells why a command failed, once: in words, or as JSON on one line.
+/// Reports why a command failed: as text, or as JSON on one line.
 fn report(error: &anyhow::Error, is_json: bool) {
     match error.downcast_ref::<ConfigErrors>() {
         _ if is_json => eprintln!("{}", read::shown(&error_json(error).to_string())),
@@ -287,7 +286,7 @@ fn error_json(error: &anyhow::Error) -> Value {
     out
 }
 
-/// The faults of a config as JSON.
+/// Returns the faults of a config as JSON.
 fn faults(errors: &ConfigErrors) -> Value {
     let fault = |error: &crate::config::ConfigError| {
         let place = match &error.place {
@@ -302,7 +301,7 @@ fn faults(errors: &ConfigErrors) -> Value {
     errors.errors.iter().map(fault).collect()
 }
 
-/// An error with its causes. Some errors name their cause themselves; it is told once.
+/// Formats an error with its causes. Skips causes that the message already contains.
 fn told(error: &anyhow::Error) -> String {
     let mut text = String::new();
     for cause in error.chain() {

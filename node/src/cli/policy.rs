@@ -1,4 +1,4 @@
-//! `quorate policy`, `routing`, `admission` and `user defaults`: replicated settings, each replaced as a whole.
+//! `quorate policy`, `routing`, `admission` and `user defaults`: replace replicated settings.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -13,7 +13,7 @@ use super::client::encoded;
 use super::edit::{WriteArgs, document, put, setting};
 use super::read::{ReadArgs, details, print_json};
 
-/// What to do with the routing policy.
+/// Operations on the routing policy.
 #[derive(Debug, Subcommand)]
 pub(super) enum PolicyCommand {
     /// Show the policy in effect
@@ -55,7 +55,7 @@ pub(super) struct SetPolicyArgs {
     write: WriteArgs,
 }
 
-/// What to do with a table of settings.
+/// Operations on a table of settings.
 #[derive(Debug, Subcommand)]
 pub(super) enum SettingsCommand {
     /// Show the settings
@@ -110,7 +110,7 @@ pub(super) async fn policy(command: PolicyCommand) -> anyhow::Result<ExitCode> {
     }
 }
 
-/// Runs `quorate admission ...` and `quorate routing ...`.
+/// Runs `quorate admission ...`, `quorate routing ...` and `quorate user defaults ...`.
 pub(super) async fn settings(
     name: &'static str,
     command: SettingsCommand,

@@ -1,4 +1,4 @@
-//! `quorate status`, and what all commands share that show what a replica knows.
+//! `quorate status`, and shared code of commands that show a replica's knowledge.
 
 use std::process::ExitCode;
 
@@ -9,10 +9,10 @@ use serde_json::{Value, json};
 use super::client::AdminTarget;
 use super::table::cell;
 
-/// Refused engines of a source that `status` shows.
+/// Maximum number of a source's rejected engines that `status` shows.
 const REFUSED_SHOWN: usize = 5;
 
-/// What all reading commands take.
+/// Arguments of all reading commands.
 #[derive(Debug, clap::Args)]
 pub(super) struct ReadArgs {
     #[command(flatten)]
@@ -22,7 +22,7 @@ pub(super) struct ReadArgs {
     pub(super) json: bool,
 }
 
-/// Runs `quorate status`. A replica that is not ready is shown, too, and makes the command fail.
+/// Runs `quorate status`. Also shows a replica that is not ready, but then the command fails.
 pub(super) async fn status(args: &ReadArgs) -> anyhow::Result<(String, ExitCode)> {
     let cluster = args.target.get("/admin/v1/cluster").await?;
     let digest = args.target.get("/admin/v1/digest").await?;
@@ -42,7 +42,7 @@ pub(super) async fn status(args: &ReadArgs) -> anyhow::Result<(String, ExitCode)
     }
     let found = cluster["peers"].as_array().filter(|it| !it.is_empty());
     let reasons = readiness["reasons"].as_array().into_iter().flatten();
-    // The table says more of the peers.
+    // The table has more detail about peers.
     let reasons = reasons.filter(|it| found.is_none() || !is_of_peer(it));
     let warnings = readiness["warnings"].as_array().into_iter().flatten();
     let reasons: Vec<String> = reasons
@@ -90,7 +90,7 @@ pub(super) async fn status(args: &ReadArgs) -> anyhow::Result<(String, ExitCode)
     Ok((text, code))
 }
 
-/// Warns of a cluster whose blocks are not keyed.
+/// Returns a warning for a cluster that hashes blocks without a secret.
 fn hashing(cluster: &Value) -> &'static str {
     match cluster["hashes_keyed"].as_bool() {
         Some(false) => " (blocks hashed without a secret: founded by an earlier build)",
@@ -98,7 +98,7 @@ fn hashing(cluster: &Value) -> &'static str {
     }
 }
 
-/// Names the engines that do not keep isolated users apart, where there may be such users.
+/// Lists the engines that do not isolate users' caches, if users may be isolated.
 fn unsalted(cache: &Value) -> Option<String> {
     let backends = cache["unsalted_backends"].as_array()?;
     let is_asked = cache["cache"] == "isolated" || cache["users"].as_u64() > Some(0);
@@ -116,7 +116,7 @@ fn unsalted(cache: &Value) -> Option<String> {
     ))
 }
 
-/// One line per source of engines, with what is wrong with it below.
+/// Returns one line per source of engines, followed by its problems.
 fn sources(discovery: &Value) -> Vec<String> {
     let all = |name: &str| discovery[name].as_array().into_iter().flatten();
     let mut lines = Vec::new();
@@ -160,12 +160,12 @@ fn sources(discovery: &Value) -> Vec<String> {
     lines
 }
 
-/// Whether a reason against readiness is about one peer.
+/// Whether a reason for not being ready is about one peer.
 fn is_of_peer(reason: &Value) -> bool {
     reason.as_str().is_some_and(|it| it.starts_with("peer "))
 }
 
-/// What a replica without a quorum found where it expects its peers.
+/// Returns a table of what a replica without a quorum found at its peers' addresses.
 fn peers(found: &[Value]) -> FittedTable {
     let columns = [column("peer"), column("found"), column("detail").prose()];
     let mut table = FittedTable::new(&columns);
@@ -212,7 +212,7 @@ pub(super) fn members(cluster: &Value) -> FittedTable {
     table
 }
 
-/// Returns the remainder of a user's effective limits, `-` if there are none.
+/// Formats what is left of a user's effective limits, `-` without limits.
 pub(super) fn limits(user: &Value) -> String {
     let left = &user["left"];
     let parts = [
@@ -237,8 +237,8 @@ pub(super) fn limits(user: &Value) -> String {
     }
 }
 
-/// Lists the fields of an answer, one per line; those of objects within as `object.field`, and of
-/// objects in a list as `list[0].field`.
+/// Lists the fields of a response, one per line: those of nested objects as `object.field`, and
+/// those of objects in a list as `list[0].field`.
 pub(super) fn details(answer: &Value) -> String {
     let mut lines = Vec::new();
     fields("", answer, &mut lines);
@@ -315,7 +315,7 @@ pub(super) fn print_json(value: &Value) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Formats an answer for programs.
+/// Formats a response for programs.
 pub(super) fn json_text(value: &Value) -> anyhow::Result<String> {
     Ok(shown(&serde_json::to_string_pretty(value)?))
 }

@@ -15,9 +15,9 @@ use super::client::AdminTarget;
 use super::decisions::targets;
 use super::table::cell;
 
-/// How often replicas are asked whether they still record.
+/// Polling interval for the end of recordings.
 const LOOK_INTERVAL: Duration = Duration::from_millis(500);
-/// Last decisions of each replica that are simulated.
+/// Maximum number of decisions per replica that are simulated.
 const DECISIONS_MAX: u32 = 10_000;
 
 /// `quorate record`.
@@ -53,8 +53,8 @@ struct RecordingReplica {
     path: String,
 }
 
-/// Runs `quorate record`. A member that cannot be recorded is told, and makes the command fail after
-/// the others were.
+/// Runs `quorate record`. Reports members that cannot record, and then fails after recording the
+/// others.
 pub(super) async fn run(args: RecordArgs) -> anyhow::Result<ExitCode> {
     let (replicas, mut missed) = begin(&args).await?;
     let ids: Vec<String> = replicas.iter().map(|it| it.replica.to_string()).collect();
@@ -106,7 +106,7 @@ pub(super) async fn run(args: RecordArgs) -> anyhow::Result<ExitCode> {
     })
 }
 
-/// Has all replicas begin, and tells which could not.
+/// Starts recording at all replicas. Also returns the errors of those that could not start.
 async fn begin(args: &RecordArgs) -> anyhow::Result<(Vec<RecordingReplica>, Vec<String>)> {
     let spec = json!({
         "seconds": args.seconds, "requests": args.requests, "bytes": args.bytes, "salt": salt(),
@@ -114,7 +114,7 @@ async fn begin(args: &RecordArgs) -> anyhow::Result<(Vec<RecordingReplica>, Vec<
     let (mut begun, mut missed): (Vec<RecordingReplica>, _) = (Vec::new(), Vec::new());
     let members = match args.only {
         true => Vec::new(),
-        // The first that answers knows the others.
+        // The first that responds knows the others.
         false => targets(args.target.clone(), true).await?.split_off(1),
     };
     for at in args.target.each().chain(members) {
@@ -146,7 +146,7 @@ async fn begin(args: &RecordArgs) -> anyhow::Result<(Vec<RecordingReplica>, Vec<
     Ok((begun, missed))
 }
 
-/// Returns when no replica records any more, as far as they answer.
+/// Returns when no replica that responds records any more.
 async fn ended(replicas: &[RecordingReplica]) {
     for replica in replicas {
         while replica.is_running().await {
@@ -168,7 +168,7 @@ impl RecordingReplica {
         read(&self.at.download(&self.path).await?)
     }
 
-    /// Asks for something that changes nothing of what is fetched: a failure is only told.
+    /// Sends a request that does not affect the recording, and only reports a failure.
     async fn try_send(&self, method: Method, path: &str) {
         if let Err(error) = self.at.send(method, path, None).await {
             eprintln!("replica {}: {error:#}", self.replica);
@@ -176,7 +176,7 @@ impl RecordingReplica {
     }
 }
 
-/// The last decisions of the replicas at `urls`, as one recording.
+/// Returns the last decisions of the replicas at `urls`, as one recording.
 pub(super) async fn last(target: &AdminTarget, urls: &str) -> anyhow::Result<Recording> {
     let path = format!(
         "/admin/v1/recordings/last?limit={DECISIONS_MAX}&salt={}",
@@ -188,7 +188,7 @@ pub(super) async fn last(target: &AdminTarget, urls: &str) -> anyhow::Result<Rec
             .at(url)
             .map_err(|expected| anyhow!("{url}: {expected}"))?;
         let fetched = read(&at.download(&path).await?)?;
-        // Two URLs may lead to one replica.
+        // Two URLs may lead to the same replica.
         if !all
             .iter()
             .any(|it| it.head.replicas == fetched.head.replicas)
@@ -203,7 +203,7 @@ fn read(text: &str) -> anyhow::Result<Recording> {
     recording::read(text).context("read the recording that came")
 }
 
-/// The same for all replicas, so that their files fit together.
+/// Returns a salt for all replicas, so that their files match.
 fn salt() -> String {
     format!("{:032x}", rand::random::<u128>())
 }

@@ -1,5 +1,5 @@
-//! SIGHUP, or an operator's call: reads the config again and applies what a running replica can
-//! change. It lists the rest, so that nobody believes it to be in effect.
+//! Reloads the config on SIGHUP or an operator's request, and applies what can change at run time.
+//! Reports the rest, so that nobody assumes it is in effect.
 
 use std::collections::BTreeMap;
 
@@ -18,18 +18,18 @@ use crate::config::{Config, ConfigErrors, Place};
 use crate::telemetry::{ACCESS_FILE_EXPECTED, AccessFile, LogLevel};
 use crate::{descriptors, memory};
 
-/// What a change of a setting comes to while a replica runs.
+/// Effect of a changed setting on a running replica.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Effect {
-    /// It is in effect from here on.
+    /// In effect from now on.
     Taken,
-    /// It is replicated: the cluster keeps its own value.
+    /// Replicated: the cluster keeps its own value.
     ClusterKeeps,
-    /// It is read at start.
+    /// Read only at start.
     NeedsRestart,
 }
 
-/// A key with another value than before.
+/// A key whose value has changed.
 #[derive(Debug, Clone, PartialEq)]
 struct ChangedSetting {
     key: String,
@@ -38,32 +38,32 @@ struct ChangedSetting {
     effect: Effect,
 }
 
-/// What the process writes its log with.
+/// Outputs of the process's log.
 pub(super) struct ReplicaLog {
     pub(super) level: LogLevel,
-    /// `None`: the access log goes where the rest goes.
+    /// `None`: the access log has no separate file.
     pub(super) access_file: Option<AccessFile>,
 }
 
 /// Reloads the config of a running replica.
 pub(super) struct ConfigReload {
     source: ConfigSource,
-    /// URLs of the command line.
+    /// Backend URLs from the command line.
     backends: Vec<String>,
     log: ReplicaLog,
     api_keys: Option<ApiKeys>,
     admin_tokens: Option<AdminTokens>,
     engine_keys: EngineKeys,
     replica: ReloadHandle,
-    /// What is in effect of it, less what needs a restart.
+    /// The config in effect, without changes that need a restart.
     running: Config,
-    /// As the admin API shows it: what is in effect here, and what the config states for clusters.
+    /// Settings that the admin API shows: those in effect here, and the config's for clusters.
     file: SharedFileSettings,
     certificates: CertificateWatch,
 }
 
 impl ConfigReload {
-    /// Reloads from `source` for the replica that runs with `config`.
+    /// Creates a reload from `source` for the replica that runs with `config`.
     pub(super) fn new(
         (source, backends): (ConfigSource, Vec<String>),
         config: &Config,
@@ -84,7 +84,7 @@ impl ConfigReload {
         }
     }
 
-    /// Reads these again with the config.
+    /// Reloads these certificates together with the config.
     pub(super) fn with_certificates(self, certificates: CertificateWatch) -> Self {
         Self {
             certificates,
@@ -92,7 +92,7 @@ impl ConfigReload {
         }
     }
 
-    /// Reloads at every signal and call, for as long as it runs.
+    /// Reloads at every signal and request, until both are closed.
     pub(super) async fn follow(
         mut self,
         mut hangups: Signal,
@@ -102,7 +102,7 @@ impl ConfigReload {
             tokio::select! {
                 biased;
                 Some(()) = hangups.recv() => drop(self.reload().await),
-                // Who asked may be gone.
+                // The caller may be gone.
                 Some(asker) = asked.recv() => drop(asker.send(self.reload().await)),
                 else => return,
             }
@@ -110,7 +110,7 @@ impl ConfigReload {
     }
 
     async fn reload(&mut self) -> ReloadResult {
-        // Beside the config: a log is rotated whatever the config has become.
+        // Independent of the config: a rotated log must be reopened even if the config has faults.
         let reopened = self.reopen().await;
         let mut result = self.read().await;
         if let Err(fault) = reopened {
@@ -124,7 +124,7 @@ impl ConfigReload {
         result
     }
 
-    /// Opens the file of the access log again, which may have been moved away.
+    /// Reopens the file of the access log, which may have been moved.
     async fn reopen(&self) -> Result<(), ReloadError> {
         let Some(file) = self.log.access_file.clone() else {
             return Ok(());
@@ -149,7 +149,7 @@ impl ConfigReload {
 
     async fn read(&mut self) -> ReloadResult {
         let (source, backends) = (self.source.clone(), self.backends.clone());
-        // Tokenizers may be large.
+        // Loading tokenizers may take long.
         match tokio::task::spawn_blocking(move || source.load_with(backends)).await {
             Ok(Ok(loaded)) => Ok(self.take(&loaded.config)),
             Ok(Err(error)) => {
@@ -166,7 +166,7 @@ impl ConfigReload {
     }
 
     fn take(&mut self, config: &Config) -> ReloadReport {
-        // Each fault is logged there.
+        // The reload logs each fault.
         let (_, mut faults) = self.certificates.reload();
         let running = self.file.now();
         let changes = changes(&running, &config.file);
@@ -224,7 +224,7 @@ fn report(changes: Vec<ChangedSetting>, faults: Vec<String>) -> ReloadReport {
 }
 
 impl ConfigReload {
-    /// Has the replica go by what can change while it runs, of limits within what the process has.
+    /// Applies the settings that can change at run time, with limits that fit the process.
     fn take_settings(&mut self, config: &Config) {
         let (connections, streams) = (
             self.running.limits.max_connections,
@@ -244,7 +244,7 @@ impl ConfigReload {
     }
 }
 
-/// Logs a signal that has no meaning here, and stays.
+/// Logs and ignores a signal that has no effect here.
 pub(super) async fn ignore(mut signals: Signal, kind: SignalKind) {
     while signals.recv().await.is_some() {
         let signal = kind.as_raw_value();
@@ -292,7 +292,7 @@ fn faults_of(error: &anyhow::Error) -> Vec<ReloadError> {
     each.collect()
 }
 
-/// A config that could not even be read.
+/// Returns the error for a config that could not be read.
 fn unread(error: &dyn std::fmt::Display) -> ReloadError {
     ReloadError {
         message: error.to_string(),
@@ -317,7 +317,7 @@ fn tell_faults(faults: &[ReloadError]) {
     }
 }
 
-/// What a config has otherwise than the one that is running.
+/// Returns the settings in which a config differs from the running one.
 fn changes(running: &FileSettings, new: &FileSettings) -> Vec<ChangedSetting> {
     let local = differing(values(&running.local), values(&new.local));
     let local = local.map(|(key, before, after)| {
@@ -352,7 +352,7 @@ fn by_name(settings: &FileSettings) -> BTreeMap<String, Value> {
     stated.map(named).collect()
 }
 
-/// Keys with different values; null stands for a key that is not there.
+/// Returns the keys with different values; null stands for an absent key.
 fn differing(
     mut before: BTreeMap<String, Value>,
     after: BTreeMap<String, Value>,
@@ -370,12 +370,12 @@ fn differing(
         .map(|(key, (before, after))| (key, before, after))
 }
 
-/// What a change of a setting of this replica comes to.
+/// Returns the effect of changing a setting of this replica.
 fn effect(key: &str) -> Effect {
     let is_engine_key = key.starts_with("backends.")
         && (key.ends_with(".api_key_file") || key.ends_with(".headers_file"));
     match key {
-        // The room for connections is set up at start, and each connection begins with its streams.
+        // Room for connections is allocated at start, and each connection starts with its streams.
         "limits.max_connections" | "limits.max_streams" => Effect::NeedsRestart,
         "log.level" | "admin.backends_allow" => Effect::Taken,
         "retry.budget_percent" | "retry.min_concurrency" => Effect::Taken,
@@ -385,7 +385,7 @@ fn effect(key: &str) -> Effect {
     }
 }
 
-/// What the admin API shows from here on: settings that need a restart are not in effect yet.
+/// Returns the settings that the admin API shows: without those that need a restart.
 fn in_effect(running: &FileSettings, config: &Config, changes: &[ChangedSetting]) -> FileSettings {
     let mut local = running.local.clone();
     for change in changes.iter().filter(|it| it.effect == Effect::Taken) {

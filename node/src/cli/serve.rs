@@ -55,14 +55,14 @@ pub(super) fn run(args: ServeArgs) -> anyhow::Result<ExitCode> {
         access_file: access_file.clone(),
     };
     let outcome = super::block_on(serve((source, backends), config, log));
-    // Nothing more is said of requests.
+    // No request is logged after this.
     if let Some(file) = access_file {
         file.flush();
     }
     outcome
 }
 
-/// Opens the file of the access log, if there is to be one.
+/// Opens the file of the access log, if configured.
 fn access_file(loaded: &Loaded, config: Option<&Path>) -> Result<Option<AccessFile>, ConfigErrors> {
     let key = "log.access_file";
     let Some(path) = &loaded.config.log.access_file else {
@@ -79,7 +79,7 @@ fn access_file(loaded: &Loaded, config: Option<&Path>) -> Result<Option<AccessFi
     Ok(Some(file))
 }
 
-/// Serves until it is told to leave.
+/// Serves until the replica is asked to stop.
 async fn serve(
     (source, backends): (ConfigSource, Vec<String>),
     config: Config,
@@ -124,7 +124,7 @@ async fn serve(
     }
 }
 
-/// Runs the replica, and tells the service manager how far it is.
+/// Runs the replica, and reports its progress to the service manager.
 async fn run_told(app: App, shutdown: ShutdownHandle) -> anyhow::Result<()> {
     let manager = ServiceManager::of_environment();
     let addresses = app.addresses();

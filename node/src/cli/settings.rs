@@ -1,9 +1,9 @@
-//! `quorate config diff` and `config apply`: how a config file differs from a running cluster, and
-//! putting its values there.
+//! `quorate config diff` and `config apply`: compare a config file with a running cluster, and
+//! write its values to the cluster.
 //!
-//! Only what the file sets is compared and applied. A write replaces a whole group of settings, so
-//! the others of its group are read just before and sent along; if two operators change one group
-//! at the same time, the later write wins.
+//! Only settings in the file are compared and applied. A write replaces a whole group, so the
+//! group's other settings are read first and sent along. Except for backends, it fails if they
+//! changed.
 
 use std::io::{IsTerminal, Write};
 use std::process::ExitCode;
@@ -49,15 +49,15 @@ pub(super) struct ApplyArgs {
     json: bool,
 }
 
-/// A file against a cluster.
+/// Differences between a file and a cluster.
 struct Comparison {
     /// Name of the file.
     file: String,
-    /// What the file sets.
+    /// Settings in the file.
     stated: SettingValues,
     /// Settings of the cluster, by key.
     cluster: Map<String, Value>,
-    /// Log index at which they were read.
+    /// Log index at which the cluster's settings were read.
     index: Value,
     differences: Vec<Difference>,
 }
@@ -115,7 +115,7 @@ impl Comparison {
     }
 }
 
-/// Runs `quorate config diff`. Exits like `diff`: 0 without differences, 1 with some, 2 in trouble.
+/// Runs `quorate config diff`. Exits like `diff`: 0 without differences, 1 with some, 2 on errors.
 pub(super) async fn diff(args: DiffArgs) -> ExitCode {
     let told = async {
         let compared = Comparison::of(args.source, &args.target, "").await?;
@@ -168,7 +168,7 @@ pub(super) async fn apply(args: ApplyArgs) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::from(u8::from(is_failed)))
 }
 
-/// Asks on the terminal.
+/// Asks for confirmation on the terminal.
 fn is_confirmed(count: usize) -> anyhow::Result<bool> {
     if !std::io::stdin().is_terminal() {
         eprintln!(
@@ -188,14 +188,14 @@ fn is_confirmed(count: usize) -> anyhow::Result<bool> {
 struct SettingWrite {
     path: String,
     body: Value,
-    /// Version of what it replaces; `None`: whatever is there.
+    /// Version that it replaces; `None`: any.
     version: Option<HeaderValue>,
     /// Keys that it changes.
     keys: Vec<String>,
 }
 
 impl SettingWrite {
-    /// Returns the writes that end the differences.
+    /// Returns the writes that remove the differences.
     async fn all(compared: &Comparison, target: &AdminTarget) -> anyhow::Result<Vec<Self>> {
         let mut groups: Vec<(String, Vec<&Difference>)> = Vec::new();
         for it in &compared.differences {
@@ -225,13 +225,13 @@ impl SettingWrite {
         Ok(writes)
     }
 
-    /// Sends it; returns what became of it.
+    /// Sends the write; returns its outcome.
     async fn send(&self, target: &AdminTarget) -> Value {
         let (body, version) = (Some(&self.body), self.version.clone());
         let answered = target.ask_over(Method::PUT, &self.path, body, version);
         let answer = match answered.await {
             Ok(answer) => answer,
-            // It may have arrived.
+            // The request may have arrived.
             Err(error) => return json!({ "outcome": "unknown", "error": format!("{error:#}") }),
         };
         let told = answer.json().unwrap_or_default();
@@ -264,7 +264,7 @@ impl SettingWrite {
     }
 }
 
-/// Returns where a setting is written.
+/// Returns the path at which a setting is written.
 fn path_of(key: &SettingKey) -> String {
     match key {
         SettingKey::Policy | SettingKey::PolicySetting { .. } => "/admin/v1/policy".to_owned(),
@@ -277,7 +277,7 @@ fn path_of(key: &SettingKey) -> String {
     }
 }
 
-/// Returns the present settings of a group, with their version.
+/// Returns the current settings of a group, with their version.
 async fn present(target: &AdminTarget, path: &str) -> anyhow::Result<(Value, Option<HeaderValue>)> {
     let (answer, version) = target.latest(path).await?;
     let answer = answer.success();
@@ -287,7 +287,7 @@ async fn present(target: &AdminTarget, path: &str) -> anyhow::Result<(Value, Opt
     Ok((config, version))
 }
 
-/// Returns a backend as the cluster has it; empty if it does not.
+/// Returns a backend as the cluster has it, or with the fields of the file if it has none.
 fn backend(compared: &Comparison, id: &str) -> Value {
     if compared
         .cluster
@@ -311,8 +311,8 @@ fn backend(compared: &Comparison, id: &str) -> Value {
     fields.collect::<Map<_, _>>().into()
 }
 
-/// Puts the file's value into a group of settings. Another policy comes with all settings that the
-/// file has for it.
+/// Sets the file's value in a group of settings. A different policy replaces all settings with
+/// those in the file.
 fn overlay(body: &mut Value, difference: &Difference, stated: &SettingValues) {
     let file = difference.file.clone();
     match &difference.key {
@@ -341,7 +341,7 @@ fn overlay(body: &mut Value, difference: &Difference, stated: &SettingValues) {
         SettingKey::Admission(path) => set_at(body, path, file),
         SettingKey::UserDefault(path) => {
             if path == "cache" && file == "shared" {
-                // Of no group.
+                // No cache group.
                 body["cache_group"] = Value::Null;
             }
             set_at(body, path, file);

@@ -1,4 +1,4 @@
-//! `quorate simulate`, with what is fetched from replicas for it.
+//! `quorate simulate`, including decisions fetched from replicas.
 
 use std::process::ExitCode;
 

@@ -1,4 +1,4 @@
-//! Where a command takes its config from.
+//! Source of a command's config.
 
 use std::path::PathBuf;
 
@@ -21,7 +21,7 @@ impl ConfigSource {
         self.load_with(Vec::new())
     }
 
-    /// The same with the URLs of further backends.
+    /// Reads and checks the config, with the URLs of additional backends.
     pub(super) fn load_with(self, backends: Vec<String>) -> anyhow::Result<Loaded> {
         let origin = Origin::of_process(self.config, self.set);
         Ok(load(&Origin { backends, ..origin })?)

@@ -45,8 +45,8 @@ pub(super) fn run(command: TokenCommand) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// A new file for a secret, which only its owner can read. It is there before the secret is drawn, so
-/// that no secret is drawn that cannot be kept.
+/// A new file for a secret that only its owner can read. It is created before the secret, so that
+/// every secret can be stored.
 pub(super) struct SecretFile {
     path: PathBuf,
     file: File,
@@ -69,7 +69,7 @@ impl SecretFile {
         written.with_context(|| format!("write {}", self.path.display()))
     }
 
-    /// Removes the file: there is no secret.
+    /// Removes the file if no secret was created.
     pub(super) fn discard(self) -> anyhow::Result<()> {
         let removed = std::fs::remove_file(&self.path);
         removed.with_context(|| format!("remove {}", self.path.display()))

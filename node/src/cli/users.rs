@@ -16,7 +16,7 @@ use super::read::{ReadArgs, details, json_text, limits, print_json, thousandths}
 use super::table::cell;
 use super::watch::{WatchArgs, watch};
 
-/// What to do with users.
+/// Operations on users.
 #[derive(Debug, Subcommand)]
 pub(super) enum UserCommand {
     /// List users, highest usage first
@@ -104,7 +104,7 @@ pub(super) struct SetUserArgs {
     write: WriteArgs,
 }
 
-/// Reads a weight, in thousandths.
+/// Parses a weight into thousandths.
 fn weight(text: &str) -> Result<u32, String> {
     let expected = || "expected a number such as 2 or 0.5, with at most three decimals".to_owned();
     let (whole, decimals) = text.split_once('.').unwrap_or((text, ""));
@@ -206,7 +206,7 @@ async fn set(args: SetUserArgs) -> anyhow::Result<ExitCode> {
                 .await?
         }
         None => {
-            // Told before anybody is asked.
+            // Reports wrong flags before any request is sent.
             args.changes(&Value::Null)?;
             target.edit(&path, |present| args.changes(&present)).await?
         }
@@ -216,8 +216,8 @@ async fn set(args: SetUserArgs) -> anyhow::Result<ExitCode> {
 }
 
 impl SetUserArgs {
-    /// Returns what the flags change of a user. Limits are replaced as a whole, and so is a budget, so
-    /// that the present ones are laid beneath.
+    /// Returns the fields of a user that the flags change. Limits and budget are replaced as a
+    /// whole, so the result includes their current values.
     fn changes(&self, user: &Value) -> anyhow::Result<Value> {
         let mut body = json!({});
         if let Some(weight) = self.weight {

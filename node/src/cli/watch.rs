@@ -1,4 +1,4 @@
-//! `--watch`: a command that shows something, again and again.
+//! `--watch`: repeats a command that shows something.
 
 use std::io::IsTerminal as _;
 use std::process::ExitCode;
@@ -9,10 +9,10 @@ use tokio::time::sleep;
 
 use super::read::ReadArgs;
 
-/// Shortest time between two looks.
+/// Minimum interval between updates.
 const INTERVAL_MIN: Duration = Duration::from_millis(100);
 
-/// What commands take that can show something again and again.
+/// Arguments of commands that support `--watch`.
 #[derive(Debug, clap::Args)]
 pub(super) struct WatchArgs {
     #[command(flatten)]
@@ -28,7 +28,7 @@ pub(super) struct WatchArgs {
     watch: Option<Duration>,
 }
 
-/// Parses the time between two looks.
+/// Parses the interval between updates.
 pub(super) fn interval(text: &str) -> Result<Duration, String> {
     let parsed = humantime::parse_duration(text).map_err(|error| error.to_string())?;
     if parsed < INTERVAL_MIN {
@@ -37,8 +37,8 @@ pub(super) fn interval(text: &str) -> Result<Duration, String> {
     Ok(parsed)
 }
 
-/// Prints what `show` answers, with `--watch` until a signal ends it. Once it has answered, an error
-/// is shown like an answer: a replica that restarts is what people watch for.
+/// Prints what `show` returns, and with `--watch` repeats until a signal. After the first success,
+/// errors are shown like results, because people watch replicas restart.
 pub(super) async fn watch(
     args: WatchArgs,
     show: impl AsyncFn(&ReadArgs) -> anyhow::Result<(String, ExitCode)>,

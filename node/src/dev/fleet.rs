@@ -31,8 +31,7 @@ const START_DEADLINE: Duration = Duration::from_secs(30);
 /// Polling interval of awaited conditions.
 const LOOK_INTERVAL: Duration = Duration::from_millis(20);
 
-/// Settings that differ between the replicas, besides those in `[listen]`, or follow from their
-/// addresses.
+/// Settings that each replica gets from the fleet, in addition to those in `[listen]`.
 const OWN_KEYS: [&str; 6] = [
     "node.id",
     "node.data_dir",
@@ -42,14 +41,14 @@ const OWN_KEYS: [&str; 6] = [
     "cluster.bootstrap_expect",
 ];
 
-/// How the replicas are started.
+/// How to start the replicas.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct FleetPlan<'a> {
-    /// Folder of their state; `None`: a temporary one.
+    /// Folder of their state; `None`: a temporary folder.
     pub(crate) data_dir: Option<&'a Path>,
-    /// First port; `None`: known ports, or free ones if these are taken.
+    /// First port; `None`: the default ports, or free ones if these are taken.
     pub(crate) port: Option<u16>,
-    /// Settings of their config, each as `section.key=value`.
+    /// Overrides of their config, each as `section.key=value`.
     pub(crate) settings: &'a [String],
     /// Whether prompts are identified by the engines' tokens, in blocks of the engines' size.
     pub(crate) has_tokens: bool,
@@ -57,9 +56,9 @@ pub(crate) struct FleetPlan<'a> {
 
 /// A running replica.
 pub(crate) struct FleetReplica {
-    /// Its listening addresses.
+    /// Listening addresses.
     pub(super) addresses: Addresses,
-    /// Its log, members and state.
+    /// Log, members and state.
     pub(super) cluster: Arc<dyn Cluster>,
     shutdown: ShutdownHandle,
     task: JoinHandle<()>,
@@ -69,9 +68,9 @@ pub(crate) struct FleetReplica {
 pub(crate) struct Fleet {
     /// Replicas by id, ascending from 1.
     pub(super) replicas: Vec<FleetReplica>,
-    /// Why they are not at the known ports, if they are not although nothing else was asked for.
+    /// Why the replicas are not at the default ports, if none were requested and these are taken.
     pub(super) moved: Option<String>,
-    /// Removed when the fleet has left or could not start.
+    /// Removed after the fleet has left or failed to start.
     _temporary: Option<TemporaryFolder>,
 }
 
@@ -130,7 +129,7 @@ impl Fleet {
             fleet.replicas.push(replica);
         }
         if let Err(error) = fleet.come_up(backends).await {
-            // Before their folder is removed.
+            // The replicas must stop before their folder is removed.
             fleet.leave().await;
             return Err(error);
         }
@@ -174,7 +173,7 @@ impl Fleet {
         }
     }
 
-    /// Returns what each replica says of why it is in no cluster.
+    /// Returns the reasons that each replica reports for not being in a cluster.
     fn hindrances(&self) -> String {
         let mut told = Vec::new();
         for replica in &self.replicas {
@@ -187,7 +186,7 @@ impl Fleet {
         told.join("; ")
     }
 
-    /// Returns what replica 1 says of engines that are not healthy.
+    /// Returns what replica 1 reports about engines that are not healthy.
     async fn ailments(&self) -> String {
         let url = format!(
             "http://{}/admin/v1/backends",
@@ -233,7 +232,7 @@ impl Fleet {
         self.replicas.iter().map(url).collect()
     }
 
-    /// Stops all replicas at once, because no clients are left, and removes temporary files.
+    /// Aborts all replicas at once, because no clients are left, and removes temporary files.
     pub(crate) async fn leave(self) {
         for replica in &self.replicas {
             replica.shutdown.abort();
@@ -265,7 +264,7 @@ impl ClusterUnderTest for Fleet {
     }
 }
 
-/// Waits a moment, or fails after the deadline.
+/// Waits for one polling interval, or fails after the deadline.
 pub(super) async fn wait_on(deadline: Instant, complaint: &'static str) -> anyhow::Result<()> {
     if Instant::now() >= deadline {
         bail!("{complaint} in time");
@@ -277,8 +276,8 @@ pub(super) async fn wait_on(deadline: Instant, complaint: &'static str) -> anyho
 /// Bound sockets with their addresses.
 type Listens = Vec<(BoundSockets, Addresses)>;
 
-/// Binds the sockets of every replica: the known ports, or free ones if these are taken and were
-/// not requested; then with what was in the way.
+/// Binds the sockets of every replica: at the default ports, or at free ones if these are taken and
+/// none were requested. Then also returns the error.
 fn ports(port: Option<u16>) -> anyhow::Result<(Listens, Option<String>)> {
     let all = |first| (1..=REPLICAS).map(|id| bind(id, first)).collect();
     match all(port.unwrap_or(FIRST_PORT)) {
@@ -308,8 +307,8 @@ fn bind(id: u8, first: u16) -> anyhow::Result<(BoundSockets, Addresses)> {
     Ok((sockets, addresses))
 }
 
-/// Refuses settings that the fleet gives each replica itself: one value for all would keep them
-/// apart, or have no effect.
+/// Rejects settings that the fleet sets for each replica: one value for all would be wrong or have
+/// no effect.
 fn check_settings(settings: &[String]) -> Result<(), ConfigErrors> {
     let is_own = |key: &str| {
         let key = key.trim();
@@ -349,7 +348,7 @@ fn config_of(id: u8, data_dir: &Path, settings: &[String]) -> anyhow::Result<Con
     Ok(config::load(&origin)?.config)
 }
 
-/// Returns the settings of an emulated engine's own blocks.
+/// Returns model settings that match the tokenizer and block size of emulated engines.
 fn tokens_of_engines() -> anyhow::Result<ModelSettings> {
     Ok(ModelSettings {
         name: "*".to_owned(),

@@ -1,4 +1,4 @@
-//! What `quorate dev` says about its cluster: where it listens and why there, and what to try.
+//! Messages of `quorate dev` about its cluster: addresses, and what to try.
 
 use lab::terminal::indented;
 use state::command::BackendSpec;
@@ -6,19 +6,19 @@ use state::command::BackendSpec;
 use super::DevLoad;
 use super::fleet::Fleet;
 
-/// Admin URL that commands ask by default.
+/// Admin URL that commands use by default.
 const DEFAULT_ADMIN: &str = "http://127.0.0.1:8081";
 
-/// What there is to tell of a running cluster.
+/// Facts about a running cluster that the messages mention.
 pub(super) struct DevHints<'a> {
     pub(super) fleet: &'a Fleet,
     pub(super) engines: &'a [BackendSpec],
-    /// The model that is asked for.
+    /// Model of the example request.
     pub(super) model: String,
 }
 
 impl DevHints<'_> {
-    /// Where everything listens, and what is sent now.
+    /// Returns the listening addresses, and what load is about to be sent.
     pub(super) fn started(&self, load: &DevLoad, is_real: bool) -> String {
         let mut lines = Vec::new();
         if let Some(taken) = &self.fleet.moved {
@@ -42,7 +42,7 @@ impl DevHints<'_> {
         fitted.join("\n")
     }
 
-    /// What to do with the cluster.
+    /// Returns suggestions for using the cluster.
     pub(super) fn look_around(&self) -> String {
         let mut text = String::from("The cluster is up; ctrl-c ends it.\n\n");
         let (data, admin) = (self.fleet.data_urls(), self.fleet.admin_urls());
@@ -69,7 +69,7 @@ impl DevHints<'_> {
     }
 }
 
-/// The same prompt for the first two replicas, as a command for a shell.
+/// Returns a shell command that sends the same prompt to the first two replicas.
 fn request(model: &str, data: &[String]) -> String {
     let model = serde_json::Value::from(model).to_string();
     // A line break between two fields keeps the lines short.
@@ -92,13 +92,13 @@ fn request(model: &str, data: &[String]) -> String {
     )
 }
 
-/// How this program was started.
+/// Returns the command that started this program.
 fn program() -> String {
     let program = std::env::args().next();
     quoted(&program.unwrap_or_else(|| "quorate".to_owned()))
 }
 
-/// Text as a word for a shell.
+/// Quotes text as one word for a shell.
 fn quoted(text: &str) -> String {
     let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_./:@%+,".contains(c);
     match !text.is_empty() && text.chars().all(is_plain) {

@@ -1,8 +1,8 @@
-//! `quorate dev`: a whole cluster on loopback in one process, a load through all its replicas, and
-//! a table of the results.
+//! `quorate dev`: a whole cluster on loopback in one process, a load test through all its replicas,
+//! and a table of the results.
 //!
-//! Nothing is simplified. The replicas are the ones that `quorate serve` runs, each with its own
-//! sockets, log and snapshots. Only the engines are emulated, unless real ones are given.
+//! The replicas are the same as in `quorate serve`, each with its own sockets, log and snapshots.
+//! Only the engines are emulated, unless real ones are given.
 
 pub(crate) mod fleet;
 mod hints;
@@ -32,11 +32,11 @@ use outcome::DevOutcome;
 
 /// Number of concurrent requests in the load; each is one chat.
 const CHATS: u32 = 48;
-/// Requests of the load on emulated engines.
+/// Requests of the load test with emulated engines.
 const REQUESTS: u64 = 2400;
-/// Requests of the load on real engines, which cost somebody something.
+/// Requests of the load test with real engines, which may cost money.
 const REQUESTS_OF_REAL: u64 = 20;
-/// Chats of that load: short prompts, short answers, a few at once.
+/// Chats of the load test with real engines: short prompts, short outputs, little concurrency.
 const SMALL_CHATS: ChatsOptions = ChatsOptions {
     users: 2,
     chats: 4,
@@ -47,7 +47,7 @@ const SMALL_CHATS: ChatsOptions = ChatsOptions {
     turns: 5,
     seed: 0,
 };
-/// Longest duration of one request of the load.
+/// Request timeout of the load test.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Run a demo cluster on loopback: three replicas, emulated engines and a load test.
@@ -105,17 +105,17 @@ pub struct DevArgs {
     json: bool,
 }
 
-/// The load to be sent.
+/// The load to send.
 struct DevLoad {
     requests: u64,
-    /// Whether it spares engines that are not emulated.
+    /// Whether the load is small, to spare real engines.
     is_small: bool,
     chats: ChatsOptions,
 }
 
 impl DevLoad {
     fn of(args: &DevArgs) -> Self {
-        // Who names a number means it.
+        // An explicit number of requests is never reduced.
         let is_small = !args.backend.is_empty() && args.requests.is_none();
         let all = ChatsOptions {
             chats: CHATS,
@@ -133,7 +133,7 @@ impl DevLoad {
     }
 }
 
-/// Reads the URL of an engine.
+/// Parses the URL of an engine.
 fn engine_url(text: &str) -> Result<String, String> {
     let url = EngineUrl::parse(text).map_err(|error| error.to_string())?;
     Ok(url.as_str().to_owned())
@@ -200,7 +200,7 @@ pub async fn run(args: DevArgs) -> anyhow::Result<ExitCode> {
     }
     if !args.once && !told_to_leave {
         match args.json {
-            // The result is the only thing on stdout.
+            // With `--json`, stdout contains only the result.
             true => eprintln!("{}", escaped_lines(&hints.look_around())),
             false => terminal::print(hints.look_around())?,
         }
@@ -211,7 +211,7 @@ pub async fn run(args: DevArgs) -> anyhow::Result<ExitCode> {
     Ok(code)
 }
 
-/// Signals that end the cluster in order, so that nothing of it is left behind.
+/// Signals that end the cluster gracefully, so that it leaves nothing behind.
 struct EndSignals([Signal; 3]);
 
 impl EndSignals {
@@ -223,7 +223,7 @@ impl EndSignals {
         ]))
     }
 
-    /// Returns when one of them comes.
+    /// Returns when one of the signals arrives.
     async fn recv(&mut self) {
         let [interrupts, terminations, hangups] = &mut self.0;
         tokio::select! {

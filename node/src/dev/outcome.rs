@@ -14,7 +14,7 @@ use super::fleet::{Fleet, FleetReplica, wait_on};
 /// Longest wait until all updates are applied everywhere.
 const AGREE_DEADLINE: Duration = Duration::from_secs(10);
 
-/// What the columns mean.
+/// Explanation of the columns.
 const LEGEND: &str = "\
 lost: no answer, as the replica had gone. TTFT: time to the first token, in ms.
 cached %: prompt tokens that the engines found in their caches; predicted %: that
@@ -40,8 +40,8 @@ pub(super) struct DevOutcome {
 }
 
 impl DevOutcome {
-    /// Waits until every replica has applied the same and no lease is open, or until a deadline,
-    /// and records their states.
+    /// Waits until every replica has applied the same entries and no lease is open, or until a
+    /// deadline. Then records their states.
     pub(super) async fn of(report: LoadReport, fleet: &Fleet) -> Self {
         let deadline = Instant::now() + AGREE_DEADLINE;
         loop {
@@ -76,7 +76,7 @@ impl DevOutcome {
         total.failed == 0 && total.lost == 0 && self.agrees() && self.is_at_rest()
     }
 
-    /// The result as JSON.
+    /// Returns the result as JSON.
     pub(super) fn json(&self) -> Value {
         let replicas = (1..).zip(&self.standings).map(|(id, standing): (u8, _)| {
             json!({
@@ -115,7 +115,7 @@ impl DevOutcome {
                 standing.role.to_owned(),
                 standing.term.to_string(),
                 standing.applied.to_string(),
-                // Its first half: enough to tell states apart.
+                // The first half suffices to distinguish states.
                 format!("{:016x}", standing.digest >> 64),
                 standing.blocks.to_string(),
                 standing.leases.to_string(),

@@ -1,4 +1,4 @@
-//! What answers are like: usage, cached tokens, streams, and whether a hang-up ends the work.
+//! Checks of responses: usage, cached tokens, streams, and whether a disconnect ends the work.
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -12,10 +12,10 @@ use super::facts;
 use super::{CheckOutcome, CheckResult};
 
 const CHAT: &str = "/v1/chat/completions";
-/// How often the engine's counters are looked at while a hang-up is waited for.
+/// Interval between reads of the engine's counters after a disconnect.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
 
-/// A conversation that nobody had before, of a few hundred tokens.
+/// Returns a conversation of a few hundred tokens that no cache can hold yet.
 pub(super) fn fresh_chat(model: &str, max_tokens: u32) -> Value {
     let now = SystemTime::now().duration_since(UNIX_EPOCH);
     let now = now.unwrap_or_default().as_nanos();
@@ -29,7 +29,7 @@ pub(super) fn fresh_chat(model: &str, max_tokens: u32) -> Value {
     })
 }
 
-/// Checks answers, whole ones and streams.
+/// Checks unary and streaming responses.
 pub(super) async fn checks(client: &EngineClient, model: &str) -> Vec<CheckResult> {
     let chat = fresh_chat(model, 8);
     let first = match ask(client, &chat).await {
@@ -106,7 +106,7 @@ fn cached_tokens(first: &Value, again: &Value) -> CheckResult {
     CheckResult::new("cached tokens", outcome, found, therefore)
 }
 
-/// What a stream showed.
+/// Properties of a stream.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct StreamShape {
     chunks: usize,
@@ -192,7 +192,7 @@ fn no_stream(why: String) -> CheckResult {
     CheckResult::new("streams", CheckOutcome::No, why, therefore)
 }
 
-/// Whether the engine stops working for a client that has hung up.
+/// Checks whether the engine stops working when the client disconnects.
 pub(super) async fn hang_up(
     client: &EngineClient,
     model: &str,

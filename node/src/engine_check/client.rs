@@ -1,4 +1,4 @@
-//! HTTP to the engine: every request on its own connection, so that closing it is a hang-up.
+//! HTTP client for the engine. Each request has its own connection, so closing it is a disconnect.
 
 use std::time::Duration;
 
@@ -42,7 +42,7 @@ impl EngineClient {
         self.whole(Method::POST, path, Some(body)).await
     }
 
-    /// Begins an answer; dropping it closes its connection.
+    /// Sends a request and returns the response head; dropping the response closes the connection.
     pub(super) async fn open(
         &self,
         method: Method,
@@ -64,7 +64,7 @@ impl EngineClient {
         sent.map_err(|error| {
             let error = no_answer(&error);
             match error.downcast_ref::<NoConnectionError>() {
-                // Its words are about admin listeners.
+                // The hints of `error` are about admin listeners.
                 Some(none) => anyhow!("cannot connect: {}", none.cause),
                 None => error,
             }
@@ -87,7 +87,7 @@ impl EngineClient {
     }
 }
 
-/// The status of an answer that is no success and the beginning of its body.
+/// Returns the status of an unsuccessful response and the beginning of its body.
 pub(super) fn refusal(answer: &JsonAnswer) -> String {
     const SHOWN_BYTES_MAX: usize = 120;
     let body = String::from_utf8_lossy(&answer.body);

@@ -1,4 +1,4 @@
-//! Whether the engine publishes KV events that can be followed.
+//! Checks whether the engine publishes KV events that a replica can follow.
 
 use api::kv_events::endpoint::KvEndpoint;
 use api::kv_events::socket::{SocketMessage, Sockets as _, Zmq};
@@ -63,7 +63,7 @@ pub(super) async fn check(
     }
 }
 
-/// What the publisher sent.
+/// Events received from the publisher.
 struct SeenEvents {
     block_size: u32,
     is_replayed: bool,
@@ -85,8 +85,8 @@ async fn follow(
             SocketMessage::Connected => {}
             other => return Err(format!("no subscription: {other:?}")),
         }
-        // A publisher learns of a subscription a moment after the connection: the request is sent
-        // anew until its blocks are told.
+        // A publisher registers a subscription a moment after the connection, so the request is
+        // repeated until its blocks appear.
         loop {
             let chat = fresh_chat(model, 2);
             let asked = client.post("/v1/chat/completions", &chat).await;
@@ -144,7 +144,7 @@ async fn next(
     }
 }
 
-/// Tokens per block of the blocks that a message says were stored.
+/// Returns the tokens per block, from the first `BlockStored` event in a message.
 fn block_size(payload: &[u8]) -> Result<Option<u32>, String> {
     let decoded = wire::decode(payload);
     let decoded = decoded.map_err(|error| format!("what it publishes cannot be read: {error}"))?;

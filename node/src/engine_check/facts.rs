@@ -1,4 +1,4 @@
-//! What an engine says of itself: health, models, kind, metrics.
+//! What an engine reports about itself: health, models, kind, metrics.
 
 use api::backends::{EngineKind, EngineMetrics};
 use serde_json::Value;
@@ -6,13 +6,13 @@ use serde_json::Value;
 use super::client::{EngineClient, refusal};
 use super::{CheckOutcome, CheckResult};
 
-/// The paths that a replica probes, in its order.
+/// Paths that a replica probes, in order.
 const HEALTH_PATHS: [&str; 3] = ["/ready", "/health", "/v1/models"];
 
 pub(super) async fn health(client: &EngineClient) -> anyhow::Result<CheckResult> {
     let mut found = String::new();
     for path in HEALTH_PATHS {
-        // Without a connection there is nothing to check.
+        // Without a connection, the check cannot continue.
         let answer = client.get(path).await?;
         if answer.status.is_success() {
             return Ok(CheckResult::new(
@@ -47,7 +47,7 @@ impl ListedModels {
         model["parent"].is_string() && model["parent"] != model["id"]
     }
 
-    /// The first that adapts no other.
+    /// Returns the id of the first model that is not an adapter.
     pub(super) fn first_base(&self) -> Option<String> {
         let base = self.0.iter().find(|model| !Self::is_adapter(model))?;
         base["id"].as_str().map(str::to_owned)
@@ -73,7 +73,7 @@ pub(super) async fn models(client: &EngineClient) -> (CheckResult, ListedModels)
             return (check, ListedModels::default());
         }
     };
-    // The words of vLLM, Dynamo and llama.cpp.
+    // Field names of vLLM, Dynamo and llama.cpp.
     let length = |model: &Value| {
         let told = [
             &model["max_model_len"],
@@ -100,7 +100,7 @@ pub(super) async fn models(client: &EngineClient) -> (CheckResult, ListedModels)
     (check, ListedModels(models))
 }
 
-/// Kind and version, as far as the engine's answers tell.
+/// Returns kind and version, as far as the engine reports them.
 pub(super) async fn kind(
     client: &EngineClient,
     models: &ListedModels,

@@ -1,8 +1,8 @@
-//! What an engine can do, and what Quorate will therefore do: `quorate engine-check URL`.
+//! `quorate engine-check URL`: what an engine can do, and how Quorate will treat it.
 //!
-//! Each check asks for one thing over HTTP, as a replica would, and says in a sentence what
-//! follows. They run one after the other, because they read the engine's own counters: other
-//! traffic would falsify the cached tokens and hang-ups that they find.
+//! Each check tests one feature over HTTP, as a replica would use it, and states the consequence.
+//! Checks run one after the other because they read the engine's counters. Other traffic would
+//! falsify the cached tokens and disconnects that they measure.
 
 mod answers;
 mod client;
@@ -21,65 +21,65 @@ use serde::Serialize;
 
 use client::EngineClient;
 
-/// What to check, and how.
+/// Options of a check.
 #[derive(Debug, Clone)]
 pub struct EngineCheckOptions {
-    /// Where the engine is, without a slash at the end.
+    /// URL of the engine, without a trailing slash.
     pub url: String,
-    /// Model to ask for; `None`: the first that the engine lists.
+    /// Model to request; `None`: the first that the engine lists.
     pub model: Option<String>,
-    /// Sent as `authorization`.
+    /// Value of the `authorization` header.
     pub authorization: Option<HeaderValue>,
-    /// The tokenizer whose ids the engine's are compared with.
+    /// Tokenizer whose token ids are compared with the engine's.
     pub tokenizer: Option<Arc<Tokenizer>>,
-    /// Where it publishes KV events, and replays; `None`: it is asked.
+    /// Endpoints of its KV events and of their replay; `None`: ask the engine.
     pub kv_events: Option<(KvEndpoint, Option<KvEndpoint>)>,
-    /// Longest wait for an answer, for a message and for a hang-up to be noticed.
+    /// Longest wait for a response, for a message, and for the engine to notice a disconnect.
     pub patience: Duration,
 }
 
-/// What was found.
+/// Result of all checks of an engine.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct EngineReport {
-    /// Where the engine is.
+    /// URL of the engine.
     pub url: String,
-    /// Its kind, as far as its answers tell.
+    /// Kind of the engine, if its responses reveal it.
     pub kind: Option<EngineKind>,
-    /// Its version, in its own words.
+    /// Version, as the engine reports it.
     pub version: Option<String>,
-    /// The model that was asked for.
+    /// Model that was requested.
     pub model: Option<String>,
-    /// The checks, in order.
+    /// Results of the checks, in order.
     pub checks: Vec<CheckResult>,
 }
 
-/// One check.
+/// Result of one check.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct CheckResult {
-    /// What was checked.
+    /// Name of the check.
     pub name: &'static str,
-    /// Whether the engine can do it.
+    /// Whether the engine supports it.
     pub outcome: CheckOutcome,
-    /// What it answered.
+    /// What the engine responded.
     pub found: String,
-    /// What Quorate will do.
+    /// The consequence: how Quorate will behave.
     pub therefore: String,
 }
 
-/// Whether an engine can do something.
+/// Whether an engine supports something.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum CheckOutcome {
-    /// It can.
+    /// Supported.
     Yes,
-    /// Some of it.
+    /// Supported in part.
     Partly,
-    /// It cannot, or not so that it could be used.
+    /// Not supported, or not in a usable way.
     No,
 }
 
 impl CheckOutcome {
-    /// As tables show it.
+    /// Returns the name that tables show.
     #[must_use]
     pub fn label(self) -> &'static str {
         match self {
@@ -111,8 +111,8 @@ impl CheckResult {
 }
 
 impl EngineReport {
-    /// Whether the engine can serve behind Quorate at all: it is healthy, lists a model, and
-    /// answers for it.
+    /// Whether the engine can serve behind Quorate: it is healthy, lists a model, and completes a
+    /// chat.
     #[must_use]
     pub fn is_usable(&self) -> bool {
         let needed = ["health", "models", "chat"];
@@ -127,7 +127,7 @@ impl EngineReport {
 /// Checks an engine.
 ///
 /// # Errors
-/// If there is no connection to it at all.
+/// If no connection to the engine can be made.
 pub async fn check(options: &EngineCheckOptions) -> anyhow::Result<EngineReport> {
     let client = EngineClient::new(options);
     let mut checks = vec![facts::health(&client).await?];

@@ -1,7 +1,7 @@
-//! The access log in a separate file.
+//! Writes the access log to a separate file.
 //!
-//! A thread writes it, behind a bounded queue: no request waits for a disk, a pipe or a file system
-//! that hangs. Lines that find no room or cannot be written are counted. ADR 0101 has the reasons.
+//! A thread behind a bounded queue writes it, so no request waits for a disk, a pipe or a hanging
+//! file system. Lines that find no room or cannot be written are counted. See ADR 0101.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
@@ -20,22 +20,22 @@ use prometheus_client::registry::Registry;
 use rustix::fs::OFlags;
 use tracing_subscriber::fmt::MakeWriter;
 
-/// Lines that wait to be written, at most ...
+/// Maximum number of queued lines.
 const LINES_MAX: usize = 8192;
-/// ... and their bytes: a client chooses how long a name of a model is.
+/// Maximum length of all queued lines, in bytes: clients choose how long model names are.
 const WAITING_BYTES_MAX: usize = 8 << 20;
-/// A write begins with at least so many bytes, if as many wait.
+/// Size from which a batch is written, if as much is queued, in bytes.
 const WRITE_BYTES: usize = 64 << 10;
-/// Lost lines are told of once in this time.
+/// Minimum interval between two log lines about lost lines.
 const TOLD_INTERVAL: Duration = Duration::from_secs(60);
-/// How long the end of the process waits for what is not written yet.
+/// Longest time that the process waits for queued lines when it ends.
 const FLUSH_MAX: Duration = Duration::from_secs(2);
 
-/// What `access_file` has to be.
+/// Requirements on `access_file`, for error messages.
 pub(crate) const ACCESS_FILE_EXPECTED: &str =
     "a file that can be written, or a pipe that somebody reads, in a folder that exists";
 
-/// Where the access log is written. Clones are the same file.
+/// The file that the access log is written to. Clones share the file.
 #[derive(Clone)]
 pub struct AccessFile {
     path: PathBuf,
@@ -45,20 +45,20 @@ pub struct AccessFile {
 
 #[derive(Default)]
 struct SharedFile {
-    /// The file opened last, until the thread takes it.
+    /// File that was opened last, until the thread takes it.
     reopened: Mutex<Option<File>>,
     waiting_bytes: AtomicUsize,
-    /// Lines without room that nobody was told of.
+    /// Lines dropped from a full queue that have not been reported yet.
     untold: AtomicU64,
     metrics: AccessFileMetrics,
 }
 
 enum Message {
-    /// With its end.
+    /// One line, including its line break.
     Line(Vec<u8>),
-    /// There is a file to be taken.
+    /// A reopened file is ready to be taken.
     Reopened,
-    /// Tells when all before it is written.
+    /// Is answered once everything queued before it is written.
     Flush(SyncSender<()>),
 }
 
@@ -85,7 +85,7 @@ impl AccessFileMetrics {
             self.dropped.clone(),
         );
         for reason in [QUEUE_FULL, WRITE_FAILED] {
-            // Both are there from the start.
+            // Makes both series exist from the start.
             drop(self.dropped.get_or_create(&DroppedLineLabels { reason }));
         }
     }
@@ -97,10 +97,10 @@ impl AccessFileMetrics {
 }
 
 impl AccessFile {
-    /// Opens the file, and begins to write what is sent there behind what it has.
+    /// Opens the file and starts the thread that appends to it.
     ///
     /// # Errors
-    /// If it cannot be opened.
+    /// If the file cannot be opened.
     pub fn open(path: &Path) -> io::Result<Self> {
         let file = open(path)?;
         let (messages, waiting) = sync_channel(LINES_MAX);
@@ -121,36 +121,36 @@ impl AccessFile {
         })
     }
 
-    /// Opens the file of this name again, which may be another one, and has lines written there from
-    /// here on. May block.
+    /// Opens the path again, which may name another file by now, and writes further lines there.
+    /// May block.
     ///
     /// # Errors
-    /// If it cannot be opened; the old one is kept.
+    /// If the file cannot be opened; lines then still go to the old one.
     pub fn reopen(&self) -> io::Result<()> {
         let file = open(&self.path)?;
         *self.shared.reopened() = Some(file);
-        // Without room the thread is busy, and looks for itself before it writes again.
+        // If the queue is full, the thread is busy and checks for a new file before its next write.
         self.messages.try_send(Message::Reopened).ok();
         Ok(())
     }
 
-    /// The name of the file.
+    /// Returns the path of the file.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// The metrics of this file.
+    /// Returns the metrics of this file.
     #[must_use]
     pub fn metrics(&self) -> AccessFileMetrics {
         self.shared.metrics.clone()
     }
 
-    /// Waits until all lines are written that were sent before, within reason.
+    /// Waits until all lines sent before are written, for at most two seconds.
     pub fn flush(&self) {
         let (done, is_done) = sync_channel(1);
         let messages = self.messages.clone();
-        // The queue may be full, and have no room ever.
+        // The queue may stay full forever.
         let asking = move || messages.send(Message::Flush(done)).is_ok();
         let builder = thread::Builder::new().name("access-flush".to_owned());
         if builder.spawn(asking).is_err() || is_done.recv_timeout(FLUSH_MAX).is_err() {
@@ -181,13 +181,13 @@ impl AccessFile {
 
 impl SharedFile {
     fn reopened(&self) -> std::sync::MutexGuard<'_, Option<File>> {
-        // It is replaced as a whole.
+        // The value is only ever replaced as a whole, so a poisoned lock is harmless.
         self.reopened.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// Opens a file to be appended to, and makes it if there is none. A pipe that nobody reads is an
-/// error here: waiting for a reader would hold up the start.
+/// Opens a file for appending and creates it if necessary. Fails for a pipe without a reader,
+/// because waiting for one would delay the start.
 fn open(path: &Path) -> io::Result<File> {
     let flags = OFlags::NONBLOCK | OFlags::NOCTTY;
     let file = OpenOptions::new()
@@ -200,7 +200,7 @@ fn open(path: &Path) -> io::Result<File> {
     Ok(file)
 }
 
-/// Whether a file that was there ends within a line: the disk was full, or the machine lost power.
+/// Whether an existing file ends within a line, after a full disk or a power failure.
 fn is_cut(path: &Path) -> bool {
     let last = || {
         let file = File::open(path)?;
@@ -209,11 +209,11 @@ fn is_cut(path: &Path) -> bool {
         file.read_exact_at(&mut last, bytes.saturating_sub(1))?;
         io::Result::Ok(last[0] != b'\n')
     };
-    // A pipe has no end, and opening it to read would not be for others.
+    // A pipe has no last byte, and opening it for reading would steal data from its reader.
     path.is_file() && last().unwrap_or(false)
 }
 
-/// Sends one line, which `tracing` writes at once.
+/// A writer that sends one line to the file. `tracing` writes each line in one call.
 pub struct LineWriter<'a>(&'a AccessFile);
 
 impl Write for LineWriter<'_> {
@@ -235,17 +235,17 @@ impl<'a> MakeWriter<'a> for AccessFile {
     }
 }
 
-/// The thread that writes.
+/// State of the thread that writes.
 struct WriterThread {
     path: PathBuf,
     file: File,
-    /// Whether the file ends within a line, as a write failed there.
+    /// Whether the file ends within a line, because a write failed.
     is_torn: bool,
     shared: Arc<SharedFile>,
     losses: Losses,
 }
 
-/// Lines that could not be written, until somebody is told.
+/// Lines that could not be written and have not been reported yet.
 #[derive(Default)]
 struct Losses {
     lines: u64,
@@ -269,13 +269,13 @@ impl WriterThread {
             }
             self.tell();
             if let Some(done) = flushed {
-                // Who asked may wait no more.
+                // The caller may have stopped waiting.
                 done.send(()).ok();
             }
         }
     }
 
-    /// Writes whole lines. Those that it could not write are counted, the last error is returned.
+    /// Writes whole lines. Counts those that could not be written, and returns the last error.
     fn write(&mut self, lines: &[u8]) -> io::Result<()> {
         let mut rest = lines;
         let outcome = self.write_rest(&mut rest);
@@ -289,7 +289,7 @@ impl WriterThread {
 
     fn write_rest(&mut self, rest: &mut &[u8]) -> io::Result<()> {
         if self.is_torn && !rest.is_empty() {
-            // Only one line is broken, not the next one too.
+            // Ends the torn line, so that the next one stays intact.
             self.file.write_all(b"\n")?;
             self.is_torn = false;
         }
@@ -307,7 +307,7 @@ impl WriterThread {
         Ok(())
     }
 
-    /// Tells of lines that are missing, seldom.
+    /// Logs how many lines were lost, at most once per [`TOLD_INTERVAL`].
     fn tell(&mut self) {
         let losses = &mut self.losses;
         if losses.told.is_some_and(|at| at.elapsed() < TOLD_INTERVAL) {
@@ -328,7 +328,7 @@ impl WriterThread {
     }
 }
 
-/// Takes what waits, so that a busy log has few writes. Ends at a message that is to be answered.
+/// Takes all queued lines, so that a busy log makes few writes. Stops at a flush request.
 fn batch(first: Message, messages: &Receiver<Message>) -> (Vec<u8>, Option<SyncSender<()>>) {
     let mut lines = Vec::new();
     let mut next = Some(first);
@@ -370,7 +370,7 @@ mod tests {
         let reader = OpenOptions::new().read(true).write(true).open(&path);
         let mut reader = BufReader::new(reader.unwrap());
         let file = AccessFile::open(&path).unwrap();
-        // More than pipe, thread and queue have room for.
+        // More than the pipe, the thread and the queue can hold.
         let line = [&[b'x'; 99][..], b"\n"].concat();
         let sent = 3 * LINES_MAX;
         for _ in 0..sent {

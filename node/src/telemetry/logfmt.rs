@@ -1,4 +1,4 @@
-//! Log lines in logfmt: `key=value` each, quoted where they have to be.
+//! Log lines in logfmt: `key=value` pairs, quoted where necessary.
 
 use std::fmt::{self, Write as _};
 
@@ -61,8 +61,8 @@ impl Visit for Pairs<'_, '_> {
     }
 }
 
-/// A value, in quotes where it is empty or has a character that ends or begins something. What is in
-/// quotes is escaped as in JSON, so that each event is one line.
+/// A value, quoted if it is empty or contains a delimiter. Quoted values are escaped as in JSON, so
+/// that each event is one line.
 struct LogfmtValue<'a>(&'a str);
 
 impl fmt::Display for LogfmtValue<'_> {
@@ -79,7 +79,7 @@ impl fmt::Display for LogfmtValue<'_> {
                 '\n' => f.write_str("\\n")?,
                 '\r' => f.write_str("\\r")?,
                 '\t' => f.write_str("\\t")?,
-                // C0, DEL and C1: all are below 16 bits.
+                // C0, DEL and C1 all fit into 16 bits.
                 c if c.is_control() => write!(f, "\\u{:04x}", u32::from(c))?,
                 c => f.write_char(c)?,
             }

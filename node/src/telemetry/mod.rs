@@ -1,5 +1,5 @@
-//! Logging: to stderr, human-readable or JSON, filtered by a `tracing` filter; the access log also to
-//! a file.
+//! Logging to stderr, human-readable or JSON, with a `tracing` filter; the access log also to a
+//! file.
 
 mod access_file;
 mod logfmt;
@@ -24,32 +24,32 @@ use crate::config::{AccessFormat, LogConfig, LogFilter, LogFormat, Parsed};
 pub(crate) use access_file::ACCESS_FILE_EXPECTED;
 pub use access_file::{AccessFile, AccessFileMetrics, LineWriter};
 
-/// Default filter for dependencies that log each step of their work, each failed heartbeat of a
-/// peer known to be down, each connection reset by a client, or each server name that is none. A
-/// filter that names them takes precedence.
+/// Default filter for dependencies that log each step, each failed heartbeat to a peer known to be
+/// down, each connection reset by a client, or each invalid server name. A filter that names them
+/// takes precedence.
 const QUIET: &str = "openraft=error,sled=warn,h2=error,hyper=warn,rustls::msgs=error,tonic=warn";
 
-/// Changes the filter of the log while it is written.
+/// Changes the log filter at run time.
 #[derive(Clone)]
 pub struct LogLevel {
     access: LoggedRequests,
     filter: reload::Handle<EnvFilter, Registry>,
-    /// As it was told last.
+    /// Filter that was set last.
     level: Arc<Mutex<String>>,
 }
 
 impl LogLevel {
-    /// Filters by `level` from here on.
+    /// Filters by `level` from now on.
     ///
     /// # Errors
-    /// If it does not parse.
+    /// If `level` does not parse.
     pub fn set(&self, level: &str) -> anyhow::Result<()> {
         self.filter.reload(filter(level, self.access)?)?;
         level.clone_into(&mut self.level.lock().unwrap_or_else(PoisonError::into_inner));
         Ok(())
     }
 
-    /// The same for operators, who are told what was expected.
+    /// Returns the same control for operators, with errors that state what is expected.
     #[must_use]
     pub fn control(self) -> LogLevelControl {
         let level = Arc::clone(&self.level);
@@ -66,7 +66,7 @@ impl LogLevel {
 
 /// Sets up logging for the whole process. Call it once, from a program's `main`. A library or test
 /// that embeds a replica sets up its own logging, or none. The access log goes to `access_file`, if
-/// there is one.
+/// given.
 ///
 /// # Errors
 /// If the filter does not parse, or logging is set up already.
@@ -129,8 +129,8 @@ where
     }
 }
 
-/// The filter of a config. A level does not hold back the access log, which has its own setting; a
-/// filter that names its target does.
+/// Returns the filter of a config. A level does not affect the access log, which has its own
+/// setting; a filter that names its target does.
 fn filter(level: &str, access: LoggedRequests) -> anyhow::Result<EnvFilter> {
     let access = match access {
         LoggedRequests::Off => "off",

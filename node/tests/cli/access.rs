@@ -5,7 +5,7 @@ use std::path::Path;
 use super::process::{Process, Replica, free, get, program, send};
 use super::{quorate, text};
 
-/// Makes a token: its secret and its line.
+/// Creates a token. Returns its secret and its line.
 pub(super) fn token(name: &str, role: &str) -> (String, String) {
     let output = quorate(&["token", "create", "--role", role, name]);
     assert!(output.status.success(), "{}", text(&output.stderr));
@@ -17,7 +17,7 @@ pub(super) fn token(name: &str, role: &str) -> (String, String) {
     (part("token"), part("line"))
 }
 
-/// A replica with these lines in its tokens file.
+/// Starts a replica with these lines in its tokens file.
 fn guarded(lines: &[&str], more: &str) -> Replica {
     let [peer] = free();
     let dir = tempfile::TempDir::new().unwrap();
@@ -90,7 +90,7 @@ fn tokens_of_the_program_open_what_their_role_may() {
     let (is_fine, told) = command(&replica, &["users"], &file);
     assert!(!is_fine && told.contains("--token-file"), "{told}");
 
-    // Neither secrets nor their hashes are anywhere.
+    // Neither secrets nor their hashes are in any file.
     let bytes = std::fs::read(&backup).unwrap();
     let hash = admin_line.rsplit(':').next().unwrap();
     let config = replica.file("config.toml");
@@ -164,7 +164,7 @@ fn mode(file: &Path) -> u32 {
     std::fs::metadata(file).unwrap().permissions().mode() & 0o777
 }
 
-/// A config whose admin listener is not on loopback.
+/// Returns a config whose admin listener is not on loopback.
 fn reached(dir: &Path, insecure: &str) -> (String, std::net::SocketAddr) {
     let [data, admin, peer] = free();
     let data_dir = dir.join("data");

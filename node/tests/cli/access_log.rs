@@ -10,7 +10,7 @@ use serde_json::Value;
 use super::process::{Replica, free, get, program, until};
 use super::text;
 
-/// A replica alone that logs all requests to `access.log` in its folder, in a format.
+/// Starts a replica that logs all requests to `access.log` in its folder, in this format.
 fn logging(format: &str) -> Replica {
     let dir = tempfile::TempDir::new().unwrap();
     let file = dir.path().join("access.log");
@@ -26,7 +26,7 @@ fn logging_to(dir: tempfile::TempDir, file: &Path, format: &str) -> Replica {
     replica
 }
 
-/// Has a request answered; returns its id.
+/// Sends a request, and returns its id.
 fn asked(replica: &Replica, model: &str) -> String {
     let answer = replica.chat(model, "");
     assert_eq!(answer.status, 404, "{}", answer.body);
@@ -42,7 +42,7 @@ fn lines(file: &str) -> Vec<String> {
 
 fn until_told(file: &str, id: &str) -> String {
     let find = || lines(file).into_iter().find(|line| line.contains(id));
-    // A line is written at once, its end may be on its way.
+    // A line is written in one call, but its end may arrive later.
     until("a request is in the access log", || {
         std::fs::read_to_string(file).is_ok_and(|text| text.contains(id) && text.ends_with('\n'))
     });
@@ -114,7 +114,7 @@ fn a_rotation_under_load_loses_no_line() {
         asking.join().unwrap()
     });
     ids.insert(asked(&replica, "m"));
-    // What is on its way when the process is told to end is written too.
+    // Requests in flight at the signal are also logged.
     replica.process.signal("TERM");
     until("the process ends", || !replica.process.is_running());
     let told = [lines(&old), lines(&file)].concat();
@@ -187,7 +187,7 @@ fn a_full_disk_costs_lines_and_nothing_else() {
     });
 }
 
-/// Serves with further lines of config until it gives up; returns its exit code and what it says.
+/// Serves with these lines of config until the process exits; returns exit code and output.
 fn refused(dir: &Path, lines: &str) -> (Option<i32>, String) {
     let file = dir.join("config.toml");
     let data = dir.join("data");

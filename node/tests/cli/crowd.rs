@@ -1,4 +1,4 @@
-//! More clients than a process may have descriptors.
+//! More clients than the process may have descriptors.
 
 use std::net::{SocketAddr, TcpStream};
 use std::process::Command;
@@ -7,10 +7,10 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use super::process::{Engine, Replica, free, get, program, until};
 
-/// Clients that connect and say nothing.
+/// Number of idle connections.
 const CLIENTS: usize = 400;
 
-/// The command under a limit of descriptors that it cannot raise.
+/// Wraps a command with a limit of descriptors that it cannot raise.
 fn limited(command: &Command) -> Command {
     let args = command.get_args().map(|arg| arg.to_str().unwrap());
     let words = [command.get_program().to_str().unwrap()]
@@ -61,7 +61,7 @@ fn idle_clients_take_no_descriptors_from_operators_peers_and_others() {
             replica.chat("emulated", "").status == 200
         });
         assert_eq!(get(replica.data, "/health").unwrap().status, 200);
-        // On a busy machine a leader may be looked for at this moment.
+        // On a busy machine, an election may be in progress.
         until("the replica is ready", || {
             replica.admin("/readyz")["status"] == "ready"
         });

@@ -1,4 +1,4 @@
-//! `quorate dev`, as somebody meets it first.
+//! `quorate dev`, as a new user sees it.
 
 use std::fs::File;
 use std::net::{SocketAddr, TcpListener};
@@ -9,7 +9,7 @@ use tempfile::TempDir;
 
 use super::process::{Engine, free, get, program, send, until};
 
-/// A dev cluster that runs until it is told to end, with what it writes.
+/// A dev cluster that runs until a signal, with its output.
 struct Demo {
     child: Child,
     dir: TempDir,
@@ -40,7 +40,7 @@ impl Demo {
         until("the cluster is up", is_up);
     }
 
-    /// Ends it as ctrl-c does; returns what is left of it in the folder of temporary files.
+    /// Ends the cluster with a signal; returns how many of its temporary folders are left.
     fn end(mut self, signal: &str) -> usize {
         let pid = self.child.id().to_string();
         let sent = Command::new("kill").args(["-s", signal, &pid]).status();
@@ -54,7 +54,7 @@ impl Demo {
 
 impl Drop for Demo {
     fn drop(&mut self) {
-        // It may have ended by itself.
+        // The process may have ended by itself.
         self.child.kill().ok();
         self.child.wait().ok();
     }
@@ -67,7 +67,7 @@ fn dev_once(args: &[&str]) -> Output {
         .unwrap()
 }
 
-/// How many requests an emulated engine has answered, and how long their prompts were.
+/// Returns the number of requests that an engine has answered, and their prompt tokens.
 fn answered(engine: &Engine) -> (f64, f64) {
     let address: SocketAddr = engine.url["http://".len()..].parse().unwrap();
     let metrics = get(address, "/metrics").unwrap().body;
@@ -111,7 +111,7 @@ fn a_backend_that_cannot_be_is_told_in_one_line() {
 
 #[test]
 fn the_hints_lead_to_a_prefix_hit_and_nothing_is_left_behind() {
-    // One of the usual ports is taken, by this or by somebody else.
+    // One of the default ports is taken, by this test or by another process.
     let _taken = TcpListener::bind("127.0.0.1:8100");
     let demo = Demo::start(&["--requests", "0"]);
     demo.is_up();
@@ -132,7 +132,7 @@ fn the_hints_lead_to_a_prefix_hit_and_nothing_is_left_behind() {
     let readme = std::fs::read_to_string(readme).unwrap();
     let prompt = out.lines().find(|line| line.starts_with("PROMPT="));
     assert!(readme.contains(prompt.unwrap()), "{prompt:?}");
-    // What the loop of the hint sends, which fits a terminal.
+    // The command in the hint, which fits a terminal.
     let (_, loop_) = out.split_once("for URL in ").unwrap();
     let (sent, _) = loop_.split_once("\ndone").unwrap();
     assert!(sent.lines().all(|line| line.len() <= 70), "{sent}");
@@ -148,7 +148,7 @@ fn the_hints_lead_to_a_prefix_hit_and_nothing_is_left_behind() {
         hit.unwrap_or_default().to_owned()
     };
     assert_eq!(hit_at(urls[0]), "0/7");
-    // It takes a moment until the others have what one has learnt.
+    // It takes a moment until the others apply what one replica has learnt.
     until("the second finds all cached", || hit_at(urls[1]) == "7/7");
     assert_eq!(demo.end("HUP"), 0);
 }

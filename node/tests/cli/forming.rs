@@ -1,4 +1,4 @@
-//! A cluster that does not form says why, peer by peer.
+//! A cluster that does not form reports why, peer by peer.
 
 use std::net::TcpListener;
 use std::process::Output;
@@ -58,7 +58,7 @@ fn a_replica_that_finds_no_cluster_names_each_peer_and_reason() {
     check_told(&replica, &found);
 }
 
-/// Command, probe and log say what the API does.
+/// Command, probe and log report the same as the API.
 fn check_told(replica: &Replica, found: &[(String, &str); 7]) {
     let told = quorate(&["status", "--admin", &replica.admin.to_string()]);
     assert_eq!(told.status.code(), Some(1));
@@ -109,7 +109,7 @@ fn a_member_without_a_quorum_names_each_peer_and_reason() {
         })
     });
     replicas.truncate(1);
-    // Somebody else takes the place of one, and never answers.
+    // Another process takes the place of one, and never responds.
     let _silent = TcpListener::bind(peers[2]).unwrap();
     let left = &replicas[0];
     let found = |address: &std::net::SocketAddr, state: &str| {
@@ -173,7 +173,7 @@ fn a_replica_whose_directory_is_lost_comes_back_under_its_id() {
         assert!(!log.contains("the cluster has other values"), "{log}");
     }
     drop(replicas.pop());
-    // Its directory goes with it, as a volume does.
+    // The directory moves with the replica, like a volume.
     let replica = Replica::start(3, peers[2], &config);
     until("it votes again", || all_vote(&replica));
     let said = replicas
@@ -182,7 +182,7 @@ fn a_replica_whose_directory_is_lost_comes_back_under_its_id() {
     assert!(said, "{}", replicas[0].process.log());
 }
 
-/// Runs the program on a host of this name; `None`: this system does not let tests name hosts.
+/// Runs the program on a host of this name; `None`: the system does not let tests set host names.
 fn on_host(name: &str, args: &[&str]) -> Option<Output> {
     let rename = "hostname \"$0\" && exec \"$@\"";
     let unshare = [

@@ -1,5 +1,4 @@
-//! The commands of docs/guide/security.md, as somebody types them who has nothing yet, on a terminal
-//! of 80 columns (I112).
+//! The commands of docs/guide/security.md, run from scratch on a terminal of 80 columns (I112).
 
 use std::process::Command;
 
@@ -8,7 +7,7 @@ use tempfile::TempDir;
 use super::process::{Engine, free, program};
 use super::terminal::on_terminal;
 
-/// The commands of the section, as they stand in the guide.
+/// Returns the commands of the section, as in the guide.
 fn commands() -> String {
     let guide = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/guide/security.md");
     let guide = std::fs::read_to_string(guide).unwrap();
@@ -17,7 +16,7 @@ fn commands() -> String {
     block.split_once("```").unwrap().0.to_owned()
 }
 
-/// How many commands a script has: loops and files written in place count as one.
+/// Counts the commands in a script. Loops and here-documents count as one.
 fn count(script: &str) -> usize {
     let (mut commands, mut depth, mut goes_on, mut in_file) = (0, 0_usize, false, false);
     for line in script.lines() {
@@ -35,7 +34,7 @@ fn count(script: &str) -> usize {
     commands
 }
 
-/// What follows the guide: what was promised of it.
+/// Checks after the guide's commands: the guide's promises.
 const CHECKS: &str = r#"
 echo; echo checks
 quorate user delete globex --token-file grafana.token || echo "viewer: $?"
@@ -61,13 +60,13 @@ fn ten_commands_lead_to_three_replicas_two_roles_and_two_tenants() {
     let dir = TempDir::new().unwrap();
     let program_dir = std::path::Path::new(env!("CARGO_BIN_EXE_quorate")).parent();
     let mut script = format!("set -e\ntrap 'kill $(jobs -p)' EXIT\n{commands}{CHECKS}");
-    // Whoever runs the tests may use these ports, and others may run them at once.
+    // The user who runs the tests may use the guide's ports, and tests run concurrently.
     let ports = free::<9>().map(|address| address.port().to_string());
     for (nth, port) in ports.iter().enumerate() {
         let (listener, replica) = (nth / 3, nth % 3 + 1);
         script = script.replace(&format!(":8{listener}8{replica}"), &format!(":{port}"));
     }
-    // The config names the ports of its replica by a variable.
+    // The config has the ports of its replica as a variable.
     for (listener, name) in ["data", "admin", "peer"].iter().enumerate() {
         let of_replica = &ports[listener * 3..][..3];
         let from = format!("{name} = \"127.0.0.1:8{listener}8$i\"");

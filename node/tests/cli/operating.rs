@@ -1,4 +1,4 @@
-//! The commands that operate a cluster, against a replica.
+//! The commands for operating a cluster, against a replica.
 
 use std::io::Write;
 use std::process::{Output, Stdio};
@@ -34,14 +34,14 @@ impl Operator {
         command.output().unwrap()
     }
 
-    /// Runs a command that must succeed; returns what it prints.
+    /// Runs a command that must succeed; returns its output.
     fn done(&self, args: &str) -> String {
         let output = self.run(args);
         assert!(output.status.success(), "{args}: {output:?}");
         String::from_utf8(output.stdout).unwrap()
     }
 
-    /// Runs a command that must fail; returns why it does.
+    /// Runs a command that must fail; returns its error.
     fn refused(&self, args: &str) -> String {
         let output = self.run(args);
         assert_eq!(output.status.code(), Some(1), "{args}: {output:?}");
@@ -112,7 +112,7 @@ fn writes_are_audited() {
     let writes = operator.done("audit");
     let mut lines = writes.lines();
     assert!(lines.next().unwrap().contains("action"), "{writes}");
-    // The newest, and what came through this replica has an address.
+    // The newest entry comes first. Writes through this replica have an address.
     let newest = lines.next().unwrap();
     for part in ["put-user", "ada", "127.0.0.1"] {
         assert!(newest.contains(part), "{writes}");
@@ -180,7 +180,7 @@ fn policies_admission_and_users_are_set() {
 #[test]
 fn what_is_shown_can_be_written_back() {
     let operator = Operator::new();
-    // Somebody whom nobody has configured.
+    // A user without any settings.
     assert_eq!(operator.replica.chat("emulated", "").status, 200);
     operator.done("user set ada --weight 2 --tokens 500");
     for (shown, written) in [
@@ -219,7 +219,7 @@ fn what_is_shown_can_be_written_back() {
 fn the_replica_that_can_answer_does() {
     let operator = Operator::new();
     let [nobody, peer, other_peer] = free();
-    // One that waits for a peer has no quorum.
+    // A replica that waits for a peer has no quorum.
     let waiting = format!("[cluster]\npeers = [\"{peer}\", \"{other_peer}\"]\n");
     let waiting = Replica::start(2, peer, &waiting);
     until("it answers", || get(waiting.admin, "/livez").is_some());
@@ -293,7 +293,7 @@ fn events_go_on_at_another_replica() {
     first.process.signal("KILL");
     until("it is gone", || !first.process.is_running());
     until("it is connected again", || connected() == 2);
-    // What happened in between is not known there, which is told.
+    // The replica does not know the events in between, and reports that.
     until("it is told", || {
         std::fs::read_to_string(&seen)
             .unwrap()

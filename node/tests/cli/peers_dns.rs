@@ -1,7 +1,7 @@
-//! Replicas that find each other by a name, at a real name server.
+//! Replicas that find each other by name, with a real name server.
 //!
-//! `cluster.peers_dns` is looked up as the system does it, so each replica sees a `resolv.conf` of
-//! the test in a mount namespace of its own, which only root may make.
+//! `cluster.peers_dns` is resolved by the system. Each replica therefore gets the test's
+//! `resolv.conf` in its own mount namespace, which only root may create.
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::Path;
@@ -19,12 +19,12 @@ use tokio::runtime::Runtime;
 
 use super::process::{Replica, free, get, until};
 
-/// A name server of the zone `test.`, and the hosts on loopback that its names lead to.
+/// A name server for the zone `test.`, and the loopback hosts in it.
 struct Names {
     runtime: Runtime,
     zone: Arc<InMemoryZoneHandler>,
     _server: Server<Catalog>,
-    /// The second and third byte of all addresses: no other test has them.
+    /// Second and third byte of all addresses, unique to this test.
     net: [u8; 2],
     peer_port: u16,
     serial: u32,
@@ -36,7 +36,7 @@ fn name(text: &str) -> Name {
 }
 
 impl Names {
-    /// A name server at port 53, as `resolv.conf` knows no other.
+    /// Starts a name server at port 53, the only one that `resolv.conf` supports.
     fn start() -> Self {
         let [peers] = free();
         let [high, low] = peers.port().to_be_bytes();
@@ -80,7 +80,7 @@ impl Names {
         Ipv4Addr::new(127, self.net[0], self.net[1], host)
     }
 
-    /// Has the name lead to these hosts only.
+    /// Resolves the name to these hosts only.
     fn lead(&mut self, hosts: &[u8]) {
         let key = RrKey::new(LowerName::from(name("peers.test.")), RecordType::A);
         self.runtime.block_on(async {
@@ -106,8 +106,8 @@ impl Names {
     }
 }
 
-/// The same command where `/etc/resolv.conf` is another file. The shell becomes the program, so that
-/// signals reach it.
+/// Wraps a command in a namespace with another `/etc/resolv.conf`. The shell replaces itself with
+/// the program, so that signals reach it.
 fn in_namespace(command: &Command, resolv_conf: &Path) -> Command {
     let mut wrapped = Command::new("unshare");
     let script = "mount --bind \"$0\" /etc/resolv.conf && exec \"$@\"";
@@ -128,7 +128,7 @@ fn may_unshare() -> bool {
     tried.is_ok_and(|tried| tried.status.success())
 }
 
-/// Addresses of the members that a replica knows, when it hears a quorum.
+/// Returns the addresses of the members that a replica with a quorum knows.
 fn members(replica: &Replica) -> Vec<String> {
     let Some(cluster) = get(replica.admin, "/admin/v1/cluster").map(|it| it.json()) else {
         return Vec::new();
@@ -156,7 +156,7 @@ fn replicas_find_each_other_by_a_name_whose_addresses_change() {
         let at = |host: &u8| format!("{}:{}", names.address(*host), names.peer_port);
         hosts.iter().map(at).collect::<Vec<_>>()
     };
-    // Two of them, and an address where nobody is.
+    // Two of them, and an address without a replica.
     names.lead(&[1, 2, 9]);
     let dir = || TempDir::new().unwrap();
     let one = names.replica(dir(), 1, 1);
@@ -173,7 +173,7 @@ fn replicas_find_each_other_by_a_name_whose_addresses_change() {
         [&one, &two, &three].iter().all(|it| members(it) == all)
     });
 
-    // One comes back at another address, with its store.
+    // One returns at another address, with its store.
     let Replica { process, dir, .. } = three;
     drop(process);
     names.lead(&[1, 2, 4]);
@@ -183,7 +183,7 @@ fn replicas_find_each_other_by_a_name_whose_addresses_change() {
         [&one, &two, &three].iter().all(|it| members(it) == all)
     });
 
-    // And one that never was a member finds the cluster where the name leads.
+    // A new replica also finds the cluster by name.
     names.lead(&[1, 2, 4, 5]);
     let four = names.replica(TempDir::new().unwrap(), 4, 5);
     let all = at(&names, &[1, 2, 4, 5]);

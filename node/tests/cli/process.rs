@@ -15,7 +15,7 @@ use rustls::{ClientConfig, ClientConnection, RootCertStore, StreamOwned};
 use serde_json::Value;
 use tempfile::TempDir;
 
-/// Bound of every wait: a broken replica fails the test in this time.
+/// Limit of every wait: a broken replica fails the test after this time.
 const PATIENCE: Duration = Duration::from_secs(60);
 const LOOK_INTERVAL: Duration = Duration::from_millis(50);
 
@@ -35,13 +35,13 @@ fn is_met(mut condition: impl FnMut() -> bool) -> bool {
     false
 }
 
-/// Addresses on loopback that nobody listens at, and no other call of this process gets.
+/// Returns unused loopback addresses that no other call in this process gets.
 pub(super) fn free<const N: usize>() -> [SocketAddr; N] {
     let ports: [u16; N] = lab::ports::free(N).unwrap().try_into().unwrap();
     ports.map(|port| SocketAddr::from((Ipv4Addr::LOCALHOST, port)))
 }
 
-/// The program with arguments, without the settings of whoever runs the tests.
+/// Returns a command without the environment settings of the user who runs the tests.
 pub(super) fn program(program: &str, args: &[&str]) -> Command {
     let mut command = Command::new(program);
     for (name, _) in std::env::vars_os() {
@@ -53,7 +53,7 @@ pub(super) fn program(program: &str, args: &[&str]) -> Command {
     command
 }
 
-/// Writes a file that only its owner may read, as secrets have to be; returns its path.
+/// Writes a file that only its owner may read, as required for secrets; returns its path.
 pub(super) fn private_file(dir: &Path, name: &str, text: &str) -> String {
     let file = dir.join(name);
     std::fs::write(&file, text).unwrap();
@@ -61,7 +61,7 @@ pub(super) fn private_file(dir: &Path, name: &str, text: &str) -> String {
     file.display().to_string()
 }
 
-/// A process that ends with its value.
+/// A process that is killed when dropped.
 pub(super) struct Process {
     child: Child,
     log: PathBuf,
@@ -75,12 +75,12 @@ impl Process {
         Self { child, log }
     }
 
-    /// What it has logged so far.
+    /// Returns its log so far.
     pub(super) fn log(&self) -> String {
         std::fs::read_to_string(&self.log).unwrap()
     }
 
-    /// Waits until a line of its log has all of these texts.
+    /// Waits until a line of its log contains all of these texts.
     pub(super) fn says(&self, texts: &[&str]) {
         let has_all = |line: &str| texts.iter().all(|text| line.contains(text));
         let is_said = || self.log().lines().any(has_all);
@@ -100,13 +100,13 @@ impl Process {
 
 impl Drop for Process {
     fn drop(&mut self) {
-        // It may have ended by itself.
+        // The process may have ended by itself.
         self.child.kill().ok();
         self.child.wait().ok();
     }
 }
 
-/// An emulated engine, which answers.
+/// An emulated engine that serves requests.
 pub(super) struct Engine {
     pub(super) url: String,
     _process: Process,
@@ -130,23 +130,23 @@ impl Engine {
     }
 }
 
-/// A replica with a folder of its own.
+/// A replica with its own folder.
 pub(super) struct Replica {
     pub(super) process: Process,
     pub(super) data: SocketAddr,
     pub(super) admin: SocketAddr,
-    /// Its config, its data in `data`, and what a test puts there.
+    /// Its config, its data in `data`, and files of the test.
     pub(super) dir: TempDir,
 }
 
 impl Replica {
-    /// Starts replica `id` with further lines of config.
+    /// Starts replica `id` with additional lines of config.
     pub(super) fn start(id: u8, peer: SocketAddr, config: &str) -> Self {
         let dir = TempDir::new().unwrap();
         Self::start_in(dir, id, peer, config, |command| command)
     }
 
-    /// The same in a folder, by a command that is made of the usual one.
+    /// The same in a given folder, with a modified command.
     pub(super) fn start_in(
         dir: TempDir,
         id: u8,
@@ -169,7 +169,7 @@ impl Replica {
         }
     }
 
-    /// Starts a replica with a whole config, which says where it listens.
+    /// Starts a replica with a complete config, which sets its addresses.
     pub(super) fn start_text(dir: TempDir, text: &str, [data, admin]: [SocketAddr; 2]) -> Self {
         Self {
             process: Self::serve(&dir, text, |command| command),
@@ -196,17 +196,17 @@ impl Replica {
         assert!(is_met(is_ready), "not ready: {}", self.process.log());
     }
 
-    /// The path of a file of its own, which may not be there.
+    /// Returns the path of a file in its folder, which may not exist.
     pub(super) fn file(&self, name: &str) -> String {
         self.dir.path().join(name).display().to_string()
     }
 
-    /// What its admin API answers.
+    /// Returns the response of its admin API.
     pub(super) fn admin(&self, path: &str) -> Value {
         get(self.admin, path).unwrap().json()
     }
 
-    /// Sends a chat of `user` for the model of emulated engines, if that is given.
+    /// Sends a chat for this model with additional headers.
     pub(super) fn chat(&self, model: &str, headers: &str) -> Answer {
         let body = format!(
             r#"{{"model":"{model}","max_tokens":1,"messages":[{{"role":"user","content":"hi"}}]}}"#
@@ -222,11 +222,11 @@ impl Replica {
     }
 }
 
-/// An answer over HTTP/1.1.
+/// A response over HTTP/1.1.
 #[derive(Debug)]
 pub(super) struct Answer {
     pub(super) status: u16,
-    /// In lower case.
+    /// Status line and headers in lower case.
     pub(super) head: String,
     pub(super) body: String,
 }
@@ -236,7 +236,7 @@ impl Answer {
         serde_json::from_str(&self.body).unwrap_or_else(|_| panic!("no json: {}", self.body))
     }
 
-    /// The `code` of an error in OpenAI's form.
+    /// Returns the `code` of an error in OpenAI's format.
     pub(super) fn code(&self) -> Value {
         self.json()["error"]["code"].clone()
     }
@@ -246,7 +246,7 @@ pub(super) fn get(address: SocketAddr, path: &str) -> Option<Answer> {
     send(address, "GET", path, "", None)
 }
 
-/// Sends one request on a connection of its own; `None`: nobody answers. `headers` are whole lines.
+/// Sends one request on its own connection; `None`: no response. `headers` are whole lines.
 pub(super) fn send(
     address: SocketAddr,
     method: &str,
@@ -259,7 +259,7 @@ pub(super) fn send(
     exchange(stream, (address, method, path), headers, body)
 }
 
-/// The same of `GET` over TLS, of a listener whose certificate is of the authority in `ca`.
+/// Sends `GET` over TLS to a listener whose certificate the authority in `ca` signed.
 pub(super) fn get_over_tls(
     address: SocketAddr,
     ca: &Path,

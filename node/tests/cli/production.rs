@@ -1,10 +1,10 @@
-//! The example of docs/guide/production.md as it is written, with files and ports of this test.
+//! The example of docs/guide/production.md as written, with files and ports of this test.
 
 use super::access::token;
 use super::process::{Engine, Replica, free, get, get_over_tls, private_file, send, until};
 use super::quorate;
 
-/// The first config in the guide.
+/// Returns the first config in the guide.
 fn example() -> String {
     let guide = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/guide/production.md");
     let guide = std::fs::read_to_string(guide).unwrap();
@@ -12,7 +12,7 @@ fn example() -> String {
     rest.split_once("```").unwrap().0.to_owned()
 }
 
-/// Puts what is there on this machine in the place of what the example names.
+/// Replaces the example's names with those of this machine.
 fn put(text: &str, replaced: &[(&str, String)]) -> String {
     replaced
         .iter()
@@ -22,7 +22,7 @@ fn put(text: &str, replaced: &[(&str, String)]) -> String {
         })
 }
 
-/// The example's replica here, with this engine and this line of tokens; its own admin address is
+/// Starts the example's replica with this engine and this line of tokens. Its own admin address is
 /// 127.0.0.2.
 fn start(engine: &Engine, tokens: &str) -> Replica {
     let dir = tempfile::TempDir::new().unwrap();
@@ -63,7 +63,7 @@ fn the_example_can_be_probed_and_scraped() {
     until("it is ready", || {
         get(data, "/readyz").is_some_and(|answer| answer.status == 200)
     });
-    // A load balancer asks where it sends clients, without a key.
+    // A load balancer checks the data listener, without a key.
     for path in ["/health", "/ping", "/readyz"] {
         let answer = get(data, path).unwrap();
         assert_eq!(
@@ -77,7 +77,7 @@ fn the_example_can_be_probed_and_scraped() {
     assert_eq!(replica.chat("emulated", "").status, 401);
     let key = "authorization: Bearer sk-1\r\n";
     assert_eq!(replica.chat("emulated", key).status, 200);
-    // Prometheus reaches the admin listener on its own address, and nobody on another.
+    // Prometheus reaches the admin listener at its own address. No other address works.
     let ca = replica.dir.path().join("certs/ca.crt");
     let scrape = |headers: &str| get_over_tls(replica.admin, &ca, "/metrics", headers).unwrap();
     assert_eq!(scrape("").status, 401);

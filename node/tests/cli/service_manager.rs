@@ -1,4 +1,4 @@
-//! What a replica tells the service manager that started it (I140).
+//! Notifications of a replica to its service manager (I140).
 
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixDatagram};
@@ -8,10 +8,10 @@ use tempfile::TempDir;
 
 use super::process::{Replica, free};
 
-/// How often the manager wants to hear of it at least.
+/// Watchdog timeout, in microseconds.
 const WATCHDOG_US: u32 = 200_000;
 
-/// Starts a replica under a manager that listens here.
+/// Starts a replica under a manager that this test plays.
 fn start(dir: TempDir, name: &str) -> Replica {
     let [peer] = free();
     Replica::start_in(dir, 1, peer, "deadline = \"2s\"\n", |mut command| {
@@ -21,7 +21,7 @@ fn start(dir: TempDir, name: &str) -> Replica {
     })
 }
 
-/// Waits for a message that begins so, and returns its lines.
+/// Waits for a message with this beginning, and returns its lines.
 fn told(manager: &UnixDatagram, beginning: &str) -> Vec<String> {
     let mut buffer = [0; 1024];
     loop {
@@ -46,7 +46,7 @@ fn hears_of_it(manager: &UnixDatagram, replica: &Replica) {
     told(manager, "WATCHDOG=1");
     replica.process.signal("TERM");
     let stopping = told(manager, "STOPPING=1");
-    // What the config allows a drain, and the time to write down what is known.
+    // The configured drain, plus the time to flush updates.
     assert_eq!(
         stopping[1..],
         ["STATUS=draining", "EXTEND_TIMEOUT_USEC=17000000"]

@@ -1,11 +1,11 @@
-//! What a running replica does upon signals.
+//! Reactions of a running replica to signals.
 
 use serde_json::{Value, json};
 
 use super::process::{Answer, Replica, free, send};
 use super::{quorate, text};
 
-/// Settings of a replica alone, with keys in a file.
+/// Returns settings of a single replica, with keys in a file.
 fn settings(keys: &std::path::Path, level: &str, rest: &str) -> String {
     format!(
         "[users]\napi_keys_file = {keys:?}\n[log]\nlevel = \"{level}\"\nformat = \"json\"\n{rest}"
@@ -25,18 +25,18 @@ impl Reloaded {
         std::fs::write(&keys, "sk-first ada\n").unwrap();
         let config = settings(&keys, "info", "");
         let replica = Replica::start_in(dir, 1, peer, &config, |command| command);
-        // Without a backend it never gets ready.
+        // Without a backend, it never becomes ready.
         replica.process.says(&["taking requests"]);
         Self { replica, keys }
     }
 
-    /// Replaces the end of the config, and reloads it.
+    /// Replaces the end of the config, and reloads it with SIGHUP.
     fn reload(&self, level: &str, rest: &str) {
         self.write(level, rest);
         self.replica.process.signal("HUP");
     }
 
-    /// The same by the admin API.
+    /// Replaces the end of the config, and reloads it through the admin API.
     fn ask(&self, level: &str, rest: &str) -> Answer {
         self.write(level, rest);
         let path = "/admin/v1/config/reload";
@@ -47,7 +47,7 @@ impl Reloaded {
         let file = self.replica.dir.path().join("config.toml");
         let text = std::fs::read_to_string(&file).unwrap();
         let own = text.split_once("[users]").unwrap().0;
-        // It ends in the section `drain`.
+        // The config ends in the section `drain`.
         let own = own.replace("deadline = \"2s\"\n", "");
         let rest = settings(&self.keys, level, rest);
         let text = format!("{own}deadline = \"2s\"\n{rest}");
@@ -112,7 +112,7 @@ fn hup_takes_what_can_be_taken_and_names_the_rest() {
         (answer.status, answer.code().as_str()),
         (413, Some("request_too_large"))
     );
-    // What is not HTTP is told at this level only.
+    // Only this level logs connections that are not HTTP.
     send(reloaded.replica.data, "NO HTTP", "/", "", None);
     said(&["DEBUG", "connection ended"]);
 }
@@ -239,7 +239,7 @@ fn a_command_reloads_and_names_what_needs_a_restart() {
     let told: Value = serde_json::from_str(&told).unwrap();
     assert_eq!((code, &told[0]["report"]["taken"]), (Some(0), &json!([])));
     assert_eq!(told[0]["report"]["need_restart"][0]["after"], 50);
-    // Of several, each is asked, and who is not there is told.
+    // Of several replicas, each is asked, and unreachable ones are reported.
     let [nobody] = free();
     let both = format!("{nobody},{admin}");
     let output = quorate(&["config", "reload", "--admin", &both]);
@@ -260,7 +260,7 @@ fn a_command_sets_what_a_running_replica_logs() {
         let told = format!("{}{}", text(&output.stdout), text(&output.stderr));
         (output.status.code(), told)
     };
-    // What is not HTTP is told at this level only.
+    // Only this level logs connections that are not HTTP.
     let nonsense = || send(reloaded.replica.data, "NO HTTP", "/", "", None);
     let is_told = || reloaded.replica.process.log().contains("connection ended");
     nonsense();
@@ -268,7 +268,7 @@ fn a_command_sets_what_a_running_replica_logs() {
     let (code, told) = level("debug", &[]);
     assert_eq!(code, Some(0), "{told}");
     assert!(told.contains("logs debug"), "{told}");
-    // The connection may end after its client knows.
+    // The server may log the end of the connection after the client has seen it.
     nonsense();
     reloaded
         .replica
@@ -286,7 +286,7 @@ fn a_command_sets_what_a_running_replica_logs() {
     );
     let shown = reloaded.replica.admin("/admin/v1/log");
     assert_eq!(shown["level"], "warn,api=info");
-    // Every replica is asked, and who is not there is told.
+    // Every replica is asked, and unreachable ones are reported.
     let [nobody] = free();
     let both = format!("{nobody},{admin}");
     let output = quorate(&["log", "level", "error", "--admin", &both]);

@@ -1,4 +1,4 @@
-//! A replica before there is a state to answer from.
+//! A replica before it has a state to serve from.
 
 use std::os::unix::fs::PermissionsExt;
 

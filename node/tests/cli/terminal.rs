@@ -1,4 +1,4 @@
-//! What people see: on a terminal of 80 columns, without colours, in a pipe.
+//! Output for people: on a terminal of 80 columns, without colours, in a pipe.
 
 use std::fs::File;
 use std::io::{Read, Write as _};
@@ -12,7 +12,7 @@ use tempfile::TempDir;
 
 use super::process::{Engine, Replica, free, program, until};
 
-/// Starts a command on a terminal of 24 lines with so many columns; returns the other end.
+/// Starts a command on a terminal with 24 lines and this many columns; returns the other end.
 fn start_on_terminal(mut command: Command, columns: u16) -> (Child, File) {
     let controller = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY).unwrap();
     grantpt(&controller).unwrap();
@@ -31,12 +31,12 @@ fn start_on_terminal(mut command: Command, columns: u16) -> (Child, File) {
     command.env_remove("COLUMNS").env_remove("NO_COLOR");
     command.stdin(terminal.try_clone().unwrap());
     command.stdout(terminal.try_clone().unwrap());
-    // The terminal's end is reached once nobody else has it open, so the command goes here.
+    // The terminal's end is read only when no process has it open, so drop the command here.
     let child = command.stderr(terminal).spawn().unwrap();
     (child, File::from(controller))
 }
 
-/// What a command writes to a terminal with so many columns.
+/// Returns the output of a command on a terminal with this many columns.
 pub(super) fn on_terminal(command: Command, columns: u16) -> String {
     let (mut child, mut controller) = start_on_terminal(command, columns);
     let mut written = Vec::new();
@@ -52,7 +52,7 @@ fn quorate(args: &[&str]) -> Command {
     program(env!("CARGO_BIN_EXE_quorate"), args)
 }
 
-/// A replica with an engine that answers and one that refuses, and some traffic.
+/// Starts a replica with a working and an unreachable engine, and some traffic.
 fn busy_replica() -> (Engine, Replica, String) {
     let engine = Engine::start();
     let [peer, nobody] = free();
@@ -127,7 +127,7 @@ fn no_color_is_obeyed() {
     let check = || quorate(&["config", "check", "--config", file.to_str().unwrap()]);
     let coloured = on_terminal(check(), 80);
     assert!(coloured.contains('\u{1b}'), "{coloured}");
-    // The helper keeps the variable of whoever runs the tests out, so that a shell sets it.
+    // The helper removes this variable from the environment, so `env` sets it.
     let mut shell = Command::new("env");
     shell.arg("NO_COLOR=1").arg(env!("CARGO_BIN_EXE_quorate"));
     shell.args(["config", "check", "--config", file.to_str().unwrap()]);
@@ -164,7 +164,7 @@ fn programs_get_json() {
         let output = quorate(&all).output().unwrap();
         assert!(output.status.success(), "{args:?}: {output:?}");
         json(&output, &all);
-        // People get words.
+        // Without `--json`, the output is text.
         let output = quorate(&all[..all.len() - 1]).output().unwrap();
         let told = String::from_utf8_lossy(&output.stdout);
         assert!(output.status.success() && !told.contains('{'), "{told}");
@@ -213,7 +213,7 @@ fn an_error_is_told_once() {
     assert_eq!(errors[0].matches("No such file").count(), 1, "{told}");
 }
 
-/// A command on a terminal, whose screen is read as it comes.
+/// A command on a terminal whose screen is read continuously.
 pub(super) struct OnTerminal {
     child: Child,
     controller: File,
@@ -242,7 +242,7 @@ impl OnTerminal {
         }
     }
 
-    /// Waits until one of these texts is written.
+    /// Waits until one of these texts appears.
     pub(super) fn shows(&mut self, texts: &[&str]) {
         until(&format!("{texts:?} on the screen"), || {
             for bytes in self.written.try_iter() {
@@ -263,7 +263,7 @@ impl OnTerminal {
         assert!(sent.unwrap().success());
     }
 
-    /// Waits for its end, and returns its exit code.
+    /// Waits for the end of the command, and returns its exit code.
     pub(super) fn ended(mut self) -> Option<i32> {
         let mut code = None;
         until("it ends", || {
@@ -277,7 +277,7 @@ impl OnTerminal {
 
 impl Drop for OnTerminal {
     fn drop(&mut self) {
-        // It may have ended by itself.
+        // The process may have ended by itself.
         self.child.kill().ok();
         self.child.wait().ok();
     }

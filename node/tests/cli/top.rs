@@ -1,4 +1,4 @@
-//! `quorate top` and `--watch`: what people leave open while they break something.
+//! `quorate top` and `--watch` while replicas fail.
 
 use serde_json::Value;
 
@@ -6,7 +6,7 @@ use super::process::{Engine, Replica, free, get, program, until};
 use super::terminal::OnTerminal;
 use super::{quorate, text};
 
-/// Three replicas that are one cluster, with an engine.
+/// Starts a cluster of three replicas with an engine.
 fn cluster() -> (Engine, Vec<Replica>) {
     let engine = Engine::start();
     let peers: [_; 3] = free();
@@ -59,7 +59,7 @@ fn the_screen_survives_the_replica_that_was_asked() {
     top.shows(&["(as replica 1 tells)"]);
     top.shows(&["gpu-1"]);
     drop(replicas.remove(0));
-    // Another one, which it has heard of, tells so.
+    // Another replica that it has discovered reports this.
     top.shows(&["gone", "not connected"]);
     top.press("q");
     assert_eq!(top.ended(), Some(0));
@@ -72,7 +72,7 @@ fn the_screen_survives_the_replica_that_was_asked() {
             "INT" => top.press("\u{3}"),
             name => top.signal(name),
         }
-        // The screen from before is back.
+        // The original screen is restored.
         top.shows(&["\u{1b}[?1049l"]);
         assert_eq!(top.ended(), Some(code));
     }

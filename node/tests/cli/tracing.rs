@@ -1,4 +1,4 @@
-//! Traces of a replica as a process: a collector over TLS, whose authority only `SSL_CERT_FILE` names.
+//! Traces of a replica process. The collector uses TLS; only `SSL_CERT_FILE` names its authority.
 
 use std::process::Command;
 
@@ -11,7 +11,7 @@ use super::{quorate, text};
 
 const TRACE: &str = "4bf92f3577b34da6a3ce929d0e0e4736";
 
-/// Makes an authority and a collector's certificate in a folder; returns the latter with its key.
+/// Creates an authority and a collector's certificate in a folder; returns the latter with its key.
 fn identity(dir: &TempDir) -> Identity {
     let folder = dir.path().join("certs");
     let out = folder.display().to_string();
@@ -24,7 +24,7 @@ fn identity(dir: &TempDir) -> Identity {
     Identity::from_pem(read("replica-1.crt"), read("replica-1.key"))
 }
 
-/// Starts a replica that traces everything to `endpoint`, and asks it something.
+/// Starts a replica that traces everything to `endpoint`, and sends it a request.
 fn traced(dir: TempDir, endpoint: &str, by: impl FnOnce(Command) -> Command) -> Replica {
     let [peer] = free();
     let config = format!("[tracing]\notlp_endpoint = \"{endpoint}\"\n");
@@ -43,7 +43,7 @@ fn a_collector_over_tls_is_checked_against_ssl_cert_file() {
     let identity = identity(&dir);
     let address = runtime.block_on(collector.serve(Some(identity)));
     let endpoint = format!("https://localhost:{}", address.port());
-    // The system does not know the authority: nothing is told, and requests are served.
+    // The system does not trust the authority: nothing is exported, but requests are served.
     let stranger = traced(TempDir::new().unwrap(), &endpoint, |mut command| {
         command
             .env_remove("SSL_CERT_FILE")

@@ -1,4 +1,4 @@
-//! Users who are deleted.
+//! Deletion of users.
 
 use super::process::{Engine, Replica, free, send, until};
 
@@ -34,7 +34,7 @@ fn a_deleted_user_is_gone_and_comes_back_as_a_new_one_with_its_name() {
     assert_eq!(user("GET", None).0, 404);
     let audit = replica.admin("/admin/v1/audit");
     assert_eq!(audit["writes"][0]["action"], "delete-user", "{audit}");
-    // Whoever was named before is named again.
+    // A deleted user's next request creates the user again.
     assert_eq!(chat(), 200);
     until("the request is charged", is_charged);
     assert_eq!(user("GET", None).1["weight_milli"], 1000);

@@ -1,4 +1,4 @@
-//! What the program says of itself: its version, and its manual.
+//! The program's description of itself: version and manual.
 
 #[path = "../../build/commit.rs"]
 mod commit;
@@ -22,7 +22,7 @@ fn git(dir: &Path, args: &[&str]) -> String {
     text(&output.stdout).trim().to_owned()
 }
 
-/// A repository with one commit, and the commit.
+/// Creates a repository with one commit, and returns both.
 fn repository() -> (TempDir, String) {
     let dir = TempDir::new().unwrap();
     git(dir.path(), &["init", "--quiet"]);
@@ -42,7 +42,7 @@ fn the_version_has_something_to_tell_builds_apart() {
     let build = told.strip_prefix(&format!("quorate {version} ("));
     let build = build.and_then(|rest| rest.strip_suffix(')'));
     assert!(build.is_some_and(|build| !build.is_empty()), "{told}");
-    // Whatever is said is said by every command.
+    // Every command prints the same version.
     assert!(text(&quorate(&["backend", "--version"]).stdout).contains(version));
 }
 
@@ -97,7 +97,7 @@ fn an_archive_tells_its_commit() {
     );
 }
 
-/// Every command, as `config check`, from the program's own help.
+/// Collects every command, such as `config check`, from the program's help.
 fn commands(prefix: &str, found: &mut BTreeSet<String>) {
     let args: Vec<&str> = prefix.split(' ').filter(|it| !it.is_empty()).collect();
     let help = quorate(&[&args[..], &["--help"]].concat());
@@ -106,7 +106,7 @@ fn commands(prefix: &str, found: &mut BTreeSet<String>) {
         return;
     };
     let list = list.split("\n\n").next().unwrap_or_default();
-    // What is two columns in is a name; what goes on is further in.
+    // Names are indented by two columns, continuation lines by more.
     let names = list.lines().filter_map(|line| line.strip_prefix("  "));
     let names = names.filter(|line| !line.starts_with(' '));
     for name in names.filter_map(|line| line.split(' ').next()) {

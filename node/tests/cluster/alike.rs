@@ -1,10 +1,10 @@
-//! Scores rest on the log: at one index every replica explains a request with the same numbers,
-//! whoever served the requests before, and also after a restart.
+//! Scores depend on the log: at one index every replica explains a request with the same numbers,
+//! whichever replicas served earlier requests, and also after a restart.
 
 use super::*;
 
-/// What is a replica's own in an explanation: what it has not told the log yet, what its own probes
-/// and connections showed, and whose turn it is (`docs/reference/policies.md`).
+/// Fields of an explanation that are a replica's own: updates not in the log yet, results of its
+/// own probes and connections, and turns (`docs/reference/policies.md`).
 const OWN: [&str; 7] = [
     "circuit",
     "engine_running",
@@ -26,14 +26,14 @@ fn without_own(explained: &mut Value) {
     }
 }
 
-/// Lengths of the prompts that each replica is sent. The emulated engine counts four bytes a token
-/// and rounds up, so the first replica sees fewer bytes a token than the others.
+/// Lengths of the prompts sent to each replica. The emulated engine counts four bytes per token and
+/// rounds up, so the first replica sees fewer bytes per token than the others.
 const SENT_BYTES: [usize; 3] = [513, 1024, 2048];
-/// Long enough that another estimate shows, and its tokens at four bytes each.
+/// Long enough to expose a different estimate, and its tokens at four bytes each.
 const EXPLAINED_BYTES: usize = 9000;
 const TOKENS_UNLEARNT: usize = EXPLAINED_BYTES / 4;
 
-/// A prompt of `bytes` bytes that begins like all others of its number.
+/// Returns a prompt of `bytes` bytes. Prompts with the same number share their beginning.
 fn text(number: usize, bytes: usize) -> String {
     let mut text = format!("{number} ").repeat(bytes);
     text.truncate(bytes);
@@ -49,9 +49,9 @@ async fn explain(http: &Http, at: &Addresses, prompt: &str) -> Value {
     explained
 }
 
-/// Explains `prompt` on all replicas at one index until they answer alike. Scores count what an
-/// engine said last, and each replica asks it at another moment: after load they differ until the
-/// probes of all have seen that it is over.
+/// Explains `prompt` on all replicas at one index until they agree. Scores include an engine's last
+/// figures, which replicas probe at different times: they differ after load until all probes see
+/// its end.
 async fn alike(http: &Http, replicas: &[Addresses], prompt: &str) -> Value {
     let seen = tokio::sync::Mutex::new(Value::Null);
     let at_one_index = async || {
@@ -110,7 +110,7 @@ async fn every_replica_explains_with_the_same_numbers_also_after_a_restart() {
     http.ready(&at).await;
     for (prompt, before) in prompts.iter().zip(&before) {
         let after = alike(&http, &at, prompt).await;
-        // A replica that leaves tells what it had learnt and not told yet.
+        // A replica that leaves reports everything it has learnt.
         let [now, then] = [&after, before].map(|it| it["tokens"].as_u64().unwrap());
         assert!(now.abs_diff(then) <= then / 100, "{then} before: {after}");
         assert_ne!(after["tokens"], TOKENS_UNLEARNT, "{after}");

@@ -1,4 +1,4 @@
-//! The disks of all replicas are lost: a new cluster goes on from a backup.
+//! All replicas lose their disks, and a new cluster continues from a backup.
 
 use std::process::Output;
 
@@ -14,7 +14,7 @@ pub(super) async fn quorate(at: &Addresses, args: &[&str]) -> Output {
     ran.await.unwrap().unwrap()
 }
 
-/// Runs it and expects it to succeed; answers what it prints.
+/// Runs the binary and expects it to succeed; returns its output.
 pub(super) async fn done(at: &Addresses, args: &[&str]) -> String {
     let output = quorate(at, args).await;
     let error = String::from_utf8_lossy(&output.stderr).into_owned();
@@ -22,14 +22,14 @@ pub(super) async fn done(at: &Addresses, args: &[&str]) -> String {
     String::from_utf8(output.stdout).unwrap()
 }
 
-/// Runs it and expects it to fail; answers what it says.
+/// Runs the binary and expects it to fail; returns its error.
 pub(super) async fn failed(at: &Addresses, args: &[&str]) -> String {
     let output = quorate(at, args).await;
     assert_eq!(output.status.code(), Some(1), "{args:?}");
     String::from_utf8(output.stderr).unwrap()
 }
 
-/// Names, weights and counters of all users.
+/// Returns names, weights and counters of all users.
 async fn users(http: &Http, at: &Addresses) -> Vec<Value> {
     let url = format!("http://{}/admin/v1/users", at.admin);
     let (_, answer) = http.get(&url).await;
@@ -40,7 +40,7 @@ async fn users(http: &Http, at: &Addresses) -> Vec<Value> {
         .collect()
 }
 
-/// Waits until the state has charged a user for a request that is over.
+/// Waits until the state has charged a user for a finished request.
 async fn charged(http: &Http, at: &Addresses, user: &str) {
     let url = format!("http://{}/admin/v1/users", at.admin);
     let name = format!("body:{user}");
@@ -75,7 +75,7 @@ async fn a_new_cluster_goes_on_from_a_backup() {
     for user in ["ada", "bo", "cy"] {
         let headers = http.chat(&at[0], user, "Is the lamp lit?").await;
         backends.push(headers["x-quorate-backend"].clone());
-        // Beside a request under way, the next could go to the other engine: both would own blocks.
+        // While a request runs, the next could go to the other engine: both would own blocks.
         charged(&http, &at[0], user).await;
     }
     http.agree(&at).await;
@@ -111,7 +111,7 @@ async fn a_new_cluster_goes_on_from_a_backup() {
     http.quiet(&at[0]).await;
     http.agree(&at).await;
 
-    // There is something to lose by now.
+    // Now the cluster has state to lose.
     let refusal = failed(&at[0], &["restore", file]).await;
     assert!(refusal.contains("the cluster is not empty"), "{refusal}");
     done(&at[0], &["restore", file, "--force"]).await;

@@ -1,14 +1,14 @@
-//! The block size of a model is its engine's: no config names it.
+//! A model has the block size of its engine; no config sets it.
 
 use api::prompt::{ModelSettings, Tokenizer, TokenizerSpec};
 use lab::engine::{EventEncoding, EventsOptions, PublisherFaults};
 
 use super::*;
 
-/// Not the default of router and emulated engine.
+/// Differs from the defaults of router and emulated engine.
 const BLOCK_TOKENS: u32 = 64;
 
-/// An engine that publishes its blocks.
+/// Returns options of an engine that publishes its blocks.
 pub(super) fn publishing() -> EngineOptions {
     let any: std::net::SocketAddr = "127.0.0.1:0".parse().unwrap();
     EngineOptions {
@@ -23,7 +23,7 @@ pub(super) fn publishing() -> EngineOptions {
     }
 }
 
-/// A replica and its engine, which publishes its blocks.
+/// Starts a replica and an engine that publishes its blocks.
 pub(super) async fn exact_replica(
     http: &Http,
     block_size: u32,

@@ -1,4 +1,4 @@
-//! What tests ask replicas, as clients and as operators.
+//! A client for tests, for clients' and operators' requests.
 
 use std::cell::Cell;
 
@@ -35,7 +35,7 @@ impl Http {
         (answer.status, answer.json().unwrap_or(Value::Null))
     }
 
-    /// Asks one question of a conversation and answers the headers.
+    /// Sends one question of a conversation and returns the headers.
     pub(super) async fn chat(&self, at: &Addresses, user: &str, question: &str) -> HeaderMap {
         let messages = json!([
             { "role": "system", "content": format!("{SYSTEM} You talk to {user}.") },
@@ -69,8 +69,8 @@ impl Http {
         }
     }
 
-    /// Waits until all replicas have told their digest at one index, and checks that it is one. The
-    /// log may go on meanwhile: then they are asked for an index that is still to come.
+    /// Waits until all replicas have reported their digests at one index, and checks that they are
+    /// equal. If the log moves on meanwhile, asks for a future index.
     pub(super) async fn agree(&self, replicas: &[Addresses]) {
         let ahead = Cell::new(0);
         let same_index = async || {
@@ -95,8 +95,8 @@ impl Http {
         until("all replicas tell the digest at one index", same_index).await;
     }
 
-    /// Waits until nothing is in flight, by the replicated state and by what `at` has heard of the
-    /// other replicas.
+    /// Waits until no request is in flight, according to the replicated state and to what `at` has
+    /// heard from the other replicas.
     pub(super) async fn quiet(&self, at: &Addresses) {
         let url = format!("http://{}/admin/v1/users", at.admin);
         let is_quiet = async || {
@@ -105,7 +105,7 @@ impl Http {
             !users.is_empty() && users.iter().all(|user| user["in_flight"] == 0)
         };
         until("no request is in flight", is_quiet).await;
-        // Nor by what replicas have told each other.
+        // Also according to what replicas have reported to each other.
         let url = format!("http://{}/admin/v1/backends", at.admin);
         let are_idle = async || {
             let (_, answer) = self.get(&url).await;

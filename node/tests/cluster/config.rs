@@ -1,15 +1,15 @@
-//! A config founds a cluster. Later ones change nothing by themselves: what differs is told, and
-//! applied on demand.
+//! A config founds a cluster. Later configs change nothing by themselves: differences are reported,
+//! and applied on demand.
 
 use super::backups::quorate;
 use super::*;
 
-/// The config file.
+/// Returns the path of the config file.
 fn file(dir: &TempDir) -> std::path::PathBuf {
     dir.path().join("n1.toml")
 }
 
-/// Appends to the config file, after replacing texts in it, and reads it again.
+/// Replaces texts in the config file, appends to it, and reads it again.
 fn changed(dir: &TempDir, replaced: &[(&str, &str)], appended: &str) -> Config {
     let file = file(dir);
     let mut text = std::fs::read_to_string(&file).unwrap();
@@ -31,7 +31,7 @@ async fn started(replica: &Replica) -> (Http, String) {
     )
 }
 
-/// Runs `quorate config ...` against the replica; answers its status and what it printed.
+/// Runs `quorate config ...` against the replica; returns its exit code and output.
 async fn config_command(at: &Addresses, dir: &TempDir, args: &[&str]) -> (Option<i32>, String) {
     let path = file(dir);
     let args = [&["config"], args, &["--config", path.to_str().unwrap()]].concat();
@@ -43,7 +43,7 @@ async fn config_command(at: &Addresses, dir: &TempDir, args: &[&str]) -> (Option
 
 const FOUNDING: &str = "[routing]\npolicy = \"least-request\"\n[admission]\norder = \"fcfs\"\n[users.defaults]\nweight_milli = 500\ncache = \"isolated\"\ncache_group = \"all\"\n";
 
-/// What the second config of [`restarted`] has otherwise.
+/// Keys that differ in the second config of [`restarted`].
 const DIFFERING: [&str; 6] = [
     "admission.max_queue",
     "admission.order",
@@ -53,9 +53,9 @@ const DIFFERING: [&str; 6] = [
     "users.defaults.cache",
 ];
 
-/// A cluster of one that was founded by a config with [`FOUNDING`], restarted with another config.
+/// Founds a cluster of one by a config with [`FOUNDING`], and restarts it with another config.
 async fn restarted(dir: &TempDir, engines: &[EngineHandle]) -> Replica {
-    // It writes the file.
+    // This call writes the file.
     drop(super::config(
         1,
         &["127.0.0.1:1".to_owned()],
@@ -71,7 +71,7 @@ async fn restarted(dir: &TempDir, engines: &[EngineHandle]) -> Replica {
     assert_eq!(told["differences"], json!([]), "{told}");
     let keys = &told["keys"];
     assert_eq!(keys["admission.order"]["cluster"], "fcfs", "{told}");
-    // Everything is set from the beginning, defaults included.
+    // Everything is set from the start, including defaults.
     assert_eq!(keys["admission.max_queue"]["cluster"], 4096, "{told}");
     assert_eq!(keys["routing.learn"]["cluster"], true, "{told}");
     assert_eq!(keys["node.id"]["in_effect"], 1, "{told}");
@@ -129,7 +129,7 @@ async fn a_later_config_changes_nothing_until_it_is_applied() {
         "{told}"
     );
 
-    // Nobody can be asked here.
+    // There is no terminal to ask on.
     let (status, told) = config_command(&at, &dir, &["apply"]).await;
     assert!(
         status == Some(2) && told.contains("--yes"),

@@ -1,9 +1,9 @@
-//! Why did this request go there: past decisions of three replicas, and states of past indexes.
+//! Explains past requests: decisions of three replicas, and states at past indexes.
 
 use super::backups::{done, failed};
 use super::*;
 
-/// Asks with an id and a user's header.
+/// Sends a request with an id and a user header.
 async fn ask(http: &Http, at: &Addresses, id: &str) -> HeaderMap {
     let body = json!({ "model": "emulated", "max_tokens": 3, "messages": [
         { "role": "user", "content": SYSTEM },

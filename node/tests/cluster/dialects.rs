@@ -1,19 +1,19 @@
-//! Every dialect that the emulated engine speaks, through a replica: the same words whole and as a
-//! stream, and usage under each dialect's names, as the router reads it.
+//! Every dialect of the emulated engine, through a replica: the same text unary and streamed, and
+//! usage under each dialect's names, as the router reads it.
 
 use super::*;
 
-/// An endpoint with the places of what its answers tell.
+/// An endpoint, with JSON pointers into its responses.
 struct Dialect {
     path: &'static str,
     body: Value,
-    /// Names of the usage's members: prompt tokens, cached tokens, output tokens.
+    /// Pointers in the usage to prompt tokens, cached tokens and output tokens.
     usage: [&'static str; 3],
-    /// Where the text of a whole answer is.
+    /// Pointer to the text of a unary response.
     text: &'static str,
-    /// Where the text of an event is.
+    /// Pointer to the text of an event.
     delta: &'static str,
-    /// Where the usage of the last event that has one is.
+    /// Pointer to the usage in the last event that has one.
     last_usage: &'static str,
 }
 
@@ -77,19 +77,19 @@ impl Dialect {
         body
     }
 
-    /// Prompt, cached and output tokens.
+    /// Returns prompt, cached and output tokens.
     fn usage(&self, usage: &Value) -> [u64; 3] {
         let [input, cached, output] = self.usage.map(|name| {
             let number = usage.pointer(name).and_then(Value::as_u64);
             number.unwrap_or_else(|| panic!("{name} in {usage}"))
         });
-        // In messages, what was cached is not part of the input.
+        // In messages, cached tokens are not part of the input.
         let is_beside = self.path == "/v1/messages";
         [input + if is_beside { cached } else { 0 }, cached, output]
     }
 }
 
-/// The JSON of a stream's events.
+/// Returns the JSON of a stream's events.
 fn events(stream: &[u8]) -> Vec<Value> {
     let text = std::str::from_utf8(stream).unwrap();
     let data = text.lines().filter_map(|line| line.strip_prefix("data: "));
@@ -126,7 +126,7 @@ async fn every_dialect_tells_its_usage_whole_and_as_a_stream() {
             };
             let told = dialect.usage(&usage.unwrap());
             assert_eq!(told[2], 3, "{path}");
-            // What the router read is what the engine told.
+            // The router read the usage that the engine reported.
             let id = answer.headers["x-request-id"].to_str().unwrap();
             let url = format!("http://{}/admin/v1/decisions/{id}", at.admin);
             let is_read = async || {

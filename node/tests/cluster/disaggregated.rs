@@ -1,5 +1,5 @@
-//! Prefill and decode apart over emulated engines that hand over blocks: who computes, who answers,
-//! and that a lost engine or transfer fails no request.
+//! Disaggregated prefill and decode with emulated engines: which engine computes and which
+//! responds, and that no request fails with a lost engine or transfer.
 
 use lab::engine::{LoadError, TransferOptions};
 use state::command::BackendRole;
@@ -16,7 +16,7 @@ async fn connected(transfer: TransferOptions) -> EngineHandle {
     EmulatedEngine::start(options).await.unwrap()
 }
 
-/// One replica over a prefill engine and one that decodes.
+/// Starts a replica with a prefill and a decode engine.
 async fn replica(http: &Http, engines: &[EngineHandle], dir: &TempDir) -> Replica {
     let replica = lone_replica(engines, dir, |config| {
         config.backends[0].role = BackendRole::Prefill;
@@ -34,7 +34,7 @@ async fn replica(http: &Http, engines: &[EngineHandle], dir: &TempDir) -> Replic
     replica
 }
 
-/// Some 2,000 tokens that nobody has asked before.
+/// Returns a new prompt of about 2,000 tokens.
 fn question(number: usize) -> Value {
     let content = format!("Question {number}. ").repeat(600);
     json!({ "model": "emulated", "max_tokens": 20, "prompt": content })
@@ -67,7 +67,7 @@ async fn one_engine_computes_the_prompt_and_the_other_answers() {
     );
     assert_eq!(computing.prompt_tokens, prompt);
 
-    // Charged once, and as computed.
+    // Charged once, as computed.
     let users = format!("http://{}/admin/v1/users", replica.addresses.admin);
     http.quiet(&replica.addresses).await;
     let (_, answer) = http.get(&users).await;
@@ -81,7 +81,7 @@ async fn one_engine_computes_the_prompt_and_the_other_answers() {
         (&json!(prompt), &json!(0), &json!(20)),
         "{answer}"
     );
-    // The one that answered holds the prompt by now.
+    // The decode engine now holds the prompt.
     let (headers, _) = ask(&http, &replica, &question(1)).await;
     assert!(!headers.contains_key("x-quorate-prefill"), "{headers:?}");
     assert_eq!(headers["x-quorate-backend"], "engine-1");

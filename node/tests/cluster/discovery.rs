@@ -1,4 +1,4 @@
-//! Engines from a file: they come, drain and go with it, under load and under another leader.
+//! Engines from a file: added, drained and removed with it, under load and across leaders.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -8,13 +8,13 @@ use state::discovery::SourceRules;
 
 use super::*;
 
-/// Has a replica follow the file, in the place of `[[backends]]`.
+/// Makes a replica follow the file, instead of `[[backends]]`.
 fn follow(config: &mut Config, file: &Path) {
     config.backends.clear();
     config.discovery = vec![file_source(file)];
 }
 
-/// A source that is quick to remove what it does not have.
+/// Returns a source that removes lost engines quickly.
 pub(super) fn file_source(file: &Path) -> SourceSettings {
     SourceSettings {
         rules: SourceRules {
@@ -36,7 +36,7 @@ pub(super) fn file_source(file: &Path) -> SourceSettings {
     }
 }
 
-/// Writes the list of engines as a careful operator would: to another name, then renamed.
+/// Writes the list of engines under another name and renames it, as a careful operator would.
 fn write(file: &Path, engines: &[(usize, &EngineHandle)]) {
     let entries: Vec<_> = engines
         .iter()
@@ -51,7 +51,7 @@ fn write_text(file: &Path, text: &str) {
     std::fs::rename(&beside, file).unwrap();
 }
 
-/// Ids of the registered backends; of those that drain with a `-`.
+/// Returns the ids of the registered backends, with a `-` after draining ones.
 async fn registered(http: &Http, at: &Addresses) -> Vec<String> {
     let url = format!("http://{}/admin/v1/backends", at.admin);
     let (_, answer) = http.get(&url).await;
@@ -96,7 +96,7 @@ async fn a_fleet_follows_its_file_and_outlives_an_empty_one() {
     http.ready(&at).await;
     http.chat(&at[0], "ada", "Is the lamp lit?").await;
 
-    // Of two, one may be lost at once; what is empty or broken says nothing.
+    // At most one of two may be lost at once, and an empty or broken file removes nothing.
     write_text(&file, "[]");
     let is_empty = async || source(&http, &at[0]).await["told"] == 0;
     until("the empty file is seen", is_empty).await;
@@ -109,7 +109,7 @@ async fn a_fleet_follows_its_file_and_outlives_an_empty_one() {
     assert!(page.contains(&format!("{failing}1\n")), "{page}");
     assert_eq!(registered(&http, &at[0]).await, ["rack-e0", "rack-e1"]);
 
-    // All is replaced, one is refused: what takes no place of another is put at once.
+    // All are replaced and one is rejected: entries that replace nothing are added at once.
     let list = json!([
         { "id": "e2", "url": engines[2].url() },
         { "id": "bad", "url": "ftp://x" },
@@ -143,7 +143,7 @@ async fn a_new_leader_continues_what_the_last_one_began() {
     write(&file, &all);
     let mut replicas = cluster_with(3, &[], &dir, |config| {
         follow(config, &file);
-        // Longer than the election.
+        // Longer than an election takes.
         config.discovery[0].rules.remove_after_ms = 4000;
     });
     let (http, at) = (Http::new(), addresses(&replicas));
@@ -153,7 +153,7 @@ async fn a_new_leader_continues_what_the_last_one_began() {
     let kept = first["x-quorate-backend"].to_str().unwrap().to_owned();
     let nth: usize = kept.trim_start_matches("rack-e").parse().unwrap();
 
-    // It is lost, the leader leaves without a word, and it returns under the next one.
+    // The engine is lost, the leader crashes, and the engine returns under the next leader.
     let rest: Vec<_> = all.iter().copied().filter(|(it, _)| *it != nth).collect();
     write(&file, &rest);
     let draining = format!("{kept}-");
@@ -178,7 +178,7 @@ async fn a_new_leader_continues_what_the_last_one_began() {
     }
 }
 
-/// Asks until told to stop; every answer has to be a good one.
+/// Sends requests until stopped; every response must be successful.
 fn load(at: Addresses, user: usize, stop: Arc<AtomicBool>) -> JoinHandle<u32> {
     tokio::spawn(async move {
         let (http, user) = (Http::new(), format!("user-{user}"));

@@ -1,4 +1,4 @@
-//! `quorate engine-check` against the emulated engine: what it can do is known here.
+//! `quorate engine-check` against the emulated engine, whose abilities are known.
 
 use api::backends::EngineKind;
 use api::kv_events::endpoint::KvEndpoint;
@@ -76,7 +76,7 @@ async fn events_are_followed_where_they_are_named() {
     assert_eq!(whole.therefore, therefore);
     let unreplayed = found(publisher.url(), None, PATIENCE).await;
     assert_eq!(unreplayed.outcome, CheckOutcome::Partly, "{unreplayed:?}");
-    // That endpoint is another engine's: it says nothing about these requests.
+    // That endpoint belongs to another engine and publishes nothing about these requests.
     let other = found(silent.url(), None, Duration::from_secs(2)).await;
     assert_eq!(other.outcome, CheckOutcome::No, "{other:?}");
     assert!(other.found.contains("nothing was published"), "{other:?}");

@@ -1,5 +1,5 @@
-//! Replicas as endpoint pickers, behind a stand-in for a gateway that asks them over TLS: real streams,
-//! real engines, several pickers at once.
+//! Replicas as endpoint pickers behind a stand-in gateway with TLS: real streams, real engines,
+//! several pickers at once.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -16,10 +16,10 @@ use tonic_health::pb::health_client::HealthClient;
 
 use super::*;
 
-/// Conversations, and turns of each.
+/// Number of conversations, and of turns in each.
 const CHATS: usize = 34;
 const TURNS: usize = 4;
-/// Of the turns that could go where the conversation was, those that have to, in hundredths.
+/// Minimum percentage of turns that stay with their conversation's engine, of those that can.
 const SAME_ENGINE: usize = 99;
 
 fn pickers(at: &[Addresses]) -> Vec<SocketAddr> {
@@ -30,7 +30,7 @@ fn gateway(at: &[Addresses]) -> StandInGateway {
     StandInGateway::new(&pickers(at), GatewayOptions::default())
 }
 
-/// A turn of a conversation, which differs from all others from its first block on.
+/// Returns a turn of a conversation that differs from all others from its first block on.
 fn turn(user: &str, turn: usize, stream: bool) -> GatewayRequest {
     let mut messages = vec![json!({
         "role": "system", "content": format!("{user} asks the keeper. {SYSTEM}"),
@@ -55,7 +55,7 @@ fn engine_of(answer: &GatewayAnswer) -> String {
         .to_owned()
 }
 
-/// Waits until nothing is under way, and all that was done is known everywhere.
+/// Waits until nothing is in flight, and everything is known everywhere.
 async fn settle(http: &Http, at: &[Addresses]) {
     for gauge in ["proxy_in_flight_requests", "state_outbox_items"] {
         for at in at {
@@ -102,8 +102,8 @@ async fn a_conversation_stays_with_its_engine_through_any_of_three_pickers() {
     }
 }
 
-/// What the cluster knows of each user after the same conversations, every second turn through the
-/// picker where `is_mixed`; and how many blocks were found. Half of the answers stream.
+/// Returns all users' counters after the same conversations, and the number of matched blocks. With
+/// `is_mixed`, pickers get every second turn. Half of the responses stream.
 async fn counters(is_mixed: bool) -> (BTreeMap<String, u64>, u32) {
     let dir = TempDir::new().unwrap();
     let engines = engines(2).await;
@@ -129,7 +129,7 @@ async fn counters(is_mixed: bool) -> (BTreeMap<String, u64>, u32) {
                 headers
             };
             found += matched(&headers);
-            // In the same order in every run.
+            // Keeps the order the same in every run.
             settle(&http, &at).await;
         }
     }
@@ -163,7 +163,7 @@ async fn every_body_mode_brings_the_same_answers() {
     let replica = lone_replica(&engines, &dir, |_| {});
     let (http, at) = (Http::new(), replica.addresses);
     http.ready(&[at]).await;
-    // With streamed bodies that wait, the gateway is asked for whole requests.
+    // With waiting streamed bodies, the gateway is asked for whole bodies.
     for (bodies, waits_for_heads) in [
         (BodySendMode::FullDuplexStreamed, false),
         (BodySendMode::Streamed, false),
@@ -352,7 +352,7 @@ async fn a_gateway_goes_to_the_second_endpoint_when_the_first_is_gone() {
     replica.leave().await;
 }
 
-/// What of a picker is asked about, beside whether it lives.
+/// Services of a picker that report readiness, not only liveness.
 const READINESS: [&str; 3] = [
     "",
     "readiness",
@@ -390,7 +390,7 @@ async fn health_checks_hear_who_picks_with_a_quorum_or_without() {
     let mut replicas = cluster(3, &engines, &dir);
     let (http, at) = (Http::new(), addresses(&replicas));
     http.ready(&at).await;
-    // All of them, whichever leads.
+    // All of them, regardless of the leader.
     for at in &at {
         assert_says(at, ServingStatus::Serving).await;
     }
@@ -437,7 +437,7 @@ async fn a_replica_in_no_cluster_is_warm_but_not_serving() {
     let peers = [&own, &absent].map(|it| it.addresses().unwrap().peer.to_string());
     let replica = Replica::run(config(1, &peers, &engines, dir.path()), own);
     assert_says(&replica.addresses, ServingStatus::NotServing).await;
-    // Whoever is answered is answered by a warm replica.
+    // Only warm replicas respond.
     let url = format!("http://{}/readyz", replica.addresses.admin);
     let (_, told) = Http::new().get(&url).await;
     let reasons = told["reasons"].as_array().unwrap();

@@ -1,11 +1,11 @@
-//! API keys of the cluster: made on one replica, used on another, revoked on the third (I102); lists
-//! of them that are old (I103), and budgets of their users (I106).
+//! API keys of the cluster: created on one replica, used on another, revoked on the third (I102);
+//! stale key lists (I103), and budgets of users (I106).
 
 use api::api_keys::WhenStale;
 
 use super::*;
 
-/// Asks `at` with this key; answers the status and the error's code.
+/// Sends a request to `at` with this key; returns the status and the error code.
 async fn ask(at: &Addresses, secret: &str) -> (u16, Value) {
     let body = json!({ "model": "emulated", "prompt": "hello", "max_tokens": 1 });
     let request = Request::post(format!("http://{}/v1/completions", at.data))
@@ -29,7 +29,7 @@ async fn a_key_works_and_ends_on_all_replicas_also_after_a_restart() {
     let (http, at) = (Http::new(), addresses(&replicas));
     http.ready(&at).await;
 
-    // Refused until every member is known to read it.
+    // Refused until every member is known to decode it.
     let made = tokio::sync::Mutex::new(Vec::new());
     let is_made = async || {
         let url = format!("http://{}/admin/v1/keys", at[0].admin);
@@ -73,7 +73,7 @@ async fn a_key_works_and_ends_on_all_replicas_also_after_a_restart() {
         .await;
     assert_eq!(users["name"], "ada", "{users}");
 
-    // Nobody wrote a secret down.
+    // No file contains a secret.
     let random = kept.strip_prefix("qk-").unwrap();
     let mut folders = vec![dir.path().to_path_buf()];
     while let Some(folder) = folders.pop() {
@@ -101,7 +101,7 @@ async fn a_budget_that_is_used_up_on_one_replica_is_so_on_all() {
 
     let user = format!("http://{}/admin/v1/users/ada", at[1].admin);
     let budget = json!({ "budget": { "day": 1 } });
-    // Refused until every member is known to read it.
+    // Refused until every member is known to decode it.
     let is_set = async || http.send(Method::PUT, &user, &budget).await.0 == StatusCode::OK;
     until("ada has a budget", is_set).await;
     let keys = format!("http://{}/admin/v1/keys", at[0].admin);
@@ -111,17 +111,17 @@ async fn a_budget_that_is_used_up_on_one_replica_is_so_on_all() {
     let secret = made["secret"].as_str().unwrap();
     http.agree(&at).await;
 
-    // The one that is let in costs more than there was.
+    // The admitted request costs more than the budget has left.
     assert_eq!(ask(&at[0], secret).await, (200, Value::Null));
     let used_up = (429, json!("insufficient_quota"));
     for replica in &at {
         let is_refused = async || ask(replica, secret).await == used_up;
         until("the budget is used up", is_refused).await;
     }
-    // Refused already while the charge is on its way to the log.
+    // Refused even before the charge is committed.
     let is_charged = async || http.get(&user).await.1["budget_left"]["day"]["left"] == 0;
     until("the budget is charged", is_charged).await;
-    // What is charged after the first forgiving, for a request from before it, counts.
+    // Charges after the first forgiving count, even for requests from before it.
     let forgive = format!("{user}/forgive");
     let is_forgiven = async || {
         let (status, _, answer) = http.send(Method::POST, &forgive, &json!({})).await;
@@ -187,7 +187,7 @@ async fn defaults_of_users_count_on_all_replicas_at_once_and_after_a_restart() {
 
     let defaults = format!("http://{}/admin/v1/user-defaults", at[1].admin);
     let one_token = json!({ "weight_milli": 500, "budget": { "day": 1 } });
-    // Refused until every member is known to read it.
+    // Refused until every member is known to decode it.
     let is_set = async || http.send(Method::PUT, &defaults, &one_token).await.0 == StatusCode::OK;
     until("the defaults are set", is_set).await;
     let keys = format!("http://{}/admin/v1/keys", at[0].admin);
@@ -203,7 +203,7 @@ async fn defaults_of_users_count_on_all_replicas_at_once_and_after_a_restart() {
     assert_eq!(status, StatusCode::OK, "{answer}");
     http.agree(&at).await;
 
-    // Nobody configured ada: the first request costs more than there is.
+    // ada has no settings of her own: the first request exceeds the default budget.
     let used_up = (429, json!("insufficient_quota"));
     assert_eq!(ask(&at[0], &secrets[0]).await, (200, Value::Null));
     for replica in &at {

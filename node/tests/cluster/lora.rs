@@ -1,5 +1,5 @@
-//! LoRA adapters over emulated engines that load them: every engine lists all, and none is made to
-//! load what another has in memory, until queues are long.
+//! LoRA adapters with emulated engines that load them: every engine lists all, and no engine loads
+//! an adapter that another has in memory, until queues are long.
 
 use lab::engine::LoraOptions;
 
@@ -22,7 +22,7 @@ async fn lora_engines(speed: f64) -> Vec<EngineHandle> {
     engines
 }
 
-/// One replica of these settings, once it knows the engines' adapters.
+/// Starts a replica with these settings, and waits until it knows the engines' adapters.
 async fn replica(
     http: &Http,
     engines: &[EngineHandle],
@@ -93,9 +93,9 @@ async fn beyond_the_threshold_another_engine_loads_the_adapter() {
             .await;
         assert_eq!(status, StatusCode::OK, "{answer}");
     };
-    // Of the first ones at once, two could find no engine that has it.
+    // With two concurrent first requests, both could find no engine that has the adapter.
     ask(7).await;
-    // One runs, two wait: as many as may.
+    // One runs, two wait: the maximum.
     futures_util::future::join_all((0..3).map(ask)).await;
     assert_eq!(loads().sum::<u64>(), 1, "{:?}", loads().collect::<Vec<_>>());
     // One runs and three wait.

@@ -23,7 +23,7 @@ A replica has at most 64 series for each backend, 64 for each model and 512 othe
 This page is generated from the metrics of a running replica; the [runbook](../guide/runbook.md) says which to alert on.
 ";
 
-/// What a replica shows only in trouble, in the form of a page: it has no series before.
+/// Metrics that a replica has only in trouble, as on its page.
 const IN_TROUBLE: &str = "# HELP quorate_admin_refused_total Calls of the admin API refused for their token: none or a wrong one, too weak a role, or too many wrong ones before
 # TYPE quorate_admin_refused_total counter
 quorate_admin_refused_total{reason=\"token\"} 1
@@ -32,14 +32,14 @@ quorate_admin_refused_total{reason=\"token\"} 1
 quorate_route_panic{model=\"m\"} 1
 ";
 
-/// Most series of a replica for one backend, for one model, and besides: as the introduction says.
+/// Maximum number of series per backend, per model, and others, as in the introduction.
 const SERIES_MAX: [usize; 3] = [64, 64, 512];
 
-/// The fleet that the introduction speaks of.
+/// Size of the fleet in the introduction.
 const BACKENDS: usize = 512;
 const MODELS: usize = 50;
 
-/// What is said of one metric before its samples, and the labels these have.
+/// Header of a metric, and the labels of its samples.
 #[derive(Default)]
 struct Family {
     kind: String,
@@ -47,7 +47,7 @@ struct Family {
     labels: BTreeSet<String>,
 }
 
-/// The metric that a sample belongs to: what it adds to the name is the type's.
+/// Returns the metric of a sample, without the suffix of its type.
 fn family_of<'a>(families: &BTreeMap<String, Family>, sample: &'a str) -> &'a str {
     let endings = ["_bucket", "_sum", "_count"];
     let mut names = endings.iter().filter_map(|it| sample.strip_suffix(it));
@@ -99,7 +99,7 @@ fn reference(page: &str) -> String {
             write!(out, "\n## {area}\n\n{head}\n").unwrap();
             last_area = area;
         }
-        // Without a sample here, and with one a backend or a member where there is something to tell.
+        // No sample here, but otherwise one per backend or member.
         if name.starts_with("quorate_backend_") {
             family.labels.insert("backend".to_owned());
         }
@@ -119,8 +119,8 @@ fn reference(page: &str) -> String {
     out
 }
 
-/// What `promtool check metrics` complains of: names, types and helps (client_golang's promlint), and
-/// samples that are there twice.
+/// Returns what `promtool check metrics` reports about names, types and helps (client_golang's
+/// promlint), and duplicate samples.
 fn lint(page: &str) -> Vec<String> {
     let mut faults = Vec::new();
     let abbreviations = [
@@ -185,7 +185,7 @@ fn lint(page: &str) -> Vec<String> {
     faults
 }
 
-/// The series of a page.
+/// Number of series on a page.
 #[derive(Default)]
 struct SeriesCount<'a> {
     backends: BTreeMap<&'a str, usize>,
@@ -194,7 +194,7 @@ struct SeriesCount<'a> {
 }
 
 impl SeriesCount<'_> {
-    /// How many the backend and the model have that have most, and how many there are besides.
+    /// Returns the maximum per backend and per model, and the number of others.
     fn most(&self) -> [usize; 3] {
         let most = |counts: &BTreeMap<&str, usize>| counts.values().copied().max().unwrap_or(0);
         [most(&self.backends), most(&self.models), self.others]
@@ -226,7 +226,7 @@ fn series(page: &str) -> SeriesCount<'_> {
     count
 }
 
-/// Every metric that the code names, so that none is missed for want of a series.
+/// Returns every metric named in the code, including those without a series.
 fn named_metrics() -> BTreeSet<String> {
     let mut names = BTreeSet::new();
     let mut folders = vec![
@@ -267,7 +267,7 @@ async fn the_reference_of_metrics_is_what_a_replica_shows() {
     http.ready(&[at]).await;
     http.chat(&at, "ada", "Is the lamp lit?").await;
 
-    // One that is refused, for the reasons.
+    // One rejected request, for the reasons.
     let user = format!("http://{}/admin/v1/users/body:bo", at.admin);
     let limits = json!({ "limits": { "requests": 1, "window_ms": 3_600_000 } });
     let (status, _, answer) = http.send(Method::PUT, &user, &limits).await;
@@ -316,7 +316,7 @@ async fn the_series_of_512_backends_and_50_models_are_as_few_as_the_reference_sa
             ..of_all.clone()
         };
         config.backends = (0..BACKENDS).map(of).collect();
-        // Once is enough.
+        // One probe is enough.
         config.probes.interval = Parsed(Duration::from_secs(3600));
     });
     let (http, at) = (Http::new(), replica.addresses);

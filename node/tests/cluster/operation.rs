@@ -1,4 +1,4 @@
-//! What an operator sees of the other replicas, and of one that cannot get in.
+//! What an operator sees of other replicas, and of one that cannot join.
 
 #[path = "keys.rs"]
 mod api_keys;

@@ -12,7 +12,7 @@ const RANKS: usize = 3;
 const BLOCK_TOKENS: u64 = 16;
 const CONVERSATIONS: usize = 6;
 
-/// Which rank answered, how many blocks were believed cached, and how many tokens were.
+/// Rank that responded, blocks predicted to be cached, and cached tokens.
 #[derive(Debug)]
 struct Turn {
     rank: usize,
@@ -21,7 +21,7 @@ struct Turn {
     prompt_tokens: u64,
 }
 
-/// The prompt of turn `turn`, which begins with that of the turn before.
+/// Returns the prompt of turn `turn`, which begins with that of the previous turn.
 fn prompt(conversation: usize, turn: usize) -> String {
     let line = |number| format!("Conversation {conversation}, line {number}: what follows? ");
     (0..=turn * 8 + 8).map(line).collect()
@@ -49,7 +49,7 @@ async fn say(http: &Http, at: &Addresses, conversation: usize, turn: usize) -> T
     }
 }
 
-/// One replica over an engine of three ranks, which tells where each of them publishes.
+/// Starts a replica and an engine of three ranks, which reports where each publishes.
 async fn replica(http: &Http, dir: &TempDir, events: bool) -> (Replica, EngineHandle) {
     let mut options = publishing();
     options.shape.block_size = BLOCK_TOKENS as u32;
@@ -69,7 +69,7 @@ async fn replica(http: &Http, dir: &TempDir, events: bool) -> (Replica, EngineHa
     (replica, engine)
 }
 
-/// Waits until each rank is known, and its blocks are known in `mode`.
+/// Waits until each rank is known, with ownership in `mode`.
 async fn known(http: &Http, at: &Addresses, mode: &str) {
     let url = format!("http://{}/admin/v1/backends", at.admin);
     let is_known = async || {
@@ -94,7 +94,7 @@ async fn conversations_stay_at_their_rank_and_predictions_are_its() {
     let at = replica.addresses;
     known(&http, &at, "exact").await;
 
-    // At once, so that they spread.
+    // Concurrently, so that they spread.
     let first = (0..CONVERSATIONS).map(|number| say(&http, &at, number, 0));
     let first = join_all(first).await;
     let mut asked = [0; RANKS];
@@ -113,7 +113,7 @@ async fn conversations_stay_at_their_rank_and_predictions_are_its() {
             assert!(next.matched > 0, "{next:?}");
         }
     }
-    // Each rank computed what was sent to it.
+    // Each rank computed the prompts sent to it.
     let computed = engine.rank_stats().into_iter().map(|it| it.prompt_tokens);
     assert_eq!(computed.collect::<Vec<_>>(), asked);
 
@@ -142,7 +142,7 @@ async fn without_events_leases_tell_the_rank() {
         assert!(next.matched > 0, "{next:?}");
     }
 
-    // A rank is drained with its engine, and only so.
+    // A rank drains only together with its engine.
     let (_, listed) = http
         .get(&format!("http://{}/admin/v1/backends/engine-0@1", at.admin))
         .await;
@@ -166,7 +166,7 @@ async fn without_events_leases_tell_the_rank() {
             .all(|it| it == "draining"),
         "{listed}"
     );
-    // Nor is it a setting: what the cluster has is what the file has.
+    // Ranks are not settings: cluster and file do not differ.
     let (_, config) = http
         .get(&format!("http://{}/admin/v1/config", at.admin))
         .await;

@@ -1,16 +1,15 @@
-//! What a real cluster was asked, recorded and simulated (I126).
+//! Records and simulates the load of a real cluster (I126).
 
 use api::recording::{Recording, read};
 
 use super::backups::done;
 use super::*;
 
-/// In every prompt, and in no recording.
+/// In every prompt, but in no recording.
 const SECRET_WORD: &str = "xylophone";
 const USERS: [&str; 3] = ["ada-lovelace", "grace-hopper", "barbara-liskov"];
 
-/// A prompt of `blocks` blocks of 128 bytes that all prompts of its group begin with, and 64 bytes
-/// of its own.
+/// Returns a prompt of `blocks` blocks of 128 bytes that its group shares, and 64 bytes of its own.
 fn prompt(group: usize, blocks: usize, number: usize) -> String {
     let mut text = format!("{SECRET_WORD} {group} ").repeat(128 * blocks / 12 + 1);
     text.truncate(128 * blocks);
@@ -18,7 +17,7 @@ fn prompt(group: usize, blocks: usize, number: usize) -> String {
     text
 }
 
-/// Sends a prompt as a user; answers prompt tokens and, of these, cached ones.
+/// Sends a prompt as a user; returns prompt tokens and cached tokens.
 async fn ask(at: &Addresses, user: &str, prompt: &str) -> [u64; 2] {
     let body = json!({ "model": "emulated", "prompt": prompt, "max_tokens": 3 });
     let request = Request::post(format!("http://{}/v1/completions", at.data))
@@ -40,7 +39,7 @@ async fn ask(at: &Addresses, user: &str, prompt: &str) -> [u64; 2] {
     ]
 }
 
-/// Waits until what a replica has routed is known to all.
+/// Waits until all replicas know what one has routed.
 async fn known(http: &Http, here: &Addresses, at: &[Addresses]) {
     let body = json!({ "model": "emulated", "prompt": "who knows?" });
     let would_be = json!({ "path": "/v1/completions", "headers": {}, "body": body });
@@ -54,8 +53,8 @@ async fn known(http: &Http, here: &Addresses, at: &[Addresses]) {
     http.agree(at).await;
 }
 
-/// Asks all replicas in turn, each once all know where the last one went; answers the sums of what
-/// engines told.
+/// Sends requests to all replicas in turn, each once all know where the previous one went; returns
+/// the sums of what engines reported.
 async fn ask_all(http: &Http, at: &[Addresses], requests: usize) -> [u64; 2] {
     let mut told = [0, 0];
     for number in 0..requests {
@@ -72,7 +71,7 @@ fn hit_rate([tokens, cached]: [u64; 2]) -> f64 {
     cached as f64 / tokens as f64
 }
 
-/// Waits until the last request is over here, and returns what is recorded.
+/// Waits until the last request has ended here, and returns the recording.
 async fn whole(http: &Http, at: &Addresses, path: &str, requests: usize) -> (String, Recording) {
     let url = format!("http://{}{path}", at.admin);
     let recorded = async || {
@@ -102,7 +101,7 @@ async fn a_recorded_cluster_is_simulated_with_the_hits_that_its_engines_told() {
     }
     let urls: Vec<String> = at.iter().map(|at| format!("http://{}", at.admin)).collect();
     let urls = urls.join(",");
-    // One at a time, as they were asked.
+    // One at a time, as recorded.
     let args = [
         "simulate",
         "--from-decisions",
@@ -201,7 +200,7 @@ async fn a_recording_has_no_text_and_no_name_and_ends_when_it_is_full() {
         (Some(208), Some(0))
     );
 
-    // The same salt gives the same names, another one others.
+    // The same salt gives the same names, another salt gives others.
     let asked_again = async |spec: Value| {
         let path = start(spec).await;
         ask_all(&http, &at, 1).await;
@@ -225,7 +224,7 @@ async fn a_recording_has_no_text_and_no_name_and_ends_when_it_is_full() {
     }
 }
 
-/// A file is simulated, and one that is damaged is told with its place.
+/// Simulates a file, and checks that a damaged one is reported with its line.
 async fn simulates(at: &Addresses, out: &str) {
     let simulated = done(at, &["simulate", "--from-decisions", out, "--rate", "0.5"]).await;
     assert!(

@@ -1,5 +1,5 @@
-//! Prefill and decode apart over emulated engines that meet in rooms: three replicas, engines that
-//! fail and transfers that are lost, and clients that leave.
+//! Disaggregated prefill and decode with emulated engines that use rooms: three replicas, failing
+//! engines, lost transfers, and clients that disconnect.
 
 use futures_util::future::join_all;
 use lab::engine::{RoomMode, RoomOptions, TransferOptions};
@@ -24,7 +24,7 @@ async fn meeting(mode: RoomMode, lost_every: u32) -> EngineHandle {
     EmulatedEngine::start(options).await.unwrap()
 }
 
-/// Replicas over two prefill engines, of which the first loses transfers, and two that decode.
+/// Starts replicas with two prefill engines, of which one loses transfers, and two decode engines.
 async fn replicas(
     http: &Http,
     count: usize,
@@ -67,7 +67,7 @@ async fn ask(http: &Http, at: &Addresses, body: &Value) -> (StatusCode, HeaderMa
     http.send(Method::POST, &url, body).await
 }
 
-/// Nothing is under way at any engine or replica.
+/// Waits until nothing is in flight at any engine or replica.
 async fn is_quiet(http: &Http, engines: &[EngineHandle], at: &[Addresses]) {
     for at in at {
         http.quiet(at).await;
@@ -87,7 +87,7 @@ async fn two_engines_get_each_request_whichever_replica_is_asked() {
     let http = Http::new();
     let (engines, replicas, _dir) = replicas(&http, 3, 0).await;
     let at = addresses(&replicas);
-    // Also what is short: neither engine does anything alone.
+    // Even short prompts: neither engine serves a request alone.
     let asked = (0..12).map(|number| {
         let (http, at) = (&http, &at[number % 3]);
         async move { ask(http, at, &question(number, 1 + number * 60)).await }
@@ -110,7 +110,7 @@ async fn two_engines_get_each_request_whichever_replica_is_asked() {
     };
     assert_eq!((made(&engines[..2]), made(&engines[2..])), (12, 240));
 
-    // A prompt goes where it was computed, and what is cached there is what counts.
+    // A prompt goes where it was computed, and the tokens cached there count.
     let (_, first, _) = ask(&http, &at[0], &question(99, 600)).await;
     is_quiet(&http, &engines, &at).await;
     http.agree(&at).await;
@@ -191,7 +191,7 @@ async fn a_client_that_leaves_frees_both_engines() {
         (status, _, answer) = asking => panic!("it is too long to end: {status} {answer}"),
         () = until("it is answered", async || is_open(&open[1])) => {}
     }
-    // The future is dropped: the client has left.
+    // Dropping the future disconnects the client.
     is_quiet(&http, &engines, &at).await;
     assert!(!open.iter().any(|open| is_open(open)));
     let aborted: u64 = engines.iter().map(|engine| engine.stats().aborted).sum();

@@ -1,5 +1,5 @@
-//! Pods of a StatefulSet: scaled up and down under load, killed, restarted and moved, and nobody runs
-//! `quorate member`. A stand-in for the API server says how many there are to be.
+//! Pods of a StatefulSet: scaled up and down under load, killed, restarted and moved, without
+//! `quorate member`. A stand-in for the API server reports the wanted number.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -10,13 +10,13 @@ use tokio::net::{TcpListener, TcpStream};
 
 use super::*;
 
-/// How long a pod must have been away before it counts as gone.
+/// Time after which an absent pod counts as gone.
 const ABSENT_AFTER: Duration = Duration::from_millis(500);
 
 /// An API server with one StatefulSet.
 struct ApiServer {
     url: String,
-    /// What is wanted; 0: the server refuses.
+    /// Wanted number of pods; 0: the server refuses.
     replicas: Arc<AtomicUsize>,
     reads: Arc<AtomicUsize>,
     serving: JoinHandle<()>,
@@ -53,7 +53,7 @@ impl ApiServer {
         self.replicas.store(replicas, Ordering::SeqCst);
     }
 
-    /// Waits until it was asked so many times more.
+    /// Waits for this many further requests.
     async fn asked(&self, times: usize) {
         let before = self.reads.load(Ordering::SeqCst);
         let is_asked = async || self.reads.load(Ordering::SeqCst) >= before + times;
@@ -82,11 +82,11 @@ async fn answer(mut stream: TcpStream, replicas: usize) {
     let body = body.to_string();
     let length = body.len();
     let answer = format!("HTTP/1.1 {status}\r\ncontent-length: {length}\r\n\r\n{body}");
-    // Whoever asked may be gone.
+    // The client may be gone.
     drop(stream.write_all(answer.as_bytes()).await);
 }
 
-/// The pods, and what stands around them.
+/// The pods and their environment.
 struct Pods {
     api: ApiServer,
     engines: Vec<EngineHandle>,
@@ -97,7 +97,7 @@ struct Pods {
 }
 
 impl Pods {
-    /// Three pods.
+    /// Starts three pods.
     async fn start() -> Self {
         let (api, engines, dir) = (
             ApiServer::start().await,
@@ -139,7 +139,7 @@ impl Pods {
         config
     }
 
-    /// Starts a pod, with the volume that it has, where there is a place.
+    /// Starts a pod at a free place, with its volume if it has one.
     async fn create(&mut self, id: u8) {
         let replica = Replica::run(self.config(id), sockets());
         let at = replica.addresses;
@@ -152,7 +152,7 @@ impl Pods {
         self.running.remove(nth.expect("the pod runs")).1
     }
 
-    /// Ends a pod without a word.
+    /// Kills a pod.
     async fn kill(&mut self, id: u8) {
         let replica = self.take(id);
         replica.shutdown.abort();
@@ -172,7 +172,7 @@ impl Pods {
         self.http.get(&url).await.1
     }
 
-    /// Waits until all pods have these members: voters, and behind them learners.
+    /// Waits until all pods see these voters and learners.
     async fn have(&self, voters: &[u8], learners: &[u8]) {
         let all_have = async || {
             for at in self.addresses() {
@@ -203,7 +203,7 @@ impl Pods {
         leader.into_inner().unwrap()
     }
 
-    /// Has a pod lead.
+    /// Makes a pod the leader.
     async fn lead(&mut self, id: u8) {
         let (_, replica) = self.running.iter_mut().find(|it| it.0 == id).unwrap();
         let cluster = (&mut replica.started).await.unwrap().cluster;
@@ -234,7 +234,7 @@ fn sockets() -> BoundSockets {
     BoundSockets::bind(&listen).unwrap()
 }
 
-/// Sends requests to the pods that a load balancer has, until told to stop. Each must be answered.
+/// Sends requests to the pods behind a load balancer until stopped. Each must succeed.
 struct Clients {
     pods: Arc<Mutex<Vec<Addresses>>>,
     stop: Arc<AtomicBool>,
@@ -276,7 +276,7 @@ impl Clients {
         *self.pods.lock().unwrap() = pods.addresses();
     }
 
-    /// How many were sent; none failed.
+    /// Stops, checks that none failed, and returns the number of requests.
     async fn end(self) -> u32 {
         self.stop.store(true, Ordering::Relaxed);
         let mut sent = 0;
@@ -297,7 +297,7 @@ async fn three_pods_become_five_and_three_again_under_load() {
     clients.use_only(&pods);
     pods.have(&[1, 2, 3, 4, 5], &[]).await;
 
-    // Both are told at once, and one of them leads.
+    // Both are stopped at once, and one of them leads.
     pods.lead(5).await;
     pods.api.scale_to(3);
     let going = [pods.take(4), pods.take(5)];
@@ -306,11 +306,11 @@ async fn three_pods_become_five_and_three_again_under_load() {
     for pod in going {
         pod.leave().await;
     }
-    // They took themselves out, before anybody missed them.
+    // They removed themselves, before any other replica missed them.
     pods.have(&[1, 2, 3], &[]).await;
     pods.leader().await;
 
-    // Again: one with its volume at another address, one that lost it.
+    // They return: one with its volume at another address, one that lost its volume.
     pods.lose_volume(5);
     pods.api.scale_to(5);
     pods.create(4).await;
@@ -328,10 +328,10 @@ async fn pods_that_die_are_told_from_those_that_restart() {
     let mut pods = Pods::start().await;
     pods.api.scale_to(4);
     pods.create(4).await;
-    // Four tolerate no more than three.
+    // Four voters tolerate no more failures than three.
     pods.have(&[1, 2, 3], &[4]).await;
 
-    // One that restarts stays a member, however long it is away.
+    // A restarting pod stays a member, however long it is away.
     let moved = pods.leader().await % 3 + 1;
     pods.take(moved).leave().await;
     pods.api.asked(2).await;
@@ -339,7 +339,7 @@ async fn pods_that_die_are_told_from_those_that_restart() {
     pods.have(&rest, &[4]).await;
     pods.create(moved).await;
 
-    // One that is killed while it is scaled away, and nobody can say so at first.
+    // A pod is killed while it is scaled away, and at first the server does not report that.
     pods.api.scale_to(0);
     pods.kill(4).await;
     let leader = pods.leader().await;
@@ -362,13 +362,13 @@ async fn pods_that_die_are_told_from_those_that_restart() {
     pods.api.scale_to(3);
     pods.have(&rest, &[]).await;
 
-    // Wanted again, with the volume that it had.
+    // Wanted again, with its old volume.
     pods.api.scale_to(4);
     pods.create(4).await;
     pods.have(&rest, &[4]).await;
     pods.http.agree(&pods.addresses()).await;
 
-    // Fewer than founded the cluster do not go: all that stops stays a member.
+    // The cluster never shrinks below its founding size: stopped pods stay members.
     pods.api.scale_to(1);
     pods.take(4).leave().await;
     pods.have(&rest, &[]).await;

@@ -1,13 +1,13 @@
-//! Users whose cached blocks are kept apart, over emulated engines: what one has asked tells the
-//! others nothing, by no header, count or choice (I111).
+//! Users with isolated caches, with emulated engines: a user's requests reveal nothing to others,
+//! by any header, count or choice (I111).
 
 use super::blocks::exact_replica;
 use super::*;
 
-/// Prompts that one user has asked, and as many that nobody has.
+/// Number of prompts that one user has sent, and of prompts that no user has.
 const PROMPTS: usize = 24;
 
-/// What a probe tells whoever sends it, beside times.
+/// What a probe reveals to its sender, apart from times.
 #[derive(Debug, Clone, PartialEq)]
 struct Seen {
     backend: String,
@@ -15,7 +15,7 @@ struct Seen {
     cached_tokens: u64,
 }
 
-/// Prompts differ from their first block on.
+/// Returns a prompt that differs from the others from its first block on.
 fn prompt(number: usize) -> String {
     format!("Case {number} of the harbour court. {SYSTEM}")
 }
@@ -35,8 +35,8 @@ async fn ask(http: &Http, at: &Addresses, user: &str, number: usize) -> Seen {
     }
 }
 
-/// Writes what holds for the users' cached blocks, once all members are known to read it, and waits
-/// until all replicas know it and their engines.
+/// Sets the users' cache scopes, once all members are known to decode them, and waits until all
+/// replicas know them and their engines.
 async fn set_scopes(http: &Http, at: &[Addresses], scopes: &[(&str, Value)]) {
     for (user, scope) in scopes {
         let url = format!("http://{}/admin/v1/users/body:{user}", at[0].admin);
@@ -75,7 +75,7 @@ async fn at_one_engine_a_probe_finds_what_its_own_group_asked_and_nothing_else()
     }
     http.quiet(&at[0]).await;
     http.agree(&at).await;
-    // Each on a replica that did not see ada's.
+    // Each on a replica that did not serve ada's request.
     for number in 0..4 {
         let held = ask(&http, &at[(number + 1) % 3], "mallory", number).await;
         let unheld = ask(&http, &at[(number + 1) % 3], "mallory", 100 + number).await;
@@ -83,7 +83,7 @@ async fn at_one_engine_a_probe_finds_what_its_own_group_asked_and_nothing_else()
         assert_eq!((held.matched, held.cached_tokens), (0, 0), "{held:?}");
         let shared = ask(&http, &at[(number + 1) % 3], "eve", number).await;
         assert_eq!((shared.matched, shared.cached_tokens), (0, 0), "{shared:?}");
-        // The group's own is found, by the router as by the engine.
+        // Router and engine find the group's own blocks.
         let group = ask(&http, &at[(number + 2) % 3], "bo", number).await;
         assert!(group.matched >= 2 && group.cached_tokens > 0, "{group:?}");
     }
@@ -117,7 +117,7 @@ async fn where_a_probe_goes_tells_nothing_of_where_prompts_of_others_are() {
         let none = (0, 0);
         assert_eq!((probe.matched, probe.cached_tokens), none, "{probe:?}");
         assert_eq!((other.matched, other.cached_tokens), none, "{other:?}");
-        // Whoever shares is led to where the prompt is: the probe would tell.
+        // A user who shares is routed to the prompt's holder, which the probe would reveal.
         let sam = ask(&http, &at[0], "sam", 1000 + number).await;
         shared += usize::from(sam.backend == eves[number] && sam.cached_tokens > 0);
     }

@@ -28,7 +28,7 @@ use super::*;
 pub(super) struct Certs(pub(super) PathBuf);
 
 impl Certs {
-    /// An authority, and certificates for these replicas.
+    /// Creates an authority, and certificates for these replicas.
     pub(super) fn new(dir: &Path, replicas: &[&str]) -> Self {
         let certs = Self(dir.to_owned());
         certs.make(&["ca"]);
@@ -56,12 +56,12 @@ impl Certs {
         self.0.join(name)
     }
 
-    /// The certificate of a file, as a connection shows it.
+    /// Reads a certificate in the form in which a connection presents it.
     fn shown(&self, name: &str) -> CertificateDer<'static> {
         CertificateDer::from_pem_file(self.file(name)).unwrap()
     }
 
-    /// Replaces the files `to` by the files `from` of another folder, as careful operators do.
+    /// Replaces the files `to` with the files `from` of another folder, as careful operators do.
     pub(super) fn replace(&self, from: &Self, to: &str) {
         for extension in ["key", "crt"] {
             let name = format!("{to}.{extension}");
@@ -71,7 +71,7 @@ impl Certs {
         }
     }
 
-    /// A client that trusts this authority and shows the certificate `name`, if any.
+    /// Returns a client that trusts this authority and presents the certificate `name`, if any.
     pub(super) fn client(&self, name: Option<&str>) -> ClientConfig {
         let provider = Arc::new(rustls::crypto::ring::default_provider());
         let mut roots = RootCertStore::empty();
@@ -100,7 +100,7 @@ async fn connect(at: SocketAddr, config: ClientConfig) -> std::io::Result<TlsStr
         .await
 }
 
-/// Asks for the models over HTTP/1.1. The handshake of TLS 1.3 may fail only now.
+/// Requests the models over HTTP/1.1. A TLS 1.3 handshake may fail only now.
 async fn models(stream: TlsStream<TcpStream>) -> Result<StatusCode, hyper::Error> {
     let (mut sender, connection) = http1::handshake(TokioIo::new(stream)).await?;
     let driving = tokio::spawn(connection);
@@ -112,14 +112,14 @@ async fn models(stream: TlsStream<TcpStream>) -> Result<StatusCode, hyper::Error
     Ok(status)
 }
 
-/// The certificate that a listener shows.
+/// Returns the certificate that a listener presents.
 async fn shows(at: SocketAddr, config: ClientConfig) -> Option<CertificateDer<'static>> {
     let stream = connect(at, config).await.ok()?;
     let shown = stream.get_ref().1.peer_certificates()?.first()?;
     Some(shown.clone().into_owned())
 }
 
-/// `[tls.data]` with the certificate of a replica, and `more`.
+/// Returns `[tls.data]` with the certificate of a replica, and `more`.
 fn data_section(certs: &Certs, id: usize, more: &str) -> String {
     let name = |extension: &str| certs.file(&format!("replica-{id}.{extension}"));
     format!(
@@ -129,7 +129,7 @@ fn data_section(certs: &Certs, id: usize, more: &str) -> String {
     )
 }
 
-/// One replica with more in its config.
+/// Starts a replica with `more` in its config.
 async fn replica(dir: &TempDir, engines: &[EngineHandle], more: &str) -> Replica {
     let bound = BoundSockets::bind(&anywhere()).unwrap();
     let peer = bound.addresses().unwrap().peer.to_string();
@@ -150,7 +150,7 @@ fn anywhere() -> ListenConfig {
     }
 }
 
-/// The config of a replica with more in its file.
+/// Returns the config of a replica with `more` in its file.
 pub(super) fn extended(dir: &Path, id: usize, more: &str) -> Config {
     let file = dir.join(format!("n{id}.toml"));
     let text = std::fs::read_to_string(&file).unwrap();
@@ -184,7 +184,7 @@ async fn a_listener_speaks_tls_and_tells_who_does_not() {
                 assert_eq!(models(stream).await.unwrap(), StatusCode::OK);
             }
         }
-        // The answers have brought tickets.
+        // The responses have delivered session tickets.
         let stream = connect(at, config).await.unwrap();
         let kind = stream.get_ref().1.handshake_kind();
         assert_eq!(kind, Some(HandshakeKind::Resumed), "{version:?}");
@@ -247,7 +247,7 @@ async fn new_certificates_are_taken_without_a_dropped_stream() {
     let first = open.frame().await.unwrap().unwrap().into_data().unwrap();
     assert!(first.starts_with(b"data: "), "{first:?}");
 
-    // No certificate: the old one stays, while the next ones are looked for.
+    // An invalid certificate: the old one stays, while the next ones are watched for.
     std::fs::write(certs.file("replica-1.crt"), "not yet").unwrap();
     let next = Certs::new(&dir.path().join("next"), &["1=127.0.0.1"]);
     let shown = shows(at, certs.client(None)).await;
@@ -263,7 +263,7 @@ async fn new_certificates_are_taken_without_a_dropped_stream() {
 
     let rest = open.collect().await.unwrap().to_bytes();
     assert!(rest.ends_with(b"data: [DONE]\n\n"), "cut off");
-    // The connection is still the one that was opened with the old certificate.
+    // The connection was opened with the old certificate, and stays open.
     sender.ready().await.unwrap();
     let answer = sender.send_request(ask()).await.unwrap();
     assert_eq!(answer.status(), StatusCode::OK);

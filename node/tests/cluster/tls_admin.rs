@@ -1,5 +1,5 @@
-//! TLS of the admin listener: what it shows, whom it takes for an operator, and the commands that
-//! ask it.
+//! TLS of the admin listener: its certificate, authentication of operators, and commands that use
+//! it.
 
 use std::process::Output;
 
@@ -7,7 +7,7 @@ use api::admin::{AdminRole, NewToken};
 
 use super::*;
 
-/// `[tls.admin]` with the certificate of replica 1, and the authority as that of operators.
+/// Returns `[tls.admin]` with the certificate of replica 1, and the authority for operators.
 fn admin_section(certs: &Certs) -> String {
     format!(
         "[tls.admin]\ncert_file = {:?}\nkey_file = {:?}\nclient_ca_file = {:?}\n",
@@ -17,7 +17,7 @@ fn admin_section(certs: &Certs) -> String {
     )
 }
 
-/// Starts a replica with more in its config and waits until its clients are served.
+/// Starts a replica with `more` in its config and waits until it serves clients.
 async fn guarded(dir: &TempDir, engines: &[EngineHandle], more: &str) -> Replica {
     guarded_on(&anywhere(), dir, engines, more).await
 }
@@ -38,7 +38,7 @@ async fn guarded_on(
     replica
 }
 
-/// The same, with an admin listener that is reached at addresses its certificate is not for, too.
+/// The same, with an admin listener that is also reachable at addresses outside its certificate.
 async fn everywhere(dir: &TempDir, engines: &[EngineHandle], more: &str) -> Replica {
     let any = ListenConfig {
         admin: Parsed("0.0.0.0:0".parse().unwrap()),
@@ -47,7 +47,7 @@ async fn everywhere(dir: &TempDir, engines: &[EngineHandle], more: &str) -> Repl
     guarded_on(&any, dir, engines, more).await
 }
 
-/// Asks the admin listener over a connection of its own.
+/// Sends a request to the admin listener on its own connection.
 async fn ask(
     at: SocketAddr,
     tls: ClientConfig,
@@ -72,7 +72,7 @@ async fn ask(
     Ok((status, serde_json::from_slice(&body).unwrap_or_default()))
 }
 
-/// Runs a command without the settings of whoever runs the tests.
+/// Runs a command without the environment settings of the user who runs the tests.
 fn command(args: &[&str]) -> Output {
     let mut command = Process::new(env!("CARGO_BIN_EXE_quorate"));
     for (name, _) in std::env::vars_os() {
@@ -118,7 +118,7 @@ async fn the_admin_listener_speaks_tls_and_takes_new_certificates() {
         assert!(answer.contains(part), "{answer}");
     }
 
-    // A stream of events stays while certificates change.
+    // An event stream survives a change of certificates.
     let stream = connect(at, ada()).await.unwrap();
     let (mut sender, connection) = http1::handshake(TokioIo::new(stream)).await.unwrap();
     tokio::spawn(connection);
@@ -177,7 +177,7 @@ async fn a_certificate_has_the_role_that_it_names() {
         (Some("replica-1"), READ, None, 403),
         (None, READ, None, 401),
         (None, READ, right, 200),
-        // A token decides where there is one.
+        // A token takes precedence over the certificate.
         (Some("ada"), DRAIN, right, 403),
         (Some("ada"), DRAIN, wrong, 401),
         (Some("plain"), READ, right, 200),
@@ -248,7 +248,7 @@ async fn commands_ask_over_tls_and_say_which_name_was_expected() {
     done(&as_ada(&right, &["backend", "drain", "engine-0"]));
     let backup = dir.path().join("backup").display().to_string();
     done(&as_ada(&right, &["backup", &backup]));
-    // Whoever is somebody else is passed over, and told if there is nobody else.
+    // A server with the wrong certificate is skipped, and reported if no other is left.
     done(&as_ada(&format!("{wrong},{right}"), &["backends"]));
     let nobody = as_ada(&format!("{wrong},http://127.0.0.1:{port}"), &["backends"]);
     let nobody = told(&nobody);

@@ -1,11 +1,11 @@
-//! Engines behind TLS: verified always, whoever asks them.
+//! Engines behind TLS are always verified, whatever connects to them.
 
 use tokio::net::TcpListener;
 use tokio_rustls::TlsAcceptor;
 
 use super::*;
 
-/// Ends TLS with the certificate `name` in front of an engine; answers its port.
+/// Terminates TLS with the certificate `name` in front of an engine; returns its port.
 async fn in_front_of(engine: &EngineHandle, certs: &Certs, name: &str) -> u16 {
     let key = PrivateKeyDer::from_pem_file(certs.file(&format!("{name}.key"))).unwrap();
     let chain = vec![certs.shown(&format!("{name}.crt"))];
@@ -76,7 +76,7 @@ async fn engines_behind_tls_serve_if_their_certificate_is_right() {
     }
     let right = ["by-host", "right"].map(str::to_owned).into();
     assert!(served.is_subset(&right), "{served:?}");
-    // One that comes through the admin API is verified like those of the config.
+    // A backend from the admin API is verified like those from the config.
     let put = json!({ "url": format!("https://127.0.0.1:{wrong}/x") });
     let (status, _, told) = http.send(Method::PUT, &format!("{url}/later"), &put).await;
     assert_eq!(status, StatusCode::OK, "{told}");

@@ -1,10 +1,10 @@
-//! TLS of the listener for gateways: which gateways are let in, and new certificates and authorities.
+//! TLS of the listener for gateways: admission of gateways, and new certificates and authorities.
 
 use lab::gateway::{GatewayAnswer, GatewayOptions, GatewayRequest, GatewayTls, StandInGateway};
 
 use super::*;
 
-/// `[tls.epp]` with the certificate of replica 1, for gateways of the same authority.
+/// Returns `[tls.epp]` with the certificate of replica 1, for gateways of the same authority.
 fn epp_section(certs: &Certs) -> String {
     format!(
         "[tls.epp]\ncert_file = {:?}\nkey_file = {:?}\nclient_ca_file = {:?}\n",
@@ -14,7 +14,7 @@ fn epp_section(certs: &Certs) -> String {
     )
 }
 
-/// A replica that gateways ask.
+/// Starts a replica that serves gateways.
 async fn picking(dir: &TempDir, engines: &[EngineHandle], certs: &Certs) -> Replica {
     let listen = ListenConfig {
         epp: Some(Parsed("127.0.0.1:0".parse().unwrap())),
@@ -28,7 +28,7 @@ async fn picking(dir: &TempDir, engines: &[EngineHandle], certs: &Certs) -> Repl
     replica
 }
 
-/// The way in which a gateway shows a certificate of this folder.
+/// Returns how a gateway presents a certificate of this folder.
 fn shown(certs: &Certs, name: &str) -> GatewayTls {
     GatewayTls::Shown {
         cert_file: certs.file(&format!("{name}.crt")),
@@ -44,14 +44,14 @@ fn gateway(at: Addresses, tls: GatewayTls) -> StandInGateway {
     StandInGateway::new(&[at.epp.unwrap()], options)
 }
 
-/// Has a gateway ask for a completion.
+/// Sends a completion through a gateway.
 async fn ask(gateway: &StandInGateway) -> anyhow::Result<GatewayAnswer> {
     let body = json!({ "model": "emulated", "prompt": SYSTEM, "max_tokens": 4 });
     let request = GatewayRequest::post("/v1/completions", "ada", &body);
     gateway.send(&request).await
 }
 
-/// The same over a connection of its own; whether it was let in.
+/// The same on a new connection; returns whether the gateway was admitted.
 async fn is_let_in(at: Addresses, tls: GatewayTls) -> bool {
     match ask(&gateway(at, tls)).await {
         Ok(answer) => {
@@ -80,7 +80,7 @@ async fn a_gateway_shows_a_certificate_where_one_is_asked_for() {
     ] {
         assert_eq!(is_let_in(at, tls.clone()).await, expected, "{tls:?}");
     }
-    // Of those that were not, no request was heard of.
+    // Rejected gateways sent no request.
     let page = Http::new()
         .text(&format!("http://{}/metrics", at.admin))
         .await;
@@ -115,7 +115,7 @@ async fn gateways_of_a_new_authority_are_let_in_and_open_connections_stay() {
     let is_new = async || is_let_in(at, shown(&next, "envoy")).await;
     until("the new authority's gateway is let in", is_new).await;
     assert!(!is_let_in(at, shown(&certs, "envoy")).await);
-    // Its connection began with the old ones.
+    // Its connection was opened with the old certificates.
     assert_eq!(ask(&open).await.unwrap().status, StatusCode::OK);
     replica.leave().await;
 }

@@ -1,11 +1,11 @@
-//! Three replicas that prove themselves to each other with certificates, also while the authority of
-//! these changes.
+//! Three replicas that authenticate each other with certificates, also while their authority
+//! changes.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::*;
 
-/// `[tls.peer]` with the certificate of a replica.
+/// Returns `[tls.peer]` with the certificate of a replica.
 fn peer_section(certs: &Certs, id: usize) -> String {
     let name = |extension: &str| certs.file(&format!("replica-{id}.{extension}"));
     format!(
@@ -16,18 +16,18 @@ fn peer_section(certs: &Certs, id: usize) -> String {
     )
 }
 
-/// Folders of certificates: one per replica, as on hosts of their own, all of one authority.
+/// Creates certificates of three replicas, by one authority.
 fn certificates(dir: &Path) -> Certs {
     Certs::new(dir, &["1=127.0.0.1", "2=127.0.0.1", "3=127.0.0.1"])
 }
 
-/// Three replicas with certificates of one folder.
+/// Starts three replicas with certificates in one folder.
 fn secure_cluster(certs: &Certs, engines: &[EngineHandle], dir: &TempDir) -> Vec<Replica> {
     let hosts = [0; 3].map(|_| Certs(certs.0.clone()));
     secure_cluster_on(&hosts, engines, dir)
 }
 
-/// Three replicas with certificates for peers and clients, each with a folder of its own.
+/// Starts three replicas with certificates for peers and clients, each with its own folder.
 fn secure_cluster_on(hosts: &[Certs], engines: &[EngineHandle], dir: &TempDir) -> Vec<Replica> {
     let bound: Vec<_> = (0..3)
         .map(|_| BoundSockets::bind(&anywhere()).unwrap())
@@ -57,7 +57,7 @@ async fn three_replicas_with_certificates_form_a_cluster_and_serve() {
         let stream = connect(replica.data, certs.client(None)).await.unwrap();
         assert_eq!(models(stream).await.unwrap(), StatusCode::OK);
     }
-    // What comes to a follower goes through the leader.
+    // A request at a follower goes through the leader.
     let put = json!({ "weight_milli": 2000 });
     let url = format!("http://{}/admin/v1/users/ada", at[0].admin);
     let (status, _, told) = http.send(Method::PUT, &url, &put).await;
@@ -139,7 +139,7 @@ fn a_listener_for_peers_that_others_reach_is_protected() {
     assert!(told.contains("tls.peer is optional"), "{told}");
 }
 
-/// Trusts the authorities of these.
+/// Returns a client that trusts these authorities.
 fn trusting(certs: &[&Certs]) -> ClientConfig {
     let mut roots = RootCertStore::empty();
     for certs in certs {
@@ -153,7 +153,7 @@ fn trusting(certs: &[&Certs]) -> ClientConfig {
         .with_no_client_auth()
 }
 
-/// Whether the listener for peers speaks to somebody who shows the certificate of `replica-3`.
+/// Whether the peer listener accepts a client with the certificate of `replica-3`.
 async fn listens_to(at: SocketAddr, certs: &Certs, trusted: &[&Certs]) -> bool {
     let mut config = certs.client(Some("replica-3"));
     config.alpn_protocols = vec![b"h2".to_vec()];
@@ -170,12 +170,12 @@ async fn listens_to(at: SocketAddr, certs: &Certs, trusted: &[&Certs]) -> bool {
     let Ok(mut stream) = connect(at, config).await else {
         return false;
     };
-    // HTTP/2 begins with settings of both sides.
+    // HTTP/2 starts with settings from both sides.
     let preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\x00\x04\x00\x00\x00\x00\x00";
     stream.write_all(preface).await.is_ok() && stream.read_u8().await.is_ok()
 }
 
-/// A host's folder: the files of one replica.
+/// Returns a host's folder with the files of one replica.
 fn host(dir: &TempDir, id: usize, from: &Certs) -> Certs {
     let host = Certs(dir.path().join(format!("host-{id}")));
     std::fs::create_dir_all(&host.0).unwrap();
@@ -184,7 +184,7 @@ fn host(dir: &TempDir, id: usize, from: &Certs) -> Certs {
     host
 }
 
-/// Makes these the authorities that a host trusts.
+/// Sets the authorities that a host trusts.
 fn trust(host: &Certs, authorities: &[&Certs]) {
     let text: String = authorities
         .iter()
@@ -194,7 +194,7 @@ fn trust(host: &Certs, authorities: &[&Certs]) {
     std::fs::rename(host.file("beside"), host.file("ca.crt")).unwrap();
 }
 
-/// Asks again and again, over a new connection each time; answers how often, and what went wrong.
+/// Sends requests on new connections until stopped; returns their number and the failures.
 async fn asking(at: SocketAddr, tls: ClientConfig, stop: Arc<AtomicBool>) -> (usize, Vec<String>) {
     let (mut asked, mut failed) = (0, Vec::new());
     while !stop.load(Ordering::Relaxed) {
@@ -231,15 +231,15 @@ async fn asking(at: SocketAddr, tls: ClientConfig, stop: Arc<AtomicBool>) -> (us
     (asked, failed)
 }
 
-/// What replicas had before they had certificates.
+/// Security between replicas before certificates.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Before {
     Clear,
     Secret,
 }
 
-/// Restarts each replica with `more` in its config, one after the other, while clients ask the
-/// others; none of them may notice.
+/// Restarts each replica with `more` in its config, one after the other, while clients use the
+/// others; no request may fail.
 async fn restart_each(
     replicas: &mut Vec<Replica>,
     dir: &TempDir,
@@ -334,7 +334,7 @@ async fn a_cluster_with_a_secret_moves_to_certificates_under_load() {
     moves_to_certificates(Before::Secret).await;
 }
 
-/// Restarts the second replica, which then has new connections to all others.
+/// Restarts the second replica, which then opens new connections to all others.
 async fn restart_second(replicas: &mut Vec<Replica>, at: &[Addresses]) {
     let left = replicas.remove(1).leave().await;
     replicas.insert(1, Replica::again(left));
@@ -355,7 +355,7 @@ async fn a_cluster_moves_to_a_new_authority_under_load() {
     let stop = Arc::new(AtomicBool::new(false));
     let tls = || trusting(&[&old, &new]);
     let load = |at: &Addresses| tokio::spawn(asking(at.data, tls(), Arc::clone(&stop)));
-    // The second one is restarted, which clients would notice.
+    // Clients would notice the restart of the second replica.
     let load = [load(&at[0]), load(&at[0]), load(&at[2])];
 
     for host in &hosts {

@@ -1,5 +1,5 @@
-//! Traces of a cluster: a request that waits, is refused by an engine and answered by another is one
-//! trace, whichever replica has it.
+//! Traces of a cluster: a request that waits, is rejected by one engine and served by another is
+//! one trace, on any replica.
 
 use std::collections::BTreeMap;
 use std::convert::Infallible;
@@ -19,14 +19,14 @@ use super::*;
 
 const CLIENTS_SPAN: &str = "00f067aa0ba902b7";
 
-/// What the engines of a test have in common.
+/// State shared by the engines of a test.
 #[derive(Default)]
 struct EngineRules {
-    /// The `traceparent` of each chat, by engine.
+    /// The `traceparent` of each chat, with its engine.
     parents: Mutex<Vec<(usize, String)>>,
-    /// How many chats are refused next.
+    /// Number of next chats to reject.
     refusals: AtomicUsize,
-    /// Chats that are answered.
+    /// Permits for chats to be answered.
     gate: Option<Semaphore>,
 }
 
@@ -53,7 +53,7 @@ impl EngineRules {
         let order = Ordering::SeqCst;
         let one_less = |left: usize| left.checked_sub(1);
         let is_refused = self.refusals.fetch_update(order, order, one_less).is_ok();
-        // Last: whoever sees it knows that it is decided about.
+        // Last, so that its observers know that the decision is made.
         self.parents.lock().unwrap().push(parent);
         if is_refused {
             return (503, "{}".to_owned());
@@ -91,7 +91,7 @@ impl EngineRules {
     }
 }
 
-/// Sends a chat that is part of a client's trace; returns the answer's status.
+/// Sends a chat as part of a client's trace; returns the status of the response.
 async fn chat(at: Addresses, trace: String) -> StatusCode {
     let messages = json!([{ "role": "user", "content": format!("{trace}: is the lamp lit?") }]);
     let body = json!({ "model": "emulated", "messages": messages, "max_tokens": 4 });
@@ -112,7 +112,7 @@ async fn waiting(http: &Http, at: Addresses) -> u64 {
     http.get(&url).await.1["requests"].as_u64().unwrap()
 }
 
-/// All that the collector has to be told of a request that waited and was refused once.
+/// Checks that the collector has all spans of a request that waited and was rejected once.
 fn is_whole(collector: &Collector, rules: &EngineRules, replica: usize, trace: &str) {
     let spans = collector.spans(trace);
     let names: Vec<_> = spans.iter().map(|it| it.span.name.as_str()).collect();
@@ -131,7 +131,7 @@ fn is_whole(collector: &Collector, rules: &EngineRules, replica: usize, trace: &
     let statuses = attempts.map(|it| it.attribute("http.response.status_code"));
     assert_eq!(statuses, ["503", "200"]);
     assert_eq!(attempts[1].attribute("gen_ai.usage.output_tokens"), "2");
-    // Each engine was told its attempt.
+    // Each engine received its attempt as parent.
     let parents = rules.parents.lock().unwrap();
     let told: BTreeMap<_, _> = parents
         .iter()

@@ -1,4 +1,4 @@
-//! A collector of spans: a real tonic server with the official protos, in the clear or over TLS.
+//! A collector of spans: a real tonic server with the official protos, with or without TLS.
 
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex};
@@ -17,11 +17,11 @@ use tokio_stream::wrappers::TcpListenerStream;
 use tonic::transport::{Identity, Server, ServerTlsConfig};
 use tonic::{Request, Response, Status};
 
-/// A collector, and what it was told.
+/// A collector with the received spans.
 #[derive(Clone, Default)]
 pub(crate) struct Collector(Arc<Mutex<Vec<ToldSpan>>>);
 
-/// A span, and the replica that told of it.
+/// A span, and the replica that sent it.
 #[derive(Clone, Debug)]
 pub(crate) struct ToldSpan {
     pub(crate) replica: String,
@@ -29,7 +29,7 @@ pub(crate) struct ToldSpan {
 }
 
 impl ToldSpan {
-    /// The value of an attribute; empty: it has none.
+    /// Returns the value of an attribute, or an empty text.
     pub(crate) fn attribute(&self, key: &str) -> String {
         value(&self.span.attributes, key)
     }
@@ -46,7 +46,7 @@ fn value(attributes: &[KeyValue], key: &str) -> String {
     }
 }
 
-/// Ids as headers have them.
+/// Formats ids as headers do.
 pub(crate) fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
@@ -88,7 +88,7 @@ impl Collector {
         address
     }
 
-    /// The spans of a trace as far as they are told, in the order in which they began.
+    /// Returns the received spans of a trace, in order of their start.
     pub(crate) fn spans(&self, trace: &str) -> Vec<ToldSpan> {
         let told = self.0.lock().unwrap();
         let is_part = |it: &&ToldSpan| hex(&it.span.trace_id) == trace;

@@ -1,4 +1,4 @@
-//! docs/internals/dependencies.md says how many packages there are and what those are for that our
+//! docs/internals/dependencies.md states the number of packages, and the purpose of those that our
 //! crates name.
 
 use super::root;

@@ -1,17 +1,17 @@
-//! Links of the documentation, and paths of documents that code names: each leads somewhere.
+//! Links of the documentation, and paths of documents in code, must resolve.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 use super::root;
 
-/// Folders of the repository that are nobody's work.
+/// Folders with content that is not ours.
 const NOT_OURS: &[&str] = &[".git", "target", "corpus", "node_modules"];
 
-/// Endings of the files that may name a document.
+/// Extensions of files that may name a document.
 const MAY_NAME: &[&str] = &["rs", "toml", "md", "proto", "yml", "sh"];
 
-/// Scripts and the like, without an ending.
+/// Files without an extension that may name a document.
 const MAY_NAME_TOO: &[&str] = &[".ci/run", "chaos-tests/fuzz/run", "justfile"];
 
 fn files(wanted: impl Fn(&Path) -> bool) -> Vec<PathBuf> {
@@ -54,7 +54,7 @@ fn shown(path: &Path) -> String {
     path.display().to_string()
 }
 
-/// The lines of a page outside its blocks of code.
+/// Returns the lines of a page outside its code blocks.
 fn prose(page: &str) -> impl Iterator<Item = &str> {
     let mut is_code = false;
     page.lines().filter(move |line| {
@@ -64,13 +64,13 @@ fn prose(page: &str) -> impl Iterator<Item = &str> {
     })
 }
 
-/// Where the links of a line lead: what stands in parentheses behind a bracket.
+/// Returns the targets of a line's links: the text in parentheses after a bracket.
 fn targets(line: &str) -> impl Iterator<Item = &str> {
     let behind = line.split("](").skip(1);
     behind.filter_map(|rest| rest.split_once(')').map(|(target, _)| target))
 }
 
-/// What GitHub makes of a heading's text.
+/// Returns GitHub's anchor for a heading.
 fn slug(heading: &str) -> String {
     let kept = heading.chars().filter_map(|letter| match letter {
         ' ' => Some('-'),
@@ -89,7 +89,7 @@ fn anchors(page: &str) -> BTreeSet<String> {
         .collect()
 }
 
-/// What is wrong with a link that stands on `page`.
+/// Returns the fault of a link on `page`, if any.
 fn broken(page: &Path, target: &str) -> Option<String> {
     if target.contains("://") || target.starts_with("mailto:") {
         return None;
@@ -120,8 +120,8 @@ fn every_link_of_the_documentation_leads_somewhere() {
     assert!(faults.is_empty(), "broken links:\n{}", faults.join("\n"));
 }
 
-/// Paths below `docs/` that a text names, as written in code: `docs/guide/admission.md`,
-/// `docs/adr/0008`.
+/// Returns the paths below `docs/` in a text, in the forms that code uses:
+/// `docs/guide/admission.md`, `docs/adr/0008`.
 fn named_documents(text: &str) -> BTreeSet<&str> {
     let belongs = |letter: char| letter.is_ascii_alphanumeric() || "/._-".contains(letter);
     let starts = text.match_indices("docs/").map(|(at, _)| at);
@@ -134,7 +134,7 @@ fn named_documents(text: &str) -> BTreeSet<&str> {
     named.collect()
 }
 
-/// Whether `docs/adr/0008` or a path is there.
+/// Whether a path or an ADR like `docs/adr/0008` exists.
 fn document_exists(named: &str) -> bool {
     let Some(number) = named.strip_prefix("docs/adr/") else {
         return root().join(named).exists();
@@ -148,7 +148,7 @@ fn document_exists(named: &str) -> bool {
 #[test]
 fn every_document_that_is_named_exists() {
     let may_name = |path: &Path| {
-        // This file names documents that are not there, to see them missed.
+        // This file names missing documents, to test that they are reported.
         if path.ends_with("tidy/docs.rs") {
             return false;
         }

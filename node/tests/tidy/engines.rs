@@ -1,11 +1,11 @@
-//! The table of what `quorate engine-check` found at engines stands for the answers that were
-//! recorded: `docs/guide/engines.md` against `node/tests/shared/engine-check`.
+//! The table of `quorate engine-check` results matches the recorded responses:
+//! `docs/guide/engines.md` and `node/tests/shared/engine-check`.
 
 use serde_json::Value;
 
 use super::root;
 
-/// Recorded answers, in the order of the table's columns: the heading and the file.
+/// Recorded responses in the order of the table's columns: heading and file.
 const ENGINES: [(&str, &str); 4] = [
     ("vLLM 0.32.0, CPU", "vllm-0.32.json"),
     ("vLLM 0.12.0, CPU", "vllm-0.12.json"),
@@ -23,7 +23,7 @@ fn text(value: &Value) -> &str {
     value.as_str().expect("it is text")
 }
 
-/// What stands in the table about a check.
+/// Returns a check's cell in the table.
 fn cell(check: &Value) -> String {
     let (outcome, found) = (text(&check["outcome"]), text(&check["found"]));
     match found.contains(['{', '<', '*', '_', '|']) {

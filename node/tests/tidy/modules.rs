@@ -1,8 +1,7 @@
-//! Rules about how modules know each other: no circle among siblings, in any crate, at any depth.
+//! Rules about dependencies between modules: no cycle among siblings, in any crate, at any depth.
 //!
-//! A child may use what stands above it; what counts is which of two siblings uses the other, each
-//! with everything below it. A path counts for the module that defines what it names, not for one
-//! that hands it on, so that a re-export hides nothing.
+//! A child may use its ancestors. Only the uses between siblings count, each including everything
+//! below it. A path counts for the module that defines the item, not for one that re-exports it.
 
 mod source;
 
@@ -13,10 +12,10 @@ use self::source::{Crate, Module, ModulePath};
 /// Crates, as folders.
 const CRATES: &[&str] = &["state", "raft", "api", "node/lab", "node", "chaos-tests"];
 
-/// Longest chain of re-exports that is followed.
+/// Longest chain of re-exports that is resolved.
 const HOPS_MAX: usize = 8;
 
-/// Which child of a module uses which other one, and the paths by which it does.
+/// Uses between the children of a module, with the paths that cause them.
 type Edges = BTreeMap<(ModulePath, String, String), BTreeSet<String>>;
 
 fn edges(modules: &Crate) -> Edges {
@@ -38,8 +37,8 @@ fn edges(modules: &Crate) -> Edges {
     edges
 }
 
-/// The module that defines what `path`, written in the module at `from`, names. `None`: it is of
-/// another crate.
+/// Returns the module that defines the target of `path`, which the module at `from` contains;
+/// `None`: another crate.
 fn target(modules: &Crate, from: &[String], path: &[String], hops: usize) -> Option<ModulePath> {
     let first = path.first()?;
     let mut at = from.to_vec();
@@ -70,7 +69,7 @@ fn target(modules: &Crate, from: &[String], path: &[String], hops: usize) -> Opt
     Some(at)
 }
 
-/// The module that defines `name`, where the one at `at` imports it.
+/// Returns the module that defines `name`, if the module at `at` imports it.
 fn handed_on(
     modules: &Crate,
     at: &[String],
@@ -94,7 +93,7 @@ fn handed_on(
     })
 }
 
-/// Children of one module of which each reaches every other.
+/// Returns the cycles: children of one module that all reach each other.
 fn circles(edges: &Edges) -> Vec<(ModulePath, BTreeSet<String>)> {
     let mut reach: BTreeMap<(&ModulePath, &str), BTreeSet<&str>> = BTreeMap::new();
     for (parent, from, to) in edges.keys() {

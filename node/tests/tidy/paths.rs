@@ -1,11 +1,11 @@
-//! Files and folders that pages name in backquotes: they are there.
+//! Files and folders that pages name in backquotes must exist.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
 
 use super::root;
 
-/// Folders whose paths pages write from the root of the repository.
+/// Folders whose paths in pages start at the root of the repository.
 const FOLDERS: &[&str] = &[
     "state",
     "raft",
@@ -16,7 +16,7 @@ const FOLDERS: &[&str] = &[
     "deploy",
 ];
 
-/// Pages about the code as it is; decisions and reports stay as they were written.
+/// Pages about the current code; decisions and reports stay as they were written.
 const PAGES: &[&str] = &[
     "README.md",
     "CONTRIBUTING.md",
@@ -38,7 +38,7 @@ fn pages() -> Vec<PathBuf> {
     pages
 }
 
-/// Paths in backquotes, `{a,b}` written out.
+/// Returns the paths in backquotes, with `{a,b}` expanded.
 fn paths(text: &str) -> BTreeSet<String> {
     let quoted = text.split('`').skip(1).step_by(2);
     let is_path = |it: &&str| {

@@ -1,7 +1,7 @@
-//! The modules of a crate and the paths they write, read from the text without a compiler.
+//! The modules of a crate and the paths in them, read from the text without a compiler.
 //!
-//! Comments are skipped, strings are kept as one token, and what `#[cfg(test)]` or the feature
-//! `fuzzing` brings is left out. Macros are read like any other text: a path in one counts.
+//! The reader skips comments, keeps a string as one token, and omits code under `#[cfg(test)]` or
+//! the feature `fuzzing`. Macros are read like any other text: paths in them count.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -9,18 +9,18 @@ use std::path::Path;
 /// Names from the crate's root to a module.
 pub(super) type ModulePath = Vec<String>;
 
-/// One module's part in the graph.
+/// A module's part in the graph.
 #[derive(Debug, Default)]
 pub(super) struct Module {
     /// Modules declared in it.
     pub(super) children: BTreeSet<String>,
-    /// Every path it writes that may lead to another module.
+    /// Paths that may refer to another module.
     pub(super) paths: Vec<Vec<String>>,
-    /// What names stand for that it imports, and so may hand on.
+    /// Imported names and what they stand for; the module may re-export them.
     pub(super) imports: BTreeMap<String, Vec<String>>,
-    /// Modules it imports everything of.
+    /// Modules imported by glob.
     pub(super) globs: Vec<Vec<String>>,
-    /// Names of what it defines.
+    /// Names of its items.
     pub(super) items: BTreeSet<String>,
 }
 
@@ -39,7 +39,7 @@ impl Crate {
         modules
     }
 
-    /// A crate made of these files, for tests of the rules themselves.
+    /// Creates a crate from these files, to test the rules.
     pub(super) fn of(files: &[(&str, &str)]) -> Self {
         let mut modules = Self::default();
         modules.load("lib.rs", &Vec::new(), &|file| {
@@ -69,7 +69,7 @@ impl Crate {
                     folder => format!("{folder}/{below}"),
                 };
                 let files = [format!("{stem}.rs"), format!("{stem}/mod.rs")];
-                // One without a file is written in place.
+                // A module without a file is inline.
                 if let Some(file) = files.iter().find(|file| open(file).is_some()) {
                     self.load(file, &path, open);
                 }
@@ -79,14 +79,14 @@ impl Crate {
     }
 }
 
-/// Goes through the tokens of one file.
+/// Reads the tokens of one file.
 struct Reader {
     tokens: Vec<String>,
     next: usize,
 }
 
 impl Reader {
-    /// The module at `at` up to the end of its text, and those written in place within.
+    /// Reads the module at `at` up to its end, and its inline modules.
     fn module(&mut self, at: ModulePath) -> Vec<(ModulePath, Module)> {
         let (mut module, mut within) = (Module::default(), Vec::new());
         let mut depth = 0;
@@ -122,7 +122,7 @@ impl Reader {
         within
     }
 
-    /// Behind a `#`: passes the attribute; whether what it stands on is no part of the product.
+    /// After a `#`: skips the attribute. Returns whether its item is not part of the product.
     fn is_left_out(&mut self) -> bool {
         let from = self.next;
         if self.peek(0) != "[" {
@@ -154,7 +154,7 @@ impl Reader {
                 "{" => {
                     self.next += 1;
                     self.skip_to_close();
-                    // A list of imports ends behind its braces.
+                    // A list of imports ends after its braces.
                     if self.peek(0) == ";" {
                         self.next += 1;
                     }
@@ -169,7 +169,7 @@ impl Reader {
         }
     }
 
-    /// Within brackets of any kind: passes the closing one.
+    /// Inside brackets of any kind: skips to the closing one.
     fn skip_to_close(&mut self) {
         let mut depth = 1;
         while depth > 0 {
@@ -182,7 +182,7 @@ impl Reader {
         }
     }
 
-    /// A tree of imports below `before`.
+    /// Reads a tree of imports below `before`.
     fn use_tree(&mut self, before: &mut Vec<String>, module: &mut Module) {
         let length = before.len();
         loop {
@@ -232,7 +232,7 @@ impl Reader {
         module.imports.insert(name, path);
     }
 
-    /// Names joined by `::`.
+    /// Reads names joined by `::`.
     fn path(&mut self) -> Vec<String> {
         let mut path = vec![self.take().unwrap_or_default()];
         while self.peek(0) == "::" && self.is_name(1) {
@@ -262,7 +262,7 @@ fn is_of_name(c: char) -> bool {
     c.is_alphanumeric() || c == '_'
 }
 
-/// Names, numbers, strings and marks; `::` is one mark.
+/// Splits text into names, numbers, strings and punctuation; `::` is one token.
 fn tokens(text: &str) -> Vec<String> {
     let mut found = Vec::new();
     let mut rest = text;
@@ -286,7 +286,7 @@ fn tokens(text: &str) -> Vec<String> {
     found
 }
 
-/// Length of the string that `text` begins with.
+/// Returns the length of the string literal at the start of `text`.
 fn quoted(text: &str) -> usize {
     let mut is_escaped = false;
     let end = text.char_indices().skip(1).find(|(_, c)| {
@@ -297,7 +297,7 @@ fn quoted(text: &str) -> usize {
     end.map_or(text.len(), |(at, _)| at + 1)
 }
 
-/// Length of the raw string that `text` begins with.
+/// Returns the length of the raw string literal at the start of `text`.
 fn raw(text: &str) -> Option<usize> {
     let behind = text.strip_prefix('b').unwrap_or(text).strip_prefix('r')?;
     let marks = behind.len() - behind.trim_start_matches('#').len();
@@ -307,7 +307,7 @@ fn raw(text: &str) -> Option<usize> {
     Some(text.len() - body.len() + length)
 }
 
-/// Length of the character that `text` begins with; 1 where it begins with a lifetime.
+/// Returns the length of the character literal at the start of `text`; 1 for a lifetime.
 fn character(text: &str) -> usize {
     let mut behind = text.char_indices().skip(1);
     match (behind.next(), behind.next()) {

@@ -1,5 +1,5 @@
 //! One name for one type: no crate defines two types of the same name outside its tests. `cfg`
-//! alternatives in one file are one type. Errors say so in their names.
+//! alternatives in one file count as one type. Error types end in `Error` or `Rejection`.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsStr;
@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use super::{check, root, sources};
 
-/// The type that a line outside all functions defines.
+/// Returns the name of the type that a line outside all functions defines.
 fn type_name(line: &str) -> Option<&str> {
     let line = match line.strip_prefix("pub") {
         Some(rest) if rest.starts_with('(') => rest.split_once(") ")?.1,
@@ -20,7 +20,7 @@ fn type_name(line: &str) -> Option<&str> {
     is_type.then(|| &rest[..end.unwrap_or(rest.len())])
 }
 
-/// What of a file is built without `cfg(test)`, and the modules beside it that are not.
+/// Returns the lines built without `cfg(test)`, and the sibling modules built only with it.
 fn without_tests<'a>(path: &Path, text: &'a str) -> (Vec<&'a str>, Vec<PathBuf>) {
     let is_root = ["mod", "lib", "main"]
         .iter()

@@ -1,4 +1,4 @@
-//! Clusters on loopback whose machine does nothing.
+//! Clusters on loopback with a machine that does nothing.
 
 #![allow(
     dead_code,
@@ -21,7 +21,7 @@ use raft::{
 use tempfile::TempDir;
 use tokio::net::TcpListener;
 
-/// Applies at no cost.
+/// A machine that applies at no cost.
 pub struct Nothing;
 
 impl StateMachine for Nothing {
@@ -55,7 +55,7 @@ impl PeerHandler for Nothing {
     fn message(&self, _from: u8, _bytes: &[u8]) {}
 }
 
-/// A replica, what it is started with, and its folder, over restarts.
+/// A replica with its options and folder, across restarts.
 pub struct Seat {
     pub options: ReplicaOptions,
     pub replica: Replica,
@@ -127,7 +127,7 @@ pub async fn cluster(size: u8, election_timeout: Range<Duration>) -> Vec<Seat> {
     seats
 }
 
-/// The place of the leader among the seats.
+/// Returns the leader's index among the seats.
 pub async fn leader(seats: &[Seat]) -> usize {
     let led = |status: &Status| status.leader.is_some() && status.has_quorum;
     let status = seats[0].wait(led).await;

@@ -1,23 +1,23 @@
-//! Blocking work, kept off the tasks.
+//! Keeps blocking work off async tasks.
 
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-/// Where blocking work is done.
+/// Where blocking work runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum BlockingMode {
     /// On a pool of threads.
     Pool,
-    /// At once, on the calling task. A disk in memory never blocks, and a simulation that is to be
-    /// repeatable has a single thread. The work must therefore not wait for another task.
+    /// On the calling task, at once. An in-memory disk never blocks, and a repeatable simulation
+    /// has a single thread. The work must therefore not wait for another task.
     InPlace,
 }
 
 impl BlockingMode {
-    /// Does some work.
+    /// Runs `work` and returns its result.
     ///
     /// # Errors
-    /// When the work panics.
+    /// Fails if `work` panics.
     pub(crate) async fn run<T: Send + 'static>(
         self,
         work: impl FnOnce() -> T + Send + 'static,
@@ -31,10 +31,10 @@ impl BlockingMode {
         }
     }
 
-    /// Does some work that may fail.
+    /// Runs fallible work.
     ///
     /// # Errors
-    /// Those of the work, and when it panics.
+    /// Errors of `work`, or an error if it panics.
     pub(crate) async fn try_run<T: Send + 'static>(
         self,
         work: impl FnOnce() -> io::Result<T> + Send + 'static,

@@ -1,22 +1,22 @@
-//! Random numbers, from the system or from a seed.
+//! Random numbers, from the system or a seed.
 //!
-//! A simulation seeds the thread it runs on. All random numbers of this crate are drawn here:
+//! A simulation seeds the thread that it runs on. All random numbers of this crate come from here:
 //! election timeouts, and the ids of stores and clusters.
 
 use std::cell::Cell;
 use std::convert::Infallible;
 
 thread_local! {
-    /// `None` unless the thread was seeded.
+    /// `None` unless the thread is seeded.
     static STATE: Cell<Option<u64>> = const { Cell::new(None) };
 }
 
-/// From here on this thread draws the numbers that follow from `seed`.
+/// Seeds this thread: its later draws follow from `seed`.
 pub fn seed(seed: u64) {
     STATE.set(Some(seed));
 }
 
-/// Draws a number: the next one of a seeded thread, else one from the system.
+/// Draws a number: the next one of a seeded thread, otherwise one from the system.
 #[must_use]
 pub fn draw() -> u64 {
     let Some(state) = STATE.get() else {
@@ -27,7 +27,7 @@ pub fn draw() -> u64 {
     number
 }
 
-/// Draws a number that is not 0.
+/// Draws a nonzero number.
 pub(crate) fn draw_id() -> u64 {
     loop {
         let id = draw();
@@ -45,7 +45,7 @@ fn next(state: u64) -> (u64, u64) {
     (state, mixed ^ (mixed >> 31))
 }
 
-/// [`draw`] as openraft wants it.
+/// Adapts [`draw`] to openraft's trait.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Generator;
 

@@ -1,5 +1,5 @@
-//! The runtime that openraft runs on: tokio, with repeatable random numbers and wake-ups, and with
-//! timeouts that a call may extend.
+//! Runtime for openraft: tokio with repeatable random numbers and wake-ups, and with timeouts that
+//! a call may extend.
 
 use std::future::Future;
 use std::time::Duration;
@@ -80,7 +80,7 @@ impl AsyncRuntime for Runtime {
     }
 }
 
-/// [`crate::determinism::watch`] as openraft wants it.
+/// Adapts [`crate::determinism::watch`] to openraft's trait.
 #[derive(Debug)]
 pub(crate) struct Watched;
 

@@ -1,11 +1,11 @@
 //! Timeouts that a call may extend.
 //!
-//! openraft waits for a vote as long as the shortest election timeout, for a heartbeat as long as
-//! its interval (150 and 50 ms by default), and then drops the call. A voter syncs its disk before
-//! it answers: while that takes longer, every vote given is lost and the next candidacy asks again.
-//! A disk that stalled for eight seconds left a cluster without a leader for as long, and one that
-//! is always that slow would do so for ever. A late vote is still useful while the candidacy lasts,
-//! so a call may ask for more time: [`patient`] tells the [`Timeout`] that polls it.
+//! openraft waits for a vote as long as the shortest election timeout and for a heartbeat as long
+//! as its interval (by default 150 and 50 ms), and then drops the call. A voter syncs its disk
+//! before it responds. While that takes longer, every vote is lost and the next candidacy asks
+//! again: an eight-second disk stall left a cluster without a leader for that long, and a disk that
+//! is always that slow would do so forever. A late vote is still useful during the candidacy, so a
+//! call may request more time: [`patient`] informs the [`Timeout`] that polls it.
 
 use std::cell::Cell;
 use std::fmt;
@@ -16,11 +16,11 @@ use std::task::{Context, Poll};
 use tokio::time::{Instant, Sleep};
 
 thread_local! {
-    /// How long the call that was just polled asks to be waited for.
+    /// Deadline requested by the call that was just polled.
     static ASKED: Cell<Option<Instant>> = const { Cell::new(None) };
 }
 
-/// The time is up.
+/// Error for a timeout that expired.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Elapsed;
 
@@ -30,14 +30,14 @@ impl fmt::Display for Elapsed {
     }
 }
 
-/// Waits for a future up to a limit, which the future may extend.
+/// Waits for a future until a deadline that the future may extend.
 pub(crate) struct Timeout<F> {
     future: Pin<Box<F>>,
     limit: Pin<Box<Sleep>>,
 }
 
 impl<F> Timeout<F> {
-    /// Waits for `future` until `limit` ends.
+    /// Creates a timeout that waits for `future` until `limit` ends.
     pub(crate) fn new(limit: Sleep, future: F) -> Self {
         Self {
             future: Box::pin(future),
@@ -63,7 +63,7 @@ impl<F: Future> Future for Timeout<F> {
     }
 }
 
-/// Makes the [`Timeout`] around `call` wait until `until` at least.
+/// Makes the [`Timeout`] around `call` wait at least until `until`.
 pub(crate) async fn patient<F: Future>(until: Instant, call: F) -> F::Output {
     let mut call = std::pin::pin!(call);
     std::future::poll_fn(|context| {
@@ -86,7 +86,7 @@ mod tests {
 
     const MS: Duration = Duration::from_millis(1);
 
-    /// How a call ended that takes so long, where 100 ms are given, and when.
+    /// Runs a call under a 100 ms timeout. Returns whether it finished, and when.
     async fn end_of(takes: Duration, asks: Option<Duration>) -> (bool, Duration) {
         let began = Instant::now();
         let call = async {

@@ -1,7 +1,7 @@
-//! A value whose changes can be waited for.
+//! A value with change notification.
 //!
-//! Like tokio's `watch`, which wakes its waiters in an order from a random generator that cannot be
-//! seeded. These wake in the order in which they began to wait, so that a simulation is repeatable.
+//! Like tokio's `watch`, except that waiters wake in the order in which they began to wait. tokio's
+//! order comes from a generator that cannot be seeded, so a simulation would not be repeatable.
 
 use std::fmt;
 use std::ops::Deref;
@@ -21,19 +21,19 @@ struct Versioned<T> {
     version: u64,
 }
 
-/// Changes the value. Clones change the same one.
+/// Sender of a watched value. Clones send to the same value.
 pub struct WatchSender<T>(Arc<WatchShared<T>>);
 
-/// Reads the value and waits for changes. A clone has seen what the original has.
+/// Receiver of a watched value. A clone starts with the version that the original has seen.
 pub struct WatchReceiver<T> {
     shared: Arc<WatchShared<T>>,
     seen: u64,
 }
 
-/// The value, which does not change while this is held: not to be held for long.
+/// Read guard of the value. Blocks changes while held, so hold it only briefly.
 pub struct WatchRef<'a, T>(RwLockReadGuard<'a, Versioned<T>>);
 
-/// All senders are gone.
+/// Error when all senders are gone.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("nobody is left to change the value")]
 pub struct WatchClosedError;
@@ -47,12 +47,12 @@ impl<T> WatchShared<T> {
         self.current.write().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits for a version other than `seen` and sees it.
+    /// Waits for a version other than `seen` and stores it there.
     async fn changed(&self, seen: &mut u64) -> Result<(), WatchClosedError> {
         loop {
-            // Before the value is read: a later change wakes it even though it does not wait yet.
+            // Register before reading the value, so that a change in between still wakes this call.
             let notified = self.changed.notified();
-            // Before that too: the last value may come just before the end.
+            // Load this first too: the last value may arrive just before the end.
             let is_closed = self.senders.load(Ordering::Acquire) == 0;
             let version = self.read().version;
             if version != *seen {
@@ -68,7 +68,7 @@ impl<T> WatchShared<T> {
 }
 
 impl<T> WatchSender<T> {
-    /// Starts with `value`.
+    /// Creates a sender with `value`.
     pub fn new(value: T) -> Self {
         Self(Arc::new(WatchShared {
             current: RwLock::new(Versioned { value, version: 0 }),
@@ -78,7 +78,7 @@ impl<T> WatchSender<T> {
         }))
     }
 
-    /// A receiver that has seen the present value.
+    /// Creates a receiver that has seen the current value.
     #[must_use]
     pub fn subscribe(&self) -> WatchReceiver<T> {
         self.0.receivers.fetch_add(1, Ordering::Relaxed);
@@ -88,13 +88,13 @@ impl<T> WatchSender<T> {
         }
     }
 
-    /// The present value.
+    /// Returns the current value.
     #[must_use]
     pub fn borrow(&self) -> WatchRef<'_, T> {
         WatchRef(self.0.read())
     }
 
-    /// Replaces the value; returns the previous one.
+    /// Replaces the value and returns the previous one.
     pub fn send_replace(&self, value: T) -> T {
         let mut value = value;
         self.send_modify(|present| std::mem::swap(present, &mut value));
@@ -109,7 +109,7 @@ impl<T> WatchSender<T> {
         });
     }
 
-    /// Changes the value; wakes the waiters if `change` says that it did.
+    /// Changes the value and wakes the waiters, unless `change` returns `false`.
     pub fn send_if_modified(&self, change: impl FnOnce(&mut T) -> bool) -> bool {
         {
             let mut current = self.0.write();
@@ -122,7 +122,7 @@ impl<T> WatchSender<T> {
         true
     }
 
-    /// Whether anybody could see a change.
+    /// Whether any receiver exists.
     pub(crate) fn has_receivers(&self) -> bool {
         self.0.receivers.load(Ordering::Relaxed) > 0
     }
@@ -156,42 +156,42 @@ impl<T: fmt::Debug> fmt::Debug for WatchSender<T> {
 }
 
 impl<T> WatchReceiver<T> {
-    /// The present value, without marking it as seen.
+    /// Returns the current value without marking it as seen.
     #[must_use]
     pub fn borrow(&self) -> WatchRef<'_, T> {
         WatchRef(self.shared.read())
     }
 
-    /// The present value, which is marked as seen.
+    /// Returns the current value and marks it as seen.
     pub fn borrow_and_update(&mut self) -> WatchRef<'_, T> {
         let current = self.shared.read();
         self.seen = current.version;
         WatchRef(current)
     }
 
-    /// Whether there is a value that was not seen yet.
+    /// Whether the current value has not been seen yet.
     #[must_use]
     pub fn has_changed(&self) -> bool {
         self.shared.read().version != self.seen
     }
 
-    /// Marks the present value as seen.
+    /// Marks the current value as seen.
     pub fn mark_unchanged(&mut self) {
         self.seen = self.shared.read().version;
     }
 
-    /// Waits for a value that was not seen yet, and marks it as seen.
+    /// Waits for a value that has not been seen yet, and marks it as seen.
     ///
     /// # Errors
-    /// [`WatchClosedError`] when there is none and never will be.
+    /// [`WatchClosedError`] if there is no such value and all senders are gone.
     pub async fn changed(&mut self) -> Result<(), WatchClosedError> {
         self.shared.changed(&mut self.seen).await
     }
 
-    /// Waits for a value that fulfils `wish`, beginning with the present one.
+    /// Waits for a value that satisfies `wish`, starting with the current one.
     ///
     /// # Errors
-    /// [`WatchClosedError`] when there is none and never will be.
+    /// [`WatchClosedError`] if there is no such value and all senders are gone.
     pub async fn wait_for(
         &mut self,
         mut wish: impl FnMut(&T) -> bool,

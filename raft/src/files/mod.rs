@@ -1,12 +1,12 @@
-//! The layout of a data directory, and small files that are written completely or not at all.
+//! Layout of a data directory, and small files that are written completely or not at all.
 //!
-//! `<data_dir>/raft/` holds everything a replica must not lose:
+//! `<data_dir>/raft/` holds everything that a replica must not lose:
 //!
 //! | path | what |
 //! | --- | --- |
 //! | `lock` | locked by the process that uses the store |
-//! | `identity` | who the replica is and which cluster it belongs to |
-//! | `log.mark` | what the log must hold at least; kept open (`crate::log::mark`) |
+//! | `identity` | the replica's identity and its cluster |
+//! | `log.mark` | lower bound on the log's contents; kept open (`crate::log::mark`) |
 //! | `log/` | sled: vote and entries |
 //! | `snapshots/` | snapshot files |
 
@@ -27,21 +27,21 @@ const LOCK: &str = "lock";
 const MAGIC: &[u8; 8] = b"quorate1";
 const HEAD_BYTES: usize = MAGIC.len() + 4;
 
-/// Where a replica's files are.
+/// Paths and files of a replica.
 #[derive(Debug, Clone)]
 pub(crate) struct Layout {
     root: PathBuf,
-    /// All files but the log's.
+    /// All files except the log's.
     pub(crate) files: Arc<dyn Files>,
 }
 
 impl Layout {
-    /// Files of the operating system.
+    /// Creates a layout on the operating system's files.
     pub(crate) fn new(data_dir: &Path) -> Self {
         Self::over(Arc::new(SystemFiles), data_dir)
     }
 
-    /// Files behind any port.
+    /// Creates a layout on any implementation of the port.
     pub(crate) fn over(files: Arc<dyn Files>, data_dir: &Path) -> Self {
         let root = store_folder(data_dir);
         Self { root, files }
@@ -84,12 +84,12 @@ impl Layout {
     }
 }
 
-/// The folder of the store below a data directory.
+/// Returns the store's folder below a data directory.
 pub(crate) fn store_folder(data_dir: &Path) -> PathBuf {
     data_dir.join(FOLDER)
 }
 
-/// A start error from the file system.
+/// Builds a start error from an I/O error.
 pub(crate) fn io_error(path: &Path, source: io::Error) -> StartError {
     StartError::Io {
         path: path.to_path_buf(),
@@ -97,7 +97,7 @@ pub(crate) fn io_error(path: &Path, source: io::Error) -> StartError {
     }
 }
 
-/// A start error about a file whose bytes are wrong.
+/// Builds a start error for a file with invalid bytes.
 pub(crate) fn damaged(path: &Path, offset: u64, what: impl Into<String>) -> StartError {
     StartError::Damaged {
         path: path.display().to_string(),
@@ -106,7 +106,7 @@ pub(crate) fn damaged(path: &Path, offset: u64, what: impl Into<String>) -> Star
     }
 }
 
-/// Whether an error reports a shortage that may pass. Retrying is safe only if the failed step had
+/// Whether an error reports a shortage that may pass. Retrying is safe only if the failed step has
 /// not changed anything yet.
 pub(crate) fn is_shortage(error: &io::Error) -> bool {
     let is_short = |errno| {
@@ -123,12 +123,12 @@ pub(crate) fn is_shortage(error: &io::Error) -> bool {
     ) || rustix::io::Errno::from_io_error(error).is_some_and(is_short)
 }
 
-/// Whether these are the bytes of a file that [`store_message`] wrote.
+/// Whether a file with these bytes was written by [`store_message`].
 pub(crate) fn is_message(bytes: &[u8]) -> bool {
     bytes.starts_with(MAGIC)
 }
 
-/// Replaces a small file by a message: writes a new file, syncs it, renames it, syncs the folder.
+/// Replaces a small file with a message: writes and syncs a new file, renames it, syncs the folder.
 pub(crate) fn store_message(
     files: &dyn Files,
     path: &Path,
@@ -148,7 +148,7 @@ pub(crate) fn store_message(
     files.sync_folder(path.parent().expect("a file of the layout has a folder"))
 }
 
-/// Reads what [`store_message`] wrote; `None` if there is no such file.
+/// Reads a message that [`store_message`] wrote; `None` if the file does not exist.
 pub(crate) fn load_message<M: Message + Default>(
     files: &dyn Files,
     path: &Path,
@@ -177,12 +177,12 @@ pub(crate) fn load_message<M: Message + Default>(
     Ok(Some(message))
 }
 
-/// Moves the log, vote and snapshots of a damaged replica below `data_dir` aside, so that it can
-/// join under a new id and be rebuilt from its peers. Returns the new place; `None` if there was no
-/// store.
+/// Moves the store (log, vote and snapshots) of a damaged replica below `data_dir` aside, so that
+/// the replica can rejoin under a new id and be rebuilt from its peers. Returns the new path, or
+/// `None` if there was no store.
 ///
 /// # Errors
-/// Those of the file system, and `ResourceBusy` while a replica runs on the store.
+/// File system errors, and `ResourceBusy` while a replica runs on the store.
 pub fn set_store_aside(data_dir: &Path) -> io::Result<Option<PathBuf>> {
     let folder = store_folder(data_dir);
     if !folder.try_exists()? {
@@ -200,8 +200,8 @@ pub fn set_store_aside(data_dir: &Path) -> io::Result<Option<PathBuf>> {
     unreachable!("more than 2^32 stores were set aside")
 }
 
-/// Locks a store that no running process uses, until the file is dropped; `None`: no process ever
-/// used it, as the lock was not copied along. Changes nothing.
+/// Locks a store that no running process uses, until the file is dropped. Returns `None` if it has
+/// no lock file, because it is a copy that no process ever used. Changes nothing.
 pub(crate) fn lock_unused(folder: &Path) -> io::Result<Option<File>> {
     match File::open(folder.join(LOCK)) {
         Ok(file) => port::lock(&file).map(|()| Some(file)),

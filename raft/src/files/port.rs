@@ -1,4 +1,4 @@
-//! The port to files, and the operating system's files behind it.
+//! The file port, and its implementation with the operating system's files.
 
 use std::any::Any;
 use std::fmt;
@@ -6,49 +6,49 @@ use std::fs::{self, File, TryLockError};
 use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
 
-/// Where identity and snapshots are kept. Every call may block.
+/// Storage for identity and snapshots. Every call may block.
 pub(crate) trait Files: fmt::Debug + Send + Sync + 'static {
     /// Creates a folder and its parents, unless they exist.
     fn create_folder(&self, path: &Path) -> io::Result<()>;
 
-    /// Makes a folder's entries durable: until then a new or renamed file may be lost.
+    /// Makes a folder's entries durable. Until then a new or renamed file may be lost.
     fn sync_folder(&self, path: &Path) -> io::Result<()>;
 
-    /// The files in a folder, in any order.
+    /// Lists the files in a folder, in any order.
     fn list(&self, folder: &Path) -> io::Result<Vec<PathBuf>>;
 
-    /// Whether there is a file or folder with this name.
+    /// Whether a file or folder with this name exists.
     fn exists(&self, path: &Path) -> bool;
 
     /// Opens a file for reading.
     fn open(&self, path: &Path) -> io::Result<Box<dyn Read + Send>>;
 
-    /// Creates an empty file, in place of a file with that name.
+    /// Creates an empty file, replacing an existing one.
     fn create(&self, path: &Path) -> io::Result<Box<dyn NewFile>>;
 
-    /// Renames a file within a folder, in place of a file with the new name.
+    /// Renames a file within a folder, replacing an existing one.
     fn rename(&self, from: &Path, to: &Path) -> io::Result<()>;
 
     /// Removes a file.
     fn remove(&self, path: &Path) -> io::Result<()>;
 
-    /// Locks `path` until the answer is dropped.
+    /// Locks `path` until the returned guard is dropped.
     fn lock(&self, path: &Path) -> io::Result<StoreLock>;
 }
 
-/// A file that is being written.
+/// A file being written.
 pub(crate) trait NewFile: Write + Send {
-    /// Makes its content durable.
+    /// Makes the content durable.
     fn sync(&mut self) -> io::Result<()>;
 }
 
-/// A store locked by one replica, until this is dropped or the process ends.
+/// Lock on a store, held until this is dropped or the process ends.
 pub(crate) struct StoreLock {
     _held: Box<dyn Any + Send + Sync>,
 }
 
 impl StoreLock {
-    /// A lock that lasts as long as `held`.
+    /// Creates a lock that lasts as long as `held`.
     pub(crate) fn new(held: impl Any + Send + Sync) -> Self {
         Self {
             _held: Box::new(held),
@@ -117,7 +117,7 @@ pub(super) fn lock(file: &File) -> io::Result<()> {
     }
 }
 
-/// The error for a store that is already locked.
+/// Returns the error for a store that is already locked.
 pub(crate) fn in_use() -> io::Error {
     io::Error::new(
         io::ErrorKind::ResourceBusy,

@@ -1,4 +1,4 @@
-//! The log opens no file while it runs: it works in a process without a free descriptor.
+//! Checks that the running log opens no file, by running it in a process without free descriptors.
 
 use std::process::Command;
 
@@ -10,7 +10,7 @@ use crate::files::Layout;
 use crate::testing::entries;
 use crate::types::{Vote, log_id};
 
-/// Set in the process that is to do without: a limit holds for all of a process's threads.
+/// Environment variable set in the child process, since the limit applies to the whole process.
 const ALONE: &str = "RAFT_TEST_WITHOUT_DESCRIPTORS";
 const NAME: &str = "log::descriptor_tests::the_log_opens_nothing_while_it_runs";
 
@@ -45,7 +45,7 @@ fn work_without_descriptors() {
         "a descriptor is free"
     );
 
-    // Votes move the mark, truncations take it back; trees come and go, segments fill.
+    // Votes move the mark, truncations lower it; trees are created and dropped, segments fill.
     for term in 1..=6 {
         let first = (term - 1) * 1500;
         disk.write_synced(&[LogChange::Vote(Vote::new_committed(term, 1))])

@@ -1,4 +1,4 @@
-//! The port between the log and where it is kept.
+//! Port between the log and its storage.
 
 use std::io;
 use std::ops::Range;
@@ -7,29 +7,29 @@ use std::time::Duration;
 use super::weight;
 use crate::types::{Entry, LogId, Vote};
 
-/// One change of the log. Changes take effect in the order they are given.
+/// A change to the log. Changes take effect in the order they are given.
 #[derive(Debug, Clone)]
 pub(crate) enum LogChange {
-    /// The vote given last.
+    /// The latest vote.
     Vote(Vote),
     /// The last entry known to be committed. A hint: it may lag behind, but is never ahead.
     Committed(LogId),
-    /// Entries that follow the last one.
+    /// Entries that follow the last entry.
     Append(Vec<Entry>),
     /// Removes the end of the log.
     Truncate {
-        /// The first entry removed.
+        /// Index of the first entry to remove.
         from: u64,
     },
     /// Removes the beginning of the log.
     Purge {
-        /// The last entry removed. May be beyond the end of the log.
+        /// The last entry to remove. May be beyond the end of the log.
         upto: LogId,
     },
 }
 
 impl LogChange {
-    /// The weight of its entries.
+    /// Returns the total weight of the appended entries.
     pub(crate) fn weight(&self) -> usize {
         match self {
             Self::Append(entries) => entries.iter().map(weight).sum(),
@@ -37,7 +37,7 @@ impl LogChange {
         }
     }
 
-    /// The first entry it removes from the end.
+    /// Returns the index from which this change truncates, if it does.
     pub(crate) fn truncates_from(&self) -> Option<u64> {
         match self {
             Self::Truncate { from } => Some(*from),
@@ -46,57 +46,57 @@ impl LogChange {
     }
 }
 
-/// What a disk holds when it is opened.
+/// Contents of a disk when it is opened.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct DiskContents {
-    /// The vote given last.
+    /// The latest vote.
     pub(crate) vote: Option<Vote>,
     /// The last entry known to be committed.
     pub(crate) committed: Option<LogId>,
-    /// The last entry purged.
+    /// The last purged entry.
     pub(crate) purged: Option<LogId>,
-    /// The last entry; the last one purged if there is none.
+    /// The last entry, or the last purged entry if the log is empty.
     pub(crate) last: Option<LogId>,
 }
 
-/// Keeps a log. Every call may block; one thread writes at a time, any number read.
+/// Storage for a log. Every call may block. One thread writes at a time; any number may read.
 pub(crate) trait Disk: Send + Sync + 'static {
-    /// Checks that a write of these changes can begin. Changes nothing.
+    /// Checks that there is space to begin writing these changes. Changes nothing.
     ///
     /// # Errors
-    /// When there is no room for it at present: ask again later.
+    /// Fails if there is currently no space; try again later.
     fn room_for(&self, changes: &[LogChange]) -> io::Result<()>;
 
-    /// Applies changes in order: they can be read at once, and are durable after [`Disk::sync`]. A
+    /// Applies the changes in order. They are readable at once and durable after [`Disk::sync`]. A
     /// power cut before that leaves a prefix of them.
     ///
     /// # Errors
-    /// After any error nothing is certain: the disk must not be written again.
+    /// After any error the state is undefined: the disk must not be written again.
     fn write(&self, changes: &[LogChange]) -> io::Result<()>;
 
-    /// How long to wait between a write and its sync, for a disk whose own sync takes no time.
+    /// Returns the time to wait between a write and its sync, for a disk whose sync takes no time.
     ///
     /// # Errors
-    /// As [`Disk::write`].
+    /// Same as [`Disk::write`].
     fn sync_delay(&self) -> io::Result<Duration> {
         Ok(Duration::ZERO)
     }
 
-    /// Makes durable what was written.
+    /// Makes all earlier writes durable.
     ///
     /// # Errors
-    /// As [`Disk::write`].
+    /// Same as [`Disk::write`].
     fn sync(&self) -> io::Result<()>;
 
-    /// Reads entries from the start of `range` on, without gaps, until the range ends or their
-    /// commands exceed `bytes_max`; at least one if there is one. Entries that the disk does not
-    /// hold at either end are left out.
+    /// Reads entries from the start of `range`, without gaps, until the range ends or their
+    /// commands exceed `bytes_max`. Returns at least one entry if the range holds any. Omits
+    /// entries missing at either end of the range.
     ///
     /// # Errors
-    /// When an entry in between is missing or damaged.
+    /// Fails if an entry in between is missing or damaged.
     fn read(&self, range: Range<u64>, bytes_max: usize) -> io::Result<Vec<Entry>>;
 
-    /// Releases files and threads. Reads and writes fail from then on.
+    /// Releases files and threads. Later reads and writes fail.
     fn close(&self);
 
     /// Writes and syncs.

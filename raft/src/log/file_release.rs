@@ -1,4 +1,4 @@
-//! Waits until sled has released its data file.
+//! Waits until sled releases its data file.
 
 use std::fs::{File, TryLockError};
 use std::io;
@@ -8,8 +8,8 @@ use std::time::Duration;
 const WAIT_MAX: Duration = Duration::from_secs(5);
 const POLL: Duration = Duration::from_millis(1);
 
-/// Waits until sled has released its data file. Its thread pool may still hold it for a write, and
-/// opening the folder again in the same process would fail.
+/// Waits until sled releases its data file. Its thread pool may still hold the file for a write,
+/// and reopening the folder in the same process would then fail.
 pub(super) fn wait(data: &Path) -> io::Result<()> {
     let file = File::open(data)?;
     let mut waited = Duration::ZERO;

@@ -1,8 +1,8 @@
-//! The file `log.mark`: what the log must hold at least.
+//! The file `log.mark`: a lower bound on what the log must contain.
 //!
-//! The file is opened once. Its two slots are overwritten in turn, in place, and synced, so moving
-//! the mark needs neither a descriptor nor space. The newest intact slot counts; a torn write
-//! leaves the one before.
+//! The file is opened once. Its two slots are overwritten in place, alternately, and synced, so
+//! moving the mark needs neither a descriptor nor space. The newest intact slot is valid; a torn
+//! write leaves the previous one.
 //!
 //! ```text
 //! slot     at 0 and at 4096, the rest of it zeros
@@ -13,8 +13,8 @@
 //! mark               as protobuf
 //! ```
 //!
-//! All numbers are little-endian. A file of the earlier format, a single message, is read and
-//! replaced at start.
+//! All numbers are little-endian. A file in the earlier format, a single message, is read and
+//! replaced at startup.
 
 use std::fs::File;
 use std::io::{self, Read as _, Write as _};
@@ -34,7 +34,7 @@ const SLOT_BYTES: usize = 4096;
 const SLOTS: u64 = 2;
 const HEAD_BYTES: usize = 24;
 
-/// What the log must hold at least.
+/// Lower bound on what the log must contain.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct LogMark {
     pub(super) vote: Option<Vote>,
@@ -44,12 +44,12 @@ pub(super) struct LogMark {
 /// The open mark file.
 pub(super) struct MarkFile {
     file: File,
-    /// The number of the slot written last.
+    /// Number of the slot written last.
     number: u64,
 }
 
 impl MarkFile {
-    /// Opens the file or creates it, and reads the mark.
+    /// Opens or creates the file and reads the mark.
     pub(super) fn open(layout: &Layout) -> Result<(Self, LogMark), StartError> {
         let path = layout.mark();
         let failed = |error| io_error(&path, error);
@@ -70,12 +70,12 @@ impl MarkFile {
         Ok((Self { file, number }, mark))
     }
 
-    /// Replaces what is there by a new file.
+    /// Replaces the existing file with a new one.
     fn create(path: &Path, mark: LogMark) -> io::Result<Self> {
         let beside = path.with_extension("new");
         let mut file = File::create(&beside)?;
         let mut bytes = slot(0, mark);
-        // Space for both slots is allocated once.
+        // Allocate the space for both slots once.
         bytes.resize(SLOT_BYTES * SLOTS as usize, 0);
         file.write_all(&bytes)?;
         file.sync_all()?;
@@ -99,7 +99,7 @@ impl MarkFile {
 }
 
 impl LogMark {
-    /// Reports damage if the log holds less than this.
+    /// Returns an error if the log contains less than this mark requires.
     pub(super) fn check(&self, contents: &DiskContents, data: &Path) -> Result<(), StartError> {
         if self.last > contents.last {
             let index = self.last.map_or(0, |last| last.index + 1);
@@ -132,8 +132,8 @@ impl From<LogMark> for proto::LogMark {
     }
 }
 
-/// The content of a file; `None` if it does not exist. It is synced before it is relied on, as a
-/// killed process may not have: otherwise a power cut could tear both slots.
+/// Returns the content of a file, or `None` if it does not exist. Syncs it first, since a killed
+/// process may not have: otherwise a power cut could tear both slots.
 fn read_synced(path: &Path) -> io::Result<Option<Vec<u8>>> {
     let mut file = match File::open(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
@@ -159,7 +159,7 @@ fn slot(number: u64, mark: LogMark) -> Vec<u8> {
     slot
 }
 
-/// The newest intact slot and its number.
+/// Returns the newest intact slot and its number.
 pub(super) fn newest(bytes: &[u8]) -> Option<(u64, LogMark)> {
     let whole = bytes.chunks(SLOT_BYTES).filter_map(read_slot);
     whole.max_by_key(|(number, _)| *number)
@@ -250,7 +250,7 @@ mod tests {
         assert_eq!(found(&layout).unwrap(), mark(7));
     }
 
-    /// The bytes of a slot: a change of them needs a new magic number.
+    /// Pins the byte layout of a slot: changing it requires a new magic number.
     #[test]
     fn a_slot_has_these_bytes() {
         let golden = [

@@ -1,8 +1,7 @@
 //! The Raft log: votes and entries, on a [`Disk`] behind one writing thread.
 //!
-//! An entry that Raft appends can be read at once and is durable when its callback runs. Until
-//! then, and for a while after, it stays in memory: applying and replicating fresh entries reads no
-//! disk.
+//! An appended entry is readable at once and durable when its callback runs. Until then, and for
+//! some time after, it stays in memory, so applying and replicating recent entries reads no disk.
 
 pub(crate) mod disk;
 mod file_release;
@@ -44,12 +43,12 @@ use crate::locks::lock;
 use crate::planted::{self, Bug};
 use crate::types::{Config, Entry, LogId, Payload, Vote};
 
-/// Entries kept in memory, by weight; those that are not durable yet come on top.
+/// Maximum weight of the cached entries, not counting those that are not durable yet.
 const CACHE_BYTES_MAX: usize = 32 * 1024 * 1024;
-/// Weight of the entries read and sent at a time.
+/// Maximum weight of the entries read and sent at a time.
 const READ_BYTES_MAX: usize = 1024 * 1024;
 
-/// Opens the log's disk, for whoever only reads it. Recovery may write.
+/// Opens the log's disk for reading only. Recovery may still write.
 pub(crate) fn open_disk(layout: &Layout) -> Result<(impl Disk + use<>, DiskContents), StartError> {
     SledDisk::open(layout)
 }
@@ -73,22 +72,22 @@ struct LogCacheState {
     committed: Option<LogId>,
     purged: Option<LogId>,
     last: Option<LogId>,
-    /// Index of the first entry, or of the next one if there is none.
+    /// Index of the first entry, or of the next one if the log is empty.
     first: u64,
-    /// The newest entries, without gaps up to the last, each with its number among all entries ever
-    /// appended.
+    /// The newest entries, without gaps up to the last, each with its sequence number among all
+    /// entries ever appended.
     cache: BTreeMap<u64, (u64, Entry)>,
     cache_bytes: usize,
-    /// How many entries were ever appended.
+    /// Number of entries ever appended.
     appended: u64,
-    /// How many of these have been written. An entry's index or id would not tell: a durable entry
-    /// can be replaced by one of an earlier leader.
+    /// Number of those entries that are written. An index or id would not do: a durable entry can
+    /// be replaced by one from an earlier leader.
     written: u64,
     /// The greatest entry that was ever durable.
     durable: Option<LogId>,
 }
 
-/// What an entry counts in the cache and in a batch, in bytes.
+/// Returns the weight of an entry in the cache and in a batch, in bytes.
 pub(crate) fn weight(entry: &Entry) -> usize {
     const OVERHEAD: usize = 64;
     match &entry.payload {
@@ -97,8 +96,8 @@ pub(crate) fn weight(entry: &Entry) -> usize {
     }
 }
 
-/// The entry with its command in memory of its own. A command that a peer sent is a part of the
-/// 8 KiB that its connection read at once, and would keep all of it.
+/// Copies the entry's command into memory of its own. A command received from a peer is a slice of
+/// the connection's 8 KiB read buffer and would keep the whole buffer alive.
 fn with_own_memory(mut entry: Entry) -> Entry {
     if let Payload::Normal(command) = &mut entry.payload {
         command.0 = Bytes::copy_from_slice(&command.0);
@@ -107,14 +106,14 @@ fn with_own_memory(mut entry: Entry) -> Entry {
 }
 
 impl LogStore {
-    /// Opens the log on sled and checks all of it. Blocks.
+    /// Opens the log on sled and checks every entry. Blocks.
     pub(crate) fn on_sled(layout: &Layout, fault: FatalError) -> Result<Self, StartError> {
         let (disk, contents) = SledDisk::open(layout)?;
         let log = Self::over(Arc::new(disk), contents, fault, BlockingMode::Pool);
         log.map_err(|error| io_error(&layout.log(), error))
     }
 
-    /// A log over a disk that holds `contents`.
+    /// Creates a log on a disk that holds `contents`.
     pub(crate) fn over(
         disk: Arc<dyn Disk>,
         contents: DiskContents,
@@ -137,38 +136,38 @@ impl LogStore {
         state.vote.is_none() && state.last.is_none()
     }
 
-    /// Whether there is an entry, or was one before the log was purged.
+    /// Whether the log has or ever had an entry.
     pub(crate) fn has_entries(&self) -> bool {
         lock(&self.memory.0).last.is_some()
     }
 
-    /// The last entry purged: a snapshot must reach it.
+    /// Returns the last purged entry; a snapshot must cover it.
     pub(crate) fn purged(&self) -> Option<LogId> {
         lock(&self.memory.0).purged
     }
 
-    /// Whether this entry is in the log. One that was purged is not.
+    /// Whether this entry is in the log. A purged entry is not.
     pub(crate) async fn holds(&self, id: LogId) -> io::Result<bool> {
         let found = self.read_all(id.index..id.index.saturating_add(1)).await?;
         Ok(found.iter().any(|entry| entry.log_id == id))
     }
 
-    /// How long syncs took so far.
+    /// Returns how long syncs have taken so far.
     pub(crate) fn sync_times(&self) -> SyncTimes {
         self.writer.sync_times()
     }
 
-    /// Why the log cannot be written at present. It resumes by itself.
+    /// Watches why the log currently cannot be written. The log resumes by itself.
     pub(crate) fn waiting(&self) -> watch::WatchReceiver<Option<String>> {
         self.writer.waiting()
     }
 
-    /// Stops waiting for room on the disk, for good: the replica stops.
+    /// Stops waiting for disk space for good, because the replica is stopping.
     pub(crate) fn stop_waiting(&self) {
         self.writer.stop_waiting();
     }
 
-    /// Writes what is queued and releases the disk.
+    /// Writes all queued changes and releases the disk.
     pub(crate) async fn close(&self) {
         self.writer.finish().await;
         let log = self.clone();
@@ -178,7 +177,7 @@ impl LogStore {
         }
     }
 
-    /// As [`LogStore::close`]. Blocks.
+    /// Blocking version of [`LogStore::close`].
     pub(crate) fn close_blocking(&self) {
         self.writer.close();
     }
@@ -187,7 +186,7 @@ impl LogStore {
         self.writer.submit(WriteOp { change, done }).await
     }
 
-    /// Entries from the start of `range` on, until the range ends or `bytes_max` is reached.
+    /// Reads entries from the start of `range` until the range ends or `bytes_max` is reached.
     async fn read(&self, range: Range<u64>, bytes_max: usize) -> io::Result<Vec<Entry>> {
         let start = range.start;
         let (mut entries, range) = match self.memory.read(range, bytes_max) {
@@ -212,14 +211,14 @@ impl LogStore {
             let left = bytes_max - read;
             match self.memory.read(range, left) {
                 EntryLocation::All(more) => entries.extend(more),
-                // Evicted in the meantime: the caller asks again.
+                // Evicted in the meantime: the caller retries.
                 EntryLocation::OnDisk { .. } => {}
             }
         }
         Ok(entries)
     }
 
-    /// All entries in `range`, however many reads it takes.
+    /// Reads all entries in `range`, in as many reads as needed.
     async fn read_all(&self, mut range: Range<u64>) -> io::Result<Vec<Entry>> {
         let mut all: Vec<Entry> = Vec::new();
         while !range.is_empty() {
@@ -232,11 +231,11 @@ impl LogStore {
     }
 }
 
-/// Where the entries of a range are.
+/// Where to find the entries of a range.
 enum EntryLocation {
     /// In memory.
     All(Vec<Entry>),
-    /// The first ones on disk, the others after them.
+    /// The first entries are on disk, followed by the others.
     OnDisk { disk: Range<u64>, after: Range<u64> },
 }
 
@@ -322,7 +321,7 @@ impl LogCacheState {
         }
     }
 
-    /// Drops the oldest entries that are on disk for certain.
+    /// Drops the oldest entries that are certainly on disk.
     fn evict(&mut self) {
         while self.cache_bytes > CACHE_BYTES_MAX
             && let Some(first) = self.cache.first_entry()
@@ -334,8 +333,8 @@ impl LogCacheState {
 }
 
 impl WriteObserver for LogCache {
-    /// The committed index is written along with the next batch, unless it is ahead of the entries
-    /// on disk: a restart could not apply up to it.
+    /// Writes the committed index along with the next batch, unless it is ahead of the entries on
+    /// disk, because a restart could not apply up to it.
     fn before(&self, changes: &mut Vec<LogChange>) {
         let state = lock(&self.0);
         let appended = changes.iter().rev().find_map(|change| match change {
@@ -370,13 +369,13 @@ impl WriteObserver for LogCache {
     }
 }
 
-/// Whether the entry with this id is on disk, or was purged. A committed index may be written while
-/// another entry is still at that index, and that one must never be applied.
+/// Whether the entry with this id is on disk or was purged. A committed index may be written while
+/// another entry still has that index, and that entry must never be applied.
 fn holds(disk: &dyn Disk, purged: Option<LogId>, id: LogId) -> bool {
     if purged.is_some_and(|purged| id.index <= purged.index) {
         return true;
     }
-    // Damage is found when the entry is read.
+    // Damage is reported when the entry is read.
     let found = disk.read(id.index..id.index + 1, 0).unwrap_or_default();
     found.first().is_some_and(|entry| entry.log_id == id)
 }

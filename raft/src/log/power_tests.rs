@@ -1,9 +1,9 @@
-//! A power cut keeps what was synced, and any mix of the pages that were not.
+//! Checks that a power cut keeps all synced data and any mix of the unsynced pages.
 //!
-//! Killing a process loses nothing that was written, so it proves nothing about syncing. These
-//! tests construct the disk after a cut: the data file as of the last acknowledged write, with a
-//! pseudo-random half of the pages written since. The log must open and hold everything
-//! acknowledged. The mark beside it is torn likewise, in pieces smaller than a slot.
+//! Killing a process loses no written data, so it proves nothing about syncing. These tests
+//! construct the disk after a cut: the data file as of the last acknowledged write, plus a
+//! pseudo-random half of the pages written since. The log must open and contain everything
+//! acknowledged. The mark is torn in the same way, in pieces smaller than a slot.
 
 use std::fs;
 use std::path::Path;
@@ -15,10 +15,10 @@ use crate::testing::{entries, entry};
 use crate::types::{Entry, LogId, Payload, Vote};
 
 const PAGE_BYTES: usize = 4096;
-/// A slot of the mark is torn within.
+/// Size of the pieces in which a slot of the mark is torn.
 const MARK_PIECE_BYTES: usize = 16;
 
-/// A small seeded generator, so that every run is the same.
+/// A small seeded generator, so that every run is identical.
 struct Coin(u64);
 
 impl Coin {
@@ -31,12 +31,12 @@ impl Coin {
             .0
             .wrapping_mul(6_364_136_223_846_793_005)
             .wrapping_add(1_442_695_040_888_963_407);
-        // The lower bits of such a generator repeat soon.
+        // The lower bits of a linear congruential generator have short periods.
         ((self.0 >> 33) * limit) >> 31
     }
 }
 
-/// Copies a folder with all in it.
+/// Copies a folder recursively.
 fn copy(from: &Path, to: &Path) {
     fs::create_dir_all(to).unwrap();
     for item in fs::read_dir(from).unwrap() {
@@ -50,7 +50,7 @@ fn copy(from: &Path, to: &Path) {
     }
 }
 
-/// A file after a cut: what was synced, and some pieces of what was written since.
+/// Returns a file after a cut: the synced content plus some of the pieces written since.
 fn cut_in_pieces(synced: &[u8], written: &[u8], bytes: usize, coin: &mut Coin) -> Vec<u8> {
     let mut after = synced.to_vec();
     for (at, page) in written.chunks(bytes).enumerate() {
@@ -63,7 +63,7 @@ fn cut_in_pieces(synced: &[u8], written: &[u8], bytes: usize, coin: &mut Coin) -
     after
 }
 
-/// An empty log, below a folder that is removed with the first value.
+/// Creates an empty log in a temporary folder that is removed with the first value.
 fn new_log() -> (tempfile::TempDir, Layout, SledDisk) {
     let folder = tempfile::tempdir().unwrap();
     let layout = Layout::new(folder.path());
@@ -72,7 +72,7 @@ fn new_log() -> (tempfile::TempDir, Layout, SledDisk) {
     (folder, layout, disk)
 }
 
-/// Writes batches of entries, cuts the power during the last, and looks at what is left.
+/// Writes batches of entries, cuts the power during the last one and checks what remains.
 fn survive(bytes: usize, batches: u64, seed: u64) {
     let (folder, layout, disk) = new_log();
     let vote = Vote::new_committed(1, 1);
@@ -121,12 +121,12 @@ fn a_power_cut_loses_no_acknowledged_entry_of_64_kib() {
     (0..4).for_each(|seed| survive(64 * 1024, 40 + seed, seed));
 }
 
-/// What a log must hold.
+/// Expected contents of a log.
 #[derive(Debug, Clone, PartialEq, Default)]
 struct Model {
     vote: Option<Vote>,
     purged: Option<LogId>,
-    /// Those after the last that was purged.
+    /// Entries after the last purged one.
     entries: Vec<Entry>,
 }
 
@@ -145,7 +145,7 @@ impl Model {
         cut
     }
 
-    /// Every state on the way through `change`; the last is the one after it.
+    /// Returns every intermediate state of `change`; the last one is its result.
     fn ways(&self, change: &LogChange) -> Vec<Self> {
         let mut after = self.clone();
         match change {
@@ -186,7 +186,7 @@ impl Model {
     }
 }
 
-/// A batch as Raft may ask for it: more entries, a new leader's in the place of some, or a purge.
+/// Returns a batch that Raft could request: new entries, a new leader's replacements, or a purge.
 fn some_batch(model: &Model, term: &mut u64, coin: &mut Coin) -> Vec<LogChange> {
     let append = |term, from, count| LogChange::Append(entries(term, from..from + count, 40));
     let held = model.entries.len() as u64;
@@ -247,7 +247,7 @@ fn a_power_cut_amid_truncations_and_purges_leaves_a_state_on_the_way() {
     }
 }
 
-/// The log over a data file and a mark as a cut left them.
+/// Reads the log from a data file and a mark as a cut left them.
 fn left(folder: &Path, data: &[u8], mark: &[u8]) -> Model {
     let after = tempfile::tempdir().unwrap();
     copy(folder, after.path());
@@ -260,8 +260,8 @@ fn left(folder: &Path, data: &[u8], mark: &[u8]) -> Model {
     left
 }
 
-/// The mark is lowered before entries are removed and raised after others are synced: torn at
-/// either moment, it promises no more than is there.
+/// The mark is lowered before entries are removed and raised after others are synced. Torn at
+/// either moment, it promises no more than the log contains.
 #[test]
 fn a_power_cut_amid_a_mark_leaves_one_that_holds() {
     let (mut lowered, mut raised) = (0, 0);
@@ -302,7 +302,7 @@ fn a_power_cut_amid_a_mark_leaves_one_that_holds() {
     );
 }
 
-/// sled never syncs the file that describes the layout of its data.
+/// Needed because sled never syncs the file that describes the layout of its data.
 #[test]
 fn everything_is_synced_before_it_is_believed() {
     let folder = tempfile::tempdir().unwrap();
@@ -316,7 +316,7 @@ fn everything_is_synced_before_it_is_believed() {
     }
     disk.write(&[LogChange::Append(vec![entry(1, 0, 10)])])
         .unwrap();
-    // As after a kill: what was written is there, and counts from now on.
+    // As after a kill: written data is present and must be synced from now on.
     std::mem::forget(disk);
     let after = tempfile::tempdir().unwrap();
     copy(folder.path(), after.path());
@@ -327,7 +327,7 @@ fn everything_is_synced_before_it_is_believed() {
     disk.close();
 }
 
-/// Damage somewhere in the data file is named, whatever sled makes of it.
+/// Damage anywhere in the data file is reported, however sled interprets it.
 #[test]
 fn a_damaged_log_does_not_open() {
     let (_folder, layout, disk) = new_log();

@@ -1,4 +1,4 @@
-//! Layout of a log entry on disk.
+//! On-disk layout of a log entry.
 //!
 //! ```text
 //! version  1 byte   1
@@ -7,8 +7,8 @@
 //! body              the entry as protobuf
 //! ```
 //!
-//! The checksum covers the index, so that a record found under another key counts as damaged. The
-//! length tells a record that lost its last parts from a complete one.
+//! The checksum covers the index, so a record under the wrong key counts as damaged. The length
+//! distinguishes a complete record from one that lost its last parts.
 
 use prost::Message;
 
@@ -16,7 +16,7 @@ use crate::types::Entry;
 use crate::wire::proto;
 
 const VERSION: u8 = 1;
-/// Bytes before the entry's own.
+/// Length of a record's head, in bytes.
 pub(crate) const HEAD_BYTES: usize = 9;
 
 fn checksum(index: u64, body: &[u8]) -> u32 {
@@ -26,7 +26,7 @@ fn checksum(index: u64, body: &[u8]) -> u32 {
     hasher.finalize()
 }
 
-/// The record of an entry.
+/// Encodes an entry as a record.
 pub(crate) fn encode(entry: &Entry) -> Vec<u8> {
     let wire = proto::Entry::from(entry.clone());
     let mut record = Vec::with_capacity(HEAD_BYTES + wire.encoded_len());
@@ -46,7 +46,7 @@ pub(crate) fn seal(index: u64, record: &mut [u8]) {
     record[5..9].copy_from_slice(&length.to_le_bytes());
 }
 
-/// The entry in a record found under `index`, or what is wrong with it.
+/// Decodes the record stored under `index`, or returns what is wrong with it.
 pub(crate) fn decode(index: u64, record: &[u8]) -> Result<Entry, String> {
     let Some((head, body)) = record.split_at_checked(HEAD_BYTES) else {
         return Err(format!(

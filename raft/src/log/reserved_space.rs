@@ -1,9 +1,9 @@
-//! Reserves space on the disk for the next write.
+//! Reserves disk space for the next write.
 //!
-//! After a write that failed halfway, sled's state in memory is unknown. So space for a write is
-//! reserved before it begins, behind the end of sled's data file: a full disk is noticed before
-//! anything is written, and can be waited for. On file systems that cannot reserve space, far more
-//! than a write takes must be free.
+//! After a write fails halfway, sled's in-memory state is undefined. So space is reserved at the
+//! end of sled's data file before each write: a full disk is detected before anything is written,
+//! and the writer can wait. On file systems that cannot reserve space, far more free space than a
+//! write takes is required.
 
 use std::fs::File;
 use std::io;
@@ -15,34 +15,34 @@ use rustix::io::Errno;
 use super::disk::LogChange;
 
 pub(super) const SEGMENT_BYTES: usize = 4 * 1024 * 1024;
-/// Space that every write needs: several of sled's segments.
+/// Space that every write requires: several of sled's segments.
 const BYTES_MIN: u64 = 4 * SEGMENT_BYTES as u64;
-/// Space reserved beyond that, so that not every write asks for more. At some 300 bytes a request
-/// it lasts for thousands of requests, and a full disk is noticed that much later.
+/// Extra space to reserve, so that most writes need no new reservation. At about 300 bytes per
+/// request it lasts for thousands of requests, and a full disk is detected that much later.
 const AHEAD_BYTES: u64 = 1024 * 1024;
-/// Bytes that sled writes per byte of a command; 4.8 were measured.
+/// Bytes that sled writes per byte of a command (4.8 measured).
 const WRITTEN_PER_BYTE: u64 = 5;
 
 use crate::locks::lock;
 
-/// The part of a file for which space is reserved.
+/// The part of a file that has reserved space.
 #[derive(Default)]
 pub(super) struct ReservedSpace(Mutex<ReservedRange>);
 
 #[derive(Default)]
 struct ReservedRange {
-    /// The file's last known length. When sled truncates the file, what was reserved behind it is
-    /// lost.
+    /// Last known length of the file. When sled truncates the file, the reservation behind its end
+    /// is lost.
     file_bytes: u64,
-    /// Everything before this is reserved.
+    /// End of the reserved range, which starts at 0.
     end: u64,
 }
 
 impl ReservedSpace {
-    /// Reserves room for these changes.
+    /// Reserves space for these changes.
     ///
     /// # Errors
-    /// [`io::ErrorKind::StorageFull`] if there is none at present; nothing was changed.
+    /// [`io::ErrorKind::StorageFull`] if there is currently no space; nothing was changed.
     pub(super) fn take(&self, file: &File, changes: &[LogChange]) -> io::Result<()> {
         let file_bytes = file.metadata()?.len();
         let wanted = wanted(changes);
@@ -52,7 +52,7 @@ impl ReservedSpace {
         if !was_cut && file_bytes + wanted <= taken.end {
             return Ok(());
         }
-        // From the start: parts of the file that were never written have no space either.
+        // Start at 0: parts of the file that were never written have no space either.
         let end = file_bytes + wanted + AHEAD_BYTES;
         taken.end = 0;
         match fallocate(file, FallocateFlags::KEEP_SIZE, 0, end) {
@@ -67,13 +67,13 @@ impl ReservedSpace {
     }
 }
 
-/// Bytes that these changes need.
+/// Returns the number of bytes that these changes need.
 fn wanted(changes: &[LogChange]) -> u64 {
     let commands: usize = changes.iter().map(LogChange::weight).sum();
     BYTES_MIN + WRITTEN_PER_BYTE * commands as u64
 }
 
-/// Free bytes; `None` if the file system does not say.
+/// Returns the number of free bytes, or `None` if the file system does not report it.
 fn free(file: &File) -> Option<u64> {
     let space = fstatvfs(file).ok().filter(|space| space.f_blocks > 0)?;
     Some(space.f_bavail.saturating_mul(space.f_frsize))

@@ -1,23 +1,23 @@
-//! The log in sled 0.34, used in the one way that was measured to survive power cuts.
+//! The log on sled 0.34, used in the one way that measurably survives power cuts.
 //!
-//! - `Db::flush` ends in `sync_file_range`, which does not flush the disk's cache. So each write
-//!   ends in `fdatasync` on sled's single data file.
-//! - Values that sled moves to `blobs/` are never synced. It moves a leaf, of up to 17 values, that
-//!   is larger than a quarter of a segment: with segments of 4 MiB and values of at most 32 KiB
-//!   none is. Every write checks that the folder is empty.
-//! - After a failed write sled's state in memory is unknown. So a write begins only if it has room
-//!   ([`super::reserved_space`]), and opens nothing: the folder, the mark and the data file stay
-//!   open.
-//! - Entries are in one tree per [`RANGE`] indexes. Dropping a tree frees its space at once, while
+//! - `Db::flush` ends in `sync_file_range`, which does not flush the disk's cache. So each sync
+//!   ends with `fdatasync` on sled's single data file.
+//! - Values that sled moves to `blobs/` are never synced. It moves a leaf of up to 17 values if it
+//!   exceeds a quarter of a segment. With 4 MiB segments and values of at most 32 KiB none does.
+//!   Every sync checks that the folder is empty.
+//! - After a failed write sled's in-memory state is undefined. So a write begins only if it has
+//!   space ([`super::reserved_space`]), and opens nothing: the folder, the mark and the data file
+//!   stay open.
+//! - Each [`RANGE`] of indexes has its own tree. Dropping a tree frees its space at once, whereas
 //!   removing entries one by one costs as much as writing them.
-//! - What a killed process had written without syncing is visible to the next one, until power is
-//!   cut. So everything is synced before it is read and relied on, including sled's `conf`, which
+//! - Data that a killed process wrote without syncing is visible to the next one, until a power
+//!   cut. So everything is synced before it is read and trusted, including sled's `conf`, which
 //!   sled itself never syncs.
 //! - sled's thread pool may hold the data file and its lock after the last `Db` is dropped. Closing
-//!   waits for it.
-//! - On recovery sled treats damage as the end of its log and silently drops what follows. The file
-//!   `log.mark` ([`super::mark`]) says what must be there at least, and records have checksums of
-//!   their own.
+//!   waits until it is released.
+//! - On recovery sled treats damage as the end of its log and silently drops the rest. The file
+//!   `log.mark` ([`super::mark`]) states the minimum that must be present, and records carry their
+//!   own checksums.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
@@ -39,11 +39,11 @@ use crate::locks::lock;
 use crate::types::{Entry, LogId};
 use crate::wire::proto;
 
-/// Indexes per tree.
+/// Number of indexes per tree.
 const RANGE: u64 = 1024;
 const VALUE_BYTES_MAX: usize = 32 * 1024;
 const CACHE_BYTES: u64 = 64 * 1024 * 1024;
-/// Entries after which the mark is advanced: sled could lose this many unnoticed.
+/// Number of entries after which the mark advances: sled could lose this many undetected.
 const MARK_EVERY: u64 = 1024;
 
 const TREE_PREFIX: &[u8] = b"log-";
@@ -52,7 +52,7 @@ const VOTE: &[u8] = b"vote";
 const COMMITTED: &[u8] = b"committed";
 const PURGED: &[u8] = b"purged";
 
-/// The log's disk, on sled.
+/// The log's disk, backed by sled.
 pub(crate) struct SledDisk {
     open: RwLock<Option<OpenLog>>,
 }
@@ -60,28 +60,28 @@ pub(crate) struct SledDisk {
 struct OpenLog {
     db: sled::Db,
     trees: Mutex<BTreeMap<u64, sled::Tree>>,
-    /// sled's data file, opened a second time to sync it and to reserve space.
+    /// sled's data file, opened a second time for syncing and reserving space.
     file: File,
     room: ReservedSpace,
     data: PathBuf,
-    /// sled's folder for large values, held open.
+    /// sled's folder for large values, kept open.
     blobs: Mutex<rustix::fs::Dir>,
     writing: Mutex<WriterState>,
 }
 
-/// The writer's state.
+/// State of the writer.
 struct WriterState {
     contents: DiskContents,
     mark: LogMark,
     mark_file: MarkFile,
     /// Trees to drop once the purge that emptied them is durable.
     purged_trees: BTreeSet<u64>,
-    /// A write is not synced yet or has failed: what is on disk is not known.
+    /// Whether a write is not synced yet or has failed, so that the content on disk is unknown.
     is_unsure: bool,
 }
 
 impl SledDisk {
-    /// Opens the log and reads all of it to find damage.
+    /// Opens the log and reads all of it to detect damage.
     pub(crate) fn open(layout: &Layout) -> Result<(Self, DiskContents), StartError> {
         let folder = layout.log();
         let data = folder.join("db");
@@ -95,7 +95,7 @@ impl SledDisk {
         let db = catch_unwind(AssertUnwindSafe(|| config.open()))
             .map_err(|panic| damaged(&data, 0, panic_text(&*panic)))?
             .map_err(|error| start_error(&data, error))?;
-        // Recovery writes too, and on the first start everything is new.
+        // Recovery writes too, and on the first start every file is new.
         sync_left(&folder).map_err(|error| io_error(&folder, error))?;
         let root = folder.parent().expect("the log lies below the root");
         SystemFiles
@@ -184,7 +184,7 @@ impl OpenLog {
 
     fn write(&self, changes: &[LogChange]) -> io::Result<()> {
         let mut writing = self.writing();
-        // Reset at the end of a sync only: neither an error nor a panic gets there.
+        // Reset only at the end of a sync, which neither an error nor a panic reaches.
         writing.is_unsure = true;
         writing.lower_mark(changes)?;
         self.apply(changes, &mut writing)?;
@@ -204,7 +204,7 @@ impl OpenLog {
         Ok(())
     }
 
-    /// Fails if sled moved a value to a file of its own, which is never synced.
+    /// Fails if sled moved a value to a separate file, which is never synced.
     fn refuse_blobs(&self) -> io::Result<()> {
         let mut blobs = lock(&self.blobs);
         blobs.rewind();
@@ -303,7 +303,7 @@ impl OpenLog {
         Ok(())
     }
 
-    /// Stops using the trees that hold nothing after `upto`; returns them.
+    /// Forgets the trees that hold nothing after `upto` and returns them.
     fn forget_trees(&self, upto: u64) -> Vec<u64> {
         let mut trees = lock(&self.trees);
         let kept = trees.split_off(&((upto + 1) / RANGE));
@@ -355,7 +355,7 @@ impl OpenLog {
         Ok(read)
     }
 
-    /// Reads everything: finds the trees, drops those that are purged, checks every record.
+    /// Reads everything: finds the trees, drops purged ones and checks every record.
     fn load(&self, data: &Path) -> Result<DiskContents, StartError> {
         let failed = |error: sled::Error| start_error(data, error);
         let purged: Option<LogId> = self.meta::<proto::LogId>(PURGED, data)?.map(Into::into);
@@ -411,8 +411,8 @@ impl OpenLog {
             .map_err(|error| wrong(&error.to_string()))
     }
 
-    /// Flushes everything and moves the mark to the end, unless a write failed: with a mark ahead
-    /// of the log the next start would report damage.
+    /// Flushes everything and moves the mark to the end, unless a write failed: a mark ahead of the
+    /// log would be reported as damage at the next start.
     fn settle(&self) -> io::Result<()> {
         let mut writing = self.writing();
         if writing.is_unsure {
@@ -426,7 +426,7 @@ impl OpenLog {
 }
 
 impl WriterState {
-    /// Lowers the mark before entries are removed that it vouches for.
+    /// Lowers the mark before removing entries that it covers.
     fn lower_mark(&mut self, changes: &[LogChange]) -> io::Result<()> {
         let lowest = changes.iter().filter_map(LogChange::truncates_from).min();
         let Some(from) = lowest else { return Ok(()) };
@@ -437,7 +437,7 @@ impl WriterState {
         Ok(())
     }
 
-    /// Raises the mark when it lags far behind, and at once for a vote.
+    /// Raises the mark for every new vote, and otherwise when it lags far behind.
     fn raise_mark(&mut self) -> io::Result<()> {
         let DiskContents { vote, last, .. } = self.contents;
         let next = |last: Option<LogId>| last.map_or(0, |last| last.index + 1);
@@ -457,7 +457,7 @@ impl WriterState {
 
 #[cfg(test)]
 thread_local! {
-    /// What this thread has synced while opening a log; nothing else shows that it did.
+    /// Paths that this thread synced while opening a log, for tests.
     pub(super) static SYNCED: std::cell::RefCell<Vec<PathBuf>> = const {
         std::cell::RefCell::new(Vec::new())
     };
@@ -491,7 +491,7 @@ fn key(index: u64, part: u16) -> [u8; KEY_BYTES] {
     key
 }
 
-/// Assembles each record in `range` from its parts and passes it on, until told to stop.
+/// Assembles each record in `range` from its parts and passes it on until `hand_on` stops.
 fn each_record(
     tree: &sled::Tree,
     range: Range<u64>,
@@ -522,13 +522,13 @@ fn each_record(
     }
 }
 
-/// A small value behind its checksum.
+/// Encodes a small value with a checksum in front.
 fn sealed(message: &impl Message) -> Vec<u8> {
     let body = message.encode_to_vec();
     [&crc32fast::hash(&body).to_le_bytes()[..], &body].concat()
 }
 
-/// A damaged entry, inside an `io::Error`.
+/// A damaged entry, wrapped in an `io::Error`.
 #[derive(Debug, thiserror::Error)]
 #[error("log entry {}: {what}", index + 1)]
 struct CorruptEntryError {

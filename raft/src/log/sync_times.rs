@@ -1,27 +1,27 @@
-//! How long syncs of the log take, as a histogram.
+//! Histogram of the duration of log syncs.
 
 use std::sync::Mutex;
 use std::time::Duration;
 
 use crate::locks::lock;
 
-/// Upper bounds of the buckets, in seconds. A sync above the last one counts in none.
+/// Upper bounds of the buckets, in seconds. A longer sync counts in no bucket.
 pub const SYNC_BUCKETS_S: [f64; 12] = [
     0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 1.0, 4.0,
 ];
 
-/// The syncs of a log since it was opened.
+/// Durations of the syncs since the log was opened.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct SyncTimes {
-    /// How many there were.
+    /// Number of syncs.
     pub count: u64,
-    /// How long they took together, in seconds.
+    /// Total duration, in seconds.
     pub sum_s: f64,
-    /// How many took at most so long, and more than the bound before: see [`SYNC_BUCKETS_S`].
+    /// Number of syncs per bucket, not cumulative: see [`SYNC_BUCKETS_S`].
     pub buckets: [u64; SYNC_BUCKETS_S.len()],
 }
 
-/// Counts syncs.
+/// Records the duration of syncs.
 #[derive(Debug, Default)]
 pub(crate) struct SyncMeter(Mutex<SyncTimes>);
 

@@ -1,4 +1,4 @@
-//! openraft's own test suite over both disks, and what a restart must find.
+//! Runs openraft's test suite on both disks and checks what a restart must find.
 
 use openraft::storage::{RaftLogReader, RaftLogStorage, RaftLogStorageExt};
 use openraft::testing::log::{StoreBuilder, Suite};
@@ -52,7 +52,7 @@ fn log_id(term: u64, index: u64) -> LogId {
     types::log_id(term, 1, index)
 }
 
-/// Closes the log and opens it again.
+/// Closes the log and reopens it.
 async fn reopen(log: LogStore, folder: &TempDir) -> LogStore {
     log.close().await;
     drop(log);
@@ -228,7 +228,7 @@ async fn a_full_disk_is_waited_for() {
     assert_eq!(contents.vote, Some(Vote::new(2, 1)));
 }
 
-/// What was given up leaves a gap: nothing may follow it, even if there is room again.
+/// A batch that was given up leaves a gap: nothing may follow it, even if space becomes available.
 #[tokio::test]
 async fn a_log_that_stops_on_a_full_disk_gives_up_for_good() {
     for blocking in [BlockingMode::InPlace, BlockingMode::Pool] {
@@ -280,7 +280,7 @@ fn an_entry_of_an_earlier_leader_stays_in_memory_until_it_is_written() {
     let later = entries(5, 0..1, 1);
     lock(&memory.0).push(later[0].clone());
     memory.after(&[LogChange::Append(later)]);
-    // Its leader was replaced by one that has an older entry there.
+    // The leader was replaced by one that has an older entry at this index.
     let older = entries(3, 0..1, CACHE_BYTES_MAX);
     lock(&memory.0).truncate(None);
     lock(&memory.0).push(older[0].clone());
@@ -301,7 +301,7 @@ async fn a_failed_write_leaves_the_mark_where_it_was() {
     log.blocking_append(entries(1, 0..3, 10)).await.unwrap();
     let layout = Layout::new(folder.path());
     let mark = std::fs::read(layout.mark()).unwrap();
-    // What the disk takes for a value that was moved there.
+    // Looks to the disk like a value that sled moved there.
     let strange = layout.log().join("blobs").join("1");
     std::fs::write(&strange, b"").unwrap();
     assert!(log.blocking_append(entries(1, 3..6, 10)).await.is_err());

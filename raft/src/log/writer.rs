@@ -1,10 +1,10 @@
-//! Writes the log: on one thread, or on a task over a disk in memory.
+//! Writes the log, on a thread or, for a disk in memory, on a task.
 //!
-//! The writer takes all changes that are queued, writes them as one batch with one sync, and only
-//! then answers them: the disk's latency is paid once per batch, and never on a Raft task.
+//! The writer takes all queued changes, writes them as one batch with one sync, and then
+//! acknowledges them. Disk latency is paid once per batch and never on a Raft task.
 //!
-//! While the disk has no room for a batch, nothing of it is written and the writer retries: a
-//! temporary shortage needs no restart. An error after something was written is final.
+//! While the disk has no space for a batch, the writer writes none of it and retries, so a
+//! temporary shortage needs no restart. An error after anything was written is final.
 
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -29,22 +29,22 @@ use crate::locks::lock;
 use crate::planted::{self, Bug};
 use crate::types::Config;
 
-/// Queued changes; a writer that is further behind makes Raft wait.
+/// Maximum number of queued changes. When the queue is full, Raft waits.
 const QUEUE_MAX: usize = 1024;
 /// Command bytes after which a batch is closed.
 const BATCH_BYTES_MAX: usize = 8 * 1024 * 1024;
-/// Pause before a batch is tried again that there was no room for; doubles up to the maximum.
+/// First pause before retrying a batch that had no space; doubles up to the maximum.
 const AGAIN_FIRST: Duration = Duration::from_millis(10);
 const AGAIN_MAX: Duration = Duration::from_millis(500);
 const PANICKED: &str = "the log's writer panicked";
 
-/// Told when a change is durable.
+/// Called when a change is durable or has failed.
 pub(crate) enum WriteCallback {
-    /// Nobody waits.
+    /// No one waits.
     Nobody,
     /// openraft's callback.
     Flushed(IOFlushed<Config>),
-    /// A call that waits.
+    /// A caller that waits.
     Waiter(oneshot::Sender<io::Result<()>>),
 }
 
@@ -54,18 +54,18 @@ pub(crate) struct WriteOp {
     pub(crate) done: WriteCallback,
 }
 
-/// Called before a batch is written, to add to it, and after.
+/// Called before and after a batch is written.
 pub(crate) trait WriteObserver: Send + Sync + 'static {
-    /// May append changes that ride along.
+    /// May append changes to the batch.
     fn before(&self, changes: &mut Vec<LogChange>);
-    /// The batch is durable.
+    /// Called when the batch is durable.
     fn after(&self, changes: &[LogChange]);
 }
 
-/// Hands changes to the disk, in order.
+/// Passes changes to the disk, in order.
 pub(crate) struct LogWriter {
     ops: Mutex<Option<mpsc::Sender<WriteOp>>>,
-    /// `None` once it has been joined.
+    /// `None` after it was joined.
     worker: Mutex<Option<WriterTask>>,
     shared: Arc<WriterShared>,
 }
@@ -79,15 +79,15 @@ struct WriterShared {
     disk: Arc<dyn Disk>,
     watch: Arc<dyn WriteObserver>,
     fault: FatalError,
-    /// Why nothing can be written at present.
+    /// Why nothing can currently be written.
     waiting: watch::WatchSender<Option<String>>,
-    /// The replica stops: do not wait for room any longer.
+    /// Cancelled when the replica stops: ends the wait for disk space.
     stop: CancellationToken,
     syncs: SyncMeter,
 }
 
 impl LogWriter {
-    /// Starts a writer where blocking work belongs: on a thread, or on a task.
+    /// Starts a writer on a thread or a task, depending on `blocking`.
     pub(crate) fn start(
         disk: Arc<dyn Disk>,
         watch: Arc<dyn WriteObserver>,
@@ -114,10 +114,10 @@ impl LogWriter {
         })
     }
 
-    /// Queues a change. Waits only when the queue is full.
+    /// Queues a change. Waits only if the queue is full.
     ///
     /// # Errors
-    /// When the log is closed or has failed; `done` is then told as well.
+    /// Fails if the log is closed or has failed; `done` then receives the error too.
     pub(crate) async fn submit(&self, op: WriteOp) -> io::Result<()> {
         let ops = lock(&self.ops).clone();
         let closed = || io::Error::other("the log is closed");
@@ -131,22 +131,22 @@ impl LogWriter {
         })
     }
 
-    /// How long syncs took so far.
+    /// Returns how long syncs have taken so far.
     pub(crate) fn sync_times(&self) -> SyncTimes {
         self.shared.syncs.times()
     }
 
-    /// Why nothing can be written at present.
+    /// Watches why nothing can currently be written.
     pub(crate) fn waiting(&self) -> watch::WatchReceiver<Option<String>> {
         self.shared.waiting.subscribe()
     }
 
-    /// Gives up the batch that waits for room on the disk, and everything after it.
+    /// Gives up the batch that waits for disk space, and everything after it.
     pub(crate) fn stop_waiting(&self) {
         self.shared.stop.cancel();
     }
 
-    /// Takes no more changes, and waits for a writing task to end.
+    /// Stops accepting changes and waits for a writer task to end.
     pub(crate) async fn finish(&self) {
         self.stop_waiting();
         drop(lock(&self.ops).take());
@@ -167,7 +167,7 @@ impl LogWriter {
         }
     }
 
-    /// Writes what is queued, stops the thread and closes the disk. Blocks.
+    /// Writes all queued changes, stops the thread and closes the disk. Blocks.
     pub(crate) fn close(&self) {
         self.stop_waiting();
         drop(lock(&self.ops).take());
@@ -181,7 +181,7 @@ impl LogWriter {
     }
 }
 
-/// Writes on a thread, whose own runtime lets it wait for room as a task does.
+/// Writes on a thread. Its own runtime lets it wait for space as a task does.
 fn on_thread(
     shared: Arc<WriterShared>,
     mut queue: mpsc::Receiver<WriteOp>,
@@ -198,7 +198,7 @@ fn on_thread(
         })
 }
 
-/// Writes on a task, as no write blocks.
+/// Writes on a task, because no write to this disk blocks.
 fn on_task(shared: Arc<WriterShared>, mut queue: mpsc::Receiver<WriteOp>) -> task::JoinHandle<()> {
     tokio::spawn(async move {
         while let Some(op) = queue.recv().await {
@@ -208,7 +208,7 @@ fn on_task(shared: Arc<WriterShared>, mut queue: mpsc::Receiver<WriteOp>) -> tas
 }
 
 impl WriterShared {
-    /// Writes `first` and what is queued behind it, and answers all of it.
+    /// Writes `first` and the changes queued behind it as one batch, and acknowledges them.
     async fn write_batch(&self, first: WriteOp, queue: &mut mpsc::Receiver<WriteOp>) {
         let (mut changes, mut done) = gather(first, queue);
         if planted::is(Bug::AckBeforeFlush) {
@@ -244,8 +244,8 @@ impl WriterShared {
         }
     }
 
-    /// Whether a batch can begin. A batch that was given up leaves a gap that nothing may follow:
-    /// after the first one everything is refused.
+    /// Whether a batch can begin. A batch that was given up leaves a gap that nothing may follow,
+    /// so everything after it is refused.
     fn has_room_for(&self, changes: &[LogChange]) -> io::Result<bool> {
         let is_given_up = self.stop.is_cancelled() && self.waiting.borrow().is_some();
         let room = match is_given_up {
@@ -270,14 +270,14 @@ impl WriterShared {
         }
     }
 
-    /// Takes a panic of the disk, such as one inside sled, for an error: what waits for the write is
-    /// then answered.
+    /// Runs `work` and turns a panic, such as one inside sled, into an error, so that the callers
+    /// waiting for the write get an answer.
     fn guarded<T>(&self, work: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
         let result = catch_unwind(AssertUnwindSafe(work));
         self.is_final(result.unwrap_or_else(|_| Err(io::Error::other(PANICKED))))
     }
 
-    /// After an error of the disk nothing is written any more.
+    /// Records an error of the disk as fatal, after which nothing more is written.
     fn is_final<T>(&self, result: io::Result<T>) -> io::Result<T> {
         result.inspect_err(|error| self.fault.set(format!("log: {error}")))
     }
@@ -297,14 +297,14 @@ impl WriteCallback {
             Self::Nobody => {}
             Self::Flushed(flushed) => flushed.io_completed(result),
             Self::Waiter(waiter) => {
-                // A waiter that left needs no answer.
+                // The waiter may have gone.
                 waiter.send(result).ok();
             }
         }
     }
 }
 
-/// `first` and what is queued behind it, up to a batch.
+/// Takes `first` and the changes queued behind it, up to the batch limit.
 fn gather(
     first: WriteOp,
     queue: &mut mpsc::Receiver<WriteOp>,

@@ -1,7 +1,7 @@
-//! Files in memory.
+//! In-memory files.
 //!
-//! There are no folders as such: a folder exists where there is a file in it. A new name is durable
-//! once its folder is synced, and content once its file is.
+//! Folders are implicit: a folder exists if it contains a file. A new name is durable once its
+//! folder is synced, and content once its file is synced.
 
 use std::collections::BTreeMap;
 use std::io::{self, Cursor, Read, Write};
@@ -18,16 +18,16 @@ pub(super) struct FileImage {
     contents: BTreeMap<u64, Vec<u8>>,
 }
 
-/// One change of files.
+/// A single change to the files.
 #[derive(Clone)]
 pub(super) enum FileStep {
-    /// A new file, empty until it is written.
+    /// Creates an empty file.
     Create { path: PathBuf, file: u64 },
-    /// More content.
+    /// Appends content.
     Write { file: u64, bytes: Arc<[u8]> },
-    /// Another name.
+    /// Changes a file's name.
     Rename { from: PathBuf, to: PathBuf },
-    /// A removed file.
+    /// Removes a file.
     Remove { path: PathBuf },
 }
 
@@ -64,7 +64,7 @@ impl FileImage {
 }
 
 impl FileStep {
-    /// Whether it changes which files are in this folder.
+    /// Whether this step changes which files the folder contains.
     fn is_in(&self, folder: &Path) -> bool {
         match self {
             Self::Create { path, .. } | Self::Remove { path } | Self::Rename { to: path, .. } => {
@@ -177,7 +177,7 @@ impl Files for MemoryHandle {
     }
 }
 
-/// A file that is being written.
+/// A file being written.
 struct MemoryFile {
     disk: MemoryHandle,
     file: u64,
@@ -202,12 +202,12 @@ impl NewFile for MemoryFile {
     }
 }
 
-/// The lock on the disk.
+/// Holds the lock on the disk.
 struct DiskHold(MemoryHandle);
 
 impl Drop for DiskHold {
     fn drop(&mut self) {
-        // After a crash the lock belongs to somebody else.
+        // After a crash the lock belongs to another handle.
         let freed = self.0.with(|state| {
             state.is_locked = false;
             Ok(())

@@ -1,4 +1,4 @@
-//! The log in memory.
+//! In-memory log.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -10,7 +10,7 @@ use crate::log::disk::{Disk, DiskContents, LogChange};
 use crate::log::weight;
 use crate::types::Entry;
 
-/// The log's content.
+/// Content of the log.
 #[derive(Clone, Default)]
 pub(super) struct LogImage {
     pub(super) contents: DiskContents,
@@ -26,7 +26,7 @@ impl LogImage {
                 for entry in entries {
                     self.entries.insert(entry.log_id.index, entry.clone());
                 }
-                // As on a real disk: a later entry that was not truncated is still there.
+                // As on a real disk, a later entry that was not truncated is still present.
                 let last = self.entries.values().next_back().map(|entry| entry.log_id);
                 self.contents.last = last.or(self.contents.last);
             }
@@ -58,7 +58,7 @@ impl LogImage {
 }
 
 impl MemoryHandle {
-    /// What the log holds.
+    /// Returns the contents of the log.
     pub(crate) fn contents(&self) -> io::Result<DiskContents> {
         self.with(|state| Ok(state.seen.log.contents))
     }
@@ -74,7 +74,7 @@ impl Disk for MemoryHandle {
             state.refuse_if_failed()?;
             for change in changes {
                 match change {
-                    // A write can be torn between two entries.
+                    // A power cut may fall between two entries of a write.
                     LogChange::Append(entries) => {
                         for entry in entries {
                             state.take(DiskStep::Log(LogChange::Append(vec![entry.clone()])));

@@ -1,8 +1,7 @@
-//! A disk in memory with the log, identity and snapshots of one replica, for tests and simulations.
+//! In-memory disk with a replica's log, identity and snapshots, for tests and simulations.
 //!
-//! Writes can be read back at once. A crash keeps what was synced, and a prefix of what was not,
-//! like a disk that loses power halfway. Syncing the log can be made to take time; other syncs take
-//! none.
+//! Writes are readable at once. A crash keeps all synced data and a prefix of the rest, like a disk
+//! that loses power halfway. Log syncs can be configured to take time; other syncs take none.
 
 mod files;
 mod log;
@@ -20,12 +19,11 @@ use self::log::LogImage;
 use crate::locks::lock;
 use crate::log::disk::LogChange;
 
-/// A disk in memory. Clones are the same disk: a replica that is restarted with it finds what it
-/// left there.
+/// An in-memory disk. Clones refer to the same disk, so a restarted replica finds its earlier data.
 #[derive(Clone, Default)]
 pub struct MemoryDisk(Arc<Mutex<DiskState>>);
 
-/// What a disk is short of for a while. Operations that need it fail without any effect.
+/// A temporary shortage of a disk. Operations that need the resource fail without any effect.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DiskShortage {
     /// File descriptors: no file or folder can be opened.
@@ -34,7 +32,7 @@ pub enum DiskShortage {
     Space,
 }
 
-/// The disk as one run of a replica sees it, until a crash.
+/// A disk as used by one run of a replica, until a crash.
 #[derive(Clone)]
 pub(crate) struct MemoryHandle {
     disk: MemoryDisk,
@@ -43,17 +41,17 @@ pub(crate) struct MemoryHandle {
 
 #[derive(Default)]
 struct DiskState {
-    /// What is there to be read.
+    /// The readable content.
     seen: DiskImage,
-    /// What survives a crash for certain.
+    /// The content certain to survive a crash.
     durable: DiskImage,
-    /// The steps from `durable` to `seen`, in the order they were written.
+    /// Steps from `durable` to `seen`, in write order.
     unsynced: VecDeque<DiskStep>,
-    /// How long the log's next sync takes; `None` means no time.
+    /// Returns the duration of the next log sync; `None` if syncs take no time.
     sync_time: Option<Box<dyn FnMut() -> Duration + Send>>,
     failure: Option<String>,
     shortage: Option<DiskShortage>,
-    /// Counts crashes: a handle from before the last one is cut off.
+    /// Number of crashes so far: a handle from before the last one is cut off.
     era: u64,
     is_locked: bool,
     files_made: u64,
@@ -65,20 +63,20 @@ struct DiskImage {
     files: FileImage,
 }
 
-/// One change, made durable completely or not at all.
+/// A single change, made durable completely or not at all.
 enum DiskStep {
     Log(LogChange),
     File(FileStep),
 }
 
 impl MemoryDisk {
-    /// An empty disk.
+    /// Creates an empty disk.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// An empty disk on which each sync of the log takes as long as `sync_time` says.
+    /// Creates an empty disk on which each log sync takes as long as `sync_time` returns.
     #[must_use]
     pub fn with_sync(sync_time: impl FnMut() -> Duration + Send + 'static) -> Self {
         let disk = Self::default();
@@ -86,19 +84,19 @@ impl MemoryDisk {
         disk
     }
 
-    /// Makes every later write fail, as on a broken disk; `None` repairs it.
+    /// Makes all later writes fail, as on a broken disk; `None` repairs it.
     pub fn fail(&self, what: Option<String>) {
         lock(&self.0).failure = what;
     }
 
-    /// Makes the disk short of something; `None` ends that.
+    /// Starts a shortage; `None` ends it.
     pub fn run_short(&self, of: Option<DiskShortage>) {
         lock(&self.0).shortage = of;
     }
 
-    /// Cuts the disk off from the replica that uses it, which can neither read nor change it any
-    /// more. `keep` is given the number of changes that were not synced, and returns how many of
-    /// them, the oldest first, survive.
+    /// Cuts the disk off from the replica that uses it, which can no longer read or change it.
+    /// `keep` receives the number of unsynced changes and returns how many of them survive, oldest
+    /// first.
     pub fn crash(&self, keep: impl FnOnce(usize) -> usize) {
         let mut state = lock(&self.0);
         state.era += 1;
@@ -111,7 +109,7 @@ impl MemoryDisk {
         state.seen = state.durable.clone();
     }
 
-    /// Opens the disk for one run of a replica, a new process with descriptors of its own.
+    /// Opens the disk for one run of a replica: a new process with its own descriptors.
     pub(crate) fn open(&self) -> MemoryHandle {
         let mut state = lock(&self.0);
         if state.shortage == Some(DiskShortage::Descriptors) {

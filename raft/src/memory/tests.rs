@@ -1,4 +1,4 @@
-//! What survives a crash of the disk in memory.
+//! Checks what survives a crash of the in-memory disk.
 
 use std::io::{Read, Write};
 use std::path::Path;

@@ -1,9 +1,8 @@
-//! Raft's calls to its peers.
+//! Raft's calls to peers.
 //!
-//! Appends are unary calls, one after the other, which openraft drives as a stream: it reads more
-//! entries while one is in flight, so batches grow with the load. A streaming call that fails
-//! before it has taken its first request would bypass openraft's back-off; a unary call always
-//! takes it.
+//! Appends are sequential unary calls, which openraft drives as a stream: it reads more entries
+//! while a call is in flight, so batches grow with the load. A streaming call that fails before it
+//! takes its first request would bypass openraft's backoff; a unary call never does.
 
 use std::future::Future;
 use std::sync::Arc;
@@ -32,19 +31,19 @@ use crate::wire::proto;
 
 type ReceivedSnapshot = openraft::Snapshot<LeaderId, u64, Node, SnapshotFile>;
 
-/// Appends and votes wait for the peer's disk; a peer that is slower than this counts as gone.
+/// Timeout of appends and votes, which wait for the peer's disk; a slower peer counts as gone.
 const DISK_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Makes the clients of Raft.
+/// Creates Raft's clients.
 #[derive(Clone)]
 pub(crate) struct Network {
     links: Arc<PeerLinks>,
-    /// Whether a quorum answers this replica; sent to followers with every append.
+    /// Whether this replica hears from a quorum; sent to followers with every append.
     has_quorum: watch::WatchReceiver<bool>,
     blocking: BlockingMode,
 }
 
-/// Raft's client of one peer.
+/// Raft's client for one peer.
 pub(crate) struct Client {
     network: Network,
     target: u64,
@@ -77,7 +76,7 @@ impl RaftNetworkFactory<Config> for Network {
 }
 
 impl Client {
-    /// The peer at its newest known address.
+    /// Returns the peer at its newest known address.
     fn peer(&self) -> Result<Arc<Peer>, Unreachable<Config>> {
         self.network
             .links
@@ -208,7 +207,7 @@ impl RaftNetworkV2<Config> for Client {
                 Ok(SnapshotResponse::new(believed(answered, vote)?))
             }
             Err(error) => {
-                // If the file was the reason, only the reader knows, and it has ended by now.
+                // If reading the file failed, only the reader knows, and it has ended by now.
                 if reading.is_finished()
                     && let Ok(Err(unread)) = reading.await
                 {
@@ -253,13 +252,13 @@ impl RaftNetworkV2<Config> for Client {
 
 fn rpc_error(error: &CallError) -> RPCError<Config> {
     match error {
-        // Makes openraft back off at once: the peer is away, or refuses us.
+        // Makes openraft back off at once: the peer is away or refuses this replica.
         CallError::NotSent(_) | CallError::Failed(_) => Unreachable::new(error).into(),
         CallError::TimedOut(_) => NetworkError::new(error).into(),
     }
 }
 
-/// Refuses a vote in an answer that would make this replica jump to a term far ahead of its own.
+/// Rejects a vote in a response that would make this replica jump to a far higher term.
 fn believed(answered: proto::Vote, asked: Vote) -> Result<Vote, Unreachable<Config>> {
     let term = answered.term;
     if term <= term_max(asked.leader_id.term) {

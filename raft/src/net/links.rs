@@ -1,9 +1,9 @@
-//! Connections to peers, and when a failed one is tried again.
+//! Connections to peers, with reconnect backoff.
 //!
-//! A peer that does not answer is tried at growing intervals, no matter how many calls want to
-//! reach it: until the next attempt is due, calls fail at once without touching the network. A
-//! failed call says whether it can have reached the peer, because a proposal that was never sent is
-//! safe to retry.
+//! A peer that does not respond is retried at growing intervals, no matter how many calls want to
+//! reach it. Until the next attempt is due, calls fail at once without touching the network. The
+//! error of a failed call shows whether the peer may have received it, because a proposal that was
+//! never sent is safe to retry.
 
 use std::collections::BTreeMap;
 use std::future::Future;
@@ -23,36 +23,36 @@ use crate::locks::lock;
 use crate::types::Node;
 use crate::wire::proto;
 
-/// The generated client, over a connection of the port.
+/// The generated client, on a connection of the transport.
 pub(crate) type PeerClient = proto::peer_client::PeerClient<PeerChannel>;
 
 const RETRY_FIRST: Duration = Duration::from_millis(20);
 const RETRY_MAX: Duration = Duration::from_millis(500);
 
-/// Each peer has two connections, so that Raft's own calls never queue behind large ones.
+/// One of a peer's two connections: Raft's own calls never queue behind large ones.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum LinkLane {
-    /// Appends, votes, transfers.
+    /// Appends, votes and leadership transfers.
     Raft,
-    /// Proposals, snapshots, messages, changes.
+    /// Proposals, snapshots, messages and membership changes.
     Bulk,
 }
 
-/// Why a call gave no answer.
+/// Why a call got no response.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum CallError {
-    /// It was never sent.
+    /// The call was never sent.
     #[error("not sent: {0}")]
     NotSent(String),
-    /// It may have been received.
+    /// The peer may have received the call.
     #[error("{}: {}", .0.code(), .0.message())]
     Failed(Status),
-    /// It may have been received; no answer in time.
+    /// The peer may have received the call, but did not respond in time.
     #[error("no answer within {0:?}")]
     TimedOut(Duration),
 }
 
-/// Why a call over a connection of its own gave no answer.
+/// Why a call on a connection of its own got no response.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum CallOnceError {
     #[error("{0}")]
@@ -66,14 +66,14 @@ pub(crate) enum CallOnceError {
 /// All peers by id, at their newest known address.
 pub(crate) struct PeerLinks {
     pub(crate) identity: Arc<ReplicaIdentity>,
-    /// Whose calls reach whom, for choosing a leader.
+    /// Which replicas reach which, for choosing a leader.
     pub(crate) reachability: Reachability,
     transport: Arc<dyn Transport>,
     peers: Mutex<BTreeMap<u64, Arc<Peer>>>,
     attempts: Arc<AtomicU64>,
 }
 
-/// One peer at one address.
+/// A peer at a given address.
 pub(crate) struct Peer {
     pub(crate) id: u64,
     pub(crate) address: String,
@@ -88,26 +88,26 @@ struct PeerLink {
     address: String,
     transport: Arc<dyn Transport>,
     state: watch::WatchSender<LinkState>,
-    /// Connection attempts, counted over all links.
+    /// Number of connection attempts, over all links.
     attempts: Arc<AtomicU64>,
-    /// Whether the last attempt found that nothing listens at the address.
+    /// Whether the last attempt was refused because nothing listens at the address.
     is_refused: AtomicBool,
 }
 
 #[derive(Debug, Clone)]
 enum LinkState {
-    /// Not connected; `retry` says when to try again.
+    /// Not connected; `retry` determines the next attempt.
     Down {
         retry: ReconnectBackoff,
         why: String,
     },
-    /// A connection is being made.
+    /// A connection is being established.
     Connecting,
-    /// Connected. The number tells one connection from the next.
+    /// Connected. The number distinguishes successive connections.
     Up { channel: PeerChannel, number: u64 },
 }
 
-/// When a connection is tried again: at doubling intervals, up to a limit.
+/// When to reconnect: at doubling intervals, up to a limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct ReconnectBackoff {
     failures: u32,
@@ -146,12 +146,12 @@ impl PeerLinks {
         }
     }
 
-    /// Connection attempts so far.
+    /// Returns the number of connection attempts so far.
     pub(crate) fn attempts(&self) -> u64 {
         self.attempts.load(Ordering::Relaxed)
     }
 
-    /// The peer as a membership describes it.
+    /// Returns the peer as a membership describes it, creating its links if necessary.
     pub(crate) fn learn(&self, id: u64, node: &Node) -> Arc<Peer> {
         let mut peers = lock(&self.peers);
         if let Some(peer) = peers.get(&id)
@@ -176,12 +176,12 @@ impl PeerLinks {
         peer
     }
 
-    /// The peer, if it was ever learned.
+    /// Returns the peer, if it was ever learned.
     pub(crate) fn peer(&self, id: u64) -> Option<Arc<Peer>> {
         lock(&self.peers).get(&id).cloned()
     }
 
-    /// A peer that calls us is up: the next call to it may connect at once.
+    /// Records a call from a peer. The peer is up, so the next call to it may connect at once.
     pub(crate) fn heard_from(&self, id: u64) {
         self.reachability.heard(id);
         if let Some(peer) = self.peer(id) {
@@ -190,10 +190,10 @@ impl PeerLinks {
         }
     }
 
-    /// Makes one call over a connection of its own, to an address that no membership names yet.
+    /// Makes one call on a connection of its own, to an address that no membership names yet.
     ///
     /// # Errors
-    /// The peer's, or says why there is no connection or answer within `limit`.
+    /// The peer's error, or the reason why there is no connection or response within `limit`.
     pub(crate) async fn call_once<T>(
         &self,
         address: &str,
@@ -213,7 +213,7 @@ impl PeerLinks {
 }
 
 impl Peer {
-    /// The header of a call to this peer.
+    /// Builds the header of a call to this peer.
     pub(crate) fn header(&self) -> proto::Header {
         self.identity.header(self.id, self.store)
     }
@@ -223,7 +223,7 @@ impl Peer {
         self.bulk.is_refused()
     }
 
-    /// Makes one call, within `limit` including the connection.
+    /// Makes a call, within `limit` including the connection.
     ///
     /// # Errors
     /// See [`CallError`].
@@ -253,8 +253,8 @@ impl Peer {
                 Err(CallError::Failed(status))
             }
             Err(_) => {
-                // After a partition heals, an old connection may take long to recover and a new one
-                // does not. On the bulk lane a slow answer says nothing about the connection.
+                // After a partition heals, an old connection may take long to recover, a new one
+                // does not. On the bulk lane a slow response does not indicate a broken connection.
                 if lane == LinkLane::Raft {
                     link.down(number, "no answer in time");
                 }
@@ -419,7 +419,7 @@ mod tests {
         assert!(link.channel().await.is_err());
         assert!(link.is_refused(), "its host answers that nobody listens");
         assert_eq!(attempts.load(Ordering::Relaxed), 1);
-        // As long as the next try is not due, no number of calls makes one.
+        // Until the next attempt is due, no number of calls causes one.
         let LinkState::Down { retry, why } = link.state.borrow().clone() else {
             panic!("not down")
         };
@@ -435,10 +435,10 @@ mod tests {
         link.retry_now();
         assert!(link.channel().await.is_err());
         assert_eq!(attempts.load(Ordering::Relaxed), 2);
-        // Somebody listens there again.
+        // The peer listens again.
         let _back = TcpListener::bind(&address).await.unwrap();
         link.retry_now();
-        // Nobody accepts: the connection stays without an answer, which is no refusal.
+        // Nothing accepts the connection: it stays without a response, which is no refusal.
         assert!(link.channel().await.is_ok());
         assert!(!link.is_refused());
     }

@@ -1,17 +1,16 @@
-//! The network between replicas, as a replica sees it: connections to peers, Raft's client over
-//! them, and snapshots as streams of parts. What a replica answers its peers is in
-//! `crate::replica::peers`.
+//! The network between replicas, as a replica sees it: connections to peers, Raft's client on top
+//! of them, and snapshots as streams of parts. `crate::replica::peers` serves the calls of peers.
 //!
-//! | module | what |
+//! | module | purpose |
 //! | --- | --- |
-//! | `transport` | the port that carries calls; a simulation has its own behind it |
-//! | `tcp` | HTTP/2 over TCP behind that port, encrypted where the cluster has a secret |
-//! | `sender` | which replica a connection speaks for |
-//! | `links` | connections to peers, and when a failed one is tried again |
-//! | `reachability` | whose calls reach whom |
+//! | `transport` | the port that carries calls; a simulation implements its own |
+//! | `tcp` | that port over HTTP/2 and TCP, encrypted if the cluster has a secret |
+//! | `sender` | the replica on whose behalf a connection calls |
+//! | `links` | connections to peers, with reconnect backoff |
+//! | `reachability` | which replicas reach which |
 //! | `client` | the calls that Raft makes |
-//! | `snapshot_stream` | snapshot files cut into parts and put together again |
-//! | `validate` | checks that a message must pass by itself |
+//! | `snapshot_stream` | splits snapshot files into parts and reassembles them |
+//! | `validate` | context-free checks of messages |
 
 mod client;
 mod links;
@@ -37,7 +36,7 @@ pub use self::transport::{
     ConnectError, ConnectFailure, PeerChannel, PeerRequest, PeerResponse, PeerService, Transport,
 };
 
-/// Largest message on the wire. A batch of entries and a single command are far smaller.
+/// Maximum size of a message. A batch of entries or a single command is far smaller.
 pub(crate) const MESSAGE_BYTES_MAX: usize = 64 * 1024 * 1024;
-/// Longest wait for a connection to a peer.
+/// Timeout for connecting to a peer.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);

@@ -1,10 +1,10 @@
-//! Whose calls reach whom.
+//! Tracks which replicas reach which.
 //!
-//! A leader sees its followers' answers, which arrive over connections that the leader opened. It
-//! does not see whether calls that the followers make get through: a firewall or a stale DNS name
-//! may block them while everything the leader does works. So each replica records whose calls reach
-//! it, and reports that to the leader with every answer to an append. A leader that hears fewer
-//! voters than another voter does transfers leadership to that one ([`better_leader`]).
+//! A leader sees its followers' responses, which arrive on connections that the leader opened. It
+//! does not see whether the followers' own calls get through: a firewall or a stale DNS name may
+//! block them while everything the leader does works. So each replica records which peers' calls
+//! reach it, and reports that to the leader with every append response. A leader that hears fewer
+//! voters than another voter does transfers leadership to that voter ([`better_leader`]).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Mutex;
@@ -14,10 +14,10 @@ use tokio::time::Instant;
 
 use crate::locks::lock;
 
-/// How long after its last call a peer counts as heard. Peers send ten messages a second.
+/// How long a peer counts as heard after its last call. Peers send ten messages per second.
 const LATELY: Duration = Duration::from_secs(1);
 
-/// Which peers this replica hears, and what they reported.
+/// The peers that this replica hears, and their reports.
 #[derive(Debug, Default)]
 pub(crate) struct Reachability(Mutex<State>);
 
@@ -28,48 +28,48 @@ struct State {
     applied: BTreeMap<u64, u64>,
 }
 
-/// What a peer reports with its answer to an append.
+/// Report of a peer in an append response.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct PeerReport {
-    /// The replicas it hears, itself included.
+    /// The replicas that the peer hears, including itself.
     pub(crate) hears: BTreeSet<u64>,
-    /// Whether it refuses to lead at present.
+    /// Whether the peer currently refuses to lead.
     pub(crate) stands_back: bool,
 }
 
 impl Reachability {
-    /// A call or message of `peer` has arrived.
+    /// Records a call or message from `peer`.
     pub(crate) fn heard(&self, peer: u64) {
         lock(&self.0).heard.insert(peer, Instant::now());
     }
 
-    /// The peers heard lately.
+    /// Returns the recently heard peers.
     pub(crate) fn hears(&self) -> BTreeSet<u64> {
         let state = lock(&self.0);
         let lately = state.heard.iter().filter(|(_, at)| at.elapsed() <= LATELY);
         lately.map(|(peer, _)| *peer).collect()
     }
 
-    /// `peer` has applied its log up to `index`; 0: an earlier build, which does not tell.
+    /// Records that `peer` has applied its log up to `index`; earlier builds do not report it (0).
     pub(crate) fn applied(&self, peer: u64, index: u64) {
         if index > 0 {
             lock(&self.0).applied.insert(peer, index);
         }
     }
 
-    /// The last log index that each peer told to have applied.
+    /// Returns the last applied log index that each peer reported.
     pub(crate) fn all_applied(&self) -> BTreeMap<u64, u64> {
         lock(&self.0).applied.clone()
     }
 
-    /// `peer` has reported. Earlier builds report nothing, not even themselves.
+    /// Records the report of `peer`. Earlier builds report nothing, not even themselves.
     pub(crate) fn reported(&self, peer: u64, report: PeerReport) {
         if report.hears.contains(&peer) {
             lock(&self.0).reports.insert(peer, (Instant::now(), report));
         }
     }
 
-    /// The reports of late.
+    /// Returns the recent reports.
     pub(crate) fn reports(&self) -> BTreeMap<u64, PeerReport> {
         let state = lock(&self.0);
         let lately = state
@@ -81,7 +81,7 @@ impl Reachability {
             .collect()
     }
 
-    /// Whether `peer` refuses to lead, by its last report.
+    /// Whether `peer` refuses to lead, according to its last report.
     pub(crate) fn stands_back(&self, peer: u64) -> bool {
         let state = lock(&self.0);
         let report = state.reports.get(&peer);
@@ -89,9 +89,9 @@ impl Reachability {
     }
 }
 
-/// The voter that should lead in place of `me`: one that hears more of the other voters, does not
-/// refuse, and has a quorum of voters that it hears and that hear it. Of several the one that hears
-/// most; the lowest id breaks ties.
+/// Returns the voter that should lead in place of `me`: one that hears more of the other voters,
+/// does not refuse, and can exchange calls with a quorum of voters in both directions. Prefers the
+/// one that hears most; the lowest id breaks ties.
 pub(crate) fn better_leader(
     me: u64,
     voters: &BTreeSet<u64>,
@@ -111,7 +111,7 @@ pub(crate) fn better_leader(
         if !voters.contains(candidate) || *candidate == me || it.stands_back {
             return None;
         }
-        // Whether these two hear each other is the same whichever of them leads.
+        // Whether these two hear each other does not depend on which of them leads.
         let others = voters.iter().filter(|id| **id != me && id != &candidate);
         let (there, here) = others.fold((0, 0), |(there, here), id| {
             (
@@ -148,7 +148,7 @@ mod tests {
         let reports = BTreeMap::from([(2, report_of([1, 2, 3])), (3, report_of([1, 2, 3]))]);
         let voters = set([1, 2, 3]);
         assert_eq!(better_leader(1, &voters, &set([2, 3]), &reports), None);
-        // Nobody hears one that is dead.
+        // No one hears a dead voter.
         let reports = BTreeMap::from([(2, report_of([1, 2]))]);
         assert_eq!(better_leader(1, &voters, &set([2]), &reports), None);
     }
@@ -166,7 +166,7 @@ mod tests {
             },
         );
         assert_eq!(better_leader(1, &voters, &set([]), &reports), Some(3));
-        // It hears the other, which does not hear it: nobody would follow.
+        // It hears the other voter, which does not hear it: the other would not follow.
         reports.insert(2, report_of([1, 2]));
         assert_eq!(better_leader(1, &voters, &set([]), &reports), None);
     }

@@ -1,11 +1,11 @@
-//! Which replica a connection speaks for.
+//! The replica on whose behalf a connection calls.
 
 use std::sync::{Arc, OnceLock};
 
 use tonic::Status;
 
 /// The replica at the other end of an incoming connection: the one that the handshake proved, or
-/// else the first id named in a call, of those that its certificate names if it has shown one.
+/// else the first id named in a call. If the peer showed a certificate, it must name that id.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct PeerSender {
     id: Arc<OnceLock<u64>>,
@@ -13,7 +13,7 @@ pub(crate) struct PeerSender {
     refusal: Option<Arc<Status>>,
 }
 
-/// The ids that a certificate names.
+/// Ids that a certificate names.
 #[derive(Debug)]
 struct CertifiedIds {
     ids: Vec<u64>,
@@ -21,7 +21,7 @@ struct CertifiedIds {
 }
 
 impl PeerSender {
-    /// The peer's handshake has proven this id.
+    /// Creates a sender whose id the handshake has proven.
     pub(super) fn proven(id: u64) -> Self {
         Self {
             id: Arc::new(OnceLock::from(id)),
@@ -29,7 +29,7 @@ impl PeerSender {
         }
     }
 
-    /// The peer's certificate names these ids.
+    /// Creates a sender whose certificate names these ids.
     pub(super) fn certified(ids: Vec<u64>, cluster_name: &str) -> Self {
         let cluster_name = cluster_name.to_owned();
         Self {
@@ -38,7 +38,7 @@ impl PeerSender {
         }
     }
 
-    /// The peer has not proven who it is; every call is answered with `why`.
+    /// Creates a sender that has not proven its identity; every call is rejected with `why`.
     pub(super) fn refused(why: Status) -> Self {
         Self {
             refusal: Some(Arc::new(why)),
@@ -46,12 +46,12 @@ impl PeerSender {
         }
     }
 
-    /// Why every call on this connection is refused.
+    /// Returns why every call on this connection is rejected.
     pub(super) fn refusal(&self) -> Option<&Status> {
         self.refusal.as_deref()
     }
 
-    /// Ties the connection to `id`; refuses a second id.
+    /// Ties the connection to `id`; rejects a second id.
     pub(crate) fn bind(&self, id: u64) -> Result<(), Status> {
         if let Some(certified) = &self.certified
             && !certified.ids.contains(&id)

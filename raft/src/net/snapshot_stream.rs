@@ -1,4 +1,4 @@
-//! Sends a snapshot file as a stream of parts, each with a checksum, and receives one.
+//! Sends and receives a snapshot file as a stream of parts, each with a checksum.
 
 use std::io::{self, Write};
 use std::sync::Mutex;
@@ -16,11 +16,11 @@ use crate::snapshot::{CHUNK_BYTES_MAX, SnapshotFile, SnapshotReader, SnapshotWri
 use crate::types::SnapshotMeta;
 use crate::wire::{MalformedMessageError, proto};
 
-/// Parts read ahead of the network.
+/// Maximum number of parts read ahead of the network.
 const PARTS_MAX: usize = 4;
-/// Largest state that is received, in bytes.
+/// Maximum size of a received state, in bytes.
 const SNAPSHOT_BYTES_MAX: u64 = 16 << 30;
-/// Bounds a transfer that never ends. One that makes no progress is ended by pings far earlier.
+/// Timeout of a transfer. HTTP/2 pings end one without progress far earlier.
 pub(super) const SNAPSHOT_TIMEOUT: Duration = Duration::from_secs(3600);
 
 /// Fetches the current state of `peer`'s machine into `file`.
@@ -52,15 +52,15 @@ pub(crate) async fn fetch_state(
 /// Reads a snapshot file part by part.
 pub(crate) struct PartReader {
     reader: SnapshotReader,
-    /// What the file is a snapshot of.
+    /// Metadata of the snapshot.
     pub(crate) meta: SnapshotMeta,
-    /// The first part; `None` once it was returned.
+    /// The first part; `None` after it was returned.
     start: Option<proto::SnapshotStart>,
     is_ended: bool,
 }
 
 impl PartReader {
-    /// Opens a file; `start` becomes its first part. Blocks.
+    /// Opens a file whose first part is `start`. Blocks.
     pub(crate) fn open(file: &SnapshotFile, mut start: proto::SnapshotStart) -> io::Result<Self> {
         let (reader, head) = SnapshotReader::open(file).map_err(io::Error::other)?;
         let meta: SnapshotMeta = head.clone().try_into().map_err(io::Error::other)?;
@@ -73,7 +73,7 @@ impl PartReader {
         })
     }
 
-    /// The next part; `None` after the last. Blocks.
+    /// Returns the next part, or `None` after the last. Blocks.
     fn next(&mut self) -> io::Result<Option<proto::SnapshotPart>> {
         let some = |part| Ok(Some(proto::SnapshotPart { part: Some(part) }));
         if let Some(start) = self.start.take() {
@@ -97,7 +97,7 @@ impl PartReader {
         }))
     }
 
-    /// Sends all parts to `parts`, reading somewhat ahead of the receiver. Ends early when the
+    /// Sends all parts to `parts`, reading slightly ahead of the receiver. Ends early if the
     /// receiver is gone.
     pub(crate) async fn send<T>(
         mut self,
@@ -120,12 +120,12 @@ impl PartReader {
     }
 }
 
-/// A channel for parts, as long as they are read ahead.
+/// Creates a channel for parts; its capacity limits the read-ahead.
 pub(crate) fn channel<T>() -> (mpsc::Sender<T>, mpsc::Receiver<T>) {
     mpsc::channel(PARTS_MAX)
 }
 
-/// The first part of a stream.
+/// Receives the first part of a stream.
 pub(crate) async fn first_part(
     parts: &mut Streaming<proto::SnapshotPart>,
 ) -> Result<proto::SnapshotStart, Status> {
@@ -135,7 +135,7 @@ pub(crate) async fn first_part(
     }
 }
 
-/// Writes the parts after the first into a file. If one is damaged or missing, the file is removed.
+/// Writes all parts after the first to a file. Removes the file if a part is damaged or missing.
 pub(crate) async fn write_parts(
     file: &SnapshotFile,
     meta: proto::SnapshotMeta,
@@ -149,8 +149,7 @@ pub(crate) async fn write_parts(
     written
 }
 
-/// A file that is being received. Dropping it removes the file, so that a cancelled call leaves
-/// none.
+/// A file being received. Dropping it removes the file, so that a cancelled call leaves none.
 pub(crate) struct PartialFile(Option<SnapshotFile>);
 
 impl PartialFile {
@@ -158,7 +157,7 @@ impl PartialFile {
         Self(Some(file))
     }
 
-    /// Leaves the file in place: it has a user now.
+    /// Keeps the file for its user.
     pub(crate) fn hand_over(mut self) {
         self.0 = None;
     }
@@ -172,16 +171,16 @@ impl Drop for PartialFile {
     }
 }
 
-/// Only the newest of the snapshots being received counts: the sender of an earlier one no longer
+/// Tracks incoming snapshots. Only the newest one matters: the sender of an earlier one no longer
 /// leads, or has given it up.
 #[derive(Debug, Default)]
 pub(crate) struct SnapshotInstalls(Mutex<CancellationToken>);
 
-/// One transfer among [`SnapshotInstalls`].
+/// A transfer in [`SnapshotInstalls`].
 pub(crate) struct InstallTurn(CancellationToken);
 
 impl SnapshotInstalls {
-    /// Begins a transfer and ends the one before it.
+    /// Begins a transfer and cancels the previous one.
     pub(crate) fn begin(&self) -> InstallTurn {
         let turn = CancellationToken::new();
         let mut newest = lock(&self.0);
@@ -197,10 +196,10 @@ impl InstallTurn {
     }
 }
 
-/// Removes a file, if it is there.
+/// Removes a file, if it exists.
 pub(crate) async fn remove(file: &SnapshotFile, blocking: BlockingMode) {
     let file = file.clone();
-    // Left over at worst until the next start.
+    // If this fails, the next start removes the file.
     blocking.run(move || file.remove()).await.ok();
 }
 

@@ -1,7 +1,7 @@
-//! The port between replicas and the network.
+//! Port between replicas and the network.
 //!
 //! It sits below the generated gRPC clients and services and above HTTP/2, so that a simulation
-//! sees whole calls, which it can lose, delay, repeat and reorder.
+//! handles whole calls, which it can lose, delay, repeat and reorder.
 
 use std::io;
 use std::net::SocketAddr;
@@ -10,38 +10,38 @@ use futures_util::future::BoxFuture;
 use tokio_util::sync::CancellationToken;
 use tower::util::BoxCloneSyncService;
 
-/// A call to a peer; its body is the caller's messages.
+/// A call to a peer; the body contains the caller's messages.
 pub type PeerRequest = http::Request<tonic::body::Body>;
-/// A peer's answer; its body is the peer's messages.
+/// A peer's response; the body contains the peer's messages.
 pub type PeerResponse = http::Response<tonic::body::Body>;
-/// A connection to a peer. An error means that the connection is broken, not that the peer refused.
+/// A connection to a peer. An error means a broken connection, not that the peer refused.
 pub type PeerChannel = BoxCloneSyncService<PeerRequest, PeerResponse, tonic::Status>;
-/// Answers the calls of peers.
+/// Service that handles the calls of peers.
 pub type PeerService = BoxCloneSyncService<PeerRequest, PeerResponse, std::convert::Infallible>;
 
-/// Why there is no connection to a peer.
+/// Why a connection to a peer failed.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{why}")]
 pub struct ConnectError {
-    /// The reason, for people.
+    /// Human-readable reason.
     pub why: String,
-    /// The reason, for programs.
+    /// Machine-readable reason.
     pub kind: ConnectFailure,
 }
 
-/// Kind of a failure to connect.
+/// Kind of connection failure.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ConnectFailure {
-    /// The peer's host answered that nothing listens at the address: the process is gone, whereas
-    /// silence may be the network's.
+    /// The peer's host reports that nothing listens at the address: the process is gone, whereas
+    /// silence may be due to the network.
     Refused,
     /// The address is a name that does not resolve.
     UnknownName,
-    /// Nobody answered.
+    /// No response within the timeout.
     TimedOut,
     /// The two sides do not share a secret.
     Secret,
-    /// The two sides do not trust each other's certificates, or only one has any.
+    /// The two sides do not trust each other's certificates, or only one side has any.
     Certificate,
     /// The peer is configured for another cluster.
     OtherCluster,
@@ -68,21 +68,21 @@ impl From<String> for ConnectError {
 
 /// Carries calls between replicas.
 pub trait Transport: Send + Sync + 'static {
-    /// The address at which peers are served.
+    /// Returns the address at which peers are served.
     fn local_addr(&self) -> SocketAddr;
 
-    /// Connects to the replica that listens at `address` (host and port). The caller bounds the
-    /// wait.
+    /// Connects to the replica that listens at `address` (host and port). The caller applies the
+    /// timeout.
     ///
     /// # Errors
-    /// Says why there is no connection.
+    /// Returns why the connection failed.
     fn connect(&self, address: String) -> BoxFuture<'static, Result<PeerChannel, ConnectError>>;
 
-    /// As [`Transport::connect`], to the replica `id`: another one at the address is refused where
-    /// replicas prove who they are.
+    /// Connects to the replica `id`, like [`Transport::connect`]. Refuses another replica at the
+    /// address if replicas prove their identity.
     ///
     /// # Errors
-    /// Says why there is no connection.
+    /// Returns why the connection failed.
     fn connect_to(
         &self,
         _id: u64,
@@ -94,7 +94,7 @@ pub trait Transport: Send + Sync + 'static {
     /// Serves peers until `stop`, then finishes the calls in flight. Called once.
     ///
     /// # Errors
-    /// When it cannot serve peers any longer.
+    /// Fails if it can no longer serve peers.
     fn serve(
         &self,
         service: PeerService,

@@ -1,7 +1,7 @@
-//! Checks that a peer's message must pass by itself, no matter who sent it.
+//! Context-free checks of a peer's messages, independent of the sender.
 //!
-//! openraft trusts its peers. What is refused here would otherwise use up all terms, leave holes in
-//! the log, or win every election with a log that no leader can have.
+//! openraft trusts its peers. The messages rejected here would otherwise use up all terms, leave
+//! holes in the log, or win every election with a log that no leader can have.
 
 use prost::Message;
 
@@ -9,16 +9,16 @@ use crate::snapshot::HEAD_BYTES_MAX;
 use crate::types::{Entry, LogId, SnapshotMeta, Vote};
 use crate::wire::{MalformedMessageError, proto};
 
-/// How far a peer's term may be ahead of this replica's: more elections than a replica can miss,
-/// and few enough that no number of calls reaches the last term.
+/// Maximum lead of a peer's term over this replica's: more elections than a replica can miss, and
+/// few enough that no number of calls reaches the last term.
 const TERM_LEAP_MAX: u64 = 1_000_000;
 
-/// The greatest term that is believed when `known` is the greatest one known.
+/// Returns the greatest term to accept when `known` is the greatest one known.
 pub(crate) fn term_max(known: u64) -> u64 {
     known.saturating_add(TERM_LEAP_MAX)
 }
 
-/// Refuses entries that no leader of this term can send.
+/// Rejects entries that no leader of this term can send.
 pub(crate) fn check_entries(
     vote: Vote,
     previous: Option<LogId>,
@@ -49,7 +49,7 @@ pub(crate) fn check_entries(
     Ok(())
 }
 
-/// Reads the head of a snapshot offered under `vote`. Refuses one that no leader of that term can
+/// Reads the head of a snapshot offered under `vote`. Rejects one that no leader of that term can
 /// offer, or that is too large to be read back from a file.
 pub(crate) fn check_head(
     vote: Vote,

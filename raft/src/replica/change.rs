@@ -1,11 +1,11 @@
 //! Changes of membership and leadership. The leader makes them; other replicas forward them to it.
 //!
-//! The membership says of every member its address, its store and its cluster. A new member is
-//! asked for its store before it is added, so that later calls reach that store and no other.
+//! The membership records the address, store and cluster of every member. A new member is asked for
+//! its store before it is added, so that later calls reach only that store.
 //!
-//! The leader checks who asks. A replica without a cluster may only ask to be added itself. A
-//! member may update its own address and labels, ask for its own vote (granted if the leader's
-//! config names it), and remove itself. Everything else only a voter may ask for: operators' tools
+//! The leader checks the sender. A replica without a cluster may only request to be added itself. A
+//! member may update its own address and labels, request its own vote (granted if the leader's
+//! config names it), and remove itself. Only a voter may request anything else: operators' tools
 //! talk to voters.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -30,18 +30,18 @@ use crate::wire::proto::change_request::Change;
 use crate::wire::proto::change_response::Result as Outcome;
 use crate::wire::{self, proto};
 
-/// Longest time that a change is tried.
+/// Timeout for a change, including retries.
 const CHANGE_TIMEOUT: Duration = Duration::from_secs(15);
-/// Longest wait for a learner to catch up before it is promoted.
+/// Timeout for a learner to catch up before it is promoted.
 const CATCH_UP_TIMEOUT: Duration = Duration::from_secs(10);
-/// Longest wait for a voter to take leadership.
+/// Timeout for a voter to take leadership.
 const TRANSFER_TIMEOUT: Duration = Duration::from_secs(3);
 const RETRY: Duration = Duration::from_millis(20);
-/// Pause before a change that could not be finished is tried again.
+/// Pause before retrying to finish a change.
 const FINISH_AGAIN: Duration = Duration::from_secs(1);
-/// Most entries that a learner may be behind when it is promoted.
+/// Maximum number of entries that a learner may lag when it is promoted.
 pub(super) const LAG_MAX: u64 = 64;
-/// A change that was forwarded this often has not found the leader.
+/// Maximum number of times a change is forwarded to find the leader.
 const HOPS_MAX: u32 = 2;
 
 type Members = ChangeMembers<u64, Node>;
@@ -61,7 +61,7 @@ pub(super) async fn finish_changes(inner: Arc<ReplicaInner>) {
     }
 }
 
-/// Whether this replica leads, and the newest membership is a joint one that is committed.
+/// Whether this replica leads and the newest membership is a committed joint one.
 fn is_halfway(metrics: &Metrics) -> bool {
     let committed = &metrics.committed_membership_config;
     metrics.state == ServerState::Leader
@@ -73,17 +73,17 @@ impl Replica {
     /// Adds the replica that listens at `address` as a learner. Returns the log index.
     ///
     /// # Errors
-    /// When it does not answer, is in another cluster, or its id is taken.
+    /// Fails if the replica does not respond, is in another cluster, or its id is taken.
     pub async fn add_learner(&self, id: u8, address: String) -> Result<u64, ChangeError> {
         let id = id.into();
         let add = Change::AddLearner(proto::AddLearner { id, address });
         Ok(self.inner.change(add).await?.index)
     }
 
-    /// Makes a learner a voter once its lag is small. Returns the log index.
+    /// Promotes a learner to voter once its lag is small. Returns the log index.
     ///
     /// # Errors
-    /// When it is no learner or does not catch up.
+    /// Fails if the replica is no learner or does not catch up.
     pub async fn promote(&self, id: u8) -> Result<u64, ChangeError> {
         let promote = Change::Promote(proto::Promote {
             id: id.into(),
@@ -96,7 +96,7 @@ impl Replica {
     /// index.
     ///
     /// # Errors
-    /// When it is no member or the last voter.
+    /// Fails if the replica is no member or is the last voter.
     pub async fn remove(&self, id: u8) -> Result<u64, ChangeError> {
         let remove = Change::Remove(proto::Remove {
             id: id.into(),
@@ -108,7 +108,7 @@ impl Replica {
     /// Transfers leadership to `to`, or to the voter with the longest log. Returns the new leader.
     ///
     /// # Errors
-    /// When `to` is no voter or does not take it in time.
+    /// Fails if `to` is no voter or does not take leadership in time.
     pub async fn transfer_leader(&self, to: Option<u8>) -> Result<u8, ChangeError> {
         let to = to.map_or(0, u64::from);
         let transfer = Change::Transfer(proto::Transfer { to });
@@ -118,7 +118,7 @@ impl Replica {
 }
 
 impl ReplicaInner {
-    /// Takes the second step, unless a call here is about to.
+    /// Takes the second step, unless another call on this replica is about to.
     async fn finish_change(&self) -> bool {
         let _alone = self.changing.lock().await;
         let is_halfway = self.with_metrics(is_halfway);
@@ -143,7 +143,7 @@ impl ReplicaInner {
             .await;
     }
 
-    /// Transfers leadership to `to`, or with 0 to the voter with the longest log. Logs a failure.
+    /// Transfers leadership to `to`, or if 0 to the voter with the longest log. Logs a failure.
     pub(super) async fn transfer_within(&self, to: u64, limit: Duration) {
         if let Outcome::Refused(why) | Outcome::Unknown(why) = self.transfer_here(to, limit).await {
             tracing::warn!(why, "could not transfer leadership");
@@ -186,7 +186,7 @@ impl ReplicaInner {
         }
     }
 
-    /// Makes a change here if this replica leads, else forwards it to the leader.
+    /// Makes a change here if this replica leads, otherwise forwards it to the leader.
     pub(crate) async fn pass_change(&self, mut request: proto::ChangeRequest) -> Outcome {
         let not_leader = |leader| Outcome::NotLeader(proto::NotLeader { leader });
         let Some(leader) = self.leader() else {
@@ -223,7 +223,7 @@ impl ReplicaInner {
         }
     }
 
-    /// Says why `from` may not ask for this change.
+    /// Checks that `from` may request this change; returns the reason if not.
     fn check_asker(&self, from: u64, store: u64, change: &Change) -> Result<(), String> {
         let of_itself = |member: &Option<proto::Member>| match member {
             Some(member) if member.id == from => Ok(()),
@@ -275,8 +275,8 @@ impl ReplicaInner {
         }
     }
 
-    /// Adds the replica at `address`, if it is `id` and in no other cluster. `store` is the store
-    /// it claimed to have, if it asked itself.
+    /// Adds the replica at `address` if it is `id` and in no other cluster. `store` is the store
+    /// that it claimed, if it made the request itself.
     async fn add_here(&self, id: u64, address: &str, store: Option<u64>) -> Outcome {
         if !(1..=255).contains(&id) {
             return Outcome::Refused(format!("id {id} is not within 1..=255"));
@@ -311,10 +311,10 @@ impl ReplicaInner {
             .await
     }
 
-    /// Lets a replica in that asks for it: as a new learner, at a new address, or in the place of
-    /// the member that it was before it lost its store. A request may arrive long after it was
-    /// made: one that is `added_by` an entry that was agreed on comes from a member that was
-    /// removed since. The log says so of the entries that it still has; the state remembers it.
+    /// Admits a replica at its own request: as a new learner, at a new address, or in place of its
+    /// former self that lost its store. A request may arrive long after it was made: if the entry
+    /// `added_by` was committed, the sender is a member that was removed since. The log shows that
+    /// for the entries that it still holds; beyond that, the state records it.
     async fn join_here(&self, member: proto::Member, added_by: Option<LogId>) -> Outcome {
         let id = member.id;
         if let Some(known) = self.node(id) {
@@ -341,8 +341,8 @@ impl ReplicaInner {
         self.add_here(id, &told.address, Some(told.store)).await
     }
 
-    /// Says why member `id` is not replaced: it is heard, or answers with its store, or there is no
-    /// quorum, so that its removal would wait in the log until it is back.
+    /// Returns why member `id` must not be replaced: it is heard, it responds with its store, or
+    /// there is no quorum, so that its removal would wait in the log until it is back.
     async fn check_lost(&self, id: u64, known: &Node) -> Result<(), String> {
         if !self.status.borrow().has_quorum {
             return Err(format!("no quorum to replace replica {id}"));
@@ -394,7 +394,7 @@ impl ReplicaInner {
             return Outcome::Refused(format!("replica {id} is a voter already"));
         }
         if promote.voters_below != 0 {
-            // It asks by itself: its config may be a copy of another replica's.
+            // Requested by the replica itself: its config may be a copy of another replica's.
             let Some(wanted) = self.voters_wanted_with(&node.address).await else {
                 return Outcome::Refused(format!(
                     "{} is not among the peers in the leader's config: `quorate member promote {id}` \
@@ -451,7 +451,7 @@ impl ReplicaInner {
                 id => format!("replica {id} is no voter"),
             });
         };
-        // It would refuse, and nobody would lead until the next election.
+        // The target would refuse, and the cluster would have no leader until the next election.
         if target != me && self.links.reachability.stands_back(target) {
             return Outcome::Refused(format!("replica {target} would not lead at present"));
         }
@@ -531,7 +531,7 @@ impl ReplicaInner {
         self.with_metrics(|metrics| metrics.membership_config.voter_ids().collect())
     }
 
-    /// The other voter with the longest log, of those heard lately: a dead one cannot take over.
+    /// Returns the other voter with the longest log, of those heard recently (not dead).
     fn furthest_voter(&self) -> Option<u64> {
         let voters = self.voters();
         let metrics = self.raft.metrics();
@@ -560,7 +560,7 @@ impl ReplicaInner {
         .is_some()
     }
 
-    /// Waits until `find` finds something in Raft's metrics.
+    /// Waits until `find` returns a value from Raft's metrics.
     async fn wait_for<T>(
         &self,
         end: Instant,

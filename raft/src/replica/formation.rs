@@ -2,19 +2,19 @@
 //!
 //! A replica without a cluster polls its peers:
 //!
-//! 1. If one of them is a member of a cluster, it asks that one to be added as a learner.
-//! 2. Otherwise, if at least `expect` replicas answer (itself included) and its id is the lowest,
+//! 1. If a peer is a member of a cluster, the replica asks it to be added as a learner.
+//! 2. Otherwise, if at least `expect` replicas respond (itself included) and its id is the lowest,
 //!    it founds a cluster: it draws a random cluster id, *claims* each founder for it, and makes
 //!    them the voters once all have granted. A replica grants one claim at a time and keeps it on
 //!    disk, so two overlapping sets of founders can never both become clusters. Two disjoint sets
-//!    could, so nobody founds unless `expect` is more than half of the configured peers.
-//! 3. A claim that not all have granted is given up, and its cluster id is never used again. The
-//!    replicas that granted it see that the claimant has another id, and are free again.
+//!    could, so `expect` must be more than half of the configured peers.
+//! 3. If any founder does not grant the claim, it is released and its cluster id is never used
+//!    again. The replicas that granted it see that the claimant has another id, and are free again.
 //!
-//! A replica started with [`Formation::Bootstrap`] that finds fewer voters than `expect` asks to be
-//! promoted once it has caught up. The leader agrees if its own config names the replica's address,
-//! so that a replacement under a new id gets its vote without an operator. One started with
-//! [`Formation::Join`] stays a learner until an operator promotes it.
+//! A replica started with [`Formation::Bootstrap`] that finds fewer voters than `expect` requests
+//! promotion once it has caught up. The leader agrees if its own config names the replica's
+//! address, so that a replacement under a new id gets its vote without an operator. One started
+//! with [`Formation::Join`] stays a learner until an operator promotes it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -42,34 +42,34 @@ use crate::wire::proto::change_request::Change;
 use crate::wire::proto::change_response::Result as Outcome;
 use crate::wire::{self, proto};
 
-/// Time between two polls of the peers.
+/// Interval between two polls of the peers.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
-/// Time between two attempts to be described or promoted.
+/// Interval between two attempts to update this replica's entry or to be promoted.
 const TELL_EVERY: Duration = Duration::from_millis(500);
-/// Longest wait after a refusal.
+/// Maximum pause after a refusal.
 const TELL_AGAIN: Duration = Duration::from_secs(10);
 const JOIN_TIMEOUT: Duration = Duration::from_secs(20);
 const FIRST_COMMAND_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Which replicas there may be, and which answered.
+/// Replicas that may exist, and those that responded.
 pub(super) struct Discovery {
-    /// Peers by id, at the address that was asked. Leaves out this replica's own id.
+    /// Responding peers by id, with the address asked. Excludes this replica's own id.
     peers: BTreeMap<u64, proto::InfoResponse>,
-    /// How many replicas there may be, this one included.
+    /// Number of replicas that may exist, including this one.
     replicas: usize,
-    /// What was found at each address.
+    /// Findings at each address.
     reports: Vec<PeerFinding>,
 }
 
-/// How many replicas there may be, this one included, where each answered with its store or not at
-/// all.
+/// Returns how many replicas may exist, including this one. Each peer either responded with its
+/// store or not.
 fn count_replicas(own: u64, answers: &[Option<u64>]) -> usize {
     let stores: BTreeSet<u64> = answers.iter().flatten().copied().chain([own]).collect();
     stores.len() + answers.iter().filter(|store| store.is_none()).count()
 }
 
-/// The same at the addresses that a name resolves to. A replica may have one of each family and
-/// listen on one only, so what does not answer is counted per family.
+/// Same for the addresses that a name resolves to. A replica may have an address of each family and
+/// listen on only one, so addresses without a response are counted per family.
 fn count_resolved(own: u64, answers: &[(bool, Option<u64>)]) -> usize {
     let of_family = |is_v6: bool| {
         let family = answers.iter().filter(|(v6, _)| *v6 == is_v6);
@@ -92,7 +92,7 @@ pub(super) fn check_majority(expect: usize, replicas: usize) -> Result<(), Strin
     ))
 }
 
-/// Gets this replica into a cluster, then keeps its membership entry up to date.
+/// Brings this replica into a cluster, then keeps its membership entry up to date.
 pub(super) async fn keep_membership(inner: Arc<ReplicaInner>) {
     inner.know_own_log().await;
     inner.get_in().await;
@@ -143,8 +143,8 @@ impl ReplicaInner {
         }
     }
 
-    /// Waits until Raft's metrics tell of the log that this replica started with. Until then it
-    /// would take itself for new, and one that was removed would join again by itself.
+    /// Waits until Raft's metrics show the log that this replica started with. Until then it would
+    /// consider itself new, and a removed replica would rejoin by itself.
     async fn know_own_log(&self) {
         let mut metrics = self.raft.metrics();
         let is_told = |metrics: &Metrics| metrics.last_log_index.is_some();
@@ -170,14 +170,14 @@ impl ReplicaInner {
             }
             tokio::time::sleep(LOOK_EVERY).await;
         }
-        // What was found on the way is over.
+        // Clear the findings of the search.
         *lock(&self.search) = Search::default();
         self.refresh();
     }
 
     /// Polls the peers once and takes the next step.
     async fn look(&self) -> Search {
-        // Read before the peers are asked: their answers must be newer than the claim.
+        // Read before the peers are asked: their responses must be newer than the claim.
         let claim = self.links.identity.binding();
         let peers = match &self.options.formation {
             Formation::Join(peers) | Formation::Bootstrap { peers, .. } => peers,
@@ -219,7 +219,7 @@ impl ReplicaInner {
         }
     }
 
-    /// Asks every address who is there.
+    /// Asks the replica at every address to introduce itself.
     pub(super) async fn find(&self, peers: &Peers) -> Discovery {
         let (addresses, unresolved) = match peers {
             Peers::List(addresses) => (addresses.clone(), None),
@@ -268,7 +268,7 @@ impl ReplicaInner {
         }
     }
 
-    /// Reports that the founders do not include this replica, as far as can be told.
+    /// Reports if the founders apparently do not include this replica.
     fn own_address_missing(&self, peers: &Peers, reports: &[PeerFinding]) -> Option<PeerFinding> {
         let Formation::Bootstrap { .. } = &self.options.formation else {
             return None;
@@ -279,7 +279,7 @@ impl ReplicaInner {
             _ if is_there => return None,
             Peers::List(list) if list.contains(own) => return None,
             Peers::List(_) => "this replica's own address is not in cluster.peers".to_owned(),
-            // One that did not answer may be it.
+            // An address without a response may be this replica's.
             Peers::Dns(_) if reports.iter().any(|peer| !peer.state.is_fine()) => return None,
             Peers::Dns(name) => format!("{name} does not resolve to this replica's own address"),
         };
@@ -290,14 +290,14 @@ impl ReplicaInner {
         })
     }
 
-    /// Frees this replica if the founder that claimed it has given the claim up.
+    /// Releases a claim on this replica if its claimant has given the claim up.
     fn drop_dead_claim(&self, claim: ClusterBinding, found: &Discovery) -> Result<(), String> {
         let identity = &self.links.identity;
         let ClusterBinding::Claimed { cluster, by } = claim else {
             return Ok(());
         };
         let is_dead = if by == identity.id {
-            // Its own claim, but a peer with a lower id is the one to found.
+            // This replica's own claim, but a peer with a lower id is to found the cluster.
             found.peers.keys().any(|id| *id < identity.id)
         } else {
             found.peers.get(&by).is_some_and(|info| {
@@ -374,7 +374,7 @@ impl ReplicaInner {
         answer.is_ok_and(|answer| answer.granted)
     }
 
-    /// Asks members, one after the other, to be added to their cluster.
+    /// Asks members, one after another, to be added to their cluster.
     pub(super) async fn ask_in(&self, found: &Discovery) -> Result<(), String> {
         let member = wire::member(self.links.identity.id, &self.described(0));
         let mut problem = "no peer is in a cluster".to_owned();
@@ -429,7 +429,7 @@ impl ReplicaInner {
         }
     }
 
-    /// What the membership should say of this replica.
+    /// Returns the membership entry that this replica wants.
     fn described(&self, cluster: u128) -> Node {
         Node {
             address: self.options.advertise.clone(),
@@ -439,7 +439,7 @@ impl ReplicaInner {
         }
     }
 
-    /// Updates this replica's membership entry when its address or labels changed, and asks for a
+    /// Updates this replica's membership entry when its address or labels change, and requests a
     /// vote if voters are missing.
     async fn keep_described(&self) {
         let id = self.links.identity.id;
@@ -481,7 +481,7 @@ impl ReplicaInner {
                     let changed = status.wait_for(|status| {
                         status.members != before.members || status.caught_up != before.caught_up
                     });
-                    // What was refused may be granted later, without a change of the status.
+                    // A refused request may be granted later, without a change of the status.
                     if let Ok(Err(_)) = tokio::time::timeout(TELL_AGAIN, changed).await {
                         return;
                     }
@@ -490,11 +490,11 @@ impl ReplicaInner {
         }
     }
 
-    /// What the newest membership here says of this replica. With the entry of that membership, if
-    /// the newest that is known to be committed does not name this replica.
+    /// Returns this replica's entry in the newest membership here. Adds the log id of that
+    /// membership if the newest committed one does not name this replica.
     fn entry(&self) -> Option<(Node, Option<LogId>)> {
         let id = self.links.identity.id;
-        // One look: between two of them this replica may learn that it was removed.
+        // Read both at once: in between, this replica may learn that it was removed.
         self.with_metrics(|metrics| {
             let newest = &metrics.membership_config;
             let known = newest.membership().get_node(&id)?;

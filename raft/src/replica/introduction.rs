@@ -1,4 +1,4 @@
-//! Introductions: what a replica says about itself, and what it accepts from others.
+//! Introductions: what a replica announces about itself, and what it accepts from others.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
@@ -16,11 +16,11 @@ use crate::status::PeerState;
 use crate::wire::{self, proto};
 use crate::{DEFAULT_NAME, types};
 
-/// Longest wait for a call to one peer about itself.
+/// Timeout of a call that asks a peer about itself.
 pub(super) const INFO_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Most labels of a member, and most bytes of a label's name, its value, and an address. For all
-/// members together they stay far below the limit of a snapshot's head.
+/// Limits for a member: number of labels, and bytes of a label's name, a value and an address. All
+/// members together stay far below the size limit of a snapshot's head.
 const LABELS_MAX: usize = 32;
 const LABEL_NAME_BYTES_MAX: usize = 64;
 const LABEL_BYTES_MAX: usize = 512;
@@ -31,7 +31,7 @@ const _: () = {
     assert!(255 * member < crate::snapshot::HEAD_BYTES_MAX);
 };
 
-/// Says what is wrong with a member's address or labels.
+/// Checks a member's address and labels; returns what is wrong with them.
 pub(super) fn check_told(address: &str, labels: &BTreeMap<String, String>) -> Result<(), String> {
     let port = address
         .rsplit_once(':')
@@ -59,7 +59,7 @@ pub(super) fn check_told(address: &str, labels: &BTreeMap<String, String>) -> Re
     Ok(())
 }
 
-/// The cluster name in a call or an answer; earlier builds leave it empty.
+/// Returns the cluster name in a message; earlier builds leave it empty.
 fn named(told: &str) -> &str {
     if told.is_empty() { DEFAULT_NAME } else { told }
 }
@@ -88,9 +88,9 @@ impl ReplicaInner {
         }
     }
 
-    /// Introduces this replica to the one that asks. A member tells those of other clusters no more
-    /// than that it is one and how its cluster's id begins: calls between members are recognised by
-    /// its store and its cluster's whole id.
+    /// Introduces this replica to the one that asks. To replicas of other clusters a member reveals
+    /// only that it is one and how its cluster's id begins: calls between members are authenticated
+    /// by its store and the full id of its cluster.
     pub(crate) fn introduce(&self, asker: &proto::InfoRequest) -> proto::InfoResponse {
         let theirs = wire::join_optional(asker.cluster_high, asker.cluster_low);
         let identity = &self.links.identity;
@@ -120,13 +120,13 @@ impl ReplicaInner {
         }
     }
 
-    /// Asks the replica at `address` who it is.
+    /// Asks the replica at `address` to introduce itself.
     pub(super) async fn ask(&self, address: &str) -> Result<proto::InfoResponse, AskError> {
         let request = self.info_request();
         let call = async |mut client: PeerClient| client.info(request).await;
         let answer = self.links.call_once(address, INFO_TIMEOUT, call).await;
         let info = answer.map_err(AskError::from).inspect_err(|error| {
-            // It is there but refuses us: somebody has to look at a config.
+            // The peer runs but refuses this replica: an operator must check a config.
             if error.state == PeerState::OtherCluster && self.refusals.may_say() {
                 tracing::warn!(address, why = error.why, "peer refused the call");
             }
@@ -145,8 +145,8 @@ impl ReplicaInner {
         Ok(info)
     }
 
-    /// How many voters this replica's config wants, if it names the replica at `address` as a
-    /// founder.
+    /// Returns how many voters this replica's config requires, if it names the replica at `address`
+    /// as a founder.
     pub(super) async fn voters_wanted_with(&self, address: &str) -> Option<usize> {
         let Formation::Bootstrap { peers, expect, .. } = &self.options.formation else {
             return None;
@@ -165,7 +165,7 @@ impl ReplicaInner {
         None
     }
 
-    /// The member with this id, if it has this store.
+    /// Returns the member with this id, if it has this store.
     pub(super) fn check_member(&self, id: u64, store: u64) -> Result<types::Node, String> {
         let node = self.node(id);
         let node = node.ok_or_else(|| format!("replica {id} is no member"))?;

@@ -1,4 +1,4 @@
-//! Tracks what this replica hears from the leader it follows.
+//! Tracks contact with the leader that this replica follows.
 
 use std::sync::Mutex;
 use std::time::Duration;
@@ -8,7 +8,7 @@ use tokio::time::Instant;
 use crate::locks::lock;
 use crate::types::{LogId, Vote};
 
-/// When the leader was last heard, and what it said.
+/// Time and content of the last contact with the leader.
 #[derive(Debug, Default)]
 pub(crate) struct LeaderContact(Mutex<ContactState>);
 
@@ -16,13 +16,13 @@ pub(crate) struct LeaderContact(Mutex<ContactState>);
 struct ContactState {
     last: Option<(Instant, bool)>,
     catch_up: Option<LogId>,
-    /// The oldest contact, and the newest, whose commits are not known to be applied here.
+    /// The oldest and the newest contact whose commits are not known to be applied here.
     unapplied: [Option<Contact>; 2],
     /// The last contact whose commits are all applied here.
     confirmed: Option<Instant>,
 }
 
-/// What a leader with a quorum had committed at a moment.
+/// What a leader with a quorum had committed at a given time.
 #[derive(Debug, Clone, Copy)]
 struct Contact {
     at: Instant,
@@ -30,7 +30,7 @@ struct Contact {
 }
 
 impl LeaderContact {
-    /// Records an append or heartbeat that was accepted.
+    /// Records an accepted append or heartbeat.
     pub(crate) fn append(&self, leader: Vote, committed: Option<LogId>, has_quorum: bool) {
         let at = Instant::now();
         let mut state = lock(&self.0);
@@ -44,7 +44,7 @@ impl LeaderContact {
         }
     }
 
-    /// Records that a quorum acknowledged this replica, which leads, at that moment.
+    /// Records that a quorum acknowledged this replica as the leader at that time.
     pub(crate) fn led(&self, leader: Vote, committed: Option<LogId>, at: Instant) {
         if let Some(committed) = own(leader, committed) {
             lock(&self.0).note(Contact { at, committed });
@@ -63,19 +63,19 @@ impl LeaderContact {
         }
     }
 
-    /// Whether the leader was heard within `limit` and said that it has a quorum.
+    /// Whether the leader was heard within `limit` and reported a quorum.
     pub(crate) fn has_quorum(&self, limit: Duration) -> bool {
         lock(&self.0)
             .last
             .is_some_and(|(at, has_quorum)| has_quorum && at.elapsed() <= limit)
     }
 
-    /// What the leader had committed when this replica first heard it.
+    /// Returns what the leader had committed when this replica first heard from it.
     pub(crate) fn catch_up(&self) -> Option<LogId> {
         lock(&self.0).catch_up
     }
 
-    /// The last contact with a leader whose commits, as of that moment, are all applied here.
+    /// Returns the last contact with a leader whose commits at that time are all applied here.
     pub(crate) fn confirmed(&self) -> Option<Instant> {
         lock(&self.0).confirmed
     }
@@ -91,7 +91,7 @@ impl ContactState {
     }
 }
 
-/// What is committed, if that is of the leader's own term: it covers everything committed before.
+/// Returns `committed` if it is of the leader's own term: it then covers all earlier commits.
 fn own(leader: Vote, committed: Option<LogId>) -> Option<LogId> {
     committed.filter(|committed| committed.leader_id == leader.leader_id)
 }
@@ -105,7 +105,7 @@ mod tests {
         LogId::new(LeaderId { term, node_id: 1 }, index)
     }
 
-    /// Time since the contact that is confirmed, in milliseconds.
+    /// Returns the time since the confirmed contact, in milliseconds.
     fn age_ms(contact: &LeaderContact) -> Option<u128> {
         contact.confirmed().map(|at| at.elapsed().as_millis())
     }
@@ -114,7 +114,7 @@ mod tests {
     async fn a_contact_counts_once_what_was_committed_at_it_is_applied() {
         let pass = |ms| tokio::time::advance(Duration::from_millis(ms));
         let (contact, leader) = (LeaderContact::default(), Vote::new(2, 1));
-        // Nothing of the leader's own term is committed: it does not know yet how far others were.
+        // Nothing of the leader's own term is committed: it does not know earlier commits yet.
         contact.append(leader, Some(at(1, 3)), true);
         contact.applied(at(1, 3));
         assert_eq!(age_ms(&contact), None);
@@ -124,7 +124,7 @@ mod tests {
         contact.append(leader, Some(at(2, 4)), true);
         contact.applied(at(2, 4));
         assert_eq!(age_ms(&contact), Some(0));
-        // Cut off. The first heartbeat after it tells of entries that are not here.
+        // Cut off. The first heartbeat afterwards announces entries that are missing here.
         pass(5000).await;
         contact.append(leader, Some(at(2, 9)), true);
         contact.applied(at(2, 4));

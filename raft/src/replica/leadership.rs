@@ -1,9 +1,9 @@
 //! Which replicas should not lead, and which should lead instead.
 //!
 //! A replica stands back while its log cannot be written or its machine's state may be wrong: it
-//! requests no votes, refuses leadership, and transfers it if it has it. A leader also transfers
-//! leadership to a voter that more of the others can call, since what those others learn would wait
-//! with them.
+//! requests no votes, refuses leadership, and transfers it if it leads. A leader also transfers
+//! leadership to a voter that more of the other voters can reach, since updates from those others
+//! could not get to the leader.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -15,8 +15,8 @@ use tokio::time::{Instant, MissedTickBehavior};
 use super::ReplicaInner;
 use crate::net::better_leader;
 
-/// How long another voter must have been the better leader: reachability comes and goes, and a
-/// transfer costs an election.
+/// How long another voter must have been the better leader. Reachability fluctuates, and a transfer
+/// costs an election.
 const BETTER_FOR: Duration = Duration::from_secs(2);
 
 /// Transfers leadership whenever this replica stands back.
@@ -39,7 +39,7 @@ pub(super) async fn stand_back(inner: Arc<ReplicaInner>) {
             changed = waiting.changed() => changed,
             changed = is_doubtful.changed() => changed,
             changed = leads.changed() => changed,
-            // Perhaps no voter could take it.
+            // Retry: perhaps no voter could take it.
             () = tokio::time::sleep(inner.options.election_timeout.end), if stands_back => Ok(()),
         };
         if changed.is_err() {
@@ -48,7 +48,7 @@ pub(super) async fn stand_back(inner: Arc<ReplicaInner>) {
     }
 }
 
-/// Transfers leadership to a voter that has heard more of the others for a while.
+/// Transfers leadership to a voter that has heard from more of the others for a while.
 pub(super) async fn hand_to_better(inner: Arc<ReplicaInner>) {
     let mut ticks = tokio::time::interval(inner.options.election_timeout.end);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -75,7 +75,7 @@ pub(super) async fn hand_to_better(inner: Arc<ReplicaInner>) {
 }
 
 impl ReplicaInner {
-    /// Why this replica refuses to lead at present.
+    /// Returns why this replica currently refuses to lead.
     pub(crate) fn stands_back(&self) -> Option<&'static str> {
         if self.log.waiting().borrow().is_some() {
             return Some("its log takes nothing at present");
@@ -85,14 +85,14 @@ impl ReplicaInner {
             .then_some("its state may be wrong")
     }
 
-    /// Lets Raft ask for votes, unless this replica is removed or stands back.
+    /// Lets Raft request votes, unless this replica is removed or stands back.
     pub(super) fn may_elect(&self) {
         let is_removed = self.is_removed.load(Ordering::Acquire);
         let may_elect = !is_removed && self.stands_back().is_none();
         self.raft.runtime_config().elect(may_elect);
     }
 
-    /// The voter that should lead in place of this replica, if it leads; none while voters change.
+    /// Returns the voter that should lead instead of this leader; none while voters change.
     fn better_leader(&self) -> Option<u64> {
         let voters = self.with_metrics(|metrics| {
             let membership = metrics.membership_config.membership();

@@ -1,4 +1,4 @@
-//! A running replica: what it consists of, how it starts and how it stops.
+//! A running replica: its parts, how it starts and how it stops.
 
 mod change;
 mod formation;
@@ -55,7 +55,7 @@ use crate::snapshot::SnapshotFolder;
 use crate::status::{Role, Status};
 use crate::types::{Metrics, shown};
 
-/// Longest wait for tasks and connections to end.
+/// Timeout for tasks and connections to end.
 const STOP_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// A running replica. Cheap to clone. It runs until it is shut down, even if all handles are
@@ -65,7 +65,7 @@ pub struct Replica {
     inner: Arc<ReplicaInner>,
 }
 
-/// What the tasks of a replica share.
+/// State shared by a replica's tasks.
 pub(crate) struct ReplicaInner {
     pub(crate) options: ReplicaOptions,
     pub(crate) blocking: BlockingMode,
@@ -78,26 +78,26 @@ pub(crate) struct ReplicaInner {
     pub(crate) handler: Arc<dyn PeerHandler>,
     check: CheckCommand,
     pub(crate) status: watch::WatchSender<Status>,
-    /// Whether this replica leads and hears a quorum.
+    /// Whether this replica leads and hears from a quorum.
     pub(crate) has_quorum: watch::WatchSender<bool>,
-    /// Whether the machine's state may be wrong, see [`Replica::doubt`].
+    /// Whether the machine's state may be wrong; see [`Replica::doubt`].
     pub(crate) is_doubtful: watch::WatchSender<bool>,
-    /// The newest message for the peers.
+    /// Newest message for the peers.
     pub(crate) outgoing: watch::WatchSender<Bytes>,
-    /// Peers to which the stream of messages is open.
+    /// Peers to which a message stream is open.
     pub(crate) connected: watch::WatchSender<BTreeSet<u64>>,
     /// Held while this replica changes the membership.
     pub(crate) changing: Mutex<()>,
-    /// Held while the machine's state is sent to a peer that cannot trust its own.
+    /// Held while the machine's state is sent to a peer whose own state is in doubt.
     pub(crate) lending: Arc<Semaphore>,
-    /// The snapshots that are being received.
+    /// Snapshots being received.
     pub(crate) installing: SnapshotInstalls,
-    /// Bounds the log lines about refused calls.
+    /// Limits the log lines about refused calls.
     pub(crate) refusals: LogThrottle,
     pub(crate) is_stopping: AtomicBool,
-    /// The last look for a cluster.
+    /// Result of the last search for a cluster or its members.
     search: std::sync::Mutex<Search>,
-    /// Whether peers say that this replica is no longer a member.
+    /// Whether peers report that this replica is no longer a member.
     pub(crate) is_removed: AtomicBool,
     pub(crate) cancel: CancellationToken,
     pub(crate) tasks: TaskTracker,
@@ -110,7 +110,7 @@ impl Replica {
     /// Opens the store, restores the machine and starts serving peers over `transport`.
     ///
     /// # Errors
-    /// When the store cannot be opened or is damaged; names the file and the offset.
+    /// Fails if the store cannot be opened or is damaged; the error names the file and the offset.
     pub fn start(
         options: ReplicaOptions,
         transport: Arc<dyn Transport>,
@@ -192,34 +192,34 @@ impl Replica {
         Ok(Self { inner })
     }
 
-    /// Its parts, for tests.
+    /// Returns the shared state, for tests.
     #[cfg(feature = "fuzzing")]
     pub(crate) fn inner(&self) -> Arc<ReplicaInner> {
         self.inner.clone()
     }
 
-    /// The present status.
+    /// Returns the current status.
     #[must_use]
     pub fn status(&self) -> Status {
         self.inner.status.borrow().clone()
     }
 
-    /// Every change of the status.
+    /// Watches the status.
     #[must_use]
     pub fn watch(&self) -> watch::WatchReceiver<Status> {
         self.inner.status.subscribe()
     }
 
-    /// The last moment at which this replica heard a leader with a quorum, or was acknowledged as
-    /// one, of which everything committed by then is applied here. `None`: there was none yet. A
-    /// leader that was deposed may be taken for one for as long as its lease.
+    /// Returns the last time this replica heard from a leader with a quorum, or was acknowledged as
+    /// one, such that everything committed by then is applied here. `None` if there was none yet. A
+    /// deposed leader may be mistaken for the leader for as long as its lease.
     #[must_use]
     pub fn confirmed(&self) -> Option<Instant> {
         self.inner.heard.confirmed()
     }
 
-    /// The last log index that each peer told to have applied. Peers tell it some times a second;
-    /// those of earlier builds do not.
+    /// Returns the last applied log index that each peer reported. Peers report it several times
+    /// per second, except those of earlier builds.
     #[must_use]
     pub fn peers_applied(&self) -> BTreeMap<u8, u64> {
         let applied = self.inner.links.reachability.all_applied().into_iter();
@@ -228,26 +228,26 @@ impl Replica {
             .collect()
     }
 
-    /// How long syncs of the log took so far.
+    /// Returns how long syncs of the log have taken so far.
     #[must_use]
     pub fn sync_times(&self) -> SyncTimes {
         self.inner.log.sync_times()
     }
 
-    /// Sends `bytes` to every connected peer, outside the log. Never waits; a slow peer gets only
-    /// the newest message.
+    /// Sends `bytes` to every connected peer, outside the log. Never waits; a slow peer receives
+    /// only the newest message.
     pub fn broadcast(&self, bytes: Bytes) {
         self.inner.outgoing.send_replace(bytes);
     }
 
-    /// Says whether the machine's state may be wrong. While it may be, this replica asks for no
-    /// votes, accepts neither leadership nor proposals, and transfers leadership if it has it.
+    /// Sets whether the machine's state may be wrong. If so, this replica requests no votes,
+    /// accepts neither leadership nor proposals, and transfers leadership if it leads.
     pub fn doubt(&self, is_doubtful: bool) {
         self.inner.is_doubtful.send_replace(is_doubtful);
         self.inner.may_elect();
     }
 
-    /// Stops: transfers leadership if it has it, finishes what is being written, closes the store.
+    /// Stops: transfers leadership if it leads, finishes pending writes and closes the store.
     pub fn shutdown(&self) -> BoxFuture<'_, ()> {
         let stop = async {
             if !self.inner.is_stopping.swap(true, Ordering::AcqRel) {
@@ -258,20 +258,20 @@ impl Replica {
         stop.boxed()
     }
 
-    /// Stops like a crash of the process, without transferring leadership. What was acknowledged is
-    /// on disk. For tests and fault injection.
+    /// Stops like a process crash, without transferring leadership. Acknowledged data is on disk.
+    /// For tests and fault injection.
     pub async fn crash(&self) {
         self.inner.is_stopping.store(true, Ordering::Release);
         self.inner.stop().await;
     }
 
-    /// Where peers are served.
+    /// Returns the address at which peers are served.
     #[must_use]
     pub fn local_addr(&self) -> SocketAddr {
         self.inner.local_addr
     }
 
-    /// Connection attempts to peers so far; grows slowly while a peer is away.
+    /// Returns the connection attempts to peers so far; grows slowly while a peer is away.
     #[must_use]
     pub fn connect_attempts(&self) -> u64 {
         self.inner.links.attempts()
@@ -281,7 +281,7 @@ impl Replica {
 impl ReplicaInner {
     /// Starts the background tasks.
     fn start_tasks(self: &Arc<Self>, transport: Arc<dyn Transport>) {
-        // It ends by itself, when the calls in flight have ended.
+        // Ends by itself once the calls in flight have ended.
         self.tasks.spawn(peers::serve(self.clone(), transport));
         self.spawn(upkeep::keep_status(self.clone()));
         self.spawn(upkeep::keep_snapshots(self.clone()));
@@ -301,7 +301,7 @@ impl ReplicaInner {
         self.tasks.spawn(stop.run_until_cancelled_owned(task));
     }
 
-    /// Why this replica is stopping or has failed, if it is or has.
+    /// Returns why this replica is stopping or has failed.
     pub(crate) fn why_stopped(&self) -> Option<String> {
         if let Some(fault) = self.fault.get() {
             return Some(fault);
@@ -311,12 +311,12 @@ impl ReplicaInner {
             .then(|| "shutting down".to_owned())
     }
 
-    /// Whether it knows a membership.
+    /// Whether this replica knows a membership.
     pub(crate) fn is_member(&self) -> bool {
         self.with_metrics(|metrics| metrics.membership_config.nodes().next().is_some())
     }
 
-    /// Looks at Raft's latest metrics, which are locked meanwhile.
+    /// Reads Raft's latest metrics, which are locked meanwhile.
     pub(crate) fn with_metrics<T>(&self, look: impl FnOnce(&Metrics) -> T) -> T {
         look(&self.raft.metrics().borrow_watched())
     }
@@ -324,7 +324,7 @@ impl ReplicaInner {
     /// Stops everything. Idempotent.
     async fn stop(&self) {
         self.cancel.cancel();
-        // Raft may wait for its log, which may wait for room.
+        // Raft may wait for its log, which may wait for space.
         self.log.stop_waiting();
         if let Err(error) = self.raft.shutdown().await {
             tracing::error!(%error, "raft shutdown failed");
@@ -344,7 +344,7 @@ impl ReplicaInner {
     }
 }
 
-/// Opens what is on disk. Blocks.
+/// Opens the store and restores the machine. Blocks.
 fn open(
     options: &ReplicaOptions,
     machine: Box<dyn StateMachine>,
@@ -353,7 +353,7 @@ fn open(
 ) -> Result<(StoreLock, ReplicaIdentity, LogStore, StateMachineAdapter), StartError> {
     let layout = options.storage.layout(&options.data_dir);
     layout.create()?;
-    // Before anything is read or removed: another process may be using it.
+    // Lock before anything is read or removed: another process may be using it.
     let lock = layout.lock()?;
     let identity = ReplicaIdentity::open(&layout, u64::from(options.id), &options.cluster_name)?;
     let folder = layout.snapshots();
@@ -392,15 +392,15 @@ fn raft_config(options: &ReplicaOptions) -> Result<RaftConfig, StartError> {
         election_timeout_min: ms(options.election_timeout.start),
         election_timeout_max: ms(options.election_timeout.end),
         snapshot_policy: SnapshotPolicy::LogsSinceLast(every),
-        // A follower that is slightly behind is cheaper to serve from the log.
+        // A follower that lags only slightly is cheaper to serve from the log.
         max_in_snapshot_log_to_keep: (every / 4).min(1000),
-        // Like etcd's check-quorum: a leader that no quorum answers for a lease falls silent, for
-        // long enough that the others can hold two elections, before it tries again.
+        // Like etcd's check-quorum: a leader that hears no quorum for a lease stops sending, long
+        // enough for two elections among the others, before it retries.
         quorum_loss_probe_interval: Some(4 * ms(options.election_timeout.end)),
         replication_lag_threshold: every.saturating_mul(2),
         max_payload_entries: 1024,
         enable_pre_vote: Some(true),
-        // A leader that restarts has lost track of its lease.
+        // A restarted leader no longer knows its lease.
         enable_leader_restore: Some(false),
         backoff: "50ms 100ms 200ms ...500ms".to_owned(),
         ..RaftConfig::default()
@@ -411,8 +411,8 @@ fn raft_config(options: &ReplicaOptions) -> Result<RaftConfig, StartError> {
 }
 
 /// Refuses a formation that could end in two clusters: the founders must be more than half of the
-/// peers. The list is assumed to name this replica too; what it lacks is noticed when a cluster is
-/// founded.
+/// peers. The list is assumed to include this replica; a missing entry is detected when a cluster
+/// is founded.
 fn check_formation(formation: &Formation) -> Result<(), StartError> {
     let Formation::Bootstrap { peers, expect, .. } = formation else {
         return Ok(());

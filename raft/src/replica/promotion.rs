@@ -1,8 +1,8 @@
-//! The leader promotes learners to voters automatically, if its options say so.
+//! Automatic promotion of learners to voters by the leader, if its options enable it.
 //!
-//! A learner is promoted once it has kept up for a while: it answers, it could lead (its log can be
-//! written, its state is not in doubt), and its disk has nearly all of the log, including the entry
-//! that made it a member. The number of voters is kept odd: one voter more than an odd number
+//! A learner is promoted once it has kept up for a while: it responds, it could lead (its log is
+//! writable, its state is not in doubt), and its disk holds nearly all of the log, including the
+//! entry that made it a member. The number of voters is kept odd: one voter more than an odd number
 //! tolerates no further failure, but makes every write wait for one more disk.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -19,10 +19,10 @@ use crate::wire::proto;
 use crate::wire::proto::change_request::Change;
 use crate::wire::proto::change_response::Result as Outcome;
 
-/// Time between two looks at the learners.
+/// Interval between two checks of the learners.
 const LOOK_EVERY: Duration = Duration::from_millis(500);
 
-/// Gives votes for as long as this replica leads.
+/// Promotes learners for as long as this replica leads.
 pub(super) async fn give_votes(inner: Arc<ReplicaInner>) {
     let Some(promotion) = inner.options.promotion.clone() else {
         return;
@@ -53,7 +53,7 @@ pub(super) async fn give_votes(inner: Arc<ReplicaInner>) {
     }
 }
 
-/// Who votes, and which learners keep up.
+/// The number of voters, and the learners that keep up.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 struct Electorate {
     voters: usize,
@@ -65,7 +65,7 @@ struct Electorate {
 struct StableLearners(BTreeMap<u64, Instant>);
 
 impl StableLearners {
-    /// Takes note of a look; returns who is to get a vote.
+    /// Records an observation; returns the learner to promote.
     fn look(&mut self, now: Instant, seen: &Electorate, promotion: &Promotion) -> Option<u64> {
         self.0.retain(|id, _| seen.keeping_up.contains(id));
         for id in &seen.keeping_up {
@@ -80,7 +80,7 @@ impl StableLearners {
     }
 }
 
-/// The greatest odd number that is not above this one.
+/// Returns the greatest odd number that is at most `number`.
 fn odd_below(number: usize) -> usize {
     match number % 2 {
         0 => number.saturating_sub(1),
@@ -89,7 +89,7 @@ fn odd_below(number: usize) -> usize {
 }
 
 impl ReplicaInner {
-    /// Who votes and who keeps up, while this replica leads with a quorum and no change is under way.
+    /// Returns voters and learners, if this replica leads with a quorum and no change is pending.
     fn electorate(&self) -> Option<Electorate> {
         let voters = self.settled_voters()?;
         let reports = self.links.reachability.reports();
@@ -110,7 +110,7 @@ impl ReplicaInner {
         })
     }
 
-    /// The voters, while this replica leads with a quorum and no change of them is under way.
+    /// Returns the voters, while this replica leads with a quorum and no change of them is pending.
     pub(super) fn settled_voters(&self) -> Option<BTreeSet<u64>> {
         if !*self.has_quorum.borrow() {
             return None;
@@ -124,7 +124,7 @@ impl ReplicaInner {
     }
 }
 
-/// Whether a learner's disk has nearly all of the log, and the entry that made it a member.
+/// Whether a learner's disk holds nearly all of the log, and the entry that made it a member.
 fn has_kept_up(metrics: &Metrics, id: u64) -> bool {
     let replication = metrics.replication.as_ref();
     let Some(matched) = replication.and_then(|all| all.get(&id).copied().flatten()) else {
@@ -140,7 +140,7 @@ mod tests {
 
     const AFTER: Duration = Duration::from_secs(10);
 
-    /// Who gets a vote, of `learners` that have kept up for long enough.
+    /// Returns the learner to promote, of `learners` that have kept up for long enough.
     fn given(voters: usize, learners: &[u64], voters_max: usize) -> Option<u64> {
         let promotion = Promotion {
             after: AFTER,

@@ -1,4 +1,4 @@
-//! Proposals and read barriers, on the leader and through it.
+//! Proposals and read barriers, made directly on the leader or forwarded to it.
 
 use std::time::Duration;
 
@@ -23,16 +23,16 @@ use crate::wire::proto;
 use crate::wire::proto::propose_response::Result as Proposed;
 use crate::wire::proto::read_barrier_response::Result as Barrier;
 
-/// Longest wait before another try.
+/// Maximum pause before a retry.
 const RETRY: Duration = Duration::from_millis(20);
-/// How much longer a forwarded call may take than the leader's own limit.
+/// Extra time for a forwarded call beyond the leader's own timeout.
 const WAY: Duration = Duration::from_millis(50);
-/// The leader is not known here.
+/// No leader is known here.
 const NO_LEADER: proto::NotLeader = proto::NotLeader { leader: 0 };
 
 impl Replica {
-    /// Commits a command and applies it on the leader, through the leader if that is another
-    /// replica. Waits at most `limit`.
+    /// Commits a command and applies it on the leader, forwarding it if another replica leads.
+    /// Waits at most `limit`.
     ///
     /// # Errors
     /// See [`ProposeError`]: only `NoLeader`, `Refused` and `TooLarge` mean that it did not happen.
@@ -44,11 +44,11 @@ impl Replica {
         self.inner.propose(command.into(), limit).boxed()
     }
 
-    /// Waits until this replica has applied everything committed when the call began, as the leader
-    /// confirms with a quorum. Returns the index.
+    /// Waits until this replica has applied everything committed when the call began, as confirmed
+    /// by the leader and a quorum. Returns the index.
     ///
     /// # Errors
-    /// When no leader confirms within `limit`.
+    /// Fails if no leader confirms within `limit`.
     pub fn read_barrier(&self, limit: Duration) -> BoxFuture<'_, Result<u64, ProposeError>> {
         self.inner.read_barrier(limit).boxed()
     }
@@ -90,14 +90,14 @@ impl ReplicaInner {
         }
     }
 
-    /// Says why some member could not apply a command.
+    /// Checks that every member can apply a command; returns the reason if not.
     pub(crate) fn check_command(&self, command: &[u8]) -> Result<(), String> {
         (self.check)(command, &|| self.status.borrow().clone())
     }
 
-    /// Proposes on this replica, if it leads. The command has been checked.
+    /// Proposes on this replica, if it leads. The command must have been checked.
     pub(crate) async fn propose_here(&self, command: Bytes, limit: Duration) -> Proposed {
-        // The reply of a machine that may be wrong is worth nothing.
+        // A machine in doubt cannot give a trustworthy reply.
         if self.why_stopped().is_some() || self.is_unfounded() || *self.is_doubtful.borrow() {
             return Proposed::NotLeader(NO_LEADER);
         }
@@ -108,8 +108,8 @@ impl ReplicaInner {
                 reply: response.data.0.into(),
             }),
             Ok(Err(RaftError::APIError(ClientWriteError::ForwardToLeader(forward)))) => {
-                // openraft says so only if it did not append the entry; an entry that it appended
-                // and lost again is "discarded", which is the next case.
+                // openraft returns this only if it did not append the entry. An entry that it
+                // appended and lost again is "discarded", which the next case handles.
                 let leader = forward.leader_id.unwrap_or(0);
                 Proposed::NotLeader(proto::NotLeader { leader })
             }
@@ -128,7 +128,7 @@ impl ReplicaInner {
         }
     }
 
-    /// Proposes on `leader`. [`Proposed::NotLeader`] means that it is in no log.
+    /// Proposes on `leader`. [`Proposed::NotLeader`] means that the command is in no log.
     async fn propose_to(
         &self,
         leader: u64,
@@ -154,7 +154,7 @@ impl ReplicaInner {
             Err(CallError::Failed(status)) if status.code() == Code::InvalidArgument => {
                 Err(ProposeError::Refused(status.message().to_owned()))
             }
-            // The peer refused the call before it looked at the command.
+            // The peer refused the call before it read the command.
             Err(CallError::Failed(status)) if status.code() == Code::FailedPrecondition => {
                 Ok(Proposed::NotLeader(NO_LEADER))
             }
@@ -193,7 +193,7 @@ impl ReplicaInner {
         }
     }
 
-    /// An index that covers everything committed, confirmed by a quorum; if this replica leads.
+    /// Returns an index that covers everything committed, confirmed by a quorum, if it leads.
     pub(crate) async fn barrier_here(&self, limit: Duration) -> Barrier {
         if planted::is(Bug::BarrierWithoutQuorum) {
             return Barrier::Index(self.status.borrow().committed);
@@ -222,13 +222,13 @@ impl ReplicaInner {
             .unwrap_or(Barrier::NotLeader(NO_LEADER))
     }
 
-    /// The leader this replica follows or is.
+    /// Returns the current leader, which may be this replica.
     pub(super) fn leader(&self) -> Option<u64> {
         self.with_metrics(|metrics| metrics.current_leader)
     }
 }
 
-/// Waits for a change of the status, but not for long: what helps may not show there.
+/// Waits for a status change, but only briefly: the relevant change may not show there.
 async fn wait(status: &mut watch::WatchReceiver<Status>, end: Instant) -> Result<(), ProposeError> {
     let now = Instant::now();
     if now >= end {

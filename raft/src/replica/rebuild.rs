@@ -1,10 +1,10 @@
-//! Replaces the state of a machine that cannot be trusted by that of another replica.
+//! Replaces the state of a machine in doubt with another replica's.
 //!
 //! Raft keeps logs equal, not machines: a fault of memory or of the program may leave a machine
-//! wrong over a correct log. Log, votes and membership were never in doubt, so only the machine is
-//! replaced, outside Raft. Until that is done, no further entry is applied here: fetching a state
-//! may take minutes, and a state that reaches less far than this machine could not be followed by
-//! the entries that Raft hands over next.
+//! wrong although its log is correct. Log, votes and membership were never in doubt, so only the
+//! machine is replaced, outside Raft. Applying is paused meanwhile: fetching a state may take
+//! minutes, and after a state older than this machine, the next entries from Raft would leave a
+//! gap.
 
 use std::io;
 use std::time::Duration;
@@ -16,30 +16,30 @@ use crate::net::snapshot_stream::fetch_state;
 use crate::net::{CallError, Peer};
 use crate::status::Role;
 
-/// How often a state that reaches less far than this machine is fetched again, and the pause
-/// before.
+/// Maximum number of attempts to fetch a state that reaches as far as this machine, and the pause
+/// between them.
 const TRIES_MAX: u32 = 20;
 const PAUSE: Duration = Duration::from_millis(50);
 
-/// Why one try to take over a state failed.
+/// Why an attempt to install another replica's state failed.
 #[derive(Debug, thiserror::Error)]
 enum TakeOverError {
     #[error("fetch a state: {0}")]
     Fetch(CallError),
     #[error(transparent)]
     Install(InstallError),
-    /// The state may have been replaced or not.
+    /// The state may or may not have been replaced.
     #[error(transparent)]
     Panicked(io::Error),
 }
 
 impl Replica {
-    /// Replaces the machine's state by that of the replica `from`, for a machine that cannot be
-    /// trusted any more. The log goes on as it was. Returns the index that the state reaches.
+    /// Replaces the state of a machine in doubt with that of the replica `from`. The log is
+    /// unaffected. Returns the index that the state reaches.
     ///
     /// # Errors
-    /// When this replica leads, `from` does not answer, or what it sends is damaged or keeps
-    /// reaching less far than this machine. The present state is then kept, and the call may be
+    /// Fails if this replica leads, if `from` does not respond, or if the received state is damaged
+    /// or keeps being older than this machine. The current state is then kept, and the call may be
     /// repeated.
     pub async fn rebuild(&self, from: u8) -> Result<u64, ChangeError> {
         let refused = |why: String| ChangeError::Refused(why);
@@ -53,7 +53,7 @@ impl Replica {
         let index = loop {
             match self.take_over(&peer).await {
                 Ok(index) => break index,
-                // The other replica applies what this one has a moment later.
+                // The other replica will shortly have applied what this one has.
                 Err(TakeOverError::Install(InstallError::Behind { .. })) if tries < TRIES_MAX => {
                     tries += 1;
                     tokio::time::sleep(PAUSE).await;
@@ -76,7 +76,7 @@ impl Replica {
         fetched.map_err(TakeOverError::Fetch)?;
         let taken = blocking.run(move || {
             let taken = machine.take_over(&file);
-            // If it was taken over, the file has another name by now.
+            // If it was installed, the file has another name by now.
             file.remove();
             taken
         });

@@ -1,8 +1,8 @@
 //! Asks the other members why this replica hears no quorum.
 //!
-//! A leader stops talking to a member as soon as its removal is committed, often before that member
-//! has learned of it. A replica that hears no quorum therefore asks the members it knows who the
-//! members are. If one does not answer, the error tells why there is no quorum.
+//! A leader stops contacting a member as soon as its removal is committed, often before that member
+//! has learned of it. A replica that hears no quorum therefore asks the members it knows for the
+//! current membership. If a member does not respond, its error shows why there is no quorum.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -18,11 +18,11 @@ use crate::status::PeerFinding;
 use crate::types::{Node, shown};
 use crate::wire;
 
-/// Time between two looks.
+/// Interval between two checks.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 
-/// Looks again and again. A removed replica says so in its status and asks for no votes, as nobody
-/// would give it one. Both are undone when a leader is heard again: the replica may be added again.
+/// Checks periodically. A removed replica reports that in its status and requests no votes, since
+/// it would get none. Both end when it hears a leader again, because it may have been added again.
 pub(super) async fn notice(inner: Arc<ReplicaInner>) {
     let mut looks = tokio::time::interval(LOOK_EVERY);
     looks.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -38,7 +38,7 @@ pub(super) async fn notice(inner: Arc<ReplicaInner>) {
             lost = None;
             Search::default()
         } else {
-            // A quorum that is back before the next look was hardly lost.
+            // A quorum that is back before the next check was hardly lost.
             lost.get_or_insert_with(LostQuorum::new).told(found)
         };
         let is_news = inner.is_member() && inner.show_members(search);
@@ -51,7 +51,7 @@ pub(super) async fn notice(inner: Arc<ReplicaInner>) {
     }
 }
 
-/// One time without a quorum.
+/// A period without a quorum.
 struct LostQuorum {
     log: SearchLog,
     seen: LastSeen,
@@ -65,7 +65,7 @@ impl LostQuorum {
         }
     }
 
-    /// What is shown of a look, which the log may say.
+    /// Returns the findings to show, and logs them if due.
     fn told(&mut self, mut peers: Vec<PeerFinding>) -> Search {
         let now = Instant::now();
         self.seen.steady(now, &mut peers);
@@ -79,9 +79,9 @@ impl LostQuorum {
 }
 
 impl ReplicaInner {
-    /// The newest membership known to be committed, as told to the store `asker.1` of replica
-    /// `asker.0`: its log index and its members, without the asker if another store is a member
-    /// under its id. One that is not committed yet may never be.
+    /// Returns the newest membership known to be committed: its log index and its members. Leaves
+    /// out the asking replica `asker.0` if the member under that id has another store than
+    /// `asker.1`. A membership that is not committed yet may never be.
     pub(crate) fn membership(&self, asker: (u64, u64)) -> (u64, Vec<u64>) {
         self.with_metrics(|metrics| {
             let stored = &metrics.committed_membership_config;
@@ -93,8 +93,8 @@ impl ReplicaInner {
         })
     }
 
-    /// The newest membership here, committed or not: its log index, and ids and addresses of the
-    /// others.
+    /// Returns the newest membership here, committed or not: its log index, and the ids and
+    /// addresses of the other members.
     pub(super) fn others(&self) -> (u64, Vec<(u64, String)>) {
         self.with_metrics(|metrics| {
             let stored = &metrics.membership_config;
@@ -106,7 +106,7 @@ impl ReplicaInner {
         })
     }
 
-    /// Shows what was found of the other members; whether it is news.
+    /// Stores the findings about the other members; returns whether they changed.
     fn show_members(&self, found: Search) -> bool {
         let mut shown = lock(&self.search);
         let is_news = *shown != found;
@@ -114,10 +114,10 @@ impl ReplicaInner {
         is_news
     }
 
-    /// Whether this replica was removed, and what was found at the addresses of the others.
+    /// Returns whether this replica was removed, and the findings at the addresses of the others.
     async fn ask_members(&self) -> (bool, Vec<PeerFinding>) {
         let (id, cluster) = (self.links.identity.id, self.links.identity.cluster());
-        // After a restart of all replicas nobody knows for a while what is committed, so an answer
+        // After a restart of all replicas none knows for a while what is committed, so a response
         // must not be older than the newest membership here.
         let (index, others) = self.others();
         let answers = join_all(others.iter().map(|(_, address)| self.ask(address))).await;
@@ -135,8 +135,8 @@ impl ReplicaInner {
 }
 
 /// Whether the newest membership among `answers` lacks `id` and is not older than the one at log
-/// index `known`. Index 0 means that nothing is committed yet, so nobody was removed: otherwise a
-/// cluster that is being formed could never elect its first leader.
+/// index `known`. Index 0 means that nothing is committed yet, so no member was removed: otherwise
+/// a cluster that is being formed could never elect its first leader.
 fn lacks(id: u64, known: u64, answers: impl Iterator<Item = (u64, Vec<u64>)>) -> bool {
     let newest = answers.max_by_key(|(index, _)| *index);
     newest.is_some_and(|(index, members)| index >= known.max(1) && !members.contains(&id))

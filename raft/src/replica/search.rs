@@ -1,5 +1,5 @@
-//! What a replica without a quorum found where it expects its peers, and when the log says so: at the
-//! addresses of its config while it is in no cluster, at those of the members afterwards.
+//! Findings of a replica without a quorum at its peers' addresses, and when to log them. The
+//! addresses are those in the config while it is in no cluster, afterwards those of the members.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -12,24 +12,24 @@ use crate::net::{CallOnceError, ConnectFailure};
 use crate::status::{PeerFinding, PeerState};
 use crate::wire::{self, proto};
 
-/// Time until the first line, and the shortest time between two.
+/// Time until the first log line, and minimum time between two.
 const SAY_FIRST: Duration = Duration::from_secs(1);
-/// Longest time between two lines, while nothing changes.
+/// Maximum time between two lines while nothing changes.
 const SAY_RARELY: Duration = Duration::from_secs(60);
-/// How long a peer counts as what it was found to be, if it then does not answer in time.
+/// How long a finding replaces later timeouts of the same peer.
 const SEEN_FOR: Duration = Duration::from_secs(10);
 
-/// One look for a cluster, or for its other members.
+/// Result of one search for a cluster or its other members.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct Search {
     /// Why this replica is in no cluster yet, or has no quorum.
     pub(super) problem: Option<String>,
-    /// What was found at each address.
+    /// Findings at each address.
     pub(super) peers: Vec<PeerFinding>,
 }
 
 impl Search {
-    /// The addresses, each with what was found there, as one text.
+    /// Formats the addresses with their findings as one line.
     pub(super) fn shown(&self) -> String {
         let shown = self
             .peers
@@ -72,7 +72,7 @@ impl From<CallOnceError> for AskError {
     }
 }
 
-/// Says what was found at `address`.
+/// Returns the finding at `address`.
 pub(super) fn report(
     address: &str,
     answer: &Result<proto::InfoResponse, AskError>,
@@ -104,8 +104,8 @@ pub(super) fn report(
     }
 }
 
-/// Whether a member that introduced itself is in another cluster than the one `binding` ties this
-/// replica to. One that was only claimed may still join any.
+/// Whether a member that introduced itself is in another cluster than this replica. A replica that
+/// is merely claimed may still join any cluster.
 pub(super) fn is_other_cluster(info: &proto::InfoResponse, binding: ClusterBinding) -> bool {
     let ClusterBinding::Member(ours) = binding else {
         return false;
@@ -113,7 +113,7 @@ pub(super) fn is_other_cluster(info: &proto::InfoResponse, binding: ClusterBindi
     wire::join_optional(info.cluster_high, info.cluster_low) != Some(ours)
 }
 
-/// Says that a member is in another cluster, with both ids: the names are the same.
+/// Reports a member of another cluster, with both ids, because the names are equal.
 pub(super) fn two_clusters(info: &proto::InfoResponse, ours: Option<u128>) -> String {
     format!(
         "replica {} is in another cluster of the same name: its id is {}, this replica's {}",
@@ -123,7 +123,7 @@ pub(super) fn two_clusters(info: &proto::InfoResponse, ours: Option<u128>) -> St
     )
 }
 
-/// Says what was found at the address of member `id` of this replica's cluster.
+/// Returns the finding at the address of member `id` of this replica's cluster.
 pub(super) fn report_member(
     (id, address): (u64, &str),
     answer: &Result<proto::InfoResponse, AskError>,
@@ -151,7 +151,7 @@ pub(super) fn report_member(
     }
 }
 
-/// Marks peers that share an id with each other: only one of them can be in a cluster.
+/// Marks peers with the same id: only one of them can be in a cluster.
 pub(super) fn mark_doubles(
     reports: &mut [PeerFinding],
     answers: &[Result<proto::InfoResponse, AskError>],
@@ -170,12 +170,12 @@ pub(super) fn mark_doubles(
     }
 }
 
-/// What was found at each address lately, so that one slow answer changes nothing.
+/// Recent findings at each address, so that one slow response changes nothing.
 #[derive(Debug, Default)]
 pub(super) struct LastSeen(BTreeMap<String, (Instant, PeerFinding)>);
 
 impl LastSeen {
-    /// Replaces reports of no answer by what was found there within [`SEEN_FOR`].
+    /// Replaces findings of no response with those made there within [`SEEN_FOR`].
     pub(super) fn steady(&mut self, now: Instant, reports: &mut [PeerFinding]) {
         for report in reports {
             let seen = self.0.get(&report.address);
@@ -188,8 +188,8 @@ impl LastSeen {
     }
 }
 
-/// When the log says why a replica is in no cluster yet, or has no quorum: after a second, then ever
-/// more rarely, and anew when the reason changes.
+/// When to log why a replica is in no cluster yet or has no quorum: after a second, then at growing
+/// intervals, and again when the reason changes.
 #[derive(Debug)]
 pub(super) struct SearchLog {
     began: Instant,
@@ -208,7 +208,7 @@ impl SearchLog {
         }
     }
 
-    /// Logs what a look found, if it is time to.
+    /// Logs the result of a search, if it is due.
     pub(super) fn say(&mut self, now: Instant, search: &Search) {
         let Some(problem) = &search.problem else {
             return;
@@ -220,7 +220,7 @@ impl SearchLog {
         }
     }
 
-    /// The same of a member that hears no quorum.
+    /// Same for a member that hears no quorum.
     pub(super) fn say_lost(&mut self, now: Instant, search: &Search) {
         if self.is_due(now, search) {
             let waited_s = now.duration_since(self.began).as_secs();

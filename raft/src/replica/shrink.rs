@@ -1,9 +1,9 @@
 //! Members that leave for good: one that removes itself, one that the leader removes because it is
 //! gone, and one that was removed and is wanted again.
 //!
-//! The caller decides about these, because it knows the wanted size of the cluster. This module
-//! only checks that the others can do without the member: enough voters are left, and most of those
-//! answer.
+//! The caller decides about these, because it knows the desired size of the cluster. This module
+//! only checks that the others can do without the member: enough voters remain, and most of them
+//! respond.
 
 use std::collections::BTreeSet;
 
@@ -18,11 +18,11 @@ use crate::wire::proto::change_request::Change;
 use crate::wire::proto::change_response::Result as Outcome;
 
 impl Replica {
-    /// Takes this replica out of its cluster for good, if at least `voters_min` voters are left of
-    /// which most answer. Returns the log index.
+    /// Removes this replica from its cluster for good, if at least `voters_min` voters remain and
+    /// most of them respond. Returns the log index.
     ///
     /// # Errors
-    /// When it must stay, or nobody could be asked.
+    /// Fails if the replica must stay, or no leader could be asked.
     pub async fn leave(&self, voters_min: usize) -> Result<u64, ChangeError> {
         let remove = Change::Remove(proto::Remove {
             id: self.inner.links.identity.id,
@@ -31,11 +31,11 @@ impl Replica {
         Ok(self.inner.change(remove).await?.index)
     }
 
-    /// Removes a member that is gone, if this replica leads and the others can do without it as in
+    /// Removes an absent member, if this replica leads and the others can do without it as in
     /// [`Replica::leave`]. Returns the log index.
     ///
     /// # Errors
-    /// When it is there, or must stay.
+    /// Fails if the member is present or must stay.
     pub async fn remove_absent(&self, id: u8, voters_min: usize) -> Result<u64, ChangeError> {
         match self.inner.remove_absent(id.into(), voters_min).await {
             Outcome::Changed(changed) => Ok(changed.index),
@@ -45,11 +45,11 @@ impl Replica {
         }
     }
 
-    /// Asks to be let in again after this replica was removed, with the log that it has: as a
-    /// learner.
+    /// Requests, after this replica was removed, to be admitted again as a learner with its
+    /// existing log.
     ///
     /// # Errors
-    /// When it was not removed, or nobody lets it in.
+    /// Fails if the replica was not removed, or no member admits it.
     pub async fn rejoin(&self) -> Result<(), ChangeError> {
         let inner = &self.inner;
         if !inner.status.borrow().is_removed {
@@ -61,7 +61,7 @@ impl Replica {
 }
 
 impl ReplicaInner {
-    /// Says why a member must stay that asks to go, or that is said to be gone.
+    /// Checks whether a member may leave or be removed as absent; returns why it must stay.
     pub(super) fn check_shrink(&self, remove: &proto::Remove) -> Result<(), String> {
         let voters = self.voters();
         if remove.voters_min == 0 || !voters.contains(&remove.id) {
@@ -86,7 +86,7 @@ impl ReplicaInner {
         Ok(())
     }
 
-    /// This replica, and who answers it while it leads.
+    /// Returns this replica and those that respond to it while it leads.
     fn answering(&self) -> BTreeSet<u64> {
         let me = self.links.identity.id;
         let connected = self.connected.borrow().clone();
@@ -100,7 +100,7 @@ impl ReplicaInner {
         })
     }
 
-    /// Whether member `id` runs with the store that it is a member with.
+    /// Whether member `id` runs with the store recorded in the membership.
     pub(super) async fn is_there(&self, id: u64, known: &Node) -> bool {
         id == self.links.identity.id
             || self.links.reachability.hears().contains(&id)
@@ -127,7 +127,7 @@ impl ReplicaInner {
         self.remove_here(id).await
     }
 
-    /// Looks for members where the config says, then where the last known ones were.
+    /// Searches for members at the configured peers, then at the last known members.
     async fn ask_in_again(&self) -> Result<(), String> {
         let (Formation::Join(configured)
         | Formation::Bootstrap {

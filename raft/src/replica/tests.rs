@@ -1,4 +1,4 @@
-//! What only code inside a replica can bring about.
+//! Cases that only code inside a replica can produce.
 
 use std::collections::BTreeSet;
 
@@ -13,7 +13,7 @@ use crate::wire::proto::change_request::Change;
 use crate::wire::proto::change_response::Result as Outcome;
 use crate::wire::{self, proto};
 
-/// Two replicas, of which the first leads.
+/// Starts two replicas, of which the first leads.
 async fn two_led_by_the_first() -> (Replica, Replica) {
     let (one, two) = (
         TcpListener::bind("127.0.0.1:0").await.unwrap(),
@@ -33,7 +33,7 @@ async fn two_led_by_the_first() -> (Replica, Replica) {
     (one, two)
 }
 
-/// A member's store in these tests.
+/// Store of a member in these tests.
 const STORE: u64 = 4711;
 
 impl Replica {
@@ -48,7 +48,7 @@ impl Replica {
         };
         let members = ChangeMembers::AddNodes([(id, node)].into());
         let raft = &self.inner.raft;
-        // On a busy machine it may just have lost its lease, or leadership.
+        // On a busy machine it may just have lost its lease or leadership.
         while raft.change_membership(members.clone(), true).await.is_err() {
             self.transfer_leader(Some(self.inner.options.id)).await.ok();
         }
@@ -64,7 +64,7 @@ impl Replica {
         }
     }
 
-    /// The outcome of a change that `from` asks for.
+    /// Returns the outcome of a change that `from` requests.
     async fn asked_by(&self, from: u64, change: Change) -> Outcome {
         let request = proto::ChangeRequest {
             from,
@@ -150,7 +150,7 @@ async fn a_change_of_voters_left_halfway_is_finished() {
     let (one, two) = two_led_by_the_first().await;
     let mut status = one.watch();
 
-    // The first step, by a call that is gone before the second.
+    // Take the first step, by a call that is dropped before the second.
     let changing = one
         .inner
         .raft
@@ -211,14 +211,14 @@ async fn what_a_removed_member_told_before_does_not_bring_it_back() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_removed_member_is_let_in_again_only_if_it_asks_after_its_removal() {
-    // With the entry in the log; when only a snapshot has it; and when that was restored.
+    // The entry is in the log; only in a snapshot; or in a restored snapshot.
     for kept_by in ["log", "state", "snapshot"] {
         asks_before_and_after_its_removal(kept_by).await;
     }
 }
 
-/// Purges the log of `replica` up to its last entry, and restores the snapshot that has the rest,
-/// if that is wanted.
+/// Purges the log of `replica` up to its last entry. If `restores`, also restores the snapshot that
+/// contains the rest.
 async fn purge(replica: &Replica, restores: bool) {
     let inner = &replica.inner;
     replica.snapshot().await.unwrap();
@@ -261,7 +261,7 @@ async fn asks_before_and_after_its_removal(kept_by: &str) {
         assert!(!one.inner.log.holds(added_by.unwrap()).await.unwrap());
     }
 
-    // Asked before it knew that it had become a member.
+    // Requested before it knew that it had become a member.
     let late = asked(added_by).await;
     assert!(
         matches!(&late, Outcome::Refused(why) if why == "replica 2 was removed"),
@@ -269,7 +269,7 @@ async fn asks_before_and_after_its_removal(kept_by: &str) {
     );
     assert!(one.inner.node(2).is_none());
 
-    // A former leader added it, and nobody else has that entry.
+    // A former leader added it, and no other replica has that entry.
     let lost = added_by.map(|it| log_id(it.leader_id.term + 9, 1, it.index));
     let orphaned = asked(lost).await;
     assert!(matches!(orphaned, Outcome::Changed(_)), "{orphaned:?}");

@@ -17,7 +17,7 @@ use crate::locks::lock;
 use crate::status::{Member, Role, Status};
 use crate::types::{self, LogId, Metrics, Vote, shown};
 
-/// Refreshes the status whenever something it shows may have changed.
+/// Refreshes the status whenever its contents may have changed.
 pub(super) async fn keep_status(inner: Arc<ReplicaInner>) {
     let mut metrics = inner.raft.metrics();
     let mut fault = inner.fault.watch();
@@ -50,8 +50,8 @@ pub(super) async fn keep_status(inner: Arc<ReplicaInner>) {
     }
 }
 
-/// What of Raft's metrics the status shows at once. Raft's ticks and acknowledged heartbeats change
-/// the rest, a hundred times a second and more; the next tick shows it.
+/// The part of Raft's metrics that the status shows at once. Ticks and acknowledged heartbeats
+/// change the rest a hundred times per second or more; it is shown at the next tick.
 #[derive(PartialEq)]
 struct ShownMetrics {
     is_running: bool,
@@ -102,7 +102,7 @@ impl Replica {
     /// Takes a snapshot now. Returns its index.
     ///
     /// # Errors
-    /// When it cannot be written.
+    /// Fails if the snapshot cannot be written.
     pub async fn snapshot(&self) -> Result<u64, ChangeError> {
         let inner = &self.inner;
         let stopped = || ChangeError::Refused(inner.why_stopped().unwrap_or("stopped".to_owned()));
@@ -142,12 +142,12 @@ impl Replica {
 }
 
 impl ReplicaInner {
-    /// How long a leader is believed without hearing from it: as long as its lease.
+    /// Returns how long a leader is trusted without contact: the length of its lease.
     pub(super) fn lease(&self) -> Duration {
         self.options.election_timeout.end
     }
 
-    /// Updates everything that follows from Raft's metrics.
+    /// Updates everything derived from Raft's metrics.
     pub(super) fn refresh(&self) {
         let metrics = self.with_metrics(Metrics::clone);
         let membership = metrics.membership_config.membership();
@@ -156,7 +156,7 @@ impl ReplicaInner {
         }
         if let Some(cluster) = types::cluster_of(membership)
             && let Err(error) = self.links.identity.enter(cluster)
-            // Tried again at the next refresh.
+            // Retried at the next refresh.
             && !is_shortage(&error)
         {
             self.fault.set(format!("identity: {error}"));
@@ -178,7 +178,7 @@ impl ReplicaInner {
         });
     }
 
-    /// Updates what is known of the quorum. Answers whether this replica leads with one.
+    /// Updates the quorum state. Returns whether this replica leads with a quorum.
     fn take_in(&self, metrics: &Metrics) -> bool {
         let leads = self.leads_with_quorum(metrics);
         self.has_quorum
@@ -195,14 +195,14 @@ impl ReplicaInner {
         self.is_alone(metrics) || acked.is_some_and(|acked| acked.elapsed() <= self.lease())
     }
 
-    /// Whether this replica is the only voter: its own quorum, although nobody answers it.
+    /// Whether this replica is the only voter, and so its own quorum.
     fn is_alone(&self, metrics: &Metrics) -> bool {
         let id = self.links.identity.id;
         let mut voters = metrics.membership_config.voter_ids();
         voters.all(|voter| voter == id)
     }
 
-    /// Takes note of up to when everything committed is applied here.
+    /// Records up to which time everything committed is applied here.
     fn confirm(&self, metrics: &Metrics, leads: bool) {
         if leads {
             let acked = metrics.last_quorum_acked.as_ref();
@@ -272,8 +272,8 @@ impl ReplicaInner {
         })
     }
 
-    /// A leader has caught up once it has applied an entry of its own term: that covers all before
-    /// it.
+    /// Whether this replica has caught up. A leader has once it has applied an entry of its own
+    /// term, which covers all earlier ones.
     fn is_caught_up(&self, metrics: &Metrics) -> bool {
         let Some(applied) = metrics.last_applied else {
             return false;
@@ -315,7 +315,7 @@ impl ReplicaInner {
     }
 }
 
-/// Logs what an operator needs to follow what happens.
+/// Logs the changes that an operator needs to follow events.
 fn log_changes(old: &Status, new: &Status) {
     if (old.role, old.leader, old.term) != (new.role, new.leader, new.term) {
         tracing::info!(role = ?new.role, leader = new.leader, term = new.term, "role changed");

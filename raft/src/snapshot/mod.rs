@@ -1,4 +1,4 @@
-//! Snapshot files: a new one is written under another name, synced and renamed before the old one
+//! Snapshot files. A new file is written under another name, synced and renamed before the old one
 //! is removed.
 //!
 //! ```text
@@ -8,8 +8,8 @@
 //! end      length 0 (4 bytes), CRC-32 of the next 16 (4), number of chunks (8), their bytes (8)
 //! ```
 //!
-//! All numbers are little-endian. A file without an intact end is damaged, so a file that was not
-//! written completely is never mistaken for a snapshot.
+//! All numbers are little-endian. A file without an intact end is damaged, so an incomplete file is
+//! never mistaken for a snapshot.
 
 mod read;
 mod write;
@@ -27,17 +27,17 @@ use crate::types::LogId;
 const MAGIC: &[u8; 8] = b"quosnap1";
 /// Length and checksum before each part.
 const FRAME_HEAD_BYTES: usize = 8;
-/// Size of the chunks that are written. Chunks up to eight times that size can be read.
+/// Size of the chunks written. The reader accepts chunks up to eight times that size.
 pub(crate) const CHUNK_BYTES: usize = 256 * 1024;
 pub(crate) const CHUNK_BYTES_MAX: usize = 8 * CHUNK_BYTES;
-/// Largest head: 255 members with as many labels as allowed stay below it.
+/// Maximum size of the head: 255 members with all permitted labels stay below it.
 pub(crate) const HEAD_BYTES_MAX: usize = 16 * 1024 * 1024;
 const END_BYTES: usize = 16;
 
 const EXTENSION: &str = "snapshot";
 const UNFINISHED: &str = "unfinished";
 
-/// A snapshot file, or the place for one.
+/// A snapshot file, or a place for one.
 #[derive(Debug, Clone)]
 pub(crate) struct SnapshotFile {
     pub(crate) files: Arc<dyn Files>,
@@ -51,7 +51,7 @@ impl SnapshotFile {
     }
 }
 
-/// The folder of snapshots of one replica.
+/// Folder of a replica's snapshots.
 #[derive(Debug)]
 pub(crate) struct SnapshotFolder {
     files: Arc<dyn Files>,
@@ -77,13 +77,13 @@ impl SnapshotFolder {
         })
     }
 
-    /// The newest snapshot.
+    /// Returns the newest snapshot.
     pub(crate) fn newest(&self) -> io::Result<Option<SnapshotFile>> {
-        // Names sort as log ids do.
+        // Names sort in the order of log ids.
         Ok(self.finished()?.into_iter().max().map(|path| self.at(path)))
     }
 
-    /// A place to write a new snapshot.
+    /// Returns a new place to write a snapshot.
     pub(crate) fn unfinished(&self) -> SnapshotFile {
         let number = self.unfinished.fetch_add(1, Ordering::Relaxed);
         self.at(self.folder.join(format!("{number}.{UNFINISHED}")))
@@ -94,13 +94,13 @@ impl SnapshotFolder {
         SnapshotFile { files, path }
     }
 
-    /// Gives a complete and synced file its final name, then removes older snapshots. If that fails
-    /// for lack of descriptors it can be repeated.
+    /// Gives a complete and synced file its final name, then removes older snapshots. May be
+    /// repeated if it fails for lack of descriptors.
     pub(crate) fn adopt(&self, unfinished: &Path, last: Option<LogId>) -> io::Result<SnapshotFile> {
         let path = self.folder.join(name(last));
         if unfinished != path {
             match self.files.rename(unfinished, &path) {
-                // An earlier attempt has renamed it.
+                // An earlier attempt already renamed it.
                 Err(error)
                     if error.kind() == io::ErrorKind::NotFound && self.files.exists(&path) => {}
                 renamed => renamed?,

@@ -18,7 +18,7 @@ pub(crate) struct SnapshotDamageError {
     pub(crate) what: String,
 }
 
-/// Reads a snapshot chunk by chunk and verifies each.
+/// Reads a snapshot and verifies it chunk by chunk.
 pub(crate) struct SnapshotReader {
     path: PathBuf,
     file: BufReader<Box<dyn Read + Send>>,
@@ -53,10 +53,10 @@ impl SnapshotReader {
         }
     }
 
-    /// The next chunk, empty at the end of the file.
+    /// Reads the next chunk; empty at the end of the file.
     ///
     /// # Errors
-    /// Of the file, or [`SnapshotDamageError`].
+    /// I/O errors of the file, or [`SnapshotDamageError`].
     pub(crate) fn next_chunk(&mut self) -> io::Result<&[u8]> {
         self.chunk.clear();
         self.given = 0;
@@ -66,23 +66,23 @@ impl SnapshotReader {
         Ok(&self.chunk)
     }
 
-    /// How many chunks were read, and how many bytes they had.
+    /// Returns the number of chunks and bytes read so far.
     pub(crate) fn read_so_far(&self) -> (u64, u64) {
         (self.chunks, self.bytes)
     }
 
-    /// Reads the rest of the file, so that all of it is verified.
+    /// Reads the rest of the file in order to verify all of it.
     pub(crate) fn check_rest(&mut self) -> io::Result<()> {
         while !self.next_chunk()?.is_empty() {}
         Ok(())
     }
 
-    /// Damage found so far.
+    /// Returns the damage found so far.
     pub(crate) fn damage(&self) -> Option<&SnapshotDamageError> {
         self.damage.as_ref()
     }
 
-    /// `error` with the file's name, and with the offset if the file is damaged.
+    /// Adds the file's name to `error`, and the offset if the file is damaged.
     pub(crate) fn start_error(&self, error: &io::Error) -> StartError {
         match self.damage() {
             Some(damage) => damaged(&self.path, damage.offset, damage.what.clone()),

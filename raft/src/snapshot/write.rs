@@ -18,7 +18,7 @@ pub(crate) struct SnapshotWriter {
 }
 
 impl SnapshotWriter {
-    /// Starts a file.
+    /// Creates a file and writes its head.
     pub(crate) fn create(file: &SnapshotFile, meta: &proto::SnapshotMeta) -> io::Result<Self> {
         let mut out = BufWriter::new(file.files.create(&file.path)?);
         out.write_all(MAGIC)?;

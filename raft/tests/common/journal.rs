@@ -25,7 +25,7 @@ impl Journal {
             .any(|known| known == command)
     }
 
-    /// Forgets what was applied at `index`, as no log says.
+    /// Forgets the command at `index`, so that the state contradicts the log.
     pub fn spoil(&self, index: u64) {
         self.0.lock().unwrap().remove(&index);
     }

@@ -24,7 +24,7 @@ use tokio::net::TcpListener;
 
 pub use self::journal::Journal;
 
-/// Longer than anything takes unless it hangs.
+/// Longer than any step takes unless it hangs.
 pub const PATIENCE: Duration = Duration::from_secs(30);
 
 /// Keeps the newest message of each peer.
@@ -50,7 +50,7 @@ impl Mailbox {
     }
 }
 
-/// How replicas are started in these tests, but for where they listen.
+/// Returns a replica's options in these tests, without its address.
 pub fn options(id: u8, data_dir: &Path, formation: Formation) -> ReplicaOptions {
     ReplicaOptions {
         id,
@@ -78,7 +78,7 @@ pub fn bootstrap(peers: &[String], expect: usize) -> Formation {
     }
 }
 
-/// Why a change was refused.
+/// Returns why a change was refused.
 pub fn refused<T: std::fmt::Debug>(answer: Result<T, ChangeError>) -> String {
     match answer {
         Err(ChangeError::Refused(why)) => why,
@@ -86,7 +86,7 @@ pub fn refused<T: std::fmt::Debug>(answer: Result<T, ChangeError>) -> String {
     }
 }
 
-/// One replica, its folder and its port, over restarts.
+/// A replica with its folder and port, across restarts.
 pub struct Seat {
     pub options: ReplicaOptions,
     pub folder: TempDir,
@@ -107,7 +107,7 @@ impl Seat {
         }
     }
 
-    /// One that waits to be added by an operator.
+    /// Starts a replica that waits to be added by an operator.
     pub async fn waiting(id: u8) -> Self {
         let mut seat = Self::new(id, Formation::Join(Peers::List(Vec::new())));
         seat.start().await;
@@ -161,7 +161,7 @@ impl Seat {
         }
     }
 
-    /// Waits until the status fulfils `wish`.
+    /// Waits until the status satisfies `wish`.
     pub async fn wait(&self, what: &str, wish: impl Fn(&Status) -> bool) -> Status {
         let mut status = self.replica().watch();
         match tokio::time::timeout(PATIENCE, status.wait_for(|status| wish(status))).await {
@@ -182,7 +182,7 @@ impl Seat {
     }
 }
 
-/// The port of a replica that has just stopped may take a moment to be free.
+/// Binds the port of a replica that has just stopped, which may take a moment to be free.
 async fn bind(address: &str) -> TcpListener {
     let deadline = std::time::Instant::now() + PATIENCE;
     loop {
@@ -199,12 +199,12 @@ async fn bind(address: &str) -> TcpListener {
     }
 }
 
-/// A cluster of replicas `1..=size`, founded.
+/// A founded cluster of replicas `1..=size`.
 pub struct Cluster {
     pub seats: Vec<Seat>,
 }
 
-/// So many listeners on free ports, and their addresses.
+/// Binds `count` listeners on free ports; returns them and their addresses.
 pub async fn listeners(count: usize) -> (Vec<TcpListener>, Vec<String>) {
     let mut listeners = Vec::new();
     for _ in 0..count {
@@ -248,7 +248,7 @@ impl Cluster {
             .expect("no such replica")
     }
 
-    /// How a replica joins it.
+    /// Returns the formation for joining this cluster.
     pub fn join(&self) -> Formation {
         let seats = self.seats.iter();
         Formation::Join(Peers::List(
@@ -256,13 +256,13 @@ impl Cluster {
         ))
     }
 
-    /// Some replica that runs.
+    /// Returns a running replica.
     pub fn running(&self) -> &Seat {
         let running = self.seats.iter().find(|seat| seat.is_running());
         running.expect("one runs")
     }
 
-    /// The leader as some running replica sees it.
+    /// Returns the leader, as a running replica sees it.
     pub async fn leader(&self) -> u8 {
         let has_one = |status: &Status| status.leader.is_some() && status.has_quorum;
         let status = self.running().wait("a leader", has_one).await;

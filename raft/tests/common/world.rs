@@ -23,8 +23,7 @@ use tower::{Service, ServiceExt, service_fn};
 
 use super::{Journal, Mailbox, PATIENCE, bootstrap, options};
 
-/// Who listens where, what does not get through, and every call and change of a status with its
-/// time.
+/// The simulated network: its listeners, its cuts, and a timed trace of calls and status changes.
 #[derive(Clone)]
 pub struct World {
     began: Instant,
@@ -35,9 +34,9 @@ pub struct World {
 
 #[derive(Default)]
 struct Cut {
-    /// From whom to whom nothing passes, calls or answers.
+    /// Pairs (from, to) between which nothing passes, neither calls nor responses.
     ways: BTreeSet<(u8, u8)>,
-    /// Whom no call reaches.
+    /// Replicas that no call reaches.
     deaf: BTreeSet<u8>,
 }
 
@@ -55,17 +54,17 @@ impl World {
         }
     }
 
-    /// What happened so far.
+    /// Returns the trace so far.
     pub fn trace(&self) -> Vec<String> {
         self.trace.lock().unwrap().clone()
     }
 
-    /// From here on nothing passes this way.
+    /// Drops everything in this direction from now on.
     pub fn cut(&self, from: u8, to: u8) {
         self.cut.lock().unwrap().ways.insert((from, to));
     }
 
-    /// From here on no call reaches `id`; what it asks others is answered.
+    /// Drops all calls to `id` from now on; responses to its own calls still arrive.
     pub fn deafen(&self, id: u8) {
         self.cut.lock().unwrap().deaf.insert(id);
     }
@@ -81,7 +80,7 @@ impl World {
         !cut.ways.contains(&(from, to)) && !cut.deaf.contains(&to)
     }
 
-    /// Whether an answer does.
+    /// Whether a response passes.
     fn is_answered(&self, from: u8, to: u8) -> bool {
         !self.cut.lock().unwrap().ways.contains(&(to, from))
     }
@@ -123,7 +122,7 @@ impl World {
     }
 }
 
-/// A body on its way: a stream that is cut breaks with its next message.
+/// A body in transit: a stream that is cut breaks at its next message.
 struct Way {
     body: Body,
     world: World,
@@ -198,7 +197,7 @@ fn id_of(address: &str) -> u8 {
     u8::try_from(address.port() - 7000).unwrap()
 }
 
-/// Starts a replica of a cluster that `voters` found.
+/// Starts a replica of a cluster founded by `voters`.
 pub async fn start(world: &World, id: u8, voters: u8, disk: &MemoryDisk) -> (Replica, Journal) {
     let peers: Vec<String> = (1..=voters).map(|id| address(id).to_string()).collect();
     let formation = bootstrap(&peers, voters.into());
@@ -234,7 +233,7 @@ pub async fn wait(replica: &Replica, wish: impl Fn(&Status) -> bool) -> Status {
     found.clone()
 }
 
-/// Runs `test` in simulated time, with what `seed` draws.
+/// Runs `test` in simulated time, with random numbers from `seed`.
 pub fn simulate<T>(seed: u64, test: impl Future<Output = T>) -> T {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_time()

@@ -155,8 +155,7 @@ impl PendingCharges {
         }
     }
 
-    /// Returns the user's requests started, queued and ended and tokens used that are not applied
-    /// yet, for a quota check.
+    /// Returns the user's usage that is not applied yet, for a quota check.
     #[must_use]
     pub fn used(&self, user: UserKey) -> PendingUse {
         let Some(owed) = self.users.get(&user) else {

@@ -7,11 +7,10 @@
 //! derives the resulting bound.
 //!
 //! A peer's report counts while it is fresh. A peer may also wait for capacity that this replica's
-//! requests do not compete for (because of other labels, say). If there was capacity here for
-//! [`GATE_STALL_MS`] and the same report held the replica back all that time, that report is
-//! ignored until it changes. No replica thus leaves engines idle for longer. A peer whose reports
-//! stall repeatedly is waited for half as long each time, down to [`GATE_RETRY_MS`], until one of
-//! its reports changes before it stalls.
+//! requests do not compete for (because of other labels, say). If the same report held this replica
+//! back for [`GATE_STALL_MS`] while there was capacity here, the report is ignored until it
+//! changes. So no replica leaves engines idle for longer. Each further stalled report of a peer
+//! halves this time, down to [`GATE_RETRY_MS`], until one of its reports changes before it stalls.
 
 use std::collections::BTreeMap;
 
@@ -22,9 +21,9 @@ use crate::ids::ReplicaId;
 pub const PEER_SILENT_MS: u64 = 500;
 /// Time after which capacity held back by one unchanged report is used anyway, in milliseconds.
 pub const GATE_STALL_MS: u64 = 500;
-/// Delay before a held queue should be asked again if nothing else wakes it, in milliseconds.
+/// Delay before asking a held queue again if nothing else wakes it, in milliseconds.
 pub const GATE_RETRY_MS: u64 = 50;
-/// Maximum that one look adds to the time held, in milliseconds: between looks, nobody knows
+/// Maximum that one look adds to the time held, in milliseconds. Between looks, it is unknown
 /// whether there was capacity.
 const HELD_STEP_MS_MAX: u64 = 2 * GATE_RETRY_MS;
 
@@ -52,10 +51,10 @@ pub struct Gate {
 struct PeerBacklog {
     backlog: Backlog,
     heard_ms: u64,
-    /// How long it has held this replica back while there was capacity, since it last changed.
+    /// Time for which the report has held this replica back while there was capacity.
     held_ms: u64,
-    /// When it was last seen to hold this replica back; `None` if never, or if capacity has run
-    /// out since.
+    /// When the report was last seen to hold this replica back; `None` if never, or if capacity has
+    /// run out since.
     looked_ms: Option<u64>,
     /// Number of consecutive reports of the peer that stalled.
     stalls: u32,
@@ -70,7 +69,7 @@ impl PeerBacklog {
         self.held_ms >= (GATE_STALL_MS >> self.stalls.min(16)).max(GATE_RETRY_MS)
     }
 
-    /// Whether users waiting there take precedence over one with this priority and counter, who may
+    /// Whether the peer's users take precedence over a user with this priority and counter, who may
     /// be ahead by `most_milli`.
     fn is_against(&self, priority: i16, counter_milli: u64, most_milli: u64) -> bool {
         let theirs = &self.backlog;
@@ -191,7 +190,7 @@ impl Gate {
         }
     }
 
-    /// Resets the time held: there is no capacity, so the engines hold requests back and not the
+    /// Resets the time held: there is no capacity, so the engines hold requests back, not the
     /// peers.
     pub(super) fn no_room(&mut self) {
         for told in self.peers.values_mut().filter(|told| !told.is_stalled()) {
@@ -201,7 +200,7 @@ impl Gate {
     }
 }
 
-/// Returns `G`: the larger of the largest request's price and twice what a user's counter rises by
+/// Returns `G`: the larger of the largest request's price and twice the rise of a user's counter
 /// while the replicas' knowledge is out of date. A smaller slack would leave capacity unused merely
 /// because news of a peer's dispatch is in transit.
 ///
@@ -213,12 +212,12 @@ pub fn slack_tokens(largest_request: u64, rate: u64, lag_ms: u64, users: u32) ->
     largest_request.max(u64::try_from(lagging).unwrap_or(u64::MAX))
 }
 
-/// Returns the largest difference in service over any interval between two users who wait all the
-/// time, in priced tokens at weight 1: `2(U + X + G)`.
+/// Returns the largest difference in service over any interval between two users who wait
+/// throughout, in priced tokens at weight 1: `2(U + X + G)`.
 ///
 /// `largest_request` (`U`) is the maximum cost of one dispatch. `uncharged` (`X`) is the maximum by
-/// which one user's requests in flight may exceed what every replica has seen charged: output still
-/// to be generated, which an engine continues whatever the counters say, and usage still on its way
+/// which one user's requests in flight may exceed what every replica has seen charged: output that
+/// is still to be generated, which engines continue regardless of counters, and usage on its way
 /// through the log. `slack` is `G`.
 #[must_use]
 pub fn bound(largest_request: u64, uncharged: u64, slack: u64) -> u64 {

@@ -32,7 +32,7 @@ impl Advance {
     }
 }
 
-/// Tokens of one request since the last look.
+/// Tokens of one request since it was last accounted for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct TokenDelta {
     /// Prompt tokens that the engine computed.
@@ -70,7 +70,7 @@ impl CreditLedger {
         (advance, charge)
     }
 
-    /// Opens a dispatch whose price of `tokens` was charged by the log with its grant.
+    /// Opens a dispatch that the log charged `tokens` for when it granted the request.
     #[must_use]
     pub fn open_granted(tokens: u64, estimate: &TokenDelta, pricing: &Pricing) -> Advance {
         let input = pricing.input(estimate.input_uncached, estimate.input_cached);
@@ -99,7 +99,7 @@ impl CreditLedger {
         }
     }
 
-    /// Settles tokens that have been used and returns the charge for them.
+    /// Settles used tokens against the advance and returns the charge for them.
     pub fn settle(
         &mut self,
         user: UserKey,

@@ -41,15 +41,15 @@ pub struct Overload {
     departures: VecDeque<u64>,
     /// Start of the period that `departures` covers, on the same clock.
     from_ms: u64,
-    /// How far that clock lags behind.
+    /// Total time for which that clock stopped, in milliseconds.
     idle_ms: u64,
-    /// When the queue became empty. `None`: something waits, or nothing ever did.
+    /// When the queue became empty. `None` while requests wait, or if none ever did.
     emptied_ms: Option<u64>,
     interval: Interval,
     /// Number of consecutive intervals with too many arrivals.
     hot: u32,
     is_on: bool,
-    /// Mean time from a departure to the end of the answer, in milliseconds.
+    /// Mean time from a departure to the end of the response, in milliseconds.
     service_ms: u64,
     pub(super) patience: Patience,
 }
@@ -72,8 +72,8 @@ pub(super) struct WaitBounds {
 }
 
 impl Overload {
-    /// Starts when the first request waits. If the queue was empty for long, earlier measurements
-    /// say nothing about it and are dropped; if it was empty only for a moment, it continues.
+    /// Starts measuring when the first request waits. Measurements from before a long gap no longer
+    /// apply and are dropped; after a short gap, measuring continues.
     pub(super) fn begin(&mut self, now_ms: u64) {
         if let Some(emptied_ms) = self.emptied_ms.take() {
             let gone_ms = now_ms.saturating_sub(emptied_ms);
@@ -143,7 +143,7 @@ impl Overload {
         } else {
             self.hot = 0;
         }
-        // Between the two thresholds it stays as it is.
+        // Between the two thresholds, the state is unchanged.
         let is_less = arrivals <= departures;
         self.is_on = (self.is_on && !is_less) || self.hot >= INTERVALS_IN_A_ROW;
         self.patience.look(now_ms);
@@ -155,9 +155,8 @@ impl Overload {
         self.is_on
     }
 
-    /// Returns how long `ahead` requests will take to depart at the highest rate that the
-    /// measurements leave plausible: one deviation above the mean. 0 while nothing has been
-    /// measured.
+    /// Returns how long `ahead` requests take to depart, in milliseconds, at the highest plausible
+    /// rate: one deviation above the measured mean. 0 while nothing has been measured.
     pub(super) fn wait_ms(&self, ahead: u64, now_ms: u64) -> u64 {
         let departures = self.departures.len() as u64;
         let elapsed_ms = self.clock(now_ms).saturating_sub(self.from_ms);
@@ -165,7 +164,7 @@ impl Overload {
         ahead.saturating_mul(elapsed_ms) / plausible
     }
 
-    /// Sets the backends' mean time for an answer, used by [`Overload::patience_ms`].
+    /// Sets the backends' mean response time, used by [`Overload::patience_ms`].
     pub(super) fn set_service_ms(&mut self, service_ms: u64) {
         self.service_ms = service_ms;
     }
@@ -175,14 +174,14 @@ impl Overload {
         self.service_ms
     }
 
-    /// Returns the departures per 1000 seconds; `None` if nothing has been measured.
+    /// Returns the number of departures per 1000 seconds; `None` if nothing has been measured.
     pub(super) fn rate_milli(&self, now_ms: u64) -> Option<u64> {
         let elapsed_ms = self.clock(now_ms).saturating_sub(self.from_ms);
         let departures = self.departures.len() as u64;
         (departures > 0).then(|| departures * 1_000_000 / elapsed_ms.max(1))
     }
 
-    /// Returns the wait after which most clients would leave before their answer is complete, as
+    /// Returns the wait after which most clients would leave before their response is complete, as
     /// learned from those who left.
     fn patience_ms(&self) -> Option<u64> {
         let leaves_ms = self.patience.quantile_ms()?;
@@ -190,7 +189,7 @@ impl Overload {
         Some(left_ms.max(PATIENCE_MS_LEAST))
     }
 
-    /// Returns the longest wait of a request without a deadline from its client.
+    /// Returns the longest wait of a request without a client deadline, in milliseconds.
     pub(super) fn wait_ms_max(&self, bounds: &WaitBounds) -> u64 {
         let patience_ms = self.patience_ms().unwrap_or(u64::MAX);
         let most_ms = bounds.wait_ms_max.min(patience_ms);

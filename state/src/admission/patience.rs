@@ -1,9 +1,9 @@
 //! Clients' patience: how long they wait before they leave, learned from those who did.
 //!
-//! Most clients do not say how long they will wait. Those who leave while waiting show it; those
-//! who are served or rejected before only show that they waited that long. Both are used, as in
-//! Kaplan and Meier's survival estimate (1958): of the clients who waited into an age bucket, the
-//! share that left within it.
+//! Most clients do not announce how long they will wait. A client that leaves while waiting shows
+//! it; one that is served or rejected first only shows that it waited that long. Both are used, as
+//! in Kaplan and Meier's survival estimate (1958): of the clients that waited into an age bucket,
+//! the share that left within it.
 
 /// Width of an age bucket, in milliseconds.
 const STEP_MS: u64 = 250;
@@ -13,7 +13,7 @@ const STEPS: usize = 128;
 const REACHED_LEAST: u32 = 16;
 /// Number of requests at which a bucket is halved.
 const REACHED_MAX: u32 = 1024;
-/// Interval at which all buckets are halved, in milliseconds, because clients change.
+/// Interval at which all buckets are halved, because clients change, in milliseconds.
 const HALF_LIFE_MS: u64 = 60_000;
 /// Share of clients still there below which waiting is pointless, in millionths.
 const STAYED_LEAST: u64 = 500_000;
@@ -51,8 +51,7 @@ impl Patience {
         self.steps[last].left += 1;
     }
 
-    /// Records that a client was still there after this wait when it ended otherwise. Returns its
-    /// bucket.
+    /// Records that a client had not left when this wait ended. Returns the bucket of the wait.
     pub(super) fn stayed(&mut self, waited_ms: u64) -> usize {
         let last = usize::try_from(waited_ms / STEP_MS).unwrap_or(usize::MAX);
         let last = last.min(STEPS - 1);
@@ -65,7 +64,7 @@ impl Patience {
         last
     }
 
-    /// Ages the data.
+    /// Halves the data once per half-life.
     pub(super) fn look(&mut self, now_ms: u64) {
         let halved_ms = *self.halved_ms.get_or_insert(now_ms);
         if now_ms.saturating_sub(halved_ms) >= HALF_LIFE_MS {
@@ -74,8 +73,8 @@ impl Patience {
         }
     }
 
-    /// Returns the longest wait that half of the clients stay for; `None` if longer than ever
-    /// observed.
+    /// Returns the longest wait that half of the clients stay for, in milliseconds; `None` if
+    /// longer than ever observed.
     pub(super) fn quantile_ms(&self) -> Option<u64> {
         let mut stayed = MILLION;
         for (at, step) in self.steps.iter().enumerate() {

@@ -1,20 +1,20 @@
-//! How many requests may be retries at a time, as in Envoy's retry budget.
+//! Retry budget: how many requests in flight may be retries, as in Envoy.
 //!
 //! When every engine refuses, retries on the next one multiply the load on overloaded engines.
 //! Bounding them by a share of the requests in flight prevents this: an outage adds at most that
 //! share.
 
-/// A budget of retries, of one model at one replica.
+/// Retry budget of one model at one replica.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RetryAllowance {
-    /// So many retries per hundred requests under way.
+    /// Maximum number of retries per hundred requests in flight.
     pub percent: u32,
-    /// So many always: of few requests a share is none.
+    /// Number of concurrent retries that are always allowed, because a share of few requests is 0.
     pub concurrency_min: u32,
 }
 
 impl RetryAllowance {
-    /// How many retries may be under way beside so many requests, these included.
+    /// Returns the maximum number of concurrent retries for `requests` in flight, retries included.
     #[must_use]
     pub fn retries_max(self, requests: u32) -> u64 {
         let share = u64::from(requests) * u64::from(self.percent) / 100;

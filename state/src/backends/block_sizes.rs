@@ -1,17 +1,17 @@
 //! Tokens per block of each model, as reported by its engines.
 //!
-//! The block size is part of every block hash, so all replicas must cut a model's prompts alike,
+//! The block size is part of every block hash, so all replicas must split a model's prompts alike,
 //! and change the size at the same log index. Engines report their own size through the log, and a
 //! model's size follows from the reports of all engines that serve it:
 //!
-//! - It is the greatest common divisor of their sizes. An engine whose blocks have several times as
-//!   many tokens is described in blocks of that size exactly.
+//! - It is the greatest common divisor of their sizes. An engine whose blocks are a multiple of
+//!   that size can be described exactly in blocks of it.
 //! - Once set, it shrinks when an engine reports blocks that it does not divide, and otherwise
 //!   changes only if no engine reports it any more. An engine that leaves changes nothing until
-//!   another one has news. A size that shrinks at least halves, and grows only when no engine has
-//!   the former one, so it cannot flap.
-//! - It does not shrink below [`BLOCK_TOKENS_MIN`]: blocks of few tokens would cost more than they
-//!   tell. An engine that would need it stays without exact ownership ([`BlockSizes::fits`]).
+//!   another one reports something new. While an engine reports the size, it can only shrink to a
+//!   divisor, so at least by half. It can thus not flap.
+//! - It does not shrink below [`BLOCK_TOKENS_MIN`]: smaller blocks would cost more than they are
+//!   worth. An engine that would need them has no exact ownership ([`BlockSizes::fits`]).
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -22,7 +22,7 @@ use crate::ids::Slot;
 
 /// Tokens per block before any engine has reported: vLLM's own default.
 pub const BLOCK_TOKENS_DEFAULT: u32 = 16;
-/// Minimum tokens per block that engines can bring a model to.
+/// Minimum tokens per block that engines' reports can lead to.
 pub const BLOCK_TOKENS_MIN: u32 = 8;
 /// Maximum tokens per block.
 pub const BLOCK_TOKENS_MAX: u32 = 65_536;
@@ -60,16 +60,16 @@ impl BlockSizes {
         self.by_model.iter().map(|(model, size)| (&**model, *size))
     }
 
-    /// Whether the blocks of the engine in `slot` can be told in those of `model`. True if the
-    /// engine did not report.
+    /// Whether the blocks of the engine in `slot` are a multiple of those of `model`. True if the
+    /// engine has not reported.
     #[must_use]
     pub fn fits(&self, slot: Slot, model: &str) -> bool {
         let own = self.of_engine(slot);
         own.is_none_or(|own| own.is_multiple_of(self.of(model)))
     }
 
-    /// Records what the engine in `slot` reported. `None` if it is out of bounds, else whether it
-    /// is news.
+    /// Records the size reported by the engine in `slot`. Returns whether it is new; `None` if it
+    /// is out of bounds.
     pub(crate) fn report(&mut self, slot: Slot, tokens: u32) -> Option<bool> {
         if !(1..=BLOCK_TOKENS_MAX).contains(&tokens) {
             return None;
@@ -82,8 +82,8 @@ impl BlockSizes {
         self.by_engine.remove(&slot);
     }
 
-    /// Brings the sizes of the models that the backend in `slot` serves up to date. Returns these
-    /// models with their previous sizes, as far as they changed.
+    /// Updates the sizes of the models that the backend in `slot` serves. Returns the models that
+    /// changed, with their previous sizes.
     pub(crate) fn settle(&mut self, slot: Slot, backends: &Backends) -> Vec<(String, u32)> {
         let Some(backend) = backends.in_slot(slot) else {
             return Vec::new();
@@ -153,6 +153,7 @@ impl BlockSizes {
     }
 }
 
+/// Returns the models that a backend serves, from its description or its engine's list.
 fn common_divisor(a: u32, b: u32) -> u32 {
     let (mut a, mut b) = (a, b);
     while b > 0 {
@@ -225,7 +226,7 @@ mod tests {
         assert_eq!(fleet.report(0, 32), (16, false));
         assert_eq!(fleet.report(1, 32), (32, true));
         assert_eq!(fleet.report(1, 32), (32, false));
-        // An engine that leaves changes nothing, also when another reports again.
+        // An engine that leaves changes nothing, even when another reports again.
         assert_eq!(fleet.report(1, 16), (16, true));
         fleet.sizes.forget(Slot(1));
         assert_eq!(fleet.sizes.of("m"), 16);

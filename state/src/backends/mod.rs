@@ -1,8 +1,8 @@
 //! The registry of backends: the occupant of each slot, and its incarnation.
 //!
 //! Slots are reused, lowest free one first. Incarnation counters are kept per slot and survive
-//! removals, so that no two occupants ever share a [`BackendRef`]. An engine of several data-parallel
-//! ranks has a slot for each (`ranks`).
+//! removals, so that no two occupants ever share a [`BackendRef`]. An engine with several
+//! data-parallel ranks has one slot per rank (`ranks`).
 
 mod block_sizes;
 mod ranks;
@@ -31,7 +31,7 @@ pub use spec::{BackendSpec, EngineFacts};
 pub struct Backend {
     /// Reference that commands use.
     pub handle: BackendRef,
-    /// Description by the operator.
+    /// Description given by the operator or the source.
     pub spec: BackendSpec,
     /// Whether the backend accepts no new requests.
     pub draining: bool,
@@ -46,7 +46,7 @@ impl Backend {
         self.spec.capacity_blocks.or(self.facts.capacity_blocks)
     }
 
-    /// Whether neither the operator nor the engine told the capacity.
+    /// Whether the cache capacity is unknown.
     pub(crate) fn is_untold(&self) -> bool {
         self.capacity_blocks().is_none()
     }
@@ -96,7 +96,7 @@ pub(crate) struct Backends {
     by_slot: BTreeMap<Slot, Backend>,
     /// Last incarnation of every slot that ever held a backend.
     incarnations: BTreeMap<Slot, Incarnation>,
-    /// Follows from `by_slot`, and is not encoded.
+    /// Derived from `by_slot`; not encoded.
     ranks: RankSlots,
 }
 
@@ -131,7 +131,7 @@ impl Backends {
         self.by_slot.get(&slot)
     }
 
-    /// Whether any backend computes one stage of requests only.
+    /// Whether any backend computes only one stage of requests.
     pub(crate) fn have_roles(&self) -> bool {
         self.iter()
             .any(|backend| backend.spec.role != BackendRole::Both)
@@ -148,8 +148,8 @@ impl Backends {
         self.ranks != RankSlots::default()
     }
 
-    /// Finds a backend by the id that operators gave it. A scan of at most `BACKENDS_MAX` short
-    /// comparisons, for admin commands only.
+    /// Finds a backend by the id that operators gave it. Scans up to `BACKENDS_MAX` ids; for admin
+    /// commands only.
     pub(crate) fn named(&self, name: &str) -> Option<&Backend> {
         let mut named = self.iter().filter(|backend| backend.spec.id == name);
         named.find(|backend| !backend.is_further_rank())
@@ -169,7 +169,7 @@ impl Backends {
         backend.spec = spec;
         if is_moved {
             backend.facts = EngineFacts::default();
-            // The engine there has not told its ranks yet.
+            // The engine at the new URL has not reported its ranks yet.
             let mut changes = self.drop_ranks(slot);
             changes.push(self.begin(slot));
             return Some(changes);
@@ -189,7 +189,7 @@ impl Backends {
         Some(changes)
     }
 
-    /// Sets draining and returns whether there is such a backend.
+    /// Sets draining and returns whether the backend exists.
     pub(crate) fn set_draining(&mut self, name: &str, draining: bool) -> bool {
         let Some(slot) = self.named(name).map(|backend| backend.handle.slot) else {
             return false;
@@ -201,12 +201,12 @@ impl Backends {
         true
     }
 
-    /// Records facts reported by an engine; `None` if `handle` is not a current incarnation, or is
-    /// a further rank of one.
+    /// Records facts reported by an engine. Returns `None` if `handle` is not a current incarnation
+    /// or is a further rank.
     ///
     /// Facts from an earlier start than the known one are outdated and change nothing. A restarted
-    /// engine keeps the facts that it does not report again until it does: it is usually unchanged,
-    /// and a backend without models would serve nobody.
+    /// engine keeps its known facts until it reports new ones: it is usually unchanged, and a
+    /// backend without models would serve no requests.
     pub(crate) fn observe(
         &mut self,
         handle: BackendRef,
@@ -262,7 +262,7 @@ impl Backends {
     /// Starts a new incarnation in `slot`.
     fn begin(&mut self, slot: Slot) -> SlotChange {
         let last = self.incarnations.entry(slot).or_default();
-        // After four billion restarts of one engine, wrapping is as good as any other answer.
+        // Wraps after four billion restarts of one engine.
         *last = Incarnation(last.0.wrapping_add(1));
         if let Some(backend) = self.by_slot.get_mut(&slot) {
             backend.handle.incarnation = *last;
@@ -270,8 +270,8 @@ impl Backends {
         SlotChange::Begun(slot)
     }
 
-    /// Starts new incarnations of all backends that differ from any that this registry or `others`
-    /// ever gave out. Commands in flight for those then apply to nothing.
+    /// Starts new incarnations of all backends, distinct from all that this registry or `others`
+    /// ever assigned. Commands in flight for earlier ones then have no effect.
     pub(crate) fn outlive(&mut self, others: &Self) {
         for (slot, last) in &others.incarnations {
             let known = self.incarnations.entry(*slot).or_default();
@@ -283,7 +283,7 @@ impl Backends {
         }
     }
 
-    /// Checks I5's part: handles, names and bounds agree.
+    /// Checks the registry's part of I5: handles, names and bounds agree.
     pub(crate) fn check(&self) -> Result<(), String> {
         let mut names = std::collections::BTreeSet::new();
         for (slot, backend) in &self.by_slot {
@@ -297,7 +297,7 @@ impl Backends {
             if !names.insert(&backend.spec.id) {
                 return Err(format!("two backends are called {:?}", backend.spec.id));
             }
-            // A further rank has the description of its engine.
+            // A further rank copies its engine's description, under an id of its own.
             let is_described = backend.is_further_rank() || backend.spec.validate().is_ok();
             if !is_described || !backend.facts.is_valid() {
                 return Err(format!("backend {:?} is out of bounds", backend.spec.id));

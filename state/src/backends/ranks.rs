@@ -1,13 +1,13 @@
-//! Data-parallel ranks: the parts of one engine that have a prefix cache each.
+//! Data-parallel ranks: the parts of one engine that each have their own prefix cache.
 //!
-//! vLLM (`--data-parallel-size`) and SGLang (`--dp-size`) serve several copies of a model behind one
-//! port, and compute a request on the rank that its header names. Where the engine tells how many
-//! ranks it has, each is a backend (ADR 0073): the first is the backend that the operator
-//! put, and every other one a backend with a slot of its own and the id `ENGINE@RANK`, which no
-//! operator can write. It follows its engine in everything: address, models, labels, facts, draining
-//! and end. Ownership, leases, load, limits and measurements go by slots and so by ranks.
+//! vLLM (`--data-parallel-size`) and SGLang (`--dp-size`) serve several copies of a model behind
+//! one port, and compute a request on the rank given by its header. If the engine reports its
+//! number of ranks, each rank is a backend (ADR 0073). The first rank is the registered backend
+//! itself. Every further rank has its own slot and the id `ENGINE@RANK`, which no operator can
+//! write. It follows its engine in everything: address, models, labels, facts, draining and
+//! removal. Ownership, leases, load, limits and measurements are per slot and so per rank.
 //!
-//! Nothing else is stored: which slots belong together follows from the ids.
+//! Nothing else is stored: the ids determine which slots belong together.
 
 use std::collections::BTreeMap;
 
@@ -17,12 +17,12 @@ use crate::ids::{BackendRef, Slot};
 
 /// Maximum number of data-parallel ranks of one engine.
 pub const RANKS_MAX: u16 = 64;
-/// Stands between the id of an engine and the number of a rank. Not in any id of an operator.
+/// Separates the engine's id from the rank number. Not allowed in ids of operators.
 const MARK: char = '@';
-/// Longest end of an id that names a rank, in bytes.
+/// Maximum length of the suffix that names a rank, in bytes.
 const END_BYTES_MAX: usize = 3;
 
-/// Splits the id of a backend into that of its engine and, where it is a further rank's, the rank.
+/// Splits a backend id into the engine's id and, for a further rank, the rank number.
 fn split(id: &str) -> (&str, Option<u16>) {
     match id.rsplit_once(MARK) {
         Some((engine, rank)) => (engine, rank.parse().ok()),
@@ -30,28 +30,28 @@ fn split(id: &str) -> (&str, Option<u16>) {
     }
 }
 
-/// Returns the id of the backend whose rank `id` names: what operators call it.
+/// Returns the engine's id, as operators know it, for the id of any of its ranks.
 #[must_use]
 pub fn engine_of(id: &str) -> &str {
     split(id).0
 }
 
-/// The slots of engines with several ranks.
+/// Slots of engines with several ranks.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct RankSlots {
-    /// By the slot of the first rank: the slots of all ranks, in order.
+    /// Slots of all ranks in order, by the slot of the first rank.
     by_engine: BTreeMap<Slot, Vec<Slot>>,
 }
 
 impl RankSlots {
-    /// Returns the slots of the engine whose first rank is in `slot`, in order of ranks. Empty: it
-    /// has one.
+    /// Returns the slots of the engine whose first rank is in `slot`, in rank order. Empty if it
+    /// has only one rank.
     #[must_use]
     pub fn of(&self, slot: Slot) -> &[Slot] {
         self.by_engine.get(&slot).map_or(&[], Vec::as_slice)
     }
 
-    /// Returns the slots of all ranks of the engine that has one in `slot`. Empty: it has one only.
+    /// Returns the slots of all ranks of the engine in `slot`. Empty if it has only one rank.
     #[must_use]
     pub fn around(&self, slot: Slot) -> &[Slot] {
         let mut engines = self.by_engine.values();
@@ -59,7 +59,7 @@ impl RankSlots {
         engine.map_or(&[], Vec::as_slice)
     }
 
-    /// Reads them off the ids.
+    /// Derives the slots from the ids.
     pub(super) fn read(by_slot: &BTreeMap<Slot, Backend>) -> Self {
         let mut further: BTreeMap<&str, BTreeMap<u16, Slot>> = BTreeMap::new();
         for (slot, backend) in by_slot {
@@ -79,20 +79,19 @@ impl RankSlots {
 }
 
 impl Backend {
-    /// Whether it is a rank of an engine other than the first, which follows the backend that
-    /// operators put.
+    /// Whether it is a rank other than the first. Such a rank follows the registered backend.
     #[must_use]
     pub fn is_further_rank(&self) -> bool {
         self.further_rank().is_some()
     }
 
-    /// Returns its rank, if that is not the first.
+    /// Returns its rank; `None` for the first one.
     #[must_use]
     pub fn further_rank(&self) -> Option<u16> {
         split(&self.spec.id).1
     }
 
-    /// The description of its engine's rank `rank`.
+    /// Returns the description of rank `rank` of this engine.
     fn spec_of(&self, rank: u16) -> BackendSpec {
         BackendSpec {
             id: format!("{}{MARK}{rank}", self.spec.id),
@@ -102,13 +101,13 @@ impl Backend {
 }
 
 impl Backends {
-    /// The slots of engines with several ranks.
+    /// Returns the slots of engines with several ranks.
     pub(crate) fn ranks(&self) -> &RankSlots {
         &self.ranks
     }
 
-    /// Returns where rank `rank` of the engine behind `backend` is; `None` if it has fewer. An
-    /// engine whose ranks are not known has one slot for all.
+    /// Returns the backend of rank `rank` of the engine behind `backend`; `None` if it has fewer.
+    /// An engine with unknown ranks has one slot for all.
     pub(crate) fn rank_of(&self, backend: BackendRef, rank: u16) -> Option<BackendRef> {
         match self.ranks.of(backend.slot) {
             [] => Some(backend),
@@ -127,9 +126,9 @@ impl Backends {
         }
     }
 
-    /// Gives the engine in `slot` so many ranks, at least one. Each begins with an empty cache: what
-    /// was known of the engine as a whole is of no rank. `None` if there is no room; nothing
-    /// changes then.
+    /// Sets the number of ranks of the engine in `slot`, at least 1. If it changes, each rank
+    /// starts with an empty cache. Returns `None`, without a change, if `slot` is empty, the
+    /// engine's id is too long or the registry is full.
     pub(crate) fn set_ranks(&mut self, slot: Slot, ranks: u16) -> Option<Vec<SlotChange>> {
         let engine = self.in_slot(slot)?.clone();
         if engine.spec.id.len() + END_BYTES_MAX > NAME_BYTES_MAX {
@@ -172,7 +171,7 @@ impl Backends {
             .collect()
     }
 
-    /// Brings the further ranks of the engine in `slot` in line with it.
+    /// Updates the further ranks of the engine in `slot` to match it.
     pub(super) fn align_ranks(&mut self, slot: Slot) -> Vec<SlotChange> {
         let Some(engine) = self.in_slot(slot).cloned() else {
             return Vec::new();
@@ -193,13 +192,13 @@ impl Backends {
         changes
     }
 
-    /// Begins a new life of all further ranks of the engine in `slot`.
+    /// Starts new incarnations of all further ranks of the engine in `slot`.
     pub(super) fn begin_ranks(&mut self, slot: Slot) -> Vec<SlotChange> {
         let further: Vec<Slot> = self.ranks.of(slot).iter().skip(1).copied().collect();
         further.into_iter().map(|slot| self.begin(slot)).collect()
     }
 
-    /// Checks I113: further ranks stand behind an engine, without a gap, and follow it.
+    /// Checks I113: further ranks belong to an engine, without a gap, and follow it.
     pub(crate) fn check_ranks(&self) -> Result<(), String> {
         if self.ranks != RankSlots::read(&self.by_slot) {
             return Err("the slots of ranks are not those of the ids".to_owned());

@@ -18,15 +18,14 @@ pub enum BackendRole {
     Decode,
 }
 
-/// Label that stands for the role in the encoding of a backend. Builds that know no roles take it
-/// for any other label (ADR 0084).
+/// Label that encodes the role. Builds without roles treat it as any other label (ADR 0084).
 const ROLE_LABEL: &str = "quorate.role";
 
 impl BackendRole {
     /// All roles.
     pub const ALL: [Self; 3] = [Self::Both, Self::Prefill, Self::Decode];
 
-    /// Returns its name, as config and admin API spell it.
+    /// Returns the name used in config and admin API.
     #[must_use]
     pub fn label(self) -> &'static str {
         match self {
@@ -36,19 +35,19 @@ impl BackendRole {
         }
     }
 
-    /// Whether a label says what only a role does.
+    /// Whether a label encodes a role.
     pub(super) fn is_label(name: &str, value: &str) -> bool {
         name == ROLE_LABEL && Self::of_label(value).is_some()
     }
 
-    /// Adds the role to encoded labels; `both` is not written.
+    /// Adds the role to encoded labels, except for `both`.
     pub(super) fn put_into(self, labels: &mut BTreeMap<String, String>) {
         if self != Self::Both {
             labels.insert(ROLE_LABEL.to_owned(), self.label().to_owned());
         }
     }
 
-    /// Takes the role out of encoded labels. A label with another value is no role and stays.
+    /// Removes the role from encoded labels and returns it. A label with any other value stays.
     pub(super) fn take_from(labels: &mut BTreeMap<String, String>) -> Self {
         let Some(role) = labels.get(ROLE_LABEL).and_then(|it| Self::of_label(it)) else {
             return Self::Both;

@@ -142,8 +142,8 @@ impl BackendSpec {
     }
 }
 
-// Backends were encoded before there were roles: the bytes of one that computes whole requests stay
-// as they were, and a role is written as a label.
+// The encoding predates roles: the bytes of a backend for whole requests are unchanged, and any
+// other role is written as a label.
 impl Encode for BackendSpec {
     fn encode<E: Encoder>(&self, encoder: &mut E) -> Result<(), EncodeError> {
         self.id.encode(encoder)?;
@@ -199,8 +199,8 @@ fn is_short_list<'a>(texts: impl IntoIterator<Item = &'a String>) -> bool {
     texts.into_iter().map(String::len).sum::<usize>() <= LIST_BYTES_MAX
 }
 
-/// Whether `url` is `http://host:port` or `http://host:port/prefix`, or such with `https`. The host is a name, an IPv4
-/// address, or an IPv6 address in brackets.
+/// Whether `url` is `http://host:port` or `https://host:port`, with an optional `/prefix`. The host
+/// is a name, an IPv4 address, or an IPv6 address in brackets.
 fn is_base_url(url: &str) -> bool {
     let Some(rest) = url
         .strip_prefix("http://")
@@ -228,7 +228,7 @@ fn is_base_url(url: &str) -> bool {
     is_host && is_port && is_prefix(prefix)
 }
 
-/// Whether `prefix` is empty, or segments that every server reads alike, each after a slash.
+/// Whether `prefix` is empty, or consists of `/segment`s that every server parses alike.
 fn is_prefix(prefix: &str) -> bool {
     let is_byte = |c: u8| c.is_ascii_alphanumeric() || matches!(c, b'.' | b'_' | b'-' | b'~');
     let is_segment = |segment: &str| {
@@ -376,7 +376,7 @@ mod tests {
             assert_eq!(read(&spec), spec);
             assert_eq!(spec.validate(), Ok(()));
         }
-        // As an earlier build has it.
+        // As an earlier build decodes it.
         let labelled = BackendSpec {
             labels: label("decode"),
             ..spec()

@@ -1,14 +1,14 @@
-//! Days and months of the calendar in UTC, as numbers, from Unix time and back. Integers only: every
-//! replica computes the same.
+//! Conversion between Unix time and numbered UTC days and months. Integers only, so every replica
+//! computes the same result.
 
-/// Milliseconds of a day. Unix time has no leap seconds.
+/// Length of a day, in milliseconds. Unix time has no leap seconds.
 const DAY_MS: u64 = 24 * 60 * 60 * 1000;
-/// Days from 0000-03-01 to 1970-01-01.
+/// Number of days from 0000-03-01 to 1970-01-01.
 const EPOCH_DAYS: u64 = 719_468;
-/// Days of 400 years.
+/// Number of days in 400 years.
 const ERA_DAYS: u64 = 146_097;
 
-/// A stretch of the calendar that a budget is for.
+/// Calendar period of a budget.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum BudgetPeriod {
     /// A day.
@@ -18,11 +18,11 @@ pub enum BudgetPeriod {
 }
 
 impl BudgetPeriod {
-    /// Both.
+    /// All periods.
     pub const ALL: [Self; 2] = [Self::Day, Self::Month];
 
-    /// Returns the number of the period that a time lies in: since 1970 for days, since the year 0
-    /// for months.
+    /// Returns the number of the period that contains a time: days since 1970, or months since the
+    /// year 0.
     pub(super) fn number(self, unix_ms: u64) -> u32 {
         let days = unix_ms / DAY_MS;
         let number = match self {
@@ -32,7 +32,7 @@ impl BudgetPeriod {
         u32::try_from(number).unwrap_or(u32::MAX)
     }
 
-    /// Returns when the period with this number begins, as Unix time in milliseconds.
+    /// Returns the start of the period with this number, as Unix time in milliseconds.
     pub(super) fn begins_ms(self, number: u32) -> u64 {
         let days = match self {
             Self::Day => u64::from(number),
@@ -42,7 +42,7 @@ impl BudgetPeriod {
     }
 }
 
-/// The month of a day since 1970, by the algorithm `civil_from_days` of Howard Hinnant ("chrono-
+/// Returns the month of a day since 1970, by Howard Hinnant's algorithm `civil_from_days` ("chrono-
 /// Compatible Low-Level Date Algorithms"), where years begin in March.
 fn month_of(days: u64) -> u64 {
     let days = days + EPOCH_DAYS;
@@ -54,7 +54,7 @@ fn month_of(days: u64) -> u64 {
     (era * 400 + year) * 12 + month + 2
 }
 
-/// The first day of a month, as days since 1970; 0 for months before.
+/// Returns the first day of a month, as days since 1970; 0 for earlier months.
 fn first_day_of(month: u64) -> u64 {
     let from_march = month.saturating_sub(2);
     let (year, month) = (from_march / 12, from_march % 12);

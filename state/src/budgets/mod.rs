@@ -1,19 +1,17 @@
-//! Budgets of users: tokens per day and per month of the calendar, in UTC.
+//! Token budgets of users, per calendar day and month in UTC.
 //!
-//! A budget counts the tokens of prompts, cached ones included, and of answers, unpriced, as engines
-//! report them and clients are billed. They are counted in the replicated state as charges are
-//! applied, in the period that the charge's stamp lies in: the cluster's clock, which a minority of
-//! wrong clocks does not move.
+//! A budget counts the tokens of prompts, cached ones included, and of responses, unpriced, as
+//! engines report them and clients are billed. `apply` adds each charge to the period that contains
+//! its stamp. Stamps follow the cluster's clock, which a minority of wrong clocks does not move.
 //!
-//! A replica refuses a request once what is used, all replicas together, reaches the budget. What it
-//! admitted before runs to its end, and what other replicas charged in the last exchange is not
-//! known here. A budget is thus exceeded by no more than what the user's requests that were in
-//! flight at that moment cost, and those that replicas admitted meanwhile; limits on requests at
-//! once bound both.
+//! A replica rejects a request once the usage at all replicas reaches the budget. Requests admitted
+//! earlier run to their end, and charges that other replicas have not committed yet are unknown
+//! here. A budget is thus exceeded by at most the cost of the user's requests in flight at that
+//! moment and of those that replicas admit meanwhile. Limits on concurrent requests bound both.
 //!
-//! A clock that is set back leaves the period as it is for [`BACK_MS_MAX`]: around midnight, stamps
-//! of two replicas may alternate. When it is set back further the period was wrong, and the earlier
-//! one begins anew.
+//! A stamp up to [`BACK_MS_MAX`] before the current period still counts for it, because around
+//! midnight the stamps of two replicas may alternate. An earlier stamp means that the current
+//! period was wrong, and the earlier one starts again from zero.
 
 mod calendar;
 #[cfg(test)]
@@ -29,7 +27,7 @@ use crate::validate::ensure;
 
 pub use calendar::BudgetPeriod;
 
-/// How far behind the present period a time may lie and still count for it, in milliseconds.
+/// Maximum time before the current period that still counts for it, in milliseconds.
 pub const BACK_MS_MAX: u64 = 60 * 60 * 1000;
 
 /// Tokens that a user may use. `None` means unlimited.
@@ -64,7 +62,7 @@ impl Budget {
         *self == Self::default()
     }
 
-    /// Returns the tokens of a period.
+    /// Returns the budget of a period, in tokens; `None` if unlimited.
     #[must_use]
     pub fn tokens(&self, period: BudgetPeriod) -> Option<u64> {
         match period {
@@ -82,7 +80,7 @@ struct PeriodUse {
     tokens: u64,
 }
 
-/// What a user has used of the present day and month.
+/// Usage of a user in the current day and month.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Encode, Decode)]
 pub(crate) struct BudgetUse {
     day: PeriodUse,
@@ -90,7 +88,7 @@ pub(crate) struct BudgetUse {
 }
 
 impl BudgetUse {
-    /// Adds tokens used at this Unix time.
+    /// Adds tokens used at this Unix time, in milliseconds.
     pub(crate) fn spend(&mut self, unix_ms: u64, tokens: u64) {
         for period in BudgetPeriod::ALL {
             let present = self.at(period, unix_ms);
@@ -101,7 +99,7 @@ impl BudgetUse {
         }
     }
 
-    /// Returns what is used of the period that this Unix time lies in, or is taken to lie in.
+    /// Returns the usage of the period that this Unix time counts for.
     fn at(&self, period: BudgetPeriod, unix_ms: u64) -> PeriodUse {
         let known = self.of(period);
         let number = period.number(unix_ms);
@@ -131,27 +129,27 @@ impl BudgetUse {
     }
 }
 
-/// A user's budget and what is used of it, as of one applied index.
+/// A user's budget and usage as of one applied index.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct BudgetStatus {
-    /// The user's own budget, or that of all users.
+    /// The user's own budget, or the default.
     pub budget: Budget,
     pub(crate) used: BudgetUse,
 }
 
-/// What is left of a budget.
+/// Limit and usage of one period.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct BudgetLeft {
-    /// Its size, in tokens.
+    /// Budget, in tokens.
     pub limit: u64,
-    /// Tokens that were used. May exceed the size.
+    /// Tokens used. May exceed the limit.
     pub used: u64,
     /// Unix time at which the period ends, in milliseconds.
     pub resets_at_ms: u64,
 }
 
 impl BudgetLeft {
-    /// Returns the tokens that are left.
+    /// Returns the number of remaining tokens.
     #[must_use]
     pub fn tokens(&self) -> u64 {
         self.limit.saturating_sub(self.used)
@@ -159,8 +157,8 @@ impl BudgetLeft {
 }
 
 impl BudgetStatus {
-    /// Returns what is left of a period's budget at this Unix time, where `pending` tokens are not in
-    /// the state yet; `None` if it has no bound.
+    /// Returns limit and usage of a period at this Unix time, counting `pending` tokens that are
+    /// not applied yet; `None` if the period is unlimited.
     #[must_use]
     pub fn left(&self, period: BudgetPeriod, unix_ms: u64, pending: u64) -> Option<BudgetLeft> {
         let limit = self.budget.tokens(period)?;
@@ -172,7 +170,7 @@ impl BudgetStatus {
         })
     }
 
-    /// Returns the budget that is used up at this Unix time; of both the one that ends last.
+    /// Returns the budget that is used up at this Unix time; if both are, the one that ends last.
     #[must_use]
     pub fn exhausted(&self, unix_ms: u64, pending: u64) -> Option<(BudgetPeriod, BudgetLeft)> {
         let left = BudgetPeriod::ALL.into_iter().filter_map(|period| {

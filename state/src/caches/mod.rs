@@ -1,12 +1,12 @@
-//! With whom users share cached blocks.
+//! Cache scopes: which users share cached blocks.
 //!
-//! A prompt that starts like another user's finds that user's blocks in an engine's cache, which
-//! its time to first token and its usage reveal. A user with its own scope, or that of a group,
-//! finds only what that scope computed: prompts are hashed under the scope, and engines get it as
-//! `cache_salt` (ADR 0072). Which salt a scope has, is not part of the state: it follows from the
+//! A prompt that starts like another user's finds that user's blocks in an engine's cache, which is
+//! visible in its time to first token and usage. A user with its own scope, or that of a group,
+//! finds only blocks computed in that scope: prompts are hashed under the scope, and engines
+//! receive it as `cache_salt` (ADR 0072). The salt is not part of the state: it follows from the
 //! scope and the cluster's hash secret.
 //!
-//! The list is published as one immutable image, which a request looks up without a lock.
+//! The table is published as one immutable image, which requests read without a lock.
 
 mod table;
 #[cfg(test)]
@@ -20,15 +20,15 @@ use crate::validate::{ensure, is_name};
 pub use table::CacheScopesView;
 pub(crate) use table::{CacheScopes, CacheScopesImage};
 
-/// With whom a user shares cached blocks.
+/// Users with whom a user shares cached blocks.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Encode, Decode)]
 pub enum CacheScope {
-    /// With all who share.
+    /// All users with this scope.
     #[default]
     Shared,
-    /// With nobody.
+    /// No other user.
     Own,
-    /// With the users of this cache group.
+    /// The users of this cache group.
     Group(String),
 }
 

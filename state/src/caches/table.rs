@@ -15,7 +15,7 @@ const SCOPES_PER_PIECE: usize = 4096;
 /// Scopes by user.
 type ScopeMap = CowMap<UserKey, Arc<CacheScope>>;
 
-/// The cache scopes of all users. Who has one is a configured user, which bounds their number.
+/// Cache scopes of all users. Only configured users have one, which bounds their number.
 pub(crate) struct CacheScopes {
     /// Scope of users without one of their own.
     default: CacheScope,
@@ -32,7 +32,7 @@ pub(crate) struct CacheScopesImage {
     of_users: ScopeMap,
 }
 
-/// The cache scopes as readers on other threads see them.
+/// Cache scopes for readers on other threads.
 #[derive(Debug, Clone)]
 pub struct CacheScopesView {
     default: CacheScope,
@@ -57,7 +57,7 @@ impl Default for CacheScopesView {
 }
 
 impl CacheScopes {
-    /// Whether no scope was ever set, or all were removed.
+    /// Whether no user has its own scope and the default is [`CacheScope::Shared`].
     pub(crate) fn is_empty(&self) -> bool {
         self.default == CacheScope::Shared && self.of_users.len() == 0
     }
@@ -80,7 +80,7 @@ impl CacheScopes {
         self.default = scope;
     }
 
-    /// Sets a user's scope; `None`: the user has none of its own.
+    /// Sets a user's own scope. `None` removes it.
     pub(crate) fn set(&mut self, user: UserKey, scope: Option<CacheScope>) {
         self.is_changed = true;
         if let Some(former) = self.of_users.remove(&user) {
@@ -92,7 +92,7 @@ impl CacheScopes {
         }
     }
 
-    /// Returns the users that have a scope of their own, ascending by key.
+    /// Returns the users with their own scope, ascending by key.
     pub(crate) fn users(&self) -> impl Iterator<Item = UserKey> {
         self.of_users.iter().map(|(user, _)| *user)
     }
@@ -105,12 +105,12 @@ impl CacheScopes {
         }
     }
 
-    /// Returns them if they changed since the last call.
+    /// Returns the scopes if they changed since the last call.
     pub(crate) fn publish(&mut self) -> Option<CacheScopesView> {
         std::mem::take(&mut self.is_changed).then(|| self.view())
     }
 
-    /// Publishes all scopes with the next command: they are others.
+    /// Marks all scopes as changed, to be published with the next command.
     pub(crate) fn replaced(&mut self) {
         self.is_changed = true;
     }
@@ -156,7 +156,7 @@ impl CacheScopes {
 }
 
 impl CacheScopesImage {
-    /// Encodes all scopes in pieces of a bounded number of scopes; none if there is nothing to keep.
+    /// Encodes all scopes in pieces of bounded size. Yields none if there is nothing to keep.
     pub(crate) fn pieces(&self) -> impl Iterator<Item = Vec<u8>> {
         let mut scopes = self.of_users.iter().peekable();
         let mut is_due = self.default != CacheScope::Shared;
@@ -180,7 +180,7 @@ impl CacheScopesView {
         self.own(user).unwrap_or(&self.default)
     }
 
-    /// Returns the scope that was set for a user; `None`: that of users without one holds.
+    /// Returns the user's own scope; `None` if the default applies.
     #[must_use]
     pub fn own(&self, user: UserKey) -> Option<&CacheScope> {
         self.of_users.get(&user).map(|scope| &**scope)
@@ -192,7 +192,7 @@ impl CacheScopesView {
         &self.default
     }
 
-    /// Returns how many users have a scope of their own.
+    /// Returns the number of users with their own scope.
     #[must_use]
     pub fn len(&self) -> usize {
         self.of_users.len()

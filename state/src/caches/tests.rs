@@ -1,4 +1,4 @@
-//! Cache scopes: what holds for whom, and what of it a snapshot keeps.
+//! Tests of cache scopes: which scope applies to a user, and snapshots.
 
 use super::*;
 use crate::ids::UserKey;

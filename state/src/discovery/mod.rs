@@ -2,7 +2,7 @@
 //!
 //! The log records which source registered a backend, and since when that source no longer lists
 //! it. So backends of operators are never touched, and a new leader continues where the last one
-//! stopped. [`SourcePlan`] determines the changes: a pure function of the source's answer, the
+//! stopped. [`SourcePlan`] determines the changes: a pure function of the source's response, the
 //! cluster's backends, and the time.
 
 mod plan;
@@ -22,10 +22,10 @@ pub use table::{DiscoveredBackend, LostBackend};
 /// Maximum length of a source's id, in bytes. It is part of the ids of its backends.
 pub const SOURCE_ID_BYTES_MAX: usize = 64;
 
-/// What a source brings about.
+/// A change requested by a source.
 #[derive(Debug, Clone, PartialEq, Eq, Encode, Decode)]
 pub struct Discovery {
-    /// Id of the source. It changes only what it put itself.
+    /// Id of the source, which can only change backends that it registered.
     pub source: String,
     /// The change.
     pub change: DiscoveryChange,
@@ -34,14 +34,14 @@ pub struct Discovery {
 /// A change of one backend.
 #[derive(Debug, Clone, PartialEq, Eq, Encode, Decode)]
 pub enum DiscoveryChange {
-    /// The source has it: it is put, and takes requests again if it was lost.
+    /// The source lists it as ready: it is registered or updated, and no longer lost.
     Found(BackendSpec),
-    /// The source has it no more, or says that it takes no requests: it drains.
+    /// The source does not list it, or not as ready: it drains.
     Lost {
         /// Id of the backend.
         name: String,
     },
-    /// It was lost for long enough: it is removed, with all that it owns.
+    /// It was lost for long enough: it is removed, with everything that it owns.
     Forgotten {
         /// Id of the backend.
         name: String,
@@ -79,7 +79,7 @@ impl Discovery {
     }
 }
 
-/// Whether this can be the id of a source.
+/// Whether `id` is a valid source id.
 #[must_use]
 pub fn is_source(id: &str) -> bool {
     (1..=SOURCE_ID_BYTES_MAX).contains(&id.len()) && is_plain(id)

@@ -1,9 +1,9 @@
-//! The changes that bring the cluster to the engines listed by a source.
+//! The changes that bring the registry in line with the engines that a source lists.
 //!
-//! A source may be wrong: its answer may lack engines that are there, or be empty. So additions
-//! take effect at once, and removals slowly: a backend that is no longer listed drains, keeps what
-//! it owns, and is removed only after a while. At most a fraction of a source's backends is lost at
-//! once, and an empty answer is ignored.
+//! A source may be wrong: its response may lack running engines, or be empty. So additions take
+//! effect at once, and removals slowly: a backend that is no longer listed drains, keeps what it
+//! owns, and is removed only after a while. At most a fraction of a source's backends is lost at
+//! once, and an empty response is ignored.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -12,77 +12,77 @@ use crate::backends::{Backend, BackendSpec};
 use crate::bounds::BACKENDS_MAX;
 use crate::ids::Slot;
 
-/// How a source is followed.
+/// Rules for following a source.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SourceRules {
     /// Id of the source.
     pub source: String,
-    /// How long a backend is lost before it is removed, in milliseconds.
+    /// Time from a backend's loss to its removal, in milliseconds.
     pub remove_after_ms: u64,
-    /// The part of a source's backends that may be lost at once, in thousandths.
+    /// Maximum share of a source's backends that may be lost at once, in thousandths.
     pub lost_permille_max: u32,
 }
 
-/// An engine that a source tells of.
+/// An engine that a source lists.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ListedEngine {
-    /// What is to be registered.
+    /// Backend to register.
     pub spec: BackendSpec,
-    /// What the source says of it.
+    /// Condition that the source reports.
     pub condition: EngineCondition,
 }
 
-/// What a source says of an engine.
+/// Condition of an engine, as reported by its source.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum EngineCondition {
-    /// It takes requests.
+    /// The engine takes requests.
     Ready,
-    /// It is there and takes none for now. It is not put, and drains if it is registered.
+    /// The engine takes no requests now. It is not registered; a registered one drains.
     NotReady,
-    /// It is about to end. It drains at once, whatever becomes of others.
+    /// The engine is about to end. It drains at once, regardless of the share that is lost.
     Leaving,
-    /// The source tells of it in a way that cannot be used: it stays as it is. Only its id counts.
+    /// The entry is unusable, so the backend stays as it is. Only the id of `spec` counts.
     Unclear,
 }
 
 /// The backends of a cluster, as published.
 #[derive(Debug, Clone, Copy)]
 pub struct KnownFleet<'a> {
-    /// By slot, ascending.
+    /// Backends by slot, ascending.
     pub backends: &'a [Backend],
-    /// Those that sources put.
+    /// Backends that sources registered.
     pub discovered: &'a BTreeMap<Slot, DiscoveredBackend>,
 }
 
-/// An engine that is not put, with the reason.
+/// An engine that is not registered, with the reason.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RefusedEngine {
-    /// Its id, or what it is told as.
+    /// Id of the engine, or its name at the source.
     pub engine: String,
-    /// Why.
+    /// Reason for the refusal.
     pub reason: String,
 }
 
-/// What is to change for one source.
+/// Changes for one source.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct SourcePlan {
-    /// Changes, in this order.
+    /// Changes, in the order in which they apply.
     pub changes: Vec<DiscoveryChange>,
-    /// Engines that are not put.
+    /// Engines that are not registered.
     pub refused: Vec<RefusedEngine>,
-    /// Backends that the source does not have and that stay all the same, as too many others are
-    /// lost.
+    /// Number of backends that the source does not list, or not as ready, and that stay because too
+    /// many others are lost.
     pub withheld: usize,
 }
 
-/// What a source has of the registry: backends with what is known of them, by id.
+/// Backends of one source by id, with their discovery state.
 type HeldBackends<'a> = BTreeMap<&'a str, (&'a Backend, &'a DiscoveredBackend)>;
 
 /// Engines that may be registered, by id.
 type AcceptedEngines<'a> = BTreeMap<&'a str, &'a ListedEngine>;
 
 impl SourcePlan {
-    /// Decides what follows from an answer of a source. An answer without engines changes nothing.
+    /// Determines the changes for a source's response. A response without engines changes nothing.
     #[must_use]
     pub fn of(
         rules: &SourceRules,
@@ -98,14 +98,14 @@ impl SourcePlan {
         let (accepted, refused) = EngineJudge::new(rules, fleet, &held).judge(told);
         plan.refused = refused;
         plan.find(&accepted, &held);
-        // What is refused is told of all the same, so a backend of that id is not lost.
+        // A refused engine is listed nevertheless, so a backend with its id is not lost.
         let ids: BTreeSet<&str> = told.iter().map(|engine| &*engine.spec.id).collect();
         plan.lose(rules, (&accepted, &ids), &held);
         plan.forget(rules, &ids, &held, now_ms);
         plan
     }
 
-    /// Puts what is new, has changed or has returned.
+    /// Registers engines that are new, have changed or have returned.
     fn find(&mut self, accepted: &AcceptedEngines<'_>, held: &HeldBackends<'_>) {
         for (id, engine) in accepted {
             let is_as_told = held.get(id).is_some_and(|(backend, known)| {
@@ -118,8 +118,8 @@ impl SourcePlan {
         }
     }
 
-    /// Has those drain that are leaving, and of those that are not told of, or not ready, as many as
-    /// may be lost at once. Those that return are already among the changes.
+    /// Drains backends that are leaving and, up to the allowed share, those that are not listed or
+    /// not ready. Backends that return are already among the changes.
     fn lose(
         &mut self,
         rules: &SourceRules,
@@ -149,7 +149,7 @@ impl SourcePlan {
             }));
     }
 
-    /// Removes what was lost for long enough and is told of no more.
+    /// Removes backends that were lost for long enough and are not listed.
     fn forget(
         &mut self,
         rules: &SourceRules,
@@ -173,7 +173,7 @@ impl SourcePlan {
     }
 }
 
-/// How many of so many backends may be lost at once.
+/// Returns how many of `backends` may be lost at once.
 fn part(rules: &SourceRules, backends: usize) -> usize {
     let permille = usize::try_from(rules.lost_permille_max).unwrap_or(usize::MAX);
     backends.saturating_mul(permille) / 1000
@@ -187,22 +187,22 @@ fn held<'a>(source: &str, fleet: &KnownFleet<'a>) -> HeldBackends<'a> {
     own.collect()
 }
 
-/// Judges the engines of one answer.
+/// Checks the engines of one response.
 struct EngineJudge<'a> {
     rules: &'a SourceRules,
     held: &'a HeldBackends<'a>,
-    /// Who has the ids that are not this source's.
+    /// Ids of other backends, with the source that registered each; `None` for an operator.
     holders: BTreeMap<&'a str, Option<&'a str>>,
-    /// Backends that are not this source's, by URL.
+    /// Ids of other backends, by URL.
     places: BTreeMap<&'a str, &'a str>,
-    /// How many more the registry takes.
+    /// Number of free slots in the registry.
     room: usize,
 }
 
 impl<'a> EngineJudge<'a> {
     fn new(rules: &'a SourceRules, fleet: &KnownFleet<'a>, held: &'a HeldBackends<'a>) -> Self {
         let others = || {
-            // A further rank is its engine's.
+            // A further rank belongs to its engine.
             let all = fleet.backends.iter().filter(|it| !it.is_further_rank());
             all.filter(|backend| !held.contains_key(&*backend.spec.id))
         };
@@ -218,14 +218,14 @@ impl<'a> EngineJudge<'a> {
         }
     }
 
-    /// Returns those that may be registered, by id, and the others with the reasons.
+    /// Returns the engines that may be registered, by id, and the others with the reasons.
     fn judge(mut self, told: &[ListedEngine]) -> (AcceptedEngines<'_>, Vec<RefusedEngine>) {
         let mut accepted = BTreeMap::new();
         let mut refused = Vec::new();
         let mut places: BTreeMap<&str, &str> = BTreeMap::new();
         let is_clear = |engine: &&ListedEngine| engine.condition != EngineCondition::Unclear;
         let mut sorted: Vec<&ListedEngine> = told.iter().filter(is_clear).collect();
-        // The answer may come in any order, and the same ones are to be refused each time.
+        // Responses come in any order, but the same engines must be refused each time.
         sorted.sort_by(|a, b| (&a.spec.id, &a.spec.url).cmp(&(&b.spec.id, &b.spec.url)));
         for engine in sorted {
             let (id, url) = (&*engine.spec.id, &*engine.spec.url);
@@ -242,7 +242,7 @@ impl<'a> EngineJudge<'a> {
             });
             match judged {
                 Ok(()) => {
-                    // An address is given to others once its engine leaves.
+                    // The address of a leaving engine may already belong to another.
                     if engine.condition != EngineCondition::Leaving {
                         places.insert(url, id);
                     }
@@ -271,7 +271,7 @@ impl<'a> EngineJudge<'a> {
         }
     }
 
-    /// Takes one of the registry's free places for what is new.
+    /// Takes a free slot of the registry for a new engine.
     fn take_room(&mut self, engine: &ListedEngine) -> Result<(), String> {
         let is_new = !self.held.contains_key(&*engine.spec.id);
         if !is_new || engine.condition != EngineCondition::Ready {

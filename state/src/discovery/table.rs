@@ -1,4 +1,4 @@
-//! Who put the backends that no operator put.
+//! Backends that sources registered.
 
 use std::collections::BTreeMap;
 
@@ -27,33 +27,33 @@ pub struct LostBackend {
     pub drains_anyway: bool,
 }
 
-/// All backends that sources put, by slot.
+/// All backends that sources registered, by slot.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Encode, Decode)]
 pub(crate) struct Discovered(BTreeMap<Slot, DiscoveredBackend>);
 
 impl Discovered {
-    /// All of them, to be published.
+    /// Returns all of them, to be published.
     pub(crate) fn by_slot(&self) -> &BTreeMap<Slot, DiscoveredBackend> {
         &self.0
     }
 
-    /// The backend in `slot` if this source put it.
+    /// Returns the backend in `slot` if this source registered it.
     pub(crate) fn of_source(&mut self, slot: Slot, source: &str) -> Option<&mut DiscoveredBackend> {
         self.0.get_mut(&slot).filter(|it| it.source == source)
     }
 
-    /// Notes that a source has put the backend in `slot`.
+    /// Records that a source registered the backend in `slot`.
     pub(crate) fn put(&mut self, slot: Slot, source: String) {
         let lost = None;
         self.0.insert(slot, DiscoveredBackend { source, lost });
     }
 
-    /// Forgets who put the backend in `slot`: an operator did, or it is gone.
+    /// Forgets the source of the backend in `slot`, which an operator took over or removed.
     pub(crate) fn forget(&mut self, slot: Slot) -> Option<DiscoveredBackend> {
         self.0.remove(&slot)
     }
 
-    /// Notes what an operator wants of a backend while it is lost.
+    /// Records whether an operator wants a lost backend to drain.
     pub(crate) fn drained_by_hand(&mut self, slot: Slot, draining: bool) {
         let lost = self.0.get_mut(&slot).and_then(|it| it.lost.as_mut());
         if let Some(lost) = lost {
@@ -61,7 +61,7 @@ impl Discovered {
         }
     }
 
-    /// Checks I132: each is registered, and has a source.
+    /// Checks I132: each backend is registered and has a valid source.
     pub(crate) fn check(&self, is_taken: impl Fn(Slot) -> bool) -> Result<(), String> {
         for (slot, backend) in &self.0 {
             if !is_taken(*slot) {

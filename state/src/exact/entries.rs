@@ -89,7 +89,7 @@ impl CachedBlocks {
         &self.chunks[index as usize / CHUNK_ENTRIES][index as usize % CHUNK_ENTRIES]
     }
 
-    /// Returns an entry in use, for changing it.
+    /// Returns an entry in use, mutably.
     pub(super) fn get_mut(&mut self, index: u32) -> &mut CachedBlock {
         let chunk = &mut self.chunks[index as usize / CHUNK_ENTRIES];
         &mut Arc::make_mut(chunk)[index as usize % CHUNK_ENTRIES]

@@ -1,9 +1,9 @@
-//! Predicts what engines evict next, for decisions: a request finds what earlier ones leave in the
-//! cache.
+//! Predicts what engines evict next, so that routing can see what earlier requests will leave in
+//! the cache.
 //!
 //! Events report an eviction after the fact, but what a cache must evict for the running requests
-//! is known before: an engine of `n` blocks holds those that it has reported, those that leases
-//! brought and it has not reported yet, and one partial block for each request; the excess over `n`
+//! is known before. An engine with `n` blocks holds the blocks that it has reported, those that
+//! leases added and it has not reported yet, and one partial block per request. The excess over `n`
 //! is evicted in the order of
 //! [`Ownership::next_leaving`](crate::ownership::Ownership::next_leaving).
 
@@ -11,12 +11,12 @@ use std::sync::Arc;
 
 use crate::ids::{BackendRef, BlockHash};
 
-/// Blocks that are listed beyond those that must go already.
+/// Number of blocks listed beyond those that must be evicted already.
 const LISTED_BEYOND: i64 = 256;
-/// Maximum number of blocks that are listed.
+/// Maximum number of listed blocks.
 const LISTED_MAX: i64 = 1024;
 
-/// What the engine of one backend evicts next.
+/// Blocks that the engine of one backend evicts next.
 #[derive(Debug, PartialEq, Eq)]
 pub struct ComingEvictions {
     backend: BackendRef,
@@ -24,31 +24,31 @@ pub struct ComingEvictions {
     blocks: Vec<BlockHash>,
 }
 
-/// How full an engine's cache is.
+/// Fill level of an engine's cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct CacheFill {
-    /// Changes whenever blocks or their order may have.
+    /// Changes whenever blocks or their eviction order may have changed.
     pub(crate) stamp: u128,
-    /// Physical blocks that hold something that can be found.
+    /// Number of physical blocks with content that lookups can find.
     pub(crate) held: u64,
-    /// Blocks that leases brought and the engine has not reported.
+    /// Number of blocks that leases added and the engine has not reported.
     pub(crate) unreported: u64,
-    /// Physical blocks that there are.
+    /// Number of physical blocks of the cache.
     pub(crate) capacity: u32,
 }
 
 impl CacheFill {
-    /// How many blocks are needed beyond those there are, without the partial ones of requests. One
-    /// block of an engine is no request's.
+    /// Returns by how many blocks demand exceeds capacity, not counting partial blocks of requests.
+    /// One block of an engine is never available to requests.
     fn beyond(&self) -> i64 {
         let number = |count: u64| i64::try_from(count).unwrap_or(i64::MAX / 4);
         let usable = i64::from(self.capacity).saturating_sub(1);
-        // An engine that holds more than it should be able to has more room than it says.
+        // An engine that holds more than that has more capacity than it reports.
         let usable = usable.max(number(self.held));
         number(self.held) + number(self.unreported) - usable
     }
 
-    /// How many blocks are worth listing.
+    /// Returns the number of blocks worth listing.
     pub(crate) fn listed(&self) -> usize {
         let wanted = self.beyond() + LISTED_BEYOND;
         usize::try_from(wanted.clamp(0, LISTED_MAX)).unwrap_or(0)
@@ -64,14 +64,14 @@ impl ComingEvictions {
         }
     }
 
-    /// Whether these are still the ones.
+    /// Whether the prediction is still valid for this backend and fill level.
     pub(crate) fn is_of(&self, backend: BackendRef, fill: CacheFill) -> bool {
         (self.backend, self.fill) == (backend, fill)
     }
 
-    /// Returns how many leading blocks of `chain` are left of the first `matched`, which the backend
-    /// has, once it has made room for `requests` under way and for `blocks` that the log does not
-    /// know yet. What `is_used` by a request that the log does not know yet stays.
+    /// Returns how many of the first `matched` blocks of `chain` the backend still has after it
+    /// makes room for `requests` in flight and `blocks` that the log does not contain yet. A block
+    /// that `is_used` by a request that the log does not contain yet stays.
     #[must_use]
     pub fn left(
         &self,
@@ -89,7 +89,7 @@ impl ComingEvictions {
         let mut left = chain.len().min(matched as usize);
         let goes = |block: BlockHash| {
             let place = self.blocks.iter().position(|it| *it == block);
-            // What is used stays, and others go in its place; looked at only when it matters.
+            // A used block stays and others go instead; checked only if it matters.
             !is_used(block)
                 && place.is_some_and(|place| {
                     let used = self.blocks[..place].iter().filter(|it| is_used(**it));
@@ -103,12 +103,12 @@ impl ComingEvictions {
     }
 }
 
-/// What engines evict next, of all backends whose KV events are followed, by slot.
+/// Coming evictions of all backends with followed KV events, by slot.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct EvictionsView(pub(crate) Vec<Arc<ComingEvictions>>);
 
 impl EvictionsView {
-    /// Returns what the engine of `backend` evicts next; `None`: nobody knows.
+    /// Returns what the engine of `backend` evicts next; `None` if unknown.
     #[must_use]
     pub fn get(&self, backend: BackendRef) -> Option<&Arc<ComingEvictions>> {
         let place = self.0.binary_search_by_key(&backend, |it| it.backend);

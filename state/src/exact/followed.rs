@@ -1,4 +1,4 @@
-//! [`FollowedBackends`]: all followed backends, and how a batch of news changes them.
+//! [`FollowedBackends`]: all followed backends, and how batches of news change them.
 
 use std::cmp::Ordering;
 use std::collections::{BTreeMap, VecDeque};
@@ -20,7 +20,7 @@ pub(super) const FADING_STEPS_MAX: usize = 64;
 /// Effects of a batch other than on the blocks.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct KvChanges {
-    /// Removed blocks at which leases end.
+    /// Tips of open leases whose blocks were removed.
     pub(crate) outlived: Vec<BlockHash>,
     /// Whether the backend's condition changed.
     pub(crate) is_condition_changed: bool,
@@ -62,9 +62,9 @@ impl FollowedBackends {
         }
     }
 
-    /// Applies a reader's batch for `backend`, which is live: the engine's, or where its rank is.
-    /// Returns `None`, without a change, if it exceeds a bound. Outdated news is accepted but
-    /// changes nothing.
+    /// Applies a reader's batch for `backend`, a current handle: the engine's, or its rank's own.
+    /// Returns `None`, without a change, if the batch exceeds a bound. Outdated news is accepted
+    /// but changes nothing.
     pub(crate) fn apply(
         &mut self,
         backend: BackendRef,
@@ -128,8 +128,8 @@ impl FollowedBackends {
         gone.is_some()
     }
 
-    /// Records that a lease that ended at `tip` was released: blocks that it brought fade unless
-    /// confirmed. What its request made behind them is as old.
+    /// Records the release of a lease that ended at `tip`. Blocks that it added fade unless
+    /// confirmed. Blocks that its request produced behind them get the same age.
     pub(crate) fn released(
         &mut self,
         slot: Slot,
@@ -165,8 +165,8 @@ impl FollowedBackends {
         }
     }
 
-    /// Iterates over the backends whose only rank's blocks are reported, with the number of physical
-    /// blocks that hold one. The ranks of others have caches of their own.
+    /// Iterates over the backends with a single rank whose blocks are reported, with the number of
+    /// physical blocks in use. Skips backends with several ranks, whose caches are separate.
     pub(crate) fn shown(&self) -> impl Iterator<Item = (BackendRef, u64)> {
         let shown = self.followed.values();
         let shown = shown.filter(|it| it.is_shown && it.ranks.len() == 1);
@@ -223,7 +223,7 @@ impl FollowedBackends {
         streams.map(|it| it.tree.memory_bytes() as u64).sum()
     }
 
-    /// Returns what is reported to the ownership for a backend: one entry per rank and block.
+    /// Returns the blocks reported to the ownership for a backend, once per rank that reports them.
     pub(crate) fn reports(&self, slot: Slot) -> Vec<BlockHash> {
         let ranks = self.followed.get(&slot).map(|followed| &followed.ranks);
         let entries = ranks.into_iter().flatten();
@@ -297,12 +297,11 @@ impl FollowedBackend {
         self.settle(&mut show);
     }
 
-    /// Updates the reports to what is known: those of all ranks, or none.
+    /// Updates the reports: those of all ranks if every rank is known, else none.
     fn settle(&mut self, show: &mut ReportedOwnership<'_>) {
         let is_known = self.ranks.values().all(RankStream::is_known);
         if is_known && !self.is_shown {
-            // Blocks that leases brought before stay in use until the engine's reports are
-            // complete.
+            // Blocks that leases added before stay in use until the engine's reports are complete.
             self.fading.clear();
             self.fade_later(0, show.ownership.epoch(show.slot));
             self.is_shown = true;

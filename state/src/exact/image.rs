@@ -1,8 +1,8 @@
 //! Digest and snapshot of the followed backends, and their invariant.
 //!
-//! An image is taken by cloning one pointer per 1,024 blocks. It is written in pieces: first
+//! Taking an image clones one pointer per 1,024 blocks. The image is written in pieces: first
 //! everything but the blocks, then the entries of each rank in storage order, one chunk per piece,
-//! about 23 bytes a block. Derived data is not written.
+//! about 23 bytes per block. Derived data is not written.
 
 use bincode::{Decode, Encode};
 
@@ -109,7 +109,7 @@ impl FollowedBackends {
         Ok(())
     }
 
-    /// Derives the rest once all pieces are there, or describes their fault.
+    /// Rebuilds derived data once all pieces are restored, or describes the fault.
     pub(crate) fn finish_restore(&mut self) -> Result<(), String> {
         for followed in self.followed.values_mut() {
             let mut ranks = followed.ranks.values_mut();
@@ -119,9 +119,9 @@ impl FollowedBackends {
         self.check()
     }
 
-    /// Checks I22: for each followed backend, exactly those blocks are reported that its ranks hold
-    /// and that lead back to a first block over such blocks, and none while a rank is unknown.
-    /// Counts, sums and bounds agree.
+    /// Checks I22: for each followed backend, the reported blocks are exactly those that a rank
+    /// holds along with every block before them, and none while a rank is unknown. Counts, sums and
+    /// bounds agree.
     pub(crate) fn check(&self) -> Result<(), String> {
         let mut entries = 0;
         for (slot, followed) in &self.followed {

@@ -1,4 +1,4 @@
-//! Exact ownership from KV events: what engines say they hold, instead of what leases imply.
+//! Exact ownership from KV events: what engines report, instead of what leases imply.
 //!
 //! A reader reports one publisher's stream in [`KvBatch`]es. Each rank's messages are applied once
 //! and in order (`stream`). Together they yield that rank's cache (`tree`). The blocks that can be
@@ -6,22 +6,22 @@
 //!
 //! # Between dispatch and event
 //! Leases add blocks before the engine reports them. These count as owned at once, and a report
-//! confirms them. A block that a released lease brought and no report confirmed within
-//! [`KV_CONFIRM_MS_MAX`] fades: it was never cached, or is not any more. When a report ends, its
-//! block is removed at once, whoever pins it, and leases that end there are over. While a backend
-//! is degraded nothing fades, because no reports arrive. In lease mode there are no reports, and
-//! everything works as for an engine without events.
+//! confirms them. A block that a released lease added and no report confirmed within
+//! [`KV_CONFIRM_MS_MAX`] fades: it was never cached, or no longer is. When a report ends, its block
+//! is removed at once, even if a lease pins it, and leases that end there are closed. While a
+//! backend is degraded nothing fades, because no reports arrive. In lease mode there are no
+//! reports, and everything works as for an engine without events.
 //!
 //! # Meaning of exact
 //! `exact` means that every message up to the newest one known to the reader is applied, that the
-//! run is known from an empty cache on, and that nothing in it was left out. It is only claimed
-//! after a reader has sent [`KvNews::Current`]. Messages lost for good end it: the engine then
-//! holds blocks that are unknown here, so ownership follows from leases until the cache is emptied
-//! once (`AllBlocksCleared`) or another run begins.
+//! run is known from an empty cache on, and that nothing in it was left out. It requires that a
+//! reader has sent [`KvNews::Current`]. Permanently lost messages end it: the engine then holds
+//! unknown blocks, so ownership follows from leases until the cache is emptied once
+//! (`AllBlocksCleared`) or another run begins.
 //!
 //! # Blocks that only look alike
-//! Events of engines up to vLLM 0.12 do not say which blocks are salted, so the same tokens appear
-//! under two of the engine's hashes. The first one is taken for the block. A later one is
+//! Events of engines up to vLLM 0.12 do not show which blocks are salted, so the same tokens appear
+//! under two of the engine's hashes. The first one is treated as the block. A later one is
 //! *foreign*: it is kept, so that its removal is not mistaken for the other's, but never owned, and
 //! neither is anything that follows it. The events do not show which one came first in the cache;
 //! such engines should not be given salted requests in precise mode.
@@ -59,8 +59,8 @@ pub const KV_ENTRIES_PER_BACKEND_MAX: u64 = 4_000_000;
 pub const KV_ENTRIES_MAX: u64 = 8_000_000;
 /// Maximum number of followed ranks of one backend.
 pub const KV_RANKS_MAX: usize = 64;
-/// How long a released block stays owned without a report, in milliseconds of replicated time. Well
-/// above the time an event takes from the engine through the log.
+/// How long a released block stays owned without a report, in milliseconds of replicated time. Far
+/// longer than an event takes from the engine through the log.
 pub const KV_CONFIRM_MS_MAX: u64 = 5_000;
 
 /// Maximum number of blocks in one batch, so that with the hashes of both sides it fits an
@@ -80,7 +80,7 @@ pub struct KvBatch {
     /// greater number (a time stamp, and at least one more than the followed run), so that news of
     /// an earlier run is recognised as outdated.
     pub publisher: u64,
-    /// What the reader found.
+    /// What the reader observed.
     pub news: KvNews,
 }
 
@@ -110,8 +110,8 @@ pub enum KvNews {
     /// A message, or a part of one.
     Message(KvMessage),
     /// The newest message is `seq`. If that is the last one applied, nothing is missing and any
-    /// doubt ends. `None`: there has been no message in this run. Sent by a reader that has caught
-    /// up, and whenever it finds the stream it follows in doubt.
+    /// doubt ends. `None` if the run has no message yet. Sent by a reader that has caught up, and
+    /// whenever it finds the stream that it follows in doubt.
     Current {
         /// Sequence number of the newest message.
         seq: Option<u64>,
@@ -137,11 +137,11 @@ pub struct KvMessage {
     pub part: u16,
     /// Whether this is the last part.
     pub is_last: bool,
-    /// Messages before this one are lost for good: the known state of the rank is dropped, and
+    /// Messages before this one are permanently lost: the known state of the rank is dropped, and
     /// later messages are not used until its cache has been emptied once. Also set on the first
-    /// message of a run that is not known from its beginning (`publisher` is a new one then). Only
-    /// valid with part 0. If nothing before this message is missing here, it is treated as any
-    /// other message.
+    /// message of a run that is not known from its beginning (its `publisher` is new). Only valid
+    /// with part 0. If nothing before this message is missing here, it is treated as any other
+    /// message.
     pub is_after_loss: bool,
     /// Events in order; at most [`KV_BLOCKS_PER_BATCH_MAX`] blocks.
     pub events: Vec<KvEvent>,
@@ -185,7 +185,7 @@ pub enum KvRejection {
 pub enum KvEvent {
     /// Blocks were added to the cache.
     Stored {
-        /// Block before the first one; `None`: the first one starts a prompt.
+        /// Block before the first one; `None` if the first one starts a prompt.
         parent: Option<EngineHash>,
         /// Blocks in order, each with the engine's and the router's hash.
         blocks: Vec<(EngineHash, BlockHash)>,

@@ -146,7 +146,7 @@ pub struct KvMap {
 }
 
 impl KvMap {
-    /// Iterates over all known blocks, in no particular order. Some may be gone and known only
+    /// Iterates over all known blocks, in no particular order. Some may be gone and are kept only
     /// because others follow them.
     pub fn iter(&self) -> impl Iterator<Item = (EngineHash, BlockHash)> {
         let entries = self.entries.iter();

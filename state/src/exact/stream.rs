@@ -14,11 +14,11 @@ use crate::ownership::{Ownership, ReportRejection};
 pub(super) struct ReportedOwnership<'a> {
     pub(super) ownership: &'a mut Ownership,
     pub(super) slot: Slot,
-    /// Whether blocks are reported at all: only while every rank's cache is known.
+    /// Whether blocks are reported, which requires that every rank's cache is known.
     pub(super) is_shown: bool,
     /// Whether the backend has no other rank.
     pub(super) is_only_rank: bool,
-    /// Number of entries that the rank may have.
+    /// Maximum number of entries of the rank.
     pub(super) room: u64,
     /// Tips of leases whose blocks were removed.
     pub(super) outlived: &'a mut Vec<BlockHash>,
@@ -128,7 +128,7 @@ impl RankStream {
         self.progress.doubt = Some(doubt);
     }
 
-    /// Handles the news that the newest message is `seq`.
+    /// Records that the newest message is `seq`.
     pub(super) fn current(&mut self, seq: Option<u64>) {
         let end = seq.map_or(0, |seq| seq.saturating_add(1));
         let next = self.progress.next;
@@ -256,7 +256,7 @@ impl RankStream {
         }
     }
 
-    /// Handles the clearing of the cache: an empty cache is a known one.
+    /// Handles a cleared cache, which makes the cache known again.
     fn cleared(&mut self, show: &mut ReportedOwnership<'_>) {
         if let Some(UnknownCause::Refused(_)) = self.progress.lapse {
             return;

@@ -1,4 +1,4 @@
-//! Bounds, which take small limits to reach.
+//! Tests of bounds, with small limits.
 
 use crate::exact::followed::FollowedBackends;
 use crate::exact::{KvBatch, KvEvent, KvMessage, KvMode, KvNews, KvReason};
@@ -12,7 +12,7 @@ struct Rig {
 }
 
 impl Rig {
-    /// Two engines, with limits on the blocks kept of each and of all, and on all owned blocks.
+    /// Two engines, with limits on kept blocks (per engine, of all) and on all owned blocks.
     fn new(per_backend: u64, all: u64, owned: u64) -> Self {
         let mut rig = Self {
             exact: FollowedBackends::with_limits(per_backend, all),

@@ -37,7 +37,7 @@ pub(super) enum StoreResult {
     Copy(u32),
     /// A new block.
     Fresh(u32),
-    /// The engine's hash belongs to another block already; that one got a copy more.
+    /// The engine's hash already belongs to another block, which gained a copy.
     Contradiction(u32),
     /// There are too many entries.
     Full,
@@ -236,8 +236,8 @@ impl BlockTree {
         found
     }
 
-    /// Returns the blocks where what follows `top` ends, along rows without branches: of an answer
-    /// that follows a prompt there is one. Looks at the latest rows only.
+    /// Returns the last block of each chain behind `top` that has no branches, such as the response
+    /// to a prompt. Examines only the newest chains.
     pub(super) fn ends_behind(&self, top: u32) -> Vec<BlockHash> {
         const ROWS_MAX: usize = 8;
         const BLOCKS_MAX: usize = 64;
@@ -272,7 +272,7 @@ impl BlockTree {
         self.change(index, |entry| entry.is_reported = is_reported);
     }
 
-    /// Marks an entry as foreign: it only looks like its block.
+    /// Marks an entry as foreign, because it only looks like its block.
     pub(super) fn set_foreign(&mut self, index: u32) {
         let entry = *self.entries.get(index);
         if !entry.is_foreign {
@@ -342,7 +342,7 @@ impl BlockTree {
         xxh3_128(&bytes)
     }
 
-    /// Rebuilds what an image leaves out from the entries alone, or describes their fault.
+    /// Rebuilds derived data from the entries, or describes the fault.
     pub(super) fn rebuild(&mut self) -> Result<(), String> {
         self.check_paths()?;
         let present: Vec<u32> = self.entries.iter().map(|(index, _)| index).collect();

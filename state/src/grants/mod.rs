@@ -1,12 +1,12 @@
 //! Grants through the log: one dispatch order under backlog for all replicas.
 //!
 //! With `grants = "log"`, a request that has to wait is entered here ([`Item::Wait`]). A replica
-//! that learns of free capacity proposes [`Item::Grant`]. Applying it takes the next request by
-//! priority, then by its user's counter, then by log order. The same step charges the user the
-//! price of the request, so the next grant already takes it into account. The result is a single
-//! queue for the whole cluster, with VTC's bound for one. The replica that owns the request finds
-//! the grant in [`GrantsView`] and dispatches. With [`Item::Leave`] it reports that it took the
-//! grant or does not want it.
+//! with free capacity proposes [`Item::Grant`]. Applying it takes the next request by priority,
+//! then by its user's counter, then by log order. The same step charges the user the price of the
+//! request, so the next grant already takes it into account. The result is a single queue for the
+//! whole cluster, with the VTC bound of one queue. The replica that owns the request finds the
+//! grant in [`GrantsView`] and dispatches. With [`Item::Leave`] it reports that it took or declined
+//! the grant.
 //!
 //! [`Item::Wait`]: crate::command::Item::Wait
 //! [`Item::Grant`]: crate::command::Item::Grant
@@ -20,7 +20,7 @@
 //!   request too many at an engine.
 //! - A granted request goes ahead of everything waiting here, as soon as there is capacity; propose
 //!   `Leave` for it. If its client is gone, propose `Leave` and `Grant {model, 1}`, so that the
-//!   next one goes. The price already charged becomes credit of the user (`CreditLedger::credit`).
+//!   next one goes. The price already charged becomes the user's credit (`CreditLedger::credit`).
 //! - When a replica is lost, its requests are removed and its open grants are passed on.
 
 #[cfg(test)]
@@ -69,7 +69,7 @@ impl GrantsView {
         self.granted.range(all).map(|(_, wait)| wait)
     }
 
-    /// Whether a request is known, granted or not. An unknown one was never applied or is over.
+    /// Whether a request is known, granted or not. An unknown one was never applied or has ended.
     #[must_use]
     pub fn knows(&self, replica: ReplicaId, ticket: Ticket) -> bool {
         let key = (replica, ticket);
@@ -199,7 +199,7 @@ impl WaitingList {
         if !is_welcome {
             return false;
         }
-        // Only now: a replica without requests must have no count.
+        // Counted only now, because a replica without requests must have no count.
         *self.per_replica.entry(entry.replica).or_default() += 1;
         self.digest = self.digest.wrapping_add(hash(&entry));
         if !entry.is_granted {
@@ -209,7 +209,7 @@ impl WaitingList {
         true
     }
 
-    /// Removes a request whose replica took the grant, does not want it, or saw the request leave.
+    /// Removes a request whose replica took or declined the grant, or saw the request leave.
     /// Returns whether it was known.
     pub(crate) fn leave(&mut self, replica: ReplicaId, ticket: Ticket) -> bool {
         let Some(entry) = self.entries.remove(&(replica, ticket)) else {

@@ -1,4 +1,4 @@
-//! The maps that keys stand in, which are cloned by reference.
+//! Maps of API keys that are cloned by reference.
 
 use std::sync::Arc;
 
@@ -8,7 +8,7 @@ use crate::ids::ApiKeyId;
 
 /// Keys by id.
 pub(super) type KeysById = CowMap<ApiKeyId, Arc<ApiKey>>;
-/// Ids of keys by secret, present and former.
+/// Ids of keys by secret, current and former.
 pub(super) type KeysBySecret = CowMap<SecretHash, ApiKeyId>;
 
 impl ShardKey for ApiKeyId {

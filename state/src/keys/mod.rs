@@ -1,12 +1,12 @@
-//! API keys of the data plane: who may send requests, in whose name, for which models and paths.
+//! API keys of the data plane: which users, models and paths a client may use.
 //!
-//! A key's secret is drawn by the replica that is asked for it and told to the caller once. Commands
-//! carry a keyed hash of it only ([`SecretHash`]), so neither log nor snapshot nor backup holds a
-//! secret (ADR 0067). A rotation gives a key another secret; the former one is taken for a grace.
+//! The replica that creates a key draws its secret and returns it once. Commands only carry a keyed
+//! hash of it ([`SecretHash`]), so no log, snapshot or backup holds a secret (ADR 0067). A rotation
+//! gives a key a new secret and keeps the former one valid for a grace period.
 //!
-//! Whether a key has expired is judged by the cluster's clock, the median of its members' clocks
-//! (`node/src/app/clocks.rs`): it stamps commands, and goes on while none are written. Nothing happens to a key when it
-//! expires: it is refused from then on, and makes room when the table is full.
+//! Keys expire by the cluster's clock, the median of its members' clocks
+//! (`node/src/app/clocks.rs`). It stamps commands and advances while none are written. An expired
+//! key stays in the table: it is rejected, and makes room when the table is full.
 
 mod maps;
 mod published;
@@ -30,13 +30,13 @@ pub(crate) use table::{Keys, KeysImage};
 
 /// Maximum total length of a key's models and scopes, in bytes.
 pub const API_KEY_LISTS_BYTES_MAX: usize = PATTERNS_BYTES_MAX;
-/// Longest time for which a rotation leaves the former secret valid, in milliseconds: 30 days.
+/// Maximum grace period for the former secret after a rotation, in milliseconds: 30 days.
 pub const GRACE_MS_MAX: u64 = 30 * 24 * 60 * 60 * 1000;
 
-/// Last time at which a key can expire, in milliseconds: the end of the year 9999.
+/// Latest expiry of a key as Unix time, in milliseconds: the end of the year 9999.
 pub const EXPIRY_MS_MAX: u64 = 253_402_300_799_000;
 
-/// Keyed hash of a key's secret. The state compares it and cannot compute it.
+/// Keyed hash of a key's secret. The state can compare it but not compute it.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default, Encode, Decode)]
 pub struct SecretHash(pub [u8; 32]);
 
@@ -46,20 +46,20 @@ impl fmt::Debug for SecretHash {
     }
 }
 
-/// A key as an operator asks for it.
+/// A key as requested by an operator.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Encode, Decode)]
 pub struct ApiKeySpec {
-    /// Id, drawn at random by the replica that was asked.
+    /// Id, drawn at random by the replica that received the request.
     pub id: ApiKeyId,
-    /// Hash of its secret.
+    /// Hash of the secret.
     pub secret: SecretHash,
-    /// What people call it.
+    /// Display name.
     pub name: String,
-    /// User whose requests come with it.
+    /// User to whom requests with this key belong.
     pub user: String,
-    /// Unix time from which it is refused, in milliseconds. `None`: never.
+    /// Expiry as Unix time, in milliseconds. `None`: never.
     pub expires_at_ms: Option<u64>,
-    /// Models that it may use; one that ends in `*` stands for all that begin so. Empty: all.
+    /// Models that it may use; a trailing `*` matches any suffix. Empty: all.
     pub models: Vec<String>,
     /// Paths that it may use, in the same form. Empty: all.
     pub scopes: Vec<String>,
@@ -102,27 +102,27 @@ impl ApiKeySpec {
 /// A key as stored.
 #[derive(Debug, Clone, PartialEq, Eq, Encode, Decode)]
 pub struct ApiKey {
-    /// As it was asked for, with its present secret.
+    /// The requested key, with its current secret.
     pub spec: ApiKeySpec,
     /// Unix time of its creation, in milliseconds.
     pub created_at_ms: u64,
     /// Unix time of its last rotation, in milliseconds.
     pub rotated_at_ms: Option<u64>,
-    /// Secret before the last rotation, if that left a grace.
+    /// Secret before the last rotation, if that granted a grace period.
     pub former: Option<FormerSecret>,
 }
 
 /// A secret that a rotation replaced.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode)]
 pub struct FormerSecret {
-    /// Hash of it.
+    /// Hash of the secret.
     pub secret: SecretHash,
-    /// Unix time from which it is refused, in milliseconds.
+    /// Unix time from which it is rejected, in milliseconds.
     pub until_ms: u64,
 }
 
 impl ApiKey {
-    /// The key as people read of it: id, name and user.
+    /// Returns a description for people: id, name and user.
     #[must_use]
     pub fn subject(&self) -> String {
         let ApiKeySpec { id, name, user, .. } = &self.spec;
@@ -135,7 +135,7 @@ impl ApiKey {
         self.spec.expires_at_ms.is_some_and(|at| at <= calendar_ms)
     }
 
-    /// Whether a request with this secret is served at this time.
+    /// Whether the key accepts this secret at this time.
     #[must_use]
     pub fn accepts(&self, secret: &SecretHash, calendar_ms: u64) -> bool {
         let is_present = self.spec.secret == *secret;
@@ -144,19 +144,19 @@ impl ApiKey {
         !self.is_expired(calendar_ms) && (is_present || self.former.as_ref().is_some_and(is_former))
     }
 
-    /// Whether it may use a model.
+    /// Whether the key may use a model.
     #[must_use]
     pub fn allows_model(&self, model: &str) -> bool {
         self.spec.models.is_empty() || self.spec.models.iter().any(|it| stands_for(it, model))
     }
 
-    /// Whether it may use a path.
+    /// Whether the key may use a path.
     #[must_use]
     pub fn allows_path(&self, path: &str) -> bool {
         self.spec.scopes.is_empty() || self.spec.scopes.iter().any(|it| stands_for(it, path))
     }
 
-    /// Hashes of the secrets that lead to it.
+    /// Returns the hashes of the current and the former secret.
     fn secrets(&self) -> impl Iterator<Item = SecretHash> + use<> {
         let former = self.former.map(|former| former.secret);
         [Some(self.spec.secret), former].into_iter().flatten()

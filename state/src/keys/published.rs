@@ -1,4 +1,4 @@
-//! The keys as readers on other threads see them: one immutable image, replaced when a key changes.
+//! API keys for readers on other threads: one immutable image, replaced when a key changes.
 
 use std::sync::Arc;
 
@@ -14,14 +14,14 @@ pub struct KeysView {
     by_secret: KeysBySecret,
 }
 
-/// What a secret leads to.
+/// Result of looking up a secret.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum FoundKey {
-    /// A key that is served.
+    /// A valid key.
     Live(Arc<ApiKey>),
-    /// A key that has expired, or a secret whose grace is over.
+    /// An expired key, or a former secret after its grace period.
     Expired,
-    /// No key: it was never there, or it was revoked.
+    /// No key: it never existed or was revoked.
     Unknown,
 }
 
@@ -42,13 +42,13 @@ impl KeysView {
         self.by_id.len()
     }
 
-    /// Whether there is no key.
+    /// Whether the view has no keys.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Finds the key of a secret, at this time of the cluster's calendar.
+    /// Finds the key of a secret, at this time of the cluster's clock.
     #[must_use]
     pub fn find(&self, secret: &SecretHash, calendar_ms: u64) -> FoundKey {
         let id = self.by_secret.get(secret);

@@ -1,5 +1,5 @@
-//! Ids of keys that were revoked, remembered so that a restore of an earlier backup does not bring
-//! them back. The newest are kept: who was revoked first is forgotten first.
+//! Ids of revoked keys, kept so that restoring an earlier backup does not bring the keys back. When
+//! there are too many, the one revoked first is forgotten.
 
 use xxhash_rust::xxh3::xxh3_128;
 
@@ -10,7 +10,7 @@ use crate::ids::ApiKeyId;
 /// Number of ids in one section of a snapshot.
 const IDS_PER_PIECE: usize = 65_536;
 
-/// Keys that were revoked, with the Unix time of it in milliseconds.
+/// Revoked keys with the Unix time of their revocation, in milliseconds.
 #[derive(Clone)]
 pub(crate) struct RevokedKeys {
     since: CowMap<ApiKeyId, u64>,
@@ -40,7 +40,7 @@ impl RevokedKeys {
         self.since.iter().map(|(id, at_ms)| (*id, *at_ms))
     }
 
-    /// Remembers a key.
+    /// Adds a revoked key.
     pub(super) fn insert(&mut self, id: ApiKeyId, at_ms: u64) {
         if !self.since.insert_new(id, at_ms) {
             return;
@@ -62,7 +62,7 @@ impl RevokedKeys {
         }
     }
 
-    /// Encodes all ids in pieces of a bounded number.
+    /// Encodes all ids in pieces of bounded size.
     pub(crate) fn pieces(&self) -> impl Iterator<Item = Vec<u8>> {
         let mut ids = self.iter().peekable();
         std::iter::from_fn(move || {
@@ -84,7 +84,7 @@ impl RevokedKeys {
         Ok(())
     }
 
-    /// Whether digest and size are those of the ids.
+    /// Whether the digest matches the ids and their number is within bounds.
     pub(super) fn is_sound(&self) -> bool {
         let sum = |sum: u128, (id, at_ms)| sum.wrapping_add(hash(id, at_ms));
         self.iter().fold(0, sum) == self.digest && self.since.len() <= self.ids_max

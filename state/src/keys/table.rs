@@ -1,4 +1,4 @@
-//! The table of keys: by id, and by the secrets that lead to them. Both are frozen and published by
+//! The table of API keys, indexed by id and by secret. Both indexes are frozen and published by
 //! cloning references.
 
 use std::sync::Arc;
@@ -22,7 +22,7 @@ const KEYS_PER_PIECE: usize = 4096;
 pub(crate) struct Keys {
     by_id: KeysById,
     by_secret: KeysBySecret,
-    /// Keys that were here.
+    /// Revoked keys that are remembered.
     revoked: RevokedKeys,
     /// Wrapping sum of the keys' hashes.
     digest: u128,
@@ -75,7 +75,7 @@ impl Keys {
         self.revoked.append_digest(bytes);
     }
 
-    /// Returns the keys that were revoked and are remembered.
+    /// Returns the remembered revoked keys.
     pub(crate) fn revoked(&self) -> &RevokedKeys {
         &self.revoked
     }
@@ -84,7 +84,7 @@ impl Keys {
         self.by_id.get(&id)
     }
 
-    /// Adds a key. If the table is full, a key that has expired makes room.
+    /// Adds a key. If the table is full, the first key that expired makes room.
     pub(crate) fn create(&mut self, spec: ApiKeySpec, calendar_ms: u64) -> Result<(), Rejection> {
         spec.validate()?;
         ensure(
@@ -117,15 +117,15 @@ impl Keys {
         }
     }
 
-    /// Removes a key for good: a restore does not bring it back.
+    /// Removes a key permanently: a restore does not bring it back.
     pub(crate) fn end(&mut self, id: ApiKeyId, calendar_ms: u64) -> Result<(), Rejection> {
         self.revoke(id)?;
         self.revoked.insert(id, calendar_ms);
         Ok(())
     }
 
-    /// Takes over what `current`, whose place these keys of a backup take, knows to have ended: keys
-    /// that were revoked, and secrets that a rotation replaced.
+    /// Carries over what has ended in `current`, which these keys of a backup replace: revoked
+    /// keys, and secrets replaced by a rotation.
     pub(crate) fn keep_revocations(&mut self, current: &Self) {
         for (id, at_ms) in current.revoked.iter() {
             self.remove(id);
@@ -143,8 +143,7 @@ impl Keys {
         }
     }
 
-    /// Gives a key another secret. The one before is taken for `grace_ms`, one before that no
-    /// longer.
+    /// Gives a key a new secret. The current one stays valid for `grace_ms`; any earlier one ends.
     pub(crate) fn rotate(
         &mut self,
         id: ApiKeyId,
@@ -181,12 +180,12 @@ impl Keys {
         KeysView::of(self.by_id.clone(), self.by_secret.clone())
     }
 
-    /// Returns them if they changed since the last call.
+    /// Returns the keys if they changed since the last call.
     pub(crate) fn publish(&mut self) -> Option<KeysView> {
         std::mem::take(&mut self.is_changed).then(|| self.view())
     }
 
-    /// Publishes all keys with the next command: they are others.
+    /// Marks all keys as changed, to be published with the next command.
     pub(crate) fn replaced(&mut self) {
         self.is_changed = true;
     }
@@ -211,7 +210,7 @@ impl Keys {
         Ok(())
     }
 
-    /// Adds the revoked keys of one piece, or describes its fault. Keys come before them.
+    /// Adds the revoked keys of one piece, or describes its fault. Requires all keys to be present.
     pub(crate) fn restore_revoked(&mut self, bytes: &[u8]) -> Result<(), String> {
         self.revoked.restore_piece(bytes)?;
         match self.revoked.iter().find(|(id, _)| self.get(*id).is_some()) {
@@ -220,7 +219,7 @@ impl Keys {
         }
     }
 
-    /// Whether id and secrets of a key are nobody's, and were nobody's.
+    /// Whether the id is neither taken nor revoked, and the secrets are not taken.
     fn is_free(&self, key: &ApiKey) -> bool {
         let id = key.spec.id;
         let mut secrets = key.secrets();
@@ -265,7 +264,7 @@ impl Keys {
         Ok(())
     }
 
-    /// Of the keys that have expired the one that did first.
+    /// Returns the expired key with the earliest expiry.
     fn first_expired(&self, calendar_ms: u64) -> Option<ApiKeyId> {
         let keys = self.by_id.iter();
         let expired = keys.filter(|(_, key)| key.is_expired(calendar_ms));
@@ -296,7 +295,7 @@ impl Keys {
 }
 
 impl KeysImage {
-    /// Encodes all keys in pieces of a bounded number of keys.
+    /// Encodes all keys in pieces of bounded size.
     pub(crate) fn pieces(&self) -> impl Iterator<Item = Vec<u8>> {
         let mut keys = self.0.iter().peekable();
         std::iter::from_fn(move || {

@@ -101,7 +101,7 @@ fn a_rotated_key_takes_both_secrets_for_the_grace() {
         keys.view().find(&secret(1), NOW_MS + 100),
         FoundKey::Expired
     );
-    // Two at most: the first one ends with the next rotation.
+    // At most two secrets: the first one ends with the next rotation.
     keys.rotate(id, secret(3), 100, NOW_MS + 1).unwrap();
     let taken = [1, 2, 3].map(|number| is_live(&keys, number, NOW_MS + 2));
     assert_eq!(taken, [false, true, true]);
@@ -154,7 +154,7 @@ fn a_restore_revives_neither_a_key_nor_a_secret() {
     for live in [3, 12] {
         assert!(matches!(found(live), FoundKey::Live(_)), "{live}");
     }
-    // It is remembered from one restore to the next.
+    // Revocations are remembered from one restore to the next.
     assert_eq!(backup.revoked().len(), 2);
     let again = backup.create(spec(1, 21, None), NOW_MS);
     assert_eq!(again, Err(Rejection::KeyTaken { id: id(1) }));

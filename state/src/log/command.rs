@@ -187,82 +187,81 @@ pub enum Command {
         /// Limits of the user. Without any bound, the limits for all users apply.
         limits: UserLimits,
     },
-    /// [`Command::FoundCluster`] with every setting that a config gives, so that no config read
-    /// later sets one by being the first to. Format version 4.
+    /// Like [`Command::FoundCluster`], with all settings of the founder's config, so that no config
+    /// read later can be the first to set one. Format version 4.
     FoundWithSettings(Box<Founding>),
     /// Deletes a user with counters, weight and limits. Rejected while requests of the user wait or
-    /// are in flight. Whoever comes under the name later is a new user. Format version 4.
+    /// are in flight. A later user of this name is a new one. Format version 4.
     DeleteUser {
         /// Name of the user.
         name: String,
     },
-    /// Adds an API key. Rejected if there are as many as may be. Format version 5.
+    /// Adds an API key. Rejected if the table is full and no key has expired. Format version 5.
     CreateKey(Box<ApiKeySpec>),
     /// Removes an API key: its secrets are refused from this log index on. Format version 5.
     RevokeKey {
         /// Id of the key.
         id: ApiKeyId,
     },
-    /// Gives an API key another secret. Format version 5.
+    /// Gives an API key a new secret. Format version 5.
     RotateKey {
         /// Id of the key.
         id: ApiKeyId,
         /// Hash of the new secret.
         secret: SecretHash,
-        /// How long the present secret is still taken, in milliseconds, at most
+        /// How long the current secret stays valid, in milliseconds, at most
         /// [`GRACE_MS_MAX`](crate::keys::GRACE_MS_MAX).
         grace_ms: u64,
     },
-    /// Like [`Command::RevokeKey`], and remembers the key, so that no restore brings it back. Format
-    /// version 6.
+    /// Like [`Command::RevokeKey`], but no restore brings the key back. Format version 6.
     EndKey {
         /// Id of the key.
         id: ApiKeyId,
     },
-    /// Like [`Command::BeginRestore`], and what the current state knows to have ended of API keys
-    /// stays so. As the backup may be of any format, this is only for clusters all of whose members
-    /// know the newest. Format version 6.
+    /// Like [`Command::BeginRestore`], but ended API keys and replaced secrets of the current state
+    /// stay invalid. The backup may be of any format, so all members must know the newest. Format
+    /// version 6.
     BeginRestoreOfKeys {
         /// Id of the restore.
         restore: RestoreId,
         /// Whether to replace a state that is not empty.
         force: bool,
     },
-    /// Changes weight, limits, budget and models of a user: all that is given, or nothing. Format
+    /// Changes weight, limits, budget and models of a user: all given fields, or none. Format
     /// version 6.
     ConfigureUser(Box<UserChanges>),
-    /// Sets with whom a user shares cached blocks. Format version 7.
+    /// Sets the cache scope of one user or of all without their own. Format version 7.
     SetCacheScope {
         /// Name of the user. `None`: all users without a scope of their own.
         user: Option<String>,
-        /// The scope. `None`: none of its own; for all users [`CacheScope::Shared`].
+        /// New scope. `None` removes the user's own; for all users, [`CacheScope::Shared`].
         scope: Option<CacheScope>,
     },
-    /// Sets what users have who were not given their own, from this log index on: all of it. Format
+    /// Replaces the defaults of users without their own settings, from this log index on. Format
     /// version 8.
     PutUserDefaults(Box<UserDefaults>),
-    /// [`Command::FoundWithSettings`] with what users have who were not given their own. Format
-    /// version 8.
+    /// Like [`Command::FoundWithSettings`], with the defaults of users without their own settings.
+    /// Format version 8.
     FoundWithUserDefaults {
         /// All other settings. Its limits for all users are those of `defaults`.
         founding: Box<Founding>,
-        /// What users have without their own.
+        /// Defaults of users.
         defaults: Box<UserDefaults>,
     },
-    /// Gives the engine of a backend as many data-parallel ranks as it says it has, each a slot of
-    /// its own with an empty cache. Proposed by the leader when the number changes. Format version
-    /// 10.
+    /// Sets the number of data-parallel ranks of a backend's engine, as reported by the engine.
+    /// Each rank has its own slot and starts with an empty cache. Proposed by the leader when the
+    /// number changes. Format version 10.
     SetRanks {
         /// Backend of the engine's first rank.
         backend: BackendRef,
         /// Number of ranks, from 1 to [`RANKS_MAX`](crate::RANKS_MAX).
         ranks: u16,
     },
-    /// What a source of backends tells changes one of those that it put. Format version 10.
+    /// A source registers a backend, or changes one that it registered. Format version 10.
     Discover(Box<Discovery>),
 }
 
-/// What a cluster is founded with.
+/// Initial settings of a cluster.
 #[derive(Debug, Clone, PartialEq, Encode, Decode)]
 pub struct Founding {
     /// Seed of the user hashes and of each chain's first link.
@@ -273,7 +272,7 @@ pub struct Founding {
     pub policy: PolicyConfig,
     /// Token prices.
     pub fairness: FairnessSettings,
-    /// Initial routing settings beside the policy.
+    /// Initial routing settings other than the policy.
     pub routing: RoutingSettings,
     /// Initial admission settings.
     pub admission: AdmissionSettings,
@@ -366,7 +365,7 @@ pub enum Item {
         /// Tokens per block of its cache.
         tokens: u32,
     },
-    /// Which predictions of cached prompts held and which did not. Format version 10.
+    /// Outcomes of predictions that prompts were cached. Format version 10.
     ObserveBelief(BeliefSample),
 }
 
@@ -392,23 +391,22 @@ pub struct UserSpec {
     pub weight_milli: u32,
 }
 
-/// Changes to a user as an operator asks for them. `None`: stays as it is.
+/// Changes to a user as requested by an operator. `None` leaves a field unchanged.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Encode, Decode)]
 pub struct UserChanges {
     /// Name of the user.
     pub name: String,
     /// Share of service relative to other users, in thousandths. At least 1.
     pub weight_milli: Option<u32>,
-    /// Limits. Without any bound they remove the user's own.
+    /// Limits. Without any bound, the user's own limits are removed.
     pub limits: Option<UserLimits>,
-    /// Budget. Without any bound it removes the user's.
+    /// Budget. Without any bound, the user's own budget is removed.
     pub budget: Option<Budget>,
-    /// Models that the user may use; one that ends in `*` stands for all that begin so. Empty: all.
+    /// Models that the user may use; a trailing `*` matches any suffix. Empty: all.
     pub models: Option<Vec<String>>,
 }
 
-/// What users have who were not given their own. Each of the four is a user's own or the default's
-/// as a whole.
+/// Defaults of users. A user's own value replaces each of the four fields as a whole.
 #[derive(Debug, Clone, PartialEq, Eq, Encode, Decode)]
 pub struct UserDefaults {
     /// Share of service relative to other users, in thousandths. At least 1.
@@ -417,7 +415,7 @@ pub struct UserDefaults {
     pub limits: UserLimits,
     /// Budget.
     pub budget: Budget,
-    /// With whom they share cached blocks; what [`Command::SetCacheScope`] sets for all users.
+    /// Cache scope; [`Command::SetCacheScope`] sets it for all users.
     pub cache: CacheScope,
 }
 
@@ -444,8 +442,8 @@ impl UserDefaults {
         self.cache.validate()
     }
 
-    /// Whether a cluster that is founded without them has them all the same: its limits are part of
-    /// the admission settings.
+    /// Whether a cluster founded without these defaults has the same ones. Limits are not compared,
+    /// because the admission settings contain them.
     #[must_use]
     pub fn are_of_any_cluster(&self) -> bool {
         let limits = self.limits;
@@ -488,8 +486,8 @@ impl UserSpec {
 
 /// Result of applying a command. Part of the log format: the same on every replica.
 ///
-/// Encoded by hand in [`crate::codec`], because a derived decoder would recurse as deep as the
-/// input says.
+/// Encoded by hand in [`crate::codec`], because a derived decoder would recurse to any depth that
+/// the input encodes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Reply {
     /// Applied; there is nothing to report.

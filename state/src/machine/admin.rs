@@ -1,5 +1,5 @@
-//! Commands of operators and of the leader. Each returns `Ok` if it took effect and then leaves an
-//! audit entry; a rejected one changes nothing.
+//! Commands from operators and the leader. A rejected command changes nothing. One that takes
+//! effect returns `Ok` and, except for [`RouterState::set_ranks`], adds an audit entry.
 
 use super::{AuditAction, AuditEntry, RouterState};
 use crate::backends::{BackendSpec, RANKS_MAX, SlotChange};
@@ -75,7 +75,7 @@ impl RouterState {
         Ok(())
     }
 
-    /// Adds or changes the backend that a valid `spec` names, and returns its slot.
+    /// Adds or updates the backend that a valid `spec` names, and returns its slot.
     pub(super) fn set_backend(&mut self, spec: BackendSpec) -> Result<Slot, Rejection> {
         let name = spec.id.clone();
         let changes = self.backends.put(spec).ok_or(Rejection::TooManyBackends)?;
@@ -105,7 +105,7 @@ impl RouterState {
         Ok(())
     }
 
-    /// Removes a backend with all that is known of it, and returns whether there was one.
+    /// Removes a backend and everything known about it. Returns whether it existed.
     pub(super) fn remove_backend(&mut self, name: &str) -> bool {
         let Some(changes) = self.backends.remove(name) else {
             return false;
@@ -136,7 +136,7 @@ impl RouterState {
         Ok(())
     }
 
-    /// Gives an engine as many ranks as it says it has. That of an earlier incarnation is old news.
+    /// Sets the number of ranks that an engine reports. Ignores reports about earlier incarnations.
     pub(super) fn set_ranks(&mut self, backend: BackendRef, ranks: u16) -> Result<(), Rejection> {
         ensure((1..=RANKS_MAX).contains(&ranks), "ranks", "1 to 64")?;
         let live = self.backends.in_slot(backend.slot);
@@ -174,8 +174,8 @@ impl RouterState {
         Ok(())
     }
 
-    /// Closes everything open in a replica's current session. A session that is no longer current
-    /// is left alone, because its leases are closed already.
+    /// Closes everything open in a replica's current session. Ignores a session that is no longer
+    /// current, because its leases are already closed.
     pub(super) fn expire_session(
         &mut self,
         origin: &Origin,
@@ -202,8 +202,8 @@ impl RouterState {
     }
 }
 
-/// Builds the rejection. The name comes from a command and is kept in a reply, so it is cut to the
-/// length a name can have.
+/// Builds the rejection. Truncates the name, which comes from a command and is kept in a reply, to
+/// the maximum length of a name.
 pub(super) fn unknown_backend(mut name: String) -> Rejection {
     name.truncate(name.floor_char_boundary(NAME_BYTES_MAX));
     Rejection::UnknownBackend { name }

@@ -128,7 +128,7 @@ impl Audit {
         self.iter().rfind(is_restore).map(|entry| entry.index)
     }
 
-    /// Returns the log index of the last entry after which users have to be named again.
+    /// Returns the log index of the last entry after which replicas must define user names again.
     pub(super) fn names_since(&self) -> Option<LogIndex> {
         let forgets = |action| matches!(action, AuditAction::Restore | AuditAction::DeleteUser);
         let mut entries = self.iter();

@@ -1,8 +1,8 @@
 //! Applying batches: the facts that replicas learned, item by item, in order.
 //!
-//! No item can fail the batch. An item that is late (its backend started a new incarnation),
-//! repeated or out of bounds is dropped and counted. An item whose tip is not owned is listed in
-//! the reply, so that its sender can send the whole chain.
+//! No item can fail the batch. An item is dropped and counted if its backend has started a new
+//! incarnation, or if it is repeated or out of bounds. An item whose tip is not owned is listed in
+//! the reply, so that its sender can resend the whole chain.
 
 use super::RouterState;
 use super::leases::{Holder, LEASES_PER_REPLICA_MAX, OpenLease};
@@ -142,8 +142,8 @@ impl RouterState {
         true
     }
 
-    /// Rejects a name that does not belong to the key, which would show one user under another's
-    /// name.
+    /// Records a user's name. Rejects a name that does not hash to the key, because it would show
+    /// one user under another's name.
     fn define_user(&mut self, key: UserKey, name: &str) -> bool {
         is_name(name)
             && user_key(self.config.hash_seed, name) == key
@@ -162,7 +162,7 @@ impl RouterState {
             return false;
         };
         self.follow(&changes);
-        // Engines are polled repeatedly; only a change is worth a new registry.
+        // Engines are polled repeatedly; publish a new registry only on a change.
         if self.backends.in_slot(backend.slot).map(|it| &it.facts) != before.as_ref() {
             self.is_cold_changed = true;
             self.settle_block_sizes(backend.slot);
@@ -184,8 +184,8 @@ impl RouterState {
         true
     }
 
-    /// Brings the sizes of the models of the backend in `slot` up to date. What engines reported in
-    /// blocks of another size is void: their readers begin anew.
+    /// Updates the block sizes of the models that the backend in `slot` serves. Discards what
+    /// engines reported in blocks of another size; their readers start over.
     pub(super) fn settle_block_sizes(&mut self, slot: Slot) {
         for (model, before) in self.block_sizes.settle(slot, &self.backends) {
             let served = self.backends.iter().filter(|it| it.serves(&model));

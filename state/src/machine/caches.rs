@@ -9,8 +9,8 @@ use crate::reject::Rejection;
 use crate::validate::{ensure, is_name};
 
 impl RouterState {
-    /// Sets a user's cache scope, or that of users without one. Who gets one is configured by it, so
-    /// that it is not forgotten.
+    /// Sets a user's cache scope, or the default one. A user with its own scope counts as
+    /// configured, so that it is not forgotten.
     pub(super) fn set_cache_scope(
         &mut self,
         origin: &Origin,

@@ -2,7 +2,7 @@
 //!
 //! - **I1** Ownership is prefix-closed: a backend that owns a block owns every block before it.
 //! - **I2** The published read view shows exactly the owned blocks.
-//! - **I3** Apart from what its engine reports, a backend owns at most its capacity, unless open
+//! - **I3** A backend owns at most its capacity, not counting what its engine reports, unless open
 //!   leases pin more.
 //! - **I4** Counters never fall. The charges of all users, forgotten ones included, add up to all
 //!   charges applied.
@@ -19,23 +19,22 @@
 //!   with a session. The published grants are those of the state.
 //! - **I20** The models and pairs with output lengths stay within their bounds, the pairs' order
 //!   and digest match the pairs, and the bins of every model ascend from above 0.
-//! - **I22** For a backend whose KV events are followed, exactly those blocks are reported that its
-//!   ranks hold and that lead back to a first block over such blocks, and none while a rank is
+//! - **I22** For a backend whose KV events are followed, the reported blocks are exactly those that
+//!   its ranks hold and that connect to a first block over such blocks; none while a rank is
 //!   unknown. Counts, sums and bounds agree.
-//! - **I74** Learned bytes per token stay within their bounds, as do their number and their weight.
+//! - **I74** Learned bytes per token, their number and their weights stay within their bounds.
 //! - **I75** Block sizes stay within their bounds and belong to registered backends.
-//! - **I100** Every secret of an API key leads to that key and to no other, in the table and as
-//!   published, there are no more keys than there may be, and none whose id was revoked.
-//! - **I105** The plans of users are ones that could have been set, counted as they are.
-//! - **I108** A user without its own weight or budget has the defaults', and no user follows
+//! - **I100** Every secret of an API key leads to that key and no other, in the table and as
+//!   published. The number of keys is within its bound, and no key has a revoked id.
+//! - **I105** Every user's plan passes validation, and the number of plans is counted correctly.
+//! - **I108** A user without its own weight or budget has the default ones. No user follows
 //!   defaults that were never set.
-//! - **I110** Every user with a cache scope of its own is configured, so that it is not forgotten;
-//!   the published scopes are those of the state.
-//! - **I132** Every backend recorded as put by a source is registered.
-//! - **I23** A block has exactly as many reports as there are ranks reporting it.
+//! - **I110** Every user with its own cache scope is configured, so that it is not forgotten. The
+//!   published scopes are those of the state.
+//! - **I132** Every backend recorded as registered by a source exists.
+//! - **I23** A block has exactly as many reports as ranks report it.
 //!
-//! "Never fall" in I4 is about time: a check of one moment cannot see it, but the property tests
-//! do.
+//! A check of one moment cannot verify "never fall" in I4; the property tests do.
 
 use super::RouterState;
 use crate::error::InvariantError;
@@ -74,7 +73,7 @@ impl RouterState {
         )
     }
 
-    /// Checks I1 to I3, I6 and ownership's part of I8.
+    /// Checks I1 to I3, I6 and the part of I8 that concerns ownership.
     fn check_ownership(&self) -> Result<(), InvariantError> {
         let tips = self
             .leases
@@ -105,8 +104,7 @@ impl RouterState {
         held.map_err(|detail| broken("I23", detail))
     }
 
-    /// Checks I5 and the leases' part of I8. Also checks that measurements belong to registered
-    /// backends.
+    /// Checks I5 and the leases' part of I8, and that measurements belong to registered backends.
     fn check_leases(&self) -> Result<(), InvariantError> {
         self.backends
             .check()

@@ -1,6 +1,6 @@
 //! Commands that set the defaults of users.
 //!
-//! Limits and cache scope have commands that came earlier and set the same values.
+//! Limits and cache scope also have older commands that set the same values.
 
 use super::{AuditAction, RouterState};
 use crate::command::{Founding, Origin, UserDefaults};
@@ -31,7 +31,7 @@ impl RouterState {
         Ok(())
     }
 
-    /// Sets valid defaults.
+    /// Sets defaults that have already been validated.
     fn set_user_defaults(&mut self, defaults: UserDefaults) {
         let UserDefaults {
             weight_milli,
@@ -52,7 +52,7 @@ impl RouterState {
         self.caches.set_default(cache);
     }
 
-    /// Returns what users have who were not given their own.
+    /// Returns the defaults for users without their own settings.
     pub(super) fn user_defaults(&self) -> UserDefaults {
         let DefaultPlan {
             weight_milli,

@@ -1,7 +1,7 @@
-//! Changes that sources of backends bring about.
+//! Changes to backends made by sources.
 //!
-//! They are not in the audit, which keeps the last writes of operators: a fleet that rolls would
-//! push all of them out.
+//! These changes are not audited. The audit keeps the last writes of operators, and a rolling
+//! update of a fleet would push all of them out.
 
 use super::RouterState;
 use super::admin::unknown_backend;
@@ -54,7 +54,7 @@ impl RouterState {
         Ok(())
     }
 
-    /// Only what is lost is removed: the source may have found it again since it was decided.
+    /// Removes a backend if it is still lost; the source may have listed it again in the meantime.
     fn forget_backend(&mut self, source: &str, name: String) -> Result<(), Rejection> {
         let slot = self.slot_of_source(source, &name)?;
         let known = self.discovered.of_source(slot, source);
@@ -65,7 +65,7 @@ impl RouterState {
         Ok(())
     }
 
-    /// Returns the slot of a backend that this source put.
+    /// Returns the slot of a backend that this source registered.
     fn slot_of_source(&mut self, source: &str, name: &str) -> Result<Slot, Rejection> {
         let Some(backend) = self.backends.named(name) else {
             return Err(unknown_backend(name.to_owned()));
@@ -79,7 +79,7 @@ impl RouterState {
         }
     }
 
-    /// From here on the backend is an operator's. If its source had lost it, that is over.
+    /// Hands a backend over to the operator. Ends the draining that its loss caused.
     pub(super) fn take_over(&mut self, slot: Slot, name: &str) {
         let known = self.discovered.forget(slot);
         if let Some(lost) = known.and_then(|known| known.lost) {

@@ -24,7 +24,7 @@ impl RouterState {
         Ok(())
     }
 
-    /// Revokes a key so that no restore brings it back.
+    /// Revokes a key permanently: no restore brings it back.
     pub(super) fn end_key(&mut self, origin: &Origin, id: ApiKeyId) -> Result<(), Rejection> {
         let subject = self.key_subject(id);
         self.keys.end(id, self.time.stamped_ms)?;
@@ -44,7 +44,7 @@ impl RouterState {
         Ok(())
     }
 
-    /// The key with this id as the audit names it, which outlives the key.
+    /// Returns the name of this key in the audit, which outlives the key.
     fn key_subject(&self, id: ApiKeyId) -> String {
         match self.keys.get(id) {
             None => id.to_string(),

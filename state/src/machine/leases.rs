@@ -1,8 +1,8 @@
 //! Open leases: which dispatch of which replica holds which blocks.
 //!
-//! [`Ownership`](crate::ownership::Ownership) only counts pins. This table records their holders,
+//! [`Ownership`](crate::ownership::Ownership) only counts pins. This table records who holds them,
 //! so that a session's leases can be closed when it ends, and repeated or unknown items are
-//! recognised.
+//! detected.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -27,8 +27,8 @@ pub(super) struct Holder {
 impl ShardKey for Holder {
     const BRANCHES: usize = 16;
 
-    // Attempt ids ascend, and attempts that are open together have ids close together. Runs of 64
-    // share a shard, so that after a freeze one batch copies few shards.
+    // Attempt ids ascend, so attempts that are open together have nearby ids. Runs of 64 share a
+    // shard, so after a freeze one batch copies few shards.
     fn shard(&self) -> usize {
         (self.attempt.0 >> 6) as usize % (Self::BRANCHES * SHARDS_PER_BRANCH)
     }
@@ -131,8 +131,7 @@ impl Leases {
         self.close_where(|_, lease| lease.backend.slot == slot);
     }
 
-    /// Closes the leases on the occupant of `slot` that end at one of `tips`, whose blocks are
-    /// gone.
+    /// Closes the leases on the occupant of `slot` that end at one of the removed blocks `tips`.
     pub(super) fn forget_tips(&mut self, slot: Slot, tips: &[BlockHash]) {
         if tips.is_empty() {
             return;
@@ -144,7 +143,7 @@ impl Leases {
         });
     }
 
-    /// Closes the leases that match. Scans all leases, so it is only for rare events.
+    /// Closes and returns the leases that match. Scans all leases, so use it for rare events only.
     fn close_where(
         &mut self,
         mut is_over: impl FnMut(&Holder, &OpenLease) -> bool,

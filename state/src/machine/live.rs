@@ -1,8 +1,7 @@
-//! Applying what format version 2 introduced: settings other than the policy, readers, measured
-//! service, output lengths, user limits, grants and KV events.
+//! Applies what format version 2 introduced: settings other than the policy, readers, service
+//! measurements, output lengths, user limits, grants and KV events.
 //!
-//! Empty parts are left out of the digest, so that a state that uses none of this keeps the digest
-//! it had in version 1.
+//! The digest leaves out empty parts, so a state that uses none of this keeps its version 1 digest.
 
 use std::borrow::Cow;
 
@@ -31,7 +30,7 @@ use crate::settings::UserLimits;
 use crate::users::ChargeTerms;
 use crate::validate::{ensure, is_name};
 
-/// Replicated settings that an operator can set. `None`: not set.
+/// Replicated settings that an operator can set. `None` if not set.
 #[derive(Debug, Clone, PartialEq, Default, Encode, Decode)]
 pub(super) struct LiveSettings {
     pub(super) routing: Option<RoutingSettings>,
@@ -64,7 +63,7 @@ pub(super) fn append_unless_default<T: Encode + Default + PartialEq>(
 }
 
 impl RouterState {
-    /// Appends to the digest input what changes too often for the cold digest.
+    /// Appends the parts that change too often for the cold digest to the digest input.
     pub(super) fn append_live_digest(&self, bytes: &mut Vec<u8>) {
         append_unless_default(&self.service, bytes);
         self.outputs.append_digest(bytes);
@@ -111,7 +110,7 @@ impl RouterState {
         Ok(())
     }
 
-    /// Replaces the admission settings by valid ones.
+    /// Replaces the admission settings with validated ones.
     pub(super) fn set_admission(&mut self, settings: AdmissionSettings) {
         if settings.bins != self.admission_settings().bins {
             self.outputs.rebin(settings.bins);
@@ -151,7 +150,7 @@ impl RouterState {
         self.put_user_limits(origin, name, limits)
     }
 
-    /// Changes what is told of a user, all of it or nothing.
+    /// Applies all given changes to a user, or none if it rejects them.
     pub(super) fn configure_user(
         &mut self,
         origin: &Origin,
@@ -169,8 +168,8 @@ impl RouterState {
         if !self.users.plan(key, &name, (budget, models)) {
             return Err(Rejection::TooManyUsers);
         }
-        // There is room for one who is planned. Otherwise one of these makes it, or is rejected while
-        // nothing has changed.
+        // A user with a plan is already in the table. Otherwise the first of these calls adds the
+        // user, or rejects the command before anything has changed.
         if let Some(weight_milli) = weight_milli
             && !self.users.configure(key, &name, weight_milli)
         {
@@ -225,7 +224,7 @@ impl RouterState {
             if spec.is_some_and(|spec| spec.kv_events.is_some()) {
                 self.exact.doubt(slot, KvDoubt::Handover);
             } else if self.exact.forget(slot) {
-                // Nobody keeps up what the events reported: start over with leases.
+                // Nothing keeps the reported blocks up to date any more: start over with leases.
                 self.follow(&[SlotChange::Begun(slot)]);
             }
         }
@@ -290,17 +289,16 @@ impl RouterState {
         true
     }
 
-    /// Whether the answers of the backend in `slot` teach its capacity: nobody told it, and its
-    /// contents are predicted.
+    /// Whether responses from the backend in `slot` teach its capacity: neither the operator nor
+    /// the engine states it, and its contents are predicted.
     fn learns_assumed(&self, slot: Slot) -> bool {
         let backend = self.backends.in_slot(slot);
         let is_taught = |it: &Backend| it.is_untold() && it.spec.kv_events.is_none();
         self.time.paced.is_some() && backend.is_some_and(is_taught)
     }
 
-    /// Returns the inputs for correcting what the engine in `slot` said of its capacity. An
-    /// operator's value is not corrected, and where KV events report the contents, nothing is
-    /// predicted.
+    /// Returns the inputs for correcting the capacity that the engine in `slot` reports. An
+    /// operator's value is not corrected, and with KV events nothing is predicted.
     fn holding(&self, slot: Slot) -> CapacityObservation {
         let is_told = |backend: &&Backend| {
             backend.facts.capacity_blocks.is_some()
@@ -327,8 +325,7 @@ impl RouterState {
     }
 
     /// Returns the cache capacity in blocks as configured or as reported by the engine, without
-    /// correction. Running requests can use all of it, even where the prediction of what stays
-    /// cached is corrected.
+    /// correction. Running requests can use all of it, even if less is predicted to stay cached.
     fn told_blocks(&self, slot: Slot) -> Option<u32> {
         self.backends
             .in_slot(slot)
@@ -387,7 +384,7 @@ impl RouterState {
         is_taken
     }
 
-    /// Returns prices and limits by which charges are settled.
+    /// Returns the prices and limits that apply to charges.
     pub(super) fn terms(&self) -> ChargeTerms {
         let admission = self.settings.admission.as_ref();
         ChargeTerms {
@@ -431,7 +428,7 @@ impl RouterState {
         true
     }
 
-    /// Removes a lost replica from the waiting list and passes its grants on to others.
+    /// Removes a lost replica from the waiting list and passes its grants on to other replicas.
     pub(super) fn close_waiting(&mut self, replica: ReplicaId) {
         for model in self.waiting.close_replica(replica) {
             self.grant(model, 1);
@@ -439,7 +436,7 @@ impl RouterState {
         self.is_waiting_changed = true;
     }
 
-    /// Publishes what admission reads, as far as it changed; everything if `is_anew`.
+    /// Publishes what admission reads, if it changed; everything if `is_anew`.
     pub(super) fn publish_for_admission(&mut self, is_anew: bool) {
         if std::mem::take(&mut self.is_waiting_changed) || is_anew {
             self.view.publish_grants(&self.waiting);

@@ -1,8 +1,8 @@
 //! [`RouterState`]: the whole replicated state, and `apply`.
 //!
-//! `apply` is the only way to change the state. It depends on nothing but the state and the
-//! command, answers every command and never panics on one. As it goes, it publishes what readers on
-//! other threads need through [`StateView`].
+//! `apply` is the only way to change the state. It depends only on the state and the command,
+//! replies to every command and never panics on one. It also publishes what readers on other
+//! threads need, through [`StateView`].
 
 mod admin;
 mod audit;
@@ -60,7 +60,7 @@ pub use snapshot::{FrozenState, SNAPSHOT_VERSION};
 use time::ReplicatedTime;
 pub use time::{STAMP_AHEAD_MS_MAX, STAMP_LATE_MS_MAX, TIME_STEP_MS_MAX, UNANIMOUS_MS};
 
-/// Blocks hashed under a secret.
+/// Returns a hasher with a secret.
 fn keyed(seed: u64, secret: HashSecret) -> BlockHasher {
     let secret = Some(secret);
     BlockHasher { seed, secret }
@@ -75,7 +75,7 @@ pub struct RouterState {
     /// existed.
     hash_secret: Option<HashSecret>,
     backends: Backends,
-    /// Which of them sources put.
+    /// Backends that sources registered.
     discovered: Discovered,
     block_sizes: BlockSizes,
     ownership: Ownership,
@@ -94,9 +94,9 @@ pub struct RouterState {
     exact: FollowedBackends,
     keys: Keys,
     caches: CacheScopes,
-    /// A restore in progress.
+    /// Restore in progress.
     staged: Option<StagedRestore>,
-    /// A backup that was read ahead of the command that switches to it. Not part of the state: its
+    /// Backup that was read ahead of the command that switches to it. Not part of the state: its
     /// contents follow from `staged`.
     prepared: Option<ReadBackup>,
     /// Hash of the parts that rarely change: config, backends, audit, settings and readers.
@@ -205,10 +205,10 @@ impl RouterState {
         state
     }
 
-    /// Applies one command. Total: every command gets a reply and none panics.
+    /// Applies one command. Every command gets a reply and none panics.
     ///
     /// # Panics
-    /// If `index` is not above the previous one: the log is broken then, not the command.
+    /// If `index` is not above the previous one, which means that the log is broken.
     pub fn apply(&mut self, index: LogIndex, envelope: Envelope) -> Reply {
         self.advance(index);
         let origin = envelope.origin;
@@ -261,8 +261,8 @@ impl RouterState {
         Arc::clone(&self.view)
     }
 
-    /// Returns the digest of everything replicated, as of the applied index but not including the
-    /// index itself. Large tables keep their digests up to date, so this takes microseconds.
+    /// Returns the digest of everything replicated as of the applied index, excluding the index
+    /// itself. Large tables keep their digests up to date, so this takes microseconds.
     #[must_use]
     pub fn digest(&self) -> u128 {
         let [users, users_rest] = self.users.digest();
@@ -293,7 +293,7 @@ impl RouterState {
         self.applied = index;
     }
 
-    /// Returns the reply if the command must not be applied.
+    /// Returns the reply to a command that must not be applied.
     fn admit(&mut self, origin: &Origin, proposed_at_ms: u64) -> Option<Reply> {
         let replica = origin.replica;
         if origin.seq == 0 {
@@ -311,7 +311,7 @@ impl RouterState {
         }
     }
 
-    /// Runs a command: the only branch on commands.
+    /// Runs a command.
     fn run(&mut self, origin: &Origin, command: Command) -> Reply {
         let result = match command {
             Command::InitCluster {
@@ -395,16 +395,16 @@ impl RouterState {
         self.users.spare_charged(self.time.paced.is_some());
     }
 
-    /// Publishes what passes with every command.
+    /// Publishes the replicated time and the log format.
     fn publish_time(&self) {
         self.view.publish_time(self.time.now_ms);
         self.view.publish_format_4(self.time.paced.is_some());
     }
 
-    /// Closes everything a replica has open, when its session ends.
+    /// Closes everything that a replica has open. Called when its session ends.
     fn close_replica(&mut self, replica: ReplicaId) {
         for lease in self.leases.close_replica(replica) {
-            // The engines went on without the replica, so what they computed is cached.
+            // The engines continued without the replica, so what they computed is cached.
             self.ownership.release(lease.lease(), true);
             let (slot, now_ms) = (lease.backend.slot, self.time.now_ms);
             self.exact
@@ -440,7 +440,7 @@ impl RouterState {
         }
     }
 
-    /// Forgets what was known of whom was in `slot`.
+    /// Forgets everything known about the occupant of `slot`.
     fn forget_occupant(&mut self, slot: Slot) {
         self.leases.forget_slot(slot);
         self.service.forget(slot);
@@ -451,8 +451,8 @@ impl RouterState {
     }
 
     /// Returns the cache capacity of the backend in `slot`, in blocks: the operator's value, else
-    /// the engine's, corrected by what its answers show, else an assumed one. Logs of a format
-    /// before version 4 were written under the rule that an unknown capacity has no bound.
+    /// the engine's as corrected by its responses, else an assumed one. In logs before format
+    /// version 4, an unknown capacity is unbounded.
     fn capacity_blocks(&self, slot: Slot) -> Option<u32> {
         let backend = self.backends.in_slot(slot)?;
         if backend.spec.capacity_blocks.is_some() {
@@ -470,13 +470,13 @@ impl RouterState {
         Some(corrected)
     }
 
-    /// Returns the capacity that each backend of unknown capacity starts with.
+    /// Returns the initial capacity of each backend whose capacity is unknown, in blocks.
     fn assumed_share(&self) -> u32 {
         let untold = self.backends.iter().filter(|it| it.is_untold());
         service::share(untold.count())
     }
 
-    /// Adapts the capacities that nobody told after their number changed.
+    /// Updates all unknown capacities after the number of such backends changed.
     fn size_untold(&mut self) {
         if self.time.paced.is_none() {
             return;
@@ -490,7 +490,7 @@ impl RouterState {
         self.is_service_changed = true;
     }
 
-    /// Publishes what policies read besides registry and blocks.
+    /// Publishes what policies read in addition to registry and blocks.
     fn publish_for_policies(&mut self) {
         let wants_all = self.view.wants_all();
         if wants_all || self.vtc_basic().is_some() {
@@ -503,8 +503,8 @@ impl RouterState {
         }
     }
 
-    /// Returns the settings that determine how long the usage windows reach. There is one set of
-    /// windows: it follows the live policy, else the first model by name that has such a policy.
+    /// Returns the settings that determine the length of the usage windows. All policies share one
+    /// set of windows: that of the live policy, else of the first model by name with such a policy.
     fn vtc_basic(&self) -> Option<VtcBasicSettings> {
         let live = self.config.policy.vtc_basic();
         let routing = self.settings.routing.iter();

@@ -38,14 +38,14 @@ pub struct StateView {
     now_ms: AtomicU64,
     /// Users' recent usage; `None` while no policy reads it.
     lately: ArcSwapOption<RecentUsage>,
-    /// Whether any policy may be requested, not only the live one.
+    /// Whether to publish what any policy reads, not only the live one.
     wants_all: AtomicBool,
     service: ArcSwap<ServiceView>,
     outputs: ArcSwap<OutputsView>,
     ratios: ArcSwap<RatiosView>,
     /// Whether all members can read version 4 of the log.
     is_format_4: AtomicBool,
-    /// All users; `None` while nobody wants them.
+    /// All users; `None` while no reader wants them.
     users: ArcSwapOption<UsersView>,
     wants_users: AtomicBool,
     grants: ArcSwap<GrantsView>,
@@ -82,22 +82,22 @@ impl StateView {
         self.registry.load_full()
     }
 
-    /// Returns the backends' measurements and derived limits, as of their last change. Cheap; meant
-    /// for one decision, not to be kept.
+    /// Returns the backends' measurements and derived limits, as of their last change. Cheap; use
+    /// it for one decision and do not keep it.
     #[must_use]
     pub fn service(&self) -> Guard<Arc<ServiceView>> {
         self.service.load()
     }
 
-    /// Returns the maximum number of concurrent requests of the backend in `slot`. `None`:
+    /// Returns the maximum number of concurrent requests of the backend in `slot`. `None` if
     /// unlimited.
     #[must_use]
     pub fn limit(&self, slot: Slot) -> Option<u32> {
         self.service.load().limit(slot)
     }
 
-    /// Returns output lengths, predictions and bins, as of their last change. Cheap; meant for one
-    /// decision, not to be kept.
+    /// Returns output lengths, predictions and bins, as of their last change. Cheap; use it for one
+    /// decision and do not keep it.
     #[must_use]
     pub fn outputs(&self) -> Guard<Arc<OutputsView>> {
         self.outputs.load()
@@ -115,14 +115,14 @@ impl StateView {
         self.ratios.load()
     }
 
-    /// Whether all members can read what version 4 of the log format introduced. Before that, a
-    /// replica keeps such items to itself: one would hold back all that is behind it.
+    /// Whether all members can read what version 4 of the log format introduced. Until then, a
+    /// replica withholds such items, because a single one would block all items behind it.
     #[must_use]
     pub fn is_format_4(&self) -> bool {
         self.is_format_4.load(Ordering::Relaxed)
     }
 
-    /// Returns the applied index. Everything up to that index is visible to the caller afterwards.
+    /// Returns the applied index. The caller then sees everything up to that index.
     #[must_use]
     pub fn applied(&self) -> LogIndex {
         // Pairs with the Release in `publish_applied`.
@@ -133,26 +133,26 @@ impl StateView {
     /// [`RouterState::now_ms`](super::RouterState::now_ms).
     #[must_use]
     pub fn now_ms(&self) -> u64 {
-        // A number on its own: it orders nothing else.
+        // An independent number: it orders no other access.
         self.now_ms.load(Ordering::Relaxed)
     }
 
-    /// Returns the API keys, as of the last command that changed one. Cheap; meant for one request,
-    /// not to be kept.
+    /// Returns the API keys, as of the last command that changed one. Cheap; use it for one request
+    /// and do not keep it.
     #[must_use]
     pub fn keys(&self) -> Guard<Arc<KeysView>> {
         self.keys.load()
     }
 
-    /// Returns the users' cache scopes, as of the last command that changed one. Cheap; meant for
-    /// one request, not to be kept.
+    /// Returns the users' cache scopes, as of the last command that changed one. Cheap; use it for
+    /// one request and do not keep it.
     #[must_use]
     pub fn caches(&self) -> Guard<Arc<CacheScopesView>> {
         self.caches.load()
     }
 
-    /// Returns what engines whose KV events are followed evict next, as of the applied index. Cheap;
-    /// meant for one decision, not to be kept.
+    /// Returns the upcoming evictions of engines whose KV events are followed, as of the applied
+    /// index. Cheap; use it for one decision and do not keep it.
     #[must_use]
     pub fn evictions(&self) -> Guard<Arc<EvictionsView>> {
         self.evictions.load()
@@ -168,13 +168,13 @@ impl StateView {
             .unwrap_or_default()
     }
 
-    /// Publishes, from the next command on, what any policy reads, because requests may select a
-    /// policy other than the live one.
+    /// Makes every command from the next on publish what any policy reads, because requests may
+    /// select a policy other than the live one.
     pub fn want_all(&self) {
         self.wants_all.store(true, Ordering::Relaxed);
     }
 
-    /// Publishes the users from the next command on. Admission reads them for every request.
+    /// Makes every command from the next on publish the users, which admission reads per request.
     pub fn want_users(&self) {
         self.wants_users.store(true, Ordering::Relaxed);
     }
@@ -281,7 +281,7 @@ impl StateView {
     }
 }
 
-/// An immutable image of the small parts of the state.
+/// Immutable image of the small parts of the state.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Registry {
     /// Whether the cluster is initialised.
@@ -296,27 +296,27 @@ pub struct Registry {
     pub fairness: FairnessSettings,
     /// Backends by slot, ascending; free slots are absent.
     pub backends: Vec<Backend>,
-    /// Which of them are the ranks of one engine.
+    /// Slots of the ranks of each engine that has several.
     pub ranks: RankSlots,
-    /// Backends that sources put, by slot.
+    /// Backends that sources registered, by slot.
     pub discovered: BTreeMap<Slot, DiscoveredBackend>,
-    /// Routing settings other than the policy. `None`: not set, the defaults apply.
+    /// Routing settings other than the policy. `None` if not set; the defaults apply.
     pub routing: Option<RoutingSettings>,
-    /// Admission settings. `None`: not set, the defaults apply.
+    /// Admission settings. `None` if not set; the defaults apply.
     pub admission: Option<AdmissionSettings>,
-    /// Condition of the ownership of backends whose KV events are read, by slot, ascending. Other
-    /// backends' ownership follows from leases.
+    /// Ownership mode of the backends whose KV events are read, by slot, ascending. The ownership
+    /// of other backends follows from leases.
     pub kv: Vec<(BackendRef, KvCondition)>,
     /// Readers of KV events, by slot, ascending.
     pub readers: Vec<Assignment>,
-    /// Log index of the last restore or deletion of a user, as far back as the audit reaches. Users
-    /// who were named before must be named again.
+    /// Log index of the last restore or deletion of a user that is still in the audit. Users that
+    /// were defined before it must be defined again.
     pub names_since: Option<LogIndex>,
     /// Tokens per block of engines and models.
     pub block_sizes: BlockSizes,
-    /// What users have who were not given their own.
+    /// Defaults for users without their own settings.
     pub user_defaults: UserDefaults,
-    /// Whether they were ever set together.
+    /// Whether the user defaults were ever set together.
     pub are_user_defaults_set: bool,
 }
 
@@ -360,7 +360,7 @@ impl Registry {
         named.any(|named| named == model)
     }
 
-    /// Returns the backends as plans for sources look at them.
+    /// Returns the backends in the form that plans for sources read.
     #[must_use]
     pub fn fleet(&self) -> KnownFleet<'_> {
         KnownFleet {
@@ -369,7 +369,7 @@ impl Registry {
         }
     }
 
-    /// Returns whether any backend serves `model`.
+    /// Whether any backend serves `model`.
     #[must_use]
     pub fn is_served(&self, model: &str) -> bool {
         self.backends.iter().any(|backend| backend.serves(model))
@@ -399,15 +399,15 @@ impl Registry {
         self.place(slot).map(|at| &self.backends[at])
     }
 
-    /// Returns the rank of its engine that a backend stands for; `None` if the engine has one only.
+    /// Returns the rank that a backend represents; `None` if its engine has only one.
     #[must_use]
     pub fn rank(&self, backend: &Backend) -> Option<u16> {
         let is_first = || !self.ranks.of(backend.handle.slot).is_empty();
         backend.further_rank().or_else(|| is_first().then_some(0))
     }
 
-    /// Returns the condition of the ownership in `slot`. `None`: its KV events are not read, so
-    /// ownership follows from leases.
+    /// Returns the ownership mode of the backend in `slot`. `None` if its KV events are not read,
+    /// so that its ownership follows from leases.
     #[must_use]
     pub fn kv(&self, slot: Slot) -> Option<KvCondition> {
         let at = self.kv.binary_search_by_key(&slot, |(it, _)| it.slot);

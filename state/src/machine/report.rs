@@ -47,9 +47,9 @@ impl RouterState {
         self.applied
     }
 
-    /// Returns replicated time, in milliseconds. It never falls and advances at the rate of the
-    /// proposers' clocks. It started as Unix time and is ahead of it by as much as the clocks have
-    /// been set back since.
+    /// Returns replicated time, in milliseconds. It starts as Unix time, advances at the rate of
+    /// the proposers' clocks and never falls. It is ahead of Unix time by the amount that the
+    /// clocks have been set back since.
     #[must_use]
     pub fn now_ms(&self) -> u64 {
         self.time.now_ms
@@ -68,10 +68,9 @@ impl RouterState {
         self.time.paced.is_some()
     }
 
-    /// Returns the stamp for a command of a replica's session whose clock shows `clock_ms`. If that
-    /// stamp would make the first command of a session look like a late one of an earlier session,
-    /// because the machine's clock was set back in between, returns the smallest stamp that does
-    /// not.
+    /// Returns the stamp for a command of a replica's session whose clock shows `clock_ms`. If the
+    /// clock was set back, that stamp could make a session's first command look like a late one of
+    /// an earlier session. In that case, returns the smallest stamp that does not.
     #[must_use]
     pub fn stamp_ms(&self, replica: ReplicaId, session: SessionId, clock_ms: u64) -> u64 {
         self.sessions.stamp_ms(replica, session, clock_ms)
@@ -108,14 +107,14 @@ impl RouterState {
             .sum()
     }
 
-    /// Returns what the KV events of the engine in `slot` tell about its cache; `None` if nobody
-    /// reads them.
+    /// Returns what the KV events of the engine in `slot` report about its cache; `None` if no
+    /// replica reads them.
     #[must_use]
     pub fn kv_status(&self, slot: Slot) -> Option<KvStatus> {
         self.exact.status(slot, &self.ownership)
     }
 
-    /// Returns how far the streams of each rank of the engine in `slot` are applied, which is where
+    /// Returns the applied position in the stream of each rank of the engine in `slot`, from which
     /// a reader continues.
     #[must_use]
     pub fn kv_positions(&self, slot: Slot) -> Vec<KvPosition> {
@@ -123,8 +122,8 @@ impl RouterState {
         slots.flat_map(|it| self.exact.positions(it)).collect()
     }
 
-    /// Returns what is known of the streams of all ranks of an engine, if this is its current
-    /// incarnation.
+    /// Returns the status of the streams of all ranks of an engine. Empty if `backend` is not its
+    /// current incarnation.
     #[must_use]
     pub fn kv_ranks(&self, backend: BackendRef) -> Vec<KvRankStatus> {
         if !self.backends.is_live(backend) {
@@ -142,15 +141,15 @@ impl RouterState {
         self.exact.router_hash(own, rank, block)
     }
 
-    /// Returns all blocks of a rank by both hashes, for a reader's mirror. Taking this image costs
-    /// microseconds, and it can be read on another thread.
+    /// Returns all blocks of a rank by both hashes, for a reader's mirror. Takes microseconds; the
+    /// image can be read on another thread.
     #[must_use]
     pub fn kv_map(&self, slot: Slot, rank: u16) -> Option<KvMap> {
         self.exact.map(self.rank_slot(slot, rank)?, rank)
     }
 
-    /// Returns the slot of a rank of the engine in `slot`: the same, unless the engine's ranks are
-    /// known. `None`: it has fewer.
+    /// Returns the slot of a rank of the engine in `slot`: the same slot if the engine's ranks are
+    /// unknown. `None` if the engine has fewer ranks.
     #[must_use]
     pub fn rank_slot(&self, slot: Slot, rank: u16) -> Option<Slot> {
         let backend = self.backends.in_slot(slot)?.handle;
@@ -208,7 +207,7 @@ impl RouterState {
         self.keys.len()
     }
 
-    /// Returns the number of API keys that were revoked and are remembered.
+    /// Returns the number of revoked API keys that are remembered.
     #[must_use]
     pub fn revoked_api_keys_len(&self) -> usize {
         self.keys.revoked().len()
@@ -239,7 +238,7 @@ impl RouterState {
         self.users.virtual_time()
     }
 
-    /// Returns the current session of every replica that ever proposed anything.
+    /// Returns the current session of every replica that has ever proposed a command.
     #[must_use]
     pub fn sessions(&self) -> Vec<SessionView> {
         let view = |(replica, session, [outbox_seq, admin_seq]): (_, _, [u64; 2])| SessionView {

@@ -1,38 +1,37 @@
 //! Restoring a backup: replacing the current state with that of another cluster, or of this one at
 //! another time.
 //!
-//! The backed-up state travels through the log in parts, which are staged until all are there. One
-//! command then reads them and, if they are intact, switches over. This happens on every replica at
-//! the same log index and with the same result, because nothing else is consulted. Until then the
-//! current state applies, and a restore that ends early changes nothing. Staged parts are included
-//! in snapshots, so that a replica may join in the middle of a restore.
+//! The log carries the backup in parts, which are staged until all have arrived. One command then
+//! reads them and, if they are intact, switches over. Every replica does this at the same log index
+//! and with the same result, because nothing else is consulted. The current state applies until
+//! then, and a restore that ends early changes nothing. Snapshots include staged parts, so that a
+//! replica can join during a restore.
 //!
-//! # What is taken over
-//! Everything but these:
-//! - *Sessions* remain those of the current replicas, whose next commands are thus still recognised
-//!   as new or repeated. Whatever replicas had open at the time of the backup is closed as if they
-//!   were lost: their leases are released, their requests end and their waiting requests leave.
-//!   What current replicas have open belonged to the replaced state. When it ends, nothing is found
-//!   and nothing happens, except that tokens are charged to the users who used them.
-//! - *Backends* start new incarnations, different from all given out here or at the time of the
+//! # What is restored
+//! The backup replaces everything except:
+//! - *Sessions* remain those of the current replicas, whose next commands are still recognised as
+//!   new or repeated. Everything open at the time of the backup is closed as if its replicas were
+//!   lost: leases are released, requests end and waiting requests leave. What current replicas have
+//!   open belonged to the replaced state. When it ends, it is not found and nothing happens, except
+//!   that the tokens are charged to their users.
+//! - *Backends* start new incarnations, different from all that were assigned here or before the
 //!   backup, with the blocks they had then. Leases, measurements and KV events of earlier
-//!   incarnations are dropped. Whether the engine still holds the blocks is learned as after any
-//!   absence: from a later start time of the engine, from KV events (in doubt until their reader
-//!   has caught up), or from its answers.
-//! - *Readers* of KV events: none, until the leader assigns some.
+//!   incarnations are dropped. As after any absence, the cluster learns whether the engine still
+//!   holds the blocks: from a later start time of the engine, from KV events (in doubt until their
+//!   reader has caught up), or from its responses.
+//! - *Readers* of KV events: none until the leader assigns them.
 //! - *Time* is the later of the two.
 //!
 //! The hash seed and the secret are the backup's, because users and blocks are keyed by them. If
-//! the backup has no secret, the current cluster's is kept and the backup's blocks are dropped,
-//! because nobody hashes that way any more.
+//! the backup has no secret, the current cluster keeps its own and drops the backup's blocks,
+//! because no replica hashes that way any more.
 //!
-//! API keys are the backup's, but what the current state knows to have ended stays so: a key that was
-//! revoked is not taken over, and one that was rotated keeps its present secrets
-//! ([`Command::BeginRestoreOfKeys`]).
+//! API keys are the backup's, but keys that ended in the current state stay ended: a revoked key is
+//! not restored, and a rotated key keeps its current secrets ([`Command::BeginRestoreOfKeys`]).
 //!
 //! # Bounds
-//! All parts together are at most [`RESTORE_BYTES_MAX`], which is also the memory that a switch
-//! needs on top of both states. There is one restore at a time, and one that is idle for
+//! All parts together have at most [`RESTORE_BYTES_MAX`] bytes. A switch needs that much memory in
+//! addition to both states. Only one restore runs at a time. A restore that is idle for
 //! [`RESTORE_IDLE_MS_MAX`] is abandoned.
 
 use std::collections::BTreeMap;
@@ -60,7 +59,7 @@ pub const RESTORE_IDLE_MS_MAX: u64 = 60_000;
 /// Maximum number of parts.
 const PARTS_MAX: u32 = RESTORE_BYTES_MAX.div_ceil(RESTORE_PART_BYTES as u64) as u32;
 
-/// A restore in progress.
+/// Restore in progress.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct StagedRestore {
     restore: RestoreId,
@@ -69,11 +68,11 @@ pub(super) struct StagedRestore {
     parts: BTreeMap<u32, Arc<[u8]>>,
     /// Wrapping sum of the parts' hashes.
     sum: u64,
-    /// Whether API keys that were revoked here stay so.
+    /// Whether API keys that were revoked here stay revoked.
     keeps_revocations: bool,
 }
 
-/// A restore in progress, as the admin API shows it.
+/// Restore in progress, as the admin API shows it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
 pub struct RestoreView {
     /// Id of the restore.
@@ -98,7 +97,7 @@ pub struct ReadBackup {
 }
 
 impl StagedBackup {
-    /// Reads the backed-up state. Takes seconds for millions of blocks. Depends on the parts alone,
+    /// Reads the backed-up state. Takes seconds for millions of blocks. Depends only on the parts,
     /// so it can run on another thread than `apply`.
     #[must_use]
     pub fn read(&self) -> ReadBackup {
@@ -116,7 +115,7 @@ impl StagedBackup {
     }
 }
 
-/// The parts as one stream.
+/// Reads the parts as one stream.
 struct PartsReader<'a> {
     rest: &'a [Arc<[u8]>],
     /// Bytes already read from the first part.
@@ -151,7 +150,7 @@ impl StagedRestore {
         }
     }
 
-    /// Whether only format version 6 can express it.
+    /// Whether the snapshot needs format version 6.
     pub(super) fn is_of_version_6(&self) -> bool {
         self.keeps_revocations
     }
@@ -257,13 +256,13 @@ impl StagedRestore {
 enum RestoreSection {
     Begun(RestoreId, u64),
     Part(u32, Vec<u8>),
-    /// As [`Command::BeginRestoreOfKeys`] began it. From version 6 on.
+    /// Start of a restore by [`Command::BeginRestoreOfKeys`]. Version 6 and later.
     BegunOfKeys(RestoreId, u64),
 }
 
 impl RouterState {
-    /// Returns the backup that `command` has to read before it can switch, if it can switch. Read
-    /// it elsewhere while this state serves, and pass the result to [`Self::prepare`].
+    /// Returns the backup that `command` must read before it switches; `None` if it cannot switch.
+    /// Read the backup on another thread and pass the result to [`Self::prepare`].
     #[must_use]
     pub fn staged_backup(&self, command: &Command) -> Option<StagedBackup> {
         let Command::FinishRestore { restore, bytes } = command else {
@@ -273,8 +272,8 @@ impl RouterState {
         staged.whole(*bytes).ok()
     }
 
-    /// Saves the next command the reading. Has no visible effect: the result follows from the parts
-    /// alone, and one of other parts is ignored.
+    /// Provides the result of reading a backup, so that the next command need not read it. Has no
+    /// visible effect: the result follows from the parts, and one from other parts is ignored.
     pub fn prepare(&mut self, backup: ReadBackup) {
         self.prepared = Some(backup);
     }
@@ -287,7 +286,7 @@ impl RouterState {
         Some(RestoreView { restore, bytes })
     }
 
-    /// Returns the log index at which a restore took effect, as far back as the audit reaches.
+    /// Returns the log index at which a restore took effect, if the audit still has its entry.
     #[must_use]
     pub fn restored_at(&self, restore: RestoreId) -> Option<LogIndex> {
         let name = format!("restore {restore}: ");
@@ -297,8 +296,8 @@ impl RouterState {
         self.audit().find(is_it).map(|entry| entry.index)
     }
 
-    /// Whether a backup may replace this state without `force`: it holds no users, blocks,
-    /// leases, API keys or cache scopes. Backends and settings may exist, because the config of a new cluster creates them.
+    /// Whether a backup may replace this state without `force`: it has no users, blocks, leases,
+    /// API keys or cache scopes. It may have backends and settings, as in a new cluster.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.users.len() == 0
@@ -371,7 +370,7 @@ impl RouterState {
             .filter(is_of)
             .unwrap_or_else(|| backup.read())
             .found;
-        // The parts are used up, whether the backup is good or not.
+        // The parts are used up, whether or not the backup is usable.
         self.staged = None;
         let fresh = read.map_err(|fault| unusable(fault.to_string()))?;
         if !fresh.config.initialised {
@@ -406,7 +405,7 @@ impl RouterState {
         let (index, digest) = (fresh.applied, fresh.digest());
         let subject = format!("restore {restore}: index {index}, digest {digest:032x}");
         fresh.staged = None;
-        // Must come before closing replicas, which passes grants on to waiting requests.
+        // Must precede closing replicas, which passes grants on to waiting requests.
         fresh.waiting = WaitingList::default();
         let gone: Vec<ReplicaId> = fresh.sessions.iter().map(|(it, ..)| it).collect();
         for replica in gone {
@@ -425,13 +424,13 @@ impl RouterState {
         };
         fresh.follow_format();
         fresh.applied = self.applied;
-        // Readers on other threads keep their handles.
         if fresh.hash_secret.is_none()
             && let Some(secret) = self.hash_secret.take()
         {
             fresh.hash_secret = Some(secret);
             fresh.forget_blocks();
         }
+        // Readers on other threads keep their handles.
         let shown = std::mem::take(&mut self.ownership);
         let blocks = std::mem::replace(&mut fresh.ownership, shown);
         fresh.ownership.adopt(blocks);
@@ -458,7 +457,7 @@ impl RouterState {
     }
 }
 
-/// Rejects a backup. `why` is kept in a reply, so it is truncated.
+/// Builds the rejection of a backup. Truncates `why`, which is kept in a reply.
 fn unusable(mut why: String) -> Rejection {
     why.truncate(why.floor_char_boundary(2 * NAME_BYTES_MAX));
     Rejection::Invalid {

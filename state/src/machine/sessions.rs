@@ -2,9 +2,9 @@
 //!
 //! A session is one run of a replica. An unknown session id starts a new session and ends the
 //! previous one. The ids of the last few ended sessions are remembered, so that their commands
-//! still in flight are rejected. If the first command of a session arrives after a later session
-//! has started, its stamp gives it away: the same machine made it shortly before the current
-//! session began.
+//! still in flight are rejected. The first command of a session may arrive after a later session
+//! has started. Its stamp then shows that it is late: it lies shortly before the start of the
+//! current session.
 
 use std::collections::BTreeMap;
 
@@ -16,9 +16,9 @@ use crate::ids::{ReplicaId, SessionId};
 /// Number of ended sessions remembered per replica.
 const FORMER_SESSIONS_MAX: usize = 8;
 
-/// Age up to which a command of an unknown session counts as late, in milliseconds: its stamp lies
-/// this far or less before the first command of the current session. An older stamp comes from a
-/// clock that was set back, which must not lock the replica out.
+/// How far before the first command of the current session the stamp of an unknown session may lie
+/// and count as late, in milliseconds. An older stamp comes from a clock that was set back, which
+/// must not lock the replica out.
 const LATE_COMMAND_MS: u64 = 60_000;
 
 /// Verdict on a command by its origin.
@@ -162,7 +162,7 @@ mod tests {
         }
     }
 
-    /// Admits it at a time when nothing counts as late.
+    /// Admits a command with a stamp that never counts as late.
     fn admit(sessions: &mut Sessions, origin: &Origin) -> Dedup {
         sessions.dedup(origin, 0)
     }
@@ -222,7 +222,7 @@ mod tests {
         assert_eq!(sessions.dedup(&first(1), 99_999), Dedup::Stale);
         assert_eq!(sessions.dedup(&first(1), 40_000), Dedup::Stale);
         assert!(sessions.is_current(ReplicaId(1), SessionId(2)));
-        // With the stamp adjusted, it does not count as late.
+        // The adjusted stamp does not count as late.
         assert_eq!(
             [100_000, 99_999, 40_000, 39_999, 100_001]
                 .map(|clock_ms| { sessions.stamp_ms(ReplicaId(1), SessionId(3), clock_ms) }),

@@ -1,21 +1,20 @@
-//! Replicated time, which limits, windows and confirmations are measured in.
+//! Replicated time, the time base of limits, windows and confirmations.
 //!
 //! A command carries the wall clock of its proposer. Any of these clocks may be wrong by days,
-//! jump, and be corrected again. What users wait for must still happen, neither at once nor never.
+//! jump, and be corrected again. Whatever users wait for must happen, neither at once nor never.
 //! Two values are therefore kept apart. The *stamp* is the calendar as the cluster last believed
-//! it; it is set forward and back. The *time* is what has passed since, judged by the stamps; it
-//! never falls, and only differences of it are meaningful.
+//! it; it can be set forward and back. The *time* is what has passed since, judged by the stamps.
+//! It never falls, and only its differences are meaningful.
 //!
 //! A stamp close to the last one ([`is_near`]) is followed at once. Any other stamp may come from a
-//! wrong clock, or mean that all clocks were corrected, or that the cluster was suspended. It is
-//! believed once the stamps have agreed for [`UNANIMOUS_MS`] without any stamp in between that fits
-//! the old calendar. A single wrong clock among proposers with right ones is thus never believed.
-//! When a gap forward is believed, all of it has passed. When the calendar was set back, time
-//! continues from the new stamp, and advances by the span of the stamps that showed it, at most
-//! [`BELIEVED_MS_MAX`].
+//! wrong clock, from a correction of all clocks, or after the cluster was suspended. It is believed
+//! once the stamps have agreed for [`UNANIMOUS_MS`] without any stamp in between that fits the old
+//! calendar. Thus a single wrong clock among correct ones is never believed. When a gap forward is
+//! believed, all of it has passed. When the calendar was set back, time continues from the new
+//! stamp and advances by the span of the stamps that showed it, at most [`BELIEVED_MS_MAX`].
 //!
 //! Old stamps do not always mean that the calendar was set back: commands proposed on one side of a
-//! partition arrive late and all at once. For [`DOUBTED_MS_MAX`] a stamp that reaches the former
+//! partition arrive late and all at once. For [`DOUBTED_MS_MAX`], a stamp that reaches the former
 //! calendar therefore counts from there, less what was counted since.
 //!
 //! Until the cluster turns pacing on ([`Command::PaceTime`](crate::command::Command::PaceTime)),
@@ -27,8 +26,8 @@ use bincode::{Decode, Encode};
 
 /// Maximum advance of replicated time by one command while it is not paced, in milliseconds.
 pub const TIME_STEP_MS_MAX: u64 = 60 * 60 * 1000;
-/// How far a stamp may lie before the last one and still count as merely late, or from a slightly
-/// slow clock, in milliseconds. Time then waits for it.
+/// How far a stamp may lie before the last one and count as merely late or from a slow clock, in
+/// milliseconds. Time then stands still until the stamps catch up.
 pub const STAMP_LATE_MS_MAX: u64 = 1000;
 /// How far a stamp may lie ahead of the last one and be followed at once, in milliseconds.
 pub const STAMP_AHEAD_MS_MAX: u64 = 60 * 1000;
@@ -37,12 +36,12 @@ pub const UNANIMOUS_MS: u64 = 1000;
 /// Maximum advance when a calendar is believed to be set back, in milliseconds. The stamps that
 /// show it may be old and far apart.
 const BELIEVED_MS_MAX: u64 = 2 * UNANIMOUS_MS;
-/// Least time that could count twice, in milliseconds, for which a step back of the calendar is
-/// remembered. Below, counting it twice is better than losing a step.
+/// Minimum time that could count twice for a step back of the calendar to be remembered, in
+/// milliseconds. Below it, counting twice is better than losing a step.
 const SET_BACK_MS_MIN: u64 = 2000;
-/// How long a calendar that was set back may turn out to be the wrong one, in milliseconds.
+/// How long a calendar that was set back stays in doubt, in milliseconds.
 const DOUBTED_MS_MAX: u64 = 60 * 1000;
-/// Maximum advance at once, in milliseconds. No debt of a user lasts longer.
+/// Maximum advance by one stamp, in milliseconds. No debt of a user lasts longer.
 const LEAP_MS_MAX: u64 = 600 * 24 * 60 * 60 * 1000;
 
 /// Replicated time; see the module documentation.
@@ -61,17 +60,17 @@ pub(super) struct ReplicatedTime {
 pub(super) struct PacedTime {
     /// Latest stamp that was believed.
     stamp_ms: u64,
-    /// Stamps that diverge from it.
+    /// Latest stamps, if they diverge from it.
     apart: Option<DivergentStamps>,
-    /// How it was last set back, until the calendar reaches that point again.
+    /// Last step back, until the calendar reaches the former point again.
     set_back: Option<SetBack>,
 }
 
-/// A calendar that was set back.
+/// Step back of the calendar.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode)]
 struct SetBack {
     from_ms: u64,
-    /// How much passed since.
+    /// Time that passed since, in milliseconds.
     counted_ms: u64,
 }
 
@@ -88,7 +87,7 @@ impl ReplicatedTime {
         self.stamped_ms = stamped_ms;
         self.now_ms = match &mut self.paced {
             Some(paced) => self.now_ms.saturating_add(paced.pass(stamped_ms)),
-            // The first command sets it.
+            // The first command sets the time.
             None if self.now_ms == 0 => stamped_ms,
             None => {
                 let latest = self.now_ms.saturating_add(TIME_STEP_MS_MAX);
@@ -107,7 +106,7 @@ impl ReplicatedTime {
         });
     }
 
-    /// Returns the time of the current command for display.
+    /// Returns the time of the current command for display, in Unix milliseconds.
     pub(super) fn calendar_ms(&self) -> u64 {
         match self.paced {
             Some(_) => self.stamped_ms,
@@ -139,7 +138,7 @@ impl PacedTime {
             self.apart = Some(alone);
             return 0;
         };
-        // A stamp far ahead shows that the others were no mistake, but must be confirmed itself.
+        // A stamp far ahead shows that the others were not a mistake, but must itself be confirmed.
         let fits = is_near(stamped_ms, apart.last_ms);
         if fits {
             apart.last_ms = apart.last_ms.max(stamped_ms);
@@ -157,7 +156,7 @@ impl PacedTime {
         let passed_ms = seen_ms.min(BELIEVED_MS_MAX);
         let back_ms = self.stamp_ms - apart.last_ms;
         match &mut self.set_back {
-            // The calendar before the first of them may still be the right one.
+            // The calendar before the first step back may still be the right one.
             Some(open) => open.counted_ms = open.counted_ms.saturating_add(passed_ms),
             None if back_ms.saturating_add(passed_ms) < SET_BACK_MS_MIN => {}
             None => {
@@ -171,7 +170,7 @@ impl PacedTime {
         passed_ms
     }
 
-    /// Advances the calendar to a stamp, if that is later, and returns how much time passed, in
+    /// Advances the calendar to a stamp if it is later. Returns how much time passed, in
     /// milliseconds.
     fn go_on(&mut self, stamped_ms: u64) -> u64 {
         let step_ms = stamped_ms.saturating_sub(self.stamp_ms);
@@ -262,7 +261,7 @@ mod tests {
         // From a replica that was cut off for a minute: its outbox, and an operator's command.
         let late = passes(&mut time, &[-60_000, -3000, 1000, 2500]);
         assert_eq!(late, [0, 2000, 0, 1500]);
-        // In a burst that shows more of the time.
+        // A burst whose stamps span more time.
         let burst = passes(&mut time, &[-2000, -1000, -500, 0, 4500, 4600]);
         assert_eq!(burst, [0, 1000, 500, 500, 0, 100]);
         assert_eq!((time.now_ms, time.lead_ms()), (START + 5600, 1000));

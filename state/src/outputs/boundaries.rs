@@ -1,9 +1,9 @@
 //! Bins of equal mass: Algorithm 6 computes them from a histogram, Algorithm 4 finds a request's
 //! bin.
 //!
-//! The original algorithms have two faults. Their bin 0 starts at the shortest length seen, so that
-//! a shorter prediction belongs to no bin and falls through to the last, the one of the longest
-//! outputs. And equal quantiles produce bins that can hold nothing. Here bin 0 starts at 0, the
+//! The original algorithms have two faults. Their bin 0 starts at the shortest observed length, so
+//! a shorter prediction matches no bin and falls through to the last, which has the longest
+//! outputs. And equal quantiles produce bins that cannot hold anything. Here bin 0 starts at 0, the
 //! last bin is open, and equal edges merge, so that there are `K_eff <= K` bins and each of them
 //! has mass.
 
@@ -32,7 +32,7 @@ impl Boundaries {
         for bucket in histogram.buckets() {
             below += u64::from(bucket.weight);
             if below == total {
-                // Nothing lies beyond: an edge here would bound an empty bin.
+                // No length lies beyond: an edge here would bound an empty bin.
                 break;
             }
             if below * bins >= quantile * total {

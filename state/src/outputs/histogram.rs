@@ -7,9 +7,9 @@ use bincode::{Decode, Encode};
 
 /// Number of buckets: 64 of width 1, then 32 for every doubling.
 pub const BUCKETS: usize = 512;
-/// Longest output that is distinguished; longer ones count as this.
+/// Longest distinguishable output, in tokens; longer ones count as this.
 pub const OUTPUT_TOKENS_MAX: u32 = (1 << 20) - 1;
-/// Weight of one length.
+/// Weight of one output.
 const WEIGHT: u32 = 16;
 /// Maximum total weight: that of 4096 lengths.
 const WEIGHTS_MAX: u32 = WEIGHT * 4096;
@@ -98,7 +98,7 @@ impl Histogram {
     }
 
     /// Returns the mean length of outputs longer than `produced` tokens, rounded up: the expected
-    /// length of an answer that has got this far. `None` if no output was longer.
+    /// length of a response that has reached this length. `None` if no output was longer.
     #[must_use]
     pub fn mean_beyond(&self, produced: u32) -> Option<u32> {
         // Lengths are taken to be spread evenly over their bucket. The factor preserves the

@@ -1,4 +1,4 @@
-//! Output lengths: how much the requests of a user and a model are expected to produce, and the
+//! Output lengths: how many tokens requests of a user to a model are expected to produce, and the
 //! resulting bins.
 //!
 //! Replicas report the lengths of finished requests. `apply` keeps a fading histogram per model and
@@ -10,8 +10,8 @@
 //! - [`batch`]: which bin goes next and how many of its requests (Algorithms 5 and 3).
 //! - [`theory`]: the benefit of bins where the requests of a batch end together.
 //!
-//! The algorithms are numbered as in docs/adr/0012-limits-in-apply.md, which also says where this
-//! implementation departs from the originals and why.
+//! The algorithms are numbered as in docs/adr/0012-limits-in-apply.md, which also explains where
+//! and why this implementation departs from the originals.
 
 pub mod batch;
 pub mod boundaries;
@@ -46,7 +46,7 @@ pub const MODELS_MAX: usize = 64;
 /// Maximum number of pairs of user and model with lengths. Beyond it, the one observed longest ago
 /// is forgotten.
 pub const PAIRS_MAX: usize = 16_384;
-/// Maximum of the observation count: no real count gets there.
+/// Maximum of the observation count, which no real count reaches.
 const CLOCK_MAX: u64 = u64::MAX / 2;
 /// Prediction if nothing is known: no length was seen and the request has no bound.
 pub const TOKENS_UNKNOWN: u32 = 256;
@@ -54,7 +54,7 @@ pub const TOKENS_UNKNOWN: u32 = 256;
 /// Replicated state of output lengths.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Outputs {
-    /// Counts observations; orders models and pairs by their last one.
+    /// Number of observations; orders models and pairs by their last one.
     clock: u64,
     models: BTreeMap<ModelKey, Arc<ModelOutputs>>,
     recents: Recents,
@@ -69,7 +69,7 @@ pub struct OutputsView {
     pairs_digest: u128,
 }
 
-/// Expected length of an answer.
+/// Expected length of a response.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct Prediction {
     /// Output tokens, at least 1.
@@ -183,7 +183,7 @@ impl OutputsView {
             .unwrap_or_else(|| by(Basis::Unknown, TOKENS_UNKNOWN))
     }
 
-    /// Corrects a prediction by the output so far: an answer longer than predicted is expected to
+    /// Corrects a prediction by the output so far: a response longer than predicted is expected to
     /// reach the mean length of the model's outputs that were longer than it is now.
     #[must_use]
     pub fn correct(

@@ -1,4 +1,4 @@
-//! Outputs as a whole: the original examples, the literal algorithms next to ours, predictions,
+//! Tests of outputs: the original examples, the literal algorithms next to ours, predictions,
 //! bounds.
 
 use std::collections::VecDeque;

@@ -1,4 +1,4 @@
-//! Which blocks an engine evicts next, see [`leaving`](super::leaving).
+//! Determines which blocks an engine evicts next, see [`leaving`](super::leaving).
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -8,13 +8,13 @@ use crate::ownership::arena::{BlockRecord, NO_RECORD};
 use crate::ownership::backend::BackendBlocks;
 use crate::ownership::leaving::{is_leaf, key, record_of};
 
-/// Blocks without an age that are climbed over at most, to find one.
+/// Maximum number of blocks without an age that a search for an age climbs.
 const CLIMB_MAX: usize = 64;
-/// Releases during which the events of a request may come that has ended.
+/// Number of releases after the end of a request during which its events may still arrive.
 const LATE_MAX: u64 = 8;
 
 impl BackendBlocks {
-    /// Puts a record into the order if it belongs there.
+    /// Puts a record into the order if it is a reported leaf with an age.
     pub(super) fn put_leaving(&mut self, index: u32, record: &BlockRecord) {
         if !is_leaf(record) {
             return;
@@ -30,9 +30,9 @@ impl BackendBlocks {
         self.leaving.order.insert(key(index, age));
     }
 
-    /// Returns the age of a record that has none yet; `None` if a lease ends before it, whose request
-    /// may have made it. If that has just been released, the record is as old; all else counts as
-    /// released when the engine stored it.
+    /// Returns the age of a record that has none yet. `None` if a lease ends at an ancestor: its
+    /// request may have made the record. After a recent release of an ancestor, returns that age.
+    /// Otherwise, counts the record as released when the engine stored it.
     fn age_of_stored(&self, record: &BlockRecord) -> Option<u64> {
         let mut at = record.parent;
         for _ in 0..CLIMB_MAX {
@@ -55,10 +55,10 @@ impl BackendBlocks {
         Some(self.epoch)
     }
 
-    /// Returns up to `most` reported blocks in the order in which they leave.
+    /// Returns up to `most` reported blocks in the order in which the engine evicts them.
     fn next_leaving(&self, most: usize) -> Vec<BlockHash> {
         let mut next = Vec::with_capacity(most.min(self.reported as usize));
-        // Parents: how many of their children have left, and the highest age among these.
+        // By parent: number of its children that were evicted, and their highest age.
         let mut left = BTreeMap::<u32, (u32, u64)>::new();
         let mut bared = BTreeSet::<u64>::new();
         let mut leaves = self.leaving.order.iter().copied().peekable();
@@ -86,7 +86,7 @@ impl BackendBlocks {
         next
     }
 
-    /// Checks that the order has exactly the leaves that belong there.
+    /// Checks that the order contains exactly the leaves that belong there.
     pub(super) fn check_leaving(&self) -> Result<(), String> {
         let mut count = 0;
         for (index, record) in self.arena.live() {
@@ -104,8 +104,8 @@ impl BackendBlocks {
 }
 
 impl Ownership {
-    /// Gives a reported leaf without an age the backend's latest one: the request that it belongs
-    /// to has ended.
+    /// Gives a reported leaf without an age the backend's latest one, because the leaf's request
+    /// has ended.
     pub(crate) fn age_leaf(&mut self, slot: Slot, block: BlockHash) {
         let Some((backend, _)) = self.backend_mut(slot) else {
             return;
@@ -121,8 +121,8 @@ impl Ownership {
         }
     }
 
-    /// Returns up to `most` blocks that `slot` reports, in the order in which its engine evicts
-    /// them, as far as known.
+    /// Returns up to `most` blocks that the engine in `slot` reports, in its estimated eviction
+    /// order.
     pub(crate) fn next_leaving(&self, slot: Slot, most: usize) -> Vec<BlockHash> {
         let backend = self.backend(slot);
         backend.map_or_else(Vec::new, |backend| backend.next_leaving(most))
@@ -134,7 +134,7 @@ impl Ownership {
         backend.map_or(0, |backend| u64::from(backend.unreported()))
     }
 
-    /// Returns a number that changes whenever the blocks of `slot` or their order may have.
+    /// Returns a number that changes whenever the blocks of `slot` or their order may have changed.
     pub(crate) fn stamp(&self, slot: Slot) -> u128 {
         let backend = self.backend(slot);
         backend.map_or(0, |it| it.sum.wrapping_add(u128::from(it.epoch)))

@@ -1,29 +1,30 @@
-//! A backend's block records, in chunks that snapshots share and the writer copies on first change.
+//! Stores a backend's block records in chunks that snapshots share (copy on write).
 //!
-//! A record holds a block, its parent, its place in the view, the number of children, open leases and
-//! engine reports that hold it, and the epoch of its last release. Records are stored in columns: 23
-//! bytes each, and a snapshot reads them in runs. They are addressed by index. A freed record joins a
-//! free list that runs through the `parent` column, so that a frozen chunk is complete in itself.
+//! A record holds a block, its parent, its place in the view, the number of children, open leases
+//! and engine reports that hold it, and the epoch of its last release. Records are stored in
+//! columns of 23 bytes in total, which a snapshot reads in runs. They are addressed by index. A
+//! freed record joins a free list that runs through the `parent` column, so a frozen chunk is
+//! self-contained.
 
 use std::sync::Arc;
 
 use crate::ids::BlockHash;
 use crate::ownership::index::HashLookup;
 
-/// Records per chunk. Copying a chunk takes about two microseconds, which is the cost of its first
-/// change after a snapshot began.
+/// Number of records per chunk. Copying a chunk takes about two microseconds, which is the cost of
+/// its first change after a snapshot started.
 pub(super) const CHUNK_RECORDS: usize = 1024;
-/// "No record": the parent of a first block.
+/// No record: the parent of a first block.
 pub(super) const NO_RECORD: u32 = u32::MAX;
-/// Upper bound of indexes, so that they fit 24 bits beside an eight-bit tag or a 40-bit epoch.
+/// Upper bound of indexes. They fit in 24 bits, beside an eight-bit tag or a 40-bit epoch.
 pub(super) const RECORDS_MAX: u32 = (1 << 24) - 2;
 /// Maximum epoch.
 pub(super) const EPOCH_MAX: u64 = (1 << 40) - 1;
-/// Flag in the parent column of a free record; the other bits are the index of the next free one.
+/// Flag in the parent column of a free record. The other bits are the index of the next free one.
 const FREE: u32 = 1 << 31;
 const FREE_END: u32 = FREE | PARENT;
-/// The bits of the parent column with the parent's index, all set for none. Those between them and
-/// [`FREE`] tell how far the head of the block's segment is before it.
+/// Bits of the parent column that hold the parent's index, all set for none. The bits between them
+/// and [`FREE`] hold the distance to the head of the block's segment.
 const PARENT: u32 = (1 << PARENT_BITS) - 1;
 const PARENT_BITS: u32 = 24;
 
@@ -86,8 +87,8 @@ pub(super) struct BlockRecord {
     pub(super) hash: BlockHash,
     /// Index of the parent; [`NO_RECORD`] for a first block.
     pub(super) parent: u32,
-    /// How many blocks the head of its segment in the view is before it. Depends on history and so
-    /// is part of neither the digest nor an image.
+    /// Number of blocks from the head of its segment in the view to this one. Depends on history,
+    /// so it is part of neither the digest nor an image.
     pub(super) behind: u8,
     /// Number of owned blocks that directly follow this one.
     pub(super) children: u32,
@@ -97,7 +98,7 @@ pub(super) struct BlockRecord {
     /// an image, because it follows from [`crate::exact`], which is.
     pub(super) reports: u8,
     /// The backend's release count at the block's last release as a tip, or the highest one of
-    /// descendants evicted since. 0: no lease over it was ever kept.
+    /// descendants evicted since. 0 if no lease over it was ever kept.
     pub(super) epoch: u64,
 }
 
@@ -158,7 +159,7 @@ impl Arena {
         BlockHash(self.chunks[chunk].hash[at])
     }
 
-    /// Returns a live record's head: the first block of its segment in the view.
+    /// Returns the record of a live record's head: the first block of its segment in the view.
     pub(super) fn head(&self, index: u32, behind: u8) -> u32 {
         (0..behind).fold(index, |at, _| {
             let (chunk, at) = place(at);
@@ -166,7 +167,7 @@ impl Arena {
         })
     }
 
-    /// Sets how far the head of a live record's segment is before it.
+    /// Sets the distance of a live record from the head of its segment.
     pub(super) fn set_behind(&mut self, index: u32, behind: u8) {
         let (chunk, at) = place(index);
         let chunk = Arc::make_mut(&mut self.chunks[chunk]);
@@ -208,8 +209,8 @@ impl Arena {
         self.free = FREE | index;
     }
 
-    /// Appends a chunk from a snapshot, with `None` for records that were free. Only valid before
-    /// any other change, and in order.
+    /// Appends a chunk from a snapshot, with `None` for free records. Only valid in order and
+    /// before any other change.
     pub(super) fn push_chunk(&mut self, records: &[Option<BlockRecord>]) {
         let mut chunk = Chunk::EMPTY;
         for (at, record) in records.iter().enumerate() {
@@ -235,7 +236,7 @@ impl Arena {
         self.hashes(|chunk, at| chunk.leases[at] > 0)
     }
 
-    /// Iterates over the blocks of the live records that `is_wanted`.
+    /// Iterates over the blocks of the live records that satisfy `is_wanted`.
     fn hashes(&self, is_wanted: fn(&Chunk, usize) -> bool) -> impl Iterator<Item = BlockHash> {
         self.chunks.iter().rev().flat_map(move |chunk| {
             let wanted = (0..CHUNK_RECORDS).rev();

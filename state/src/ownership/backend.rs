@@ -1,4 +1,4 @@
-//! One backend's blocks: a forest of records, with the evictable leaves in order.
+//! One backend's blocks: a forest of records and the eviction order of its free leaves.
 //!
 //! Pins and epochs reproduce vLLM's eviction order at constant cost:
 //! - A lease touches only its tip. A block is held while a lease ends at it or an owned block
@@ -7,17 +7,16 @@
 //!   its own and its descendants', because a release covers the whole path. Evicting a leaf passes
 //!   its epoch to its parent, which preserves the true epoch of the remaining blocks.
 //! - Only free leaves can be evicted; they are kept in a set ordered by epoch. The least recently
-//!   released goes first, and the deepest first within one release, because a parent joins the set
+//!   released goes first. Within one release the deepest goes first, because a parent joins the set
 //!   when its last child leaves.
 //!
-//! At any time, at most one record of a backend carries a given epoch above 0: the epoch is
-//! assigned to one tip, and passed on only by a record that ends. The order therefore has no ties,
-//! and the index of a record, which may differ between replicas, decides nothing. A free leaf of
-//! epoch 0 cannot exist: no lease over it was ever kept, so it was removed with the last lease
-//! discarded over it.
+//! At most one record of a backend carries a given epoch above 0: the epoch is assigned to one tip,
+//! and only a record that is removed passes it on. The order therefore has no ties, and the record
+//! index, which may differ between replicas, decides nothing. A free leaf of epoch 0 cannot exist:
+//! no lease over it was ever kept, so discarding the last lease over it removed it.
 //!
-//! Blocks that the engine itself reports (`reported`) are held by those reports. They leave when
-//! the engine says so, whoever pins them, and do not count towards the capacity.
+//! Reports hold the blocks that the engine reports (`reported`). Such blocks leave when the engine
+//! reports so, regardless of leases, and do not count towards the capacity.
 
 use std::collections::BTreeSet;
 
@@ -48,8 +47,8 @@ pub(super) struct BackendBlocks {
     pub(super) capacity: Option<u32>,
     /// Number of releases so far.
     pub(super) epoch: u64,
-    /// Sum of the records' digests. Kept per backend, so that a backend is dropped without touching
-    /// its records.
+    /// Sum of the records' digests. Kept per backend, so that dropping a backend need not touch its
+    /// records.
     pub(super) sum: u128,
     pub(super) arena: Arena,
     pub(super) index: RecordIndex,
@@ -59,10 +58,10 @@ pub(super) struct BackendBlocks {
     pub(super) owned: u32,
     /// Number of owned blocks that the engine reports.
     pub(super) reported: u32,
-    /// Reported leaves in the order in which the engine evicts them.
+    /// Reported leaves in the estimated order in which the engine evicts them.
     pub(super) leaving: Leaving,
-    /// A live record with the head of its segment: the one added last, or the parent of the one removed
-    /// last. The next change is mostly there.
+    /// A live record and the head of its segment: the record added last, or the parent of the one
+    /// removed last. The next change is usually there.
     known_head: Option<(u32, BlockHash)>,
 }
 
@@ -96,13 +95,12 @@ impl BackendBlocks {
         self.index.find(block, &self.arena)
     }
 
-    /// Follows `chain` from the record `from` (or [`NO_RECORD`]), adds the missing blocks, then
-    /// evicts down to the capacity.
+    /// Follows `chain` from the record `from` (or [`NO_RECORD`]), adds missing blocks, then evicts
+    /// down to the capacity.
     ///
     /// Stops at a block that is owned behind another parent. A block's hash identifies everything
-    /// before it, so such a chain contradicts itself, and following it would break the rule that
-    /// the owner of a block owns everything before it. Also stops when there is no room and nothing
-    /// to evict.
+    /// before it, so such a chain contradicts itself. Following it would break the rule that the
+    /// owner of a block owns everything before it. Also stops without room and nothing to evict.
     pub(super) fn walk(
         &mut self,
         common: &mut SharedIndex,
@@ -145,8 +143,8 @@ impl BackendBlocks {
         self.add_new(common, walk, new)
     }
 
-    /// Adds at most [`GROUP_BLOCKS`] blocks at the end of a walk, then shows them to readers. Returns
-    /// whether there was room for all, and none was owned.
+    /// Adds at most [`GROUP_BLOCKS`] blocks at the end of a walk, then shows them to readers.
+    /// Returns whether all had room and none was owned.
     fn add_new(&mut self, common: &mut SharedIndex, walk: &mut Walk, new: &[BlockHash]) -> bool {
         let from = walk.tip;
         let mut added = [NO_RECORD; GROUP_BLOCKS];
@@ -164,7 +162,7 @@ impl BackendBlocks {
         count == new.len()
     }
 
-    /// Makes room for one more block in the total over all backends, if necessary by evicting here.
+    /// Makes room for one more block in the total over all backends, evicting here if necessary.
     /// Never evicts `tip`, which is about to get a child. Returns whether there is room.
     pub(super) fn make_room(&mut self, common: &mut SharedIndex, tip: u32) -> bool {
         if common.owned < common.owned_max {
@@ -200,7 +198,7 @@ impl BackendBlocks {
     }
 
     /// Removes a lease from `index`; the caller settles the record. Returns `false` if there is
-    /// none, as for a lease that outlived its blocks.
+    /// none, for example after a lease outlived its blocks.
     pub(super) fn unpin(&mut self, index: u32) -> bool {
         let record = self.arena.get(index);
         let Some(leases) = record.leases.checked_sub(1) else {
@@ -210,7 +208,7 @@ impl BackendBlocks {
         true
     }
 
-    /// Marks the path that ends in `index` as released now.
+    /// Marks the path that ends at `index` as released now.
     pub(super) fn touch(&mut self, index: u32) {
         let epoch = self.next_epoch();
         let record = self.arena.get(index);
@@ -219,8 +217,8 @@ impl BackendBlocks {
         self.settle(index);
     }
 
-    /// Removes `index` and its ancestors, as far as nothing holds them and no lease over them was
-    /// ever kept.
+    /// Removes `index` and its ancestors while nothing holds them and no lease over them was ever
+    /// kept.
     pub(super) fn give_back(&mut self, common: &mut SharedIndex, mut index: u32) {
         while index != NO_RECORD {
             let record = self.arena.get(index);
@@ -233,9 +231,9 @@ impl BackendBlocks {
         }
     }
 
-    /// Evicts until the capacity is met or nothing more can be evicted. Blocks that the engine
-    /// reports do not count: blocks brought by leases come on top, until the engine reports those
-    /// too or reports what left for them.
+    /// Evicts until the capacity is met or nothing more can be evicted. Reported blocks do not
+    /// count. Blocks of leases come on top of them, until the engine reports those too or reports
+    /// the blocks that it evicted for them.
     pub(super) fn trim(&mut self, common: &mut SharedIndex) {
         let capacity = self.capacity.unwrap_or(u32::MAX);
         while self.unreported() > capacity {
@@ -254,8 +252,8 @@ impl BackendBlocks {
         self.owned - self.reported
     }
 
-    /// Prefetches like [`Self::warm`], for the blocks likely to be evicted next: the path of the
-    /// first leaf.
+    /// Prefetches like [`Self::warm`] the blocks that are likely to be evicted next: the path of
+    /// the first leaf.
     fn warm_evictions(&self, count: usize) {
         let Some(&first) = self.evictable.first() else {
             return;
@@ -292,14 +290,14 @@ impl BackendBlocks {
             self.give_back(common, parent);
         }
         let removed = before - self.owned;
-        // Blocks that the removed ones held can be evicted now, and may exceed the capacity.
+        // Blocks that the removed ones held can now be evicted, and may exceed the capacity.
         self.trim(common);
         removed
     }
 
-    /// Removes everything and adds the tips of leases to `outlived`. Only the view is updated, segment
-    /// by segment and newest first; the rest is dropped as a whole. Meanwhile a reader may find blocks
-    /// whose predecessors are gone already, which is as if it had looked a moment earlier.
+    /// Removes everything and adds the tips of leases to `outlived`. Updates only the view, segment
+    /// by segment and newest first; drops the rest as a whole. Meanwhile, a reader may find blocks
+    /// whose predecessors are gone, as if it had looked a moment earlier.
     pub(super) fn clear(&mut self, common: &mut SharedIndex, outlived: &mut Vec<BlockHash>) {
         outlived.extend(self.arena.tips());
         let mut heads = self.arena.heads();
@@ -320,7 +318,7 @@ impl BackendBlocks {
         self.epoch = epoch;
     }
 
-    /// Adds a block behind `parent`, visible to readers from here on.
+    /// Adds a block behind `parent` and shows it to readers.
     pub(super) fn insert(
         &mut self,
         common: &mut SharedIndex,
@@ -332,7 +330,7 @@ impl BackendBlocks {
         index
     }
 
-    /// Shows consecutive blocks behind `parent` to readers, and notes their places.
+    /// Shows consecutive blocks behind `parent` to readers, and records their places.
     pub(super) fn show(
         &mut self,
         common: &mut SharedIndex,
@@ -356,7 +354,7 @@ impl BackendBlocks {
         }
     }
 
-    /// Returns where a live record's block stands in the view.
+    /// Returns the place of a live record's block in the view.
     pub(super) fn place(&self, index: u32) -> BlockPlace {
         let behind = self.arena.get(index).behind;
         let head = match self.known_head {
@@ -441,8 +439,8 @@ impl BackendBlocks {
         }
     }
 
-    /// Removes each of `leaves` and its ancestors up to `end`, as far as they are left without
-    /// children. Children are removed before their parents, so that no reader finds a gap.
+    /// Removes each of `leaves`, and its ancestors up to `end` that are left without children.
+    /// Removes children before their parents, so that no reader finds a gap.
     fn fell(
         &mut self,
         common: &mut SharedIndex,
@@ -467,8 +465,8 @@ impl BackendBlocks {
         }
     }
 
-    /// Returns the childless records at or below `top`. If `top` has no children, this is cheap.
-    /// Otherwise every record is visited once, because parents do not list their children.
+    /// Returns the childless records at or below `top`. Cheap if `top` has no children. Otherwise
+    /// visits every record once, because parents do not list their children.
     fn leaves_below(&self, top: u32) -> Vec<u32> {
         #[derive(Clone, Copy, PartialEq)]
         enum Side {
@@ -507,7 +505,7 @@ impl BackendBlocks {
         leaves
     }
 
-    /// Adds a record to the evictable set if it is a free leaf, and to those that the engine evicts
+    /// Adds a record to the evictable set if it is a free leaf, or to the engine's eviction order
     /// if it is a reported one.
     pub(super) fn settle(&mut self, index: u32) {
         let record = self.arena.get(index);
@@ -518,7 +516,7 @@ impl BackendBlocks {
         }
     }
 
-    /// Removes a record from these sets, before it stops being such a leaf of this epoch.
+    /// Removes a record from these sets. Call it before the record's leaf state or epoch changes.
     pub(super) fn unsettle(&mut self, index: u32, record: &BlockRecord) {
         // New records are free leaves for a moment, but never in the set.
         if record.is_free_leaf() && record.epoch > 0 {
@@ -554,7 +552,7 @@ impl BackendBlocks {
     }
 
     /// Renumbers the epochs from 1, preserving their order. Needed once in 35 years at a thousand
-    /// releases a second, but the counter must not get stuck.
+    /// releases per second, but the counter must not get stuck.
     fn renumber(&mut self) {
         let carriers = self.arena.live().filter(|(_, record)| record.epoch > 0);
         let mut carriers: Vec<_> = carriers

@@ -14,11 +14,11 @@ impl Ownership {
     /// - `I1` Ownership is prefix-closed: every block's parent is owned, and no block is its own
     ///   ancestor.
     /// - `I2` The published view shows exactly the owned blocks, each at one place.
-    /// - `I3` Apart from what its engine reports, a backend owns more than its capacity only while
-    ///   nothing can be evicted. The counts agree.
+    /// - `I3` Without its reported blocks, a backend exceeds its capacity only while nothing can be
+    ///   evicted. The counts agree.
     /// - `I6` Pins are right: a record counts its children and the leases that end at it. The
-    ///   evictable records are exactly those that nothing holds, and each of them was kept by some
-    ///   release.
+    ///   evictable records are exactly those that nothing holds, and some release kept each of
+    ///   them.
     /// - `I8` The digest equals one computed from scratch.
     ///
     /// # Errors
@@ -177,7 +177,7 @@ fn check_backend(backend: &BackendBlocks) -> Result<(), InvariantError> {
 }
 
 /// Returns the number of records on a path from a leaf to a first block. If the child counts are
-/// right, only records on a cycle are missing.
+/// right, this leaves out only records on a cycle.
 fn reached_from(backend: &BackendBlocks, leaves: &[u32]) -> u32 {
     let mut is_reached = vec![false; backend.arena.len() as usize];
     let mut reached = 0;

@@ -1,5 +1,5 @@
-//! A record's contribution to the digest. Contributions are order-independent, so the digest can be
-//! maintained incrementally.
+//! A record's contribution to the digest. Contributions do not depend on order, so the digest can
+//! be maintained incrementally.
 //!
 //! The digest is the wrapping sum of one 128-bit hash (xxh3) per record over its canonical bytes.
 //! Changing a record subtracts its old hash and adds the new one. Children are not hashed, because

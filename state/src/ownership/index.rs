@@ -13,7 +13,7 @@ use crate::view::{mix, spread};
 /// Maximum number of records in a segment before it splits.
 const SEGMENT_RECORDS_MAX: usize = 2048;
 /// Maximum number of hash bits that the directory uses: 8,192 segments hold the maximum of 16 M
-/// records. Beyond it, which means hashes that are not uniform, segments grow instead.
+/// records. Beyond it, which means that hashes are not uniform, segments grow instead.
 const DEPTH_MAX: u32 = 14;
 /// Percentage of used entries above which a segment is rebuilt.
 const LOAD_MAX: usize = 85;
@@ -98,8 +98,8 @@ impl RecordIndex {
         }
     }
 
-    /// Prefetches the entries where lookups of `blocks` begin. The sum keeps the compiler from
-    /// removing the loads.
+    /// Prefetches the entries where lookups of `blocks` start. Returning the sum keeps the compiler
+    /// from removing the loads.
     pub(crate) fn warm(&self, blocks: &[BlockHash]) -> u32 {
         let load = |&block: &BlockHash| {
             let mixed = mix(block);
@@ -244,8 +244,8 @@ impl Segment {
     }
 }
 
-/// Returns the low bits of the hash in the position of the tag. The entry's place comes from the
-/// high bits of the mixed hash.
+/// Returns the low bits of the hash in the position of the tag. The high bits of the mixed hash
+/// determine the entry's place.
 fn tag(block: BlockHash) -> u32 {
     (block.0 as u32) << 24
 }

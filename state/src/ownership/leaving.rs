@@ -1,18 +1,17 @@
-//! Which of the blocks that an engine reports it evicts next.
+//! Estimates which reported blocks an engine evicts next.
 //!
-//! An engine evicts what was released longest ago, deepest first, as leases do here. A reported
-//! block is held by its reports, and so is in no eviction order; but its age is known wherever a
-//! lease over it was released. This keeps the reported leaves that no lease ends at in that order,
-//! so that a decision can tell which of them requests under way will push out before the engine
-//! says so.
+//! An engine evicts the least recently released block first, and the deepest first within one
+//! release, as leases do here. Reports hold a reported block, so it is in no eviction order of its
+//! own. Its age is known if a lease over it was released. This module keeps the reported leaves
+//! without leases in that order. A decision can then predict which of them requests under way will
+//! push out before the engine reports it.
 //!
-//! Blocks that no lease brought, mostly those of answers, are as old as the request before them: while
-//! its lease is open they have no age and are not in the order. All others count as released when
-//! the engine stored them.
+//! Blocks that no lease brought, mostly those of responses, are as old as the request before them.
+//! While its lease is open, they have no age and are not in the order. All others count as released
+//! when the engine stored them.
 //!
-//! All of it is an estimate beside the state: it follows from records and reports, is not part of
-//! the digest or of an image, and is made anew from a snapshot. Blocks of one age stand in no
-//! particular order.
+//! The order is an estimate that follows from records and reports. It is not part of the digest or
+//! an image; reading a snapshot rebuilds it. Blocks of the same age are in no particular order.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -23,7 +22,7 @@ use crate::ownership::arena::{BlockRecord, NO_RECORD};
 pub(super) struct Leaving {
     /// `age << 24 | record` of every reported leaf that has an age and no lease.
     pub(super) order: BTreeSet<u64>,
-    /// Ages of records beyond those of their releases.
+    /// Ages of records, where higher than their epochs.
     ages: BTreeMap<u32, u64>,
 }
 
@@ -39,14 +38,14 @@ impl Leaving {
         record.epoch.max(taken)
     }
 
-    /// Takes a record out of the order, before it stops being a leaf of this age.
+    /// Removes a record from the order. Call it before the record stops being a leaf of this age.
     pub(super) fn take(&mut self, index: u32, record: &BlockRecord) {
         if is_leaf(record) {
             self.order.remove(&key(index, self.age(index, record)));
         }
     }
 
-    /// Forgets a record that is gone. Its parent has its age.
+    /// Forgets a removed record and passes its age to its parent.
     pub(super) fn forget(&mut self, index: u32, parent: u32) {
         let age = self.ages.remove(&index);
         if let Some(age) = age.filter(|_| parent != NO_RECORD) {
@@ -54,14 +53,14 @@ impl Leaving {
         }
     }
 
-    /// Gives a record an age at least. The caller takes it out of the order before, and back in.
+    /// Raises a record's age to at least `age`, while the record is out of the order.
     pub(super) fn raise(&mut self, index: u32, age: u64) {
         let known = self.ages.entry(index).or_default();
         *known = age.max(*known);
     }
 
     pub(super) fn memory_bytes(&self) -> usize {
-        // B-trees, nodes about two thirds full.
+        // B-trees with nodes about two thirds full.
         self.order.len() * 14 + self.ages.len() * 22
     }
 
@@ -74,17 +73,17 @@ impl Leaving {
     }
 }
 
-/// Whether the engine alone holds the record, and nothing follows it.
+/// Whether only the engine holds the record, and no block follows it.
 pub(super) fn is_leaf(record: &BlockRecord) -> bool {
     record.children == 0 && record.leases == 0 && record.reports > 0
 }
 
-/// Returns a leaf's place in the order.
+/// Returns a leaf's key in the order.
 pub(super) fn key(index: u32, age: u64) -> u64 {
     age << 24 | u64::from(index)
 }
 
-/// Returns whose place it is.
+/// Returns the record of a key.
 pub(super) fn record_of(key: u64) -> u32 {
     (key & u64::from(u32::MAX >> 8)) as u32
 }

@@ -1,12 +1,12 @@
-//! Ownership: which backend holds which blocks, as leases.
+//! Ownership: which backend holds which blocks.
 //!
-//! This is the writer's side of the block index, owned by `apply`. Each backend has a forest of
-//! records (`arena`), an index by hash (`index`) and an eviction order (`backend`). Every change is
-//! published to readers through the view: parents before children when blocks are added, children
+//! This is the writer's side of the block index; `apply` owns it. Each backend has a forest of
+//! records (`arena`), an index by hash (`index`) and an eviction order (`backend`). The view
+//! publishes every change to readers: parents before children when blocks are added, children
 //! before parents when they are removed. Readers therefore always find ownership prefix-closed.
 //!
-//! Everything here is total: no sequence of calls, with any hashes, panics or breaks an invariant
-//! of [`Ownership::check`].
+//! All functions are total: no sequence of calls, with any hashes, panics or breaks an invariant of
+//! [`Ownership::check`].
 
 mod aging;
 mod arena;
@@ -33,7 +33,7 @@ pub(crate) use reports::ReportRejection;
 pub use snapshot::FrozenOwnership;
 
 /// Maximum number of owned blocks over all backends. A backend that inserts beyond it evicts its
-/// own blocks, and leaves out what still does not fit.
+/// own blocks, and omits what still does not fit.
 pub const OWNED_BLOCKS_MAX: u64 = 16_000_000;
 
 /// All backends' owned blocks: the writer's side of the block index.
@@ -44,16 +44,16 @@ pub struct Ownership {
 }
 
 /// A dispatch's hold on a backend's blocks. It pins the deepest block, and through the parent links
-/// everything before it, until passed to [`Ownership::release`].
+/// everything before it, until [`Ownership::release`].
 ///
-/// A lease is plain data, so that it can be stored. The keeper of a lease must forget it when its
-/// tip is removed ([`Ownership::remove`] and [`Ownership::clear`] report which). Otherwise, if the
-/// block returned with another lease on it, this lease would release that one.
+/// A lease is plain data, so that it can be stored. Its holder must drop it when its tip is removed
+/// ([`Ownership::remove`] and [`Ownership::clear`] report the tips). Otherwise, if the block
+/// returned with another lease on it, this lease would release that one.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Lease {
     /// Backend that holds the blocks.
     pub slot: Slot,
-    /// Deepest pinned block. `None`: the prompt is shorter than one block, and nothing is pinned.
+    /// Deepest pinned block. `None` if the prompt is shorter than one block and nothing is pinned.
     pub tip: Option<BlockHash>,
     /// Number of blocks that this lease added itself.
     pub inserted: u32,
@@ -103,14 +103,14 @@ impl Ownership {
         }
     }
 
-    /// Returns a handle on the published view. It is always the same index, even after a restore.
+    /// Returns a handle to the published view. It remains the same index, even after a restore.
     #[must_use]
     pub fn view(&self) -> BlockView {
         self.common.view.view().clone()
     }
 
     /// Starts an empty backend in `slot`, replacing the previous occupant. `capacity` is in blocks,
-    /// `None` if unknown (unbounded). A slot at or above [`BACKENDS_MAX`] is ignored.
+    /// `None` if unknown (unbounded). Ignores a slot at or above [`BACKENDS_MAX`].
     pub fn add_backend(&mut self, slot: Slot, capacity: Option<u32>) {
         let at = usize::from(slot.0);
         if at >= BACKENDS_MAX {
@@ -146,14 +146,13 @@ impl Ownership {
         }
     }
 
-    /// Pins `tip` and everything before it, adds `new` behind it, then evicts what exceeds the
-    /// capacity.
+    /// Pins `tip` and everything before it, adds `new` behind it, then evicts down to the capacity.
     ///
     /// A block of `new` that is owned behind another parent ends the chain there; hashes of honest
-    /// prompts never do that. A slot without a backend owns nothing and keeps nothing.
+    /// prompts never do that. A slot without a backend owns nothing.
     ///
     /// # Errors
-    /// [`MissingTip`] if `slot` does not own `tip`; nothing changed.
+    /// [`MissingTip`] if `slot` does not own `tip`. Nothing has changed then.
     pub fn acquire(
         &mut self,
         slot: Slot,
@@ -209,9 +208,9 @@ impl Ownership {
 
     /// Ends a lease.
     ///
-    /// With `keep`, its blocks become evictable: least recently released first, deepest first
-    /// within one release. Otherwise the blocks that no other lease pins and that no lease ever
-    /// kept are removed, because no engine ever computed them.
+    /// With `keep`, its blocks become evictable: least recently released first, and deepest first
+    /// within one release. Otherwise, removes the blocks that no other lease pins and that no lease
+    /// ever kept, because no engine ever computed them.
     #[allow(clippy::needless_pass_by_value)] // A lease ends here: who has given it cannot use it.
     pub fn release(&mut self, lease: Lease, keep: bool) {
         let Some((backend, common)) = self.backend_mut(lease.slot) else {
@@ -231,10 +230,10 @@ impl Ownership {
         backend.trim(common);
     }
 
-    /// Ends a lease like [`Self::release`] with `keep`, but without refreshing the age of blocks
-    /// that the lease found: they are evicted when they would have been without it. A lease that
-    /// added blocks, or whose tip was never released before and so has no age, still touches the
-    /// whole path.
+    /// Ends a lease like [`Self::release`] with `keep`, but without refreshing the age of the
+    /// blocks that the lease found. They are evicted as if the lease had not existed. A lease that
+    /// added blocks, or whose tip was never released and so has no age, still touches the whole
+    /// path.
     #[allow(clippy::needless_pass_by_value)] // As above.
     pub fn release_untouched(&mut self, lease: Lease) {
         let Some((backend, common)) = self.backend_mut(lease.slot) else {
@@ -254,9 +253,9 @@ impl Ownership {
         backend.trim(common);
     }
 
-    /// Removes `block` and all blocks that follow it from `slot`, even pinned ones. Returns how
-    /// many were removed, and adds to `outlived` those at which leases end; these leases are over.
-    /// Removing a leaf is cheap; removing a block with successors visits every block of the
+    /// Removes `block` and all blocks that follow it from `slot`, even pinned ones. Returns the
+    /// number of removed blocks. Adds those at which leases end to `outlived`; these leases are
+    /// over. Removing a leaf is cheap; removing a block with successors visits every block of the
     /// backend.
     pub fn remove(&mut self, slot: Slot, block: BlockHash, outlived: &mut Vec<BlockHash>) -> u32 {
         match self.backend_mut(slot) {

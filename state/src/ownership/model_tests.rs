@@ -1,5 +1,5 @@
-//! The ownership against a naive model: sets of blocks in which leases and releases touch whole
-//! paths, and eviction sorts everything.
+//! Compares the ownership with a naive model: sets of blocks in which leases and releases touch
+//! whole paths, and eviction sorts everything.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -16,7 +16,7 @@ const SLOTS: [u16; 6] = [0, 1, 5, 70, 130, 1023];
 struct Block {
     parent: Option<BlockHash>,
     depth: u32,
-    /// Last kept release of a path through it; 0: none.
+    /// Last kept release of a path through it; 0 if none.
     released: u64,
 }
 
@@ -104,7 +104,7 @@ impl Naive {
                 }
             }
         }
-        // In truth every 32 blocks, which shows only in contradictory chains; these are shorter.
+        // The real trim runs every 32 blocks. Only longer contradictory chains would reveal it.
         self.trim(tip);
         tip
     }
@@ -229,7 +229,7 @@ fn chain(path: &[u8]) -> Vec<BlockHash> {
     extend_path(7, path)
 }
 
-/// Both sides, and the leases handed out.
+/// Both sides, and the open leases.
 struct Pair {
     real: Ownership,
     naive: BTreeMap<u16, Naive>,
@@ -322,7 +322,7 @@ impl Pair {
         self.real.release(lease, keep);
     }
 
-    /// Forgets the leases reported as over: exactly those whose tip is gone.
+    /// Forgets the leases reported as over, which must be exactly those whose tip is gone.
     fn forget(&mut self, slot: u16, outlived: &[BlockHash]) {
         let view = self.real.view();
         self.leases.retain(|lease| {
@@ -457,7 +457,7 @@ proptest! {
                 pair.compare_match(path);
             }
         }
-        // Whatever happened, with all leases over everything fits again.
+        // After all leases are released, everything fits again.
         while !pair.leases.is_empty() {
             pair.release(0, true);
         }

@@ -1,11 +1,10 @@
 //! Blocks that engines report, in addition to those that leases imply.
 //!
-//! A reported block is held by its reports: neither capacity nor a release removes it. When the
-//! engine reports it gone, it is removed at once together with everything after it, whoever pins
-//! that. The ranks of one engine each report a block for themselves; it stays as long as one of
-//! them does.
+//! Reports hold a reported block: neither capacity nor a release removes it. When the engine
+//! reports its removal, the block and everything after it are removed at once, regardless of
+//! leases. Each rank of an engine reports a block for itself; the block stays while any rank does.
 //!
-//! Blocks that a lease brought and no report confirmed fade: [`Ownership::evict_released`].
+//! Blocks of a lease that no report confirmed fade: see [`Ownership::evict_released`].
 
 use crate::ids::{BlockHash, Slot};
 use crate::ownership::Ownership;
@@ -23,7 +22,7 @@ pub(crate) enum ReportRejection {
 
 impl Ownership {
     /// Adds a report of `block` behind `parent` (`None` for a first block). If only leases placed
-    /// the block behind another parent, it moves, and what followed it is removed: `outlived` as in
+    /// the block behind another parent, moves it and removes what followed it. `outlived` as in
     /// [`Ownership::remove`].
     pub(crate) fn report(
         &mut self,
@@ -38,8 +37,8 @@ impl Ownership {
         }
     }
 
-    /// Removes a report of `block`. After the last one, the block is removed with everything after
-    /// it: `outlived` as in [`Ownership::remove`].
+    /// Removes a report of `block`. The last report takes the block and everything after it along.
+    /// `outlived` as in [`Ownership::remove`].
     pub(crate) fn unreport(&mut self, slot: Slot, block: BlockHash, outlived: &mut Vec<BlockHash>) {
         if let Some((backend, common)) = self.backend_mut(slot) {
             backend.unreport(common, block, outlived);
@@ -58,7 +57,7 @@ impl Ownership {
         self.backend(slot).map_or(0, |backend| backend.epoch)
     }
 
-    /// Evicts the blocks that nothing holds and that were last released at or before `epoch`.
+    /// Evicts the blocks that nothing holds and whose last release was at or before `epoch`.
     pub(crate) fn evict_released(&mut self, slot: Slot, epoch: u64) {
         if let Some((backend, common)) = self.backend_mut(slot) {
             while backend.first_epoch().is_some_and(|first| first <= epoch) && backend.evict(common)

@@ -13,9 +13,9 @@
 //!    `leases u16`;
 //! 3. end: the digest, `u128`.
 //!
-//! Everything else (children, indexes, eviction order, view) is rebuilt from that. The input is not
-//! trusted: memory grows only with sections whose checksum is right, and the digest at the end must
-//! match.
+//! Everything else (children, indexes, eviction order, view) is rebuilt from that. The input is
+//! untrusted: memory grows only with sections whose checksum is right, and the digest at the end
+//! must match.
 
 use std::io::{self, Read, Write};
 use std::sync::Arc;
@@ -55,8 +55,8 @@ struct FrozenBackend {
 }
 
 impl Ownership {
-    /// Freezes the current content. Clones one pointer per 1,024 blocks. While the image lives, the
-    /// writer copies each chunk (about 22 KB) when it first changes it.
+    /// Freezes the current content by cloning one pointer per 1,024 blocks. While the image exists,
+    /// the writer copies each chunk (about 22 KB) on its first change.
     #[must_use]
     pub fn freeze(&self) -> FrozenOwnership {
         let backends = self.backends.iter().flatten().map(|backend| FrozenBackend {
@@ -73,12 +73,12 @@ impl Ownership {
         }
     }
 
-    /// Replaces the content with an image that [`FrozenOwnership::write_to`] wrote, and reads
+    /// Replaces the content with an image written by [`FrozenOwnership::write_to`], and reads
     /// exactly that image. Readers keep their handles; until this returns, they may see parts of
     /// both.
     ///
     /// # Errors
-    /// A fault, with the offset of its section from the start of `input`; nothing changed then.
+    /// A fault, with the offset of its section from the start of `input`. Nothing has changed then.
     pub fn restore(&mut self, input: &mut dyn Read) -> Result<(), SnapshotError> {
         self.restore_reported(input, &|_| Vec::new())
     }
@@ -171,7 +171,7 @@ impl Ownership {
 }
 
 impl BackendBlocks {
-    /// Rebuilds what an image leaves out from the records alone. Returns the number of blocks, or
+    /// Rebuilds what an image omits, using only the records. Returns the number of blocks, or
     /// describes the fault.
     fn rebuild(&mut self, common: &mut SharedIndex, reports: &[BlockHash]) -> Result<u32, String> {
         let live: Vec<u32> = self.arena.live().map(|(index, _)| index).collect();
@@ -230,15 +230,15 @@ impl BackendBlocks {
         Ok(())
     }
 
-    /// Shows the records to readers, parents before children, or describes one that leads to no first
-    /// block.
+    /// Shows the records to readers, parents before children. Describes the fault if a record does
+    /// not lead to a first block.
     fn show_paths(&mut self, common: &mut SharedIndex, live: &[u32]) -> Result<(), String> {
         let mut is_shown = vec![false; self.arena.len() as usize];
         let (mut path, mut blocks) = (Vec::new(), Vec::new());
         for &index in live {
             let mut at = index;
             while at != NO_RECORD && !is_shown[at as usize] {
-                // No path is longer than all records.
+                // A path contains each record at most once.
                 if path.len() == live.len() {
                     return Err(format!("record {index} follows itself"));
                 }
@@ -260,7 +260,7 @@ impl FrozenOwnership {
     /// Writes the image in the format of the module documentation, about 19.2 bytes per block.
     ///
     /// # Errors
-    /// Those of `out`.
+    /// Errors of `out`.
     pub fn write_to(&self, out: &mut dyn Write) -> io::Result<()> {
         let mut out = SectionWriter { out, section: 0 };
         let mut payload = Vec::with_capacity(SECTION_BYTES_MAX);
@@ -288,7 +288,7 @@ impl FrozenOwnership {
         out.write(&mut payload)
     }
 
-    /// Returns the digest of the image, as [`Ownership::digest`] gave it.
+    /// Returns the digest of the image, equal to [`Ownership::digest`] when it was frozen.
     #[must_use]
     pub fn digest(&self) -> u128 {
         self.digest

@@ -1,4 +1,4 @@
-//! Readable scenarios, damaged images, and what the model does not reach.
+//! Readable scenarios, damaged images, and cases that the model does not reach.
 
 use expect_test::{Expect, expect};
 use proptest::prelude::*;
@@ -9,7 +9,7 @@ use crate::ownership::{Lease, MissingTip, OWNED_BLOCKS_MAX, Ownership};
 
 const GPU: Slot = Slot(3);
 
-/// Blocks named by small numbers.
+/// Returns blocks named by small numbers.
 fn blocks(names: &[u64]) -> Vec<BlockHash> {
     names.iter().map(|&name| BlockHash(name)).collect()
 }
@@ -239,7 +239,7 @@ fn a_lease_that_outlives_its_blocks_is_named() {
     let mut outlived = Vec::new();
     ownership.clear(GPU, &mut outlived);
     assert_eq!(outlived, blocks(&[2]));
-    // The keeper of the lease must forget it, or its release would be taken for that of the other.
+    // The lease's holder must forget it; otherwise its release would end the other lease.
     assert_eq!(stale.tip, Some(BlockHash(2)));
     let lease = acquire(&mut ownership, None, &[1, 2]);
     assert_eq!(owned(&ownership), [1, 2]);
@@ -385,7 +385,7 @@ fn an_image_keeps_what_was_while_the_writer_goes_on() {
     assert!(view.owns(GPU, BlockHash(39_000)) && !view.owns(GPU, BlockHash(79_000)));
 }
 
-/// A small image with everything in it: several backends, forks, holes, open leases.
+/// Returns a small image with several backends, forks, holes and open leases.
 fn image() -> (Vec<u8>, u128) {
     let mut ownership = Ownership::with_limits(4, 1000);
     for slot in [0, 3, 900] {
@@ -489,7 +489,7 @@ proptest! {
         prop_assert_eq!(ownership.digest(), before);
     }
 
-    /// Past the checksums: what a hostile peer could send.
+    /// Gets past the checksums, as a hostile peer could.
     #[test]
     fn forged_images_are_refused_or_sound(
         changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..6),
@@ -500,7 +500,7 @@ proptest! {
     }
 }
 
-/// An image whose numbers are all small, where decrementing one may break a relation between two of
+/// The image contains only small numbers, so zeroing one byte may break a relation between two of
 /// them.
 #[test]
 fn an_image_with_a_zero_anywhere_is_refused_or_sound() {
@@ -540,7 +540,7 @@ fn refused_or_sound(changes: impl IntoIterator<Item = (usize, u8)>, has_right_di
     }
 }
 
-/// Returns the leases that an image says are open.
+/// Returns the leases that are open in an image.
 fn open_leases(ownership: &Ownership) -> Vec<(Slot, BlockHash)> {
     let backends = ownership.backends.iter().flatten();
     let leases = backends.flat_map(|backend| {

@@ -4,11 +4,10 @@
 //! KubeAI uses it for prompts. The request goes to the first backend on the ring after its key
 //! whose load, including this request, is at most `ceil(factor * (total + 1) / n)` requests.
 //!
-//! The ring is never built. It is divided into `virtual_nodes` equal parts, and each backend has
-//! one virtual node in each part, at an offset hashed from its slot and the part. The first virtual
-//! node of a backend after any key therefore takes two hashes to find. Compared with virtual nodes
-//! at random positions, the same keys move when a backend comes or goes, and the shares are more
-//! even.
+//! The ring is never built. It has `virtual_nodes` equal parts. Each backend has one virtual node
+//! in each part, at an offset hashed from its slot and the part, so two hashes find a backend's
+//! first virtual node after any key. Compared with virtual nodes at random positions, the same keys
+//! move when a backend is added or removed, and the shares are more even.
 
 use bincode::{Decode, Encode};
 use schemars::JsonSchema;
@@ -95,8 +94,8 @@ struct RingKey {
 impl RingKey {
     fn of(hash: u64, virtual_nodes: u32) -> Self {
         let parts = u64::from(virtual_nodes.max(1));
-        // Prompt hashes and slots are mixed the same way; without the constant a key could coincide
-        // with its own virtual node.
+        // Prompt hashes and slots are mixed the same way; without the constant, a key could
+        // coincide with its own virtual node.
         let place = u128::from(mix(hash ^ 0x5851_f42d_4c95_7f2d)) * u128::from(parts);
         Self {
             parts,

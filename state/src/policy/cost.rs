@@ -1,24 +1,25 @@
-//! `cost`: least predicted time to first token, of this request and of those it delays.
+//! `cost`: least predicted time to first token, of this request and of those that it delays.
 //!
 //! The prediction adds up what precedes the request's first token at a backend. *Ahead of it* are
-//! prefill that is dispatched but not done, the share of each step that decoding requests take, the
-//! engine's own queue, and preemption when its KV cache runs full. *Its work* is its own uncached
-//! prefill, and the prefill that comes back because of the blocks it evicts. Each has a price in
-//! nanoseconds; sums saturate.
+//! dispatched but unfinished prefill, the share of each step that decoding requests take, the
+//! engine's own queue, and preemption when the KV cache runs full. *Its work* is its own uncached
+//! prefill, and the prefill that must be repeated for the blocks that it evicts. Each has a price
+//! in nanoseconds; sums saturate.
 //!
-//! What is ahead delays this request only. Its work also delays every request that comes before the
-//! work is done. In a steady state, as many come while one waits as are found waiting (Little's
-//! law), so the work counts once for the request and once more for each request that waits for its
-//! first token at an average backend. An idle fleet takes the soonest answer; a busy one saves work.
+//! What is ahead delays only this request. Its work also delays every request that arrives before
+//! the work is done. In a steady state, as many requests arrive during a wait as are found waiting
+//! (Little's law). So the work counts once for the request, and once for each request that waits
+//! for its first token at an average backend. An idle fleet minimises latency; a busy one saves
+//! work.
 //!
-//! That makes following a prefix worth even more, and a prefix that most requests share would stay
-//! where it is first, beside idle backends: no single request gains enough to compute it elsewhere.
-//! So a few requests are sent to the least busy backend whatever it holds, the more of them the
-//! more a request loses by following the prefix against what a copy costs: renting or buying,
-//! decided by a coin, as in page replication. A request that is not like many others loses little
-//! by it, for what copies cost is at most [`COPIES_PER_RENT`] of what the imbalance does.
+//! This makes following a prefix even more valuable. A prefix that most requests share would stay
+//! at its first backend, beside idle ones: no single request gains enough to compute it elsewhere.
+//! So a few requests go to the least busy backend regardless of what it holds. Their share grows
+//! with what a request loses by following the prefix, relative to the cost of a copy (rent or buy,
+//! decided by a coin, as in page replication). A rare prefix loses little by this: copies cost at
+//! most one part in [`COPIES_PER_RENT`] of what the imbalance costs.
 //!
-//! docs/adr/0115 has the reasons and what was measured.
+//! docs/adr/0115 gives the reasons and measurements.
 
 use std::cmp::Reverse;
 
@@ -111,27 +112,27 @@ impl Policy for CostSettings {
     }
 }
 
-/// Copies that are bought for what all that follow their prefix lose by it, as a share: one in so
-/// many. Fewer leave a shared prefix in one place for longer; more cost requests that share little.
+/// Ratio of what requests lose by following a prefix to the cost of the copies made for it. A
+/// higher value keeps a shared prefix in one place longer; a lower one costs rare prefixes more.
 const COPIES_PER_RENT: u64 = 16;
 
-/// Binary digits after the point in `Costs::times`.
+/// Number of binary digits after the point in `Costs::times`.
 const TIMES_DIGITS: u32 = 10;
 
-/// How many times a request's work counts: for itself, and for each request that waits for its
-/// first token at an average backend.
+/// Returns how many times a request's work counts: once for itself, and once for each request that
+/// waits for its first token at an average backend.
 fn times(candidates: &[Candidate]) -> u64 {
     let delayed = candidates.iter().map(|it| u64::from(it.pending));
     let count = (candidates.len() as u64).max(1);
     (1 << TIMES_DIGITS) + (delayed.sum::<u64>() << TIMES_DIGITS) / count
 }
 
-/// What a request costs at one backend, nanoseconds.
+/// Cost of a request at one backend, in nanoseconds.
 #[derive(Clone, Copy)]
 struct Cost {
-    /// Time until its work begins.
+    /// Time until its work starts.
     ahead_ns: u64,
-    /// Its work, for itself and for those it delays.
+    /// Time of its work, including the delay of other requests.
     work_ns: u64,
 }
 
@@ -141,7 +142,7 @@ impl Cost {
     }
 }
 
-/// How to cost one request.
+/// Inputs for the cost of one request.
 #[derive(Clone, Copy)]
 struct Costs<'a> {
     settings: &'a CostSettings,
@@ -174,10 +175,10 @@ impl Costs<'_> {
         }
     }
 
-    /// Returns the prefill that comes back, in nanoseconds: the blocks that a full cache evicts for
-    /// this request's new ones, at the price of recomputing them, weighted by how likely they are
-    /// to be requested again. Without it, a backend that holds the one block shared by all prompts
-    /// would attract every request while others are idle.
+    /// Returns the cost of repeated prefill, in nanoseconds: the blocks that a full cache evicts
+    /// for this request's new ones, at the price of recomputing them, weighted by how likely they
+    /// are to be requested again. Without it, a backend that holds the one block shared by all
+    /// prompts would attract every request while others are idle.
     fn eviction_ns(&self, prefill_ns: u64, candidate: &Candidate) -> u64 {
         let new = self.request.missing_blocks(candidate.matched);
         let evicted = new.saturating_sub(candidate.free_blocks);
@@ -188,12 +189,12 @@ impl Costs<'_> {
     }
 
     /// Whether this request goes to the least busy backend, to leave a copy of its prefix there.
-    /// It does with the probability of what it loses by following the prefix (the rent), over
-    /// [`COPIES_PER_RENT`] times what the copy costs.
+    /// The probability is what it loses by following the prefix (the rent), divided by
+    /// [`COPIES_PER_RENT`] times the cost of the copy.
     fn buys_copy(&self, candidates: &[Candidate]) -> bool {
-        // The high half of another number than the one that breaks ties.
+        // The high half, from another number than the one that breaks ties.
         let drawn = u128::from(mix(self.request.jitter ^ COIN) >> 32);
-        // The rent is less than the copy's price, or the copy would be the cheaper choice.
+        // The rent is below the copy's price; otherwise the copy would be the cheaper choice.
         if drawn * u128::from(COPIES_PER_RENT) >= 1 << 32 {
             return false;
         }
@@ -213,12 +214,12 @@ impl Costs<'_> {
     }
 }
 
-/// Sets the draw for copies apart from others.
+/// Makes the draw for copies independent of other draws.
 const COIN: u64 = 0xc01d_ca5e_0fc0_71e5;
 
 /// Returns the prices for a candidate without learned ones: the mean of the other candidates'
-/// prices, or the settings if nothing is learned about any. A mix of learned and configured prices
-/// would send everything to one side, and a backend without requests never learns.
+/// prices, or the settings if none are learned. Mixing learned and configured prices would send all
+/// requests to one side, and a backend without requests never learns.
 fn usual_prices(settings: &CostSettings, candidates: &[Candidate]) -> Prices {
     let (mut prefill_ns, mut decode_ns, mut count) = (0_u64, 0_u64, 0_u64);
     for prices in candidates.iter().filter_map(|candidate| candidate.prices) {
@@ -237,9 +238,8 @@ fn usual_prices(settings: &CostSettings, candidates: &[Candidate]) -> Prices {
     }
 }
 
-/// Weight of the usual prices, as a number of first tokens. Engines are more often alike than not,
-/// and the learned prices of equal engines differ by noise, which would attract requests to the
-/// luckiest one.
+/// Weight of the usual prices, as a number of first tokens. Engines are usually alike. Learned
+/// prices of equal engines differ by noise, which would attract requests to the luckiest one.
 const USUAL_FIRST_TOKENS: u32 = 64;
 
 /// Returns a candidate's prices, shrunk towards the usual ones if they rest on little data.

@@ -1,12 +1,11 @@
 //! `epp`: the endpoint picker of the Gateway API inference extension.
 //!
 //! A LoRA filter comes first: it keeps the engines that list the model themselves (a loaded adapter
-//! is listed as a model) and whose queue is not too long, if there are any. Then a weighted sum of
-//! three scores from 0 to 1 decides: the share of the prompt that is held,
-//! `(longest - waiting) / (longest - shortest)` of the engines' queues, and the free share of the
-//! KV cache. A match that would save too little counts as none. Source: the extension's proposal
-//! 0602 (prefix cache) and `pkg/epp/scheduling` (`queue.go`, `kvcache-utilization`,
-//! `lora-affinity`).
+//! is listed as a model) and whose queue is not too long, if any. Then a weighted sum of three
+//! scores from 0 to 1 decides: the cached share of the prompt, `(longest - waiting) / (longest -
+//! shortest)` of the engines' queues, and the free share of the KV cache. A match that would save
+//! too little counts as none. Source: the extension's proposal 0602 (prefix cache) and
+//! `pkg/epp/scheduling` (`queue.go`, `kvcache-utilization`, `lora-affinity`).
 
 use bincode::{Decode, Encode};
 use schemars::JsonSchema;

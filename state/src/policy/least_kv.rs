@@ -1,7 +1,7 @@
 //! `least-kv`: least KV cache usage, as last reported by the engines. A baseline.
 //!
-//! Engines report about once a second, and scores do not move between two reports. Backends with
-//! usages close to the least therefore share the requests.
+//! Engines report about once a second, and scores do not change between two reports. Backends with
+//! near-equal usage therefore share the requests.
 
 use bincode::{Decode, Encode};
 use schemars::JsonSchema;

@@ -1,5 +1,5 @@
-//! `least-request`: fewest requests, whether they run or wait in the engine, regardless of what
-//! backends hold. A baseline.
+//! `least-request`: fewest requests, running or waiting in the engine, regardless of what backends
+//! hold. A baseline.
 
 use super::rank::{ByScore, Policy, Ranks, Tolerance, requests};
 use super::{Candidate, PolicyRequest, Reason};

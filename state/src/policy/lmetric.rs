@@ -1,5 +1,5 @@
-//! `lmetric`: least product of the prefill before the first token and the number of requests
-//! sharing the engine. It prices neither, so no price can be wrong.
+//! `lmetric`: least product of the prefill before the first token and the number of requests on the
+//! engine. It uses no prices, so no price can be wrong.
 
 use bincode::{Decode, Encode};
 use schemars::JsonSchema;

@@ -1,13 +1,13 @@
 //! Routing policies: pure functions from a request and candidates to a choice with its reason.
 //!
 //! A policy sees only [`PolicyRequest`] and [`Candidate`]. These are gathered (match, load, health)
-//! in the same way for every policy, and data that only some policies use is gathered only for
-//! those ([`PolicyConfig::needs`]). Ties among near-equal scores are broken by the request's
-//! `jitter`, a hash of its id; without it, simultaneous arrivals would herd. Policies compute with
-//! integers only, so that a decision repeats bit for bit anywhere.
+//! in the same way for every policy; optional data is gathered only for policies that use it
+//! ([`PolicyConfig::needs`]). The request's `jitter`, a hash of its id, breaks ties among
+//! near-equal scores; without it, simultaneous arrivals would herd. Policies compute with integers
+//! only, so a decision is reproducible bit for bit.
 //!
-//! A policy is one file (settings, bounds, ranking of a candidate), a `mod` line and one entry in
-//! the table below. Picking, near-equality and jitter are shared (`rank`).
+//! A policy consists of one file (settings, bounds, ranking of a candidate), a `mod` line and one
+//! entry in the table below. Picking, near-equality and jitter are shared (`rank`).
 //! docs/reference/policies.md describes each policy and its source.
 
 mod chwbl;
@@ -56,9 +56,9 @@ pub use session::SessionSettings;
 pub use vllm_cache_aware::{BlockNaming, VllmCacheAwareSettings};
 pub use vtc_basic::{TimeUnit, VtcBasicSettings};
 
-/// Defines [`PolicyConfig`] and everything that lists all policies from one table. An entry is
+/// Defines [`PolicyConfig`] and everything else that lists all policies from one table. An entry is
 /// `Variant(variant: Type), "name", policy;`, where `policy` may use the settings, `variant`. The
-/// order of the entries is part of the log format: new ones go last.
+/// order of the entries is part of the log format: append new ones.
 macro_rules! policies {
     ($(
         $(#[$attribute:meta])*
@@ -281,7 +281,7 @@ pub struct PolicyRequest {
     pub prefix_key: u64,
     /// Hash of the session's name, `None` if the request names none, for [`PolicyInputs::session`].
     pub session: Option<u64>,
-    /// Number of requests this replica has decided before, from an arbitrary start, for
+    /// Number of requests that this replica has decided before, from an arbitrary start, for
     /// [`PolicyInputs::turn`].
     pub turn: u64,
     /// Recent usage of the user and of all users, for [`PolicyInputs::user_tokens`].
@@ -306,13 +306,13 @@ pub struct Candidate {
     pub slot: Slot,
     /// Leading blocks of the prompt that it is believed to hold.
     pub matched: u32,
-    /// Requests dispatched to it by all replicas and not ended.
+    /// Requests that any replica dispatched to it and that have not ended.
     pub running: u32,
     /// Requests in the engine's own queue, as last reported.
     pub waiting: u32,
-    /// Of these, requests whose first byte has not arrived.
+    /// Part of `running` whose first byte has not arrived.
     pub pending: u32,
-    /// Uncached prompt tokens dispatched to it by all replicas whose first byte has not arrived.
+    /// Uncached prompt tokens of the requests in `pending`, from all replicas.
     pub pending_prefill_tokens: u64,
     /// KV cache usage as last reported by the engine, in thousandths.
     pub kv_usage_permille: u32,

@@ -1,22 +1,21 @@
-//! Disaggregated prefill and decode: whether a request is worth two backends, and which two.
+//! Disaggregated prefill and decode: whether to use two backends for a request, and which.
 //!
-//! One backend computes the prompt, another gets its KV cache and answers. The policy for whole
-//! requests chooses both, each by its own work: the prefill side computes what it does not hold;
-//! the decode side fetches what it does not hold, which costs a small share of computing it, and
+//! One backend computes the prompt; another receives its KV cache and answers. The policy for whole
+//! requests chooses both, each by its own work. The prefill side computes what it does not hold.
+//! The decode side fetches what it does not hold, which costs a small share of computing it, and
 //! then runs the request. So prefix and pending prefill count on the prefill side, load and memory
-//! on the decode side, and a decode backend that holds the prefix is preferred only for the
-//! transfer it saves.
+//! on the decode side. A decode backend that holds the prefix only saves transfer.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use super::{Candidate, Choice, PolicyConfig, PolicyRequest, choose};
 
-/// Transferred tokens that cost as much as one computed token: KV caches of 100 KB a token go at
-/// some 200,000 tokens a second over 200 Gbit/s, and are computed at 10,000.
+/// Number of transferred tokens that cost as much as one computed token. KV caches of 100 KB per
+/// token transfer at some 200,000 tokens per second over 200 Gbit/s, and compute at 10,000.
 const TRANSFERRED_PER_COMPUTED: u32 = 16;
-/// How many times as long as at the best single backend a prompt may take at a prefill backend: so
-/// much it is worth that answers are not held up. Beyond it those that answer compute too.
+/// Maximum factor by which a prompt may take longer at a prefill backend than at the best single
+/// backend. Up to it, decoding without interruption is worth the delay.
 const PATIENCE: u64 = 2;
 
 /// When prompts go through a prefill backend.
@@ -43,23 +42,23 @@ pub enum Handover {
     Room,
 }
 
-/// Backends of either side that hand over in one way.
+/// Prefill and decode backends with the same kind of handover.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PairSides<'a> {
-    /// The way.
+    /// Kind of handover.
     pub handover: Handover,
-    /// Those that may compute the prompt.
+    /// Backends that may compute the prompt.
     pub prefill: &'a [Candidate],
-    /// Those that may answer.
+    /// Backends that may answer.
     pub decode: &'a [Candidate],
 }
 
-/// Settings of a model.
+/// Disaggregation settings of a model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PairSettings {
     /// When prompts go through a prefill backend.
     pub disaggregate: Disaggregate,
-    /// Uncached prompt tokens above which [`Disaggregate::Auto`] takes two backends.
+    /// Number of uncached prompt tokens above which [`Disaggregate::Auto`] uses two backends.
     pub above_tokens: u32,
 }
 
@@ -99,18 +98,18 @@ pub enum WholeReason {
 /// Two backends for a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BackendPair {
-    /// How they hand over.
+    /// Kind of handover.
     pub handover: Handover,
-    /// Computes the prompt.
+    /// Backend that computes the prompt.
     pub prefill: Choice,
-    /// Answers.
+    /// Backend that answers.
     pub decode: Choice,
 }
 
-/// Decides whether two backends are worth it for a request that would otherwise go to `whole`.
+/// Decides whether a request that would otherwise go to `whole` should use two backends.
 ///
 /// # Errors
-/// Why not.
+/// The reason for using one.
 pub fn is_worth_two(
     settings: &PairSettings,
     request: &PolicyRequest,
@@ -129,12 +128,12 @@ pub fn is_worth_two(
     }
 }
 
-/// Chooses a backend on either side for a request that would otherwise go to `whole`; `None`: no
-/// backend can do all of it. Both are of one of the `sides`. The order of candidates does not
-/// matter.
+/// Chooses a prefill and a decode backend, both from the same one of the `sides`, for a request
+/// that would otherwise go to `whole` (`None` if no backend can do all of it). The order of
+/// candidates does not matter.
 ///
 /// # Errors
-/// Why one backend is better, or why there are no two.
+/// The reason why one backend is better, or why no pair is available.
 pub fn choose_pair(
     policy: &PolicyConfig,
     request: &PolicyRequest,
@@ -170,7 +169,7 @@ pub fn choose_pair(
 }
 
 impl PolicyRequest {
-    /// Whether `prefill` would have computed the prompt much later than `whole`.
+    /// Whether `prefill` would finish computing the prompt much later than `whole`.
     fn takes_too_long(&self, prefill: &Candidate, whole: &Candidate) -> bool {
         let ahead = |candidate: &Candidate| {
             let own = self.uncached_tokens(candidate.matched);
@@ -179,7 +178,7 @@ impl PolicyRequest {
         ahead(prefill) > ahead(whole).saturating_mul(PATIENCE)
     }
 
-    /// Returns the request as the decode side has it: missing tokens are fetched, not computed.
+    /// Returns the request as the decode side sees it: missing tokens are fetched, not computed.
     #[must_use]
     pub fn fetched(&self) -> Self {
         let cheaper = |tokens: u32| tokens.div_ceil(TRANSFERRED_PER_COMPUTED);

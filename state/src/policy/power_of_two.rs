@@ -1,7 +1,7 @@
 //! `power-of-two`: the one with fewer requests of two candidates drawn at random.
 //!
 //! Source: Mitzenmacher, "The Power of Two Choices in Randomized Load Balancing", IEEE TPDS 2001.
-//! The draw derives from the request's jitter, so a repeated decision draws the same two.
+//! The draw is derived from the request's jitter, so a repeated decision draws the same two.
 
 use super::rank::{Policy, Rank, Ranks, draw, requests};
 use super::{Candidate, PolicyRequest, Reason};

@@ -1,16 +1,15 @@
 //! `preble-e2`: Preble's exploitation and exploration.
 //!
 //! Source: Srivatsa, He, Abhyankar, Li, Zhang, "Preble: Efficient Distributed Prompt Scheduling for
-//! LLM Serving", ICLR 2025, Algorithm E2. If more of the prompt is held somewhere than has to be
-//! computed, the policy exploits: among the backends with the longest match, it takes the one with
-//! the least load. Otherwise it explores: the least sum of load `L`, eviction cost `M` and the
-//! request's own uncached prefill `P`. A holder whose load is out of proportion to the lightest is
-//! skipped, which spreads a hot prefix.
+//! LLM Serving", ICLR 2025, Algorithm E2. If a backend holds more of the prompt than it would have
+//! to compute, the policy exploits: it takes the least loaded of the backends with the longest
+//! match. Otherwise it explores: the least sum of load `L`, eviction cost `M` and the request's own
+//! uncached prefill `P`. It skips holders whose load is out of proportion to the lightest load,
+//! which spreads a hot prefix.
 //!
-//! Two things differ from Preble. Preble sums load over the last three minutes, by prefix; here
-//! load is what is in flight now, on all replicas. Preble knows how often each prefix was
-//! requested; here evicted blocks (least recently used first) are assumed to be requested again
-//! with a fixed probability.
+//! Two things differ from Preble. Preble sums load by prefix over the last three minutes; here load
+//! is what is in flight now, on all replicas. Preble knows how often each prefix was requested;
+//! here evicted blocks (least recently used first) are requested again with a fixed probability.
 
 use bincode::{Decode, Encode};
 use schemars::JsonSchema;
@@ -96,7 +95,7 @@ impl Policy for PrebleE2Settings {
 }
 
 impl PrebleE2Settings {
-    /// `L`: returns the load in flight, in nanoseconds.
+    /// Returns the load in flight (`L`), in nanoseconds.
     fn load_ns(&self, candidate: &Candidate) -> u64 {
         candidate
             .pending_prefill_tokens
@@ -104,7 +103,7 @@ impl PrebleE2Settings {
             .saturating_add(product(candidate.running, self.decode_ns_per_request))
     }
 
-    /// `M`: returns the prefill that the evicted blocks will cost again, in nanoseconds.
+    /// Returns the cost of recomputing the evicted blocks (`M`), in nanoseconds.
     fn eviction_ns(&self, request: &PolicyRequest, candidate: &Candidate) -> u64 {
         let evicted = request
             .missing_blocks(candidate.matched)
@@ -116,7 +115,7 @@ impl PrebleE2Settings {
         u64::try_from(cost).unwrap_or(u64::MAX)
     }
 
-    /// `P`: returns the request's own prefill, in nanoseconds.
+    /// Returns the cost of the request's own prefill (`P`), in nanoseconds.
     fn prefill_ns(&self, request: &PolicyRequest, candidate: &Candidate) -> u64 {
         request
             .uncached_tokens(candidate.matched)
@@ -127,7 +126,7 @@ impl PrebleE2Settings {
 struct PrebleE2<'a> {
     settings: &'a PrebleE2Settings,
     request: &'a PolicyRequest,
-    /// Length of the longest match in blocks, if it is to be exploited.
+    /// Length of the longest match in blocks; `None` if it is not exploited.
     exploited_blocks: Option<u32>,
     load_ns_max: u64,
 }

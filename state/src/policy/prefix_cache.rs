@@ -1,14 +1,14 @@
 //! `prefix-cache`: AIBrix's prefix-cache-aware routing.
 //!
 //! Source: AIBrix gateway, `pkg/plugins/gateway/algorithms` (README and `prefix_cache.go`). If the
-//! load is imbalanced, the backend with the fewest running requests is chosen. Otherwise the
-//! backends that hold enough of the prompt are tried in decreasing order of match and increasing
-//! order of running requests, and the first whose running requests are within some standard
-//! deviations of the mean is chosen. If there is none, the fewest running requests decide again.
+//! load is imbalanced, the backend with the fewest running requests is chosen. Otherwise the policy
+//! tries the backends that hold enough of the prompt, in decreasing order of match and increasing
+//! order of running requests. It takes the first whose running requests are within some standard
+//! deviations of the mean. If there is none, it takes the one with the fewest running requests.
 //!
-//! The standard deviation is that of the population of all candidates. It is compared without a
-//! root or a fraction: with `n` candidates, `running <= mean + factor * stddev` is equivalent to
-//! `d <= 0` or `d² <= factor² * (n * sum of squares - sum²)` for `d = n * running - sum`.
+//! The standard deviation is that of the population of all candidates. The comparison avoids roots
+//! and fractions: with `n` candidates, `running <= mean + factor * stddev` is equivalent to `d <=
+//! 0` or `d² <= factor² * (n * sum of squares - sum²)` for `d = n * running - sum`.
 
 use bincode::{Decode, Encode};
 use schemars::JsonSchema;

@@ -20,7 +20,7 @@ pub(super) trait Policy {
         Ok(())
     }
 
-    /// Returns the optional data to gather for it.
+    /// Returns the optional data to gather for the policy.
     fn needs(&self) -> PolicyInputs<'_> {
         PolicyInputs::default()
     }
@@ -33,12 +33,12 @@ pub(super) trait Policy {
     ) -> impl Ranks + use<'a, Self>;
 }
 
-/// Optional data that a policy uses; gathering it takes time.
+/// Optional data that a policy uses. Gathering it takes time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct PolicyInputs<'a> {
     /// `PolicyRequest::prefix_key` over this many blocks.
     pub prefix_blocks: Option<u32>,
-    /// `PolicyRequest::session`, and where a request names it.
+    /// `PolicyRequest::session`, and where requests name it.
     pub session: Option<SessionNames<'a>>,
     /// `PolicyRequest::turn`.
     pub turn: bool,
@@ -46,13 +46,13 @@ pub struct PolicyInputs<'a> {
     pub user_tokens: bool,
     /// `Candidate::prices`.
     pub learnt: bool,
-    /// How to find leading blocks.
+    /// Method of finding leading blocks.
     pub match_by: MatchBy,
-    /// When a request refreshes the age of blocks that it finds cached.
+    /// When a request refreshes the age of the cached blocks that it finds.
     pub touch: Touch,
 }
 
-/// How to find the leading blocks that a backend holds. Both give the same answer.
+/// Method of finding the leading blocks that a backend holds. Both give the same result.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum MatchBy {
     /// For all backends at once, by bisection over the sets of holders.
@@ -67,7 +67,7 @@ pub enum MatchBy {
 pub struct SessionNames<'a> {
     /// Header with the name.
     pub header: &'a str,
-    /// Cookie with the name, used if the header is missing. `None`: cookies are ignored.
+    /// Cookie with the name, used if the header is missing. `None` if cookies are ignored.
     pub cookie: Option<&'a str>,
 }
 
@@ -89,8 +89,8 @@ pub enum Touch {
 const TOUCHED_IN: u64 = 8;
 
 impl Touch {
-    /// Whether this attempt refreshes the age of the blocks it found. It applies to the whole
-    /// chain: refreshing only a part of a prefix would evict the rest.
+    /// Whether this attempt refreshes the age of the blocks that it found. Applies to the whole
+    /// chain: refreshing only part of a prefix would evict the rest.
     #[must_use]
     pub fn is_due(self, session: SessionId, attempt: AttemptId) -> bool {
         match self {
@@ -105,13 +105,13 @@ pub(super) trait Ranks {
     /// Ranks `candidate`, the one at index `place`.
     fn rank(&self, place: usize, candidate: &Candidate) -> Rank;
 
-    /// Returns the highest score that counts as equal to `best`, the least one of the first tier.
+    /// Returns the highest score that counts as equal to `best`, the lowest one of the first tier.
     fn near_limit(&self, best: u64) -> u64 {
         best
     }
 
-    /// Whether only the near-equal candidates that hold most of the prompt remain: under load, the
-    /// tolerance is wider than what a matched prefix saves.
+    /// Whether to keep only those near-equal candidates that hold most of the prompt. Under load,
+    /// the tolerance is wider than what a matched prefix saves.
     fn prefers_prefix(&self) -> bool {
         false
     }
@@ -154,14 +154,14 @@ pub(super) struct ByScore<F> {
     pub(super) reason: Reason,
 }
 
-/// Which scores count as equal to the best.
+/// Scores that count as equal to the best.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Tolerance {
     /// Equal scores.
     Equal,
-    /// Scores within this many thousandths of it.
+    /// Scores that exceed it by at most this many thousandths.
     Permille(u32),
-    /// Scores greater by at most this much.
+    /// Scores that exceed it by at most this much.
     Within(u64),
 }
 
@@ -192,16 +192,16 @@ impl<F: Fn(&Candidate) -> u64> Ranks for ByScore<F> {
     }
 }
 
-/// Candidates whose ranks need no allocation.
+/// Maximum number of candidates that are ranked without an allocation.
 const FEW: usize = 16;
 
-/// Picks the best rank; among near-equal ones, the highest draw of the request's jitter.
+/// Picks the best rank. Among near-equal ones, the highest draw from the request's jitter wins.
 pub(super) fn pick(
     ranks: &impl Ranks,
     request: &PolicyRequest,
     candidates: &[Candidate],
 ) -> Option<Choice> {
-    // Each is ranked once: a rank costs more than all else that is done to a candidate here.
+    // Rank each candidate only once: ranking is the most expensive step here.
     let mut few = [Rank::first(0, Reason::OnlyCandidate); FEW];
     let mut many = Vec::new();
     let ranked = match few.get_mut(..candidates.len()) {
@@ -214,7 +214,7 @@ pub(super) fn pick(
     for (place, candidate) in candidates.iter().enumerate() {
         ranked[place] = ranks.rank(place, candidate);
     }
-    // Not `min_by_key`, which copies a key and its padding for each.
+    // Not `min_by_key`, which would copy each key and its padding.
     let mut best = ranked.first()?;
     for rank in ranked.iter() {
         if rank.is_better(best) {
@@ -256,14 +256,14 @@ pub(super) fn pick(
     })
 }
 
-/// Returns a request's draw for one slot. Rendezvous hashing: the winner of a set does not depend
-/// on which others were near.
+/// Returns a request's draw for one slot. This is rendezvous hashing: the winner of a set does not
+/// depend on which others were near.
 pub(super) fn draw(jitter: u64, slot: Slot) -> u64 {
     mix(jitter ^ (u64::from(slot.0) + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15))
 }
 
-/// Returns the number of requests known to be at the backend. Those that replicas dispatched
-/// include the ones that wait in the engine; its queue says more only where other clients fill it.
+/// Returns the number of requests known to be at the backend. Requests from replicas include those
+/// waiting in the engine; its queue is longer only if other clients use it.
 pub(super) fn requests(candidate: &Candidate) -> u64 {
     u64::from(candidate.running.max(candidate.waiting))
 }
@@ -290,7 +290,7 @@ pub(super) fn load_bound(factor_milli: u32, candidates: &[Candidate]) -> u64 {
 }
 
 /// Candidates ordered by slot, which is the order of registration. Callers usually pass them in
-/// this order already.
+/// this order.
 pub(super) struct BySlot<'a> {
     candidates: &'a [Candidate],
     is_sorted: bool,

@@ -30,7 +30,7 @@ impl Policy for RoundRobin {
     }
 }
 
-/// The slot whose turn it is.
+/// Slot whose turn it is.
 struct RoundRobinRanks(Slot);
 
 impl Ranks for RoundRobinRanks {

@@ -1,6 +1,6 @@
-//! `session`: the backend of a session, found by rendezvous hashing of the session's name, so that
-//! only the sessions of a removed backend move. A request without a session goes to the backend
-//! with the fewest requests.
+//! `session`: the backend of a session, found by rendezvous hashing of the session's name. If a
+//! backend is removed, only its sessions move. A request without a session goes to the backend with
+//! the fewest requests.
 
 use bincode::{Decode, Encode};
 use schemars::JsonSchema;
@@ -59,7 +59,7 @@ impl Policy for SessionSettings {
     }
 }
 
-/// Whether `text` is a token of RFC 9110, which header and cookie names must be.
+/// Whether `text` is a token of RFC 9110, as header and cookie names must be.
 fn is_token(text: &str) -> bool {
     let is_token_byte = |c: u8| c.is_ascii_alphanumeric() || b"!#$%&'*+-.^_`|~".contains(&c);
     is_name(text) && text.bytes().all(is_token_byte)

@@ -1,8 +1,8 @@
 //! `vllm-cache-aware`: the cache-aware policy designed for SGLang's gateway in front of vLLM.
 //!
-//! A backend that holds more than a given share of the prompt is preferred while its load is
-//! bounded: the longest match first, and the next one if that backend is full. Otherwise the least
-//! loaded backend is chosen. The original compares `load < average * factor`, which no idle fleet
+//! Prefers backends that hold more than a given share of the prompt while their load is bounded:
+//! the longest match first, then the next one if that backend is full. Otherwise the least loaded
+//! backend is chosen. The original compares `load < average * factor`, which no idle fleet
 //! satisfies; here the bound is `ceil(factor * (total + 1) / n)`.
 
 use bincode::{Decode, Encode};

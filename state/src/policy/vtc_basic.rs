@@ -5,12 +5,12 @@
 //! adapts to all users, give a position in the list of backends: `min(tokens / bucket, n - 1)` with
 //! `bucket = max(min_tokens, (least + most) / 2)`. A backend's score is the weighted sum of its
 //! distance from that position and its utilisation `min(running / max_pod_load, 1)`, plus noise
-//! below 0.1. The lowest score is chosen. The policy spreads users but does not bound anyone's
-//! service, which would take a queue.
+//! below 0.1. The lowest score wins. The policy spreads users over backends but does not limit any
+//! user's service, which would require a queue.
 //!
-//! Two things differ from AIBrix. Tokens are those reported by engines, on all replicas, instead of
-//! one replica's estimates. Backends are listed by slot, which is the order of registration,
-//! instead of in the order of a watch.
+//! Two things differ from AIBrix. Token counts are those that engines report, on all replicas,
+//! instead of one replica's estimates. Backends are listed by slot, the order of registration,
+//! instead of in watch order.
 
 use bincode::{Decode, Encode};
 use schemars::JsonSchema;
@@ -25,7 +25,7 @@ use crate::validate::{at_least, at_most, ensure};
 const WEIGHT_MILLI_MAX: u32 = 1_000_000;
 /// Maximum window, in time units.
 const WINDOW_SIZE_MAX: u32 = 10_000;
-/// Resolution of a position, and of a utilisation of 1.
+/// Resolution of a position and of a utilisation of 1.
 const PARTS: u64 = 1_000_000;
 /// Bound of the noise: 0.1 in the score's billionths.
 const NOISE: u64 = 100_000_000;

@@ -2,9 +2,9 @@
 //! blocks.
 //!
 //! The seed goes into user and model keys and into the first link of every chain. The secret goes
-//! into every block: with a seed alone, all blocks but the first are hashed in a publicly known
-//! way, and blocks with equal hashes can be constructed for any seed (ADR 0031). Clusters founded
-//! before the secret existed have none.
+//! into every block. With a seed alone, all blocks but the first are hashed in a publicly known
+//! way, and colliding blocks can be constructed for any seed (ADR 0031). Clusters founded before
+//! the secret existed have none.
 
 use std::fmt;
 use std::sync::Arc;
@@ -44,7 +44,7 @@ impl HashSecret {
         &*self.0
     }
 
-    /// Returns the secret as a key for cryptographic hashes. Never to be shown.
+    /// Returns the secret as a key for cryptographic hashes. Never show it.
     #[must_use]
     pub fn key_bytes(&self) -> &[u8; SECRET_BYTES] {
         &self.0
@@ -81,7 +81,7 @@ impl From<u64> for BlockHasher {
 
 impl BlockHasher {
     /// Returns the root of the chains of `scope`: its fields under the seed, each prefixed with its
-    /// length, so that no two scopes have the same input.
+    /// length, so that no two scopes produce the same input.
     #[must_use]
     pub fn root(&self, scope: &Scope<'_>) -> ChainRoot {
         let mut hasher = Xxh3::with_seed(self.seed);
@@ -119,7 +119,7 @@ impl ChainRoot {
         Self { secret, ..self }
     }
 
-    /// Hashes a run of bytes that is not a full block.
+    /// Hashes bytes that do not fill a block.
     #[must_use]
     pub fn partial(&self, bytes: &[u8]) -> u64 {
         xxh3_64_with_seed(bytes, self.scope)
@@ -142,7 +142,7 @@ impl ChainRoot {
         }
     }
 
-    /// Returns a hasher with the link in it, for a block too long for the stack.
+    /// Returns a hasher that already contains the link, for a block too long for the stack.
     pub(super) fn streaming(&self, link: Option<u64>) -> Xxh3 {
         let mut hasher = match (&self.secret, link) {
             (Some(secret), _) => Xxh3::with_secret(*secret.0),

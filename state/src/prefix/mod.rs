@@ -131,8 +131,8 @@ pub fn continue_tokens(
     }
 }
 
-/// Returns the maximum number of blocks that a prompt of `tokens` tokens can find in an engine's
-/// cache: the engine always recomputes the last token.
+/// Returns the maximum number of blocks of a prompt of `tokens` tokens that an engine can find in
+/// its cache. The engine always recomputes the last token.
 ///
 /// # Panics
 /// When `block_size` is 0.

@@ -1,13 +1,13 @@
 //! A user's two token buckets, in exact integers that drain over time.
 //!
 //! Usage is counted in units times window length and drains by the limit per millisecond. Both are
-//! whole numbers, so nothing is ever rounded.
+//! integers, so no rounding occurs.
 
 use bincode::{Decode, Encode};
 
 use super::{RemainingLimits, UserLimits};
 
-/// Debt beyond this many windows is forgiven: one absurd report must not lock a user out for years.
+/// Maximum debt, in windows: one absurd report must not lock a user out for years.
 const DEBT_WINDOWS_MAX: u128 = 600;
 
 /// Usage that has not drained yet; all 0 when both buckets are full.
@@ -31,7 +31,7 @@ pub(super) struct RetryAfter {
 }
 
 impl Consumed {
-    /// Returns the usage at `now_ms` in the window of `limits`. What has no limit counts as 0.
+    /// Returns the usage at `now_ms` in the window of `limits`. Usage without a limit counts as 0.
     fn drained(&self, limits: &UserLimits, now_ms: u64) -> Self {
         let window_ms = limits.window_ms();
         let elapsed_ms = u128::from(now_ms.saturating_sub(self.at_ms));
@@ -76,13 +76,13 @@ impl Consumed {
         *self == Self::default()
             || (self.requests, self.tokens) != (0, 0)
                 && (1..=super::WINDOW_MS_MAX).contains(&self.window_ms)
-                // Bounded by the maximum debt at the highest limit. Even multiplied by another
+                // At most the maximum debt at the highest limit. Even multiplied by another
                 // window's length, it stays far below 128 bits.
                 && self.requests.max(self.tokens) < 1 << 92
     }
 
     /// Returns how long one more request has to wait, given `requests` and `tokens` that are not
-    /// counted here yet.
+    /// yet counted here.
     pub(super) fn waits_ms(
         &self,
         limits: &UserLimits,
@@ -106,8 +106,8 @@ impl Consumed {
         }
     }
 
-    /// Returns how long it takes until all of the limits are there again, if nothing is used
-    /// meanwhile, in milliseconds: for requests and for tokens.
+    /// Returns the milliseconds until the limits on requests and on tokens are fully available
+    /// again, if nothing is used in the meantime.
     pub(super) fn resets_ms(&self, limits: &UserLimits, now_ms: u64) -> [u64; 2] {
         let spent = self.drained(limits, now_ms);
         let reset = |used: u128, limit: Option<u64>| {
@@ -120,7 +120,7 @@ impl Consumed {
         ]
     }
 
-    /// Returns the whole units left.
+    /// Returns the whole units that remain.
     pub(super) fn left(&self, limits: &UserLimits, now_ms: u64) -> RemainingLimits {
         let spent = self.drained(limits, now_ms);
         let window_ms = u128::from(spent.window_ms);

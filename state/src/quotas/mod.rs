@@ -1,17 +1,16 @@
 //! Rate limits of users: bounds per window, enforced across the cluster.
 //!
 //! Requests and tokens each have a token bucket, which holds one window's worth and refills evenly.
-//! Usage is counted in the replicated state as charges are applied. It may exceed the bucket,
-//! because replicas admit by what they knew some milliseconds ago, and tokens are known only after
-//! they are generated. The bucket is then in *debt*, and nothing is admitted until the debt is
-//! refilled. The long-run rate therefore equals the limit exactly, whatever the lag. Over any
-//! interval of `t` windows, at most `limit * (1 + t)` is admitted, plus what all replicas admit
-//! within their lag. This is a leaky bucket as a meter; ITU-T I.371's generic cell rate algorithm
-//! is the same in another form.
+//! The replicated state counts usage as charges are applied. Usage may exceed the bucket, because
+//! replicas admit by slightly old data, and tokens are known only after they are generated. The
+//! bucket is then in *debt*, and nothing is admitted until the debt has drained. The long-run rate
+//! therefore equals the limit exactly, whatever the lag. Over any interval of `t` windows, at most
+//! `limit * (1 + t)` is admitted, plus what all replicas admit within their lag. This is a leaky
+//! bucket as a meter, equivalent to the generic cell rate algorithm of ITU-T I.371.
 //!
-//! A replica checks a request against the published state and against what it has admitted itself
-//! but not seen applied. It uses replicated time plus what has passed since by its monotonic clock,
-//! so that a clock that is set forward or back neither refills a bucket nor stops it from
+//! A replica checks a request against the published state plus what it has itself admitted but not
+//! yet seen applied. It uses replicated time plus the time passed since then on its monotonic
+//! clock. A clock that is set forward or back thus neither refills a bucket nor stops it from
 //! refilling.
 
 mod bucket;
@@ -27,8 +26,8 @@ pub(crate) use bucket::Consumed;
 
 pub use crate::settings::{TOKENS_MAX, UserLimits, WINDOW_MS_DEFAULT, WINDOW_MS_MAX};
 
-/// Retry delay in milliseconds when the limit is on requests in flight, because nobody knows when
-/// one will end.
+/// Retry delay for the limit on requests in flight, in milliseconds. The time at which a request
+/// ends is unknown.
 pub const CONCURRENT_RETRY_MS: u64 = 1000;
 
 /// Bound that a request would exceed.
@@ -47,7 +46,7 @@ pub enum LimitKind {
     MonthBudget,
 }
 
-/// A request that its user's limits do not allow right now.
+/// Rejection of a request that exceeds its user's limits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LimitRejection {
     /// Bound that it would exceed.
@@ -71,14 +70,14 @@ pub struct RemainingLimits {
 /// A user's limits and their usage as of one applied index.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Quota {
-    /// The user's own limits, or those for all users.
+    /// The user's own limits, or the default ones.
     pub limits: UserLimits,
     pub(crate) consumed: Consumed,
     /// Requests in flight at all replicas.
     pub(crate) in_flight: u64,
     /// Requests waiting at all replicas: admitted, but not in `consumed` until they start.
     pub(crate) waiting: u64,
-    /// Tokens per day and month, and what is used of them.
+    /// Budget per day and month, and its usage.
     pub budget: BudgetStatus,
 }
 
@@ -89,11 +88,11 @@ impl Quota {
         self.limits.is_unbounded() && self.budget.budget.is_unbounded()
     }
 
-    /// Checks whether there is budget left for one more request at this Unix time, by the cluster's
-    /// clock. `pending` is what the caller charged and the state does not show yet.
+    /// Checks whether the budget allows one more request at this Unix time, by the cluster's clock.
+    /// `pending` is what the caller charged and the state does not show yet.
     ///
     /// # Errors
-    /// The budget that is used up; of both, the one that ends last.
+    /// The exhausted budget; of two, the one that ends last.
     pub fn check_budget(&self, unix_ms: u64, pending: &PendingUse) -> Result<(), LimitRejection> {
         match self.budget.exhausted(unix_ms, pending.billed_tokens) {
             None => Ok(()),
@@ -107,11 +106,11 @@ impl Quota {
         }
     }
 
-    /// Checks whether one more request is within the limits at `now_ms`, in replicated time.
-    /// `pending` is what the caller admitted and the state does not show yet.
+    /// Checks whether the limits allow one more request at `now_ms`, in replicated time. `pending`
+    /// is what the caller admitted and the state does not show yet.
     ///
     /// # Errors
-    /// The bound that it would exceed; of several, the one with the longest wait.
+    /// The bound that the request would exceed; of several, the one with the longest wait.
     pub fn check(&self, now_ms: u64, pending: &PendingUse) -> Result<(), LimitRejection> {
         if self.limits.is_unbounded() {
             return Ok(());
@@ -121,8 +120,8 @@ impl Quota {
         let waits = self
             .consumed
             .waits_ms(&self.limits, now_ms, admitted, pending.tokens);
-        // A request that ended here frees its place at once, not only when the log shows it: a
-        // client that sends the next request right after an answer is within its limit.
+        // A request that ended here frees its place before the log shows it: a client that sends
+        // the next request right after a response stays within its limit.
         let open = admitted
             .saturating_add(self.in_flight)
             .saturating_sub(pending.ended);
@@ -163,8 +162,8 @@ impl Quota {
         }
     }
 
-    /// Returns how long it takes until the limits per window are whole again, if nothing is used
-    /// meanwhile, in milliseconds: for requests and for tokens.
+    /// Returns the milliseconds until the limits per window on requests and on tokens are fully
+    /// available again, if nothing is used in the meantime.
     #[must_use]
     pub fn resets_ms(&self, now_ms: u64) -> [u64; 2] {
         self.consumed.resets_ms(&self.limits, now_ms)
@@ -178,15 +177,15 @@ impl Quota {
 /// Usage of a user that the published state does not show yet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct PendingUse {
-    /// Requests that started, plus requests that were queued. One that waited and was then
-    /// dispatched counts twice here and once in `dequeued`.
+    /// Number of requests that started plus requests that were queued. A request that waited and
+    /// was then dispatched counts twice here and once in `dequeued`.
     pub requests: u64,
-    /// Requests that stopped waiting. The published state may still show them as waiting.
+    /// Number of requests that stopped waiting. The published state may still show them as waiting.
     pub dequeued: u64,
-    /// Requests that ended. The published state may still show them in flight.
+    /// Number of requests that ended. The published state may still show them in flight.
     pub ended: u64,
-    /// Tokens, not counting cached ones.
+    /// Number of tokens, not counting cached ones.
     pub tokens: u64,
-    /// Tokens, cached ones included: what budgets count.
+    /// Number of tokens including cached ones, as budgets count them.
     pub billed_tokens: u64,
 }

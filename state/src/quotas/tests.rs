@@ -1,4 +1,4 @@
-//! The buckets by example. Rates across replicas are tested in `tests/admission`.
+//! Examples for the buckets. `tests/admission` tests rates across replicas.
 
 use super::*;
 
@@ -67,7 +67,7 @@ fn a_bucket_holds_one_window_and_refills_evenly() {
         [10_000, 10_500, 11_000, 99_000].map(left),
         [0, 10, 20, 20].map(Some)
     );
-    // A reader whose clock is behind sees what the state says.
+    // A reader whose clock is behind sees the state unchanged.
     assert_eq!(empty.check(0, &requests(0)), over(LimitKind::Requests, 50));
 }
 
@@ -114,7 +114,7 @@ fn requests_in_flight_and_waiting_are_bounded_together() {
     assert_eq!(quota.check(0, &requests(0)), Ok(()));
     assert_eq!(quota.check(0, &requests(1)), full);
     assert_eq!(quota.left(0).concurrent, Some(1));
-    // One of those shown by the state has ended or stopped waiting, so its place is free.
+    // One of those in the state has ended or stopped waiting, so its place is free.
     let over = PendingUse {
         ended: 1,
         ..requests(1)
@@ -127,7 +127,7 @@ fn requests_in_flight_and_waiting_are_bounded_together() {
         (quota.check(0, &over), quota.check(0, &left)),
         (Ok(()), Ok(()))
     );
-    // The waiting request goes: it is no longer queued, but in flight.
+    // The waiting request starts: it is no longer queued, but in flight.
     let went = PendingUse {
         dequeued: 1,
         ..requests(2)

@@ -1,11 +1,11 @@
 //! Accuracy of cache predictions, and the resulting correction of a backend's capacity.
 //!
-//! The router believes that a backend holds certain blocks; with each answer, the engine reports
-//! how many prompt tokens it really had cached. Overprediction means that the router believes in
-//! blocks that are gone: the cache is smaller than assumed, or shared with others. Underprediction
-//! means that it forgot blocks that are still there. Where the engine's reported capacity bounds
-//! the belief, that capacity is corrected, slowly and by a factor of at most two. Otherwise the
-//! backend is only marked.
+//! The router predicts which blocks a backend holds. With each response, the engine reports how
+//! many prompt tokens were really cached. Overprediction means that the router counts blocks that
+//! are gone: the cache is smaller than assumed, or shared with others. Underprediction means that
+//! it dropped blocks that are still there. If the engine's reported capacity bounds the prediction,
+//! that capacity is corrected, slowly and by a factor of at most two. Otherwise the backend is only
+//! marked.
 
 use bincode::{Decode, Encode};
 use schemars::JsonSchema;
@@ -13,12 +13,12 @@ use serde::Serialize;
 
 use super::ServiceSample;
 
-/// Minimum number of prompt tokens for a verdict.
+/// Minimum number of prompt tokens for marking a backend.
 const TOKENS_MIN: u64 = 32_768;
 /// Number of prompt tokens that are remembered; older ones fade.
 const TOKENS_KEPT: u64 = 131_072;
-/// Number of prompt tokens between two corrections, because predictions from before a correction
-/// say nothing about it.
+/// Number of prompt tokens between two corrections. Predictions from before a correction do not
+/// reflect it.
 const TOKENS_PER_STEP: u64 = 65_536;
 /// Bounds of the correction, in thousandths of the engine's value.
 const CORRECTION_MIN_PERMILLE: u32 = 500;
@@ -35,7 +35,7 @@ pub(crate) struct Accuracy {
     /// Prompt tokens since the last correction.
     step_tokens: u64,
     is_off: bool,
-    /// Correction of the reported capacity as an offset from 1000 thousandths; 0: none.
+    /// Correction of the reported capacity as an offset from 1000 thousandths; 0 for none.
     correction_permille: i32,
 }
 
@@ -94,7 +94,7 @@ impl Accuracy {
         self.correct(holding);
     }
 
-    /// `belief_permille`: what counted predictions add to the correction.
+    /// Returns the accuracy. `belief_permille` is the correction by [`super::Beliefs`].
     pub(crate) fn view(&self, belief_permille: u32) -> AccuracyView {
         AccuracyView {
             prompt_tokens: self.prompt_tokens,
@@ -106,7 +106,7 @@ impl Accuracy {
         }
     }
 
-    /// Returns the corrected value of a capacity reported by the engine; see [`Accuracy::view`].
+    /// Returns the corrected value of a capacity that the engine reported; see [`Accuracy::view`].
     pub(crate) fn corrected(&self, told: u32, belief_permille: u32) -> u32 {
         let permille = self.combined_permille(belief_permille);
         let corrected = u64::from(told) * u64::from(permille) / 1000;
@@ -151,8 +151,8 @@ impl Accuracy {
         self.prompt_tokens = kept;
     }
 
-    /// Takes a correction step if the backend is marked, the capacity bounds the belief, and enough
-    /// tokens were seen since the last step.
+    /// Corrects the capacity by one step if the backend is marked, the capacity bounds the
+    /// prediction, and enough tokens were seen since the last step.
     fn correct(&mut self, holding: CapacityObservation) {
         let is_bounded = holding
             .capacity

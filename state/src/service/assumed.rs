@@ -1,19 +1,18 @@
-//! Capacity of a cache of unknown size, learned from the misses.
+//! Capacity of a cache of unknown size, learned from misses.
 //!
-//! Without a bound, everything that was ever sent to such an engine would count as cached for ever.
-//! A backend is therefore assumed to hold [`ASSUMED_BLOCKS_MAX`] blocks, and all such backends
-//! together [`ASSUMED_BLOCKS_ALL`]. From there on the engine's answers decide: after every
+//! Without a bound, everything ever sent to such an engine would count as cached forever. A backend
+//! is therefore assumed to hold at most [`ASSUMED_BLOCKS_MAX`] blocks, and all such backends
+//! together [`ASSUMED_BLOCKS_ALL`]. From there on the engine's responses decide: after every
 //! [`TOKENS_PER_STEP`] prompt tokens, the predictions since the last step are compared with the
 //! cached tokens that the engine reported.
 //!
-//! - *Missed*: more than a thirty-second of the prompt tokens were predicted and not cached. The
-//!   belief shrinks to seven eighths of what is believed, not of the assumption, which may be far
-//!   above it.
-//! - *Held*, while the assumption bounds the belief: it grows by a hundred and twenty-eighth.
+//! - *Missed*: more than 1/32 of the prompt tokens were predicted but not cached. The capacity
+//!   shrinks to 7/8 of the owned blocks, not of the assumption, which may be far above them.
+//! - *Held*, while the assumption bounds the owned blocks: it grows by 1/128.
 //!
-//! Both caches drop what was used longest ago, so a belief that is no larger than the cache is
-//! right. This is the additive increase and multiplicative decrease of congestion control: the
-//! assumption comes down in a few steps and then moves within an eighth of what the engine holds.
+//! Both caches drop the least recently used blocks, so predictions are right if the assumption does
+//! not exceed the cache. This is the additive increase, multiplicative decrease of congestion
+//! control: the assumption falls in a few steps and then stays within 1/8 of what the engine holds.
 
 use std::collections::BTreeMap;
 
@@ -24,24 +23,24 @@ use crate::ids::Slot;
 
 /// Maximum number of blocks that one backend of unknown capacity is assumed to hold.
 pub const ASSUMED_BLOCKS_MAX: u32 = 100_000;
-/// Number of blocks that all backends of unknown capacity are assumed to hold together at first.
+/// Initial number of blocks that all backends of unknown capacity are assumed to hold together.
 pub const ASSUMED_BLOCKS_ALL: u32 = 200_000;
-/// Minimum that a learned capacity shrinks to, in blocks.
+/// Minimum of a learned capacity, in blocks.
 const BLOCKS_MIN: u32 = 16;
 /// Number of prompt tokens that one step is based on.
 const TOKENS_PER_STEP: u64 = 16_384;
-/// A step counts as missed if this part of its prompt tokens was predicted and not cached.
+/// A step counts as missed if more than one part in this many was predicted but not cached.
 const MISSED_PART: u64 = 32;
-/// Part by which a capacity grows in a step.
+/// Growth of a capacity in a step: one part in this many.
 const GROWTH_PART: u32 = 128;
 
-/// Returns the capacity that each of `untold` backends of unknown capacity starts with.
+/// Returns the initial capacity of each of `untold` backends of unknown capacity, in blocks.
 pub(crate) fn share(untold: usize) -> u32 {
     let untold = u32::try_from(untold).unwrap_or(u32::MAX).max(1);
     (ASSUMED_BLOCKS_ALL / untold).clamp(1, ASSUMED_BLOCKS_MAX)
 }
 
-/// What was learned of one incarnation.
+/// What was learned about one incarnation.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Encode, Decode)]
 struct AssumedCapacity {
     /// Learned capacity; `None` before the first miss.
@@ -80,7 +79,7 @@ impl AssumedCapacity {
     }
 }
 
-/// Learned capacities by slot; only of backends whose capacity nobody told.
+/// Learned capacities by slot, only of backends whose capacity is neither configured nor reported.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Encode, Decode)]
 pub(crate) struct AssumedCapacities(BTreeMap<Slot, AssumedCapacity>);
 

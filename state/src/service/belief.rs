@@ -1,23 +1,24 @@
-//! Early correction of a capacity that an engine reported: by which predictions fail, not by how
-//! much.
+//! Early correction of a capacity that an engine reported, based on which predictions fail rather
+//! than on the size of the error.
 //!
-//! A capacity that is a few per cent off makes few predictions fail, far less than the bound of
-//! [`super::Accuracy`], but those fail by most of what was predicted: a conversation believed to be
-//! cached is gone, or one believed to be gone is cached. Replicas count such requests, and those
-//! that held. Each failure is a step of a random walk, of which there is one in each direction:
+//! A capacity that is a few per cent off makes few predictions fail, far fewer than the bound of
+//! [`super::Accuracy`] requires. But each failure covers most of its prediction: a conversation
+//! predicted to be cached is gone, or the reverse. Replicas count failed and correct predictions.
+//! Each failure is a step of a random walk; each direction has its own walk:
 //!
-//! - a *lost* prediction counts [`FAILURE`] towards less, and twice that against more;
-//! - a *found* one the other way round;
-//! - one that *held* counts 1 against both, so that a failure now and then says nothing.
+//! - a *lost* prediction adds [`FAILURE`] to the walk towards less, and subtracts twice that from
+//!   the walk towards more;
+//! - a *found* one does the reverse;
+//! - one that *held* subtracts 1 from both, so that an occasional failure is no evidence.
 //!
-//! A walk that reaches [`EVIDENCE`] moves the capacity by a thirty-second. That is a sequential
-//! probability ratio test of "failures go both ways alike" against "four in five go this way".
+//! A walk that reaches [`EVIDENCE`] moves the capacity by 1/32. This is a sequential probability
+//! ratio test of "failures go both ways alike" against "four in five go this way".
 //!
-//! Other causes must not move it. If an engine has lost its cache, or tokens differ from the
-//! engine's, more than half of the predictions fail; with a slightly wrong capacity they do not. In
-//! that case nothing counts until the engine has computed as many blocks as it holds: by then all
-//! earlier beliefs are forgotten or true again. Only a capacity that bounds the belief is
-//! corrected.
+//! Other causes must not move the capacity. If an engine has lost its cache, or tokenises
+//! differently, more than half of the predictions fail; a slightly wrong capacity never causes
+//! that. Then nothing counts until the engine has computed as many blocks as it holds, because by
+//! then all earlier predictions are dropped or true again. Only a capacity that bounds the
+//! prediction is corrected.
 
 use std::collections::BTreeMap;
 
@@ -26,16 +27,16 @@ use bincode::{Decode, Encode};
 use super::CapacityObservation;
 use crate::ids::{BackendRef, Slot};
 
-/// What a failure counts, in requests that held: one in so many is no evidence.
+/// Weight of a failure, in predictions that held. One failure in this many is no evidence.
 const FAILURE: u32 = 96;
-/// What moves the capacity: so many failures in one direction beyond what held.
+/// Level at which a walk moves the capacity: six failures in one direction, net of the rest.
 const EVIDENCE: u32 = 6 * FAILURE;
-/// Judged requests that are looked at together for other causes, at least and at most.
+/// Minimum and maximum number of recent predictions that are checked together for other causes.
 const WINDOW: (u32, u32) = (8, 32);
-/// Part by which a step moves the capacity.
+/// Step of the capacity: one part in this many.
 const STEP_PART: u32 = 32;
-/// Bounds of the correction, in thousandths of the engine's value. What is further off shows in
-/// [`super::Accuracy`].
+/// Bounds of the correction, in thousandths of the engine's value. [`super::Accuracy`] detects
+/// larger errors.
 pub(super) const BELIEF_PERMILLE: (u32, u32) = (700, 1400);
 /// Maximum number of requests of each kind in a report.
 const REQUESTS_MAX: u32 = 1 << 24;
@@ -47,41 +48,41 @@ const BLOCKS_MAX: u64 = 1 << 40;
 pub struct BeliefSample {
     /// Backend that predictions were made for.
     pub backend: BackendRef,
-    /// Requests of whose prediction at least half was cached, and the other way round.
+    /// Number of requests that were neither lost nor found.
     pub held: u32,
-    /// Requests of whose prediction less than half was cached.
+    /// Number of requests of whose predicted blocks less than half were cached.
     pub lost: u32,
-    /// Requests of which less than half of what was cached was predicted.
+    /// Number of requests of whose cached blocks less than half were predicted.
     pub found: u32,
-    /// Blocks of prompts that were not cached.
+    /// Number of prompt blocks that were not cached.
     pub computed_blocks: u64,
 }
 
 impl BeliefSample {
-    /// Whether it counts anything.
+    /// Whether the sample counts no request.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.held == 0 && self.lost == 0 && self.found == 0
     }
 
-    /// Whether a replica can have counted so many.
+    /// Whether a replica can have counted these numbers.
     pub(crate) fn is_plausible(&self) -> bool {
         let counts = [self.held, self.lost, self.found];
         counts.iter().all(|count| *count <= REQUESTS_MAX) && self.computed_blocks <= BLOCKS_MAX
     }
 }
 
-/// What is believed of the capacity that one engine told.
+/// Correction of the capacity that one engine reported.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Encode, Decode)]
 struct Belief {
-    /// The walk towards less.
+    /// Walk towards less capacity.
     towards_less: u32,
-    /// The walk towards more.
+    /// Walk towards more capacity.
     towards_more: u32,
-    /// Judged requests lately, and those of them that failed.
+    /// Recent predictions, and those of them that failed.
     judged: u32,
     failed: u32,
-    /// Blocks that the engine computes until evidence counts again.
+    /// Number of blocks that the engine must compute before evidence counts again.
     rest_blocks: u64,
     /// Correction as an offset from 1000 thousandths.
     offset_permille: i32,
@@ -99,7 +100,7 @@ impl Belief {
         let failed = sample.lost + sample.found;
         let judged = failed + sample.held;
         (self.judged, self.failed) = (self.judged + judged, self.failed + failed);
-        // At once, and over the last requests.
+        // Checks this sample alone and the recent predictions together.
         let fail_mostly =
             is_most(failed, judged, WINDOW.0 / 2) || is_most(self.failed, self.judged, WINDOW.0);
         if fail_mostly {
@@ -109,7 +110,7 @@ impl Belief {
         while self.judged > WINDOW.1 {
             (self.judged, self.failed) = (self.judged / 2, self.failed / 2);
         }
-        // As for assumed capacities: below, what goes goes for other reasons.
+        // As for assumed capacities: below this, blocks are lost for other reasons.
         if holding.owned * 16 < u64::from(capacity) * 15 {
             (self.towards_less, self.towards_more) = (0, 0);
             return;
@@ -130,7 +131,7 @@ impl Belief {
         let (least, most) = BELIEF_PERMILLE;
         // Between 700 and 1400.
         self.offset_permille = next.clamp(least, most) as i32 - 1000;
-        // Predictions from before it say nothing about it.
+        // Predictions from before the correction do not reflect it.
         self.forget_evidence(u64::from(capacity) / 8);
     }
 
@@ -150,20 +151,20 @@ impl Belief {
     }
 }
 
-/// Whether most of so many requests failed, if there are enough to tell.
+/// Whether more than half of the predictions failed, given at least `enough` of them.
 fn is_most(failed: u32, judged: u32, enough: u32) -> bool {
     judged >= enough && failed > judged / 2
 }
 
-/// One direction's walk after so many failures in it, so many against it, and so many that held.
+/// Returns the walk in one direction after more failures towards it, against it, and none.
 fn walk(at: u32, towards: u32, against: u32, held: u32) -> u32 {
     let down = against.saturating_mul(2 * FAILURE).saturating_add(held);
     let up = at.saturating_add(towards.saturating_mul(FAILURE));
     up.saturating_sub(down)
 }
 
-/// Beliefs by slot; only of backends whose engine told a capacity and whose predictions were
-/// counted.
+/// Corrections by slot, only of backends whose engine reported a capacity and whose predictions
+/// were counted.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Encode, Decode)]
 pub(crate) struct Beliefs(BTreeMap<Slot, Belief>);
 
@@ -186,7 +187,7 @@ impl Beliefs {
         self.0.remove(&slot);
     }
 
-    /// Iterates over the slots with a belief, ascending.
+    /// Iterates over the slots with a correction, ascending.
     pub(crate) fn slots(&self) -> impl Iterator<Item = Slot> {
         self.0.keys().copied()
     }

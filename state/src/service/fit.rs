@@ -1,36 +1,36 @@
-//! Recursive least squares with forgetting: learns the cost of each of a few known amounts from
-//! their total cost.
+//! Recursive least squares with forgetting: learns the unit costs of a few known amounts from their
+//! total cost.
 //!
-//! The normal equations of all observations are kept, with older ones fading, and each new
-//! observation refines their solution by some sweeps of projected Gauss-Seidel. This takes
-//! additions, products and one division per coefficient: integers throughout, bounded coefficients,
-//! and the same result on every replica. A small weight stays on the prior, so that the equations
-//! have a unique solution however alike the observations are. Amounts that always occur together
-//! then share their cost in proportion, and the first observation is explained at once.
+//! The normal equations of all observations are kept, with older ones fading. Each new observation
+//! refines their solution by some sweeps of projected Gauss-Seidel. This takes additions, products
+//! and one division per coefficient: integers throughout, bounded coefficients, and the same result
+//! on every replica. The prior keeps a small weight, so that the solution is unique even if all
+//! observations are alike. Amounts that always occur together then share their cost in proportion,
+//! and the first observation is explained at once.
 //!
 //! Costs that are not among the amounts still correlate with some of them: requests cost time by
-//! themselves, and many requests bring many tokens. This does not average out, so the weight of the
-//! prior may grow with that of the observations (`Regressor::kept_in`): an amount that hardly
-//! varies says little about its own price, however often it is observed.
+//! themselves, and many requests bring many tokens. This does not average out. The weight of the
+//! prior may therefore grow with that of the observations (`Regressor::kept_in`): an amount that
+//! hardly varies reveals little about its own price, however often it is observed.
 
 use bincode::{Decode, Encode};
 
 /// Maximum total weight of the observations; older ones fade as newer ones arrive.
 const WEIGHT_MAX: i64 = 1024;
-/// Maximum weight of one observation: the mean over many events says little more than the mean over
-/// some.
+/// Maximum weight of one observation: the mean over many events reveals little more than the mean
+/// over some.
 const OBSERVATION_WEIGHT_MAX: i64 = 64;
 /// Number of sweeps per observation. Each brings the coefficients closer to the solution.
 const SWEEPS: usize = 24;
-/// Cap of an observation relative to the expected value, once there is an expectation.
+/// Maximum ratio of an observation to the expected value, once an expectation exists.
 const SURPRISE_FACTOR: i64 = 4;
-/// Weight from which there is an expectation.
+/// Weight from which an expectation exists.
 const SURPRISE_WEIGHT: i64 = 128;
 
 /// One of the amounts that make up the total.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Regressor {
-    /// Largest amount that is learned from.
+    /// Maximum amount that is learned from.
     pub(super) amount_max: i64,
     /// Typical amount: the scale on which an error of the coefficient is weighted.
     pub(super) typical: i64,
@@ -45,7 +45,7 @@ pub(super) struct Regressor {
 /// Minimum weight of the prior, in observations of a typical amount.
 const PRIOR_WEIGHT: i64 = 2;
 
-/// Estimator of the cost of `N` amounts, in thousandths of the observed unit each.
+/// Estimator of the unit costs of `N` amounts, in thousandths of the observed unit.
 #[derive(Debug, Clone, PartialEq, Eq, Encode, Decode)]
 pub(super) struct RecursiveLeastSquares<const N: usize> {
     weight: i64,
@@ -69,8 +69,8 @@ impl<const N: usize> Default for RecursiveLeastSquares<N> {
 }
 
 impl<const N: usize> RecursiveLeastSquares<N> {
-    /// Learns that `amounts` together cost `observed` on average over `events`. Observations with
-    /// an amount out of bounds are ignored: capping the amount would make it look expensive.
+    /// Learns that `amounts` together cost `observed` on average over `events`. Ignores
+    /// observations with an amount out of bounds: capping the amount would make it look expensive.
     pub(super) fn observe(
         &mut self,
         terms: &[Regressor; N],
@@ -112,7 +112,7 @@ impl<const N: usize> RecursiveLeastSquares<N> {
         self.coefficients_milli[i]
     }
 
-    /// Caps an observation at what is credible, so that a single outlier cannot undo a thousand
+    /// Caps an observation at a credible value, so that a single outlier cannot undo a thousand
     /// observations. A lasting change is still followed, in several steps.
     fn unsurprising(&self, amounts: &[i64; N], observed: i64) -> i64 {
         if self.weight < SURPRISE_WEIGHT {

@@ -1,13 +1,12 @@
 //! Prices of a backend's work, learned from the replicas' measurements.
 //!
-//! There are two linear models, each simple enough to be understood:
+//! The module has two simple linear models:
 //! - Time to first token = base + prefill tokens before it × price of a token + running requests ×
 //!   price of a request.
 //! - Time between two tokens = base + running requests × price of a request.
 //!
 //! A replica's report contains the means over its interval; `fit` turns a sequence of these into
-//! prices. Prices belong to one incarnation of a backend, so a restarted engine is learned from
-//! scratch.
+//! prices. Prices belong to one incarnation of a backend, so learning restarts with the engine.
 
 use bincode::{Decode, Encode};
 use schemars::JsonSchema;
@@ -17,7 +16,7 @@ use super::ServiceSample;
 use super::fit::{RecursiveLeastSquares, Regressor};
 use crate::policy::Prices;
 
-/// Minimum (faded) number of first tokens for the prices of a backend to be used.
+/// Minimum faded number of first tokens for the prices of a backend to be used.
 pub const LEARNT_FIRST_TOKENS_MIN: u32 = 32;
 
 /// Requests are counted in sixteenths, because means are not whole numbers.
@@ -37,7 +36,7 @@ const fn once(prior_us: i64, most_us: i64) -> Regressor {
     }
 }
 
-/// Microseconds of base, per prefill token, and per sixteenth of a running request.
+/// Coefficients in microseconds: base, per prefill token, and per 1/16 of a running request.
 const FIRST_TOKEN: [Regressor; 3] = [
     once(0, 60_000_000),
     Regressor {
@@ -46,8 +45,8 @@ const FIRST_TOKEN: [Regressor; 3] = [
         // A prior of 100 microseconds, between 1 microsecond and 10 milliseconds.
         prior_milli: 100_000,
         bounds_milli: (1_000, 10_000_000),
-        // What matters is how far loads vary: a variation of a hundred tokens weighs as much as the
-        // prior.
+        // The variation of loads is what matters: a variation of a hundred tokens weighs as much as
+        // the prior.
         kept_in: 24,
     },
     Regressor {
@@ -60,7 +59,7 @@ const FIRST_TOKEN: [Regressor; 3] = [
     },
 ];
 
-/// Microseconds of base, and per sixteenth of a running request.
+/// Coefficients in microseconds: base, and per 1/16 of a running request.
 const GAP: [Regressor; 2] = [
     once(10_000, 10_000_000),
     Regressor {

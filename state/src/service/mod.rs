@@ -1,8 +1,8 @@
 //! Service: the replicas' measurements of the backends, and what is derived from them.
 //!
-//! Replicas report sums per backend. Everything derived from them (learned prices of `cost`, the
-//! accuracy of prefix predictions, concurrency limits) is computed in `apply`, so that every
-//! replica has the same values and a restart loses none of them.
+//! Replicas report sums per backend. `apply` computes everything derived from them (learned prices
+//! of `cost`, accuracy of prefix predictions, concurrency limits), so that every replica has the
+//! same values and a restart loses none of them.
 
 mod accuracy;
 mod assumed;
@@ -32,9 +32,9 @@ pub(crate) use limits::AdaptiveLimit;
 pub use limits::LimitFigures;
 pub use published::{BackendServiceView, CapacitySource, ServiceView};
 
-/// Maximum time to a first token in a sample, in microseconds each.
+/// Maximum time to a first token, in microseconds. Bounds the sums of a sample.
 pub const FIRST_TOKEN_US_MAX: u64 = 3_600_000_000;
-/// Maximum time between two tokens in a sample, in microseconds each.
+/// Maximum time between two tokens, in microseconds. Bounds the sums of a sample.
 pub const GAP_US_MAX: u64 = 600_000_000;
 /// Maximum number of running requests at a backend in a sample.
 pub const RUNNING_MAX: u64 = 1 << 20;
@@ -51,12 +51,12 @@ pub struct ServiceSample {
     /// Output tokens of the ended requests.
     pub output_tokens: u64,
     /// Tokens that the ended requests added to the cache: uncached prompt tokens and output tokens.
-    /// If the engine does not report what was cached, the prediction is used.
+    /// If the engine does not report cached tokens, the prediction is used.
     pub added_tokens: u64,
     /// Sum of the squares of the tokens that each ended request added.
     pub added_squared: u64,
-    /// Tokens in one of the router's blocks, rounded down, at least 1; converts the backend's
-    /// capacity into tokens. 0: unknown.
+    /// Tokens per router block, rounded down, at least 1. Converts the backend's capacity into
+    /// tokens. 0 if unknown.
     pub block_tokens: u32,
     /// Number of first tokens received.
     pub first_tokens: u32,
@@ -113,7 +113,7 @@ impl ServiceSample {
         }
     }
 
-    /// Whether a replica can have measured every sum. Absurd figures would outlive the replica that
+    /// Whether a replica can have measured every sum. Absurd values would outlive the replica that
     /// sent them.
     pub(crate) fn is_plausible(&self) -> bool {
         const COUNT_MAX: u32 = 1 << 24;

@@ -75,7 +75,7 @@ impl ServiceView {
         !self.has_limits
     }
 
-    /// Returns the maximum number of concurrent requests of the backend in `slot`; `None`:
+    /// Returns the maximum number of concurrent requests of the backend in `slot`; `None` if
     /// unlimited.
     #[must_use]
     pub fn limit(&self, slot: Slot) -> Option<u32> {

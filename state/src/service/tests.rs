@@ -1,4 +1,4 @@
-//! Prices learned from engines with known true prices, and from engines that lie.
+//! Prices learned from engines with known true prices, and from engines with wrong reports.
 
 use proptest::prelude::*;
 
@@ -21,7 +21,7 @@ struct Engine {
 }
 
 impl Engine {
-    /// One replica's report over some seconds: `events` first tokens under a varying load.
+    /// Returns one replica's report over some seconds: `events` first tokens under a varying load.
     fn sample(&self, draw: &mut u64, events: u32) -> ServiceSample {
         let mut next = |below: u64| {
             *draw = draw
@@ -148,8 +148,8 @@ fn load_that_never_changes_is_explained_in_proportion() {
     );
 }
 
-/// An engine and its host in bursts of mostly cached requests: each waits for those before it, with
-/// or without tokens, which the model has no price for.
+/// An engine and its host in bursts of mostly cached requests. Each waits for those before it, with
+/// or without tokens, for which the model has no price.
 fn taught_by_bursts(base_us: u64, per_request_us: u64, prefill_ns: u64) -> LearntPrices {
     let (mut learning, mut draw) = (PriceLearner::default(), 1_u64);
     let mut next = |below: u64| {
@@ -279,7 +279,7 @@ fn mixed(from: &[u64; 16]) -> ServiceSample {
 }
 
 proptest! {
-    /// Whatever passes as plausible, prices stay within their bounds and nothing overflows.
+    /// For every plausible sample, prices stay within their bounds and nothing overflows.
     #[test]
     fn prices_stay_within_bounds(
         samples in prop::collection::vec(
@@ -312,8 +312,8 @@ proptest! {
 }
 
 proptest! {
-    /// Whatever is reported, a step is a thirty-second, the bounds hold, and nothing moves but by
-    /// evidence: failures in one direction, more than those in the other.
+    /// For every report, a step is 1/32, the bounds hold, and only evidence moves the capacity:
+    /// more failures in one direction than in the other.
     #[test]
     fn a_belief_moves_in_bounded_steps(
         samples in prop::collection::vec(

@@ -1,4 +1,4 @@
-//! One replica's shares of all limits, and what it knows of those of others.
+//! One replica's shares of all limits, and what it knows about other replicas' shares.
 
 use std::collections::BTreeMap;
 
@@ -10,29 +10,30 @@ use crate::ids::{BackendRef, ReplicaId, SessionId};
 /// One backend's limit as this replica divides it.
 #[derive(Debug, Clone, Default)]
 struct LimitShare {
-    /// `None`: not limited at present. What was handed over is kept: it stands in others' sums.
+    /// `None` if there is no limit now. `given` is kept, because other replicas count it.
     limit: Option<u32>,
-    /// Since the epoch began.
+    /// Places handed to each replica since the epoch began.
     given: BTreeMap<ReplicaId, u64>,
-    /// The most that may run before all members are known to be in this epoch; `None`: the share.
+    /// Maximum number of running requests until all members are known to be in this epoch. `None`
+    /// if only the share applies.
     cap: Option<u32>,
     demand: Demand,
-    /// Requests started at the last look, in all.
+    /// Number of requests started in total, as of the last [`ShareLedger::set_demand`].
     started: u64,
-    /// Of these, in the present stretch of [`RECENT_MS`].
+    /// Part of `started` in the current interval of [`RECENT_MS`].
     started_now: u32,
-    /// In the one before.
+    /// Part of `started` in the previous interval.
     started_before: u32,
 }
 
-/// What a replica's share is made of, as far as is known.
+/// Parts of a replica's share, as far as known.
 #[derive(Debug, Clone, Copy, Default)]
 struct ShareParts {
-    /// The even part of the limit.
+    /// Even part of the limit.
     base: i64,
-    /// What others handed to it since the epoch began.
+    /// Places received from other replicas since the epoch began.
     received: i64,
-    /// What it handed to others.
+    /// Places handed to other replicas since the epoch began.
     given: i64,
 }
 
@@ -44,12 +45,12 @@ impl ShareParts {
     }
 }
 
-/// What there is to do at one backend.
+/// Transfers to make at one backend.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Plan {
-    /// Places to hand over, by replica.
+    /// Number of places to hand over, by replica.
     pub gifts: Vec<(ReplicaId, u32)>,
-    /// Whether a place that falls free here is to be handed over.
+    /// Whether to hand over the next place that becomes free here.
     pub is_owing: bool,
 }
 
@@ -63,16 +64,16 @@ pub struct ShareLedger {
     /// The other members of the epoch.
     others: BTreeMap<ReplicaId, Run>,
     epoch: Epoch,
-    /// Since when caps hold; `None`: there are none.
+    /// Time at which the caps began, in awake milliseconds; `None` if there are none.
     capped_ms: Option<u64>,
-    /// Whether replicas of the cluster were looked for.
+    /// Whether the last [`ShareLedger::pass`] expected other replicas.
     is_expecting: bool,
     recent_since_ms: u64,
     backends: BTreeMap<BackendRef, LimitShare>,
 }
 
 impl ShareLedger {
-    /// The book of a replica that has heard nobody.
+    /// Creates the ledger of a replica that has not heard any other.
     #[must_use]
     pub fn new(me: ReplicaId, session: SessionId) -> Self {
         let run = Run {
@@ -93,8 +94,8 @@ impl ShareLedger {
         }
     }
 
-    /// Takes in that it is `now_ms`, and that `expected` are the other replicas of the cluster that
-    /// can tell of shares. Whoever starts among others waits to hear them before it uses its share.
+    /// Updates the time and `expected`, the other replicas of the cluster that can report shares. A
+    /// replica that starts among others waits for their reports before it uses its share.
     pub fn pass(&mut self, now_ms: u64, expected: &[ReplicaId]) {
         self.members.pass(now_ms, expected);
         if !self.is_expecting && !expected.is_empty() {
@@ -112,7 +113,7 @@ impl ShareLedger {
         }
     }
 
-    /// Takes in a peer's report. Answers whether it is news: not one that was overtaken.
+    /// Records a peer's report. Returns whether it is newer than the peer's last one.
     pub fn hear(&mut self, peer: ReplicaId, report: ShareReport) -> bool {
         if peer == self.me || self.members.is_late(peer, &report) {
             return false;
@@ -123,7 +124,7 @@ impl ShareLedger {
         true
     }
 
-    /// Takes in which backends there are and their limits: what is left out is gone.
+    /// Sets the backends and their limits. Forgets all backends that are missing.
     pub fn set_limits(&mut self, limits: &BTreeMap<BackendRef, Option<u32>>) {
         self.backends
             .retain(|backend, _| limits.contains_key(backend));
@@ -132,7 +133,7 @@ impl ShareLedger {
         }
     }
 
-    /// Takes in one backend's limit.
+    /// Sets one backend's limit.
     pub fn set_limit(&mut self, backend: BackendRef, limit: Option<u32>) {
         if limit.is_none() && !self.backends.contains_key(&backend) {
             return;
@@ -145,8 +146,8 @@ impl ShareLedger {
         self.backends.entry(backend).or_insert_with(new).limit = limit;
     }
 
-    /// Takes in what this replica needs of a backend: `running` and `waiting` now, for `waited_ms`,
-    /// and `started` requests since the replica began.
+    /// Sets this replica's demand at a backend: requests `running` and `waiting` now, the wait so
+    /// far (`waited_ms`), and the number of requests `started` since the replica began.
     pub fn set_demand(&mut self, backend: BackendRef, demand: Demand, started: u64) {
         let Some(share) = self.backends.get_mut(&backend) else {
             return;
@@ -162,26 +163,26 @@ impl ShareLedger {
         };
     }
 
-    /// The limited backends.
+    /// Iterates over the limited backends.
     pub fn backends(&self) -> impl Iterator<Item = BackendRef> {
         let limited = self.backends.iter().filter(|(_, it)| it.limit.is_some());
         limited.map(|(backend, _)| *backend)
     }
 
-    /// A backend's limit as it was last told; `None`: none.
+    /// Returns a backend's current limit; `None` if it has none.
     #[must_use]
     pub fn limit(&self, backend: BackendRef) -> Option<u32> {
         self.backends.get(&backend)?.limit
     }
 
-    /// How many requests may run at a backend from here; `None`: no limit is known.
+    /// Returns how many requests this replica may run at a backend; `None` if no limit is known.
     #[must_use]
     pub fn allowed(&self, backend: BackendRef) -> Option<u32> {
         let share = self.backends.get(&backend)?;
         let limit = share.limit?;
         let own = self.parts_of(backend, limit, self.me);
-        // What others lack is among what somebody received, and nobody knows of whom: until it is
-        // handed back, no receiver uses it.
+        // Places that some members lack are among those that others received, but it is unknown
+        // from whom. Until they are handed back, no receiver uses that many.
         let unused = match own.received {
             0 => 0,
             received => self.lacked(backend, limit).min(received),
@@ -191,8 +192,8 @@ impl ShareLedger {
         Some(share.cap.map_or(places, |cap| cap.min(places)))
     }
 
-    /// This replica's places at a backend, as the epoch divides them: below zero after a limit fell
-    /// under what was handed over. `None`: no limit is known.
+    /// Returns this replica's places at a backend in the current epoch. Negative after a limit fell
+    /// below what was handed over. `None` if no limit is known.
     #[must_use]
     pub fn share(&self, backend: BackendRef) -> Option<i64> {
         let limit = self.backends.get(&backend)?.limit?;
@@ -203,7 +204,7 @@ impl ShareLedger {
         self.parts_of(backend, limit, replica).share()
     }
 
-    /// By how many places members are below zero, all together.
+    /// Returns the sum of the members' negative shares, as a positive number.
     fn lacked(&self, backend: BackendRef, limit: u32) -> i64 {
         let members = self.members().into_iter();
         let shares = members.map(|replica| self.share_of(backend, limit, replica));
@@ -252,14 +253,14 @@ impl ShareLedger {
         members
     }
 
-    /// Reports of members that are in the same epoch.
+    /// Returns the reports of members in the same epoch.
     fn in_epoch(&self) -> impl Iterator<Item = (ReplicaId, &ShareReport)> {
         let heard = self.members.heard();
         heard.filter(|(_, report)| report.epoch == self.epoch)
     }
 
-    /// What to hand over. If `is_whole`, places of a backend that nobody uses are gathered at one
-    /// replica. A plan says what would be right; [`ShareLedger::give`] does it.
+    /// Plans what to hand over; [`ShareLedger::give`] does it. If `is_whole`, gathers the unused
+    /// places of a backend at one replica.
     #[must_use]
     pub fn plan(&self, backend: BackendRef, is_whole: bool) -> Plan {
         let (Some(own), Some(share)) = (self.backends.get(&backend), self.share(backend)) else {
@@ -271,7 +272,7 @@ impl ShareLedger {
             share,
             demand: own.demand,
         }];
-        // Who does not hear this replica would not get what it is given.
+        // A replica that does not hear this one would not receive what it is given.
         let peers = self.in_epoch().filter(|(_, it)| it.has_heard(self.me));
         standings.extend(peers.map(|(replica, report)| {
             ReplicaShare {
@@ -306,7 +307,7 @@ impl ShareLedger {
         }
     }
 
-    /// Limited backends where requests of others wait for places, as they told last.
+    /// Iterates over limited backends where other replicas last reported waiting requests.
     pub fn wanted_elsewhere(&self) -> impl Iterator<Item = BackendRef> {
         let is_wanted = |backend: &BackendRef| {
             let mut told = self.in_epoch().filter_map(|(_, it)| it.place(*backend));
@@ -315,14 +316,14 @@ impl ShareLedger {
         self.backends().filter(is_wanted)
     }
 
-    /// Hands places over. The caller has made sure that this replica does not use them.
+    /// Hands places over. The caller must ensure that this replica does not use them.
     pub fn give(&mut self, backend: BackendRef, to: ReplicaId, places: u32) {
         if let Some(share) = self.backends.get_mut(&backend) {
             *share.given.entry(to).or_default() += u64::from(places);
         }
     }
 
-    /// What the others are told.
+    /// Returns the next report for the other replicas.
     pub fn report(&mut self) -> ShareReport {
         self.number += 1;
         let places = self.backends.iter().map(|(backend, share)| PlaceReport {
@@ -340,31 +341,31 @@ impl ShareLedger {
         }
     }
 
-    /// The epoch this replica is in.
+    /// Returns the current epoch of this replica.
     #[must_use]
     pub fn epoch(&self) -> Epoch {
         self.epoch
     }
 
-    /// How many replicas are in the epoch, this one included.
+    /// Returns the number of replicas in the epoch, including this one.
     #[must_use]
     pub fn members_len(&self) -> usize {
         self.others.len() + 1
     }
 
-    /// Whether this replica has not heard yet that all members are in its epoch.
+    /// Whether some members are not yet known to be in this replica's epoch.
     #[must_use]
     pub fn is_unsettled(&self) -> bool {
         self.capped_ms.is_some()
     }
 
-    /// Begins another epoch if the members are others than before. `next` is about to be heard.
+    /// Starts another epoch if the members have changed. `next` is a report about to be recorded.
     fn follow_members(&mut self, next: Option<(ReplicaId, &ShareReport)>) {
         let others = self.members.others(self.me, next);
         if others == self.others {
             return;
         }
-        // What it had in the epoch that ends, so before anything of the next one is known.
+        // Must precede all changes, because the caps come from the epoch that ends.
         self.cap();
         let sessions = |members: &BTreeMap<ReplicaId, Run>| -> Vec<(ReplicaId, SessionId)> {
             members.iter().map(|(id, run)| (*id, run.session)).collect()
@@ -381,7 +382,7 @@ impl ShareLedger {
         }
     }
 
-    /// From here on no more runs than could until now.
+    /// Caps the running requests at what is allowed now.
     fn cap(&mut self) {
         let allowed: Vec<Option<u32>> = self
             .backends
@@ -394,7 +395,7 @@ impl ShareLedger {
         self.capped_ms.get_or_insert(self.members.awake_ms());
     }
 
-    /// Lifts the caps once all members are in this epoch, or have had the time for it.
+    /// Lifts the caps once all members are in this epoch, or have had enough time to join it.
     fn release(&mut self) {
         let Some(since) = self.capped_ms else { return };
         let is_over = self.members.awake_ms().saturating_sub(since) > SILENT_MS;

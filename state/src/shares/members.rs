@@ -1,4 +1,4 @@
-//! Who takes part: the replicas that are heard, and the epoch that follows from them.
+//! Membership of an epoch: the replicas that are heard, and the epoch that follows from them.
 
 use std::collections::BTreeMap;
 
@@ -7,30 +7,30 @@ use xxhash_rust::xxh3::xxh3_64;
 use super::{Epoch, LOOK_MS_MAX, Run, SILENT_MS, ShareReport};
 use crate::ids::ReplicaId;
 
-/// What was heard of one peer last.
+/// Last report of one peer.
 #[derive(Debug, Clone)]
 struct HeardPeer {
     report: ShareReport,
     heard_ms: u64,
 }
 
-/// Whom a replica hears, on a clock that stands still while the replica does.
+/// Peers that a replica hears, on a clock that stands still while the replica is suspended.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Members {
     awake_ms: u64,
     looked_ms: Option<u64>,
     peers: BTreeMap<ReplicaId, HeardPeer>,
-    /// Replicas of the cluster, with when they were first looked for.
+    /// Other replicas of the cluster, with the time since which they are expected.
     expected: BTreeMap<ReplicaId, u64>,
 }
 
 impl Members {
-    /// Milliseconds that this replica was awake.
+    /// Returns the time that this replica was awake, in milliseconds.
     pub(super) fn awake_ms(&self) -> u64 {
         self.awake_ms
     }
 
-    /// Takes in the time, and who else is in the cluster.
+    /// Updates the time and the other replicas of the cluster.
     pub(super) fn pass(&mut self, now_ms: u64, expected: &[ReplicaId]) {
         let passed = now_ms.saturating_sub(self.looked_ms.unwrap_or(now_ms));
         self.awake_ms += passed.min(LOOK_MS_MAX);
@@ -41,26 +41,26 @@ impl Members {
         }
     }
 
-    /// Whether this report is older than what was heard of its run, or the same.
+    /// Whether this report is not newer than the last one of its session.
     pub(super) fn is_late(&self, peer: ReplicaId, report: &ShareReport) -> bool {
         self.peers.get(&peer).is_some_and(|known| {
             known.report.run.session == report.run.session && known.report.number >= report.number
         })
     }
 
-    /// Takes in what a peer reports, in place of what it reported before.
+    /// Records a peer's report in place of its previous one.
     pub(super) fn hear(&mut self, peer: ReplicaId, report: ShareReport) {
         let heard_ms = self.awake_ms;
         self.peers.insert(peer, HeardPeer { report, heard_ms });
     }
 
-    /// Forgets who is silent.
+    /// Forgets silent peers.
     pub(super) fn forget_silent(&mut self) {
         let awake_ms = self.awake_ms;
         self.peers.retain(|_, peer| is_heard(peer, awake_ms));
     }
 
-    /// The reports of those that are heard here, by replica.
+    /// Returns the reports of the replicas that are heard here, by replica.
     pub(super) fn heard(&self) -> impl Iterator<Item = (ReplicaId, &ShareReport)> {
         let heard = self
             .peers
@@ -69,9 +69,9 @@ impl Members {
         heard.map(|(id, peer)| (*id, &peer.report))
     }
 
-    /// All that are heard, here or by somebody who is heard here, without `me`: a replica that one
-    /// member does not hear and another does is no reason for two epochs. `next` stands for what
-    /// its replica reported before.
+    /// Returns all replicas but `me` that are heard here, or by a replica that is heard here: one
+    /// that only some members hear must not cause two epochs. `next` replaces its replica's
+    /// previous report.
     pub(super) fn others(
         &self,
         me: ReplicaId,
@@ -92,7 +92,7 @@ impl Members {
         others
     }
 
-    /// Whether a replica of the cluster was not heard and has not had the time for it.
+    /// Whether some replica of the cluster was not heard and has not had enough time for it.
     pub(super) fn lacks_any(&self) -> bool {
         self.expected.iter().any(|(id, since)| {
             !self.peers.contains_key(id) && self.awake_ms.saturating_sub(*since) <= SILENT_MS
@@ -104,7 +104,7 @@ fn is_heard(peer: &HeardPeer, awake_ms: u64) -> bool {
     awake_ms.saturating_sub(peer.heard_ms) <= SILENT_MS
 }
 
-/// The epoch of these members.
+/// Returns the epoch of these members.
 pub(super) fn epoch_of(members: &BTreeMap<ReplicaId, Run>) -> Epoch {
     let mut bytes = Vec::with_capacity(members.len() * 17);
     for (id, run) in members {

@@ -1,6 +1,6 @@
-//! How many places of a backend each replica should hold, and who hands them to whom.
+//! Computes how many places of a backend each replica should hold, and the transfers between them.
 //!
-//! All of these are functions of the replicas' reports, so replicas with the same knowledge compute
+//! All functions depend only on the replicas' reports, so replicas with the same knowledge compute
 //! the same transfers: several with places to spare do not all serve the same need.
 
 use std::cmp::Reverse;
@@ -12,21 +12,21 @@ use crate::ids::ReplicaId;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct ReplicaShare {
     pub(super) replica: ReplicaId,
-    /// Its share; below zero after a limit fell under what was handed over before.
+    /// Its share; negative after a limit fell below what was handed over before.
     pub(super) share: i64,
     pub(super) demand: Demand,
 }
 
-/// Who should hold how much.
+/// Result of splitting a backend's places.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Split {
-    /// By replica: what it should hold now, what runs there included.
+    /// Places that each replica should hold now, including those in use.
     pub(super) targets: Vec<i64>,
-    /// By replica: what it should run. Who runs more hands over the next place that falls free.
+    /// Requests that each replica should run. One that runs more hands over its next free place.
     pub(super) fair: Option<Vec<i64>>,
 }
 
-/// A number of places from one replica, by its index, to another.
+/// Transfer of places from one replica to another, each by its index.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Transfer {
     pub(super) from: usize,
@@ -34,8 +34,8 @@ pub(super) struct Transfer {
     pub(super) places: i64,
 }
 
-/// Splits `total` in proportion to `weights` by largest remainders. Among equal remainders the
-/// order begins at `turn`. Without any weight all weigh the same.
+/// Splits `total` in proportion to `weights` by largest remainders. Among equal remainders, the
+/// order starts at `turn`. If all weights are 0, they count as equal.
 pub(super) fn apportion(total: i64, weights: &[i64], turn: usize) -> Vec<i64> {
     let sum: i128 = weights.iter().map(|it| i128::from(*it)).sum();
     if sum == 0 {
@@ -62,8 +62,8 @@ pub(super) fn apportion(total: i64, weights: &[i64], turn: usize) -> Vec<i64> {
     parts
 }
 
-/// Splits `places` among replicas. `turn` says who gets what cannot be split evenly; if `is_whole`,
-/// one replica gets all that nobody else uses.
+/// Splits `places` among replicas. `turn` determines who gets what cannot be split evenly. If
+/// `is_whole`, one replica gets all free places.
 pub(super) fn split(places: i64, standings: &[ReplicaShare], turn: usize, is_whole: bool) -> Split {
     let running = |it: &ReplicaShare| i64::from(it.demand.running);
     let waiting = |it: &ReplicaShare| i64::from(it.demand.waiting);
@@ -104,8 +104,8 @@ pub(super) fn split(places: i64, standings: &[ReplicaShare], turn: usize, is_who
     }
 }
 
-/// Splits places that nobody needs yet: one for each if there are enough, the rest by how many
-/// requests each has started lately.
+/// Splits spare places: one for each replica if there are enough, the rest in proportion to the
+/// requests that each has started recently.
 fn spread(spare: i64, standings: &[ReplicaShare], turn: usize) -> Vec<i64> {
     let len = i64::try_from(standings.len()).unwrap_or(i64::MAX);
     let each = i64::from(spare >= len);
@@ -116,9 +116,9 @@ fn spread(spare: i64, standings: &[ReplicaShare], turn: usize) -> Vec<i64> {
     parts
 }
 
-/// What each should run when more requests wait than there are places: one for each replica that
-/// wants any, the rest in proportion to what runs and waits there. If there are fewer places than
-/// that, they go round among those that run nothing, the longest wait first.
+/// Returns what each replica should run when more requests wait than places are free: one each if
+/// it wants any, the rest in proportion to its demand. If there are fewer places than that,
+/// replicas that run nothing come first, by the longest wait.
 fn fair(places: i64, standings: &[ReplicaShare], turn: usize) -> Vec<i64> {
     let demand = |it: &ReplicaShare| i64::from(it.demand.running) + i64::from(it.demand.waiting);
     let demands: Vec<i64> = standings.iter().map(demand).collect();
@@ -140,7 +140,7 @@ fn fair(places: i64, standings: &[ReplicaShare], turn: usize) -> Vec<i64> {
     parts
 }
 
-/// Those with requests waiting, the longest wait first.
+/// Returns the replicas with requests waiting, the longest wait first.
 fn by_wait(standings: &[ReplicaShare]) -> Vec<usize> {
     let mut order: Vec<usize> = (0..standings.len())
         .filter(|at| standings[*at].demand.waiting > 0)
@@ -149,16 +149,16 @@ fn by_wait(standings: &[ReplicaShare]) -> Vec<usize> {
     order
 }
 
-/// Whose batch is next: of the replica that runs one, else where a request has waited longest.
-/// `None`: nobody wants the backend.
+/// Returns the replica whose batch is next: one that runs requests, else the one with the longest
+/// wait. `None` if no replica wants the backend.
 fn batcher(standings: &[ReplicaShare]) -> Option<usize> {
     let mut busy = (0..standings.len()).filter(|at| standings[*at].demand.running > 0);
     let holder = busy.next();
     holder.or_else(|| by_wait(standings).first().copied())
 }
 
-/// Who hands how much to whom, so that all come nearer to their targets: what is needed now before
-/// what might be. Nobody hands over what it uses.
+/// Returns the transfers that bring all replicas nearer to their targets, serving current needs
+/// before possible ones. No replica hands over what it uses.
 pub(super) fn transfers(standings: &[ReplicaShare], targets: &[i64]) -> Vec<Transfer> {
     let lacks = |at: usize| targets[at] - standings[at].share;
     let is_needed = |at: &usize| {

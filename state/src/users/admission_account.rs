@@ -16,14 +16,14 @@ use crate::settings::UserLimits;
 pub(super) struct AdmissionAccount {
     /// Waiting requests by replica, ascending, without zeros.
     pub(super) waiting: Vec<(ReplicaId, u32)>,
-    /// The user's own limits. `None`: the limits for all users apply.
+    /// The user's own limits. `None` if the default ones apply.
     pub(super) limits: Option<UserLimits>,
-    /// Usage of the limits.
+    /// Usage counted against the limits.
     pub(super) consumed: Consumed,
 }
 
 impl AdmissionAccount {
-    /// Whether a restored account is one that could have arisen here.
+    /// Whether a restored account is one that this code could have created.
     pub(super) fn is_valid(&self) -> bool {
         let waiting = &self.waiting;
         *self != Self::default()

@@ -1,27 +1,27 @@
 //! The defaults for users without their own weight, limits or budget (ADR 0071).
 //!
-//! Each of the three is a user's own or the default as a whole: a user with its own daily budget
-//! has no monthly one, whatever the default.
+//! Each of the three is either the user's own or the default as a whole: a user with its own daily
+//! budget has no monthly one, regardless of the default.
 //!
 //! # Weights
 //!
-//! The default weight is not stored per user, so that setting it costs the same however many users
-//! there are. A user that follows it keeps the weight of its last charge, and switches to the
-//! current one with its next charge. Switching does not change a counter, so this is equivalent to
+//! The default weight is not stored per user, so that setting it costs the same for any number of
+//! users. A user that follows it keeps the weight of its last charge, and switches to the current
+//! one with its next charge. Switching does not change a counter, so this is equivalent to
 //! switching at once. Only the counter uses the weight of the last charge; everything else uses the
 //! current one.
 //!
 //! # Budgets
 //!
-//! While the default has a budget, every charge of users without their own counts for it. Such a
-//! user can be forgotten like one without a budget, and returns with nothing used: otherwise names
-//! that clients invent would fill the table for good.
+//! While the default has a budget, every charge of users without their own counts towards it. Such
+//! a user can be forgotten like one without a budget, and returns with nothing used. Otherwise,
+//! names that clients invent would fill the table permanently.
 //!
 //! # Formats
 //!
-//! Users who follow the default but are kept because they have a cache scope are marked. There are
-//! marks only once defaults were set, which all members then know (format version 8). A user who
-//! already had a scope and the weight 1 is assumed to follow.
+//! Users who follow the default but are kept because they have a cache scope are marked. Marks
+//! exist only after defaults were set, which all members then know (format version 8). A user who
+//! already had a scope and the weight 1 is assumed to follow the default.
 
 use super::fallbacks::{DefaultPlan, Fallbacks};
 use super::plan::UserPlan;
@@ -32,7 +32,7 @@ use crate::ids::UserKey;
 use crate::settings::UserLimits;
 
 impl Users {
-    /// Sets what users have without their own. `scoped` are those with a cache scope.
+    /// Sets the defaults for users without their own. `scoped` are the users with a cache scope.
     pub(crate) fn set_defaults(
         &mut self,
         plan: DefaultPlan,
@@ -47,7 +47,7 @@ impl Users {
         self.is_changed = true;
     }
 
-    /// Takes a user who may have been kept for its cache scope alone to follow the default weight.
+    /// Makes a user follow the default weight if it may have been kept only for its cache scope.
     fn mark_unweighted(&mut self, key: UserKey) {
         let is_odd = |user: &User| !user.is_configured || user.weight_milli != WEIGHT_MILLI_DEFAULT;
         if self.map.get(&key).is_none_or(is_odd) {
@@ -59,7 +59,7 @@ impl Users {
         });
     }
 
-    /// Returns what was set for users without their own; `None`: nothing ever.
+    /// Returns the defaults for users without their own; `None` if they were never set.
     pub(crate) fn defaults(&self) -> Option<DefaultPlan> {
         self.defaults
     }
@@ -82,7 +82,7 @@ impl Users {
         }
     }
 
-    /// Whether a user holds nothing that only defaults give.
+    /// Whether a user has only what the defaults allow.
     pub(super) fn is_plausible(&self, user: &User) -> bool {
         let is_known = self.defaults.is_some();
         let plan = user.plan.as_deref();
@@ -91,5 +91,5 @@ impl Users {
     }
 }
 
-/// What stands before the defaults where they are hashed: no other part may pass for them.
+/// Prefix of the defaults in the digest input, which distinguishes them from all other parts.
 const DEFAULTS_MARK: u64 = 0x6566_6564;

@@ -1,4 +1,4 @@
-//! Values for a user without its own, and how a user follows them. `defaults.rs` explains when they
+//! Values for users without their own, and how users follow them. `defaults.rs` explains when they
 //! are set, and the cost.
 
 use bincode::{Decode, Encode};
@@ -9,7 +9,7 @@ use crate::pricing::WEIGHT_MILLI_DEFAULT;
 use crate::quotas::Quota;
 use crate::settings::UserLimits;
 
-/// Weight and budget of users without one of their own.
+/// Weight and budget of users without their own.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode)]
 pub(crate) struct DefaultPlan {
     /// Share of service relative to other users, in thousandths.
@@ -27,7 +27,7 @@ impl Default for DefaultPlan {
     }
 }
 
-/// All that counts for users without their own.
+/// All values for users without their own.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) struct Fallbacks {
     pub(super) limits: UserLimits,
@@ -35,7 +35,7 @@ pub(super) struct Fallbacks {
 }
 
 impl Fallbacks {
-    /// Returns the quota of a user of whom nothing is known.
+    /// Returns the quota of an unknown user.
     pub(super) fn quota(&self) -> Quota {
         Quota {
             limits: self.limits,
@@ -49,7 +49,7 @@ impl Fallbacks {
 }
 
 impl User {
-    /// Whether the default weight is this user's.
+    /// Whether the user follows the default weight.
     pub(super) fn follows_weight(&self) -> bool {
         !self.is_configured || self.is_unweighted
     }
@@ -62,7 +62,7 @@ impl User {
         }
     }
 
-    /// Passes to the weight in force, before a charge.
+    /// Switches to the weight in force, before a charge.
     pub(super) fn settle_weight(&mut self, default: &DefaultPlan) {
         let weight_milli = self.weight_in_force(default);
         self.rebase(weight_milli);

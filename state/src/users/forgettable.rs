@@ -1,8 +1,8 @@
 //! Users that can be forgotten when the table is full, and the order in which they go.
 //!
-//! From log format 4 on, users that were never charged go first: nothing of theirs is billed, and a
+//! From log format 4 on, users that were never charged go first: they have nothing to bill, and a
 //! client that makes up names creates mostly such users. Among the rest, and in all older logs, the
-//! user with the least counter goes first.
+//! user with the lowest counter goes first.
 
 use std::collections::BTreeSet;
 
@@ -32,7 +32,7 @@ pub(super) struct ForgettingRank {
 impl ForgettingRank {
     /// Returns the user's rank; `None` if the user cannot be forgotten.
     pub(super) fn of(user: &User) -> Option<Self> {
-        // Usage of the limits is forgotten with the user, who restarts with full buckets.
+        // The usage of limits is forgotten with the user, who restarts with full buckets.
         let is_needed =
             |standing: &AdmissionAccount| !standing.waiting.is_empty() || standing.limits.is_some();
         let is_kept = user.is_configured

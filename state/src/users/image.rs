@@ -9,7 +9,7 @@ use crate::ids::UserKey;
 const USERS_PER_PIECE: usize = 4096;
 
 impl UsersImage {
-    /// Encodes the totals that are kept besides the users.
+    /// Encodes the totals that are kept in addition to the users.
     pub(crate) fn totals(&self) -> Vec<u8> {
         encoding::to_bytes(&self.totals)
     }
@@ -36,13 +36,13 @@ impl UsersImage {
         })
     }
 
-    /// Encodes what was set for users without their own; `None`: nothing ever.
+    /// Encodes the defaults for users without their own; `None` if they were never set.
     pub(crate) fn defaults(&self) -> Option<Vec<u8>> {
         self.defaults.as_ref().map(encoding::to_bytes)
     }
 
-    /// Encodes the keys of users who are configured and follow the default weight, in the same way
-    /// as [`UsersImage::pieces`].
+    /// Encodes the keys of configured users who follow the default weight, in the same way as
+    /// [`UsersImage::pieces`].
     pub(crate) fn unweighted(&self) -> impl Iterator<Item = Vec<u8>> {
         let users = self.map.iter().filter(|(_, user)| user.is_unweighted);
         let mut keys = users.map(|(key, _)| *key).peekable();
@@ -84,7 +84,7 @@ impl Users {
         Ok(())
     }
 
-    /// Adds the admission accounts of one piece to users that are already there.
+    /// Adds the admission accounts of one piece to existing users, or describes its fault.
     pub(crate) fn restore_standings(&mut self, bytes: &[u8]) -> Result<(), String> {
         type Piece = Vec<(UserKey, Box<AdmissionAccount>)>;
         for (key, standing) in
@@ -104,7 +104,7 @@ impl Users {
         Ok(())
     }
 
-    /// Adds the plans of one piece to users that are already there.
+    /// Adds the plans of one piece to existing users, or describes its fault.
     pub(crate) fn restore_plans(&mut self, bytes: &[u8]) -> Result<(), String> {
         type Piece = Vec<(UserKey, Box<UserPlan>)>;
         for (key, plan) in encoding::from_bytes::<Piece, { encoding::SECTION_BYTES_MAX }>(bytes)? {
@@ -129,7 +129,7 @@ impl Users {
         Ok(())
     }
 
-    /// Marks the users of one piece, who are already there.
+    /// Marks the existing users of one piece as unweighted, or describes its fault.
     pub(crate) fn restore_unweighted(&mut self, bytes: &[u8]) -> Result<(), String> {
         type Piece = Vec<UserKey>;
         for key in encoding::from_bytes::<Piece, { encoding::SECTION_BYTES_MAX }>(bytes)? {

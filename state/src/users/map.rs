@@ -10,7 +10,7 @@ pub(super) type UserMap = CowMap<UserKey, User>;
 impl ShardKey for UserKey {
     const BRANCHES: usize = 1024;
 
-    // By the highest bits, so that shard order is key order. Keys are hashes, hence uniform.
+    // Shards by the highest bits, so that shard order is key order. Keys are hashes, hence uniform.
     fn shard(&self) -> usize {
         (self.0 >> 48) as usize
     }

@@ -2,28 +2,28 @@
 //!
 //! Source: Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024 (VTC), Algorithm 2
 //! for the lift. A user's counter rises by `(input_price * uncached input tokens + output_price *
-//! output tokens) / weight`. A user who returns from idle is lifted to the least counter among
-//! users waiting for admission or, if nobody waits, to the counter of the user who last stopped
-//! waiting or was dispatched. Idling therefore earns no credit. Before anybody ever waited, and in
-//! all logs of format version 1, the lift takes the least counter among users with requests in
+//! output tokens) / weight`. A user who returns from idle is lifted to the lowest counter among
+//! users waiting for admission or, if none waits, to the counter of the user who last stopped
+//! waiting or was dispatched. Idling therefore earns no credit. Before any user has waited, and in
+//! all logs of format version 1, the lift takes the lowest counter among users with requests in
 //! flight or, if there are none, the counter at which the last user became idle.
 //!
 //! Charges report who waits (`queued`, `dequeued`), so users waiting at one replica count at all of
-//! them. docs/internals/fairness.md explains why waiting decides and being in flight does not.
+//! them. docs/internals/fairness.md explains why waiting counts and being in flight does not.
 //!
 //! # Fixed point
-//! A counter counts thousandths of a priced token at weight 1, in a `u64`. It is never accumulated
-//! in rounded steps. A user keeps the exact number of priced tokens charged since a `base`, and the
+//! A counter counts thousandths of a priced token at weight 1, in a `u64`. It never accumulates
+//! rounded steps. A user keeps the exact number of priced tokens charged since a `base`, and the
 //! counter is `base + floor(charged * 1_000_000 / weight_milli)`. A lift raises `base`; a change of
 //! weight makes the current counter the new `base`. With a constant weight, a counter therefore
 //! equals the lifts plus the rounded sum of all charges, however they were batched.
 //!
 //! # Bounds
-//! At most `USERS_MAX` users are kept. A user without requests in flight or waiting, and without a
-//! weight, limits, a budget or models of their own, can be forgotten. From log format 4 on, users who were never
-//! charged go first. Then the least counter goes: at or below the virtual time this costs no
-//! fairness, because the user would be lifted to it anyway; above it, the least counter forgives
-//! least.
+//! At most `USERS_MAX` users are kept. A user can be forgotten if it has no requests in flight or
+//! waiting, and no weight, limits, budget or models of its own. From log format 4 on, users who
+//! were never charged go first. Then the lowest counter goes. At or below the virtual time this
+//! costs no fairness, because the user would be lifted to it anyway; above it, the lowest counter
+//! forgives least.
 
 mod admission_account;
 mod defaults;
@@ -79,7 +79,7 @@ pub struct UserUsage {
 }
 
 impl UserUsage {
-    /// Returns the tokens of prompts and answers together, as they are billed.
+    /// Returns the tokens of prompts and responses together, as they are billed.
     pub(crate) fn tokens(&self) -> u64 {
         let input = self.input_uncached.saturating_add(self.input_cached);
         input.saturating_add(self.output)
@@ -102,8 +102,8 @@ pub struct UserView {
     pub name: Arc<str>,
     /// Share of service relative to other users, in thousandths: the user's own or the default.
     pub weight_milli: u32,
-    /// Whether an operator set the weight. Such a user is never forgotten. `false` also of one who
-    /// is kept for its cache scope and follows the default weight.
+    /// Whether an operator set the weight. Such a user is never forgotten. Also `false` for a user
+    /// who is kept for its cache scope and follows the default weight.
     pub is_configured: bool,
     /// Virtual token counter, in thousandths of a priced token at weight 1.
     pub counter_milli_tokens: u64,
@@ -111,22 +111,22 @@ pub struct UserView {
     pub in_flight: u64,
     /// Requests waiting for admission at all replicas.
     pub waiting: u64,
-    /// Limits set for this user. `None`: the limits for all users apply.
+    /// Limits set for this user. `None` if the default ones apply.
     pub limits: Option<UserLimits>,
     /// Remainder of the effective limits.
     pub left: RemainingLimits,
-    /// Budget set for this user. `None`: the default counts.
+    /// Budget set for this user. `None` if the default one applies.
     #[serde(skip)]
     pub own_budget: Option<Budget>,
-    /// The budget that counts, and what is used of it.
+    /// Effective budget, and its usage.
     #[serde(skip)]
     pub budget: BudgetStatus,
-    /// Models that the user may use. Empty: all.
+    /// Models that the user may use. Empty if it may use all.
     pub models: Vec<String>,
     /// Usage since the user became known.
     pub total: UserUsage,
     /// Usage over the last [`WINDOW_BUCKETS`] buckets, including the current one. A bucket lasts
-    /// [`WINDOW_BUCKET_MS`], or a fifth of the window that the live policy asks for.
+    /// [`WINDOW_BUCKET_MS`], or a fifth of the window that the live policy requests.
     pub window: UserUsage,
     /// Unix time of the last charge, in milliseconds; 0 before the first.
     pub last_charge_ms: u64,
@@ -138,13 +138,13 @@ struct User {
     name: Arc<str>,
     weight_milli: u32,
     is_configured: bool,
-    /// Whether it is configured and yet without a weight of its own; encoded separately.
+    /// Whether the user is configured but follows the default weight; encoded separately.
     is_unweighted: bool,
     /// Counter at the time when `charged` was last reset, plus every lift since, in milli-tokens.
     base: u64,
     /// Priced tokens charged since then.
     charged: u64,
-    /// Priced tokens ever charged. Together with those of forgotten users they add up to all
+    /// Priced tokens ever charged. Together with those of forgotten users, they add up to all
     /// charges (I4).
     charged_ever: u128,
     /// Requests in flight by replica, ascending, without zeros.
@@ -236,7 +236,7 @@ impl User {
         self.rebase(weight_milli);
     }
 
-    /// Charges by this weight from here on; the counter stays.
+    /// Charges by this weight from now on; the counter does not change.
     fn rebase(&mut self, weight_milli: u32) {
         if weight_milli != self.weight_milli {
             self.base = self.counter();

@@ -1,4 +1,4 @@
-//! A user's plan: its budget, what is used of it, and the models it may use.
+//! A user's plan: its budget, the budget's usage, and the models it may use.
 //!
 //! It is stored next to the user but encoded separately, so that users without one are written and
 //! hashed as before format version 6.
@@ -14,16 +14,16 @@ use crate::validate::{are_models, stands_for};
 /// Plan of a user. The default one is not stored.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Encode, Decode)]
 pub(super) struct UserPlan {
-    /// The user's own budget. `None`: the default counts.
+    /// The user's own budget. `None` if the default one applies.
     pub(super) budget: Option<Budget>,
-    /// What is used of the budget that counts.
+    /// Usage of the effective budget.
     pub(super) used: BudgetUse,
-    /// Models that the user may use; one that ends in `*` stands for all that begin so. Empty: all.
+    /// Models that the user may use; empty if all. A final `*` matches any suffix.
     pub(super) models: Vec<String>,
 }
 
 impl UserPlan {
-    /// Whether a restored plan is one that could have arisen here.
+    /// Whether a restored plan is one that this code could have created.
     pub(super) fn is_valid(&self) -> bool {
         let is_sound = |budget: &Budget| !budget.is_unbounded() && budget.validate().is_ok();
         *self != Self::default()
@@ -31,12 +31,12 @@ impl UserPlan {
             && are_models(&self.models)
     }
 
-    /// Whether something is counted for a user without a budget of its own.
+    /// Whether usage is counted for a user without its own budget.
     pub(super) fn counts_unasked(&self) -> bool {
         self.budget.is_none() && self.used != BudgetUse::default()
     }
 
-    /// Whether an operator gave it to the user, who is then kept.
+    /// Whether an operator set the plan, so that the user is kept.
     pub(super) fn is_given(&self) -> bool {
         self.budget.is_some() || !self.models.is_empty()
     }
@@ -50,7 +50,7 @@ impl User {
         self.plan = Some(plan).filter(|plan| **plan != UserPlan::default());
     }
 
-    /// Counts tokens for the budget, if there is one, the user's own or the default.
+    /// Counts tokens towards the effective budget, if there is one.
     pub(super) fn spend(&mut self, unix_ms: u64, tokens: u64, default: &DefaultPlan) {
         let has_own = self.plan.as_ref().is_some_and(|plan| plan.budget.is_some());
         if (has_own || !default.budget.is_unbounded()) && tokens > 0 {
@@ -58,7 +58,7 @@ impl User {
         }
     }
 
-    /// Returns the budget that counts and what is used of it.
+    /// Returns the effective budget and its usage.
     pub(super) fn budget(&self, default: &DefaultPlan) -> BudgetStatus {
         let plan = self.plan.as_deref();
         BudgetStatus {
@@ -67,7 +67,7 @@ impl User {
         }
     }
 
-    /// Returns the models that the user may use; empty: all.
+    /// Returns the models that the user may use; empty if all.
     pub(super) fn models(&self) -> &[String] {
         self.plan.as_ref().map_or(&[], |plan| &plan.models)
     }
@@ -80,8 +80,8 @@ impl User {
 }
 
 impl Users {
-    /// Sets a user's budget, its models, or both. A budget without bounds removes the user's own. One
-    /// that is set where none counted begins with nothing used. Returns whether there was room.
+    /// Sets a user's budget, its models, or both. An unbounded budget removes the user's own. A
+    /// budget set where none applied starts with nothing used. Returns whether the table had room.
     pub(crate) fn plan(
         &mut self,
         key: UserKey,

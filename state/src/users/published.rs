@@ -11,17 +11,17 @@ use crate::quotas::{PendingUse, Quota};
 /// Window of the `rpm` order, in milliseconds.
 const MINUTE_MS: u64 = 60_000;
 
-/// A frozen image of all users as of one applied index.
+/// Frozen image of all users as of one applied index.
 pub struct UsersView {
     pub(super) map: UserMap,
     pub(super) now_ms: u64,
     pub(super) bucket_ms: u64,
-    /// What counts for users without their own.
+    /// Values for users without their own.
     pub(super) fallbacks: Fallbacks,
 }
 
 impl UsersView {
-    /// Returns one user's figures for the queue orders; of an unknown user those of a new one.
+    /// Returns one user's figures for the queue orders. An unknown user has those of a new one.
     #[must_use]
     pub fn figures(&self, user: UserKey) -> UserFigures {
         let plan = &self.fallbacks.plan;
@@ -45,8 +45,8 @@ impl UsersView {
 }
 
 impl UsersView {
-    /// Returns how many users' next request would be refused by their limits at `now_ms`, in
-    /// replicated time, or by their budgets at `unix_ms`. Looks at every user.
+    /// Returns the number of users whose next request would exceed their limits at `now_ms`, in
+    /// replicated time, or their budgets at `unix_ms`. Visits every user.
     #[must_use]
     pub fn over_limits(&self, now_ms: u64, unix_ms: u64) -> usize {
         let pending = PendingUse::default();
@@ -65,7 +65,7 @@ impl UsersView {
         user.is_none_or(|user| user.allows_model(model))
     }
 
-    /// Returns the models that a user may use; empty: all.
+    /// Returns the models that a user may use; empty if all.
     #[must_use]
     pub fn models(&self, user: UserKey) -> Vec<String> {
         let user = self.map.get(&user);

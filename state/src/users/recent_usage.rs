@@ -1,9 +1,9 @@
 //! Recent usage of users, maintained only while a policy needs it.
 //!
-//! The hot path reads a frozen copy of the user table, published after each command. The least and
-//! most usage over all users are found by scanning the users active within the window, a bounded
-//! number of them per command. With up to [`ROUND_USERS`] active users they are exact; with more,
-//! they lag by as many commands as a scan takes.
+//! The hot path reads a frozen copy of the user table, published after each command. The lowest and
+//! highest usage come from a scan over the users active within the window, with a bounded number of
+//! users per command. With up to [`ROUND_USERS`] active users they are exact. With more, they lag
+//! by as many commands as a scan takes.
 
 use std::collections::BTreeSet;
 use std::ops::Bound;
@@ -28,7 +28,7 @@ pub(super) struct UsageScan {
     known: Extremes,
 }
 
-/// Least and most weighted tokens, ignoring users without any.
+/// Lowest and highest weighted tokens, ignoring users without any.
 #[derive(Debug, Clone, Copy, Default)]
 struct Extremes {
     least_milli: Option<u64>,
@@ -93,7 +93,7 @@ impl UsageScan {
     }
 }
 
-/// A frozen view of the users' usage within the window.
+/// Frozen view of the users' usage within the window.
 pub struct RecentUsage {
     map: UserMap,
     now_ms: u64,
@@ -120,7 +120,7 @@ impl RecentUsage {
         }
     }
 
-    /// Returns the user's usage next to the least and most of all users. Prompt tokens count
+    /// Returns the user's usage, and the lowest and highest of all users. Prompt tokens count
     /// whether cached or not.
     #[must_use]
     pub fn tokens(&self, user: UserKey) -> UserTokens {
@@ -193,7 +193,7 @@ mod tests {
             tokens(&mut users, 2, 6 * WINDOW_BUCKET_MS),
             [Some(0), None, None]
         );
-        // A returning user counts again, and so does one who was there before the first scan.
+        // A returning user counts again, and so does one from before the first scan.
         charge(&mut users, 1, 1, 0, 6 * WINDOW_BUCKET_MS);
         assert_eq!(
             tokens(&mut users, 1, 6 * WINDOW_BUCKET_MS),

@@ -24,12 +24,12 @@ use crate::pricing::Pricing;
 use crate::quotas::Consumed;
 use crate::settings::UserLimits;
 
-/// What stands before a plan where users are hashed.
+/// Prefix of a plan in a user's hash input.
 const PLAN_MARK: u64 = 0x6e61_6c70;
-/// What stands for a user who is configured and follows the default weight, where it is hashed.
+/// Mark in the hash input of a configured user who follows the default weight.
 const UNWEIGHTED_MARK: u64 = 0x7468_6777;
 
-/// Totals kept besides the users.
+/// Totals kept in addition to the users.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Encode, Decode)]
 pub(crate) struct UsersTotals {
     /// Priced tokens ever charged.
@@ -40,14 +40,14 @@ pub(crate) struct UsersTotals {
     last_idle_counter: u64,
 }
 
-/// Prices and limits by which charges are settled.
+/// Prices and limits that apply to charges.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct ChargeTerms {
     /// Token prices.
     pub(crate) pricing: Pricing,
     /// Limits of users without limits of their own.
     pub(crate) limits: UserLimits,
-    /// Unix time of the charge by the cluster's clock, in milliseconds: budgets follow the calendar.
+    /// Unix time of the charge by the cluster's clock, in milliseconds. Used for budgets.
     pub(crate) calendar_ms: u64,
 }
 
@@ -59,13 +59,13 @@ pub(crate) struct Users {
     backlogged: BTreeSet<(u64, UserKey)>,
     /// `(counter, key)` of all users with waiting requests.
     waiting: BTreeSet<(u64, UserKey)>,
-    /// Counter of the user who last stopped waiting or, since then, was dispatched while nobody
-    /// waited. `None`: nobody ever waited.
+    /// Counter of the user who last stopped waiting or, since then, was dispatched while none
+    /// waited. `None` if no user ever waited.
     pub(super) last_left: Option<u64>,
     forgettable: Forgettable,
-    /// Users with a plan.
+    /// Number of users with a plan.
     pub(super) planned: usize,
-    /// What users have without their own. `None`: never set.
+    /// Defaults for users without their own. `None` if never set.
     pub(super) defaults: Option<DefaultPlan>,
     /// Wrapping sum of the users' hashes.
     digest: u128,
@@ -74,13 +74,13 @@ pub(crate) struct Users {
     bucket_ms: u64,
     /// Whether a user changed since the last [`Users::publish`].
     pub(super) is_changed: bool,
-    /// Scan for [`Users::lately`], kept while that is in use.
+    /// Scan for [`Users::lately`], kept while in use.
     rounds: Option<UsageScan>,
     /// Buffer for hashing.
     scratch: Vec<u8>,
 }
 
-/// A frozen copy of the users.
+/// Frozen copy of the users.
 pub(crate) struct UsersImage {
     pub(super) map: UserMap,
     pub(super) totals: UsersTotals,
@@ -127,8 +127,8 @@ impl Users {
         self.bucket_ms = (window_ms / WINDOW_BUCKETS as u64).max(1);
     }
 
-    /// Returns the users' usage within their windows, for readers on other threads. Meant to be
-    /// called after every command until [`Users::forget_lately`].
+    /// Returns the users' usage within their windows, for readers on other threads. Call it after
+    /// every command until [`Users::forget_lately`].
     pub(crate) fn lately(&mut self, now_ms: u64, settings: &VtcBasicSettings) -> RecentUsage {
         let mut lately = RecentUsage::of(self.map.clone(), now_ms, self.bucket_ms, settings);
         let rounds = self
@@ -172,7 +172,7 @@ impl Users {
             .unwrap_or(self.totals.last_idle_counter)
     }
 
-    /// Whether anybody ever waited.
+    /// Whether any user ever waited.
     fn has_queued(&self) -> bool {
         self.last_left.is_some() || !self.waiting.is_empty()
     }
@@ -215,7 +215,7 @@ impl Users {
             .map(move |(key, user)| user.view(*key, now_ms, self.bucket_ms, &of_all))
     }
 
-    /// Settles a charge. Returns `false` if the user is unknown, the table is full and nobody can
+    /// Settles a charge. Returns `false` if the user is unknown, the table is full and no user can
     /// be forgotten.
     pub(crate) fn charge(
         &mut self,
@@ -235,8 +235,8 @@ impl Users {
         let has_queued = self.has_queued();
         let (bucket_ms, default) = (self.bucket_ms, self.default_plan());
         let is_settled = self.change(charge.user, |user| {
-            // VTC lifts an arriving user who has nothing waiting; before anybody ever waited, one
-            // who returns from idle.
+            // VTC lifts an arriving user who has nothing waiting. Before any user has waited, it
+            // lifts one who returns from idle.
             user.settle_weight(&default);
             let comes = charge.started > 0 || charge.queued > 0;
             let is_lifted = !user.is_waiting() && (has_queued || user.is_idle());
@@ -252,7 +252,7 @@ impl Users {
             take(&mut user.in_flight, replica, charge.ended);
             user.meet(replica, charge, &usage, &terms.limits, now_ms);
             user.spend(terms.calendar_ms, usage.tokens(), &default);
-            // A user who came and went within one charge was backlogged in between.
+            // A user whose requests started and ended within one charge was backlogged in between.
             charge.started > 0
         });
         if is_settled {
@@ -265,8 +265,8 @@ impl Users {
         is_settled
     }
 
-    /// Updates `last_left`. A user who waited only within this charge has stopped waiting; one who
-    /// was dispatched while nobody waits passed an empty queue.
+    /// Updates `last_left`. A user who waited only within this charge has stopped waiting. One who
+    /// was dispatched while none waits passed an empty queue.
     fn follow_last_left(&mut self, charge: &Charge) {
         let passed = charge.started > 0 && self.waiting.is_empty() && self.last_left.is_some();
         let user = self.map.get(&charge.user);
@@ -276,7 +276,7 @@ impl Users {
         }
     }
 
-    /// Sets or removes a user's own limits. Returns whether there was room.
+    /// Sets or removes a user's own limits. Returns whether the table had room.
     pub(crate) fn limit(&mut self, key: UserKey, name: &str, limits: Option<UserLimits>) -> bool {
         if limits.is_none() && self.map.get(&key).is_none() {
             return true;
@@ -299,8 +299,8 @@ impl Users {
             })
     }
 
-    /// Deletes a user. Returns whether it was possible: a user with requests stays; `None` if there
-    /// is none.
+    /// Deletes a user. Returns whether it was deleted: a user with open requests stays. `None` if
+    /// the user is unknown.
     pub(crate) fn remove(&mut self, key: UserKey) -> Option<bool> {
         let user = self.map.get(&key)?;
         if !user.is_idle() || user.is_waiting() {
@@ -319,7 +319,7 @@ impl Users {
         self.map.get(&key).map(User::counter)
     }
 
-    /// Names a user. Returns whether there was room.
+    /// Sets a user's name. Returns whether the table had room.
     pub(crate) fn define(&mut self, key: UserKey, name: &str) -> bool {
         if self.map.get(&key).is_some_and(|user| &*user.name == name) {
             return true;
@@ -330,7 +330,7 @@ impl Users {
         })
     }
 
-    /// Sets a user's weight. Returns whether there was room.
+    /// Sets a user's weight. Returns whether the table had room.
     pub(crate) fn configure(&mut self, key: UserKey, name: &str, weight_milli: u32) -> bool {
         self.change(key, |user| {
             user.name = name.into();
@@ -339,9 +339,9 @@ impl Users {
         })
     }
 
-    /// Names a user and keeps it from being forgotten, with the weight that it has. Once defaults were
-    /// set, one without a weight of its own goes on following theirs. Returns whether there was
-    /// room.
+    /// Names a user and keeps it from being forgotten, with its current weight. Once defaults were
+    /// set, a user without its own weight continues to follow the default. Returns whether the
+    /// table had room.
     pub(crate) fn keep(&mut self, key: UserKey, name: &str) -> bool {
         let is_default_set = self.defaults.is_some();
         self.change(key, |user| {
@@ -352,7 +352,7 @@ impl Users {
         })
     }
 
-    /// Whether a user is known and is not forgotten by itself.
+    /// Whether a user is known and configured, so that it is not forgotten automatically.
     pub(crate) fn keeps(&self, key: UserKey) -> bool {
         self.map.get(&key).is_some_and(|user| user.is_configured)
     }
@@ -394,9 +394,9 @@ impl Users {
         }
     }
 
-    /// Changes a user and updates orders and digest: the only way to change one. `change` returns
-    /// whether the user had requests in flight in between. Returns whether there was room for a new
-    /// user.
+    /// Changes a user and updates orders and digest. All changes go through here. `change` returns
+    /// whether the user had requests in flight in between. Returns whether the table had room for a
+    /// new user.
     pub(super) fn change(&mut self, key: UserKey, change: impl FnOnce(&mut User) -> bool) -> bool {
         if self.map.get(&key).is_none() && !self.admit(key) {
             return false;
@@ -462,7 +462,7 @@ impl Users {
         true
     }
 
-    /// Removes a user who is in none of the orders any more.
+    /// Removes a user who is no longer in any of the orders.
     fn drop_user(&mut self, key: UserKey) {
         let user = self
             .map
@@ -574,7 +574,7 @@ fn hash(scratch: &mut Vec<u8>, key: UserKey, user: &User) -> u128 {
         encoding::append_bytes(standing, scratch);
     }
     if let Some(plan) = user.plan.as_deref() {
-        // Neither part may pass for the other.
+        // The mark distinguishes the plan from the admission account.
         encoding::append_bytes(&(PLAN_MARK, plan), scratch);
     }
     if user.is_unweighted {

@@ -1,4 +1,4 @@
-//! The table against a naive model, the lift by example, and the bound.
+//! Compares the table with a naive model; examples for the lift and the bound.
 
 use std::collections::BTreeMap;
 
@@ -15,7 +15,7 @@ const NO_LIMITS: UserLimits = UserLimits {
     window_ms: None,
 };
 
-/// One for input, two for output, no limits.
+/// Price one for input and two for output; no limits.
 fn terms() -> ChargeTerms {
     ChargeTerms::default()
 }
@@ -61,24 +61,24 @@ fn output_costs_twice_and_weight_divides() {
 fn idling_earns_no_credit() {
     let mut users = Users::new();
     assert_eq!(settle(&mut users, &charge(1, 1000, 0, 1, 0)), 1000);
-    // A newcomer starts where the least backlogged user is.
+    // A newcomer starts at the backlogged user with the lowest counter.
     assert_eq!(settle(&mut users, &charge(2, 10, 0, 1, 0)), 1010);
     assert_eq!(settle(&mut users, &charge(1, 500, 0, 0, 0)), 1500);
     assert_eq!(settle(&mut users, &charge(3, 0, 0, 1, 0)), 1010);
     // A backlogged user is not lifted.
     assert_eq!(settle(&mut users, &charge(2, 5, 0, 1, 0)), 1015);
-    // Nobody in flight: the last user to leave sets the level.
+    // No user is in flight: the last user to leave sets the level.
     assert_eq!(settle(&mut users, &charge(3, 0, 0, 0, 1)), 1010);
     assert_eq!(settle(&mut users, &charge(2, 0, 0, 0, 2)), 1015);
     assert_eq!(settle(&mut users, &charge(1, 0, 0, 0, 1)), 1500);
     assert_eq!(users.virtual_time(), 1_500_000);
     assert_eq!(settle(&mut users, &charge(4, 1, 0, 1, 1)), 1501);
-    // A user above the level keeps their counter.
+    // A user above the level keeps its counter.
     assert_eq!(settle(&mut users, &charge(2, 0, 0, 1, 0)), 1501);
     assert_eq!(settle(&mut users, &charge(1, 0, 0, 1, 0)), 1501);
 }
 
-/// Requests of `user` that start and stop waiting.
+/// Returns a charge for requests of `user` that start and stop waiting.
 fn queue(user: u64, queued: u32, dequeued: u32) -> Charge {
     Charge {
         user: UserKey(user),
@@ -91,7 +91,7 @@ fn queue(user: u64, queued: u32, dequeued: u32) -> Charge {
 #[test]
 fn who_comes_is_lifted_to_the_least_who_waits() {
     let mut users = Users::new();
-    // Both have a request in flight all the time; user 2 asks for little.
+    // Both have a request in flight all the time; user 2 requests little.
     settle(&mut users, &charge(1, 0, 0, 1, 0));
     settle(&mut users, &charge(2, 0, 0, 1, 0));
     settle(&mut users, &charge(1, 900, 0, 0, 0));
@@ -100,8 +100,8 @@ fn who_comes_is_lifted_to_the_least_who_waits() {
     assert_eq!(settle(&mut users, &queue(1, 1, 0)), 900);
     assert_eq!(settle(&mut users, &queue(2, 1, 0)), 900);
     assert_eq!(users.virtual_time(), 900_000);
-    // A user who waits already is not lifted again, and neither is one whose request moves from
-    // waiting to running.
+    // A waiting user is not lifted again, and neither is one whose request moves from waiting to
+    // running.
     settle(&mut users, &charge(1, 50, 0, 0, 0));
     assert_eq!(settle(&mut users, &charge(2, 0, 0, 1, 0)), 900);
     assert_eq!(settle(&mut users, &queue(2, 3, 1)), 900);
@@ -119,11 +119,11 @@ fn with_nobody_waiting_who_left_last_is_the_level() {
     settle(&mut users, &queue(1, 1, 0));
     settle(&mut users, &queue(1, 0, 1));
     assert_eq!(users.virtual_time(), 700_000);
-    // An empty queue is passed: the next arrival is level with the previous one.
+    // The queue is empty: the next arrival is level with the previous one.
     assert_eq!(settle(&mut users, &charge(2, 20, 0, 1, 0)), 720);
     assert_eq!(settle(&mut users, &charge(3, 1, 0, 1, 1)), 721);
     assert_eq!(settle(&mut users, &charge(1, 0, 0, 1, 0)), 721);
-    // A user who waited and went within one flush interval also counts as the last to leave.
+    // A user who waited and left within one flush interval also counts as the last to leave.
     assert_eq!(settle(&mut users, &queue(4, 2, 2)), 721);
     let mut both = charge(4, 9, 0, 1, 0);
     (both.queued, both.dequeued) = (1, 1);
@@ -187,7 +187,7 @@ fn limits_are_the_users_own_or_those_of_all() {
         (left(&users, 2).requests, left(&users, 2).tokens),
         (None, Some(79))
     );
-    // Removed: the limits for all users apply again from here.
+    // Removed: the default limits apply again.
     assert!(users.limit(UserKey(2), "b", None));
     assert!(
         users.limit(UserKey(3), "c", None),
@@ -274,7 +274,7 @@ fn since_format_4_names_that_cost_nothing_push_nobody_out_who_paid() {
         users.spare_charged(spares);
         settle(&mut users, &charge(1, 9, 0, 1, 1));
         settle(&mut users, &charge(2, 500, 0, 1, 0));
-        // They waited, so that their counters are lifted above the first user's, and left without a
+        // They waited, so their counters are lifted above the first user's, and left without a
         // charge.
         for made_up in 3..40 {
             settle(&mut users, &waits(made_up, 1, 0));
@@ -352,7 +352,7 @@ enum Step {
     Close(u8),
 }
 
-/// Charges and waiting requests of more users than a table of [`FEW`] holds.
+/// Generates charges and waiting requests of more users than a table of [`FEW`] holds.
 fn crowd() -> impl Strategy<Value = Vec<Charge>> {
     let paid = (0_u64..9, 0_u64..50, 0_u32..2, 0_u32..3)
         .prop_map(|(user, input, started, ended)| charge(user << 60, input, 0, started, ended));
@@ -364,7 +364,7 @@ fn crowd() -> impl Strategy<Value = Vec<Charge>> {
 const FEW: usize = 4;
 
 /// Returns the user that a full table forgets, by scanning all users and what they paid; `None` if
-/// all are needed.
+/// all must be kept.
 fn least(users: &Users, paid: &BTreeMap<UserKey, u64>, spares: bool) -> Option<UserKey> {
     let all = paid
         .iter()

@@ -6,7 +6,7 @@ use super::UserUsage;
 
 /// Number of buckets in the sliding window.
 pub const WINDOW_BUCKETS: usize = 5;
-/// Length of one bucket in milliseconds, unless the live policy asks for another.
+/// Length of one bucket in milliseconds, unless the live policy requests another.
 pub const WINDOW_BUCKET_MS: u64 = 60_000;
 
 /// Usage of the last [`WINDOW_BUCKETS`] buckets. All users share one bucket length, so it is passed
@@ -54,8 +54,8 @@ impl UsageWindow {
     }
 
     /// Returns the number of requests within the last `span_ms`, as far as the window reaches. A
-    /// bucket that began earlier counts in proportion to its overlap, as if its requests were
-    /// evenly spread.
+    /// bucket that began earlier counts in proportion to its overlap, assuming evenly spread
+    /// requests.
     pub(super) fn requests_within(&self, now_ms: u64, bucket_ms: u64, span_ms: u64) -> u64 {
         let since_ms = now_ms.saturating_sub(span_ms);
         let newest = now_ms / bucket_ms;

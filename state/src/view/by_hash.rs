@@ -1,7 +1,7 @@
-//! Who owns a block of which only the hash is known.
+//! Finds the owners of blocks by hash alone.
 //!
-//! Only the heads of segments can be looked up, so this reads the whole index once, for any number of
-//! blocks: 8 bytes per block, some 20 ms for 10 M blocks.
+//! Lookups only find the heads of segments. This search therefore reads the whole index once, for
+//! any number of blocks: 8 bytes per block, some 20 ms for 10 M blocks.
 
 use std::collections::BTreeMap;
 
@@ -10,13 +10,13 @@ use crate::view::Tables;
 use crate::view::mask::{Mask, WORDS_MAX};
 use crate::view::segment::ChainSegment;
 
-/// Bits of a hash that the filter tells apart.
+/// Number of low hash bits that index the filter.
 const FILTER_BITS: u32 = 16;
 
-/// Blocks that are looked for, with what was found of each.
+/// Blocks to search for, with the owners found.
 pub(super) struct BlockSearch {
     found: BTreeMap<BlockHash, Mask<WORDS_MAX>>,
-    /// Which low bits occur among the hashes: nearly all others are told from them by one load.
+    /// Bitmap of the low bits of the wanted hashes. One load rejects nearly all other blocks.
     filter: Vec<u64>,
 }
 
@@ -33,7 +33,7 @@ impl BlockSearch {
         }
     }
 
-    /// Looks through all tables.
+    /// Searches all tables.
     pub(super) fn run(mut self, tables: &Tables<'_>) -> BTreeMap<BlockHash, Mask<WORDS_MAX>> {
         for shard in 0..1 << tables.shard_bits {
             let table = tables.directory.table(shard);

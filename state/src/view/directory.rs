@@ -1,14 +1,15 @@
-//! The published tables of all shards: a tree of two levels, which a reader takes hold of as a whole.
+//! The published tables of all shards: a tree of two levels, which a reader acquires as a whole.
 //!
-//! One guard per match instead of one per probe: taking hold costs two ordered writes, which keep the
-//! memory accesses of successive probes from overlapping. To replace a shard's table, the writer
-//! copies the path to it, some hundred pointers; all other nodes are shared with the former tree.
+//! A match takes one guard instead of one per probe: acquiring costs two ordered writes, which keep
+//! the memory accesses of successive probes from overlapping. To replace a shard's table, the
+//! writer copies the path to it, some hundred pointers; all other nodes are shared with the
+//! previous tree.
 
 use std::sync::Arc;
 
 use crate::view::table::Table;
 
-/// Bits of a shard's number that one level decides. Models have one shard, and need no tree.
+/// Number of bits of a shard's number per level. Loom models have one shard and need no tree.
 const LEVEL_BITS: u32 = if cfg!(loom) { 0 } else { 5 };
 const FANOUT: usize = 1 << LEVEL_BITS;
 /// Maximum number of shards.
@@ -38,8 +39,8 @@ impl Directory {
         Arc::make_mut(&mut self.0[shard / FANOUT % FANOUT])[shard % FANOUT] = table;
     }
 
-    /// Returns the heap size of a directory with tables of their own for so many shards, without what
-    /// is in the tables.
+    /// Returns the heap size of a directory with distinct tables for this many shards, without the
+    /// contents of the tables.
     pub(super) fn memory_bytes(shards: usize) -> usize {
         let leaves = shards.div_ceil(FANOUT);
         size_of::<Self>() + leaves * size_of::<Leaf>()

@@ -9,9 +9,9 @@ use crate::view::{BlockPlace, BlockView, ViewWriter, mix, spread};
 
 /// Three blocks of one chain: a window of two, and the head of the next one.
 const CHAIN: [BlockHash; 3] = [BlockHash(0x11), BlockHash(0x22), BlockHash(0x33)];
-/// Where they stand.
+/// Their places in the view.
 const PLACES: [BlockPlace; 3] = [at(0, 0), at(0, 1), at(2, 0)];
-/// Goes on from `CHAIN[0]`, beside `CHAIN[1]`.
+/// Follows `CHAIN[0]`, beside `CHAIN[1]`.
 const BRANCH: BlockHash = BlockHash(0x44);
 
 const fn at(head: usize, behind: u8) -> BlockPlace {
@@ -34,8 +34,8 @@ fn matched(view: &BlockView, chain: &[BlockHash]) -> Vec<(u16, u32)> {
 fn writer() -> ViewWriter {
     let mut writer = ViewWriter::new(1);
     writer.admit(Slot(5));
-    // Replaces the one-entry table of a new index, so that each model starts with a table that has
-    // room.
+    // Replaces the one-entry table of a new index, so that each model starts with room in the
+    // table.
     writer.append(Slot(0), None, &[BlockHash(0x99)], |_| {});
     writer
 }
@@ -82,7 +82,7 @@ fn loom_a_new_key_never_shows_an_owner_it_did_not_have() {
 
 #[test]
 fn loom_a_key_is_seen_whole_or_not_at_all() {
-    // Probes for block 0 begin where `stranger` goes. A reader that saw its row before its key
+    // Probes for block 0 start where `stranger` goes. A reader that saw its row before its key
     // would take the zeros of an unused entry for block 0.
     fn stranger() -> BlockHash {
         let home = |block: &BlockHash| spread((mix(*block) << SHARD_BITS >> 32) as u32, 8);
@@ -151,7 +151,7 @@ fn loom_a_lane_that_another_slot_takes_shows_one_or_the_other() {
 #[test]
 fn loom_moving_to_a_wider_row_and_within_it_loses_and_invents_nothing() {
     let prepare = |writer: &mut ViewWriter| (0..2).for_each(|slot| add(writer, slot, 0, 1));
-    // A row with more lanes, for which the table is rebuilt; then a change within that row.
+    // Moves to a row with more lanes, for which the table is rebuilt; then changes that row.
     let write = |writer: &mut ViewWriter| {
         add(writer, 3, 0, 1);
         add(writer, 4, 0, 1);
@@ -198,7 +198,7 @@ fn loom_growing_hides_nothing_that_was_there() {
         writer.append(Slot(1), Some(PLACES[0]), &[BRANCH], |_| {});
     };
     let read = |view: &BlockView| {
-        // Parents before children: a reader that sees the later block sees the earlier afterwards.
+        // Parents before children: a reader that sees the later block then sees the earlier one.
         let before = matched(view, &CHAIN);
         assert!(matches!(before[..], [(1, 1..=3)]));
         let branch = matched(view, &[CHAIN[0], BRANCH]);
@@ -230,7 +230,7 @@ fn loom_eviction_shortens_matches_and_never_lengthens_them() {
                 "{slot} {blocks}"
             );
         }
-        // A second look never finds more than an earlier one left.
+        // A second match never finds more than the first one did.
         for (slot, blocks) in matched(view, &CHAIN) {
             assert!(
                 before

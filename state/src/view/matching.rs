@@ -1,23 +1,23 @@
 //! Longest owned prefix for all backends at once, by mask bisection over windows of the chain.
 //!
-//! Ownership is prefix-closed: the owner of block `i` of a chain owns every block before it. Only the
-//! owners of the first block matter, therefore, and each of them has one boundary to find. Whoever
-//! owns the first block of a window is an owner of the segment whose head it is, so the search goes in
-//! two steps:
+//! Ownership is prefix-closed: the owner of block `i` of a chain owns every block before it.
+//! Therefore only the owners of the first block matter, and each has one boundary to find. An owner
+//! of a window's first block is an owner of the segment that starts there. The search takes two
+//! steps:
 //!
-//! 1. Which is the last window that a backend owns the first block of? The search probes the first and
-//!    the last window. Between two probed windows, only the backends that own the former's first block
-//!    but not the latter's are undecided; the owners of the heads between split them.
-//! 2. How many blocks of that window? A segment says how many of its blocks a backend owns, and
-//!    comparing hashes says how many of them are the chain's. Where the chain leaves the segment, it may
-//!    go on in another one, whose head is the block at that position.
+//! 1. Find the last window whose first block a backend owns. The search probes the first and the
+//!    last window. Between two probed windows, only backends that own the first block of the former
+//!    but not of the latter are undecided. Probes of the heads between split them.
+//! 2. Find how many blocks of that window it owns. A segment shows how many of its blocks a backend
+//!    owns; comparing hashes shows how many of them are the chain's. Where the chain leaves the
+//!    segment, it may continue in another one, whose head is the block at that position.
 //!
-//! A probe is a cache miss, and misses overlap if nothing waits for the one before. So a round narrows
-//! all undecided intervals together, each by [`POINTS`] heads at even distances.
+//! A probe is a cache miss, and misses overlap if they do not depend on each other. So a round
+//! narrows all undecided intervals together, each by [`POINTS`] heads at even distances.
 //!
-//! While the writer works, each probe sees its own moment. A backend found at block `i` owned it and
-//! everything before it at the moment of that probe, or of the replacement of the probed table or row
-//! if that came before; so every answer was true at some moment during the call.
+//! While the writer works, each probe sees its own moment. A backend found at block `i` owned it
+//! and everything before it at the moment of that probe, or of the replacement of the probed table
+//! or row if that came first. So every result was true at some moment during the call.
 
 use std::hint::black_box;
 
@@ -26,12 +26,12 @@ use crate::view::Tables;
 use crate::view::mask::{Mask, WORDS_MAX};
 use crate::view::segment::SEGMENT_BLOCKS;
 
-/// Heads between the ends of an interval that a round probes.
+/// Number of heads that a round probes between the ends of an interval.
 const POINTS: usize = 7;
-/// Intervals that a round narrows.
+/// Number of intervals that a round narrows.
 const INTERVALS: usize = 8;
 
-/// Two windows with the backends that own the head of the former but not of the latter.
+/// Two windows, and the backends that own the head of the first but not of the second.
 #[derive(Clone, Copy)]
 struct ChainInterval<const W: usize> {
     from: usize,
@@ -46,7 +46,7 @@ impl<const W: usize> ChainInterval<W> {
         undecided: Mask::EMPTY,
     };
 
-    /// The windows to probe, ascending.
+    /// Returns the windows to probe, ascending.
     fn points(&self) -> impl Iterator<Item = usize> + use<W> {
         let (from, width) = (self.from, self.to - self.from);
         let count = POINTS.min(width - 1);
@@ -71,11 +71,11 @@ impl<const W: usize> Round<W> {
     }
 }
 
-/// A search of one chain.
+/// Search of one chain.
 struct PrefixSearch<'a, const W: usize> {
     chain: &'a [BlockHash],
     tables: &'a Tables<'a>,
-    /// Blocks owned, by word and bit of the mask.
+    /// Number of blocks owned, by word and bit of the mask.
     blocks: [[u32; 64]; W],
 }
 
@@ -106,8 +106,8 @@ pub(super) fn match_prefix<const W: usize>(
     });
 }
 
-/// Returns how many leading blocks of `chain` `slot` owns, of which `known` were found before: the
-/// search begins there. 0 if these are not owned any more.
+/// Returns how many leading blocks of `chain` `slot` owns. Starts at the `known` blocks found
+/// before; returns 0 if the slot no longer owns these.
 pub(super) fn match_slot(
     chain: &[BlockHash],
     tables: &Tables<'_>,
@@ -147,7 +147,7 @@ fn owners<const W: usize>(tables: &Tables<'_>, head: BlockHash) -> Mask<W> {
 }
 
 impl<const W: usize> PrefixSearch<'_, W> {
-    /// Finds how much the owners of the first block, `first`, own.
+    /// Finds how many blocks the owners of the first block, `first`, own.
     fn find(&mut self, first: Mask<W>, last_window: usize) {
         if last_window == 0 {
             self.settle(0, first);
@@ -169,8 +169,8 @@ impl<const W: usize> PrefixSearch<'_, W> {
         self.chain[window * SEGMENT_BLOCKS]
     }
 
-    /// Finds the last owned windows in these intervals, which have windows between their ends: one
-    /// round, then the rounds of what it leaves undecided.
+    /// Finds the last owned windows in these intervals, each of which has windows between its ends:
+    /// one round, then the rounds for what it leaves undecided.
     fn narrow(&mut self, intervals: &[ChainInterval<W>]) {
         if intervals.is_empty() {
             return;
@@ -200,7 +200,7 @@ impl<const W: usize> PrefixSearch<'_, W> {
         self.narrow(narrower.kept());
     }
 
-    /// Adds an interval to the next round, if it leaves something undecided.
+    /// Adds an interval to the next round if it is still undecided.
     fn keep(&mut self, interval: ChainInterval<W>, next: &mut Round<W>) {
         if interval.undecided.is_empty() {
             return;
@@ -217,7 +217,7 @@ impl<const W: usize> PrefixSearch<'_, W> {
         next.count += 1;
     }
 
-    /// Notes what `slots`, for whom `window` is the last one of which they own the head, own of it.
+    /// Records what `slots` own, given that `window` is the last one whose head they own.
     fn settle(&mut self, window: usize, slots: Mask<W>) {
         let blocks = &mut self.blocks;
         resolve(self.chain, self.tables, window, slots, |slot, owned| {
@@ -226,8 +226,8 @@ impl<const W: usize> PrefixSearch<'_, W> {
     }
 }
 
-/// Calls `owns` with each of `slots`, which own the head of `window`, and how many leading blocks of
-/// `chain` it owns, given that it owns none beyond the window.
+/// Calls `owns` for each of `slots`, which own the head of `window`, with the number of leading
+/// blocks of `chain` that it owns. Assumes that it owns none beyond the window.
 fn resolve<const W: usize>(
     chain: &[BlockHash],
     tables: &Tables<'_>,
@@ -253,7 +253,7 @@ fn resolve<const W: usize>(
         if known == 0 {
             break;
         }
-        // Who owns all that the segment has, owns what it has of the chain.
+        // An owner of the whole segment owns all of its blocks in the chain.
         let mut further = whole;
         rest = rest.without(&whole);
         if !rest.is_empty() {
@@ -276,7 +276,7 @@ fn resolve<const W: usize>(
     rest.for_each(|slot| owns(slot, count(from)));
 }
 
-/// An owner of the first block owns one block at least, even if the writer takes it away meanwhile.
+/// Counts at least one block for an owner of the first, even if the writer removes it meanwhile.
 fn count(blocks: usize) -> u32 {
     u32::try_from(blocks.max(1)).unwrap_or(u32::MAX)
 }

@@ -1,15 +1,15 @@
 //! The published read view of the block index: many readers that never wait for the one writer.
 //!
-//! Consecutive blocks of a chain are kept together in a `segment`, which is looked up by its first
-//! block. Segments are split by that hash into shards. Each shard is a `table` of fixed shape, and a
-//! `directory` holds them all. The writer (the ownership arena, in `apply`) changes owners in place,
-//! one atomic word at a time, and replaces a table when it is full, by publishing another directory.
-//! Readers keep the directory that they hold alive. Reading is therefore wait-free and needs no
-//! `unsafe`, and a stalled reader blocks nobody.
+//! A `segment` holds consecutive blocks of a chain and is looked up by its first block. That hash
+//! assigns segments to shards. Each shard is a `table` of fixed shape, and a `directory` holds them
+//! all. The writer (the ownership arena, in `apply`) changes owners in place, one atomic word at a
+//! time. It replaces a full table by publishing another directory. Readers keep the directory that
+//! they hold alive. Reading is therefore wait-free and needs no `unsafe`, and a stalled reader
+//! blocks no other thread.
 //!
-//! While the writer works, a reader may still see an ownership that ended a moment ago, or miss one
-//! that has just begun. It never sees an owner that never held the block. `matching` describes what
-//! that means for a prefix; the loom models in `loom_tests` check it.
+//! While the writer works, a reader may still see an ownership that just ended, or miss one that
+//! just began. It never sees an owner that never held the block. `matching` describes what that
+//! means for a prefix; the loom models in `loom_tests` check it.
 
 mod by_hash;
 mod directory;
@@ -39,11 +39,11 @@ use table::Table;
 pub(crate) use table::{mix, spread};
 pub(crate) use writer::{BlockPlace, ViewWriter};
 
-/// Number of shards of an index. At 10 M blocks, a shard has about 10,000 blocks in some hundred
+/// Number of shards of an index. At 10 M blocks, a shard has about 10,000 blocks in a few hundred
 /// kilobytes, which bounds what one rebuild copies.
 pub(crate) const SHARDS: usize = SHARDS_MAX;
 
-/// A handle on the published block index. Cheap to clone. Any number of threads may read while the
+/// Handle to the published block index. Cheap to clone. Any number of threads may read while the
 /// one writer (`apply`) changes it, and none ever waits.
 #[derive(Clone)]
 pub struct BlockView {
@@ -53,12 +53,12 @@ pub struct BlockView {
 struct Shared {
     /// The tables. The high bits of a block's mixed hash select its shard.
     directory: Swap<Directory>,
-    /// How many bits do.
+    /// Number of these bits.
     shard_bits: u32,
     /// Number of words in a mask of all slots in use. Only grows, except by a restore.
     width: AtomicUsize,
-    /// Number of owned blocks by slot. A figure for policies and not part of the index, so loom
-    /// does not check it.
+    /// Number of owned blocks by slot. Policies read it; it is not part of the index, so loom does
+    /// not check it.
     owned: Box<[std::sync::atomic::AtomicU32]>,
 }
 
@@ -75,7 +75,7 @@ impl BlockView {
         }
     }
 
-    /// Returns how many blocks `slot` is believed to own; 0 for a slot at or above
+    /// Returns the number of blocks that `slot` is believed to own; 0 for a slot at or above
     /// [`BACKENDS_MAX`].
     #[must_use]
     pub fn owned(&self, slot: Slot) -> u32 {
@@ -83,7 +83,7 @@ impl BlockView {
         owned.map_or(0, |owned| owned.load(std::sync::atomic::Ordering::Relaxed))
     }
 
-    /// Whether `slot` is believed to own `block`. As slow as [`BlockView::owners`], and for tests.
+    /// Whether `slot` is believed to own `block`. As slow as [`BlockView::owners`]; for tests.
     #[must_use]
     pub fn owns(&self, slot: Slot, block: BlockHash) -> bool {
         self.owners(&[block])[&block].contains(&slot)
@@ -91,8 +91,8 @@ impl BlockView {
 
     /// Returns the backends that own each of `blocks`, in ascending order of slot.
     ///
-    /// Blocks are kept in chains, and a hash alone does not tell which: this reads the whole index,
-    /// some 20 ms for 10 M blocks. It is for operators and tests; requests match chains.
+    /// Blocks are kept in chains, and a hash alone does not identify the chain. This reads the
+    /// whole index, some 20 ms for 10 M blocks. For operators and tests; requests match chains.
     #[must_use]
     pub fn owners(&self, blocks: &[BlockHash]) -> BTreeMap<BlockHash, Vec<Slot>> {
         let found = self.read(|tables| BlockSearch::new(blocks).run(tables));
@@ -112,7 +112,7 @@ impl BlockView {
     /// `chain` must be a chain as produced by [`crate::prefix`], where each hash identifies the
     /// whole prefix before it. For unrelated hashes the result is meaningless.
     pub fn match_prefix(&self, chain: &[BlockHash], matched: impl FnMut(Slot, u32)) {
-        // A mask just wide enough: 8 bytes for up to 64 backends, against 128 for 1,024.
+        // A mask just wide enough: 8 bytes for up to 64 backends, compared with 128 for 1,024.
         let width = self.shared.width.load(Ordering::Acquire);
         self.read(|tables| match width {
             0..=1 => matching::match_prefix::<1>(chain, tables, matched),
@@ -129,15 +129,15 @@ impl BlockView {
         self.read(|tables| matching::match_slot(chain, tables, slot, 0))
     }
 
-    /// Returns the same where the first `known` blocks were found to be owned: it looks at what
-    /// follows them. Returns less than `known` if they are not owned any more.
+    /// Like [`Self::match_by_position`], if the first `known` blocks were found to be owned: checks
+    /// only what follows them. Returns less than `known` if they are no longer owned.
     #[must_use]
     pub fn match_from(&self, chain: &[BlockHash], slot: Slot, known: u32) -> u32 {
         self.read(|tables| matching::match_slot(chain, tables, slot, known as usize))
     }
 
-    /// Runs `read` on the tables as they are published now. Those that the writer replaces meanwhile
-    /// stay as they were when they were replaced.
+    /// Runs `read` on the currently published tables. A table that the writer replaces in the
+    /// meantime stays as it was when it was replaced.
     #[inline]
     fn read<R>(&self, read: impl FnOnce(&Tables<'_>) -> R) -> R {
         let shard_bits = self.shared.shard_bits;
@@ -150,7 +150,7 @@ impl BlockView {
     }
 }
 
-/// The tables that one call reads.
+/// Tables that one call reads.
 struct Tables<'a> {
     directory: &'a Directory,
     shard_bits: u32,
@@ -168,8 +168,8 @@ impl Tables<'_> {
         self.of(head).segment(head)
     }
 
-    /// Loads what [`Self::segment`] will need. The caller uses the result, so that the compiler keeps
-    /// the loads.
+    /// Prefetches what [`Self::segment`] will need. The caller must use the result, so that the
+    /// compiler keeps the loads.
     #[inline]
     fn warm(&self, head: BlockHash) -> u64 {
         self.of(head).warm(head)

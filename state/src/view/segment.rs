@@ -1,31 +1,31 @@
 //! Segments: up to 64 consecutive blocks of a chain, with the backends that own a prefix of them.
 //!
-//! A chain is divided into windows of [`SEGMENT_BLOCKS`] positions. A segment is named by its first
-//! block, its *head*, lies within one window, and begins at the start of a window or where a chain
-//! branches off from another segment. Because a hash identifies the whole prefix before it, two
-//! chains that agree in a segment's block agree in all blocks before it.
+//! A chain is divided into windows of [`SEGMENT_BLOCKS`] positions. A segment is identified by its
+//! first block, its *head*, and lies within one window. It starts at the start of a window or where
+//! a chain branches off from another segment. Because a hash identifies the whole prefix before it,
+//! two chains that agree in one block of a segment agree in all blocks before it.
 //!
 //! A segment occupies a row of words in its shard's table:
 //!
-//! - *lanes*, 17 bits each: a slot (10 bits) and how many of the segment's blocks it owns (7 bits, 0:
-//!   the lane is vacant). Two lanes stand in the first word, three in each further one.
-//! - In the first word also the segment's shape: window position of the head (6 bits), number of hashes written (7), capacity less one
-//!   (6), logarithm of the number of lane words (4).
-//! - With more than eleven owners two bitmaps, by slot: who owns the head, and who owns all blocks up
-//!   to the end of the window. They say what lanes say, for many slots at once: lanes are written before
-//!   a bit is set, and after it is cleared.
+//! - *Lanes* of 17 bits each: a slot (10 bits) and how many of the segment's blocks it owns (7
+//!   bits; 0 for a vacant lane). The first word has two lanes, each further one has three.
+//! - In the first word also the segment's shape: window position of the head (6 bits), number of
+//!   hashes written (7), capacity less one (6), logarithm of the number of lane words (4).
+//! - With more than eleven owners, two bitmaps by slot: owners of the head, and owners of all
+//!   blocks up to the end of the window. They repeat the lanes for many slots at once: a lane is
+//!   written before its bit is set, and after its bit is cleared.
 //! - The hashes of its blocks except for the head, which is the key of the row.
 //!
-//! **A hash is written once within a row**, before a lane counts it. So a reader that loads a lane with
-//! Acquire may compare that many hashes. Lanes change in place, one atomic word at a time. A row that
-//! becomes too small is copied to another one, and never used again.
+//! **A hash is written once within a row**, before a lane counts it. So a reader that loads a lane
+//! with Acquire may compare that many hashes. Lanes change in place, one atomic word at a time. A
+//! row that becomes too small is copied to another one and never used again.
 
 use crate::ids::BlockHash;
 use crate::view::mask::{Mask, WORDS_MAX};
 use crate::view::sync::{AtomicU64, Ordering};
 
-/// Maximum number of blocks of a segment, and distance of the windows of a chain. Few in unit tests
-/// and models, so that short chains have several.
+/// Maximum number of blocks of a segment, and length of a chain's windows. Few in unit tests and
+/// loom models, so that short chains have several windows.
 pub(crate) const SEGMENT_BLOCKS: usize = if cfg!(loom) {
     2
 } else if cfg!(test) {
@@ -37,15 +37,15 @@ pub(crate) const SEGMENT_BLOCKS: usize = if cfg!(loom) {
 const SLOT_BITS: u32 = 10;
 const LANE_BITS: u32 = SLOT_BITS + 7;
 const LANE: u64 = (1 << LANE_BITS) - 1;
-/// Lanes of the first word, and of each further one.
+/// Number of lanes in the first word, and in each further one.
 const FIRST_LANES: usize = 2;
 const NEXT_LANES: usize = 3;
-/// Segments with so many lane words have bitmaps. Models make do with three owners.
+/// Minimum number of lane words of a segment with bitmaps. Loom models have at most three owners.
 const WIDE_LANE_WORDS: usize = if cfg!(loom) { 2 } else { 8 };
 /// Position of the shape in the first word.
 const SHAPE_SHIFT: u32 = FIRST_LANES as u32 * LANE_BITS;
 
-/// What a segment's first word says beside its lanes.
+/// Shape in a segment's first word, beside its lanes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct SegmentShape {
     /// Position of the head in its window.
@@ -79,24 +79,24 @@ impl SegmentShape {
         (shape as u64) << SHAPE_SHIFT
     }
 
-    /// Returns the number of words of its row.
+    /// Returns the number of words in its row.
     pub(super) fn words(self) -> usize {
         hashes_at(self.lane_words) + self.capacity - 1
     }
 
-    /// Returns how many blocks the window has room for, from the head on.
+    /// Returns how many blocks fit into the window, from the head on.
     pub(super) fn room(self) -> usize {
         SEGMENT_BLOCKS.saturating_sub(self.base)
     }
 }
 
-/// Returns the number of lane words for so many owners.
+/// Returns the number of lane words for this many owners.
 pub(super) fn lane_words(owners: usize) -> usize {
     let further = owners.saturating_sub(FIRST_LANES).div_ceil(NEXT_LANES);
     (1 + further).next_power_of_two()
 }
 
-/// Returns where the hashes begin behind so many lane words.
+/// Returns the index of the first hash behind this many lane words.
 #[inline]
 fn hashes_at(lane_words: usize) -> usize {
     let bitmaps = if lane_words >= WIDE_LANE_WORDS { 2 } else { 0 };
@@ -114,7 +114,7 @@ fn slot_of(lane: u64) -> u16 {
     (lane & ((1 << SLOT_BITS) - 1)) as u16
 }
 
-/// A lane's place.
+/// Position of a lane.
 #[derive(Clone, Copy)]
 struct LanePlace {
     word: usize,
@@ -134,8 +134,8 @@ impl LanePlace {
     }
 }
 
-/// A segment in the rows of a table. Readers and the writer use it; only the writer calls what
-/// changes it.
+/// A segment in the rows of a table. Readers and the writer use it; only the writer calls the
+/// methods that change it.
 #[derive(Clone, Copy)]
 pub(super) struct ChainSegment<'a> {
     words: &'a [AtomicU64],
@@ -143,7 +143,7 @@ pub(super) struct ChainSegment<'a> {
 }
 
 impl<'a> ChainSegment<'a> {
-    /// Returns the segment whose row begins with `words`.
+    /// Returns the segment whose row starts at `words`.
     #[inline]
     pub(super) fn at(words: &'a [AtomicU64]) -> Self {
         let first = words[0].load(Ordering::Acquire);
@@ -151,7 +151,7 @@ impl<'a> ChainSegment<'a> {
         Self { words, lane_words }
     }
 
-    /// Lays out a segment without owners in `words`, which nobody reads yet.
+    /// Initialises a segment without owners in `words`, which no reader can see yet.
     pub(super) fn lay_out(words: &'a [AtomicU64], shape: SegmentShape) -> Self {
         words[0].store(shape.encode(), Ordering::Relaxed);
         for word in &words[1..hashes_at(shape.lane_words)] {
@@ -194,8 +194,8 @@ impl<'a> ChainSegment<'a> {
         mask
     }
 
-    /// Returns slots that own all blocks up to the end of the window: all of them if there are many
-    /// owners, else none.
+    /// Returns the slots that own all blocks up to the end of the window. Complete if the segment
+    /// has bitmaps, else empty.
     #[inline]
     pub(super) fn whole<const W: usize>(&self) -> Mask<W> {
         if self.is_wide() {
@@ -252,15 +252,15 @@ impl<'a> ChainSegment<'a> {
         owned
     }
 
-    /// Returns a block's hash; `nth` is at least 1 and below what some owner was seen to own, or, for
-    /// the writer, below what is written.
+    /// Returns the hash of the `nth` block. `nth` must be at least 1 and below a count seen of some
+    /// owner or, for the writer, below the number of hashes written.
     #[inline]
     pub(super) fn hash(&self, nth: usize) -> BlockHash {
         BlockHash(self.words[hashes_at(self.lane_words) + nth - 1].load(Ordering::Relaxed))
     }
 
-    /// Returns how many of `chain`'s blocks, which begins with the head, are the segment's first ones,
-    /// of at most `limit` that some owner was seen to own.
+    /// Returns how many leading blocks the segment and `chain`, which starts with the head, have in
+    /// common. `limit` must not exceed a count seen of some owner.
     #[inline]
     pub(super) fn common(&self, chain: &[BlockHash], limit: usize) -> usize {
         /// Hashes in a cache line.
@@ -269,7 +269,7 @@ impl<'a> ChainSegment<'a> {
         if limit <= 1 || self.hash(limit - 1) == chain[limit - 1] {
             return limit;
         }
-        // A hash identifies all before it: one comparison per cache line, all under way at once.
+        // A hash identifies all before it: compare one per cache line, with all loads in flight.
         let mut from = 1;
         while from + LINE < limit && self.hash(from + LINE - 1) == chain[from + LINE - 1] {
             from += LINE;
@@ -281,7 +281,7 @@ impl<'a> ChainSegment<'a> {
     }
 
     /// Sets how many of the segment's blocks `slot` owns, and how many hashes are written. Returns
-    /// `false`, without a change, if all lanes are taken by others.
+    /// `false`, without a change, if no lane is free.
     pub(super) fn set_owned(&self, slot: u16, blocks: usize, filled: usize) -> bool {
         let own = |lane: u64| lane >> SLOT_BITS != 0 && slot_of(lane) == slot;
         let lane = self
@@ -293,7 +293,7 @@ impl<'a> ChainSegment<'a> {
         lane.is_some()
     }
 
-    /// Sets the lane of a segment that has been laid out, of its `nth` owner.
+    /// Sets the lane of the `nth` owner of a newly initialised segment.
     pub(super) fn put_owner(&self, nth: usize, slot: u16, blocks: usize, filled: usize) {
         self.set_lane(LanePlace::nth(nth), slot, blocks, filled);
     }
@@ -328,7 +328,7 @@ impl<'a> ChainSegment<'a> {
         self.set_bits(slot, blocks > 0, is_whole);
     }
 
-    /// Clears the bits of a slot that is no owner, or does not own all.
+    /// Clears the bits of a slot that is not an owner, or does not own all blocks.
     fn clear_bits(&self, slot: u16, is_owner: bool, is_whole: bool) {
         if !is_whole {
             self.change_bit(1, slot, |bits, bit| bits & !bit);
@@ -338,7 +338,7 @@ impl<'a> ChainSegment<'a> {
         }
     }
 
-    /// Sets the bits of a slot that is an owner, or owns all.
+    /// Sets the bits of a slot that is an owner, or owns all blocks.
     fn set_bits(&self, slot: u16, is_owner: bool, is_whole: bool) {
         if is_owner {
             self.change_bit(0, slot, |bits, bit| bits | bit);
@@ -357,7 +357,7 @@ impl<'a> ChainSegment<'a> {
         word.store(change(bits, 1 << (slot % 64)), Ordering::Release);
     }
 
-    /// Writes hashes that no lane counts yet; the first one is the segment's `nth`.
+    /// Writes hashes that no lane counts yet, starting at the segment's `nth` one.
     pub(super) fn write_hashes(&self, nth: usize, hashes: impl Iterator<Item = BlockHash>) {
         let from = hashes_at(self.lane_words) + nth - 1;
         for (word, hash) in self.words[from..].iter().zip(hashes) {
@@ -365,7 +365,7 @@ impl<'a> ChainSegment<'a> {
         }
     }
 
-    /// Returns the first lane that `is_wanted`.
+    /// Returns the first lane that satisfies `is_wanted`.
     fn lane(&self, is_wanted: impl Fn(u64) -> bool) -> Option<LanePlace> {
         (0..self.lane_words).find_map(|word| {
             let bits = self.words[word].load(Ordering::Relaxed);

@@ -1,8 +1,8 @@
-//! The concurrency primitives of the view, gathered here so that `--cfg loom` can replace them with
+//! The concurrency primitives of the view, in one place so that `--cfg loom` can replace them with
 //! loom's checked versions.
 //!
 //! [`Swap`] is an `Arc` that one thread replaces while others read it. In production it is
-//! `arc_swap::ArcSwap`, whose readers never wait. Loom does not know `ArcSwap`, so models use a
+//! `arc_swap::ArcSwap`, whose readers never wait. Loom does not support `ArcSwap`, so models use a
 //! lock in its place and check what is built on top.
 
 #[cfg(not(loom))]
@@ -44,7 +44,7 @@ mod imp {
             Self(RwLock::new(value))
         }
 
-        /// Runs `read` on the current value and keeps the value alive meanwhile. The lock is held
+        /// Runs `read` on the current value and keeps the value alive meanwhile. Holds the lock
         /// only to clone the pointer, because a reader of the real `Swap` may also continue with an
         /// old value.
         pub(crate) fn read<R>(&self, read: impl FnOnce(&T) -> R) -> R {

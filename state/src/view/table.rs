@@ -1,14 +1,14 @@
 //! One shard's table: the segments whose heads hash to it, written by one thread while others read.
 //!
-//! The table uses open addressing with linear probing over entries of three words,
-//! `[key low, key high, row]`. A key is the head of a segment, and its row holds the
-//! [`segment`](super::segment). It is sound without locks because **a key is written once within a
-//! table**. The writer stores the two key words, then `row` with Release. A reader loads `row` first,
-//! with Acquire, so a used entry has a key that never changes. A segment that lost its last owner
-//! keeps its key, as a tombstone. Growing and dropping tombstones and rows that were left means
-//! building another table and publishing that.
+//! The table uses open addressing with linear probing over entries of three words, `[key low, key
+//! high, row]`. A key is the head of a segment, and its row holds the [`segment`](super::segment).
+//! The table is sound without locks because **a key is written once within a table**. The writer
+//! stores the two key words, then `row` with Release. A reader loads `row` first, with Acquire, so
+//! the key of a used entry never changes. A segment that lost its last owner keeps its key, as a
+//! tombstone. To grow, or to drop tombstones and abandoned rows, the writer builds and publishes
+//! another table.
 //!
-//! A row is allocated to one key and never to another. A reader may see lanes that are a moment old or
+//! A row is allocated to one key and never reused. A reader may see lanes that are slightly old or
 //! halfway through several changes, but never an owner that the block never had.
 
 use std::sync::Arc;
@@ -21,7 +21,7 @@ use crate::view::sync::{AtomicU32, AtomicU64, Ordering};
 const UNUSED: u32 = 0;
 /// `row` of a tombstone.
 const NOBODY: u32 = 1;
-/// Flag of `row` with a segment; the other bits are where its row begins.
+/// Flag of `row` with a segment. The other bits are the start of its row.
 const LIVE: u32 = 1 << 31;
 
 /// A key with its segment.
@@ -38,18 +38,18 @@ pub(super) struct Table {
     rows: Arc<[AtomicU64]>,
 }
 
-/// What a probe found.
+/// Result of a probe.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Probed {
     /// The key is new and belongs at this entry.
     Unused(usize),
-    /// The key has no segment; it stands at this entry.
+    /// The key has no segment and is at this entry.
     Tombstone(usize),
-    /// The key stands at this entry, and its row begins there.
+    /// The key is at this entry, and its row starts at `row`.
     Segment { entry: usize, row: usize },
 }
 
-/// Spreads a hash over 64 bits. Block hashes are uniform already, but hashes made up by a test, or
+/// Spreads a hash over 64 bits. Block hashes are already uniform, but hashes made up by a test, or
 /// drawn from few values, are not.
 #[inline]
 pub(crate) fn mix(block: BlockHash) -> u64 {
@@ -91,8 +91,8 @@ impl Table {
         size_of_val(&*self.entries) + size_of_val(&*self.rows)
     }
 
-    /// Loads what [`Self::segment`] will need, as far as it is where it belongs. The caller uses the
-    /// result, so that the compiler keeps the loads.
+    /// Prefetches what [`Self::segment`] will need, if the entry is at its home position. The
+    /// caller must use the result, so that the compiler keeps the loads.
     #[inline]
     pub(super) fn warm(&self, head: BlockHash) -> u64 {
         let row = self.entries[self.home(head)].row.load(Ordering::Acquire);
@@ -137,7 +137,7 @@ impl Table {
         }
     }
 
-    /// Returns the segment that begins with `head`.
+    /// Returns the segment that starts with `head`.
     #[inline]
     pub(super) fn segment(&self, head: BlockHash) -> Option<ChainSegment<'_>> {
         match self.probe(head) {
@@ -146,13 +146,13 @@ impl Table {
         }
     }
 
-    /// Returns the segment whose row begins at `row`.
+    /// Returns the segment whose row starts at `row`.
     #[inline]
     pub(super) fn segment_at(&self, row: usize) -> ChainSegment<'_> {
         ChainSegment::at(&self.rows[row..])
     }
 
-    /// Calls `each` with every head of a segment, and the segment.
+    /// Calls `each` with the head of every segment, and the segment.
     pub(super) fn for_each(&self, mut each: impl FnMut(BlockHash, ChainSegment<'_>)) {
         for entry in self.entries.iter() {
             let row = entry.row.load(Ordering::Acquire);
@@ -166,9 +166,9 @@ impl Table {
     }
 }
 
-/// What only the writer calls.
+/// Methods that only the writer calls.
 impl Table {
-    /// Lays out a segment without owners in words that nobody reads.
+    /// Initialises a segment without owners in words that no reader can see.
     pub(super) fn lay_out(&self, row: usize, shape: SegmentShape) -> ChainSegment<'_> {
         ChainSegment::lay_out(&self.rows[row..row + shape.words()], shape)
     }
@@ -183,14 +183,14 @@ impl Table {
         entry.row.store(LIVE | row as u32, Ordering::Release);
     }
 
-    /// Changes where the row of `entry`, which has a key, begins.
+    /// Changes the start of the row of `entry`, which has a key.
     pub(super) fn set_row(&self, entry: usize, row: usize) {
         self.entries[entry]
             .row
             .store(LIVE | row as u32, Ordering::Release);
     }
 
-    /// Makes `entry`, which has a key, a tombstone.
+    /// Turns `entry`, which has a key, into a tombstone.
     pub(super) fn bury(&self, entry: usize) {
         self.entries[entry].row.store(NOBODY, Ordering::Release);
     }

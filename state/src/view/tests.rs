@@ -1,5 +1,5 @@
-//! The view alone: against sets of owned chains, and while another thread reads. Windows are four
-//! blocks here.
+//! The view alone: compared with sets of owned chains, and while another thread reads. Windows have
+//! four blocks here.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -23,7 +23,7 @@ fn matched(view: &BlockView, chain: &[BlockHash]) -> Vec<(u16, u32)> {
     found
 }
 
-/// A block of a tree of chains, named by the way to it.
+/// Returns a block of a tree of chains, named by the path to it.
 fn block(path: &[u8]) -> BlockHash {
     let hash = path.iter().fold(0x5eed_5eed_5eed_u64, |hash, &step| {
         let mixed = (hash ^ (u64::from(step) + 1)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
@@ -36,7 +36,7 @@ fn chain(path: &[u8]) -> Vec<BlockHash> {
     (1..=path.len()).map(|end| block(&path[..end])).collect()
 }
 
-/// What one slot owns, with the places that the writer told.
+/// What one slot owns, with the places that the writer returned.
 #[derive(Default)]
 struct OwnedPaths(BTreeMap<Vec<u8>, BlockPlace>);
 
@@ -60,7 +60,7 @@ impl OwnedPaths {
         }
     }
 
-    /// Removes the last path in order that no other one goes on from, at or after `path`.
+    /// Removes the last path at or after `path` that no other one extends.
     fn remove(&mut self, writer: &mut ViewWriter, slot: Slot, path: &[u8]) {
         let below = self.0.range(path.to_vec()..);
         let below = below.take_while(|(it, _)| it.starts_with(path));
@@ -210,7 +210,7 @@ fn a_chain_is_one_segment_per_window() {
     let mut writer = ViewWriter::new(1);
     let blocks = chain(&[0; 2 * SEGMENT_BLOCKS + 1]);
     let mut behind = Vec::new();
-    // In three parts, as when an answer and the next turn follow.
+    // In three parts, as when a response and the next turn follow.
     writer.append(Slot(0), None, &blocks[..2], |it| behind.push(it));
     let at = |head: usize, behind| {
         Some(BlockPlace {

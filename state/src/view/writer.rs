@@ -1,13 +1,12 @@
-//! The writer's side of the view: adds blocks to segments and takes them away, and rebuilds a shard's
+//! The writer's side of the view: adds blocks to segments and removes them, and rebuilds a shard's
 //! table when it is full.
 //!
-//! **A block that is owned stands at one place**: in the segment of the block before it, or at the head
-//! of a segment of its own, never both. So readers need not look for a block twice. It holds because a
-//! block joins the segment of the one before it only where no other block stands there, and only if it
-//! is not a head already.
+//! **An owned block is at exactly one place**: in the segment of the block before it, or at the
+//! head of its own segment. So readers need not look for a block twice. A block joins the segment
+//! of the one before it only if no other block follows there, and only if it is not yet a head.
 //!
-//! A rebuild affects one shard of some ten thousand blocks at most, so no change of the index takes long.
-//! Tables grow by a factor of only 1.18, because their slack costs memory.
+//! A rebuild affects one shard of about ten thousand blocks, so no change of the index takes long.
+//! Tables grow by a factor of only 1.18, because slack costs memory.
 
 use std::sync::atomic::Ordering::Relaxed;
 
@@ -24,25 +23,25 @@ const LOAD_MAX: usize = 85;
 const LOAD_FRESH: usize = 72;
 /// Number of entries of the smallest table.
 const CAPACITY_MIN: usize = 8;
-/// Number of free row words directly after a rebuild, at least. Models change rows in place, without
-/// a rebuild in between.
+/// Minimum number of free row words directly after a rebuild. Loom models change rows in place,
+/// without a rebuild in between.
 const ROW_SLACK_MIN: usize = if cfg!(loom) { 128 } else { 16 };
-/// For how many more blocks a segment that is extended gets room, at least.
+/// Minimum number of further blocks for which an extended segment gets room.
 const GROWTH_MIN: usize = 4;
 
-/// Where an owned block stands in the view.
+/// Place of an owned block in the view.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct BlockPlace {
     /// First block of the segment.
     pub(crate) head: BlockHash,
-    /// How many blocks the head is before it.
+    /// Distance from the head to the block, in blocks.
     pub(crate) behind: u8,
 }
 
-/// The writer behind all handles of one [`BlockView`]. There is one per index.
+/// Writer behind all handles of one [`BlockView`]; one per index.
 pub(crate) struct ViewWriter {
     view: BlockView,
-    /// As published.
+    /// Directory as published.
     directory: Directory,
     shards: Vec<Shard>,
     /// Number of words in a mask of all slots seen so far.
@@ -56,7 +55,7 @@ impl ViewWriter {
             shards.is_power_of_two() && shards <= SHARDS,
             "{shards} shards"
         );
-        // One unused entry: probes end there, and the first insertion builds a real table.
+        // One unused entry ends all probes; the first insertion builds a real table.
         let empty = Table::new(1, 0);
         let directory = Directory::of(&empty);
         Self {
@@ -78,16 +77,16 @@ impl ViewWriter {
         self.view.shared.width.store(self.width, Ordering::Release);
     }
 
-    /// Prefetches the memory that changes of the segments of `heads` will touch. The sum keeps the
-    /// compiler from removing the loads.
+    /// Prefetches the memory that changes to the segments of `heads` will touch. Returning the sum
+    /// keeps the compiler from removing the loads.
     pub(crate) fn warm(&self, heads: &[BlockHash]) -> u64 {
         let load = |&head: &BlockHash| self.shards[self.shard_of(head)].table.warm(head);
         heads.iter().map(load).fold(0, u64::wrapping_add)
     }
 
-    /// Makes `slot` an owner of `blocks`, none of which it owns: consecutive blocks of a chain, behind
-    /// the block at `after`, which it owns (`None`: from the first block on). Calls `placed` with each
-    /// block's distance from the head of its segment, in order.
+    /// Makes `slot` an owner of `blocks`, none of which it owns: consecutive blocks of a chain that
+    /// follow the block at `after`, which it owns (`None` from the first block on). Calls `placed`
+    /// with each block's distance from the head of its segment, in order.
     pub(crate) fn append(
         &mut self,
         slot: Slot,
@@ -117,8 +116,8 @@ impl ViewWriter {
         self.count(slot, |owned| owned.saturating_add(added));
     }
 
-    /// Adds the first of `blocks` to the segment of the block at `last`. Returns how many; 0 if they
-    /// need one of their own.
+    /// Adds the first of `blocks` to the segment of the block at `last`. Returns how many; 0 if
+    /// they need their own segment.
     fn extend(&mut self, slot: Slot, last: BlockPlace, blocks: &[BlockHash]) -> usize {
         let from = usize::from(last.behind) + 1;
         let at = self.shard_of(last.head);
@@ -181,7 +180,7 @@ impl ViewWriter {
         added
     }
 
-    /// Returns the position in its window of the block after that at `last`.
+    /// Returns the position in its window of the block that follows the one at `last`.
     fn position_after(&self, last: BlockPlace) -> usize {
         let shard = &self.shards[self.shard_of(last.head)];
         let base = shard
@@ -190,23 +189,23 @@ impl ViewWriter {
         (base + usize::from(last.behind) + 1) % SEGMENT_BLOCKS
     }
 
-    /// Whether a segment begins with `block`.
+    /// Whether a segment starts with `block`.
     pub(crate) fn is_head(&self, block: BlockHash) -> bool {
         self.shards[self.shard_of(block)].find(block).is_some()
     }
 
-    /// Ends `slot`'s ownership of the block at `place`, the last one that it owns of the segment.
+    /// Ends `slot`'s ownership of the block at `place`, the last one that it owns in the segment.
     pub(crate) fn remove(&mut self, slot: Slot, place: BlockPlace) {
         self.shorten(slot, place.head, usize::from(place.behind));
     }
 
-    /// Ends `slot`'s ownership of all blocks of the segment of `head`. Readers expect that it owns none
-    /// that follow.
+    /// Ends `slot`'s ownership of all blocks of the segment of `head`. To readers, `slot` must not
+    /// own blocks that follow.
     pub(crate) fn clear(&mut self, slot: Slot, head: BlockHash) {
         self.shorten(slot, head, 0);
     }
 
-    /// Leaves `slot` the first `kept` blocks of a segment at most.
+    /// Limits the blocks that `slot` owns in a segment to the first `kept`.
     fn shorten(&mut self, slot: Slot, head: BlockHash, kept: usize) {
         let at = self.shard_of(head);
         let shard = &mut self.shards[at];
@@ -229,7 +228,7 @@ impl ViewWriter {
         self.count(slot, |before| before.saturating_sub((owned - kept) as u32));
     }
 
-    /// Changes a shard, after a rebuild if it lacks room, and publishes a rebuilt table.
+    /// Changes a shard. If it lacks room, rebuilds its table, retries and publishes the new table.
     fn change(&mut self, at: usize, change: impl Fn(&mut Shard) -> Result<(), NoRoom>) {
         let shard = &mut self.shards[at];
         let Err(NoRoom { words }) = change(shard) else {
@@ -258,13 +257,13 @@ impl ViewWriter {
         }
     }
 
-    /// Creates an index with as many shards that no reader sees, to be filled for [`Self::adopt`].
+    /// Creates an index with the same number of shards that no reader sees, for [`Self::adopt`].
     pub(crate) fn unpublished(&self) -> Self {
         Self::new(self.shards.len())
     }
 
-    /// Publishes `other`'s content to this writer's readers. Each call of theirs sees the old index or
-    /// the new one.
+    /// Publishes `other`'s content to this writer's readers. Each of their calls sees either the
+    /// old index or the new one.
     pub(crate) fn adopt(&mut self, other: Self) {
         self.width = other.width;
         self.view.shared.width.store(self.width, Ordering::Release);
@@ -276,7 +275,7 @@ impl ViewWriter {
         self.publish();
     }
 
-    /// Whether `slot` is shown as an owner of `block`, which stands at `place`.
+    /// Whether the view shows `slot` as an owner of `block`, which is at `place`.
     pub(crate) fn shows(&self, slot: Slot, place: BlockPlace, block: BlockHash) -> bool {
         let found = self.shards[self.shard_of(place.head)].find(place.head);
         found.is_some_and(|(_, segment)| {
@@ -304,14 +303,14 @@ impl ViewWriter {
     }
 }
 
-/// Gives a segment that may grow room for a quarter more blocks, at least for `least`.
+/// Gives a segment that may grow room for a quarter more blocks, and at least for `least`.
 fn with_slack(shape: SegmentShape, least: usize) -> SegmentShape {
     let more = (shape.filled / 4).max(least);
     let capacity = (shape.filled + more).min(shape.room()).max(shape.filled);
     SegmentShape { capacity, ..shape }
 }
 
-/// A table has no room for a key, or for a row of so many words.
+/// The table has no room for a key, or for a row of this many words.
 #[derive(Debug, Clone, Copy)]
 struct NoRoom {
     words: usize,
@@ -328,7 +327,7 @@ struct Shard {
     row_words_used: usize,
 }
 
-/// An entry with a segment, and where its row begins.
+/// An entry with a segment, and the start of its row.
 #[derive(Debug, Clone, Copy)]
 struct SegmentEntry {
     entry: usize,
@@ -368,7 +367,7 @@ impl Shard {
         Ok(row)
     }
 
-    /// Creates a segment without owners; `head` has none. Readers see it as such.
+    /// Creates a segment without owners; `head` has none yet. Readers see it without owners.
     fn create(&mut self, head: BlockHash, shape: SegmentShape) -> Result<SegmentEntry, NoRoom> {
         let words = shape.words();
         let probed = self.table.probe(head);
@@ -390,7 +389,7 @@ impl Shard {
         Ok(SegmentEntry { entry, row })
     }
 
-    /// Makes `slot` an owner of `head` alone, which has a segment.
+    /// Makes `slot` an owner of only `head`, which has a segment.
     fn join(&mut self, head: BlockHash, slot: Slot) -> Result<(), NoRoom> {
         let Some((_, segment)) = self.find(head) else {
             return Ok(());

@@ -1,4 +1,4 @@
-//! Admission in the state: commands, snapshots, and that a state without it is as before.
+//! Admission in the state: commands and snapshots. A state without it does not change.
 
 use state::admission::{AdmissionSettings, ChargeInput};
 use state::command::{Charge, Command, Founding, Item, Lane, Rejection, Reply, UserSpec};
@@ -191,7 +191,7 @@ fn a_snapshot_holds_who_waits_what_is_left_and_what_is_granted() {
         Item::Leave { ticket: Ticket(2) },
         wait(3),
         Item::Grant { model, count: 1 },
-        // No effect: nothing waits for it.
+        // No effect: no request waits for it.
         Item::Grant {
             model: ModelKey(9),
             count: u32::MAX,
@@ -231,7 +231,7 @@ fn nobody_reads_users_before_somebody_wants_them() {
     driver.apply(1, common::batch(Vec::new()));
     let same = view.users().expect("they are published");
     assert!(std::sync::Arc::ptr_eq(&users, &same), "nothing changed");
-    // Limits for all users change what readers see, although no user changed.
+    // The default limits change what readers see, although no user changed.
     let settings = AdmissionSettings {
         user_limits: limits(7),
         ..AdmissionSettings::default()

@@ -25,7 +25,7 @@ pub(crate) struct Replica {
     pub(crate) ledger: CreditLedger,
     pending: PendingCharges,
     charges: BTreeMap<UserKey, Charge>,
-    /// Its batch in the log that it has not applied yet.
+    /// Its proposed batch that it has not applied yet.
     outstanding: Option<Vec<Charge>>,
     seq: u64,
     applied: usize,
@@ -65,7 +65,7 @@ impl Replica {
         self.charges.entry(charge.user).or_default().add(charge);
     }
 
-    /// The figures of a user as this replica knows them.
+    /// Returns a user's figures as this replica knows them.
     pub(crate) fn figures(&self, user: UserKey) -> UserFigures {
         self.pending.on_top(user, self.view.user_figures(user))
     }

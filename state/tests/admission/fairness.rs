@@ -1,4 +1,4 @@
-//! The gate: users who wait all the time are served equally, wherever they wait.
+//! The gate: users who always wait are served equally, regardless of where they wait.
 
 use state::admission::{
     AdmissionSettings, Advance, Backlog, DispatchVerdict, Gate, Next, Order, Pricing, Queue,
@@ -28,7 +28,7 @@ const LARGEST: u64 = INPUT_MAX + 2 * OUTPUT_MAX;
 struct User {
     key: UserKey,
     weight: u64,
-    /// Replicas that receive their requests, by position in the cluster.
+    /// Replicas that receive the user's requests, by position in the cluster.
     replicas: Vec<usize>,
     is_active: bool,
     /// Priced tokens.
@@ -57,7 +57,7 @@ struct Simulation {
     stuck: Vec<usize>,
     silent: Vec<usize>,
     dispatched: u64,
-    /// Largest part of a user's service that a replica did not know of, over the weight.
+    /// Largest part of a user's service that a replica did not know about, divided by the weight.
     uncharged_most: u64,
     /// For each pair of users, minimum and maximum of the difference in service.
     spans: Vec<(i64, i64)>,
@@ -82,7 +82,7 @@ impl Simulation {
         let cluster = Cluster::new(&[15, 30, 45], commands);
         let settings = AdmissionSettings {
             order,
-            // Everyone is to be served in the end.
+            // Every request must be served in the end.
             wait_ms_max: u32::MAX,
             ..AdmissionSettings::default()
         };
@@ -132,7 +132,7 @@ impl Simulation {
         for user in &mut self.users {
             user.served = 0;
         }
-        // What replicas know is compared with what they knew then.
+        // Compares what replicas know with what they knew then.
         self.uncharged_most = u64::MAX;
     }
 
@@ -235,7 +235,7 @@ impl Simulation {
         });
     }
 
-    /// Gives every free place to the first replica with a request for it, starting from any.
+    /// Gives every free place to the first replica with a request for it, starting at any.
     fn dispatch(&mut self) {
         while self.running.len() < PLACES {
             let first = self.numbers.below(3) as usize;
@@ -313,7 +313,7 @@ impl Simulation {
         }
     }
 
-    /// Largest difference in service between two users who waited all the time, over any interval.
+    /// Returns the largest difference in service of two always waiting users over any interval.
     fn gap(&self) -> u64 {
         let spans = self.spans.iter().filter(|(least, most)| least <= most);
         spans
@@ -328,14 +328,14 @@ impl Simulation {
     }
 }
 
-/// `G` for eight users: 16 places at a token each 2 ms, 65 ms late.
+/// `G` for eight users: 16 places, one token per 2 ms each, 65 ms late.
 fn slack() -> u64 {
     let rate = PLACES as u64 * 1000 / TOKEN_MS * 2;
     slack_tokens(LARGEST, rate, 65, 8)
 }
 
 const SPREAD: [&[usize]; 8] = [&[0, 1, 2]; 8];
-/// One replica has five users, one has two, and one has a single user.
+/// One replica has five users, one has two, and one has one.
 const PINNED: [&[usize]; 8] = [&[0], &[0], &[1], &[0], &[0], &[1], &[0], &[2]];
 
 #[test]

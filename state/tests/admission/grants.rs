@@ -93,7 +93,7 @@ impl Backlog {
         }
     }
 
-    /// Largest difference of service between two users, over their weights, in thousandths.
+    /// Returns the largest difference in service per weight between two users, in thousandths.
     fn gap_milli(&self) -> u64 {
         let normal = |(served, weight): (&u64, &u64)| served * 1000 / weight;
         let normal: Vec<u64> = self.served.iter().zip(&self.weights).map(normal).collect();

@@ -1,5 +1,5 @@
 //! Admission over several replicas: limits and fairness of a whole cluster whose replicas learn
-//! everything late, simulated to the millisecond.
+//! everything late, simulated in milliseconds.
 
 #[path = "../common/mod.rs"]
 mod common;

@@ -40,7 +40,7 @@ fn offer(cluster: &mut Cluster, replica: usize, tokens: u64) -> bool {
     is_admitted
 }
 
-/// Returns the requests admitted in each second, at one per millisecond spread over the replicas.
+/// Offers the replicas one request per millisecond in total. Returns how many each second admits.
 fn admitted_per_s(cluster: &mut Cluster, seconds: usize) -> Vec<u64> {
     let replicas = cluster.replicas.len();
     let mut per_s = vec![0; seconds];
@@ -62,8 +62,8 @@ fn twenty_requests_a_second_are_twenty_through_one_replica_or_three() {
     for lags_ms in [&[5][..], &[20, 35, 50]] {
         let mut cluster = cluster(lags_ms, limits);
         let per_s = admitted_per_s(&mut cluster, 60);
-        // The first second contains the bucket that each replica believes to be full, on top of its
-        // own twenty.
+        // The first second contains the bucket that each replica believes to be full, in addition
+        // to its own twenty.
         let (first, rest) = (per_s[0], per_s[1..].iter().sum::<u64>());
         let overshoot = 20 * (lags_ms.len() as u64 - 1);
         assert!(
@@ -73,7 +73,7 @@ fn twenty_requests_a_second_are_twenty_through_one_replica_or_three() {
         assert!((59 * 18..=59 * 22).contains(&rest), "{lags_ms:?}: {rest}");
         let total = first + rest;
         assert!((1200 - 120..=1200 + 120).contains(&total), "{total}");
-        // Debt makes the rate exact: what one second exceeds, the next ones lack.
+        // Debt makes the rate exact: what one second exceeds, the following ones lack.
         assert!(rest.abs_diff(59 * 20) <= overshoot + 2, "{rest}");
     }
 }
@@ -88,12 +88,12 @@ fn a_burst_after_idle_is_one_windows_worth() {
     for _ in 0..5000 {
         cluster.tick();
     }
-    // All at once, more than any replica hears of before it has decided.
+    // All at once, before any replica hears of the others' requests.
     let burst: u64 = (0..300)
         .map(|at| u64::from(offer(&mut cluster, at % 3, 0)))
         .sum();
     assert_eq!(burst, 3 * 50, "each admits a bucket it believes full");
-    // Two of the three were too many, which is made up for before the next one goes.
+    // Two of the three were too many; nothing is admitted until that is compensated.
     let per_s = admitted_per_s(&mut cluster, 6);
     assert_eq!(per_s[0], 0, "{per_s:?}");
     let total = burst + per_s.iter().sum::<u64>();

@@ -1,5 +1,5 @@
-//! Random commands, valid and invalid, as replicas, operators and readers of KV events might put
-//! them into a log.
+//! Random commands, valid and invalid, as replicas, operators and readers of KV events might
+//! propose them.
 //!
 //! Used by the properties of the state and by the tests of the reference model in `chaos-tests`.
 
@@ -42,7 +42,7 @@ pub(crate) enum Step {
     Rebuild,
     /// Takes a backup of the state.
     Backup,
-    /// Restores the last backup; meanwhile one of the replicas is rebuilt, or reads ahead.
+    /// Restores the last backup. Meanwhile one of the replicas is rebuilt, or reads ahead.
     Restore {
         is_rebuilt: bool,
     },
@@ -141,7 +141,7 @@ pub(crate) fn item() -> impl Strategy<Value = Item> {
     ]
 }
 
-/// Any report that a reader might make, valid or not.
+/// Generates any report of a reader, valid or not.
 fn kv() -> impl Strategy<Value = Item> {
     let engine = |path: &[u8]| EngineHash(block(path).0 ^ 1);
     let stored = (prop::option::weighted(0.5, path()), path(), any::<bool>()).prop_map(

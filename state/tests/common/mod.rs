@@ -130,7 +130,7 @@ impl Driver {
         Self::founded(init())
     }
 
-    /// A cluster that begins with this command.
+    /// A cluster founded by this command.
     pub(crate) fn founded(first: Command) -> Self {
         let mut driver = Self {
             state: RouterState::new(),
@@ -181,9 +181,8 @@ pub(crate) fn restored(snapshot: &[u8]) -> RouterState {
     state
 }
 
-/// A sample of a backend on which 20 requests of 400 tokens ended, with 16 tokens a block, and
-/// which generated `gaps` tokens at `inter_token_us` each while 30 requests ran and it was at its
-/// limit.
+/// A sample of a backend on which 20 requests of 400 tokens ended, with 16 tokens per block. It
+/// generated `gaps` tokens at `inter_token_us` each while 30 requests ran and it was at its limit.
 pub(crate) fn service(backend: BackendRef, gaps: u64, inter_token_us: u64) -> ServiceSample {
     ServiceSample {
         ended: 20,
@@ -213,7 +212,7 @@ pub(crate) fn measured(backend: BackendRef, model: ModelKey) -> Command {
 /// Settings with four bins and a service level.
 pub(crate) fn admission() -> AdmissionSettings {
     AdmissionSettings {
-        // Spelled out because the golden snapshot contains them, whatever the defaults become.
+        // Spelled out because the golden snapshot contains them, independent of the defaults.
         queue_max: 10_000,
         wait_ms_max: 60_000,
         bins: 4,
@@ -225,7 +224,7 @@ pub(crate) fn admission() -> AdmissionSettings {
     }
 }
 
-/// News from the readers of two ranks of `backend`: blocks of this file's chains with copies, a
+/// Reports from the readers of two ranks of `backend`: blocks of this file's chains with copies, a
 /// stranded one and a foreign one, up to the first message `seq`.
 pub(crate) fn heard(backend: BackendRef, publisher: u64, seq: u64) -> Command {
     let engine = |path: &[u8]| EngineHash(block(path).0 ^ 0xff);
@@ -292,7 +291,7 @@ pub(crate) fn measured_sample() -> RouterState {
     state
 }
 
-/// A state with something of everything in format version 1.
+/// A state with everything that format version 1 has.
 pub(crate) fn sample() -> RouterState {
     let mut driver = Driver::new();
     driver.apply(1, Command::PutBackend(spec("a", 1, Some(100))));

@@ -1,4 +1,4 @@
-//! What an engine will evict for the requests under way, as scripts.
+//! Predicted evictions of an engine for requests in progress, as scripts.
 
 use state::command::{EngineFacts, Item};
 use state::ids::BlockHash;
@@ -6,7 +6,7 @@ use state::ids::BlockHash;
 use crate::scenes::{Scene, hashes, removed, stored};
 
 impl Scene {
-    /// The engine has so many blocks; one of them is no request's.
+    /// An engine with `blocks` blocks, one of which no request can use.
     fn with_blocks(blocks: u32) -> Self {
         let mut scene = Self::followed(None);
         let facts = EngineFacts {
@@ -18,14 +18,14 @@ impl Scene {
         scene
     }
 
-    /// A request for these blocks comes, is computed and ends.
+    /// Starts, computes and ends a request for these blocks.
     fn serve(&mut self, attempt: u32, names: &[u64]) {
         self.acquire(attempt, names);
         self.hear(0, vec![stored(None, names)]);
         self.release(attempt);
     }
 
-    /// How much is left of each chain, with so many requests under way and blocks on their way.
+    /// Returns how much is left of each chain, given requests and new blocks in progress.
     fn left<const N: usize>(&self, under_way: (u32, usize), chains: [&[u64]; N]) -> [u32; N] {
         let view = self.driver.state.view();
         let evictions = view.evictions();
@@ -50,22 +50,22 @@ fn what_requests_under_way_push_out_is_known_before_it_goes() {
     scene.hear(0, vec![stored(Some(2), &[4])]);
     scene.release(2);
     scene.serve(3, C);
-    // Six of six: each request takes one for its last, partial block.
+    // Six of six blocks are used; each request takes one for its last, partial block.
     assert_eq!(scene.left((0, 0), [A, B, C]), [3, 3, 2]);
     assert_eq!(scene.left((1, 0), [A, B, C]), [2, 3, 2]);
-    // What is shared has the age of who used it last.
+    // A shared block has the age of its last use.
     assert_eq!(scene.left((1, 1), [A, B, C]), [2, 2, 2]);
     assert_eq!(scene.left((1, 3), [A, B, C]), [0, 0, 2]);
     assert_eq!(scene.left((2, 9), [A, B, C]), [0, 0, 0]);
     // A request of the log whose blocks the engine has not stored yet.
     scene.acquire(4, &[21, 22]);
     assert_eq!(scene.left((1, 0), [A, B, C]), [1, 1, 2]);
-    // Its events say the same, and then it is so.
+    // Its events confirm the prediction.
     let events = vec![removed(&[3, 4, 2]), stored(None, &[21, 22])];
     scene.hear(0, events);
     assert_eq!(scene.owned(), [1, 11, 12, 21, 22]);
     assert_eq!(scene.left((1, 0), [C, &[1], &[21, 22]]), [2, 1, 2]);
-    // What a request uses does not go, others do.
+    // Blocks that a request uses stay; others are evicted.
     assert_eq!(scene.left((3, 0), [C, &[1], &[21, 22]]), [1, 0, 2]);
 }
 
@@ -85,7 +85,7 @@ fn used_blocks_stay_and_others_go_in_their_place() {
 #[test]
 fn what_no_lease_brought_is_as_old_as_what_it_follows() {
     let mut scene = Scene::with_blocks(8);
-    // An answer's blocks, stored while its request runs and after the router heard of its end.
+    // Blocks of a response, stored while its request runs and after the router learned of its end.
     scene.acquire(1, &[1, 2]);
     scene.hear(0, vec![stored(None, &[1, 2])]);
     scene.hear(0, vec![stored(Some(2), &[3])]);
@@ -96,7 +96,7 @@ fn what_no_lease_brought_is_as_old_as_what_it_follows() {
     scene.hear(0, vec![stored(Some(3), &[4])]);
     let whole: &[u64] = &[1, 2, 3, 4];
     assert_eq!(scene.left((2, 0), [whole, C]), [4, 1], "it ended later");
-    // What came past the router counts as released when it was stored.
+    // Blocks that bypassed the router count as released when they were stored.
     scene.hear(0, vec![stored(None, &[31])]);
     assert_eq!(scene.left((2, 0), [whole, C, &[31]]), [4, 0, 1]);
     assert_eq!(scene.left((7, 0), [whole, C, &[31]]), [0, 0, 0]);

@@ -94,9 +94,9 @@ fn run(rig: &mut Rig, step: Step) {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(60))]
 
-    /// Whatever is lost, duplicated, reordered or restarted, exact is never claimed wrongly, and
-    /// once all is quiet and heard, the router finds for every prompt what the engine would. A
-    /// stream with messages lost for good is recognised, and recovers after a reset.
+    /// Under any loss, duplication, reordering and restart, exact is never claimed wrongly. Once
+    /// all is quiet and heard, the router finds for every prompt what the engine would. A stream
+    /// with messages lost for good is recognised, and recovers after a reset.
     #[test]
     fn the_view_is_the_engines_cache(steps in steps(), capacity in prop::option::of(1_u32..20)) {
         let mut rig = Rig::new(capacity);

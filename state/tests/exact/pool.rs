@@ -1,6 +1,6 @@
-//! A model of vLLM's block pool and scheduler as far as the prefix cache is concerned: reference
-//! counts, the free queue, copies of one block, chunked prefill, preemption, reset. Written from
-//! the engine's documented behaviour, without any code of the router.
+//! A model of vLLM's block pool and scheduler, limited to prefix caching: reference counts, the
+//! free queue, copies of one block, chunked prefill, preemption, reset. Written from the engine's
+//! documented behaviour, without any code of the router.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
@@ -35,7 +35,7 @@ struct Running {
     id: usize,
     tokens: Vec<u8>,
     salt: u8,
-    /// Output tokens still to come.
+    /// Number of output tokens that remain.
     output: u8,
     computed: usize,
     blocks: Vec<usize>,
@@ -48,7 +48,7 @@ struct Running {
 pub(crate) struct Engine {
     seed: u64,
     physical: Vec<Physical>,
-    /// Free blocks; the front goes first.
+    /// Free blocks; the front one is taken first.
     free: VecDeque<usize>,
     /// Physical blocks by hash.
     cached: BTreeMap<u64, BTreeSet<usize>>,
@@ -64,7 +64,7 @@ pub(crate) struct Engine {
     pub(crate) finished: Vec<usize>,
     /// Blocks that each request found when it was first admitted.
     pub(crate) hits: BTreeMap<usize, usize>,
-    /// Whether blocks that hold nothing findable are taken first (vLLM 0.24 and later).
+    /// Whether blocks without findable contents are taken first (vLLM 0.24 and later).
     pub(crate) takes_empty_first: bool,
     budget: usize,
 }
@@ -123,7 +123,7 @@ impl Engine {
         hits.count()
     }
 
-    /// One step of the scheduler: runs requests, admits what fits, publishes what happened.
+    /// Runs one step of the scheduler: runs requests, admits what fits, publishes what happened.
     pub(crate) fn step(&mut self) {
         let mut budget = self.budget;
         let mut at = 0;
@@ -134,7 +134,7 @@ impl Engine {
                 budget = done - wanted;
                 at += 1;
             } else {
-                // The youngest makes room, perhaps this one itself.
+                // Preempts the youngest request, possibly this one.
                 let youngest = self.running.len() - 1;
                 self.preempt(youngest);
                 if youngest == at {
@@ -220,8 +220,8 @@ impl Engine {
         true
     }
 
-    /// Adds the full blocks of a request to the cache, when they are scheduled instead of when they
-    /// are computed, and even if there is another copy.
+    /// Adds the full blocks of a request to the cache when they are scheduled, not when they are
+    /// computed, and even if another copy exists.
     fn register(&mut self, at: usize) {
         let it = self.running[at].clone();
         let full = it.computed / BLOCK_TOKENS;

@@ -1,5 +1,5 @@
 //! An engine of two ranks, readers with a bad connection to it, and two replicas of the router, one
-//! of which is rebuilt from snapshots now and then.
+//! of which is occasionally rebuilt from snapshots.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -21,7 +21,7 @@ const NOBODY: BackendRef = BackendRef {
 /// Number of events in one part of a message.
 const EVENTS_PER_PART: usize = 3;
 
-/// The router's chain.
+/// Returns the router's chain.
 pub(crate) fn chain(tokens: &[u8], salt: u8) -> Vec<BlockHash> {
     let mut link = u64::from(salt) + 99;
     let blocks = tokens.chunks_exact(BLOCK_TOKENS);
@@ -44,9 +44,9 @@ pub(crate) struct Rig {
     backend: BackendRef,
     engines: Vec<Engine>,
     publishers: Vec<u64>,
-    /// By rank: end of what any batch of the run has told the router about.
+    /// By rank: end of what any batch of the run has reported to the router.
     told: Vec<u64>,
-    /// By rank: the run that the router was told about.
+    /// By rank: the run that the router knows.
     told_of: Vec<u64>,
     starts: u64,
     now_ms: u64,
@@ -55,9 +55,9 @@ pub(crate) struct Rig {
     /// Dispatches by request.
     dispatches: BTreeMap<usize, Dispatch>,
     requests: usize,
-    /// Every prompt with the output generated behind it.
+    /// Every prompt with its generated output.
     prompts: BTreeSet<(Vec<u8>, u8)>,
-    /// The router's hash by the engine's, of all processes.
+    /// The router's hash by the engine's hash, over all processes.
     names: BTreeMap<u64, BlockHash>,
     pub(crate) exact_seen: usize,
 }
@@ -262,7 +262,7 @@ impl Rig {
         self.say(rank, KvNews::Doubt(KvDoubt::Unreachable));
     }
 
-    /// A reader that does not know of the engine's restart repeats what it knows.
+    /// A reader that does not know of the engine's restart repeats its reports.
     pub(crate) fn old_news(&mut self, rank: usize) {
         if let Some(before) = self.publishers[rank]
             .checked_sub(1)
@@ -346,7 +346,7 @@ impl Rig {
         reached.collect()
     }
 
-    /// Checks what must always hold.
+    /// Checks the invariants.
     pub(crate) fn check(&mut self) {
         assert_eq!(self.steady.check(), Ok(()));
         assert_eq!(self.rebuilt.check(), Ok(()));
@@ -363,7 +363,7 @@ impl Rig {
         for rank in &status.ranks {
             let at = usize::from(rank.rank);
             if rank.publisher != self.publishers[at] {
-                // It has not heard of the current run, so of nothing that happened in it.
+                // The router has not heard of the current run, so it knows nothing from it.
                 assert!(self.told_of[at] < self.publishers[at]);
                 return;
             }
@@ -382,7 +382,7 @@ impl Rig {
         }
     }
 
-    /// Everything ends, everything is heard, and time passes: both sides must be equal.
+    /// Ends all requests, delivers all messages and lets time pass: both sides must be equal.
     pub(crate) fn settle(&mut self) {
         for rank in 0..2 {
             for _ in 0..200 {
@@ -424,7 +424,7 @@ impl Rig {
     }
 }
 
-/// An event in the form a reader reports it.
+/// Returns an event in the form in which a reader reports it.
 pub(crate) fn said(event: &Event) -> KvEvent {
     match event {
         Event::Stored {

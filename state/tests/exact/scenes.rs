@@ -1,4 +1,4 @@
-//! One rule each, as scripts: what engines report, and what is owned as a result.
+//! Scripts for one rule each: what engines report, and what is owned as a result.
 
 use state::command::{Command, Item, LeaseOutcome, Reply};
 use state::exact::{
@@ -78,12 +78,12 @@ impl Scene {
         }
     }
 
-    /// As [`Scene::apply`], without its checks, which take long.
+    /// Like [`Scene::apply`], but without its slow checks.
     pub(crate) fn note(&mut self, item: Item) {
         self.driver.apply(1, batch(vec![item]));
     }
 
-    /// As [`Scene::tell`] of rank 0, without its checks.
+    /// Like [`Scene::tell`] for rank 0, but without its checks.
     pub(crate) fn tell_quickly(&mut self, news: KvNews) {
         let backend = self.backend;
         self.note(Item::KvEvents(KvBatch {
@@ -228,7 +228,7 @@ fn a_removal_wins_over_pins_and_its_leases_are_over() {
         (scene.owned(), scene.driver.state.open_leases()),
         (vec![1], 0)
     );
-    // The same blocks again: the end of the first lease must not release the second one's.
+    // The same blocks again: the end of the first lease must not release the second one.
     scene.acquire(2, &[1, 2, 3]);
     assert_eq!(scene.release(1), 1);
     assert_eq!(
@@ -245,7 +245,7 @@ fn leases_stand_in_until_events_come_and_fade_when_none_do() {
     assert_eq!(scene.owned(), [1, 2, 3]);
     scene.hear(0, vec![stored(None, &[1, 2])]);
     scene.release(1);
-    // There is room for one block beyond what the engine holds, which reports two already.
+    // The engine reports two of these; the capacity leaves room for one more.
     assert_eq!(scene.owned(), [1, 2, 3]);
     let status = scene.driver.state.kv_status(Slot(0)).expect("followed");
     assert_eq!((status.reported_blocks, status.unconfirmed_blocks), (2, 1));
@@ -253,7 +253,7 @@ fn leases_stand_in_until_events_come_and_fade_when_none_do() {
         scene.driver.apply(1, batch(Vec::new()));
         assert_eq!(scene.owned(), [1, 2, 3]);
     }
-    // Nothing fades while the engine is not heard.
+    // Nothing fades while the engine cannot be heard.
     scene.tell(0, KvNews::Doubt(KvDoubt::Unreachable));
     for _ in 0..4 {
         scene.driver.apply(1, batch(Vec::new()));

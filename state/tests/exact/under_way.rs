@@ -1,4 +1,4 @@
-//! Several requests at once at an engine that evicts for each of them, whose events come late.
+//! Several concurrent requests at an engine that evicts for each of them and reports late.
 
 use std::collections::VecDeque;
 
@@ -12,11 +12,11 @@ use crate::pool::{BLOCK_TOKENS, Engine};
 use crate::rig::{chain, said};
 use crate::scenes::Scene;
 
-/// Blocks of the engine, of which one is no request's.
+/// Number of blocks of the engine, one of which no request can use.
 const BLOCKS: usize = 97;
-/// Chats: they need some five times as many.
+/// Number of chats, which need about five times as many blocks.
 const CHATS: usize = 60;
-/// Steps after which an event is heard.
+/// Number of steps after which an event is heard.
 const LAG: usize = 3;
 const REQUESTS: usize = 1_500;
 
@@ -24,23 +24,23 @@ struct UnderWay {
     request: usize,
     chat: usize,
     predicted: usize,
-    /// What was there at the time, as far as was heard.
+    /// Blocks owned at the time, as far as heard.
     known: usize,
 }
 
 struct Load {
     scene: Scene,
     engine: Engine,
-    /// Tokens of each chat, and the step at which it may go on.
+    /// Tokens of each chat, and the step from which it may continue.
     chats: Vec<(Vec<u8>, usize)>,
     under_way: Vec<UnderWay>,
     random: SplitMix64,
     requests: usize,
     heard: usize,
-    /// Messages there were after each of the last steps.
+    /// Number of messages after each of the last steps.
     published: VecDeque<usize>,
     now: usize,
-    /// Predictions that were wrong, and what would have been without foresight.
+    /// Number of wrong predictions, and the number without foresight.
     wrong: [usize; 2],
 }
 
@@ -70,7 +70,7 @@ impl Load {
         }
     }
 
-    /// The next turn of some chat that was answered a while ago.
+    /// Starts the next turn of a chat that was answered some time ago.
     fn arrive(&mut self) {
         let chat = loop {
             let chat = self.below(CHATS);
@@ -112,7 +112,7 @@ impl Load {
             tip: known.checked_sub(1).map(|at| chain[at]),
             new: chain[known..].to_vec(),
         });
-        // It fills the prompt's last block and needs no other.
+        // The output fills the prompt's last block and needs no other.
         let output = 1;
         self.engine.submit(request, &tokens, 0, output);
     }
@@ -182,8 +182,8 @@ impl Load {
     }
 }
 
-/// What an engine evicts for the requests before one is left out of its prediction, although its
-/// events come three steps late, which is longer than a request takes here.
+/// Predictions leave out what an engine evicts for the requests before, although its events arrive
+/// three steps late, which is longer than a request takes here.
 #[test]
 fn fewer_predictions_fail_for_requests_under_way() {
     for at_once in [3, 6] {

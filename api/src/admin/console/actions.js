@@ -1,10 +1,10 @@
-// What changes the cluster: each is confirmed by a dialog that names the effect.
+// Changes to the cluster, each confirmed by a dialog that states its effect.
 
 import { call } from './api.js';
 import { h, put, swap } from './dom.js';
 import { refresh } from './live.js';
 
-/** Says something in passing. */
+/** Shows a brief notification. */
 export function toast(text, kind = '') {
   const note = h('div', { class: `toast ${kind}` }, text);
   document.getElementById('toasts').append(note);
@@ -12,8 +12,8 @@ export function toast(text, kind = '') {
 }
 
 /**
- * Asks, and then does. `effect`: what will happen, a line each. `fields`: nodes between; `request()`
- * answers `{ method, path, body }`, or throws what is wrong with the fields.
+ * Shows a confirmation dialog, then makes the change. `effect`: lines that describe it. `fields`:
+ * extra input nodes. `request()` returns `{ method, path, body }`, or throws what is wrong with them.
  */
 export function confirm({ title, effect, fields = [], verb, request, done, isGrave = false }) {
   const fault = h('p', { class: 'fault', role: 'alert', hidden: true });

@@ -1,9 +1,9 @@
-// Calls of the admin API: token, errors, polling with back-off, the stream of events.
+// Calls of the admin API: token, errors, polling with backoff, and the event stream.
 
 const KEY = 'quorate-token';
 const TIMEOUT_MS = 10_000;
 
-/** What the API answered instead of data. */
+/** Error response of the API. */
 export class ApiError extends Error {
   constructor(status, problem) {
     super(problem?.detail ?? problem?.title ?? (status ? `The replica answered ${status}` : 'No answer'));
@@ -17,7 +17,7 @@ export const token = {
   set: (secret) => (secret ? sessionStorage.setItem(KEY, secret) : sessionStorage.removeItem(KEY)),
 };
 
-/** Told of every answer, and of calls without one: `onanswer(is_there)`. `onunauthorized`: sign in. */
+/** `onanswer(is_there)` is called after every response or failed call; `onunauthorized` must sign in. */
 export const hooks = { onanswer: () => {}, onunauthorized: () => {} };
 
 async function open(method, path, { body, signal, ...more } = {}) {
@@ -56,7 +56,7 @@ export async function call(method, path, { body, signal } = {}) {
 
 export const get = (path, signal) => call('GET', path, { signal });
 
-/** All pages of a list, one after the other: `take(page)` is called with each. */
+/** Fetches all pages of a list in order and calls `take(page)` for each. */
 export async function pages(path, take, signal) {
   let cursor = '';
   do {
@@ -74,7 +74,7 @@ const wait = (ms, signal) => new Promise((resolve) => {
   signal.addEventListener('abort', done);
 });
 
-/** Calls `look(signal)` now and every `ms` until `signal`; twice as seldom after each failure, and not while nobody sees the page. */
+/** Calls `look(signal)` every `ms`, starting now, until `signal`. Doubles the interval after each failure; pauses while the page is hidden. */
 export async function every(ms, signal, look, failed = () => {}) {
   let failures = 0;
   while (!signal.aborted) {
@@ -93,7 +93,7 @@ export async function every(ms, signal, look, failed = () => {}) {
   }
 }
 
-/** Reads events until `signal`. When the stream ends it goes on behind the last event, or is told what it missed. */
+/** Reads events until `signal`. Resumes a broken stream after the last event; the server reports missed ones. */
 export async function follow(signal, take) {
   let pause = 500;
   let last = '';

@@ -1,4 +1,4 @@
-// The frame: signing in, pages, the connection, light and dark.
+// The frame: sign-in, pages, connection state, light and dark theme.
 
 import { ApiError, get, hooks, token } from './api.js';
 import { attr, h, icon, put, swap } from './dom.js';
@@ -21,7 +21,7 @@ const nothing = () => new AbortController();
 let session = nothing();
 let page = nothing();
 
-/** Light or dark, as the system says or the reader chose. */
+/** Light or dark theme, by system setting or the reader's choice. */
 function themeSwitch() {
   const root = document.documentElement;
   const system = matchMedia('(prefers-color-scheme: dark)');
@@ -67,7 +67,7 @@ function navigation() {
   swap(side, Object.entries(PAGES).map(([name, it]) => h('a', { href: `#/${name}`, 'data-page': name }, icon(name), h('span', null, it.title))));
 }
 
-/** A part of the address as it was before it was encoded; what nobody encoded is left as it is. */
+/** Decodes a part of the address; returns it unchanged if it is not validly encoded. */
 function decoded(part) {
   try {
     return decodeURIComponent(part);
@@ -76,7 +76,7 @@ function decoded(part) {
   }
 }
 
-/** Where the page is: `#/decisions/ID` is ['decisions', 'ID'], and what begins with `?` is a query. */
+/** Parses the address: `#/decisions/ID` is ['decisions', 'ID'], and a part that begins with `?` is a query. */
 const place = () => location.hash.replace(/^#\//, '').split('/')
   .map((it) => (it.startsWith('?') ? new URLSearchParams(it.slice(1)) : decoded(it)));
 
@@ -95,7 +95,7 @@ function go() {
   mount(body, page.signal, rest);
 }
 
-/** Says that this replica does not answer, and where the others are. */
+/** Creates a banner that reports a lost connection and links to the other replicas. */
 function lostBanner(signal) {
   const links = h('span', { class: 'links' });
   const note = h('div', { class: 'banner bad', role: 'alert', hidden: true },

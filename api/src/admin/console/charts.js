@@ -1,4 +1,4 @@
-// Small pictures, drawn by hand.
+// Small hand-drawn charts.
 
 import { attr, h, put, svg } from './dom.js';
 
@@ -18,7 +18,7 @@ function points(values, max) {
   return parts.join('');
 }
 
-/** Lines over time. `draw([[…], […]])` takes one list of numbers a line; `null` is a gap. */
+/** A line chart over time. `draw([[…], […]])` takes one list of numbers per line; `null` is a gap. */
 export function lines(label, classes = ['line-a']) {
   const paths = classes.map((name) => svg('path', { class: `line ${name}` }));
   const area = svg('path', { class: 'area' });
@@ -39,7 +39,7 @@ export function lines(label, classes = ['line-a']) {
   };
 }
 
-/** A bar that is filled so far, with its number beside it. */
+/** A bar filled in proportion, with its number beside it. */
 export function meter(kind = '') {
   const bar = h('span', { class: `fill ${kind}` });
   const text = h('span', { class: 'num' });
@@ -55,7 +55,7 @@ export function meter(kind = '') {
   };
 }
 
-/** A state in a word, told by shape as well as by colour. */
+/** A status word, distinguished by shape as well as by colour. */
 export const status = (kind, word) => h('span', { class: `status ${kind}` }, h('span', { class: 'dot', 'aria-hidden': 'true' }), h('span', null, word));
 
 export function setStatus(node, kind, word) {

@@ -1,4 +1,4 @@
-// Builds nodes. Text is always text: nothing here makes markup out of strings.
+// Builds nodes. Text stays text: nothing here turns strings into markup.
 
 const SVG = 'http://www.w3.org/2000/svg';
 
@@ -66,5 +66,5 @@ const PATHS = {
   close: 'M6 6l12 12M18 6 6 18',
 };
 
-/** One of the console's icons; decoration only. */
+/** One of the console's icons, for decoration only. */
 export const icon = (name) => svg('svg', { class: 'icon', viewBox: '0 0 24 24', 'aria-hidden': 'true' }, svg('path', { d: PATHS[name] }));

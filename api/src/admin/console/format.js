@@ -1,4 +1,4 @@
-// Numbers, times and sizes as people read them.
+// Human-readable numbers, times and sizes.
 
 const whole = new Intl.NumberFormat('en', { maximumFractionDigits: 0 });
 const one = new Intl.NumberFormat('en', { minimumFractionDigits: 1, maximumFractionDigits: 1 });
@@ -8,7 +8,7 @@ const isNone = (value) => value === undefined || value === null || Number.isNaN(
 
 export const count = (value) => (isNone(value) ? NONE : whole.format(value));
 
-/** A number with at most three digits that count: 950, 1.2k, 34k, 5.1M. */
+/** A number with at most three significant digits: 950, 1.2k, 34k, 5.1M. */
 export function short(value) {
   if (isNone(value)) return NONE;
   for (const [size, unit] of [[1e12, 'T'], [1e9, 'G'], [1e6, 'M'], [1e4, 'k']]) {
@@ -22,7 +22,7 @@ export const rate = (value) => (isNone(value) ? NONE : value < 100 ? one.format(
 
 export const percent = (share, digits = 0) => (isNone(share) || !Number.isFinite(share) ? NONE : `${(share * 100).toFixed(digits)} %`);
 
-/** Milliseconds, in the unit that suits. */
+/** Milliseconds, in a suitable unit. */
 export function ms(value) {
   if (isNone(value)) return NONE;
   if (value < 1) return `${Math.max(1, Math.round(value * 1000))} µs`;
@@ -54,14 +54,14 @@ export function bytes(value) {
 const clockTime = new Intl.DateTimeFormat('en-GB', { hour: '2-digit', minute: '2-digit', second: '2-digit' });
 const dateTime = new Intl.DateTimeFormat('en-GB', { day: '2-digit', month: 'short', hour: '2-digit', minute: '2-digit', second: '2-digit' });
 
-/** A Unix time in milliseconds: the time of today, else with its date. */
+/** A Unix time in milliseconds as time of day, with the date if it is not today. */
 export function time(unixMs) {
   if (!unixMs) return NONE;
   const date = new Date(unixMs);
   return date.toDateString() === new Date().toDateString() ? clockTime.format(date) : dateTime.format(date);
 }
 
-/** A value of JSON as one line. */
+/** A JSON value on one line. */
 export const value = (it) => (it === null || it === undefined ? NONE : typeof it === 'string' ? it : JSON.stringify(it));
 
 export const plural = (number, word, words = `${word}s`) => `${count(number)} ${number === 1 ? word : words}`;

@@ -1,5 +1,5 @@
-// What all pages share: who calls, the replicas each second, their history while the page is open,
-// the last events, and whether the replica answers.
+// State shared by all pages: the caller, the replicas every second, their history while the page is
+// open, the last events, and whether the replica responds.
 
 import { every, follow, get, hooks } from './api.js';
 
@@ -9,7 +9,7 @@ const EVENTS_KEPT = 200;
 export const live = {
   me: undefined,
   replicas: undefined,
-  /** Totals of the cluster, a second each, the newest last. */
+  /** Totals of the cluster, one per second, newest last. */
   history: [],
   /** Requests per second by replica. */
   byReplica: new Map(),
@@ -27,16 +27,16 @@ export function watch(signal, listener) {
 
 const tell = (what) => live.listeners.forEach((listener) => listener(what));
 
-/** May the caller do what asks for this role? */
+/** Whether the caller has at least this role. */
 export const may = (role) => {
   const order = ['viewer', 'operator', 'admin'];
   return order.indexOf(live.me?.role) >= order.indexOf(role);
 };
 
-/** Figures that are too old say nothing of now. */
+/** Whether a replica's figures are recent enough to show. */
 export const isFresh = (replica) => Boolean(replica.figures) && replica.heard_ms_ago < 5000;
 
-/** Sums and worst cases over the replicas that are heard. */
+/** Sums and worst cases over the replicas with recent figures. */
 export function totals(answer) {
   const heard = answer.replicas.filter(isFresh).map((it) => it.figures);
   const sum = (name) => heard.reduce((all, it) => all + (it[name] ?? 0), 0);
@@ -71,7 +71,7 @@ function took(answer) {
   tell('replicas');
 }
 
-/** Begins to look, until `signal`. */
+/** Starts polling, until `signal`. */
 export function begin(signal) {
   hooks.onanswer = (isThere) => {
     if (isThere) live.answeredAt = Date.now();
@@ -85,10 +85,10 @@ export function begin(signal) {
     live.events.unshift(name === 'missed' ? { event: name, at_ms: Date.now(), ...data } : data);
     if (live.events.length > EVENTS_KEPT) live.events.pop();
     tell('event');
-    // What happened unseen may have changed anything.
+    // The missed events may have changed anything.
     if (name === 'missed') refresh();
   });
 }
 
-/** Has everything read anew, after a write. */
+/** Makes all pages reload their data, after a write. */
 export const refresh = () => tell('written');

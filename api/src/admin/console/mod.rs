@@ -1,9 +1,9 @@
-//! The operators' console: a page, its style and its scripts, from the binary.
+//! The operators' console: a page, its style and its scripts, embedded in the binary.
 //!
-//! The files hold no data and are open to everyone; what they show they read from the API, with the
-//! token that the operator gives the page. Nothing else may run in it or be reached from it: the
-//! policy below allows no other script, no inline one, no other origin, and no markup made of text
-//! ([ADR 0097](../../../docs/adr/0097-a-console-without-a-build.md)).
+//! The files hold no data and are open to everyone; they read what they show from the API, with the
+//! token that the operator enters. The policy below allows no other script, no inline script, no
+//! other origin, and no markup made from text ([ADR
+//! 0097](../../../docs/adr/0097-a-console-without-a-build.md)).
 
 use axum::http::HeaderMap;
 use axum::response::{IntoResponse, Response};
@@ -18,7 +18,7 @@ use super::answer::PathParam;
 use super::problem::not_found;
 use crate::error::Problem;
 
-/// What the page may load and do.
+/// Content security policy of the page.
 const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; \
     connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; \
     require-trusted-types-for 'script'; trusted-types 'none'";
@@ -26,7 +26,7 @@ const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; i
 const OPENER_POLICY: HeaderName = HeaderName::from_static("cross-origin-opener-policy");
 const RESOURCE_POLICY: HeaderName = HeaderName::from_static("cross-origin-resource-policy");
 
-/// Most bytes that all files have together.
+/// Maximum total size of all files, in bytes.
 #[cfg(test)]
 const BYTES_MAX: usize = 150 * 1024;
 
@@ -37,7 +37,7 @@ struct ConsoleFile {
     text: &'static str,
 }
 
-/// Lists files of `console/`.
+/// Lists files in `console/`.
 macro_rules! files {
     ($($name:literal: $content_type:expr),+ $(,)?) => {
         [$(ConsoleFile {
@@ -50,7 +50,7 @@ macro_rules! files {
 
 const SCRIPT: &str = "text/javascript; charset=utf-8";
 
-/// The page, and all that it loads.
+/// The page, which loads all other files.
 const PAGE: ConsoleFile = ConsoleFile {
     name: "index.html",
     content_type: "text/html; charset=utf-8",
@@ -79,7 +79,7 @@ static FILES: [ConsoleFile; 20] = files! {
     "page-config.js": SCRIPT,
 };
 
-/// One of the files, or that the browser has it.
+/// A file, or a `304` if the browser has it.
 pub(super) struct ConsoleAnswer(Response);
 
 impl IntoResponse for ConsoleAnswer {
@@ -88,12 +88,12 @@ impl IntoResponse for ConsoleAnswer {
     }
 }
 
-/// `GET /`.
+/// Handles `GET /`.
 pub(super) async fn page(headers: HeaderMap) -> ConsoleAnswer {
     PAGE.answer(&headers)
 }
 
-/// `GET /console/{file}`.
+/// Handles `GET /console/{file}`.
 pub(super) async fn file(
     PathParam(name): PathParam<String>,
     headers: HeaderMap,
@@ -104,7 +104,7 @@ pub(super) async fn file(
 }
 
 impl ConsoleFile {
-    /// The file, or that the browser has it: it asks each time, so that a new build shows at once.
+    /// Returns the file or a `304`. The browser asks each time, so that a new build shows at once.
     fn answer(&self, asked: &HeaderMap) -> ConsoleAnswer {
         let tag = format!("\"{:016x}\"", xxh3_64(self.text.as_bytes()));
         let is_known = asked.get(IF_NONE_MATCH).is_some_and(|it| *it == tag);

@@ -1,4 +1,4 @@
-// The engines: which of them needs a look, and what each does.
+// The engines: those that need attention, and the load of each.
 
 import { every, pages } from './api.js';
 import { drain, undrain } from './actions.js';
@@ -13,7 +13,7 @@ export const title = 'Backends';
 
 const PROMPT_TOKENS = 1000;
 
-/** When the first token of a prompt of 1,000 tokens would come that nothing is cached of, in ms. */
+/** Predicted time to the first token of an uncached prompt of 1,000 tokens, in ms. */
 export function firstTokenMs(it) {
   const learnt = it.service?.learnt;
   if (!learnt?.prefill_ns_per_token) return null;
@@ -21,7 +21,7 @@ export function firstTokenMs(it) {
   return (work + learnt.decode_ns_per_request * it.in_flight.cluster) / 1e6 + (learnt.first_token_base_us ?? 0) / 1000;
 }
 
-/** The backends, those that need a look first: `{ id, level, why, of }`, level 0: none. */
+/** The backends, those that need attention first: `{ id, level, why, of }`; level 0 needs none. */
 export function judge(backends) {
   const times = backends.map(firstTokenMs).filter((it) => it !== null).sort((a, b) => a - b);
   const median = times[Math.floor((times.length - 1) / 2)];
@@ -108,7 +108,7 @@ export function mount(root, signal, [wanted]) {
   const failed = (fault) => { if (!all.length) put(summary, fault.message); };
   every(2000, signal, async () => {
     await look();
-    // A large answer is asked for less often.
+    // Poll less often if the response is large.
     if (all.length > 64) await new Promise((resolve) => { setTimeout(resolve, 3000); });
   }, failed);
   watch(signal, (what) => { if (what === 'written') look().catch(failed); });

@@ -1,4 +1,4 @@
-// Every setting: as this replica's file has it, as the cluster has it, and what is in effect.
+// All settings: their values in this replica's file, in the cluster, and in effect.
 
 import { every, get } from './api.js';
 import { h, put, swap } from './dom.js';

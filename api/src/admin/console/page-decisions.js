@@ -1,4 +1,4 @@
-// Where requests went, and why: the last decisions of this replica, and a picture of each.
+// Where requests went, and why: the last decisions of this replica, each as a diagram.
 
 import { every, get } from './api.js';
 import { setStatus, status } from './charts.js';
@@ -16,7 +16,7 @@ export function mount(root, signal, [given = '']) {
   const query = given instanceof URLSearchParams ? given : new URLSearchParams();
   let open = given === query ? '' : given;
   let isHeld = false;
-  /** Id of the decision that is drawn, until its end is. */
+  /** Id of the shown decision, until its request has ended. */
   let unended = '';
   const summary = h('p', { class: 'note', role: 'status' }, 'Reading the decisions …');
   const field = (name, label) => h('input', { type: 'search', 'aria-label': label, placeholder: label, value: query.get(name) ?? '', autocomplete: 'off', onchange: () => look() });
@@ -86,7 +86,7 @@ export function mount(root, signal, [given = '']) {
   showOne();
 }
 
-/** A score as people read it: `cost` predicts nanoseconds. */
+/** Formats a score for display: `cost` predicts nanoseconds. */
 const scoreText = (policy, score) => (score === null ? NONE : policy === 'cost' ? ms(score / 1e6) : count(score));
 
 function sentence(request, attempt) {
@@ -142,13 +142,13 @@ function attemptPicture(request, attempt, at) {
     ].map(([name, text]) => h('div', null, h('dt', null, name), h('dd', null, text)))));
 }
 
-/** A prompt as a strip: the held prefix is filled. */
+/** A prompt as a strip, with the held prefix filled. */
 function blocks(matched, total) {
   const share = total ? Math.min(1, matched / total) * 100 : 0;
   return svg('svg', { class: 'strip', viewBox: '0 0 100 10', preserveAspectRatio: 'none', 'aria-hidden': 'true' }, svg('rect', { class: 'all', width: 100, height: 10, rx: 2 }), svg('rect', { class: 'held', width: share, height: 10, rx: 2 }));
 }
 
-/** From when the request was understood to its end: waiting, first token, answer. */
+/** Timeline of a request from when it was parsed: waiting, first token, response. */
 function timeline(request, attempt) {
   const outcome = attempt.outcome;
   if (!outcome) return h('p', { class: 'note' }, 'Under way.');

@@ -1,4 +1,4 @@
-// The log: terms and members, snapshots, who changed what, what happened.
+// The log: terms and members, snapshots, changes with their authors, events.
 
 import { every, get } from './api.js';
 import { snapshot, transfer } from './actions.js';

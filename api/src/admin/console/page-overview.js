@@ -1,4 +1,4 @@
-// What an operator looks at first.
+// The overview for operators.
 
 import { every, pages } from './api.js';
 import { lines, setStatus, status } from './charts.js';
@@ -10,7 +10,7 @@ import { judge } from './page-backends.js';
 
 export const title = 'Overview';
 
-/** What needs a look, the worst first; empty: all is well. */
+/** Conditions that need attention, worst first; empty if all is well. */
 export function problems(answer) {
   const found = [];
   if (!answer.leader) found.push('No replica leads: nothing is committed until one does.');
@@ -121,7 +121,7 @@ export function mount(root, signal) {
     h('section', null, h('h2', null, 'Cluster'), h('div', { class: 'cards charts' }, charts)),
     h('section', null, h('h2', null, 'Latest events'), events));
 
-  /** Backends that cannot take what they should. */
+  /** Backends that cannot take their share of requests. */
   let sick = [];
   const show = () => {
     const answer = live.replicas;

@@ -1,4 +1,4 @@
-// Which prefixes are where.
+// Which backends own which prefixes.
 
 import { every, get } from './api.js';
 import { meter } from './charts.js';
@@ -8,7 +8,7 @@ import { table } from './table.js';
 
 export const title = 'Ownership';
 
-/** More owners than that are counted, not drawn. */
+/** Maximum number of owners to draw; further ones are only counted. */
 const COLUMNS_MAX = 16;
 
 export function mount(root, signal) {

@@ -1,4 +1,4 @@
-// By what requests are routed and admitted, and how to change it.
+// The policies for routing and admission, and how to change them.
 
 import { every, get } from './api.js';
 import { confirm } from './actions.js';
@@ -65,5 +65,5 @@ export function mount(root, signal) {
   watch(signal, (what) => { if (what === 'written') look().catch(() => {}); });
 }
 
-/** Settings within settings, by their whole names. */
+/** Flattens nested settings to their full names. */
 const flat = (config, before = '') => Object.fromEntries(Object.entries(config).flatMap(([name, it]) => (it && typeof it === 'object' && !Array.isArray(it) ? Object.entries(flat(it, `${before}${name}.`)) : [[`${before}${name}`, it]])));

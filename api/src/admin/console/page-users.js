@@ -1,4 +1,4 @@
-// Who uses the cluster, who waits, and whether each gets a fair share.
+// The users, those that wait, and whether each gets a fair share.
 
 import { every, get } from './api.js';
 import { setWeight } from './actions.js';
@@ -10,7 +10,7 @@ import { table } from './table.js';
 
 export const title = 'Users';
 
-/** What a user got: as charged, with output at twice the price of input. */
+/** A user's service: charged tokens, with output at twice the price of input. */
 const service = (usage, isUncachedOnly) => usage.input_uncached + (isUncachedOnly ? 0 : usage.input_cached) + 2 * usage.output;
 
 export function mount(root, signal, [wanted]) {
@@ -110,14 +110,14 @@ export function mount(root, signal, [wanted]) {
   }
 
   let cursor = '';
-  // Who was seen since the first page: whoever was not by the last one is gone.
+  // Users seen since the first page. Users missing after the last page are gone.
   let seen = new Set();
   const take = (it) => { known.set(it.key, it); seen.add(it.key); };
   every(1000, signal, async () => {
     const here = await get('/admin/v1/waiting?limit=1000', signal);
     waits = new Map(here.waiting.map((it) => [it.user, it.waited_ms]));
     showWaiting(here);
-    // One page of all users a second, round and round: 10,000 are read in ten.
+    // One page of all users per second, in a cycle: 10,000 are read in ten.
     do {
       const page = await get(`/admin/v1/users?limit=1000${cursor ? `&cursor=${cursor}` : ''}`, signal);
       page.users.forEach(take);

@@ -1,4 +1,4 @@
-// A table of any length: only rows in view are in the page, and only what changed is written.
+// A table of any length: only visible rows are in the page, and only changes are rendered.
 
 import { attr, h, put } from './dom.js';
 
@@ -8,7 +8,7 @@ const SPARE = 6;
 
 /**
  * Columns: `{ title, make() -> node with update(row) | text(row), by(row), number, wide }`.
- * `by` makes the column sortable, `wide` leaves it out on narrow screens.
+ * `by` makes the column sortable; `wide` hides it on narrow screens.
  */
 export function table({ label, columns, key, sort, empty }) {
   let rows = [];
@@ -44,7 +44,7 @@ export function table({ label, columns, key, sort, empty }) {
     return { tr: h('tr', null, cells.map((it) => it.td)), cells };
   }
 
-  /** The order stays while somebody points at the table or is in it: rows do not run away. */
+  /** Keeps the order while the pointer or focus is in the table, so that rows do not move away. */
   function arrange(isAsked = false) {
     const column = columns[order.at];
     const isHeld = !isAsked && shown.length > 0 && node.matches(':hover, :focus-within');
@@ -67,7 +67,7 @@ export function table({ label, columns, key, sort, empty }) {
   }
 
   function paint() {
-    // The box is no taller than the window, and grows into its height with its rows.
+    // The box is at most as tall as the window, and grows with its rows.
     const height = innerHeight;
     const first = Math.max(0, Math.min(Math.floor(box.scrollTop / ROW) - SPARE, shown.length));
     const last = Math.min(shown.length, first + Math.ceil(height / ROW) + 2 * SPARE);

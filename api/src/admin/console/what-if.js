@@ -1,4 +1,4 @@
-// What other policies would have done with this replica's last decisions.
+// What other policies would have chosen in this replica's last decisions.
 
 import { call } from './api.js';
 import { h, put, swap } from './dom.js';
@@ -28,7 +28,7 @@ function rowsOf(answer) {
   return [decided, ...answer.policies.map((it) => ({ ...it, name: `${it.config.policy}${it.is_live ? ' (live)' : ''}` }))];
 }
 
-/** A card that asks when its button is pressed: a replica answers one such question at a time. */
+/** A card that sends its question when the button is pressed: a replica handles one at a time. */
 export function whatIf(signal) {
   const note = h('p', { class: 'note', role: 'status' });
   const place = h('div');

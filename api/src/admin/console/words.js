@@ -1,11 +1,11 @@
-// What the API's names mean, in sentences. Words are those of docs/GLOSSARY.md.
+// The API's names explained in sentences, with the terms of docs/GLOSSARY.md.
 
 export const ROLES = {
   leader: 'Leader', follower: 'Follower', candidate: 'Candidate', learner: 'Learner',
   forming: 'Forming', removed: 'Removed', stopped: 'Stopped',
 };
 
-/** Why a backend was chosen: in short, and as the end of "…, because". */
+/** Why a backend was chosen: a short label, and the end of a sentence "…, because". */
 export const REASONS = {
   'only-candidate': ['Only candidate', 'it was the only backend that could take it'],
   'least-cost': ['Least cost', 'the first token was predicted soonest there'],
@@ -68,7 +68,7 @@ export const POLICIES = {
   'least-kv': 'Least KV cache used.',
 };
 
-/** An event as a sentence, and how it is meant: `good`, `bad` or nothing. */
+/** An event as a sentence, with its tone: `good`, `bad` or none. */
 export function event(it) {
   switch (it.event) {
     case 'leader': return it.leader ? [`Replica ${it.leader} leads term ${it.term}`, 'good'] : [`No leader in term ${it.term}`, 'bad'];

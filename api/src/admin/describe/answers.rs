@@ -1,4 +1,4 @@
-//! What answers are made of: each kind, described.
+//! Descriptions of each type of response.
 
 use axum::response::Html;
 use schemars::JsonSchema;

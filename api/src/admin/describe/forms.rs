@@ -1,4 +1,4 @@
-//! Schemas in the forms that generators of clients know. What they say stays the same.
+//! Rewrites schemas into the forms that client generators support, without changing their meaning.
 
 use serde_json::{Map, Value, json};
 

@@ -1,10 +1,10 @@
 //! The inputs and outputs of a call, derived from its handler's signature: the source of the
 //! OpenAPI document, and of the query keys that a call accepts.
 //!
-//! Extractors and answers describe themselves ([`DescribeRequest`], [`DescribeResponse`]), and a handler is described by
-//! its arguments and its result ([`DescribedHandler`]). A handler cannot take or give what is not
-//! described: it would not fit into the table of routes. The table also lists what no type shows:
-//! the problems that a handler itself answers.
+//! Extractors and answers describe themselves ([`DescribeRequest`], [`DescribeResponse`]), and a
+//! handler is described by its arguments and its result ([`DescribedHandler`]). A handler with
+//! undescribed inputs or outputs does not fit into the table of routes. The table also lists what
+//! no type shows: the problems that a handler itself returns.
 
 mod answers;
 mod forms;

@@ -1,4 +1,4 @@
-//! The kinds of problems that calls of the admin API answer, and the meaning of each type.
+//! Kinds of problems that calls of the admin API return, and the meaning of each type.
 
 /// Content type of problems.
 pub(in super::super) const MEDIA_TYPE: &str = "application/problem+json";

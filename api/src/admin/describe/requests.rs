@@ -1,4 +1,4 @@
-//! What requests are made of: each extractor, described.
+//! Descriptions of each extractor of requests.
 
 use axum::extract::{Extension, State};
 use http::HeaderMap;

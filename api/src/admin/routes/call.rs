@@ -1,4 +1,4 @@
-//! How the calls of the table are written down.
+//! Constructors for entries of the table of routes.
 
 use http::Method;
 

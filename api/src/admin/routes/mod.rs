@@ -1,4 +1,4 @@
-//! Every path of the admin listener, with who may call it. A path that is not in this table is not
+//! All paths of the admin listener with their permissions. A path that is not in this table is not
 //! served, and no method is served to a lower role than the table requires. The OpenAPI document is
 //! generated from the same table (`document`), so the two cannot differ.
 
@@ -19,7 +19,7 @@ use super::roles::{AdminRole, Permission};
 /// One path of the listener.
 pub(super) struct RouteInfo {
     pub(super) path: &'static str,
-    /// Its methods. What is not listed is for nobody but admins.
+    /// Its methods. Only admins may use methods that are not listed.
     pub(super) calls: &'static [CallInfo],
 }
 
@@ -28,19 +28,19 @@ pub(super) struct CallInfo {
     pub(super) method: Method,
     /// Name for generated clients.
     pub(super) id: &'static str,
-    /// Who may call it.
+    /// Required permission.
     pub(super) permission: Permission,
-    /// What it does, in sentences of which the first is a title.
+    /// Description, in sentences of which the first is a title.
     pub(super) what: &'static str,
-    /// Problems that its handler's signature does not tell.
+    /// Problems that its handler's signature does not show.
     pub(super) problems: &'static [ProblemKind],
     pub(super) handler: fn() -> DescribedRoute,
 }
 
-/// What a call needs. `path` is the path of the table that was matched; `None`: no path was.
+/// Returns the permission that a call requires. `path` is the matched path of the table, if any.
 pub(super) fn permission(path: Option<&str>, method: &Method) -> Permission {
     let Some(path) = path else {
-        // Only who may read learns which paths there are.
+        // Only callers with read access learn which paths exist.
         return Permission::Role(AdminRole::Viewer);
     };
     let Some(route) = ROUTES.iter().find(|route| route.path == path) else {
@@ -52,7 +52,7 @@ pub(super) fn permission(path: Option<&str>, method: &Method) -> Permission {
     listed.map_or(Permission::Role(AdminRole::Admin), |call| call.permission)
 }
 
-/// The method in the table that answers `method`.
+/// Returns the method in the table that handles `method`.
 pub(super) fn asked(method: &Method) -> &Method {
     match *method {
         Method::HEAD => &Method::GET,
@@ -60,7 +60,7 @@ pub(super) fn asked(method: &Method) -> &Method {
     }
 }
 
-/// Lists the endpoints as a page for people.
+/// Lists the endpoints as an HTML page.
 async fn index(_: State<AdminState>) -> Html<String> {
     use std::fmt::Write;
     let mut page = String::from(

@@ -1,4 +1,4 @@
-//! Routes of what replicas were asked: recordings, and what another policy would have done.
+//! Routes for recordings of requests, and for what-if evaluations of policies.
 
 use super::super::describe::problems::{BUSY, NOT_FOUND, RECORDING, REFUSED, STOPPING};
 use super::super::describe::served;

@@ -12,7 +12,7 @@ use crate::backup::{BackupHead, FileReader};
 const BACKUP: &str = "/admin/v1/cluster/backup";
 const RESTORE: &str = "/admin/v1/cluster/restore";
 
-/// A cluster with `users` users, a backend and blocks on it.
+/// Creates a cluster with `users` users, a backend and blocks on it.
 fn busy(users: u32) -> Bench {
     let bench = Bench::new();
     bench.apply(Command::PutBackend(spec("gpu-1")));

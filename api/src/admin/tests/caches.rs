@@ -1,4 +1,4 @@
-//! With whom users share cached blocks, as operators read and write it.
+//! Cache sharing between users, as operators read and write it.
 
 use super::*;
 
@@ -49,7 +49,7 @@ async fn what_was_read_can_be_written_back() {
     put(EVE, &json!({"cache": "default"})).await;
     assert!(bench.get(EVE).await.get("cache").is_none());
     assert_eq!(bench.get(CACHE).await["users"], 0);
-    // A user whom nobody has heard of is known from then on.
+    // An unknown user is created.
     put("/admin/v1/users/new", &json!({"cache": "isolated"})).await;
     assert_eq!(bench.get("/admin/v1/users/new").await["cache"], "isolated");
 }
@@ -99,7 +99,7 @@ async fn defaults_of_users_are_those_that_other_routes_set() {
     put(DEFAULTS, shown.clone()).await;
     assert_eq!(bench.get(DEFAULTS).await["config"], shown["config"]);
 
-    // Who has some of its own, has the rest of the defaults; writing it back gives it no more.
+    // A user with some own settings has the defaults for the rest; writing it back adds none.
     put(EVE, json!({"models": ["m"]})).await;
     put("/admin/v1/users/ada", json!({"cache": "shared"})).await;
     for path in [EVE, "/admin/v1/users/ada"] {

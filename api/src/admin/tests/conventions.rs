@@ -1,4 +1,4 @@
-//! What holds of every path: query keys, methods, versions, pages, times to come back.
+//! Rules for every path: query keys, methods, versions, pages, retry times.
 
 use super::*;
 
@@ -89,7 +89,7 @@ async fn two_operators_do_not_overwrite_each_other() {
     let path = "/admin/v1/backends/gpu-1";
     let read = bench.call("GET", path, "").await;
     let version = read.headers["etag"].to_str().unwrap().to_owned();
-    // Figures that change by themselves, and draining, are no edit of it.
+    // Changing figures and draining do not count as edits.
     bench.call("POST", &format!("{path}/drain"), "").await;
     let mut first = read.json();
     first["labels"] = json!({ "by": "ann" });
@@ -104,7 +104,7 @@ async fn two_operators_do_not_overwrite_each_other() {
     let now = bench.call("GET", path, "").await;
     assert_eq!(now.json()["labels"], json!({ "by": "ann" }));
     assert_eq!(now.headers["etag"], *problem["version"].as_str().unwrap());
-    // Several versions, as HTTP has it; one of them is there.
+    // Several versions, as HTTP allows; one of them is the current one.
     let both = format!("{version}, {}", problem["version"].as_str().unwrap());
     assert_eq!(
         bench.put_if(path, &both, &second.to_string()).await.status,

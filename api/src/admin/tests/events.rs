@@ -1,4 +1,4 @@
-//! The stream of events: ids, and how a client goes on behind the last event that it had.
+//! The event stream: ids, and resuming after the last event received.
 
 use super::*;
 use crate::events::{ClusterEvent, EVENTS_KEPT_MAX};
@@ -7,7 +7,7 @@ use crate::events::{ClusterEvent, EVENTS_KEPT_MAX};
 struct Listening(Body);
 
 impl Listening {
-    /// Opens the stream, after the event of this id.
+    /// Opens the stream, after the event with this id.
     async fn after(bench: &Bench, id: Option<&str>) -> Self {
         let mut request = Request::get("/admin/v1/events");
         if let Some(id) = id {
@@ -19,7 +19,7 @@ impl Listening {
         Self(response.into_body())
     }
 
-    /// The next event; `None`: the stream has ended.
+    /// Returns the next event; `None` at the end of the stream.
     async fn next(&mut self) -> Option<StreamedEvent> {
         let frame = self.0.frame().await?.unwrap();
         let text = String::from_utf8(frame.into_data().unwrap().to_vec()).unwrap();
@@ -92,7 +92,7 @@ async fn a_client_that_comes_back_gets_what_it_missed() {
     drop(stream);
     for (last, expected) in [(&had, vec![2, 3, 4]), (&begun, vec![1, 2, 3, 4])] {
         let mut again = Listening::after(&bench, Some(last)).await;
-        // Broken off here, the client would ask for the same.
+        // If cut off here, the client would ask for the same events.
         assert_eq!(again.hello().await.id(), last);
         if last == &had {
             send(&bench, 1);

@@ -9,7 +9,7 @@ use super::super::roles::Permission;
 use super::super::tokens::TokenEntry;
 use super::*;
 
-/// A token of each role, in their order.
+/// One token per role, in the order of roles.
 struct Tokens {
     secrets: Vec<String>,
     set: AdminTokens,
@@ -118,7 +118,7 @@ fn call_of(
 }
 
 impl Bench {
-    /// The status of a call, whose answer may have no end.
+    /// Returns the status of a call whose response may be endless.
     async fn status_for(&self, asked: (&str, &str), authorization: Option<&str>) -> u16 {
         let request = call_of(asked, authorization, None);
         let response = self.api.clone().oneshot(request).await.unwrap();
@@ -126,14 +126,14 @@ impl Bench {
     }
 }
 
-/// A path of the table with values in the place of its variables.
+/// Fills in the variables of a path in the table.
 fn path_of(route: &str) -> String {
     let path = route.replace("{id}", "7").replace("{name}", "ada");
     path.replace("{hash}", "00000000000000a2")
         .replace("{request_id}", "r")
 }
 
-/// Every call with what it asks for.
+/// Lists every call with the permission it requires.
 fn listing() -> String {
     let mut listing = String::new();
     for route in ROUTES {
@@ -151,7 +151,7 @@ fn listing() -> String {
 
 #[test]
 fn every_route_asks_for_a_role() {
-    // Who adds a route decides here who may call it.
+    // A new route's permission must be decided here.
     expect![[r#"
         GET /: -
         GET /console/{file}: -
@@ -257,7 +257,7 @@ async fn each_route_takes_the_roles_of_the_table_and_no_weaker_ones() {
             ] {
                 let status = bench.status_for(asked, wrong).await;
                 assert_eq!(status != 401, is_open, "{asked:?} {wrong:?} {status}");
-                // Nobody is slowed.
+                // Avoid slowing any source.
                 tokio::time::advance(std::time::Duration::from_secs(60)).await;
             }
             for role in AdminRole::ALL {
@@ -333,7 +333,7 @@ async fn guesses_are_slowed_by_source() {
     assert_eq!(status(&viewer, "10.0.0.1").await.status, 200);
     tokio::time::advance(std::time::Duration::from_secs(2)).await;
     assert_eq!(status(&viewer, "2001:db8::1").await.status, 200);
-    // Right ones take nothing.
+    // Correct tokens consume nothing.
     for _ in 0..20 {
         assert_eq!(status(&viewer, "10.0.0.2").await.status, 200);
     }
@@ -381,7 +381,7 @@ async fn writes_are_audited_with_who_and_from_where() {
     bench
         .send(call_of(refused, Some(&viewer), Some(from)))
         .await;
-    // Strangers and reads leave nothing.
+    // Strangers and reads leave no record.
     bench.send(call_of(drain, None, Some(from))).await;
     bench
         .send(call_of(drain, Some("Bearer x"), Some(from)))
@@ -411,7 +411,7 @@ async fn writes_are_audited_with_who_and_from_where() {
     assert_eq!(write["action"], "drain");
     assert_eq!(write["index"], index);
     assert_eq!([&write["who"], &write["from"]], ["a-operator", "10.0.0.9"]);
-    // Before there were tokens, or through another replica.
+    // Written before tokens existed, or through another replica.
     assert_eq!(audit["writes"][1].get("who"), None);
 }
 

@@ -1,4 +1,4 @@
-//! API keys: what is told once, what is listed, and what is kept.
+//! API keys: what is revealed once, what is listed, and what is kept.
 
 use state::keys::FoundKey;
 
@@ -66,7 +66,7 @@ async fn a_key_is_rotated_with_grace_and_revoked() {
     assert_eq!(bench.looked_up(&third), FoundKey::Unknown);
     let again = ("DELETE", &*format!("{KEYS}/{id}"), "");
     bench.problem(again, 404, "not-found").await;
-    // Of the key, which is gone, all writes have name and user.
+    // All writes to the removed key keep its name and user.
     let (live, _) = told(&bench, KEYS, r#"{"user":"bob","name":"ci"}"#).await;
     let audit = bench.get("/admin/v1/audit").await;
     let subject = |at: usize| audit["writes"][at]["subject"].as_str().unwrap().to_owned();

@@ -1,4 +1,4 @@
-//! What operators have the log say.
+//! Reading and changing the log level.
 
 use std::sync::{Arc, Mutex};
 
@@ -7,7 +7,7 @@ use serde_json::json;
 use super::*;
 use crate::admin::LogLevelControl;
 
-/// A log that knows two levels.
+/// Creates a control that accepts two levels.
 pub(super) fn log_level() -> LogLevelControl {
     let level = Arc::new(Mutex::new("info".to_owned()));
     let set = Arc::clone(&level);

@@ -1,5 +1,4 @@
-//! The admin API, called without a socket, over a cluster that applies its commands to a real
-//! state.
+//! The admin API, called without a socket, on a cluster that applies its commands to a real state.
 
 mod backups;
 mod caches;
@@ -53,7 +52,7 @@ enum Fate {
     Stopping,
 }
 
-/// A cluster of one that commits at once, or as a test dictates.
+/// A single-replica cluster that commits at once, or as a test dictates.
 struct Fake {
     state: Mutex<RouterState>,
     view: Arc<StateView>,
@@ -199,7 +198,7 @@ struct Bench {
     api: axum::Router,
 }
 
-/// A complete answer.
+/// A complete response.
 struct Answer {
     status: StatusCode,
     headers: HeaderMap,
@@ -213,12 +212,12 @@ impl Answer {
 }
 
 impl Bench {
-    /// An initialised cluster without backends.
+    /// Creates an initialised cluster without backends.
     fn new() -> Self {
         Self::guarded(None, false)
     }
 
-    /// The same behind tokens.
+    /// Creates one that requires tokens.
     fn guarded(tokens: Option<AdminTokens>, is_metrics_public: bool) -> Self {
         let state = RouterState::new();
         let view = state.view();
@@ -265,7 +264,7 @@ impl Bench {
             decider: Arc::clone(router.decider()),
             load: Arc::clone(router.load()),
             outbox: Arc::clone(router.outbox()),
-            // Later than all commands, by little.
+            // Slightly later than all commands.
             clock: Clock::of(|| 1_000_000),
             backends,
             metrics: Arc::new(Metrics::default()),
@@ -350,7 +349,7 @@ impl Bench {
             .await
     }
 
-    /// Puts what may replace only these versions.
+    /// Sends a `PUT` that may replace only these versions.
     async fn put_if(&self, path: &str, versions: &str, body: &str) -> Answer {
         let request = Request::builder().method("PUT").uri(path);
         let request = request.header("content-type", "application/json");
@@ -367,7 +366,7 @@ impl Bench {
         answer.json()
     }
 
-    /// Makes a call that must answer with a problem of this status and kind.
+    /// Makes a call that must return a problem with this status and kind.
     async fn problem(
         &self,
         (method, path, body): (&str, &str, &str),
@@ -385,7 +384,7 @@ impl Bench {
     }
 }
 
-/// The config of the replica.
+/// Returns the config of the replica.
 fn file() -> FileSettings {
     let cluster = [
         (SettingKey::Policy, json!("cost")),

@@ -1,4 +1,4 @@
-//! The OpenAPI document: it has what the table of routes has, and nothing else.
+//! The OpenAPI document contains the entries of the table of routes, and no others.
 
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
@@ -14,7 +14,7 @@ pub(super) fn document() -> Value {
     serde_json::from_slice(&API.text).unwrap()
 }
 
-/// All operations as path, method and what is said of it.
+/// Returns all operations as path, method and description.
 fn operations(document: &Value) -> Vec<(&str, &str, &Value)> {
     let paths = document["paths"].as_object().unwrap();
     let mut all = Vec::new();
@@ -26,7 +26,7 @@ fn operations(document: &Value) -> Vec<(&str, &str, &Value)> {
     all
 }
 
-/// The operation that a request is of; `None`: there is none, whatever its method or path.
+/// Returns the operation that handles a request; `None` if no path or method matches.
 fn operation<'a>(document: &'a Value, method: &str, path: &str) -> Option<&'a Value> {
     let method = if method == "HEAD" { "GET" } else { method };
     let parts: Vec<_> = path.split('/').collect();
@@ -42,7 +42,7 @@ fn operation<'a>(document: &'a Value, method: &str, path: &str) -> Option<&'a Va
     found.next().map(|(_, _, operation)| operation)
 }
 
-/// Checks that an answer is one that the document has.
+/// Checks that a response is documented.
 pub(super) fn check_documented(method: &str, path: &str, answer: &Answer) {
     static DOCUMENT: std::sync::LazyLock<Value> = std::sync::LazyLock::new(document);
     let what = format!("{method} {path}: {} {}", answer.status, answer.body);
@@ -139,7 +139,7 @@ fn every_list_pages_and_every_write_back_has_a_version() {
         if id.starts_with("list") {
             assert!(has("limit") && has("cursor"), "{path}");
         }
-        // What can be read and put: its version is answered, and can be asked for.
+        // Objects that can be read and put return their version, which writes can require.
         let is_put = document["paths"][path]["put"].is_object();
         if is_put && method == "get" {
             assert!(
@@ -154,7 +154,7 @@ fn every_list_pages_and_every_write_back_has_a_version() {
     }
 }
 
-/// The first example of a schema, or of the one that it refers to.
+/// Returns the first example of a schema, or of the one that it refers to.
 fn example<'a>(document: &'a Value, schema: &'a Value) -> Option<&'a Value> {
     let referred = schema["$ref"].as_str();
     let schema = referred.map_or(schema, |it| document.pointer(&it[1..]).unwrap());
@@ -175,7 +175,7 @@ async fn examples_are_taken_and_look_like_what_is_answered() {
             &document,
             &operation["responses"]["200"]["content"][json]["schema"],
         );
-        // What is there already cannot be named by an example.
+        // Examples cannot name existing objects.
         let is_named = path.contains('{') || method == "delete";
         if is_named || (body.is_none() && expected.is_none()) {
             continue;
@@ -256,7 +256,7 @@ fn reference(document: &Value) -> String {
     page
 }
 
-/// One sentence a line, as the other pages have it.
+/// Puts each sentence on a line of its own, as in the other pages.
 fn by_line(text: &str) -> String {
     text.replace(". ", ".\n")
 }

@@ -2,7 +2,7 @@
 
 use super::*;
 
-/// A request with these headers.
+/// Builds a request with these headers.
 fn request(
     method: &str,
     path: &str,

@@ -10,7 +10,7 @@ use tokio_util::sync::CancellationToken;
 use super::*;
 use crate::events::{self, ClusterEvent};
 
-/// One request of three blocks at `gpu-1`, in flight.
+/// Dispatches one request of three blocks to `gpu-1`.
 fn acquire(bench: &Bench, attempt: u32) {
     let backend = bench.admin.view.registry().backends[0].handle;
     let items = vec![Item::Acquire {

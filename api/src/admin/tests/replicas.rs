@@ -1,4 +1,4 @@
-//! What replicas tell of themselves, and who calls.
+//! Replicas' figures about themselves, and the identity of callers.
 
 use state::ids::UserKey;
 use tokio::time::Instant;

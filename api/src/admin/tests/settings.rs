@@ -1,4 +1,4 @@
-//! Settings are written as a config file writes them, and faults are named.
+//! Settings are written as in a config file, and faults are named.
 
 use super::*;
 

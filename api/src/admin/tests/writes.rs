@@ -1,4 +1,4 @@
-//! Writes: their effects, and their answers when they have none or an unknown one.
+//! Writes: their effects, and their responses if they have none or an unknown one.
 
 use state::command::UserSpec;
 
@@ -46,7 +46,7 @@ async fn a_backend_has_the_role_that_was_put_last() {
     let shown = put(r#"{"url":"http://a:1","role":"prefill","labels":{"zone":"x"}}"#).await;
     assert_eq!(shown["role"], "prefill");
     assert_eq!(shown["labels"], serde_json::json!({ "zone": "x" }));
-    // As it was answered, with all that is only shown.
+    // As in the response, including all read-only fields.
     assert_eq!(put(&shown.to_string()).await["role"], "prefill");
     assert_eq!(put(r#"{"url":"http://a:1"}"#).await["role"], "both");
 }
@@ -356,7 +356,7 @@ async fn a_user_is_weighed_and_the_policy_replaced() {
     let policy = bench.get("/admin/v1/policy").await;
     assert_eq!(policy["config"]["near_permille"], 7);
     assert_eq!(policy["index"], put.json()["index"]);
-    // What is read can be written.
+    // A policy that was read can be written.
     let again = policy["config"].to_string();
     let put = bench.call("PUT", "/admin/v1/policy", &again).await;
     assert_eq!(put.status, StatusCode::OK, "{}", put.body);
@@ -452,7 +452,7 @@ async fn what_is_too_large_or_no_name_is_refused_before_it_is_proposed() {
             .problem(("PUT", "/admin/v1/backends/gpu", &body), 400, "invalid")
             .await;
     }
-    // Within the bound of a body, but above that of the log when encoded.
+    // Within the limit of a body, but above that of the log when encoded.
     let models = "\"\",".repeat((1 << 20) / 3 - 100);
     let body = format!(r#"{{"url":"http://gpu:8000","models":[{models}"x"]}}"#);
     let answer = bench.call("PUT", "/admin/v1/backends/gpu", &body).await;
@@ -504,7 +504,7 @@ async fn engines_are_put_only_where_they_may_be() {
     }
     let right = r#"{"url":"http://10.0.0.1:8000"}"#;
     assert_eq!(put(right).await.status, 200);
-    // Clones are the same.
+    // Clones share their rules.
     let dialer: EngineDialer = bench.admin.backends.dialer().clone();
     let rules = ["*.engines.internal"].map(|text| text.parse().unwrap());
     dialer.allow(EngineAddressRules::new(rules.into()));

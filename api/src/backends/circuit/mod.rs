@@ -1,18 +1,17 @@
-//! Circuit breakers: backends whose requests fail are passed over for a while, whatever their
-//! probes say.
+//! Circuit breakers: backends whose requests fail are skipped for a while, regardless of their
+//! probes.
 //!
-//! A probe asks whether an engine is there, but only requests show that it fails at its work. The
+//! A probe checks whether an engine is reachable, but only requests show that its work fails. The
 //! circuit opens when a share of a backend's last attempts failed: no connection, broken off or
-//! timed out before the first byte, or a 5xx. After a pause it is half-open: single requests are
-//! let through, one at a time. An answered one closes the circuit, and a failed one opens it again
-//! for twice as long.
+//! timed out before the first byte, or a 5xx. After a pause it is half-open and admits requests one
+//! at a time. A successful one closes the circuit; a failed one reopens it for twice as long.
 //!
 //! A failure may be the request's fault. One user's failures alone do not open a circuit while the
-//! backend answers other users. A user whose half-open request failed has to wait behind the others
+//! backend serves other users. A user whose half-open request failed must wait behind the others
 //! before the next one, and cannot prolong the pause again.
 //!
-//! Circuits are local and last no longer than a backend's incarnation. The hot path reads one word
-//! while all are closed, else one per backend; changing a circuit takes its short lock.
+//! Circuits are local and end with a backend's incarnation. The hot path reads one word while all
+//! are closed, otherwise one per backend; changing a circuit takes its short lock.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -27,23 +26,23 @@ use tokio::time::Instant;
 
 use crate::sync::{AtomicU64, AtomicUsize, Mutex, MutexGuard, Ordering::Relaxed};
 
-/// Number of last attempts at a backend that are considered.
+/// Number of recent attempts at a backend that count.
 const RECENT_MAX: usize = 20;
 
 /// When circuits open, and for how long.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CircuitSettings {
-    /// Minimum number of failures among the last attempts that opens a circuit. 0: circuits never
-    /// open.
+    /// Minimum number of failures among the recent attempts that opens a circuit. With 0, circuits
+    /// never open.
     pub failures: u32,
     /// Minimum share of failures among them, in percent.
     pub failure_percent: u32,
-    /// Maximum share of a model's backends passed over at a time for their circuits, in percent.
-    /// One always may be, all never.
+    /// Maximum share of a model's backends skipped at a time because of their circuits, in percent.
+    /// One may always be skipped, but never all.
     pub ejection_percent_max: u32,
     /// First pause of an open circuit.
     pub backoff: Duration,
-    /// Longest pause. Also the time after which another request is let through if the first has not
+    /// Longest pause. Also the time after which another request is admitted if the first has not
     /// ended.
     pub backoff_max: Duration,
 }
@@ -77,15 +76,15 @@ pub struct CircuitView {
 #[derive(Debug, Default)]
 struct CircuitBreaker {
     backend: Option<BackendRef>,
-    /// Last attempts, oldest first.
+    /// Recent attempts, oldest first.
     recent: VecDeque<AttemptRecord>,
     openings: u32,
     /// When the circuit opened, in microseconds since `began`.
     opened_us: u64,
-    /// When a request was last answered; `None` if one could not even be sent since.
+    /// Time of the last response; `None` if a request could not even be sent since.
     answered_us: Option<u64>,
-    /// User whose half-open request failed last while others also used the backend, and when that
-    /// user may try again.
+    /// User whose half-open request failed last while others also used the backend, and the time
+    /// from which that user may try again.
     blamed: Option<(UserKey, u64)>,
     /// Number and user of the half-open request in flight.
     trial: Option<(u64, UserKey)>,
@@ -96,14 +95,14 @@ struct CircuitBreaker {
 /// Result of an attempt.
 #[derive(Debug, Clone, Copy)]
 struct AttemptRecord {
-    /// User of the request. `None`: it did not get far enough for the request to be at fault.
+    /// User of the request; `None` if the request cannot be at fault.
     user: Option<UserKey>,
     is_failure: bool,
 }
 
 #[derive(Default)]
 struct BreakerCell {
-    /// 0 if closed, else the time from which a request is let through, in microseconds since
+    /// 0 if closed, otherwise the time from which a request is admitted, in microseconds since
     /// `began`.
     closed_until_us: AtomicU64,
     circuit: Mutex<CircuitBreaker>,
@@ -118,14 +117,14 @@ pub(super) struct CircuitBreakers {
     began: Instant,
 }
 
-/// A request let through an open circuit. If dropped without a result, the next one may go.
+/// A half-open request. Dropping it without a result admits the next one.
 pub(crate) struct HalfOpenProbe {
     circuits: Arc<CircuitBreakers>,
     backend: BackendRef,
     number: u64,
 }
 
-/// Whether a request may go.
+/// Decision on whether a request may go.
 pub(crate) enum BreakerState {
     /// The circuit is closed, so the request may go.
     Closed,
@@ -149,15 +148,14 @@ impl CircuitBreakers {
         }
     }
 
-    /// Whether a request of `user` may go to `backend` at `now`. `user` is only called if it
-    /// matters.
+    /// Whether a request of `user` may go to `backend` at `now`. Calls `user` only if it matters.
     pub(super) fn allows(
         &self,
         backend: BackendRef,
         user: impl FnOnce() -> UserKey,
         now: Instant,
     ) -> bool {
-        // Asked of every backend at every decision, and mostly all are closed.
+        // Called for every backend at every decision; usually all circuits are closed.
         if self.not_closed.load(Relaxed) == 0 {
             return true;
         }
@@ -178,7 +176,7 @@ impl CircuitBreakers {
         self.cell(backend).map_or(0, |cell| cell.lock().opened_us)
     }
 
-    /// Returns how many of a model's backends may be passed over at a time.
+    /// Returns how many of a model's backends may be skipped at a time.
     pub(super) fn ejected_max(&self, backends: usize) -> usize {
         let percent = usize::try_from(self.settings.ejection_percent_max).unwrap_or(100);
         let share = backends * percent / 100;
@@ -222,8 +220,8 @@ impl CircuitBreakers {
         })
     }
 
-    /// Lets a request go to `backend` as [`CircuitBreakers::enter`] does when its circuit is open:
-    /// alone. For a backend that only probes call unhealthy, and that has answered nobody lately.
+    /// Lets a request go to `backend` alone, as [`CircuitBreakers::enter`] does for an open
+    /// circuit. For a backend that only probes consider unhealthy, without recent responses.
     pub(super) fn enter_doubted(
         self: &Arc<Self>,
         backend: BackendRef,
@@ -247,7 +245,7 @@ impl CircuitBreakers {
         self.answered_us(backend).is_some()
     }
 
-    /// Records an answered attempt of `user`. Returns whether it closed the circuit.
+    /// Records a successful attempt of `user`. Returns whether it closed the circuit.
     pub(super) fn passed(&self, backend: BackendRef, user: UserKey, now: Instant) -> bool {
         let Some(cell) = self.cell(backend) else {
             return false;
@@ -265,8 +263,7 @@ impl CircuitBreakers {
         was_open
     }
 
-    /// Whether `backend` answered a request within `time` before `now` and has been reachable
-    /// since.
+    /// Whether `backend` responded within `time` before `now` and has been reachable since.
     pub(super) fn answered_within(
         &self,
         backend: BackendRef,
@@ -279,7 +276,7 @@ impl CircuitBreakers {
     }
 
     /// Records a failed attempt and returns whether it opened the circuit. Without a `user`, the
-    /// request had no part in the failure.
+    /// request played no part in the failure.
     pub(super) fn failed(&self, backend: BackendRef, user: Option<UserKey>, now: Instant) -> bool {
         let settings = &self.settings;
         let Some(cell) = self.cell(backend) else {
@@ -300,7 +297,7 @@ impl CircuitBreakers {
         let is_trial = circuit
             .trial
             .is_some_and(|(_, tries)| user.is_none_or(|user| user == tries));
-        // Attempts dispatched before the circuit opened say nothing new.
+        // Attempts dispatched before the circuit opened provide no new information.
         if !is_first && !is_trial {
             return false;
         }
@@ -338,14 +335,14 @@ impl CircuitBreakers {
         }
     }
 
-    /// The slot is empty: its circuit is nobody's.
+    /// Resets the circuit of an empty slot.
     pub(super) fn forget(&self, slot: Slot) {
         if let Some(cell) = self.cells.get(usize::from(slot.0)) {
             self.close(cell, &mut cell.lock(), None);
         }
     }
 
-    /// Makes it the closed circuit of `backend`. `circuit` is that of `cell`.
+    /// Resets `circuit`, that of `cell`, to a closed circuit of `backend`.
     fn close(&self, cell: &BreakerCell, circuit: &mut CircuitBreaker, backend: Option<BackendRef>) {
         *circuit = circuit.anew(backend);
         if cell.closed_until_us.swap(0, Relaxed) != 0 {
@@ -353,7 +350,7 @@ impl CircuitBreakers {
         }
     }
 
-    /// Has no request pass before `until_us`. The circuit of `cell` is locked.
+    /// Admits no request before `until_us`. The caller holds the lock on the circuit of `cell`.
     fn pause(&self, cell: &BreakerCell, until_us: u64) {
         if cell.closed_until_us.swap(until_us.max(1), Relaxed) == 0 {
             self.not_closed.fetch_add(1, Relaxed);
@@ -364,7 +361,7 @@ impl CircuitBreakers {
         self.cells.get(usize::from(backend.slot.0))
     }
 
-    /// The circuit of `backend`; `None` if its slot has that of another backend, or of none yet.
+    /// Returns the circuit of `backend`; `None` if the slot's circuit is not that of `backend`.
     fn circuit(
         &self,
         backend: BackendRef,
@@ -387,7 +384,7 @@ impl CircuitBreakers {
 impl CircuitBreaker {
     fn note(&mut self, user: Option<UserKey>, is_failure: bool) {
         if self.recent.len() == RECENT_MAX {
-            // A busy user does not displace all others.
+            // Keep a busy user from displacing all others.
             let mine = self.recent.iter().filter(|it| it.user == user).count();
             let oldest = self.recent.iter().position(|it| it.user == user);
             let out = oldest.filter(|_| mine >= RECENT_MAX / 2).unwrap_or(0);
@@ -401,7 +398,7 @@ impl CircuitBreaker {
         u32::try_from(failures).unwrap_or(u32::MAX)
     }
 
-    /// Whether enough of the last attempts failed, and not only one user's while others are served.
+    /// Whether enough recent attempts failed, and not only those of one user while others succeed.
     fn is_bad(&self, settings: &CircuitSettings) -> bool {
         let (failures, all) = (self.failures(), self.recent.len() as u64);
         let is_share = u64::from(failures) * 100 >= all * u64::from(settings.failure_percent);
@@ -416,7 +413,7 @@ impl CircuitBreaker {
         }
     }
 
-    /// Whether only `user` has used the backend lately.
+    /// Whether only `user` has used the backend recently.
     fn is_alone(&self, user: UserKey) -> bool {
         let is_theirs = |it: &AttemptRecord| it.user.is_none_or(|other| other == user);
         self.recent.iter().all(is_theirs)
@@ -439,7 +436,7 @@ impl CircuitBreaker {
 
 impl BreakerCell {
     fn lock(&self) -> MutexGuard<'_, CircuitBreaker> {
-        // Every change leaves it well formed.
+        // Every change leaves it consistent.
         self.circuit.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -1,4 +1,4 @@
-//! When circuits open and close, and who is let through.
+//! When circuits open and close, and which requests they admit.
 
 use state::ids::{Incarnation, Slot};
 

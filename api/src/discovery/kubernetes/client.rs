@@ -1,5 +1,5 @@
-//! A client of the Kubernetes API, as small as reading pods needs it: `GET` of an object and a watch,
-//! over the same HTTP and TLS as all else here.
+//! A minimal client of the Kubernetes API for reading pods: `GET` of an object and a watch, with
+//! this crate's usual HTTP and TLS.
 
 use std::io;
 use std::sync::Arc;
@@ -24,27 +24,27 @@ use crate::backends::EngineUrl;
 use crate::discovery::KubernetesAccess;
 use crate::tls::{Certificates, ClientFiles, MaybeTls, NamedFile};
 
-/// Drives a connection, which ends with it.
+/// Drives a connection. Dropping it closes the connection.
 type ApiConnection = AbortOnDropHandle<()>;
 
-/// Variables that tell a pod where the API server is.
+/// Environment variables with the address of the API server in a pod.
 const SERVER_VARIABLES: [&str; 2] = ["KUBERNETES_SERVICE_HOST", "KUBERNETES_SERVICE_PORT"];
-/// Time for connecting, and for the head of an answer.
+/// Timeout for connecting and for the head of a response.
 const TIMEOUT: Duration = Duration::from_secs(10);
-/// Longest silence of a watch: servers send bookmarks about once a minute.
+/// Maximum silence of a watch: servers send bookmarks about once a minute.
 const SILENCE_MAX: Duration = Duration::from_secs(180);
-/// Maximum length of an answer, in bytes.
+/// Maximum length of a response, in bytes.
 const ANSWER_BYTES_MAX: usize = 64 << 20;
 /// Maximum length of one event, in bytes.
 const EVENT_BYTES_MAX: usize = 4 << 20;
 
-/// Reason why the server's answer cannot be used.
+/// Reason why the server's response cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum ApiError {
     /// A setting or a file is missing.
     #[error("{0}")]
     Setup(String),
-    /// There is no connection.
+    /// The connection failed.
     #[error("connect to {0}: {1}")]
     Connect(String, io::Error),
     /// The exchange broke.
@@ -53,23 +53,23 @@ pub(super) enum ApiError {
     /// The server refused.
     #[error("{0} to {1}: {2}")]
     Refused(StatusCode, String, String),
-    /// The place in the stream is forgotten.
+    /// The server no longer knows the position in the stream.
     #[error("the server has forgotten the resource version")]
     Expired,
     /// The server took too long.
     #[error("no answer within {0:?}")]
     Silent(Duration),
-    /// Something else was answered.
+    /// The response was unexpected.
     #[error("{0}")]
     Unexpected(String),
 }
 
-/// Escapes a value of a query.
+/// Percent-encodes a query value.
 pub(super) fn encoded(text: &str) -> String {
     utf8_percent_encode(text, NON_ALPHANUMERIC).to_string()
 }
 
-/// Speaks to one API server.
+/// A client of one API server.
 #[derive(Clone)]
 pub(super) struct ApiClient {
     server: EngineUrl,
@@ -78,7 +78,7 @@ pub(super) struct ApiClient {
 }
 
 impl ApiClient {
-    /// Reads token and authorities anew, which change as they expire.
+    /// Creates a client, reading the token and the authorities again because they expire.
     pub(super) fn new(access: &KubernetesAccess) -> Result<Self, ApiError> {
         let server = match &access.api_server {
             Some(server) => server.clone(),
@@ -95,7 +95,7 @@ impl ApiClient {
                 value.set_sensitive(true);
                 Some(value)
             }
-            // A proxy beside this process may do without.
+            // A proxy next to this process may not need a token.
             Err(_) if !server.is_tls() => None,
             Err(error) => {
                 let shown = token.display();
@@ -134,7 +134,7 @@ impl ApiClient {
         })
     }
 
-    /// Sends a request on a connection of its own, and returns an answer of success.
+    /// Sends a request on a connection of its own, and returns a successful response.
     async fn ask(&self, path: &str) -> Result<(Response<Incoming>, ApiConnection), ApiError> {
         let asking = tokio::time::timeout(TIMEOUT, self.exchange(path)).await;
         let (answer, connection) = asking.map_err(|_| ApiError::Silent(TIMEOUT))??;
@@ -186,7 +186,7 @@ impl ApiClient {
     }
 }
 
-/// Returns the API server of the cluster that this pod runs in.
+/// Returns the API server of the cluster in which this pod runs.
 fn in_cluster() -> Result<EngineUrl, ApiError> {
     let [host, port] = SERVER_VARIABLES.map(|name| std::env::var(name).ok());
     let (Some(host), Some(port)) = (host, port) else {
@@ -217,7 +217,7 @@ fn trust(access: &KubernetesAccess) -> Result<Arc<ClientConfig>, ApiError> {
     Ok(certificates.current())
 }
 
-/// A watch: a line of JSON per event.
+/// A watch: one line of JSON per event.
 pub(super) struct WatchStream {
     body: Incoming,
     rest: BytesMut,
@@ -225,7 +225,7 @@ pub(super) struct WatchStream {
 }
 
 impl WatchStream {
-    /// Returns the next event; `None`: the server has ended the watch.
+    /// Returns the next event; `None` if the server has ended the watch.
     pub(super) async fn next(&mut self) -> Result<Option<Value>, ApiError> {
         loop {
             if let Some(end) = memchr::memchr(b'\n', &self.rest) {

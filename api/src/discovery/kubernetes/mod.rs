@@ -1,8 +1,8 @@
-//! `kind = "kubernetes"`: pods of a namespace, by labels or as an `InferencePool` selects them.
+//! `kind = "kubernetes"`: pods of a namespace, selected by labels or by an `InferencePool`.
 //!
 //! Pods are listed once and then watched: the server sends every change, and bookmarks of its
-//! position. If it no longer knows our position (410), or ends the watch, what is known stays until
-//! a new list or watch replaces it (ADR 0089).
+//! position. If it no longer knows our position (410), or ends the watch, the known pods remain
+//! until a new list or watch replaces them (ADR 0089).
 
 mod client;
 mod pods;
@@ -20,38 +20,38 @@ use super::board::{DiscoveryBoard, SourceReading};
 use super::{EngineTemplate, KubernetesAccess, KubernetesSource, PodChoice};
 use crate::backends::EngineDialer;
 
-/// First pause after a failure; each further one doubles.
+/// First pause after a failure; doubles with each further one.
 const PAUSE_MIN: Duration = Duration::from_millis(200);
 /// Longest pause.
 const PAUSE_MAX: Duration = Duration::from_secs(10);
-/// How often a pool is read again.
+/// Interval at which a pool is read again.
 const POOL_EVERY: Duration = Duration::from_secs(10);
-/// Pods in one answer to a list.
+/// Number of pods per page of a list.
 const PAGE_PODS: u32 = 500;
-/// Maximum number of pods that are looked at.
+/// Maximum number of pods to read.
 const PODS_MAX: usize = 16_384;
-/// File in which a pod finds its namespace.
+/// File that contains a pod's namespace.
 const NAMESPACE_FILE: &str = "/var/run/secrets/kubernetes.io/serviceaccount/namespace";
 
-/// Most engines of one pod: as many target ports as a pool may have.
+/// Maximum number of engines per pod: the maximum number of a pool's target ports.
 const PORTS_MAX: usize = 8;
 
-/// Which pods are engines, and at which ports.
+/// The pods that are engines, and their ports.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Selection {
-    /// Label selector, as the API takes it.
+    /// Label selector in the API's syntax.
     selector: String,
-    /// Each is an engine of its own.
+    /// Each port is a separate engine.
     ports: Vec<u16>,
 }
 
-/// Why following has to start over.
+/// Why following must start over.
 enum Ended {
-    /// The place in the stream is forgotten: list again, at once.
+    /// The server no longer knows the position in the stream: list again at once.
     Expired,
     /// The pool selects other pods.
     OtherSelection,
-    /// The watch ended, as it does now and then.
+    /// The watch ended, as happens from time to time.
     Quietly,
     Failed(ApiError),
 }
@@ -65,7 +65,7 @@ impl From<ApiError> for Ended {
     }
 }
 
-/// Tells the board of the pods, for as long as it is polled.
+/// Reports the pods to the board for as long as it is polled.
 pub(super) async fn follow(
     source: &KubernetesSource,
     template: &EngineTemplate,
@@ -86,7 +86,7 @@ pub(super) async fn follow(
             Ended::Expired | Ended::OtherSelection => follower.followed = None,
             Ended::Quietly => {}
             Ended::Failed(error) => {
-                // Another connection, and the token may be a newer one.
+                // Use another connection; the token may have been replaced.
                 follower.client = None;
                 board.told(&template.source, Err(error.to_string()));
             }
@@ -105,7 +105,7 @@ struct PodFollower<'a> {
     board: &'a DiscoveryBoard,
     dialer: &'a EngineDialer,
     client: Option<ApiClient>,
-    /// Pods as of a place in the stream; `None`: they are to be listed.
+    /// Pods as of a position in the stream; `None` if they must be listed.
     followed: Option<(Selection, PodTable)>,
 }
 
@@ -114,7 +114,7 @@ impl PodFollower<'_> {
         self.followed.as_ref().map_or(0, |(_, pods)| pods.heard)
     }
 
-    /// Lists if needed, then watches until something ends that.
+    /// Lists pods if needed, then watches until the watch ends.
     async fn watch(&mut self) -> Result<Ended, ApiError> {
         let client = match self.client.take() {
             Some(client) => client,
@@ -138,7 +138,7 @@ impl PodFollower<'_> {
                 return Err(error);
             }
         };
-        // Only now the server is known to answer.
+        // Only now is the server known to respond.
         self.tell(&selection, &pods);
         let ended = self
             .read(&client, &mut stream, (&selection, &mut pods))
@@ -187,7 +187,7 @@ impl PodFollower<'_> {
         Ok(format!("/api/v1/namespaces/{namespace}/pods"))
     }
 
-    /// Returns which pods are engines.
+    /// Returns the pods that are engines.
     async fn selection(&self, client: &ApiClient) -> Result<Selection, ApiError> {
         let name = match &self.source.pods {
             PodChoice::Selector(selector) => {
@@ -208,7 +208,7 @@ impl PodFollower<'_> {
     }
 }
 
-/// Follows a watch without a server, for the fuzz target; `check` is handed what each event leaves.
+/// Follows a watch without a server, for the fuzz target; calls `check` after each event.
 #[cfg(feature = "fuzzing")]
 pub(super) fn fuzzed(
     lines: &[u8],
@@ -231,7 +231,7 @@ pub(super) fn fuzzed(
     }
 }
 
-/// Returns the namespace that is meant.
+/// Returns the configured namespace, or that of this pod.
 fn namespace(access: &KubernetesAccess) -> Result<String, ApiError> {
     if let Some(namespace) = &access.namespace {
         return Ok(namespace.clone());
@@ -243,7 +243,7 @@ fn namespace(access: &KubernetesAccess) -> Result<String, ApiError> {
     Ok(read.trim().to_owned())
 }
 
-/// Reads an `InferencePool`; the error is what it lacks.
+/// Parses an `InferencePool`; the error names what it lacks.
 fn of_pool(pool: &Value, port: Option<u16>) -> Result<Selection, &'static str> {
     let labels = pool["spec"]["selector"]["matchLabels"].as_object();
     let labels = labels.ok_or("no spec.selector.matchLabels")?;
@@ -268,7 +268,7 @@ fn of_pool(pool: &Value, port: Option<u16>) -> Result<Selection, &'static str> {
     })
 }
 
-/// Reads the ports of a pool, in its order.
+/// Parses the ports of a pool, in its order.
 fn target_ports(told: &Value) -> Result<Vec<u16>, &'static str> {
     let told = told.as_array().filter(|told| !told.is_empty());
     let told = told.ok_or("no spec.targetPorts, and port is not set")?;
@@ -319,7 +319,7 @@ async fn list(
     }
 }
 
-/// Opens a watch from where the pods are known.
+/// Opens a watch from the position of the known pods.
 async fn open(
     client: &ApiClient,
     pods_path: &str,

@@ -1,4 +1,4 @@
-//! The pods as of a place in the server's stream of changes, and the engines that they are.
+//! Pods as of a position in the server's stream of changes, and the engines in them.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -13,21 +13,21 @@ use crate::backends::EngineDialer;
 use crate::discovery::EngineTemplate;
 use crate::discovery::board::SourceReading;
 
-/// Label by which a pod tells its role, as the config's `role` does.
+/// Label with a pod's role, like `role` in the config.
 const ROLE_LABEL: &str = "quorate.role";
-/// The status with which a server says that it has forgotten a place in the stream.
+/// Status with which a server reports that it no longer knows a position in the stream.
 const GONE: u64 = 410;
 
-/// What an event means for who follows.
+/// Effect of an event on a follower.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum WatchEvent {
     /// Engines may have changed.
     Changed,
-    /// The server lives.
+    /// The server is alive.
     Heard,
 }
 
-/// A pod, as far as it matters here.
+/// The relevant part of a pod.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Pod {
     labels: BTreeMap<String, String>,
@@ -66,7 +66,7 @@ impl Pod {
 pub(super) struct PodTable {
     pods: BTreeMap<String, Pod>,
     version: String,
-    /// How often anything was heard.
+    /// Number of messages received.
     pub(super) heard: u64,
 }
 
@@ -75,12 +75,12 @@ impl PodTable {
         self.pods.len()
     }
 
-    /// Returns the place in the stream.
+    /// Returns the position in the stream.
     pub(super) fn version(&self) -> &str {
         &self.version
     }
 
-    /// Notes the place in the stream.
+    /// Records the position in the stream.
     pub(super) fn at(&mut self, metadata: &Value) {
         self.heard += 1;
         if let Some(version) = metadata["resourceVersion"].as_str() {
@@ -95,14 +95,14 @@ impl PodTable {
         }
     }
 
-    /// Takes an event of a watch.
+    /// Applies an event of a watch.
     pub(super) fn apply(&mut self, event: &Value) -> Result<WatchEvent, ApiError> {
         let object = &event["object"];
         let happened = match event["type"].as_str() {
             Some("ADDED" | "MODIFIED") => {
                 self.put(object);
                 if self.pods.len() > PODS_MAX {
-                    // A list says so, and keeps none of them.
+                    // Listing again reports the limit, and keeps none of them.
                     return Err(ApiError::Expired);
                 }
                 WatchEvent::Changed
@@ -121,14 +121,14 @@ impl PodTable {
                 let message = object["message"].as_str().unwrap_or("no message");
                 return Err(ApiError::Unexpected(format!("the watch ended: {message}")));
             }
-            // Later kinds of events may be ignored.
+            // Unknown kinds of events may be ignored.
             Some(_) | None => WatchEvent::Heard,
         };
         self.at(&object["metadata"]);
         Ok(happened)
     }
 
-    /// Returns the engines that the pods are, one at each port.
+    /// Returns the engines of all pods, one per port.
     pub(super) fn reading(
         &self,
         ports: &[u16],
@@ -140,7 +140,7 @@ impl PodTable {
         for (name, pod) in &self.pods {
             let named = |at: &EngineAtPort| format!("{name}{}", at.suffix);
             let Some(ip) = pod.ip else {
-                // It has not begun, or has ended: a backend that it was goes on as one that leaves.
+                // It has not started, or has ended: its backend, if any, is treated as leaving.
                 if pod.condition == EngineCondition::Leaving {
                     let leaving = |at: &EngineAtPort| {
                         at.template.nowhere(&named(at), EngineCondition::Leaving)
@@ -166,15 +166,15 @@ impl PodTable {
     }
 }
 
-/// What the engines of all pods at one port have in common.
+/// Settings shared by the engines of all pods at one port.
 struct EngineAtPort {
     port: u16,
-    /// Behind the pod's name; nothing where pods have one engine each.
+    /// Suffix of the pod's name; empty if pods have one engine each.
     suffix: String,
     template: EngineTemplate,
 }
 
-/// As ranks do, each engine of a pod tells of its blocks at the port behind that of the one before.
+/// Like ranks, successive engines of a pod publish their KV events at successive ports.
 fn at_ports(ports: &[u16], template: &EngineTemplate) -> impl Iterator<Item = EngineAtPort> {
     let is_alone = ports.len() == 1;
     ports.iter().zip(0..).map(move |(port, rank): (_, u16)| {

@@ -1,4 +1,4 @@
-//! How many pods a StatefulSet is to have: which replicas of a cluster are wanted.
+//! The desired number of pods of a StatefulSet: which replicas of a cluster are wanted.
 
 use serde_json::Value;
 
@@ -6,12 +6,12 @@ use super::client::{ApiClient, ApiError};
 use super::namespace;
 use crate::discovery::KubernetesAccess;
 
-/// The pods that a StatefulSet is to have, by the numbers in their names.
+/// Desired pods of a StatefulSet, by the numbers in their names.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StatefulSetScale {
     /// Number of the first pod.
     pub first: u64,
-    /// How many there are to be.
+    /// Desired number of pods.
     pub replicas: u64,
 }
 
@@ -19,7 +19,7 @@ impl StatefulSetScale {
     /// Reads it from the API server.
     ///
     /// # Errors
-    /// If the server cannot be asked, or there is no such StatefulSet that stays.
+    /// Fails if the server does not respond, or the StatefulSet does not exist or is being deleted.
     pub async fn read(access: &KubernetesAccess, name: &str) -> Result<Self, String> {
         let read = async {
             let client = ApiClient::new(access)?;
@@ -31,7 +31,7 @@ impl StatefulSetScale {
         read.await.map_err(|error: ApiError| error.to_string())
     }
 
-    /// Reads a StatefulSet; the error is why it says nothing.
+    /// Parses a StatefulSet; the error is why it is unusable.
     fn of(object: &Value) -> Result<Self, &'static str> {
         if !object["metadata"]["deletionTimestamp"].is_null() {
             return Err("it is being deleted");

@@ -1,4 +1,4 @@
-//! A name whose records change, at a DNS server on loopback.
+//! A name whose records change, served by a DNS server on loopback.
 
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
 
@@ -56,7 +56,7 @@ impl Zone {
         self.zone.upsert(record, self.serial).await;
     }
 
-    /// Has a name lead to these addresses only.
+    /// Points a name to these addresses only.
     async fn lead(&mut self, owner: &str, hosts: &[u8]) {
         self.forget(owner, RecordType::A).await;
         for host in hosts {
@@ -103,7 +103,7 @@ fn following(source: DnsSource) -> Following {
 async fn a_name_is_followed_as_its_ttl_says_and_keeps_its_engines_while_it_leads_nowhere() {
     let mut zone = Zone::start().await;
     zone.lead("engines.test.", &[7, 8]).await;
-    // The TTL is a second, the interval an hour.
+    // The TTL is one second, the interval an hour.
     let it = following(zone.source("engines.test.", DnsRecords::Addresses));
     let first = says(&it.0, "10-0-0-7-8000 10-0-0-8-8000").await;
     assert_eq!(first.engines[0].spec.url, "http://10.0.0.7:8000");
@@ -174,7 +174,7 @@ async fn an_answer_of_a_thousand_addresses_arrives_whole() {
         let data = RData::A(A(Ipv4Addr::new(10, 1, high, low)));
         zone.put("engines.test.", 60, data).await;
     }
-    // It is too long for a datagram.
+    // The response is too long for a datagram.
     let it = following(zone.source("engines.test.", DnsRecords::A));
     let told = async {
         loop {

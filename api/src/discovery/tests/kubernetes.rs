@@ -1,5 +1,5 @@
-//! Pods that come and go at a stand-in for an API server. It answers as its script says, in the words
-//! of a real one: lists in pages, watches with bookmarks, expired places, broken connections.
+//! Changing pods at a stand-in for an API server. It follows a script, in the format of a real one:
+//! paged lists, watches with bookmarks, expired positions, broken connections.
 
 use std::net::SocketAddr;
 use std::sync::Mutex;
@@ -16,16 +16,16 @@ use crate::backends::EngineUrl;
 use crate::discovery::kubernetes::follow;
 use crate::discovery::{KubernetesAccess, KubernetesSource, PodChoice};
 
-/// What the server does with a request.
+/// Reaction of the server to a request.
 enum ScriptStep {
     Answer(u16, Value),
-    /// Events, until there are no more: then the watch ends.
+    /// Sends events until the channel closes, then ends the watch.
     Watch(mpsc::UnboundedReceiver<String>),
-    /// It closes the connection without a word.
+    /// Closes the connection without a response.
     Silence,
 }
 
-/// The server, and who follows its pods, until it is dropped.
+/// The server and the task that follows its pods, until dropped.
 struct ApiStandIn {
     requests: Arc<Mutex<Vec<String>>>,
     script: mpsc::UnboundedSender<ScriptStep>,
@@ -130,7 +130,7 @@ async fn watch(mut stream: TcpStream, mut events: mpsc::UnboundedReceiver<String
     stream.write_all(head.as_bytes()).await.unwrap();
     while let Some(part) = events.recv().await {
         if part.is_empty() {
-            // As a server that dies: the body has no end.
+            // Like a server that dies: the body has no end.
             return;
         }
         let chunk = format!("{:x}\r\n{part}\r\n", part.len());
@@ -215,7 +215,7 @@ async fn a_watch_that_ends_goes_on_where_the_bookmark_was() {
     says(&api.board, "a b").await;
     let last = api.requests().pop().unwrap();
     assert!(last.ends_with("&resourceVersion=90"), "{last}");
-    // A server that dies in the middle of an event: what is known stays, and is not acted upon.
+    // A server dies in the middle of an event: the known pods remain, but are not acted upon.
     events
         .send(event("ADDED", &pod("c", 3, 92))[..30].to_owned())
         .unwrap();
@@ -237,13 +237,13 @@ async fn a_place_that_the_server_has_forgotten_is_listed_anew() {
     api.then(list(5, "", &[pod("a", 1, 3), pod("b", 2, 4)]));
     let events = api.then_watch();
     says(&api.board, "a b").await;
-    // In a stream it is an event, and what happened meanwhile is in the list only.
+    // In a stream it is an event, and changes made meanwhile are only in the list.
     let gone = json!({"kind": "Status", "code": 410, "reason": "Expired", "message": "too old"});
     events.send(event("ERROR", &gone)).unwrap();
     api.then(list(50, "", &[pod("b", 2, 4), pod("c", 3, 44)]));
     let events = api.then_watch();
     says(&api.board, "b c").await;
-    // To a request it is a status.
+    // As a response it is a status.
     drop(events);
     api.then(ScriptStep::Answer(410, gone));
     api.then(list(70, "", &[pod("d", 4, 66)]));

@@ -1,5 +1,5 @@
-//! Sources over real sockets: a DNS server, and a stand-in for a Kubernetes API server, whose answers
-//! were written by hand after the documentation of the API.
+//! Sources on real sockets: a DNS server, and a stand-in for a Kubernetes API server with
+//! handwritten responses that follow the API's documentation.
 
 mod dns;
 mod kubernetes;
@@ -15,10 +15,10 @@ use super::{EngineScheme, EngineTemplate, SourceKind, SourceSettings};
 use crate::backends::{EngineAddressRules, EngineDialer};
 use crate::clock::Clock;
 
-/// Bound of every wait: what is broken fails the test in this time.
+/// Timeout of every wait: a fault fails the test within this time.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// Engines of this source, without anything special.
+/// Returns the template of a source with default settings.
 pub(super) fn template(source: &str) -> EngineTemplate {
     EngineTemplate {
         source: source.to_owned(),
@@ -32,7 +32,7 @@ pub(super) fn template(source: &str) -> EngineTemplate {
     }
 }
 
-/// A board of one source.
+/// Creates a board with one source.
 fn board(kind: SourceKind) -> Arc<DiscoveryBoard> {
     let settings = SourceSettings {
         rules: state::discovery::SourceRules {
@@ -46,7 +46,7 @@ fn board(kind: SourceKind) -> Arc<DiscoveryBoard> {
     Arc::new(DiscoveryBoard::new(&[settings], Clock::default()))
 }
 
-/// Allows engines on loopback.
+/// Returns a dialer that allows engines on loopback.
 fn dialer() -> EngineDialer {
     let dialer = EngineDialer::default();
     let allowed = ["127.0.0.0/8", "10.0.0.0/8", "fd00::/8"];
@@ -55,7 +55,7 @@ fn dialer() -> EngineDialer {
     dialer
 }
 
-/// What a source says: ids without the source's, with `?` if it is not ready and `!` if it leaves.
+/// Formats a report: ids without the source, with `?` if not ready and `!` if leaving.
 fn engines(reading: &SourceReading) -> String {
     let engines = reading.engines.iter().map(|engine| {
         let id = engine.spec.id.trim_start_matches("it-");
@@ -71,7 +71,7 @@ fn engines(reading: &SourceReading) -> String {
     engines.join(" ")
 }
 
-/// Waits until the source says this.
+/// Waits until the source reports this.
 async fn says(board: &DiscoveryBoard, expected: &str) -> Arc<SourceReading> {
     let saying = async {
         loop {
@@ -87,7 +87,7 @@ async fn says(board: &DiscoveryBoard, expected: &str) -> Arc<SourceReading> {
     said.unwrap_or_else(|_| panic!("expected {expected:?}, last {:?}", board.report()))
 }
 
-/// Waits until the source does not answer, and returns why.
+/// Waits until the source does not respond, and returns why.
 async fn fails(board: &DiscoveryBoard) -> String {
     let failing = async {
         loop {

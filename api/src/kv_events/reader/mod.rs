@@ -1,10 +1,9 @@
 //! Reads the KV events of the backends assigned to this replica.
 //!
-//! There is one task per backend, which asks the engine for what must be known (`source`), and one
-//! per data-parallel rank, which connects the sockets to an [`EventStream`] and reports to the
-//! cluster through the outbox. When the outbox is full, the task waits, and with it the engine's
-//! publisher, which then drops messages. These are replayed once there is room again. Nothing else
-//! waits for a reader.
+//! One task per backend queries the engine (`source`). One task per data-parallel rank connects the
+//! sockets to an [`EventStream`] and reports to the cluster through the outbox. When the outbox is
+//! full, the task waits, and with it the engine's publisher, which then drops messages. These are
+//! replayed once there is room again. Nothing else waits for a reader.
 
 mod rank;
 #[cfg(test)]
@@ -37,7 +36,7 @@ use rank::RankReader;
 
 /// Interval at which the assignments are checked.
 const LOOK_INTERVAL: Duration = Duration::from_millis(100);
-/// Delay before an engine is asked again.
+/// Delay before an engine is queried again.
 const ASK_AGAIN: Duration = Duration::from_millis(500);
 
 /// Dependencies of the readers on their replica.
@@ -49,11 +48,11 @@ pub struct ReaderParts {
     pub view: Arc<StateView>,
     /// Receiver of the reports.
     pub outbox: Arc<SharedOutbox>,
-    /// Knows how the prompts of each model are cut into blocks.
+    /// Defines how the prompts of each model are cut into blocks.
     pub reader: Arc<PromptReader>,
     /// The replica's wall clock.
     pub clock: Clock,
-    /// Registry of backends, with the keys for asking engines.
+    /// Registry of backends, with the keys for requests to engines.
     pub backends: Arc<Backends>,
     /// Transport to the engines' publishers.
     pub sockets: Arc<dyn Sockets>,
@@ -64,7 +63,7 @@ pub struct ReaderParts {
 /// A backend's task, aborted on drop.
 struct ReaderTask {
     backend: Backend,
-    /// Tokens per block of its models when it began.
+    /// Tokens per block of its models when the task began.
     sizes: Vec<(String, u32)>,
     _task: AbortOnDropHandle<()>,
 }
@@ -95,7 +94,7 @@ async fn supervise(parts: ReaderParts, stop: CancellationToken) {
         }
         let us = parts.cluster.status().id;
         let is_ours = |backend: &Backend| {
-            // The first rank's reads those of all.
+            // The first rank's task reads all ranks.
             backend.spec.kv_events.is_some()
                 && !backend.is_further_rank()
                 && registry.reader(backend.handle.slot) == Some(us)
@@ -127,7 +126,7 @@ async fn supervise(parts: ReaderParts, stop: CancellationToken) {
     }
 }
 
-/// Tokens per block of the models that `backend` serves, as its engine and others say.
+/// Returns the tokens per block of the models that `backend` serves, as engines report them.
 fn sizes_of(registry: &Registry, backend: &Backend) -> Vec<(String, u32)> {
     let models = registry.block_sizes.models();
     let own = models.filter(|(model, _)| backend.serves(model));
@@ -206,7 +205,7 @@ fn known_ranks(parts: &ReaderParts, backend: BackendRef) -> Vec<KvRankStatus> {
     ranks
 }
 
-/// Casts doubt on what counts as exact while nobody reads yet.
+/// Reports doubt about ranks that count as exact while no reader follows them.
 fn object(parts: &ReaderParts, backend: BackendRef) {
     for rank in known_ranks(parts, backend) {
         if rank.condition == KvCondition::EXACT {

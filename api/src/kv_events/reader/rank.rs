@@ -16,7 +16,7 @@ use crate::kv_events::stream::{EventStream, HashIdentity, StreamContext, StreamE
 
 /// Interval at which state, clock and outbox are checked.
 const TICK: Duration = Duration::from_millis(50);
-/// Silence of a stream after which the engine is asked for its newest message number.
+/// Silence of a stream after which the engine is queried for its newest message number.
 const QUIET_MAX: Duration = Duration::from_secs(1);
 /// Time within which a report must be applied before it is repeated.
 const APPLIED_WITHIN: Duration = Duration::from_secs(5);
@@ -42,7 +42,7 @@ pub(super) struct RankReader {
     pending: VecDeque<KvBatch>,
     /// Time of the last message.
     last_sign: Instant,
-    /// Time of the last question for the newest number.
+    /// Time of the last query for the newest number.
     last_check: Instant,
     /// Time of the last objection that what counts as exact is in doubt.
     last_objection: Option<Instant>,

@@ -38,7 +38,7 @@ pub struct HashIdentity {
     pub model: String,
     /// Tokens per block in the router's hashing of this model and of models served as its adapters.
     pub block_size: u32,
-    /// Router blocks in one of the engine's, as far as the engine has told.
+    /// Router blocks per engine block, as far as the engine has reported it.
     pub parts: u32,
 }
 
@@ -66,7 +66,7 @@ pub(super) struct PublishedBlocks {
     orphans_len: usize,
     /// Whether a group has full attention.
     groups: BTreeMap<u32, bool>,
-    /// Router blocks in one of the engine's.
+    /// Router blocks per engine block.
     parts: usize,
 }
 
@@ -233,7 +233,8 @@ impl PublishedBlocks {
         Ok(())
     }
 
-    /// Adds blocks that follow `parent`; `None`: they start a prompt with this adapter and salt.
+    /// Adds blocks that follow `parent`, or that start a prompt with this adapter and salt if
+    /// `None`.
     fn chain(
         &mut self,
         parent: Option<(EngineHash, BlockHash)>,
@@ -343,8 +344,7 @@ impl PublishedBlocks {
         }
     }
 
-    /// Learns how many router blocks one of the engine's has. Returns whether that is a whole
-    /// number.
+    /// Learns the number of router blocks per engine block. Returns whether it is a whole number.
     fn learn_parts(&mut self, engine: u32) -> bool {
         let router = self.identity.block_size;
         let is_whole = engine > 0 && engine.is_multiple_of(router);
@@ -354,8 +354,8 @@ impl PublishedBlocks {
         is_whole
     }
 
-    /// Names the router blocks in the engine's: the last one of each bears the engine's own name,
-    /// because the next block's parent is named by it, and the others bear names made from it.
+    /// Names the router blocks in engine blocks. The last one of each has the engine's own name,
+    /// which the next block uses for its parent; the others have names derived from it.
     fn names(&self, hashes: &[EngineHash]) -> Vec<EngineHash> {
         let parts = self.parts as u64;
         let of_one = |hash: &EngineHash| {

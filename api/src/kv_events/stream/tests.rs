@@ -502,7 +502,7 @@ fn recorded_hits_are_predicted() {
     for (name, engine, block_size) in [
         ("vllm012_bs16", 16_u32, 16_u32),
         ("vllm032_bs32", 32, 32),
-        // Told in blocks of half the size.
+        // Reported in blocks of half the engine's size.
         ("vllm032_bs32", 32, 16),
     ] {
         let mut table = Table::new(EventStream::new(identity(block_size), true, None));

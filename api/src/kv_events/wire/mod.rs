@@ -93,7 +93,7 @@ impl BlockKeys {
 /// Decodes a payload.
 ///
 /// # Errors
-/// [`MsgpackError`] if the payload does not have the form that engines publish.
+/// Returns a [`MsgpackError`] if the payload does not have the form that engines publish.
 pub fn decode(bytes: &[u8]) -> Result<EventPayload, MsgpackError> {
     let mut pack = MsgpackReader::new(bytes);
     let parts = pack.array()?;

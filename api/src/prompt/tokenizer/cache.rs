@@ -1,7 +1,7 @@
-//! Tokens of text met before, within a bound of bytes.
+//! Caches the tokens of text, up to a number of bytes.
 //!
-//! Two generations: what is found moves to the young one, and when that is half the bound the old
-//! one is dropped. So what was used lately stays, without a list to keep in order at every look.
+//! Two generations: a hit moves to the young one, and when that reaches half the bound, the old one
+//! is dropped. So recently used entries stay, without an LRU list to update at every lookup.
 
 use std::collections::HashMap;
 use std::hash::RandomState;
@@ -9,10 +9,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use xxhash_rust::xxh3::{xxh3_64_with_seed, xxh3_128_with_seed};
 
-/// What an entry costs beside its tokens, in bytes.
+/// Overhead of an entry, in bytes.
 const ENTRY_BYTES: usize = 64;
 
-/// A text's name in the cache.
+/// Key of a text in the cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct TextKey(u128);
 
@@ -20,7 +20,7 @@ pub(super) struct TextKey(u128);
 #[derive(Debug)]
 pub(super) struct TokenCache {
     bytes_max: usize,
-    /// Random, so that nobody outside can make two texts share a name.
+    /// Random, so that clients cannot construct texts with equal keys.
     seed: u64,
     generations: Mutex<Generations>,
 }
@@ -29,12 +29,12 @@ pub(super) struct TokenCache {
 struct Generations {
     young: HashMap<TextKey, Arc<[u32]>>,
     old: HashMap<TextKey, Arc<[u32]>>,
-    /// Of the young one.
+    /// Size of the young generation.
     bytes: usize,
 }
 
 impl TokenCache {
-    /// An empty cache of at most `bytes_max` bytes.
+    /// Creates an empty cache of at most `bytes_max` bytes.
     pub(super) fn new(bytes_max: usize) -> Self {
         use std::hash::BuildHasher;
         Self {
@@ -44,8 +44,8 @@ impl TokenCache {
         }
     }
 
-    /// The name of `text` among those of one `salt`: how long tokenizing takes tells nobody what was
-    /// tokenized under another one.
+    /// Returns the key of `text` under one `salt`, so that the time to tokenize reveals nothing
+    /// about texts under other salts.
     pub(super) fn key(&self, text: &[u8], salt: &str) -> TextKey {
         let seed = match salt {
             "" => self.seed,
@@ -54,7 +54,7 @@ impl TokenCache {
         TextKey(xxh3_128_with_seed(text, seed))
     }
 
-    /// The tokens kept under `key`.
+    /// Returns the tokens cached under `key`.
     pub(super) fn get(&self, key: TextKey) -> Option<Arc<[u32]>> {
         let mut generations = self.generations();
         if let Some(tokens) = generations.young.get(&key) {
@@ -65,7 +65,7 @@ impl TokenCache {
         Some(tokens)
     }
 
-    /// Keeps `tokens` under `key`, unless they alone would fill the cache.
+    /// Caches `tokens` under `key`, unless they would fill more than half of the cache.
     pub(super) fn insert(&self, key: TextKey, tokens: &Arc<[u32]>) {
         self.keep(&mut self.generations(), key, tokens);
     }

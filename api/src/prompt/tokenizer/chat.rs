@@ -1,46 +1,46 @@
-//! The prompt of a body in the form that templates and engines take: OpenAI chat messages, plain
-//! text or token ids.
+//! Converts a body's prompt to the form that templates and engines accept: OpenAI chat messages,
+//! plain text or token ids.
 //!
-//! The steps are vLLM's (`vllm/entrypoints/chat_utils.py`, 0.11 and later; behaviour re-told, not
+//! The steps follow vLLM (`vllm/entrypoints/chat_utils.py`, 0.11 and later; reimplemented, not
 //! copied): text parts become text, arguments of tool calls become objects, system text of the
-//! other surfaces becomes a system message. Images and other media become a marker made of a hash
-//! of what names them, at their place in the text: how many tokens an engine makes of an image is
-//! not known here, that two images differ is.
+//! other APIs becomes a system message. Images and other media become a marker at their place in
+//! the text, made of a hash of their identifier. The router does not know how many tokens an engine
+//! makes of an image, but it can distinguish two images.
 
 use serde_json::{Map, Value, json};
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::super::read::PromptField;
 
-/// Why a body has no text for a tokenizer; it is identified by its characters then.
+/// The body has no text for a tokenizer, so its prompt is identified by its characters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct UnclearBodyError;
 
-/// What is read of a body.
+/// Prompt of a body.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) enum TokenizerInput {
     /// A conversation.
     Chat(Box<Chat>),
-    /// One text, of a batch the first.
+    /// One text, the first of a batch.
     Plain {
         text: String,
         add_special_tokens: bool,
     },
-    /// Token ids, of a batch the first.
+    /// Token ids, the first of a batch.
     Ids(Vec<u32>),
     /// No prompt.
     Nothing,
 }
 
-/// A conversation and how it is to be rendered.
+/// A conversation and its rendering options.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Chat {
-    /// As OpenAI's API has them, with markers in place of media.
+    /// In OpenAI's format, with markers in place of media.
     pub(super) messages: Vec<Value>,
-    /// As OpenAI's API has them.
+    /// In OpenAI's format.
     pub(super) tools: Option<Value>,
     pub(super) documents: Option<Value>,
-    /// Further variables of the template.
+    /// Further template variables.
     pub(super) kwargs: Map<String, Value>,
     pub(super) add_generation_prompt: bool,
     pub(super) continue_final_message: bool,
@@ -114,7 +114,7 @@ fn openai(
     chat(messages.collect::<Result<_, _>>()?, body, is_reply_wanted)
 }
 
-/// The rest of a chat's body.
+/// Reads the other fields of a chat's body.
 fn chat(
     messages: Vec<Value>,
     mut body: Map<String, Value>,
@@ -148,8 +148,8 @@ fn array(value: Option<Value>) -> Result<Vec<Value>, UnclearBodyError> {
     }
 }
 
-/// Tools as vLLM's types dump them: fields in a fixed order, absent ones `null`, two that are left
-/// out if they are, and none that the types do not know.
+/// Dumps tools like vLLM's types: known fields only, in a fixed order, absent ones as `null`,
+/// except for two that are omitted if absent.
 fn tools(tools: Value) -> Result<Value, UnclearBodyError> {
     let tool = |tool: Value| {
         let Value::Object(mut tool) = tool else {
@@ -161,7 +161,7 @@ fn tools(tools: Value) -> Result<Value, UnclearBodyError> {
             .cloned();
         let function = match tool.remove("function") {
             Some(function) => function,
-            // `/v1/messages` and `/v1/responses` have no level of their own for it.
+            // `/v1/messages` and `/v1/responses` have no separate level for it.
             None => {
                 if let Some(schema) = tool.shift_remove("input_schema") {
                     tool.insert("parameters".to_owned(), schema);
@@ -197,7 +197,7 @@ fn tools(tools: Value) -> Result<Value, UnclearBodyError> {
     array(Some(tools))?.into_iter().map(tool).collect()
 }
 
-/// A message with its content as text parts and markers.
+/// Converts the content of a message to text parts and markers.
 fn message(message: Value) -> Result<Value, UnclearBodyError> {
     let Value::Object(mut message) = message else {
         return Err(UnclearBodyError);
@@ -218,7 +218,7 @@ fn text_part(text: &str) -> Value {
     json!({"type": "text", "text": text})
 }
 
-/// One part of a content as a text part; `None`: it has no text.
+/// Converts one part of a content to a text part; `None` if it has no text.
 fn part(part: Value) -> Option<Value> {
     let part = match part {
         Value::String(text) => return Some(text_part(&text)),
@@ -235,9 +235,8 @@ fn part(part: Value) -> Option<Value> {
     part.get(field).and_then(Value::as_str).map(text_part)
 }
 
-/// What stands in the text for an image or other media: its kind and a hash of the `uuid` that the
-/// client gave it, which vLLM caches it under, of its URL, of its content where the URL is the
-/// content, or of all that the part says.
+/// Returns the marker for an image or other media: its kind and a hash of the client's `uuid`
+/// (vLLM's cache key), else of its URL (which may contain the data), else of the whole part.
 fn marker(part: &Map<String, Value>) -> String {
     const KINDS: [&str; 4] = ["image", "audio", "video", "file"];
     let names = || part.keys().map(String::as_str);
@@ -265,7 +264,7 @@ fn marker(part: &Map<String, Value>) -> String {
     format!("<|{}:{hash:016x}|>", kind.unwrap_or("part"))
 }
 
-/// `/v1/messages`: tool uses and tool results are parts there, and messages of their own here.
+/// Reads `/v1/messages`, where tool uses and results are parts; here they become messages.
 fn anthropic(mut body: Map<String, Value>) -> Result<TokenizerInput, UnclearBodyError> {
     let mut messages = Vec::new();
     match body.remove("system") {
@@ -318,7 +317,7 @@ fn anthropic(mut body: Map<String, Value>) -> Result<TokenizerInput, UnclearBody
     chat(messages, body, true)
 }
 
-/// `/v1/responses`: calls and their outputs are items there, and messages here.
+/// Reads `/v1/responses`, where calls and their outputs are items; here they become messages.
 fn responses(mut body: Map<String, Value>) -> Result<TokenizerInput, UnclearBodyError> {
     let mut messages = Vec::new();
     match body.remove("instructions") {
@@ -358,8 +357,8 @@ fn responses(mut body: Map<String, Value>) -> Result<TokenizerInput, UnclearBody
 }
 
 impl Chat {
-    /// The messages as a template gets them. `has_parts`: contents are lists of parts there, else
-    /// texts with a line break between parts.
+    /// Returns the messages for a template. With `has_parts`, contents are lists of parts;
+    /// otherwise texts with a line break between parts.
     pub(super) fn for_template(&self, has_parts: bool) -> Vec<Value> {
         let convert = |message: &Value| {
             let mut message = message.as_object().cloned().unwrap_or_default();
@@ -386,7 +385,7 @@ fn as_parts(content: Option<&Value>) -> Value {
     }
 }
 
-/// A content's texts, a line break between parts.
+/// Returns the text of a content, with a line break between parts.
 pub(super) fn as_text(content: Option<&Value>) -> String {
     match content {
         Some(Value::String(text)) => text.clone(),
@@ -398,7 +397,7 @@ pub(super) fn as_text(content: Option<&Value>) -> String {
     }
 }
 
-/// Arguments come as JSON in a string, and templates want the object.
+/// Parses arguments, which arrive as a JSON string, into the object that templates expect.
 fn parse_arguments(message: &mut Map<String, Value>) {
     if message.get("role").is_none_or(|role| role != "assistant") {
         return;

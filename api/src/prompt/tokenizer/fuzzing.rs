@@ -1,5 +1,5 @@
-//! What tokenizers read, as [`crate::fuzzing`] has it: conversations, and the files that operators
-//! bring, which come from elsewhere too.
+//! Fuzz targets for what tokenizers read, see [`crate::fuzzing`]: conversations, and files that
+//! operators supply from other sources.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use super::template::ChatTemplate;
 use super::{Tokenizer, TokenizerContent, TokenizerSpec};
 use crate::fuzzing::path_of;
 
-/// Much of what templates do: loops, conditions, filters, tools as JSON.
+/// Uses common template features: loops, conditions, filters, tools as JSON.
 const TEMPLATE: &str = "{%- if tools %}{{ tools | tojson(indent=4) }}\n{% endif -%}
 {% for message in messages %}{% if loop.first and message.role != 'system' %}<s>{% endif %}
 <|{{ message['role'] }}|>{% if message.content is string %}{{ message.content | trim }}
@@ -22,8 +22,8 @@ const TEMPLATE: &str = "{%- if tools %}{{ tools | tojson(indent=4) }}\n{% endif 
 {%- for call in message.tool_calls or [] %}{{ call.function.arguments | tojson }}{% endfor %}
 {% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}";
 
-/// A conversation: a path's number in one byte, then the body. It is rendered, and asked of an
-/// engine.
+/// Renders a conversation and builds the request to an engine. Input: one byte for the path, then
+/// the body.
 pub fn chat(bytes: &[u8]) {
     static RENDERER: LazyLock<ChatTemplate> = LazyLock::new(|| {
         ChatTemplate::new(TEMPLATE, Map::new()).expect("the template is well formed")
@@ -37,17 +37,17 @@ pub fn chat(bytes: &[u8]) {
         return;
     };
     if let TokenizerInput::Chat(chat) = wanted {
-        // A template may refuse a conversation.
+        // A template may reject a conversation.
         drop(RENDERER.render(&chat));
     }
     if let Ok(TokenizerContent::Text(text)) = Tokenizer::character().content(path, body) {
         let read: usize = text.parts.iter().map(String::len).sum();
-        // Frames and JSON's escapes may lengthen a message.
+        // Frames and JSON escapes may lengthen a message.
         assert!(read <= 64 + 16 * body.len(), "{read} of {}", body.len());
     }
 }
 
-/// A chat template.
+/// Compiles and renders a chat template.
 pub fn chat_template(bytes: &[u8]) {
     let Ok(source) = std::str::from_utf8(bytes) else {
         return;
@@ -65,7 +65,7 @@ pub fn chat_template(bytes: &[u8]) {
     }
 }
 
-/// A `tokenizer.json`: where it is taken, texts are tokenized with it.
+/// Loads a `tokenizer.json` and, if it is valid, tokenizes texts with it.
 pub fn tokenizer_file(bytes: &[u8]) {
     let scratch = Scratch::new();
     std::fs::write(&scratch.0, bytes).expect("the scratch folder can be written");
@@ -96,7 +96,7 @@ pub fn tokenizer_file(bytes: &[u8]) {
 const CHAT: &str = r#"{"model":"m","messages":[{"role":"system","content":"be brief"},{"role":"user","content":[{"type":"text","text":"hello"},{"type":"image_url","image_url":{"url":"data:image/png;base64,AAAA"}}]},{"role":"assistant","content":"hi"},{"role":"user","content":"bye"}],"max_tokens":7,"stream":true}"#;
 const TOOLS: &str = r#"{"model":"m","messages":[{"role":"user","content":"weather?"},{"role":"assistant","content":null,"tool_calls":[{"id":"c","type":"function","function":{"name":"f","arguments":"{\"x\": [1, 2.5, null]}"}}]},{"role":"tool","tool_call_id":"c","content":"rain"}],"tools":[{"type":"function","function":{"name":"f","description":"d","parameters":{"type":"object","properties":{"x":{"type":"array"}}}}}],"chat_template_kwargs":{"enable_thinking":false},"documents":[{"text":"d"}],"continue_final_message":true,"add_generation_prompt":false}"#;
 
-/// Conversations of every surface.
+/// Returns conversations in the format of every API.
 #[must_use]
 pub fn chat_seeds() -> Vec<Vec<u8>> {
     let bodies: [(u8, &str); 8] = [
@@ -119,7 +119,7 @@ pub fn chat_seeds() -> Vec<Vec<u8>> {
     bodies.map(seed).to_vec()
 }
 
-/// Templates.
+/// Returns chat templates.
 #[must_use]
 pub fn chat_template_seeds() -> Vec<Vec<u8>> {
     let sources = [
@@ -131,7 +131,7 @@ pub fn chat_template_seeds() -> Vec<Vec<u8>> {
     sources.map(|source| source.as_bytes().to_vec()).to_vec()
 }
 
-/// Small tokenizers of the common models.
+/// Returns small tokenizers of the common model types.
 #[must_use]
 pub fn tokenizer_file_seeds() -> Vec<Vec<u8>> {
     let added = json!([{
@@ -192,7 +192,7 @@ pub fn tokenizer_file_seeds() -> Vec<Vec<u8>> {
     ]
 }
 
-/// A file of this thread, removed at the end.
+/// A temporary file of this thread, removed on drop.
 struct Scratch(PathBuf);
 
 impl Scratch {

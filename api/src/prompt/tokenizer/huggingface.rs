@@ -1,11 +1,10 @@
-//! A `tokenizer.json` with the chat template beside it.
+//! A `tokenizer.json` and its chat template.
 //!
-//! Tokenizing costs a millisecond per few kilobytes, and a conversation repeats all of itself at
-//! every turn. So text is cut at the special tokens, which is where the tokenizer cuts it first
-//! anyway, and every piece between two of them is looked up before it is tokenized. That is exact:
-//! a piece's tokens do not depend on what stands around it. It is not done for the few tokenizers
-//! of which this does not hold: special tokens that take white space from their neighbours, and
-//! pre-tokenizers that treat the first piece in their own way.
+//! Tokenizing costs a millisecond per few kilobytes, and a conversation repeats itself at every
+//! turn. So text is cut at the special tokens, where the tokenizer cuts it first anyway, and every
+//! piece in between is looked up before it is tokenized. This is exact: a piece's tokens do not
+//! depend on its surroundings. A few tokenizers are excluded: those whose special tokens absorb
+//! adjacent white space, or whose pre-tokenizer treats the first piece differently.
 
 use std::fs;
 use std::io;
@@ -18,29 +17,29 @@ use serde_json::{Map, Value};
 use super::TokenizerLoadError;
 use super::template::ChatTemplate;
 
-/// Longest file read, in bytes.
+/// Maximum size of a file, in bytes.
 const FILE_BYTES_MAX: u64 = 256 * 1024 * 1024;
 
-/// A tokenizer from files.
+/// A tokenizer loaded from files.
 pub(super) struct HuggingFace {
     tokenizer: tokenizers::Tokenizer,
-    /// `None`: the model has none.
+    /// `None` if the model has none.
     pub(super) template: Option<ChatTemplate>,
-    /// `None`: text is tokenized as a whole.
+    /// `None` if text must be tokenized as a whole.
     marks: Option<SpecialTokens>,
-    /// What stands before a text with special tokens, and behind it.
+    /// Tokens added before and after a text with special tokens.
     around: (Vec<u32>, Vec<u32>),
 }
 
-/// The special tokens that text is cut at.
+/// Special tokens at which text is cut.
 struct SpecialTokens {
-    /// `None`: there are none.
+    /// `None` if there are none.
     matcher: Option<AhoCorasick>,
-    /// By pattern.
+    /// By pattern index.
     ids: Vec<u32>,
 }
 
-/// What a text is cut into.
+/// A piece of a text.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum TextPiece {
     Special(u32),
@@ -48,7 +47,7 @@ pub(super) enum TextPiece {
 }
 
 impl HuggingFace {
-    /// Reads `file`, and the chat template from `chat_template` or from beside it.
+    /// Loads `file` and its chat template, from `chat_template` or from the same directory.
     pub(super) fn load(
         file: &Path,
         chat_template: Option<&Path>,
@@ -77,7 +76,7 @@ impl HuggingFace {
         })
     }
 
-    /// What stands before a text with special tokens, and behind it.
+    /// Returns the tokens added before and after a text with special tokens.
     pub(super) fn around(&self) -> (&[u32], &[u32]) {
         (&self.around.0, &self.around.1)
     }
@@ -103,20 +102,20 @@ impl HuggingFace {
         pieces
     }
 
-    /// The tokens of a piece.
+    /// Returns the tokens of a piece.
     pub(super) fn encode(&self, text: &str) -> Option<Vec<u32>> {
         let encoding = self.tokenizer.encode_fast(text, false).ok()?;
         Some(encoding.get_ids().to_vec())
     }
 
-    /// The text of token ids, special tokens included.
+    /// Decodes token ids, including special tokens.
     pub(super) fn decode(&self, ids: &[u32]) -> Option<String> {
         self.tokenizer.decode(ids, false).ok()
     }
 }
 
 impl SpecialTokens {
-    /// `None`: text must not be cut.
+    /// Returns `None` if text must not be cut.
     fn of(
         tokenizer: &tokenizers::Tokenizer,
         json: &Value,
@@ -125,7 +124,7 @@ impl SpecialTokens {
             return Ok(None);
         }
         let mut tokens: Vec<_> = tokenizer.get_added_tokens_decoder().into_iter().collect();
-        // Normalized ones are looked for within the pieces.
+        // Normalized tokens are found within the pieces.
         tokens.retain(|(_, token)| !token.normalized && !token.content.is_empty());
         tokens.sort_unstable_by_key(|(id, _)| *id);
         if tokens
@@ -148,14 +147,14 @@ impl SpecialTokens {
     }
 }
 
-/// Whether a pre-tokenizer puts a space before the first piece only.
+/// Whether a pre-tokenizer adds a space only before the first piece.
 fn is_first_treated_alone(pre_tokenizer: &Value) -> bool {
     let is_first = pre_tokenizer["prepend_scheme"] == "first";
     let inner = pre_tokenizer["pretokenizers"].as_array();
     is_first || inner.is_some_and(|inner| inner.iter().any(is_first_treated_alone))
 }
 
-/// What the post-processor puts around a text: found by trying.
+/// Determines by trial the tokens that the post-processor adds around a text.
 fn around(tokenizer: &tokenizers::Tokenizer) -> tokenizers::Result<(Vec<u32>, Vec<u32>)> {
     let plain = tokenizer.encode_fast("a", false)?.get_ids().to_vec();
     let whole = tokenizer.encode_fast("a", true)?.get_ids().to_vec();
@@ -184,8 +183,8 @@ fn read_if_any(file: &Path) -> Result<Option<Vec<u8>>, TokenizerLoadError> {
     }
 }
 
-/// Loads the chat template from `chosen`, or else from `chat_template.jinja` or
-/// `tokenizer_config.json` beside the tokenizer. `None` if there is none.
+/// Loads the chat template from `chosen`, else from `chat_template.jinja` or
+/// `tokenizer_config.json` in the tokenizer's directory. `None` if there is none.
 fn template(
     tokenizer: &Path,
     chosen: Option<&Path>,
@@ -221,7 +220,7 @@ fn template(
         .map_err(|error| TokenizerLoadError::new(&file, &error))
 }
 
-/// One template, or of named ones the default.
+/// Returns the only template, or the default one of several named templates.
 fn config_template(value: &Value) -> Option<&str> {
     value.as_str().or_else(|| {
         let named = value.as_array()?;
@@ -230,7 +229,7 @@ fn config_template(value: &Value) -> Option<&str> {
     })
 }
 
-/// `bos_token` and its like, which are texts or objects with a text.
+/// Returns `bos_token` and similar tokens, which are strings or objects with a string.
 fn special_tokens(config: &Value) -> Map<String, Value> {
     let fields = config.as_object().into_iter().flatten();
     let tokens = fields.filter_map(|(name, value)| {

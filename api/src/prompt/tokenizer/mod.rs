@@ -1,13 +1,13 @@
-//! Tokenizers: from a request to the token ids that its engine works on.
+//! Tokenizers: convert a request to the token ids that its engine processes.
 //!
-//! `character` has none: prompts are flattened (see [`super`]) and cut into bytes. The others give
-//! token ids, so that blocks are the engine's own and match KV events: `tiktoken:NAME` with a
+//! `character` has no ids: prompts are flattened (see [`super`]) and cut into bytes. The others
+//! return token ids, so that blocks equal the engine's and match KV events: `tiktoken:NAME` with a
 //! vocabulary in the binary, `huggingface:FILE` with a `tokenizer.json` and the model's chat
-//! template, and `engine`, which asks the engine itself. `docs/guide/tokenizers.md` says what each
-//! makes of each kind of request.
+//! template, and `engine`, which queries the engine. `docs/guide/tokenizers.md` describes how each
+//! of them handles each kind of request.
 //!
-//! If there are no ids (the engine will refuse the body, the template fails, the text is too long),
-//! a prompt is identified by its characters, in a separate scope.
+//! Without ids (the engine will reject the body, the template fails, the text is too long), a
+//! prompt is identified by its characters, in a separate scope.
 
 mod cache;
 mod chat;
@@ -44,15 +44,15 @@ pub(crate) use self::remote::{
 };
 pub use self::vocabulary::Vocabulary;
 
-/// What is kept of tokens met before, per tokenizer, in bytes.
+/// Size of the token cache of each tokenizer, in bytes.
 const CACHE_BYTES_MAX: usize = 64 * 1024 * 1024;
-/// Longest text tokenized, in bytes: what is longer takes seconds, and a hundred times its length
-/// of memory.
+/// Maximum length of a tokenized text, in bytes: a longer one takes seconds, and a hundred times
+/// its length of memory.
 pub(crate) const TOKENIZED_BYTES_MAX: usize = 2 * 1024 * 1024;
-/// Longest text that is tokenized once more with the answer behind it.
+/// Maximum length of text that is tokenized again together with the response, in bytes.
 const SEAM_BYTES_MAX: usize = 8 * 1024;
 
-/// A tokenizer as the config names it.
+/// Tokenizer named in the config.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum TokenizerSpec {
     /// `character`.
@@ -63,11 +63,11 @@ pub enum TokenizerSpec {
     HuggingFace(PathBuf),
     /// `engine`.
     Engine,
-    /// `engine:FILE`: so, and a `tokenizer.json` for what engines do not answer.
+    /// `engine:FILE`: the engine, and a `tokenizer.json` if engines do not answer.
     EngineOr(PathBuf),
 }
 
-/// A tokenizer's name that is none.
+/// Unknown tokenizer name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error(
     "expected \"character\", \"tiktoken:cl100k_base\", \"tiktoken:o200k_base\", \
@@ -106,13 +106,13 @@ impl fmt::Display for TokenizerSpec {
     }
 }
 
-/// A tokenizer's file that cannot be used.
+/// A tokenizer file that cannot be used.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{}: {what}", file.display())]
 pub struct TokenizerLoadError {
-    /// The file.
+    /// Path of the file.
     pub file: PathBuf,
-    /// What is wrong with it.
+    /// Description of the error.
     pub what: String,
 }
 
@@ -144,7 +144,7 @@ pub enum Fallback {
 }
 
 impl Fallback {
-    /// The name in metrics.
+    /// Returns the name used by metrics.
     #[must_use]
     pub fn label(self) -> &'static str {
         match self {
@@ -161,7 +161,7 @@ impl Fallback {
 /// A loaded tokenizer. Shared by all requests of its model.
 pub struct Tokenizer {
     spec: TokenizerSpec,
-    /// As the config has it.
+    /// From the config.
     chat_template: Option<PathBuf>,
     kind: TokenizerKind,
     cache: TokenCache,
@@ -183,7 +183,7 @@ impl fmt::Debug for Tokenizer {
     }
 }
 
-/// Two are equal that were loaded from the same.
+/// Tokenizers loaded from the same source are equal.
 impl PartialEq for Tokenizer {
     fn eq(&self, other: &Self) -> bool {
         (&self.spec, &self.chat_template) == (&other.spec, &other.chat_template)
@@ -192,23 +192,23 @@ impl PartialEq for Tokenizer {
 
 impl Eq for Tokenizer {}
 
-/// A prompt's text as a tokenizer takes it.
+/// Text of a prompt, as input for a tokenizer.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct TokenizerText {
-    /// Tokenized each by itself, one behind the other.
+    /// Tokenized separately and concatenated.
     parts: Vec<String>,
     adds_special: bool,
     after: ReplyPosition,
 }
 
-/// How an answer stands behind a text in the next turn's.
+/// Where a response follows a text in the next turn's prompt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum ReplyPosition {
-    /// Not in a known way.
+    /// Unknown.
     Unknown,
-    /// Right behind it.
+    /// Directly after the text.
     Joined,
-    /// Right behind it, if a template leaves it as it is.
+    /// Directly after the text, if the template leaves it unchanged.
     Rendered(ReplyRendering),
     /// As a framed message.
     Framed,
@@ -222,44 +222,44 @@ pub(crate) enum TokenizerContent {
     Nothing,
 }
 
-/// A text's tokens.
+/// Tokens of a text.
 #[derive(Debug, Clone)]
 pub(crate) struct Encoded {
     pub(crate) ids: Vec<u32>,
     /// How many of them the tokenizer added.
     pub(crate) around: SpecialTokenCount,
-    /// `None`: output does not continue it in a known way.
+    /// `None` if it is unknown how output continues the text.
     pub(crate) seam: Option<ReplyBoundary>,
 }
 
 /// Why a text was not tokenized.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum EncodeError {
-    /// There is more text to tokenize than was allowed for.
+    /// More text is new than the limit allows.
     MoreThanAllowed,
-    /// It cannot be.
+    /// The text can never be tokenized.
     Never(Fallback),
 }
 
-/// Where an answer's tokens join those of its prompt.
+/// How a response's tokens join those of its prompt.
 #[derive(Debug, Clone)]
 pub struct ReplyBoundary {
     tokenizer: Arc<Tokenizer>,
-    /// That of the prompt.
+    /// Salt of the prompt.
     salt: String,
-    /// Text that is tokenized together with the answer: what follows the last special token.
+    /// Text that is tokenized together with the response: everything after the last special token.
     opening: String,
-    /// Its tokens in the prompt.
+    /// Tokens of `opening` in the prompt.
     ids: Vec<u32>,
     closing: &'static str,
     after: ReplyPosition,
 }
 
 impl Tokenizer {
-    /// Loads what `spec` names. `chat_template`: a file in place of the one beside the tokenizer.
+    /// Loads the tokenizer of `spec`. `chat_template` replaces the one in its directory.
     ///
     /// # Errors
-    /// [`TokenizerLoadError`], which names the file.
+    /// Returns a [`TokenizerLoadError`] with the path of the file.
     pub fn load(
         spec: TokenizerSpec,
         chat_template: Option<&Path>,
@@ -284,7 +284,7 @@ impl Tokenizer {
         }))
     }
 
-    /// The tokenizer without tokens.
+    /// Returns the tokenizer without tokens.
     #[must_use]
     pub fn character() -> Arc<Self> {
         Arc::new(Self {
@@ -295,20 +295,20 @@ impl Tokenizer {
         })
     }
 
-    /// What it was loaded from.
+    /// Returns the spec it was loaded from.
     #[must_use]
     pub fn spec(&self) -> &TokenizerSpec {
         &self.spec
     }
 
-    /// Whether its blocks are of bytes, not of tokens.
+    /// Whether its blocks consist of bytes instead of tokens.
     #[must_use]
     pub fn is_character(&self) -> bool {
         matches!(self.kind, TokenizerKind::Character)
     }
 
-    /// The token ids of a request, tokenized where it is called: for an engine's own side. `None`
-    /// when this tokenizer has none of its own, or the body no prompt it could read.
+    /// Returns the token ids of a request, tokenized by the caller: for engine simulations. `None`
+    /// if this tokenizer has no local files or vocabulary, or the body has no readable prompt.
     #[must_use]
     pub fn encode_request(self: &Arc<Self>, path: &str, body: &[u8]) -> Option<Vec<u32>> {
         match self.content(path, body).ok()? {
@@ -318,20 +318,20 @@ impl Tokenizer {
         }
     }
 
-    /// The token ids of a text without special tokens around it. As [`Tokenizer::encode_request`].
+    /// Like [`Tokenizer::encode_request`], for a text without special tokens around it.
     #[must_use]
     pub fn encode_text(&self, text: &str) -> Option<Vec<u32>> {
         self.encode_salted(text, "")
     }
 
-    /// The same for prompts and answers of one salt.
+    /// Like [`Tokenizer::encode_text`], under the salt of a prompt.
     fn encode_salted(&self, text: &str, salt: &str) -> Option<Vec<u32>> {
         let (mut ids, mut no_limit) = (Vec::new(), usize::MAX);
         self.encode_part(text, salt, &mut no_limit, &mut ids).ok()?;
         Some(ids)
     }
 
-    /// The text of token ids; `None` when they are none of this tokenizer's.
+    /// Decodes token ids; `None` if any is unknown.
     #[must_use]
     pub fn decode(&self, ids: &[u32]) -> Option<String> {
         if let TokenizerKind::Tiktoken(bpe) = &self.kind {
@@ -350,7 +350,7 @@ impl Tokenizer {
         }
     }
 
-    /// The files that it tokenizes with here.
+    /// Returns the local files, if any.
     fn files(&self) -> Option<&HuggingFace> {
         match &self.kind {
             TokenizerKind::HuggingFace(files) | TokenizerKind::Engine(_, Some(files)) => {
@@ -362,7 +362,7 @@ impl Tokenizer {
         }
     }
 
-    /// Whether it tokenizes by files, whatever engines answer.
+    /// Whether it can tokenize with local files.
     pub(crate) fn has_files(&self) -> bool {
         self.files().is_some()
     }
@@ -398,7 +398,7 @@ impl Tokenizer {
                 after: ReplyPosition::Framed,
             });
         };
-        // As in `encode_piece`: a library meets foreign text.
+        // As in `encode_piece`: a library processes untrusted text.
         let rendered = catch_unwind(AssertUnwindSafe(|| template.render(chat)));
         let text = rendered.map_err(|_| Fallback::Template)?.map_err(|error| {
             tracing::debug!(%error, "chat template refused a conversation");
@@ -416,7 +416,7 @@ impl Tokenizer {
         })
     }
 
-    /// Tokenizes a text, of which `fresh_bytes_max` bytes at most may be new to those of this salt.
+    /// Tokenizes a text, of which at most `fresh_bytes_max` bytes may be new to the salt's cache.
     pub(crate) fn encode(
         self: &Arc<Self>,
         text: &TokenizerText,
@@ -449,7 +449,7 @@ impl Tokenizer {
         Ok(Encoded { ids, around, seam })
     }
 
-    /// `tail`: what follows the last special token of the last part, whose tokens end `ids`.
+    /// `tail` is the range after the last special token of the last part; its tokens end `ids`.
     fn seam(
         self: &Arc<Self>,
         text: &TokenizerText,
@@ -482,7 +482,7 @@ impl Tokenizer {
         }
     }
 
-    /// Appends the tokens of `text`. Answers where the text behind its last special token stands.
+    /// Appends the tokens of `text`. Returns the range after its last special token.
     fn encode_part(
         &self,
         text: &str,
@@ -524,7 +524,7 @@ impl Tokenizer {
         *fresh_bytes_max = fresh_bytes_max
             .checked_sub(piece.len())
             .ok_or(EncodeError::MoreThanAllowed)?;
-        // Libraries that meet foreign text: what they do not expect must not end the replica.
+        // Libraries process untrusted text: a panic must not end the replica.
         let tokens = catch_unwind(AssertUnwindSafe(|| match &self.kind {
             TokenizerKind::Character | TokenizerKind::Engine(_, None) => None,
             TokenizerKind::Tiktoken(bpe) => {
@@ -545,8 +545,8 @@ impl Tokenizer {
     }
 }
 
-/// A conversation where no template is known: a frame per message, each tokenized by itself, so
-/// that what grows at its end keeps its tokens.
+/// Frames the messages of a conversation without a known template. Each frame is tokenized
+/// separately, so that tokens stay the same as the conversation grows.
 fn framed(chat: &Chat) -> Vec<String> {
     let tools = chat
         .tools
@@ -562,13 +562,13 @@ fn framed(chat: &Chat) -> Vec<String> {
 }
 
 impl ReplyBoundary {
-    /// The tokens that `reply` adds to its prompt's, if they are known exactly. `is_whole`: it came
-    /// to its end.
+    /// Returns the tokens that `reply` adds to its prompt's, if they are known exactly. `is_whole`:
+    /// whether the reply is complete.
     pub(crate) fn continuation(&self, reply: &str, is_whole: bool) -> Option<Vec<u32>> {
         let is_same_later = match self.after {
             ReplyPosition::Unknown | ReplyPosition::Rendered(ReplyRendering::Changed) => false,
             ReplyPosition::Joined | ReplyPosition::Framed => true,
-            // Templates take earlier thoughts out.
+            // Templates remove earlier reasoning.
             ReplyPosition::Rendered(ReplyRendering::Kept) => !reply.contains("</think>"),
             ReplyPosition::Rendered(ReplyRendering::KeptTrimmed) => {
                 !reply.contains("</think>") && reply.trim().len() == reply.len()

@@ -1,8 +1,8 @@
 //! Python functions that chat templates rely on: `json.dumps` and `strftime`.
 //!
 //! Templates are written for `transformers`, whose `tojson` is Python's `json.dumps` without HTML
-//! escapes, and whose `strftime_now` formats the present time. One character of difference would
-//! give other tokens from there on.
+//! escapes, and whose `strftime_now` formats the current time. A difference of one character
+//! changes all following tokens.
 
 use std::fmt::Write;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -10,7 +10,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use minijinja::value::{Kwargs, ValueKind};
 use minijinja::{Error, ErrorKind, Value};
 
-/// Deepest nesting written.
+/// Maximum nesting depth of output.
 const DEPTH_MAX: usize = 64;
 
 /// The `tojson` filter, with the keyword arguments of `json.dumps` that templates use.
@@ -36,13 +36,13 @@ fn indentation(value: &Value) -> String {
     }
 }
 
-/// How `json.dumps` was told to write.
+/// Options of `json.dumps`.
 struct DumpsStyle {
     is_ascii: bool,
     is_sorted: bool,
-    /// One level's; `None`: all on one line.
+    /// Indentation per level; `None` for a single line.
     indent: Option<String>,
-    /// Between items, and between key and value; `None`: Python's own.
+    /// Separators between items, and between key and value; `None` for Python's defaults.
     separators: Option<Vec<String>>,
 }
 
@@ -160,7 +160,7 @@ fn write_number(out: &mut String, value: &Value) -> Result<(), Error> {
     Ok(())
 }
 
-/// A float as Python's `repr` has it: the shortest digits that read back the same, with an exponent
+/// Formats a float like Python's `repr`: the shortest digits that round-trip, with an exponent
 /// below 1e-4 and from 1e16.
 fn float_repr(number: f64) -> String {
     if !number.is_finite() {
@@ -183,7 +183,7 @@ fn float_repr(number: f64) -> String {
     }
 }
 
-/// Days since 1970-01-01 in UTC.
+/// Returns the days since 1970-01-01 in UTC.
 pub(super) fn today() -> u64 {
     let now = SystemTime::now().duration_since(UNIX_EPOCH);
     now.map_or(0, |since| since.as_secs() / DAY.as_secs())
@@ -214,8 +214,8 @@ const MONTHS: [&str; 12] = [
     "December",
 ];
 
-/// The beginning of a day as `strftime` formats it. The time of day is always 0:00: a prompt that
-/// changed every second could never be found in a cache.
+/// Formats the start of a day like `strftime`. The time is always 0:00: a prompt that changed every
+/// second would never be found in a cache.
 pub(super) fn strftime(day: u64, format: &str) -> Result<String, Error> {
     let (year, month, date) = civil(day);
     let weekday = usize::try_from((day + 4) % 7).unwrap_or(0);
@@ -259,13 +259,13 @@ fn is_leap(year: u64) -> bool {
     year.is_multiple_of(4) && (!year.is_multiple_of(100) || year.is_multiple_of(400))
 }
 
-/// Days from 1970-01-01 to the first day of `year`, which is 1970 or later.
+/// Returns the days from 1970-01-01 to the first day of `year`, which is at least 1970.
 fn days_before(year: u64) -> u64 {
     let leaps = |year: u64| year / 4 - year / 100 + year / 400;
     (year - 1970) * 365 + leaps(year - 1) - leaps(1969)
 }
 
-/// Year, month and day of month, the last two from 1.
+/// Returns year, month and day of month; the latter two start at 1.
 fn civil(day: u64) -> (u64, u64, u64) {
     let mut year = 1970 + day / 366;
     while days_before(year + 1) <= day {

@@ -1,12 +1,12 @@
 //! Tokens requested from an engine: cached by the hash of the request, with one request at a time
 //! for equal ones.
 //!
-//! Concurrent equal requests share one answer. A request that gets none within [`DEADLINE`]
-//! continues without; after [`FAILURES_MAX`] failures in a row no request is sent for [`REST`], so
-//! that a hanging engine costs a deadline now and then and not for every request. A refusal does
-//! not count as a failure: otherwise clients could stop all tokenizing with prompts that no engine
-//! accepts. Late answers count as failures only if there was no other answer for [`STALL`]: several
-//! prompts that an engine under load keeps waiting at once are one event, not many.
+//! Concurrent equal requests share one response. A caller without one after [`DEADLINE`] continues
+//! without tokens. After [`FAILURES_MAX`] failures in a row no request is sent for [`REST`], so
+//! that a hanging engine costs a deadline occasionally and not for every request. A rejection is
+//! not a failure: otherwise clients could stop all tokenizing with prompts that no engine accepts.
+//! Timeouts count only after [`STALL`] without a response: several prompts that wait for a loaded
+//! engine at once are one event.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -25,43 +25,43 @@ use super::chat::{self, TokenizerInput};
 use super::streaks::Streaks;
 use super::{Fallback, TOKENIZED_BYTES_MAX};
 
-/// Longest wait for an engine's tokens.
+/// Maximum wait for an engine's tokens.
 pub(crate) const DEADLINE: Duration = Duration::from_millis(500);
-/// Failures in a row after which engines are left alone for a while.
+/// Number of failures in a row after which no requests are sent for a while.
 const FAILURES_MAX: u32 = 3;
-/// How long.
+/// Length of this pause.
 const REST: Duration = Duration::from_secs(1);
-/// Time without any answer from which on late ones are failures.
+/// Time without any response after which timeouts count as failures.
 const STALL: Duration = Duration::from_secs(1);
-/// Most questions under way.
+/// Maximum number of requests in flight.
 const UNDER_WAY_MAX: usize = 1024;
-/// Questions under way from which on nobody asks what can be done without.
+/// Number of requests in flight from which on dispensable requests are not sent.
 const BUSY: usize = 64;
-/// Most questions about answers under way.
+/// Maximum number of requests about responses in flight.
 const REPLIES_UNDER_WAY_MAX: usize = 32;
 
-/// `None`: there was no answer.
+/// `None` if there was no response.
 type SharedAnswer = Arc<OnceCell<Option<Arc<[u32]>>>>;
 
-/// What came of asking an engine.
+/// Outcome of a request to an engine.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum TokenizeResult {
     /// The prompt's tokens.
     Tokens(Vec<u32>),
-    /// The engine does not take this prompt.
+    /// The engine rejects this prompt.
     Refused,
-    /// Nothing that could be used.
+    /// No usable response.
     Nothing,
 }
 
-/// What engines have answered, and what is being asked.
+/// Responses of engines, and requests in flight.
 #[derive(Debug)]
 pub(crate) struct EngineTokenizer {
     answers: TokenCache,
     state: Mutex<EngineTokenizerState>,
-    /// What engines did with requests of one kind.
+    /// Agreement of engines by kind of request.
     habits: Mutex<Streaks>,
-    /// One permit per question about an answer.
+    /// One permit per request about a response.
     replies: Semaphore,
 }
 
@@ -69,7 +69,7 @@ pub(crate) struct EngineTokenizer {
 struct EngineTokenizerState {
     under_way: HashMap<TextKey, SharedAnswer>,
     failures: u32,
-    /// When the first of these was.
+    /// Time of the first of these failures.
     failing_since: Option<Instant>,
     rests_until: Option<Instant>,
 }
@@ -85,18 +85,18 @@ impl Default for EngineTokenizer {
     }
 }
 
-/// What an engine is asked, and what needs no asking.
+/// The request to an engine, or the tokens that need none.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum TokenizeRequest {
     /// The body of a `POST /tokenize`.
     Ask(Bytes),
-    /// The prompt is of these ids.
+    /// The prompt consists of these ids.
     Ids(Vec<u32>),
     /// There is no prompt.
     Nothing,
 }
 
-/// What to ask an engine for the prompt of a request to `path`.
+/// Returns the request to an engine for the prompt of a request to `path`.
 pub(crate) fn question(path: &str, model: &str, body: &[u8]) -> Result<TokenizeRequest, Fallback> {
     let wanted = chat::read(path, body).map_err(|chat::UnclearBodyError| Fallback::Unclear)?;
     let asked = match wanted {
@@ -106,7 +106,7 @@ pub(crate) fn question(path: &str, model: &str, body: &[u8]) -> Result<TokenizeR
             text,
             add_special_tokens,
         } => json!({"model": model, "prompt": text, "add_special_tokens": add_special_tokens}),
-        // Engines do not take documents there.
+        // The engines' endpoint accepts no documents.
         TokenizerInput::Chat(chat) if chat.documents.is_some() => return Err(Fallback::Unclear),
         TokenizerInput::Chat(chat) => {
             let mut asked = json!({
@@ -132,8 +132,8 @@ pub(crate) fn question(path: &str, model: &str, body: &[u8]) -> Result<TokenizeR
     Ok(TokenizeRequest::Ask(asked.into()))
 }
 
-/// The body of the `POST /tokenize` that asks an engine for the prompt of a request to `path`.
-/// `None`: it is not asked, as there is no prompt, its ids are known, or it is no such body.
+/// Returns the body of the `POST /tokenize` for the prompt of a request to `path`. `None` if the
+/// body has no prompt, consists of ids, or is invalid.
 #[must_use]
 pub fn tokenize_question(path: &str, model: &str, body: &[u8]) -> Option<Bytes> {
     match question(path, model, body) {
@@ -143,7 +143,7 @@ pub fn tokenize_question(path: &str, model: &str, body: &[u8]) -> Option<Bytes> 
 }
 
 impl EngineTokenizer {
-    /// The answer to `question`: one kept for this salt, else what `ask` gets. `None`: there is none in time.
+    /// Returns the response to `question`, cached for this salt or from `ask`; `None` if late.
     pub(crate) async fn tokens<F>(
         &self,
         question: &Bytes,
@@ -166,14 +166,14 @@ impl EngineTokenizer {
             let heard = tokio::time::timeout(DEADLINE, ask()).await;
             self.heard(key, heard.ok())
         });
-        // Whoever asks may have been at it for a while when this one joins: it waits no longer than
-        // one that asks itself.
+        // The request may have been in flight when this caller joined: it waits no longer than a
+        // caller that sends its own.
         let tokens = tokio::time::timeout(DEADLINE, asked).await.ok().cloned();
         tokens.flatten()
     }
 
-    /// The place where the answer to `key` is waited for. `None`: engines rest, or too much is
-    /// under way.
+    /// Returns the cell in which the response for `key` arrives. `None` while requests are paused
+    /// or too many are in flight.
     fn join(&self, key: TextKey) -> Option<SharedAnswer> {
         let mut state = self.state();
         if state.rests() {
@@ -187,8 +187,8 @@ impl EngineTokenizer {
         }
     }
 
-    /// Tokens that nobody waits for: those of an answer. `None`: there is none in time, or engines
-    /// have enough to do with prompts.
+    /// Returns the tokens of a response, which no request waits for. `None` after the deadline, or
+    /// if engines are busy with prompts.
     pub(crate) async fn reply_tokens(
         &self,
         ask: impl Future<Output = TokenizeResult>,
@@ -203,17 +203,17 @@ impl EngineTokenizer {
         }
     }
 
-    /// Whether so many wait for engines that it is better to do without where that is possible.
+    /// Whether so many requests wait for engines that dispensable ones should not be sent.
     pub(crate) fn is_busy(&self) -> bool {
         self.state().under_way.len() >= BUSY
     }
 
-    /// What engines did with requests of one kind.
+    /// Returns the agreement of engines by kind of request.
     pub(crate) fn habits(&self) -> MutexGuard<'_, Streaks> {
         self.habits.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// `heard`: `None` for an answer that did not come in time.
+    /// Handles a response; `heard` is `None` after a timeout.
     fn heard(&self, key: TextKey, heard: Option<TokenizeResult>) -> Option<Arc<[u32]>> {
         let mut state = self.state();
         match heard {
@@ -260,7 +260,7 @@ impl EngineTokenizerState {
     }
 }
 
-/// Waits for the answer to a question. Whoever leaves, also a client that hung up, frees the place.
+/// Waits for the response to a request. Every waiter that leaves, also early, frees the place.
 struct AnswerWait<'a> {
     remote: &'a EngineTokenizer,
     key: TextKey,
@@ -270,7 +270,7 @@ struct AnswerWait<'a> {
 impl Drop for AnswerWait<'_> {
     fn drop(&mut self) {
         let mut state = self.remote.state();
-        // Those who still wait keep the answer and need no place for it.
+        // Other waiters keep the cell and need no place for it.
         let is_same = |known: &SharedAnswer| Arc::ptr_eq(known, &self.answer);
         if state.under_way.get(&self.key).is_some_and(is_same) {
             state.under_way.remove(&self.key);

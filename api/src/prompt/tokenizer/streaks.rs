@@ -1,32 +1,32 @@
-//! Checks that have succeeded so many times in a row that they are repeated only now and then.
+//! Checks that have succeeded so often in a row that they are repeated only occasionally.
 
 use std::collections::HashMap;
 
-/// Times in a row from which on it is believed.
+/// Number of successes in a row after which a check is trusted.
 const SURE: u32 = 8;
-/// Of what is believed, one in so many is looked at.
+/// One in this many trusted checks is repeated.
 const LOOK_EVERY: u32 = 16;
-/// Kinds remembered; then all are learnt anew.
+/// Maximum number of kinds; beyond it all are learned again.
 const KINDS_MAX: usize = 1024;
 
-/// How often something has held, by kind.
+/// Consecutive successes by kind.
 #[derive(Debug, Default)]
 pub(crate) struct Streaks(HashMap<u64, Streak>);
 
 #[derive(Debug, Default)]
 struct Streak {
     held: u32,
-    /// Times that it was believed since the last look.
+    /// Checks skipped since the last repetition.
     believed: u32,
 }
 
 impl Streaks {
-    /// Whether it has held for this kind often enough to be believed.
+    /// Whether this kind has succeeded often enough to be trusted.
     pub(crate) fn is_sure(&self, kind: u64) -> bool {
         self.0.get(&kind).is_some_and(|streak| streak.held >= SURE)
     }
 
-    /// Whether to look this time, which counts as one time.
+    /// Whether to repeat the check this time; counts the call.
     pub(crate) fn is_due(&mut self, kind: u64) -> bool {
         let Some(streak) = self.0.get_mut(&kind).filter(|it| it.held >= SURE) else {
             return true;
@@ -35,7 +35,7 @@ impl Streaks {
         streak.believed == 0
     }
 
-    /// It held, or it did not: then it is believed no more.
+    /// Records a success, or a failure, which ends the trust.
     pub(crate) fn saw(&mut self, kind: u64, held: bool) {
         if self.0.len() >= KINDS_MAX && !self.0.contains_key(&kind) {
             self.0.clear();

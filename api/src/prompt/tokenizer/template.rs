@@ -1,7 +1,7 @@
-//! A model's chat template, rendered as `transformers` and vLLM render it.
+//! A model's chat template, rendered like in `transformers` and vLLM.
 //!
-//! The template is the operator's file, but its input is foreign: instructions and output bytes of
-//! a rendering are bounded, and an error of the template is a result, not a fault.
+//! The template is the operator's file, but its input is untrusted: a rendering is bounded in
+//! instructions and output bytes, and a template error is an ordinary result.
 
 use std::io::{self, Write};
 
@@ -13,36 +13,36 @@ use serde_json::{Map, json};
 use super::chat::Chat;
 use super::{developer, python};
 
-/// Most instructions of one render.
+/// Maximum number of instructions of one rendering.
 const RENDER_FUEL_MAX: u64 = 4_000_000;
-/// Longest text rendered, in bytes.
+/// Maximum length of a rendered text, in bytes.
 pub(super) const RENDERED_BYTES_MAX: usize = 8 * 1024 * 1024;
-/// The template's name, which error messages repeat.
+/// Name of the template, which error messages repeat.
 const NAME: &str = "chat_template";
-/// What marks the end of a final message that is to be continued.
+/// Marker for the end of a final message that is to be continued.
 const CONTINUE_TAG: &str = "CONTINUE_FINAL_MESSAGE_TAG ";
 
 /// A compiled chat template.
 pub(super) struct ChatTemplate {
     environment: Environment<'static>,
-    /// `bos_token` and its like.
+    /// `bos_token` and similar tokens.
     special_tokens: Map<String, serde_json::Value>,
-    /// Whether contents are lists of parts for it.
+    /// Whether it expects contents as lists of parts.
     has_parts: bool,
-    /// Whether it knows the role `developer`.
+    /// Whether it handles the role `developer`.
     names_developer: bool,
-    /// How an answer stands in the next turn's prompt.
+    /// How a response appears in the next turn's prompt.
     replies: ReplyRendering,
 }
 
-/// What a template makes of an answer when it comes back in the next turn.
+/// How a template renders a response in the next turn.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum ReplyRendering {
-    /// It stands right behind the generation prompt, as it was.
+    /// Directly after the generation prompt, unchanged.
     Kept,
-    /// So, if it has no white space at its ends.
+    /// Like `Kept`, if the response has no white space at its ends.
     KeptTrimmed,
-    /// It is written in another way.
+    /// In another form.
     Changed,
 }
 
@@ -83,7 +83,7 @@ impl ChatTemplate {
         self.replies
     }
 
-    /// The conversation's text.
+    /// Renders a conversation.
     pub(super) fn render(&self, chat: &Chat) -> Result<String, Error> {
         let mut messages = chat.for_template(self.has_parts);
         if !self.names_developer {
@@ -120,20 +120,20 @@ impl ChatTemplate {
         Ok(text)
     }
 
-    /// Whether the template reads contents as lists of parts: what it makes of one.
+    /// Determines by a probe whether the template reads contents as lists of parts.
     fn takes_parts(&self) -> bool {
         const PROBE: &str = "quorate-probe";
         let content = json!([{"type": "text", "text": PROBE}]);
         let messages = vec![json!({"role": "user", "content": content})];
         let rendered = self.render_messages(&plain_chat(Vec::new(), true), messages);
         rendered.is_ok_and(|text| {
-            // A list written as it is shows its keys.
+            // A list that is printed as is shows its keys.
             let is_shown = text.contains("'type'") || text.contains("\"type\"");
             text.contains(PROBE) && !is_shown
         })
     }
 
-    /// Tries what becomes of an answer in the next turn.
+    /// Determines by trial how a response appears in the next turn.
     fn try_replies(&self) -> ReplyRendering {
         let user = |text: &str| json!({"role": "user", "content": text});
         let first = self.render(&plain_chat(vec![user("first")], true));
@@ -168,7 +168,7 @@ fn plain_chat(messages: Vec<serde_json::Value>, add_generation_prompt: bool) -> 
     }
 }
 
-/// `{% generation %}` marks an assistant's text for training; it writes nothing.
+/// Removes `{% generation %}`, which marks an assistant's text for training and outputs nothing.
 fn without_generation_marks(source: &str) -> String {
     let mut out = String::with_capacity(source.len());
     let mut rest = source;
@@ -221,7 +221,7 @@ fn cut_at_mark(mut text: String) -> Result<String, Error> {
     Ok(text)
 }
 
-/// Takes so many bytes and no more.
+/// A writer with a maximum length.
 struct BoundedWriter(Vec<u8>);
 
 impl Write for BoundedWriter {

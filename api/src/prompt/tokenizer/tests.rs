@@ -1,5 +1,5 @@
-//! Token ids against those of Python's `transformers` and `tiktoken`, kept in
-//! `tests/fixtures/tokenizers`, and what follows from how they are made.
+//! Compares token ids with those of Python's `transformers` and `tiktoken`, recorded in
+//! `tests/fixtures/tokenizers`, and tests properties that follow from them.
 
 use proptest::prelude::*;
 use serde::Deserialize;
@@ -16,7 +16,7 @@ fn read<T: for<'de> Deserialize<'de>>(file: &str) -> T {
 }
 
 fn load(name: &str) -> Arc<Tokenizer> {
-    // One of them takes another's tokenizer with a template of its own.
+    // "parts" has a template of its own and uses the tokenizer of "chatml".
     let template = fixtures().join(name).join("chat_template.jinja");
     let (folder, template) = match name {
         "parts" => ("chatml", Some(&*template)),
@@ -37,7 +37,7 @@ struct Cases {
 #[derive(Deserialize)]
 struct ChatCase {
     body: Value,
-    /// What Python renders; `None`: its template refuses.
+    /// Text rendered by Python; `None` if its template rejects the chat.
     text: Option<String>,
     #[serde(default)]
     ids: Vec<u32>,
@@ -68,7 +68,7 @@ fn chats_have_the_text_and_ids_that_transformers_gives() {
             let text = rendered(&tokenizer, &case.body);
             assert_eq!(text.ok(), case.text, "{model}: {name}");
             let body = case.body.to_string();
-            // Twice: from the tokenizer, and from what is kept.
+            // Twice: from the tokenizer, then from the cache.
             for _ in 0..2 {
                 let ids = tokenizer.encode_request("/v1/chat/completions", body.as_bytes());
                 let expected = case.text.as_ref().map(|_| case.ids.clone());
@@ -203,7 +203,7 @@ fn an_answer_goes_on_as_the_next_turn_has_it() {
         let (next, _) = seam(tokenizer, path, &chat(turns));
         assert!(next.starts_with(&ids), "{tokenizer:?}");
     }
-    // Written in another way next time, or not known to be written in the same.
+    // Rendered differently in the next turn, or not known to be rendered the same.
     let (_, spaced) = seam(&load("llama3"), path, &chat(vec![user("Hi")]));
     assert_eq!(spaced.unwrap().continuation(" trimmed ", true), None);
     let (_, thought) = seam(&chatml, path, &chat(vec![user("Hi")]));
@@ -240,7 +240,7 @@ fn a_completion_goes_on_where_its_tokens_stay() {
             .encode_text("one two \nthree")
             .filter(|ids| !ids.is_empty())
     );
-    // " " and "three" are one token together: the prompt's own tokens would be others.
+    // " " and "three" form one token, so the prompt's own tokens would change.
     assert_eq!(seam_of.continuation("three", true), None);
 }
 
@@ -275,7 +275,7 @@ fn a_text_no_regex_can_take_is_given_up_or_taken_but_ends() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(200))]
 
-    /// Cutting at special tokens gives what tokenizing the whole gives.
+    /// Tokenizing the pieces between special tokens equals tokenizing the whole text.
     #[test]
     fn pieces_have_the_tokens_of_the_whole(
         pieces in proptest::collection::vec(

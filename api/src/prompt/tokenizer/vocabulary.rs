@@ -1,8 +1,8 @@
-//! Vocabularies in the binary, packed: a third of what they take as text (docs/adr/0100).
+//! Vocabularies packed into the binary, at a third of their size as text (docs/adr/0100).
 //!
-//! A file has every token in the order of its id, its length in one byte before it, as gzip. The
-//! files are made of what `tiktoken-rs` ships, and a test holds them to that:
-//! `UPDATE_GENERATED=1 cargo test -p api vocabular` writes them again.
+//! A file holds every token in id order, each after its length in one byte, compressed with gzip.
+//! The files are generated from `tiktoken-rs`, and a test compares them: `UPDATE_GENERATED=1 cargo
+//! test -p api vocabular` regenerates them.
 
 use std::collections::HashMap;
 use std::hash::BuildHasher;
@@ -14,7 +14,7 @@ use tiktoken_rs::{
     CoreBPE, ENDOFPROMPT, ENDOFTEXT, FIM_MIDDLE, FIM_PREFIX, FIM_SUFFIX, O200K_BASE_PAT_STR, Rank,
 };
 
-/// How `cl100k_base` cuts a text before it looks for tokens. The crate does not tell it.
+/// Pattern by which `cl100k_base` splits text before tokenizing. The crate does not export it.
 const CL100K_BASE_PAT_STR: &str = concat!(
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+",
     r"| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s",
@@ -30,7 +30,7 @@ pub enum Vocabulary {
 }
 
 impl Vocabulary {
-    /// Returns its tokenizer, which is made at the first call and kept.
+    /// Returns its tokenizer, which is created at the first call and cached.
     pub(super) fn tokenizer(self) -> &'static CoreBPE {
         static MADE: [OnceLock<CoreBPE>; 2] = [const { OnceLock::new() }; 2];
         MADE[self as usize].get_or_init(|| self.make())
@@ -58,7 +58,7 @@ impl Vocabulary {
         made.expect("a test makes it of the same bytes")
     }
 
-    /// Returns the tokens, each behind its length.
+    /// Returns the tokens, each after its length.
     fn unpacked(self) -> Vec<u8> {
         let packed: &[u8] = match self {
             Self::Cl100k => include_bytes!("vocabularies/cl100k_base.gz"),
@@ -71,7 +71,7 @@ impl Vocabulary {
     }
 }
 
-/// Returns the ids of tokens that stand behind each other.
+/// Returns the ids of concatenated tokens.
 fn tokens<S: BuildHasher + Default>(mut bytes: &[u8]) -> HashMap<Vec<u8>, Rank, S> {
     let mut ids = HashMap::default();
     let mut id = 0;

@@ -1,6 +1,6 @@
-//! What the picker sends in a stream: its messages, then how the stream ended.
+//! The picker's side of a stream: its messages, then the end of the stream.
 //!
-//! An error follows the messages without occupying a slot among them: a gateway that stopped
+//! An error follows the messages without occupying a slot among them. A gateway that stopped
 //! reading for too long gets it once it reads them.
 
 use std::pin::Pin;
@@ -13,13 +13,13 @@ use tonic::Status;
 
 use super::ext_proc::ProcessingResponse;
 
-/// How a stream ended: an end without an error has its gateway go on without this replica.
+/// End of a stream. After an end without an error, the gateway continues without this replica.
 pub(super) type StreamEnd = Result<(), Status>;
 
-/// A picker's side of one stream.
+/// The picker's side of one stream.
 pub struct PickerAnswers {
     messages: mpsc::Receiver<ProcessingResponse>,
-    /// `None`: it is told.
+    /// End of the stream; `None` once sent.
     end: Option<oneshot::Receiver<StreamEnd>>,
 }
 
@@ -48,7 +48,7 @@ impl Stream for PickerAnswers {
         Poll::Ready(match ended {
             Ok(Ok(())) => None,
             Ok(Err(why)) => Some(Err(why)),
-            // Its task is gone, and did not say why.
+            // The task is gone without a reason.
             Err(_) => Some(Err(Status::internal("the picker lost the stream"))),
         })
     }

@@ -1,6 +1,6 @@
-//! Messages of gateways that are not whole yet. gRPC's decoder sets aside what the first bytes of a message
-//! announce, and keeps what comes until it is whole; a body counts among those that are held only when it
-//! is read. What is announced counts with them until then, as `limits.max_held_bodies` bounds all.
+//! Bounds for incomplete messages of gateways. gRPC's decoder allocates what a message's first
+//! bytes announce, and buffers until the message is complete. A body counts as held only when it is
+//! read. Until then the announced length counts toward `limits.max_held_bodies`.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -16,7 +16,7 @@ use tower::Service;
 use super::Picker;
 use crate::proxy::request::HeldBodyBytes;
 
-/// What stands before a message: whether it is compressed, and how long it is.
+/// Length of a message's prefix: a compression flag and the length.
 const PREFIX_BYTES: usize = 5;
 
 /// A gRPC service that reads messages within bounds.
@@ -24,7 +24,7 @@ const PREFIX_BYTES: usize = 5;
 pub(super) struct BoundedMessages<S> {
     pub(super) service: S,
     pub(super) picker: Arc<Picker>,
-    /// Longest message, in bytes; the decoder refuses longer ones before it sets anything aside.
+    /// Maximum length of a message, in bytes. The decoder rejects longer ones before it allocates.
     pub(super) message_max: usize,
 }
 
@@ -61,7 +61,7 @@ where
     }
 }
 
-/// Messages on their way in.
+/// Body of incoming messages.
 struct CountedMessages {
     messages: GrpcBody,
     count: MessageCount,
@@ -95,12 +95,12 @@ impl Body for CountedMessages {
     }
 }
 
-/// Where in a message a stream is.
+/// Position of a stream within a message.
 pub(super) struct MessageCount {
     prefix: [u8; PREFIX_BYTES],
-    /// How much of it has come.
+    /// Number of prefix bytes received.
     prefix_bytes: usize,
-    /// What is still to come of a message.
+    /// Number of bytes of the message still to come.
     left: usize,
     message_max: usize,
     held: HeldBodyBytes,
@@ -141,7 +141,7 @@ impl MessageCount {
         Ok(())
     }
 
-    /// A message begins, of which so much is here.
+    /// Begins a message of which `here` bytes have already arrived.
     fn announced(&mut self, here: usize) -> Result<(), Status> {
         let [_, length @ ..] = self.prefix;
         self.left = usize::try_from(u32::from_be_bytes(length)).unwrap_or(usize::MAX);

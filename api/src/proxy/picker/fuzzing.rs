@@ -1,4 +1,4 @@
-//! What gateways say, as [`crate::fuzzing`] has it: messages with their heads, header maps and metadata.
+//! Fuzz targets for messages of gateways: heads, header maps and metadata. See [`crate::fuzzing`].
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -21,11 +21,11 @@ use crate::proxy::request::HeldBodyBytes;
 use crate::proxy::settings::ProxyLimits;
 use crate::routing::OfferedEndpoints;
 
-/// Longest message that the count of frames lets through, in bytes.
+/// Maximum length of a message in the frame count, in bytes.
 const MESSAGE_BYTES_MAX: usize = 4096;
 
-/// A message of a gateway. Its head is read within the limits; what is changed of a head makes of it
-/// what it is to be; and the frames that a stream comes in hold no more than they may.
+/// Parses a gateway's message. Its head must be within the limits, a mutation of the head must have
+/// the intended result, and the frames of a stream must hold no more than they may.
 pub fn gateway_message(bytes: &[u8]) {
     count(bytes);
     let Ok(message) = ProcessingRequest::decode(bytes) else {
@@ -61,7 +61,7 @@ pub fn gateway_message(bytes: &[u8]) {
     }
 }
 
-/// Counts a stream that is cut as its first byte says.
+/// Counts a stream in frames of the length that its first byte gives.
 fn count(bytes: &[u8]) {
     const HELD_MAX: u64 = 3000;
     let Some((first, stream)) = bytes.split_first() else {
@@ -80,7 +80,7 @@ fn count(bytes: &[u8]) {
     assert_eq!(all.load(Relaxed), 0);
 }
 
-/// Every second header goes, each third one changes, and one is new.
+/// Removes every second header, changes every third one, and adds one.
 fn head(from: &HeaderMap, limits: &ProxyLimits) {
     assert!(from.len() <= limits.headers_max, "{}", from.len());
     let mut to = from.clone();
@@ -106,7 +106,7 @@ fn head(from: &HeaderMap, limits: &ProxyLimits) {
     assert_eq!(changed, to);
 }
 
-/// What a gateway does with it.
+/// Applies a mutation as a gateway does.
 fn apply(headers: &mut HeaderMap, by: &HeaderMutation) {
     for name in &by.remove_headers {
         headers.remove(name);
@@ -122,7 +122,7 @@ fn apply(headers: &mut HeaderMap, by: &HeaderMutation) {
     }
 }
 
-/// Messages of each kind.
+/// Returns messages of each kind.
 #[must_use]
 pub fn gateway_message_seeds() -> Vec<Vec<u8>> {
     let request = [

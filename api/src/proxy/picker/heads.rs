@@ -1,4 +1,4 @@
-//! Heads of requests and answers as messages have them, and what is to be changed of them.
+//! Heads of requests and responses in gateway messages, and mutations of them.
 
 use bytes::Bytes;
 use http::header::{CONTENT_LENGTH, EXPECT, HOST, VIA};
@@ -12,9 +12,9 @@ use crate::proxy::headers::{FORWARDED_FOR, is_hop_by_hop};
 use crate::proxy::request::bad_request;
 use crate::proxy::settings::ProxyLimits;
 
-/// A head of a message.
+/// Head in a message.
 struct GatewayHead<'a> {
-    /// Those whose name begins with a colon.
+    /// Pseudo-headers, whose names begin with a colon.
     pseudo: Vec<(&'a str, &'a [u8])>,
     headers: HeaderMap,
 }
@@ -51,7 +51,7 @@ impl<'a> GatewayHead<'a> {
     }
 }
 
-/// A header's value: gateways send it as bytes, older ones as text.
+/// Returns a header's value, which gateways send as bytes and older ones as text.
 fn value(field: &ext_proc::HeaderValue) -> &[u8] {
     match field.raw_value.is_empty() {
         true => field.value.as_bytes(),
@@ -59,7 +59,7 @@ fn value(field: &ext_proc::HeaderValue) -> &[u8] {
     }
 }
 
-/// The head of a request, as a server reads it.
+/// Parses the head of a request as a server would.
 pub(super) fn request(told: &HttpHeaders, limits: &ProxyLimits) -> Result<Parts, ProxyError> {
     let head = GatewayHead::of(told, limits)?;
     let (Some(method), Some(path)) = (head.pseudo(":method"), head.pseudo(":path")) else {
@@ -73,15 +73,15 @@ pub(super) fn request(told: &HttpHeaders, limits: &ProxyLimits) -> Result<Parts,
     Ok(parts)
 }
 
-/// Status and headers of an answer; `None`: it is none.
+/// Parses the status and headers of a response; `None` if they are not those of a response.
 pub(super) fn answer(told: &HttpHeaders, limits: &ProxyLimits) -> Option<(StatusCode, HeaderMap)> {
     let head = GatewayHead::of(told, limits).ok()?;
     let status: StatusCode = head.pseudo(":status")?.parse().ok()?;
     (!status.is_informational()).then_some((status, head.headers))
 }
 
-/// What turns the headers that a gateway has into those that an engine or a client is to get, as far
-/// as that is not the gateway's own business.
+/// Returns the mutation that turns the gateway's headers into those for an engine or a client. It
+/// omits headers that are the gateway's own business.
 pub(super) fn mutation(from: &HeaderMap, to: &HeaderMap) -> HeaderMutation {
     let removed = from
         .keys()
@@ -105,18 +105,18 @@ pub(super) fn mutation(from: &HeaderMap, to: &HeaderMap) -> HeaderMutation {
     mutation
 }
 
-/// Whether a header is about a connection of the gateway, which makes it anew.
+/// Whether a header concerns a connection of the gateway, which sets it itself.
 pub(super) fn is_gateways(name: &HeaderName) -> bool {
     is_hop_by_hop(name) || [HOST, EXPECT, VIA, FORWARDED_FOR].contains(name)
 }
 
-/// Has a header replace those of its name.
+/// Adds a header that replaces all headers of its name.
 pub(super) fn set(mutation: &mut HeaderMutation, name: &HeaderName, value: &HeaderValue) {
     let replaces = HeaderAppendAction::OverwriteIfExistsOrAdd;
     mutation.set_headers.push(option(name, value, replaces));
 }
 
-/// Leaves the length of a request's body as it is, or has it be `bytes` where the gateway tells one.
+/// Adjusts a request's declared body length to `bytes`. Without a declared length, adds none.
 pub(super) fn set_length(mutation: &mut HeaderMutation, from: &HeaderMap, bytes: u64) {
     mutation
         .remove_headers

@@ -1,5 +1,5 @@
-//! What a gateway says in a stream: the order in which its messages may come, and the body of a request
-//! that is read from them.
+//! Messages from a gateway in a stream: the order in which they may arrive, and the request body
+//! that they carry.
 
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
@@ -16,22 +16,22 @@ use super::ext_proc::{BodySendMode, Metadata, ProcessingRequest, ProtocolConfigu
 use super::{BodyMode, BodyModes};
 use crate::error::ProxyError;
 
-/// Why a stream ends before the answer has passed.
+/// Reason why a stream ends before the response was relayed.
 #[derive(Debug)]
 pub(super) enum StreamHalt {
-    /// The gateway has left, or goes on without this replica.
+    /// The gateway has left or continues without this replica.
     Left,
-    /// The gateway spoke out of turn, or fell silent.
+    /// The gateway sent an unexpected message or stopped sending.
     Broken(Status),
     /// The request is refused.
     Refused(ProxyError),
-    /// This replica answers the request itself.
+    /// This replica sends the response itself.
     Told(Box<Response<Bytes>>),
 }
 
 impl StreamHalt {
-    /// What becomes of a request in whose body it came: one that cannot be read whole is refused as on
-    /// the data port.
+    /// Converts the halt of a request body: if the body cannot be read completely, the request is
+    /// refused as on the data port.
     pub(super) fn of_upload(self, bytes_max: u64) -> Self {
         match self {
             Self::Broken(why) if why.code() == Code::ResourceExhausted => {
@@ -49,7 +49,7 @@ impl From<ProxyError> for StreamHalt {
     }
 }
 
-/// The end of a stream whose gateway said what it should not.
+/// Returns the halt for a gateway that sent an unexpected message.
 pub(super) fn out_of_turn(said: &Request, when: &str) -> StreamHalt {
     let said = match said {
         Request::RequestHeaders(_) => "request_headers",
@@ -64,7 +64,7 @@ pub(super) fn out_of_turn(said: &Request, when: &str) -> StreamHalt {
     )))
 }
 
-/// The end of a stream whose gateway sends a body in pieces that it was asked for whole.
+/// Returns the halt for a gateway that sends a body in pieces although it was asked for the whole.
 pub(super) fn override_ignored() -> StreamHalt {
     StreamHalt::Broken(Status::failed_precondition(
         "request_body came in pieces although mode_override asked for BUFFERED: set \
@@ -73,7 +73,7 @@ pub(super) fn override_ignored() -> StreamHalt {
     ))
 }
 
-/// The end of a stream one of whose messages could not be read.
+/// Returns the halt for a message that could not be decoded.
 fn unread(why: &Status) -> StreamHalt {
     StreamHalt::Broken(match why.code() {
         Code::OutOfRange => {
@@ -84,22 +84,22 @@ fn unread(why: &Status) -> StreamHalt {
         Code::Internal | Code::InvalidArgument | Code::Unimplemented => {
             Status::invalid_argument(format!("a message cannot be read: {}", why.message()))
         }
-        // Its connection is gone, or the stream was reset.
+        // The connection is gone, or the stream was reset.
         _ => return StreamHalt::Left,
     })
 }
 
-/// A gateway's side of a stream.
+/// The gateway's side of a stream.
 pub(super) struct GatewayMessages {
     messages: BoxStream<'static, Result<ProcessingRequest, Status>>,
 }
 
-/// One message.
+/// One message from a gateway.
 pub(super) struct GatewayMessage {
     pub(super) said: Request,
-    /// What comes with it.
+    /// Metadata of the message.
     pub(super) metadata: Option<Metadata>,
-    /// `None`: it does not tell, or has told before.
+    /// Protocol configuration; `None` if the gateway sends none, or has sent it before.
     pub(super) protocol: Option<ProtocolConfiguration>,
 }
 
@@ -108,19 +108,19 @@ impl GatewayMessages {
         Self { messages }
     }
 
-    /// The next message. Cancelled, it loses nothing.
+    /// Returns the next message. Cancellation safe.
     pub(super) async fn next(&mut self) -> Result<GatewayMessage, StreamHalt> {
         let next = self.messages.next().await;
         read(next)
     }
 
-    /// Waits for a gateway that is waited for itself: it can only leave, or answer by itself.
-    /// With `may_go_on`, what it sent as a whole body may be none.
+    /// Waits while the gateway waits for this replica: it can only leave or respond by itself. With
+    /// `may_go_on`, the body that it sent as whole may be incomplete.
     pub(super) async fn gone(&mut self, may_go_on: bool) -> StreamHalt {
         match self.next().await {
             Ok(message) => match message.said {
                 Request::RequestBody(_) if may_go_on => override_ignored(),
-                // A timeout of its own, or a client that left: it goes on without this replica.
+                // After a timeout of its own, or if a client left, the gateway continues alone.
                 Request::ResponseHeaders(_) => StreamHalt::Left,
                 said => out_of_turn(&said, "while its answer was awaited"),
             },
@@ -148,7 +148,7 @@ fn read(next: Option<Result<ProcessingRequest, Status>>) -> Result<GatewayMessag
 }
 
 impl BodyModes {
-    /// How a gateway sends bodies that tells it so.
+    /// Returns the body modes that a gateway's configuration requires.
     pub(super) fn told(told: ProtocolConfiguration) -> Result<Self, StreamHalt> {
         let early = told.send_body_without_waiting_for_header_response;
         let mode = |which: &str, mode: BodySendMode| match mode {
@@ -168,26 +168,26 @@ impl BodyModes {
     }
 }
 
-/// The body of a request, as a gateway's messages bring it.
+/// Body of a request, received as messages from a gateway.
 pub(super) struct UploadedBody<'a> {
     messages: &'a mut GatewayMessages,
     mode: BodyMode,
     is_over: bool,
-    /// Whether a whole body's one piece said that more follows.
+    /// Whether the single piece of a whole body announced that more follows.
     pub(super) is_cut: bool,
-    /// Messages that it came in.
+    /// Number of messages with a piece of the body.
     pub(super) pieces: usize,
-    /// Whether trailers ended it, which are to be answered.
+    /// Whether trailers ended the body. They need a reply.
     pub(super) has_trailers: bool,
-    /// Why it broke off.
+    /// Reason why the body broke off.
     pub(super) halt: Option<StreamHalt>,
 }
 
-/// A body that broke off, see [`UploadedBody::halt`].
+/// Error of a body that broke off, see [`UploadedBody::halt`].
 pub(super) struct UploadError;
 
 impl<'a> UploadedBody<'a> {
-    /// One that begins with the next message; with `is_over` there is none.
+    /// Creates a body that begins with the next message. With `is_over`, it is empty.
     pub(super) fn new(messages: &'a mut GatewayMessages, mode: BodyMode, is_over: bool) -> Self {
         Self {
             messages,
@@ -204,7 +204,7 @@ impl<'a> UploadedBody<'a> {
         match said {
             Request::RequestBody(piece) => {
                 self.pieces += 1;
-                // A whole body is followed by trailers only, which wait for its answer.
+                // Only trailers can follow a whole body, and they wait for its reply.
                 let is_whole = self.mode == BodyMode::Buffered;
                 self.is_cut = is_whole && !piece.end_of_stream;
                 self.is_over = is_whole || piece.end_of_stream;

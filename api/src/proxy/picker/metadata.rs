@@ -1,4 +1,4 @@
-//! What gateways and pickers exchange besides headers.
+//! Metadata that gateways and pickers exchange in addition to headers.
 
 use std::net::SocketAddr;
 
@@ -9,11 +9,11 @@ use super::PickerSettings;
 use super::ext_proc::Metadata;
 use crate::routing::OfferedEndpoints;
 
-/// Most endpoints that a hint names.
+/// Maximum number of endpoints in a hint.
 pub(super) const HINTED_MAX: usize = 4096;
 
-/// The endpoints that a gateway offers for a request: all, unless it names some. What is no address
-/// with a port is no endpoint.
+/// Returns the endpoints that a gateway offers for a request: all, unless it names some. Values
+/// other than an address with a port are ignored.
 pub(super) fn offered(settings: &PickerSettings, told: Option<&Metadata>) -> OfferedEndpoints {
     let hint = value(told, &settings.subset_namespace, &settings.subset);
     let Some(hint) = hint else {
@@ -28,13 +28,13 @@ pub(super) fn offered(settings: &PickerSettings, told: Option<&Metadata>) -> Off
     OfferedEndpoints::those(endpoints.filter_map(|it| it.parse().ok()).collect())
 }
 
-/// The endpoint that has answered; `None`: the gateway does not tell.
+/// Returns the endpoint that responded; `None` if the gateway does not report it.
 pub(super) fn served(settings: &PickerSettings, told: Option<&Metadata>) -> Option<SocketAddr> {
     let served = value(told, &settings.namespace, &settings.served)?;
     text(served)?.trim().parse().ok()
 }
 
-/// The endpoints that a request is to go to, as metadata.
+/// Returns the metadata that names the endpoints for a request.
 pub(super) fn destination(settings: &PickerSettings, endpoints: &str) -> Struct {
     let of = |kind| Value { kind: Some(kind) };
     let endpoints = of(Kind::StringValue(endpoints.to_owned()));

@@ -1,4 +1,4 @@
-//! Metrics of the endpoint picker. Its requests count in those of the data plane too.
+//! Metrics of the endpoint picker. Its requests also count in those of the data plane.
 
 use prometheus_client::encoding::{EncodeLabelSet, EncodeLabelValue, LabelValueEncoder};
 use prometheus_client::metrics::counter::Counter;
@@ -6,31 +6,31 @@ use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
 
-/// What a gateway was told about a request.
+/// The picker's reply to a gateway about a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum PickedOutcome {
-    /// The endpoints that it may go to.
+    /// The endpoints for the request.
     Picked,
-    /// The answer itself: a refusal, or the list of models.
+    /// The response itself: a refusal, or the list of models.
     Answered,
-    /// Nothing: it left before.
+    /// Nothing, because the gateway left earlier.
     Left,
-    /// That it spoke out of turn, or not in time.
+    /// An error, because the gateway sent an unexpected message or was too slow.
     Broken,
-    /// That as many streams are open as there may be.
+    /// A refusal, because the maximum number of streams was open.
     Refused,
 }
 
-/// Which endpoint has answered, as a gateway tells.
+/// Endpoint that responded, as reported by the gateway.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum ServedBy {
-    /// The first that it was told.
+    /// The first picked endpoint.
     First,
-    /// A further one that it was told.
+    /// Another picked endpoint.
     Further,
-    /// One that it was not told.
+    /// An endpoint that was not picked.
     Other,
-    /// It does not tell.
+    /// The gateway does not report it.
     Untold,
 }
 
@@ -73,13 +73,13 @@ impl EncodeLabelValue for ServedBy {
     }
 }
 
-/// Labels of the counter of picks.
+/// Labels of the counter of requests.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub(super) struct PickLabels {
     outcome: PickedOutcome,
 }
 
-/// Labels of the counter of answers.
+/// Labels of the counter of responses.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub(super) struct ServedLabels {
     by: ServedBy,
@@ -90,9 +90,9 @@ pub(super) struct ServedLabels {
 pub struct PickerMetrics {
     picks: Family<PickLabels, Counter>,
     served: Family<ServedLabels, Counter>,
-    /// Streams of gateways that are open, one per request.
+    /// Open streams of gateways, one per request.
     pub streams: Gauge,
-    /// Connections of gateways that are open.
+    /// Open connections of gateways.
     pub connections: Gauge,
 }
 
@@ -128,23 +128,23 @@ impl PickerMetrics {
         );
     }
 
-    /// Counts what a gateway was told.
+    /// Counts a reply to a gateway.
     pub(super) fn told(&self, outcome: PickedOutcome) {
         self.picks.get_or_create(&PickLabels { outcome }).inc();
     }
 
-    /// Counts who has answered.
+    /// Counts a response by its endpoint.
     pub(super) fn served(&self, by: ServedBy) {
         self.served.get_or_create(&ServedLabels { by }).inc();
     }
 
-    /// Requests of which gateways were told this.
+    /// Returns the number of requests with this outcome.
     #[must_use]
     pub fn requests(&self, outcome: PickedOutcome) -> u64 {
         self.picks.get_or_create(&PickLabels { outcome }).get()
     }
 
-    /// Answers that came from there.
+    /// Returns the number of responses from such an endpoint.
     #[must_use]
     pub fn answers(&self, by: ServedBy) -> u64 {
         self.served.get_or_create(&ServedLabels { by }).get()

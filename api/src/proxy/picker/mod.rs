@@ -1,24 +1,24 @@
-//! The endpoint picker: what a gateway asks before it sends a request to an engine, by Envoy's external
-//! processing and the endpoint picker protocol of the Gateway API Inference Extension.
+//! The endpoint picker, which a gateway asks before it sends a request to an engine, by Envoy's
+//! external processing and the endpoint picker protocol of the Gateway API Inference Extension.
 //!
-//! It is the second face of the data plane. A request is taken in, understood, admitted, decided
-//! about, dispatched and accounted for by the same code; here it comes in messages of a gRPC stream,
-//! and the gateway sends it to the engine and hands over the answer as it comes (ADR 0098). What a
-//! gateway does itself is left to it: connections, retries, CORS.
+//! It is the second interface of the data plane. The same code receives, parses, admits, routes,
+//! dispatches and accounts for a request. Here the request arrives in messages of a gRPC stream,
+//! and the gateway sends it to the engine and forwards the response (ADR 0098). Connections,
+//! retries and CORS remain the gateway's task.
 //!
 //! | module | what |
 //! | --- | --- |
 //! | `server` | connections, and how they are drained |
-//! | `service` | the gRPC services: external processing, health |
-//! | `frames` | messages that are not whole yet, and what they hold |
-//! | `stream` | one stream: from a request's head to the end of its answer |
-//! | `inbound` | messages of a gateway: the order in which they may come, the body of a request |
-//! | `heads` | heads of requests and answers in messages, and what is changed of them |
-//! | `offer` | the endpoints that a request may go to, in order, and what goes there |
+//! | `service` | the gRPC services: external processing and health |
+//! | `frames` | bounds for incomplete messages |
+//! | `stream` | one stream: from a request's head to the end of its response |
+//! | `inbound` | messages from a gateway: their order, and the body of a request |
+//! | `heads` | heads of requests and responses in messages, and mutations of them |
+//! | `offer` | the endpoints for a request in order, and what is sent there |
 //! | `outbound` | messages to a gateway |
-//! | `answers` | how a stream is heard: messages to a gateway, then its end |
-//! | `passing` | an engine's answer on its way through |
-//! | `metadata` | what gateways and pickers tell each other beside headers |
+//! | `answers` | the picker's side of a stream: messages to a gateway, then the end |
+//! | `passing` | an engine's response as it is relayed |
+//! | `metadata` | what gateways and pickers exchange in addition to headers |
 
 mod answers;
 mod frames;
@@ -46,50 +46,50 @@ pub use server::{PickerServer, PickerTls};
 
 use super::Proxy;
 
-/// The protocol's messages, with client and server.
+/// Messages, client and server of the protocol.
 #[allow(missing_docs, unreachable_pub, clippy::all, clippy::pedantic)]
 pub mod ext_proc {
     include!("../../../proto/ext_proc.rs");
 }
 
-/// How an endpoint picker and its gateways talk.
+/// Protocol settings between an endpoint picker and its gateways.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PickerSettings {
-    /// Most endpoints that a gateway is told for one request, the best first.
+    /// Maximum number of endpoints that a gateway receives for one request, the best first.
     pub endpoints_max: usize,
-    /// Header, and metadata key, that names the endpoints for a request.
+    /// Header and metadata key with the endpoints for a request.
     pub destination: HeaderName,
-    /// Namespace of the metadata about endpoints.
+    /// Namespace of the metadata with endpoints.
     pub namespace: String,
-    /// Key in that namespace by which a gateway tells which endpoint has answered.
+    /// Key in that namespace with the endpoint that responded.
     pub served: String,
     /// Namespace of the metadata that restricts the choice.
     pub subset_namespace: String,
-    /// Key in that namespace with the endpoints that may be chosen.
+    /// Key in that namespace with the endpoints that the picker may choose.
     pub subset: String,
-    /// How a gateway sends bodies that does not tell it.
+    /// Body modes of a gateway that does not announce them.
     pub untold_bodies: BodyModes,
 }
 
-/// How a gateway sends bodies.
+/// Modes in which a gateway sends bodies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BodyModes {
-    /// Of requests.
+    /// Mode of request bodies.
     pub requests: BodyMode,
-    /// Of answers.
+    /// Mode of response bodies.
     pub answers: BodyMode,
 }
 
-/// How a gateway sends one body.
+/// Mode in which a gateway sends one body.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum BodyMode {
-    /// In pieces; those that come back are others, whenever they come.
+    /// In pieces. The pieces sent back are independent of them in size and time.
     Duplex,
-    /// In pieces; each is answered by itself, after the head.
+    /// In pieces after the reply to the head. Each piece gets its own reply.
     Streamed,
-    /// In pieces that do not wait for the head's answer; each is answered by itself.
+    /// In pieces that do not wait for the reply to the head. Each piece gets its own reply.
     StreamedEarly,
-    /// Whole, after the head is answered.
+    /// As a whole after the reply to the head.
     Buffered,
 }
 
@@ -110,17 +110,17 @@ impl Default for PickerSettings {
     }
 }
 
-/// What all streams of a picker share.
+/// State that all streams of a picker share.
 pub struct Picker {
     proxy: Arc<Proxy>,
     settings: PickerSettings,
     metrics: PickerMetrics,
-    /// One task per stream.
+    /// Tasks of the streams, one per stream.
     tasks: TaskTracker,
 }
 
 impl Picker {
-    /// A picker that does what `proxy` does.
+    /// Creates a picker on top of the data plane `proxy`.
     #[must_use]
     pub fn new(proxy: Arc<Proxy>, settings: PickerSettings, metrics: PickerMetrics) -> Self {
         Self {

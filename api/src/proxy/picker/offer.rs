@@ -1,4 +1,4 @@
-//! The endpoints that a request may go to, the best first, and what goes there.
+//! The endpoints for a request, the best first, and what is sent there.
 
 use std::net::SocketAddr;
 
@@ -19,23 +19,23 @@ use crate::proxy::picker::inbound::StreamHalt;
 use crate::routing::{Decision, endpoint_of};
 use crate::traces::TraceHeaders;
 
-/// What a gateway is told to do with a request.
+/// Instructions to a gateway for one request.
 pub(super) struct EndpointOffer {
-    /// The endpoint that the request was dispatched to.
+    /// Endpoint that the request was dispatched to.
     pub(super) first: SocketAddr,
-    /// Where it may go if that cannot be reached, with what would have been decided.
+    /// Alternatives if that endpoint is unreachable, each with the decision it stands for.
     pub(super) further: Vec<(SocketAddr, Decision)>,
-    /// What is changed of its head.
+    /// Mutation of the request's head.
     pub(super) headers: HeaderMutation,
-    /// What the engine gets.
+    /// Body for the engine.
     pub(super) body: Segments,
 }
 
-/// Most backends that are left out of one offer, as they do not get just what the first gets: each
-/// takes a decision to find.
+/// Maximum number of backends skipped for one offer because their request would differ from the
+/// first one's. Finding each of them takes a decision.
 const UNLIKE_MAX: usize = 8;
 
-/// What one engine gets, beside the body.
+/// Request to one engine, without the body.
 struct EngineBound {
     endpoint: SocketAddr,
     headers: HeaderMutation,
@@ -43,15 +43,15 @@ struct EngineBound {
 }
 
 impl EndpointOffer {
-    /// The offer for a request that was dispatched by `decision`. Whichever engine gets it is told the
-    /// same of the trace, as a gateway is told it once.
+    /// Builds the offer for a request that `decision` dispatched. All engines get the same trace
+    /// headers, because the gateway receives only one set.
     pub(super) fn of(
         picker: &Picker,
         sending: &OutgoingRequest<'_>,
         decision: &Decision,
         trace: Option<&TraceHeaders>,
     ) -> Result<Self, ProxyError> {
-        // It was removed while it was chosen.
+        // The backend was removed after it was chosen.
         let gone = ProxyError::Unreachable;
         let registry = picker.proxy.view.registry();
         let backend = decided(&registry, decision).ok_or(gone.clone())?;
@@ -72,7 +72,7 @@ impl EndpointOffer {
         Ok(offer)
     }
 
-    /// The endpoints as gateways read them.
+    /// Returns the endpoints in the format of gateways.
     pub(super) fn endpoints(&self) -> String {
         let further = self.further.iter().map(|(endpoint, _)| endpoint);
         let all: Vec<_> = std::iter::once(&self.first).chain(further).collect();
@@ -80,7 +80,7 @@ impl EndpointOffer {
         texts.join(",")
     }
 
-    /// Sends the body in pieces, the last with the end unless trailers follow.
+    /// Sends the body in pieces. The last piece ends the body unless trailers follow.
     pub(super) async fn send_body(
         body: Segments,
         has_trailers: bool,
@@ -104,14 +104,14 @@ impl EndpointOffer {
         Ok(())
     }
 
-    /// The body in one piece.
+    /// Returns the body in one piece.
     pub(super) async fn whole_body(body: Segments) -> bytes::Bytes {
         let Ok(collected) = body.collect().await;
         collected.to_bytes()
     }
 }
 
-/// Where the request may go besides: engines that get just what the first gets.
+/// Returns the alternatives: engines whose request is identical to the first one's.
 fn further(
     picker: &Picker,
     sending: &OutgoingRequest<'_>,
@@ -146,7 +146,7 @@ fn further(
     further
 }
 
-/// The backend of a decision; `None`: it was removed.
+/// Returns the backend of a decision; `None` if it was removed.
 fn decided<'a>(registry: &'a Registry, decision: &Decision) -> Option<&'a Backend> {
     let backend = registry.backend(decision.backend.slot)?;
     (backend.handle == decision.backend).then_some(backend)

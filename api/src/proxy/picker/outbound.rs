@@ -1,4 +1,4 @@
-//! What a picker says to a gateway.
+//! Messages from a picker to a gateway.
 
 use std::time::Duration;
 
@@ -19,24 +19,24 @@ use super::ext_proc::{
 use super::inbound::StreamHalt;
 use super::{BodyMode, heads};
 
-/// Longest piece of a body in a message, in bytes: what Envoy takes in one.
+/// Maximum length of a body piece in a message, in bytes. Envoy accepts no more in one.
 pub(super) const PIECE_BYTES_MAX: usize = 62 * 1024;
 
-/// A picker's side of a stream.
+/// The picker's side of a stream.
 #[derive(Clone)]
 pub(super) struct PickerMessages {
     pub(super) sender: Sender<ProcessingResponse>,
-    /// How long a gateway may take none.
+    /// Maximum time for which a gateway may accept no message.
     pub(super) untaken: Duration,
 }
 
 impl PickerMessages {
-    /// Sends a message, as soon as the gateway takes it.
+    /// Sends a message as soon as the gateway accepts it.
     pub(super) async fn send(&self, said: Reply) -> Result<(), StreamHalt> {
         self.send_with(said, None).await
     }
 
-    /// The same with metadata.
+    /// Sends a message with metadata.
     pub(super) async fn send_with(
         &self,
         said: Reply,
@@ -50,8 +50,8 @@ impl PickerMessages {
         self.put(message).await
     }
 
-    /// Lets a request's head pass, and asks for its body in one piece. A gateway takes both modes from
-    /// that, so that of `answers` is said again.
+    /// Lets a request's head pass and asks for its body in one piece. A gateway takes both modes
+    /// from this message, so it repeats the mode of `answers`.
     pub(super) async fn ask_for_whole(&self, answers: BodyMode) -> Result<(), StreamHalt> {
         let answers = match answers {
             BodyMode::Duplex => BodySendMode::FullDuplexStreamed,
@@ -69,8 +69,8 @@ impl PickerMessages {
         self.put(message).await
     }
 
-    /// The same of an answer's body. What it waits is taken from `left`, the time for which a gateway
-    /// may keep an engine waiting, over the whole answer.
+    /// Sends a piece of a response body. The wait is taken from `left`, the total time for which a
+    /// gateway may block an engine during the response.
     pub(super) async fn send_within(
         &self,
         said: Reply,
@@ -91,14 +91,14 @@ impl PickerMessages {
     }
 }
 
-/// The end of a stream whose gateway takes too little. It is told so when it takes the rest: it would
-/// go on without this replica after a stream that ends without an error.
+/// Returns the halt for a gateway that accepts messages too slowly. It ends with an error, since
+/// after a stream without one, the gateway would continue without this replica.
 pub(super) fn untaken() -> StreamHalt {
     let why = "the gateway took too little for too long";
     StreamHalt::Broken(Status::deadline_exceeded(why))
 }
 
-/// Which body pieces are of.
+/// Body that a piece belongs to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum BodyOf {
     Request,
@@ -106,7 +106,7 @@ pub(super) enum BodyOf {
 }
 
 impl BodyOf {
-    /// The answer to a piece.
+    /// Returns the reply to a piece.
     fn said(self, common: CommonResponse) -> Reply {
         let body = BodyResponse {
             response: Some(common),
@@ -117,7 +117,7 @@ impl BodyOf {
         }
     }
 
-    /// A piece of a body that streams in both directions by itself.
+    /// Returns a piece of a body that streams independently in both directions.
     pub(super) fn piece(self, body: Bytes, end_of_stream: bool) -> Reply {
         let mutation = Mutation::StreamedResponse(StreamedBodyResponse {
             body,
@@ -126,7 +126,7 @@ impl BodyOf {
         self.said(changed(mutation, None))
     }
 
-    /// What becomes of one piece that was sent.
+    /// Returns the replacement of one received piece.
     pub(super) fn replaced(self, body: Bytes, headers: Option<HeaderMutation>) -> Reply {
         let mutation = match body.is_empty() {
             true => Mutation::ClearBody(true),
@@ -146,7 +146,7 @@ fn changed(mutation: Mutation, headers: Option<HeaderMutation>) -> CommonRespons
     }
 }
 
-/// What becomes of the head of a request, whose route is to be looked up anew.
+/// Returns the reply to a request's head, with a new route lookup.
 pub(super) fn request_head(headers: HeaderMutation) -> Reply {
     Reply::RequestHeaders(HeadersResponse {
         response: Some(CommonResponse {
@@ -157,7 +157,7 @@ pub(super) fn request_head(headers: HeaderMutation) -> Reply {
     })
 }
 
-/// What becomes of the head of an answer.
+/// Returns the reply to a response's head.
 pub(super) fn answer_head(headers: HeaderMutation) -> Reply {
     Reply::ResponseHeaders(HeadersResponse {
         response: Some(CommonResponse {
@@ -168,17 +168,17 @@ pub(super) fn answer_head(headers: HeaderMutation) -> Reply {
     })
 }
 
-/// The trailers of a request pass.
+/// Lets the trailers of a request pass.
 pub(super) fn request_trailers() -> Reply {
     Reply::RequestTrailers(TrailersResponse::default())
 }
 
-/// The trailers of an answer pass.
+/// Lets the trailers of a response pass.
 pub(super) fn answer_trailers() -> Reply {
     Reply::ResponseTrailers(TrailersResponse::default())
 }
 
-/// An answer that is made here.
+/// Returns a response from the router itself.
 pub(super) fn immediate(answer: Response<Bytes>, details: &str) -> Reply {
     let (head, body) = answer.into_parts();
     Reply::ImmediateResponse(ImmediateResponse {

@@ -1,5 +1,5 @@
-//! An engine's answer on its way through a gateway: its pieces go through the same relay as those of an
-//! engine that this replica asks itself, and come back as that passes them on.
+//! Relays an engine's response that arrives through a gateway. Its pieces go through the same relay
+//! as those of an engine's own connection, and return to the gateway as that relay releases them.
 
 use std::future::poll_fn;
 use std::pin::Pin;
@@ -19,19 +19,19 @@ use crate::proxy::answer_source::AnswerPipeWriter;
 use crate::proxy::piece::ResponseBodyError;
 use crate::proxy::response_body::{SharedResponseBody, lock};
 
-/// An answer whose head has passed.
+/// A response whose head was relayed.
 pub(super) struct RelayedAnswer {
     pub(super) answer: SharedResponseBody,
     pub(super) writer: AnswerPipeWriter,
     pub(super) is_bodiless: bool,
-    /// How long its engine may still be kept waiting by the gateway.
+    /// Remaining time for which the gateway may block the engine.
     pub(super) held_back: Duration,
-    /// How long the gateway may bring nothing once the engine's part is over.
+    /// Maximum silence of the gateway after the engine's part is complete.
     pub(super) idle: Duration,
 }
 
 impl RelayedAnswer {
-    /// Passes the body on, to its end.
+    /// Relays the body to its end.
     pub(super) async fn pass(
         self,
         mode: BodyMode,
@@ -48,7 +48,7 @@ impl RelayedAnswer {
         }
     }
 
-    /// Both directions by themselves.
+    /// Relays both directions independently.
     async fn stream(
         mut self,
         inbound: &mut GatewayMessages,
@@ -87,7 +87,7 @@ impl RelayedAnswer {
         }
     }
 
-    /// Piece by piece, each answered by itself; with `is_whole` there is one.
+    /// Relays piece by piece with one reply each. With `is_whole`, there is only one piece.
     async fn step(
         mut self,
         is_whole: bool,
@@ -112,7 +112,7 @@ impl RelayedAnswer {
                     }
                 }
                 Request::ResponseTrailers(_) => {
-                    // Behind the last piece is no place for more.
+                    // Nothing can follow the last piece.
                     self.rest().await?;
                     return out.send(answer_trailers()).await;
                 }
@@ -121,8 +121,8 @@ impl RelayedAnswer {
         }
     }
 
-    /// Why an answer does not go on. The relay waits for the engine's part; behind that come trailers
-    /// at most.
+    /// Waits until the response stalls and returns the reason. The relay itself times out the
+    /// engine's part. After that, only trailers can follow.
     async fn stalled(&self) -> ResponseBodyError {
         if self.is_over() {
             sleep(self.idle).await;
@@ -134,9 +134,9 @@ impl RelayedAnswer {
             .unwrap_or(ResponseBodyError::Silent)
     }
 
-    /// What is passed on in the place of a piece. Whether trailers follow the last one is told only
-    /// once it is answered, so what is withheld to the end of an answer waits for its charge as soon
-    /// as the answer says that it is complete.
+    /// Returns the replacement of a piece. Whether trailers follow the last piece is known only
+    /// after the reply to it. What is withheld to the end of a response therefore waits for its
+    /// charge as soon as the response is complete.
     async fn passed(&self, piece: Bytes, is_last: bool) -> Result<Bytes, StreamHalt> {
         if self.is_over() {
             return Ok(piece);
@@ -163,7 +163,7 @@ impl RelayedAnswer {
         lock(&self.answer).is_end_stream()
     }
 
-    /// What is passed on of all that has come.
+    /// Returns what the relay has released so far.
     fn ready(&self) -> Result<Bytes, StreamHalt> {
         let mut passed = BytesMut::new();
         let mut cx = Context::from_waker(Waker::noop());
@@ -173,7 +173,7 @@ impl RelayedAnswer {
         Ok(passed.freeze())
     }
 
-    /// The same to the end of the answer.
+    /// Returns everything up to the end of the response.
     async fn rest(&self) -> Result<Bytes, StreamHalt> {
         self.writer.end();
         let mut passed = BytesMut::new();
@@ -184,7 +184,7 @@ impl RelayedAnswer {
     }
 }
 
-/// Sends what is passed on in pieces that a gateway takes; the last one `ends` the body.
+/// Sends relayed bytes in pieces that a gateway accepts. The last one ends the body if `ends`.
 async fn send_pieces(
     mut passed: Bytes,
     ends: bool,

@@ -1,5 +1,5 @@
-//! The picker's listener: takes connections of gateways, speaks gRPC on them, with or without TLS, and
-//! drains.
+//! The picker's listener: accepts connections of gateways, serves gRPC on them with or without TLS,
+//! and drains.
 
 use std::io::{self, Cursor};
 use std::net::IpAddr;
@@ -32,37 +32,37 @@ use crate::bounded_listener::{BoundedConnection, BoundedListener};
 use crate::proxy::DrainResult;
 use crate::tls::{self, ClearRejection, MaybeTls, ServerConfig};
 
-/// Most connections of gateways: each carries many streams.
+/// Maximum number of gateway connections. Each carries many streams.
 const CONNECTIONS_MAX: usize = 1024;
-/// A connection that is about to begin when the drain begins has so long to do so.
+/// Time for a new connection to begin after the drain has begun.
 const LINGER: Duration = Duration::from_millis(250);
-/// h2 flow-control window of a stream and of a connection, in bytes: prompts can be long.
+/// HTTP/2 flow-control windows of a stream and of a connection, in bytes. Prompts can be long.
 const STREAM_WINDOW_BYTES: u32 = 1 << 20;
 const CONNECTION_WINDOW_BYTES: u32 = 16 << 20;
-/// What a message has beside a body of the greatest length, in bytes.
+/// Maximum length of a message without its body, in bytes.
 const MESSAGE_EXTRA_BYTES: usize = 1 << 20;
-/// Longest question about health, in bytes: the name of a service.
+/// Maximum length of a health request, in bytes: it contains a service name.
 const HEALTH_BYTES_MAX: usize = 4096;
 
-/// What a gateway hears that speaks HTTP in the clear where TLS is spoken.
+/// Response to a gateway that sends plain HTTP to a TLS port.
 static NO_TLS: LazyLock<ClearRejection> = LazyLock::new(|| ClearRejection {
     content_type: "text/plain",
     body: Bytes::from_static(b"this port speaks TLS\n"),
 });
 
-/// Gives the TLS config for a new connection.
+/// Returns the TLS config for a new connection.
 pub type PickerTls = Box<dyn Fn() -> Arc<ServerConfig> + Send + Sync>;
 
 /// An endpoint picker on its listener.
 pub struct PickerServer {
     listener: TcpListener,
     picker: Arc<Picker>,
-    /// `None`: in the clear.
+    /// `None` for plain text.
     tls: Option<PickerTls>,
 }
 
 impl PickerServer {
-    /// Serves nothing before [`PickerServer::run_until`].
+    /// Creates a server that serves nothing before [`PickerServer::run_until`].
     #[must_use]
     pub fn new(listener: TcpListener, picker: Picker, tls: Option<PickerTls>) -> Self {
         Self {
@@ -72,8 +72,9 @@ impl PickerServer {
         }
     }
 
-    /// Serves until `drain` is cancelled. Then accepts only those that are in the backlog, lets every
-    /// stream finish, and cuts what is left after the deadline, which is asked for when the drain begins.
+    /// Serves until `drain` is cancelled. Then accepts only backlogged connections, lets all
+    /// streams finish, and closes the rest at the deadline. `deadline` is called when the drain
+    /// begins.
     #[must_use]
     pub fn run_until(
         self,
@@ -123,19 +124,19 @@ impl PickerServer {
         let left = connections.len();
         cut.cancel();
         connections.wait().await;
-        // Their connections are gone, which ends them; what they hold must be in the books before
-        // the outbox is emptied.
+        // The streams end with their connections. Their charges must be recorded before the outbox
+        // is emptied.
         picker.tasks.close();
         picker.tasks.wait().await;
         DrainResult { cut: left }
     }
 }
 
-/// What an HTTP/2 connection begins with, in bytes.
+/// Length of the HTTP/2 connection preface, in bytes.
 const PREFACE_BYTES: usize = 24;
 
-/// Waits for the first bytes of HTTP/2, for which hyper has no timer, and puts them back. From there
-/// on pings show whether anybody is there.
+/// Waits for the HTTP/2 preface, for which hyper has no timer, and puts it back. From then on,
+/// pings detect dead peers.
 async fn greeting<S: AsyncRead + AsyncWrite>(
     stream: S,
 ) -> io::Result<impl AsyncRead + AsyncWrite + Unpin> {
@@ -146,10 +147,10 @@ async fn greeting<S: AsyncRead + AsyncWrite>(
     Ok(tokio::io::join(whole, writer))
 }
 
-/// A connection of a gateway.
+/// A connection from a gateway.
 struct GatewayConnection {
     picker: Arc<Picker>,
-    /// `None`: in the clear.
+    /// `None` for plain text.
     tls: Option<Arc<ServerConfig>>,
     peer: IpAddr,
     drain: CancellationToken,
@@ -211,7 +212,7 @@ impl GatewayConnection {
         }
     }
 
-    /// Waits until a connection that has not begun need not be waited for.
+    /// Waits until the drain need not wait for a connection that has not begun.
     async fn has_lingered(&self) {
         self.drain.cancelled().await;
         sleep(LINGER).await;

@@ -1,7 +1,7 @@
-//! The gRPC services of a picker: external processing, and health checks.
+//! gRPC services of a picker: external processing and health checks.
 //!
-//! Every replica that is ready says that it is serving, whichever leads: all of them pick, with a quorum
-//! or without.
+//! Every ready replica reports that it is serving, whether it leads or not. All of them pick, with
+//! or without a quorum.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -25,12 +25,12 @@ use super::outbound::PickerMessages;
 use super::stream::{PickerStream, StreamMeter};
 use super::{Picker, PickerAnswers};
 
-/// Most messages of a stream that wait for its gateway.
+/// Maximum number of messages in a stream that wait for the gateway.
 const WAITING_MAX: usize = 4;
-/// How often a change of health is looked for.
+/// Polling interval for changes of health.
 const WATCH_EVERY: Duration = Duration::from_millis(500);
 
-/// Names that gateways ask about: all of it, and what a probe of Kubernetes is for.
+/// Service names that gateways query: the whole server, and the purpose of a Kubernetes probe.
 const READINESS: [&str; 3] = [
     "",
     "readiness",
@@ -42,18 +42,18 @@ const LIVENESS: &str = "liveness";
 #[derive(Clone)]
 pub(super) struct PickerService {
     pub(super) picker: Arc<Picker>,
-    /// The gateway's address.
+    /// Address of the gateway.
     pub(super) peer: HeaderValue,
-    /// Cancelled when this replica stops: then nobody watches its health any longer.
+    /// Cancelled when this replica stops. This ends all health watches.
     pub(super) drain: CancellationToken,
 }
 
 impl Picker {
-    /// Follows a stream of the gateway at `peer` in a task of its own. What it answers is the stream's
-    /// other side; whoever drops that has left.
+    /// Serves a stream of the gateway at `peer` in its own task and returns the other side of the
+    /// stream. Dropping that side means that the gateway has left.
     ///
     /// # Errors
-    /// If as many streams are open as there may be.
+    /// Fails if the maximum number of streams is open.
     pub fn follow(
         self: &Arc<Self>,
         messages: impl Stream<Item = Result<ProcessingRequest, Status>> + Send + 'static,
@@ -73,13 +73,13 @@ impl Picker {
         };
         self.tasks.spawn(async move {
             let how = stream.run(meter).await;
-            // Whoever has left need not know.
+            // A gateway that has left needs no end.
             let _: Result<(), _> = end.send(how);
         });
         Ok(PickerAnswers::new(receiver, ended))
     }
 
-    /// How the service of this name is; `None`: there is none.
+    /// Returns the health of the service; `None` if its name is unknown.
     fn health(&self, service: &str) -> Option<ServingStatus> {
         if service == LIVENESS {
             return Some(ServingStatus::Serving);

@@ -1,7 +1,7 @@
-//! One stream of a gateway: one request, from its head to the end of its answer.
+//! One stream of a gateway: one request, from its head to the end of its response.
 //!
-//! Everything that the request holds is owned by the task of its stream, and dropped with it: a
-//! gateway that ends the stream has its client's request end, wherever it was.
+//! The task of the stream owns everything that the request holds, and drops it when it ends. When a
+//! gateway ends the stream, its client's request therefore ends at any stage.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -47,50 +47,50 @@ pub(super) struct PickerStream {
     pub(super) picker: Arc<Picker>,
     pub(super) inbound: GatewayMessages,
     pub(super) out: PickerMessages,
-    /// The gateway's address.
+    /// Address of the gateway.
     pub(super) peer: HeaderValue,
 }
 
-/// What is counted of a stream, when it ends.
+/// Counts a stream when it ends.
 pub(super) struct StreamMeter {
     picker: Arc<Picker>,
     outcome: PickedOutcome,
 }
 
-/// What is noted of a request while its stream is open.
+/// Accounting of a request while its stream is open.
 struct StreamAccounting {
-    /// `None` once the answer has begun.
+    /// `None` once the response has begun.
     ledger: Option<RequestMetricsGuard>,
     user: Option<UserKey>,
     dialect: Dialect,
     id: HeaderValue,
-    /// Headers that have no effect.
+    /// Request headers without effect.
     ignored: Option<HeaderValue>,
 }
 
-/// A stream's first message.
+/// First message of a stream.
 struct StreamOpening {
     head: Parts,
     is_bodiless: bool,
     endpoints: OfferedEndpoints,
-    /// Its part of a trace; `None`: there is no tracing.
+    /// Trace of the request; `None` without tracing.
     trace: Option<Arc<RequestTrace>>,
 }
 
-/// How the body of a request came.
+/// Shape in which a request body arrived.
 #[derive(Clone, Copy)]
 struct UploadShape {
     mode: BodyMode,
-    /// Whether the gateway was asked to send it whole, as it would not by itself.
+    /// Whether the gateway was asked to send it whole although it streams by default.
     is_asked_whole: bool,
     is_bodiless: bool,
-    /// Whether a whole body did not end with its one piece: trailers follow, or it was not whole.
+    /// Whether the piece of a whole body did not end it: trailers follow, or it was cut.
     is_cut: bool,
     pieces: usize,
     has_trailers: bool,
 }
 
-/// The head of an engine's answer.
+/// Head of an engine's response.
 struct AnswerHead {
     status: StatusCode,
     headers: HeaderMap,
@@ -100,18 +100,18 @@ struct AnswerHead {
 }
 
 impl UploadShape {
-    /// Whether what came as the whole body may be the first piece of one.
+    /// Whether the supposedly whole body may be only its first piece.
     fn may_go_on(&self) -> bool {
         self.is_asked_whole && self.is_cut
     }
 }
 
 impl StreamMeter {
-    /// Counts a stream that begins, if there may be another.
+    /// Counts a stream that begins. Fails if the maximum number is open.
     pub(super) fn open(picker: &Arc<Picker>) -> Result<Self, Status> {
         let limits = picker.proxy.limits.load();
         let streams_max = signed(limits.requests_max.saturating_add(limits.reading_max));
-        // What is counted before is taken back when this is dropped.
+        // Dropping the meter undoes the count.
         let meter = Self {
             picker: Arc::clone(picker),
             outcome: PickedOutcome::Refused,
@@ -150,7 +150,7 @@ impl StreamAccounting {
 }
 
 impl PickerStream {
-    /// Follows the stream to its end.
+    /// Serves the stream to its end.
     pub(super) async fn run(mut self, mut meter: StreamMeter) -> StreamEnd {
         meter.outcome = PickedOutcome::Left;
         let out = self.out.sender.clone();
@@ -189,7 +189,7 @@ impl PickerStream {
         proxy.sign(response.headers_mut(), (books.dialect, books.id), told);
         match self.out.send(immediate(response, "quorate")).await {
             Err(StreamHalt::Broken(why)) => Err(why),
-            // Whoever has left is told nothing.
+            // A gateway that has left needs no message.
             Ok(()) | Err(_) => Ok(()),
         }
     }
@@ -213,7 +213,7 @@ impl PickerStream {
         sending.watched.sent();
         let pending = PendingAttempt::of(attempt);
         let offer = EndpointOffer::of(&picker, &sending, &decision, trace.as_ref())?;
-        // A gateway that takes each message late enough would keep the place for hours.
+        // Otherwise a gateway that accepts each message late could keep the place for hours.
         let told = timeout_at(sending.first_byte_by, self.tell(&offer, upload)).await;
         told.unwrap_or_else(|_| Err(untaken()))?;
         pending.is_sent.store(true, Relaxed);
@@ -225,7 +225,7 @@ impl PickerStream {
                 if let Some(trace) = attempt.trace() {
                     trace.failed(AttemptError::TimedOut.label());
                 }
-                // The engine may have computed all the while.
+                // The engine may have been computing until the timeout.
                 attempt.end(AttemptEnd::Broken, Instant::now());
                 let failure = ProxyError::EngineTimeout;
                 let late = Status::deadline_exceeded(failure.to_string());
@@ -246,7 +246,7 @@ impl PickerStream {
             .await
     }
 
-    /// The stream's first message.
+    /// Waits for the stream's first message and parses it.
     async fn open(
         &mut self,
         books: &mut StreamAccounting,
@@ -294,7 +294,7 @@ impl PickerStream {
         Ok((opening, modes))
     }
 
-    /// Reads the request.
+    /// Receives and parses the request.
     async fn take_in(
         &mut self,
         opening: StreamOpening,
@@ -342,13 +342,13 @@ impl PickerStream {
             failure => failure.into(),
         })?;
         if asked.read.stages != RequestStages::Nothing {
-            // A gateway sends it to one engine.
+            // A gateway sends a request to only one engine.
             asked.read.stages = RequestStages::Whole;
         }
         Ok((asked, upload))
     }
 
-    /// Reads the request's body, as the gateway sends it.
+    /// Reads the request's body in the gateway's mode.
     async fn read<'a>(
         &mut self,
         (peer, opening): (&'a HeaderValue, &'a StreamOpening),
@@ -399,7 +399,7 @@ impl PickerStream {
         }
     }
 
-    /// Waits for a backend, as long as the gateway does.
+    /// Waits for a backend as long as the gateway waits.
     async fn admit(
         &mut self,
         asked: &Arc<ProxiedRequest>,
@@ -419,7 +419,7 @@ impl PickerStream {
         Ok((decision, attempt))
     }
 
-    /// Tells the gateway where the request goes, and what goes there.
+    /// Sends the gateway the endpoints and the request for them.
     async fn tell(&mut self, offer: &EndpointOffer, upload: UploadShape) -> Result<(), StreamHalt> {
         let (out, headers) = (&self.out, offer.headers.clone());
         let endpoints = offer.endpoints();
@@ -437,7 +437,7 @@ impl PickerStream {
                 out.send_with(request_head(headers), Some(beside)).await?;
                 let mut whole = EndpointOffer::whole_body(body).await;
                 for _ in 0..upload.pieces {
-                    // All of it in the place of the first piece.
+                    // The first piece is replaced by the whole body.
                     let piece = std::mem::take(&mut whole);
                     out.send(BodyOf::Request.replaced(piece, None)).await?;
                 }
@@ -454,7 +454,7 @@ impl PickerStream {
         }
     }
 
-    /// Waits for the head of the answer.
+    /// Waits for the head of the response.
     async fn answer_head(&mut self, upload: UploadShape) -> Result<AnswerHead, StreamHalt> {
         let mut may_end = upload.mode == BodyMode::Buffered && !upload.is_bodiless;
         loop {
@@ -483,7 +483,7 @@ impl PickerStream {
         }
     }
 
-    /// Begins to pass an answer on; also what becomes of its head.
+    /// Begins to relay a response and returns the reply to its head.
     fn begin(
         &self,
         sending: &OutgoingRequest<'_>,
@@ -526,15 +526,15 @@ impl PickerStream {
     }
 }
 
-/// What a gateway was told of a request.
+/// An offer that was sent to a gateway.
 struct SentOffer {
     offer: EndpointOffer,
     sent_at: Instant,
 }
 
 impl SentOffer {
-    /// Who has answered: the one that the request was dispatched to, unless the gateway tells that it
-    /// went to a further one, as it could not reach the first.
+    /// Returns the decision and attempt for the backend that responded. This is the dispatched one,
+    /// unless the gateway reports that it used an alternative because the first was unreachable.
     fn served(
         self,
         picker: &Picker,

@@ -1,15 +1,14 @@
-//! One dispatch: what it holds from its start, and what it is charged at its end.
+//! One dispatch: the resources it holds from its start, and its charge at the end.
 //!
-//! Who pays what: a dispatch is charged ahead for its prompt as estimated, under `vtc-pred` for its
-//! predicted output too, so that it counts at once for the order of those who wait. Prompt tokens
-//! are settled once the engine has told how many of them it had cached, at the latest at the end;
-//! output tokens as they are reported, in steps of [`OUTPUT_STEP_TOKENS`], so that a client that
-//! hangs up has paid for what was made. Counters never fall: what was charged ahead and not used is
-//! the user's credit ([`state::admission::CreditLedger`]). What no report covers when the attempt
-//! ends, all of it or what was made since the last report, is estimated from its bytes then, of an
-//! answer that does not show until its end from the time it took ([`HiddenOutput`]), and the
-//! believed prefix counts as cached. An attempt that never ran costs nothing; one that failed may
-//! have run, and costs its prompt and that estimate.
+//! Charging: a dispatch charges its estimated prompt in advance, and under `vtc-pred` its predicted
+//! output too, so that it counts at once in the order of waiting users. Prompt tokens are settled
+//! when the engine reports how many were cached, at the latest at the end. Output tokens are
+//! settled as they are reported, in steps of [`OUTPUT_STEP_TOKENS`], so that a client that
+//! disconnects has paid for its output. Counters never fall: an unused advance becomes the user's
+//! credit ([`state::admission::CreditLedger`]). Output without a report is estimated at the end:
+//! from its bytes, or from the elapsed time if the response is visible only at its end
+//! ([`HiddenOutput`]). Without a report, the believed prefix counts as cached. An attempt that
+//! never ran costs nothing. A failed one may have run, so it costs its prompt and that estimate.
 
 mod release;
 mod report;
@@ -41,71 +40,71 @@ use super::{AttemptEnd, Decision, PlacedRequest, RoutingRequest, Usage};
 use crate::backends::{AnswerForm, HalfOpenProbe};
 use crate::traces::AttemptTrace;
 
-/// Output tokens reported but not charged at most, while the answer streams.
+/// Maximum number of reported output tokens left uncharged while the response streams.
 const OUTPUT_STEP_TOKENS: u64 = 32;
 
-/// A dispatch under way: counts as running, holds the lease, owes the charge. Dropping it without
-/// [`Attempt::end`] counts as [`AttemptEnd::ClientLeft`]; that alone reads the clock, all else is
-/// told the time.
+/// A dispatch in flight: counts as running, holds the lease, owes the charge. Dropping it without
+/// [`Attempt::end`] counts as [`AttemptEnd::ClientLeft`]. Only the drop reads the clock; all other
+/// methods receive the time.
 pub struct Attempt {
     dispatcher: Arc<Dispatcher>,
     id: AttemptId,
     user: UserKey,
-    /// `None` once the attempt is over. Boxed, because an attempt is moved often on its way.
+    /// `None` after the end. Boxed because an attempt is moved often.
     pub(super) open: Option<Box<OpenAttempt>>,
 }
 
-/// What an attempt holds until its end.
+/// Resources that an attempt holds until its end.
 pub(super) struct OpenAttempt {
     backend: BackendRef,
     stopwatch: AttemptTimer,
-    /// Keeps others away from a backend whose circuit is open, until there is a verdict.
+    /// Keeps other requests away from a half-open backend until there is a verdict.
     trial: Option<Arc<HalfOpenProbe>>,
-    /// Where what comes of it is noted.
+    /// Record of the decision, which receives the outcome.
     record: Option<Arc<DecisionRecord>>,
-    /// Its span; `None`: it is not traced.
+    /// Span of the attempt; `None` if it is not traced.
     trace: Option<AttemptTrace>,
-    /// When the answer's body began.
+    /// When the response's body began.
     began: Option<Instant>,
-    /// What of the output does not show as it is made.
+    /// Output that is not visible while it is generated.
     hidden: Option<HiddenOutput>,
-    /// Whether the lease renews the age of blocks it found, not only of those it brought.
+    /// Whether the lease renews the age of all its blocks, not only of those it added.
     pub(super) is_touching: bool,
     underway: LoadGuard,
     meter: InFlightGuard,
-    /// `None`: output cannot continue the prompt.
+    /// `None` if output cannot continue the prompt.
     reply: Option<ReplyChain>,
     prompt: PromptSize,
-    /// The stage at another backend, which computes the prompt; `None`: this one does.
+    /// The stage at the prefill backend; `None` if this backend computes the prompt.
     prefill: Option<PrefillStage>,
     /// Maximum prompt tokens that are charged as cached: what a prefill backend found cached that
     /// computed the prompt without handing it over. `None` if there was none.
     cached_max: Option<u64>,
     usage: Option<Usage>,
-    /// What the answer looks like; `None`: it did not begin.
+    /// Form of the response; `None` before it begins.
     form: Option<AnswerForm>,
-    /// Bytes of output that no report covers.
+    /// Output bytes that no report covers.
     unreported_bytes: usize,
     /// Charged so far, without the counts of requests.
     charged: Charge,
     model: ModelKey,
     pricing: Pricing,
-    /// What was charged ahead.
+    /// Charge made in advance.
     advance: Advance,
-    /// What output is expected; `None`: none is charged ahead.
+    /// Expected output; `None` if none is charged in advance.
     expected: Option<ExpectedOutput>,
 }
 
-/// On what terms a request is dispatched.
+/// Terms of a dispatch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct DispatchTerms {
-    /// Output tokens it asks for at most.
+    /// Maximum number of output tokens, from the request.
     pub tokens_max: Option<u32>,
-    /// Priced tokens that the log has charged for it with its grant; `None`: it was not granted.
+    /// Priced tokens that the log charged with the grant; `None` if the request was not granted.
     pub granted_tokens: Option<u64>,
 }
 
-/// What tokens cost, and which of them are charged.
+/// Returns the token prices and which tokens are charged.
 pub(crate) fn pricing_of(registry: &Registry) -> Pricing {
     let settings = registry.admission.as_ref();
     Pricing {
@@ -115,7 +114,7 @@ pub(crate) fn pricing_of(registry: &Registry) -> Pricing {
 }
 
 impl Dispatcher {
-    /// As [`Dispatcher::dispatch_to`], whether or not there is a place.
+    /// Like [`Dispatcher::dispatch_to`], but takes a place even beyond the limit.
     pub fn dispatch(
         self: &Arc<Self>,
         decision: &Decision,
@@ -132,8 +131,8 @@ impl Dispatcher {
         self.dispatch_to(placed, ask, terms, now)
     }
 
-    /// Notes that a request goes to the decided backend now: load, overlay and outbox know it
-    /// before this returns.
+    /// Records that a request goes to the chosen backend. Load, overlay and outbox are up to date
+    /// when this returns.
     pub fn dispatch_to(
         self: &Arc<Self>,
         PlacedRequest {
@@ -216,8 +215,8 @@ impl Dispatcher {
         }
     }
 
-    /// Leading blocks of `chain` that `backend` holds or is about to, `matched` at least: beyond
-    /// what a match may count, for the tip of a lease.
+    /// Returns how many leading blocks of `chain` the `backend` holds or will hold, at least
+    /// `matched`. Counts blocks beyond the matchable ones, to find the tip of a lease.
     pub(super) fn held(
         &self,
         backend: BackendRef,
@@ -234,25 +233,25 @@ impl Dispatcher {
 }
 
 impl Attempt {
-    /// Who is charged for it.
+    /// Returns the user charged for the attempt.
     #[must_use]
     pub fn user(&self) -> UserKey {
         self.user
     }
 
-    /// Tells its span what comes of it.
+    /// Sets the span that records the attempt's outcome.
     pub(crate) fn traces(&mut self, trace: Option<AttemptTrace>) {
         if let Some(open) = &mut self.open {
             open.trace = trace;
         }
     }
 
-    /// Its span; `None`: it is not traced, or over.
+    /// Returns the span; `None` if the attempt is not traced or has ended.
     pub(crate) fn trace(&mut self) -> Option<&mut AttemptTrace> {
         self.open.as_mut()?.trace.as_mut()
     }
 
-    /// The answer's first byte (of the body) came: its prefill is done.
+    /// Records the first byte of the response's body: the prefill is done.
     pub fn first_byte(&mut self, now: Instant) {
         if let Some(open) = &mut self.open {
             open.underway.first_byte();
@@ -269,13 +268,13 @@ impl Attempt {
         }
     }
 
-    /// The first byte of a stream came, and with it the first token: only streams are timed.
+    /// Records the first token of a stream: only streams are timed.
     pub fn first_token(&mut self, now: Instant) {
         if let Some(open) = &mut self.open {
             let stopwatch = &mut open.stopwatch;
             let samples = &self.dispatcher.samples;
             if open.prefill.is_some() {
-                // It tells of two backends; gaps between tokens are counted from here on.
+                // The time covers two backends; only gaps between tokens are counted from here on.
                 stopwatch.first_token(now, &mut ServiceSample::empty(open.backend));
                 return;
             }
@@ -285,21 +284,21 @@ impl Attempt {
         }
     }
 
-    /// The answer's output does not show as it is made; `None`: it does.
+    /// Sets output that is not visible while it is generated; `None` if all is visible.
     pub fn hides(&mut self, hidden: Option<HiddenOutput>) {
         if let Some(open) = &mut self.open {
             open.hidden = hidden;
         }
     }
 
-    /// The answer comes in this form.
+    /// Sets the form of the response.
     pub fn comes_as(&mut self, form: AnswerForm) {
         if let Some(open) = &mut self.open {
             open.form = Some(form);
         }
     }
 
-    /// What the engine has reported so far; the highest report counts.
+    /// Records the engine's usage report so far; the highest report counts.
     pub fn usage(&mut self, usage: Usage, now: Instant) {
         let Some(open) = &mut self.open else { return };
         let usage = open.believed(usage);
@@ -341,8 +340,8 @@ impl Attempt {
         });
     }
 
-    /// Output that does not continue the prompt: other choices, reasoning, tool calls. Without
-    /// bytes there is none, and what follows continues the prompt still.
+    /// Records output that does not continue the prompt: other choices, reasoning, tool calls. Has
+    /// no effect if `bytes` is 0.
     pub fn other_output(&mut self, bytes: usize) {
         if let Some(open) = self.open.as_mut().filter(|_| bytes > 0) {
             open.unreported_bytes = open.unreported_bytes.saturating_add(bytes);
@@ -352,8 +351,8 @@ impl Attempt {
         }
     }
 
-    /// Output text as it streams, so that blocks it completes can be recorded. Bounded inside.
-    /// Comes before the report that covers it.
+    /// Records streamed output text, whose complete blocks extend the lease. Bounded internally.
+    /// Call this before [`Attempt::usage`] with the report that covers the text.
     pub fn output(&mut self, text: &str, now: Instant) {
         let Some(open) = &mut self.open else { return };
         open.unreported_bytes = open.unreported_bytes.saturating_add(text.len());
@@ -363,13 +362,13 @@ impl Attempt {
         }
     }
 
-    /// Ends the attempt: releases the lease, settles the charge.
+    /// Ends the attempt: releases the lease and settles the charge.
     pub fn end(mut self, end: AttemptEnd, now: Instant) {
         self.close(end, now);
     }
 
-    /// Ends the attempt as [`Attempt::end`] does, and answers when its charge is committed; `None`:
-    /// it is.
+    /// Ends the attempt like [`Attempt::end`]. Returns a receiver for the commit of its charge;
+    /// `None` if it is already committed.
     pub fn end_durably(mut self, end: AttemptEnd, now: Instant) -> Option<ChargeCommit> {
         self.close(end, now);
         let outbox = &self.dispatcher.outbox;
@@ -435,7 +434,7 @@ impl Drop for Attempt {
     }
 }
 
-/// What a dispatch is charged ahead for its `estimate`. A grant has charged for its own in the log.
+/// Returns the advance and the charge of a dispatch; the log has already charged a granted one.
 fn started(
     outbox: &mut Outbox,
     user: UserKey,
@@ -466,13 +465,13 @@ fn nothing(user: UserKey) -> Charge {
     }
 }
 
-/// Whether a dispatch is charged for its output ahead.
+/// Whether output is charged in advance.
 fn is_predicted(settings: Option<&AdmissionSettings>) -> bool {
     settings.is_some_and(|settings| settings.order == Order::VtcPred)
 }
 
 impl OpenAttempt {
-    /// Charges tokens that came, from what was charged ahead as far as that goes.
+    /// Charges produced tokens, using the advance first.
     fn charge(&mut self, dispatcher: &Dispatcher, outbox: &mut Outbox, counts: Charge) {
         let used = TokenDelta {
             input_uncached: counts.input_uncached,
@@ -491,7 +490,7 @@ impl OpenAttempt {
         outbox.charge(charge);
     }
 
-    /// Charges further output ahead when all that was expected has come.
+    /// Charges more output in advance once all expected output was produced.
     fn expect_more(&mut self, dispatcher: &Dispatcher, outbox: &mut Outbox) {
         let (user, produced) = (self.charged.user, self.charged.output);
         let expected = self.expected.as_mut();
@@ -504,7 +503,7 @@ impl OpenAttempt {
         }
     }
 
-    /// Price of all that was charged.
+    /// Returns the price of everything charged.
     fn price(&self) -> LargestRequest {
         let charged = &self.charged;
         let input = self
@@ -530,8 +529,8 @@ impl OpenAttempt {
         usage
     }
 
-    /// Output that was made and did not show, by the time it took. Where an engine failed it may
-    /// have stood still all the while: no more is charged than such answers usually have.
+    /// Estimates invisible output from the elapsed time. If the engine failed, it may have been
+    /// stuck all the time, so the estimate is capped at the expected output.
     fn hidden_output(&self, dispatcher: &Dispatcher, end: AttemptEnd, now: Instant) -> u64 {
         let Some(hidden) = self.hidden.filter(|_| !self.waits_for_prompt()) else {
             return 0;
@@ -555,8 +554,8 @@ impl OpenAttempt {
         }
     }
 
-    /// What of `usage` is not charged yet. Where the engine did not tell, what was believed cached
-    /// counts as cached. A later word on the cache never makes the prompt longer.
+    /// Returns the part of `usage` that is not charged yet. If the engine reports no cached tokens,
+    /// the believed ones count. A later report of cached tokens never makes the prompt longer.
     fn due(&self, usage: Usage) -> Charge {
         let cached = usage
             .cached_tokens

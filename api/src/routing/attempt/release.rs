@@ -1,4 +1,4 @@
-//! The end of a lease: at once, or when it is known what the answer adds to its prompt's blocks.
+//! Ends a lease: at once, or once the blocks that the response adds are known.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use super::Attempt;
 use crate::routing::reply::{ReplyChain, ReplyEnd};
 
 impl Attempt {
-    /// Releases the lease with what the answer adds to it.
+    /// Releases the lease and adds the response's blocks to it.
     pub(super) fn release(
         &self,
         backend: BackendRef,
@@ -18,7 +18,7 @@ impl Attempt {
         (end, outcome): (ReplyEnd, LeaseOutcome),
     ) {
         let (dispatcher, id) = (Arc::clone(&self.dispatcher), self.id);
-        // What such an engine tells itself is more, and it is told in the order of the releases.
+        // The events of such an engine report more, and their order follows the releases.
         let is_followed = dispatcher.view.evictions().get(backend).is_some();
         let release = move |reply: Option<ReplyChain>| {
             let blocks = reply.map_or_else(Vec::new, |reply| reply.finish(end));
@@ -28,7 +28,7 @@ impl Attempt {
             });
             dispatcher.hurry_for(backend);
         };
-        // A runtime that is going down leaves it undone: the lease ends with the session.
+        // A runtime that shuts down skips this: the lease ends with the session.
         match (reply, Handle::try_current()) {
             (Some(mut reply), Ok(runtime)) if reply.is_asked() && !is_followed => {
                 drop(runtime.spawn(async move {

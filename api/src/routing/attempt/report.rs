@@ -1,4 +1,4 @@
-//! What an attempt reports when it ends: its decision's record, the metrics and the samples.
+//! Reports of an attempt at its end: decision record, metrics and samples.
 
 use tokio::time::Instant;
 
@@ -12,7 +12,7 @@ use crate::routing::samples::{EndedRequest, RunningRequests};
 use crate::traces::TracedEnd;
 
 impl OpenAttempt {
-    /// How the answer ended. Its tokens are known where the engine's count covers all of it.
+    /// Returns how the response ended, with its tokens if the engine's count covers all of it.
     pub(super) fn reply_end(&self, end: AttemptEnd) -> ReplyEnd {
         let usage = self.usage.filter(|_| self.unreported_bytes == 0);
         let tokens = usage.map(|usage| usage.completion_tokens);
@@ -22,8 +22,8 @@ impl OpenAttempt {
         }
     }
 
-    /// Reads an answer that came to its end without a count of cached tokens: none, where answers
-    /// of this form have told it before.
+    /// Settles a finished response without a count of cached tokens: counts none as cached if
+    /// earlier responses of this form reported them.
     pub(super) fn settle_cached(&mut self, dispatcher: &Dispatcher, end: AttemptEnd) {
         let (Some(usage), Some(form)) = (&mut self.usage, self.form) else {
             return;
@@ -42,7 +42,7 @@ impl OpenAttempt {
         }
     }
 
-    /// Counts the time between tokens up to the last of `tokens`.
+    /// Counts the time between tokens, up to the last of `tokens`.
     pub(super) fn count_gaps(&mut self, dispatcher: &Dispatcher, tokens: u64, now: Instant) {
         let requests = dispatcher.load.cluster(self.backend, now).running;
         let limit = dispatcher.view.limit(self.backend.slot);
@@ -55,7 +55,7 @@ impl OpenAttempt {
         dispatcher.samples.add(self.backend, now, count);
     }
 
-    /// Tells the decision's record what came of it.
+    /// Writes the outcome to the decision's record.
     pub(super) fn note_end(&self, end: AttemptEnd, now: Instant) {
         let Some(record) = &self.record else { return };
         let charged = &self.charged;
@@ -68,7 +68,7 @@ impl OpenAttempt {
         });
     }
 
-    /// Tells the span what came of it.
+    /// Writes the outcome to the span.
     pub(super) fn end_trace(&mut self, end: AttemptEnd, at: Instant) {
         let Some(trace) = self.trace.take() else {
             return;
@@ -87,7 +87,7 @@ impl OpenAttempt {
         });
     }
 
-    /// Metrics and samples.
+    /// Updates metrics and samples.
     pub(super) fn report(&mut self, dispatcher: &Dispatcher, end: AttemptEnd, now: Instant) {
         self.meter.count_end(end);
         let Some(usage) = self.usage else { return };
@@ -96,7 +96,7 @@ impl OpenAttempt {
             let ended = EndedRequest {
                 prompt_tokens: usage.prompt_tokens,
                 cached_tokens: match &self.prefill {
-                    // What was fetched takes up room as what is computed does.
+                    // Fetched tokens take up room like computed ones.
                     Some(stage) => stage.fetched.predicted,
                     None => usage.cached_tokens.unwrap_or(self.prompt.predicted),
                 },

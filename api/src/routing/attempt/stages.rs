@@ -1,7 +1,7 @@
-//! An attempt on two backends: what it keeps of the prefill stage.
+//! Attempts on two backends: state of the prefill stage.
 //!
-//! The usage is that of one request. The prefill backend reports how much of the prompt was cached:
-//! to the decode backend the whole prompt looks cached, because it fetched it.
+//! The usage is that of a single request. The prefill backend reports how much of the prompt was
+//! cached: to the decode backend the whole prompt looks cached, because it was fetched.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -17,28 +17,28 @@ use crate::routing::{AttemptEnd, Decision, ReservedPlace, RoutingRequest, Usage}
 
 /// The prefill stage of an attempt.
 pub(super) struct PrefillStage {
-    /// `None`: somebody drives it, or it is over.
+    /// `None` while another task drives it, and once it has ended.
     pub(super) attempt: Option<PrefillAttempt>,
-    /// The prompt as the backend that answers has it.
+    /// Prompt size at the backend that answers.
     pub(super) fetched: PromptSize,
-    /// What the prefill backend said it had cached.
+    /// Cached tokens that the prefill backend reported.
     pub(super) cached_tokens: Option<u64>,
-    /// When the prompt was computed; `None`: it is not.
+    /// When the prompt was computed; `None` before.
     pub(super) ended: Option<Instant>,
 }
 
-/// What an attempt begins with.
+/// Initial stages of an attempt.
 pub(super) struct Stages {
-    /// The prompt where it is computed.
+    /// Prompt size at the backend that computes it.
     pub(super) prompt: PromptSize,
-    /// The stage at another backend; `None`: it is one backend.
+    /// The stage at another backend; `None` with a single backend.
     pub(super) prefill: Option<PrefillStage>,
-    /// Prompt tokens to be computed at the backend that answers.
+    /// Prompt tokens to compute at the backend that answers.
     pub(super) computed_here: u64,
 }
 
 impl Dispatcher {
-    /// Begins the prefill stage, if there is one.
+    /// Starts the prefill stage, if there is one.
     pub(super) fn begin_stages(
         self: &Arc<Self>,
         (decision, place): (&Decision, Option<ReservedPlace>),
@@ -68,12 +68,12 @@ impl Dispatcher {
 }
 
 impl Attempt {
-    /// The prefill stage, for whoever drives it; `None`: there is none.
+    /// Takes the prefill stage, to drive it; `None` if there is none.
     pub fn take_prefill(&mut self) -> Option<PrefillAttempt> {
         self.open.as_mut()?.prefill.as_mut()?.attempt.take()
     }
 
-    /// The prompt was computed, with this report. Its blocks stay held until the answer begins.
+    /// Records that the prompt was computed. Its blocks stay leased until the response begins.
     pub fn prefilled(&mut self, attempt: PrefillAttempt, usage: Option<Usage>, now: Instant) {
         self.prompt_computed(usage, now);
         let stage = self.open.as_mut().and_then(|open| open.prefill.as_mut());
@@ -82,7 +82,7 @@ impl Attempt {
         }
     }
 
-    /// The prompt was computed at `at`, with this report, by who drives its stage still.
+    /// Records that the prompt was computed at `at`, while the caller still drives the stage.
     pub fn prompt_computed(&mut self, usage: Option<Usage>, at: Instant) {
         let stage = self.open.as_mut().and_then(|open| open.prefill.as_mut());
         if let Some(stage) = stage {
@@ -101,7 +101,7 @@ impl Attempt {
         }
     }
 
-    /// The prompt was not computed elsewhere: this attempt's backend computes it.
+    /// Makes this attempt's backend compute the prompt, because no other one did.
     pub fn computes_alone(&mut self) {
         let Some(open) = &mut self.open else { return };
         if let Some(stage) = open.prefill.take() {
@@ -113,7 +113,7 @@ impl Attempt {
 }
 
 impl OpenAttempt {
-    /// The answer begins: nothing is fetched any more.
+    /// Ends the prefill stage when the response begins: nothing is fetched any more.
     pub(super) fn end_prefill(&mut self) {
         let stage = self.prefill.as_mut();
         if let Some(attempt) = stage.and_then(|stage| stage.attempt.take()) {
@@ -121,13 +121,13 @@ impl OpenAttempt {
         }
     }
 
-    /// Whether another backend computes the prompt still, so that nothing is made of the answer.
+    /// Whether another backend still computes the prompt, so that no output exists yet.
     pub(super) fn waits_for_prompt(&self) -> bool {
         let stage = self.prefill.as_ref();
         stage.is_some_and(|stage| stage.ended.is_none())
     }
 
-    /// How long the attempt's backend has been at work, at `now`.
+    /// Returns how long the attempt's backend has been working at `now`.
     pub(super) fn at_work(&self, now: Instant) -> Duration {
         let stage = self.prefill.as_ref();
         match stage.and_then(|stage| stage.ended) {
@@ -136,7 +136,7 @@ impl OpenAttempt {
         }
     }
 
-    /// A report as far as it counts.
+    /// Returns the valid part of a report.
     pub(super) fn believed(&self, usage: Usage) -> Usage {
         let stage = self.prefill.as_ref();
         stage.map_or(usage, |stage| Usage {

@@ -1,7 +1,7 @@
-//! What one replica has in flight at one backend, and how much it may have.
+//! Requests that one replica has in flight at one backend, and how many it may have.
 //!
-//! Both are in one word, so that a place is taken or withdrawn only while it is free: two requests
-//! never take the last one, and none takes a place that is being handed to a peer.
+//! Both numbers share one word, so that a place is taken or withdrawn only while it is free: two
+//! requests never take the last one, and none takes a place that is being handed to a peer.
 
 use std::sync::Arc;
 
@@ -13,18 +13,18 @@ use crate::sync::{
     Ordering::{Acquire, Relaxed, Release},
 };
 
-/// Stands for no limit, and for one that is not divided yet.
+/// Means no limit, or one that is not divided yet.
 const UNDIVIDED: u32 = u32::MAX;
 
-/// What this replica has under way at one life of a backend.
+/// Load from this replica at one incarnation of a backend.
 #[derive(Debug)]
 pub(super) struct BackendLoad {
     pub(super) backend: BackendRef,
-    /// Requests that run, and in the high half how many may.
+    /// Running requests; in the high half, how many may run.
     places: AtomicU64,
-    /// The limit that the number of places follows from.
+    /// Limit that the number of places was derived from.
     limit: AtomicU32,
-    /// Whether a place that falls free is to be handed to a peer: not 0.
+    /// Nonzero if a place that becomes free is to be handed to a peer.
     owing: AtomicU32,
     started: AtomicU64,
     waiting: AtomicU32,
@@ -32,15 +32,15 @@ pub(super) struct BackendLoad {
     less: Arc<LessLoadSignal>,
 }
 
-/// Who is told when a backend may have become less busy.
+/// Signals for tasks that wait until a backend may be less busy.
 #[derive(Debug, Default)]
 pub(super) struct LessLoadSignal {
     pub(super) told: Arc<Notify>,
     /// Requests that ended here.
     ended: AtomicU64,
-    /// Who tells the peers.
+    /// Wakes the task that reports to the peers.
     pub(super) news: Arc<Notify>,
-    /// Whether who tells the peers looks seldom, as nothing runs: not 0.
+    /// Nonzero if that task polls rarely because nothing runs.
     is_idle: AtomicU32,
 }
 
@@ -49,8 +49,8 @@ impl LessLoadSignal {
         self.is_idle.store(u32::from(is_idle), Relaxed);
     }
 
-    /// Something runs from here on, here or at a peer. Read by all who dispatch, and written only
-    /// by the first of them.
+    /// Ends the idle state: something runs, here or at a peer. Every dispatch reads the flag, and
+    /// only the first one writes it.
     pub(super) fn busy(&self) {
         if self.is_idle.load(Relaxed) != 0 && self.is_idle.swap(0, Relaxed) != 0 {
             self.news.notify_one();
@@ -65,13 +65,13 @@ impl LessLoadSignal {
 /// Why no place was reserved.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum ReserveRejection {
-    /// All that this replica has are taken.
+    /// All places of this replica are taken.
     Full,
-    /// The limit is another than the one that was divided.
+    /// The limit differs from the one that was divided.
     OtherLimit,
 }
 
-/// The two halves of [`BackendLoad::places`].
+/// Splits [`BackendLoad::places`] into its halves.
 fn halves(word: u64) -> (u32, u32) {
     let [a, b, c, d, e, f, g, h] = word.to_le_bytes();
     let (running, allowed) = ([a, b, c, d], [e, f, g, h]);
@@ -125,7 +125,7 @@ impl BackendLoad {
     pub(super) fn set_places(&self, limit: u32, allowed: u32, is_owing: bool) -> bool {
         self.owing.store(u32::from(is_owing), Relaxed);
         let (running, before) = self.change(|running, _| Some((running, allowed)));
-        // Who sees this limit sees these places, or later ones.
+        // A reader of this limit also sees these places, or later ones.
         self.limit.store(limit, Release);
         allowed > before && allowed > running
     }
@@ -145,7 +145,7 @@ impl BackendLoad {
         withdrawn.is_ok()
     }
 
-    /// Changes the word; answers what it was.
+    /// Changes the word and returns its previous value.
     fn change(&self, to: impl Fn(u32, u32) -> Option<(u32, u32)>) -> (u32, u32) {
         let changed = self.places.fetch_update(Relaxed, Relaxed, |places| {
             let (running, allowed) = halves(places);
@@ -154,14 +154,14 @@ impl BackendLoad {
         halves(changed.unwrap_or_else(|places| places))
     }
 
-    /// A place that was reserved is not used after all. Nothing ended, so it stays here, and nobody
-    /// is told: whoever is told looks at the queue again, which may reserve it and not use it again.
+    /// Returns an unused place. Nothing ended, so the place stays here and nobody is notified: a
+    /// waiter would check the queue again and might reserve and return the place again.
     fn put_back(&self) {
         self.change(|running, allowed| Some((running.saturating_sub(1), allowed)));
     }
 
-    /// A request is over. Where peers wait for the place it goes out of this replica's hands at
-    /// once, before anything here can take it; whoever tells the peers then says whose it is.
+    /// Ends a request. If peers wait for the place, it leaves this replica at once, before anything
+    /// here can take it; the task that reports to the peers then assigns it.
     fn end(&self) {
         let is_owing = self.owing.load(Relaxed) != 0;
         self.change(|running, allowed| {
@@ -177,22 +177,22 @@ impl BackendLoad {
     }
 }
 
-/// A place at a backend that nothing runs at yet. Given back when dropped.
+/// A reserved place at a backend where nothing runs yet. Dropping it returns the place.
 #[derive(Debug)]
 pub struct ReservedPlace {
-    /// `None` once it is used.
+    /// `None` once used.
     gauge: Option<Arc<BackendLoad>>,
 }
 
 impl ReservedPlace {
-    /// One that is there in any case.
+    /// Takes a place regardless of any limit.
     pub(super) fn beyond(gauge: Arc<BackendLoad>) -> Self {
-        // A carry into the high half would take four billion requests.
+        // Overflow into the high half would take four billion requests.
         gauge.places.fetch_add(1, Relaxed);
         Self { gauge: Some(gauge) }
     }
 
-    /// One of those that this replica has under `limit`.
+    /// Takes one of this replica's places under `limit`.
     pub(super) fn within(gauge: Arc<BackendLoad>, limit: u32) -> Result<Self, ReserveRejection> {
         if !gauge.is_divided(limit) {
             return Err(ReserveRejection::OtherLimit);
@@ -207,7 +207,7 @@ impl ReservedPlace {
         }
     }
 
-    /// A request of `pending_prefill_tokens` runs there.
+    /// Starts a request of `pending_prefill_tokens` in this place.
     pub fn into_guard(mut self, pending_prefill_tokens: u64) -> LoadGuard {
         let gauge = self.gauge.take();
         let gauge = gauge.expect("it is taken here only, and this takes all");
@@ -232,16 +232,16 @@ impl Drop for ReservedPlace {
     }
 }
 
-/// One request under way: counted in when made, counted out when dropped.
+/// One request in flight, counted from creation to drop.
 #[derive(Debug)]
 pub struct LoadGuard {
     gauge: Arc<BackendLoad>,
-    /// What is still counted as pending; `None` once the first byte came.
+    /// Tokens still counted as pending; `None` after the first byte.
     pending_prefill_tokens: Option<u64>,
 }
 
 impl LoadGuard {
-    /// So many prompt tokens are to be computed, not what was thought before.
+    /// Replaces the number of prompt tokens to compute.
     pub fn computes(&mut self, pending_prefill_tokens: u64) {
         if let Some(tokens) = &mut self.pending_prefill_tokens {
             let gauge = &self.gauge.pending_prefill_tokens;
@@ -250,7 +250,7 @@ impl LoadGuard {
         }
     }
 
-    /// The prefill is done: the request counts as running only.
+    /// Marks the prefill as done: the request counts only as running.
     pub fn first_byte(&mut self) {
         if let Some(tokens) = self.pending_prefill_tokens.take() {
             self.gauge.waiting.fetch_sub(1, Relaxed);

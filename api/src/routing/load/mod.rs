@@ -1,13 +1,13 @@
 //! Load per backend: requests and pending prefill, here and on the other replicas.
 //!
-//! Load goes from replica to replica directly, never through the log: it is worth something for
-//! half a second only, and worth less than nothing later (a router that acts on load one second
-//! old does worse than one that knows its own only). So a peer's report counts until
-//! [`EXPIRY`] after it came, and counts as nothing then.
+//! Load goes directly from replica to replica, never through the log: it is useful for half a
+//! second and harmful later (a router that acts on load one second old does worse than one that
+//! knows only its own). So a peer's report counts until [`EXPIRY`] after it arrived, and as nothing
+//! afterwards.
 //!
-//! What runs here is counted in one [`BackendLoad`] per life of a backend. Whoever counted
-//! something in holds that gauge and counts it out there, so a slot that changes hands in between
-//! starts at zero, and the old life's numbers still end at zero.
+//! Requests from here are counted in one [`BackendLoad`] per incarnation of a backend. Each request
+//! holds the gauge in which it was counted and is removed from that gauge. So a reused slot starts
+//! at zero, and the earlier incarnation's numbers still return to zero.
 
 use schemars::JsonSchema;
 use std::collections::BTreeMap;
@@ -28,7 +28,7 @@ pub use gauge::{LoadGuard, ReservedPlace};
 
 /// How long a peer's report counts.
 pub const EXPIRY: Duration = Duration::from_millis(500);
-/// A replica whose load does not change says so this often, well within [`EXPIRY`].
+/// Interval at which a replica repeats an unchanged load, well within [`EXPIRY`].
 pub const KEEPALIVE: Duration = Duration::from_millis(100);
 /// First byte of a report.
 const REPORT_VERSION: u8 = 1;
@@ -58,35 +58,35 @@ impl Load {
     }
 }
 
-/// A report that is none; says why.
+/// Why a report is invalid.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum LoadReportError {
-    /// Its version byte.
+    /// Unsupported version byte.
     #[error("load report has version {0}, expected {REPORT_VERSION}")]
     Version(u8),
-    /// It ends early, goes on too long, or its slots do not ascend below the limit.
+    /// Truncated, overlong, or slots that do not ascend below the limit.
     #[error("load report is malformed")]
     Malformed,
 }
 
-/// What one peer reported last.
+/// Last report of one peer.
 struct PeerLoad {
     replica: ReplicaId,
     received: Instant,
-    /// By slot, ascending.
+    /// In ascending slot order.
     entries: Vec<(BackendRef, Load)>,
 }
 
-/// The load of every backend, as far as known here.
+/// The load of every backend, as far as this replica knows it.
 pub struct LoadTable {
-    /// By slot. Replaced as a whole when a backend's life begins, so that a decision takes hold of
-    /// all of them at once.
+    /// By slot. Replaced as a whole when a new incarnation begins, so that a decision loads all
+    /// gauges at once.
     gauges: ArcSwap<Vec<Option<Arc<BackendLoad>>>>,
-    /// How many slots there can be.
+    /// Number of possible slots.
     slots: usize,
-    /// Replaced as a whole by each report; readers never wait.
+    /// Replaced as a whole by each report, so that readers never wait.
     peers: ArcSwap<Vec<Arc<PeerLoad>>>,
-    /// Held by those who replace `peers` or a gauge.
+    /// Held while `peers` or a gauge is replaced.
     writing: Mutex<()>,
     less: Arc<LessLoadSignal>,
 }
@@ -101,8 +101,8 @@ impl<'a> Gauges<'a> {
         (gauge.backend == backend).then_some(gauge)
     }
 
-    /// Whether this replica has a free place at `backend`; true where it is not known how many it
-    /// has under this limit, which `LoadTable::reserve` finds out.
+    /// Whether this replica has a free place at `backend`. Also true if its places under this limit
+    /// are unknown, which `LoadTable::reserve` detects.
     pub(super) fn may_have_place(self, backend: BackendRef, limit: u32) -> bool {
         self.of(backend)
             .is_none_or(|gauge| !gauge.is_divided(limit) || gauge.free() > 0)
@@ -126,21 +126,20 @@ impl LoadTable {
         }
     }
 
-    /// Counts in one request of `pending_prefill_tokens` at `backend`, whether or not it may run
-    /// there.
+    /// Counts a request of `pending_prefill_tokens` at `backend`, even beyond its limit.
     pub fn begin(&self, backend: BackendRef, pending_prefill_tokens: u64) -> LoadGuard {
         self.take(backend).into_guard(pending_prefill_tokens)
     }
 
-    /// Takes a place at `backend`, whether or not there is one.
+    /// Takes a place at `backend`, even beyond its limit.
     pub fn take(&self, backend: BackendRef) -> ReservedPlace {
         ReservedPlace::beyond(self.gauge(backend))
     }
 
-    /// Takes a place at `backend`, of those that this replica has under this limit.
+    /// Takes one of this replica's places at `backend` under this limit.
     ///
     /// # Errors
-    /// [`ReserveRejection`].
+    /// Returns a [`ReserveRejection`] if no place is free or the limit is another.
     pub(super) fn reserve(
         &self,
         backend: BackendRef,
@@ -153,13 +152,13 @@ impl LoadTable {
         }
     }
 
-    /// Runs `read` on all gauges, which are taken hold of once.
+    /// Calls `read` with all gauges, which are loaded once.
     pub(super) fn with_gauges<R>(&self, read: impl FnOnce(Gauges<'_>) -> R) -> R {
         read(Gauges(&self.gauges.load()))
     }
 
-    /// Free places of this replica at `backend`, and all it has; `None`: not known under this
-    /// limit.
+    /// Returns this replica's free places and all its places at `backend`; `None` if they are
+    /// unknown under this limit.
     #[must_use]
     pub fn places(&self, backend: BackendRef, limit: u32) -> Option<(u32, u32)> {
         let places = |gauge: &BackendLoad| {
@@ -169,8 +168,8 @@ impl LoadTable {
         self.with_gauge(backend, places).flatten()
     }
 
-    /// Says how many places this replica has at `backend`, and whether one that falls free is to
-    /// be handed over. Answers whether there are more free ones than before.
+    /// Sets how many places this replica has at `backend`, and whether a place that becomes free is
+    /// to be handed over. Returns whether a waiting request can use an added place.
     pub(super) fn set_places(
         &self,
         backend: BackendRef,
@@ -181,20 +180,20 @@ impl LoadTable {
         self.gauge(backend).set_places(limit, allowed, is_owing)
     }
 
-    /// Takes places from this replica until `allowed` are left, if no more than `share` run.
+    /// Reduces this replica's places to `allowed` if at most `share` requests run.
     pub(super) fn withdraw(&self, backend: BackendRef, share: u32, allowed: u32) -> bool {
         self.gauge(backend).withdraw(share, allowed)
     }
 
-    /// Requests started at `backend` from here, in all.
+    /// Returns the total number of requests started at `backend` from here.
     pub(super) fn started(&self, backend: BackendRef) -> u64 {
         self.with_gauge(backend, BackendLoad::started)
             .unwrap_or_default()
     }
 
-    /// Nothing runs anywhere, so who tells the peers looks seldom: [`LoadTable::news`] then also
-    /// says when something begins, here or at a peer. What begins at this very moment may be told
-    /// one look later.
+    /// Lets the task that reports to the peers poll rarely because nothing runs.
+    /// [`LoadTable::news`] then also fires when a request starts, here or at a peer. A start that
+    /// races with this call may be reported one poll later.
     pub fn set_idle(&self) {
         self.less.set_idle(true);
     }
@@ -208,14 +207,14 @@ impl LoadTable {
         gauges.iter().flatten().all(|gauge| gauge.load().is_zero()) && !peers.iter().any(is_busy)
     }
 
-    /// Told when the peers should be told at once: a place that they wait for fell free, or was
+    /// Notified when the peers need a report at once: a place that they wait for became free or was
     /// handed over.
     #[must_use]
     pub fn news(&self) -> &Arc<Notify> {
         &self.less.news
     }
 
-    /// The backend has no limit any more.
+    /// Removes the limit of the backend.
     pub(super) fn undivide(&self, backend: BackendRef) {
         self.with_gauge(backend, BackendLoad::undivide);
     }
@@ -240,19 +239,19 @@ impl LoadTable {
         BackendLoad::new(backend, Arc::clone(&self.less))
     }
 
-    /// Told when a backend may have become less busy: a request ended here, or a peer reported.
+    /// Notified when a backend may be less busy: a request ended here, or a peer reported.
     #[must_use]
     pub fn less(&self) -> &Arc<Notify> {
         &self.less.told
     }
 
-    /// Requests that ended here since the start.
+    /// Returns the number of requests that ended here since the start.
     #[must_use]
     pub fn ended(&self) -> u64 {
         self.less.ended()
     }
 
-    /// A dispatch to a life that is over gets a gauge that nobody reads.
+    /// Returns a new gauge; a dispatch to an earlier incarnation gets one that is not stored.
     fn replace_gauge(&self, backend: BackendRef) -> Arc<BackendLoad> {
         let _writing = self.lock();
         let gauges = self.gauges.load();
@@ -275,14 +274,14 @@ impl LoadTable {
         self.writing.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What runs at `backend` from here.
+    /// Returns the load at `backend` from this replica.
     #[must_use]
     pub fn here(&self, backend: BackendRef) -> Load {
         self.with_gauge(backend, BackendLoad::load)
             .unwrap_or_default()
     }
 
-    /// What runs at `backend` from all replicas heard from lately.
+    /// Returns the load at `backend` from all replicas heard from lately.
     #[must_use]
     pub fn cluster(&self, backend: BackendRef, now: Instant) -> Load {
         let mut load = Load::default();
@@ -290,8 +289,8 @@ impl LoadTable {
         load
     }
 
-    /// Calls `add(i, load)` for what runs here and at each peer at the `i`th of `count` backends,
-    /// which `backend` names in ascending order of slot. One merge, no search per backend.
+    /// Calls `add(i, load)` with the load from here and from each peer at the `i`th of `count`
+    /// backends, which `backend` returns in ascending slot order. Merges instead of searching.
     pub fn add_each(
         &self,
         now: Instant,
@@ -318,9 +317,9 @@ impl LoadTable {
         }
     }
 
-    /// This replica's load as its peers are told: a version byte, then for each busy backend, in
-    /// ascending order, five LEB128 numbers: slot less the one before, incarnation, running,
-    /// waiting, pending prefill tokens.
+    /// Returns the report of this replica's load for its peers: a version byte, then for each busy
+    /// backend in ascending order five LEB128 numbers: slot delta, incarnation, running, waiting,
+    /// pending prefill tokens.
     #[must_use]
     pub fn local_report(&self) -> Vec<u8> {
         let mut report = vec![REPORT_VERSION];
@@ -341,10 +340,10 @@ impl LoadTable {
         report
     }
 
-    /// Takes in a peer's report in place of its earlier one; forgets peers not heard from.
+    /// Replaces a peer's earlier report; forgets peers that were not heard from lately.
     ///
     /// # Errors
-    /// [`LoadReportError`]; the earlier report then stands.
+    /// Returns a [`LoadReportError`] and keeps the earlier report.
     pub fn merge_report(
         &self,
         from: ReplicaId,
@@ -373,14 +372,14 @@ impl LoadTable {
         Ok(())
     }
 
-    /// Peers heard from lately.
+    /// Returns the number of peers heard from lately.
     #[must_use]
     pub fn peers_heard(&self, now: Instant) -> usize {
         let peers = self.peers.load();
         peers.iter().filter(|peer| is_fresh(peer, now)).count()
     }
 
-    /// Milliseconds since each known peer's last report, those that count as nothing included.
+    /// Returns the age of each known peer's last report, in milliseconds, expired reports included.
     #[must_use]
     pub fn peer_ages_ms(&self, now: Instant) -> BTreeMap<ReplicaId, u64> {
         let age = |peer: &Arc<PeerLoad>| {
@@ -449,14 +448,14 @@ fn read_report(report: &[u8]) -> Result<Vec<(BackendRef, Load)>, LoadReportError
     Ok(entries)
 }
 
-/// Decides when peers are told: at once when the load changed, else every [`KEEPALIVE`].
+/// Decides when to report to the peers: at once after a change, else every [`KEEPALIVE`].
 #[derive(Debug, Default)]
 pub struct LoadReporter {
     last: Option<(Instant, Vec<u8>)>,
 }
 
 impl LoadReporter {
-    /// The report to send at `now`, if one is due. Call it every 20 ms.
+    /// Returns the report to send at `now`, if one is due. Call this every 20 ms.
     pub fn due(&mut self, table: &LoadTable, now: Instant) -> Option<Vec<u8>> {
         let report = table.local_report();
         let is_silent = self.last.as_ref().is_some_and(|(sent, last)| {

@@ -1,4 +1,4 @@
-//! Cutting one envelope from the queue.
+//! Cuts envelopes from the queue.
 
 use std::collections::BTreeMap;
 use std::ops::Bound;
@@ -10,14 +10,14 @@ use tokio::time::Instant;
 use super::steps::{LeaseStep, LeaseStepKind};
 use super::{Outbox, OutstandingEnvelope, QueuedSize};
 
-/// Largest batch as encoded. Sizes are summed up as upper bounds, what is left is for the envelope.
+/// Maximum encoded batch size. Sums upper bounds of item sizes; the rest is for the envelope.
 pub(super) const BATCH_BYTES_MAX: usize = (64 << 10) - 256;
 /// Upper bound of an encoded charge.
 pub(super) const CHARGE_BYTES: usize = 112;
-/// Upper bound of an encoded user definition without the name, and of facts without the models.
+/// Upper bound of an encoded user definition without its name, or of facts without models.
 const FRAME_BYTES: usize = 48;
 
-/// An envelope in the making.
+/// An envelope under construction.
 #[derive(Default)]
 struct BatchBuilder {
     items: Vec<Item>,
@@ -36,15 +36,15 @@ impl BatchBuilder {
 }
 
 impl Outbox {
-    /// Whether a full envelope's worth waits.
+    /// Whether the queue can fill an envelope.
     pub fn is_full(&self) -> bool {
         let queued_bytes = self.queued.bytes + self.notes_bytes;
         queued_bytes + self.charges.len() * CHARGE_BYTES >= BATCH_BYTES_MAX
     }
 
-    /// Cuts the next envelope if none is outstanding and something waits. Users, their charges
-    /// and facts come first and leave a good part of the room to lease steps. Facts go before steps
-    /// on purpose: leases on an engine that has restarted meanwhile are void.
+    /// Cuts the next envelope if none is outstanding and the queue is not empty. Users, their
+    /// charges and facts come first and leave half of the room or more to lease steps. Facts
+    /// precede steps because leases on a restarted engine are void.
     pub fn cut(&mut self, now: Instant, unix_ms: u64) -> Option<&Envelope> {
         if self.outstanding.is_some() || self.is_empty() {
             return None;
@@ -55,7 +55,7 @@ impl Outbox {
         self.cut_facts(&mut cut);
         self.cut_notes(&mut cut);
         let steps = self.cut_steps(&mut cut);
-        // Nothing fits only if what waited was given up.
+        // Empty only if all queued items were dropped.
         if cut.items.is_empty() && steps.is_empty() {
             return None;
         }
@@ -166,7 +166,7 @@ impl Outbox {
                 self.dropped += 1;
                 continue;
             }
-            // The first goes with whatever is before it, so that a big one cannot be stuck.
+            // The first is always taken after the users, so that large facts cannot get stuck.
             if !cut.has_room(bytes) || cut.size.bytes > BATCH_BYTES_MAX / 2 {
                 break;
             }
@@ -177,7 +177,7 @@ impl Outbox {
 }
 
 impl Outbox {
-    /// Notes take what room is left, but for a quarter that lease steps have for themselves.
+    /// Adds notes, up to three quarters of the envelope: the rest is for lease steps.
     fn cut_notes(&mut self, cut: &mut BatchBuilder) {
         let most = BATCH_BYTES_MAX / 4 * 3;
         while let Some((item, bytes)) = self

@@ -1,18 +1,18 @@
-//! Who waits until a charge is in the log.
+//! Tasks that wait until a charge is in the log.
 //!
-//! A user's charge leaves the queue as a whole, with some envelope. Whoever waits for it moves on
-//! with it, and hears when the envelope is committed. One that is refused for good, or a replica
-//! that stops, drops the waiter: it hears that it will not hear.
+//! A user's charge leaves the queue as a whole, in one envelope. Its waiters move with it and are
+//! notified when the envelope is committed. If the envelope is rejected or the replica stops, they
+//! are dropped and their receivers return an error.
 
 use std::collections::BTreeMap;
 
 use state::ids::UserKey;
 use tokio::sync::oneshot;
 
-/// Resolves once what a user was charged is committed. An error: that will not be known.
+/// Resolves once the user's charge is committed; an error means that this will not be known.
 pub type ChargeCommit = oneshot::Receiver<()>;
 
-/// Waiters for charges that are queued or outstanding.
+/// Waiters for queued or outstanding charges.
 #[derive(Debug, Default)]
 pub(super) struct CommitWaiters {
     queued: BTreeMap<UserKey, Vec<oneshot::Sender<()>>>,
@@ -20,21 +20,21 @@ pub(super) struct CommitWaiters {
 }
 
 impl CommitWaiters {
-    /// Waits for the charge of `user` that is queued.
+    /// Waits for the queued charge of `user`.
     pub(super) fn wait_queued(&mut self, user: UserKey) -> ChargeCommit {
         let (committed, commit) = oneshot::channel();
         self.queued.entry(user).or_default().push(committed);
         commit
     }
 
-    /// Waits for the envelope that is outstanding.
+    /// Waits for the outstanding envelope.
     pub(super) fn wait_outstanding(&mut self) -> ChargeCommit {
         let (committed, commit) = oneshot::channel();
         self.outstanding.push(committed);
         commit
     }
 
-    /// The charges of `users` have left the queue with the envelope that is now outstanding.
+    /// Moves the waiters of `users` from the queue to the outstanding envelope.
     pub(super) fn leave(&mut self, users: impl Iterator<Item = UserKey>) {
         if self.queued.is_empty() {
             return;
@@ -43,15 +43,15 @@ impl CommitWaiters {
         self.outstanding.extend(waiters.flatten());
     }
 
-    /// The outstanding envelope is committed.
+    /// Notifies the waiters that the outstanding envelope is committed.
     pub(super) fn committed(&mut self) {
         for waiter in self.outstanding.drain(..) {
-            // Who has given up needs no answer.
+            // The waiter may be gone.
             let _gone = waiter.send(());
         }
     }
 
-    /// The outstanding envelope was refused for good.
+    /// Drops the waiters, because the outstanding envelope was rejected.
     pub(super) fn refused(&mut self) {
         self.outstanding.clear();
     }

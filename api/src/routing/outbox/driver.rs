@@ -1,4 +1,4 @@
-//! Empties the outbox into the log: waits, proposes, waits longer when the log does not move.
+//! Proposes the outbox to the log, and backs off while the log makes no progress.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -14,26 +14,26 @@ use super::{Outbox, OutboxStatus};
 use crate::clock::Clock;
 use crate::ports::{Propose, ProposeError};
 
-/// First pause before an envelope is proposed again; each further one doubles.
+/// First pause before an envelope is proposed again; doubles each time.
 const PAUSE_MIN: Duration = Duration::from_millis(20);
-/// The part of the flush interval that passes between two envelopes if something is urgent.
+/// Divisor of the flush interval between two envelopes if an item is urgent.
 const URGENT_PART: u32 = 4;
 /// Longest pause.
 const PAUSE_MAX: Duration = Duration::from_secs(1);
 
-/// The outbox as those who fill it and the driver share it. Every hold of the lock is short.
+/// The outbox, shared by its writers and the driver. The lock is only held briefly.
 pub struct SharedOutbox {
     outbox: Mutex<Outbox>,
-    /// Told when the first thing is queued, so that an idle driver sleeps.
+    /// Notified when the queue stops being empty, so that an idle driver can sleep.
     queued: Notify,
     full: Notify,
     urgent: Notify,
 }
 
-/// What the driver counts.
+/// Metrics of the driver.
 #[derive(Debug, Clone, Default)]
 pub(in crate::routing) struct DriverMetrics {
-    /// Envelopes whose fate became known.
+    /// Envelopes whose outcome is known.
     pub(in crate::routing) flushes: prometheus_client::metrics::counter::Counter,
     /// Proposals of an envelope beyond its first.
     pub(in crate::routing) retries: prometheus_client::metrics::counter::Counter,
@@ -49,8 +49,8 @@ impl SharedOutbox {
         }
     }
 
-    /// Changes the outbox; wakes the driver when the first thing is queued, and when an envelope is
-    /// full.
+    /// Changes the outbox; wakes the driver when the queue stops being empty and when an envelope
+    /// is full.
     pub(in crate::routing) fn with<R>(&self, change: impl FnOnce(&mut Outbox) -> R) -> R {
         let mut outbox = self.lock();
         let was_empty = outbox.is_empty();
@@ -64,18 +64,18 @@ impl SharedOutbox {
         result
     }
 
-    /// Queues what an engine said about itself. Later facts of a backend replace earlier ones.
+    /// Queues what an engine reported about itself. Later facts of a backend replace earlier ones.
     pub fn observe(&self, backend: BackendRef, facts: EngineFacts) {
         self.with(|outbox| outbox.observe(backend, facts));
     }
 
-    /// Queues an item that stands for itself, behind the earlier ones. `false`: the queue is full,
-    /// and the item is not in it.
+    /// Queues an independent item behind the earlier ones. Returns `false` if the queue is full and
+    /// the item was dropped.
     pub fn note(&self, item: Item) -> bool {
         self.with(|outbox| outbox.note(item))
     }
 
-    /// What `user` was charged here beyond what is applied, which is all up to `applied`.
+    /// Returns the charges of `user` here that are not applied as of `applied`.
     pub(in crate::routing) fn unapplied(&self, user: UserKey, applied: LogIndex) -> Charge {
         self.with(|outbox| {
             outbox.settle(applied);
@@ -83,19 +83,18 @@ impl SharedOutbox {
         })
     }
 
-    /// Proposes what is queued at once, unless an envelope is outstanding.
+    /// Proposes the queue at once, unless an envelope is outstanding.
     pub fn hurry(&self) {
         self.full.notify_one();
     }
 
-    /// Proposes what is queued sooner than its time: what is queued changes what other replicas are
-    /// about to predict.
+    /// Proposes the queue early, because it changes what other replicas are about to predict.
     pub fn hurry_on(&self) {
         self.urgent.notify_one();
     }
 
-    /// The envelope to propose: the outstanding one again, else a new one; `None`: nothing waits.
-    /// All up to `applied` is applied here.
+    /// Returns the envelope to propose: the outstanding one, else a new one; `None` if the queue is
+    /// empty. `applied` is the index applied here.
     #[must_use]
     pub fn envelope(&self, applied: LogIndex, now: Instant, unix_ms: u64) -> Option<Envelope> {
         let mut outbox = self.lock();
@@ -106,7 +105,7 @@ impl SharedOutbox {
         outbox.cut(now, unix_ms).cloned()
     }
 
-    /// Takes in what became of the envelope that was proposed.
+    /// Handles the outcome of the proposed envelope.
     pub fn fate(&self, fate: Result<Committed, ProposeError>, applied: LogIndex) -> AfterProposal {
         self.with(|outbox| {
             let next = outbox.fate(fate);
@@ -115,12 +114,12 @@ impl SharedOutbox {
         })
     }
 
-    /// Takes out of the overlay what is applied up to `applied`.
+    /// Removes from the overlay what is applied up to `applied`.
     pub fn settle(&self, applied: LogIndex) {
         self.lock().settle(applied);
     }
 
-    /// Whether an envelope is full.
+    /// Whether the queue can fill an envelope.
     #[must_use]
     pub fn is_full(&self) -> bool {
         self.lock().is_full()
@@ -132,19 +131,19 @@ impl SharedOutbox {
         self.lock().outstanding().is_some()
     }
 
-    /// Whether nothing waits for an envelope.
+    /// Whether the queue is empty.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.lock().is_empty()
     }
 
-    /// Whether nothing is queued, outstanding, or committed and not applied here.
+    /// Whether nothing is queued, outstanding, or committed but not applied here.
     fn is_idle(&self) -> bool {
         let outbox = self.lock();
         outbox.is_empty() && outbox.outstanding().is_none() && outbox.is_settled()
     }
 
-    /// How far the log is behind.
+    /// Returns how far the log is behind.
     #[must_use]
     pub fn status(&self) -> OutboxStatus {
         self.lock().status(Instant::now())
@@ -155,21 +154,21 @@ impl SharedOutbox {
     }
 }
 
-/// The driver's surroundings.
+/// Dependencies of the driver.
 pub(in crate::routing) struct OutboxDriver<'a> {
     pub(in crate::routing) outbox: &'a SharedOutbox,
     pub(in crate::routing) propose: &'a dyn Propose,
-    /// The index applied here.
+    /// Returns the index applied here.
     pub(in crate::routing) applied: &'a (dyn Fn() -> LogIndex + Send + Sync),
     pub(in crate::routing) metrics: DriverMetrics,
     pub(in crate::routing) flush_interval: Duration,
-    /// Stamps the envelopes.
+    /// Clock that stamps the envelopes.
     pub(in crate::routing) clock: Clock,
 }
 
 impl OutboxDriver<'_> {
-    /// Flushes until `stop`, then until all is flushed or `drain_max` has passed. Answers what is
-    /// left.
+    /// Flushes until `stop`, then until the queue is empty or `drain_max` has passed. Returns the
+    /// rest.
     pub(in crate::routing) async fn run(
         &self,
         stop: CancellationToken,
@@ -196,7 +195,7 @@ impl OutboxDriver<'_> {
             let on_time = async {
                 if is_idle {
                     self.outbox.queued.notified().await;
-                    // What follows in this interval leaves with it.
+                    // Items queued within this interval leave together.
                     interval.reset();
                 }
                 interval.tick().await;
@@ -229,8 +228,8 @@ impl OutboxDriver<'_> {
         }
     }
 
-    /// Proposes one envelope until its fate is known. May be dropped at any time: what is
-    /// outstanding is proposed again.
+    /// Proposes one envelope until its outcome is known. Cancel safe: an outstanding envelope is
+    /// proposed again.
     async fn flush(&self) -> FlushResult {
         let mut pause = PAUSE_MIN;
         loop {

@@ -12,26 +12,25 @@ use super::{CommittedEnvelope, Outbox};
 use crate::planted::{self, Bug};
 use crate::ports::ProposeError;
 
-/// What to do after an envelope's fate was reported.
+/// Next step after the outcome of a proposal.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum AfterProposal {
-    /// It is applied: go on.
+    /// Applied: continue.
     GoOn,
-    /// It was refused for good, says why: go on without it.
+    /// Rejected for this reason: continue without it.
     Refused(String),
-    /// It is not known to be applied, says why: propose again what [`Outbox::outstanding`] says,
-    /// later.
+    /// Not known to be applied, for this reason: propose [`Outbox::outstanding`] again later.
     Retry(String),
-    /// The state knows a later run of this replica: two processes share its id, or a backup was
-    /// put back. Go on as [`AfterProposal::Retry`], in a session of its own.
+    /// The state contains a later run of this replica: two processes share its id, or a backup was
+    /// restored. Continue like [`AfterProposal::Retry`], in a new session.
     Renewed,
-    /// The replica stops.
+    /// The replica is stopping.
     Stop,
 }
 
 impl Outbox {
-    /// Notes the fate of the outstanding envelope. Where its session was declared over while the
-    /// replica was thought gone, this run goes on under the next one.
+    /// Handles the outcome of the outstanding envelope. If the cluster ended its session because
+    /// the replica seemed gone, this run continues under the successor.
     pub fn fate(&mut self, fate: Result<Committed, ProposeError>) -> AfterProposal {
         let committed = match fate {
             Ok(committed) => committed,
@@ -78,7 +77,7 @@ impl Outbox {
         AfterProposal::GoOn
     }
 
-    /// Gives the outstanding envelope a new number: its last one was used up by a refusal.
+    /// Renumbers the outstanding envelope, because a rejection used up its number.
     fn renumber(&mut self) {
         self.last_seq += 1;
         if let Some(outstanding) = &mut self.outstanding {
@@ -113,7 +112,7 @@ impl Outbox {
         self.acquire_whole(&missing);
     }
 
-    /// Queues attempts anew whose tip was missing, at the front and in order, without a tip.
+    /// Queues attempts whose tip was missing again: at the front, in order, without a tip.
     fn acquire_whole(&mut self, missing: &BTreeSet<AttemptId>) {
         if missing.is_empty() {
             return;
@@ -139,7 +138,7 @@ impl Outbox {
         }
     }
 
-    /// Takes queued steps of `attempts` out: they lean on an acquire that did not happen.
+    /// Removes queued steps of `attempts`, which depend on an acquire that did not happen.
     fn void_steps(&mut self, attempts: &BTreeSet<AttemptId>) {
         let Self {
             steps,
@@ -159,8 +158,8 @@ impl Outbox {
         });
     }
 
-    /// All steps of an attempt from the prompt's first block to its release. An attempt whose
-    /// blocks would be given back at once is let go instead.
+    /// Returns all steps of an attempt, from the prompt's first block to its release. Drops an
+    /// attempt whose blocks would be released at once.
     fn whole_steps(&mut self, attempt: AttemptId) -> Vec<LeaseStep> {
         let Some(lease) = self.leases.get_mut(&attempt) else {
             return Vec::new();

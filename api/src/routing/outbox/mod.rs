@@ -1,18 +1,18 @@
 //! The outbox: what this replica has learned and the log has not confirmed yet.
 //!
-//! [`Outbox`] is a plain value: things learnt go in, one [`Envelope`] at a time comes out, the fate
-//! of each comes back. Waiting and proposing is [`driver`]'s part. The rules:
+//! [`Outbox`] is a plain value: it accepts learned items, produces one [`Envelope`] at a time, and
+//! receives the outcome of each. Waiting and proposing is the task of [`driver`]. The rules:
 //!
-//! - One envelope is outstanding at most. Until its fate is known the same one is proposed again,
-//!   under the same sequence number, which makes a repeat harmless.
-//! - Lease steps of one attempt leave in order: acquire, what its output added, release.
-//! - An acquire may lean on a tip the backend does not own any more. The state then lists the
-//!   attempt, and all of it is queued again at the front, from the prompt's first block on; until
-//!   the acquire is confirmed the whole chain is kept for that.
-//! - Without a quorum the queue fills. Beyond its bound the oldest attempts whose acquire was never
-//!   sent are forgotten with all their steps. Charges are kept: they add up per user. Beyond
-//!   [`CHARGED_USERS_MAX`] users with charges queued, the requests of further ones are charged,
-//!   from their start to their end, to the user [`OVERFLOW_USER`].
+//! - At most one envelope is outstanding. Until its outcome is known it is proposed again under the
+//!   same sequence number, which makes a repeat harmless.
+//! - Lease steps of one attempt leave in order: acquire, blocks added by its output, release.
+//! - An acquire may refer to a tip that the backend no longer owns. The state then lists the
+//!   attempt, and all of it is queued again at the front, from the prompt's first block. Until the
+//!   acquire is confirmed the whole chain is kept for that.
+//! - Without a quorum the queue fills. Beyond its bound, the oldest attempts whose acquire was
+//!   never sent are forgotten with all their steps. Charges are kept: they add up per user. Beyond
+//!   [`CHARGED_USERS_MAX`] users with queued charges, the requests of further users are charged to
+//!   the user [`OVERFLOW_USER`], from start to end.
 
 mod batch;
 mod commits;
@@ -42,28 +42,28 @@ pub use driver::SharedOutbox;
 pub use fate::AfterProposal;
 pub use overlay::Overlay;
 
-/// Users with a charge queued when a request of a further one begins. Reached only without a
-/// quorum, or by made-up names. Requests under way may add their users to it.
+/// Maximum number of users with a queued charge when a request of a further one begins. Reached
+/// only without a quorum, or with made-up names. Requests in flight may add their users to it.
 const CHARGED_USERS_MAX: usize = 100_000;
-/// Who pays for all users beyond.
+/// User who pays for all further users.
 const OVERFLOW_USER: &str = "overflow";
-/// Users remembered as named in this session; then all are named anew, which is harmless.
+/// Maximum number of users remembered as named; then all are named again, which is harmless.
 const NAMED_USERS_MAX: usize = 100_000;
-/// Bytes of notes queued at most: KV events above all, which come back when they are lost.
+/// Maximum size of queued notes, in bytes: mostly KV events, which are recovered when lost.
 const NOTES_BYTES_MAX: usize = 4 << 20;
-/// Forgotten attempts whose steps still stand in the queue before it is swept.
+/// Maximum number of forgotten attempts with steps in the queue before it is swept.
 const FORGOTTEN_MAX: usize = 1024;
-/// A batch outstanding this long means that the log does not move: degraded.
+/// Age of an outstanding batch at which the replica is degraded, in milliseconds.
 const DEGRADED_AFTER_MS: u64 = 1000;
 
-/// How much the outbox holds and how often it is emptied.
+/// Capacity and flush interval of the outbox.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct OutboxSettings {
-    /// Time between two envelopes, unless one fills sooner.
+    /// Maximum time between two envelopes.
     pub flush_interval: Duration,
-    /// Lease steps queued at most.
+    /// Maximum number of queued lease steps.
     pub queued_items_max: usize,
-    /// Bytes queued at most, as encoded.
+    /// Maximum encoded size of the queue, in bytes.
     pub queued_bytes_max: usize,
 }
 
@@ -92,16 +92,16 @@ pub struct OutboxStatus {
     pub is_degraded: bool,
 }
 
-/// An attempt that is open, or whose acquire is not confirmed.
+/// An attempt that is open or whose acquire is not confirmed.
 #[derive(Debug)]
 struct PendingLease {
     backend: BackendRef,
-    /// All blocks, to acquire anew should the tip be missing; `None` once confirmed.
+    /// All blocks, to be acquired again if the tip is missing; `None` once confirmed.
     unconfirmed: Option<Vec<BlockRun>>,
-    /// Whether the acquire has left.
+    /// Whether the acquire was sent.
     is_sent: bool,
     end: Option<LeaseOutcome>,
-    /// Its steps in the queue.
+    /// Size of its queued steps.
     queued: QueuedSize,
 }
 
@@ -123,21 +123,21 @@ impl QueuedSize {
     }
 }
 
-/// The envelope whose fate is not known.
+/// The envelope whose outcome is unknown.
 #[derive(Debug)]
 struct OutstandingEnvelope {
     envelope: Envelope,
     size: QueuedSize,
-    /// Attempts it acquires for.
+    /// Attempts with an acquire in the envelope.
     acquires: Vec<AttemptId>,
-    /// What leaves the overlay when it is applied here.
+    /// Runs that leave the overlay when the envelope is applied here.
     runs: Vec<(BackendRef, BlockRun)>,
-    /// What it charges.
+    /// Charges in the envelope.
     charges: BTreeMap<UserKey, Charge>,
     since: Instant,
 }
 
-/// An envelope that is committed, but perhaps not applied here.
+/// An envelope that is committed but perhaps not applied here.
 #[derive(Debug)]
 struct CommittedEnvelope {
     index: LogIndex,
@@ -145,7 +145,7 @@ struct CommittedEnvelope {
     charges: BTreeMap<UserKey, Charge>,
 }
 
-/// Things learnt, waiting for the log. See the module's documentation.
+/// Learned items that wait for the log. See the module documentation.
 pub struct Outbox {
     replica: ReplicaId,
     session: SessionId,
@@ -155,32 +155,32 @@ pub struct Outbox {
     leases: HashMap<AttemptId, PendingLease>,
     steps: VecDeque<LeaseStep>,
     queued: QueuedSize,
-    /// Attempts whose acquire stands in `steps`, oldest first; may name sent or forgotten ones.
+    /// Attempts with an acquire in `steps`, oldest first; may contain sent or forgotten ones.
     unsent: VecDeque<AttemptId>,
-    /// Attempts whose steps in `steps` are void.
+    /// Attempts whose queued steps are void.
     forgotten: HashSet<AttemptId>,
     charges: BTreeMap<UserKey, Charge>,
     commits: CommitWaiters,
-    /// What users paid ahead and did not use.
+    /// Unused advances of users.
     pub ledger: CreditLedger,
-    /// The user whose charge left last: the next one's goes next, so that none waits for ever.
+    /// The user whose charge was sent last: the next user's is next, so that none starves.
     last_charged: UserKey,
     names: VecDeque<(UserKey, String)>,
     named: HashSet<UserKey>,
-    /// Since when: the last restore or deletion of a user then; `None`: there was none.
+    /// Index of the last restore or user deletion before `named`; `None` if there was none.
     names_since: Option<LogIndex>,
     facts: BTreeMap<BackendRef, EngineFacts>,
-    /// Items that stand for themselves, each with its size, in order.
+    /// Independent items in order, each with its size.
     notes: VecDeque<(Item, usize)>,
     notes_bytes: usize,
     outstanding: Option<OutstandingEnvelope>,
-    /// In the order of the log.
+    /// In log order.
     settling: VecDeque<CommittedEnvelope>,
     dropped: u64,
 }
 
 impl Outbox {
-    /// Holds nothing; what is queued shows in `overlay` until it is settled.
+    /// Creates an empty outbox; `overlay` contains queued runs until they are settled.
     #[must_use]
     pub fn new(
         replica: ReplicaId,
@@ -215,8 +215,8 @@ impl Outbox {
         }
     }
 
-    /// A request goes to `backend`, which is believed to hold the first `matched` blocks of
-    /// `chain`.
+    /// Queues the acquire of a request at `backend`, which is believed to hold the first `matched`
+    /// blocks of `chain`.
     pub fn acquire(
         &mut self,
         attempt: AttemptId,
@@ -241,7 +241,7 @@ impl Outbox {
         self.bound();
     }
 
-    /// Output completed `blocks` behind all that the attempt has acquired.
+    /// Queues `blocks` that the output completed, after all blocks of the attempt.
     pub fn extend(&mut self, attempt: AttemptId, blocks: Vec<BlockHash>) {
         if blocks.is_empty() {
             return;
@@ -264,10 +264,10 @@ impl Outbox {
         self.bound();
     }
 
-    /// The request is over.
+    /// Queues the release of the attempt.
     ///
     /// # Panics
-    /// When it was released before.
+    /// Panics if the attempt was released before.
     pub fn release(&mut self, attempt: AttemptId, outcome: LeaseOutcome) {
         let Some(lease) = self.leases.get_mut(&attempt) else {
             return;
@@ -287,12 +287,12 @@ impl Outbox {
         self.bound();
     }
 
-    /// Adds to what `charge.user` owes.
+    /// Adds a charge to those of `charge.user`.
     pub fn charge(&mut self, charge: Charge) {
         self.charges.entry(charge.user).or_default().add(&charge);
     }
 
-    /// LeaseStepKind `user` was charged here since what is applied; [`Outbox::settle`] first.
+    /// Returns the charges of `user` here that are not applied; call [`Outbox::settle`] first.
     #[must_use]
     pub fn unapplied(&self, user: UserKey) -> Charge {
         let outstanding = self.outstanding.iter().map(|it| &it.charges);
@@ -308,7 +308,7 @@ impl Outbox {
         sum
     }
 
-    /// When all that `user` was charged so far is committed; `None`: it is.
+    /// Returns a receiver for the commit of all charges of `user`; `None` if they are committed.
     pub fn commit_of(&mut self, user: UserKey) -> Option<ChargeCommit> {
         let is_outstanding = |it: &OutstandingEnvelope| it.charges.contains_key(&user);
         if self.charges.contains_key(&user) {
@@ -320,7 +320,7 @@ impl Outbox {
         }
     }
 
-    /// Whom a request of the user `name` is charged to; names that user.
+    /// Returns the user to charge for a request of the user `name`, and names that user.
     pub fn payer(&mut self, hash_seed: u64, name: &str) -> UserKey {
         let user = state::prefix::user_key(hash_seed, name);
         let has_room = self.charges.len() < CHARGED_USERS_MAX || self.charges.contains_key(&user);
@@ -336,8 +336,7 @@ impl Outbox {
         user
     }
 
-    /// The state last forgot names at `since`, by a restore or the deletion of a user: who was named
-    /// before may not be known in it.
+    /// Names all users again if the state lost names at `since`, by a restore or a user deletion.
     pub fn follow_names(&mut self, since: Option<LogIndex>) {
         if since != self.names_since {
             self.names_since = since;
@@ -353,7 +352,7 @@ impl Outbox {
         if self.named.len() >= NAMED_USERS_MAX {
             self.named.clear();
         }
-        // One more, for the user who pays for those beyond. Others are named when they come again.
+        // One more, for the overflow user. Others are named when they return.
         if self.names.len() > CHARGED_USERS_MAX {
             return;
         }
@@ -361,7 +360,7 @@ impl Outbox {
         self.names.push_back((key, name.to_owned()));
     }
 
-    /// Notes what an engine said; fields said later stand over earlier ones.
+    /// Records what an engine reported; later fields replace earlier ones.
     pub(super) fn observe(&mut self, backend: BackendRef, facts: EngineFacts) {
         let noted = self.facts.entry(backend).or_default();
         noted.models = facts.models.or(noted.models.take());
@@ -369,8 +368,8 @@ impl Outbox {
         noted.started_at_s = facts.started_at_s.or(noted.started_at_s);
     }
 
-    /// Queues an item that stands for itself, behind the earlier ones. `false`: there is no room,
-    /// or no envelope could hold it; it is then as if it had not been told.
+    /// Queues an independent item behind the earlier ones. Returns `false` and drops the item if
+    /// there is no room or no envelope could hold it.
     pub fn note(&mut self, item: Item) -> bool {
         let bytes = state::codec::item_bytes(&item);
         if bytes > batch::BATCH_BYTES_MAX || self.notes_bytes + bytes > NOTES_BYTES_MAX {
@@ -420,7 +419,7 @@ impl Outbox {
         }
     }
 
-    /// Takes the forgotten attempts' steps out of the queue.
+    /// Removes the steps of forgotten attempts from the queue.
     fn sweep(&mut self) {
         if self.forgotten.is_empty() {
             return;
@@ -441,14 +440,14 @@ impl Outbox {
         forgotten.clear();
     }
 
-    /// The envelope to propose (again), if any.
+    /// Returns the envelope to propose (again), if any.
     pub fn outstanding(&self) -> Option<&Envelope> {
         self.outstanding
             .as_ref()
             .map(|outstanding| &outstanding.envelope)
     }
 
-    /// Whether nothing waits for an envelope.
+    /// Whether the queue is empty.
     pub fn is_empty(&self) -> bool {
         self.queued.items == 0
             && self.charges.is_empty()
@@ -457,12 +456,12 @@ impl Outbox {
             && self.notes.is_empty()
     }
 
-    /// Whether all that is committed is applied here, as of the last [`Outbox::settle`].
+    /// Whether everything committed is applied here, as of the last [`Outbox::settle`].
     pub fn is_settled(&self) -> bool {
         self.settling.is_empty()
     }
 
-    /// Takes out of the overlay what is applied up to `applied`.
+    /// Removes from the overlay what is applied up to `applied`.
     pub fn settle(&mut self, applied: LogIndex) {
         while let Some(settled) = self.settling.pop_front_if(|it| it.index <= applied) {
             for (backend, run) in settled.runs {

@@ -1,11 +1,11 @@
-//! The overlay: blocks that this replica has routed but the log has not applied yet, so that its
-//! own next decision sees them. Everybody may read it; only the outbox writes it.
+//! The overlay: blocks that this replica has routed and the log has not applied yet, so that its
+//! next decision sees them. Only the outbox writes it; anything may read it.
 //!
-//! A pending run of blocks is found by its first hash. That suffices: a hash names the whole prefix
-//! before it, the run begins where the backend's applied (or pending) prefix ended when it was
-//! routed, and so a later match either ends right before it or does not lead there. A match that
-//! another replica's commit moved into the middle of a run misses it for the moment it takes to
-//! apply; that costs a little locality and no wrong match.
+//! A pending run of blocks is indexed by its first hash. That suffices: a hash names the whole
+//! prefix before it, and the run begins where the backend's applied (or pending) prefix ended when
+//! it was routed. So a later match either ends right before the run or does not lead to it. If
+//! another replica's commit moves a match into the middle of a run, the match misses the run until
+//! it is applied; that costs a little locality and causes no wrong match.
 
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
@@ -16,7 +16,7 @@ use state::ids::{BackendRef, BlockHash};
 
 use crate::sync::{AtomicUsize, Ordering::Relaxed, RwLock};
 
-/// Blocks of a chain, in order; shares the chain it is a part of.
+/// Consecutive blocks of a chain; shares the chain.
 #[derive(Debug, Clone)]
 pub(super) struct BlockRun {
     chain: Arc<[BlockHash]>,
@@ -48,7 +48,7 @@ struct RunKey {
     first: BlockHash,
 }
 
-/// Hashes are uniform already; the backend is mixed in with one multiplication.
+/// Hashes are already uniform; one multiplication mixes in the backend.
 #[derive(Default)]
 struct RunKeyHasher(u64);
 
@@ -78,20 +78,20 @@ impl Hasher for RunKeyHasher {
 
 type RunMap = HashMap<RunKey, Vec<BlockRun>, BuildHasherDefault<RunKeyHasher>>;
 
-/// The pending runs of all backends. Readers share; a writer holds it for one insertion.
+/// The pending runs of all backends. Readers share the lock; a writer holds it for one insertion.
 pub struct Overlay {
-    /// Runs pending; lets readers pass without the lock when there is none.
+    /// Number of pending runs; readers skip the lock while it is 0.
     count: AtomicUsize,
     runs: RwLock<PendingRuns>,
 }
 
 struct PendingRuns {
     by_start: RunMap,
-    /// Blocks of the runs of each backend that has any.
+    /// Number of pending blocks of each backend that has any.
     blocks: HashMap<BackendRef, usize>,
 }
 
-/// Starts of runs there is room for from the beginning: growing would hold readers up.
+/// Initial capacity for run starts: growing would block readers.
 const STARTS_EXPECTED: usize = 8192;
 
 impl Default for Overlay {
@@ -109,7 +109,7 @@ impl Default for Overlay {
 }
 
 impl Overlay {
-    /// Notes that `run` is on its way to `backend`. An empty run is nothing.
+    /// Adds a `run` that was routed to `backend`. Ignores an empty run.
     pub(super) fn add(&self, backend: BackendRef, run: &BlockRun) {
         let Some(&first) = run.blocks().first() else {
             return;
@@ -123,7 +123,7 @@ impl Overlay {
         self.count.fetch_add(1, Relaxed);
     }
 
-    /// Forgets a run: it is applied, or given up.
+    /// Removes a run that is applied or dropped.
     pub(super) fn remove(&self, backend: BackendRef, run: &BlockRun) {
         let Some(&first) = run.blocks().first() else {
             return;
@@ -151,8 +151,8 @@ impl Overlay {
         }
     }
 
-    /// Extends, for each `(backend, matched)`, the leading blocks of `chain` that it holds by what
-    /// is on its way there.
+    /// Extends each `(backend, matched)`, the leading blocks of `chain` that the backend holds, by
+    /// the pending runs.
     pub fn extend<'a>(
         &self,
         chain: &[BlockHash],
@@ -180,7 +180,7 @@ impl Overlay {
         }
     }
 
-    /// Blocks on their way to `backend`.
+    /// Returns the number of blocks pending for `backend`.
     #[must_use]
     pub fn blocks(&self, backend: BackendRef) -> usize {
         if self.is_empty() {
@@ -190,7 +190,7 @@ impl Overlay {
         runs.blocks.get(&backend).copied().unwrap_or(0)
     }
 
-    /// Whether something on its way to `backend` follows `block`. Looks at all that is pending.
+    /// Whether a run pending for `backend` follows `block`. Scans all pending runs.
     #[must_use]
     pub fn uses(&self, backend: BackendRef, block: BlockHash) -> bool {
         if self.is_empty() {
@@ -211,7 +211,7 @@ impl Overlay {
         self.count.load(Relaxed) == 0
     }
 
-    /// Runs pending.
+    /// Returns the number of pending runs.
     #[must_use]
     pub fn len(&self) -> usize {
         self.count.load(Relaxed)

@@ -1,4 +1,4 @@
-//! Lease items on their way: what one attempt tells, in the order it must be told.
+//! Queued lease items: the updates of one attempt, in order.
 
 use std::sync::Arc;
 
@@ -7,10 +7,10 @@ use state::ids::{AttemptId, BackendRef, BlockHash};
 
 use super::overlay::BlockRun;
 
-/// Blocks of one lease step: longer chains are sent as several. Two fit into one envelope.
+/// Maximum number of blocks per lease step; longer chains are split. Two steps fit an envelope.
 pub(super) const RUN_BLOCKS_MAX: usize = 4000;
 
-/// One lease item to come.
+/// One queued lease item.
 #[derive(Debug)]
 pub(super) struct LeaseStep {
     pub(super) attempt: AttemptId,
@@ -46,7 +46,7 @@ impl LeaseStep {
     }
 }
 
-/// The parts of `chain` from `from` on, none longer than one step carries.
+/// Splits `chain` from `from` on into runs that fit into one step.
 pub(super) fn runs_of(chain: &Arc<[BlockHash]>, from: usize) -> impl Iterator<Item = BlockRun> {
     let starts = (from..chain.len()).step_by(RUN_BLOCKS_MAX);
     starts.map(|start| {
@@ -55,7 +55,7 @@ pub(super) fn runs_of(chain: &Arc<[BlockHash]>, from: usize) -> impl Iterator<It
     })
 }
 
-/// An acquire of `chain` from `from` on, behind `tip`, with as many extensions as its length asks.
+/// Returns an acquire of `chain` from `from` on, after `tip`, and extensions for what exceeds it.
 pub(super) fn acquire_steps(
     attempt: AttemptId,
     backend: BackendRef,

@@ -1,10 +1,10 @@
 //! Shares of the backends' limits: this replica's part of the protocol of [`state::shares`].
 //!
 //! The protocol is a [`ShareLedger`]; the places that requests take are in the [`LoadTable`], one
-//! word per backend. This module connects them: after every change (20 ms passed, a peer reported,
-//! requests began to wait, a place that peers want became free) it updates the book, withdraws the
-//! places to hand over from the table, if they are free there, and sets how many requests may run.
-//! A starting request looks only at the table.
+//! word per backend. This module connects them. After every change (20 ms passed, a peer reported,
+//! requests began to wait, a place that peers want became free) it updates the ledger, withdraws
+//! free places to hand over from the table, and sets how many requests may run. A starting request
+//! reads only the table.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -26,27 +26,27 @@ pub mod wire;
 /// Requests that wait for places at a backend.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct WaitingForPlace {
-    /// How many.
+    /// Number of requests.
     pub requests: u32,
-    /// How long the one that has waited longest has waited, in milliseconds.
+    /// Longest wait of any of them, in milliseconds.
     pub waited_ms: u32,
 }
 
-/// What waits here, by backend.
+/// Requests that wait here, by backend.
 pub type WantedPlaces = BTreeMap<BackendRef, WaitingForPlace>;
 
-/// Where a request goes, and the place it has there.
+/// A routed request, with its place at the backend.
 #[derive(Debug)]
 pub struct PlacedRequest {
-    /// The decision.
+    /// Routing decision.
     pub decision: Decision,
-    /// Given back if the request is not dispatched.
+    /// Place at the backend; returned if the request is not dispatched.
     pub place: ReservedPlace,
-    /// The place at the backend that computes the prompt, where the decision names one.
+    /// Place at the prefill backend, if the decision names one.
     pub prefill: Option<ReservedPlace>,
 }
 
-/// Decisions until a request whose places others take is at the limit.
+/// Decisions tried before a request whose places are taken counts as at the limit.
 const PLACE_TRIES: usize = 4;
 
 /// This replica's shares.
@@ -54,19 +54,19 @@ pub struct Shares {
     view: Arc<StateView>,
     load: Arc<LoadTable>,
     inner: Mutex<Inner>,
-    /// What the book's milliseconds count from.
+    /// Origin of the ledger's milliseconds.
     epoch: Instant,
     metrics: ShareMetrics,
 }
 
-/// With whom a replica shares limits.
+/// The replicas that share limits with this one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ShareStanding {
-    /// Names them: others in the same epoch know the same.
+    /// Identifies the members: replicas in the same epoch agree on them.
     pub epoch: u64,
-    /// How many they are, this replica included.
+    /// Number of members, this replica included.
     pub members: usize,
-    /// Whether they are known to agree; until then no more runs here than before.
+    /// Whether all members are known to agree; until then no more requests run here than before.
     pub is_settled: bool,
 }
 
@@ -101,7 +101,7 @@ impl Shares {
     /// Chooses a backend for a request and takes a place there.
     ///
     /// # Errors
-    /// [`RoutingRejection`]; at the limit, if others took the places meanwhile.
+    /// Returns a [`RoutingRejection`]; at the limit if others took the places in the meantime.
     pub fn place(
         &self,
         decider: &Decider,
@@ -131,7 +131,7 @@ impl Shares {
         Err(RoutingRejection::AtLimit)
     }
 
-    /// Takes a place at a backend of those that this replica has; `None`: all are taken.
+    /// Takes one of this replica's places at a backend; `None` if all are taken.
     fn reserve(&self, backend: BackendRef) -> Option<ReservedPlace> {
         if planted::is(Bug::ShareIgnored) {
             return Some(self.load.take(backend));
@@ -140,7 +140,7 @@ impl Shares {
         match self.load.reserve(backend, limit) {
             Ok(place) => Some(place),
             Err(ReserveRejection::Full) => None,
-            // It is new, or another limit has been applied this moment.
+            // The backend is new, or another limit has just been applied.
             Err(ReserveRejection::OtherLimit) => {
                 let mut inner = self.lock();
                 inner.book.set_limit(backend, limit);
@@ -151,9 +151,9 @@ impl Shares {
         }
     }
 
-    /// Takes in that it is `now`, what backends and limits there are, and who else is in the
-    /// cluster and knows of shares; hands over what others need more. Call it every 20 ms, and
-    /// when [`LoadTable::news`] says so.
+    /// Advances the ledger to `now` with the current backends and limits, and with the `expected`
+    /// other replicas that support shares. Hands over places that others need more. Call this every
+    /// 20 ms and when [`LoadTable::news`] is notified.
     pub fn turn(&self, now: Instant, expected: &[ReplicaId]) {
         let passed = now.saturating_duration_since(self.epoch);
         let now_ms = u64::try_from(passed.as_millis()).unwrap_or(u64::MAX);
@@ -173,8 +173,8 @@ impl Shares {
         self.show(&inner.book);
     }
 
-    /// Takes in what waits here for places, all of which nothing here can take; hands over those
-    /// that are free all the same and that others wait for.
+    /// Records the requests that wait here for places. None of them can use a free place here, so
+    /// free places that others wait for are handed over.
     pub fn want(&self, wanted: WantedPlaces) {
         let mut inner = self.lock();
         let is_more = wanted.iter().any(|(backend, now)| {
@@ -185,15 +185,15 @@ impl Shares {
         let wanted_elsewhere: Vec<BackendRef> = inner.book.wanted_elsewhere().collect();
         let gave = self.balance_each(&mut inner, wanted_elsewhere);
         if is_more || gave {
-            // Who tells the peers takes the rest in.
+            // The task that reports to the peers does the rest.
             self.load.news().notify_one();
         }
     }
 
-    /// Takes in what a peer reports.
+    /// Applies a peer's report.
     ///
     /// # Errors
-    /// [`LoadReportError`]; what it reported before then stands.
+    /// Returns a [`LoadReportError`] and keeps the peer's earlier report.
     pub fn hear(&self, peer: ReplicaId, report: &[u8]) -> Result<(), LoadReportError> {
         let report = wire::decode(report)?;
         let mut inner = self.lock();
@@ -203,7 +203,7 @@ impl Shares {
         Ok(())
     }
 
-    /// With whom limits are shared.
+    /// Returns the replicas that limits are shared with.
     #[must_use]
     pub fn standing(&self) -> ShareStanding {
         let inner = self.lock();
@@ -214,7 +214,7 @@ impl Shares {
         }
     }
 
-    /// What the peers are told; see [`wire`].
+    /// Returns the report for the peers; see [`wire`].
     #[must_use]
     pub fn report(&self) -> Vec<u8> {
         wire::encode(&self.lock().book.report())
@@ -232,19 +232,19 @@ impl Shares {
         self.metrics.over.set(over);
     }
 
-    /// Answers whether anything was handed over.
+    /// Returns whether any place was handed over.
     fn balance_all(&self, inner: &mut Inner) -> bool {
         let backends = inner.book.backends().collect();
         self.balance_each(inner, backends)
     }
 
-    /// As [`Shares::balance_all`], at these backends.
+    /// Like [`Shares::balance_all`], for these backends.
     fn balance_each(&self, inner: &mut Inner, backends: Vec<BackendRef>) -> bool {
         let balanced = backends.into_iter().map(|it| self.balance(inner, it));
         balanced.fold(false, |is_any, gave| is_any | gave)
     }
 
-    /// Hands over what the book says, as far as nothing runs there, and says what may run here.
+    /// Hands over free places as the ledger plans, and sets how many requests may run here.
     fn balance(&self, inner: &mut Inner, backend: BackendRef) -> bool {
         let Some(limit) = inner.book.limit(backend) else {
             return false;

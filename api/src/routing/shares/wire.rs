@@ -1,11 +1,10 @@
-//! Share reports as bytes. Like load, they go from replica to replica, never through the log.
+//! Wire format of share reports. Like load, they go from replica to replica, never through the log.
 //!
-//! Layout: a version byte; the run's session and the report's number, eight bytes each,
-//! little-endian; the run's generation in LEB128; the epoch in eight bytes; how many replicas are
-//! heard, and of each its id in a byte, its session in eight and its generation; then for each
-//! backend, in ascending order of slot, LEB128 numbers: slot less the one before, incarnation,
-//! running, waiting, milliseconds waited, recent, and how many replicas were given places; of each
-//! of these its id in a byte, and the places.
+//! Layout: a version byte; session and report number, eight bytes each, little-endian; the run's
+//! generation in LEB128; the epoch in eight bytes. Then the number of replicas heard, each with id
+//! (one byte), session (eight bytes) and generation. Then for each backend, in ascending slot
+//! order, LEB128 numbers: slot delta, incarnation, running, waiting, milliseconds waited, recent,
+//! and the number of recipients of places; for each of these its id (one byte) and the places.
 
 use state::command::BACKENDS_MAX;
 use state::ids::{BackendRef, Incarnation, ReplicaId, SessionId, Slot};
@@ -15,18 +14,18 @@ use crate::routing::{LoadReportError, put_number, take_number};
 
 /// First byte of a report.
 const VERSION: u8 = 1;
-/// Replicas that a report names at most: all there can be.
+/// Maximum number of replicas in a report: all that can exist.
 const REPLICAS_MAX: u64 = u8::MAX as u64;
-/// Bytes up to which reports that say the same may differ: version, session and number.
+/// Length of the header that equal reports may differ in: version, session and number.
 const HEAD_BYTES: usize = 1 + 8 + 8;
 
-/// Whether two reports say the same.
+/// Whether two reports have equal contents.
 #[must_use]
 pub fn is_same(one: &[u8], other: &[u8]) -> bool {
     one.get(HEAD_BYTES..) == other.get(HEAD_BYTES..)
 }
 
-/// A report as it is sent.
+/// Encodes a report.
 #[must_use]
 pub fn encode(report: &ShareReport) -> Vec<u8> {
     let mut bytes = vec![VERSION];
@@ -63,10 +62,10 @@ pub fn encode(report: &ShareReport) -> Vec<u8> {
     bytes
 }
 
-/// The report in these bytes.
+/// Decodes a report.
 ///
 /// # Errors
-/// [`LoadReportError`].
+/// Returns a [`LoadReportError`] if the bytes are not a valid report.
 pub fn decode(bytes: &[u8]) -> Result<ShareReport, LoadReportError> {
     let (&version, mut rest) = bytes.split_first().ok_or(LoadReportError::Malformed)?;
     if version != VERSION {

@@ -48,7 +48,7 @@ fn an_adapter_is_kept_to_engines_that_have_it_while_their_queues_are_short() {
     assert_eq!(bench.left(&identity, 1), [0, 1, 2], "who waits here counts");
     bench.tells(0, &["m", "y"], 51);
     assert_eq!(bench.left(&identity, 0), [0, 1, 2]);
-    // One that was tried and the base model have no say.
+    // A tried engine and one with the base model do not count.
     bench.tells(0, &["m", "y"], 0);
     let tried = bench.decide(&identity, &[Slot(0)]).unwrap();
     assert_eq!(tried.backend.slot, Slot(1));

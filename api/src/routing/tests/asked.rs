@@ -1,4 +1,4 @@
-//! Prompts and answers of a model whose tokenizer is its engine: it says what becomes of an answer.
+//! Prompts and responses of a model whose tokenizer is its engine, which also tokenizes responses.
 
 use std::sync::Mutex;
 
@@ -12,7 +12,7 @@ use crate::prompt::{BlockUnit, ReplySeam, Tokenizer, TokenizerSpec};
 
 const REPLY: &str = "I am well, thank you; and how are you yourself on this fine day?";
 
-/// An engine with a tokenizer of its own, and the bodies it was asked with.
+/// An engine with its own tokenizer, and the request bodies that it received.
 struct TokenizingEngine {
     bench: Bench,
     asked: Arc<Mutex<Vec<Value>>>,
@@ -20,7 +20,7 @@ struct TokenizingEngine {
 }
 
 impl TokenizingEngine {
-    /// One that tokenizes as the fixture `model` does; `router` names the router's tokenizer.
+    /// Starts one that tokenizes like the fixture `model`; `router` names the router's tokenizer.
     async fn start(model: &str, router: TokenizerSpec) -> Self {
         let own = Tokenizer::load(fixture(model), None).unwrap();
         let asked = Arc::new(Mutex::new(Vec::new()));
@@ -45,8 +45,8 @@ impl TokenizingEngine {
         self.asked.lock().unwrap().len()
     }
 
-    /// Answers a chat, and waits until all that it adds is known. Answers how many blocks of what
-    /// the next turn shares with it are believed to be cached, and how many an engine has.
+    /// Runs a chat and waits until the response's blocks are known. Returns how many blocks shared
+    /// with the next turn are believed to be cached, and how many an engine has.
     async fn turn(&self, question: &str, reply: &str) -> (u32, usize) {
         let body = chat(&[("user", question)]);
         let first = read(&self.bench, CHAT, &body).await;
@@ -133,7 +133,7 @@ async fn an_answer_goes_on_as_its_engine_says() {
 
 #[tokio::test]
 async fn what_a_template_changes_is_not_believed() {
-    // Llama's cuts white space off at both ends.
+    // Llama's template trims white space at both ends.
     let engine = TokenizingEngine::start("llama3", TokenizerSpec::Engine).await;
     let (matched, cached) = engine.turn("How are you?", REPLY).await;
     assert_eq!(matched as usize, cached);

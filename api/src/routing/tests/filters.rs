@@ -1,4 +1,4 @@
-//! The filters before every policy: each takes out whom it should, in its turn, and is counted.
+//! The filters before every policy: each excludes the right backends, in order, and is counted.
 
 use std::collections::BTreeMap;
 
@@ -14,7 +14,7 @@ use super::super::{PolicySource, SELECT, SelectRejection, SelectSettings};
 use super::*;
 
 impl Bench {
-    /// What a request with these headers asks for.
+    /// Returns the routing preferences in these headers.
     pub(super) fn preferences(
         &self,
         headers: &HeaderMap,
@@ -47,7 +47,7 @@ impl Bench {
         self.flush();
     }
 
-    /// With backends of which `b0` and `b2` are in zone a, `b1` in zone b.
+    /// Labels the backends: `b0` and `b2` are in zone a, `b1` in zone b.
     fn labelled(select: SelectSettings) -> Self {
         let mut bench = Self::new(3);
         for (at, zone) in ["a", "b", "a"].into_iter().enumerate() {
@@ -105,7 +105,7 @@ fn when_every_circuit_is_open_the_first_stay_out() {
     assert!(bench.decide(&identity, &[]).is_ok());
     let first = [FilterVerdict::CircuitOpen, FilterVerdict::Candidate];
     assert_eq!(bench.verdicts(&ask(&identity, &[])), first);
-    // But a request that cannot go elsewhere still finds nobody it has not tried.
+    // A request that cannot go elsewhere still finds no untried backend.
     let tried = bench.decide(&identity, &[Slot(0), Slot(1)]);
     assert_eq!(tried.unwrap_err(), RoutingRejection::AllTried);
 }
@@ -231,7 +231,7 @@ fn a_model_goes_to_those_who_have_it_loaded_if_any_has() {
     ];
     assert_eq!(bench.verdicts(&ask(&identity, &[])), loaded);
     assert_eq!(bench.decide(&identity, &[]).unwrap().backend.slot, Slot(1));
-    // The one that has it was tried: the others may load it.
+    // The engine that has the adapter was tried, so the others may load it.
     let elsewhere = bench.decide(&identity, &[Slot(1)]).unwrap();
     assert_ne!(elsewhere.backend.slot, Slot(1));
 }
@@ -324,7 +324,7 @@ fn whoever_is_at_its_limit_is_held_back_until_it_has_room() {
     attempt.end(AttemptEnd::Finished, Instant::now());
     let freed = bench.decide(&identity, &[]).unwrap();
     assert_eq!(freed.backend, decision.backend);
-    // One tried and one at its limit: there is somebody to wait for.
+    // One backend was tried and one is at its limit, so waiting makes sense.
     let other = Slot(1 - freed.backend.slot.0);
     let tried = bench.decide(&identity, &[freed.backend.slot]).unwrap_err();
     assert_eq!(
@@ -437,7 +437,7 @@ fn who_serves_a_model_is_remembered_of_named_models_until_the_registry_changes()
     };
     let remembered = |bench: &Bench| bench.router.decider().fleet.table().remembered();
     let (candidate, other) = (FilterVerdict::Candidate, FilterVerdict::OtherModel);
-    // An engine that has not said what it serves may serve any, under names that clients make up.
+    // An engine that has not listed its models may serve any, under names that clients make up.
     for model in ["x", "y", "z"] {
         assert_eq!(verdicts(&bench, model), [other, candidate]);
     }

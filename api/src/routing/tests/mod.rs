@@ -1,5 +1,5 @@
-//! Requests through a whole router over the real state: identity, choice, books, and that nothing
-//! is left behind however an attempt ends.
+//! Requests through a whole router over the real state: identity, choice, accounting, and that
+//! nothing is left behind, however an attempt ends.
 
 mod adapters;
 mod asked;
@@ -36,7 +36,7 @@ use crate::prompt::{ParsedBody, PromptIdentity, parse};
 
 mod stories;
 
-/// Who sends requests.
+/// User who sends the requests.
 static ADA: LazyLock<UserName> = LazyLock::new(|| UserName::bounded("ada"));
 
 struct Bench {
@@ -88,7 +88,7 @@ impl Bench {
         dispatcher.dispatch(decision, ask, DispatchTerms::default(), Instant::now())
     }
 
-    /// Carries all that is known to the log.
+    /// Flushes the outbox to the log.
     fn flush(&self) {
         let stop = CancellationToken::new();
         stop.cancel();
@@ -105,7 +105,7 @@ impl Bench {
         self.port.log.lock().unwrap().admin(command);
     }
 
-    /// Asserts that nothing is under way, here or in the state.
+    /// Asserts that nothing is in flight, here or in the state.
     fn assert_quiet(&self) {
         self.flush();
         let log = self.port.log.lock().unwrap();

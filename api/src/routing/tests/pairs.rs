@@ -1,4 +1,4 @@
-//! Requests on two backends: what is chosen, held and charged.
+//! Requests on two backends: choice, leases and charges.
 
 use state::admission::{AdmissionSettings, Concurrency};
 use state::command::{BackendRole, BackendSpec};
@@ -12,7 +12,7 @@ use crate::prompt::ModelSettings;
 const LONG: usize = 4_000;
 
 impl Bench {
-    /// `b0` and `b1` compute prompts, `b2` and `b3` answer, by these settings of the model.
+    /// `b0` and `b1` compute prompts, `b2` and `b3` answer, under this model setting.
     fn apart(disaggregate: Disaggregate) -> Self {
         let mut bench = Self::new(4);
         let (prefill, decode) = (BackendRole::Prefill, BackendRole::Decode);
@@ -86,7 +86,7 @@ fn what_is_short_cached_or_not_separable_goes_to_one_backend_that_answers() {
     let (first, attempt) = bench.start(&long);
     attempt.end(AttemptEnd::Finished, Instant::now());
     bench.flush();
-    // All of it but the last block is held where it was answered.
+    // The backend that answered holds all blocks but the last.
     let again = bench.decide(&long, &[]).unwrap();
     assert!(again.prefill.is_none());
     assert_eq!(again.backend, first.backend);
@@ -156,7 +156,7 @@ fn a_prompt_is_charged_once_and_as_cached_what_its_prefill_backend_says() {
     prefill.answered(told, Instant::now());
     attempt.prefilled(prefill, told, Instant::now());
     attempt.first_byte(Instant::now());
-    // To the one that fetched it all of it is cached.
+    // The backend that fetched the prompt reports all of it as cached.
     attempt.usage(usage(1_010, Some(1_009), 30), Instant::now());
     attempt.end(AttemptEnd::Finished, Instant::now());
     assert_eq!(bench.charged(), [610, 400, 30]);
@@ -237,7 +237,7 @@ fn a_prompt_waits_for_no_prefill_backend_that_is_at_its_limit() {
         role: BackendRole::Decode,
         ..spec(1, None)
     }));
-    // One computes for three: two pass, the others are computed where they are answered.
+    // One prefill backend for three decode backends: two prompts fit, the others stay whole.
     let placed: Vec<_> = (0..6).map(|_| place().unwrap()).collect();
     let staged = placed.iter().filter(|it| it.prefill.is_some());
     assert_eq!(staged.count(), 2);

@@ -1,15 +1,15 @@
-//! Panic mode: which probes are doubted, and for how long.
+//! Panic mode: which probes are in doubt, and for how long.
 
 use state::ids::UserKey;
 
 use super::*;
 use crate::backends::{FAILURES_MAX, Fault, Occupancy, SlotTable};
 
-/// Probes in a test's hand.
+/// Probe results under the control of a test.
 struct Probes(SlotTable<Occupancy>);
 
 impl Probes {
-    /// All have passed.
+    /// All probes have passed.
     fn of(bench: &Bench) -> Self {
         let mut roster = SlotTable::new(Arc::clone(&bench.router.decider().backends));
         roster.follow(bench.router.view.registry(), |stay, _| {
@@ -30,7 +30,7 @@ impl Probes {
 }
 
 impl Bench {
-    /// These backends answer a request.
+    /// Makes these backends answer a request.
     fn answer(&self, slots: &[u16]) {
         for slot in slots {
             let handle = self.port.log.lock().unwrap().handle(*slot);
@@ -41,7 +41,7 @@ impl Bench {
         }
     }
 
-    /// Which backends may take a request.
+    /// Returns which backends may take a request.
     fn candidates(&self) -> Vec<bool> {
         let identity = self.identify("hello");
         let verdicts = self.verdicts(&ask(&identity, &[]));
@@ -196,7 +196,7 @@ fn circuits_hold_while_probes_are_doubted() {
     for _ in 0..20 {
         assert_ne!(bench.decide(&identity, &[]).unwrap().backend.slot, Slot(2));
     }
-    // Whom it was tried on does not end panic mode for the next try.
+    // Backends that were tried do not end panic mode for the next attempt.
     let tried = [Slot(0), Slot(1), Slot(2)];
     assert_eq!(
         bench.decide(&identity, &tried).unwrap().backend.slot,

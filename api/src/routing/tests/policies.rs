@@ -1,4 +1,4 @@
-//! What is gathered for the policies that look at more than blocks and load, and which one decides.
+//! Inputs of policies that need more than blocks and load, and the choice of the policy.
 
 use super::super::POLICY;
 use super::*;

@@ -1,4 +1,4 @@
-//! Requests on two backends that do nothing alone: what is chosen, and what there is room for.
+//! Requests on two backends that cannot work alone: choice and free places.
 
 use state::admission::{AdmissionSettings, Concurrency};
 use state::command::{BackendRole, BackendSpec};
@@ -12,7 +12,7 @@ use crate::prompt::ModelSettings;
 const PREFILL: BackendRole = BackendRole::Prefill;
 const DECODE: BackendRole = BackendRole::Decode;
 
-/// Backends with these roles, `b0` and up; those with one meet in rooms.
+/// Creates backends `b0` and up with these roles; all but [`BackendRole::Both`] meet in rooms.
 fn meeting(roles: &[BackendRole], disaggregate: Disaggregate) -> Bench {
     let mut bench = Bench::new(roles.len());
     for (at, role) in roles.iter().enumerate() {
@@ -38,7 +38,7 @@ fn put(bench: &Bench, at: usize, role: BackendRole) {
     }));
 }
 
-/// The slots of a decision, that of the prefill backend first.
+/// Returns the slots of a decision, the prefill backend's first.
 fn slots(bench: &Bench, ask: &RoutingRequest<'_>) -> Result<(Option<u16>, u16), RoutingRejection> {
     let explained = bench.explain(ask);
     let decision = bench.decide_on(ask);

@@ -1,9 +1,9 @@
-//! What attempts show of a backend comes to prices and a verdict on predictions, through the log.
+//! Measurements of attempts become prices and a verdict on predictions, through the log.
 
 use super::*;
 
 impl Bench {
-    /// Tells what is summed up, worth it or not, and applies it.
+    /// Reports all samples, due or not, and applies them.
     fn tell(&self) {
         self.router
             .dispatcher()
@@ -64,7 +64,7 @@ fn predictions_are_held_against_what_engines_tell() {
         let (decision, mut attempt) = bench.start(&identity);
         let predicted = u64::from(decision.matched) * 4;
         attempt.first_byte(Instant::now());
-        // The engine has nothing of what is believed to be there.
+        // The engine has cached nothing of what is believed to be cached.
         attempt.usage(usage(16_384, Some(0), 1), Instant::now());
         attempt.end(AttemptEnd::Finished, Instant::now());
         bench.tell();
@@ -124,7 +124,7 @@ fn which_predictions_held_is_told_once_all_can_read_it() {
             attempt.end(AttemptEnd::Finished, Instant::now());
             bench.flush();
         }
-        // One user alone is waited for.
+        // Predictions of a single user wait.
         dispatcher.tell_samples(Instant::now() + Duration::from_secs(120));
         let queued = bench.router.outbox().status().queued_items;
         bench.flush();

@@ -1,5 +1,5 @@
-//! Several replicas at one limit: each is a whole router, and what they tell each other is carried
-//! by hand.
+//! Several replicas at one limit: each is a whole router, and the test delivers their reports to
+//! each other.
 
 use std::sync::Barrier;
 use std::time::Duration;
@@ -12,7 +12,7 @@ use crate::routing::{LoadGuard, PlacedRequest, WaitingForPlace, WantedPlaces};
 
 /// Limit of every backend.
 const LIMIT: u32 = 6;
-/// From one exchange to the next.
+/// Interval between two exchanges.
 const EXCHANGE: Duration = Duration::from_millis(20);
 
 struct Replica {
@@ -59,7 +59,7 @@ impl Cluster {
         ids.collect()
     }
 
-    /// Each tells all others what it has, once.
+    /// Each replica reports its state to all others, once.
     fn exchange(&mut self) {
         self.now += EXCHANGE;
         let ids = self.ids();
@@ -87,7 +87,7 @@ impl Cluster {
             .place(router.decider(), &ask(&identity, &[]), self.now)
     }
 
-    /// Starts as many as it may, up to `requests`.
+    /// Starts as many requests as it may, up to `requests`.
     fn start(&mut self, at: usize, requests: usize) -> usize {
         let mut started = 0;
         while started < requests
@@ -121,12 +121,12 @@ fn bench_identity() -> PromptIdentity {
 #[test]
 fn replicas_that_find_room_at_the_same_moment_do_not_exceed_the_limit() {
     let mut cluster = Cluster::new(3, 1);
-    // Issue 12: each has heard of nothing that runs, and each has eight clients.
+    // Issue 12: no replica has heard of any running request, and each has eight clients.
     let started: usize = (0..3).map(|at| cluster.start(at, 8)).sum();
     assert_eq!(started, 6);
     cluster.exchange();
     assert_eq!(cluster.place(0).unwrap_err(), RoutingRejection::AtLimit);
-    // Places that fall free at once at all of them are not filled twice.
+    // Places that become free at all replicas at once are not filled twice.
     for at in 0..3 {
         cluster.replicas[at].running.clear();
     }
@@ -144,7 +144,7 @@ fn one_busy_replica_uses_the_whole_limit() {
     assert_eq!(cluster.start(1, 6), 4);
     assert_eq!(cluster.running(), 6);
     cluster.want(1, 0);
-    // One that needs a place gets the next that falls free, before its holder can take it again.
+    // A replica that needs a place gets the next free one, before its holder can take it again.
     cluster.want(1, 9);
     cluster.want(0, 1);
     cluster.exchange();
@@ -158,11 +158,11 @@ fn one_busy_replica_uses_the_whole_limit() {
 fn a_free_place_that_nothing_here_can_take_is_handed_over_at_once() {
     let mut cluster = Cluster::new(3, 1);
     (0..3).for_each(|at| assert_eq!(cluster.start(at, 2), 2));
-    // One more than its fair part: nobody owes it a place that falls free.
+    // One more than its fair share: no replica owes it a free place.
     cluster.want(1, 1);
     cluster.exchange();
     cluster.replicas[0].running.pop();
-    // What waits there cannot go: the gate holds it, or the log has granted nothing.
+    // What waits there cannot go: the gate holds it back, or the log has granted nothing.
     cluster.want(0, 0);
     assert_eq!(cluster.start(0, 1), 0, "it is handed over");
     cluster.exchange();

@@ -1,4 +1,4 @@
-//! Random stories of requests: whatever happens, the books are empty and right at the end.
+//! Random sequences of requests: whatever happens, the accounting is empty and correct at the end.
 
 use super::*;
 

@@ -1,5 +1,5 @@
-//! Prompts of models with a tokenizer: the blocks that engines have, from the first request to the
-//! next turn.
+//! Prompts of models with a tokenizer: their blocks equal the engines', from the first request to
+//! the next turn.
 
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -98,11 +98,11 @@ fn an_answer_is_known_in_the_next_turn() {
             let (decision, mut attempt) = bench.start(&first.identity);
             for part in reply.split_inclusive(' ') {
                 attempt.output(part, Instant::now());
-                // As a chunk that has nothing else.
+                // Like a chunk without output.
                 attempt.other_output(0);
             }
             if is_interrupted {
-                // A thought, which the next turn leaves out.
+                // Reasoning, which the next turn omits.
                 attempt.other_output(10);
             }
             attempt.end(AttemptEnd::Finished, Instant::now());
@@ -137,7 +137,7 @@ fn the_last_token_of_an_answer_is_not_computed() {
             let tokens = seam.continuation(&reply, true).unwrap().len();
             let (_, mut attempt) = bench.start(&first.identity);
             attempt.output(&reply, Instant::now());
-            // An answer that ends by itself ends in a token that does not show.
+            // A response that ends by itself ends with an invisible token.
             let made = (tokens + usize::from(has_end)) as u64;
             let usage = Usage {
                 completion_tokens: made,
@@ -208,7 +208,7 @@ async fn a_batch_is_routed_by_its_first_prompt_and_counted_whole() {
 
 const NINE: &str = "{\"count\":9,\"tokens\":[1,2,3,4,5,6,7,8,9]}";
 
-/// An engine whose `/tokenize` answers `body` with `status`.
+/// Starts an engine whose `/tokenize` answers `body` with `status`.
 async fn engine(status: &'static str, body: &'static str) -> (String, Arc<AtomicUsize>) {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let url = format!("http://{}", listener.local_addr().unwrap());
@@ -288,7 +288,7 @@ async fn an_engine_that_does_not_tokenize_is_left_alone_for_a_while() {
 
 #[tokio::test]
 async fn a_prompt_of_no_tokens_is_not_believed() {
-    // llama.cpp, which wants the text under another name.
+    // llama.cpp, which expects the text in another field.
     let (bench, _) = asking_for("200 OK", "{\"tokens\":[]}").await;
     let read = read(&bench, CHAT, &chat(&[("user", "hello, and how are you?")])).await;
     let expected = BlockUnit::CharactersFor(Fallback::Engine);
@@ -317,7 +317,7 @@ async fn what_engines_do_not_answer_is_tokenized_here_where_the_files_are() {
     assert!(unanswered.identity.tail.seam.is_some(), "answers go on");
     assert_eq!(asked.load(Ordering::Relaxed), 1);
 
-    // An engine's own word stands, and how an answer joins it is known where it is the same.
+    // The engine's own tokens win; if they match, it is known how a response joins them.
     let (bench, _) = asking_by(spec.clone(), "200 OK", NINE).await;
     let other = read(&bench, CHAT, &body).await;
     assert_eq!(other.ids, [1, 2, 3, 4, 5, 6, 7, 8, 9]);

@@ -1,4 +1,5 @@
-//! Circuit breakers: when several requests find an open circuit due at once, exactly one tries it.
+//! Models of circuit breakers: of several requests that find an open circuit due, exactly one
+//! probes it.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -41,7 +42,7 @@ fn user() -> UserKey {
     USER
 }
 
-/// A circuit that is open, and when it may be tried.
+/// Returns an open circuit and the time of its next probe.
 fn opened() -> (Arc<CircuitBreakers>, Instant) {
     let settings = CircuitSettings {
         failures: 1,
@@ -58,7 +59,7 @@ fn opened() -> (Arc<CircuitBreakers>, Instant) {
     (circuits, now + Duration::from_secs(1))
 }
 
-/// What a request does: asks, and goes if it may.
+/// Acts as a request: asks the circuit, and starts if allowed.
 fn attempt(circuits: &Arc<CircuitBreakers>, now: Instant) -> Option<HalfOpenProbe> {
     if !circuits.allows(BACKEND, user, now) {
         return None;
@@ -102,7 +103,7 @@ fn without_a_verdict() {
         let gone = thread::spawn(move || drop(hanging));
         let second = attempt(&circuits, later);
         gone.join().expect("the other does not panic");
-        // The first was waited for long enough, or is gone; the second is nobody's to end.
+        // The first probe has expired or is gone; the second is still running.
         assert!(second.is_some());
         assert!(
             attempt(&circuits, later).is_none(),
@@ -128,7 +129,7 @@ fn closed_or_paused() {
         if !view.is_open {
             assert!(circuits.allows(BACKEND, user, due));
         } else {
-            // The failure came last. It is open, and tried again once the pause is over.
+            // The failure came last: the circuit is open, and due again after the pause.
             assert!(view.is_open && !circuits.allows(BACKEND, user, due));
             assert!(attempt(&circuits, due + Duration::from_secs(4)).is_some());
         }

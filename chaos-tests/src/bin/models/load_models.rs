@@ -1,5 +1,5 @@
-//! The load table: every count that is added is taken out again, a waiter for room is woken, and a
-//! place is never both taken and handed over.
+//! Models of the load table: every count that is added is removed again, a waiter is woken when
+//! room appears, and a place is never both taken and handed over.
 
 use std::sync::Arc;
 
@@ -75,7 +75,7 @@ fn woken() {
         let table = Arc::new(LoadTable::of_slots(1));
         let request = table.begin(life(1), 5);
         let end = thread::spawn(move || drop(request));
-        // As the loop does that serves the queues: looks, then waits.
+        // Like the loop that serves the queues: check, then wait.
         block_on(async {
             while table.here(life(1)).running > 0 {
                 table.less().notified().await;
@@ -111,7 +111,7 @@ fn reports() {
     });
 }
 
-/// A table of a replica that has so many places of a limit of 4.
+/// Returns the table of a replica that owns `allowed` places of a limit of 4.
 fn with_places(allowed: u32, is_owing: bool) -> Arc<LoadTable> {
     let table = Arc::new(LoadTable::of_slots(1));
     table.set_places(life(1), LIMIT, allowed, is_owing);
@@ -148,7 +148,7 @@ fn contended_places() {
                 thread::spawn(move || start(&table).ok())
             })
             .collect();
-        // As a balance does: what is withdrawn first, then what the book says is left.
+        // Like a balance: withdraw places first, then set what is left.
         let handed_over = u32::from(table.withdraw(life(1), 1, 1));
         table.set_places(life(1), LIMIT, 2 - handed_over, false);
         let join = |it: thread::JoinHandle<_>| it.join().expect("the other does not panic");
@@ -173,7 +173,7 @@ fn owed_place() {
             "it is a peer's"
         );
         end.join().expect("the other does not panic");
-        // The book said meanwhile that no peer wants it after all.
+        // Meanwhile no peer wants the place any more.
         table.set_places(life(1), LIMIT, 1, false);
         assert!(start(&table).is_ok());
     });

@@ -1,11 +1,11 @@
-//! Hand-written concurrency under every interleaving that loom finds: `cargo run --release -p
-//! chaos-tests --bin models [NAME...]`. The models of the read view stand in `state`, as theirs is the
-//! one crate whose dependencies can be built for loom.
+//! Models hand-written concurrency under every interleaving that loom explores: `cargo run
+//! --release -p chaos-tests --bin models [NAME...]`. The models of the read view are in `state`,
+//! the only crate whose dependencies build under loom.
 //!
-//! A model compiles the production file itself, beside a module `sync` that has loom's twins in
-//! place of the standard library's, arc-swap's and tokio's. So nothing else of the crate, and no
-//! server or tokenizer under it, has to be built for loom, which tokio cannot be.
-//! docs/internals/testing.md lists what is modelled and what is not.
+//! A model compiles the production file itself next to a module `sync`, which replaces types of the
+//! standard library, arc-swap and tokio by loom counterparts. So the rest of the crate need not
+//! build for loom, which tokio cannot. docs/internals/testing.md lists what is modelled and what is
+//! not.
 
 #![allow(
     dead_code,
@@ -44,7 +44,7 @@ use std::panic::catch_unwind;
 use std::process::ExitCode;
 use std::time::Instant;
 
-/// A name, and what is explored.
+/// Name of a model and the function to explore.
 type ModelRun = (&'static str, fn());
 
 const MODELS: &[&[ModelRun]] = &[
@@ -55,7 +55,7 @@ const MODELS: &[&[ModelRun]] = &[
     watch_models::ALL,
 ];
 
-/// Preemptions explored in one execution: two find almost every fault there is, three take minutes.
+/// Maximum preemptions per execution. Two find almost every fault; three take minutes.
 const PREEMPTIONS_MAX: usize = 3;
 
 /// Runs `body` under every interleaving.

@@ -1,4 +1,5 @@
-//! The overlay: a replica finds what it has routed, whatever others add and remove meanwhile.
+//! Models of the overlay: a replica finds what it has routed, whatever others add and remove
+//! meanwhile.
 
 use std::sync::Arc;
 

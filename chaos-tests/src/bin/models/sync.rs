@@ -1,8 +1,9 @@
-//! Loom's twins of what `api/src/sync.rs` and `raft/src/determinism/sync.rs` name, for the production files that are
-//! compiled in beside this.
+//! Loom counterparts of the items in `api/src/sync.rs` and `raft/src/determinism/sync.rs`, for the
+//! production files compiled next to this module.
 //!
-//! loom knows neither `arc_swap` nor tokio. A lock stands for a swapped pointer, whose readers go on
-//! with what they took as those of the real one do; [`Notify`] keeps tokio's promises and no more.
+//! loom supports neither `arc_swap` nor tokio. A lock stands in for a swapped pointer; readers keep
+//! the value that they loaded, as with the real one. [`Notify`] guarantees what tokio's does and no
+//! more.
 
 use std::collections::VecDeque;
 use std::future::Future;
@@ -16,13 +17,13 @@ pub(crate) use loom::sync::{Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWr
 
 const NO_PANIC: &str = "no model panics while it holds a lock";
 
-/// A pointer that some replace while others read.
+/// A pointer that some threads replace while others read it.
 pub(crate) struct ArcSwap<T>(RwLock<Arc<T>>);
 
-/// The same, or none.
+/// An [`ArcSwap`] that may be empty.
 pub(crate) struct ArcSwapOption<T>(RwLock<Option<Arc<T>>>);
 
-/// What was there when it was read.
+/// The value at the time of the load.
 pub(crate) struct Guard<T>(T);
 
 impl<T> Deref for Guard<T> {
@@ -73,15 +74,15 @@ impl<T> Default for ArcSwapOption<T> {
     }
 }
 
-/// Wakes tasks. A permit of [`Notify::notify_one`] is kept for the next to wait;
-/// [`Notify::notify_waiters`] reaches whoever was made before it, polled or not.
+/// Wakes tasks. [`Notify::notify_one`] stores a permit for the next waiter.
+/// [`Notify::notify_waiters`] reaches every [`Notified`] created before it, polled or not.
 #[derive(Debug)]
 pub(crate) struct Notify(Mutex<WaitingTask>);
 
 #[derive(Debug, Default)]
 struct WaitingTask {
     has_permit: bool,
-    /// Counts calls of `notify_waiters`.
+    /// Number of calls of `notify_waiters`.
     round: u64,
     wakers: VecDeque<Waker>,
 }

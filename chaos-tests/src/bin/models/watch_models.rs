@@ -1,4 +1,5 @@
-//! Raft's watched values: a waiter misses no change and no end, and the end follows the last value.
+//! Models of Raft's watched values: a waiter misses no change and no end, and the end follows the
+//! last value.
 
 use loom::future::block_on;
 use loom::thread;

@@ -1,4 +1,4 @@
-//! Runs simulated clusters, one seed after another, and reports what did not hold.
+//! Runs simulated clusters, one seed after another, and reports violated invariants.
 //!
 //! `cargo run --profile sim -p chaos-tests --bin seeds -- --seeds 10000`
 
@@ -19,7 +19,7 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use tally::SeedCounts;
 
-/// A simulated cluster allocates as much as it computes.
+/// A simulated cluster spends as much time allocating as computing.
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
@@ -92,7 +92,7 @@ impl SeedsArgs {
         })
     }
 
-    /// What runs this seed again, as it was run here.
+    /// Returns the command that repeats this seed with the same options.
     fn reproduce(&self, seed: u64) -> String {
         let mut line = format!(
             "cargo run --profile sim -p chaos-tests --bin seeds -- --seed {seed} --seconds-simulated {}",
@@ -122,7 +122,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Answers whether everything held.
+/// Runs the seeds. Returns whether everything held.
 fn run(args: &SeedsArgs) -> anyhow::Result<bool> {
     if args.bugs {
         for bug in PlantedBug::all() {
@@ -130,7 +130,7 @@ fn run(args: &SeedsArgs) -> anyhow::Result<bool> {
         }
         return Ok(true);
     }
-    // Whatever is wrong with the arguments is said before the first seed.
+    // Reports invalid arguments before the first seed.
     args.run_of(0)?;
     let (from, seeds) = args.seed.map_or((args.from, args.seeds), |seed| (seed, 1));
     if seeds > 1 && (args.trace || args.log.is_some()) {
@@ -200,7 +200,7 @@ fn progress(seeds: u64) -> ProgressBar {
     bar
 }
 
-/// Runs a seed on a thread of its own, so that nothing of one is left to the next.
+/// Runs a seed on a thread of its own, so that no thread-local state is left for the next one.
 fn once(args: &SeedsArgs, seed: u64) -> anyhow::Result<SeedReport> {
     let run = args.run_of(seed)?;
     let on_a_thread = || {

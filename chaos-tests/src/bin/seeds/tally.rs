@@ -1,4 +1,4 @@
-//! Sums up the results of many seeds and prints them.
+//! Sums and prints the results of many seeds.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -6,7 +6,7 @@ use std::time::Duration;
 use chaos_tests::sim::{SeedReport, SeedResult};
 use comfy_table::{Table, presets};
 
-/// What came of all seeds.
+/// Totals over all seeds.
 #[derive(Debug, Default, serde::Serialize)]
 pub(crate) struct SeedCounts {
     seeds: u64,
@@ -18,16 +18,16 @@ pub(crate) struct SeedCounts {
     restored: u64,
     faults: BTreeMap<String, u64>,
     network: BTreeMap<&'static str, u64>,
-    /// What was done, how it ended.
+    /// Number of operations, by kind and outcome.
     operations: BTreeMap<String, BTreeMap<String, u64>>,
-    /// Things each invariant looked at.
+    /// Number of subjects of each invariant.
     subjects: BTreeMap<String, u64>,
-    /// By seed.
+    /// Failures by seed.
     pub(crate) failures: BTreeMap<u64, String>,
 }
 
 impl SeedCounts {
-    /// One more seed.
+    /// Adds the report of one seed.
     pub(crate) fn add(&mut self, report: &SeedReport) {
         self.seeds += 1;
         self.simulated_s += report.simulated_us as f64 / 1e6;
@@ -63,12 +63,12 @@ impl SeedCounts {
         }
     }
 
-    /// For machines.
+    /// Formats the totals as JSON.
     pub(crate) fn json(&self) -> String {
         serde_json::to_string_pretty(self).expect("numbers and names are JSON")
     }
 
-    /// For people.
+    /// Formats the totals as a table.
     pub(crate) fn table(&self, took: Duration) -> String {
         let mut text = format!(
             "{} seeds, {:.0} s simulated in {:.1} s: {} log entries, {} terms with a leader, \
@@ -110,7 +110,7 @@ impl SeedCounts {
         });
         section("operations", operations.collect());
         section("invariant: looked at", of(&self.subjects));
-        // What never had anything to look at has proved nothing.
+        // An invariant that never had a subject has proved nothing.
         let unproved = self.subjects.iter().filter(|(_, count)| **count == 0);
         for (invariant, _) in unproved {
             text += &format!("\nnever looked at anything: {invariant}\n");

@@ -1,9 +1,9 @@
-//! Linearizability by witness: the log says when each operation took effect.
+//! Linearizability by witness: the log gives the order in which operations took effect.
 //!
-//! A write took effect where it stands in the log, a read at the index it was read at. That this is
-//! one order is given; what is checked is that it is the one that the clients saw: an operation
-//! that ended before another began stands before it, and each read finds what the writes up to its
-//! index left. Done in one pass over the operations by time, and one over the log.
+//! A write takes effect at its log index, a read at the index at which it was read. The check is
+//! whether clients saw this order: an operation that ended before another began must precede it,
+//! and each read must return what the writes up to its index left. It takes one pass over the
+//! operations by time and one over the log.
 
 use std::collections::BTreeMap;
 
@@ -14,16 +14,16 @@ use super::history::{Action, Operation, OperationResult};
 use super::model::CommandEffect;
 use super::register::{RegisterKey, RegisterText, Registers};
 
-/// An operation with the place in the log at which it took effect.
+/// An operation with the log index at which it took effect.
 struct Placed<'a> {
     operation: &'a Operation,
     index: u64,
 }
 
-/// Checks all operations whose place is known; answers how many there were.
+/// Checks all operations whose index is known, and returns their number.
 ///
 /// # Errors
-/// What contradicts the log's order.
+/// Describes what contradicts the log's order.
 pub fn check(record: &RunRecord) -> Result<u64, String> {
     let mut placed: Vec<Placed> = Vec::new();
     for operation in &record.history.operations {
@@ -36,7 +36,7 @@ pub fn check(record: &RunRecord) -> Result<u64, String> {
     Ok(placed.len() as u64)
 }
 
-/// Where an operation took effect; `None`: not known, or nowhere.
+/// Returns the index at which an operation took effect; `None` if unknown or if it had no effect.
 fn place(record: &RunRecord, operation: &Operation) -> Option<u64> {
     match &operation.outcome {
         OperationResult::Read { index, .. } => Some(index.0),
@@ -45,7 +45,7 @@ fn place(record: &RunRecord, operation: &Operation) -> Option<u64> {
     }
 }
 
-/// Where the command that stands at `index` took effect: there, or where it came first.
+/// Returns where the command at `index` took effect: there, or at its first occurrence.
 pub(crate) fn effective(record: &RunRecord, index: LogIndex) -> Option<u64> {
     let comparison = record.comparison();
     match comparison.effects.get(&index.0)? {
@@ -58,7 +58,7 @@ pub(crate) fn effective(record: &RunRecord, index: LogIndex) -> Option<u64> {
     }
 }
 
-/// What ended before another thing began stands before it.
+/// Checks that an operation that ended before another began precedes it.
 fn in_time(placed: &[Placed]) -> Result<(), String> {
     let mut by_call: Vec<&Placed> = placed.iter().collect();
     by_call.sort_by_key(|it| it.operation.called_at_us);
@@ -78,7 +78,7 @@ fn in_time(placed: &[Placed]) -> Result<(), String> {
         let Some(latest) = latest else {
             continue;
         };
-        // A read may see the state as it was left; a write comes behind whatever was seen.
+        // A read may see an unchanged state; a write must follow everything that was seen.
         let is_read = matches!(this.operation.action, Action::Read(_));
         let is_behind = latest.index < this.index || is_read && latest.index == this.index;
         if !is_behind {
@@ -91,7 +91,7 @@ fn in_time(placed: &[Placed]) -> Result<(), String> {
     Ok(())
 }
 
-/// Each read finds what the writes up to its index left.
+/// Checks that each read returns what the writes up to its index left.
 fn reads_see_writes(record: &RunRecord, placed: &[Placed]) -> Result<(), String> {
     let mut reads: BTreeMap<u64, Vec<(&RegisterKey, &RegisterText, &Operation)>> = BTreeMap::new();
     for it in placed {

@@ -17,8 +17,7 @@ use crate::oracle::register::RegisterKey;
 
 const CLIENTS: u32 = 4;
 
-/// A history that is linearizable: every operation has its effect at one moment between call and
-/// return.
+/// A linearizable history: every operation takes effect at one moment between call and return.
 struct True {
     rng: StdRng,
     state: RouterState,
@@ -27,7 +26,7 @@ struct True {
 }
 
 impl True {
-    /// A cluster that is founded, and nothing else.
+    /// Founds a cluster.
     fn founded(seed: u64) -> Self {
         let mut history = Self {
             rng: StdRng::seed_from_u64(seed),
@@ -159,7 +158,7 @@ fn true_histories_are_taken() {
     assert!(explained > 40 * 40, "{explained}");
 }
 
-/// Breaks a true history in one place; `None`: it has no such place.
+/// Breaks a true history in one place; `None` if it has no such place.
 fn broken(seed: u64, by: &str) -> Option<RunRecord> {
     let mut record = True::history(seed, 80);
     let operations = &mut record.history.operations;
@@ -179,7 +178,7 @@ fn broken(seed: u64, by: &str) -> Option<RunRecord> {
         let it = &operations[at];
         (it.called_at_us, it.returned_at_us.unwrap_or(u64::MAX))
     };
-    // Two reads of a user's weight, one after the other, which saw different things.
+    // Two consecutive reads of a user's weight that saw different values.
     let pair = reads.iter().find_map(|first| {
         let later = |second: &&usize| {
             of(second) == of(first)
@@ -197,7 +196,7 @@ fn broken(seed: u64, by: &str) -> Option<RunRecord> {
             *value = Some("77".to_owned());
         }
         "a stale read" => {
-            // What the first saw is seen again right after the second, by itself.
+            // Right after the second read, another read returns the first one's value.
             let (first, second) = pair?;
             let mut stale = operations[first].clone();
             let OperationResult::Read { index, .. } = &operations[second].outcome else {
@@ -238,7 +237,7 @@ fn broken_reads_are_refused_by_both() {
     }
 }
 
-/// Writes and reads of one user's weight, one after the other, by `(weight, is_read)`.
+/// Sequential writes and reads of one user's weight, as `(weight, is_read)`.
 fn one_after_the_other(steps: &[(u32, bool)]) -> RunRecord {
     let mut history = True::founded(1);
     for (step, (weight_milli, is_read)) in (1_u64..).zip(steps.iter().copied()) {
@@ -280,7 +279,7 @@ fn a_lost_write_is_refused_by_both() {
 #[test]
 fn reordered_writes_are_refused_by_both() {
     let mut record = one_after_the_other(&[(1, false), (2, false), (2, true)]);
-    // The log has them the other way round than the clients saw them.
+    // The log has them in the opposite order of the clients.
     let operations = &mut record.history.operations;
     let (first, second) = (operations[0].clone(), operations[1].clone());
     operations[0].action = second.action;

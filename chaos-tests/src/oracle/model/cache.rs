@@ -9,11 +9,11 @@ use state::ids::BlockHash;
 /// A backend's blocks.
 #[derive(Debug, Clone)]
 pub struct ModelCache {
-    /// By hash.
+    /// Blocks by hash.
     pub blocks: BTreeMap<BlockHash, ModelBlock>,
-    /// Most blocks it holds while any can go; `None`: as many as come.
+    /// Maximum number of blocks while any can be evicted; `None` if unbounded.
     pub capacity: Option<u32>,
-    /// `false`: what it holds does not follow from leases alone.
+    /// Whether its contents follow from leases alone.
     pub is_followed: bool,
     releases: u64,
 }
@@ -23,10 +23,10 @@ pub struct ModelCache {
 pub struct ModelBlock {
     /// The block before it.
     pub parent: Option<BlockHash>,
-    /// Leases that end here.
+    /// Number of leases that end here.
     pub leases: u32,
     children: u32,
-    /// The last release that ended here, or at one of the blocks behind it that went since; 0:
+    /// The last release that ended here or at a later block that was removed since; 0 if there was
     /// none.
     released: u64,
 }
@@ -38,7 +38,7 @@ impl Default for ModelCache {
 }
 
 impl ModelCache {
-    /// An empty one.
+    /// Creates an empty cache.
     #[must_use]
     pub fn new(capacity: Option<u32>) -> Self {
         Self {
@@ -58,7 +58,8 @@ impl ModelCache {
         self.trim(None);
     }
 
-    /// A lease on `tip` and `new` behind it; answers where it ends and how many blocks it brought.
+    /// Opens a lease on `tip` and `new` behind it. Returns its tip and the number of inserted
+    /// blocks.
     pub(super) fn acquire(
         &mut self,
         tip: Option<BlockHash>,
@@ -69,7 +70,7 @@ impl ModelCache {
         (end, inserted)
     }
 
-    /// A lease goes on behind its `tip`.
+    /// Extends a lease behind its `tip`.
     pub(super) fn extend(
         &mut self,
         tip: Option<BlockHash>,
@@ -83,7 +84,7 @@ impl ModelCache {
         (end, inserted)
     }
 
-    /// A lease ends. `is_bringer`: it brought blocks.
+    /// Ends a lease. `is_bringer`: whether it inserted blocks.
     pub(super) fn release(&mut self, tip: BlockHash, outcome: LeaseOutcome, is_bringer: bool) {
         self.unpin(Some(tip));
         let Some(block) = self.blocks.get_mut(&tip) else {
@@ -109,7 +110,7 @@ impl ModelCache {
         for &hash in chain {
             match self.blocks.get(&hash) {
                 Some(block) if block.parent == tip => {}
-                // Behind another block than here: such a chain contradicts itself.
+                // The block has another parent: the chain contradicts itself.
                 Some(_) => break,
                 None => {
                     if let Some(parent) = tip.and_then(|tip| self.blocks.get_mut(&tip)) {
@@ -143,7 +144,7 @@ impl ModelCache {
         }
     }
 
-    /// Evicts what is too much, but nothing on the way to `walking`.
+    /// Evicts blocks beyond the capacity, except on the path to `walking`.
     fn trim(&mut self, walking: Option<BlockHash>) {
         let capacity = self.capacity.map_or(usize::MAX, |blocks| blocks as usize);
         while self.blocks.len() > capacity {
@@ -157,7 +158,7 @@ impl ModelCache {
         }
     }
 
-    /// Takes out what nobody holds and nobody ever kept, from `tip` upwards.
+    /// Removes blocks from `tip` upwards that no lease holds and none ever kept.
     fn give_back(&mut self, tip: BlockHash) {
         let mut at = Some(tip);
         while let Some(hash) = at {

@@ -1,9 +1,9 @@
-//! The model: the state computed a second time, by a naive replay of the log.
+//! The model: computes the state a second time, by a naive replay of the log.
 //!
-//! Nothing here is shared with `state` but the words of the log. Caches are maps that are searched
-//! from end to end, users are sums, orders are found by looking at everybody. What is not followed
-//! is told apart ([`ModelCache::is_followed`]) rather than guessed: caches whose contents come from
-//! KV events, which are compared with the engines themselves, and those whose capacity is learnt.
+//! It shares only the commands with `state`. Caches are maps searched from end to end, users are
+//! sums, orders come from linear search. What the model does not follow is marked as such
+//! ([`ModelCache::is_followed`]) rather than guessed: caches filled from KV events, which are
+//! compared with the engines themselves, and caches of learned capacity.
 
 pub mod cache;
 pub mod registry;
@@ -39,65 +39,65 @@ use time::ModelTime;
 use users::{ModelUsers, price};
 use waiting::ModelWaitingList;
 
-/// What the replicas must all hold after the entries so far.
+/// What all replicas must hold after the entries so far.
 #[derive(Debug, Default)]
 pub struct ReferenceModel {
     /// Replicated time.
     pub time: ModelTime,
-    /// Who may say what once.
+    /// Sessions, which make commands idempotent.
     pub sessions: ModelSessions,
     /// Keys that are written as a whole.
     pub registers: Registers,
-    /// Which backend stands where.
+    /// Registered backends by slot.
     pub registry: ModelRegistry,
-    /// What each of them owns, by slot.
+    /// Owned blocks of backends by slot.
     pub caches: BTreeMap<u16, ModelCache>,
     /// Open leases.
     pub leases: BTreeMap<(ReplicaId, AttemptId), ModelLease>,
-    /// What was used.
+    /// Usage and counters of users.
     pub users: ModelUsers,
-    /// Secrets that API keys have, and whose they are.
+    /// Secrets of API keys, each with its user.
     pub secrets: BTreeMap<ApiKeyId, (SecretHash, String)>,
-    /// How far streams of KV events go.
+    /// Positions of KV event streams.
     pub streams: ModelStreams,
     /// Bytes per token.
     pub texts: ModelTexts,
-    /// What replicas have charged users ahead, less what they settled of it, in priced tokens.
+    /// Priced tokens that replicas charged users ahead and have not settled.
     pub ahead: BTreeMap<(ReplicaId, UserKey), i128>,
-    /// Whether more than prompts was ever charged ahead, or that by the log.
+    /// Whether anything but prompts was ever charged ahead, or the log charged it.
     pub charges_otherwise: bool,
     waiting: ModelWaitingList,
     prices: FairnessSettings,
     charged_input: ChargeInput,
-    /// A backup was put in place of it: what it holds is not in the log.
+    /// Whether a backup replaced the state, whose contents are not in the log.
     pub is_replaced: bool,
 }
 
 /// An open lease.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ModelLease {
-    /// On which backend.
+    /// The backend.
     pub backend: BackendRef,
-    /// Deepest block it holds.
+    /// Deepest block that the lease holds.
     pub tip: Option<BlockHash>,
-    /// Blocks that it brought.
+    /// Number of blocks that it inserted.
     pub inserted: u32,
 }
 
-/// What became of an entry.
+/// Effect of an entry.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum CommandEffect {
-    /// It took effect, and was answered so; of a batch only that it was taken.
+    /// The command took effect with this reply. For a batch the reply is only an acknowledgement.
     Done(Reply),
-    /// It came again: the first one of its origin had effect at this index, which is not known when
-    /// others came after it.
+    /// A repeat. The first command of its origin took effect at an index that is not known if
+    /// others followed it.
     Repeat,
-    /// Its run is over.
+    /// The session of the command is over.
     Stale,
 }
 
 impl ReferenceModel {
-    /// The next entry.
+    /// Applies the next entry.
     pub fn apply(&mut self, index: LogIndex, envelope: &Envelope) -> CommandEffect {
         match self.sessions.admit(envelope) {
             Dedup::Repeat => return CommandEffect::Repeat,
@@ -179,7 +179,7 @@ impl ReferenceModel {
             Command::PaceTime => self.pace(),
             // Simulated engines have one rank.
             Command::SetRanks { .. } => {}
-            // What is in its parts is not looked at.
+            // The contents of its parts are not examined.
             Command::FinishRestore { .. } => self.is_replaced = true,
         }
         reply
@@ -247,7 +247,7 @@ impl ReferenceModel {
         }
     }
 
-    /// What the writer of settings is to be told.
+    /// Returns the reply to a write of settings.
     fn write(&mut self, command: &Command) -> Reply {
         let checked = match command {
             Command::DeleteUser { name } => self.users.check_delete(name),
@@ -278,7 +278,7 @@ impl ReferenceModel {
             Item::Materialize { attempt, new } => self.materialize(holder(*attempt), new),
             Item::Release { attempt, outcome } => self.release(holder(*attempt), *outcome),
             Item::DefineUser { key, name } if *key == self.users.key(name) => self.users.know(*key),
-            // Another name than the key's is not taken.
+            // A name that does not match the key is ignored.
             Item::DefineUser { .. } => {}
             Item::Charge(charge) => {
                 let ahead = self.ahead.entry((replica, charge.user)).or_default();
@@ -289,7 +289,7 @@ impl ReferenceModel {
                 let change = self.registry.observe(*backend, facts);
                 self.follow(change);
             }
-            // What is told of another life of a backend is not applied.
+            // Events of another incarnation of a backend are ignored.
             Item::KvEvents(batch) if !self.registry.is_live(batch.backend) => {}
             Item::KvEvents(batch) => {
                 self.streams.tell(batch);
@@ -380,7 +380,7 @@ impl ReferenceModel {
         self.charge(replica, &charge);
     }
 
-    /// What a run left open is closed: its leases, its requests, what it waits for.
+    /// Closes what a session left open: its leases, its requests and its waiting requests.
     fn close(&mut self, replica: ReplicaId) {
         let open: Vec<_> = self.leases.keys().copied().collect();
         for holder in open.into_iter().filter(|(holder, _)| *holder == replica) {
@@ -415,7 +415,7 @@ impl ReferenceModel {
         self.bound_untold();
     }
 
-    /// A capacity that nobody told has a bound once time is paced.
+    /// Bounds unknown capacities once time is paced.
     fn bound_untold(&mut self) {
         if self.time.is_paced() {
             let (slots, each) = self.registry.untold();
@@ -431,13 +431,13 @@ impl ReferenceModel {
         }
     }
 
-    /// What tokens cost.
+    /// Returns the token prices.
     #[must_use]
     pub fn prices(&self) -> FairnessSettings {
         self.prices
     }
 
-    /// Whether leases and blocks of a backend are followed.
+    /// Whether the model follows a backend's leases and blocks.
     #[must_use]
     pub fn follows(&self, backend: BackendRef) -> bool {
         self.caches
@@ -446,7 +446,7 @@ impl ReferenceModel {
     }
 }
 
-/// Whether a command begins a cluster.
+/// Whether a command founds a cluster.
 fn is_founding(command: &Command) -> bool {
     matches!(
         command,
@@ -457,7 +457,7 @@ fn is_founding(command: &Command) -> bool {
     )
 }
 
-/// Whether these changes add a user who was not there.
+/// Whether these changes add an unknown user.
 fn makes_known(changes: &UserChanges) -> bool {
     changes.limits.is_some_and(|it| !it.is_unbounded())
         || changes.budget.is_some_and(|it| !it.is_unbounded())

@@ -8,28 +8,28 @@ use state::ids::{BackendRef, Incarnation, Slot};
 /// All backends.
 #[derive(Debug, Clone, Default)]
 pub struct ModelRegistry {
-    /// By name.
+    /// Backends by name.
     pub backends: BTreeMap<String, ModelBackend>,
     /// Tokens per block by model.
     pub block_sizes: BTreeMap<String, u32>,
-    /// Lives that ever began in each slot.
+    /// Number of incarnations that ever began in each slot.
     lives: BTreeMap<u16, u32>,
 }
 
 /// A backend.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ModelBackend {
-    /// How commands name it.
+    /// Slot and incarnation.
     pub handle: BackendRef,
-    /// Whether it drains.
+    /// Whether the backend drains.
     pub draining: bool,
     spec: BackendSpec,
     facts: EngineFacts,
-    /// Tokens per block that its engine says.
+    /// Tokens per block as reported by its engine.
     block_size: Option<u32>,
 }
 
-/// What a change means for the slot's blocks.
+/// Effect of a change on the slot's blocks.
 #[derive(Clone, Copy)]
 pub(super) enum SlotChange {
     None,
@@ -39,7 +39,7 @@ pub(super) enum SlotChange {
 }
 
 impl ModelBackend {
-    /// What it serves by name.
+    /// Returns the models that the backend serves, by name.
     fn models(&self) -> Vec<String> {
         let (any, mut named): (Vec<_>, Vec<_>) =
             self.spec.models.iter().cloned().partition(|it| it == "*");
@@ -49,7 +49,7 @@ impl ModelBackend {
         named
     }
 
-    /// As anybody told.
+    /// Returns the capacity set by an operator or reported by the engine.
     fn capacity(&self) -> Option<u32> {
         self.spec.capacity_blocks.or(self.facts.capacity_blocks)
     }
@@ -60,13 +60,13 @@ impl ModelRegistry {
         self.backends.values().any(|it| it.handle == handle)
     }
 
-    /// Whether what is measured of it may correct its capacity.
+    /// Whether measurements of the backend may correct its capacity.
     pub(super) fn learns_capacity(&self, handle: BackendRef) -> bool {
         let mut backends = self.backends.values();
         backends.any(|it| it.handle == handle && it.spec.capacity_blocks.is_none())
     }
 
-    /// The slots of whose capacity nobody told anything, and what each then counts as.
+    /// Returns the slots of unknown capacity, and the capacity assumed for each.
     pub(super) fn untold(&self) -> (Vec<u16>, u32) {
         let untold = self.backends.values().filter(|it| it.capacity().is_none());
         let slots: Vec<u16> = untold.map(|it| it.handle.slot.0).collect();
@@ -116,7 +116,7 @@ impl ModelRegistry {
         }
     }
 
-    /// Takes what an engine says; nothing of an earlier process than the known one.
+    /// Records what an engine reports, unless its process is older than the known one.
     pub(super) fn observe(&mut self, handle: BackendRef, said: &EngineFacts) -> SlotChange {
         let mut backends = self.backends.iter_mut();
         let Some((name, backend)) = backends.find(|(_, it)| it.handle == handle) else {
@@ -158,7 +158,7 @@ impl ModelRegistry {
         change
     }
 
-    /// Takes the block size that an engine says.
+    /// Records the block size that an engine reports.
     pub(super) fn observe_block_size(&mut self, handle: BackendRef, tokens: u32) {
         let mut backends = self.backends.iter_mut();
         let Some((name, backend)) = backends.find(|(_, it)| it.handle == handle) else {
@@ -171,8 +171,8 @@ impl ModelRegistry {
         }
     }
 
-    /// A model's size is the largest that divides those of all its engines, if it has to shrink or
-    /// nobody has the one it was.
+    /// Sets a model's block size to the largest common divisor of its engines' sizes, unless the
+    /// known size still divides them and one engine has it.
     fn settle(&mut self, name: &str) {
         let Some(backend) = self.backends.get(name).filter(|it| it.block_size.is_some()) else {
             return;

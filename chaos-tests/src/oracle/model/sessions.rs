@@ -5,33 +5,33 @@ use std::collections::{BTreeMap, BTreeSet};
 use state::command::{Envelope, Lane, Origin};
 use state::ids::{LogIndex, ReplicaId, SessionId};
 
-/// A command of a run that nobody knows, stamped up to so much before the present run's first one,
-/// is a late one of a run before it.
+/// A command of an unknown session whose stamp is at most this much before the current session's
+/// first one is a late command of an earlier session.
 const LATE_MS: u64 = 60_000;
-/// Runs that are over and remembered.
+/// Maximum number of former sessions that are remembered.
 const FORMER_MAX: usize = 8;
 
-/// The runs of all replicas.
+/// The sessions of all replicas.
 #[derive(Debug, Clone, Default)]
 pub struct ModelSessions {
     runs: BTreeMap<ReplicaId, SessionRuns>,
-    /// Where each origin had its effect.
+    /// Index at which each origin took effect.
     pub effects: BTreeMap<Origin, u64>,
 }
 
 #[derive(Debug, Clone)]
 struct SessionRuns {
-    /// The last one is the present one; before it those that are remembered.
+    /// The current session is the last; former ones precede it.
     sessions: Vec<SessionId>,
     begun_at_ms: u64,
     outbox: BTreeSet<u64>,
     admin: BTreeSet<u64>,
 }
 
-/// Whether a command is to have effect.
+/// Whether a command takes effect.
 pub(super) enum Dedup {
     Fresh,
-    /// It is, and what the run before it left open is closed first.
+    /// It takes effect, after the former session is closed.
     NewRun,
     Repeat,
     Stale,
@@ -69,7 +69,7 @@ impl ModelSessions {
         }
     }
 
-    /// The command had its effect.
+    /// Records that the command took effect.
     pub(super) fn took(&mut self, origin: &Origin, index: LogIndex) {
         if let Some(runs) = self.runs.get_mut(&origin.replica) {
             runs.lane(origin.lane).insert(origin.seq);
@@ -82,7 +82,7 @@ impl ModelSessions {
         runs.is_some_and(|runs| runs.present() == session)
     }
 
-    /// Replica, present session, and the last sequence number of each lane, 0 before the first.
+    /// Replica, current session, and the last sequence number of each lane, 0 before the first.
     pub fn iter(&self) -> impl Iterator<Item = (ReplicaId, SessionId, [u64; 2])> {
         let last = |seqs: &BTreeSet<u64>| seqs.last().copied().unwrap_or(0);
         self.runs.iter().map(move |(replica, runs)| {

@@ -1,11 +1,11 @@
-//! The model's KV event streams: how far each one is known.
+//! The model's KV event streams: the newest known message of each.
 
 use std::collections::BTreeMap;
 
 use state::exact::{KvBatch, KvNews};
 use state::ids::BackendRef;
 
-/// All ranks' streams.
+/// Streams of all ranks.
 #[derive(Debug, Clone, Default)]
 pub struct ModelStreams(BTreeMap<(BackendRef, u16, u64), u64>);
 
@@ -23,7 +23,7 @@ impl ModelStreams {
         }
     }
 
-    /// The newest message that any reader told of.
+    /// Returns the newest message that any reader reported.
     #[must_use]
     pub fn newest(&self, backend: BackendRef, rank: u16, publisher: u64) -> Option<u64> {
         self.0.get(&(backend, rank, publisher)).copied()

@@ -1,5 +1,5 @@
-//! The naive model and the invariants over random logs. Three states apply each log: one at once,
-//! one that is rebuilt from snapshots of the first, and one that lags.
+//! The naive model and the invariants over random logs. Three states apply each log: one
+//! immediately, one that is rebuilt from snapshots of the first, and one that lags.
 
 #[path = "../../../../state/tests/common/commands.rs"]
 mod commands;
@@ -26,26 +26,26 @@ use crate::oracle::comparison::StatePart;
 use crate::oracle::image::StateImage;
 use crate::oracle::register::RegisterKey;
 
-/// Entries from one image of a state to the next.
+/// Number of entries between two images of a state.
 const IMAGE_EVERY: u64 = 17;
 /// The states, by what they do.
 const FIRST: usize = 0;
 const REBUILT: usize = 1;
 const LATE: usize = 2;
 
-/// A log, the states that apply it, and the record of them.
+/// A log, the states that apply it, and their record.
 #[derive(Default)]
 struct RecordedLog {
     entries: Vec<Option<Vec<u8>>>,
     states: [RouterState; 3],
     record: RunRecord,
     keys: BTreeSet<RegisterKey>,
-    /// The last command of each sequence, to be able to repeat it.
+    /// Last command of each sequence, for repeats.
     sent: BTreeMap<(u8, u64, u8), Envelope>,
 }
 
-/// Whether the settings in a command are valid, which the model does not judge, and of engines of one
-/// rank: `state/tests/ranks.rs` has the others.
+/// Whether a command is in the model's scope: valid settings, which the model does not judge, and
+/// engines of one rank. `state/tests/ranks.rs` covers the others.
 fn is_valid(command: &Command) -> bool {
     match command {
         Command::SetRanks { .. } => false,
@@ -70,7 +70,7 @@ fn leave_events_out(step: &mut Step) {
 }
 
 impl RecordedLog {
-    /// A cluster with a backend.
+    /// Founds a cluster with a backend.
     fn founded() -> Self {
         let mut log = Self::default();
         let backend = Command::PutBackend(common::spec("0", 1, Some(8)));
@@ -102,7 +102,7 @@ impl RecordedLog {
             Step::Skip => self.append(None),
             Step::Rebuild => self.rebuild(),
             Step::Backup => self.catch_up(LATE),
-            // What a backup brings is not in the log.
+            // The contents of a backup are not in the log.
             Step::Restore { .. } => {}
         }
     }
@@ -168,7 +168,7 @@ fn random_logs_are_followed() {
         let mut log = RecordedLog::founded();
         let steps = steps.new_tree(&mut runner).expect("nothing is rejected");
         for mut step in steps.current() {
-            // Of a backend whose KV events are read, leases and blocks are not followed.
+            // Leases and blocks of a backend with KV events are not followed.
             if number % 5 > 0 {
                 leave_events_out(&mut step);
             }

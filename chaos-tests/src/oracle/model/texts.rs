@@ -1,17 +1,17 @@
-//! The model's bytes per token: the last reports, each with what is left of its weight.
+//! The model's bytes per token: the last reports, each with its remaining weight.
 
 use std::collections::BTreeMap;
 
 use state::ids::ModelKey;
 use state::ratios::TextSample;
 
-/// Tokens that count at most, and of one report.
+/// Maximum tokens that count in total. `TOKENS_EACH` is the maximum of one report.
 const TOKENS: u64 = 65_536;
 const TOKENS_EACH: u64 = 16_384;
-/// Models that are remembered.
+/// Maximum number of remembered models.
 const MODELS: usize = 256;
 
-/// Bytes and tokens by model, the one heard of last at the end.
+/// Bytes and tokens by model, the most recently reported model last.
 #[derive(Debug, Clone, Default)]
 pub struct ModelTexts(Vec<(ModelKey, u64, u64)>);
 
@@ -35,7 +35,7 @@ impl ModelTexts {
         self.0.push((sample.model, bytes, tokens));
     }
 
-    /// Thousandths of a byte per token, by model.
+    /// Returns bytes per token by model, in thousandths.
     #[must_use]
     pub fn ratios(&self) -> BTreeMap<ModelKey, u32> {
         let each = self.0.iter().map(|(model, bytes, tokens)| {

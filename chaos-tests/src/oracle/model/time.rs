@@ -1,32 +1,32 @@
 //! The model's replicated time, from the stamps of commands.
 
-/// Most that one command moves it before it is paced.
+/// Maximum step of one command before time is paced.
 const HOUR_MS: u64 = 3_600_000;
-/// A stamp that much behind the last one still fits it.
+/// A stamp at most this much before the last one still fits it.
 const LATE_MS: u64 = 1000;
-/// A stamp that much ahead of the last one still fits it.
+/// A stamp at most this much after the last one still fits it.
 const AHEAD_MS: u64 = 60_000;
-/// Stamps that fit each other and not the calendar are believed after so long.
+/// Stamps that fit each other but not the calendar are believed after this time.
 const BELIEVED_MS: u64 = 1000;
-/// Of what the stamps lie apart that set a calendar back, most that passes.
+/// Maximum time that passes when stamps set the calendar back.
 const TRUSTED_MS: u64 = 2000;
-/// A calendar set back is forgotten where less than this could count twice.
+/// A calendar that was set back is forgotten if less than this could count twice.
 const SLIGHT_MS: u64 = 2000;
-/// For so long a calendar that was set back may be the wrong one.
+/// How long a calendar that was set back may still be wrong.
 const DOUBTED_MS: u64 = 60_000;
-/// Most that passes at once.
+/// Maximum time that passes at once.
 const LEAP_MS: u64 = 600 * 24 * HOUR_MS;
 
 /// Replicated time.
 #[derive(Debug, Clone, Default)]
 pub struct ModelTime {
-    /// What it is.
+    /// Milliseconds of replicated time.
     pub now_ms: u64,
-    /// Once it is paced: the last stamp that was believed.
+    /// Last believed stamp, once time is paced.
     calendar_ms: Option<u64>,
-    /// Stamps since that do not fit it, but each other.
+    /// Later stamps that fit each other but not the calendar.
     odd: Vec<u64>,
-    /// What the calendar showed before it was set back, and how much passed since.
+    /// Calendar before it was set back, and the time that passed since.
     back: Option<(u64, u64)>,
 }
 
@@ -86,7 +86,7 @@ impl ModelTime {
         if let Some((from_ms, since_ms)) = self.back {
             let since_after_ms = since_ms.saturating_add(passed_ms);
             if is_ms >= from_ms {
-                // The former calendar was right: of the time since, this much was counted.
+                // The former calendar was right. This much of the time since was already counted.
                 passed_ms = (is_ms - from_ms).saturating_sub(since_ms);
                 self.back = None;
             } else {
@@ -99,7 +99,7 @@ impl ModelTime {
     }
 }
 
-/// Whether a stamp goes on where another was.
+/// Whether a stamp continues where another was.
 fn fits(stamp_ms: u64, last_ms: u64) -> bool {
     stamp_ms.saturating_add(LATE_MS) >= last_ms && stamp_ms <= last_ms.saturating_add(AHEAD_MS)
 }

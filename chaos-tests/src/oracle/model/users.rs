@@ -1,4 +1,4 @@
-//! The model's users: totals and virtual counters, by linear search.
+//! The model's users: totals and virtual token counters, by linear search.
 
 use std::collections::BTreeMap;
 
@@ -9,48 +9,48 @@ use state::ids::{ReplicaId, UserKey};
 use state::prefix::user_key;
 use state::users::{FairnessSettings, UserUsage};
 
-/// More of any count in one charge is taken as this.
+/// Maximum of any count in one charge; more counts as this.
 const TOKENS_MAX: u64 = 1 << 40;
 const DAY_MS: u64 = 24 * 3600 * 1000;
 
 /// All users.
 #[derive(Debug, Clone, Default)]
 pub struct ModelUsers {
-    /// By key.
+    /// Users by key.
     pub users: BTreeMap<UserKey, ModelUser>,
     hash_seed: u64,
-    /// Weight of those without their own, in thousandths; 0 before any was set: 1000.
+    /// Weight of users without their own, in thousandths; 0 before any was set means 1000.
     default_milli: u32,
-    /// Budget of those without their own.
+    /// Budget of users without their own.
     default_budget: Budget,
-    /// Stamp of the last command, which budgets go by.
+    /// Stamp of the last command, which determines the day of budgets.
     pub stamp_ms: u64,
-    /// Counter of whoever stopped waiting last, or since then was dispatched while nobody waits.
+    /// Counter of the user who stopped waiting last, or was dispatched since while none waited.
     last_left: Option<u64>,
-    /// Counter at which the last one with requests in flight fell idle.
+    /// Counter at which the last user with requests in flight became idle.
     last_idle: u64,
 }
 
 /// One user.
 #[derive(Debug, Clone)]
 pub struct ModelUser {
-    /// In thousandths.
+    /// Weight in thousandths.
     pub weight_milli: u32,
-    /// Whether it was given to the user.
+    /// Whether the user was given the weight.
     has_weight: bool,
-    /// Tokens and requests so far.
+    /// Total tokens and requests.
     pub total: UserUsage,
     /// Requests in flight, by replica.
     pub in_flight: BTreeMap<ReplicaId, u64>,
-    /// Requests that wait, by replica.
+    /// Waiting requests, by replica.
     pub waiting: BTreeMap<ReplicaId, u64>,
-    /// Budget of its own, in tokens.
+    /// The user's own budget, in tokens.
     pub(super) own_budget: Option<Budget>,
-    /// Day that is counted, since 1970, and the tokens of it.
+    /// The counted day since 1970, and its tokens.
     day: (u64, u64),
-    /// Lifts, and what was charged under weights before this one, in milli-tokens.
+    /// Lifts and charges under earlier weights, in milli-tokens.
     base: u64,
-    /// Priced tokens charged under this weight.
+    /// Priced tokens charged under the current weight.
     charged: u128,
 }
 
@@ -70,7 +70,7 @@ impl Default for ModelUser {
     }
 }
 
-/// What a charge costs.
+/// Returns the price of a charge.
 pub(super) fn price(prices: &FairnessSettings, input: ChargeInput, charge: &Charge) -> u64 {
     let (uncached, cached) = (
         charge.input_uncached.min(TOKENS_MAX),
@@ -88,15 +88,15 @@ pub(super) fn price(prices: &FairnessSettings, input: ChargeInput, charge: &Char
 }
 
 impl ModelUser {
-    /// The virtual token counter.
+    /// Returns the virtual token counter.
     #[must_use]
     pub fn counter(&self) -> u64 {
         let charged = self.charged * 1_000_000 / u128::from(self.weight_milli);
         self.base + u64::try_from(charged).unwrap_or(u64::MAX)
     }
 
-    /// The day that a stamp counts for, and what is used of it. A stamp up to an hour before the day
-    /// that is counted counts for that.
+    /// Returns the day of a stamp and the tokens used on it. A stamp up to an hour before the
+    /// counted day counts for that day.
     fn of_day(&self, stamp_ms: u64) -> (u64, u64) {
         let (day, used) = self.day;
         let stamped = stamp_ms / DAY_MS;
@@ -142,7 +142,7 @@ impl ModelUsers {
         self.user(user);
     }
 
-    /// A user who is there, or comes as a new one.
+    /// Returns a user, adding a new one if needed.
     fn user(&mut self, user: UserKey) -> &mut ModelUser {
         let weight_milli = match self.default_milli {
             0 => 1000,
@@ -154,7 +154,7 @@ impl ModelUsers {
         })
     }
 
-    /// A user gets a budget of its own, or none any more.
+    /// Sets or removes a user's own budget.
     pub(super) fn plan(&mut self, name: &str, budget: Option<Budget>) {
         let is_counted = !self.default_budget.is_unbounded();
         let key = self.key(name);
@@ -190,14 +190,14 @@ impl ModelUsers {
         self.default_budget = budget;
     }
 
-    /// What is used today of how much.
+    /// Returns today's usage and its limit.
     #[must_use]
     pub fn today(&self, user: &ModelUser) -> Option<(u64, u64)> {
         let limit = user.own_budget.unwrap_or(self.default_budget).day?;
         Some((user.of_day(self.stamp_ms).1, limit))
     }
 
-    /// Everybody without a weight has this one from here on.
+    /// Sets the weight of all users without their own.
     pub(super) fn weigh_others(&mut self, weight_milli: u32) {
         self.default_milli = weight_milli;
         for user in self.users.values_mut() {
@@ -217,7 +217,7 @@ impl ModelUsers {
         self.users.get(&user).map_or(0, ModelUser::counter)
     }
 
-    /// The key of a user's name.
+    /// Returns the key of a user's name.
     #[must_use]
     pub fn key(&self, name: &str) -> UserKey {
         user_key(self.hash_seed, name)
@@ -242,7 +242,7 @@ impl ModelUsers {
         self.users.remove(&self.key(name));
     }
 
-    /// What a user who comes is lifted to.
+    /// Returns the counter to which an arriving user is lifted.
     #[must_use]
     pub fn virtual_time(&self) -> u64 {
         let least = |is_among: fn(&ModelUser) -> bool| {
@@ -306,7 +306,7 @@ impl ModelUsers {
     }
 }
 
-/// So many more, then so many less.
+/// Adds `more`, then subtracts `less`.
 fn meet(counts: &mut BTreeMap<ReplicaId, u64>, replica: ReplicaId, more: u32, less: u32) {
     let count = counts.entry(replica).or_default();
     *count = (*count + u64::from(more)).saturating_sub(u64::from(less));

@@ -47,7 +47,7 @@ impl ModelWaitingList {
         Some((self.0[at].replica, self.0[at].wait))
     }
 
-    /// Takes out a replica's requests; answers the models of those that were granted, by ticket.
+    /// Removes a replica's requests and returns the models of those that were granted, by ticket.
     pub(super) fn close(&mut self, replica: ReplicaId) -> Vec<ModelKey> {
         let mut gone: Vec<ModelWait> = Vec::new();
         self.0.retain(|it| {

@@ -1,8 +1,8 @@
-//! Replicas that are killed and come back with what they had on disk.
+//! Replicas that are killed and restart with their disks.
 
 use super::{FaultContext, until};
 
-/// Log entries that a leader keeps behind its snapshot at most, at the snapshot interval of faults.
+/// Maximum log entries that a leader keeps behind its snapshot, at the snapshot interval of faults.
 const KEPT_ENTRIES: u64 = 100;
 
 pub(super) async fn kill_one(stage: &mut FaultContext) -> anyhow::Result<()> {
@@ -10,7 +10,8 @@ pub(super) async fn kill_one(stage: &mut FaultContext) -> anyhow::Result<()> {
     stage.kill(victim)?;
     let others = stage.cluster.up();
     stage.served_by(&others).await?;
-    // Back in a cluster at rest it has nothing to tell, and what it left open must be closed still.
+    // After its restart at rest it has nothing to propose, and its open leases must still be
+    // closed.
     stage.load.rest().await?;
     stage.cluster.restart(&[victim]).await
 }
@@ -24,7 +25,7 @@ pub(super) async fn kill_leader(stage: &mut FaultContext) -> anyhow::Result<()> 
     stage.cluster.restart(&[victim]).await
 }
 
-/// Without a quorum the one that is left serves by what it knows, and keeps what it learns.
+/// Without a quorum the remaining replica serves by what it knows and keeps what it learns.
 pub(super) async fn kill_majority(stage: &mut FaultContext) -> anyhow::Result<()> {
     let left = stage.any();
     let victims = stage.others(left);

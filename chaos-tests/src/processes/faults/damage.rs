@@ -1,7 +1,7 @@
-//! Damaged files: a replica must notice them when it starts, and never serve from them.
+//! Damaged files: a replica must detect them at startup and never serve from them.
 //!
-//! The replica must refuse to start, naming the file and the position. It is then rebuilt as its
-//! own message says: the store is set aside, the member removed, and a replica with another id
+//! It must refuse to start and name the file and the position. It is then rebuilt as its own
+//! message advises: the store is set aside, the member removed, and a replica with another id
 //! joins.
 
 use std::fs::{self, File, OpenOptions};
@@ -15,9 +15,9 @@ use rand::rngs::SmallRng;
 
 use super::{FaultContext, members};
 
-/// Places of a log that are changed: some may lie where nothing is kept.
+/// Number of damaged positions in a log, some of which may be unused.
 const PLACES: usize = 32;
-/// What a refusal says, before the number of the byte.
+/// Text of the refusal, before the byte position.
 const REFUSAL: &str = "is damaged at byte";
 
 pub(super) async fn corrupt_log(stage: &mut FaultContext) -> anyhow::Result<()> {
@@ -112,7 +112,7 @@ fn change_byte(path: &Path, at: u64) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The end of what is not zero.
+/// Returns the position of the last byte that is not zero.
 fn last_used(path: &Path) -> anyhow::Result<u64> {
     let bytes = fs::read(path).with_context(|| format!("read {}", path.display()))?;
     let last = bytes.iter().rposition(|byte| *byte != 0);

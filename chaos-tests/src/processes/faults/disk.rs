@@ -1,7 +1,7 @@
-//! Disks that are full, or slow.
+//! Full and slow disks.
 //!
-//! Slowness is by the blkio controller of cgroup v1: the writes of the replica's process to the
-//! device below its folder are held back, and with them every sync of its log.
+//! The blkio controller of cgroup v1 slows a disk: it throttles the writes of the replica's process
+//! to the device of its folder, and so every sync of its log.
 
 use std::fs::{self, File};
 use std::io::Write as _;
@@ -12,31 +12,31 @@ use std::time::Duration;
 use super::{FaultContext, last, members, system, until};
 use anyhow::{Context as _, ensure};
 
-/// Written at a time to fill a disk.
+/// Bytes per write that fills a disk.
 const FILL_BYTES: usize = 64 * 1024;
 /// How long a disk is slow.
 const LENGTH: Duration = Duration::from_secs(4);
-/// Writes a slow disk takes in a second.
+/// Writes per second of a slow disk.
 const WRITES_PER_S: u32 = 10;
 const BLKIO: &str = "/sys/fs/cgroup/blkio";
 const WRITE_LIMIT: &str = "blkio.throttle.write_iops_device";
 
-/// The replica with the small disk: the last of the founders.
+/// Returns the replica with the small disk: the last founder.
 fn small(stage: &FaultContext) -> anyhow::Result<usize> {
     let small = stage.cluster.small_disk();
     small.context("no replica has a disk of its own")
 }
 
-/// It says so and serves on; the others go on without it. When there is room again, it is back by
-/// itself, and what it learnt meanwhile gets into the log.
+/// The replica reports the full disk and goes on serving; the others continue without it. Once
+/// there is room, it recovers by itself, and its outbox gets into the log.
 pub(super) async fn full(stage: &mut FaultContext) -> anyhow::Result<()> {
     let victim = small(stage)?;
     if !stage.cluster.up().contains(&victim) {
-        // It was sent away; the only place that is free is its own.
+        // It was removed; its own place is the only free one.
         members::join_and_remove(stage).await?;
     }
     let ballast = stage.cluster.data_dir(victim).join("ballast");
-    // What the log frees meanwhile is filled as well.
+    // Space that the log frees in the meantime is filled too.
     until("the replica finds its disk full", async || {
         fill(&ballast)?;
         let status = stage.status(victim).await?;
@@ -68,7 +68,7 @@ fn fill(ballast: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Why disks cannot be slowed down here; `None` when they can.
+/// Returns why disks cannot be slowed here, or `None` if they can.
 pub(super) fn why_not_slow() -> Option<String> {
     if !rustix::process::geteuid().is_root() {
         return Some("limits of a disk need root".to_owned());
@@ -77,7 +77,7 @@ pub(super) fn why_not_slow() -> Option<String> {
     (!limit.exists()).then(|| format!("no {}: cgroup v1 with blkio is used", limit.display()))
 }
 
-/// Processes whose writes are held back, until it is dropped.
+/// Processes whose writes are throttled until this is dropped.
 struct SlowGroup(PathBuf);
 
 impl SlowGroup {
@@ -105,7 +105,7 @@ impl Drop for SlowGroup {
     }
 }
 
-/// The device that holds a folder, as `major:minor`; of a partition the disk it is on.
+/// Returns the device of a folder as `major:minor`; for a partition, that of its disk.
 fn whole_device(folder: &Path) -> anyhow::Result<String> {
     let number = fs::metadata(folder)?.st_dev();
     let (major, minor) = (number >> 8 & 0xfff, number & 0xff | number >> 12 & 0xfff00);
@@ -121,7 +121,7 @@ fn whole_device(folder: &Path) -> anyhow::Result<String> {
     Ok(text.trim().to_owned())
 }
 
-/// Everybody serves; who leads with such a disk may lose leadership or keep it.
+/// All replicas must serve. A leader with a slow disk may lose or keep its leadership.
 pub(super) async fn slow(stage: &mut FaultContext) -> anyhow::Result<()> {
     let small = stage.cluster.small_disk();
     let mut candidates = stage.cluster.up();
@@ -134,7 +134,7 @@ pub(super) async fn slow(stage: &mut FaultContext) -> anyhow::Result<()> {
     };
     let process = stage.cluster.process_id(victim);
     let process = process.context("it is up")?;
-    // What the others wrote is out of the way first.
+    // Flushes what the others wrote first.
     system(&["sync"])?;
     let group = SlowGroup::new(process, &stage.cluster.data_dir(victim))?;
     let all = stage.cluster.up();

@@ -19,7 +19,7 @@ pub(super) async fn transfer(stage: &mut FaultContext) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Not one request may be lost: neither on those that stay nor on the one that goes.
+/// No request may be lost, neither on the remaining replicas nor on the one that leaves.
 pub(super) async fn rolling_restart(stage: &mut FaultContext) -> anyhow::Result<()> {
     let lost_before = stage.load.book().lost;
     for number in stage.cluster.up() {

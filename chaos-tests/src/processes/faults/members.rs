@@ -8,8 +8,8 @@ use super::{FaultContext, says, until};
 
 const MEMBERS: &str = "/admin/v1/cluster/members";
 
-/// A place that nobody has is taken by a replica, which takes load as a learner and then votes;
-/// somebody else, the leader perhaps, is sent away.
+/// A replica joins at a free place, takes load as a learner and is promoted; another one, perhaps
+/// the leader, is removed.
 pub(super) async fn join_and_remove(stage: &mut FaultContext) -> anyhow::Result<()> {
     let up = stage.cluster.up();
     let mut places = 0..stage.cluster.replicas();
@@ -25,7 +25,7 @@ pub(super) async fn join_and_remove(stage: &mut FaultContext) -> anyhow::Result<
     stage.cluster.wipe(goes)
 }
 
-/// What became of a member's store is set aside: another takes its place.
+/// Replaces a member whose store was set aside.
 pub(super) async fn replace(stage: &mut FaultContext, number: usize) -> anyhow::Result<()> {
     remove(stage, number).await?;
     stage.cluster.renumber(number)?;
@@ -49,7 +49,7 @@ async fn join(stage: &mut FaultContext, number: usize) -> anyhow::Result<()> {
         let Err(refused) = told.await else {
             return Ok(true);
         };
-        // It asks to be let in itself and may be first.
+        // The replica asks to join by itself and may be first.
         let is_in = says(&refused, "is a member already");
         last.replace(Some(refused));
         Ok(is_in)

@@ -1,8 +1,8 @@
-//! The faults: what machines, networks, disks and operators do to a cluster under load.
+//! Faults of machines, networks, disks and operators in a cluster under load.
 //!
-//! Each runs on a [`FaultContext`] and leaves it whole again: every replica up, every link healed.
-//! What must hold afterwards is the same for all ([`super::checks`]); what must hold in the middle
-//! (others answer on, a damaged store is refused) stands with the fault.
+//! Each runs on a [`FaultContext`] and restores it: every replica up, every link healed. What must
+//! hold afterwards is the same for all ([`super::checks`]). What must hold during a fault (others
+//! keep answering, a damaged store is refused) is checked by the fault.
 
 mod crash;
 mod damage;
@@ -27,23 +27,23 @@ use super::{ClusterOptions, ProcessCluster, Site, checks, until};
 use crate::kinds::kinds;
 use crate::{command, netns};
 
-/// How long before its death a replica may have answered something that nobody else has heard of:
-/// many times the interval at which it tells.
+/// How long before its death a replica's responses may be unknown to the others: many flush
+/// intervals.
 const DOUBT: Duration = Duration::from_secs(2);
-/// Requests that a replica must answer in the middle of a fault to count as serving.
+/// Requests that a replica must answer during a fault to count as serving.
 const SERVED_MIN: u64 = 10;
 
-/// Room for a log of some segments and a snapshot.
+/// Room for a log of a few segments and a snapshot, in MB.
 const SMALL_DISK_MB: u32 = 96;
 
-/// What is needed beside processes on loopback.
+/// What a fault needs besides processes on loopback.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FaultRequirement {
-    /// Nothing.
+    /// Nothing else.
     Nothing,
     /// Hosts in network namespaces.
     Hosts,
-    /// Limits for input and output by cgroup.
+    /// I/O limits by cgroup.
     SlowDisk,
 }
 
@@ -78,7 +78,7 @@ kinds! {
     SlowDisk "slow-disk" "a replica's disk takes ten writes a second";
 }
 
-/// Faults of hosts and of what is between them.
+/// Faults of hosts and of the network between them.
 const OF_HOSTS: [FaultKind; 9] = [
     FaultKind::IsolateOne,
     FaultKind::IsolateLeader,
@@ -92,7 +92,7 @@ const OF_HOSTS: [FaultKind; 9] = [
 ];
 
 impl FaultKind {
-    /// What it needs.
+    /// Returns what the fault needs.
     #[must_use]
     pub fn need(self) -> FaultRequirement {
         match self {
@@ -104,7 +104,7 @@ impl FaultKind {
 }
 
 impl FaultRequirement {
-    /// Why it cannot be had here; `None` when it can.
+    /// Returns why it is not available here, or `None` if it is.
     #[must_use]
     pub fn why_not(self) -> Option<String> {
         match self {
@@ -115,18 +115,18 @@ impl FaultRequirement {
     }
 }
 
-/// A cluster under load, and chance.
+/// A cluster under load, and a random generator.
 #[derive(Debug)]
 pub struct FaultContext {
     /// The cluster.
     pub cluster: ProcessCluster,
     /// Its load.
     pub load: RunningLoad,
-    /// Decides whom a fault meets.
+    /// Chooses the targets of faults.
     pub random: SmallRng,
 }
 
-/// How a cluster for faults is set up: in namespaces if they can be had.
+/// Returns the options of a cluster for faults, in namespaces if possible.
 #[must_use]
 pub fn cluster_options() -> ClusterOptions {
     let has_hosts = FaultRequirement::Hosts.why_not().is_none();
@@ -137,7 +137,7 @@ pub fn cluster_options() -> ClusterOptions {
     })
 }
 
-/// How a cluster for faults is set up there.
+/// Returns the options of a cluster for faults at this site.
 #[must_use]
 pub fn cluster_options_for(site: Site) -> ClusterOptions {
     ClusterOptions {
@@ -151,10 +151,10 @@ pub fn cluster_options_for(site: Site) -> ClusterOptions {
 }
 
 impl FaultContext {
-    /// Does a fault to the cluster and checks what must hold afterwards.
+    /// Injects a fault and checks what must hold afterwards.
     ///
     /// # Errors
-    /// What does not hold. The stage is of no more use then.
+    /// The first check that fails. The context is unusable afterwards.
     pub async fn run(&mut self, kind: FaultKind) -> anyhow::Result<()> {
         self.inflict(kind).await?;
         let Self { cluster, load, .. } = self;
@@ -193,27 +193,27 @@ impl FaultContext {
         }
     }
 
-    /// Any replica that is up.
+    /// Returns a random running replica.
     pub(super) fn any(&mut self) -> usize {
         let up = self.cluster.up();
         up[self.random.random_range(0..up.len())]
     }
 
-    /// Any replica that is up, but for one.
+    /// Returns a random running replica other than `other`.
     fn any_but(&mut self, other: usize) -> usize {
         let mut up = self.cluster.up();
         up.retain(|number| *number != other);
         up[self.random.random_range(0..up.len())]
     }
 
-    /// The replicas that are up, but for one.
+    /// Returns the running replicas other than `one`.
     pub(super) fn others(&self, one: usize) -> Vec<usize> {
         let mut up = self.cluster.up();
         up.retain(|number| *number != one);
         up
     }
 
-    /// Kills a replica. What it answered last may be known to nobody else.
+    /// Kills a replica. Its last responses may be unknown to all others.
     pub(super) fn kill(&mut self, number: usize) -> anyhow::Result<()> {
         let before = Instant::now().checked_sub(DOUBT);
         let since = before.context("the clock has just begun")?;
@@ -222,8 +222,8 @@ impl FaultContext {
         killed
     }
 
-    /// Stops a replica by SIGTERM, as an orchestrator does: what goes on to it until it says that
-    /// it is not ready must be answered.
+    /// Stops a replica by SIGTERM, like an orchestrator. Requests that reach it before it reports
+    /// that it is not ready must be answered.
     pub(super) async fn leave(&mut self, number: usize) -> anyhow::Result<()> {
         self.cluster.signal(number, rustix::process::Signal::TERM)?;
         let what = format!("replica {} says that it is leaving", number + 1);
@@ -243,7 +243,7 @@ impl FaultContext {
         Ok(())
     }
 
-    /// Waits until one of these replicas leads and has its quorum; answers which.
+    /// Waits until one of these replicas leads with a quorum, and returns it.
     async fn leader_among(&self, numbers: &[usize]) -> anyhow::Result<usize> {
         let found = std::cell::Cell::new(None);
         until("one of the others leads", async || {
@@ -259,7 +259,7 @@ impl FaultContext {
         found.get().context("nobody leads")
     }
 
-    /// Waits until these replicas each serve clients in the middle of a fault.
+    /// Waits until each of these replicas serves clients during a fault.
     async fn served_by(&self, numbers: &[usize]) -> anyhow::Result<()> {
         let served = self.load.after_by_each(numbers, SERVED_MIN).await;
         served?;
@@ -270,8 +270,8 @@ impl FaultContext {
         self.cluster.ask(number, "/admin/v1/cluster").await
     }
 
-    /// Changes something of the cluster, through any replica that is up. While leaders change this
-    /// may be refused; an operator tries again.
+    /// Sends an administrative request through any running replica. It retries like an operator,
+    /// because the request may be refused while leadership changes.
     async fn operate(
         &mut self,
         method: Method,
@@ -294,7 +294,7 @@ impl FaultContext {
                     answer.replace(Some(value));
                     Ok(true)
                 }
-                // It went into the log before a leader was lost, and the answer with it.
+                // It was committed before the leader was lost, together with its response.
                 Err(error) if is_done(&method, &error) => {
                     answer.replace(Some(Value::Null));
                     Ok(true)
@@ -312,23 +312,23 @@ impl FaultContext {
     }
 }
 
-/// Whether what was to be removed is no member any more, or what was to be promoted votes already.
+/// Whether the member was already removed, or already votes.
 fn is_done(method: &Method, error: &anyhow::Error) -> bool {
     let is_gone = method == Method::DELETE && says(error, "is no member");
     is_gone || says(error, "is a voter already")
 }
 
-/// Whether an answer has these words: they stand behind what was asked, among the causes.
+/// Whether an error contains these words, among its causes.
 fn says(error: &anyhow::Error, words: &str) -> bool {
     format!("{error:#}").contains(words)
 }
 
-/// How long a fault lasts, where nothing tells its end.
+/// Waits for the duration of a fault that has no other end.
 async fn last(duration: Duration) {
     sleep(duration).await;
 }
 
-/// A command of the system.
+/// Runs a command of the system.
 fn system(words: &[&str]) -> anyhow::Result<()> {
     command::run(words)
 }

@@ -1,13 +1,13 @@
-//! Links that lose packets, and names that lead nowhere. Only traffic between peers is met, unless
-//! said otherwise: a replica that is cut off from its peers serves its clients on, by what it
-//! knows.
+//! Links that lose packets, and names that resolve to old addresses. Unless stated otherwise, only
+//! traffic between peers is affected: a replica cut off from its peers goes on serving its clients
+//! with what it knows.
 
 use std::time::Duration;
 
 use super::{FaultContext, last};
 use crate::netns::{HostPair, PacketLoss};
 
-/// Longer than a follower waits for its leader, many times.
+/// Many election timeouts.
 const LENGTH: Duration = Duration::from_secs(2);
 const LOSS: PacketLoss = PacketLoss::Percent(20);
 
@@ -53,7 +53,7 @@ pub(super) async fn lose_packets(stage: &mut FaultContext) -> anyhow::Result<()>
     cut(stage, LOSS, &all_ways(stage), &[]).await
 }
 
-/// Cuts, has everybody serve clients and one of the `majority` lead, and heals.
+/// Cuts links, checks that all replicas serve and one of the `majority` leads, and heals.
 async fn cut(
     stage: &mut FaultContext,
     loss: PacketLoss,
@@ -85,7 +85,7 @@ fn way(from: usize, to: usize) -> HostPair {
     HostPair { from, to }
 }
 
-/// Clients and engines are out of reach, too: what is under way there may fail.
+/// Clients and engines are unreachable too, so requests under way there may fail.
 pub(super) async fn link_down(stage: &mut FaultContext) -> anyhow::Result<()> {
     let victim = stage.any();
     stage.cluster.set_silent(victim, true).await?;
@@ -98,8 +98,8 @@ pub(super) async fn link_down(stage: &mut FaultContext) -> anyhow::Result<()> {
     stage.cluster.set_silent(victim, false).await
 }
 
-/// It is down, comes back elsewhere, and the others look for it at its old place until names
-/// change. It reaches them meanwhile: it may even lead them.
+/// The replica restarts at another address, and the others look for it at the old one until names
+/// change. It reaches them in the meantime and may even lead them.
 pub(super) async fn stale_dns(stage: &mut FaultContext) -> anyhow::Result<()> {
     let victim = stage.any();
     stage.kill(victim)?;
@@ -110,7 +110,7 @@ pub(super) async fn stale_dns(stage: &mut FaultContext) -> anyhow::Result<()> {
     stage.served_by(&others).await?;
     last(LENGTH).await;
     stage.served_by(&others).await?;
-    // The place of a replica that will join, too.
+    // Includes the place of a replica that will join.
     for place in 0..stage.cluster.replicas() {
         stage.cluster.tell_names(place)?;
     }

@@ -1,4 +1,4 @@
-//! Paused processes: SIGSTOP, as a suspended machine or heavy swapping does.
+//! Paused processes: SIGSTOP, like a suspended machine or heavy swapping.
 
 use std::time::Duration;
 
@@ -10,10 +10,10 @@ use super::{FaultContext, last};
 const SHORT: Duration = Duration::from_millis(100);
 /// Several election timeouts.
 const LONG: Duration = Duration::from_millis(1500);
-/// Longer than a leader keeps the session of a replica that it does not hear (10 s).
+/// Longer than a leader keeps the session of an unreachable replica (10 s).
 const PAST_SESSION: Duration = Duration::from_secs(12);
 
-/// Nothing fails, not even at the one that stands still.
+/// Nothing fails, not even at the paused replica.
 pub(super) async fn briefly(stage: &mut FaultContext) -> anyhow::Result<()> {
     for _ in 0..5 {
         let leader = stage.cluster.leader().await?;
@@ -25,13 +25,13 @@ pub(super) async fn briefly(stage: &mut FaultContext) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// It wakes up believing that it leads.
+/// The replica resumes and believes that it still leads.
 pub(super) async fn leader(stage: &mut FaultContext) -> anyhow::Result<()> {
     let victim = stage.cluster.leader().await?;
     pause(stage, victim, LONG).await
 }
 
-/// Its leases were released and its requests closed by the others when it wakes up.
+/// When the replica resumes, the others have released its leases and closed its requests.
 pub(super) async fn past_its_session(stage: &mut FaultContext) -> anyhow::Result<()> {
     let victim = stage.any();
     pause(stage, victim, PAST_SESSION).await

@@ -1,4 +1,4 @@
-//! Every disk is lost, and a backup is restored.
+//! All disks are lost, and a backup is restored.
 
 use anyhow::Context as _;
 
@@ -8,7 +8,7 @@ use crate::processes::load::charged;
 /// Takes a backup, wipes all replicas and restores it. Every replica must then show the charges of
 /// the backup.
 pub(super) async fn from_backup(stage: &mut FaultContext) -> anyhow::Result<()> {
-    // What comes after a backup is lost with the disks; the account is closed at the backup.
+    // Charges after the backup are lost with the disks, so the account ends at the backup.
     stage.load.rest().await?;
     stage.cluster.wait_idle().await?;
     let file = stage.cluster.folder().join("backup");
@@ -33,7 +33,7 @@ pub(super) async fn from_backup(stage: &mut FaultContext) -> anyhow::Result<()> 
         .cluster
         .run(&["restore", &file, "--force", "--admin", &admin])
         .await?;
-    // A replica that did not do it itself has it a moment later.
+    // A replica that did not run the restore has it a moment later.
     for number in &all {
         let what = format!("replica {} counts as at the backup", number + 1);
         until(&what, async || {

@@ -13,21 +13,21 @@ use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tonic::Status;
 use tonic::body::Body;
 
-/// Messages of one stream that may be under way: stands for HTTP/2's window.
+/// Maximum messages of one stream under way, in place of HTTP/2's window.
 const WINDOW_MESSAGES: usize = 4;
 
 /// A part of a body under way.
 #[derive(Debug)]
 pub(super) enum BodyPiece {
-    /// A frame of it.
+    /// One frame.
     Frame(Frame<Bytes>),
-    /// It is whole.
+    /// The end of a complete body.
     End,
-    /// It breaks off.
+    /// The body breaks off.
     Broken(Status),
 }
 
-/// A body that is whole.
+/// A complete body.
 #[derive(Debug, Clone, Default)]
 pub(super) struct WholeBody {
     data: Vec<Bytes>,
@@ -50,7 +50,7 @@ impl WholeBody {
         Ok(whole)
     }
 
-    /// The body again.
+    /// Converts it back to a body.
     pub(super) fn into_body(self) -> Body {
         let data = self.data.into_iter().map(Frame::data);
         Body::new(IncomingBody {
@@ -59,14 +59,14 @@ impl WholeBody {
         })
     }
 
-    /// What of it is compared between runs.
+    /// Returns the hash that is compared between runs.
     pub(super) fn hash(&self) -> u64 {
         let hash = |hash, data: &Bytes| xxhash_rust::xxh3::xxh3_64_with_seed(data, hash);
         self.data.iter().fold(0, hash)
     }
 }
 
-/// What is compared of a frame between runs.
+/// Returns the hash of a frame that is compared between runs.
 pub(super) fn hash_of(piece: &BodyPiece) -> u64 {
     match piece {
         BodyPiece::Frame(frame) => frame
@@ -77,17 +77,17 @@ pub(super) fn hash_of(piece: &BodyPiece) -> u64 {
     }
 }
 
-/// How many messages the reader of a stream lets its writer be ahead.
+/// How many messages the writer of a stream may be ahead of its reader.
 #[derive(Debug, Clone)]
 pub(super) struct BodyWindow(Arc<Semaphore>);
 
 impl BodyWindow {
-    /// An open one.
+    /// Creates an open window.
     pub(super) fn new() -> Self {
         Self(Arc::new(Semaphore::new(WINDOW_MESSAGES)))
     }
 
-    /// Waits for room; `false` once nobody reads any more.
+    /// Waits for room. Returns `false` once the reader is gone.
     pub(super) async fn take(&self) -> bool {
         match self.0.acquire().await {
             Ok(permit) => {
@@ -98,21 +98,21 @@ impl BodyWindow {
         }
     }
 
-    /// Nobody reads any more.
+    /// Closes the window: the reader is gone.
     pub(super) fn close(&self) {
         self.0.close();
     }
 }
 
-/// The reader's side of a body. That it is dropped tells nobody: the other side learns it by a
-/// packet, as all it learns.
+/// The reader's side of a body. Dropping it notifies no one directly: the other side learns of it
+/// by a packet, as of everything else.
 pub(super) struct IncomingBody {
     ready: VecDeque<Frame<Bytes>>,
-    /// `None` when the rest is at hand.
+    /// `None` if the rest is in `ready`.
     more: Option<(UnboundedReceiver<BodyPiece>, BodyWindow)>,
 }
 
-/// A body that comes piece by piece, and where its pieces go.
+/// Creates a body that arrives piece by piece, and the sender of its pieces.
 pub(super) fn stream(window: BodyWindow) -> (UnboundedSender<BodyPiece>, Body) {
     let (pieces, more) = unbounded_channel();
     let body = IncomingBody {

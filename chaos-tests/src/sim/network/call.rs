@@ -1,4 +1,4 @@
-//! Calls as their two sides have them, and the port that replicas make and take them through.
+//! Both sides of a call, and the transport through which replicas make and accept calls.
 
 use std::convert::Infallible;
 use std::io;
@@ -19,10 +19,10 @@ use super::body::{BodyPiece, BodyWindow, WholeBody, stream};
 use super::packet::{BodyPart, CallAnswer, CallSide, Packet, is_answer_stream, is_request_stream};
 use super::{SimConnection, SimNetwork, broken, host_of};
 
-/// From one look whether calls under way have ended to the next, while a listener closes.
+/// Interval between two checks for calls under way while a listener closes.
 const CLOSE_LOOK: Duration = Duration::from_millis(10);
 
-/// What a client gets.
+/// What a client receives.
 type CallReply = Result<(http::response::Parts, Body), Status>;
 
 /// A call under way.
@@ -57,12 +57,12 @@ impl Call {
         self.is_client_over && self.is_server_over
     }
 
-    /// One side's connection or interest is gone.
+    /// Ends one side whose connection or interest is gone.
     pub(super) fn end(&mut self, side: CallSide) {
         match side {
             CallSide::Client => {
                 if let Some(reply) = self.reply.take() {
-                    // Nobody waits for it when the client has lost interest.
+                    // The client may have lost interest.
                     let _gone = reply.send(Err(broken()));
                 }
                 if let Some(pieces) = self.to_client.take() {
@@ -84,13 +84,13 @@ impl Call {
         }
     }
 
-    /// The server has begun with it.
+    /// Records that the server started to handle the call.
     pub(super) fn served(&mut self, pieces: Option<UnboundedSender<BodyPiece>>, task: AbortHandle) {
         self.to_server = self.to_server.take().or(pieces);
         self.server.push(task);
     }
 
-    /// The answer reached the client.
+    /// Delivers the response to the client.
     pub(super) fn answered(&mut self, answer: CallAnswer) {
         let Some(reply) = self.reply.take() else {
             return;
@@ -113,11 +113,11 @@ impl Call {
                 Err(status)
             }
         };
-        // Nobody waits for it when the client has lost interest.
+        // The client may have lost interest.
         let _gone = reply.send(reply_is);
     }
 
-    /// A piece reached `side`.
+    /// Delivers a piece to `side`.
     pub(super) fn piece(&mut self, side: CallSide, piece: BodyPiece) {
         let is_last = !matches!(piece, BodyPiece::Frame(_));
         let pieces = match side {
@@ -125,7 +125,7 @@ impl Call {
             CallSide::Server => &mut self.to_server,
         };
         if let Some(to) = pieces {
-            // Who reads may have stopped.
+            // The reader may have stopped.
             let _gone = to.send(piece);
         }
         if is_last {
@@ -138,7 +138,7 @@ impl Call {
     }
 }
 
-/// Has the call cancelled at its server when the client loses interest.
+/// Cancels the call at its server when the client loses interest.
 struct CancelGuard {
     network: SimNetwork,
     call: u64,
@@ -159,7 +159,7 @@ impl Drop for CancelGuard {
     }
 }
 
-/// A body that keeps its call's interest alive as long as it is read.
+/// A body that keeps the interest in its call while it is read.
 struct HeldBody {
     body: Body,
     _interest: CancelGuard,
@@ -243,7 +243,7 @@ impl SimNetwork {
         Ok((call, answered))
     }
 
-    /// Sends from the server's side of a call; nobody is told when the call is over.
+    /// Sends the server's response; has no effect if the call is over.
     fn respond(&self, call: u64, answer: CallAnswer) -> Option<BodyWindow> {
         let mut state = self.lock();
         let it = state.calls.get(&call)?;
@@ -253,7 +253,7 @@ impl SimNetwork {
         Some(window)
     }
 
-    /// Sends a piece to `side`; `false` when the call is over.
+    /// Sends a piece to `side`. Returns `false` if the call is over.
     fn send_piece(&self, call: u64, side: CallSide, piece: BodyPiece) -> bool {
         let mut state = self.lock();
         let Some(it) = state.calls.get(&call) else {
@@ -293,7 +293,7 @@ impl SimNetwork {
     }
 }
 
-/// Sends a body piece by piece, as fast as it is read on the other side.
+/// Sends a body piece by piece, as fast as the other side reads it.
 async fn pump(network: SimNetwork, call: u64, side: CallSide, mut body: Body, window: BodyWindow) {
     while window.take().await {
         let piece = match body.frame().await {
@@ -334,7 +334,7 @@ pub(super) async fn answer(
     );
 }
 
-/// What one run of a replica talks through.
+/// Transport of one run of a replica.
 pub struct SimTransport {
     network: SimNetwork,
     id: u8,

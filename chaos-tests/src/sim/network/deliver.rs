@@ -1,4 +1,4 @@
-//! What a message of the simulated network does on arrival.
+//! Handles the arrival of packets in the simulated network.
 
 use raft::{ConnectError, ConnectFailure, PeerRequest};
 use tower::ServiceExt;
@@ -15,7 +15,7 @@ impl NetworkState {
             .event(self.now_us, format_args!("{from}>{to} {what}"));
     }
 
-    /// A packet reaches the process (or kernel) it is for.
+    /// Delivers a packet to its process or kernel.
     pub(super) fn deliver(&mut self, network: &SimNetwork, packet: Packet) {
         match packet {
             Packet::Open { connection } => self.open(connection),
@@ -75,7 +75,7 @@ impl NetworkState {
         } else {
             Ok(())
         };
-        // Who connected may have given up.
+        // The client may have given up.
         let _gone = opened.send(answer);
     }
 
@@ -160,7 +160,7 @@ impl NetworkState {
         self.calls.retain(|_, call| !call.is_over());
     }
 
-    /// A call over a connection that is known to be gone.
+    /// Fails for a call over a connection that is known to be gone.
     pub(super) fn is_usable(&self, connection: u64) -> Result<(), tonic::Status> {
         match self.connections.get(&connection) {
             Some(it) if !it.is_broken => Ok(()),

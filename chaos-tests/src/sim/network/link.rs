@@ -1,16 +1,16 @@
-//! One direction between two hosts: how long messages take and what happens to them.
+//! One direction between two hosts: latency, loss, repetition and cuts.
 
 use lab::rng::Rng;
 
-/// Messages of a thousand that a bad link loses.
+/// Permille of messages that a bad link loses.
 pub const LOSS_PERMILLE_BAD: u32 = 60;
-/// Messages of a thousand that a bad link repeats.
+/// Permille of messages that a bad link repeats.
 pub const REPEATS_PERMILLE_BAD: u32 = 60;
 
-/// What becomes of messages while a link is cut.
+/// What happens to messages while a link is cut.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LinkCut {
-    /// They come once it heals, as what TCP sends again.
+    /// They arrive once it heals, as if TCP retransmitted them.
     Holds,
     /// They are lost.
     Drops,
@@ -19,24 +19,24 @@ pub enum LinkCut {
 /// One direction.
 #[derive(Debug, Clone)]
 pub struct Link {
-    /// Shortest time a message takes.
+    /// Minimum latency of a message.
     pub base_us: u64,
-    /// Mean of what comes on top.
+    /// Mean additional latency.
     pub jitter_us: u64,
-    /// Messages of a thousand that take up to [`Link::stray_us`] longer.
+    /// Permille of messages that take up to [`Link::stray_us`] longer.
     pub stray_permille: u32,
-    /// See [`Link::stray_permille`].
+    /// Maximum extra latency, see [`Link::stray_permille`].
     pub stray_us: u64,
-    /// `None`: it stands.
+    /// `None` if the link is up.
     pub cut: Option<LinkCut>,
-    /// Messages of a thousand that are lost.
+    /// Permille of messages that are lost.
     pub loss_permille: u32,
-    /// Calls of a thousand that arrive twice.
+    /// Permille of calls that arrive twice.
     pub repeats_permille: u32,
 }
 
 impl Link {
-    /// A sound link, as the seed draws it: most are quick, one in eight is slow.
+    /// Draws a sound link from the seed: most are fast, one in eight is slow.
     pub fn draw(rng: &mut Rng) -> Self {
         let is_slow = rng.below(8) == 0;
         let scale = if is_slow { 20 } else { 1 };
@@ -51,7 +51,7 @@ impl Link {
         }
     }
 
-    /// How long the next message takes.
+    /// Draws the latency of the next message.
     pub fn latency_us(&self, rng: &mut Rng) -> u64 {
         let jitter = self.jitter_us as f64 * -(1.0 - rng.unit()).ln();
         let mut latency = self.base_us + jitter as u64;
@@ -62,7 +62,7 @@ impl Link {
     }
 }
 
-/// Whether an event of this likelihood happens.
+/// Draws whether an event of this probability happens.
 pub(super) fn is_drawn(rng: &mut Rng, permille: u32) -> bool {
     permille > 0 && rng.below(1000) < u64::from(permille)
 }

@@ -1,13 +1,13 @@
 //! The network between simulated replicas: whole calls, with everything that can happen to them.
 //!
-//! Messages lie below tonic's generated code and above HTTP/2: what travels is a call's head with
-//! its body, or piece by piece where a body is a stream. Each takes a time of its own, drawn from
-//! the seed, so calls overtake each other; pieces of one stream keep their order, as TCP has it.
-//! A message sent in one step of the world arrives in a later one at the earliest.
+//! Messages are below tonic's generated code and above HTTP/2: a message is the head of a call with
+//! its body, or one piece of a streamed body. The latency of each is drawn from the seed, so calls
+//! overtake each other; pieces of one stream keep their order, as with TCP. A message sent in one
+//! step of the world arrives in a later step at the earliest.
 //!
-//! Connections are modelled as far as callers notice: refused while nobody listens, broken at once
-//! when the other side's process ends, after seconds of silence when nothing comes through. A
-//! paused host accepts and keeps what is sent to it.
+//! Connections are modelled as far as callers notice: refused while there is no listener, broken
+//! immediately when the other process ends, and broken after seconds of silence when nothing comes
+//! through. A paused host accepts connections and queues what it receives.
 
 mod body;
 mod call;
@@ -30,26 +30,26 @@ pub use self::link::{LOSS_PERMILLE_BAD, Link, LinkCut, REPEATS_PERMILLE_BAD};
 use self::packet::{CallSide, Packet, PlannedPacket};
 use super::trace::Trace;
 
-/// From one look at the connections to the next.
+/// Interval between two checks of the connections.
 const LOOK_EVERY_US: u64 = 100_000;
-/// How long nothing may come through before a connection counts as broken: within this range, as
-/// pings a second apart that may take two seconds notice it.
+/// Range of the silence after which a connection counts as broken: pings a second apart with a
+/// timeout of two seconds.
 const SILENCE_US: std::ops::Range<u64> = 2_000_000..3_000_000;
-/// What separates the network's draws from others under the same seed.
+/// Separates the network's draws from others under the same seed.
 const RNG_LABEL: u64 = 0x6e65_7477;
 
 /// The network. Clones share it.
 #[derive(Clone)]
 pub struct SimNetwork(Arc<Mutex<NetworkState>>);
 
-/// What the network did.
+/// Counts of the network.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize)]
 pub struct NetworkCounts {
     /// Messages that arrived.
     pub delivered: u64,
     /// Messages lost by a bad or cut link.
     pub lost: u64,
-    /// Messages kept by a cut link or a paused host, and brought later.
+    /// Messages held by a cut link or a paused host, and delivered later.
     pub held: u64,
     /// Calls that arrived a second time.
     pub repeated: u64,
@@ -69,12 +69,12 @@ enum HostPower {
 /// A replica's machine.
 struct SimHost {
     power: HostPower,
-    /// Counts its starts.
+    /// Number of its starts.
     run: u64,
     /// `None` while it does not listen.
     service: Option<PeerService>,
     runtime: Option<Handle>,
-    /// What came while it was paused.
+    /// Packets that arrived while it was paused.
     inbox: VecDeque<Packet>,
 }
 
@@ -82,12 +82,12 @@ struct SimConnection {
     from: u8,
     from_run: u64,
     to: u8,
-    /// Of the process that accepted it; `None` before.
+    /// Run of the process that accepted the connection; `None` before.
     to_run: Option<u64>,
     is_broken: bool,
-    /// When nothing came through any more, and how long that may last.
+    /// Since when nothing has come through, and how long that may last.
     silent: Option<(u64, u64)>,
-    /// Told once the other side has accepted or refused it.
+    /// Notified once the other side has accepted or refused.
     opened: Option<tokio::sync::oneshot::Sender<Result<(), ConnectError>>>,
 }
 
@@ -100,9 +100,9 @@ struct NetworkState {
     connections: BTreeMap<u64, SimConnection>,
     calls: BTreeMap<u64, Call>,
     queue: BinaryHeap<Reverse<PlannedPacket>>,
-    /// Hosts that no call reaches; calls of their own are answered.
+    /// Hosts that no call reaches; their own calls are answered.
     deaf: BTreeSet<u8>,
-    /// By link, what waits for it to heal.
+    /// Packets that wait for a link to heal, by link.
     held: BTreeMap<(u8, u8), Vec<Packet>>,
     planned: u64,
     last_id: u64,
@@ -110,7 +110,7 @@ struct NetworkState {
     counts: NetworkCounts,
 }
 
-/// Host and port of a replica's peer listener.
+/// Returns the host and port of a replica's peer listener.
 #[must_use]
 pub fn address_of(id: u8) -> String {
     format!("10.0.0.{id}:7000")
@@ -125,7 +125,7 @@ fn host_of(address: &str) -> Option<u8> {
 }
 
 impl SimNetwork {
-    /// A sound network without hosts.
+    /// Creates a sound network without hosts.
     #[must_use]
     pub fn new(seed: u64, trace: Trace) -> Self {
         Self(Arc::new(Mutex::new(NetworkState {
@@ -150,7 +150,7 @@ impl SimNetwork {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A host whose process begins on `runtime`; answers what its replica is to talk through.
+    /// Adds a host whose process runs on `runtime`, and returns its replica's transport.
     #[must_use]
     pub fn power_on(&self, id: u8, runtime: Handle) -> SimTransport {
         let mut state = self.lock();
@@ -166,7 +166,7 @@ impl SimNetwork {
         SimTransport::new(self.clone(), id, run)
     }
 
-    /// The host's process ends: its kernel resets what connections it can.
+    /// Ends the host's process. Its kernel resets the connections that it can reach.
     pub fn power_off(&self, id: u8) {
         let mut state = self.lock();
         let Some(host) = state.hosts.get_mut(&id) else {
@@ -201,7 +201,7 @@ impl SimNetwork {
         }
     }
 
-    /// The host's process stops being scheduled; its kernel goes on.
+    /// Pauses the host's process; its kernel goes on.
     pub fn pause(&self, id: u8) {
         if let Some(host) = self.lock().hosts.get_mut(&id)
             && host.power == HostPower::Up
@@ -210,7 +210,7 @@ impl SimNetwork {
         }
     }
 
-    /// The host's process is scheduled again and finds what came meanwhile.
+    /// Resumes the host's process, which receives the queued packets.
     pub fn resume(&self, id: u8) {
         let mut state = self.lock();
         let Some(host) = state.hosts.get_mut(&id) else {
@@ -225,7 +225,7 @@ impl SimNetwork {
         }
     }
 
-    /// Goes on to `now_us`: what is due arrives.
+    /// Advances to `now_us` and delivers all packets that are due.
     pub fn step(&self, now_us: u64) {
         let mut state = self.lock();
         state.now_us = now_us;
@@ -248,7 +248,7 @@ impl SimNetwork {
         self.change_link(from, to, |link| link.cut = Some(how));
     }
 
-    /// Mends one direction: what it held comes now.
+    /// Repairs one direction and sends the packets that it held.
     pub fn heal(&self, from: u8, to: u8) {
         let mut state = self.lock();
         state.link(from, to).cut = None;
@@ -258,12 +258,12 @@ impl SimNetwork {
         }
     }
 
-    /// Keeps calls from a host, as a firewall of one direction does.
+    /// Blocks calls to a host, like a firewall for one direction.
     pub fn deafen(&self, id: u8) {
         self.lock().deaf.insert(id);
     }
 
-    /// Lets calls reach a host again: what was held comes now.
+    /// Lets calls reach a host again and sends the packets that were held.
     pub fn hear(&self, id: u8) {
         let mut state = self.lock();
         state.deaf.remove(&id);
@@ -271,7 +271,7 @@ impl SimNetwork {
         for from in hosts {
             for packet in state.held.remove(&(from, id)).unwrap_or_default() {
                 state.counts.held += 1;
-                // Again, where the link is cut.
+                // Held again if the link itself is cut.
                 state.send(from, id, packet);
             }
         }
@@ -282,8 +282,8 @@ impl SimNetwork {
         change(self.lock().link(from, to));
     }
 
-    /// Breaks every connection from one host to another, both lanes, in the middle of what they
-    /// carry.
+    /// Breaks every connection from one host to another, on both lanes, in the middle of their
+    /// transfers.
     pub fn break_connections(&self, from: u8, to: u8) {
         let mut state = self.lock();
         let between: Vec<u64> = state
@@ -297,8 +297,8 @@ impl SimNetwork {
         }
     }
 
-    /// Lets go of everything: services and what is under way hold transports, which hold the
-    /// network.
+    /// Drops everything, to break a reference cycle: services and calls under way hold transports,
+    /// which hold the network.
     pub fn end(&self) {
         let mut state = self.lock();
         let hosts = std::mem::take(&mut state.hosts);
@@ -308,12 +308,12 @@ impl SimNetwork {
             std::mem::take(&mut state.held),
         );
         let connections = std::mem::take(&mut state.connections);
-        // Some of it tells the network when it is dropped.
+        // Dropping some of it calls the network.
         drop(state);
         drop((hosts, calls, under_way, connections));
     }
 
-    /// What it did so far.
+    /// Returns the counts so far.
     #[must_use]
     pub fn counts(&self) -> NetworkCounts {
         self.lock().counts
@@ -333,7 +333,7 @@ impl NetworkState {
             .or_insert_with(|| Link::draw(rng))
     }
 
-    /// Sends a packet: it is lost, kept, or on its way.
+    /// Sends a packet, which is lost, held or scheduled.
     fn send(&mut self, from: u8, to: u8, packet: Packet) {
         let link = self.link(from, to).clone();
         let is_of_stream = self.is_of_stream(&packet);
@@ -384,8 +384,8 @@ impl NetworkState {
         }));
     }
 
-    /// Whether its call waits for it without a limit of its own. TCP sends it again or breaks: such
-    /// a packet is not lost on a connection that stands.
+    /// Whether the packet's call waits for it without a timeout. TCP retransmits such a packet or
+    /// breaks, so it is not lost on a healthy connection.
     fn is_of_stream(&self, packet: &Packet) -> bool {
         match packet {
             Packet::Piece { .. } | Packet::Reset { .. } => true,
@@ -414,7 +414,7 @@ impl NetworkState {
         }
     }
 
-    /// Who a packet is for; `None`: nobody any more.
+    /// Returns the receiver of a packet; `None` if there is none any more.
     fn receiver_of(&self, packet: &Packet) -> Option<u8> {
         if let Packet::Request { to, .. } = packet {
             return Some(*to);
@@ -427,7 +427,7 @@ impl NetworkState {
         })
     }
 
-    /// A packet's time has come.
+    /// Handles a packet that is due.
     fn arrive(&mut self, network: &SimNetwork, packet: Packet) {
         if let Packet::Break { connection } = packet {
             self.break_off(network, connection);
@@ -447,7 +447,7 @@ impl NetworkState {
         self.deliver(network, packet);
     }
 
-    /// Sides of connections through which nothing comes are told so in the end.
+    /// Breaks silent connections after their timeout, each side by itself.
     fn look_for_silence(&mut self, network: &SimNetwork) {
         let now_us = self.now_us;
         let numbers: Vec<u64> = self.connections.keys().copied().collect();
@@ -508,21 +508,21 @@ impl NetworkState {
         }
     }
 
-    /// One side learns that its connection is gone.
+    /// Notifies one side that its connection is gone.
     fn end_side(&mut self, number: u64, side: CallSide) {
         if side == CallSide::Client
             && let Some(connection) = self.connections.get_mut(&number)
         {
             connection.is_broken = true;
             if let Some(opened) = connection.opened.take() {
-                // Who connected may have given up.
+                // The client may have given up.
                 let _gone = opened.send(Err("connection reset".to_owned().into()));
             }
         }
         self.forget_calls(number, side);
     }
 
-    /// One side of every call over a connection ends.
+    /// Ends one side of every call over a connection.
     fn forget_calls(&mut self, number: u64, side: CallSide) {
         let of_it = |call: &Call| call.connection == number;
         for call in self.calls.values_mut().filter(|call| of_it(call)) {
@@ -535,7 +535,7 @@ impl NetworkState {
     }
 }
 
-/// What a caller is told whose connection is gone.
+/// Returns the error of a caller whose connection is gone.
 fn broken() -> Status {
     Status::unavailable("connection broken")
 }

@@ -20,13 +20,13 @@ impl CallSide {
     }
 }
 
-/// How an answer's body comes.
+/// How the body of a response is sent.
 pub(super) enum BodyPart {
     Whole(WholeBody),
     Pieces,
 }
 
-/// What a server answers.
+/// Response of a server.
 pub(super) enum CallAnswer {
     Is(Box<http::response::Parts>, BodyPart),
     Broken(Status),
@@ -34,15 +34,15 @@ pub(super) enum CallAnswer {
 
 /// A message on its way.
 pub(super) enum Packet {
-    /// A client asks for a connection.
+    /// A client opens a connection.
     Open { connection: u64 },
-    /// Whether it has one.
+    /// The connection was accepted or refused.
     Opened { connection: u64, refused: bool },
-    /// The other side's process is gone; `side` learns it.
+    /// The other side's process is gone; `side` is notified.
     Reset { connection: u64, side: CallSide },
-    /// A connection breaks: found out by both sides at once.
+    /// A connection breaks on both sides at once.
     Break { connection: u64 },
-    /// `side` finds its connection broken by itself.
+    /// `side` detects that its connection is broken.
     Broken { connection: u64, side: CallSide },
     /// A call begins.
     Request {
@@ -50,11 +50,11 @@ pub(super) enum Packet {
         to: u8,
         connection_run: Option<u64>,
         head: Box<http::request::Parts>,
-        /// `None`: it comes in pieces.
+        /// `None` if it is streamed.
         body: Option<WholeBody>,
         is_repeat: bool,
     },
-    /// The answer to a call.
+    /// The response to a call.
     Response { call: u64, answer: Box<CallAnswer> },
     /// A part of a stream, for `side`.
     Piece {
@@ -66,7 +66,7 @@ pub(super) enum Packet {
     Cancel { call: u64 },
 }
 
-/// A packet and when it arrives.
+/// A packet with its arrival time.
 pub(super) struct PlannedPacket {
     pub(super) due_us: u64,
     pub(super) order: u64,
@@ -94,7 +94,7 @@ impl Ord for PlannedPacket {
 }
 
 impl Packet {
-    /// Whose process takes it.
+    /// Returns the side whose process receives it.
     pub(super) fn side(&self) -> Option<CallSide> {
         match self {
             Self::Open { .. } | Self::Request { .. } | Self::Cancel { .. } => {
@@ -108,12 +108,12 @@ impl Packet {
         }
     }
 
-    /// Whether it is answered without the process.
+    /// Whether the kernel answers it without the process.
     pub(super) fn is_for_kernel(&self) -> bool {
         matches!(self, Self::Open { .. })
     }
 
-    /// The direction of a call within which packets keep their order.
+    /// Returns the direction of a call within which packets keep their order.
     pub(super) fn ordered_in(&self) -> Option<(u64, CallSide)> {
         match self {
             Self::Request { call, .. } | Self::Cancel { call } => Some((*call, CallSide::Server)),
@@ -127,7 +127,7 @@ impl Packet {
         }
     }
 
-    /// The same call once more, if it is one that can be repeated.
+    /// Returns a copy of the call, if it can be repeated.
     pub(super) fn repeat(&self) -> Option<Self> {
         let Self::Request {
             call,
@@ -140,7 +140,7 @@ impl Packet {
         else {
             return None;
         };
-        // Extensions hold what the sender keeps for itself.
+        // Extensions are local to the sender.
         let mut copy = http::Request::new(()).into_parts().0;
         copy.method = head.method.clone();
         copy.uri = head.uri.clone();
@@ -157,12 +157,12 @@ impl Packet {
     }
 }
 
-/// Whether the client's messages come one by one.
+/// Whether the client's messages are streamed.
 pub(super) fn is_request_stream(path: &str) -> bool {
     path.ends_with("/InstallSnapshot") || path.ends_with("/Messages")
 }
 
-/// Whether the server's messages come one by one.
+/// Whether the server's messages are streamed.
 pub(super) fn is_answer_stream(path: &str) -> bool {
     path.ends_with("/FetchState") || path.ends_with("/Messages")
 }

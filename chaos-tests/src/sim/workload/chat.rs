@@ -15,17 +15,17 @@ use super::engines::{EnginePrompt, EngineTiming};
 use super::{ReplicaHandles, think, user, wait};
 use crate::oracle::history::{self, HistoryId, RequestTokens};
 
-/// What draws of this kind are told apart by.
+/// Separates the draws of this kind.
 const KIND: u64 = 2;
-/// Pause between two requests, on average, milliseconds.
+/// Mean pause between two requests, in milliseconds.
 const THINK_MS: u64 = 150;
-/// Tokens of a chat at which it ends.
+/// Number of tokens at which a chat ends.
 const CHAT_TOKENS_MAX: usize = 500;
-/// Most backends tried for one request.
+/// Maximum attempts of one request.
 const ATTEMPTS_MAX: usize = 3;
-/// More than any engine makes, or the router estimates, of output.
+/// More output than any engine makes or the router estimates.
 const OUTPUT_TOKENS_MAX: u64 = 1000;
-/// Bytes that stand for a token where text is sent.
+/// Bytes per token where text is sent.
 const TOKEN_BYTES: usize = 4;
 
 /// A request.
@@ -77,7 +77,7 @@ pub(super) struct ChatState {
 }
 
 impl ChatState {
-    /// A chat that begins with one of a few instructions.
+    /// Creates a chat that begins with one of a few instructions.
     pub(super) fn new(rng: &mut Rng) -> Self {
         let (which, is_text) = (rng.below(4), rng.below(3) == 0);
         let length = 40 + 30 * which;
@@ -123,7 +123,7 @@ fn token(of: u64) -> u32 {
     u32::try_from(of % 100_000).unwrap_or(0)
 }
 
-/// Talks until nobody begins anything any more.
+/// Chats until the workload is over.
 pub(super) async fn talk(desk: ReplicaHandles, number: u8) {
     let mut rng = desk.rng(KIND, u64::from(number));
     let mut chat = ChatState::new(&mut rng);
@@ -142,7 +142,7 @@ pub(super) async fn talk(desk: ReplicaHandles, number: u8) {
     }
 }
 
-/// One request of a healed cluster.
+/// Sends one request to a healed cluster.
 pub(super) async fn ask_once(desk: &ReplicaHandles) {
     let mut rng = desk.rng(KIND, u64::from(u8::MAX));
     let chat = ChatState::new(&mut rng);
@@ -150,7 +150,7 @@ pub(super) async fn ask_once(desk: &ReplicaHandles) {
     request(desk, &mut rng, &chat, id).await;
 }
 
-/// One request of a user; answers how it ended.
+/// Sends one request of a user and returns its outcome.
 pub(super) async fn ask_as(
     desk: &ReplicaHandles,
     rng: &mut Rng,
@@ -164,7 +164,7 @@ pub(super) async fn ask_as(
     request(desk, rng, &chat, id).await.1
 }
 
-/// One request, from its call to its end; answers how much came back, and how it ended.
+/// Runs one request to its end. Returns how much was received, and the outcome.
 async fn request(
     desk: &ReplicaHandles,
     rng: &mut Rng,
@@ -211,7 +211,7 @@ async fn request(
     (0, "all-tried")
 }
 
-/// A request goes to the backend that was chosen; `None`: the engine there does not take it.
+/// Sends a request to the chosen backend. `None` if the engine does not accept it.
 pub(super) fn reach(
     desk: &ReplicaHandles,
     ticket: HistoryId,
@@ -229,7 +229,7 @@ pub(super) fn reach(
             record.history.dispatched(ticket, dispatch);
         }
     });
-    // Whatever way the prompt is sent, an engine sees its tokens.
+    // An engine sees tokens, however the prompt was sent.
     let tokens = desk.router.reader().identify(&ParsedBody {
         prompt: Prompt::Tokens(chat.tokens.clone()),
         ..chat.parsed()
@@ -243,7 +243,7 @@ pub(super) fn reach(
     serve(desk, &backend.spec.url, EnginePrompt { chain, told })
 }
 
-/// Notes a request's call, and the most that it may be charged.
+/// Records the call of a request, and its maximum charge.
 pub(super) fn called(desk: &ReplicaHandles, request: &ChatRequest) -> HistoryId {
     let prompt_tokens = u64::from(request.identity.tokens);
     let most = RequestTokens {
@@ -259,7 +259,7 @@ pub(super) fn called(desk: &ReplicaHandles, request: &ChatRequest) -> HistoryId 
     })
 }
 
-/// A request reaches an engine, which may publish something of it.
+/// Sends a request to an engine, which may publish KV events for it.
 fn serve(desk: &ReplicaHandles, url: &str, prompt: EnginePrompt<'_>) -> Option<EngineTiming> {
     let mut engines = desk.scene.engines();
     let service = engines.serve(url, prompt);
@@ -274,7 +274,7 @@ fn serve(desk: &ReplicaHandles, url: &str, prompt: EnginePrompt<'_>) -> Option<E
     service
 }
 
-/// An answer as it streams.
+/// A response while it streams.
 struct AnswerStream<'a> {
     desk: &'a ReplicaHandles,
     request: &'a ChatRequest,
@@ -287,7 +287,7 @@ impl AnswerStream<'_> {
     async fn run(&self, rng: &mut Rng, mut attempt: Attempt) -> u64 {
         let identity = &self.request.identity;
         let service = &self.service;
-        // Who leaves does so at some moment of the answer.
+        // A client that leaves does so at some point of the response.
         let leaves_after = (rng.below(10) == 0).then(|| rng.below(service.output + 1));
         let prompt_tokens = u64::from(identity.tokens);
         let block = u64::from(identity.tail.tokens_per_block.max(1));

@@ -1,8 +1,7 @@
-//! Badly behaved clients: they give up and retry, leave at any moment, read slowly, use engines
-//! that report no usage, leave before the first byte, or make up user names.
+//! Badly behaved clients: they give up and retry, leave at any time, read slowly, use engines that
+//! report no usage, leave before the first byte, or make up user names.
 //!
-//! Which of them take part is drawn separately from everything else; in half of the seeds none
-//! does.
+//! Their presence is drawn separately from everything else; half of the seeds have none.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -17,36 +16,36 @@ use super::wait::{GAVE_UP, QUEUE_FULL, TOO_LATE, WAITED_TOO_LONG, admitted};
 use super::{ReplicaHandles, think};
 use crate::oracle::history::{HistoryId, RequestTokens};
 
-/// What draws of this kind are told apart by.
+/// Separates the draws of this kind.
 const KIND: u64 = 7;
-/// What separates the draw of who is there from others under the same seed.
+/// Separates the draw of the kinds present from others under the same seed.
 const RNG_LABEL: u64 = 0x6372_6f77;
-/// Pause between two requests, on average, milliseconds.
+/// Mean pause between two requests, in milliseconds.
 const THINK_MS: u64 = 250;
-/// How often an impatient client tries again, and how long it waits before it does the first time.
+/// Retries of an impatient client. `BACKOFF_MS` is its pause before the first.
 const RETRIES: u32 = 2;
 const BACKOFF_MS: u64 = 500;
-/// From token to token of an answer that is not seen as it is made, and that is read slowly.
+/// Time between two tokens of a hidden response. `SLOW_GAP` is that of a slow reader.
 const HIDDEN_GAP: Duration = Duration::from_millis(10);
 const SLOW_GAP: Duration = Duration::from_millis(300);
-/// How long whoever asks a healed cluster goes on trying, and waits each time.
+/// How long a client of a healed cluster keeps retrying. `TRY_PATIENCE` is the wait per try.
 const TRIES_FOR: Duration = Duration::from_secs(15);
 const TRY_PATIENCE: Duration = Duration::from_secs(5);
 
-/// In what manner a client asks.
+/// Behaviour of a client.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum ClientBehaviour {
-    /// Gives up soon, and tries again as SDKs do.
+    /// Gives up soon and retries like SDKs.
     Impatient,
-    /// Leaves at any moment of the wait or of the answer.
+    /// Leaves at any point of the wait or of the response.
     Leaving,
-    /// Holds its place for long.
+    /// Holds its place for a long time.
     Slow,
-    /// Its engine tells no usage.
+    /// Uses an engine that reports no usage.
     Unreported,
-    /// Leaves an answer of which nothing has come.
+    /// Leaves before the first byte of the response.
     Hidden,
-    /// Has another name for every request.
+    /// Uses another user name for every request.
     Names,
 }
 
@@ -60,7 +59,7 @@ impl ClientBehaviour {
         Self::Names,
     ];
 
-    /// Who is there in the world of a seed.
+    /// Draws the behaviours that are present in the world of a seed.
     pub(super) fn of(seed: u64) -> Vec<Self> {
         let mut rng = Rng::new(seed, RNG_LABEL);
         if rng.below(2) == 0 {
@@ -71,7 +70,7 @@ impl ClientBehaviour {
         drawn
     }
 
-    /// What is counted of it.
+    /// Returns the name under which it is counted.
     fn name(self) -> &'static str {
         match self {
             Self::Impatient => "impatient client",
@@ -83,7 +82,7 @@ impl ClientBehaviour {
         }
     }
 
-    /// How long this client waits per try, in milliseconds.
+    /// Returns how long this client waits per try, in milliseconds.
     fn patience_ms(self, rng: &mut Rng) -> u64 {
         match self {
             Self::Impatient => 100 + rng.below(900),
@@ -92,7 +91,7 @@ impl ClientBehaviour {
         }
     }
 
-    /// Tokens it wants.
+    /// Returns how many tokens it requests.
     fn tokens(self, rng: &mut Rng) -> u32 {
         match self {
             Self::Slow => rng.within(5, 15),
@@ -102,16 +101,16 @@ impl ClientBehaviour {
     }
 }
 
-/// What came of one try.
+/// Result of one try.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum TryResult {
-    /// An answer, or a part that was enough.
+    /// A response, or a sufficient part of one.
     Answer,
-    /// Nothing; says how it ended.
+    /// No response, with the outcome.
     Nothing(&'static str),
 }
 
-/// Asks in its manner until nobody begins anything any more.
+/// Sends requests with this behaviour until the workload is over.
 pub(super) async fn live(desk: ReplicaHandles, manner: ClientBehaviour) {
     let mut rng = desk.rng(KIND, manner as u64);
     let mut requests = 0;
@@ -152,7 +151,7 @@ pub(super) async fn live(desk: ReplicaHandles, manner: ClientBehaviour) {
     }
 }
 
-/// Blames a healed cluster that has somebody wait who asks again and again. I64.
+/// Reports an error if a healed cluster never serves a client that keeps retrying (I64).
 pub(super) async fn is_served(desk: &ReplicaHandles) {
     let mut rng = desk.rng(KIND, 0xff);
     let began = Instant::now();
@@ -182,7 +181,7 @@ pub(super) async fn is_served(desk: &ReplicaHandles) {
     }
 }
 
-/// Who asks.
+/// A client that sends requests.
 struct CrowdClient<'a> {
     desk: &'a ReplicaHandles,
     manner: ClientBehaviour,
@@ -190,7 +189,7 @@ struct CrowdClient<'a> {
 }
 
 impl CrowdClient<'_> {
-    /// One try.
+    /// Runs one try.
     async fn ask(&self, rng: &mut Rng, chat: &ChatState, id: String) -> TryResult {
         let (desk, until) = (self.desk, Instant::now() + self.patience);
         let request = Arc::new(ChatRequest {
@@ -237,7 +236,7 @@ impl CrowdClient<'_> {
     }
 }
 
-/// An answer as it comes.
+/// A response while it arrives.
 struct PartialAnswer<'a> {
     client: &'a CrowdClient<'a>,
     request: &'a ChatRequest,
@@ -245,9 +244,9 @@ struct PartialAnswer<'a> {
     ticket: HistoryId,
     /// When an impatient client leaves.
     until: Instant,
-    /// Tokens after which it leaves anyway.
+    /// Number of tokens after which it leaves in any case.
     leaves_after: Option<u64>,
-    /// Tokens that are made at most.
+    /// Maximum number of tokens that are made.
     made: u64,
 }
 
@@ -256,7 +255,7 @@ impl PartialAnswer<'_> {
         self.request.identity.tokens.into()
     }
 
-    /// Nothing shows of it, and its client leaves before it does.
+    /// Leaves before any output is visible.
     async fn leave_unseen(&self, mut attempt: Attempt) {
         attempt.hides(Some(HiddenOutput {
             choices: 1,
@@ -308,7 +307,7 @@ impl PartialAnswer<'_> {
         }
     }
 
-    /// Notes what was computed, and what of that the router was told.
+    /// Records what was computed, and the usage that the router saw of it.
     fn over(&self, made: u64, told: Option<Usage>) {
         let tokens = |usage: Usage| RequestTokens {
             input_uncached: usage.prompt_tokens,

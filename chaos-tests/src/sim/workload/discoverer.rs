@@ -1,5 +1,5 @@
-//! What sources of backends bring about: proposed by leaders, and by replicas that led and do not
-//! know better, so that changes overlap and come late.
+//! Changes by sources of backends, proposed by leaders and by former leaders that do not know
+//! better. So changes overlap and arrive late.
 
 use lab::rng::Rng;
 use state::command::Command;
@@ -7,25 +7,25 @@ use state::discovery::{Discovery, DiscoveryChange};
 
 use super::{ReplicaHandles, backend, operator, think};
 
-/// What draws of this kind are told apart by.
+/// Separates the draws of this kind.
 const KIND: u64 = 9;
-/// Pause between two changes, on average, milliseconds.
+/// Mean pause between two changes, in milliseconds.
 const THINK_MS: u64 = 700;
-/// Backends that the source may tell of.
+/// Number of backends that the source may list.
 pub(super) const DISCOVERED: u64 = 3;
 
-/// Whether a world of this seed has a source. The others are what they were before there were
-/// sources.
+/// Whether a world of this seed has a source. The others are unchanged since before sources were
+/// added.
 pub(super) fn is_in(seed: u64) -> bool {
     seed % 8 == 5
 }
 
-/// Id of a backend of the source.
+/// Returns the id of a backend of the source.
 pub(super) fn name(number: u64) -> String {
     format!("s{number}")
 }
 
-/// Writes until nobody begins anything any more.
+/// Proposes changes until the workload is over.
 pub(super) async fn write(desk: ReplicaHandles) {
     let mut rng = desk.rng(KIND, 0);
     let client = desk.scene.next_client();
@@ -38,7 +38,7 @@ pub(super) async fn write(desk: ReplicaHandles) {
     }
 }
 
-/// No request is for the model of these backends.
+/// Draws a change. No request is for the model of these backends.
 fn discovery(rng: &mut Rng) -> Discovery {
     let number = rng.below(DISCOVERED);
     let mut spec = backend(number, rng.below(2), Some(24));

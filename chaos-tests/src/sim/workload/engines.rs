@@ -1,4 +1,4 @@
-//! Engines as requests see them: what their caches hold, how long they take, and when they fail.
+//! Engines as requests see them: cache contents, latencies and failures.
 
 use std::collections::BTreeMap;
 
@@ -11,25 +11,25 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use crate::sim::node::EPOCH_MS;
 
-/// What separates engines' draws from others under the same seed.
+/// Separates engines' draws from others under the same seed.
 const RNG_LABEL: u64 = 0x656e_6769;
-/// Blocks that a cache holds when nobody says.
+/// Cache capacity in blocks, if none is configured.
 const CAPACITY_BLOCKS: usize = 128;
 
-/// All engines, by address.
+/// All engines, by URL.
 pub struct SimEngines {
     rng: Rng,
     by_url: BTreeMap<String, SimEngine>,
-    /// What they published since the last [`SimEngines::take_published`].
+    /// Messages published since the last [`SimEngines::take_published`].
     published: Vec<PublishedMessage>,
 }
 
 /// A prompt as an engine sees it.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct EnginePrompt<'a> {
-    /// What the router calls its blocks.
+    /// The router's hashes of its blocks.
     pub(super) chain: &'a [BlockHash],
-    /// Of an engine that publishes: what the router calls the blocks of its tokens, and these.
+    /// For an engine that publishes: the router's hashes of its token blocks, and the tokens.
     pub(super) told: Option<(&'a [BlockHash], &'a [u32])>,
 }
 
@@ -37,12 +37,12 @@ pub(super) struct EnginePrompt<'a> {
 #[derive(Debug)]
 struct SimEngine {
     is_up: bool,
-    /// Start of its process, Unix seconds.
+    /// Start of its process, in Unix seconds.
     started_at_s: u64,
-    /// Blocks in its cache, with when each was used last.
+    /// Blocks in its cache, with the time of the last use.
     cached: BTreeMap<BlockHash, u64>,
     uses: u64,
-    /// What it publishes, if it does.
+    /// Its publisher of KV events.
     publisher: PublisherRun,
 }
 
@@ -51,13 +51,13 @@ struct SimEngine {
 pub(super) struct EngineTiming {
     /// Leading blocks found in the cache.
     pub(super) cached_blocks: u64,
-    /// Time to the first token, milliseconds.
+    /// Time to first token, in milliseconds.
     pub(super) first_ms: u64,
-    /// Tokens it makes.
+    /// Output tokens.
     pub(super) output: u64,
-    /// Time between two of them, milliseconds.
+    /// Time between two tokens, in milliseconds.
     pub(super) gap_ms: u64,
-    /// After how many tokens it breaks; `None`: it does not.
+    /// Number of tokens after which the engine breaks; `None` if it does not.
     pub(super) breaks_after: Option<u64>,
 }
 
@@ -73,7 +73,7 @@ impl SimEngine {
         }
     }
 
-    /// Takes a prompt in: answers how many leading blocks were there.
+    /// Adds a prompt to the cache. Returns how many leading blocks it held before.
     fn take(&mut self, chain: &[BlockHash]) -> u64 {
         let found = chain
             .iter()
@@ -98,7 +98,7 @@ impl SimEngine {
 }
 
 impl SimEngines {
-    /// None yet: each is there once it is asked for.
+    /// Creates an empty set; each engine is added on first use.
     #[must_use]
     pub fn new(seed: u64) -> Self {
         Self {
@@ -115,13 +115,13 @@ impl SimEngines {
             .or_insert_with(|| SimEngine::new(url, started_at_s))
     }
 
-    /// Whether it answers, and since when it runs.
+    /// Returns the start time of an engine, or `None` if it is down.
     pub(super) fn look(&mut self, url: &str) -> Option<u64> {
         let engine = self.at(url);
         engine.is_up.then_some(engine.started_at_s)
     }
 
-    /// A request reaches it; `None`: it does not answer.
+    /// Serves a request; `None` if the engine is down.
     pub(super) fn serve(&mut self, url: &str, prompt: EnginePrompt<'_>) -> Option<EngineTiming> {
         let refuses = self.rng.below(40) == 0;
         let output = 1 + self.rng.below(80);
@@ -154,15 +154,15 @@ impl SimEngines {
         })
     }
 
-    /// The run of an engine that answers, and the number of its next message.
+    /// Returns the publisher run of a running engine, and the number of its next message.
     pub(super) fn publisher(&mut self, url: &str) -> Option<(u64, u64)> {
         let engine = self.at(url);
         let run = (engine.started_at_s, engine.publisher.next_seq());
         engine.is_up.then_some(run)
     }
 
-    /// The messages of a run from `seq` on, as far as they are remembered; `None`: the engine is
-    /// gone, or another run of it is there.
+    /// Returns the remembered messages of a run from `seq` on; `None` if the engine is down or
+    /// another run replaced it.
     pub(super) fn messages(&mut self, url: &str, run: u64, seq: u64) -> Option<Vec<(u64, Bytes)>> {
         let engine = self.at(url);
         if !engine.is_up || engine.started_at_s != run {
@@ -172,12 +172,12 @@ impl SimEngines {
         Some(messages.map(|it| (it.seq, it.payload.clone())).collect())
     }
 
-    /// What was published since this was last asked.
+    /// Returns the messages published since the last call.
     pub(super) fn take_published(&mut self) -> Vec<PublishedMessage> {
         std::mem::take(&mut self.published)
     }
 
-    /// An engine goes down, or comes back with an empty cache; answers which.
+    /// Takes an engine down or brings it back with an empty cache. Returns a description.
     pub(super) fn turn(&mut self, now_ms: u64) -> Option<String> {
         let urls: Vec<String> = self.by_url.keys().cloned().collect();
         if urls.is_empty() {
@@ -194,7 +194,7 @@ impl SimEngines {
         Some(url)
     }
 
-    /// All of them answer.
+    /// Brings all engines up.
     pub(super) fn all_up(&mut self) {
         for engine in self.by_url.values_mut() {
             engine.is_up = true;

@@ -1,5 +1,5 @@
-//! The product's own readers of KV events over simulated sockets: connections that break with or
-//! without an error, messages that are lost or duplicated, and replays that end too soon.
+//! Runs the product's own readers of KV events over simulated sockets: connections break with or
+//! without an error, messages are lost or duplicated, and replays end too soon.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -16,16 +16,16 @@ use tokio_util::sync::CancellationToken;
 
 use super::ReplicaHandles;
 
-/// What draws of this kind are told apart by.
+/// Separates the draws of this kind.
 const KIND: u64 = 5;
-/// From one look at an engine's messages to the next.
+/// Interval between two polls of an engine's messages.
 const LOOK_EVERY: Duration = Duration::from_millis(5);
-/// Before an engine is dialled anew.
+/// Pause before an engine is dialled again.
 const DIAL_EVERY: Duration = Duration::from_millis(60);
-/// How long an engine that does not answer is waited for.
+/// How long to wait for an engine that does not respond.
 const SILENCE: Duration = Duration::from_secs(3);
 
-/// Reads what is assigned to this replica, until it goes.
+/// Reads the streams assigned to this replica until it stops.
 pub(super) async fn read(desk: ReplicaHandles) {
     let parts = ReaderParts {
         cluster: Arc::clone(&desk.cluster),
@@ -49,7 +49,7 @@ struct SimSockets {
     rng: Arc<Mutex<Rng>>,
 }
 
-/// One socket's way to an engine.
+/// Connection of one socket to an engine.
 struct SocketRoute {
     desk: ReplicaHandles,
     url: String,
@@ -106,7 +106,7 @@ impl SocketRoute {
         rng.below(of)
     }
 
-    /// One connection; answers whether anybody still listens.
+    /// Follows one connection. Returns whether the receiver still listens.
     async fn follow(&self, queue: &mpsc::Sender<SocketMessage>) -> bool {
         let publisher = self.desk.scene.engines().publisher(&self.url);
         let Some((run, mut next)) = publisher else {
@@ -115,7 +115,7 @@ impl SocketRoute {
         if queue.send(SocketMessage::Connected).await.is_err() {
             return false;
         }
-        // Nothing comes and nothing says so.
+        // Number of further polls whose messages are lost without an error.
         let mut deaf_looks = 0;
         loop {
             tokio::time::sleep(LOOK_EVERY).await;
@@ -134,7 +134,7 @@ impl SocketRoute {
                 }
                 let copies = 1 + u64::from(self.one_in(40));
                 for _ in 0..copies {
-                    // A publisher drops what a subscriber does not fetch.
+                    // A publisher drops messages that a slow subscriber does not fetch.
                     let sent = queue.try_send(SocketMessage::Message(seq, payload.clone()));
                     if let Err(TrySendError::Closed(_)) = sent {
                         return false;

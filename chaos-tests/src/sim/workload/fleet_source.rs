@@ -1,8 +1,8 @@
-//! A source of dozens of engines, and the product's plan for it: every replica looks, the leader
+//! A source of dozens of engines, and the product's plan for it: every replica polls, the leader
 //! acts.
 //!
-//! The source replaces a part of its engines, one after the other; it leaves others out now and then,
-//! and sometimes answers nothing. Replicas that think that they lead act too, as in a cluster whose
+//! The source replaces a part of its engines, one at a time. It omits others now and then, and
+//! sometimes returns nothing. Replicas that believe they lead also act, as in a cluster whose
 //! leader was just cut off.
 
 use std::collections::BTreeMap;
@@ -16,23 +16,23 @@ use state::discovery::{Discovery, EngineCondition, ListedEngine, SourcePlan};
 use super::{ReplicaHandles, operator};
 use crate::oracle::fleet::{self, FLAPPING, ROLLING, SOURCE, STEADY};
 
-/// What draws of this kind are told apart by.
+/// Separates the draws of this kind.
 const KIND: u64 = 10;
-/// From one look to the next.
+/// Interval between two polls.
 const LOOK_EVERY: Duration = Duration::from_millis(150);
-/// From one engine that is replaced to the next.
+/// Interval between two replacements of an engine.
 const ROLL_EVERY_US: u64 = 250_000;
-/// Changes that are made before the source is looked at again.
+/// Maximum number of changes before the source is polled again.
 const CHANGES_AT_ONCE: usize = 32;
-/// Pause while a change that is committed is not applied here yet.
+/// Pause while a committed change is not applied here yet.
 const APPLY_PAUSE: Duration = Duration::from_millis(2);
 
-/// Whether a world of this seed has such a source. The others are what they would be without it.
+/// Whether a world of this seed has such a source. The others are unchanged.
 pub(super) fn is_in(seed: u64) -> bool {
     seed % 8 == 3
 }
 
-/// Follows the source until nobody begins anything any more.
+/// Follows the source until the workload is over.
 pub(super) async fn follow(desk: ReplicaHandles) {
     let mut rng = desk.rng(KIND, 0);
     let client = desk.scene.next_client();
@@ -49,7 +49,7 @@ pub(super) async fn follow(desk: ReplicaHandles) {
     }
 }
 
-/// Follows it on until this replica has what the source tells of in the end, and nothing else of it.
+/// Continues until this replica has exactly the engines that the source lists at the end.
 pub(super) async fn settle(desk: &ReplicaHandles, client: u32) {
     if !is_in(desk.scene.seed) {
         return;
@@ -64,18 +64,17 @@ pub(super) async fn settle(desk: &ReplicaHandles, client: u32) {
     }
 }
 
-/// What became of an answer.
+/// Outcome of a response of the source.
 enum Acted {
-    /// There is more to do, here or at the leader.
+    /// More changes are needed, here or at the leader.
     Going,
-    /// Nothing follows from it.
+    /// No change is needed.
     Settled,
-    /// Nothing of the source was ever taken, and is not now: a member of an earlier build could not
-    /// read it.
+    /// No change was ever accepted, nor is now: a member of an earlier build could not read it.
     Never,
 }
 
-/// Does what follows from an answer, if this replica leads or nothing of the source is there yet.
+/// Acts on a response if this replica leads, or if nothing of the source is registered yet.
 async fn act(desk: &ReplicaHandles, client: u32, told: &[ListedEngine], time: &LogTime) -> Acted {
     let (registry, status) = (desk.view.registry(), desk.cluster.status());
     if !registry.initialised || !status.caught_up {
@@ -105,7 +104,7 @@ async fn act(desk: &ReplicaHandles, client: u32, told: &[ListedEngine], time: &L
     Acted::Going
 }
 
-/// What the source answers to a look.
+/// Returns the source's response to a poll.
 fn told(rng: &mut Rng, now_us: u64) -> Vec<ListedEngine> {
     if rng.below(6) == 0 {
         return Vec::new();
@@ -122,7 +121,7 @@ fn told(rng: &mut Rng, now_us: u64) -> Vec<ListedEngine> {
         .collect()
 }
 
-/// An engine at an address of its own. No request is for its model.
+/// Returns an engine at its own address. No request is for its model.
 fn engine((name, number): (&String, u64)) -> ListedEngine {
     let (high, low) = (number / 250, number % 250);
     let spec = BackendSpec {

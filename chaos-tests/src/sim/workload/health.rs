@@ -1,4 +1,4 @@
-//! Stands in for probes: tells a replica which engines answer, and makes engines fail.
+//! Stands in for probes: reports to a replica which engines are up, and makes engines fail.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -10,11 +10,11 @@ use state::ids::Slot;
 
 use super::ReplicaHandles;
 
-/// From one look to the next.
+/// Interval between two checks.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
-/// What draws of this kind are told apart by.
+/// Separates the draws of this kind.
 const KIND: u64 = 1;
-/// Blocks of an engine's cache, as it says itself.
+/// Cache capacity that an engine reports, in blocks.
 const CAPACITY_BLOCKS: u32 = 128;
 
 struct ProbedBackend {
@@ -22,7 +22,7 @@ struct ProbedBackend {
     url: String,
 }
 
-/// Watches until the replica goes.
+/// Watches the engines until the replica stops.
 pub(super) async fn watch(desk: ReplicaHandles) {
     let mut rng = desk.rng(KIND, 0);
     let mut roster = SlotTable::new(Arc::clone(&desk.backends));
@@ -40,7 +40,7 @@ pub(super) async fn watch(desk: ReplicaHandles) {
                 continue;
             };
             watched.stay.passed();
-            // The leader tells the others, and tells it anew when the engine is another one.
+            // The leader reports engines to the others, again after a restart of an engine.
             let status = desk.cluster.status();
             if status.leader == Some(status.id)
                 && told.insert(slot, started_at_s) != Some(started_at_s)

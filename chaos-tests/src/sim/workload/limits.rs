@@ -1,5 +1,4 @@
-//! A user of a healed cluster who asks for more than its limits allow, waits a window and asks
-//! again.
+//! A user of a healed cluster who exceeds its limits, waits for a window and asks again.
 
 use std::time::Duration;
 
@@ -11,17 +10,17 @@ use super::chat::ask_as;
 use super::wait::OVER_LIMIT;
 use super::{ReplicaHandles, operator};
 
-/// What draws of this kind are told apart by.
+/// Separates the draws of this kind.
 const KIND: u64 = 6;
-/// The user's window, milliseconds.
+/// The user's window, in milliseconds.
 const WINDOW_MS: u32 = 1000;
-/// Requests it takes at most until the user is over its limit of one.
+/// Maximum requests until the user exceeds its limit of one.
 const REQUESTS_MAX: u32 = 5;
-/// What the log may take beside the window to tell what was used; and for how long replicated time
-/// may stand after clocks were set right: until the stamps agree, and what a stamp may be late.
+/// Time in addition to the window until usage is in the log. Includes the pause of replicated time
+/// after clocks are corrected: until the stamps agree, plus the allowed lateness of a stamp.
 const LAG: Duration = Duration::from_millis(1000 + UNANIMOUS_MS + STAMP_LATE_MS_MAX);
 
-/// Blames the cluster where the user is refused still. I51.
+/// Reports an error if the user is still refused after its window (I51).
 pub(super) async fn wait_out(desk: &ReplicaHandles, client: u32) {
     let mut rng = desk.rng(KIND, 0);
     let user = format!("waits-{}", desk.run.replica);
@@ -40,7 +39,7 @@ pub(super) async fn wait_out(desk: &ReplicaHandles, client: u32) {
             break;
         }
     }
-    // With no backend nothing is used, and slow ones take longer than the window.
+    // Without a backend nothing is used, and slow backends take longer than the window.
     if requests == REQUESTS_MAX {
         desk.scene.count("over its limit", "never");
         return;

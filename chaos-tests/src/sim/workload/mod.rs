@@ -1,8 +1,7 @@
 //! The workload of a run: clients, operators and engines.
 //!
-//! Each client lives in the process of the replica it talks to and dies with it: what it had not
-//! been told by then it does not know. Engines outlive replicas. What clients did and were told is
-//! recorded in the history.
+//! Each client runs in the process of its replica and dies with it, so it does not know later
+//! results. Engines outlive replicas. The history records what clients requested and were told.
 
 mod chat;
 mod crowd;
@@ -38,32 +37,32 @@ use super::plan::WorldPlan;
 use super::trace::Trace;
 use crate::oracle::observation::ReplicaRun;
 
-/// Backends there are names for.
+/// Number of backend names.
 const BACKENDS: u64 = 6;
-/// Backends registered at the beginning.
+/// Number of backends registered at the beginning.
 const FIRST_BACKENDS: u64 = 3;
-/// Users.
+/// Number of users.
 const USERS: u64 = 6;
-/// API keys that are created and revoked; an id that was revoked is not given again.
+/// Number of API keys that are created and revoked; the id of a revoked key is not reused.
 const API_KEYS: u64 = 24;
 
-/// A change of the membership that somebody asks for.
+/// A requested change of the membership.
 #[derive(Debug, Clone, Copy)]
 pub enum MembershipChange {
-    /// Make a learner a voter.
+    /// Promotes a learner to voter.
     Promote(ReplicaId),
-    /// Remove a member.
+    /// Removes a member.
     Remove(ReplicaId),
-    /// Hand leadership over.
+    /// Transfers leadership.
     Transfer(Option<ReplicaId>),
-    /// Take a snapshot.
+    /// Takes a snapshot.
     Snapshot,
 }
 
-/// How often something ended how.
+/// Number of operations by kind and outcome.
 pub type OutcomeCounts = BTreeMap<(&'static str, &'static str), u64>;
 
-/// What all share who live in this world.
+/// State shared by the whole workload of a world.
 #[derive(Clone)]
 pub struct WorkloadContext {
     pub(super) time: SimTime,
@@ -72,17 +71,17 @@ pub struct WorkloadContext {
     pub(super) engines: Arc<Mutex<SimEngines>>,
     seed: u64,
     clients: u8,
-    /// Nobody begins anything any more.
+    /// Whether no new work may begin.
     is_over: Arc<AtomicBool>,
     outcomes: Arc<Mutex<OutcomeCounts>>,
-    /// Replicas that are members no more.
+    /// Replicas that are no longer members.
     removed: Arc<Mutex<Vec<u8>>>,
     last_client: Arc<Mutex<u32>>,
     waiting: wait::PendingWaits,
 }
 
 impl WorkloadContext {
-    /// An empty one.
+    /// Creates an empty workload.
     #[must_use]
     pub fn new(plan: &WorldPlan, time: SimTime, ledger: RecordKeeper, trace: Trace) -> Self {
         Self {
@@ -123,7 +122,7 @@ impl WorkloadContext {
     }
 }
 
-/// Everybody's handles of one replica.
+/// Handles of one replica for its clients.
 #[derive(Clone)]
 struct ReplicaHandles {
     scene: WorkloadContext,
@@ -136,7 +135,7 @@ struct ReplicaHandles {
 }
 
 impl ReplicaHandles {
-    /// A stream of draws of its own for the `number`th of a kind.
+    /// Returns the separate random stream of the `number`th client of a kind.
     fn rng(&self, kind: u64, number: u64) -> Rng {
         let run = u64::from(self.run.number) << 8 | u64::from(self.run.replica.0);
         Rng::new(self.scene.seed, kind << 48 | number << 40 | run)
@@ -147,13 +146,13 @@ impl ReplicaHandles {
     }
 }
 
-/// Brings clients and operators to replicas that come up.
+/// Starts clients and operators at replicas that come up.
 pub struct WorkloadDriver {
     scene: WorkloadContext,
 }
 
 impl WorkloadDriver {
-    /// With nobody on it.
+    /// Creates a driver without clients.
     #[must_use]
     pub fn new(scene: WorkloadContext) -> Self {
         Self { scene }
@@ -171,7 +170,7 @@ impl WorkloadDriver {
         }
     }
 
-    /// A replica has come up.
+    /// Starts the workload of a replica that has come up.
     pub(super) fn enter(&self, run: ReplicaRun, core: &ReplicaCore, handle: &Handle) {
         let desk = self.desk(run, core);
         handle.spawn(health::watch(desk.clone()));
@@ -195,7 +194,7 @@ impl WorkloadDriver {
         }
     }
 
-    /// Asks for a change of the membership.
+    /// Requests a change of the membership.
     pub(super) fn change(
         &self,
         cluster: Arc<dyn Cluster>,
@@ -234,7 +233,7 @@ impl WorkloadDriver {
         });
     }
 
-    /// Replicas that were removed since the last look.
+    /// Returns the replicas removed since the last call.
     pub(super) fn take_removed(&self) -> Vec<u8> {
         let mut removed = self
             .scene
@@ -244,7 +243,7 @@ impl WorkloadDriver {
         std::mem::take(&mut *removed)
     }
 
-    /// Has a replica read everything there is, after the last write; tells when it has.
+    /// Reads every key at a replica, runs the final checks, and then sets the returned flag.
     pub(super) fn read_all(
         &self,
         run: ReplicaRun,
@@ -265,29 +264,29 @@ impl WorkloadDriver {
         is_done
     }
 
-    /// Nobody begins anything any more.
+    /// Stops new work.
     pub(super) fn close(&self) {
         self.scene.is_over.store(true, Ordering::Relaxed);
         self.scene.engines().all_up();
     }
 
-    /// How often something ended how.
+    /// Returns the number of operations by kind and outcome.
     pub(super) fn outcomes(&self) -> OutcomeCounts {
         let outcomes = self.scene.outcomes.lock();
         outcomes.unwrap_or_else(PoisonError::into_inner).clone()
     }
 }
 
-/// The backends of the beginning.
+/// Returns the initial backends.
 fn first_backends() -> Vec<BackendSpec> {
     (0..FIRST_BACKENDS)
         .map(|number| backend(number, 0, Some(96)))
         .collect()
 }
 
-/// A backend; another `life` is another address.
+/// Returns a backend; each `life` has another address.
 fn backend(number: u64, life: u64, capacity_blocks: Option<u32>) -> BackendSpec {
-    // Every other one publishes its KV events: it serves one model, as blocks are told of one.
+    // Every other backend publishes KV events. It serves one model, because events name one.
     let publishes = number % 2 == 1;
     let models: &[&str] = match number % 3 {
         _ if publishes => &["m0"],
@@ -309,7 +308,7 @@ fn backend(number: u64, life: u64, capacity_blocks: Option<u32>) -> BackendSpec 
 }
 
 fn user(rng: &mut Rng) -> String {
-    // A few have most.
+    // A few users send most of the requests.
     let number = rng.below(USERS).min(rng.below(USERS));
     format!("u{number}")
 }

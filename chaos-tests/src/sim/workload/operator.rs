@@ -1,4 +1,4 @@
-//! An operator who changes what is replicated: backends, policies, admission, users.
+//! An operator who changes replicated settings: backends, policies, admission, users.
 
 use api::ports::ProposeError;
 use lab::rng::Rng;
@@ -17,12 +17,12 @@ use super::{API_KEYS, BACKENDS, ReplicaHandles, backend, first_backends, think, 
 use crate::oracle::history::{Action, OperationResult};
 use crate::oracle::observation::ReplicaRun;
 
-/// What draws of this kind are told apart by.
+/// Separates the draws of this kind.
 const KIND: u64 = 3;
-/// Pause between two writes, on average, milliseconds.
+/// Mean pause between two writes, in milliseconds.
 const THINK_MS: u64 = 500;
 
-/// Writes until nobody begins anything any more.
+/// Writes until the workload is over.
 pub(super) async fn write(desk: ReplicaHandles) {
     let mut rng = desk.rng(KIND, 0);
     let client = desk.scene.next_client();
@@ -48,7 +48,7 @@ pub(super) async fn write(desk: ReplicaHandles) {
     }
 }
 
-/// Has a command written; `None`: it is not known to be.
+/// Submits a command. `None` if it is not known to be committed.
 pub(super) async fn submit(
     desk: &ReplicaHandles,
     client: u32,
@@ -106,8 +106,8 @@ fn name(command: &Command) -> &'static str {
     }
 }
 
-/// `is_plain`: nothing is charged by predictions or by the log, so that what is charged ahead can
-/// be told from outside.
+/// Draws a command. With `is_plain`, nothing is charged by predictions or by the log, so that
+/// advances can be checked from outside.
 fn command(rng: &mut Rng, is_plain: bool, view: &StateView) -> Command {
     match rng.below(24) {
         0..=5 => {
@@ -155,7 +155,7 @@ fn command(rng: &mut Rng, is_plain: bool, view: &StateView) -> Command {
     }
 }
 
-/// For good if the key is known here: every member is then known to read that.
+/// Ends a key if it is known here (then every member can read the command), otherwise revokes it.
 fn revoke(id: ApiKeyId, view: &StateView) -> Command {
     match view.keys().get(id) {
         Some(_) => Command::EndKey { id },
@@ -163,7 +163,7 @@ fn revoke(id: ApiKeyId, view: &StateView) -> Command {
     }
 }
 
-/// A key with a secret of its own.
+/// Returns a key with its own secret.
 fn api_key(rng: &mut Rng) -> ApiKeySpec {
     let secret = secret(rng);
     ApiKeySpec {
@@ -181,7 +181,7 @@ pub(super) fn secret(rng: &mut Rng) -> SecretHash {
     SecretHash(secret)
 }
 
-/// A budget that nobody uses up, or none, and sometimes a weight.
+/// Draws an unreachable budget or none, and sometimes a weight.
 fn plan(rng: &mut Rng) -> UserChanges {
     let tokens = [None, Some(1 << 40), Some(1 << 41)];
     let budget = Budget {
@@ -196,7 +196,7 @@ fn plan(rng: &mut Rng) -> UserChanges {
     }
 }
 
-/// Half of those who get limits get a weight with them.
+/// Half of the users with limits also get a weight.
 fn limit(name: String, limits: UserLimits) -> Command {
     if limits.tokens.is_some() || limits.window_ms.is_some() {
         let weight_milli = 2000;

@@ -1,8 +1,7 @@
-//! An operator who plans what users may use: budgets that are used up, defaults, keys with other
+//! An operator who sets what users may use: budgets that are used up, defaults, keys with other
 //! secrets.
 //!
-//! It is there in every fifth seed, and draws by itself: worlds without it are as they would be if
-//! there were none.
+//! It is present in every fifth seed and draws separately, so that other worlds are unchanged.
 
 use lab::rng::Rng;
 use state::budgets::Budget;
@@ -11,19 +10,19 @@ use state::ids::ApiKeyId;
 
 use super::{API_KEYS, ReplicaHandles, operator, think, user};
 
-/// What draws of this kind are told apart by.
+/// Separates the draws of this kind.
 const KIND: u64 = 8;
-/// It is there in one of so many seeds.
+/// It is present in one of this many seeds.
 const SEEDS: u64 = 5;
-/// Pause between two writes, on average, milliseconds.
+/// Mean pause between two writes, in milliseconds.
 const THINK_MS: u64 = 300;
 
-/// Whether it is there in the world of a seed.
+/// Whether it is present in the world of a seed.
 pub(super) fn is_in(seed: u64) -> bool {
     seed.is_multiple_of(SEEDS)
 }
 
-/// Writes until nobody begins anything any more.
+/// Writes until the workload is over.
 pub(super) async fn write(desk: ReplicaHandles) {
     let mut rng = desk.rng(KIND, 0);
     let client = desk.scene.next_client();
@@ -50,7 +49,7 @@ fn command(rng: &mut Rng) -> Command {
     }
 }
 
-/// A budget, of which some are used up soon, or none, and sometimes a weight.
+/// Draws a budget, some of which are soon used up, or none, and sometimes a weight.
 fn plan(rng: &mut Rng) -> UserChanges {
     let day = [None, Some(200), Some(2000), Some(1 << 40)];
     let month = [None, Some(5000), Some(1 << 41)];
@@ -66,7 +65,7 @@ fn plan(rng: &mut Rng) -> UserChanges {
     }
 }
 
-/// A budget that nobody uses up: whoever asks a healed cluster has it too.
+/// Draws an unreachable budget, because it also applies to the clients of a healed cluster.
 fn defaults(rng: &mut Rng) -> UserDefaults {
     UserDefaults {
         weight_milli: [500, 1000, 2000][rng.below(3) as usize],

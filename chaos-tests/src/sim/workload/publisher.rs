@@ -1,5 +1,5 @@
-//! The KV events of an engine: its cache as a tree of blocks, what it publishes of it, and what it
-//! remembers of that. Payloads are vLLM's msgpack by position, as engines up to 0.27 write them.
+//! The KV events of an engine: its cache as a tree of blocks, the messages it publishes, and those
+//! it remembers. Payloads are vLLM's positional msgpack, as written by engines up to 0.27.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
@@ -11,17 +11,17 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use crate::sim::plan::BLOCK_SIZE;
 
-/// Messages that are repeated when asked for: few, so that a reader that is away for long loses
-/// some.
+/// Maximum number of messages that can be replayed: few, so that a reader that is away for long
+/// loses some.
 const REMEMBERED_MESSAGES_MAX: usize = 40;
-/// Blocks of the cache.
+/// Cache capacity, in blocks.
 const CAPACITY_BLOCKS: usize = 60;
 const WRITES: &str = "writing to memory does not fail";
 
 /// One run of an engine's publisher.
 #[derive(Debug)]
 pub(super) struct PublisherRun {
-    /// What tells its hashes and payloads from those of other runs.
+    /// Distinguishes its hashes and payloads from those of other runs.
     salt: u64,
     cached: BTreeMap<BlockHash, CachedBlock>,
     uses: u64,
@@ -34,7 +34,7 @@ pub(super) struct PublisherRun {
 pub(super) struct PublishedMessage {
     pub(super) seq: u64,
     pub(super) payload: Bytes,
-    /// All that is cached from there on.
+    /// All cached blocks after the message.
     pub(super) cached: Arc<BTreeSet<BlockHash>>,
 }
 
@@ -46,7 +46,7 @@ struct CachedBlock {
 }
 
 impl PublisherRun {
-    /// A run with an empty cache.
+    /// Creates a run with an empty cache.
     pub(super) fn new(salt: u64) -> Self {
         Self {
             salt,
@@ -57,18 +57,18 @@ impl PublisherRun {
         }
     }
 
-    /// The number of the next message.
+    /// Returns the number of the next message.
     pub(super) fn next_seq(&self) -> u64 {
         self.next_seq
     }
 
-    /// The messages from `seq` on that are remembered.
+    /// Returns the remembered messages from `seq` on.
     pub(super) fn since(&self, seq: u64) -> impl Iterator<Item = &PublishedMessage> {
         self.messages.iter().filter(move |it| it.seq >= seq)
     }
 
-    /// Takes a prompt in, and publishes what that changes; answers how many leading blocks were
-    /// there, and the message. `chain` is what the router calls the blocks of `ids`.
+    /// Adds a prompt to the cache and publishes the change. Returns how many leading blocks it held
+    /// before, and the message. `chain` holds the router's hashes of the blocks of `ids`.
     pub(super) fn take(
         &mut self,
         chain: &[BlockHash],
@@ -119,7 +119,7 @@ impl PublisherRun {
         self.publish(&[event])
     }
 
-    /// The least recently used block that no other follows and that is not `kept`.
+    /// Evicts the least recently used block that has no successor and is not `kept`.
     fn evict(&mut self, kept: Option<BlockHash>) -> Option<BlockHash> {
         let free = self.cached.iter();
         let free = free.filter(|(hash, it)| it.children == 0 && Some(**hash) != kept);
@@ -134,7 +134,7 @@ impl PublisherRun {
     fn publish(&mut self, events: &[Vec<u8>]) -> PublishedMessage {
         let mut payload = Vec::new();
         pack::write_array_len(&mut payload, 3).expect(WRITES);
-        // No two payloads are equal.
+        // Makes every payload unique.
         let at_s = (self.salt % 1_000_000_007) as f64 + self.next_seq as f64 / 1e4;
         pack::write_f64(&mut payload, at_s).expect(WRITES);
         let length = u32::try_from(events.len()).expect("a prompt has few blocks");
@@ -185,7 +185,7 @@ impl PublisherRun {
         event
     }
 
-    /// What the engine calls a block.
+    /// Returns the engine's own hash of a block.
     fn name(&self, hash: BlockHash) -> u64 {
         xxh3_64_with_seed(&hash.0.to_le_bytes(), self.salt)
     }

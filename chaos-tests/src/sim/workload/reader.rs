@@ -1,4 +1,4 @@
-//! A reader who must see everything that was committed when it asked.
+//! A reader that must see everything committed before its call.
 
 use lab::rng::Rng;
 use state::ids::{ApiKeyId, LogIndex};
@@ -8,12 +8,12 @@ use super::{API_KEYS, BACKENDS, ReplicaHandles, USERS, think};
 use crate::oracle::history::{Action, OperationResult};
 use crate::oracle::register::RegisterKey;
 
-/// What draws of this kind are told apart by.
+/// Separates the draws of this kind.
 const KIND: u64 = 4;
-/// Pause between two reads, on average, milliseconds.
+/// Mean pause between two reads, in milliseconds.
 const THINK_MS: u64 = 400;
 
-/// Reads until nobody begins anything any more.
+/// Reads until the workload is over.
 pub(super) async fn read(desk: ReplicaHandles) {
     let mut rng = desk.rng(KIND, 0);
     let client = desk.scene.next_client();
@@ -61,7 +61,7 @@ async fn look(desk: &ReplicaHandles, client: u32, key: RegisterKey) {
     });
 }
 
-/// Everything that can be read as a whole.
+/// Returns all keys that can be read as a whole.
 pub(in crate::sim) fn keys() -> Vec<RegisterKey> {
     let mut keys = drawn_keys();
     keys.extend([RegisterKey::DefaultLimits, RegisterKey::UserDefaults]);
@@ -69,8 +69,8 @@ pub(in crate::sim) fn keys() -> Vec<RegisterKey> {
     keys
 }
 
-/// What is read again and again. What came later is not drawn, as another number of keys would make
-/// another world of every seed.
+/// Returns the keys that are read repeatedly. Keys added later are not drawn, because another
+/// number of keys would change the world of every seed.
 fn drawn_keys() -> Vec<RegisterKey> {
     let backends = (0..BACKENDS).map(|number| RegisterKey::Backend(format!("b{number}")));
     let users = (0..USERS).map(|number| format!("u{number}"));

@@ -1,4 +1,4 @@
-//! Waiting for a turn, and that it ends with who waits. I64.
+//! Waits for admission, and checks that a wait ends when its client leaves (I64).
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -13,23 +13,23 @@ use tokio::time::timeout;
 use super::ReplicaHandles;
 use crate::oracle::observation::ReplicaRun;
 
-/// How ended the wait of a client that gave up.
+/// Outcome of a client that gave up waiting.
 pub(super) const GAVE_UP: &str = "impatient";
 
-/// How a request ended for which there was no place in the queue, one that would have waited for
-/// too long, and one that did.
+/// Outcomes of a request for which the queue was full, the expected wait too long, or the actual
+/// wait too long.
 pub(super) const QUEUE_FULL: &str = "queue-full";
 pub(super) const TOO_LATE: &str = "too-late";
 pub(super) const WAITED_TOO_LONG: &str = "waited-too-long";
-/// How a request ended that its user's limits did not allow.
+/// Outcome of a request that exceeded its user's limits.
 pub(super) const OVER_LIMIT: &str = "over-limit";
 
-/// Requests for which clients wait, by the run that they asked.
+/// Number of requests that clients wait for, by run.
 #[derive(Debug, Clone, Default)]
 pub(super) struct PendingWaits(Arc<Mutex<BTreeMap<ReplicaRun, usize>>>);
 
 impl PendingWaits {
-    /// One more, or one less; answers how many there are then.
+    /// Changes the number and returns the new one.
     fn change(&self, run: ReplicaRun, by: isize) -> usize {
         let mut runs = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let waiting = runs.entry(run).or_default();
@@ -38,15 +38,15 @@ impl PendingWaits {
     }
 }
 
-/// Waits for a turn for so long. Who has left must not keep a place in the queue: it would be sent
-/// to an engine, or keep others from being.
+/// Waits for admission for a limited time. A client that left must not keep a place in the queue:
+/// its request would reach an engine, or block others.
 pub(super) async fn admitted<C: AdmissionRequest>(
     desk: &ReplicaHandles,
     request: &Arc<C>,
     excluded: &[Slot],
     patience: Duration,
 ) -> Result<Admitted, &'static str> {
-    // Nothing passes between this look and that of the admission.
+    // No time passes between this check and that of admission.
     let is_used_up = excluded.is_empty() && is_budget_used_up(desk, &**request);
     desk.scene.waiting.change(desk.run, 1);
     let admitted = timeout(patience, desk.admission.admit(request, excluded)).await;
@@ -72,8 +72,7 @@ pub(super) async fn admitted<C: AdmissionRequest>(
     }
 }
 
-/// Whether the applied state has no budget left for whoever asks, by the clock that admission goes
-/// by.
+/// Whether the applied state has no budget left for the user, by the clock that admission uses.
 fn is_budget_used_up<C: AdmissionRequest>(desk: &ReplicaHandles, request: &C) -> bool {
     let asked = request.ask(&[]);
     let user = user_key(desk.view.registry().hash_seed, asked.user.as_str());
@@ -82,7 +81,7 @@ fn is_budget_used_up<C: AdmissionRequest>(desk: &ReplicaHandles, request: &C) ->
     quota.check_budget(unix_ms, &PendingUse::default()).is_err()
 }
 
-/// Blames a replica that lets somebody in whose budget is used up. I106.
+/// Reports an error if a replica admits a user whose budget is used up (I106).
 fn judge_used_up(desk: &ReplicaHandles, admitted: Option<&Result<Admitted, AdmissionRejection>>) {
     match admitted {
         Some(Err(AdmissionRejection::OverLimit(_))) => desk.scene.count("budget", "used up"),

@@ -1,7 +1,7 @@
-//! Answers in vLLM's shapes: chat and text completions, whole or as server-sent events, and errors.
-//!
-//! The shapes are those of a vLLM 0.32 server on the wire. Streams are written by hand: the model
-//! says a word per step, and a JSON tree per word would cost more than the model.
+//! Responses in vLLM's formats: chat and text completions, unary or as server-sent events, and
+//! errors.
+//! The formats match those of a vLLM 0.32 server. Streams are formatted by hand: a JSON tree per
+//! word would cost more than the model.
 
 use std::convert::Infallible;
 use std::fmt::Write as _;
@@ -16,7 +16,7 @@ use super::driver::{Latest, RequestGuard};
 use super::model::Finish;
 use super::text::words;
 
-/// Which of the two completion endpoints answers.
+/// Completion endpoint.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum CompletionKind {
     /// `/v1/chat/completions`.
@@ -25,12 +25,12 @@ pub(super) enum CompletionKind {
     Text,
 }
 
-/// What an answer says beside its words.
+/// Properties of a response besides its words.
 #[derive(Debug, Clone)]
 pub(super) struct AnswerHeader {
     /// Request id, with its prefix.
     pub id: String,
-    /// Unix time in seconds.
+    /// Unix time, in seconds.
     pub created_s: u64,
     /// Served model name.
     pub model: String,
@@ -40,17 +40,17 @@ pub(super) struct AnswerHeader {
     pub prompt_tokens: u32,
 }
 
-/// Which usage a stream tells: `stream_options`.
+/// `stream_options`: usage that a stream reports.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) struct UsageOptions {
-    /// A last chunk with the usage of the whole.
+    /// Whether a last chunk has the usage of the whole response.
     pub include: bool,
-    /// A running usage on every chunk.
+    /// Whether every chunk has the usage so far.
     pub continuous: bool,
 }
 
 impl CompletionKind {
-    /// The whole answer.
+    /// Returns the unary response.
     #[must_use]
     pub(super) fn whole(self, header: &AnswerHeader, end: Latest) -> Value {
         let text = words(header.voice, 0, end.output_tokens);
@@ -113,13 +113,13 @@ fn reason(finish: Finish) -> &'static str {
     }
 }
 
-/// Writes an answer as server-sent events.
+/// Formats a response as server-sent events.
 pub(super) trait AnswerWriter {
-    /// The events that tell everything between what was written and `latest`.
+    /// Returns the events for everything between the last call and `latest`.
     fn write(&mut self, latest: Latest) -> Bytes;
 }
 
-/// An answer as server-sent events, made as the model goes. Dropping it aborts the request.
+/// A response as server-sent events, produced as the model runs. Dropping it aborts the request.
 #[derive(Debug)]
 pub(super) struct AnswerStream<W> {
     ticket: RequestGuard,
@@ -128,7 +128,7 @@ pub(super) struct AnswerStream<W> {
 }
 
 impl<W> AnswerStream<W> {
-    /// The answer to `ticket`'s request.
+    /// Creates the response to the request of `ticket`.
     #[must_use]
     pub(super) fn new(ticket: RequestGuard, writer: W) -> Self {
         Self {
@@ -153,19 +153,19 @@ impl<W: AnswerWriter + Unpin> Stream for AnswerStream<W> {
     }
 }
 
-/// Writes the events of a completion.
+/// Formats the events of a completion.
 #[derive(Debug)]
 pub(super) struct CompletionEvents {
     heading: AnswerHeader,
     kind: CompletionKind,
     usage: UsageOptions,
-    /// What every chunk begins with, up to its `choices`.
+    /// Beginning of every chunk, up to its `choices`.
     opening: String,
     sent: u32,
 }
 
 impl CompletionEvents {
-    /// Of an answer of which nothing is written yet.
+    /// Creates a writer of a response that has not started.
     #[must_use]
     pub(super) fn new(heading: AnswerHeader, kind: CompletionKind, usage: UsageOptions) -> Self {
         let object = match kind {
@@ -219,7 +219,7 @@ impl AnswerWriter for CompletionEvents {
         }
         let text = words(self.heading.voice, self.sent, latest.output_tokens);
         out.push_str(&self.opening);
-        // The words are lower-case letters and spaces: they need no escaping.
+        // Words are lower-case letters and spaces, so they need no escaping.
         let _ = match self.kind {
             CompletionKind::Chat => write!(
                 out,
@@ -250,7 +250,7 @@ impl AnswerWriter for CompletionEvents {
     }
 }
 
-/// An error in vLLM's shape.
+/// Returns an error in vLLM's format.
 #[must_use]
 pub(super) fn error_body(status: u16, message: &str, param: Option<&str>) -> Value {
     let kind = match status {

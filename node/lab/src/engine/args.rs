@@ -1,4 +1,4 @@
-//! `quorate engine`: the flags, and an engine that runs until it is told to stop.
+//! `quorate engine`: its flags, and running an engine until a signal.
 
 use std::net::SocketAddr;
 use std::process::ExitCode;
@@ -190,7 +190,7 @@ impl From<EngineArgs> for EngineOptions {
 /// Serves until SIGTERM or SIGINT. Prints the address once it is bound.
 ///
 /// # Errors
-/// When the address cannot be bound, or signals cannot be listened for.
+/// If the address cannot be bound, or signals cannot be handled.
 pub async fn run(args: EngineArgs) -> anyhow::Result<ExitCode> {
     let listen = args.listen;
     let mut terminate = signal(SignalKind::terminate()).context("listen for SIGTERM")?;

@@ -1,14 +1,13 @@
-//! The block pool of a vLLM v1 engine: which blocks a prompt finds, takes, and leaves behind.
+//! The block pool of a vLLM v1 engine: which blocks a prompt hits, takes, and leaves behind.
 //!
 //! Source: vLLM `v1/core/block_pool.py`, `kv_cache_manager.py` and
-//! `single_type_kv_cache_manager.py`. Blocks carry a reference count; those without a reference
-//! wait in a queue, still cached, from whose head new blocks are taken (that is the eviction) and
-//! to whose tail a finished request appends its blocks in reverse, so that the deepest go first.
-//! Blocks that hold nothing findable go to the head instead (vLLM 0.24 and later). Full blocks
-//! only; one hash may live in several physical blocks, for a prompt of exactly `k` blocks computes
-//! its last block anew. Block 0 is set aside at the start, as vLLM's null block is.
-//!
-//! What enters and leaves the cache is noted as [`BlockEvent`]s, in the order vLLM publishes them.
+//! `single_type_kv_cache_manager.py`. Blocks have a reference count. Blocks without a reference
+//! wait in a free queue, still cached. New blocks are taken from its head, which evicts their
+//! content. A finished request appends its blocks to the tail in reverse, so that the deepest are
+//! evicted first. Blocks without a hash go to the head instead (vLLM 0.24 and later). Only full
+//! blocks are cached. One hash may be in several physical blocks, because a prompt of exactly `k`
+//! blocks recomputes its last block. Block 0 is reserved, like vLLM's null block. Changes of the
+//! cache are recorded as [`BlockEvent`]s, in vLLM's order.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -17,22 +16,22 @@ use super::text::EngineHash;
 
 const NONE: u32 = u32::MAX;
 
-/// A change of what the cache holds, as vLLM's KV events tell it.
+/// A change of the cache, as in vLLM's KV events.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum BlockEvent {
-    /// Blocks became full and can be found from here on.
+    /// Blocks became full and can be hit from now on.
     Stored {
         /// Their chained hashes, in prompt order.
         hashes: Vec<EngineHash>,
-        /// The hash before the first of them; `None` at the start of a prompt.
+        /// Hash of the block before the first; `None` at the start of a prompt.
         parent: Option<EngineHash>,
     },
     /// One physical block was taken for other content.
     Removed {
-        /// What it held. Another copy may still be there.
+        /// Hash of its old content. Another copy may still exist.
         hash: EngineHash,
     },
-    /// Everything was forgotten.
+    /// The whole cache was reset.
     Cleared,
 }
 
@@ -41,7 +40,7 @@ pub enum BlockEvent {
 struct Block {
     references: u32,
     hash: Option<EngineHash>,
-    /// The next physical block under the same hash.
+    /// Next physical block with the same hash.
     next_copy: u32,
     /// Neighbours in the free queue; meaningless outside it.
     previous: u32,
@@ -53,7 +52,7 @@ struct Block {
 pub struct BlockPool {
     block_tokens: u32,
     blocks: Vec<Block>,
-    /// The first physical block of each cached hash.
+    /// First physical block of each cached hash.
     cached: HashMap<EngineHash, u32>,
     head: u32,
     tail: u32,
@@ -61,36 +60,36 @@ pub struct BlockPool {
     events: Vec<BlockEvent>,
 }
 
-/// The blocks one request holds, in prompt order.
+/// Blocks that a request holds, in prompt order.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct HeldBlocks {
     blocks: Vec<u32>,
-    /// How many of them are registered in the cache.
+    /// Number of them that are registered in the cache.
     registered: usize,
 }
 
 impl HeldBlocks {
-    /// Blocks held.
+    /// Returns the number of blocks held.
     #[must_use]
     pub fn len(&self) -> usize {
         self.blocks.len()
     }
 
-    /// Whether none is held.
+    /// Whether the request holds no block.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.blocks.is_empty()
     }
 }
 
-/// A prompt's cached beginning, found but not yet taken.
+/// Cached prefix of a prompt, found but not yet taken.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct PrefixHit {
     blocks: Vec<u32>,
 }
 
 impl PrefixHit {
-    /// Tokens that need not be computed.
+    /// Returns the number of tokens that need not be computed.
     #[must_use]
     pub fn tokens(&self, pool: &BlockPool) -> u32 {
         count(self.blocks.len()) * pool.block_tokens
@@ -98,10 +97,10 @@ impl PrefixHit {
 }
 
 impl BlockPool {
-    /// An empty pool of `blocks` blocks of `block_tokens` tokens.
+    /// Creates an empty pool of `blocks` blocks of `block_tokens` tokens.
     ///
     /// # Panics
-    /// When there are fewer than two blocks, or they are empty.
+    /// If `blocks` is less than two or `block_tokens` is zero.
     #[must_use]
     pub fn new(blocks: u32, block_tokens: u32) -> Self {
         assert!(
@@ -130,31 +129,31 @@ impl BlockPool {
         pool
     }
 
-    /// Tokens per block.
+    /// Returns the number of tokens per block.
     #[must_use]
     pub fn block_tokens(&self) -> u32 {
         self.block_tokens
     }
 
-    /// Blocks that requests can hold: all but the one set aside.
+    /// Returns the number of blocks that requests can hold: all but the reserved one.
     #[must_use]
     pub fn usable_blocks(&self) -> u32 {
         count(self.blocks.len()) - 1
     }
 
-    /// Blocks without a reference.
+    /// Returns the number of blocks without a reference.
     #[must_use]
     pub fn free_blocks(&self) -> u32 {
         self.free
     }
 
-    /// Distinct hashes that can be found.
+    /// Returns the number of distinct cached hashes.
     #[must_use]
     pub fn cached_hashes(&self) -> usize {
         self.cached.len()
     }
 
-    /// The longest cached beginning of a sequence of `tokens` tokens. The last token is always
+    /// Finds the longest cached prefix of a sequence of `tokens` tokens. The last token is always
     /// computed, so at most `tokens - 1` hit.
     #[must_use]
     pub fn find(&self, hashes: &[EngineHash], tokens: u32) -> PrefixHit {
@@ -165,8 +164,8 @@ impl BlockPool {
         }
     }
 
-    /// Makes room for a request's first `tokens` tokens, taking `hit` into it when it holds nothing
-    /// yet. Takes nothing and answers false when there are not enough free blocks.
+    /// Allocates blocks for a request's first `tokens` tokens; `hit` is used if it holds none yet.
+    /// Returns `false` and takes nothing if too few blocks are free.
     pub fn allocate(&mut self, held: &mut HeldBlocks, hit: &PrefixHit, tokens: u32) -> bool {
         assert!(
             hit.blocks.is_empty() || held.is_empty(),
@@ -193,8 +192,8 @@ impl BlockPool {
         true
     }
 
-    /// Registers those of a request's blocks that `tokens` scheduled tokens fill and whose content
-    /// is known (`hashes`). Answers which, when there are any: a [`BlockEvent::Stored`] tells them.
+    /// Registers the request's blocks that `tokens` scheduled tokens fill and whose hashes are
+    /// known. Returns their range, if any, and records a [`BlockEvent::Stored`].
     pub fn register(
         &mut self,
         held: &mut HeldBlocks,
@@ -219,7 +218,7 @@ impl BlockPool {
         Some(new)
     }
 
-    /// Forgets what is cached. Not while a request holds a block: answers whether it did.
+    /// Resets the cache. Returns `false` and does nothing while a request holds a block.
     pub fn reset(&mut self) -> bool {
         if self.free != self.usable_blocks() {
             return false;
@@ -233,13 +232,13 @@ impl BlockPool {
         true
     }
 
-    /// The findable hashes, in no order.
+    /// Returns the cached hashes, in no particular order.
     pub fn hashes(&self) -> impl Iterator<Item = EngineHash> {
         self.cached.keys().copied()
     }
 
-    /// Gives all blocks of a request back, deepest first. They stay cached until taken; those that
-    /// were not registered are the next to be taken.
+    /// Releases all blocks of a request, deepest first. They stay cached until taken; unregistered
+    /// ones are taken first.
     pub fn release(&mut self, held: &mut HeldBlocks) {
         for block in std::mem::take(held).blocks.into_iter().rev() {
             let Block {
@@ -254,7 +253,7 @@ impl BlockPool {
         }
     }
 
-    /// What entered and left the cache since the last call.
+    /// Returns the changes of the cache since the last call.
     pub fn take_events(&mut self) -> Vec<BlockEvent> {
         std::mem::take(&mut self.events)
     }

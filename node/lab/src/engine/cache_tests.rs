@@ -1,4 +1,4 @@
-//! The block pool against a naive model, and against what a real vLLM was recorded to do.
+//! Compares the block pool with a naive model, and with recordings of a real vLLM.
 
 use std::collections::VecDeque;
 
@@ -7,11 +7,11 @@ use super::{BlockEvent, BlockPool, HeldBlocks, PrefixHit};
 use proptest::prelude::*;
 use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
 
-/// The pool as its rules read, with lists instead of links and a search instead of an index.
+/// The pool's rules with lists instead of links and searches instead of an index.
 struct Naive {
     block_tokens: u32,
     references: Vec<u32>,
-    /// What each block holds, and when it was registered.
+    /// Hash of each block's content, and when it was registered.
     content: Vec<Option<(EngineHash, u64)>>,
     queue: VecDeque<usize>,
     clock: u64,
@@ -84,17 +84,17 @@ impl Naive {
     }
 }
 
-/// One thing that can happen to a pool.
+/// One operation on a pool.
 #[derive(Debug, Clone)]
 enum Step {
-    /// A prompt: a family shares its first blocks; then how many of its tokens are scheduled.
+    /// A prompt arrives, and `scheduled` of its tokens run. A family shares its first blocks.
     Begin {
         family: u64,
         shared: usize,
         tokens: u32,
         scheduled: u32,
     },
-    /// A running request goes on.
+    /// A running request continues.
     Extend { which: usize, tokens: u32 },
     /// A running request ends.
     Release { which: usize },
@@ -209,7 +209,7 @@ proptest! {
     }
 }
 
-/// Keeps the multiset of cached hashes as a subscriber of the events would.
+/// Maintains the multiset of cached hashes like a subscriber of the events.
 fn replay_events(stored: &mut Vec<EngineHash>, events: Vec<BlockEvent>) {
     for event in events {
         match event {
@@ -223,15 +223,15 @@ fn replay_events(stored: &mut Vec<EngineHash>, events: Vec<BlockEvent>) {
     }
 }
 
-/// One line of the recording: what was sent to a vLLM 0.32 server with 1,024 blocks of 32 tokens,
-/// in order, and how many blocks its KV events said were stored and removed.
+/// One line of the recording: requests sent to a vLLM 0.32 server with 1,024 blocks of 32 tokens,
+/// in order, and how many blocks its KV events stored and removed.
 #[derive(Debug, serde::Deserialize)]
 struct Recorded {
     name: String,
     requests: Vec<RecordedRequest>,
     stored: usize,
     removed: usize,
-    /// Cached tokens of all requests together, where single ones were not told.
+    /// Cached tokens of all requests together, if not recorded per request.
     cached: Option<u32>,
 }
 
@@ -239,7 +239,7 @@ struct Recorded {
 struct RecordedRequest {
     #[serde(default)]
     prompt: Vec<u32>,
-    /// Tokens of a prompt like no other, in place of `prompt`.
+    /// Length in tokens of a unique prompt, in place of `prompt`.
     #[serde(default)]
     distinct: u32,
     out: Vec<u32>,
@@ -261,7 +261,7 @@ fn recorded_hashes(ids: &[u32], salt: &str) -> Vec<EngineHash> {
     ids.chunks_exact(RECORDED_BLOCK_TOKENS).map(hash).collect()
 }
 
-/// Prefills and decodes one recorded request; answers its blocks and cached tokens.
+/// Prefills and decodes one recorded request. Returns its blocks and cached tokens.
 fn run_recorded(
     pool: &mut BlockPool,
     ids: &[u32],
@@ -273,7 +273,7 @@ fn run_recorded(
     let mut hit = pool.find(&hashes, prompt_tokens);
     let cached = hit.tokens(pool);
     let mut computed = cached;
-    // The last token made is never computed.
+    // The last output token is never computed.
     let last = u32::try_from(ids.len()).unwrap() - 1;
     while computed < last {
         let next = if computed < prompt_tokens {

@@ -1,9 +1,9 @@
-//! Drives the scheduler by tokio's clock and hands each request what it has got.
+//! Drives the scheduler by tokio's clock and delivers each request's progress.
 //!
-//! The scheduler stands behind one short lock. Handlers submit and abort under it, so that a client
-//! that leaves frees its blocks in that very moment; the driver begins a step, waits its time out
-//! without the lock, and ends it. Steps shorter than the timer's grain are made up for: the model's
-//! time is added up, not the waits.
+//! The scheduler is behind one short lock. Handlers submit and abort under it, so that a disconnect
+//! frees the blocks at once. The driver begins a step, waits for its duration without the lock, and
+//! ends it. Steps shorter than the timer's resolution do not add up to a delay: the driver sums the
+//! model's time, not the waits.
 
 use std::collections::HashMap;
 use std::pin::Pin;
@@ -20,21 +20,21 @@ use super::events::{FaultKind, Publisher};
 use super::lora::LoraSeries;
 use super::model::{ComputeJob, EngineStats, Finish, RequestId, RequestProgress, Scheduler};
 
-/// How far the model's time may be behind the clock before the difference is forgiven: an engine
-/// that got no processor for a while goes on at its normal pace after it.
+/// Longest lag of the model's time behind the clock that is caught up. An engine that got no CPU
+/// for longer continues at its normal pace.
 const CATCH_UP_MAX: Duration = Duration::from_millis(100);
 
-/// An engine's scheduler with those who wait for it.
+/// An engine's scheduler with the requests that wait for it.
 #[derive(Debug)]
 pub(super) struct DriverCore {
     inner: Mutex<DriverInner>,
-    /// Rung when there may be work again.
+    /// Notified when work may have arrived.
     work: Notify,
-    /// Requests that have not ended.
+    /// Number of requests that have not ended.
     open: watch::Sender<u32>,
     speed: f64,
     publisher: Option<Arc<Publisher>>,
-    /// When this life of the engine began, unix seconds, as the bits of a float.
+    /// Start of this life of the engine in Unix seconds, as the bits of a float.
     started_s: AtomicU64,
 }
 
@@ -42,31 +42,31 @@ pub(super) struct DriverCore {
 struct DriverInner {
     scheduler: Scheduler,
     outlets: HashMap<RequestId, Arc<ProgressSlot>>,
-    /// What befalls the engine when it is idle.
+    /// Fault to inject when the engine is idle.
     fate: FaultKind,
-    /// Adapters under way, step by step.
+    /// Adapters in use, step by step.
     lora: LoraSeries,
 }
 
-/// Where one request's progress is put and picked up.
+/// Where the driver stores a request's progress for its handler.
 #[derive(Debug, Default)]
 struct ProgressSlot {
     latest: Mutex<Latest>,
     waker: AtomicWaker,
 }
 
-/// What a request has got so far.
+/// Progress of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) struct Latest {
-    /// Tokens made.
+    /// Output tokens so far.
     pub output_tokens: u32,
-    /// Prompt tokens found in the cache; meaningful once a token is made.
+    /// Prompt tokens found in the cache; valid once there is an output token.
     pub cached_tokens: u32,
-    /// How it ended; `None` while it runs.
+    /// How the request ended; `None` while it runs.
     pub finish: Option<Finish>,
 }
 
-/// A request under way. Dropping it aborts what has not ended.
+/// A request in flight. Dropping it aborts the request if it has not ended.
 #[derive(Debug)]
 pub(super) struct RequestGuard {
     core: Arc<DriverCore>,
@@ -76,7 +76,7 @@ pub(super) struct RequestGuard {
 }
 
 impl DriverCore {
-    /// An idle engine whose model runs `speed` times as fast as its timing says.
+    /// Creates an idle engine whose model runs `speed` times as fast as its shape states.
     #[must_use]
     pub(super) fn new(
         scheduler: Scheduler,
@@ -98,23 +98,23 @@ impl DriverCore {
         })
     }
 
-    /// What publishes its KV events.
+    /// Returns the publisher of KV events, if any.
     pub(super) fn publisher(&self) -> Option<&Arc<Publisher>> {
         self.publisher.as_ref()
     }
 
-    /// When this life of the engine began, unix seconds.
+    /// Returns the start of this life of the engine, in Unix seconds.
     #[must_use]
     pub(super) fn started_s(&self) -> f64 {
         f64::from_bits(self.started_s.load(Ordering::Relaxed))
     }
 
-    /// Forgets the cache, unless a request holds a block of it.
+    /// Resets the cache, unless a request holds a block of it.
     pub(super) fn reset_cache(&self) -> bool {
         self.lock().scheduler.reset_cache()
     }
 
-    /// Runs `read` on the scheduler between two steps.
+    /// Calls `read` on the scheduler between two steps.
     pub(super) fn look<T>(&self, read: impl FnOnce(&Scheduler) -> T) -> T {
         read(&self.lock().scheduler)
     }
@@ -138,24 +138,24 @@ impl DriverCore {
         }
     }
 
-    /// Counters and gauges as they stand.
+    /// Returns the current counters and gauges.
     #[must_use]
     pub(super) fn stats(&self) -> EngineStats {
         self.lock().scheduler.stats()
     }
 
-    /// Adapters under way, step by step.
+    /// Returns the adapters in use, step by step.
     pub(super) fn lora_series(&self) -> LoraSeries {
         self.lock().lora.clone()
     }
 
-    /// Most tokens a request can have.
+    /// Returns the maximum number of tokens of a request.
     #[must_use]
     pub(super) fn tokens_max(&self) -> u32 {
         self.lock().scheduler.tokens_max()
     }
 
-    /// How many requests have not ended, to wait upon.
+    /// Returns a watch on the number of requests that have not ended.
     #[must_use]
     pub(super) fn watch_open(&self) -> watch::Receiver<u32> {
         self.open.subscribe()
@@ -214,12 +214,12 @@ impl DriverCore {
         }
     }
 
-    /// What an injected fault does to an idle engine.
+    /// Applies an injected fault to an idle engine.
     fn suffer(&self, inner: &mut DriverInner) {
         let fate = std::mem::replace(&mut inner.fate, FaultKind::Nothing);
         inner.scheduler.reset_cache();
         if fate == FaultKind::Restart {
-            // The new process knows of no cache before it.
+            // The new process knows nothing of the old cache.
             drop(inner.scheduler.take_events());
             inner.scheduler.forget_events();
             self.started_s
@@ -274,7 +274,7 @@ impl ProgressSlot {
 }
 
 impl RequestGuard {
-    /// The next state with tokens not yet seen, or the end.
+    /// Polls for progress that was not seen yet, or the end.
     pub(super) fn poll_next(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Latest> {
         let ticket = self.get_mut();
         ticket.outlet.waker.register(cx.waker());
@@ -304,7 +304,7 @@ impl Drop for RequestGuard {
     }
 }
 
-/// Unix time.
+/// Returns the Unix time.
 pub(super) fn unix_time() -> Duration {
     SystemTime::now()
         .duration_since(UNIX_EPOCH)

@@ -1,5 +1,5 @@
-//! `/v1/embeddings`: the prompts are computed and cached like any other; the vectors are drawn from
-//! the prompt, of length 1, so that equal prompts have equal ones.
+//! `/v1/embeddings`: prompts are computed and cached like any other. The vectors have length 1 and
+//! are derived from the prompt, so that equal prompts have equal vectors.
 
 use api::prompt::Prompt;
 use base64::Engine as _;
@@ -8,14 +8,14 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
-/// Numbers of a vector when the client does not say how many.
+/// Default number of dimensions of a vector.
 const DIMENSIONS: u32 = 64;
-/// Most numbers of a vector.
+/// Maximum number of dimensions of a vector.
 const DIMENSIONS_MAX: u32 = 4096;
-/// Most prompts of one request.
+/// Maximum number of prompts per request.
 pub(super) const INPUTS_MAX: usize = 2048;
 
-/// The request, as OpenAI's clients send it.
+/// The request in OpenAI's format.
 #[derive(Debug, Deserialize)]
 pub(super) struct EmbeddingsRequest {
     pub(super) input: EmbeddingInput,
@@ -43,7 +43,7 @@ enum EncodingFormat {
 }
 
 impl EmbeddingInput {
-    /// The prompts, in order.
+    /// Returns the prompts, in order.
     pub(super) fn prompts(self) -> Vec<Prompt> {
         let text = |text: String| Prompt::Text(text.into_bytes());
         match self {
@@ -56,7 +56,7 @@ impl EmbeddingInput {
 }
 
 impl EmbeddingsRequest {
-    /// Whether the size of the vectors is one that can be.
+    /// Checks the number of dimensions.
     pub(super) fn check_dimensions(&self) -> Result<(), String> {
         match self.dimensions {
             Some(0) => Err("dimensions must be at least 1, got 0.".to_owned()),
@@ -67,7 +67,7 @@ impl EmbeddingsRequest {
         }
     }
 
-    /// How the answer is written; `self` is done with once its prompts are taken.
+    /// Returns the format of the vectors.
     pub(super) fn form(&self) -> VectorForm {
         VectorForm {
             encoding: self.encoding_format,
@@ -76,7 +76,7 @@ impl EmbeddingsRequest {
     }
 }
 
-/// How vectors are written.
+/// Format of vectors.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct VectorForm {
     encoding: EncodingFormat,
@@ -84,7 +84,7 @@ pub(super) struct VectorForm {
 }
 
 impl VectorForm {
-    /// The entry of the prompt at `index`, whose seed of words is `voice`.
+    /// Returns the entry of the prompt at `index` with the seed `voice`.
     pub(super) fn entry(self, index: usize, voice: u64) -> Value {
         let numbers = self.vector(voice);
         let embedding = match self.encoding {

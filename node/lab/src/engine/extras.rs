@@ -1,4 +1,4 @@
-//! Fields of a request that the routing parser has no use for.
+//! Request fields that the routing parser ignores.
 
 use super::rejection::{RequestRejection, read};
 use super::transfer::TransferParams;
@@ -12,8 +12,8 @@ struct ExtraFields {
     max_output_tokens: Option<i64>,
 }
 
-/// Refuses what this engine cannot do; answers the client's limit of tokens, and what is to become
-/// of the prompt's blocks.
+/// Rejects what this engine does not support. Returns the client's token limit and the transfer
+/// parameters.
 pub(super) fn check_extras(body: &[u8]) -> Result<(Option<u32>, TransferParams), RequestRejection> {
     let extras: ExtraFields = read(body, None)?;
     if extras.n.is_some_and(|n| n != 1) {

@@ -1,4 +1,4 @@
-//! The engines behind a demo cluster: emulated ones in this process, or real ones by their URLs.
+//! The engines behind a demo cluster: emulated in this process, or real ones by URL.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -9,31 +9,31 @@ use state::command::BackendSpec;
 use super::events::{EventEncoding, PublisherFaults};
 use super::{EmulatedEngine, EngineHandle, EngineOptions, EventsOptions};
 
-/// First port of the emulated engines, if it and those after it are free.
+/// First port of the emulated engines, if it and the following ones are free.
 const FIRST_PORT: u16 = 9001;
 
-/// Which engines to start, or to use.
+/// Engines to start or to use.
 #[derive(Debug, Clone, Copy)]
 pub struct EnginesPlan<'a> {
-    /// Real ones; when there are any, none is emulated.
+    /// Real engines; if any, none are emulated.
     pub urls: &'a [String],
-    /// Emulated ones.
+    /// Number of emulated engines.
     pub count: u8,
-    /// How many times faster than a small GPU these run.
+    /// Speed of the emulated engines, relative to a small GPU.
     pub speed: f64,
-    /// Blocks of each one's cache; `None`: as many as an emulated engine has by default.
+    /// Cache blocks of each emulated engine; `None`: the default.
     pub blocks: Option<u32>,
-    /// Whether they publish KV events and the replicas read them.
+    /// Whether the engines publish KV events and replicas read them.
     pub has_events: bool,
-    /// What goes wrong with these events.
+    /// Faults to inject into these events.
     pub faults: Option<&'a PublisherFaults>,
 }
 
-/// Engines that run, as a cluster registers them.
+/// Running engines with their registrations.
 #[derive(Debug)]
 pub struct Engines {
     emulated: Vec<EngineHandle>,
-    /// How they are registered.
+    /// Registrations of the engines as backends.
     pub specs: Vec<BackendSpec>,
 }
 
@@ -41,7 +41,7 @@ impl Engines {
     /// Starts the emulated engines, unless real ones are named.
     ///
     /// # Errors
-    /// When an emulated engine finds no port.
+    /// If an emulated engine finds no port.
     pub async fn start(plan: EnginesPlan<'_>) -> anyhow::Result<Self> {
         let mut emulated = Vec::new();
         if plan.urls.is_empty() {
@@ -57,7 +57,7 @@ impl Engines {
         Ok(Self { emulated, specs })
     }
 
-    /// Stops the emulated ones.
+    /// Stops the emulated engines.
     pub async fn stop(self) {
         for engine in self.emulated {
             engine.stop().await;

@@ -1,8 +1,8 @@
-//! The engine's HTTP surface: vLLM's routes, one connection task each.
+//! The HTTP API of the engine: vLLM's routes, with one task per connection.
 //!
-//! A client that leaves is noticed while a handler waits as well as while it streams: its future or
-//! body is dropped, which aborts the request in the scheduler. Idle connections are closed after
-//! the keep-alive time, as uvicorn does under vLLM.
+//! A disconnect is noticed while a handler waits and while it streams: its future or body is
+//! dropped, which aborts the request in the scheduler. Idle connections are closed after the
+//! keep-alive time, as uvicorn does under vLLM.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -42,11 +42,11 @@ use super::rooms::{EngineRooms, RoomMode};
 use super::text::{Sequence, detokenize, sequence_bytes, token_count, token_ids};
 use super::transfer::{Connector, TRANSFER_PATH, TransferParams};
 
-/// Largest request body, as vLLM limits it.
+/// Maximum length of a request body, as in vLLM.
 const BODY_BYTES_MAX: usize = 32 << 20;
-/// Tokens made when the client names no limit.
+/// Maximum number of output tokens if the client sets none.
 const DEFAULT_MAX_TOKENS: u32 = 16;
-/// Longest `x-request-id` that becomes part of an answer's id.
+/// Maximum length of an `x-request-id` that becomes part of the response's id.
 const REQUEST_ID_BYTES_MAX: usize = 128;
 
 const CHAT: &str = "/v1/chat/completions";
@@ -61,14 +61,14 @@ const EVENTS: [(HeaderName, &str); 1] = [(CONTENT_TYPE, "text/event-stream; char
 const METRICS: [(HeaderName, &str); 1] =
     [(CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")];
 
-/// What every connection shares.
+/// State shared by all connections.
 #[derive(Debug)]
 pub(super) struct EngineServer {
     ranks: Ranks,
     model: String,
     /// Served adapters.
     adapters: Vec<Arc<str>>,
-    /// How many of them fit in memory.
+    /// Number of adapters that fit in memory.
     max_loras: u32,
     shape: EngineShape,
     seed: u64,
@@ -77,12 +77,12 @@ pub(super) struct EngineServer {
     rooms: Option<EngineRooms>,
 }
 
-/// How handlers get it.
+/// State as handlers receive it.
 type Shared = State<Arc<EngineServer>>;
-/// A request's body, or why it could not be read.
+/// Body of a request, or why it could not be read.
 type BodyRead = Result<Bytes, BytesRejection>;
 
-/// An endpoint that answers with words.
+/// An endpoint that generates text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum GenerateEndpoint {
     Completion(CompletionKind),
@@ -99,7 +99,7 @@ impl GenerateEndpoint {
         }
     }
 
-    /// What the ids of its answers begin with.
+    /// Returns the prefix of response ids.
     fn id_prefix(self) -> &'static str {
         match self {
             Self::Completion(CompletionKind::Chat) => "chatcmpl-",
@@ -129,7 +129,7 @@ impl GenerateEndpoint {
         }
     }
 
-    /// The stream of an answer that has ended.
+    /// Returns the stream of a response that has ended.
     fn stream_of(self, header: AnswerHeader, usage: UsageOptions, end: Latest) -> Body {
         Body::from(match self {
             Self::Completion(kind) => CompletionEvents::new(header, kind, usage).write(end),
@@ -138,7 +138,7 @@ impl GenerateEndpoint {
     }
 }
 
-/// Whether a question for tokens is one for a chat's prompt.
+/// Body of `/tokenize`; with `messages` it is for a chat's prompt.
 #[derive(Debug, serde::Deserialize)]
 struct Tokenize {
     messages: Option<Value>,
@@ -151,7 +151,7 @@ struct Detokenize {
 }
 
 impl EngineServer {
-    /// The surface of an engine that was started with `options`, on `ranks`.
+    /// Creates the server of an engine with `options` and `ranks`.
     #[must_use]
     pub(super) fn new(
         ranks: Ranks,
@@ -173,7 +173,7 @@ impl EngineServer {
         }
     }
 
-    /// Its routes.
+    /// Returns the routes.
     pub(super) fn routes(self) -> Router {
         let empty = || async { StatusCode::OK };
         let version = || async { Json(json!({ "version": env!("CARGO_PKG_VERSION") })) };
@@ -284,7 +284,7 @@ impl EngineServer {
         Ok(Json(answer).into_response())
     }
 
-    /// Has a prompt that another engine computed here; answers whether it is.
+    /// Fetches a prompt that another engine computed. Returns whether it is available here.
     async fn fetch(&self, params: &TransferParams, tokens: u32) -> Result<bool, RequestRejection> {
         let Some(connector) = &self.connector else {
             return Ok(false);
@@ -297,7 +297,7 @@ impl EngineServer {
         })
     }
 
-    /// Gives the blocks of a prompt to another engine.
+    /// Hands the blocks of a prompt to another engine.
     async fn give(State(surface): Shared, Path(entry): Path<String>) -> StatusCode {
         let connector = surface.connector.as_ref();
         match connector.is_some_and(|connector| connector.give(&entry)) {
@@ -381,7 +381,7 @@ impl EngineServer {
         }
     }
 
-    /// A request's sequence. It remembers its tokens if the engine publishes them.
+    /// Returns the sequence of a request. It keeps its tokens if the engine publishes them.
     fn sequence(&self, bytes: &[u8], adapter_and_salt: (&str, &str)) -> Sequence {
         let new = match self.ranks.first().publisher() {
             Some(_) => Sequence::remembering,
@@ -390,7 +390,7 @@ impl EngineServer {
         new(bytes, adapter_and_salt, self.shape.block_size, self.seed)
     }
 
-    /// As SGLang's, as far as a router asks.
+    /// SGLang's `/server_info`, as far as a router needs it.
     async fn server_info(State(surface): Shared) -> Response {
         let Some(rooms) = &surface.rooms else {
             return StatusCode::NOT_FOUND.into_response();
@@ -417,7 +417,7 @@ impl EngineServer {
         }
     }
 
-    /// `POST /debug/prefix`, which vLLM does not have: what of a would-be request is in the cache.
+    /// `POST /debug/prefix`, which vLLM lacks: how much of a hypothetical request is cached.
     async fn prefix(
         State(surface): Shared,
         headers: HeaderMap,
@@ -441,7 +441,7 @@ impl EngineServer {
         Ok(Json(json!({ "blocks": blocks, "cached_hashes": all })))
     }
 
-    /// As vLLM's: which publishers there are, by data-parallel rank.
+    /// Lists the publishers by data-parallel rank, as vLLM does.
     async fn kv_event_sources(State(surface): Shared) -> Json<Value> {
         let source = |publisher: &Publisher| {
             json!({
@@ -486,7 +486,7 @@ impl EngineServer {
         Ok(Json(json!({ "prompt": detokenize(&tokens) })))
     }
 
-    /// The adapter that requests call `model`; `None`: it is the base model.
+    /// Returns the adapter with the model name `model`; `None` for the base model.
     fn adapter_of(&self, model: &str) -> Result<Option<Arc<str>>, RequestRejection> {
         if model == self.model {
             return Ok(None);
@@ -584,7 +584,7 @@ pub(super) async fn serve(
         .timer(TokioTimer::new())
         .header_read_timeout(keep_alive)
         .serve_connection(TokioIo::new(socket), TowerToHyperService::new(routes));
-    // An error here is a client that left or spoke no HTTP: nothing to tell anybody.
+    // The client has disconnected or does not speak HTTP; neither needs a report.
     let _ = stop.run_until_cancelled(connection).await;
 }
 

@@ -1,25 +1,25 @@
-//! LoRA adapters: which are in memory, what loading one costs, and how the metrics show them.
+//! LoRA adapters: which are in memory, how long loading takes, and their metrics.
 //!
-//! As vLLM does: at most `--max-loras` adapters are in one batch, a request whose adapter has no
-//! place waits while others pass, and an adapter stays in memory until another needs its place,
-//! least recently used first. Loading one holds the whole step up.
+//! As in vLLM, a batch has at most `--max-loras` adapters. A request whose adapter has no slot
+//! waits while others pass. An adapter stays in memory until another one needs its slot, least
+//! recently used first. Loading an adapter delays the whole step.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Series of `vllm:lora_requests_info` that a page keeps, the latest.
+/// Maximum number of `vllm:lora_requests_info` series on the page, the latest ones.
 const SERIES_MAX: usize = 1024;
 
-/// The adapters of an engine.
+/// LoRA adapters of an engine.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LoraOptions {
-    /// Names of those that it can load; none: it serves no adapters.
+    /// Names of the available adapters; empty: the engine serves none.
     pub names: Vec<String>,
-    /// How many fit in memory.
+    /// Number of adapters that fit in memory.
     pub max_loras: u32,
-    /// Time to load one.
+    /// Time to load an adapter.
     pub load: Duration,
 }
 
@@ -33,12 +33,12 @@ impl Default for LoraOptions {
     }
 }
 
-/// The adapters in memory.
+/// Adapters in memory.
 #[derive(Debug)]
 pub(super) struct LoraSlots {
     max: usize,
     load: Duration,
-    /// Least recently used first.
+    /// Ordered by last use, oldest first.
     resident: Vec<Arc<str>>,
 }
 
@@ -51,8 +51,8 @@ impl LoraSlots {
         }
     }
 
-    /// Lets a request for `adapter` into a batch that has requests for `running`. Answers the time
-    /// to load it, zero if it is in memory; `None`: all places are taken by the batch.
+    /// Admits a request for `adapter` to a batch with the adapters `running`. Returns the load
+    /// time, which is zero if the adapter is in memory; `None`: the batch uses all slots.
     pub(super) fn admit<'a>(
         &mut self,
         adapter: &Arc<str>,
@@ -73,13 +73,13 @@ impl LoraSlots {
     }
 }
 
-/// The series of `vllm:lora_requests_info`: by the adapters that run and those that wait, when it
-/// was so last, in unix seconds.
+/// The series of `vllm:lora_requests_info`: running and waiting adapters, with the last time of
+/// this combination in Unix seconds.
 #[derive(Debug, Clone, Default)]
 pub(super) struct LoraSeries(BTreeMap<(String, String), f64>);
 
 impl LoraSeries {
-    /// Notes what runs and what waits now.
+    /// Records the adapters that run and wait now.
     pub(super) fn note<'a>(
         &mut self,
         running: impl Iterator<Item = &'a Arc<str>>,
@@ -111,7 +111,7 @@ impl LoraSeries {
     }
 }
 
-/// The names, each once, as the labels have them.
+/// Joins the distinct names in the format of the labels.
 fn list<'a>(adapters: impl Iterator<Item = &'a Arc<str>>) -> String {
     let mut names: Vec<&str> = adapters.map(|adapter| &**adapter).collect();
     names.sort_unstable();

@@ -1,27 +1,27 @@
-//! `/metrics` under vLLM's names: those a router reads, and the counters tests compare with.
+//! `/metrics` with vLLM's names: those that a router reads, and counters for tests.
 
 use std::fmt::Write as _;
 
 use super::lora::LoraSeries;
 use super::model::{EngineShape, EngineStats};
 
-/// What the page tells beside the counters.
+/// Contents of the page.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct EngineMetricsPage<'a> {
     /// Served model name.
     pub model: &'a str,
     /// Sizes, for `cache_config_info`.
     pub shape: EngineShape,
-    /// Unix time the engine started at, in seconds.
+    /// Start of the engine in Unix time, in seconds.
     pub started_s: f64,
     /// The counters of each rank.
     pub stats: &'a [EngineStats],
-    /// How many adapters fit, and which were under way; `None`: the engine serves none.
+    /// Number of adapters that fit, and those in use; `None`: the engine serves none.
     pub lora: Option<(u32, &'a LoraSeries)>,
 }
 
 impl EngineMetricsPage<'_> {
-    /// The page in Prometheus' text format.
+    /// Renders the page in Prometheus' text format.
     #[must_use]
     pub(super) fn render(&self) -> String {
         let mut out = String::with_capacity(4096);
@@ -56,7 +56,7 @@ impl EngineMetricsPage<'_> {
         out
     }
 
-    /// The page under SGLang's names, of an engine in this mode.
+    /// Renders the page of an engine in this mode with SGLang's names.
     #[must_use]
     pub(super) fn render_sglang(&self, mode: &str) -> String {
         let mut out = String::with_capacity(2048);

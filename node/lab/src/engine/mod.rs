@@ -1,14 +1,13 @@
 //! An emulated vLLM engine: a real prefix cache and scheduler with modelled time, behind vLLM's
-//! HTTP.
+//! HTTP API.
 //!
-//! It lets a cluster be tried, tested and measured without a GPU. Everything that determines prefix
-//! hits is real, not modelled: block hashes, reference counts, the order of eviction, queueing and
-//! preemption follow vLLM v1 ([`cache`], [`model`]); only the arithmetic is replaced by its
-//! duration, and the words by random ones ([`text`]).
+//! With it, a cluster can be tried, tested and measured without a GPU. Everything that determines
+//! prefix hits is real: block hashes, reference counts, eviction order, queueing and preemption
+//! follow vLLM v1 ([`cache`], [`model`]). Only the computation is replaced by its duration, and the
+//! output by random words ([`text`]).
 //!
-//! What enters and leaves the cache it can publish as vLLM does ([`events`]).
-//!
-//! `quorate engine` runs one; several can run in one process ([`fleet`]).
+//! The engine can publish changes of its cache like vLLM ([`events`]). `quorate engine` runs one
+//! engine; several can run in one process ([`fleet`]).
 
 mod answer;
 mod args;
@@ -58,33 +57,33 @@ use rooms::EngineRooms;
 pub use rooms::{RoomMode, RoomOptions};
 pub use transfer::{LoadError, TransferOptions};
 
-/// Connections one engine serves at a time; further ones wait in the listener's queue.
+/// Maximum number of connections per engine; further ones wait in the listener's queue.
 const CONNECTIONS_MAX: usize = 16_384;
 
-/// What an engine is started with.
+/// Options of an engine.
 #[derive(Debug, Clone, PartialEq)]
 pub struct EngineOptions {
-    /// Where it listens; port 0 takes a free one.
+    /// Listening address; port 0 takes a free one.
     pub listen: SocketAddr,
     /// Served model name.
     pub model: String,
     /// Sizes and speeds.
     pub shape: EngineShape,
-    /// How many times faster than `shape` says the model runs.
+    /// Speed-up of the times in `shape`.
     pub speed: f64,
-    /// Seed of the words it says.
+    /// Seed of the output.
     pub seed: u64,
-    /// How long an idle connection is kept. 5 s with vLLM.
+    /// Time for which an idle connection is kept. 5 s in vLLM.
     pub keep_alive: Duration,
     /// KV events; `None`: not published.
     pub events: Option<EventsOptions>,
     /// LoRA adapters.
     pub lora: LoraOptions,
-    /// KV connector; `None`: there is none.
+    /// KV connector; `None`: the engine has none.
     pub transfer: Option<TransferOptions>,
-    /// Meets other engines in rooms, as SGLang's do, under its names; `None`: it is one of vLLM's.
+    /// Disaggregation through rooms, as in SGLang, with its metric names; `None`: a vLLM engine.
     pub rooms: Option<RoomOptions>,
-    /// Data-parallel ranks, each of this shape; at least one.
+    /// Number of data-parallel ranks, each of this shape; at least one.
     pub data_parallel_size: u16,
 }
 
@@ -121,7 +120,7 @@ pub struct EmulatedEngine;
 #[derive(Debug)]
 pub struct EngineHandle {
     addr: SocketAddr,
-    /// Of an engine that meets others.
+    /// Bootstrap address, if the engine uses rooms.
     bootstrap: Option<SocketAddr>,
     ranks: Ranks,
     stop: CancellationToken,
@@ -132,10 +131,10 @@ impl EmulatedEngine {
     /// Binds the address and serves it in the background.
     ///
     /// # Errors
-    /// When the address cannot be bound.
+    /// If the address cannot be bound.
     ///
     /// # Panics
-    /// When a size of the shape is zero, or `speed` is not a positive number.
+    /// If a size in the shape is zero, or `speed` is not a positive number.
     pub fn start(options: EngineOptions) -> BoxFuture<'static, io::Result<EngineHandle>> {
         Self::start_here(options).boxed()
     }
@@ -196,57 +195,57 @@ impl EmulatedEngine {
 }
 
 impl EngineHandle {
-    /// Where it listens.
+    /// Returns the listening address.
     #[must_use]
     pub fn addr(&self) -> SocketAddr {
         self.addr
     }
 
-    /// `http://` and the address.
+    /// Returns the URL: `http://` and the address.
     #[must_use]
     pub fn url(&self) -> String {
         format!("http://{}", self.addr)
     }
 
-    /// Where a prefill engine lets others in; `None`: it meets nobody.
+    /// Returns the bootstrap address of a prefill engine; `None` without rooms.
     #[must_use]
     pub fn bootstrap(&self) -> Option<SocketAddr> {
         self.bootstrap
     }
 
-    /// Endpoint of the KV events of its first rank, as a backend's `kv_events` names it.
+    /// Returns the endpoint of the first rank's KV events, as in a backend's `kv_events`.
     #[must_use]
     pub fn kv_events(&self) -> Option<String> {
         let publisher = self.ranks.publishers().next()?;
         Some(format!("tcp://{}", publisher.events_at()))
     }
 
-    /// Endpoint of its replays, as a backend's `kv_replay` names it.
+    /// Returns the endpoint of its replays, as in a backend's `kv_replay`.
     #[must_use]
     pub fn kv_replay(&self) -> Option<String> {
         let replay = self.ranks.publishers().next()?.replay_at()?;
         Some(format!("tcp://{replay}"))
     }
 
-    /// The counters of its first rank.
+    /// Returns the counters of the first rank.
     #[must_use]
     pub fn stats(&self) -> EngineStats {
         self.ranks.first().stats()
     }
 
-    /// The counters of each rank.
+    /// Returns the counters of each rank.
     #[must_use]
     pub fn rank_stats(&self) -> Vec<EngineStats> {
         self.ranks.stats()
     }
 
-    /// How many requests of its first rank have not ended, to wait upon.
+    /// Returns a watch on the number of requests of the first rank that have not ended.
     #[must_use]
     pub fn watch_open(&self) -> watch::Receiver<u32> {
         self.ranks.first().watch_open()
     }
 
-    /// Stops at once, cutting all connections off, and waits until it has.
+    /// Closes all connections at once, and waits until the engine has stopped.
     pub async fn stop(self) {
         self.stop.cancel();
         self.tasks.wait().await;
@@ -275,7 +274,7 @@ async fn accept(
             .expect("the semaphore is never closed");
         match listener.accept().await {
             Ok((socket, _)) => {
-                // Without it each word would wait for the client's acknowledgement of the last.
+                // Otherwise each word would wait for the acknowledgement of the previous one.
                 if let Err(error) = socket.set_nodelay(true) {
                     tracing::debug!(%error, "set nodelay");
                 }
@@ -286,7 +285,7 @@ async fn accept(
                 });
             }
             Err(error) => {
-                // Out of file descriptors, mostly: try again when some may have been closed.
+                // Usually out of file descriptors: retry when some may have been closed.
                 tracing::warn!(%error, "accept connection");
                 tokio::time::sleep(Duration::from_millis(50)).await;
             }

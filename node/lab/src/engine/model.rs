@@ -1,15 +1,15 @@
-//! The scheduler of an emulated vLLM v1 engine and the time its steps take.
+//! The scheduler of an emulated vLLM v1 engine, and the duration of its steps.
 //!
-//! Source: vLLM `v1/core/sched/scheduler.py`. Each step first serves the running requests (one
-//! token for each that decodes, a further piece of each prompt that is not through), then lets in
-//! waiting ones while the token budget, the sequence limit and the free blocks last. A running
-//! request that finds no block preempts the one that came last: its blocks go, its prompt is
-//! computed anew. Blocks are registered in the cache when they are *scheduled* full.
+//! Source: vLLM `v1/core/sched/scheduler.py`. Each step first schedules the running requests: one
+//! token for each decode, a further chunk of each unfinished prompt. Then it admits waiting
+//! requests while the token budget, the sequence limit and the free blocks last. A running request
+//! that finds no block preempts the latest one, which loses its blocks and is recomputed. Blocks
+//! are registered in the cache when they are *scheduled* full.
 //!
-//! A step takes `prefill tokens / rate` plus, when anything decodes, `decode * (1 + batch / 64)`:
-//! prefill is bound by arithmetic and shared by the batch; decoding is bound by reading the
-//! weights, with a part that grows with the batch. No clock is read here: the driver waits the time
-//! out.
+//! A step takes `prefill tokens / rate` plus, if anything decodes, `decode * (1 + batch / 64)`:
+//! prefill is compute-bound and shared by the batch; decoding is bound by reading the weights, with
+//! a part that grows with the batch. The scheduler reads no clock: the driver waits for the
+//! duration.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
@@ -19,45 +19,45 @@ use super::cache::{BlockEvent, BlockPool, HeldBlocks};
 use super::lora::{LoraOptions, LoraSlots};
 use super::text::{BlockContent, Sequence};
 
-/// Requests that double the time of a decode step.
+/// Batch size that doubles the duration of a decode step.
 const DECODE_BATCH_DOUBLING: u64 = 64;
 
-/// Names a request within its engine.
+/// Identifies a request within its engine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct RequestId(pub u64);
 
 /// Sizes and speeds of an engine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct EngineShape {
-    /// KV blocks, the null block included.
+    /// Number of KV blocks, including the null block.
     pub num_gpu_blocks: u32,
     /// Tokens per block.
     pub block_size: u32,
-    /// Most requests running at once.
+    /// Maximum number of running requests.
     pub max_num_seqs: u32,
-    /// Most tokens computed in one step.
+    /// Maximum number of tokens computed in one step.
     pub max_num_batched_tokens: u32,
-    /// Prompt tokens computed per second, all requests together.
+    /// Prompt tokens computed per second, over all requests.
     pub prefill_tokens_per_s: u32,
-    /// Time of a decode step for one request.
+    /// Duration of a decode step for one request.
     pub decode: Duration,
 }
 
 /// How a request ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Finish {
-    /// The model had no more to say.
+    /// The model ended its output.
     Stop,
-    /// The client's limit.
+    /// The output reached the client's limit.
     Length,
 }
 
-/// What a request has got so far.
+/// Progress of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RequestProgress {
-    /// The request.
+    /// Id of the request.
     pub id: RequestId,
-    /// Tokens made.
+    /// Output tokens so far.
     pub output_tokens: u32,
     /// Prompt tokens found in the cache.
     pub cached_tokens: u32,
@@ -78,40 +78,40 @@ pub struct EngineStats {
     pub usable_blocks: u32,
     /// Tokens looked up in the cache.
     pub cache_queries: u64,
-    /// Of these, found.
+    /// Tokens found in the cache.
     pub cache_hits: u64,
-    /// Requests whose blocks were taken from them.
+    /// Preempted requests.
     pub preemptions: u64,
     /// Prompt tokens of admitted requests.
     pub prompt_tokens: u64,
-    /// Tokens made.
+    /// Output tokens.
     pub generation_tokens: u64,
-    /// Ended with [`Finish::Stop`].
+    /// Requests that ended with [`Finish::Stop`].
     pub finished_stop: u64,
-    /// Ended with [`Finish::Length`].
+    /// Requests that ended with [`Finish::Length`].
     pub finished_length: u64,
-    /// Left by their clients.
+    /// Requests whose clients disconnected.
     pub aborted: u64,
-    /// Blocks registered, copies included.
+    /// Blocks registered, including copies.
     pub blocks_stored: u64,
-    /// Blocks evicted, copies included.
+    /// Blocks evicted, including copies.
     pub blocks_removed: u64,
     /// LoRA adapters loaded.
     pub adapter_loads: u64,
 }
 
-/// A request to be computed.
+/// A request to compute.
 #[derive(Debug, Clone)]
 pub struct ComputeJob {
-    /// Its prompt; output is appended to it.
+    /// Prompt; output is appended to it.
     pub sequence: Sequence,
-    /// Tokens to make; none: only the prompt is computed, as for an embedding.
+    /// Number of output tokens; zero: only the prompt is computed, as for an embedding.
     pub max_tokens: u32,
-    /// How it ends when they are made.
+    /// How the request ends after these tokens.
     pub ending: Finish,
     /// LoRA adapter; `None`: the base model.
     pub adapter: Option<Arc<str>>,
-    /// Whether the blocks of its prompt were fetched from another engine.
+    /// Whether the blocks of the prompt were fetched from another engine.
     pub is_fetched: bool,
 }
 
@@ -120,18 +120,18 @@ struct ScheduledRequest {
     job: ComputeJob,
     held: HeldBlocks,
     computed: u32,
-    /// `None` until first let in.
+    /// `None` until the request is first admitted.
     cached: Option<u32>,
 }
 
-/// A piece of work in the present step.
+/// Work on one request in the current step.
 #[derive(Debug, Clone, Copy)]
 struct ScheduledWork {
     id: RequestId,
     tokens: u32,
 }
 
-/// The engine's queue, batch and cache.
+/// Queue, batch and cache of an engine.
 #[derive(Debug)]
 pub struct Scheduler {
     shape: EngineShape,
@@ -145,15 +145,15 @@ pub struct Scheduler {
     events: Vec<BlockEvent>,
     contents: Vec<BlockContent>,
     lora: LoraSlots,
-    /// Time that the present step loads adapters for.
+    /// Time that the current step spends on loading adapters.
     loading: Duration,
 }
 
 impl Scheduler {
-    /// An idle engine.
+    /// Creates an idle engine.
     ///
     /// # Panics
-    /// When a size in `shape` is zero, or there are fewer than two blocks.
+    /// If a size in `shape` is zero, or it has fewer than two blocks.
     #[must_use]
     pub fn new(shape: EngineShape) -> Self {
         assert!(
@@ -178,14 +178,14 @@ impl Scheduler {
         }
     }
 
-    /// The same with room for adapters.
+    /// Adds slots for adapters.
     #[must_use]
     pub fn with_lora(mut self, options: &LoraOptions) -> Self {
         self.lora = LoraSlots::new(options.max_loras, options.load);
         self
     }
 
-    /// Most tokens a request can have, prompt and output together.
+    /// Returns the maximum number of tokens of a request, prompt and output together.
     #[must_use]
     pub fn tokens_max(&self) -> u32 {
         self.pool
@@ -196,7 +196,7 @@ impl Scheduler {
     /// Queues a request.
     ///
     /// # Panics
-    /// When it could never fit: the edge refuses those.
+    /// If the request can never fit; the HTTP API rejects those.
     pub fn submit(&mut self, job: ComputeJob) -> RequestId {
         let tokens = job.sequence.tokens().saturating_add(job.max_tokens);
         assert!(
@@ -218,7 +218,7 @@ impl Scheduler {
         id
     }
 
-    /// Drops a request at once and frees its blocks. Unknown ids are requests that have ended.
+    /// Drops a request at once and frees its blocks. An unknown id is a request that has ended.
     pub fn abort(&mut self, id: RequestId) {
         if let Some(mut request) = self.requests.remove(&id) {
             self.pool.release(&mut request.held);
@@ -228,10 +228,10 @@ impl Scheduler {
         }
     }
 
-    /// Plans a step and answers how long it takes; `None` when there is nothing to do.
+    /// Plans a step and returns its duration; `None` if there is nothing to do.
     ///
     /// # Panics
-    /// When the step before was not finished.
+    /// If the previous step was not finished.
     pub fn begin_step(&mut self) -> Option<Duration> {
         assert!(
             self.step.is_empty(),
@@ -248,7 +248,7 @@ impl Scheduler {
         (!self.step.is_empty()).then(|| self.step_time())
     }
 
-    /// Ends the step: what each request in it has got.
+    /// Ends the step. Returns the progress of its requests.
     pub fn finish_step(&mut self) -> Vec<RequestProgress> {
         let step = std::mem::take(&mut self.step);
         let mut progress = Vec::with_capacity(step.len());
@@ -279,7 +279,7 @@ impl Scheduler {
         progress
     }
 
-    /// Counters and gauges as they stand.
+    /// Returns the current counters and gauges.
     #[must_use]
     pub fn stats(&self) -> EngineStats {
         let usable_blocks = self.pool.usable_blocks();
@@ -292,42 +292,42 @@ impl Scheduler {
         }
     }
 
-    /// What entered and left the cache since the last call, in order.
+    /// Returns the changes of the cache since the last call, in order.
     pub fn take_events(&mut self) -> Vec<BlockEvent> {
         std::mem::take(&mut self.events)
     }
 
-    /// What stands in the blocks of the [`BlockEvent::Stored`]s taken at the same time, in their
-    /// order. Nothing of sequences that do not remember it.
+    /// Returns the contents of the [`BlockEvent::Stored`]s taken at the same time, in their order.
+    /// Omits sequences that do not remember their contents.
     pub fn take_contents(&mut self) -> Vec<BlockContent> {
         std::mem::take(&mut self.contents)
     }
 
-    /// Forgets the cache, unless a request holds a block of it. The event comes with the next step.
+    /// Resets the cache, unless a request holds a block. The event comes with the next step.
     pub fn reset_cache(&mut self) -> bool {
         self.pool.reset()
     }
 
-    /// Forgets what has not been told of the cache.
+    /// Drops the changes of the cache that were not taken.
     pub fn forget_events(&mut self) {
         drop(self.pool.take_events());
         self.events.clear();
         self.contents.clear();
     }
 
-    /// Whether no request is under way.
+    /// Whether no request is in flight.
     #[must_use]
     pub fn is_idle(&self) -> bool {
         self.requests.is_empty()
     }
 
-    /// Distinct hashes in the cache.
+    /// Returns the number of distinct hashes in the cache.
     #[must_use]
     pub fn cached_hashes(&self) -> usize {
         self.pool.cached_hashes()
     }
 
-    /// Adapters of the requests that run, and of those that wait, once per request.
+    /// Returns the adapters of running and of waiting requests, once per request.
     pub(super) fn adapters(
         &self,
     ) -> (
@@ -339,14 +339,14 @@ impl Scheduler {
         (running, self.waiting.iter().filter_map(adapter))
     }
 
-    /// Leading blocks of a sequence that stand in the cache.
+    /// Returns the number of leading blocks of a sequence that are cached.
     #[must_use]
     pub fn cached_prefix(&self, sequence: &Sequence) -> u32 {
         let hit = self.pool.find(sequence.hashes(), u32::MAX);
         hit.tokens(&self.pool) / self.pool.block_tokens()
     }
 
-    /// Schedules the requests that run; answers whether one of them was preempted.
+    /// Schedules the running requests. Returns whether one of them was preempted.
     fn schedule_running(&mut self, budget: &mut u32) -> bool {
         let mut preempted = false;
         let mut index = 0;
@@ -368,7 +368,7 @@ impl Scheduler {
     }
 
     fn admit_waiting(&mut self, budget: &mut u32) {
-        // Those before it wait for a place for their adapters, and let others pass.
+        // Earlier ones wait for a slot for their adapters, and let others pass.
         let mut at = 0;
         while *budget > 0 && self.running.len() < self.shape.max_num_seqs as usize {
             let Some(&id) = self.waiting.get(at) else {
@@ -386,7 +386,7 @@ impl Scheduler {
             let tokens = request.job.sequence.tokens();
             let hit = self.pool.find(request.job.sequence.hashes(), tokens);
             let hit_tokens = hit.tokens(&self.pool);
-            // The last token is computed in any case.
+            // The last token is always computed.
             let ready = match request.job.is_fetched {
                 true => tokens.saturating_sub(1).max(hit_tokens),
                 false => hit_tokens,
@@ -410,8 +410,7 @@ impl Scheduler {
         }
     }
 
-    /// Brings the request's adapter into memory; answers how long that takes, `None` when there is
-    /// no place for it.
+    /// Loads the request's adapter. Returns the time that takes, or `None` if no slot is free.
     fn load_adapter(&mut self, id: RequestId) -> Option<Duration> {
         let (requests, running) = (&self.requests, &self.running);
         let adapter = |id: &RequestId| requests.get(id)?.job.adapter.as_ref();
@@ -424,7 +423,7 @@ impl Scheduler {
         loading
     }
 
-    /// Schedules `tokens` more of a running request, if the blocks for it can be had.
+    /// Schedules `tokens` more of a running request, if enough blocks are available.
     fn extend(&mut self, id: RequestId, tokens: u32) -> bool {
         let request = self
             .requests
@@ -443,7 +442,7 @@ impl Scheduler {
         true
     }
 
-    /// Sends the request that came last back to the head of the queue.
+    /// Moves the latest request back to the head of the queue.
     fn preempt_last(&mut self) {
         let id = self
             .running
@@ -507,7 +506,7 @@ impl Scheduler {
     }
 }
 
-/// Registers what `tokens` scheduled tokens fill, and notes what stands in it.
+/// Registers the blocks that `tokens` scheduled tokens fill, and records their contents.
 fn register(
     pool: &mut BlockPool,
     request: &mut ScheduledRequest,

@@ -1,4 +1,4 @@
-//! The scheduler: what requests get, in what time, and that nothing is left behind.
+//! Tests of the scheduler: progress, durations, and that nothing leaks.
 
 use std::time::Duration;
 
@@ -15,7 +15,7 @@ const SHAPE: EngineShape = EngineShape {
     decode: Duration::from_millis(64),
 };
 
-/// A prompt of `tokens` tokens of which the first `shared` are everybody's.
+/// Returns a prompt of `tokens` tokens, the first `shared` of which are common to all.
 fn job(tokens: u32, shared: u32, own: u8, max_tokens: u32) -> ComputeJob {
     let mut prompt = vec![0; (shared.min(tokens) * 4) as usize];
     prompt.resize((tokens * 4) as usize, own);
@@ -210,13 +210,13 @@ fn an_adapter_is_loaded_once_and_waits_for_a_place() {
             ..job(8, 0, own, 2)
         });
     }
-    // The second has no place; the third passes it.
+    // The second has no slot; the third passes it.
     assert_eq!(scheduler.begin_step(), Some(Duration::from_millis(116)));
     let (running, waiting) = scheduler.adapters();
     assert_eq!((running.count(), waiting.count()), (2, 1));
     scheduler.finish_step();
     let (time, _) = run_to_end(&mut scheduler);
-    // Decoding of two, then the second is loaded, computed and decoded.
+    // Two decode; then the second is loaded, computed and decoded.
     assert_eq!(time, Duration::from_millis(66 + 108 + 65));
     assert_eq!(scheduler.stats().adapter_loads, 2);
 }

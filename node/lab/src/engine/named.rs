@@ -1,5 +1,5 @@
-//! Answers of `/v1/responses` and `/v1/messages`, whole or as server-sent events with names, as a
-//! vLLM server gives them.
+//! Responses of `/v1/responses` and `/v1/messages`, unary or as named server-sent events, in vLLM's
+//! format.
 
 use std::fmt::Write as _;
 
@@ -11,7 +11,7 @@ use super::driver::Latest;
 use super::model::Finish;
 use super::text::words;
 
-/// The dialects whose events have names.
+/// Dialects with named events.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum NamedDialect {
     /// `/v1/responses`.
@@ -21,7 +21,7 @@ pub(super) enum NamedDialect {
 }
 
 impl NamedDialect {
-    /// The whole answer.
+    /// Returns the unary response.
     #[must_use]
     pub(super) fn whole(self, header: &AnswerHeader, end: Latest) -> Value {
         match self {
@@ -30,7 +30,7 @@ impl NamedDialect {
         }
     }
 
-    /// What comes before the first word: names of events with what they say.
+    /// Returns the events before the first word.
     fn opening(self, header: &AnswerHeader, first: Latest) -> Vec<Value> {
         match self {
             Self::Responses => {
@@ -64,7 +64,7 @@ impl NamedDialect {
         }
     }
 
-    /// What comes after the last word.
+    /// Returns the events after the last word.
     fn closing(self, header: &AnswerHeader, end: Latest) -> Vec<Value> {
         match self {
             Self::Responses => {
@@ -97,7 +97,7 @@ impl NamedDialect {
         }
     }
 
-    /// The event of some words, which need no escaping.
+    /// Writes the event for some words, which need no escaping.
     fn write_words(self, header: &AnswerHeader, number: u64, text: &str, out: &mut String) {
         let _ = match self {
             Self::Responses => write!(
@@ -173,7 +173,7 @@ fn message(header: &AnswerHeader, latest: Latest) -> Value {
     })
 }
 
-/// In this dialect cached tokens are beside the input, not part of it.
+/// In this dialect, cached tokens are not part of the input tokens.
 fn message_usage(header: &AnswerHeader, latest: Latest) -> Value {
     json!({
         "input_tokens": header.prompt_tokens - latest.cached_tokens,
@@ -190,18 +190,18 @@ fn stop_reason(latest: Latest) -> Option<&'static str> {
     })
 }
 
-/// Writes named events.
+/// Formats named events.
 #[derive(Debug)]
 pub(super) struct NamedEvents {
     header: AnswerHeader,
     dialect: NamedDialect,
     sent: u32,
-    /// Of the next event.
+    /// Number of the next event.
     number: u64,
 }
 
 impl NamedEvents {
-    /// Of an answer of which nothing is written yet.
+    /// Creates a writer of a response that has not started.
     #[must_use]
     pub(super) fn new(header: AnswerHeader, dialect: NamedDialect) -> Self {
         Self {

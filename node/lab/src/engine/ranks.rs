@@ -1,8 +1,8 @@
-//! Data-parallel ranks: several schedulers, each with a prefix cache of its own, behind one port.
+//! Data-parallel ranks: several schedulers behind one port, each with its own prefix cache.
 //!
-//! As with vLLM's `--data-parallel-size`, a request goes to the rank that its header
-//! `X-data-parallel-rank` names, else to the one with the fewest requests, and each rank publishes
-//! KV events at ports of its own.
+//! As with vLLM's `--data-parallel-size`, a request goes to the rank in its header
+//! `X-data-parallel-rank`, or to the one with the fewest requests. Each rank publishes KV events at
+//! its own ports.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -15,20 +15,20 @@ use super::events::{EventsOptions, Publisher};
 use super::model::EngineStats;
 use super::rejection::RequestRejection;
 
-/// Names the rank that a request goes to.
+/// Header with the rank that a request goes to.
 const RANK_HEADER: &str = "x-data-parallel-rank";
 
 /// The ranks of an engine, at least one.
 #[derive(Debug, Clone)]
 pub(super) struct Ranks {
     cores: Arc<[Arc<DriverCore>]>,
-    /// Where the search for the idlest rank begins, so that idle ranks take turns.
+    /// Start of the search for the idlest rank, so that idle ranks take turns.
     turn: Arc<AtomicUsize>,
 }
 
 impl Ranks {
     /// # Panics
-    /// If there is none.
+    /// If `cores` is empty.
     pub(super) fn new(cores: Vec<Arc<DriverCore>>) -> Self {
         assert!(!cores.is_empty(), "an engine has a rank");
         Self {
@@ -37,17 +37,17 @@ impl Ranks {
         }
     }
 
-    /// The first one, which stands for what all have in common.
+    /// Returns the first rank, which stands for the properties that all share.
     pub(super) fn first(&self) -> &Arc<DriverCore> {
         &self.cores[0]
     }
 
-    /// All, in order.
+    /// Returns all ranks, in order.
     pub(super) fn all(&self) -> &[Arc<DriverCore>] {
         &self.cores
     }
 
-    /// The one that a request with these headers goes to.
+    /// Returns the rank for a request with these headers.
     pub(super) fn asked(&self, headers: &HeaderMap) -> Result<&Arc<DriverCore>, RequestRejection> {
         let Some(named) = headers.get(RANK_HEADER) else {
             return Ok(self.idlest());
@@ -71,18 +71,18 @@ impl Ranks {
         idlest.expect("an engine has a rank")
     }
 
-    /// Counters and gauges of each.
+    /// Returns the counters and gauges of each rank.
     pub(super) fn stats(&self) -> Vec<EngineStats> {
         self.cores.iter().map(|core| core.stats()).collect()
     }
 
-    /// What publishes the KV events of each; none if they are not published.
+    /// Returns the publishers of KV events; empty if none are published.
     pub(super) fn publishers(&self) -> impl Iterator<Item = &Arc<Publisher>> {
         self.cores.iter().filter_map(|core| core.publisher())
     }
 }
 
-/// Where rank `rank` publishes: each at the next port, or at a free one.
+/// Returns the options of rank `rank`: each publishes at the next port, or at a free one.
 pub(super) fn events_of(options: &EventsOptions, rank: u16) -> EventsOptions {
     let of_rank = |at: SocketAddr| match at.port() {
         0 => at,

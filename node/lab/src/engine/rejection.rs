@@ -1,4 +1,4 @@
-//! Requests refused, in vLLM's words.
+//! Rejected requests, with vLLM's error messages.
 
 use axum::Json;
 use axum::extract::rejection::BytesRejection;
@@ -8,7 +8,7 @@ use serde::de::DeserializeOwned;
 
 use super::answer::error_body;
 
-/// A request refused, in vLLM's words.
+/// A rejected request, with vLLM's error message.
 #[derive(Debug)]
 pub(super) struct RequestRejection {
     pub(super) status: StatusCode,
@@ -43,7 +43,7 @@ impl IntoResponse for RequestRejection {
     }
 }
 
-/// Reads a body, or says which parameter is wrong.
+/// Parses a body, or reports the wrong parameter.
 pub(super) fn read<T: DeserializeOwned>(
     body: &[u8],
     param: Option<&str>,

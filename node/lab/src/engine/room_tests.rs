@@ -1,4 +1,4 @@
-//! Engines that meet in rooms, over real sockets.
+//! Tests of engines that use rooms, over real sockets.
 
 use std::time::Duration;
 
@@ -117,7 +117,7 @@ async fn a_room_nobody_joins_or_opens_is_given_up() {
         let (status, told) = ask(engine, "POST", "/v1/completions", body).await;
         assert_eq!(status, StatusCode::INTERNAL_SERVER_ERROR, "{told}");
     }
-    // Who is not there any more ends the wait at once.
+    // A stopped engine ends the wait at once.
     let gone = asked(&prefill, 8, false);
     prefill.stop().await;
     let (status, _) = ask(&decode, "POST", "/v1/completions", gone).await;

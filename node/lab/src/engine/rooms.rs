@@ -1,11 +1,10 @@
 //! Disaggregated prefill and decode as in SGLang: engines that meet in rooms.
 //!
-//! A prefill engine listens on a bootstrap port. Both engines get a request with that address and
-//! the number of a room. The one that answers connects and names the room; the other computes the
-//! prompt once somebody is there, takes as long as the transfer would, says so, and answers its own
-//! request. An engine that leaves closes the connection, which ends the other's request too. A room
-//! that no engine joins, or opens, is abandoned after a while; a request without one is refused.
-//! Time moves, bytes do not.
+//! Both engines get a request with the prefill engine's bootstrap address and a room number. The
+//! decode engine connects and names the room. The prefill engine then computes the prompt, waits as
+//! long as the transfer would take, reports completion, and responds to its own request. An engine
+//! that leaves closes the connection, which also ends the other's request. A room that only one
+//! engine enters is abandoned after a while. Only time is modelled; no blocks are transferred.
 
 use std::collections::HashMap;
 use std::io;
@@ -28,11 +27,11 @@ use super::model::ComputeJob;
 use super::rejection::{RequestRejection, read};
 use super::transfer::TransferOptions;
 
-/// Rooms of one engine at a time.
+/// Maximum number of rooms per engine.
 const ROOMS_MAX: usize = 4096;
-/// Longest number of a room, with the line's end.
+/// Maximum length of a line with a room number, including the line break, in bytes.
 const LINE_BYTES_MAX: u64 = 32;
-/// What a prefill engine says when the blocks have gone over.
+/// Message of a prefill engine after the transfer.
 const DONE: &[u8] = b"ok\n";
 
 /// Which stage an engine computes.
@@ -45,7 +44,7 @@ pub enum RoomMode {
 }
 
 impl RoomMode {
-    /// As SGLang names it.
+    /// Returns SGLang's name of the mode.
     pub(super) fn label(self) -> &'static str {
         match self {
             Self::Prefill => "prefill",
@@ -54,21 +53,21 @@ impl RoomMode {
     }
 }
 
-/// An engine that meets others in rooms.
+/// Options of an engine that uses rooms.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RoomOptions {
-    /// The stage that it computes.
+    /// Stage that the engine computes.
     pub mode: RoomMode,
-    /// Where a prefill engine lets others in; port 0 takes a free one.
+    /// Bootstrap address of a prefill engine; port 0 takes a free one.
     pub bootstrap: SocketAddr,
-    /// How long transfers take, and which fail.
+    /// Durations and failures of transfers.
     pub transfer: TransferOptions,
-    /// How long an engine waits in a room for the other one.
+    /// Longest wait of an engine for the other one.
     pub patience: Duration,
 }
 
 impl RoomOptions {
-    /// An engine in this mode, with SGLang's patience and a free port.
+    /// Returns options for this mode, with SGLang's timeout and a free port.
     #[must_use]
     pub fn of(mode: RoomMode) -> Self {
         Self {
@@ -80,7 +79,7 @@ impl RoomOptions {
     }
 }
 
-/// Where a request's engines meet.
+/// Where the two engines of a request meet.
 #[derive(Debug, Deserialize)]
 pub(super) struct RoomAddress {
     #[serde(default)]
@@ -99,7 +98,7 @@ enum OneOrList<T> {
 }
 
 impl<T: Clone> OneOrList<T> {
-    /// The only one: this engine makes one choice of one prompt.
+    /// Returns the value if it is the only one: the engine supports one choice of one prompt.
     fn only(&self) -> Option<&T> {
         match self {
             Self::One(only) => Some(only),
@@ -111,7 +110,7 @@ impl<T: Clone> OneOrList<T> {
     }
 }
 
-/// A room and where it is.
+/// Number and address of a room.
 #[derive(Debug)]
 pub(super) struct Room {
     host: String,
@@ -119,29 +118,29 @@ pub(super) struct Room {
     number: u64,
 }
 
-/// One side of a room that the other has not come to.
+/// An engine that waits in a room for the other.
 #[derive(Debug)]
 enum WaitingSide {
-    /// The request, which computes the prompt once somebody is there.
+    /// The prefill request, which computes the prompt once a decode engine joins.
     Prefill(oneshot::Sender<TcpStream>),
-    /// Who wants its blocks.
+    /// The decode engine, which waits for the blocks.
     Decode(TcpStream),
 }
 
 type WaitingRooms = Arc<Mutex<HashMap<u64, WaitingSide>>>;
 
-/// The rooms of an engine.
+/// Rooms of an engine.
 #[derive(Debug)]
 pub(super) struct EngineRooms {
     options: RoomOptions,
-    /// Where it lets others in.
+    /// Bootstrap address.
     address: SocketAddr,
     speed: f64,
     waiting: WaitingRooms,
     transfers: AtomicU64,
 }
 
-/// A room that is waited in; given up when dropped.
+/// A room in which a request waits; abandoned when dropped.
 struct OpenRoom<'a> {
     rooms: &'a EngineRooms,
     number: u64,
@@ -155,7 +154,7 @@ impl Drop for OpenRoom<'_> {
 }
 
 impl EngineRooms {
-    /// Opens the bootstrap port, if it is a prefill engine's.
+    /// Opens the bootstrap port of a prefill engine.
     pub(super) async fn start(
         options: RoomOptions,
         speed: f64,
@@ -182,15 +181,15 @@ impl EngineRooms {
         self.options.mode
     }
 
-    /// Where it lets others in.
+    /// Returns the bootstrap address.
     pub(super) fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// The room that a request names.
+    /// Returns the room that a request names.
     ///
     /// # Errors
-    /// As SGLang says it, if there is none.
+    /// With SGLang's error message, if the request names none.
     pub(super) fn of(body: &[u8]) -> Result<Room, RequestRejection> {
         let told: RoomAddress = read(body, None)?;
         let number = told.bootstrap_room.as_ref().and_then(OneOrList::only);
@@ -209,10 +208,10 @@ impl EngineRooms {
         }
     }
 
-    /// Computes a prompt for whoever comes to the room, and hands it over.
+    /// Waits for the other engine in the room, computes the prompt, and hands it over.
     ///
     /// # Errors
-    /// Nobody came, or they left, or the transfer failed.
+    /// If no engine came, it left, or the transfer failed.
     pub(super) async fn compute(
         &self,
         core: &Arc<DriverCore>,
@@ -250,10 +249,10 @@ impl EngineRooms {
         }
     }
 
-    /// Waits in the room until the prompt is computed and has come over.
+    /// Waits in the room until the prompt is computed and transferred.
     ///
     /// # Errors
-    /// The other engine is not there, or fails.
+    /// If the other engine cannot be reached or fails.
     pub(super) async fn fetch(&self, room: &Room) -> Result<(), RequestRejection> {
         let fetched = async {
             let host = room.host.trim_start_matches('[').trim_end_matches(']');
@@ -295,13 +294,13 @@ impl EngineRooms {
     }
 }
 
-/// Lets in who names a room.
+/// Accepts connections of engines that name a room.
 async fn admit(listener: TcpListener, waiting: WaitingRooms, patience: Duration) {
     let comers = TaskTracker::new();
     while let Ok((peer, _)) = listener.accept().await {
         let waiting = Arc::clone(&waiting);
         comers.spawn(async move {
-            // Who names no room is nobody.
+            // Drop connections that name no room.
             let Ok(Ok(Some(number))) = timeout(patience, join(peer, &waiting)).await else {
                 return;
             };
@@ -314,7 +313,7 @@ async fn admit(listener: TcpListener, waiting: WaitingRooms, patience: Duration)
     }
 }
 
-/// Answers the room that `peer` waits in, if nobody was there.
+/// Hands `peer` to a waiting request. Returns the room if `peer` has to wait there instead.
 async fn join(mut peer: TcpStream, waiting: &WaitingRooms) -> io::Result<Option<u64>> {
     let mut line = String::new();
     let mut reader = BufReader::new((&mut peer).take(LINE_BYTES_MAX));
@@ -325,7 +324,7 @@ async fn join(mut peer: TcpStream, waiting: &WaitingRooms) -> io::Result<Option<
     let mut waiting = lock(waiting);
     match waiting.remove(&number) {
         Some(WaitingSide::Prefill(tell)) => drop(tell.send(peer)),
-        // Somebody was there before.
+        // Another engine came first.
         Some(other @ WaitingSide::Decode(_)) => {
             waiting.insert(number, other);
         }

@@ -1,5 +1,5 @@
-//! The engine over real sockets: vLLM's shapes, the cache as reported in `usage`, and clients that
-//! leave.
+//! Tests of the engine over real sockets: vLLM's formats, cached tokens in `usage`, and
+//! disconnects.
 
 use std::time::Duration;
 
@@ -73,7 +73,7 @@ fn chat(messages: &Value, max_tokens: u32) -> Value {
     json!({ "model": "emulated", "messages": messages, "max_tokens": max_tokens })
 }
 
-/// The JSON of a stream's events, without the closing `[DONE]`, which must be there.
+/// Returns the JSON of a stream's events, and checks that the stream ends with `[DONE]`.
 async fn events(response: Response<Incoming>) -> Vec<Value> {
     assert_eq!(
         response.headers()["content-type"],
@@ -108,7 +108,7 @@ async fn the_next_turn_of_a_chat_finds_the_whole_of_the_last() {
     let cached = second["usage"]["prompt_tokens_details"]["cached_tokens"]
         .as_u64()
         .unwrap();
-    // The last token made was never computed.
+    // The last output token was never computed.
     assert_eq!(cached, (prompt_tokens + 39) / 32 * 32);
     engine.stop().await;
 }
@@ -274,8 +274,8 @@ async fn the_pages_a_router_reads_are_there() {
     assert_eq!(text["prompt"], "five5");
 }
 
-/// A request that would run for hours, cut off by its client: while it waits for the first token
-/// with `stream` false, or once it streams.
+/// Sends a request that would run for hours and disconnects: while waiting for the first token if
+/// `is_stream` is false, or during the stream.
 async fn leave(is_stream: bool) {
     let engine = engine(0.001).await;
     let body = json!({
@@ -357,7 +357,7 @@ async fn a_stopped_engine_cuts_its_connections_off() {
         .unwrap();
     engine.stop().await;
     let mut all = Vec::new();
-    // Closed or reset: either way nothing more comes.
+    // Closed or reset: either way, no more data comes.
     let _ = socket.read_to_end(&mut all).await;
     assert!(all.is_empty());
 }

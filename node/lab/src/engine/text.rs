@@ -1,12 +1,12 @@
 //! The emulated tokenizer and the emulated model's words.
 //!
-//! One token is four bytes of the flattened prompt, so that a block of 32 tokens is the 128 bytes a
-//! router with the `character` tokenizer hashes. Output is made of four-byte words, one per token,
-//! drawn from `(engine seed, prompt, position)`: the same prompt always gets the same answer.
+//! One token is four bytes of the flattened prompt, so a block of 32 tokens is the 128 bytes that a
+//! router with the `character` tokenizer hashes. The output is made of four-byte words, one per
+//! token, drawn from `(engine seed, prompt, position)`: equal prompts always get equal outputs.
 //!
-//! A sequence is one run of bytes, prompt first, then output. A prompt whose length is no multiple
-//! of four counts its last bytes as a token of their own; the words after it are not shifted, so a
-//! block is full when its *bytes* are there. Between the two counts there is less than one token.
+//! A sequence is the bytes of prompt and output. If the prompt's length is not a multiple of four,
+//! its last bytes count as a token. The words after it are not shifted, so a block is full when its
+//! *bytes* are there. The two counts differ by less than one token.
 
 use std::ops::Range;
 use std::sync::OnceLock;
@@ -14,13 +14,13 @@ use std::sync::OnceLock;
 use api::prompt::Prompt;
 use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
 
-/// Bytes of one token.
+/// Number of bytes per token.
 pub const TOKEN_BYTES: usize = 4;
 
-/// Chained hash of one full block and of all before it. Private to one engine, like vLLM's.
+/// Chained hash of a full block and all blocks before it. Private to one engine, as in vLLM.
 pub type EngineHash = u64;
 
-/// A request's bytes, hashed block by block as they come.
+/// Bytes of a request, hashed block by block as they arrive.
 #[derive(Debug, Clone)]
 pub struct Sequence {
     block_bytes: usize,
@@ -28,11 +28,11 @@ pub struct Sequence {
     hashes: Vec<EngineHash>,
     /// Bytes after the last full block.
     tail: Vec<u8>,
-    /// Seed of the words.
+    /// Seed of the output.
     voice: u64,
     prompt_tokens: u32,
     output_tokens: u32,
-    /// What stands in the full blocks, of sequences that remember it.
+    /// Contents of the full blocks, if the sequence remembers them.
     remembered: Option<Remembered>,
 }
 
@@ -43,14 +43,14 @@ struct Remembered {
     adapter: String,
 }
 
-/// What stands in some blocks of a sequence, as KV events tell it.
+/// Contents of some blocks of a sequence, for KV events.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BlockContent {
-    /// Their tokens.
+    /// Tokens of the blocks.
     pub tokens: Vec<u32>,
-    /// The sequence's salt; empty for none.
+    /// Salt of the sequence; empty if it has none.
     pub salt: String,
-    /// Its adapter; empty for none.
+    /// Adapter of the sequence; empty if it has none.
     pub adapter: String,
 }
 
@@ -61,7 +61,7 @@ impl Sequence {
         Self::of_adapter(prompt, ("", salt), block_tokens, seed)
     }
 
-    /// As [`Sequence::new`], computed with a LoRA adapter: `(adapter, salt)`.
+    /// Like [`Sequence::new`], with a LoRA adapter: `(adapter, salt)`.
     #[must_use]
     pub fn of_adapter(
         prompt: &[u8],
@@ -87,7 +87,7 @@ impl Sequence {
         sequence
     }
 
-    /// As [`Sequence::of_adapter`], for an engine that tells what stands in its blocks.
+    /// Like [`Sequence::of_adapter`], for an engine that publishes the contents of its blocks.
     #[must_use]
     pub fn remembering(
         prompt: &[u8],
@@ -105,7 +105,7 @@ impl Sequence {
         sequence
     }
 
-    /// What stands in some of the full blocks; `None` when it is not remembered.
+    /// Returns the contents of some full blocks; `None` if the sequence does not remember them.
     #[must_use]
     pub fn content(&self, blocks: Range<usize>) -> Option<BlockContent> {
         let Remembered {
@@ -121,31 +121,31 @@ impl Sequence {
         })
     }
 
-    /// Chained hashes of the full blocks.
+    /// Returns the chained hashes of the full blocks.
     #[must_use]
     pub fn hashes(&self) -> &[EngineHash] {
         &self.hashes
     }
 
-    /// Tokens of the prompt.
+    /// Returns the number of prompt tokens.
     #[must_use]
     pub fn prompt_tokens(&self) -> u32 {
         self.prompt_tokens
     }
 
-    /// Tokens made so far.
+    /// Returns the number of output tokens so far.
     #[must_use]
     pub fn output_tokens(&self) -> u32 {
         self.output_tokens
     }
 
-    /// Prompt and output.
+    /// Returns the number of prompt and output tokens.
     #[must_use]
     pub fn tokens(&self) -> u32 {
         self.prompt_tokens + self.output_tokens
     }
 
-    /// Seed of this sequence's [`word`]s.
+    /// Returns the seed of this sequence's [`word`]s.
     #[must_use]
     pub fn voice(&self) -> u64 {
         self.voice
@@ -186,13 +186,13 @@ impl Sequence {
     }
 }
 
-/// Tokens of so many bytes: a begun token is a token.
+/// Returns the number of tokens in this many bytes, rounded up.
 #[must_use]
 pub fn token_count(bytes: usize) -> u32 {
     u32::try_from(bytes.div_ceil(TOKEN_BYTES)).unwrap_or(u32::MAX)
 }
 
-/// The word an engine says at `position` of an answer: three letters and a space.
+/// Returns the output word at `position`: three letters and a space.
 #[must_use]
 pub fn word(voice: u64, position: u32) -> [u8; TOKEN_BYTES] {
     let draw = xxh3_64_with_seed(&position.to_le_bytes(), voice);
@@ -200,7 +200,7 @@ pub fn word(voice: u64, position: u32) -> [u8; TOKEN_BYTES] {
     [letter(0), letter(16), letter(32), b' ']
 }
 
-/// Words `from..to` of an answer as text.
+/// Returns the output words `from..to` as text.
 #[must_use]
 pub fn words(voice: u64, from: u32, to: u32) -> String {
     (from..to)
@@ -209,9 +209,9 @@ pub fn words(voice: u64, from: u32, to: u32) -> String {
         .collect()
 }
 
-/// A parsed prompt as bytes of one sequence. Token ids are four bytes each, little-endian. A chat
-/// gets the assistant's heading appended, as chat templates do before the model speaks, so that
-/// the answer continues the prompt exactly as the next turn will repeat it.
+/// Returns a parsed prompt as the bytes of a sequence. Token ids become four little-endian bytes
+/// each. A chat gets the assistant's heading appended, as by chat templates, so that the output
+/// continues the prompt exactly as the next turn repeats it.
 #[must_use]
 pub fn sequence_bytes(prompt: Prompt, is_chat: bool) -> Vec<u8> {
     match prompt {
@@ -225,7 +225,7 @@ pub fn sequence_bytes(prompt: Prompt, is_chat: bool) -> Vec<u8> {
     }
 }
 
-/// What stands before an assistant's reply in a flattened chat.
+/// Returns the text before an assistant's reply in a flattened chat.
 fn reply_heading() -> &'static [u8] {
     static HEADING: OnceLock<Vec<u8>> = OnceLock::new();
     HEADING.get_or_init(|| {
@@ -238,8 +238,8 @@ fn reply_heading() -> &'static [u8] {
     })
 }
 
-/// Token ids of some bytes: each four bytes read as a little-endian number, the last padded with
-/// zeros.
+/// Returns the token ids of some bytes: each four bytes as a little-endian number, the last padded
+/// with zeros.
 #[must_use]
 pub fn token_ids(bytes: &[u8]) -> Vec<u32> {
     let id = |chunk: &[u8]| {
@@ -250,7 +250,7 @@ pub fn token_ids(bytes: &[u8]) -> Vec<u32> {
     bytes.chunks(TOKEN_BYTES).map(id).collect()
 }
 
-/// The text of token ids: the inverse of [`token_ids`], less the padding.
+/// Returns the text of token ids: the inverse of [`token_ids`], without the padding.
 #[must_use]
 pub fn detokenize(ids: &[u32]) -> String {
     let mut bytes: Vec<u8> = ids.iter().flat_map(|id| id.to_le_bytes()).collect();

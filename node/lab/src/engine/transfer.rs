@@ -1,11 +1,10 @@
-//! A KV connector like vLLM's NIXL one: prompts computed at one engine, fetched by another.
+//! A KV connector like vLLM's NIXL one: one engine computes prompts, another fetches them.
 //!
-//! A request with `do_remote_decode` leaves an entry behind, whose address its answer tells in
-//! `kv_transfer_params`. A request with these, `do_remote_prefill` among them, takes the entry from
-//! that engine over HTTP, waits as long as the blocks would take, and has its prompt computed. An
-//! entry that is not there any more is a failed transfer, as is one that this engine is told to
-//! lose; what then happens is [`LoadError`]. Blocks are not held for the one that fetches them:
-//! the model moves time, not bytes.
+//! A request with `do_remote_decode` leaves an entry behind. Its response has the entry's address
+//! in `kv_transfer_params`. A request with these and `do_remote_prefill` takes the entry from that
+//! engine over HTTP, waits as long as the transfer would take, and then has its prompt computed.
+//! The transfer fails if the entry is gone or by injection; [`LoadError`] defines what happens
+//! then. No blocks are held for the other engine: only time is modelled.
 
 use std::collections::VecDeque;
 use std::net::SocketAddr;
@@ -18,9 +17,9 @@ use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 
-/// Most prompts kept for others; the oldest goes first.
+/// Maximum number of prompts kept for other engines; the oldest is dropped first.
 const ENTRIES_MAX: usize = 1024;
-/// Path on which an engine gives up an entry.
+/// Path at which an engine hands over an entry.
 pub(super) const TRANSFER_PATH: &str = "/kv_transfer/{entry}";
 
 /// What an engine does with a request whose blocks cannot be fetched.
@@ -33,16 +32,16 @@ pub enum LoadError {
     Fail,
 }
 
-/// The connector of an engine.
+/// Options of an engine's connector.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TransferOptions {
-    /// Time of a transfer before its first token.
+    /// Duration of a transfer before its first token.
     pub base: Duration,
-    /// Tokens whose blocks go over per second.
+    /// Number of tokens whose blocks are transferred per second.
     pub tokens_per_s: u32,
-    /// Each transfer of this number fails; 0: none.
+    /// Every transfer of this number fails; 0: none.
     pub lost_every: u32,
-    /// What follows from that.
+    /// Reaction to a failed transfer.
     pub on_failure: LoadError,
 }
 
@@ -69,7 +68,7 @@ pub(super) struct TransferParams {
 }
 
 impl TransferParams {
-    /// Whether another engine is to have the prompt's blocks.
+    /// Whether the prompt's blocks are for another engine.
     pub(super) fn keeps(&self) -> bool {
         self.do_remote_decode
     }
@@ -98,7 +97,7 @@ impl Connector {
         }
     }
 
-    /// Keeps a computed prompt of so many blocks for another engine; answers where it is.
+    /// Keeps a computed prompt of `blocks` blocks for another engine. Returns its address.
     pub(super) fn keep(&self, blocks: u32) -> Value {
         let entry = format!("{:x}", self.last.fetch_add(1, Ordering::Relaxed));
         let mut entries = self.entries.lock().unwrap_or_else(PoisonError::into_inner);
@@ -118,18 +117,18 @@ impl Connector {
         })
     }
 
-    /// Gives up an entry; answers whether it was there.
+    /// Hands over an entry. Returns whether it existed.
     pub(super) fn give(&self, entry: &str) -> bool {
         let mut entries = self.entries.lock().unwrap_or_else(PoisonError::into_inner);
         let at = entries.iter().position(|kept| kept == entry);
         at.and_then(|at| entries.remove(at)).is_some()
     }
 
-    /// Fetches a prompt of so many tokens, if the request says that another engine has it; answers
-    /// whether it is here then.
+    /// Fetches a prompt of `tokens` tokens if the request names another engine for it. Returns
+    /// whether it is available here.
     ///
     /// # Errors
-    /// What the client is told, where requests fail with their transfers.
+    /// With a message for the client, if the transfer failed and [`LoadError::Fail`] applies.
     pub(super) async fn fetch(
         &self,
         params: &TransferParams,
@@ -154,7 +153,7 @@ impl Connector {
     }
 }
 
-/// Asks the engine that has the prompt for it; `None`: the parameters lead nowhere.
+/// Takes the prompt's entry from the other engine; `None`: it cannot be reached.
 async fn take(params: &TransferParams) -> Option<bool> {
     let (host, port) = (params.remote_host.as_deref()?, params.remote_port?);
     let entry = params.remote_request_id.as_deref()?;

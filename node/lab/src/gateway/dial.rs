@@ -1,4 +1,4 @@
-//! Connections to pickers, with TLS without verification, as gateways use by default.
+//! Connections to pickers: TLS without verification, like a gateway's default.
 
 use std::io;
 use std::net::SocketAddr;
@@ -18,7 +18,7 @@ use tower::service_fn;
 
 use super::GatewayTls;
 
-/// A channel to a picker, which connects when it is used.
+/// Returns a channel to a picker that connects on first use.
 pub fn picker_channel(at: SocketAddr, tls: &GatewayTls) -> Channel {
     let tls = tls.clone();
     let dial = service_fn(move |_| {
@@ -41,7 +41,7 @@ pub fn picker_channel(at: SocketAddr, tls: &GatewayTls) -> Channel {
     Endpoint::from_static("http://picker").connect_with_connector_lazy(dial)
 }
 
-/// `None`: in the clear.
+/// Returns a TLS config that verifies nothing; `None`: without TLS.
 fn unverified(tls: &GatewayTls) -> io::Result<Option<ClientConfig>> {
     let provider = Arc::new(ring::default_provider());
     let builder = ClientConfig::builder_with_provider(Arc::clone(&provider));
@@ -68,7 +68,7 @@ fn unverified(tls: &GatewayTls) -> io::Result<Option<ClientConfig>> {
     Ok(Some(config))
 }
 
-/// Takes any certificate whose key the other side has.
+/// Accepts any certificate for whose key the other side proves possession.
 #[derive(Debug)]
 struct Anybody(Arc<CryptoProvider>);
 

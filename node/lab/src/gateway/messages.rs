@@ -1,4 +1,4 @@
-//! Messages of a gateway, and what becomes of heads by a picker's answers.
+//! Messages of a gateway, and changes of headers by a picker's responses.
 
 use std::net::SocketAddr;
 
@@ -14,10 +14,10 @@ use http::{HeaderMap, HeaderName, HeaderValue};
 use prost_types::value::Kind;
 use prost_types::{ListValue, Struct, Value};
 
-/// Where a request goes: a header, and a key of metadata.
+/// Name of the header and of the metadata key with a request's destination.
 pub(super) const DESTINATION: &str = "x-gateway-destination-endpoint";
 
-/// A head, as a message has it.
+/// Builds the message with a head.
 pub(super) fn head(pseudo: &[(&str, &str)], headers: &HeaderMap, end: bool) -> HttpHeaders {
     let told = |key: &str, value: &[u8]| ToldHeader {
         key: key.to_owned(),
@@ -37,7 +37,7 @@ pub(super) fn head(pseudo: &[(&str, &str)], headers: &HeaderMap, end: bool) -> H
     }
 }
 
-/// A piece of a body.
+/// Builds the message with a chunk of a body.
 pub(super) fn piece(body: Bytes, end_of_stream: bool) -> HttpBody {
     HttpBody {
         body,
@@ -45,7 +45,7 @@ pub(super) fn piece(body: Bytes, end_of_stream: bool) -> HttpBody {
     }
 }
 
-/// A piece of a request's body.
+/// Builds the message with a chunk of a request's body.
 pub(super) fn upload(body: Bytes, end: bool) -> ProcessingMessage {
     ProcessingMessage::RequestBody(piece(body, end))
 }
@@ -63,7 +63,7 @@ fn metadata(namespace: &str, key: &str, value: Value) -> Metadata {
     }
 }
 
-/// The only endpoints that are offered.
+/// Builds the metadata with the only endpoints to choose from.
 pub(super) fn subset(endpoints: &[SocketAddr]) -> Metadata {
     let values = endpoints.iter().map(|it| text(it.to_string())).collect();
     let list = Value {
@@ -73,13 +73,13 @@ pub(super) fn subset(endpoints: &[SocketAddr]) -> Metadata {
     metadata("envoy.lb.subset_hint", key, list)
 }
 
-/// The endpoint that has answered.
+/// Builds the metadata with the endpoint that responded.
 pub(super) fn served(endpoint: SocketAddr) -> Metadata {
     let key = "x-gateway-destination-endpoint-served";
     metadata("envoy.lb", key, text(endpoint.to_string()))
 }
 
-/// The endpoints in metadata.
+/// Returns the endpoints in metadata.
 pub(super) fn destination(told: Option<&Struct>) -> Option<&str> {
     let Kind::StructValue(inner) = told?.fields.get("envoy.lb")?.kind.as_ref()? else {
         return None;
@@ -90,7 +90,7 @@ pub(super) fn destination(told: Option<&Struct>) -> Option<&str> {
     }
 }
 
-/// Changes headers as a picker says.
+/// Applies a picker's changes to headers.
 pub(super) fn change(headers: &mut HeaderMap, by: &HeaderMutation) -> anyhow::Result<()> {
     for name in &by.remove_headers {
         headers.remove(name);

@@ -1,9 +1,9 @@
-//! A stand-in for a gateway that asks endpoint pickers: it speaks external processing as Envoy does, from
-//! the head of a request to the end of its answer, and sends requests to engines where a picker says.
+//! A stand-in for a gateway with endpoint pickers. It speaks external processing as Envoy does, for
+//! whole requests and responses, and sends requests to the engines that a picker chooses.
 //!
-//! It is strict: an answer that Envoy's state machine would not take is an error. Pickers are asked in
-//! turn, or the one that a request is pinned to; where one cannot be reached before anything went to
-//! an engine, the next is asked.
+//! It is strict: a message that Envoy's state machine would reject is an error. Pickers are asked
+//! in turn, unless a request is pinned to one. If a picker cannot be reached before anything went
+//! to an engine, the next is asked.
 
 mod dial;
 mod messages;
@@ -28,38 +28,38 @@ use tonic::transport::Channel;
 pub use self::dial::picker_channel;
 use self::talk::{Picked, PickerTalk, Told};
 
-/// Longest message that is taken from a picker, in bytes.
+/// Maximum length of a message from a picker, in bytes.
 const MESSAGE_BYTES_MAX: usize = 64 << 20;
 
-/// How a gateway is set up.
+/// Options of a gateway.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct GatewayOptions {
-    /// How both bodies go through the picker.
+    /// How both bodies pass through the picker.
     pub bodies: BodySendMode,
-    /// Whether bodies that stream wait until the picker has answered the head.
+    /// Whether streamed bodies wait for the picker's response to the head.
     pub waits_for_heads: bool,
-    /// Whether a picker's answer to a head may change the modes, `allow_mode_override` of Envoy's.
+    /// Whether a response to a head may change the modes, as `allow_mode_override` in Envoy.
     pub allows_override: bool,
-    /// Bytes in one piece of a body, at most.
+    /// Maximum length of a chunk of a body, in bytes.
     pub piece_bytes: usize,
-    /// The only endpoints that are offered; `None`: all.
+    /// The only endpoints to choose from; `None`: all.
     pub subset: Option<Vec<SocketAddr>>,
-    /// How pickers are spoken to.
+    /// Security of connections to pickers.
     pub tls: GatewayTls,
 }
 
-/// How a gateway connects to pickers, of which it verifies no certificate.
+/// How a gateway connects to pickers. It never verifies their certificates.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum GatewayTls {
-    /// In the clear.
+    /// Without TLS.
     Clear,
-    /// With TLS, showing no certificate.
+    /// With TLS, without a client certificate.
     Anonymous,
-    /// With TLS, showing the certificate of these files in PEM, which are read for each connection.
+    /// With TLS and the client certificate in these PEM files, which are read for each connection.
     Shown {
-        /// The certificate.
+        /// File with the certificate.
         cert_file: PathBuf,
-        /// Its key.
+        /// File with its key.
         key_file: PathBuf,
     },
 }
@@ -86,38 +86,38 @@ pub struct StandInGateway {
     turn: AtomicUsize,
 }
 
-/// A request of a client.
+/// A client's request.
 #[derive(Debug, Clone)]
 pub struct GatewayRequest {
-    /// Its method.
+    /// HTTP method.
     pub method: Method,
-    /// Its path.
+    /// Request path.
     pub path: String,
-    /// Its headers.
+    /// Request headers.
     pub headers: HeaderMap,
-    /// Its body.
+    /// Request body.
     pub body: Bytes,
-    /// The picker that is asked first; `None`: in turn.
+    /// Picker that is asked first; `None`: in turn.
     pub picker: Option<usize>,
-    /// Its client leaves when it has got so many bytes of the answer's body.
+    /// Number of response body bytes after which the client disconnects.
     pub leaves_after: Option<usize>,
 }
 
-/// What a client got.
+/// The response that a client received.
 #[derive(Debug, Clone)]
 pub struct GatewayAnswer {
-    /// The status.
+    /// HTTP status.
     pub status: StatusCode,
     /// Headers, as changed by the picker.
     pub headers: HeaderMap,
-    /// The body, as far as its client stayed.
+    /// The body, up to the client's disconnect.
     pub body: Bytes,
-    /// Who has answered; `None`: the picker itself.
+    /// Endpoint that responded; `None`: the picker itself.
     pub endpoint: Option<SocketAddr>,
 }
 
 impl GatewayRequest {
-    /// A `POST` of JSON by a user.
+    /// Creates a `POST` of JSON for a user.
     #[must_use]
     pub fn post(path: &str, user: &str, body: &serde_json::Value) -> Self {
         let mut headers = HeaderMap::new();
@@ -138,7 +138,7 @@ impl GatewayRequest {
         }
     }
 
-    /// The same, asking this picker first.
+    /// Pins the request to this picker, which is asked first.
     #[must_use]
     pub fn pinned(self, picker: usize) -> Self {
         Self {
@@ -149,7 +149,7 @@ impl GatewayRequest {
 }
 
 impl StandInGateway {
-    /// A gateway that asks these pickers. Connects when it first asks, and again when it has to.
+    /// Creates a gateway with these pickers. It connects on first use, and again when necessary.
     #[must_use]
     pub fn new(pickers: &[SocketAddr], options: GatewayOptions) -> Self {
         let client = |at: &SocketAddr| {
@@ -167,7 +167,7 @@ impl StandInGateway {
     /// Serves one request.
     ///
     /// # Errors
-    /// If no picker can be asked, one breaks the protocol, or no endpoint can be reached.
+    /// If no picker can be reached, one breaks the protocol, or no endpoint can be reached.
     pub async fn send(&self, request: &GatewayRequest) -> anyhow::Result<GatewayAnswer> {
         let first = request
             .picker
@@ -185,7 +185,7 @@ impl StandInGateway {
             match talk.ask(request).await {
                 Ok(Told::Immediate(answer)) => return Ok(answer),
                 Ok(Told::Picked(picked)) => return self.forward(request, talk, picked).await,
-                // Nothing went to an engine yet.
+                // Nothing went to an engine yet, so the next picker can be asked.
                 Err(error) if talk.is_lost() => last = Some(error),
                 Err(error) => return Err(error),
             }
@@ -220,7 +220,7 @@ impl StandInGateway {
     }
 }
 
-/// Has an answer pass through the picker.
+/// Passes a response through the picker.
 async fn answer(
     mut talk: PickerTalk,
     response: Response<Incoming>,

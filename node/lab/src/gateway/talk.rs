@@ -1,4 +1,4 @@
-//! One request's stream with a picker, by the rules of Envoy's filter.
+//! The stream with a picker for one request, following the rules of Envoy's filter.
 
 use std::collections::VecDeque;
 use std::net::SocketAddr;
@@ -23,43 +23,43 @@ use tonic::transport::Channel;
 use super::messages::{DESTINATION, change, destination, head, piece, served, subset, upload};
 use super::{GatewayAnswer, GatewayOptions, GatewayRequest};
 
-/// Most messages on their way to a picker.
+/// Maximum number of queued messages to a picker.
 const WAITING_MAX: usize = 16;
 
-/// A stream.
+/// A stream with a picker.
 pub(super) struct PickerTalk {
     say: mpsc::Sender<ProcessingRequest>,
     heard: Streaming<ProcessingResponse>,
     options: GatewayOptions,
-    /// How the body of the request goes through the picker.
+    /// How the request's body passes through the picker.
     requests: BodySendMode,
-    /// The same of the answer.
+    /// How the response's body passes through the picker.
     answers: BodySendMode,
-    /// Whether the picker is gone, or ended the stream.
+    /// Whether the picker failed or ended the stream.
     is_lost: bool,
-    /// Pieces of the answer that were not answered, where each is by itself; whether it was the last.
+    /// Unanswered chunks of the response in chunked modes; whether each is the last.
     owed: VecDeque<bool>,
-    /// What was read of the answer and is not sent: where it goes whole.
+    /// Buffered part of the response, if it is sent as a whole.
     whole: Vec<u8>,
     is_over: bool,
 }
 
-/// What a picker told of a request.
+/// A picker's decision on a request.
 pub(super) enum Told {
-    /// Where it goes.
+    /// The request goes to an engine.
     Picked(Picked),
-    /// Its answer.
+    /// The picker responds itself.
     Immediate(GatewayAnswer),
 }
 
-/// A request as it goes to an engine.
+/// A request in the form that goes to an engine.
 pub(super) struct Picked {
     pub(super) endpoints: Vec<SocketAddr>,
     pub(super) headers: HeaderMap,
     pub(super) body: Bytes,
 }
 
-/// What a picker changes of a request.
+/// A picker's changes of a request.
 #[derive(Default)]
 struct ChangedRequest {
     headers: HeaderMap,
@@ -91,22 +91,22 @@ impl PickerTalk {
         self.is_lost
     }
 
-    /// Whether the answer has passed to its end.
+    /// Whether the whole response has passed.
     pub(super) fn is_over(&self) -> bool {
         self.is_over
     }
 
-    /// Whether the picker may say something of the answer's body.
+    /// Whether the picker may still send something about the response's body.
     pub(super) fn is_owed(&self) -> bool {
         self.answers == BodySendMode::FullDuplexStreamed || !self.owed.is_empty()
     }
 
-    /// Whether the picker sees the bodies of answers.
+    /// Whether the picker sees response bodies.
     pub(super) fn shows_answers(&self) -> bool {
         self.answers != BodySendMode::None
     }
 
-    /// Takes over both modes that the answer to a request's head asks for, where that has an effect.
+    /// Applies the modes that the response to a head requests, if the options allow it.
     fn take_modes(&mut self, asked: Option<ProcessingMode>) {
         let GatewayOptions {
             bodies,
@@ -151,7 +151,7 @@ impl PickerTalk {
         }
     }
 
-    /// Tells the request, and hears where it goes.
+    /// Sends the request, and receives the decision.
     pub(super) async fn ask(&mut self, request: &GatewayRequest) -> anyhow::Result<Told> {
         let pseudo = [
             (":method", request.method.as_str()),
@@ -207,7 +207,7 @@ impl PickerTalk {
             let part = left.split_to(bytes);
             let said = self.say(Self::message(upload(part, left.is_empty()))).await;
             if said.is_err() {
-                // A picker that has answered reads no further.
+                // The picker reads no more after its decision.
                 break;
             }
             count += 1;
@@ -215,7 +215,7 @@ impl PickerTalk {
         Ok(count)
     }
 
-    /// The answer to the head; `Some`: to the request itself.
+    /// Receives the response to the head; `Some`: the picker responds to the request itself.
     async fn head_answered(
         &mut self,
         changed: &mut ChangedRequest,
@@ -256,7 +256,7 @@ impl PickerTalk {
         }
     }
 
-    /// A body that waits for the answer to the head, which may change how it comes.
+    /// Sends a body after the response to the head, which may change the body's mode.
     async fn after_head(
         &mut self,
         request: &GatewayRequest,
@@ -314,7 +314,7 @@ impl PickerTalk {
         Ok(None)
     }
 
-    /// Tells the head of an answer, and who made it; what becomes of its headers.
+    /// Sends the head of a response and its endpoint. Returns the changed headers.
     pub(super) async fn answer_head(
         &mut self,
         told: &response::Parts,
@@ -341,7 +341,7 @@ impl PickerTalk {
         Ok(headers)
     }
 
-    /// Tells what came of the answer's body.
+    /// Sends a part of the response's body.
     pub(super) async fn say_pieces(&mut self, data: &Bytes) -> anyhow::Result<()> {
         if self.answers == BodySendMode::Buffered {
             self.whole.extend_from_slice(data);
@@ -353,7 +353,7 @@ impl PickerTalk {
         Ok(())
     }
 
-    /// Tells that nothing more comes.
+    /// Signals the end of the response.
     pub(super) async fn say_end(&mut self) -> anyhow::Result<()> {
         if !self.shows_answers() {
             self.is_over = true;
@@ -371,7 +371,7 @@ impl PickerTalk {
         self.say(Self::message(said)).await
     }
 
-    /// Hears what goes on to the client. Cancelled, it loses nothing.
+    /// Receives the next bytes for the client. Cancel safe.
     pub(super) async fn hear_piece(&mut self) -> anyhow::Result<Vec<u8>> {
         let common = match self.hear().await?.response {
             Some(Heard::ResponseBody(it)) => it.response.unwrap_or_default(),
@@ -433,7 +433,7 @@ fn picked(changed: ChangedRequest) -> anyhow::Result<Picked> {
     })
 }
 
-/// A piece of a body that streams by itself, and whether it is the last.
+/// Returns a chunk of a streamed body, and whether it is the last.
 fn streamed_piece(common: CommonResponse) -> anyhow::Result<(Bytes, bool)> {
     match common.body_mutation.and_then(|it| it.mutation) {
         Some(Mutation::StreamedResponse(piece)) => Ok((piece.body, piece.end_of_stream)),
@@ -441,7 +441,7 @@ fn streamed_piece(common: CommonResponse) -> anyhow::Result<(Bytes, bool)> {
     }
 }
 
-/// What stands in the place of a piece.
+/// Returns the replacement of a chunk.
 fn replaced(common: CommonResponse, sent: &[u8]) -> anyhow::Result<Vec<u8>> {
     match common.body_mutation.and_then(|it| it.mutation) {
         None => Ok(sent.to_vec()),

@@ -1,4 +1,4 @@
-//! `quorate replay`: the flags, the progress bar, and how it ends.
+//! `quorate replay`: its flags, progress bar and exit code.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -76,10 +76,10 @@ pub struct ReplayArgs {
     json: bool,
 }
 
-/// Reads how many times faster something goes.
+/// Parses a speed-up factor.
 ///
 /// # Errors
-/// What is expected instead.
+/// With the expected values.
 pub fn speed(text: &str) -> Result<f64, String> {
     match text.parse::<f64>() {
         Ok(number) if number > 0.0 && number <= 1e6 => Ok(number),
@@ -95,11 +95,11 @@ fn policy(text: &str) -> Result<String, String> {
     Err(format!("expected {EVERY_POLICY:?} or some of {names}"))
 }
 
-/// Replays the trace and prints the report; the exit code is 1 when requests failed. A comparison of
+/// Replays the trace and prints the report. The exit code is 1 if requests failed. A comparison of
 /// policies runs clusters of type `C`.
 ///
 /// # Errors
-/// When the trace cannot be read, a target is no URL, or the first target serves no model.
+/// If the trace cannot be read, a target is not a URL, or the first target serves no model.
 pub async fn run<C: ClusterUnderTest>(args: ReplayArgs) -> anyhow::Result<ExitCode> {
     let options = TraceOptions {
         scale: args.scale,

@@ -1,8 +1,8 @@
-//! A workload of conversations: several users, each with chats that grow turn by turn, on system
-//! prompts that many of them share. The next turn of a chat waits for the answer of the last.
+//! A workload of chats: several users, each with chats that grow turn by turn, on system prompts
+//! that many of them share. The next turn of a chat waits for the previous response.
 //!
-//! Chats start at different turns and begin anew when they are through, so the load is stationary:
-//! what is measured over some hundred requests can be compared with what is measured later.
+//! Chats start at different turns and restart when they are finished. The load is thus stationary:
+//! measurements over some hundred requests are comparable with later ones.
 
 use std::collections::VecDeque;
 use std::fmt::Write as _;
@@ -13,25 +13,25 @@ use serde_json::Value;
 
 use super::text::passage;
 
-/// Keeps the texts of system prompts apart from those of messages.
+/// Separates the ids of system prompts from those of messages.
 const SYSTEM_IDS: u64 = 1 << 63;
 
 /// Sizes of the workload.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ChatsOptions {
-    /// Users, each with the same number of chats, more or less.
+    /// Number of users, each with about the same number of chats.
     pub users: u32,
-    /// Chats open at a time.
+    /// Number of open chats.
     pub chats: u32,
-    /// Different system prompts.
+    /// Number of distinct system prompts.
     pub systems: u32,
-    /// Bytes of a system prompt.
+    /// Length of a system prompt, in bytes.
     pub system_bytes: usize,
-    /// Bytes of a user's message.
+    /// Length of a user's message, in bytes.
     pub message_bytes: usize,
-    /// Tokens of an answer.
+    /// Output tokens per turn.
     pub reply_tokens: u32,
-    /// Turns of a chat, after which another takes its place.
+    /// Number of turns of a chat, after which another replaces it.
     pub turns: u32,
     /// Seed of the texts.
     pub seed: u64,
@@ -52,12 +52,12 @@ impl Default for ChatsOptions {
     }
 }
 
-/// The chats, as far as they have got.
+/// The current state of all chats.
 #[derive(Debug)]
 pub struct Chats {
     options: ChatsOptions,
     chats: Vec<Chat>,
-    /// Those whose turn it may be, longest waiting first.
+    /// Chats ready for their next turn, longest waiting first.
     idle: VecDeque<usize>,
     next_topic: u64,
 }
@@ -69,23 +69,23 @@ struct Chat {
     topic: u64,
     turn: u32,
     last_turn: u32,
-    /// The messages so far as JSON objects, commas between them.
+    /// Messages so far as JSON objects, separated by commas.
     messages: String,
 }
 
 /// The next turn of some chat.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ChatTurn {
-    /// Which chat: to be handed back by [`Chats::answered`] or [`Chats::failed`].
+    /// Index of the chat, to pass to [`Chats::answered`] or [`Chats::failed`].
     pub chat: usize,
-    /// Who speaks.
+    /// User of the chat.
     pub user: Arc<str>,
-    /// The request.
+    /// Body of the request.
     pub body: Bytes,
 }
 
 impl Chats {
-    /// Chats at their beginnings.
+    /// Creates chats at their first turns.
     #[must_use]
     pub fn new(options: ChatsOptions) -> Self {
         let mut chats = Self {
@@ -105,19 +105,19 @@ impl Chats {
                 messages: String::new(),
             });
             chats.begin(number as usize);
-            // So that they do not all begin anew at the same time.
+            // Makes the first chats end at different times.
             chats.chats[number as usize].last_turn = 1 + number % options.turns.max(1);
         }
         chats
     }
 
-    /// Whether some chat's turn it may be.
+    /// Whether a chat is ready for its next turn.
     #[must_use]
     pub fn has_idle(&self) -> bool {
         !self.idle.is_empty()
     }
 
-    /// The next turn of the chat that has waited longest; `None` when all wait for answers.
+    /// Returns the next turn of the chat that has waited longest; `None` if all wait for responses.
     pub fn next_turn(&mut self, model: &str) -> Option<ChatTurn> {
         let index = self.idle.pop_front()?;
         let chat = &self.chats[index];
@@ -135,7 +135,7 @@ impl Chats {
         })
     }
 
-    /// A chat got its answer and goes on.
+    /// Records the response to a chat, which can continue.
     pub fn answered(&mut self, chat: usize, reply: &str) {
         let state = &mut self.chats[chat];
         state.turn += 1;
@@ -152,12 +152,12 @@ impl Chats {
         self.idle.push_back(chat);
     }
 
-    /// A chat got no answer: its turn will be tried again.
+    /// Records that a turn got no response. It will be tried again.
     pub fn failed(&mut self, chat: usize) {
         self.idle.push_back(chat);
     }
 
-    /// Another chat takes the place of one that is through.
+    /// Replaces a finished chat by a new one.
     fn begin(&mut self, chat: usize) {
         let Self {
             options,

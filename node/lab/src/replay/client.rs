@@ -1,4 +1,4 @@
-//! One streaming request: sent, timed, and read to its end.
+//! A client for streaming requests, which it sends, times and reads to the end.
 
 use std::time::Duration;
 
@@ -15,18 +15,18 @@ use tokio::time::{Instant, timeout};
 use super::targets::{TargetAccess, Targets};
 use crate::connector::ReplicaConnector;
 
-/// Names the user a request is charged to.
+/// Header with the user that a request is charged to.
 const X_QUORATE_USER: HeaderName = HeaderName::from_static("x-quorate-user");
-/// `matched/total` blocks, as the router predicted.
+/// Header with the router's prediction: `matched/total` blocks.
 const X_QUORATE_PREFIX: HeaderName = HeaderName::from_static("x-quorate-prefix");
-/// The replica that answers.
+/// Header with the replica that responds.
 const X_QUORATE_REPLICA: HeaderName = HeaderName::from_static("x-quorate-replica");
-/// The backend the router chose.
+/// Header with the backend that the router chose.
 const X_QUORATE_BACKEND: HeaderName = HeaderName::from_static("x-quorate-backend");
 
-/// Idle connections are dropped before servers close theirs (vLLM: 5 s).
+/// Age at which idle connections are dropped, before servers close them (vLLM: 5 s).
 const IDLE_MAX: Duration = Duration::from_secs(4);
-/// Bytes of an event, and of an answer that is no stream.
+/// Maximum length of an event, and of a response that is not a stream, in bytes.
 const EVENT_BYTES_MAX: usize = 1 << 20;
 
 /// A connection pool to all targets.
@@ -34,78 +34,78 @@ const EVENT_BYTES_MAX: usize = 1 << 20;
 pub struct ReplayClient {
     http: HyperClient<ReplicaConnector, Full<Bytes>>,
     timeout: Duration,
-    /// `None`: no key is shown.
+    /// `None`: requests have no key.
     key_prefix: Option<String>,
 }
 
-/// A request to be sent.
+/// A request to send.
 #[derive(Debug, Clone)]
 pub struct ReplayRequest {
-    /// Where to.
+    /// Destination.
     pub uri: Uri,
-    /// Who is charged.
+    /// User that is charged.
     pub user: HeaderValue,
-    /// The JSON.
+    /// JSON body.
     pub body: Bytes,
 }
 
-/// A whole answer.
+/// A complete response.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct ReplayAnswer {
-    /// Its text.
+    /// Generated text.
     pub text: String,
-    /// From sending to the first text.
+    /// Time from sending to the first text.
     pub ttft: Duration,
-    /// From sending to the end.
+    /// Time from sending to the end.
     pub latency: Duration,
-    /// Tokens of the prompt, by `usage`; `None` when it was not told.
+    /// Prompt tokens from `usage`; `None` if not reported.
     pub prompt_tokens: Option<u64>,
-    /// Of these, found in the engine's cache.
+    /// Prompt tokens found in the engine's cache.
     pub cached_tokens: Option<u64>,
-    /// Tokens made.
+    /// Output tokens.
     pub completion_tokens: Option<u64>,
-    /// Whether a replica says that the answer came through it.
+    /// Whether the response came through a replica.
     pub is_routed: bool,
-    /// Matched and all blocks, as the router predicted; `None` without a router, and where it does
-    /// not tell.
+    /// Matched and total blocks, as the router predicted; `None` without a router or if it does not
+    /// report them.
     pub prefix: Option<(u64, u64)>,
-    /// The backend the router chose; `None` as above.
+    /// Backend that the router chose; `None` as above.
     pub backend: Option<String>,
 }
 
-/// How a request failed.
+/// Why a request failed.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ReplayError {
-    /// No connection could be had.
+    /// No connection could be made.
     #[error("connect: {0}")]
     Connect(String),
-    /// The connection broke before the answer's head.
+    /// The connection broke before the response's head.
     #[error("broken before the answer: {0}")]
     Broken(String),
-    /// An answer other than 200.
+    /// A response with a status other than 200.
     #[error("status {status}: {body}")]
     Status {
         /// The status.
         status: StatusCode,
-        /// The beginning of what came with it.
+        /// Beginning of the body.
         body: String,
     },
-    /// The stream ended before its end.
+    /// The stream broke off before its end.
     #[error("cut off: {0}")]
     CutOff(String),
-    /// The stream carried an error.
+    /// The stream contained an error.
     #[error("error event: {0}")]
     ErrorEvent(String),
-    /// What came is not a stream of completion chunks.
+    /// The response is not a stream of completion chunks.
     #[error("not understood: {0}")]
     NotUnderstood(String),
-    /// It took too long.
+    /// The request timed out.
     #[error("timed out")]
     TimedOut,
 }
 
 impl ReplayError {
-    /// The kind alone, to count by.
+    /// Returns the kind of the error, for counting.
     #[must_use]
     pub fn kind(&self) -> String {
         match self {
@@ -163,13 +163,13 @@ struct ListedModel {
 }
 
 impl ReplayClient {
-    /// A client whose requests may each take `timeout`.
+    /// Creates a client whose requests may each take `timeout`.
     #[must_use]
     pub fn new(timeout: Duration) -> Self {
         Self::reaching(None, timeout)
     }
 
-    /// The same for these targets, however they are reached.
+    /// Creates a client for these targets, with their means of access.
     #[must_use]
     pub fn of(targets: &Targets, timeout: Duration) -> Self {
         Self::reaching(targets.access(), timeout)
@@ -189,20 +189,20 @@ impl ReplayClient {
         }
     }
 
-    /// Sends a streaming request and reads the answer to its end.
+    /// Sends a streaming request and reads the response to its end.
     ///
     /// # Errors
-    /// [`ReplayError`]; nothing is tried twice once a byte of it may have been sent.
+    /// [`ReplayError`]. Nothing is retried once a byte may have been sent.
     pub async fn stream(&self, ask: ReplayRequest) -> Result<ReplayAnswer, ReplayError> {
         timeout(self.timeout, self.stream_untimed(ask))
             .await
             .unwrap_or(Err(ReplayError::TimedOut))
     }
 
-    /// The first model a server says it serves.
+    /// Returns the first model that a server lists.
     ///
     /// # Errors
-    /// [`ReplayError`], also when it serves none.
+    /// [`ReplayError`], also if the server lists none.
     pub async fn first_model(&self, uri: Uri) -> Result<String, ReplayError> {
         let request = Request::get(&uri)
             .header(HOST, host(&uri))
@@ -270,7 +270,7 @@ impl ReplayClient {
                 }
             }
         }
-        // The connection goes back to the pool only when the body's end is read.
+        // The connection returns to the pool only after the body's end.
         while let Some(frame) = body.frame().await {
             frame.map_err(|error| ReplayError::CutOff(chain(&error)))?;
         }
@@ -281,10 +281,10 @@ impl ReplayClient {
 }
 
 impl ReplayAnswer {
-    /// An answer that came whole, by another way; its text counts as begun at its end.
+    /// Parses a unary response that came another way. Its first text counts as received at its end.
     ///
     /// # Errors
-    /// As [`ReplayClient::stream`].
+    /// Those of [`ReplayClient::stream`].
     pub fn of_whole(
         status: StatusCode,
         headers: &HeaderMap,
@@ -335,10 +335,10 @@ impl ReplayAnswer {
     }
 }
 
-/// Takes server-sent events apart, however the stream cuts them.
+/// Splits a stream into server-sent events.
 #[derive(Debug, Default)]
 struct EventReader {
-    /// An event that is not whole yet.
+    /// Incomplete event.
     pending: Vec<u8>,
     is_done: bool,
 }
@@ -403,7 +403,7 @@ fn broken(error: &hyper_util::client::legacy::Error) -> ReplayError {
     }
 }
 
-/// An error with what caused it.
+/// Formats an error with its causes.
 fn chain(error: &dyn std::error::Error) -> String {
     let mut words = error.to_string();
     let mut cause = error.source();

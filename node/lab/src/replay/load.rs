@@ -1,8 +1,8 @@
-//! The load generator: a plan sent to targets in turn, and a report of what came back.
+//! The load generator: sends a plan to targets in turn, and reports the results.
 //!
-//! A trace is sent open loop: each request goes out at the trace's time, whatever became of earlier
-//! ones, up to a bound on concurrent requests (the resulting delay is reported). Chats are sent
-//! closed loop: a fixed number at a time, each turn after the answer to the last.
+//! A trace is sent open loop: each request is sent at its time in the trace, regardless of earlier
+//! ones, up to a limit on concurrent requests (the report has the resulting delay). Chats are sent
+//! closed loop: a fixed number at a time, each turn after the previous response.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -19,53 +19,53 @@ use super::report::{LoadReport, LoadTally};
 use super::targets::{PickedTarget, Targets};
 use super::trace::Arrival;
 
-/// What is to be sent, and how.
+/// Requests to send, and how.
 #[derive(Debug)]
 pub struct LoadPlan<'a> {
     /// The requests.
     pub work: LoadSource<'a>,
-    /// Model that is asked for.
+    /// Model to request.
     pub model: String,
-    /// How many times faster than the trace's timestamps.
+    /// Speed-up of the trace's timestamps.
     pub speed: f64,
-    /// Requests under way at most; chats keep so many under way.
+    /// Maximum number of requests in flight; chats keep this many in flight.
     pub in_flight_max: usize,
-    /// Longest a request may take.
+    /// Request timeout.
     pub timeout: Duration,
 }
 
 /// The requests of a plan.
 #[derive(Debug)]
 pub enum LoadSource<'a> {
-    /// A trace, by its timestamps.
+    /// A trace, sent by its timestamps.
     Trace(Vec<Arrival>),
-    /// Turns of chats, which are left where they have got to.
+    /// Turns of chats, which keep their state afterwards.
     Chats {
         /// The chats.
         chats: &'a mut Chats,
-        /// How many turns.
+        /// Number of turns.
         requests: u64,
     },
 }
 
-/// How far a load has got.
+/// Progress of a load.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LoadProgress {
-    /// Requests that will be sent in all.
+    /// Total number of requests.
     pub planned: u64,
     /// Requests that have ended.
     pub ended: u64,
-    /// Of these, failed.
+    /// Requests that have failed.
     pub failed: u64,
-    /// Requests under way.
+    /// Requests in flight.
     pub in_flight: u64,
-    /// Prompt tokens whose cached part the engines told.
+    /// Prompt tokens of responses that report cached tokens.
     pub prompt_tokens: u64,
-    /// That part.
+    /// Cached tokens of these responses.
     pub cached_tokens: u64,
 }
 
-/// A request on its way.
+/// A request to send.
 #[derive(Debug)]
 struct PlannedRequest {
     path: &'static str,
@@ -83,14 +83,14 @@ struct EndedRequest {
     result: Result<ReplayAnswer, ReplayError>,
 }
 
-/// What can be done next.
+/// The next step of a load.
 #[derive(Debug)]
 enum NextRequest {
-    /// Send, when this long has passed since the beginning.
+    /// Send when this time has passed since the start.
     Send(Duration),
-    /// Nothing until some request ends.
+    /// Wait until a request ends.
     Wait,
-    /// Nothing more.
+    /// All requests are sent.
     Over,
 }
 
@@ -103,7 +103,7 @@ impl LoadSource<'_> {
     }
 }
 
-/// A plan being carried out.
+/// A plan in progress.
 struct RunningLoad<'a, 'b> {
     work: LoadSource<'a>,
     model: String,
@@ -117,10 +117,10 @@ struct RunningLoad<'a, 'b> {
     running: JoinSet<EndedRequest>,
 }
 
-/// Carries a plan out; `on_progress` is called whenever a request has ended.
+/// Runs a plan. Calls `on_progress` whenever a request has ended.
 ///
 /// # Panics
-/// When the plan's speed is not a positive number.
+/// If the plan's speed is not a positive number.
 pub async fn run(
     plan: LoadPlan<'_>,
     targets: &Targets,
@@ -250,7 +250,7 @@ impl RunningLoad<'_, '_> {
         }
     }
 
-    /// Waits for a request to end; for ever when none is under way.
+    /// Waits for a request to end; forever if none is in flight.
     async fn end_one(&mut self, on_progress: &impl Fn(LoadProgress)) {
         let Some(ended) = self.running.join_next().await else {
             return std::future::pending().await;

@@ -1,8 +1,8 @@
-//! Load: recorded traces and made-up chats, sent to replicas or engines, and what came back.
+//! Load: sends recorded traces and synthetic chats to replicas or engines, and reports the results.
 //!
-//! `quorate replay` drives a trace ([`trace`]); dev mode and the tests use the same generator
-//! ([`load`]) with chats of several users ([`chats`]). The hit rate reported is the engines' own,
-//! from `usage.prompt_tokens_details.cached_tokens`; the router's prediction is shown next to it.
+//! `quorate replay` sends a trace ([`trace`]). Dev mode and the tests use the same generator
+//! ([`load`]) with chats of several users ([`chats`]). The hit rate is the engines' own, from
+//! `usage.prompt_tokens_details.cached_tokens`; the report also has the router's prediction.
 
 mod args;
 pub mod chats;

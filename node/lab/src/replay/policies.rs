@@ -1,10 +1,10 @@
-//! `quorate replay --policies`: the same trace through one policy after the other, each with three
-//! fresh replicas and fresh emulated engines in this process, and one table of the results.
+//! `quorate replay --policies`: replays a trace with one policy after the other, each with three
+//! fresh replicas and fresh emulated engines in this process, and prints one table.
 //!
-//! Replicas and engines are those of `quorate dev`; the replicas come through a port
-//! ([`ClusterUnderTest`]), as this crate does not know the router. What is compared is the
-//! policies, not the machine: engines only wait where a GPU would work, and as long as the load
-//! generator keeps up (`late`) so do they.
+//! Replicas and engines are those of `quorate dev`. The replicas come through a port
+//! ([`ClusterUnderTest`]), because this crate does not know the router. The comparison does not
+//! depend on the machine: engines only wait where a GPU would work, as long as the load generator
+//! keeps up (`late`).
 
 use std::process::ExitCode;
 use std::time::Duration;
@@ -23,28 +23,28 @@ use super::trace::Arrival;
 use crate::engine::fleet::{Engines, EnginesPlan};
 use crate::terminal::{self, FittedTable, INTERRUPTED, column};
 
-/// Stands for every policy there is.
+/// Stands for all policies.
 pub(super) const EVERY_POLICY: &str = "all";
 
-/// Replicas that a comparison starts for each policy and stops after it.
+/// Replicas that a comparison starts and stops for each policy.
 pub trait ClusterUnderTest: Sized {
-    /// Starts replicas with these settings in their config, `section.key=value` each, and waits
-    /// until all of them route requests to `backends`.
+    /// Starts replicas with these settings (`section.key=value`) in their config, and waits until
+    /// all of them route requests to `backends`.
     fn start(
         settings: &[String],
         backends: &[BackendSpec],
     ) -> impl Future<Output = anyhow::Result<Self>>;
 
-    /// The base URLs clients send requests to, one per replica.
+    /// Returns the base URLs for clients, one per replica.
     fn data_urls(&self) -> Vec<String>;
 
-    /// Stops the replicas and deletes what they stored.
+    /// Stops the replicas and deletes their data.
     fn stop(self) -> impl Future<Output = ()>;
 }
 
-/// What is compared, and how.
+/// Parameters of a comparison.
 pub(super) struct PolicyComparison<'a> {
-    /// In the order of the table.
+    /// Policies in the order of the table.
     pub(super) policies: Vec<&'static str>,
     pub(super) engines: EnginesPlan<'a>,
     pub(super) settings: &'a [String],
@@ -54,18 +54,17 @@ pub(super) struct PolicyComparison<'a> {
     pub(super) is_json: bool,
 }
 
-/// What came of one policy.
+/// Result of one policy.
 #[derive(Debug, Serialize)]
 struct PolicyRow {
     policy: &'static str,
-    /// Answers of the busiest engine, times the mean: 1 is even.
+    /// Responses of the busiest engine, relative to the mean: 1 is even.
     load_spread: f64,
     #[serde(flatten)]
     report: LoadReport,
 }
 
-/// Replays the trace through each policy and prints the table; the exit code is 1 when requests
-/// failed.
+/// Replays the trace with each policy and prints the table. The exit code is 1 if requests failed.
 pub(super) async fn compare<C: ClusterUnderTest>(
     comparison: &PolicyComparison<'_>,
     arrivals: &[Arrival],
@@ -129,7 +128,7 @@ async fn with_policy<C: ClusterUnderTest>(
     })
 }
 
-/// Answers of the busiest engine over the mean of all, those without any included.
+/// Returns the responses of the busiest engine over the mean of all engines, idle ones included.
 fn spread(report: &LoadReport, engines: usize) -> f64 {
     let all: u64 = report.backends.values().sum();
     let most = report.backends.values().max().copied().unwrap_or(0);

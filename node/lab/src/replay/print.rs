@@ -1,12 +1,12 @@
-//! A report as tables.
+//! Formats a report as tables.
 
 use super::report::{GroupReport, LatencySummary, LoadReport};
 use crate::terminal::{FittedTable, column};
 
-/// Users shown; the JSON has all.
+/// Maximum number of users shown; the JSON has all.
 const USERS_SHOWN: usize = 12;
 
-/// The report's tables, one below the other.
+/// Returns the report's tables, one below the other.
 #[must_use]
 pub fn tables(report: &LoadReport) -> String {
     let mut parts = vec![

@@ -1,10 +1,10 @@
-//! What the progress bar of a load shows.
+//! Progress bar of a load.
 
 use indicatif::ProgressBar;
 
 use super::load::LoadProgress;
 
-/// Shows how far the load has got.
+/// Shows the progress of the load.
 pub fn show(bar: &ProgressBar, progress: LoadProgress) {
     bar.set_position(progress.ended);
     let hits = 100.0 * progress.cached_tokens as f64 / progress.prompt_tokens.max(1) as f64;

@@ -1,5 +1,5 @@
-//! Results of a load: counts, times, and the hit rate that engines reported next to the one the
-//! router predicted.
+//! Results of a load: counts, times, and the hit rates that engines reported and the router
+//! predicted.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -10,13 +10,13 @@ use serde::Serialize;
 
 use super::client::{ReplayAnswer, ReplayError};
 
-/// Longest time a histogram tells apart, in microseconds: an hour.
+/// Upper limit of histograms, in microseconds: an hour.
 const TIME_US_MAX: u64 = 3_600_000_000;
-/// Weights of a user's service: VTC's input and output prices.
+/// Weights of input and output tokens in a user's service: the prices in VTC.
 const INPUT_PRICE: u64 = 1;
 const OUTPUT_PRICE: u64 = 2;
 
-/// Collects outcomes.
+/// Collects results of requests.
 #[derive(Debug)]
 pub struct LoadTally {
     all: TargetCounts,
@@ -25,7 +25,7 @@ pub struct LoadTally {
     users: BTreeMap<Arc<str>, UserReport>,
     errors: BTreeMap<String, ErrorReport>,
     late: Histogram<u64>,
-    /// Answers of a replica that did not tell its decision.
+    /// Responses through a replica without its decision.
     untold: u64,
 }
 
@@ -35,10 +35,10 @@ struct TargetCounts {
     ok: u64,
     failed: u64,
     lost: u64,
-    /// Over the answers that told it.
+    /// Over the responses with `usage`.
     prompt_tokens: u64,
     completion_tokens: u64,
-    /// Prompt tokens of the answers that told how many were cached, and these.
+    /// Prompt tokens and cached tokens of responses that report the latter.
     cached_of: u64,
     cached_tokens: u64,
     blocks_matched: u64,
@@ -47,27 +47,27 @@ struct TargetCounts {
     latency: Histogram<u64>,
 }
 
-/// The result of a load.
+/// Result of a load.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct LoadReport {
-    /// From the first request to the last answer, in seconds.
+    /// Time from the first request to the last response, in seconds.
     pub duration_s: f64,
     /// All requests together.
     pub total: GroupReport,
-    /// By target.
+    /// Results by target.
     pub targets: BTreeMap<String, GroupReport>,
-    /// Answers by backend, as `x-quorate-backend` named them; empty without a router.
+    /// Responses by backend, from `x-quorate-backend`; empty without a router.
     pub backends: BTreeMap<String, u64>,
-    /// Answers of replicas that did not tell their decision: they are missing in `backends` and in
+    /// Responses of replicas that did not report their decision. They are missing in `backends` and
     /// `predicted_hit_rate`.
     pub decisions_untold: u64,
-    /// By user.
+    /// Results by user.
     pub users: BTreeMap<String, UserReport>,
-    /// Jain's index of the users' service: 1 is even, 1/n is all for one.
+    /// Jain's index of the users' service: 1 is even, 1/n means that one user got everything.
     pub jain_index: Option<f64>,
     /// Failures by kind.
     pub errors: BTreeMap<String, ErrorReport>,
-    /// How late requests were sent, against the trace: the load generator's own fault.
+    /// Delay of requests against the trace, caused by the load generator.
     pub late_ms: LatencySummary,
 }
 
@@ -76,25 +76,25 @@ pub struct LoadReport {
 pub struct GroupReport {
     /// Requests sent.
     pub requests: u64,
-    /// Answered in full.
+    /// Requests completed.
     pub ok: u64,
     /// Failed.
     pub failed: u64,
-    /// Lost with a target that was taken down on purpose while they ran.
+    /// Requests in flight at a target when it was taken down on purpose.
     pub lost: u64,
-    /// Answered requests per second.
+    /// Completed requests per second.
     pub requests_per_s: f64,
-    /// Tokens made per second.
+    /// Output tokens per second.
     pub output_tokens_per_s: f64,
-    /// Prompt tokens, by the engines' `usage`.
+    /// Prompt tokens, from the engines' `usage`.
     pub prompt_tokens: u64,
-    /// Of these, found in the engines' caches; `None` when no engine told.
+    /// Prompt tokens found in the engines' caches; `None` if no engine reported them.
     pub cached_tokens: Option<u64>,
-    /// Tokens made, by `usage`.
+    /// Output tokens, from `usage`.
     pub completion_tokens: u64,
-    /// Cached by prompt tokens: the hit rate as the engines saw it.
+    /// Hit rate as reported by engines: cached tokens over prompt tokens.
     pub hit_rate: Option<f64>,
-    /// Matched by all blocks: the hit rate as the router predicted it; `None` without a router.
+    /// Hit rate as predicted by the router: matched over all blocks; `None` without a router.
     pub predicted_hit_rate: Option<f64>,
     /// Time to the first text, in milliseconds.
     pub ttft_ms: LatencySummary,
@@ -102,7 +102,7 @@ pub struct GroupReport {
     pub latency_ms: LatencySummary,
 }
 
-/// A distribution of times, in milliseconds; zeros when there are none.
+/// A distribution of times, in milliseconds; all zero if empty.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize)]
 pub struct LatencySummary {
     /// Mean.
@@ -113,36 +113,36 @@ pub struct LatencySummary {
     pub p90: f64,
     /// 99th percentile.
     pub p99: f64,
-    /// Largest.
+    /// Maximum.
     pub max: f64,
 }
 
-/// What one user got.
+/// Results of one user.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
 pub struct UserReport {
-    /// Requests answered.
+    /// Requests completed.
     pub ok: u64,
     /// Requests that failed or were lost.
     pub failed: u64,
     /// Prompt tokens.
     pub prompt_tokens: u64,
-    /// Tokens made.
+    /// Output tokens.
     pub completion_tokens: u64,
-    /// Prompt tokens plus twice the tokens made.
+    /// Prompt tokens plus twice the output tokens.
     pub service: u64,
 }
 
 /// Failures of one kind.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct ErrorReport {
-    /// How many.
+    /// Number of failures.
     pub count: u64,
-    /// The first one's words.
+    /// Message of the first one.
     pub example: String,
 }
 
 impl LoadTally {
-    /// Nothing so far, for targets of these names.
+    /// Creates an empty tally for these targets.
     #[must_use]
     pub fn new<'a>(targets: impl Iterator<Item = &'a str>) -> Self {
         Self {
@@ -158,12 +158,12 @@ impl LoadTally {
         }
     }
 
-    /// A request was sent so much after it was due.
+    /// Records that a request was sent this late.
     pub fn sent(&mut self, late: Duration) {
         record(&mut self.late, late);
     }
 
-    /// A request was answered.
+    /// Records a response.
     pub fn answered(&mut self, target: &str, user: &Arc<str>, answer: &ReplayAnswer) {
         self.all.answered(answer);
         self.target(target).answered(answer);
@@ -181,7 +181,7 @@ impl LoadTally {
         of_user.service += INPUT_PRICE * prompt + OUTPUT_PRICE * completion;
     }
 
-    /// A request failed.
+    /// Records a failed request.
     pub fn failed(&mut self, target: &str, user: &Arc<str>, failure: &ReplayError) {
         self.all.failed += 1;
         self.target(target).failed += 1;
@@ -193,14 +193,14 @@ impl LoadTally {
         self.errors.entry(failure.kind()).or_insert(first).count += 1;
     }
 
-    /// A request was lost with its target.
+    /// Records a request that was lost with its target.
     pub fn lost(&mut self, target: &str, user: &Arc<str>) {
         self.all.lost += 1;
         self.target(target).lost += 1;
         self.users.entry(user.clone()).or_default().failed += 1;
     }
 
-    /// Requests that have ended, and of these those that failed.
+    /// Returns the number of ended requests, and how many of them failed.
     #[must_use]
     pub fn counts(&self) -> (u64, u64) {
         (
@@ -209,13 +209,13 @@ impl LoadTally {
         )
     }
 
-    /// Prompt tokens whose cached part was told, and that part.
+    /// Returns the prompt tokens of responses that report cached tokens, and the latter.
     #[must_use]
     pub fn hits(&self) -> (u64, u64) {
         (self.all.cached_of, self.all.cached_tokens)
     }
 
-    /// The result after `duration`.
+    /// Returns the result after `duration`.
     #[must_use]
     pub fn report(self, duration: Duration) -> LoadReport {
         let users: BTreeMap<String, UserReport> = self
@@ -318,7 +318,7 @@ impl LatencySummary {
     }
 }
 
-/// Jain's fairness index, `(sum x)^2 / (n * sum x^2)`; `None` when nobody got anything.
+/// Returns Jain's fairness index, `(sum x)^2 / (n * sum x^2)`; `None` if all values are zero.
 #[must_use]
 pub fn jain_index(service: &[f64]) -> Option<f64> {
     let sum: f64 = service.iter().sum();

@@ -1,7 +1,7 @@
-//! Where load is sent: base URLs taken in turn, those that are known to be down passed over.
+//! Targets of a load: base URLs used in turn. Targets known to be down are skipped.
 //!
-//! A caller that takes a target down on purpose says so *before* doing it ([`Targets::set_up`]); a
-//! request in flight there then counts as lost with it, not as failed.
+//! A caller that takes a target down on purpose calls [`Targets::set_up`] *before* doing it; a
+//! request in flight there then counts as lost, not as failed.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -10,22 +10,22 @@ use api::tls::ClientConfig;
 use http::Uri;
 use tokio::sync::watch;
 
-/// Base URLs of what takes requests: replicas or engines.
+/// Base URLs of replicas or engines.
 #[derive(Debug)]
 pub struct Targets {
     list: Vec<LoadTarget>,
     access: Option<TargetAccess>,
     turn: AtomicUsize,
-    /// How often a target went down or came up: a target is up when its entry is even.
+    /// Number of times each target went down or came up: even means up.
     lives: watch::Sender<Vec<u64>>,
 }
 
-/// How targets are reached that speak TLS and know keys.
+/// Access to targets with TLS and API keys.
 #[derive(Debug, Clone)]
 pub struct TargetAccess {
-    /// Who is trusted.
+    /// TLS config with the trusted authorities.
     pub tls: Arc<ClientConfig>,
-    /// A user's key is this and its name.
+    /// Prefix of keys: a user's key is this and the user's name.
     pub key_prefix: String,
 }
 
@@ -37,7 +37,7 @@ struct LoadTarget {
 /// A target as picked for one request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PickedTarget {
-    /// Its place in the list.
+    /// Index in the list.
     pub index: usize,
     life: u64,
 }
@@ -48,18 +48,18 @@ pub struct PickedTarget {
 pub struct TargetError(String);
 
 impl Targets {
-    /// Targets that are all up.
+    /// Creates targets that are all up.
     ///
     /// # Errors
-    /// When a URL is not of the form `http://host[:port]`, or there is none.
+    /// If a URL does not have the form `http://host[:port]`, or the list is empty.
     pub fn new<S: AsRef<str>>(urls: &[S]) -> Result<Self, TargetError> {
         Self::of(urls, None)
     }
 
-    /// Targets with URLs of the form `https://host[:port]` that are all up.
+    /// Creates targets with URLs of the form `https://host[:port]` that are all up.
     ///
     /// # Errors
-    /// When a URL is of another form, or there is none.
+    /// If a URL has another form, or the list is empty.
     pub fn secure<S: AsRef<str>>(urls: &[S], access: TargetAccess) -> Result<Self, TargetError> {
         Self::of(urls, Some(access))
     }
@@ -82,31 +82,31 @@ impl Targets {
         })
     }
 
-    /// How they are reached; `None`: in the clear, without a key.
+    /// Returns how to access the targets; `None`: without TLS and key.
     #[must_use]
     pub fn access(&self) -> Option<&TargetAccess> {
         self.access.as_ref()
     }
 
-    /// How many there are.
+    /// Returns the number of targets.
     #[must_use]
     pub fn len(&self) -> usize {
         self.list.len()
     }
 
-    /// Never: there is at least one.
+    /// Always false: the list is never empty.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.list.is_empty()
     }
 
-    /// The URL of a target.
+    /// Returns the URL of a target.
     #[must_use]
     pub fn name(&self, index: usize) -> &str {
         &self.list[index].name
     }
 
-    /// Says that a target is about to go down, or has come up.
+    /// Records that a target is about to go down, or has come up.
     pub fn set_up(&self, index: usize, is_up: bool) {
         self.lives.send_modify(|lives| {
             if is_alive(lives[index]) != is_up {
@@ -115,7 +115,7 @@ impl Targets {
         });
     }
 
-    /// The next target that is up; `None` when none is.
+    /// Returns the next target that is up; `None` if all are down.
     #[must_use]
     pub fn pick(&self) -> Option<PickedTarget> {
         let lives = self.lives.borrow();
@@ -135,18 +135,18 @@ impl Targets {
         self.lives.borrow()[pick.index] != pick.life
     }
 
-    /// Waits until one is up.
+    /// Waits until a target is up.
     pub async fn wait_for_one(&self) {
         let mut lives = self.lives.subscribe();
         let some_alive = |lives: &Vec<u64>| lives.iter().any(|life| is_alive(*life));
-        // It cannot be closed: the sender is ours.
+        // The channel stays open, because `self` owns the sender.
         let _ = lives.wait_for(some_alive).await;
     }
 
-    /// The address of `path` on a target.
+    /// Returns the URL of `path` on a target.
     ///
     /// # Panics
-    /// When `path` is not one of a URL.
+    /// If `path` is not a valid URL path.
     #[must_use]
     pub fn uri(&self, index: usize, path: &str) -> Uri {
         format!("{}{path}", self.list[index].name)

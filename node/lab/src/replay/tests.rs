@@ -1,4 +1,4 @@
-//! Loads against emulated engines, without a router between.
+//! Loads on emulated engines, without a router in between.
 
 use std::cell::Cell;
 use std::time::Duration;
@@ -33,7 +33,7 @@ fn plan(work: LoadSource<'_>) -> LoadPlan<'_> {
     }
 }
 
-/// Requests of two blocks of 128 bytes and a bit; every second block is everybody's.
+/// Returns requests of two full blocks of 128 bytes and a partial one. All share the first block.
 fn arrivals(count: u64) -> Vec<Arrival> {
     let arrival = |number| Arrival {
         at: Duration::from_secs(number),
@@ -97,7 +97,7 @@ async fn a_chat_finds_its_last_turn_in_the_cache() {
     )
     .await;
     assert_eq!(next.total.ok, 4);
-    // Everything but the newest message and a partial block.
+    // All but the newest message and a partial block.
     assert!(next.total.hit_rate.unwrap() > 0.8, "{:?}", next.total);
 }
 

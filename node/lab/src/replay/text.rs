@@ -1,23 +1,23 @@
-//! Texts to send: the same for the same seed and id, and unlike for others.
+//! Texts to send, determined by seed and id.
 
 use crate::engine::text::{token_count, words};
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
-/// A prompt as a row of blocks of text; made into text only when it is sent.
+/// A prompt as a list of text blocks, generated only when sent.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PromptSpec {
-    /// Names the text of each block.
+    /// Ids of the blocks' texts.
     pub ids: Vec<u64>,
-    /// Bytes of a block.
+    /// Length of a block, in bytes.
     pub block_bytes: usize,
-    /// Bytes in all: the last block may be partial.
+    /// Total length in bytes. The last block may be partial.
     pub bytes: usize,
     /// Seed of the texts.
     pub seed: u64,
 }
 
 impl PromptSpec {
-    /// The prompt.
+    /// Returns the text of the prompt.
     #[must_use]
     pub fn text(&self) -> String {
         let mut text = String::with_capacity(self.bytes);
@@ -29,7 +29,7 @@ impl PromptSpec {
     }
 }
 
-/// `bytes` bytes of words named by `id`. A shorter passage is the beginning of a longer one.
+/// Returns `bytes` bytes of words derived from `id`. A shorter passage is a prefix of a longer one.
 #[must_use]
 pub fn passage(seed: u64, id: u64, bytes: usize) -> String {
     let voice = xxh3_64_with_seed(&id.to_le_bytes(), seed);

@@ -1,4 +1,4 @@
-//! `quorate simulate`: the flags, what they mean together, and how it ends.
+//! `quorate simulate`: its flags, how they combine, and its exit code.
 
 use std::borrow::Cow;
 use std::collections::BTreeSet;
@@ -131,17 +131,17 @@ enum ShareMode {
     Nothing,
 }
 
-/// How many engines there are, and how many requests each is given at once.
+/// A number of engines, and the concurrency limit of each.
 struct FleetSize {
     backends: u16,
     concurrency: Concurrency,
 }
 
-/// Simulates and prints; `fetched` is what [`SimulateArgs::urls`] gave. The exit code is 1 when an experiment's claim fails or the books do not
-/// balance, 2 when the arguments make no sense together.
+/// Simulates and prints. `fetched` is the recording from [`SimulateArgs::urls`]. The exit code is 1
+/// if a claim fails or the books do not balance, and 2 if the arguments do not fit together.
 ///
 /// # Errors
-/// [`SimulateArgsError`], or when the page cannot be written.
+/// [`SimulateArgsError`], or if the page cannot be written.
 pub fn run(args: &SimulateArgs, fetched: Option<Recording>) -> anyhow::Result<ExitCode> {
     if args.experiment == Some(Experiment::Scale) {
         terminal::print(scale::table())?;
@@ -172,7 +172,7 @@ pub fn run(args: &SimulateArgs, fetched: Option<Recording>) -> anyhow::Result<Ex
     })
 }
 
-/// The arguments as they were given, for whoever reads the results.
+/// Returns the command line, for readers of the results.
 fn command_line() -> String {
     let arguments = std::env::args().skip(1);
     std::iter::once("quorate".to_owned())
@@ -182,7 +182,7 @@ fn command_line() -> String {
 }
 
 impl SimulateArgs {
-    /// Admin URLs of the replicas whose last decisions are to be simulated, separated by commas.
+    /// Returns the comma-separated admin URLs of the replicas whose last decisions are simulated.
     #[must_use]
     pub fn urls(&self) -> Option<&str> {
         self.recorded.urls()
@@ -243,7 +243,7 @@ impl SimulateArgs {
         })
     }
 
-    /// Policies to run.
+    /// Returns the policies to run.
     fn policies(&self) -> Cow<'_, [SimPolicy]> {
         match self.policy.as_slice() {
             [] => Cow::Owned(vec![SimPolicy::default()]),
@@ -263,7 +263,7 @@ impl SimulateArgs {
         loads.cases()
     }
 
-    /// The sizes of the fleet, and what it is given at once.
+    /// Returns the sizes of the fleet to run.
     fn sizes(&self, base: &SimPlan) -> Vec<FleetSize> {
         let or = |given: &Vec<u16>| match given.is_empty() {
             true => vec![base.backends],
@@ -409,7 +409,7 @@ impl SimulateArgs {
         Ok(plan)
     }
 
-    /// Patient clients wait without bounds: what waits too long is seen in the times.
+    /// Returns settings that let patient clients wait without limit, so that the times show it.
     fn waits(&self) -> AdmissionSettings {
         if self.patience.is_some() {
             return AdmissionSettings::default();
@@ -465,7 +465,7 @@ impl SimulateArgs {
         Ok(workload)
     }
 
-    /// Brings what was recorded to the number and rate of requests that are asked for.
+    /// Limits a recorded workload to the requested number and rate of requests.
     fn shape(&self, workload: &mut SimWorkload) {
         let demand = &self.demand;
         if let Some(requests) = demand.requests {
@@ -481,7 +481,7 @@ impl SimulateArgs {
         self.dress(workload);
     }
 
-    /// Gives users their weights and replicas.
+    /// Sets the users' weights and replicas.
     fn dress(&self, workload: &mut SimWorkload) {
         let weights = self.demand.weights.iter().cycle();
         for (user, weight) in workload.users.iter_mut().zip(weights) {

@@ -1,4 +1,4 @@
-//! What is wrong with arguments.
+//! Errors in arguments.
 
 /// Arguments that do not fit together, or a trace that cannot be read: exit code 2.
 #[derive(Debug, thiserror::Error)]
@@ -6,7 +6,7 @@
 pub struct SimulateArgsError(String);
 
 impl SimulateArgsError {
-    /// With these words.
+    /// Creates an error with this message.
     pub(super) fn new(words: impl Into<String>) -> Self {
         Self(words.into())
     }

@@ -1,9 +1,9 @@
-//! The `cells` experiment: what is lost when a fleet is cut into cells that share nothing.
+//! The `cells` experiment: the cost of splitting a fleet into cells that share nothing.
 //!
 //! A load of shared prefixes goes to one ideal router of all engines, which knows everything at
-//! once, and to cells of three replicas and four engines behind a first hop. Then users who always
-//! wait are served by cells: half of them send prompts that begin alike, which the first hop keeps
-//! together, and half of them prompts that spread.
+//! once, and to cells of three replicas and four engines behind a first hop. Then cells serve users
+//! who always have requests waiting. Half of them send prompts with a common prefix, which the
+//! first hop keeps together; the prompts of the others spread.
 
 use std::sync::Arc;
 
@@ -18,25 +18,25 @@ use super::workload::{LengthRange, Mix, SimUser, SimWorkload};
 use crate::engine::text::TOKEN_BYTES;
 use crate::replay::text::passage;
 
-/// Engines of one cell.
+/// Number of engines per cell.
 const ENGINES: u16 = 4;
 /// Numbers of cells.
 const CELLS: [u16; 2] = [10, 100];
-/// Cells in which fairness is tried.
+/// Number of cells in the fairness cases.
 const FAIR_CELLS: u16 = 10;
-/// Most that a cell may have under way, of the average, in thousandths: in effect no bound.
+/// Load factor of the hash without a limit, in thousandths of the average load per cell.
 const UNBOUNDED: u32 = 1_000_000;
-/// How often cells tell each other what they charged.
+/// Interval at which cells share their charges.
 const CHARGES_EVERY: Micros = 1_000_000;
-/// Least share of the ideal router's hit rate that cells are to reach.
+/// Minimum hit rate of cells, relative to the ideal router's.
 const HITS_MIN: f64 = 0.95;
-/// Most that their mean time to first token may be of the ideal router's.
+/// Maximum mean time to first token of cells, relative to the ideal router's.
 const MEAN_MAX: f64 = 1.25;
 
-/// The cases: for each number of cells the ideal router, cells by a bounded hash, by a hash without
-/// a bound, and cells chosen whatever a prompt begins with; then fairness, at last with charges that
-/// cells share, and without the lift: it raises a user who has nothing to wait for in a cell, although
-/// the user waits in others.
+/// Returns the cases. For each number of cells: the ideal router, cells by a bounded hash, by an
+/// unbounded hash, and cells chosen regardless of prefixes. Then fairness, at last with shared
+/// charges, and without the lift: it raises a user with nothing waiting in a cell, although the
+/// user waits in others.
 #[must_use]
 pub fn cases(seed: u64, horizon: Micros) -> ComparisonCases {
     let mut cases = Vec::new();
@@ -75,7 +75,7 @@ pub fn cases(seed: u64, horizon: Micros) -> ComparisonCases {
     }
 }
 
-/// One router of all engines, and cells by three ways of choosing one.
+/// Returns plans for one router of all engines, and for cells by three ways of choosing one.
 fn kinds(base: &SimPlan, count: u16) -> [SimPlan; 4] {
     let by_hash = |load_factor_milli| {
         PolicyConfig::Chwbl(ChwblSettings {
@@ -108,8 +108,8 @@ fn kinds(base: &SimPlan, count: u16) -> [SimPlan; 4] {
     ]
 }
 
-/// Prefixes for each cell that are asked for ten times in twenty seconds, and one that is asked for
-/// much more often than others: by one request in twenty, whatever the number of cells.
+/// Returns prefixes for each cell that are requested ten times in twenty seconds, and a hot one
+/// that is in one request of twenty, whatever the number of cells.
 fn shared_prefixes(seed: u64, cells: u16, horizon: Micros) -> SimWorkload {
     let cells = u32::from(cells);
     let mix = Mix {
@@ -124,8 +124,8 @@ fn shared_prefixes(seed: u64, cells: u16, horizon: Micros) -> SimWorkload {
     mix.generate(seed)
 }
 
-/// Eight users who send more than an equal share of all cells; the prompts of every other one begin
-/// alike.
+/// Returns eight users who send more than an equal share of all cells. The prompts of every other
+/// user have a common prefix.
 fn always_waiting() -> SimWorkload {
     let alike_tokens = (CellPlan::default().hashed_blocks * BLOCK_TOKENS) as usize;
     let user = |number: u64| SimUser {
@@ -205,7 +205,7 @@ mod tests {
             panic!("three cells");
         };
         assert_eq!((*most, rest), (hashed.requests, &[0, 0][..]));
-        // Told ten times a second, the hop spreads what comes in between by what it sent itself.
+        // Between two reports, the first hop spreads requests by its own counts.
         assert!(sorted(cells(&bounded))[1] > 0, "{:?}", cells(&bounded));
         assert!(
             sorted(cells(&busy))[2] > busy.requests / 5,
@@ -238,7 +238,7 @@ mod tests {
         );
         let cached = (shared.hit_rate * shared.prompt_tokens as f64).round() as u64;
         let used = shared.prompt_tokens - cached + 2 * shared.output_tokens;
-        // What the others charged since they last told is not known at the end.
+        // Charges after the last report are missing at the end.
         assert!(
             shared.charged <= used && shared.charged > used * 4 / 5,
             "{} of {used}",

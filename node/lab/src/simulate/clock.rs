@@ -1,4 +1,4 @@
-//! Simulated time as production code and replicated time have it.
+//! Simulated time, converted for production code and for replicated time.
 
 use std::time::Duration;
 
@@ -6,29 +6,29 @@ use tokio::time::Instant;
 
 use super::events::Micros;
 
-/// Unix time at the beginning of every simulation, in milliseconds.
+/// Unix time at the start of every simulation, in milliseconds.
 pub(super) const EPOCH_MS: u64 = 1_700_000_000_000;
-/// Simulated time as production code takes it. The origin does not matter: only differences are
-/// ever looked at.
+/// Simulated time for production code. The origin does not matter, because only differences are
+/// used.
 #[derive(Debug, Clone, Copy)]
 pub struct SimClock(Instant);
 
 impl SimClock {
-    /// A clock that begins now.
+    /// Creates a clock whose origin is now.
     #[must_use]
     #[allow(clippy::new_without_default, reason = "it is not a value among others")]
     pub fn new() -> Self {
         Self(Instant::now())
     }
 
-    /// A simulated moment.
+    /// Converts a simulated time for production code.
     #[must_use]
     pub fn at(self, now: Micros) -> Instant {
         self.0 + Duration::from_micros(now)
     }
 }
 
-/// A simulated moment as replicated time has it.
+/// Converts a simulated time to replicated time.
 #[must_use]
 pub fn unix_ms(now: Micros) -> u64 {
     EPOCH_MS + now / 1000

@@ -1,5 +1,5 @@
-//! Runs the cases of a comparison, as many at a time as there are cores. Each case is a simulation
-//! of its own, so which thread runs it when changes nothing.
+//! Runs the cases of a comparison, as many at a time as there are cores. Each case is a separate
+//! simulation, so threads do not affect the results.
 
 use std::num::NonZeroUsize;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
@@ -12,13 +12,13 @@ use super::report::{ExperimentResult, RunReport, SimComparison};
 use super::workload::SimWorkload;
 use super::world::SimWorld;
 
-/// What is to be compared.
+/// Cases to compare.
 pub struct ComparisonCases {
-    /// In words.
+    /// Title of the comparison.
     pub title: String,
     /// The cases, in the order of the table.
     pub cases: Vec<ComparisonCase>,
-    /// What is to be made of the results.
+    /// Evaluates the results.
     pub judge: fn(&[RunReport]) -> Vec<ExperimentResult>,
 }
 
@@ -26,15 +26,15 @@ pub struct ComparisonCases {
 pub struct ComparisonCase {
     /// The cluster.
     pub plan: SimPlan,
-    /// What is asked of it.
+    /// The load.
     pub workload: Arc<SimWorkload>,
 }
 
-/// Parts that a case's progress is told in.
+/// Number of parts in which a case's progress is measured.
 pub const PROGRESS_PARTS: u64 = 1000;
 
 impl ComparisonCases {
-    /// Runs all; `progress` hears how many parts of all cases are done.
+    /// Runs all cases; `progress` receives the number of finished parts of all cases.
     #[must_use]
     pub fn run(self, seed: u64, command: String, progress: impl Fn(u64) + Sync) -> SimComparison {
         let done: Vec<Mutex<Option<RunReport>>> =
@@ -82,7 +82,7 @@ fn take<'a>(
 }
 
 impl ComparisonCase {
-    /// Runs it; `progress` hears how many of [`PROGRESS_PARTS`] are done.
+    /// Runs the case; `progress` receives the number of finished parts of [`PROGRESS_PARTS`].
     #[must_use]
     pub fn run(&self, mut progress: impl FnMut(u64)) -> RunReport {
         let horizon = self.plan.horizon.max(1);
@@ -93,7 +93,7 @@ impl ComparisonCase {
     }
 }
 
-/// No claim.
+/// Makes no claim.
 #[must_use]
 pub fn no_verdict(_: &[RunReport]) -> Vec<ExperimentResult> {
     Vec::new()

@@ -1,10 +1,10 @@
-//! A modelled engine: vLLM's scheduler and block pool with modelled time, or a server that batches
-//! with a barrier.
+//! A modelled engine: vLLM's scheduler and block pool with modelled time, or a server with static
+//! batching.
 //!
-//! The first is what `quorate engine` runs behind HTTP ([`crate::engine::model`]), driven by events
-//! in place of a clock: chunked prefill, the limit of sequences, the free order of blocks and
-//! preemption are the same code. The second is the service-time model that multi-bin batching was
-//! described for: what starts together ends together.
+//! The first is the engine of `quorate engine` ([`crate::engine::model`]), driven by events instead
+//! of a clock: chunked prefill, the sequence limit, the free queue of blocks and preemption are the
+//! same code. The second is the service-time model of multi-bin batching: requests that start
+//! together end together.
 
 use std::collections::VecDeque;
 
@@ -13,12 +13,12 @@ use super::plan::{BatchTimes, EngineModel, micros};
 use super::workload::SimPrompt;
 use crate::engine::model::{ComputeJob, Finish, RequestId, Scheduler};
 
-/// What a request got by the end of a step.
+/// Progress of a request at the end of a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ServedStep {
-    /// The request, as it was submitted.
+    /// The request, as submitted.
     pub request: usize,
-    /// Tokens made.
+    /// Output tokens so far.
     pub output_tokens: u32,
     /// Prompt tokens found in the cache.
     pub cached_tokens: u32,
@@ -26,16 +26,16 @@ pub struct ServedStep {
     pub is_done: bool,
 }
 
-/// What probes read.
+/// Figures that probes read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct ProbedFigures {
-    /// In the batch.
+    /// Requests in the batch.
     pub running: u32,
-    /// In the engine's own queue.
+    /// Requests in the engine's own queue.
     pub waiting: u32,
     /// KV cache in use, in thousandths.
     pub kv_usage_permille: u32,
-    /// Requests whose blocks were taken from them, ever.
+    /// Total number of preempted requests.
     pub preemptions: u64,
 }
 
@@ -50,9 +50,9 @@ pub struct SimEngine {
 enum EngineTiming {
     Continuous {
         scheduler: Box<Scheduler>,
-        /// By the engine's own id, which counts from 0.
+        /// Request by the engine's own id, which counts from 0.
         names: Vec<usize>,
-        /// The engine's id of requests under way, ascending by request.
+        /// The engine's ids of requests in flight, ascending by request.
         ids: Vec<(usize, RequestId)>,
     },
     Static {
@@ -63,7 +63,7 @@ enum EngineTiming {
 }
 
 impl SimEngine {
-    /// An idle engine with an empty cache.
+    /// Creates an idle engine with an empty cache.
     #[must_use]
     pub fn new(model: &EngineModel) -> Self {
         let model = match model {
@@ -84,13 +84,12 @@ impl SimEngine {
         }
     }
 
-    /// Takes a request in. One that could never fit is the caller's to refuse
-    /// ([`SimEngine::fits`]).
+    /// Submits a request. The caller must reject one that can never fit ([`SimEngine::fits`]).
     pub fn submit(&mut self, request: usize, prompt: &SimPrompt, output_tokens: u32) {
         self.begin(request, prompt, output_tokens, false);
     }
 
-    /// The same, with the blocks of its prompt fetched from another engine.
+    /// Submits a request whose prompt's blocks were fetched from another engine.
     pub fn submit_fetched(&mut self, request: usize, prompt: &SimPrompt, output_tokens: u32) {
         self.begin(request, prompt, output_tokens, true);
     }
@@ -117,7 +116,7 @@ impl SimEngine {
         }
     }
 
-    /// Whether a request of so many tokens, output included, can be served at all.
+    /// Whether the engine can serve a request of this many tokens, including output.
     #[must_use]
     pub fn fits(&self, tokens: u32) -> bool {
         match &self.model {
@@ -141,7 +140,7 @@ impl SimEngine {
         }
     }
 
-    /// Begins the next step unless one is under way; answers how long it takes.
+    /// Begins the next step unless one is in progress. Returns its duration.
     pub fn begin_step(&mut self) -> Option<Micros> {
         if self.is_busy {
             return None;
@@ -160,7 +159,7 @@ impl SimEngine {
             }
         };
         self.is_busy = took.is_some();
-        // No step is free: time must pass between two events of one engine.
+        // Every step takes time, so that an engine's events never coincide.
         took.map(|took| took.max(1))
     }
 
@@ -173,7 +172,7 @@ impl SimEngine {
                 names,
                 ids,
             } => {
-                // What the cache tells goes unread here: replicas learn by leases.
+                // Replicas learn from leases here, so the cache's events are dropped.
                 drop(scheduler.take_events());
                 let progress = scheduler.finish_step();
                 let served = progress.into_iter().map(|progress| {
@@ -206,14 +205,14 @@ impl SimEngine {
         }
     }
 
-    /// Whether nothing runs and nothing waits.
+    /// Whether no request runs or waits.
     #[must_use]
     pub fn is_idle(&self) -> bool {
         let figures = self.figures();
         !self.is_busy && figures.running + figures.waiting == 0
     }
 
-    /// What a probe reads.
+    /// Returns the figures that a probe reads.
     #[must_use]
     pub fn figures(&self) -> ProbedFigures {
         match &self.model {

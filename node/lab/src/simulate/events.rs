@@ -1,13 +1,13 @@
-//! The event heap: what happens next, in one order that never depends on anything but the order
-//! in which it was planned.
+//! The event queue, whose order depends only on times and on the order in which events were
+//! planned.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
-/// Simulated time, microseconds since the beginning.
+/// Simulated time, in microseconds since the start.
 pub type Micros = u64;
 
-/// Events by time; equal times in the order they were planned.
+/// Events by time; those at the same time in the order in which they were planned.
 #[derive(Debug)]
 pub struct EventQueue<E> {
     heap: BinaryHeap<Reverse<PlannedEvent<E>>>,
@@ -57,7 +57,7 @@ impl<E> Default for EventQueue<E> {
 }
 
 impl<E> EventQueue<E> {
-    /// Plans `event`.
+    /// Plans `event` at the time `at`.
     pub fn plan(&mut self, at: Micros, event: E) {
         self.planned += 1;
         self.heap.push(Reverse(PlannedEvent {
@@ -67,7 +67,7 @@ impl<E> EventQueue<E> {
         }));
     }
 
-    /// Takes the next event out.
+    /// Removes and returns the next event.
     pub fn take_next(&mut self) -> Option<(Micros, E)> {
         let Reverse(next) = self.heap.pop()?;
         Some((next.at, next.event))

@@ -1,5 +1,5 @@
-//! The experiments: comparisons with their own settings, and claims that their results are checked
-//! against. docs/guide/simulator.md says what each one shows.
+//! The experiments: comparisons with their own settings, and claims that their results must meet.
+//! docs/guide/simulator.md describes each.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,7 +15,7 @@ use super::plan::{BatchTimes, EngineModel, RestartPlan, RestartScope, SimPlan, m
 use super::report::{ExperimentResult, RunReport};
 use super::workload::{LengthRange, Mix, SimUser, SimWorkload};
 
-/// What can be asked for by name.
+/// Experiments by name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum Experiment {
     /// Eight users who always wait, on three replicas: how far apart they get
@@ -37,10 +37,10 @@ pub enum Experiment {
 }
 
 impl Experiment {
-    /// Its cases, for so long; `workload` takes the place of what `sharing` would generate.
+    /// Returns the cases, for `duration`. A `workload` replaces the generated one of `sharing`.
     ///
     /// # Errors
-    /// When the duration makes no sense.
+    /// If the duration is invalid.
     pub fn cases(
         self,
         seed: u64,
@@ -66,7 +66,7 @@ impl Experiment {
     }
 }
 
-/// Users who send 1, 2, 3 and 4 times as much as they could be served.
+/// Returns users who send 1, 2, 3 and 4 times their share of the capacity.
 fn backlogged(weights: &[u32]) -> SimWorkload {
     let user = |number: usize| SimUser {
         weight_milli: weights[number % weights.len()] * 1000,
@@ -135,7 +135,7 @@ fn judge_fairness(runs: &[RunReport]) -> Vec<ExperimentResult> {
 fn returning_user(seed: u64, horizon: u64) -> ComparisonCases {
     let mut workload = backlogged(&[1]);
     workload.users[0].off = Some((horizon / 6, horizon / 2));
-    // What it has waiting when it pauses is soon served: it then is idle.
+    // Its waiting requests are served soon after it pauses, so that it becomes idle.
     workload.users[0].backlog = 32;
     let workload = Arc::new(workload);
     let case = |(order, label): (Order, &str)| ComparisonCase {
@@ -158,11 +158,11 @@ fn returning_user(seed: u64, horizon: u64) -> ComparisonCases {
     }
 }
 
-/// What the first user was served after its pause over the mean of the others.
+/// Returns the service of the first user after its pause, relative to the mean of the others.
 fn share_after_pause(run: &RunReport) -> f64 {
     let service = &run.curves.service;
     let points = service[0].len();
-    // From a little after the return, when what it sent is served, to the end.
+    // From shortly after the return, when its new requests are served, to the end.
     let (from, until) = (points / 2 + points / 60, points - 1);
     let served = |user: &Vec<f64>| user[until] - user[from];
     let others = service.len() - 1;
@@ -190,8 +190,8 @@ fn judge_return(runs: &[RunReport]) -> Vec<ExperimentResult> {
     ]
 }
 
-/// Prefixes that all engines together can hold and none alone, at a rate that all engines can just
-/// serve when half of the requests miss.
+/// Returns prefixes that fit into all engines together but not into one, at a rate that the engines
+/// can just serve if half of the requests miss.
 fn at_the_edge(horizon: u64) -> Mix {
     Mix {
         duration: horizon,
@@ -286,18 +286,18 @@ fn judge_sharing(runs: &[RunReport]) -> Vec<ExperimentResult> {
     ]
 }
 
-/// Bins that static batching is tried with.
+/// Numbers of bins for static batching.
 const BINS: [u16; 6] = [1, 2, 4, 8, 16, 32];
-/// Output tokens of its requests, uniform between these.
+/// Range of the uniformly distributed output tokens.
 const OUTPUT: (u32, u32) = (1, 1000);
-/// Bins of the case in which lengths are predicted rather than known.
+/// Number of bins in the case with predicted output lengths.
 const BINS_PREDICTED: u16 = 8;
-/// Largest deviation from the theory.
+/// Maximum relative deviation from the theory.
 const DEVIATION_MAX: f64 = 0.03;
 
 fn static_batching(seed: u64, horizon: u64) -> ComparisonCases {
     let user = SimUser {
-        // Enough for every bin to fill a batch at any time.
+        // Enough to fill a batch from every bin at any time.
         backlog: 2048,
         ..SimUser::named("user-1")
     };
@@ -326,9 +326,9 @@ fn static_batching(seed: u64, horizon: u64) -> ComparisonCases {
                 queue_max: u32::MAX,
                 wait_ms_max: u32::MAX,
                 bins,
-                // Round-robin has nothing that keeps queues of equal arrivals equal.
+                // Round-robin would not keep queues with equal arrivals equal.
                 bin_selection: BinSelection::LongestQueue,
-                // All wait for long here, which must not decide.
+                // All requests wait for long here, so the age must not decide.
                 bin_age_ms_max: u32::MAX,
                 batching: Batching::Static,
                 ..AdmissionSettings::default()
@@ -352,7 +352,7 @@ fn static_batching(seed: u64, horizon: u64) -> ComparisonCases {
     }
 }
 
-/// Mean time of a batch by the theory, seconds.
+/// Returns the mean duration of a batch by the theory, in seconds.
 fn batch_s(bins: u16) -> f64 {
     let times = BatchTimes::CALIBRATED;
     let at = |tokens| times.service_us(times.batch_max, tokens) as f64 / 1e6;
@@ -360,7 +360,7 @@ fn batch_s(bins: u16) -> f64 {
 }
 
 fn judge_static_batching(runs: &[RunReport]) -> Vec<ExperimentResult> {
-    // The engine is never idle and its batches are full, so that their number says how long they are.
+    // The engine is never idle and batches are full, so their number yields their duration.
     let measured =
         |run: &RunReport| f64::from(BatchTimes::CALIBRATED.batch_max) / run.requests_per_s;
     let mut verdicts = Vec::new();

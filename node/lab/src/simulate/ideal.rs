@@ -1,9 +1,9 @@
-//! What could be had at best: the yardsticks that runs are measured against.
+//! Ideal bounds that runs are compared with.
 //!
-//! *Pooled LRU*: one cache of all engines' blocks together, asked in the order of arrival, each
-//! request done before the next comes. No router can hit more often than about that, for no engine
-//! has all blocks. *Lower bound of TTFT*: the time to compute what even that cache lacked, on an
-//! engine with nothing else to do.
+//! *Pooled LRU*: one cache with the blocks of all engines, queried in the order of arrival, with
+//! each request finished before the next. No router can hit much more often, because no engine has
+//! all blocks. *Lower bound of TTFT*: the time to compute what even that cache missed, on an
+//! otherwise idle engine.
 
 use std::sync::Arc;
 
@@ -11,17 +11,17 @@ use super::plan::{EngineModel, SimPlan};
 use super::workload::SimPrompt;
 use crate::engine::cache::{BlockPool, HeldBlocks};
 
-/// The yardsticks of one workload.
+/// Ideal bounds of one workload.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct IdealBounds {
-    /// Prompt tokens of the pooled cache's requests that it had, over all prompt tokens.
+    /// Share of the prompt tokens that the pooled cache had.
     pub hit_rate: f64,
-    /// Mean lower bound of the time to first token, milliseconds.
+    /// Mean lower bound of the time to first token, in milliseconds.
     pub ttft_ms: f64,
 }
 
 impl IdealBounds {
-    /// Of requests in the order of their arrival; `None` for engines without a prefix cache.
+    /// Computes the bounds of requests in arrival order; `None` for engines without prefix cache.
     #[must_use]
     pub fn of(plan: &SimPlan, asked: &[(Arc<SimPrompt>, u32)]) -> Option<Self> {
         let EngineModel::Continuous(shape) = plan.engine else {

@@ -1,9 +1,8 @@
 //! Policies that follow the pseudo-code of their sources literally, for comparison with the
-//! product's. docs/adr/0007 and 0009 say where the two differ and why.
+//! product's. docs/adr/0007 and 0009 describe the differences and their reasons.
 //!
-//! Only the decision is the source's; how requests are charged, leased and counted is the product's,
-//! and so is the load that decisions see. Where a source leaves open which of several equals it
-//! takes, the request's number decides.
+//! Only the decision follows the source. Charges, leases, counts and the load that decisions see
+//! are the product's. Where a source leaves ties open, the request's number decides.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -11,14 +10,14 @@ use state::ids::Slot;
 
 use super::events::Micros;
 
-/// A source's pseudo-code.
+/// Pseudo-code of a source.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum AsWritten {
     /// AIBrix's `prefix_cache_routing`: any match counts, `imbalance > 8`, and a holder is chosen
-    /// with `running < mean + 2 * stddev`.
+    /// if `running < mean + 2 * stddev`.
     PrefixCache,
-    /// The cache-aware gateway for vLLM: blocks by position and content, of which only the last is
-    /// checked; one holder, chosen with `load < average * 1.25`.
+    /// The cache-aware gateway for vLLM: blocks by position and content, only the last of which is
+    /// checked; one holder, chosen if `load < average * 1.25`.
     VllmCacheAware,
 }
 
@@ -26,7 +25,7 @@ impl AsWritten {
     /// All of them.
     pub const ALL: [Self; 2] = [Self::PrefixCache, Self::VllmCacheAware];
 
-    /// How `--policy` names it.
+    /// Returns the name for `--policy`.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -35,7 +34,7 @@ impl AsWritten {
         }
     }
 
-    /// The one of this name.
+    /// Returns the variant with this name.
     #[must_use]
     pub fn named(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|one| one.name() == name)
@@ -45,15 +44,15 @@ impl AsWritten {
 /// A backend that a request may go to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct WrittenCandidate {
-    /// Its slot.
+    /// Slot of the backend.
     pub slot: Slot,
-    /// Leading blocks of the prompt that the product believes it to hold.
+    /// Leading blocks of the prompt that the product believes it holds.
     pub matched: u32,
-    /// Requests under way there.
+    /// Requests in flight there.
     pub running: u32,
 }
 
-/// What one router of a source remembers.
+/// State of one router of a source.
 #[derive(Debug)]
 pub struct WrittenRouter {
     policy: AsWritten,
@@ -61,7 +60,7 @@ pub struct WrittenRouter {
 }
 
 impl WrittenRouter {
-    /// One that remembers nothing.
+    /// Creates a router without state.
     #[must_use]
     pub fn new(policy: AsWritten) -> Self {
         Self {
@@ -70,10 +69,10 @@ impl WrittenRouter {
         }
     }
 
-    /// Chooses a backend for the `number`th request, whose blocks are named by `positions`.
+    /// Chooses a backend for the `number`th request, whose block keys are `positions`.
     ///
     /// # Panics
-    /// Without candidates.
+    /// If `candidates` is empty.
     pub fn choose(
         &mut self,
         candidates: &[WrittenCandidate],
@@ -90,7 +89,7 @@ impl WrittenRouter {
         }
     }
 
-    /// A request went there.
+    /// Records that a request was sent to `slot`.
     pub fn dispatched(&mut self, positions: &[u64], slot: Slot) {
         if self.policy == AsWritten::VllmCacheAware {
             self.tracker.record_request(positions, slot);
@@ -98,7 +97,7 @@ impl WrittenRouter {
     }
 }
 
-/// One of the candidates with the fewest requests.
+/// Returns one of the candidates with the fewest requests.
 fn least_running(candidates: &[WrittenCandidate], number: usize) -> Slot {
     let fewest = candidates.iter().map(|it| it.running).min();
     let idle = candidates.iter().filter(|it| Some(it.running) == fewest);
@@ -106,7 +105,7 @@ fn least_running(candidates: &[WrittenCandidate], number: usize) -> Slot {
     idle[spread(number) % idle.len()]
 }
 
-/// Spreads the numbers of requests.
+/// Hashes the number of a request.
 fn spread(number: usize) -> usize {
     number.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 33
 }
@@ -158,7 +157,7 @@ const BLOCKS_MAX: usize = 100_000;
 /// `eviction_interval_secs`.
 const EVICTION_INTERVAL: Micros = 60_000_000;
 
-/// The gateway's `BlockCacheTracker`: by a block's position and content, who had it, and when.
+/// The gateway's `BlockCacheTracker`: holders of a block by position and content, and times.
 #[derive(Debug, Default)]
 struct BlockCacheTracker {
     blocks: HashMap<u64, BTreeMap<Slot, u64>>,
@@ -178,8 +177,8 @@ impl BlockCacheTracker {
         }
     }
 
-    /// The backend with the longest match, and its length. Its blocks count as used, whether it is
-    /// chosen or not.
+    /// Returns the backend with the longest match, and its length. Marks its blocks as used, even
+    /// if it is not chosen.
     fn find_best_backend(&mut self, hashes: &[u64], number: usize) -> Option<(Slot, usize)> {
         let holders = self.blocks.get(hashes.first()?)?;
         let matches: Vec<(Slot, usize)> = holders
@@ -187,7 +186,7 @@ impl BlockCacheTracker {
             .map(|slot| (*slot, self.matched(hashes, *slot)))
             .collect();
         let longest = matches.iter().map(|(_, matched)| *matched).max()?;
-        // The source's map has no order: whichever comes first.
+        // The source's map is unordered, so any of them may come first.
         let best: Vec<Slot> = matches
             .into_iter()
             .filter(|(_, matched)| *matched == longest && longest > 0)
@@ -203,7 +202,7 @@ impl BlockCacheTracker {
         Some((best, longest))
     }
 
-    /// `binary_search_backend_match`: only the last block of a prefix is looked at.
+    /// `binary_search_backend_match`: checks only the last block of each tested prefix.
     fn matched(&self, hashes: &[u64], backend: Slot) -> usize {
         let (mut low, mut high) = (0, hashes.len());
         while low < high {

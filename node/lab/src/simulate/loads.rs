@@ -1,10 +1,10 @@
 //! The `policies` experiment: every policy on the same loads, and how far the default one is behind
 //! the best of them.
 //!
-//! Five loads are generated. Recorded ones come on top: a trace that names its blocks, at a
-//! sixteenth of its lengths and three rates, and traces that name none, as they were recorded. All
-//! rates are those of four engines and grow with the number of engines, so that a load can be tried
-//! on a fleet that nobody chose constants for.
+//! Five loads are generated. Recorded ones are added: a trace with block ids at a sixteenth of its
+//! lengths and three rates, and traces without block ids as they were recorded. All rates are for
+//! four engines and grow with the number of engines, so that loads also fit fleets for which no
+//! constants were tuned.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -20,40 +20,40 @@ use super::report::{ExperimentResult, RunReport};
 use super::workload::{Mix, SimWorkload};
 use crate::replay::trace::{self, LengthScale, TraceOptions};
 
-/// Engines that the rates below are meant for.
+/// Number of engines that the rates below are for.
 const ENGINES: f64 = 4.0;
-/// Requests per second of a trace that names its blocks: light, busy, and near capacity.
+/// Requests per second of a trace with block ids: light, busy, and near capacity.
 const RATES: [f64; 3] = [20.0, 30.0, 45.0];
-/// What the lengths of such a trace are multiplied with.
+/// Factor for the lengths of such a trace.
 const SCALE: &str = "1/16";
-/// Time in which generated requests arrive, unless told otherwise.
+/// Default duration of generated loads.
 const GENERATED: Micros = 300_000_000;
-/// Most that the default policy's mean time to first token may be of the best one's.
+/// Maximum mean time to first token of the default policy, relative to the best one.
 const MEAN_MAX: f64 = 1.03;
-/// The same of the 99th percentile.
+/// The same for the 99th percentile.
 const P99_MAX: f64 = 1.05;
 
-/// What the experiment is asked for.
+/// Parameters of the experiment.
 pub struct PolicyLoads<'a> {
     /// The cluster.
     pub base: SimPlan,
-    /// Policies; none: all, with their default settings.
+    /// Policies; empty: all, with their default settings.
     pub policies: &'a [SimPolicy],
     /// Recorded loads.
     pub traces: &'a [PathBuf],
-    /// Until when requests come; `None`: generated ones for five minutes, recorded ones to the end.
+    /// Length of the loads; `None`: five minutes if generated, otherwise the whole trace.
     pub duration: Option<Micros>,
     /// Share of each rate, in hundredths.
     pub percent: u32,
-    /// Users of loads that name none.
+    /// Number of users for loads that name none.
     pub users: u32,
 }
 
 impl PolicyLoads<'_> {
-    /// A run for each load and policy.
+    /// Returns a run for each load and policy.
     ///
     /// # Errors
-    /// A trace that cannot be read.
+    /// If a trace cannot be read.
     pub fn cases(&self) -> Result<ComparisonCases, SimulateArgsError> {
         let mut loads = self.generated();
         for path in self.traces {
@@ -169,18 +169,18 @@ fn plain(config: PolicyConfig) -> SimPolicy {
     }
 }
 
-/// The name of the policy that clusters begin with.
+/// Returns the name of a new cluster's policy.
 fn default_policy() -> &'static str {
     SimPlan::default().policy.name()
 }
 
-/// On each load, how far the default policy is behind the best one.
+/// Compares the default policy with the best one on each load.
 fn judge(runs: &[RunReport]) -> Vec<ExperimentResult> {
     let by_load = runs.chunk_by(|one, other| one.load == other.load);
     by_load.flat_map(judge_load).collect()
 }
 
-/// Reads one figure of a run.
+/// Reads a figure of a run.
 type FigureOf = fn(&RunReport) -> f64;
 
 fn judge_load(runs: &[RunReport]) -> Vec<ExperimentResult> {
@@ -229,7 +229,7 @@ mod tests {
         assert_eq!((comparison.runs.len(), comparison.verdicts.len()), (10, 10));
         for run in &comparison.runs {
             assert_eq!(run.faults, Vec::<String>::new());
-            // 20 a second for four engines are 20 for two at twice the rate; bursts are more.
+            // 20 per second for four engines are 20 for two at twice the rate; bursts are more.
             assert!((20..240).contains(&run.requests), "{}", run.requests);
         }
         let text = matrix::tables(&comparison);

@@ -1,10 +1,10 @@
-//! Runs of several loads as one table: a row for each policy, a column for each load.
+//! Formats runs of several loads as one table: a row per policy, a column per load.
 
 use std::fmt::Write as _;
 
 use super::report::{RunReport, SimComparison};
 
-/// Whether the runs are of several loads.
+/// Whether the runs have several loads.
 #[must_use]
 pub fn has_loads(comparison: &SimComparison) -> bool {
     let mut loads = comparison.runs.iter().map(|run| &run.load);
@@ -13,8 +13,8 @@ pub fn has_loads(comparison: &SimComparison) -> bool {
         .is_some_and(|first| loads.any(|it| it != first))
 }
 
-/// The tables, in Markdown: times to first token, then hit rates. Rows are sorted by how far a
-/// policy is behind the best one, over all loads.
+/// Returns the tables in Markdown: times to first token, then hit rates. Rows are sorted by the
+/// distance of a policy to the best one, over all loads.
 #[must_use]
 pub fn tables(comparison: &SimComparison) -> String {
     let loads: Vec<&[RunReport]> = comparison
@@ -39,7 +39,7 @@ pub fn tables(comparison: &SimComparison) -> String {
     )
 }
 
-/// Geometric mean over the loads of a policy's mean time to first token over the least one.
+/// Returns a policy's mean time to first token relative to the best, as geometric mean over loads.
 fn behind(loads: &[&[RunReport]], label: &str) -> f64 {
     let log = |runs: &&[RunReport]| {
         let mean = |run: &RunReport| run.ttft_ms.mean;

@@ -13,24 +13,24 @@ use super::report::{ExperimentResult, RunReport};
 use super::workload::{LengthRange, SimArrival, SimUser, SimWorkload};
 use crate::rng::Rng;
 
-/// What the engines of the experiment serve per second, about; the claims go by what they were
-/// measured to.
+/// Approximate capacity of the experiment's engines, in requests per second. The claims use the
+/// measured one.
 const CAPACITY_PER_S: f64 = 22.0;
-/// Requests an engine is given at once, of two.
+/// Concurrency limit of each of the two engines.
 const PLACES: u32 = 8;
-/// Load before and after.
+/// Load before and after, relative to the capacity.
 const QUIET: f64 = 0.7;
-/// Load in overload.
+/// Load in overload, relative to the capacity.
 const TIMES: f64 = 10.0;
 const PATIENCE: Micros = 3_000_000;
-/// Time after the load in which all is to be as before.
+/// Time after the overload until everything must be as before.
 const RECOVERY: Micros = 2_000_000;
 const LENGTHS: LengthRange = LengthRange {
     input: (32, 64),
     output: (16, 48),
 };
 
-/// Kinds of clients, and their names.
+/// Client models, with their names.
 const KINDS: [(&str, ClientModel); 3] = [
     (
         "patient",
@@ -54,11 +54,11 @@ const KINDS: [(&str, ClientModel); 3] = [
         },
     ),
 ];
-/// Runs of each kind.
+/// Number of runs per client model.
 const RUNS_OF_KIND: usize = 3;
 
-/// The cases: the capacity, and for each kind of clients full load, ten times that, and a quiet
-/// time before and after ten times that.
+/// Returns the cases: the capacity; then, per client model, full load, overload, and overload
+/// between two quiet phases.
 #[must_use]
 pub fn cases(seed: u64, horizon: Micros) -> ComparisonCases {
     let mut cases = vec![ComparisonCase {
@@ -133,7 +133,7 @@ fn always_waiting() -> SimWorkload {
     }
 }
 
-/// Requests at these multiples of the capacity, one after the other.
+/// Generates requests at these multiples of the capacity, one phase after the other.
 fn load(seed: u64, phases: &[(Micros, f64)]) -> SimWorkload {
     let mut rng = Rng::new(seed, 4);
     let mut workload = SimWorkload {
@@ -198,13 +198,13 @@ fn times(full: &RunReport, ten: &RunReport) -> ExperimentResult {
     }
 }
 
-/// From [`RECOVERY`] after the load on it is as before: in the mean of the steps' medians, and in
-/// what is served. While those still come who try again, and the engines are full, as at full load.
+/// Checks that service recovers within [`RECOVERY`] after the overload: the mean of the steps'
+/// medians, and throughput. While retries still fill the engines, full load is the reference.
 fn recovery(full: &RunReport, step: &RunReport) -> ExperimentResult {
     let curves = &step.curves;
     let third = curves.ended.len() / 3;
     let late = (RECOVERY as f64 / 1e6 / curves.step_s).ceil() as usize;
-    // At the beginning nothing ends yet.
+    // At the start, no request has ended yet.
     let of = |from: usize, until: usize| {
         let medians = curves.ttft_p50_ms[from..until].iter().flatten();
         let (sum, count) = medians.fold((0.0, 0_u32), |(sum, count), it| (sum + it, count + 1));

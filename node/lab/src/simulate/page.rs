@@ -1,13 +1,13 @@
-//! A comparison as one self-contained page.
+//! Formats a comparison as one self-contained page.
 
 use super::report::SimComparison;
 
-/// The page: data and drawing code in one file, nothing from the network.
+/// Returns the page with data and drawing code, which needs no network.
 ///
 /// # Errors
-/// When the data cannot be made into JSON.
+/// If the data cannot be serialised.
 pub fn html(comparison: &SimComparison) -> serde_json::Result<String> {
-    // `</` would end the script element; the escape is the same text to JSON.
+    // `</` would end the script element; the escaped form is the same text in JSON.
     let data = serde_json::to_string(comparison)?.replace("</", "<\\/");
     Ok(include_str!("page.html")
         .replace("/*STYLE*/", include_str!("page.css"))

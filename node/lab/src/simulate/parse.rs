@@ -1,11 +1,11 @@
-//! How values of the flags of `quorate simulate` are read.
+//! Parsers for the flags of `quorate simulate`.
 
 use state::admission::{Concurrency, Order};
 
 use super::events::Micros;
 use super::plan::micros;
 
-/// How late news are; `NewsLag(None)`: they never come.
+/// Delay of news; `NewsLag(None)`: they never arrive.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct NewsLag(pub(super) Option<Micros>);
 

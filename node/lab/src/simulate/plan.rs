@@ -1,4 +1,4 @@
-//! The plan of one run: the cluster, its lags, its engines, and what happens to them.
+//! The plan of one run: cluster, lags, engines, and faults.
 
 use std::time::Duration;
 
@@ -10,71 +10,71 @@ use super::events::Micros;
 use super::literal_policies::AsWritten;
 use crate::engine::model::EngineShape;
 
-/// Tokens of one block where no recording says otherwise.
+/// Default number of tokens per block.
 pub const BLOCK_TOKENS: u32 = 32;
 
-/// Everything about a run but the requests.
+/// Parameters of a run, except for its requests.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SimPlan {
-    /// Names the run in tables and plots.
+    /// Name of the run in tables and plots.
     pub label: String,
-    /// How backends are chosen.
+    /// Routing policy.
     pub policy: PolicyConfig,
-    /// A source's pseudo-code that chooses in its place.
+    /// Pseudo-code that decides instead of the policy.
     pub as_written: Option<AsWritten>,
-    /// How requests are admitted.
+    /// Admission settings.
     pub admission: AdmissionSettings,
-    /// What tokens cost.
+    /// Prices of tokens.
     pub prices: FairnessSettings,
-    /// How long a request waits at most in overload.
+    /// Longest wait of a request in overload.
     pub codel_target: Duration,
-    /// How clients are.
+    /// Behaviour of clients.
     pub clients: ClientModel,
-    /// Whether output lengths are known when a request comes, in place of predicted.
+    /// Whether output lengths are known at arrival instead of predicted.
     pub oracle: bool,
-    /// Whether `cost` learns its constants from what was measured.
+    /// Whether `cost` learns its constants from measurements.
     pub learn: bool,
-    /// Tokens of a block, in router and engine alike.
+    /// Tokens per block, in router and engines.
     pub block_tokens: u32,
-    /// Engines.
+    /// Number of engines.
     pub backends: u16,
-    /// Each engine's sizes and speeds.
+    /// Sizes and speeds of each engine.
     pub engine: EngineModel,
-    /// How many of the engines compute prompts for the others, and when.
+    /// Disaggregated prefill.
     pub apart: ApartPlan,
-    /// What a request must keep to count as served well.
+    /// Latency goals for goodput.
     pub goal: ServiceGoal,
-    /// Replicas.
+    /// Number of replicas.
     pub replicas: u8,
-    /// Clusters of so many engines and replicas, each with a log of its own.
+    /// Cells of this many engines and replicas, each with its own log.
     pub cells: CellPlan,
-    /// From a batch's proposal until it is applied, on every replica; `None`: what a replica learns
-    /// stays with it.
+    /// Time from a batch's proposal until every replica applies it; `None`: replicas do not share
+    /// what they learn.
     pub ownership_lag: Option<Micros>,
-    /// From a load report until peers have it; `None`: none is sent.
+    /// Time from a load report until peers receive it; `None`: none is sent.
     pub load_lag: Option<Micros>,
-    /// Least time between two batches of a replica.
+    /// Minimum time between two batches of a replica.
     pub flush: Micros,
-    /// Every replica sees the engines' own figures this often.
+    /// Interval at which every replica probes the engines.
     pub probe: Micros,
-    /// What breaks, and when.
+    /// Crash during the run, if any.
     pub restart: Option<RestartPlan>,
-    /// Until when requests come, and until when service is counted for fairness.
+    /// Time until which requests arrive and service counts for fairness.
     pub horizon: Micros,
-    /// Seed of everything drawn.
+    /// Seed of all random choices.
     pub seed: u64,
 }
 
 /// Disaggregated prefill and decode.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ApartPlan {
-    /// The first engines, which compute prompts for the others; 0: all do all.
+    /// Number of engines at the front that only prefill; 0: all engines do everything.
     pub prefill: u16,
-    /// When prompts go through them.
+    /// When requests are disaggregated.
     pub pairs: PairSettings,
-    /// Time of a transfer before its first token.
+    /// Duration of a transfer before its first token.
     pub transfer: Micros,
-    /// Tokens whose blocks go over per second.
+    /// Number of tokens whose blocks are transferred per second.
     pub transfer_tokens_per_s: u32,
 }
 
@@ -90,7 +90,7 @@ impl Default for ApartPlan {
 }
 
 impl ApartPlan {
-    /// How long the blocks of so many tokens take.
+    /// Returns the duration of a transfer of the blocks of `tokens` tokens.
     #[must_use]
     pub fn transfer_us(&self, tokens: u32) -> Micros {
         let rate = u64::from(self.transfer_tokens_per_s.max(1));
@@ -98,12 +98,12 @@ impl ApartPlan {
     }
 }
 
-/// What a request must keep to count as served well.
+/// Latency goals that a request must meet to count for goodput.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ServiceGoal {
     /// Longest time to the first token.
     pub ttft: Micros,
-    /// Longest mean time between its tokens.
+    /// Longest mean time between tokens.
     pub gap: Micros,
 }
 
@@ -116,45 +116,45 @@ impl Default for ServiceGoal {
     }
 }
 
-/// How clients are.
+/// Behaviour of clients.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct ClientModel {
-    /// From when to when they leave unless they have their whole answer; `None`: they never do.
+    /// Range of the time after which clients leave without a complete response; `None`: never.
     pub patience: Option<(Micros, Micros)>,
-    /// How often they try again when they are refused or have left, as OpenAI's SDKs do.
+    /// Number of retries after a rejection or departure, as in OpenAI's SDKs.
     pub retries: u32,
 }
 
-/// How an engine serves.
+/// Batching model of an engine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum EngineModel {
     /// vLLM's scheduler and block pool: continuous batching.
     Continuous(EngineShape),
-    /// A batch starts together and ends with its longest request.
+    /// Static batching: a batch starts together and ends with its longest request.
     Static(BatchTimes),
 }
 
-/// The service time of a batch: `base + longest output * per_token * (1 + spread * (b - 1) / b)`.
+/// Service time of a batch: `base + longest output * per_token * (1 + spread * (b - 1) / b)`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BatchTimes {
-    /// Requests of a batch at most.
+    /// Maximum number of requests in a batch.
     pub batch_max: u32,
-    /// Time of a batch besides its tokens, microseconds.
+    /// Duration of a batch without its tokens, in microseconds.
     pub base_us: u64,
-    /// Time of one output token of a batch of one, microseconds.
+    /// Time per output token in a batch of one, in microseconds.
     pub token_us: u64,
-    /// What a large batch adds to it, in thousandths.
+    /// Relative increase of that in a large batch, in thousandths.
     pub spread_permille: u64,
 }
 
-/// A crash in the middle, with an immediate new start.
+/// A crash and immediate restart during the run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RestartPlan {
-    /// When.
+    /// Time of the crash.
     pub at: Micros,
-    /// Who.
+    /// Replicas that crash.
     pub who: RestartScope,
-    /// Whether what they had on disk is lost.
+    /// Whether their disks are lost.
     pub wipe: bool,
 }
 
@@ -168,7 +168,7 @@ pub enum RestartScope {
 }
 
 impl BatchTimes {
-    /// The seed's calibrated latency model: 5.74 ms a token, a spread of 0.316.
+    /// Calibrated latency model from the seed: 5.74 ms per token, a spread of 0.316.
     pub const CALIBRATED: Self = Self {
         batch_max: 8,
         base_us: 0,
@@ -176,7 +176,7 @@ impl BatchTimes {
         spread_permille: 316,
     };
 
-    /// Time of a batch of `requests` whose longest output has `tokens`.
+    /// Returns the duration of a batch of `requests` whose longest output has `tokens`.
     #[must_use]
     pub fn service_us(&self, requests: u32, tokens: u32) -> Micros {
         let requests = u64::from(requests.max(1));
@@ -224,20 +224,20 @@ impl Default for SimPlan {
     }
 }
 
-/// Cells behind a first hop, which share nothing but what this says.
+/// Cells behind a first hop, which share only what is listed here.
 #[derive(Debug, Clone, PartialEq)]
 pub struct CellPlan {
-    /// How many; 1: there is no first hop.
+    /// Number of cells; 1: without a first hop.
     pub count: u16,
-    /// How the first hop chooses a cell, as a policy chooses a backend.
+    /// Policy by which the first hop chooses a cell in place of a backend.
     pub hop: PolicyConfig,
-    /// Leading blocks of a prompt that the first hop hashes; all of a shorter one.
+    /// Number of leading blocks that the first hop hashes; all blocks of a shorter prompt.
     pub hashed_blocks: u32,
-    /// How often cells tell the first hop what they have under way.
+    /// Interval at which cells report their requests in flight to the first hop.
     pub told_every: Micros,
-    /// How often cells charge users for what they were served elsewhere; `None`: never.
+    /// Interval at which cells charge users for service in other cells; `None`: never.
     pub charges_every: Option<Micros>,
-    /// From cell to cell.
+    /// Network delay between cells.
     pub lag: Micros,
 }
 
@@ -255,7 +255,7 @@ impl Default for CellPlan {
 }
 
 impl SimPlan {
-    /// Small engines, so that a queue forms, which never queue themselves.
+    /// Returns a plan whose low limits make requests queue at replicas, not at engines.
     pub(super) fn queueing(seed: u64, horizon: Micros, order: Order) -> Self {
         let mut plan = Self {
             seed,
@@ -275,20 +275,20 @@ impl SimPlan {
         plan
     }
 
-    /// Engines of all cells.
+    /// Returns the number of engines in all cells.
     #[must_use]
     pub fn engines(&self) -> u32 {
         u32::from(self.backends) * u32::from(self.cells.count)
     }
 
-    /// Whether a wait can end before a request goes.
+    /// Whether waits are limited.
     #[must_use]
     pub fn bounds_waits(&self) -> bool {
         self.admission.wait_ms_max < u32::MAX
     }
 }
 
-/// A duration as simulated time.
+/// Converts a duration to simulated time.
 #[must_use]
 pub fn micros(time: Duration) -> Micros {
     u64::try_from(time.as_micros()).unwrap_or(u64::MAX)

@@ -1,23 +1,23 @@
-//! What `--policy` takes: a policy, its settings, or a source's pseudo-code as it is written.
+//! Values of `--policy`: a policy with settings, or the pseudo-code of a source.
 
 use serde_json::{Map, Value};
 use state::policy::{CostSettings, POLICY_NAMES, PolicyConfig};
 
 use super::literal_policies::AsWritten;
 
-/// A policy to be run, under the name that it was asked for by.
+/// A policy to run.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SimPolicy {
-    /// As it was written.
+    /// The policy as given on the command line.
     pub label: String,
-    /// The product's policy. Beside a decision as written, it only says when matches renew blocks.
+    /// The product's policy. If `as_written` decides, it only controls when matches renew blocks.
     pub config: PolicyConfig,
-    /// What decides in its place.
+    /// Pseudo-code that decides instead.
     pub as_written: Option<AsWritten>,
 }
 
 impl Default for SimPolicy {
-    /// The policy that clusters begin with.
+    /// Returns the policy of a new cluster.
     fn default() -> Self {
         let config = PolicyConfig::Cost(CostSettings::default());
         Self {
@@ -29,10 +29,10 @@ impl Default for SimPolicy {
 }
 
 impl SimPolicy {
-    /// Reads `NAME[:KEY=VALUE]...`.
+    /// Parses `NAME[:KEY=VALUE]...`.
     ///
     /// # Errors
-    /// What was expected.
+    /// With the expected values.
     pub fn parse(text: &str) -> Result<Self, String> {
         let (name, settings) = text.split_once(':').unwrap_or((text, ""));
         if let Some(as_written) = AsWritten::named(name) {
@@ -57,7 +57,7 @@ impl SimPolicy {
             let (key, value) = setting
                 .split_once('=')
                 .ok_or_else(|| format!("{setting}: expected KEY=VALUE"))?;
-            // Numbers and truth values are JSON; everything else is a word.
+            // Numbers and booleans are JSON; everything else is a string.
             let value = serde_json::from_str(value).unwrap_or_else(|_| value.into());
             table.insert(key.to_owned(), value);
         }

@@ -1,4 +1,4 @@
-//! A comparison as tables.
+//! Formats a comparison as tables.
 
 use api::printable::escaped;
 
@@ -7,7 +7,7 @@ use super::recorded::RecordedFigures;
 use super::report::SimComparison;
 use crate::terminal::{FittedTable, column};
 
-/// The tables and the verdicts, one below the other.
+/// Returns the tables and the verdicts, one below the other.
 #[must_use]
 pub fn tables(comparison: &SimComparison) -> String {
     let mut parts = vec![comparison.title.clone()];
@@ -30,7 +30,7 @@ pub fn tables(comparison: &SimComparison) -> String {
     ended(comparison, parts)
 }
 
-/// The tables with what follows them: verdicts and faults.
+/// Appends verdicts and faults to the tables.
 fn ended(comparison: &SimComparison, mut parts: Vec<String>) -> String {
     for verdict in &comparison.verdicts {
         let word = if verdict.holds { "holds" } else { "FAILS" };
@@ -43,7 +43,7 @@ fn ended(comparison: &SimComparison, mut parts: Vec<String>) -> String {
     parts.join("\n")
 }
 
-/// What the cluster itself made of it.
+/// Describes the results of the recorded cluster.
 fn recorded(figures: &RecordedFigures) -> String {
     let hits = figures.hit_rate.map(|rate| 100.0 * rate);
     let policies: Vec<&str> = figures.policies.keys().map(String::as_str).collect();

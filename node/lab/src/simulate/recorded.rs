@@ -1,9 +1,9 @@
 //! A recording of a cluster's requests (`api::recording`) as a workload.
 //!
-//! A recording names blocks and has no text, so each block gets its own text: equal prefixes stay
-//! equal, block for block. Text after the last block is always new. Answers are not recorded: the
-//! next turn of a chat does not contain what the simulated engine said, so it finds nothing of an
-//! answer in its cache.
+//! A recording has block ids instead of text, so each block gets its own text: equal prefixes stay
+//! equal, block for block. Text after the last block is always new. Outputs are not recorded: the
+//! next turn of a chat does not contain the simulated engine's output, so it cannot hit those
+//! blocks.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
@@ -21,56 +21,56 @@ use crate::replay::text::passage;
 /// Seed of the texts.
 const TEXTS: u64 = 0x7e47;
 
-/// What was asked, and of what.
+/// Recorded requests, and properties of the recorded cluster.
 #[derive(Debug, Clone)]
 pub struct RecordedDemand {
     /// The requests.
     pub workload: SimWorkload,
-    /// Tokens of a block.
+    /// Tokens per block.
     pub block_tokens: u32,
-    /// Backends that serve the model.
+    /// Number of backends that serve the model.
     pub backends: u16,
-    /// Replicas that were recorded.
+    /// Number of recorded replicas.
     pub replicas: u8,
-    /// Blocks of the smallest of them; `None`: unknown.
+    /// Smallest capacity of these backends, in blocks; `None`: unknown.
     pub capacity_blocks: Option<u32>,
-    /// Requests that each of them gets at once; `None`: as many as come, or not all the same.
+    /// Concurrency limit of each of them; `None`: unlimited, or not the same for all.
     pub limit: Option<u32>,
-    /// What the cluster made of it.
+    /// Results of the recorded cluster.
     pub figures: RecordedFigures,
 }
 
-/// What a cluster made of what it was asked.
+/// Results of a recorded cluster.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct RecordedFigures {
-    /// The model.
+    /// Simulated model.
     pub model: String,
-    /// Requests for it.
+    /// Number of requests for the model.
     pub requests: usize,
-    /// Requests for other models, which are left out.
+    /// Number of requests for other models, which are left out.
     pub left_out: usize,
-    /// Answered to the end.
+    /// Number of completed requests.
     pub ok: usize,
-    /// The policies that decided, with their requests.
+    /// Number of requests by the policy that decided.
     pub policies: BTreeMap<String, usize>,
-    /// Prompt tokens that engines found in their caches, over those of the requests of which they
-    /// told; `None`: they told of none.
+    /// Share of prompt tokens found in engines' caches, over requests with reports; `None` without
+    /// reports.
     pub hit_rate: Option<f64>,
-    /// From when a request was understood to the first byte of its answer, milliseconds.
+    /// Time from a parsed request to the first byte of its response, in milliseconds.
     pub ttft_ms: LatencySummary,
-    /// Of that, waiting for its turn and a backend.
+    /// Part of that time spent waiting for admission and a backend.
     pub waited_ms: LatencySummary,
-    /// Requests of the busiest backend over an even share.
+    /// Requests of the busiest backend relative to an even share.
     pub busiest_share: f64,
-    /// Requests by backend.
+    /// Number of requests by backend.
     pub by_backend: BTreeMap<String, usize>,
 }
 
 impl RecordedDemand {
-    /// The requests for `model`, or for the one that was asked for most.
+    /// Reads the requests for `model`, or for the most requested model.
     ///
     /// # Errors
-    /// When there are none, or the model is not among them.
+    /// If the recording has no requests, or none for the model.
     pub fn of(recording: &Recording, model: Option<&str>) -> Result<Self, SimulateArgsError> {
         let model = model_of(recording, model)?;
         let requests = recording.requests.iter();
@@ -103,7 +103,7 @@ impl RecordedDemand {
     }
 }
 
-/// The model that is simulated.
+/// Returns the model to simulate.
 fn model_of(recording: &Recording, asked: Option<&str>) -> Result<String, SimulateArgsError> {
     let mut models: BTreeMap<&str, usize> = BTreeMap::new();
     for request in &recording.requests {
@@ -124,7 +124,7 @@ fn model_of(recording: &Recording, asked: Option<&str>) -> Result<String, Simula
     )))
 }
 
-/// Tokens of a block: where they are estimated, as most requests have it.
+/// Returns the tokens per block; where they are estimates, the most common value.
 fn block_tokens(requests: &[&RecordedRequest]) -> u32 {
     let mut sizes: BTreeMap<u32, usize> = BTreeMap::new();
     for request in requests.iter().filter(|it| !it.blocks.is_empty()) {
@@ -156,7 +156,7 @@ fn workload(requests: &[&RecordedRequest], block_tokens: u32, replicas: &[u8]) -
     workload
 }
 
-/// The prompt of the `number`th request, in other words.
+/// Returns the prompt of the `number`th request, with substitute text.
 fn prompt(request: &RecordedRequest, block_tokens: u32, number: u64) -> SimPrompt {
     let block_bytes = block_tokens as usize * TOKEN_BYTES;
     let tokens = prompt_tokens(request, block_tokens) as usize;
@@ -169,8 +169,8 @@ fn prompt(request: &RecordedRequest, block_tokens: u32, number: u64) -> SimPromp
     SimPrompt::cut(text.as_bytes(), block_tokens)
 }
 
-/// Tokens of a prompt: at least those of its blocks, and where blocks are of characters less than
-/// one more, since tokens of other lengths than a block's are estimates there.
+/// Returns the tokens of a prompt: at least those of its blocks, and for blocks of characters less
+/// than one block more, because other token counts are estimates there.
 fn prompt_tokens(request: &RecordedRequest, block_tokens: u32) -> u32 {
     let blocks = u32::try_from(request.blocks.len()).unwrap_or(u32::MAX);
     let least = blocks.saturating_mul(block_tokens);
@@ -183,14 +183,14 @@ fn prompt_tokens(request: &RecordedRequest, block_tokens: u32) -> u32 {
     }
 }
 
-/// Output tokens of a request that was answered.
+/// Returns the output tokens of a completed request.
 fn output(request: &RecordedRequest) -> Option<u32> {
     let report = request.report()?;
     let tokens = u32::try_from(report.output_tokens).unwrap_or(u32::MAX);
     (report.end == "finished").then_some(tokens.max(1))
 }
 
-/// The median, for requests that were not answered to the end.
+/// Returns the median output, for requests that were not completed.
 fn usual_output(requests: &[&RecordedRequest]) -> u32 {
     let mut all: Vec<u32> = requests.iter().filter_map(|it| output(it)).collect();
     all.sort_unstable();
@@ -237,7 +237,7 @@ impl RecordedFigures {
     }
 }
 
-/// Milliseconds of a file, which may be anything.
+/// Converts milliseconds from a file, which may have any value.
 fn micros(ms: f64) -> u64 {
     (ms.max(0.0) * 1000.0) as u64
 }
@@ -248,7 +248,7 @@ mod tests {
 
     use super::*;
 
-    /// A recording of requests for models, with these blocks.
+    /// Returns a recording of requests with these models and blocks.
     fn recording(requests: &[(&str, &[u64])]) -> Recording {
         let mut text = "{\"quorate_recording\":1,\"replicas\":[1,2],\"salt\":\"s\",\"from_ms\":5,\
             \"until_ms\":9,\"ended_by\":\"seconds\",\"backends\":[\

@@ -1,9 +1,9 @@
 //! A simulated replica: the replicated state and the product's [`Router`] over it, with simulated
 //! time.
 //!
-//! Filters, decisions, dispatches, charges, leases, samples and the outbox are the product's own.
-//! This module does the part of sockets, probes and the log in production: it says when an engine
-//! answered, what engines are doing, and which log entry arrived.
+//! Filters, decisions, dispatches, charges, leases, samples and the outbox are the product's. This
+//! module replaces sockets, probes and the log: it reports the engines' progress and figures, and
+//! delivers log entries.
 
 use std::cell::RefCell;
 use std::sync::Arc;
@@ -34,55 +34,55 @@ use super::literal_policies::{AsWritten, WrittenCandidate, WrittenRouter};
 use super::workload::{HASH_SEED, MODEL, SimPrompt};
 use crate::engine::text::{TOKEN_BYTES, words};
 
-/// Names the session of a request for the policies that look at it.
+/// Header with the session of a request, for policies that use it.
 const SESSION: HeaderName = HeaderName::from_static("x-quorate-session");
 
-/// What is the same for all replicas of a run.
+/// Settings shared by all replicas of a run.
 #[derive(Debug, Clone, Copy)]
 pub struct RunSettings {
     /// Simulated time.
     pub clock: SimClock,
-    /// Least time between two batches.
+    /// Minimum time between two batches.
     pub flush: Micros,
-    /// What tokens cost.
+    /// Prices of tokens.
     pub pricing: Pricing,
-    /// A source's pseudo-code that decides.
+    /// Pseudo-code that decides instead of the policy.
     pub as_written: Option<AsWritten>,
-    /// When prompts go through engines that compute them for others.
+    /// When requests are disaggregated.
     pub pairs: PairSettings,
-    /// Prompts are not cut here; whoever reads requests wants to know all the same.
+    /// Tokens per block. The router needs it, although prompts are split into blocks elsewhere.
     pub block_tokens: u32,
 }
 
 /// One replica.
 pub struct SimReplica {
-    /// Who it is; the first is 1.
+    /// Id of the replica, from 1.
     pub id: ReplicaId,
-    /// Its run.
+    /// Session of the replica's run.
     pub session: SessionId,
-    /// What the log has brought it.
+    /// State after the applied log entries.
     pub state: RouterState,
     view: Arc<StateView>,
     backends: Arc<Backends>,
     router: Router,
-    /// When peers are told its load.
+    /// Schedules load reports to peers.
     reporter: LoadReporter,
-    /// Bytes per token, as engines have counted.
+    /// Bytes per token, as counted by engines.
     ratio: TokenRatio,
     pricing: Pricing,
     model: ModelKey,
     clock: SimClock,
-    /// Decides in the policy's place.
+    /// Decides instead of the policy.
     written: Option<RefCell<WrittenRouter>>,
 }
 
-/// Who sends requests: a user with a session of its own.
+/// A user with a session, who sends requests.
 pub struct SimSender {
     name: UserName,
     headers: HeaderMap,
 }
 
-/// A request as a decision sees it.
+/// A request as input of a decision.
 pub struct SimRequest<'a> {
     id: String,
     number: usize,
@@ -91,10 +91,10 @@ pub struct SimRequest<'a> {
     sender: &'a SimSender,
 }
 
-/// What an engine tells of a request.
+/// Progress of a request, as reported by an engine.
 #[derive(Debug, Clone, Copy)]
 pub struct EngineUsage {
-    /// When.
+    /// Time of the report.
     pub at: Micros,
     /// Output tokens so far.
     pub output: u32,
@@ -102,42 +102,42 @@ pub struct EngineUsage {
     pub cached: u32,
 }
 
-/// A request under way at an engine.
+/// A request in flight at an engine.
 pub struct InFlight {
-    /// Where.
+    /// Backend of the request.
     pub backend: BackendRef,
-    /// Prompt tokens that its user is charged for if the engine never tells of any.
+    /// Prompt tokens that its user is charged for if the engine never reports usage.
     pub uncached_tokens: u32,
     attempt: Attempt,
     has_first_token: bool,
-    /// The engine that computes the prompt for the other; `None`: it is one engine.
+    /// Prefill at another engine; `None`: one engine serves the whole request.
     prefill: Option<PrefillFlight>,
 }
 
-/// A prompt under way at the engine that computes it.
+/// A prompt in flight at a prefill engine.
 struct PrefillFlight {
     engine: usize,
-    /// `None` once it is computed.
+    /// `None` once the prompt is computed.
     attempt: Option<PrefillAttempt>,
-    /// Prompt tokens that it had cached.
+    /// Prompt tokens that the prefill engine had cached.
     cached: u32,
 }
 
 impl InFlight {
-    /// The engine that computes the prompt for the other.
+    /// Returns the prefill engine.
     #[must_use]
     pub fn prefill_engine(&self) -> Option<usize> {
         self.prefill.as_ref().map(|prefill| prefill.engine)
     }
 
-    /// Whether `engine` computes the prompt for another at present.
+    /// Whether `engine` is currently prefilling this request.
     #[must_use]
     pub fn is_prefilled_by(&self, engine: usize) -> bool {
         let prefill = self.prefill.as_ref();
         prefill.is_some_and(|it| it.engine == engine && it.attempt.is_some())
     }
 
-    /// Prompt tokens that were cached where it was computed, as the engine that answers says.
+    /// Returns the cached prompt tokens: of the prefill engine, if any, otherwise `told`.
     #[must_use]
     pub fn cached(&self, told: u32) -> u32 {
         self.prefill.as_ref().map_or(told, |prefill| prefill.cached)
@@ -145,7 +145,7 @@ impl InFlight {
 }
 
 impl SimSender {
-    /// The user `name`, the `number`th of the workload.
+    /// Creates the sender for the `number`th user, `name`.
     #[must_use]
     pub fn new(name: &str, number: usize) -> Self {
         Self {
@@ -174,10 +174,10 @@ impl SimRequest<'_> {
 }
 
 impl SimReplica {
-    /// A replica with `state`, in its run number `run_number`. All backends are healthy and idle.
+    /// Creates a replica with `state`, in its run `run_number`. All backends are healthy and idle.
     #[must_use]
     pub fn new(id: u8, run_number: u64, state: RouterState, run: &RunSettings) -> Self {
-        // Replicas' sessions differ, as they do in production, and so do the turns they begin with.
+        // Replicas have distinct sessions, as in production, and so start at distinct turns.
         let session = SessionId(run_number << 8 | u64::from(id));
         let (id, view) = (ReplicaId(id), state.view());
         let backends = Arc::new(Backends::new(ProbeSettings::default()));
@@ -218,7 +218,7 @@ impl SimReplica {
         replica
     }
 
-    /// Takes in what probes have read of the engines.
+    /// Records the engines' figures, as probes do.
     pub fn probed(&self, figures: impl Fn(Slot) -> ProbedFigures) {
         for backend in &self.view.registry().backends {
             let slot = backend.handle.slot;
@@ -235,7 +235,7 @@ impl SimReplica {
         }
     }
 
-    /// The `number`th request of the run, as this replica sees it.
+    /// Returns the `number`th request of the run, as this replica identifies it.
     #[must_use]
     pub fn request<'a>(
         &self,
@@ -257,10 +257,10 @@ impl SimReplica {
         }
     }
 
-    /// Chooses a backend, or looks whether `only` can take the request.
+    /// Chooses a backend, or checks whether `only` can take the request.
     ///
     /// # Errors
-    /// As in production.
+    /// Those of production.
     pub fn decide(
         &self,
         ask: &SimRequest<'_>,
@@ -273,8 +273,8 @@ impl SimReplica {
         decider.decide(&ask.routed(&excluded), self.clock.at(now))
     }
 
-    /// The choice of a source's pseudo-code among the backends that the filters leave; `None`: the
-    /// policy chooses, or nobody can take it.
+    /// Returns the choice of a source's pseudo-code among the candidates; `None`: the policy
+    /// chooses, or no backend is a candidate.
     fn choose_as_written(&self, ask: &SimRequest<'_>, now: Micros) -> Option<Slot> {
         let written = self.written.as_ref()?;
         let (decider, outbox) = (self.router.decider(), self.outbox().status());
@@ -295,23 +295,23 @@ impl SimReplica {
         Some(written.choose(&candidates, &ask.prompt.positions, ask.number, now))
     }
 
-    /// A request of `sender` begins to wait. Returns whom it is charged to.
+    /// Records that a request of `sender` waits. Returns the user that is charged.
     pub fn begin_wait(&self, sender: &SimSender) -> UserKey {
         self.router.dispatcher().begin_wait(&sender.name)
     }
 
-    /// A request of `user` waits no more, whichever way.
+    /// Records that a request of `user` no longer waits, for any reason.
     pub fn end_wait(&self, user: UserKey) {
         self.router.dispatcher().end_wait(user);
     }
 
-    /// Requests from here that run.
+    /// Returns the number of running requests from this replica.
     #[must_use]
     pub fn running_here(&self) -> u64 {
         self.router.decider().running_here(MODEL)
     }
 
-    /// Sends a request to the decided backend. `tokens_max` bounds its output.
+    /// Sends a request to the chosen backend. `tokens_max` limits its output.
     #[must_use]
     pub fn dispatch(
         &self,
@@ -331,7 +331,7 @@ impl SimReplica {
         let (ask, now) = (ask.routed(&[]), self.clock.at(now));
         let dispatcher = self.router.dispatcher();
         let identity = ask.identity;
-        // As attempts do: only where blocks cannot be forged, those found count as cached.
+        // As in production, matched blocks count as cached only if they cannot be forged.
         let prefill = decision.prefill.as_ref();
         let matched = prefill.map_or(decision.matched, |it| it.matched);
         let cached_tokens = match self.view.registry().hash_secret {
@@ -356,7 +356,7 @@ impl SimReplica {
         }
     }
 
-    /// The prompt is computed at the engine that does it for the other.
+    /// Records that the prefill engine has computed the prompt.
     pub fn prefilled(&self, flight: &mut InFlight, prompt: &SimPrompt, told: &EngineUsage) {
         let now = self.clock.at(told.at);
         let Some(prefill) = &mut flight.prefill else {
@@ -370,7 +370,7 @@ impl SimReplica {
         }
     }
 
-    /// The engine has told how far it is.
+    /// Records progress that the engine reported.
     pub fn served(&self, flight: &mut InFlight, prompt: &SimPrompt, told: &EngineUsage) {
         let now = self.clock.at(told.at);
         if !std::mem::replace(&mut flight.has_first_token, true) {
@@ -380,7 +380,7 @@ impl SimReplica {
         flight.attempt.usage(usage(prompt, told), now);
     }
 
-    /// The request is over.
+    /// Records the end of a request.
     pub fn end(
         &self,
         mut flight: InFlight,
@@ -397,23 +397,23 @@ impl SimReplica {
         flight.attempt.end(end, now);
     }
 
-    /// Priced tokens charged here since the start.
+    /// Returns the priced tokens charged here since the start.
     #[must_use]
     pub fn priced_tokens(&self) -> u64 {
         self.router.dispatcher().priced_tokens()
     }
 
-    /// Tells the log what was measured of the engines.
+    /// Reports measurements of the engines to the log.
     pub fn tell_samples(&self, now: Micros) {
         self.router.dispatcher().tell_samples(self.clock.at(now));
     }
 
-    /// Tells the log how long outputs became.
+    /// Reports output lengths to the log.
     pub fn tell_lengths(&self) {
         self.router.dispatcher().tell_lengths();
     }
 
-    /// The users' figures, with what this replica has charged on top.
+    /// Returns the users' figures, including unapplied charges of this replica.
     pub fn counters(&self) -> impl Counters {
         |user: UserKey| -> UserFigures {
             let mut pending = PendingCharges::default();
@@ -422,72 +422,72 @@ impl SimReplica {
         }
     }
 
-    /// What a user was ever charged over its weight, as far as applied here; in milli-tokens.
+    /// Returns a user's total charges over its weight, as applied here, in milli-tokens.
     #[must_use]
     pub fn charged_milli(&self, user: UserKey) -> u64 {
         self.view.user_figures(user).served_milli
     }
 
-    /// Output tokens that a request of `user` is expected to make.
+    /// Returns the predicted output tokens of a request of `user`.
     #[must_use]
     pub fn predict(&self, user: UserKey) -> u32 {
         self.view.outputs().predict(user, self.model, None).tokens
     }
 
-    /// The bin of an output of so many tokens.
+    /// Returns the bin of an output of `tokens` tokens.
     #[must_use]
     pub fn bin_of(&self, tokens: u32) -> u16 {
         self.view.outputs().bin_of(self.model, tokens)
     }
 
-    /// Upper ends of the bins but the last.
+    /// Returns the upper bounds of all bins but the last.
     #[must_use]
     pub fn bin_edges(&self) -> Vec<u32> {
         self.view.outputs().bins(self.model).edges().to_vec()
     }
 
-    /// How many requests a backend is given at once; `None`: as many as come.
+    /// Returns the concurrency limit of a backend; `None`: unlimited.
     #[must_use]
     pub fn limit(&self, backend: BackendRef) -> Option<u32> {
         self.view.limit(backend.slot)
     }
 
-    /// Requests that run at a backend, from all replicas.
+    /// Returns the number of running requests at a backend, over all replicas.
     #[must_use]
     pub fn running_at(&self, backend: BackendRef, now: Micros) -> u32 {
         self.load().cluster(backend, self.clock.at(now)).running
     }
 
-    /// Most blocks of a prompt that one backend is believed to hold.
+    /// Returns the longest match of a prompt at any backend, in blocks.
     #[must_use]
     pub fn best_match(&self, ask: &SimRequest<'_>) -> u32 {
         self.router.decider().best_match(&ask.routed(&[]))
     }
 
-    /// Who is busy.
+    /// Returns the load of all backends.
     #[must_use]
     pub fn load(&self) -> &LoadTable {
         self.router.load()
     }
 
-    /// What peers are to be told of the load, if anything is due.
+    /// Returns the load report for peers, if one is due.
     pub fn due_report(&mut self, now: Micros) -> Option<Vec<u8>> {
         self.reporter.due(self.router.load(), self.clock.at(now))
     }
 
-    /// What it has learnt and not seen applied.
+    /// Returns the outbox.
     #[must_use]
     pub fn outbox(&self) -> &SharedOutbox {
         self.router.outbox()
     }
 
-    /// Whether all that was routed here is applied.
+    /// Whether everything routed here is applied.
     #[must_use]
     pub fn is_overlay_empty(&self) -> bool {
         self.router.is_overlay_empty()
     }
 
-    /// The next batch for the log, if something waits.
+    /// Returns the next batch for the log, if the outbox has items.
     #[must_use]
     pub fn cut(&self, now: Micros) -> Option<Envelope> {
         let applied = self.view.applied();
@@ -495,7 +495,7 @@ impl SimReplica {
             .envelope(applied, self.clock.at(now), unix_ms(now))
     }
 
-    /// Applies an entry of the log; what is applied already is passed over.
+    /// Applies an entry of the log, unless it is already applied.
     pub fn apply(&mut self, index: LogIndex, envelope: &Envelope) {
         if index <= self.state.applied() {
             return;
@@ -507,11 +507,11 @@ impl SimReplica {
             return self.outbox().settle(applied);
         }
         let next = self.outbox().fate(Ok(Committed { index, reply }), applied);
-        // A simulated log refuses no session and loses nothing.
+        // A simulated log rejects no session and loses nothing.
         debug_assert_eq!(next, AfterProposal::GoOn, "{}", self.id);
     }
 
-    /// The moment as production code has it.
+    /// Converts a simulated time for production code.
     #[must_use]
     pub fn instant(&self, now: Micros) -> Instant {
         self.clock.at(now)
@@ -526,7 +526,7 @@ fn usage(prompt: &SimPrompt, told: &EngineUsage) -> Usage {
     }
 }
 
-/// The commands a cluster begins with, all of one origin.
+/// Returns the envelopes of a cluster's first commands, all with one origin.
 #[must_use]
 pub fn setup(commands: Vec<Command>) -> Vec<Envelope> {
     let envelope = |(place, command)| Envelope {
@@ -542,7 +542,7 @@ pub fn setup(commands: Vec<Command>) -> Vec<Envelope> {
     commands.into_iter().enumerate().map(envelope).collect()
 }
 
-/// A state that publishes what admission reads.
+/// Returns an empty state that publishes what admission reads.
 #[must_use]
 pub fn empty_state() -> RouterState {
     let state = RouterState::new();
@@ -550,10 +550,10 @@ pub fn empty_state() -> RouterState {
     state
 }
 
-/// A state that has applied `entries` from index 1 on.
+/// Returns a state that has applied `entries` from index 1 on.
 ///
 /// # Panics
-/// When one is refused: the commands a simulation begins with are checked before.
+/// If one is rejected: a simulation's first commands are validated before.
 #[must_use]
 pub fn state_of(entries: &[Envelope]) -> RouterState {
     let mut state = empty_state();

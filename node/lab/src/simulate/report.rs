@@ -1,4 +1,4 @@
-//! What a run came to, as numbers: one row of the table, one object of the JSON.
+//! Results of a run: one row of the table, one object of the JSON.
 
 use std::collections::BTreeMap;
 
@@ -15,117 +15,117 @@ use super::workload::SimWorkload;
 use super::world::SimOutcome;
 use crate::replay::report::{LatencySummary, jain_index};
 
-/// All runs of one comparison.
+/// Results of a comparison.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct SimComparison {
-    /// What was simulated, in words.
+    /// Title of the simulation.
     pub title: String,
-    /// The arguments it was made with.
+    /// Command line of the simulation.
     pub command: String,
-    /// Seed of everything drawn.
+    /// Seed of all random choices.
     pub seed: u64,
-    /// One per policy, order or arrangement.
+    /// Runs, one per policy, order or arrangement.
     pub runs: Vec<RunReport>,
-    /// What the cluster that was recorded made of it; absent where none was.
+    /// Results of the recorded cluster, if the workload was recorded.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub recorded: Option<RecordedFigures>,
-    /// What the experiment set out to show, and whether it did.
+    /// Claims of the experiment, and whether they hold.
     pub verdicts: Vec<ExperimentResult>,
 }
 
-/// One thing that an experiment set out to show.
+/// One claim of an experiment.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct ExperimentResult {
-    /// In words, with the numbers.
+    /// The claim in words, with numbers.
     pub claim: String,
-    /// Whether it is so.
+    /// Whether the claim holds.
     pub holds: bool,
 }
 
 /// One run.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct RunReport {
-    /// Its name in the comparison.
+    /// Name of the run in the comparison.
     pub label: String,
-    /// The load's name; empty where all runs have the same.
+    /// Name of the load; empty if all runs have the same.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub load: String,
-    /// The policy.
+    /// Routing policy.
     pub policy: String,
-    /// The queue's order.
+    /// Order of the queue.
     pub order: String,
     /// Requests that arrived.
     pub requests: u64,
-    /// Served to their end.
+    /// Requests served to the end.
     pub ok: u64,
-    /// Refused.
+    /// Requests rejected.
     pub refused: u64,
-    /// Left by their clients.
+    /// Requests that their clients abandoned.
     pub abandoned: u64,
-    /// Refusals, of all tries.
+    /// Rejections, including those followed by a retry.
     pub refusals: u64,
-    /// Times a client left, of all tries.
+    /// Departures of clients, including those followed by a retry.
     pub departures: u64,
-    /// Tokens computed and made for clients who left.
+    /// Computed and output tokens for clients who had left.
     pub wasted_tokens: u64,
-    /// Cut off by a restart and sent again.
+    /// Requests cut off by a restart and sent again.
     pub resent: u64,
-    /// From the first arrival to the last end, seconds.
+    /// Time from the first arrival to the last end, in seconds.
     pub duration_s: f64,
-    /// Until when requests came, seconds; throughput and fairness count until then.
+    /// Time until which requests arrived, in seconds; throughput and fairness cover this period.
     pub horizon_s: f64,
     /// Prompt tokens.
     pub prompt_tokens: u64,
     /// Output tokens.
     pub output_tokens: u64,
-    /// Prompt tokens found in engines' caches over all of them.
+    /// Prompt tokens found in engines' caches, relative to all.
     pub hit_rate: f64,
-    /// What routers believed to be there over all prompt tokens.
+    /// Prompt tokens that routers predicted to be cached, relative to all.
     pub predicted_hit_rate: f64,
-    /// The pooled cache's; `None` where engines have no prefix cache.
+    /// Hit rate of the pooled cache; `None` if engines have no prefix cache.
     pub ideal_hit_rate: Option<f64>,
-    /// Of what the pooled cache would have hit, the share that was hit.
+    /// Hit rate relative to that of the pooled cache.
     pub share_of_ideal: Option<f64>,
-    /// Time to first token, milliseconds.
+    /// Time to first token, in milliseconds.
     pub ttft_ms: LatencySummary,
-    /// Time to the end, milliseconds.
+    /// Time to the end, in milliseconds.
     pub latency_ms: LatencySummary,
-    /// Mean time to first token above its lower bound, milliseconds.
+    /// Mean time to first token minus its lower bound, in milliseconds.
     pub regret_ms: Option<f64>,
     /// Requests per second until the horizon.
     pub requests_per_s: f64,
-    /// Requests that kept the goals for the first token and the time between tokens, over the time
-    /// until the horizon.
+    /// Requests per second until the horizon that met the goals for the first token and the time
+    /// between tokens.
     pub goodput_per_s: f64,
-    /// Mean time between a request's tokens, milliseconds.
+    /// Mean time between a request's tokens, in milliseconds.
     pub gap_ms: LatencySummary,
     /// Computed prompt tokens and output tokens per second until the horizon.
     pub tokens_per_s: f64,
-    /// Mean over time of the difference between the busiest backend and the idlest, in requests.
+    /// Difference in requests between the busiest and the idlest backend, averaged over time.
     pub load_spread: f64,
-    /// Requests of the busiest backend over an even share.
+    /// Requests of the busiest backend relative to an even share.
     pub busiest_share: f64,
-    /// Requests whose blocks engines took away.
+    /// Requests that engines preempted.
     pub preemptions: u64,
-    /// Largest service gap of two users who both waited, priced tokens at weight 1.
+    /// Largest service gap between two users, in priced tokens at weight 1.
     pub gap: Option<f64>,
-    /// What it may be at most; `None` where nothing bounds it.
+    /// Bound of the gap; `None` if the order has none.
     pub gap_bound: Option<f64>,
-    /// `U` of the bound: price of the largest request.
+    /// `U` in the bound: price of the largest request.
     pub largest_request: u64,
-    /// `X`: most that a user had used and not been charged in some replica's eyes, with the most
-    /// that its dispatched requests had yet to make.
+    /// `X` in the bound: largest service of a user that some replica did not know to be charged,
+    /// plus the largest outstanding output of a user's dispatched requests.
     pub uncharged: u64,
-    /// `G`: the gate's highest slack.
+    /// `G` in the bound: the gate's highest slack.
     pub slack: u64,
-    /// Upper ends of the output-length bins at the end, but the last.
+    /// Final upper bounds of all output-length bins but the last.
     pub bin_edges: Vec<u32>,
-    /// Jain's index over what users were served, by weight.
+    /// Jain's index of the users' service, by weight.
     pub jain_index: Option<f64>,
-    /// Least over greatest service, by weight, of users who always waited; `None` when fewer than
-    /// two did.
+    /// Least over greatest service, by weight, of users who always had requests waiting; `None`
+    /// with fewer than two of them.
     pub service_ratio: Option<f64>,
-    /// Priced tokens at weight 1 by user.
+    /// Service by user, in priced tokens at weight 1.
     pub service: BTreeMap<String, f64>,
     /// Requests by backend.
     pub by_backend: Vec<u64>,
@@ -133,45 +133,45 @@ pub struct RunReport {
     pub log_bytes_per_request: f64,
     /// Entries of the log.
     pub log_entries: u64,
-    /// Priced tokens that the replicated state has charged at the end, all users.
+    /// Priced tokens that the replicated state has charged at the end, over all users.
     pub charged: u64,
     /// Digest of the replicated state at the end.
     pub digest: String,
-    /// Events of the simulation.
+    /// Number of simulated events.
     pub events: u64,
-    /// Faults of the books; none in a correct run.
+    /// Inconsistencies; empty in a correct run.
     pub faults: Vec<String>,
-    /// For plots.
+    /// Data for plots.
     pub curves: RunCurves,
 }
 
 /// Curves over time and distributions.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct RunCurves {
-    /// Seconds between two points.
+    /// Time between two points, in seconds.
     pub step_s: f64,
-    /// Hit rate within each step; `None` where no first token came.
+    /// Hit rate within each step; `None` without a first token.
     pub hit_rate: Vec<Option<f64>>,
-    /// Time to first token at 1, 2, .. 100 percent, milliseconds.
+    /// Time to first token at 1, 2, .. 100 percent, in milliseconds.
     pub ttft_ms: Vec<f64>,
     /// Requests that ended within each step.
     pub ended: Vec<u64>,
-    /// Median time to first token within each step, milliseconds; `None` where none came.
+    /// Median time to first token within each step, in milliseconds; `None` without a first token.
     pub ttft_p50_ms: Vec<Option<f64>>,
-    /// Requests at each backend, by backend.
+    /// Requests at each backend at each point.
     pub load: Vec<Vec<u32>>,
     /// Requests waiting for admission.
     pub waiting: Vec<u64>,
-    /// Requests waiting for admission by bin, by bin.
+    /// Requests waiting for admission in each bin at each point.
     pub bins: Vec<Vec<usize>>,
-    /// Service by user, priced tokens at weight 1.
+    /// Service by user at each point, in priced tokens at weight 1.
     pub service: Vec<Vec<f64>>,
     /// Names of the users in `service`.
     pub users: Vec<String>,
 }
 
 impl RunReport {
-    /// The figures of a run.
+    /// Computes the results of a run.
     #[must_use]
     pub fn of(
         plan: &SimPlan,
@@ -246,7 +246,7 @@ impl RunReport {
 }
 
 impl RunCurves {
-    /// `tally.ttft` is sorted.
+    /// Computes the curves. `tally.ttft` must be sorted.
     fn of(tally: &SimTally, users: Vec<String>) -> Self {
         let points = &tally.points;
         let rate = |(prompts, hits): &(u64, u64)| (*prompts > 0).then(|| ratio(*hits, *prompts));
@@ -279,7 +279,7 @@ fn median(times: &[u64]) -> Option<f64> {
     (!times.is_empty()).then(|| quantile(&times, 50) as f64 / 1e3)
 }
 
-/// `2(U + X + G)`, for orders that bound the gap at all.
+/// Returns `2(U + X + G)` for orders that bound the gap.
 fn gap_bound(plan: &SimPlan, outcome: &SimOutcome) -> Option<f64> {
     let is_bounded = match plan.admission.order {
         Order::Vtc | Order::VtcMaxFair | Order::VtcPred => true,
@@ -295,7 +295,7 @@ fn gap_bound(plan: &SimPlan, outcome: &SimOutcome) -> Option<f64> {
     (is_bounded && plan.load_lag.is_some()).then_some(bound as f64)
 }
 
-/// A setting's name as the config spells it.
+/// Returns a setting's name as in the config.
 fn name_of(setting: &impl Serialize) -> String {
     match serde_json::to_value(setting) {
         Ok(serde_json::Value::String(name)) => name,

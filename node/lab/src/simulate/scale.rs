@@ -1,39 +1,39 @@
-//! The `scale` experiment: where one Raft group ends, computed from what benches measured.
+//! The `scale` experiment: the limits of one Raft group, computed from benchmarks.
 //!
-//! Nothing is simulated. Each cost is a measured one times how often it falls due, for fleets of
-//! growing size under the same load per engine. docs/internals/scale.md says where each figure comes
-//! from and what the table means.
+//! Nothing is simulated. Each cost is a measured one times its frequency, for fleets of growing
+//! size under the same load per engine. docs/internals/scale.md states the source of each figure
+//! and explains the table.
 
 use crate::terminal::{FittedTable, column};
 
 /// Sizes of the fleet, in engines.
 const FLEETS: [u32; 7] = [16, 64, 256, 512, 1024, 2048, 4000];
 
-/// The load of one engine, and how a group serves it.
+/// Load of one engine, and size of a group.
 const BLOCKS_PER_ENGINE: f64 = 250_000.0;
 const REQUESTS_PER_S: f64 = 5.0;
 const NEW_BLOCKS_PER_REQUEST: f64 = 64.0;
 const REPLICAS: f64 = 3.0;
 
-/// Bytes in the log of one request with its charges, and of one new block.
+/// Log bytes per request including its charges, and per new block.
 const LOG_BYTES_PER_REQUEST: f64 = 26.0;
 const LOG_BYTES_PER_BLOCK: f64 = 8.0;
-/// New blocks applied per second while as many are evicted, and leases on known prompts.
+/// Rates of applying new blocks while as many are evicted, and of applying leases on known prompts.
 const BLOCKS_APPLIED_PER_S: f64 = 1.51e6;
 const LEASES_APPLIED_PER_S: f64 = 2.04e6;
-/// Bytes of the whole process per owned block, and of a snapshot.
+/// Bytes per owned block, of the whole process and of a snapshot.
 const MEMORY_PER_BLOCK: f64 = 52.0;
 const SNAPSHOT_PER_BLOCK: f64 = 19.1;
 /// Blocks restored per second.
 const BLOCKS_RESTORED_PER_S: f64 = 10e6 / 4.1;
-/// A whole decision: what it takes anyway, and for each backend.
+/// Duration of a decision: fixed part, and part per backend.
 const DECISION_S: f64 = 0.6e-6;
 const DECISION_PER_BACKEND_S: f64 = 29.6e-6 / 512.0;
-/// Bytes of one busy backend in a load report, and reports per second to each peer.
+/// Bytes per busy backend in a load report, and reports per second to each peer.
 const REPORT_BYTES: f64 = 9.0;
 const REPORTS_PER_S: f64 = 50.0;
 
-/// What one replica spends on a fleet of so many engines.
+/// Costs of one replica for a fleet of this size.
 struct GroupCosts {
     engines: u32,
     requests_per_s: f64,
@@ -55,7 +55,7 @@ impl GroupCosts {
         self.requests_per_s * request
     }
 
-    /// Cores that apply the log: one thread, so that 1 is the end.
+    /// Returns the cores that apply the log. They are one thread, so 1 is the limit.
     fn apply_cores(&self) -> f64 {
         let request = NEW_BLOCKS_PER_REQUEST / BLOCKS_APPLIED_PER_S + 1.0 / LEASES_APPLIED_PER_S;
         self.requests_per_s * request
@@ -78,7 +78,7 @@ impl GroupCosts {
     }
 }
 
-/// The table.
+/// Returns the table.
 #[must_use]
 pub fn table() -> FittedTable {
     let mut table = FittedTable::new(&[

@@ -1,27 +1,26 @@
-//! How much each user was served, and how far apart users got while both had requests waiting.
+//! Service per user, and the service gap between users who both have requests waiting.
 //!
-//! Service is VTC's: input price times computed prompt tokens plus output price times output
-//! tokens, over the user's weight, counted when the engine has done the work. A request whose
-//! client leaves before the first token counts as the prompt that its user is charged for, because
-//! no engine reports how much of it was computed. The *gap* of two users is the largest difference
-//! between what each was served over any stretch of time in which both had requests waiting
-//! throughout (Sheng et al. 2024, definition 4.1): as a sum over time it is the range that the
-//! difference of their totals moves in, kept per pair as it grows.
+//! Service is that of VTC: input price times computed prompt tokens plus output price times output
+//! tokens, over the user's weight, counted when the engine has done the work. If a client leaves
+//! before the first token, the prompt tokens charged to its user count, because no engine reports
+//! how many were computed. The *gap* of two users is the largest difference in service over any
+//! period in which both had requests waiting throughout (Sheng et al. 2024, definition 4.1). As a
+//! sum over time, it is the range of the difference of their totals, maintained per pair.
 
 use state::users::FairnessSettings;
 
-/// Users that gaps are kept for; with more, none is kept.
+/// Maximum number of users for which gaps are computed.
 pub const GAP_USERS_MAX: usize = 64;
 
-/// The books of all users.
+/// Service accounts of all users.
 #[derive(Debug, Clone, Default)]
 pub struct ServiceAccounts {
     prices: FairnessSettings,
     accounts: Vec<UserAccount>,
-    /// By pair, while both wait: least and greatest difference.
+    /// Least and greatest difference by pair, while both wait.
     pairs: Vec<Option<(i64, i64)>>,
     gap: i64,
-    /// Whether the time that counts is over.
+    /// Whether the measured period is over.
     is_closed: bool,
 }
 
@@ -30,14 +29,14 @@ struct UserAccount {
     weight_milli: u32,
     priced: u64,
     waiting: u32,
-    /// Whether it always had a request waiting since the watch began.
+    /// Whether the user has always had a request waiting since the watch began.
     was_always_waiting: bool,
-    /// What it had been served when the watch began.
+    /// Service when the watch began.
     before: i64,
 }
 
 impl UserAccount {
-    /// Thousandths of a priced token at weight 1.
+    /// Returns the service in thousandths of a priced token at weight 1.
     fn normalised(&self) -> i64 {
         let milli = u128::from(self.priced) * 1_000_000 / u128::from(self.weight_milli.max(1));
         i64::try_from(milli).unwrap_or(i64::MAX)
@@ -45,7 +44,7 @@ impl UserAccount {
 }
 
 impl ServiceAccounts {
-    /// Nobody has got anything; users by weight.
+    /// Creates empty accounts of users with these weights.
     #[must_use]
     pub fn new(prices: FairnessSettings, weights_milli: impl Iterator<Item = u32>) -> Self {
         let account = |weight_milli| UserAccount {
@@ -70,7 +69,7 @@ impl ServiceAccounts {
         }
     }
 
-    /// Watches from here on who always waits, and what they are served.
+    /// Starts the watch on users who always have requests waiting.
     pub fn watch(&mut self) {
         for account in &mut self.accounts {
             account.was_always_waiting = account.waiting > 0;
@@ -78,18 +77,18 @@ impl ServiceAccounts {
         }
     }
 
-    /// Ends the time that counts.
+    /// Ends the measured period.
     pub fn close(&mut self) {
         self.is_closed = true;
     }
 
-    /// How many users there are.
+    /// Returns the number of users.
     #[must_use]
     pub fn users(&self) -> usize {
         self.accounts.len()
     }
 
-    /// Priced tokens over a user's weight, in thousandths at weight 1.
+    /// Returns priced tokens over a user's weight, in thousandths at weight 1.
     #[must_use]
     pub fn weighed(&self, user: usize, priced: u64) -> u64 {
         let weight_milli = self.accounts[user].weight_milli.max(1);
@@ -97,14 +96,14 @@ impl ServiceAccounts {
         u64::try_from(milli).unwrap_or(u64::MAX)
     }
 
-    /// What so many tokens are worth.
+    /// Returns the price of these tokens.
     #[must_use]
     pub fn price(&self, uncached: u32, output: u32) -> u64 {
         u64::from(uncached) * u64::from(self.prices.input_price)
             + u64::from(output) * u64::from(self.prices.output_price)
     }
 
-    /// A user was served.
+    /// Records service of a user.
     pub fn served(&mut self, user: usize, uncached: u32, output: u32) {
         if self.is_closed {
             return;
@@ -121,7 +120,7 @@ impl ServiceAccounts {
         }
     }
 
-    /// One more request of a user waits.
+    /// Records that one more request of a user waits.
     pub fn waits(&mut self, user: usize) {
         if self.is_closed {
             return;
@@ -137,7 +136,7 @@ impl ServiceAccounts {
         }
     }
 
-    /// One fewer does.
+    /// Records that one fewer request of a user waits.
     pub fn waits_no_more(&mut self, user: usize) {
         if self.is_closed {
             return;
@@ -176,27 +175,27 @@ impl ServiceAccounts {
         one.min(other) * self.accounts.len() + one.max(other)
     }
 
-    /// The largest gap of any two users so far, in priced tokens at weight 1; `None` with more than
-    /// [`GAP_USERS_MAX`] users.
+    /// Returns the largest gap of any two users so far, in priced tokens at weight 1; `None` with
+    /// more than [`GAP_USERS_MAX`] users.
     #[must_use]
     pub fn gap(&self) -> Option<f64> {
         (!self.pairs.is_empty()).then(|| self.gap as f64 / 1000.0)
     }
 
-    /// What each user was served so far, in priced tokens at weight 1.
+    /// Returns each user's service so far, in priced tokens at weight 1.
     #[must_use]
     pub fn shares(&self) -> Vec<f64> {
         let share = |account: &UserAccount| account.normalised() as f64 / 1000.0;
         self.accounts.iter().map(share).collect()
     }
 
-    /// What a user was served, in thousandths of a priced token at weight 1.
+    /// Returns a user's service, in thousandths of a priced token at weight 1.
     #[must_use]
     pub fn milli(&self, user: usize) -> u64 {
         u64::try_from(self.accounts[user].normalised()).unwrap_or(0)
     }
 
-    /// What each user who always waited was served under the watch, in priced tokens at weight 1.
+    /// Returns the service, since the watch began, of users who always waited. Unit as in `shares`.
     #[must_use]
     pub fn shares_of_always_waiting(&self) -> Vec<f64> {
         let share = |account: &UserAccount| (account.normalised() - account.before) as f64 / 1000.0;

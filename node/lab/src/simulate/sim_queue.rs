@@ -1,9 +1,8 @@
-//! Requests that wait at one replica until an engine has room, in the order that production's queue
-//! gives them: its queue and gate for engines that batch continuously, its bins for engines that
-//! batch with a barrier.
+//! Requests that wait at one replica for an engine, in production's order: its queue and gate for
+//! continuous batching, its bins for static batching.
 //!
-//! This module replaces only what `api::admission` does around those parts: naming requests by
-//! tickets, and measuring the inputs of the gate's slack.
+//! This module replaces only the code of `api::admission` around those parts: it assigns tickets,
+//! and measures the inputs of the gate's slack.
 
 use std::collections::BTreeMap;
 
@@ -19,13 +18,13 @@ use super::events::Micros;
 use super::plan::SimPlan;
 use super::replica::SimReplica;
 
-/// How old the replicas' knowledge of each other's dispatches is taken to be at most, beyond the
-/// lags: a flush interval and one between two reports.
+/// Maximum age of the replicas' knowledge of each other's dispatches in addition to the lags: a
+/// flush interval and a report interval.
 const LAG_MS: u64 = 40;
-/// Time over which the rate of service is measured.
+/// Period over which the rate of service is measured.
 const RATE_WINDOW: Micros = 10_000_000;
 
-/// What waits.
+/// Waiting requests of a replica.
 pub struct SimQueue {
     settings: AdmissionSettings,
     lag_ms: u64,
@@ -33,17 +32,17 @@ pub struct SimQueue {
     line: QueueKind,
     gate: Gate,
     last_ticket: u64,
-    /// Highest price of a request that came here.
+    /// Highest price of a request that arrived here.
     largest: u64,
-    /// Start of the present window, and what had been priced by then.
+    /// Start of the current window, and the priced tokens by then.
     window: (Micros, u64),
-    /// Priced tokens per second in the window before.
+    /// Priced tokens per second in the previous window.
     rate: u64,
     /// Highest slack so far.
     slack_most: u64,
-    /// Whether the gate was closed when it was asked last.
+    /// Whether the gate was closed at the last call.
     is_held: bool,
-    /// When the time of an answer is measured again.
+    /// Time of the next measurement of the response time.
     next_measure: Micros,
 }
 
@@ -56,30 +55,30 @@ enum QueueKind {
     Batches(BinQueues<usize>),
 }
 
-/// A request as the lobby sees it.
+/// A request that enters the queue.
 #[derive(Debug, Clone, Copy)]
 pub struct WaitingRequest {
     /// The request.
     pub request: usize,
-    /// What the queue orders by; its ticket is given here.
+    /// Sort key of the queue; `push` sets its ticket.
     pub waiting: QueuedRequest,
-    /// Prompt and output tokens as known at the arrival.
+    /// Price of prompt and output tokens, as known at arrival.
     pub price: u64,
 }
 
-/// What came of asking for the next one.
+/// Decision on the next request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum NextAdmission {
-    /// This request goes.
+    /// This request is admitted.
     Go(usize),
-    /// Somebody at another replica has precedence; ask again after so many microseconds.
+    /// A request at another replica has precedence; retry after this many microseconds.
     Held(Micros),
-    /// Nobody goes.
+    /// No request is admitted.
     Nobody,
 }
 
 impl SimQueue {
-    /// Nobody waits.
+    /// Creates an empty queue.
     #[must_use]
     pub fn new(plan: &SimPlan, pricing: Pricing, lag: Micros) -> Self {
         let settings = &plan.admission;
@@ -110,10 +109,10 @@ impl SimQueue {
         }
     }
 
-    /// A request waits, under the ticket that is answered.
+    /// Queues a request. Returns its ticket.
     ///
     /// # Errors
-    /// When it may not wait.
+    /// If the queue rejects it.
     pub fn push(
         &mut self,
         guest: WaitingRequest,
@@ -150,7 +149,7 @@ impl SimQueue {
         Ok(ticket)
     }
 
-    /// A request's client has left.
+    /// Removes a request whose client has left.
     pub fn left(&mut self, ticket: Ticket, now: Micros) {
         if let QueueKind::Ordered { queue, requests } = &mut self.line {
             queue.left(ticket, unix_ms(now));
@@ -158,7 +157,7 @@ impl SimQueue {
         }
     }
 
-    /// Those who have waited for as long as they may.
+    /// Removes and returns the requests that have waited too long.
     pub fn expire(&mut self, now: Micros) -> Vec<usize> {
         let QueueKind::Ordered { queue, requests } = &mut self.line else {
             return Vec::new();
@@ -170,7 +169,7 @@ impl SimQueue {
             .collect()
     }
 
-    /// How long engines take for an answer, by Little's law, when `running` requests run from here.
+    /// Measures the response time of engines by Little's law, with `running` requests from here.
     pub fn measure(&mut self, now: Micros, running: impl FnOnce() -> u64) {
         let QueueKind::Ordered { queue, .. } = &mut self.line else {
             return;
@@ -184,7 +183,7 @@ impl SimQueue {
         }
     }
 
-    /// Time until all that waits has gone, milliseconds.
+    /// Returns the time until all waiting requests are admitted, in milliseconds.
     #[must_use]
     pub fn drain_ms(&self, now: Micros) -> u64 {
         match &self.line {
@@ -193,7 +192,7 @@ impl SimQueue {
         }
     }
 
-    /// Whose turn it is, if there is room; only for engines that batch continuously.
+    /// Returns the next request if an engine has room; only for continuous batching.
     pub fn next(&mut self, now: Micros, replica: &SimReplica, has_room: bool) -> NextAdmission {
         if !has_room && !self.is_held {
             return NextAdmission::Nobody; // Nothing to tell the gate either.
@@ -223,7 +222,7 @@ impl SimQueue {
         }
     }
 
-    /// Algorithms 5 and 3: a batch for an idle engine; only for engines that batch with a barrier.
+    /// Algorithms 5 and 3: forms a batch for an idle engine; only for static batching.
     pub fn form_batch(&mut self, now: Micros, requests: u32) -> Vec<usize> {
         let QueueKind::Batches(bins) = &mut self.line else {
             return Vec::new();
@@ -241,14 +240,14 @@ impl SimQueue {
         candidates.map(|candidate| candidate.item).collect()
     }
 
-    /// Spreads what waits over other bins.
+    /// Reassigns waiting requests to bins.
     pub fn rebin(&mut self, bin_of: impl Fn(&usize) -> u16) {
         if let QueueKind::Batches(bins) = &mut self.line {
             bins.rebin(self.settings.bins, bin_of);
         }
     }
 
-    /// `G`: as production measures it, from what was priced here in the last window.
+    /// Returns `G`, measured as in production, from the tokens priced here in the last window.
     fn slack(&mut self, now: Micros, priced: u64) -> u64 {
         let (since, before) = self.window;
         let age = now.saturating_sub(since);
@@ -269,13 +268,13 @@ impl SimQueue {
         slack_tokens(least, self.rate * self.replicas, self.lag_ms, users)
     }
 
-    /// Highest `G` so far.
+    /// Returns the highest `G` so far.
     #[must_use]
     pub fn slack_most(&self) -> u64 {
         self.slack_most
     }
 
-    /// What peers are told.
+    /// Returns the backlog to report to peers.
     pub fn backlog(&mut self, now: Micros, counters: &impl Counters) -> Option<Backlog> {
         match &mut self.line {
             QueueKind::Ordered { queue, .. } => queue.backlog(unix_ms(now), counters),
@@ -283,7 +282,7 @@ impl SimQueue {
         }
     }
 
-    /// What a peer told.
+    /// Records a peer's backlog.
     pub fn told(&mut self, peer: ReplicaId, backlog: Option<Backlog>, now: Micros) {
         self.gate.tell(peer, backlog, unix_ms(now));
     }
@@ -294,7 +293,7 @@ impl SimQueue {
         self.gate.users(unix_ms(now)) > 0
     }
 
-    /// How many wait.
+    /// Returns the number of waiting requests.
     #[must_use]
     pub fn len(&self) -> usize {
         match &self.line {
@@ -303,13 +302,13 @@ impl SimQueue {
         }
     }
 
-    /// Whether nothing waits.
+    /// Whether no request waits.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// How many wait, by bin.
+    /// Returns the number of waiting requests by bin.
     #[must_use]
     pub fn by_bin(&self) -> Vec<usize> {
         match &self.line {

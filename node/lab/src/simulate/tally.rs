@@ -1,45 +1,45 @@
-//! What a run is measured by: counts, times, and how they went over time.
+//! Measurements of a run: counts, times, and curves over time.
 
 use super::events::Micros;
 use super::plan::ServiceGoal;
 use super::service::ServiceAccounts;
 
-/// Points of every curve over time.
+/// Number of points of every curve over time.
 pub const POINTS: u64 = 120;
 const COUNT: usize = POINTS as usize;
 
-/// Everything observed.
+/// All measurements of a run.
 #[derive(Debug, Clone, Default)]
 pub struct SimTally {
-    /// Until when service and throughput count.
+    /// Time until which service and throughput count.
     pub horizon: Micros,
-    /// The users' books.
+    /// Service accounts of the users.
     pub service: ServiceAccounts,
     /// Requests that arrived.
     pub arrived: u64,
-    /// Requests served to their end.
+    /// Requests served to the end.
     pub ended: u64,
-    /// Requests refused, at their last try.
+    /// Requests rejected at their last try.
     pub refused: u64,
-    /// Requests whose clients left, at their last try.
+    /// Requests whose clients left at their last try.
     pub abandoned: u64,
-    /// Refusals, of all tries.
+    /// Rejections at any try.
     pub refusals: u64,
-    /// Times a client left, of all tries.
+    /// Departures of clients at any try.
     pub departures: u64,
-    /// Tokens computed and made for clients who left.
+    /// Computed and output tokens for clients who had left.
     pub wasted_tokens: u64,
     /// Requests cut off by a restart and sent again.
     pub resent: u64,
-    /// Time to first token of each, in the order they came.
+    /// Times to first token, in the order of first tokens.
     pub ttft: Vec<Micros>,
-    /// Time to the end of each.
+    /// Times from arrival to end.
     pub latency: Vec<Micros>,
-    /// Prompt tokens of requests whose first token came.
+    /// Prompt tokens of requests that got a first token.
     pub prompt_tokens: u64,
-    /// Of these, found in a cache.
+    /// Those of them that were found in a cache.
     pub cached_tokens: u64,
-    /// Of these, predicted to be.
+    /// Those of them that were predicted to be cached.
     pub predicted_tokens: u64,
     /// Output tokens generated.
     pub output_tokens: u64,
@@ -47,52 +47,52 @@ pub struct SimTally {
     pub tokens_in_time: u64,
     /// Requests that ended before the horizon.
     pub ended_in_time: u64,
-    /// Requests that kept the goals.
+    /// Requests that met the latency goals.
     pub good: u64,
-    /// Mean time between tokens of each request with two or more.
+    /// Mean time between tokens of each request with at least two.
     pub gaps: Vec<Micros>,
     /// Highest price of one request.
     pub largest_priced: u64,
-    /// Most that a user had used and not been charged in some replica's eyes, thousandths of a
+    /// Largest service of a user that some replica did not know to be charged, in thousandths of a
     /// priced token at weight 1.
     pub uncharged_milli: u64,
-    /// Most that dispatched requests of a user had yet to make, in the same unit.
+    /// Largest outstanding output of a user's dispatched requests, in the same unit.
     pub promised_milli: u64,
     /// Requests per backend.
     pub by_backend: Vec<u64>,
-    /// Priced output that dispatched requests have yet to make, by user.
+    /// Priced outstanding output of dispatched requests, by user.
     promised: Vec<u64>,
-    /// Curves.
+    /// Curves over time.
     pub points: TimeSeries,
     /// Bytes of the log.
     pub log_bytes: u64,
     /// Entries of the log.
     pub log_entries: u64,
-    /// When the last request ended.
+    /// Time at which the last request ended.
     pub last_end: Micros,
 }
 
-/// Figures at equal distances of time.
+/// Figures at equal intervals of time.
 #[derive(Debug, Clone, Default)]
 pub struct TimeSeries {
-    /// Prompt tokens and, of these, cached ones, by the time of the first token.
+    /// Prompt tokens and cached prompt tokens, by the time of the first token.
     pub hits: Vec<(u64, u64)>,
-    /// Times to first token, by when it came.
+    /// Times to first token, by the time of the first token.
     pub ttft: Vec<Vec<Micros>>,
     /// Requests that ended.
     pub ended: Vec<u64>,
     /// Requests at each backend.
     pub load: Vec<Vec<u32>>,
-    /// What each user was served so far.
+    /// Service of each user so far.
     pub shares: Vec<Vec<f64>>,
-    /// Requests waiting for admission, in all.
+    /// Total number of requests waiting for admission.
     pub waiting: Vec<u64>,
     /// Requests waiting for admission, by bin.
     pub bins: Vec<Vec<usize>>,
 }
 
 impl SimTally {
-    /// Nothing so far.
+    /// Creates an empty tally.
     #[must_use]
     pub fn new(horizon: Micros, service: ServiceAccounts, engines: usize) -> Self {
         Self {
@@ -110,18 +110,18 @@ impl SimTally {
         }
     }
 
-    /// Time from one point to the next.
+    /// Returns the time between two points.
     #[must_use]
     pub fn step(&self) -> Micros {
         (self.horizon / POINTS).max(1)
     }
 
-    /// A request's first token came.
+    /// Records a request's first token.
     pub fn first_token(&mut self, now: Micros, waited: Micros, prompt: u32, cached: u32) {
         self.ttft.push(waited);
         self.prompt_tokens += u64::from(prompt);
         self.cached_tokens += u64::from(cached);
-        // What comes after the horizon is of no curve.
+        // Times after the horizon are not on any curve.
         let point = usize::try_from(now / self.step()).unwrap_or(usize::MAX);
         if let Some((prompts, hits)) = self.points.hits.get_mut(point) {
             *prompts += u64::from(prompt);
@@ -130,20 +130,20 @@ impl SimTally {
         }
     }
 
-    /// A request that will make so many tokens was dispatched.
+    /// Records the dispatch of a request that will generate `output` tokens.
     pub fn promised(&mut self, user: usize, output: u32) {
         self.promised[user] += self.service.price(0, output);
         let milli = self.service.weighed(user, self.promised[user]);
         self.promised_milli = self.promised_milli.max(milli);
     }
 
-    /// So many of them came, or will never.
+    /// Records that `output` of these tokens were generated, or never will be.
     pub fn kept(&mut self, user: usize, output: u32) {
         let price = self.service.price(0, output);
         self.promised[user] = self.promised[user].saturating_sub(price);
     }
 
-    /// A user was served so many tokens.
+    /// Records tokens that a user was served.
     pub fn served(&mut self, now: Micros, user: usize, uncached: u32, output: u32) {
         self.output_tokens += u64::from(output);
         if now <= self.horizon {
@@ -152,7 +152,7 @@ impl SimTally {
         self.service.served(user, uncached, output);
     }
 
-    /// A request with so many tokens ended, whose first came after `waited` and `since` ago.
+    /// Checks a finished request whose first token came after `waited`, and `since` ago.
     pub fn judged(&mut self, goal: &ServiceGoal, waited: Micros, (since, tokens): (Micros, u32)) {
         let gaps = u64::from(tokens.saturating_sub(1));
         let gap = since.checked_div(gaps);
@@ -161,7 +161,7 @@ impl SimTally {
         self.good += u64::from(is_good);
     }
 
-    /// A request ended.
+    /// Records the end of a request.
     pub fn ended(&mut self, now: Micros, took: Micros, backend: usize) {
         self.ended += 1;
         self.latency.push(took);

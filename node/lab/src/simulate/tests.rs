@@ -1,5 +1,5 @@
-//! Whole runs, small ones: that they repeat, that the books balance, and that what the experiments
-//! claim holds where it is cheap to see.
+//! Tests of small whole runs: they repeat, the books balance, and claims of the experiments hold
+//! where that is cheap to check.
 
 use std::sync::Arc;
 
@@ -14,7 +14,7 @@ use super::workload::{LengthRange, Mix, SimUser, SimWorkload};
 
 pub(super) const SECOND: u64 = 1_000_000;
 
-/// Short prompts in many groups, on engines that hold some of them.
+/// Returns short prompts in many groups, on engines that hold some of them.
 pub(super) fn mix() -> Mix {
     Mix {
         rate: 40.0,
@@ -97,7 +97,7 @@ fn what_sources_write_is_worse_where_the_reasons_against_it_apply() {
         assert_eq!(run.refused, 0);
         run.hit_rate
     };
-    // What stands behind a field that differs looks alike everywhere and is nowhere.
+    // Blocks after a field that differs are equal by content everywhere, but cached nowhere.
     let volatile = Mix {
         groups: 40,
         shared_after_tokens: 256,
@@ -109,7 +109,7 @@ fn what_sources_write_is_worse_where_the_reasons_against_it_apply() {
     let built = hit_rate(&volatile, "vllm-cache-aware");
     let written = hit_rate(&volatile, "vllm-cache-aware-as-written");
     assert!(built > written + 0.1, "{built} against {written}");
-    // All prompts begin alike, and any match wins.
+    // All prompts have a common prefix, and any match wins.
     let templated = Mix {
         common_tokens: 64,
         ..mix()
@@ -127,7 +127,7 @@ fn what_is_charged_is_what_was_served() {
     let cached = (run.hit_rate * run.prompt_tokens as f64).round();
     let served: f64 = run.service.values().sum();
     let expected = run.prompt_tokens as f64 - cached + 2.0 * run.output_tokens as f64;
-    // Service counts until the horizon, the tokens are of the whole run.
+    // Service counts until the horizon, but the tokens are those of the whole run.
     assert!(
         served <= expected && served > 0.9 * expected,
         "{served} of {expected}"
@@ -181,7 +181,7 @@ fn a_restart_loses_no_request_and_no_knowledge_unless_wiped() {
     }
 }
 
-/// Users who always wait, on few slots.
+/// Returns users who always have requests waiting, on few slots.
 fn backlogged(pinned: bool) -> SimWorkload {
     let user = |number: u32| SimUser {
         backlog: 24 * number,
@@ -243,7 +243,7 @@ fn the_gap_stays_within_the_bound_and_first_come_first_served_is_not_fair() {
 fn the_gap_stays_within_the_bound_when_clients_leave() {
     for pinned in [false, true] {
         let mut workload = backlogged(pinned);
-        // Long prompts: many leave before the first token.
+        // With long prompts, many clients leave before the first token.
         workload.shape.input = (512, 1024);
         let plan = SimPlan {
             clients: ClientModel {
@@ -335,7 +335,7 @@ fn ten_times_the_load_costs_no_goodput_and_is_over_when_it_is_over() {
     assert_eq!(comparison.verdicts.len(), 9);
 }
 
-/// Long prompts with long answers on four engines.
+/// Returns long prompts with long outputs on four engines.
 fn long_answers() -> SimWorkload {
     Mix {
         rate: 3.0,

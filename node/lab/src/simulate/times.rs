@@ -1,11 +1,11 @@
-//! Distributions of times in a few numbers.
+//! Summaries of time distributions.
 
 use crate::replay::report::LatencySummary;
 
-/// Points of a distribution's curve.
+/// Number of points of a distribution's curve.
 pub(super) const QUANTILES: usize = 100;
 
-/// Sorts times in microseconds and sums them up.
+/// Sorts times in microseconds and summarises them.
 pub(super) fn summary(times: &mut [u64]) -> LatencySummary {
     times.sort_unstable();
     let Some(max) = times.last() else {
@@ -21,7 +21,7 @@ pub(super) fn summary(times: &mut [u64]) -> LatencySummary {
     }
 }
 
-/// The smallest value that at least `percent` of the sorted values do not exceed.
+/// Returns the smallest value that is at least as large as `percent` of the sorted values.
 pub(super) fn quantile(sorted: &[u64], percent: usize) -> u64 {
     let rank = (sorted.len() * percent).div_ceil(QUANTILES);
     sorted[rank.saturating_sub(1).min(sorted.len() - 1)]

@@ -1,4 +1,4 @@
-//! What commands write to a terminal: results on stdout, tables of one look, progress on stderr.
+//! Output of commands on a terminal: results and tables on stdout, progress on stderr.
 
 mod progress;
 mod screen;
@@ -13,31 +13,31 @@ pub use progress::{BYTES, COUNT, progress_bar};
 pub use screen::{columns_of, is_coloured, show_all_columns};
 pub use table::{Column, FittedTable, column, indented};
 
-/// Exit status of a command that a signal ended early: 128 and the number of SIGINT.
+/// Exit status of a command that a signal interrupted: 128 plus the number of SIGINT.
 pub const INTERRUPTED: u8 = 130;
 
-/// Writes a result to stdout. Control characters in it are escaped: names come from others, and a
+/// Writes a result to stdout. Escapes control characters, because names come from others and a
 /// terminal must not obey them.
 ///
 /// # Errors
-/// When stdout cannot be written to, as after its reader has gone; `println!` would panic.
+/// If stdout cannot be written to, as after its reader has gone; `println!` would panic.
 pub fn print(result: impl Display) -> anyhow::Result<()> {
     let mut out = std::io::stdout().lock();
     writeln!(out, "{}", escaped_lines(&result.to_string()))?;
     Ok(out.flush()?)
 }
 
-/// Empties the screen, so that what is printed next begins at its top.
+/// Clears the screen, so that the next output starts at its top.
 ///
 /// # Errors
-/// When stdout cannot be written to.
+/// If stdout cannot be written to.
 pub fn clear() -> anyhow::Result<()> {
     let mut out = std::io::stdout().lock();
     out.write_all(b"\x1b[H\x1b[2J")?;
     Ok(out.flush()?)
 }
 
-/// An empty table with these columns, all of which are always shown.
+/// Creates an empty table with these columns, all of which are always shown.
 #[must_use]
 pub fn table(heads: &[&'static str]) -> FittedTable {
     let columns: Vec<Column> = heads.iter().map(|head| column(head)).collect();

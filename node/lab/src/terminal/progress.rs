@@ -6,22 +6,22 @@ use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle, TermLike};
 
-/// Style of a progress bar that counts things.
+/// Style of a progress bar that counts items.
 pub const COUNT: &str = "{prefix}{elapsed_precise} {wide_bar} {pos}/{len} {msg}";
 /// Style of a progress bar that counts bytes.
 pub const BYTES: &str = "{prefix}{elapsed_precise} {wide_bar} {bytes}/{total_bytes}";
 
-/// Part of a style that has no place in a line of a log.
+/// Part of a style that is omitted in log lines.
 const BAR: &str = "{wide_bar} ";
 /// Time between two lines.
 const LINE_INTERVAL: Duration = Duration::from_secs(5);
-/// Width that a line may have.
+/// Maximum width of a line.
 const LINE_COLUMNS: u16 = 200;
 
-/// Progress up to `length` on stderr: a bar if that is a terminal, else a line every few seconds.
+/// Shows progress up to `length` on stderr: a bar on a terminal, otherwise occasional lines.
 ///
 /// # Errors
-/// When `style` is no template.
+/// If `style` is not a valid template.
 pub fn progress_bar(length: u64, style: &str) -> anyhow::Result<ProgressBar> {
     let (target, style) = if io::stderr().is_terminal() {
         (ProgressDrawTarget::stderr(), style.to_owned())
@@ -33,7 +33,7 @@ pub fn progress_bar(length: u64, style: &str) -> anyhow::Result<ProgressBar> {
     Ok(bar.with_style(ProgressStyle::with_template(&style)?))
 }
 
-/// A terminal that keeps the latest drawing for itself until a line is due.
+/// A terminal that buffers the latest drawing until a line is due.
 #[derive(Debug)]
 struct ProgressLines<W> {
     state: Mutex<LinesState<W>>,
@@ -99,7 +99,7 @@ impl<W: Write + std::fmt::Debug + Send> TermLike for ProgressLines<W> {
 
     fn write_str(&self, text: &str) -> io::Result<()> {
         let text = text.trim();
-        // What a bar fills the rest of its line with.
+        // A bar fills the rest of its line with blanks.
         if !text.is_empty() {
             let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
             state.drawn = Some(text.to_owned());
@@ -132,7 +132,7 @@ mod tests {
             state.flush(started + Duration::from_secs(second)).unwrap();
         }
         let mut state = lines.state.lock().unwrap();
-        // A bar that is taken away is drawn as nothing.
+        // A removed bar is drawn as an empty line.
         state.flush(started + Duration::from_secs(60)).unwrap();
         assert_eq!(String::from_utf8_lossy(&state.out), "5 of 12\n10 of 12\n");
     }

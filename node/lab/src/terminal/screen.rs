@@ -1,4 +1,4 @@
-//! What commands know of the terminal they write to: its width, and whether it wants colours.
+//! Properties of the terminal that commands write to: width and colour support.
 
 use std::ffi::OsStr;
 use std::io::{IsTerminal, stdout};
@@ -7,18 +7,18 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use rustix::termios::tcgetwinsize;
 
-/// Width of a terminal that does not tell.
+/// Width of a terminal that does not report it.
 const COLUMNS_DEFAULT: usize = 80;
 
-/// Whether tables are shown whole; once set it stays, as a flag of the command line does.
+/// Whether tables show all columns; never reset, like a flag of the command line.
 static IS_WIDE: AtomicBool = AtomicBool::new(false);
 
-/// Shows every column of every table of this process from here on, however narrow the terminal.
+/// Makes all tables of this process show every column, however narrow the terminal.
 pub fn show_all_columns() {
     IS_WIDE.store(true, Ordering::Relaxed);
 }
 
-/// Returns how wide tables may be. `None`: as wide as they are.
+/// Returns the maximum width of tables; `None`: unlimited.
 pub(super) fn columns() -> Option<usize> {
     match IS_WIDE.load(Ordering::Relaxed) {
         true => None,
@@ -26,8 +26,8 @@ pub(super) fn columns() -> Option<usize> {
     }
 }
 
-/// Returns how wide a line of `stream` may be: as `COLUMNS` says, else as the terminal does. `None`:
-/// it is for a file or another program.
+/// Returns the maximum width of lines on `stream`: from `COLUMNS`, or from the terminal; `None` if
+/// it is a file or a pipe.
 pub fn columns_of(stream: &(impl IsTerminal + AsFd)) -> Option<usize> {
     if !stream.is_terminal() {
         return None;
@@ -40,7 +40,7 @@ pub fn columns_of(stream: &(impl IsTerminal + AsFd)) -> Option<usize> {
     Some(columns.unwrap_or(COLUMNS_DEFAULT))
 }
 
-/// Whether `stream` takes colours: it is a terminal that knows them, and `NO_COLOR` is not set.
+/// Whether `stream` is a terminal that supports colours, and `NO_COLOR` is not set.
 pub fn is_coloured(stream: &impl IsTerminal) -> bool {
     let set = |name| std::env::var_os(name).filter(|value| !value.is_empty());
     let is_dumb = set("TERM").is_some_and(|term| term == OsStr::new("dumb"));

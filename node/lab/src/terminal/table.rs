@@ -1,4 +1,4 @@
-//! Tables that fit the terminal: a narrow one gets fewer columns, never broken words.
+//! Tables that fit the terminal: a narrow one gets fewer columns, but no broken words.
 
 use std::fmt;
 
@@ -8,29 +8,29 @@ use super::screen;
 
 /// Space between two columns.
 const GAP: &str = "  ";
-/// Least width of a column of prose that has more to say.
+/// Minimum width of a prose column whose text is longer.
 const PROSE_COLUMNS_MIN: usize = 28;
 
 /// A column of a table.
 #[derive(Debug, Clone, Copy)]
 pub struct Column {
     head: &'static str,
-    /// Columns of the greatest rank make room first; 0: this one never does.
+    /// Columns of the greatest rank are hidden first; 0: never hidden.
     rank: u8,
     form: ColumnForm,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum ColumnForm {
-    /// Stays on one line.
+    /// Never wrapped.
     Text,
     /// Aligned right.
     Number,
-    /// Goes on in the next line where a line is full.
+    /// Wrapped between words.
     Prose,
 }
 
-/// A column of text that is always shown.
+/// Creates a text column that is always shown.
 #[must_use]
 pub const fn column(head: &'static str) -> Column {
     Column {
@@ -41,21 +41,21 @@ pub const fn column(head: &'static str) -> Column {
 }
 
 impl Column {
-    /// Lets the column make room for those of lower rank.
+    /// Hides the column before those of lower rank.
     #[must_use]
     pub const fn rank(mut self, rank: u8) -> Self {
         self.rank = rank;
         self
     }
 
-    /// Aligns the column right.
+    /// Right-aligns the column.
     #[must_use]
     pub const fn number(mut self) -> Self {
         self.form = ColumnForm::Number;
         self
     }
 
-    /// Breaks the column's cells between words.
+    /// Wraps the column's cells between words.
     #[must_use]
     pub const fn prose(mut self) -> Self {
         self.form = ColumnForm::Prose;
@@ -63,23 +63,23 @@ impl Column {
     }
 }
 
-/// A table. Displayed, it has as many columns as fit the terminal of stdout, and all in a pipe.
+/// A table. Its display has as many columns as fit the terminal on stdout, or all in a pipe.
 #[derive(Debug, Clone)]
 pub struct FittedTable {
     columns: Vec<Column>,
     rows: Vec<Vec<String>>,
 }
 
-/// Which columns are shown, and how wide.
+/// Visible columns and their widths.
 struct TableLayout {
-    /// Index and width of each.
+    /// Index and width of each visible column.
     shown: Vec<(usize, usize)>,
-    /// Heads of the others.
+    /// Headers of the hidden columns.
     hidden: Vec<&'static str>,
 }
 
 impl FittedTable {
-    /// An empty table.
+    /// Creates an empty table.
     #[must_use]
     pub fn new(columns: &[Column]) -> Self {
         Self {
@@ -88,7 +88,7 @@ impl FittedTable {
         }
     }
 
-    /// Adds a row; cells that are not given are empty.
+    /// Adds a row; missing cells are empty.
     pub fn add_row<I>(&mut self, cells: I)
     where
         I: IntoIterator,
@@ -99,7 +99,7 @@ impl FittedTable {
         self.rows.push(row);
     }
 
-    /// Formats the table for a screen of so many columns; `None`: for one without bounds.
+    /// Formats the table for `width` columns; `None`: unlimited.
     #[must_use]
     pub fn text(&self, width: Option<usize>) -> String {
         let layout = self.layout(width);
@@ -114,8 +114,8 @@ impl FittedTable {
         lines.join("\n")
     }
 
-    /// Formats the table for so many columns, its heads first, and says nothing of columns that are
-    /// not shown.
+    /// Formats the table for `width` columns, starting with the header. Does not mention hidden
+    /// columns.
     #[must_use]
     pub fn lines(&self, width: usize) -> Vec<String> {
         self.laid_out(&self.layout(Some(width)))
@@ -161,7 +161,7 @@ impl FittedTable {
         }
     }
 
-    /// A column without any value makes room before the others.
+    /// Ranks a column; one without values is hidden first.
     fn rank_of(&self, at: usize) -> u8 {
         let is_empty = |row: &Vec<String>| matches!(row[at].as_str(), "" | "-");
         match self.rows.iter().all(is_empty) {
@@ -203,7 +203,7 @@ impl fmt::Display for FittedTable {
     }
 }
 
-/// Breaks a text between words to fit the terminal of stdout, each line behind `indent` blanks.
+/// Wraps a text to fit the terminal on stdout, each line indented by `indent` blanks.
 #[must_use]
 pub fn indented(text: &str, indent: usize) -> String {
     let width = screen::columns().map_or(usize::MAX, |columns| columns.saturating_sub(indent));
@@ -213,7 +213,7 @@ pub fn indented(text: &str, indent: usize) -> String {
     lines.join("\n")
 }
 
-/// Breaks a text between words; a word that is wider than a line has one for itself.
+/// Wraps a text between words; a word wider than a line gets its own line.
 fn wrapped(text: &str, width: usize) -> Vec<String> {
     if text.width() <= width {
         return vec![text.to_owned()];

@@ -59,12 +59,12 @@ pub struct CorePorts {
     pub hash_secret: HashSecret,
     /// Wall clock.
     pub clock: Clock,
-    /// How engines with TLS are connected to.
+    /// Connects to engines, with TLS where required.
     pub dialer: EngineDialer,
-    /// Newest format of the log that this replica knows, and says that it knows: that of this build,
-    /// or in simulations that of an earlier one.
+    /// Newest log format that this replica knows and announces: that of this build, or in
+    /// simulations that of an earlier one.
     pub format: u8,
-    /// Who says which replicas there are to be; `None`: nobody does.
+    /// Source of the wanted number of replicas; `None`: the membership does not scale by itself.
     pub scale: Option<Arc<dyn ScaleSource>>,
     /// Observer of every change of the state; `None` in production.
     pub witness: Option<Arc<dyn ApplyObserver>>,
@@ -105,7 +105,7 @@ pub struct ReplicaCore {
 /// Stop signals, in this order.
 #[derive(Default)]
 struct CoreShutdown {
-    /// No more updates will arrive: the outbox empties itself and ends.
+    /// No more updates arrive: the outbox drains and ends.
     no_more_facts: CancellationToken,
     /// Everything else ends.
     all: CancellationToken,
@@ -177,7 +177,7 @@ impl CoreParts {
         }
     }
 
-    /// Returns where peers' messages go, to be read as a build reads them that knows `format`.
+    /// Returns the receiver of peers' messages, which decodes like a build that knows `format`.
     fn inbox(&self, format: u8, witness: Option<Arc<dyn ApplyObserver>>) -> Arc<GossipInbox> {
         Arc::new(GossipInbox {
             load: Arc::clone(self.router.load()),
@@ -194,7 +194,7 @@ impl CoreParts {
 
 impl ReplicaCore {
     /// Assembles and starts a core. Ignores the config of listeners, clients and probes, except
-    /// that members are told the ports of `listen.data` and `listen.admin`.
+    /// that it announces the ports of `listen.data` and `listen.admin` to members.
     ///
     /// # Errors
     /// If the store cannot be opened or is damaged.
@@ -292,7 +292,7 @@ impl ReplicaCore {
         let registering = registration::register(self.cluster(), view, backends, file, stop());
         tasks.spawn(registering);
         if let Some(scaling) = self.scaling.clone() {
-            // It does not come back while it leaves.
+            // A replica that leaves must not rejoin.
             let stopped = self.stops.no_more_facts.clone();
             tasks.spawn(scaling.follow(self.replica.clone(), stopped));
         }
@@ -341,14 +341,14 @@ impl ReplicaCore {
         &self.parts.shared.digests
     }
 
-    /// Returns the events of the cluster as far as they are known here.
+    /// Returns the cluster's events, as far as this replica knows them.
     #[must_use]
     pub fn events(&self) -> &EventBus {
         &self.parts.events
     }
 
-    /// Returns the figures of this replica and its peers. Nobody fills in this replica's but
-    /// `super::figures`.
+    /// Returns the figures of this replica and its peers. Only `super::figures` fills in this
+    /// replica's.
     #[must_use]
     pub fn figures(&self) -> &Arc<FigureBoard> {
         &self.parts.figures
@@ -360,8 +360,7 @@ impl ReplicaCore {
         &self.clock
     }
 
-    /// Calls `read` on the state between two applies. Keep it short, because `apply` waits
-    /// meanwhile.
+    /// Calls `read` on the state between two applies. Keep it short, because it blocks `apply`.
     pub fn with_state<R>(&self, read: impl FnOnce(&RouterState) -> R) -> R {
         read(&self.parts.shared.state())
     }
@@ -384,8 +383,8 @@ impl ReplicaCore {
         self.tasks.spawn(task);
     }
 
-    /// Leaves gracefully: answers waiting requests, transfers leadership, flushes updates, leaves the
-    /// cluster if it is wanted no more, and closes the store.
+    /// Leaves gracefully: answers waiting requests, transfers leadership, flushes updates, leaves
+    /// the cluster if no longer wanted, and closes the store.
     pub async fn stop(mut self) {
         self.parts.admission.leave_all();
         hand_over(&self.replica).await;
@@ -393,7 +392,7 @@ impl ReplicaCore {
         self.end().await;
     }
 
-    /// Commits the remaining updates, and leaves the cluster if it is wanted no more. No more updates
+    /// Commits the remaining updates, and leaves the cluster if no longer wanted. No more updates
     /// may arrive after that.
     pub(super) async fn flush(&mut self) {
         self.stops.no_more_facts.cancel();
@@ -407,7 +406,7 @@ impl ReplicaCore {
             }
             Err(error) => tracing::error!(%error, "outbox failed"),
         }
-        // A member to the last update: nobody else may propose.
+        // Stay a member until the last update: others cannot propose it.
         if let Some(scaling) = &self.scaling {
             scaling.leave(&self.replica).await;
         }
@@ -429,7 +428,7 @@ impl ReplicaCore {
     }
 }
 
-/// Adds the remedy to an error that has one.
+/// Adds a remedy to an error, if one exists.
 fn explain_start(error: StartError) -> anyhow::Error {
     match error {
         StartError::Damaged { .. } => anyhow::anyhow!(

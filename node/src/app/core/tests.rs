@@ -1,5 +1,5 @@
-//! A core alone: the same script produces the same commands, and all updates are in the log when it
-//! has stopped.
+//! Tests of a core alone: the same script produces the same commands, and all updates are in the
+//! log when it has stopped.
 
 use std::net::SocketAddr;
 use std::sync::Mutex;
@@ -20,7 +20,7 @@ use tower::ServiceExt;
 use super::*;
 use crate::config::{self, Origin};
 
-/// A transport on which a replica hears only itself.
+/// A transport that connects a replica only to itself.
 #[derive(Default)]
 struct Alone(Arc<Mutex<Option<PeerService>>>);
 
@@ -167,7 +167,7 @@ fn chat(core: &ReplicaCore, rng: &mut Rng, number: u64) -> Arc<Chat> {
     })
 }
 
-/// Plays an engine for one attempt.
+/// Simulates an engine for one attempt.
 async fn serve(mut attempt: Attempt, millis: u64, tokens: u64) {
     sleep(Duration::from_millis(millis)).await;
     attempt.output("some words of an answer ", Instant::now());

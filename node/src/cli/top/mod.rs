@@ -1,7 +1,7 @@
-//! `quorate top`: the cluster at work, on one screen or as text.
+//! `quorate top`: a live view of the cluster, on one screen or as text.
 //!
-//! Any replica reports on all. Replicas that members have announced are asked in addition to those
-//! given, so that another one takes over when the one that was asked is killed.
+//! Any replica reports on all. The command also asks replicas that members have announced, so
+//! another one takes over if the first is killed.
 
 mod observer;
 mod screen;
@@ -43,7 +43,7 @@ pub(super) async fn run(args: TopArgs) -> anyhow::Result<ExitCode> {
         bail!("stdout is no terminal: `quorate top --once` prints what a screen would show");
     }
     let mut observer = Observer::new(args.target);
-    // A wrong address is told before the screen is taken.
+    // Report a wrong address before the screen is set up.
     let before = observer.look().await?;
     if !args.once {
         return screen::run((observer, before), args.interval).await;

@@ -1,11 +1,11 @@
-//! Looks at a cluster through any of its replicas, also while some of them are down.
+//! Observes a cluster through any of its replicas, even while some are down.
 
 use serde_json::Value;
 use tokio::time::Instant;
 
 use crate::cli::client::AdminTarget;
 
-/// The cluster at one time, as the replica knows it that answered.
+/// State of the cluster at one time, as reported by one replica.
 #[derive(Debug, Clone)]
 pub(super) struct ClusterLook {
     pub(super) at: Instant,
@@ -14,22 +14,22 @@ pub(super) struct ClusterLook {
     pub(super) users: Vec<Value>,
 }
 
-/// Knows where the replicas of a cluster are.
+/// Fetches the state of a cluster from any of its replicas.
 #[derive(Debug)]
 pub(super) struct Observer {
     target: AdminTarget,
 }
 
 impl Observer {
-    /// Asks at the addresses given, and from then on also at those that members announce.
+    /// Creates an observer of these addresses, and of those that members announce later.
     pub(super) fn new(target: AdminTarget) -> Self {
         Self { target }
     }
 
-    /// Looks once.
+    /// Fetches the current state.
     ///
     /// # Errors
-    /// No replica answers, or not with what was asked for.
+    /// If no replica responds with the expected data.
     pub(super) async fn look(&mut self) -> anyhow::Result<ClusterLook> {
         let replicas = self.target.get("/admin/v1/replicas").await?;
         let told = replicas["replicas"].as_array().into_iter().flatten();

@@ -1,4 +1,4 @@
-//! The screen of `quorate top`: two lines on the cluster, and a table each of replicas, backends and
+//! The screen of `quorate top`: two lines about the cluster, and tables of replicas, backends and
 //! users.
 
 use std::process::ExitCode;
@@ -21,11 +21,11 @@ use super::observer::{ClusterLook, Observer};
 use super::summary::Summary;
 use super::tables::{self, BackendOrder, UserOrder};
 
-/// How often keys are looked for when none is pressed: how late the thread ends.
+/// Polling interval for keys, and thus the longest delay of the thread's end.
 const KEYS_EVERY: Duration = Duration::from_millis(100);
-/// How often the age of what is shown is looked at.
+/// Interval at which the shown age is updated.
 const AGE_EVERY: Duration = Duration::from_secs(1);
-/// Lines that a table needs at least: its heads and a row.
+/// Minimum height of a table, in lines: its header and a row.
 const TABLE_LINES_MIN: usize = 2;
 const KEYS: &str = "q quit  tab next table  ↑↓ PgUp PgDn scroll  o order  p pause";
 
@@ -43,29 +43,29 @@ const SECTIONS: [TopSection; 3] = [
     TopSection::Users,
 ];
 
-/// What is shown, and what of it.
+/// The data shown, and the view of it.
 #[derive(Debug)]
 pub(super) struct TopScreen {
     is_coloured: bool,
     summary: Summary,
-    /// When a replica last answered.
+    /// Time of the last response.
     answered_at: Option<Instant>,
-    /// Why there was no answer the last time.
+    /// Why the last request failed.
     failure: Option<String>,
     is_paused: bool,
     focus: usize,
-    /// First row shown of each table.
+    /// First visible row of each table.
     scrolled: [usize; 3],
-    /// Rows that each table showed last.
+    /// Number of visible rows of each table.
     pages: [usize; 3],
     backends: BackendOrder,
     users: UserOrder,
 }
 
-/// Where looks come from.
+/// Source of the next looks.
 struct LookSource {
     observer: Observer,
-    /// What the next one is compared with.
+    /// The look that the next one is compared with.
     first: ClusterLook,
     every: Duration,
 }
@@ -111,7 +111,7 @@ async fn follow(
                         break ExitCode::SUCCESS;
                     }
                 }
-                // The screen is drawn anew, with its size as it is now.
+                // The screen is redrawn at its current size.
                 Some(_) => {}
                 None => break ExitCode::FAILURE,
             },
@@ -120,7 +120,7 @@ async fn follow(
                     screen.take(Some(&before), &look);
                     before = look;
                 }
-                // What was known last stays, with its age.
+                // The last known data stays, with its age.
                 Some(Err(error)) => screen.failure = Some(error.to_string()),
                 None => break ExitCode::FAILURE,
             },
@@ -131,7 +131,7 @@ async fn follow(
     Ok(code)
 }
 
-/// Reads keys in a thread, which ends when nobody wants them any more.
+/// Reads keys in a thread, which ends when the receiver is dropped.
 fn keys() -> mpsc::Receiver<Event> {
     let (queue, keys) = mpsc::channel(16);
     thread::spawn(move || {
@@ -187,7 +187,7 @@ impl TopScreen {
         }
     }
 
-    /// Shows a look, with what happened since the one before.
+    /// Shows a look, with the changes since the previous one.
     fn take(&mut self, before: Option<&ClusterLook>, look: &ClusterLook) {
         self.failure = None;
         if !self.is_paused {
@@ -196,7 +196,7 @@ impl TopScreen {
         }
     }
 
-    /// Returns whether the key ends the program.
+    /// Handles a key. Returns whether it ends the program.
     pub(super) fn press(&mut self, key: KeyCode) -> bool {
         let scrolled = &mut self.scrolled[self.focus];
         let page = self.pages[self.focus];
@@ -333,8 +333,8 @@ impl TopScreen {
     }
 }
 
-/// Divides the lines of the screen among the tables, each with a title and heads: replicas are all
-/// shown if there is room, backends and users share the rest.
+/// Divides the lines of the screen among the tables, each with title and header. Shows all replicas
+/// if possible; backends and users share the rest.
 fn heights(rows: [usize; 3], room: usize) -> [u16; 3] {
     let wanted = rows.map(|rows| rows + TABLE_LINES_MIN);
     let least = 2 * (TABLE_LINES_MIN + 1);

@@ -1,4 +1,4 @@
-//! What the screen shows, drawn into memory.
+//! Tests of the screen, rendered into memory.
 
 use ratatui::Terminal;
 use ratatui::backend::TestBackend;

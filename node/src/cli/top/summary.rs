@@ -1,4 +1,4 @@
-//! What a look at a cluster shows, and what happened since the one before.
+//! Summary of a look at a cluster, and of the changes since the previous look.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -8,15 +8,15 @@ use serde_json::Value;
 
 use super::observer::ClusterLook;
 
-/// The cluster at work.
+/// Activity of the cluster.
 #[derive(Debug, Clone, PartialEq, Default, Serialize)]
 pub(super) struct Summary {
-    /// The replica that told.
+    /// Replica that reported.
     pub(super) asked: Option<u64>,
     pub(super) leader: Option<u64>,
     pub(super) term: Option<u64>,
     pub(super) has_quorum: bool,
-    /// Whether all states that were compared are equal. `None`: none was compared.
+    /// Whether all compared states are equal; `None` if none were compared.
     pub(super) is_agreed: Option<bool>,
     pub(super) total: TotalRow,
     pub(super) replicas: Vec<ReplicaRow>,
@@ -24,27 +24,27 @@ pub(super) struct Summary {
     pub(super) users: Vec<UserRow>,
 }
 
-/// What all replicas do together.
+/// Totals over all replicas.
 #[derive(Debug, Clone, PartialEq, Default, Serialize)]
 pub(super) struct TotalRow {
     pub(super) requests_per_s: f64,
     pub(super) failed_per_s: f64,
-    /// Part of the prompt tokens that engines had cached, in thousandths.
+    /// Share of the prompt tokens that engines had cached, in thousandths.
     pub(super) cached_permille: Option<f64>,
     pub(super) in_flight: u64,
     pub(super) waiting: u64,
-    /// Who has waited longest for a backend.
+    /// The user who has waited longest for a backend.
     pub(super) longest: Option<LongestWait>,
 }
 
-/// A user who waits.
+/// A waiting user.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub(super) struct LongestWait {
     pub(super) user: String,
     pub(super) waited_ms: u64,
 }
 
-/// One replica. Rates and times are of its last seconds, as it tells the others.
+/// One replica. Rates and times cover its last seconds, as it reports them to the others.
 #[derive(Debug, Clone, PartialEq, Default, Serialize)]
 pub(super) struct ReplicaRow {
     pub(super) id: u64,
@@ -52,13 +52,13 @@ pub(super) struct ReplicaRow {
     pub(super) state: String,
     pub(super) is_well: bool,
     pub(super) applied: Option<u64>,
-    /// Entries that it has not applied, of those that the newest one knows to be committed.
+    /// Number of entries that it has not applied, of those known to be committed.
     pub(super) lag: Option<u64>,
     pub(super) requests_per_s: Option<f64>,
     pub(super) failed_per_s: Option<f64>,
     pub(super) ttft_p50_ms: Option<f64>,
     pub(super) ttft_p99_ms: Option<f64>,
-    /// What routing added to most requests before they were sent.
+    /// Time that routing adds to a request, 99th percentile.
     pub(super) routing_p99_ms: Option<f64>,
     pub(super) cached_permille: Option<f64>,
     pub(super) in_flight: Option<u64>,
@@ -76,14 +76,14 @@ pub(super) struct BackendRow {
     pub(super) limit: Option<u64>,
     /// Requests in the engine's own queue.
     pub(super) queued: Option<u64>,
-    /// Prompt tokens a second, as the engine counts them.
+    /// Prompt tokens per second, as counted by the engine.
     pub(super) prompt_tokens_per_s: Option<f64>,
-    /// Part of them that the engine had cached, in thousandths.
+    /// Share of them that the engine had cached, in thousandths.
     pub(super) hit_permille: Option<f64>,
     pub(super) kv_usage_permille: Option<u64>,
     pub(super) owned_blocks: u64,
     pub(super) capacity_blocks: Option<u64>,
-    /// Predicted less reported cached tokens, in thousandths of the prompt tokens.
+    /// Predicted minus reported cached tokens, in thousandths of the prompt tokens.
     pub(super) error_permille: Option<i64>,
     /// `exact`, `lease`, ...
     pub(super) ownership: String,
@@ -92,23 +92,23 @@ pub(super) struct BackendRow {
 /// One user. Rates need two looks.
 #[derive(Debug, Clone, PartialEq, Default, Serialize)]
 pub(super) struct UserRow {
-    /// The name, or the key where the name is not known.
+    /// Name of the user, or the key if the name is unknown.
     pub(super) user: String,
     pub(super) weight_milli: u64,
     pub(super) in_flight: u64,
     pub(super) waiting: u64,
     pub(super) requests_per_s: Option<f64>,
-    /// Uncached prompt tokens and tokens of answers.
+    /// Uncached prompt tokens and output tokens.
     pub(super) tokens_per_s: Option<f64>,
-    /// Part of all users' tokens, in thousandths.
+    /// Share of all users' tokens, in thousandths.
     pub(super) share_permille: Option<f64>,
-    /// What it would be if those who are active had got shares as their weights are.
+    /// Share that the user would have if active users shared by weight.
     pub(super) fair_permille: Option<f64>,
     pub(super) counter_milli_tokens: u64,
 }
 
 impl Summary {
-    /// Says what a look shows, and what happened since the one before.
+    /// Summarises a look, and the changes since the previous one.
     pub(super) fn of(before: Option<&ClusterLook>, now: &ClusterLook) -> Self {
         let seen = &now.replicas;
         let told = seen["replicas"].as_array().map_or(&[][..], Vec::as_slice);
@@ -133,7 +133,7 @@ fn text(value: &Value) -> String {
     value.as_str().unwrap_or_default().to_owned()
 }
 
-/// Part of a whole in thousandths; `None`: there is nothing to have a part of.
+/// Returns a share in thousandths; `None` if the whole is zero.
 fn permille(part: f64, whole: f64) -> Option<f64> {
     (whole > 0.0).then(|| part / whole * 1000.0)
 }
@@ -214,7 +214,7 @@ fn replica(told: &Value, committed: Option<u64>) -> ReplicaRow {
     }
 }
 
-/// What a counter has gained between two looks, a second. A counter that fell back began anew.
+/// Returns a counter's increase per second between two looks. `None` if the counter has restarted.
 fn per_second(before: Option<u64>, now: Option<u64>, seconds: Option<f64>) -> Option<f64> {
     let gained = now?.checked_sub(before?)?;
     Some(gained as f64 / seconds.filter(|seconds| *seconds > 0.0)?)
@@ -224,7 +224,7 @@ fn seconds(before: Option<&ClusterLook>, now: &ClusterLook) -> Option<f64> {
     before.map(|before| (now.at - before.at).as_secs_f64())
 }
 
-/// Entries of the look before, by a field.
+/// Indexes the entries of the previous look by a field.
 fn by<'a>(entries: Option<&'a Vec<Value>>, field: &str) -> BTreeMap<&'a str, &'a Value> {
     let entries = entries.into_iter().flatten();
     entries
@@ -279,7 +279,7 @@ fn users(before: Option<&ClusterLook>, now: &ClusterLook) -> Vec<UserRow> {
                 let each = fields.iter().filter_map(|it| user["total"][*it].as_u64());
                 each.sum::<u64>()
             };
-            // Who was not there before has gained all.
+            // A new user starts at zero.
             let before = before.map_or(0, |before| count(before));
             per_second(Some(before), Some(count(user)), seconds)
         };
@@ -312,7 +312,7 @@ fn users(before: Option<&ClusterLook>, now: &ClusterLook) -> Vec<UserRow> {
     rows
 }
 
-/// Tells each active user's part of what all got, and what would be fair.
+/// Computes each active user's actual and fair share.
 fn share(rows: &mut [UserRow]) {
     let is_active = |row: &UserRow| {
         row.waiting > 0 || row.in_flight > 0 || row.tokens_per_s.is_some_and(|it| it > 0.0)

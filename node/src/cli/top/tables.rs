@@ -1,14 +1,14 @@
-//! A summary as lines and tables, for a screen and for a pipe.
+//! Formats a summary as lines and tables, for a screen and for a pipe.
 
 use api::printable::escaped;
 use lab::terminal::{FittedTable, column};
 
 use super::summary::{BackendRow, ReplicaRow, Summary, TotalRow, UserRow};
 
-/// How backends are ordered.
+/// Order of backends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) enum BackendOrder {
-    /// Those that are not well first, then the busiest.
+    /// Unhealthy ones first, then the busiest.
     #[default]
     Attention,
     Id,
@@ -16,10 +16,10 @@ pub(super) enum BackendOrder {
     KvUsage,
 }
 
-/// How users are ordered.
+/// Order of users.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) enum UserOrder {
-    /// Those with most requests waiting first, then the busiest.
+    /// Those with most waiting requests first, then the busiest.
     #[default]
     Waiting,
     Name,
@@ -91,7 +91,7 @@ fn falling(a: Option<f64>, b: Option<f64>) -> std::cmp::Ordering {
     b.unwrap_or(-1.0).total_cmp(&a.unwrap_or(-1.0))
 }
 
-/// Says how the cluster is.
+/// Describes the state of the cluster.
 pub(super) fn cluster(summary: &Summary) -> String {
     let states = match summary.is_agreed {
         Some(true) => "states are equal",
@@ -107,7 +107,7 @@ pub(super) fn cluster(summary: &Summary) -> String {
     format!("leader {leader}  term {term}  {quorum}  {states}  (as replica {asked} tells)")
 }
 
-/// Says what the cluster does.
+/// Describes the load of the cluster.
 pub(super) fn total(total: &TotalRow) -> String {
     let mut line = format!(
         "{:.1} requests/s  {:.1} failed/s  cached {}  in flight {}  waiting {}",

@@ -1,8 +1,8 @@
-//! Greets peer connections: reads the first bytes to see what the peer speaks, and runs the
-//! handshake if the cluster has a secret or certificates. [`super::incoming`] bounds their number and time.
+//! Greets peer connections: detects the protocol from the first bytes and runs the handshake if the
+//! cluster has a secret or certificates. [`super::incoming`] limits their number and time.
 //!
-//! A peer that lacks them is still served HTTP/2, where every call fails with one sentence,
-//! so that the logs of both sides say what is missing.
+//! A peer that lacks them is still served HTTP/2, where every call fails with an error that names
+//! what is missing, so that the logs of both sides contain it.
 
 use std::io::{self, IoSlice};
 use std::pin::{Pin, pin};
@@ -36,19 +36,19 @@ const TLS: u8 = 22;
 const LACKS_TLS: &str = "this cluster has certificates, and the caller no [tls.peer]";
 const LACKS_SECRET: &str = "this cluster has a secret, and the caller no cluster.secret_file";
 
-/// How replicas prove themselves to each other.
+/// How replicas prove their identity to each other.
 #[derive(Debug, Clone)]
 pub(super) enum PeerProof {
-    /// Not at all.
+    /// No proof.
     Nothing,
-    /// By a secret that all of them know.
+    /// A secret that all of them know.
     Secret(Arc<PeerSecret>),
-    /// By certificates. Those that have none prove themselves like this; `None`: they are refused.
+    /// Certificates. Callers without one use the alternative proof; `None` rejects them.
     Certificates(PeerTls, Option<Box<PeerProof>>),
 }
 
 impl PeerProof {
-    /// How a caller that begins so is to prove itself.
+    /// Returns the proof required from a caller that speaks this protocol.
     fn of_caller(self, spoken: &WireProtocol) -> Self {
         match (self, spoken) {
             (Self::Certificates(_, Some(others)), WireProtocol::Noise | WireProtocol::Http2) => {
@@ -59,7 +59,7 @@ impl PeerProof {
     }
 }
 
-/// A connection, and the replica it speaks for.
+/// A connection and the replica at its other end.
 pub(super) struct PeerConnection<S> {
     stream: PeerStream<S>,
     sender: PeerSender,
@@ -71,7 +71,7 @@ enum PeerStream<S> {
     Tls(Box<TlsStream<PeekedStream<S>>>),
 }
 
-/// A stream whose first bytes were looked at and are still to be read.
+/// A stream with its first bytes buffered for peeking.
 struct PeekedStream<S> {
     stream: S,
     looked: [u8; 8],
@@ -79,7 +79,7 @@ struct PeekedStream<S> {
 }
 
 impl<S> PeekedStream<S> {
-    /// Nothing of it was looked at.
+    /// Creates a stream with no buffered bytes.
     fn new(stream: S) -> Self {
         let looked = [0; 8];
         let read = looked.len();
@@ -101,14 +101,14 @@ impl<S: AsyncRead + AsyncWrite + Send + Unpin> PeerStream<S> {
     }
 }
 
-/// Greets the connections that come in and hands them to `accepted`, until that is closed.
+/// Greets incoming connections and passes them to `accepted` until it is closed.
 pub(super) async fn accept(
     incoming: impl futures_util::Stream<Item = io::Result<PendingConnection>>,
     proof: PeerProof,
     accepted: mpsc::Sender<io::Result<PeerConnection<PendingConnection>>>,
 ) {
     let refusals = Arc::new(LogThrottle::default());
-    // Aborted together when this ends.
+    // Dropping the set aborts all greetings when this function ends.
     let mut greetings = JoinSet::new();
     let mut incoming = pin!(incoming);
     while let Some(Ok(stream)) = incoming.next().await {
@@ -131,15 +131,15 @@ fn silent() -> HandshakeError {
     HandshakeError::Io(io::ErrorKind::TimedOut.into())
 }
 
-/// Logs why there is no connection if a config is to blame, at a bounded rate.
+/// Logs a connection failure that a config may have caused, at a limited rate.
 pub(super) fn log_failure(refusals: &LogThrottle, peer: &str, why: &HandshakeError) {
-    // A port scan just disconnects.
+    // A port scan merely disconnects.
     if !matches!(why, HandshakeError::Io(_)) && refusals.may_say() {
         tracing::warn!(peer, %why, "could not connect to peer");
     }
 }
 
-/// Connects to the replica at `address` and runs the handshake; `id` is the replica that is meant.
+/// Connects to the replica at `address`, expected to be `id`, and runs the handshake.
 pub(super) async fn dial(
     address: &str,
     id: Option<u64>,
@@ -150,14 +150,14 @@ pub(super) async fn dial(
         PeerProof::Nothing => PeerStream::Plain(plain().await?),
         PeerProof::Secret(secret) => match secret.connect(connect(address).await?).await {
             Ok(sealed) => PeerStream::Sealed(Box::new(sealed)),
-            // It took the handshake for bad HTTP/2 and closed.
+            // The peer took the handshake for bad HTTP/2 and closed.
             Err(HandshakeError::HasNone) if secret.is_optional => PeerStream::Plain(plain().await?),
             Err(why) => return Err(why),
         },
         PeerProof::Certificates(tls, others) => {
             match (tls.connect(plain().await?, id).await, others) {
                 (Ok(tls), _) => PeerStream::Tls(tls),
-                // It did not know what was spoken and closed.
+                // The peer did not recognise TLS and closed.
                 (Err(HandshakeError::HasNoTls), Some(others)) => {
                     return Box::pin(dial(address, id, others)).await;
                 }
@@ -169,7 +169,7 @@ pub(super) async fn dial(
     Ok(PeerConnection { stream, sender })
 }
 
-/// Finds out what a connection speaks and which replica it belongs to.
+/// Detects the protocol of a connection and the replica at its other end.
 async fn greet(
     mut stream: PendingConnection,
     proof: PeerProof,
@@ -217,7 +217,7 @@ async fn greet(
     Ok(PeerConnection { stream, sender })
 }
 
-/// What a connection begins with.
+/// Protocol of a connection, by its first bytes.
 enum WireProtocol {
     Noise,
     Tls,
@@ -236,7 +236,7 @@ impl WireProtocol {
     }
 }
 
-/// Wraps `service` so that callers that have proven nothing are refused.
+/// Wraps `service` to reject callers that have proven nothing.
 pub(super) fn for_proven(service: PeerService) -> PeerService {
     let refusals = Arc::new(LogThrottle::default());
     PeerService::new(service_fn(move |request: PeerRequest| {

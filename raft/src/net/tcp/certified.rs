@@ -1,9 +1,9 @@
-//! Replicas that authenticate with certificates: TLS under HTTP/2, always mutual.
+//! Authentication by certificate: TLS below HTTP/2, always mutual.
 //!
-//! The authorities of the cluster certify replicas, and the names in a certificate say which
-//! replica it is for. The dialer expects the name of the replica that it means, or, if it knows
-//! only an address, that of any replica. The listener ties a connection to the ids that the
-//! caller's certificate names.
+//! The cluster's certificate authorities certify replicas. The names in a certificate state which
+//! replica it is for. The dialer expects the name of the intended replica, or that of any replica
+//! if it knows only an address. The listener ties a connection to the ids that the caller's
+//! certificate names.
 
 use std::fmt;
 use std::io;
@@ -20,16 +20,16 @@ use super::handshake::HandshakeError;
 use super::names;
 use crate::net::sender::PeerSender;
 
-/// What a replica shows its peers and asks of them, for connections that begin now.
+/// TLS configs for new connections between replicas.
 #[derive(Clone)]
 pub struct PeerTlsConfigs {
-    /// Where peers connect to it. It must ask for certificates.
+    /// Config for accepting peers. It must request client certificates.
     pub server: Arc<ServerConfig>,
-    /// Where it connects to peers.
+    /// Config for connecting to peers.
     pub client: Arc<ClientConfig>,
 }
 
-/// How replicas prove themselves with certificates.
+/// Proof of identity by certificate.
 #[derive(Clone)]
 pub struct PeerTls {
     current: Arc<dyn Fn() -> PeerTlsConfigs + Send + Sync>,
@@ -43,8 +43,8 @@ impl fmt::Debug for PeerTls {
 }
 
 impl PeerTls {
-    /// Each connection takes the configs of `current` when it begins, so that certificates can be
-    /// replaced meanwhile.
+    /// Creates the proof. Each new connection calls `current` for its configs, so that certificates
+    /// can be replaced at run time.
     pub fn new(
         cluster_name: &str,
         current: impl Fn() -> PeerTlsConfigs + Send + Sync + 'static,
@@ -55,7 +55,7 @@ impl PeerTls {
         }
     }
 
-    /// Runs the dialer's side; `id` is the replica that is meant.
+    /// Runs the dialer's side; `id` is the intended replica.
     pub(super) async fn connect<S>(
         &self,
         stream: S,
@@ -75,8 +75,8 @@ impl PeerTls {
         Ok(Box::new(TlsStream::Client(tls)))
     }
 
-    /// Runs the listener's side. A caller whose certificate is of the right authority, but of no
-    /// replica of this cluster, is still served HTTP/2, where every call says so.
+    /// Runs the listener's side. A caller whose certificate has the right authority but names no
+    /// replica of this cluster is still served HTTP/2, where every call fails with that reason.
     pub(super) async fn accept<S>(
         &self,
         stream: S,
@@ -105,11 +105,11 @@ impl PeerTls {
     }
 }
 
-/// Tells what TLS found wrong from what the network did; `gone` is for a peer that hangs up.
+/// Distinguishes TLS errors from network errors; `gone` is the error for a peer that hangs up.
 fn failure(error: io::Error, gone: HandshakeError) -> HandshakeError {
     let fault = error.get_ref().and_then(|it| it.downcast_ref());
     match (fault, error.kind()) {
-        // It answered with the first frame of HTTP/2.
+        // The peer responded with the first frame of HTTP/2.
         (Some(rustls::Error::InvalidMessage(_)), _)
         | (None, io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset) => gone,
         (Some(fault), _) => HandshakeError::Certificate(fault.to_string()),

@@ -1,4 +1,4 @@
-//! A connection whose bytes are encrypted, after the handshake of [`super::handshake`].
+//! An encrypted connection, as established by the handshake in [`super::handshake`].
 
 use std::io;
 use std::pin::Pin;
@@ -8,24 +8,24 @@ use bytes::{Buf, BytesMut};
 use snow::TransportState;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
-/// Longest frame, in bytes: Noise's own limit.
+/// Maximum length of a frame, in bytes: the limit of Noise.
 pub(super) const FRAME_BYTES_MAX: usize = 65_535;
-/// What encryption adds to a frame, in bytes.
+/// Overhead of encryption per frame, in bytes.
 const TAG_BYTES: usize = 16;
-/// Bytes read from the socket at once, at most.
+/// Maximum number of bytes per read from the socket.
 const READ_BYTES: usize = 16 * 1024;
 
 /// A byte stream, encrypted with Noise.
 pub(super) struct EncryptedStream<S> {
     stream: S,
     noise: TransportState,
-    /// What was received and not yet decrypted.
+    /// Received bytes that are not decrypted yet.
     sealed: BytesMut,
-    /// What was decrypted and not yet read.
+    /// Decrypted bytes that are not read yet.
     opened: BytesMut,
-    /// What was encrypted and not yet sent.
+    /// Encrypted bytes that are not sent yet.
     unsent: BytesMut,
-    /// Kept between calls, as it is large.
+    /// Kept between calls because it is large.
     scratch: Box<[u8]>,
 }
 
@@ -41,7 +41,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> EncryptedStream<S> {
         }
     }
 
-    /// Decrypts a frame if a whole one is there.
+    /// Decrypts a frame if a complete one was received.
     fn open_frame(&mut self) -> io::Result<bool> {
         let Some(head) = self.sealed.first_chunk() else {
             return Ok(false);
@@ -59,7 +59,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> EncryptedStream<S> {
         Ok(true)
     }
 
-    /// Receives more; false at the end.
+    /// Receives more bytes; returns `false` at the end of the stream.
     fn poll_receive(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<bool>> {
         let mut buffer = ReadBuf::new(&mut self.scratch[..READ_BYTES]);
         ready!(Pin::new(&mut self.stream).poll_read(cx, &mut buffer))?;
@@ -68,7 +68,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> EncryptedStream<S> {
         Poll::Ready(Ok(!received.is_empty()))
     }
 
-    /// Sends what is encrypted.
+    /// Sends the encrypted bytes.
     fn poll_send(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         while !self.unsent.is_empty() {
             let sent = ready!(Pin::new(&mut self.stream).poll_write(cx, &self.unsent))?;
@@ -110,7 +110,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for EncryptedStream<S> {
         cx: &mut Context<'_>,
         bytes: &[u8],
     ) -> Poll<io::Result<usize>> {
-        // One frame is under way at a time.
+        // Only one frame is in flight at a time.
         ready!(self.poll_send(cx))?;
         let taken = bytes.len().min(FRAME_BYTES_MAX - TAG_BYTES);
         let this = &mut *self;

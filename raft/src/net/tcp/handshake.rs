@@ -1,10 +1,10 @@
 //! A cluster's secret, and the handshake in which two replicas prove to each other that they know
-//! it.
+//! the secret.
 //!
-//! The handshake is Noise `NNpsk0`: an ephemeral key pair on each side, mixed with the secret. What
-//! follows is encrypted under a key of this connection alone: it cannot be read, altered or
-//! replayed, and a recorded connection stays unreadable to somebody who learns the secret later. In
-//! the handshake each side also tells its id and the name of the cluster it is configured for.
+//! The handshake is Noise `NNpsk0`: an ephemeral key pair on each side, mixed with the secret. A
+//! key unique to the connection encrypts everything after it, so the data cannot be read, altered
+//! or replayed. A recorded connection stays unreadable even if the secret leaks later. In the
+//! handshake each side also announces its id and the name of its configured cluster.
 //!
 //! ```text
 //! from the dialer      "quonois1", then a frame: the first message with a `Hello`
@@ -14,7 +14,7 @@
 //! frame                length (2 bytes, big-endian), ciphertext
 //! ```
 //!
-//! HTTP/2 starts with other bytes in both directions, so a peer without a secret is recognised.
+//! HTTP/2 starts with other bytes in both directions, so a peer without a secret is recognisable.
 
 use std::fmt;
 use std::io;
@@ -26,19 +26,19 @@ use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use super::encrypted::{EncryptedStream, FRAME_BYTES_MAX};
 use crate::wire::proto::Hello;
 
-/// What a connection with a handshake begins with.
+/// First bytes of a connection with a handshake.
 pub(super) const MAGIC: &[u8; 8] = b"quonois1";
 const PATTERN: &str = "Noise_NNpsk0_25519_ChaChaPoly_BLAKE2s";
-/// Least length of a secret, in bytes.
+/// Minimum length of a secret, in bytes.
 const SECRET_BYTES_MIN: usize = 32;
-/// Longest message of a handshake, in bytes.
+/// Maximum length of a handshake message, in bytes.
 const HANDSHAKE_BYTES_MAX: usize = 512;
-/// First byte of the listener's answer.
+/// First byte of the listener's response.
 const PROVEN: u8 = b'+';
 const DIFFERS: u8 = b'!';
 pub(super) const HAS_NONE: u8 = b'-';
 
-/// What the members of a cluster know and nobody else does.
+/// Secret shared by the members of a cluster.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Secret([u8; 32]);
 
@@ -49,10 +49,10 @@ impl fmt::Debug for Secret {
 }
 
 impl Secret {
-    /// Made from a file's content; surrounding white space is ignored.
+    /// Derives the secret from a file's content; surrounding white space is ignored.
     ///
     /// # Errors
-    /// When it is too short to be one.
+    /// Fails if the content is shorter than 32 bytes.
     pub fn new(content: &[u8]) -> Result<Self, String> {
         let content = content.trim_ascii();
         if content.len() < SECRET_BYTES_MIN {
@@ -72,17 +72,17 @@ impl Secret {
     }
 }
 
-/// What a replica proves about itself, and requires of its peers.
+/// What a replica proves about itself and requires of its peers.
 #[derive(Debug, Clone)]
 pub struct PeerSecret {
     /// The cluster's secret.
     pub secret: Secret,
-    /// Whether to talk to replicas without the secret too: while a secret is rolled out to a
+    /// Whether to accept replicas without the secret too, while the secret is rolled out to a
     /// running cluster.
     pub is_optional: bool,
-    /// The cluster that it is configured for.
+    /// Name of the configured cluster.
     pub cluster_name: String,
-    /// Its id.
+    /// Id of this replica.
     pub id: u8,
 }
 
@@ -124,7 +124,7 @@ impl PeerSecret {
         hello.encode_to_vec()
     }
 
-    /// Checks what the other side tells about itself; returns its id.
+    /// Checks the peer's hello message and returns its id.
     fn check(&self, hello: &[u8]) -> Result<u64, HandshakeError> {
         let hello = Hello::decode(hello).map_err(|_| HandshakeError::Malformed)?;
         if hello.cluster_name != self.cluster_name {
@@ -149,7 +149,7 @@ impl PeerSecret {
         let length = noise.write_message(&self.hello(), &mut message)?;
         let first = [&MAGIC[..], &frame(&message[..length])].concat();
         stream.write_all(&first).await?;
-        // A peer that does not know the handshake may close at once, or speak HTTP/2.
+        // A peer without the handshake may close at once, or speak HTTP/2.
         match stream.read_u8().await {
             Ok(PROVEN) => {}
             Ok(DIFFERS) => return Err(HandshakeError::Differs),
@@ -161,7 +161,7 @@ impl PeerSecret {
         Ok(EncryptedStream::new(stream, noise.into_transport_mode()?))
     }
 
-    /// Runs the listener's side, after [`MAGIC`] was read. Returns the id of the peer.
+    /// Runs the listener's side after [`MAGIC`] was read. Returns the id of the peer.
     pub(super) async fn accept<S>(
         &self,
         mut stream: S,
@@ -177,7 +177,7 @@ impl PeerSecret {
             return Err(HandshakeError::Differs);
         };
         let from = self.check(&message[..length]);
-        // The peer is told our name even if it differs, so that its log can say so.
+        // Announce our name even if it differs, so that the peer can log it.
         let length = noise.write_message(&self.hello(), &mut message)?;
         let second = [&[PROVEN][..], &frame(&message[..length])].concat();
         stream.write_all(&second).await?;
@@ -214,7 +214,7 @@ pub(crate) fn read_first(secret: &Secret, bytes: &[u8]) -> Option<Hello> {
     Hello::decode(&message[..length]).ok()
 }
 
-/// The first message as the dialer sends it. For fuzzing.
+/// Writes the first message as the dialer does. For fuzzing.
 #[cfg(any(test, feature = "fuzzing"))]
 pub(crate) fn write_first(secret: &Secret, hello: &Hello) -> Vec<u8> {
     let builder = secret.builder().expect("the pattern is known");

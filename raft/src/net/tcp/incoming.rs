@@ -1,7 +1,7 @@
-//! Accepts connections of peers: a bounded number at a time, and only those that start to speak.
+//! Accepts peer connections: a limited number at a time, and only those that start to speak.
 //!
-//! HTTP/2 pings detect a peer that has gone silent, but not one that never spoke: there is no
-//! HTTP/2 connection to ping yet.
+//! HTTP/2 pings detect a peer that has gone silent, but not one that never spoke: it has no HTTP/2
+//! connection to ping yet.
 
 use std::io;
 use std::net::SocketAddr;
@@ -16,16 +16,16 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::Sleep;
 
-/// Most connections at a time; others wait in the listener's backlog.
+/// Maximum number of connections; others wait in the listener's backlog.
 const CONNECTIONS_MAX: usize = 128;
-/// Longest wait for the first bytes of a connection.
+/// Timeout for the first bytes of a connection.
 pub(super) const FIRST_WORDS_TIMEOUT: Duration = Duration::from_secs(5);
-/// HTTP/2's connection preface and the head of its first frame.
+/// Length of HTTP/2's connection preface and of the head of its first frame.
 const FIRST_WORDS_BYTES: usize = 24 + 9;
-/// Pause after a failed accept: its usual cause, a lack of descriptors, lasts for a while.
+/// Pause after a failed accept. The usual cause, a lack of descriptors, lasts for a while.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
-/// The connections accepted on `listener`.
+/// Returns the stream of connections accepted on `listener`.
 pub(super) fn incoming(
     listener: TcpListener,
 ) -> impl Stream<Item = io::Result<PendingConnection>> + Send + 'static {
@@ -59,18 +59,18 @@ async fn accept(listener: &TcpListener) -> TcpStream {
     }
 }
 
-/// An accepted connection. It counts against [`CONNECTIONS_MAX`] until it is dropped.
+/// An accepted connection. Counts toward [`CONNECTIONS_MAX`] until dropped.
 pub(super) struct PendingConnection {
     stream: TcpStream,
-    /// When the peer must have spoken; `None` once it has.
+    /// Deadline for the first bytes; `None` once they arrived.
     until: Option<Pin<Box<Sleep>>>,
-    /// Bytes read so far, while `until` is waited for.
+    /// Number of bytes read before that.
     read: usize,
     _place: OwnedSemaphorePermit,
 }
 
 impl PendingConnection {
-    /// Where it comes from.
+    /// Returns the peer's address.
     pub(super) fn peer(&self) -> Option<SocketAddr> {
         self.stream.peer_addr().ok()
     }
@@ -153,7 +153,7 @@ mod tests {
         talked_to.read_exact(&mut heard).await.unwrap();
         let error = waited_for.read_u8().await.unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::TimedOut);
-        // Long after that.
+        // Long after the deadline.
         talker.write_all(&[8]).await.unwrap();
         assert_eq!(talked_to.read_u8().await.unwrap(), 8);
     }

@@ -1,14 +1,13 @@
-//! HTTP/2 over TCP behind the port [`Transport`], encrypted where the cluster has a secret or
-//! certificates.
+//! The [`Transport`] over HTTP/2 and TCP, encrypted if the cluster has a secret or certificates.
 //!
-//! | module | what |
+//! | module | purpose |
 //! | --- | --- |
-//! | `incoming` | accepts connections, a bounded number of them, and only those that speak |
-//! | `accept` | finds out what a connection speaks, and runs the handshake on either side |
-//! | `certified` | replicas that prove themselves with certificates |
-//! | `names` | the names of replicas in certificates |
-//! | `handshake` | the cluster's secret, and how two replicas prove to each other that they know it |
-//! | `encrypted` | the encrypted connection that a handshake ends in |
+//! | `incoming` | accepts a limited number of connections, and only those that speak |
+//! | `accept` | detects the protocol of a connection and runs the handshake on either side |
+//! | `certified` | authentication by certificate |
+//! | `names` | names of replicas in certificates |
+//! | `handshake` | the cluster's secret, and how two replicas prove that they know it |
+//! | `encrypted` | the encrypted connection that a handshake establishes |
 
 mod accept;
 mod certified;
@@ -44,30 +43,30 @@ use super::transport::{ConnectError, ConnectFailure, PeerChannel, PeerService, T
 use crate::locks::lock;
 use crate::log_throttle::LogThrottle;
 
-/// Connections that have been accepted but are not served yet.
+/// Maximum number of accepted connections that are not served yet.
 const ACCEPTED_MAX: usize = 16;
-/// A connection is pinged this often, and dropped when a ping gets no answer for the second time.
+/// Ping interval. A connection is closed if a ping is not answered within the timeout.
 const PING_EVERY: Duration = Duration::from_secs(1);
 const PING_TIMEOUT: Duration = Duration::from_secs(2);
-/// HTTP/2 flow control: how much a peer may send before it is read.
+/// HTTP/2 flow control window: bytes that a peer may send before they are read.
 const WINDOW_BYTES: u32 = 4 * 1024 * 1024;
 
 /// HTTP/2 over TCP.
 #[derive(Debug)]
 pub struct Tcp {
     local_addr: SocketAddr,
-    /// `None` once it is being served.
+    /// `None` once peers are served.
     listener: Mutex<Option<TcpListener>>,
-    /// How both sides of a connection prove themselves.
+    /// How both sides of a connection prove their identity.
     proof: PeerProof,
     refusals: Arc<LogThrottle>,
 }
 
 impl Tcp {
-    /// Serves peers on `listener`.
+    /// Creates a transport that serves peers on `listener`.
     ///
     /// # Errors
-    /// When the listener has no address.
+    /// Fails if the listener has no address.
     pub fn new(listener: TcpListener) -> io::Result<Self> {
         Ok(Self {
             local_addr: listener.local_addr()?,
@@ -77,24 +76,24 @@ impl Tcp {
         })
     }
 
-    /// Requires both sides of every connection to prove that they know a secret, and encrypts what
-    /// follows.
+    /// Requires both sides of every connection to prove that they know a secret, and encrypts the
+    /// connection.
     #[must_use]
     pub fn with_secret(mut self, secret: PeerSecret) -> Self {
         self.proof = PeerProof::Secret(Arc::new(secret));
         self
     }
 
-    /// Requires both sides of every connection to prove with certificates which replicas they are,
-    /// and encrypts what follows.
+    /// Requires both sides of every connection to prove their identity with certificates, and
+    /// encrypts the connection.
     #[must_use]
     pub fn with_certificates(mut self, tls: PeerTls) -> Self {
         self.proof = PeerProof::Certificates(tls, None);
         self
     }
 
-    /// The same while certificates are rolled out to a running cluster: peers that have none prove
-    /// themselves as they had to without this.
+    /// Same as [`Tcp::with_certificates`], for rolling out certificates to a running cluster: peers
+    /// without one prove their identity as configured before this call.
     #[must_use]
     pub fn with_optional_certificates(mut self, tls: PeerTls) -> Self {
         let others = std::mem::replace(&mut self.proof, PeerProof::Nothing);
@@ -145,7 +144,7 @@ fn endpoint(address: &str) -> Result<Endpoint, String> {
         .initial_connection_window_size(WINDOW_BYTES))
 }
 
-/// HTTP/2 over an established connection; it cannot reconnect.
+/// Starts HTTP/2 on an established connection, which cannot reconnect.
 async fn speak(
     endpoint: Endpoint,
     connection: PeerConnection<TcpStream>,
@@ -158,8 +157,8 @@ async fn speak(
     endpoint.connect_with_connector(connector).await
 }
 
-/// Says why there is no connection. Whether a name resolves is asked only now: it takes as long as
-/// the attempt did.
+/// Explains a failed connection. Resolves the name only now, because that takes as long as the
+/// attempt did.
 async fn connect_error(
     address: &str,
     error: &(dyn StdError + Send + Sync + 'static),
@@ -176,7 +175,7 @@ async fn connect_error(
     ConnectError { why, kind }
 }
 
-/// The kind of a failure, and its first cause: those after it say less.
+/// Returns the kind of a failure and its root cause, the most specific one.
 fn failure(error: &(dyn StdError + 'static)) -> (ConnectFailure, String) {
     let mut causes = std::iter::successors(Some(error), |error| (*error).source());
     let first = causes.clone().last().unwrap_or(error).to_string();

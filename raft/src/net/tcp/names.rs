@@ -1,27 +1,27 @@
-//! The names of replicas in certificates: DNS names below a domain that is reserved for private use,
-//! so that no public authority signs one, and any private one can.
+//! Names of replicas in certificates: DNS names below a domain reserved for private use, so that no
+//! public authority signs them and any private one can.
 
 use rustls::pki_types::CertificateDer;
 
 const DOMAIN: &str = "quorate.internal";
 
-/// Name that the certificate of every replica of the cluster has.
+/// Returns the name in the certificate of every replica of the cluster.
 pub(super) fn any_replica(cluster: &str) -> String {
     format!("replica.{cluster}.{DOMAIN}")
 }
 
-/// Name that only the certificate of this replica has.
+/// Returns the name in this replica's certificate only.
 pub(super) fn one_replica(cluster: &str, id: u64) -> String {
     format!("replica-{id}.{cluster}.{DOMAIN}")
 }
 
-/// The names that a replica's certificate has for its peers.
+/// Returns the names that a replica's certificate must contain for its peers.
 #[must_use]
 pub fn certificate_names(cluster: &str, id: u8) -> [String; 2] {
     [one_replica(cluster, id.into()), any_replica(cluster)]
 }
 
-/// The ids of replicas of `cluster` that a certificate names.
+/// Returns the ids of replicas of `cluster` that a certificate names.
 pub(super) fn ids(certificate: &CertificateDer<'_>, cluster: &str) -> Vec<u64> {
     let Ok(certificate) = webpki::EndEntityCert::try_from(certificate) else {
         return Vec::new();
@@ -30,7 +30,7 @@ pub(super) fn ids(certificate: &CertificateDer<'_>, cluster: &str) -> Vec<u64> {
     let id = |name: &str| {
         let name = name.to_ascii_lowercase();
         let id = name.strip_prefix("replica-")?.strip_suffix(&below)?;
-        // One way of writing it only.
+        // Accept only the canonical spelling.
         id.parse::<u64>().ok().filter(|it| it.to_string() == id)
     };
     certificate.valid_dns_names().filter_map(id).collect()

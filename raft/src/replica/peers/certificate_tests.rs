@@ -1,4 +1,4 @@
-//! Who is served where replicas have certificates, over real connections.
+//! Which callers are served if replicas have certificates, over real connections.
 
 use std::sync::Arc;
 
@@ -37,12 +37,12 @@ impl Authority {
         }
     }
 
-    /// What the replica `id` of a cluster shows and asks for.
+    /// Returns the TLS configs of replica `id` of a cluster.
     fn replica(&self, cluster: &str, id: u8) -> PeerTls {
         self.shows(cluster, certificate_names(cluster, id).to_vec())
     }
 
-    /// What somebody with a certificate for `names` shows and asks for.
+    /// Returns the TLS configs of a caller whose certificate has `names`.
     fn shows(&self, cluster: &str, names: Vec<String>) -> PeerTls {
         let key = KeyPair::generate().unwrap();
         let params = CertificateParams::new(names).unwrap();
@@ -89,7 +89,7 @@ async fn dial(
     connected.map(client)
 }
 
-/// Why a call to introduce itself gets no answer.
+/// Returns the error of a call for an introduction.
 async fn refusal(mut caller: PeerClient) -> tonic::Status {
     let asked = caller.info(proto::InfoRequest::default()).await;
     asked.unwrap_err()
@@ -120,7 +120,7 @@ async fn only_who_shows_the_certificate_of_its_id_is_served() {
         "expected a certificate of replica 2 of cluster \"quorate\", this one is of replica [3]";
     assert_eq!(refused.message(), both);
 
-    // Whoever else is trusted by the authority is no replica.
+    // Other holders of a certificate from the authority are not replicas.
     let operator = with(authority.shows(CLUSTER, vec!["ada.example".to_owned()]));
     let refused = refusal(dial(&address, 1, operator).await.unwrap()).await;
     assert_eq!(refused.code(), Code::PermissionDenied, "{refused}");
@@ -133,7 +133,7 @@ async fn only_who_shows_the_certificate_of_its_id_is_served() {
     let clear = dial(&address, 1, |tcp| tcp).await.unwrap();
     assert!(refusal(clear).await.message().ends_with("no [tls.peer]"));
 
-    // One who is dialled by mistake is not spoken to.
+    // A replica dialled by mistake is not spoken to.
     let wrong_id = with(authority.replica(CLUSTER, 2));
     let wrong_id = dial(&address, 5, wrong_id).await.unwrap_err();
     let wrong_cluster = with(authority.replica("staging", 1));
@@ -172,14 +172,14 @@ async fn a_stranger_that_trusts_anybody_is_not_served() {
     let tcp = Tcp::new(listener).unwrap();
     let tcp = tcp.with_certificates(authority.replica(CLUSTER, 1));
     let (replica, _) = testing::replica_over(1, tcp, vec![address.clone()]).await;
-    // It knows the authority, but its own certificate is of another one.
+    // It trusts the authority, but its own certificate is from another one.
     let stranger = Authority::new();
     let stranger = Authority {
         certificate: authority.certificate.clone(),
         issuer: stranger.issuer,
     };
     let tls = stranger.replica(CLUSTER, 2);
-    // With TLS 1.3 its side of the handshake is over before it is refused.
+    // With TLS 1.3 its side of the handshake completes before it is refused.
     let served = match dial(&address, 1, |tcp| tcp.with_certificates(tls)).await {
         Ok(mut caller) => caller.info(proto::InfoRequest::default()).await.is_ok(),
         Err(_) => false,
@@ -188,7 +188,7 @@ async fn a_stranger_that_trusts_anybody_is_not_served() {
     replica.shutdown().await;
 }
 
-/// How replica `id` is set up before a cluster moves to certificates (0), meanwhile (1) and then (2).
+/// Configures replica `id` before (0), during (1) and after (2) a cluster's move to certificates.
 fn step(
     step: usize,
     id: u8,

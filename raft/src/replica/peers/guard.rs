@@ -1,14 +1,14 @@
-//! Admits calls of peers or refuses them, before anything in a call is used.
+//! Admits or refuses calls of peers before any content of a call is used.
 //!
-//! A call between members names the cluster, the replica and the store it is meant for, and its
-//! sender. It is refused if any of these is wrong: an old address may belong to somebody else by
-//! now. The sender must be a member, and must show its store's number, which only members are told.
+//! A call between members names the intended cluster, replica and store, and its sender. It is
+//! refused if any of these is wrong, since an old address may belong to another replica by now. The
+//! sender must be a member and present the number of its store, which only members know.
 //!
 //! A replica that was away may not know a member that joined in its absence and now leads, under an
 //! id that is new or that belonged to another store. So an unknown leader or candidate is accepted
-//! as long as no other leader is heard; otherwise a cluster could be left without a quorum. What it
-//! can do is bounded: [`term_max`] keeps a single call from using up all terms, after which no
-//! election would be possible. docs/adr/0025-who-is-listened-to.md says which trust remains.
+//! while no other leader is heard; otherwise a cluster could lose its quorum. Its power is limited:
+//! [`term_max`] keeps a single call from using up all terms, after which no election would be
+//! possible. docs/adr/0025-who-is-listened-to.md describes the remaining trust.
 
 use tonic::Status;
 
@@ -19,21 +19,21 @@ use crate::replica::ReplicaInner;
 use crate::types::{Metrics, Node, Vote};
 use crate::wire::{self, MalformedMessageError, proto};
 
-/// The greatest term that a new replica believes of the first leader it hears.
+/// Maximum term that a new replica accepts from the first leader it hears.
 const TERM_FIRST_MAX: u64 = 1 << 40;
 /// Ids are `1..=ID_MAX`.
 const ID_MAX: u64 = 255;
-/// A member with this label shows its store in every call.
+/// Label of members that present their store in every call.
 pub(crate) const SHOWS_STORE: &str = "peer";
 
-/// What a call asks for, as far as it matters who may ask.
+/// Purpose of a call, as far as it determines who may make it.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum CallPurpose {
-    /// The sender leads under this vote.
+    /// The sender leads with this vote.
     Lead(Vote),
-    /// The sender asks to be elected with this vote.
+    /// The sender is a candidate with this vote.
     Elect(Vote),
-    /// Anything else that only members may ask for.
+    /// Any other call that only members may make.
     Member,
 }
 
@@ -56,8 +56,8 @@ impl ReplicaInner {
 
     fn tell_refused(&self, from: u64, why: &str) {
         if !self.is_member() || self.cancel.is_cancelled() {
-            // Expected: others learn a moment earlier that a cluster forms, and later that this
-            // replica stops.
+            // Expected: other members learn slightly earlier that a cluster forms, and slightly
+            // later that this replica stops.
             tracing::debug!(from, why, "call of a peer refused");
         } else if self.refusals.may_say() {
             tracing::warn!(from, why, "call of a peer refused");
@@ -100,8 +100,8 @@ impl ReplicaInner {
         Ok(from)
     }
 
-    /// Refuses what is meant for cluster `theirs`. The caller learns how the id here begins, as any
-    /// that asks.
+    /// Builds the refusal of a call meant for cluster `theirs`. It reveals how the id here begins,
+    /// as it does to any caller.
     pub(super) fn other_cluster(&self, theirs: u128) -> Status {
         let ours = match self.links.identity.cluster_halves() {
             (0, 0) => "in none".to_owned(),
@@ -123,7 +123,7 @@ impl ReplicaInner {
 
     fn check_sender(&self, header: &proto::Header, purpose: CallPurpose) -> Result<(), Status> {
         let from = header.from;
-        // Before Raft's metrics are locked: one lock must not be taken under the other.
+        // Call this before locking Raft's metrics: one lock must not be taken under the other.
         let hears_other = self.hears_other(from);
         self.with_metrics(|metrics| {
             let known = match known_node(metrics, from) {
@@ -144,12 +144,12 @@ impl ReplicaInner {
         })
     }
 
-    /// This replica's current vote.
+    /// Returns this replica's current vote.
     pub(super) fn own_vote(&self) -> Vote {
         self.with_metrics(|metrics| metrics.vote)
     }
 
-    /// Whether a leader other than `from` has a quorum; it may be this replica.
+    /// Whether a leader other than `from`, possibly this replica, has a quorum.
     fn hears_other(&self, from: u64) -> bool {
         let status = self.status.borrow();
         let leader = status.leader.map(u64::from);
@@ -157,7 +157,7 @@ impl ReplicaInner {
     }
 }
 
-/// A member of the newest membership, or of the newest committed one.
+/// Returns a member of the newest membership, or else of the newest committed one.
 pub(super) fn known_node(metrics: &Metrics, id: u64) -> Option<&Node> {
     let newest = metrics.membership_config.membership().get_node(&id);
     newest.or_else(|| {
@@ -173,7 +173,7 @@ fn is_new(metrics: &Metrics) -> bool {
 
 /// Refuses a caller that uses a member's id without having its store.
 pub(crate) fn check_store(id: u64, node: &Node, shown: u64) -> Result<(), Status> {
-    // Replicas of earlier builds show none.
+    // Replicas of earlier builds present none.
     let is_earlier = shown == 0 && !node.labels.contains_key(SHOWS_STORE);
     if is_earlier || shown == node.store {
         return Ok(());

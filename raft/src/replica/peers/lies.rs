@@ -1,4 +1,4 @@
-//! A lying peer: calls that no correct replica makes, made to a running replica as if they came
+//! A lying peer: makes calls to a running replica that no correct replica makes, as if they came
 //! over the network. Each must be refused. For simulated clusters.
 
 use tokio_stream::StreamExt;
@@ -15,13 +15,13 @@ use crate::wire::proto::peer_server::PeerServer;
 /// An id that no replica of a simulation has.
 const STRANGER: u64 = 250;
 
-/// Kinds of lies.
+/// Number of kinds of lies.
 pub const KINDS: u64 = 8;
 
-/// Tells `replica` a lie, chosen by `draw`.
+/// Makes a lying call to `replica`, chosen by `draw`.
 ///
 /// # Panics
-/// When it is believed.
+/// Panics if the replica accepts it.
 pub async fn tell(replica: &Replica, draw: u64) {
     let inner = replica.inner();
     let mut client = PeerClient::new(PeerServer::new(PeerRpc::new(inner.clone())));
@@ -63,10 +63,10 @@ fn vote(term: u64, node: u64, committed: bool) -> Option<proto::Vote> {
 }
 
 struct Lie {
-    /// Leads calls of a member that is wrong; of the stranger where there is no other.
+    /// Header of a misbehaving member, or of the stranger if there is no other member.
     member: proto::Header,
     stranger: proto::Header,
-    /// More than any term.
+    /// Greater than any term.
     term: u64,
     draw: u64,
 }
@@ -132,7 +132,7 @@ impl Lie {
         }
     }
 
-    /// A leader's call under a vote that somebody else was given.
+    /// A leader's call with a vote that was given to another replica.
     fn for_another(&self) -> proto::AppendRequest {
         self.append(vote(1 + self.draw % 100, STRANGER + 1, true))
     }
@@ -155,7 +155,7 @@ impl Lie {
         parts.map(part).into()
     }
 
-    /// A digest that nobody has, under the id of a member without its store.
+    /// A bogus digest, under the id of a member without its store.
     fn digest(&self) -> proto::PeerMessage {
         let header = proto::Header {
             from_store: self.member.from_store.wrapping_add(1).max(1),

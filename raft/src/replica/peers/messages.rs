@@ -1,4 +1,4 @@
-//! Messages outside the log: a stream to every other member, which carries the newest message.
+//! Messages outside the log: one stream to every other member, which carries the newest message.
 //!
 //! A stream takes its next message only when the network is ready for it; messages replaced by a
 //! newer one in the meantime are never sent. A peer counts as connected while its stream is open.
@@ -21,7 +21,7 @@ use crate::wire::proto;
 const OPEN_TIMEOUT: Duration = Duration::from_secs(2);
 const RETRY: Duration = Duration::from_millis(100);
 
-/// Keeps a stream to every other member.
+/// Keeps a stream open to every other member.
 pub(crate) async fn keep_streams(inner: Arc<ReplicaInner>) {
     let mut status = inner.status.subscribe();
     let mut streams: BTreeMap<u64, DropGuard> = BTreeMap::new();
@@ -55,7 +55,7 @@ async fn keep_stream(inner: Arc<ReplicaInner>, id: u64, stop: CancellationToken)
     }
 }
 
-/// Runs one stream until it breaks; returns why.
+/// Runs one stream until it breaks; returns the reason.
 async fn run_stream(inner: &Arc<ReplicaInner>, id: u64) -> String {
     let Some(peer) = inner.links.peer(id) else {
         return "unknown replica".to_owned();
@@ -87,7 +87,7 @@ async fn run_stream(inner: &Arc<ReplicaInner>, id: u64) -> String {
     }
 }
 
-/// The header, then the newest message whenever the network is ready for one.
+/// Yields the header, then the newest message whenever the network is ready for one.
 fn outgoing(
     header: proto::Header,
     newest: watch::WatchReceiver<Bytes>,

@@ -1,5 +1,5 @@
-//! What a replica answers its peers: the gRPC service, whose calls it admits, and the streams of
-//! messages outside the log.
+//! Serves the calls of peers: the gRPC service, the admission of calls, and the message streams
+//! outside the log.
 
 #[cfg(test)]
 mod certificate_tests;

@@ -1,4 +1,4 @@
-//! The gRPC service that answers peers. [`super::guard`] decides whose calls are answered.
+//! The gRPC service for peers. [`super::guard`] decides which calls are admitted.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -58,7 +58,7 @@ fn vote_of(vote: Option<proto::Vote>) -> Result<Vote, Status> {
     Ok(vote.ok_or(MalformedMessageError("no vote"))?.into())
 }
 
-/// A call and the replica that its connection speaks for; `None` if the transport does not tell.
+/// Splits a request into its sender, `None` if the transport does not provide it, and its message.
 fn split<T>(request: Request<T>) -> (Option<PeerSender>, T) {
     let sender = request.extensions().get::<PeerSender>().cloned();
     (sender, request.into_inner())
@@ -69,7 +69,7 @@ fn log_id_of(log_id: Option<proto::LogId>) -> Option<LogId> {
 }
 
 impl PeerRpc {
-    /// A service without a listener.
+    /// Creates a service without a listener.
     #[cfg(feature = "fuzzing")]
     pub(super) fn new(inner: Arc<ReplicaInner>) -> Self {
         Self(inner)
@@ -92,7 +92,7 @@ async fn lend(
     };
     if let Err(error) = lent.await {
         tracing::warn!(%error, "could not send state to peer");
-        // It may be gone.
+        // The receiver may be gone.
         drop(parts.send(Err(Status::aborted(error.to_string()))).await);
     }
 }
@@ -187,7 +187,7 @@ impl Peer for PeerRpc {
         let meta = check_head(vote, &head)?;
         let ours = self.0.own_vote();
         if vote < ours {
-            // Its sender no longer leads: not a byte of it is written.
+            // The sender no longer leads: write none of it.
             let vote = Some(ours.into());
             return Ok(Response::new(proto::SnapshotResponse { vote }));
         }
@@ -203,8 +203,8 @@ impl Peer for PeerRpc {
             }
             written = write_parts(&snapshot, head, parts, self.0.blocking) => written?,
         }
-        // From here on the file is Raft's: it is installed even if this call is dropped, as it is when
-        // the connection breaks.
+        // From here on the file is Raft's: it is installed even if this call is dropped because the
+        // connection breaks.
         file.hand_over();
         let inner = self.0.clone();
         let installed = self.0.tasks.spawn(async move {
@@ -213,7 +213,7 @@ impl Peer for PeerRpc {
                 snapshot: snapshot.clone(),
             };
             let answer = inner.raft.install_full_snapshot(vote, served).await;
-            // If it was installed it has another name by now; if it was too old it was not wanted.
+            // If it was installed it has another name by now; if it was too old it is not needed.
             snapshot_stream::remove(&snapshot, inner.blocking).await;
             answer
         });
@@ -231,7 +231,7 @@ impl Peer for PeerRpc {
         let from = vote_of(request.from_leader)?;
         self.0
             .admit(sender, request.header.as_ref(), CallPurpose::Lead(from))?;
-        // openraft would start an election even where asking for votes is disabled.
+        // openraft would start an election even if elections are disabled here.
         if request.to == self.0.links.identity.id
             && let Some(why) = self.0.stands_back()
         {
@@ -393,7 +393,7 @@ impl Peer for PeerRpc {
         let from = self.0.admit(sender, header, CallPurpose::Member)?;
         let store = header.map_or(0, |header| header.from_store);
         let from = u8::try_from(from).map_err(|_| MalformedMessageError("an id above 255"))?;
-        // The answer stream carries nothing. While it is open the sender knows that it is heard,
+        // The response stream carries nothing. While it is open the sender knows that it is heard,
         // and polling it reads the messages.
         let answers = stream::unfold(
             (self.0.clone(), messages),
@@ -404,7 +404,7 @@ impl Peer for PeerRpc {
                         () = inner.cancel.cancelled() => return None,
                         message = messages.message() => message.ok()??,
                     };
-                    // It may have been removed or replaced in the meantime.
+                    // The sender may have been removed or replaced in the meantime.
                     let is_member = inner.with_metrics(|metrics| {
                         let node = known_node(metrics, from.into());
                         node.is_some_and(|node| check_store(from.into(), node, store).is_ok())

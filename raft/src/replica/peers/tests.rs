@@ -1,4 +1,4 @@
-//! What the service refuses, over real connections.
+//! Checks what the service refuses, over real connections.
 
 use std::path::Path;
 
@@ -24,7 +24,7 @@ fn secret(content: u8, id: u8) -> PeerSecret {
     }
 }
 
-/// A connection to `address` from a replica with this secret.
+/// Connects to `address` as a replica with this secret.
 async fn connect_with(
     address: &str,
     secret: PeerSecret,
@@ -41,7 +41,7 @@ async fn connect(address: &str) -> PeerClient<PeerChannel> {
     client(connected.unwrap())
 }
 
-/// A cluster of one replica, and a header with which a peer is admitted.
+/// Starts a cluster of one replica; returns also a header with which a peer is admitted.
 async fn alone() -> (Replica, proto::Header, MemoryDisk) {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap().to_string();
@@ -55,7 +55,7 @@ async fn alone() -> (Replica, proto::Header, MemoryDisk) {
     (replica, header, disk)
 }
 
-/// A vote of `node` in `term`; a leader's if it is `committed`.
+/// Returns a vote of `node` in `term`; a leader's if it is `committed`.
 fn vote(term: u64, node: u64, committed: bool) -> Option<proto::Vote> {
     Some(proto::Vote {
         term,
@@ -148,7 +148,7 @@ async fn who_is_no_member_or_shows_a_wrong_store_is_refused() {
             to_store: right.to_store + 1,
             ..right
         },
-        // Of another sender.
+        // From another sender.
         proto::Header { from: 9, ..right },
         proto::Header { from: 1, ..right },
         proto::Header { from: 0, ..right },
@@ -218,7 +218,7 @@ async fn a_members_term_that_leaps_and_a_vote_of_another_are_refused() {
     });
     let refused = client.append(forged).await.unwrap_err();
     assert_eq!(refused.code(), Code::InvalidArgument);
-    // Not too far ahead it is a candidate like others.
+    // A candidate that is not too far ahead is treated like any other.
     let elected = client.vote(candidacy(header, vote(term + 1_000_000, 2, false)));
     assert!(!elected.await.unwrap().into_inner().granted, "an empty log");
     replica.shutdown().await;
@@ -308,7 +308,7 @@ async fn a_snapshot_that_is_not_wanted_leaves_nothing() {
         chunks: 0,
         bytes: 0,
     };
-    // Of a former leader.
+    // From a former leader.
     let parts = [start(header, 0), proto::snapshot_part::Part::End(end)];
     let parts = parts.map(|part| proto::SnapshotPart { part: Some(part) });
     let address = replica.local_addr().to_string();
@@ -318,7 +318,7 @@ async fn a_snapshot_that_is_not_wanted_leaves_nothing() {
     assert_eq!(vote.term, before.term);
     assert_eq!(replica.status().applied, before.applied);
     assert_eq!(snapshots_in(&disk), 0);
-    // It is not even waited for.
+    // The parts are not even awaited.
     let begins = tokio_stream::iter([proto::SnapshotPart {
         part: Some(start(header, 0)),
     }]);
@@ -364,7 +364,7 @@ async fn a_snapshot_that_is_cut_short_or_overtaken_leaves_nothing() {
         assert_eq!(overtaken.code(), Code::Aborted, "{overtaken}");
         files_are(1).await;
     }
-    // Its sender is gone.
+    // The sender is gone.
     drop(clients);
     files_are(0).await;
     replica.shutdown().await;
@@ -519,7 +519,7 @@ async fn a_running_cluster_is_given_a_secret_one_replica_at_a_time() {
         is_optional: true,
         ..secret(7, id)
     };
-    // Replicas with and without a secret talk to each other.
+    // Replicas with and without a secret communicate.
     let mut first = connect_with(&address, optional(3)).await.unwrap();
     assert!(first.info(proto::InfoRequest::default()).await.is_ok());
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -563,7 +563,7 @@ async fn who_says_nothing_or_nonsense_is_disconnected() {
         let mut stream = tokio::net::TcpStream::connect(address).await.unwrap();
         stream.write_all(said).await.unwrap();
         let mut answer = Vec::new();
-        // Reset or closed, at the latest when the time for a handshake is over.
+        // Reset or closed, at the latest when the handshake times out.
         let _end = stream.read_to_end(&mut answer).await;
         assert!(answer.len() <= 1, "{said:?} is answered {answer:?}");
     });

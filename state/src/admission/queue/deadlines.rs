@@ -5,11 +5,11 @@
 //! the least of [`wait_ms_max`](super::QueueSettings::wait_ms_max), the client's own deadline, the
 //! clients' observed patience, and, in overload, the target.
 //!
-//! What is ahead depends on the order: a user whose counter is below those of other waiting users
-//! is not rejected because these are many. Nothing is rejected while little is ahead or the rate is
-//! unknown, and the rate is taken as the highest one that the measurements allow. In overload, a
-//! user's newest request goes first, but the prediction still treats it as the last: one request of
-//! the queue has to be rejected, and this one has not waited yet.
+//! What is ahead depends on the order: a user with a low counter is not rejected just because many
+//! requests of users with higher counters wait. Nothing is rejected while little is ahead or the
+//! rate is unknown, and the rate is taken as the highest plausible one. In overload, a user's
+//! newest request goes first, but the prediction still treats it as the last: one request of the
+//! queue has to be rejected, and this one has not waited yet.
 
 use std::cmp::Reverse;
 
@@ -47,24 +47,24 @@ pub struct Expired {
 /// Reason why a request stopped waiting without being dispatched.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ExpiryReason {
-    /// The longest wait allowed for any request.
+    /// It waited for the longest time allowed for any request.
     TooLong,
-    /// The client's deadline, or the clients' observed patience.
+    /// It passed its client's deadline, or the clients' observed patience.
     Deadline,
-    /// The target, in overload.
+    /// It waited for the target in overload.
     Overload,
 }
 
 /// State of a queue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Forecast {
-    /// Time until everything waiting has gone, in milliseconds.
+    /// Time until all waiting requests have been dispatched, in milliseconds.
     pub drain_ms: u64,
-    /// Longest wait of a request without a deadline from its client, in milliseconds.
+    /// Longest wait of a request without a client deadline, in milliseconds.
     pub wait_ms_max: u64,
     /// Departures per 1000 seconds; `None` if nothing has been measured.
     pub rate_milli: Option<u64>,
-    /// Whether more arrives than can be served.
+    /// Whether more requests arrive than can be served.
     pub is_overloaded: bool,
 }
 
@@ -236,8 +236,8 @@ impl Queue {
         }
     }
 
-    /// Sets the backends' mean time for an answer. For a client that leaves after some time, a
-    /// dispatch less than that before is too late.
+    /// Sets the backends' mean response time, in milliseconds. A dispatch less than this time
+    /// before a client leaves is too late.
     pub fn set_service_ms(&mut self, service_ms: u64) {
         self.overload.set_service_ms(service_ms);
     }

@@ -58,8 +58,8 @@ pub struct QueuedRequest {
     pub matched_blocks: u32,
     /// Time after which a dispatch is of no use to the client, in milliseconds; `None` if unknown.
     pub due_ms: Option<u64>,
-    /// Whether only some backends can take it. The queue as a whole then says nothing about its
-    /// wait.
+    /// Whether only some backends can take it. The state of the whole queue then does not determine
+    /// its wait.
     pub is_selective: bool,
 }
 
@@ -98,7 +98,7 @@ impl QueueSettings {
     }
 }
 
-/// Whether a request can be dispatched, according to a caller that knows the backends.
+/// Whether a request can be dispatched, as decided by a caller that knows the backends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DispatchVerdict {
     /// There is capacity for it.
@@ -140,7 +140,7 @@ pub struct Queue {
     overload: Overload,
     /// Bin that went last.
     last_bin: u16,
-    /// User queue that was refreshed last in turn.
+    /// User queue that was last refreshed in turn.
     last_looked: Option<(ClassKey, UserKey)>,
     /// When all user queues were last refreshed; `None` if they must be.
     refreshed_ms: Option<u64>,
@@ -151,8 +151,8 @@ pub struct Queue {
 struct WaitingUser {
     waiting: usize,
     weight_milli: u32,
-    /// Least counter of those who waited when this user arrived. Applies until the state has lifted
-    /// the user.
+    /// Least counter of the users waiting when this one arrived. Applies until the state has lifted
+    /// this user's counter.
     floor_milli: u64,
     /// `dlpm`: counter up to which the user may be served before the next refill.
     served_to_milli: u64,
@@ -224,8 +224,8 @@ impl Queue {
         self.requests.get(&ticket)
     }
 
-    /// Waiting requests that the gate does not hold, in order of arrival; of the first
-    /// `UNHELD_LOOKS_MAX` only.
+    /// Iterates over waiting requests that the gate does not hold, by ticket. Examines only the
+    /// first `UNHELD_LOOKS_MAX`.
     pub fn unheld<'a>(
         &'a self,
         now_ms: u64,
@@ -250,7 +250,7 @@ impl Queue {
     /// Adds a request.
     ///
     /// # Errors
-    /// If it may not wait.
+    /// If the request may not wait.
     ///
     /// # Panics
     /// If its ticket is in the queue already.
@@ -281,9 +281,9 @@ impl Queue {
         Ok(())
     }
 
-    /// Returns the user's entry including this request. A returning user must not profit from the
-    /// absence: until the state has lifted the counter, it counts as at least that of the waiting
-    /// users.
+    /// Returns the user's entry including this request. A returning user must not profit from its
+    /// absence: until the state has lifted its counter, the counter is at least the least one of
+    /// the waiting users.
     fn arrive(
         &self,
         waiting: &QueuedRequest,

@@ -14,7 +14,7 @@ use crate::ids::{Ticket, UserKey};
 
 /// Maximum number of requests per call that are examined and cannot go.
 const LOOKS_MAX: usize = 256;
-/// Maximum number of requests examined per call behind a blocked one of the same user.
+/// Maximum number of requests examined per call behind blocked heads.
 const BEHIND_MAX: usize = 64;
 
 /// Position of a request in a class's order.
@@ -167,7 +167,7 @@ impl Queue {
         let (priority, weight_milli) = (waiting.priority, figures.weight_milli);
         let is_held =
             is_gated(self.rules.order) && gate.holds(priority, key, weight_milli, round.now_ms);
-        // One held request with capacity is enough to know of.
+        // One held request with capacity is enough.
         let verdict = if is_held && round.is_held {
             DispatchVerdict::Skip
         } else {
@@ -268,7 +268,7 @@ impl Queue {
             .min()
     }
 
-    /// `dlpm`: returns the longest match among users with deficit left, after a refill if nobody
+    /// `dlpm`: returns the longest match among users with deficit left, after a refill if no user
     /// has any.
     fn first_solvent(
         &mut self,
@@ -308,7 +308,7 @@ impl Queue {
         }
     }
 
-    /// `dlpm`: gives everyone as many quanta as it takes for one user to have deficit again.
+    /// `dlpm`: gives each user the least number of quanta that leaves one of them with deficit.
     fn refill(&mut self, place: ClassKey, counters: &impl Counters, gate: &Gate) {
         let Some(class) = self.classes.get(&place) else {
             return;

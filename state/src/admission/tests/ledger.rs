@@ -1,4 +1,4 @@
-//! The ledger, by example, and that in the end everyone has paid for what was used.
+//! Tests of the ledger: examples, and that every user pays exactly for what was used.
 
 use proptest::prelude::*;
 
@@ -162,8 +162,7 @@ fn what_is_pending_counts_until_it_is_applied() {
 }
 
 proptest! {
-    /// However the estimates and the usage turn out, what was charged is what was used plus what
-    /// the ledger still owes.
+    /// For any estimates and usage, the charges equal the usage plus open advances and credit.
     #[test]
     fn everybody_pays_what_was_used(
         requests in prop::collection::vec(

@@ -1,4 +1,4 @@
-//! The queue's orders by table and against a naive model, the gate, the ledger.
+//! Tests of the queue (orders by table and against a naive model), the gate and the ledger.
 
 mod gate;
 mod ledger;
@@ -81,7 +81,7 @@ fn all(_: &QueuedRequest) -> DispatchVerdict {
     DispatchVerdict::Go
 }
 
-/// Removes and returns the next request, without peers.
+/// Removes and returns the next request of a queue without peers.
 fn next(queue: &mut Queue, users: &Users) -> Option<u64> {
     match queue.next(0, users, &mut Gate::default(), all) {
         Next::Go(waiting) => Some(waiting.ticket.0),

@@ -100,8 +100,7 @@ proptest! {
         }
     }
 
-    /// Whatever the order, the bins, the slack and the blocked requests: everything goes in the
-    /// end, once.
+    /// For any order, bins, slack and blocked requests, every request goes exactly once.
     #[test]
     fn nothing_is_lost_and_nothing_starves(
         pushes in prop::collection::vec((1_u64..5, 0_u16..4, 0_i16..3, 0_u32..9), 1..60),

@@ -3,7 +3,7 @@
 //! Entries live as long as the log does, so every format version stays readable and has golden
 //! bytes in the tests. Versions only add kinds of commands and items, so one decoder reads them
 //! all. A command is written with the version that introduced its kind: an earlier build reads the
-//! kinds it knows, and can tell which version it would need for the others.
+//! kinds that it knows, and can report which version the others would need.
 //!
 //! Input is untrusted: lengths are bounded before anything is allocated, trailing bytes are
 //! rejected, and nothing recurses.

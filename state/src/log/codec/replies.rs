@@ -1,6 +1,6 @@
 //! Hand-written encoding of replies. A repeated reply contains another reply, and a derived decoder
-//! would recurse as deep as forged bytes say, until the stack overflows. This one descends at most
-//! one level.
+//! would recurse to any depth that forged bytes encode, until the stack overflows. This one
+//! descends at most one level.
 
 use bincode::de::Decoder;
 use bincode::enc::Encoder;

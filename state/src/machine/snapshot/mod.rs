@@ -1,21 +1,28 @@
-//! Snapshots: frozen in microseconds, written while `apply` runs, and verified byte for byte when
-//! read.
+//! Snapshots: frozen in microseconds, written while `apply` runs, and fully verified when read.
 //!
 //! # Format, version 10 (integers little-endian)
 //! Header: magic `QUORATES`, version `u16`, applied index `u64`, digest `u128`, `xxh3_64` of these.
 //!
 //! Sections: tag `u8`, payload length `u32`, payload, `xxh3_64` of tag, length and payload. Config,
-//! backends, sessions, audit and the users' totals have one section each. Users, leases, API
-//! keys, cache scopes and the KV-event state come in pieces of a bounded size. An end section closes the list. Ownership
-//! follows in its own format, up to the end of the stream.
+//! backends, sessions, audit and the users' totals have one section each. Users, leases, API keys,
+//! cache scopes and the KV-event state are split into sections of bounded size. An end section
+//! closes the list. Ownership follows in its own format, up to the end of the stream.
 //!
-//! Version 8 lacks what is believed of capacities, engines of several ranks, and which backends sources put; there is no version 9. Version 7 also lacks roles of backends, what users have who were not given their own, and who of those
-//! that are kept follows it. Version 6 also lacks cache scopes. Version 5 also lacks revoked API keys and the plans of users. Version 4 also lacks API keys. Version 3 also lacks the cluster's hash secret, forgiven users, paced time, learned ratios and assumed
-//! capacities. Version 2 also lacks restores, in progress or in the audit. Version 1 also lacks the sections from the settings on. A
-//! state is written in the oldest version from 2 on that can hold it. All versions can be read;
-//! parts that they lack are empty. Nothing is allocated for a length before its bytes have arrived.
+//! Later versions add (version 9 does not exist):
+//! - 2: the sections from the settings on
+//! - 3: restores, in progress or in the audit
+//! - 4: hash secret, forgiven and deleted users in the audit, paced time, learned ratios, assumed
+//!   capacities, block sizes
+//! - 5: API keys
+//! - 6: revoked API keys, plans of users
+//! - 7: cache scopes
+//! - 8: roles of backends, user defaults, and which of the users kept follow the default weight
+//! - 10: learned capacities, engines of several ranks, backends registered by sources
 //!
-//! A restored state must have the digest in the header. This catches missing, duplicated and
+//! A state is written in the oldest version from 2 on that can hold it. All versions can be read;
+//! parts that they lack are empty. A length allocates no memory before its bytes have arrived.
+//!
+//! A restored state must have the digest in the header. This detects missing, duplicated and
 //! swapped sections as well as faults in derived data.
 
 mod tag;
@@ -40,21 +47,20 @@ use crate::users::UsersImage;
 
 /// Newest version of the snapshot format.
 pub const SNAPSHOT_VERSION: u16 = 10;
-/// Version of a state without anything that version 10 introduced.
+/// Version of a state that uses nothing from version 10.
 const SNAPSHOT_VERSION_ROLES: u16 = 8;
-/// Version of a state that also lacks roles of backends and defaults of users, and is without a trace
-/// of these in the audit.
+/// Version of a state that also has no roles of backends or defaults of users, nor a trace of them
+/// in the audit.
 const SNAPSHOT_VERSION_SCOPES: u16 = 7;
-/// Version of a state that also lacks cache scopes, and is without a trace of them in the audit.
+/// Version of a state that also has no cache scopes, nor a trace of them in the audit.
 const SNAPSHOT_VERSION_PLANS: u16 = 6;
-/// Version of a state that also lacks plans of users and revoked API keys, and anything else that version 6 introduced.
+/// Version of a state that also uses nothing else from version 6, such as plans of users.
 const SNAPSHOT_VERSION_KEYS: u16 = 5;
-/// Version of a state that also lacks API keys, and is without a trace of them in the audit.
+/// Version of a state that also has no API keys, nor a trace of them in the audit.
 const SNAPSHOT_VERSION_SECRET: u16 = 4;
-/// Version of a state that also lacks a hash secret, a forgiven user in the audit and anything else that
-/// version 4 introduced.
+/// Version of a state that also has no hash secret and uses nothing else from version 4.
 const SNAPSHOT_VERSION_RESTORES: u16 = 3;
-/// Version of a state that also holds no trace of a restore.
+/// Version of a state that also has no trace of a restore.
 const SNAPSHOT_VERSION_COMMON: u16 = 2;
 /// The oldest version that can be read.
 const SNAPSHOT_VERSION_FIRST: u16 = 1;
@@ -72,11 +78,11 @@ pub struct FrozenState {
     /// The small sections, encoded.
     small: Vec<(u8, Vec<u8>)>,
     hashing: Option<Vec<u8>>,
-    /// Further small sections that version 4 introduced, encoded; those that are not empty.
+    /// Further small sections that version 4 introduced, encoded; only non-empty ones.
     later: Vec<(u8, Vec<u8>)>,
     leases: LeasesImage,
     users: UsersImage,
-    /// Which backends sources put, encoded; `None`: none.
+    /// Backends that sources registered, encoded; `None` if there are none.
     discovered: Option<Vec<u8>>,
     exact: FollowedImage,
     keys: KeysImage,
@@ -87,7 +93,7 @@ pub struct FrozenState {
 }
 
 impl FrozenState {
-    /// Returns the index of the last log entry that it includes.
+    /// Returns the index of the last log entry that the image includes.
     #[must_use]
     pub fn applied(&self) -> LogIndex {
         self.applied
@@ -102,7 +108,7 @@ impl FrozenState {
     /// Writes the snapshot, see the module documentation.
     ///
     /// # Errors
-    /// Those of `out`.
+    /// Errors of `out`.
     pub fn write_to(&self, out: &mut dyn Write) -> std::io::Result<()> {
         out.write_all(&self.header())?;
         for (tag, payload) in &self.small {
@@ -166,8 +172,8 @@ impl FrozenState {
 }
 
 impl RouterState {
-    /// Freezes the current state in microseconds. The image can be written elsewhere while `apply`
-    /// continues.
+    /// Freezes the current state in microseconds. The image can be written on another thread while
+    /// `apply` continues.
     #[must_use]
     pub fn freeze(&self) -> FrozenState {
         let sessions = encoding::to_bytes(&self.sessions);
@@ -207,7 +213,7 @@ impl RouterState {
         }
     }
 
-    /// The oldest version that can hold this state, which has parts that version 4 introduced or not.
+    /// Returns the oldest version that can hold this state. `has_later` is for version 4 parts.
     fn snapshot_version(&self, has_later: bool) -> u16 {
         let is_restored = self.staged.is_some() || self.audit.restored().is_some();
         let is_of_version_6 = self.keys.revoked().len() > 0
@@ -238,7 +244,7 @@ impl RouterState {
         }
     }
 
-    /// Encodes the parts that version 4 introduced, and one of version 10, as far as they are not empty.
+    /// Encodes the non-empty parts that version 4 introduced, and one of version 10.
     fn later_sections(&self) -> Vec<(u8, Vec<u8>)> {
         let time = self.time.paced.as_ref().map(encoding::to_bytes);
         let sections = [
@@ -257,7 +263,7 @@ impl RouterState {
     /// Replaces the whole state with a snapshot that [`FrozenState::write_to`] wrote.
     ///
     /// # Errors
-    /// A fault, with its offset; the state is then unchanged.
+    /// A fault and its offset. The state is then unchanged.
     pub fn restore(&mut self, snapshot: &mut dyn Read) -> Result<(), SnapshotError> {
         let mut input = CountingReader {
             inner: snapshot,
@@ -315,7 +321,7 @@ impl RouterState {
         Ok(())
     }
 
-    /// Derives the parts of the KV-event state that an image leaves out.
+    /// Derives the parts of the KV-event state that an image omits.
     fn finish_exact(&mut self) -> Result<(), String> {
         self.exact.finish_restore()?;
         let mut followed = self.exact.conditions();
@@ -569,7 +575,7 @@ mod tests {
 
     #[test]
     fn settings_out_of_bounds_are_refused() {
-        // Prices are multiplied without a check wherever tokens are charged.
+        // Charging multiplies by prices without checking for overflow.
         let fairness = FairnessSettings {
             input_price: u32::MAX,
             output_price: u32::MAX,

@@ -1,4 +1,4 @@
-//! What the baselines count.
+//! What the baselines count as load.
 
 use super::*;
 
@@ -19,7 +19,7 @@ fn a_request_that_waits_in_its_engine_counts_once() {
         // Eight of ten wait; all twelve of the other run.
         let queued = [backend(0, 10, 8), backend(1, 12, 0)];
         assert_eq!(chosen(&queued), Slot(0), "{}", policy.name());
-        // Others' requests fill its queue.
+        // Requests of other clients fill the engine's queue.
         let foreign = [backend(0, 1, 20), backend(1, 12, 0)];
         assert_eq!(chosen(&foreign), Slot(1), "{}", policy.name());
     }

@@ -1,4 +1,4 @@
-//! Case by case: the policies whose sources are papers and programs rather than pseudo-code.
+//! Examples for the policies whose sources are papers and programs rather than pseudo-code.
 
 use super::seeds::{decide, fleet};
 use super::*;
@@ -27,8 +27,8 @@ fn chwbl_moves_only_what_it_must_and_bounds_the_load() {
         used.clone().all(|it| (1600..2400).contains(&it)),
         "{shares:?}"
     );
-    // 46 requests including this one; 1.25 of the average is 11.5, which leaves room for a twelfth
-    // but not for a thirteenth.
+    // 46 requests including this one; 1.25 times the average is 11.5, which leaves room for a
+    // twelfth but not for a thirteenth.
     let mut crowded = all.clone();
     let home = choose(&policy, &request(7), &all).unwrap().slot;
     let at = all.iter().position(|it| it.slot == home).unwrap();
@@ -62,7 +62,7 @@ fn aibrix_vtc(settings: &VtcBasicSettings, user: &UserTokens, pods: &[Candidate]
 }
 
 /// Description, settings, recent usage, `(slot, matched, running)` of each backend, and the chosen
-/// one.
+/// slot.
 type VtcCase = (
     &'static str,
     VtcBasicSettings,

@@ -1,4 +1,4 @@
-//! `cost`: what a request's work is worth while others wait, and who buys a copy of a prefix.
+//! `cost`: the weight of a request's work while others wait, and the copies of a prefix.
 
 use super::*;
 
@@ -8,7 +8,7 @@ fn policy() -> PolicyConfig {
     PolicyConfig::Cost(CostSettings::default())
 }
 
-/// A backend that holds so many of [`REQUEST`]'s blocks.
+/// Returns a backend that holds `matched` of [`REQUEST`]'s blocks.
 fn backend(slot: u16, matched: u32, pending_prefill_tokens: u64) -> Candidate {
     Candidate {
         slot: Slot(slot),
@@ -19,7 +19,7 @@ fn backend(slot: u16, matched: u32, pending_prefill_tokens: u64) -> Candidate {
     }
 }
 
-/// How many of [`REQUESTS`] each of two backends gets.
+/// Returns how many of [`REQUESTS`] each of two backends gets.
 fn shares(candidates: &[Candidate; 2]) -> [u64; 2] {
     let mut shares = [0; 2];
     for number in 0..REQUESTS {
@@ -33,7 +33,7 @@ fn shares(candidates: &[Candidate; 2]) -> [u64; 2] {
 
 #[test]
 fn work_counts_once_more_for_each_request_that_waits_at_an_average_backend() {
-    // 1,500 tokens ahead and 160 to compute, or 1,600 to compute at once.
+    // Either 1,500 tokens ahead and 160 to compute, or 1,600 to compute at once.
     let at = |pending| {
         let waits = |candidate| Candidate {
             pending,
@@ -56,7 +56,7 @@ fn work_counts_once_more_for_each_request_that_waits_at_an_average_backend() {
 
 #[test]
 fn who_follows_a_prefix_pays_for_a_copy_in_proportion_to_what_it_loses() {
-    // A copy costs 1,440 tokens of work; whoever follows the prefix waits for those ahead.
+    // A copy costs 1,440 tokens of work; a request that follows the prefix waits for those ahead.
     for ahead in [90, 360, 720, 1296] {
         let [copies, followers] = shares(&[backend(0, 0, 0), backend(1, 90, ahead)]);
         let expected = REQUESTS * ahead / (1440 * 16);
@@ -73,7 +73,7 @@ fn no_copy_is_bought_where_nothing_is_lost_or_nothing_is_missing() {
     assert_eq!(shares(&[cold, backend(1, 90, 0)]), [0, REQUESTS]);
     let busier = backend(0, 0, 200);
     assert_eq!(shares(&[busier, backend(1, 90, 100)]), [0, REQUESTS]);
-    // Both hold it: the idler one takes all.
+    // Both hold it: the one with less load takes all.
     let both = [backend(0, 90, 0), backend(1, 90, 400)];
     assert_eq!(shares(&both), [REQUESTS, 0]);
 }

@@ -1,6 +1,6 @@
-//! Hot spots: how load spreads over a fleet in many requests. Each engine is modelled by what
-//! policies see of it: requests run for a while, those beyond its slots wait, the cache fills with
-//! them, and a prompt is held where it ran.
+//! Hot spots: how load spreads over a fleet in many requests. Each engine is modelled as policies
+//! see it: requests run for a while, those beyond its slots wait, they fill the cache, and a prompt
+//! is held where it ran.
 
 use std::collections::VecDeque;
 
@@ -70,7 +70,7 @@ impl Fleet {
         }
     }
 
-    /// Share of the requests that the busiest backend got, in percent.
+    /// Returns the share of the requests that the busiest backend got, in percent.
     fn busiest_percent(&self) -> u32 {
         let most = self.chosen.iter().max().unwrap();
         most * 100 / REQUESTS as u32
@@ -105,7 +105,7 @@ fn misses_do_not_all_go_to_one_backend() {
     for policy in PolicyConfig::defaults() {
         let mut shares = [0_u32; BACKENDS];
         for number in 0..4_000_u64 {
-            // Simultaneous arrivals at an idle fleet: nothing is held, and every backend is idle.
+            // Simultaneous arrivals at an idle fleet that holds nothing.
             let fleet = Fleet::new();
             let mut request = PolicyRequest {
                 jitter: rank::mix(number),

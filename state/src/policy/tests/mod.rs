@@ -27,7 +27,7 @@ const REQUEST: PolicyRequest = PolicyRequest {
     },
 };
 
-/// Every policy with its defaults, and those with many settings also with random ones.
+/// Returns every policy with its defaults, and those with many settings also with random ones.
 fn policies() -> impl Strategy<Value = PolicyConfig> {
     let any_cost = (any::<[u32; 5]>(), 0_u32..=1000).prop_map(|(prices, near_permille)| {
         PolicyConfig::Cost(CostSettings {
@@ -417,12 +417,12 @@ fn cost_counts_with_what_was_learnt_and_with_the_mean_where_nothing_was() {
     };
     let slow_and_fast = [candidate(0, Some(90_000)), candidate(1, Some(30_000))];
     assert_eq!(decided(&policy, &slow_and_fast), [0, 64]);
-    // The settings say 100 microseconds; compared with that, the newcomer would never get a
+    // The settings assume 100 microseconds; compared with that, the newcomer would never get a
     // request.
     let fast_and_new = [candidate(0, Some(30_000)), candidate(1, None)];
     let shares = decided(&policy, &fast_and_new);
     assert!(shares.iter().all(|share| *share > 16), "{shares:?}");
-    // Busy for as long as the slow one would take.
+    // Loaded for as long as the slow one would take.
     let busy = Candidate {
         pending_prefill_tokens: 3300,
         ..slow_and_fast[1]
@@ -430,7 +430,7 @@ fn cost_counts_with_what_was_learnt_and_with_the_mean_where_nothing_was() {
     assert_eq!(decided(&policy, &[slow_and_fast[0], busy]), [64, 0]);
 }
 
-/// How often 64 requests choose each of two candidates.
+/// Returns how often 64 requests choose each of two candidates.
 fn decided(policy: &PolicyConfig, candidates: &[Candidate; 2]) -> [u32; 2] {
     let mut shares = [0; 2];
     for number in 0..64 {

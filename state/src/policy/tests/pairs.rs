@@ -15,7 +15,7 @@ fn cost() -> PolicyConfig {
     PolicyConfig::Cost(CostSettings::default())
 }
 
-/// With all that is to be computed elsewhere, too.
+/// A backend with far more to compute than any prefill backend.
 const BUSY: Candidate = Candidate {
     slot: Slot(99),
     matched: 0,
@@ -101,7 +101,7 @@ fn backends_that_answer_compute_too_while_those_that_prefill_are_behind() {
         let sides = [sides(Handover::Answer, &prefill, &decode)];
         choose_pair(&cost(), &REQUEST, (&settings, Some(&whole)), &sides)
     };
-    // The prompt's own 1,600 tokens come on top on either side.
+    // The prompt's own 1,600 tokens are added on both sides.
     assert!(asked(Disaggregate::Auto, 1_600, 0).is_ok());
     let busy = Err(WholeReason::PrefillBusy);
     assert_eq!(asked(Disaggregate::Auto, 1_601, 0), busy);
@@ -127,11 +127,11 @@ fn load_and_memory_weigh_on_the_decode_side_and_a_prefix_as_much_as_its_transfer
         running,
         ..candidate
     };
-    // All of 1600 tokens fetched cost 10 ms, a running request costs 1 ms.
+    // Fetching all 1600 tokens costs 10 ms, a running request costs 1 ms.
     let asked = |load| chosen(&prefill, &[backend(0, 0), running(load, backend(1, 100))]);
     assert_eq!(asked(5), [9, 1]);
     assert_eq!(asked(20), [9, 0]);
-    // Where the prompt has to be computed the prefix is worth far more.
+    // If the prompt must be computed, the prefix is worth far more.
     let whole = choose(
         &cost(),
         &REQUEST,
@@ -161,9 +161,9 @@ fn a_pair_hands_over_in_one_way() {
         Ok((pair.handover, pair.prefill.slot.0, pair.decode.slot.0))
     };
     let (answering, meeting) = (&by_answer[1..], &by_room[1..]);
-    // The best one for the prompt says which way it goes.
+    // The best prefill backend determines the kind of handover.
     assert_eq!(pair(answering, meeting), Ok((Handover::Room, 2, 3)));
-    // One whose like are all out cannot be it.
+    // A prefill backend needs a decode backend of its own kind.
     assert_eq!(pair(answering, &[]), Ok((Handover::Answer, 0, 1)));
     assert_eq!(pair(&[], meeting), Ok((Handover::Room, 2, 3)));
     assert_eq!(pair(&[], &[]), Err(WholeReason::NoDecode));

@@ -1,4 +1,4 @@
-//! Position hashing as the cache-aware design describes it, next to the implemented search by
+//! Position hashing as the cache-aware design describes it, compared with the implemented search by
 //! position over chained hashes.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -10,8 +10,8 @@ use crate::prefix::chain_bytes;
 const BLOCK_BYTES: usize = 16;
 const ROOT: u64 = 7;
 
-/// The design's tracker: a block is named by its position and content, the owner of the last block
-/// of a prefix counts as the owner of the whole, and what precedes a block is not checked.
+/// The design's tracker. It names a block by position and content, treats the owner of a prefix's
+/// last block as the owner of the whole, and does not check what precedes a block.
 #[derive(Default)]
 struct Literal(BTreeMap<(usize, Vec<u8>), BTreeSet<Slot>>);
 
@@ -65,8 +65,8 @@ fn a_volatile_field_makes_literal_position_hashing_believe_what_is_not_there() {
     let backend = Slot(3);
     let mut literal = Literal::default();
     literal.record_request(&first, backend);
-    // All blocks but the one with the field match another request's: 45 blocks are believed to be
-    // held, of which the engine can use the four before the field.
+    // All blocks but the one with the field match another request's. The tracker believes that 45
+    // blocks are held; the engine can use the four before the field.
     assert_eq!(literal.matched(&second, backend), 45);
     let mut ownership = Ownership::new();
     ownership.add_backend(backend, None);

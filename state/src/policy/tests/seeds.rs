@@ -1,4 +1,4 @@
-//! The policies against the documents they come from: the pseudo-code written out literally
+//! Compares the policies with their source documents: the pseudo-code written out literally
 //! (floating point, lists, loops), and the cases in which the implementation differs on purpose.
 
 use super::*;
@@ -61,7 +61,7 @@ fn aibrix_prefix_cache(
     }
 }
 
-/// The design's `select_worker` as written, with `load < average * load_factor`.
+/// The design's `select_worker`, literally, with `load < average * load_factor`.
 fn gateway_cache_aware(workers: &[Candidate], threshold: f64, load_factor: f64) -> Vec<Slot> {
     let least = workers.iter().map(|worker| worker.running).min().unwrap();
     let total: f64 = workers.iter().map(|worker| f64::from(worker.running)).sum();
@@ -154,7 +154,7 @@ fn prefix_cache_case_by_case() {
         let literal = aibrix_prefix_cache(&candidates, 16, 2.0, 2);
         assert!(literal.contains(&Slot(expected.0)), "{what}: {literal:?}");
     }
-    // As written, any match wins, however short: all prompts with the same beginning go to one
+    // Literally, any match wins, however short: all prompts with the same beginning go to one
     // backend.
     let short = fleet(&[(1, 1, 2), (2, 0, 1)]);
     assert_eq!(aibrix_prefix_cache(&short, 16, 2.0, 1), [Slot(1)]);
@@ -307,7 +307,7 @@ fn epp_case_by_case() {
 }
 
 proptest! {
-    /// The comparison without a root and a fraction agrees with the one that has them.
+    /// The comparison without root and fraction agrees with the one that has them.
     #[test]
     fn prefix_cache_agrees_with_its_pseudo_code(
         backends in prop::collection::vec((0_u32..4, 0_u32..30), 1..9),

@@ -1,37 +1,37 @@
-//! Algorithm 1: how many requests a backend's cache holds, from the mean and spread of what each
+//! Algorithm 1: how many requests a backend's cache holds, from the mean and deviation of what each
 //! adds.
 //!
 //! `b` requests hold `S`, a sum of `b` independent sizes with mean `mu` and deviation `sigma`. By
-//! the central limit theorem, `S` stays within the capacity `eta` with the probability that belongs
-//! to `z` if `mu * b + z * sigma * sqrt(b) <= eta`. The limit is the largest such `b`. A buffer of
-//! a fixed share of `eta`, as in the original algorithm, is too small where a few large requests
-//! fill the cache, and wasteful where many small ones do.
+//! the central limit theorem, `S` stays within the capacity `eta` with the probability that
+//! corresponds to `z` if `mu * b + z * sigma * sqrt(b) <= eta`. The limit is the largest such `b`.
+//! The original algorithm reserves a fixed share of `eta`. That is too little if a few large
+//! requests fill the cache, and wasteful if many small ones do.
 //!
-//! What counts is what a request *adds*: the prompt tokens that were not cached, and its output. A
-//! prefix shared by running requests is held once, and counted for the request that computed it.
-//! For prefixes that nobody else uses at the time this is too little, so the limit errs upwards:
-//! the engine's own scheduler then queues or preempts requests, as it would without a router.
-//! Erring downwards would idle engines for nothing.
+//! Only what a request *adds* counts: its uncached prompt tokens and its output. Running requests
+//! that share a prefix hold it once, and it counts for the request that computed it. For prefixes
+//! that no other request uses at the time this is too little, so the limit errs upwards: the
+//! engine's own scheduler then queues or preempts requests, as it would without a router. Erring
+//! downwards would idle engines for nothing.
 
 use bincode::{Decode, Encode};
 
 use super::ServiceSample;
 
-/// Minimum number of requests for a limit. One request alone says nothing about the spread, and a
-/// single long prompt must not stop a backend.
+/// Minimum number of requests for a limit. One request alone reveals nothing about the deviation,
+/// and a single long prompt must not stop a backend.
 const REQUESTS_MIN: u64 = 16;
-/// Number of requests that are remembered. Beyond it all sums are halved, so that old requests
+/// Number of requests that are remembered. Beyond it, all sums are halved, so that old requests
 /// fade.
 const REQUESTS_KEPT: u64 = 1024;
-/// Maximum number of requests in one sample, and of tokens in a request. More cannot have been
-/// measured.
+/// Maximum number of requests in one sample, and of tokens in a request. Larger values cannot have
+/// been measured.
 const SAMPLE_REQUESTS_MAX: u64 = 1 << 16;
 const REQUEST_TOKENS_MAX: u64 = 1 << 21;
 /// Thousandths, as in `memory_z_milli`.
 const MILLI: u128 = 1000;
 
 /// Faded sums over requests. Valid from the first request on, whereas an average that starts at 0
-/// would assume small requests for its first dozen samples.
+/// would underestimate requests for its first dozen samples.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Encode, Decode)]
 pub(crate) struct Footprint {
     requests: u64,
@@ -55,9 +55,9 @@ impl Footprint {
         }
     }
 
-    /// Returns the largest number of requests up to `batch_max` that `capacity_tokens` hold, at
-    /// least 1; `None` before enough requests were seen. `z_milli` sets the confidence: 1645 for 95
-    /// %.
+    /// Returns the maximum number of requests that `capacity_tokens` hold, between 1 and
+    /// `batch_max`. `None` before enough requests were seen. `z_milli` sets the confidence, for
+    /// example 1645 for 95 %.
     pub(crate) fn b_mem(&self, capacity_tokens: u64, z_milli: u32, batch_max: u32) -> Option<u32> {
         if self.requests < REQUESTS_MIN {
             return None;
@@ -74,8 +74,8 @@ impl Footprint {
         Some(fits)
     }
 
-    /// Whether `mu * b + z * sigma * sqrt(b) <= eta`. Both sides are multiplied by the number of
-    /// requests seen and by 1000, and the root is squared away, so that all terms are integers.
+    /// Whether `mu * b + z * sigma * sqrt(b) <= eta`. Multiplies both sides by the number of
+    /// requests seen and by 1000, and squares away the root, so that all terms are integers.
     fn holds(&self, b: u32, capacity_tokens: u64, z_milli: u32) -> bool {
         let room = (u128::from(capacity_tokens) * u128::from(self.requests))
             .checked_sub(u128::from(self.tokens) * u128::from(b));
@@ -83,10 +83,10 @@ impl Footprint {
             return false;
         };
         let z = u128::from(z_milli);
-        // At most 2^62 * 2^16 * 2^27, by the bounds above and those of the settings; a forged
-        // snapshot may hold more.
+        // At most 2^62 * 2^16 * 2^27 by the bounds above and those of the settings. A forged
+        // snapshot may exceed it.
         let needed = self.spread().saturating_mul(u128::from(b) * z * z);
-        // Squares are compared. One that would overflow exceeds anything that may be needed.
+        // Compares squares. One that would overflow exceeds anything that may be needed.
         let room = room.saturating_mul(MILLI);
         room.checked_mul(room).is_none_or(|square| square >= needed)
     }
@@ -114,8 +114,8 @@ impl Footprint {
     }
 }
 
-/// Whether the sums can be those of this many requests. A mean square below the squared mean, or a
-/// request beyond every model's context, is a fault of the sender.
+/// Whether the sums can be those of this many requests. Rejects a mean square below the squared
+/// mean, and requests beyond every model's context: both are faults of the sender.
 fn is_possible(requests: u64, tokens: u64, squared: u64) -> bool {
     let mean_square = u128::from(squared) * u128::from(requests);
     let squared_mean = u128::from(tokens) * u128::from(tokens);

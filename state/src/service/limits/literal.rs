@@ -1,6 +1,6 @@
 //! Algorithms 1, 2 and 7 exactly as originally given, to show where they fail. Tests only.
 
-/// Algorithm 1: a tenth of the capacity is kept free, whatever the spread.
+/// Algorithm 1: keeps a tenth of the capacity free, regardless of the deviation.
 pub(super) fn b_mem(capacity: f64, prompt_mean: f64, output_mean: f64, bounds: (u32, u32)) -> u32 {
     let mut per_request = prompt_mean + output_mean;
     if per_request <= 0.0 {

@@ -1,16 +1,16 @@
-//! Adaptive limits: how many requests a backend may run at once, `b_t = min(b_mem, b_SLA)`.
+//! Adaptive limits on a backend's concurrent requests: `b_t = min(b_mem, b_SLA)`.
 //!
 //! `Footprint` learns what requests hold and yields `b_mem` (Algorithm 1). `SlaController` learns
-//! what the time between tokens allows and yields `b_SLA` (Algorithms 2 and 7). Both are computed
-//! in `apply` from replicated samples, so that every replica has the same limit at the same log
-//! index and a new leader continues where the last one was. The algorithms are numbered as in
+//! what the time between tokens allows and yields `b_SLA` (Algorithms 2 and 7). `apply` computes
+//! both from replicated samples, so that every replica has the same limit at the same log index and
+//! a new leader continues where the last one stopped. The algorithms are numbered as in
 //! docs/adr/0012-limits-in-apply.md.
 //!
-//! The limit says how many requests may *start*. It may fall below the number running: nothing is
-//! taken back from an engine, and nothing starts until enough requests have ended. Algorithm 2's
-//! floor of "what decodes at present" is meant for a scheduler inside the engine, which cannot take
-//! a sequence out of a batch. Here it would do harm: the count is as old as its sample, and a floor
-//! that is refilled from it never falls.
+//! The limit bounds how many requests may *start*. It may fall below the number running: no request
+//! is withdrawn from an engine, and none starts until enough have ended. Algorithm 2 never goes
+//! below the number of requests in decode. That floor is meant for a scheduler inside the engine,
+//! which cannot remove a sequence from a batch. Here it would do harm: the count is as old as its
+//! sample, and a floor refilled from it never falls.
 
 mod footprint;
 #[cfg(test)]
@@ -28,7 +28,7 @@ use crate::settings::{AdmissionSettings, Concurrency, SlaSettings};
 pub(crate) use footprint::Footprint;
 pub(crate) use pace::SlaController;
 
-/// Maximum number of tokens that a block of the router can be reported to hold.
+/// Maximum number of tokens per router block that a report may contain.
 const BLOCK_TOKENS_MAX: u32 = 1 << 16;
 
 /// State of the limit of one incarnation of a backend.

@@ -3,22 +3,22 @@
 //!
 //! The controller is a noisy binary search over an interval `[low, high]` whose middle is the
 //! limit. It decides once per [`SAMPLES_PER_DECISION`] samples, by the time measured since its last
-//! decision; an average that reaches back further would judge this limit by the effects of an
-//! earlier one.
+//! decision. An average over a longer period would judge this limit by the effects of an earlier
+//! one.
 //!
 //! - **Too slow** (`tau > D + eps`): the upper end falls to the middle, or, if the interval is
-//!   narrow already, the interval moves down as a whole. Requests above the limit, left from before
-//!   it fell, say nothing about the limit and move nothing. Being slow *below* the limit also moves
-//!   it: a limit above what is already too much can only be wrong. Otherwise, an interval that
-//!   begins at the middle of `batch_min..=batch_max` would not be searched until the load reached
-//!   it.
-//! - **Fast** (`tau < D - eps`): the lower end rises to the middle and the upper end by a step.
-//!   This requires that the backend was at its limit and that this limit was what held it: that few
-//!   requests are served fast says nothing about many. Raising the limit on it, as the original
+//!   already narrow, the whole interval moves down. Requests in excess of the limit, left from
+//!   before it fell, reveal nothing about the limit and move nothing. Slowness *below* the limit
+//!   also moves it: a limit above what is already too much can only be wrong. Otherwise, an
+//!   interval that starts at the middle of `batch_min..=batch_max` would not be searched until the
+//!   load reached it.
+//! - **Fast** (`tau < D - eps`): the lower end rises to the middle and the upper end by a step. The
+//!   backend must have been at its limit, and this limit must have been what held it: that few
+//!   requests are fast reveals nothing about many. Raising the limit anyway, as the original
 //!   algorithm does, winds it up while the backend idles.
 //! - **Within the band**: the interval closes around the middle, which moves by one towards `D`,
-//!   again only at the limit. The original centres on the average batch instead, which never
-//!   exceeds the limit, so that every lull lowers it and nothing raises it: it gets trapped at 2.
+//!   again only at the limit. The original centres on the average batch instead. That never exceeds
+//!   the limit, so every lull lowers it, nothing raises it, and it gets trapped at 2.
 //!
 //! Steps are a quarter of the limit, so the controller recovers from any fault within some twenty
 //! decisions.
@@ -28,24 +28,24 @@ use bincode::{Decode, Encode};
 use super::ServiceSample;
 use crate::settings::{BATCH_MAX, SlaSettings};
 
-/// Samples with tokens per decision: Algorithm 2's warm-up, repeated after every move.
+/// Number of samples with tokens per decision: Algorithm 2's warm-up, repeated after every move.
 const SAMPLES_PER_DECISION: u32 = 3;
 /// Minimum number of gaps between tokens per decision.
 const GAPS_PER_DECISION: u64 = 64;
 /// Maximum credible mean gap of a sample, in microseconds.
 const GAP_US_MAX: u64 = 60_000_000;
-/// Maximum number of gaps in one sample. More cannot have been measured.
+/// Maximum number of gaps in one sample. Larger values cannot have been measured.
 const SAMPLE_GAPS_MAX: u64 = 1 << 32;
-/// Width below which the interval is not narrowed further (`alpha` of Algorithm 2).
+/// Width below which the interval does not narrow further (`alpha` of Algorithm 2).
 const WIDTH_MIN: u32 = 4;
-/// Smallest step outside the band (`delta` of Algorithm 2).
+/// Minimum step outside the band (`delta` of Algorithm 2).
 const STEP_MIN: u32 = 2;
 
 /// The controller of one backend.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Encode, Decode)]
 pub(crate) struct SlaController {
-    /// Ends of the interval. Both are 0 before the first sample, which means all that the settings
-    /// allow.
+    /// Ends of the interval. Both are 0 before the first sample, which stands for the whole range
+    /// of the settings.
     low: u32,
     high: u32,
     /// Sums since the last decision.
@@ -58,12 +58,12 @@ pub(crate) struct SlaController {
     inter_token_us: u32,
 }
 
-/// Result of the sums since the last decision.
+/// Evaluation of the sums since the last decision.
 struct Measurement {
     inter_token_us: u32,
     /// Mean number of running requests over the gaps, rounded.
     running: u32,
-    /// Whether most of it was measured while the backend was at its limit.
+    /// Whether at least half of the gaps were measured while the backend was at its limit.
     is_at_limit: bool,
 }
 
@@ -134,8 +134,8 @@ impl SlaController {
 
     fn decide(&mut self, verdict: &Measurement, sla: &SlaSettings, b_mem: Option<u32>) {
         let bound = middle((self.low, self.high));
-        // Some slack, because the number of running requests is an average and replicas see each
-        // other late.
+        // Allows some slack, because the number of running requests is an average and replicas see
+        // each other late.
         let is_above = verdict.running > bound.saturating_add(bound / 8 + 1);
         let is_holding = verdict.is_at_limit && b_mem.is_none_or(|b_mem| bound <= b_mem);
         let tau = verdict.inter_token_us;
@@ -178,7 +178,7 @@ impl SlaController {
             std::cmp::Ordering::Equal => bound,
             std::cmp::Ordering::Greater => bound.saturating_sub(1).max(sla.batch_min),
         };
-        // Equally far to both sides, so that the middle is the centre even next to an end.
+        // Extends equally far to both sides, so that the middle is the centre even next to an end.
         let half = (WIDTH_MIN / 2)
             .min(centre - sla.batch_min)
             .min(sla.batch_max - centre);

@@ -1,4 +1,4 @@
-//! Algorithms 1, 2 and 7: tables, the literal algorithms next to ours, and modelled engines.
+//! Algorithms 1, 2 and 7: tables, comparisons with the literal algorithms, and modelled engines.
 
 use proptest::prelude::*;
 use rand_xoshiro::SplitMix64;
@@ -16,7 +16,7 @@ impl Random {
         Self(SplitMix64::seed_from_u64(seed))
     }
 
-    /// Within (0, 1).
+    /// Returns a number within (0, 1).
     fn unit(&mut self) -> f64 {
         ((self.0.next_u64() >> 11) as f64 + 0.5) / (1_u64 << 53) as f64
     }
@@ -102,7 +102,7 @@ fn a_fixed_buffer_overflows_where_few_requests_fit_and_the_root_rule_holds() {
         let ours = footprint.b_mem(capacity.into(), 1645, 65_536);
         let ours = ours.expect("enough requests were seen");
         let mut share = |b| {
-            // The sum of many is normal, and the share of overflows too small to draw.
+            // The sum of many is normal, and the share of overflows is too small to sample.
             if capacity > 20_000 {
                 return 0.0;
             }
@@ -237,7 +237,7 @@ struct Modelled<F> {
 }
 
 impl<F: FnMut(u32) -> u32> Modelled<F> {
-    /// A second in which this many requests want to run.
+    /// Simulates a second in which this many requests want to run.
     fn second(&mut self, demand: u32) -> u32 {
         let limit = self.limit();
         let running = demand.min(limit);
@@ -349,7 +349,7 @@ fn the_literal_controller_is_trapped_at_two_after_an_idle_spell() {
     assert!(after > 100, "{after}");
 }
 
-/// A controller with this low a limit.
+/// Returns a controller with this low a limit.
 fn low_pace(bound: u32) -> SlaController {
     let sla = SlaSettings {
         batch_max: bound,
@@ -407,8 +407,7 @@ fn what_runs_from_before_a_fall_lowers_it_no_further() {
         batch_max: 1024,
         ..sla
     };
-    // 200 requests continue that were started before the limit fell to 40: slow, but through no
-    // fault of the limit.
+    // 200 requests from before the limit fell to 40 still run: slow, but not because of the limit.
     (0..30).for_each(|_| pace.observe(&tokens(90_000, 200, true), &settings, None));
     assert_eq!(pace.b_sla(&settings), 40);
     (0..3).for_each(|_| pace.observe(&tokens(90_000, 41, true), &settings, None));
@@ -417,7 +416,7 @@ fn what_runs_from_before_a_fall_lowers_it_no_further() {
 
 #[test]
 fn a_floor_of_what_decodes_would_never_let_the_bound_fall() {
-    // As originally given for a scheduler within an engine. A router refills what ends.
+    // The original algorithm, meant for a scheduler within an engine. A router refills the floor.
     let mut literal = literal::Controller::new(50_000.0, 5_000.0, (1, 128));
     for _ in 0..500 {
         let batch = literal.b_sla();

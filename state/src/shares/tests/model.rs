@@ -1,4 +1,4 @@
-//! Clusters of books under every kind of delivery: no places are made, none are lost.
+//! Clusters of ledgers under every kind of delivery: no places are created or lost.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -24,12 +24,12 @@ struct Seat {
     is_down: bool,
 }
 
-/// A cluster, and what is on the way in it.
+/// A cluster and its messages in transit.
 struct Cluster {
     seats: Vec<Seat>,
     limit: u32,
     now_ms: u64,
-    /// From, to, what.
+    /// Sender, receiver, report.
     on_the_way: Vec<(usize, usize, ShareReport)>,
     cut: BTreeSet<(usize, usize)>,
     sessions: u64,
@@ -52,7 +52,7 @@ impl Cluster {
         cluster
     }
 
-    /// Several that have heard each other.
+    /// Creates several replicas that have heard each other.
     fn settled(replicas: usize, limit: u32) -> Self {
         let mut cluster = Self::new(replicas, limit);
         cluster.exchanges(4);
@@ -80,7 +80,7 @@ impl Cluster {
         self.turn(at);
     }
 
-    /// What the shell does whenever something has changed.
+    /// Does what a replica does whenever something has changed.
     fn turn(&mut self, at: usize) {
         let seat = &mut self.seats[at];
         let demand = Demand {
@@ -168,7 +168,7 @@ impl Cluster {
         }
     }
 
-    /// Long enough for everything to be noticed.
+    /// Runs long enough for everything to be noticed.
     fn settle(&mut self) {
         self.exchanges(5 * SILENT_MS / STEP_MS / 2);
     }
@@ -177,7 +177,7 @@ impl Cluster {
         self.seats.iter().map(|it| it.running).sum()
     }
 
-    /// Of those in one epoch, by what each may run.
+    /// Returns the sum of what replicas may run, by epoch.
     fn allowed_by_epoch(&self) -> BTreeMap<u64, u64> {
         let mut sums = BTreeMap::new();
         for (at, seat) in self.seats.iter().enumerate().filter(|(_, it)| !it.is_down) {
@@ -228,7 +228,7 @@ fn one_busy_replica_gets_all_places() {
     assert_eq!(cluster.running(), 2);
     cluster.exchanges(2);
     assert_eq!(cluster.seats[1].running, 6);
-    // Its places go where they are needed next, though requests wait there too.
+    // Its places go where they are needed next, although its own requests still wait.
     cluster.arrive(2, 1);
     cluster.exchange();
     cluster.end(1);
@@ -248,7 +248,7 @@ fn one_place_goes_round() {
         assert!(cluster.running() <= 1);
         if let Some(at) = (0..3).find(|at| cluster.seats[*at].running > 0) {
             served[at] += 1;
-            // The one that was served waits for the shortest time.
+            // The replica that was served now has the shortest wait.
             cluster.end(at);
         }
     }
@@ -263,7 +263,7 @@ fn the_share_of_a_silent_replica_falls_to_the_others_and_back() {
     cluster.settle();
     assert_eq!(cluster.seats[0].running, 6);
     cluster.seats[2].is_down = false;
-    // It has not noticed, and may use what it had last.
+    // It has not noticed, and may still use its former share.
     assert!(cluster.allowed(2) <= 2);
     for _ in 0..100 {
         cluster.exchange();
@@ -290,7 +290,7 @@ fn each_side_of_a_partition_holds_the_limit() {
     assert_eq!(cluster.running(), 12);
     cluster.cut.clear();
     cluster.settle();
-    // What runs goes on; nothing starts before it is below the limit again.
+    // Running requests continue; none starts before the total is below the limit again.
     for _ in 0..6 {
         assert!(cluster.running() > 6);
         cluster.end(0);
@@ -382,14 +382,14 @@ fn a_replica_that_restarts_gives_away_nothing_twice() {
     }
 }
 
-/// What happens in a random run.
+/// Step of a random run.
 #[derive(Debug, Clone)]
 enum Step {
     Arrive(usize, u32),
     End(usize),
     Pass(usize),
     Tell(usize),
-    /// Delivers what is on the way, at this place of it.
+    /// Delivers the message at this position of those in transit.
     Deliver(usize),
     Repeat(usize),
     Lose(usize),
@@ -459,7 +459,7 @@ impl Cluster {
             Step::Restart(at) => {
                 let id = self.seats[at % len].id;
                 self.seats[at % len] = self.seat(id);
-                // Its connections are gone, and what was on them.
+                // Its connections are gone, with the messages on them.
                 self.on_the_way.retain(|(from, ..)| *from != at % len);
             }
         }
@@ -482,7 +482,7 @@ proptest! {
             prop_assert!(cluster.shares().iter().sum::<i64>() <= i64::from(limit));
             prop_assert!(cluster.shares().iter().all(|it| *it >= 0));
         }
-        // All that was handed over arrives in the end, and no request waits beside a free place.
+        // All transfers arrive in the end, and no request waits while a place is free.
         cluster.exchanges(10);
         prop_assert_eq!(cluster.shares().iter().sum::<i64>(), i64::from(limit));
         let waiting: u32 = cluster.seats.iter().map(|it| it.waiting).sum();
@@ -505,7 +505,7 @@ proptest! {
                 prop_assert!(sum <= u64::from(most), "{} of {} in an epoch", sum, most);
             }
         }
-        // Whatever happened, it ends.
+        // After any history, requests end.
         cluster.cut.clear();
         cluster.settle();
         prop_assert_eq!(cluster.shares().iter().sum::<i64>(), i64::from(cluster.limit));
@@ -537,7 +537,7 @@ proptest! {
             }
             cluster.step(step);
         }
-        // What is lacked comes back, and no place is kept from those who wait.
+        // Missing places return, and every waiting replica gets one.
         for _ in 0..4 * limit {
             (0..replicas).for_each(|at| cluster.seats[at].waiting = limit);
             (0..replicas).for_each(|at| cluster.end(at));
@@ -558,7 +558,7 @@ proptest! {
         let mut cluster = Cluster::settled(replicas, limit);
         steps.iter().for_each(|step| cluster.step(step));
         let restarted = restarted % replicas;
-        // What the former run had under way ended with it.
+        // What the previous run had in progress ended with it.
         cluster.step(&Step::Restart(restarted));
         for step in &more {
             cluster.step(step);

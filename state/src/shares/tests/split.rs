@@ -6,7 +6,7 @@ use crate::ids::ReplicaId;
 use crate::shares::Demand;
 use crate::shares::split::{ReplicaShare, Transfer, apportion, split, transfers};
 
-/// Each of `(share, running, waiting, waited_ms)`.
+/// Returns standings from `(share, running, waiting, waited_ms)`.
 fn standings(all: &[(i64, u32, u32, u32)]) -> Vec<ReplicaShare> {
     let standing = |(id, (share, running, waiting, waited_ms)): (u8, &(i64, u32, u32, u32))| {
         let demand = Demand {
@@ -24,7 +24,7 @@ fn standings(all: &[(i64, u32, u32, u32)]) -> Vec<ReplicaShare> {
     (1..).zip(all).map(standing).collect()
 }
 
-/// What is handed over, as `(from, to, places)`.
+/// Returns the transfers, as `(from, to, places)`.
 fn handed(all: &[(i64, u32, u32, u32)], is_whole: bool) -> Vec<(usize, usize, i64)> {
     let standings = standings(all);
     let places = standings.iter().map(|it| it.share).sum();

@@ -1,4 +1,4 @@
-//! Who waits for a charge hears of the envelope that it left with, and of no other.
+//! A waiter for a charge is notified of the envelope that contains it, and of no other.
 
 use state::command::{BatchReply, Charge, Committed, Rejection, Reply};
 use state::ids::LogIndex;

@@ -1,5 +1,5 @@
-//! The outbox against the real state machine: what leaves, in which order, and that nothing is lost
-//! or left open whatever becomes of a proposal.
+//! The outbox against the real state machine: what it sends, in which order, and that nothing is
+//! lost or left open, whatever the outcome of a proposal.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -43,7 +43,7 @@ fn user(name: &str) -> UserKey {
     state::prefix::user_key(7, name)
 }
 
-/// The items that leave next, as text, with the envelope's number. The envelope stays outstanding.
+/// Returns the next items as text, with the envelope's number. The envelope stays outstanding.
 fn cut(outbox: &mut Outbox) -> Vec<String> {
     let envelope = outbox
         .cut(Instant::now(), 5)
@@ -258,7 +258,7 @@ fn beyond_the_bound_of_users_others_pay_into_one_account() {
     assert_eq!(started(&mut outbox, "new"), user(OVERFLOW_USER));
     assert_eq!(started(&mut outbox, "newer"), user(OVERFLOW_USER));
     assert_eq!(started(&mut outbox, "5"), user("5"));
-    // One that began before the others came is settled as itself.
+    // A charge that began before the others is still settled under its own user.
     outbox.charge(Charge {
         user: user("earlier"),
         ended: 1,
@@ -424,7 +424,7 @@ fn beyond_its_bound_the_oldest_unsent_attempts_are_forgotten() {
     ];
     assert_eq!(cut(&mut outbox), left);
     deliver(&mut outbox, &mut log);
-    // What was forgotten while open is not spoken of again.
+    // An attempt that was forgotten while open is never mentioned again.
     let mut few = self::outbox(OutboxSettings {
         queued_items_max: 0,
         ..settings
@@ -437,7 +437,7 @@ fn beyond_its_bound_the_oldest_unsent_attempts_are_forgotten() {
     assert!(few.overlay.is_empty() && few.steps.is_empty());
 }
 
-/// One thing that happens in the property test below.
+/// One event of the property test below.
 #[derive(Debug, Clone)]
 enum Event {
     Start {
@@ -472,7 +472,7 @@ fn event() -> impl Strategy<Value = Event> {
     ]
 }
 
-/// Chained hashes over small digits: prompts that begin alike share blocks.
+/// Chains hashes over small digits: prompts with the same start share blocks.
 fn chained(prompt: &[u64]) -> Vec<BlockHash> {
     let step = |link: &mut u64, digit: &u64| {
         *link = xxhash_rust::xxh3::xxh3_64_with_seed(&digit.to_le_bytes(), *link);

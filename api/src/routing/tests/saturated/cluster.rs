@@ -1,5 +1,5 @@
-//! Three replicas at one backend: each is a whole router with its admission and its outbox. The log
-//! and the network between them are a delay.
+//! Three replicas at one backend: each is a whole router with its admission and outbox. The log and
+//! the network between them are delays.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex};
@@ -18,27 +18,27 @@ use crate::prompt::PromptIdentity;
 use crate::routing::fixture::{Log, Port, router_in};
 use crate::routing::{AttemptEnd, LoadReporter, Router, RoutingRequest, UserName, share_reports};
 
-/// Limit of the one backend.
+/// Limit of the only backend.
 pub(super) const LIMIT: u32 = 6;
-/// Replicas, by id from 1.
+/// Number of replicas, with ids from 1.
 const REPLICAS: u8 = 3;
-/// How long a message is on its way.
+/// Network latency of a message.
 const LATENCY: Duration = Duration::from_millis(1);
-/// How long a proposal takes to be applied everywhere, if nobody says.
+/// Default time until a proposal is applied everywhere.
 pub(super) const COMMIT: Duration = Duration::from_millis(5);
-/// From one report to the next.
+/// Interval between two reports.
 const EXCHANGE: Duration = Duration::from_millis(20);
-/// How long a process that refuses connections is waited for.
+/// Time until a process that refuses connections counts as unreachable.
 const UNREACHABLE: Duration = Duration::from_millis(200);
-/// How long a request runs.
+/// Duration of a request.
 const RUNS: Duration = Duration::from_millis(200);
 
-/// What was seen of the backend.
+/// Observed use of the backend.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Filled {
-    /// Places of [`LIMIT`] that were in use, of a hundred, on average.
+    /// Average share of [`LIMIT`] in use, in percent.
     pub(super) percent: u64,
-    /// Most requests at once.
+    /// Maximum number of concurrent requests.
     pub(super) most: u32,
 }
 
@@ -64,7 +64,7 @@ impl SharedLog {
         committed
     }
 
-    /// A replica starts, and reads all there is.
+    /// Starts a replica that reads the whole log.
     fn read_by(&mut self, replica: ReplicaId, settings: &AdmissionSettings) -> Port {
         let mut log = Log::new(&[None]);
         log.admin(Command::PutAdmission(settings.clone()));
@@ -87,7 +87,7 @@ fn apply(log: &mut Log, entry: &Entry) -> Option<Committed> {
     }
 }
 
-/// One replica's way to the log.
+/// A replica's connection to the log.
 struct LogPort(Arc<World>);
 
 impl Propose for LogPort {
@@ -112,19 +112,19 @@ struct Seat {
 
 struct World {
     settings: AdmissionSettings,
-    /// Whether replicas tell each other of shares; else they do as beside an earlier build.
+    /// Whether replicas exchange share reports; otherwise they behave as next to an older build.
     has_shares: bool,
-    /// How long a proposal takes to be applied everywhere.
+    /// Time until a proposal is applied everywhere.
     commit: Duration,
     log: Mutex<SharedLog>,
     seats: Mutex<BTreeMap<ReplicaId, Seat>>,
-    /// Replicas that hear nobody and that nobody hears.
+    /// Replicas that are partitioned from all others.
     cut_off: Mutex<BTreeSet<ReplicaId>>,
     identity: PromptIdentity,
     starts: Mutex<u64>,
 }
 
-/// The replicas. They end with it.
+/// The replicas; dropping the cluster stops them.
 pub(super) struct SaturatedCluster(Arc<World>);
 
 impl Drop for SaturatedCluster {
@@ -135,7 +135,7 @@ impl Drop for SaturatedCluster {
 }
 
 impl SaturatedCluster {
-    /// Replicas that have heard each other.
+    /// Starts replicas that have heard each other.
     pub(super) async fn start(
         settings: AdmissionSettings,
         has_shares: bool,
@@ -156,7 +156,7 @@ impl SaturatedCluster {
         cluster
     }
 
-    /// A replica starts, in another run than before.
+    /// Starts a replica again, in a new run.
     pub(super) fn start_again(&self, id: u8) {
         let world = &self.0;
         let replica = ReplicaId(id);
@@ -192,8 +192,8 @@ impl SaturatedCluster {
         });
     }
 
-    /// A replica's process ends, and with it the requests that it has under way. The log is told
-    /// that it is gone once nobody can reach it.
+    /// Ends a replica's process and its requests in flight. The log learns of it once the replica
+    /// counts as unreachable.
     pub(super) fn kill(&self, id: u8) {
         let replica = ReplicaId(id);
         let seat = self.0.seats.lock().unwrap().remove(&replica);
@@ -208,7 +208,7 @@ impl SaturatedCluster {
         });
     }
 
-    /// So many clients come to a replica, each of whom sends one request after another.
+    /// Starts this many clients at a replica, each of which sends one request after another.
     pub(super) fn come(&self, id: u8, clients: usize) {
         let seat = self.0.seats.lock().unwrap()[&ReplicaId(id)].clone();
         for number in 0..clients {
@@ -218,28 +218,28 @@ impl SaturatedCluster {
         }
     }
 
-    /// No message from or to this replica arrives. The log goes on.
+    /// Drops all messages from and to this replica. The log continues.
     pub(super) fn cut_off(&self, id: u8) {
         self.0.cut_off.lock().unwrap().insert(ReplicaId(id));
     }
 
-    /// All messages arrive.
+    /// Delivers all messages again.
     pub(super) fn reunite(&self) {
         self.0.cut_off.lock().unwrap().clear();
     }
 
-    /// An operator's command.
+    /// Applies an operator's command.
     pub(super) fn admin(&self, command: Command) {
         self.0.log.lock().unwrap().commit(Entry::Admin(command));
     }
 
-    /// Requests that ended at a replica since it started.
+    /// Returns how many requests have ended at a replica since it started.
     pub(super) fn ended_at(&self, id: u8) -> u64 {
         let seats = self.0.seats.lock().unwrap();
         seats[&ReplicaId(id)].router.load().ended()
     }
 
-    /// Looks every millisecond.
+    /// Samples the backend every millisecond.
     pub(super) async fn watch(&self, looks: u64) -> Filled {
         let (mut sum, mut most) = (0, 0);
         for _ in 0..looks {
@@ -274,7 +274,7 @@ fn spawn_until(end: &CancellationToken, task: impl Future<Output = ()> + Send + 
     });
 }
 
-/// Tells all others what this one has, as the exchange between replicas does.
+/// Reports this replica's state to all others, like the exchange between replicas.
 async fn tell(world: Arc<World>, own: Seat) {
     let me = own.router.replica();
     let others: Vec<ReplicaId> = (1..=REPLICAS)

@@ -1,5 +1,5 @@
-//! Replicas with more requests than places: their queues, their outboxes and what they tell each
-//! other, as production runs them, on one clock that nobody waits for.
+//! Replicas with more requests than places: their queues, outboxes and reports to each other, as in
+//! production, on a paused clock.
 
 mod cluster;
 
@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use self::cluster::{COMMIT, Filled, LIMIT, SaturatedCluster};
 
-/// What decides who goes next.
+/// Settings that determine the order.
 #[derive(Debug, Clone, Copy)]
 struct Rules(Order, Grants);
 
@@ -27,10 +27,10 @@ impl Rules {
 
 const VTC: Rules = Rules(Order::Vtc, Grants::Gate);
 const BY_LOG: Rules = Rules(Order::Vtc, Grants::Log);
-/// Places of the limit that are in use, of a hundred, when there are more requests than places.
+/// Minimum share of the limit's places in use under overload, in percent.
 const FULL_PERCENT: u64 = 90;
 
-/// A cluster with so many clients at each replica.
+/// A cluster with a number of clients at each replica.
 #[derive(Debug, Clone, Copy)]
 struct Case {
     rules: Rules,
@@ -49,7 +49,7 @@ const fn case(rules: Rules, clients: [usize; 3]) -> Case {
 }
 
 impl Case {
-    /// What is seen of it.
+    /// Runs the case and returns the observed use.
     async fn run(self) -> Filled {
         let settings = self.rules.limited(LIMIT);
         let cluster = SaturatedCluster::start(settings, self.has_shares, self.commit).await;
@@ -102,8 +102,8 @@ async fn grants_of_the_log_leave_hardly_a_place_unused() {
     }
 }
 
-/// Requests run for 200 ms. What a commit takes is lost to each only as far as nobody was granted
-/// before, so the more wait the less.
+/// Requests run for 200 ms. The time of a commit is lost only as far as no request was granted
+/// before, so the more requests wait, the less is lost.
 #[tokio::test(start_paused = true)]
 async fn grants_of_a_slow_log_go_on() {
     for (commit_ms, clients, percent) in [
@@ -167,7 +167,7 @@ async fn a_partition_costs_one_limit_for_each_side_until_it_is_over() {
     let parted = cluster.watch(1500).await;
     assert_eq!(parted.most, 2 * LIMIT, "each side has all places");
     cluster.reunite();
-    // What each side had started ends meanwhile.
+    // The requests that each side had started end in the meantime.
     cluster.watch(1000).await;
     let whole = cluster.watch(1000).await;
     assert_eq!(whole.most, LIMIT);
@@ -181,7 +181,7 @@ async fn a_limit_that_moves_is_followed_at_once() {
         (1..=3).for_each(|id| cluster.come(id, 8));
         cluster.watch(500).await;
         cluster.admin(Command::PutAdmission(rules.limited(2)));
-        // What runs goes on to its end.
+        // Running requests finish.
         cluster.watch(300).await;
         let lower = cluster.watch(1000).await;
         assert_eq!(lower.most, 2, "{rules:?}");

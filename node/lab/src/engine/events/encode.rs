@@ -1,4 +1,4 @@
-//! Payloads in vLLM's msgpack, in both forms.
+//! Payloads in both msgpack formats of vLLM.
 
 use bytes::Bytes;
 use rmp::encode as pack;
@@ -16,7 +16,7 @@ pub enum EventEncoding {
     Map,
 }
 
-/// `[time, events, rank]`.
+/// Encodes `[time, events, rank]`.
 pub(super) fn payload(
     form: EventEncoding,
     (block_tokens, rank): (u32, u16),
@@ -152,7 +152,7 @@ impl EventWriter {
         }
     }
 
-    /// One entry per block: the adapter in each, the salt in a prompt's first.
+    /// Encodes one entry per block: the adapter in each, and the salt in the first of a prompt.
     fn extra_keys(&mut self, blocks: usize, is_first: bool, content: &BlockContent) {
         self.array(blocks);
         for block in 0..blocks {

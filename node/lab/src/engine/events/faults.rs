@@ -1,4 +1,4 @@
-//! What can be made to go wrong with an engine's KV events: `--fault drop=0.1,restart-after=500`.
+//! Injected faults of an engine's KV events: `--fault drop=0.1,restart-after=500`.
 
 use std::str::FromStr;
 use std::time::Duration;
@@ -7,28 +7,28 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use super::PublishedMessage;
 
-/// Messages between two stalls.
+/// Number of messages between two stalls.
 const STALL_EVERY: u64 = 100;
 
-/// Faults by message. Drawn from the seed and the message's place, so that a run can be repeated.
+/// Faults per message, derived from the seed and the message's position, so that runs repeat.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct PublisherFaults {
-    /// Share of messages that never leave.
+    /// Share of messages that are dropped.
     drop: f64,
-    /// Share of messages that leave behind the next one.
+    /// Share of messages that are sent after the next one.
     reorder: f64,
-    /// Share of messages that leave twice.
+    /// Share of messages that are sent twice.
     duplicate: f64,
-    /// Every so many messages the engine restarts, as soon as it is idle: empty cache, numbers from
-    /// 0.
+    /// Number of messages after which the engine restarts once idle, with an empty cache and
+    /// numbers from 0.
     restart_after: Option<u64>,
-    /// Every so many messages the cache is reset, as soon as the engine is idle.
+    /// Number of messages after which the cache is reset once the engine is idle.
     clear_after: Option<u64>,
-    /// Every hundred messages the publisher pauses so long.
+    /// Length of a pause every hundred messages.
     stall: Option<Duration>,
     seed: u64,
     drawn: u64,
-    /// A message that leaves behind the next one.
+    /// A message that is sent after the next one.
     late: Option<PublishedMessage>,
 }
 
@@ -38,14 +38,14 @@ impl PartialEq for PublishedMessage {
     }
 }
 
-/// What is to befall the engine.
+/// Fault to inject into the engine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FaultKind {
-    /// It goes on.
+    /// None.
     Nothing,
-    /// It restarts.
+    /// The engine restarts.
     Restart,
-    /// Its cache is reset.
+    /// The cache is reset.
     Clear,
 }
 
@@ -101,7 +101,7 @@ fn span(name: &str, value: &str) -> Result<Duration, String> {
 }
 
 impl PublisherFaults {
-    /// What leaves in a message's place.
+    /// Returns the messages to send in place of `message`.
     pub(super) fn send(&mut self, message: PublishedMessage) -> Vec<PublishedMessage> {
         let mut sent = Vec::new();
         if self.happens(self.reorder) && self.late.is_none() {
@@ -118,7 +118,7 @@ impl PublisherFaults {
         sent
     }
 
-    /// What the message number `published` brings about.
+    /// Returns the fault after the message number `published`.
     pub(super) fn fate(&self, published: u64) -> FaultKind {
         let is_due =
             |every: Option<u64>| every.is_some_and(|every| published.is_multiple_of(every));
@@ -131,7 +131,7 @@ impl PublisherFaults {
         }
     }
 
-    /// How long the publisher pauses every [`STALL_EVERY`] messages.
+    /// Returns the length of the pause every [`STALL_EVERY`] messages.
     pub(super) fn stall(&self) -> Option<Duration> {
         self.stall
     }
@@ -141,7 +141,7 @@ impl PublisherFaults {
         sent % STALL_EVERY == STALL_EVERY - 1
     }
 
-    /// Forgets a message that is late: its run is over.
+    /// Drops a delayed message, because its run is over.
     pub(super) fn forget(&mut self) {
         self.late = None;
     }
@@ -152,7 +152,7 @@ impl PublisherFaults {
         }
         self.drawn += 1;
         let draw = xxh3_64_with_seed(&self.drawn.to_le_bytes(), self.seed);
-        // The upper 53 bits are what a float holds exactly.
+        // A float represents the upper 53 bits exactly.
         ((draw >> 11) as f64 / (1_u64 << 53) as f64) < share
     }
 }

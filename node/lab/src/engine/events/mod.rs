@@ -1,10 +1,10 @@
 //! KV events as vLLM publishes them over ZeroMQ: which blocks the cache holds.
 //!
 //! Source: vLLM's `distributed/kv_events.py` and streams recorded from 0.12 and 0.32. A PUB socket
-//! sends topic, sequence number and payload; numbers begin at 0 with each run. A ROUTER socket
-//! repeats the last ten thousand from a number on. A subscriber that does not keep up loses what
-//! exceeds its queue. [`PublisherFaults`] break the PUB side on purpose; replays are always
-//! complete.
+//! sends topic, sequence number and payload; numbers start at 0 in each run. A ROUTER socket
+//! replays the last ten thousand messages from a given number on. A subscriber that does not keep
+//! up loses what exceeds its queue. [`PublisherFaults`] affect only the PUB socket; replays are
+//! always complete.
 
 mod encode;
 mod faults;
@@ -26,23 +26,23 @@ use super::text::BlockContent;
 pub use encode::EventEncoding;
 pub use faults::{FaultKind, PublisherFaults};
 
-/// Messages that are repeated on demand: vLLM's default.
+/// Number of messages that can be replayed: vLLM's default.
 pub(super) const REPLAY_MESSAGES: usize = 10_000;
-/// Messages a subscriber may be behind: vLLM's default high-water mark.
+/// Maximum number of messages queued for a subscriber: vLLM's default high-water mark.
 const QUEUE_MESSAGES_MAX: usize = 100_000;
 /// Topic of every message.
 pub(super) const TOPIC: &str = "kv-events";
 
-/// Where and how an engine publishes.
+/// Options of an engine's publisher.
 #[derive(Debug, Clone, PartialEq)]
 pub struct EventsOptions {
-    /// The PUB socket; port 0 takes a free one.
+    /// Address of the PUB socket; port 0 takes a free one.
     pub events: SocketAddr,
-    /// The ROUTER socket; `None`: no replays.
+    /// Address of the ROUTER socket; `None`: no replays.
     pub replay: Option<SocketAddr>,
-    /// How events are written.
+    /// Encoding of events.
     pub form: EventEncoding,
-    /// What goes wrong.
+    /// Faults to inject.
     pub faults: PublisherFaults,
 }
 
@@ -70,7 +70,7 @@ struct PublisherInner {
     recent: VecDeque<PublishedMessage>,
     subscribers: Vec<mpsc::Sender<PublishedMessage>>,
     faults: PublisherFaults,
-    /// Messages over all runs.
+    /// Number of messages over all runs.
     published: u64,
 }
 
@@ -110,18 +110,18 @@ impl Publisher {
         Ok(publisher)
     }
 
-    /// Where the PUB socket listens.
+    /// Returns the address of the PUB socket.
     pub(super) fn events_at(&self) -> SocketAddr {
         self.events_at
     }
 
-    /// Where the ROUTER socket listens.
+    /// Returns the address of the ROUTER socket.
     pub(super) fn replay_at(&self) -> Option<SocketAddr> {
         self.replay_at
     }
 
-    /// Publishes a step's events as one message, if there are any; answers what is to befall the
-    /// engine for it.
+    /// Publishes a step's events as one message, if it has any. Returns the fault to inject into
+    /// the engine.
     pub(super) fn publish(
         &self,
         at_s: f64,
@@ -154,7 +154,7 @@ impl Publisher {
             ..
         } = &mut *inner;
         for sent in faults.send(message) {
-            // A full queue loses the message, as a PUB socket does beyond its high-water mark.
+            // A full queue drops the message, like a PUB socket beyond its high-water mark.
             subscribers.retain(|queue| {
                 !matches!(
                     queue.try_send(sent.clone()),
@@ -166,13 +166,13 @@ impl Publisher {
         inner.faults.fate(inner.published)
     }
 
-    /// Begins a new run, as a restarted engine does: numbers from 0, nothing to repeat.
+    /// Starts a new run, like a restarted engine: numbers from 0, nothing to replay.
     pub(super) fn restart(&self) {
         let mut inner = self.lock();
         inner.next_seq = 0;
         inner.recent.clear();
         inner.faults.forget();
-        // Connections of the old process break with it.
+        // The connections of the old process break.
         inner.subscribers.clear();
     }
 
@@ -182,7 +182,7 @@ impl Publisher {
         messages
     }
 
-    /// What a replay from `from` repeats.
+    /// Returns the messages of a replay from `from` on.
     fn from(&self, from: u64) -> Vec<PublishedMessage> {
         let inner = self.lock();
         let recent = inner.recent.iter();
@@ -197,7 +197,7 @@ impl Publisher {
     }
 
     fn lock(&self) -> MutexGuard<'_, PublisherInner> {
-        // What is behind it is whole between two statements.
+        // The data is always consistent between two statements.
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -11,7 +11,7 @@ use tokio_util::task::TaskTracker;
 
 use super::{Publisher, PublisherFaults, TOPIC};
 
-/// Ends a replay: its sequence number is this, its payload empty.
+/// Sequence number that ends a replay, with an empty payload.
 const REPLAY_END: [u8; 8] = [0xff; 8];
 
 /// Serves the PUB socket.
@@ -36,7 +36,7 @@ pub(super) async fn replays(
     serve_each(listener, stop, tasks, serving).await;
 }
 
-/// Gives each connection a task of its own until `stop`.
+/// Serves each connection in its own task until `stop`.
 async fn serve_each<F>(
     listener: TcpListener,
     stop: CancellationToken,
@@ -59,7 +59,7 @@ async fn accept(listener: &TcpListener) -> TcpStream {
     loop {
         match listener.accept().await {
             Ok((socket, _)) => {
-                // Without it each message would wait for the acknowledgement of the last.
+                // Otherwise each message would wait for the acknowledgement of the previous one.
                 if socket.set_nodelay(true).is_ok() {
                     return socket;
                 }
@@ -72,7 +72,7 @@ async fn accept(listener: &TcpListener) -> TcpStream {
     }
 }
 
-/// A peer that subscribes to a beginning of the topic gets everything from there on.
+/// Serves a subscriber: a prefix of the topic subscribes to all further messages.
 async fn subscriber(socket: TcpStream, publisher: Arc<Publisher>) -> Result<(), ZmtpError> {
     let mut connection = ZmtpConnection::open(socket, SocketType::Pub).await?;
     loop {
@@ -89,7 +89,7 @@ async fn subscriber(socket: TcpStream, publisher: Arc<Publisher>) -> Result<(), 
         let message = tokio::select! {
             message = messages.recv() => message.ok_or(ZmtpError::Closed)?,
             frames = connection.receive() => {
-                // Nothing a subscriber says after its subscription matters, but that it leaves.
+                // Ignore everything after the subscription, except a disconnect.
                 frames?;
                 continue;
             }

@@ -1,4 +1,4 @@
-//! What is published, read by another implementation of ZeroMQ.
+//! Reads the published events with another implementation of ZeroMQ.
 
 use api::kv_events::wire::{self, EngineEvent};
 use bytes::Bytes;
@@ -32,7 +32,7 @@ async fn complete(engine: &EngineHandle, prompt: &str, salt: &str) {
     assert_eq!(status, 200);
 }
 
-/// Topic, number and events of a message.
+/// Returns topic, number and events of a message.
 fn read(frames: &[Bytes]) -> (String, u64, Vec<EngineEvent>) {
     let [.., topic, seq, payload] = frames else {
         panic!("{} frames", frames.len());
@@ -46,7 +46,7 @@ fn read(frames: &[Bytes]) -> (String, u64, Vec<EngineEvent>) {
     (topic, seq, events)
 }
 
-/// All that the engine repeats from a number on.
+/// Returns everything that the engine replays from a number on.
 async fn replay(engine: &EngineHandle, from: u64) -> Vec<(u64, Vec<EngineEvent>)> {
     let mut dealer = DealerSocket::new();
     dealer.connect(&engine.kv_replay().unwrap()).await.unwrap();
@@ -75,7 +75,7 @@ async fn another_implementation_reads_both_forms() {
             .await
             .unwrap();
         subscriber.subscribe("").await.unwrap();
-        // A subscription is not acknowledged: the first message that comes is the one it begins at.
+        // Subscriptions are not acknowledged: the first received message is where this one begins.
         let prompt = "a".repeat(128 * 3);
         let mut number = 0;
         let (topic, seq, events) = loop {

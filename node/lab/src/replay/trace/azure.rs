@@ -1,5 +1,5 @@
 //! Azure's LLM inference traces (Azure/AzurePublicDataset): comma-separated arrival, context tokens
-//! and generated tokens. They name neither users nor prefixes.
+//! and generated tokens, without users and prefixes.
 
 use std::time::Duration;
 
@@ -36,7 +36,7 @@ impl TraceFormat for Azure {
     }
 }
 
-/// Time since the year 0, by the Gregorian calendar.
+/// Returns the time since the year 0 in the Gregorian calendar.
 fn instant(text: &str) -> Option<Duration> {
     let (date, time) = text.split_once(' ')?;
     let mut date = date.splitn(3, '-').map(|part| part.parse::<u64>().ok());
@@ -52,7 +52,7 @@ fn instant(text: &str) -> Option<Duration> {
     if !is_date || hour > 23 || minute > 59 || !(0.0..61.0).contains(&seconds) {
         return None;
     }
-    // Years are taken to begin in March, so that a leap day is a year's last day.
+    // Years start in March here, so that a leap day is the last day of a year.
     let (year, month) = if month > 2 {
         (year, month - 3)
     } else {

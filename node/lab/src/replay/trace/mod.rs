@@ -1,12 +1,12 @@
-//! Recorded traces: when requests came, how long they were, and which beginnings they shared.
+//! Recorded traces: arrival times, lengths, and shared prefixes of requests.
 //!
-//! Three formats are read, told apart by their first line; each is a `TraceFormat`. A trace says
-//! lengths in tokens; here a token is four bytes of text ([`crate::engine::text`]). Traces that
-//! name blocks (Mooncake: 512 tokens each) get one text per block id, so equal ids are equal text
-//! and equal beginnings are equal beginnings; other traces get a text of its own for each request.
+//! The reader supports three formats, which the first line distinguishes; each is a `TraceFormat`.
+//! Traces state lengths in tokens; here a token is four bytes of text ([`crate::engine::text`]).
+//! Traces with block ids (Mooncake: 512 tokens each) get one text per id, so that equal ids give
+//! equal text and shared prefixes stay shared. Other traces get a distinct text per request.
 //!
 //! `scale` multiplies lengths and block size alike, which keeps the structure of shared prefixes
-//! while the machine's load shrinks.
+//! but reduces the load on the machine.
 
 mod azure;
 mod mooncake;
@@ -24,61 +24,61 @@ use std::time::Duration;
 use super::text::PromptSpec;
 use crate::engine::text::TOKEN_BYTES;
 
-/// Tokens of one named block.
+/// Number of tokens in a block with an id.
 const BLOCK_TOKENS: u32 = 512;
-/// Tokens a request can have in a trace; more is taken for a damaged line.
+/// Maximum number of tokens of a request; a line with more counts as damaged.
 const TOKENS_MAX: u64 = 1 << 24;
 
-/// Why a trace cannot be replayed.
+/// Why a trace cannot be read.
 #[derive(Debug, thiserror::Error)]
 pub enum TraceError {
     /// The file cannot be read.
     #[error("read {}", path.display())]
     Unreadable {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// Why.
+        /// Cause.
         source: std::io::Error,
     },
-    /// A line is not what the format has there.
+    /// A line does not match the format.
     #[error("{}:{line}: {message}", path.display())]
     BadLine {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// From 1.
+        /// Line number, from 1.
         line: usize,
-        /// What was expected, and what was found.
+        /// What was expected and what was found.
         message: String,
     },
 }
 
-/// One request of a trace, ready to be sent.
+/// One request of a trace, ready to send.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Arrival {
-    /// Since the trace's beginning.
+    /// Time since the start of the trace.
     pub at: Duration,
-    /// Who sends it.
+    /// User who sends it.
     pub user: Arc<str>,
-    /// Its text.
+    /// Prompt.
     pub prompt: PromptSpec,
-    /// Tokens the engine is asked for.
+    /// Number of output tokens to request.
     pub output_tokens: u32,
 }
 
-/// How a trace is read.
+/// Options for reading a trace.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TraceOptions {
-    /// What lengths are multiplied with.
+    /// Factor for lengths.
     pub scale: LengthScale,
-    /// Only what comes before this; `None` reads all.
+    /// Reads only requests before this time; `None`: all.
     pub first: Option<Duration>,
-    /// Users the requests are spread over when the trace names none.
+    /// Number of users to spread requests over if the trace names none.
     pub users: u32,
     /// Seed of the texts.
     pub seed: u64,
 }
 
-/// A fraction that lengths are multiplied with: `1/16`.
+/// A fraction by which lengths are multiplied: `1/16`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LengthScale {
     numerator: u32,
@@ -86,13 +86,13 @@ pub struct LengthScale {
 }
 
 impl LengthScale {
-    /// Lengths as recorded.
+    /// The recorded lengths.
     pub const ONE: Self = Self {
         numerator: 1,
         denominator: 1,
     };
 
-    /// A scaled length, rounded up: nothing that was there vanishes.
+    /// Scales a length, rounded up so that nothing vanishes.
     fn apply(self, tokens: u32) -> u32 {
         let scaled = u64::from(tokens) * u64::from(self.numerator);
         u32::try_from(scaled.div_ceil(u64::from(self.denominator))).unwrap_or(u32::MAX)
@@ -125,27 +125,27 @@ impl FromStr for LengthScale {
     }
 }
 
-/// A line of a trace, as recorded.
+/// One record of a trace.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct TraceRecord {
-    /// Since whatever the format counts from.
+    /// Time since the format's origin.
     at: Duration,
     user: Option<String>,
     input_tokens: u32,
     output_tokens: u32,
-    /// Ids of its blocks; `None` when the format names none.
+    /// Ids of the blocks; `None` if the format has none.
     blocks: Option<Vec<u64>>,
 }
 
-/// A kind of trace file.
+/// A format of trace files.
 trait TraceFormat: Sync {
-    /// Whether a file with this first line is of this kind.
+    /// Whether a file with this first line has this format.
     fn begins_with(&self, first_line: &str) -> bool;
-    /// Lines before the first record.
+    /// Returns the number of lines before the first record.
     fn heading_lines(&self) -> usize;
-    /// Reads a record; the error says what was expected and what was found.
+    /// Parses a record. The error states what was expected and what was found.
     fn read(&self, line: &str) -> Result<TraceRecord, String>;
-    /// The grain its timestamps were rounded to; zero when they are exact.
+    /// Returns the unit that timestamps were rounded to; zero if they are exact.
     fn grain(&self) -> Duration {
         Duration::ZERO
     }
@@ -156,7 +156,7 @@ const FORMATS: [&dyn TraceFormat; 3] = [&mooncake::Mooncake, &azure::Azure, &vtc
 /// Reads a trace file.
 ///
 /// # Errors
-/// When it cannot be read, or a line is not what its format says.
+/// If the file cannot be read, or a line does not match its format.
 pub fn read(path: &Path, options: &TraceOptions) -> Result<Vec<Arrival>, TraceError> {
     let text = fs::read_to_string(path).map_err(|source| TraceError::Unreadable {
         path: path.to_owned(),
@@ -169,7 +169,7 @@ pub fn read(path: &Path, options: &TraceOptions) -> Result<Vec<Arrival>, TraceEr
     })
 }
 
-/// Reads a trace; errors carry their line, from 1.
+/// Parses a trace. Errors have the line number, from 1.
 pub(crate) fn parse(text: &str, options: &TraceOptions) -> Result<Vec<Arrival>, (usize, String)> {
     let first_line = text.lines().next().unwrap_or_default();
     let format = FORMATS.iter().find(|format| format.begins_with(first_line)).ok_or((
@@ -199,8 +199,8 @@ pub(crate) fn parse(text: &str, options: &TraceOptions) -> Result<Vec<Arrival>, 
     Ok(into_arrivals(records, options))
 }
 
-/// Spreads records with equal timestamps evenly over the grain (or up to the next timestamp, when
-/// that comes sooner): a burst every three seconds is how it was written down, not how it came.
+/// Spreads records with equal timestamps evenly over the grain, or up to the next timestamp if that
+/// comes sooner: bursts every three seconds are an artifact of rounding.
 fn spread(records: &mut [TraceRecord], grain: Duration) {
     if grain.is_zero() {
         return;
@@ -255,9 +255,9 @@ fn into_arrivals(records: Vec<TraceRecord>, options: &TraceOptions) -> Vec<Arriv
     records.into_iter().enumerate().map(into_arrival).collect()
 }
 
-/// Deals requests to users so that a conversation stays with its user: a request belongs to whoever
-/// first sent its deepest block that was seen before. Its very first block does not count, for that
-/// is a system prompt that everybody shares.
+/// Assigns requests to users so that a conversation keeps its user: a request belongs to the user
+/// who first sent its deepest known block. The first block does not count, because it is a system
+/// prompt that all users share.
 struct UserAssignment {
     names: Vec<Arc<str>>,
     owner: HashMap<u64, usize>,
@@ -290,7 +290,7 @@ impl UserAssignment {
     }
 }
 
-/// A token count of a record.
+/// Checks a token count of a record.
 fn tokens(name: &str, value: u64) -> Result<u32, String> {
     u32::try_from(value)
         .ok()
@@ -298,7 +298,7 @@ fn tokens(name: &str, value: u64) -> Result<u32, String> {
         .ok_or_else(|| format!("expected {name} of at most {TOKENS_MAX}, found {value}"))
 }
 
-/// The fields of a line of comma-separated values.
+/// Splits a line of comma-separated values into fields.
 fn fields<'a, const N: usize>(line: &'a str, heading: &str) -> Result<[&'a str; N], String> {
     let found: Vec<&str> = line.trim_end().split(',').collect();
     <[&str; N]>::try_from(found).map_err(|found| {
@@ -310,7 +310,7 @@ fn fields<'a, const N: usize>(line: &'a str, heading: &str) -> Result<[&'a str; 
     })
 }
 
-/// A field that is a number of tokens.
+/// Parses a field with a number of tokens.
 fn token_field(name: &str, text: &str) -> Result<u32, String> {
     let value = text
         .parse::<u64>()
@@ -318,7 +318,7 @@ fn token_field(name: &str, text: &str) -> Result<u32, String> {
     tokens(name, value)
 }
 
-/// Text of a file as an error shows it: quoted, and not all of it.
+/// Formats text of a file for an error: quoted and shortened.
 fn shown(text: &str) -> String {
     const SHOWN_CHARS: usize = 60;
     let mut short: String = text.chars().take(SHOWN_CHARS).collect();

@@ -1,6 +1,6 @@
-//! Mooncake's traces (kvcache-ai/Mooncake, FAST'25): one JSON object per line, `timestamp` in
-//! milliseconds rounded to three seconds, `input_length` and `output_length` in tokens, `hash_ids`
-//! naming the input's blocks of 512 tokens, the last of which may be partial.
+//! Mooncake's traces (kvcache-ai/Mooncake, FAST'25): one JSON object per line with `timestamp` in
+//! milliseconds, rounded to three seconds, `input_length` and `output_length` in tokens, and
+//! `hash_ids` of the input's blocks of 512 tokens, the last of which may be partial.
 
 use std::time::Duration;
 

@@ -1,4 +1,4 @@
-//! What the formats accept, and how each bad line is reported.
+//! Tests of the formats, and of the errors for bad lines.
 
 use std::time::Duration;
 

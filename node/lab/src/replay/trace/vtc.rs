@@ -1,5 +1,5 @@
 //! Traces of the VTC artifact (Ying1123/VTC-artifact, from Chatbot Arena): comma-separated arrival
-//! in seconds, user, prompt tokens and output tokens. They name no prefixes.
+//! in seconds, user, prompt tokens and output tokens, without prefixes.
 
 use std::time::Duration;
 

@@ -1,8 +1,8 @@
-//! Generated workloads: prompts of a common prefix, a group's prefix, and a unique end.
+//! Generated workloads: prompts with a common prefix, a group prefix, and a unique end.
 //!
-//! One generator with parameters makes all of them: `shared-prefix` has groups, `one-hot` sends
-//! most requests to one of them, `templated` puts one beginning before all groups, `burst` sends
-//! many times faster for a while, `volatile` has a field early on that differs between groups.
+//! One parametrised generator makes all of them: `shared-prefix` has groups, `one-hot` sends most
+//! requests to one group, `templated` puts a common prefix before all groups, `burst` temporarily
+//! multiplies the rate, `volatile` has an early field that differs between groups.
 
 use std::sync::Arc;
 
@@ -13,46 +13,46 @@ use crate::rng::Rng;
 use crate::simulate::events::Micros;
 use crate::simulate::plan::BLOCK_TOKENS;
 
-/// Sizes of a generated workload.
+/// Parameters of a generated workload.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Mix {
-    /// Requests per second on average.
+    /// Mean number of requests per second.
     pub rate: f64,
-    /// Until when they come.
+    /// Time until which requests arrive.
     pub duration: Micros,
-    /// Requests at most.
+    /// Maximum number of requests.
     pub requests: u64,
-    /// Tokens that all prompts begin with.
+    /// Length of the prefix common to all prompts, in tokens.
     pub common_tokens: u32,
-    /// Groups with a beginning of their own.
+    /// Number of groups with their own prefix.
     pub groups: u32,
-    /// Tokens of a group's beginning.
+    /// Length of a group's prefix, in tokens.
     pub group_tokens: u32,
-    /// Tokens that all prompts have behind that.
+    /// Length of the text common to all prompts after that, in tokens.
     pub shared_after_tokens: u32,
-    /// Tokens of a request's own, and output tokens.
+    /// Length of a request's own text, and output tokens.
     pub lengths: LengthRange,
-    /// Share of the requests that go to the first group, in thousandths; 0: an equal share.
+    /// Share of requests for the first group, in thousandths; 0: an equal share.
     pub hot_permille: u32,
-    /// Faster for a while, again and again.
+    /// Periodic bursts.
     pub burst: Option<Burst>,
-    /// Users, who send in turn.
+    /// Number of users, who send in turn.
     pub users: u32,
 }
 
-/// A rate that changes.
+/// A rate that varies periodically.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Burst {
-    /// Every so often.
+    /// Time from one burst to the next.
     pub every: Micros,
-    /// For so long.
+    /// Duration of a burst.
     pub length: Micros,
-    /// So many times the rate of the rest.
+    /// Rate in a burst, relative to the rest.
     pub factor: f64,
 }
 
 impl Mix {
-    /// Long group prefixes: what routing by prefix is for.
+    /// Returns long group prefixes, the main use of prefix routing.
     #[must_use]
     pub fn shared_prefix() -> Self {
         Self {
@@ -73,7 +73,7 @@ impl Mix {
         }
     }
 
-    /// Most requests share one prefix: following it overloads its holder.
+    /// Returns a mix in which most requests share one prefix: following it overloads its holder.
     #[must_use]
     pub fn one_hot() -> Self {
         Self {
@@ -82,7 +82,7 @@ impl Mix {
         }
     }
 
-    /// All prompts begin alike: any match is worth little.
+    /// Returns a mix with a common prefix in all prompts: any match is worth little.
     #[must_use]
     pub fn templated() -> Self {
         Self {
@@ -93,8 +93,8 @@ impl Mix {
         }
     }
 
-    /// One block that differs between the groups stands early in prompts that are alike before and
-    /// behind it: engines share nothing behind it, however alike it looks.
+    /// Returns prompts that are equal except for one early block per group: nothing after it can be
+    /// shared, although it looks equal.
     #[must_use]
     pub fn volatile() -> Self {
         Self {
@@ -106,7 +106,7 @@ impl Mix {
         }
     }
 
-    /// Five seconds of every twenty at six times the rate of the others.
+    /// Returns bursts of five seconds in every twenty, at six times the rate of the rest.
     #[must_use]
     pub fn burst() -> Self {
         Self {
@@ -119,7 +119,7 @@ impl Mix {
         }
     }
 
-    /// Draws the requests.
+    /// Generates the requests.
     #[must_use]
     pub fn generate(&self, seed: u64) -> SimWorkload {
         let mut rng = Rng::new(seed, 1);
@@ -171,7 +171,7 @@ impl Mix {
         }
     }
 
-    /// The rate at a time; over a whole period it has the mean that was asked for.
+    /// Returns the rate at a time. Its mean over a whole period is the configured rate.
     fn rate_at(&self, at: Micros) -> f64 {
         let Some(burst) = self.burst else {
             return self.rate;

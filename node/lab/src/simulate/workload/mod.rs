@@ -1,8 +1,8 @@
 //! The workload: which user sends which prompt when.
 //!
-//! A workload is made once per seed and shared by all runs of a comparison, so that every policy
-//! sees the same requests. Requests arrive at given times ([`SimWorkload::arrivals`]), or a user
-//! keeps so many in flight that some always wait ([`SimUser::backlog`]).
+//! A workload is generated once per seed and shared by all runs of a comparison, so that every
+//! policy gets the same requests. Requests arrive at given times ([`SimWorkload::arrivals`]), or a
+//! user keeps so many open that some always wait ([`SimUser::backlog`]).
 
 mod mix;
 #[cfg(test)]
@@ -26,68 +26,68 @@ pub use mix::Mix;
 
 /// Seed of block and user hashes in every simulated cluster.
 pub const HASH_SEED: u64 = 0x5eed;
-/// The one model that is served.
+/// Name of the only served model.
 pub const MODEL: &str = "simulated";
 
-/// Requests to come, and who sends them.
+/// Requests and the users who send them.
 #[derive(Debug, Clone, Default)]
 pub struct SimWorkload {
-    /// Its name among others; empty where there is one.
+    /// Name among several loads; empty if there is only one.
     pub name: String,
-    /// Who they are.
+    /// Users.
     pub users: Vec<SimUser>,
-    /// Requests with a time of their own, ascending.
+    /// Requests with given arrival times, ascending.
     pub arrivals: Vec<SimArrival>,
-    /// What users with a backlog send.
+    /// Lengths of requests of users with a backlog.
     pub shape: LengthRange,
 }
 
-/// A user.
+/// A user of the workload.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SimUser {
-    /// Its name.
+    /// Name of the user.
     pub name: String,
-    /// Its share against others, in thousandths.
+    /// Weight, in thousandths.
     pub weight_milli: u32,
-    /// The replica that all its requests go to; `None`: any.
+    /// Replica that receives all its requests; `None`: any.
     pub replica: Option<u8>,
-    /// Requests it keeps under way and waiting together; 0: it sends at times of its own.
+    /// Number of requests it keeps open, running or waiting; 0: it sends at given times.
     pub backlog: u32,
-    /// When it sends nothing.
+    /// Period in which it sends nothing.
     pub off: Option<(Micros, Micros)>,
-    /// What all prompts of its backlog begin with; `None`: with nothing that they share.
+    /// Common prefix of its backlog's prompts; `None`: they share nothing.
     pub beginning: Option<Arc<str>>,
 }
 
-/// A request as it arrives.
+/// An arriving request.
 #[derive(Debug, Clone)]
 pub struct SimArrival {
-    /// When.
+    /// Time of arrival.
     pub at: Micros,
-    /// Whose; a place in [`SimWorkload::users`].
+    /// Index of its user in [`SimWorkload::users`].
     pub user: usize,
-    /// Its prompt.
+    /// Prompt.
     pub prompt: Arc<SimPrompt>,
-    /// Tokens the engine makes.
+    /// Number of output tokens.
     pub output_tokens: u32,
-    /// The replica that it comes to, from 0, unless its user has one; `None`: any.
+    /// Replica that receives it, from 0, unless its user has one; `None`: any.
     pub replica: Option<u8>,
 }
 
-/// A prompt with its identity on both sides.
+/// A prompt as router and engine identify it.
 #[derive(Debug, Clone)]
 pub struct SimPrompt {
-    /// As the router sees it.
+    /// Identity for the router.
     pub identity: PromptIdentity,
-    /// Tokens.
+    /// Number of tokens.
     pub tokens: u32,
-    /// As the engine sees it.
+    /// Sequence for the engine.
     pub sequence: Sequence,
-    /// Each full block by its position and content, whatever precedes it.
+    /// Keys of the full blocks by position and content, regardless of preceding blocks.
     pub positions: Arc<[u64]>,
 }
 
-/// Lengths that are drawn, both ends included.
+/// Ranges of random lengths, both ends included.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LengthRange {
     /// Prompt tokens.
@@ -106,13 +106,13 @@ impl Default for LengthRange {
 }
 
 impl SimPrompt {
-    /// The identity of `text`, by the code that production uses for it.
+    /// Identifies `text` with production's code.
     #[must_use]
     pub fn new(text: &[u8]) -> Self {
         Self::cut(text, BLOCK_TOKENS)
     }
 
-    /// The same with blocks of so many tokens.
+    /// Identifies `text` with blocks of `block_tokens` tokens.
     #[must_use]
     pub fn cut(text: &[u8], block_tokens: u32) -> Self {
         let block_bytes = block_tokens * TOKEN_BYTES as u32;
@@ -159,13 +159,13 @@ impl LengthRange {
         rng.within(range.0, range.1).max(1)
     }
 
-    /// A prompt of its own, shared with nobody, and an output length.
+    /// Draws a unique prompt and an output length.
     #[must_use]
     pub fn draw_request(&self, rng: &mut Rng) -> (Arc<SimPrompt>, u32) {
         self.draw_after("", rng)
     }
 
-    /// The same behind a `beginning`.
+    /// Draws a unique prompt after a common `beginning`, and an output length.
     #[must_use]
     pub fn draw_after(&self, beginning: &str, rng: &mut Rng) -> (Arc<SimPrompt>, u32) {
         let tokens = Self::draw(self.input, rng) as usize;
@@ -176,7 +176,7 @@ impl LengthRange {
 }
 
 impl SimUser {
-    /// One that sends at times of its own, to any replica, with an equal share.
+    /// Creates a user of average weight that sends at given times, to any replica.
     #[must_use]
     pub fn named(name: &str) -> Self {
         Self {
@@ -189,7 +189,7 @@ impl SimUser {
         }
     }
 
-    /// Whether it sends at this time.
+    /// Whether the user sends at this time.
     #[must_use]
     pub fn sends_at(&self, at: Micros) -> bool {
         self.off
@@ -198,7 +198,7 @@ impl SimUser {
 }
 
 impl SimWorkload {
-    /// The requests of a recorded trace.
+    /// Converts a recorded trace.
     #[must_use]
     pub fn of_trace(arrivals: &[Arrival]) -> Self {
         let mut workload = Self::default();
@@ -228,7 +228,7 @@ impl SimWorkload {
         }
     }
 
-    /// Multiplies all arrival times, so that `per_s` requests come each second on average.
+    /// Scales all arrival times, so that `per_s` requests arrive per second on average.
     pub fn set_rate(&mut self, per_s: f64) {
         let last = self.arrivals.last().map_or(0, |sent| sent.at);
         if last == 0 {
@@ -240,14 +240,14 @@ impl SimWorkload {
         }
     }
 
-    /// Requests per second on average.
+    /// Returns the mean number of requests per second.
     #[must_use]
     pub fn rate(&self) -> f64 {
         let last = self.arrivals.last().map_or(1, |sent| sent.at.max(1));
         self.arrivals.len() as f64 * 1e6 / last as f64
     }
 
-    /// Users that always have requests waiting.
+    /// Whether some users always have requests waiting.
     #[must_use]
     pub fn is_backlogged(&self) -> bool {
         self.users.iter().any(|user| user.backlog > 0)

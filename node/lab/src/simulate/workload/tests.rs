@@ -1,4 +1,4 @@
-//! Workloads: that they have the shape they are named for.
+//! Tests that workloads have the shape they are named for.
 
 use state::ids::BlockHash;
 

@@ -1,9 +1,8 @@
-//! Cells: clusters side by side, and the first hop that chooses one for each request.
+//! Cells: independent clusters, and the first hop that chooses one for each request.
 //!
-//! Places and engines are numbered through all cells. The first hop knows of a cell what it was
-//! told last and what it has sent there since, and chooses by a policy of the product, with a cell
-//! in the place of a backend. Cells may charge users for what other cells served them; nothing else
-//! passes between them.
+//! Places and engines are numbered across all cells. The first hop knows a cell's last report and
+//! the requests it has sent there since. It chooses by a product policy, with cells in place of
+//! backends. Cells may charge users for service in other cells; they exchange nothing else.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -18,15 +17,15 @@ use crate::simulate::clock::unix_ms;
 use crate::simulate::plan::CellPlan;
 use crate::simulate::workload::SimPrompt;
 
-/// What the first hop knows of the cells.
+/// The first hop's knowledge of the cells.
 pub(super) struct FirstHop {
-    /// Requests under way in each cell.
+    /// Requests in flight in each cell.
     open: Vec<u32>,
-    /// The same as told last, with what was sent since.
+    /// The same as last reported, plus requests sent since.
     known: Vec<u32>,
-    /// By cell, then user: priced tokens that the cell was told of, as input and output tokens.
+    /// Input and output tokens charged for other cells, by cell and user.
     told: Vec<Vec<[u64; 2]>>,
-    /// Charges sent so far.
+    /// Number of charges sent.
     charges: u64,
 }
 
@@ -41,36 +40,36 @@ impl FirstHop {
         }
     }
 
-    /// A request in `cell` is over.
+    /// Records the end of a request in `cell`.
     pub(super) fn closed(&mut self, cell: usize) {
         self.open[cell] -= 1;
     }
 }
 
 impl SimWorld<'_> {
-    /// The places of a cell.
+    /// Returns the places of a cell.
     pub(super) fn places_of(&self, cell: usize) -> Range<usize> {
         let replicas = usize::from(self.plan.replicas);
         cell * replicas..(cell + 1) * replicas
     }
 
-    /// The places of the same cell as `place`.
+    /// Returns the places in the same cell as `place`.
     pub(super) fn places_around(&self, place: usize) -> Range<usize> {
         self.places_of(place / usize::from(self.plan.replicas))
     }
 
-    /// The places of the cell that `engine` belongs to.
+    /// Returns the places in the cell of `engine`.
     pub(super) fn places_beside(&self, engine: usize) -> Range<usize> {
         self.places_of(engine / usize::from(self.plan.backends))
     }
 
-    /// The engine in a slot of the registry that `place` knows.
+    /// Returns the engine in a slot of the registry of `place`.
     pub(super) fn engine_at(&self, place: usize, slot: usize) -> usize {
         let cell = place / usize::from(self.plan.replicas);
         cell * usize::from(self.plan.backends) + slot
     }
 
-    /// Chooses the cell of the `request`th request, and counts it in.
+    /// Chooses the cell of the `request`th request, and counts the request.
     pub(super) fn choose_cell(&mut self, prompt: &SimPrompt, request: usize) -> usize {
         let plan = &self.plan.cells;
         let hashed = prompt.identity.chain.iter();
@@ -96,7 +95,7 @@ impl SimWorld<'_> {
         cell
     }
 
-    /// Plans what passes between cells.
+    /// Plans the first exchanges between cells.
     pub(super) fn begin_cells(&mut self) {
         let plan = &self.plan.cells;
         if plan.count > 1 {
@@ -107,7 +106,7 @@ impl SimWorld<'_> {
         }
     }
 
-    /// The first hop hears what cells have under way.
+    /// Reports the cells' requests in flight to the first hop.
     pub(super) fn tell(&mut self) {
         self.hop.known.clone_from(&self.hop.open);
         if self.is_going_on() {
@@ -116,7 +115,7 @@ impl SimWorld<'_> {
         }
     }
 
-    /// Each cell charges users for what the others have served them since the last time.
+    /// Charges users in each cell for service in other cells since the last call.
     pub(super) fn share_charges(&mut self, every: Micros) {
         let cells = usize::from(self.plan.cells.count);
         let users = 0..self.keys.len();
@@ -151,12 +150,12 @@ impl SimWorld<'_> {
         }
     }
 
-    /// What a cell has charged a user for requests of its own: input and output tokens.
+    /// Returns the input and output tokens that a cell has charged a user for its own requests.
     pub(super) fn own_charges(&self, cell: usize, user: usize) -> [u64; 2] {
         let state = &self.places[self.places_of(cell).start].replica.state;
         let [input, output] = self.hop.told[cell][user];
         state.user(self.keys[user]).map_or([0; 2], |user| {
-            // What was told and is not applied yet is missing from the totals.
+            // Charges from other cells that are not applied yet are missing in the totals.
             let total = &user.total;
             [
                 total.input_uncached.saturating_sub(input),
@@ -188,7 +187,7 @@ impl SimWorld<'_> {
     }
 }
 
-/// The charge that takes a cell from what it was told to `all`.
+/// Returns the charge that raises a cell's knowledge from `told` to `all`.
 fn charge(user: UserKey, told: [u64; 2], all: [u64; 2]) -> Item {
     Item::Charge(Charge {
         user,

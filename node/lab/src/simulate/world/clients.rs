@@ -1,20 +1,20 @@
-//! Clients who do not wait for ever: they leave, they are refused, and they try again.
+//! Clients with limited patience: they leave, are rejected, and retry.
 
 use api::routing::AttemptEnd;
 
 use super::{Micros, RequestStage, SimEvent, SimWorld};
 use crate::simulate::replica::EngineUsage;
 
-/// Production looks at its queues at least this often.
+/// Maximum interval at which production checks its queues.
 const LOOK_EVERY: Micros = 20_000;
-/// OpenAI's SDKs wait this long before they try again, twice as long each further time.
+/// First and longest pause before a retry, which doubles each time, as in OpenAI's SDKs.
 const BACK_OFF: Micros = 500_000;
 const BACK_OFF_MAX: Micros = 8_000_000;
-/// Least and most that production asks a refused client to wait, before jitter, milliseconds.
+/// Range in which production asks rejected clients to wait, before jitter, in milliseconds.
 const RETRY_AFTER_MS: (u64, u64) = (1000, 60_000);
 
 impl SimWorld<'_> {
-    /// A request is sent: its client waits for so long.
+    /// Starts a try of a request, and plans when its client leaves.
     pub(super) fn begin_try(&mut self, request: usize) {
         let asked = &mut self.requests[request];
         asked.tries += 1;
@@ -26,7 +26,7 @@ impl SimWorld<'_> {
         }
     }
 
-    /// A client leaves, if it has not got its answer in this try.
+    /// Removes a client that has no complete response in this try.
     pub(super) fn leave(&mut self, request: usize, tries: u32) {
         let first_engine = self.engine_at(self.requests[request].replica, 0);
         let asked = &mut self.requests[request];
@@ -50,7 +50,7 @@ impl SimWorld<'_> {
                 let wasted = u64::from(asked.computed) + u64::from(asked.served_output);
                 self.tally.wasted_tokens += wasted;
                 if !asked.has_first_token {
-                    // It is charged for the prompt, and so that is what its user was served.
+                    // Its user is charged for the prompt, so that counts as its service.
                     let service = &mut self.tally.service;
                     service.served(user, flight.uncached_tokens, 0);
                 }
@@ -77,8 +77,8 @@ impl SimWorld<'_> {
         self.pump(place);
     }
 
-    /// Refuses a request that the queue does not take. Its client retries after `wait_ms` if it has
-    /// tries left.
+    /// Rejects a request that the queue does not accept. Its client retries after `wait_ms` if it
+    /// has tries left.
     pub(super) fn turn_away(&mut self, request: usize, wait_ms: u64) {
         let asked = &mut self.requests[request];
         asked.stage = RequestStage::Ended;
@@ -86,7 +86,7 @@ impl SimWorld<'_> {
         if self.may_try_again(request) {
             let wait_ms = wait_ms.clamp(RETRY_AFTER_MS.0, RETRY_AFTER_MS.1);
             let jittered_ms = wait_ms + self.moods.below(wait_ms / 2);
-            // A header of whole seconds.
+            // The header has whole seconds.
             let after = jittered_ms.div_ceil(1000) * 1_000_000;
             self.events.plan(self.now + after, SimEvent::Again(request));
         } else {
@@ -106,7 +106,7 @@ impl SimWorld<'_> {
         most - self.moods.below(most / 4)
     }
 
-    /// A client tries again.
+    /// Sends a request again.
     pub(super) fn try_again(&mut self, request: usize) {
         let asked = &mut self.requests[request];
         asked.arrived = self.now;
@@ -115,7 +115,7 @@ impl SimWorld<'_> {
         self.enter(request);
     }
 
-    /// Refuses those who have waited for as long as they may.
+    /// Rejects requests that have waited too long.
     pub(super) fn expire(&mut self, place: usize) {
         if !self.plan.bounds_waits() {
             return;
@@ -140,7 +140,7 @@ impl SimWorld<'_> {
         self.tally.service.waits_no_more(user);
     }
 
-    /// While somebody waits, the queue is looked at again and again.
+    /// Plans the next check of the queue while requests wait.
     pub(super) fn look_again(&mut self, place: usize) {
         if self.plan.bounds_waits() && !self.places[place].lobby.is_empty() {
             self.wake_in(place, LOOK_EVERY);

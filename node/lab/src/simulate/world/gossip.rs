@@ -1,4 +1,4 @@
-//! What passes between replicas: batches through the log, load directly.
+//! Exchange between replicas: batches through the log, load directly.
 
 use std::sync::Arc;
 
@@ -12,11 +12,11 @@ use state::ids::{LogIndex, ReplicaId};
 use super::{Micros, SimEvent, SimWorld};
 use crate::simulate::plan::micros;
 
-/// Load is told at most this often, as production does.
+/// Minimum interval between load reports, as in production.
 const REPORT_EVERY: Micros = 20_000;
 
 impl SimWorld<'_> {
-    /// Something at a replica changed that others should hear of.
+    /// Plans the report of a change at a replica.
     pub(super) fn changed(&mut self, place: usize) {
         self.plan_flush(place);
         if self.plan.load_lag.is_none() {
@@ -117,7 +117,7 @@ impl SimWorld<'_> {
         let is_news = due.is_some() || backlog != here.last_backlog;
         here.last_backlog = backlog;
         here.next_report = Micros::MAX;
-        // Peers forget what runs or waits here unless they are told again.
+        // Without repetition, peers forget what runs or waits here.
         let registry = replica.state.view().registry();
         let runs = |backend: &Backend| replica.load().here(backend.handle).running > 0;
         let is_busy = backlog.is_some() || registry.backends.iter().any(runs);
@@ -159,7 +159,7 @@ impl SimWorld<'_> {
         self.pump(place);
     }
 
-    /// Asks a replica's lobby again after a while.
+    /// Plans another check of a replica's queue.
     pub(super) fn wake_in(&mut self, place: usize, after: Micros) {
         let at = self.now + after.max(1);
         let next = &mut self.places[place].next_wake;
@@ -177,8 +177,8 @@ impl SimWorld<'_> {
         }
     }
 
-    /// Notes how much the users whom `entry` charges had used and not been charged for in the
-    /// replica's eyes, right before it learns of it: it is at its most then.
+    /// Records the service that the replica does not know to be charged, for users whom `entry`
+    /// charges. It is largest just before the replica applies `entry`.
     fn note_uncharged(&mut self, place: usize, entry: &Envelope) {
         let Command::Batch { items, .. } = &entry.command else {
             return;

@@ -1,7 +1,7 @@
-//! The simulated cluster: one event after the other until every request has ended.
+//! The simulated cluster: processes events until every request has ended.
 //!
-//! Everything that happens is an `SimEvent` with a time; handling one plans others. Nothing else
-//! passes between replicas, log and engines, so that the order of events is all there is to a run.
+//! Everything that happens is a `SimEvent` with a time; handling one plans others. Replicas, log
+//! and engines interact only through events, so their order determines the run.
 
 mod cells;
 mod clients;
@@ -30,85 +30,85 @@ use super::tally::SimTally;
 use super::workload::{HASH_SEED, MODEL, SimPrompt, SimWorkload};
 use crate::rng::Rng;
 
-/// Part of the horizon after which shares of those who always wait are compared: one in so many.
+/// The ratio of services is measured after this fraction of the horizon: one tenth.
 const WARM_UP: Micros = 10;
 
-/// Something that happens.
+/// An event of the simulation.
 #[derive(Debug)]
 enum SimEvent {
-    /// The next request with a time of its own arrives.
+    /// The next request with a given time arrives.
     Arrive,
-    /// A client has waited for its answer as long as it does, in this try.
+    /// A client's patience ends in this try.
     Leave { request: usize, tries: u32 },
-    /// A client tries again.
+    /// A client retries.
     Again(usize),
-    /// A user with a backlog may send another.
+    /// A user with a backlog may send another request.
     Return(usize),
-    /// An engine's step is over.
+    /// An engine's step ends.
     Step(usize),
     /// A replica may cut a batch.
     Flush(usize),
-    /// An entry of the log reaches a replica.
+    /// An entry of the log arrives at a replica.
     Apply {
         replica: usize,
         epoch: u32,
         index: LogIndex,
         envelope: Arc<Envelope>,
     },
-    /// A replica may tell its load.
+    /// A replica may report its load.
     Report(usize),
-    /// A peer's load reaches a replica.
+    /// A peer's load arrives at a replica.
     Heard {
         replica: usize,
         from: usize,
-        /// `None`: as told before.
+        /// `None`: unchanged.
         report: Option<Arc<[u8]>>,
         backlog: Option<Backlog>,
     },
-    /// A replica may find that somebody can go.
+    /// A replica checks whether it can admit a request.
     Wake(usize),
-    /// The blocks of a request's prompt, in this try, have come over.
+    /// The transfer of a prompt's blocks ends, in this try.
     Fetched { request: usize, tries: u32 },
-    /// Replicas read the engines' figures.
+    /// Replicas probe the engines.
     Probe,
     /// The curves get a point.
     Sample,
-    /// Shares of who always waits count from here on.
+    /// The watch on users who always wait begins.
     Watch,
-    /// What counts for fairness is over.
+    /// The measured period for fairness ends.
     Close,
-    /// Replicas crash and start again.
+    /// Replicas crash and restart.
     Restart,
-    /// Cells tell the first hop what they have under way.
+    /// Cells report their requests in flight to the first hop.
     Tell,
-    /// Cells charge users for what they were served elsewhere.
+    /// Cells charge users for service in other cells.
     Share,
 }
 
-/// A request, from its arrival to its end.
+/// A request, from arrival to end.
 struct RequestState {
     user: usize,
     prompt: Arc<SimPrompt>,
     output_tokens: u32,
     arrived: Micros,
-    /// The cell that the first hop chose.
+    /// Cell that the first hop chose.
     cell: usize,
     replica: usize,
-    /// Output tokens as predicted when it came.
+    /// Output tokens as predicted at arrival.
     predicted_output: u32,
     stage: RequestStage,
     has_first_token: bool,
-    /// When its first token came.
+    /// Time of the first token.
     first_token: Micros,
-    /// The replica that it comes to; `None`: its user's, or any.
+    /// Replica that receives it; `None`: its user's, or any.
     pinned: Option<u8>,
-    /// Times it was sent.
+    /// Number of tries.
     tries: u32,
-    /// While it waits.
+    /// Ticket while it waits.
     ticket: Ticket,
-    /// Prompt tokens that were computed for it in this try.
+    /// Prompt tokens computed for it in this try.
     computed: u32,
-    /// Output tokens that its user was served: a request that is sent again is served again.
+    /// Output tokens served to its user in this try.
     served_output: u32,
 }
 
@@ -118,7 +118,7 @@ enum RequestStage {
     Ended,
 }
 
-/// A replica with what the simulation keeps beside it.
+/// A replica with the simulation's data about it.
 struct ReplicaPlace {
     replica: SimReplica,
     lobby: SimQueue,
@@ -127,9 +127,9 @@ struct ReplicaPlace {
     last_flush: Micros,
     next_report: Micros,
     next_wake: Micros,
-    /// What peers were told last.
+    /// Backlog last reported to peers.
     last_backlog: Option<Backlog>,
-    /// Upper ends of the bins that requests were last spread over.
+    /// Upper bounds of the bins of the waiting requests.
     bin_edges: Vec<u32>,
 }
 
@@ -157,32 +157,32 @@ impl ReplicaPlace {
     }
 }
 
-/// The end of a run.
+/// Result of a run.
 pub struct SimOutcome {
-    /// What was measured.
+    /// Measurements.
     pub tally: SimTally,
-    /// Events handled.
+    /// Number of handled events.
     pub events: u64,
     /// Requests that engines preempted.
     pub preemptions: u64,
-    /// Most that a user had used and not been charged in some replica's eyes, with the most that
-    /// its dispatched requests had yet to make; priced tokens at weight 1.
+    /// Largest service of a user that some replica did not know to be charged, plus the largest
+    /// outstanding output of a user's dispatched requests, in priced tokens at weight 1.
     pub uncharged: u64,
     /// The gate's highest slack, in the same unit.
     pub slack: u64,
-    /// Upper ends of the bins at the end, but the last.
+    /// Final upper bounds of all bins but the last.
     pub bin_edges: Vec<u32>,
-    /// The requests in the order they arrived: for the ideal.
+    /// Requests in the order of arrival, for the ideal bounds.
     pub asked: Vec<(Arc<SimPrompt>, u32)>,
     /// Priced tokens that the first replica's state has charged.
     pub charged: u64,
-    /// The state's digest, of the first replica.
+    /// Digest of the first replica's state.
     pub digest: u128,
-    /// Faults of the books: empty in a correct run.
+    /// Inconsistencies; empty in a correct run.
     pub faults: Vec<String>,
 }
 
-/// The cluster and its time.
+/// The simulated cluster and its time.
 pub struct SimWorld<'a> {
     plan: &'a SimPlan,
     workload: &'a SimWorkload,
@@ -195,27 +195,27 @@ pub struct SimWorld<'a> {
     places: Vec<ReplicaPlace>,
     hop: FirstHop,
     requests: Vec<RequestState>,
-    /// Of [`SimWorkload::arrivals`], the next.
+    /// Index of the next request in [`SimWorkload::arrivals`].
     next_arrival: usize,
-    /// Requests each user has under way or waiting; for those with a backlog.
+    /// Number of open requests of each user with a backlog.
     open_by_user: Vec<u32>,
     open: u64,
     rngs: Vec<Rng>,
     spread: Rng,
-    /// Draws how long clients wait.
+    /// Draws the patience of clients.
     moods: Rng,
-    /// The entries a log begins with.
+    /// First entries of every log.
     setup: Vec<Envelope>,
-    /// Next index, of the one log or of each replica's own.
+    /// Next index, of the shared log or of each replica's own.
     next_index: Vec<u64>,
-    /// How often each replica's log was lost.
+    /// Number of times each replica's log was lost.
     epochs: Vec<u32>,
     run: replica::RunSettings,
     tally: SimTally,
 }
 
 impl<'a> SimWorld<'a> {
-    /// A cluster at its beginning.
+    /// Creates a cluster at its start.
     #[must_use]
     pub fn new(plan: &'a SimPlan, workload: &'a SimWorkload) -> Self {
         let setup = setup(commands(plan, workload));
@@ -268,7 +268,7 @@ impl<'a> SimWorld<'a> {
         }
     }
 
-    /// Runs to the end; `progress` hears of the simulated time, now and then.
+    /// Runs to the end; `progress` receives the simulated time now and then.
     #[must_use]
     pub fn run(mut self, mut progress: impl FnMut(Micros)) -> SimOutcome {
         self.begin();
@@ -347,7 +347,7 @@ impl<'a> SimWorld<'a> {
         }
     }
 
-    /// Whether requests are under way or to come: what repeats itself goes on while it is.
+    /// Whether requests are open or still to come. Periodic events repeat while they are.
     fn is_going_on(&self) -> bool {
         self.open > 0
             || self.next_arrival < self.workload.arrivals.len()
@@ -422,7 +422,7 @@ impl<'a> SimWorld<'a> {
         }
     }
 
-    /// Of the first replica in the cell of `place`.
+    /// Returns the digest of the first replica in the cell of `place`.
     fn first_digest(&self, place: usize) -> u128 {
         let first = self.places_around(place).start;
         self.places[first].replica.state.digest()
@@ -439,7 +439,7 @@ impl<'a> SimWorld<'a> {
         priced.sum()
     }
 
-    /// What must hold when all is over, and does not.
+    /// Returns the invariants that do not hold at the end.
     fn faults(&self) -> Vec<String> {
         let mut faults = Vec::new();
         let tally = &self.tally;
@@ -480,7 +480,7 @@ impl<'a> SimWorld<'a> {
     }
 }
 
-/// What a cluster is told before the first request.
+/// Returns the first commands of a cluster.
 fn commands(plan: &SimPlan, workload: &SimWorkload) -> Vec<Command> {
     let mut commands = vec![
         Command::InitCluster {

@@ -1,5 +1,5 @@
-//! A crash during the run: a replica loses its memory, but keeps its disk unless that is lost too.
-//! Clients repeat the requests that were cut off.
+//! A crash during the run: replicas lose their memory, and optionally their disks. Clients resend
+//! the requests that were cut off.
 
 use state::RouterState;
 
@@ -36,7 +36,7 @@ impl SimWorld<'_> {
         self.plan.ownership_lag.is_some()
     }
 
-    /// Ends what the first `down` replicas have open, at the engines too: a connection that breaks
+    /// Ends the open requests of the first `down` replicas, also at engines: a broken connection
     /// aborts its request.
     fn cut_off(&mut self, down: usize) -> Vec<usize> {
         let mut cut = Vec::new();
@@ -62,12 +62,12 @@ impl SimWorld<'_> {
         cut
     }
 
-    /// What a replica has when it is up again: through a snapshot's bytes, as in production.
+    /// Returns a replica's state after its restart, through a snapshot's bytes as in production.
     fn state_after(&self, place: usize, wipe: bool, is_log_lost: bool) -> RouterState {
         if is_log_lost {
             return state_of(&self.setup);
         }
-        // A wiped replica is sent a snapshot by one that was not.
+        // A wiped replica gets a snapshot from another one.
         let source = if wipe { self.places.len() - 1 } else { place };
         let mut bytes = Vec::new();
         let frozen = self.places[source].replica.state.freeze();

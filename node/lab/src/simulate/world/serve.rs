@@ -1,4 +1,4 @@
-//! Requests: how they arrive, wait, go to an engine and end.
+//! Requests: arrival, waiting, dispatch and end.
 
 use std::sync::Arc;
 
@@ -26,8 +26,8 @@ impl SimWorld<'_> {
         self.arrive(sent.user, prompt, sent.output_tokens, sent.replica);
     }
 
-    /// A user with a backlog begins: its requests come evenly over a second, so that who happens to
-    /// be first does not take all engines.
+    /// Starts a user with a backlog. Its requests arrive over about a second, so that the first
+    /// user does not take all engines.
     pub(super) fn come_back(&mut self, user: usize) {
         let backlog = self.workload.users[user].backlog;
         if self.sends_one(user) {
@@ -36,7 +36,7 @@ impl SimWorld<'_> {
         }
     }
 
-    /// Sends the next one of a user with a backlog. Answers whether there was one to send.
+    /// Sends the next request of a user with a backlog. Returns whether one was due.
     fn sends_one(&mut self, user: usize) -> bool {
         let spec = &self.workload.users[user];
         let is_due = self.now < self.plan.horizon
@@ -99,7 +99,7 @@ impl SimWorld<'_> {
         self.close(request);
     }
 
-    /// A request comes to a replica, for the first time or again.
+    /// Delivers a request to a replica, for the first time or again.
     pub(super) fn enter(&mut self, request: usize) {
         self.begin_try(request);
         let user = self.requests[request].user;
@@ -176,7 +176,7 @@ impl SimWorld<'_> {
         }
     }
 
-    /// Sends on what may go.
+    /// Dispatches the requests that can be admitted.
     pub(super) fn pump(&mut self, place: usize) {
         if self.is_batching() {
             self.pump_batches(place);
@@ -220,7 +220,7 @@ impl SimWorld<'_> {
         }
     }
 
-    /// Spreads what waits anew when the bins' boundaries have changed.
+    /// Reassigns waiting requests after the bins' boundaries have changed.
     fn follow_bins(&mut self, place: usize) {
         let ReplicaPlace {
             replica,
@@ -255,7 +255,7 @@ impl SimWorld<'_> {
         self.begin_step(engine);
     }
 
-    /// Gives a request to the engine that the policy chooses, or to `only`; answers which.
+    /// Dispatches a request to `only`, or to the policy's choice. Returns the engine.
     fn hand_over(
         &mut self,
         place: usize,
@@ -293,7 +293,7 @@ impl SimWorld<'_> {
         engine
     }
 
-    /// The blocks of a request's prompt have come over: it is answered.
+    /// Starts a request at its decode engine after the transfer of its blocks.
     pub(super) fn fetched(&mut self, request: usize, tries: u32) {
         let asked = &self.requests[request];
         let RequestStage::Running(flight) = &asked.stage else {
