@@ -38,7 +38,7 @@ pub struct Problem {
     #[serde(flatten)]
     #[schemars(with = "Map<String, Value>")]
     pub members: Box<Map<String, Value>>,
-    /// Value of `retry-after`, in seconds; `None`: as the status says.
+    /// Value of `retry-after`, in seconds; `None`: the default of the status.
     #[serde(skip)]
     retry_after_s: Option<u32>,
 }

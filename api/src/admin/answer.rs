@@ -258,7 +258,7 @@ pub(super) async fn registry_at(
     Ok((index, admin.view.registry()))
 }
 
-/// What is answered to a committed write.
+/// Response to a committed write.
 #[derive(Debug, Serialize, JsonSchema)]
 #[schemars(example = serde_json::json!({ "index": 5121, "outcome": "committed" }))]
 pub(super) struct WriteResponse {

@@ -38,8 +38,8 @@ pub(super) async fn show(
 pub(super) struct ClusterResponse {
     #[serde(flatten)]
     status: ClusterStatus,
-    /// Whether blocks are hashed under a secret. Clusters founded by an earlier build have none.
-    /// `None`: the cluster is not founded yet.
+    /// Whether blocks are hashed with a secret. Clusters founded by an earlier build have none.
+    /// `null`: the cluster is not founded yet.
     hashes_keyed: Option<bool>,
 }
 
@@ -47,7 +47,7 @@ pub(super) struct ClusterResponse {
 #[serde(deny_unknown_fields)]
 #[schemars(example = json!({ "id": 4, "address": "10.0.0.4:8082" }))]
 pub(super) struct NewMember {
-    /// Its `node.id`, never used before.
+    /// `node.id` of the replica, never used before.
     #[schemars(range(min = 1))]
     id: u8,
     /// Host and port of its peer listener.
@@ -89,7 +89,7 @@ pub(super) async fn promote(
 #[serde(deny_unknown_fields)]
 #[schemars(example = json!({ "to": 2 }))]
 pub(super) struct TransferBody {
-    /// The next leader; absent: the voter that is furthest.
+    /// New leader; absent: the most up-to-date voter.
     #[schemars(range(min = 1))]
     #[serde(default)]
     to: Option<u8>,

@@ -57,19 +57,19 @@ impl std::fmt::Debug for LogLevelControl {
     }
 }
 
-/// A level of the log.
+/// A log level.
 #[derive(Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 #[schemars(example = json!({ "level": "debug" }))]
 pub(super) struct LogLevelBody {
-    /// Level, or a filter such as `info,raft=debug`, as `log.level` of a config has it.
+    /// Level, or a filter such as `info,raft=debug`, as in `log.level`.
     level: String,
 }
 
 #[derive(Serialize, JsonSchema)]
 #[schemars(example = json!({ "level": "debug" }))]
 pub(super) struct LogLevelResponse {
-    /// The level that holds until a restart, or until another one is reloaded from the config.
+    /// Level in effect until a restart or a reload of a config that sets another one.
     level: String,
 }
 

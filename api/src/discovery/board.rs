@@ -65,29 +65,31 @@ struct PlannedCounts {
     withheld: usize,
 }
 
-/// A source as `GET /admin/v1/discovery` shows it.
+/// Status of a source of engines.
 #[derive(Debug, Serialize, JsonSchema)]
 pub struct SourceReport {
-    /// Its id.
+    /// Id of the source.
     id: String,
     kind: &'static str,
-    /// When it last answered this replica, in Unix milliseconds.
+    /// When it last responded to this replica, in Unix milliseconds.
     answered_at_ms: Option<u64>,
-    /// Why the last look gave no answer; what was answered before still counts.
+    /// Why the last lookup failed; the result of the previous one remains in use.
     error: Option<String>,
-    /// Engines of the last answer.
+    /// Number of engines in its last response.
     told: usize,
-    /// Backends of the cluster that it put.
+    /// Number of the cluster's backends that it registered.
     registered: usize,
-    /// Those of them that drain, as it does not tell of them or says that they take no requests.
+    /// Number of these that drain because the source no longer lists them or reports that they take
+    /// no requests.
     lost: usize,
-    /// Those of them that it does not have and that stay, as too many others are lost.
+    /// Number of these that the source no longer lists, but that are kept because too many others
+    /// are lost.
     withheld: usize,
-    /// How many engines are not registered.
+    /// Number of engines that are not registered.
     refused_total: usize,
-    /// The first of them.
+    /// The first of these engines.
     refused: Vec<RefusedReport>,
-    /// Why the last change was not taken by the cluster.
+    /// Why the cluster rejected the last change.
     failure: Option<String>,
 }
 
