@@ -143,7 +143,7 @@ impl JsonClient {
     ) -> anyhow::Result<JsonAnswer> {
         let what = format!("{method} {url}");
         let answer = tokio::time::timeout(self.timeout, self.exchange(method, url, body)).await;
-        let answer = answer.map_err(|_| anyhow!("no answer in time"));
+        let answer = answer.map_err(|_| anyhow!("no response in time"));
         answer.flatten().context(what)
     }
 

@@ -407,7 +407,7 @@ pub(super) fn not_changed(failure: ChangeError) -> Problem {
         ChangeError::Refused(why) => Problem::new(
             StatusCode::CONFLICT,
             "refused",
-            "the cluster cannot do this as it is",
+            "the cluster cannot do this in its current state",
         )
         .detail(why)
         .member("outcome", "not-committed"),
@@ -429,7 +429,7 @@ fn unavailable(why: &str) -> Problem {
     Problem::new(
         StatusCode::SERVICE_UNAVAILABLE,
         "no-quorum",
-        "no quorum of the cluster answers",
+        "the cluster has no quorum",
     )
     .detail(why)
 }

@@ -165,17 +165,17 @@ pub(super) async fn digest(
         let problem = Problem::new(
             StatusCode::CONFLICT,
             "not-applied",
-            "the index is not applied here yet",
+            "this replica has not applied the index yet",
         );
         let problem = problem
-            .detail(format!("applied up to {applied}, asked for {index}"))
+            .detail(format!("applied up to {applied}, requested {index}"))
             .member("applied_index", applied);
         return Err(problem.retry_after(1));
     }
     let problem = Problem::new(
         StatusCode::NOT_FOUND,
         "digest-not-kept",
-        "the digest at this index is not kept",
+        "the digest at this index is no longer kept",
     )
     .member("applied_index", applied);
     Err(match admin.digests.nearest(index) {
@@ -227,7 +227,7 @@ async fn digest_at(admin: &Admin, index: u64) -> Result<Option<u128>, Problem> {
         Some(Err(limit)) => Err(Problem::new(
             StatusCode::SERVICE_UNAVAILABLE,
             "limit",
-            "too many digests are waited for",
+            "too many calls are waiting for digests",
         )
         .detail(limit.to_string())),
     }

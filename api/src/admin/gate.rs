@@ -254,12 +254,12 @@ impl CallRejection {
             Self::NoOperator(why) => Problem::new(
                 StatusCode::FORBIDDEN,
                 "certificate",
-                "the certificate is of no operator",
+                "the certificate does not name an operator",
             )
             .detail(why)
             .into_response(),
             Self::Forbidden { operator, needed } => {
-                let title = "the role does not suffice";
+                let title = "the caller's role is not sufficient";
                 let problem = Problem::new(StatusCode::FORBIDDEN, "role", title);
                 let found = operator.role;
                 problem

@@ -74,7 +74,7 @@ pub(super) struct LogLevelResponse {
 }
 
 fn control(admin: &Admin) -> Result<&LogLevelControl, Problem> {
-    let why = "this process does not change its log";
+    let why = "this process cannot change its log level";
     let fixed = || Problem::new(StatusCode::NOT_IMPLEMENTED, "log-level-fixed", why);
     admin.log_level.as_ref().ok_or_else(fixed)
 }

@@ -185,7 +185,7 @@ pub(super) async fn start(
     };
     let started = admin.decisions.recorder().start(salt, limits, now_ms);
     let state = started.map_err(|running| {
-        let title = "a recording is under way";
+        let title = "a recording is already running";
         Problem::new(StatusCode::CONFLICT, "recording-under-way", title).detail(format!(
             "recording {} of replica {} ends at Unix time {} s at the latest; \
              POST /admin/v1/recordings/{}/stop ends it",
@@ -273,7 +273,7 @@ fn keeps_decisions(admin: &Admin) -> Result<(), Problem> {
     let title = "the replica keeps no decisions";
     Err(
         Problem::new(StatusCode::CONFLICT, "refused", title).detail(format!(
-            "replica {}: admin.decisions is 0, and recordings are made of decisions",
+            "replica {}: recordings need decisions, and admin.decisions is 0",
             admin.decisions.replica()
         )),
     )
@@ -296,7 +296,7 @@ fn turn(admin: &AdminState) -> Result<OwnedSemaphorePermit, Problem> {
     permit.map_err(|_| {
         let (status, title) = (
             StatusCode::SERVICE_UNAVAILABLE,
-            "too many recordings are being fetched",
+            "too many recordings are being downloaded",
         );
         let problem = Problem::new(status, "limit", title);
         problem

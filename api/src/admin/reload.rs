@@ -80,7 +80,7 @@ pub(super) async fn reload(
     State(admin): State<AdminState>,
 ) -> Result<Answer<ReloadReport>, Problem> {
     let Some(requests) = &admin.reload else {
-        let title = "this process does not read its config again";
+        let title = "this process cannot reload its config";
         return Err(Problem::new(
             StatusCode::NOT_IMPLEMENTED,
             "not-reloadable",

@@ -98,7 +98,7 @@ pub(super) async fn restore(
     });
     running.await.map_err(|_| {
         let status = StatusCode::INTERNAL_SERVER_ERROR;
-        Problem::new(status, "restore", "the restore broke")
+        Problem::new(status, "restore", "the restore failed")
     })?
 }
 

@@ -172,7 +172,7 @@ async fn fetch(args: &BackupArgs, path: &Path) -> anyhow::Result<u64> {
     authorize(&args.target, &mut request)?;
     let response = tokio::time::timeout(IDLE_TIMEOUT, client.request(request)).await;
     let response = response
-        .with_context(|| format!("GET {url}: no answer in time"))?
+        .with_context(|| format!("GET {url}: no response in time"))?
         .map_err(|error| no_answer(&error))
         .with_context(|| format!("GET {url}"))?;
     let length = response.headers().get(http::header::CONTENT_LENGTH);
@@ -296,7 +296,7 @@ async fn send(args: &RestoreArgs) -> anyhow::Result<Value> {
     };
     let answer = tokio::select! {
         answer = answer => answer,
-        () = stalled(&bar) => Err(anyhow::anyhow!("no answer in time")),
+        () = stalled(&bar) => Err(anyhow::anyhow!("no response in time")),
     };
     bar.finish_and_clear();
     answer.with_context(|| format!("POST {url}"))

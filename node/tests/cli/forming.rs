@@ -84,7 +84,7 @@ fn check_told(replica: &Replica, found: &[(String, &str); 7]) {
     replica.process.says(&[
         "Connection refused",
         "name not found",
-        "no answer in time",
+        "no response in time",
         "cluster \\\"staging\\\"",
         "another replica with node.id 1",
         "another cluster.secret_file",
@@ -137,7 +137,7 @@ fn a_member_without_a_quorum_names_each_peer_and_reason() {
     left.process
         .says(&["no quorum", &peers[1].to_string(), &peers[2].to_string()]);
     left.process
-        .says(&["no quorum", "Connection refused", "no answer in time"]);
+        .says(&["no quorum", "Connection refused", "no response in time"]);
 }
 
 #[test]

@@ -261,7 +261,7 @@ mod tests {
             detail: detail.to_owned(),
         };
         let refused = report(PeerState::Refused, "connection refused");
-        let silent = report(PeerState::TimedOut, "no answer in time");
+        let silent = report(PeerState::TimedOut, "no response in time");
         let start = Instant::now();
         let mut seen = LastSeen::default();
         let mut steady = |after: Duration, report: &PeerFinding| {

@@ -50,7 +50,7 @@ async fn panic_mode_keeps_a_replica_ready_and_is_a_warning() {
     let registry = bench.admin.view.registry();
     roster.follow(Arc::clone(&registry), |stay, _| stay);
     for (_, stay) in roster.watchers() {
-        stay.failed(Fault::Unwell, "no answer within 2s".to_owned());
+        stay.failed(Fault::Unwell, "no response within 2s".to_owned());
     }
     let not_ready = json!({"status": "not-ready", "reasons": ["no healthy backend"]});
     assert_eq!(readiness(&bench).await, (503, not_ready));

@@ -54,10 +54,10 @@ pub(super) enum ApiError {
     #[error("{0} to {1}: {2}")]
     Refused(StatusCode, String, String),
     /// The server no longer knows the position in the stream.
-    #[error("the server has forgotten the resource version")]
+    #[error("the API server no longer has the resource version")]
     Expired,
     /// The server took too long.
-    #[error("no answer within {0:?}")]
+    #[error("no response within {0:?}")]
     Silent(Duration),
     /// The response was unexpected.
     #[error("{0}")]
