@@ -244,7 +244,7 @@ impl ReadinessCheck {
         }
         for model in self.backends.panicking(&self.view.registry()) {
             warnings.push(format!(
-                "panic mode for model {model}: probes fail while requests are answered"
+                "panic mode for model {model}: probes fail while requests succeed"
             ));
         }
         warnings

@@ -132,9 +132,9 @@ async fn nobody_goes_whom_the_others_need() {
     })
     .await;
     let why = refused(replica.leave(1).await);
-    assert!(why.contains("answer"), "{why}");
+    assert!(why.contains("respond"), "{why}");
     let why = refused(replica.remove_absent(third, 1).await);
-    assert!(why.contains("does not lead"), "{why}");
+    assert!(why.contains("not the leader"), "{why}");
     let why = refused(leads.remove_absent(third, 3).await);
     assert!(why.contains("at least 3"), "{why}");
     let removed = async {

@@ -36,8 +36,8 @@ const DEPRECATION: (HeaderName, HeaderValue) = (
 const WARNING: (HeaderName, HeaderValue) = (
     HeaderName::from_static("warning"),
     HeaderValue::from_static(
-        "299 quorate \"these names of settings are deprecated: use those of [admission] in a config \
-         file, which GET answers\"",
+        "299 quorate \"these setting names are deprecated: use those of [admission] in a config \
+         file, which GET returns\"",
     ),
 );
 /// Content type of request bodies.

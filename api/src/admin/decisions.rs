@@ -261,8 +261,8 @@ fn unknown(admin: &Admin) -> Problem {
         (0, _) => format!("replica {replica} keeps no decisions: admin.decisions is 0"),
         (_, None) => format!("replica {replica} has decided nothing since its start"),
         (max, Some(oldest)) => format!(
-            "replica {replica} has no request of this id among its last {} (at most {max}, since \
-             Unix time {} s); x-quorate-replica of the answer names the replica that decided",
+            "replica {replica} has no request with this id among its last {} (at most {max}, since \
+             Unix time {} s); x-quorate-replica of the response names the replica that decided",
             size.entries,
             oldest / 1000,
         ),

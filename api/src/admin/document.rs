@@ -240,7 +240,7 @@ fn part_of(path: &str) -> &'static str {
         ("/admin/v1/cluster/", "Id of the replica, 1 to 255."),
         (
             "/admin/v1/decisions/",
-            "Id of the request, as `x-request-id` of its answer has it.",
+            "Id of the request, from `x-request-id` of its response.",
         ),
         ("/admin/v1/keys/", "Id of the API key, 16 hex digits."),
         ("/admin/v1/recordings/", "Id of the recording."),
@@ -342,7 +342,8 @@ fn add_problem(responses: &mut Map<String, Value>, kind: ProblemKind, problem: &
         match status {
             401 => {
                 let schema = json!({ "type": "string", "const": "Bearer" });
-                let header = json!({ "description": "How to say who calls.", "schema": schema });
+                let header =
+                    json!({ "description": "How callers authenticate.", "schema": schema });
                 response["headers"] = json!({ "WWW-Authenticate": header });
             }
             429 | 503 => response["headers"] = retry_after(),

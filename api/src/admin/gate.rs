@@ -209,7 +209,7 @@ impl GateState {
         self.refused.get_or_create(&RefusalLabels { reason }).inc();
         if let Some(suppressed) = self.told.may_say() {
             let from = from.map(tracing::field::display);
-            tracing::warn!(reason, from, suppressed, "refused a call of the admin API");
+            tracing::warn!(reason, from, suppressed, "refused a call to the admin API");
         }
     }
 }

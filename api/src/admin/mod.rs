@@ -237,8 +237,12 @@ pub fn router(admin: Arc<Admin>) -> Router {
 }
 
 async fn unknown_path(request: Request) -> Problem {
-    Problem::new(StatusCode::NOT_FOUND, "unknown-path", "the path does not exist")
-        .detail(format!("{} is not served here", request.uri().path()))
+    Problem::new(
+        StatusCode::NOT_FOUND,
+        "unknown-path",
+        "the path does not exist",
+    )
+    .detail(format!("{} is not served here", request.uri().path()))
 }
 
 async fn wrong_method(request: Request) -> Problem {

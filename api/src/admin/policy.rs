@@ -166,7 +166,7 @@ pub(super) async fn remove(
     let model = query.model.unwrap_or_default();
     if routing.models.remove(&model).is_none() {
         return Err(not_found(format!(
-            "no model {model:?} has a policy of its own (?model=NAME)"
+            "the model {model:?} has no policy of its own (?model=NAME)"
         )));
     }
     submit(&admin, Command::PutRouting(routing)).await

@@ -85,7 +85,7 @@ fn is_tag(text: &str) -> bool {
 }
 
 fn unreadable(found: &str) -> Problem {
-    let expected = "expected \"*\", or the ETag of an answer with its quotes";
+    let expected = "expected \"*\", or the ETag of a response, quotes included";
     invalid("if-match", format!("{found}, {expected}"))
 }
 

@@ -147,7 +147,7 @@ pub(super) async fn ask(
     }
     let policies = policies(&admin, question.policies)?;
     let Ok(permit) = Arc::clone(&admin.what_ifs).try_acquire_owned() else {
-        let title = "another question is being answered";
+        let title = "another what-if query is running";
         let problem = Problem::new(StatusCode::SERVICE_UNAVAILABLE, "limit", title);
         return Err(problem.retry_after(1));
     };

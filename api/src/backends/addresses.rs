@@ -169,7 +169,9 @@ pub enum EngineAddressError {
     #[error("{0} is a link-local address or that of a metadata service")]
     Refused(IpAddr),
     /// The address was announced by a source of engines, and is not that of a single other host.
-    #[error("{0} is not the address of a single other host; to allow it, list it in admin.backends_allow")]
+    #[error(
+        "{0} is not the address of a single other host; to allow it, list it in admin.backends_allow"
+    )]
     OwnHost(IpAddr),
     /// Neither its host nor its address is listed.
     #[error("{0} is not in admin.backends_allow")]

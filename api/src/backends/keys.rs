@@ -85,7 +85,7 @@ fn header(line: &str) -> Result<(HeaderName, HeaderValue), String> {
         .map_err(|_| "before the colon: expected the name of a header")?;
     if NOT_OF_ENGINES.contains(&name.as_str()) {
         return Err(format!(
-            "{name}: expected a header that tells who sends, not how"
+            "{name}: expected a header that authenticates, not one of the protocol"
         ));
     }
     let value = HeaderValue::from_str(value.trim());

@@ -172,17 +172,17 @@ impl DiscoveryBoard {
         match looked {
             Ok(reading) => {
                 if card.error.take().is_some() {
-                    tracing::info!(source = id, "the source of backends answers again");
+                    tracing::info!(source = id, "source of engines responds again");
                 }
                 if reading.engines.is_empty() {
-                    tracing::debug!(source = id, "the source of backends tells of none");
+                    tracing::debug!(source = id, "source of engines lists none");
                 }
                 card.answered_at_ms = Some(at_ms);
                 card.reading = Some(Arc::new(reading));
             }
             Err(error) => {
                 if card.error.as_ref() != Some(&error) {
-                    tracing::warn!(source = id, error, "no answer from a source of backends");
+                    tracing::warn!(source = id, error, "no response from a source of engines");
                 }
                 card.error = Some(error);
             }
@@ -329,7 +329,7 @@ impl Collector for DiscoveryMetrics {
         gauges(
             &mut encoder,
             "quorate_discovery_is_failing",
-            "1 while a source did not answer this replica's last query",
+            "1 if the source did not respond to this replica's last query",
             sources
                 .iter()
                 .map(|(id, card)| (&**id, i64::from(card.error.is_some()))),
@@ -337,7 +337,7 @@ impl Collector for DiscoveryMetrics {
         gauges(
             &mut encoder,
             "quorate_discovery_answered_timestamp_seconds",
-            "When a source last answered this replica; 0 if never",
+            "When the source last responded to this replica; 0 if never",
             sources.iter().map(|(id, card)| {
                 let at_ms = card.answered_at_ms.unwrap_or(0);
                 (&**id, at_ms as f64 / 1000.0)

@@ -244,7 +244,7 @@ impl SpanExport {
                 spans,
                 error = why,
                 suppressed,
-                "could not export spans; requests are served without"
+                "could not export spans; requests are served without tracing"
             );
         }
     }

@@ -202,7 +202,7 @@ fn facts(answer: &Value) -> Vec<String> {
         (_, _) => {}
     }
     if answer["is_panic"] == true {
-        lines.push("health   doubted: most probes fail while requests are answered".to_owned());
+        lines.push("health   doubted: most probes fail while requests succeed".to_owned());
     }
     if let Value::Array(_) = &answer["token_ids"] {
         lines.push(format!("ids      {}", cell(&answer["token_ids"])));

@@ -147,7 +147,8 @@ async fn next(
 /// Returns the tokens per block, from the first `BlockStored` event in a message.
 fn block_size(payload: &[u8]) -> Result<Option<u32>, String> {
     let decoded = wire::decode(payload);
-    let decoded = decoded.map_err(|error| format!("what it publishes cannot be read: {error}"))?;
+    let decoded =
+        decoded.map_err(|error| format!("what it publishes cannot be decoded: {error}"))?;
     let stored = decoded.events.iter().find_map(|event| match event {
         wire::EngineEvent::Stored(stored) => Some(stored.block_size),
         wire::EngineEvent::Removed(_) | wire::EngineEvent::Cleared | wire::EngineEvent::Unknown => {

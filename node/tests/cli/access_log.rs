@@ -22,7 +22,7 @@ fn logging_to(dir: tempfile::TempDir, file: &Path, format: &str) -> Replica {
     let config =
         format!("[log]\naccess = \"all\"\naccess_file = {file:?}\naccess_format = \"{format}\"\n");
     let replica = Replica::start_in(dir, 1, peer, &config, |command| command);
-    replica.process.says(&["taking requests"]);
+    replica.process.says(&["accepting requests"]);
     replica
 }
 
@@ -163,7 +163,7 @@ fn a_file_that_cannot_be_opened_again_is_a_fault_and_the_old_one_is_kept() {
     );
     replica
         .process
-        .says(&["ERROR", "writing on to the old file"]);
+        .says(&["ERROR", "still writing to the old file"]);
     until_told(&format!("{moved}/access.log"), &asked(&replica, "m"));
     let metrics = get(replica.admin, "/metrics").unwrap().body;
     assert!(metrics.contains("\nquorate_config_reload_failed 1\n"));

@@ -262,7 +262,7 @@ impl WriterShared {
             Err(error) if is_given_up => Err(error),
             Err(error) if is_shortage(&error) => {
                 if self.waiting.send_replace(Some(error.to_string())).is_none() {
-                    tracing::warn!(%error, "log is waiting for disk space; it resumes by itself");
+                    tracing::warn!(%error, "log is waiting for disk space; it resumes automatically");
                 }
                 Ok(false)
             }

@@ -217,7 +217,7 @@ impl ReplicaInner {
         match call.await {
             Ok(answer) => answer
                 .result
-                .unwrap_or(Outcome::Unknown("an answer without result".to_owned())),
+                .unwrap_or(Outcome::Unknown("a response without a result".to_owned())),
             Err(CallError::NotSent(_)) => not_leader(leader),
             Err(error) => Outcome::Unknown(error.to_string()),
         }
@@ -227,7 +227,7 @@ impl ReplicaInner {
     fn check_asker(&self, from: u64, store: u64, change: &Change) -> Result<(), String> {
         let of_itself = |member: &Option<proto::Member>| match member {
             Some(member) if member.id == from => Ok(()),
-            Some(member) => Err(format!("replica {from} speaks for replica {}", member.id)),
+            Some(member) => Err(format!("replica {from} claims to be replica {}", member.id)),
             None => Err("an unknown change".to_owned()),
         };
         if let Change::Join(join) = change {
@@ -289,7 +289,7 @@ impl ReplicaInner {
         };
         let info = match self.ask(address).await {
             Ok(info) => info,
-            Err(why) => return Outcome::Refused(format!("replica {id} does not answer: {why}")),
+            Err(why) => return Outcome::Refused(format!("replica {id} does not respond: {why}")),
         };
         let theirs = wire::join_optional(info.cluster_high, info.cluster_low);
         if info.id != id || store.is_some_and(|store| store != info.store) {
@@ -324,7 +324,7 @@ impl ReplicaInner {
             if let Err(why) = self.check_lost(id, &known).await {
                 return Outcome::Refused(why);
             }
-            tracing::warn!(id, "a replica lost its store and takes its place anew");
+            tracing::warn!(id, "a replica lost its store and rejoins under its id");
             let removed = self.remove_here(id).await;
             if !matches!(removed, Outcome::Changed(_)) {
                 return removed;
@@ -363,7 +363,7 @@ impl ReplicaInner {
         let id = member.id;
         let mut told = Node::from(member);
         let Some(known) = self.node(id) else {
-            return Outcome::Refused(format!("replica {id} is no member"));
+            return Outcome::Refused(format!("replica {id} is not a member"));
         };
         if known.store != told.store {
             return Outcome::Refused(format!(
@@ -388,7 +388,7 @@ impl ReplicaInner {
         let id = promote.id;
         let voters = self.voters();
         let Some(node) = self.node(id) else {
-            return Outcome::Refused(format!("replica {id} is no member"));
+            return Outcome::Refused(format!("replica {id} is not a member"));
         };
         if voters.contains(&id) {
             return Outcome::Refused(format!("replica {id} is a voter already"));
@@ -416,7 +416,7 @@ impl ReplicaInner {
     pub(super) async fn remove_here(&self, id: u64) -> Outcome {
         let voters = self.voters();
         if self.node(id).is_none() {
-            return Outcome::Refused(format!("replica {id} is no member"));
+            return Outcome::Refused(format!("replica {id} is not a member"));
         }
         if !voters.contains(&id) {
             return self
@@ -447,8 +447,8 @@ impl ReplicaInner {
         };
         let Some(target) = target else {
             return Outcome::Refused(match to {
-                0 => "no other voter answers".to_owned(),
-                id => format!("replica {id} is no voter"),
+                0 => "no other voter responds".to_owned(),
+                id => format!("replica {id} is not a voter"),
             });
         };
         // The target would refuse, and the cluster would have no leader until the next election.

@@ -184,7 +184,7 @@ impl ReplicaInner {
         };
         let found = self.find(peers).await;
         let stepped = match &self.options.formation {
-            Formation::Join(_) if found.peers.is_empty() => Err("no member answers".to_owned()),
+            Formation::Join(_) if found.peers.is_empty() => Err("no member responds".to_owned()),
             Formation::Join(_) => self.ask_in(&found).await,
             Formation::Bootstrap { expect, .. } => self.bootstrap(claim, &found, *expect).await,
         };

@@ -66,7 +66,7 @@ pub(super) async fn hand_to_better(inner: Arc<ReplicaInner>) {
         since = None;
         tracing::warn!(
             to = better,
-            "calls of other voters do not arrive here: leadership is handed over"
+            "calls of other voters do not arrive at this leader; transferring leadership"
         );
         inner
             .transfer_within(better, inner.options.election_timeout.end * 2)

@@ -133,7 +133,7 @@ pub(super) fn report_member(
         Err(error) => (error.state, error.why.clone()),
         Ok(info) if info.id != id => (
             PeerState::OtherReplica,
-            format!("replica {} answers, replica {id} is expected", info.id),
+            format!("replica {} responds, expected replica {id}", info.id),
         ),
         Ok(info) if !info.is_member => (
             PeerState::OtherReplica,
@@ -142,7 +142,7 @@ pub(super) fn report_member(
         Ok(info) if wire::join_optional(info.cluster_high, info.cluster_low) != cluster => {
             (PeerState::OtherCluster, two_clusters(info, cluster))
         }
-        Ok(_) => (PeerState::Member, format!("replica {id} answers")),
+        Ok(_) => (PeerState::Member, format!("replica {id} responds")),
     };
     PeerFinding {
         address: address.to_owned(),

@@ -68,7 +68,7 @@ impl std::fmt::Display for KvReason {
             }
             Self::Refused(KvRejection::Tokenizer) => "the router does not know its token ids",
             Self::Refused(KvRejection::Models) => "it serves several models",
-            Self::Refused(KvRejection::Unreadable) => "what it publishes cannot be read",
+            Self::Refused(KvRejection::Unreadable) => "what it publishes cannot be decoded",
             Self::Lost => "messages were lost",
             Self::TooManyBlocks => "it reports more blocks than are kept",
         };

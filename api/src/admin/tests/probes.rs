@@ -59,7 +59,7 @@ async fn panic_mode_keeps_a_replica_ready_and_is_a_warning() {
         .admin
         .backends
         .report_answer(handle, UserKey(1), Instant::now());
-    let warning = "panic mode for model *: probes fail while requests are answered";
+    let warning = "panic mode for model *: probes fail while requests succeed";
     let ready = json!({"status": "ready", "reasons": [], "warnings": [warning]});
     assert_eq!(readiness(&bench).await, (200, ready));
 }
