@@ -106,7 +106,10 @@ async fn nobody_goes_whom_the_others_need() {
     let other = leader % 3 + 1;
     let replica = cluster.seat(other).replica().clone();
     let why = refused(replica.leave(3).await);
-    assert!(why.contains("2 voters would be left, at least 3"), "{why}");
+    assert!(
+        why.contains("2 voters would be left, but at least 3"),
+        "{why}"
+    );
     let why = refused(replica.rejoin().await);
     assert_eq!(why, "this replica was not removed");
     let leads = cluster.seat(leader).replica().clone();

@@ -201,7 +201,7 @@ mod tests {
             ("a b: s3cret", "line 1: before the colon"),
             (
                 "\nhost: s3cret",
-                "line 2: host: expected a header that tells who",
+                "line 2: host: expected a header that authenticates",
             ),
             ("x-a: s3cret\u{1}", "line 1: x-a: expected text"),
             ("x-a: 1\nX-A: s3cret", "line 2: x-a again"),

@@ -87,7 +87,7 @@ fn print(steps: &[UpgradeStep]) -> anyhow::Result<()> {
     }
     say(rows)?;
     say(
-        "After each step: one digest, counters as the engines told, every replica knows the caches.",
+        "After each step: one digest, counters as the engines reported, every replica knows the caches.",
     )
 }
 

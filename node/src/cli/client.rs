@@ -186,7 +186,7 @@ impl AdminTarget {
         loop {
             let page = self.get(&format!("{path}?limit={PAGE}{cursor}")).await?;
             let Some(entries) = page[field].as_array() else {
-                bail!("GET {path}: the answer has no list {field:?}");
+                bail!("GET {path}: the response has no list {field:?}");
             };
             all.extend(entries.iter().cloned());
             match page["next_cursor"].as_str() {
@@ -259,7 +259,7 @@ impl AdminTarget {
                 let each = errors
                     .iter()
                     .map(|(url, error)| format!("\n  {url}: {}", brief(error)));
-                Err(anyhow!("no replica answers{}", each.collect::<String>()))
+                Err(anyhow!("no replica responds{}", each.collect::<String>()))
             }
         }
     }

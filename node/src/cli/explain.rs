@@ -131,7 +131,7 @@ pub(super) fn prompt_line(answer: &Value) -> String {
     let unit = match &answer["unit"] {
         Value::Object(fallback) => {
             let why = fallback.values().next().map_or_else(String::new, cell);
-            format!("characters, as there are no tokens: {why}")
+            format!("characters, because the tokens are not available: {why}")
         }
         unit => cell(unit),
     };
@@ -157,7 +157,7 @@ fn facts(answer: &Value) -> Vec<String> {
         choice => format!("{}, by {}", cell(choice), cell(&answer["reason"])),
     };
     let session = match &answer["request"]["session_source"] {
-        Value::Null => "none that the policy looks at".to_owned(),
+        Value::Null => "none that the policy uses".to_owned(),
         source => format!(
             "{}, by {}",
             cell(&answer["request"]["session"]),

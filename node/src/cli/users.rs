@@ -140,7 +140,7 @@ pub(super) async fn run(command: UserCommand) -> anyhow::Result<ExitCode> {
             let path = format!("{}/forgive", path_of(&name));
             let answer = write.target.send(Method::POST, &path, None).await?;
             write.done(
-                &format!("user {name}: limits and budgets begin anew"),
+                &format!("user {name}: usage of limits and budgets reset"),
                 &answer,
             )
         }

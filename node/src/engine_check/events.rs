@@ -140,7 +140,7 @@ async fn next(
     match timeout_at(deadline, incoming.recv()).await {
         Ok(Some(message)) => Ok(message),
         Ok(None) => Err("the publisher closed the connection".to_owned()),
-        Err(_) => Err("the publisher does not answer".to_owned()),
+        Err(_) => Err("the publisher does not respond".to_owned()),
     }
 }
 

@@ -33,7 +33,7 @@ const FLUSH_MAX: Duration = Duration::from_secs(2);
 
 /// Requirements on `access_file`, for error messages.
 pub(crate) const ACCESS_FILE_EXPECTED: &str =
-    "a file that can be written, or a pipe that somebody reads, in a folder that exists";
+    "a writable file, or a pipe with a reader, in an existing folder";
 
 /// The file that the access log is written to. Clones share the file.
 #[derive(Clone)]

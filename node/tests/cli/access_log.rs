@@ -214,7 +214,7 @@ fn a_file_that_cannot_be_written_is_told_with_its_place() {
             .unwrap()
             .success()
     );
-    let a_file = "expected a file that can be written, or a pipe that somebody reads";
+    let a_file = "expected a writable file, or a pipe with a reader";
     for (name, why, expected) in [
         ("none/access.log", "No such file", a_file),
         (".", "Is a directory", a_file),
@@ -228,12 +228,12 @@ fn a_file_that_cannot_be_written_is_told_with_its_place() {
         (
             "link",
             "another key names",
-            "expected a file for nothing else",
+            "expected a file that is used for nothing else",
         ),
         (
             "config.toml",
             "is this config",
-            "expected a file for nothing else",
+            "expected a file that is used for nothing else",
         ),
     ] {
         let file = dir.path().join(name);

@@ -170,7 +170,10 @@ fn a_replica_whose_directory_is_lost_comes_back_under_its_id() {
     });
     for replica in &replicas {
         let log = replica.process.log();
-        assert!(!log.contains("the cluster has other values"), "{log}");
+        assert!(
+            !log.contains("the cluster's values differ from this config"),
+            "{log}"
+        );
     }
     drop(replicas.pop());
     // The directory moves with the replica, like a volume.

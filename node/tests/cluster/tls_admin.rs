@@ -284,7 +284,7 @@ async fn commands_ask_over_tls_and_say_which_name_was_expected() {
     assert!(told(&output).contains("not trusted here"), "{output:?}");
     let data = format!("https://{}", addresses.data);
     let output = command(&["status", "--admin", &data, "--ca-file", &ca]);
-    assert!(told(&output).contains("speaks no TLS"), "{output:?}");
+    assert!(told(&output).contains("does not use TLS"), "{output:?}");
     replica.leave().await;
 }
 

@@ -249,7 +249,9 @@ impl WriterShared {
     fn has_room_for(&self, changes: &[LogChange]) -> io::Result<bool> {
         let is_given_up = self.stop.is_cancelled() && self.waiting.borrow().is_some();
         let room = match is_given_up {
-            true => Err(io::Error::other("stopped while the log waited for room")),
+            true => Err(io::Error::other(
+                "stopped while the log waited for disk space",
+            )),
             false => self.disk.room_for(changes),
         };
         match room {

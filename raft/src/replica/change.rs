@@ -282,7 +282,7 @@ impl ReplicaInner {
             return Outcome::Refused(format!("id {id} is not within 1..=255"));
         }
         if self.node(id).is_some() {
-            return Outcome::Refused(format!("replica {id} is a member already"));
+            return Outcome::Refused(format!("replica {id} is already a member"));
         }
         let Some(cluster) = self.links.identity.cluster() else {
             return Outcome::Refused("not in a cluster".to_owned());
@@ -293,7 +293,10 @@ impl ReplicaInner {
         };
         let theirs = wire::join_optional(info.cluster_high, info.cluster_low);
         if info.id != id || store.is_some_and(|store| store != info.store) {
-            return Outcome::Refused(format!("{address} is replica {}, another store", info.id));
+            return Outcome::Refused(format!(
+                "{address} is replica {} with another store",
+                info.id
+            ));
         }
         if info.is_member && theirs != Some(cluster) {
             return Outcome::Refused(two_clusters(&info, Some(cluster)));
@@ -391,7 +394,7 @@ impl ReplicaInner {
             return Outcome::Refused(format!("replica {id} is not a member"));
         };
         if voters.contains(&id) {
-            return Outcome::Refused(format!("replica {id} is a voter already"));
+            return Outcome::Refused(format!("replica {id} is already a voter"));
         }
         if promote.voters_below != 0 {
             // Requested by the replica itself: its config may be a copy of another replica's.
@@ -403,7 +406,7 @@ impl ReplicaInner {
                 ));
             };
             if voters.len() as u64 >= promote.voters_below.min(wanted as u64) {
-                return Outcome::Refused(format!("there are {} voters already", voters.len()));
+                return Outcome::Refused(format!("there are already {} voters", voters.len()));
             }
         }
         if !self.wait_for_learner(id).await {
@@ -453,7 +456,9 @@ impl ReplicaInner {
         };
         // The target would refuse, and the cluster would have no leader until the next election.
         if target != me && self.links.reachability.stands_back(target) {
-            return Outcome::Refused(format!("replica {target} would not lead at present"));
+            return Outcome::Refused(format!(
+                "replica {target} cannot become the leader at present"
+            ));
         }
         if target != me && self.raft.trigger().transfer_leader(target).await.is_err() {
             return Outcome::Refused(self.why_stopped().unwrap_or("stopped".to_owned()));
@@ -471,7 +476,9 @@ impl ReplicaInner {
                 ..proto::Changed::default()
             }),
             Some(leader) => Outcome::Unknown(format!("replica {leader} took it")),
-            None => Outcome::Unknown(format!("replica {target} did not take it in time")),
+            None => Outcome::Unknown(format!(
+                "replica {target} did not become the leader in time"
+            )),
         }
     }
 

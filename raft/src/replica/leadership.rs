@@ -78,7 +78,7 @@ impl ReplicaInner {
     /// Returns why this replica currently refuses to lead.
     pub(crate) fn stands_back(&self) -> Option<&'static str> {
         if self.log.waiting().borrow().is_some() {
-            return Some("its log takes nothing at present");
+            return Some("its log accepts nothing at present");
         }
         self.is_doubtful
             .borrow()

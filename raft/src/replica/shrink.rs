@@ -72,7 +72,7 @@ impl ReplicaInner {
         if (rest as u64) < remove.voters_min {
             let least = remove.voters_min;
             return Err(format!(
-                "replica {id} stays: {rest} voters would be left, at least {least} are to be"
+                "replica {id} stays: {rest} voters would be left, but at least {least} are required"
             ));
         }
         let mut answering = self.answering();

@@ -111,7 +111,7 @@ async fn a_learner_or_stranger_changes_nobody_and_is_given_no_vote() {
             Change::Transfer(proto::Transfer { to: 2 }),
             "ask a voter",
         ),
-        (7, describe(2, |_| {}), "replica 7 speaks for replica 2"),
+        (7, describe(2, |_| {}), "replica 7 claims to be replica 2"),
         (2, describe(2, |_| {}), "replica 2 has another store"),
         (7, describe(7, |member| member.store += 1), "another store"),
         (

@@ -325,14 +325,14 @@ impl RouterState {
             Some(staged) => {
                 let (other, bytes) = (staged.restore, staged.bytes());
                 let expected =
-                    format!("no other restore: {other} is in progress, with {bytes} bytes so far");
+                    format!("no other one: {other} is under way, {bytes} bytes are there");
                 return ensure(false, "restore", &expected);
             }
             None => {}
         }
         let (users, blocks) = (self.users.len(), self.ownership.owned_total());
         let expected = format!(
-            "set: the cluster is not empty, {users} users and {blocks} blocks would be lost"
+            "set: the cluster is not empty, {users} users and {blocks} blocks would be gone"
         );
         ensure(force || self.is_empty(), "force", &expected)?;
         self.staged = Some(StagedRestore::begun(
@@ -395,7 +395,8 @@ impl RouterState {
             .filter(|it| it.restore == restore)
             .ok_or_else(|| Rejection::Invalid {
                 field: "restore".to_owned(),
-                expected: "one in progress: it was aborted, or idle for a minute".to_owned(),
+                expected: "one that is under way: it was given up, or not heard of for a minute"
+                    .to_owned(),
             })
     }
 

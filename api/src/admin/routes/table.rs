@@ -199,7 +199,7 @@ pub(in super::super) const ROUTES: &[RouteInfo] = &[
             put(
                 "putBackend",
                 OPERATOR,
-                "Registers a backend, or changes it. Takes what `GET` returns.",
+                "Registers a backend, or changes it. Accepts what `GET` returns.",
                 || served(backends::put),
             ),
             delete(

@@ -146,5 +146,5 @@ fn what_is_old_says_so() {
     screen.answered_at = Some(Instant::now() - Duration::from_secs(60));
     screen.failure = Some("cannot connect".to_owned());
     let lines = drawn(&mut screen, (100, 24));
-    assert!(lines[0].ends_with("no answer for 60 s"), "{}", lines[0]);
+    assert!(lines[0].ends_with("no response for 60 s"), "{}", lines[0]);
 }
