@@ -26,7 +26,8 @@ const PAGE: usize = 1000;
 /// Which replicas to ask.
 #[derive(Debug, Clone, clap::Args)]
 pub(super) struct AdminTarget {
-    /// Admin URL of any replica, or several separated by commas: the first that can answer is used
+    /// Admin URL of any replica, or several separated by commas: the first that can serve the
+    /// command is used
     #[arg(
         long,
         value_name = "URL",

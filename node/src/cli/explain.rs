@@ -46,7 +46,8 @@ pub(super) struct ExplainArgs {
     /// Client address of the request [default: a proxy that is trusted to name users]
     #[arg(long, value_name = "ADDRESS")]
     peer: Option<std::net::IpAddr>,
-    /// Explain for the user that `quorate users` shows under this name, whatever the headers say
+    /// Explain for the user that `quorate users` lists under this name, whatever the headers
+    /// contain
     #[arg(long, value_name = "NAME", conflicts_with = "peer")]
     user: Option<String>,
     /// Wait until everything committed so far is applied
@@ -57,7 +58,7 @@ pub(super) struct ExplainArgs {
     token_ids: bool,
     #[command(flatten)]
     target: AdminTarget,
-    /// Print the answer as JSON
+    /// Print the response as JSON
     #[arg(long)]
     json: bool,
 }

@@ -17,7 +17,7 @@ const REFUSED_SHOWN: usize = 5;
 pub(super) struct ReadArgs {
     #[command(flatten)]
     pub(super) target: AdminTarget,
-    /// Print the answer as JSON
+    /// Print the response as JSON
     #[arg(long)]
     pub(super) json: bool,
 }
@@ -138,7 +138,7 @@ fn sources(discovery: &Value) -> Vec<String> {
             }
         }
         lines.push(line);
-        let faults = [("error", "no answer: "), ("failure", "not changed: ")];
+        let faults = [("error", "no response: "), ("failure", "not changed: ")];
         for (name, words) in faults {
             if !source[name].is_null() {
                 lines.push(format!("         {words}{}", cell(&source[name])));

@@ -74,10 +74,10 @@ pub(super) struct SetUserArgs {
     /// Remove the user's own limits, so that the default ones apply
     #[arg(long, conflicts_with = "bound")]
     no_limits: bool,
-    /// Tokens per day (UTC), prompts and answers together
+    /// Tokens per day (UTC), prompts and responses together
     #[arg(long, value_name = "TOKENS")]
     budget_day: Option<u64>,
-    /// Tokens per month (UTC), prompts and answers together
+    /// Tokens per month (UTC), prompts and responses together
     #[arg(long, value_name = "TOKENS")]
     budget_month: Option<u64>,
     /// Remove the user's budget, so that the default applies
