@@ -74,14 +74,14 @@ pub fn is_of_cluster(key: &[u8]) -> bool {
     random.is_some_and(|it| it.len() == SECRET_CHARACTERS && it.iter().all(is_of_base64))
 }
 
-/// What becomes of requests with a key while the list of keys is stale.
+/// What to do with requests that carry a key while the list of keys is stale.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum WhenStale {
-    /// They are served by the list as it is.
+    /// Serve them by the list as it is.
     #[default]
     Serve,
-    /// They are refused, so that no revoked key is served for longer than the list may be old.
+    /// Refuse them, so that a revoked key is never served for longer than the list may be stale.
     Refuse,
 }
 

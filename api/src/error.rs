@@ -38,7 +38,7 @@ pub struct Problem {
     #[serde(flatten)]
     #[schemars(with = "Map<String, Value>")]
     pub members: Box<Map<String, Value>>,
-    /// Value of `retry-after`, in seconds; `None`: as the status says.
+    /// Value of `retry-after`, in seconds; `None`: the default of the status.
     #[serde(skip)]
     retry_after_s: Option<u32>,
 }
@@ -148,7 +148,7 @@ pub enum ProxyError {
         path: String,
     },
     /// The path concerns objects that a server would keep between requests.
-    #[error("{kept} are not kept here: send the requests themselves, each with what it needs")]
+    #[error("{kept} are not stored here: send complete requests instead")]
     KeepsNothing {
         /// Name of the objects, as in the path.
         kept: &'static str,
@@ -183,7 +183,7 @@ pub enum ProxyError {
         encoding: String,
     },
     /// The client requests a websocket.
-    #[error("websockets are not supported; POST with `\"stream\": true` answers in pieces")]
+    #[error("websockets are not supported; use POST with `\"stream\": true` instead")]
     NoWebsockets,
     /// No backend has stored a response with this id.
     #[error("no response with id {id:?} is stored")]
@@ -268,21 +268,21 @@ pub enum ProxyError {
     #[error("no healthy backend of this model has the requested labels")]
     NoneSelected,
     /// The user's cached blocks must be isolated, and no healthy backend isolates them.
-    #[error("no healthy backend of this model keeps this user's cached prompts apart from others'")]
+    #[error("no healthy backend of this model isolates this user's cached prompts")]
     NoneIsolating,
     /// The model's backends separate prefill and decode, and cannot do so on this path.
     #[error(
-        "the backends of this model compute prompts and answers apart, which they cannot do for this request; \
-         use /v1/chat/completions or /v1/completions, with fewer choices or prompts if there are many"
+        "the backends of this model separate prefill and decode, which is not possible for this request; \
+         use /v1/chat/completions or /v1/completions with a single prompt and choice"
     )]
     NotSeparable,
     /// The model's decode backends need a prefill backend, and none is healthy.
-    #[error("no healthy backend of this model computes prompts for those that answer")]
+    #[error("this model has no healthy prefill backend")]
     NoPrefill,
     /// The user's cached blocks must be isolated, and backends cannot isolate them on this path.
     #[error(
-        "this user's cached prompts are kept apart from others', which engines cannot do on this \
-         path; use /v1/chat/completions, /v1/completions or /v1/responses"
+        "this user's cached prompts are isolated, which engines do not support on this path; \
+         use /v1/chat/completions, /v1/completions or /v1/responses"
     )]
     PathNotIsolated,
     /// This replica has no state to route by: it is in no cluster, or has not caught up with it.
@@ -292,7 +292,7 @@ pub enum ProxyError {
     #[error("this replica has too many requests in flight")]
     Overloaded,
     /// This replica lacks descriptors or ports for a connection to a backend.
-    #[error("this replica is out of connections")]
+    #[error("this replica has run out of descriptors or ports for connections")]
     OutOfConnections,
     /// No backend could be reached.
     #[error("no backend could be reached")]
@@ -301,16 +301,16 @@ pub enum ProxyError {
     #[error("all backends refused this request")]
     Refused,
     /// The backend redirected the request to a place that clients cannot reach.
-    #[error("the backend answered with a redirect")]
+    #[error("the backend responded with a redirect")]
     Redirected,
     /// The backend closed the connection, or its response was not HTTP.
-    #[error("the backend closed the connection before answering")]
+    #[error("the backend closed the connection before it responded")]
     EngineBroke,
     /// The backend closed the connection in the middle of its response.
-    #[error("the backend closed the connection in the middle of its answer")]
+    #[error("the backend closed the connection in the middle of its response")]
     EngineBrokeOff,
     /// The backend did not start or continue its response in time.
-    #[error("the backend did not answer in time")]
+    #[error("the backend did not respond in time")]
     EngineTimeout,
 }
 

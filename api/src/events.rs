@@ -28,7 +28,7 @@ pub const EVENTS_KEPT_MAX: usize = 1024;
 /// Polling interval.
 const LOOK_INTERVAL: Duration = Duration::from_millis(100);
 
-/// An event of interest to operators.
+/// An event for operators.
 #[derive(Debug, Clone, PartialEq, Serialize, JsonSchema)]
 #[serde(tag = "event", rename_all = "kebab-case")]
 pub enum ClusterEvent {
@@ -95,7 +95,7 @@ pub enum ClusterEvent {
         id: String,
         /// Whether they exceed it.
         is_off: bool,
-        /// Predicted less actually cached tokens, in thousandths of the prompt tokens.
+        /// Predicted minus actually cached tokens, in thousandths of the prompt tokens.
         error_permille: i32,
         /// Correction factor of the engine's capacity, in thousandths.
         correction_permille: u32,
@@ -121,7 +121,7 @@ pub enum ClusterEvent {
         /// The new policy.
         config: PolicyConfig,
     },
-    /// A peer's state differs from this replica's at the same index, which must never happen.
+    /// A peer's state differs from this replica's at the same index, which indicates a bug.
     DigestMismatch {
         /// Id of the peer.
         peer: ReplicaId,
@@ -173,7 +173,7 @@ pub enum BackendChange {
 /// An event with its position in this replica's stream.
 #[derive(Debug, Clone, PartialEq, Serialize, JsonSchema)]
 pub struct NumberedEvent {
-    /// Number from 1, ascending by one, starting over when the replica starts.
+    /// Number of the event, from 1, ascending by one, and starting over when the replica restarts.
     #[serde(skip)]
     pub number: u64,
     /// When the event was noticed, in Unix milliseconds.

@@ -44,7 +44,7 @@ pub async fn look_regularly(look: impl Fn() + Send + Sync + 'static, stop: Cance
         let look = Arc::clone(&look);
         let looked = tokio::task::spawn_blocking(move || look()).await;
         if looked.is_err() {
-            tracing::error!("could not look at a file");
+            tracing::error!("could not read a file's metadata");
         }
     }
 }

@@ -41,14 +41,14 @@ impl CacheIsolation {
     }
 }
 
-/// What becomes of an isolated user's request that no engine can keep apart.
+/// What to do with an isolated user's request if no engine can isolate it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum WhenUnsalted {
-    /// It is refused.
+    /// Refuse it.
     #[default]
     Refuse,
-    /// It is served by an engine whose cache all users share.
+    /// Serve it by an engine whose cache all users share.
     Serve,
 }
 

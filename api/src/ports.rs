@@ -89,9 +89,9 @@ pub struct ClusterStatus {
     pub role: &'static str,
     /// Raft term.
     pub term: u64,
-    /// Leader that it follows.
+    /// Leader that this replica follows.
     pub leader: Option<ReplicaId>,
-    /// Whether a quorum responds, as far as this replica can tell.
+    /// Whether a quorum responds, as far as this replica knows.
     pub has_quorum: bool,
     /// Last index known to be committed.
     pub committed_index: u64,
@@ -99,21 +99,22 @@ pub struct ClusterStatus {
     pub applied_index: u64,
     /// Index of the newest snapshot.
     pub snapshot_index: Option<u64>,
-    /// Whether it has caught up with the cluster's log as of its start.
+    /// Whether it has applied everything that the cluster's log contained when it started.
     pub caught_up: bool,
     /// Whether a member has reported that this replica was removed from the cluster.
     pub is_removed: bool,
-    /// Description of a storage fault.
+    /// Description of its storage fault, if any.
     pub fault: Option<String>,
-    /// Why this replica is in no cluster yet, as far as it knows.
+    /// Why this replica is not in a cluster yet, as far as known.
     pub unjoined: Option<String>,
-    /// While it is in no cluster: what it found at the addresses of its config. While it hears no
-    /// quorum: what it found at those of the other members.
+    /// Findings at the addresses of its config while it is in no cluster, or at those of the other
+    /// members while it hears no quorum.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub peers: Vec<PeerFinding>,
     /// Why the log is waiting, for example for disk space; it resumes without intervention.
     pub waiting: Option<String>,
-    /// Why the members are not yet those that are wanted, as far as this replica has to see to it.
+    /// Why the membership does not match the desired scale yet, if this replica is responsible for
+    /// it.
     pub scaling: Option<String>,
     /// `CARGO_PKG_VERSION` of this replica.
     pub version: &'static str,
@@ -121,18 +122,19 @@ pub struct ClusterStatus {
     pub members: BTreeMap<ReplicaId, MemberStatus>,
 }
 
-/// What a replica without a quorum found at the address of a peer.
+/// Finding of a replica without a quorum at the address of a peer.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, JsonSchema)]
 pub struct PeerFinding {
-    /// Host and port, or the name to be resolved.
+    /// Host and port, or the DNS name to resolve.
     pub address: String,
     /// `this-replica`, `answers`, `member`, `refused`, `name-not-found`, `timed-out`,
     /// `other-cluster`, `same-id`, `other-replica`, `wrong-secret`, `wrong-certificate`,
     /// `own-address-missing` or `failed`.
     pub state: &'static str,
-    /// Whether it keeps this replica from its quorum, or from forming a cluster or joining one.
+    /// Whether it prevents this replica from reaching a quorum, or from forming or joining a
+    /// cluster.
     pub is_hindrance: bool,
-    /// The same for people.
+    /// The finding in words.
     pub detail: String,
 }
 
@@ -141,18 +143,18 @@ pub struct PeerFinding {
 pub struct MemberStatus {
     /// Host and port of its peer listener.
     pub peer: String,
-    /// Labels that it announced: `admin`, `data` (URLs) and `version`.
+    /// Labels that it announced: the URLs `admin` and `data`, and `version`.
     pub labels: BTreeMap<String, String>,
     /// Whether it is a voter.
     pub is_voter: bool,
     /// Whether it is connected.
     pub is_connected: bool,
-    /// Whether its host answers that nothing listens at its address: its process is gone.
+    /// Whether its host refuses connections at its address, which means that its process is gone.
     pub is_refusing: bool,
-    /// Number of entries it lags behind: as the leader sees its log, as others hear what it has
-    /// applied. `None` before it is heard.
+    /// Number of entries it lags behind: in the log if the leader responds, else in what it has
+    /// applied. `null` if it is not heard.
     pub lag: Option<u64>,
-    /// How far its wall clock is ahead of this replica's, in milliseconds. `None` for this replica
-    /// and for members that are not heard.
+    /// Lead of its wall clock over this replica's, in milliseconds. `null` for this replica and for
+    /// members that are not heard.
     pub clock_skew_ms: Option<i64>,
 }

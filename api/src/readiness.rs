@@ -80,17 +80,17 @@ pub struct ReadinessCheck {
     pub is_insecure: bool,
 }
 
-/// Whether a replica takes traffic, and the reasons if it does not.
+/// Whether a replica accepts traffic, and the reasons if not.
 #[derive(Debug, PartialEq, Eq, Serialize, JsonSchema)]
 pub(crate) struct Readiness {
-    /// `ready`, `degraded` (serves what it knows, but nothing can be committed) or `not-ready`.
+    /// `ready`, `degraded` (routes with what it knows, but cannot commit anything) or `not-ready`.
     pub(crate) status: &'static str,
     /// Why it is not `ready`.
     reasons: Vec<String>,
-    /// Conditions that do not prevent `ready` but need attention.
+    /// Conditions that need attention but do not prevent `ready`.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     warnings: Vec<String>,
-    /// Index applied here.
+    /// Applied index.
     applied_index: u64,
 }
 
@@ -244,7 +244,7 @@ impl ReadinessCheck {
         }
         for model in self.backends.panicking(&self.view.registry()) {
             warnings.push(format!(
-                "panic mode for model {model}: probes fail while requests are answered"
+                "panic mode for model {model}: probes fail while requests succeed"
             ));
         }
         warnings

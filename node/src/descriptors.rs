@@ -23,14 +23,14 @@ pub fn raise() -> u64 {
     if before.current != before.maximum
         && let Err(error) = setrlimit(Resource::Nofile, wished)
     {
-        tracing::warn!(%error, "the limit of descriptors could not be raised");
+        tracing::warn!(%error, "could not raise the limit of file descriptors");
     }
     let limit = limit();
     if before.current != Some(limit) {
         tracing::info!(
             before = before.current,
             limit,
-            "limit of descriptors raised"
+            "raised the limit of file descriptors"
         );
     }
     limit
@@ -65,7 +65,7 @@ pub fn fit(limits: &mut LimitsConfig, descriptors: u64) {
         configured_requests = requests,
         max_connections = limits.max_connections,
         max_requests = limits.max_requests,
-        "too few descriptors for limits.max_connections and limits.max_requests: they are lower now \
+        "too few file descriptors for limits.max_connections and limits.max_requests, now lowered \
          (LimitNOFILE, ulimit -n)"
     );
 }

@@ -143,7 +143,7 @@ impl JsonClient {
     ) -> anyhow::Result<JsonAnswer> {
         let what = format!("{method} {url}");
         let answer = tokio::time::timeout(self.timeout, self.exchange(method, url, body)).await;
-        let answer = answer.map_err(|_| anyhow!("no answer in time"));
+        let answer = answer.map_err(|_| anyhow!("no response in time"));
         answer.flatten().context(what)
     }
 
@@ -191,7 +191,7 @@ impl JsonAnswer {
     pub async fn read(response: Response<Incoming>) -> anyhow::Result<Self> {
         let (head, body) = response.into_parts();
         let collected = Limited::new(body, ANSWER_BYTES_MAX).collect().await;
-        let body = collected.map_err(|error| anyhow!("read answer: {error}"))?;
+        let body = collected.map_err(|error| anyhow!("read response: {error}"))?;
         Ok(Self {
             status: head.status,
             headers: head.headers,
@@ -205,7 +205,12 @@ impl JsonAnswer {
     /// If the body is not JSON.
     pub fn json(&self) -> anyhow::Result<Value> {
         let json = serde_json::from_slice(&self.body);
-        json.map_err(|_| anyhow!("answered {} with what is not JSON: {HINT}", self.status))
+        json.map_err(|_| {
+            anyhow!(
+                "the response with status {} is not JSON: {HINT}",
+                self.status
+            )
+        })
     }
 
     /// Returns the body as JSON if the status is a success.
@@ -240,6 +245,6 @@ pub(crate) fn no_answer(error: &hyper_util::client::legacy::Error) -> anyhow::Er
             is_tls: cause.is::<TlsConnectError>(),
         }
         .into(),
-        (false, _) => anyhow!("no answer: {cause}: {HINT}"),
+        (false, _) => anyhow!("no response: {cause}: {HINT}"),
     }
 }

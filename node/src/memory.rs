@@ -28,7 +28,8 @@ pub(crate) fn fit(limits: &mut LimitsConfig, limit: Option<u64>) {
         tracing::warn!(
             limit,
             max_held_bodies = chosen,
-            "limits.max_held_bodies is more than half of the memory limit: the process may be killed for want of memory"
+            "limits.max_held_bodies is more than half of the memory limit: the process may run out \
+             of memory"
         );
     }
 }

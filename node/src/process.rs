@@ -88,7 +88,11 @@ impl Collector for ProcessMetrics {
         // A limit beyond 32 bits is as good as none.
         let most = u32::try_from(descriptors::limit()).unwrap_or(u32::MAX);
         let most = Some(f64::from(most));
-        gauge("process_max_fds", "File descriptors that may be open", most)
+        gauge(
+            "process_max_fds",
+            "Maximum number of open file descriptors",
+            most,
+        )
     }
 }
 

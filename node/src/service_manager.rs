@@ -36,7 +36,7 @@ impl ServiceManager {
             let opened = address(&name).and_then(|to| Ok((socket()?, to)));
             opened
                 .inspect_err(|error| {
-                    tracing::warn!(%error, socket = ?name, "cannot tell the service manager");
+                    tracing::warn!(%error, socket = ?name, "could not notify the service manager");
                 })
                 .ok()
         });
@@ -85,7 +85,7 @@ impl ServiceManager {
             return;
         };
         if let Err(error) = socket.send_to_addr(text.as_bytes(), to) {
-            tracing::warn!(%error, "cannot tell the service manager");
+            tracing::warn!(%error, "could not notify the service manager");
         }
     }
 }

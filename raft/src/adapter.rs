@@ -101,7 +101,7 @@ impl AppliedPosition {
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum InstallError {
     /// The state is older than the one applied here: fetch again.
-    #[error("the state reaches {theirs}, {ours} is applied here")]
+    #[error("the state ends at index {theirs}, but {ours} is already applied here")]
     Behind { theirs: u64, ours: u64 },
     /// The state cannot be read.
     #[error(transparent)]

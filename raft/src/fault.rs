@@ -20,7 +20,7 @@ impl FatalError {
             if fault.is_some() {
                 return false;
             }
-            tracing::error!(fault = %what, "replica cannot go on");
+            tracing::error!(fault = %what, "replica cannot continue");
             *fault = Some(what);
             true
         });

@@ -39,7 +39,7 @@ pub enum ReplayError {
     NoStore(PathBuf),
     /// The store does not hold the index.
     #[error(
-        "index {wanted} is not in this store: its snapshot is of index {}, its log ends at {}",
+        "index {wanted} is not in this store: its snapshot is at index {}, its log ends at {}",
         range.snapshot, range.last
     )]
     OutOfRange {

@@ -144,7 +144,7 @@ impl TryFrom<proto::Membership> for types::Membership {
         if voters.is_empty() && nodes.is_empty() {
             return Ok(Self::default());
         }
-        Self::new(voters, nodes).map_err(|_| MalformedMessageError("a voter is no member"))
+        Self::new(voters, nodes).map_err(|_| MalformedMessageError("a voter is not a member"))
     }
 }
 

@@ -13,10 +13,10 @@ pub enum Rejection {
     #[error("cluster is not initialised")]
     NotInitialised,
     /// The cluster is already initialised.
-    #[error("cluster is initialised already")]
+    #[error("cluster is already initialised")]
     AlreadyInitialised,
     /// The session is older than the replica's newest one.
-    #[error("session of replica {replica} is over")]
+    #[error("the session of replica {replica} has ended")]
     StaleSession {
         /// Replica with the newer session.
         replica: ReplicaId,
@@ -31,7 +31,7 @@ pub enum Rejection {
     #[error("the registry holds {BACKENDS_MAX} backends, which is the limit")]
     TooManyBackends,
     /// The user table is full of users that cannot be forgotten.
-    #[error("{USERS_MAX} users are kept and none of them can be forgotten")]
+    #[error("there are {USERS_MAX} users, which is the limit, and none of them can be removed")]
     TooManyUsers,
     /// A field is out of bounds.
     #[error("{field}: {expected}")]
@@ -63,14 +63,14 @@ pub enum Rejection {
         id: ApiKeyId,
     },
     /// The id or the secret already belongs to a key. From format version 5 on.
-    #[error("the id {id}, or its secret, is that of another API key")]
+    #[error("another API key has the id {id} or the same secret")]
     KeyTaken {
         /// Id of the key that was to be written.
         id: ApiKeyId,
     },
     /// An operator or another source registered the backend, or it is not lost. From format version
     /// 10 on.
-    #[error("the backend {name:?} is not this source's to change")]
+    #[error("the backend {name:?} does not belong to this source")]
     NotOfSource {
         /// Id of the backend.
         name: String,

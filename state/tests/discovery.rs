@@ -203,7 +203,7 @@ fn what_operators_put_is_not_touched_and_what_they_drain_stays_so() {
     assert_eq!(
         told_why,
         [
-            "an operator put the backend pods-a",
+            "an operator registered the backend pods-a",
             "its url is that of the backend mine"
         ]
     );
@@ -258,7 +258,7 @@ fn what_is_refused_is_told_and_what_it_was_stays() {
         reasons,
         [
             "url: http://host:port or https://host:port, with a path prefix if wanted",
-            "pods-b is told twice",
+            "pods-b is listed twice",
             "its url is that of pods-b"
         ]
     );
@@ -280,7 +280,7 @@ fn a_source_that_tells_of_ten_thousand_fills_the_registry_and_no_more() {
     assert_eq!(plan.refused.len(), 10_000 - 1023);
     assert_eq!(
         plan.refused[0].reason,
-        "pods tells of more engines than the 1024 of a cluster"
+        "pods lists more engines than the 1024 that a cluster can have"
     );
 }
 

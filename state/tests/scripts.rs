@@ -318,8 +318,8 @@ fn a_new_run_closes_the_one_before() {
             2 acquire 1 a 34                 ok
             2 charge alice 10 0 1 0          ok
             1.2 acquire 1 a 12 2             ok
-            1.1 release 1                    refused: session of replica 1 is over
-            1 expire 2 7                     refused: session of replica 1 is over
+            1.1 release 1                    refused: the session of replica 1 has ended
+            1 expire 2 7                     refused: the session of replica 1 has ended
             1.2 expire 2 7                   ok
             1.2 expire 2 1                   ok
             2 acquire 2 a 34 2               ok

@@ -162,7 +162,7 @@ fn faults_name_their_place() {
         damaged(60, 1),
     ];
     expect_test::expect![[r#"
-        corrupt snapshot at byte 0: this is no snapshot of a router's state
+        corrupt snapshot at byte 0: this is not a snapshot of a router's state
         corrupt snapshot at byte 8: format version 0, 10 or an earlier one expected
         corrupt snapshot at byte 34: the header's checksum does not match
         corrupt snapshot at byte 42: the section's checksum does not match

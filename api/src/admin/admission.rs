@@ -26,7 +26,8 @@ use crate::settings::{AdmissionForm, is_former};
 )]
 pub(super) struct AdmissionResponse {
     index: LogIndex,
-    /// Whether the founding replica's config or an operator set it; `false`: the defaults apply.
+    /// Whether the founding replica's config or an operator has set it; `false`: the defaults
+    /// apply.
     is_set: bool,
     /// Settings in the form that `PUT` takes.
     config: AdmissionForm,

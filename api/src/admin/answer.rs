@@ -36,8 +36,8 @@ const DEPRECATION: (HeaderName, HeaderValue) = (
 const WARNING: (HeaderName, HeaderValue) = (
     HeaderName::from_static("warning"),
     HeaderValue::from_static(
-        "299 quorate \"these names of settings are deprecated: use those of [admission] in a config \
-         file, which GET answers\"",
+        "299 quorate \"these setting names are deprecated: use those of [admission] in a config \
+         file, which GET returns\"",
     ),
 );
 /// Content type of request bodies.
@@ -258,7 +258,7 @@ pub(super) async fn registry_at(
     Ok((index, admin.view.registry()))
 }
 
-/// What is answered to a committed write.
+/// Response to a committed write.
 #[derive(Debug, Serialize, JsonSchema)]
 #[schemars(example = serde_json::json!({ "index": 5121, "outcome": "committed" }))]
 pub(super) struct WriteResponse {
@@ -407,7 +407,7 @@ pub(super) fn not_changed(failure: ChangeError) -> Problem {
         ChangeError::Refused(why) => Problem::new(
             StatusCode::CONFLICT,
             "refused",
-            "the cluster cannot do this as it is",
+            "the cluster cannot do this in its current state",
         )
         .detail(why)
         .member("outcome", "not-committed"),
@@ -429,7 +429,7 @@ fn unavailable(why: &str) -> Problem {
     Problem::new(
         StatusCode::SERVICE_UNAVAILABLE,
         "no-quorum",
-        "no quorum of the cluster answers",
+        "the cluster has no quorum",
     )
     .detail(why)
 }

@@ -23,9 +23,9 @@ use crate::error::Problem;
 #[derive(Serialize, JsonSchema)]
 pub(super) struct AuditResponse {
     index: LogIndex,
-    /// What the cluster agreed on, by whichever replica.
+    /// Committed writes, through any replica.
     writes: Vec<AuditedWrite>,
-    /// What was asked of this replica, refused or not.
+    /// Calls to this replica, including refused ones.
     calls: Vec<AuditedCall>,
     /// Value of `cursor` for the next page of both; absent at the end.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -36,7 +36,8 @@ pub(super) struct AuditResponse {
 struct AuditedWrite {
     #[serde(flatten)]
     entry: AuditEntry,
-    /// Name of the token or certificate it was written with, if it came through this replica.
+    /// Name of the token or certificate that the write was made with, if it went through this
+    /// replica.
     #[serde(skip_serializing_if = "Option::is_none")]
     who: Option<Arc<str>>,
     #[serde(skip_serializing_if = "Option::is_none")]

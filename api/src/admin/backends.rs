@@ -29,14 +29,14 @@ use crate::kv_events::board::BackendStreams;
 use crate::kv_events::endpoint;
 use crate::printable::{escaped, is_obeyed};
 
-/// A backend with everything known about it.
+/// A backend, with everything known about it.
 #[derive(Serialize, JsonSchema)]
 struct BackendDetail {
     id: String,
     url: String,
     models: Vec<String>,
     labels: BTreeMap<String, String>,
-    /// As configured.
+    /// Configured capacity of its cache, in blocks.
     capacity_blocks: Option<u32>,
     kv_events: Option<String>,
     kv_replay: Option<String>,
@@ -45,44 +45,45 @@ struct BackendDetail {
     state: BackendCondition,
     in_flight: InFlightCounts,
     owned_blocks: u64,
-    /// Limit, learned prices and accuracy, as replicated; `None` until they are published.
+    /// Limit, learned prices and accuracy, as replicated; `null` until they are published.
     service: Option<BackendServiceView>,
-    /// The circuit at this replica.
+    /// Its circuit breaker at this replica.
     circuit: CircuitView,
     ownership: OwnershipDetail,
-    /// The source that put it, and since when it is lost; `None`: an operator or the config put it.
+    /// The source that registered it, and since when it is lost; `null`: registered by an operator
+    /// or the config.
     discovered: Option<DiscoveredBackend>,
     slot: Slot,
     incarnation: Incarnation,
     /// Facts about the engine that the cluster has agreed on.
     facts: EngineFacts,
-    /// The engine's last report to this replica.
+    /// Metrics that the engine last reported to this replica.
     engine: EngineMetrics,
-    /// What it is, as this replica was told.
+    /// Kind, version and models of the engine, as it reported them to this replica.
     engine_info: EngineInfo,
     probes: ProbeDetail,
 }
 
-/// What an engine is.
+/// Kind, version and models of an engine.
 #[derive(Serialize, JsonSchema)]
 struct EngineInfo {
-    /// By its metrics, else by what it says of its models.
+    /// Kind of the engine, by its metrics or else by its model list.
     kind: Option<EngineKind>,
     version: Option<String>,
-    /// Whether answers have told how much of a prompt was cached.
+    /// Whether its responses have reported how much of a prompt was cached.
     tells_cached_tokens: bool,
-    /// Its data-parallel ranks, as it tells; each is a backend here.
+    /// Number of its data-parallel ranks, as reported; each is a backend here.
     ranks: Option<u16>,
-    /// The rank that this backend is; `None`: the engine has one only.
+    /// Rank that this backend is; `null`: the engine has only one.
     rank: Option<u16>,
     models: Vec<EngineInfoModel>,
 }
 
-/// A model that it lists.
+/// A model that an engine lists.
 #[derive(Serialize, JsonSchema)]
 struct EngineInfoModel {
     id: String,
-    /// The model that it adapts.
+    /// Base model, if it is an adapter.
     parent: Option<String>,
     max_model_len: Option<u64>,
 }
@@ -113,13 +114,13 @@ impl EngineInfo {
 #[derive(Serialize, JsonSchema)]
 struct OwnershipDetail {
     mode: KvMode,
-    /// Why it is not exact; also given for a backend without KV events.
+    /// Why ownership is not exact; also given for a backend without KV events.
     reason: Option<String>,
-    /// Reader of its KV events.
+    /// Replica that reads its KV events.
     reader: Option<ReplicaId>,
-    /// Replicated status of the events.
+    /// Replicated status of the KV events.
     events: Option<KvStatus>,
-    /// The streams as seen by this replica, if it is the reader.
+    /// Streams of KV events, if this replica is the reader.
     reading: Option<BackendStreams>,
 }
 
@@ -142,10 +143,11 @@ impl OwnershipDetail {
     }
 }
 
-/// Capacity of the engine's cache. `None` means unknown, which counts as unbounded.
+/// Capacity of the engine's cache. `null` means unknown, which counts as unlimited.
 #[derive(Serialize, JsonSchema)]
 struct CapacityDetail {
-    /// Effective value: as configured, else as reported by the engine, corrected by its answers.
+    /// Effective value: the configured one, else the reported one, corrected by what responses
+    /// reveal.
     blocks: Option<u32>,
     configured_blocks: Option<u32>,
     engine_blocks: Option<u32>,
@@ -161,13 +163,13 @@ struct BackendCondition {
     detail: Option<String>,
 }
 
-/// Requests dispatched and not ended.
+/// Requests that were dispatched and have not ended.
 #[derive(Serialize, JsonSchema)]
 struct InFlightCounts {
     here: u32,
     cluster: u32,
     pending_prefill_tokens: u64,
-    /// How many of the backend's limit may be this replica's; `None`: no limit.
+    /// Number of places within the backend's limit that this replica owns; `null`: no limit.
     share: Option<u32>,
 }
 
@@ -176,7 +178,7 @@ struct ProbeDetail {
     total: u64,
     failures_total: u64,
     failures_in_row: u32,
-    /// Why the engine's metrics are unknown.
+    /// Why the engine's metrics are not available.
     metrics_detail: Option<String>,
 }
 
@@ -355,7 +357,7 @@ impl BackendContext {
     }
 }
 
-/// A [`BackendSpec`] whose id is in the path.
+/// A backend; its id is in the path.
 #[derive(Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 #[schemars(
@@ -363,7 +365,7 @@ impl BackendContext {
     example = json!({ "url": "http://10.0.1.1:8000", "models": ["*"], "labels": { "zone": "a" } })
 )]
 pub(super) struct PutBackendBody {
-    /// May be repeated here.
+    /// The id in the path, repeated.
     id: Option<String>,
     url: String,
     models: Option<Vec<String>>,

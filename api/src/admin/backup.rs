@@ -57,7 +57,7 @@ pub(super) async fn backup(
     let Ok(turn) = Arc::clone(&shared.backups).try_acquire_owned() else {
         let (status, title) = (
             StatusCode::SERVICE_UNAVAILABLE,
-            "another backup is under way",
+            "another backup is in progress",
         );
         return Err(Problem::new(status, "limit", title).retry_after(5));
     };
@@ -138,9 +138,9 @@ fn freeze(admin: &Admin) -> Result<(FrozenState, BackupHead), Problem> {
         Problem::new(
             StatusCode::CONFLICT,
             "restore-under-way",
-            "a restore is under way",
+            "a restore is in progress",
         )
-        .detail(format!("{} bytes of it are there", restore.bytes))
+        .detail(format!("it has received {} bytes so far", restore.bytes))
     })
 }
 

@@ -29,14 +29,14 @@ pub(super) struct BinsResponse {
 struct ModelBins {
     /// Hash of the name, 16 hex digits: the state does not store model names.
     key: String,
-    /// Name, if a backend is configured with it or lists it.
+    /// Name of the model, if a backend is configured with it or lists it.
     #[serde(skip_serializing_if = "Option::is_none")]
     name: Option<String>,
-    /// Start of each bin but the first, in output tokens.
+    /// Lower bound of each bin but the first, in output tokens.
     boundaries: Boundaries,
-    /// Number of outputs ever seen.
+    /// Number of outputs observed.
     seen: u64,
-    /// Prediction for an unknown user.
+    /// Predicted output length of an unknown user, in tokens.
     #[serde(skip_serializing_if = "Option::is_none")]
     median: Option<u32>,
 }

@@ -16,19 +16,19 @@ use super::versions::{IfMatch, Version, Versioned};
 use super::{Admin, AdminState};
 use crate::error::Problem;
 
-/// Whether cached blocks are shared, as operators write it.
+/// Whether a user shares cached blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub(super) enum CacheForm {
-    /// As for all users without a setting of their own.
+    /// As users without their own setting.
     Default,
-    /// With all who share.
+    /// Shared with all users who share.
     Shared,
-    /// With nobody, or within a group.
+    /// Not shared, or only within a cache group.
     Isolated,
 }
 
-/// A cache scope as answers show it.
+/// A cache scope.
 #[derive(Serialize, JsonSchema)]
 pub(super) struct ShownScope {
     cache: CacheForm,
@@ -75,12 +75,12 @@ pub(super) fn scope_of(
 #[derive(Serialize, JsonSchema)]
 pub(super) struct CacheSettings {
     index: LogIndex,
-    /// What holds for users without a setting of their own.
+    /// Default of users without their own setting.
     #[serde(flatten)]
     scope: ShownScope,
-    /// Users that have one.
+    /// Number of users with their own setting.
     users: usize,
-    /// Backends whose engine does not keep users apart, as far as this replica knows.
+    /// Backends whose engine does not isolate users, as far as this replica knows.
     unsalted_backends: Vec<String>,
 }
 
@@ -110,7 +110,7 @@ fn version(admin: &Admin) -> Option<Version> {
     Some(Version::of(&scope))
 }
 
-/// What holds for users without a setting of their own.
+/// New default of users without their own setting.
 #[derive(Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 #[schemars(transform = with_shown::<PutCacheBody>, example = json!({ "cache": "isolated" }))]

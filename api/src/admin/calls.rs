@@ -26,7 +26,7 @@ const TARGET: &str = "quorate::audit";
 #[derive(Debug, Clone, Copy)]
 pub(super) struct WriteIndex(pub(super) LogIndex);
 
-/// A call that takes more than the right to read.
+/// A call that needs a role above `viewer`.
 #[derive(Debug, Clone, Serialize, JsonSchema)]
 pub(super) struct AuditedCall {
     /// Position among the calls of this process, from 1.
@@ -34,18 +34,18 @@ pub(super) struct AuditedCall {
     pub(super) number: u64,
     /// Unix time, in milliseconds.
     pub(super) at_ms: u64,
-    /// Name of the token or certificate; `None`: nobody has to have one here.
+    /// Name of the token or certificate; `null`: this listener requires neither.
     pub(super) who: Option<Arc<str>>,
     pub(super) role: Option<AdminRole>,
-    /// How the caller has proven who it is; `None`: nobody has to.
+    /// How the caller authenticated; `null`: this listener does not require it.
     pub(super) by: Option<CallerProof>,
     pub(super) from: Option<IpAddr>,
     pub(super) method: String,
-    /// With its query, shortened.
+    /// Path with its query, shortened.
     pub(super) path: String,
-    /// Status of the answer.
+    /// Status of the response.
     pub(super) status: u16,
-    /// Log index, if it was committed.
+    /// Log index, if the call committed anything.
     pub(super) index: Option<LogIndex>,
 }
 

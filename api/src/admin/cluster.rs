@@ -38,8 +38,8 @@ pub(super) async fn show(
 pub(super) struct ClusterResponse {
     #[serde(flatten)]
     status: ClusterStatus,
-    /// Whether blocks are hashed under a secret. Clusters founded by an earlier build have none.
-    /// `None`: the cluster is not founded yet.
+    /// Whether blocks are hashed with a secret. Clusters founded by an earlier build have none.
+    /// `null`: the cluster is not founded yet.
     hashes_keyed: Option<bool>,
 }
 
@@ -47,7 +47,7 @@ pub(super) struct ClusterResponse {
 #[serde(deny_unknown_fields)]
 #[schemars(example = json!({ "id": 4, "address": "10.0.0.4:8082" }))]
 pub(super) struct NewMember {
-    /// Its `node.id`, never used before.
+    /// `node.id` of the replica, never used before.
     #[schemars(range(min = 1))]
     id: u8,
     /// Host and port of its peer listener.
@@ -89,7 +89,7 @@ pub(super) async fn promote(
 #[serde(deny_unknown_fields)]
 #[schemars(example = json!({ "to": 2 }))]
 pub(super) struct TransferBody {
-    /// The next leader; absent: the voter that is furthest.
+    /// New leader; absent: the most up-to-date voter.
     #[schemars(range(min = 1))]
     #[serde(default)]
     to: Option<u8>,
@@ -165,17 +165,17 @@ pub(super) async fn digest(
         let problem = Problem::new(
             StatusCode::CONFLICT,
             "not-applied",
-            "the index is not applied here yet",
+            "this replica has not applied the index yet",
         );
         let problem = problem
-            .detail(format!("applied up to {applied}, asked for {index}"))
+            .detail(format!("applied up to {applied}, requested {index}"))
             .member("applied_index", applied);
         return Err(problem.retry_after(1));
     }
     let problem = Problem::new(
         StatusCode::NOT_FOUND,
         "digest-not-kept",
-        "the digest at this index is not kept",
+        "the digest at this index is no longer kept",
     )
     .member("applied_index", applied);
     Err(match admin.digests.nearest(index) {
@@ -227,7 +227,7 @@ async fn digest_at(admin: &Admin, index: u64) -> Result<Option<u128>, Problem> {
         Some(Err(limit)) => Err(Problem::new(
             StatusCode::SERVICE_UNAVAILABLE,
             "limit",
-            "too many digests are waited for",
+            "too many calls are waiting for digests",
         )
         .detail(limit.to_string())),
     }

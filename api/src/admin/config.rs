@@ -17,19 +17,19 @@ use crate::settings::{self, FileSettings, SettingKey};
 #[derive(Serialize, JsonSchema)]
 pub(super) struct ConfigResponse {
     index: LogIndex,
-    /// Keys that this replica's config sets and of which the cluster has another value.
+    /// Keys that this replica's config sets to another value than the cluster has.
     differences: BTreeSet<String>,
     keys: BTreeMap<String, KeyDetail>,
 }
 
 #[derive(Serialize, JsonSchema)]
 struct KeyDetail {
-    /// `cluster`: replicated, changed through this API; the config only founds a cluster with it.
-    /// `replica`: as this replica's config says.
+    /// `cluster`: replicated, changed through this API; the config only sets it when the cluster is
+    /// founded. `replica`: taken from this replica's config.
     scope: &'static str,
-    /// What this replica's config sets; null: nothing.
+    /// Value in this replica's config; `null`: not set.
     file: Value,
-    /// What the cluster has set; null: nothing, or the key is no concern of the cluster.
+    /// Value that the cluster has; `null`: not set, or not replicated.
     cluster: Value,
     in_effect: Value,
 }

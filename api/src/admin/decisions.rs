@@ -24,11 +24,11 @@ use crate::routing::{AttemptReport, DecisionView, Usage};
 #[derive(Debug, Default, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub(super) struct DecisionQuery {
-    /// Only this user's, by name.
+    /// Only requests of this user, by name.
     user: Option<String>,
-    /// Only those with an attempt at this backend.
+    /// Only requests with an attempt at this backend.
     backend: Option<String>,
-    /// Only those for this model.
+    /// Only requests for this model.
     model: Option<String>,
     /// Maximum number of entries; 100 if absent.
     #[schemars(range(min = 1, max = super::PAGE_ENTRIES_MAX))]
@@ -39,15 +39,15 @@ pub(super) struct DecisionQuery {
 
 #[derive(Serialize, JsonSchema)]
 pub(super) struct DecisionList {
-    /// The replica that decided.
+    /// Replica that decided.
     replica: ReplicaId,
-    /// Requests kept at present.
+    /// Number of requests kept.
     kept: usize,
-    /// Most that are kept.
+    /// Maximum number of requests kept.
     kept_max: usize,
-    /// Bytes that they take up.
+    /// Memory that they take, in bytes.
     kept_bytes: usize,
-    /// When the oldest kept came in, in Unix milliseconds.
+    /// Arrival of the oldest request kept, in Unix milliseconds.
     oldest_ms: Option<u64>,
     decisions: Vec<DecisionSummary>,
     /// Value of `cursor` for the next page; absent at the end.
@@ -55,39 +55,39 @@ pub(super) struct DecisionList {
     next_cursor: Option<String>,
 }
 
-/// A request and what became of it.
+/// A request and its outcome.
 #[derive(Serialize, JsonSchema)]
 struct DecisionSummary {
     request_id: String,
     replica: ReplicaId,
-    /// When the request was understood, in Unix milliseconds by this replica's clock.
+    /// When the request had been parsed, in Unix milliseconds by this replica's clock.
     at_ms: u64,
     path: String,
     model: String,
-    /// As `GET /admin/v1/users` names it.
+    /// User, as named by `GET /admin/v1/users`.
     user: String,
     user_key: String,
     user_source: String,
     stream: bool,
-    /// Prompt tokens, as far as they were known.
+    /// Number of prompt tokens, as far as known.
     tokens: u32,
-    /// Full blocks of the prompt.
+    /// Number of full blocks of the prompt.
     blocks_total: u32,
-    /// Attempts made so far.
+    /// Number of attempts so far.
     attempts: usize,
-    /// Of the last attempt; `null`: no backend was chosen.
+    /// Decision of the last attempt; `null`: no backend was chosen.
     last: Option<LastDecision>,
-    /// How it ended; `null`: it is under way.
+    /// How the request ended; `null`: it is in progress.
     end: Option<EndView>,
 }
 
-/// The last decision in short.
+/// Summary of the last decision.
 #[derive(Serialize, JsonSchema)]
 struct LastDecision {
     index: LogIndex,
     policy: &'static str,
     backend: String,
-    /// The backend that computed the prompt for it.
+    /// Backend that computes the prompt, if another one than `backend`.
     #[serde(skip_serializing_if = "Option::is_none")]
     prefill: Option<String>,
     matched: u32,
@@ -102,26 +102,26 @@ struct LastDecision {
 /// How a request ended.
 #[derive(Serialize, JsonSchema)]
 struct EndView {
-    /// As `quorate_proxy_requests_total` counts it.
+    /// Outcome, as counted by `quorate_proxy_requests_total`.
     outcome: &'static str,
-    /// Status its client was told; `null`: it left before.
+    /// Status sent to the client; `null`: the client left before.
     status: Option<u16>,
-    /// Code of the error it was told.
+    /// Code of the error sent to the client.
     code: Option<&'static str>,
     duration_ms: f64,
 }
 
-/// What an attempt came to.
+/// Result of an attempt.
 #[derive(Serialize, JsonSchema)]
 struct ReportView {
     end: &'static str,
-    /// What the engine reported; `null`: nothing.
+    /// Usage that the engine reported; `null`: none.
     usage: Option<UsageView>,
-    /// What was charged: reported, or estimated where nothing was.
+    /// Charged tokens: those reported, or an estimate if none were.
     charged: ChargedView,
-    /// From the dispatch to the first byte of the answer.
+    /// Time from the dispatch to the first byte of the response.
     ttft_ms: Option<f64>,
-    /// From the dispatch to the end.
+    /// Time from the dispatch to the end.
     duration_ms: f64,
 }
 
@@ -139,7 +139,7 @@ struct ChargedView {
     output: u64,
 }
 
-/// A request, whole.
+/// A request with all its decisions.
 #[derive(Serialize, JsonSchema)]
 pub(super) struct DecisionDetail {
     #[serde(flatten)]
@@ -147,29 +147,29 @@ pub(super) struct DecisionDetail {
     priority: i16,
     deadline_ms: Option<f64>,
     max_tokens: Option<u32>,
-    /// Labels that the request asked for.
+    /// Labels that the request selected backends by.
     labels: BTreeMap<String, String>,
     unit: BlockUnit,
     decisions: Vec<AttemptView>,
 }
 
-/// One attempt: its decision, and what came of it.
+/// An attempt: its decision and its result.
 #[derive(Serialize, JsonSchema)]
 struct AttemptView {
-    /// From when the request was understood to the dispatch.
+    /// Time from the end of parsing to the dispatch.
     after_ms: f64,
-    /// Of that, waiting for its turn and a backend.
+    /// Part of it spent in the queue.
     waited_ms: f64,
     #[serde(flatten)]
     decision: DecisionView,
-    /// What came of the prompt at the backend that computes it for the chosen one.
+    /// Outcome of the prefill, if another backend computes the prompt.
     #[serde(skip_serializing_if = "Option::is_none")]
     prefill_outcome: Option<&'static str>,
-    /// Status of the engine's answer.
+    /// Status of the engine's response.
     status: Option<u16>,
-    /// Why there was no answer.
+    /// Why there was no response.
     failure: Option<&'static str>,
-    /// `null`: it is under way.
+    /// Result; `null`: the attempt is in progress.
     outcome: Option<ReportView>,
 }
 
@@ -261,8 +261,8 @@ fn unknown(admin: &Admin) -> Problem {
         (0, _) => format!("replica {replica} keeps no decisions: admin.decisions is 0"),
         (_, None) => format!("replica {replica} has decided nothing since its start"),
         (max, Some(oldest)) => format!(
-            "replica {replica} has no request of this id among its last {} (at most {max}, since \
-             Unix time {} s); x-quorate-replica of the answer names the replica that decided",
+            "replica {replica} has no request with this id among its last {} (at most {max}, since \
+             Unix time {} s); x-quorate-replica of the response names the replica that decided",
             size.entries,
             oldest / 1000,
         ),

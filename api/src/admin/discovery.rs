@@ -13,14 +13,15 @@ use crate::error::Problem;
 #[derive(Serialize, JsonSchema)]
 pub(super) struct DiscoveryResponse {
     index: LogIndex,
-    /// The leader brings the cluster to what its sources tell; each replica looks at its own.
+    /// The leader, which registers and removes backends according to its sources. Each replica
+    /// reads its own sources.
     leader: Option<ReplicaId>,
     sources: Vec<SourceReport>,
-    /// Backends that sources put which this replica does not have.
+    /// Backends of sources that this replica is not configured with.
     orphans: Vec<OrphanBackend>,
 }
 
-/// A backend without its source. It stays as it is.
+/// A backend whose source is not configured here. It stays as it is.
 #[derive(Serialize, JsonSchema)]
 struct OrphanBackend {
     backend: String,

@@ -64,16 +64,17 @@ const TAGS: [(&str, &str, &str); 9] = [
     ),
 ];
 
-const ABOUT: &str = "What operators query and change, at any replica.\n\n\
-Reads answer from the state that this replica has applied, with its log index. `read=linearizable` \
-first waits until everything committed before is applied here. Writes go through the log and answer \
-with the index at which they were committed; one whose outcome is not known says so \
-(`outcome-unknown`). The answer to `GET` can be edited and sent to `PUT`, with its `ETag` as \
-`If-Match` so that concurrent writes of others are not lost.\n\n\
-Lists answer up to `limit` entries and `next_cursor`, which is the `cursor` of the next page; at \
-the end it is absent. An unknown query key is refused (400). Every error is a problem (RFC 9457): \
-an unknown path is 404 `unknown-path`, a method that a path does not take is 405 `wrong-method` \
-with `Allow`. 429 and 503 say in `Retry-After` when to retry.";
+const ABOUT: &str = "Operators query and change the cluster at any replica.\n\n\
+Reads return the state that this replica has applied, with its log index. With \
+`read=linearizable` they first wait until everything committed before is applied here. Writes \
+go through the log and return the index at which they were committed, or `outcome-unknown` if \
+that is not known. The response to `GET` can be edited and sent to `PUT`, with its `ETag` as \
+`If-Match` so that concurrent writes are not lost.\n\n\
+Lists return up to `limit` entries and `next_cursor`, which is the `cursor` of the next page \
+and is absent on the last one. An unknown query key is refused (400). Every error is a problem \
+(RFC 9457): an unknown path is 404 `unknown-path`, a method that the path does not accept is \
+405 `wrong-method` with `Allow`. With 429 and 503, `Retry-After` is the time until a retry \
+makes sense.";
 
 impl ApiDescription {
     fn make() -> Self {
@@ -239,7 +240,7 @@ fn part_of(path: &str) -> &'static str {
         ("/admin/v1/cluster/", "Id of the replica, 1 to 255."),
         (
             "/admin/v1/decisions/",
-            "Id of the request, as `x-request-id` of its answer has it.",
+            "Id of the request, from `x-request-id` of its response.",
         ),
         ("/admin/v1/keys/", "Id of the API key, 16 hex digits."),
         ("/admin/v1/recordings/", "Id of the recording."),
@@ -341,7 +342,8 @@ fn add_problem(responses: &mut Map<String, Value>, kind: ProblemKind, problem: &
         match status {
             401 => {
                 let schema = json!({ "type": "string", "const": "Bearer" });
-                let header = json!({ "description": "How to say who calls.", "schema": schema });
+                let header =
+                    json!({ "description": "How callers authenticate.", "schema": schema });
                 response["headers"] = json!({ "WWW-Authenticate": header });
             }
             429 | 503 => response["headers"] = retry_after(),

@@ -40,11 +40,11 @@ pub(super) struct ExplainBody {
     /// Headers, each with a value or a list of them.
     #[serde(default)]
     pub(super) headers: BTreeMap<String, HeaderValues>,
-    /// Address that the request would come from. If absent, it counts as coming from a proxy that
-    /// is trusted to name users.
+    /// Client address of the request. If absent, it counts as sent by a proxy that is trusted to
+    /// name users.
     peer: Option<IpAddr>,
-    /// A user by the name that the admin API shows, in place of the one that the request would be
-    /// charged to; no key is needed then.
+    /// User to explain for, by the name that the admin API shows, instead of the one that the
+    /// request would be charged to; no key is needed then.
     user: Option<String>,
     /// Body: JSON, or a string that contains it byte for byte.
     #[schemars(with = "Value")]
@@ -78,27 +78,28 @@ const SHOWN_IDS_MAX: usize = 4096;
 pub(super) struct ExplainResponse {
     read: &'static str,
     stream: bool,
-    /// Who pays.
+    /// User that is charged.
     user: String,
     /// Hash of the name, 16 hex digits.
     user_key: String,
-    /// How the user was found: an entry of `users.identify_by`, `checked-key`, `nobody` or `given`.
+    /// How the user was identified: an entry of `users.identify_by`, `checked-key`, `nobody` or
+    /// `given`.
     user_source: String,
-    /// Address the request was taken to come from; `null`: a trusted proxy.
+    /// Assumed client address of the request; `null`: a trusted proxy.
     peer: Option<IpAddr>,
-    /// Id that breaks ties; `null`: the data plane would draw one.
+    /// Request id, which breaks ties; `null`: the data plane would generate one.
     request_id: Option<String>,
-    /// Among requests that wait, higher goes first.
+    /// Priority in the queue: higher ones are served first.
     priority: i16,
-    /// How long the client says that it waits.
+    /// How long the client is willing to wait, in milliseconds.
     deadline_ms: Option<u64>,
-    /// Labels that the request asks for.
+    /// Labels that the request selects backends by.
     labels: BTreeMap<String, String>,
     /// Tokenizer of the model's prompts.
     tokenizer: String,
     /// Unit of this prompt's blocks.
     unit: BlockUnit,
-    /// First token ids, if requested; none if they are unknown.
+    /// First token ids of the prompt, if requested; none if they are unknown.
     #[serde(skip_serializing_if = "Option::is_none")]
     token_ids: Option<Vec<u32>>,
     #[serde(flatten)]

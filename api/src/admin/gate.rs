@@ -209,7 +209,7 @@ impl GateState {
         self.refused.get_or_create(&RefusalLabels { reason }).inc();
         if let Some(suppressed) = self.told.may_say() {
             let from = from.map(tracing::field::display);
-            tracing::warn!(reason, from, suppressed, "refused a call of the admin API");
+            tracing::warn!(reason, from, suppressed, "refused a call to the admin API");
         }
     }
 }
@@ -254,12 +254,12 @@ impl CallRejection {
             Self::NoOperator(why) => Problem::new(
                 StatusCode::FORBIDDEN,
                 "certificate",
-                "the certificate is of no operator",
+                "the certificate does not name an operator",
             )
             .detail(why)
             .into_response(),
             Self::Forbidden { operator, needed } => {
-                let title = "the role does not suffice";
+                let title = "the caller's role is not sufficient";
                 let problem = Problem::new(StatusCode::FORBIDDEN, "role", title);
                 let found = operator.role;
                 problem

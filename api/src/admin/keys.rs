@@ -22,7 +22,7 @@ use super::problem::{invalid, not_found};
 use crate::api_keys::{NewSecret, draw_id};
 use crate::error::Problem;
 
-/// A key as it is shown: without its secret, and without the hash of it.
+/// An API key, without its secret.
 #[derive(Serialize, JsonSchema)]
 struct ApiKeyDetail {
     id: String,
@@ -31,14 +31,14 @@ struct ApiKeyDetail {
     /// `live` or `expired`.
     state: &'static str,
     created_at: String,
-    /// `null`: it does not expire.
+    /// When it expires; `null`: never.
     expires_at: Option<String>,
     rotated_at: Option<String>,
-    /// Until when the secret before the last rotation is taken.
+    /// Until when the previous secret remains valid.
     former_until: Option<String>,
-    /// Empty: all.
+    /// Models that it may use; empty: all.
     models: Vec<String>,
-    /// Empty: all.
+    /// Paths that it may use; empty: all.
     scopes: Vec<String>,
 }
 
@@ -77,13 +77,13 @@ pub(super) struct KeyResponse {
     key: ApiKeyDetail,
 }
 
-/// A secret, this once.
+/// A new secret, returned only once.
 #[derive(Serialize, JsonSchema)]
 pub(super) struct SecretResponse {
     index: LogIndex,
     outcome: &'static str,
     id: String,
-    /// The secret: nobody can have it again.
+    /// The secret. It is not stored and cannot be shown again.
     secret: String,
 }
 
@@ -157,23 +157,23 @@ pub(super) async fn show(
     Ok(Answer(KeyResponse { index, key }))
 }
 
-/// A key as asked for.
+/// A key to create.
 #[derive(Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 #[schemars(example = json!({ "user": "ann", "expires_at": "2027-01-31T12:00:00Z" }))]
 pub(super) struct CreateKeyBody {
-    /// Who pays for what is asked with it.
+    /// User that is charged for requests with this key.
     #[schemars(length(min = 1, max = NAME_BYTES_MAX))]
     user: String,
-    /// The user's if absent.
+    /// Name of the key; the user's name if absent.
     #[schemars(length(min = 1, max = NAME_BYTES_MAX))]
     name: Option<String>,
     #[schemars(with = "Option<DateForm>")]
     expires_at: Option<Date>,
-    /// Models that it may use, each a name or the beginning of one with `*`; empty: all.
+    /// Models that it may use, each a name, or a prefix and `*`; empty: all.
     #[serde(default)]
     models: Vec<String>,
-    /// Paths that it may use, in the same way; empty: all.
+    /// Paths that it may use, each a path, or a prefix and `*`; empty: all.
     #[serde(default)]
     scopes: Vec<String>,
 }

@@ -49,7 +49,7 @@ const KEEP_ALIVE: Duration = Duration::from_secs(20);
 
 /// Response to a client that sends plain HTTP to a TLS port.
 static NO_TLS: LazyLock<ClearRejection> = LazyLock::new(|| {
-    let title = "this port speaks TLS; use https://";
+    let title = "this port requires TLS; use https://";
     let problem = Problem::new(StatusCode::BAD_REQUEST, "tls", title);
     let body = serde_json::to_vec(&problem);
     ClearRejection {

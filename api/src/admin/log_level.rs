@@ -57,24 +57,24 @@ impl std::fmt::Debug for LogLevelControl {
     }
 }
 
-/// A level of the log.
+/// A log level.
 #[derive(Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 #[schemars(example = json!({ "level": "debug" }))]
 pub(super) struct LogLevelBody {
-    /// Level, or a filter such as `info,raft=debug`, as `log.level` of a config has it.
+    /// Level, or a filter such as `info,raft=debug`, as in `log.level`.
     level: String,
 }
 
 #[derive(Serialize, JsonSchema)]
 #[schemars(example = json!({ "level": "debug" }))]
 pub(super) struct LogLevelResponse {
-    /// The level that holds until a restart, or until another one is reloaded from the config.
+    /// Level in effect until a restart or a reload of a config that sets another one.
     level: String,
 }
 
 fn control(admin: &Admin) -> Result<&LogLevelControl, Problem> {
-    let why = "this process does not change its log";
+    let why = "this process cannot change its log level";
     let fixed = || Problem::new(StatusCode::NOT_IMPLEMENTED, "log-level-fixed", why);
     admin.log_level.as_ref().ok_or_else(fixed)
 }

@@ -237,15 +237,19 @@ pub fn router(admin: Arc<Admin>) -> Router {
 }
 
 async fn unknown_path(request: Request) -> Problem {
-    Problem::new(StatusCode::NOT_FOUND, "unknown-path", "no such path")
-        .detail(format!("{} is not served here", request.uri().path()))
+    Problem::new(
+        StatusCode::NOT_FOUND,
+        "unknown-path",
+        "the path does not exist",
+    )
+    .detail(format!("{} is not served here", request.uri().path()))
 }
 
 async fn wrong_method(request: Request) -> Problem {
     Problem::new(
         StatusCode::METHOD_NOT_ALLOWED,
         "wrong-method",
-        "the path does not take this method",
+        "the path does not accept this method",
     )
     .detail(format!("{} {}", request.method(), request.uri().path()))
 }

@@ -62,7 +62,7 @@ fn check(names: &AllowedHosts, request: &Request) -> Result<(), Problem> {
         return Err(Problem::new(
             StatusCode::MISDIRECTED_REQUEST,
             "unknown-host",
-            "this listener does not go by that name",
+            "this listener is not known by this host name",
         )
         .detail(format!(
             "host: {:?}, expected an address, localhost, the host of listen.advertise or one of admin.hosts",
@@ -74,7 +74,7 @@ fn check(names: &AllowedHosts, request: &Request) -> Result<(), Problem> {
         return Err(Problem::new(
             StatusCode::FORBIDDEN,
             "other-site",
-            "refused on behalf of another site",
+            "requests on behalf of another site are refused",
         ));
     }
     Ok(())

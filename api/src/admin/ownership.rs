@@ -17,22 +17,22 @@ use crate::error::Problem;
 #[derive(Serialize, JsonSchema)]
 pub(super) struct OwnershipCounts {
     index: LogIndex,
-    /// A block counts once for every backend that holds it.
+    /// Owned blocks; each counts once for every backend that holds it.
     owned_blocks: u64,
     leases: u64,
     backends: Vec<OwnerDetail>,
-    /// By name.
+    /// Models, by name.
     models: Vec<ModelOwnership>,
 }
 
-/// Owned blocks by model, as far as backends tell them apart: the hash of a block does not say
-/// which model it is of.
+/// Owned blocks by model. A block's hash does not reveal its model, so blocks of backends that
+/// serve several models cannot be told apart.
 #[derive(Default, Serialize, JsonSchema)]
 struct ModelOwnership {
     model: String,
-    /// On backends that serve this model alone: all of it.
+    /// Blocks on backends that serve only this model.
     owned_blocks: u64,
-    /// On backends that serve others too: of this model or of those.
+    /// Blocks on backends that also serve other models; they may belong to any of these.
     shared_blocks: u64,
 }
 
@@ -119,7 +119,7 @@ impl Serialize for HexBlockHash {
 
 #[derive(Serialize, JsonSchema)]
 struct BlockOwner {
-    /// `None` if it was removed at this moment.
+    /// Id of the backend; `null` if it has just been removed.
     backend: Option<String>,
     slot: Slot,
 }

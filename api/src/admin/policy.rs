@@ -41,7 +41,8 @@ pub(super) struct PolicyResponse {
 )]
 pub(super) struct RoutingResponse {
     index: LogIndex,
-    /// Whether an operator or the first replica's config set it; `false`: the defaults apply.
+    /// Whether the founding replica's config or an operator has set it; `false`: the defaults
+    /// apply.
     is_set: bool,
     /// Settings in the form that `PUT` takes.
     config: RoutingSettings,
@@ -67,7 +68,7 @@ pub(super) struct PolicyQuery {
     /// State to answer from: `local`, as applied here, or `linearizable`, with everything that was
     /// committed before.
     read: ReadLevel,
-    /// Model whose effective policy to use; the live policy if absent.
+    /// Model whose effective policy is meant; the live policy if absent.
     model: Option<String>,
 }
 
@@ -165,7 +166,7 @@ pub(super) async fn remove(
     let model = query.model.unwrap_or_default();
     if routing.models.remove(&model).is_none() {
         return Err(not_found(format!(
-            "no model {model:?} has a policy of its own (?model=NAME)"
+            "the model {model:?} has no policy of its own (?model=NAME)"
         )));
     }
     submit(&admin, Command::PutRouting(routing)).await

@@ -34,32 +34,32 @@ pub(super) struct PrefixesQuery {
 #[derive(Serialize, JsonSchema)]
 pub(super) struct PrefixesResponse {
     index: LogIndex,
-    /// The replica whose last requests these are.
+    /// Replica whose last requests were examined.
     replica: ReplicaId,
-    /// Requests that were looked at, at most 2000.
+    /// Number of requests examined, at most 2000.
     requests: usize,
-    /// Those that most requests have in common first.
+    /// Prefixes, those shared by the most requests first.
     prefixes: Vec<PrefixDetail>,
 }
 
-/// A prefix of several requests.
+/// A prefix that several requests share.
 #[derive(Serialize, JsonSchema)]
 struct PrefixDetail {
     /// Hash of its last block.
     #[schemars(with = "String")]
     hash: HexBlockHash,
-    /// Its blocks.
+    /// Length of the prefix, in blocks.
     blocks: u32,
     model: String,
-    /// Requests that begin with it.
+    /// Number of requests that begin with it.
     requests: u32,
-    /// How many users they are of.
+    /// Number of users who sent them.
     users: usize,
-    /// When the last of them came, in Unix milliseconds.
+    /// When the last of them arrived, in Unix milliseconds.
     last_ms: u64,
-    /// Backends that own it, by slot.
+    /// Ids of the backends that own it, by slot.
     owners: Vec<String>,
-    /// The prefix that this one goes on from; absent: none that is listed.
+    /// Hash of the listed prefix that this one extends; absent: none.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schemars(with = "Option<String>")]
     after: Option<HexBlockHash>,

@@ -22,7 +22,7 @@ pub(super) async fn livez(_: State<AdminState>) -> Answer<LivenessAnswer> {
     Answer(LivenessAnswer { status: "alive" })
 }
 
-/// Whether the replica takes traffic.
+/// Whether the replica accepts traffic.
 pub(super) struct ReadinessAnswer(Readiness);
 
 impl IntoResponse for ReadinessAnswer {

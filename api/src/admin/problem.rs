@@ -42,7 +42,7 @@ pub(super) fn not_of_type(found: &str, expected: &str) -> Problem {
     Problem::new(
         StatusCode::UNSUPPORTED_MEDIA_TYPE,
         "content-type",
-        "the path does not take a body of this type",
+        "the path does not accept a body of this type",
     )
     .detail(format!("content-type: {found:?}, expected {expected}"))
     .member("field", "content-type")

@@ -96,7 +96,7 @@ impl<T: ReadBack, S: Sync> FromRequest<S> for ReadBackJson<T> {
 
 /// Adds the read-only fields to the schema of a body.
 pub(super) fn with_shown<T: ReadBack>(schema: &mut Schema) {
-    let shown = json_schema!({ "description": "As `GET` answers it; not written." });
+    let shown = json_schema!({ "description": "As returned by `GET`; ignored." });
     let fields = schema
         .ensure_object()
         .entry("properties")

@@ -45,22 +45,22 @@ const CHUNK: usize = 64;
 /// Maximum length of a salt, in bytes.
 const SALT_BYTES_MAX: usize = 64;
 
-/// A recording to be made.
+/// A recording to start.
 #[derive(Debug, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 #[schemars(example = json!({ "seconds": 600, "requests": 50_000 }))]
 pub(super) struct RecordingSpec {
-    /// Seconds after which it ends.
+    /// Maximum length of the recording, in seconds.
     #[schemars(range(min = 1, max = SECONDS_MAX))]
     seconds: u32,
-    /// Requests after which it ends.
+    /// Maximum number of requests.
     #[schemars(range(min = 1, max = REQUESTS_MAX))]
     requests: u32,
-    /// Bytes of this replica's memory after which it ends.
+    /// Maximum size in this replica's memory, in bytes.
     #[schemars(range(min = 1024, max = 100_663_296))]
     bytes: u64,
-    /// Hashed with all names: recordings of several replicas can be put together if they have the
-    /// same. `null`: one of its own.
+    /// Salt that names are hashed with. Recordings of several replicas can be merged if they have
+    /// the same one. `null`: a unique one.
     #[schemars(regex(pattern = "^[A-Za-z0-9._-]{1,64}$"))]
     salt: Option<String>,
 }
@@ -76,14 +76,14 @@ impl Default for RecordingSpec {
     }
 }
 
-/// Query parameters of the last decisions.
+/// Query parameters for the last decisions.
 #[derive(Debug, Default, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub(super) struct LastQuery {
-    /// Most requests; 1000 if absent.
+    /// Maximum number of requests; 1000 if absent.
     #[schemars(range(min = 1, max = REQUESTS_MAX))]
     limit: Option<u32>,
-    /// Hashed with all names; a random one if absent.
+    /// Salt that names are hashed with; a unique one if absent.
     #[schemars(regex(pattern = "^[A-Za-z0-9._-]{1,64}$"))]
     salt: Option<String>,
 }
@@ -92,32 +92,32 @@ pub(super) struct LastQuery {
 #[derive(Serialize, JsonSchema)]
 #[schemars(example = RecordingInfo::example())]
 pub(super) struct RecordingInfo {
-    /// Of this run of the replica, from 1.
+    /// Id, unique during this run of the replica, from 1.
     id: u64,
-    /// The replica that records.
+    /// Replica that records.
     replica: ReplicaId,
     is_running: bool,
-    /// What ended it: `seconds`, `requests`, `bytes` or `stopped`; `null`: it runs.
+    /// What ended it: `seconds`, `requests`, `bytes` or `stopped`; `null`: it is running.
     ended_by: Option<&'static str>,
-    /// When it began, in Unix milliseconds.
+    /// When it started, in Unix milliseconds.
     from_ms: u64,
-    /// When it ended, or will at the latest.
+    /// When it ended, or will end at the latest, in Unix milliseconds.
     until_ms: u64,
-    /// Requests that it has.
+    /// Number of recorded requests.
     requests: usize,
     requests_max: u32,
-    /// Bytes that it takes up here.
+    /// Memory that it takes, in bytes.
     bytes: u64,
     bytes_max: u64,
     salt: String,
-    /// Where it is fetched.
+    /// Path to download it from.
     path: String,
 }
 
 #[derive(Serialize, JsonSchema)]
 #[schemars(example = json!({ "recordings": [RecordingInfo::example()] }))]
 pub(super) struct RecordingList {
-    /// The newest first; at most three are kept.
+    /// Recordings, newest first; at most three are kept.
     recordings: Vec<RecordingInfo>,
 }
 
@@ -185,7 +185,7 @@ pub(super) async fn start(
     };
     let started = admin.decisions.recorder().start(salt, limits, now_ms);
     let state = started.map_err(|running| {
-        let title = "a recording is under way";
+        let title = "a recording is already running";
         Problem::new(StatusCode::CONFLICT, "recording-under-way", title).detail(format!(
             "recording {} of replica {} ends at Unix time {} s at the latest; \
              POST /admin/v1/recordings/{}/stop ends it",
@@ -273,7 +273,7 @@ fn keeps_decisions(admin: &Admin) -> Result<(), Problem> {
     let title = "the replica keeps no decisions";
     Err(
         Problem::new(StatusCode::CONFLICT, "refused", title).detail(format!(
-            "replica {}: admin.decisions is 0, and recordings are made of decisions",
+            "replica {}: recordings need decisions, and admin.decisions is 0",
             admin.decisions.replica()
         )),
     )
@@ -296,7 +296,7 @@ fn turn(admin: &AdminState) -> Result<OwnedSemaphorePermit, Problem> {
     permit.map_err(|_| {
         let (status, title) = (
             StatusCode::SERVICE_UNAVAILABLE,
-            "too many recordings are being fetched",
+            "too many recordings are being downloaded",
         );
         let problem = Problem::new(status, "limit", title);
         problem

@@ -17,37 +17,37 @@ use crate::error::Problem;
 /// Number of queued reload requests; further callers wait for a place.
 const WAITING_MAX: usize = 8;
 
-/// A key with another value than before.
+/// A config key whose value changed.
 #[derive(Debug, Clone, PartialEq, Serialize, JsonSchema)]
 pub struct ReloadedKey {
-    /// Such as `log.level`.
+    /// Key, such as `log.level`.
     pub key: String,
-    /// Null: it was not there.
+    /// Previous value; `null`: it was not set.
     pub before: Value,
-    /// Null: it is not there any more.
+    /// New value; `null`: it is no longer set.
     pub after: Value,
 }
 
-/// What came of a config without faults.
+/// Result of reloading a valid config.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, JsonSchema)]
 pub struct ReloadReport {
-    /// In effect from here on.
+    /// Changes that took effect.
     pub taken: Vec<ReloadedKey>,
-    /// In effect after a restart.
+    /// Changes that take effect after a restart.
     pub need_restart: Vec<ReloadedKey>,
-    /// Replicated settings, of which the cluster keeps its own value.
+    /// Replicated settings, for which the cluster keeps its own value.
     pub cluster_keeps: Vec<ReloadedKey>,
-    /// What could not be read again beside the config, such as a certificate that has expired; what
-    /// was there before stays.
+    /// Files besides the config that could not be reloaded, such as an expired certificate; the
+    /// previous ones stay in use.
     pub faults: Vec<String>,
 }
 
-/// A fault of a config.
+/// A fault in a config.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, JsonSchema)]
 pub struct ReloadError {
     /// The key and its value.
     pub message: String,
-    /// What would be right.
+    /// What was expected.
     pub expected: String,
     /// File, line and column, or the variable or flag.
     pub place: String,
@@ -80,7 +80,7 @@ pub(super) async fn reload(
     State(admin): State<AdminState>,
 ) -> Result<Answer<ReloadReport>, Problem> {
     let Some(requests) = &admin.reload else {
-        let title = "this process does not read its config again";
+        let title = "this process cannot reload its config";
         return Err(Problem::new(
             StatusCode::NOT_IMPLEMENTED,
             "not-reloadable",

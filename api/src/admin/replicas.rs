@@ -16,29 +16,29 @@ use crate::ports::{ClusterStatus, MemberStatus};
 
 #[derive(Serialize, JsonSchema)]
 pub(super) struct ReplicasResponse {
-    /// The replica that answers.
+    /// Replica that responds.
     asked: ReplicaId,
-    /// The leader that it follows.
+    /// Leader that it follows.
     leader: Option<ReplicaId>,
     term: u64,
     /// Whether a quorum responds, as far as it can tell.
     has_quorum: bool,
-    /// Seconds that rates, times and tokens are of.
+    /// Length of the window that rates, times and token counts cover, in seconds.
     window_s: u64,
-    /// By id.
+    /// Replicas, by id.
     replicas: Vec<ReplicaDetail>,
 }
 
-/// A replica as the asked one knows it.
+/// A replica as seen by the responding one.
 #[derive(Serialize, JsonSchema)]
 struct ReplicaDetail {
     id: ReplicaId,
     is_asked: bool,
     is_leader: bool,
     is_voter: bool,
-    /// Whether it is connected to the asked replica; true of itself.
+    /// Whether it is connected to the responding replica; `true` for that replica itself.
     is_connected: bool,
-    /// Whether nothing listens at its address: its process is gone.
+    /// Whether its host refuses connections at its address, which means that its process is gone.
     is_refusing: bool,
     /// Host and port of its peer listener.
     peer: String,
@@ -47,15 +47,15 @@ struct ReplicaDetail {
     /// URL of its data plane.
     data: Option<String>,
     version: Option<String>,
-    /// Entries that it lags behind; `null`: not heard.
+    /// Number of entries it lags behind; `null` if it is not heard.
     lag: Option<u64>,
     clock_skew_ms: Option<i64>,
-    /// The last comparison of its state with that of the asked replica; `null`: none yet, or the
-    /// asked replica itself.
+    /// Last comparison of its state with that of the responding replica; `null`: none yet, or the
+    /// responding replica itself.
     digest: Option<DigestComparison>,
-    /// How old the figures are; `null`: there are none.
+    /// Age of the figures, in milliseconds; `null`: there are none.
     heard_ms_ago: Option<u64>,
-    /// What it tells of itself; `null`: it has not told, or is of an earlier build.
+    /// Figures that it reports about itself; `null`: none yet, or it runs an earlier build.
     figures: Option<FiguresDetail>,
 }
 
@@ -66,7 +66,7 @@ struct DigestComparison {
     is_equal: bool,
 }
 
-/// What a replica tells of itself.
+/// Figures that a replica reports about itself.
 #[derive(Serialize, JsonSchema)]
 struct FiguresDetail {
     role: Option<&'static str>,
@@ -76,40 +76,40 @@ struct FiguresDetail {
     snapshot_index: Option<u64>,
     has_quorum: bool,
     has_fault: bool,
-    /// Whether its log waits, for example for disk space.
+    /// Whether its log is waiting, for example for disk space.
     is_log_waiting: bool,
-    /// Whether most voters hold another state than it.
+    /// Whether most voters hold a state that differs from its own.
     is_minority: bool,
     is_ready: bool,
     digest_mismatches: u64,
     requests_per_s: f64,
     failed_per_s: f64,
-    /// Half of the times to the first token were shorter; `null`: there were none.
+    /// Median time to first token; `null` if there were no requests.
     ttft_p50_ms: Option<f64>,
     ttft_p99_ms: Option<f64>,
-    /// What routing added to a request before it was sent, waiting left out.
+    /// Median time that routing added to a request, without its time in the queue.
     routing_p50_ms: Option<f64>,
     routing_p99_ms: Option<f64>,
-    /// Prompt tokens of requests whose engine told how many were cached.
+    /// Prompt tokens of requests whose engine reported how many were cached.
     prompt_tokens: u64,
     cached_tokens: u64,
     predicted_tokens: u64,
     in_flight: u64,
     waiting: u64,
     waiting_users: u64,
-    /// Who has waited longest there; `null`: nobody waits.
+    /// User whose request has waited longest there; `null`: nothing waits.
     longest: Option<LongestWaitDetail>,
     disk_free_bytes: Option<u64>,
     disk_size_bytes: Option<u64>,
-    /// Items that the log does not have yet.
+    /// Number of items that are not in the log yet.
     outbox_items: u64,
     uptime_s: u64,
 }
 
-/// Who has waited longest at a replica.
+/// The user whose request has waited longest at a replica.
 #[derive(Serialize, JsonSchema)]
 pub(super) struct LongestWaitDetail {
-    /// `null`: a user that is not known here yet.
+    /// Name of the user; `null` if it is not known here yet.
     user: Option<String>,
     user_key: String,
     waited_ms: u64,

@@ -65,17 +65,17 @@ pub(super) struct RestoreResponse {
     /// Log index of the restore.
     index: LogIndex,
     outcome: &'static str,
-    /// Head of the file.
+    /// Header of the backup file.
     backup: BackupHead,
-    /// Index of the following figures, on this replica.
+    /// Applied index of the following figures, at this replica.
     applied_index: u64,
     digest: String,
     backends: usize,
     users: usize,
     blocks: u64,
-    /// API keys of the backup that are served, or will not be: they have expired.
+    /// Number of API keys after the restore, including expired ones.
     api_keys: usize,
-    /// Keys that are known to have been revoked, and so were not taken over.
+    /// Number of API keys that are known to be revoked, and so were not restored.
     revoked_api_keys: usize,
 }
 
@@ -98,7 +98,7 @@ pub(super) async fn restore(
     });
     running.await.map_err(|_| {
         let status = StatusCode::INTERNAL_SERVER_ERROR;
-        Problem::new(status, "restore", "the restore broke")
+        Problem::new(status, "restore", "the restore failed")
     })?
 }
 

@@ -7,15 +7,15 @@ use std::sync::Arc;
 use schemars::JsonSchema;
 use serde::Serialize;
 
-/// What an operator may do; each role may do what those before it may.
+/// What an operator may do. Each role includes those before it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum AdminRole {
-    /// Reads.
+    /// May read.
     Viewer,
-    /// Changes what is routed where: backends, users, policy, admission, leadership, snapshots.
+    /// May change routing: backends, users, policy, admission, leadership, snapshots.
     Operator,
-    /// Changes who is in the cluster, and takes out or replaces its whole state.
+    /// May change the membership, and back up or restore the whole state.
     Admin,
 }
 
@@ -27,7 +27,7 @@ pub(super) struct Operator {
     pub(super) by: CallerProof,
 }
 
-/// How a caller proves who it is.
+/// How a caller authenticates.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub(super) enum CallerProof {

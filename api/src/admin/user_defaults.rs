@@ -26,7 +26,8 @@ use crate::settings::UserDefaultsForm;
 )]
 pub(super) struct UserDefaultsResponse {
     index: LogIndex,
-    /// Whether they were ever set together; `false`: limits and cache may have been by themselves.
+    /// Whether the defaults were ever set together; `false`: limits and cache may still have been
+    /// set on their own.
     is_set: bool,
     /// Settings in the form that `PUT` takes.
     config: UserDefaultsForm,

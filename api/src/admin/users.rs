@@ -37,15 +37,15 @@ struct UserDetail {
     /// Limits set for this user; if absent, the limits for all users apply.
     #[serde(skip_serializing_if = "Option::is_none")]
     limits: Option<UserLimitsForm>,
-    /// With whom the user shares cached blocks, if that was set for this user.
+    /// With whom the user shares cached blocks, if set for this user.
     #[serde(flatten)]
     scope: Option<ShownScope>,
     /// Remainder of the effective limits; `null`: unlimited.
     left: RemainingLimits,
-    /// Tokens per day and month (UTC) set for this user; absent: the default counts.
+    /// Tokens per day and month (UTC) set for this user; absent: the default applies.
     #[serde(skip_serializing_if = "Option::is_none")]
     budget: Option<Budget>,
-    /// What is used of the budget that counts; absent: there is none.
+    /// Usage of the budget that applies; absent: there is none.
     #[serde(skip_serializing_if = "Option::is_none")]
     budget_left: Option<BudgetsLeft>,
     /// Models that the user may use; absent: all.
@@ -56,7 +56,7 @@ struct UserDetail {
     last_charge_ms: u64,
 }
 
-/// What is used of a user's budgets, and when they begin anew.
+/// Usage of a user's budget, and when its periods end.
 #[derive(Serialize, JsonSchema)]
 struct BudgetsLeft {
     day: Option<PeriodLeft>,
@@ -124,7 +124,7 @@ impl UserDetail {
 #[derive(Serialize, JsonSchema)]
 pub(super) struct UserList {
     index: LogIndex,
-    /// Counter that an arriving user is lifted to.
+    /// Counter to which an arriving user is lifted.
     virtual_time_milli_tokens: u64,
     users: Vec<UserDetail>,
     /// Value of `cursor` for the next page; absent at the end.
@@ -216,24 +216,23 @@ fn version_of(admin: &Admin, name: &str) -> Option<Version> {
     example = json!({ "weight_milli": 2000, "limits": { "requests": 50, "window": "1m" } })
 )]
 pub(super) struct PutUserBody {
-    /// May be repeated here.
+    /// The name in the path, repeated.
     name: Option<String>,
-    /// As it was read. Writing back what was read of a user whom nobody configured does not
-    /// configure it.
+    /// As returned by `GET`: writing back an unconfigured user with `false` leaves it unconfigured.
     is_configured: Option<bool>,
     weight_milli: Option<u32>,
-    /// Limits of the user, as `[admission.user_limits]` has them; without any bound, the user's own
-    /// limits are removed and those for all users apply.
+    /// Limits of the user, in the form of `[admission.user_limits]`. Without any bound, the user's
+    /// own limits are removed and the default ones apply.
     #[schemars(with = "Option<UserLimitsForm>")]
     limits: Option<Value>,
-    /// Tokens per `day` and `month`; without any, the budget is removed.
+    /// Tokens per `day` and `month`. Without any, the user's budget is removed.
     #[schemars(with = "Option<Budget>")]
     budget: Option<Value>,
     /// Models that the user may use; empty: all.
     models: Option<Vec<String>>,
     /// Whether the user shares cached blocks.
     cache: Option<CacheForm>,
-    /// Within which group.
+    /// Group within which the user shares them.
     cache_group: Option<String>,
 }
 

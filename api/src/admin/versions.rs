@@ -85,7 +85,7 @@ fn is_tag(text: &str) -> bool {
 }
 
 fn unreadable(found: &str) -> Problem {
-    let expected = "expected \"*\", or the ETag of an answer with its quotes";
+    let expected = "expected \"*\", or the ETag of a response, quotes included";
     invalid("if-match", format!("{found}, {expected}"))
 }
 
@@ -120,9 +120,9 @@ impl IfMatch {
         let problem = Problem::new(
             StatusCode::PRECONDITION_FAILED,
             "changed",
-            "it is not what it was when it was read",
+            "it has changed since it was read",
         )
-        .detail("if-match: not the version that is there; read it again")
+        .detail("if-match: not the current version; read it again")
         .member("outcome", "not-committed");
         Err(match now {
             Some(now) => problem.member("version", now.0),

@@ -23,13 +23,13 @@ pub(super) struct WaitingQuery {
 
 #[derive(Serialize, JsonSchema)]
 pub(super) struct WaitingResponse {
-    /// The replica at which they wait.
+    /// Replica at which they wait.
     replica: ReplicaId,
-    /// Requests that wait here, of all users.
+    /// Number of requests that wait here, over all users.
     requests: usize,
-    /// Users who wait here.
+    /// Number of users with requests that wait here.
     users: usize,
-    /// Who has waited longest first.
+    /// Users, longest wait first.
     waiting: Vec<WaitingDetail>,
 }
 
@@ -38,7 +38,7 @@ struct WaitingDetail {
     user: String,
     models: BTreeSet<String>,
     requests: usize,
-    /// How long the first of them has waited.
+    /// How long the user's oldest request has waited, in milliseconds.
     waited_ms: u64,
 }
 

@@ -29,14 +29,14 @@ const DECISIONS_MAX: usize = 10_000;
 /// Maximum number of policies to evaluate.
 const POLICIES_MAX: usize = 20;
 
-/// Which decisions are made again, and by whom.
+/// Decisions to repeat, and the policies to repeat them with.
 #[derive(Debug, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 #[schemars(
     example = json!({ "decisions": 1000, "policies": [{ "policy": "cost" }, { "policy": "random" }] })
 )]
 pub(super) struct WhatIfQuestion {
-    /// Last decisions to look at.
+    /// Number of last decisions to examine.
     #[schemars(range(min = 1, max = 10_000))]
     decisions: usize,
     /// Only requests for this model.
@@ -59,23 +59,23 @@ impl Default for WhatIfQuestion {
 #[derive(Debug, Serialize, JsonSchema)]
 #[schemars(example = WhatIfAnswer::example())]
 pub(super) struct WhatIfAnswer {
-    /// The replica that decided.
+    /// Replica that decided.
     replica: ReplicaId,
-    /// Decisions that were made again.
+    /// Number of decisions repeated.
     decisions: u64,
-    /// Of these, those with more than one backend to choose from.
+    /// Number of these with more than one backend to choose from.
     choices: u64,
-    /// Last decisions that could not be: more than 64 backends, two backends for one request, or
-    /// none.
+    /// Number of last decisions that could not be repeated: with more than 64 backends, two
+    /// backends for one request, or none.
     left_out: u64,
-    /// When the first of them came in, in Unix milliseconds; `null`: there is none.
+    /// Arrival of the first of these requests, in Unix milliseconds; `null`: there is none.
     from_ms: Option<u64>,
-    /// When the last of them came in.
+    /// Arrival of the last of them.
     until_ms: Option<u64>,
-    /// Prompt tokens that engines found in their caches over all of those that told; `null`: none
-    /// told.
+    /// Share of prompt tokens that engines found in their caches, among requests whose engine
+    /// reported it; `null`: none did.
     reported_hit_rate: Option<f64>,
-    /// As it was decided.
+    /// Figures of the actual decisions.
     decided: WhatIfFigures,
     policies: Vec<WhatIfPolicy>,
 }
@@ -108,29 +108,29 @@ impl WhatIfAnswer {
     }
 }
 
-/// What one policy would have chosen.
+/// Result for one policy.
 #[derive(Debug, Serialize, JsonSchema)]
 struct WhatIfPolicy {
     config: PolicyConfig,
-    /// Whether it is the live policy with its settings.
+    /// Whether it is the live policy with its live settings.
     is_live: bool,
-    /// Decisions that would have gone to another backend.
+    /// Number of decisions that would have chosen another backend.
     elsewhere: u64,
-    /// What it looks at and was not noted, as the policy that decided does not: `session`,
-    /// `user_tokens`, `learnt_prices`.
+    /// Inputs of this policy that were not recorded, because the deciding policy does not use them:
+    /// `session`, `user_tokens`, `learnt_prices`.
     lacks: BTreeSet<&'static str>,
     #[serde(flatten)]
     figures: WhatIfFigures,
 }
 
-/// What choices come to.
+/// Figures of a set of choices.
 #[derive(Debug, Default, Clone, PartialEq, Serialize, JsonSchema)]
 struct WhatIfFigures {
-    /// Prompt tokens that the chosen backends were believed to hold, over all prompt tokens.
+    /// Share of prompt tokens that the chosen backends were predicted to hold.
     predicted_hit_rate: Option<f64>,
-    /// Requests of the busiest backend over an even share among all that could be chosen.
+    /// Requests of the busiest backend, divided by an even share among all available backends.
     busiest_share: Option<f64>,
-    /// Requests by backend.
+    /// Number of requests by backend.
     by_backend: BTreeMap<String, u64>,
 }
 
@@ -147,7 +147,7 @@ pub(super) async fn ask(
     }
     let policies = policies(&admin, question.policies)?;
     let Ok(permit) = Arc::clone(&admin.what_ifs).try_acquire_owned() else {
-        let title = "another question is being answered";
+        let title = "another what-if query is running";
         let problem = Problem::new(StatusCode::SERVICE_UNAVAILABLE, "limit", title);
         return Err(problem.retry_after(1));
     };

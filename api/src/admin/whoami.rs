@@ -15,13 +15,13 @@ pub(super) struct Caller(pub(super) Option<Operator>);
 
 #[derive(Serialize, JsonSchema)]
 pub(super) struct WhoamiResponse {
-    /// The replica that answers.
+    /// Replica that responds.
     replica: ReplicaId,
-    /// Name of the token or certificate; `null`: this listener asks for none.
+    /// Name of the token or certificate; `null`: this listener requires neither.
     name: Option<String>,
-    /// What the caller may do.
+    /// Role of the caller.
     role: AdminRole,
-    /// How it proved who it is.
+    /// How the caller authenticated.
     by: Option<CallerProof>,
 }
 

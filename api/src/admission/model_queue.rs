@@ -24,16 +24,16 @@ pub(super) struct ModelQueue {
     pub(super) measured_ms: Option<u64>,
 }
 
-/// A line as the admin API shows it.
+/// The queue of a model.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, JsonSchema)]
 pub struct ModelQueueView {
     /// The model.
     pub model: String,
-    /// Requests that wait.
+    /// Number of waiting requests.
     pub waiting: usize,
-    /// Users who wait.
+    /// Number of waiting users.
     pub users: usize,
-    /// Requests that wait, by bin of their predicted output.
+    /// Number of waiting requests, by bin of predicted output length.
     pub bins: BTreeMap<u16, usize>,
 }
 

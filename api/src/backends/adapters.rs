@@ -17,12 +17,12 @@ use super::prometheus_text::Sample;
 /// Maximum number of adapters read from one page.
 const ADAPTERS_MAX: usize = 1024;
 
-/// The LoRA adapters of an engine, as it tells.
+/// LoRA adapters of an engine, as reported.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, JsonSchema)]
 pub struct LoraAdapters {
-    /// How many fit in memory: `max_lora`.
+    /// Number of adapters that fit in memory: `max_lora`.
     pub max: u32,
-    /// Those in memory, sorted.
+    /// Adapters in memory, sorted.
     pub resident: Vec<String>,
 }
 

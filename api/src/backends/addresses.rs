@@ -166,10 +166,12 @@ pub struct EngineAddressRules {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum EngineAddressError {
     /// The address is refused unless it is listed.
-    #[error("{0} is an address of the link or of a metadata service")]
+    #[error("{0} is a link-local address or that of a metadata service")]
     Refused(IpAddr),
     /// The address was announced by a source of engines, and is not that of a single other host.
-    #[error("{0} is an address of this host or of none, which admin.backends_allow has to list")]
+    #[error(
+        "{0} is not the address of a single other host; to allow it, list it in admin.backends_allow"
+    )]
     OwnHost(IpAddr),
     /// Neither its host nor its address is listed.
     #[error("{0} is not in admin.backends_allow")]

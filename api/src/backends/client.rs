@@ -35,7 +35,7 @@ pub(crate) enum ProbeError {
     Path(String),
     #[error("connect: {0}")]
     Connect(std::io::Error),
-    #[error("no answer within {0:?}")]
+    #[error("no response within {0:?}")]
     Timeout(Duration),
     #[error("http: {0}")]
     Http(hyper::Error),

@@ -18,7 +18,7 @@ use super::prometheus_text::{self, MetricsPageError, Sample};
 /// Maximum number of models that one engine may list.
 pub const MODELS_PER_ENGINE_MAX: usize = 1024;
 
-/// Which engine answers.
+/// Kind of engine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum EngineKind {
@@ -29,7 +29,7 @@ pub enum EngineKind {
     /// llama.cpp.
     #[serde(rename = "llama.cpp")]
     LlamaCpp,
-    /// A frontend of Dynamo, with the workers behind it.
+    /// A frontend of Dynamo, together with the workers behind it.
     Dynamo,
 }
 
@@ -85,10 +85,10 @@ impl fmt::Display for EngineKind {
     }
 }
 
-/// Figures of a metrics page; `None` if the page does not have them.
+/// Figures of an engine's metrics page; `null` if the page does not have them.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, JsonSchema)]
 pub struct EngineMetrics {
-    /// Which engine it is, by the names of its metrics.
+    /// Kind of engine, by the names of its metrics.
     pub kind: Option<EngineKind>,
     /// Running requests from all clients.
     pub running: Option<u32>,
@@ -108,9 +108,9 @@ pub struct EngineMetrics {
     pub prompt_tokens: Option<u64>,
     /// Start time of the engine process, in Unix seconds.
     pub started_at_s: Option<u64>,
-    /// LoRA adapters, where the engine serves any.
+    /// LoRA adapters, if the engine serves any.
     pub adapters: Option<LoraAdapters>,
-    /// Data-parallel ranks of the whole engine, where it tells of rank 0 and of each up to the last.
+    /// Number of data-parallel ranks of the whole engine, if it reports every rank from 0 on.
     pub ranks: Option<u16>,
 }
 

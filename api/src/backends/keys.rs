@@ -85,7 +85,7 @@ fn header(line: &str) -> Result<(HeaderName, HeaderValue), String> {
         .map_err(|_| "before the colon: expected the name of a header")?;
     if NOT_OF_ENGINES.contains(&name.as_str()) {
         return Err(format!(
-            "{name}: expected a header that tells who sends, not how"
+            "{name}: expected a header that authenticates, not one of the protocol"
         ));
     }
     let value = HeaderValue::from_str(value.trim());
@@ -201,7 +201,7 @@ mod tests {
             ("a b: s3cret", "line 1: before the colon"),
             (
                 "\nhost: s3cret",
-                "line 2: host: expected a header that tells who",
+                "line 2: host: expected a header that authenticates",
             ),
             ("x-a: s3cret\u{1}", "line 1: x-a: expected text"),
             ("x-a: 1\nX-A: s3cret", "line 2: x-a again"),

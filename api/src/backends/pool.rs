@@ -111,7 +111,7 @@ pub enum SendError {
     #[error("exchange: connection ended")]
     Ended,
     /// The engine sent too many informational responses (1xx).
-    #[error("exchange: more than {INFORMATIONAL_MAX} informational answers")]
+    #[error("exchange: more than {INFORMATIONAL_MAX} informational responses")]
     Informational,
     /// Another engine failed that this one depends on for its response.
     #[error("exchange: the engine that computes the prompt failed")]

@@ -436,7 +436,7 @@ async fn garbage_and_silence_are_failures() {
         drop(tokio::io::copy(&mut stream, &mut sink).await);
     })
     .await;
-    for (addr, expected) in [(garbage, "http: "), (silence, "no answer within")] {
+    for (addr, expected) in [(garbage, "http: "), (silence, "no response within")] {
         let settings = ProbeSettings {
             timeout: Duration::from_millis(50),
             ..quick()

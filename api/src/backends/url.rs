@@ -25,7 +25,7 @@ pub struct EngineUrl {
 
 /// Error for text that is no engine URL.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("expected http://host or https://host, with a port and a path prefix if wanted")]
+#[error("expected http://host or https://host, optionally with a port and a path prefix")]
 pub struct EngineUrlError;
 
 impl EngineUrl {

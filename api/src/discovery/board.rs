@@ -65,29 +65,31 @@ struct PlannedCounts {
     withheld: usize,
 }
 
-/// A source as `GET /admin/v1/discovery` shows it.
+/// Status of a source of engines.
 #[derive(Debug, Serialize, JsonSchema)]
 pub struct SourceReport {
-    /// Its id.
+    /// Id of the source.
     id: String,
     kind: &'static str,
-    /// When it last answered this replica, in Unix milliseconds.
+    /// When it last responded to this replica, in Unix milliseconds.
     answered_at_ms: Option<u64>,
-    /// Why the last look gave no answer; what was answered before still counts.
+    /// Why the last lookup failed; the result of the previous one remains in use.
     error: Option<String>,
-    /// Engines of the last answer.
+    /// Number of engines in its last response.
     told: usize,
-    /// Backends of the cluster that it put.
+    /// Number of the cluster's backends that it registered.
     registered: usize,
-    /// Those of them that drain, as it does not tell of them or says that they take no requests.
+    /// Number of these that drain because the source no longer lists them or reports that they take
+    /// no requests.
     lost: usize,
-    /// Those of them that it does not have and that stay, as too many others are lost.
+    /// Number of these that the source no longer lists, but that are kept because too many others
+    /// are lost.
     withheld: usize,
-    /// How many engines are not registered.
+    /// Number of engines that are not registered.
     refused_total: usize,
-    /// The first of them.
+    /// The first of these engines.
     refused: Vec<RefusedReport>,
-    /// Why the last change was not taken by the cluster.
+    /// Why the cluster rejected the last change.
     failure: Option<String>,
 }
 
@@ -170,17 +172,17 @@ impl DiscoveryBoard {
         match looked {
             Ok(reading) => {
                 if card.error.take().is_some() {
-                    tracing::info!(source = id, "the source of backends answers again");
+                    tracing::info!(source = id, "source of engines responds again");
                 }
                 if reading.engines.is_empty() {
-                    tracing::debug!(source = id, "the source of backends tells of none");
+                    tracing::debug!(source = id, "source of engines lists none");
                 }
                 card.answered_at_ms = Some(at_ms);
                 card.reading = Some(Arc::new(reading));
             }
             Err(error) => {
                 if card.error.as_ref() != Some(&error) {
-                    tracing::warn!(source = id, error, "no answer from a source of backends");
+                    tracing::warn!(source = id, error, "no response from a source of engines");
                 }
                 card.error = Some(error);
             }
@@ -327,7 +329,7 @@ impl Collector for DiscoveryMetrics {
         gauges(
             &mut encoder,
             "quorate_discovery_is_failing",
-            "1 while a source did not answer this replica's last query",
+            "1 if the source did not respond to this replica's last query",
             sources
                 .iter()
                 .map(|(id, card)| (&**id, i64::from(card.error.is_some()))),
@@ -335,7 +337,7 @@ impl Collector for DiscoveryMetrics {
         gauges(
             &mut encoder,
             "quorate_discovery_answered_timestamp_seconds",
-            "When a source last answered this replica; 0 if never",
+            "When the source last responded to this replica; 0 if never",
             sources.iter().map(|(id, card)| {
                 let at_ms = card.answered_at_ms.unwrap_or(0);
                 (&**id, at_ms as f64 / 1000.0)

@@ -286,7 +286,7 @@ pub struct ClaimError;
 
 /// Error when too many indexes are awaited.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("{WANTED_MAX} indexes are waited for, which is the limit")]
+#[error("callers are waiting for {WANTED_MAX} indexes, which is the limit")]
 pub struct TooManyWaitsRejection;
 
 impl Digests {

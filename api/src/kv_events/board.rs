@@ -16,7 +16,7 @@ pub struct StreamBoard(Mutex<BTreeMap<Slot, BackendStreams>>);
 /// One backend's streams as seen by its reader.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, JsonSchema)]
 pub struct BackendStreams {
-    /// Why nothing is followed yet.
+    /// Why no stream is followed yet.
     pub detail: Option<String>,
     /// Streams by rank.
     pub ranks: Vec<RankStreamStatus>,
@@ -33,9 +33,9 @@ pub struct RankStreamStatus {
     pub is_connected: bool,
     /// Description of a problem, if any.
     pub detail: Option<String>,
-    /// Number of the newest message received.
+    /// Sequence number of the newest message received.
     pub newest_seq: Option<u64>,
-    /// Number of the last message reported to the cluster.
+    /// Sequence number of the last message reported to the cluster.
     pub told_seq: Option<u64>,
     /// Number of messages received but not applied here.
     pub lag_messages: u64,

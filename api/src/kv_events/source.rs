@@ -66,7 +66,7 @@ fn yes() -> bool {
     true
 }
 
-const UNSAID: &str = "the engine does not say where it publishes: name kv_events";
+const UNSAID: &str = "the engine does not report where it publishes KV events: set kv_events";
 
 /// SGLang's `/server_info`. The flag is a string that contains JSON.
 #[derive(Deserialize)]

@@ -233,10 +233,12 @@ pub(super) fn greeting() -> [u8; GREETING_BYTES] {
 
 fn check_greeting(bytes: &[u8]) -> Result<(), ZmtpError> {
     if bytes[0] != 0xff || bytes[9] != 0x7f {
-        return Err(ZmtpError::Handshake("the peer does not speak ZMTP"));
+        return Err(ZmtpError::Handshake("the peer does not use ZMTP"));
     }
     if bytes[10] < 3 {
-        return Err(ZmtpError::Handshake("the peer speaks ZMTP before 3.0"));
+        return Err(ZmtpError::Handshake(
+            "the peer uses a version of ZMTP before 3.0",
+        ));
     }
     if !bytes[12..32].starts_with(b"NULL\0") {
         return Err(ZmtpError::Handshake("the peer wants security"));
@@ -275,7 +277,9 @@ fn check_ready(body: &[u8], kind: SocketType) -> Result<(), ZmtpError> {
         }
         rest = after;
     }
-    Err(ZmtpError::Handshake("the peer does not say what it is"))
+    Err(ZmtpError::Handshake(
+        "the peer does not announce its socket type",
+    ))
 }
 
 fn take_property(bytes: &[u8]) -> Option<(&[u8], &[u8], &[u8])> {

@@ -245,7 +245,7 @@ impl ScrapedReplica {
         )?;
         page.gauge(
             "quorate_raft_scaling_is_held",
-            "1 while this replica cannot change the membership to what is wanted",
+            "1 while this replica cannot bring the membership to the desired scale",
             &i64::from(status.scaling.is_some()),
         )?;
         page.gauge(

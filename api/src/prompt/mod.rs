@@ -233,15 +233,15 @@ pub struct PromptIdentity {
     pub tail: ChainTail,
 }
 
-/// What blocks are made of.
+/// Unit of blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum BlockUnit {
     /// Bytes of text: the model has no tokenizer.
     Characters,
-    /// Token ids, as engines have them.
+    /// Token ids, as in the engines.
     Tokens,
-    /// Bytes of text, in place of tokens that could not be had.
+    /// Bytes of text, because the tokens are not available.
     CharactersFor(Fallback),
 }
 

@@ -135,7 +135,7 @@ mod tests {
 
     #[test]
     fn a_stream_ends_in_the_form_of_its_api() {
-        let openai = r#"{"error":{"message":"the backend did not answer in time","type":"server_error","param":null,"code":"backend_timeout"}}"#;
+        let openai = r#"{"error":{"message":"the backend did not respond in time","type":"server_error","param":null,"code":"backend_timeout"}}"#;
         assert_eq!(event(Dialect::OpenAi), format!("data: {openai}\n\n"));
         assert_eq!(
             event(Dialect::of("/v1/responses")),
@@ -146,7 +146,7 @@ mod tests {
         );
         assert_eq!(
             event(Dialect::of("/v1/messages")),
-            "event: error\ndata: {\"type\":\"error\",\"error\":{\"type\":\"timeout_error\",\"message\":\"the backend did not answer in time\"}}\n\n"
+            "event: error\ndata: {\"type\":\"error\",\"error\":{\"type\":\"timeout_error\",\"message\":\"the backend did not respond in time\"}}\n\n"
         );
     }
 }

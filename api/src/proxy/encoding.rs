@@ -68,7 +68,7 @@ impl Write for BoundedBytes {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         if (self.bytes.len() + bytes.len()) as u64 > self.bytes_max {
             self.is_over = true;
-            return Err(io::Error::other("longer than it may be"));
+            return Err(io::Error::other("longer than allowed"));
         }
         self.bytes.extend_from_slice(bytes);
         Ok(bytes.len())
@@ -111,7 +111,7 @@ impl GzipBody {
                 bytes_max: decoded.bytes_max,
             },
             false => ProxyError::BadRequest {
-                message: "the body is not valid gzip, as content-encoding says it is".to_owned(),
+                message: "the body is not valid gzip, although content-encoding is gzip".to_owned(),
                 param: None,
             },
         }

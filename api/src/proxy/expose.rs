@@ -22,16 +22,16 @@ const INDEX: HeaderName = HeaderName::from_static("x-quorate-index");
 /// Request headers that have no effect under the config.
 const IGNORED: HeaderName = HeaderName::from_static("x-quorate-ignored");
 
-/// Which headers are added to answers.
+/// Which headers are added to responses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum Expose {
     /// None.
     None,
-    /// `x-request-id` and `x-quorate-replica`, and `x-quorate-ignored` where there is cause.
+    /// `x-request-id` and `x-quorate-replica`, and `x-quorate-ignored` if it applies.
     #[default]
     Basic,
-    /// These and, of an answer that is no refusal, the decision: `x-quorate-backend`, `-prefill`,
+    /// These and, unless the request was refused, the decision: `x-quorate-backend`, `-prefill`,
     /// `-policy`, `-prefix` and `-index`. For clients that may know what others asked.
     Full,
 }

@@ -163,12 +163,12 @@ impl ProxyMetrics {
         );
         registry.register(
             "ttft_seconds",
-            "Time from a request's last byte to the first byte of the answer's body",
+            "Time from a request's last byte to the first byte of the response's body",
             self.time_to_first_byte.0.clone(),
         );
         registry.register(
             "duration_seconds",
-            "Time from a request's head to the end of its answer",
+            "Time from a request's head to the end of its response",
             self.duration.0.clone(),
         );
         registry.register("retries", "Retries on another backend", retries.clone());
@@ -199,7 +199,7 @@ impl ProxyMetrics {
         );
         registry.register(
             "answer_bytes",
-            "Bytes of answers relayed to clients",
+            "Bytes of responses relayed to clients",
             self.answer_bytes.clone(),
         );
         self.models.register(registry);

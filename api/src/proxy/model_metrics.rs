@@ -77,12 +77,12 @@ impl ModelMetrics {
         );
         registry.register(
             "model_ttft_seconds",
-            "Time from a request's last byte to the first byte of the answer's body, by model",
+            "Time from a request's last byte to the first byte of the response's body, by model",
             self.ttft.clone(),
         );
         registry.register(
             "model_duration_seconds",
-            "Time from a request's head to the end of its answer, by model",
+            "Time from a request's head to the end of its response, by model",
             self.duration.clone(),
         );
     }

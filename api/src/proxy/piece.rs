@@ -12,19 +12,19 @@ pub(super) type AnswerPiece = Result<Bytes, ResponseBodyError>;
 #[derive(Debug, thiserror::Error)]
 pub enum ResponseBodyError {
     /// The engine's connection broke.
-    #[error("backend broke off: {0}")]
+    #[error("the backend closed the connection: {0}")]
     Engine(#[from] SendError),
     /// The engine sent nothing for too long.
-    #[error("backend fell silent")]
+    #[error("the backend stopped sending")]
     Silent,
     /// The engine's connection ended without showing whether the response was complete, and the
     /// response does not look complete.
-    #[error("answer ended before its end")]
+    #[error("the response ended prematurely")]
     Unfinished,
     /// The client read nothing for too long.
-    #[error("client does not take the answer")]
+    #[error("the client does not read the response")]
     Untaken,
     /// An error response exceeded its size limit.
-    #[error("error answer is too long")]
+    #[error("the error response is too long")]
     TooLong,
 }

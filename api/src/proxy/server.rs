@@ -57,7 +57,7 @@ const EVICTED_WITHIN: Duration = Duration::from_secs(1);
 static NO_TLS: LazyLock<ClearRejection> = LazyLock::new(|| ClearRejection {
     content_type: "application/json",
     body: openai_body(&ProxyError::BadRequest {
-        message: "this port speaks TLS; use https://".to_owned(),
+        message: "this port requires TLS; use https://".to_owned(),
         param: None,
     }),
 });

@@ -80,24 +80,24 @@ pub struct ProxySettings {
     pub pool: PoolSettings,
 }
 
-/// When the end of an answer reaches its client.
+/// When the end of a response reaches its client.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum Charges {
-    /// At once: its charge is committed a moment later, or lost with this replica.
+    /// At once. The charge is committed a moment later, and lost if this replica dies before.
     #[default]
     Asynchronous,
     /// Once its charge is committed.
     Durable,
 }
 
-/// Which requests leave a line in the log.
+/// Which requests are logged.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum LoggedRequests {
     /// None.
     Off,
-    /// Those that were answered with an error, or whose answer broke off.
+    /// Those that failed, or whose response broke off.
     #[default]
     Errors,
     /// All.

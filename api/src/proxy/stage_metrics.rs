@@ -39,12 +39,12 @@ impl StageMetrics {
         );
         registry.register(
             "prefill_stage_seconds",
-            "Time from a prompt's dispatch to its prefill backend until its answer",
+            "Time from a prompt's dispatch to its prefill backend until the response",
             self.prefill.clone(),
         );
         registry.register(
             "decode_stage_seconds",
-            "Time from a request's dispatch to the backend that fetches its prompt's blocks until the answer begins",
+            "Time from a request's dispatch to the backend that fetches its prompt's blocks until the response begins",
             self.decode.clone(),
         );
     }

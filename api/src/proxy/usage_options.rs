@@ -15,16 +15,16 @@ use crate::backends::pool::Segments;
 use crate::isolation::CacheIsolation;
 use crate::prompt::ParsedBody;
 
-/// Which usage reports are asked for on a client's behalf.
+/// Which usage reports are requested on a client's behalf.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum UsageRequest {
-    /// Running usage on every chunk, and a final chunk.
+    /// Usage so far in every chunk, and a final chunk.
     #[default]
     Continuous,
-    /// A final chunk only: for engines that refuse `continuous_usage_stats`.
+    /// A final chunk only, for engines that reject `continuous_usage_stats`.
     Final,
-    /// Nothing: bodies are never changed.
+    /// None: request bodies are never changed.
     Off,
 }
 

@@ -77,18 +77,18 @@ pub(super) struct PrefillRecord {
     pub(super) seen: SeenCandidates,
 }
 
-/// The prefill side of a decision with the numbers that it went by.
+/// The prefill part of a decision, with its inputs.
 #[derive(Debug, Clone, PartialEq, Serialize, JsonSchema)]
 pub struct PrefillView {
     /// Id of the backend that computes the prompt.
     pub choice: String,
-    /// How the prompt gets to the backend that answers: `answer` or `room`.
+    /// How the KV cache of the prompt reaches the backend that responds: `answer` or `room`.
     pub handover: Handover,
-    /// Blocks it was believed to hold.
+    /// Number of leading blocks that it was believed to hold.
     pub matched: u32,
     /// Why it was chosen.
     pub reason: Reason,
-    /// The candidates; at most 64, the best.
+    /// Candidates: the best 64 at most.
     pub backends: Vec<SeenBackendView>,
 }
 
@@ -131,16 +131,16 @@ pub struct AttemptReport {
     pub duration: Duration,
 }
 
-/// What only some policies look at of a request; `None`: this one does not, or there is none.
+/// Inputs from a request that only some policies use; `null`: not used, or not present.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, JsonSchema)]
 pub struct ExplainedRequest {
-    /// Hash of the prompt's first blocks.
+    /// Hash of the first blocks of the prompt.
     pub prefix_key: Option<u64>,
     /// Hash of the session's name.
     pub session: Option<u64>,
-    /// Where that name stands: `header:NAME` or `cookie:NAME`.
+    /// Source of that name: `header:NAME` or `cookie:NAME`.
     pub session_source: Option<String>,
-    /// Requests that this replica's round-robin has decided, from an arbitrary start.
+    /// Number of requests that this replica's round robin has decided, from an arbitrary start.
     pub turn: Option<u64>,
     /// Weighted tokens of the user and of all users within the window.
     pub user_tokens: Option<UserTokens>,
@@ -164,79 +164,79 @@ impl ExplainedRequest {
     }
 }
 
-/// A decision with the numbers that it went by.
+/// A decision with its inputs.
 #[derive(Debug, Clone, PartialEq, Serialize, JsonSchema)]
 pub struct DecisionView {
-    /// Applied index it was made at.
+    /// Applied index at which it was made.
     pub index: LogIndex,
-    /// The policy that decided, with its settings.
+    /// Policy that decided, with its settings.
     pub policy: PolicyConfig,
-    /// Who named it.
+    /// What selected that policy.
     pub policy_source: PolicySource,
-    /// Prompt tokens, estimated.
+    /// Estimated number of prompt tokens.
     pub tokens: u32,
-    /// Tokens of one block, estimated.
+    /// Estimated number of tokens per block.
     pub tokens_per_block: u32,
-    /// Blocks that an engine could have cached.
+    /// Number of blocks that an engine could have cached.
     pub blocks_matchable: u32,
-    /// What else the policy looked at of the request.
+    /// Further inputs of the policy from the request.
     pub request: ExplainedRequest,
-    /// Whether probes were doubted.
+    /// Whether panic mode was on.
     pub is_panic: bool,
-    /// Backends that passed the filters; `backends` has at most 64 of them, the best.
+    /// Number of backends that passed the filters; `backends` contains the best 64 of them at most.
     pub candidates: u32,
-    /// Backends that each filter took out.
+    /// Number of backends that each filter excluded.
     pub filtered: BTreeMap<&'static str, u32>,
-    /// The backends, by slot: all of them when there are at most 64, else candidates only.
+    /// Backends, by slot: all if there are at most 64, else candidates only.
     pub backends: Vec<SeenBackendView>,
     /// Id of the chosen backend.
     pub choice: String,
-    /// Blocks it was believed to hold.
+    /// Number of leading blocks that it was believed to hold.
     pub matched: u32,
     /// Why it was chosen.
     pub reason: Reason,
-    /// The backend that computes the prompt; `None`: the chosen one.
+    /// Backend that computes the prompt; absent: the chosen one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub prefill: Option<PrefillView>,
-    /// Why it is one backend, where there are some that compute prompts for others.
+    /// Why a single backend took the request, although some compute prompts for others.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub whole: Option<WholeReason>,
 }
 
-/// A backend as a decision saw it. Numbers are those of candidates; 0 for others.
+/// A backend as a decision saw it. Numbers are given for candidates; others have 0.
 #[derive(Debug, Clone, PartialEq, Serialize, JsonSchema)]
 pub struct SeenBackendView {
-    /// Its id; `None`: it was removed long ago.
+    /// Id of the backend; `null`: it was removed long ago.
     pub id: Option<String>,
-    /// How commands name it.
+    /// Slot and incarnation of the backend.
     pub backend: BackendRef,
-    /// Whether it might take the request.
+    /// Whether it was allowed to take the request.
     pub verdict: FilterVerdict,
-    /// Leading blocks it was believed to hold.
+    /// Number of leading blocks that it was believed to hold.
     pub matched: u32,
-    /// Under way from all replicas heard from.
+    /// Number of requests in flight from all replicas heard recently.
     pub running: u32,
-    /// Of these, requests whose first byte had not come.
+    /// Number of these whose first byte had not arrived.
     pub pending: u32,
-    /// Uncached prompt tokens under way to it whose first byte had not come.
+    /// Number of uncached prompt tokens of the latter.
     pub pending_prefill_tokens: u64,
-    /// Requests in the engine's own queue.
+    /// Number of requests in the engine's own queue.
     pub engine_waiting: u32,
-    /// KV cache in use, thousandths.
+    /// KV cache usage, in thousandths.
     pub kv_usage_permille: u32,
-    /// Blocks it could take before it evicted any; `None`: its capacity was unknown.
+    /// Number of blocks that it could take without evicting any; `null`: its capacity was unknown.
     pub free_blocks: Option<u32>,
-    /// Whether the engine listed the model itself.
+    /// Whether the engine listed the requested model itself.
     pub is_model_listed: bool,
-    /// Learnt prices that the policy counted with.
+    /// Learned prices that the policy used.
     pub prices: Option<Prices>,
-    /// Step of the policy it counted in; candidates only, as those below.
+    /// Step of the policy that it fell into. This and the following fields: candidates only.
     pub tier: Option<u8>,
-    /// What the policy compared within the tier, lower is better.
+    /// Score within its tier, lower is better.
     pub score: Option<u64>,
-    /// What it compared among equal scores.
+    /// Tie-breaker among equal scores, lower is better.
     pub then: Option<u64>,
-    /// What a clear choice of it would have been explained by.
+    /// Reason that would have been given if it had been clearly the best.
     pub would_be: Option<Reason>,
 }
 

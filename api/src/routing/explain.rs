@@ -22,97 +22,97 @@ use crate::backends::CircuitView;
 /// Maximum number of block hashes shown.
 const SHOWN_BLOCKS_MAX: usize = 64;
 
-/// A decision as it would be made now, with everything that goes into it.
+/// A decision as it would be made now, with all its inputs.
 #[derive(Debug, Clone, PartialEq, Serialize, JsonSchema)]
 pub struct Explanation {
-    /// Applied index it was made at.
+    /// Applied index at which it was made.
     pub index: LogIndex,
-    /// The model asked for.
+    /// Requested model.
     pub model: String,
-    /// Prompt tokens, estimated.
+    /// Estimated number of prompt tokens.
     pub tokens: u32,
-    /// Tokens of one block, estimated.
+    /// Estimated number of tokens per block.
     pub tokens_per_block: u32,
-    /// Full blocks of the prompt.
+    /// Number of full blocks of the prompt.
     pub blocks_total: usize,
-    /// Of these, as many as an engine can have cached: it computes the last token anew.
+    /// Number of these that an engine can have cached: it always computes the last token.
     pub blocks_matchable: usize,
-    /// The first blocks' hashes, 16 hex digits each.
+    /// Hashes of the first blocks, 16 hex digits each.
     pub blocks: Vec<String>,
-    /// Runs of blocks routed here and not applied yet, over all backends.
+    /// Number of runs of blocks in this replica's overlay, over all backends.
     pub overlay_runs: usize,
-    /// The outbox that carries them.
+    /// Status of this replica's outbox, which carries them to the log.
     pub outbox: OutboxStatus,
-    /// The policy that decides, with its settings.
+    /// Policy that decides, with its settings.
     pub policy: PolicyConfig,
-    /// Who named it.
+    /// What selected that policy.
     pub policy_source: PolicySource,
-    /// What else the policy looks at of the request.
+    /// Further inputs of the policy from the request.
     pub request: ExplainedRequest,
-    /// Whether probes are doubted, so that backends may be candidates that are not healthy.
+    /// Whether panic mode is on, in which unhealthy backends may be candidates.
     pub is_panic: bool,
-    /// Every registered backend, by slot.
+    /// All registered backends, by slot.
     pub backends: Vec<ExplainedBackend>,
-    /// The chosen backend's id.
+    /// Id of the chosen backend.
     pub choice: Option<String>,
-    /// Blocks it is believed to hold.
+    /// Number of leading blocks that it is believed to hold.
     pub matched: Option<u32>,
     /// Why it was chosen.
     pub reason: Option<Reason>,
-    /// The backend that computes the prompt; `None`: the chosen one.
+    /// Backend that computes the prompt; absent: the chosen one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub prefill: Option<PrefillView>,
-    /// Why it is one backend, where there are some that compute prompts for others.
+    /// Why a single backend takes the request, although some compute prompts for others.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub whole: Option<WholeReason>,
-    /// Why none was.
+    /// Why no backend was chosen.
     pub refusal: Option<RoutingRejection>,
 }
 
-/// One backend's part in a decision.
+/// A backend and its part in a decision.
 #[derive(Debug, Clone, PartialEq, Serialize, JsonSchema)]
 pub struct ExplainedBackend {
-    /// Its id.
+    /// Id of the backend.
     pub id: String,
-    /// How commands name it.
+    /// Slot and incarnation of the backend.
     pub backend: BackendRef,
-    /// What it said of itself.
+    /// Facts that its engine reported.
     pub facts: EngineFacts,
     /// Whether it may take the request.
     pub verdict: FilterVerdict,
-    /// Leading blocks it holds by the log, whether or not it may take the request.
+    /// Leading blocks that it holds according to the log, whether or not it may take the request.
     pub matched_applied: u32,
-    /// The same with this replica's overlay, less what requests under way evict: what the policy
-    /// counts.
+    /// The same with this replica's overlay, less what requests in flight will evict: the number
+    /// that the policy uses.
     pub matched: u32,
-    /// Under way from here.
+    /// Load from this replica.
     pub here: Load,
-    /// Under way from all replicas heard from lately: what the policy counts.
+    /// Load from all replicas heard recently: the one that the policy uses.
     pub cluster: Load,
-    /// Requests in the engine's own queue.
+    /// Number of requests in the engine's own queue.
     pub engine_waiting: Option<u32>,
-    /// Requests running in the engine.
+    /// Number of requests running in the engine.
     pub engine_running: Option<u32>,
-    /// KV cache in use, thousandths.
+    /// KV cache usage, in thousandths.
     pub kv_usage_permille: Option<u32>,
-    /// Blocks it can take before it evicts any; `None` while its capacity is unknown; candidates
-    /// only.
+    /// Number of blocks that it can take without evicting any; `null` while its capacity is
+    /// unknown. Candidates only.
     pub free_blocks: Option<u32>,
-    /// Whether the engine lists the model itself; candidates only.
+    /// Whether the engine lists the requested model itself. Candidates only.
     pub is_model_listed: Option<bool>,
-    /// Its circuit, as this replica has it.
+    /// Its circuit breaker at this replica.
     pub circuit: CircuitView,
-    /// Limit, capacity, learnt prices and accuracy, as replicated.
+    /// Limit, capacity, learned prices and accuracy, as replicated.
     pub service: Option<BackendServiceView>,
-    /// Learnt prices that the policy counts with; candidates only.
+    /// Learned prices that the policy uses. Candidates only.
     pub prices: Option<Prices>,
-    /// Which step of the policy it counts in, the first is 0; candidates only. Compared first.
+    /// Step of the policy that it falls into, from 0; compared first. Candidates only.
     pub tier: Option<u8>,
-    /// What the policy compared within the tier, lower is better; candidates only.
+    /// Score within its tier, lower is better. Candidates only.
     pub score: Option<u64>,
-    /// What it compared among equal scores, lower is better; candidates only.
+    /// Tie-breaker among equal scores, lower is better. Candidates only.
     pub then: Option<u64>,
-    /// What a clear choice of it would be explained by; candidates only.
+    /// Reason that would be given if it were clearly the best. Candidates only.
     pub would_be: Option<Reason>,
 }
 

@@ -188,7 +188,7 @@ impl RoutingMetrics {
         );
         add(
             "quorate_route_panic",
-            "1 while the model's probes are ignored, because most fail while requests are answered",
+            "1 while the model's probes are ignored, because most fail while requests succeed",
             &self.panics,
         );
         add(

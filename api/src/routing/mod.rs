@@ -201,29 +201,29 @@ pub struct Decision {
     pub record: Option<Arc<DecisionRecord>>,
 }
 
-/// Why no backend can take a request.
+/// Reason why no backend can take a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum RoutingRejection {
     /// No registered backend serves the model: 404.
     UnknownModel,
-    /// Some do, none of them is at an endpoint that the gateway offers: 503.
+    /// None of those that serve the model has an endpoint that the gateway offers: 503.
     NoneOffered,
-    /// Some do, none of them is healthy and not draining: 503.
+    /// All of those that serve it are unhealthy or draining: 503.
     NoneHealthy,
-    /// All that could were tried: 502 or 503, as the last attempt ended.
+    /// All usable ones were tried: 502 or 503, depending on the last attempt.
     AllTried,
-    /// Some are healthy, none of them has the labels asked for: 503.
+    /// No healthy one has the requested labels: 503.
     NoneSelected,
-    /// Some are, none of them keeps this user's cached blocks apart: 503.
+    /// No healthy one isolates this user's cached blocks: 503.
     NoneIsolating,
-    /// None of them has a cache that holds the prompt: 400.
+    /// None has a cache that can hold the prompt: 400.
     TooLarge,
-    /// They compute prompts and answers apart, and this request cannot be taken apart: 400.
+    /// They separate prefill and decode, which is not possible for this request: 400.
     NotSeparable,
-    /// They answer prompts that others compute, none of which is there: 503.
+    /// They only decode, and no prefill backend is available: 503.
     NoPrefill,
-    /// Some could, each has as many requests as it may: wait, or 503.
+    /// All usable ones have reached their limit of concurrent requests: wait, or 503.
     AtLimit,
 }
 

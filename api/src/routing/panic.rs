@@ -56,10 +56,10 @@ impl PanicModes {
         }
         if is_panic {
             models.insert(model.to_owned());
-            tracing::warn!(model, "panic mode: probes fail while requests are answered");
+            tracing::warn!(model, "panic mode: probes fail while requests succeed");
         } else {
             models.remove(model);
-            tracing::info!(model, "panic mode is over: probes are believed");
+            tracing::info!(model, "panic mode is over: probes are trusted again");
         }
         self.count.store(models.len(), Relaxed);
         self.metrics.shows_panic(model, is_panic);

@@ -26,7 +26,7 @@ pub struct RoutingPreferences {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum PreferenceRejection {
     /// The request names an unknown policy.
-    #[error("x-quorate-policy names no policy, expected one of {}", state::policy::POLICY_NAMES.join(", "))]
+    #[error("x-quorate-policy: unknown policy, expected one of {}", state::policy::POLICY_NAMES.join(", "))]
     Policy,
     /// The labels cannot be parsed.
     #[error(transparent)]

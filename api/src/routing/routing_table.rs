@@ -304,15 +304,15 @@ pub(super) fn user_of(fleet: &RoutingTable, ask: &RoutingRequest<'_>) -> UserKey
     ask.user.key(fleet.registry.hash_seed)
 }
 
-/// Who named the policy that decides.
+/// What selected the policy that decides.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum PolicySource {
-    /// The request.
+    /// A header of the request.
     Request,
-    /// The replicated settings, for its model.
+    /// The replicated settings of its model.
     Model,
-    /// The cluster: the live policy.
+    /// The cluster's live policy.
     Cluster,
 }
 

@@ -14,7 +14,7 @@ const LABELS_MAX: usize = 16;
 
 /// The `x-quorate-select` header cannot be parsed.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("x-quorate-select is no list of at most {LABELS_MAX} key=value, separated by commas")]
+#[error("x-quorate-select: expected at most {LABELS_MAX} key=value pairs, separated by commas")]
 pub struct SelectRejection;
 
 /// Labels that backends must have.

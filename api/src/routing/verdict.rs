@@ -3,38 +3,38 @@
 use schemars::JsonSchema;
 use serde::Serialize;
 
-/// Whether a backend may take a request, and if not, why: the first reason there is, in this order.
+/// Whether a backend may take a request, or else the first reason why not, in this order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum FilterVerdict {
-    /// It may.
+    /// It may take the request.
     Candidate,
     /// It serves other models.
     OtherModel,
-    /// The gateway that asks cannot send the request there.
+    /// The gateway does not offer its endpoint.
     NotOffered,
-    /// It was tried for this request.
+    /// It was already tried for this request.
     Tried,
-    /// It does not answer, or was not asked yet.
+    /// It is unhealthy, or not probed yet.
     Unhealthy,
-    /// It takes no new requests.
+    /// It is draining.
     Draining,
-    /// Requests to it failed one after the other.
+    /// Its circuit is open.
     CircuitOpen,
-    /// It computes prompts for others, which can take the request; or answers only, where another
-    /// computes the prompt.
+    /// Its role does not fit: it only prefills, and others can respond; or it only decodes, and
+    /// another backend has to prefill.
     OtherRole,
-    /// Other candidates have the model loaded, it has not.
+    /// Other candidates have loaded the model, and it has not.
     NotLoaded,
-    /// It lacks a label that is asked for.
+    /// It lacks a requested label.
     OtherLabels,
-    /// Its engine would not keep the user's cached blocks apart.
+    /// Its engine would not isolate the user's cached blocks.
     Unsalted,
     /// Its cache cannot hold the prompt.
     TooSmall,
-    /// Other candidates have the adapter in memory, or room for it, and a short queue.
+    /// Other candidates have a short queue and the adapter in memory, or room for it.
     NotResident,
-    /// It has as many requests as it may.
+    /// It has reached its limit of concurrent requests.
     AtLimit,
 }
 

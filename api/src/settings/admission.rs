@@ -68,9 +68,9 @@ pub struct AdmissionForm {
     /// together, for engines whose batches end together.
     #[default(AdmissionSettings::default().batching)]
     pub batching: Batching,
-    /// What `adaptive` keeps.
+    /// The target that `adaptive` keeps.
     pub sla: SlaForm,
-    /// Limits of users without limits of their own. `[users.defaults.limits]` sets the same ones.
+    /// Limits of users without their own; `[users.defaults.limits]` sets the same ones.
     pub user_limits: UserLimitsForm,
 }
 

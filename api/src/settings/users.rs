@@ -33,9 +33,9 @@ pub struct UserDefaultsForm {
     /// alone.
     #[schemars(length(min = 1))]
     pub cache_group: Option<String>,
-    /// Limits of users without limits of their own: the same as `[admission.user_limits]`.
+    /// Limits of users without their own; the same as `[admission.user_limits]`.
     pub limits: UserLimitsForm,
-    /// Budget of each user without a budget of its own.
+    /// Budget of users without their own.
     pub budget: Budget,
 }
 
@@ -43,10 +43,10 @@ pub struct UserDefaultsForm {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum DefaultCache {
-    /// With all who share.
+    /// Shared with all users who share.
     #[default]
     Shared,
-    /// With nobody, or within a group.
+    /// Not shared, or only within a cache group.
     Isolated,
 }
 

@@ -19,7 +19,7 @@ const HANDSHAKE: u8 = 22;
 #[derive(Debug, thiserror::Error)]
 pub enum TlsAcceptError {
     /// The client did not send TLS. It got a response if it sent HTTP.
-    #[error("the client spoke no TLS")]
+    #[error("the client does not use TLS")]
     Clear,
     /// The handshake failed, or the connection broke.
     #[error("tls handshake: {0}")]

@@ -234,7 +234,7 @@ impl SpanExport {
                 return;
             }
             Ok(Err(error)) => error.to_string(),
-            Err(_) => "no answer in time".to_owned(),
+            Err(_) => "no response in time".to_owned(),
         };
         self.metrics.drop_spans(EXPORT_FAILED, spans);
         if let Some(suppressed) = self.warnings.may_say() {
@@ -244,7 +244,7 @@ impl SpanExport {
                 spans,
                 error = why,
                 suppressed,
-                "could not export spans; requests are served without"
+                "could not export spans; requests are served without tracing"
             );
         }
     }

@@ -66,7 +66,7 @@ async fn ask(
         let asking = outcome(wire::ask(&access, FROM, *to, asked));
         let (status, text) = timeout(PATIENCE, asking)
             .await
-            .unwrap_or((None, "no answer in time".to_owned()));
+            .unwrap_or((None, "no response in time".to_owned()));
         counts.longest = counts.longest.max(began.elapsed());
         match status {
             Some(StatusCode::OK) => counts.answered += 1,

@@ -7,16 +7,16 @@ use chaos_tests::abuse::{self, AbuseOptions, AttackKind, AttackReport};
 use chaos_tests::terminal::{self, say, table};
 use clap::Parser;
 
-/// Attack a cluster and check that honest clients are served and nothing is left
+/// Attack a cluster, and check that honest clients are served and nothing is left behind
 #[derive(Debug, Parser)]
 struct AbuseArgs {
-    /// With TLS everywhere, a token and keys
+    /// Use TLS everywhere, an operator's token and API keys
     #[arg(long)]
     secure: bool,
-    /// Attacks, joined by commas; default: all
+    /// Attacks, separated by commas; default: all
     #[arg(long, value_name = "KINDS", value_delimiter = ',', value_parser = AttackKind::named)]
     only: Vec<AttackKind>,
-    /// How many times as large floods are as in `cargo test`; 1000 has a million user names
+    /// Size of floods, as a multiple of that in `cargo test`; 1000 means a million user names
     #[arg(long, value_name = "N", default_value_t = 10)]
     scale: usize,
     /// Print the report as JSON

@@ -8,13 +8,13 @@ use comfy_table::{Table, presets};
 /// Explains, sends and looks up random requests over all policies, users and replicas.
 #[derive(Debug, Clone, Parser)]
 struct AgreementArgs {
-    /// How many.
+    /// Number of requests.
     #[arg(long, default_value_t = 10_000)]
     requests: u64,
-    /// Which ones.
+    /// Seed of all random choices.
     #[arg(long, default_value_t = 1)]
     seed: u64,
-    /// With TLS everywhere, a token and keys
+    /// Use TLS everywhere, an operator's token and API keys.
     #[arg(long)]
     secure: bool,
 }

@@ -24,40 +24,40 @@ use rand::{Rng as _, SeedableRng as _};
 /// Requests answered before the first fault, so that there is state to lose.
 const WARM_UP: u64 = 300;
 
-/// Do faults to a cluster of real processes and check what must hold
+/// Inject faults into a cluster of real processes, and check the invariants
 #[derive(Debug, Parser)]
 struct FaultsArgs {
-    /// Faults to do
+    /// Number of faults
     #[arg(long, value_name = "N", default_value_t = 0)]
     faults: u64,
-    /// Kinds of faults, joined by commas; default: all that this machine allows
+    /// Kinds of faults, separated by commas; default: all that this machine allows
     #[arg(long, value_name = "KINDS", value_delimiter = ',', value_parser = FaultKind::named)]
     kinds: Vec<FaultKind>,
-    /// Seed of the order of faults and of whom they meet
+    /// Seed of the faults' order and targets
     #[arg(long, value_name = "N")]
     seed: Option<u64>,
-    /// Number of the first fault of the seed
+    /// Number of the seed's first fault
     #[arg(long, value_name = "N", default_value_t = 0)]
     from: u64,
-    /// Kill the leader so many times and measure
+    /// Kill the leader this many times, and measure the failover
     #[arg(long, value_name = "N", default_value_t = 0)]
     failover: u32,
-    /// Take the quorum away for so many seconds and measure
+    /// Take the quorum away for this many seconds, and measure
     #[arg(long, value_name = "SECONDS", default_value_t = 0)]
     quorum_loss: u32,
-    /// With TLS everywhere, a token and keys
+    /// Use TLS everywhere, an operator's token and API keys
     #[arg(long)]
     secure: bool,
-    /// Have a gateway send every second request, which asks the replicas' pickers where
+    /// Let a gateway send every second request, as the replicas' pickers decide
     #[arg(long)]
     pickers: bool,
-    /// List the kinds of faults and whether they can be had here
+    /// List the kinds of faults, and whether this machine allows them
     #[arg(long)]
     list: bool,
-    /// Print every fault as it comes, with what it took
+    /// Print each fault as it happens, with its duration
     #[arg(long)]
     verbose: bool,
-    /// Keep the logs and stores of a cluster that a violation was found in
+    /// Keep the logs and stores of a cluster with a violation
     #[arg(long)]
     keep: bool,
 }

@@ -65,13 +65,13 @@ const fn case(name: &'static str, config: &'static str, replicas: u8, clients: u
     }
 }
 
-/// Measures whether replicas hold a backend's limit of 10, and what it costs.
+/// Measures whether replicas keep within a backend's limit of 10, and at what cost.
 #[derive(Debug, Clone, Parser)]
 struct LimitsArgs {
-    /// Seconds that each of the six cases is looked at.
+    /// Length of each of the six cases, in seconds.
     #[arg(long, default_value_t = 15)]
     seconds: u64,
-    /// Only cases whose name contains this.
+    /// Runs only cases whose name contains this.
     #[arg(long)]
     only: Option<String>,
 }

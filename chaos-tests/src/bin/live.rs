@@ -10,38 +10,38 @@ use chaos_tests::live::{self, LiveOptions, RowReport};
 use chaos_tests::terminal::{self, say, table};
 use clap::Parser;
 
-/// Hold what three replicas predict against what real engines find cached
+/// Compare the predictions of three replicas with what real engines find cached
 #[derive(Debug, Parser)]
 struct LiveArgs {
-    /// An engine that may be used and whose cache may be reset; may be given more than once
+    /// Engine to use, whose cache may be reset; may be repeated
     #[arg(long = "engine", value_name = "URL", required = true, value_parser = engine)]
     engines: Vec<SocketAddr>,
-    /// Line for the shell that starts engine $N (0, 1, ...) where none answers, and again after it
+    /// Shell command that starts engine $N (0, 1, ...) if it does not respond, and again after it
     /// was killed
     #[arg(long, value_name = "COMMAND")]
     start: Option<String>,
-    /// Folder for what started engines print
+    /// Directory for the output of started engines
     #[arg(long, value_name = "DIR", default_value = ".")]
     logs: PathBuf,
-    /// Where engine $N publishes KV events, if it does not say so itself (vLLM 0.12)
+    /// Where engine $N publishes KV events, if it does not report that itself (vLLM 0.12)
     #[arg(long, value_name = "ENDPOINT", requires = "kv_replay")]
     kv_events: Option<String>,
-    /// Where engine $N replays them
+    /// Where engine $N replays KV events
     #[arg(long, value_name = "ENDPOINT", requires = "kv_events")]
     kv_replay: Option<String>,
-    /// The model's tokenizer.json, with its chat template beside it
+    /// tokenizer.json of the model, with its chat template beside it
     #[arg(long, value_name = "FILE")]
     tokenizer: Option<PathBuf>,
-    /// Answers of each row
+    /// Number of responses in each row
     #[arg(long, value_name = "N", default_value_t = 500)]
     requests: u64,
-    /// Least time from an answer to the next turn of its chat, in milliseconds
+    /// Minimum time from a response to the next turn of its chat, in milliseconds
     #[arg(long, value_name = "MS", default_value_t = 200)]
     pause: u64,
     /// Only rows whose name contains this
     #[arg(long, value_name = "TEXT")]
     only: Option<String>,
-    /// File to which each answer is added: times, prompt, and what was predicted and found
+    /// File to append each response to: times, prompt, and predicted and found tokens
     #[arg(long, value_name = "FILE")]
     record: Option<PathBuf>,
     /// Print the report as JSON

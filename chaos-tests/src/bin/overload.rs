@@ -9,22 +9,22 @@ use chaos_tests::soak::overload::{self, OverloadOptions, OverloadReport};
 use chaos_tests::terminal::{self, say, table};
 use clap::Parser;
 
-/// Overload a cluster and check that it serves as much as it can, and recovers
+/// Overload a cluster, and check that it serves as much as it can and recovers
 #[derive(Debug, Parser)]
 struct OverloadArgs {
-    /// How long
+    /// Length of the overload
     #[arg(long, value_name = "SECONDS", default_value_t = 120)]
     seconds: u64,
-    /// How many times the capacity is asked for
+    /// Load, as a multiple of the capacity
     #[arg(long, value_name = "N", default_value_t = 10.0)]
     factor: f64,
     /// MiB by which a replica may grow
     #[arg(long, value_name = "MIB", default_value_t = 96)]
     memory: u64,
-    /// Seed of what is drawn
+    /// Seed of all random choices
     #[arg(long, value_name = "N")]
     seed: Option<u64>,
-    /// With TLS everywhere, a token and keys
+    /// Use TLS everywhere, an operator's token and API keys
     #[arg(long)]
     secure: bool,
     /// Print the report as JSON

@@ -7,25 +7,25 @@ use chaos_tests::processes::roll::{self, RollOptions, RollRecords};
 use chaos_tests::terminal::{self, say, table};
 use clap::Parser;
 
-/// Replace a fleet of engines that DNS names, some at a time, under load
+/// Replace a fleet of engines behind a DNS name, some at a time, under load
 #[derive(Debug, Parser)]
 struct RollArgs {
-    /// Engines, 1 to 200
+    /// Number of engines, 1 to 200
     #[arg(long, value_name = "N", default_value_t = 64)]
     engines: u8,
     /// Engines replaced at a time
     #[arg(long, value_name = "N", default_value_t = 8)]
     at_once: u8,
-    /// How often all of them are replaced
+    /// How many times all of them are replaced
     #[arg(long, value_name = "N", default_value_t = 2)]
     rolls: u8,
-    /// Requests answered between two steps
+    /// Number of requests served between two steps
     #[arg(long, value_name = "N", default_value_t = 300)]
     requests: u64,
-    /// Leave the leader alone, who is killed in the middle of the last roll otherwise
+    /// Do not kill the leader in the middle of the last roll
     #[arg(long)]
     keep_leader: bool,
-    /// How the engines are found: `srv` has service records, with addresses of both families
+    /// DNS records of the engines: `srv` has service records, with addresses of both families
     #[arg(long, value_enum, default_value_t = RollRecords::A)]
     records: RollRecords,
     /// Print the report as JSON

@@ -8,28 +8,28 @@ use chaos_tests::soak::{self, ClientKind, SoakCheck, SoakOptions, SoakReport};
 use chaos_tests::terminal::{self, say, table};
 use clap::Parser;
 
-/// Load a cluster with honest users and everybody else at once and check what must hold
+/// Load a cluster with honest and hostile clients at once, and check the invariants
 #[derive(Debug, Parser)]
 struct SoakArgs {
-    /// How long everybody is there
+    /// Length of the soak
     #[arg(long, value_name = "SECONDS", default_value_t = 60)]
     seconds: u64,
-    /// How many times the capacity is asked for
+    /// Load, as a multiple of the capacity
     #[arg(long, value_name = "N", default_value_t = 10.0)]
     factor: f64,
-    /// Seed of what is drawn
+    /// Seed of all random choices
     #[arg(long, value_name = "N")]
     seed: Option<u64>,
-    /// Who is there beside honest users, joined by commas; default: everybody
+    /// Kinds of clients besides honest users, separated by commas; default: all
     #[arg(long, value_name = "KINDS", value_delimiter = ',', value_parser = ClientKind::named)]
     only: Vec<ClientKind>,
-    /// With TLS everywhere, a token and keys
+    /// Use TLS everywhere, an operator's token and API keys
     #[arg(long)]
     secure: bool,
     /// Print the report as JSON
     #[arg(long)]
     json: bool,
-    /// List the kinds
+    /// List the kinds of clients
     #[arg(long)]
     list: bool,
 }

@@ -83,7 +83,7 @@ const fn case(are_told: bool, kilobytes: usize) -> StreamCase {
 /// Measures the memory of a picker with many open streams.
 #[derive(Debug, Clone, Parser)]
 struct StreamsArgs {
-    /// Streams that are open at once; at most 16384.
+    /// Number of streams open at once; at most 16384.
     #[arg(long, default_value_t = 10_000)]
     streams: usize,
 }

@@ -12,22 +12,22 @@ use clap::Parser;
 /// Upgrade three replicas under load, one after the other
 #[derive(Debug, Parser)]
 struct UpgradeArgs {
-    /// The program of the earlier build
+    /// Program of the earlier build
     #[arg(long, value_name = "FILE", required_unless_present = "from_rev")]
     from: Option<PathBuf>,
-    /// A revision of this repository that the earlier build is made of, in target/upgrade
+    /// Revision of this repository to build the earlier program from, in target/upgrade
     #[arg(long, value_name = "REV", conflicts_with = "from")]
     from_rev: Option<String>,
-    /// The program of the later build; without it that of this workspace
+    /// Program of the later build; default: that of this workspace
     #[arg(long, value_name = "FILE")]
     to: Option<PathBuf>,
-    /// Then go back, one after the other
+    /// Then downgrade again, one after the other
     #[arg(long)]
     back: bool,
-    /// Requests answered between two steps
+    /// Number of requests served between two steps
     #[arg(long, value_name = "N", default_value_t = 600)]
     requests: u64,
-    /// With TLS everywhere, a token and keys
+    /// Use TLS everywhere, an operator's token and API keys
     #[arg(long)]
     secure: bool,
     /// Print the report as JSON
@@ -87,7 +87,7 @@ fn print(steps: &[UpgradeStep]) -> anyhow::Result<()> {
     }
     say(rows)?;
     say(
-        "After each step: one digest, counters as the engines told, every replica knows the caches.",
+        "After each step: one digest, counters as the engines reported, every replica knows the caches.",
     )
 }
 

@@ -32,12 +32,12 @@ const SPEED: f64 = 50.0;
 /// Number of answered prompts that are queried again after a step.
 const RECALLED: usize = 40;
 
-/// The records by which the engines are found.
+/// Kind of DNS records by which the engines are found.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum RollRecords {
-    /// Addresses: each engine has its own, and all one port.
+    /// Address records: each engine has its own address, and all have one port.
     A,
-    /// Service records: each engine has its own port. Every other one is found by its IPv6 address.
+    /// Service records: each engine has its own port, and every second one an IPv6 address.
     Srv,
 }
 

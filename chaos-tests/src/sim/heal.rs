@@ -173,7 +173,7 @@ impl World {
                 continue;
             }
             if !members.contains(id) {
-                return Err(format!("replica {id} is no member of {members:?}"));
+                return Err(format!("replica {id} is not a member of {members:?}"));
             }
             let core = seat
                 .machine

@@ -144,7 +144,7 @@ fn told(host: &str, error: &io::Error) -> String {
              QUORATE_CA_FILE names the right one"
                 .to_owned()
         }
-        Some(TlsFault::InvalidMessage(_)) => "it speaks no TLS: use http://".to_owned(),
+        Some(TlsFault::InvalidMessage(_)) => "it does not use TLS: use http://".to_owned(),
         Some(TlsFault::AlertReceived(alert)) => refused(&format!("{alert:?}")),
         Some(fault) => fault.to_string(),
         None => format!("the handshake broke off: {error}"),

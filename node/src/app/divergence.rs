@@ -71,7 +71,7 @@ pub(super) async fn watch(replica: Replica, shared: Arc<SharedState>, stop: Canc
 /// Takes over the state from the first of `holders` that provides it, because some may be down.
 async fn rebuild(replica: &Replica, holders: &[ReplicaId]) -> Result<u64, ChangeError> {
     let mut rebuilt = Err(ChangeError::Refused(
-        "nobody holds the majority's state".to_owned(),
+        "no connected member holds the majority's state".to_owned(),
     ));
     for holder in holders {
         rebuilt = replica.rebuild(holder.0).await;

@@ -35,7 +35,7 @@ const SUBMIT_PAUSE: Duration = Duration::from_millis(100);
 /// Reason for refusing proposals before the cluster is formed.
 const NOT_FORMED: &str = "the state here is not that of a cluster yet";
 /// Reason for refusing proposals right after the start.
-const CLOCKS_UNHEARD: &str = "the clocks of the other members are not heard yet";
+const CLOCKS_UNHEARD: &str = "the clocks of the other members are not known yet";
 /// Reason for not trusting a reply.
 const LEADER_IS_WRONG: &str = "the leader has lost its state";
 
@@ -96,7 +96,7 @@ impl LogPort {
         let deadline = Instant::now() + SUBMIT_TIMEOUT;
         let command = log_version::readable(command, &|| self.replica.status());
         let Ok(mut seq) = tokio::time::timeout_at(deadline, self.admin_seq.lock()).await else {
-            let why = "an earlier write of this replica is still under way";
+            let why = "an earlier write of this replica is still in progress";
             return Err(ProposeError::Unavailable(why.to_owned()));
         };
         *seq += 1;
@@ -119,12 +119,12 @@ impl LogPort {
             let limit = left.min(PROPOSE_TIMEOUT);
             let failure = match self.propose_within(envelope.clone(), limit).await {
                 Ok(committed) if is_stale(&committed.reply) && may_be_logged => {
-                    let why = "another run of this replica began meanwhile";
+                    let why = "another session of this replica has begun in the meantime";
                     return Err(ProposeError::Unknown(why.to_owned()));
                 }
                 Ok(committed) if is_stale(&committed.reply) => {
                     if sessions == SESSIONS_MAX {
-                        let why = "another process goes by this replica's id";
+                        let why = "another process uses this replica's id";
                         return Err(ProposeError::Unavailable(why.to_owned()));
                     }
                     sessions += 1;
@@ -210,7 +210,7 @@ impl LogPort {
             *session = stale.successor();
             tracing::error!(
                 replica = self.id.0,
-                "the cluster knows another run of this replica's id; is a second process using it?"
+                "the cluster has another session of this replica's id; is a second process using it?"
             );
         }
         *session

@@ -57,8 +57,8 @@ fn tell_differences(file: &FileSettings, view: &StateView) {
     let shown: Vec<_> = differences.iter().map(ToString::to_string).collect();
     tracing::warn!(
         differences = shown.join("; "),
-        "the cluster has other values than this config, and its own count: `quorate config diff` shows \
-         them, `quorate config apply` changes them"
+        "the cluster's values differ from this config and take precedence: `quorate config diff` \
+         shows them, `quorate config apply` changes them"
     );
 }
 
@@ -73,7 +73,7 @@ async fn put(cluster: &dyn Cluster, view: &StateView, spec: BackendSpec) {
             tracing::warn!(
                 backend,
                 log_index = index.0,
-                "backend of the config was removed through the admin API and stays so"
+                "backend in the config was removed through the admin API and is not registered again"
             );
             return;
         }

@@ -118,7 +118,7 @@ impl Scaling {
         let mut held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
         if *held != why {
             if let Some(why) = &why {
-                tracing::warn!(why, "members are not as wanted");
+                tracing::warn!(why, "the membership does not match the desired scale");
             }
             *held = why;
         }
@@ -191,7 +191,7 @@ impl Scaling {
         match replica.remove_absent(*id, self.voters_min).await {
             Ok(index) => {
                 let wanted = scale.replicas;
-                tracing::info!(id, index, wanted, "removed a replica that was scaled away");
+                tracing::info!(id, index, wanted, "removed a replica that was scaled down");
                 Ok(true)
             }
             Err(error) => Err(error.to_string()),
@@ -205,7 +205,7 @@ impl Scaling {
         }
         match replica.rejoin().await {
             Ok(()) => {
-                tracing::info!("let in again, with the log of before");
+                tracing::info!("rejoined the cluster with its previous log");
                 None
             }
             Err(error) => Some(format!("this replica was removed and is wanted: {error}")),
@@ -246,7 +246,7 @@ impl Scaling {
             match replica.leave(self.voters_min).await {
                 Ok(index) => {
                     let wanted = scale.replicas;
-                    tracing::info!(index, wanted, "left the cluster for good");
+                    tracing::info!(index, wanted, "left the cluster permanently");
                     return;
                 }
                 Err(error) => tracing::warn!(%error, "cannot leave yet"),

@@ -151,7 +151,9 @@ fn former_run(
 async fn end_former_run(cluster: &dyn Cluster, replica: ReplicaId, session: SessionId) {
     let command = Command::ExpireSession { replica, session };
     match cluster.submit(command).await {
-        Ok(_) => tracing::info!("closed what the former run of this replica left open"),
+        Ok(_) => {
+            tracing::info!("closed the requests that this replica's previous session left open")
+        }
         Err(error) => tracing::debug!(%error, "could not end the former run yet"),
     }
 }

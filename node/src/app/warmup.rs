@@ -22,11 +22,11 @@ pub(super) async fn warm_up(cluster: &dyn Cluster, view: &StateView, backends: &
         }
     };
     match tokio::time::timeout(PATIENCE, warm).await {
-        Ok(()) => tracing::info!("taking requests"),
+        Ok(()) => tracing::info!("accepting requests"),
         Err(_) if !view.registry().initialised => {
-            tracing::warn!("not in a cluster yet: every request is answered with 503");
+            tracing::warn!("not in a cluster yet: every request gets a 503");
         }
-        Err(_) => tracing::warn!("taking requests without a quorum or without probed backends"),
+        Err(_) => tracing::warn!("accepting requests without a quorum or without probed backends"),
     }
 }
 

@@ -313,7 +313,7 @@ async fn add(args: AddBackendArgs) -> anyhow::Result<ExitCode> {
     let latest = format!("{path}?read=linearizable");
     if target.ask(Method::GET, &latest, None).await?.status == StatusCode::OK {
         let id = &args.id;
-        bail!("backend {id} is there already: `quorate backend set {id}` changes it");
+        bail!("backend {id} already exists: `quorate backend set {id}` changes it");
     }
     let mut backend = json!({ "url": args.url });
     args.fields.lay_over(&mut backend);

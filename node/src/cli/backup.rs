@@ -69,7 +69,7 @@ pub(super) struct RestoreArgs {
 pub(super) async fn backup(args: BackupArgs) -> anyhow::Result<ExitCode> {
     let file = &args.file;
     if !args.force && file.exists() {
-        bail!("{} is there already (--force replaces it)", file.display());
+        bail!("{} already exists (--force replaces it)", file.display());
     }
     let unfinished = beside(file)?;
     args.target.settle(!args.local).await?;
@@ -127,8 +127,8 @@ pub(super) async fn restore(args: RestoreArgs) -> anyhow::Result<ExitCode> {
     ))?;
     if answer["api_keys"].as_u64().is_some_and(|keys| keys > 0) {
         terminal::print(format_args!(
-            "{} API keys are served as of the backup, but for what this cluster knows to have been \
-             revoked ({} keys); `quorate key list` shows them",
+            "{} API keys were restored, without those that this cluster knows to be revoked ({} keys); \
+             `quorate key list` shows them",
             text("api_keys"),
             text("revoked_api_keys"),
         ))?;
@@ -172,7 +172,7 @@ async fn fetch(args: &BackupArgs, path: &Path) -> anyhow::Result<u64> {
     authorize(&args.target, &mut request)?;
     let response = tokio::time::timeout(IDLE_TIMEOUT, client.request(request)).await;
     let response = response
-        .with_context(|| format!("GET {url}: no answer in time"))?
+        .with_context(|| format!("GET {url}: no response in time"))?
         .map_err(|error| no_answer(&error))
         .with_context(|| format!("GET {url}"))?;
     let length = response.headers().get(http::header::CONTENT_LENGTH);
@@ -182,7 +182,7 @@ async fn fetch(args: &BackupArgs, path: &Path) -> anyhow::Result<u64> {
         let problem = problem.and_then(|answer| answer.success());
         bail!(
             "GET {url}: {:#}",
-            problem.expect_err("the status is no success")
+            problem.expect_err("the status is not a success")
         );
     }
     let bar = bar("fetching", length.unwrap_or(0))?;
@@ -196,7 +196,7 @@ async fn fetch(args: &BackupArgs, path: &Path) -> anyhow::Result<u64> {
     let mut body = response.into_body();
     while let Some(bytes) = next_bytes(&mut body)
         .await
-        .with_context(|| format!("GET {url}: the answer broke off"))?
+        .with_context(|| format!("GET {url}: the response broke off"))?
     {
         let written = tokio::task::spawn_blocking(move || {
             file.write_all(&bytes).map(|()| (file, bytes.len()))
@@ -226,7 +226,7 @@ fn authorize<B>(target: &AdminTarget, request: &mut Request<B>) -> anyhow::Resul
 async fn next_bytes(body: &mut Incoming) -> anyhow::Result<Option<Bytes>> {
     loop {
         let frame = tokio::time::timeout(IDLE_TIMEOUT, body.frame()).await;
-        match frame.context("nothing more came in time")? {
+        match frame.context("no further data arrived in time")? {
             None => return Ok(None),
             Some(frame) => {
                 if let Ok(bytes) = frame?.into_data() {
@@ -254,7 +254,7 @@ fn read_whole(path: &Path) -> anyhow::Result<BackupHead> {
     let (index, digest) = (state.applied().0, format!("{:032x}", state.digest()));
     if (index, &digest) != (head.index, &head.digest) {
         let said = format!("index {} and digest {}", head.index, head.digest);
-        bail!("its state has index {index} and digest {digest}, its head says {said}");
+        bail!("its state has index {index} and digest {digest}, its header says {said}");
     }
     bar.finish_and_clear();
     Ok(head)
@@ -296,7 +296,7 @@ async fn send(args: &RestoreArgs) -> anyhow::Result<Value> {
     };
     let answer = tokio::select! {
         answer = answer => answer,
-        () = stalled(&bar) => Err(anyhow::anyhow!("no answer in time")),
+        () = stalled(&bar) => Err(anyhow::anyhow!("no response in time")),
     };
     bar.finish_and_clear();
     answer.with_context(|| format!("POST {url}"))

@@ -110,7 +110,7 @@ impl std::str::FromStr for ReplicaHosts {
         let id = id.ok_or("expected an id from 1 to 255")?;
         let hosts: Vec<_> = hosts.split(',').filter(|host| !host.is_empty()).collect();
         match hosts.iter().find(|host| !is_host(host)) {
-            Some(host) => Err(format!("{host:?} is no address and no name of a host")),
+            Some(host) => Err(format!("{host:?} is neither an IP address nor a host name")),
             None => Ok(Self {
                 id,
                 hosts: hosts.into_iter().map(str::to_owned).collect(),

@@ -26,7 +26,8 @@ const PAGE: usize = 1000;
 /// Which replicas to ask.
 #[derive(Debug, Clone, clap::Args)]
 pub(super) struct AdminTarget {
-    /// Admin URL of any replica, or several separated by commas: the first that can answer is used
+    /// Admin URL of any replica, or several separated by commas: the first that can serve the
+    /// command is used
     #[arg(
         long,
         value_name = "URL",
@@ -186,7 +187,7 @@ impl AdminTarget {
         loop {
             let page = self.get(&format!("{path}?limit={PAGE}{cursor}")).await?;
             let Some(entries) = page[field].as_array() else {
-                bail!("GET {path}: the answer has no list {field:?}");
+                bail!("GET {path}: the response has no list {field:?}");
             };
             all.extend(entries.iter().cloned());
             match page["next_cursor"].as_str() {
@@ -259,7 +260,7 @@ impl AdminTarget {
                 let each = errors
                     .iter()
                     .map(|(url, error)| format!("\n  {url}: {}", brief(error)));
-                Err(anyhow!("no replica answers{}", each.collect::<String>()))
+                Err(anyhow!("no replica responds{}", each.collect::<String>()))
             }
         }
     }

@@ -19,17 +19,17 @@ fn ids() -> clap::builder::RangedI64ValueParser<u8> {
 pub(super) enum MemberCommand {
     /// Add a running replica as a learner
     Add {
-        /// Its `node.id`
+        /// `node.id` of the replica
         #[arg(value_parser = ids())]
         id: u8,
-        /// Host and port of its peer listener
+        /// Host and port of the replica's peer listener
         address: String,
         #[command(flatten)]
         write: WriteArgs,
     },
     /// Make a learner a voter
     Promote {
-        /// Its `node.id`
+        /// `node.id` of the replica
         #[arg(value_parser = ids())]
         id: u8,
         #[command(flatten)]
@@ -37,7 +37,7 @@ pub(super) enum MemberCommand {
     },
     /// Remove a member
     Remove {
-        /// Its `node.id`
+        /// `node.id` of the replica
         #[arg(value_parser = ids())]
         id: u8,
         #[command(flatten)]

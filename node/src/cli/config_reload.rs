@@ -135,7 +135,7 @@ fn told(replica: &str, report: &Value) -> String {
         }
     }
     let mut lines = match changed {
-        0 => vec![format!("{replica}: reloaded; the config is as it was")],
+        0 => vec![format!("{replica}: reloaded; the config has not changed")],
         _ => vec![format!("{replica}: reloaded"), table.to_string()],
     };
     let named = |list| {
@@ -151,11 +151,11 @@ fn told(replica: &str, report: &Value) -> String {
     if !keys(report, "cluster_keeps").is_empty() {
         let keys = named("cluster_keeps");
         lines.push(format!(
-            "`quorate config apply` puts into the cluster: {keys}"
+            "`quorate config apply` writes to the cluster: {keys}"
         ));
     }
     for fault in keys(report, "faults") {
-        lines.push(format!("kept as it was: {}", cell(fault)));
+        lines.push(format!("kept unchanged: {}", cell(fault)));
     }
     lines.join("\n")
 }
@@ -176,15 +176,15 @@ mod tests {
         let shown = told("http://a:1", &report);
         for line in [
             "restart this replica for: limits.max_connections, listen.data",
-            "`quorate config apply` puts into the cluster: admission.max_queue",
-            "kept as it was: tls.data.cert_file: expired",
+            "`quorate config apply` writes to the cluster: admission.max_queue",
+            "kept unchanged: tls.data.cert_file: expired",
         ] {
             assert!(shown.lines().any(|it| it == line), "{line} in {shown}");
         }
         assert_eq!(Reloaded::Read(report).code(), 1);
         let nothing = json!({ "taken": [], "need_restart": [], "cluster_keeps": [], "faults": [] });
         let shown = told("http://a:1", &nothing);
-        assert_eq!(shown, "http://a:1: reloaded; the config is as it was");
+        assert_eq!(shown, "http://a:1: reloaded; the config has not changed");
         assert_eq!(Reloaded::Read(nothing).code(), 0);
     }
 }

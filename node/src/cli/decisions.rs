@@ -29,7 +29,7 @@ pub(super) struct DecisionsArgs {
     limit: u16,
     #[command(flatten)]
     target: AdminTarget,
-    /// Print the answer as JSON
+    /// Print the response as JSON
     #[arg(long)]
     json: bool,
 }

@@ -16,7 +16,7 @@ use super::read::print_json;
 pub(super) struct WriteArgs {
     #[command(flatten)]
     pub(super) target: AdminTarget,
-    /// Print the answer as JSON
+    /// Print the response as JSON
     #[arg(long)]
     pub(super) json: bool,
 }

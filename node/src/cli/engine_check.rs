@@ -31,17 +31,17 @@ pub(super) struct EngineCheckArgs {
     /// Chat template to use instead of the one next to the tokenizer
     #[arg(long, value_name = "FILE", requires = "tokenizer")]
     chat_template: Option<PathBuf>,
-    /// Where the engine publishes KV events, as `kv_events` of a backend names it [default: ask the
+    /// Where the engine publishes KV events, as in `kv_events` of a backend [default: ask the
     /// engine]
     #[arg(long, value_name = "ENDPOINT")]
     kv_events: Option<KvEndpoint>,
-    /// Where it replays them, as `kv_replay` names it
+    /// Where it replays KV events, as in `kv_replay` of a backend
     #[arg(long, value_name = "ENDPOINT", requires = "kv_events")]
     kv_replay: Option<KvEndpoint>,
     /// File with the engine's API key
     #[arg(long, value_name = "FILE")]
     api_key_file: Option<PathBuf>,
-    /// Longest wait for an answer, and for the engine to notice a disconnect, such as `1m`
+    /// Longest wait for a response, and for the engine to notice a disconnect, such as `1m`
     #[arg(long, value_name = "DURATION", default_value = "30s", value_parser = humantime::parse_duration)]
     timeout: Duration,
     /// Print JSON

@@ -156,7 +156,7 @@ impl EventStream {
         }
         let problem = JsonAnswer::read(response).await;
         let error = match problem.and_then(|answer| answer.success()) {
-            Ok(_) => anyhow!("the answer is no stream"),
+            Ok(_) => anyhow!("the response is not an event stream"),
             Err(error) => error,
         };
         let error = error.context(what());

@@ -46,7 +46,8 @@ pub(super) struct ExplainArgs {
     /// Client address of the request [default: a proxy that is trusted to name users]
     #[arg(long, value_name = "ADDRESS")]
     peer: Option<std::net::IpAddr>,
-    /// Explain for the user that `quorate users` shows under this name, whatever the headers say
+    /// Explain for the user that `quorate users` lists under this name, whatever the headers
+    /// contain
     #[arg(long, value_name = "NAME", conflicts_with = "peer")]
     user: Option<String>,
     /// Wait until everything committed so far is applied
@@ -57,7 +58,7 @@ pub(super) struct ExplainArgs {
     token_ids: bool,
     #[command(flatten)]
     target: AdminTarget,
-    /// Print the answer as JSON
+    /// Print the response as JSON
     #[arg(long)]
     json: bool,
 }
@@ -131,7 +132,7 @@ pub(super) fn prompt_line(answer: &Value) -> String {
     let unit = match &answer["unit"] {
         Value::Object(fallback) => {
             let why = fallback.values().next().map_or_else(String::new, cell);
-            format!("characters, as there are no tokens: {why}")
+            format!("characters, because the tokens are not available: {why}")
         }
         unit => cell(unit),
     };
@@ -157,7 +158,7 @@ fn facts(answer: &Value) -> Vec<String> {
         choice => format!("{}, by {}", cell(choice), cell(&answer["reason"])),
     };
     let session = match &answer["request"]["session_source"] {
-        Value::Null => "none that the policy looks at".to_owned(),
+        Value::Null => "none that the policy uses".to_owned(),
         source => format!(
             "{}, by {}",
             cell(&answer["request"]["session"]),
@@ -202,7 +203,7 @@ fn facts(answer: &Value) -> Vec<String> {
         (_, _) => {}
     }
     if answer["is_panic"] == true {
-        lines.push("health   doubted: most probes fail while requests are answered".to_owned());
+        lines.push("health   doubted: most probes fail while requests succeed".to_owned());
     }
     if let Value::Array(_) = &answer["token_ids"] {
         lines.push(format!("ids      {}", cell(&answer["token_ids"])));

@@ -165,7 +165,7 @@ fn with_id(error: anyhow::Error) -> anyhow::Error {
         return error;
     };
     let hint =
-        format!("its secret is lost: if key {id} is there, revoke it, `quorate key revoke {id}`");
+        format!("its secret is lost: if key {id} exists, revoke it with `quorate key revoke {id}`");
     error.context(hint)
 }
 

@@ -117,7 +117,7 @@ enum CliCommand {
     Record(record::RecordArgs),
     /// Follow what changes in the cluster
     Events(read::ReadArgs),
-    /// Show who wrote what to the cluster
+    /// Show the last writes to the cluster and who made them
     Audit(audit::AuditArgs),
     /// Add, promote or remove cluster members
     #[command(subcommand)]

@@ -89,7 +89,7 @@ pub(super) async fn policy(command: PolicyCommand) -> anyhow::Result<ExitCode> {
         PolicyCommand::Unset { model, write } => {
             let path = path(Some(&model));
             let answer = write.target.send(Method::DELETE, &path, None).await?;
-            let what = format!("model {model}: has no policy of its own");
+            let what = format!("model {model}: no policy of its own");
             write.done(&what, &answer)
         }
         PolicyCommand::Set(args) => {
@@ -146,7 +146,7 @@ async fn get(path: &str, read: ReadArgs) -> anyhow::Result<ExitCode> {
         return print_json(&answer);
     }
     let config = answer.get("config");
-    let config = config.with_context(|| format!("GET {path}: the answer has no config"))?;
+    let config = config.with_context(|| format!("GET {path}: the response has no config"))?;
     terminal::print(details(config))?;
     Ok(ExitCode::SUCCESS)
 }

@@ -17,7 +17,7 @@ const REFUSED_SHOWN: usize = 5;
 pub(super) struct ReadArgs {
     #[command(flatten)]
     pub(super) target: AdminTarget,
-    /// Print the answer as JSON
+    /// Print the response as JSON
     #[arg(long)]
     pub(super) json: bool,
 }
@@ -107,7 +107,7 @@ fn unsalted(cache: &Value) -> Option<String> {
     }
     let names: Vec<String> = backends.iter().map(cell).collect();
     let told = format!(
-        "{}: the engines ignore `cache_salt`, or are not known to heed it",
+        "{}: the engines ignore `cache_salt`, or are not known to support it",
         names.join(", ")
     );
     Some(format!(
@@ -123,14 +123,14 @@ fn sources(discovery: &Value) -> Vec<String> {
     for source in all("sources") {
         let count = |name: &str| source[name].as_u64().unwrap_or(0);
         let mut line = format!(
-            "source   {}: {} engines told, {} registered",
+            "source   {}: {} engines listed, {} registered",
             cell(&source["id"]),
             count("told"),
             count("registered"),
         );
         for (name, words) in [
             ("lost", "lost"),
-            ("withheld", "kept though not told"),
+            ("withheld", "kept though not listed"),
             ("refused_total", "refused"),
         ] {
             if count(name) > 0 {
@@ -138,7 +138,7 @@ fn sources(discovery: &Value) -> Vec<String> {
             }
         }
         lines.push(line);
-        let faults = [("error", "no answer: "), ("failure", "not changed: ")];
+        let faults = [("error", "no response: "), ("failure", "not changed: ")];
         for (name, words) in faults {
             if !source[name].is_null() {
                 lines.push(format!("         {words}{}", cell(&source[name])));
@@ -154,7 +154,7 @@ fn sources(discovery: &Value) -> Vec<String> {
     if !orphans.is_empty() {
         let told = orphans.join(", ");
         lines.push(format!(
-            "orphans  {told}: put by sources that this replica does not have"
+            "orphans  {told}: registered by sources that this replica does not have"
         ));
     }
     lines

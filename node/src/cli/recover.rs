@@ -39,7 +39,7 @@ pub(super) fn run(args: RecoverArgs) -> anyhow::Result<ExitCode> {
     let id = config.id;
     if config.cluster.replace_lost {
         terminal::print(format_args!(
-            "The store of replica {id} is now at {}. Start the replica: it takes its place anew \
+            "The store of replica {id} is now at {}. Start the replica: it rejoins under its id \
              (cluster.replace_lost)",
             aside.display()
         ))?;

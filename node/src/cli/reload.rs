@@ -138,7 +138,7 @@ impl ConfigReload {
         outcome.map_err(|error| {
             let shown = path.display();
             let expected = ACCESS_FILE_EXPECTED;
-            tracing::error!(path = %shown, error, expected, "could not open the access log again; writing on to the old file");
+            tracing::error!(path = %shown, error, expected, "could not reopen the access log; still writing to the old file");
             ReloadError {
                 message: format!("log.access_file: open {path:?} again: {error}"),
                 expected: expected.to_owned(),
@@ -263,7 +263,7 @@ fn tell(change: &ChangedSetting) {
             key,
             before,
             after,
-            "changed in the config, the cluster keeps its own value: see `quorate config diff`"
+            "changed in the config, but the cluster keeps its own value: see `quorate config diff`"
         ),
         Effect::NeedsRestart => tracing::warn!(
             key,

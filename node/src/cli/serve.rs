@@ -70,7 +70,7 @@ fn access_file(loaded: &Loaded, config: Option<&Path>) -> Result<Option<AccessFi
     };
     if path.canonicalize().ok() == config.and_then(|it| it.canonicalize().ok()) && path.exists() {
         let message = format!("{key} is {path:?}, which is this config");
-        return Err(loaded.fault(key, message, "a file for nothing else"));
+        return Err(loaded.fault(key, message, "a file that is used for nothing else"));
     }
     let file = AccessFile::open(path).map_err(|error| {
         let message = format!("{key}: open {path:?}: {error}");

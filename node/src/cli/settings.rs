@@ -67,7 +67,7 @@ impl Comparison {
         let loaded = source.load()?;
         let mut answer = target.get(&format!("/admin/v1/config{read}")).await?;
         let Value::Object(mut cluster) = answer["keys"].take() else {
-            bail!("GET /admin/v1/config: the answer has no keys");
+            bail!("GET /admin/v1/config: the response has no keys");
         };
         cluster.retain(|_, detail| detail["scope"] == "cluster");
         for detail in cluster.values_mut() {
@@ -172,12 +172,12 @@ pub(super) async fn apply(args: ApplyArgs) -> anyhow::Result<ExitCode> {
 fn is_confirmed(count: usize) -> anyhow::Result<bool> {
     if !std::io::stdin().is_terminal() {
         eprintln!(
-            "error: there is no terminal to ask on: --yes applies the values, --dry-run shows how"
+            "error: cannot ask for confirmation without a terminal: --yes applies the values, --dry-run shows them"
         );
         return Ok(false);
     }
     let noun = if count == 1 { "value" } else { "values" };
-    eprint!("Put {count} {noun} of the file into the cluster? [y/N] ");
+    eprint!("Write {count} {noun} of the file to the cluster? [y/N] ");
     std::io::stderr().flush()?;
     let mut answer = String::new();
     std::io::stdin().read_line(&mut answer)?;
@@ -283,7 +283,7 @@ async fn present(target: &AdminTarget, path: &str) -> anyhow::Result<(Value, Opt
     let answer = answer.success();
     let config = answer.with_context(|| format!("GET {path}"))?["config"].take();
     let is_table = config.is_object().then_some(config);
-    let config = is_table.with_context(|| format!("GET {path}: the answer has no config"))?;
+    let config = is_table.with_context(|| format!("GET {path}: the response has no config"))?;
     Ok((config, version))
 }
 

@@ -74,10 +74,10 @@ pub(super) struct SetUserArgs {
     /// Remove the user's own limits, so that the default ones apply
     #[arg(long, conflicts_with = "bound")]
     no_limits: bool,
-    /// Tokens per day (UTC), prompts and answers together
+    /// Tokens per day (UTC), prompts and responses together
     #[arg(long, value_name = "TOKENS")]
     budget_day: Option<u64>,
-    /// Tokens per month (UTC), prompts and answers together
+    /// Tokens per month (UTC), prompts and responses together
     #[arg(long, value_name = "TOKENS")]
     budget_month: Option<u64>,
     /// Remove the user's budget, so that the default applies
@@ -140,7 +140,7 @@ pub(super) async fn run(command: UserCommand) -> anyhow::Result<ExitCode> {
             let path = format!("{}/forgive", path_of(&name));
             let answer = write.target.send(Method::POST, &path, None).await?;
             write.done(
-                &format!("user {name}: limits and budgets begin anew"),
+                &format!("user {name}: usage of limits and budgets reset"),
                 &answer,
             )
         }

@@ -52,7 +52,7 @@ pub(super) fn check(file: &ConfigFile, id: Option<ReplicaId>, found: &mut Settin
     if let Some(files) = peer.files(&file.cluster.name, id.0) {
         if file.cluster.secret_file.is_some() && !peer.optional {
             let message = "cluster.secret_file is set beside tls.peer.cert_file".to_owned();
-            let expected = "one way in which replicas prove themselves, or tls.peer.optional = true \
+            let expected = "one way for replicas to authenticate, or tls.peer.optional = true \
                             while the cluster moves to certificates";
             found.refuse("cluster.secret_file", message, expected);
         }

@@ -135,14 +135,14 @@ fn listen(listen: &ListenConfig, found: &mut Settings) {
                 || mine.ip().is_unspecified();
             if is_same_host && other.port() == mine.port() && mine.port() != 0 {
                 let message = format!("{path} is {mine}, which {other_path} has taken");
-                found.refuse(path, message, "a port of its own for each listener");
+                found.refuse(path, message, "a different port for each listener");
             }
         }
     }
     let peer = *listen.peer;
     if listen.advertise.is_none() && peer.ip().is_unspecified() {
         let message = format!("listen.peer is {peer} and listen.advertise is not set");
-        let expected = "listen.advertise, the host that other replicas reach this one at";
+        let expected = "listen.advertise, the host under which other replicas reach this one";
         found.refuse("listen.peer", message, expected);
     }
 }

@@ -70,7 +70,7 @@ pub(super) fn statefulset(file: &ConfigFile, found: &mut Settings) {
             .is_some_and(|name| name.is_empty() || !name.chars().all(is_plain))
         {
             let path = format!("cluster.statefulset.{key}");
-            let message = format!("{path} is no name of an object");
+            let message = format!("{path} is not a valid object name");
             found.refuse(&path, message, "letters, digits, `-` and `.`");
             return;
         }
@@ -150,7 +150,8 @@ fn wrong_counts(cluster: &ClusterConfig, found: &mut Settings) {
     let Some(expect) = cluster.bootstrap_expect.map(usize::from) else {
         if cluster.peers_dns.is_some() {
             let message = format!("cluster.peers_dns is set, {path} is not");
-            let expected = "bootstrap_expect, as a name does not say how many there are";
+            let expected =
+                "bootstrap_expect, because a DNS name does not determine the number of replicas";
             found.refuse("cluster.peers_dns", message, expected);
         }
         return;

@@ -137,7 +137,7 @@ fn check_common(path: &str, source: &DiscoveryConfig, has_tokens: bool, found: &
     if source.kv_events_port.is_some() && !has_tokens && found.is_sound("models") {
         let path = format!("{path}.kv_events_port");
         let expected = "a [[models]] entry with another tokenizer than \"character\": KV events \
-                        tell token ids";
+                        contain token ids";
         found.refuse(&path, format!("{path} without a tokenizer"), expected);
     }
 }
@@ -212,7 +212,7 @@ fn kubernetes(
             .is_some_and(|name| !name.chars().all(is_plain))
         {
             let path = format!("{path}.{key}");
-            let message = format!("{path} is no name of an object");
+            let message = format!("{path} is not a valid object name");
             found.refuse(&path, message, "letters, digits, `-` and `.`");
         }
     }

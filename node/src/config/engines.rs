@@ -189,7 +189,7 @@ fn check_spec(path: &str, spec: &BackendSpec, has_tokens: bool, found: &mut Sett
     }
     let (events, replay) = (spec.kv_events.as_deref(), spec.kv_replay.as_deref());
     if let Err((key, expected)) = api::kv_events::endpoint::check(events, replay) {
-        let message = format!("{path}.{key} is no endpoint that can be used");
+        let message = format!("{path}.{key} is not a usable endpoint");
         // The report says `expected` itself.
         let expected = expected.trim_start_matches("expected ");
         found.refuse(&format!("{path}.{key}"), message, expected);
@@ -197,7 +197,7 @@ fn check_spec(path: &str, spec: &BackendSpec, has_tokens: bool, found: &mut Sett
     if events.is_some() && !has_tokens && found.is_sound("models") {
         let message = format!("{path}.kv_events without a tokenizer");
         let expected = "a [[models]] entry with another tokenizer than \"character\": KV events \
-                        tell token ids";
+                        contain token ids";
         found.refuse(&format!("{path}.kv_events"), message, expected);
     }
 }

@@ -17,7 +17,7 @@ pub struct EppConfig {
     /// How gateways send request bodies if they do not say: `full-duplex-streamed`, `streamed` or
     /// `buffered`.
     pub request_bodies: BodyModeName,
-    /// The same for answer bodies.
+    /// How gateways send response bodies if they do not say.
     pub answer_bodies: BodyModeName,
     /// Header, and metadata key, that names the endpoints for a request.
     #[default(PickerSettings::default().destination.to_string())]
@@ -36,11 +36,11 @@ pub struct EppConfig {
     pub subset: String,
 }
 
-/// How a gateway sends bodies, by the names of Envoy.
+/// How a gateway sends bodies, named as in Envoy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum BodyModeName {
-    /// In pieces, for which others come back whenever they do.
+    /// In pieces. Pieces may be returned at any time.
     #[default]
     FullDuplexStreamed,
     /// In pieces, each of which is answered.

@@ -119,7 +119,7 @@ api::forms! {
     /// Path that is routed to engines.
     RoutedPath: String = "routed-path" {
         pattern: "^/",
-        expected: "a path, such as \"/generate\", that is no control route of an engine",
+        expected: "a path, such as \"/generate\", except control routes of engines",
         read: |text| api::proxy::is_plain(text).then(|| text.to_owned()),
         show: String::clone,
     }

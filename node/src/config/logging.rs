@@ -16,7 +16,7 @@ pub(super) fn check_access_file(file: &ConfigFile, found: &mut Settings) {
         if file.log.access_format != AccessFormat::default() {
             let message =
                 format!("{key} has another value than its default, and {path} is not set");
-            found.refuse(key, message, "log.access_file, which it is the format of");
+            found.refuse(key, message, "log.access_file, whose format it is");
         }
         return;
     };
@@ -30,14 +30,14 @@ pub(super) fn check_access_file(file: &ConfigFile, found: &mut Settings) {
         found.refuse(
             path,
             message,
-            "a file elsewhere: that folder is the store's",
+            "a file outside node.data_dir, which is reserved for the store",
         );
     } else if files(file).any(|other| real(&other) == told) {
         let message = format!(
             "{path} is {:?}, which another key names",
             access_file.display()
         );
-        found.refuse(path, message, "a file for nothing else");
+        found.refuse(path, message, "a file that is used for nothing else");
     }
 }
 

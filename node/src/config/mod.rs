@@ -293,7 +293,7 @@ fn read(name: &str, layers: &Layers<'_>) -> Result<Loaded, ConfigErrors> {
     let (settings, (values, mut config)) = Settings::read(layers, |settings| {
         let tree = Value::Object(settings.tree.clone());
         let file = serde_json::from_value(tree).unwrap_or_else(|error| {
-            let expected = "values as `quorate config schema` says";
+            let expected = "values as in `quorate config schema`";
             settings.refuse("", error.to_string(), expected);
             ConfigFile::default()
         });

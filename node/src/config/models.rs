@@ -27,7 +27,7 @@ fn everything_last(models: &[ModelConfig], found: &mut Settings) {
     let behind = everything.filter(|nth| nth + 1 < models.len());
     if let Some(nth) = behind {
         let behind = format!("models[{}]", nth + 1);
-        let message = format!("{behind} stands behind models[{nth}], whose name is \"*\"");
+        let message = format!("{behind} comes after models[{nth}], whose name is \"*\"");
         found.refuse(&format!("{behind}.name"), message, "the name \"*\" last");
     }
 }
@@ -62,7 +62,7 @@ fn settings(path: &str, model: &ModelConfig, found: &mut Settings) -> Option<Mod
             let (key, expected) = if template == Some(&failure.file) {
                 ("chat_template", "a chat template in Jinja")
             } else {
-                ("tokenizer", "a tokenizer.json with what stands beside it")
+                ("tokenizer", "a tokenizer.json with the files beside it")
             };
             let key = format!("{path}.{key}");
             found.refuse(&key, format!("{key}: {failure}"), expected);
@@ -190,7 +190,7 @@ tokenizer = "tiktoken:gpt2"
         );
         refused(
             "[[models]]\nname = \"*\"\n[[models]]\nname = \"a\"\n",
-            &expect![[r#"models[1] stands behind models[0], whose name is "*""#]],
+            &expect![[r#"models[1] comes after models[0], whose name is "*""#]],
         );
         let broken =
             read("[[models]]\nname = \"a\"\ntokenizer = \"huggingface:DIR/broken.json\"\n");

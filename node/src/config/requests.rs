@@ -38,7 +38,7 @@ pub(super) fn rules(file: &ConfigFile, found: &mut Settings) -> Rules {
     let headers = names(&requests.strip_headers);
     let strip_headers = HeaderRules::new(&headers).unwrap_or_else(|| {
         let path = "requests.strip_headers";
-        let expected = "names of headers, each with a last \"*\" if wanted";
+        let expected = "names of headers, each optionally ending in \"*\"";
         found.refuse(path, format!("{path} is {headers:?}"), expected);
         HeaderRules::default()
     });

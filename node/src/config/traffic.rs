@@ -40,8 +40,8 @@ pub struct AdminConfig {
     /// metadata services (docs/guide/security.md) must always be listed as addresses.
     pub backends_allow: Vec<Parsed<EngineRule>>,
     /// Number of newest requests whose decisions this replica keeps in memory for `GET
-    /// /admin/v1/decisions`, within 64 MiB, and the blocks of their prompts, within 32 MiB; 0:
-    /// none.
+    /// /admin/v1/decisions`; 0: none. They take at most 64 MiB, and the blocks of their prompts at
+    /// most 32 MiB.
     #[schemars(range(max = 1_000_000))]
     #[default(10_000)]
     pub decisions: u32,
@@ -71,7 +71,7 @@ pub struct RequestsConfig {
 #[serde(default, deny_unknown_fields)]
 pub struct CorsConfig {
     /// Origins of web pages that may use this replica from a browser; `*`: any. Default: none;
-    /// answers then carry only the CORS headers that engines set.
+    /// responses then carry only the CORS headers that engines set.
     pub allow_origins: Vec<Parsed<Origin>>,
 }
 
@@ -79,8 +79,8 @@ pub struct CorsConfig {
 #[derive(Debug, Clone, PartialEq, SmartDefault, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct UsersConfig {
-    /// Where a request's user comes from, in this order; otherwise it is `anonymous`. Names that
-    /// clients give themselves become `header:NAME` (unless sent by `trusted_proxies`) or
+    /// Where a request's user comes from: the first of these that applies, else `anonymous`. Names
+    /// that clients give themselves become `header:NAME` (unless sent by `trusted_proxies`) or
     /// `body:NAME`, and count only if no keys are checked.
     #[default(list(&["api_key", "header:x-quorate-user", "body:user"]))]
     pub identify_by: Vec<Parsed<Identity>>,
@@ -95,22 +95,24 @@ pub struct UsersConfig {
     pub api_keys_file: Option<PathBuf>,
     /// Refuse requests without a key of the cluster or of `api_keys_file`.
     pub require_key: bool,
-    /// What to do with requests with a key of the cluster while this replica is cut off from it for
-    /// longer than `stale_after`: `serve` or `refuse` (503, and the replica is not ready).
+    /// What to do with requests with a key of the cluster while this replica has been cut off from
+    /// the cluster for longer than `stale_after`: `serve` or `refuse` (503, and the replica is not
+    /// ready).
     pub when_stale: WhenStale,
     /// How long this replica may be cut off before its list of the cluster's keys is stale. After a
     /// restart it is stale until the replica has heard from the cluster.
     #[default(ms(10_000))]
     pub stale_after: Parsed<SpanOrZero>,
     /// What to do with requests of isolated users (docs/guide/security.md) if no engine can isolate
-    /// them: `refuse` or `serve` by an engine whose cache all share.
+    /// them: `refuse`, or `serve` by an engine whose cache all users share.
     pub when_unsalted: WhenUnsalted,
-    /// When the end of an answer reaches its client: `asynchronous`, at once (a replica that dies
+    /// When the end of a response reaches its client: `asynchronous`, at once (a replica that dies
     /// loses the charges of its last `cluster.flush_interval`), or `durable`, once its charge is
     /// committed (docs/guide/admission.md).
     pub charges: Charges,
-    /// Which headers answers carry: `none`, `basic` (`x-request-id`, `x-quorate-replica`, and
-    /// `x-quorate-ignored` with the request's headers that had no effect) or `full` (also the decision, unless the request was refused: `x-quorate-backend`, `-prefill`, `-policy`,
+    /// Which headers responses carry: `none`, `basic` (`x-request-id`, `x-quorate-replica`, and
+    /// `x-quorate-ignored` with the request's headers that had no effect) or `full` (also the
+    /// decision, unless the request was refused: `x-quorate-backend`, `-prefill`, `-policy`,
     /// `-prefix`, `-index`). `full` lets clients learn what others asked (docs/guide/security.md).
     pub expose: Expose,
     /// Forward a client's `x-vllm-priority` header and `priority` field to engines, whatever
@@ -151,10 +153,10 @@ pub struct LimitsConfig {
     #[schemars(range(min = 1))]
     pub max_requests_per_user: Option<u32>,
     /// Maximum total size of request bodies held in memory, from their first byte to the head of
-    /// the answer; a body takes up to three times its length. Default: a quarter of the cgroup's
+    /// the response; a body takes up to three times its length. Default: a quarter of the cgroup's
     /// (container's) memory limit, at least `max_body` and at most 1 GiB.
     pub max_held_bodies: Option<Parsed<Size>>,
-    /// How much of an answer is buffered for a slow client; counts towards `max_held_bodies`.
+    /// How much of a response is buffered for a slow client; counts towards `max_held_bodies`.
     #[default(Parsed(1 << 20))]
     pub read_ahead: Parsed<Size>,
     /// Maximum number of concurrent streams per HTTP/2 connection.
@@ -183,16 +185,16 @@ pub struct TimeoutsConfig {
     /// uploads are in progress.
     #[default(ms(30_000))]
     pub body_idle: Parsed<Span>,
-    /// Timeout for the first byte of a backend's answer.
+    /// Timeout for the first byte of a backend's response.
     #[default(ms(600_000))]
     pub first_byte: Parsed<Span>,
-    /// Longest pause within a backend's answer.
+    /// Longest pause within a backend's response.
     #[default(ms(300_000))]
     pub idle: Parsed<Span>,
-    /// Longest time a client may stop reading an answer.
+    /// Longest time that a client may stop reading a response.
     #[default(ms(60_000))]
     pub untaken: Parsed<Span>,
-    /// Longest time in total that a slow client may keep a backend waiting during one answer.
+    /// Longest time in total that a slow client may keep a backend waiting during one response.
     #[default(ms(10_000))]
     pub held_back: Parsed<Span>,
 }
@@ -214,10 +216,10 @@ pub struct ProbesConfig {
     /// Path to probe. Default: the first of `/ready`, `/health` and `/v1/models` that the engine
     /// serves.
     pub health_path: Option<Parsed<UrlPath>>,
-    /// Panic threshold, as in Envoy: when fewer of a model's backends are healthy, in percent,
-    /// those that answered a request lately are used even if their probes time out or get bad
-    /// answers; if there were no requests lately, those that once answered are tried with single
-    /// requests. Backends that refuse connections are never used. 0 disables it.
+    /// Panic threshold, as in Envoy: when the share of healthy backends of a model, in percent, is
+    /// below this, those that served a request recently are used even if their probes time out or
+    /// get bad responses; if there were no requests recently, those that once did are tried with
+    /// single requests. Backends that refuse connections are never used. 0 disables it.
     #[schemars(range(max = 100))]
     #[default(50)]
     pub panic_threshold_percent: u32,
@@ -245,7 +247,7 @@ pub struct CircuitConfig {
     #[default(50)]
     pub max_ejection_percent: u32,
     /// How long an open circuit rejects requests before a single trial request is allowed. Doubles
-    /// on each failed trial.
+    /// with each failed trial.
     #[default(ms(1_000))]
     pub backoff: Parsed<Span>,
     /// Upper bound of that backoff.
@@ -281,7 +283,7 @@ pub struct DrainConfig {
     /// After SIGTERM: how long new connections are still accepted, until DNS no longer leads here.
     #[default(ms(5_000))]
     pub dns_ttl: Parsed<SpanOrZero>,
-    /// After that: how long requests in flight may take to finish.
+    /// After `dns_ttl`: how long requests in flight may take to finish.
     #[default(ms(30_000))]
     pub deadline: Parsed<SpanOrZero>,
 }
@@ -295,9 +297,9 @@ pub struct LogConfig {
     /// Log level, or a filter such as `info,raft=debug`.
     #[default(Parsed("info".to_owned()))]
     pub level: Parsed<LogFilter>,
-    /// Access log: `off`, `errors` (a line per request that was answered with a 4xx or 5xx or whose
-    /// answer broke off, at most 20 of either kind per second) or `all` (a line per request). Its
-    /// target is `quorate::access`, its fields are in docs/reference/access-log.md.
+    /// Access log: `off`, `errors` (a line per request that got a 4xx or 5xx or whose response
+    /// broke off, at most 20 of either kind per second) or `all` (a line per request). Its target
+    /// is `quorate::access`, its fields are in docs/reference/access-log.md.
     pub access: LoggedRequests,
     /// File for the access log; without it, the access log goes to stderr with the rest of the log.
     /// Lines are appended, and SIGHUP and `quorate config reload` reopen the file, so that it can
@@ -327,7 +329,7 @@ pub enum AccessFormat {
     /// One JSON object per line, as on stderr with `format = "json"`.
     #[default]
     Json,
-    /// `key=value` each, in quotes where it has to be.
+    /// Pairs of `key=value`, quoted where necessary.
     Logfmt,
 }
 

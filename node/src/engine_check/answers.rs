@@ -65,7 +65,7 @@ fn usage(answer: &Value) -> CheckResult {
     let usage = &answer["usage"];
     let is_told = usage["prompt_tokens"].is_u64() && usage["completion_tokens"].is_u64();
     let therefore = match is_told {
-        true => "users are charged what the engine counts",
+        true => "users are charged what the engine reports",
         false => "users are charged by an estimate from bytes and time",
     };
     let found = match is_told {
@@ -89,12 +89,12 @@ fn cached_tokens(first: &Value, again: &Value) -> CheckResult {
         (None, Some(tokens)) => (
             CheckOutcome::Partly,
             format!("{tokens} when asked again, nothing where none were cached"),
-            "an answer without the count means 0 once one had it",
+            "a response without the count means 0, once another one had it",
         ),
         (_, Some(_)) => (
             CheckOutcome::Partly,
             "0 when asked again".to_owned(),
-            "it seems to cache no prefixes: predictions will be off until misses have taught that",
+            "it seems to cache no prefixes: predictions will be off until enough misses are observed",
         ),
         (_, None) => (
             CheckOutcome::No,
@@ -188,7 +188,7 @@ fn yes(is_so: bool) -> &'static str {
 }
 
 fn no_stream(why: String) -> CheckResult {
-    let therefore = "clients that ask for a stream get what the engine answers";
+    let therefore = "clients that request a stream get what the engine returns";
     CheckResult::new("streams", CheckOutcome::No, why, therefore)
 }
 
@@ -242,7 +242,7 @@ pub(super) async fn hang_up(
             NAME,
             CheckOutcome::No,
             format!("it still runs after {:?}", client.patience),
-            "requests whose clients left hold the engine until they are done",
+            "requests whose clients disconnect occupy the engine until they finish",
         ),
     }
 }

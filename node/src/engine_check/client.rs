@@ -60,7 +60,7 @@ impl EngineClient {
             headers.insert(AUTHORIZATION, authorization.clone());
         }
         let sent = tokio::time::timeout(self.patience, self.http.request(request)).await;
-        let sent = sent.map_err(|_| anyhow!("no answer within {:?}", self.patience))?;
+        let sent = sent.map_err(|_| anyhow!("no response within {:?}", self.patience))?;
         sent.map_err(|error| {
             let error = no_answer(&error);
             match error.downcast_ref::<NoConnectionError>() {
@@ -82,7 +82,7 @@ impl EngineClient {
             JsonAnswer::read(response).await
         };
         let answer = tokio::time::timeout(self.patience, answer).await;
-        let answer = answer.map_err(|_| anyhow!("no answer within {:?}", self.patience));
+        let answer = answer.map_err(|_| anyhow!("no response within {:?}", self.patience));
         answer.flatten().with_context(|| format!("{method} {path}"))
     }
 }

@@ -140,14 +140,15 @@ async fn next(
     match timeout_at(deadline, incoming.recv()).await {
         Ok(Some(message)) => Ok(message),
         Ok(None) => Err("the publisher closed the connection".to_owned()),
-        Err(_) => Err("the publisher does not answer".to_owned()),
+        Err(_) => Err("the publisher does not respond".to_owned()),
     }
 }
 
 /// Returns the tokens per block, from the first `BlockStored` event in a message.
 fn block_size(payload: &[u8]) -> Result<Option<u32>, String> {
     let decoded = wire::decode(payload);
-    let decoded = decoded.map_err(|error| format!("what it publishes cannot be read: {error}"))?;
+    let decoded =
+        decoded.map_err(|error| format!("what it publishes cannot be decoded: {error}"))?;
     let stored = decoded.events.iter().find_map(|event| match event {
         wire::EngineEvent::Stored(stored) => Some(stored.block_size),
         wire::EngineEvent::Removed(_) | wire::EngineEvent::Cleared | wire::EngineEvent::Unknown => {

@@ -68,7 +68,7 @@ pub(super) async fn models(client: &EngineClient) -> (CheckResult, ListedModels)
     let models = match listed {
         Ok(models) => models,
         Err(why) => {
-            let therefore = "its models have to be named in the config";
+            let therefore = "its models must be named in the config";
             let check = CheckResult::new("models", CheckOutcome::No, why, therefore);
             return (check, ListedModels::default());
         }
@@ -93,8 +93,8 @@ pub(super) async fn models(client: &EngineClient) -> (CheckResult, ListedModels)
     let names: Vec<_> = models.iter().map(name).collect();
     let tells_length = models.iter().any(|model| length(model).is_some());
     let therefore = match tells_length {
-        true => "requests for these names come here, and /v1/models tells their lengths",
-        false => "requests for these names come here",
+        true => "requests for these models come here, and /v1/models reports their lengths",
+        false => "requests for these models come here",
     };
     let check = CheckResult::new("models", CheckOutcome::Yes, names.join(", "), therefore);
     (check, ListedModels(models))
@@ -138,8 +138,8 @@ pub(super) async fn metrics(client: &EngineClient) -> (CheckResult, Option<Engin
     let metrics = match metrics {
         Ok(metrics) => metrics,
         Err(why) => {
-            let therefore = "load is what Quorate sent; capacity is assumed and learnt from misses; \
-                             a restart shows in refused connections and cold answers";
+            let therefore = "load is what Quorate sent; capacity is assumed and learned from misses; \
+                             a restart shows in refused connections and cache misses";
             return (
                 CheckResult::new("metrics", CheckOutcome::No, why, therefore),
                 None,
@@ -151,17 +151,17 @@ pub(super) async fn metrics(client: &EngineClient) -> (CheckResult, Option<Engin
         (
             "waiting",
             metrics.waiting.is_some(),
-            Some("its own queue is not seen"),
+            Some("its own queue is unknown"),
         ),
         (
             "cache usage",
             metrics.kv_usage_permille.is_some(),
-            Some("cache pressure is not seen"),
+            Some("cache pressure is unknown"),
         ),
         (
             "capacity",
             metrics.cache_tokens.is_some(),
-            Some("capacity is assumed and learnt from misses"),
+            Some("capacity is assumed and learned from misses"),
         ),
         (
             "block size",
@@ -171,7 +171,7 @@ pub(super) async fn metrics(client: &EngineClient) -> (CheckResult, Option<Engin
         (
             "start time",
             metrics.started_at_s.is_some(),
-            Some("a restart shows in falling counters and cold answers"),
+            Some("a restart shows in falling counters and cache misses"),
         ),
     ];
     let told: Vec<_> = figures.iter().filter(|it| it.1).map(|it| it.0).collect();

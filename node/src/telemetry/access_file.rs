@@ -33,7 +33,7 @@ const FLUSH_MAX: Duration = Duration::from_secs(2);
 
 /// Requirements on `access_file`, for error messages.
 pub(crate) const ACCESS_FILE_EXPECTED: &str =
-    "a file that can be written, or a pipe that somebody reads, in a folder that exists";
+    "a writable file, or a pipe with a reader, in an existing folder";
 
 /// The file that the access log is written to. Clones share the file.
 #[derive(Clone)]
@@ -155,7 +155,7 @@ impl AccessFile {
         let builder = thread::Builder::new().name("access-flush".to_owned());
         if builder.spawn(asking).is_err() || is_done.recv_timeout(FLUSH_MAX).is_err() {
             let path = self.path.display();
-            tracing::warn!(%path, "the end of the access log is not written");
+            tracing::warn!(%path, "could not write the end of the access log");
         }
     }
 
@@ -323,7 +323,7 @@ impl WriterThread {
         let path = self.path.display();
         match error {
             Some(error) => tracing::error!(%path, lines, %error, "could not write the access log"),
-            None => tracing::error!(%path, lines, "the access log is written too slowly"),
+            None => tracing::error!(%path, lines, "the access log cannot be written fast enough"),
         }
     }
 }

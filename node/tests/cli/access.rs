@@ -25,7 +25,7 @@ fn guarded(lines: &[&str], more: &str) -> Replica {
     std::fs::write(&tokens, lines.join("\n")).unwrap();
     let config = format!("[admin]\ntokens_file = {tokens:?}\n{more}");
     let replica = Replica::start_in(dir, 1, peer, &config, |command| command);
-    replica.process.says(&["taking requests"]);
+    replica.process.says(&["accepting requests"]);
     replica
 }
 
@@ -208,7 +208,7 @@ fn insecure_is_said_wherever_an_operator_looks() {
         command.arg(&file).args(flag);
         let process = Process::start(command, dir.path().join("log"));
         process.says(&["WARN", "insecure"]);
-        process.says(&["taking requests"]);
+        process.says(&["accepting requests"]);
         let ready = get(admin, "/readyz").unwrap().json();
         let warning = ready["warnings"][0].as_str().unwrap();
         assert!(warning.starts_with("insecure: "), "{ready}");
@@ -220,7 +220,7 @@ fn insecure_is_said_wherever_an_operator_looks() {
     }
     let [peer] = free();
     let secure = Replica::start(1, peer, "");
-    secure.process.says(&["taking requests"]);
+    secure.process.says(&["accepting requests"]);
     let metrics = get(secure.admin, "/metrics").unwrap().body;
     assert!(metrics.contains("\nquorate_insecure 0\n"), "{metrics}");
     assert!(!secure.process.log().contains("insecure"));

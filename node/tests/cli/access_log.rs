@@ -22,7 +22,7 @@ fn logging_to(dir: tempfile::TempDir, file: &Path, format: &str) -> Replica {
     let config =
         format!("[log]\naccess = \"all\"\naccess_file = {file:?}\naccess_format = \"{format}\"\n");
     let replica = Replica::start_in(dir, 1, peer, &config, |command| command);
-    replica.process.says(&["taking requests"]);
+    replica.process.says(&["accepting requests"]);
     replica
 }
 
@@ -163,7 +163,7 @@ fn a_file_that_cannot_be_opened_again_is_a_fault_and_the_old_one_is_kept() {
     );
     replica
         .process
-        .says(&["ERROR", "writing on to the old file"]);
+        .says(&["ERROR", "still writing to the old file"]);
     until_told(&format!("{moved}/access.log"), &asked(&replica, "m"));
     let metrics = get(replica.admin, "/metrics").unwrap().body;
     assert!(metrics.contains("\nquorate_config_reload_failed 1\n"));
@@ -214,7 +214,7 @@ fn a_file_that_cannot_be_written_is_told_with_its_place() {
             .unwrap()
             .success()
     );
-    let a_file = "expected a file that can be written, or a pipe that somebody reads";
+    let a_file = "expected a writable file, or a pipe with a reader";
     for (name, why, expected) in [
         ("none/access.log", "No such file", a_file),
         (".", "Is a directory", a_file),
@@ -228,12 +228,12 @@ fn a_file_that_cannot_be_written_is_told_with_its_place() {
         (
             "link",
             "another key names",
-            "expected a file for nothing else",
+            "expected a file that is used for nothing else",
         ),
         (
             "config.toml",
             "is this config",
-            "expected a file for nothing else",
+            "expected a file that is used for nothing else",
         ),
     ] {
         let file = dir.path().join(name);

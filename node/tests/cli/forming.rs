@@ -84,7 +84,7 @@ fn check_told(replica: &Replica, found: &[(String, &str); 7]) {
     replica.process.says(&[
         "Connection refused",
         "name not found",
-        "no answer in time",
+        "no response in time",
         "cluster \\\"staging\\\"",
         "another replica with node.id 1",
         "another cluster.secret_file",
@@ -137,7 +137,7 @@ fn a_member_without_a_quorum_names_each_peer_and_reason() {
     left.process
         .says(&["no quorum", &peers[1].to_string(), &peers[2].to_string()]);
     left.process
-        .says(&["no quorum", "Connection refused", "no answer in time"]);
+        .says(&["no quorum", "Connection refused", "no response in time"]);
 }
 
 #[test]
@@ -170,7 +170,10 @@ fn a_replica_whose_directory_is_lost_comes_back_under_its_id() {
     });
     for replica in &replicas {
         let log = replica.process.log();
-        assert!(!log.contains("the cluster has other values"), "{log}");
+        assert!(
+            !log.contains("the cluster's values differ from this config"),
+            "{log}"
+        );
     }
     drop(replicas.pop());
     // The directory moves with the replica, like a volume.

@@ -49,7 +49,7 @@ ask "x: y" nobody
 ask "authorization: Bearer $(cat acme.key)" first
 ask "authorization: Bearer $(cat globex.key)" other
 ask "authorization: Bearer $(cat acme.key)" again
-curl -s http://127.0.0.1:8182/admin/v1/cluster | grep -o 'this port speaks TLS'
+curl -s http://127.0.0.1:8182/admin/v1/cluster | grep -o 'this port requires TLS'
 echo end
 "#;
 
@@ -111,7 +111,7 @@ fn ten_commands_lead_to_three_replicas_two_roles_and_two_tenants() {
         "{checks}"
     );
     assert!(
-        checks.contains("this port speaks TLS") && checks.contains("\nend"),
+        checks.contains("this port requires TLS") && checks.contains("\nend"),
         "{checks}"
     );
 }

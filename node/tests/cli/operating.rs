@@ -244,7 +244,7 @@ fn the_replica_that_can_answer_does() {
         .unwrap();
     let told = String::from_utf8(output.stderr).unwrap();
     assert!(
-        told.contains("no replica answers") && told.contains("127.0.0.1:1"),
+        told.contains("no replica responds") && told.contains("127.0.0.1:1"),
         "{told}"
     );
 }

@@ -79,6 +79,6 @@ fn a_manager_that_is_not_there_holds_nobody_up() {
     let replica = start(dir, &gone);
     replica
         .process
-        .says(&["WARN", "cannot tell the service manager"]);
-    replica.process.says(&["taking requests"]);
+        .says(&["WARN", "could not notify the service manager"]);
+    replica.process.says(&["accepting requests"]);
 }

@@ -26,7 +26,7 @@ impl Reloaded {
         let config = settings(&keys, "info", "");
         let replica = Replica::start_in(dir, 1, peer, &config, |command| command);
         // Without a backend, it never becomes ready.
-        replica.process.says(&["taking requests"]);
+        replica.process.says(&["accepting requests"]);
         Self { replica, keys }
     }
 

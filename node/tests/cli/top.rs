@@ -56,7 +56,7 @@ fn the_screen_survives_the_replica_that_was_asked() {
     assert_eq!(shown["has_quorum"], true);
 
     let mut top = start(&["top", "--interval", "200ms", "--admin", &admin]);
-    top.shows(&["(as replica 1 tells)"]);
+    top.shows(&["(as reported by replica 1)"]);
     top.shows(&["gpu-1"]);
     drop(replicas.remove(0));
     // Another replica that it has discovered reports this.

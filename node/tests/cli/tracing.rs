@@ -29,7 +29,7 @@ fn traced(dir: TempDir, endpoint: &str, by: impl FnOnce(Command) -> Command) -> 
     let [peer] = free();
     let config = format!("[tracing]\notlp_endpoint = \"{endpoint}\"\n");
     let replica = Replica::start_in(dir, 1, peer, &config, by);
-    replica.process.says(&["taking requests"]);
+    replica.process.says(&["accepting requests"]);
     let parent = format!("traceparent: 00-{TRACE}-00f067aa0ba902b7-01\r\n");
     assert_eq!(replica.chat("m", &parent).status, 404);
     replica

@@ -83,7 +83,7 @@ async fn a_new_cluster_goes_on_from_a_backup() {
     let told = done(&at[1], &["backup", file]).await;
     assert!(told.contains("2 backends, 3 users"), "{told}");
     let refusal = failed(&at[1], &["backup", file]).await;
-    assert!(refusal.contains("is there already"), "{refusal}");
+    assert!(refusal.contains("already exists"), "{refusal}");
     done(&at[2], &["backup", file, "--force"]).await;
     let (users_before, owned_before) = (users(&http, &at[0]).await, owned(&http, &at[0]).await);
     for replica in replicas {

@@ -62,7 +62,7 @@ async fn a_past_decision_is_found_at_the_replica_that_made_it() {
     }
     let refused = failed(&at[0], &["explain", "--request-id", "ask-3"]).await;
     assert!(
-        refused.contains("replica 1 has no request of this id"),
+        refused.contains("replica 1 has no request with this id"),
         "{refused}"
     );
     let found = done(&at[0], &["explain", "--request-id", "ask-3", "--all"]).await;

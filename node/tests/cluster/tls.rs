@@ -206,7 +206,7 @@ async fn a_listener_speaks_tls_and_tells_who_does_not() {
     let mut answer = String::new();
     clear.read_to_string(&mut answer).await.unwrap();
     assert!(answer.starts_with("HTTP/1.1 400 "), "{answer}");
-    assert!(answer.contains("this port speaks TLS"), "{answer}");
+    assert!(answer.contains("this port requires TLS"), "{answer}");
     let page = format!("http://{}/metrics", replica.addresses.admin);
     let failed = "quorate_proxy_tls_handshakes_failed_total 2";
     let is_counted = async || Http::new().text(&page).await.contains(failed);

@@ -113,7 +113,7 @@ async fn the_admin_listener_speaks_tls_and_takes_new_certificates() {
     for part in [
         "HTTP/1.1 400 ",
         "application/problem+json",
-        "this port speaks TLS; use https://",
+        "this port requires TLS; use https://",
     ] {
         assert!(answer.contains(part), "{answer}");
     }
@@ -252,7 +252,7 @@ async fn commands_ask_over_tls_and_say_which_name_was_expected() {
     done(&as_ada(&format!("{wrong},{right}"), &["backends"]));
     let nobody = as_ada(&format!("{wrong},http://127.0.0.1:{port}"), &["backends"]);
     let nobody = told(&nobody);
-    assert!(nobody.contains("this port speaks TLS"), "{nobody}");
+    assert!(nobody.contains("this port requires TLS"), "{nobody}");
     for (args, parts) in [
         (
             &["status", "--admin", &wrong, "--ca-file", &ca][..],
@@ -284,7 +284,7 @@ async fn commands_ask_over_tls_and_say_which_name_was_expected() {
     assert!(told(&output).contains("not trusted here"), "{output:?}");
     let data = format!("https://{}", addresses.data);
     let output = command(&["status", "--admin", &data, "--ca-file", &ca]);
-    assert!(told(&output).contains("speaks no TLS"), "{output:?}");
+    assert!(told(&output).contains("does not use TLS"), "{output:?}");
     replica.leave().await;
 }
 

@@ -26,7 +26,7 @@ pub(crate) struct Elapsed;
 
 impl fmt::Display for Elapsed {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("no answer in time")
+        f.write_str("no response in time")
     }
 }
 

@@ -35,7 +35,7 @@ pub struct WatchRef<'a, T>(RwLockReadGuard<'a, Versioned<T>>);
 
 /// Error when all senders are gone.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("nobody is left to change the value")]
+#[error("the sender was dropped")]
 pub struct WatchClosedError;
 
 impl<T> WatchShared<T> {

@@ -81,7 +81,7 @@ fn free(file: &File) -> Option<u64> {
 
 fn shortage(file: &File, wanted: u64) -> io::Error {
     let free = free(file).unwrap_or(0) >> 10;
-    let what = format!("{free} KiB free, {} KiB wanted", wanted >> 10);
+    let what = format!("{free} KiB free, {} KiB needed", wanted >> 10);
     io::Error::new(io::ErrorKind::StorageFull, what)
 }
 

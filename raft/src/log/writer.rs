@@ -249,7 +249,9 @@ impl WriterShared {
     fn has_room_for(&self, changes: &[LogChange]) -> io::Result<bool> {
         let is_given_up = self.stop.is_cancelled() && self.waiting.borrow().is_some();
         let room = match is_given_up {
-            true => Err(io::Error::other("stopped while the log waited for room")),
+            true => Err(io::Error::other(
+                "stopped while the log waited for disk space",
+            )),
             false => self.disk.room_for(changes),
         };
         match room {
@@ -262,7 +264,7 @@ impl WriterShared {
             Err(error) if is_given_up => Err(error),
             Err(error) if is_shortage(&error) => {
                 if self.waiting.send_replace(Some(error.to_string())).is_none() {
-                    tracing::warn!(%error, "log is waiting for disk space; it resumes by itself");
+                    tracing::warn!(%error, "log is waiting for disk space; it resumes automatically");
                 }
                 Ok(false)
             }

@@ -264,7 +264,7 @@ fn believed(answered: proto::Vote, asked: Vote) -> Result<Vote, Unreachable<Conf
     if term <= term_max(asked.leader_id.term) {
         return Ok(answered.into());
     }
-    tracing::warn!(term, "peer answered with an impossible term");
+    tracing::warn!(term, "peer responded with an impossible term");
     Err(Unreachable::from_string(format!(
         "an answer of term {term}"
     )))

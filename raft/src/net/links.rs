@@ -48,7 +48,7 @@ pub(crate) enum CallError {
     #[error("{}: {}", .0.code(), .0.message())]
     Failed(Status),
     /// The peer may have received the call, but did not respond in time.
-    #[error("no answer within {0:?}")]
+    #[error("no response within {0:?}")]
     TimedOut(Duration),
 }
 
@@ -59,7 +59,7 @@ pub(crate) enum CallOnceError {
     NotConnected(ConnectError),
     #[error("{}", .0.message())]
     Failed(Status),
-    #[error("no answer in time")]
+    #[error("no response in time")]
     TimedOut,
 }
 
@@ -256,7 +256,7 @@ impl Peer {
                 // After a partition heals, an old connection may take long to recover, a new one
                 // does not. On the bulk lane a slow response does not indicate a broken connection.
                 if lane == LinkLane::Raft {
-                    link.down(number, "no answer in time");
+                    link.down(number, "no response in time");
                 }
                 Err(CallError::TimedOut(limit))
             }
@@ -379,7 +379,7 @@ async fn connect(
 ) -> Result<PeerChannel, ConnectError> {
     timeout(CONNECT_TIMEOUT, dialing).await.unwrap_or_else(|_| {
         Err(ConnectError {
-            why: "no answer in time".to_owned(),
+            why: "no response in time".to_owned(),
             kind: ConnectFailure::TimedOut,
         })
     })

@@ -29,7 +29,7 @@ pub(crate) fn check_entries(
     let is_later = |id: &LogId| id.leader_id.term > term;
     if previous.iter().chain(&committed).any(is_later) {
         return Err(MalformedMessageError(
-            "a log of a later term than the leader's",
+            "a log with a later term than the leader's",
         ));
     }
     let mut before = previous;
@@ -63,7 +63,7 @@ pub(crate) fn check_head(
     let is_later = |id: &LogId| id.leader_id.term > vote.leader_id.term;
     if meta.last_log_id.is_some_and(|id| is_later(&id)) || of_membership > meta.last_log_id {
         return Err(MalformedMessageError(
-            "a snapshot of a later term than the leader's",
+            "a snapshot with a later term than the leader's",
         ));
     }
     Ok(meta)

@@ -217,7 +217,7 @@ impl ReplicaInner {
         match call.await {
             Ok(answer) => answer
                 .result
-                .unwrap_or(Outcome::Unknown("an answer without result".to_owned())),
+                .unwrap_or(Outcome::Unknown("a response without a result".to_owned())),
             Err(CallError::NotSent(_)) => not_leader(leader),
             Err(error) => Outcome::Unknown(error.to_string()),
         }
@@ -227,7 +227,7 @@ impl ReplicaInner {
     fn check_asker(&self, from: u64, store: u64, change: &Change) -> Result<(), String> {
         let of_itself = |member: &Option<proto::Member>| match member {
             Some(member) if member.id == from => Ok(()),
-            Some(member) => Err(format!("replica {from} speaks for replica {}", member.id)),
+            Some(member) => Err(format!("replica {from} claims to be replica {}", member.id)),
             None => Err("an unknown change".to_owned()),
         };
         if let Change::Join(join) = change {
@@ -282,18 +282,21 @@ impl ReplicaInner {
             return Outcome::Refused(format!("id {id} is not within 1..=255"));
         }
         if self.node(id).is_some() {
-            return Outcome::Refused(format!("replica {id} is a member already"));
+            return Outcome::Refused(format!("replica {id} is already a member"));
         }
         let Some(cluster) = self.links.identity.cluster() else {
             return Outcome::Refused("not in a cluster".to_owned());
         };
         let info = match self.ask(address).await {
             Ok(info) => info,
-            Err(why) => return Outcome::Refused(format!("replica {id} does not answer: {why}")),
+            Err(why) => return Outcome::Refused(format!("replica {id} does not respond: {why}")),
         };
         let theirs = wire::join_optional(info.cluster_high, info.cluster_low);
         if info.id != id || store.is_some_and(|store| store != info.store) {
-            return Outcome::Refused(format!("{address} is replica {}, another store", info.id));
+            return Outcome::Refused(format!(
+                "{address} is replica {} with another store",
+                info.id
+            ));
         }
         if info.is_member && theirs != Some(cluster) {
             return Outcome::Refused(two_clusters(&info, Some(cluster)));
@@ -324,7 +327,7 @@ impl ReplicaInner {
             if let Err(why) = self.check_lost(id, &known).await {
                 return Outcome::Refused(why);
             }
-            tracing::warn!(id, "a replica lost its store and takes its place anew");
+            tracing::warn!(id, "a replica lost its store and rejoins under its id");
             let removed = self.remove_here(id).await;
             if !matches!(removed, Outcome::Changed(_)) {
                 return removed;
@@ -363,7 +366,7 @@ impl ReplicaInner {
         let id = member.id;
         let mut told = Node::from(member);
         let Some(known) = self.node(id) else {
-            return Outcome::Refused(format!("replica {id} is no member"));
+            return Outcome::Refused(format!("replica {id} is not a member"));
         };
         if known.store != told.store {
             return Outcome::Refused(format!(
@@ -388,10 +391,10 @@ impl ReplicaInner {
         let id = promote.id;
         let voters = self.voters();
         let Some(node) = self.node(id) else {
-            return Outcome::Refused(format!("replica {id} is no member"));
+            return Outcome::Refused(format!("replica {id} is not a member"));
         };
         if voters.contains(&id) {
-            return Outcome::Refused(format!("replica {id} is a voter already"));
+            return Outcome::Refused(format!("replica {id} is already a voter"));
         }
         if promote.voters_below != 0 {
             // Requested by the replica itself: its config may be a copy of another replica's.
@@ -403,7 +406,7 @@ impl ReplicaInner {
                 ));
             };
             if voters.len() as u64 >= promote.voters_below.min(wanted as u64) {
-                return Outcome::Refused(format!("there are {} voters already", voters.len()));
+                return Outcome::Refused(format!("there are already {} voters", voters.len()));
             }
         }
         if !self.wait_for_learner(id).await {
@@ -416,7 +419,7 @@ impl ReplicaInner {
     pub(super) async fn remove_here(&self, id: u64) -> Outcome {
         let voters = self.voters();
         if self.node(id).is_none() {
-            return Outcome::Refused(format!("replica {id} is no member"));
+            return Outcome::Refused(format!("replica {id} is not a member"));
         }
         if !voters.contains(&id) {
             return self
@@ -447,13 +450,15 @@ impl ReplicaInner {
         };
         let Some(target) = target else {
             return Outcome::Refused(match to {
-                0 => "no other voter answers".to_owned(),
-                id => format!("replica {id} is no voter"),
+                0 => "no other voter responds".to_owned(),
+                id => format!("replica {id} is not a voter"),
             });
         };
         // The target would refuse, and the cluster would have no leader until the next election.
         if target != me && self.links.reachability.stands_back(target) {
-            return Outcome::Refused(format!("replica {target} would not lead at present"));
+            return Outcome::Refused(format!(
+                "replica {target} cannot become the leader at present"
+            ));
         }
         if target != me && self.raft.trigger().transfer_leader(target).await.is_err() {
             return Outcome::Refused(self.why_stopped().unwrap_or("stopped".to_owned()));
@@ -471,7 +476,9 @@ impl ReplicaInner {
                 ..proto::Changed::default()
             }),
             Some(leader) => Outcome::Unknown(format!("replica {leader} took it")),
-            None => Outcome::Unknown(format!("replica {target} did not take it in time")),
+            None => Outcome::Unknown(format!(
+                "replica {target} did not become the leader in time"
+            )),
         }
     }
 

@@ -87,7 +87,7 @@ pub(super) fn check_majority(expect: usize, replicas: usize) -> Result<(), Strin
         return Ok(());
     }
     Err(format!(
-        "{expect} of {replicas} peers shall form a cluster: with half of them or less, two clusters \
+        "{expect} of {replicas} peers are to form a cluster: with half of them or less, two clusters \
          could form"
     ))
 }
@@ -184,7 +184,7 @@ impl ReplicaInner {
         };
         let found = self.find(peers).await;
         let stepped = match &self.options.formation {
-            Formation::Join(_) if found.peers.is_empty() => Err("no member answers".to_owned()),
+            Formation::Join(_) if found.peers.is_empty() => Err("no member responds".to_owned()),
             Formation::Join(_) => self.ask_in(&found).await,
             Formation::Bootstrap { expect, .. } => self.bootstrap(claim, &found, *expect).await,
         };
@@ -317,7 +317,7 @@ impl ReplicaInner {
         let cluster = match identity.binding() {
             ClusterBinding::Claimed { by, .. } if by != identity.id => {
                 return Err(format!(
-                    "waits for replica {by}, which is founding a cluster"
+                    "waiting for replica {by}, which is founding a cluster"
                 ));
             }
             binding => binding

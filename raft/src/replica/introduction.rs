@@ -168,7 +168,7 @@ impl ReplicaInner {
     /// Returns the member with this id, if it has this store.
     pub(super) fn check_member(&self, id: u64, store: u64) -> Result<types::Node, String> {
         let node = self.node(id);
-        let node = node.ok_or_else(|| format!("replica {id} is no member"))?;
+        let node = node.ok_or_else(|| format!("replica {id} is not a member"))?;
         check_store(id, &node, store).map_err(|status| status.message().to_owned())?;
         Ok(node)
     }

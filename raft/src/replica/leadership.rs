@@ -66,7 +66,7 @@ pub(super) async fn hand_to_better(inner: Arc<ReplicaInner>) {
         since = None;
         tracing::warn!(
             to = better,
-            "calls of other voters do not arrive here: leadership is handed over"
+            "calls of other voters do not arrive at this leader; transferring leadership"
         );
         inner
             .transfer_within(better, inner.options.election_timeout.end * 2)
@@ -78,7 +78,7 @@ impl ReplicaInner {
     /// Returns why this replica currently refuses to lead.
     pub(crate) fn stands_back(&self) -> Option<&'static str> {
         if self.log.waiting().borrow().is_some() {
-            return Some("its log takes nothing at present");
+            return Some("its log accepts nothing at present");
         }
         self.is_doubtful
             .borrow()

@@ -44,7 +44,7 @@ pub(super) async fn give_votes(inner: Arc<ReplicaInner>) {
             voters_below: 0,
         });
         match inner.change_here(promote).await {
-            Outcome::Changed(_) => tracing::info!(id, "a learner that kept up votes now"),
+            Outcome::Changed(_) => tracing::info!(id, "promoted a learner that kept up"),
             Outcome::Refused(why) | Outcome::Unknown(why) => {
                 tracing::warn!(id, why, "could not make a learner a voter");
             }

@@ -149,7 +149,7 @@ impl ReplicaInner {
         match call.await {
             Ok(answer) => Ok(answer
                 .result
-                .unwrap_or(Proposed::Unknown("an answer without result".to_owned()))),
+                .unwrap_or(Proposed::Unknown("a response without a result".to_owned()))),
             Err(CallError::NotSent(_)) => Ok(Proposed::NotLeader(NO_LEADER)),
             Err(CallError::Failed(status)) if status.code() == Code::InvalidArgument => {
                 Err(ProposeError::Refused(status.message().to_owned()))

@@ -65,7 +65,7 @@ impl Replica {
             }
         };
         drop(paused);
-        tracing::info!(from, log_index = index, "state taken over");
+        tracing::info!(from, log_index = index, "restored the state from a peer");
         Ok(index)
     }
 

@@ -133,7 +133,7 @@ pub(super) fn report_member(
         Err(error) => (error.state, error.why.clone()),
         Ok(info) if info.id != id => (
             PeerState::OtherReplica,
-            format!("replica {} answers, replica {id} is expected", info.id),
+            format!("replica {} responds, expected replica {id}", info.id),
         ),
         Ok(info) if !info.is_member => (
             PeerState::OtherReplica,
@@ -142,7 +142,7 @@ pub(super) fn report_member(
         Ok(info) if wire::join_optional(info.cluster_high, info.cluster_low) != cluster => {
             (PeerState::OtherCluster, two_clusters(info, cluster))
         }
-        Ok(_) => (PeerState::Member, format!("replica {id} answers")),
+        Ok(_) => (PeerState::Member, format!("replica {id} responds")),
     };
     PeerFinding {
         address: address.to_owned(),
@@ -261,7 +261,7 @@ mod tests {
             detail: detail.to_owned(),
         };
         let refused = report(PeerState::Refused, "connection refused");
-        let silent = report(PeerState::TimedOut, "no answer in time");
+        let silent = report(PeerState::TimedOut, "no response in time");
         let start = Instant::now();
         let mut seen = LastSeen::default();
         let mut steady = |after: Duration, report: &PeerFinding| {

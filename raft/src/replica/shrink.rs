@@ -72,7 +72,7 @@ impl ReplicaInner {
         if (rest as u64) < remove.voters_min {
             let least = remove.voters_min;
             return Err(format!(
-                "replica {id} stays: {rest} voters would be left, at least {least} are to be"
+                "replica {id} stays: {rest} voters would be left, but at least {least} are required"
             ));
         }
         let mut answering = self.answering();
@@ -80,7 +80,7 @@ impl ReplicaInner {
         let answering = voters.intersection(&answering).count();
         if answering * 2 <= rest {
             return Err(format!(
-                "replica {id} stays: of the {rest} other voters {answering} answer"
+                "replica {id} stays: only {answering} of the {rest} other voters respond"
             ));
         }
         Ok(())
@@ -112,10 +112,11 @@ impl ReplicaInner {
         let refused = |why: String| Outcome::Refused(why);
         let _alone = self.changing.lock().await;
         if self.settled_voters().is_none() {
-            return refused("this replica does not lead, or a change is under way".to_owned());
+            let why = "this replica is not the leader, or a membership change is in progress";
+            return refused(why.to_owned());
         }
         let Some(known) = self.node(id) else {
-            return refused(format!("replica {id} is no member"));
+            return refused(format!("replica {id} is not a member"));
         };
         let voters_min = voters_min.max(1) as u64;
         if let Err(why) = self.check_shrink(&proto::Remove { id, voters_min }) {
@@ -135,7 +136,7 @@ impl ReplicaInner {
         }) = &self.options.formation;
         let known = self.others().1.into_iter().map(|(_, address)| address);
         let known = Peers::List(known.collect());
-        let mut problem = "no member answers".to_owned();
+        let mut problem = "no member responds".to_owned();
         for peers in [configured, &known] {
             let found = self.find(peers).await;
             match self.ask_in(&found).await {

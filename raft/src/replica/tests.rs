@@ -91,7 +91,7 @@ async fn a_learner_or_stranger_changes_nobody_and_is_given_no_vote() {
     };
     let promote = |id, voters_below| Change::Promote(proto::Promote { id, voters_below });
     for (from, change, why) in [
-        (9, promote(9, 5), "replica 9 is no member"),
+        (9, promote(9, 5), "replica 9 is not a member"),
         (
             7,
             promote(7, 5),
@@ -111,7 +111,7 @@ async fn a_learner_or_stranger_changes_nobody_and_is_given_no_vote() {
             Change::Transfer(proto::Transfer { to: 2 }),
             "ask a voter",
         ),
-        (7, describe(2, |_| {}), "replica 7 speaks for replica 2"),
+        (7, describe(2, |_| {}), "replica 7 claims to be replica 2"),
         (2, describe(2, |_| {}), "replica 2 has another store"),
         (7, describe(7, |member| member.store += 1), "another store"),
         (
@@ -199,7 +199,7 @@ async fn what_a_removed_member_told_before_does_not_bring_it_back() {
     one.remove(2).await.unwrap();
     let late = asked().await;
     assert!(
-        matches!(&late, Outcome::Refused(why) if why == "replica 2 is no member"),
+        matches!(&late, Outcome::Refused(why) if why == "replica 2 is not a member"),
         "{late:?}"
     );
     let mut status = one.watch();

@@ -12,9 +12,9 @@ pub enum BackendRole {
     /// Whole requests.
     #[default]
     Both,
-    /// Prompts, whose KV cache goes to a backend that decodes.
+    /// Prompts. Their KV cache goes to a backend that decodes.
     Prefill,
-    /// Answers, to prompts from elsewhere or computed here.
+    /// Responses, to prompts computed elsewhere or here.
     Decode,
 }
 

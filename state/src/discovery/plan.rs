@@ -231,7 +231,7 @@ impl<'a> EngineJudge<'a> {
             let (id, url) = (&*engine.spec.id, &*engine.spec.url);
             let judged = self.judge_alone(engine).and_then(|()| {
                 if accepted.contains_key(id) {
-                    return Err(format!("{id} is told twice"));
+                    return Err(format!("{id} is listed twice"));
                 }
                 match places.get(url) {
                     Some(other) if engine.condition != EngineCondition::Leaving => {
@@ -261,8 +261,8 @@ impl<'a> EngineJudge<'a> {
         let spec = &engine.spec;
         spec.validate().map_err(|reject| reject.to_string())?;
         match self.holders.get(&*spec.id) {
-            Some(None) => return Err(format!("an operator put the backend {}", spec.id)),
-            Some(Some(other)) => return Err(format!("the source {other} put {}", spec.id)),
+            Some(None) => return Err(format!("an operator registered the backend {}", spec.id)),
+            Some(Some(other)) => return Err(format!("the source {other} registered {}", spec.id)),
             None => {}
         }
         match self.places.get(&*spec.url) {
@@ -280,7 +280,7 @@ impl<'a> EngineJudge<'a> {
         let left = self.room.checked_sub(1);
         self.room = left.ok_or_else(|| {
             let source = &self.rules.source;
-            format!("{source} tells of more engines than the {BACKENDS_MAX} of a cluster")
+            format!("{source} lists more engines than the {BACKENDS_MAX} that a cluster can have")
         })?;
         Ok(())
     }

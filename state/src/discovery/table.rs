@@ -9,21 +9,21 @@ use serde::Serialize;
 use super::is_source;
 use crate::ids::Slot;
 
-/// What the cluster knows of a backend that a source put.
+/// A backend that a source registered.
 #[derive(Debug, Clone, PartialEq, Eq, Encode, Decode, Serialize, JsonSchema)]
 pub struct DiscoveredBackend {
     /// Id of the source.
     pub source: String,
-    /// Since when the source does not have it. `None`: it has it.
+    /// Since when the source no longer lists it. `None`: it still does.
     pub lost: Option<LostBackend>,
 }
 
-/// A backend that its source does not have, or says takes no requests.
+/// A backend that its source no longer lists, or reports to take no requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize, JsonSchema)]
 pub struct LostBackend {
     /// Replicated time at which it was lost, in milliseconds.
     pub since_ms: u64,
-    /// Whether an operator wants it to drain, so that it goes on when it returns.
+    /// Whether an operator is draining it too, so that it keeps draining when it returns.
     pub drains_anyway: bool,
 }
 

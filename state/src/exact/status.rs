@@ -68,7 +68,7 @@ impl std::fmt::Display for KvReason {
             }
             Self::Refused(KvRejection::Tokenizer) => "the router does not know its token ids",
             Self::Refused(KvRejection::Models) => "it serves several models",
-            Self::Refused(KvRejection::Unreadable) => "what it publishes cannot be read",
+            Self::Refused(KvRejection::Unreadable) => "what it publishes cannot be decoded",
             Self::Lost => "messages were lost",
             Self::TooManyBlocks => "it reports more blocks than are kept",
         };
@@ -131,8 +131,8 @@ pub struct KvRankStatus {
     pub last_seq: Option<u64>,
     /// Number of blocks in its cache. A block with several copies counts once.
     pub blocks: u32,
-    /// Number of these that are not owned, because another block looks alike or one before them is
-    /// gone.
+    /// Number of these that are not owned, because another block has the same tokens or a block
+    /// before them is gone.
     pub unowned_blocks: u32,
     /// Number of blocks left out since the run began or was cleared, because the block before them
     /// is unknown.

@@ -64,13 +64,13 @@ pub enum AuditAction {
     CreateKey,
     /// An API key was revoked.
     RevokeKey,
-    /// An API key got another secret.
+    /// An API key got a new secret.
     RotateKey,
     /// Weight, limits, budget or models of a user were set.
     ConfigureUser,
-    /// The cache scope of a user was set, or that of users without one.
+    /// The cache scope of a user was set, or the default one.
     SetCacheScope,
-    /// What users have without their own was set.
+    /// The defaults of users were set.
     PutUserDefaults,
 }
 

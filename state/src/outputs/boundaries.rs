@@ -13,7 +13,7 @@ use serde::Serialize;
 
 use super::histogram::Histogram;
 
-/// Upper ends of all bins but the last, which is open. Ascending, the first above 0.
+/// Upper bounds of all bins but the last, which is unbounded. Ascending, the first above 0.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Encode, Decode, Serialize, JsonSchema)]
 #[serde(transparent)]
 pub struct Boundaries {

@@ -359,7 +359,7 @@ pub enum Reason {
     LeastRequests,
     /// Several candidates were near-equal; the request's jitter decided.
     Jitter,
-    /// The load is imbalanced: fewest requests, whatever is held.
+    /// The load is imbalanced: fewest requests, regardless of cached prefixes.
     Imbalanced,
     /// Longest prefix among the candidates with an acceptable load.
     LongestPrefix,
@@ -375,9 +375,9 @@ pub enum Reason {
     LeastKv,
     /// Nearest to the user's position, combined with utilisation.
     UserShare,
-    /// Most of the prompt is held here.
+    /// Most of the prompt is cached here.
     Exploit,
-    /// Little of the prompt is held, or its holders are overloaded: least cost of load, eviction
+    /// Little of the prompt is cached, or its owners are overloaded: least cost of load, eviction
     /// and prefill.
     Explore,
 }

@@ -35,10 +35,11 @@ pub enum Disaggregate {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum Handover {
-    /// By what the first one's answer says, as with vLLM. Each can do all of a request alone.
+    /// The backend that decodes fetches it as the response of the other one describes, as with
+    /// vLLM. Each can also serve whole requests alone.
     Answer,
-    /// Both get the request at once and meet in a room that it names, as with SGLang. Neither does
-    /// anything alone.
+    /// Both get the request at once and meet in a room that it names, as with SGLang. Neither can
+    /// serve a request alone.
     Room,
 }
 
@@ -76,20 +77,20 @@ impl Default for PairSettings {
     }
 }
 
-/// Why a request goes to one backend.
+/// Reason why a request goes to a single backend.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum WholeReason {
-    /// It is not one whose stages can be apart: no completion, several prompts or choices, or one
-    /// that skips the prefix cache.
+    /// Its stages cannot be separated: it is no completion, has several prompts or choices, or
+    /// skips the prefix cache.
     NotSeparable,
-    /// The model's settings say so.
+    /// The model's settings disable it.
     Off,
-    /// Too little of its prompt is not cached.
+    /// Too few of its prompt tokens are uncached.
     Short,
     /// No prefill backend can take it.
     NoPrefill,
-    /// The prefill backends have so much to compute that it is done sooner where it is answered.
+    /// The prefill backends are so busy that the backend that responds computes the prompt sooner.
     PrefillBusy,
     /// No decode backend can take it.
     NoDecode,

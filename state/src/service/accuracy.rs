@@ -49,7 +49,7 @@ pub struct AccuracyView {
     pub predicted_tokens: u64,
     /// Part of `prompt_tokens` that was cached.
     pub cached_tokens: u64,
-    /// Predicted less actually cached tokens, in thousandths of the prompt tokens.
+    /// Predicted minus actually cached tokens, in thousandths of the prompt tokens.
     pub error_permille: i32,
     /// Whether the error exceeds the bound.
     pub is_off: bool,

@@ -81,16 +81,15 @@ pub(crate) struct PriceLearner {
 /// Learned prices of a backend.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, JsonSchema)]
 pub struct LearntPrices {
-    /// Delay of a first token by one uncached prompt token, in nanoseconds.
+    /// Delay of a first token per uncached prompt token, in nanoseconds.
     pub prefill_ns_per_token: u32,
-    /// Delay of a first token by each running request, in nanoseconds: at least its share of one
-    /// step.
+    /// Delay of a first token per running request, in nanoseconds: at least its share of one step.
     pub decode_ns_per_request: u32,
     /// Time to first token at an idle backend without its prefill, in microseconds.
     pub first_token_base_us: u32,
     /// Time per token of a request that runs alone, in microseconds.
     pub gap_base_us: u32,
-    /// Increase of the time between two tokens by each running request, in nanoseconds.
+    /// Increase of the time between two tokens per running request, in nanoseconds.
     pub gap_ns_per_request: u32,
     /// Number of first tokens observed, faded.
     pub first_tokens: u32,

@@ -12,9 +12,9 @@ use crate::ids::{BackendRef, Slot};
 pub enum CapacitySource {
     /// The operator's value.
     Config,
-    /// The engine's, corrected by what its answers show.
+    /// The engine's value, corrected by what its responses reveal.
     Engine,
-    /// Nobody told: a default, then what its answers show.
+    /// A default, because the engine reported none, corrected by what its responses reveal.
     Assumed,
 }
 

@@ -24,7 +24,7 @@ use crate::readiness::Readiness;
 /// What the stream of events consists of.
 const EVENTS: &str = "Server-sent events. The first is `connected`. Each event of the cluster has its \
     kind as `event`, an `id` and a JSON object as `data`. `missed` stands for events that this \
-    client does not get: `events` says how many, `null` if that is not known.";
+    client does not receive: `events` is their number, `null` if unknown.";
 
 /// An answer of JSON.
 fn document(status: u16, what: &'static str, schema: Value) -> AnswerShape {
@@ -54,16 +54,17 @@ impl<T: DescribeResponse> DescribeResponse for Result<T, Problem> {
 impl<T: JsonSchema> DescribeResponse for Answer<T> {
     fn describe(call: &mut CallShape, schemas: &mut Schemas) {
         let schema = schemas.given::<T>();
-        call.answers.push(document(200, "As asked for.", schema));
+        call.answers
+            .push(document(200, "The requested data.", schema));
     }
 }
 
 impl<T: JsonSchema> DescribeResponse for Versioned<T> {
     fn describe(call: &mut CallShape, schemas: &mut Schemas) {
-        let mut answer = document(200, "As asked for.", schemas.given::<T>());
+        let mut answer = document(200, "The requested data.", schemas.given::<T>());
         answer.headers = vec![(
             "ETag",
-            "Version of what `PUT` writes, for `If-Match`. Figures that change by themselves are none of it.",
+            "Version of what `PUT` writes, for `If-Match`. It does not cover figures that change by themselves.",
         )];
         call.answers.push(answer);
     }
@@ -108,8 +109,12 @@ impl<T: JsonSchema> DescribeResponse for Changed<T> {
 impl DescribeResponse for ReadinessAnswer {
     fn describe(call: &mut CallShape, schemas: &mut Schemas) {
         let schema = schemas.given::<Readiness>();
-        let fit = document(200, "The replica takes traffic.", schema.clone());
-        let unfit = document(503, "It does not, for these reasons.", schema);
+        let fit = document(200, "The replica accepts traffic.", schema.clone());
+        let unfit = document(
+            503,
+            "It does not accept traffic, for the given reasons.",
+            schema,
+        );
         call.answers.extend([fit, unfit]);
     }
 }
@@ -117,7 +122,10 @@ impl DescribeResponse for ReadinessAnswer {
 impl DescribeResponse for MetricsAnswer {
     fn describe(call: &mut CallShape, _: &mut Schemas) {
         call.answers.extend([
-            other("text/plain", "Metrics, in the form that `Accept` prefers."),
+            other(
+                "text/plain",
+                "Metrics, in the format that `Accept` prefers.",
+            ),
             other("application/openmetrics-text", "Metrics."),
         ]);
     }
@@ -139,7 +147,7 @@ impl DescribeResponse for BackupFile {
         let file = json!({ "type": "string", "contentMediaType": "application/octet-stream" });
         call.answers.push(AnswerShape {
             schema: file,
-            headers: vec![("Content-Disposition", "A name for the file.")],
+            headers: vec![("Content-Disposition", "A file name.")],
             ..other("application/octet-stream", "The backup.")
         });
     }
@@ -148,10 +156,10 @@ impl DescribeResponse for BackupFile {
 impl DescribeResponse for RecordingFile {
     fn describe(call: &mut CallShape, _: &mut Schemas) {
         call.answers.push(AnswerShape {
-            headers: vec![("Content-Disposition", "A name for the file.")],
+            headers: vec![("Content-Disposition", "A file name.")],
             ..other(
                 "application/jsonl",
-                "The recording: a head and a line for each request.",
+                "The recording: a header line, and a line for each request.",
             )
         });
     }
@@ -169,10 +177,10 @@ impl DescribeResponse for ConsoleAnswer {
         call.fails(&[UNKNOWN_HOST]);
         call.answers.push(AnswerShape {
             status: 304,
-            ..other("text/html", "The browser has it, as `If-None-Match` says.")
+            ..other("text/html", "Not modified, according to `If-None-Match`.")
         });
         call.answers.extend([
-            other("text/html", "A page, which holds no data."),
+            other("text/html", "A page, which contains no data."),
             other("text/css", "Its style."),
             other("text/javascript", "One of its scripts."),
             other("image/svg+xml", "Its icon."),

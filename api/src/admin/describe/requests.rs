@@ -69,7 +69,7 @@ impl DescribeRequest for IfMatch {
             schema: json!({
                 "type": "string",
                 "pattern": "^(\\*|\"[!#-~]*\"(, ?\"[!#-~]*\")*)$",
-                "description": "`ETag` of what was read: the write takes place only if it is still that, else 412. `*`: anything, as long as it is there.",
+                "description": "`ETag` of the version that was read: the write takes place only if that is still current, else 412. `*`: any version, if there is one.",
                 "examples": ["\"1f0c7e9d5b3a48266c1de5f0a9b7c384\""],
             }),
         });
@@ -83,7 +83,7 @@ impl DescribeRequest for LastEventId {
             is_required: false,
             schema: json!({
                 "type": "string",
-                "description": "Id of the last event that the client received: later ones are sent first, as far as they are kept.",
+                "description": "Id of the last event that the client received: later ones that are still kept are sent first.",
                 "examples": ["5bd0a1f7-42"],
             }),
         });
@@ -118,7 +118,7 @@ impl<T: ReplacedSettings + JsonSchema> DescribeRequest for WrittenSettings<T> {
         let config = schemas.taken::<T>();
         let around = json!({
             "type": "object",
-            "description": "What `GET` answered, edited. Of it, `config` is written.",
+            "description": "An edited response of `GET`. Only `config` is written.",
             "properties": {
                 "config": config,
                 "index": {},

@@ -18,8 +18,8 @@ pub(super) const RECORDINGS: RouteInfo = RouteInfo {
         post(
             "startRecording",
             OPERATOR,
-            "Records this replica's requests up to a limit. One at a time; it contains no texts and \
- no names.",
+            "Starts a recording of this replica's requests, which ends at a limit. It contains \
+ neither texts nor names. Only one runs at a time.",
             || served(recordings::start),
         )
         .fails(&[RECORDING, REFUSED]),
@@ -43,7 +43,7 @@ pub(super) const RECORDING_FILE: RouteInfo = RouteInfo {
         get(
             "getRecording",
             VIEWER,
-            "A recording as a file of JSON lines; one that runs, as far as it is.",
+            "A recording as a file of JSON lines; if it is running, its requests so far.",
             || served(recordings::fetch),
         )
         .fails(&[BUSY, NOT_FOUND]),
@@ -73,7 +73,7 @@ pub(super) const WHAT_IF: RouteInfo = RouteInfo {
     calls: &[post(
         "whatIf",
         VIEWER,
-        "What policies would have chosen in this replica's last decisions. Changes nothing.",
+        "What other policies would have chosen for this replica's last requests. Changes nothing.",
         || served(what_if::ask),
     )
     .fails(&[BUSY, STOPPING])],

@@ -21,7 +21,7 @@ pub(in super::super) const ROUTES: &[RouteInfo] = &[
         calls: &[get(
             "console",
             OPEN,
-            "The console: a page for people. It holds no data.",
+            "The console, a web page. It contains no data.",
             || served(console::page),
         )],
     },
@@ -30,7 +30,7 @@ pub(in super::super) const ROUTES: &[RouteInfo] = &[
         calls: &[get(
             "consoleFile",
             OPEN,
-            "A style sheet, script or picture of the console. It holds no data.",
+            "A style sheet, script or image of the console. It contains no data.",
             || served(console::file),
         )
         .fails(&[NOT_FOUND])],
@@ -40,13 +40,13 @@ pub(in super::super) const ROUTES: &[RouteInfo] = &[
         calls: &[get(
             "paths",
             VIEWER,
-            "All paths, as a page for people.",
+            "A web page that lists all paths.",
             || served(index),
         )],
     },
     RouteInfo {
         path: "/livez",
-        calls: &[get("livez", OPEN, "Whether the process answers.", || {
+        calls: &[get("livez", OPEN, "Whether the process responds.", || {
             served(probes::livez)
         })],
     },
@@ -55,7 +55,7 @@ pub(in super::super) const ROUTES: &[RouteInfo] = &[
         calls: &[get(
             "readyz",
             OPEN,
-            "Whether the replica takes traffic.",
+            "Whether the replica accepts traffic.",
             || served(probes::readyz),
         )],
     },
@@ -91,7 +91,7 @@ pub(in super::super) const ROUTES: &[RouteInfo] = &[
         calls: &[get(
             "whoAmI",
             VIEWER,
-            "Who calls, and with which role.",
+            "Name and role of the caller.",
             || served(whoami::show),
         )],
     },
@@ -100,8 +100,7 @@ pub(in super::super) const ROUTES: &[RouteInfo] = &[
         calls: &[get(
             "getReplicas",
             VIEWER,
-            "The replicas side by side: what this one sees of each, and what each tells \
- of itself.",
+            "All replicas: what this one knows about each, and what each reports about itself.",
             || served(replicas::show),
         )],
     },
@@ -119,7 +118,7 @@ pub(in super::super) const ROUTES: &[RouteInfo] = &[
         calls: &[delete(
             "removeMember",
             ADMIN,
-            "Removes a member for good.",
+            "Removes a member permanently.",
             || served(cluster::remove),
         )],
     },
@@ -146,7 +145,7 @@ pub(in super::super) const ROUTES: &[RouteInfo] = &[
         calls: &[post(
             "takeSnapshot",
             OPERATOR,
-            "Makes this replica take a snapshot of its state.",
+            "Takes a snapshot of this replica's state.",
             || served(cluster::snapshot),
         )],
     },
@@ -200,7 +199,7 @@ pub(in super::super) const ROUTES: &[RouteInfo] = &[
             put(
                 "putBackend",
                 OPERATOR,
-                "Registers a backend, or changes it. Takes what `GET` answers.",
+                "Registers a backend, or changes it. Accepts what `GET` returns.",
                 || served(backends::put),
             ),
             delete(
@@ -237,7 +236,7 @@ pub(in super::super) const ROUTES: &[RouteInfo] = &[
         calls: &[get(
             "getDiscovery",
             VIEWER,
-            "What sources of engines reported to this replica, and the result.",
+            "Engines that the sources reported to this replica, and their registration.",
             || served(discovery::show),
         )],
     },
@@ -246,7 +245,7 @@ pub(in super::super) const ROUTES: &[RouteInfo] = &[
         calls: &[get(
             "listUsers",
             VIEWER,
-            "The users, by the hash of their names.",
+            "All users, ordered by the hash of their names.",
             || served(users::list),
         )],
     },
@@ -263,14 +262,14 @@ pub(in super::super) const ROUTES: &[RouteInfo] = &[
             put(
                 "putUser",
                 OPERATOR,
-                "Changes a user, or creates it. Absent fields keep their values. DescribeRequest what \
- `GET` answers.",
+                "Changes a user, or creates it. Absent fields keep their values. Accepts what \
+ `GET` returns.",
                 || served(users::put),
             ),
             delete(
                 "deleteUser",
                 OPERATOR,
-                "Forgets a user with its counters, weight and limits.",
+                "Deletes a user with its counters, weight and limits.",
                 || served(users::remove),
             )
             .fails(&[NOT_FOUND, USER_BUSY]),
@@ -281,7 +280,7 @@ pub(in super::super) const ROUTES: &[RouteInfo] = &[
         calls: &[post(
             "forgiveUser",
             OPERATOR,
-            "Resets what a user has used of its limits and budgets; counters stay.",
+            "Resets a user's usage of its limits and budgets; counters stay.",
             || served(users::forgive),
         )
         .fails(&[NOT_FOUND])],
@@ -351,7 +350,7 @@ pub(in super::super) const ROUTES: &[RouteInfo] = &[
             delete(
                 "revokeKey",
                 OPERATOR,
-                "Revokes an API key for good.",
+                "Revokes an API key permanently.",
                 || served(keys::revoke),
             )
             .fails(&[NOT_FOUND]),
@@ -372,7 +371,7 @@ pub(in super::super) const ROUTES: &[RouteInfo] = &[
         calls: &[get(
             "getOwnership",
             VIEWER,
-            "Owned blocks per backend, per model and in all.",
+            "Number of owned blocks per backend, per model and in total.",
             || served(ownership::counts),
         )],
     },
@@ -381,7 +380,7 @@ pub(in super::super) const ROUTES: &[RouteInfo] = &[
         calls: &[get(
             "getSharedPrefixes",
             VIEWER,
-            "Prefixes that the last requests here share, and their owners.",
+            "Prefixes that this replica's last requests share, and their owners.",
             || served(prefixes::list),
         )],
     },
@@ -418,7 +417,7 @@ pub(in super::super) const ROUTES: &[RouteInfo] = &[
         calls: &[get(
             "getDecision",
             VIEWER,
-            "One request with every decision: candidates, scores, and what became of it.",
+            "One request with all decisions: candidates, scores and outcome.",
             || served(decisions::show),
         )
         .fails(&[NOT_FOUND])],
@@ -475,7 +474,7 @@ pub(in super::super) const ROUTES: &[RouteInfo] = &[
         calls: &[get(
             "getConfig",
             VIEWER,
-            "Every setting: as configured here, in the cluster, in effect.",
+            "Every setting: its value in this replica's config, in the cluster, and in effect.",
             || served(config::show),
         )],
     },
@@ -484,7 +483,7 @@ pub(in super::super) const ROUTES: &[RouteInfo] = &[
         calls: &[post(
             "reloadConfig",
             OPERATOR,
-            "Makes this replica reload its config, as SIGHUP does.",
+            "Reloads this replica's config, as SIGHUP does.",
             || served(reload::reload),
         )
         .fails(&[CONFIG_FAULTS, NOT_RELOADABLE, STOPPING])],
@@ -548,7 +547,7 @@ pub(in super::super) const ROUTES: &[RouteInfo] = &[
         calls: &[get(
             "getEvents",
             VIEWER,
-            "Changes in the cluster as this replica notices them: server-sent events.",
+            "Changes in the cluster, as this replica notices them, as server-sent events.",
             || served(stream::events),
         )
         .fails(&[BUSY])],

@@ -50,7 +50,7 @@ async fn panic_mode_keeps_a_replica_ready_and_is_a_warning() {
     let registry = bench.admin.view.registry();
     roster.follow(Arc::clone(&registry), |stay, _| stay);
     for (_, stay) in roster.watchers() {
-        stay.failed(Fault::Unwell, "no answer within 2s".to_owned());
+        stay.failed(Fault::Unwell, "no response within 2s".to_owned());
     }
     let not_ready = json!({"status": "not-ready", "reasons": ["no healthy backend"]});
     assert_eq!(readiness(&bench).await, (503, not_ready));
@@ -59,7 +59,7 @@ async fn panic_mode_keeps_a_replica_ready_and_is_a_warning() {
         .admin
         .backends
         .report_answer(handle, UserKey(1), Instant::now());
-    let warning = "panic mode for model *: probes fail while requests are answered";
+    let warning = "panic mode for model *: probes fail while requests succeed";
     let ready = json!({"status": "ready", "reasons": [], "warnings": [warning]});
     assert_eq!(readiness(&bench).await, (200, ready));
 }

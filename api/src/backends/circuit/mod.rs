@@ -59,17 +59,17 @@ impl Default for CircuitSettings {
     }
 }
 
-/// A circuit as the admin API shows it.
+/// Status of a circuit breaker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, JsonSchema)]
 pub struct CircuitView {
     /// Whether the circuit is open.
     pub is_open: bool,
     /// Number of failures among the last attempts.
     pub recent_failures: u32,
-    /// Number of consecutive openings.
+    /// Number of times that it opened in a row.
     pub openings_in_row: u32,
-    /// Time until a request is let through, in milliseconds; 0 if one may go now or the circuit is
-    /// closed.
+    /// Time until the next trial request is allowed, in milliseconds; 0 if one is allowed now or
+    /// the circuit is closed.
     pub pause_ms: u64,
 }
 

@@ -54,10 +54,10 @@ pub(super) enum ApiError {
     #[error("{0} to {1}: {2}")]
     Refused(StatusCode, String, String),
     /// The server no longer knows the position in the stream.
-    #[error("the server has forgotten the resource version")]
+    #[error("the API server no longer has the resource version")]
     Expired,
     /// The server took too long.
-    #[error("no answer within {0:?}")]
+    #[error("no response within {0:?}")]
     Silent(Duration),
     /// The response was unexpected.
     #[error("{0}")]
@@ -170,7 +170,7 @@ impl ApiClient {
             request = request.header(AUTHORIZATION, authorization);
         }
         let request = request.body(Empty::<Bytes>::new());
-        let request = request.map_err(|_| ApiError::Setup(format!("{path:?} is no path")))?;
+        let request = request.map_err(|_| ApiError::Setup(format!("{path:?} is not a path")))?;
         Ok((sender.send_request(request).await?, connection))
     }
 
@@ -191,7 +191,8 @@ fn in_cluster() -> Result<EngineUrl, ApiError> {
     let [host, port] = SERVER_VARIABLES.map(|name| std::env::var(name).ok());
     let (Some(host), Some(port)) = (host, port) else {
         let [host, port] = SERVER_VARIABLES;
-        let expected = format!("{host} and {port} are not set: this is no pod; set api_server");
+        let expected =
+            format!("{host} and {port} are not set, so this is not a pod: set api_server");
         return Err(ApiError::Setup(expected));
     };
     let host = match host.contains(':') {
@@ -235,7 +236,7 @@ impl WatchStream {
                 }
                 let event = serde_json::from_slice(&line);
                 return event.map(Some).map_err(|error| {
-                    ApiError::Unexpected(format!("an event that is no JSON: {error}"))
+                    ApiError::Unexpected(format!("an event that is not JSON: {error}"))
                 });
             }
             if self.rest.len() > EVENT_BYTES_MAX {

@@ -42,7 +42,7 @@ impl StatefulSetScale {
             start => start.as_u64(),
         };
         Ok(Self {
-            first: first.ok_or("spec.ordinals.start is no number")?,
+            first: first.ok_or("spec.ordinals.start is not a number")?,
             replicas: spec["replicas"].as_u64().ok_or("no spec.replicas")?,
         })
     }
@@ -66,7 +66,7 @@ mod tests {
             (json!({"spec": {"replicas": "3"}}), "no spec.replicas"),
             (
                 json!({"spec": {"replicas": 3, "ordinals": {"start": -1}}}),
-                "spec.ordinals.start is no number",
+                "spec.ordinals.start is not a number",
             ),
             (
                 json!({"metadata": {"deletionTimestamp": "2026-11-23T18:00:00Z"}, "spec": {"replicas": 3}}),

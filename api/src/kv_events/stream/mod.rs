@@ -79,18 +79,18 @@ pub struct StreamCounts {
     pub stored: u64,
     /// Blocks reported as removed, copies included.
     pub removed: u64,
-    /// Messages that had been reported before.
+    /// Messages received again.
     pub repeats: u64,
-    /// Times that messages were found missing.
+    /// Number of times that messages were missing.
     pub gaps: u64,
-    /// Times that missing messages could not be recovered.
+    /// Number of times that missing messages could not be recovered.
     pub losses: u64,
-    /// Runs of the engine.
+    /// Number of the engine's runs.
     pub runs: u64,
-    /// Replays requested.
+    /// Number of replays requested.
     pub replays: u64,
-    /// Blocks whose hash cannot be computed from a prompt: media, adapters known by number only,
-    /// odd events.
+    /// Blocks whose hash cannot be computed from a prompt: with media, with adapters known only by
+    /// number, or from malformed events.
     pub foreign: u64,
     /// Blocks whose parent was unknown.
     pub orphans: u64,

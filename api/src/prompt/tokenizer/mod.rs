@@ -125,21 +125,21 @@ impl TokenizerLoadError {
     }
 }
 
-/// Why a prompt is identified by its characters although its model has a tokenizer.
+/// Reason why a prompt is identified by its characters although its model has a tokenizer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum Fallback {
-    /// The body is not what its path takes.
+    /// The body does not have the form that its path requires.
     Unclear,
-    /// The chat template refused the conversation.
+    /// The chat template rejected the conversation.
     Template,
-    /// The text is beyond the bound.
+    /// The text exceeds the maximum length.
     TooLong,
-    /// The tokenizer gave up on the text.
+    /// The tokenizer failed.
     Tokenizer,
-    /// The engine did not answer, or not with tokens.
+    /// The engine did not respond, or not with tokens.
     Engine,
-    /// Others' prompts kept the tokenizer busy for too long.
+    /// The tokenizer was busy with other prompts for too long.
     Busy,
 }
 

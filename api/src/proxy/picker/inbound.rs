@@ -60,7 +60,7 @@ pub(super) fn out_of_turn(said: &Request, when: &str) -> StreamHalt {
         Request::ResponseTrailers(_) => "response_trailers",
     };
     StreamHalt::Broken(Status::failed_precondition(format!(
-        "{said} came {when}, which no body mode allows"
+        "{said} arrived {when}, which no body mode allows"
     )))
 }
 
@@ -122,7 +122,7 @@ impl GatewayMessages {
                 Request::RequestBody(_) if may_go_on => override_ignored(),
                 // After a timeout of its own, or if a client left, the gateway continues alone.
                 Request::ResponseHeaders(_) => StreamHalt::Left,
-                said => out_of_turn(&said, "while its answer was awaited"),
+                said => out_of_turn(&said, "while its response was awaited"),
             },
             Err(halt) => halt,
         }
@@ -133,11 +133,11 @@ fn read(next: Option<Result<ProcessingRequest, Status>>) -> Result<GatewayMessag
     let message = next.ok_or(StreamHalt::Left)?;
     let message = message.map_err(|why| unread(&why))?;
     if message.observability_mode {
-        let why = "observability_mode lets a picker change nothing: turn it off";
+        let why = "with observability_mode a picker cannot change anything: turn it off";
         return Err(StreamHalt::Broken(Status::failed_precondition(why)));
     }
     let Some(said) = message.request else {
-        let why = "a message says nothing that this picker knows";
+        let why = "a message contains nothing that this picker knows";
         return Err(StreamHalt::Broken(Status::invalid_argument(why)));
     };
     Ok(GatewayMessage {

@@ -74,7 +74,7 @@ impl RelayedAnswer {
                         is_read = piece.end_of_stream;
                     }
                     Request::ResponseTrailers(_) => (is_read, has_trailers) = (true, true),
-                    said => return Err(out_of_turn(&said, "within the body of an answer")),
+                    said => return Err(out_of_turn(&said, "within the body of a response")),
                 },
             }
             if is_read {
@@ -116,7 +116,7 @@ impl RelayedAnswer {
                     self.rest().await?;
                     return out.send(answer_trailers()).await;
                 }
-                said => return Err(out_of_turn(&said, "within the body of an answer")),
+                said => return Err(out_of_turn(&said, "within the body of a response")),
             }
         }
     }

@@ -47,7 +47,7 @@ const HEALTH_BYTES_MAX: usize = 4096;
 /// Response to a gateway that sends plain HTTP to a TLS port.
 static NO_TLS: LazyLock<ClearRejection> = LazyLock::new(|| ClearRejection {
     content_type: "text/plain",
-    body: Bytes::from_static(b"this port speaks TLS\n"),
+    body: Bytes::from_static(b"this port requires TLS\n"),
 });
 
 /// Returns the TLS config for a new connection.

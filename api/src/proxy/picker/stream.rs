@@ -230,7 +230,7 @@ impl PickerStream {
                 let failure = ProxyError::EngineTimeout;
                 let late = Status::deadline_exceeded(failure.to_string());
                 let ledger = books.ledger.take();
-                let ledger = ledger.expect("the answer has not begun");
+                let ledger = ledger.expect("the response has not begun");
                 drop(failed(&failure, books.dialect, Version::HTTP_2, ledger));
                 return Err(StreamHalt::Broken(late));
             }
@@ -335,7 +335,7 @@ impl PickerStream {
             trace,
         };
         let StreamAccounting { ledger, user, .. } = books;
-        let ledger = ledger.as_mut().expect("the answer has not begun");
+        let ledger = ledger.as_mut().expect("the response has not begun");
         let understood = proxy.understand(arrived, ledger, user).await;
         let mut asked = understood.map_err(|failure| match failure {
             ProxyError::BadRequest { .. } if upload.may_go_on() => override_ignored(),

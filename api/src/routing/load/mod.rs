@@ -36,11 +36,11 @@ const REPORT_VERSION: u8 = 1;
 /// Load of one backend.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, JsonSchema)]
 pub struct Load {
-    /// Requests dispatched and not over.
+    /// Number of requests dispatched and not ended.
     pub running: u32,
-    /// Of these, requests whose first byte has not come.
+    /// Number of these whose first byte has not arrived.
     pub waiting: u32,
-    /// Uncached prompt tokens of the waiting ones, estimated.
+    /// Estimated number of uncached prompt tokens of the latter.
     pub pending_prefill_tokens: u64,
 }
 

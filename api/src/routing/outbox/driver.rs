@@ -251,7 +251,7 @@ impl OutboxDriver<'_> {
                 }
                 AfterProposal::Stop => return FlushResult::Stopped,
                 AfterProposal::Renewed => {
-                    tracing::error!(seq, "another run of this replica's id is known");
+                    tracing::error!(seq, "another session of this replica's id exists");
                 }
                 AfterProposal::Retry(because) if pause == PAUSE_MAX => {
                     tracing::warn!(seq, because, "outbox stalled");

@@ -77,18 +77,19 @@ impl Default for OutboxSettings {
     }
 }
 
-/// How far the log is behind what this replica knows.
+/// How far the log lags behind what this replica knows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, JsonSchema)]
 pub struct OutboxStatus {
-    /// Items queued or outstanding.
+    /// Number of items queued or proposed.
     pub queued_items: usize,
-    /// Their size, about.
+    /// Their approximate size, in bytes.
     pub queued_bytes: usize,
-    /// Items given up since the start: forgotten attempts' steps, items the state did not take.
+    /// Number of items given up since the start: steps of forgotten attempts, and items that the
+    /// state rejected.
     pub dropped: u64,
-    /// Age of the outstanding envelope; 0 when there is none.
+    /// Age of the oldest envelope not yet committed, in milliseconds; 0 if there is none.
     pub oldest_ms: u64,
-    /// Whether the log has not moved for a second: the replica serves on what it has.
+    /// Whether the log has not moved for a second, so that the replica routes with what it knows.
     pub is_degraded: bool,
 }
 

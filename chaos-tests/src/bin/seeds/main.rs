@@ -23,22 +23,22 @@ use tally::SeedCounts;
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
-/// Runs simulated clusters, each from one seed, and says which promise did not hold.
+/// Runs simulated clusters, each from one seed, and reports broken invariants.
 #[derive(Debug, Clone, Parser)]
 struct SeedsArgs {
-    /// How many seeds.
+    /// Number of seeds.
     #[arg(long, default_value_t = 100)]
     seeds: u64,
-    /// The first seed.
+    /// First seed.
     #[arg(long, default_value_t = 1)]
     from: u64,
-    /// Just this seed.
+    /// Run only this seed.
     #[arg(long, conflicts_with_all = ["seeds", "from"])]
     seed: Option<u64>,
-    /// Seeds at a time.
+    /// Number of seeds run in parallel.
     #[arg(long, default_value_t = 2)]
     jobs: u64,
-    /// Seconds of simulated time in which things go wrong.
+    /// Length of the faulty phase, in seconds of simulated time.
     #[arg(long, default_value_t = 20)]
     seconds_simulated: u64,
     /// Plants this bug; see `--bugs`.
@@ -47,22 +47,22 @@ struct SeedsArgs {
     /// Lists the bugs that can be planted.
     #[arg(long)]
     bugs: bool,
-    /// What may go wrong, separated by commas; everything when absent.
+    /// Kinds of faults, separated by commas; default: all.
     #[arg(long, value_delimiter = ',')]
     only: Vec<String>,
-    /// Nothing goes wrong.
+    /// Injects no faults.
     #[arg(long)]
     calm: bool,
-    /// Prints all that happens; for one seed.
+    /// Prints all events; for one seed.
     #[arg(long)]
     trace: bool,
-    /// Prints what replicas log, by a `tracing` filter such as `info,openraft=debug`; for one seed.
+    /// Prints the replicas' logs, filtered like `info,openraft=debug`; for one seed.
     #[arg(long)]
     log: Option<String>,
-    /// Runs each seed twice and compares.
+    /// Runs each seed twice and compares the runs.
     #[arg(long)]
     twice: bool,
-    /// Ends at the first seed that fails.
+    /// Stops at the first failing seed.
     #[arg(long)]
     fail_fast: bool,
     /// Prints the result as JSON.

@@ -50,7 +50,7 @@ async fn join(stage: &mut FaultContext, number: usize) -> anyhow::Result<()> {
             return Ok(true);
         };
         // The replica asks to join by itself and may be first.
-        let is_in = says(&refused, "is a member already");
+        let is_in = says(&refused, "is already a member");
         last.replace(Some(refused));
         Ok(is_in)
     });

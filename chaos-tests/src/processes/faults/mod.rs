@@ -314,8 +314,8 @@ impl FaultContext {
 
 /// Whether the member was already removed, or already votes.
 fn is_done(method: &Method, error: &anyhow::Error) -> bool {
-    let is_gone = method == Method::DELETE && says(error, "is no member");
-    is_gone || says(error, "is a voter already")
+    let is_gone = method == Method::DELETE && says(error, "is not a member");
+    is_gone || says(error, "is already a voter")
 }
 
 /// Whether an error contains these words, among its causes.

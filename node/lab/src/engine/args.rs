@@ -65,7 +65,7 @@ pub struct EngineArgs {
     /// Milliseconds of a transfer before its first token
     #[arg(long, value_name = "MS", default_value_t = 5.0, value_parser = positive, requires = "kv_transfer")]
     kv_transfer_ms: f64,
-    /// Tokens whose blocks are fetched per second
+    /// Tokens whose blocks are transferred per second
     #[arg(long, value_name = "N", default_value_t = 200_000, value_parser = clap::value_parser!(u32).range(1..), requires = "kv_transfer")]
     kv_transfer_tokens_per_s: u32,
     /// Lose every Nth transfer; 0: none
@@ -80,7 +80,7 @@ pub struct EngineArgs {
         requires = "kv_transfer"
     )]
     kv_load_failure: LoadError,
-    /// Compute only prompts or only answers, and meet the other engine in a room, as SGLang's
+    /// Compute only prompts or only responses, and meet the other engine in a room, as SGLang's
     /// engines do
     #[arg(long, value_name = "MODE", value_enum, conflicts_with = "kv_transfer")]
     disaggregation_mode: Option<RoomMode>,

@@ -34,12 +34,12 @@ const LINE_BYTES_MAX: u64 = 32;
 /// Message of a prefill engine after the transfer.
 const DONE: &[u8] = b"ok\n";
 
-/// Which stage an engine computes.
+/// Stage that an engine computes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum RoomMode {
     /// Prompts.
     Prefill,
-    /// Answers.
+    /// Responses.
     Decode,
 }
 

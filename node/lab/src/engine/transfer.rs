@@ -22,13 +22,13 @@ const ENTRIES_MAX: usize = 1024;
 /// Path at which an engine hands over an entry.
 pub(super) const TRANSFER_PATH: &str = "/kv_transfer/{entry}";
 
-/// What an engine does with a request whose blocks cannot be fetched.
+/// What to do with a request whose blocks cannot be fetched.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
 pub enum LoadError {
-    /// Compute them.
+    /// Compute the blocks.
     #[default]
     Recompute,
-    /// Answer with an error.
+    /// Respond with an error.
     Fail,
 }
 

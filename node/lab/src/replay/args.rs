@@ -50,10 +50,10 @@ pub struct ReplayArgs {
     /// Speed-up of the trace's timestamps
     #[arg(long, value_name = "X", default_value = "1", value_parser = speed)]
     speed: f64,
-    /// Scale lengths and block size by this factor: 1/16
+    /// Scale lengths and block size by this factor, such as 1/16
     #[arg(long, value_name = "FRACTION", default_value = "1")]
     scale: LengthScale,
-    /// Replay only this much of the trace: 10m
+    /// Replay only this much of the trace, such as 10m
     #[arg(long, value_name = "DURATION", value_parser = humantime::parse_duration)]
     first: Option<Duration>,
     /// Number of users to spread conversations over, if the trace names none

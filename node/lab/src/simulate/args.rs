@@ -90,7 +90,7 @@ pub struct SimulateArgs {
     /// `unlimited` [default: unlimited, or as recorded]
     #[arg(long, value_name = "N", value_delimiter = ',', value_parser = concurrency)]
     concurrency: Vec<Concurrency>,
-    /// Clients leave if they do not have their whole answer by then: 3s, or 2s..10s. Waits are then
+    /// Clients leave if their response is not complete by then: 3s, or 2s..10s. Waits are then
     /// bounded as in production
     #[arg(long, value_name = "TIME", value_parser = patience)]
     patience: Option<(Micros, Micros)>,

@@ -6,7 +6,7 @@ use super::events::Micros;
 use super::parse::{range, rate, span};
 use crate::replay::trace::LengthScale;
 
-/// What is asked for.
+/// The load.
 #[derive(Debug, Clone, clap::Args)]
 #[command(next_help_heading = "Workload")]
 pub(super) struct DemandArgs {

@@ -6,7 +6,7 @@ use super::plan::{BLOCK_TOKENS, BatchTimes, EngineModel};
 use super::recorded::RecordedDemand;
 use crate::engine::model::EngineShape;
 
-/// How engines are.
+/// Properties of the engines.
 #[derive(Debug, Clone, clap::Args)]
 #[command(next_help_heading = "Engines")]
 pub(super) struct SimEngineArgs {

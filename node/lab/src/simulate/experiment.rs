@@ -18,21 +18,22 @@ use super::workload::{LengthRange, Mix, SimUser, SimWorkload};
 /// Experiments by name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum Experiment {
-    /// Eight users who always wait, on three replicas: how far apart they get
+    /// Eight users who always wait, on three replicas: how far their service differs
     Fairness,
     /// A user who comes back from a pause gets no more than its share
     ReturningUser,
     /// One replica against three, and three that share nothing, with and without restarts
     Sharing,
-    /// Every policy on the same loads, generated and recorded: how far the default one is behind
+    /// Every policy on the same loads, generated and recorded: how far the default one falls behind
+    /// the best
     Policies,
     /// Ten and a hundred cells of three replicas behind a first hop, against one ideal router
     Cells,
-    /// Where one Raft group ends: computed from what benches measured, nothing is simulated
+    /// Limits of a single Raft group, computed from measurements of benches; nothing is simulated
     Scale,
-    /// Ten times as much as engines can serve, from clients who wait, who leave and who try again
+    /// Ten times the load that engines can serve, from clients who wait, who leave and who retry
     Overload,
-    /// Batches that end together, from 1 to 32 bins by output length, beside the theory
+    /// Batches that end together, with 1 to 32 bins by output length, compared with the theory
     StaticBatching,
 }
 

@@ -40,7 +40,7 @@ pub(super) struct TopArgs {
 /// Runs `quorate top`.
 pub(super) async fn run(args: TopArgs) -> anyhow::Result<ExitCode> {
     if !args.once && !std::io::stdout().is_terminal() {
-        bail!("stdout is no terminal: `quorate top --once` prints what a screen would show");
+        bail!("stdout is not a terminal: use `quorate top --once`");
     }
     let mut observer = Observer::new(args.target);
     // Report a wrong address before the screen is set up.

@@ -265,7 +265,7 @@ impl TopScreen {
         let age = self.answered_at.map(|at| now.saturating_duration_since(at));
         let note = match age {
             Some(age) if self.failure.is_some() => {
-                Some(format!("  no answer for {} s", age.as_secs()))
+                Some(format!("  no response for {} s", age.as_secs()))
             }
             Some(_) if self.is_paused => Some("  paused".to_owned()),
             Some(_) | None => None,

@@ -89,7 +89,7 @@ fn drawn(screen: &mut TopScreen, (columns, lines): (u16, u16)) -> Vec<String> {
 fn a_screen_of_80_columns_shows_all_three_tables() {
     let lines = drawn(&mut screen(2), (80, 24));
     let wanted = [
-        "leader 2  term 7  quorum  states are equal  (as replica 3 tells)",
+        "leader 2  term 7  quorum  states are equal  (as reported by replica 3)",
         "0.0 requests/s  0.0 failed/s  cached -  in flight 0  waiting 0",
         "  replicas 2",
         "replica  role    state          requests/s  failed/s  TTFT p50 ms  applied  lag",
@@ -146,5 +146,5 @@ fn what_is_old_says_so() {
     screen.answered_at = Some(Instant::now() - Duration::from_secs(60));
     screen.failure = Some("cannot connect".to_owned());
     let lines = drawn(&mut screen, (100, 24));
-    assert!(lines[0].ends_with("no answer for 60 s"), "{}", lines[0]);
+    assert!(lines[0].ends_with("no response for 60 s"), "{}", lines[0]);
 }

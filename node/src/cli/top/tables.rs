@@ -104,7 +104,7 @@ pub(super) fn cluster(summary: &Summary) -> String {
     };
     let (leader, term) = (number(summary.leader), number(summary.term));
     let asked = number(summary.asked);
-    format!("leader {leader}  term {term}  {quorum}  {states}  (as replica {asked} tells)")
+    format!("leader {leader}  term {term}  {quorum}  {states}  (as reported by replica {asked})")
 }
 
 /// Describes the load of the cluster.

@@ -120,11 +120,11 @@ kv_replay_port = 1
             22:6: discovery[6].id is "file", as is discovery[5].id (expected each id once)
             25:10: discovery[6].labels is out of bounds (expected the field role in place of this label)
             26:18: discovery[6].kv_events_port is set, and kind is "file" (expected it where kind is dns or kubernetes)
-            26:18: discovery[6].kv_events_port without a tokenizer (expected a [[models]] entry with another tokenizer than "character": KV events tell token ids)
+            26:18: discovery[6].kv_events_port without a tokenizer (expected a [[models]] entry with another tokenizer than "character": KV events contain token ids)
             27:1: discovery[7] has neither selector nor inference_pool (expected one of the two)
             34:23: discovery[8].max_remove_fraction is a number with a fraction (expected a number above 0 and up to 1, with at most three digits behind the point, such as 0.5)
             35:1: discovery[9].port is not set (expected the port of the engines, beside selector)
-            39:13: discovery[9].namespace is no name of an object (expected letters, digits, `-` and `.`)
+            39:13: discovery[9].namespace is not a valid object name (expected letters, digits, `-` and `.`)
             40:18: discovery[9].kv_replay_port is set (expected kv_events_port beside it)
         "#]],
     );
@@ -143,7 +143,7 @@ fn a_replica_is_a_pod_of_its_statefulset_by_its_name() {
     faults(
         wrong,
         expect![[r#"
-            4:8: cluster.statefulset.name is no name of an object (expected letters, digits, `-` and `.`)
+            4:8: cluster.statefulset.name is not a valid object name (expected letters, digits, `-` and `.`)
         "#]],
     );
 }

@@ -80,7 +80,7 @@ fn engines_of_the_config_are_where_they_may_be() {
     let metadata = "url = \"http://169.254.169.254\"";
     let refused = told("", metadata).unwrap_err();
     assert!(
-        refused.contains("backends[0].url: 169.254.169.254 is an address of the link"),
+        refused.contains("backends[0].url: 169.254.169.254 is a link-local address"),
         "{refused}"
     );
     assert_eq!(told("\"169.254.169.254\"", metadata), Ok(()));

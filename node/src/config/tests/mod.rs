@@ -274,7 +274,7 @@ kv_events = "http://a:5557"
         expect![[r#"
             5:10: routing.policy = "dlpm" is not available in this version (expected "cost" or "least-request" or "lmetric" or "prefix-cache" or "vllm-cache-aware" or "epp" or "chwbl" or "session" or "power-of-two" or "round-robin" or "random" or "least-kv" or "vtc-basic" or "preble-e2")
             6:10: [routing.dlpm] is not available in this version (expected the settings of an available policy)
-            17:13: backends[0].kv_events is no endpoint that can be used (expected tcp://HOST:PORT, ipc://PATH, bind:tcp://ADDRESS:PORT, each with an optional ?ranks=N, or auto)
+            17:13: backends[0].kv_events is not a usable endpoint (expected tcp://HOST:PORT, ipc://PATH, bind:tcp://ADDRESS:PORT, each with an optional ?ranks=N, or auto)
         "#]],
     );
 }
@@ -377,8 +377,8 @@ url = "http://a:1"
 api_keys_file = "/nonexistent/keys"
 "#,
         expect![[r#"
-            6:9: listen.admin is 127.0.0.1:8080, which listen.data has taken (expected a port of its own for each listener)
-            7:8: listen.peer is 0.0.0.0:8082 and listen.advertise is not set (expected listen.advertise, the host that other replicas reach this one at)
+            6:9: listen.admin is 127.0.0.1:8080, which listen.data has taken (expected a different port for each listener)
+            7:8: listen.peer is 0.0.0.0:8082 and listen.advertise is not set (expected listen.advertise, the host under which other replicas reach this one)
             7:8: listen.peer is 0.0.0.0:8082, which others can reach, and neither tls.peer nor cluster.secret_file is set (expected [tls.peer], cluster.secret_file, an address on loopback, or insecure = true)
             9:9: cluster.peers names a:1 twice (expected each replica once)
             10:13: cluster.peers_dns is set beside cluster.peers (expected only one of cluster.peers, cluster.peers_dns and cluster.join)

@@ -33,8 +33,8 @@ use crate::net::transport::{PeerRequest, PeerService};
 const HTTP2: &[u8; 8] = b"PRI * HT";
 /// The first byte of TLS.
 const TLS: u8 = 22;
-const LACKS_TLS: &str = "this cluster has certificates, and the caller no [tls.peer]";
-const LACKS_SECRET: &str = "this cluster has a secret, and the caller no cluster.secret_file";
+const LACKS_TLS: &str = "this cluster uses certificates, and the caller has no [tls.peer]";
+const LACKS_SECRET: &str = "this cluster uses a secret, and the caller has no cluster.secret_file";
 
 /// How replicas prove their identity to each other.
 #[derive(Debug, Clone)]

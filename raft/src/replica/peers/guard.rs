@@ -58,9 +58,9 @@ impl ReplicaInner {
         if !self.is_member() || self.cancel.is_cancelled() {
             // Expected: other members learn slightly earlier that a cluster forms, and slightly
             // later that this replica stops.
-            tracing::debug!(from, why, "call of a peer refused");
+            tracing::debug!(from, why, "refused a peer's call");
         } else if self.refusals.may_say() {
-            tracing::warn!(from, why, "call of a peer refused");
+            tracing::warn!(from, why, "refused a peer's call");
         }
     }
 
@@ -128,7 +128,7 @@ impl ReplicaInner {
         self.with_metrics(|metrics| {
             let known = match known_node(metrics, from) {
                 Some(node) => check_store(from, node, header.from_store),
-                None => Err(refused(format!("replica {from} is no member"))),
+                None => Err(refused(format!("replica {from} is not a member"))),
             };
             match (known, purpose) {
                 (Ok(()), _) => {}

@@ -199,7 +199,7 @@ impl Peer for PeerRpc {
         tokio::select! {
             biased;
             () = turn.overtaken() => {
-                return Err(Status::aborted("another snapshot came meanwhile"));
+                return Err(Status::aborted("another snapshot arrived in the meantime"));
             }
             written = write_parts(&snapshot, head, parts, self.0.blocking) => written?,
         }

@@ -452,7 +452,7 @@ impl CountingReader<'_> {
         let (version, rest) = rest.split_at(2);
         let (applied, digest) = rest.split_at(8);
         if magic != MAGIC {
-            return Err(self.fault(0, "this is no snapshot of a router's state"));
+            return Err(self.fault(0, "this is not a snapshot of a router's state"));
         }
         let version = u16::from_le_bytes(version.try_into().expect("two bytes were split off"));
         if !(SNAPSHOT_VERSION_FIRST..=SNAPSHOT_VERSION).contains(&version) {

@@ -6,12 +6,12 @@ use rmp::encode as pack;
 use crate::engine::cache::BlockEvent;
 use crate::engine::text::BlockContent;
 
-/// How events are written.
+/// Encoding of events.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
 pub enum EventEncoding {
-    /// By position, as vLLM did up to 0.27.
+    /// Arrays, as in vLLM up to 0.27.
     Array,
-    /// By name, as vLLM does since.
+    /// Maps, as in later versions of vLLM.
     #[default]
     Map,
 }
