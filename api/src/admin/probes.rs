@@ -13,13 +13,13 @@ use crate::metrics::text::{OPENMETRICS, PROMETHEUS, prefers_openmetrics};
 use crate::readiness::Readiness;
 
 #[derive(Serialize, JsonSchema)]
-pub(super) struct LivenessAnswer {
+pub(super) struct Alive {
     /// `alive`.
     status: &'static str,
 }
 
-pub(super) async fn livez(_: State<AdminState>) -> Answer<LivenessAnswer> {
-    Answer(LivenessAnswer { status: "alive" })
+pub(super) async fn livez(_: State<AdminState>) -> Answer<Alive> {
+    Answer(Alive { status: "alive" })
 }
 
 /// Whether the replica accepts traffic.
