@@ -484,12 +484,12 @@ impl Admission {
                 .binary_search_by_key(model, |(model, _)| *model)
                 .is_err()
             {
-                is_news |= gate.tell(peer, None, now_ms);
+                is_news |= gate.record_report(peer, None, now_ms);
             }
         }
         for (model, backlog) in told {
             let gate = lines.gates.entry(model).or_default();
-            is_news |= gate.tell(peer, Some(backlog), now_ms);
+            is_news |= gate.record_report(peer, Some(backlog), now_ms);
         }
         if is_news {
             let is_contended = lines.is_contended(now_ms);

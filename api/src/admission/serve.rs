@@ -245,7 +245,7 @@ impl Admission {
                     self.want_next(line, gate, wanted, look);
                     return;
                 }
-                Next::Nobody => return,
+                Next::Empty => return,
             }
         }
     }

@@ -182,7 +182,7 @@ impl Machine {
             let core = ReplicaCore::start(config, ports).await;
             if let Ok(core) = &core {
                 // Fills in figures that production takes from its sockets.
-                core.figures().tell(&ReplicaFigures::default());
+                core.figures().set_own(&ReplicaFigures::default());
             }
             *started.lock().unwrap_or_else(PoisonError::into_inner) = Some(core);
         });

@@ -83,7 +83,7 @@ impl PeerHandler for GossipInbox {
             tracing::warn!(peer = from, %error, "could not decode a peer's digest");
         }
         if !message.figures.is_empty()
-            && let Err(error) = self.figures.hear(peer, message.figures, now)
+            && let Err(error) = self.figures.receive(peer, message.figures, now)
         {
             tracing::warn!(peer = from, %error, "could not decode a peer's figures");
         }

@@ -122,8 +122,8 @@ impl BackendLoad {
     }
 
     /// See [`LoadTable::set_places`](super::LoadTable::set_places).
-    pub(super) fn set_places(&self, limit: u32, allowed: u32, is_owing: bool) -> bool {
-        self.owing.store(u32::from(is_owing), Relaxed);
+    pub(super) fn set_places(&self, limit: u32, allowed: u32, hands_over_next: bool) -> bool {
+        self.owing.store(u32::from(hands_over_next), Relaxed);
         let (running, before) = self.change(|running, _| Some((running, allowed)));
         // A reader of this limit also sees these places, or later ones.
         self.limit.store(limit, Release);
@@ -163,15 +163,15 @@ impl BackendLoad {
     /// Ends a request. If peers wait for the place, it leaves this replica at once, before anything
     /// here can take it; the task that reports to the peers then assigns it.
     fn end(&self) {
-        let is_owing = self.owing.load(Relaxed) != 0;
+        let hands_over_next = self.owing.load(Relaxed) != 0;
         self.change(|running, allowed| {
-            let is_place = is_owing && running <= allowed && allowed != UNDIVIDED;
+            let is_place = hands_over_next && running <= allowed && allowed != UNDIVIDED;
             Some((
                 running.saturating_sub(1),
                 allowed.saturating_sub(u32::from(is_place)),
             ))
         });
-        if is_owing {
+        if hands_over_next {
             self.less.news.notify_one();
         }
     }

@@ -175,9 +175,10 @@ impl LoadTable {
         backend: BackendRef,
         limit: u32,
         allowed: u32,
-        is_owing: bool,
+        hands_over_next: bool,
     ) -> bool {
-        self.gauge(backend).set_places(limit, allowed, is_owing)
+        self.gauge(backend)
+            .set_places(limit, allowed, hands_over_next)
     }
 
     /// Reduces this replica's places to `allowed` if at most `share` requests run.

@@ -164,7 +164,7 @@ impl Shares {
             .map(|backend| (backend, service.limit(backend.slot)))
             .collect();
         let mut inner = self.lock();
-        inner.book.pass(now_ms, expected);
+        inner.book.advance_time(now_ms, expected);
         inner.book.set_limits(&limits);
         for (backend, _) in limits.iter().filter(|(_, limit)| limit.is_none()) {
             self.load.undivide(*backend);
@@ -197,7 +197,7 @@ impl Shares {
     pub fn hear(&self, peer: ReplicaId, report: &[u8]) -> Result<(), LoadReportError> {
         let report = wire::decode(report)?;
         let mut inner = self.lock();
-        if inner.book.hear(peer, report) && self.balance_all(&mut inner) {
+        if inner.book.record_report(peer, report) && self.balance_all(&mut inner) {
             self.load.news().notify_one();
         }
         Ok(())
@@ -275,8 +275,11 @@ impl Shares {
             }
         }
         let allowed = inner.book.allowed(backend).unwrap_or_default();
-        let is_owing = plan.is_owing && !is_whole;
-        if self.load.set_places(backend, limit, allowed, is_owing) {
+        let hands_over_next = plan.hands_over_next && !is_whole;
+        if self
+            .load
+            .set_places(backend, limit, allowed, hands_over_next)
+        {
             self.load.less().notify_one();
         }
         gave

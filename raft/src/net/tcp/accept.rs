@@ -134,7 +134,7 @@ fn silent() -> HandshakeError {
 /// Logs a connection failure that a config may have caused, at a limited rate.
 pub(super) fn log_failure(refusals: &LogThrottle, peer: &str, why: &HandshakeError) {
     // A port scan merely disconnects.
-    if !matches!(why, HandshakeError::Io(_)) && refusals.may_say() {
+    if !matches!(why, HandshakeError::Io(_)) && refusals.try_acquire() {
         tracing::warn!(peer, %why, "could not connect to peer");
     }
 }
@@ -244,7 +244,7 @@ pub(super) fn for_proven(service: PeerService) -> PeerService {
         let refusal = sender.and_then(PeerSender::refusal);
         let mut service = service.clone();
         let answered: BoxFuture<'static, _> = if let Some(why) = refusal {
-            if refusals.may_say() {
+            if refusals.try_acquire() {
                 tracing::warn!(why = why.message(), "refused a peer's call");
             }
             let refused = why.clone().into_http();
