@@ -121,7 +121,9 @@ pub(super) async fn run_pair(
                         RemotePrefill::Computed(usage) => {
                             bootstrap_session.computed.get_or_init(|| (Instant::now(), *usage));
                         }
-                        RemotePrefill::Refused(..) | RemotePrefill::Failed(_) => bootstrap_session.failed.cancel(),
+                        RemotePrefill::Refused(..) | RemotePrefill::Failed(_) => {
+                            bootstrap_session.failed.cancel();
+                        }
                     }
                     prefilled = Some(done);
                 }

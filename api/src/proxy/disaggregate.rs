@@ -193,7 +193,7 @@ fn settle(
                 false => backends.report_no_answer(backend, Some(user), now),
             }
             prefill.end(AttemptEnd::NotRun);
-            attempt.computes_alone();
+            attempt.fall_back_to_single_backend();
             None
         }
         Prefilled::Failed(failure) => {
@@ -208,7 +208,7 @@ fn settle(
                 attempt.end(AttemptEnd::Failed, now);
                 return Err(ProxyError::BreaksBackends);
             }
-            attempt.computes_alone();
+            attempt.fall_back_to_single_backend();
             None
         }
     };

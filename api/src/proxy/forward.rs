@@ -197,7 +197,7 @@ async fn send(
     let prefill = decision.prefill.as_ref();
     if let Some(chosen) = prefill.filter(|chosen| chosen.handover == Handover::Room) {
         let at = Instant::now();
-        taken.hides(hidden);
+        taken.set_hidden_output(hidden);
         // Large and rare, so it should not be part of every request's future.
         let met = Box::pin(run_pair(proxy, sending, (decision, chosen), taken, is_last));
         let met = met.await?;
@@ -215,7 +215,7 @@ async fn send(
     };
     let failed_prefill = prefill.filter(|_| transfer.is_none());
     sending.transfer = transfer;
-    taken.hides(hidden);
+    taken.set_hidden_output(hidden);
     sending.watched.sent();
     let at = Instant::now();
     Ok(SentRequest {
@@ -384,19 +384,19 @@ pub(super) fn relay(
     let dialect = Dialect::of(proxied.head.uri.path());
     let content = content(head.status, &head.headers, dialect, wanted);
     let is_stream = matches!(content, BodyKind::Events { .. });
-    attempt.comes_as(AnswerForm::of(proxied.head.uri.path(), is_stream));
+    attempt.set_response_form(AnswerForm::of(proxied.head.uri.path(), is_stream));
     let attempt = match content {
         BodyKind::Error { .. } => {
             attempt.end(end_of_error(proxy, head.status), Instant::now());
             None
         }
         BodyKind::Events { .. } => {
-            attempt.hides(None);
+            attempt.set_hidden_output(None);
             Some(attempt)
         }
         BodyKind::Document { .. } | BodyKind::Opaque => {
             let is_whole_at_once = matches!(content, BodyKind::Document { .. });
-            attempt.hides(hidden(&proxied.parsed).map(|hidden| HiddenOutput {
+            attempt.set_hidden_output(hidden(&proxied.parsed).map(|hidden| HiddenOutput {
                 is_whole_at_once,
                 ..hidden
             }));

@@ -316,8 +316,7 @@ impl Proxy {
             if let Some(answer) = origin.preflight(&head.method, &head.headers) {
                 return Ok(ForwardResult::Held(answer));
             }
-            let request = (head, body);
-            let from = (peer, id.clone(), trace);
+            let (from, request) = ((peer, id.clone(), trace), (head, body));
             self.handle(from, request, &mut request_metrics, &mut user)
                 .await
         };

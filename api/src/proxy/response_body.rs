@@ -171,7 +171,7 @@ impl RequestAccounting {
     /// Notes that all output was seen.
     fn is_all_seen(&mut self) {
         if let Some(attempt) = &mut self.attempt {
-            attempt.hides(None);
+            attempt.set_hidden_output(None);
         }
     }
 

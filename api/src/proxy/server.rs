@@ -188,7 +188,7 @@ impl Server {
         let reject_before = REJECT_BEFORE_DEADLINE.min(deadline / 4);
         let finished = timeout(deadline.saturating_sub(reject_before), tracker.wait()).await;
         if finished.is_err() {
-            proxy.admission.leave_all();
+            proxy.admission.reject_all();
             // The tracker shows what is left.
             let _: Result<(), _> = timeout(reject_before, tracker.wait()).await;
         }

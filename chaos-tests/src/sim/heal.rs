@@ -199,7 +199,7 @@ impl World {
             if running > 0 {
                 return Err(format!("replica {id} counts {running} requests under way"));
             }
-            if !core.admission().lines().is_empty() {
+            if !core.admission().queues().is_empty() {
                 return Err(format!("requests wait at replica {id}"));
             }
             digests.insert(core.with_state(state::RouterState::digest));

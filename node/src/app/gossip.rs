@@ -96,7 +96,7 @@ impl PeerHandler for GossipInbox {
         if let Err(error) = self.load.merge_report(peer, message.load, now) {
             tracing::warn!(peer = from, %error, "could not decode a peer's load report");
         }
-        if let Err(error) = self.admission.heard(peer, message.backlog) {
+        if let Err(error) = self.admission.apply_peer_report(peer, message.backlog) {
             tracing::warn!(peer = from, %error, "could not decode a peer's backlog report");
         }
     }
@@ -219,8 +219,8 @@ pub(super) async fn tell(
         tokio::select! {
             biased;
             () = stop.cancelled() => return,
-            () = admission.turned() => {}
-            () = load.news().notified() => {}
+            () = admission.waiting_changed() => {}
+            () = load.report_due().notified() => {}
             _ = ticks.tick(), if !is_idle => {}
             _ = idle_ticks.tick(), if is_idle => {}
         }

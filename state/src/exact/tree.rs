@@ -1,8 +1,8 @@
 //! One rank's cache: the engine's blocks as a forest of entries, indexed by both hashes.
 //!
 //! The entries alone determine which of them count as owned, see [`BlockTree::is_owned`].
-//! [`BlockTree::visit_descendants`] and [`BlockTree::reported_descendants`] find what starts or stops counting when an entry
-//! is added or removed.
+//! [`BlockTree::visit_descendants`] and [`BlockTree::reported_descendants`] find what starts or
+//! stops counting when an entry is added or removed.
 
 use xxhash_rust::xxh3::xxh3_128;
 

@@ -252,8 +252,8 @@ impl BackendBlocks {
         self.owned - self.reported
     }
 
-    /// Prefetches like [`Self::prefetch`] the blocks that are likely to be evicted next: the path of
-    /// the first leaf.
+    /// Prefetches like [`Self::prefetch`] the blocks that are likely to be evicted next: the path
+    /// of the first leaf.
     fn warm_evictions(&self, count: usize) {
         let Some(&first) = self.evictable.first() else {
             return;
@@ -295,9 +295,9 @@ impl BackendBlocks {
         removed
     }
 
-    /// Removes everything and adds the tips of leases to `closed_lease_tips`. Updates only the view, segment
-    /// by segment and newest first; drops the rest as a whole. Meanwhile, a reader may find blocks
-    /// whose predecessors are gone, as if it had looked a moment earlier.
+    /// Removes everything and adds the tips of leases to `closed_lease_tips`. Updates only the
+    /// view, segment by segment and newest first; drops the rest as a whole. Meanwhile, a reader
+    /// may find blocks whose predecessors are gone, as if it had looked a moment earlier.
     pub(super) fn clear(
         &mut self,
         common: &mut SharedIndex,

@@ -254,9 +254,9 @@ impl Ownership {
     }
 
     /// Removes `block` and all blocks that follow it from `slot`, even pinned ones. Returns the
-    /// number of removed blocks. Adds those at which leases end to `closed_lease_tips`; these leases are
-    /// over. Removing a leaf is cheap; removing a block with successors visits every block of the
-    /// backend.
+    /// number of removed blocks. Adds those at which leases end to `closed_lease_tips`; these
+    /// leases are over. Removing a leaf is cheap; removing a block with successors visits every
+    /// block of the backend.
     pub fn remove(
         &mut self,
         slot: Slot,
@@ -269,8 +269,8 @@ impl Ownership {
         }
     }
 
-    /// Removes every block from `slot`, even pinned ones, but keeps the backend. `closed_lease_tips` as in
-    /// [`Self::remove`].
+    /// Removes every block from `slot`, even pinned ones, but keeps the backend.
+    /// `closed_lease_tips` as in [`Self::remove`].
     pub fn clear(&mut self, slot: Slot, closed_lease_tips: &mut Vec<BlockHash>) {
         if let Some((backend, common)) = self.backend_mut(slot) {
             backend.clear(common, closed_lease_tips);

@@ -22,8 +22,8 @@ pub(crate) enum ReportRejection {
 
 impl Ownership {
     /// Adds a report of `block` behind `parent` (`None` for a first block). If only leases placed
-    /// the block behind another parent, moves it and removes what followed it. `closed_lease_tips` as in
-    /// [`Ownership::remove`].
+    /// the block behind another parent, moves it and removes what followed it. `closed_lease_tips`
+    /// as in [`Ownership::remove`].
     pub(crate) fn report(
         &mut self,
         slot: Slot,

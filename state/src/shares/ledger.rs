@@ -259,8 +259,8 @@ impl ShareLedger {
         heard.filter(|(_, report)| report.epoch == self.epoch)
     }
 
-    /// Plans what to hand over; [`ShareLedger::give`] does it. If `gather_spare`, gathers the unused
-    /// places of a backend at one replica.
+    /// Plans what to hand over; [`ShareLedger::give`] does it. If `gather_spare`, gathers the
+    /// unused places of a backend at one replica.
     #[must_use]
     pub fn plan(&self, backend: BackendRef, gather_spare: bool) -> TransferPlan {
         let (Some(own), Some(share)) = (self.backends.get(&backend), self.share(backend)) else {

@@ -53,14 +53,14 @@ impl<T: DescribeResponse> DescribeResponse for Result<T, Problem> {
 
 impl<T: JsonSchema> DescribeResponse for Answer<T> {
     fn describe(call: &mut CallShape, schemas: &mut Schemas) {
-        let schema = schemas.given::<T>();
+        let schema = schemas.response::<T>();
         call.answers.push(document(200, "As asked for.", schema));
     }
 }
 
 impl<T: JsonSchema> DescribeResponse for Versioned<T> {
     fn describe(call: &mut CallShape, schemas: &mut Schemas) {
-        let mut answer = document(200, "As asked for.", schemas.given::<T>());
+        let mut answer = document(200, "As asked for.", schemas.response::<T>());
         answer.headers = vec![(
             "ETag",
             "Version of what `PUT` writes, for `If-Match`. Figures that change by themselves are none of it.",
@@ -85,14 +85,14 @@ fn writes(call: &mut CallShape, schema: Value) {
 
 impl DescribeResponse for Written {
     fn describe(call: &mut CallShape, schemas: &mut Schemas) {
-        let schema = schemas.given::<WriteResponse>();
+        let schema = schemas.response::<WriteResponse>();
         writes(call, schema);
     }
 }
 
 impl<T: JsonSchema> DescribeResponse for WrittenWith<T> {
     fn describe(call: &mut CallShape, schemas: &mut Schemas) {
-        let schema = schemas.given::<T>();
+        let schema = schemas.response::<T>();
         writes(call, schema);
     }
 }
@@ -100,14 +100,14 @@ impl<T: JsonSchema> DescribeResponse for WrittenWith<T> {
 impl<T: JsonSchema> DescribeResponse for Changed<T> {
     fn describe(call: &mut CallShape, schemas: &mut Schemas) {
         call.fails(&[OUTCOME_UNKNOWN, REFUSED]);
-        let schema = schemas.given::<T>();
+        let schema = schemas.response::<T>();
         call.answers.push(document(200, "Done.", schema));
     }
 }
 
 impl DescribeResponse for ReadinessAnswer {
     fn describe(call: &mut CallShape, schemas: &mut Schemas) {
-        let schema = schemas.given::<Readiness>();
+        let schema = schemas.response::<Readiness>();
         let fit = document(200, "The replica takes traffic.", schema.clone());
         let unfit = document(503, "It does not, for these reasons.", schema);
         call.answers.extend([fit, unfit]);
@@ -125,7 +125,7 @@ impl DescribeResponse for MetricsAnswer {
 
 impl DescribeResponse for EventsAnswer {
     fn describe(call: &mut CallShape, schemas: &mut Schemas) {
-        let data = schemas.given::<NumberedEvent>();
+        let data = schemas.response::<NumberedEvent>();
         let stream = json!({ "type": "string", "x-quorate-event-data": data });
         call.answers.push(AnswerShape {
             schema: stream,

@@ -437,7 +437,7 @@ impl PickerStream {
         };
         let (decision, mut attempt) = admitted?;
         request_metrics.routed(arrived.elapsed());
-        attempt.hides(hidden(&proxied.parsed).filter(|_| !proxied.parsed.stream));
+        attempt.set_hidden_output(hidden(&proxied.parsed).filter(|_| !proxied.parsed.stream));
         Ok((decision, attempt))
     }
 

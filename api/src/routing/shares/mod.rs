@@ -153,7 +153,7 @@ impl Shares {
 
     /// Advances the ledger to `now` with the current backends and limits, and with the `expected`
     /// other replicas that support shares. Hands over places that others need more. Call this every
-    /// 20 ms and when [`LoadTable::news`] is notified.
+    /// 20 ms and when [`LoadTable::report_due`] is notified.
     pub fn turn(&self, now: Instant, expected: &[ReplicaId]) {
         let passed = now.saturating_duration_since(self.epoch);
         let now_ms = u64::try_from(passed.as_millis()).unwrap_or(u64::MAX);
@@ -167,7 +167,7 @@ impl Shares {
         inner.book.advance_time(now_ms, expected);
         inner.book.set_limits(&limits);
         for (backend, _) in limits.iter().filter(|(_, limit)| limit.is_none()) {
-            self.load.undivide(*backend);
+            self.load.clear_limit(*backend);
         }
         self.balance_all(&mut inner);
         self.show(&inner.book);
@@ -186,7 +186,7 @@ impl Shares {
         let gave = self.balance_each(&mut inner, wanted_elsewhere);
         if is_more || gave {
             // The task that reports to the peers does the rest.
-            self.load.news().notify_one();
+            self.load.report_due().notify_one();
         }
     }
 
@@ -198,7 +198,7 @@ impl Shares {
         let report = wire::decode(report)?;
         let mut inner = self.lock();
         if inner.book.record_report(peer, report) && self.balance_all(&mut inner) {
-            self.load.news().notify_one();
+            self.load.report_due().notify_one();
         }
         Ok(())
     }

@@ -166,7 +166,7 @@ fn owed_place() {
         let running = start(&table).expect("there is one").into_guard(0);
         let end = thread::spawn(move || drop(running));
         assert_eq!(start(&table).err(), Some(ReserveRejection::Full));
-        block_on(table.news().notified());
+        block_on(table.report_due().notified());
         assert_eq!(
             start(&table).err(),
             Some(ReserveRejection::Full),

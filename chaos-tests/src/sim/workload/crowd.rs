@@ -257,7 +257,7 @@ impl PartialAnswer<'_> {
 
     /// Leaves before any output is visible.
     async fn leave_unseen(&self, mut attempt: Attempt) {
-        attempt.hides(Some(HiddenOutput {
+        attempt.set_hidden_output(Some(HiddenOutput {
             choices: 1,
             tokens_max: self.request.tokens_max,
             is_whole_at_once: false,

@@ -51,7 +51,7 @@ pub(super) async fn admitted<C: AdmissionRequest>(
     desk.scene.waiting.change(desk.run, 1);
     let admitted = timeout(patience, desk.admission.admit(request, excluded)).await;
     let waiting = desk.scene.waiting.change(desk.run, -1);
-    let lines = desk.admission.lines();
+    let lines = desk.admission.queues();
     let queued: usize = lines.iter().map(|line| line.waiting).sum();
     if queued > waiting {
         let run = desk.run;

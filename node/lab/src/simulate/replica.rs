@@ -404,13 +404,13 @@ impl SimReplica {
     }
 
     /// Reports measurements of the engines to the log.
-    pub fn tell_samples(&self, now: Micros) {
-        self.router.dispatcher().tell_samples(self.clock.at(now));
+    pub fn queue_samples(&self, now: Micros) {
+        self.router.dispatcher().queue_samples(self.clock.at(now));
     }
 
     /// Reports output lengths to the log.
-    pub fn tell_lengths(&self) {
-        self.router.dispatcher().tell_lengths();
+    pub fn queue_output_lengths(&self) {
+        self.router.dispatcher().queue_output_lengths();
     }
 
     /// Returns the users' figures, including unapplied charges of this replica.
@@ -506,9 +506,11 @@ impl SimReplica {
         if !is_own || origin.lane != Lane::Outbox {
             return self.outbox().settle(applied);
         }
-        let next = self.outbox().fate(Ok(Committed { index, reply }), applied);
+        let next = self
+            .outbox()
+            .handle_outcome(Ok(Committed { index, reply }), applied);
         // A simulated log rejects no session and loses nothing.
-        debug_assert_eq!(next, AfterProposal::GoOn, "{}", self.id);
+        debug_assert_eq!(next, AfterProposal::Continue, "{}", self.id);
     }
 
     /// Converts a simulated time for production code.

@@ -386,7 +386,7 @@ impl ReplicaCore {
     /// Leaves gracefully: answers waiting requests, transfers leadership, flushes updates, leaves
     /// the cluster if no longer wanted, and closes the store.
     pub async fn stop(mut self) {
-        self.parts.admission.leave_all();
+        self.parts.admission.reject_all();
         hand_over(&self.replica).await;
         self.flush().await;
         self.end().await;

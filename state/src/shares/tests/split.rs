@@ -172,7 +172,10 @@ proptest! {
     }
 
     #[test]
-    fn no_request_waits_while_a_place_is_free(all in any_replica_shares(), rotation in 0..1024_usize) {
+    fn no_request_waits_while_a_place_is_free(
+        all in any_replica_shares(),
+        rotation in 0..1024_usize,
+    ) {
         let places: i64 = all.iter().map(|it| it.share).sum();
         let runs: i64 = all.iter().map(|it| i64::from(it.demand.running)).sum();
         let waits: i64 = all.iter().map(|it| i64::from(it.demand.waiting)).sum();
@@ -189,7 +192,11 @@ proptest! {
     }
 
     #[test]
-    fn parts_add_up(total in 0..10_000_i64, weights in proptest::collection::vec(0..1000_i64, 1..8), rotation in 0..1024_usize) {
+    fn parts_add_up(
+        total in 0..10_000_i64,
+        weights in proptest::collection::vec(0..1000_i64, 1..8),
+        rotation in 0..1024_usize,
+    ) {
         let parts = apportion(total, &weights, rotation);
         prop_assert_eq!(parts.iter().sum::<i64>(), total);
         let sum: i64 = weights.iter().sum::<i64>().max(1);

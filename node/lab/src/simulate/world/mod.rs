@@ -363,9 +363,9 @@ impl<'a> SimWorld<'a> {
             let replica = &self.places[place].replica;
             replica.probed(|slot| self.probed[self.engine_at(place, slot.0.into())]);
             if learns {
-                replica.tell_samples(self.now);
+                replica.queue_samples(self.now);
             }
-            replica.tell_lengths();
+            replica.queue_output_lengths();
             if learns || wants_outputs {
                 self.changed(place);
             }
