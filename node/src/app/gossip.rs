@@ -61,7 +61,7 @@ pub(super) struct GossipInbox {
     /// builds.
     pub(super) version_max: u8,
     /// Observer that is notified of unreadable messages.
-    pub(super) witness: Option<Arc<dyn ApplyObserver>>,
+    pub(super) observer: Option<Arc<dyn ApplyObserver>>,
 }
 
 impl PeerHandler for GossipInbox {
@@ -71,8 +71,8 @@ impl PeerHandler for GossipInbox {
             .is_none_or(|version| *version <= self.version_max);
         let Some(message) = GossipMessage::read(bytes).filter(|_| is_known) else {
             tracing::warn!(peer = from, "could not decode a peer's message");
-            if let Some(witness) = &self.witness {
-                witness.message_unreadable(from);
+            if let Some(observer) = &self.observer {
+                observer.message_unreadable(from);
             }
             return;
         };
@@ -203,7 +203,7 @@ fn split_long(bytes: &[u8]) -> Option<(&[u8], &[u8])> {
 /// change of load or backlog within [`INTERVAL`], and at once if the first request waits, the last
 /// one has gone, or places are wanted or handed over. Repeats everything often enough to count as
 /// alive.
-pub(super) async fn tell(
+pub(super) async fn run_broadcast(
     replica: Replica,
     (load, shares): (Arc<LoadTable>, Arc<Shares>),
     admission: Arc<Admission>,

@@ -24,7 +24,7 @@ use tower::{Service, ServiceExt, service_fn};
 use super::certified::{PeerTls, connect};
 use super::encrypted::EncryptedStream;
 use super::handshake::{HAS_NONE, HandshakeError, MAGIC, PeerSecret};
-use super::incoming::{FIRST_WORDS_TIMEOUT, PendingConnection};
+use super::incoming::{PREFACE_TIMEOUT, PendingConnection};
 use crate::log_throttle::LogThrottle;
 use crate::net::sender::PeerSender;
 use crate::net::transport::{PeerRequest, PeerService};
@@ -116,7 +116,7 @@ pub(super) async fn accept(
         let (proof, accepted, refusals) = (proof.clone(), accepted.clone(), refusals.clone());
         greetings.spawn(async move {
             let peer = stream.peer();
-            let greeted = timeout(FIRST_WORDS_TIMEOUT, greet(stream, proof));
+            let greeted = timeout(PREFACE_TIMEOUT, greet(stream, proof));
             let greeted = greeted.await.unwrap_or_else(|_| Err(silent()));
             match greeted {
                 // The server may have ended.
