@@ -454,7 +454,7 @@ mod tests {
         for _ in 0..FAILURES_MAX {
             assert!(!is_doubtful(), "it is healthy");
             board.update(S, occupancy, |r| {
-                r.probe_failed(Fault::Unwell, "slow".into())
+                r.probe_failed(Fault::Unwell, "slow".into());
             });
         }
         assert!(is_doubtful());
