@@ -53,7 +53,7 @@ impl BoundedListener {
             match self.next().await {
                 Ok(accepted) => return accepted,
                 Err(error) => {
-                    if let Some(suppressed) = self.failures.may_say() {
+                    if let Some(suppressed) = self.failures.try_acquire() {
                         let clients = self.clients;
                         tracing::warn!(%error, clients, suppressed, "accept failed");
                     }

@@ -34,7 +34,7 @@ impl LogRateLimit {
     }
 
     /// Returns the number of lines suppressed since the last one; `None` if none may be written.
-    pub(crate) fn may_say(&self) -> Option<u64> {
+    pub(crate) fn try_acquire(&self) -> Option<u64> {
         // The counts are consistent between any two changes.
         let mut said = self.said.lock().unwrap_or_else(PoisonError::into_inner);
         let now = Instant::now();
@@ -57,12 +57,15 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn a_period_has_so_many_lines_and_the_next_one_tells_of_the_others() {
         let seldom = LogRateLimit::new(2, Duration::from_secs(10));
-        let said: Vec<_> = (0..5).map(|_| seldom.may_say()).collect();
+        let said: Vec<_> = (0..5).map(|_| seldom.try_acquire()).collect();
         assert_eq!(said, [Some(0), Some(0), None, None, None]);
         tokio::time::advance(Duration::from_secs(9)).await;
-        assert_eq!(seldom.may_say(), None);
+        assert_eq!(seldom.try_acquire(), None);
         tokio::time::advance(Duration::from_secs(1)).await;
-        assert_eq!([seldom.may_say(), seldom.may_say()], [Some(4), Some(0)]);
-        assert_eq!(seldom.may_say(), None);
+        assert_eq!(
+            [seldom.try_acquire(), seldom.try_acquire()],
+            [Some(4), Some(0)]
+        );
+        assert_eq!(seldom.try_acquire(), None);
     }
 }

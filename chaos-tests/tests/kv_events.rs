@@ -150,7 +150,7 @@ impl Load<'_> {
 
 /// Returns the ownership mode and reader of every engine, as one replica reports them.
 async fn ownership(cluster: &ProcessCluster, replica: usize) -> anyhow::Result<Vec<(String, u64)>> {
-    let backends = cluster.ask(replica, "/admin/v1/backends").await?;
+    let backends = cluster.get(replica, "/admin/v1/backends").await?;
     let list = backends["backends"].as_array().context("no backends")?;
     let of = |backend: &Value| {
         let ownership = &backend["ownership"];
@@ -179,7 +179,7 @@ async fn wait_sized(cluster: &ProcessCluster, http: &JsonClient) -> anyhow::Resu
         let admin = cluster.admin_addr(replica);
         let url = format!("http://{admin}/admin/v1/explain");
         until("every block size is told", async || {
-            let backends = cluster.ask(replica, "/admin/v1/backends").await?;
+            let backends = cluster.get(replica, "/admin/v1/backends").await?;
             let list = backends["backends"].as_array().context("no backends")?;
             let is_known = |it: &Value| it["engine"]["block_size"].is_u64();
             let explained = http.call(Method::POST, &url, Some(&asked)).await?;
@@ -246,7 +246,7 @@ async fn engines(
     cluster: &ProcessCluster,
     replica: usize,
 ) -> anyhow::Result<BTreeMap<String, String>> {
-    let backends = cluster.ask(replica, "/admin/v1/backends").await?;
+    let backends = cluster.get(replica, "/admin/v1/backends").await?;
     let backends = backends["backends"].as_array().context("no backends")?;
     let engine = |it: &Value| {
         Some((

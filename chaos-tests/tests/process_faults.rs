@@ -42,7 +42,7 @@ async fn faults_fail_nobody_else_and_leave_nothing_wrong() -> anyhow::Result<()>
         ..LoadOptions::default()
     };
     let load = RunningLoad::start(&cluster, options);
-    load.after(WARM_UP).await?;
+    load.wait_for_requests(WARM_UP).await?;
     let mut stage = FaultContext {
         cluster,
         load,
@@ -121,20 +121,20 @@ async fn a_crowd_without_descriptors_to_hold_it_leaves_every_replica_ready() -> 
     // Votes move the mark in the middle of the log.
     until("leadership moves", async || {
         let path = "/admin/v1/cluster/transfer-leader";
-        let told = cluster.tell(0, Method::POST, path, Some(&json!({}))).await;
+        let told = cluster.send(0, Method::POST, path, Some(&json!({}))).await;
         Ok(told.is_ok())
     })
     .await?;
     drop(crowds);
     for number in cluster.up() {
         cluster.wait_ready(number).await?;
-        let status = cluster.ask(number, "/admin/v1/cluster").await?;
+        let status = cluster.get(number, "/admin/v1/cluster").await?;
         anyhow::ensure!(status["fault"].is_null(), "storage fault: {status}");
     }
     cluster.wait_idle().await?;
     cluster.check_digests().await?;
     let load = RunningLoad::start(&cluster, LoadOptions::default());
-    load.after(WARM_UP).await?;
+    load.wait_for_requests(WARM_UP).await?;
     checks::check_failures(&load)?;
     load.stop().await?;
     cluster.stop();

@@ -8,7 +8,7 @@
 //! it is retried until it succeeds. Opening one is retried too, if descriptors are short.
 //!
 //! A machine whose state is in doubt installs another replica's state
-//! ([`StateMachineAdapter::take_over`]) outside Raft, because its log was never in doubt. The
+//! ([`StateMachineAdapter::install_state`]) outside Raft, because its log was never in doubt. The
 //! machine is then ahead of what Raft has handed over, and skips the entries that it already has.
 //! It takes no snapshot until Raft has caught up: Raft would purge entries that it has yet to hand
 //! over.
@@ -34,7 +34,9 @@ use crate::machine::{FrozenMachine, StateMachine};
 use crate::planted::{self, Bug};
 use crate::removed::RemovedMembers;
 use crate::snapshot::{SnapshotFile, SnapshotFolder, SnapshotReader, SnapshotWriter};
-use crate::types::{Config, Entry, LogId, Payload, Reply, SnapshotMeta, StoredMembership, shown};
+use crate::types::{
+    Config, Entry, LogId, Payload, Reply, SnapshotMeta, StoredMembership, public_index,
+};
 use crate::wire::{self, proto};
 
 /// openraft with this state machine.
@@ -206,20 +208,20 @@ impl StateMachineAdapter {
     /// Replaces the machine's state with another replica's and returns its index. The file must
     /// reach at least as far as this machine. It becomes the newest snapshot, since the previous
     /// one may contain the replaced state. Blocks, and delays applying.
-    pub(crate) fn take_over(&self, file: &SnapshotFile) -> Result<u64, InstallError> {
+    pub(crate) fn install_state(&self, file: &SnapshotFile) -> Result<u64, InstallError> {
         let is_far_enough = |position: &AppliedPosition, theirs: Option<LogId>| {
             if theirs >= position.applied || planted::is(Bug::OlderStateTakenOver) {
                 return Ok(());
             }
             Err(InstallError::Behind {
-                theirs: shown(theirs.as_ref()),
-                ours: shown(position.applied.as_ref()),
+                theirs: public_index(theirs.as_ref()),
+                ours: public_index(position.applied.as_ref()),
             })
         };
         let last = self.replace(file, is_far_enough)?;
         let adopted = self.0.folder.adopt(&file.path, last);
         adopted.map_err(|error| io_error(&file.path, error))?;
-        Ok(shown(last.as_ref()))
+        Ok(public_index(last.as_ref()))
     }
 
     /// Writes the machine's current state to `file`. Blocks.
@@ -322,7 +324,7 @@ impl StateMachineAdapter {
     }
 
     /// Runs `work` on snapshot files, and retries it while descriptors or space are short.
-    async fn patiently<T: Send + 'static>(
+    async fn retry_on_shortage<T: Send + 'static>(
         &self,
         work: impl Fn(&Self) -> Result<T, StartError> + Clone + Send + 'static,
     ) -> io::Result<T> {
@@ -504,12 +506,12 @@ impl RaftStateMachine<Config> for StateMachineAdapter {
         let installed = async {
             // The file is complete and synced. It is renamed once the machine has restored it.
             let file = snapshot.clone();
-            self.patiently(move |adapter| adapter.restore(&file))
+            self.retry_on_shortage(move |adapter| adapter.restore(&file))
                 .await?;
             if planted::is(Bug::SnapshotNotAdopted) {
                 return Ok(());
             }
-            self.patiently(move |adapter| {
+            self.retry_on_shortage(move |adapter| {
                 let adopted = adapter.0.folder.adopt(&snapshot.path, last);
                 adopted
                     .map(drop)
@@ -523,6 +525,6 @@ impl RaftStateMachine<Config> for StateMachineAdapter {
     }
 
     async fn get_current_snapshot(&mut self) -> io::Result<Option<Snapshot>> {
-        self.patiently(Self::current).await
+        self.retry_on_shortage(Self::current).await
     }
 }

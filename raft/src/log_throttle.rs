@@ -16,7 +16,7 @@ pub(crate) struct LogThrottle(Mutex<Option<Instant>>);
 
 impl LogThrottle {
     /// Whether a line may be logged now.
-    pub(crate) fn may_say(&self) -> bool {
+    pub(crate) fn try_acquire(&self) -> bool {
         let mut said = lock(&self.0);
         let is_time = said.is_none_or(|at| at.elapsed() >= EVERY);
         if is_time {

@@ -15,7 +15,7 @@ use crate::log::disk::{Disk, DiskContents};
 use crate::log::open_disk;
 use crate::machine::{StateMachine, StopReplicaError};
 use crate::snapshot::{SnapshotFolder, SnapshotReader};
-use crate::types::{Payload, SnapshotMeta, shown};
+use crate::types::{Payload, SnapshotMeta, public_index};
 
 /// Maximum weight of the entries read at a time.
 const READ_BYTES_MAX: usize = 1024 * 1024;
@@ -97,7 +97,7 @@ pub fn replay(
             let (reader, head) = SnapshotReader::open(file)?;
             let meta = SnapshotMeta::try_from(head)
                 .map_err(|error| damaged(&file.path, 0, error.to_string()))?;
-            Some((reader, shown(meta.last_log_id.as_ref())))
+            Some((reader, public_index(meta.last_log_id.as_ref())))
         }
     };
     let begin = snapshot.as_ref().map_or(0, |(_, index)| *index);
@@ -118,8 +118,8 @@ pub fn replay(
 fn range_of(snapshot: u64, contents: &DiskContents) -> ReplayRange {
     ReplayRange {
         snapshot,
-        committed: shown(contents.committed.as_ref()).max(snapshot),
-        last: shown(contents.last.as_ref()).max(snapshot),
+        committed: public_index(contents.committed.as_ref()).max(snapshot),
+        last: public_index(contents.last.as_ref()).max(snapshot),
     }
 }
 

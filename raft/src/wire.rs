@@ -44,7 +44,7 @@ pub(crate) fn shown_first(first: u64) -> String {
 }
 
 /// Returns the first half of the cluster id in an introduction; 0 for none.
-pub(crate) fn told_first(info: &proto::InfoResponse) -> u64 {
+pub(crate) fn announced_cluster_prefix(info: &proto::InfoResponse) -> u64 {
     match info.cluster_first {
         0 => info.cluster_high,
         first => first,

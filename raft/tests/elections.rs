@@ -158,7 +158,7 @@ fn a_replica_in_doubt_neither_takes_leadership_nor_is_elected() {
         let [doubtful, sound] = cluster.others(old)[..] else {
             panic!("three replicas");
         };
-        cluster.replica(doubtful).doubt(true);
+        cluster.replica(doubtful).set_state_suspect(true);
         // The leader learns it from the next response; until then the replica refuses.
         tokio::time::sleep(TELL_EVERY).await;
         refused(cluster.replica(old).transfer_leader(Some(doubtful)).await);
@@ -168,7 +168,7 @@ fn a_replica_in_doubt_neither_takes_leadership_nor_is_elected() {
         );
         cluster.replica(sound).crash().await;
         assert_eq!(cluster.leads_after(sound, doubtful).await, old);
-        cluster.replica(doubtful).doubt(false);
+        cluster.replica(doubtful).set_state_suspect(false);
         cluster.replica(old).crash().await;
     });
 }
@@ -176,7 +176,7 @@ fn a_replica_in_doubt_neither_takes_leadership_nor_is_elected() {
 #[test]
 fn a_leader_in_doubt_hands_over() {
     led(7, 3, async |cluster, old| {
-        cluster.replica(old).doubt(true);
+        cluster.replica(old).set_state_suspect(true);
         for other in cluster.others(old) {
             cluster.leads_after(old, other).await;
         }

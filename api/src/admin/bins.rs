@@ -78,7 +78,7 @@ pub(super) async fn show(
     Ok(Answer(BinsResponse {
         index,
         models: models.collect(),
-        waiting: admin.admission.lines(),
+        waiting: admin.admission.queues(),
         backends: backends.collect(),
     }))
 }

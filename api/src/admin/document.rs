@@ -90,7 +90,7 @@ impl ApiDescription {
                 calls.push((route, call, shape));
             }
         }
-        let problem = schemas.given_problem();
+        let problem = schemas.response_problem();
         let mut paths: BTreeMap<&str, Map<String, Value>> = BTreeMap::new();
         for (route, call, shape) in calls {
             let method = call.method.as_str().to_ascii_lowercase();
@@ -98,8 +98,8 @@ impl ApiDescription {
             path.insert(method, operation(route, call, shape, &problem));
         }
         let mut paths = json!(paths);
-        let (named, taken) = schemas.named();
-        taken.settle(&mut paths);
+        let (named, request_names) = schemas.named();
+        request_names.settle(&mut paths);
         let document = json!({
             "openapi": "3.1.0",
             "info": {

@@ -207,7 +207,7 @@ impl GateState {
     fn tell(&self, refusal: &CallRejection, from: Option<IpAddr>) {
         let reason = refusal.reason();
         self.refused.get_or_create(&RefusalLabels { reason }).inc();
-        if let Some(suppressed) = self.told.may_say() {
+        if let Some(suppressed) = self.told.try_acquire() {
             let from = from.map(tracing::field::display);
             tracing::warn!(reason, from, suppressed, "refused a call to the admin API");
         }

@@ -28,7 +28,7 @@ use crate::routing::{RoutingRejection, WantedPlaces};
 /// How long room stays unused before a replica asks for it without an ended request of its own.
 const UNUSED_MAX: Duration = Duration::from_millis(50);
 /// Time after which a request that the log does not know is proposed again.
-const TELL_AGAIN: Duration = Duration::from_secs(1);
+const PROPOSE_AGAIN_AFTER: Duration = Duration::from_secs(1);
 /// How long returned tickets are remembered.
 const REMEMBERED: Duration = Duration::from_secs(10);
 /// Maximum number of grants requested at once.
@@ -54,7 +54,7 @@ struct ReturnedTicket {
 
 impl Admission {
     /// Proposes a waiting request to the log.
-    fn tell(
+    fn propose_wait(
         &self,
         line: &mut ModelQueue,
         model: ModelKey,
@@ -79,7 +79,7 @@ impl Admission {
 
     /// Withdraws a request that was proposed and no longer waits. If its grant was not used, a
     /// grant that still arrives is passed on.
-    pub(super) fn tell_over(&self, entry: &Waiter, now: Instant) {
+    pub(super) fn withdraw_wait(&self, entry: &Waiter, now: Instant) {
         if entry.told.is_none() {
             return;
         }
@@ -89,11 +89,13 @@ impl Admission {
             at: now,
             is_settled: entry.granted.is_some(),
         };
-        self.asking().back.insert(ticket, back);
+        self.lock_requests().back.insert(ticket, back);
     }
 
-    fn asking(&self) -> MutexGuard<'_, GrantRequests> {
-        self.asking.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock_requests(&self) -> MutexGuard<'_, GrantRequests> {
+        self.grant_requests
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Dispatches granted requests, proposes waiting ones, and reports free room.
@@ -105,15 +107,15 @@ impl Admission {
         look: &QueueScan,
     ) {
         let (grants, now) = (self.view.grants(), look.now);
-        self.tell_all(line, model, &grants, look);
+        self.propose_waits(line, model, &grants, look);
         let open = self.use_grants(line, model, &grants, (wanted, look));
         let waiting = line.queue.len();
         let Some(first) = line.entries.values().next().filter(|_| waiting > 0) else {
             return;
         };
-        let mut asking = self.asking();
-        let ended = self.load.ended().saturating_sub(asking.ended);
-        let since = asking.asked.get(&model);
+        let mut requests = self.lock_requests();
+        let ended = self.load.ended().saturating_sub(requests.ended);
+        let since = requests.asked.get(&model);
         let is_unused = since.is_none_or(|at| now.saturating_duration_since(*at) >= UNUSED_MAX);
         let wanted = if is_unused {
             GRANTS_MAX
@@ -124,13 +126,13 @@ impl Admission {
         let count = wanted.min(places.saturating_sub(open)).min(waiting as u64);
         if let Ok(count @ 1..) = u32::try_from(count) {
             self.outbox.note(Item::Grant { model, count });
-            self.outbox.hurry();
-            asking.asked.insert(model, now);
+            self.outbox.flush_now();
+            requests.asked.insert(model, now);
         }
     }
 
     /// Proposes the requests that the log does not know.
-    fn tell_all(
+    fn propose_waits(
         &self,
         line: &mut ModelQueue,
         model: ModelKey,
@@ -141,16 +143,16 @@ impl Admission {
         let is_due = |waiting: &&QueuedRequest| {
             let told = line.entries.get(&waiting.ticket).and_then(|it| it.told);
             told.is_none_or(|at| {
-                let is_late = now.saturating_duration_since(at) >= TELL_AGAIN;
+                let is_late = now.saturating_duration_since(at) >= PROPOSE_AGAIN_AFTER;
                 is_late && !grants.knows(replica, waiting.ticket)
             })
         };
         let due: Vec<QueuedRequest> = line.queue.iter().filter(is_due).copied().collect();
         for waiting in &due {
-            self.tell(line, model, waiting, look);
+            self.propose_wait(line, model, waiting, look);
         }
         if !due.is_empty() {
-            self.outbox.hurry();
+            self.outbox.flush_now();
         }
     }
 
@@ -197,17 +199,17 @@ impl Admission {
     }
 
     /// Passes on grants to requests that are gone, and records how many requests have ended.
-    pub(super) fn settle_grants(&self, lines: &ModelQueues, now: Instant) {
+    pub(super) fn settle_grants(&self, queues: &ModelQueues, now: Instant) {
         let grants = self.view.grants();
         let replica = self.replica;
-        let mut asking = self.asking();
+        let mut requests = self.lock_requests();
         for wait in grants.granted(replica) {
-            let line = lines.by_model.get(&wait.model);
+            let line = queues.by_model.get(&wait.model);
             if line.is_some_and(|line| line.entries.contains_key(&wait.ticket)) {
                 continue;
             }
-            let is_known = asking.back.contains_key(&wait.ticket);
-            let back = asking.back.entry(wait.ticket).or_insert(ReturnedTicket {
+            let is_known = requests.back.contains_key(&wait.ticket);
+            let back = requests.back.entry(wait.ticket).or_insert(ReturnedTicket {
                 at: now,
                 is_settled: false,
             });
@@ -219,16 +221,16 @@ impl Admission {
                 self.hand_on(wait.model, wait.user, u64::from(wait.tokens));
             }
         }
-        asking.back.retain(|ticket, back| {
+        requests.back.retain(|ticket, back| {
             let age = now.saturating_duration_since(back.at);
             age < REMEMBERED || grants.knows(replica, *ticket)
         });
-        asking.ended = self.load.ended();
+        requests.ended = self.load.ended();
     }
 
     fn hand_on(&self, model: ModelKey, user: UserKey, tokens: u64) {
         self.dispatcher.credit(user, tokens);
         self.outbox.note(Item::Grant { model, count: 1 });
-        self.outbox.hurry();
+        self.outbox.flush_now();
     }
 }

@@ -75,15 +75,15 @@ pub struct Admission {
     load: Arc<LoadTable>,
     shares: Arc<Shares>,
     replica: ReplicaId,
-    lines: Mutex<ModelQueues>,
+    queues: Mutex<ModelQueues>,
     /// Whether anything waits for any model, here or at a peer; read by the fast path.
     is_contended: AtomicBool,
     is_leaving: AtomicBool,
-    /// Requests to the log; locked while `lines` is locked.
-    asking: Mutex<GrantRequests>,
+    /// Requests to the log; locked while `queues` is locked.
+    grant_requests: Mutex<GrantRequests>,
     last_ticket: AtomicU64,
     /// Notified when the first request of a model waits or the last one is gone.
-    turned: Notify,
+    waiting_changed: Notify,
     /// Origin of the queues' milliseconds.
     epoch: Instant,
     /// Maximum wait in overload, in milliseconds.
@@ -143,12 +143,12 @@ impl Admission {
             load: Arc::clone(router.load()),
             shares: Arc::clone(router.shares()),
             replica: router.replica(),
-            lines: Mutex::default(),
+            queues: Mutex::default(),
             is_contended: AtomicBool::new(false),
             is_leaving: AtomicBool::new(false),
-            asking: Mutex::default(),
+            grant_requests: Mutex::default(),
             last_ticket: AtomicU64::new(0),
-            turned: Notify::new(),
+            waiting_changed: Notify::new(),
             epoch: Instant::now(),
             target_ms: CODEL_TARGET_MS,
             metrics: AdmissionMetrics::default(),
@@ -227,9 +227,9 @@ impl Admission {
     /// Whether nothing waits for `model`, here or elsewhere.
     fn is_free(&self, model: &str, now: Instant) -> bool {
         let key = self.model_key(model);
-        let lines = self.lock();
+        let queues = self.lock();
         let users = |gate: &Gate| gate.users(self.ms_of(now));
-        !lines.by_model.contains_key(&key) && lines.gates.get(&key).map_or(0, users) == 0
+        !queues.by_model.contains_key(&key) && queues.gates.get(&key).map_or(0, users) == 0
     }
 
     fn model_key(&self, model: &str) -> ModelKey {
@@ -237,7 +237,7 @@ impl Admission {
     }
 
     fn lock(&self) -> MutexGuard<'_, ModelQueues> {
-        self.lines.lock().unwrap_or_else(PoisonError::into_inner)
+        self.queues.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Converts `now` to milliseconds on the queues' clock.
@@ -324,7 +324,7 @@ impl Admission {
     ) -> Result<(), AdmissionRejection> {
         let (rules, pricing) = self.rules();
         let now_ms = waiting.arrived_ms;
-        let mut lines = self.lock();
+        let mut queues = self.lock();
         if self.is_leaving.load(Ordering::Acquire) {
             self.metrics.left(LeaveReason::Leaving);
             return Err(AdmissionRejection::Leaving);
@@ -334,7 +334,7 @@ impl Admission {
             gates,
             learnt,
             ..
-        } = &mut *lines;
+        } = &mut *queues;
         let gate = gates.entry(model).or_default();
         let line = by_model.entry(model).or_insert_with(|| {
             let learnt = learnt.remove(&model).unwrap_or_default();
@@ -355,7 +355,7 @@ impl Admission {
                 if line.queue.len() == 1 {
                     // In this order: a woken reporter sends nothing while `is_contended` is false.
                     self.is_contended.store(true, Ordering::Release);
-                    self.turned.notify_one();
+                    self.waiting_changed.notify_one();
                 }
                 Ok(())
             }
@@ -385,14 +385,14 @@ impl Admission {
         entry: Waiter,
     ) -> Result<(), AdmissionRejection> {
         let (rules, _) = self.rules();
-        let mut lines = self.lock();
+        let mut queues = self.lock();
         if self.is_leaving.load(Ordering::Acquire) {
             self.metrics.left(LeaveReason::Leaving);
             return Err(AdmissionRejection::Leaving);
         }
         let ModelQueues {
             by_model, learnt, ..
-        } = &mut *lines;
+        } = &mut *queues;
         let line = by_model.entry(model).or_insert_with(|| {
             let learnt = learnt.remove(&model).unwrap_or_default();
             ModelQueue::new(entry.model(), rules, learnt)
@@ -406,26 +406,26 @@ impl Admission {
     /// Removes a request whose client has left; does nothing after its turn.
     fn leave(&self, model: ModelKey, ticket: Ticket) {
         let now = Instant::now();
-        let mut lines = self.lock();
-        let Some(line) = lines.by_model.get_mut(&model) else {
+        let mut queues = self.lock();
+        let Some(line) = queues.by_model.get_mut(&model) else {
             return;
         };
         if let Some(entry) = line.left(ticket, self.ms_of(now)) {
-            self.tell_over(&entry, now);
+            self.withdraw_wait(&entry, now);
             self.metrics.waiting.dec();
             self.metrics.left(LeaveReason::ClientGone);
-            if lines.forget_empty() {
-                self.turned.notify_one();
+            if queues.forget_empty() {
+                self.waiting_changed.notify_one();
             }
         }
     }
 
     /// Rejects everything that waits because this replica leaves; nothing waits afterwards.
-    pub fn leave_all(&self) {
+    pub fn reject_all(&self) {
         let now = Instant::now();
         self.is_leaving.store(true, Ordering::Release);
-        let mut lines = self.lock();
-        for (_, mut line) in std::mem::take(&mut lines.by_model) {
+        let mut queues = self.lock();
+        for (_, mut line) in std::mem::take(&mut queues.by_model) {
             for (_, entry) in std::mem::take(&mut line.entries) {
                 self.refuse(
                     entry,
@@ -435,13 +435,13 @@ impl Admission {
                 );
             }
         }
-        self.turned.notify_one();
+        self.waiting_changed.notify_one();
     }
 
     fn refuse(&self, entry: Waiter, why: AdmissionRejection, left: LeaveReason, now: Instant) {
         self.metrics.waiting.dec();
         self.metrics.left(left);
-        self.tell_over(&entry, now);
+        self.withdraw_wait(&entry, now);
         // The receiver may be gone.
         let _gone = entry.answer.send(Err(why));
     }
@@ -471,28 +471,28 @@ impl Admission {
     ///
     /// # Errors
     /// Returns a [`LoadReportError`] and keeps the earlier report.
-    pub fn heard(&self, peer: ReplicaId, report: &[u8]) -> Result<(), LoadReportError> {
+    pub fn apply_peer_report(&self, peer: ReplicaId, report: &[u8]) -> Result<(), LoadReportError> {
         if report.is_empty() && !self.is_contended.load(Ordering::Acquire) {
             return Ok(());
         }
         let told = backlog::decode(report)?;
         let now_ms = self.ms_of(Instant::now());
-        let mut lines = self.lock();
+        let mut queues = self.lock();
         let mut is_news = false;
-        for (model, gate) in &mut lines.gates {
+        for (model, gate) in &mut queues.gates {
             if told
                 .binary_search_by_key(model, |(model, _)| *model)
                 .is_err()
             {
-                is_news |= gate.tell(peer, None, now_ms);
+                is_news |= gate.record_report(peer, None, now_ms);
             }
         }
         for (model, backlog) in told {
-            let gate = lines.gates.entry(model).or_default();
-            is_news |= gate.tell(peer, Some(backlog), now_ms);
+            let gate = queues.gates.entry(model).or_default();
+            is_news |= gate.record_report(peer, Some(backlog), now_ms);
         }
         if is_news {
-            let is_contended = lines.is_contended(now_ms);
+            let is_contended = queues.is_contended(now_ms);
             self.is_contended.store(is_contended, Ordering::Release);
             self.load.less().notify_one();
         }
@@ -508,8 +508,8 @@ impl Admission {
         let (_, pricing) = self.rules();
         let counters = self.counters(pricing);
         let now_ms = self.ms_of(Instant::now());
-        let mut lines = self.lock();
-        let backlogs: Vec<_> = lines
+        let mut queues = self.lock();
+        let backlogs: Vec<_> = queues
             .by_model
             .iter_mut()
             .filter_map(|(model, line)| Some((*model, line.queue.backlog(now_ms, &counters)?)))
@@ -518,24 +518,24 @@ impl Admission {
     }
 
     /// Waits until the first request of a model waits or the last one is gone.
-    pub async fn turned(&self) {
-        self.turned.notified().await;
+    pub async fn waiting_changed(&self) {
+        self.waiting_changed.notified().await;
     }
 
     /// Returns the waiting requests here, by model.
     #[must_use]
-    pub fn lines(&self) -> Vec<ModelQueueView> {
-        let lines = self.lock();
-        lines.by_model.values().map(ModelQueue::view).collect()
+    pub fn queues(&self) -> Vec<ModelQueueView> {
+        let queues = self.lock();
+        queues.by_model.values().map(ModelQueue::view).collect()
     }
 
     /// Returns the users who wait here, longest wait first; at most `limit` users.
     #[must_use]
     pub fn waiting_users(&self, limit: usize) -> Vec<WaitingUser> {
         let now = Instant::now();
-        let lines = self.lock();
+        let queues = self.lock();
         let mut users: BTreeMap<&str, WaitingUser> = BTreeMap::new();
-        for line in lines.by_model.values() {
+        for line in queues.by_model.values() {
             for entry in line.entries.values() {
                 let name = entry.ask().user.as_str();
                 let user = users.entry(name).or_insert_with(|| WaitingUser {
@@ -558,9 +558,9 @@ impl Admission {
             return WaitingSummary::default();
         }
         let hash_seed = self.view.registry().hash_seed;
-        let lines = self.lock();
+        let queues = self.lock();
         let entries = || {
-            lines
+            queues
                 .by_model
                 .values()
                 .flat_map(|line| line.entries.values())
@@ -568,7 +568,7 @@ impl Admission {
         let oldest = entries().min_by_key(|entry| entry.since);
         WaitingSummary {
             requests: entries().count(),
-            users: lines
+            users: queues
                 .by_model
                 .values()
                 .map(|line| line.queue.users_len())
@@ -583,8 +583,8 @@ impl Admission {
     /// Returns the number of requests of a user that wait here, over all models.
     #[must_use]
     pub fn waiting_of(&self, user: UserKey) -> usize {
-        let lines = self.lock();
-        let waiting = lines.by_model.values().map(|line| line.queue.len_of(user));
+        let queues = self.lock();
+        let waiting = queues.by_model.values().map(|line| line.queue.len_of(user));
         waiting.sum()
     }
 }

@@ -146,8 +146,8 @@ impl Admission {
         let settings = registry.admission.clone().unwrap_or_default();
         let pricing = pricing_of(&registry);
         let now_ms = self.ms_of(now);
-        let mut lines = self.lock();
-        let slack = self.slack(&mut lines, &settings, now);
+        let mut queues = self.lock();
+        let slack = self.slack(&mut queues, &settings, now);
         let look = QueueScan {
             rules: self.rules_of(&settings, pricing),
             settings,
@@ -156,32 +156,32 @@ impl Admission {
             now_ms,
             slack,
         };
-        let first = lines.served_first;
-        let later = lines.by_model.keys().filter(|model| **model > first);
-        let earlier = lines.by_model.keys().filter(|model| **model <= first);
+        let first = queues.served_first;
+        let later = queues.by_model.keys().filter(|model| **model > first);
+        let earlier = queues.by_model.keys().filter(|model| **model <= first);
         let models: Vec<ModelKey> = later.chain(earlier).copied().collect();
-        lines.served_first = models.first().copied().unwrap_or_default();
+        queues.served_first = models.first().copied().unwrap_or_default();
         for model in models {
-            self.serve_model(&mut lines, model, &look);
+            self.serve_model(&mut queues, model, &look);
         }
-        self.settle_grants(&lines, now);
-        self.shares.want(std::mem::take(&mut lines.wanted));
-        self.tidy(&mut lines, &look);
+        self.settle_grants(&queues, now);
+        self.shares.want(std::mem::take(&mut queues.wanted));
+        self.tidy(&mut queues, &look);
     }
 
     /// Computes `G` from the settings and the service rate; updates the gauges of `G` and bound.
-    fn slack(&self, lines: &mut ModelQueues, settings: &AdmissionSettings, now: Instant) -> u64 {
+    fn slack(&self, queues: &mut ModelQueues, settings: &AdmissionSettings, now: Instant) -> u64 {
         let (dispatcher, now_ms) = (&self.dispatcher, self.ms_of(now));
-        let rate = lines.pace.look(
+        let rate = queues.pace.look(
             dispatcher.priced_tokens(),
             || dispatcher.take_largest_request(),
             now,
         );
-        let largest = dispatcher.largest_request().max(lines.pace.largest_before);
+        let largest = dispatcher.largest_request().max(queues.pace.largest_before);
         let replicas = self.load.peers_heard(now) as u64 + 1;
         let rate = rate.saturating_mul(replicas);
-        let here = lines.by_model.values().map(|line| line.queue.users_len());
-        let elsewhere = lines.gates.values().map(|gate| gate.users(now_ms));
+        let here = queues.by_model.values().map(|line| line.queue.users_len());
+        let elsewhere = queues.gates.values().map(|gate| gate.users(now_ms));
         let users = u32::try_from(here.sum::<usize>()).unwrap_or(u32::MAX);
         let users = elsewhere.fold(users, u32::saturating_add);
         let least = match settings.gate_tokens {
@@ -190,7 +190,7 @@ impl Admission {
         };
         let slack = slack_tokens(least, rate, LAG_MS, users);
         let lagging = rate.saturating_mul(LAG_MS) / 1000;
-        let peak = &mut lines.pace.peak;
+        let peak = &mut queues.pace.peak;
         let to_make = u64::from(peak.in_flight).saturating_mul(largest.output);
         let uncharged = to_make.saturating_add(lagging);
         peak.bound = peak.bound.max(bound(largest.request, uncharged, slack));
@@ -199,14 +199,14 @@ impl Admission {
         slack
     }
 
-    fn serve_model(&self, lines: &mut ModelQueues, model: ModelKey, look: &QueueScan) {
+    fn serve_model(&self, queues: &mut ModelQueues, model: ModelKey, look: &QueueScan) {
         let ModelQueues {
             by_model,
             gates,
             pace,
             wanted,
             ..
-        } = lines;
+        } = queues;
         let Some(line) = by_model.get_mut(&model) else {
             return;
         };
@@ -245,7 +245,7 @@ impl Admission {
                     self.want_next(line, gate, wanted, look);
                     return;
                 }
-                Next::Nobody => return,
+                Next::Empty => return,
             }
         }
     }
@@ -457,12 +457,12 @@ impl Admission {
         match asked {
             // The client has just left, and no engine may receive the request.
             DecisionResult::Goes(_) if entry.answer.is_closed() => {
-                self.tell_over(&entry, now);
+                self.withdraw_wait(&entry, now);
                 self.metrics.waiting.dec();
                 self.metrics.left(LeaveReason::ClientGone);
             }
             DecisionResult::Goes(placed) => {
-                self.tell_over(&entry, now);
+                self.withdraw_wait(&entry, now);
                 let admitted = self.dispatch(placed, &*entry.candidate, entry.granted, now);
                 self.metrics.waiting.dec();
                 let waited = now.saturating_duration_since(entry.since);
@@ -482,22 +482,22 @@ impl Admission {
     }
 
     /// Drops empty queues and updates whether anything waits.
-    fn tidy(&self, lines: &mut ModelQueues, look: &QueueScan) {
-        if lines.forget_empty() {
-            self.turned.notify_one();
+    fn tidy(&self, queues: &mut ModelQueues, look: &QueueScan) {
+        if queues.forget_empty() {
+            self.waiting_changed.notify_one();
         }
-        self.show_load(lines, look.now_ms);
+        self.show_load(queues, look.now_ms);
         let ModelQueues {
             by_model, gates, ..
-        } = lines;
+        } = queues;
         gates.retain(|model, gate| by_model.contains_key(model) || gate.users(look.now_ms) > 0);
-        let users = lines.by_model.values().map(|line| line.queue.users_len());
+        let users = queues.by_model.values().map(|line| line.queue.users_len());
         show(&self.metrics.waiting_users, users.sum::<usize>() as u64);
-        show(&self.metrics.gap_tokens, lines.pace.peak.gap_milli / 1000);
-        let is_contended = lines.is_contended(look.now_ms);
+        show(&self.metrics.gap_tokens, queues.pace.peak.gap_milli / 1000);
+        let is_contended = queues.is_contended(look.now_ms);
         if !is_contended {
             // The gauges keep their last values.
-            lines.pace.peak = Peak::default();
+            queues.pace.peak = Peak::default();
         }
         self.is_contended
             .store(is_contended, std::sync::atomic::Ordering::Release);
@@ -505,9 +505,9 @@ impl Admission {
 }
 
 impl Admission {
-    fn show_load(&self, lines: &ModelQueues, now_ms: u64) {
+    fn show_load(&self, queues: &ModelQueues, now_ms: u64) {
         let seconds = |ms: u64| Duration::from_millis(ms).as_secs_f64();
-        let queues = lines.by_model.values().map(|line| &line.queue);
+        let queues = queues.by_model.values().map(|line| &line.queue);
         let forecasts: Vec<Forecast> = queues.map(|queue| queue.forecast(now_ms)).collect();
         let overloaded = forecasts.iter().filter(|it| it.is_overloaded).count();
         let wait = forecasts.iter().map(|it| it.drain_ms).max();

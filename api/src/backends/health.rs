@@ -300,7 +300,7 @@ pub(crate) struct OccupancyId(u64);
 
 #[derive(Default)]
 struct Occupant {
-    tenancy: OccupancyId,
+    occupancy: OccupancyId,
     record: Option<ProbeRecord>,
 }
 
@@ -308,7 +308,7 @@ struct Occupant {
 #[derive(Default)]
 struct HealthCell {
     health: ArcSwapOption<Health>,
-    tenant: Mutex<Occupant>,
+    occupant: Mutex<Occupant>,
     alarm: Notify,
 }
 
@@ -365,36 +365,36 @@ impl HealthTable {
         let Some(cell) = self.cell(slot) else {
             return OccupancyId::default();
         };
-        let mut tenant = cell.lock();
-        tenant.tenancy.0 += 1;
-        tenant.record = record;
-        self.publish(slot, cell, &tenant);
-        tenant.tenancy
+        let mut occupant = cell.lock();
+        occupant.occupancy.0 += 1;
+        occupant.record = record;
+        self.publish(slot, cell, &occupant);
+        occupant.occupancy
     }
 
-    /// Changes the record of occupant `tenancy`, or of the current one if `None`, unless it has
+    /// Changes the record of occupant `occupancy`, or of the current one if `None`, unless it has
     /// been replaced. Returns the new health if it changed.
     pub(crate) fn update(
         &self,
         slot: Slot,
-        tenancy: Option<OccupancyId>,
+        occupancy: Option<OccupancyId>,
         change: impl FnOnce(&mut ProbeRecord),
     ) -> Option<bool> {
         let cell = self.cell(slot)?;
-        let mut tenant = cell.lock();
-        if tenancy.is_some_and(|tenancy| tenancy != tenant.tenancy) {
+        let mut occupant = cell.lock();
+        if occupancy.is_some_and(|occupancy| occupancy != occupant.occupancy) {
             return None;
         }
-        let record = tenant.record.as_mut()?;
+        let record = occupant.record.as_mut()?;
         let was_healthy = record.is_healthy;
         change(record);
         let turned = (record.is_healthy != was_healthy).then_some(record.is_healthy);
-        self.publish(slot, cell, &tenant);
+        self.publish(slot, cell, &occupant);
         turned
     }
 
-    fn publish(&self, slot: Slot, cell: &HealthCell, tenant: &Occupant) {
-        let record = tenant.record.as_ref();
+    fn publish(&self, slot: Slot, cell: &HealthCell, occupant: &Occupant) {
+        let record = occupant.record.as_ref();
         let word = record.map_or(0, |record| record.flags().pack());
         cell.health
             .store(record.map(|record| Arc::new(record.health())));
@@ -409,7 +409,7 @@ impl HealthTable {
 impl HealthCell {
     fn lock(&self) -> MutexGuard<'_, Occupant> {
         // A record is consistent between any two changes, so a panic elsewhere does not corrupt it.
-        self.tenant.lock().unwrap_or_else(PoisonError::into_inner)
+        self.occupant.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -427,12 +427,12 @@ mod tests {
     fn two_failures_in_a_row_make_unhealthy_and_one_success_healthy() {
         let board = HealthTable::new(1);
         assert_eq!(board.flags(S), None);
-        let tenancy = Some(board.register(S, "a"));
+        let occupancy = Some(board.register(S, "a"));
         assert!(!board.flags(S).unwrap().is_healthy);
-        assert_eq!(board.update(S, tenancy, ProbeRecord::passed), Some(true));
-        assert_eq!(board.update(S, tenancy, |r| r.failed("one".into())), None);
-        assert_eq!(board.update(S, tenancy, ProbeRecord::passed), None);
-        assert_eq!(board.update(S, tenancy, |r| r.failed("one".into())), None);
+        assert_eq!(board.update(S, occupancy, ProbeRecord::passed), Some(true));
+        assert_eq!(board.update(S, occupancy, |r| r.failed("one".into())), None);
+        assert_eq!(board.update(S, occupancy, ProbeRecord::passed), None);
+        assert_eq!(board.update(S, occupancy, |r| r.failed("one".into())), None);
         assert!(board.health(S).unwrap().is_healthy);
         assert_eq!(
             board.update(S, None, |r| r.failed("two".into())),
@@ -440,7 +440,7 @@ mod tests {
             "a report of the data plane counts like a probe"
         );
         assert_eq!(board.health(S).unwrap().detail.as_deref(), Some("two"));
-        assert_eq!(board.update(S, tenancy, ProbeRecord::passed), Some(true));
+        assert_eq!(board.update(S, occupancy, ProbeRecord::passed), Some(true));
         assert_eq!(board.record(S).unwrap().failures_total, 3);
     }
 
@@ -448,21 +448,23 @@ mod tests {
     fn only_a_probe_that_was_not_refused_is_doubtful() {
         let board = HealthTable::new(1);
         let is_doubtful = || board.flags(S).unwrap().is_doubtful;
-        let tenancy = Some(board.register(S, "a"));
+        let occupancy = Some(board.register(S, "a"));
         assert!(!is_doubtful(), "not probed yet");
-        board.update(S, tenancy, ProbeRecord::passed);
+        board.update(S, occupancy, ProbeRecord::passed);
         for _ in 0..FAILURES_MAX {
             assert!(!is_doubtful(), "it is healthy");
-            board.update(S, tenancy, |r| r.probe_failed(Fault::Unwell, "slow".into()));
+            board.update(S, occupancy, |r| {
+                r.probe_failed(Fault::Unwell, "slow".into());
+            });
         }
         assert!(is_doubtful());
         board.update(S, None, |r| r.failed("a request failed".into()));
         assert!(is_doubtful(), "a request tells nothing of probes");
-        board.update(S, tenancy, |r| {
+        board.update(S, occupancy, |r| {
             r.probe_failed(Fault::Unreachable, "refused".into());
         });
         assert!(!is_doubtful());
-        board.update(S, tenancy, ProbeRecord::passed);
+        board.update(S, occupancy, ProbeRecord::passed);
         for _ in 0..FAILURES_MAX {
             board.update(S, None, |r| r.failed("a request failed".into()));
         }

@@ -454,8 +454,8 @@ impl Backends {
 
     /// Sets the health of `slot` without probing, for simulations and tests.
     pub fn assume(&self, slot: Slot, health: &Health) {
-        let tenancy = self.board.register(slot, &format!("slot-{slot}"));
-        self.board.update(slot, Some(tenancy), |record| {
+        let occupancy = self.board.register(slot, &format!("slot-{slot}"));
+        self.board.update(slot, Some(occupancy), |record| {
             record.is_healthy = health.is_healthy;
             record.detail.clone_from(&health.detail);
             record.metrics.waiting = Some(health.waiting);

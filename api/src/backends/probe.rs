@@ -82,7 +82,7 @@ impl Probe {
         match (client(), client()) {
             (Ok(liveness), Ok(mut words)) => {
                 self.ask_kind(&mut words).await;
-                tokio::join!(self.watch_liveness(liveness), self.watch_words(words));
+                tokio::join!(self.watch_liveness(liveness), self.poll_reports(words));
             }
             (Err(failure), _) | (_, Err(failure)) => {
                 self.stay
@@ -159,7 +159,7 @@ impl Probe {
         }
     }
 
-    async fn watch_words(&self, mut client: ProbeClient) {
+    async fn poll_reports(&self, mut client: ProbeClient) {
         let mut memory = FactsMemory::default();
         let mut models_due = Instant::now();
         let mut refusals = 0;
@@ -195,7 +195,7 @@ impl Probe {
             if !is_described && saw.models.is_some() {
                 is_described = self.describe(&mut client).await;
             }
-            self.tell_news(&mut memory, (&saw, rank));
+            self.report_changes(&mut memory, (&saw, rank));
             tokio::time::sleep(jittered(settings.interval)).await;
         }
     }
@@ -283,7 +283,7 @@ impl Probe {
         true
     }
 
-    fn tell_news(&self, memory: &mut FactsMemory, (saw, rank): (&EngineReading, Option<u16>)) {
+    fn report_changes(&self, memory: &mut FactsMemory, (saw, rank): (&EngineReading, Option<u16>)) {
         let registry = self.view.registry();
         let Some(known) = backend_at(&registry, self.stay.slot(), &self.url) else {
             // Removed or moved meanwhile: this reading belongs to another engine.

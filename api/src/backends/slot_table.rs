@@ -85,7 +85,7 @@ pub(super) fn backend_at<'a>(registry: &'a Registry, slot: Slot, url: &str) -> O
 pub struct Occupancy {
     backends: Arc<Backends>,
     slot: Slot,
-    tenancy: OccupancyId,
+    occupancy: OccupancyId,
 }
 
 impl Occupancy {
@@ -94,7 +94,7 @@ impl Occupancy {
         Self {
             backends: Arc::clone(backends),
             slot,
-            tenancy: backends.board.register(slot, &backend.spec.id),
+            occupancy: backends.board.register(slot, &backend.spec.id),
         }
     }
 
@@ -115,7 +115,7 @@ impl Occupancy {
 
     pub(super) fn update(&self, change: impl FnOnce(&mut ProbeRecord)) {
         let board = &self.backends.board;
-        let turned = board.update(self.slot, Some(self.tenancy), change);
+        let turned = board.update(self.slot, Some(self.occupancy), change);
         self.backends.changed();
         if let Some(is_healthy) = turned {
             self.backends.tell(self.slot, is_healthy);

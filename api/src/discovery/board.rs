@@ -47,7 +47,7 @@ struct SourceCard {
     answered_at_ms: Option<u64>,
     /// Why the last query failed.
     error: Option<String>,
-    looks: [u64; 2],
+    queries: [u64; 2],
     planned: PlannedCounts,
     /// Refused engines, from the source and from the plan.
     refused: Vec<RefusedEngine>,
@@ -162,13 +162,13 @@ impl DiscoveryBoard {
     }
 
     /// Records the result of querying a source.
-    pub(super) fn told(&self, id: &str, looked: Result<SourceReading, String>) {
+    pub(super) fn record_report(&self, id: &str, looked: Result<SourceReading, String>) {
         let at_ms = self.clock.unix_ms();
         let mut sources = self.lock();
         let Some(card) = sources.get_mut(id) else {
             return;
         };
-        card.looks[usize::from(looked.is_err())] += 1;
+        card.queries[usize::from(looked.is_err())] += 1;
         match looked {
             Ok(reading) => {
                 if card.error.take().is_some() {
@@ -192,7 +192,7 @@ impl DiscoveryBoard {
     }
 
     /// Records that a source responded without news.
-    pub(super) fn heard(&self, id: &str) {
+    pub(super) fn record_contact(&self, id: &str) {
         let at_ms = self.clock.unix_ms();
         if let Some(card) = self.lock().get_mut(id) {
             card.error = None;
@@ -317,7 +317,7 @@ impl Collector for DiscoveryMetrics {
             "Queries of this replica to a source, by outcome",
             "outcome",
             &OUTCOMES,
-            |card| &card.looks,
+            |card| &card.queries,
         )?;
         count(
             "quorate_discovery_changes",

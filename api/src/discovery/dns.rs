@@ -52,7 +52,7 @@ pub(super) async fn follow(
             Err(_) => source.interval.min(RETRY_MAX),
         };
         let looked = looked.map(|answer| reading(answer, template, dialer));
-        board.told(&template.source, looked);
+        board.record_report(&template.source, looked);
         tokio::time::sleep(wait.max(INTERVAL_MIN)).await;
     }
 }

@@ -53,7 +53,7 @@ pub(super) async fn follow(
         let mut seen = seen.lock().unwrap_or_else(PoisonError::into_inner);
         if *seen != Some(stamp) {
             *seen = Some(stamp);
-            board.told(&template.source, read(&path, &template, &dialer));
+            board.record_report(&template.source, read(&path, &template, &dialer));
         }
     };
     look_regularly(look, stop).await;

@@ -197,14 +197,14 @@ struct BoardInner {
 
 impl FigureBoard {
     /// Replaces this replica's figures.
-    pub fn tell(&self, figures: &ReplicaFigures) {
+    pub fn set_own(&self, figures: &ReplicaFigures) {
         let bytes = figures.encode().into();
         let mut inner = self.lock();
         inner.own = Some(*figures);
         inner.own_bytes = bytes;
     }
 
-    /// Returns this replica's encoded figures; empty before [`FigureBoard::tell`].
+    /// Returns this replica's encoded figures; empty before [`FigureBoard::set_own`].
     #[must_use]
     pub fn report(&self) -> Arc<[u8]> {
         Arc::clone(&self.lock().own_bytes)
@@ -220,7 +220,12 @@ impl FigureBoard {
     ///
     /// # Errors
     /// Returns [`FiguresError`] if the bytes are not a report.
-    pub fn hear(&self, peer: ReplicaId, report: &[u8], now: Instant) -> Result<(), FiguresError> {
+    pub fn receive(
+        &self,
+        peer: ReplicaId,
+        report: &[u8],
+        now: Instant,
+    ) -> Result<(), FiguresError> {
         let figures = ReplicaFigures::decode(report).ok_or(FiguresError)?;
         self.lock().heard.insert(peer, (now, figures));
         Ok(())

@@ -9,7 +9,7 @@ use state::ratios::TokenRatio;
 use super::reader::PromptReader;
 use super::{
     BlockUnit, ChainTail, ModelSettings, ParsedBody, Prompt, PromptBatch, PromptIdentity,
-    ReplySeam, ReplyShape, SpecialTokenCount, TokenScope, Tokenizer,
+    ReplyJoin, ReplyShape, SpecialTokenCount, TokenScope, Tokenizer,
 };
 use crate::isolation::CacheIsolation;
 
@@ -44,7 +44,7 @@ impl PromptReader {
         &self,
         parsed: &ParsedBody,
         ids: &[u32],
-        seam: Option<ReplySeam>,
+        seam: Option<ReplyJoin>,
     ) -> PromptIdentity {
         self.tokens(parsed, ids, self.cut_of(&parsed.model).tokens, seam)
     }
@@ -110,7 +110,7 @@ impl PromptReader {
         parsed: &ParsedBody,
         ids: &[u32],
         block_size: u32,
-        seam: Option<ReplySeam>,
+        seam: Option<ReplyJoin>,
     ) -> PromptIdentity {
         let scope = TokenScope {
             model: &parsed.model,

@@ -48,7 +48,7 @@ pub use further_fields::{BodyMember, FurtherFields, MEMBERS_MAX, members, name_h
 pub use multipart::{FormFields, read_form};
 pub use read::{is_read, parse, parse_routed};
 pub use reader::{ParsedRequest, PromptReader, ReadError, ReadRequest};
-pub use tokenize_client::{ReplyQuery, ReplySeam};
+pub use tokenize_client::{ReplyJoin, ReplyQuery};
 pub use tokenizer::{
     Fallback, ReplyBoundary, Tokenizer, TokenizerLoadError, TokenizerSpec, TokenizerSpecError,
     Vocabulary, tokenize_question,
@@ -61,7 +61,7 @@ pub(crate) use reader::TokenizingMetrics;
 pub(crate) use tokenizer::fuzzing;
 pub(crate) use tokenizer::{
     DEADLINE, EncodeError, Encoded, EngineTokenizer, TokenizeRequest, TokenizeResult,
-    TokenizerContent, question,
+    TokenizerContent, tokenize_request,
 };
 
 /// Content of a JSON body. Spans are byte ranges of the body.
@@ -258,7 +258,7 @@ pub struct ChainTail {
     pub tokens_per_block: u32,
     /// How the response's tokens join those of the prompt; `None` if unknown or if blocks consist
     /// of bytes.
-    pub seam: Option<ReplySeam>,
+    pub seam: Option<ReplyJoin>,
     /// Whether the engine counts more than the measured text.
     pub is_partial: bool,
     /// Whether the engine skips its cache, so that its cached tokens are not informative.

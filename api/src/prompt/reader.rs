@@ -25,11 +25,11 @@ use tokio::time::Instant;
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::read::no_model;
-use super::tokenize_client::{ReplyQuery, ReplySeam, TokenizeClient};
+use super::tokenize_client::{ReplyJoin, ReplyQuery, TokenizeClient};
 use super::{
     BlockUnit, BodyRejection, DEADLINE, EncodeError, Encoded, EngineTokenizer, Fallback,
     FormFields, ModelSettings, ParsedBody, Prompt, PromptIdentity, ReplyShape, SpecialTokenCount,
-    TokenizeRequest, Tokenizer, TokenizerContent, Truncation, parse_routed, question,
+    TokenizeRequest, Tokenizer, TokenizerContent, Truncation, parse_routed, tokenize_request,
 };
 use crate::backends::Backends;
 
@@ -312,16 +312,16 @@ impl PromptReader {
         };
         let outcome = match tokens {
             Ok(PromptTokens::Encoded(Encoded { ids, around, seam })) => {
-                self.take_tokens(read, ids, around, seam.map(ReplySeam::Here));
+                self.take_tokens(read, ids, around, seam.map(ReplyJoin::Local));
                 outcome
             }
-            Ok(PromptTokens::Asked(ids, question)) => {
+            Ok(PromptTokens::Asked(ids, tokenize_request)) => {
                 let (client, model) = (&self.client, &read.parsed.model);
                 let is_wanted = read.parsed.reply != ReplyShape::None && !tokenizer.has_files();
                 let asked = is_wanted
-                    .then(|| ReplyQuery::of(client, tokenizer, model, (&question, &ids)))
+                    .then(|| ReplyQuery::of(client, tokenizer, model, (&tokenize_request, &ids)))
                     .flatten();
-                let seam = asked.map(ReplySeam::Asked);
+                let seam = asked.map(ReplyJoin::FromEngine);
                 self.take_tokens(read, ids.to_vec(), SpecialTokenCount::default(), seam);
                 outcome
             }
@@ -353,8 +353,8 @@ impl PromptReader {
         let (how, here) = self.encode(tokenizer, path, body, salt).await?;
         let kind = xxh3_64(format!("{:?}", (path, &read.parsed.model)).as_bytes());
         let (is_sure, is_due) = {
-            let mut habits = remote.habits();
-            (habits.is_sure(kind), habits.is_due(kind))
+            let mut agreement = remote.agreement();
+            (agreement.is_sure(kind), agreement.is_due(kind))
         };
         let encoded = match here {
             Ok(PromptTokens::Encoded(encoded)) if is_due && !remote.is_busy() => encoded,
@@ -370,14 +370,14 @@ impl PromptReader {
         };
         let patience = if is_sure { CHECK_WAIT_MAX } else { DEADLINE };
         let asked = tokio::time::timeout(patience, self.ask(remote, path, body, read)).await;
-        let Ok(Ok(PromptTokens::Asked(ids, question))) = asked else {
+        let Ok(Ok(PromptTokens::Asked(ids, tokenize_request))) = asked else {
             return Ok((how, Ok(PromptTokens::Encoded(encoded))));
         };
         let is_same = encoded.ids[..] == ids[..];
-        remote.habits().saw(kind, is_same);
+        remote.agreement().saw(kind, is_same);
         let tokens = match is_same {
             true => PromptTokens::Encoded(encoded),
-            false => PromptTokens::Asked(ids, question),
+            false => PromptTokens::Asked(ids, tokenize_request),
         };
         Ok(("engine", Ok(tokens)))
     }
@@ -388,7 +388,7 @@ impl PromptReader {
         read: &mut ReadRequest,
         mut ids: Vec<u32>,
         around: SpecialTokenCount,
-        seam: Option<ReplySeam>,
+        seam: Option<ReplyJoin>,
     ) {
         let parsed = &read.parsed;
         let is_cut = |cut: Truncation| cut.cut(&mut ids, parsed.reply, around);
@@ -454,16 +454,16 @@ impl PromptReader {
         read: &ReadRequest,
     ) -> Result<PromptTokens, Fallback> {
         let model = &read.parsed.model;
-        let question = match question(path, model, body)? {
-            TokenizeRequest::Ask(question) => question,
+        let tokenize_request = match tokenize_request(path, model, body)? {
+            TokenizeRequest::Ask(tokenize_request) => tokenize_request,
             TokenizeRequest::Ids(ids) => return Ok(PromptTokens::Ids(ids)),
             TokenizeRequest::Nothing => return Ok(PromptTokens::Nothing),
         };
         let salt = read.parsed.cache_salt.as_deref().unwrap_or_default();
-        let ask = || self.client.ask(model, question.clone());
-        let tokens = remote.tokens(&question, salt, ask).await;
+        let ask = || self.client.ask(model, tokenize_request.clone());
+        let tokens = remote.tokens(&tokenize_request, salt, ask).await;
         let ids = tokens.ok_or(Fallback::Engine)?;
-        Ok(PromptTokens::Asked(ids, question))
+        Ok(PromptTokens::Asked(ids, tokenize_request))
     }
 }
 

@@ -27,11 +27,11 @@ const ANSWER_BYTES_MAX: usize = 16 * 1024 * 1024;
 
 /// How a response's tokens join those of its prompt.
 #[derive(Debug, Clone)]
-pub enum ReplySeam {
+pub enum ReplyJoin {
     /// Computed by a local tokenizer.
-    Here(ReplyBoundary),
+    Local(ReplyBoundary),
     /// Requested from an engine.
-    Asked(Arc<ReplyQuery>),
+    FromEngine(Arc<ReplyQuery>),
 }
 
 /// The query to an engine about a response, once its text is known.
@@ -41,7 +41,7 @@ pub struct ReplyQuery {
     tokenizer: Arc<Tokenizer>,
     model: String,
     /// Request that was sent for the prompt.
-    question: Bytes,
+    tokenize_request: Bytes,
     /// Token ids of the prompt, from the engine.
     ids: Arc<[u32]>,
 }
@@ -78,8 +78,8 @@ impl TokenizeClient {
 
     /// Sends `POST /tokenize` to one of the healthy engines that serve `model`. The request's hash
     /// selects it, so that the engines share the work.
-    pub(super) async fn ask(&self, model: &str, question: Bytes) -> TokenizeResult {
-        let Some(response) = self.send(model, question).await else {
+    pub(super) async fn ask(&self, model: &str, tokenize_request: Bytes) -> TokenizeResult {
+        let Some(response) = self.send(model, tokenize_request).await else {
             return TokenizeResult::Nothing;
         };
         match response.status() {
@@ -103,7 +103,7 @@ impl TokenizeClient {
         }
     }
 
-    async fn send(&self, model: &str, question: Bytes) -> Option<Response<EngineBody>> {
+    async fn send(&self, model: &str, tokenize_request: Bytes) -> Option<Response<EngineBody>> {
         let (handle, url, key) = {
             let registry = self.view.registry();
             let able: Vec<_> = registry
@@ -112,14 +112,14 @@ impl TokenizeClient {
                 .filter(|it| it.serves(model) && !it.draining && self.backends.is_up(&registry, it))
                 .collect();
             let count = u64::try_from(able.len()).ok().filter(|count| *count > 0)?;
-            let nth = usize::try_from(xxh3_64(&question) % count).ok()?;
+            let nth = usize::try_from(xxh3_64(&tokenize_request) % count).ok()?;
             let (handle, spec) = (able[nth].handle, &able[nth].spec);
             let key = self.backends.keys().of_probes(&spec.id, &spec.url);
             (handle, spec.url.clone(), key)
         };
         let endpoint = self.pool.endpoint(handle, &url).ok()?;
         let build = || {
-            let mut request = Request::new(Segments::from(question.clone()));
+            let mut request = Request::new(Segments::from(tokenize_request.clone()));
             *request.method_mut() = Method::POST;
             *request.uri_mut() = http::Uri::from_static("/tokenize");
             let headers = request.headers_mut();
@@ -135,22 +135,22 @@ impl TokenizeClient {
 }
 
 impl ReplyQuery {
-    /// Returns the query about a response to the prompt of `question`, whose tokens are `ids`.
-    /// `None` if responses do not continue that prompt.
+    /// Returns the query about a response to the prompt of `tokenize_request`, whose tokens are
+    /// `ids`. `None` if responses do not continue that prompt.
     pub(super) fn of(
         client: &Arc<TokenizeClient>,
         tokenizer: &Arc<Tokenizer>,
         model: &str,
-        (question, ids): (&Bytes, &Arc<[u32]>),
+        (tokenize_request, ids): (&Bytes, &Arc<[u32]>),
     ) -> Option<Arc<Self>> {
-        let asked: Value = serde_json::from_slice(question).ok()?;
+        let asked: Value = serde_json::from_slice(tokenize_request).ok()?;
         let is_open = asked.get("messages").is_none() || asked["add_generation_prompt"] == true;
         is_open.then(|| {
             Arc::new(Self {
                 client: Arc::clone(client),
                 tokenizer: Arc::clone(tokenizer),
                 model: model.to_owned(),
-                question: question.clone(),
+                tokenize_request: tokenize_request.clone(),
                 ids: Arc::clone(ids),
             })
         })
@@ -159,7 +159,7 @@ impl ReplyQuery {
     /// Returns the tokens that `reply` adds in the next turn, if an engine answers in time.
     pub(crate) async fn continuation(&self, reply: &str) -> Option<Vec<u32>> {
         let remote = self.tokenizer.remote()?;
-        let mut whole: Value = serde_json::from_slice(&self.question).ok()?;
+        let mut whole: Value = serde_json::from_slice(&self.tokenize_request).ok()?;
         let Some(messages) = whole.get_mut("messages").and_then(Value::as_array_mut) else {
             let prompt = whole["prompt"].as_str()?;
             whole["prompt"] = format!("{prompt}{reply}").into();
@@ -175,23 +175,23 @@ impl ReplyQuery {
         whole["add_generation_prompt"] = false.into();
         let alone = json!({"model": self.model, "prompt": reply, "add_special_tokens": false});
         let kind = self.kind_of(&whole, reply);
-        if !remote.habits().is_due(kind) {
+        if !remote.agreement().is_due(kind) {
             return self.ask(remote, &alone).await;
         }
         let (own, whole) = tokio::join!(self.ask(remote, &alone), self.ask(remote, &whole));
         let (own, whole) = (own?, whole?);
         let behind = self.behind_prompt(whole);
         let is_kept = behind.is_some_and(|behind| behind.starts_with(&own));
-        remote.habits().saw(kind, is_kept);
+        remote.agreement().saw(kind, is_kept);
         is_kept.then_some(own)
     }
 
-    async fn ask(&self, remote: &EngineTokenizer, question: &Value) -> Option<Vec<u32>> {
-        let question = question.to_string();
-        if question.len() > TOKENIZED_BYTES_MAX {
+    async fn ask(&self, remote: &EngineTokenizer, tokenize_request: &Value) -> Option<Vec<u32>> {
+        let tokenize_request = tokenize_request.to_string();
+        if tokenize_request.len() > TOKENIZED_BYTES_MAX {
             return None;
         }
-        let asked = self.client.ask(&self.model, question.into());
+        let asked = self.client.ask(&self.model, tokenize_request.into());
         remote.reply_tokens(asked).await
     }
 

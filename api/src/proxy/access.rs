@@ -88,12 +88,12 @@ impl AccessLog {
     }
 
     /// Returns the number of lines suppressed since the last one; `None` if this end is not logged.
-    fn may_say(&self, end: &EndedAccess<'_>) -> Option<u64> {
+    fn try_acquire(&self, end: &EndedAccess<'_>) -> Option<u64> {
         match self.logged {
             LoggedRequests::Off => None,
             LoggedRequests::All => Some(0),
-            LoggedRequests::Errors if end.is_failure() => self.failures.may_say(),
-            LoggedRequests::Errors if end.status >= 400 => self.refusals.may_say(),
+            LoggedRequests::Errors if end.is_failure() => self.failures.try_acquire(),
+            LoggedRequests::Errors if end.status >= 400 => self.refusals.try_acquire(),
             LoggedRequests::Errors => None,
         }
     }
@@ -142,7 +142,7 @@ macro_rules! line {
 impl AccessEntry {
     /// Writes the line of a completed request.
     pub(super) fn end(&self, end: &EndedAccess<'_>) {
-        let Some(suppressed) = self.log.may_say(end) else {
+        let Some(suppressed) = self.log.try_acquire(end) else {
             return;
         };
         let attempts = end.record.map(RequestRecord::attempts);

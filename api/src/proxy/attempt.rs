@@ -36,7 +36,7 @@ const REFUSAL_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// The outgoing request, common to all attempts.
 pub(super) struct OutgoingRequest<'a> {
-    pub(super) asked: &'a ProxiedRequest,
+    pub(super) proxied: &'a ProxiedRequest,
     pub(super) uri: Uri,
     pub(super) body: Segments,
     /// Body for engines that support salts, if the user's cached blocks must be isolated.
@@ -44,7 +44,7 @@ pub(super) struct OutgoingRequest<'a> {
     /// Body member that tells the decode engine where to get a prompt that another engine computed.
     pub(super) transfer: Option<Bytes>,
     /// Session shared with the engine that computes the prompt; `None` without bootstrap.
-    pub(super) meeting: Option<Arc<BootstrapSession>>,
+    pub(super) bootstrap_session: Option<Arc<BootstrapSession>>,
     pub(super) first_byte_by: Instant,
     pub(super) watched: WatchedRequest,
 }
@@ -53,14 +53,14 @@ impl OutgoingRequest<'_> {
     /// Returns the body for `backend`.
     pub(super) fn body_for(&self, proxy: &Proxy, backend: &Backend) -> Segments {
         let is_salted = self.salts(proxy, backend);
-        if !is_salted && self.asked.identity.isolation != CacheIsolation::None {
+        if !is_salted && self.proxied.identity.isolation != CacheIsolation::None {
             proxy.metrics.unsalted.inc();
         }
         let salted = self.salted.as_ref().filter(|_| is_salted);
         let body = salted.unwrap_or(&self.body).clone();
         match &self.transfer {
             None => body,
-            Some(member) => body.with_inserted(self.asked.parsed.insert_at, member.clone()),
+            Some(member) => body.with_inserted(self.proxied.parsed.insert_at, member.clone()),
         }
     }
 
@@ -69,19 +69,19 @@ impl OutgoingRequest<'_> {
         &self,
         step: impl Future<Output = Result<T, SendError>>,
     ) -> Result<T, SendError> {
-        let Some(meeting) = &self.meeting else {
+        let Some(bootstrap_session) = &self.bootstrap_session else {
             return step.await;
         };
         tokio::select! {
             biased;
-            () = meeting.failed.cancelled() => Err(SendError::WithoutPrompt),
+            () = bootstrap_session.failed.cancelled() => Err(SendError::WithoutPrompt),
             done = step => done,
         }
     }
 
     /// Whether `backend` receives the salt of the user's cached blocks.
     pub(super) fn salts(&self, proxy: &Proxy, backend: &Backend) -> bool {
-        let is_required = self.asked.identity.isolation == CacheIsolation::Required;
+        let is_required = self.proxied.identity.isolation == CacheIsolation::Required;
         self.salted.is_some() && (is_required || proxy.backends.knows_salts(backend))
     }
 }
@@ -319,9 +319,9 @@ pub(super) async fn attempt(
     mut attempt: Attempt,
     is_last: bool,
 ) -> AttemptResult {
-    let asked = sending.asked;
-    let trace = asked.trace_headers(attempt.trace());
-    let pending = PendingAttempt::of(attempt).meeting(sending.meeting.as_ref());
+    let proxied = sending.proxied;
+    let trace = proxied.trace_headers(attempt.trace());
+    let pending = PendingAttempt::of(attempt).bootstrap_session(sending.bootstrap_session.as_ref());
     let sent = {
         let request = Post {
             body: &|backend: &Backend| sending.body_for(proxy, backend),
@@ -330,7 +330,7 @@ pub(super) async fn attempt(
         };
         let (uri, to) = (&sending.uri, decision.backend);
         // Pinned here, because a function that takes and awaits a future by value stores it twice.
-        let send = pin!(post(proxy, sending.asked, uri, to, request));
+        let send = pin!(post(proxy, sending.proxied, uri, to, request));
         timeout_at(sending.first_byte_by, sending.with_prompt(send)).await
     };
     let (mut attempt, is_sent) = pending.over();
@@ -395,9 +395,9 @@ pub(super) fn note(
     (backend, name): (BackendRef, &str),
     failure: &AttemptError,
 ) {
-    let asked = sending.asked;
-    let request_id = asked.request_id.to_str().unwrap_or_default();
-    let trace_id = || asked.trace_id().map(tracing::field::display);
+    let proxied = sending.proxied;
+    let request_id = proxied.request_id.to_str().unwrap_or_default();
+    let trace_id = || proxied.trace_id().map(tracing::field::display);
     match failure {
         AttemptError::WithoutPrompt | AttemptError::TimedOutUnsent | AttemptError::TimedOut => {}
         AttemptError::Gone => {
@@ -425,7 +425,7 @@ pub(super) fn note(
 pub(super) struct PendingAttempt {
     attempt: Option<Attempt>,
     pub(super) is_sent: AtomicBool,
-    meeting: Option<Arc<BootstrapSession>>,
+    bootstrap_session: Option<Arc<BootstrapSession>>,
 }
 
 /// State shared by two engines that receive a request at once and exchange its KV cache.
@@ -445,13 +445,13 @@ impl PendingAttempt {
         Self {
             attempt: Some(attempt),
             is_sent: AtomicBool::new(false),
-            meeting: None,
+            bootstrap_session: None,
         }
     }
 
     /// Adds the session of the engine that computes the prompt at the same time.
-    fn meeting(mut self, meeting: Option<&Arc<BootstrapSession>>) -> Self {
-        self.meeting = meeting.cloned();
+    fn bootstrap_session(mut self, bootstrap_session: Option<&Arc<BootstrapSession>>) -> Self {
+        self.bootstrap_session = bootstrap_session.cloned();
         self
     }
 
@@ -465,8 +465,10 @@ impl PendingAttempt {
     /// Takes the attempt, after recording what is known about its prompt.
     fn take(&mut self) -> Option<Attempt> {
         let mut attempt = self.attempt.take()?;
-        let meeting = self.meeting.as_ref();
-        if let Some((at, usage)) = meeting.and_then(|meeting| meeting.computed.get()) {
+        let bootstrap_session = self.bootstrap_session.as_ref();
+        if let Some((at, usage)) =
+            bootstrap_session.and_then(|bootstrap_session| bootstrap_session.computed.get())
+        {
             attempt.prompt_computed(*usage, *at);
         }
         Some(attempt)
@@ -476,8 +478,9 @@ impl PendingAttempt {
 impl Drop for PendingAttempt {
     fn drop(&mut self) {
         if let Some(attempt) = self.take() {
-            let meeting = self.meeting.as_ref();
-            let is_computed = meeting.is_some_and(|meeting| meeting.is_sent.load(Relaxed));
+            let bootstrap_session = self.bootstrap_session.as_ref();
+            let is_computed = bootstrap_session
+                .is_some_and(|bootstrap_session| bootstrap_session.is_sent.load(Relaxed));
             let end = match self.is_sent.load(Relaxed) || is_computed {
                 true => AttemptEnd::ClientLeft,
                 false => AttemptEnd::NotRun,
@@ -500,7 +503,7 @@ pub(super) struct Post<'a> {
 /// Sends a client's request to the backend `to`.
 pub(super) async fn post(
     proxy: &Proxy,
-    asked: &ProxiedRequest,
+    proxied: &ProxiedRequest,
     uri: &Uri,
     to: BackendRef,
     post: Post<'_>,
@@ -518,14 +521,14 @@ pub(super) async fn post(
     drop(registry);
     let hop = Hop {
         trace: post.trace,
-        ..hop(proxy, asked, engine_key.as_ref(), rank)
+        ..hop(proxy, proxied, engine_key.as_ref(), rank)
     };
     let build = || {
         (post.sent)();
         let mut request = Request::new(body.clone());
         *request.method_mut() = Method::POST;
         *request.uri_mut() = uri.clone();
-        *request.headers_mut() = toward_engine(&asked.head.headers, endpoint.host(), &hop);
+        *request.headers_mut() = toward_engine(&proxied.head.headers, endpoint.host(), &hop);
         request
     };
     endpoint.send(&build).await
@@ -534,16 +537,16 @@ pub(super) async fn post(
 /// Returns the connection details that headers to an engine depend on.
 pub(super) fn hop<'a>(
     proxy: &'a Proxy,
-    asked: &'a ProxiedRequest,
+    proxied: &'a ProxiedRequest,
     engine_key: Option<&'a EngineHeaders>,
     rank: Option<u16>,
 ) -> Hop<'a> {
     Hop {
         rank,
         trace: None,
-        peer: &asked.peer,
-        version: asked.head.version,
-        request_id: &asked.request_id,
+        peer: &proxied.peer,
+        version: proxied.head.version,
+        request_id: &proxied.request_id,
         forward_credentials: proxy.settings.api_keys.is_none(),
         engine_key,
         strip: &proxy.settings.strip_headers,

@@ -86,7 +86,7 @@ impl PairResult {
 ///
 /// # Errors
 /// Fails if the prompt has broken too many engines by now. The attempt is over then.
-pub(super) async fn meet(
+pub(super) async fn run_pair(
     proxy: &Arc<Proxy>,
     sending: &mut OutgoingRequest<'_>,
     (decision, chosen): (&Decision, &PrefillDecision),
@@ -94,18 +94,23 @@ pub(super) async fn meet(
     is_last: bool,
 ) -> Result<PairResult, ProxyError> {
     let at_fault = chosen.backend.slot;
-    let members = members(proxy, sending, chosen);
+    let members = bootstrap_members(proxy, sending, chosen);
     let (Some(prefill), Some(members)) = (taken.take_prefill(), members) else {
         taken.end(AttemptEnd::NotRun, Instant::now());
         let result = AttemptResult::NotRun(NotRun::Unreachable);
         return Ok(PairResult::of(result, at_fault));
     };
-    let meeting = Arc::new(BootstrapSession::default());
+    let bootstrap_session = Arc::new(BootstrapSession::default());
     sending.transfer = Some(members);
-    sending.meeting = Some(Arc::clone(&meeting));
+    sending.bootstrap_session = Some(Arc::clone(&bootstrap_session));
     let began = Instant::now();
     let (result, prefilled) = {
-        let mut computing = pin!(compute(proxy, sending, (chosen, &prefill), &meeting));
+        let mut computing = pin!(compute(
+            proxy,
+            sending,
+            (chosen, &prefill),
+            &bootstrap_session
+        ));
         let mut answering = pin!(attempt(proxy, sending, decision, taken, is_last));
         let mut prefilled = None;
         let mut result = loop {
@@ -114,9 +119,11 @@ pub(super) async fn meet(
                 done = &mut computing, if prefilled.is_none() => {
                     match &done {
                         RemotePrefill::Computed(usage) => {
-                            meeting.computed.get_or_init(|| (Instant::now(), *usage));
+                            bootstrap_session.computed.get_or_init(|| (Instant::now(), *usage));
                         }
-                        RemotePrefill::Refused(..) | RemotePrefill::Failed(_) => meeting.failed.cancel(),
+                        RemotePrefill::Refused(..) | RemotePrefill::Failed(_) => {
+                            bootstrap_session.failed.cancel();
+                        }
                     }
                     prefilled = Some(done);
                 }
@@ -129,7 +136,7 @@ pub(super) async fn meet(
         {
             match until_computed(computing, response, sending.first_byte_by).await {
                 Ok(done) => prefilled = done,
-                Err(failure) => result = over(result, &failure),
+                Err(failure) => result = end_failed(result, &failure),
             }
         }
         (result, prefilled)
@@ -149,20 +156,24 @@ pub(super) async fn meet(
 }
 
 /// Returns the body members for both engines; `None` if the prefill backend is gone.
-fn members(proxy: &Proxy, sending: &OutgoingRequest<'_>, to: &PrefillDecision) -> Option<Bytes> {
+fn bootstrap_members(
+    proxy: &Proxy,
+    sending: &OutgoingRequest<'_>,
+    to: &PrefillDecision,
+) -> Option<Bytes> {
     let registry = proxy.view.registry();
     let backend = registry.backend(to.backend.slot)?;
     let url = EngineUrl::parse(&backend.spec.url).ok()?;
     let port = proxy.backends.bootstrap_port(backend);
     let rank = registry.rank(backend).map(|rank| RankOf {
         rank: rank.into(),
-        ranks: registry.ranks.around(to.backend.slot).len().max(1) as u64,
+        ranks: registry.ranks.slots_of_engine(to.backend.slot).len().max(1) as u64,
     });
     let host = match url.host() {
         v6 if v6.contains(':') => format!("[{v6}]"),
         host => host.to_owned(),
     };
-    let rooms = BootstrapRooms::count(sending.asked.head.uri.path(), &sending.asked.parsed)?;
+    let rooms = BootstrapRooms::count(sending.proxied.head.uri.path(), &sending.proxied.parsed)?;
     let room = || rank.map_or_else(draw, |rank| rank.room(draw()));
     Some(rooms.members(&host, port, room))
 }
@@ -172,19 +183,25 @@ async fn compute(
     proxy: &Proxy,
     sending: &OutgoingRequest<'_>,
     (chosen, prefill): (&PrefillDecision, &PrefillAttempt),
-    meeting: &BootstrapSession,
+    bootstrap_session: &BootstrapSession,
 ) -> RemotePrefill {
-    let mut trace = sending.asked.attempts(&chosen.name, "prefill");
-    let headers = sending.asked.trace_headers(trace.as_mut());
+    let mut trace = sending.proxied.attempts(&chosen.name, "prefill");
+    let headers = sending.proxied.trace_headers(trace.as_mut());
     let request = Post {
         body: &|backend| sending.body_for(proxy, backend),
         trace: headers.as_ref(),
         sent: &|| {
             prefill.sent();
-            meeting.is_sent.store(true, Relaxed);
+            bootstrap_session.is_sent.store(true, Relaxed);
         },
     };
-    let sent = post(proxy, sending.asked, &sending.uri, chosen.backend, request);
+    let sent = post(
+        proxy,
+        sending.proxied,
+        &sending.uri,
+        chosen.backend,
+        request,
+    );
     let done = match sent.await {
         Ok(answer) => read(answer).await,
         Err(error) => Err(error),
@@ -210,11 +227,11 @@ async fn read(answer: Response<EngineBody>) -> Result<RemotePrefill, SendError> 
     }
     let body = Limited::new(answer.into_body(), PREFILL_ANSWER_BYTES_MAX).collect();
     let body = body.await.map_err(|_| SendError::Ended)?.to_bytes();
-    Ok(judge(&body))
+    Ok(parse_prefill_response(&body))
 }
 
 /// Parses a prefill engine's response, either whole or a stream of events.
-fn judge(answer: &[u8]) -> RemotePrefill {
+fn parse_prefill_response(answer: &[u8]) -> RemotePrefill {
     let mut usage = None;
     let events = answer.split(|byte| *byte == b'\n');
     let events = events.filter_map(|line| line.strip_prefix(b"data:"));
@@ -252,7 +269,7 @@ async fn until_computed(
 }
 
 /// Ends an attempt that failed after the response head and before the body.
-fn over(result: AttemptResult, failure: &AttemptError) -> AttemptResult {
+fn end_failed(result: AttemptResult, failure: &AttemptError) -> AttemptResult {
     match result {
         AttemptResult::Answered(_, attempt) => {
             attempt.end(failure.end(), Instant::now());
@@ -337,7 +354,7 @@ fn without_prompt(
             failure.report(proxy, backend, user);
             prefill.end(failure.end());
             note(proxy, sending, (backend, &chosen.name), &failure);
-            if proxy.suspects.refuses(sending.asked) {
+            if proxy.suspects.refuses(sending.proxied) {
                 proxy.metrics.suspects_refused.inc();
                 return Err(ProxyError::BreaksBackends);
             }
@@ -363,7 +380,7 @@ mod tests {
     #[test]
     fn a_prefill_engine_tells_usage_or_an_error_whole_or_in_a_stream() {
         let usage = r#""usage":{"prompt_tokens":9,"completion_tokens":1,"prompt_tokens_details":{"cached_tokens":4}}"#;
-        let told = |answer: &str| match judge(answer.as_bytes()) {
+        let told = |answer: &str| match parse_prefill_response(answer.as_bytes()) {
             RemotePrefill::Computed(usage) => Some(usage.map(|usage| usage.cached_tokens)),
             RemotePrefill::Refused(..) | RemotePrefill::Failed(_) => None,
         };

@@ -21,7 +21,7 @@ const V6_CLIENT_BITS: u32 = 64;
 
 /// All connected clients.
 pub(super) struct ClientTable {
-    book: Mutex<ConnectionTable>,
+    connections: Mutex<ConnectionTable>,
     epoch: Instant,
     connections_per_address_max: AtomicUsize,
     requests_per_address_max: AtomicUsize,
@@ -31,9 +31,9 @@ pub(super) struct ClientTable {
 struct ConnectionTable {
     last: u64,
     /// Connections in the order in which they opened.
-    seats: BTreeMap<u64, Arc<ClientConnection>>,
+    by_id: BTreeMap<u64, Arc<ClientConnection>>,
     /// Counts of addresses with a connection.
-    shares: BTreeMap<IpAddr, Arc<AddressCounts>>,
+    by_address: BTreeMap<IpAddr, Arc<AddressCounts>>,
 }
 
 /// Open connections and requests of one client address.
@@ -47,12 +47,12 @@ struct AddressCounts {
 /// One connection.
 pub(super) struct ClientConnection {
     /// `None` if the address has no limit.
-    share: Option<Arc<AddressCounts>>,
+    address_counts: Option<Arc<AddressCounts>>,
     /// Number of requests whose response has not ended.
     open: AtomicUsize,
     /// Time at which the last request ended, in milliseconds since the epoch of the table.
     idle_since_ms: AtomicU64,
-    is_told: AtomicBool,
+    is_closing: AtomicBool,
     leave: Notify,
 }
 
@@ -61,19 +61,19 @@ pub(super) struct ConnectionGuard {
     clients: Arc<ClientTable>,
     address: IpAddr,
     id: u64,
-    pub(super) seat: Arc<ClientConnection>,
+    pub(super) connection: Arc<ClientConnection>,
 }
 
 /// Guard of a request on a connection, from its head to the end of its response.
 pub(super) struct ConnectionRequestGuard {
     clients: Arc<ClientTable>,
-    seat: Arc<ClientConnection>,
+    connection: Arc<ClientConnection>,
 }
 
 impl ClientTable {
     pub(super) fn new(connections_per_address_max: usize, requests_per_address_max: usize) -> Self {
         Self {
-            book: Mutex::default(),
+            connections: Mutex::default(),
             epoch: Instant::now(),
             connections_per_address_max: connections_per_address_max.into(),
             requests_per_address_max: requests_per_address_max.into(),
@@ -94,35 +94,36 @@ impl ClientTable {
 
     /// Registers a connection; `None` if its address has reached the limit. A connection that
     /// `is_exempt` serves many clients and has no limits.
-    pub(super) fn seat(
+    pub(super) fn register(
         self: &Arc<Self>,
         address: IpAddr,
         is_exempt: bool,
     ) -> Option<ConnectionGuard> {
         let address = client_of(address);
-        let mut book = self.book();
-        let share = (!is_exempt).then(|| Arc::clone(book.shares.entry(address).or_default()));
-        if let Some(share) = &share {
-            if share.connections() >= self.connections_per_address_max.load(Relaxed) {
+        let mut connections = self.connections();
+        let address_counts =
+            (!is_exempt).then(|| Arc::clone(connections.by_address.entry(address).or_default()));
+        if let Some(address_counts) = &address_counts {
+            if address_counts.connections() >= self.connections_per_address_max.load(Relaxed) {
                 return None;
             }
-            share.connections.fetch_add(1, Relaxed);
+            address_counts.connections.fetch_add(1, Relaxed);
         }
-        book.last += 1;
-        let id = book.last;
-        let seat = Arc::new(ClientConnection {
-            share,
+        connections.last += 1;
+        let id = connections.last;
+        let connection = Arc::new(ClientConnection {
+            address_counts,
             open: AtomicUsize::new(0),
             idle_since_ms: AtomicU64::new(self.now_ms()),
-            is_told: AtomicBool::new(false),
+            is_closing: AtomicBool::new(false),
             leave: Notify::new(),
         });
-        book.seats.insert(id, Arc::clone(&seat));
+        connections.by_id.insert(id, Arc::clone(&connection));
         Some(ConnectionGuard {
             clients: Arc::clone(self),
             address,
             id,
-            seat,
+            connection,
         })
     }
 
@@ -130,21 +131,24 @@ impl ClientTable {
     /// number. While an address has more than an equal share of all connections, only such
     /// addresses lose some. One with hundreds of connections thus cannot displace one with a few.
     pub(super) fn close_idle(&self, count: usize) -> usize {
-        let book = self.book();
-        let equal_share = book.equal_share();
-        let idle = book.seats.values().filter(|seat| seat.can_leave());
+        let connections = self.connections();
+        let equal_share = connections.equal_share();
+        let idle = connections
+            .by_id
+            .values()
+            .filter(|connection| connection.can_leave());
         let (above, within): (Vec<_>, Vec<_>) = idle
-            .map(|seat| (seat.idle_since_ms.load(Relaxed), seat))
-            .partition(|(_, seat)| seat.connections_of_address() > equal_share);
+            .map(|connection| (connection.idle_since_ms.load(Relaxed), connection))
+            .partition(|(_, connection)| connection.connections_of_address() > equal_share);
         let mut idle = if above.is_empty() { within } else { above };
         if count == 0 || idle.is_empty() {
             return 0;
         }
         let count = count.min(idle.len());
         idle.select_nth_unstable_by_key(count - 1, |(since, _)| *since);
-        for (_, seat) in &idle[..count] {
-            seat.is_told.store(true, Relaxed);
-            seat.leave.notify_one();
+        for (_, connection) in &idle[..count] {
+            connection.is_closing.store(true, Relaxed);
+            connection.leave.notify_one();
         }
         count
     }
@@ -153,9 +157,11 @@ impl ClientTable {
         u64::try_from(self.epoch.elapsed().as_millis()).unwrap_or(u64::MAX)
     }
 
-    fn book(&self) -> MutexGuard<'_, ConnectionTable> {
+    fn connections(&self) -> MutexGuard<'_, ConnectionTable> {
         // Every change leaves the table well formed.
-        self.book.lock().unwrap_or_else(PoisonError::into_inner)
+        self.connections
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -163,9 +169,9 @@ impl ConnectionTable {
     /// Returns the number of connections per address in an equal division, rounded down. Addresses
     /// without a limit count as one address.
     fn equal_share(&self) -> usize {
-        let limited: usize = self.shares.values().map(|it| it.connections()).sum();
-        let others = usize::from(limited < self.seats.len());
-        self.seats.len() / (self.shares.len() + others).max(1)
+        let limited: usize = self.by_address.values().map(|it| it.connections()).sum();
+        let others = usize::from(limited < self.by_id.len());
+        self.by_id.len() / (self.by_address.len() + others).max(1)
     }
 }
 
@@ -178,7 +184,9 @@ impl AddressCounts {
 impl ClientConnection {
     /// Returns the number of connections of the address; 0 if it has no limit.
     fn connections_of_address(&self) -> usize {
-        self.share.as_ref().map_or(0, |share| share.connections())
+        self.address_counts
+            .as_ref()
+            .map_or(0, |address_counts| address_counts.connections())
     }
 
     /// Whether no request is in flight.
@@ -187,7 +195,7 @@ impl ClientConnection {
     }
 
     fn can_leave(&self) -> bool {
-        self.is_idle() && !self.is_told.load(Relaxed)
+        self.is_idle() && !self.is_closing.load(Relaxed)
     }
 
     /// Waits until the connection is asked to close.
@@ -198,47 +206,48 @@ impl ClientConnection {
 
 impl ConnectionGuard {
     /// Begins a request. The second value is whether its address is within its limit.
-    pub(super) fn turn(&self) -> (ConnectionRequestGuard, bool) {
-        ConnectionRequestGuard::begin(&self.clients, &self.seat)
+    pub(super) fn begin_request(&self) -> (ConnectionRequestGuard, bool) {
+        ConnectionRequestGuard::begin(&self.clients, &self.connection)
     }
 }
 
 impl Drop for ConnectionGuard {
     fn drop(&mut self) {
-        let mut book = self.clients.book();
-        book.seats.remove(&self.id);
-        let Some(share) = &self.seat.share else {
+        let mut connections = self.clients.connections();
+        connections.by_id.remove(&self.id);
+        let Some(address_counts) = &self.connection.address_counts else {
             return;
         };
-        if share.connections.fetch_sub(1, Relaxed) == 1 {
-            book.shares.remove(&self.address);
+        if address_counts.connections.fetch_sub(1, Relaxed) == 1 {
+            connections.by_address.remove(&self.address);
         }
     }
 }
 
 impl ConnectionRequestGuard {
-    fn begin(clients: &Arc<ClientTable>, seat: &Arc<ClientConnection>) -> (Self, bool) {
-        seat.open.fetch_add(1, Relaxed);
-        let share = seat.share.as_ref();
-        let before = share.map(|share| share.requests.fetch_add(1, Relaxed));
+    fn begin(clients: &Arc<ClientTable>, connection: &Arc<ClientConnection>) -> (Self, bool) {
+        connection.open.fetch_add(1, Relaxed);
+        let address_counts = connection.address_counts.as_ref();
+        let before =
+            address_counts.map(|address_counts| address_counts.requests.fetch_add(1, Relaxed));
         let requests_max = clients.requests_per_address_max.load(Relaxed);
         let is_within = before.is_none_or(|before| before < requests_max);
-        let turn = Self {
+        let request_guard = Self {
             clients: Arc::clone(clients),
-            seat: Arc::clone(seat),
+            connection: Arc::clone(connection),
         };
-        (turn, is_within)
+        (request_guard, is_within)
     }
 }
 
 impl Drop for ConnectionRequestGuard {
     fn drop(&mut self) {
-        if let Some(share) = &self.seat.share {
-            share.requests.fetch_sub(1, Relaxed);
+        if let Some(address_counts) = &self.connection.address_counts {
+            address_counts.requests.fetch_sub(1, Relaxed);
         }
         let now_ms = self.clients.now_ms();
-        self.seat.idle_since_ms.store(now_ms, Relaxed);
-        self.seat.open.fetch_sub(1, Relaxed);
+        self.connection.idle_since_ms.store(now_ms, Relaxed);
+        self.connection.open.fetch_sub(1, Relaxed);
     }
 }
 
@@ -326,28 +335,35 @@ mod tests {
     #[test]
     fn an_address_has_its_share_and_a_network_of_ipv6_is_one_client() {
         let clients = Arc::new(ClientTable::new(2, 1));
-        let first = clients.seat(address("2001:db8::1"), false).unwrap();
-        let second = clients.seat(address("2001:db8::2:2"), false).unwrap();
-        assert!(clients.seat(address("2001:db8::3"), false).is_none());
-        let _other = clients.seat(address("2001:db8:0:1::1"), false).unwrap();
-        let _exempt = clients.seat(address("2001:db8::4"), true).unwrap();
-        let (turn, is_within) = first.turn();
+        let first = clients.register(address("2001:db8::1"), false).unwrap();
+        let second = clients.register(address("2001:db8::2:2"), false).unwrap();
+        assert!(clients.register(address("2001:db8::3"), false).is_none());
+        let _other = clients.register(address("2001:db8:0:1::1"), false).unwrap();
+        let _exempt = clients.register(address("2001:db8::4"), true).unwrap();
+        let (request_guard, is_within) = first.begin_request();
         assert!(is_within);
-        assert!(!second.turn().1, "one at a time, on whichever connection");
-        drop(turn);
-        assert!(second.turn().1);
+        assert!(
+            !second.begin_request().1,
+            "one at a time, on whichever connection"
+        );
+        drop(request_guard);
+        assert!(second.begin_request().1);
         drop(first);
-        let _third = clients.seat(address("2001:db8::3"), false).unwrap();
+        let _third = clients.register(address("2001:db8::3"), false).unwrap();
         drop(second);
-        assert_eq!(clients.book().shares.len(), 2);
+        assert_eq!(clients.connections().by_address.len(), 2);
     }
 
     #[test]
     fn an_ipv4_address_is_one_client_however_it_is_written() {
         let clients = Arc::new(ClientTable::new(1, 1));
-        let _first = clients.seat(address("192.0.2.7"), false).unwrap();
-        assert!(clients.seat(address("::ffff:192.0.2.7"), false).is_none());
-        assert!(clients.seat(address("192.0.2.8"), false).is_some());
+        let _first = clients.register(address("192.0.2.7"), false).unwrap();
+        assert!(
+            clients
+                .register(address("::ffff:192.0.2.7"), false)
+                .is_none()
+        );
+        assert!(clients.register(address("192.0.2.8"), false).is_some());
     }
 
     #[tokio::test(start_paused = true)]
@@ -355,18 +371,18 @@ mod tests {
         let clients = Arc::new(ClientTable::new(9, 9));
         let mut seated = Vec::new();
         for _ in 0..4 {
-            seated.push(clients.seat(address("192.0.2.7"), false).unwrap());
+            seated.push(clients.register(address("192.0.2.7"), false).unwrap());
             tokio::time::advance(std::time::Duration::from_millis(10)).await;
         }
-        let (turn, _) = seated[1].turn();
-        drop(seated[0].turn());
+        let (request_guard, _) = seated[1].begin_request();
+        drop(seated[0].begin_request());
         assert_eq!(clients.close_idle(1), 1);
-        let told = |at: usize| seated[at].seat.is_told.load(Relaxed);
+        let told = |at: usize| seated[at].connection.is_closing.load(Relaxed);
         assert_eq!([0, 1, 2, 3].map(told), [false, false, true, false]);
-        seated[2].seat.told_to_leave().await;
+        seated[2].connection.told_to_leave().await;
         assert_eq!(clients.close_idle(9), 2, "nobody is told twice");
         assert!(!told(1));
-        drop(turn);
+        drop(request_guard);
         assert_eq!(clients.close_idle(9), 1);
         assert_eq!(clients.close_idle(9), 0);
     }
@@ -374,13 +390,13 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn an_address_with_more_than_an_equal_share_makes_room_first() {
         let clients = Arc::new(ClientTable::new(99, 99));
-        let seat = |text: &str, is_exempt| clients.seat(address(text), is_exempt).unwrap();
-        let first = seat("192.0.2.1", false);
-        let balancer = seat("192.0.2.9", true);
+        let connect = |text: &str, is_exempt| clients.register(address(text), is_exempt).unwrap();
+        let first = connect("192.0.2.1", false);
+        let balancer = connect("192.0.2.9", true);
         tokio::time::advance(std::time::Duration::from_secs(60)).await;
-        let crowd: Vec<_> = (0..7).map(|_| seat("192.0.2.7", false)).collect();
+        let crowd: Vec<_> = (0..7).map(|_| connect("192.0.2.7", false)).collect();
         assert_eq!(clients.close_idle(4), 4);
-        let told = |guard: &ConnectionGuard| guard.seat.is_told.load(Relaxed);
+        let told = |guard: &ConnectionGuard| guard.connection.is_closing.load(Relaxed);
         assert_eq!(crowd.iter().filter(|guard| told(guard)).count(), 4);
         assert_eq!(clients.close_idle(4), 3, "no more than have too many");
         assert!(!told(&first) && !told(&balancer));

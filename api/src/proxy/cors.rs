@@ -109,7 +109,7 @@ impl OriginVerdict {
     }
 
     /// Adds the CORS headers to any response.
-    pub(super) fn tell(self, headers: &mut HeaderMap) {
+    pub(super) fn add_headers(self, headers: &mut HeaderMap) {
         let origin = match self {
             Self::Unasked => return,
             Self::Foreign => None,

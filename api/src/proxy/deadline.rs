@@ -28,7 +28,7 @@ const READINGS: [HeaderReader; 5] = [
 ];
 
 /// Returns how long the client waits; `None` if no header states it.
-pub(super) fn told(headers: &HeaderMap) -> Option<Duration> {
+pub(super) fn client_deadline(headers: &HeaderMap) -> Option<Duration> {
     let read = |(name, read): &HeaderReader| read(headers.get(*name)?.to_str().ok()?.trim());
     let told = READINGS.iter().filter_map(read);
     told.filter(|deadline| !deadline.is_zero()).min()
@@ -105,7 +105,7 @@ mod tests {
             ("grpc-timeout", "200m", 200),
             ("grpc-timeout", "1H", 3_600_000),
         ] {
-            let told = told(&headers(&[(name, value)]));
+            let told = client_deadline(&headers(&[(name, value)]));
             assert_eq!(told, Some(Duration::from_millis(ms)), "{name}: {value}");
         }
     }
@@ -114,23 +114,23 @@ mod tests {
     fn what_cannot_be_read_counts_nothing() {
         for value in ["", "0", "-1", "soon", "3h", "NaN", "1e400", "m", "5"] {
             let header = ("grpc-timeout", value);
-            let none = told(&headers(&[header]));
+            let none = client_deadline(&headers(&[header]));
             assert_eq!(none, None, "{value}");
         }
         for value in ["", "0", "-1", "soon", "3h", "NaN", "1e400", "inf", "0ms"] {
             assert_eq!(
-                told(&headers(&[("x-request-timeout", value)])),
+                client_deadline(&headers(&[("x-request-timeout", value)])),
                 None,
                 "{value}"
             );
         }
-        assert_eq!(told(&HeaderMap::new()), None);
+        assert_eq!(client_deadline(&HeaderMap::new()), None);
     }
 
     #[test]
     fn the_least_counts() {
         let both = headers(&[("x-stainless-timeout", "600"), ("x-request-timeout", "4s")]);
-        assert_eq!(told(&both), Some(Duration::from_secs(4)));
+        assert_eq!(client_deadline(&both), Some(Duration::from_secs(4)));
     }
 
     #[test]

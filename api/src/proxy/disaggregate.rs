@@ -101,8 +101,8 @@ pub(super) async fn disaggregate(
     };
     let began = Instant::now();
     let pending = PendingAttempt::of(attempt);
-    let mut trace = sending.asked.attempts(&chosen.name, "prefill");
-    let headers = sending.asked.trace_headers(trace.as_mut());
+    let mut trace = sending.proxied.attempts(&chosen.name, "prefill");
+    let headers = sending.proxied.trace_headers(trace.as_mut());
     let to = (chosen, &prefill);
     let prefilled = compute(proxy, sending, to, (&pending, headers.as_ref())).await;
     if let Some(trace) = trace {
@@ -147,7 +147,7 @@ async fn compute(
     };
     let asked = async {
         let to = chosen.backend;
-        let answer = post(proxy, sending.asked, &sending.uri, to, request).await?;
+        let answer = post(proxy, sending.proxied, &sending.uri, to, request).await?;
         read(answer).await
     };
     match timeout_at(until.min(sending.first_byte_by), asked).await {
@@ -193,7 +193,7 @@ fn settle(
                 false => backends.report_no_answer(backend, Some(user), now),
             }
             prefill.end(AttemptEnd::NotRun);
-            attempt.computes_alone();
+            attempt.fall_back_to_single_backend();
             None
         }
         Prefilled::Failed(failure) => {
@@ -203,12 +203,12 @@ fn settle(
             }
             prefill.end(failure.end());
             note(proxy, sending, (backend, &chosen.name), &failure);
-            if proxy.suspects.refuses(sending.asked) {
+            if proxy.suspects.refuses(sending.proxied) {
                 proxy.metrics.suspects_refused.inc();
                 attempt.end(AttemptEnd::Failed, now);
                 return Err(ProxyError::BreaksBackends);
             }
-            attempt.computes_alone();
+            attempt.fall_back_to_single_backend();
             None
         }
     };
@@ -217,9 +217,9 @@ fn settle(
 
 /// Returns the body for a prefill engine: the client's, but for one token.
 fn prefill_body(sending: &OutgoingRequest<'_>, is_salted: bool) -> Segments {
-    let asked = sending.asked;
-    let salt = asked.parsed.cache_salt.as_deref().filter(|_| is_salted);
-    one_token(asked.head.uri.path(), &asked.body, salt).into()
+    let proxied = sending.proxied;
+    let salt = proxied.parsed.cache_salt.as_deref().filter(|_| is_salted);
+    one_token(proxied.head.uri.path(), &proxied.body, salt).into()
 }
 
 fn one_token(path: &str, body: &[u8], salt: Option<&str>) -> Bytes {

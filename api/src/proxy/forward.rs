@@ -20,7 +20,7 @@ use xxhash_rust::xxh3::xxh3_64;
 use super::Proxy;
 use super::answer_source::AnswerSource;
 use super::attempt::{AttemptResult, NotRun, OutgoingRequest, attempt};
-use super::bootstrap_rooms::meet;
+use super::bootstrap_rooms::run_pair;
 use super::dialect::Dialect;
 use super::disaggregate::disaggregate;
 use super::durable_charge::WithheldEnd;
@@ -59,27 +59,27 @@ pub(super) enum ForwardResult {
 
 pub(super) async fn forward(
     proxy: &Arc<Proxy>,
-    asked: &Arc<ProxiedRequest>,
-    ledger: &mut RequestMetricsGuard,
+    proxied: &Arc<ProxiedRequest>,
+    request_metrics: &mut RequestMetricsGuard,
 ) -> Result<ForwardResult, ProxyError> {
-    let (mut sending, wanted) = prepare(proxy, asked, ledger)?;
+    let (mut sending, wanted) = prepare(proxy, proxied, request_metrics)?;
     let mut excluded: Vec<Slot> = Vec::new();
     let mut tried = 0;
     let mut last = None;
     loop {
         let arrived = Instant::now();
-        let (decision, taken) = match admit(proxy, asked, &excluded).await {
+        let (decision, taken) = match admit(proxy, proxied, &excluded).await {
             Ok(admitted) => admitted,
             Err(why) => return last.map_or(Err(why), give_up),
         };
         if tried == 0 {
-            ledger.routed(arrived.elapsed());
+            request_metrics.routed(arrived.elapsed());
         }
         sending.first_byte_by = Instant::now() + proxy.settings.timeouts.first_byte;
         sending.watched.sent();
         let is_last = tried + 1 >= proxy.settings.attempts_max;
         let sent = send(proxy, &mut sending, &decision, taken, is_last).await?;
-        excluded.extend(sent.out);
+        excluded.extend(sent.failed_prefill);
         match sent.result {
             AttemptResult::Answered(response, attempt) => {
                 if sending.transfer.is_some() {
@@ -90,12 +90,12 @@ pub(super) async fn forward(
                 return Ok(ForwardResult::Relayed(relayed));
             }
             AttemptResult::Lost(failure) => return Err(failure),
-            AttemptResult::NotRun(how) if is_last || sent.is_final => return give_up(how),
-            AttemptResult::NotRun(how) if how.was_load() && !ledger.may_retry() => {
+            AttemptResult::NotRun(reason) if is_last || sent.is_final => return give_up(reason),
+            AttemptResult::NotRun(reason) if reason.was_load() && !request_metrics.may_retry() => {
                 proxy.metrics.retries_refused.inc();
-                return give_up(how);
+                return give_up(reason);
             }
-            AttemptResult::NotRun(how) => last = Some(how),
+            AttemptResult::NotRun(reason) => last = Some(reason),
         }
         proxy.metrics.retries.inc();
         tried += 1;
@@ -109,29 +109,29 @@ pub(super) async fn forward(
 /// if the request has broken two backends.
 pub(super) fn prepare<'a>(
     proxy: &Arc<Proxy>,
-    asked: &'a ProxiedRequest,
-    ledger: &mut RequestMetricsGuard,
+    proxied: &'a ProxiedRequest,
+    request_metrics: &mut RequestMetricsGuard,
 ) -> Result<(OutgoingRequest<'a>, WantedUsage), ProxyError> {
-    if proxy.suspects.refuses(asked) {
+    if proxy.suspects.refuses(proxied) {
         proxy.metrics.suspects_refused.inc();
         return Err(ProxyError::BreaksBackends);
     }
-    ledger.spends(proxy.budget.begin(&asked.parsed.model));
-    Ok(outgoing(proxy, asked))
+    request_metrics.spends(proxy.budget.begin(&proxied.parsed.model));
+    Ok(outgoing(proxy, proxied))
 }
 
 /// Waits for a backend and records the result in the request's record and spans.
 pub(super) async fn admit(
     proxy: &Proxy,
-    asked: &Arc<ProxiedRequest>,
+    proxied: &Arc<ProxiedRequest>,
     excluded: &[Slot],
 ) -> Result<(Decision, Attempt), ProxyError> {
     let arrived = Instant::now();
-    let waits = asked.trace.as_ref().and_then(|trace| trace.waits());
-    let admitted = match proxy.admission.admit(asked, excluded).await {
+    let waits = proxied.trace.as_ref().and_then(|trace| trace.waits());
+    let admitted = match proxy.admission.admit(proxied, excluded).await {
         Ok(admitted) => admitted,
         Err(why) => {
-            let why = refusal(proxy, why, asked);
+            let why = refusal(proxy, why, proxied);
             if let Some(waits) = waits {
                 waits.refused(rescue(&why).code);
             }
@@ -141,8 +141,8 @@ pub(super) async fn admit(
     let waited = arrived.elapsed();
     let decided = admitted.decided();
     let (decision, mut attempt) = admitted.into_parts();
-    attempt.traces(trace(asked, &decision, waits.zip(decided)));
-    if let Some(record) = &asked.record {
+    attempt.traces(trace(proxied, &decision, waits.zip(decided)));
+    if let Some(record) = &proxied.record {
         proxy.decisions.decided(record, &decision, waited);
     }
     Ok((decision, attempt))
@@ -150,11 +150,11 @@ pub(super) async fn admit(
 
 /// Writes the decision's span and returns the span of the attempt that follows.
 fn trace(
-    asked: &ProxiedRequest,
+    proxied: &ProxiedRequest,
     decision: &Decision,
     admitted: Option<(WaitTrace, DecisionTimes)>,
 ) -> Option<AttemptTrace> {
-    let trace = asked.trace.as_ref()?;
+    let trace = proxied.trace.as_ref()?;
     let (waits, DecisionTimes { began, ended }) = admitted?;
     waits.admitted(began);
     trace.decided(&TracedDecision {
@@ -176,7 +176,7 @@ struct SentRequest {
     /// Time at which the request was sent to the backend that responds.
     at: Instant,
     /// A prefill backend that did not compute the prompt. It is excluded from now on.
-    out: Option<Slot>,
+    failed_prefill: Option<Slot>,
     /// The backend at fault, if it is known and the request was not run.
     at_fault: Option<Slot>,
     /// Whether trying another backend is pointless.
@@ -191,20 +191,20 @@ async fn send(
     mut taken: Attempt,
     is_last: bool,
 ) -> Result<SentRequest, ProxyError> {
-    let parsed = &sending.asked.parsed;
+    let parsed = &sending.proxied.parsed;
     let hidden = hidden(parsed).filter(|_| !parsed.stream);
-    (sending.transfer, sending.meeting) = (None, None);
+    (sending.transfer, sending.bootstrap_session) = (None, None);
     let prefill = decision.prefill.as_ref();
     if let Some(chosen) = prefill.filter(|chosen| chosen.handover == Handover::Room) {
         let at = Instant::now();
-        taken.hides(hidden);
+        taken.set_hidden_output(hidden);
         // Large and rare, so it should not be part of every request's future.
-        let met = Box::pin(meet(proxy, sending, (decision, chosen), taken, is_last));
+        let met = Box::pin(run_pair(proxy, sending, (decision, chosen), taken, is_last));
         let met = met.await?;
         return Ok(SentRequest {
             result: met.result,
             at,
-            out: None,
+            failed_prefill: None,
             at_fault: Some(met.at_fault),
             is_final: met.is_final,
         });
@@ -213,15 +213,15 @@ async fn send(
         None => (taken, None),
         Some(_) => Box::pin(disaggregate(proxy, sending, decision, taken)).await?,
     };
-    let out = prefill.filter(|_| transfer.is_none());
+    let failed_prefill = prefill.filter(|_| transfer.is_none());
     sending.transfer = transfer;
-    taken.hides(hidden);
+    taken.set_hidden_output(hidden);
     sending.watched.sent();
     let at = Instant::now();
     Ok(SentRequest {
         result: attempt(proxy, sending, decision, taken, is_last).await,
         at,
-        out: out.map(|prefill| prefill.backend.slot),
+        failed_prefill: failed_prefill.map(|prefill| prefill.backend.slot),
         at_fault: None,
         is_final: false,
     })
@@ -230,37 +230,37 @@ async fn send(
 /// Returns the request as backends receive it, and which usage reports its client requested.
 fn outgoing<'a>(
     proxy: &Arc<Proxy>,
-    asked: &'a ProxiedRequest,
+    proxied: &'a ProxiedRequest,
 ) -> (OutgoingRequest<'a>, WantedUsage) {
-    let path = asked.head.uri.path();
+    let path = proxied.head.uri.path();
     let (body, wanted) = splice(
         proxy.settings.usage_splice,
         path,
-        &asked.parsed,
-        &asked.body,
+        &proxied.parsed,
+        &proxied.body,
     );
-    let uri = asked
+    let uri = proxied
         .head
         .uri
         .path_and_query()
         .cloned()
         .map_or_else(Uri::default, Uri::from);
     let sending = OutgoingRequest {
-        asked,
+        proxied,
         uri,
-        salted: salted(&asked.parsed, asked.identity.isolation, &body),
+        salted: salted(&proxied.parsed, proxied.identity.isolation, &body),
         body,
         transfer: None,
-        meeting: None,
+        bootstrap_session: None,
         first_byte_by: Instant::now(),
-        watched: proxy.suspects.watch(asked),
+        watched: proxy.suspects.watch(proxied),
     };
     (sending, wanted)
 }
 
 /// Returns the backend to exclude after a request was not run.
-fn fault(decision: &Decision, sending: &OutgoingRequest<'_>, how: Option<&NotRun>) -> Slot {
-    match (how, &decision.prefill) {
+fn fault(decision: &Decision, sending: &OutgoingRequest<'_>, reason: Option<&NotRun>) -> Slot {
+    match (reason, &decision.prefill) {
         // The transfer may be at fault. The same backend may still compute the prompt itself.
         (Some(NotRun::Refused(_)), Some(prefill)) if sending.transfer.is_some() => {
             prefill.backend.slot
@@ -270,10 +270,10 @@ fn fault(decision: &Decision, sending: &OutgoingRequest<'_>, how: Option<&NotRun
 }
 
 /// Excludes a failed backend, or all ranks of an unreachable engine.
-fn exclude(proxy: &Proxy, slot: Slot, how: Option<&NotRun>, excluded: &mut Vec<Slot>) {
+fn exclude(proxy: &Proxy, slot: Slot, reason: Option<&NotRun>, excluded: &mut Vec<Slot>) {
     excluded.push(slot);
-    if let Some(NotRun::Unreachable) = how {
-        excluded.extend_from_slice(proxy.view.registry().ranks.around(slot));
+    if let Some(NotRun::Unreachable) = reason {
+        excluded.extend_from_slice(proxy.view.registry().ranks.slots_of_engine(slot));
     }
 }
 
@@ -288,10 +288,10 @@ pub(super) fn hidden(parsed: &ParsedBody) -> Option<HiddenOutput> {
 }
 
 /// Converts the reason why a request was not admitted into the client's error.
-fn refusal(proxy: &Proxy, why: AdmissionRejection, asked: &ProxiedRequest) -> ProxyError {
+fn refusal(proxy: &Proxy, why: AdmissionRejection, proxied: &ProxiedRequest) -> ProxyError {
     match why {
         AdmissionRejection::NoBackend(RoutingRejection::UnknownModel) => ProxyError::UnknownModel {
-            model: shown_model(&asked.parsed.model),
+            model: shown_model(&proxied.parsed.model),
         },
         AdmissionRejection::NoBackend(RoutingRejection::NoneHealthy) => ProxyError::NoneHealthy,
         AdmissionRejection::NoBackend(RoutingRejection::NoneOffered) => ProxyError::NoneOffered,
@@ -300,11 +300,11 @@ fn refusal(proxy: &Proxy, why: AdmissionRejection, asked: &ProxiedRequest) -> Pr
         AdmissionRejection::NoBackend(RoutingRejection::NotSeparable) => ProxyError::NotSeparable,
         AdmissionRejection::NoBackend(RoutingRejection::NoPrefill) => ProxyError::NoPrefill,
         AdmissionRejection::NoBackend(RoutingRejection::AllTried) => ProxyError::Unreachable,
-        AdmissionRejection::NoBackend(RoutingRejection::TooLarge) => too_long(proxy, asked),
+        AdmissionRejection::NoBackend(RoutingRejection::TooLarge) => too_long(proxy, proxied),
         AdmissionRejection::NoBackend(RoutingRejection::AtLimit) => ProxyError::Overloaded,
         AdmissionRejection::OverLimit(over) => over_limit(over),
         AdmissionRejection::QueueFull { retry_after_ms } => ProxyError::QueueFull {
-            retry_after_ms: jittered(retry_after_ms, asked),
+            retry_after_ms: jittered(retry_after_ms, proxied),
         },
         AdmissionRejection::TooLate {
             wait_ms,
@@ -312,10 +312,10 @@ fn refusal(proxy: &Proxy, why: AdmissionRejection, asked: &ProxiedRequest) -> Pr
         } => ProxyError::TooLate {
             wait_ms,
             wait_ms_max,
-            retry_after_ms: jittered(wait_ms, asked),
+            retry_after_ms: jittered(wait_ms, proxied),
         },
         AdmissionRejection::WaitedTooLong { retry_after_ms } => ProxyError::WaitedTooLong {
-            retry_after_ms: jittered(retry_after_ms, asked),
+            retry_after_ms: jittered(retry_after_ms, proxied),
         },
         AdmissionRejection::Leaving => ProxyError::Leaving,
     }
@@ -345,11 +345,11 @@ fn over_budget(period: &'static str, retry_after_ms: u64) -> ProxyError {
 }
 
 /// Returns the error for a prompt that is too long for every engine.
-fn too_long(proxy: &Proxy, asked: &ProxiedRequest) -> ProxyError {
-    let identity = &asked.identity;
+fn too_long(proxy: &Proxy, proxied: &ProxiedRequest) -> ProxyError {
+    let identity = &proxied.identity;
     let tokens = u64::from(identity.tokens);
     let registry = proxy.view.registry();
-    let (model, per_block) = (&asked.parsed.model, identity.tail.tokens_per_block);
+    let (model, per_block) = (&proxied.parsed.model, identity.tail.tokens_per_block);
     let longest = context_tokens_max(&registry, &proxy.backends, model, per_block);
     ProxyError::ContextTooLong {
         tokens,
@@ -360,9 +360,9 @@ fn too_long(proxy: &Proxy, asked: &ProxiedRequest) -> ProxyError {
 
 /// Returns the `retry-after` time: `wait_ms` plus up to half of it. The addition depends on the
 /// request id, so that clients rejected together do not return together.
-fn jittered(wait_ms: u64, asked: &ProxiedRequest) -> u64 {
+fn jittered(wait_ms: u64, proxied: &ProxiedRequest) -> u64 {
     let wait_ms = wait_ms.clamp(RETRY_AFTER_MS_LEAST, RETRY_AFTER_MS_MAX);
-    wait_ms + xxh3_64(asked.request_id.as_bytes()) % (wait_ms / 2)
+    wait_ms + xxh3_64(proxied.request_id.as_bytes()) % (wait_ms / 2)
 }
 
 /// Returns the response to a request for which no other backend is tried.
@@ -379,24 +379,24 @@ pub(super) fn relay(
     mut attempt: Attempt,
     wanted: WantedUsage,
 ) -> Response<SharedResponseBody> {
-    let asked = sending.asked;
+    let proxied = sending.proxied;
     let (mut head, body) = response.into_parts();
-    let dialect = Dialect::of(asked.head.uri.path());
+    let dialect = Dialect::of(proxied.head.uri.path());
     let content = content(head.status, &head.headers, dialect, wanted);
     let is_stream = matches!(content, BodyKind::Events { .. });
-    attempt.comes_as(AnswerForm::of(asked.head.uri.path(), is_stream));
+    attempt.set_response_form(AnswerForm::of(proxied.head.uri.path(), is_stream));
     let attempt = match content {
         BodyKind::Error { .. } => {
             attempt.end(end_of_error(proxy, head.status), Instant::now());
             None
         }
         BodyKind::Events { .. } => {
-            attempt.hides(None);
+            attempt.set_hidden_output(None);
             Some(attempt)
         }
         BodyKind::Document { .. } | BodyKind::Opaque => {
             let is_whole_at_once = matches!(content, BodyKind::Document { .. });
-            attempt.hides(hidden(&asked.parsed).map(|hidden| HiddenOutput {
+            attempt.set_hidden_output(hidden(&proxied.parsed).map(|hidden| HiddenOutput {
                 is_whole_at_once,
                 ..hidden
             }));

@@ -169,7 +169,7 @@ pub(super) fn clean_answer(headers: &mut HeaderMap) {
 }
 
 /// Returns the client's request id if it is safe to forward and log.
-pub(super) fn told_request_id(client: &HeaderMap) -> Option<&HeaderValue> {
+pub(super) fn client_request_id(client: &HeaderMap) -> Option<&HeaderValue> {
     let is_fit = |id: &&HeaderValue| {
         (1..=REQUEST_ID_BYTES_MAX).contains(&id.len())
             && id.as_bytes().iter().all(u8::is_ascii_graphic)
@@ -179,7 +179,7 @@ pub(super) fn told_request_id(client: &HeaderMap) -> Option<&HeaderValue> {
 
 /// Returns the client's request id, or a new one of 32 hex digits.
 pub(super) fn request_id(client: &HeaderMap) -> HeaderValue {
-    if let Some(id) = told_request_id(client) {
+    if let Some(id) = client_request_id(client) {
         return id.clone();
     }
     const DIGITS: &[u8; 16] = b"0123456789abcdef";

@@ -277,7 +277,7 @@ pub(super) struct RequestMetricsGuard {
     trace: Option<Arc<RequestTrace>>,
     stage: RequestStage,
     /// Guard of the connection and its address.
-    _turn: Option<ConnectionRequestGuard>,
+    _request_guard: Option<ConnectionRequestGuard>,
     /// Guard of the user.
     counted: Option<UserRequestGuard>,
     /// Guard of the model's retry budget.
@@ -298,7 +298,10 @@ enum RequestStage {
 }
 
 impl RequestMetricsGuard {
-    pub(super) fn open(metrics: &Arc<ProxyMetrics>, turn: Option<ConnectionRequestGuard>) -> Self {
+    pub(super) fn open(
+        metrics: &Arc<ProxyMetrics>,
+        request_guard: Option<ConnectionRequestGuard>,
+    ) -> Self {
         metrics.reading.inc();
         Self {
             metrics: Arc::clone(metrics),
@@ -313,7 +316,7 @@ impl RequestMetricsGuard {
             access: None,
             trace: None,
             stage: RequestStage::Reading,
-            _turn: turn,
+            _request_guard: request_guard,
             counted: None,
             spending: None,
             model: None,
@@ -505,12 +508,12 @@ mod tests {
         let metrics = Arc::new(ProxyMetrics::default());
         let mut registry = Registry::default();
         metrics.register(&mut registry);
-        let mut ledger = RequestMetricsGuard::open(&metrics, None);
+        let mut request_metrics = RequestMetricsGuard::open(&metrics, None);
         tokio::time::advance(Duration::from_secs(3)).await;
-        ledger.is_read(1).unwrap();
+        request_metrics.is_read(1).unwrap();
         tokio::time::advance(Duration::from_secs(2)).await;
-        ledger.first_byte();
-        drop(ledger);
+        request_metrics.first_byte();
+        drop(request_metrics);
         let mut page = String::new();
         prometheus_client::encoding::text::encode(&mut page, &registry).unwrap();
         for line in ["ttft_seconds_sum 2.0", "duration_seconds_sum 5.0"] {

@@ -277,21 +277,21 @@ impl Proxy {
     async fn answer(
         self: Arc<Self>,
         peer: HeaderValue,
-        (turn, is_within): (ConnectionRequestGuard, bool),
+        (request_guard, is_within): (ConnectionRequestGuard, bool),
         request: Request<Incoming>,
     ) -> Response<AnswerBody> {
         if let Some(told) = self.startup.probe(request.method(), request.uri().path()) {
             return told.map(|body| AnswerBody(AnswerBodyKind::Local(Some(body))));
         }
-        let mut ledger = RequestMetricsGuard::open(&self.metrics, Some(turn));
+        let mut request_metrics = RequestMetricsGuard::open(&self.metrics, Some(request_guard));
         let id = request_id(request.headers());
         let asked = (request.method(), request.uri(), request.headers());
         let trace = begin_trace(&self.settings, asked, &id);
-        ledger.traces(trace.clone());
+        request_metrics.traces(trace.clone());
         let span = {
             let trace_id = LazyCell::new(|| trace_id(trace.as_ref(), request.headers()));
             let asked = (request.method(), request.uri());
-            ledger.logs(self.access.begin(&id, asked, || *trace_id));
+            request_metrics.logs(self.access.begin(&id, asked, || *trace_id));
             tracing::debug_span!(
                 "request",
                 request_id = id.to_str().unwrap_or_default(),
@@ -309,27 +309,27 @@ impl Proxy {
         let mut user = None;
         let handled = async {
             if !is_within {
-                ledger.is_refused();
+                request_metrics.is_refused();
                 request::read_on(&self, &head, body).await;
                 return Err(ProxyError::AddressAtLimit);
             }
             if let Some(answer) = origin.preflight(&head.method, &head.headers) {
                 return Ok(ForwardResult::Held(answer));
             }
-            let request = (head, body);
-            let from = (peer, id.clone(), trace);
-            self.handle(from, request, &mut ledger, &mut user).await
+            let (from, request) = ((peer, id.clone(), trace), (head, body));
+            self.handle(from, request, &mut request_metrics, &mut user)
+                .await
         };
         let handled = handled.instrument(span).await;
         let mut response = match handled {
-            Ok(answer) => self.passed_on(answer, version, ledger),
+            Ok(answer) => self.passed_on(answer, version, request_metrics),
             Err(failure) => {
                 let failure = self.startup.doubt(failure);
-                failed(&failure, dialect, version, ledger)
+                failed(&failure, dialect, version, request_metrics)
             }
         };
         self.sign(response.headers_mut(), (dialect, id), (ignored, user));
-        origin.tell(response.headers_mut());
+        origin.add_headers(response.headers_mut());
         response
     }
 
@@ -344,7 +344,7 @@ impl Proxy {
         expose.origin(headers, dialect, id, &self.replica);
         expose.ignored(headers, ignored);
         if let Some(left) = user.and_then(|user| self.admission.limits_left(user)) {
-            ratelimit::tell(headers, &left);
+            ratelimit::add_headers(headers, &left);
         }
     }
 
@@ -352,13 +352,13 @@ impl Proxy {
         &self,
         answer: ForwardResult,
         version: Version,
-        mut ledger: RequestMetricsGuard,
+        mut request_metrics: RequestMetricsGuard,
     ) -> Response<AnswerBody> {
         match answer {
             ForwardResult::Relayed(response) => {
-                ledger.answered(response.status());
+                request_metrics.answered(response.status());
                 response.map(|relay| {
-                    lock(&relay).account(ledger);
+                    lock(&relay).account(request_metrics);
                     AnswerBody(self.body(relay, version))
                 })
             }
@@ -370,7 +370,7 @@ impl Proxy {
                 } else {
                     RequestOutcome::Local
                 };
-                local(response, outcome, ledger)
+                local(response, outcome, request_metrics)
             }
         }
     }
@@ -389,7 +389,7 @@ impl Proxy {
         self: &Arc<Self>,
         (peer, request_id, trace): (HeaderValue, HeaderValue, Option<Arc<RequestTrace>>),
         (head, mut body): (http::request::Parts, Incoming),
-        ledger: &mut RequestMetricsGuard,
+        request_metrics: &mut RequestMetricsGuard,
         user: &mut Option<UserKey>,
     ) -> Result<ForwardResult, ProxyError> {
         let (held_bytes_max, requests_max) = {
@@ -403,7 +403,7 @@ impl Proxy {
                 return self.models(&holder, id.as_deref()).map(ForwardResult::Held);
             }
             Ok(Intake::Stored(holder)) => {
-                ledger.is_read(requests_max)?;
+                request_metrics.is_read(requests_max)?;
                 let trace_id = trace_id(trace.as_ref(), &head.headers);
                 let trace = trace.map(|trace| trace.headers());
                 let from = RequestContext {
@@ -416,7 +416,7 @@ impl Proxy {
             }
             Err(failure) => {
                 drop(held);
-                ledger.is_refused();
+                request_metrics.is_refused();
                 if failure != ProxyError::BodyTimeout {
                     request::read_on(self, &head, body).await;
                 }
@@ -424,7 +424,7 @@ impl Proxy {
             }
         };
         drop(body);
-        ledger.is_read(requests_max)?;
+        request_metrics.is_read(requests_max)?;
         let arrived = ArrivedRequest {
             head,
             body: body_bytes,
@@ -434,15 +434,15 @@ impl Proxy {
             endpoints: None,
             trace,
         };
-        let asked = self.understand(arrived, ledger, user).await?;
-        forward(self, &Arc::new(asked), ledger).await
+        let proxied = self.parse(arrived, request_metrics, user).await?;
+        forward(self, &Arc::new(proxied), request_metrics).await
     }
 
     /// Parses a request that has arrived, and opens its record and counts.
-    async fn understand(
+    async fn parse(
         &self,
         arrived: ArrivedRequest,
-        ledger: &mut RequestMetricsGuard,
+        request_metrics: &mut RequestMetricsGuard,
         user: &mut Option<UserKey>,
     ) -> Result<ProxiedRequest, ProxyError> {
         let ArrivedRequest {
@@ -462,14 +462,14 @@ impl Proxy {
         *user = Some(read.user.key(self.requests.hash_seed()));
         let model = &read.parsed.model;
         let is_served = || self.view.registry().names_model(model);
-        ledger.is_for(self.metrics.models.meter(model, is_served));
+        request_metrics.is_for(self.metrics.models.meter(model, is_served));
         if let Some(trace) = &trace {
             trace.asks(&read.traced(path));
         }
         let record = self.decisions.open(&read, &request_id, path);
-        ledger.records(record.clone());
+        request_metrics.records(record.clone());
         let counted = self.users.count(read.user.as_str());
-        ledger.counts(counted.ok_or(ProxyError::UserAtLimit)?);
+        request_metrics.counts(counted.ok_or(ProxyError::UserAtLimit)?);
         Ok(ProxiedRequest {
             head,
             body,
@@ -560,13 +560,13 @@ fn failed(
     failure: &ProxyError,
     dialect: Dialect,
     version: Version,
-    mut ledger: RequestMetricsGuard,
+    mut request_metrics: RequestMetricsGuard,
 ) -> Response<AnswerBody> {
     let told = rescue(failure);
-    ledger.fails(told.code);
+    request_metrics.fails(told.code);
     if told.status.is_server_error() {
         // The text quotes nothing from the request.
-        ledger.fails_because(failure.to_string());
+        request_metrics.fails_because(failure.to_string());
     }
     let mut response = dialect.response(failure);
     if *failure == ProxyError::BadKey && version <= Version::HTTP_11 {
@@ -577,7 +577,7 @@ fn failed(
         true => RequestOutcome::Refused,
         false => RequestOutcome::Failed,
     };
-    local(response, outcome, ledger)
+    local(response, outcome, request_metrics)
 }
 
 /// Converts a limit to the type of gauges.
@@ -588,10 +588,10 @@ fn signed(limit: usize) -> i64 {
 fn local(
     response: Response<Bytes>,
     outcome: RequestOutcome,
-    mut ledger: RequestMetricsGuard,
+    mut request_metrics: RequestMetricsGuard,
 ) -> Response<AnswerBody> {
-    ledger.answered(response.status());
-    ledger.ends(outcome);
+    request_metrics.answered(response.status());
+    request_metrics.ends(outcome);
     response.map(|body| {
         AnswerBody(AnswerBodyKind::Local(
             Some(body).filter(|body| !body.is_empty()),

@@ -17,7 +17,7 @@ use super::bootstrap::BootstrapRooms;
 use super::cluster_keys::ClusterKeys;
 use super::deadline;
 use super::encoding::BodyEncoding;
-use super::headers::told_request_id;
+use super::headers::client_request_id;
 use super::identify::{Client, IdentifiedUser, RequestOrigin, UserSource, check_key, identify};
 use super::keys::Holder;
 use super::request::{check_head, priority, refuse_websocket};
@@ -126,7 +126,7 @@ impl ClientRequest {
 /// answer in its own room.
 fn stages(path: &str, parsed: &ParsedBody) -> RequestStages {
     let is_completion = matches!(path, "/v1/chat/completions" | "/v1/completions");
-    if is_told(path) {
+    if needs_no_compute(path) {
         RequestStages::Nothing
     } else if !is_completion || parsed.insert_at == 0 {
         RequestStages::Whole
@@ -140,7 +140,7 @@ fn stages(path: &str, parsed: &ParsedBody) -> RequestStages {
 }
 
 /// Whether requests to this path need no computation by an engine.
-fn is_told(path: &str) -> bool {
+fn needs_no_compute(path: &str) -> bool {
     matches!(
         path,
         "/tokenize"
@@ -222,9 +222,7 @@ impl RequestReader {
         let IdentifiedUser { name, source } = identified?;
         check_user_model(&self.view, name.as_str(), &request.parsed.model)?;
         let priority = priority(headers, self.settings.priority_max)?;
-        let isolation = self
-            .keep_apart(head.path, &name, &mut request, body)
-            .await?;
+        let isolation = self.isolate(head.path, &name, &mut request, body).await?;
         // Tokenize once, from the body that the engine receives.
         let ReadRequest {
             parsed,
@@ -234,7 +232,7 @@ impl RequestReader {
         identity.isolation = isolation;
         let request = ClientRequest {
             preferences: self.decider.preferences(headers)?,
-            deadline: deadline::told(headers),
+            deadline: deadline::client_deadline(headers),
             stages: stages(head.path, &parsed),
             priority,
             user: name,
@@ -282,12 +280,12 @@ impl RequestReader {
     /// generate one.
     #[must_use]
     pub fn told_id<'a>(&self, headers: &'a HeaderMap) -> Option<&'a str> {
-        told_request_id(headers)?.to_str().ok()
+        client_request_id(headers)?.to_str().ok()
     }
 
     /// Hashes the prompt of a user with its own cache scope in that scope, and returns the
     /// isolation that engines must provide.
-    async fn keep_apart(
+    async fn isolate(
         &self,
         path: &str,
         user: &UserName,

@@ -17,7 +17,7 @@ use super::routes::shown_path;
 use super::settings::ProxySettings;
 use crate::admission::AdmissionRequest;
 use crate::routing::{OfferedEndpoints, RoutingRequest};
-use crate::traces::{AttemptTrace, RequestTrace, TraceHeaders, told_trace_id};
+use crate::traces::{AttemptTrace, RequestTrace, TraceHeaders, client_trace_id};
 
 /// A request with its whole body, before it is parsed.
 pub(super) struct ArrivedRequest {
@@ -49,7 +49,7 @@ pub(super) fn begin_trace(
 pub(super) fn trace_id(trace: Option<&Arc<RequestTrace>>, headers: &HeaderMap) -> Option<TraceId> {
     match trace {
         Some(trace) => Some(trace.trace_id()),
-        None => told_trace_id(headers),
+        None => client_trace_id(headers),
     }
 }
 

@@ -21,7 +21,7 @@ const TOKENS: LimitHeaders = [
 
 /// Adds the remainders of the user's limits, if any, to a response. They replace those that an
 /// engine reports about its own limits.
-pub(super) fn tell(headers: &mut HeaderMap, left: &LimitsLeft) {
+pub(super) fn add_headers(headers: &mut HeaderMap, left: &LimitsLeft) {
     for (names, limit) in [(REQUESTS, &left.requests), (TOKENS, &left.tokens)] {
         let Some(limit) = limit else {
             continue;
@@ -57,7 +57,7 @@ mod tests {
                 reset_ms: 1200,
             }),
         };
-        tell(&mut headers, &left);
+        add_headers(&mut headers, &left);
         assert_eq!(headers.len(), 3);
         assert_eq!(headers["x-ratelimit-limit-tokens"], "100");
         assert_eq!(headers["x-ratelimit-remaining-tokens"], "40");

@@ -120,7 +120,7 @@ pub(super) struct ResponseBody {
 struct RequestAccounting {
     /// `None` once the attempt has ended.
     attempt: Option<Attempt>,
-    ledger: Option<RequestMetricsGuard>,
+    request_metrics: Option<RequestMetricsGuard>,
     /// Outcome of the request once the client has received everything.
     outcome: Option<RequestOutcome>,
     has_begun: bool,
@@ -171,7 +171,7 @@ impl RequestAccounting {
     /// Notes that all output was seen.
     fn is_all_seen(&mut self) {
         if let Some(attempt) = &mut self.attempt {
-            attempt.hides(None);
+            attempt.set_hidden_output(None);
         }
     }
 
@@ -192,8 +192,10 @@ impl RequestAccounting {
 
     /// Completes the accounting after the client has received everything.
     fn settle(&mut self) {
-        if let (Some(outcome), Some(mut ledger)) = (self.outcome, self.ledger.take()) {
-            ledger.ends(outcome);
+        if let (Some(outcome), Some(mut request_metrics)) =
+            (self.outcome, self.request_metrics.take())
+        {
+            request_metrics.ends(outcome);
         }
     }
 }
@@ -212,7 +214,7 @@ impl ResponseBody {
             content,
             accounting: RequestAccounting {
                 attempt,
-                ledger: None,
+                request_metrics: None,
                 outcome: None,
                 has_begun: false,
                 choices: ChoiceTokens::default(),
@@ -247,8 +249,8 @@ impl ResponseBody {
     }
 
     /// Attaches the request's metrics guard. A response without a body ends here.
-    pub(super) fn account(&mut self, ledger: RequestMetricsGuard) {
-        self.accounting.ledger = Some(ledger);
+    pub(super) fn account(&mut self, request_metrics: RequestMetricsGuard) {
+        self.accounting.request_metrics = Some(request_metrics);
         if self.engine.is_end_stream() {
             self.begin();
             self.accounting
@@ -260,17 +262,17 @@ impl ResponseBody {
 
     /// Records the first byte.
     fn begin(&mut self) {
-        let books = &mut self.accounting;
-        if !std::mem::replace(&mut books.has_begun, true)
-            && let Some(attempt) = &mut books.attempt
+        let accounting = &mut self.accounting;
+        if !std::mem::replace(&mut accounting.has_begun, true)
+            && let Some(attempt) = &mut accounting.attempt
         {
             let now = Instant::now();
             attempt.first_byte(now);
             if let BodyKind::Events { .. } = self.content {
                 attempt.first_token(now);
             }
-            books
-                .ledger
+            accounting
+                .request_metrics
                 .iter_mut()
                 .for_each(RequestMetricsGuard::first_byte);
         }
@@ -279,11 +281,11 @@ impl ResponseBody {
     /// Accepts a frame and returns the bytes for the client.
     fn take_in(&mut self, data: Bytes) -> Result<Option<Bytes>, ResponseBodyError> {
         self.begin();
-        let books = &mut self.accounting;
+        let accounting = &mut self.accounting;
         self.idle_timeout.restart(self.answer_idle);
         let passed = match &mut self.content {
             BodyKind::Events { events, .. } => {
-                events.push(data, &mut |findings| books.note(findings))
+                events.push(data, &mut |findings| accounting.note(findings))
             }
             BodyKind::Document { document, .. } => {
                 document.push(data.clone());
@@ -296,8 +298,11 @@ impl ResponseBody {
                 Some(data)
             }
         };
-        if let (Some(passed), Some(ledger)) = (&passed, &books.ledger) {
-            ledger.metrics().answer_bytes.inc_by(passed.len() as u64);
+        if let (Some(passed), Some(request_metrics)) = (&passed, &accounting.request_metrics) {
+            request_metrics
+                .metrics()
+                .answer_bytes
+                .inc_by(passed.len() as u64);
         }
         let is_last = self.engine.is_end_stream();
         let passed = if self.withheld.is_on() && (is_last || self.content.is_done()) {
@@ -364,9 +369,9 @@ impl ResponseBody {
     fn poll_withheld(&mut self, cx: &mut Context<'_>) -> Poll<Option<AnswerPiece>> {
         let released = ready!(self.withheld.poll_released(cx));
         if !released.is_confirmed {
-            let ledger = self.accounting.ledger.iter();
-            ledger.for_each(|ledger| {
-                ledger.metrics().charges_unconfirmed.inc();
+            let request_metrics = self.accounting.request_metrics.iter();
+            request_metrics.for_each(|request_metrics| {
+                request_metrics.metrics().charges_unconfirmed.inc();
             });
         }
         self.is_over = true;
@@ -380,8 +385,8 @@ impl ResponseBody {
             slot,
             watched,
         } = &self.source;
-        if let Some(ledger) = &mut self.accounting.ledger {
-            ledger.fails_because(why.to_string());
+        if let Some(request_metrics) = &mut self.accounting.request_metrics {
+            request_metrics.fails_because(why.to_string());
         }
         if matches!(why, ResponseBodyError::Engine(_)) {
             proxy.backends.report_failure(*slot);

@@ -39,7 +39,7 @@ use crate::tls::{
 const REAP_INTERVAL: Duration = Duration::from_secs(1);
 /// Time for which connections stay open after the drain has begun, for requests that are already in
 /// transit. At most a quarter of the deadline.
-const LINGER: Duration = Duration::from_millis(250);
+const DRAIN_GRACE: Duration = Duration::from_millis(250);
 /// Pause after a failed accept. The usual cause, a lack of descriptors, persists for a while.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 /// Interval in which at most one log line reports failed accepts.
@@ -140,13 +140,13 @@ impl Server {
         let stop = ShutdownSignals {
             leaving,
             drain,
-            linger: LINGER.min(deadline() / 4),
+            drain_grace: DRAIN_GRACE.min(deadline() / 4),
             cut: CancellationToken::new(),
         };
         let mut door = Acceptor {
             listener,
             room: Arc::new(Semaphore::new(proxy.settings.limits.connections_max)),
-            knocking: None,
+            pending: None,
         };
         let builder = Arc::new(builder(&proxy));
         let failures = LogRateLimit::new(1, ACCEPT_TOLD_EVERY);
@@ -167,7 +167,7 @@ impl Server {
                     Ok(Some(accepted)) => { tracker.spawn(context().serve(accepted)); }
                     Ok(None) => {}
                     Err(error) => {
-                        if let Some(suppressed) = failures.may_say() {
+                        if let Some(suppressed) = failures.try_acquire() {
                             tracing::warn!(%error, suppressed, "accept failed");
                         }
                         proxy.close_idle(EVICTED_AT_ONCE);
@@ -185,12 +185,12 @@ impl Server {
         tracker.close();
         let deadline = deadline();
         // Requests that still wait for a backend are refused, so that clients can go elsewhere.
-        let farewell = FAREWELL.min(deadline / 4);
-        let finished = timeout(deadline.saturating_sub(farewell), tracker.wait()).await;
+        let reject_before = REJECT_BEFORE_DEADLINE.min(deadline / 4);
+        let finished = timeout(deadline.saturating_sub(reject_before), tracker.wait()).await;
         if finished.is_err() {
-            proxy.admission.leave_all();
+            proxy.admission.reject_all();
             // The tracker shows what is left.
-            let _: Result<(), _> = timeout(farewell, tracker.wait()).await;
+            let _: Result<(), _> = timeout(reject_before, tracker.wait()).await;
         }
         let cut = tracker.len();
         stop.cut.cancel();
@@ -208,7 +208,7 @@ struct Acceptor {
     listener: TcpListener,
     room: Arc<Semaphore>,
     /// Connection accepted before there was room for it.
-    knocking: Option<(TcpStream, IpAddr)>,
+    pending: Option<(TcpStream, IpAddr)>,
 }
 
 /// A client's connection with its guard and permit.
@@ -223,17 +223,17 @@ impl Acceptor {
     /// Returns the next connection; `None` if its address has reached its limit. Closes the longest
     /// idle connections while there is no room. Cancellation safe.
     async fn accept(&mut self, proxy: &Proxy) -> io::Result<Option<Accepted>> {
-        if self.knocking.is_none() {
+        if self.pending.is_none() {
             let (stream, peer) = self.listener.accept().await?;
-            self.knocking = Some((stream, peer.ip().to_canonical()));
+            self.pending = Some((stream, peer.ip().to_canonical()));
         }
         let room = self.room(proxy).await?;
-        let Some((stream, peer)) = self.knocking.take() else {
+        let Some((stream, peer)) = self.pending.take() else {
             return Ok(None);
         };
         let trusted = &proxy.settings.trusted_proxies;
         let is_exempt = trusted.iter().any(|prefix| prefix.contains(peer));
-        let Some(seated) = proxy.clients.seat(peer, is_exempt) else {
+        let Some(seated) = proxy.clients.register(peer, is_exempt) else {
             proxy.metrics.connections_refused.inc();
             return Ok(None);
         };
@@ -295,7 +295,7 @@ fn builder(proxy: &Proxy) -> auto::Builder<TrackedExecutor> {
 }
 
 /// Time before a drain's deadline at which waiting requests are refused.
-const FAREWELL: Duration = Duration::from_millis(500);
+const REJECT_BEFORE_DEADLINE: Duration = Duration::from_millis(500);
 
 /// Signals for the steps of a shutdown.
 #[derive(Clone)]
@@ -307,7 +307,7 @@ struct ShutdownSignals {
     /// Close everything.
     cut: CancellationToken,
     /// Time for which a connection without a request may still send one after `drain`.
-    linger: Duration,
+    drain_grace: Duration,
 }
 
 impl ShutdownSignals {
@@ -331,7 +331,7 @@ impl ConnectionContext {
     async fn secure(
         &self,
         stream: TcpStream,
-        seat: &ClientConnection,
+        client: &ClientConnection,
         asked: &ConnectionRequests,
     ) -> Result<MaybeTls<WriteTimeoutSocket<TcpStream>>, TlsAcceptError> {
         let timeouts = self.proxy.settings.timeouts;
@@ -345,7 +345,7 @@ impl ConnectionContext {
         let handshake = tls::accept(stream, config, &NO_TLS, timed);
         let limit = timeouts.first_request;
         // Large and short-lived, so it should not be part of a connection's future.
-        let secured = Box::pin(shake_hands(handshake, seat, &self.stop.cut, limit));
+        let secured = Box::pin(shake_hands(handshake, client, &self.stop.cut, limit));
         let secured = secured.await;
         if secured.is_err() {
             self.proxy.metrics.tls_handshakes_failed.inc();
@@ -361,9 +361,9 @@ impl ConnectionContext {
             _room,
         } = accepted;
         let _open = ConnectionGaugeGuard::connection(&self.proxy.metrics.connections);
-        let seat = Arc::clone(&seated.seat);
+        let client = Arc::clone(&seated.connection);
         let asked = Arc::new(ConnectionRequests::default());
-        let stream = match self.secure(stream, &seat, &asked).await {
+        let stream = match self.secure(stream, &client, &asked).await {
             Ok(stream) => stream,
             Err(error) => {
                 tracing::debug!(%peer, %error, "connection ended before it was served");
@@ -381,14 +381,14 @@ impl ConnectionContext {
             tokio::select! {
                 biased;
                 ended = connection.as_mut() => break ended,
-                () = seat.told_to_leave(), if !is_evicted => {
+                () = client.told_to_leave(), if !is_evicted => {
                     (is_evicted, is_waiting) = (true, true);
                     connection.as_mut().graceful_shutdown();
                     patience.as_mut().reset(Instant::now() + EVICTED_WITHIN);
                 }
                 () = &mut patience, if is_waiting => {
                     if is_evicted {
-                        if seat.is_idle() {
+                        if client.is_idle() {
                             break Ok(());
                         }
                         patience.as_mut().reset(Instant::now() + EVICTED_WITHIN);
@@ -408,7 +408,7 @@ impl ConnectionContext {
                         biased;
                         ended = connection.as_mut() => break ended,
                         () = stop.cut.cancelled() => break Ok(()),
-                        () = sleep(stop.linger) => connection.as_mut().graceful_shutdown(),
+                        () = sleep(stop.drain_grace) => connection.as_mut().graceful_shutdown(),
                     }
                     break tokio::select! {
                         biased;
@@ -427,14 +427,14 @@ impl ConnectionContext {
 /// Waits for a handshake until its limit, or until the connection is evicted or cut.
 async fn shake_hands<S>(
     handshake: impl Future<Output = Result<MaybeTls<S>, TlsAcceptError>>,
-    seat: &ClientConnection,
+    client: &ClientConnection,
     cut: &CancellationToken,
     limit: Duration,
 ) -> Result<MaybeTls<S>, TlsAcceptError> {
     let why = tokio::select! {
         biased;
         done = handshake => return done,
-        () = seat.told_to_leave() => io::ErrorKind::ConnectionAborted,
+        () = client.told_to_leave() => io::ErrorKind::ConnectionAborted,
         () = cut.cancelled() => io::ErrorKind::ConnectionAborted,
         () = sleep(limit) => io::ErrorKind::TimedOut,
     };
@@ -461,12 +461,13 @@ fn service(
         // HTTP/2 uses GOAWAY instead of this header.
         let can_close = request.version() <= Version::HTTP_11;
         asked.note(!can_close);
-        let (proxy, peer, turn) = (Arc::clone(&proxy), peer.clone(), seated.turn());
+        let (proxy, peer, request_guard) =
+            (Arc::clone(&proxy), peer.clone(), seated.begin_request());
         let (asked, stop) = (Arc::clone(&asked), stop.clone());
         async move {
             // Boxed, because even an idle connection reserves room for this future. Created inside,
             // because a future that is captured and awaited is stored and moved twice.
-            let mut response = Box::pin(proxy.answer(peer, turn, request)).await;
+            let mut response = Box::pin(proxy.answer(peer, request_guard, request)).await;
             asked.written.is(response.body().relay());
             if can_close && stop.is_leaving() {
                 response.headers_mut().insert(CONNECTION, CLOSE);

@@ -65,10 +65,10 @@ pub(super) async fn forward_stored(
     from: RequestContext<'_>,
 ) -> Result<ForwardResult, ProxyError> {
     let mut was_silent = false;
-    for keeper in keepers(proxy) {
+    for backend in storing_backends(proxy) {
         let asked = async {
             if holder.has_some_models(&proxy.view) {
-                let response = ask(proxy, &keeper, &reading(head), from).await?;
+                let response = ask(proxy, &backend, &reading(head), from).await?;
                 if is_elsewhere(response.status()) {
                     return Ok(Ok(response));
                 }
@@ -77,7 +77,7 @@ pub(super) async fn forward_stored(
                     return Ok(Err(refusal));
                 }
             }
-            ask(proxy, &keeper, head, from).await.map(Ok)
+            ask(proxy, &backend, head, from).await.map(Ok)
         };
         match timeout(ENGINE_TIMEOUT, asked).await {
             Ok(Ok(Err(refusal))) => return Err(refusal),
@@ -85,10 +85,10 @@ pub(super) async fn forward_stored(
                 // Read to the end, so that the connection can be reused.
                 drop(read_refusal(response).await);
             }
-            Ok(Ok(Ok(response))) => return Ok(relay(proxy, &keeper, response)),
+            Ok(Ok(Ok(response))) => return Ok(relay(proxy, &backend, response)),
             Ok(Err(SendError::Gone)) => {}
             Ok(Err(error)) => {
-                let backend = &*keeper.id;
+                let backend = &*backend.id;
                 let request_id = from.request_id.to_str().unwrap_or_default();
                 let trace_id = from.trace_id.map(tracing::field::display);
                 tracing::debug!(request_id, trace_id, backend, %error, "could not ask for a stored response");
@@ -109,7 +109,7 @@ pub(super) async fn forward_stored(
 }
 
 /// Returns all available engines. A draining one may have stored a requested response.
-fn keepers(proxy: &Proxy) -> Vec<StoringBackend> {
+fn storing_backends(proxy: &Proxy) -> Vec<StoringBackend> {
     let registry = proxy.view.registry();
     // The ranks of an engine share one store.
     let backends = registry.backends.iter().filter(|it| !it.is_further_rank());
@@ -132,13 +132,13 @@ fn is_elsewhere(status: StatusCode) -> bool {
 
 async fn ask(
     proxy: &Proxy,
-    keeper: &StoringBackend,
+    backend: &StoringBackend,
     head: &Parts,
     from: RequestContext<'_>,
 ) -> Result<Response<EngineBody>, SendError> {
-    let endpoint = proxy.pool.endpoint(keeper.handle, &keeper.url)?;
+    let endpoint = proxy.pool.endpoint(backend.handle, &backend.url)?;
     let keys = proxy.backends.keys();
-    let engine_key = keys.of_requests(&keeper.id, &keeper.url);
+    let engine_key = keys.of_requests(&backend.id, &backend.url);
     let hop = Hop {
         rank: None,
         trace: from.trace,
@@ -186,7 +186,7 @@ async fn model_of(response: Response<EngineBody>) -> String {
 
 fn relay(
     proxy: &Arc<Proxy>,
-    keeper: &StoringBackend,
+    backend: &StoringBackend,
     response: Response<EngineBody>,
 ) -> ForwardResult {
     let (mut head, body) = response.into_parts();
@@ -195,7 +195,7 @@ fn relay(
     clean_head(&mut head, &content);
     let source = RespondingBackend {
         proxy: Arc::clone(proxy),
-        slot: keeper.handle.slot,
+        slot: backend.handle.slot,
         watched: None,
     };
     let first_byte_by = Instant::now() + proxy.settings.timeouts.first_byte;

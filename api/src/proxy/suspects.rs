@@ -56,26 +56,26 @@ impl Suspects {
     }
 
     /// Whether the request must be refused.
-    pub(super) fn refuses(&self, asked: &ProxiedRequest) -> bool {
-        self.count.load(Relaxed) > 0 && self.is_refused(self.print(asked), Instant::now())
+    pub(super) fn refuses(&self, proxied: &ProxiedRequest) -> bool {
+        self.count.load(Relaxed) > 0 && self.is_refused(self.print(proxied), Instant::now())
     }
 
     /// Returns the watched request, with the present as its time of sending.
-    pub(super) fn watch(self: &Arc<Self>, asked: &ProxiedRequest) -> WatchedRequest {
+    pub(super) fn watch(self: &Arc<Self>, proxied: &ProxiedRequest) -> WatchedRequest {
         WatchedRequest {
             suspects: Arc::clone(self),
-            print: self.print(asked),
+            print: self.print(proxied),
             sent_at: Instant::now(),
         }
     }
 
-    fn print(&self, asked: &ProxiedRequest) -> u64 {
-        let body = &asked.body;
+    fn print(&self, proxied: &ProxiedRequest) -> u64 {
+        let body = &proxied.body;
         let edge = EDGE_BYTES.min(body.len());
         let length = body.len() as u64;
         // With the scope, so that nobody learns what broke under another user's salt.
-        let scope = asked.identity.root.partial(&[]);
-        let block = asked.identity.chain.last().map_or(scope, |block| block.0);
+        let scope = proxied.identity.root.partial(&[]);
+        let block = proxied.identity.chain.last().map_or(scope, |block| block.0);
         [&body[..edge], &body[body.len() - edge..]]
             .into_iter()
             .fold(self.seed ^ length ^ block, |seed, part| {

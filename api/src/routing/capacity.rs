@@ -20,8 +20,8 @@ impl Decider {
                 return 0;
             }
             let is_able = |at: usize| !self.needs_another(&fleet.registry.backends[at], ask);
-            let whole = self.free_of(scratch.those(is_able));
-            let apart = self.free_of(scratch.those(|at| !is_able(at)));
+            let whole = self.free_of(scratch.candidates_where(is_able));
+            let apart = self.free_of(scratch.candidates_where(|at| !is_able(at)));
             let computing = match apart {
                 0 => 0,
                 _ => self.computing(&fleet, ask, now, |prefill| {

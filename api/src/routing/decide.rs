@@ -226,7 +226,7 @@ impl Decider {
         let kept = || Arc::new(DecisionRecord::of(fleet, &basis, prefill, scratch));
         Ok(Chosen {
             choice: basis.choice,
-            at: scratch.place(basis.choice),
+            at: scratch.registry_index(basis.choice),
             are_circuits_kept: scratch.are_circuits_kept,
             doubt: scratch.doubt,
             record: self.is_recording.then(kept),

@@ -269,7 +269,7 @@ impl DecisionRecord {
         };
         Self {
             index: basis.index,
-            name: Arc::clone(fleet.name(scratch.place(basis.choice))),
+            name: Arc::clone(fleet.name(scratch.registry_index(basis.choice))),
             policy: Arc::clone(basis.policy),
             policy_source: basis.policy_source,
             request: basis.request,

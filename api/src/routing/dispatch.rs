@@ -43,7 +43,7 @@ pub struct Dispatcher {
     pub(super) last_attempt: AtomicU64,
     pub(super) samples: ServiceSamples,
     /// Whether all members can read what samples state about capacities.
-    pub(super) tells_beliefs: AtomicBool,
+    pub(super) reports_prediction_outcomes: AtomicBool,
     pub(super) lengths: OutputLengths,
     pub(super) texts: TextSums,
     pub(super) priced: PricedTotal,
@@ -111,30 +111,31 @@ impl Dispatcher {
     pub async fn run_samples(&self, stop: CancellationToken) {
         let mut ticks = tokio::time::interval(TELL_EVERY);
         while stop.run_until_cancelled(ticks.tick()).await.is_some() {
-            self.tell_samples(Instant::now());
-            self.tell_lengths();
-            self.tell_texts();
+            self.queue_samples(Instant::now());
+            self.queue_output_lengths();
+            self.queue_text_samples();
         }
     }
 
     /// Queues the samples that are worth reporting at `now`. A sample that finds no room is lost:
     /// later ones carry the same information.
-    pub fn tell_samples(&self, now: Instant) {
+    pub fn queue_samples(&self, now: Instant) {
         for (sample, belief) in self.samples.take(now) {
             self.outbox.note(Item::ObserveService(Box::new(sample)));
-            if let Some(belief) = belief.filter(|_| self.tells_beliefs.load(Relaxed)) {
+            if let Some(belief) = belief.filter(|_| self.reports_prediction_outcomes.load(Relaxed))
+            {
                 self.outbox.note(Item::ObserveBelief(belief));
             }
         }
     }
 
     /// Sets whether all members can read which predictions held.
-    pub fn tell_beliefs(&self, can_be_read: bool) {
-        self.tells_beliefs.store(can_be_read, Relaxed);
+    pub fn set_reports_prediction_outcomes(&self, can_be_read: bool) {
+        self.reports_prediction_outcomes.store(can_be_read, Relaxed);
     }
 
     /// Queues the output lengths for the log. Lengths without room are lost: similar ones follow.
-    pub fn tell_lengths(&self) {
+    pub fn queue_output_lengths(&self) {
         for ((user, model), tokens) in self.lengths.take() {
             self.outbox.note(Item::ObserveOutputs {
                 user,
@@ -146,7 +147,7 @@ impl Dispatcher {
 
     /// Queues the token counts that engines reported for prompts; queues nothing while a member
     /// cannot read them.
-    pub fn tell_texts(&self) {
+    pub fn queue_text_samples(&self) {
         let samples = self.texts.take();
         if self.view.is_format_4() {
             for sample in samples {
@@ -167,9 +168,9 @@ impl Dispatcher {
 
     /// Flushes the outbox soon if the others know exactly what the backend holds: without this
     /// update they would predict wrongly.
-    pub(super) fn hurry_for(&self, backend: BackendRef) {
+    pub(super) fn flush_soon_for(&self, backend: BackendRef) {
         if self.view.evictions().get(backend).is_some() {
-            self.outbox.hurry_on();
+            self.outbox.flush_soon();
         }
     }
 

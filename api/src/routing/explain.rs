@@ -197,7 +197,7 @@ impl Decider {
             request: ExplainedRequest::of(&request, &needs, ask.headers),
             is_panic: scratch.is_panic,
             backends,
-            choice: choice.map(|choice| fleet.name(scratch.place(choice)).to_string()),
+            choice: choice.map(|choice| fleet.name(scratch.registry_index(choice)).to_string()),
             matched: choice.map(|choice| choice.matched),
             reason: choice.map(|choice| choice.reason),
             whole,

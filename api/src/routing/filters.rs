@@ -121,7 +121,7 @@ impl Decider {
             return pass.keep_below_limit();
         }
         pass.doubt(Doubt::Nobody);
-        pass.sift(Ejection::All)?;
+        pass.apply_filters(Ejection::All)?;
         self.weigh(fleet, now, pass.scratch);
         pass.keep_below_limit()
     }
@@ -170,17 +170,17 @@ impl<S: FnMut(usize, FilterVerdict)> FilterPass<'_, S> {
         let sieve = self;
         let (decider, fleet, now) = (sieve.decider, sieve.fleet, sieve.now);
         sieve.doubt(Doubt::Nobody);
-        let mut sifted = sieve.sift(Ejection::All);
+        let mut filtered = sieve.apply_filters(Ejection::All);
         if sieve.may_panic() {
             let model = sieve.ask.model;
             sieve.doubt(decider.backends.doubt(&fleet.registry, model, now));
             if sieve.scratch.doubt != Doubt::Nobody {
-                sifted = sieve.sift(Ejection::All);
+                filtered = sieve.apply_filters(Ejection::All);
             }
         }
         if sieve.scratch.doubt == Doubt::Tried {
             // Circuits stay in force: they let one request through at a time.
-            sifted?;
+            filtered?;
             decider.weigh(fleet, now, sieve.scratch);
             return Ok(());
         }
@@ -190,13 +190,13 @@ impl<S: FnMut(usize, FilterVerdict)> FilterPass<'_, S> {
             // So many failures at once point to the requests. The first backends to fail stay out.
             sieve.scratch.open.sort_unstable();
             sieve.scratch.open.truncate(ejected_max);
-            sifted = sieve.sift(Ejection::Listed);
+            filtered = sieve.apply_filters(Ejection::Listed);
         }
-        if sifted.is_err() && sieve.scratch.tally.count(FilterVerdict::CircuitOpen) > 0 {
+        if filtered.is_err() && sieve.scratch.tally.count(FilterVerdict::CircuitOpen) > 0 {
             // If every eligible backend fails, circuits do not separate the bad ones from the good.
-            sifted = sieve.sift(Ejection::None);
+            filtered = sieve.apply_filters(Ejection::None);
         }
-        sifted?;
+        filtered?;
         decider.weigh(fleet, now, sieve.scratch);
         Ok(())
     }
@@ -207,12 +207,12 @@ impl<S: FnMut(usize, FilterVerdict)> FilterPass<'_, S> {
     }
 
     /// Applies all filters but the last, which looks at the load.
-    fn sift(&mut self, ejected: Ejection) -> Result<(), RoutingRejection> {
-        if let Some(refusal) = self.gather(ejected) {
+    fn apply_filters(&mut self, ejected: Ejection) -> Result<(), RoutingRejection> {
+        if let Some(refusal) = self.collect_candidates(ejected) {
             return Err(refusal);
         }
         self.keep_answering();
-        self.keep_able()?;
+        self.exclude_inseparable()?;
         self.keep_loaded();
         self.keep_labelled()?;
         self.keep_isolating()?;
@@ -231,20 +231,26 @@ impl<S: FnMut(usize, FilterVerdict)> FilterPass<'_, S> {
     }
 
     /// Applies the filters that look at one backend by itself. Returns why there is no candidate.
-    fn gather(&mut self, ejected: Ejection) -> Option<RoutingRejection> {
+    fn collect_candidates(&mut self, ejected: Ejection) -> Option<RoutingRejection> {
         self.scratch.clear();
         self.scratch.are_circuits_kept = ejected == Ejection::All;
         if ejected == Ejection::All {
             self.scratch.open.clear();
         }
         let (fleet, model) = (self.fleet, self.ask.model);
-        let refusal = fleet.with_serving(model, |serving| self.gather_of(serving, ejected));
+        let refusal = fleet.with_serving(model, |serving| {
+            self.collect_candidates_of(serving, ejected)
+        });
         self.passed = self.scratch.candidates.len();
         self.scratch.candidates.is_empty().then_some(refusal)
     }
 
     /// Applies them to the backends that serve the model. Returns why there is no candidate.
-    fn gather_of(&mut self, serving: &[ServingBackend], ejected: Ejection) -> RoutingRejection {
+    fn collect_candidates_of(
+        &mut self,
+        serving: &[ServingBackend],
+        ejected: Ejection,
+    ) -> RoutingRejection {
         let others = self.fleet.registry.backends.len() - serving.len();
         let others = u32::try_from(others).unwrap_or(u32::MAX);
         self.scratch
@@ -355,7 +361,7 @@ impl<S: FnMut(usize, FilterVerdict)> FilterPass<'_, S> {
     }
 
     /// Excludes engines that can do nothing alone if the request cannot be split.
-    fn keep_able(&mut self) -> Result<(), RoutingRejection> {
+    fn exclude_inseparable(&mut self) -> Result<(), RoutingRejection> {
         let is_apart = self.ask.stages.are_handed_over(Handover::Room);
         if self.side != Side::Answers || !self.scratch.has_rooms || is_apart {
             return Ok(());

@@ -342,7 +342,7 @@ impl Router {
             session,
             last_attempt: AtomicU64::new(0),
             samples: ServiceSamples::default(),
-            tells_beliefs: AtomicBool::new(false),
+            reports_prediction_outcomes: AtomicBool::new(false),
             lengths: OutputLengths::default(),
             texts: TextSums::default(),
             priced: PricedTotal::default(),

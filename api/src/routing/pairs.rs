@@ -59,7 +59,7 @@ impl Decider {
             return policy::choose(config, request, &scratch.candidates);
         }
         let is_able = |at: usize| !self.needs_another(&fleet.registry.backends[at], ask);
-        let able: Vec<Candidate> = scratch.those(is_able).collect();
+        let able: Vec<Candidate> = scratch.candidates_where(is_able).collect();
         policy::choose(config, request, &able)
     }
 
@@ -161,10 +161,12 @@ impl Decider {
         let ways = [Handover::Answer, Handover::Room];
         let computing = ways.map(|by| {
             let hands_over = |at: usize| self.handover(&fleet.registry.backends[at]) == by;
-            prefill.those(hands_over).collect::<Vec<_>>()
+            prefill.candidates_where(hands_over).collect::<Vec<_>>()
         });
         let decoding = ways.map(|by| match ask.stages.are_handed_over(by) {
-            true => scratch.those(|at| self.decodes(fleet, at, by)).collect(),
+            true => scratch
+                .candidates_where(|at| self.decodes(fleet, at, by))
+                .collect(),
             false => Vec::new(),
         });
         let sides = [0, 1].map(|way| PairSides {
@@ -173,7 +175,7 @@ impl Decider {
             decode: &decoding[way],
         });
         let pair = policy::choose_pair(config, request, (settings, alone), &sides)?;
-        let at = prefill.place(pair.prefill);
+        let at = prefill.registry_index(pair.prefill);
         let seen = SeenCandidates::of(fleet, &whole.basis(pair.prefill), prefill);
         Ok(PairDecision {
             decode: pair.decode,

@@ -198,7 +198,7 @@ impl OpenPrefill {
         dispatcher
             .samples
             .add(backend, now, |sample| ended.count(sample));
-        let Some(cached) = usage.cached_tokens.filter(|_| prompt.is_telling) else {
+        let Some(cached) = usage.cached_tokens.filter(|_| prompt.uses_cache) else {
             return;
         };
         let predicted = prompt.predicted_of(tokens);

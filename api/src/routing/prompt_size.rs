@@ -14,9 +14,9 @@ pub(super) struct PromptSize {
     pub(super) predicted: u64,
     /// Whether `predicted` is charged as cached if the engine reports nothing; not if clients can
     /// construct blocks whose hashes collide.
-    pub(super) is_believed: bool,
+    pub(super) trusts_prediction: bool,
     /// Whether the engine looks into its cache, so that its cached tokens are informative.
-    pub(super) is_telling: bool,
+    pub(super) uses_cache: bool,
     /// Tokens of one block.
     pub(super) block_tokens: u32,
     pub(super) ratio: TokenRatio,
@@ -37,8 +37,8 @@ impl PromptSize {
             },
             tokens,
             predicted: predicted.min(tokens),
-            is_telling: !tail.skips_cache,
-            is_believed: registry.hash_secret.is_some(),
+            uses_cache: !tail.skips_cache,
+            trusts_prediction: registry.hash_secret.is_some(),
             block_tokens: tail.tokens_per_block,
             ratio: tail.ratio,
         }

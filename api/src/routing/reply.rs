@@ -3,7 +3,7 @@
 use state::ids::BlockHash;
 use state::prefix::{self, ChainRoot};
 
-use crate::prompt::{PromptIdentity, ReplySeam, ReplyShape};
+use crate::prompt::{PromptIdentity, ReplyJoin, ReplyShape};
 
 /// Maximum number of blocks recorded per response; cutting longer ones costs only locality.
 const REPLY_BLOCKS_MAX: usize = 8192;
@@ -61,7 +61,7 @@ impl ReplyChain {
     /// Whether [`ReplyChain::finish`] takes long.
     pub(super) fn is_long(&self) -> bool {
         match self {
-            Self::Tokens(chain) if matches!(chain.seam, ReplySeam::Here(_)) => {
+            Self::Tokens(chain) if matches!(chain.seam, ReplyJoin::Local(_)) => {
                 let text = chain.text.as_ref();
                 text.is_some_and(|text| text.len() > INLINE_BYTES_MAX)
             }
@@ -74,7 +74,7 @@ impl ReplyChain {
         match self {
             Self::Bytes(_) => false,
             Self::Tokens(chain) => {
-                let is_asked = matches!(chain.seam, ReplySeam::Asked(_));
+                let is_asked = matches!(chain.seam, ReplyJoin::FromEngine(_));
                 is_asked && chain.text.as_ref().is_some_and(|text| !text.is_empty())
             }
         }
@@ -83,7 +83,7 @@ impl ReplyChain {
     /// Asks an engine for the tokens of the response; on failure the chain has no further blocks.
     pub(super) async fn ask(&mut self) {
         if let Self::Tokens(chain) = self
-            && let (ReplySeam::Asked(seam), Some(text)) = (&chain.seam, &chain.text)
+            && let (ReplyJoin::FromEngine(seam), Some(text)) = (&chain.seam, &chain.text)
         {
             chain.asked = seam.continuation(text).await;
         }
@@ -115,7 +115,7 @@ pub(super) struct TokenChain {
     last: Option<BlockHash>,
     /// Tokens after the last full block.
     rest: Vec<u32>,
-    seam: ReplySeam,
+    seam: ReplyJoin,
     /// Text of the response; `None` if the output is not only text or the text is too long.
     text: Option<String>,
     /// Token ids that an engine returned.
@@ -137,8 +137,8 @@ impl TokenChain {
         let mut blocks = Vec::new();
         let text = self.text.take().filter(|text| !text.is_empty());
         let ids = match &self.seam {
-            ReplySeam::Here(seam) => text.and_then(|text| seam.continuation(&text, end.is_whole)),
-            ReplySeam::Asked(_) => self.asked.take(),
+            ReplyJoin::Local(seam) => text.and_then(|text| seam.continuation(&text, end.is_whole)),
+            ReplyJoin::FromEngine(_) => self.asked.take(),
         };
         let Some(mut ids) = ids else { return blocks };
         // An engine computes a token when it generates the next one, so never the last one: the

@@ -279,14 +279,17 @@ impl DecisionScratch {
     }
 
     /// Returns the candidates whose registry index satisfies `are`.
-    pub(super) fn those(&self, are: impl Fn(usize) -> bool) -> impl Iterator<Item = Candidate> {
+    pub(super) fn candidates_where(
+        &self,
+        are: impl Fn(usize) -> bool,
+    ) -> impl Iterator<Item = Candidate> {
         let found = self.candidates.iter().zip(&self.places);
         let found = found.filter(move |(_, at)| are(**at));
         found.map(|(candidate, _)| *candidate)
     }
 
     /// Returns the registry index of the chosen backend.
-    pub(super) fn place(&self, choice: Choice) -> usize {
+    pub(super) fn registry_index(&self, choice: Choice) -> usize {
         let found = self
             .candidates
             .binary_search_by_key(&choice.slot, |candidate| candidate.slot);

@@ -47,7 +47,7 @@ impl TraceHeaders {
 }
 
 /// Returns the id of the client's trace.
-pub(crate) fn told_trace_id(headers: &HeaderMap) -> Option<TraceId> {
+pub(crate) fn client_trace_id(headers: &HeaderMap) -> Option<TraceId> {
     parent(headers).map(|(trace, ..)| trace)
 }
 
@@ -148,6 +148,6 @@ mod tests {
         let later = "01-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-03-more";
         assert_eq!(read_parent(later), read_parent(PARENT));
         let twice = headers(&[(TRACEPARENT, PARENT), (TRACEPARENT, PARENT)]);
-        assert_eq!(told_trace_id(&twice), None);
+        assert_eq!(client_trace_id(&twice), None);
     }
 }

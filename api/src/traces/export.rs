@@ -237,7 +237,7 @@ impl SpanExport {
             Err(_) => "no response in time".to_owned(),
         };
         self.metrics.drop_spans(EXPORT_FAILED, spans);
-        if let Some(suppressed) = self.warnings.may_say() {
+        if let Some(suppressed) = self.warnings.try_acquire() {
             let endpoint = &*self.endpoint;
             tracing::warn!(
                 endpoint,

@@ -15,7 +15,7 @@ mod request;
 
 pub use attempt::{AttemptTrace, TracedEnd};
 pub use context::TraceHeaders;
-pub(crate) use context::told_trace_id;
+pub(crate) use context::client_trace_id;
 pub use export::{SpanExport, TracingError, TracingMetrics, TracingSettings};
 pub(crate) use request::{EndedTrace, TracedDecision, TracedQuestion};
 pub use request::{RequestTrace, Tracer, WaitTrace};

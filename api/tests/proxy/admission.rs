@@ -53,7 +53,7 @@ fn chat_about(topic: &str, user: &str, headers: &str) -> String {
 }
 
 fn waiting(fleet: &Fleet) -> usize {
-    let lines = fleet.admission.lines();
+    let lines = fleet.admission.queues();
     lines.iter().map(|line| line.waiting).sum()
 }
 

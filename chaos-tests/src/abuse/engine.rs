@@ -90,7 +90,7 @@ async fn serve(mut socket: TcpStream, seen: Arc<SeenHeads>) -> io::Result<()> {
                     return socket.write_all(document(PLAIN).as_bytes()).await;
                 }
                 body(&mut socket, &mut read, length).await?;
-                if !misbehave(&behaviour, &mut socket).await? {
+                if !respond_faulty(&behaviour, &mut socket).await? {
                     return Ok(());
                 }
                 continue;
@@ -103,7 +103,7 @@ async fn serve(mut socket: TcpStream, seen: Arc<SeenHeads>) -> io::Result<()> {
 }
 
 /// Responds in the requested way. Returns whether the connection stays open.
-async fn misbehave(behaviour: &str, socket: &mut TcpStream) -> io::Result<bool> {
+async fn respond_faulty(behaviour: &str, socket: &mut TcpStream) -> io::Result<bool> {
     match behaviour {
         "endless-line" => {
             socket.write_all(EVENTS.as_bytes()).await?;

@@ -29,7 +29,7 @@ const HANDSHAKES: (usize, usize) = (150, 16);
 pub(super) const CROWD: usize = 400;
 
 /// Drips bytes until the other side closes, and returns its response.
-async fn drip<S: AsyncRead + AsyncWrite>(
+async fn send_slowly<S: AsyncRead + AsyncWrite>(
     stream: S,
     begin: Vec<u8>,
     (drop, pause): (u8, Duration),
@@ -78,7 +78,7 @@ async fn drips(
                 let socket = wire::connect(FROM.into(), to).await?;
                 let secured = timeout(PATIENCE, access.secure(socket, to)).await;
                 match secured.context("no handshake in time")? {
-                    Ok(stream) => drip(stream, begin, drop).await,
+                    Ok(stream) => send_slowly(stream, begin, drop).await,
                     Err(_) => Ok(String::new()),
                 }
             });

@@ -116,7 +116,7 @@ async fn stage(seed: u64, args: &FaultsArgs) -> anyhow::Result<FaultContext> {
         ..LoadOptions::default()
     };
     let load = RunningLoad::start(&cluster, options);
-    load.after(WARM_UP).await?;
+    load.wait_for_requests(WARM_UP).await?;
     Ok(FaultContext {
         cluster,
         load,
@@ -182,7 +182,7 @@ async fn one(
     (bar, is_verbose): (&ProgressBar, bool),
 ) -> bool {
     let counts = |stage: &FaultContext| {
-        let book = stage.load.book();
+        let book = stage.load.ledger();
         (book.answered, book.lost, book.failed)
     };
     let (before, started) = (counts(stage), Instant::now());

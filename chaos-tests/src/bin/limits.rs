@@ -173,8 +173,8 @@ async fn measure(args: &LimitsArgs, case: &LimitCase) -> anyhow::Result<Seen> {
         },
     );
     tokio::time::sleep(WARM_UP).await;
-    let failed = load.book().failed;
-    load.book().take_figures();
+    let failed = load.ledger().failed;
+    load.ledger().take_figures();
     let mut seen = Seen::default();
     let begin = Instant::now();
     while begin.elapsed() < Duration::from_secs(args.seconds) {
@@ -186,9 +186,9 @@ async fn measure(args: &LimitsArgs, case: &LimitCase) -> anyhow::Result<Seen> {
         tokio::time::sleep(LOOK_EVERY).await;
     }
     seen.took = begin.elapsed();
-    seen.answers = load.book().take_figures();
-    seen.failed = load.book().failed - failed;
-    seen.failure = load.book().failures.first().cloned();
+    seen.answers = load.ledger().take_figures();
+    seen.failed = load.ledger().failed - failed;
+    seen.failure = load.ledger().failures.first().cloned();
     drop(load);
     cluster.stop();
     Ok(seen)

@@ -28,7 +28,7 @@ mod tests {
     use state::ids::{BackendRef, Incarnation, ReplicaId, Slot};
 
     use super::*;
-    use crate::oracle::limits::ShareLook;
+    use crate::oracle::limits::ShareObservation;
 
     /// Observes replicas, each as `(epoch, limit, running, allowed)`, at one moment after another.
     fn story(moments: &[&[(u64, u32, u32, u32)]]) -> Result<Subjects, PropertyError> {
@@ -40,7 +40,7 @@ mod tests {
         for (at_us, moment) in (0..).zip(moments) {
             let look = |(id, (epoch, limit, running, allowed)): (u8, &(u64, u32, u32, u32))| {
                 let alike = moment.iter().filter(|it| it.0 == *epoch);
-                ShareLook {
+                ShareObservation {
                     replica: ReplicaId(id),
                     epoch: *epoch,
                     members: alike.count(),

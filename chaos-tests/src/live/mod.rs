@@ -287,7 +287,7 @@ impl Scene<'_> {
         until("every engine is known", async || {
             let explained = cluster.operator().call(Method::POST, &url, Some(&asked));
             let is_cut_alike = explained.await?["tokens_per_block"] == self.facts.block;
-            let backends = cluster.ask(replica, "/admin/v1/backends").await?;
+            let backends = cluster.get(replica, "/admin/v1/backends").await?;
             let mut list = backends["backends"]
                 .as_array()
                 .context("no backends")?
@@ -389,7 +389,7 @@ fn absolute(file: &Path) -> anyhow::Result<PathBuf> {
 
 /// Returns the replica that reads an engine's events.
 async fn reader_of(cluster: &ProcessCluster, engine: usize) -> anyhow::Result<usize> {
-    let backends = cluster.ask(0, "/admin/v1/backends").await?;
+    let backends = cluster.get(0, "/admin/v1/backends").await?;
     let reader = backends["backends"][engine]["ownership"]["reader"].as_u64();
     let reader = reader
         .filter(|id| *id > 0)

@@ -11,7 +11,7 @@ use state::ids::{BackendRef, ReplicaId};
 
 /// One replica's view of one limited backend.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct ShareLook {
+pub struct ShareObservation {
     /// The replica.
     pub replica: ReplicaId,
     /// Identifies the replicas that share limits.
@@ -56,10 +56,10 @@ pub struct LimitWatch {
 
 impl LimitWatch {
     /// Records what all replicas have at each backend at one moment.
-    pub fn look(&mut self, at_us: u64, looks: &BTreeMap<BackendRef, Vec<ShareLook>>) {
+    pub fn look(&mut self, at_us: u64, looks: &BTreeMap<BackendRef, Vec<ShareObservation>>) {
         let mut now = BTreeMap::new();
         for (backend, looks) in looks {
-            let mut groups: BTreeMap<u64, Vec<ShareLook>> = BTreeMap::new();
+            let mut groups: BTreeMap<u64, Vec<ShareObservation>> = BTreeMap::new();
             for look in looks {
                 groups.entry(look.epoch).or_default().push(*look);
             }
@@ -78,7 +78,13 @@ impl LimitWatch {
         self.before = now;
     }
 
-    fn compare(&mut self, at_us: u64, before: GroupLook, now: GroupLook, group: &[ShareLook]) {
+    fn compare(
+        &mut self,
+        at_us: u64,
+        before: GroupLook,
+        now: GroupLook,
+        group: &[ShareObservation],
+    ) {
         if before.limit != now.limit || now.running <= before.running {
             return;
         }
@@ -97,10 +103,11 @@ impl LimitWatch {
 }
 
 /// Returns the group's sums, or `None` if its replicas disagree or one was not seen.
-fn agreed(group: &[ShareLook]) -> Option<GroupLook> {
+fn agreed(group: &[ShareObservation]) -> Option<GroupLook> {
     let first = group.first()?;
-    let is_like =
-        |it: &ShareLook| it.is_settled && it.members == group.len() && it.limit == first.limit;
+    let is_like = |it: &ShareObservation| {
+        it.is_settled && it.members == group.len() && it.limit == first.limit
+    };
     group.iter().all(is_like).then(|| GroupLook {
         limit: first.limit,
         running: group.iter().map(|it| it.running).sum(),

@@ -39,7 +39,7 @@ impl RunRecord {
     /// Returns the outcome that a client may believe: [`OperationResult::Unknown`] while the world
     /// has taken the run's state.
     #[must_use]
-    pub fn as_told(&self, run: ReplicaRun, outcome: OperationResult) -> OperationResult {
+    pub fn outcome_if_trusted(&self, run: ReplicaRun, outcome: OperationResult) -> OperationResult {
         if self.observation.is_spoiled(run) {
             OperationResult::Unknown
         } else {

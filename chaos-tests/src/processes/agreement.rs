@@ -158,13 +158,13 @@ async fn one(
 ) -> anyhow::Result<bool> {
     let would_be = json!({ "path": PATH, "headers": request.headers, "body": request.body });
     let explained = cluster
-        .tell(replica, Method::POST, "/admin/v1/explain", Some(&would_be))
+        .send(replica, Method::POST, "/admin/v1/explain", Some(&would_be))
         .await?;
     let told = send(cluster, client, replica, request).await?;
     let path = format!("/admin/v1/decisions/{}", request.id);
     let record = RefCell::new(Value::Null);
     until("the request is over", async || {
-        let found = cluster.ask(replica, &path).await?;
+        let found = cluster.get(replica, &path).await?;
         let is_over = found["end"]["outcome"] == "finished";
         record.replace(found);
         Ok(is_over)

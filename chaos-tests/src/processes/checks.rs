@@ -45,7 +45,7 @@ pub async fn check(cluster: &ProcessCluster, load: &RunningLoad) -> anyhow::Resu
 /// # Errors
 /// The failed requests.
 pub fn check_failures(load: &RunningLoad) -> anyhow::Result<()> {
-    let book = load.book();
+    let book = load.ledger();
     ensure!(
         book.failed == 0,
         "{} requests failed on replicas that were up: {:#?}",
@@ -61,7 +61,7 @@ async fn check_counters(cluster: &ProcessCluster, load: &RunningLoad) -> anyhow:
         let last = RefCell::new(None);
         let fits = until("counters are what the engines told", async || {
             let charged = charged(cluster, number).await?;
-            let compared = load.book().compare(&charged);
+            let compared = load.ledger().compare(&charged);
             let fits = compared.is_ok();
             last.replace(compared.err());
             Ok(fits)
@@ -72,8 +72,8 @@ async fn check_counters(cluster: &ProcessCluster, load: &RunningLoad) -> anyhow:
         }
     }
     let settled = settled_counters(cluster).await?;
-    load.book().compare(&settled)?;
-    load.book().begin_account(settled);
+    load.ledger().compare(&settled)?;
+    load.ledger().begin_account(settled);
     Ok(())
 }
 
@@ -100,7 +100,7 @@ async fn settled_counters(
 /// Checks that no engine is believed to hold more than its capacity.
 async fn check_ownership(cluster: &ProcessCluster) -> anyhow::Result<()> {
     for number in cluster.up() {
-        let ownership = cluster.ask(number, "/admin/v1/ownership").await?;
+        let ownership = cluster.get(number, "/admin/v1/ownership").await?;
         let backends = ownership["backends"].as_array().context("no backends")?;
         for backend in backends {
             let owned = backend["owned_blocks"].as_u64().context("no count")?;
@@ -139,7 +139,7 @@ pub(super) async fn check_recalled(
         let asked = json!({ "path": "/v1/chat/completions", "headers": headers, "body": body });
         for number in cluster.up() {
             let explained = cluster
-                .tell(number, Method::POST, "/admin/v1/explain", Some(&asked))
+                .send(number, Method::POST, "/admin/v1/explain", Some(&asked))
                 .await?;
             let all = explained["blocks_matchable"]
                 .as_u64()

@@ -48,19 +48,19 @@ pub struct QuorumLoss {
 /// The first check that fails.
 pub async fn kill_leader(stage: &mut FaultContext) -> anyhow::Result<Failover> {
     let leader = stage.cluster.leader().await?;
-    stage.load.book().measure();
+    stage.load.ledger().measure();
     sleep(QUIET).await;
-    let quiet = stage.load.book().stall;
+    let quiet = stage.load.ledger().stall;
 
     let others = stage.others(leader);
     let before: u64 = answered(stage, &others);
-    stage.load.book().measure();
+    stage.load.ledger().measure();
     let killed = Instant::now();
     stage.kill(leader)?;
     wait_for_leader(stage, &others).await?;
     let new_leader = killed.elapsed();
     sleep(AFTER).await;
-    let stall = stage.load.book().stall;
+    let stall = stage.load.ledger().stall;
     let answered = answered(stage, &others) - before;
     ensure!(answered > 0, "the others answered nothing");
 
@@ -75,7 +75,7 @@ pub async fn kill_leader(stage: &mut FaultContext) -> anyhow::Result<Failover> {
 }
 
 fn answered(stage: &FaultContext, replicas: &[usize]) -> u64 {
-    let book = stage.load.book();
+    let book = stage.load.ledger();
     replicas
         .iter()
         .map(|replica| book.answered_by(*replica))
@@ -87,7 +87,7 @@ async fn wait_for_leader(stage: &FaultContext, others: &[usize]) -> anyhow::Resu
         let mut looks = interval(LOOK_EVERY);
         loop {
             for number in others {
-                let status = stage.cluster.ask(*number, "/admin/v1/cluster").await?;
+                let status = stage.cluster.get(*number, "/admin/v1/cluster").await?;
                 if status["role"] == "leader" && status["has_quorum"] == true {
                     return anyhow::Ok(());
                 }
@@ -111,23 +111,23 @@ pub async fn lose_quorum(stage: &mut FaultContext, length: Duration) -> anyhow::
     for victim in &victims {
         stage.kill(*victim)?;
     }
-    stage.load.book().measure();
-    let first = stage.load.book().answered_by(left);
+    stage.load.ledger().measure();
+    let first = stage.load.ledger().answered_by(left);
     let mut answered_per_s_min = u64::MAX;
     let until = Instant::now() + length;
     while Instant::now() < until {
-        let before = stage.load.book().answered_by(left);
+        let before = stage.load.ledger().answered_by(left);
         sleep(Duration::from_secs(1)).await;
-        let in_second = stage.load.book().answered_by(left) - before;
+        let in_second = stage.load.ledger().answered_by(left) - before;
         answered_per_s_min = answered_per_s_min.min(in_second);
     }
-    let ready = stage.cluster.ask(left, "/readyz").await?;
+    let ready = stage.cluster.get(left, "/readyz").await?;
     ensure!(
         ready["status"] == "degraded",
         "a replica without its quorum says {ready}"
     );
-    let stall = stage.load.book().stall;
-    let answered = stage.load.book().answered_by(left) - first;
+    let stall = stage.load.ledger().stall;
+    let answered = stage.load.ledger().answered_by(left) - first;
     let healing = Instant::now();
     stage.cluster.restart(&victims).await?;
     checks::check(&stage.cluster, &stage.load).await?;

@@ -84,13 +84,13 @@ impl Layout {
             network: Some(network),
         };
         for number in 0..replicas {
-            layout.tell_names(number)?;
+            layout.write_hosts(number)?;
         }
         Ok(layout)
     }
 
     /// Writes the addresses of all replicas to the hosts file of a replica's host.
-    pub(super) fn tell_names(&self, number: usize) -> anyhow::Result<()> {
+    pub(super) fn write_hosts(&self, number: usize) -> anyhow::Result<()> {
         let Some(network) = &self.network else {
             return Ok(());
         };

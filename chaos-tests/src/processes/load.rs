@@ -86,7 +86,7 @@ struct LoadShared {
     options: LoadOptions,
     client: ReplayClient,
     chats: Mutex<Chats>,
-    book: Mutex<ClientLedger>,
+    ledger: Mutex<ClientLedger>,
     /// Whether the load rests.
     pace: watch::Sender<bool>,
     under_way: watch::Sender<usize>,
@@ -108,7 +108,7 @@ impl RunningLoad {
             targets,
             options,
             chats: Mutex::new(Chats::new(options.chats)),
-            book: Mutex::default(),
+            ledger: Mutex::default(),
             pace: watch::Sender::new(false),
             under_way: watch::Sender::new(0),
         });
@@ -120,8 +120,8 @@ impl RunningLoad {
     }
 
     /// Returns the results so far.
-    pub fn book(&self) -> MutexGuard<'_, ClientLedger> {
-        self.shared.book()
+    pub fn ledger(&self) -> MutexGuard<'_, ClientLedger> {
+        self.shared.ledger()
     }
 
     /// Stops or resumes sending to a replica. Its requests under way must still be answered.
@@ -133,10 +133,10 @@ impl RunningLoad {
     ///
     /// # Errors
     /// When that takes more than a minute.
-    pub async fn after(&self, more: u64) -> anyhow::Result<()> {
-        let goal = self.book().answered + more;
+    pub async fn wait_for_requests(&self, more: u64) -> anyhow::Result<()> {
+        let goal = self.ledger().answered + more;
         let what = format!("{more} more requests are answered");
-        until(&what, async || Ok(self.book().answered >= goal)).await
+        until(&what, async || Ok(self.ledger().answered >= goal)).await
     }
 
     /// Waits until each of these replicas has answered this many more requests.
@@ -145,12 +145,11 @@ impl RunningLoad {
     /// When that takes more than a minute.
     pub async fn after_by_each(&self, replicas: &[usize], more: u64) -> anyhow::Result<()> {
         for replica in replicas {
-            let goal = self.book().answered_by(*replica) + more;
+            let goal = self.ledger().answered_by(*replica) + more;
             let what = format!("replica {} answers {more} more requests", replica + 1);
-            until(
-                &what,
-                async || Ok(self.book().answered_by(*replica) >= goal),
-            )
+            until(&what, async || {
+                Ok(self.ledger().answered_by(*replica) >= goal)
+            })
             .await?;
         }
         Ok(())
@@ -173,7 +172,7 @@ impl RunningLoad {
 
     /// Resumes after a rest.
     pub fn go_on(&self) {
-        self.shared.book().rested();
+        self.shared.ledger().rested();
         self.shared.pace.send_replace(false);
     }
 
@@ -184,13 +183,13 @@ impl RunningLoad {
     pub async fn stop(mut self) -> anyhow::Result<ClientLedger> {
         self.rest().await?;
         self.senders.shutdown().await;
-        Ok(std::mem::take(&mut *self.shared.book()))
+        Ok(std::mem::take(&mut *self.shared.ledger()))
     }
 
     /// Returns the last answered requests that all replicas must know, newest first.
     #[must_use]
     pub fn recent(&self, count: usize) -> Vec<AnsweredRequest> {
-        self.book().recent(count)
+        self.ledger().recent(count)
     }
 }
 
@@ -286,9 +285,9 @@ impl LoadShared {
         result: Result<ReplayAnswer, ReplayError>,
     ) {
         let replica = pick.index;
-        let mut book = self.book();
+        let mut ledger = self.ledger();
         match result {
-            Ok(answer) => book.note_answer(AnsweredRequest {
+            Ok(answer) => ledger.note_answer(AnsweredRequest {
                 replica,
                 user,
                 sent,
@@ -296,14 +295,14 @@ impl LoadShared {
                 answer,
                 body,
             }),
-            Err(_) if self.targets.went_down(pick) => book.note_lost(LostRequest {
+            Err(_) if self.targets.went_down(pick) => ledger.note_lost(LostRequest {
                 user,
                 body_bytes: body.len() as u64,
                 output_max: u64::from(self.options.chats.reply_tokens),
             }),
             Err(failure) => {
                 let took = sent.elapsed();
-                book.note_failed(format!(
+                ledger.note_failed(format!(
                     "replica {} after {} ms: {failure}",
                     replica + 1,
                     took.as_millis()
@@ -316,8 +315,8 @@ impl LoadShared {
         self.chats.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn book(&self) -> MutexGuard<'_, ClientLedger> {
-        self.book.lock().unwrap_or_else(PoisonError::into_inner)
+    fn ledger(&self) -> MutexGuard<'_, ClientLedger> {
+        self.ledger.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -335,7 +334,7 @@ pub async fn charged(
     cluster: &ProcessCluster,
     replica: usize,
 ) -> anyhow::Result<BTreeMap<String, UserTotals>> {
-    let shown = cluster.ask(replica, "/admin/v1/users?limit=1000").await?;
+    let shown = cluster.get(replica, "/admin/v1/users?limit=1000").await?;
     let users = shown["users"].as_array().context("no list of users")?;
     let usage = |user: &Value| {
         let of = |field: &str| user["total"][field].as_u64().unwrap_or(0);

@@ -280,8 +280,8 @@ impl ProcessCluster {
     ///
     /// # Errors
     /// When its hosts file cannot be written.
-    pub fn tell_names(&self, number: usize) -> anyhow::Result<()> {
-        self.layout.tell_names(number)
+    pub fn write_hosts(&self, number: usize) -> anyhow::Result<()> {
+        self.layout.write_hosts(number)
     }
 
     /// Kills a replica with SIGKILL. Requests under way there count as lost, not as failed.

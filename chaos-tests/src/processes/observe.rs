@@ -17,7 +17,7 @@ impl ProcessCluster {
         let found = std::cell::Cell::new(0);
         until("a live replica leads", async || {
             for number in self.up() {
-                let cluster = self.ask(number, "/admin/v1/cluster").await?;
+                let cluster = self.get(number, "/admin/v1/cluster").await?;
                 if cluster["role"] == "leader" && cluster["has_quorum"] == true {
                     found.set(number);
                     return Ok(true);
@@ -37,9 +37,9 @@ impl ProcessCluster {
         for number in self.up() {
             let what = format!("replica {} counts nothing in flight", number + 1);
             until(&what, async || {
-                let ownership = self.ask(number, "/admin/v1/ownership").await?;
-                let backends = self.ask(number, "/admin/v1/backends").await?;
-                let users = self.ask(number, "/admin/v1/users").await?;
+                let ownership = self.get(number, "/admin/v1/ownership").await?;
+                let backends = self.get(number, "/admin/v1/backends").await?;
+                let users = self.get(number, "/admin/v1/users").await?;
                 let rests = |list: &Value, is_at_rest: fn(&Value) -> bool| {
                     list.as_array()
                         .is_some_and(|list| list.iter().all(is_at_rest))
@@ -67,7 +67,7 @@ impl ProcessCluster {
         until("all replicas tell the digest at one index", async || {
             let mut index = 0;
             for number in self.up() {
-                let cluster = self.ask(number, "/admin/v1/cluster").await?;
+                let cluster = self.get(number, "/admin/v1/cluster").await?;
                 index = index.max(cluster["applied_index"].as_u64().unwrap_or(0));
             }
             let tried = tries.replace(tries.get() + 1);
@@ -76,7 +76,7 @@ impl ProcessCluster {
             }
             let path = format!("/admin/v1/digest?index={index}");
             let up = self.up().into_iter();
-            let asked = up.map(async |number| (number, self.ask(number, &path).await));
+            let asked = up.map(async |number| (number, self.get(number, &path).await));
             let mut digests = Vec::new();
             for (number, answer) in join_all(asked).await {
                 match answer?["digest"].as_str() {
@@ -110,7 +110,7 @@ impl ProcessCluster {
     ///
     /// # Errors
     /// When the replica does not respond with JSON.
-    pub async fn ask(&self, number: usize, path: &str) -> anyhow::Result<Value> {
+    pub async fn get(&self, number: usize, path: &str) -> anyhow::Result<Value> {
         let url = self.admin_url(number, path);
         let answer = self.client.send(Method::GET, &url, None).await?;
         answer.json().with_context(|| format!("GET {url}"))
@@ -120,7 +120,7 @@ impl ProcessCluster {
     ///
     /// # Errors
     /// When it refuses or does not respond.
-    pub async fn tell(
+    pub async fn send(
         &self,
         number: usize,
         method: Method,
@@ -139,13 +139,13 @@ impl ProcessCluster {
         let engines = self.layout.engines.len() + self.options.outside_engines.len();
         let what = format!("replica {} is ready and sees {engines} engines", number + 1);
         until(&what, async || {
-            let Ok(ready) = self.ask(number, "/readyz").await else {
+            let Ok(ready) = self.get(number, "/readyz").await else {
                 return Ok(false); // Its listener may not be bound yet.
             };
             if ready["status"] != "ready" {
                 return Ok(false);
             }
-            let backends = self.ask(number, "/admin/v1/backends").await?;
+            let backends = self.get(number, "/admin/v1/backends").await?;
             let is_healthy = |backend: &&Value| backend["state"]["is_healthy"] == true;
             // Backends of a source come and go.
             if self.options.config.contains("[[discovery]]") {

@@ -269,8 +269,8 @@ pub async fn run(options: RollOptions) -> anyhow::Result<Vec<RollReport>> {
     };
     roll.wait_registered().await?;
     let load = RunningLoad::start(&roll.cluster, LoadOptions::default());
-    load.book().take_figures();
-    load.after(options.requests).await?;
+    load.ledger().take_figures();
+    load.wait_for_requests(options.requests).await?;
     let mut reports = Vec::new();
     for number in 1..=options.rolls {
         reports.push(roll.run(&load, number).await?);
@@ -295,7 +295,7 @@ impl Roll {
     async fn run(&mut self, load: &RunningLoad, number: u8) -> anyhow::Result<RollReport> {
         let begin = Instant::now();
         let before = {
-            let mut book = load.book();
+            let mut book = load.ledger();
             book.take_figures();
             (book.answered, book.lost)
         };
@@ -307,7 +307,7 @@ impl Roll {
                 let leader = self.cluster.leader().await?;
                 let since = Instant::now();
                 self.cluster.kill(leader)?;
-                load.book()
+                load.ledger()
                     .doubt(leader, since - Duration::from_secs(2), Instant::now());
                 is_killed = Some(leader);
             }
@@ -324,7 +324,7 @@ impl Roll {
         self.cluster.check_digests().await?;
         checks::check_failures(load)?;
         load.go_on();
-        let mut book = load.book();
+        let mut book = load.ledger();
         Ok(RollReport {
             roll: number,
             answered: book.answered - before.0,
@@ -353,7 +353,7 @@ impl Roll {
         for engine in old {
             engine.handle.stop().await;
         }
-        load.after(self.options.requests).await?;
+        load.wait_for_requests(self.options.requests).await?;
         checks::check_failures(load)?;
         let stay = self.registered(self.cluster.up()[0]).await?;
         let of_stayers: Vec<_> = answered
@@ -391,7 +391,7 @@ impl Roll {
 
     /// Returns the URL and id of each backend.
     async fn registered(&self, number: usize) -> anyhow::Result<Vec<(String, String)>> {
-        let backends = self.cluster.ask(number, "/admin/v1/backends").await?;
+        let backends = self.cluster.get(number, "/admin/v1/backends").await?;
         let backends = backends["backends"].as_array().context("no backends")?;
         let text = |value: &serde_json::Value| value.as_str().unwrap_or_default().to_owned();
         Ok(backends

@@ -78,7 +78,7 @@ pub async fn run(options: &UpgradeOptions) -> anyhow::Result<Vec<UpgradeStep>> {
     let cluster = ProcessCluster::start_from(options.from.clone(), cluster_options).await?;
     let load = RunningLoad::start(&cluster, LoadOptions::default());
     // The first call starts the collection of figures.
-    load.book().take_figures();
+    load.ledger().take_figures();
     let mut rollout = Rollout {
         is_later: vec![false; cluster.replicas()],
         stage: FaultContext {
@@ -155,7 +155,7 @@ impl Rollout<'_> {
         let checked = checks::check(&stage.cluster, &stage.load).await;
         checked.with_context(|| format!("after this step: {what}"))?;
         let later = self.is_later.iter().filter(|is_later| **is_later).count();
-        let mut book = stage.load.book();
+        let mut book = stage.load.ledger();
         let before = self.steps.iter().map(|step| step.answered).sum();
         let step = step(&mut book, what, before);
         drop(book);

@@ -40,7 +40,7 @@ impl RecordKeeper {
     }
 
     /// Reports an error; only the first one is kept.
-    pub fn blame(&self, what: String) {
+    pub fn report_error(&self, what: String) {
         self.lock().wrong.get_or_insert(what);
     }
 
@@ -105,7 +105,7 @@ impl RunWatcher {
     fn look_through(&self, state: &RouterState) {
         self.ledger.lock().states_checked += 1;
         if let Err(violation) = sound_state::check(self.run, state) {
-            self.ledger.blame(violation.to_string());
+            self.ledger.report_error(violation.to_string());
         }
     }
 

@@ -31,7 +31,7 @@ impl World {
     pub(super) fn heal(&mut self) -> Result<(), String> {
         self.mend_everything();
         self.wait("the cluster is whole", |world| {
-            world.tend();
+            world.run_operator();
             world.is_whole()
         })?;
         let mut asked = Vec::new();
@@ -72,8 +72,8 @@ impl World {
     /// Acts as an operator at the end: retires removed replicas and starts the others. A replica
     /// that never heard of the cluster may ask to join before it is retired, and is then removed
     /// again.
-    fn tend(&mut self) {
-        self.retire();
+    fn run_operator(&mut self) {
+        self.stop_removed();
         let is_back = |(id, _): &(u8, bool)| {
             let seat = self.seats.get(id);
             seat.is_some_and(|seat| seat.is_gone && seat.machine.core().is_none())
@@ -92,24 +92,24 @@ impl World {
     }
 
     /// Keeps replicas down that the others removed.
-    pub(super) fn retire(&mut self) {
+    pub(super) fn stop_removed(&mut self) {
         if self.fleet.set.is_some() {
             // A StatefulSet starts and stops its replicas itself.
             return;
         }
         for id in self.stage.take_removed() {
-            self.bury(id);
+            self.schedule_kill(id);
         }
         let removed = self.seats.iter().filter(|(_, seat)| {
             let status = seat.status.as_ref();
             !seat.is_gone && status.is_some_and(|it| it.borrow().role == Role::Removed)
         });
         for id in removed.map(|(id, _)| *id).collect::<Vec<_>>() {
-            self.bury(id);
+            self.schedule_kill(id);
         }
     }
 
-    fn bury(&mut self, id: u8) {
+    fn schedule_kill(&mut self, id: u8) {
         let Some(seat) = self.seats.get_mut(&id) else {
             return;
         };
@@ -199,7 +199,7 @@ impl World {
             if running > 0 {
                 return Err(format!("replica {id} counts {running} requests under way"));
             }
-            if !core.admission().lines().is_empty() {
+            if !core.admission().queues().is_empty() {
                 return Err(format!("requests wait at replica {id}"));
             }
             digests.insert(core.with_state(state::RouterState::digest));

@@ -29,7 +29,7 @@ impl World {
     }
 
     /// Injects the next fault and schedules the one after it.
-    pub(super) fn go_wrong(&mut self) {
+    pub(super) fn inject_next_fault(&mut self) {
         let gap_us = 1000 * self.plan.fault_gap_ms;
         self.next_fault_us = self.now_us() + gap_us / 4 + self.rng.below(2 * gap_us);
         let only = self.options.only.clone();
@@ -436,7 +436,8 @@ impl World {
         }
         let (id, members) = (self.next_id(), self.ids());
         if let Err(error) = self.build(id, &members, true) {
-            self.ledger.blame(format!("build replica {id}: {error:#}"));
+            self.ledger
+                .report_error(format!("build replica {id}: {error:#}"));
             return false;
         }
         self.start(id);

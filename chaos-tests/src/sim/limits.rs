@@ -5,12 +5,12 @@ use std::collections::BTreeMap;
 use state::ids::BackendRef;
 
 use super::world::World;
-use crate::oracle::limits::ShareLook;
+use crate::oracle::limits::ShareObservation;
 
 impl World {
     /// Records what each replica runs, and may run, at each limited backend.
     pub(super) fn observe_limits(&self) {
-        let mut looks: BTreeMap<BackendRef, Vec<ShareLook>> = BTreeMap::new();
+        let mut looks: BTreeMap<BackendRef, Vec<ShareObservation>> = BTreeMap::new();
         for seat in self.seats.values() {
             // Requests of a paused process still run.
             let Some(core) = seat.machine.core_at_rest() else {
@@ -26,7 +26,7 @@ impl World {
                 let Some((_, allowed)) = router.load().places(handle, limit) else {
                     continue;
                 };
-                looks.entry(handle).or_default().push(ShareLook {
+                looks.entry(handle).or_default().push(ShareObservation {
                     replica: seat.run.replica,
                     epoch: standing.epoch,
                     members: standing.members,

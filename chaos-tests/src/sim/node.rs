@@ -130,7 +130,7 @@ pub struct StartOptions {
     /// Source of the requested replicas, if any.
     pub scale: Option<Arc<dyn ScaleSource>>,
     /// Observes changes of the state.
-    pub witness: Arc<dyn ApplyObserver>,
+    pub observer: Arc<dyn ApplyObserver>,
 }
 
 impl Machine {
@@ -174,7 +174,7 @@ impl Machine {
             dialer: api::backends::EngineDialer::default(),
             format: start.format,
             scale: start.scale,
-            witness: Some(start.witness),
+            observer: Some(start.observer),
         };
         let starting = Starting::default();
         let (config, started) = (self.config.clone(), Arc::clone(&starting));
@@ -182,7 +182,7 @@ impl Machine {
             let core = ReplicaCore::start(config, ports).await;
             if let Ok(core) = &core {
                 // Fills in figures that production takes from its sockets.
-                core.figures().tell(&ReplicaFigures::default());
+                core.figures().set_own(&ReplicaFigures::default());
             }
             *started.lock().unwrap_or_else(PoisonError::into_inner) = Some(core);
         });

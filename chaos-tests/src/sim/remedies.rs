@@ -34,7 +34,7 @@ impl World {
                 self.network.hear(id);
                 self.deaf.remove(&id);
             }
-            Remedy::Soothe(links) | Remedy::Quicken(links) => self.soothe(&links),
+            Remedy::Soothe(links) | Remedy::Quicken(links) => self.restore_links(&links),
             Remedy::QuickDisk(id) => self.seats[&id].pace.recover(),
             Remedy::EndShortage(id) => self.seats[&id].machine.disk.run_short(None),
             Remedy::AnswerScale => {
@@ -55,7 +55,7 @@ impl World {
     }
 
     /// Restores links as drawn; in a bad network they stay bad while faults last.
-    fn soothe(&mut self, links: &[(u8, u8)]) {
+    fn restore_links(&mut self, links: &[(u8, u8)]) {
         for (from, to) in links {
             let drawn = Link::draw(&mut self.rng);
             let is_bad = self.plan.is_network_bad && self.next_fault_us > 0;
@@ -77,6 +77,6 @@ impl World {
             .iter()
             .flat_map(|from| ids.iter().map(|to| (*from, *to)));
         let links: Vec<(u8, u8)> = links.filter(|(from, to)| from != to).collect();
-        self.soothe(&links);
+        self.restore_links(&links);
     }
 }

@@ -43,7 +43,8 @@ impl World {
         } else {
             let founders: Vec<u8> = (1..=self.plan.voters).collect();
             if let Err(error) = self.build(id, &founders, false) {
-                self.ledger.blame(format!("build replica {id}: {error:#}"));
+                self.ledger
+                    .report_error(format!("build replica {id}: {error:#}"));
                 return;
             }
         }
@@ -72,7 +73,7 @@ impl World {
         for id in 1..=self.plan.voters {
             if !status.members.contains_key(&id) {
                 let by = status.id;
-                self.ledger.blame(format!(
+                self.ledger.report_error(format!(
                     "I128: replica {id} is wanted, and {by} leads a cluster without it"
                 ));
             }

@@ -12,7 +12,7 @@ use super::world::{ReplicaSeat, World};
 impl World {
     /// Spoils one follower's state, while all others are sound and no fault ends a leader's term. A
     /// majority must be right: a replica that does not know yet that its state is wrong may be
-    /// elected and passes it on. Once it knows, see [`World::strike_in_doubt`].
+    /// elected and passes it on. Once it knows, see [`World::depose_leader_of_suspect`].
     pub(super) fn lose_state(&mut self) -> bool {
         let is_sound = |seat: &ReplicaSeat| {
             let is_up = seat.machine.core().is_some();
@@ -57,7 +57,7 @@ impl World {
 
     /// When a replica has just found that its state is wrong and has not replaced it, this mostly
     /// stops the leader or makes it transfer leadership to that replica.
-    pub(super) fn strike_in_doubt(&mut self) {
+    pub(super) fn depose_leader_of_suspect(&mut self) {
         let just_found = |(_, seat): &(&u8, &ReplicaSeat)| {
             !seat.is_struck && seat.is_spoiled.load(Ordering::Relaxed) && seat.is_in_doubt()
         };

@@ -153,7 +153,7 @@ impl World {
         trace.event(0, format_args!("{plan:?}"));
         let network = SimNetwork::new(seed, trace.clone());
         let ledger = RecordKeeper::default();
-        let scene = WorkloadContext::new(&plan, time.clone(), ledger.clone(), trace.clone());
+        let context = WorkloadContext::new(&plan, time.clone(), ledger.clone(), trace.clone());
         let mut world = Self {
             rng: Rng::new(seed, RNG_LABEL),
             lies: Rng::new(seed, LIES_LABEL),
@@ -170,7 +170,7 @@ impl World {
             tended_us: 0,
             reach: Reach::default(),
             counts: WorldCounts::default(),
-            stage: WorkloadDriver::new(scene),
+            stage: WorkloadDriver::new(context),
             fleet: FleetDriver::new(seed, plan.fleet, plan.voters),
             planned: 0,
             plan,
@@ -266,7 +266,7 @@ impl World {
         self.network.step(now_us);
         self.mend();
         if !self.options.is_calm && now_us >= self.next_fault_us && self.next_fault_us > 0 {
-            self.go_wrong();
+            self.inject_next_fault();
         }
         let ids: Vec<u8> = self.seats.keys().copied().collect();
         for id in &ids {
@@ -276,15 +276,15 @@ impl World {
             self.observe(*id);
         }
         if self.next_fault_us > 0 {
-            self.strike_in_doubt();
+            self.depose_leader_of_suspect();
         }
-        self.retire();
+        self.stop_removed();
         if now_us.is_multiple_of(LOOK_EVERY_US) {
             self.look_around();
         }
         self.observe_limits();
         for panic in panics::take() {
-            self.ledger.blame(format!("panic: {panic}"));
+            self.ledger.report_error(format!("panic: {panic}"));
         }
     }
 
@@ -315,7 +315,7 @@ impl World {
                 match why {
                     Some(why) if !is_disk_bad => self
                         .ledger
-                        .blame(format!("replica {id} did not start: {why}")),
+                        .report_error(format!("replica {id} did not start: {why}")),
                     Some(_) | None => {
                         let wait_us = 1000 * (100 + self.rng.below(2000));
                         self.remedy_in(wait_us, Remedy::Start(id));
@@ -424,7 +424,7 @@ impl World {
             scale: scale.map(|set| Arc::new(set) as _),
             session: SessionId(Rng::new(self.plan.seed, label).next_u64()),
             hash_seed: self.plan.hash_seed,
-            witness: Arc::new(watcher),
+            observer: Arc::new(watcher),
         };
         self.trace
             .event(now_us, format_args!("{id} starts, run {}", run.number));

@@ -344,7 +344,7 @@ pub(super) async fn ready(cluster: &ProcessCluster) -> anyhow::Result<String> {
     loop {
         let mut left = Vec::new();
         for number in waits_for {
-            let answer = cluster.ask(number, "/readyz").await;
+            let answer = cluster.get(number, "/readyz").await;
             if !answer.as_ref().is_ok_and(|it| it["status"] == "ready") {
                 left.push((number, answer));
             }

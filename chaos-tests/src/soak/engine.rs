@@ -39,9 +39,9 @@ pub(super) const POISON: &str = "(poison)";
 /// A prompt with this text gets a 500 response.
 pub(super) const FAILING: &str = "(failing)";
 /// A prompt with this text gets large tokens, which a slow reader cannot read within seconds.
-pub(super) const FAT: &str = "(fat)";
+pub(super) const LARGE_TOKENS: &str = "(fat)";
 /// Extra bytes of a large token.
-const FAT_BYTES: usize = 8 << 10;
+const LARGE_TOKEN_BYTES: usize = 8 << 10;
 /// Bytes per prompt token.
 const TOKEN_BYTES: usize = 4;
 /// Bytes after the usage in a response with the prompt's logprobs.
@@ -262,8 +262,8 @@ impl EngineRequest {
             "id": self.id, "object": "chat.completion.chunk", "model": MODEL,
             "choices": [{ "index": 0, "delta": { "content": "word " }, "finish_reason": null }],
         });
-        if self.text.contains(FAT) {
-            chunk["padding"] = " ".repeat(FAT_BYTES).into();
+        if self.text.contains(LARGE_TOKENS) {
+            chunk["padding"] = " ".repeat(LARGE_TOKEN_BYTES).into();
         }
         if self.is_told_running {
             chunk["usage"] = self.usage(made);

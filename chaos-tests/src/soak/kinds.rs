@@ -1,6 +1,6 @@
 //! The kinds of clients in a soak.
 
-use super::engine::{FAILING, FAT, POISON};
+use super::engine::{FAILING, LARGE_TOKENS, POISON};
 use crate::kinds::kinds;
 
 /// When a client leaves before the end of a response.
@@ -134,7 +134,7 @@ impl ClientKind {
             Self::Slow => UserBehaviour {
                 leaves: LeavePoint::Dawdles,
                 tokens: 100,
-                mark: FAT,
+                mark: LARGE_TOKENS,
                 ..plain
             },
             Self::Logprobs => UserBehaviour {

@@ -47,7 +47,7 @@ pub(super) async fn watch(replica: Replica, shared: Arc<SharedState>, stop: Canc
         let Some(minority) = digests.minority() else {
             continue;
         };
-        replica.doubt(true);
+        replica.set_state_suspect(true);
         hand_over(&replica).await;
         let rebuilt = tokio::select! {
             biased;
@@ -57,7 +57,7 @@ pub(super) async fn watch(replica: Replica, shared: Arc<SharedState>, stop: Canc
         match rebuilt {
             Ok(log_index) => {
                 digests.forget();
-                replica.doubt(false);
+                replica.set_state_suspect(false);
                 tracing::warn!(
                     log_index,
                     "this replica's state agrees with the majority's again"

@@ -58,7 +58,7 @@ impl FigureSources {
         let (started, mut window) = (Instant::now(), RecentWindow::default());
         let mut ticks = every(INTERVAL);
         while stop.run_until_cancelled(ticks.tick()).await.is_some() {
-            self.board.tell(&self.look(started, &mut window));
+            self.board.set_own(&self.look(started, &mut window));
         }
     }
 

@@ -61,7 +61,7 @@ pub(super) struct GossipInbox {
     /// builds.
     pub(super) version_max: u8,
     /// Observer that is notified of unreadable messages.
-    pub(super) witness: Option<Arc<dyn ApplyObserver>>,
+    pub(super) observer: Option<Arc<dyn ApplyObserver>>,
 }
 
 impl PeerHandler for GossipInbox {
@@ -71,8 +71,8 @@ impl PeerHandler for GossipInbox {
             .is_none_or(|version| *version <= self.version_max);
         let Some(message) = GossipMessage::read(bytes).filter(|_| is_known) else {
             tracing::warn!(peer = from, "could not decode a peer's message");
-            if let Some(witness) = &self.witness {
-                witness.message_unreadable(from);
+            if let Some(observer) = &self.observer {
+                observer.message_unreadable(from);
             }
             return;
         };
@@ -83,7 +83,7 @@ impl PeerHandler for GossipInbox {
             tracing::warn!(peer = from, %error, "could not decode a peer's digest");
         }
         if !message.figures.is_empty()
-            && let Err(error) = self.figures.hear(peer, message.figures, now)
+            && let Err(error) = self.figures.receive(peer, message.figures, now)
         {
             tracing::warn!(peer = from, %error, "could not decode a peer's figures");
         }
@@ -96,7 +96,7 @@ impl PeerHandler for GossipInbox {
         if let Err(error) = self.load.merge_report(peer, message.load, now) {
             tracing::warn!(peer = from, %error, "could not decode a peer's load report");
         }
-        if let Err(error) = self.admission.heard(peer, message.backlog) {
+        if let Err(error) = self.admission.apply_peer_report(peer, message.backlog) {
             tracing::warn!(peer = from, %error, "could not decode a peer's backlog report");
         }
     }
@@ -203,7 +203,7 @@ fn split_long(bytes: &[u8]) -> Option<(&[u8], &[u8])> {
 /// change of load or backlog within [`INTERVAL`], and at once if the first request waits, the last
 /// one has gone, or places are wanted or handed over. Repeats everything often enough to count as
 /// alive.
-pub(super) async fn tell(
+pub(super) async fn run_broadcast(
     replica: Replica,
     (load, shares): (Arc<LoadTable>, Arc<Shares>),
     admission: Arc<Admission>,
@@ -219,8 +219,8 @@ pub(super) async fn tell(
         tokio::select! {
             biased;
             () = stop.cancelled() => return,
-            () = admission.turned() => {}
-            () = load.news().notified() => {}
+            () = admission.waiting_changed() => {}
+            () = load.report_due().notified() => {}
             _ = ticks.tick(), if !is_idle => {}
             _ = idle_ticks.tick(), if is_idle => {}
         }

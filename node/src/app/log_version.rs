@@ -22,7 +22,7 @@ use crate::planted::{self, Bug};
 /// Interval at which the members' formats are checked.
 const FOLLOW_EVERY: Duration = Duration::from_secs(1);
 /// Log format that added the outcomes of predictions.
-const BELIEFS_SINCE_FORMAT: u8 = 10;
+const PREDICTION_OUTCOMES_SINCE_FORMAT: u8 = 10;
 /// Name of the label with the log format.
 const LABEL: &str = "format";
 /// Version of messages between replicas with shares. Builds that know log format
@@ -109,8 +109,9 @@ pub(super) async fn follow(replica: Replica, dispatcher: Arc<Dispatcher>, stop: 
     let mut ticks = every(FOLLOW_EVERY);
     while stop.run_until_cancelled(ticks.tick()).await.is_some() {
         let status = replica.status();
-        let is_known = !status.members.is_empty() && all_know(&status, BELIEFS_SINCE_FORMAT);
-        dispatcher.tell_beliefs(is_known);
+        let is_known =
+            !status.members.is_empty() && all_know(&status, PREDICTION_OUTCOMES_SINCE_FORMAT);
+        dispatcher.set_reports_prediction_outcomes(is_known);
     }
 }
 

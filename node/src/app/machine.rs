@@ -48,7 +48,7 @@ pub trait ApplyObserver: Send + Sync + 'static {
 /// State machine that applies the log to the shared state.
 pub(super) struct RouterMachine {
     shared: Arc<SharedState>,
-    witness: Option<Arc<dyn ApplyObserver>>,
+    observer: Option<Arc<dyn ApplyObserver>>,
     /// Newest log format that it reads.
     format: u8,
 }
@@ -56,17 +56,17 @@ pub(super) struct RouterMachine {
 impl RouterMachine {
     /// Creates a machine over `shared`. Nothing else may apply commands to it.
     #[must_use]
-    pub(super) fn new(shared: Arc<SharedState>, witness: Option<Arc<dyn ApplyObserver>>) -> Self {
+    pub(super) fn new(shared: Arc<SharedState>, observer: Option<Arc<dyn ApplyObserver>>) -> Self {
         Self {
             shared,
-            witness,
+            observer,
             format: FORMAT_VERSION,
         }
     }
 
     /// Limits the machine to log formats up to `format`, like an earlier build.
     #[must_use]
-    pub(super) fn knowing(self, format: u8) -> Self {
+    pub(super) fn with_format(self, format: u8) -> Self {
         Self { format, ..self }
     }
 
@@ -111,8 +111,8 @@ impl StateMachine for RouterMachine {
         let mut state = self.shared.state();
         let reply = state.apply(LogIndex(index), envelope);
         self.shared.digests.applied(index, || state.digest());
-        if let Some(witness) = &self.witness {
-            witness.applied(&state, index, Some(command));
+        if let Some(observer) = &self.observer {
+            observer.applied(&state, index, Some(command));
         }
         drop(state);
         Ok(state::codec::encode_reply(&reply))
@@ -122,8 +122,8 @@ impl StateMachine for RouterMachine {
         let mut state = self.shared.state();
         state.skip(LogIndex(index));
         self.shared.digests.applied(index, || state.digest());
-        if let Some(witness) = &self.witness {
-            witness.applied(&state, index, None);
+        if let Some(observer) = &self.observer {
+            observer.applied(&state, index, None);
         }
     }
 
@@ -135,8 +135,8 @@ impl StateMachine for RouterMachine {
         let mut state = self.shared.state();
         let restored = state.restore(snapshot);
         restored.map_err(|error| SnapshotError(error.to_string()))?;
-        if let Some(witness) = &self.witness {
-            witness.restored(&state);
+        if let Some(observer) = &self.observer {
+            observer.restored(&state);
         }
         Ok(())
     }

@@ -287,7 +287,10 @@ impl Cluster for LogPort {
 
     fn status(&self) -> ClusterStatus {
         let mut status = cluster_status(&self.replica.status(), *self.session());
-        status.scaling = self.scaling.as_ref().and_then(|scaling| scaling.held());
+        status.scaling = self
+            .scaling
+            .as_ref()
+            .and_then(|scaling| scaling.blocked_reason());
         for (id, skew_ms) in self.clocks.skews_ms() {
             if let Some(member) = status.members.get_mut(&ReplicaId(id)) {
                 member.clock_skew_ms = Some(skew_ms);

@@ -137,7 +137,7 @@ pub(super) async fn start(app: App) -> anyhow::Result<RunningReplica> {
     let proxy = proxy(&core, &config, (&metrics, &requests), &readiness)?;
     let data_dir = config.node.data_dir.clone();
     let figures = FigureSources::of(&core, &readiness, &requests, data_dir);
-    core.beside(figures.run(core.stopping()));
+    core.spawn_task(figures.run(core.stopping()));
     let reading = (Arc::clone(proxy.requests()), Arc::clone(proxy.decisions()));
     let drain = Arc::new(ArcSwap::from_pointee(config.drain.clone()));
     reload.started(RunningParts {
@@ -193,7 +193,7 @@ fn serve_operators(
     tls: &ReplicaCertificates,
 ) {
     let stopping = core.stopping();
-    core.beside(admin::serve(listener, admin, tls.admin.clone(), stopping));
+    core.spawn_task(admin::serve(listener, admin, tls.admin.clone(), stopping));
 }
 
 fn tell_if_insecure(config: &Config) {
@@ -244,24 +244,24 @@ fn discover(
         view: Arc::clone(core.view()),
         dialer: tls.engines.clone(),
     };
-    core.beside(api::discovery::run(parts, core.stopping()));
+    core.spawn_task(api::discovery::run(parts, core.stopping()));
     board
 }
 
 /// Reloads files of keys, tokens and certificates when they change.
 fn follow_files(core: &ReplicaCore, config: &Config, tls: &ReplicaCertificates) {
-    core.beside(tls.watch().follow(core.stopping()));
+    core.spawn_task(tls.watch().follow(core.stopping()));
     if let (Some(file), Some(keys)) = (config.users.api_keys_file.clone(), config.api_keys.clone())
     {
         let read = move |file: &Path| read_api_keys(file, &keys);
-        core.beside(key_file::follow(file, read, core.stopping()));
+        core.spawn_task(key_file::follow(file, read, core.stopping()));
     }
     if let (Some(file), Some(tokens)) = (
         config.admin.tokens_file.clone(),
         config.admin_tokens.clone(),
     ) {
         let read = move |file: &Path| read_admin_tokens(file, &tokens);
-        core.beside(key_file::follow(file, read, core.stopping()));
+        core.spawn_task(key_file::follow(file, read, core.stopping()));
     }
 }
 
@@ -330,7 +330,7 @@ fn tracer(
         cluster: config.cluster.name.0.clone(),
     };
     let (tracer, export) = SpanExport::new(&settings, metrics)?;
-    core.beside(export.run(core.stopping()));
+    core.spawn_task(export.run(core.stopping()));
     Ok(Some(tracer))
 }
 
@@ -385,10 +385,10 @@ fn admin(
 fn spawn_loops(core: &ReplicaCore, kv_board: Arc<StreamBoard>, dialer: EngineDialer) {
     let (backends, view) = (core.backends(), core.view());
     let probing = Arc::clone(backends).run(Arc::clone(view), probe_hooks(core), core.stopping());
-    core.beside(probing);
+    core.spawn_task(probing);
     let (cluster, stopping) = (core.cluster(), core.stopping());
     let (views, probed) = (Arc::clone(view), Arc::clone(backends));
-    core.beside(ranks::follow(cluster, views, probed, stopping));
+    core.spawn_task(ranks::follow(cluster, views, probed, stopping));
     let reading = reader::ReaderParts {
         cluster: core.cluster(),
         view: Arc::clone(view),
@@ -399,9 +399,9 @@ fn spawn_loops(core: &ReplicaCore, kv_board: Arc<StreamBoard>, dialer: EngineDia
         sockets: Arc::new(socket::Zmq::new(dialer)),
         board: kv_board,
     };
-    core.beside(reader::run(reading, core.stopping()));
-    core.beside(events::log(core.events().clone(), core.stopping()));
-    core.beside(api::events::follow(
+    core.spawn_task(reader::run(reading, core.stopping()));
+    core.spawn_task(events::log(core.events().clone(), core.stopping()));
+    core.spawn_task(api::events::follow(
         core.cluster(),
         Arc::clone(view),
         core.events().clone(),

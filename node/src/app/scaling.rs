@@ -89,7 +89,7 @@ pub(super) struct Scaling {
     /// Minimum number of voters to keep.
     voters_min: usize,
     /// Why the membership differs from the wanted one.
-    held: Mutex<Option<String>>,
+    blocked_reason: Mutex<Option<String>>,
 }
 
 impl Scaling {
@@ -104,23 +104,28 @@ impl Scaling {
                 Formation::Peers { expect, .. } | Formation::Dns { expect, .. } => *expect,
                 Formation::Alone | Formation::Join(_) => 1,
             },
-            held: Mutex::default(),
+            blocked_reason: Mutex::default(),
         }))
     }
 
     /// Returns why the membership differs from the wanted one.
-    pub(super) fn held(&self) -> Option<String> {
-        let held = self.held.lock();
-        held.unwrap_or_else(PoisonError::into_inner).clone()
+    pub(super) fn blocked_reason(&self) -> Option<String> {
+        let blocked_reason = self.blocked_reason.lock();
+        blocked_reason
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone()
     }
 
-    fn hold(&self, why: Option<String>) {
-        let mut held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
-        if *held != why {
+    fn set_blocked_reason(&self, why: Option<String>) {
+        let mut blocked_reason = self
+            .blocked_reason
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        if *blocked_reason != why {
             if let Some(why) = &why {
                 tracing::warn!(why, "the membership does not match the desired scale");
             }
-            *held = why;
+            *blocked_reason = why;
         }
     }
 
@@ -139,7 +144,7 @@ impl Scaling {
                 }
             };
             if absent.is_empty() && !status.is_removed {
-                self.hold(None);
+                self.set_blocked_reason(None);
                 read = None;
                 continue;
             }
@@ -150,7 +155,7 @@ impl Scaling {
             let scale = stop.run_until_cancelled(self.source.read()).await;
             let why = match scale {
                 None => return,
-                Some(Ok(scale)) if status.is_removed => self.come_back(&replica, scale).await,
+                Some(Ok(scale)) if status.is_removed => self.try_rejoin(&replica, scale).await,
                 Some(Ok(scale)) => {
                     let removed = self.remove_one(&replica, scale, &absent).await;
                     if removed == Ok(true) {
@@ -165,7 +170,7 @@ impl Scaling {
                     told(&absent)
                 )),
             };
-            self.hold(why);
+            self.set_blocked_reason(why);
         }
     }
 
@@ -199,7 +204,7 @@ impl Scaling {
     }
 
     /// Asks to rejoin if this replica is wanted. Returns why it is still out.
-    async fn come_back(&self, replica: &Replica, scale: StatefulSetScale) -> Option<String> {
+    async fn try_rejoin(&self, replica: &Replica, scale: StatefulSetScale) -> Option<String> {
         if !wants(scale, replica.status().id) {
             return None;
         }

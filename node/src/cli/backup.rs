@@ -72,7 +72,7 @@ pub(super) async fn backup(args: BackupArgs) -> anyhow::Result<ExitCode> {
         bail!("{} already exists (--force replaces it)", file.display());
     }
     let unfinished = beside(file)?;
-    args.target.settle(!args.local).await?;
+    args.target.select_replica(!args.local).await?;
     let made = fetch(&args, &unfinished).await;
     let made = match made {
         Ok(bytes) => verified(&unfinished).await.map(|head| (head, bytes)),
@@ -104,7 +104,7 @@ pub(super) async fn backup(args: BackupArgs) -> anyhow::Result<ExitCode> {
 /// Runs `quorate restore`.
 pub(super) async fn restore(args: RestoreArgs) -> anyhow::Result<ExitCode> {
     let head = verified(&args.file).await?;
-    args.target.settle(true).await?;
+    args.target.select_replica(true).await?;
     let answer = send(&args).await?;
     if args.json {
         terminal::print(serde_json::to_string(&answer)?)?;

@@ -248,10 +248,10 @@ impl AdminTarget {
             match client.send(method.clone(), &url, body).await {
                 Ok(answer) if is_without_quorum(&answer) => refused = Some(answer),
                 Ok(answer) => return Ok(answer),
-                Err(error) if !is_undone(&method, &error) => return Err(error),
+                Err(error) if !is_safe_to_retry(&method, &error) => return Err(error),
                 Err(error) => unreached.push((base, error)),
             }
-            self.pass_over();
+            self.skip_replica();
         }
         match (refused, unreached) {
             (Some(answer), _) => Ok(answer),
@@ -306,7 +306,7 @@ impl AdminTarget {
 
     /// Finds a replica that responds, with a quorum if one is needed, for requests that are sent
     /// without [`Self::ask`].
-    pub(super) async fn settle(&self, needs_quorum: bool) -> anyhow::Result<()> {
+    pub(super) async fn select_replica(&self, needs_quorum: bool) -> anyhow::Result<()> {
         let path = match needs_quorum {
             true => "/admin/v1/digest?read=linearizable",
             false => "/livez",
@@ -318,7 +318,7 @@ impl AdminTarget {
     }
 
     /// Makes the next replica the first to ask.
-    pub(super) fn pass_over(&self) {
+    pub(super) fn skip_replica(&self) {
         self.answering.fetch_add(1, Ordering::Relaxed);
     }
 
@@ -348,7 +348,7 @@ fn is_without_quorum(answer: &JsonAnswer) -> bool {
 }
 
 /// Whether a request without a response can be sent to another replica.
-fn is_undone(method: &Method, error: &anyhow::Error) -> bool {
+fn is_safe_to_retry(method: &Method, error: &anyhow::Error) -> bool {
     *method == Method::GET || error.downcast_ref::<NoConnectionError>().is_some()
 }
 

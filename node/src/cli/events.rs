@@ -111,7 +111,7 @@ impl EventStream {
         self.arrived = PartialEvents::default();
         self.broken = self.broken.or(Some(Instant::now()));
         if is_ended {
-            self.target.pass_over();
+            self.target.skip_replica();
         }
     }
 
@@ -131,7 +131,7 @@ impl EventStream {
                 Err(OpenError::Passing(error)) => error,
             };
             match self.broken {
-                Some(broken) if broken.elapsed() < RESUME_MAX => self.target.pass_over(),
+                Some(broken) if broken.elapsed() < RESUME_MAX => self.target.skip_replica(),
                 _ => return Err(error),
             }
         }
@@ -139,7 +139,7 @@ impl EventStream {
 
     /// Requests a stream from the first replica that responds.
     async fn ask(&self) -> Result<(String, Incoming), OpenError> {
-        let settled = self.target.settle(false).await;
+        let settled = self.target.select_replica(false).await;
         settled.map_err(OpenError::Passing)?;
         let url = self.target.url("/admin/v1/events");
         let request = self.request(&url).map_err(OpenError::Lasting)?;

@@ -116,7 +116,7 @@ impl Fleet {
             if plan.has_tokens {
                 config.models = vec![tokens_of_engines()?];
             }
-            lead_to(&mut config, addresses, &peers, backends);
+            set_addresses(&mut config, addresses, &peers, backends);
             let running = App::on(config, sockets)?.start().await;
             let running = running.with_context(|| format!("start replica {id}"))?;
             let shutdown = ShutdownHandle::new();
@@ -145,7 +145,7 @@ impl Fleet {
             .all(|replica| formed(&replica.cluster.status()))
         {
             let waited = wait_on(deadline, "the replicas did not form a cluster").await;
-            waited.with_context(|| self.hindrances())?;
+            waited.with_context(|| self.join_blockers())?;
         }
         // Ids persist between runs, but an emulated engine may listen elsewhere now.
         for spec in backends {
@@ -168,13 +168,13 @@ impl Fleet {
                 return Ok(());
             }
             if let Err(error) = wait_on(deadline, "no engine became healthy").await {
-                return Err(error.context(self.ailments().await));
+                return Err(error.context(self.unhealthy_engines().await));
             }
         }
     }
 
     /// Returns the reasons that each replica reports for not being in a cluster.
-    fn hindrances(&self) -> String {
+    fn join_blockers(&self) -> String {
         let mut told = Vec::new();
         for replica in &self.replicas {
             let status = replica.cluster.status();
@@ -187,7 +187,7 @@ impl Fleet {
     }
 
     /// Returns what replica 1 reports about engines that are not healthy.
-    async fn ailments(&self) -> String {
+    async fn unhealthy_engines(&self) -> String {
         let url = format!(
             "http://{}/admin/v1/backends",
             self.replicas[0].addresses.admin
@@ -359,7 +359,12 @@ fn tokens_of_engines() -> anyhow::Result<ModelSettings> {
 }
 
 /// Sets the addresses of a replica, its peers and the engines in its config.
-fn lead_to(config: &mut Config, addresses: Addresses, peers: &[String], backends: &[BackendSpec]) {
+fn set_addresses(
+    config: &mut Config,
+    addresses: Addresses,
+    peers: &[String],
+    backends: &[BackendSpec],
+) {
     config.listen = ListenConfig {
         data: Parsed(addresses.data),
         admin: Parsed(addresses.admin),

@@ -27,7 +27,7 @@ const WAITING_BYTES_MAX: usize = 8 << 20;
 /// Size from which a batch is written, if as much is queued, in bytes.
 const WRITE_BYTES: usize = 64 << 10;
 /// Minimum interval between two log lines about lost lines.
-const TOLD_INTERVAL: Duration = Duration::from_secs(60);
+const REPORT_INTERVAL: Duration = Duration::from_secs(60);
 /// Longest time that the process waits for queued lines when it ends.
 const FLUSH_MAX: Duration = Duration::from_secs(2);
 
@@ -49,7 +49,7 @@ struct SharedFile {
     reopened: Mutex<Option<File>>,
     waiting_bytes: AtomicUsize,
     /// Lines dropped from a full queue that have not been reported yet.
-    untold: AtomicU64,
+    unreported_drops: AtomicU64,
     metrics: AccessFileMetrics,
 }
 
@@ -173,7 +173,7 @@ impl AccessFile {
             shared
                 .waiting_bytes
                 .fetch_sub(line.len(), Ordering::Relaxed);
-            shared.untold.fetch_add(1, Ordering::Relaxed);
+            shared.unreported_drops.fetch_add(1, Ordering::Relaxed);
             shared.metrics.drop_lines(QUEUE_FULL, 1);
         }
     }
@@ -250,7 +250,7 @@ struct WriterThread {
 struct Losses {
     lines: u64,
     error: Option<io::Error>,
-    told: Option<Instant>,
+    reported_at: Option<Instant>,
 }
 
 impl WriterThread {
@@ -267,7 +267,7 @@ impl WriterThread {
             if let Err(error) = self.write(&lines) {
                 self.losses.error = Some(error);
             }
-            self.tell();
+            self.report_losses();
             if let Some(done) = flushed {
                 // The caller may have stopped waiting.
                 done.send(()).ok();
@@ -307,19 +307,22 @@ impl WriterThread {
         Ok(())
     }
 
-    /// Logs how many lines were lost, at most once per [`TOLD_INTERVAL`].
-    fn tell(&mut self) {
+    /// Logs how many lines were lost, at most once per [`REPORT_INTERVAL`].
+    fn report_losses(&mut self) {
         let losses = &mut self.losses;
-        if losses.told.is_some_and(|at| at.elapsed() < TOLD_INTERVAL) {
+        if losses
+            .reported_at
+            .is_some_and(|at| at.elapsed() < REPORT_INTERVAL)
+        {
             return;
         }
-        let without_room = self.shared.untold.swap(0, Ordering::Relaxed);
+        let without_room = self.shared.unreported_drops.swap(0, Ordering::Relaxed);
         let lines = std::mem::take(&mut losses.lines) + without_room;
         let error = losses.error.take();
         if lines == 0 && error.is_none() {
             return;
         }
-        losses.told = Some(Instant::now());
+        losses.reported_at = Some(Instant::now());
         let path = self.path.display();
         match error {
             Some(error) => tracing::error!(%path, lines, %error, "could not write the access log"),

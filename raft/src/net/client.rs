@@ -134,7 +134,7 @@ impl RaftNetworkV2<Config> for Client {
         let answer = call.await.map_err(|error| rpc_error(&error))?;
         let report = PeerReport {
             hears: answer.hears.into_iter().collect(),
-            stands_back: answer.stands_back,
+            refuses_leadership: answer.stands_back,
         };
         self.network
             .links

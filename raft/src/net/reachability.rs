@@ -34,7 +34,7 @@ pub(crate) struct PeerReport {
     /// The replicas that the peer hears, including itself.
     pub(crate) hears: BTreeSet<u64>,
     /// Whether the peer currently refuses to lead.
-    pub(crate) stands_back: bool,
+    pub(crate) refuses_leadership: bool,
 }
 
 impl Reachability {
@@ -82,10 +82,10 @@ impl Reachability {
     }
 
     /// Whether `peer` refuses to lead, according to its last report.
-    pub(crate) fn stands_back(&self, peer: u64) -> bool {
+    pub(crate) fn refuses_leadership(&self, peer: u64) -> bool {
         let state = lock(&self.0);
         let report = state.reports.get(&peer);
-        report.is_some_and(|(_, report)| report.stands_back)
+        report.is_some_and(|(_, report)| report.refuses_leadership)
     }
 }
 
@@ -108,7 +108,7 @@ pub(crate) fn better_leader(
             }
     };
     let gains = reports.iter().filter_map(|(candidate, it)| {
-        if !voters.contains(candidate) || *candidate == me || it.stands_back {
+        if !voters.contains(candidate) || *candidate == me || it.refuses_leadership {
             return None;
         }
         // Whether these two hear each other does not depend on which of them leads.
@@ -139,7 +139,7 @@ mod tests {
     fn report_of<const N: usize>(hears: [u64; N]) -> PeerReport {
         PeerReport {
             hears: set(hears),
-            stands_back: false,
+            refuses_leadership: false,
         }
     }
 
@@ -161,7 +161,7 @@ mod tests {
         reports.insert(
             2,
             PeerReport {
-                stands_back: true,
+                refuses_leadership: true,
                 ..report_of([1, 2, 3])
             },
         );

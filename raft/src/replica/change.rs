@@ -455,7 +455,7 @@ impl ReplicaInner {
             });
         };
         // The target would refuse, and the cluster would have no leader until the next election.
-        if target != me && self.links.reachability.stands_back(target) {
+        if target != me && self.links.reachability.refuses_leadership(target) {
             return Outcome::Refused(format!(
                 "replica {target} cannot become the leader at present"
             ));
@@ -553,7 +553,7 @@ impl ReplicaInner {
             .iter()
             .filter(|(id, _)| **id != self.links.identity.id)
             .filter(|(id, _)| voters.contains(id) && is_heard(id))
-            .filter(|(id, _)| !self.links.reachability.stands_back(**id))
+            .filter(|(id, _)| !self.links.reachability.refuses_leadership(**id))
             .max_by_key(|(_, matched)| **matched)
             .map(|(id, _)| *id)
     }

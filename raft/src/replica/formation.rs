@@ -28,7 +28,8 @@ use super::ReplicaInner;
 use super::introduction::INFO_TIMEOUT;
 use super::introduction::check_told;
 use super::search::{
-    AskError, LastSeen, Search, SearchLog, is_other_cluster, mark_doubles, report, two_clusters,
+    AskError, LastSeen, PeerDiscovery, SearchLog, is_other_cluster, mark_doubles, report,
+    two_clusters,
 };
 use crate::determinism::random;
 use crate::error::ChangeError;
@@ -45,9 +46,9 @@ use crate::wire::{self, proto};
 /// Interval between two polls of the peers.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
 /// Interval between two attempts to update this replica's entry or to be promoted.
-const TELL_EVERY: Duration = Duration::from_millis(500);
+const ENTRY_RETRY: Duration = Duration::from_millis(500);
 /// Maximum pause after a refusal.
-const TELL_AGAIN: Duration = Duration::from_secs(10);
+const REFUSAL_PAUSE_MAX: Duration = Duration::from_secs(10);
 const JOIN_TIMEOUT: Duration = Duration::from_secs(20);
 const FIRST_COMMAND_TIMEOUT: Duration = Duration::from_secs(5);
 
@@ -95,8 +96,8 @@ pub(super) fn check_majority(expect: usize, replicas: usize) -> Result<(), Strin
 /// Brings this replica into a cluster, then keeps its membership entry up to date.
 pub(super) async fn keep_membership(inner: Arc<ReplicaInner>) {
     inner.know_own_log().await;
-    inner.get_in().await;
-    inner.keep_described().await;
+    inner.join_cluster().await;
+    inner.keep_entry_current().await;
 }
 
 /// Proposes the cluster's first command whenever this replica leads a cluster without one.
@@ -155,13 +156,13 @@ impl ReplicaInner {
         }
     }
 
-    async fn get_in(&self) {
+    async fn join_cluster(&self) {
         let mut log = SearchLog::new(Instant::now());
         let mut seen = LastSeen::default();
         while !self.is_member() {
             let mut search = self.look().await;
             let now = Instant::now();
-            seen.steady(now, &mut search.peers);
+            seen.replace_timeouts(now, &mut search.peers);
             log.say(now, &search);
             let is_news = *lock(&self.search) != search;
             if is_news {
@@ -171,12 +172,12 @@ impl ReplicaInner {
             tokio::time::sleep(LOOK_EVERY).await;
         }
         // Clear the findings of the search.
-        *lock(&self.search) = Search::default();
+        *lock(&self.search) = PeerDiscovery::default();
         self.refresh();
     }
 
     /// Polls the peers once and takes the next step.
-    async fn look(&self) -> Search {
+    async fn look(&self) -> PeerDiscovery {
         // Read before the peers are asked: their responses must be newer than the claim.
         let claim = self.links.identity.binding();
         let peers = match &self.options.formation {
@@ -185,10 +186,10 @@ impl ReplicaInner {
         let found = self.find(peers).await;
         let stepped = match &self.options.formation {
             Formation::Join(_) if found.peers.is_empty() => Err("no member responds".to_owned()),
-            Formation::Join(_) => self.ask_in(&found).await,
+            Formation::Join(_) => self.request_join(&found).await,
             Formation::Bootstrap { expect, .. } => self.bootstrap(claim, &found, *expect).await,
         };
-        Search {
+        PeerDiscovery {
             problem: stepped.err(),
             peers: found.reports,
         }
@@ -202,7 +203,7 @@ impl ReplicaInner {
     ) -> Result<(), String> {
         self.drop_dead_claim(claim, found)?;
         if found.peers.values().any(|info| info.is_member) {
-            return self.ask_in(found).await;
+            return self.request_join(found).await;
         }
         check_majority(expect, found.replicas)?;
         let answering = found.peers.len() + 1;
@@ -375,7 +376,7 @@ impl ReplicaInner {
     }
 
     /// Asks members, one after another, to be added to their cluster.
-    pub(super) async fn ask_in(&self, found: &Discovery) -> Result<(), String> {
+    pub(super) async fn request_join(&self, found: &Discovery) -> Result<(), String> {
         let member = wire::member(self.links.identity.id, &self.described(0));
         let mut problem = "no peer is in a cluster".to_owned();
         let binding = self.links.identity.binding();
@@ -404,7 +405,8 @@ impl ReplicaInner {
                 .await;
             match answer.map(|answer| answer.result) {
                 Ok(Some(Outcome::Changed(changed))) => {
-                    return self.let_in(wire::join(changed.cluster_high, changed.cluster_low));
+                    return self
+                        .adopt_cluster(wire::join(changed.cluster_high, changed.cluster_low));
                 }
                 Ok(Some(Outcome::Refused(why))) => problem = why,
                 Ok(_) => problem = "its leader is not known".to_owned(),
@@ -414,7 +416,7 @@ impl ReplicaInner {
         Err(problem)
     }
 
-    fn let_in(&self, cluster: u128) -> Result<(), String> {
+    fn adopt_cluster(&self, cluster: u128) -> Result<(), String> {
         match self.links.identity.join(cluster) {
             Ok(true) => Ok(()),
             Ok(false) => Err(format!(
@@ -441,7 +443,7 @@ impl ReplicaInner {
 
     /// Updates this replica's membership entry when its address or labels change, and requests a
     /// vote if voters are missing.
-    async fn keep_described(&self) {
+    async fn keep_entry_current(&self) {
         let id = self.links.identity.id;
         let mut status = self.status.subscribe();
         loop {
@@ -466,12 +468,12 @@ impl ReplicaInner {
             let pause = match change {
                 None => None,
                 Some(change) => match self.change(change).await {
-                    Ok(_) => Some(TELL_EVERY / 10),
+                    Ok(_) => Some(ENTRY_RETRY / 10),
                     Err(ChangeError::Refused(why)) => {
                         tracing::debug!(why, "could not describe or promote this replica yet");
                         None
                     }
-                    Err(ChangeError::Unknown(_)) => Some(TELL_EVERY),
+                    Err(ChangeError::Unknown(_)) => Some(ENTRY_RETRY),
                 },
             };
             match pause {
@@ -482,7 +484,7 @@ impl ReplicaInner {
                         status.members != before.members || status.caught_up != before.caught_up
                     });
                     // A refused request may be granted later, without a change of the status.
-                    if let Ok(Err(_)) = tokio::time::timeout(TELL_AGAIN, changed).await {
+                    if let Ok(Err(_)) = tokio::time::timeout(REFUSAL_PAUSE_MAX, changed).await {
                         return;
                     }
                 }

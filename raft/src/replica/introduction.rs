@@ -127,7 +127,7 @@ impl ReplicaInner {
         let answer = self.links.call_once(address, INFO_TIMEOUT, call).await;
         let info = answer.map_err(AskError::from).inspect_err(|error| {
             // The peer runs but refuses this replica: an operator must check a config.
-            if error.state == PeerState::OtherCluster && self.refusals.may_say() {
+            if error.state == PeerState::OtherCluster && self.refusals.try_acquire() {
                 tracing::warn!(address, why = error.why, "peer refused the call");
             }
         })?;

@@ -19,28 +19,28 @@ use crate::net::better_leader;
 /// costs an election.
 const BETTER_FOR: Duration = Duration::from_secs(2);
 
-/// Transfers leadership whenever this replica stands back.
-pub(super) async fn stand_back(inner: Arc<ReplicaInner>) {
+/// Transfers leadership whenever this replica refuses to lead.
+pub(super) async fn yield_leadership(inner: Arc<ReplicaInner>) {
     let mut waiting = inner.log.waiting();
-    let mut is_doubtful = inner.is_doubtful.subscribe();
+    let mut is_state_suspect = inner.is_state_suspect.subscribe();
     // An election in progress may still be won.
     let mut leads = inner.has_quorum.subscribe();
     loop {
         waiting.mark_unchanged();
-        is_doubtful.mark_unchanged();
+        is_state_suspect.mark_unchanged();
         leads.mark_unchanged();
         inner.may_elect();
-        let stands_back = inner.stands_back().is_some();
-        if stands_back {
+        let refuses = inner.refuses_leadership().is_some();
+        if refuses {
             inner.hand_over().await;
         }
         let changed = tokio::select! {
             biased;
             changed = waiting.changed() => changed,
-            changed = is_doubtful.changed() => changed,
+            changed = is_state_suspect.changed() => changed,
             changed = leads.changed() => changed,
             // Retry: perhaps no voter could take it.
-            () = tokio::time::sleep(inner.options.election_timeout.end), if stands_back => Ok(()),
+            () = tokio::time::sleep(inner.options.election_timeout.end), if refuses => Ok(()),
         };
         if changed.is_err() {
             return;
@@ -49,7 +49,7 @@ pub(super) async fn stand_back(inner: Arc<ReplicaInner>) {
 }
 
 /// Transfers leadership to a voter that has heard from more of the others for a while.
-pub(super) async fn hand_to_better(inner: Arc<ReplicaInner>) {
+pub(super) async fn transfer_to_better_connected(inner: Arc<ReplicaInner>) {
     let mut ticks = tokio::time::interval(inner.options.election_timeout.end);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let mut since = None;
@@ -76,19 +76,19 @@ pub(super) async fn hand_to_better(inner: Arc<ReplicaInner>) {
 
 impl ReplicaInner {
     /// Returns why this replica currently refuses to lead.
-    pub(crate) fn stands_back(&self) -> Option<&'static str> {
+    pub(crate) fn refuses_leadership(&self) -> Option<&'static str> {
         if self.log.waiting().borrow().is_some() {
             return Some("its log accepts nothing at present");
         }
-        self.is_doubtful
+        self.is_state_suspect
             .borrow()
             .then_some("its state may be wrong")
     }
 
-    /// Lets Raft request votes, unless this replica is removed or stands back.
+    /// Lets Raft request votes, unless this replica is removed or refuses to lead.
     pub(super) fn may_elect(&self) {
         let is_removed = self.is_removed.load(Ordering::Acquire);
-        let may_elect = !is_removed && self.stands_back().is_none();
+        let may_elect = !is_removed && self.refuses_leadership().is_none();
         self.raft.runtime_config().elect(may_elect);
     }
 

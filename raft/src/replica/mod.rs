@@ -36,7 +36,7 @@ use self::leader_contact::LeaderContact;
 use self::peers::SHOWS_STORE;
 #[cfg(feature = "fuzzing")]
 pub use self::peers::lies;
-use self::search::Search;
+use self::search::PeerDiscovery;
 use crate::adapter::{Raft, StateMachineAdapter};
 use crate::determinism::blocking::BlockingMode;
 use crate::determinism::watch;
@@ -53,7 +53,7 @@ use crate::net::{Network, PeerLinks, Transport};
 use crate::options::{Formation, Peers, ReplicaOptions};
 use crate::snapshot::SnapshotFolder;
 use crate::status::{Role, Status};
-use crate::types::{Metrics, shown};
+use crate::types::{Metrics, public_index};
 
 /// Timeout for tasks and connections to end.
 const STOP_TIMEOUT: Duration = Duration::from_secs(5);
@@ -80,8 +80,8 @@ pub(crate) struct ReplicaInner {
     pub(crate) status: watch::WatchSender<Status>,
     /// Whether this replica leads and hears from a quorum.
     pub(crate) has_quorum: watch::WatchSender<bool>,
-    /// Whether the machine's state may be wrong; see [`Replica::doubt`].
-    pub(crate) is_doubtful: watch::WatchSender<bool>,
+    /// Whether the machine's state may be wrong; see [`Replica::set_state_suspect`].
+    pub(crate) is_state_suspect: watch::WatchSender<bool>,
     /// Newest message for the peers.
     pub(crate) outgoing: watch::WatchSender<Bytes>,
     /// Peers to which a message stream is open.
@@ -89,14 +89,14 @@ pub(crate) struct ReplicaInner {
     /// Held while this replica changes the membership.
     pub(crate) changing: Mutex<()>,
     /// Held while the machine's state is sent to a peer whose own state is in doubt.
-    pub(crate) lending: Arc<Semaphore>,
+    pub(crate) state_transfer_permit: Arc<Semaphore>,
     /// Snapshots being received.
     pub(crate) installing: SnapshotInstalls,
     /// Limits the log lines about refused calls.
     pub(crate) refusals: LogThrottle,
     pub(crate) is_stopping: AtomicBool,
     /// Result of the last search for a cluster or its members.
-    search: std::sync::Mutex<Search>,
+    search: std::sync::Mutex<PeerDiscovery>,
     /// Whether peers report that this replica is no longer a member.
     pub(crate) is_removed: AtomicBool,
     pub(crate) cancel: CancellationToken,
@@ -170,11 +170,11 @@ impl Replica {
             check,
             status,
             has_quorum,
-            is_doubtful: watch::WatchSender::new(false),
+            is_state_suspect: watch::WatchSender::new(false),
             outgoing: watch::WatchSender::default(),
             connected: watch::WatchSender::default(),
             changing: Mutex::default(),
-            lending: Arc::new(Semaphore::new(1)),
+            state_transfer_permit: Arc::new(Semaphore::new(1)),
             installing: SnapshotInstalls::default(),
             refusals: LogThrottle::default(),
             is_stopping: AtomicBool::new(false),
@@ -242,8 +242,8 @@ impl Replica {
 
     /// Sets whether the machine's state may be wrong. If so, this replica requests no votes,
     /// accepts neither leadership nor proposals, and transfers leadership if it leads.
-    pub fn doubt(&self, is_doubtful: bool) {
-        self.inner.is_doubtful.send_replace(is_doubtful);
+    pub fn set_state_suspect(&self, is_state_suspect: bool) {
+        self.inner.is_state_suspect.send_replace(is_state_suspect);
         self.inner.may_elect();
     }
 
@@ -285,13 +285,13 @@ impl ReplicaInner {
         self.tasks.spawn(peers::serve(self.clone(), transport));
         self.spawn(upkeep::keep_status(self.clone()));
         self.spawn(upkeep::keep_snapshots(self.clone()));
-        self.spawn(leadership::stand_back(self.clone()));
-        self.spawn(leadership::hand_to_better(self.clone()));
+        self.spawn(leadership::yield_leadership(self.clone()));
+        self.spawn(leadership::transfer_to_better_connected(self.clone()));
         self.spawn(peers::keep_streams(self.clone()));
         self.spawn(formation::keep_membership(self.clone()));
         self.spawn(removal::notice(self.clone()));
         self.spawn(change::finish_changes(self.clone()));
-        self.spawn(promotion::give_votes(self.clone()));
+        self.spawn(promotion::promote_learners(self.clone()));
         self.spawn(formation::propose_first_command(self.clone()));
     }
 
@@ -364,8 +364,8 @@ fn open(
     let log = options.storage.open_log(&layout, fault)?;
     if log.purged() > machine.applied() {
         let (begin, reached) = (
-            shown(log.purged().as_ref()),
-            shown(machine.applied().as_ref()),
+            public_index(log.purged().as_ref()),
+            public_index(machine.applied().as_ref()),
         );
         log.close_blocking();
         let what = format!("the newest snapshot reaches {reached}, the log begins after {begin}");

@@ -23,7 +23,7 @@ use crate::wire::proto::change_response::Result as Outcome;
 const LOOK_EVERY: Duration = Duration::from_millis(500);
 
 /// Promotes learners for as long as this replica leads.
-pub(super) async fn give_votes(inner: Arc<ReplicaInner>) {
+pub(super) async fn promote_learners(inner: Arc<ReplicaInner>) {
     let Some(promotion) = inner.options.promotion.clone() else {
         return;
     };
@@ -96,7 +96,7 @@ impl ReplicaInner {
         let connected = self.connected.borrow().clone();
         let is_sound = |id: u64| {
             let report = reports.get(&id);
-            connected.contains(&id) && report.is_some_and(|report| !report.stands_back)
+            connected.contains(&id) && report.is_some_and(|report| !report.refuses_leadership)
         };
         self.with_metrics(|metrics| {
             let nodes = metrics.membership_config.nodes().map(|(id, _)| *id);

@@ -98,7 +98,7 @@ impl ReplicaInner {
     /// Proposes on this replica, if it leads. The command must have been checked.
     pub(crate) async fn propose_here(&self, command: Bytes, limit: Duration) -> Proposed {
         // A machine in doubt cannot give a trustworthy reply.
-        if self.why_stopped().is_some() || self.is_unfounded() || *self.is_doubtful.borrow() {
+        if self.why_stopped().is_some() || self.is_unfounded() || *self.is_state_suspect.borrow() {
             return Proposed::NotLeader(NO_LEADER);
         }
         let written = tokio::time::timeout(limit, self.raft.client_write(Command(command))).await;

@@ -75,7 +75,7 @@ impl Replica {
         let fetched = fetch_state(peer, &file, blocking).await;
         fetched.map_err(TakeOverError::Fetch)?;
         let taken = blocking.run(move || {
-            let taken = machine.take_over(&file);
+            let taken = machine.install_state(&file);
             // If it was installed, the file has another name by now.
             file.remove();
             taken

@@ -12,10 +12,10 @@ use futures_util::future::join_all;
 use tokio::time::{Instant, MissedTickBehavior};
 
 use super::ReplicaInner;
-use super::search::{LastSeen, Search, SearchLog, report_member};
+use super::search::{LastSeen, PeerDiscovery, SearchLog, report_member};
 use crate::locks::lock;
 use crate::status::PeerFinding;
-use crate::types::{Node, shown};
+use crate::types::{Node, public_index};
 use crate::wire;
 
 /// Interval between two checks.
@@ -36,7 +36,7 @@ pub(super) async fn notice(inner: Arc<ReplicaInner>) {
         };
         let search = if found.is_empty() {
             lost = None;
-            Search::default()
+            PeerDiscovery::default()
         } else {
             // A quorum that is back before the next check was hardly lost.
             lost.get_or_insert_with(LostQuorum::new).told(found)
@@ -66,10 +66,10 @@ impl LostQuorum {
     }
 
     /// Returns the findings to show, and logs them if due.
-    fn told(&mut self, mut peers: Vec<PeerFinding>) -> Search {
+    fn told(&mut self, mut peers: Vec<PeerFinding>) -> PeerDiscovery {
         let now = Instant::now();
-        self.seen.steady(now, &mut peers);
-        let search = Search {
+        self.seen.replace_timeouts(now, &mut peers);
+        let search = PeerDiscovery {
             problem: None,
             peers,
         };
@@ -89,7 +89,7 @@ impl ReplicaInner {
                 |id: u64, node: &Node| id == asker.0 && ![0, node.store].contains(&asker.1);
             let members = stored.nodes().filter(|(id, node)| !is_replaced(**id, node));
             let members = members.map(|(id, _)| *id);
-            (shown(stored.log_id().as_ref()), members.collect())
+            (public_index(stored.log_id().as_ref()), members.collect())
         })
     }
 
@@ -102,12 +102,12 @@ impl ReplicaInner {
                 .nodes()
                 .filter(|(id, _)| **id != self.links.identity.id)
                 .map(|(id, node)| (*id, node.address.clone()));
-            (shown(stored.log_id().as_ref()), others.collect())
+            (public_index(stored.log_id().as_ref()), others.collect())
         })
     }
 
     /// Stores the findings about the other members; returns whether they changed.
-    fn show_members(&self, found: Search) -> bool {
+    fn show_members(&self, found: PeerDiscovery) -> bool {
         let mut shown = lock(&self.search);
         let is_news = *shown != found;
         *shown = found;

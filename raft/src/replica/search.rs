@@ -21,14 +21,14 @@ const SEEN_FOR: Duration = Duration::from_secs(10);
 
 /// Result of one search for a cluster or its other members.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub(super) struct Search {
+pub(super) struct PeerDiscovery {
     /// Why this replica is in no cluster yet, or has no quorum.
     pub(super) problem: Option<String>,
     /// Findings at each address.
     pub(super) peers: Vec<PeerFinding>,
 }
 
-impl Search {
+impl PeerDiscovery {
     /// Formats the addresses with their findings as one line.
     pub(super) fn shown(&self) -> String {
         let shown = self
@@ -118,7 +118,7 @@ pub(super) fn two_clusters(info: &proto::InfoResponse, ours: Option<u128>) -> St
     format!(
         "replica {} is in another cluster of the same name: its id is {}, this replica's {}",
         info.id,
-        wire::shown_first(wire::told_first(info)),
+        wire::shown_first(wire::announced_cluster_prefix(info)),
         ours.map_or("none".to_owned(), wire::shown_id)
     )
 }
@@ -176,7 +176,7 @@ pub(super) struct LastSeen(BTreeMap<String, (Instant, PeerFinding)>);
 
 impl LastSeen {
     /// Replaces findings of no response with those made there within [`SEEN_FOR`].
-    pub(super) fn steady(&mut self, now: Instant, reports: &mut [PeerFinding]) {
+    pub(super) fn replace_timeouts(&mut self, now: Instant, reports: &mut [PeerFinding]) {
         for report in reports {
             let seen = self.0.get(&report.address);
             match seen.filter(|(at, _)| now.duration_since(*at) < SEEN_FOR) {
@@ -195,7 +195,7 @@ pub(super) struct SearchLog {
     began: Instant,
     last: Instant,
     gap: Duration,
-    said: Option<Search>,
+    said: Option<PeerDiscovery>,
 }
 
 impl SearchLog {
@@ -209,7 +209,7 @@ impl SearchLog {
     }
 
     /// Logs the result of a search, if it is due.
-    pub(super) fn say(&mut self, now: Instant, search: &Search) {
+    pub(super) fn say(&mut self, now: Instant, search: &PeerDiscovery) {
         let Some(problem) = &search.problem else {
             return;
         };
@@ -221,7 +221,7 @@ impl SearchLog {
     }
 
     /// Same for a member that hears no quorum.
-    pub(super) fn say_lost(&mut self, now: Instant, search: &Search) {
+    pub(super) fn say_lost(&mut self, now: Instant, search: &PeerDiscovery) {
         if self.is_due(now, search) {
             let waited_s = now.duration_since(self.began).as_secs();
             let peers = search.shown();
@@ -229,7 +229,7 @@ impl SearchLog {
         }
     }
 
-    fn is_due(&mut self, now: Instant, search: &Search) -> bool {
+    fn is_due(&mut self, now: Instant, search: &PeerDiscovery) -> bool {
         let is_news = self.said.as_ref().is_some_and(|said| said != search);
         let gap = if is_news { SAY_FIRST } else { self.gap };
         if now.duration_since(self.last) < gap {
@@ -246,8 +246,8 @@ impl SearchLog {
 mod tests {
     use super::*;
 
-    fn found(problem: &str) -> Search {
-        Search {
+    fn found(problem: &str) -> PeerDiscovery {
+        PeerDiscovery {
             problem: Some(problem.to_owned()),
             peers: Vec::new(),
         }
@@ -266,7 +266,7 @@ mod tests {
         let mut seen = LastSeen::default();
         let mut steady = |after: Duration, report: &PeerFinding| {
             let mut reports = [report.clone()];
-            seen.steady(start + after, &mut reports);
+            seen.replace_timeouts(start + after, &mut reports);
             reports[0].state
         };
         assert_eq!(steady(Duration::ZERO, &silent), PeerState::TimedOut);

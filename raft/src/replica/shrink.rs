@@ -139,7 +139,7 @@ impl ReplicaInner {
         let mut problem = "no member responds".to_owned();
         for peers in [configured, &known] {
             let found = self.find(peers).await;
-            match self.ask_in(&found).await {
+            match self.request_join(&found).await {
                 Ok(()) => return Ok(()),
                 Err(why) => problem = why,
             }

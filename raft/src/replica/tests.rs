@@ -227,7 +227,7 @@ async fn purge(replica: &Replica, restores: bool) {
         let file = machine.unfinished_snapshot();
         let taken = blocking.run(move || {
             machine.write_state(&file).unwrap();
-            machine.take_over(&file).unwrap()
+            machine.install_state(&file).unwrap()
         });
         taken.await.unwrap();
     }

@@ -9,13 +9,13 @@ use openraft::Instant as _;
 use openraft::ServerState;
 use tokio::time::Instant;
 
-use super::search::Search;
+use super::search::PeerDiscovery;
 use super::{Replica, ReplicaInner};
 use crate::error::ChangeError;
 use crate::files::is_shortage;
 use crate::locks::lock;
 use crate::status::{Member, Role, Status};
-use crate::types::{self, LogId, Metrics, Vote, shown};
+use crate::types::{self, LogId, Metrics, Vote, public_index};
 
 /// Refreshes the status whenever its contents may have changed.
 pub(super) async fn keep_status(inner: Arc<ReplicaInner>) {
@@ -233,7 +233,7 @@ impl ReplicaInner {
         let was_caught_up = self.status.borrow().caught_up;
         let has_quorum = fault.is_none() && (leads || self.follows_with_quorum(metrics));
         let search = match is_member && has_quorum {
-            true => Search::default(),
+            true => PeerDiscovery::default(),
             false => lock(&self.search).clone(),
         };
         Status {
@@ -243,12 +243,12 @@ impl ReplicaInner {
             term: metrics.current_term,
             leader: metrics.current_leader.and_then(|id| u8::try_from(id).ok()),
             has_quorum,
-            committed: shown(metrics.cluster_committed.as_ref())
-                .max(shown(metrics.local_committed.as_ref())),
-            applied: shown(metrics.last_applied.as_ref()),
+            committed: public_index(metrics.cluster_committed.as_ref())
+                .max(public_index(metrics.local_committed.as_ref())),
+            applied: public_index(metrics.last_applied.as_ref()),
             last_log: metrics.last_log_index.map_or(0, |last| last + 1),
-            snapshot: metrics.snapshot.as_ref().map(|id| shown(Some(id))),
-            purged: shown(metrics.purged.as_ref()) + 1,
+            snapshot: metrics.snapshot.as_ref().map(|id| public_index(Some(id))),
+            purged: public_index(metrics.purged.as_ref()) + 1,
             caught_up: was_caught_up || self.is_caught_up(metrics),
             is_removed,
             fault,
@@ -295,7 +295,7 @@ impl ReplicaInner {
             let matched = metrics.replication.as_ref().and_then(|all| all.get(id));
             let lag = matched.map(|matched| {
                 let last = metrics.last_log_index.map_or(0, |last| last + 1);
-                last.saturating_sub(shown(matched.as_ref()))
+                last.saturating_sub(public_index(matched.as_ref()))
             });
             let member = Member {
                 address: node.address.clone(),

@@ -52,10 +52,10 @@ struct PeerBacklog {
     backlog: Backlog,
     heard_ms: u64,
     /// Time for which the report has held this replica back while there was capacity.
-    held_ms: u64,
+    blocked_ms: u64,
     /// When the report was last seen to hold this replica back; `None` if never, or if capacity has
     /// run out since.
-    looked_ms: Option<u64>,
+    last_blocked_ms: Option<u64>,
     /// Number of consecutive reports of the peer that stalled.
     stalls: u32,
 }
@@ -66,7 +66,7 @@ impl PeerBacklog {
     }
 
     fn is_stalled(&self) -> bool {
-        self.held_ms >= (GATE_STALL_MS >> self.stalls.min(16)).max(GATE_RETRY_MS)
+        self.blocked_ms >= (GATE_STALL_MS >> self.stalls.min(16)).max(GATE_RETRY_MS)
     }
 
     /// Whether the peer's users take precedence over a user with this priority and counter, who may
@@ -90,14 +90,14 @@ impl PeerBacklog {
         if is_same {
             return next;
         }
-        let stalls = match self.looked_ms {
+        let stalls = match self.last_blocked_ms {
             _ if self.is_stalled() => self.stalls + 1,
             Some(_) => 0,
             None => self.stalls,
         };
         Self {
-            held_ms: 0,
-            looked_ms: None,
+            blocked_ms: 0,
+            last_blocked_ms: None,
             stalls,
             ..next
         }
@@ -117,7 +117,12 @@ impl Gate {
     }
 
     /// Records a peer's report; `None` if nothing waits there. Returns whether it changed anything.
-    pub fn tell(&mut self, peer: ReplicaId, backlog: Option<Backlog>, now_ms: u64) -> bool {
+    pub fn record_report(
+        &mut self,
+        peer: ReplicaId,
+        backlog: Option<Backlog>,
+        now_ms: u64,
+    ) -> bool {
         let Some(backlog) = backlog else {
             return self.peers.remove(&peer).is_some();
         };
@@ -126,8 +131,8 @@ impl Gate {
             PeerBacklog {
                 backlog,
                 heard_ms: now_ms,
-                held_ms: 0,
-                looked_ms: None,
+                blocked_ms: 0,
+                last_blocked_ms: None,
                 stalls: 0,
             },
             |before| before.followed_by(backlog, now_ms),
@@ -182,10 +187,12 @@ impl Gate {
         for told in self.peers.values_mut() {
             if told.counts(now_ms) && told.is_against(priority, counter_milli, most) {
                 let since_ms = told
-                    .looked_ms
-                    .map_or(0, |looked_ms| now_ms.saturating_sub(looked_ms));
-                told.held_ms = told.held_ms.saturating_add(since_ms.min(HELD_STEP_MS_MAX));
-                told.looked_ms = Some(now_ms);
+                    .last_blocked_ms
+                    .map_or(0, |last_blocked_ms| now_ms.saturating_sub(last_blocked_ms));
+                told.blocked_ms = told
+                    .blocked_ms
+                    .saturating_add(since_ms.min(HELD_STEP_MS_MAX));
+                told.last_blocked_ms = Some(now_ms);
             }
         }
     }
@@ -194,8 +201,8 @@ impl Gate {
     /// peers.
     pub(super) fn no_room(&mut self) {
         for told in self.peers.values_mut().filter(|told| !told.is_stalled()) {
-            told.held_ms = 0;
-            told.looked_ms = None;
+            told.blocked_ms = 0;
+            told.last_blocked_ms = None;
         }
     }
 }

@@ -64,7 +64,7 @@ impl CreditLedger {
         };
         let charge = Charge {
             user,
-            advance: advance.left() - self.take(user, advance.left()),
+            advance: advance.left() - self.consume_credit(user, advance.left()),
             ..Charge::default()
         };
         (advance, charge)
@@ -94,7 +94,7 @@ impl CreditLedger {
         advance.output = advance.output.saturating_add(ahead);
         Charge {
             user,
-            advance: ahead - self.take(user, ahead),
+            advance: ahead - self.consume_credit(user, ahead),
             ..Charge::default()
         }
     }
@@ -116,7 +116,7 @@ impl CreditLedger {
             input_uncached: used.input_uncached,
             input_cached: used.input_cached,
             output: used.output,
-            settled: from_tab + self.take(user, rest),
+            settled: from_tab + self.consume_credit(user, rest),
             ..Charge::default()
         }
     }
@@ -143,7 +143,7 @@ impl CreditLedger {
     }
 
     /// Uses up to `most` of the user's credit and returns how much.
-    fn take(&mut self, user: UserKey, most: u64) -> u64 {
+    fn consume_credit(&mut self, user: UserKey, most: u64) -> u64 {
         let Some(credit) = self.credits.get_mut(&user) else {
             return 0;
         };

@@ -47,7 +47,7 @@ pub struct Overload {
     emptied_ms: Option<u64>,
     interval: Interval,
     /// Number of consecutive intervals with too many arrivals.
-    hot: u32,
+    overloaded_intervals: u32,
     is_on: bool,
     /// Mean time from a departure to the end of the response, in milliseconds.
     service_ms: u64,
@@ -88,7 +88,7 @@ impl Overload {
             since_ms: now_ms,
             ..Interval::default()
         };
-        self.hot = 0;
+        self.overloaded_intervals = 0;
         self.is_on = false;
     }
 
@@ -120,7 +120,7 @@ impl Overload {
     }
 
     /// Re-evaluates overload with `waiting` requests. Returns whether it changed.
-    pub(super) fn look(&mut self, now_ms: u64, waiting: usize, bounds: &WaitBounds) -> bool {
+    pub(super) fn evaluate(&mut self, now_ms: u64, waiting: usize, bounds: &WaitBounds) -> bool {
         let was_on = self.is_on;
         let Interval {
             since_ms,
@@ -139,13 +139,13 @@ impl Overload {
         let is_too_much = arrivals >= INTERVAL_DEPARTURES && 2 * arrivals >= 3 * departures;
         let is_long = self.wait_ms(waiting as u64, now_ms) > bounds.target_ms;
         if is_too_much && (is_long || self.is_on) {
-            self.hot = self.hot.saturating_add(1);
+            self.overloaded_intervals = self.overloaded_intervals.saturating_add(1);
         } else {
-            self.hot = 0;
+            self.overloaded_intervals = 0;
         }
         // Between the two thresholds, the state is unchanged.
         let is_less = arrivals <= departures;
-        self.is_on = (self.is_on && !is_less) || self.hot >= INTERVALS_IN_A_ROW;
+        self.is_on = (self.is_on && !is_less) || self.overloaded_intervals >= INTERVALS_IN_A_ROW;
         self.patience.look(now_ms);
         self.is_on != was_on
     }
@@ -224,7 +224,7 @@ mod tests {
             if (ms * rates.1) % 1000 < rates.1 {
                 overload.departed(ms);
             }
-            overload.look(ms, waiting, &BOUNDS);
+            overload.evaluate(ms, waiting, &BOUNDS);
         }
     }
 

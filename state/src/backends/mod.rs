@@ -47,7 +47,7 @@ impl Backend {
     }
 
     /// Whether the cache capacity is unknown.
-    pub(crate) fn is_untold(&self) -> bool {
+    pub(crate) fn has_unknown_capacity(&self) -> bool {
         self.capacity_blocks().is_none()
     }
 
@@ -272,7 +272,7 @@ impl Backends {
 
     /// Starts new incarnations of all backends, distinct from all that this registry or `others`
     /// ever assigned. Commands in flight for earlier ones then have no effect.
-    pub(crate) fn outlive(&mut self, others: &Self) {
+    pub(crate) fn advance_incarnations_past(&mut self, others: &Self) {
         for (slot, last) in &others.incarnations {
             let known = self.incarnations.entry(*slot).or_default();
             *known = (*known).max(*last);

@@ -23,7 +23,7 @@ const MARK: char = '@';
 const END_BYTES_MAX: usize = 3;
 
 /// Splits a backend id into the engine's id and, for a further rank, the rank number.
-fn split(id: &str) -> (&str, Option<u16>) {
+fn parse_rank_id(id: &str) -> (&str, Option<u16>) {
     match id.rsplit_once(MARK) {
         Some((engine, rank)) => (engine, rank.parse().ok()),
         None => (id, None),
@@ -33,7 +33,7 @@ fn split(id: &str) -> (&str, Option<u16>) {
 /// Returns the engine's id, as operators know it, for the id of any of its ranks.
 #[must_use]
 pub fn engine_of(id: &str) -> &str {
-    split(id).0
+    parse_rank_id(id).0
 }
 
 /// Slots of engines with several ranks.
@@ -53,7 +53,7 @@ impl RankSlots {
 
     /// Returns the slots of all ranks of the engine in `slot`. Empty if it has only one rank.
     #[must_use]
-    pub fn around(&self, slot: Slot) -> &[Slot] {
+    pub fn slots_of_engine(&self, slot: Slot) -> &[Slot] {
         let mut engines = self.by_engine.values();
         let engine = engines.find(|slots| slots.contains(&slot));
         engine.map_or(&[], Vec::as_slice)
@@ -63,7 +63,7 @@ impl RankSlots {
     pub(super) fn read(by_slot: &BTreeMap<Slot, Backend>) -> Self {
         let mut further: BTreeMap<&str, BTreeMap<u16, Slot>> = BTreeMap::new();
         for (slot, backend) in by_slot {
-            if let (engine, Some(rank)) = split(&backend.spec.id) {
+            if let (engine, Some(rank)) = parse_rank_id(&backend.spec.id) {
                 further.entry(engine).or_default().insert(rank, *slot);
             }
         }
@@ -88,7 +88,7 @@ impl Backend {
     /// Returns its rank; `None` for the first one.
     #[must_use]
     pub fn further_rank(&self) -> Option<u16> {
-        split(&self.spec.id).1
+        parse_rank_id(&self.spec.id).1
     }
 
     /// Returns the description of rank `rank` of this engine.

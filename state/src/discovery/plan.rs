@@ -86,20 +86,20 @@ impl SourcePlan {
     #[must_use]
     pub fn of(
         rules: &SourceRules,
-        told: &[ListedEngine],
+        listed: &[ListedEngine],
         fleet: &KnownFleet<'_>,
         now_ms: u64,
     ) -> Self {
         let mut plan = Self::default();
-        if told.is_empty() {
+        if listed.is_empty() {
             return plan;
         }
         let held = held(&rules.source, fleet);
-        let (accepted, refused) = EngineJudge::new(rules, fleet, &held).judge(told);
+        let (accepted, refused) = EngineJudge::new(rules, fleet, &held).judge(listed);
         plan.refused = refused;
         plan.find(&accepted, &held);
         // A refused engine is listed nevertheless, so a backend with its id is not lost.
-        let ids: BTreeSet<&str> = told.iter().map(|engine| &*engine.spec.id).collect();
+        let ids: BTreeSet<&str> = listed.iter().map(|engine| &*engine.spec.id).collect();
         plan.lose(rules, (&accepted, &ids), &held);
         plan.forget(rules, &ids, &held, now_ms);
         plan
@@ -123,7 +123,7 @@ impl SourcePlan {
     fn lose(
         &mut self,
         rules: &SourceRules,
-        (accepted, told): (&AcceptedEngines<'_>, &BTreeSet<&str>),
+        (accepted, listed): (&AcceptedEngines<'_>, &BTreeSet<&str>),
         held: &HeldBackends<'_>,
     ) {
         let condition = |id: &str| accepted.get(id).map(|engine| engine.condition);
@@ -132,13 +132,13 @@ impl SourcePlan {
             .filter_map(|change| held.get(change.backend()))
             .filter(|(_, known)| known.lost.is_some());
         let lost = held.values().filter(|(_, known)| known.lost.is_some());
-        let mut room = part(rules, held.len()).saturating_sub(lost.count() - returns.count());
+        let mut room = loss_limit(rules, held.len()).saturating_sub(lost.count() - returns.count());
         let present = held.iter().filter(|(_, (_, known))| known.lost.is_none());
         let (leaving, others): (Vec<_>, Vec<_>) =
             present.partition(|(id, _)| condition(id) == Some(EngineCondition::Leaving));
         room = room.saturating_sub(leaving.len());
         let missing = others.into_iter().filter(|(id, _)| {
-            condition(id) == Some(EngineCondition::NotReady) || !told.contains(*id)
+            condition(id) == Some(EngineCondition::NotReady) || !listed.contains(*id)
         });
         let missing: Vec<_> = missing.collect();
         self.withheld = missing.len().saturating_sub(room);
@@ -153,7 +153,7 @@ impl SourcePlan {
     fn forget(
         &mut self,
         rules: &SourceRules,
-        told: &BTreeSet<&str>,
+        listed: &BTreeSet<&str>,
         held: &HeldBackends<'_>,
         now_ms: u64,
     ) {
@@ -164,8 +164,8 @@ impl SourcePlan {
         };
         let due = held
             .iter()
-            .filter(|(id, (_, known))| is_due(known) && !told.contains(*id))
-            .take(part(rules, held.len()));
+            .filter(|(id, (_, known))| is_due(known) && !listed.contains(*id))
+            .take(loss_limit(rules, held.len()));
         self.changes
             .extend(due.map(|(id, _)| DiscoveryChange::Forgotten {
                 name: (*id).to_owned(),
@@ -174,7 +174,7 @@ impl SourcePlan {
 }
 
 /// Returns how many of `backends` may be lost at once.
-fn part(rules: &SourceRules, backends: usize) -> usize {
+fn loss_limit(rules: &SourceRules, backends: usize) -> usize {
     let permille = usize::try_from(rules.lost_permille_max).unwrap_or(usize::MAX);
     backends.saturating_mul(permille) / 1000
 }
@@ -194,7 +194,7 @@ struct EngineJudge<'a> {
     /// Ids of other backends, with the source that registered each; `None` for an operator.
     holders: BTreeMap<&'a str, Option<&'a str>>,
     /// Ids of other backends, by URL.
-    places: BTreeMap<&'a str, &'a str>,
+    urls: BTreeMap<&'a str, &'a str>,
     /// Number of free slots in the registry.
     room: usize,
 }
@@ -213,18 +213,18 @@ impl<'a> EngineJudge<'a> {
             holders: others()
                 .map(|it| (&*it.spec.id, source(it).map(|known| &*known.source)))
                 .collect(),
-            places: others().map(|it| (&*it.spec.url, &*it.spec.id)).collect(),
+            urls: others().map(|it| (&*it.spec.url, &*it.spec.id)).collect(),
             room: BACKENDS_MAX.saturating_sub(fleet.backends.len()),
         }
     }
 
     /// Returns the engines that may be registered, by id, and the others with the reasons.
-    fn judge(mut self, told: &[ListedEngine]) -> (AcceptedEngines<'_>, Vec<RefusedEngine>) {
+    fn judge(mut self, listed: &[ListedEngine]) -> (AcceptedEngines<'_>, Vec<RefusedEngine>) {
         let mut accepted = BTreeMap::new();
         let mut refused = Vec::new();
-        let mut places: BTreeMap<&str, &str> = BTreeMap::new();
+        let mut urls: BTreeMap<&str, &str> = BTreeMap::new();
         let is_clear = |engine: &&ListedEngine| engine.condition != EngineCondition::Unclear;
-        let mut sorted: Vec<&ListedEngine> = told.iter().filter(is_clear).collect();
+        let mut sorted: Vec<&ListedEngine> = listed.iter().filter(is_clear).collect();
         // Responses come in any order, but the same engines must be refused each time.
         sorted.sort_by(|a, b| (&a.spec.id, &a.spec.url).cmp(&(&b.spec.id, &b.spec.url)));
         for engine in sorted {
@@ -233,7 +233,7 @@ impl<'a> EngineJudge<'a> {
                 if accepted.contains_key(id) {
                     return Err(format!("{id} is listed twice"));
                 }
-                match places.get(url) {
+                match urls.get(url) {
                     Some(other) if engine.condition != EngineCondition::Leaving => {
                         Err(format!("its url is that of {other}"))
                     }
@@ -244,7 +244,7 @@ impl<'a> EngineJudge<'a> {
                 Ok(()) => {
                     // The address of a leaving engine may already belong to another.
                     if engine.condition != EngineCondition::Leaving {
-                        places.insert(url, id);
+                        urls.insert(url, id);
                     }
                     accepted.insert(id, engine);
                 }
@@ -265,7 +265,7 @@ impl<'a> EngineJudge<'a> {
             Some(Some(other)) => return Err(format!("the source {other} registered {}", spec.id)),
             None => {}
         }
-        match self.places.get(&*spec.url) {
+        match self.urls.get(&*spec.url) {
             Some(other) => Err(format!("its url is that of the backend {other}")),
             None => Ok(()),
         }

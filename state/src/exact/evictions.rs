@@ -5,7 +5,7 @@
 //! is known before. An engine with `n` blocks holds the blocks that it has reported, those that
 //! leases added and it has not reported yet, and one partial block per request. The excess over `n`
 //! is evicted in the order of
-//! [`Ownership::next_leaving`](crate::ownership::Ownership::next_leaving).
+//! [`Ownership::next_engine_evictions`](crate::ownership::Ownership::next_engine_evictions).
 
 use std::sync::Arc;
 
@@ -28,7 +28,7 @@ pub struct ComingEvictions {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct CacheFill {
     /// Changes whenever blocks or their eviction order may have changed.
-    pub(crate) stamp: u128,
+    pub(crate) version: u128,
     /// Number of physical blocks with content that lookups can find.
     pub(crate) held: u64,
     /// Number of blocks that leases added and the engine has not reported.

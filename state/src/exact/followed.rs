@@ -21,7 +21,7 @@ pub(super) const FADING_STEPS_MAX: usize = 64;
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct KvChanges {
     /// Tips of open leases whose blocks were removed.
-    pub(crate) outlived: Vec<BlockHash>,
+    pub(crate) closed_lease_tips: Vec<BlockHash>,
     /// Whether the backend's condition changed.
     pub(crate) is_condition_changed: bool,
 }
@@ -41,9 +41,9 @@ pub(super) struct FollowedBackend {
     pub(super) ranks: BTreeMap<u16, RankStream>,
     /// Whether the ranks' blocks are reported to the ownership, which requires that all ranks are
     /// known.
-    pub(super) is_shown: bool,
+    pub(super) is_reporting: bool,
     /// Releases waiting for their blocks to be confirmed: deadline and highest epoch. Both ascend.
-    pub(super) fading: VecDeque<(u64, u64)>,
+    pub(super) pending_releases: VecDeque<(u64, u64)>,
 }
 
 impl Default for FollowedBackends {
@@ -88,7 +88,7 @@ impl FollowedBackends {
         let room = per_backend.min(all.saturating_sub(of_others));
         let mut changes = KvChanges::default();
         let before = followed.condition();
-        followed.apply(batch, room, ownership, &mut changes.outlived);
+        followed.apply(batch, room, ownership, &mut changes.closed_lease_tips);
         changes.is_condition_changed = is_first || followed.condition() != before;
         self.entries = of_others + followed.entries();
         Some(changes)
@@ -137,7 +137,7 @@ impl FollowedBackends {
         ownership: &mut Ownership,
         now_ms: u64,
     ) {
-        if let Some(followed) = self.followed.get_mut(&slot).filter(|it| it.is_shown) {
+        if let Some(followed) = self.followed.get_mut(&slot).filter(|it| it.is_reporting) {
             let trees = followed.ranks.values().map(|rank| &rank.tree);
             let ends = trees.filter_map(|tree| Some(tree.ends_behind(tree.find_router(tip?)?)));
             for end in ends.flatten() {
@@ -152,11 +152,12 @@ impl FollowedBackends {
     /// Evicts the blocks that were not confirmed in time.
     pub(crate) fn fade(&mut self, ownership: &mut Ownership, now_ms: u64) {
         for (slot, followed) in &mut self.followed {
-            if followed.fading.is_empty() || followed.condition().mode != KvMode::Exact {
+            if followed.pending_releases.is_empty() || followed.condition().mode != KvMode::Exact {
                 continue;
             }
             let mut due = None;
-            while let Some((_, epoch)) = followed.fading.pop_front_if(|it| it.0 <= now_ms) {
+            while let Some((_, epoch)) = followed.pending_releases.pop_front_if(|it| it.0 <= now_ms)
+            {
                 due = Some(epoch);
             }
             if let Some(epoch) = due {
@@ -169,7 +170,7 @@ impl FollowedBackends {
     /// physical blocks in use. Skips backends with several ranks, whose caches are separate.
     pub(crate) fn shown(&self) -> impl Iterator<Item = (BackendRef, u64)> {
         let shown = self.followed.values();
-        let shown = shown.filter(|it| it.is_shown && it.ranks.len() == 1);
+        let shown = shown.filter(|it| it.is_reporting && it.ranks.len() == 1);
         shown.map(|it| {
             let held = it.ranks.values().map(|rank| rank.tree.copies());
             (it.backend, held.sum())
@@ -240,8 +241,8 @@ impl FollowedBackend {
         Self {
             backend,
             ranks: BTreeMap::new(),
-            is_shown: false,
-            fading: VecDeque::new(),
+            is_reporting: false,
+            pending_releases: VecDeque::new(),
         }
     }
 
@@ -263,7 +264,7 @@ impl FollowedBackend {
         batch: &KvBatch,
         room: u64,
         ownership: &mut Ownership,
-        outlived: &mut Vec<BlockHash>,
+        closed_lease_tips: &mut Vec<BlockHash>,
     ) {
         let (slot, rank) = (self.backend.slot, batch.rank);
         let others = self.ranks.iter().filter(|(other, _)| **other != rank);
@@ -271,10 +272,10 @@ impl FollowedBackend {
         let mut show = ReportedOwnership {
             ownership,
             slot,
-            is_shown: self.is_shown,
+            is_reporting: self.is_reporting,
             is_only_rank: self.ranks.keys().all(|other| *other == rank),
             room: room.saturating_sub(of_others),
-            outlived,
+            closed_lease_tips,
         };
         let publisher = batch.publisher;
         let begin = || RankStream::new(slot, rank, publisher);
@@ -300,31 +301,31 @@ impl FollowedBackend {
     /// Updates the reports: those of all ranks if every rank is known, else none.
     fn settle(&mut self, show: &mut ReportedOwnership<'_>) {
         let is_known = self.ranks.values().all(RankStream::is_known);
-        if is_known && !self.is_shown {
+        if is_known && !self.is_reporting {
             // Blocks that leases added before stay in use until the engine's reports are complete.
-            self.fading.clear();
+            self.pending_releases.clear();
             self.fade_later(0, show.ownership.epoch(show.slot));
-            self.is_shown = true;
-            show.is_shown = true;
+            self.is_reporting = true;
+            show.is_reporting = true;
             let mut ranks = self.ranks.values_mut();
             if let Some(full) = ranks.find_map(|it| (!it.show_all(show)).then_some(it)) {
-                full.lapse(UnknownCause::TooManyBlocks, show);
+                full.become_unknown(UnknownCause::TooManyBlocks, show);
             }
         }
-        if self.is_shown && !self.ranks.values().all(RankStream::is_known) {
-            self.is_shown = false;
-            self.fading.clear();
-            show.ownership.clear(show.slot, show.outlived);
+        if self.is_reporting && !self.ranks.values().all(RankStream::is_known) {
+            self.is_reporting = false;
+            self.pending_releases.clear();
+            show.ownership.clear(show.slot, show.closed_lease_tips);
             self.ranks.values_mut().for_each(RankStream::hidden);
         }
     }
 
     fn fade_later(&mut self, until_ms: u64, epoch: u64) {
-        let is_full = self.fading.len() >= FADING_STEPS_MAX;
-        match self.fading.back_mut() {
+        let is_full = self.pending_releases.len() >= FADING_STEPS_MAX;
+        match self.pending_releases.back_mut() {
             Some(last) if last.0 >= until_ms => last.1 = epoch,
             Some(last) if is_full => *last = (until_ms, epoch),
-            Some(_) | None => self.fading.push_back((until_ms, epoch)),
+            Some(_) | None => self.pending_releases.push_back((until_ms, epoch)),
         }
     }
 }

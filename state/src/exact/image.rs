@@ -24,8 +24,8 @@ enum ImageSection {
 #[derive(Clone, Encode, Decode)]
 struct FollowedHeader {
     backend: BackendRef,
-    is_shown: bool,
-    fading: Vec<(u64, u64)>,
+    is_reporting: bool,
+    pending_releases: Vec<(u64, u64)>,
     ranks: Vec<(u16, StreamProgress)>,
 }
 
@@ -96,8 +96,8 @@ impl FollowedBackends {
     fn restore_head(&mut self, head: FollowedHeader) -> Result<(), String> {
         let slot = head.backend.slot;
         let mut followed = FollowedBackend::new(head.backend);
-        followed.is_shown = head.is_shown;
-        followed.fading = head.fading.into();
+        followed.is_reporting = head.is_reporting;
+        followed.pending_releases = head.pending_releases.into();
         for (rank, progress) in head.ranks {
             followed
                 .ranks
@@ -128,13 +128,13 @@ impl FollowedBackends {
             entries += followed.entries();
             let is_known = followed.ranks.values().all(RankStream::is_known);
             let is_bounded = (1..=KV_RANKS_MAX).contains(&followed.ranks.len())
-                && followed.fading.len() <= FADING_STEPS_MAX
-                && followed.fading.iter().is_sorted();
-            if *slot != followed.backend.slot || is_known != followed.is_shown || !is_bounded {
+                && followed.pending_releases.len() <= FADING_STEPS_MAX
+                && followed.pending_releases.iter().is_sorted();
+            if *slot != followed.backend.slot || is_known != followed.is_reporting || !is_bounded {
                 return Err(format!("slot {slot}: known {is_known}, or out of bounds"));
             }
             for (rank, stream) in &followed.ranks {
-                let is_sound = stream.tree.check(followed.is_shown);
+                let is_sound = stream.tree.check(followed.is_reporting);
                 is_sound.map_err(|what| format!("rank {rank} of slot {slot}: {what}"))?;
                 if !stream.is_known() && stream.tree.len() > 0 {
                     return Err(format!("rank {rank} of slot {slot} is unknown, not empty"));
@@ -153,8 +153,8 @@ impl FollowedBackend {
         let ranks = self.ranks.iter();
         FollowedHeader {
             backend: self.backend,
-            is_shown: self.is_shown,
-            fading: self.fading.iter().copied().collect(),
+            is_reporting: self.is_reporting,
+            pending_releases: self.pending_releases.iter().copied().collect(),
             ranks: ranks
                 .map(|(rank, stream)| (*rank, stream.progress.clone()))
                 .collect(),

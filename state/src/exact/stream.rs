@@ -15,13 +15,13 @@ pub(super) struct ReportedOwnership<'a> {
     pub(super) ownership: &'a mut Ownership,
     pub(super) slot: Slot,
     /// Whether blocks are reported, which requires that every rank's cache is known.
-    pub(super) is_shown: bool,
+    pub(super) is_reporting: bool,
     /// Whether the backend has no other rank.
     pub(super) is_only_rank: bool,
     /// Maximum number of entries of the rank.
     pub(super) room: u64,
     /// Tips of leases whose blocks were removed.
-    pub(super) outlived: &'a mut Vec<BlockHash>,
+    pub(super) closed_lease_tips: &'a mut Vec<BlockHash>,
 }
 
 /// Reason why a rank's cache is unknown.
@@ -50,8 +50,8 @@ pub(super) struct StreamProgress {
     /// All messages before this number are known to exist.
     awaited_seq: u64,
     doubt: Option<KvDoubt>,
-    flaw: Option<IncompleteCause>,
-    lapse: Option<UnknownCause>,
+    incomplete_cause: Option<IncompleteCause>,
+    unknown_cause: Option<UnknownCause>,
     /// Number of blocks left out because the block before them is unknown.
     unrooted: u64,
 }
@@ -71,8 +71,8 @@ impl RankStream {
             last: None,
             awaited_seq: 0,
             doubt: Some(KvDoubt::Gap),
-            flaw: None,
-            lapse: None,
+            incomplete_cause: None,
+            unknown_cause: None,
             unrooted: 0,
         };
         Self::of(slot, rank, progress)
@@ -88,13 +88,13 @@ impl RankStream {
 
     /// Whether the cache is known as of the last applied message.
     pub(super) fn is_known(&self) -> bool {
-        self.progress.lapse.is_none()
+        self.progress.unknown_cause.is_none()
     }
 
     pub(super) fn condition(&self) -> KvCondition {
         let it = &self.progress;
-        if let Some(lapse) = it.lapse {
-            let reason = match lapse {
+        if let Some(unknown_cause) = it.unknown_cause {
+            let reason = match unknown_cause {
                 UnknownCause::Lost => KvReason::Lost,
                 UnknownCause::Refused(refusal) => KvReason::Refused(refusal),
                 UnknownCause::TooManyBlocks => KvReason::TooManyBlocks,
@@ -103,7 +103,7 @@ impl RankStream {
         }
         let has_gap = it.next.1 > 0 || it.next.0 < it.awaited_seq;
         let doubt = it.doubt.or(has_gap.then_some(KvDoubt::Gap));
-        let reason = match (doubt, it.flaw) {
+        let reason = match (doubt, it.incomplete_cause) {
             (Some(doubt), _) => KvReason::Doubt(doubt),
             (None, Some(IncompleteCause::UnknownParent)) => KvReason::UnknownParent,
             (None, Some(IncompleteCause::Contradiction)) => KvReason::Contradiction,
@@ -140,18 +140,22 @@ impl RankStream {
     }
 
     pub(super) fn refuse(&mut self, refusal: KvRejection, show: &mut ReportedOwnership<'_>) {
-        self.lapse(UnknownCause::Refused(refusal), show);
+        self.become_unknown(UnknownCause::Refused(refusal), show);
     }
 
     /// Marks the cache as unknown from here on. If nothing was reported, blocks implied by leases
     /// stay.
-    pub(super) fn lapse(&mut self, lapse: UnknownCause, show: &mut ReportedOwnership<'_>) {
-        if show.is_shown {
+    pub(super) fn become_unknown(
+        &mut self,
+        unknown_cause: UnknownCause,
+        show: &mut ReportedOwnership<'_>,
+    ) {
+        if show.is_reporting {
             self.empty(show);
         }
         self.tree = self.tree.emptied();
         let it = &mut self.progress;
-        (it.lapse, it.flaw, it.unrooted) = (Some(lapse), None, 0);
+        (it.unknown_cause, it.incomplete_cause, it.unrooted) = (Some(unknown_cause), None, 0);
     }
 
     /// Applies a message if it is the next one.
@@ -161,7 +165,7 @@ impl RankStream {
         let is_loss = message.is_after_loss && message.part == 0 && message.seq > next.0;
         if is_loss {
             if self.is_known() {
-                self.lapse(UnknownCause::Lost, show);
+                self.become_unknown(UnknownCause::Lost, show);
             }
         } else if at > next {
             self.await_up_to(message.seq.saturating_add(1));
@@ -214,30 +218,30 @@ impl RankStream {
         if let Some(parent) = parent {
             let Some(index) = self.tree.find(parent) else {
                 // Blocks behind an unknown block are unknown too; never treat them as first blocks.
-                self.progress.flaw = Some(IncompleteCause::UnknownParent);
+                self.progress.incomplete_cause = Some(IncompleteCause::UnknownParent);
                 self.progress.unrooted = self.progress.unrooted.saturating_add(blocks.len() as u64);
                 return;
             };
             behind = index;
         }
         for group in blocks.chunks(GROUP_BLOCKS) {
-            self.warm(group, show);
+            self.prefetch(group, show);
             for (engine, router) in group {
                 let stored = self.tree.store(*engine, *router, behind);
                 if stored == StoreResult::Full || u64::from(self.tree.len()) > show.room {
-                    return self.lapse(UnknownCause::TooManyBlocks, show);
+                    return self.become_unknown(UnknownCause::TooManyBlocks, show);
                 }
                 behind = match stored {
                     StoreResult::Full => return,
                     StoreResult::Copy(index) => index,
                     StoreResult::Fresh(index) => {
                         if !self.show(index, show) {
-                            return self.lapse(UnknownCause::TooManyBlocks, show);
+                            return self.become_unknown(UnknownCause::TooManyBlocks, show);
                         }
                         index
                     }
                     StoreResult::Contradiction(index) => {
-                        self.progress.flaw = Some(IncompleteCause::Contradiction);
+                        self.progress.incomplete_cause = Some(IncompleteCause::Contradiction);
                         self.hide(index, show);
                         self.tree.set_foreign(index);
                         index
@@ -258,20 +262,20 @@ impl RankStream {
 
     /// Handles a cleared cache, which makes the cache known again.
     fn cleared(&mut self, show: &mut ReportedOwnership<'_>) {
-        if let Some(UnknownCause::Refused(_)) = self.progress.lapse {
+        if let Some(UnknownCause::Refused(_)) = self.progress.unknown_cause {
             return;
         }
         self.empty(show);
         let it = &mut self.progress;
-        (it.lapse, it.flaw, it.unrooted) = (None, None, 0);
+        (it.unknown_cause, it.incomplete_cause, it.unrooted) = (None, None, 0);
     }
 
     /// Removes all blocks of this rank and, if the backend has no other rank, also those implied by
     /// leases.
     pub(super) fn empty(&mut self, show: &mut ReportedOwnership<'_>) {
         if show.is_only_rank {
-            show.ownership.clear(show.slot, show.outlived);
-        } else if show.is_shown {
+            show.ownership.clear(show.slot, show.closed_lease_tips);
+        } else if show.is_reporting {
             for root in self.tree.roots() {
                 self.hide(root, show);
             }
@@ -290,7 +294,7 @@ impl RankStream {
     /// Marks everything as unreported after the backend's blocks were cleared.
     pub(super) fn hidden(&mut self) {
         for root in self.tree.roots() {
-            for index in self.tree.strand(root) {
+            for index in self.tree.reported_descendants(root) {
                 self.tree.set_reported(index, false);
             }
         }
@@ -299,25 +303,25 @@ impl RankStream {
     /// Reports the newly owned blocks at and behind `top`. Returns `false` if there is no room for
     /// them.
     fn show(&mut self, top: u32, show: &mut ReportedOwnership<'_>) -> bool {
-        if !show.is_shown {
+        if !show.is_reporting {
             return true;
         }
         let mut has_room = true;
         let progress = &mut self.progress;
-        self.tree.revive(top, |tree, index| {
+        self.tree.visit_descendants(top, |tree, index| {
             let entry = *tree.entries.get(index);
             if !has_room || entry.is_reported || !tree.is_owned(&entry) {
                 return false;
             }
             let parent = (entry.parent != NONE).then(|| tree.entries.get(entry.parent).router);
-            let outlived = &mut *show.outlived;
+            let closed_lease_tips = &mut *show.closed_lease_tips;
             match show
                 .ownership
-                .report(show.slot, parent, entry.router, outlived)
+                .report(show.slot, parent, entry.router, closed_lease_tips)
             {
                 Ok(()) => tree.set_reported(index, true),
                 Err(ReportRejection::Contradiction) => {
-                    progress.flaw = Some(IncompleteCause::Contradiction);
+                    progress.incomplete_cause = Some(IncompleteCause::Contradiction);
                     tree.set_foreign(index);
                     return false;
                 }
@@ -334,7 +338,7 @@ impl RankStream {
             self.hide_one(top, show);
             return;
         }
-        for index in self.tree.strand(top) {
+        for index in self.tree.reported_descendants(top) {
             self.hide_one(index, show);
         }
     }
@@ -344,13 +348,13 @@ impl RankStream {
         if entry.is_reported {
             self.tree.set_reported(index, false);
             show.ownership
-                .unreport(show.slot, entry.router, show.outlived);
+                .unreport(show.slot, entry.router, show.closed_lease_tips);
         }
     }
 
     /// Prefetches the memory that storing these blocks will touch, so that the cache misses
     /// overlap.
-    fn warm(&self, blocks: &[(EngineHash, BlockHash)], show: &ReportedOwnership<'_>) {
+    fn prefetch(&self, blocks: &[(EngineHash, BlockHash)], show: &ReportedOwnership<'_>) {
         let mut engines = [BlockHash(0); GROUP_BLOCKS];
         let mut routers = [BlockHash(0); GROUP_BLOCKS];
         let places = engines.iter_mut().zip(&mut routers);
@@ -358,18 +362,18 @@ impl RankStream {
             (*to_engine, *to_router) = (BlockHash(engine.0), *router);
         }
         let count = blocks.len().min(GROUP_BLOCKS);
-        self.tree.warm(&engines[..count], &routers[..count]);
-        show.ownership.warm(show.slot, &routers[..count]);
+        self.tree.prefetch(&engines[..count], &routers[..count]);
+        show.ownership.prefetch(show.slot, &routers[..count]);
     }
 
-    /// Prefetches like [`Self::warm`], for blocks to be removed.
+    /// Prefetches like [`Self::prefetch`], for blocks to be removed.
     fn warm_removals(&self, blocks: &[EngineHash], show: &ReportedOwnership<'_>) {
         let mut engines = [BlockHash(0); GROUP_BLOCKS];
         for (to, engine) in engines.iter_mut().zip(blocks) {
             *to = BlockHash(engine.0);
         }
         let count = blocks.len().min(GROUP_BLOCKS);
-        self.tree.warm(&engines[..count], &[]);
+        self.tree.prefetch(&engines[..count], &[]);
         let mut routers = [BlockHash(0); GROUP_BLOCKS];
         let mut known = 0;
         for block in &blocks[..count] {
@@ -378,8 +382,8 @@ impl RankStream {
                 known += 1;
             }
         }
-        self.tree.warm(&[], &routers[..known]);
-        show.ownership.warm(show.slot, &routers[..known]);
+        self.tree.prefetch(&[], &routers[..known]);
+        show.ownership.prefetch(show.slot, &routers[..known]);
     }
 }
 

@@ -1,8 +1,8 @@
 //! One rank's cache: the engine's blocks as a forest of entries, indexed by both hashes.
 //!
 //! The entries alone determine which of them count as owned, see [`BlockTree::is_owned`].
-//! [`BlockTree::revive`] and [`BlockTree::strand`] find what starts or stops counting when an entry
-//! is added or removed.
+//! [`BlockTree::visit_descendants`] and [`BlockTree::reported_descendants`] find what starts or
+//! stops counting when an entry is added or removed.
 
 use xxhash_rust::xxh3::xxh3_128;
 
@@ -102,9 +102,9 @@ impl BlockTree {
     }
 
     /// Prefetches the memory where lookups of these hashes begin.
-    pub(super) fn warm(&self, engines: &[BlockHash], routers: &[BlockHash]) {
-        let engines = self.by_engine.warm(engines);
-        std::hint::black_box(engines.wrapping_add(self.by_router.warm(routers)));
+    pub(super) fn prefetch(&self, engines: &[BlockHash], routers: &[BlockHash]) {
+        let engines = self.by_engine.prefetch(engines);
+        std::hint::black_box(engines.wrapping_add(self.by_router.prefetch(routers)));
     }
 
     /// Adds one physical block behind `parent` (an entry, or [`NONE`]).
@@ -213,7 +213,11 @@ impl BlockTree {
 
     /// Visits `top` and what follows it, parents first. `visit` returns whether to continue behind
     /// an entry.
-    pub(super) fn revive(&mut self, top: u32, mut visit: impl FnMut(&mut Self, u32) -> bool) {
+    pub(super) fn visit_descendants(
+        &mut self,
+        top: u32,
+        mut visit: impl FnMut(&mut Self, u32) -> bool,
+    ) {
         let mut next = vec![top];
         while let Some(index) = next.pop() {
             if visit(self, index) {
@@ -223,7 +227,7 @@ impl BlockTree {
     }
 
     /// Returns the reported entries at and behind `top`, deepest first.
-    pub(super) fn strand(&self, top: u32) -> Vec<u32> {
+    pub(super) fn reported_descendants(&self, top: u32) -> Vec<u32> {
         let mut found = Vec::new();
         let mut next = vec![top];
         while let Some(index) = next.pop() {
@@ -392,9 +396,9 @@ impl BlockTree {
         self.entries.memory_bytes() + self.by_engine.memory_bytes() + self.by_router.memory_bytes()
     }
 
-    /// Checks counts, sum and lists from scratch, and, if `is_shown`, that exactly the owned
+    /// Checks counts, sum and lists from scratch, and, if `is_reporting`, that exactly the owned
     /// entries are reported.
-    pub(super) fn check(&self, is_shown: bool) -> Result<(), String> {
+    pub(super) fn check(&self, is_reporting: bool) -> Result<(), String> {
         let (mut len, mut live, mut reported, mut sum, mut links) = (0, 0, 0, 0_u128, 0);
         let mut copies = 0;
         for (index, entry) in self.entries.iter() {
@@ -416,7 +420,7 @@ impl BlockTree {
             if entry.copies == 0 && entry.first_child == NONE {
                 return Err(format!("{entry:?} is gone and kept for nothing"));
             }
-            if entry.is_reported != (is_shown && self.is_owned(entry)) {
+            if entry.is_reported != (is_reporting && self.is_owned(entry)) {
                 return Err(format!("{entry:?} is wrongly reported or not"));
             }
         }

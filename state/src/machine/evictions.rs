@@ -30,7 +30,9 @@ impl RouterState {
     }
 
     fn coming_evictions(&self, backend: BackendRef, fill: CacheFill) -> ComingEvictions {
-        let blocks = self.ownership.next_leaving(backend.slot, fill.listed());
+        let blocks = self
+            .ownership
+            .next_engine_evictions(backend.slot, fill.listed());
         ComingEvictions::new(backend, fill, blocks)
     }
 
@@ -38,7 +40,7 @@ impl RouterState {
     fn cache_fill(&self, slot: Slot, held: u64) -> Option<CacheFill> {
         let capacity = self.backends.in_slot(slot)?.facts.capacity_blocks?;
         Some(CacheFill {
-            stamp: self.ownership.stamp(slot),
+            version: self.ownership.version(slot),
             held,
             unreported: self.ownership.unreported(slot),
             capacity,

@@ -242,7 +242,8 @@ impl RouterState {
         let Some(changes) = self.exact.apply(backend, batch, &mut self.ownership) else {
             return false;
         };
-        self.leases.forget_tips(backend.slot, &changes.outlived);
+        self.leases
+            .forget_tips(backend.slot, &changes.closed_lease_tips);
         self.is_cold_changed |= changes.is_condition_changed;
         true
     }
@@ -252,14 +253,14 @@ impl RouterState {
         if !self.backends.is_live(sample.backend) || !sample.is_plausible() {
             return false;
         }
-        let holding = self.holding(slot);
+        let holding = self.capacity_observation(slot);
         let capacity_before = self.capacity_blocks(slot);
         let off_permille = self.routing_settings().prediction_off_permille;
         let figures = self.service.figures_mut(slot);
         figures.learning.observe(sample);
         figures.accuracy.observe(sample, off_permille, holding);
         if self.learns_assumed(slot) {
-            let share = self.assumed_share();
+            let share = self.initial_capacity_share();
             self.assumed.observe(slot, sample, share, holding.owned);
         }
         let capacity = self.capacity_blocks(slot);
@@ -267,7 +268,7 @@ impl RouterState {
             self.ownership.set_capacity(slot, capacity);
         }
         let settings = self.admission_settings().into_owned();
-        let told = self.told_blocks(slot);
+        let told = self.uncorrected_capacity_blocks(slot);
         let limit = &mut self.service.figures_mut(slot).limit;
         limit.observe(sample, &settings, told);
         self.is_service_changed = true;
@@ -280,7 +281,8 @@ impl RouterState {
             return false;
         }
         let capacity_before = self.capacity_blocks(slot);
-        self.beliefs.observe(sample, self.holding(slot));
+        self.beliefs
+            .observe(sample, self.capacity_observation(slot));
         let capacity = self.capacity_blocks(slot);
         if capacity != capacity_before {
             self.ownership.set_capacity(slot, capacity);
@@ -293,13 +295,13 @@ impl RouterState {
     /// the engine states it, and its contents are predicted.
     fn learns_assumed(&self, slot: Slot) -> bool {
         let backend = self.backends.in_slot(slot);
-        let is_taught = |it: &Backend| it.is_untold() && it.spec.kv_events.is_none();
+        let is_taught = |it: &Backend| it.has_unknown_capacity() && it.spec.kv_events.is_none();
         self.time.paced.is_some() && backend.is_some_and(is_taught)
     }
 
     /// Returns the inputs for correcting the capacity that the engine in `slot` reports. An
     /// operator's value is not corrected, and with KV events nothing is predicted.
-    fn holding(&self, slot: Slot) -> CapacityObservation {
+    fn capacity_observation(&self, slot: Slot) -> CapacityObservation {
         let is_told = |backend: &&Backend| {
             backend.facts.capacity_blocks.is_some()
                 && backend.spec.capacity_blocks.is_none()
@@ -326,7 +328,7 @@ impl RouterState {
 
     /// Returns the cache capacity in blocks as configured or as reported by the engine, without
     /// correction. Running requests can use all of it, even if less is predicted to stay cached.
-    fn told_blocks(&self, slot: Slot) -> Option<u32> {
+    fn uncorrected_capacity_blocks(&self, slot: Slot) -> Option<u32> {
         self.backends
             .in_slot(slot)
             .and_then(Backend::capacity_blocks)
@@ -334,7 +336,7 @@ impl RouterState {
 
     /// Returns the request limit of the backend in `slot` and the figures behind it.
     fn limits(&self, slot: Slot, settings: &AdmissionSettings) -> LimitFigures {
-        let capacity = self.told_blocks(slot);
+        let capacity = self.uncorrected_capacity_blocks(slot);
         match self.service.figures(slot) {
             Some(figures) => figures.limit.figures(settings, capacity),
             None => AdaptiveLimit::default().figures(settings, capacity),
@@ -355,7 +357,7 @@ impl RouterState {
                 capacity_blocks: self.capacity_blocks(slot),
                 capacity_from: if backend.spec.capacity_blocks.is_some() {
                     CapacitySource::Config
-                } else if backend.is_untold() {
+                } else if backend.has_unknown_capacity() {
                     CapacitySource::Assumed
                 } else {
                     CapacitySource::Engine

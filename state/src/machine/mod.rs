@@ -46,7 +46,7 @@ use crate::grants::WaitingList;
 use crate::outputs::Outputs;
 use crate::ratios::LearntRatios;
 use crate::readers::Readers;
-use crate::service::{Accuracy, AssumedCapacities, Beliefs, ServiceStats};
+use crate::service::{Accuracy, AssumedCapacities, CapacityCorrections, ServiceStats};
 use audit::Audit;
 pub use audit::{AUDIT_ENTRIES_MAX, AuditAction, AuditEntry};
 use leases::Leases;
@@ -87,7 +87,7 @@ pub struct RouterState {
     readers: Readers,
     service: ServiceStats,
     assumed: AssumedCapacities,
-    beliefs: Beliefs,
+    beliefs: CapacityCorrections,
     outputs: Outputs,
     ratios: LearntRatios,
     waiting: WaitingList,
@@ -184,7 +184,7 @@ impl RouterState {
             readers: Readers::default(),
             service: ServiceStats::default(),
             assumed: AssumedCapacities::default(),
-            beliefs: Beliefs::default(),
+            beliefs: CapacityCorrections::default(),
             outputs: Outputs::default(),
             ratios: LearntRatios::default(),
             waiting: WaitingList::default(),
@@ -215,7 +215,7 @@ impl RouterState {
         let reply = match self.admit(&origin, envelope.proposed_at_ms) {
             Some(answer) => answer,
             None => {
-                self.time.pass(envelope.proposed_at_ms);
+                self.time.advance(envelope.proposed_at_ms);
                 self.forget_idle_restore();
                 let reply = self.run(&origin, envelope.command);
                 self.sessions.answer(&origin, reply.clone());
@@ -383,16 +383,17 @@ impl RouterState {
     }
 
     fn pace_time(&mut self) -> Result<(), Rejection> {
-        self.time.pace();
+        self.time.enable_pacing();
         self.follow_format();
-        self.size_untold();
+        self.resize_unknown_capacities();
         Ok(())
     }
 
     /// Adapts the parts that depend on the log's format version. Paced time implies that all
     /// members know version 4.
     fn follow_format(&mut self) {
-        self.users.spare_charged(self.time.paced.is_some());
+        self.users
+            .set_never_charged_first(self.time.paced.is_some());
     }
 
     /// Publishes the replicated time and the log format.
@@ -436,7 +437,7 @@ impl RouterState {
             }
         }
         if !changes.is_empty() {
-            self.size_untold();
+            self.resize_unknown_capacities();
         }
     }
 
@@ -460,7 +461,7 @@ impl RouterState {
         }
         let Some(told) = backend.facts.capacity_blocks else {
             let is_assumed = self.time.paced.is_some();
-            return is_assumed.then(|| self.assumed.blocks(slot, self.assumed_share()));
+            return is_assumed.then(|| self.assumed.blocks(slot, self.initial_capacity_share()));
         };
         let (figures, belief) = (self.service.figures(slot), self.beliefs.permille(slot));
         let corrected = match figures {
@@ -471,18 +472,18 @@ impl RouterState {
     }
 
     /// Returns the initial capacity of each backend whose capacity is unknown, in blocks.
-    fn assumed_share(&self) -> u32 {
-        let untold = self.backends.iter().filter(|it| it.is_untold());
+    fn initial_capacity_share(&self) -> u32 {
+        let untold = self.backends.iter().filter(|it| it.has_unknown_capacity());
         service::share(untold.count())
     }
 
     /// Updates all unknown capacities after the number of such backends changed.
-    fn size_untold(&mut self) {
+    fn resize_unknown_capacities(&mut self) {
         if self.time.paced.is_none() {
             return;
         }
-        let share = self.assumed_share();
-        for backend in self.backends.iter().filter(|it| it.is_untold()) {
+        let share = self.initial_capacity_share();
+        for backend in self.backends.iter().filter(|it| it.has_unknown_capacity()) {
             let slot = backend.handle.slot;
             let blocks = self.assumed.blocks(slot, share);
             self.ownership.set_capacity(slot, Some(blocks));
@@ -495,11 +496,11 @@ impl RouterState {
         let wants_all = self.view.wants_all();
         if wants_all || self.vtc_basic().is_some() {
             let settings = self.vtc_basic().unwrap_or_default();
-            let lately = self.users.lately(self.time.now_ms, &settings);
-            self.view.publish_lately(Some(lately));
-        } else if self.view.publishes_lately() {
+            let recent_usage = self.users.recent_usage(self.time.now_ms, &settings);
+            self.view.publish_recent_usage(Some(recent_usage));
+        } else if self.view.publishes_recent_usage() {
             self.users.forget_lately();
-            self.view.publish_lately(None);
+            self.view.publish_recent_usage(None);
         }
     }
 

@@ -37,7 +37,7 @@ pub struct StateView {
     applied: AtomicU64,
     now_ms: AtomicU64,
     /// Users' recent usage; `None` while no policy reads it.
-    lately: ArcSwapOption<RecentUsage>,
+    recent_usage: ArcSwapOption<RecentUsage>,
     /// Whether to publish what any policy reads, not only the live one.
     wants_all: AtomicBool,
     service: ArcSwap<ServiceView>,
@@ -61,7 +61,7 @@ impl StateView {
             registry: ArcSwap::from_pointee(registry),
             applied: AtomicU64::new(0),
             now_ms: AtomicU64::new(0),
-            lately: ArcSwapOption::empty(),
+            recent_usage: ArcSwapOption::empty(),
             wants_all: AtomicBool::new(false),
             service: ArcSwap::default(),
             outputs: ArcSwap::default(),
@@ -161,10 +161,10 @@ impl StateView {
     /// Returns a user's usage within the window; zero while no policy reads it.
     #[must_use]
     pub fn user_tokens(&self, user: UserKey) -> UserTokens {
-        let lately = self.lately.load();
-        lately
+        let recent_usage = self.recent_usage.load();
+        recent_usage
             .as_deref()
-            .map(|lately| lately.tokens(user))
+            .map(|recent_usage| recent_usage.tokens(user))
             .unwrap_or_default()
     }
 
@@ -232,12 +232,12 @@ impl StateView {
         self.wants_all.load(Ordering::Relaxed)
     }
 
-    pub(super) fn publishes_lately(&self) -> bool {
-        self.lately.load().is_some()
+    pub(super) fn publishes_recent_usage(&self) -> bool {
+        self.recent_usage.load().is_some()
     }
 
-    pub(super) fn publish_lately(&self, lately: Option<RecentUsage>) {
-        self.lately.store(lately.map(Arc::new));
+    pub(super) fn publish_recent_usage(&self, recent_usage: Option<RecentUsage>) {
+        self.recent_usage.store(recent_usage.map(Arc::new));
     }
 
     pub(super) fn publish_registry(&self, registry: Registry) {

@@ -58,7 +58,7 @@ impl RouterState {
     /// Returns how far replicated time is ahead of the calendar, in milliseconds.
     #[must_use]
     pub fn time_lead_ms(&self) -> u64 {
-        self.time.lead_ms()
+        self.time.ahead_of_calendar_ms()
     }
 
     /// Whether replicated time is paced, see
@@ -184,7 +184,9 @@ impl RouterState {
     /// Converts a user's times to calendar time.
     fn dated(&self, user: UserView) -> UserView {
         UserView {
-            last_charge_ms: user.last_charge_ms.saturating_sub(self.time.lead_ms()),
+            last_charge_ms: user
+                .last_charge_ms
+                .saturating_sub(self.time.ahead_of_calendar_ms()),
             ..user
         }
     }

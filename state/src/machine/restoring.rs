@@ -412,7 +412,7 @@ impl RouterState {
             fresh.close_replica(replica);
         }
         fresh.sessions = std::mem::take(&mut self.sessions);
-        fresh.backends.outlive(&self.backends);
+        fresh.backends.advance_incarnations_past(&self.backends);
         let backends = &fresh.backends;
         let handle = |slot| backends.in_slot(slot).map(|backend| backend.handle);
         fresh.exact.rename(handle);
@@ -436,7 +436,7 @@ impl RouterState {
         fresh.ownership.adopt(blocks);
         fresh.view = Arc::clone(&self.view);
         *self = fresh;
-        self.size_untold();
+        self.resize_unknown_capacities();
         self.note(origin, AuditAction::Restore, subject);
         self.is_outputs_changed = true;
         self.is_ratios_changed = true;

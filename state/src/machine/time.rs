@@ -61,7 +61,7 @@ pub(super) struct PacedTime {
     /// Latest stamp that was believed.
     stamp_ms: u64,
     /// Latest stamps, if they diverge from it.
-    apart: Option<DivergentStamps>,
+    divergent: Option<DivergentStamps>,
     /// Last step back, until the calendar reaches the former point again.
     set_back: Option<SetBack>,
 }
@@ -83,10 +83,10 @@ struct DivergentStamps {
 
 impl ReplicatedTime {
     /// Advances the time to a command with this stamp.
-    pub(super) fn pass(&mut self, stamped_ms: u64) {
+    pub(super) fn advance(&mut self, stamped_ms: u64) {
         self.stamped_ms = stamped_ms;
         self.now_ms = match &mut self.paced {
-            Some(paced) => self.now_ms.saturating_add(paced.pass(stamped_ms)),
+            Some(paced) => self.now_ms.saturating_add(paced.advance(stamped_ms)),
             // The first command sets the time.
             None if self.now_ms == 0 => stamped_ms,
             None => {
@@ -97,11 +97,11 @@ impl ReplicatedTime {
     }
 
     /// Turns pacing on from the next command.
-    pub(super) fn pace(&mut self) {
+    pub(super) fn enable_pacing(&mut self) {
         let stamp_ms = self.now_ms;
         self.paced.get_or_insert(PacedTime {
             stamp_ms,
-            apart: None,
+            divergent: None,
             set_back: None,
         });
     }
@@ -115,7 +115,7 @@ impl ReplicatedTime {
     }
 
     /// Returns how far this time is ahead of the calendar, in milliseconds.
-    pub(super) fn lead_ms(&self) -> u64 {
+    pub(super) fn ahead_of_calendar_ms(&self) -> u64 {
         self.paced
             .map_or(0, |paced| self.now_ms.saturating_sub(paced.stamp_ms))
     }
@@ -123,9 +123,9 @@ impl ReplicatedTime {
 
 impl PacedTime {
     /// Takes a stamp and returns how much time passed, in milliseconds.
-    fn pass(&mut self, stamped_ms: u64) -> u64 {
+    fn advance(&mut self, stamped_ms: u64) -> u64 {
         if is_near(stamped_ms, self.stamp_ms) {
-            self.apart = None;
+            self.divergent = None;
             return self.go_on(stamped_ms);
         }
         let alone = DivergentStamps {
@@ -134,27 +134,27 @@ impl PacedTime {
         };
         let is_before =
             |it: &DivergentStamps| stamped_ms.saturating_add(STAMP_LATE_MS_MAX) < it.last_ms;
-        let Some(mut apart) = self.apart.filter(|it| !is_before(it)) else {
-            self.apart = Some(alone);
+        let Some(mut divergent) = self.divergent.filter(|it| !is_before(it)) else {
+            self.divergent = Some(alone);
             return 0;
         };
         // A stamp far ahead shows that the others were not a mistake, but must itself be confirmed.
-        let fits = is_near(stamped_ms, apart.last_ms);
+        let fits = is_near(stamped_ms, divergent.last_ms);
         if fits {
-            apart.last_ms = apart.last_ms.max(stamped_ms);
+            divergent.last_ms = divergent.last_ms.max(stamped_ms);
         }
-        let lasted_ms = stamped_ms.saturating_sub(apart.first_ms);
+        let lasted_ms = stamped_ms.saturating_sub(divergent.first_ms);
         if lasted_ms < UNANIMOUS_MS {
-            self.apart = Some(apart);
+            self.divergent = Some(divergent);
             return 0;
         }
-        self.apart = (!fits).then_some(alone);
-        if apart.last_ms >= self.stamp_ms {
-            return self.go_on(apart.last_ms);
+        self.divergent = (!fits).then_some(alone);
+        if divergent.last_ms >= self.stamp_ms {
+            return self.go_on(divergent.last_ms);
         }
-        let seen_ms = apart.last_ms.saturating_sub(apart.first_ms);
+        let seen_ms = divergent.last_ms.saturating_sub(divergent.first_ms);
         let passed_ms = seen_ms.min(BELIEVED_MS_MAX);
-        let back_ms = self.stamp_ms - apart.last_ms;
+        let back_ms = self.stamp_ms - divergent.last_ms;
         match &mut self.set_back {
             // The calendar before the first step back may still be the right one.
             Some(open) => open.counted_ms = open.counted_ms.saturating_add(passed_ms),
@@ -166,7 +166,7 @@ impl PacedTime {
                 });
             }
         }
-        self.stamp_ms = apart.last_ms;
+        self.stamp_ms = divergent.last_ms;
         passed_ms
     }
 
@@ -205,8 +205,8 @@ mod tests {
 
     fn paced() -> ReplicatedTime {
         let mut time = ReplicatedTime::default();
-        time.pass(START);
-        time.pace();
+        time.advance(START);
+        time.enable_pacing();
         time
     }
 
@@ -215,7 +215,7 @@ mod tests {
         let stamps = stamps.iter().map(|at| START.saturating_add_signed(*at));
         let step = |stamp| {
             let before = time.now_ms;
-            time.pass(stamp);
+            time.advance(stamp);
             time.now_ms - before
         };
         stamps.map(step).collect()
@@ -226,7 +226,10 @@ mod tests {
         let mut time = paced();
         let passed = passes(&mut time, &[20, 40, 30, 40, 1040, 61_040, 60_100]);
         assert_eq!(passed, [20, 20, 0, 0, 1000, 60_000, 0]);
-        assert_eq!((time.now_ms, time.lead_ms()), (START + 61_040, 0));
+        assert_eq!(
+            (time.now_ms, time.ahead_of_calendar_ms()),
+            (START + 61_040, 0)
+        );
     }
 
     #[test]
@@ -251,7 +254,7 @@ mod tests {
         let back = -(DAY as i64);
         let stamps = [back, back + 500, back + 1000, back + 1500, back + 2000];
         assert_eq!(passes(&mut time, &stamps), [0, 0, 1000, 500, 500]);
-        assert_eq!(time.lead_ms(), DAY);
+        assert_eq!(time.ahead_of_calendar_ms(), DAY);
         assert_eq!(time.calendar_ms(), START - DAY + 2000);
     }
 
@@ -264,7 +267,10 @@ mod tests {
         // A burst whose stamps span more time.
         let burst = passes(&mut time, &[-2000, -1000, -500, 0, 4500, 4600]);
         assert_eq!(burst, [0, 1000, 500, 500, 0, 100]);
-        assert_eq!((time.now_ms, time.lead_ms()), (START + 5600, 1000));
+        assert_eq!(
+            (time.now_ms, time.ahead_of_calendar_ms()),
+            (START + 5600, 1000)
+        );
     }
 
     #[test]
@@ -305,7 +311,10 @@ mod tests {
         passes(&mut time, &[back, back + 1000, back + 10_000]);
         assert_eq!(time.now_ms, START + 10_000);
         assert_eq!(passes(&mut time, &[20_000, 21_000]), [0, 11_000]);
-        assert_eq!((time.now_ms, time.lead_ms()), (START + 21_000, 0));
+        assert_eq!(
+            (time.now_ms, time.ahead_of_calendar_ms()),
+            (START + 21_000, 0)
+        );
     }
 
     #[test]
@@ -339,23 +348,23 @@ mod tests {
     fn no_stamp_ends_the_time() {
         let mut time = paced();
         for stamp in [u64::MAX, u64::MAX, 0, 0, 1000, u64::MAX, 5, 1005] {
-            time.pass(stamp);
+            time.advance(stamp);
         }
         assert!(time.now_ms < START + 4 * LEAP_MS_MAX, "{time:?}");
         let before = time.now_ms;
-        time.pass(2005);
+        time.advance(2005);
         assert_eq!(time.now_ms - before, 1000);
     }
 
     #[test]
     fn what_ran_ahead_before_it_was_paced_goes_on() {
         let mut time = ReplicatedTime::default();
-        time.pass(START);
+        time.advance(START);
         for hours in 1..13 {
-            time.pass(START + DAY);
+            time.advance(START + DAY);
             assert_eq!(time.now_ms, START + hours * TIME_STEP_MS_MAX);
         }
-        time.pace();
+        time.enable_pacing();
         let passed = passes(&mut time, &[0, 500, 1000, 1020]);
         assert_eq!(passed, [0, 0, 1000, 20]);
     }

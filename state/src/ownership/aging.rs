@@ -15,7 +15,7 @@ const LATE_MAX: u64 = 8;
 
 impl BackendBlocks {
     /// Puts a record into the order if it is a reported leaf with an age.
-    pub(super) fn put_leaving(&mut self, index: u32, record: &BlockRecord) {
+    pub(super) fn insert_reported_leaf(&mut self, index: u32, record: &BlockRecord) {
         if !is_leaf(record) {
             return;
         }
@@ -56,7 +56,7 @@ impl BackendBlocks {
     }
 
     /// Returns up to `most` reported blocks in the order in which the engine evicts them.
-    fn next_leaving(&self, most: usize) -> Vec<BlockHash> {
+    fn next_engine_evictions(&self, most: usize) -> Vec<BlockHash> {
         let mut next = Vec::with_capacity(most.min(self.reported as usize));
         // By parent: number of its children that were evicted, and their highest age.
         let mut left = BTreeMap::<u32, (u32, u64)>::new();
@@ -117,15 +117,15 @@ impl Ownership {
         if is_leaf(&record) && backend.leaving.age(index, &record) == 0 {
             let age = backend.epoch.max(1);
             backend.leaving.raise(index, age);
-            backend.put_leaving(index, &record);
+            backend.insert_reported_leaf(index, &record);
         }
     }
 
     /// Returns up to `most` blocks that the engine in `slot` reports, in its estimated eviction
     /// order.
-    pub(crate) fn next_leaving(&self, slot: Slot, most: usize) -> Vec<BlockHash> {
+    pub(crate) fn next_engine_evictions(&self, slot: Slot, most: usize) -> Vec<BlockHash> {
         let backend = self.backend(slot);
-        backend.map_or_else(Vec::new, |backend| backend.next_leaving(most))
+        backend.map_or_else(Vec::new, |backend| backend.next_engine_evictions(most))
     }
 
     /// Returns the number of blocks that `slot` owns because of leases alone.
@@ -135,7 +135,7 @@ impl Ownership {
     }
 
     /// Returns a number that changes whenever the blocks of `slot` or their order may have changed.
-    pub(crate) fn stamp(&self, slot: Slot) -> u128 {
+    pub(crate) fn version(&self, slot: Slot) -> u128 {
         let backend = self.backend(slot);
         backend.map_or(0, |it| it.sum.wrapping_add(u128::from(it.epoch)))
     }

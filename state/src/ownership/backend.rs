@@ -24,7 +24,7 @@ use crate::ids::{BlockHash, Slot};
 use crate::ownership::arena::{Arena, BlockRecord, EPOCH_MAX, NO_RECORD};
 use crate::ownership::digest;
 use crate::ownership::index::RecordIndex;
-use crate::ownership::leaving::Leaving;
+use crate::ownership::leaving::EngineEvictionOrder;
 use crate::view::{BlockPlace, ViewWriter};
 
 /// Number of blocks whose memory is prefetched together before they change.
@@ -59,7 +59,7 @@ pub(super) struct BackendBlocks {
     /// Number of owned blocks that the engine reports.
     pub(super) reported: u32,
     /// Reported leaves in the estimated order in which the engine evicts them.
-    pub(super) leaving: Leaving,
+    pub(super) leaving: EngineEvictionOrder,
     /// A live record and the head of its segment: the record added last, or the parent of the one
     /// removed last. The next change is usually there.
     known_head: Option<(u32, BlockHash)>,
@@ -85,7 +85,7 @@ impl BackendBlocks {
             evictable: BTreeSet::new(),
             owned: 0,
             reported: 0,
-            leaving: Leaving::default(),
+            leaving: EngineEvictionOrder::default(),
             known_head: None,
         }
     }
@@ -112,7 +112,7 @@ impl BackendBlocks {
             inserted: 0,
         };
         for group in chain.chunks(GROUP_BLOCKS) {
-            self.warm(group);
+            self.prefetch(group);
             let inserted = walk.inserted;
             let is_whole = self.walk_group(common, &mut walk, group);
             if walk.inserted > inserted {
@@ -169,21 +169,21 @@ impl BackendBlocks {
             return true;
         }
         if tip != NO_RECORD {
-            self.unsettle(tip, &self.arena.get(tip));
+            self.unlink_leaf(tip, &self.arena.get(tip));
         }
         self.trim(common);
         while common.owned >= common.owned_max && self.evict(common) {}
         let has_room = common.owned < common.owned_max;
         if tip != NO_RECORD && !has_room && self.arena.get(tip).epoch > 0 {
-            self.settle(tip);
+            self.link_leaf(tip);
         }
         has_room
     }
 
     /// Prefetches the memory that changes of `blocks` will touch. The accesses are scattered, so
     /// each would wait for its own cache miss; issued together, the misses overlap.
-    pub(super) fn warm(&self, blocks: &[BlockHash]) {
-        std::hint::black_box(self.index.warm(blocks));
+    pub(super) fn prefetch(&self, blocks: &[BlockHash]) {
+        std::hint::black_box(self.index.prefetch(blocks));
     }
 
     /// Adds a lease that ends at `index`. Returns `false` if the counter is full.
@@ -192,7 +192,7 @@ impl BackendBlocks {
         let Some(leases) = record.leases.checked_add(1) else {
             return false;
         };
-        self.unsettle(index, &record);
+        self.unlink_leaf(index, &record);
         self.change(index, record, BlockRecord { leases, ..record });
         true
     }
@@ -212,18 +212,18 @@ impl BackendBlocks {
     pub(super) fn touch(&mut self, index: u32) {
         let epoch = self.next_epoch();
         let record = self.arena.get(index);
-        self.unsettle(index, &record);
+        self.unlink_leaf(index, &record);
         self.change(index, record, BlockRecord { epoch, ..record });
-        self.settle(index);
+        self.link_leaf(index);
     }
 
     /// Removes `index` and its ancestors while nothing holds them and no lease over them was ever
     /// kept.
-    pub(super) fn give_back(&mut self, common: &mut SharedIndex, mut index: u32) {
+    pub(super) fn release_unheld(&mut self, common: &mut SharedIndex, mut index: u32) {
         while index != NO_RECORD {
             let record = self.arena.get(index);
             if !record.is_free_leaf() || record.epoch > 0 {
-                self.settle(index);
+                self.link_leaf(index);
                 return;
             }
             self.remove_leaf(common, index, &record);
@@ -252,8 +252,8 @@ impl BackendBlocks {
         self.owned - self.reported
     }
 
-    /// Prefetches like [`Self::warm`] the blocks that are likely to be evicted next: the path of
-    /// the first leaf.
+    /// Prefetches like [`Self::prefetch`] the blocks that are likely to be evicted next: the path
+    /// of the first leaf.
     fn warm_evictions(&self, count: usize) {
         let Some(&first) = self.evictable.first() else {
             return;
@@ -267,16 +267,16 @@ impl BackendBlocks {
             length += 1;
             index = record.parent;
         }
-        self.warm(&path[..length]);
+        self.prefetch(&path[..length]);
     }
 
     /// Removes `block` and everything after it, even if held. Returns the number of removed blocks,
-    /// and adds the tips of leases among them to `outlived`.
+    /// and adds the tips of leases among them to `closed_lease_tips`.
     pub(super) fn remove(
         &mut self,
         common: &mut SharedIndex,
         block: BlockHash,
-        outlived: &mut Vec<BlockHash>,
+        closed_lease_tips: &mut Vec<BlockHash>,
     ) -> u32 {
         let Some(index) = self.find(block) else {
             return 0;
@@ -284,10 +284,10 @@ impl BackendBlocks {
         let parent = self.arena.get(index).parent;
         let before = self.owned;
         let leaves = self.leaves_below(index);
-        self.fell(common, leaves, parent, outlived);
+        self.remove_subtree(common, leaves, parent, closed_lease_tips);
         if parent != NO_RECORD {
             // Blocks kept only for the removed ones may have no holder left.
-            self.give_back(common, parent);
+            self.release_unheld(common, parent);
         }
         let removed = before - self.owned;
         // Blocks that the removed ones held can now be evicted, and may exceed the capacity.
@@ -295,18 +295,22 @@ impl BackendBlocks {
         removed
     }
 
-    /// Removes everything and adds the tips of leases to `outlived`. Updates only the view, segment
-    /// by segment and newest first; drops the rest as a whole. Meanwhile, a reader may find blocks
-    /// whose predecessors are gone, as if it had looked a moment earlier.
-    pub(super) fn clear(&mut self, common: &mut SharedIndex, outlived: &mut Vec<BlockHash>) {
-        outlived.extend(self.arena.tips());
+    /// Removes everything and adds the tips of leases to `closed_lease_tips`. Updates only the
+    /// view, segment by segment and newest first; drops the rest as a whole. Meanwhile, a reader
+    /// may find blocks whose predecessors are gone, as if it had looked a moment earlier.
+    pub(super) fn clear(
+        &mut self,
+        common: &mut SharedIndex,
+        closed_lease_tips: &mut Vec<BlockHash>,
+    ) {
+        closed_lease_tips.extend(self.arena.tips());
         let mut heads = self.arena.heads();
         loop {
             let group: Vec<_> = heads.by_ref().take(GROUP_BLOCKS).collect();
             if group.is_empty() {
                 break;
             }
-            std::hint::black_box(common.view.warm(&group));
+            std::hint::black_box(common.view.prefetch(&group));
             for head in group {
                 common.view.clear(self.slot, head);
             }
@@ -368,7 +372,7 @@ impl BackendBlocks {
     fn add(&mut self, common: &mut SharedIndex, block: BlockHash, parent: u32) -> u32 {
         let parent_hash = (parent != NO_RECORD).then(|| {
             let mut record = self.arena.get(parent);
-            self.unsettle(parent, &record);
+            self.unlink_leaf(parent, &record);
             record.children += 1;
             self.arena.set(parent, record);
             record.hash
@@ -405,7 +409,7 @@ impl BackendBlocks {
         let record = self.arena.get(index);
         self.remove_leaf(common, index, &record);
         if record.parent != NO_RECORD {
-            self.settle(record.parent);
+            self.link_leaf(record.parent);
         }
         true
     }
@@ -441,12 +445,12 @@ impl BackendBlocks {
 
     /// Removes each of `leaves`, and its ancestors up to `end` that are left without children.
     /// Removes children before their parents, so that no reader finds a gap.
-    fn fell(
+    fn remove_subtree(
         &mut self,
         common: &mut SharedIndex,
         leaves: Vec<u32>,
         end: u32,
-        outlived: &mut Vec<BlockHash>,
+        closed_lease_tips: &mut Vec<BlockHash>,
     ) {
         for leaf in leaves {
             let mut index = leaf;
@@ -456,9 +460,9 @@ impl BackendBlocks {
                     break;
                 }
                 if record.leases > 0 {
-                    outlived.push(record.hash);
+                    closed_lease_tips.push(record.hash);
                 }
-                self.unsettle(index, &record);
+                self.unlink_leaf(index, &record);
                 self.remove_leaf(common, index, &record);
                 index = record.parent;
             }
@@ -507,17 +511,17 @@ impl BackendBlocks {
 
     /// Adds a record to the evictable set if it is a free leaf, or to the engine's eviction order
     /// if it is a reported one.
-    pub(super) fn settle(&mut self, index: u32) {
+    pub(super) fn link_leaf(&mut self, index: u32) {
         let record = self.arena.get(index);
         if record.is_free_leaf() {
             self.evictable.insert(key(index, &record));
         } else {
-            self.put_leaving(index, &record);
+            self.insert_reported_leaf(index, &record);
         }
     }
 
     /// Removes a record from these sets. Call it before the record's leaf state or epoch changes.
-    pub(super) fn unsettle(&mut self, index: u32, record: &BlockRecord) {
+    pub(super) fn unlink_leaf(&mut self, index: u32, record: &BlockRecord) {
         // New records are free leaves for a moment, but never in the set.
         if record.is_free_leaf() && record.epoch > 0 {
             self.evictable.remove(&key(index, record));
@@ -565,7 +569,7 @@ impl BackendBlocks {
         for (epoch, (_, index)) in (1..).zip(carriers) {
             let record = self.arena.get(index);
             self.change(index, record, BlockRecord { epoch, ..record });
-            self.settle(index);
+            self.link_leaf(index);
         }
     }
 

@@ -100,7 +100,7 @@ impl RecordIndex {
 
     /// Prefetches the entries where lookups of `blocks` start. Returning the sum keeps the compiler
     /// from removing the loads.
-    pub(crate) fn warm(&self, blocks: &[BlockHash]) -> u32 {
+    pub(crate) fn prefetch(&self, blocks: &[BlockHash]) -> u32 {
         let load = |&block: &BlockHash| {
             let mixed = mix(block);
             let entries = &self.segments[self.segment_of(mixed)].entries;

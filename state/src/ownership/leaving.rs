@@ -19,14 +19,14 @@ use crate::ownership::arena::{BlockRecord, NO_RECORD};
 
 /// The order; see the module documentation.
 #[derive(Default)]
-pub(super) struct Leaving {
+pub(super) struct EngineEvictionOrder {
     /// `age << 24 | record` of every reported leaf that has an age and no lease.
     pub(super) order: BTreeSet<u64>,
     /// Ages of records, where higher than their epochs.
     ages: BTreeMap<u32, u64>,
 }
 
-impl Leaving {
+impl EngineEvictionOrder {
     /// Forgets everything.
     pub(super) fn clear(&mut self) {
         *self = Self::default();

@@ -225,7 +225,7 @@ impl Ownership {
         if keep {
             backend.touch(tip);
         } else {
-            backend.give_back(common, tip);
+            backend.release_unheld(common, tip);
         }
         backend.trim(common);
     }
@@ -248,27 +248,32 @@ impl Ownership {
         if lease.inserted > 0 || backend.arena.get(tip).epoch == 0 {
             backend.touch(tip);
         } else {
-            backend.settle(tip);
+            backend.link_leaf(tip);
         }
         backend.trim(common);
     }
 
     /// Removes `block` and all blocks that follow it from `slot`, even pinned ones. Returns the
-    /// number of removed blocks. Adds those at which leases end to `outlived`; these leases are
-    /// over. Removing a leaf is cheap; removing a block with successors visits every block of the
-    /// backend.
-    pub fn remove(&mut self, slot: Slot, block: BlockHash, outlived: &mut Vec<BlockHash>) -> u32 {
+    /// number of removed blocks. Adds those at which leases end to `closed_lease_tips`; these
+    /// leases are over. Removing a leaf is cheap; removing a block with successors visits every
+    /// block of the backend.
+    pub fn remove(
+        &mut self,
+        slot: Slot,
+        block: BlockHash,
+        closed_lease_tips: &mut Vec<BlockHash>,
+    ) -> u32 {
         match self.backend_mut(slot) {
-            Some((backend, common)) => backend.remove(common, block, outlived),
+            Some((backend, common)) => backend.remove(common, block, closed_lease_tips),
             None => 0,
         }
     }
 
-    /// Removes every block from `slot`, even pinned ones, but keeps the backend. `outlived` as in
-    /// [`Self::remove`].
-    pub fn clear(&mut self, slot: Slot, outlived: &mut Vec<BlockHash>) {
+    /// Removes every block from `slot`, even pinned ones, but keeps the backend.
+    /// `closed_lease_tips` as in [`Self::remove`].
+    pub fn clear(&mut self, slot: Slot, closed_lease_tips: &mut Vec<BlockHash>) {
         if let Some((backend, common)) = self.backend_mut(slot) {
-            backend.clear(common, outlived);
+            backend.clear(common, closed_lease_tips);
         }
     }
 

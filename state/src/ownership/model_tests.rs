@@ -323,14 +323,14 @@ impl Pair {
     }
 
     /// Forgets the leases reported as over, which must be exactly those whose tip is gone.
-    fn forget(&mut self, slot: u16, outlived: &[BlockHash]) {
+    fn forget(&mut self, slot: u16, closed_lease_tips: &[BlockHash]) {
         let view = self.real.view();
         self.leases.retain(|lease| {
             let Some(tip) = lease.tip.filter(|_| lease.slot.0 == slot) else {
                 return true;
             };
-            assert_ne!(view.owns(lease.slot, tip), outlived.contains(&tip));
-            !outlived.contains(&tip)
+            assert_ne!(view.owns(lease.slot, tip), closed_lease_tips.contains(&tip));
+            !closed_lease_tips.contains(&tip)
         });
     }
 
@@ -357,16 +357,16 @@ impl Pair {
             Op::Remove { slot, path } => {
                 let (slot, chain) = (SLOTS[*slot], chain(path));
                 if let Some(&block) = chain.last() {
-                    let mut outlived = Vec::new();
-                    self.real.remove(Slot(slot), block, &mut outlived);
+                    let mut closed_lease_tips = Vec::new();
+                    self.real.remove(Slot(slot), block, &mut closed_lease_tips);
                     self.naive(slot).0.remove(block);
-                    self.forget(slot, &outlived);
+                    self.forget(slot, &closed_lease_tips);
                 }
             }
             Op::Clear { slot } => {
-                let mut outlived = Vec::new();
-                self.real.clear(Slot(SLOTS[*slot]), &mut outlived);
-                self.forget(SLOTS[*slot], &outlived);
+                let mut closed_lease_tips = Vec::new();
+                self.real.clear(Slot(SLOTS[*slot]), &mut closed_lease_tips);
+                self.forget(SLOTS[*slot], &closed_lease_tips);
                 let naive = self.naive(SLOTS[*slot]).0;
                 naive.blocks.clear();
                 naive.leases.clear();

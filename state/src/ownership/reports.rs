@@ -22,33 +22,38 @@ pub(crate) enum ReportRejection {
 
 impl Ownership {
     /// Adds a report of `block` behind `parent` (`None` for a first block). If only leases placed
-    /// the block behind another parent, moves it and removes what followed it. `outlived` as in
-    /// [`Ownership::remove`].
+    /// the block behind another parent, moves it and removes what followed it. `closed_lease_tips`
+    /// as in [`Ownership::remove`].
     pub(crate) fn report(
         &mut self,
         slot: Slot,
         parent: Option<BlockHash>,
         block: BlockHash,
-        outlived: &mut Vec<BlockHash>,
+        closed_lease_tips: &mut Vec<BlockHash>,
     ) -> Result<(), ReportRejection> {
         match self.backend_mut(slot) {
-            Some((backend, common)) => backend.report(common, parent, block, outlived),
+            Some((backend, common)) => backend.report(common, parent, block, closed_lease_tips),
             None => Err(ReportRejection::Contradiction),
         }
     }
 
     /// Removes a report of `block`. The last report takes the block and everything after it along.
-    /// `outlived` as in [`Ownership::remove`].
-    pub(crate) fn unreport(&mut self, slot: Slot, block: BlockHash, outlived: &mut Vec<BlockHash>) {
+    /// `closed_lease_tips` as in [`Ownership::remove`].
+    pub(crate) fn unreport(
+        &mut self,
+        slot: Slot,
+        block: BlockHash,
+        closed_lease_tips: &mut Vec<BlockHash>,
+    ) {
         if let Some((backend, common)) = self.backend_mut(slot) {
-            backend.unreport(common, block, outlived);
+            backend.unreport(common, block, closed_lease_tips);
         }
     }
 
     /// Prefetches the memory that reports of `blocks` will touch.
-    pub(crate) fn warm(&self, slot: Slot, blocks: &[BlockHash]) {
+    pub(crate) fn prefetch(&self, slot: Slot, blocks: &[BlockHash]) {
         if let Some(backend) = self.backend(slot) {
-            backend.warm(blocks);
+            backend.prefetch(blocks);
         }
     }
 
@@ -80,10 +85,10 @@ impl BackendBlocks {
         let Some(reports) = record.reports.checked_add(1) else {
             return false;
         };
-        self.unsettle(index, &record);
+        self.unlink_leaf(index, &record);
         self.arena.set(index, BlockRecord { reports, ..record });
         self.reported += u32::from(record.reports == 0);
-        self.settle(index);
+        self.link_leaf(index);
         true
     }
 
@@ -92,7 +97,7 @@ impl BackendBlocks {
         common: &mut SharedIndex,
         parent: Option<BlockHash>,
         block: BlockHash,
-        outlived: &mut Vec<BlockHash>,
+        closed_lease_tips: &mut Vec<BlockHash>,
     ) -> Result<(), ReportRejection> {
         let mut behind = self.behind(parent)?;
         let mut known = self.find(block);
@@ -102,7 +107,7 @@ impl BackendBlocks {
                 if record.reports > 0 {
                     return Err(ReportRejection::Contradiction);
                 }
-                self.remove(common, block, outlived);
+                self.remove(common, block, closed_lease_tips);
                 behind = self.behind(parent)?;
                 known = None;
             }
@@ -130,7 +135,7 @@ impl BackendBlocks {
         &mut self,
         common: &mut SharedIndex,
         block: BlockHash,
-        outlived: &mut Vec<BlockHash>,
+        closed_lease_tips: &mut Vec<BlockHash>,
     ) {
         let Some(index) = self.find(block) else {
             return;
@@ -139,7 +144,7 @@ impl BackendBlocks {
         match record.reports {
             0 => {}
             1 => {
-                self.remove(common, block, outlived);
+                self.remove(common, block, closed_lease_tips);
             }
             reports => {
                 let reports = reports - 1;

@@ -181,7 +181,7 @@ impl BackendBlocks {
         self.index = RecordIndex::with_room(live.len());
         for group in live.chunks(GROUP_BLOCKS) {
             let blocks: Vec<_> = group.iter().map(|&index| self.arena.hash(index)).collect();
-            self.warm(&blocks);
+            self.prefetch(&blocks);
             self.link(group)?;
         }
         self.show_paths(common, &live)?;
@@ -197,7 +197,7 @@ impl BackendBlocks {
             if record.is_free_leaf() && record.epoch == 0 {
                 return Err(format!("nothing holds block {}", record.hash));
             }
-            self.settle(index);
+            self.link_leaf(index);
         }
         self.owned = live.len() as u32;
         common.owned += live.len() as u64;

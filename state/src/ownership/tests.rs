@@ -236,9 +236,9 @@ fn more_leases_on_one_block_than_can_be_counted_pin_nothing() {
 fn a_lease_that_outlives_its_blocks_is_named() {
     let mut ownership = one_backend(Some(10));
     let stale = acquire(&mut ownership, None, &[1, 2]);
-    let mut outlived = Vec::new();
-    ownership.clear(GPU, &mut outlived);
-    assert_eq!(outlived, blocks(&[2]));
+    let mut closed_lease_tips = Vec::new();
+    ownership.clear(GPU, &mut closed_lease_tips);
+    assert_eq!(closed_lease_tips, blocks(&[2]));
     // The lease's holder must forget it; otherwise its release would end the other lease.
     assert_eq!(stale.tip, Some(BlockHash(2)));
     let lease = acquire(&mut ownership, None, &[1, 2]);
@@ -329,9 +329,15 @@ fn what_a_removal_sets_free_is_evicted_at_once_when_it_is_too_much() {
     let other = acquire(&mut ownership, None, &[3]);
     ownership.release(outer, true);
     assert_eq!(owned(&ownership), [1, 2, 3]);
-    let mut outlived = Vec::new();
-    assert_eq!(ownership.remove(GPU, BlockHash(2), &mut outlived), 1);
-    assert_eq!((owned(&ownership), outlived), (vec![3], blocks(&[2])));
+    let mut closed_lease_tips = Vec::new();
+    assert_eq!(
+        ownership.remove(GPU, BlockHash(2), &mut closed_lease_tips),
+        1
+    );
+    assert_eq!(
+        (owned(&ownership), closed_lease_tips),
+        (vec![3], blocks(&[2]))
+    );
     assert_eq!(inner.tip, Some(BlockHash(2)));
     assert_eq!(ownership.check([(GPU, BlockHash(3))]), Ok(()));
     ownership.release(other, true);

@@ -94,7 +94,7 @@ impl Accuracy {
         self.correct(holding);
     }
 
-    /// Returns the accuracy. `belief_permille` is the correction by [`super::Beliefs`].
+    /// Returns the accuracy. `belief_permille` is the correction by [`super::CapacityCorrections`].
     pub(crate) fn view(&self, belief_permille: u32) -> AccuracyView {
         AccuracyView {
             prompt_tokens: self.prompt_tokens,

@@ -74,7 +74,7 @@ impl BeliefSample {
 
 /// Correction of the capacity that one engine reported.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Encode, Decode)]
-struct Belief {
+struct CapacityCorrection {
     /// Walk towards less capacity.
     towards_less: u32,
     /// Walk towards more capacity.
@@ -88,7 +88,7 @@ struct Belief {
     offset_permille: i32,
 }
 
-impl Belief {
+impl CapacityCorrection {
     fn observe(&mut self, sample: &BeliefSample, holding: CapacityObservation) {
         if self.rest_blocks > 0 {
             self.rest_blocks = self.rest_blocks.saturating_sub(sample.computed_blocks);
@@ -166,9 +166,9 @@ fn walk(at: u32, towards: u32, against: u32, held: u32) -> u32 {
 /// Corrections by slot, only of backends whose engine reported a capacity and whose predictions
 /// were counted.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Encode, Decode)]
-pub(crate) struct Beliefs(BTreeMap<Slot, Belief>);
+pub(crate) struct CapacityCorrections(BTreeMap<Slot, CapacityCorrection>);
 
-impl Beliefs {
+impl CapacityCorrections {
     /// Adds a plausible sample.
     pub(crate) fn observe(&mut self, sample: &BeliefSample, holding: CapacityObservation) {
         if holding.capacity.is_some() {
@@ -179,7 +179,7 @@ impl Beliefs {
 
     /// Returns the correction for the backend in `slot`, in thousandths.
     pub(crate) fn permille(&self, slot: Slot) -> u32 {
-        self.0.get(&slot).map_or(1000, Belief::permille)
+        self.0.get(&slot).map_or(1000, CapacityCorrection::permille)
     }
 
     /// Forgets a backend that was removed or starts a new incarnation.

@@ -25,7 +25,7 @@ pub(crate) use accuracy::{Accuracy, CapacityObservation};
 pub use assumed::{ASSUMED_BLOCKS_ALL, ASSUMED_BLOCKS_MAX};
 pub(crate) use assumed::{AssumedCapacities, share};
 pub use belief::BeliefSample;
-pub(crate) use belief::Beliefs;
+pub(crate) use belief::CapacityCorrections;
 pub(crate) use learnt::PriceLearner;
 pub use learnt::{LEARNT_FIRST_TOKENS_MIN, LearntPrices};
 pub(crate) use limits::AdaptiveLimit;

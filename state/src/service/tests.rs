@@ -321,7 +321,7 @@ proptest! {
             1..200,
         ),
     ) {
-        let mut beliefs = Beliefs::default();
+        let mut beliefs = CapacityCorrections::default();
         for (held, lost, found, computed_blocks, owned, is_absurd) in samples {
             let before = beliefs.permille(Slot(0));
             let absurd = |count: u32| if is_absurd { count << 20 } else { count };

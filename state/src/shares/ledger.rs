@@ -47,11 +47,11 @@ impl ShareParts {
 
 /// Transfers to make at one backend.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub struct Plan {
+pub struct TransferPlan {
     /// Number of places to hand over, by replica.
     pub gifts: Vec<(ReplicaId, u32)>,
     /// Whether to hand over the next place that becomes free here.
-    pub is_owing: bool,
+    pub hands_over_next: bool,
 }
 
 /// One replica's shares.
@@ -66,7 +66,7 @@ pub struct ShareLedger {
     epoch: Epoch,
     /// Time at which the caps began, in awake milliseconds; `None` if there are none.
     capped_ms: Option<u64>,
-    /// Whether the last [`ShareLedger::pass`] expected other replicas.
+    /// Whether the last [`ShareLedger::advance_time`] expected other replicas.
     is_expecting: bool,
     recent_since_ms: u64,
     backends: BTreeMap<BackendRef, LimitShare>,
@@ -96,8 +96,8 @@ impl ShareLedger {
 
     /// Updates the time and `expected`, the other replicas of the cluster that can report shares. A
     /// replica that starts among others waits for their reports before it uses its share.
-    pub fn pass(&mut self, now_ms: u64, expected: &[ReplicaId]) {
-        self.members.pass(now_ms, expected);
+    pub fn advance_time(&mut self, now_ms: u64, expected: &[ReplicaId]) {
+        self.members.advance_time(now_ms, expected);
         if !self.is_expecting && !expected.is_empty() {
             self.cap();
         }
@@ -114,12 +114,12 @@ impl ShareLedger {
     }
 
     /// Records a peer's report. Returns whether it is newer than the peer's last one.
-    pub fn hear(&mut self, peer: ReplicaId, report: ShareReport) -> bool {
+    pub fn record_report(&mut self, peer: ReplicaId, report: ShareReport) -> bool {
         if peer == self.me || self.members.is_late(peer, &report) {
             return false;
         }
         self.follow_members(Some((peer, &report)));
-        self.members.hear(peer, report);
+        self.members.record_report(peer, report);
         self.release();
         true
     }
@@ -185,7 +185,7 @@ impl ShareLedger {
         // from whom. Until they are handed back, no receiver uses that many.
         let unused = match own.received {
             0 => 0,
-            received => self.lacked(backend, limit).min(received),
+            received => self.total_deficit(backend, limit).min(received),
         };
         let places = own.share().saturating_sub(unused);
         let places = u32::try_from(places.max(0)).unwrap_or(u32::MAX);
@@ -205,11 +205,11 @@ impl ShareLedger {
     }
 
     /// Returns the sum of the members' negative shares, as a positive number.
-    fn lacked(&self, backend: BackendRef, limit: u32) -> i64 {
+    fn total_deficit(&self, backend: BackendRef, limit: u32) -> i64 {
         let members = self.members().into_iter();
         let shares = members.map(|replica| self.share_of(backend, limit, replica));
-        shares.fold(0, |lacked, share| {
-            lacked.saturating_add(share.min(0).saturating_neg())
+        shares.fold(0, |total_deficit, share| {
+            total_deficit.saturating_add(share.min(0).saturating_neg())
         })
     }
 
@@ -218,8 +218,8 @@ impl ShareLedger {
         let Ok(place) = members.binary_search(&replica) else {
             return ShareParts::default();
         };
-        let turn = usize::from(backend.slot.0);
-        let base = apportion(i64::from(limit), &vec![1; members.len()], turn)[place];
+        let rotation = usize::from(backend.slot.0);
+        let base = apportion(i64::from(limit), &vec![1; members.len()], rotation)[place];
         let own = self.backends.get(&backend).map(|it| &it.given);
         let own_to = |to: &ReplicaId| own.and_then(|it| it.get(to)).copied().unwrap_or(0);
         let own_total = || own.map_or(0, |it| it.values().sum::<u64>());
@@ -259,22 +259,22 @@ impl ShareLedger {
         heard.filter(|(_, report)| report.epoch == self.epoch)
     }
 
-    /// Plans what to hand over; [`ShareLedger::give`] does it. If `is_whole`, gathers the unused
-    /// places of a backend at one replica.
+    /// Plans what to hand over; [`ShareLedger::give`] does it. If `gather_spare`, gathers the
+    /// unused places of a backend at one replica.
     #[must_use]
-    pub fn plan(&self, backend: BackendRef, is_whole: bool) -> Plan {
+    pub fn plan(&self, backend: BackendRef, gather_spare: bool) -> TransferPlan {
         let (Some(own), Some(share)) = (self.backends.get(&backend), self.share(backend)) else {
-            return Plan::default();
+            return TransferPlan::default();
         };
         let limit = own.limit.unwrap_or_default();
-        let mut standings = vec![ReplicaShare {
+        let mut replica_shares = vec![ReplicaShare {
             replica: self.me,
             share,
             demand: own.demand,
         }];
         // A replica that does not hear this one would not receive what it is given.
         let peers = self.in_epoch().filter(|(_, it)| it.has_heard(self.me));
-        standings.extend(peers.map(|(replica, report)| {
+        replica_shares.extend(peers.map(|(replica, report)| {
             ReplicaShare {
                 replica,
                 share: self.share_of(backend, limit, replica),
@@ -283,27 +283,28 @@ impl ShareLedger {
                     .map_or_else(Demand::default, |it| it.demand),
             }
         }));
-        if standings.len() == 1 {
-            return Plan::default();
+        if replica_shares.len() == 1 {
+            return TransferPlan::default();
         }
-        standings.sort_unstable_by_key(|it| it.replica);
-        let me = standings.partition_point(|it| it.replica < self.me);
-        let places: i64 = standings.iter().map(|it| it.share).sum();
-        let turn = usize::from(backend.slot.0);
-        let split = split(places.max(0), &standings, turn, is_whole);
-        let own_gifts = transfers(&standings, &split.targets)
+        replica_shares.sort_unstable_by_key(|it| it.replica);
+        let me = replica_shares.partition_point(|it| it.replica < self.me);
+        let places: i64 = replica_shares.iter().map(|it| it.share).sum();
+        let rotation = usize::from(backend.slot.0);
+        let split = split(places.max(0), &replica_shares, rotation, gather_spare);
+        let own_gifts = transfers(&replica_shares, &split.targets)
             .into_iter()
             .filter(|it| it.from == me);
         let gift = |it: Transfer| {
             let places = u32::try_from(it.places).unwrap_or(u32::MAX);
-            (standings[it.to].replica, places)
+            (replica_shares[it.to].replica, places)
         };
         let running = i64::from(own.demand.running);
         let is_over = |it: &ReplicaShare| i64::from(it.demand.running) > it.share;
-        let mut peers = standings.iter().filter(|it| it.replica != self.me);
-        Plan {
+        let mut peers = replica_shares.iter().filter(|it| it.replica != self.me);
+        TransferPlan {
             gifts: own_gifts.map(gift).collect(),
-            is_owing: peers.any(is_over) || split.fair.is_some_and(|fair| running > fair[me]),
+            hands_over_next: peers.any(is_over)
+                || split.fair.is_some_and(|fair| running > fair[me]),
         }
     }
 

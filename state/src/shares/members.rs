@@ -31,7 +31,7 @@ impl Members {
     }
 
     /// Updates the time and the other replicas of the cluster.
-    pub(super) fn pass(&mut self, now_ms: u64, expected: &[ReplicaId]) {
+    pub(super) fn advance_time(&mut self, now_ms: u64, expected: &[ReplicaId]) {
         let passed = now_ms.saturating_sub(self.looked_ms.unwrap_or(now_ms));
         self.awake_ms += passed.min(LOOK_MS_MAX);
         self.looked_ms = Some(now_ms);
@@ -49,7 +49,7 @@ impl Members {
     }
 
     /// Records a peer's report in place of its previous one.
-    pub(super) fn hear(&mut self, peer: ReplicaId, report: ShareReport) {
+    pub(super) fn record_report(&mut self, peer: ReplicaId, report: ShareReport) {
         let heard_ms = self.awake_ms;
         self.peers.insert(peer, HeardPeer { report, heard_ms });
     }

@@ -29,7 +29,7 @@ mod split;
 #[cfg(test)]
 mod tests;
 
-pub use ledger::{Plan, ShareLedger};
+pub use ledger::{ShareLedger, TransferPlan};
 
 use crate::ids::{BackendRef, ReplicaId, SessionId};
 

@@ -35,13 +35,13 @@ pub(super) struct Transfer {
 }
 
 /// Splits `total` in proportion to `weights` by largest remainders. Among equal remainders, the
-/// order starts at `turn`. If all weights are 0, they count as equal.
-pub(super) fn apportion(total: i64, weights: &[i64], turn: usize) -> Vec<i64> {
+/// order starts at `rotation`. If all weights are 0, they count as equal.
+pub(super) fn apportion(total: i64, weights: &[i64], rotation: usize) -> Vec<i64> {
     let sum: i128 = weights.iter().map(|it| i128::from(*it)).sum();
     if sum == 0 {
         return match weights.len() {
             0 => Vec::new(),
-            len => apportion(total, &vec![1; len], turn),
+            len => apportion(total, &vec![1; len], rotation),
         };
     }
     let len = weights.len();
@@ -53,7 +53,7 @@ pub(super) fn apportion(total: i64, weights: &[i64], turn: usize) -> Vec<i64> {
     let left = total - parts.iter().sum::<i64>();
     let mut order: Vec<usize> = (0..len).collect();
     order.sort_by_key(|&at| {
-        let place = (at + len - turn % len) % len;
+        let place = (at + len - rotation % len) % len;
         (Reverse(quota(&weights[at]) % sum), place)
     });
     for at in order.into_iter().take(usize::try_from(left).unwrap_or(0)) {
@@ -62,17 +62,22 @@ pub(super) fn apportion(total: i64, weights: &[i64], turn: usize) -> Vec<i64> {
     parts
 }
 
-/// Splits `places` among replicas. `turn` determines who gets what cannot be split evenly. If
-/// `is_whole`, one replica gets all free places.
-pub(super) fn split(places: i64, standings: &[ReplicaShare], turn: usize, is_whole: bool) -> Split {
+/// Splits `places` among replicas. `rotation` determines who gets what cannot be split evenly. If
+/// `gather_spare`, one replica gets all free places.
+pub(super) fn split(
+    places: i64,
+    replica_shares: &[ReplicaShare],
+    rotation: usize,
+    gather_spare: bool,
+) -> Split {
     let running = |it: &ReplicaShare| i64::from(it.demand.running);
     let waiting = |it: &ReplicaShare| i64::from(it.demand.waiting);
-    let runs: Vec<i64> = standings.iter().map(running).collect();
+    let runs: Vec<i64> = replica_shares.iter().map(running).collect();
     let free = (places - runs.iter().sum::<i64>()).max(0);
-    let waits: i64 = standings.iter().map(waiting).sum();
-    if is_whole {
+    let waits: i64 = replica_shares.iter().map(waiting).sum();
+    if gather_spare {
         let mut targets = runs;
-        if let Some(at) = batcher(standings) {
+        if let Some(at) = next_batch_replica(replica_shares) {
             targets[at] += free;
         }
         return Split {
@@ -81,10 +86,10 @@ pub(super) fn split(places: i64, standings: &[ReplicaShare], turn: usize, is_who
         };
     }
     if waits > free {
-        let fair = fair(places, standings, turn);
+        let fair = fair(places, replica_shares, rotation);
         let mut targets = runs;
         let mut left = free;
-        for at in by_wait(standings) {
+        for at in by_wait(replica_shares) {
             let more = (fair[at] - targets[at]).clamp(0, left);
             targets[at] += more;
             left -= more;
@@ -94,8 +99,8 @@ pub(super) fn split(places: i64, standings: &[ReplicaShare], turn: usize, is_who
             fair: Some(fair),
         };
     }
-    let spare = spread(free - waits, standings, turn);
-    let targets = standings.iter().zip(spare);
+    let spare = spread(free - waits, replica_shares, rotation);
+    let targets = replica_shares.iter().zip(spare);
     Split {
         targets: targets
             .map(|(it, spare)| running(it) + waiting(it) + spare)
@@ -106,12 +111,12 @@ pub(super) fn split(places: i64, standings: &[ReplicaShare], turn: usize, is_who
 
 /// Splits spare places: one for each replica if there are enough, the rest in proportion to the
 /// requests that each has started recently.
-fn spread(spare: i64, standings: &[ReplicaShare], turn: usize) -> Vec<i64> {
-    let len = i64::try_from(standings.len()).unwrap_or(i64::MAX);
+fn spread(spare: i64, replica_shares: &[ReplicaShare], rotation: usize) -> Vec<i64> {
+    let len = i64::try_from(replica_shares.len()).unwrap_or(i64::MAX);
     let each = i64::from(spare >= len);
     let recent = |it: &ReplicaShare| i64::from(it.demand.recent) + 1;
-    let weights: Vec<i64> = standings.iter().map(recent).collect();
-    let mut parts = apportion(spare - each * len, &weights, turn);
+    let weights: Vec<i64> = replica_shares.iter().map(recent).collect();
+    let mut parts = apportion(spare - each * len, &weights, rotation);
     parts.iter_mut().for_each(|part| *part += each);
     parts
 }
@@ -119,20 +124,21 @@ fn spread(spare: i64, standings: &[ReplicaShare], turn: usize) -> Vec<i64> {
 /// Returns what each replica should run when more requests wait than places are free: one each if
 /// it wants any, the rest in proportion to its demand. If there are fewer places than that,
 /// replicas that run nothing come first, by the longest wait.
-fn fair(places: i64, standings: &[ReplicaShare], turn: usize) -> Vec<i64> {
+fn fair(places: i64, replica_shares: &[ReplicaShare], rotation: usize) -> Vec<i64> {
     let demand = |it: &ReplicaShare| i64::from(it.demand.running) + i64::from(it.demand.waiting);
-    let demands: Vec<i64> = standings.iter().map(demand).collect();
+    let demands: Vec<i64> = replica_shares.iter().map(demand).collect();
     let wanting = demands.iter().filter(|it| **it > 0).count();
     let wanting = i64::try_from(wanting).unwrap_or(i64::MAX);
     if wanting <= places {
         let beyond: Vec<i64> = demands.iter().map(|it| (it - 1).max(0)).collect();
-        let rest = apportion(places - wanting, &beyond, turn);
+        let rest = apportion(places - wanting, &beyond, rotation);
         let first = demands.iter().map(|it| i64::from(*it > 0));
         return first.zip(rest).map(|(first, rest)| first + rest).collect();
     }
-    let mut parts = vec![0; standings.len()];
-    let idle = |at: &usize| standings[*at].demand.running == 0;
-    let (first, then): (Vec<usize>, Vec<usize>) = by_wait(standings).into_iter().partition(idle);
+    let mut parts = vec![0; replica_shares.len()];
+    let idle = |at: &usize| replica_shares[*at].demand.running == 0;
+    let (first, then): (Vec<usize>, Vec<usize>) =
+        by_wait(replica_shares).into_iter().partition(idle);
     let count = usize::try_from(places).unwrap_or(0);
     for at in first.into_iter().chain(then).take(count) {
         parts[at] = 1;
@@ -141,37 +147,39 @@ fn fair(places: i64, standings: &[ReplicaShare], turn: usize) -> Vec<i64> {
 }
 
 /// Returns the replicas with requests waiting, the longest wait first.
-fn by_wait(standings: &[ReplicaShare]) -> Vec<usize> {
-    let mut order: Vec<usize> = (0..standings.len())
-        .filter(|at| standings[*at].demand.waiting > 0)
+fn by_wait(replica_shares: &[ReplicaShare]) -> Vec<usize> {
+    let mut order: Vec<usize> = (0..replica_shares.len())
+        .filter(|at| replica_shares[*at].demand.waiting > 0)
         .collect();
-    order.sort_by_key(|at| Reverse(standings[*at].demand.waited_ms));
+    order.sort_by_key(|at| Reverse(replica_shares[*at].demand.waited_ms));
     order
 }
 
 /// Returns the replica whose batch is next: one that runs requests, else the one with the longest
 /// wait. `None` if no replica wants the backend.
-fn batcher(standings: &[ReplicaShare]) -> Option<usize> {
-    let mut busy = (0..standings.len()).filter(|at| standings[*at].demand.running > 0);
+fn next_batch_replica(replica_shares: &[ReplicaShare]) -> Option<usize> {
+    let mut busy = (0..replica_shares.len()).filter(|at| replica_shares[*at].demand.running > 0);
     let holder = busy.next();
-    holder.or_else(|| by_wait(standings).first().copied())
+    holder.or_else(|| by_wait(replica_shares).first().copied())
 }
 
 /// Returns the transfers that bring all replicas nearer to their targets, serving current needs
 /// before possible ones. No replica hands over what it uses.
-pub(super) fn transfers(standings: &[ReplicaShare], targets: &[i64]) -> Vec<Transfer> {
-    let lacks = |at: usize| targets[at] - standings[at].share;
+pub(super) fn transfers(replica_shares: &[ReplicaShare], targets: &[i64]) -> Vec<Transfer> {
+    let lacks = |at: usize| targets[at] - replica_shares[at].share;
     let is_needed = |at: &usize| {
-        let it = &standings[*at];
+        let it = &replica_shares[*at];
         it.demand.waiting > 0 || it.share < i64::from(it.demand.running)
     };
-    let mut takers: Vec<usize> = (0..standings.len()).filter(|at| lacks(*at) > 0).collect();
+    let mut takers: Vec<usize> = (0..replica_shares.len())
+        .filter(|at| lacks(*at) > 0)
+        .collect();
     takers.sort_by_key(|at| !is_needed(at));
     let mut takers = takers.into_iter().map(|at| (at, lacks(at)));
     let mut transfers = Vec::new();
     let mut taker = takers.next();
-    for from in 0..standings.len() {
-        let spare = standings[from].share - targets[from].max(0);
+    for from in 0..replica_shares.len() {
+        let spare = replica_shares[from].share - targets[from].max(0);
         let mut spare = spare.max(0);
         while let Some((to, lack)) = taker.filter(|_| spare > 0) {
             let places = spare.min(lack);

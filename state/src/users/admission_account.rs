@@ -36,7 +36,7 @@ impl AdmissionAccount {
 
 impl User {
     /// Applies a charge to the admission account.
-    pub(super) fn meet(
+    pub(super) fn apply_charge(
         &mut self,
         replica: ReplicaId,
         charge: &Charge,
@@ -45,17 +45,18 @@ impl User {
         now_ms: u64,
     ) {
         let limits = self.limits(of_all);
-        let has_spent = |standing: &AdmissionAccount| standing.consumed != Consumed::default();
-        let is_counted = limits.has_rate() || self.standing.as_deref().is_some_and(has_spent);
+        let has_spent = |account: &AdmissionAccount| account.consumed != Consumed::default();
+        let is_counted =
+            limits.has_rate() || self.admission_account.as_deref().is_some_and(has_spent);
         if !is_counted && charge.queued == 0 && charge.dequeued == 0 {
             return;
         }
         let tokens = usage.input_uncached.saturating_add(usage.output);
-        self.stand(|standing| {
-            add(&mut standing.waiting, replica, charge.queued);
-            take(&mut standing.waiting, replica, charge.dequeued);
+        self.update_account(|account| {
+            add(&mut account.waiting, replica, charge.queued);
+            take(&mut account.waiting, replica, charge.dequeued);
             if is_counted {
-                standing
+                account
                     .consumed
                     .spend(&limits, now_ms, usage.requests, tokens);
             }

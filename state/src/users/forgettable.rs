@@ -34,9 +34,9 @@ impl ForgettingRank {
     pub(super) fn of(user: &User) -> Option<Self> {
         // The usage of limits is forgotten with the user, who restarts with full buckets.
         let is_needed =
-            |standing: &AdmissionAccount| !standing.waiting.is_empty() || standing.limits.is_some();
+            |account: &AdmissionAccount| !account.waiting.is_empty() || account.limits.is_some();
         let is_kept = user.is_configured
-            || user.standing.as_deref().is_some_and(is_needed)
+            || user.admission_account.as_deref().is_some_and(is_needed)
             || user.plan.as_ref().is_some_and(|plan| plan.is_given());
         (user.is_idle() && !is_kept).then(|| Self {
             is_charged: user.charged_ever > 0,
@@ -78,7 +78,7 @@ impl Forgettable {
     }
 
     /// Sets whether never-charged users go first.
-    pub(super) fn spare_charged(&mut self, spares: bool) {
+    pub(super) fn set_never_charged_first(&mut self, spares: bool) {
         self.is_never_charged_first = spares;
     }
 

@@ -15,12 +15,13 @@ impl UsersImage {
     }
 
     /// Encodes the users' admission accounts in the same way as [`UsersImage::pieces`].
-    pub(crate) fn standings(&self) -> impl Iterator<Item = Vec<u8>> {
-        let standing = |(key, user): (&UserKey, &User)| Some((*key, user.standing.clone()?));
-        let mut standings = self.map.iter().filter_map(standing).peekable();
+    pub(crate) fn admission_accounts(&self) -> impl Iterator<Item = Vec<u8>> {
+        let account =
+            |(key, user): (&UserKey, &User)| Some((*key, user.admission_account.clone()?));
+        let mut accounts = self.map.iter().filter_map(account).peekable();
         std::iter::from_fn(move || {
-            standings.peek()?;
-            let piece: Vec<_> = standings.by_ref().take(USERS_PER_PIECE).collect();
+            accounts.peek()?;
+            let piece: Vec<_> = accounts.by_ref().take(USERS_PER_PIECE).collect();
             Some(encoding::to_bytes(&piece))
         })
     }
@@ -87,17 +88,19 @@ impl Users {
     /// Adds the admission accounts of one piece to existing users, or describes its fault.
     pub(crate) fn restore_standings(&mut self, bytes: &[u8]) -> Result<(), String> {
         type Piece = Vec<(UserKey, Box<AdmissionAccount>)>;
-        for (key, standing) in
-            encoding::from_bytes::<Piece, { encoding::SECTION_BYTES_MAX }>(bytes)?
+        for (key, account) in encoding::from_bytes::<Piece, { encoding::SECTION_BYTES_MAX }>(bytes)?
         {
-            let is_free = self.map.get(&key).is_some_and(|it| it.standing.is_none());
-            if !is_free || !standing.is_valid() {
+            let is_free = self
+                .map
+                .get(&key)
+                .is_some_and(|it| it.admission_account.is_none());
+            if !is_free || !account.is_valid() {
                 return Err(format!(
                     "what admission keeps of user {key} is out of bounds"
                 ));
             }
             self.change(key, |user| {
-                user.standing = Some(standing);
+                user.admission_account = Some(account);
                 false
             });
         }

@@ -153,7 +153,7 @@ struct User {
     window: UsageWindow,
     last_charge_ms: u64,
     /// Admission account; encoded separately. `None` if empty.
-    standing: Option<Box<AdmissionAccount>>,
+    admission_account: Option<Box<AdmissionAccount>>,
     /// Plan; encoded separately. `None` if empty.
     plan: Option<Box<UserPlan>>,
 }
@@ -187,7 +187,7 @@ impl<C> Decode<C> for User {
             total: Decode::decode(decoder)?,
             window: Decode::decode(decoder)?,
             last_charge_ms: Decode::decode(decoder)?,
-            standing: None,
+            admission_account: None,
             plan: None,
         })
     }
@@ -208,7 +208,7 @@ impl User {
             total: UserUsage::default(),
             window: UsageWindow::default(),
             last_charge_ms: 0,
-            standing: None,
+            admission_account: None,
             plan: None,
         }
     }
@@ -251,33 +251,39 @@ impl User {
 
     /// Returns the number of waiting requests at all replicas.
     fn waiting(&self) -> u64 {
-        self.standing.as_ref().map_or(0, |it| sum(&it.waiting))
+        self.admission_account
+            .as_ref()
+            .map_or(0, |it| sum(&it.waiting))
     }
 
     fn is_waiting(&self) -> bool {
-        self.standing
+        self.admission_account
             .as_ref()
             .is_some_and(|it| !it.waiting.is_empty())
     }
 
     /// Changes the admission account.
-    fn stand(&mut self, change: impl FnOnce(&mut AdmissionAccount)) {
-        let mut standing = self.standing.take().unwrap_or_default();
-        change(&mut standing);
-        self.standing = Some(standing).filter(|standing| **standing != AdmissionAccount::default());
+    fn update_account(&mut self, change: impl FnOnce(&mut AdmissionAccount)) {
+        let mut account = self.admission_account.take().unwrap_or_default();
+        change(&mut account);
+        self.admission_account =
+            Some(account).filter(|account| **account != AdmissionAccount::default());
     }
 
     /// Returns the effective limits.
     fn limits(&self, of_all: &UserLimits) -> UserLimits {
-        let own = self.standing.as_ref().and_then(|standing| standing.limits);
+        let own = self
+            .admission_account
+            .as_ref()
+            .and_then(|account| account.limits);
         own.unwrap_or(*of_all)
     }
 
     fn quota(&self, of_all: &Fallbacks) -> Quota {
-        let standing = self.standing.as_deref();
+        let account = self.admission_account.as_deref();
         Quota {
             limits: self.limits(&of_all.limits),
-            consumed: standing.map(|it| it.consumed).unwrap_or_default(),
+            consumed: account.map(|it| it.consumed).unwrap_or_default(),
             in_flight: self.in_flight(),
             waiting: self.waiting(),
             budget: self.budget(&of_all.plan),
@@ -293,7 +299,7 @@ impl User {
             counter_milli_tokens: self.counter(),
             in_flight: self.in_flight(),
             waiting: self.waiting(),
-            limits: self.standing.as_ref().and_then(|it| it.limits),
+            limits: self.admission_account.as_ref().and_then(|it| it.limits),
             left: self.quota(of_all).left(now_ms),
             own_budget: self.plan.as_ref().and_then(|plan| plan.budget),
             budget: self.budget(&of_all.plan),

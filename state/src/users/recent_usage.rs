@@ -87,9 +87,9 @@ impl UsageScan {
         }
     }
 
-    /// Writes the result of the last complete round to `lately`.
-    pub(super) fn tell(&self, lately: &mut RecentUsage) {
-        lately.extremes = self.known;
+    /// Writes the result of the last complete round to `recent_usage`.
+    pub(super) fn tell(&self, recent_usage: &mut RecentUsage) {
+        recent_usage.extremes = self.known;
     }
 }
 
@@ -166,8 +166,8 @@ mod tests {
     }
 
     fn tokens(users: &mut Users, user: u64, now_ms: u64) -> [Option<u64>; 3] {
-        let lately = users.lately(now_ms, &VtcBasicSettings::default());
-        let tokens = lately.tokens(UserKey(user));
+        let recent_usage = users.recent_usage(now_ms, &VtcBasicSettings::default());
+        let tokens = recent_usage.tokens(UserKey(user));
         [
             Some(tokens.own_milli),
             tokens.least_milli,

@@ -74,8 +74,8 @@ pub(crate) struct Users {
     bucket_ms: u64,
     /// Whether a user changed since the last [`Users::publish`].
     pub(super) is_changed: bool,
-    /// Scan for [`Users::lately`], kept while in use.
-    rounds: Option<UsageScan>,
+    /// Scan for [`Users::recent_usage`], kept while in use.
+    usage_scan: Option<UsageScan>,
     /// Buffer for hashing.
     scratch: Vec<u8>,
 }
@@ -107,14 +107,14 @@ impl Users {
             users_max,
             bucket_ms: WINDOW_BUCKET_MS,
             is_changed: true,
-            rounds: None,
+            usage_scan: None,
             scratch: Vec::new(),
         }
     }
 
     /// Sets whether never-charged users are forgotten first.
-    pub(crate) fn spare_charged(&mut self, spares: bool) {
-        self.forgettable.spare_charged(spares);
+    pub(crate) fn set_never_charged_first(&mut self, spares: bool) {
+        self.forgettable.set_never_charged_first(spares);
     }
 
     /// Whether never-charged users are forgotten first.
@@ -129,19 +129,19 @@ impl Users {
 
     /// Returns the users' usage within their windows, for readers on other threads. Call it after
     /// every command until [`Users::forget_lately`].
-    pub(crate) fn lately(&mut self, now_ms: u64, settings: &VtcBasicSettings) -> RecentUsage {
-        let mut lately = RecentUsage::of(self.map.clone(), now_ms, self.bucket_ms, settings);
-        let rounds = self
-            .rounds
+    pub(crate) fn recent_usage(&mut self, now_ms: u64, settings: &VtcBasicSettings) -> RecentUsage {
+        let mut recent_usage = RecentUsage::of(self.map.clone(), now_ms, self.bucket_ms, settings);
+        let usage_scan = self
+            .usage_scan
             .get_or_insert_with(|| UsageScan::over(&self.map));
-        rounds.go_on(&lately);
-        rounds.tell(&mut lately);
-        lately
+        usage_scan.go_on(&recent_usage);
+        usage_scan.tell(&mut recent_usage);
+        recent_usage
     }
 
     /// Stops tracking recent usage.
     pub(crate) fn forget_lately(&mut self) {
-        self.rounds = None;
+        self.usage_scan = None;
     }
 
     pub(crate) fn len(&self) -> usize {
@@ -250,14 +250,14 @@ impl Users {
             user.window.add(now_ms, bucket_ms, &usage);
             user.last_charge_ms = now_ms;
             take(&mut user.in_flight, replica, charge.ended);
-            user.meet(replica, charge, &usage, &terms.limits, now_ms);
+            user.apply_charge(replica, charge, &usage, &terms.limits, now_ms);
             user.spend(terms.calendar_ms, usage.tokens(), &default);
             // A user whose requests started and ended within one charge was backlogged in between.
             charge.started > 0
         });
         if is_settled {
-            if let Some(rounds) = &mut self.rounds {
-                rounds.charged(charge.user);
+            if let Some(usage_scan) = &mut self.usage_scan {
+                usage_scan.charged(charge.user);
             }
             self.totals.charged = self.totals.charged.wrapping_add(u128::from(priced));
             self.follow_last_left(charge);
@@ -283,7 +283,7 @@ impl Users {
         }
         self.change(key, |user| {
             user.name = name.into();
-            user.stand(|standing| standing.limits = limits);
+            user.update_account(|account| account.limits = limits);
             false
         })
     }
@@ -293,7 +293,7 @@ impl Users {
         let is_known = self.map.get(&key).is_some();
         is_known
             && self.change(key, |user| {
-                user.stand(|standing| standing.consumed = Consumed::default());
+                user.update_account(|account| account.consumed = Consumed::default());
                 user.replan(|plan| plan.used = BudgetUse::default());
                 false
             })
@@ -366,15 +366,15 @@ impl Users {
             let Some(user) = self.map.get(&key) else {
                 continue;
             };
-            let waits = |standing: &AdmissionAccount| standing.waiting.iter().any(is_its);
-            let waits = user.standing.as_deref().is_some_and(waits);
+            let waits = |account: &AdmissionAccount| account.waiting.iter().any(is_its);
+            let waits = user.admission_account.as_deref().is_some_and(waits);
             if !waits && !user.in_flight.iter().any(is_its) {
                 continue;
             }
             self.change(key, |user| {
                 take(&mut user.in_flight, replica, u32::MAX);
                 if waits {
-                    user.stand(|standing| take(&mut standing.waiting, replica, u32::MAX));
+                    user.update_account(|account| take(&mut account.waiting, replica, u32::MAX));
                 }
                 false
             });
@@ -494,7 +494,7 @@ impl Users {
     /// than once.
     pub(crate) fn replicas_open(&self) -> impl Iterator<Item = ReplicaId> {
         self.map.iter().flat_map(|(_, user)| {
-            let waiting = user.standing.iter().flat_map(|it| &it.waiting);
+            let waiting = user.admission_account.iter().flat_map(|it| &it.waiting);
             let open = user.in_flight.iter().chain(waiting);
             open.map(|(replica, _)| *replica)
         })
@@ -522,8 +522,15 @@ impl Users {
                     format!("user {key} has in flight {:?}", user.in_flight),
                 );
             }
-            if user.standing.as_deref().is_some_and(|it| !it.is_valid()) {
-                return broken("I7", format!("user {key} stands {:?}", user.standing));
+            if user
+                .admission_account
+                .as_deref()
+                .is_some_and(|it| !it.is_valid())
+            {
+                return broken(
+                    "I7",
+                    format!("user {key} stands {:?}", user.admission_account),
+                );
             }
             if user.plan.as_deref().is_some_and(|it| !it.is_valid()) {
                 return broken("I105", format!("user {key} has the plan {:?}", user.plan));
@@ -570,8 +577,8 @@ impl Users {
 fn hash(scratch: &mut Vec<u8>, key: UserKey, user: &User) -> u128 {
     scratch.clear();
     encoding::append_bytes(&(key, user), scratch);
-    if let Some(standing) = user.standing.as_deref() {
-        encoding::append_bytes(standing, scratch);
+    if let Some(account) = user.admission_account.as_deref() {
+        encoding::append_bytes(account, scratch);
     }
     if let Some(plan) = user.plan.as_deref() {
         // The mark distinguishes the plan from the admission account.

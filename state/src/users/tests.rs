@@ -271,7 +271,7 @@ fn a_full_table_forgets_who_loses_least_and_never_who_is_needed() {
 fn since_format_4_names_that_cost_nothing_push_nobody_out_who_paid() {
     let survivors = |spares: bool| {
         let mut users = Users::with_max(3);
-        users.spare_charged(spares);
+        users.set_never_charged_first(spares);
         settle(&mut users, &charge(1, 9, 0, 1, 1));
         settle(&mut users, &charge(2, 500, 0, 1, 0));
         // They waited, so their counters are lifted above the first user's, and left without a
@@ -440,7 +440,7 @@ proptest! {
         let mut paid = BTreeMap::from([(UserKey(weighed << 60), 0)]);
         for (at, charge) in charges.into_iter().enumerate() {
             let spares = at >= format_4_from;
-            users.spare_charged(spares);
+            users.set_never_charged_first(spares);
             let is_pressed = !paid.contains_key(&charge.user) && paid.len() == FEW;
             let forgotten = is_pressed.then(|| least(&users, &paid, spares)).flatten();
             let has_room = !is_pressed || forgotten.is_some();

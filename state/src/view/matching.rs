@@ -89,7 +89,7 @@ pub(super) fn match_prefix<const W: usize>(
         return;
     };
     let last_window = (chain.len() - 1) / SEGMENT_BLOCKS;
-    black_box(tables.warm(chain[last_window * SEGMENT_BLOCKS]));
+    black_box(tables.prefetch(chain[last_window * SEGMENT_BLOCKS]));
     let first = owners::<W>(tables, first_head);
     if first.is_empty() {
         return;
@@ -176,7 +176,7 @@ impl<const W: usize> PrefixSearch<'_, W> {
             return;
         }
         let points = intervals.iter().flat_map(ChainInterval::points);
-        let warmed = points.map(|window| self.tables.warm(self.head(window)));
+        let warmed = points.map(|window| self.tables.prefetch(self.head(window)));
         black_box(warmed.fold(0, u64::wrapping_add));
         let mut narrower = Round::EMPTY;
         for &interval in intervals {
@@ -243,7 +243,7 @@ fn resolve<const W: usize>(
         let Some(segment) = tables.segment(part[0]) else {
             break;
         };
-        let whole = segment.whole().and(&rest);
+        let whole = segment.full_owners().and(&rest);
         let most = if whole.is_empty() {
             segment.most_owned(&rest)
         } else {

@@ -171,8 +171,8 @@ impl Tables<'_> {
     /// Prefetches what [`Self::segment`] will need. The caller must use the result, so that the
     /// compiler keeps the loads.
     #[inline]
-    fn warm(&self, head: BlockHash) -> u64 {
-        self.of(head).warm(head)
+    fn prefetch(&self, head: BlockHash) -> u64 {
+        self.of(head).prefetch(head)
     }
 }
 

@@ -152,7 +152,7 @@ impl<'a> ChainSegment<'a> {
     }
 
     /// Initialises a segment without owners in `words`, which no reader can see yet.
-    pub(super) fn lay_out(words: &'a [AtomicU64], shape: SegmentShape) -> Self {
+    pub(super) fn initialise(words: &'a [AtomicU64], shape: SegmentShape) -> Self {
         words[0].store(shape.encode(), Ordering::Relaxed);
         for word in &words[1..hashes_at(shape.lane_words)] {
             word.store(0, Ordering::Relaxed);
@@ -197,7 +197,7 @@ impl<'a> ChainSegment<'a> {
     /// Returns the slots that own all blocks up to the end of the window. Complete if the segment
     /// has bitmaps, else empty.
     #[inline]
-    pub(super) fn whole<const W: usize>(&self) -> Mask<W> {
+    pub(super) fn full_owners<const W: usize>(&self) -> Mask<W> {
         if self.is_wide() {
             self.bitmap(1)
         } else {

@@ -20,7 +20,7 @@ use crate::view::sync::{AtomicU32, AtomicU64, Ordering};
 /// `row` of an entry that was never used, which ends a probe.
 const UNUSED: u32 = 0;
 /// `row` of a tombstone.
-const NOBODY: u32 = 1;
+const TOMBSTONE: u32 = 1;
 /// Flag of `row` with a segment. The other bits are the start of its row.
 const LIVE: u32 = 1 << 31;
 
@@ -94,7 +94,7 @@ impl Table {
     /// Prefetches what [`Self::segment`] will need, if the entry is at its home position. The
     /// caller must use the result, so that the compiler keeps the loads.
     #[inline]
-    pub(super) fn warm(&self, head: BlockHash) -> u64 {
+    pub(super) fn prefetch(&self, head: BlockHash) -> u64 {
         let row = self.entries[self.home(head)].row.load(Ordering::Acquire);
         let word = self.rows.get((row & !LIVE) as usize);
         word.map_or(0, |word| word.load(Ordering::Relaxed))
@@ -169,12 +169,12 @@ impl Table {
 /// Methods that only the writer calls.
 impl Table {
     /// Initialises a segment without owners in words that no reader can see.
-    pub(super) fn lay_out(&self, row: usize, shape: SegmentShape) -> ChainSegment<'_> {
-        ChainSegment::lay_out(&self.rows[row..row + shape.words()], shape)
+    pub(super) fn initialise_segment(&self, row: usize, shape: SegmentShape) -> ChainSegment<'_> {
+        ChainSegment::initialise(&self.rows[row..row + shape.words()], shape)
     }
 
     /// Writes `head` to the unused `entry`, with its row.
-    pub(super) fn occupy(&self, entry: usize, head: BlockHash, row: usize) {
+    pub(super) fn insert_key(&self, entry: usize, head: BlockHash, row: usize) {
         let entry = &self.entries[entry];
         entry.key_low.store(head.0 as u32, Ordering::Relaxed);
         entry
@@ -191,7 +191,7 @@ impl Table {
     }
 
     /// Turns `entry`, which has a key, into a tombstone.
-    pub(super) fn bury(&self, entry: usize) {
-        self.entries[entry].row.store(NOBODY, Ordering::Release);
+    pub(super) fn make_tombstone(&self, entry: usize) {
+        self.entries[entry].row.store(TOMBSTONE, Ordering::Release);
     }
 }

@@ -115,7 +115,7 @@ fn lanes_take_as_many_owners_as_there_is_room_for() {
         capacity: 2,
         lane_words: 4,
     };
-    let segment = ChainSegment::lay_out(&words, shape);
+    let segment = ChainSegment::initialise(&words, shape);
     for slot in 0..11_u16 {
         assert!(
             segment.set_owned(1023 - slot, 1 + usize::from(slot % 2), 2),
@@ -145,7 +145,7 @@ fn bitmaps_say_what_lanes_say() {
     let words: Vec<AtomicU64> = (0..shape.words())
         .map(|_| AtomicU64::new(u64::MAX))
         .collect();
-    let segment = ChainSegment::lay_out(&words, shape);
+    let segment = ChainSegment::initialise(&words, shape);
     for step in 0..400_u16 {
         let (slot, blocks) = (step * 7 % 20 * 51, usize::from(step / 3 % 4));
         assert!(segment.set_owned(slot, blocks, 3));
@@ -156,7 +156,7 @@ fn bitmaps_say_what_lanes_say() {
                 whole.insert(slot);
             }
         });
-        assert_eq!((segment.owners(), segment.whole()), (owners, whole));
+        assert_eq!((segment.owners(), segment.full_owners()), (owners, whole));
     }
 }
 

@@ -79,8 +79,8 @@ impl ViewWriter {
 
     /// Prefetches the memory that changes to the segments of `heads` will touch. Returning the sum
     /// keeps the compiler from removing the loads.
-    pub(crate) fn warm(&self, heads: &[BlockHash]) -> u64 {
-        let load = |&head: &BlockHash| self.shards[self.shard_of(head)].table.warm(head);
+    pub(crate) fn prefetch(&self, heads: &[BlockHash]) -> u64 {
+        let load = |&head: &BlockHash| self.shards[self.shard_of(head)].table.prefetch(head);
         heads.iter().map(load).fold(0, u64::wrapping_add)
     }
 
@@ -222,7 +222,7 @@ impl ViewWriter {
             segment.for_each_owner(|_, _| is_owned = true);
         }
         if !is_owned {
-            shard.table.bury(entry.entry);
+            shard.table.make_tombstone(entry.entry);
             shard.live -= 1;
         }
         self.count(slot, |before| before.saturating_sub((owned - kept) as u32));
@@ -376,11 +376,11 @@ impl Shard {
             return Err(NoRoom { words });
         }
         let row = self.allocate(words)?;
-        self.table.lay_out(row, shape);
+        self.table.initialise_segment(row, shape);
         let (Probed::Unused(entry) | Probed::Tombstone(entry) | Probed::Segment { entry, .. }) =
             probed;
         if is_new {
-            self.table.occupy(entry, head, row);
+            self.table.insert_key(entry, head, row);
             self.used += 1;
         } else {
             self.table.set_row(entry, row);
@@ -436,7 +436,7 @@ impl Shard {
             fresh.row_words_used += shape.words();
             copy_segment(&segment, &fresh.table, row, shape);
             if let Probed::Unused(entry) = fresh.table.probe(head) {
-                fresh.table.occupy(entry, head, row);
+                fresh.table.insert_key(entry, head, row);
                 fresh.live += 1;
             }
         });
@@ -464,7 +464,7 @@ fn compact(segment: &ChainSegment<'_>) -> SegmentShape {
 /// Copies a segment to an unused row.
 fn copy_segment(from: &ChainSegment<'_>, table: &Table, row: usize, shape: SegmentShape) {
     let written = shape.filled.min(from.shape().filled);
-    let to = table.lay_out(
+    let to = table.initialise_segment(
         row,
         SegmentShape {
             filled: written,

@@ -229,7 +229,7 @@ impl Simulation {
         self.told.retain(|(at_ms, to, from, backlog)| {
             let is_due = *at_ms <= now_ms;
             if is_due {
-                gates[*to].tell(ReplicaId(*from as u8 + 1), *backlog, now_ms);
+                gates[*to].record_report(ReplicaId(*from as u8 + 1), *backlog, now_ms);
             }
             !is_due
         });

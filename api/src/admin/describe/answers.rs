@@ -53,7 +53,7 @@ impl<T: DescribeResponse> DescribeResponse for Result<T, Problem> {
 
 impl<T: JsonSchema> DescribeResponse for Answer<T> {
     fn describe(call: &mut CallShape, schemas: &mut Schemas) {
-        let schema = schemas.given::<T>();
+        let schema = schemas.response::<T>();
         call.answers
             .push(document(200, "The requested data.", schema));
     }
@@ -61,7 +61,7 @@ impl<T: JsonSchema> DescribeResponse for Answer<T> {
 
 impl<T: JsonSchema> DescribeResponse for Versioned<T> {
     fn describe(call: &mut CallShape, schemas: &mut Schemas) {
-        let mut answer = document(200, "The requested data.", schemas.given::<T>());
+        let mut answer = document(200, "The requested data.", schemas.response::<T>());
         answer.headers = vec![(
             "ETag",
             "Version of what `PUT` writes, for `If-Match`. It does not cover figures that change by themselves.",
@@ -86,14 +86,14 @@ fn writes(call: &mut CallShape, schema: Value) {
 
 impl DescribeResponse for Written {
     fn describe(call: &mut CallShape, schemas: &mut Schemas) {
-        let schema = schemas.given::<WriteResponse>();
+        let schema = schemas.response::<WriteResponse>();
         writes(call, schema);
     }
 }
 
 impl<T: JsonSchema> DescribeResponse for WrittenWith<T> {
     fn describe(call: &mut CallShape, schemas: &mut Schemas) {
-        let schema = schemas.given::<T>();
+        let schema = schemas.response::<T>();
         writes(call, schema);
     }
 }
@@ -101,14 +101,14 @@ impl<T: JsonSchema> DescribeResponse for WrittenWith<T> {
 impl<T: JsonSchema> DescribeResponse for Changed<T> {
     fn describe(call: &mut CallShape, schemas: &mut Schemas) {
         call.fails(&[OUTCOME_UNKNOWN, REFUSED]);
-        let schema = schemas.given::<T>();
+        let schema = schemas.response::<T>();
         call.answers.push(document(200, "Done.", schema));
     }
 }
 
 impl DescribeResponse for ReadinessAnswer {
     fn describe(call: &mut CallShape, schemas: &mut Schemas) {
-        let schema = schemas.given::<Readiness>();
+        let schema = schemas.response::<Readiness>();
         let fit = document(200, "The replica accepts traffic.", schema.clone());
         let unfit = document(
             503,
@@ -133,7 +133,7 @@ impl DescribeResponse for MetricsAnswer {
 
 impl DescribeResponse for EventsAnswer {
     fn describe(call: &mut CallShape, schemas: &mut Schemas) {
-        let data = schemas.given::<NumberedEvent>();
+        let data = schemas.response::<NumberedEvent>();
         let stream = json!({ "type": "string", "x-quorate-event-data": data });
         call.answers.push(AnswerShape {
             schema: stream,

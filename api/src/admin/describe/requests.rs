@@ -50,7 +50,7 @@ impl<T: JsonSchema> DescribeRequest for QueryParams<T> {
 
 impl<T: JsonSchema> DescribeRequest for PathParam<T> {
     fn describe(call: &mut CallShape, schemas: &mut Schemas) {
-        call.path = Some(schemas.taken::<T>());
+        call.path = Some(schemas.request::<T>());
     }
 }
 
@@ -101,21 +101,21 @@ fn takes_json(call: &mut CallShape, schema: Value, is_required: bool) {
 
 impl<T: JsonSchema> DescribeRequest for Json<T> {
     fn describe(call: &mut CallShape, schemas: &mut Schemas) {
-        let schema = schemas.taken::<T>();
+        let schema = schemas.request::<T>();
         takes_json(call, schema, true);
     }
 }
 
 impl<T: JsonSchema> DescribeRequest for MaybeJson<T> {
     fn describe(call: &mut CallShape, schemas: &mut Schemas) {
-        let schema = schemas.taken::<T>();
+        let schema = schemas.request::<T>();
         takes_json(call, schema, false);
     }
 }
 
 impl<T: ReplacedSettings + JsonSchema> DescribeRequest for WrittenSettings<T> {
     fn describe(call: &mut CallShape, schemas: &mut Schemas) {
-        let config = schemas.taken::<T>();
+        let config = schemas.request::<T>();
         let around = json!({
             "type": "object",
             "description": "An edited response of `GET`. Only `config` is written.",
@@ -135,7 +135,7 @@ impl<T: ReplacedSettings + JsonSchema> DescribeRequest for WrittenSettings<T> {
 
 impl<T: ReadBack + JsonSchema> DescribeRequest for ReadBackJson<T> {
     fn describe(call: &mut CallShape, schemas: &mut Schemas) {
-        let schema = schemas.taken::<T>();
+        let schema = schemas.request::<T>();
         takes_json(call, schema, true);
     }
 }

@@ -21,8 +21,8 @@ const TAKEN: &str = "#/taken/";
 
 /// The schemas that calls refer to.
 pub(in super::super) struct Schemas {
-    given: SchemaGenerator,
-    taken: SchemaGenerator,
+    response: SchemaGenerator,
+    request: SchemaGenerator,
 }
 
 impl Schemas {
@@ -37,24 +37,24 @@ impl Schemas {
             })
         };
         Self {
-            given: settings(AT).for_serialize().into_generator(),
-            taken: settings(TAKEN).for_deserialize().into_generator(),
+            response: settings(AT).for_serialize().into_generator(),
+            request: settings(TAKEN).for_deserialize().into_generator(),
         }
     }
 
     /// The schema of what is answered.
-    pub(super) fn given<T: JsonSchema>(&mut self) -> Value {
-        self.given.subschema_for::<T>().to_value()
+    pub(super) fn response<T: JsonSchema>(&mut self) -> Value {
+        self.response.subschema_for::<T>().to_value()
     }
 
     /// The schema of every error.
-    pub(in super::super) fn given_problem(&mut self) -> Value {
-        self.given::<Problem>()
+    pub(in super::super) fn response_problem(&mut self) -> Value {
+        self.response::<Problem>()
     }
 
     /// The schema of what is sent.
-    pub(super) fn taken<T: JsonSchema>(&mut self) -> Value {
-        self.taken.subschema_for::<T>().to_value()
+    pub(super) fn request<T: JsonSchema>(&mut self) -> Value {
+        self.request.subschema_for::<T>().to_value()
     }
 
     /// The fields of `T` as keys of a query.
@@ -84,18 +84,18 @@ impl Schemas {
     }
 
     /// All schemas by name, and how references of requests are written now.
-    pub(in super::super) fn named(mut self) -> (Map<String, Value>, TakenNames) {
-        let mut given = self.given.take_definitions(true);
-        let taken = self.taken.take_definitions(true);
-        let names = TakenNames::of(&given, &taken);
-        for (name, mut schema) in taken {
+    pub(in super::super) fn named(mut self) -> (Map<String, Value>, RequestNames) {
+        let mut response = self.response.take_definitions(true);
+        let request = self.request.take_definitions(true);
+        let names = RequestNames::of(&response, &request);
+        for (name, mut schema) in request {
             names.settle(&mut schema);
-            given.insert(names.name(&name), schema);
+            response.insert(names.name(&name), schema);
         }
-        given.values_mut().for_each(merge_words);
-        name_objects(&mut given);
-        given.sort_keys();
-        (given, names)
+        response.values_mut().for_each(merge_words);
+        name_objects(&mut response);
+        response.sort_keys();
+        (response, names)
     }
 }
 
@@ -114,20 +114,20 @@ fn without_null(mut schema: Value) -> Value {
 }
 
 /// Schemas of requests that differ from those of answers of the same name.
-pub(in super::super) struct TakenNames(BTreeSet<String>);
+pub(in super::super) struct RequestNames(BTreeSet<String>);
 
-impl TakenNames {
-    fn of(given: &Map<String, Value>, taken: &Map<String, Value>) -> Self {
+impl RequestNames {
+    fn of(response: &Map<String, Value>, request: &Map<String, Value>) -> Self {
         let as_given = |schema: &Value| {
             let text = schema.to_string().replace(TAKEN, AT);
             serde_json::from_str::<Value>(&text).expect("it was JSON before")
         };
         let differs = |(name, schema): &(&String, &Value)| {
-            given
+            response
                 .get(*name)
-                .is_some_and(|given| *given != as_given(schema))
+                .is_some_and(|response| *response != as_given(schema))
         };
-        let mut names: BTreeSet<String> = taken
+        let mut names: BTreeSet<String> = request
             .iter()
             .filter(differs)
             .map(|(name, _)| name.clone())
@@ -140,10 +140,10 @@ impl TakenNames {
                     .iter()
                     .any(|name| text.contains(&format!("{TAKEN}{name}\"")))
             };
-            let further: Vec<String> = taken
+            let further: Vec<String> = request
                 .iter()
                 .filter(|(name, schema)| {
-                    given.contains_key(*name) && !names.contains(*name) && refers(schema)
+                    response.contains_key(*name) && !names.contains(*name) && refers(schema)
                 })
                 .map(|(name, _)| name.clone())
                 .collect();

@@ -46,9 +46,9 @@ async fn replicas_are_shown_side_by_side() {
         ..figures()
     };
     let board = &bench.admin.figures;
-    board.tell(&ReplicaFigures::default());
+    board.set_own(&ReplicaFigures::default());
     board
-        .hear(ReplicaId(2), &told.encode(), Instant::now())
+        .receive(ReplicaId(2), &told.encode(), Instant::now())
         .unwrap();
     bench.admin.digests.record(0, 5);
     let claim = [&[1][..], &0_u64.to_le_bytes(), &5_u128.to_le_bytes()].concat();

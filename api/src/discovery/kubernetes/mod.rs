@@ -88,7 +88,7 @@ pub(super) async fn follow(
             Ended::Failed(error) => {
                 // Use another connection; the token may have been replaced.
                 follower.client = None;
-                board.told(&template.source, Err(error.to_string()));
+                board.record_report(&template.source, Err(error.to_string()));
             }
         }
         pause = match follower.heard_count() > before {
@@ -162,7 +162,7 @@ impl PodFollower<'_> {
                 event = stream.next() => match event {
                     Ok(Some(event)) => match pods.apply(&event) {
                         Ok(WatchEvent::Changed) => self.tell(selection, pods),
-                        Ok(WatchEvent::Heard) => self.board.heard(&self.template.source),
+                        Ok(WatchEvent::Heard) => self.board.record_contact(&self.template.source),
                         Err(error) => return error.into(),
                     },
                     Ok(None) => return Ended::Quietly,
@@ -179,7 +179,7 @@ impl PodFollower<'_> {
 
     fn tell(&self, selection: &Selection, pods: &PodTable) {
         let reading: SourceReading = pods.reading(&selection.ports, self.template, self.dialer);
-        self.board.told(&self.template.source, Ok(reading));
+        self.board.record_report(&self.template.source, Ok(reading));
     }
 
     fn pods_path(&self) -> Result<String, ApiError> {

@@ -299,7 +299,7 @@ impl RankReader {
                 self.fall_behind();
                 return;
             }
-            self.parts.outbox.hurry_on();
+            self.parts.outbox.flush_soon();
             self.pending.pop_front();
         }
     }

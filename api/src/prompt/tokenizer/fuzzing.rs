@@ -9,7 +9,7 @@ use serde_json::{Map, json};
 
 use super::chat::{self, TokenizerInput};
 use super::huggingface::HuggingFace;
-use super::remote::question;
+use super::remote::tokenize_request;
 use super::template::ChatTemplate;
 use super::{Tokenizer, TokenizerContent, TokenizerSpec};
 use crate::fuzzing::path_of;
@@ -31,7 +31,7 @@ pub fn chat(bytes: &[u8]) {
     let Some((path, body)) = path_of(bytes) else {
         return;
     };
-    let asked = question(path, "model", body);
+    let asked = tokenize_request(path, "model", body);
     let Ok(wanted) = chat::read(path, body) else {
         assert!(asked.is_err());
         return;

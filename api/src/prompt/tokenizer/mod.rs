@@ -40,7 +40,7 @@ use super::SpecialTokenCount;
 
 pub use self::remote::tokenize_question;
 pub(crate) use self::remote::{
-    DEADLINE, EngineTokenizer, TokenizeRequest, TokenizeResult, question,
+    DEADLINE, EngineTokenizer, TokenizeRequest, TokenizeResult, tokenize_request,
 };
 pub use self::vocabulary::Vocabulary;
 

@@ -60,7 +60,7 @@ pub(crate) struct EngineTokenizer {
     answers: TokenCache,
     state: Mutex<EngineTokenizerState>,
     /// Agreement of engines by kind of request.
-    habits: Mutex<Streaks>,
+    agreement: Mutex<Streaks>,
     /// One permit per request about a response.
     replies: Semaphore,
 }
@@ -71,7 +71,7 @@ struct EngineTokenizerState {
     failures: u32,
     /// Time of the first of these failures.
     failing_since: Option<Instant>,
-    rests_until: Option<Instant>,
+    backs_off_until: Option<Instant>,
 }
 
 impl Default for EngineTokenizer {
@@ -79,7 +79,7 @@ impl Default for EngineTokenizer {
         Self {
             answers: TokenCache::new(CACHE_BYTES_MAX),
             state: Mutex::default(),
-            habits: Mutex::default(),
+            agreement: Mutex::default(),
             replies: Semaphore::new(REPLIES_UNDER_WAY_MAX),
         }
     }
@@ -97,7 +97,11 @@ pub(crate) enum TokenizeRequest {
 }
 
 /// Returns the request to an engine for the prompt of a request to `path`.
-pub(crate) fn question(path: &str, model: &str, body: &[u8]) -> Result<TokenizeRequest, Fallback> {
+pub(crate) fn tokenize_request(
+    path: &str,
+    model: &str,
+    body: &[u8],
+) -> Result<TokenizeRequest, Fallback> {
     let wanted = chat::read(path, body).map_err(|chat::UnclearBodyError| Fallback::Unclear)?;
     let asked = match wanted {
         TokenizerInput::Nothing => return Ok(TokenizeRequest::Nothing),
@@ -136,24 +140,25 @@ pub(crate) fn question(path: &str, model: &str, body: &[u8]) -> Result<TokenizeR
 /// body has no prompt, consists of ids, or is invalid.
 #[must_use]
 pub fn tokenize_question(path: &str, model: &str, body: &[u8]) -> Option<Bytes> {
-    match question(path, model, body) {
-        Ok(TokenizeRequest::Ask(question)) => Some(question),
+    match tokenize_request(path, model, body) {
+        Ok(TokenizeRequest::Ask(tokenize_request)) => Some(tokenize_request),
         Ok(TokenizeRequest::Ids(_) | TokenizeRequest::Nothing) | Err(_) => None,
     }
 }
 
 impl EngineTokenizer {
-    /// Returns the response to `question`, cached for this salt or from `ask`; `None` if late.
+    /// Returns the response to `tokenize_request`, cached for this salt or from `ask`; `None` if
+    /// late.
     pub(crate) async fn tokens<F>(
         &self,
-        question: &Bytes,
+        tokenize_request: &Bytes,
         salt: &str,
         ask: impl FnOnce() -> F,
     ) -> Option<Arc<[u32]>>
     where
         F: Future<Output = TokenizeResult>,
     {
-        let key = self.answers.key(question, salt);
+        let key = self.answers.key(tokenize_request, salt);
         if let Some(tokens) = self.answers.get(key) {
             return Some(tokens);
         }
@@ -176,7 +181,7 @@ impl EngineTokenizer {
     /// or too many are in flight.
     fn join(&self, key: TextKey) -> Option<SharedAnswer> {
         let mut state = self.state();
-        if state.rests() {
+        if state.is_backing_off() {
             return None;
         }
         let is_full = state.under_way.len() >= UNDER_WAY_MAX;
@@ -193,7 +198,7 @@ impl EngineTokenizer {
         &self,
         ask: impl Future<Output = TokenizeResult>,
     ) -> Option<Vec<u32>> {
-        if self.state().rests() || self.is_busy() {
+        if self.state().is_backing_off() || self.is_busy() {
             return None;
         }
         let _place = self.replies.try_acquire().ok()?;
@@ -209,8 +214,10 @@ impl EngineTokenizer {
     }
 
     /// Returns the agreement of engines by kind of request.
-    pub(crate) fn habits(&self) -> MutexGuard<'_, Streaks> {
-        self.habits.lock().unwrap_or_else(PoisonError::into_inner)
+    pub(crate) fn agreement(&self) -> MutexGuard<'_, Streaks> {
+        self.agreement
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Handles a response; `heard` is `None` after a timeout.
@@ -219,7 +226,7 @@ impl EngineTokenizer {
         match heard {
             Some(TokenizeResult::Tokens(tokens)) => {
                 state.answered();
-                state.rests_until = None;
+                state.backs_off_until = None;
                 let tokens: Arc<[u32]> = tokens.into();
                 self.answers.insert(key, &tokens);
                 Some(tokens)
@@ -241,8 +248,9 @@ impl EngineTokenizer {
 }
 
 impl EngineTokenizerState {
-    fn rests(&self) -> bool {
-        self.rests_until.is_some_and(|until| Instant::now() < until)
+    fn is_backing_off(&self) -> bool {
+        self.backs_off_until
+            .is_some_and(|until| Instant::now() < until)
     }
 
     fn answered(&mut self) {
@@ -255,7 +263,7 @@ impl EngineTokenizerState {
         let since = *self.failing_since.get_or_insert(now);
         let is_stalled = !is_late || now - since >= STALL;
         if self.failures >= FAILURES_MAX && is_stalled {
-            self.rests_until = Some(now + REST);
+            self.backs_off_until = Some(now + REST);
         }
     }
 }
@@ -289,8 +297,8 @@ mod tests {
         let remote = EngineTokenizer::default();
         let began = tokio::time::Instant::now();
         for nth in 0..20_u32 {
-            let question = Bytes::from(nth.to_string());
-            assert_eq!(remote.tokens(&question, "", pending).await, None);
+            let tokenize_request = Bytes::from(nth.to_string());
+            assert_eq!(remote.tokens(&tokenize_request, "", pending).await, None);
         }
         assert_eq!(began.elapsed(), DEADLINE * FAILURES_MAX);
         assert!(remote.state().under_way.is_empty());
@@ -302,8 +310,10 @@ mod tests {
         let questions: Vec<_> = (0..10_u32).map(|it| Bytes::from(it.to_string())).collect();
         let waiting = questions.iter().map(|it| remote.tokens(it, "", pending));
         futures_util::future::join_all(waiting).await;
-        let question = Bytes::from_static(b"q");
-        let next = remote.tokens(&question, "", || async { TokenizeResult::Tokens(vec![1]) });
+        let tokenize_request = Bytes::from_static(b"q");
+        let next = remote.tokens(&tokenize_request, "", || async {
+            TokenizeResult::Tokens(vec![1])
+        });
         assert_eq!(next.await.as_deref(), Some(&[1][..]));
     }
 
@@ -329,18 +339,21 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn whoever_leaves_hands_the_question_on() {
         let remote = EngineTokenizer::default();
-        let question = Bytes::from_static(b"q");
-        let leaver = tokio::time::timeout(DEADLINE / 2, remote.tokens(&question, "", pending));
+        let tokenize_request = Bytes::from_static(b"q");
+        let leaver =
+            tokio::time::timeout(DEADLINE / 2, remote.tokens(&tokenize_request, "", pending));
         let stayer = async {
             tokio::task::yield_now().await;
             remote
-                .tokens(&question, "", || async { TokenizeResult::Tokens(vec![1]) })
+                .tokens(&tokenize_request, "", || async {
+                    TokenizeResult::Tokens(vec![1])
+                })
                 .await
         };
         let (left, stayed) = tokio::join!(leaver, stayer);
         assert!(left.is_err());
         assert_eq!(stayed.as_deref(), Some(&[1][..]));
-        let kept = remote.tokens(&question, "", pending).await;
+        let kept = remote.tokens(&tokenize_request, "", pending).await;
         assert_eq!(kept.as_deref(), Some(&[1][..]));
     }
 
@@ -348,8 +361,8 @@ mod tests {
     async fn whoever_hangs_up_frees_the_place() {
         let remote = EngineTokenizer::default();
         for nth in 0..10_u32 {
-            let question = Bytes::from(nth.to_string());
-            let asked = remote.tokens(&question, "", pending);
+            let tokenize_request = Bytes::from(nth.to_string());
+            let asked = remote.tokens(&tokenize_request, "", pending);
             assert!(tokio::time::timeout(DEADLINE / 2, asked).await.is_err());
             assert!(remote.state().under_way.is_empty());
         }
@@ -359,14 +372,16 @@ mod tests {
     async fn refused_prompts_do_not_stop_the_asking() {
         let remote = EngineTokenizer::default();
         for nth in 0..10_u32 {
-            let question = Bytes::from(nth.to_string());
+            let tokenize_request = Bytes::from(nth.to_string());
             let tokens = remote
-                .tokens(&question, "", || async { TokenizeResult::Refused })
+                .tokens(&tokenize_request, "", || async { TokenizeResult::Refused })
                 .await;
             assert_eq!(tokens, None);
         }
-        let question = Bytes::from_static(b"q");
-        let good = remote.tokens(&question, "", || async { TokenizeResult::Tokens(vec![1]) });
+        let tokenize_request = Bytes::from_static(b"q");
+        let good = remote.tokens(&tokenize_request, "", || async {
+            TokenizeResult::Tokens(vec![1])
+        });
         assert_eq!(good.await.as_deref(), Some(&[1][..]));
     }
 
@@ -382,7 +397,7 @@ mod tests {
             "messages": [{"role": "user", "content": content}],
             "chat_template_kwargs": {"enable_thinking": false},
         });
-        let asked = question("/v1/chat/completions", "m", body.to_string().as_bytes());
+        let asked = tokenize_request("/v1/chat/completions", "m", body.to_string().as_bytes());
         let Ok(TokenizeRequest::Ask(asked)) = asked else {
             panic!("{asked:?}");
         };
@@ -394,10 +409,10 @@ mod tests {
         assert!(image.unwrap().starts_with("<|image:"));
         assert_eq!(asked.get("temperature"), None);
         let ids = json!({"prompt": [1, 2]}).to_string();
-        let ids = question("/v1/completions", "m", ids.as_bytes());
+        let ids = tokenize_request("/v1/completions", "m", ids.as_bytes());
         assert_eq!(ids, Ok(TokenizeRequest::Ids(vec![1, 2])));
         let documents = json!({"messages": [], "documents": [{"text": "x"}]}).to_string();
-        let documents = question("/v1/chat/completions", "m", documents.as_bytes());
+        let documents = tokenize_request("/v1/chat/completions", "m", documents.as_bytes());
         assert_eq!(documents, Err(Fallback::Unclear));
     }
 }

@@ -26,7 +26,7 @@ pub(super) enum StreamHalt {
     /// The request is refused.
     Refused(ProxyError),
     /// This replica sends the response itself.
-    Told(Box<Response<Bytes>>),
+    Local(Box<Response<Bytes>>),
 }
 
 impl StreamHalt {
@@ -50,8 +50,8 @@ impl From<ProxyError> for StreamHalt {
 }
 
 /// Returns the halt for a gateway that sent an unexpected message.
-pub(super) fn out_of_turn(said: &Request, when: &str) -> StreamHalt {
-    let said = match said {
+pub(super) fn out_of_turn(request: &Request, when: &str) -> StreamHalt {
+    let request = match request {
         Request::RequestHeaders(_) => "request_headers",
         Request::ResponseHeaders(_) => "response_headers",
         Request::RequestBody(_) => "request_body",
@@ -60,7 +60,7 @@ pub(super) fn out_of_turn(said: &Request, when: &str) -> StreamHalt {
         Request::ResponseTrailers(_) => "response_trailers",
     };
     StreamHalt::Broken(Status::failed_precondition(format!(
-        "{said} arrived {when}, which no body mode allows"
+        "{request} arrived {when}, which no body mode allows"
     )))
 }
 
@@ -96,7 +96,7 @@ pub(super) struct GatewayMessages {
 
 /// One message from a gateway.
 pub(super) struct GatewayMessage {
-    pub(super) said: Request,
+    pub(super) request: Request,
     /// Metadata of the message.
     pub(super) metadata: Option<Metadata>,
     /// Protocol configuration; `None` if the gateway sends none, or has sent it before.
@@ -118,11 +118,11 @@ impl GatewayMessages {
     /// `may_go_on`, the body that it sent as whole may be incomplete.
     pub(super) async fn gone(&mut self, may_go_on: bool) -> StreamHalt {
         match self.next().await {
-            Ok(message) => match message.said {
+            Ok(message) => match message.request {
                 Request::RequestBody(_) if may_go_on => override_ignored(),
                 // After a timeout of its own, or if a client left, the gateway continues alone.
                 Request::ResponseHeaders(_) => StreamHalt::Left,
-                said => out_of_turn(&said, "while its response was awaited"),
+                request => out_of_turn(&request, "while its response was awaited"),
             },
             Err(halt) => halt,
         }
@@ -136,12 +136,12 @@ fn read(next: Option<Result<ProcessingRequest, Status>>) -> Result<GatewayMessag
         let why = "with observability_mode a picker cannot change anything: turn it off";
         return Err(StreamHalt::Broken(Status::failed_precondition(why)));
     }
-    let Some(said) = message.request else {
+    let Some(request) = message.request else {
         let why = "a message contains nothing that this picker knows";
         return Err(StreamHalt::Broken(Status::invalid_argument(why)));
     };
     Ok(GatewayMessage {
-        said,
+        request,
         metadata: message.metadata_context,
         protocol: message.protocol_config,
     })
@@ -200,8 +200,8 @@ impl<'a> UploadedBody<'a> {
         }
     }
 
-    fn take_in(&mut self, said: Request) -> Result<Option<Bytes>, StreamHalt> {
-        match said {
+    fn take_in(&mut self, request: Request) -> Result<Option<Bytes>, StreamHalt> {
+        match request {
             Request::RequestBody(piece) => {
                 self.pieces += 1;
                 // Only trailers can follow a whole body, and they wait for its reply.
@@ -215,7 +215,7 @@ impl<'a> UploadedBody<'a> {
                 Ok(None)
             }
             Request::ResponseHeaders(_) => Err(StreamHalt::Left),
-            said => Err(out_of_turn(&said, "within the body of a request")),
+            request => Err(out_of_turn(&request, "within the body of a request")),
         }
     }
 }
@@ -232,7 +232,7 @@ impl Body for UploadedBody<'_> {
             return Poll::Ready(None);
         }
         let next = ready!(self.messages.messages.poll_next_unpin(cx));
-        let taken = read(next).and_then(|message| self.take_in(message.said));
+        let taken = read(next).and_then(|message| self.take_in(message.request));
         Poll::Ready(match taken {
             Ok(piece) => piece.map(|piece| Ok(Frame::data(piece))),
             Err(halt) => {

@@ -67,7 +67,7 @@ impl EndpointOffer {
         let endpoints = HeaderValue::from_str(&offer.endpoints());
         let endpoints = endpoints.expect("addresses are visible ascii");
         heads::set(&mut offer.headers, name, &endpoints);
-        let from = &sending.asked.head.headers;
+        let from = &sending.proxied.head.headers;
         heads::set_length(&mut offer.headers, from, offer.body.len());
         Ok(offer)
     }
@@ -125,8 +125,8 @@ fn further(
     let mut unlike = 0;
     while further.len() + 1 < picker.settings.endpoints_max && unlike < UNLIKE_MAX {
         tried.push(last);
-        tried.extend_from_slice(proxy.view.registry().ranks.around(last));
-        let ask = sending.asked.ask(&tried);
+        tried.extend_from_slice(proxy.view.registry().ranks.slots_of_engine(last));
+        let ask = sending.proxied.ask(&tried);
         let decider = proxy.requests.decider();
         let Some(next) = decider.alternative(&ask, Instant::now()) else {
             break;
@@ -165,9 +165,9 @@ impl EngineBound {
         let rank = registry.rank(backend);
         let hop = Hop {
             trace,
-            ..hop(proxy, sending.asked, engine_key.as_ref(), rank)
+            ..hop(proxy, sending.proxied, engine_key.as_ref(), rank)
         };
-        let from = &sending.asked.head.headers;
+        let from = &sending.proxied.head.headers;
         let to = toward_engine(from, &HeaderValue::from_static(""), &hop);
         Some(Self {
             endpoint: endpoint_of(&backend.spec.url)?,

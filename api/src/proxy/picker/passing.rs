@@ -68,13 +68,13 @@ impl RelayedAnswer {
                         break;
                     }
                 }
-                message = inbound.next(), if !is_read => match message?.said {
+                message = inbound.next(), if !is_read => match message?.request {
                     Request::ResponseBody(piece) => {
                         self.writer.push(piece.body);
                         is_read = piece.end_of_stream;
                     }
                     Request::ResponseTrailers(_) => (is_read, has_trailers) = (true, true),
-                    said => return Err(out_of_turn(&said, "within the body of a response")),
+                    request => return Err(out_of_turn(&request, "within the body of a response")),
                 },
             }
             if is_read {
@@ -100,7 +100,7 @@ impl RelayedAnswer {
                 message = inbound.next() => message?,
                 why = self.stalled() => return Err(broken(why)),
             };
-            match message.said {
+            match message.request {
                 Request::ResponseBody(piece) => {
                     let passed = self
                         .passed(piece.body, is_whole || piece.end_of_stream)
@@ -116,7 +116,7 @@ impl RelayedAnswer {
                     self.rest().await?;
                     return out.send(answer_trailers()).await;
                 }
-                said => return Err(out_of_turn(&said, "within the body of a response")),
+                request => return Err(out_of_turn(&request, "within the body of a response")),
             }
         }
     }

@@ -35,7 +35,7 @@ use crate::tls::{self, ClearRejection, MaybeTls, ServerConfig};
 /// Maximum number of gateway connections. Each carries many streams.
 const CONNECTIONS_MAX: usize = 1024;
 /// Time for a new connection to begin after the drain has begun.
-const LINGER: Duration = Duration::from_millis(250);
+const DRAIN_GRACE: Duration = Duration::from_millis(250);
 /// HTTP/2 flow-control windows of a stream and of a connection, in bytes. Prompts can be long.
 const STREAM_WINDOW_BYTES: u32 = 1 << 20;
 const CONNECTION_WINDOW_BYTES: u32 = 16 << 20;
@@ -215,7 +215,7 @@ impl GatewayConnection {
     /// Waits until the drain need not wait for a connection that has not begun.
     async fn has_lingered(&self) {
         self.drain.cancelled().await;
-        sleep(LINGER).await;
+        sleep(DRAIN_GRACE).await;
     }
 
     fn builder(&self) -> http2::Builder<TokioExecutor> {

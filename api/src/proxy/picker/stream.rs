@@ -60,7 +60,7 @@ pub(super) struct StreamMeter {
 /// Accounting of a request while its stream is open.
 struct StreamAccounting {
     /// `None` once the response has begun.
-    ledger: Option<RequestMetricsGuard>,
+    request_metrics: Option<RequestMetricsGuard>,
     user: Option<UserKey>,
     dialect: Dialect,
     id: HeaderValue,
@@ -135,7 +135,7 @@ impl Drop for StreamMeter {
 impl StreamAccounting {
     fn open(proxy: &Proxy) -> Self {
         Self {
-            ledger: Some(RequestMetricsGuard::open(&proxy.metrics, None)),
+            request_metrics: Some(RequestMetricsGuard::open(&proxy.metrics, None)),
             user: None,
             dialect: Dialect::OpenAi,
             id: request_id(&HeaderMap::new()),
@@ -143,9 +143,9 @@ impl StreamAccounting {
         }
     }
 
-    fn ledger(&mut self) -> &mut RequestMetricsGuard {
-        let ledger = self.ledger.as_mut();
-        ledger.expect("it is handed over when the answer begins, and asked for before")
+    fn request_metrics(&mut self) -> &mut RequestMetricsGuard {
+        let request_metrics = self.request_metrics.as_mut();
+        request_metrics.expect("it is handed over when the answer begins, and asked for before")
     }
 }
 
@@ -164,29 +164,38 @@ impl PickerStream {
     async fn serve(&mut self, meter: &mut StreamMeter) -> StreamEnd {
         let picker = Arc::clone(&self.picker);
         let proxy = &picker.proxy;
-        let mut books = StreamAccounting::open(proxy);
-        let Err(halt) = self.follow(&mut books, meter).await else {
+        let mut accounting = StreamAccounting::open(proxy);
+        let Err(halt) = self.follow(&mut accounting, meter).await else {
             return Ok(());
         };
-        let ledger = books.ledger.take();
-        let response = match (halt, ledger) {
+        let request_metrics = accounting.request_metrics.take();
+        let response = match (halt, request_metrics) {
             (StreamHalt::Broken(why), _) => {
                 meter.outcome = PickedOutcome::Broken;
                 return Err(why);
             }
-            (StreamHalt::Refused(failure), Some(ledger)) => {
+            (StreamHalt::Refused(failure), Some(request_metrics)) => {
                 let failure = proxy.startup.doubt(failure);
-                failed(&failure, books.dialect, Version::HTTP_2, ledger)
+                failed(
+                    &failure,
+                    accounting.dialect,
+                    Version::HTTP_2,
+                    request_metrics,
+                )
             }
-            (StreamHalt::Told(response), Some(ledger)) => {
-                local(*response, RequestOutcome::Local, ledger)
+            (StreamHalt::Local(response), Some(request_metrics)) => {
+                local(*response, RequestOutcome::Local, request_metrics)
             }
-            (StreamHalt::Left | StreamHalt::Refused(_) | StreamHalt::Told(_), _) => return Ok(()),
+            (StreamHalt::Left | StreamHalt::Refused(_) | StreamHalt::Local(_), _) => return Ok(()),
         };
         meter.outcome = PickedOutcome::Answered;
         let mut response = response.map(AnswerBody::into_local);
-        let told = (books.ignored, books.user);
-        proxy.sign(response.headers_mut(), (books.dialect, books.id), told);
+        let told = (accounting.ignored, accounting.user);
+        proxy.sign(
+            response.headers_mut(),
+            (accounting.dialect, accounting.id),
+            told,
+        );
         match self.out.send(immediate(response, "quorate")).await {
             Err(StreamHalt::Broken(why)) => Err(why),
             // A gateway that has left needs no message.
@@ -196,18 +205,20 @@ impl PickerStream {
 
     async fn follow(
         &mut self,
-        books: &mut StreamAccounting,
+        accounting: &mut StreamAccounting,
         meter: &mut StreamMeter,
     ) -> Result<(), StreamHalt> {
         let picker = Arc::clone(&self.picker);
         let proxy = &picker.proxy;
-        let (opening, modes) = self.open(books).await?;
-        let (asked, upload) = self.take_in(opening, modes, books).await?;
-        let asked = Arc::new(asked);
-        let (mut sending, wanted) = prepare(proxy, &asked, books.ledger())?;
+        let (opening, modes) = self.open(accounting).await?;
+        let (proxied, upload) = self.take_in(opening, modes, accounting).await?;
+        let proxied = Arc::new(proxied);
+        let (mut sending, wanted) = prepare(proxy, &proxied, accounting.request_metrics())?;
         let may_go_on = upload.may_go_on();
-        let (decision, mut attempt) = self.admit(&asked, may_go_on, books.ledger()).await?;
-        let trace = asked.trace_headers(attempt.trace());
+        let (decision, mut attempt) = self
+            .admit(&proxied, may_go_on, accounting.request_metrics())
+            .await?;
+        let trace = proxied.trace_headers(attempt.trace());
         let sent_at = Instant::now();
         sending.first_byte_by = sent_at + proxy.settings.timeouts.first_byte;
         sending.watched.sent();
@@ -229,16 +240,21 @@ impl PickerStream {
                 attempt.end(AttemptEnd::Broken, Instant::now());
                 let failure = ProxyError::EngineTimeout;
                 let late = Status::deadline_exceeded(failure.to_string());
-                let ledger = books.ledger.take();
-                let ledger = ledger.expect("the response has not begun");
-                drop(failed(&failure, books.dialect, Version::HTTP_2, ledger));
+                let request_metrics = accounting.request_metrics.take();
+                let request_metrics = request_metrics.expect("the response has not begun");
+                drop(failed(
+                    &failure,
+                    accounting.dialect,
+                    Version::HTTP_2,
+                    request_metrics,
+                ));
                 return Err(StreamHalt::Broken(late));
             }
         };
         let (attempt, _) = pending.over();
         let told = SentOffer { offer, sent_at };
-        let (decision, attempt) = told.served(&picker, (decision, attempt), (&asked, &head));
-        let passed = self.begin(&sending, (&decision, attempt, wanted), &head, books);
+        let (decision, attempt) = told.served(&picker, (decision, attempt), (&proxied, &head));
+        let passed = self.begin(&sending, (&decision, attempt, wanted), &head, accounting);
         let (passed, headers) = passed;
         self.out.send(headers).await?;
         passed
@@ -249,7 +265,7 @@ impl PickerStream {
     /// Waits for the stream's first message and parses it.
     async fn open(
         &mut self,
-        books: &mut StreamAccounting,
+        accounting: &mut StreamAccounting,
     ) -> Result<(StreamOpening, BodyModes), StreamHalt> {
         let proxy = &self.picker.proxy;
         let limit = proxy.settings.timeouts.first_request;
@@ -258,9 +274,9 @@ impl PickerStream {
             return Err(StreamHalt::Broken(Status::deadline_exceeded(why)));
         };
         let message = message?;
-        let told = match message.said {
+        let told = match message.request {
             Request::RequestHeaders(told) => told,
-            said => return Err(out_of_turn(&said, "first")),
+            request => return Err(out_of_turn(&request, "first")),
         };
         let settings = &self.picker.settings;
         let modes = match message.protocol {
@@ -272,19 +288,19 @@ impl PickerStream {
         if let Some(uri) = unslashed(&head.uri) {
             head.uri = uri;
         }
-        books.id = request_id(&head.headers);
-        books.dialect = Dialect::of(head.uri.path());
-        books.ignored = proxy.requests.ignored(&head.headers);
+        accounting.id = request_id(&head.headers);
+        accounting.dialect = Dialect::of(head.uri.path());
+        accounting.ignored = proxy.requests.ignored(&head.headers);
         let asked = (&head.method, &head.uri);
         let trace = begin_trace(
             &proxy.settings,
             (asked.0, asked.1, &head.headers),
-            &books.id,
+            &accounting.id,
         );
         let trace_id = || trace_id(trace.as_ref(), &head.headers);
-        let access = proxy.access.begin(&books.id, asked, trace_id);
-        books.ledger().logs(access);
-        books.ledger().traces(trace.clone());
+        let access = proxy.access.begin(&accounting.id, asked, trace_id);
+        accounting.request_metrics().logs(access);
+        accounting.request_metrics().traces(trace.clone());
         let opening = StreamOpening {
             head,
             is_bodiless: told.end_of_stream,
@@ -299,26 +315,28 @@ impl PickerStream {
         &mut self,
         opening: StreamOpening,
         modes: BodyModes,
-        books: &mut StreamAccounting,
+        accounting: &mut StreamAccounting,
     ) -> Result<(ProxiedRequest, UploadShape), StreamHalt> {
         let picker = Arc::clone(&self.picker);
         let proxy = &picker.proxy;
         let limits = **proxy.limits.load();
         let mut held = HeldBodyBytes::none(&proxy.held_bytes, limits.held_bytes_max);
         let peer = self.peer.clone();
-        let read = self.read((&peer, &opening), modes, &mut held, books).await;
+        let read = self
+            .read((&peer, &opening), modes, &mut held, accounting)
+            .await;
         let (taken, upload) = read?;
         let (holder, bytes) = match taken {
             Intake::Whole(holder, bytes) => (holder, bytes),
             Intake::Models(holder, id) => {
                 let told = proxy.models(&holder, id.as_deref())?;
-                return Err(StreamHalt::Told(Box::new(told)));
+                return Err(StreamHalt::Local(Box::new(told)));
             }
             Intake::Stored(_) => {
                 return Err(ProxyError::KeepsNothing { kept: "responses" }.into());
             }
         };
-        books.ledger().is_read(limits.requests_max)?;
+        accounting.request_metrics().is_read(limits.requests_max)?;
         let StreamOpening {
             head,
             endpoints,
@@ -329,23 +347,29 @@ impl PickerStream {
             head,
             body: bytes,
             holder,
-            request_id: books.id.clone(),
+            request_id: accounting.id.clone(),
             peer,
             endpoints: Some(endpoints),
             trace,
         };
-        let StreamAccounting { ledger, user, .. } = books;
-        let ledger = ledger.as_mut().expect("the response has not begun");
-        let understood = proxy.understand(arrived, ledger, user).await;
-        let mut asked = understood.map_err(|failure| match failure {
+        let StreamAccounting {
+            request_metrics,
+            user,
+            ..
+        } = accounting;
+        let request_metrics = request_metrics
+            .as_mut()
+            .expect("the response has not begun");
+        let parsed = proxy.parse(arrived, request_metrics, user).await;
+        let mut proxied = parsed.map_err(|failure| match failure {
             ProxyError::BadRequest { .. } if upload.may_go_on() => override_ignored(),
             failure => failure.into(),
         })?;
-        if asked.read.stages != RequestStages::Nothing {
+        if proxied.read.stages != RequestStages::Nothing {
             // A gateway sends a request to only one engine.
-            asked.read.stages = RequestStages::Whole;
+            proxied.read.stages = RequestStages::Whole;
         }
-        Ok((asked, upload))
+        Ok((proxied, upload))
     }
 
     /// Reads the request's body in the gateway's mode.
@@ -354,7 +378,7 @@ impl PickerStream {
         (peer, opening): (&'a HeaderValue, &'a StreamOpening),
         modes: BodyModes,
         held: &mut HeldBodyBytes,
-        books: &mut StreamAccounting,
+        accounting: &mut StreamAccounting,
     ) -> Result<(Intake<'a>, UploadShape), StreamHalt> {
         let is_bodiless = opening.is_bodiless;
         let mode = match modes.requests {
@@ -378,7 +402,7 @@ impl PickerStream {
         if let Some(halt) = body.halt.take() {
             let halt = halt.of_upload(proxy.limits.load().body_bytes_max);
             if let StreamHalt::Refused(_) = halt {
-                books.ledger().is_refused();
+                accounting.request_metrics().is_refused();
             }
             return Err(halt);
         }
@@ -393,7 +417,7 @@ impl PickerStream {
         match taken {
             Ok(taken) => Ok((taken, upload)),
             Err(failure) => {
-                books.ledger().is_refused();
+                accounting.request_metrics().is_refused();
                 Err(failure.into())
             }
         }
@@ -402,20 +426,20 @@ impl PickerStream {
     /// Waits for a backend as long as the gateway waits.
     async fn admit(
         &mut self,
-        asked: &Arc<ProxiedRequest>,
+        proxied: &Arc<ProxiedRequest>,
         may_go_on: bool,
-        ledger: &mut RequestMetricsGuard,
+        request_metrics: &mut RequestMetricsGuard,
     ) -> Result<(Decision, Attempt), StreamHalt> {
         let proxy = &self.picker.proxy;
         let arrived = Instant::now();
         let admitted = tokio::select! {
             biased;
-            admitted = admit(proxy, asked, &[]) => admitted,
+            admitted = admit(proxy, proxied, &[]) => admitted,
             halt = self.inbound.gone(may_go_on) => return Err(halt),
         };
         let (decision, mut attempt) = admitted?;
-        ledger.routed(arrived.elapsed());
-        attempt.hides(hidden(&asked.parsed).filter(|_| !asked.parsed.stream));
+        request_metrics.routed(arrived.elapsed());
+        attempt.set_hidden_output(hidden(&proxied.parsed).filter(|_| !proxied.parsed.stream));
         Ok((decision, attempt))
     }
 
@@ -459,7 +483,7 @@ impl PickerStream {
         let mut may_end = upload.mode == BodyMode::Buffered && !upload.is_bodiless;
         loop {
             let message = self.inbound.next().await?;
-            let told = match message.said {
+            let told = match message.request {
                 Request::ResponseHeaders(told) => told,
                 Request::RequestTrailers(_) if may_end => {
                     may_end = false;
@@ -467,7 +491,7 @@ impl PickerStream {
                     continue;
                 }
                 Request::RequestBody(_) if upload.may_go_on() => return Err(override_ignored()),
-                said => return Err(out_of_turn(&said, "before response_headers")),
+                request => return Err(out_of_turn(&request, "before response_headers")),
             };
             let limits = **self.picker.proxy.limits.load();
             let Some((status, headers)) = heads::answer(&told, &limits) else {
@@ -489,7 +513,7 @@ impl PickerStream {
         sending: &OutgoingRequest<'_>,
         (decision, mut attempt, wanted): (&Decision, Attempt, WantedUsage),
         head: &AnswerHead,
-        books: &mut StreamAccounting,
+        accounting: &mut StreamAccounting,
     ) -> (RelayedAnswer, Reply) {
         let proxy = &self.picker.proxy;
         let (writer, body) = handed();
@@ -504,10 +528,10 @@ impl PickerStream {
             trace.answered(head.status.as_u16());
         }
         let mut response = relay(proxy, sending, decision, response, attempt, wanted);
-        let told = (books.ignored.take(), books.user);
+        let told = (accounting.ignored.take(), accounting.user);
         proxy.sign(
             response.headers_mut(),
-            (books.dialect, books.id.clone()),
+            (accounting.dialect, accounting.id.clone()),
             told,
         );
         let headers = answer_head(heads::mutation(&head.headers, response.headers()));
@@ -518,9 +542,9 @@ impl PickerStream {
             held_back: proxy.settings.timeouts.held_back,
             idle: proxy.settings.timeouts.answer_idle,
         };
-        if let Some(mut ledger) = books.ledger.take() {
-            ledger.answered(head.status);
-            lock(&passed.answer).account(ledger);
+        if let Some(mut request_metrics) = accounting.request_metrics.take() {
+            request_metrics.answered(head.status);
+            lock(&passed.answer).account(request_metrics);
         }
         (passed, headers)
     }
@@ -539,7 +563,7 @@ impl SentOffer {
         self,
         picker: &Picker,
         (decision, mut attempt): (Decision, Attempt),
-        (asked, head): (&Arc<ProxiedRequest>, &AnswerHead),
+        (proxied, head): (&Arc<ProxiedRequest>, &AnswerHead),
     ) -> (Decision, Attempt) {
         let (by, further) = match head.served {
             None => (ServedBy::Untold, None),
@@ -564,13 +588,13 @@ impl SentOffer {
         let now = Instant::now();
         proxy.backends.report_no_answer(decision.backend, None, now);
         proxy.metrics.retries.inc();
-        if let Some(record) = &asked.record {
+        if let Some(record) = &proxied.record {
             let waited = std::time::Duration::ZERO;
             proxy.decisions.decided(record, &further, waited);
         }
         let admission = &proxy.admission;
-        let mut attempt = admission.redispatch(&further, &**asked, self.sent_at);
-        attempt.traces(asked.attempts(&further.name, "answer"));
+        let mut attempt = admission.redispatch(&further, &**proxied, self.sent_at);
+        attempt.traces(proxied.attempts(&further.name, "answer"));
         (further, attempt)
     }
 }

@@ -181,7 +181,7 @@ impl Dispatcher {
             outbox.acquire(id, backend, &identity.chain, held);
             (user, advance)
         });
-        self.hurry_for(backend);
+        self.flush_soon_for(backend);
         let is_touching = decision.touch.is_due(self.session, id);
         let open = OpenAttempt {
             backend,
@@ -285,14 +285,14 @@ impl Attempt {
     }
 
     /// Sets output that is not visible while it is generated; `None` if all is visible.
-    pub fn hides(&mut self, hidden: Option<HiddenOutput>) {
+    pub fn set_hidden_output(&mut self, hidden: Option<HiddenOutput>) {
         if let Some(open) = &mut self.open {
             open.hidden = hidden;
         }
     }
 
     /// Sets the form of the response.
-    pub fn comes_as(&mut self, form: AnswerForm) {
+    pub fn set_response_form(&mut self, form: AnswerForm) {
         if let Some(open) = &mut self.open {
             open.form = Some(form);
         }
@@ -559,7 +559,7 @@ impl OpenAttempt {
     fn due(&self, usage: Usage) -> Charge {
         let cached = usage
             .cached_tokens
-            .unwrap_or(match self.prompt.is_believed {
+            .unwrap_or(match self.prompt.trusts_prediction {
                 true => self.prompt.predicted,
                 false => 0,
             })

@@ -26,7 +26,7 @@ impl Attempt {
                 outbox.extend(id, blocks);
                 outbox.release(id, outcome);
             });
-            dispatcher.hurry_for(backend);
+            dispatcher.flush_soon_for(backend);
         };
         // A runtime that shuts down skips this: the lease ends with the session.
         match (reply, Handle::try_current()) {

@@ -109,8 +109,8 @@ impl OpenAttempt {
         }
         let (bytes, tokens) = (self.prompt.bytes, usage.prompt_tokens);
         dispatcher.texts.add(self.model, bytes, tokens);
-        let is_telling = self.prompt.is_telling && self.prefill.is_none();
-        if let Some(cached) = usage.cached_tokens.filter(|_| is_telling) {
+        let is_informative = self.prompt.uses_cache && self.prefill.is_none();
+        if let Some(cached) = usage.cached_tokens.filter(|_| is_informative) {
             let predicted = self.prompt.predicted_of(usage.prompt_tokens);
             self.meter
                 .count_prefix(usage.prompt_tokens, predicted, cached);

@@ -95,14 +95,14 @@ impl Attempt {
     /// attempt's backend computes it too, or finds it in a cache that both share. The prompt is
     /// charged once, as the backend that had less of it cached reports.
     pub fn kept(&mut self, usage: Option<Usage>) {
-        self.computes_alone();
+        self.fall_back_to_single_backend();
         if let Some(open) = &mut self.open {
             open.cached_max = usage.and_then(|usage| usage.cached_tokens);
         }
     }
 
     /// Makes this attempt's backend compute the prompt, because no other one did.
-    pub fn computes_alone(&mut self) {
+    pub fn fall_back_to_single_backend(&mut self) {
         let Some(open) = &mut self.open else { return };
         if let Some(stage) = open.prefill.take() {
             open.prompt = stage.fetched;

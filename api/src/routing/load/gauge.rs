@@ -25,26 +25,26 @@ pub(super) struct BackendLoad {
     /// Limit that the number of places was derived from.
     limit: AtomicU32,
     /// Nonzero if a place that becomes free is to be handed to a peer.
-    owing: AtomicU32,
+    hand_over_next_free: AtomicU32,
     started: AtomicU64,
     waiting: AtomicU32,
     pending_prefill_tokens: AtomicU64,
-    less: Arc<LessLoadSignal>,
+    less: Arc<LoadDropSignal>,
 }
 
 /// Signals for tasks that wait until a backend may be less busy.
 #[derive(Debug, Default)]
-pub(super) struct LessLoadSignal {
-    pub(super) told: Arc<Notify>,
+pub(super) struct LoadDropSignal {
+    pub(super) load_dropped: Arc<Notify>,
     /// Requests that ended here.
     ended: AtomicU64,
     /// Wakes the task that reports to the peers.
-    pub(super) news: Arc<Notify>,
+    pub(super) report_due: Arc<Notify>,
     /// Nonzero if that task polls rarely because nothing runs.
     is_idle: AtomicU32,
 }
 
-impl LessLoadSignal {
+impl LoadDropSignal {
     pub(super) fn set_idle(&self, is_idle: bool) {
         self.is_idle.store(u32::from(is_idle), Relaxed);
     }
@@ -53,7 +53,7 @@ impl LessLoadSignal {
     /// only the first one writes it.
     pub(super) fn busy(&self) {
         if self.is_idle.load(Relaxed) != 0 && self.is_idle.swap(0, Relaxed) != 0 {
-            self.news.notify_one();
+            self.report_due.notify_one();
         }
     }
 
@@ -83,13 +83,13 @@ fn word(running: u32, allowed: u32) -> u64 {
 }
 
 impl BackendLoad {
-    pub(super) fn new(backend: BackendRef, less: Arc<LessLoadSignal>) -> Self {
+    pub(super) fn new(backend: BackendRef, less: Arc<LoadDropSignal>) -> Self {
         Self {
             backend,
             less,
             places: AtomicU64::new(word(0, UNDIVIDED)),
             limit: AtomicU32::new(UNDIVIDED),
-            owing: AtomicU32::new(0),
+            hand_over_next_free: AtomicU32::new(0),
             started: AtomicU64::new(0),
             waiting: AtomicU32::new(0),
             pending_prefill_tokens: AtomicU64::new(0),
@@ -122,15 +122,16 @@ impl BackendLoad {
     }
 
     /// See [`LoadTable::set_places`](super::LoadTable::set_places).
-    pub(super) fn set_places(&self, limit: u32, allowed: u32, is_owing: bool) -> bool {
-        self.owing.store(u32::from(is_owing), Relaxed);
+    pub(super) fn set_places(&self, limit: u32, allowed: u32, hands_over_next: bool) -> bool {
+        self.hand_over_next_free
+            .store(u32::from(hands_over_next), Relaxed);
         let (running, before) = self.change(|running, _| Some((running, allowed)));
         // A reader of this limit also sees these places, or later ones.
         self.limit.store(limit, Release);
         allowed > before && allowed > running
     }
 
-    pub(super) fn undivide(&self) {
+    pub(super) fn clear_limit(&self) {
         if !self.is_divided(UNDIVIDED) {
             self.set_places(UNDIVIDED, UNDIVIDED, false);
         }
@@ -163,16 +164,16 @@ impl BackendLoad {
     /// Ends a request. If peers wait for the place, it leaves this replica at once, before anything
     /// here can take it; the task that reports to the peers then assigns it.
     fn end(&self) {
-        let is_owing = self.owing.load(Relaxed) != 0;
+        let hands_over_next = self.hand_over_next_free.load(Relaxed) != 0;
         self.change(|running, allowed| {
-            let is_place = is_owing && running <= allowed && allowed != UNDIVIDED;
+            let is_place = hands_over_next && running <= allowed && allowed != UNDIVIDED;
             Some((
                 running.saturating_sub(1),
                 allowed.saturating_sub(u32::from(is_place)),
             ))
         });
-        if is_owing {
-            self.less.news.notify_one();
+        if hands_over_next {
+            self.less.report_due.notify_one();
         }
     }
 }
@@ -264,6 +265,6 @@ impl Drop for LoadGuard {
         self.first_byte();
         self.gauge.end();
         self.gauge.less.ended.fetch_add(1, Relaxed);
-        self.gauge.less.told.notify_one();
+        self.gauge.less.load_dropped.notify_one();
     }
 }

@@ -23,7 +23,7 @@ use crate::sync::{ArcSwap, Mutex, MutexGuard, Notify};
 mod gauge;
 
 pub(crate) use gauge::ReserveRejection;
-use gauge::{BackendLoad, LessLoadSignal};
+use gauge::{BackendLoad, LoadDropSignal};
 pub use gauge::{LoadGuard, ReservedPlace};
 
 /// How long a peer's report counts.
@@ -88,7 +88,7 @@ pub struct LoadTable {
     peers: ArcSwap<Vec<Arc<PeerLoad>>>,
     /// Held while `peers` or a gauge is replaced.
     writing: Mutex<()>,
-    less: Arc<LessLoadSignal>,
+    less: Arc<LoadDropSignal>,
 }
 
 /// The gauges of all backends, by slot.
@@ -175,9 +175,10 @@ impl LoadTable {
         backend: BackendRef,
         limit: u32,
         allowed: u32,
-        is_owing: bool,
+        hands_over_next: bool,
     ) -> bool {
-        self.gauge(backend).set_places(limit, allowed, is_owing)
+        self.gauge(backend)
+            .set_places(limit, allowed, hands_over_next)
     }
 
     /// Reduces this replica's places to `allowed` if at most `share` requests run.
@@ -192,8 +193,8 @@ impl LoadTable {
     }
 
     /// Lets the task that reports to the peers poll rarely because nothing runs.
-    /// [`LoadTable::news`] then also fires when a request starts, here or at a peer. A start that
-    /// races with this call may be reported one poll later.
+    /// [`LoadTable::report_due`] then also fires when a request starts, here or at a peer. A start
+    /// that races with this call may be reported one poll later.
     pub fn set_idle(&self) {
         self.less.set_idle(true);
     }
@@ -210,13 +211,13 @@ impl LoadTable {
     /// Notified when the peers need a report at once: a place that they wait for became free or was
     /// handed over.
     #[must_use]
-    pub fn news(&self) -> &Arc<Notify> {
-        &self.less.news
+    pub fn report_due(&self) -> &Arc<Notify> {
+        &self.less.report_due
     }
 
     /// Removes the limit of the backend.
-    pub(super) fn undivide(&self, backend: BackendRef) {
-        self.with_gauge(backend, BackendLoad::undivide);
+    pub(super) fn clear_limit(&self, backend: BackendRef) {
+        self.with_gauge(backend, BackendLoad::clear_limit);
     }
 
     fn with_gauge<R>(
@@ -242,7 +243,7 @@ impl LoadTable {
     /// Notified when a backend may be less busy: a request ended here, or a peer reported.
     #[must_use]
     pub fn less(&self) -> &Arc<Notify> {
-        &self.less.told
+        &self.less.load_dropped
     }
 
     /// Returns the number of requests that ended here since the start.
@@ -368,7 +369,7 @@ impl LoadTable {
             entries,
         }));
         self.peers.store(Arc::new(peers));
-        self.less.told.notify_one();
+        self.less.load_dropped.notify_one();
         Ok(())
     }
 

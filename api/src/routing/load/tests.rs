@@ -41,7 +41,7 @@ fn a_place_that_is_not_used_stays_where_peers_wait_for_one_that_ends() {
     let engine = backend(0, 1);
     table.set_places(engine, 6, 2, true);
     let is_told = |table: &LoadTable| {
-        let told = std::pin::pin!(table.news().notified());
+        let told = std::pin::pin!(table.report_due().notified());
         let mut context = Context::from_waker(Waker::noop());
         told.poll(&mut context).is_ready()
     };

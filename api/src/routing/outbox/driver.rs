@@ -9,7 +9,7 @@ use tokio::sync::Notify;
 use tokio::time::{Instant, MissedTickBehavior};
 use tokio_util::sync::CancellationToken;
 
-use super::fate::AfterProposal;
+use super::outcome::AfterProposal;
 use super::{Outbox, OutboxStatus};
 use crate::clock::Clock;
 use crate::ports::{Propose, ProposeError};
@@ -84,12 +84,12 @@ impl SharedOutbox {
     }
 
     /// Proposes the queue at once, unless an envelope is outstanding.
-    pub fn hurry(&self) {
+    pub fn flush_now(&self) {
         self.full.notify_one();
     }
 
     /// Proposes the queue early, because it changes what other replicas are about to predict.
-    pub fn hurry_on(&self) {
+    pub fn flush_soon(&self) {
         self.urgent.notify_one();
     }
 
@@ -106,9 +106,13 @@ impl SharedOutbox {
     }
 
     /// Handles the outcome of the proposed envelope.
-    pub fn fate(&self, fate: Result<Committed, ProposeError>, applied: LogIndex) -> AfterProposal {
+    pub fn handle_outcome(
+        &self,
+        outcome: Result<Committed, ProposeError>,
+        applied: LogIndex,
+    ) -> AfterProposal {
         self.with(|outbox| {
-            let next = outbox.fate(fate);
+            let next = outbox.handle_outcome(outcome);
             outbox.settle(applied);
             next
         })
@@ -239,9 +243,9 @@ impl OutboxDriver<'_> {
                 return FlushResult::Nothing;
             };
             let seq = envelope.origin.seq;
-            let fate = self.propose.propose(envelope).await;
-            match self.outbox.fate(fate, (self.applied)()) {
-                AfterProposal::GoOn => {
+            let outcome = self.propose.propose(envelope).await;
+            match self.outbox.handle_outcome(outcome, (self.applied)()) {
+                AfterProposal::Continue => {
                     self.metrics.flushes.inc();
                     return FlushResult::One;
                 }

@@ -17,7 +17,7 @@
 mod batch;
 mod commits;
 pub(super) mod driver;
-mod fate;
+mod outcome;
 mod overlay;
 mod steps;
 #[cfg(test)]
@@ -39,7 +39,7 @@ use self::steps::{LeaseStep, LeaseStepKind, acquire_steps, runs_of};
 
 pub use commits::ChargeCommit;
 pub use driver::SharedOutbox;
-pub use fate::AfterProposal;
+pub use outcome::AfterProposal;
 pub use overlay::Overlay;
 
 /// Maximum number of users with a queued charge when a request of a further one begins. Reached

@@ -153,7 +153,7 @@ impl Shares {
 
     /// Advances the ledger to `now` with the current backends and limits, and with the `expected`
     /// other replicas that support shares. Hands over places that others need more. Call this every
-    /// 20 ms and when [`LoadTable::news`] is notified.
+    /// 20 ms and when [`LoadTable::report_due`] is notified.
     pub fn turn(&self, now: Instant, expected: &[ReplicaId]) {
         let passed = now.saturating_duration_since(self.epoch);
         let now_ms = u64::try_from(passed.as_millis()).unwrap_or(u64::MAX);
@@ -164,10 +164,10 @@ impl Shares {
             .map(|backend| (backend, service.limit(backend.slot)))
             .collect();
         let mut inner = self.lock();
-        inner.book.pass(now_ms, expected);
+        inner.book.advance_time(now_ms, expected);
         inner.book.set_limits(&limits);
         for (backend, _) in limits.iter().filter(|(_, limit)| limit.is_none()) {
-            self.load.undivide(*backend);
+            self.load.clear_limit(*backend);
         }
         self.balance_all(&mut inner);
         self.show(&inner.book);
@@ -186,7 +186,7 @@ impl Shares {
         let gave = self.balance_each(&mut inner, wanted_elsewhere);
         if is_more || gave {
             // The task that reports to the peers does the rest.
-            self.load.news().notify_one();
+            self.load.report_due().notify_one();
         }
     }
 
@@ -197,8 +197,8 @@ impl Shares {
     pub fn hear(&self, peer: ReplicaId, report: &[u8]) -> Result<(), LoadReportError> {
         let report = wire::decode(report)?;
         let mut inner = self.lock();
-        if inner.book.hear(peer, report) && self.balance_all(&mut inner) {
-            self.load.news().notify_one();
+        if inner.book.record_report(peer, report) && self.balance_all(&mut inner) {
+            self.load.report_due().notify_one();
         }
         Ok(())
     }
@@ -275,8 +275,11 @@ impl Shares {
             }
         }
         let allowed = inner.book.allowed(backend).unwrap_or_default();
-        let is_owing = plan.is_owing && !is_whole;
-        if self.load.set_places(backend, limit, allowed, is_owing) {
+        let hands_over_next = plan.hands_over_next && !is_whole;
+        if self
+            .load
+            .set_places(backend, limit, allowed, hands_over_next)
+        {
             self.load.less().notify_one();
         }
         gave

@@ -8,7 +8,7 @@ use tokio::net::TcpListener;
 use super::super::fixture::{router_with, spec};
 use super::tokens::{CHAT, chat, fixture, read, settings};
 use super::*;
-use crate::prompt::{BlockUnit, ReplySeam, Tokenizer, TokenizerSpec};
+use crate::prompt::{BlockUnit, ReplyJoin, Tokenizer, TokenizerSpec};
 
 const REPLY: &str = "I am well, thank you; and how are you yourself on this fine day?";
 
@@ -114,7 +114,7 @@ async fn an_answer_goes_on_as_its_engine_says() {
     assert_eq!(first.identity.unit, BlockUnit::Tokens);
     assert!(matches!(
         first.identity.tail.seam,
-        Some(ReplySeam::Asked(_))
+        Some(ReplyJoin::FromEngine(_))
     ));
     for reply in [REPLY, " a space before", "behind \n", "\nlines\n\nbefore"] {
         let (matched, cached) = engine.turn("How are you?", reply).await;

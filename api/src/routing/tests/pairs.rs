@@ -171,7 +171,7 @@ fn without_its_prefill_stage_an_attempt_computes_and_is_charged_as_any() {
     let prefill = attempt.take_prefill().unwrap();
     prefill.sent();
     prefill.end(AttemptEnd::Failed);
-    attempt.computes_alone();
+    attempt.fall_back_to_single_backend();
     let here = bench.router.load().here(decision.backend);
     assert_eq!(here.pending_prefill_tokens, 1_000);
     attempt.first_byte(Instant::now());

@@ -7,7 +7,7 @@ impl Bench {
     fn tell(&self) {
         self.router
             .dispatcher()
-            .tell_samples(Instant::now() + Duration::from_secs(60));
+            .queue_samples(Instant::now() + Duration::from_secs(60));
         self.flush();
     }
 
@@ -117,7 +117,7 @@ fn which_predictions_held_is_told_once_all_can_read_it() {
     let identity = bench.identify(&"a".repeat(4000));
     let told = |can_be_read| {
         let dispatcher = bench.router.dispatcher();
-        dispatcher.tell_beliefs(can_be_read);
+        dispatcher.set_reports_prediction_outcomes(can_be_read);
         for _ in 0..8 {
             let (_, mut attempt) = bench.start(&identity);
             attempt.usage(usage(1000, Some(0), 2), Instant::now());
@@ -125,7 +125,7 @@ fn which_predictions_held_is_told_once_all_can_read_it() {
             bench.flush();
         }
         // Predictions of a single user wait.
-        dispatcher.tell_samples(Instant::now() + Duration::from_secs(120));
+        dispatcher.queue_samples(Instant::now() + Duration::from_secs(120));
         let queued = bench.router.outbox().status().queued_items;
         bench.flush();
         queued
@@ -166,7 +166,7 @@ fn what_engines_count_in_text_is_learnt_through_the_log_once_all_can_read_it() {
             attempt.end(AttemptEnd::Finished, Instant::now());
         }
         let before = bench.identify(&"a".repeat(2000)).tokens;
-        bench.router.dispatcher().tell_texts();
+        bench.router.dispatcher().queue_text_samples();
         bench.flush();
         (before, bench.identify(&"a".repeat(2000)))
     };

@@ -11,7 +11,7 @@ use tokio::net::TcpListener;
 use super::super::fixture::router_with;
 use super::*;
 use crate::prompt::{
-    BlockUnit, Fallback, ModelSettings, ReadError, ReadRequest, ReplySeam, TokenScope, Tokenizer,
+    BlockUnit, Fallback, ModelSettings, ReadError, ReadRequest, ReplyJoin, TokenScope, Tokenizer,
     TokenizerSpec, chain_of_tokens,
 };
 
@@ -131,7 +131,7 @@ fn the_last_token_of_an_answer_is_not_computed() {
         for has_end in [false, true] {
             let bench = bench(fixture("chatml"));
             let first = read(&bench, &[question]);
-            let Some(ReplySeam::Here(seam)) = &first.identity.tail.seam else {
+            let Some(ReplyJoin::Local(seam)) = &first.identity.tail.seam else {
                 panic!("{first:?}");
             };
             let tokens = seam.continuation(&reply, true).unwrap().len();

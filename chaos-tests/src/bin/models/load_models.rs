@@ -112,9 +112,9 @@ fn reports() {
 }
 
 /// Returns the table of a replica that owns `allowed` places of a limit of 4.
-fn with_places(allowed: u32, is_owing: bool) -> Arc<LoadTable> {
+fn with_places(allowed: u32, hands_over_next: bool) -> Arc<LoadTable> {
     let table = Arc::new(LoadTable::of_slots(1));
-    table.set_places(life(1), LIMIT, allowed, is_owing);
+    table.set_places(life(1), LIMIT, allowed, hands_over_next);
     table
 }
 
@@ -166,7 +166,7 @@ fn owed_place() {
         let running = start(&table).expect("there is one").into_guard(0);
         let end = thread::spawn(move || drop(running));
         assert_eq!(start(&table).err(), Some(ReserveRejection::Full));
-        block_on(table.news().notified());
+        block_on(table.report_due().notified());
         assert_eq!(
             start(&table).err(),
             Some(ReserveRejection::Full),

@@ -71,7 +71,7 @@ async fn damage(
 ) -> anyhow::Result<()> {
     let victim = stage.any();
     let path = "/admin/v1/cluster/snapshot";
-    stage.cluster.tell(victim, Method::POST, path, None).await?;
+    stage.cluster.send(victim, Method::POST, path, None).await?;
     stage.leave(victim).await?;
     let path = harm(&stage.cluster.data_dir(victim), &mut stage.random)?;
     let log_before = stage.cluster.log(victim)?.len();

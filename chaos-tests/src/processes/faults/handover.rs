@@ -21,14 +21,14 @@ pub(super) async fn transfer(stage: &mut FaultContext) -> anyhow::Result<()> {
 
 /// No request may be lost, neither on the remaining replicas nor on the one that leaves.
 pub(super) async fn rolling_restart(stage: &mut FaultContext) -> anyhow::Result<()> {
-    let lost_before = stage.load.book().lost;
+    let lost_before = stage.load.ledger().lost;
     for number in stage.cluster.up() {
         stage.leave(number).await?;
         let others = stage.cluster.up();
         stage.served_by(&others).await?;
         stage.cluster.restart(&[number]).await?;
     }
-    let lost = stage.load.book().lost - lost_before;
+    let lost = stage.load.ledger().lost - lost_before;
     ensure!(lost == 0, "{lost} requests were lost in a rolling restart");
     checks::check_failures(&stage.load)
 }

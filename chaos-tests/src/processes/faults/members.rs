@@ -45,7 +45,7 @@ async fn join(stage: &mut FaultContext, number: usize) -> anyhow::Result<()> {
     let added = until(&what, async || {
         let told = stage
             .cluster
-            .tell(others[0], Method::POST, MEMBERS, Some(&member));
+            .send(others[0], Method::POST, MEMBERS, Some(&member));
         let Err(refused) = told.await else {
             return Ok(true);
         };

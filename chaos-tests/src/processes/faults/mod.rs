@@ -218,7 +218,7 @@ impl FaultContext {
         let before = Instant::now().checked_sub(DOUBT);
         let since = before.context("the clock has just begun")?;
         let killed = self.cluster.kill(number);
-        self.load.book().doubt(number, since, Instant::now());
+        self.load.ledger().doubt(number, since, Instant::now());
         killed
     }
 
@@ -228,7 +228,7 @@ impl FaultContext {
         self.cluster.signal(number, rustix::process::Signal::TERM)?;
         let what = format!("replica {} says that it is leaving", number + 1);
         until(&what, async || {
-            let ready = self.cluster.ask(number, "/readyz").await;
+            let ready = self.cluster.get(number, "/readyz").await;
             Ok(ready.is_err() || ready.is_ok_and(|ready| ready["status"] == "not-ready"))
         })
         .await?;
@@ -248,7 +248,7 @@ impl FaultContext {
         let found = std::cell::Cell::new(None);
         until("one of the others leads", async || {
             for number in numbers {
-                let cluster = self.cluster.ask(*number, "/admin/v1/cluster").await?;
+                let cluster = self.cluster.get(*number, "/admin/v1/cluster").await?;
                 if cluster["role"] == "leader" && cluster["has_quorum"] == true {
                     found.set(Some(*number));
                 }
@@ -267,7 +267,7 @@ impl FaultContext {
     }
 
     async fn status(&self, number: usize) -> anyhow::Result<Value> {
-        self.cluster.ask(number, "/admin/v1/cluster").await
+        self.cluster.get(number, "/admin/v1/cluster").await
     }
 
     /// Sends an administrative request through any running replica. It retries like an operator,
@@ -288,7 +288,7 @@ impl FaultContext {
             turn.set(turn.get() + 1);
             let told = self
                 .cluster
-                .tell(number, method.clone(), path, body.as_ref());
+                .send(number, method.clone(), path, body.as_ref());
             match told.await {
                 Ok(value) => {
                     answer.replace(Some(value));

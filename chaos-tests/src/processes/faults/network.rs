@@ -104,7 +104,7 @@ pub(super) async fn stale_dns(stage: &mut FaultContext) -> anyhow::Result<()> {
     let victim = stage.any();
     stage.kill(victim)?;
     stage.cluster.move_replica(victim)?;
-    stage.cluster.tell_names(victim)?;
+    stage.cluster.write_hosts(victim)?;
     stage.cluster.start_replica(victim)?;
     let others = stage.others(victim);
     stage.served_by(&others).await?;
@@ -112,7 +112,7 @@ pub(super) async fn stale_dns(stage: &mut FaultContext) -> anyhow::Result<()> {
     stage.served_by(&others).await?;
     // Includes the place of a replica that will join.
     for place in 0..stage.cluster.replicas() {
-        stage.cluster.tell_names(place)?;
+        stage.cluster.write_hosts(place)?;
     }
     stage.cluster.wait_ready(victim).await?;
     stage.cluster.targets().set_up(victim, true);

@@ -20,7 +20,7 @@ pub(super) async fn briefly(stage: &mut FaultContext) -> anyhow::Result<()> {
         stage.cluster.signal(leader, Signal::STOP)?;
         last(SHORT).await;
         stage.cluster.signal(leader, Signal::CONT)?;
-        stage.load.after(20).await?;
+        stage.load.wait_for_requests(20).await?;
     }
     Ok(())
 }

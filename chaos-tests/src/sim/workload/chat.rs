@@ -124,11 +124,11 @@ fn token(of: u64) -> u32 {
 }
 
 /// Chats until the workload is over.
-pub(super) async fn talk(desk: ReplicaHandles, number: u8) {
-    let mut rng = desk.rng(KIND, u64::from(number));
+pub(super) async fn talk(handles: ReplicaHandles, number: u8) {
+    let mut rng = handles.rng(KIND, u64::from(number));
     let mut chat = ChatState::new(&mut rng);
     let mut requests = 0;
-    while !desk.scene.is_over() {
+    while !handles.context.is_over() {
         think(&mut rng, THINK_MS).await;
         if chat.tokens.len() > CHAT_TOKENS_MAX || rng.below(10) == 0 {
             chat = ChatState::new(&mut rng);
@@ -136,23 +136,23 @@ pub(super) async fn talk(desk: ReplicaHandles, number: u8) {
         let said = 1 + rng.below(60);
         chat.says(&mut rng, said);
         requests += 1;
-        let id = format!("{}-{number}-{requests}", desk.run);
-        let (output, _) = request(&desk, &mut rng, &chat, id).await;
+        let id = format!("{}-{number}-{requests}", handles.run);
+        let (output, _) = request(&handles, &mut rng, &chat, id).await;
         chat.says(&mut rng, output);
     }
 }
 
 /// Sends one request to a healed cluster.
-pub(super) async fn ask_once(desk: &ReplicaHandles) {
-    let mut rng = desk.rng(KIND, u64::from(u8::MAX));
+pub(super) async fn ask_once(handles: &ReplicaHandles) {
+    let mut rng = handles.rng(KIND, u64::from(u8::MAX));
     let chat = ChatState::new(&mut rng);
-    let id = format!("{}-last", desk.run);
-    request(desk, &mut rng, &chat, id).await;
+    let id = format!("{}-last", handles.run);
+    request(handles, &mut rng, &chat, id).await;
 }
 
 /// Sends one request of a user and returns its outcome.
 pub(super) async fn ask_as(
-    desk: &ReplicaHandles,
+    handles: &ReplicaHandles,
     rng: &mut Rng,
     user: &str,
     id: String,
@@ -161,12 +161,12 @@ pub(super) async fn ask_as(
         user: user.to_owned(),
         ..ChatState::new(rng)
     };
-    request(desk, rng, &chat, id).await.1
+    request(handles, rng, &chat, id).await.1
 }
 
 /// Runs one request to its end. Returns how much was received, and the outcome.
 async fn request(
-    desk: &ReplicaHandles,
+    handles: &ReplicaHandles,
     rng: &mut Rng,
     chat: &ChatState,
     id: String,
@@ -174,31 +174,31 @@ async fn request(
     let request = Arc::new(ChatRequest {
         model: chat.model,
         user: UserName::bounded(&chat.user),
-        identity: desk.router.reader().identify(&chat.parsed()),
+        identity: handles.router.reader().identify(&chat.parsed()),
         id,
         tokens_max: (rng.below(2) == 0).then(|| rng.within(1, 100)),
         priority: i16::from(rng.below(8) == 0),
     });
     let patience = Duration::from_millis(200 + rng.below(6000));
-    let ticket = called(desk, &request);
+    let ticket = called(handles, &request);
     let mut excluded = Vec::new();
     while excluded.len() < ATTEMPTS_MAX {
-        let admitted = wait::admitted(desk, &request, &excluded, patience).await;
+        let admitted = wait::admitted(handles, &request, &excluded, patience).await;
         let (decision, attempt) = match admitted {
             Ok(admitted) => admitted.into_parts(),
             Err(why) => {
-                desk.scene.count("request", why);
-                ended(desk, ticket, Some(RequestTokens::default()));
+                handles.context.count("request", why);
+                ended(handles, ticket, Some(RequestTokens::default()));
                 return (0, why);
             }
         };
-        let Some(service) = reach(desk, ticket, &request, &decision, chat) else {
+        let Some(service) = reach(handles, ticket, &request, &decision, chat) else {
             attempt.end(AttemptEnd::NotRun, Instant::now());
             excluded.push(decision.backend.slot);
             continue;
         };
         let stream = AnswerStream {
-            desk,
+            handles,
             request: &request,
             decision: &decision,
             service,
@@ -206,53 +206,53 @@ async fn request(
         };
         return (stream.run(rng, attempt).await, "run");
     }
-    desk.scene.count("request", "all-tried");
-    ended(desk, ticket, Some(RequestTokens::default()));
+    handles.context.count("request", "all-tried");
+    ended(handles, ticket, Some(RequestTokens::default()));
     (0, "all-tried")
 }
 
 /// Sends a request to the chosen backend. `None` if the engine does not accept it.
 pub(super) fn reach(
-    desk: &ReplicaHandles,
+    handles: &ReplicaHandles,
     ticket: HistoryId,
     request: &ChatRequest,
     decision: &Decision,
     chat: &ChatState,
 ) -> Option<EngineTiming> {
     let dispatch = history::Dispatch {
-        at_us: desk.now_us(),
+        at_us: handles.now_us(),
         backend: decision.backend,
-        seen: (decision.index, desk.view.applied()),
+        seen: (decision.index, handles.view.applied()),
     };
-    desk.scene.ledger.with(|record| {
-        if !record.observation.is_spoiled(desk.run) {
+    handles.context.ledger.with(|record| {
+        if !record.observation.is_spoiled(handles.run) {
             record.history.dispatched(ticket, dispatch);
         }
     });
     // An engine sees tokens, however the prompt was sent.
-    let tokens = desk.router.reader().identify(&ParsedBody {
+    let tokens = handles.router.reader().identify(&ParsedBody {
         prompt: Prompt::Tokens(chat.tokens.clone()),
         ..chat.parsed()
     });
-    let registry = desk.view.registry();
+    let registry = handles.view.registry();
     let mut backends = registry.backends.iter();
     let backend = backends.find(|it| it.handle == decision.backend)?;
     let told = backend.spec.kv_events.is_some();
     let told = told.then(|| (&*tokens.chain, &*chat.tokens));
     let chain = &request.identity.chain;
-    serve(desk, &backend.spec.url, EnginePrompt { chain, told })
+    serve(handles, &backend.spec.url, EnginePrompt { chain, told })
 }
 
 /// Records the call of a request, and its maximum charge.
-pub(super) fn called(desk: &ReplicaHandles, request: &ChatRequest) -> HistoryId {
+pub(super) fn called(handles: &ReplicaHandles, request: &ChatRequest) -> HistoryId {
     let prompt_tokens = u64::from(request.identity.tokens);
     let most = RequestTokens {
         input_uncached: prompt_tokens,
         input_cached: prompt_tokens,
         output: OUTPUT_TOKENS_MAX,
     };
-    let (run, now_us) = (desk.run, desk.now_us());
-    desk.scene.ledger.with(|record| {
+    let (run, now_us) = (handles.run, handles.now_us());
+    handles.context.ledger.with(|record| {
         record
             .history
             .request(run, request.user.as_str(), now_us, most)
@@ -260,13 +260,13 @@ pub(super) fn called(desk: &ReplicaHandles, request: &ChatRequest) -> HistoryId 
 }
 
 /// Sends a request to an engine, which may publish KV events for it.
-fn serve(desk: &ReplicaHandles, url: &str, prompt: EnginePrompt<'_>) -> Option<EngineTiming> {
-    let mut engines = desk.scene.engines();
+fn serve(handles: &ReplicaHandles, url: &str, prompt: EnginePrompt<'_>) -> Option<EngineTiming> {
+    let mut engines = handles.context.engines();
     let service = engines.serve(url, prompt);
     for message in engines.take_published() {
         let mark = xxh3_64(&message.payload);
-        desk.scene.count("kv-message", "published");
-        desk.scene.ledger.with(|record| {
+        handles.context.count("kv-message", "published");
+        handles.context.ledger.with(|record| {
             let observation = &mut record.observation;
             observation.published(message.seq, mark, message.cached);
         });
@@ -276,7 +276,7 @@ fn serve(desk: &ReplicaHandles, url: &str, prompt: EnginePrompt<'_>) -> Option<E
 
 /// A response while it streams.
 struct AnswerStream<'a> {
-    desk: &'a ReplicaHandles,
+    handles: &'a ReplicaHandles,
     request: &'a ChatRequest,
     decision: &'a Decision,
     service: EngineTiming,
@@ -334,20 +334,21 @@ impl AnswerStream<'_> {
     }
 
     fn end(&self, how: &'static str, used: Option<RequestTokens>) {
-        self.desk.scene.count("request", how);
+        self.handles.context.count("request", how);
         if self.decision.matched > 0 {
-            self.desk.scene.count("prefix", "matched");
+            self.handles.context.count("prefix", "matched");
         }
-        ended(self.desk, self.ticket, used);
+        ended(self.handles, self.ticket, used);
     }
 }
 
-pub(super) fn ended(desk: &ReplicaHandles, ticket: HistoryId, used: Option<RequestTokens>) {
+pub(super) fn ended(handles: &ReplicaHandles, ticket: HistoryId, used: Option<RequestTokens>) {
     let end = history::RequestEnd {
-        at_us: desk.now_us(),
+        at_us: handles.now_us(),
         used,
     };
-    desk.scene
+    handles
+        .context
         .ledger
         .with(|record| record.history.ended(ticket, end));
 }

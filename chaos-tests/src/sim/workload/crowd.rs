@@ -111,15 +111,15 @@ enum TryResult {
 }
 
 /// Sends requests with this behaviour until the workload is over.
-pub(super) async fn live(desk: ReplicaHandles, manner: ClientBehaviour) {
-    let mut rng = desk.rng(KIND, manner as u64);
+pub(super) async fn live(handles: ReplicaHandles, manner: ClientBehaviour) {
+    let mut rng = handles.rng(KIND, manner as u64);
     let mut requests = 0;
-    while !desk.scene.is_over() {
+    while !handles.context.is_over() {
         think(&mut rng, THINK_MS).await;
         requests += 1;
         let mut chat = ChatState::new(&mut rng);
         chat.user = match manner {
-            ClientBehaviour::Names => format!("made-up-{}-{requests}", desk.run),
+            ClientBehaviour::Names => format!("made-up-{}-{requests}", handles.run),
             _ => manner.name().replace(' ', "-"),
         };
         let said = 1 + rng.below(60);
@@ -130,10 +130,10 @@ pub(super) async fn live(desk: ReplicaHandles, manner: ClientBehaviour) {
             0
         };
         for attempt in 0..=tries {
-            let id = format!("{}-{}-{requests}-{attempt}", desk.run, manner.name());
+            let id = format!("{}-{}-{requests}-{attempt}", handles.run, manner.name());
             let patience = Duration::from_millis(manner.patience_ms(&mut rng));
             let client = CrowdClient {
-                desk: &desk,
+                handles: &handles,
                 manner,
                 patience,
             };
@@ -142,8 +142,8 @@ pub(super) async fn live(desk: ReplicaHandles, manner: ClientBehaviour) {
                 TryResult::Answer => "answered",
                 TryResult::Nothing(how) => how,
             };
-            desk.scene.count(manner.name(), how);
-            if came == TryResult::Answer || desk.scene.is_over() {
+            handles.context.count(manner.name(), how);
+            if came == TryResult::Answer || handles.context.is_over() {
                 break;
             }
             sleep(Duration::from_millis(BACKOFF_MS << attempt)).await;
@@ -152,8 +152,8 @@ pub(super) async fn live(desk: ReplicaHandles, manner: ClientBehaviour) {
 }
 
 /// Reports an error if a healed cluster never serves a client that keeps retrying (I64).
-pub(super) async fn is_served(desk: &ReplicaHandles) {
-    let mut rng = desk.rng(KIND, 0xff);
+pub(super) async fn is_served(handles: &ReplicaHandles) {
+    let mut rng = handles.rng(KIND, 0xff);
     let began = Instant::now();
     let mut tries = 0;
     loop {
@@ -161,29 +161,32 @@ pub(super) async fn is_served(desk: &ReplicaHandles) {
         let mut chat = ChatState::new(&mut rng);
         chat.user = "newcomer".to_owned();
         let client = CrowdClient {
-            desk,
+            handles,
             manner: ClientBehaviour::Impatient,
             patience: TRY_PATIENCE,
         };
-        let id = format!("{}-newcomer-{tries}", desk.run);
+        let id = format!("{}-newcomer-{tries}", handles.run);
         match client.ask(&mut rng, &chat, id).await {
             TryResult::Nothing(how @ (GAVE_UP | QUEUE_FULL | TOO_LATE | WAITED_TOO_LONG)) => {
                 if began.elapsed() >= TRIES_FOR {
-                    let detail = format!("{} has a newcomer wait: {how}", desk.run);
-                    desk.scene.ledger.blame(format!("I64: {detail}"));
+                    let detail = format!("{} has a newcomer wait: {how}", handles.run);
+                    handles
+                        .context
+                        .ledger
+                        .report_error(format!("I64: {detail}"));
                     return;
                 }
                 sleep(Duration::from_millis(BACKOFF_MS)).await;
             }
-            TryResult::Answer => return desk.scene.count("newcomer", "served"),
-            TryResult::Nothing(how) => return desk.scene.count("newcomer", how),
+            TryResult::Answer => return handles.context.count("newcomer", "served"),
+            TryResult::Nothing(how) => return handles.context.count("newcomer", how),
         }
     }
 }
 
 /// A client that sends requests.
 struct CrowdClient<'a> {
-    desk: &'a ReplicaHandles,
+    handles: &'a ReplicaHandles,
     manner: ClientBehaviour,
     patience: Duration,
 }
@@ -191,26 +194,26 @@ struct CrowdClient<'a> {
 impl CrowdClient<'_> {
     /// Runs one try.
     async fn ask(&self, rng: &mut Rng, chat: &ChatState, id: String) -> TryResult {
-        let (desk, until) = (self.desk, Instant::now() + self.patience);
+        let (handles, until) = (self.handles, Instant::now() + self.patience);
         let request = Arc::new(ChatRequest {
             model: chat.model,
             user: UserName::bounded(&chat.user),
-            identity: desk.router.reader().identify(&chat.parsed()),
+            identity: handles.router.reader().identify(&chat.parsed()),
             id,
             tokens_max: Some(self.manner.tokens(rng)),
             priority: 0,
         });
-        let ticket = chat::called(desk, &request);
-        let (decision, attempt) = match admitted(desk, &request, &[], self.patience).await {
+        let ticket = chat::called(handles, &request);
+        let (decision, attempt) = match admitted(handles, &request, &[], self.patience).await {
             Ok(admitted) => admitted.into_parts(),
             Err(why) => {
-                chat::ended(desk, ticket, Some(RequestTokens::default()));
+                chat::ended(handles, ticket, Some(RequestTokens::default()));
                 return TryResult::Nothing(why);
             }
         };
-        let Some(service) = chat::reach(desk, ticket, &request, &decision, chat) else {
+        let Some(service) = chat::reach(handles, ticket, &request, &decision, chat) else {
             attempt.end(AttemptEnd::NotRun, Instant::now());
-            chat::ended(desk, ticket, Some(RequestTokens::default()));
+            chat::ended(handles, ticket, Some(RequestTokens::default()));
             return TryResult::Nothing("not run");
         };
         let wanted = u64::from(request.tokens_max.unwrap_or(1));
@@ -257,7 +260,7 @@ impl PartialAnswer<'_> {
 
     /// Leaves before any output is visible.
     async fn leave_unseen(&self, mut attempt: Attempt) {
-        attempt.hides(Some(HiddenOutput {
+        attempt.set_hidden_output(Some(HiddenOutput {
             choices: 1,
             tokens_max: self.request.tokens_max,
             is_whole_at_once: false,
@@ -314,12 +317,12 @@ impl PartialAnswer<'_> {
             input_cached: 0,
             output: usage.completion_tokens,
         };
-        let desk = self.client.desk;
-        desk.scene.ledger.with(|record| {
+        let handles = self.client.handles;
+        handles.context.ledger.with(|record| {
             let computed = tokens(self.usage(made));
             record.history.computed(self.ticket, computed);
         });
-        chat::ended(desk, self.ticket, told.map(tokens));
+        chat::ended(handles, self.ticket, told.map(tokens));
     }
 }
 

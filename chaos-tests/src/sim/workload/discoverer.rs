@@ -26,14 +26,14 @@ pub(super) fn name(number: u64) -> String {
 }
 
 /// Proposes changes until the workload is over.
-pub(super) async fn write(desk: ReplicaHandles) {
-    let mut rng = desk.rng(KIND, 0);
-    let client = desk.scene.next_client();
-    while !desk.scene.is_over() {
+pub(super) async fn write(handles: ReplicaHandles) {
+    let mut rng = handles.rng(KIND, 0);
+    let client = handles.context.next_client();
+    while !handles.context.is_over() {
         think(&mut rng, THINK_MS).await;
-        if desk.view.registry().initialised && !desk.scene.is_over() {
+        if handles.view.registry().initialised && !handles.context.is_over() {
             let command = Command::Discover(Box::new(discovery(&mut rng)));
-            operator::submit(&desk, client, command).await;
+            operator::submit(&handles, client, command).await;
         }
     }
 }

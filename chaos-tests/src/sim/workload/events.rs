@@ -26,17 +26,17 @@ const DIAL_EVERY: Duration = Duration::from_millis(60);
 const SILENCE: Duration = Duration::from_secs(3);
 
 /// Reads the streams assigned to this replica until it stops.
-pub(super) async fn read(desk: ReplicaHandles) {
+pub(super) async fn read(handles: ReplicaHandles) {
     let parts = ReaderParts {
-        cluster: Arc::clone(&desk.cluster),
-        view: Arc::clone(&desk.view),
-        outbox: Arc::clone(desk.router.outbox()),
-        reader: Arc::clone(desk.router.reader()),
-        clock: desk.router.clock().clone(),
-        backends: Arc::clone(&desk.backends),
+        cluster: Arc::clone(&handles.cluster),
+        view: Arc::clone(&handles.view),
+        outbox: Arc::clone(handles.router.outbox()),
+        reader: Arc::clone(handles.router.reader()),
+        clock: handles.router.clock().clone(),
+        backends: Arc::clone(&handles.backends),
         sockets: Arc::new(SimSockets {
-            rng: Arc::new(Mutex::new(desk.rng(KIND, 0))),
-            desk,
+            rng: Arc::new(Mutex::new(handles.rng(KIND, 0))),
+            handles,
         }),
         board: Arc::default(),
     };
@@ -45,13 +45,13 @@ pub(super) async fn read(desk: ReplicaHandles) {
 
 /// Sockets of one replica.
 struct SimSockets {
-    desk: ReplicaHandles,
+    handles: ReplicaHandles,
     rng: Arc<Mutex<Rng>>,
 }
 
 /// Connection of one socket to an engine.
 struct SocketRoute {
-    desk: ReplicaHandles,
+    handles: ReplicaHandles,
     url: String,
     rng: Arc<Mutex<Rng>>,
 }
@@ -63,7 +63,7 @@ impl SimSockets {
             KvAddress::Ipc(path) => path.display().to_string(),
         };
         SocketRoute {
-            desk: self.desk.clone(),
+            handles: self.handles.clone(),
             url: format!("http://{host}:8000"),
             rng: Arc::clone(&self.rng),
         }
@@ -98,7 +98,7 @@ impl Sockets for SimSockets {
 
 impl SocketRoute {
     fn one_in(&self, of: u64) -> bool {
-        !self.desk.scene.is_over() && self.below(of) == 0
+        !self.handles.context.is_over() && self.below(of) == 0
     }
 
     fn below(&self, of: u64) -> u64 {
@@ -108,7 +108,7 @@ impl SocketRoute {
 
     /// Follows one connection. Returns whether the receiver still listens.
     async fn follow(&self, queue: &mpsc::Sender<SocketMessage>) -> bool {
-        let publisher = self.desk.scene.engines().publisher(&self.url);
+        let publisher = self.handles.context.engines().publisher(&self.url);
         let Some((run, mut next)) = publisher else {
             return queue.send(broke("connection refused")).await.is_ok();
         };
@@ -119,7 +119,11 @@ impl SocketRoute {
         let mut deaf_looks = 0;
         loop {
             tokio::time::sleep(LOOK_EVERY).await;
-            let messages = self.desk.scene.engines().messages(&self.url, run, next);
+            let messages = self
+                .handles
+                .context
+                .engines()
+                .messages(&self.url, run, next);
             let Some(messages) = messages else {
                 return queue.send(broke("connection reset")).await.is_ok();
             };
@@ -149,13 +153,17 @@ impl SocketRoute {
 
     async fn replay(&self, from: u64, queue: &mpsc::Sender<SocketMessage>) -> Result<(), String> {
         tokio::time::sleep(Duration::from_millis(1 + self.below(60))).await;
-        let engine = self.desk.scene.engines().publisher(&self.url);
+        let engine = self.handles.context.engines().publisher(&self.url);
         let (run, _) = engine.ok_or("connection refused")?;
         if self.one_in(25) {
             tokio::time::sleep(SILENCE).await;
             return Err("timed out".to_owned());
         }
-        let messages = self.desk.scene.engines().messages(&self.url, run, from);
+        let messages = self
+            .handles
+            .context
+            .engines()
+            .messages(&self.url, run, from);
         let messages: Vec<(u64, Bytes)> = messages.ok_or("connection reset")?;
         let sent = match self.one_in(15) {
             true => self.below(messages.len() as u64 + 1) as usize,

@@ -33,31 +33,31 @@ pub(super) fn is_in(seed: u64) -> bool {
 }
 
 /// Follows the source until the workload is over.
-pub(super) async fn follow(desk: ReplicaHandles) {
-    let mut rng = desk.rng(KIND, 0);
-    let client = desk.scene.next_client();
+pub(super) async fn follow(handles: ReplicaHandles) {
+    let mut rng = handles.rng(KIND, 0);
+    let client = handles.context.next_client();
     let time = LogTime::default();
-    while !desk.scene.is_over() {
+    while !handles.context.is_over() {
         tokio::time::sleep(LOOK_EVERY).await;
-        if !desk.scene.is_over() {
-            let told = told(&mut rng, desk.now_us());
-            let status = desk.cluster.status();
+        if !handles.context.is_over() {
+            let told = told(&mut rng, handles.now_us());
+            let status = handles.cluster.status();
             if status.leader == Some(status.id) {
-                act(&desk, client, &told, &time).await;
+                act(&handles, client, &told, &time).await;
             }
         }
     }
 }
 
 /// Continues until this replica has exactly the engines that the source lists at the end.
-pub(super) async fn settle(desk: &ReplicaHandles, client: u32) {
-    if !is_in(desk.scene.seed) {
+pub(super) async fn settle(handles: &ReplicaHandles, client: u32) {
+    if !is_in(handles.context.seed) {
         return;
     }
     let time = LogTime::default();
     let told: Vec<ListedEngine> = fleet::last().iter().zip(20_000..).map(engine).collect();
     while !matches!(
-        act(desk, client, &told, &time).await,
+        act(handles, client, &told, &time).await,
         Acted::Settled | Acted::Never
     ) {
         tokio::time::sleep(LOOK_EVERY).await;
@@ -75,12 +75,17 @@ enum Acted {
 }
 
 /// Acts on a response if this replica leads, or if nothing of the source is registered yet.
-async fn act(desk: &ReplicaHandles, client: u32, told: &[ListedEngine], time: &LogTime) -> Acted {
-    let (registry, status) = (desk.view.registry(), desk.cluster.status());
+async fn act(
+    handles: &ReplicaHandles,
+    client: u32,
+    told: &[ListedEngine],
+    time: &LogTime,
+) -> Acted {
+    let (registry, status) = (handles.view.registry(), handles.cluster.status());
     if !registry.initialised || !status.caught_up {
         return Acted::Going;
     }
-    let now_ms = time.present_ms(desk.view.now_ms());
+    let now_ms = time.present_ms(handles.view.now_ms());
     let held = registry.fleet();
     let plan = SourcePlan::of(&fleet::rules(), told, &held, now_ms);
     let is_lost = held.discovered.values().any(|it| it.lost.is_some());
@@ -93,11 +98,11 @@ async fn act(desk: &ReplicaHandles, client: u32, told: &[ListedEngine], time: &L
     for change in plan.changes.into_iter().take(CHANGES_AT_ONCE) {
         let source = SOURCE.to_owned();
         let command = Command::Discover(Box::new(Discovery { source, change }));
-        let Some(committed) = operator::submit(desk, client, command).await else {
-            let is_new = desk.view.registry().fleet().discovered.is_empty();
+        let Some(committed) = operator::submit(handles, client, command).await else {
+            let is_new = handles.view.registry().fleet().discovered.is_empty();
             return if is_new { Acted::Never } else { Acted::Going };
         };
-        while desk.view.applied() < committed.index {
+        while handles.view.applied() < committed.index {
             tokio::time::sleep(APPLY_PAUSE).await;
         }
     }

@@ -23,25 +23,25 @@ struct ProbedBackend {
 }
 
 /// Watches the engines until the replica stops.
-pub(super) async fn watch(desk: ReplicaHandles) {
-    let mut rng = desk.rng(KIND, 0);
-    let mut roster = SlotTable::new(Arc::clone(&desk.backends));
+pub(super) async fn watch(handles: ReplicaHandles) {
+    let mut rng = handles.rng(KIND, 0);
+    let mut roster = SlotTable::new(Arc::clone(&handles.backends));
     let mut told: BTreeMap<Slot, u64> = BTreeMap::new();
     loop {
-        let registry = desk.view.registry();
+        let registry = handles.view.registry();
         roster.follow(Arc::clone(&registry), |stay, backend| ProbedBackend {
             stay,
             url: backend.spec.url.clone(),
         });
         for (slot, watched) in roster.watchers() {
-            let Some(started_at_s) = desk.scene.engines().look(&watched.url) else {
+            let Some(started_at_s) = handles.context.engines().look(&watched.url) else {
                 let why = "connection refused".to_owned();
                 watched.stay.failed(Fault::Unreachable, why);
                 continue;
             };
             watched.stay.passed();
             // The leader reports engines to the others, again after a restart of an engine.
-            let status = desk.cluster.status();
+            let status = handles.cluster.status();
             if status.leader == Some(status.id)
                 && told.insert(slot, started_at_s) != Some(started_at_s)
                 && let Some(backend) = registry.backends.iter().find(|it| it.handle.slot == slot)
@@ -51,13 +51,14 @@ pub(super) async fn watch(desk: ReplicaHandles) {
                     capacity_blocks: Some(CAPACITY_BLOCKS),
                     started_at_s: Some(started_at_s),
                 };
-                desk.router.outbox().observe(backend.handle, facts);
+                handles.router.outbox().observe(backend.handle, facts);
             }
         }
-        if rng.below(100) == 0 && !desk.scene.is_over() {
-            let turned = desk.scene.engines().turn(desk.now_us() / 1000);
-            let now_us = desk.now_us();
-            desk.scene
+        if rng.below(100) == 0 && !handles.context.is_over() {
+            let turned = handles.context.engines().turn(handles.now_us() / 1000);
+            let now_us = handles.now_us();
+            handles
+                .context
                 .trace
                 .event(now_us, format_args!("engine {turned:?} turns"));
         }

@@ -21,36 +21,39 @@ const REQUESTS_MAX: u32 = 5;
 const LAG: Duration = Duration::from_millis(1000 + UNANIMOUS_MS + STAMP_LATE_MS_MAX);
 
 /// Reports an error if the user is still refused after its window (I51).
-pub(super) async fn wait_out(desk: &ReplicaHandles, client: u32) {
-    let mut rng = desk.rng(KIND, 0);
-    let user = format!("waits-{}", desk.run.replica);
+pub(super) async fn wait_out(handles: &ReplicaHandles, client: u32) {
+    let mut rng = handles.rng(KIND, 0);
+    let user = format!("waits-{}", handles.run.replica);
     let limits = UserLimits {
         requests: Some(1),
         window_ms: Some(WINDOW_MS),
         ..UserLimits::default()
     };
     let name = user.clone();
-    operator::submit(desk, client, Command::PutUserLimits { name, limits }).await;
+    operator::submit(handles, client, Command::PutUserLimits { name, limits }).await;
     let mut requests = 0;
     while requests < REQUESTS_MAX {
         requests += 1;
-        let id = format!("{}-over-{requests}", desk.run);
-        if ask_as(desk, &mut rng, &user, id).await == OVER_LIMIT {
+        let id = format!("{}-over-{requests}", handles.run);
+        if ask_as(handles, &mut rng, &user, id).await == OVER_LIMIT {
             break;
         }
     }
     // Without a backend nothing is used, and slow backends take longer than the window.
     if requests == REQUESTS_MAX {
-        desk.scene.count("over its limit", "never");
+        handles.context.count("over its limit", "never");
         return;
     }
     let window = Duration::from_millis(u64::from(WINDOW_MS) * u64::from(requests));
     tokio::time::sleep(window + LAG).await;
-    let id = format!("{}-waited", desk.run);
-    if ask_as(desk, &mut rng, &user, id).await == OVER_LIMIT {
+    let id = format!("{}-waited", handles.run);
+    if ask_as(handles, &mut rng, &user, id).await == OVER_LIMIT {
         let detail = format!("{user} waited for {window:?} and is over its limit");
-        desk.scene.ledger.blame(format!("I51: {detail}"));
+        handles
+            .context
+            .ledger
+            .report_error(format!("I51: {detail}"));
     } else {
-        desk.scene.count("over its limit", "served");
+        handles.context.count("over its limit", "served");
     }
 }

@@ -125,7 +125,7 @@ impl WorkloadContext {
 /// Handles of one replica for its clients.
 #[derive(Clone)]
 struct ReplicaHandles {
-    scene: WorkloadContext,
+    context: WorkloadContext,
     run: ReplicaRun,
     cluster: Arc<dyn Cluster>,
     admission: Arc<api::admission::Admission>,
@@ -138,29 +138,29 @@ impl ReplicaHandles {
     /// Returns the separate random stream of the `number`th client of a kind.
     fn rng(&self, kind: u64, number: u64) -> Rng {
         let run = u64::from(self.run.number) << 8 | u64::from(self.run.replica.0);
-        Rng::new(self.scene.seed, kind << 48 | number << 40 | run)
+        Rng::new(self.context.seed, kind << 48 | number << 40 | run)
     }
 
     fn now_us(&self) -> u64 {
-        self.scene.time.now_us()
+        self.context.time.now_us()
     }
 }
 
 /// Starts clients and operators at replicas that come up.
 pub struct WorkloadDriver {
-    scene: WorkloadContext,
+    context: WorkloadContext,
 }
 
 impl WorkloadDriver {
     /// Creates a driver without clients.
     #[must_use]
-    pub fn new(scene: WorkloadContext) -> Self {
-        Self { scene }
+    pub fn new(context: WorkloadContext) -> Self {
+        Self { context }
     }
 
-    fn desk(&self, run: ReplicaRun, core: &ReplicaCore) -> ReplicaHandles {
+    fn handles(&self, run: ReplicaRun, core: &ReplicaCore) -> ReplicaHandles {
         ReplicaHandles {
-            scene: self.scene.clone(),
+            context: self.context.clone(),
             run,
             cluster: core.cluster(),
             admission: Arc::clone(core.admission()),
@@ -172,25 +172,25 @@ impl WorkloadDriver {
 
     /// Starts the workload of a replica that has come up.
     pub(super) fn enter(&self, run: ReplicaRun, core: &ReplicaCore, handle: &Handle) {
-        let desk = self.desk(run, core);
-        handle.spawn(health::watch(desk.clone()));
-        handle.spawn(operator::write(desk.clone()));
-        if planner::is_in(self.scene.seed) {
-            handle.spawn(planner::write(desk.clone()));
+        let handles = self.handles(run, core);
+        handle.spawn(health::watch(handles.clone()));
+        handle.spawn(operator::write(handles.clone()));
+        if planner::is_in(self.context.seed) {
+            handle.spawn(planner::write(handles.clone()));
         }
-        if discoverer::is_in(self.scene.seed) {
-            handle.spawn(discoverer::write(desk.clone()));
+        if discoverer::is_in(self.context.seed) {
+            handle.spawn(discoverer::write(handles.clone()));
         }
-        if fleet_source::is_in(self.scene.seed) {
-            handle.spawn(fleet_source::follow(desk.clone()));
+        if fleet_source::is_in(self.context.seed) {
+            handle.spawn(fleet_source::follow(handles.clone()));
         }
-        handle.spawn(reader::read(desk.clone()));
-        handle.spawn(events::read(desk.clone()));
-        for number in 0..self.scene.clients {
-            handle.spawn(chat::talk(desk.clone(), number));
+        handle.spawn(reader::read(handles.clone()));
+        handle.spawn(events::read(handles.clone()));
+        for number in 0..self.context.clients {
+            handle.spawn(chat::talk(handles.clone(), number));
         }
-        for manner in crowd::ClientBehaviour::of(self.scene.seed) {
-            handle.spawn(crowd::live(desk.clone(), manner));
+        for manner in crowd::ClientBehaviour::of(self.context.seed) {
+            handle.spawn(crowd::live(handles.clone(), manner));
         }
     }
 
@@ -201,7 +201,7 @@ impl WorkloadDriver {
         handle: &Handle,
         change: MembershipChange,
     ) {
-        let scene = self.scene.clone();
+        let context = self.context.clone();
         handle.spawn(async move {
             let (what, done) = match change {
                 MembershipChange::Promote(id) => {
@@ -210,7 +210,10 @@ impl WorkloadDriver {
                 MembershipChange::Remove(id) => {
                     let removed = cluster.remove_member(id).await;
                     if removed.is_ok() {
-                        let mut gone = scene.removed.lock().unwrap_or_else(PoisonError::into_inner);
+                        let mut gone = context
+                            .removed
+                            .lock()
+                            .unwrap_or_else(PoisonError::into_inner);
                         gone.push(id.0);
                     }
                     ("remove", removed.map(drop))
@@ -225,18 +228,18 @@ impl WorkloadDriver {
                 Err(ChangeError::Refused(_)) => "refused",
                 Err(ChangeError::Unknown(_)) => "unknown",
             };
-            let now_us = scene.time.now_us();
-            scene
+            let now_us = context.time.now_us();
+            context
                 .trace
                 .event(now_us, format_args!("{change:?}: {done:?}"));
-            scene.count(what, outcome);
+            context.count(what, outcome);
         });
     }
 
     /// Returns the replicas removed since the last call.
     pub(super) fn take_removed(&self) -> Vec<u8> {
         let mut removed = self
-            .scene
+            .context
             .removed
             .lock()
             .unwrap_or_else(PoisonError::into_inner);
@@ -250,15 +253,15 @@ impl WorkloadDriver {
         core: &ReplicaCore,
         handle: &Handle,
     ) -> Arc<AtomicBool> {
-        let (desk, done) = (self.desk(run, core), Arc::new(AtomicBool::new(false)));
+        let (handles, done) = (self.handles(run, core), Arc::new(AtomicBool::new(false)));
         let is_done = Arc::clone(&done);
-        let client = self.scene.next_client();
+        let client = self.context.next_client();
         handle.spawn(async move {
-            reader::read_all(&desk, client).await;
-            chat::ask_once(&desk).await;
-            crowd::is_served(&desk).await;
-            limits::wait_out(&desk, client).await;
-            fleet_source::settle(&desk, client).await;
+            reader::read_all(&handles, client).await;
+            chat::ask_once(&handles).await;
+            crowd::is_served(&handles).await;
+            limits::wait_out(&handles, client).await;
+            fleet_source::settle(&handles, client).await;
             done.store(true, Ordering::Relaxed);
         });
         is_done
@@ -266,13 +269,13 @@ impl WorkloadDriver {
 
     /// Stops new work.
     pub(super) fn close(&self) {
-        self.scene.is_over.store(true, Ordering::Relaxed);
-        self.scene.engines().all_up();
+        self.context.is_over.store(true, Ordering::Relaxed);
+        self.context.engines().all_up();
     }
 
     /// Returns the number of operations by kind and outcome.
     pub(super) fn outcomes(&self) -> OutcomeCounts {
-        let outcomes = self.scene.outcomes.lock();
+        let outcomes = self.context.outcomes.lock();
         outcomes.unwrap_or_else(PoisonError::into_inner).clone()
     }
 }

@@ -23,44 +23,44 @@ const KIND: u64 = 3;
 const THINK_MS: u64 = 500;
 
 /// Writes until the workload is over.
-pub(super) async fn write(desk: ReplicaHandles) {
-    let mut rng = desk.rng(KIND, 0);
-    let client = desk.scene.next_client();
-    let mut first = match desk.run {
+pub(super) async fn write(handles: ReplicaHandles) {
+    let mut rng = handles.rng(KIND, 0);
+    let client = handles.context.next_client();
+    let mut first = match handles.run {
         ReplicaRun {
             replica: ReplicaId(1),
             number: 1,
         } => first_backends(),
         _ => Vec::new(),
     };
-    let is_plain = desk.scene.seed.is_multiple_of(4);
-    while !desk.scene.is_over() {
+    let is_plain = handles.context.seed.is_multiple_of(4);
+    while !handles.context.is_over() {
         let mean_ms = if first.is_empty() { THINK_MS } else { 1 };
         think(&mut rng, mean_ms).await;
-        if !desk.view.registry().initialised || desk.scene.is_over() {
+        if !handles.view.registry().initialised || handles.context.is_over() {
             continue;
         }
         let command = match first.pop() {
             Some(spec) => Command::PutBackend(spec),
-            None => command(&mut rng, is_plain, &desk.view),
+            None => command(&mut rng, is_plain, &handles.view),
         };
-        submit(&desk, client, command).await;
+        submit(&handles, client, command).await;
     }
 }
 
 /// Submits a command. `None` if it is not known to be committed.
 pub(super) async fn submit(
-    desk: &ReplicaHandles,
+    handles: &ReplicaHandles,
     client: u32,
     command: Command,
 ) -> Option<Committed> {
     let what = name(&command);
-    let (run, called_us) = (desk.run, desk.now_us());
-    let ticket = desk.scene.ledger.with(|record| {
+    let (run, called_us) = (handles.run, handles.now_us());
+    let ticket = handles.context.ledger.with(|record| {
         let action = Action::Write(command.clone());
         record.history.call(client, run, called_us, action)
     });
-    let written = desk.cluster.submit(command).await;
+    let written = handles.cluster.submit(command).await;
     let committed = written.as_ref().ok().cloned();
     let (outcome, how) = match written {
         Ok(committed) => {
@@ -75,10 +75,10 @@ pub(super) async fn submit(
             (OperationResult::Unknown, "unknown")
         }
     };
-    desk.scene.count(what, how);
-    let now_us = desk.now_us();
-    desk.scene.ledger.with(|record| {
-        let told = record.as_told(run, outcome);
+    handles.context.count(what, how);
+    let now_us = handles.now_us();
+    handles.context.ledger.with(|record| {
+        let told = record.outcome_if_trusted(run, outcome);
         record.history.answer(ticket, now_us, told);
     });
     committed

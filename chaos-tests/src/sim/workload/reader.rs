@@ -14,49 +14,49 @@ const KIND: u64 = 4;
 const THINK_MS: u64 = 400;
 
 /// Reads until the workload is over.
-pub(super) async fn read(desk: ReplicaHandles) {
-    let mut rng = desk.rng(KIND, 0);
-    let client = desk.scene.next_client();
-    while !desk.scene.is_over() {
+pub(super) async fn read(handles: ReplicaHandles) {
+    let mut rng = handles.rng(KIND, 0);
+    let client = handles.context.next_client();
+    while !handles.context.is_over() {
         think(&mut rng, THINK_MS).await;
-        if desk.view.registry().initialised && !desk.scene.is_over() {
-            look(&desk, client, key(&mut rng)).await;
+        if handles.view.registry().initialised && !handles.context.is_over() {
+            look(&handles, client, key(&mut rng)).await;
         }
     }
 }
 
 /// Reads every key once.
-pub(super) async fn read_all(desk: &ReplicaHandles, client: u32) {
+pub(super) async fn read_all(handles: &ReplicaHandles, client: u32) {
     for key in keys() {
-        look(desk, client, key).await;
+        look(handles, client, key).await;
     }
 }
 
-async fn look(desk: &ReplicaHandles, client: u32, key: RegisterKey) {
-    let (run, called_us) = (desk.run, desk.now_us());
-    let ticket = desk.scene.ledger.with(|record| {
+async fn look(handles: &ReplicaHandles, client: u32, key: RegisterKey) {
+    let (run, called_us) = (handles.run, handles.now_us());
+    let ticket = handles.context.ledger.with(|record| {
         let action = Action::Read(key.clone());
         record.history.call(client, run, called_us, action)
     });
-    let confirmed = desk.cluster.read_barrier().await;
+    let confirmed = handles.cluster.read_barrier().await;
     let outcome = match confirmed {
         Ok(_) => {
             let (mut index, mut value) = (LogIndex(0), None);
-            desk.cluster.with_state(&mut |state| {
+            handles.cluster.with_state(&mut |state| {
                 index = state.applied();
                 value = key.value_in(state);
             });
-            desk.scene.count("read", "ok");
+            handles.context.count("read", "ok");
             OperationResult::Read { index, value }
         }
         Err(_) => {
-            desk.scene.count("read", "refused");
+            handles.context.count("read", "refused");
             OperationResult::Refused
         }
     };
-    let now_us = desk.now_us();
-    desk.scene.ledger.with(|record| {
-        let told = record.as_told(run, outcome);
+    let now_us = handles.now_us();
+    handles.context.ledger.with(|record| {
+        let told = record.outcome_if_trusted(run, outcome);
         record.history.answer(ticket, now_us, told);
     });
 }

@@ -41,58 +41,69 @@ impl PendingWaits {
 /// Waits for admission for a limited time. A client that left must not keep a place in the queue:
 /// its request would reach an engine, or block others.
 pub(super) async fn admitted<C: AdmissionRequest>(
-    desk: &ReplicaHandles,
+    handles: &ReplicaHandles,
     request: &Arc<C>,
     excluded: &[Slot],
     patience: Duration,
 ) -> Result<Admitted, &'static str> {
     // No time passes between this check and that of admission.
-    let is_used_up = excluded.is_empty() && is_budget_used_up(desk, &**request);
-    desk.scene.waiting.change(desk.run, 1);
-    let admitted = timeout(patience, desk.admission.admit(request, excluded)).await;
-    let waiting = desk.scene.waiting.change(desk.run, -1);
-    let lines = desk.admission.lines();
+    let is_used_up = excluded.is_empty() && is_budget_used_up(handles, &**request);
+    handles.context.waiting.change(handles.run, 1);
+    let admitted = timeout(patience, handles.admission.admit(request, excluded)).await;
+    let waiting = handles.context.waiting.change(handles.run, -1);
+    let lines = handles.admission.queues();
     let queued: usize = lines.iter().map(|line| line.waiting).sum();
     if queued > waiting {
-        let run = desk.run;
+        let run = handles.run;
         let detail =
             format!("{run}: {queued} requests are queued, of which {waiting} are waited for");
-        desk.scene.ledger.blame(format!("I64: {detail}"));
+        handles
+            .context
+            .ledger
+            .report_error(format!("I64: {detail}"));
     }
     if is_used_up {
-        judge_used_up(desk, admitted.as_ref().ok());
+        judge_used_up(handles, admitted.as_ref().ok());
     }
     match admitted {
         Ok(Ok(admitted)) => Ok(admitted),
         Ok(Err(why)) => Err(not_admitted(why)),
         Err(_) => {
-            desk.scene.count("left while waiting", "queued no more");
+            handles
+                .context
+                .count("left while waiting", "queued no more");
             Err(GAVE_UP)
         }
     }
 }
 
 /// Whether the applied state has no budget left for the user, by the clock that admission uses.
-fn is_budget_used_up<C: AdmissionRequest>(desk: &ReplicaHandles, request: &C) -> bool {
+fn is_budget_used_up<C: AdmissionRequest>(handles: &ReplicaHandles, request: &C) -> bool {
     let asked = request.ask(&[]);
-    let user = user_key(desk.view.registry().hash_seed, asked.user.as_str());
-    let unix_ms = desk.router.clock().unix_ms();
-    let quota = desk.view.quota(user);
+    let user = user_key(handles.view.registry().hash_seed, asked.user.as_str());
+    let unix_ms = handles.router.clock().unix_ms();
+    let quota = handles.view.quota(user);
     quota.check_budget(unix_ms, &PendingUse::default()).is_err()
 }
 
 /// Reports an error if a replica admits a user whose budget is used up (I106).
-fn judge_used_up(desk: &ReplicaHandles, admitted: Option<&Result<Admitted, AdmissionRejection>>) {
+fn judge_used_up(
+    handles: &ReplicaHandles,
+    admitted: Option<&Result<Admitted, AdmissionRejection>>,
+) {
     match admitted {
-        Some(Err(AdmissionRejection::OverLimit(_))) => desk.scene.count("budget", "used up"),
+        Some(Err(AdmissionRejection::OverLimit(_))) => handles.context.count("budget", "used up"),
         how => {
             let let_in = if matches!(how, Some(Ok(_))) {
                 "is let in"
             } else {
                 "is not refused"
             };
-            let detail = format!("{}: a user whose budget is used up {let_in}", desk.run);
-            desk.scene.ledger.blame(format!("I106: {detail}"));
+            let detail = format!("{}: a user whose budget is used up {let_in}", handles.run);
+            handles
+                .context
+                .ledger
+                .report_error(format!("I106: {detail}"));
         }
     }
 }

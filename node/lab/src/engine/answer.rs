@@ -12,7 +12,7 @@ use bytes::Bytes;
 use futures_util::Stream;
 use serde_json::{Value, json};
 
-use super::driver::{Latest, RequestGuard};
+use super::driver::{LatestProgress, RequestGuard};
 use super::model::Finish;
 use super::text::words;
 
@@ -35,7 +35,7 @@ pub(super) struct AnswerHeader {
     /// Served model name.
     pub model: String,
     /// Seed of the words.
-    pub voice: u64,
+    pub output_seed: u64,
     /// Tokens of the prompt.
     pub prompt_tokens: u32,
 }
@@ -52,8 +52,8 @@ pub(super) struct UsageOptions {
 impl CompletionKind {
     /// Returns the unary response.
     #[must_use]
-    pub(super) fn whole(self, header: &AnswerHeader, end: Latest) -> Value {
-        let text = words(header.voice, 0, end.output_tokens);
+    pub(super) fn whole(self, header: &AnswerHeader, end: LatestProgress) -> Value {
+        let text = words(header.output_seed, 0, end.output_tokens);
         let finish_reason = end.finish.map(reason);
         let usage = header.usage(end, true);
         match self {
@@ -93,7 +93,7 @@ impl CompletionKind {
 }
 
 impl AnswerHeader {
-    fn usage(&self, latest: Latest, with_details: bool) -> Value {
+    fn usage(&self, latest: LatestProgress, with_details: bool) -> Value {
         let mut usage = json!({
             "prompt_tokens": self.prompt_tokens,
             "total_tokens": self.prompt_tokens + latest.output_tokens,
@@ -116,7 +116,7 @@ fn reason(finish: Finish) -> &'static str {
 /// Formats a response as server-sent events.
 pub(super) trait AnswerWriter {
     /// Returns the events for everything between the last call and `latest`.
-    fn write(&mut self, latest: Latest) -> Bytes;
+    fn write(&mut self, latest: LatestProgress) -> Bytes;
 }
 
 /// A response as server-sent events, produced as the model runs. Dropping it aborts the request.
@@ -187,7 +187,7 @@ impl CompletionEvents {
         }
     }
 
-    fn close_chunk(&self, out: &mut String, latest: Latest, extra: &str) {
+    fn close_chunk(&self, out: &mut String, latest: LatestProgress, extra: &str) {
         out.push_str(extra);
         if self.usage.continuous {
             let _ = write!(out, ",\"usage\":{}", self.heading.usage(latest, false));
@@ -199,7 +199,7 @@ impl CompletionEvents {
 }
 
 impl AnswerWriter for CompletionEvents {
-    fn write(&mut self, latest: Latest) -> Bytes {
+    fn write(&mut self, latest: LatestProgress) -> Bytes {
         let mut out = String::with_capacity(768);
         if self.sent == 0 && self.kind == CompletionKind::Chat {
             out.push_str(&self.opening);
@@ -207,7 +207,7 @@ impl AnswerWriter for CompletionEvents {
                 "{\"index\":0,\"delta\":{\"role\":\"assistant\",\"content\":\"\"},\
                  \"logprobs\":null,\"finish_reason\":null}]",
             );
-            let before = Latest {
+            let before = LatestProgress {
                 output_tokens: 0,
                 ..latest
             };
@@ -217,7 +217,7 @@ impl AnswerWriter for CompletionEvents {
                 ",\"prompt_token_ids\":null,\"prompt_text\":null",
             );
         }
-        let text = words(self.heading.voice, self.sent, latest.output_tokens);
+        let text = words(self.heading.output_seed, self.sent, latest.output_tokens);
         out.push_str(&self.opening);
         // Words are lower-case letters and spaces, so they need no escaping.
         let _ = match self.kind {

@@ -41,9 +41,9 @@ pub(super) struct DriverCore {
 #[derive(Debug)]
 struct DriverInner {
     scheduler: Scheduler,
-    outlets: HashMap<RequestId, Arc<ProgressSlot>>,
+    progress_slots: HashMap<RequestId, Arc<ProgressSlot>>,
     /// Fault to inject when the engine is idle.
-    fate: FaultKind,
+    pending_fault: FaultKind,
     /// Adapters in use, step by step.
     lora: LoraSeries,
 }
@@ -51,13 +51,13 @@ struct DriverInner {
 /// Where the driver stores a request's progress for its handler.
 #[derive(Debug, Default)]
 struct ProgressSlot {
-    latest: Mutex<Latest>,
+    latest: Mutex<LatestProgress>,
     waker: AtomicWaker,
 }
 
 /// Progress of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub(super) struct Latest {
+pub(super) struct LatestProgress {
     /// Output tokens so far.
     pub output_tokens: u32,
     /// Prompt tokens found in the cache; valid once there is an output token.
@@ -71,7 +71,7 @@ pub(super) struct Latest {
 pub(super) struct RequestGuard {
     core: Arc<DriverCore>,
     id: RequestId,
-    outlet: Arc<ProgressSlot>,
+    progress_slot: Arc<ProgressSlot>,
     seen: u32,
 }
 
@@ -86,8 +86,8 @@ impl DriverCore {
         Arc::new(Self {
             inner: Mutex::new(DriverInner {
                 scheduler,
-                outlets: HashMap::new(),
-                fate: FaultKind::Nothing,
+                progress_slots: HashMap::new(),
+                pending_fault: FaultKind::Nothing,
                 lora: LoraSeries::default(),
             }),
             work: Notify::new(),
@@ -121,11 +121,11 @@ impl DriverCore {
 
     /// Queues a request.
     pub(super) fn submit(self: &Arc<Self>, job: ComputeJob) -> RequestGuard {
-        let outlet = Arc::new(ProgressSlot::default());
+        let progress_slot = Arc::new(ProgressSlot::default());
         let id = {
             let mut inner = self.lock();
             let id = inner.scheduler.submit(job);
-            inner.outlets.insert(id, outlet.clone());
+            inner.progress_slots.insert(id, progress_slot.clone());
             self.count_open(&inner);
             id
         };
@@ -133,7 +133,7 @@ impl DriverCore {
         RequestGuard {
             core: self.clone(),
             id,
-            outlet,
+            progress_slot,
             seen: 0,
         }
     }
@@ -193,32 +193,32 @@ impl DriverCore {
         let events = inner.scheduler.take_events();
         let contents = inner.scheduler.take_contents();
         if let Some(publisher) = &self.publisher {
-            let fate = publisher.publish(unix_time().as_secs_f64(), &events, contents);
-            if fate != FaultKind::Nothing {
-                inner.fate = fate;
+            let fault = publisher.publish(unix_time().as_secs_f64(), &events, contents);
+            if fault != FaultKind::Nothing {
+                inner.pending_fault = fault;
             }
         }
         for progress in inner.scheduler.finish_step() {
-            let outlet = if progress.finish.is_some() {
-                inner.outlets.remove(&progress.id)
+            let progress_slot = if progress.finish.is_some() {
+                inner.progress_slots.remove(&progress.id)
             } else {
-                inner.outlets.get(&progress.id).cloned()
+                inner.progress_slots.get(&progress.id).cloned()
             };
-            if let Some(outlet) = outlet {
-                outlet.put(progress);
+            if let Some(progress_slot) = progress_slot {
+                progress_slot.put(progress);
             }
         }
         self.count_open(&inner);
-        if inner.fate != FaultKind::Nothing && inner.scheduler.is_idle() {
-            self.suffer(&mut inner);
+        if inner.pending_fault != FaultKind::Nothing && inner.scheduler.is_idle() {
+            self.inject_fault(&mut inner);
         }
     }
 
     /// Applies an injected fault to an idle engine.
-    fn suffer(&self, inner: &mut DriverInner) {
-        let fate = std::mem::replace(&mut inner.fate, FaultKind::Nothing);
+    fn inject_fault(&self, inner: &mut DriverInner) {
+        let fault = std::mem::replace(&mut inner.pending_fault, FaultKind::Nothing);
         inner.scheduler.reset_cache();
-        if fate == FaultKind::Restart {
+        if fault == FaultKind::Restart {
             // The new process knows nothing of the old cache.
             drop(inner.scheduler.take_events());
             inner.scheduler.forget_events();
@@ -232,14 +232,14 @@ impl DriverCore {
 
     fn abort(&self, id: RequestId) {
         let mut inner = self.lock();
-        if inner.outlets.remove(&id).is_some() {
+        if inner.progress_slots.remove(&id).is_some() {
             inner.scheduler.abort(id);
             self.count_open(&inner);
         }
     }
 
     fn count_open(&self, inner: &DriverInner) {
-        let open = u32::try_from(inner.outlets.len()).unwrap_or(u32::MAX);
+        let open = u32::try_from(inner.progress_slots.len()).unwrap_or(u32::MAX);
         self.open
             .send_if_modified(|known| std::mem::replace(known, open) != open);
     }
@@ -260,7 +260,7 @@ impl DriverInner {
 
 impl ProgressSlot {
     fn put(&self, progress: RequestProgress) {
-        *self.lock() = Latest {
+        *self.lock() = LatestProgress {
             output_tokens: progress.output_tokens,
             cached_tokens: progress.cached_tokens,
             finish: progress.finish,
@@ -268,17 +268,17 @@ impl ProgressSlot {
         self.waker.wake();
     }
 
-    fn lock(&self) -> MutexGuard<'_, Latest> {
+    fn lock(&self) -> MutexGuard<'_, LatestProgress> {
         self.latest.lock().expect("no holder of an outlet panics")
     }
 }
 
 impl RequestGuard {
     /// Polls for progress that was not seen yet, or the end.
-    pub(super) fn poll_next(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Latest> {
+    pub(super) fn poll_next(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<LatestProgress> {
         let ticket = self.get_mut();
-        ticket.outlet.waker.register(cx.waker());
-        let latest = *ticket.outlet.lock();
+        ticket.progress_slot.waker.register(cx.waker());
+        let latest = *ticket.progress_slot.lock();
         if latest.output_tokens > ticket.seen || latest.finish.is_some() {
             ticket.seen = latest.output_tokens;
             Poll::Ready(latest)
@@ -288,7 +288,7 @@ impl RequestGuard {
     }
 
     /// Waits until the request has ended.
-    pub(super) async fn finished(mut self) -> Latest {
+    pub(super) async fn finished(mut self) -> LatestProgress {
         loop {
             let latest = std::future::poll_fn(|cx| Pin::new(&mut self).poll_next(cx)).await;
             if latest.finish.is_some() {

@@ -84,9 +84,9 @@ pub(super) struct VectorForm {
 }
 
 impl VectorForm {
-    /// Returns the entry of the prompt at `index` with the seed `voice`.
-    pub(super) fn entry(self, index: usize, voice: u64) -> Value {
-        let numbers = self.vector(voice);
+    /// Returns the entry of the prompt at `index` with the seed `output_seed`.
+    pub(super) fn entry(self, index: usize, output_seed: u64) -> Value {
+        let numbers = self.vector(output_seed);
         let embedding = match self.encoding {
             EncodingFormat::Float => json!(numbers),
             EncodingFormat::Base64 => {
@@ -97,9 +97,9 @@ impl VectorForm {
         json!({ "object": "embedding", "index": index, "embedding": embedding })
     }
 
-    fn vector(self, voice: u64) -> Vec<f32> {
+    fn vector(self, output_seed: u64) -> Vec<f32> {
         let draw = |at: u32| {
-            let bits = (xxh3_64_with_seed(&at.to_le_bytes(), voice) >> 48) as u16;
+            let bits = (xxh3_64_with_seed(&at.to_le_bytes(), output_seed) >> 48) as u16;
             f32::from(bits) - f32::from(u16::MAX) / 2.0
         };
         let drawn: Vec<f32> = (0..self.dimensions).map(draw).collect();

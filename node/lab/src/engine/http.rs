@@ -29,7 +29,7 @@ use super::EngineOptions;
 use super::answer::{
     AnswerHeader, AnswerStream, AnswerWriter as _, CompletionEvents, CompletionKind, UsageOptions,
 };
-use super::driver::{Latest, RequestGuard, unix_time};
+use super::driver::{LatestProgress, RequestGuard, unix_time};
 use super::embeddings::{EmbeddingsRequest, INPUTS_MAX};
 use super::events::{Publisher, REPLAY_MESSAGES, TOPIC};
 use super::extras::check_extras;
@@ -109,7 +109,7 @@ impl GenerateEndpoint {
         }
     }
 
-    fn whole(self, header: &AnswerHeader, end: Latest) -> Value {
+    fn whole(self, header: &AnswerHeader, end: LatestProgress) -> Value {
         match self {
             Self::Completion(kind) => kind.whole(header, end),
             Self::Named(dialect) => dialect.whole(header, end),
@@ -130,7 +130,7 @@ impl GenerateEndpoint {
     }
 
     /// Returns the stream of a response that has ended.
-    fn stream_of(self, header: AnswerHeader, usage: UsageOptions, end: Latest) -> Body {
+    fn stream_of(self, header: AnswerHeader, usage: UsageOptions, end: LatestProgress) -> Body {
         Body::from(match self {
             Self::Completion(kind) => CompletionEvents::new(header, kind, usage).write(end),
             Self::Named(dialect) => NamedEvents::new(header, dialect).write(end),
@@ -238,7 +238,7 @@ impl EngineServer {
             id: surface.request_id(&headers, endpoint.id_prefix()),
             created_s: unix_time().as_secs(),
             model: parsed.model,
-            voice: sequence.voice(),
+            output_seed: sequence.output_seed(),
             prompt_tokens,
         };
         let ending = if wanted.is_some() {
@@ -339,15 +339,15 @@ impl EngineServer {
             });
         }
         let submitted = jobs.into_iter().map(|job| {
-            let (voice, tokens) = (job.sequence.voice(), job.sequence.prompt_tokens());
-            (voice, tokens, rank.submit(job))
+            let (output_seed, tokens) = (job.sequence.output_seed(), job.sequence.prompt_tokens());
+            (output_seed, tokens, rank.submit(job))
         });
         let submitted: Vec<_> = submitted.collect();
         let (mut data, mut prompt_tokens, mut cached_tokens) = (Vec::new(), 0_u32, 0_u32);
-        for (index, (voice, tokens, ticket)) in submitted.into_iter().enumerate() {
+        for (index, (output_seed, tokens, ticket)) in submitted.into_iter().enumerate() {
             prompt_tokens = prompt_tokens.saturating_add(tokens);
             cached_tokens = cached_tokens.saturating_add(ticket.finished().await.cached_tokens);
-            data.push(form.entry(index, voice));
+            data.push(form.entry(index, output_seed));
         }
         Ok(Json(json!({
             "id": surface.request_id(&headers, "embd-"), "object": "list",

@@ -7,7 +7,7 @@ use bytes::Bytes;
 use serde_json::{Value, json};
 
 use super::answer::{AnswerHeader, AnswerWriter};
-use super::driver::Latest;
+use super::driver::LatestProgress;
 use super::model::Finish;
 use super::text::words;
 
@@ -23,7 +23,7 @@ pub(super) enum NamedDialect {
 impl NamedDialect {
     /// Returns the unary response.
     #[must_use]
-    pub(super) fn whole(self, header: &AnswerHeader, end: Latest) -> Value {
+    pub(super) fn whole(self, header: &AnswerHeader, end: LatestProgress) -> Value {
         match self {
             Self::Responses => response(header, end, "completed"),
             Self::Messages => message(header, end),
@@ -31,10 +31,10 @@ impl NamedDialect {
     }
 
     /// Returns the events before the first word.
-    fn opening(self, header: &AnswerHeader, first: Latest) -> Vec<Value> {
+    fn opening(self, header: &AnswerHeader, first: LatestProgress) -> Vec<Value> {
         match self {
             Self::Responses => {
-                let begun = response(header, Latest::default(), "in_progress");
+                let begun = response(header, LatestProgress::default(), "in_progress");
                 let mut item = output_item(header, "", "in_progress");
                 item["content"] = json!([]);
                 vec![
@@ -48,7 +48,7 @@ impl NamedDialect {
                 ]
             }
             Self::Messages => {
-                let before = Latest {
+                let before = LatestProgress {
                     output_tokens: 0,
                     finish: None,
                     ..first
@@ -65,10 +65,10 @@ impl NamedDialect {
     }
 
     /// Returns the events after the last word.
-    fn closing(self, header: &AnswerHeader, end: Latest) -> Vec<Value> {
+    fn closing(self, header: &AnswerHeader, end: LatestProgress) -> Vec<Value> {
         match self {
             Self::Responses => {
-                let text = words(header.voice, 0, end.output_tokens);
+                let text = words(header.output_seed, 0, end.output_tokens);
                 let (id, item) = (item_id(header), output_item(header, &text, "completed"));
                 vec![
                     json!({
@@ -116,11 +116,11 @@ impl NamedDialect {
     }
 }
 
-fn response(header: &AnswerHeader, latest: Latest, status: &str) -> Value {
+fn response(header: &AnswerHeader, latest: LatestProgress, status: &str) -> Value {
     let is_cut = latest.finish == Some(Finish::Length);
     let output = match latest.finish {
         Some(_) => {
-            let text = words(header.voice, 0, latest.output_tokens);
+            let text = words(header.output_seed, 0, latest.output_tokens);
             json!([output_item(header, &text, "completed")])
         }
         None => json!([]),
@@ -160,8 +160,8 @@ fn part(text: &str) -> Value {
     json!({ "type": "output_text", "text": text, "annotations": [], "logprobs": null })
 }
 
-fn message(header: &AnswerHeader, latest: Latest) -> Value {
-    let text = words(header.voice, 0, latest.output_tokens);
+fn message(header: &AnswerHeader, latest: LatestProgress) -> Value {
+    let text = words(header.output_seed, 0, latest.output_tokens);
     let content = match latest.finish {
         Some(_) => json!([{ "type": "text", "text": text }]),
         None => json!([]),
@@ -174,7 +174,7 @@ fn message(header: &AnswerHeader, latest: Latest) -> Value {
 }
 
 /// In this dialect, cached tokens are not part of the input tokens.
-fn message_usage(header: &AnswerHeader, latest: Latest) -> Value {
+fn message_usage(header: &AnswerHeader, latest: LatestProgress) -> Value {
     json!({
         "input_tokens": header.prompt_tokens - latest.cached_tokens,
         "cache_creation_input_tokens": 0,
@@ -183,7 +183,7 @@ fn message_usage(header: &AnswerHeader, latest: Latest) -> Value {
     })
 }
 
-fn stop_reason(latest: Latest) -> Option<&'static str> {
+fn stop_reason(latest: LatestProgress) -> Option<&'static str> {
     latest.finish.map(|finish| match finish {
         Finish::Stop => "end_turn",
         Finish::Length => "max_tokens",
@@ -225,13 +225,13 @@ impl NamedEvents {
 }
 
 impl AnswerWriter for NamedEvents {
-    fn write(&mut self, latest: Latest) -> Bytes {
+    fn write(&mut self, latest: LatestProgress) -> Bytes {
         let mut out = String::with_capacity(512);
         if self.sent == 0 {
             let opening = self.dialect.opening(&self.header, latest);
             self.write_all(opening, &mut out);
         }
-        let text = words(self.header.voice, self.sent, latest.output_tokens);
+        let text = words(self.header.output_seed, self.sent, latest.output_tokens);
         self.dialect
             .write_words(&self.header, self.number, &text, &mut out);
         self.number += 1;

@@ -22,7 +22,7 @@ use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
-use super::driver::{DriverCore, Latest};
+use super::driver::{DriverCore, LatestProgress};
 use super::model::ComputeJob;
 use super::rejection::{RequestRejection, read};
 use super::transfer::TransferOptions;
@@ -217,7 +217,7 @@ impl EngineRooms {
         core: &Arc<DriverCore>,
         job: ComputeJob,
         room: &Room,
-    ) -> Result<Latest, RequestRejection> {
+    ) -> Result<LatestProgress, RequestRejection> {
         let tokens = job.sequence.prompt_tokens();
         let mut open = self.open(room.number)?;
         let joined = timeout(self.options.patience, &mut open.joined);

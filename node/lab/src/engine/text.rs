@@ -29,7 +29,7 @@ pub struct Sequence {
     /// Bytes after the last full block.
     tail: Vec<u8>,
     /// Seed of the output.
-    voice: u64,
+    output_seed: u64,
     prompt_tokens: u32,
     output_tokens: u32,
     /// Contents of the full blocks, if the sequence remembers them.
@@ -78,7 +78,7 @@ impl Sequence {
             root,
             hashes: Vec::with_capacity(prompt.len() / (block_tokens as usize * TOKEN_BYTES) + 1),
             tail: Vec::new(),
-            voice: xxh3_64_with_seed(prompt, seed),
+            output_seed: xxh3_64_with_seed(prompt, seed),
             prompt_tokens: token_count(prompt.len()),
             output_tokens: 0,
             remembered: None,
@@ -147,13 +147,13 @@ impl Sequence {
 
     /// Returns the seed of this sequence's [`word`]s.
     #[must_use]
-    pub fn voice(&self) -> u64 {
-        self.voice
+    pub fn output_seed(&self) -> u64 {
+        self.output_seed
     }
 
     /// Appends the next output token.
     pub fn push_token(&mut self) {
-        let next = word(self.voice, self.output_tokens);
+        let next = word(self.output_seed, self.output_tokens);
         self.extend(&next);
         self.output_tokens += 1;
     }
@@ -194,17 +194,17 @@ pub fn token_count(bytes: usize) -> u32 {
 
 /// Returns the output word at `position`: three letters and a space.
 #[must_use]
-pub fn word(voice: u64, position: u32) -> [u8; TOKEN_BYTES] {
-    let draw = xxh3_64_with_seed(&position.to_le_bytes(), voice);
+pub fn word(output_seed: u64, position: u32) -> [u8; TOKEN_BYTES] {
+    let draw = xxh3_64_with_seed(&position.to_le_bytes(), output_seed);
     let letter = |shift: u32| b'a' + u8::try_from((draw >> shift) % 26).expect("less than 26");
     [letter(0), letter(16), letter(32), b' ']
 }
 
 /// Returns the output words `from..to` as text.
 #[must_use]
-pub fn words(voice: u64, from: u32, to: u32) -> String {
+pub fn words(output_seed: u64, from: u32, to: u32) -> String {
     (from..to)
-        .flat_map(|position| word(voice, position))
+        .flat_map(|position| word(output_seed, position))
         .map(char::from)
         .collect()
 }
@@ -283,7 +283,7 @@ mod tests {
             let mut bytes = prompt.clone();
             for position in 0..40 {
                 sequence.push_token();
-                bytes.extend(word(sequence.voice(), position));
+                bytes.extend(word(sequence.output_seed(), position));
                 assert_eq!(
                     sequence.hashes(),
                     reference(&bytes, 16),
@@ -299,7 +299,7 @@ mod tests {
         let one = Sequence::new(&[1; 64], "a", 4, 0);
         let other = Sequence::new(&[1; 64], "b", 4, 0);
         assert_ne!(one.hashes()[0], other.hashes()[0]);
-        assert_eq!(one.voice(), other.voice());
+        assert_eq!(one.output_seed(), other.output_seed());
     }
 
     #[test]

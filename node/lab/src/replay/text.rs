@@ -32,8 +32,8 @@ impl PromptSpec {
 /// Returns `bytes` bytes of words derived from `id`. A shorter passage is a prefix of a longer one.
 #[must_use]
 pub fn passage(seed: u64, id: u64, bytes: usize) -> String {
-    let voice = xxh3_64_with_seed(&id.to_le_bytes(), seed);
-    let mut text = words(voice, 0, token_count(bytes));
+    let output_seed = xxh3_64_with_seed(&id.to_le_bytes(), seed);
+    let mut text = words(output_seed, 0, token_count(bytes));
     text.truncate(bytes);
     text
 }

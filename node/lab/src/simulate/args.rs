@@ -322,7 +322,7 @@ impl SimulateArgs {
         SimPlan {
             label: parts.join(" "),
             policy: policy.config.clone(),
-            as_written: policy.as_written,
+            reference_policy: policy.reference_policy,
             admission: AdmissionSettings {
                 order,
                 bins,
@@ -390,7 +390,7 @@ impl SimulateArgs {
             block_tokens: recorded.map_or(BLOCK_TOKENS, |it| it.block_tokens),
             backends,
             engine: engine.model(recorded),
-            apart: self.apart.plan(),
+            disaggregation: self.apart.plan(),
             goal: self.apart.goal(),
             replicas: self
                 .replicas

@@ -5,7 +5,7 @@ use std::time::Duration;
 use state::policy::PairSettings;
 
 use super::argument_error::SimulateArgsError;
-use super::plan::{ApartPlan, ServiceGoal, SimPlan, micros};
+use super::plan::{DisaggregationPlan, ServiceGoal, SimPlan, micros};
 
 /// Disaggregated prefill and decode.
 #[derive(Debug, Clone, clap::Args)]
@@ -40,14 +40,14 @@ impl ApartArgs {
         ))
     }
 
-    pub(super) fn plan(&self) -> ApartPlan {
-        ApartPlan {
+    pub(super) fn plan(&self) -> DisaggregationPlan {
+        DisaggregationPlan {
             pairs: PairSettings {
                 above_tokens: self.disaggregate_above_tokens,
                 ..PairSettings::default()
             },
             transfer_tokens_per_s: self.transfer_rate,
-            ..ApartPlan::default()
+            ..DisaggregationPlan::default()
         }
     }
 
@@ -62,7 +62,7 @@ impl ApartArgs {
     pub(super) fn plans<'a>(&'a self, plan: &'a SimPlan) -> impl Iterator<Item = SimPlan> + 'a {
         self.prefill.iter().map(move |prefill| {
             let mut plan = plan.clone();
-            plan.apart.prefill = *prefill;
+            plan.disaggregation.prefill = *prefill;
             if self.prefill.len() > 1 {
                 plan.label = format!("{} {prefill}P", plan.label).trim().to_owned();
             }

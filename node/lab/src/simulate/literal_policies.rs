@@ -12,7 +12,7 @@ use super::events::Micros;
 
 /// Pseudo-code of a source.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum AsWritten {
+pub enum ReferencePolicy {
     /// AIBrix's `prefix_cache_routing`: any match counts, `imbalance > 8`, and a holder is chosen
     /// if `running < mean + 2 * stddev`.
     PrefixCache,
@@ -21,7 +21,7 @@ pub enum AsWritten {
     VllmCacheAware,
 }
 
-impl AsWritten {
+impl ReferencePolicy {
     /// All of them.
     pub const ALL: [Self; 2] = [Self::PrefixCache, Self::VllmCacheAware];
 
@@ -43,7 +43,7 @@ impl AsWritten {
 
 /// A backend that a request may go to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct WrittenCandidate {
+pub struct ReferenceCandidate {
     /// Slot of the backend.
     pub slot: Slot,
     /// Leading blocks of the prompt that the product believes it holds.
@@ -54,15 +54,15 @@ pub struct WrittenCandidate {
 
 /// State of one router of a source.
 #[derive(Debug)]
-pub struct WrittenRouter {
-    policy: AsWritten,
+pub struct ReferenceRouter {
+    policy: ReferencePolicy,
     tracker: BlockCacheTracker,
 }
 
-impl WrittenRouter {
+impl ReferenceRouter {
     /// Creates a router without state.
     #[must_use]
-    pub fn new(policy: AsWritten) -> Self {
+    pub fn new(policy: ReferencePolicy) -> Self {
         Self {
             policy,
             tracker: BlockCacheTracker::default(),
@@ -75,14 +75,14 @@ impl WrittenRouter {
     /// If `candidates` is empty.
     pub fn choose(
         &mut self,
-        candidates: &[WrittenCandidate],
+        candidates: &[ReferenceCandidate],
         positions: &[u64],
         number: usize,
         now: Micros,
     ) -> Slot {
         match self.policy {
-            AsWritten::PrefixCache => prefix_cache(candidates, number),
-            AsWritten::VllmCacheAware => {
+            ReferencePolicy::PrefixCache => prefix_cache(candidates, number),
+            ReferencePolicy::VllmCacheAware => {
                 self.tracker.evict_when_due(now);
                 select_worker(candidates, &mut self.tracker, positions, number)
             }
@@ -91,14 +91,14 @@ impl WrittenRouter {
 
     /// Records that a request was sent to `slot`.
     pub fn dispatched(&mut self, positions: &[u64], slot: Slot) {
-        if self.policy == AsWritten::VllmCacheAware {
+        if self.policy == ReferencePolicy::VllmCacheAware {
             self.tracker.record_request(positions, slot);
         }
     }
 }
 
 /// Returns one of the candidates with the fewest requests.
-fn least_running(candidates: &[WrittenCandidate], number: usize) -> Slot {
+fn least_running(candidates: &[ReferenceCandidate], number: usize) -> Slot {
     let fewest = candidates.iter().map(|it| it.running).min();
     let idle = candidates.iter().filter(|it| Some(it.running) == fewest);
     let idle: Vec<Slot> = idle.map(|it| it.slot).collect();
@@ -111,7 +111,7 @@ fn spread(number: usize) -> usize {
 }
 
 /// `prefix_cache_routing`.
-fn prefix_cache(pods: &[WrittenCandidate], number: usize) -> Slot {
+fn prefix_cache(pods: &[ReferenceCandidate], number: usize) -> Slot {
     let running = || pods.iter().map(|pod| pod.running);
     let (fewest, most) = (running().min(), running().max());
     if most
@@ -135,7 +135,7 @@ fn prefix_cache(pods: &[WrittenCandidate], number: usize) -> Slot {
 
 /// `select_worker`.
 fn select_worker(
-    workers: &[WrittenCandidate],
+    workers: &[ReferenceCandidate],
     tracker: &mut BlockCacheTracker,
     positions: &[u64],
     number: usize,
@@ -246,8 +246,8 @@ impl BlockCacheTracker {
 mod tests {
     use super::*;
 
-    fn fleet(backends: &[(u16, u32, u32)]) -> Vec<WrittenCandidate> {
-        let candidate = |&(slot, matched, running): &(u16, u32, u32)| WrittenCandidate {
+    fn fleet(backends: &[(u16, u32, u32)]) -> Vec<ReferenceCandidate> {
+        let candidate = |&(slot, matched, running): &(u16, u32, u32)| ReferenceCandidate {
             slot: Slot(slot),
             matched,
             running,

@@ -72,7 +72,7 @@ impl PolicyLoads<'_> {
                 plan: SimPlan {
                     label: policy.label.clone(),
                     policy: policy.config.clone(),
-                    as_written: policy.as_written,
+                    reference_policy: policy.reference_policy,
                     horizon: last.max(1),
                     ..self.base.clone()
                 },
@@ -165,7 +165,7 @@ fn plain(config: PolicyConfig) -> SimPolicy {
     SimPolicy {
         label: config.name().to_owned(),
         config,
-        as_written: None,
+        reference_policy: None,
     }
 }
 

@@ -7,7 +7,7 @@ use state::policy::{ChwblSettings, CostSettings, PairSettings, PolicyConfig};
 use state::users::FairnessSettings;
 
 use super::events::Micros;
-use super::literal_policies::AsWritten;
+use super::literal_policies::ReferencePolicy;
 use crate::engine::model::EngineShape;
 
 /// Default number of tokens per block.
@@ -21,7 +21,7 @@ pub struct SimPlan {
     /// Routing policy.
     pub policy: PolicyConfig,
     /// Pseudo-code that decides instead of the policy.
-    pub as_written: Option<AsWritten>,
+    pub reference_policy: Option<ReferencePolicy>,
     /// Admission settings.
     pub admission: AdmissionSettings,
     /// Prices of tokens.
@@ -41,7 +41,7 @@ pub struct SimPlan {
     /// Sizes and speeds of each engine.
     pub engine: EngineModel,
     /// Disaggregated prefill.
-    pub apart: ApartPlan,
+    pub disaggregation: DisaggregationPlan,
     /// Latency goals for goodput.
     pub goal: ServiceGoal,
     /// Number of replicas.
@@ -67,7 +67,7 @@ pub struct SimPlan {
 
 /// Disaggregated prefill and decode.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct ApartPlan {
+pub struct DisaggregationPlan {
     /// Number of engines at the front that only prefill; 0: all engines do everything.
     pub prefill: u16,
     /// When requests are disaggregated.
@@ -78,7 +78,7 @@ pub struct ApartPlan {
     pub transfer_tokens_per_s: u32,
 }
 
-impl Default for ApartPlan {
+impl Default for DisaggregationPlan {
     fn default() -> Self {
         Self {
             prefill: 0,
@@ -89,7 +89,7 @@ impl Default for ApartPlan {
     }
 }
 
-impl ApartPlan {
+impl DisaggregationPlan {
     /// Returns the duration of a transfer of the blocks of `tokens` tokens.
     #[must_use]
     pub fn transfer_us(&self, tokens: u32) -> Micros {
@@ -192,7 +192,7 @@ impl Default for SimPlan {
         Self {
             label: String::new(),
             policy: PolicyConfig::Cost(CostSettings::default()),
-            as_written: None,
+            reference_policy: None,
             admission: AdmissionSettings::default(),
             prices: FairnessSettings::default(),
             codel_target: Duration::MAX,
@@ -209,7 +209,7 @@ impl Default for SimPlan {
                 prefill_tokens_per_s: 10_000,
                 decode: Duration::from_millis(20),
             }),
-            apart: ApartPlan::default(),
+            disaggregation: DisaggregationPlan::default(),
             goal: ServiceGoal::default(),
             replicas: 3,
             cells: CellPlan::default(),

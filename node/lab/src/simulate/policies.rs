@@ -3,17 +3,18 @@
 use serde_json::{Map, Value};
 use state::policy::{CostSettings, POLICY_NAMES, PolicyConfig};
 
-use super::literal_policies::AsWritten;
+use super::literal_policies::ReferencePolicy;
 
 /// A policy to run.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SimPolicy {
     /// The policy as given on the command line.
     pub label: String,
-    /// The product's policy. If `as_written` decides, it only controls when matches renew blocks.
+    /// The product's policy. If `reference_policy` decides, it only controls when matches renew
+    /// blocks.
     pub config: PolicyConfig,
     /// Pseudo-code that decides instead.
-    pub as_written: Option<AsWritten>,
+    pub reference_policy: Option<ReferencePolicy>,
 }
 
 impl Default for SimPolicy {
@@ -23,7 +24,7 @@ impl Default for SimPolicy {
         Self {
             label: config.name().to_owned(),
             config,
-            as_written: None,
+            reference_policy: None,
         }
     }
 }
@@ -35,18 +36,18 @@ impl SimPolicy {
     /// With the expected values.
     pub fn parse(text: &str) -> Result<Self, String> {
         let (name, settings) = text.split_once(':').unwrap_or((text, ""));
-        if let Some(as_written) = AsWritten::named(name) {
+        if let Some(reference_policy) = ReferencePolicy::named(name) {
             if !settings.is_empty() {
                 return Err(format!("{name} has no settings"));
             }
             return Ok(Self {
                 label: text.to_owned(),
                 config: PolicyConfig::LeastRequest,
-                as_written: Some(as_written),
+                reference_policy: Some(reference_policy),
             });
         }
         if !POLICY_NAMES.contains(&name) {
-            let written = AsWritten::ALL.map(AsWritten::name).join(", ");
+            let written = ReferencePolicy::ALL.map(ReferencePolicy::name).join(", ");
             let names = POLICY_NAMES.join(", ");
             return Err(format!(
                 "expected one of {names}, with settings as NAME:KEY=VALUE:KEY=VALUE; or {written}"
@@ -67,7 +68,7 @@ impl SimPolicy {
         Ok(Self {
             label: text.to_owned(),
             config,
-            as_written: None,
+            reference_policy: None,
         })
     }
 }
@@ -82,7 +83,7 @@ mod tests {
     fn a_policy_is_read_with_its_settings() {
         let plain = SimPolicy::parse("prefix-cache").unwrap();
         let defaults = PolicyConfig::PrefixCache(PrefixCacheSettings::default());
-        assert_eq!((plain.config, plain.as_written), (defaults, None));
+        assert_eq!((plain.config, plain.reference_policy), (defaults, None));
         let set = SimPolicy::parse("prefix-cache:imbalance_abs_count=8:min_match_blocks=1");
         let set = set.unwrap();
         assert_eq!(
@@ -102,7 +103,7 @@ mod tests {
         };
         assert_eq!(word.config, PolicyConfig::VllmCacheAware(expected));
         let written = SimPolicy::parse("prefix-cache-as-written").unwrap();
-        assert_eq!(written.as_written, Some(AsWritten::PrefixCache));
+        assert_eq!(written.reference_policy, Some(ReferencePolicy::PrefixCache));
     }
 
     #[test]

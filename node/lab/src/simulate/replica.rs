@@ -30,7 +30,7 @@ use tokio::time::Instant;
 use super::clock::{EPOCH_MS, SimClock, unix_ms};
 use super::engine::ProbedFigures;
 use super::events::Micros;
-use super::literal_policies::{AsWritten, WrittenCandidate, WrittenRouter};
+use super::literal_policies::{ReferenceCandidate, ReferencePolicy, ReferenceRouter};
 use super::workload::{HASH_SEED, MODEL, SimPrompt};
 use crate::engine::text::{TOKEN_BYTES, words};
 
@@ -47,7 +47,7 @@ pub struct RunSettings {
     /// Prices of tokens.
     pub pricing: Pricing,
     /// Pseudo-code that decides instead of the policy.
-    pub as_written: Option<AsWritten>,
+    pub reference_policy: Option<ReferencePolicy>,
     /// When requests are disaggregated.
     pub pairs: PairSettings,
     /// Tokens per block. The router needs it, although prompts are split into blocks elsewhere.
@@ -73,7 +73,7 @@ pub struct SimReplica {
     model: ModelKey,
     clock: SimClock,
     /// Decides instead of the policy.
-    written: Option<RefCell<WrittenRouter>>,
+    written: Option<RefCell<ReferenceRouter>>,
 }
 
 /// A user with a session, who sends requests.
@@ -211,8 +211,8 @@ impl SimReplica {
             model: model_key(HASH_SEED, MODEL),
             clock: run.clock,
             written: run
-                .as_written
-                .map(|it| RefCell::new(WrittenRouter::new(it))),
+                .reference_policy
+                .map(|it| RefCell::new(ReferenceRouter::new(it))),
         };
         replica.probed(|_| ProbedFigures::default());
         replica
@@ -281,8 +281,8 @@ impl SimReplica {
         let explained = decider.explain(&ask.routed(&[]), outbox, self.clock.at(now));
         let left = explained.backends.iter();
         let left = left.filter(|it| it.verdict == FilterVerdict::Candidate);
-        let candidates: Vec<WrittenCandidate> = left
-            .map(|it| WrittenCandidate {
+        let candidates: Vec<ReferenceCandidate> = left
+            .map(|it| ReferenceCandidate {
                 slot: it.backend.slot,
                 matched: it.matched,
                 running: it.cluster.running,
@@ -390,7 +390,7 @@ impl SimReplica {
     ) {
         let now = self.clock.at(told.at);
         if flight.has_first_token {
-            let answer = words(prompt.sequence.voice(), 0, told.output);
+            let answer = words(prompt.sequence.output_seed(), 0, told.output);
             flight.attempt.output(&answer, now);
             flight.attempt.usage(usage(prompt, told), now);
         }
@@ -404,13 +404,13 @@ impl SimReplica {
     }
 
     /// Reports measurements of the engines to the log.
-    pub fn tell_samples(&self, now: Micros) {
-        self.router.dispatcher().tell_samples(self.clock.at(now));
+    pub fn queue_samples(&self, now: Micros) {
+        self.router.dispatcher().queue_samples(self.clock.at(now));
     }
 
     /// Reports output lengths to the log.
-    pub fn tell_lengths(&self) {
-        self.router.dispatcher().tell_lengths();
+    pub fn queue_output_lengths(&self) {
+        self.router.dispatcher().queue_output_lengths();
     }
 
     /// Returns the users' figures, including unapplied charges of this replica.
@@ -506,9 +506,11 @@ impl SimReplica {
         if !is_own || origin.lane != Lane::Outbox {
             return self.outbox().settle(applied);
         }
-        let next = self.outbox().fate(Ok(Committed { index, reply }), applied);
+        let next = self
+            .outbox()
+            .handle_outcome(Ok(Committed { index, reply }), applied);
         // A simulated log rejects no session and loses nothing.
-        debug_assert_eq!(next, AfterProposal::GoOn, "{}", self.id);
+        debug_assert_eq!(next, AfterProposal::Continue, "{}", self.id);
     }
 
     /// Converts a simulated time for production code.

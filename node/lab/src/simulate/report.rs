@@ -6,7 +6,7 @@ use serde::Serialize;
 use state::admission::{Order, bound};
 
 use super::ideal::IdealBounds;
-use super::literal_policies::AsWritten;
+use super::literal_policies::ReferencePolicy;
 use super::plan::SimPlan;
 use super::recorded::RecordedFigures;
 use super::tally::SimTally;
@@ -192,8 +192,8 @@ impl RunReport {
             label: plan.label.clone(),
             load: workload.name.clone(),
             policy: plan
-                .as_written
-                .map_or(plan.policy.name(), AsWritten::name)
+                .reference_policy
+                .map_or(plan.policy.name(), ReferencePolicy::name)
                 .to_owned(),
             order: name_of(&plan.admission.order),
             requests: tally.arrived,

@@ -218,7 +218,7 @@ impl SimQueue {
                 NextAdmission::Go(request.expect("who waits is known"))
             }
             Next::Held { retry_ms } => NextAdmission::Held(retry_ms * 1000),
-            Next::NoRoom | Next::Nobody => NextAdmission::Nobody,
+            Next::NoRoom | Next::Empty => NextAdmission::Nobody,
         }
     }
 
@@ -284,7 +284,7 @@ impl SimQueue {
 
     /// Records a peer's backlog.
     pub fn told(&mut self, peer: ReplicaId, backlog: Option<Backlog>, now: Micros) {
-        self.gate.tell(peer, backlog, unix_ms(now));
+        self.gate.record_report(peer, backlog, unix_ms(now));
     }
 
     /// Whether users wait at other replicas, who may have precedence.

@@ -90,7 +90,7 @@ fn what_sources_write_is_worse_where_the_reasons_against_it_apply() {
         let plan = SimPlan {
             label: policy.label,
             policy: policy.config,
-            as_written: policy.as_written,
+            reference_policy: policy.reference_policy,
             ..small()
         };
         let run = run(&plan, &mix.generate(7));
@@ -359,7 +359,7 @@ fn apart_every_request_is_served_and_its_answer_is_not_held_up_by_prompts() {
             horizon: 20 * SECOND,
             ..SimPlan::default()
         };
-        plan.apart.prefill = prefill;
+        plan.disaggregation.prefill = prefill;
         run(&plan, &workload)
     };
     let (mixed, apart) = (run_with(0), run_with(2));
@@ -389,7 +389,7 @@ fn apart_clients_that_leave_and_replicas_that_restart_leave_nothing_behind() {
         }),
         ..SimPlan::default()
     };
-    plan.apart.prefill = 1;
+    plan.disaggregation.prefill = 1;
     let case = ComparisonCase {
         plan,
         workload: Arc::new(long_answers()),

@@ -67,7 +67,7 @@ pub struct CorePorts {
     /// Source of the wanted number of replicas; `None`: the membership does not scale by itself.
     pub scale: Option<Arc<dyn ScaleSource>>,
     /// Observer of every change of the state; `None` in production.
-    pub witness: Option<Arc<dyn ApplyObserver>>,
+    pub observer: Option<Arc<dyn ApplyObserver>>,
 }
 
 impl CorePorts {
@@ -84,7 +84,7 @@ impl CorePorts {
             dialer: EngineDialer::default(),
             format: state::codec::FORMAT_VERSION,
             scale: None,
-            witness: None,
+            observer: None,
         }
     }
 }
@@ -178,7 +178,7 @@ impl CoreParts {
     }
 
     /// Returns the receiver of peers' messages, which decodes like a build that knows `format`.
-    fn inbox(&self, format: u8, witness: Option<Arc<dyn ApplyObserver>>) -> Arc<GossipInbox> {
+    fn inbox(&self, format: u8, observer: Option<Arc<dyn ApplyObserver>>) -> Arc<GossipInbox> {
         Arc::new(GossipInbox {
             load: Arc::clone(self.router.load()),
             shares: Arc::clone(self.router.shares()),
@@ -187,7 +187,7 @@ impl CoreParts {
             clocks: Arc::clone(&self.clocks),
             figures: Arc::clone(&self.figures),
             version_max: log_version::messages_known(format),
-            witness,
+            observer,
         })
     }
 }
@@ -209,7 +209,7 @@ impl ReplicaCore {
             dialer,
             format,
             scale,
-            witness,
+            observer,
         } = ports;
         let hashing = BlockHasher {
             seed: hash_seed,
@@ -226,8 +226,8 @@ impl ReplicaCore {
         let mut options =
             raft_options::raft_options(&config, transport.local_addr(), storage, &first);
         options.labels.extend(log_version::labels(format));
-        let inbox = parts.inbox(format, witness.clone());
-        let machine = RouterMachine::new(Arc::clone(&parts.shared), witness).knowing(format);
+        let inbox = parts.inbox(format, observer.clone());
+        let machine = RouterMachine::new(Arc::clone(&parts.shared), observer).with_format(format);
         let replica = Replica::start(options, transport, Box::new(machine), inbox).await;
         let replica = replica.map_err(explain_start)?;
         let scaling = Scaling::new(&config, scale);
@@ -263,7 +263,7 @@ impl ReplicaCore {
         let stop = || self.stops.all.clone();
         let (sampler, stopped) = (Arc::clone(parts.router.dispatcher()), stop());
         tasks.spawn(async move { sampler.run_samples(stopped).await });
-        tasks.spawn(gossip::tell(
+        tasks.spawn(gossip::run_broadcast(
             self.replica.clone(),
             (
                 Arc::clone(parts.router.load()),
@@ -379,14 +379,14 @@ impl ReplicaCore {
 
     /// Runs `task` with the core's own; the core waits for it after cancelling
     /// [`ReplicaCore::stopping`].
-    pub(super) fn beside(&self, task: impl Future<Output = ()> + Send + 'static) {
+    pub(super) fn spawn_task(&self, task: impl Future<Output = ()> + Send + 'static) {
         self.tasks.spawn(task);
     }
 
     /// Leaves gracefully: answers waiting requests, transfers leadership, flushes updates, leaves
     /// the cluster if no longer wanted, and closes the store.
     pub async fn stop(mut self) {
-        self.parts.admission.leave_all();
+        self.parts.admission.reject_all();
         hand_over(&self.replica).await;
         self.flush().await;
         self.end().await;

@@ -141,7 +141,7 @@ async fn core(folder: &std::path::Path, seed: u64, heard: Arc<Heard>) -> Replica
         dialer: api::backends::EngineDialer::default(),
         format: state::codec::FORMAT_VERSION,
         scale: None,
-        witness: Some(heard),
+        observer: Some(heard),
     };
     let core = ReplicaCore::start(config(folder), ports).await.unwrap();
     let registered = async {

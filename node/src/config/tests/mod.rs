@@ -513,7 +513,7 @@ labels = { zone = "a b", "x.y" = "z" }
     // A printed config sets everything.
     again.file.clone_from(&loaded.config.file);
     assert_eq!(again, loaded.config, "{printed}");
-    expect_file!["golden/print.toml"].assert_eq(&printed);
+    expect_file!["../golden/print.toml"].assert_eq(&printed);
 }
 
 #[test]

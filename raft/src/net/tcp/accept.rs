@@ -24,7 +24,7 @@ use tower::{Service, ServiceExt, service_fn};
 use super::certified::{PeerTls, connect};
 use super::encrypted::EncryptedStream;
 use super::handshake::{HAS_NONE, HandshakeError, MAGIC, PeerSecret};
-use super::incoming::{FIRST_WORDS_TIMEOUT, PendingConnection};
+use super::incoming::{PREFACE_TIMEOUT, PendingConnection};
 use crate::log_throttle::LogThrottle;
 use crate::net::sender::PeerSender;
 use crate::net::transport::{PeerRequest, PeerService};
@@ -116,7 +116,7 @@ pub(super) async fn accept(
         let (proof, accepted, refusals) = (proof.clone(), accepted.clone(), refusals.clone());
         greetings.spawn(async move {
             let peer = stream.peer();
-            let greeted = timeout(FIRST_WORDS_TIMEOUT, greet(stream, proof));
+            let greeted = timeout(PREFACE_TIMEOUT, greet(stream, proof));
             let greeted = greeted.await.unwrap_or_else(|_| Err(silent()));
             match greeted {
                 // The server may have ended.
@@ -134,7 +134,7 @@ fn silent() -> HandshakeError {
 /// Logs a connection failure that a config may have caused, at a limited rate.
 pub(super) fn log_failure(refusals: &LogThrottle, peer: &str, why: &HandshakeError) {
     // A port scan merely disconnects.
-    if !matches!(why, HandshakeError::Io(_)) && refusals.may_say() {
+    if !matches!(why, HandshakeError::Io(_)) && refusals.try_acquire() {
         tracing::warn!(peer, %why, "could not connect to peer");
     }
 }
@@ -244,7 +244,7 @@ pub(super) fn for_proven(service: PeerService) -> PeerService {
         let refusal = sender.and_then(PeerSender::refusal);
         let mut service = service.clone();
         let answered: BoxFuture<'static, _> = if let Some(why) = refusal {
-            if refusals.may_say() {
+            if refusals.try_acquire() {
                 tracing::warn!(why = why.message(), "refused a peer's call");
             }
             let refused = why.clone().into_http();

@@ -19,9 +19,9 @@ use tokio::time::Sleep;
 /// Maximum number of connections; others wait in the listener's backlog.
 const CONNECTIONS_MAX: usize = 128;
 /// Timeout for the first bytes of a connection.
-pub(super) const FIRST_WORDS_TIMEOUT: Duration = Duration::from_secs(5);
+pub(super) const PREFACE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Length of HTTP/2's connection preface and of the head of its first frame.
-const FIRST_WORDS_BYTES: usize = 24 + 9;
+const PREFACE_BYTES: usize = 24 + 9;
 /// Pause after a failed accept. The usual cause, a lack of descriptors, lasts for a while.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
@@ -35,7 +35,7 @@ pub(super) fn incoming(
         let stream = accept(&listener).await;
         let incoming = PendingConnection {
             stream,
-            until: Some(Box::pin(tokio::time::sleep(FIRST_WORDS_TIMEOUT))),
+            until: Some(Box::pin(tokio::time::sleep(PREFACE_TIMEOUT))),
             read: 0,
             _place: place,
         };
@@ -89,7 +89,7 @@ impl AsyncRead for PendingConnection {
             return polled;
         };
         this.read += buf.filled().len() - before;
-        if this.read >= FIRST_WORDS_BYTES {
+        if this.read >= PREFACE_BYTES {
             this.until = None;
             return polled;
         }
@@ -148,8 +148,8 @@ mod tests {
         let mut waited_for = incoming.next().await.unwrap().unwrap();
         tokio::time::pause();
 
-        talker.write_all(&[7; FIRST_WORDS_BYTES]).await.unwrap();
-        let mut heard = [0; FIRST_WORDS_BYTES];
+        talker.write_all(&[7; PREFACE_BYTES]).await.unwrap();
+        let mut heard = [0; PREFACE_BYTES];
         talked_to.read_exact(&mut heard).await.unwrap();
         let error = waited_for.read_u8().await.unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::TimedOut);

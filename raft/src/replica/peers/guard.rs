@@ -59,7 +59,7 @@ impl ReplicaInner {
             // Expected: other members learn slightly earlier that a cluster forms, and slightly
             // later that this replica stops.
             tracing::debug!(from, why, "refused a peer's call");
-        } else if self.refusals.may_say() {
+        } else if self.refusals.try_acquire() {
             tracing::warn!(from, why, "refused a peer's call");
         }
     }

@@ -143,7 +143,7 @@ impl Peer for PeerRpc {
         Ok(Response::new(proto::AppendResponse {
             result: Some(result),
             hears,
-            stands_back: self.0.stands_back().is_some(),
+            stands_back: self.0.refuses_leadership().is_some(),
         }))
     }
 
@@ -233,7 +233,7 @@ impl Peer for PeerRpc {
             .admit(sender, request.header.as_ref(), CallPurpose::Lead(from))?;
         // openraft would start an election even if elections are disabled here.
         if request.to == self.0.links.identity.id
-            && let Some(why) = self.0.stands_back()
+            && let Some(why) = self.0.refuses_leadership()
         {
             return Ok(Response::new(proto::TransferLeaderResponse {
                 refused: why.to_owned(),
@@ -361,7 +361,7 @@ impl Peer for PeerRpc {
         self.0
             .admit(sender, request.header.as_ref(), CallPurpose::Member)?;
         // A state may take gigabytes of disk and minutes of bandwidth: one transfer at a time.
-        let Ok(turn) = self.0.lending.clone().try_acquire_owned() else {
+        let Ok(turn) = self.0.state_transfer_permit.clone().try_acquire_owned() else {
             return Err(Status::resource_exhausted(
                 "another replica fetches the state",
             ));

@@ -36,7 +36,7 @@ pub(super) struct UserQueue {
     pub(super) matches: BTreeSet<MatchKey>,
     pub(super) is_solvent: bool,
     /// Head as in `heads`.
-    hooked: (u64, Ticket),
+    order_head: (u64, Ticket),
 }
 
 impl UserQueue {
@@ -72,23 +72,23 @@ impl UserQueue {
 
 impl Class {
     /// Removes a user queue from the orders before it changes.
-    pub(super) fn unhook(&mut self, user: UserKey) {
+    pub(super) fn remove_from_order(&mut self, user: UserKey) {
         if let Some(queue) = self
             .queues
             .get(&user)
             .filter(|queue| !queue.arrivals.is_empty())
         {
-            let (arrived_ms, ticket) = queue.hooked;
+            let (arrived_ms, ticket) = queue.order_head;
             self.heads.remove(&(queue.key, arrived_ms, ticket, user));
             self.solvent.remove(&(queue.best(), user));
         }
     }
 
     /// Inserts a user queue into the orders.
-    pub(super) fn hook(&mut self, user: UserKey, is_newest_first: bool) {
+    pub(super) fn insert_into_order(&mut self, user: UserKey, is_newest_first: bool) {
         if let Some(queue) = self.queues.get_mut(&user) {
-            queue.hooked = queue.head(is_newest_first);
-            let (arrived_ms, ticket) = queue.hooked;
+            queue.order_head = queue.head(is_newest_first);
+            let (arrived_ms, ticket) = queue.order_head;
             self.heads.insert((queue.key, arrived_ms, ticket, user));
             if queue.is_solvent {
                 self.solvent.insert((queue.best(), user));

@@ -149,7 +149,7 @@ impl Queue {
     /// Re-evaluates overload.
     pub(super) fn look(&mut self, now_ms: u64) {
         let (waiting, bounds) = (self.requests.len(), self.bounds());
-        if self.overload.look(now_ms, waiting, &bounds) {
+        if self.overload.evaluate(now_ms, waiting, &bounds) {
             // The order has changed.
             self.refreshed_ms = None;
         }

@@ -31,7 +31,7 @@ use crate::ids::{Ticket, UserKey};
 pub use self::deadlines::{Expired, ExpiryReason, Forecast, QueueRejection};
 
 /// Number of user queues refreshed on every call.
-const REFRESH_LINES: usize = 4;
+const REFRESH_QUEUES: usize = 4;
 /// Interval at which all user queues are refreshed, in milliseconds.
 const REFRESH_MS: u64 = 1000;
 /// Maximum number of requests examined by [`Queue::unheld`].
@@ -123,7 +123,7 @@ pub enum Next {
     /// There is no capacity for any waiting request.
     NoRoom,
     /// The queue is empty.
-    Nobody,
+    Empty,
 }
 
 /// The requests waiting for one model at one replica; see the module documentation.
@@ -273,7 +273,7 @@ impl Queue {
         self.users.insert(waiting.user, presence);
         let class = self.classes.entry(class_of(&waiting)).or_default();
         class.waiting += 1;
-        class.unhook(waiting.user);
+        class.remove_from_order(waiting.user);
         let line = class.queues.entry(waiting.user).or_default();
         line.arrivals.insert((waiting.arrived_ms, ticket));
         line.matches.insert(match_of(&waiting));
@@ -335,7 +335,7 @@ impl Queue {
         let place = class_of(&waiting);
         let class = self.classes.get_mut(&place).expect("its class is there");
         class.waiting -= 1;
-        class.unhook(waiting.user);
+        class.remove_from_order(waiting.user);
         let line = class
             .queues
             .get_mut(&waiting.user)
@@ -345,7 +345,7 @@ impl Queue {
         if line.arrivals.is_empty() {
             class.queues.remove(&waiting.user);
         } else {
-            class.hook(waiting.user, is_newest_first);
+            class.insert_into_order(waiting.user, is_newest_first);
         }
         if class.queues.is_empty() {
             self.classes.remove(&place);
@@ -393,7 +393,7 @@ impl Queue {
             }
             return;
         }
-        for _ in 0..REFRESH_LINES {
+        for _ in 0..REFRESH_QUEUES {
             self.last_looked = self.line_after(self.last_looked);
             let Some((place, user)) = self.last_looked else {
                 return;
@@ -432,11 +432,11 @@ impl Queue {
         let is_solvent = self.rules.order == Order::Dlpm
             && presence.counter_milli(figures) < presence.served_to_milli;
         if let Some(class) = self.classes.get_mut(&place) {
-            class.unhook(user);
+            class.remove_from_order(user);
             if let Some(line) = class.queues.get_mut(&user) {
                 (line.key, line.is_solvent) = (key, is_solvent);
             }
-            class.hook(user, is_newest_first);
+            class.insert_into_order(user, is_newest_first);
         }
         key
     }

@@ -58,7 +58,7 @@ impl Queue {
         verdict: impl FnMut(&QueuedRequest) -> DispatchVerdict,
     ) -> Next {
         if self.requests.is_empty() {
-            return Next::Nobody;
+            return Next::Empty;
         }
         self.look(now_ms);
         self.refresh(now_ms, counters);

@@ -15,7 +15,7 @@ fn backlog(least_tokens: u64) -> Backlog {
 fn told(peers: &[(u8, u64)]) -> Gate {
     let mut gate = Gate::default();
     for (peer, least) in peers {
-        gate.tell(ReplicaId(*peer), Some(backlog(*least)), 0);
+        gate.record_report(ReplicaId(*peer), Some(backlog(*least)), 0);
     }
     gate
 }
@@ -64,10 +64,10 @@ fn a_peer_that_is_silent_or_waits_for_nothing_holds_nobody() {
     let mut gate = told(&[(2, 0)]);
     assert!(!lets(&mut gate, 1, PEER_SILENT_MS - 1));
     assert!(lets(&mut gate, 1, PEER_SILENT_MS));
-    assert!(!gate.tell(ReplicaId(2), Some(backlog(0)), 600));
+    assert!(!gate.record_report(ReplicaId(2), Some(backlog(0)), 600));
     assert!(!lets(&mut gate, 1, 600));
-    assert!(gate.tell(ReplicaId(2), None, 601));
-    assert!(!gate.tell(ReplicaId(2), None, 602));
+    assert!(gate.record_report(ReplicaId(2), None, 601));
+    assert!(!gate.record_report(ReplicaId(2), None, 602));
     assert!(lets(&mut gate, 1, 602));
 }
 
@@ -76,7 +76,7 @@ fn a_peer_that_is_silent_or_waits_for_nothing_holds_nobody() {
 fn stalled_for(gate: &mut Gate, least: u64, from_ms: u64) -> u64 {
     for step in 0..100 {
         let now_ms = from_ms + step * GATE_RETRY_MS;
-        gate.tell(ReplicaId(2), Some(backlog(least)), now_ms);
+        gate.record_report(ReplicaId(2), Some(backlog(least)), now_ms);
         if lets(gate, 1_000_000, now_ms) {
             return now_ms - from_ms;
         }
@@ -96,9 +96,9 @@ fn room_is_not_left_unused_for_a_word_that_does_not_move() {
     assert_eq!(waits, [250, 150, 100, 50, 50, 50]);
     // A peer whose report changes in time is trusted again.
     assert!(!lets(&mut told(&[(2, 20)]), 21, 0));
-    gate.tell(ReplicaId(2), Some(backlog(20)), 20_000);
+    gate.record_report(ReplicaId(2), Some(backlog(20)), 20_000);
     assert!(!lets(&mut gate, 21, 20_000));
-    gate.tell(ReplicaId(2), Some(backlog(21)), 20_010);
+    gate.record_report(ReplicaId(2), Some(backlog(21)), 20_010);
     assert!(lets(&mut gate, 21, 20_010));
     assert_eq!(stalled_for(&mut gate, 30, 30_000), GATE_STALL_MS);
 }
@@ -108,7 +108,7 @@ fn time_without_room_is_no_stall() {
     let mut gate = told(&[(2, 7)]);
     for step in 0..100 {
         let now_ms = step * 100;
-        gate.tell(ReplicaId(2), Some(backlog(7)), now_ms);
+        gate.record_report(ReplicaId(2), Some(backlog(7)), now_ms);
         assert!(!lets(&mut gate, 1_000_000, now_ms));
         gate.no_room();
     }

@@ -85,7 +85,7 @@ fn all(_: &QueuedRequest) -> DispatchVerdict {
 fn next(queue: &mut Queue, users: &Users) -> Option<u64> {
     match queue.next(0, users, &mut Gate::default(), all) {
         Next::Go(waiting) => Some(waiting.ticket.0),
-        Next::Held { .. } | Next::NoRoom | Next::Nobody => None,
+        Next::Held { .. } | Next::NoRoom | Next::Empty => None,
     }
 }
 

@@ -26,7 +26,7 @@ fn a_full_queue_refuses_and_what_leaves_makes_room() {
     assert!(queue.is_empty() && queue.users_len() == 0);
     assert_eq!(
         queue.next(0, &users, &mut Gate::default(), all),
-        Next::Nobody
+        Next::Empty
     );
 }
 
@@ -78,7 +78,7 @@ fn who_waits_elsewhere_is_the_level_too() {
         users: 1,
         waiting: 1,
     };
-    gate.tell(ReplicaId(2), Some(backlog), 0);
+    gate.record_report(ReplicaId(2), Some(backlog), 0);
     let mut queue = Queue::new(rules(Order::Vtc));
     queue.push(waiting(2, 1), 0, &users, &gate).unwrap();
     assert_eq!(queue.backlog(0, &users).unwrap().least_milli, 7_000_000);
@@ -223,7 +223,7 @@ fn a_held_queue_says_when_to_ask_again_and_goes_when_the_peer_is_silent() {
         users: 1,
         waiting: 1,
     };
-    gate.tell(ReplicaId(3), Some(backlog), 10);
+    gate.record_report(ReplicaId(3), Some(backlog), 10);
     let retry_ms = GATE_RETRY_MS;
     assert_eq!(
         queue.next(10, &users, &mut gate, all),

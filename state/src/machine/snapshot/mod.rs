@@ -42,7 +42,7 @@ use crate::grants::WaitingList;
 use crate::ids::LogIndex;
 use crate::keys::{KeysImage, RevokedKeys};
 use crate::ownership::FrozenOwnership;
-use crate::service::Beliefs;
+use crate::service::CapacityCorrections;
 use crate::users::UsersImage;
 
 /// Newest version of the snapshot format.
@@ -124,7 +124,7 @@ impl FrozenState {
         for piece in self.users.pieces() {
             write_section(out, tag::USERS, &piece)?;
         }
-        for piece in self.users.standings() {
+        for piece in self.users.admission_accounts() {
             write_section(out, tag::STANDINGS, &piece)?;
         }
         for piece in self.exact.pieces() {
@@ -225,7 +225,7 @@ impl RouterState {
                 .is_some_and(StagedRestore::is_of_version_6);
         let has_defaults = self.users.defaults().is_some() || self.audit.has_version_8();
         let has_newer = self.backends.have_ranks() || !self.discovered.by_slot().is_empty();
-        if self.beliefs != Beliefs::default() || has_newer {
+        if self.beliefs != CapacityCorrections::default() || has_newer {
             SNAPSHOT_VERSION
         } else if has_defaults || self.backends.have_roles() {
             SNAPSHOT_VERSION_ROLES

@@ -75,7 +75,7 @@ impl Cluster {
         let others = self.seats.iter().map(|it| it.id);
         let expected: Vec<ReplicaId> = others.filter(|id| *id != self.seats[at].id).collect();
         let seat = &mut self.seats[at];
-        seat.book.pass(self.now_ms, &expected);
+        seat.book.advance_time(self.now_ms, &expected);
         seat.book.set_limit(BACKEND, Some(self.limit));
         self.turn(at);
     }
@@ -142,7 +142,7 @@ impl Cluster {
         let (from, to, report) = self.on_the_way[which].clone();
         if !self.seats[to].is_down {
             let from = self.seats[from].id;
-            self.seats[to].book.hear(from, report);
+            self.seats[to].book.record_report(from, report);
             self.turn(to);
         }
     }

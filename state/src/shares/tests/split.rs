@@ -7,7 +7,7 @@ use crate::shares::Demand;
 use crate::shares::split::{ReplicaShare, Transfer, apportion, split, transfers};
 
 /// Returns standings from `(share, running, waiting, waited_ms)`.
-fn standings(all: &[(i64, u32, u32, u32)]) -> Vec<ReplicaShare> {
+fn replica_shares(all: &[(i64, u32, u32, u32)]) -> Vec<ReplicaShare> {
     let standing = |(id, (share, running, waiting, waited_ms)): (u8, &(i64, u32, u32, u32))| {
         let demand = Demand {
             running: *running,
@@ -25,11 +25,11 @@ fn standings(all: &[(i64, u32, u32, u32)]) -> Vec<ReplicaShare> {
 }
 
 /// Returns the transfers, as `(from, to, places)`.
-fn handed(all: &[(i64, u32, u32, u32)], is_whole: bool) -> Vec<(usize, usize, i64)> {
-    let standings = standings(all);
-    let places = standings.iter().map(|it| it.share).sum();
-    let split = split(places, &standings, 0, is_whole);
-    let moved = transfers(&standings, &split.targets);
+fn handed(all: &[(i64, u32, u32, u32)], gather_spare: bool) -> Vec<(usize, usize, i64)> {
+    let replica_shares = replica_shares(all);
+    let places = replica_shares.iter().map(|it| it.share).sum();
+    let split = split(places, &replica_shares, 0, gather_spare);
+    let moved = transfers(&replica_shares, &split.targets);
     let parts = |it: Transfer| (it.from + 1, it.to + 1, it.places);
     moved.into_iter().map(parts).collect()
 }
@@ -66,7 +66,7 @@ fn spare_places_are_spread_before_they_are_needed() {
         handed(&[(3, 0, 0, 0), (3, 1, 0, 0), (3, 2, 0, 0)], false),
         [(1, 3, 1)]
     );
-    let mut busy = standings(&[(3, 0, 0, 0), (3, 0, 0, 0)]);
+    let mut busy = replica_shares(&[(3, 0, 0, 0), (3, 0, 0, 0)]);
     busy[1].demand.recent = 99;
     let split = split(6, &busy, 0, false);
     assert_eq!(split.targets, [1, 5], "by what was started lately");
@@ -74,9 +74,9 @@ fn spare_places_are_spread_before_they_are_needed() {
 
 #[test]
 fn under_a_backlog_places_follow_what_runs_and_waits() {
-    let all = standings(&[(3, 3, 6, 9), (3, 3, 0, 0)]);
+    let all = replica_shares(&[(3, 3, 6, 9), (3, 3, 0, 0)]);
     assert_eq!(split(6, &all, 0, false).fair, Some(vec![4, 2]));
-    let all = standings(&[(6, 6, 90, 9), (0, 0, 1, 1)]);
+    let all = replica_shares(&[(6, 6, 90, 9), (0, 0, 1, 1)]);
     let fair = split(6, &all, 0, false).fair;
     assert_eq!(fair, Some(vec![5, 1]), "nobody starves");
     assert_eq!(
@@ -89,7 +89,7 @@ fn under_a_backlog_places_follow_what_runs_and_waits() {
 
 #[test]
 fn too_few_places_go_round() {
-    let fair = |all| split(1, &standings(all), 0, false).fair;
+    let fair = |all| split(1, &replica_shares(all), 0, false).fair;
     assert_eq!(
         fair(&[(1, 1, 5, 9), (0, 0, 5, 3), (0, 0, 5, 4)]),
         Some(vec![0, 0, 1])
@@ -120,7 +120,7 @@ fn a_batch_gets_all_places_of_an_idle_backend() {
     assert_eq!(handed(&[(2, 0, 0, 0), (4, 0, 0, 0)], true), []);
 }
 
-fn any_standings() -> impl Strategy<Value = Vec<ReplicaShare>> {
+fn any_replica_shares() -> impl Strategy<Value = Vec<ReplicaShare>> {
     let one = (0..9_i64, 0..9_u32, 0..20_u32, 0..5_u32, 0..9_u32);
     proptest::collection::vec(one, 1..6).prop_map(|all| {
         let standing = |(id, (share, running, waiting, waited_ms, recent))| ReplicaShare {
@@ -140,12 +140,12 @@ fn any_standings() -> impl Strategy<Value = Vec<ReplicaShare>> {
 proptest! {
     #[test]
     fn nothing_is_handed_over_that_is_in_use_or_not_there(
-        all in any_standings(),
-        turn in 0..1024_usize,
-        is_whole in any::<bool>(),
+        all in any_replica_shares(),
+        rotation in 0..1024_usize,
+        gather_spare in any::<bool>(),
     ) {
         let places: i64 = all.iter().map(|it| it.share).sum();
-        let split = split(places, &all, turn, is_whole);
+        let split = split(places, &all, rotation, gather_spare);
         let mut shares: Vec<i64> = all.iter().map(|it| it.share).collect();
         for it in transfers(&all, &split.targets) {
             prop_assert!(it.places > 0 && it.from != it.to);
@@ -159,12 +159,12 @@ proptest! {
 
     #[test]
     fn the_targets_are_all_places_or_all_that_runs(
-        all in any_standings(),
-        turn in 0..1024_usize,
+        all in any_replica_shares(),
+        rotation in 0..1024_usize,
     ) {
         let places: i64 = all.iter().map(|it| it.share).sum();
         let runs: i64 = all.iter().map(|it| i64::from(it.demand.running)).sum();
-        let split = split(places, &all, turn, false);
+        let split = split(places, &all, rotation, false);
         prop_assert_eq!(split.targets.iter().sum::<i64>(), places.max(runs));
         if let Some(fair) = split.fair {
             prop_assert_eq!(fair.iter().sum::<i64>(), places);
@@ -172,11 +172,14 @@ proptest! {
     }
 
     #[test]
-    fn no_request_waits_while_a_place_is_free(all in any_standings(), turn in 0..1024_usize) {
+    fn no_request_waits_while_a_place_is_free(
+        all in any_replica_shares(),
+        rotation in 0..1024_usize,
+    ) {
         let places: i64 = all.iter().map(|it| it.share).sum();
         let runs: i64 = all.iter().map(|it| i64::from(it.demand.running)).sum();
         let waits: i64 = all.iter().map(|it| i64::from(it.demand.waiting)).sum();
-        let split = split(places, &all, turn, false);
+        let split = split(places, &all, rotation, false);
         let served: i64 = all
             .iter()
             .zip(&split.targets)
@@ -189,8 +192,12 @@ proptest! {
     }
 
     #[test]
-    fn parts_add_up(total in 0..10_000_i64, weights in proptest::collection::vec(0..1000_i64, 1..8), turn in 0..1024_usize) {
-        let parts = apportion(total, &weights, turn);
+    fn parts_add_up(
+        total in 0..10_000_i64,
+        weights in proptest::collection::vec(0..1000_i64, 1..8),
+        rotation in 0..1024_usize,
+    ) {
+        let parts = apportion(total, &weights, rotation);
         prop_assert_eq!(parts.iter().sum::<i64>(), total);
         let sum: i64 = weights.iter().sum::<i64>().max(1);
         if weights.iter().any(|it| *it > 0) {

@@ -17,7 +17,7 @@ fn charge(outbox: &mut Outbox, name: &str) {
 
 fn answered(outbox: &mut Outbox, reply: Reply) {
     let index = LogIndex(1);
-    outbox.fate(Ok(Committed { index, reply }));
+    outbox.handle_outcome(Ok(Committed { index, reply }));
 }
 
 fn is_waiting(commit: &mut ChargeCommit) -> bool {
@@ -35,7 +35,7 @@ fn a_charge_is_waited_for_until_its_own_envelope_is_committed() {
     charge(&mut outbox, "ada");
     charge(&mut outbox, "bob");
     let mut queued = outbox.commit_of(user("ada")).expect("it is queued");
-    outbox.fate(Err(ProposeError::Unknown("no answer".to_owned())));
+    outbox.handle_outcome(Err(ProposeError::Unknown("no answer".to_owned())));
     assert!(is_waiting(&mut outstanding), "its fate is not known");
 
     answered(&mut outbox, Reply::Batch(BatchReply::default()));

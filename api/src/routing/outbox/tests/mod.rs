@@ -13,7 +13,7 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use super::driver::{DriverMetrics, OutboxDriver, SharedOutbox};
-use super::fate::AfterProposal;
+use super::outcome::AfterProposal;
 use super::overlay::Overlay;
 use super::steps::RUN_BLOCKS_MAX;
 use super::{CHARGED_USERS_MAX, OVERFLOW_USER, Outbox, OutboxSettings};
@@ -89,7 +89,10 @@ fn deliver(outbox: &mut Outbox, log: &mut Log) -> Reply {
         .clone();
     let committed = log.apply(envelope);
     let reply = committed.reply.clone();
-    assert_eq!(outbox.fate(Ok(committed)), AfterProposal::GoOn);
+    assert_eq!(
+        outbox.handle_outcome(Ok(committed)),
+        AfterProposal::Continue
+    );
     outbox.settle(log.state.applied());
     reply
 }
@@ -175,7 +178,7 @@ fn an_envelope_of_unknown_fate_is_proposed_again_as_it_is() {
         ProposeError::Unavailable(String::new()),
         ProposeError::Unknown(String::new()),
     ] {
-        let next = outbox.fate(Err(failure));
+        let next = outbox.handle_outcome(Err(failure));
         assert!(matches!(next, AfterProposal::Retry(_)));
         assert_eq!(outbox.outstanding(), Some(&first));
     }
@@ -190,7 +193,7 @@ fn an_envelope_of_unknown_fate_is_proposed_again_as_it_is() {
     cut(&mut outbox);
     assert_eq!(outbox.outstanding().unwrap().origin.seq, 2);
     assert_eq!(
-        outbox.fate(Err(ProposeError::Stopping)),
+        outbox.handle_outcome(Err(ProposeError::Stopping)),
         AfterProposal::Stop
     );
 }
@@ -210,18 +213,18 @@ fn a_refused_number_is_not_used_again() {
             reply: Reply::Rejected(reject),
         })
     };
-    let next = outbox.fate(reject(Rejection::NotInitialised));
+    let next = outbox.handle_outcome(reject(Rejection::NotInitialised));
     assert!(matches!(next, AfterProposal::Retry(_)));
     let origin = outbox.outstanding().unwrap().origin;
     assert_eq!((origin.session, origin.seq), (SessionId(1), 2));
     let stale = Rejection::StaleSession {
         replica: ReplicaId(1),
     };
-    assert_eq!(outbox.fate(reject(stale)), AfterProposal::Renewed);
+    assert_eq!(outbox.handle_outcome(reject(stale)), AfterProposal::Renewed);
     let origin = outbox.outstanding().unwrap().origin;
     assert_eq!((origin.session, origin.seq), (SessionId(1).successor(), 1));
     let invalid = Rejection::TooManyBackends;
-    let next = outbox.fate(reject(invalid));
+    let next = outbox.handle_outcome(reject(invalid));
     assert!(matches!(next, AfterProposal::Refused(_)));
     assert_eq!(outbox.status(Instant::now()).dropped, 1);
 }
@@ -545,8 +548,8 @@ impl Run {
         if self.outbox.outstanding().is_none() && self.outbox.cut(Instant::now(), 5).is_none() {
             return false;
         }
-        let fate = self.port.answer(self.outbox.outstanding().unwrap().clone());
-        self.outbox.fate(fate);
+        let outcome = self.port.answer(self.outbox.outstanding().unwrap().clone());
+        self.outbox.handle_outcome(outcome);
         self.outbox
             .settle(self.port.log.lock().unwrap().state.applied());
         true

@@ -288,8 +288,8 @@ async fn tell(world: Arc<World>, own: Seat) {
     loop {
         tokio::select! {
             biased;
-            () = own.admission.turned() => {}
-            () = own.router.load().news().notified() => {}
+            () = own.admission.waiting_changed() => {}
+            () = own.router.load().report_due().notified() => {}
             _ = ticks.tick() => {}
         }
         let now = Instant::now();
@@ -325,7 +325,7 @@ impl World {
             }
             let merged = to.router.load().merge_report(from, load, Instant::now());
             merged.unwrap();
-            to.admission.heard(from, backlog).unwrap();
+            to.admission.apply_peer_report(from, backlog).unwrap();
         }
     }
 }

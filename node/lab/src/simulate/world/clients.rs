@@ -20,7 +20,7 @@ impl SimWorld<'_> {
         asked.tries += 1;
         if let Some((least, most)) = self.plan.clients.patience {
             let tries = asked.tries;
-            let patience = least + self.moods.below(most - least + 1);
+            let patience = least + self.patience_rng.below(most - least + 1);
             let leave = SimEvent::Leave { request, tries };
             self.events.plan(self.now + patience, leave);
         }
@@ -38,7 +38,7 @@ impl SimWorld<'_> {
             RequestStage::Ended => return,
             RequestStage::Waiting => {
                 let ticket = asked.ticket;
-                self.places[place].lobby.left(ticket, self.now);
+                self.places[place].queue.left(ticket, self.now);
                 self.waits_no_more(place, user);
             }
             RequestStage::Running(flight) => {
@@ -85,7 +85,7 @@ impl SimWorld<'_> {
         self.tally.refusals += 1;
         if self.may_try_again(request) {
             let wait_ms = wait_ms.clamp(RETRY_AFTER_MS.0, RETRY_AFTER_MS.1);
-            let jittered_ms = wait_ms + self.moods.below(wait_ms / 2);
+            let jittered_ms = wait_ms + self.patience_rng.below(wait_ms / 2);
             // The header has whole seconds.
             let after = jittered_ms.div_ceil(1000) * 1_000_000;
             self.events.plan(self.now + after, SimEvent::Again(request));
@@ -103,7 +103,7 @@ impl SimWorld<'_> {
     fn back_off(&mut self, request: usize) -> Micros {
         let doublings = self.requests[request].tries.saturating_sub(1).min(8);
         let most = (BACK_OFF << doublings).min(BACK_OFF_MAX);
-        most - self.moods.below(most / 4)
+        most - self.patience_rng.below(most / 4)
     }
 
     /// Sends a request again.
@@ -122,9 +122,9 @@ impl SimWorld<'_> {
         }
         let here = &mut self.places[place];
         let running = || here.replica.running_here();
-        here.lobby.measure(self.now, running);
-        let drain_ms = here.lobby.drain_ms(self.now);
-        let expired = here.lobby.expire(self.now);
+        here.queue.measure(self.now, running);
+        let drain_ms = here.queue.drain_ms(self.now);
+        let expired = here.queue.expire(self.now);
         if expired.is_empty() {
             return;
         }
@@ -142,7 +142,7 @@ impl SimWorld<'_> {
 
     /// Plans the next check of the queue while requests wait.
     pub(super) fn look_again(&mut self, place: usize) {
-        if self.plan.bounds_waits() && !self.places[place].lobby.is_empty() {
+        if self.plan.bounds_waits() && !self.places[place].queue.is_empty() {
             self.wake_in(place, LOOK_EVERY);
         }
     }

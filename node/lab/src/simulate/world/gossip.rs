@@ -113,7 +113,7 @@ impl SimWorld<'_> {
         }
         let replica = &mut here.replica;
         let due = replica.due_report(self.now);
-        let backlog = here.lobby.backlog(self.now, &replica.counters());
+        let backlog = here.queue.backlog(self.now, &replica.counters());
         let is_news = due.is_some() || backlog != here.last_backlog;
         here.last_backlog = backlog;
         here.next_report = Micros::MAX;
@@ -155,7 +155,7 @@ impl SimWorld<'_> {
                 .merge_report(from, report, here.replica.instant(self.now))
                 .expect("a report that a load table made");
         }
-        here.lobby.told(from, backlog, self.now);
+        here.queue.told(from, backlog, self.now);
         self.pump(place);
     }
 

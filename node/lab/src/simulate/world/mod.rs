@@ -121,7 +121,7 @@ enum RequestStage {
 /// A replica with the simulation's data about it.
 struct ReplicaPlace {
     replica: SimReplica,
-    lobby: SimQueue,
+    queue: SimQueue,
     session: u64,
     is_flush_planned: bool,
     last_flush: Micros,
@@ -145,7 +145,7 @@ impl ReplicaPlace {
         let lag = lags.into_iter().flatten().max().unwrap_or_default();
         Self {
             replica: SimReplica::new(id, session, state, run),
-            lobby: SimQueue::new(plan, run.pricing, lag),
+            queue: SimQueue::new(plan, run.pricing, lag),
             session,
             is_flush_planned: false,
             last_flush: 0,
@@ -203,7 +203,7 @@ pub struct SimWorld<'a> {
     rngs: Vec<Rng>,
     spread: Rng,
     /// Draws the patience of clients.
-    moods: Rng,
+    patience_rng: Rng,
     /// First entries of every log.
     setup: Vec<Envelope>,
     /// Next index, of the shared log or of each replica's own.
@@ -226,8 +226,8 @@ impl<'a> SimWorld<'a> {
                 prices: plan.prices,
                 charge: plan.admission.charge,
             },
-            as_written: plan.as_written,
-            pairs: plan.apart.pairs,
+            reference_policy: plan.reference_policy,
+            pairs: plan.disaggregation.pairs,
             block_tokens: plan.block_tokens,
         };
         let place = |id| ReplicaPlace::new(id, 1, state_of(&setup), plan, &run);
@@ -256,7 +256,7 @@ impl<'a> SimWorld<'a> {
                 .map(|user| Rng::new(plan.seed, 100 + user))
                 .collect(),
             spread: Rng::new(plan.seed, 2),
-            moods: Rng::new(plan.seed, 3),
+            patience_rng: Rng::new(plan.seed, 3),
             next_index: vec![setup.len() as u64 + 1; places.len()],
             setup,
             epochs: vec![0; places.len()],
@@ -363,9 +363,9 @@ impl<'a> SimWorld<'a> {
             let replica = &self.places[place].replica;
             replica.probed(|slot| self.probed[self.engine_at(place, slot.0.into())]);
             if learns {
-                replica.tell_samples(self.now);
+                replica.queue_samples(self.now);
             }
-            replica.tell_lengths();
+            replica.queue_output_lengths();
             if learns || wants_outputs {
                 self.changed(place);
             }
@@ -387,11 +387,11 @@ impl<'a> SimWorld<'a> {
         let points = &mut self.tally.points;
         points.load.push(self.engines.iter().map(load).collect());
         points.shares.push(self.tally.service.shares());
-        let waiting = self.places.iter().map(|place| place.lobby.len() as u64);
+        let waiting = self.places.iter().map(|place| place.queue.len() as u64);
         points.waiting.push(waiting.sum());
         let mut bins = vec![0; usize::from(self.plan.admission.bins)];
         for place in &self.places {
-            for (sum, waiting) in bins.iter_mut().zip(place.lobby.by_bin()) {
+            for (sum, waiting) in bins.iter_mut().zip(place.queue.by_bin()) {
                 *sum += waiting;
             }
         }
@@ -403,7 +403,7 @@ impl<'a> SimWorld<'a> {
     fn finish(self, events: u64) -> SimOutcome {
         let faults = self.faults();
         let figures = self.engines.iter().map(SimEngine::figures);
-        let slack = self.places.iter().map(|it| it.lobby.slack_most()).max();
+        let slack = self.places.iter().map(|it| it.queue.slack_most()).max();
         SimOutcome {
             uncharged: (self.tally.uncharged_milli + self.tally.promised_milli) / 1000,
             slack: slack.unwrap_or_default(),
@@ -453,7 +453,7 @@ impl<'a> SimWorld<'a> {
             faults.push("an engine has work left".to_owned());
         }
         for (number, place) in self.places.iter().enumerate() {
-            let ReplicaPlace { replica, lobby, .. } = place;
+            let ReplicaPlace { replica, queue, .. } = place;
             let id = number + 1;
             if let Err(broken) = replica.state.check() {
                 faults.push(format!("replica {id}: {broken}"));
@@ -464,7 +464,7 @@ impl<'a> SimWorld<'a> {
             if !replica.is_overlay_empty() {
                 faults.push(format!("replica {id}: overlay is not empty"));
             }
-            if !lobby.is_empty() {
+            if !queue.is_empty() {
                 faults.push(format!("replica {id}: requests wait"));
             }
             let leases = replica.state.open_leases();
@@ -508,7 +508,7 @@ fn commands(plan: &SimPlan, workload: &SimWorkload) -> Vec<Command> {
             capacity_blocks,
             kv_events: None,
             kv_replay: None,
-            role: match plan.apart.prefill {
+            role: match plan.disaggregation.prefill {
                 0 => BackendRole::Both,
                 prefill if number < prefill => BackendRole::Prefill,
                 _ => BackendRole::Decode,

@@ -118,8 +118,8 @@ impl SimWorld<'_> {
         }
         let here = &self.places[place];
         let goes_at_once = !self.is_batching()
-            && here.lobby.is_empty()
-            && !here.lobby.is_contended(self.now)
+            && here.queue.is_empty()
+            && !here.queue.is_contended(self.now)
             && self.has_room(place);
         if goes_at_once {
             self.send(place, request, false);
@@ -131,9 +131,9 @@ impl SimWorld<'_> {
     fn wait(&mut self, place: usize, request: usize) {
         let user = self.requests[request].user;
         let guest = self.guest(place, request);
-        let ReplicaPlace { replica, lobby, .. } = &mut self.places[place];
-        let pushed = lobby.push(guest, &replica.counters());
-        let drain_ms = lobby.drain_ms(self.now);
+        let ReplicaPlace { replica, queue, .. } = &mut self.places[place];
+        let pushed = queue.push(guest, &replica.counters());
+        let drain_ms = queue.drain_ms(self.now);
         match pushed {
             Ok(ticket) => self.requests[request].ticket = ticket,
             Err(QueueRejection::TooLate { wait_ms, .. }) => {
@@ -183,10 +183,10 @@ impl SimWorld<'_> {
             return;
         }
         self.expire(place);
-        while !self.places[place].lobby.is_empty() {
+        while !self.places[place].queue.is_empty() {
             let has_room = self.has_room(place);
-            let ReplicaPlace { replica, lobby, .. } = &mut self.places[place];
-            let turn = lobby.next(self.now, replica, has_room);
+            let ReplicaPlace { replica, queue, .. } = &mut self.places[place];
+            let turn = queue.next(self.now, replica, has_room);
             match turn {
                 NextAdmission::Go(request) => self.send(place, request, true),
                 NextAdmission::Held(after) => {
@@ -213,7 +213,7 @@ impl SimWorld<'_> {
             }
             let limit = here.replica.limit(backend.handle).unwrap_or(u32::MAX);
             let requests = times.batch_max.min(limit);
-            for request in here.lobby.form_batch(self.now, requests) {
+            for request in here.queue.form_batch(self.now, requests) {
                 self.hand_over(place, request, true, Some(backend.handle.slot));
             }
             self.begin_step(engine);
@@ -224,13 +224,13 @@ impl SimWorld<'_> {
     fn follow_bins(&mut self, place: usize) {
         let ReplicaPlace {
             replica,
-            lobby,
+            queue,
             bin_edges,
             ..
         } = &mut self.places[place];
         let edges = replica.bin_edges();
         if edges != *bin_edges {
-            lobby.rebin(|request| replica.bin_of(self.requests[*request].predicted_output));
+            queue.rebin(|request| replica.bin_of(self.requests[*request].predicted_output));
             *bin_edges = edges;
         }
     }
@@ -343,7 +343,7 @@ impl SimWorld<'_> {
         };
         if flight.is_prefilled_by(slot) {
             replica.prefilled(flight, &prompt, &told);
-            let after = self.plan.apart.transfer_us(prompt.tokens);
+            let after = self.plan.disaggregation.transfer_us(prompt.tokens);
             let fetched = SimEvent::Fetched {
                 request: served.request,
                 tries: request.tries,

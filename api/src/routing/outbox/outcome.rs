@@ -16,7 +16,7 @@ use crate::ports::ProposeError;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum AfterProposal {
     /// Applied: continue.
-    GoOn,
+    Continue,
     /// Rejected for this reason: continue without it.
     Refused(String),
     /// Not known to be applied, for this reason: propose [`Outbox::outstanding`] again later.
@@ -31,13 +31,13 @@ pub enum AfterProposal {
 impl Outbox {
     /// Handles the outcome of the outstanding envelope. If the cluster ended its session because
     /// the replica seemed gone, this run continues under the successor.
-    pub fn fate(&mut self, fate: Result<Committed, ProposeError>) -> AfterProposal {
-        let committed = match fate {
+    pub fn handle_outcome(&mut self, outcome: Result<Committed, ProposeError>) -> AfterProposal {
+        let committed = match outcome {
             Ok(committed) => committed,
             Err(ProposeError::Stopping) => return AfterProposal::Stop,
             Err(ProposeError::Unknown(_)) if planted::is(Bug::OutboxForgetsUnknown) => {
                 self.confirmed(LogIndex(0), &BatchReply::default());
-                return AfterProposal::GoOn;
+                return AfterProposal::Continue;
             }
             Err(failure @ (ProposeError::Unavailable(_) | ProposeError::Unknown(_))) => {
                 let is_unknown = matches!(failure, ProposeError::Unknown(_));
@@ -74,7 +74,7 @@ impl Outbox {
                 return AfterProposal::Refused(reject.to_string());
             }
         }
-        AfterProposal::GoOn
+        AfterProposal::Continue
     }
 
     /// Renumbers the outstanding envelope, because a rejection used up its number.
