@@ -152,7 +152,7 @@ async fn end_former_run(cluster: &dyn Cluster, replica: ReplicaId, session: Sess
     let command = Command::ExpireSession { replica, session };
     match cluster.submit(command).await {
         Ok(_) => {
-            tracing::info!("closed the requests that this replica's previous session left open")
+            tracing::info!("closed the requests that this replica's previous session left open");
         }
         Err(error) => tracing::debug!(%error, "could not end the former run yet"),
     }
