@@ -219,7 +219,7 @@ fn the_first_message_out_of_turn_is_named_and_nothing_stays() {
             (Some(Fault::OutOfTurn(name)), Err(why)) => {
                 prop_assert_eq!(why.code(), Code::FailedPrecondition);
                 let told = why.message();
-                prop_assert!(told.starts_with(&format!("{name} came ")), "{}: {}", name, told);
+                prop_assert!(told.starts_with(&format!("{name} arrived ")), "{}: {}", name, told);
                 prop_assert!(told.ends_with(", which no body mode allows"), "{}", told);
             }
             (None, Ok(())) => {}
