@@ -2,10 +2,11 @@
 """Do programs that people have work through Quorate as they are?
 
 Starts three replicas before engines that run already, or before emulated ones, and has each program
-that a given virtual environment holds send its requests through the data ports: benchmarks with
-their default requests, and the SDKs of OpenAI and Anthropic. A program counts as working if it says
-of itself that it completed what it was asked to, without an error and with the engine's token
-counts. What no environment holds is skipped with a word. Exits with 1 when a program fails.
+that a given virtual environment holds send its requests through the data ports: benchmarks and the
+SDKs of OpenAI and Anthropic. Before emulated engines, benchmarks run with their default settings;
+before engines that run already, they send little. A program counts as working if it says of itself
+that it completed what it was asked to, without an error and with the engine's token counts. What no
+environment holds is skipped with a word. Exits with 1 when a program fails.
 
 See docs/guide/clients.md.
 """
@@ -31,10 +32,16 @@ sys.path.insert(0, str(ROOT / "deploy"))
 from cluster import Cluster, free_ports, get, on_loopback  # noqa: E402
 
 REPLICAS = 3
-PROGRAM_TIMEOUT_S = 1200
+PROGRAM_TIMEOUT_S = 1800
 SETTINGS = 'drain.dns_ttl = "0s"'
 MODELS = '[[models]]\nname = "*"\n'
 
+
+# Requests that aiperf sends unless told otherwise.
+AIPERF_REQUESTS = 10
+
+# Five scenarios, each at nine levels of concurrency.
+GENAI_BENCH_RUNS = 45
 
 # What no request of a program that works ends with.
 OUR_FAULT = {"failed", "broken-off"}
@@ -109,6 +116,10 @@ class Scene:
         check(done.returncode == 0, f"exit status {done.returncode}: {told[-600:]}")
         return told
 
+    def few(self, *settings):
+        """Settings that make a program's work small enough for an engine on a CPU; emulated ones need none."""
+        return settings if self.args.engine else ()
+
     def tokenizer(self):
         check(self.args.tokenizer, "give --tokenizer")
         return self.args.tokenizer.absolute()
@@ -144,24 +155,24 @@ def vllm_bench(scene, program, url, backend):
         f"vllm bench serve {backend}",
         *[program, "bench", "serve", "--base-url", url, "--backend", backend, *path],
         *["--model", scene.model, "--tokenizer", scene.tokenizer()],
-        *["--num-prompts", scene.args.requests],
+        *scene.few("--num-prompts", scene.args.requests),
         *["--save-result", "--result-dir", result.parent, "--result-filename", result.name],
     )
     told = json.loads(result.read_text())
-    check(told["completed"] == scene.args.requests, f"completed {told['completed']}")
+    check(told["completed"] == told["num_prompts"], f"completed {told['completed']}")
     check(told["failed"] == 0, f"failed {told['failed']}")
     check(told["total_output_tokens"] > 0, "no output tokens")
     return f"{told['completed']} completed, {told['failed']} failed, {told['total_output_tokens']} output tokens"
 
 
-def aiperf(scene, program, url):
-    out = scene.folder / "aiperf"
+def aiperf(scene, program, url, *flags):
+    out = scene.folder / "-".join(["aiperf", *flags])
     scene.run(
-        "aiperf",
+        out.name,
         *[program, "profile", "--model", scene.model, "--url", url],
         *["--tokenizer", scene.cached_tokenizer()],
-        *["--endpoint-type", "chat", "--streaming", "--request-count", scene.args.requests],
-        *["--osl", 64, "--ui", "none", "--artifact-dir", out],
+        *scene.few("--request-count", scene.args.requests, "--osl", 64),
+        *[*flags, "--ui", "none", "--artifact-dir", out],
     )
     (report,) = out.rglob("profile_export_aiperf.json")
     told = json.loads(report.read_text())
@@ -170,7 +181,8 @@ def aiperf(scene, program, url):
     tokens = told[
         "total_usage_completion_tokens" if "total_usage_completion_tokens" in told else "total_osl"
     ]
-    check(count == scene.args.requests and errors == 0, f"{count} completed, {errors} errors")
+    asked = scene.args.requests if scene.args.engine else AIPERF_REQUESTS
+    check(count == asked and errors == 0, f"{count} completed, {errors} errors")
     check(tokens["avg"] > 0, "no output tokens")
     return f"{count:.0f} completed, {errors} errors, {tokens['avg']:.0f} output tokens"
 
@@ -188,9 +200,9 @@ def genai_bench(scene, program, url):
             "--model-tokenizer",
             scene.tokenizer(),
         ],
-        *["--traffic-scenario", "D(100,100)"],
-        *["--num-concurrency", 1, "--num-concurrency", 4, "--max-time-per-run", 5],
-        *["--max-requests-per-run", scene.args.requests, "--log-dir", scene.folder],
+        *scene.few("--traffic-scenario", "D(100,100)", "--num-concurrency", 1, "--num-concurrency", 4),
+        *["--max-time-per-run", 5, "--max-requests-per-run", scene.args.requests],
+        *["--log-dir", scene.folder],
         *["--experiment-base-dir", out],
     )
     runs = []
@@ -198,23 +210,29 @@ def genai_bench(scene, program, url):
         told = json.loads(report.read_text())
         if "aggregated_metrics" in told:
             runs.append(told["aggregated_metrics"])
-    check(len(runs) == 2, f"{len(runs)} of 2 runs")
+    asked = 2 if scene.args.engine else GENAI_BENCH_RUNS
+    check(len(runs) == asked, f"{len(runs)} of {asked} runs")
     completed = sum(run["num_completed_requests"] for run in runs)
     errors = sum(run["num_error_requests"] for run in runs)
     check(
-        errors == 0 and completed >= 2 * scene.args.requests, f"{completed} completed, {errors} errors"
+        errors == 0 and completed >= asked * scene.args.requests,
+        f"{completed} completed, {errors} errors",
     )
-    return f"{completed} completed in 2 runs, {errors} errors"
+    return f"{completed} completed in {asked} runs, {errors} errors"
 
 
 def guidellm(scene, program, url):
     report = scene.folder / "guidellm.json"
+    # A sweep has no length of its own: that of its documentation.
+    data, end = "prompt_tokens=256,output_tokens=128", "kind=max_duration,seconds=30"
+    if scene.args.engine:
+        data, end = "prompt_tokens=256,output_tokens=64", f"kind=max_requests,count={scene.args.requests}"
     scene.run(
         "guidellm",
         *[program, "run", "--backend", f"kind=openai_http,target={url},model={scene.model}"],
         *["--tokenizer", f"kind=huggingface_auto,model={scene.tokenizer()}"],
-        *["--data", "kind=synthetic_text,prompt_tokens=256,output_tokens=64"],
-        *["--profile", "kind=sweep", "--constraint", f"kind=max_requests,count={scene.args.requests}"],
+        *["--data", f"kind=synthetic_text,{data}"],
+        *["--profile", "kind=sweep", "--constraint", end],
         *["--output", f"kind=json,path={report}", "--disable-progress"],
     )
     told = json.loads(report.read_text())["benchmarks"]
@@ -248,6 +266,12 @@ def programs(scene):
             lambda it: vllm_bench(scene, it, second, "openai-chat"),
         ),
         ("aiperf", "aiperf", scene.program("aiperf"), lambda it: aiperf(scene, it, third)),
+        (
+            "aiperf, streams",
+            "aiperf",
+            scene.program("aiperf"),
+            lambda it: aiperf(scene, it, third, "--streaming"),
+        ),
         (
             "genai-bench",
             "genai-bench",
@@ -336,7 +360,13 @@ def arguments():
     )
     parser.add_argument("--model", help="[the first that is listed]")
     parser.add_argument(
-        "--requests", type=int, default=20, help="of each run of a benchmark [%(default)s]"
+        "--requests",
+        type=int,
+        default=20,
+        help="of each run of a benchmark, if --engine is given; always of genai-bench's [%(default)s]",
+    )
+    parser.add_argument(
+        "--speed", type=float, default=10, help="of emulated engines, 1: a GPU's [%(default)s]"
     )
     parser.add_argument("--only", metavar="TEXT", help="only programs whose name contains this")
     parser.add_argument(
@@ -364,7 +394,7 @@ def main():
             cluster.engines[name] = {"id": name, "url": url.rstrip("/")}
         if not args.engine:
             for port in free_ports(3):
-                cluster.add_engine(f"127.0.0.1:{port}")
+                cluster.add_engine(f"127.0.0.1:{port}", "--speed", str(args.speed))
         cluster.configure(SETTINGS, MODELS)
         cluster.start_replicas()
         rows, is_well = try_all(Scene(cluster, args, folder))
