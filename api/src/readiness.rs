@@ -83,7 +83,8 @@ pub struct ReadinessCheck {
 /// Whether a replica accepts traffic, and the reasons if not.
 #[derive(Debug, PartialEq, Eq, Serialize, JsonSchema)]
 pub(crate) struct Readiness {
-    /// `ready`, `degraded` (routes with what it knows, but cannot commit anything) or `not-ready`.
+    /// `ready`, `degraded` (routes requests, but has no quorum, uncommitted updates, or state or keys
+    /// that may be out of date) or `not-ready`.
     pub(crate) status: &'static str,
     /// Why it is not `ready`.
     reasons: Vec<String>,

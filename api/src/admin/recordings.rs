@@ -88,7 +88,7 @@ pub(super) struct LastQuery {
     salt: Option<String>,
 }
 
-/// A recording.
+/// Status and limits of a recording.
 #[derive(Serialize, JsonSchema)]
 #[schemars(example = RecordingInfo::example())]
 pub(super) struct RecordingInfo {

@@ -222,7 +222,7 @@ pub fn endpoint_seeds() -> Vec<Vec<u8>> {
 
 const IN_MEMORY: &str = "writing into memory cannot fail";
 
-/// Returns the bytes that a peer of `kind` sends before its first message.
+/// Returns the bytes that the peer of a `kind` socket sends before its first message.
 fn greeted(kind: SocketType) -> Vec<u8> {
     let peer = match kind {
         SocketType::Pub => SocketType::Sub,

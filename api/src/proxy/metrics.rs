@@ -286,7 +286,7 @@ pub(super) struct RequestMetricsGuard {
     model: Option<Arc<ModelMeter>>,
 }
 
-/// Stage that a request is counted in.
+/// Stage of a request, which determines the gauge that counts it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum RequestStage {
     /// The body is arriving.

@@ -58,7 +58,7 @@ pub(crate) struct RecordingState {
     pub(crate) bytes: u64,
 }
 
-/// All recordings of a replica.
+/// The running recording of a replica and the latest finished ones.
 #[derive(Debug, Default)]
 pub(crate) struct Recorder {
     /// Whether a recording runs.

@@ -193,7 +193,7 @@ pub struct ProxyTimeouts {
 impl Default for ProxyTimeouts {
     fn default() -> Self {
         Self {
-            first_request: Duration::from_secs(10),
+            first_request: Duration::from_secs(30),
             next_request: Duration::from_secs(75),
             body_idle: Duration::from_secs(30),
             body_idle_crowded: Duration::from_secs(1),

@@ -27,7 +27,7 @@ impl PairRules {
     }
 }
 
-/// A request and its best single backend, to be compared with two backends.
+/// A request and the choice of a single backend for it, to compare with serving it on a pair.
 pub(super) struct WholeDecision<'a> {
     pub(super) fleet: &'a RoutingTable,
     pub(super) ask: &'a RoutingRequest<'a>,

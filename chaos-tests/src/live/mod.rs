@@ -40,7 +40,7 @@ const DEAD: Duration = Duration::from_secs(2);
 pub struct LiveOptions {
     /// Addresses of the engines.
     pub engines: Vec<SocketAddr>,
-    /// A shell command that starts engine `$N`; `None` if the engines run already.
+    /// Shell command that starts engine number `$N`; `None` if the engines are already running.
     pub start: Option<String>,
     /// Folder for the output of started engines.
     pub logs: PathBuf,

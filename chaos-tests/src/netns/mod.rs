@@ -78,10 +78,10 @@ pub fn why_not() -> Option<String> {
 }
 
 impl NetnsNetwork {
-    /// Starts this many hosts.
+    /// Creates `hosts` network namespaces on one bridge, after removing those of earlier runs.
     ///
     /// # Errors
-    /// When a command fails; see [`why_not`].
+    /// If there are more than [`HOSTS_MAX`], or a command fails; see [`why_not`].
     pub fn start(hosts: usize) -> anyhow::Result<Self> {
         ensure!(hosts <= HOSTS_MAX, "{hosts} hosts, at most {HOSTS_MAX}");
         remove_leftovers();

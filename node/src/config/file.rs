@@ -135,8 +135,8 @@ pub struct ClusterConfig {
     pub peers: Vec<Parsed<HostPort>>,
     /// DNS name that resolves to the peer listeners of all replicas; instead of `peers`.
     pub peers_dns: Option<Parsed<HostPort>>,
-    /// Number of replicas that must answer before a new cluster is formed: more than half of
-    /// `peers`. Default: all of `peers`.
+    /// Number of replicas, this one included, that must answer before a new cluster is formed: more
+    /// than half of `peers`. Required with `peers_dns`. Default: all of `peers`.
     #[schemars(range(min = 1))]
     pub bootstrap_expect: Option<u8>,
     /// Join an existing cluster through any of these; instead of `peers`.
@@ -288,7 +288,7 @@ pub struct BackendConfig {
     #[schemars(length(min = 1))]
     #[default(vec!["*".to_owned()])]
     pub models: Vec<String>,
-    /// Labels, for `select` and `x-quorate-select`.
+    /// Labels of the backend, matched by a model's `select` and the header `x-quorate-select`.
     pub labels: BTreeMap<String, String>,
     /// File with the engine's API key, sent as `authorization: Bearer KEY` with probes and requests
     /// instead of the client's key. It stays on this replica and is sent only to this `id` at this

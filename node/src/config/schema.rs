@@ -125,7 +125,7 @@ pub(super) fn expected(schema: &Value) -> String {
     settings::expected(form::named, schema)
 }
 
-/// See [`settings::fit`].
+/// Calls [`settings::fit`] with the formats of the config file.
 pub(super) fn fit(schema: &Value, value: &Value) -> Option<Value> {
     settings::fit(form::named, schema, value)
 }

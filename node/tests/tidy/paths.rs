@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::path::PathBuf;
 
-use super::root;
+use super::{root, sources};
 
 /// Folders whose paths in pages start at the root of the repository.
 const FOLDERS: &[&str] = &[
@@ -72,6 +72,56 @@ fn every_file_that_a_page_names_is_there() {
         missing.extend(gone.map(|path| format!("{}: {path}", page.display())));
     }
     assert!(missing.is_empty(), "no such file:\n{}", missing.join("\n"));
+}
+
+/// Returns the bare names of Rust files in backquotes, with the folders before them if there are any.
+fn rust_files(text: &str) -> BTreeSet<String> {
+    let quoted = text.split('`').skip(1).step_by(2);
+    let is_file = |it: &&str| it.ends_with(".rs") && !it.contains(['*', '{', ' ']);
+    quoted.filter(is_file).map(str::to_owned).collect()
+}
+
+/// Returns the names of the items in backquotes of the form `Type::name`.
+fn items(text: &str) -> BTreeSet<(String, String)> {
+    let quoted = text.split('`').skip(1).step_by(2);
+    let is_name =
+        |it: &str| !it.is_empty() && it.chars().all(|c| c.is_ascii_alphanumeric() || c == '_');
+    let is_type = |it: &str| is_name(it) && it.starts_with(|c: char| c.is_ascii_uppercase());
+    let item = |it: &str| {
+        let (of, name) = it.split_once("::")?;
+        (is_type(of) && is_name(name)).then(|| (of.to_owned(), name.to_owned()))
+    };
+    quoted.filter_map(item).collect()
+}
+
+#[test]
+fn the_architecture_names_files_and_items_that_are_there() {
+    let page = std::fs::read_to_string(root().join("docs/ARCHITECTURE.md")).expect("read a page");
+    let sources = sources();
+    let texts: Vec<_> = sources
+        .iter()
+        .map(|path| std::fs::read_to_string(path).expect("read a source"))
+        .collect();
+    let is_file = |name: &String| sources.iter().any(|path| path.ends_with(name));
+    let files = rust_files(&page);
+    let gone: Vec<_> = files.iter().filter(|name| !is_file(name)).collect();
+    assert!(
+        files.len() > 20 && gone.is_empty(),
+        "no such file: {gone:?}"
+    );
+    let words: BTreeSet<&str> = texts
+        .iter()
+        .flat_map(|text| text.split(|c: char| !c.is_ascii_alphanumeric() && c != '_'))
+        .collect();
+    let items = items(&page);
+    let is_there = |(of, name): &&(String, String)| {
+        words.contains(of.as_str()) && words.contains(name.as_str())
+    };
+    let gone: Vec<_> = items.iter().filter(|item| !is_there(item)).collect();
+    assert!(
+        items.len() > 10 && gone.is_empty(),
+        "no such item: {gone:?}"
+    );
 }
 
 #[test]

@@ -220,7 +220,7 @@ impl SearchLog {
         }
     }
 
-    /// Same for a member that hears no quorum.
+    /// Logs that this member hears no quorum and what it found of its peers, if a message is due.
     pub(super) fn say_lost(&mut self, now: Instant, search: &PeerDiscovery) {
         if self.is_due(now, search) {
             let waited_s = now.duration_since(self.began).as_secs();

@@ -70,8 +70,8 @@ impl ComingEvictions {
     }
 
     /// Returns how many of the first `matched` blocks of `chain` the backend still has after it
-    /// makes room for `requests` in flight and `blocks` that the log does not contain yet. A block
-    /// that `is_used` by a request that the log does not contain yet stays.
+    /// makes room for `requests` in flight and for `blocks` that the log does not contain yet.
+    /// Blocks for which `is_used` returns `true` are not evicted.
     #[must_use]
     pub fn left(
         &self,

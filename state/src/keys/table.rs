@@ -233,7 +233,10 @@ impl Keys {
         view.are(&self.by_id, &self.by_secret)
     }
 
-    /// Checks I100, or describes the fault.
+    /// Checks I100.
+    ///
+    /// # Errors
+    /// Describes the first violation.
     pub(crate) fn check(&self) -> Result<(), String> {
         let mut rebuilt = Self::with_max(self.keys_max);
         for (id, key) in self.by_id.iter() {

@@ -85,7 +85,7 @@ pub enum Touch {
     Sampled,
 }
 
-/// With sampled touches, one request in this many touches.
+/// With [`Touch::Sampled`], one request in this many refreshes the blocks that it found.
 const TOUCHED_IN: u64 = 8;
 
 impl Touch {

@@ -2,11 +2,11 @@
 //!
 //! Source: Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024 (VTC), Algorithm 2
 //! for the lift. A user's counter rises by `(input_price * uncached input tokens + output_price *
-//! output tokens) / weight`. A user who returns from idle is lifted to the lowest counter among
-//! users waiting for admission or, if none waits, to the counter of the user who last stopped
-//! waiting or was dispatched. Idling therefore earns no credit. Before any user has waited, and in
-//! all logs of format version 1, the lift takes the lowest counter among users with requests in
-//! flight or, if there are none, the counter at which the last user became idle.
+//! output tokens) / weight`. A user who arrives with nothing waiting is lifted to the lowest
+//! counter among users waiting for admission or, if none waits, to the counter of the user who last
+//! stopped waiting or was dispatched. Idling therefore earns no credit. Before any user has waited,
+//! and in all logs of format version 1, the lift takes the lowest counter among users with requests
+//! in flight or, if there are none, the counter at which the last user became idle.
 //!
 //! Charges report who waits (`queued`, `dequeued`), so users waiting at one replica count at all of
 //! them. docs/internals/fairness.md explains why waiting counts and being in flight does not.

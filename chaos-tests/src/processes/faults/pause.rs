@@ -13,7 +13,8 @@ const LONG: Duration = Duration::from_millis(1500);
 /// Longer than a leader keeps the session of an unreachable replica (10 s).
 const PAST_SESSION: Duration = Duration::from_secs(12);
 
-/// Nothing fails, not even at the paused replica.
+/// Pauses the leader five times, each for less than an election timeout. No request may fail, not
+/// even at the paused replica.
 pub(super) async fn briefly(stage: &mut FaultContext) -> anyhow::Result<()> {
     for _ in 0..5 {
         let leader = stage.cluster.leader().await?;

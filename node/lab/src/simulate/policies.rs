@@ -13,7 +13,7 @@ pub struct SimPolicy {
     /// The product's policy. If `reference_policy` decides, it only controls when matches renew
     /// blocks.
     pub config: PolicyConfig,
-    /// Pseudo-code that decides instead.
+    /// Policy of a paper or of another router that decides instead of `config`, if any.
     pub reference_policy: Option<ReferencePolicy>,
 }
 
