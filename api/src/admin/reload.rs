@@ -44,6 +44,7 @@ pub struct ReloadReport {
 
 /// A fault in a config.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, JsonSchema)]
+#[schemars(rename = "ReloadFault")]
 pub struct ReloadError {
     /// The key and its value.
     pub message: String,

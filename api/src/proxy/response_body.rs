@@ -446,21 +446,24 @@ impl ResponseBody {
                     };
                     match self.take_in(data) {
                         Ok(None) if self.is_over => return Poll::Ready(None),
-                        Ok(None) => {}
+                        Ok(None) => continue,
                         Ok(Some(passed)) => return Poll::Ready(Some(Ok(passed))),
                         Err(why) => break why,
                     }
                 }
                 Poll::Ready(Some(Err(error))) if !self.content.is_done() => break error.into(),
-                Poll::Ready(Some(Err(_)) | None) => match self.finish() {
-                    Ok(None) if !self.is_over => {}
-                    Ok(rest) => return Poll::Ready(rest.map(Ok)),
-                    Err(why) => break why,
-                },
+                Poll::Ready(Some(Err(_)) | None) => {}
                 Poll::Pending => {
                     ready!(self.idle_timeout.poll_lost(cx));
-                    break ResponseBodyError::Silent;
+                    if !self.content.is_done() {
+                        break ResponseBodyError::Silent;
+                    }
                 }
+            }
+            match self.finish() {
+                Ok(None) if !self.is_over => {}
+                Ok(rest) => return Poll::Ready(rest.map(Ok)),
+                Err(why) => break why,
             }
         };
         self.is_over = true;

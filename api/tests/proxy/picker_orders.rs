@@ -1,7 +1,7 @@
 //! Messages of a gateway in random order: the first unexpected one ends the stream with an error
 //! that names it, and nothing is left behind in any case.
 
-use api::proxy::picker::ext_proc::processing_request::Request as ProcessingMessage;
+use api::proxy::picker::ext_proc::processing_request::Request as Message;
 use api::proxy::picker::ext_proc::{BodySendMode, HttpTrailers, ProcessingRequest};
 use proptest::prelude::*;
 use tonic::Code;
@@ -10,7 +10,7 @@ use super::fleet::eventually;
 use super::picking::{CHAT, engines, head_of, headers, modes, piece_of, plain, start};
 
 /// A message of any kind.
-fn any_message() -> impl Strategy<Value = ProcessingMessage> {
+fn any_message() -> impl Strategy<Value = Message> {
     let piece = (
         prop::sample::select(vec![CHAT, "", "data: {}\n\n", "{"]),
         any::<bool>(),
@@ -24,12 +24,12 @@ fn any_message() -> impl Strategy<Value = ProcessingMessage> {
             head
         });
     prop_oneof![
-        2 => head.clone().prop_map(ProcessingMessage::RequestHeaders),
-        3 => piece.clone().prop_map(ProcessingMessage::RequestBody),
-        2 => head.prop_map(ProcessingMessage::ResponseHeaders),
-        3 => piece.prop_map(ProcessingMessage::ResponseBody),
-        1 => Just(ProcessingMessage::RequestTrailers(HttpTrailers::default())),
-        1 => Just(ProcessingMessage::ResponseTrailers(HttpTrailers::default())),
+        2 => head.clone().prop_map(Message::RequestHeaders),
+        3 => piece.clone().prop_map(Message::RequestBody),
+        2 => head.prop_map(Message::ResponseHeaders),
+        3 => piece.prop_map(Message::ResponseBody),
+        1 => Just(Message::RequestTrailers(HttpTrailers::default())),
+        1 => Just(Message::ResponseTrailers(HttpTrailers::default())),
     ]
 }
 
@@ -71,12 +71,12 @@ enum Fault {
 
 /// Returns the first error; `None` if the stream ends before one is read. Derived from the protocol
 /// alone: a request body that arrives whole is one message.
-fn fault(upload: Upload, messages: &[ProcessingMessage]) -> Option<Fault> {
+fn fault(upload: Upload, messages: &[Message]) -> Option<Fault> {
     let is_whole = upload != Upload::Pieces;
     let mut turn = Turn::Head;
     for said in messages {
         turn = match (turn, said) {
-            (Turn::Head, ProcessingMessage::RequestHeaders(head)) => {
+            (Turn::Head, Message::RequestHeaders(head)) => {
                 let posts = head_of("POST", "/v1/chat/completions", false).headers;
                 let (told, posts) = (head.headers.as_ref()?, posts?);
                 let is_post = told.headers[0] == posts.headers[0];
@@ -85,7 +85,7 @@ fn fault(upload: Upload, messages: &[ProcessingMessage]) -> Option<Fault> {
                 }
                 Turn::Upload { body: Vec::new() }
             }
-            (Turn::Upload { mut body }, ProcessingMessage::RequestBody(piece)) => {
+            (Turn::Upload { mut body }, Message::RequestBody(piece)) => {
                 body.extend_from_slice(&piece.body);
                 let may_go_on = upload == Upload::AskedWhole && !piece.end_of_stream;
                 match piece.end_of_stream || is_whole {
@@ -99,7 +99,7 @@ fn fault(upload: Upload, messages: &[ProcessingMessage]) -> Option<Fault> {
                     false => Turn::Upload { body },
                 }
             }
-            (Turn::Upload { body }, ProcessingMessage::RequestTrailers(_)) => {
+            (Turn::Upload { body }, Message::RequestTrailers(_)) => {
                 if body != CHAT.as_bytes() {
                     return None;
                 }
@@ -109,13 +109,13 @@ fn fault(upload: Upload, messages: &[ProcessingMessage]) -> Option<Fault> {
                 }
             }
             // The exchange continues without the picker.
-            (Turn::Upload { .. }, ProcessingMessage::ResponseHeaders(_)) => return None,
+            (Turn::Upload { .. }, Message::ResponseHeaders(_)) => return None,
             (
                 Turn::Answer {
                     may_end: true,
                     may_go_on,
                 },
-                ProcessingMessage::RequestTrailers(_),
+                Message::RequestTrailers(_),
             ) => Turn::Answer {
                 may_end: false,
                 may_go_on,
@@ -124,21 +124,14 @@ fn fault(upload: Upload, messages: &[ProcessingMessage]) -> Option<Fault> {
                 Turn::Answer {
                     may_go_on: true, ..
                 },
-                ProcessingMessage::RequestBody(_),
+                Message::RequestBody(_),
             ) => return Some(Fault::OverrideIgnored),
-            (Turn::Answer { .. }, ProcessingMessage::ResponseHeaders(head))
-                if !head.end_of_stream =>
-            {
+            (Turn::Answer { .. }, Message::ResponseHeaders(head)) if !head.end_of_stream => {
                 Turn::Pieces
             }
-            (Turn::Pieces, ProcessingMessage::ResponseBody(piece)) if !piece.end_of_stream => {
-                Turn::Pieces
-            }
-            (Turn::Answer { .. }, ProcessingMessage::ResponseHeaders(_))
-            | (
-                Turn::Pieces,
-                ProcessingMessage::ResponseBody(_) | ProcessingMessage::ResponseTrailers(_),
-            ) => {
+            (Turn::Pieces, Message::ResponseBody(piece)) if !piece.end_of_stream => Turn::Pieces,
+            (Turn::Answer { .. }, Message::ResponseHeaders(_))
+            | (Turn::Pieces, Message::ResponseBody(_) | Message::ResponseTrailers(_)) => {
                 return None;
             }
             (_, said) => return Some(Fault::OutOfTurn(name(said))),
@@ -147,21 +140,21 @@ fn fault(upload: Upload, messages: &[ProcessingMessage]) -> Option<Fault> {
     None
 }
 
-fn name(said: &ProcessingMessage) -> &'static str {
+fn name(said: &Message) -> &'static str {
     match said {
-        ProcessingMessage::RequestHeaders(_) => "request_headers",
-        ProcessingMessage::ResponseHeaders(_) => "response_headers",
-        ProcessingMessage::RequestBody(_) => "request_body",
-        ProcessingMessage::ResponseBody(_) => "response_body",
-        ProcessingMessage::RequestTrailers(_) => "request_trailers",
-        ProcessingMessage::ResponseTrailers(_) => "response_trailers",
+        Message::RequestHeaders(_) => "request_headers",
+        Message::ResponseHeaders(_) => "response_headers",
+        Message::RequestBody(_) => "request_body",
+        Message::ResponseBody(_) => "response_body",
+        Message::RequestTrailers(_) => "request_trailers",
+        Message::ResponseTrailers(_) => "response_trailers",
     }
 }
 
-fn begun() -> Vec<ProcessingMessage> {
+fn begun() -> Vec<Message> {
     vec![
-        ProcessingMessage::RequestHeaders(head_of("POST", "/v1/chat/completions", false)),
-        ProcessingMessage::RequestBody(piece_of(CHAT.as_bytes(), true)),
+        Message::RequestHeaders(head_of("POST", "/v1/chat/completions", false)),
+        Message::RequestBody(piece_of(CHAT.as_bytes(), true)),
     ]
 }
 

@@ -72,7 +72,7 @@ async fn a_body_that_stops_halfway_is_refused() {
         match mode == duplex {
             true => {
                 talk.say(ProcessingMessage::RequestBody(piece_of(b"{", false)))
-                    .await
+                    .await;
             }
             false => drop(talk.next().await),
         }

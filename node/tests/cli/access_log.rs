@@ -219,11 +219,15 @@ fn a_file_that_cannot_be_written_is_told_with_its_place() {
         ("none/access.log", "No such file", a_file),
         (".", "Is a directory", a_file),
         ("pipe", "No such device", a_file),
-        ("data/raft", "in node.data_dir", "expected a file elsewhere"),
+        (
+            "data/raft",
+            "in node.data_dir",
+            "expected a file outside node.data_dir",
+        ),
         (
             "data/../data",
             "in node.data_dir",
-            "expected a file elsewhere",
+            "expected a file outside node.data_dir",
         ),
         (
             "link",

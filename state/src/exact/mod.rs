@@ -164,6 +164,7 @@ pub enum KvDoubt {
 /// Reason why an engine's events cannot be used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, serde::Serialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
+#[schemars(rename = "KvRefusal")]
 pub enum KvRejection {
     /// The engine's block size differs from the router's.
     BlockSize {

@@ -91,14 +91,18 @@ impl Attempt {
         }
     }
 
-    /// The prefill backend computed the prompt, with this report, and did not hand it over. This
-    /// attempt's backend computes it too, or finds it in a cache that both share. The prompt is
-    /// charged once, as the backend that had less of it cached reports.
+    /// Records that the prefill backend computed the prompt, with this report, and did not hand it
+    /// over. This attempt's backend computes it too, or finds it in a cache that both share. The
+    /// prompt is charged once, as the backend that had less of it cached reports. The prediction
+    /// counts for a prefill backend that does not report: vLLM omits the count if it is 0.
     pub fn kept(&mut self, usage: Option<Usage>) {
+        let Some(open) = &mut self.open else { return };
+        let reported = usage.and_then(|usage| usage.cached_tokens);
+        open.cached_max = Some(reported.unwrap_or(match open.prompt.trusts_prediction {
+            true => open.prompt.predicted,
+            false => 0,
+        }));
         self.fall_back_to_single_backend();
-        if let Some(open) = &mut self.open {
-            open.cached_max = usage.and_then(|usage| usage.cached_tokens);
-        }
     }
 
     /// Makes this attempt's backend compute the prompt, because no other one did.
