@@ -273,6 +273,11 @@ async fn asks_before_and_after_its_removal(kept_by: &str) {
     let lost = added_by.map(|it| log_id(it.leader_id.term + 9, 1, it.index));
     let orphaned = asked(lost).await;
     assert!(matches!(orphaned, Outcome::Changed(_)), "{orphaned:?}");
+    // Raft publishes its metrics after it has answered.
+    let mut metrics = one.inner.raft.metrics();
+    while one.inner.node(2).is_none() {
+        metrics.changed().await.unwrap();
+    }
     one.remove(2).await.unwrap();
     let again = asked(None).await;
     assert!(matches!(again, Outcome::Changed(_)), "{again:?}");
