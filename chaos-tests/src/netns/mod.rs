@@ -81,7 +81,7 @@ impl NetnsNetwork {
     /// Creates `hosts` network namespaces on one bridge, after removing those of earlier runs.
     ///
     /// # Errors
-    /// If there are more than [`HOSTS_MAX`], or a command fails; see [`why_not`].
+    /// If there are more than `HOSTS_MAX`, or a command fails; see [`why_not`].
     pub fn start(hosts: usize) -> anyhow::Result<Self> {
         ensure!(hosts <= HOSTS_MAX, "{hosts} hosts, at most {HOSTS_MAX}");
         remove_leftovers();
