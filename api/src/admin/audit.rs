@@ -88,7 +88,7 @@ pub(super) async fn audit(
     }))
 }
 
-/// Start of a page: the writes and calls before these positions.
+/// Position at which a page starts: it contains the writes and calls before these.
 struct AuditCursor {
     index: LogIndex,
     number: u64,
@@ -133,7 +133,8 @@ fn is_of_key(entry: &&AuditEntry) -> bool {
     )
 }
 
-/// Returns a key's name and user: the current ones, or those in `told` from its revocation.
+/// Returns the name and user of the key `id`: the current ones, those in `told` from its
+/// revocation, or else just `id`.
 fn key_subject(keys: &KeysView, told: &[String], id: String) -> String {
     let number = u64::from_str_radix(&id, 16).ok();
     let live = number.and_then(|number| keys.get(ApiKeyId(number)));

@@ -447,7 +447,7 @@ pub(super) async fn put(
     submit(&admin, Command::PutBackend(spec)).await
 }
 
-/// Rejects a location that this replica would not connect to.
+/// Returns a problem if this replica would not connect to `place`.
 fn allowed(admin: &Admin, field: &'static str, place: &EnginePlace) -> Result<(), Problem> {
     let judged = admin.backends.check_place(place);
     judged.map_err(|refused| {

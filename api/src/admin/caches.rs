@@ -50,8 +50,8 @@ impl From<&CacheScope> for ShownScope {
     }
 }
 
-/// Parses `cache` and `cache_group` of a body: nothing, or a scope, where `None` is the default
-/// scope of all users.
+/// Parses `cache` and `cache_group` of a body: `None` if both are absent, otherwise the scope to
+/// set, where `Some(None)` selects the default of all users.
 pub(super) fn scope_of(
     cache: Option<CacheForm>,
     group: Option<&String>,

@@ -49,7 +49,7 @@ pub(super) struct AuditedCall {
     pub(super) index: Option<LogIndex>,
 }
 
-/// The last calls of this replica.
+/// The last calls of this replica that were recorded for the audit.
 #[derive(Debug, Default)]
 pub(super) struct CallLog(Mutex<KeptCalls>);
 
@@ -95,7 +95,7 @@ impl CallLog {
     }
 }
 
-/// Formats the target of a call for display.
+/// Returns path and query of a call for display, shortened to [`PATH_BYTES_MAX`].
 pub(super) fn shown_path(uri: &Uri) -> String {
     let target = uri.path_and_query().map_or("", |target| target.as_str());
     let shown = &target[..target.floor_char_boundary(PATH_BYTES_MAX)];

@@ -24,7 +24,7 @@ type SetLevel = dyn Fn(&str) -> Result<(), String> + Send + Sync;
 pub struct LogLevelControl {
     show: Arc<ShowLevel>,
     set: Arc<SetLevel>,
-    /// Held from checking the current level until it is changed.
+    /// Lock held from checking the current level until it is changed.
     turn: Arc<Mutex<()>>,
 }
 
@@ -43,7 +43,8 @@ impl LogLevelControl {
         }
     }
 
-    /// Sets `level` if `if_match` matches the current one. Local to this process: needs no quorum.
+    /// Sets `level` if `if_match` matches the current level. Needs no quorum, since it concerns
+    /// only this process.
     fn replace(&self, if_match: &IfMatch, level: &str) -> Result<(), Problem> {
         let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
         if_match.check(Some(Version::of(&(self.show)())))?;

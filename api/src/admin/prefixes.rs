@@ -19,7 +19,7 @@ use super::ownership::{HexBlockHash, block_owners};
 use crate::error::Problem;
 use crate::proxy::RequestRecord;
 
-/// Maximum number of requests to examine.
+/// Maximum number of recorded requests to examine.
 const REQUESTS_MAX: usize = 2000;
 
 /// Query parameters of the list.
@@ -65,7 +65,7 @@ struct PrefixDetail {
     after: Option<HexBlockHash>,
 }
 
-/// Counts for one prefix.
+/// Counts of the requests that share one prefix.
 struct SharedPrefix<'a> {
     blocks: u32,
     parent: Option<BlockHash>,
