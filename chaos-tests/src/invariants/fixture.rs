@@ -22,13 +22,13 @@ use crate::oracle::register::RegisterKey;
 
 const HASH_SEED: u64 = 5;
 
-/// Returns a run of a replica.
+/// Returns the run with the number `number` of a replica.
 pub(crate) fn run(replica: u8, number: u32) -> ReplicaRun {
     let replica = ReplicaId(replica);
     ReplicaRun { replica, number }
 }
 
-/// Adds a backend, or moves it to another port.
+/// Returns a command that registers a backend, or moves it to another port.
 pub(crate) fn put(name: &str, port: u16) -> Command {
     Command::PutBackend(BackendSpec {
         id: name.to_owned(),
@@ -42,13 +42,13 @@ pub(crate) fn put(name: &str, port: u16) -> Command {
     })
 }
 
-/// Starts or stops draining a backend.
+/// Returns a command that starts or stops draining a backend.
 pub(crate) fn drain(name: &str, draining: bool) -> Command {
     let name = name.to_owned();
     Command::SetDraining { name, draining }
 }
 
-/// Makes the backend `a` of an image follow its KV events.
+/// Makes the backend `a` of an image follow its KV events, up to message `seq` of a publisher.
 pub(crate) fn following(image: &mut StateImage, mode: KvMode, publisher: u64, seq: Option<u64>) {
     let backend = image.backends.get_mut("a").expect("the story has it");
     backend.kv = Some(KvImage {
@@ -61,7 +61,7 @@ pub(crate) fn following(image: &mut StateImage, mode: KvMode, publisher: u64, se
     });
 }
 
-/// Builds a cluster together with its record.
+/// Builder of a cluster together with the record of its run.
 pub(crate) struct RecordBuilder {
     /// The record that the invariants check.
     pub(crate) record: RunRecord,
@@ -71,7 +71,7 @@ pub(crate) struct RecordBuilder {
 }
 
 impl RecordBuilder {
-    /// Founds a cluster.
+    /// Creates a cluster with initial settings.
     pub(crate) fn begun() -> Self {
         let mut story = Self {
             record: RunRecord::default(),
@@ -92,7 +92,7 @@ impl RecordBuilder {
         story
     }
 
-    /// Founds a cluster with a backend `a`, blocks, an open lease and a charged user.
+    /// Creates a cluster with a backend `a`, blocks, an open lease and a charged user.
     pub(crate) fn lively() -> Self {
         let mut story = Self::begun();
         story.write(1, put("a", 1));

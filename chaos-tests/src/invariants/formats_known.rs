@@ -7,15 +7,15 @@ use state::codec::{decode_envelope, format_of};
 use super::{PropertyError, Subjects};
 use crate::oracle::RunRecord;
 
-/// Number in docs/ARCHITECTURE.md.
+/// Number of the invariant in docs/ARCHITECTURE.md.
 pub const NUMBER: &str = "I130";
-/// The property, as a statement.
+/// Statement of the invariant.
 pub const NAME: &str = "no entry, snapshot or message is of a format that a member does not know";
 
 /// Checks every entry that was first applied while there were several builds.
 ///
 /// # Errors
-/// When an entry has a later format than the oldest build knew.
+/// If an entry has a later format than the oldest build knew.
 pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
     let mut subjects = 0;
     for (index, known) in &record.observation.formats {

@@ -4,15 +4,15 @@
 use super::{PropertyError, Subjects};
 use crate::oracle::RunRecord;
 
-/// Number in docs/ARCHITECTURE.md.
+/// Number of the invariant in docs/ARCHITECTURE.md.
 pub const NUMBER: &str = "I70";
-/// The property, as a statement.
+/// Statement of the invariant.
 pub const NAME: &str = "a backend's limit holds over all replicas";
 
 /// Checks every moment after requests started at a limited backend.
 ///
 /// # Errors
-/// When a request started beyond the limit.
+/// If a request started beyond the limit.
 pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
     let limits = &record.observation.limits;
     match &limits.exceeded {

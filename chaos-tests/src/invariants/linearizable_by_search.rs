@@ -9,13 +9,13 @@ use crate::oracle::search::{self, SearchCounts};
 use state::codec::decode_envelope;
 
 pub use super::linearizable::NUMBER;
-/// The property, as a statement.
+/// Statement of the invariant.
 pub const NAME: &str = "administrative writes and barrier reads are linearizable, in some order";
 
 /// Checks all keys, see [`search`].
 ///
 /// # Errors
-/// When no order explains the observations of a key.
+/// If no order explains the observations of a key.
 pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
     let tally = examine(record)?;
     Ok(tally.explained)

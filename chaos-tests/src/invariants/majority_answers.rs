@@ -4,15 +4,15 @@ use super::{PropertyError, Subjects};
 use crate::oracle::RunRecord;
 use crate::oracle::history::OperationResult;
 
-/// Number in docs/ARCHITECTURE.md.
+/// Number of the invariant in docs/ARCHITECTURE.md.
 pub const NUMBER: &str = "I41";
-/// The property, as a statement.
+/// Statement of the invariant.
 pub const NAME: &str = "without a majority nothing is acknowledged";
 
 /// Checks every operation that began and ended while its replica was cut off, acknowledged or not.
 ///
 /// # Errors
-/// When one was acknowledged.
+/// If one was acknowledged.
 pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
     let mut subjects = 0;
     for cut in &record.observation.cut_off {

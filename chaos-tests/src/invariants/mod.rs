@@ -47,7 +47,7 @@ pub type Subjects = u64;
 pub struct PropertyError {
     /// Number in docs/ARCHITECTURE.md, such as `"I25"`.
     pub number: &'static str,
-    /// The property, as a statement.
+    /// Statement of the invariant.
     pub name: &'static str,
     /// The values that violate it.
     pub detail: String,
@@ -56,9 +56,9 @@ pub struct PropertyError {
 /// One property.
 #[derive(Clone, Copy)]
 pub struct Invariant {
-    /// Number in docs/ARCHITECTURE.md.
+    /// Number of the invariant in docs/ARCHITECTURE.md.
     pub number: &'static str,
-    /// The property, as a statement.
+    /// Statement of the invariant.
     pub name: &'static str,
     /// Checks a run so far.
     pub check: fn(&RunRecord) -> Result<Subjects, PropertyError>,

@@ -15,15 +15,15 @@ use super::{PropertyError, Subjects};
 use crate::oracle::RunRecord;
 use crate::oracle::observation::ReplicaRun;
 
-/// Number in docs/ARCHITECTURE.md.
+/// Number of the invariant in docs/ARCHITECTURE.md.
 pub const NUMBER: &str = "I28";
-/// The property, as a statement.
+/// Statement of the invariant.
 pub const NAME: &str = "a replica leads a term in one run at most";
 
 /// Checks every leader.
 ///
 /// # Errors
-/// When two runs of a replica led in one term.
+/// If two runs of a replica led in one term.
 pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
     let mut leaders: BTreeMap<(u64, ReplicaId), ReplicaRun> = BTreeMap::new();
     for leading in &record.observation.leading {

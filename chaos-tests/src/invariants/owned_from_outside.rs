@@ -7,15 +7,15 @@ use super::{PropertyError, Subjects};
 use crate::oracle::RunRecord;
 use crate::oracle::image::BackendImage;
 
-/// Number in docs/ARCHITECTURE.md.
+/// Number of the invariant in docs/ARCHITECTURE.md.
 pub const NUMBER: &str = "I37";
-/// The property, as a statement.
+/// Statement of the invariant.
 pub const NAME: &str = "ownership is prefix-closed and within capacity";
 
 /// Checks every backend of every image.
 ///
 /// # Errors
-/// When a backend breaks either rule.
+/// If a backend breaks either rule.
 pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
     let mut subjects = 0;
     for (_, run, image) in &record.observation.images {

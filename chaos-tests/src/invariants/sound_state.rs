@@ -6,7 +6,7 @@ use state::RouterState;
 use super::PropertyError;
 use crate::oracle::observation::ReplicaRun;
 
-/// The property, as a statement.
+/// Statement of the invariant.
 pub const NAME: &str = "a state is sound";
 
 /// Checks the state of a replica. Slow on a large state.

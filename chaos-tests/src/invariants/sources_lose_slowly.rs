@@ -11,9 +11,9 @@ use crate::oracle::RunRecord;
 use crate::oracle::fleet;
 use crate::oracle::model::CommandEffect;
 
-/// Number in docs/ARCHITECTURE.md.
+/// Number of the invariant in docs/ARCHITECTURE.md.
 pub const NUMBER: &str = "I151";
-/// The property, as a statement.
+/// Statement of the invariant.
 pub const NAME: &str = "what a source tells of stays, and the rest goes slowly";
 
 /// How much too early a backend may be removed by the world's clock: replicated time may run ahead
@@ -27,7 +27,7 @@ struct SourceFleet(BTreeMap<String, Option<u64>>);
 /// Checks every change made by the source, and its backends at the end.
 ///
 /// # Errors
-/// When a listed engine was removed, one was removed early, or too many were lost at once.
+/// If a listed engine was removed, one was removed early, or too many were lost at once.
 pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
     let comparison = record.comparison();
     let (mut subjects, mut held) = (0, SourceFleet::default());

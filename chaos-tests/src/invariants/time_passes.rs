@@ -4,9 +4,9 @@
 use super::{PropertyError, Subjects};
 use crate::oracle::RunRecord;
 
-/// Number in docs/ARCHITECTURE.md.
+/// Number of the invariant in docs/ARCHITECTURE.md.
 pub const NUMBER: &str = "I50";
-/// The property, as a statement.
+/// Statement of the invariant.
 pub const NAME: &str = "replicated time passes as real time does";
 
 /// Allowance for the difference of correct clocks, message delays, and the time to the next
@@ -17,7 +17,7 @@ const SLACK_MS: u64 = 5000;
 /// wrong to tell the time.
 ///
 /// # Errors
-/// When a state is ahead, or one at rest is behind.
+/// If a state is ahead, or one at rest is behind.
 pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
     let observation = &record.observation;
     let paced = |(_, _, image): &&(u64, _, std::sync::Arc<_>)| is_paced(image);

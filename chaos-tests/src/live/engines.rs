@@ -68,7 +68,7 @@ impl Engine {
         Ok(engine)
     }
 
-    /// Whether this process started the engine and so can restart it.
+    /// Returns whether this process started the engine and so can restart it.
     pub(super) fn is_ours(&self) -> bool {
         self.process.is_some()
     }

@@ -162,7 +162,7 @@ pub struct RowReport {
 /// Runs the rows, one after another.
 ///
 /// # Errors
-/// When engines or replicas do not start.
+/// If engines or replicas do not start.
 pub async fn run(
     options: &LiveOptions,
     mut told: impl FnMut(&RowReport),

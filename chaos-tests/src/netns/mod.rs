@@ -127,7 +127,7 @@ impl NetnsNetwork {
     /// Drops packets between hosts, in place of any earlier loss.
     ///
     /// # Errors
-    /// When `nft` fails.
+    /// If `nft` fails.
     pub fn lose(&self, loss: PacketLoss, ways: &[HostPair]) -> anyhow::Result<()> {
         for host in 0..self.hosts.len() {
             let mut rules = String::from("flush chain inet chaos input\n");
@@ -152,7 +152,7 @@ impl NetnsNetwork {
     /// Lets every packet through.
     ///
     /// # Errors
-    /// When `nft` fails.
+    /// If `nft` fails.
     pub fn heal(&self) -> anyhow::Result<()> {
         self.lose(PacketLoss::All, &[])
     }
@@ -160,7 +160,7 @@ impl NetnsNetwork {
     /// Takes a host's only link down or up.
     ///
     /// # Errors
-    /// When `ip` fails.
+    /// If `ip` fails.
     pub fn set_link(&self, host: usize, is_up: bool) -> anyhow::Result<()> {
         let to = if is_up { "up" } else { "down" };
         run(&["ip", "link", "set", &link_name(host), to])
@@ -169,7 +169,7 @@ impl NetnsNetwork {
     /// Moves a host to a new peer address; its old address no longer answers.
     ///
     /// # Errors
-    /// When `ip` fails.
+    /// If `ip` fails.
     pub fn move_host(&mut self, host: usize) -> anyhow::Result<()> {
         let old = format!("{}/24", self.peer_address(host));
         self.hosts[host].has_moved = !self.hosts[host].has_moved;
@@ -183,7 +183,7 @@ impl NetnsNetwork {
     /// immediately.
     ///
     /// # Errors
-    /// When it cannot be written.
+    /// If it cannot be written.
     pub fn set_names(&self, host: usize, names: &[(String, Ipv4Addr)]) -> anyhow::Result<()> {
         let mut text = String::from("127.0.0.1 localhost\n");
         for (name, address) in names {

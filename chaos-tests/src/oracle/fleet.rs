@@ -29,7 +29,7 @@ pub fn name(kind: &str, number: u64) -> String {
     format!("{SOURCE}-{kind}-{number}")
 }
 
-/// Whether the source always lists this engine.
+/// Returns whether the source always lists this engine.
 #[must_use]
 pub fn is_steady(name: &str) -> bool {
     name.starts_with("fleet-steady-")

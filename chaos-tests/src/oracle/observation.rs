@@ -195,7 +195,7 @@ impl Observation {
         self.spoiled.push((at_us, run));
     }
 
-    /// Whether a run's state was taken and not restored yet.
+    /// Returns whether a run's state was taken and not restored yet.
     #[must_use]
     pub fn is_spoiled(&self, run: ReplicaRun) -> bool {
         let mut spoiled = self.spoiled.iter().rev();
@@ -274,8 +274,8 @@ impl Observation {
 }
 
 impl Span {
-    /// Whether `from_us..=until_us` lies strictly within the span: things in the same step of the
-    /// world may come before or after.
+    /// Returns whether `from_us..=until_us` lies strictly within the span: things in the same step
+    /// of the world may come before or after.
     #[must_use]
     pub fn covers(&self, from_us: u64, until_us: u64) -> bool {
         self.from_us < from_us && self.until_us.is_none_or(|end_us| until_us < end_us)

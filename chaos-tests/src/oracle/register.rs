@@ -329,7 +329,7 @@ impl Registers {
 }
 
 impl Register {
-    /// Whether an operator drains the backend.
+    /// Returns whether an operator drains the backend.
     fn drains_by_hand(&self) -> bool {
         match self.source {
             Some((_, Some(drains_anyway))) => drains_anyway,
@@ -339,7 +339,7 @@ impl Register {
 }
 
 impl Registers {
-    /// Whether a backend drains.
+    /// Returns whether a backend drains.
     pub(super) fn drains(&self, name: &str) -> bool {
         let key = RegisterKey::Backend(name.to_owned());
         self.held.get(&key).is_some_and(|it| it.draining)

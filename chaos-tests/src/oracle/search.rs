@@ -257,7 +257,7 @@ impl KeyHistoryPart {
             .copied()
     }
 
-    /// Whether some order explains the piece; `None` if undecided.
+    /// Returns whether some order explains the piece; `None` if undecided.
     fn search(
         &self,
         holds: RegisterValue,

@@ -34,7 +34,7 @@ const NUMBERED: usize = 16;
 /// Number of users per replica.
 const OF_REPLICA: usize = 4;
 
-/// Whether the environment asks for tests on a secure cluster.
+/// Returns whether the environment asks for tests on a secure cluster.
 #[must_use]
 pub fn is_secure_by_default() -> bool {
     std::env::var_os(SECURE).is_some_and(|value| value == "1")
@@ -48,7 +48,7 @@ pub struct ClientAccess {
 }
 
 impl ClientAccess {
-    /// Whether the cluster uses TLS and requires API keys.
+    /// Returns whether the cluster uses TLS and requires API keys.
     #[must_use]
     pub fn is_secure(&self) -> bool {
         self.tls.is_some()
@@ -74,7 +74,7 @@ impl ClientAccess {
     /// Performs the TLS handshake with the server at `to`, if the cluster uses TLS.
     ///
     /// # Errors
-    /// When the handshake fails.
+    /// If the handshake fails.
     pub async fn secure<S: AsyncRead + AsyncWrite + Unpin>(
         &self,
         stream: S,

@@ -99,7 +99,7 @@ impl RandomRequest {
 /// Sends `requests` requests to a new cluster and returns the results of each policy.
 ///
 /// # Errors
-/// When two results contradict each other (with both), or a response fails.
+/// If two results contradict each other (with both), or a response fails.
 pub async fn run(
     requests: u64,
     seed: u64,
@@ -192,7 +192,7 @@ async fn send(
     Ok(head.headers)
 }
 
-/// Whether the decision equals the explained one; `false` if its inputs had changed.
+/// Returns whether the decision equals the explained one; `false` if its inputs had changed.
 fn compare(explained: &Value, told: &HeaderMap, record: &Value) -> anyhow::Result<bool> {
     let decision = &record["decisions"][0];
     let header = |name: &str| told.get(name).and_then(|it| it.to_str().ok());

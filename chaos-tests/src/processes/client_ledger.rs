@@ -301,7 +301,7 @@ impl ClientLedger {
     }
 }
 
-/// Whether all replicas must know of an answered request.
+/// Returns whether all replicas must know of an answered request.
 fn is_known(answered: &AnsweredRequest, doubts: &BTreeMap<usize, UnknownWindow>) -> bool {
     let doubt = doubts.get(&answered.replica);
     doubt.is_none_or(|doubt| !doubt.covers(answered.ended))

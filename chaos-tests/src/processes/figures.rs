@@ -26,7 +26,7 @@ impl ProcessFigures {
     /// Returns the maximum of each figure over all replicas.
     ///
     /// # Errors
-    /// When a replica has ended or does not answer.
+    /// If a replica has ended or does not answer.
     pub async fn of(cluster: &ProcessCluster) -> anyhow::Result<Self> {
         let mut most = Self::default();
         for number in 0..cluster.replicas() {

@@ -132,7 +132,7 @@ impl RunningLoad {
     /// Waits until this many more requests are answered.
     ///
     /// # Errors
-    /// When that takes more than a minute.
+    /// If that takes more than a minute.
     pub async fn wait_for_requests(&self, more: u64) -> anyhow::Result<()> {
         let goal = self.ledger().answered + more;
         let what = format!("{more} more requests are answered");
@@ -142,7 +142,7 @@ impl RunningLoad {
     /// Waits until each of these replicas has answered this many more requests.
     ///
     /// # Errors
-    /// When that takes more than a minute.
+    /// If that takes more than a minute.
     pub async fn after_by_each(&self, replicas: &[usize], more: u64) -> anyhow::Result<()> {
         for replica in replicas {
             let goal = self.ledger().answered_by(*replica) + more;
@@ -158,7 +158,7 @@ impl RunningLoad {
     /// Pauses sending and waits until no request is under way.
     ///
     /// # Errors
-    /// When requests do not end.
+    /// If requests do not end.
     pub async fn rest(&self) -> anyhow::Result<()> {
         self.shared.pace.send_replace(true);
         let mut under_way = self.shared.under_way.subscribe();
@@ -179,7 +179,7 @@ impl RunningLoad {
     /// Stops the load after the requests under way.
     ///
     /// # Errors
-    /// When requests do not end.
+    /// If requests do not end.
     pub async fn stop(mut self) -> anyhow::Result<ClientLedger> {
         self.rest().await?;
         self.senders.shutdown().await;
@@ -329,7 +329,7 @@ fn gateways(cluster: &ProcessCluster) -> Vec<StandInGateway> {
 /// Returns all users' usage from one replica's admin API.
 ///
 /// # Errors
-/// When it does not answer.
+/// If it does not answer.
 pub async fn charged(
     cluster: &ProcessCluster,
     replica: usize,

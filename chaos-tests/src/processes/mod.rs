@@ -106,7 +106,7 @@ impl ProcessCluster {
     /// Starts all processes and waits until every replica is ready and sees every engine healthy.
     ///
     /// # Errors
-    /// When a process does not start in time.
+    /// If a process does not start in time.
     pub async fn start(options: ClusterOptions) -> anyhow::Result<Self> {
         Self::start_from(binary::quorate()?, options).await
     }
@@ -206,7 +206,7 @@ impl ProcessCluster {
     /// no replica.
     ///
     /// # Errors
-    /// When it cannot be read.
+    /// If it cannot be read.
     pub fn stranger(&self) -> anyhow::Result<ClientAccess> {
         let secrets = self.secrets.as_ref();
         secrets.map_or_else(|| Ok(ClientAccess::default()), ClusterSecrets::stranger)
@@ -279,7 +279,7 @@ impl ProcessCluster {
     /// Writes the current addresses of all replicas to one replica's host.
     ///
     /// # Errors
-    /// When its hosts file cannot be written.
+    /// If its hosts file cannot be written.
     pub fn write_hosts(&self, number: usize) -> anyhow::Result<()> {
         self.layout.write_hosts(number)
     }
@@ -287,7 +287,7 @@ impl ProcessCluster {
     /// Kills a replica with SIGKILL. Requests under way there count as lost, not as failed.
     ///
     /// # Errors
-    /// When it is down already.
+    /// If it is down already.
     pub fn kill(&mut self, number: usize) -> anyhow::Result<()> {
         let child = self.replicas[number].child.take();
         let child = child.with_context(|| format!("replica {} is down", number + 1))?;
@@ -298,7 +298,7 @@ impl ProcessCluster {
     /// Sends a signal to a running replica.
     ///
     /// # Errors
-    /// When it is down.
+    /// If it is down.
     pub fn signal(&self, number: usize, signal: Signal) -> anyhow::Result<()> {
         let child = self.replicas[number].child.as_ref();
         let child = child.with_context(|| format!("replica {} is down", number + 1))?;
@@ -309,7 +309,7 @@ impl ProcessCluster {
     /// meantime it gets no load, and no check waits for it.
     ///
     /// # Errors
-    /// When it does not become ready.
+    /// If it does not become ready.
     pub async fn set_silent(&mut self, number: usize, is_silent: bool) -> anyhow::Result<()> {
         self.replicas[number].is_silent = is_silent;
         if !is_silent {
@@ -322,7 +322,7 @@ impl ProcessCluster {
     /// Waits until a replica has ended by itself, and returns its exit status.
     ///
     /// # Errors
-    /// When it is down already, or does not end.
+    /// If it is down already, or does not end.
     pub async fn ended(&mut self, number: usize) -> anyhow::Result<ExitStatus> {
         let child = self.replicas[number].child.take();
         let mut child = child.with_context(|| format!("replica {} is down", number + 1))?;
@@ -335,7 +335,7 @@ impl ProcessCluster {
     /// Deletes the disk contents of a killed replica.
     ///
     /// # Errors
-    /// When it is up, or its folder cannot be deleted.
+    /// If it is up, or its folder cannot be deleted.
     pub fn wipe(&self, number: usize) -> anyhow::Result<()> {
         self.ensure_down(number)?;
         let data_dir = self.data_dir(number);
@@ -355,7 +355,7 @@ impl ProcessCluster {
     /// Restarts killed replicas. Each takes load again once it is ready.
     ///
     /// # Errors
-    /// When one does not start or become ready.
+    /// If one does not start or become ready.
     pub async fn restart(&mut self, numbers: &[usize]) -> anyhow::Result<()> {
         for number in numbers {
             self.start_replica(*number)?;
@@ -370,7 +370,7 @@ impl ProcessCluster {
     /// Makes a replica that is down join under a new id.
     ///
     /// # Errors
-    /// When it is up, or ids are used up.
+    /// If it is up, or ids are used up.
     pub fn renumber(&mut self, number: usize) -> anyhow::Result<()> {
         self.ensure_down(number)?;
         let highest = self.replicas.iter().map(|replica| replica.id).max();
@@ -385,7 +385,7 @@ impl ProcessCluster {
     /// start.
     ///
     /// # Errors
-    /// When one is up.
+    /// If one is up.
     pub fn refound(&mut self, numbers: &[usize]) -> anyhow::Result<()> {
         let count = u8::try_from(numbers.len()).context("too many replicas")?;
         for number in numbers {
@@ -399,7 +399,7 @@ impl ProcessCluster {
     /// Gives a replica that is down another peer address. Names do not change.
     ///
     /// # Errors
-    /// When it is up, or on loopback.
+    /// If it is up, or on loopback.
     pub fn move_replica(&mut self, number: usize) -> anyhow::Result<()> {
         self.ensure_down(number)?;
         self.layout.move_replica(number)
@@ -415,7 +415,7 @@ impl ProcessCluster {
     /// Runs a replica's program to its end, with a command that takes its config: `recover`.
     ///
     /// # Errors
-    /// When it fails.
+    /// If it fails.
     pub async fn run_on(&self, number: usize, command: &str) -> anyhow::Result<()> {
         let config = self.write_config(number)?;
         let args = [command, "--config", &config];
@@ -428,7 +428,7 @@ impl ProcessCluster {
     /// Runs the program to its end, with any command that calls a replica.
     ///
     /// # Errors
-    /// When it fails.
+    /// If it fails.
     pub async fn run(&self, args: &[&str]) -> anyhow::Result<()> {
         let log = self.dir.path().join("commands.log");
         let flags = self.secrets.as_ref().map(ClusterSecrets::flags);
@@ -452,7 +452,7 @@ impl ProcessCluster {
     /// Starts a replica without waiting for it, because it may be expected to refuse.
     ///
     /// # Errors
-    /// When it is up, or the program cannot be started.
+    /// If it is up, or the program cannot be started.
     pub fn start_replica(&mut self, number: usize) -> anyhow::Result<()> {
         self.ensure_down(number)?;
         let config = self.write_config(number)?;
@@ -482,7 +482,7 @@ impl ProcessCluster {
     /// Returns a replica's log.
     ///
     /// # Errors
-    /// When its log cannot be read.
+    /// If its log cannot be read.
     pub fn log(&self, number: usize) -> anyhow::Result<String> {
         let path = self.log_path(number);
         fs::read_to_string(&path).with_context(|| format!("read {}", path.display()))

@@ -12,7 +12,7 @@ impl ProcessCluster {
     /// followed.
     ///
     /// # Errors
-    /// When none is elected.
+    /// If none is elected.
     pub async fn leader(&self) -> anyhow::Result<usize> {
         let found = std::cell::Cell::new(0);
         until("a live replica leads", async || {
@@ -32,7 +32,7 @@ impl ProcessCluster {
     /// Waits until nothing is in flight at any replica: no open lease, no counted load.
     ///
     /// # Errors
-    /// When something stays in flight.
+    /// If something stays in flight.
     pub async fn wait_idle(&self) -> anyhow::Result<()> {
         for number in self.up() {
             let what = format!("replica {} counts nothing in flight", number + 1);
@@ -60,7 +60,7 @@ impl ProcessCluster {
     /// turn for an index ever further ahead, which meets a growing log.
     ///
     /// # Errors
-    /// When digests differ, or the replicas never meet at one index.
+    /// If digests differ, or the replicas never meet at one index.
     pub async fn check_digests(&self) -> anyhow::Result<()> {
         let met = std::cell::RefCell::new(Vec::new());
         let tries = std::cell::Cell::new(0_u64);
@@ -109,7 +109,7 @@ impl ProcessCluster {
     /// Returns the response of a replica's admin API.
     ///
     /// # Errors
-    /// When the replica does not respond with JSON.
+    /// If the replica does not respond with JSON.
     pub async fn get(&self, number: usize, path: &str) -> anyhow::Result<Value> {
         let url = self.admin_url(number, path);
         let answer = self.client.send(Method::GET, &url, None).await?;
@@ -119,7 +119,7 @@ impl ProcessCluster {
     /// Sends a request to a replica's admin API.
     ///
     /// # Errors
-    /// When it refuses or does not respond.
+    /// If it refuses or does not respond.
     pub async fn send(
         &self,
         number: usize,
@@ -134,7 +134,7 @@ impl ProcessCluster {
     /// Waits until a replica is ready and sees every engine healthy.
     ///
     /// # Errors
-    /// When that does not happen in time.
+    /// If that does not happen in time.
     pub async fn wait_ready(&self, number: usize) -> anyhow::Result<()> {
         let engines = self.layout.engines.len() + self.options.outside_engines.len();
         let what = format!("replica {} is ready and sees {engines} engines", number + 1);

@@ -228,7 +228,7 @@ impl FoundEngine {
 /// Rolls a fleet and returns a report per roll.
 ///
 /// # Errors
-/// When a check fails or a process does not start.
+/// If a check fails or a process does not start.
 pub async fn run(options: RollOptions) -> anyhow::Result<Vec<RollReport>> {
     ensure!(
         (1..=options.engines).contains(&options.at_once) && options.engines <= 200,

@@ -172,7 +172,7 @@ impl ProcessCluster {
     /// does, leaves it down and returns the reason.
     ///
     /// # Errors
-    /// When it neither ends nor becomes ready.
+    /// If it neither ends nor becomes ready.
     async fn restart_or_refused(&mut self, number: usize) -> anyhow::Result<Option<String>> {
         self.start_replica(number)?;
         let child = self.replicas[number].child.as_mut();

@@ -13,7 +13,7 @@ const LOOK_EVERY: Duration = Duration::from_millis(25);
 /// Waits until `condition` holds.
 ///
 /// # Errors
-/// When the condition fails, or does not hold within a minute.
+/// If the condition fails, or does not hold within a minute.
 pub async fn until(
     what: &str,
     condition: impl AsyncFn() -> anyhow::Result<bool>,

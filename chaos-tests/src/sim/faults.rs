@@ -128,7 +128,7 @@ impl Fault {
         unreachable!("what is below the sum of all weights falls on one of them")
     }
 
-    /// Whether the current leader keeps leading.
+    /// Returns whether the current leader keeps leading.
     #[must_use]
     pub fn lets_lead(self) -> bool {
         matches!(
@@ -143,8 +143,8 @@ impl Fault {
         )
     }
 
-    /// Whether the fault ends a process: a lost state may be in its snapshot, and the restarted
-    /// process would not know.
+    /// Returns whether the fault ends a process: a lost state may be in its snapshot, and the
+    /// restarted process would not know.
     #[must_use]
     pub fn ends_processes(self) -> bool {
         matches!(
@@ -210,7 +210,7 @@ pub enum Remedy {
 }
 
 impl Remedy {
-    /// Whether the current leader keeps leading while the fault lasts.
+    /// Returns whether the current leader keeps leading while the fault lasts.
     #[must_use]
     pub fn lets_lead(&self) -> bool {
         match self {

@@ -227,13 +227,13 @@ impl Machine {
         }
     }
 
-    /// Whether it has a process, paused or not.
+    /// Returns whether it has a process, paused or not.
     #[must_use]
     pub fn is_on(&self) -> bool {
         self.process.is_some()
     }
 
-    /// Whether its process is paused.
+    /// Returns whether its process is paused.
     #[must_use]
     pub fn is_paused(&self) -> bool {
         self.process.as_ref().is_some_and(|it| it.is_paused)

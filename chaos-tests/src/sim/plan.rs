@@ -104,7 +104,7 @@ impl WorldPlan {
     /// it founds one with them.
     ///
     /// # Errors
-    /// When a setting is out of bounds, which is a bug in this file.
+    /// If a setting is out of bounds, which is a bug in this file.
     pub fn config(
         &self,
         id: u8,

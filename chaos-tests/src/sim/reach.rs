@@ -59,8 +59,8 @@ impl Reach {
 }
 
 impl Reachability {
-    /// Whether a majority of some electorate can exchange messages with `id` in both directions.
-    /// Also true while no running replica knows the voters.
+    /// Returns whether a majority of some electorate can exchange messages with `id` in both
+    /// directions. Also true while no running replica knows the voters.
     fn reach_majority(&self, id: u8) -> bool {
         let hear: BTreeSet<u8> = closure(id, &self.open, |(from, to)| (from, to));
         let heard: BTreeSet<u8> = closure(id, &self.open, |(from, to)| (to, from));

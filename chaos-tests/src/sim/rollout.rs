@@ -161,7 +161,7 @@ impl World {
         format
     }
 
-    /// Whether the leader knows the current format of every member.
+    /// Returns whether the leader knows the current format of every member.
     fn are_formats_told(&self) -> bool {
         let leader = self.leader().and_then(|id| self.seats[&id].status.as_ref());
         let Some(status) = leader else { return false };

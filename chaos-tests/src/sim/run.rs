@@ -72,7 +72,7 @@ pub struct SeedReport {
 /// Runs a seed on this thread.
 ///
 /// # Errors
-/// When a world cannot be made. A failure of the cluster is [`SeedResult::Broke`].
+/// If a world cannot be made. A failure of the cluster is [`SeedResult::Broke`].
 pub fn run(run: &SeedOptions) -> anyhow::Result<SeedReport> {
     let _planted = run.bug.map(PlantedBug::plant);
     let mut world = World::new(WorldOptions {

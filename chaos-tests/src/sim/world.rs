@@ -92,12 +92,12 @@ pub(super) struct ReplicaSeat {
 }
 
 impl ReplicaSeat {
-    /// Whether it is not, or is not to be, part of the cluster.
+    /// Returns whether it is not, or is not to be, part of the cluster.
     pub(super) fn is_out(&self) -> bool {
         self.is_gone || self.is_scaled_away
     }
 
-    /// Whether the replica knows that its state is wrong.
+    /// Returns whether the replica knows that its state is wrong.
     pub(super) fn is_in_doubt(&self) -> bool {
         let core = self.machine.core_at_rest();
         core.is_some_and(|core| core.digests().minority().is_some())
@@ -136,7 +136,7 @@ impl World {
     /// thread.
     ///
     /// # Errors
-    /// When a folder or config cannot be made.
+    /// If a folder or config cannot be made.
     pub fn new(options: WorldOptions) -> anyhow::Result<Self> {
         let seed = options.seed;
         let mut plan = WorldPlan::of(seed);
@@ -242,7 +242,7 @@ impl World {
         Ok(())
     }
 
-    /// Whether there is room for one more replica.
+    /// Returns whether there is room for one more replica.
     pub(super) fn has_room(&self) -> bool {
         self.seats.values().filter(|seat| !seat.is_gone).count() < REPLICAS_MAX
     }
@@ -252,7 +252,7 @@ impl World {
         self.seats.keys().next_back().copied().unwrap_or(0) + 1
     }
 
-    /// Whether the cluster has formed: a leader leads, and its state is initialised.
+    /// Returns whether the cluster has formed: a leader leads, and its state is initialised.
     #[must_use]
     pub fn is_formed(&self) -> bool {
         let leader = self.leader().and_then(|id| self.seats[&id].machine.core());

@@ -45,7 +45,7 @@ pub struct SoakCheck {
 }
 
 impl SoakCheck {
-    /// Whether all checks hold.
+    /// Returns whether all checks hold.
     #[must_use]
     pub fn all_hold(checks: &[Self]) -> bool {
         checks.iter().all(|check| check.violation.is_none())
@@ -300,7 +300,7 @@ impl JudgedPhases {
         Ok(format!("{} users", computed.len()))
     }
 
-    /// Whether a request of the user was cut short after an engine had begun with it.
+    /// Returns whether a request of the user was cut short after an engine had begun with it.
     fn has_left(&self, user: &str) -> bool {
         [&self.alone, &self.storm].into_iter().any(|phase| {
             let ledger = phase.scene.ledger.lock();

@@ -149,7 +149,7 @@ fn capacity() -> f64 {
 /// Runs a soak.
 ///
 /// # Errors
-/// When the cluster cannot be started. Failed checks are in the report.
+/// If the cluster cannot be started. Failed checks are in the report.
 pub async fn run(options: &SoakOptions, say: impl Fn(&str)) -> anyhow::Result<SoakReport> {
     raise_descriptors();
     let stage = SoakDriver::start(options.seed, options.is_secure).await?;

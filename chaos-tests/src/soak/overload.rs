@@ -75,7 +75,7 @@ pub struct OverloadReport {
 /// Runs an overload.
 ///
 /// # Errors
-/// When the cluster cannot be started. Failed checks are in the report.
+/// If the cluster cannot be started. Failed checks are in the report.
 pub async fn run(options: &OverloadOptions, say: impl Fn(&str)) -> anyhow::Result<OverloadReport> {
     super::raise_descriptors();
     let stage = SoakDriver::start(options.seed, options.is_secure).await?;

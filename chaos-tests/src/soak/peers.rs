@@ -139,7 +139,7 @@ async fn play(scene: &SoakContext, to: SocketAddr) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Whether the response shows that the call took effect.
+/// Returns whether the response shows that the call took effect.
 fn is_taken(method: &str, answer: &[u8]) -> bool {
     let first = answer.first().map(|key| key >> 3);
     match method {

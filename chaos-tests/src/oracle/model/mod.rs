@@ -437,7 +437,7 @@ impl ReferenceModel {
         self.prices
     }
 
-    /// Whether the model follows a backend's leases and blocks.
+    /// Returns whether the model follows a backend's leases and blocks.
     #[must_use]
     pub fn follows(&self, backend: BackendRef) -> bool {
         self.caches
@@ -446,7 +446,7 @@ impl ReferenceModel {
     }
 }
 
-/// Whether a command founds a cluster.
+/// Returns whether a command founds a cluster.
 fn is_founding(command: &Command) -> bool {
     matches!(
         command,
@@ -457,7 +457,7 @@ fn is_founding(command: &Command) -> bool {
     )
 }
 
-/// Whether these changes add an unknown user.
+/// Returns whether these changes add an unknown user.
 fn makes_known(changes: &UserChanges) -> bool {
     changes.limits.is_some_and(|it| !it.is_unbounded())
         || changes.budget.is_some_and(|it| !it.is_unbounded())

@@ -60,7 +60,7 @@ impl ModelRegistry {
         self.backends.values().any(|it| it.handle == handle)
     }
 
-    /// Whether measurements of the backend may correct its capacity.
+    /// Returns whether measurements of the backend may correct its capacity.
     pub(super) fn learns_capacity(&self, handle: BackendRef) -> bool {
         let mut backends = self.backends.values();
         backends.any(|it| it.handle == handle && it.spec.capacity_blocks.is_none())

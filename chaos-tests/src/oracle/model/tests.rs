@@ -44,8 +44,8 @@ struct RecordedLog {
     sent: BTreeMap<(u8, u64, u8), Envelope>,
 }
 
-/// Whether a command is in the model's scope: valid settings, which the model does not judge, and
-/// engines of one rank. `state/tests/ranks.rs` covers the others.
+/// Returns whether a command is in the model's scope: valid settings, which the model does not
+/// judge, and engines of one rank. `state/tests/ranks.rs` covers the others.
 fn is_valid(command: &Command) -> bool {
     match command {
         Command::SetRanks { .. } => false,

@@ -99,7 +99,7 @@ impl ModelTime {
     }
 }
 
-/// Whether a stamp continues where another was.
+/// Returns whether a stamp continues where another was.
 fn fits(stamp_ms: u64, last_ms: u64) -> bool {
     stamp_ms.saturating_add(LATE_MS) >= last_ms && stamp_ms <= last_ms.saturating_add(AHEAD_MS)
 }

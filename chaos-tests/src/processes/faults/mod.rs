@@ -312,13 +312,13 @@ impl FaultContext {
     }
 }
 
-/// Whether the member was already removed, or already votes.
+/// Returns whether the member was already removed, or already votes.
 fn is_done(method: &Method, error: &anyhow::Error) -> bool {
     let is_gone = method == Method::DELETE && says(error, "is not a member");
     is_gone || says(error, "is already a voter")
 }
 
-/// Whether an error contains these words, among its causes.
+/// Returns whether an error contains these words, among its causes.
 fn says(error: &anyhow::Error, words: &str) -> bool {
     format!("{error:#}").contains(words)
 }

@@ -38,7 +38,7 @@ impl WholeBody {
     /// Reads a body to its end.
     ///
     /// # Errors
-    /// When it breaks off.
+    /// If it breaks off.
     pub(super) async fn read(mut body: Body) -> Result<Self, Status> {
         let mut whole = Self::default();
         while let Some(frame) = body.frame().await {

@@ -384,8 +384,8 @@ impl NetworkState {
         }));
     }
 
-    /// Whether the packet's call waits for it without a timeout. TCP retransmits such a packet or
-    /// breaks, so it is not lost on a healthy connection.
+    /// Returns whether the packet's call waits for it without a timeout. TCP retransmits such a
+    /// packet or breaks, so it is not lost on a healthy connection.
     fn is_of_stream(&self, packet: &Packet) -> bool {
         match packet {
             Packet::Piece { .. } | Packet::Reset { .. } => true,

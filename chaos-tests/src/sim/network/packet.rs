@@ -108,7 +108,7 @@ impl Packet {
         }
     }
 
-    /// Whether the kernel answers it without the process.
+    /// Returns whether the kernel answers it without the process.
     pub(super) fn is_for_kernel(&self) -> bool {
         matches!(self, Self::Open { .. })
     }
@@ -157,12 +157,12 @@ impl Packet {
     }
 }
 
-/// Whether the client's messages are streamed.
+/// Returns whether the client's messages are streamed.
 pub(super) fn is_request_stream(path: &str) -> bool {
     path.ends_with("/InstallSnapshot") || path.ends_with("/Messages")
 }
 
-/// Whether the server's messages are streamed.
+/// Returns whether the server's messages are streamed.
 pub(super) fn is_answer_stream(path: &str) -> bool {
     path.ends_with("/FetchState") || path.ends_with("/Messages")
 }

@@ -14,8 +14,8 @@ const THINK_MS: u64 = 700;
 /// Number of backends that the source may list.
 pub(super) const DISCOVERED: u64 = 3;
 
-/// Whether a world of this seed has a source. The others are unchanged since before sources were
-/// added.
+/// Returns whether a world of this seed has a source. The others are unchanged since before sources
+/// were added.
 pub(super) fn is_in(seed: u64) -> bool {
     seed % 8 == 5
 }

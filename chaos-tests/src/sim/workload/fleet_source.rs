@@ -27,7 +27,7 @@ const CHANGES_AT_ONCE: usize = 32;
 /// Pause while a committed change is not applied here yet.
 const APPLY_PAUSE: Duration = Duration::from_millis(2);
 
-/// Whether a world of this seed has such a source. The others are unchanged.
+/// Returns whether a world of this seed has such a source. The others are unchanged.
 pub(super) fn is_in(seed: u64) -> bool {
     seed % 8 == 3
 }

@@ -17,7 +17,7 @@ const SEEDS: u64 = 5;
 /// Mean pause between two writes, in milliseconds.
 const THINK_MS: u64 = 300;
 
-/// Whether it is present in the world of a seed.
+/// Returns whether it is present in the world of a seed.
 pub(super) fn is_in(seed: u64) -> bool {
     seed.is_multiple_of(SEEDS)
 }

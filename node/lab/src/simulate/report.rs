@@ -173,7 +173,7 @@ pub struct RunCurves {
 }
 
 impl RunReport {
-    /// Computes the results of a run.
+    /// Computes the results of a run from its outcome and, if known, the ideal bounds.
     #[must_use]
     pub fn of(
         plan: &SimPlan,
@@ -248,7 +248,7 @@ impl RunReport {
 }
 
 impl RunCurves {
-    /// Computes the curves. `tally.ttft` must be sorted.
+    /// Computes the curves of a run. `tally.ttft` must be sorted.
     fn of(tally: &SimTally, users: Vec<String>) -> Self {
         let points = &tally.points;
         let rate = |(prompts, hits): &(u64, u64)| (*prompts > 0).then(|| ratio(*hits, *prompts));
@@ -281,7 +281,8 @@ fn median(times: &[u64]) -> Option<f64> {
     (!times.is_empty()).then(|| quantile(&times, 50) as f64 / 1e3)
 }
 
-/// Returns `2(U + X + G)` for orders that bound the gap.
+/// Returns the bound of the service gap, `2(U + X + G)`; `None` if the order or the lack of load
+/// reports leaves the gap unbounded.
 fn gap_bound(plan: &SimPlan, outcome: &SimOutcome) -> Option<f64> {
     let is_bounded = match plan.admission.order {
         Order::Vtc | Order::VtcMaxFair | Order::VtcPred => true,
@@ -297,7 +298,7 @@ fn gap_bound(plan: &SimPlan, outcome: &SimOutcome) -> Option<f64> {
     (is_bounded && plan.load_lag.is_some()).then_some(bound as f64)
 }
 
-/// Returns a setting's name as in the config.
+/// Returns the name of a setting's value, as in the config.
 fn name_of(setting: &impl Serialize) -> String {
     match serde_json::to_value(setting) {
         Ok(serde_json::Value::String(name)) => name,
