@@ -22,13 +22,13 @@ pub fn discovery_file(bytes: &[u8]) {
     }
 }
 
-/// Follows a watch of pods, one line per event. Each accepted event leaves pods that are engines or
-/// refused; the first rejected one ends the watch.
+/// Follows a watch of pods, with one line per event. Each accepted event leaves pods that are
+/// engines or refused. The first rejected one ends the watch.
 pub fn pod_events(bytes: &[u8]) {
     kubernetes::fuzzed(bytes, &template(), &EngineDialer::default(), check);
 }
 
-/// Checks that the leader's proposals are valid, and that no engine occurs twice.
+/// Checks that the leader's proposals are valid and that no engine occurs twice.
 fn check(reading: &SourceReading) {
     for refused in &reading.refused {
         assert!(!refused.reason.is_empty(), "{refused:?}");
