@@ -196,8 +196,7 @@ pub struct Decision {
     pub prefill: Option<PrefillDecision>,
     /// Log index applied when the decision was made.
     pub index: LogIndex,
-    /// Trial of the backend's circuit; `None` unless the circuit is half-open and this request
-    /// probes it.
+    /// This request's trial of the backend's circuit; `None` unless the circuit is half-open.
     pub(crate) trial: Option<Arc<HalfOpenProbe>>,
     /// Inputs of the decision; `None` if decisions are not recorded.
     pub record: Option<Arc<DecisionRecord>>,

@@ -63,8 +63,7 @@ impl ExpectedOutput {
         self.tokens.into()
     }
 
-    /// Raises the expectation once `produced` tokens reach it, and returns how many more to expect;
-    /// else 0.
+    /// Returns how many more tokens to expect, now that `produced` reach the expectation; else 0.
     pub(super) fn outgrown(&mut self, produced: u64, view: &StateView) -> u64 {
         let produced = u32::try_from(produced).unwrap_or(u32::MAX);
         if produced < self.tokens {

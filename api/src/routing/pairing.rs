@@ -11,8 +11,7 @@ use super::routing_table::{PolicySource, RoutingTable};
 use super::{RoutingRejection, RoutingRequest};
 use crate::prompt::ModelSettings;
 
-/// Settings for the use of prefill backends, by model name. The first entry that names the model or
-/// `*` applies.
+/// Settings for prefill backends by model. The first entry that names the model or `*` applies.
 pub(super) struct PairRules(Vec<(String, PairSettings)>);
 
 impl PairRules {

@@ -68,8 +68,7 @@ impl Decider {
     /// for the answer in `scratch` and passes the registry indexes of the others to `out`.
     ///
     /// # Errors
-    /// Returns a [`RoutingRejection`] if there is no pair and no backend can serve the whole
-    /// request.
+    /// Returns a [`RoutingRejection`] if neither a pair nor a single backend can serve the request.
     pub(super) fn settle<'a>(
         &self,
         whole: &WholeDecision<'a>,
@@ -99,8 +98,7 @@ impl Decider {
         }
     }
 
-    /// Whether the backend at registry index `at` is a decode backend that receives prompts through
-    /// `by`.
+    /// Whether the backend at registry index `at` is a decode backend with the handover `by`.
     fn decodes(&self, fleet: &RoutingTable, at: usize, by: Handover) -> bool {
         let backend = &fleet.registry.backends[at];
         backend.spec.role == BackendRole::Decode && self.handover(backend) == by

@@ -84,8 +84,7 @@ impl Prediction {
         }
     }
 
-    /// Returns the difference between predicted and cached tokens, in millionths of the prompt
-    /// tokens.
+    /// Returns the difference of predicted and cached tokens, in millionths of the prompt tokens.
     fn error(&self) -> u128 {
         let tokens = self.predicted_tokens.abs_diff(self.cached_tokens);
         u128::from(tokens) * 1_000_000 / u128::from(self.prompt_tokens.max(1))
@@ -99,8 +98,7 @@ impl Prediction {
         sample.cached_tokens = self.cached_tokens;
     }
 
-    /// Returns the sums as evidence about the capacity of `backend`; `None` if they are no
-    /// evidence.
+    /// Returns the sums as evidence about the capacity of `backend`; `None` if they show none.
     pub(super) fn belief(&self, backend: BackendRef) -> Option<BeliefSample> {
         let sample = BeliefSample {
             backend,

@@ -9,8 +9,7 @@ use state::policy::PolicyConfig;
 use super::decide::Decider;
 use super::select::{Labels, SELECT, SelectRejection};
 
-/// Header that names the policy to use, if the config allows it. In responses, it names the policy
-/// that was used.
+/// Header that names the policy to use, if the config allows it; in responses, the policy used.
 pub const POLICY: HeaderName = HeaderName::from_static("x-quorate-policy");
 
 /// Routing preferences of one request. The default has none.

@@ -1,5 +1,4 @@
-//! Manages the prefill stage of a request on two backends: the resources held at the prefill
-//! backend.
+//! The prefill stage of a request on two backends: the resources held at the prefill backend.
 //!
 //! The stage counts as running at that backend and holds a lease, like any attempt. The charge and
 //! the response belong to the [`Attempt`](super::Attempt) at the other backend. The lease lasts
@@ -37,8 +36,7 @@ pub struct PrefillDecision {
     pub matched: u32,
     /// Why the backend was chosen.
     pub reason: Reason,
-    /// Trial of the backend's circuit; `None` unless the circuit is half-open and this request
-    /// probes it.
+    /// This request's trial of the backend's circuit; `None` unless the circuit is half-open.
     pub(crate) trial: Option<Arc<HalfOpenProbe>>,
 }
 
@@ -147,8 +145,7 @@ impl PrefillAttempt {
         }
     }
 
-    /// Ends the attempt and releases its lease and its place. `end` determines whether the blocks
-    /// are kept.
+    /// Ends the attempt and releases its lease and its place. `end` determines the blocks' fate.
     pub fn end(mut self, end: AttemptEnd) {
         self.close(end);
     }

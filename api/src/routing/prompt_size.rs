@@ -16,8 +16,7 @@ pub(super) struct PromptSize {
     /// Whether `predicted` is charged as cached if the engine reports no cached tokens. False if
     /// clients can construct blocks whose hashes collide.
     pub(super) trusts_prediction: bool,
-    /// Whether the request uses the engine's prefix cache, so that reported cached tokens are
-    /// informative.
+    /// Whether the engine uses its cache for the prompt, so that cached tokens are informative.
     pub(super) uses_cache: bool,
     /// Number of tokens per block.
     pub(super) block_tokens: u32,

@@ -1,4 +1,4 @@
-//! Determines the blocks that a response completes: the output continues the prompt's chain as it
+//! Computes the blocks that a response completes: output continues the prompt's chain as it
 //! streams.
 
 use state::ids::BlockHash;
@@ -102,8 +102,7 @@ impl ReplyChain {
 /// How a response ended, and its reported length.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct ReplyEnd {
-    /// Whether the response is complete, so that the text that closes it follows in the next
-    /// prompt.
+    /// Whether the response is complete, so that its closing text follows in the next prompt.
     pub(super) is_whole: bool,
     /// Number of output tokens that the engine reported, if any.
     pub(super) tokens: Option<u64>,
@@ -120,8 +119,7 @@ pub(super) struct TokenChain {
     seam: ReplyJoin,
     /// Text of the response; `None` if the output is not only text or the text is too long.
     text: Option<String>,
-    /// Tokens of the response that an engine returned; `None` if none were requested or the request
-    /// failed.
+    /// Tokens of the response that an engine returned; `None` if not requested or on failure.
     asked: Option<Vec<u32>>,
 }
 

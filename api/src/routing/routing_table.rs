@@ -303,8 +303,7 @@ impl DecisionScratch {
 }
 
 thread_local! {
-    /// Working data of this thread's decisions. It keeps its capacity, so that decisions do not
-    /// allocate.
+    /// Working data of this thread's decisions, kept between them to avoid allocations.
     pub(super) static SCRATCH: RefCell<DecisionScratch> = RefCell::default();
 }
 
@@ -325,8 +324,7 @@ pub enum PolicySource {
     Cluster,
 }
 
-/// Returns the policy to use and its source: that of the request, else of the model, else of the
-/// cluster.
+/// Returns the policy to use and its source: the request's, else the model's, else the cluster's.
 pub(super) fn policy_of<'a>(
     fleet: &'a RoutingTable,
     ask: &RoutingRequest<'a>,

@@ -1,5 +1,4 @@
-//! Sums up measurements of attempts per backend. The resulting samples go to the log about once a
-//! second.
+//! Sums up measurements of attempts per backend. The samples go to the log about once a second.
 //!
 //! Only streams are timed: the first byte of a response that arrives as a whole does not indicate
 //! when its first token was generated. Each event is clamped when it is added, so that neither a
@@ -52,8 +51,7 @@ impl Default for ServiceSamples {
 }
 
 impl ServiceSamples {
-    /// Applies `event` to the sample of `backend`. Ignores it if a later incarnation of the backend
-    /// has events.
+    /// Applies `event` to the sample of `backend`, unless a later incarnation of it has events.
     pub(super) fn add(
         &self,
         backend: BackendRef,
@@ -103,8 +101,7 @@ impl ServiceSamples {
         event(&mut sum.sample, predictions);
     }
 
-    /// Removes and returns the samples that are due at `now`, each with its evidence about the
-    /// backend's capacity.
+    /// Removes and returns the samples that are due at `now`, with evidence about capacities.
     pub(super) fn take(&self, now: Instant) -> Vec<(ServiceSample, Option<BeliefSample>)> {
         let is_due = |sum: &mut PendingSample| {
             let sample = &sum.sample;
@@ -169,8 +166,7 @@ impl AttemptTimer {
         BackendPace::of(learnt, self.before, self.uncached_tokens, running)
     }
 
-    /// Records the first token of a stream at `now` and adds it to `sample`. Later calls have no
-    /// effect.
+    /// Adds the first token of a stream, at `now`, to `sample`. Later calls have no effect.
     pub(super) fn first_token(&mut self, now: Instant, sample: &mut ServiceSample) {
         if self.counted.is_some() {
             return;

@@ -1,5 +1,4 @@
-//! Determines whether prefill and decode of a request can run on two engines, and with which
-//! handover.
+//! Whether prefill and decode of a request can run on two engines, and with which handover.
 
 use state::policy::Handover;
 

@@ -11,8 +11,7 @@ pub(super) fn hash(names: SessionNames<'_>, headers: &HeaderMap) -> Option<u64> 
     Some(xxh3_64(name))
 }
 
-/// Returns the source of the session's name: `header:NAME` or `cookie:NAME`. `None` if the headers
-/// name no session.
+/// Returns the source of the session's name, `header:NAME` or `cookie:NAME`; `None` if unnamed.
 pub(super) fn source(names: SessionNames<'_>, headers: &HeaderMap) -> Option<String> {
     if header(names.header, headers).is_some() {
         return Some(format!("header:{}", names.header));

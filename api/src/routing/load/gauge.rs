@@ -13,8 +13,7 @@ use crate::sync::{
     Ordering::{Acquire, Relaxed, Release},
 };
 
-/// Value of a limit, or of the number of allowed requests, that means no limit or one that is not
-/// divided yet.
+/// Limit or number of allowed requests that means: no limit, or one that is not divided yet.
 const UNDIVIDED: u32 = u32::MAX;
 
 /// Load from this replica at one incarnation of a backend.

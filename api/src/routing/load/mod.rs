@@ -135,12 +135,10 @@ impl LoadTable {
         ReservedPlace::beyond(self.gauge(backend))
     }
 
-    /// Takes one of this replica's places at `backend` under `limit`, or any place if there is
-    /// none.
+    /// Takes one of this replica's places at `backend` under `limit`; `None` means no limit.
     ///
     /// # Errors
-    /// Returns a [`ReserveRejection`] if no place is free or the places were derived from another
-    /// limit.
+    /// Returns a [`ReserveRejection`] if no place is free or another limit was divided.
     pub(super) fn reserve(
         &self,
         backend: BackendRef,
@@ -169,9 +167,8 @@ impl LoadTable {
         self.with_gauge(backend, places).flatten()
     }
 
-    /// Sets the number of places that this replica has at `backend` under `limit`, and whether a
-    /// place that becomes free is handed over. Returns whether a waiting request can use an added
-    /// place.
+    /// Sets how many places this replica has at `backend` under `limit`, and whether the next place
+    /// that becomes free is handed over. Returns whether a waiting request can use an added place.
     pub(super) fn set_places(
         &self,
         backend: BackendRef,
@@ -287,8 +284,7 @@ impl LoadTable {
             .unwrap_or_default()
     }
 
-    /// Returns the load at `backend` from this replica and all peers whose reports have not
-    /// expired.
+    /// Returns the load at `backend` from this replica and all peers with a fresh report.
     #[must_use]
     pub fn cluster(&self, backend: BackendRef, now: Instant) -> Load {
         let mut load = Load::default();
@@ -297,8 +293,7 @@ impl LoadTable {
     }
 
     /// Calls `add(i, load)` with the load from this replica and from each peer at the `i`th of
-    /// `count` backends. `backend` must return them in ascending slot order, because reports are
-    /// merged.
+    /// `count` backends. `backend` must return the backends in ascending slot order.
     pub fn add_each(
         &self,
         now: Instant,
@@ -387,8 +382,7 @@ impl LoadTable {
         peers.iter().filter(|peer| is_fresh(peer, now)).count()
     }
 
-    /// Returns the age of each peer's last report, in milliseconds, including expired reports not
-    /// removed yet.
+    /// Returns the age of each peer's last report, in milliseconds, including expired reports.
     #[must_use]
     pub fn peer_ages_ms(&self, now: Instant) -> BTreeMap<ReplicaId, u64> {
         let age = |peer: &Arc<PeerLoad>| {

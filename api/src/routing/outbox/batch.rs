@@ -167,8 +167,7 @@ impl Outbox {
                 self.dropped += 1;
                 continue;
             }
-            // The first facts after the users are always taken, so that large facts cannot get
-            // stuck.
+            // The first facts are always taken, so that large facts cannot get stuck.
             if !cut.has_room(bytes) || cut.size.bytes > BATCH_BYTES_MAX / 2 {
                 break;
             }

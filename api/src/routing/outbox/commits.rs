@@ -9,8 +9,7 @@ use std::collections::BTreeMap;
 use state::ids::UserKey;
 use tokio::sync::oneshot;
 
-/// Receiver that resolves once the user's charge is committed. An error means that the outcome will
-/// not be known.
+/// Receiver that resolves once the user's charge is committed, or fails if this is never known.
 pub type ChargeCommit = oneshot::Receiver<()>;
 
 /// Senders that notify tasks waiting for queued or outstanding charges.

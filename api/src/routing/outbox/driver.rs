@@ -49,8 +49,7 @@ impl SharedOutbox {
         }
     }
 
-    /// Applies `change` to the outbox. Wakes the driver if the queue stops being empty or can fill
-    /// an envelope.
+    /// Applies `change`. Wakes the driver if the queue stops being empty or can fill an envelope.
     pub(in crate::routing) fn with<R>(&self, change: impl FnOnce(&mut Outbox) -> R) -> R {
         let mut outbox = self.lock();
         let was_empty = outbox.is_empty();
@@ -69,14 +68,12 @@ impl SharedOutbox {
         self.with(|outbox| outbox.observe(backend, facts));
     }
 
-    /// Queues an independent item behind earlier notes. Drops it and returns `false` if it has no
-    /// room.
+    /// Queues an independent item behind earlier ones. Drops it and returns `false` without room.
     pub fn note(&self, item: Item) -> bool {
         self.with(|outbox| outbox.note(item))
     }
 
-    /// Returns the charges that this replica made to `user` and that are not applied as of
-    /// `applied`.
+    /// Returns this replica's charges to `user` that are not applied as of index `applied`.
     pub(in crate::routing) fn unapplied(&self, user: UserKey, applied: LogIndex) -> Charge {
         self.with(|outbox| {
             outbox.settle(applied);

@@ -42,9 +42,8 @@ pub use driver::SharedOutbox;
 pub use outcome::AfterProposal;
 pub use overlay::Overlay;
 
-/// Number of users with a queued charge from which on further users are charged to
-/// [`OVERFLOW_USER`]. Reached only without a quorum, or with made-up names. Requests in flight may
-/// exceed it.
+/// Number of users with a queued charge at which further users are charged to [`OVERFLOW_USER`].
+/// Reached only without a quorum or with made-up names. Requests in flight may exceed it.
 const CHARGED_USERS_MAX: usize = 100_000;
 /// Name of the user that is charged for users beyond [`CHARGED_USERS_MAX`].
 const OVERFLOW_USER: &str = "overflow";
@@ -98,8 +97,7 @@ pub struct OutboxStatus {
 #[derive(Debug)]
 struct PendingLease {
     backend: BackendRef,
-    /// All blocks, to be acquired again if the tip is missing; `None` once the acquire is
-    /// confirmed.
+    /// All blocks, to acquire again if the tip is missing; `None` once the acquire is confirmed.
     unconfirmed: Option<Vec<BlockRun>>,
     /// Whether the acquire was sent.
     is_sent: bool,
@@ -148,8 +146,7 @@ struct CommittedEnvelope {
     charges: BTreeMap<UserKey, Charge>,
 }
 
-/// Queue of the updates from this replica that the log has not confirmed yet. See the module
-/// documentation.
+/// Updates from this replica that the log has not confirmed. See the module documentation.
 pub struct Outbox {
     replica: ReplicaId,
     session: SessionId,
@@ -159,8 +156,7 @@ pub struct Outbox {
     leases: HashMap<AttemptId, PendingLease>,
     steps: VecDeque<LeaseStep>,
     queued: QueuedSize,
-    /// Attempts with an acquire in `steps`, oldest first. May contain attempts that were sent or
-    /// forgotten.
+    /// Attempts with an acquire in `steps`, oldest first. May include sent or forgotten attempts.
     unsent: VecDeque<AttemptId>,
     /// Attempts whose queued steps are void.
     forgotten: HashSet<AttemptId>,
@@ -185,8 +181,7 @@ pub struct Outbox {
 }
 
 impl Outbox {
-    /// Creates an empty outbox, which adds queued runs to `overlay` until they are applied or
-    /// dropped.
+    /// Creates an empty outbox. `overlay` shows queued runs until they are applied or dropped.
     #[must_use]
     pub fn new(
         replica: ReplicaId,
@@ -298,8 +293,7 @@ impl Outbox {
         self.charges.entry(charge.user).or_default().add(&charge);
     }
 
-    /// Returns the sum of the charges to `user` that are not applied here. Call [`Outbox::settle`]
-    /// first.
+    /// Returns the sum of the unapplied charges to `user` from here. Call [`Outbox::settle`] first.
     #[must_use]
     pub fn unapplied(&self, user: UserKey) -> Charge {
         let outstanding = self.outstanding.iter().map(|it| &it.charges);
@@ -327,8 +321,7 @@ impl Outbox {
         }
     }
 
-    /// Returns the user to charge for a request of the user `name`, and queues the name of that
-    /// user.
+    /// Returns the user to charge for a request of user `name`, and queues the user's name.
     pub fn payer(&mut self, hash_seed: u64, name: &str) -> UserKey {
         let user = state::prefix::user_key(hash_seed, name);
         let has_room = self.charges.len() < CHARGED_USERS_MAX || self.charges.contains_key(&user);
@@ -344,8 +337,7 @@ impl Outbox {
         user
     }
 
-    /// Makes all users be named again if the state lost names at `since`, in a restore or user
-    /// deletion.
+    /// Forgets which users were named if the state lost names at `since`, in a restore or deletion.
     pub fn follow_names(&mut self, since: Option<LogIndex>) {
         if since != self.names_since {
             self.names_since = since;
@@ -449,8 +441,7 @@ impl Outbox {
         forgotten.clear();
     }
 
-    /// Returns the envelope whose outcome is unknown, to be proposed again; `None` if there is
-    /// none.
+    /// Returns the envelope whose outcome is unknown, to propose it again; `None` if there is none.
     pub fn outstanding(&self) -> Option<&Envelope> {
         self.outstanding
             .as_ref()

@@ -19,8 +19,7 @@ pub enum AfterProposal {
     Continue,
     /// The state rejected the envelope for this reason: continue with the next one.
     Refused(String),
-    /// The envelope may not be committed, for this reason: propose [`Outbox::outstanding`] again
-    /// later.
+    /// The outcome is unknown, for this reason: propose [`Outbox::outstanding`] again later.
     Retry(String),
     /// The state contains a later run of this replica: two processes share its id, or a backup was
     /// restored. Propose [`Outbox::outstanding`] again later, in a new session.
@@ -78,8 +77,7 @@ impl Outbox {
         AfterProposal::Continue
     }
 
-    /// Gives the outstanding envelope a new sequence number, because a rejection used up the old
-    /// one.
+    /// Gives the outstanding envelope a new sequence number after a rejection used up the old one.
     fn renumber(&mut self) {
         self.last_seq += 1;
         if let Some(outstanding) = &mut self.outstanding {
@@ -114,8 +112,7 @@ impl Outbox {
         self.acquire_whole(&missing);
     }
 
-    /// Queues all steps of the attempts whose tip was `missing` again: at the front, in order,
-    /// without a tip.
+    /// Queues all steps of the attempts in `missing` again: at the front, in order, without a tip.
     fn acquire_whole(&mut self, missing: &BTreeSet<AttemptId>) {
         if missing.is_empty() {
             return;

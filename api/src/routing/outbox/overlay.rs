@@ -48,8 +48,7 @@ struct RunKey {
     first: BlockHash,
 }
 
-/// Hasher for [`RunKey`]. Block hashes are already uniform, so one multiplication mixes in the
-/// backend.
+/// Hasher for [`RunKey`]. Hashes are already uniform; one multiplication mixes in the backend.
 #[derive(Default)]
 struct RunKeyHasher(u64);
 

@@ -1,4 +1,4 @@
-//! Manages this replica's shares of the backends' limits, as its part in the protocol of
+//! This replica's shares of the backends' limits, and its part in the protocol of
 //! [`state::shares`].
 //!
 //! The protocol is a [`ShareLedger`]; the places that requests take are in the [`LoadTable`], one
@@ -47,8 +47,7 @@ pub struct PlacedRequest {
     pub prefill: Option<ReservedPlace>,
 }
 
-/// Maximum number of decisions per request before it is rejected because all chosen places were
-/// taken.
+/// Maximum number of decisions per request before it is rejected because places were taken.
 const PLACE_TRIES: usize = 4;
 
 /// This replica's shares of the backends' limits.
@@ -100,8 +99,7 @@ impl Shares {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Chooses a backend for the request `ask`, and a prefill backend if needed, and reserves a
-    /// place at each.
+    /// Chooses the backends for the request `ask` and reserves a place at each.
     ///
     /// # Errors
     /// Returns a [`RoutingRejection`] if no backend can take the request. It is

@@ -1,5 +1,4 @@
-//! Wire format of share reports, which go directly from replica to replica and never through the
-//! log.
+//! Wire format of share reports, which go from replica to replica and never through the log.
 //!
 //! Layout: a version byte; session and report number, eight bytes each, little-endian; the run's
 //! generation in LEB128; the epoch in eight bytes. The number of replicas heard follows, each with
