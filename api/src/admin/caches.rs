@@ -1,5 +1,5 @@
-//! Sharing of cached blocks between users: the default for users without their own setting, and the
-//! fields of a user's setting (ADR 0072).
+//! Sharing of cached blocks between users: the default, and the fields of a user's own setting (ADR
+//! 0072).
 
 use axum::extract::State;
 use schemars::JsonSchema;
