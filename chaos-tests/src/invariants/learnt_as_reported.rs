@@ -1,4 +1,4 @@
-//! What a state has learned from engines' responses follows from the reports in the log.
+//! The values that a state has learned from engines' responses follow from the reports in the log.
 
 use super::{PropertyError, Subjects};
 use crate::oracle::RunRecord;
@@ -10,7 +10,7 @@ pub const NUMBER: &str = "I74";
 pub const NAME: &str =
     "bytes per token and block sizes are those that the reports in the log teach";
 
-/// Compares state images with a naive replay of the log.
+/// Compares the learned values in state images with a naive replay of the log.
 ///
 /// # Errors
 /// If a state differs from the replay.

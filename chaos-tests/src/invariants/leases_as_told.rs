@@ -10,7 +10,7 @@ pub const NUMBER: &str = "I34";
 /// Statement of the invariant.
 pub const NAME: &str = "exactly those leases are open that the log opened and did not close";
 
-/// Compares state images with a naive replay of the log.
+/// Compares the leases in state images with a naive replay of the log.
 ///
 /// # Errors
 /// If a state differs from the replay.

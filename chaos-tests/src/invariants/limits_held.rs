@@ -9,7 +9,8 @@ pub const NUMBER: &str = "I70";
 /// Statement of the invariant.
 pub const NAME: &str = "a backend's limit holds over all replicas";
 
-/// Checks every moment after requests started at a limited backend.
+/// Returns the violation that was observed during the run, if any, and otherwise the number of
+/// times at which requests started at a limited backend.
 ///
 /// # Errors
 /// If a request started beyond the limit.
@@ -30,7 +31,8 @@ mod tests {
     use super::*;
     use crate::oracle::limits::ShareObservation;
 
-    /// Observes replicas, each as `(epoch, limit, running, allowed)`, at one moment after another.
+    /// Observes the limit at one moment after another. Each replica is `(epoch, limit, running,
+    /// allowed)`.
     fn story(moments: &[&[(u64, u32, u32, u32)]]) -> Result<Subjects, PropertyError> {
         let backend = BackendRef {
             slot: Slot(0),

@@ -10,10 +10,10 @@ pub const NUMBER: &str = "I31";
 pub const NAME: &str =
     "administrative writes and barrier reads are linearizable, in the log's order";
 
-/// Checks the log's order, see [`linear`].
+/// Checks all operations against the order of the log, see [`linear`].
 ///
 /// # Errors
-/// If the log's order contradicts what clients saw.
+/// If the log's order contradicts the responses to clients.
 pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
     linear::check(record).map_err(|detail| super::violation(NUMBER, NAME, detail))
 }

@@ -1,4 +1,5 @@
-//! A replica that cannot reach a majority neither acknowledges a write nor answers a barrier read.
+//! A replica that cannot reach a majority neither acknowledges a write nor responds to a barrier
+//! read.
 
 use super::{PropertyError, Subjects};
 use crate::oracle::RunRecord;
@@ -9,10 +10,10 @@ pub const NUMBER: &str = "I41";
 /// Statement of the invariant.
 pub const NAME: &str = "without a majority nothing is acknowledged";
 
-/// Checks every operation that began and ended while its replica was cut off, acknowledged or not.
+/// Checks every operation that began and ended while its replica was cut off.
 ///
 /// # Errors
-/// If one was acknowledged.
+/// If such an operation was acknowledged.
 pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
     let mut subjects = 0;
     for cut in &record.observation.cut_off {

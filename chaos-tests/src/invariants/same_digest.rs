@@ -11,10 +11,10 @@ pub const NUMBER: &str = "I26";
 /// Statement of the invariant.
 pub const NAME: &str = "states at the same index have the same digest";
 
-/// Compares the digests of all states, applied and restored, by index.
+/// Compares the digests of all states by index, both applied and restored ones.
 ///
 /// # Errors
-/// If two differ at one index.
+/// If two digests differ at one index.
 pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
     let mut digests: BTreeMap<u64, (u128, ReplicaRun, StateStep)> = BTreeMap::new();
     let mut subjects = 0;

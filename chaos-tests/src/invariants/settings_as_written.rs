@@ -9,7 +9,7 @@ pub const NUMBER: &str = "I32";
 /// Statement of the invariant.
 pub const NAME: &str = "settings, backends and sessions are those that the log wrote";
 
-/// Compares state images with a naive replay of the log.
+/// Compares settings, backends and sessions in state images with a naive replay of the log.
 ///
 /// # Errors
 /// If a state differs from the replay.

@@ -10,7 +10,7 @@ pub const NUMBER: &str = "I36";
 /// Statement of the invariant.
 pub const NAME: &str = "replicated time passes as the stamps tell that agree";
 
-/// Compares state images with a naive replay of the log.
+/// Compares the time in state images with a naive replay of the log.
 ///
 /// # Errors
 /// If a state differs from the replay.

@@ -1,7 +1,7 @@
-//! A write takes effect at most once, and one that was refused never does.
+//! A write takes effect at most once, and a rejected write never does.
 //!
-//! This is checked from outside: a replica's command may take effect as often as clients sent it to
-//! that replica without being refused. Commands that no client sent are the replicas' own.
+//! The check works from outside. A replica's command may take effect as often as clients sent it to
+//! that replica without being rejected. Commands that no client sent are the replicas' own.
 
 use std::collections::BTreeMap;
 
