@@ -57,7 +57,7 @@ pub struct KnownFleet<'a> {
 /// An engine that cannot be registered, with the reason.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RefusedEngine {
-    /// Id of the engine, or its name at the source if it has no id.
+    /// Id of the engine, or its name or address at the source.
     pub engine: String,
     /// Reason for the refusal.
     pub reason: String,
