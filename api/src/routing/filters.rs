@@ -473,8 +473,8 @@ impl<S: FnMut(usize, FilterVerdict)> FilterPass<'_, S> {
     }
 
     /// Excludes backends that do not have the adapter in memory, or room for it, if others do and
-    /// have short queues. Engines may list adapters not in memory, so [`Self::keep_loaded`] does
-    /// not suffice.
+    /// have short queues. Engines list every adapter that they can load, so [`Self::keep_loaded`]
+    /// does not suffice.
     fn keep_resident(&mut self) {
         if !self.scratch.has_adapters {
             return;
