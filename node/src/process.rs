@@ -101,7 +101,7 @@ fn times(stat: &str) -> Option<ProcessTimes> {
     // The second field is the program's name in parentheses, which may contain any characters.
     let (_, rest) = stat.rsplit_once(')')?;
     let fields: Vec<&str> = rest.split_ascii_whitespace().collect();
-    // Numbered as in proc(5).
+    // Fields are numbered as in proc(5).
     let field = |number: usize| fields.get(number - 3)?.parse::<f64>().ok();
     Some(ProcessTimes {
         cpu_s: (field(14)? + field(15)?) / TICKS_PER_S,

@@ -117,8 +117,8 @@ impl AuditCursor {
     }
 }
 
-/// Returns the first `limit` of `all` after those that do not satisfy `is_next`, and whether there
-/// are more.
+/// Returns at most `limit` entries of `all`, starting with the first one that satisfies `is_next`,
+/// and whether more follow.
 fn page<T>(all: &[T], limit: usize, is_next: impl Fn(&T) -> bool) -> (&[T], bool) {
     let from = all.partition_point(|it| !is_next(it));
     let left = &all[from..];

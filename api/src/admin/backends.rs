@@ -415,7 +415,7 @@ pub(super) async fn put(
             allowed(&admin, "url", &EnginePlace::Host(url.host().to_owned()))?;
             url.as_str().to_owned()
         }
-        // The cluster reports what is wrong with it.
+        // The cluster reports what is wrong with the value.
         Err(EngineUrlError) => body.url,
     };
     for (field, place) in endpoint::places(body.kv_events.as_deref(), body.kv_replay.as_deref()) {

@@ -90,7 +90,7 @@ impl CallLog {
     }
 
     fn kept(&self) -> MutexGuard<'_, KeptCalls> {
-        // Every change leaves it consistent.
+        // Every change leaves the log consistent, so a poisoned lock is harmless.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

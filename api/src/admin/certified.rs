@@ -49,7 +49,7 @@ impl CertifiedOperators {
         certificate: &CertificateFacts,
         unix_s: i64,
     ) -> Result<Operator, String> {
-        // The handshake has checked it, but connections may be long-lived.
+        // The handshake checked the validity, but a connection may outlive it.
         if certificate.not_after_s < unix_s {
             return Err("the certificate has expired".to_owned());
         }

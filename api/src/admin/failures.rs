@@ -64,7 +64,7 @@ impl FailedTries {
     }
 
     fn table(&self) -> MutexGuard<'_, SourceTable> {
-        // Every change leaves it consistent.
+        // Every change leaves the table consistent, so a poisoned lock is harmless.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

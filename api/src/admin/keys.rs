@@ -1,5 +1,5 @@
-//! API keys: create, list, rotate, revoke. A secret is drawn here, returned once, and stored
-//! nowhere: the log contains only its hash.
+//! API keys: create, list, rotate, revoke. This module draws each secret and returns it once. It is
+//! stored nowhere: the log contains only its hash.
 
 use std::fmt;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};

@@ -231,7 +231,7 @@ pub fn router(admin: Arc<Admin>) -> Router {
         .method_not_allowed_fallback(wrong_method)
         .layer(middleware::from_fn(known_keys))
         .layer(middleware::from_fn_with_state(gate, guard))
-        // The outer layer: a request forged by another site is no attempt to guess a token.
+        // This is the outer layer: a request forged by another site is no attempt to guess a token.
         .layer(middleware::from_fn_with_state(names, own_site))
         .with_state(shared)
 }

@@ -91,7 +91,7 @@ fn asked_as(request: &Request) -> Result<Option<Authority>, Problem> {
         return Err(wrong("several"));
     }
     let Some(host) = host else {
-        // HTTP/2 sends it in the target.
+        // HTTP/2 sends the host in the target.
         return Ok(request.uri().authority().cloned());
     };
     let host: Option<Authority> = host.to_str().ok().and_then(|host| host.parse().ok());

@@ -1,4 +1,4 @@
-//! Prefixes shared by the last requests here, and the backends that own them.
+//! Prefixes that this replica's last requests share, and the backends that own them.
 //!
 //! A hash names a block together with everything before it, so requests with the same hash at some
 //! depth share a prefix up to there. Each kept request has the hashes at depths that are powers of

@@ -84,7 +84,8 @@ pub(super) async fn restore(
     QueryParams(query): QueryParams<RestoreQuery>,
     BackupUpload(body): BackupUpload,
 ) -> Result<WrittenWith<RestoreResponse>, Problem> {
-    // A separate task, which aborts the restore if the client leaves and this future is dropped.
+    // A separate task handles the restore, and aborts it if the client leaves and this future is
+    // dropped.
     let running = tokio::spawn(async move {
         let mut body = RestoreUpload {
             body,
@@ -173,7 +174,7 @@ async fn finish(
     drop(admin.cluster.read_barrier().await);
     let index = match fate {
         Ok(index) => index,
-        // An attempt with an unknown outcome may have succeeded.
+        // An earlier attempt with an unknown outcome may have succeeded.
         Err(problem) => restored_at(admin, restore).ok_or(problem)?,
     };
     tracing::info!(

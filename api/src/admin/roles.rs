@@ -100,7 +100,7 @@ impl Permission {
         }
     }
 
-    /// Whether calls are audited, as are those that require more than read access.
+    /// Whether calls are audited: those that require more than read access are.
     pub(super) fn is_audited(self) -> bool {
         self.role() > AdminRole::Viewer
     }

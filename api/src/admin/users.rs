@@ -159,7 +159,8 @@ pub(super) async fn list(
         // One more than requested shows whether there are more.
         users = state.users(after, limit + 1);
     });
-    // Outside the closure: do not wait for the queues' lock while `apply` waits for this reader.
+    // Outside the closure, so that the queues' lock is not awaited while `apply` waits for this
+    // reader.
     let now_ms = admin.clock.unix_ms();
     let shown = |user: &UserView| UserDetail::of(user, &admin, now_ms);
     answer.users = users.iter().map(shown).collect();

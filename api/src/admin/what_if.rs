@@ -271,7 +271,7 @@ fn chosen(config: &PolicyConfig, again: &ReplayedDecision<'_>, at: u64) -> Optio
     }
     if let Some(blocks) = needs.prefix_blocks {
         let first = again.chain.get(..blocks as usize).unwrap_or(again.chain);
-        // Shorter prompts have no other kept name.
+        // Shorter prompts are named by their last kept block.
         request.prefix_key = first.last().map_or(request.jitter, |block| block.0);
     }
     policy::choose(config, &request, &seen.candidates)

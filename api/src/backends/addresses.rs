@@ -109,7 +109,7 @@ impl FromStr for AllowedEngines {
             None => (text, false),
         };
         let starts_well = name.starts_with('.') == is_below && name.len() > usize::from(is_below);
-        // Normalise as names are compared: `gpu-1.` is `gpu-1`.
+        // Host names are compared in this form: `gpu-1.` is `gpu-1`.
         let name = name.strip_suffix('.').unwrap_or(name);
         // Digits and dots alone are a mistyped address.
         let is_name = name.bytes().any(|byte| byte.is_ascii_alphabetic());
@@ -124,7 +124,7 @@ impl FromStr for AllowedEngines {
     }
 }
 
-/// Parses the path of a Unix socket, or of a directory of them followed by `*`.
+/// Parses the path of a Unix socket, or of a folder of Unix sockets followed by `*`.
 fn socket(path: &str) -> Option<AllowedEngines> {
     if !is_plain_path(Path::new(path)) || path.trim_end_matches('*').contains('*') {
         return None;

@@ -112,7 +112,7 @@ impl CacheReports {
     /// `backend` itself is an earlier incarnation.
     fn of(&self, backend: BackendRef) -> Option<MutexGuard<'_, EngineReports>> {
         let place = self.0.get(usize::from(backend.slot.0))?;
-        // Counters only: a partial update is harmless.
+        // The reports are only counters, so a partial update is harmless.
         let mut reports = place.lock().unwrap_or_else(PoisonError::into_inner);
         match reports.backend {
             Some(known) if known == backend => {}

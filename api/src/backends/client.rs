@@ -153,7 +153,7 @@ impl ProbeClient {
             .await
             .map_err(ProbeError::Http)?;
         let driver = tokio::spawn(async move {
-            // Users of the sender detect its end.
+            // The sender's users detect the end of the connection.
             drop(driver.await);
         });
         Ok(ProbeConnection {

@@ -54,7 +54,7 @@ impl EngineDialer {
     #[must_use]
     pub fn with_certificates(certificates: Arc<Certificates<ClientFiles>>) -> Self {
         let tls = Self::default();
-        // Cannot fail: the cell was created just now.
+        // This cannot fail, because the cell was created just now.
         drop(tls.0.certificates.set(certificates));
         tls
     }
@@ -127,7 +127,7 @@ impl EngineDialer {
         let config = self.certificates()?.current();
         let connecting = TlsConnector::from(config).connect(name, stream);
         let connected = connecting.await.map_err(|error| match error.get_ref() {
-            // Contains the expected and the presented names.
+            // The error contains the expected and the presented names.
             Some(why) => io::Error::new(io::ErrorKind::InvalidData, format!("tls: {why}")),
             None => error,
         })?;

@@ -194,11 +194,11 @@ impl EngineMetrics {
             }
             "sglang:max_total_num_tokens" => add_u64(&mut self.cache_tokens, value),
             "vllm:cache_config_info" => self.add_cache_config(sample),
-            // Reported per worker, but without the number of workers.
+            // The figure is reported per worker, but without the number of workers.
             "sglang:page_size" | "dynamo_frontend_model_kv_cache_block_size" => {
                 self.add_page_size(whole(value));
             }
-            // Its equivalent before SGLang 0.5.12.
+            // The equivalent before SGLang 0.5.12.
             "sglang:cache_config_info" => {
                 let label = sample.labels.get("page_size");
                 self.add_page_size(label.and_then(|label| label.parse().ok()));
@@ -270,7 +270,7 @@ struct ModelList {
 #[derive(Deserialize)]
 struct ListedModel {
     id: String,
-    // Engines may format these freely.
+    // Engines may use any types for these fields.
     #[serde(default)]
     root: Value,
     #[serde(default)]

@@ -20,7 +20,7 @@ pub(super) struct InformationalCount(Arc<AtomicU32>);
 impl InformationalCount {
     /// Starts to count the informational responses to `request`, from zero.
     pub(super) fn watch<B>(&self, request: &mut Request<B>) {
-        // Set and read by the task that drives the connection; orders nothing else.
+        // The task that drives the connection sets and reads the count, which orders nothing else.
         self.0.store(0, Relaxed);
         let count = Arc::clone(&self.0);
         hyper::ext::on_informational(request, move |_| {

@@ -339,8 +339,8 @@ impl Backends {
         self.circuits.has_answered(backend)
     }
 
-    /// Whether panic mode applies: too few of a model's backends are healthy, compared with those
-    /// that only probes consider unhealthy.
+    /// Whether panic mode applies: `healthy`, the number of a model's healthy backends, is too low
+    /// compared with `doubtful`, the number of those that only probes consider unhealthy.
     pub(crate) fn are_below_threshold(&self, healthy: usize, doubtful: usize) -> bool {
         let percent = usize::try_from(self.settings.load().panic_threshold_percent).unwrap_or(100);
         healthy * 100 < (healthy + doubtful) * percent

@@ -428,7 +428,7 @@ struct PooledConnection {
 impl PooledConnection {
     fn drive(&mut self, cx: &mut Context<'_>) {
         if !self.is_over {
-            // Its error also reaches the future that waits for the response or its body.
+            // The future that waits for the response or its body also gets the error.
             self.is_over = Pin::new(&mut self.connection).poll(cx).is_ready();
         }
     }

@@ -145,7 +145,7 @@ impl Probe {
             match path.probe(&mut client).await {
                 Ok(()) => self.stay.passed(),
                 Err(UnhealthyError::Engine(fault, why)) => self.stay.failed(fault, why),
-                // Its state stays unchanged, because the probe was not sent.
+                // The backend's state stays unchanged, because the probe was not sent.
                 Err(UnhealthyError::Here(why)) => tracing::debug!(why, "could not probe backend"),
             }
             let pause = jittered(settings.interval);
@@ -178,7 +178,7 @@ impl Probe {
                 refusals: self.refusals(),
             };
             if std::mem::replace(&mut refusals, saw.refusals) != saw.refusals {
-                // Another process may be there by now.
+                // Another process may run at the address by now.
                 models_due = Instant::now();
                 is_described = false;
             }
@@ -232,7 +232,8 @@ impl Probe {
                     tracing::info!(backend = self.id, %engine, knows_salts, "engine recognised");
                 }
                 if !is_healthy {
-                    // It responds again: probe at once instead of waiting for the next turn.
+                    // The engine responds again: probe at once instead of waiting for the next
+                    // turn.
                     self.backends.board.alarm(self.stay.slot()).notify_one();
                 }
                 metrics
@@ -286,7 +287,8 @@ impl Probe {
     fn report_changes(&self, memory: &mut FactsMemory, (saw, rank): (&EngineReading, Option<u16>)) {
         let registry = self.view.registry();
         let Some(known) = backend_at(&registry, self.stay.slot(), &self.url) else {
-            // Removed or moved meanwhile: this reading belongs to another engine.
+            // The backend was removed or moved meanwhile, so this reading belongs to another
+            // engine.
             return;
         };
         if registry.rank(known) != rank {

@@ -117,7 +117,7 @@ fn address(authority: &str, default_port: u16) -> Option<String> {
     let port = match parsed.port() {
         Some(port) => port.as_str().parse().ok().filter(|port| *port > 0)?,
         None if authority == parsed.host() => default_port,
-        // The host is followed by something that is no port.
+        // The text after the host is not a port.
         None => return None,
     };
     is_plain.then(|| format!("{}:{port}", parsed.host()))

@@ -176,7 +176,7 @@ async fn submit(parts: &DiscoveryParts, id: &str, change: &DiscoveryChange) -> b
         }
     };
     parts.board.changed_by(id, change, taken);
-    // Otherwise the next plan would repeat the decision.
+    // Without this wait, the next plan would repeat the decision.
     while parts.view.applied() < committed.index {
         tokio::time::sleep(APPLY_PAUSE).await;
     }

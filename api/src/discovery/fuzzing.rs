@@ -74,7 +74,7 @@ fn template() -> EngineTemplate {
     }
 }
 
-/// Returns lists as operators write them, in both formats.
+/// Returns seed inputs: lists as operators write them, in both formats.
 #[must_use]
 pub fn discovery_file_seeds() -> Vec<Vec<u8>> {
     let json = r#"[{"id": "gpu-1", "url": "http://10.0.0.1:8000", "capacity_blocks": 7},
@@ -92,7 +92,8 @@ pub fn discovery_file_seeds() -> Vec<Vec<u8>> {
     seeds.map(String::into_bytes).to_vec()
 }
 
-/// Returns watches as API servers send them: changes of pods, a bookmark, an expiry.
+/// Returns seed inputs: watches as API servers send them, with changes of pods, a bookmark, an
+/// expiry.
 #[must_use]
 pub fn pod_events_seeds() -> Vec<Vec<u8>> {
     let watch = concat!(

@@ -140,7 +140,7 @@ pub fn endpoint(bytes: &[u8]) {
 pub fn kv_payload_seeds() -> Vec<Vec<u8>> {
     let mut seeds = vec![payload(&[stored(1, None, 2), removed(2), cleared()])];
     seeds.push(payload(&[stored(3, Some(2), 4)]));
-    // In the form of newer engines, with adapter, medium, extra keys and group.
+    // This payload has the form of newer engines, with adapter, medium, extra keys and group.
     let mut long = Vec::new();
     rmp::encode::write_map_len(&mut long, 6).expect(IN_MEMORY);
     text(&mut long, "type");

@@ -242,7 +242,7 @@ fn own_endpoint(text: &str, host: &str) -> Result<KvEndpoint, String> {
     let is_own = match &mut endpoint.address {
         KvAddress::Ipc(_) => is_this_machine(host),
         KvAddress::Tcp { host: named, .. } => {
-            // A wildcard address: the engine is reached at `host`.
+            // The engine announces a wildcard address, so it is reached at `host`.
             if matches!(named.as_deref(), Some("[::]" | "0.0.0.0")) {
                 *named = None;
             }
@@ -400,7 +400,7 @@ mod tests {
         assert_eq!(found, "0 tcp://gpu:5557 \n1 tcp://gpu:5558 \n");
         let off = shown(read_server_info(br#"{"kv_events_config": null}"#, "gpu"));
         assert_eq!(off, "the engine publishes no KV events");
-        // From vLLM 0.12, which may publish events.
+        // From 0.12 on, vLLM responds like this, and may publish events.
         let vllm = shown(read_server_info(br#"{"vllm_config": "model='m'"}"#, "gpu"));
         assert_eq!(vllm, UNSAID);
     }

@@ -1,11 +1,11 @@
 //! Cluster time: the median of all members' clocks, and each member's skew from this replica.
 //!
 //! Members include their wall clock in every message. The cluster's clock, which stamps commands,
-//! is the median of them all: a minority of wrong clocks, even including this replica's own, moves
-//! it no further than to the next right one. Between two updates it advances with the monotonic
-//! clock, which nobody sets. If the number of clocks is even, the median is the middle value that
-//! is closer to the previous time, so a clock that jumps is not followed. A replica that receives
-//! no messages follows its own clock.
+//! is the median of all these clocks. A minority of wrong clocks, even including this replica's
+//! own, moves it no further than to the next right one. Between two updates it advances with the
+//! monotonic clock, which is never set. If the number of clocks is even, the median is the middle
+//! value that is closer to the previous time, so a clock that jumps is not followed. A replica that
+//! receives no messages follows its own clock.
 //!
 //! A clock reading is as old as its message was in transit, so of the messages of the last one or
 //! two seconds, the fastest one counts. Replicated time follows the stamps, see
@@ -47,7 +47,7 @@ pub(super) struct ClusterClocks {
     peers: Mutex<BTreeMap<u8, PeerClock>>,
 }
 
-/// A peer's clock reading minus the time since `began` here when it arrived.
+/// A peer's clock reading minus the time since `began` at which it arrived here.
 #[derive(Debug)]
 struct PeerClock {
     /// Highest value of the current period, from the fastest message.

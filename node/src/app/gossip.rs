@@ -87,7 +87,7 @@ impl PeerHandler for GossipInbox {
         {
             tracing::warn!(peer = from, %error, "could not decode a peer's figures");
         }
-        // Before the load, whose update wakes requests that wait for a place.
+        // Shares are read before the load, whose update wakes requests that wait for a place.
         if !message.shares.is_empty()
             && let Err(error) = self.shares.hear(peer, message.shares)
         {

@@ -130,7 +130,7 @@ impl App {
         }
     }
 
-    /// Exposes these metrics of the access log's file.
+    /// Exposes the metrics of the access log's file at the admin listener.
     #[must_use]
     pub fn with_access_file(self, metrics: AccessFileMetrics) -> Self {
         Self {

@@ -109,7 +109,7 @@ impl LogPort {
         };
         let mut envelope = Envelope {
             origin,
-            // Each proposal sets it.
+            // Each proposal sets the sequence number.
             proposed_at_ms: 0,
             command,
         };

@@ -79,7 +79,8 @@ async fn put(cluster: &dyn Cluster, view: &StateView, spec: BackendSpec) {
         }
         match cluster.submit(Command::PutBackend(spec.clone())).await {
             Ok(committed) => {
-                // Waits for the apply: an entry not applied here yet would count as a difference.
+                // Wait for the apply: an entry that is not applied here yet would count as a
+                // difference.
                 while view.applied() < committed.index {
                     tokio::time::sleep(PAUSE).await;
                 }

@@ -116,7 +116,7 @@ pub(super) async fn start(app: App) -> anyhow::Result<RunningReplica> {
         access_file,
         tls,
     } = app;
-    // Members learn the ports that the system chose.
+    // Members must learn the ports that the system chose.
     config.listen.data = Parsed(addresses.data);
     config.listen.admin = Parsed(addresses.admin);
     crate::private::private_folder(&config.node.data_dir).with_context(|| {

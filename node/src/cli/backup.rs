@@ -186,7 +186,7 @@ async fn fetch(args: &BackupArgs, path: &Path) -> anyhow::Result<u64> {
         );
     }
     let bar = bar("fetching", length.unwrap_or(0))?;
-    // It contains user names and the hash secret.
+    // The file contains user names and the hash secret.
     let mut file = OpenOptions::new()
         .write(true)
         .create_new(true)

@@ -115,7 +115,7 @@ async fn begin(args: &RecordArgs) -> anyhow::Result<(Vec<RecordingReplica>, Vec<
     let (mut begun, mut missed): (Vec<RecordingReplica>, _) = (Vec::new(), Vec::new());
     let members = match args.only {
         true => Vec::new(),
-        // The first that responds knows the others.
+        // The first replica that responds knows the others.
         false => targets(args.target.clone(), true).await?.split_off(1),
     };
     for at in args.target.each().chain(members) {

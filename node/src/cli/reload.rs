@@ -1,5 +1,5 @@
 //! Reloads the config on SIGHUP or an operator's request, and applies what can change at run time.
-//! Reports the rest, so that nobody assumes it is in effect.
+//! Reports the other changes, so that operators do not assume that they are in effect.
 
 use std::collections::BTreeMap;
 

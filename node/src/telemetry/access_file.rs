@@ -86,7 +86,7 @@ impl AccessFileMetrics {
             self.dropped.clone(),
         );
         for reason in [QUEUE_FULL, WRITE_FAILED] {
-            // Makes both series exist from the start.
+            // Both series must exist from the start.
             drop(self.dropped.get_or_create(&DroppedLineLabels { reason }));
         }
     }
@@ -290,7 +290,7 @@ impl WriterThread {
 
     fn write_rest(&mut self, rest: &mut &[u8]) -> io::Result<()> {
         if self.is_torn && !rest.is_empty() {
-            // Ends the torn line, so that the next one stays intact.
+            // This ends the torn line, so that the next one stays intact.
             self.file.write_all(b"\n")?;
             self.is_torn = false;
         }

@@ -156,7 +156,7 @@ impl CircuitBreakers {
         user: impl FnOnce() -> UserKey,
         now: Instant,
     ) -> bool {
-        // Called for every backend at every decision; usually all circuits are closed.
+        // This is called for every backend at every decision, and usually all circuits are closed.
         if self.not_closed.load(Relaxed) == 0 {
             return true;
         }
@@ -438,7 +438,7 @@ impl CircuitBreaker {
 
 impl BreakerCell {
     fn lock(&self) -> MutexGuard<'_, CircuitBreaker> {
-        // Every change leaves it consistent.
+        // Every change leaves the circuit consistent, so a poisoned lock is harmless.
         self.circuit.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -454,7 +454,7 @@ impl Drop for HalfOpenProbe {
         let Some((cell, mut circuit)) = self.circuits.circuit(self.backend) else {
             return;
         };
-        // After a result, or after waiting too long, this is no longer the current one.
+        // After a result or a long wait, this request is no longer the current one.
         let is_current = circuit.trial.is_some_and(|(it, _)| it == self.number);
         if is_current {
             circuit.trial = None;

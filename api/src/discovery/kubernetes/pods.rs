@@ -103,7 +103,7 @@ impl PodTable {
             Some("ADDED" | "MODIFIED") => {
                 self.put(object);
                 if self.pods.len() > PODS_MAX {
-                    // Listing again reports the limit, and keeps none of them.
+                    // The next list reports the limit, and keeps none of the pods.
                     return Err(ApiError::Expired);
                 }
                 WatchEvent::Changed
@@ -141,7 +141,7 @@ impl PodTable {
         for (name, pod) in &self.pods {
             let named = |at: &EngineAtPort| format!("{name}{}", at.suffix);
             let Some(ip) = pod.ip else {
-                // It has not started, or has ended: its backend, if any, is treated as leaving.
+                // The pod has not started or has ended. Its backend, if any, is treated as leaving.
                 if pod.condition == EngineCondition::Leaving {
                     let leaving = |at: &EngineAtPort| {
                         at.template.nowhere(&named(at), EngineCondition::Leaving)

@@ -170,7 +170,7 @@ async fn read_while_sound(parts: &ReaderParts, backend: &Backend) {
         Ok(identity) => identity,
         Err(refusal) => {
             refuse(parts, backend.handle, &found, refusal).await;
-            // Until the backend changes.
+            // Wait until the backend changes.
             return std::future::pending().await;
         }
     };
@@ -209,7 +209,7 @@ fn known_ranks(parts: &ReaderParts, backend: BackendRef) -> Vec<KvRankStatus> {
 fn object(parts: &ReaderParts, backend: BackendRef) {
     for rank in known_ranks(parts, backend) {
         if rank.condition == KvCondition::EXACT {
-            // If there is no room, the next attempt reports it.
+            // If the outbox has no room, the next attempt reports the doubt.
             parts.outbox.note(Item::KvEvents(KvBatch {
                 backend,
                 rank: rank.rank,
@@ -331,8 +331,8 @@ async fn refuse(
     let known = known_ranks(parts, backend);
     let unix_ms = || parts.clock.unix_ms();
     for source in &found.ranks {
-        // Uses the followed run: another one would empty the cache, which also holds blocks known
-        // from leases.
+        // The report uses the followed run. Another one would empty the cache, which also holds
+        // blocks known from leases.
         let followed = known.iter().find(|it| it.rank == source.rank);
         let batch = KvBatch {
             backend,

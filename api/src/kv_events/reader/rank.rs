@@ -46,7 +46,7 @@ pub(super) struct RankReader {
     last_check: Instant,
     /// Time of the last objection to a state that counts as exact.
     last_objection: Option<Instant>,
-    /// Position of the state while it lags behind the reports, and the time since which it has been
+    /// Position of the state while it lags behind the reports, and when it was first observed
     /// there.
     behind: Option<(Option<KvPosition>, Instant)>,
     shown: RankStreamStatus,
@@ -98,7 +98,7 @@ impl RankReader {
         let mut ticks = tokio::time::interval(TICK);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
-            // While the outbox is full, nothing more is fetched.
+            // While the outbox is full, the reader fetches no messages.
             let has_room = self.pending.is_empty();
             let event = tokio::select! {
                 biased;
@@ -198,8 +198,8 @@ impl RankReader {
         self.show(position);
     }
 
-    /// Repeats the last report so that time passes in the log: blocks from leases fade with it, and
-    /// nothing else may be reported there.
+    /// Repeats the last report so that time passes in the log, with which blocks known from leases
+    /// fade. There may be no other reports that advance it.
     fn say_again(&mut self) {
         if let Some((publisher, seq)) = self.stream.told()
             && !self.stream.is_in_doubt()

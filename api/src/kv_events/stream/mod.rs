@@ -375,7 +375,7 @@ impl EventStream {
     fn follow(&mut self, seq: u64, payload: Bytes, around: &StreamContext<'_>) {
         let mark = xxh3_64(&payload);
         let Some(run) = self.run else {
-            // Only without replays: other streams know their run before they follow.
+            // This happens only without replays: other streams know their run before they follow.
             self.begin(seq, mark, &payload, around);
             self.confirm();
             return;
@@ -456,7 +456,7 @@ impl EventStream {
         self.marks.clear();
         self.blocks.forget();
         self.refusal = None;
-        // A run counts as caught up only once that is reported.
+        // A run counts as caught up only once that fact is reported.
         self.doubt = Some(KvDoubt::Gap);
         self.counts.runs += 1;
     }

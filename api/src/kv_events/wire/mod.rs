@@ -336,7 +336,7 @@ fn read_hashes(
     hashes: &mut Vec<EngineHash>,
 ) -> Result<(), MsgpackError> {
     for _ in 0..pack.array()? {
-        // Anything but a hash names no block.
+        // Any value but a hash names no block.
         hashes.extend(hash(head(pack)?));
     }
     Ok(())
