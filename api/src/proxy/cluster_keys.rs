@@ -82,7 +82,7 @@ impl Holder {
     }
 }
 
-/// Formats names as a list for people, of at most about [`LISTED_BYTES_MAX`].
+/// Formats names as a list for people, of at most about [`LISTED_BYTES_MAX`] bytes.
 pub(super) fn listed(names: &[String]) -> String {
     let mut text = String::new();
     for name in names {

@@ -27,7 +27,7 @@ pub(super) struct DocumentEnd {
     pub(super) is_all: bool,
 }
 
-/// A JSON document in transit, whose last [`TAIL_BYTES_MAX`] are kept.
+/// A JSON document in transit, whose last [`TAIL_BYTES_MAX`] bytes are kept.
 #[derive(Default)]
 pub(super) struct Document {
     frames: VecDeque<Bytes>,

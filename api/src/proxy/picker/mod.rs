@@ -46,7 +46,7 @@ pub use server::{PickerServer, PickerTls};
 
 use super::Proxy;
 
-/// Messages, client and server of the protocol.
+/// Generated messages, client and server of Envoy's external processing.
 #[allow(missing_docs, unreachable_pub, clippy::all, clippy::pedantic)]
 pub mod ext_proc {
     include!("../../../proto/ext_proc.rs");
@@ -61,11 +61,11 @@ pub struct PickerSettings {
     pub destination: HeaderName,
     /// Namespace of the metadata with endpoints.
     pub namespace: String,
-    /// Key in that namespace with the endpoint that responded.
+    /// Metadata key in `namespace` with the endpoint that responded.
     pub served: String,
     /// Namespace of the metadata that restricts the choice.
     pub subset_namespace: String,
-    /// Key in that namespace with the endpoints that the picker may choose.
+    /// Metadata key in `subset_namespace` with the endpoints that the picker may choose.
     pub subset: String,
     /// Body modes of a gateway that does not announce them.
     pub untold_bodies: BodyModes,
@@ -83,7 +83,7 @@ pub struct BodyModes {
 /// Mode in which a gateway sends one body.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum BodyMode {
-    /// In pieces. The pieces sent back are independent of them in size and time.
+    /// In pieces. The pieces that the picker sends back differ from them in size and time.
     Duplex,
     /// In pieces after the reply to the head. Each piece gets its own reply.
     Streamed,
