@@ -553,7 +553,7 @@ fn scheme(secrets: Option<&ClusterSecrets>) -> &'static str {
     if secrets.is_some() { "https" } else { "http" }
 }
 
-/// Returns the targets of the load.
+/// Returns the targets of a load: the data URLs of all replicas.
 fn targets(layout: &Layout, secrets: Option<&ClusterSecrets>) -> anyhow::Result<Targets> {
     let replicas = layout.replicas.iter();
     let urls: Vec<String> = replicas
@@ -565,7 +565,7 @@ fn targets(layout: &Layout, secrets: Option<&ClusterSecrets>) -> anyhow::Result<
     })
 }
 
-/// Returns an operator's client.
+/// Returns the admin API client of an operator.
 fn client(secrets: Option<&ClusterSecrets>) -> JsonClient {
     let client = JsonClient::new(ANSWER_TIMEOUT);
     let Some(secrets) = secrets else {

@@ -1,4 +1,4 @@
-//! The log of simulated processes, prefixed with simulated time and replica.
+//! Log output of simulated processes, prefixed with simulated time and replica.
 
 use std::cell::Cell;
 use std::fmt;

@@ -146,7 +146,8 @@ impl ModelCache {
         }
     }
 
-    /// Evicts blocks beyond the capacity, but not the block `walking`, nor any before it.
+    /// Evicts blocks beyond the capacity. Spares the block `walking`, blocks with leases, and
+    /// blocks before others.
     fn trim(&mut self, walking: Option<BlockHash>) {
         let capacity = self.capacity.map_or(usize::MAX, |blocks| blocks as usize);
         while self.blocks.len() > capacity {

@@ -1,4 +1,4 @@
-//! Handles the arrival of packets in the simulated network.
+//! Arrival of packets in the simulated network.
 
 use raft::{ConnectError, ConnectFailure, PeerRequest};
 use tower::ServiceExt;
@@ -15,7 +15,7 @@ impl NetworkState {
             .event(self.now_us, format_args!("{from}>{to} {what}"));
     }
 
-    /// Delivers a packet to its process or kernel.
+    /// Delivers a packet to the process or the kernel of its receiver.
     pub(super) fn deliver(&mut self, network: &SimNetwork, packet: Packet) {
         match packet {
             Packet::Open { connection } => self.open(connection),
