@@ -230,8 +230,7 @@ impl StateMachineAdapter {
         write_file(file, &*machine, &position)
     }
 
-    /// Restores the machine from a file, unless `accept` rejects its last entry. Returns that
-    /// entry.
+    /// Restores the machine from a file, unless `accept` rejects its last entry. Returns it.
     fn replace<E: From<StartError>>(
         &self,
         file: &SnapshotFile,

@@ -63,8 +63,7 @@ impl ClusterBinding {
         }
     }
 
-    /// Returns the id of the cluster, whether it is only claimed or joined; `None` if there is
-    /// none.
+    /// Returns the id of the claimed or joined cluster; `None` if there is none.
     pub(crate) fn cluster(self) -> Option<u128> {
         match self {
             Self::Free => None,

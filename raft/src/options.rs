@@ -26,8 +26,7 @@ pub struct ReplicaOptions {
     /// Whether this replica, as the leader, lets a replica that lost its store replace its former
     /// member.
     pub replaces_lost: bool,
-    /// Conditions under which this replica, as the leader, promotes learners by itself; `None` for
-    /// never.
+    /// Conditions under which this replica promotes learners as the leader; `None` for never.
     pub promotion: Option<Promotion>,
     /// Heartbeat interval of the leader.
     pub heartbeat: Duration,

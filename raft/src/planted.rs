@@ -67,8 +67,7 @@ mod switch {
         MET.set(0);
     }
 
-    /// Returns how often this thread executed the planted bug. Tests cannot catch one that never
-    /// ran.
+    /// Returns how often this thread executed the planted bug. One that never ran cannot be caught.
     #[must_use]
     pub fn met() -> u64 {
         MET.get()

@@ -27,8 +27,8 @@ pub struct Status {
     pub snapshot: Option<u64>,
     /// First index that the log still holds.
     pub purged: u64,
-    /// Whether this replica has applied everything that the leader had committed when this replica
-    /// started.
+    /// Whether this replica has applied everything that the leader had committed when the two first
+    /// were in contact.
     pub caught_up: bool,
     /// Whether this replica was removed, as reported by a member with a newer membership.
     pub is_removed: bool,

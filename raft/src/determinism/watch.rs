@@ -109,8 +109,8 @@ impl<T> WatchSender<T> {
         });
     }
 
-    /// Changes the value with `change`, and wakes the waiters unless it returns `false`. Returns
-    /// its result.
+    /// Changes the value and wakes the waiters, unless `change` returns `false`. Returns its
+    /// result.
     pub fn send_if_modified(&self, change: impl FnOnce(&mut T) -> bool) -> bool {
         {
             let mut current = self.0.write();

@@ -157,8 +157,7 @@ impl LogStore {
         self.writer.sync_times()
     }
 
-    /// Watches why the log currently cannot be written; `None` if it can. The log resumes by
-    /// itself.
+    /// Watches why the log cannot be written now; `None` if it can. The log resumes by itself.
     pub(crate) fn waiting(&self) -> watch::WatchReceiver<Option<String>> {
         self.writer.waiting()
     }

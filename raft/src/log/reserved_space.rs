@@ -18,8 +18,7 @@ pub(super) const SEGMENT_BYTES: usize = 4 * 1024 * 1024;
 /// Minimum space that is reserved for a write, in bytes: several of sled's segments.
 const BYTES_MIN: u64 = 4 * SEGMENT_BYTES as u64;
 /// Extra space to reserve, in bytes, so that most writes need no new reservation. At about 300
-/// bytes per request it lasts for thousands of requests, and a full disk is detected that much
-/// later.
+/// bytes per request it lasts for thousands of requests, and a full disk is detected as much later.
 const AHEAD_BYTES: u64 = 1024 * 1024;
 /// Number of bytes that sled writes per byte of a command (4.8 measured).
 const WRITTEN_PER_BYTE: u64 = 5;
@@ -32,8 +31,7 @@ pub(super) struct ReservedSpace(Mutex<ReservedRange>);
 
 #[derive(Default)]
 struct ReservedRange {
-    /// Last known length of the file, in bytes. When sled truncates the file, the reservation
-    /// behind its end is lost.
+    /// Last known length of the file, in bytes. If sled truncates it, the reservation is lost.
     file_bytes: u64,
     /// End of the reserved range, which starts at offset 0.
     end: u64,

@@ -76,8 +76,7 @@ struct WriterState {
     mark_file: MarkFile,
     /// Trees to drop once the purge that emptied them is durable.
     purged_trees: BTreeSet<u64>,
-    /// Whether a write has not been synced yet or has failed, so that the content on disk is
-    /// unknown.
+    /// Whether a write is not synced yet or has failed, so that the content on disk is unknown.
     is_unsure: bool,
 }
 

@@ -279,8 +279,7 @@ impl WriterShared {
         self.is_final(result.unwrap_or_else(|_| Err(io::Error::other(PANICKED))))
     }
 
-    /// Records an error of the disk as fatal, and returns `result`. Nothing is written after a
-    /// fatal error.
+    /// Returns `result`, and records an error as fatal, after which nothing more is written.
     fn is_final<T>(&self, result: io::Result<T>) -> io::Result<T> {
         result.inspect_err(|error| self.fault.set(format!("log: {error}")))
     }

@@ -258,8 +258,7 @@ fn rpc_error(error: &CallError) -> RPCError<Config> {
     }
 }
 
-/// Returns the vote in a response. Rejects one that would make this replica jump to a far higher
-/// term.
+/// Returns the vote in a response, unless it would make this replica jump to a far higher term.
 fn believed(answered: proto::Vote, asked: Vote) -> Result<Vote, Unreachable<Config>> {
     let term = answered.term;
     if term <= term_max(asked.leader_id.term) {

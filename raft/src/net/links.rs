@@ -151,8 +151,7 @@ impl PeerLinks {
         self.attempts.load(Ordering::Relaxed)
     }
 
-    /// Returns the peer `id` at the address of `node` in a membership, creating its links if
-    /// necessary.
+    /// Returns the peer `id` at the address of `node`, creating its links if necessary.
     pub(crate) fn learn(&self, id: u64, node: &Node) -> Arc<Peer> {
         let mut peers = lock(&self.peers);
         if let Some(peer) = peers.get(&id)

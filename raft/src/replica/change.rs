@@ -118,8 +118,7 @@ impl Replica {
 }
 
 impl ReplicaInner {
-    /// Finishes a half-made change of voters, once no other change runs here. Returns whether none
-    /// is left.
+    /// Finishes a half-made change of voters, if any. Returns whether none is left.
     async fn finish_change(&self) -> bool {
         let _alone = self.changing.lock().await;
         let is_halfway = self.with_metrics(is_halfway);
@@ -144,8 +143,7 @@ impl ReplicaInner {
             .await;
     }
 
-    /// Transfers leadership to `to`, or to the voter with the longest log if that is 0. Logs a
-    /// failure.
+    /// Transfers leadership to `to`, or to the voter with the longest log for 0. Logs a failure.
     pub(super) async fn transfer_within(&self, to: u64, limit: Duration) {
         if let Outcome::Refused(why) | Outcome::Unknown(why) = self.transfer_here(to, limit).await {
             tracing::warn!(why, "could not transfer leadership");
@@ -570,8 +568,7 @@ impl ReplicaInner {
         .is_some()
     }
 
-    /// Waits until `find` returns a value for Raft's metrics. Returns `None` if it does not by
-    /// `end`.
+    /// Waits until `find` returns a value for Raft's metrics; returns `None` after `end`.
     async fn wait_for<T>(
         &self,
         end: Instant,

@@ -92,8 +92,7 @@ impl ContactState {
     }
 }
 
-/// Returns `committed` if it is of the leader's own term, because it then covers all earlier
-/// commits.
+/// Returns `committed` if it is of the leader's own term: it then covers all earlier commits.
 fn own(leader: Vote, committed: Option<LogId>) -> Option<LogId> {
     committed.filter(|committed| committed.leader_id == leader.leader_id)
 }

@@ -247,8 +247,7 @@ impl Replica {
         self.inner.may_elect();
     }
 
-    /// Stops the replica: transfers leadership if it leads, finishes pending writes and closes the
-    /// store.
+    /// Stops the replica: transfers leadership if it leads, finishes writes and closes the store.
     pub fn shutdown(&self) -> BoxFuture<'_, ()> {
         let stop = async {
             if !self.inner.is_stopping.swap(true, Ordering::AcqRel) {
@@ -272,8 +271,7 @@ impl Replica {
         self.inner.local_addr
     }
 
-    /// Returns the number of attempts to connect to peers so far. It grows slowly while a peer is
-    /// away.
+    /// Returns the number of connection attempts so far; grows slowly while a peer is away.
     #[must_use]
     pub fn connect_attempts(&self) -> u64 {
         self.inner.links.attempts()

@@ -89,8 +89,7 @@ fn odd_below(number: usize) -> usize {
 }
 
 impl ReplicaInner {
-    /// Returns the electorate, if this replica leads with a quorum and no change of voters is
-    /// pending.
+    /// Returns the electorate, if this replica leads with a quorum and no change is pending.
     fn electorate(&self) -> Option<Electorate> {
         let voters = self.settled_voters()?;
         let reports = self.links.reachability.reports();
@@ -111,8 +110,7 @@ impl ReplicaInner {
         })
     }
 
-    /// Returns the voters, if this replica leads with a quorum and no change of membership is
-    /// pending.
+    /// Returns the voters, if this replica leads with a quorum and no change is pending.
     pub(super) fn settled_voters(&self) -> Option<BTreeSet<u64>> {
         if !*self.has_quorum.borrow() {
             return None;
@@ -126,8 +124,7 @@ impl ReplicaInner {
     }
 }
 
-/// Whether the disk of the learner `id` holds nearly all of the log, and the entry that made it a
-/// member.
+/// Whether the learner's disk holds nearly all of the log, and the entry that made it a member.
 fn has_kept_up(metrics: &Metrics, id: u64) -> bool {
     let replication = metrics.replication.as_ref();
     let Some(matched) = replication.and_then(|all| all.get(&id).copied().flatten()) else {

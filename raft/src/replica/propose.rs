@@ -194,8 +194,7 @@ impl ReplicaInner {
         }
     }
 
-    /// Returns an index that covers everything committed, confirmed by a quorum, if this replica
-    /// leads.
+    /// Returns an index that covers all commits, confirmed by a quorum, if this replica leads.
     pub(crate) async fn barrier_here(&self, limit: Duration) -> Barrier {
         if planted::is(Bug::BarrierWithoutQuorum) {
             return Barrier::Index(self.status.borrow().committed);

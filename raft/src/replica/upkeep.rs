@@ -83,8 +83,7 @@ impl ShownMetrics {
     }
 }
 
-/// Takes a snapshot whenever enough bytes were applied since the last one. openraft itself counts
-/// only entries.
+/// Takes a snapshot when enough bytes were applied since the last one. openraft counts entries.
 pub(super) async fn keep_snapshots(inner: Arc<ReplicaInner>) {
     let mut status = inner.status.subscribe();
     loop {

@@ -30,8 +30,7 @@ const FRAME_HEAD_BYTES: usize = 8;
 /// Size of the chunks written, in bytes. The reader accepts chunks up to eight times that size.
 pub(crate) const CHUNK_BYTES: usize = 256 * 1024;
 pub(crate) const CHUNK_BYTES_MAX: usize = 8 * CHUNK_BYTES;
-/// Maximum size of a snapshot's head, in bytes: 255 members with all permitted labels stay below
-/// it.
+/// Maximum size of the head, in bytes: 255 members with all permitted labels stay below it.
 pub(crate) const HEAD_BYTES_MAX: usize = 16 * 1024 * 1024;
 const END_BYTES: usize = 16;
 

@@ -10,8 +10,7 @@ use crate::ownership::leaving::{is_leaf, key, record_of};
 
 /// Maximum number of ancestors without an age that a search for an age visits.
 const CLIMB_MAX: usize = 64;
-/// Number of releases after a request's end during which cache events of that request may still
-/// arrive.
+/// Number of releases after a request's end during which its events may still arrive.
 const LATE_MAX: u64 = 8;
 
 impl BackendBlocks {
@@ -57,8 +56,7 @@ impl BackendBlocks {
         Some(self.epoch)
     }
 
-    /// Returns up to `most` reported blocks in the order in which the engine is expected to evict
-    /// them.
+    /// Returns up to `most` reported blocks in the engine's estimated eviction order.
     fn next_engine_evictions(&self, most: usize) -> Vec<BlockHash> {
         let mut next = Vec::with_capacity(most.min(self.reported as usize));
         // By parent: number of its children that were evicted, and their highest age.

@@ -152,8 +152,7 @@ impl Arena {
         self.chunks.get(chunk)?.get(at)
     }
 
-    /// Returns only the block hash of the record at `index`, for lookups. Any index below `len` is
-    /// valid.
+    /// Returns the block hash of the record at `index`. Any index below `len` is valid.
     #[inline]
     pub(super) fn hash(&self, index: u32) -> BlockHash {
         let (chunk, at) = place(index);

@@ -58,8 +58,7 @@ impl Ownership {
         Ok(())
     }
 
-    /// Checks `I23`, given the blocks that each slot's engine reports: one entry per rank and
-    /// block.
+    /// Checks `I23`, given the reports of each slot's engine: one entry per rank and block.
     pub(crate) fn check_reports(
         &self,
         reports: &dyn Fn(Slot) -> Vec<BlockHash>,

@@ -125,8 +125,7 @@ impl Ownership {
         self.backends[at] = Some(Box::new(BackendBlocks::new(slot, capacity)));
     }
 
-    /// Removes the backend in `slot` and everything it owns. Leases on it must not be used
-    /// afterwards.
+    /// Removes the backend in `slot` and everything it owns. Its leases become invalid.
     pub fn remove_backend(&mut self, slot: Slot) {
         self.clear(slot, &mut Vec::new());
         if let Some(place) = self.backends.get_mut(usize::from(slot.0)) {
@@ -236,7 +235,7 @@ impl Ownership {
     /// blocks that the lease found. They are evicted as if the lease had not existed. A lease that
     /// added blocks, or whose tip was never released and so has no age, still touches the whole
     /// path.
-    #[allow(clippy::needless_pass_by_value)] // As above.
+    #[allow(clippy::needless_pass_by_value)] // A lease ends here, as in `release`.
     pub fn release_untouched(&mut self, lease: Lease) {
         let Some((backend, common)) = self.backend_mut(lease.slot) else {
             return;

@@ -370,8 +370,8 @@ impl Sections<'_> {
         Ok(Fields::new(&self.payload))
     }
 
-    /// Reads the next section as a chunk of `backend` with `count` record indexes. Yields `None`
-    /// for free ones.
+    /// Reads the next section as a chunk of `count` records of `backend`, with `None` for free
+    /// ones.
     fn next_chunk(
         &mut self,
         count: usize,

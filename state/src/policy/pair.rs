@@ -179,8 +179,7 @@ impl PolicyRequest {
         ahead(prefill) > ahead(whole).saturating_mul(PATIENCE)
     }
 
-    /// Returns the request as the decode side sees it: missing tokens are fetched instead of
-    /// computed.
+    /// Returns the request as the decode side sees it: missing tokens are fetched, not computed.
     #[must_use]
     pub fn fetched(&self) -> Self {
         let cheaper = |tokens: u32| tokens.div_ceil(TRANSFERRED_PER_COMPUTED);

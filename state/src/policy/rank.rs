@@ -107,8 +107,7 @@ pub(super) trait Ranks {
     /// Returns the rank of `candidate`, which is at index `place`.
     fn rank(&self, place: usize, candidate: &Candidate) -> Rank;
 
-    /// Returns the highest score that counts as equal to `best`, the lowest score of the first
-    /// tier.
+    /// Returns the highest score that counts as equal to `best`, the lowest of the first tier.
     fn near_limit(&self, best: u64) -> u64 {
         best
     }

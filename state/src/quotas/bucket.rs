@@ -31,8 +31,8 @@ pub(super) struct RetryAfter {
 }
 
 impl Consumed {
-    /// Returns the usage that remains at `now_ms` in the window of `limits`. Usage without a limit
-    /// counts as 0.
+    /// Returns the usage that remains at `now_ms` in the window of `limits`. Unlimited usage counts
+    /// as 0.
     fn drained(&self, limits: &UserLimits, now_ms: u64) -> Self {
         let window_ms = limits.window_ms();
         let elapsed_ms = u128::from(now_ms.saturating_sub(self.at_ms));

@@ -153,8 +153,7 @@ impl CapacityCorrection {
     }
 }
 
-/// Whether more than half of the `judged` predictions failed. `false` for fewer than `enough` of
-/// them.
+/// Whether more than half of the `judged` predictions failed, given at least `enough` of them.
 fn is_most(failed: u32, judged: u32, enough: u32) -> bool {
     judged >= enough && failed > judged / 2
 }

@@ -38,7 +38,7 @@ const fn once(prior_us: i64, most_us: i64) -> Regressor {
 }
 
 /// Regressors of the time to first token, in microseconds: base, per prefill token, and per 1/16 of
-/// a running request.
+/// a request.
 const FIRST_TOKEN: [Regressor; 3] = [
     once(0, 60_000_000),
     Regressor {
@@ -61,8 +61,7 @@ const FIRST_TOKEN: [Regressor; 3] = [
     },
 ];
 
-/// Regressors of the time between two tokens, in microseconds: base, and per 1/16 of a running
-/// request.
+/// Regressors of the time between two tokens, in microseconds: base, and per 1/16 of a request.
 const GAP: [Regressor; 2] = [
     once(10_000, 10_000_000),
     Regressor {

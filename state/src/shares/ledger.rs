@@ -1,5 +1,4 @@
-//! [`ShareLedger`]: one replica's shares of all limits, and what it knows of other replicas'
-//! shares.
+//! [`ShareLedger`]: one replica's shares of all limits, and its knowledge of others' shares.
 
 use std::collections::BTreeMap;
 
@@ -178,8 +177,7 @@ impl ShareLedger {
         self.backends.get(&backend)?.limit
     }
 
-    /// Returns the number of requests that this replica may run at a backend now; `None` if no
-    /// limit is known.
+    /// Returns how many requests this replica may run at a backend; `None` if no limit is known.
     #[must_use]
     pub fn allowed(&self, backend: BackendRef) -> Option<u32> {
         let share = self.backends.get(&backend)?;

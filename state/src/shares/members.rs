@@ -20,8 +20,7 @@ pub(super) struct Members {
     awake_ms: u64,
     looked_ms: Option<u64>,
     peers: BTreeMap<ReplicaId, HeardPeer>,
-    /// Other replicas of the cluster, with the awake time since which they are expected, in
-    /// milliseconds.
+    /// Other replicas of the cluster, with the awake time in milliseconds since they are expected.
     expected: BTreeMap<ReplicaId, u64>,
 }
 

@@ -32,8 +32,7 @@ use crate::ids::UserKey;
 use crate::settings::UserLimits;
 
 impl Users {
-    /// Sets the defaults for users without their own values. `scoped` are the users with a cache
-    /// scope.
+    /// Sets the defaults for users without their own. `scoped` are the users with a cache scope.
     pub(crate) fn set_defaults(
         &mut self,
         plan: DefaultPlan,

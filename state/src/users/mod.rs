@@ -100,8 +100,7 @@ pub struct UserView {
     pub key: UserKey,
     /// Name; empty until a replica has reported it.
     pub name: Arc<str>,
-    /// Share of service relative to other users, in thousandths: the user's own weight or the
-    /// default.
+    /// Share of service relative to other users, in thousandths: the user's own or the default.
     pub weight_milli: u32,
     /// Whether an operator set the weight. Such a user is never forgotten. Also `false` for a user
     /// who is kept for its cache scope and follows the default weight.

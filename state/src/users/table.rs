@@ -289,8 +289,7 @@ impl Users {
         })
     }
 
-    /// Resets the usage that counts against a user's limits and budget. Returns whether the user is
-    /// known.
+    /// Resets a user's usage of limits and budget. Returns whether the user is known.
     pub(crate) fn forgive(&mut self, key: UserKey) -> bool {
         let is_known = self.map.get(&key).is_some();
         is_known
@@ -301,8 +300,7 @@ impl Users {
             })
     }
 
-    /// Deletes a user without open requests. Returns whether it was deleted; `None` if the user is
-    /// unknown.
+    /// Deletes a user without open requests. Returns whether it did; `None` if the user is unknown.
     pub(crate) fn remove(&mut self, key: UserKey) -> Option<bool> {
         let user = self.map.get(&key)?;
         if !user.is_idle() || user.is_waiting() {
@@ -332,8 +330,7 @@ impl Users {
         })
     }
 
-    /// Sets a user's name and weight, adding the user if unknown. Returns whether the table had
-    /// room.
+    /// Sets a user's name and weight, adding it if unknown. Returns whether the table had room.
     pub(crate) fn configure(&mut self, key: UserKey, name: &str, weight_milli: u32) -> bool {
         self.change(key, |user| {
             user.name = name.into();

@@ -218,8 +218,7 @@ impl<const W: usize> PrefixSearch<'_, W> {
         next.count += 1;
     }
 
-    /// Records how many blocks each of `slots` owns, given that `window` is the last one whose head
-    /// they own.
+    /// Records how many blocks `slots` own, given that `window` is the last whose head they own.
     fn settle(&mut self, window: usize, slots: Mask<W>) {
         let blocks = &mut self.blocks;
         resolve(self.chain, self.tables, window, slots, |slot, owned| {

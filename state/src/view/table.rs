@@ -168,8 +168,7 @@ impl Table {
 
 /// Methods that change the table, which only the writer calls.
 impl Table {
-    /// Initialises a segment without owners in the row that starts at `row`, which no reader can
-    /// see yet.
+    /// Initialises a segment without owners in the row at `row`, which no reader can see yet.
     pub(super) fn initialise_segment(&self, row: usize, shape: SegmentShape) -> ChainSegment<'_> {
         ChainSegment::initialise(&self.rows[row..row + shape.words()], shape)
     }

@@ -170,8 +170,7 @@ pub(super) async fn dial(
     Ok(PeerConnection { stream, sender })
 }
 
-/// Detects the protocol of a connection, runs the handshake, and identifies the replica at its
-/// other end.
+/// Detects the protocol of a connection, and identifies the replica at its other end.
 async fn greet(
     mut stream: PendingConnection,
     proof: PeerProof,

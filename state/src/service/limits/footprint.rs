@@ -102,14 +102,12 @@ impl Footprint {
         u32::try_from(self.requests).unwrap_or(u32::MAX)
     }
 
-    /// Returns `mu`, the mean number of tokens per request, rounded down; 0 before the first
-    /// request.
+    /// Returns `mu`, the mean tokens per request, rounded down; 0 before the first request.
     pub(crate) fn mean(&self) -> u64 {
         self.tokens.checked_div(self.requests).unwrap_or(0)
     }
 
-    /// Returns `sigma`, the standard deviation of the tokens per request, rounded down; 0 before
-    /// the first request.
+    /// Returns `sigma`, the standard deviation of a request's tokens, rounded down; 0 at first.
     pub(crate) fn deviation(&self) -> u64 {
         let deviation = self.spread().isqrt().checked_div(self.requests.into());
         deviation.map_or(0, |it| u64::try_from(it).unwrap_or(u64::MAX))

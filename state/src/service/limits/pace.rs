@@ -28,8 +28,7 @@ use bincode::{Decode, Encode};
 use super::ServiceSample;
 use crate::settings::{BATCH_MAX, SlaSettings};
 
-/// Number of samples with tokens per decision. This is Algorithm 2's warm-up, repeated after every
-/// move.
+/// Number of samples with tokens per decision: Algorithm 2's warm-up, repeated after every move.
 const SAMPLES_PER_DECISION: u32 = 3;
 /// Minimum number of gaps between tokens per decision.
 const GAPS_PER_DECISION: u64 = 64;
@@ -110,8 +109,7 @@ impl SlaController {
         (self.low.clamp(least, high), high)
     }
 
-    /// Returns the time between tokens at the last decision, in microseconds; `None` before the
-    /// first.
+    /// Returns the microseconds between tokens at the last decision; `None` before the first.
     pub(crate) fn inter_token_us(&self) -> Option<u32> {
         Some(self.inter_token_us).filter(|us| *us > 0)
     }
