@@ -163,7 +163,7 @@ pub struct KeyRules {
     pub when_stale: WhenStale,
     /// Age from which the list is stale.
     pub stale_after: Duration,
-    /// Age of the list.
+    /// Age of this replica's key list.
     pub list: Arc<ListAge>,
 }
 

@@ -81,7 +81,7 @@ pub struct Minority {
 pub struct DigestRing {
     recorded: VecDeque<(u64, u128)>,
     claims: BTreeMap<ReplicaId, VecDeque<(u64, u128)>>,
-    /// Claims of each peer about the last [`COMPARED_MAX`] indexes compared here.
+    /// Peers' claims about the highest [`COMPARED_MAX`] indexes that were compared.
     compared: BTreeMap<u64, BTreeMap<ReplicaId, u128>>,
     /// Index at which the log last stood still.
     rested_at: u64,

@@ -82,7 +82,7 @@ impl TimeCounts {
 pub struct CounterSample {
     /// Number of requests that ended.
     pub ended: u64,
-    /// Number of requests that failed: here, at the backend, or in the middle of the response.
+    /// Number of requests that failed, at this replica, at the backend, or during the response.
     pub failed: u64,
     /// Number of prompt tokens of requests whose engine reported how many were cached.
     pub prompt_tokens: u64,

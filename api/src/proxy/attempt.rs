@@ -137,7 +137,7 @@ impl NotRun {
 
 /// Outcome of sending a request.
 enum Outcome {
-    /// A response to pass on.
+    /// A response that is relayed to the client.
     Answer(Response<EngineBody>),
     /// A response whose status means that the engine did not run the request.
     Refusal(Response<EngineBody>),

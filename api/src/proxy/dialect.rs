@@ -11,7 +11,7 @@ use crate::error::{ProxyError, openai_body, openai_response, rescue};
 /// Response header in which Anthropic's clients look for the request id.
 pub(super) const ANTHROPIC_REQUEST_ID: HeaderName = HeaderName::from_static("request-id");
 
-/// An API format.
+/// Format of an API's streams and errors.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Dialect {
     /// OpenAI's format, and the similar formats of engines.

@@ -31,7 +31,7 @@ const PROXY_CONNECTION: HeaderName = HeaderName::from_static("proxy-connection")
 /// Header with a request's priority among waiting requests.
 pub(super) const PRIORITY: HeaderName = HeaderName::from_static("x-quorate-priority");
 
-/// Prefix of headers that only Quorate sets. Those of an engine are not relayed.
+/// Prefix of headers that only Quorate sets. Headers of an engine that have it are not relayed.
 const OWN_PREFIX: &str = "x-quorate-";
 
 /// Request headers that engines do not receive in the client's form: engines receive decoded bodies

@@ -33,15 +33,15 @@ pub enum RequestOrigin<'a> {
 /// How the user of a request was identified.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum UserSource {
-    /// By an entry of `users.identify_by`.
+    /// An entry of `users.identify_by` named the user.
     Identified(IdentifyBy),
-    /// By the API key, because keys are checked and no entry named a user.
+    /// The API key identified the user, because keys are checked and no entry named one.
     CheckedKey,
-    /// By the API key, which belongs to the cluster.
+    /// The API key, one of the cluster's keys, determines the user.
     ClusterKey,
-    /// Not identified; the user is anonymous.
+    /// The user was not identified and is anonymous.
     Nobody,
-    /// Given in the `explain` request.
+    /// The `explain` request names the user.
     Given,
 }
 
@@ -197,8 +197,8 @@ fn is_trusted(settings: &ProxySettings, origin: RequestOrigin<'_>) -> bool {
     }
 }
 
-/// Accepts a name from a trusted proxy. Fails if it has the form of names generated here or is not
-/// displayable.
+/// Accepts a name from a trusted proxy. Fails if it has a control character or the form of names
+/// generated here.
 fn vouched<'a>(name: &'a str, place: &str) -> Result<Cow<'a, str>, ProxyError> {
     let said = [SAID_IN_HEADER, SAID_IN_BODY];
     let is_of_key = name.strip_prefix("key-").is_some_and(user_name::is_hash);

@@ -11,7 +11,7 @@ use std::ops::Range;
 pub(super) struct JsonMember {
     /// The key as written, without its quotes. Escapes are not decoded.
     pub(super) key: Range<usize>,
-    /// The value.
+    /// The value as written.
     pub(super) value: Range<usize>,
 }
 

@@ -22,7 +22,7 @@ type KeyUser = Option<Arc<str>>;
 /// Holder of a request's key.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Holder {
-    /// Keys are not checked here.
+    /// The key, if any, is not checked.
     Unchecked,
     /// The key is valid and has no name, see [`key_user_name`].
     Unnamed,

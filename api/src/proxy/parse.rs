@@ -68,13 +68,13 @@ pub struct ClientRequest {
     pub identity: PromptIdentity,
     /// User to charge.
     pub user: UserName,
-    /// How the user was identified.
+    /// Source of the user's name.
     pub user_source: UserSource,
     /// Policy and labels that the request asks for.
     pub preferences: RoutingPreferences,
     /// Priority among waiting requests.
     pub priority: i16,
-    /// How long the client waits, if the request states it.
+    /// Maximum time that the client waits, if the request states it.
     pub deadline: Option<Duration>,
     /// Stages of the request that can run on two backends.
     pub stages: RequestStages,

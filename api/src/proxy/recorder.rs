@@ -48,7 +48,7 @@ pub(crate) struct RecordingState {
     pub(crate) id: u64,
     pub(crate) salt: Arc<str>,
     pub(crate) limits: RecordingLimits,
-    /// Start in Unix milliseconds.
+    /// Start of the recording, in Unix milliseconds.
     pub(crate) from_ms: u64,
     /// Time at which it ended, or will end at the latest, in Unix milliseconds.
     pub(crate) until_ms: u64,

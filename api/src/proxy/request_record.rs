@@ -10,7 +10,7 @@ use super::identify::UserSource;
 use crate::prompt::BlockUnit;
 use crate::routing::{DecisionRecord, Labels, UserName};
 
-/// Record of one request.
+/// Record of one request and its attempts.
 #[derive(Debug)]
 pub struct RequestRecord {
     /// Number of the record among all since the replica's start, from 0.
@@ -55,7 +55,7 @@ pub(crate) struct DecidedAttempt {
     pub(crate) decision: Arc<DecisionRecord>,
 }
 
-/// End of a request.
+/// End of a request, as its record shows it.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct RequestEnd {
     /// Outcome as counted by `quorate_proxy_requests_total`.

@@ -35,7 +35,7 @@ pub const STRIPPED_HEADERS: [&str; 3] = ["x-data-parallel-rank", "x-override-*",
 pub struct FieldRules {
     refused: Vec<String>,
     stripped: Vec<String>,
-    /// Name hashes of both lists.
+    /// Hashes of the names in both lists.
     hashes: Vec<u32>,
 }
 

@@ -31,7 +31,7 @@ pub(super) const ERROR_BYTES_MAX: u64 = 1024 * 1024;
 
 /// Kind of a response body, with the state for reading it.
 pub(super) enum BodyKind {
-    /// Server-sent events.
+    /// Stream of server-sent events.
     Events {
         events: SseStream,
         /// Whether the end of the body is unambiguous, see [`ResponseBodyError::Unfinished`].
@@ -116,7 +116,7 @@ pub(super) struct ResponseBody {
     ahead: ReadAhead,
 }
 
-/// Accounting of a response.
+/// Charge of a response's attempt, and metrics of its request.
 struct RequestAccounting {
     /// Attempt that is charged; `None` once it has ended.
     attempt: Option<Attempt>,

@@ -29,9 +29,9 @@ pub const DECISIONS_MAX: usize = 10_000;
 pub struct ProxySettings {
     /// Id of this replica, for `x-quorate-replica`.
     pub replica: ReplicaId,
-    /// Which response headers about routing clients get.
+    /// Response headers about routing that clients receive.
     pub expose: Expose,
-    /// Whether the end of a response waits for its charge.
+    /// Whether the end of a response waits until its charge is committed.
     pub charges: Charges,
     /// Limits on what clients may send and hold.
     pub limits: ProxyLimits,

@@ -34,7 +34,7 @@ impl WantedUsage {
     };
 }
 
-/// Parser of one stream.
+/// Parser of one stream of server-sent events.
 #[derive(Debug)]
 pub(super) struct SseStream {
     wanted: WantedUsage,
@@ -53,7 +53,7 @@ pub(super) struct SseStream {
 #[derive(Debug)]
 struct LastChunk {
     event: Bytes,
-    /// Position of its `usage`.
+    /// Position of the `usage` member in the event.
     usage: Range<usize>,
 }
 
@@ -69,11 +69,11 @@ impl LastChunk {
 
 /// Action for an event.
 enum EventAction {
-    /// Relay it unchanged.
+    /// Relay the event unchanged.
     Kept,
     /// Remove these bytes of the event.
     Cut(Range<usize>),
-    /// Hold it back, see [`LastChunk`]. The range is the position of its `usage`.
+    /// Hold the event back, see [`LastChunk`]. The range is the position of its `usage`.
     Waits(Range<usize>),
 }
 

@@ -102,10 +102,10 @@ pub struct RecordedRequest {
     /// Priority of the request.
     #[serde(default)]
     pub priority: i16,
-    /// In the file: the block that `blocks` follow; `None` if they begin the prompt.
+    /// Block that `blocks` follow in the file; `None` if they begin the prompt, and after parsing.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub after: Option<BlockId>,
-    /// In the file: the blocks that no earlier line has. After parsing: all blocks of the prompt.
+    /// All blocks of the prompt after parsing. In the file, only those that no earlier line has.
     #[serde(default)]
     pub blocks: Vec<BlockId>,
     /// Attempts with their decisions and results.

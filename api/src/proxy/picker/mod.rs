@@ -83,13 +83,14 @@ pub struct BodyModes {
 /// Mode in which a gateway sends one body.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum BodyMode {
-    /// In pieces. The pieces that the picker sends back differ from them in size and time.
+    /// The body comes in pieces. Those that the picker sends back may differ in size and time.
     Duplex,
-    /// In pieces after the reply to the head. Each piece gets its own reply.
+    /// The body comes in pieces after the reply to the head. Each piece gets its own reply.
     Streamed,
-    /// In pieces that do not wait for the reply to the head. Each piece gets its own reply.
+    /// The body comes in pieces that do not wait for the reply to the head. Each gets its own
+    /// reply.
     StreamedEarly,
-    /// As a whole after the reply to the head.
+    /// The body comes as a whole after the reply to the head.
     Buffered,
 }
 
