@@ -21,7 +21,7 @@ pub struct ReplicaOptions {
     /// Arbitrary `key=value` facts (such as `admin`, `data`, `version`) that the replica announces
     /// to peers and shows in [`crate::Status`].
     pub labels: BTreeMap<String, String>,
-    /// How this replica finds or founds its cluster.
+    /// Way in which this replica finds or founds its cluster.
     pub formation: Formation,
     /// Whether this replica, as the leader, lets a replica that lost its store replace its former
     /// member.
@@ -36,7 +36,7 @@ pub struct ReplicaOptions {
     pub snapshot_every_entries: u64,
     /// Maximum number of command bytes between snapshots; the limit reached first applies.
     pub snapshot_every_bytes: u64,
-    /// Where the log, identity and snapshots are stored: [`Storage::Sled`] outside of tests.
+    /// Storage of the log, identity and snapshots: [`Storage::Sled`] outside of tests.
     pub storage: Storage,
 }
 
@@ -49,7 +49,7 @@ pub struct Promotion {
     pub voters_max: usize,
 }
 
-/// How a replica finds its cluster when its data directory is empty.
+/// Way in which a replica with an empty data directory finds its cluster.
 #[derive(Debug, Clone)]
 pub enum Formation {
     /// Forms a cluster once `expect` replicas respond, including this one, and none of them is in a
@@ -63,11 +63,11 @@ pub enum Formation {
         /// First command of the cluster, proposed by the replica that initialises.
         first_command: Vec<u8>,
     },
-    /// Joins an existing cluster as a learner through any of these members.
+    /// Joins an existing cluster as a learner through any of the given members.
     Join(Peers),
 }
 
-/// Where to find peers.
+/// Addresses at which peers are found.
 #[derive(Debug, Clone)]
 pub enum Peers {
     /// List of `host:port` addresses.

@@ -129,7 +129,7 @@ impl PeerState {
         }
     }
 
-    /// Whether this state does not prevent forming a cluster.
+    /// Whether a cluster can be formed although an address is in this state.
     #[must_use]
     pub fn is_fine(self) -> bool {
         matches!(self, Self::Own | Self::Free | Self::Member)

@@ -123,7 +123,7 @@ pub(crate) fn is_shortage(error: &io::Error) -> bool {
     ) || rustix::io::Errno::from_io_error(error).is_some_and(is_short)
 }
 
-/// Whether [`store_message`] can have written a file with these bytes.
+/// Whether [`store_message`] can have written a file that contains `bytes`.
 pub(crate) fn is_message(bytes: &[u8]) -> bool {
     bytes.starts_with(MAGIC)
 }

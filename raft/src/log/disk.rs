@@ -61,7 +61,7 @@ pub(crate) struct DiskContents {
 
 /// Storage for a log. Every call may block. One thread writes at a time; any number may read.
 pub(crate) trait Disk: Send + Sync + 'static {
-    /// Checks that there is space to begin writing these changes. Changes nothing.
+    /// Checks that there is space to begin writing `changes`. Changes nothing.
     ///
     /// # Errors
     /// Fails if there is currently no space; try again later.

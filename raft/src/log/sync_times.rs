@@ -15,7 +15,7 @@ pub const SYNC_BUCKETS_S: [f64; 12] = [
 pub struct SyncTimes {
     /// Number of syncs since the log was opened.
     pub count: u64,
-    /// Total duration of these syncs, in seconds.
+    /// Total duration of all syncs, in seconds.
     pub sum_s: f64,
     /// Number of syncs per bucket, not cumulative: see [`SYNC_BUCKETS_S`].
     pub buckets: [u64; SYNC_BUCKETS_S.len()],

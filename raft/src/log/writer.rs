@@ -58,7 +58,7 @@ pub(crate) struct WriteOp {
 pub(crate) trait WriteObserver: Send + Sync + 'static {
     /// Called before a batch is written. May append changes to the batch.
     fn before(&self, changes: &mut Vec<LogChange>);
-    /// Called when the batch with these `changes` is durable.
+    /// Called when the batch, which consists of `changes`, is durable.
     fn after(&self, changes: &[LogChange]);
 }
 
@@ -244,8 +244,8 @@ impl WriterShared {
         }
     }
 
-    /// Whether the batch with these `changes` can begin. A batch that was given up leaves a gap
-    /// that nothing may follow, so everything after it is refused.
+    /// Whether the batch, which consists of `changes`, can begin. A batch that was given up leaves
+    /// a gap that nothing may follow, so everything after it is refused.
     fn has_room_for(&self, changes: &[LogChange]) -> io::Result<bool> {
         let is_given_up = self.stop.is_cancelled() && self.waiting.borrow().is_some();
         let room = match is_given_up {

@@ -64,7 +64,7 @@ impl FileImage {
 }
 
 impl FileStep {
-    /// Whether this step changes which files the folder contains.
+    /// Whether this step changes which files `folder` contains.
     fn is_in(&self, folder: &Path) -> bool {
         match self {
             Self::Create { path, .. } | Self::Remove { path } | Self::Rename { to: path, .. } => {

@@ -184,8 +184,8 @@ impl Ownership {
         Ok(lease)
     }
 
-    /// Adds `new` behind the lease's tip and pins the last block. The chain ends early in the same
-    /// cases as for [`Self::acquire`].
+    /// Adds `new` behind the lease's tip and pins the last block. The chain ends at a block of
+    /// `new` that is owned behind another parent. Does nothing if the lease's blocks were removed.
     pub fn extend(&mut self, lease: &mut Lease, new: &[BlockHash]) {
         let Some((backend, common)) = self.backend_mut(lease.slot) else {
             return;

@@ -39,8 +39,7 @@ pub struct PolicyInputs<'a> {
     /// Number of blocks to hash for [`PolicyRequest::prefix_key`]; `None` if the policy does not
     /// use it.
     pub prefix_blocks: Option<u32>,
-    /// Where requests name the session for [`PolicyRequest::session`]; `None` if the policy does
-    /// not use it.
+    /// Places where requests name the session for [`PolicyRequest::session`]; `None` if unused.
     pub session: Option<SessionNames<'a>>,
     /// Whether the policy uses [`PolicyRequest::turn`].
     pub turn: bool,
@@ -50,7 +49,7 @@ pub struct PolicyInputs<'a> {
     pub learnt: bool,
     /// Method of finding the leading blocks that backends hold.
     pub match_by: MatchBy,
-    /// When a request refreshes the age of the cached blocks that it finds.
+    /// Condition under which a request refreshes the age of the cached blocks that it finds.
     pub touch: Touch,
 }
 
@@ -87,7 +86,7 @@ pub enum Touch {
     Sampled,
 }
 
-/// With [`Touch::Sampled`], one request in this many refreshes the blocks that it found.
+/// Inverse share of requests that refresh found blocks with [`Touch::Sampled`]: one in this many.
 const TOUCHED_IN: u64 = 8;
 
 impl Touch {

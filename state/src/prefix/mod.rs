@@ -52,7 +52,7 @@ pub fn model_key(hash_seed: u64, name: &str) -> ModelKey {
 /// Appends the hashes of the full blocks of `bytes` to `out`.
 ///
 /// # Panics
-/// When `block_size` is 0.
+/// Panics if `block_size` is 0.
 pub fn chain_bytes(root: &ChainRoot, bytes: &[u8], block_size: usize, out: &mut Vec<BlockHash>) {
     continue_bytes(root, None, bytes, block_size, out);
 }
@@ -61,7 +61,7 @@ pub fn chain_bytes(root: &ChainRoot, bytes: &[u8], block_size: usize, out: &mut 
 /// start a chain if it is `None`.
 ///
 /// # Panics
-/// When `block_size` is 0.
+/// Panics if `block_size` is 0.
 pub fn continue_bytes(
     root: &ChainRoot,
     last: Option<BlockHash>,
@@ -91,7 +91,7 @@ pub fn continue_bytes(
 /// Appends the hashes of the full blocks of `tokens` to `out`.
 ///
 /// # Panics
-/// When `block_size` is 0.
+/// Panics if `block_size` is 0.
 pub fn chain_tokens(root: &ChainRoot, tokens: &[u32], block_size: usize, out: &mut Vec<BlockHash>) {
     continue_tokens(root, None, tokens, block_size, out);
 }
@@ -100,7 +100,7 @@ pub fn chain_tokens(root: &ChainRoot, tokens: &[u32], block_size: usize, out: &m
 /// or start a chain if it is `None`.
 ///
 /// # Panics
-/// When `block_size` is 0.
+/// Panics if `block_size` is 0.
 pub fn continue_tokens(
     root: &ChainRoot,
     last: Option<BlockHash>,
@@ -135,7 +135,7 @@ pub fn continue_tokens(
 /// of `tokens` tokens. The engine always recomputes the last token.
 ///
 /// # Panics
-/// When `block_size` is 0.
+/// Panics if `block_size` is 0.
 #[must_use]
 pub fn matchable_blocks(tokens: u64, block_size: u32) -> u64 {
     tokens.saturating_sub(1) / u64::from(block_size)

@@ -67,7 +67,7 @@ impl BeliefSample {
         self.held == 0 && self.lost == 0 && self.found == 0
     }
 
-    /// Whether a replica can have counted these numbers.
+    /// Whether a replica can have counted the numbers in this sample.
     pub(crate) fn is_plausible(&self) -> bool {
         let counts = [self.held, self.lost, self.found];
         counts.iter().all(|count| *count <= REQUESTS_MAX) && self.computed_blocks <= BLOCKS_MAX

@@ -113,8 +113,8 @@ impl ServiceSample {
         }
     }
 
-    /// Whether a replica can have measured these sums. Absurd values would outlive the replica that
-    /// sent them.
+    /// Whether a replica can have measured the sums in this sample. Absurd values would outlive the
+    /// replica that sent them.
     pub(crate) fn is_plausible(&self) -> bool {
         const COUNT_MAX: u32 = 1 << 24;
         const TOKENS_MAX: u64 = 1 << 40;

@@ -15,7 +15,7 @@ impl UsersImage {
         encoding::to_bytes(&self.totals)
     }
 
-    /// Encodes the users' admission accounts in the same way as [`UsersImage::pieces`].
+    /// Encodes the users' admission accounts in pieces of at most [`USERS_PER_PIECE`] users.
     pub(crate) fn admission_accounts(&self) -> impl Iterator<Item = Vec<u8>> {
         let account =
             |(key, user): (&UserKey, &User)| Some((*key, user.admission_account.clone()?));
@@ -27,7 +27,7 @@ impl UsersImage {
         })
     }
 
-    /// Encodes the users' plans in the same way as [`UsersImage::pieces`].
+    /// Encodes the users' plans in pieces of at most [`USERS_PER_PIECE`] users.
     pub(crate) fn plans(&self) -> impl Iterator<Item = Vec<u8>> {
         let plan = |(key, user): (&UserKey, &User)| Some((*key, user.plan.clone()?));
         let mut plans = self.map.iter().filter_map(plan).peekable();

@@ -107,9 +107,9 @@ pub struct UserView {
     pub is_configured: bool,
     /// Virtual token counter, in thousandths of a priced token at weight 1.
     pub counter_milli_tokens: u64,
-    /// Requests in flight at all replicas.
+    /// Number of requests in flight at all replicas.
     pub in_flight: u64,
-    /// Requests waiting for admission at all replicas.
+    /// Number of requests waiting for admission at all replicas.
     pub waiting: u64,
     /// Limits set for this user. `None` if the default ones apply.
     pub limits: Option<UserLimits>,

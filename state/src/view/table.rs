@@ -152,7 +152,7 @@ impl Table {
         ChainSegment::at(&self.rows[row..])
     }
 
-    /// Calls `each` with the head of every segment, and the segment.
+    /// Calls `each` for every segment, with its head and the segment itself.
     pub(super) fn for_each(&self, mut each: impl FnMut(BlockHash, ChainSegment<'_>)) {
         for entry in self.entries.iter() {
             let row = entry.row.load(Ordering::Acquire);

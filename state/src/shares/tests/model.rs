@@ -80,7 +80,7 @@ impl Cluster {
         self.turn(at);
     }
 
-    /// Does for the replica `at` what a replica does whenever something has changed.
+    /// Lets the replica `at` react, as replicas do whenever something has changed.
     fn turn(&mut self, at: usize) {
         let seat = &mut self.seats[at];
         let demand = Demand {
