@@ -25,7 +25,7 @@ pub(super) struct AnswerDelta<'a> {
     pub(super) usage_member: Option<Range<usize>>,
     /// Whether the top-level `usage` is present but null.
     pub(super) is_usage_null: bool,
-    /// Whether the document has an empty `choices` array, as chunks do that only report usage.
+    /// Whether the document has an empty `choices` array, as in chunks that only report usage.
     pub(super) has_no_choices: bool,
     /// Whether a choice has a finish reason.
     pub(super) ends_choice: bool,

@@ -34,8 +34,7 @@ pub(super) const PRIORITY: HeaderName = HeaderName::from_static("x-quorate-prior
 /// Prefix of headers that only Quorate sets. Headers of an engine that have it are not relayed.
 const OWN_PREFIX: &str = "x-quorate-";
 
-/// Request headers that engines do not receive in the client's form: engines receive decoded bodies
-/// and respond uncompressed.
+/// Request headers that are not forwarded: engines receive decoded bodies and respond uncompressed.
 const NOT_FORWARDED: [HeaderName; 5] = [
     HOST,
     CONTENT_LENGTH,

@@ -18,7 +18,7 @@ const TAIL_BYTES_MAX: usize = 256 * 1024;
 /// Maximum length of a `usage` member outside the kept part, in bytes.
 const USAGE_BYTES_MAX: usize = 16 * 1024;
 
-/// Completeness of a document and of its parsed output, known at the document's end.
+/// Completeness of a document and of its parsed output, determined at the end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct DocumentEnd {
     /// Whether the document looks complete.
@@ -49,7 +49,7 @@ impl Document {
         }
     }
 
-    /// Passes the document's usage and output to `note`, at its end. Output is known only if all is
+    /// Passes usage and output of the ended document to `note`; only usage if not all bytes are
     /// kept.
     pub(super) fn read(&mut self, note: impl FnOnce(&AnswerDelta<'_>)) -> DocumentEnd {
         if let Some(scanner) = &mut self.passed {

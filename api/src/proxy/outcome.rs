@@ -33,7 +33,8 @@ impl RequestOutcome {
         Self::ClientLeft,
     ];
 
-    /// Whether the request failed, other than by the client's departure or the router's refusal.
+    /// Whether the request failed, other than by a refusal of the router or because the client
+    /// left.
     pub(super) fn is_failure(self) -> bool {
         match self {
             Self::Failed | Self::EngineError | Self::BrokenOff => true,
