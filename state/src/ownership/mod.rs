@@ -149,8 +149,9 @@ impl Ownership {
 
     /// Pins `tip` and everything before it, adds `new` behind it, then evicts down to the capacity.
     ///
-    /// A block of `new` that is owned behind another parent ends the chain there; hashes of honest
-    /// prompts never do that. A slot without a backend owns nothing.
+    /// The chain ends before a block of `new` for which there is no room, or that is owned behind
+    /// another parent, which hashes of honest prompts never cause. A slot without a backend owns
+    /// nothing.
     ///
     /// # Errors
     /// [`MissingTip`] if `slot` does not own `tip`. Nothing has changed then.
@@ -184,8 +185,9 @@ impl Ownership {
         Ok(lease)
     }
 
-    /// Adds `new` behind the lease's tip and pins the last block. The chain ends at a block of
-    /// `new` that is owned behind another parent. Does nothing if the lease's blocks were removed.
+    /// Adds `new` behind the lease's tip and pins the last block. The chain ends before a block for
+    /// which there is no room, or that is owned behind another parent. Does nothing if the lease's
+    /// blocks were removed.
     pub fn extend(&mut self, lease: &mut Lease, new: &[BlockHash]) {
         let Some((backend, common)) = self.backend_mut(lease.slot) else {
             return;
