@@ -160,7 +160,7 @@ impl NetworkState {
         self.calls.retain(|_, call| !call.is_over());
     }
 
-    /// Fails for a call over a connection that is known to be gone.
+    /// Returns the error of a broken connection if the connection is known to be gone.
     pub(super) fn is_usable(&self, connection: u64) -> Result<(), tonic::Status> {
         match self.connections.get(&connection) {
             Some(it) if !it.is_broken => Ok(()),
