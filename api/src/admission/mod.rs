@@ -1,9 +1,8 @@
 //! Admits requests. A request that finds every backend at its limit waits here, and nowhere else.
 //!
 //! Each model has one [`Queue`](state::admission::Queue), ordered fairly over the whole cluster: by
-//! replicated counters, behind a gate that knows what waits at the other replicas
-//! (docs/internals/fairness.md). While nothing waits anywhere, a request costs one atomic load
-//! here.
+//! replicated counters, behind a gate that knows what waits at other replicas
+//! (docs/internals/fairness.md). While nothing waits anywhere, a request costs one atomic load.
 //!
 //! One loop, [`Admission::run`], serves the queues: when a request ends here, a peer reports its
 //! load or backlog, or a request begins to wait. While something waits it also runs every 20 ms, to

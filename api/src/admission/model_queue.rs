@@ -18,8 +18,7 @@ pub(super) struct ModelQueue {
     pub(super) queue: Queue,
     /// Requests that have had their turn and were not run, in the order of their return.
     pub(super) again: VecDeque<Ticket>,
-    /// All requests of `queue` and `again`, by ticket. A leaving replica rejects them in this
-    /// order.
+    /// All requests of `queue` and `again`, by ticket. A leaving replica rejects them in order.
     pub(super) entries: BTreeMap<Ticket, Waiter>,
     /// Time of the last measurement of the service time, on the queues' clock; `None` if never.
     pub(super) measured_ms: Option<u64>,

@@ -96,9 +96,8 @@ impl Admission {
 
     /// Returns the replicated usage of a user's limits, and this replica's unapplied usage.
     fn usage(&self, user: UserKey) -> (Quota, PendingUse) {
-        // The order matters: a charge applied in between counts twice for a moment, never zero
-        // times. (Ended requests count twice too, so concurrency limits may be exceeded by as
-        // many.)
+        // Order matters: a charge applied in between counts twice for a moment, never zero times.
+        // (Ended requests count twice too, so concurrency limits may be exceeded by as many.)
         let unapplied = self.dispatcher.unapplied(user);
         let quota = self.view.quota(user);
         let (_, pricing) = self.rules();

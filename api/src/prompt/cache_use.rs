@@ -2,8 +2,7 @@
 //!
 //! vLLM computes a prompt from its first token if it must return the prompt's log probabilities or
 //! if the task pools over all tokens. Such a prompt does not use cached blocks. vLLM truncates a
-//! prompt if `truncate_prompt_tokens` is set. Other engines ignore these fields or treat them
-//! alike.
+//! prompt if `truncate_prompt_tokens` is set. Other engines ignore the fields or do the same.
 
 use super::ReplyShape;
 use super::pydantic_lax::LaxValue;
@@ -30,8 +29,7 @@ pub(crate) struct SpecialTokenCount {
 
 impl Truncation {
     /// Returns the truncation for engines whose context length, in tokens, is `context`; `None` if
-    /// the length is needed and unknown. vLLM reserves one token if the request sets an output
-    /// length.
+    /// it is needed and unknown. vLLM reserves one token if the request sets an output length.
     pub(super) fn within(mut self, context: Option<u64>, wants_output: bool) -> Option<Self> {
         if self.is_context {
             let context = u32::try_from(context?).unwrap_or(u32::MAX);
@@ -136,8 +134,7 @@ impl CacheFields {
         self.prompt_logprobs || self.echo && self.has_logprobs
     }
 
-    /// Whether a chat requests log probabilities of the prompt. `top_logprobs` is 0 unless it is
-    /// null.
+    /// Whether a chat requests log probabilities of the prompt. `top_logprobs` is 0 by default.
     pub(super) fn skips_for_chat(&self) -> bool {
         self.prompt_logprobs || self.echo && !self.has_no_top_logprobs
     }

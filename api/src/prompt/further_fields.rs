@@ -1,8 +1,7 @@
 //! Finds the body fields that the router does not read itself.
 //!
-//! Their names are kept as hashes in a fixed array, so requests that do not need them cost no
-//! allocation. Code that uses a field rereads the body with [`members`] only if the name may be
-//! present.
+//! Their names are kept as hashes in a fixed array, so they cost no allocation if unused. Code that
+//! uses a field rereads the body with [`members`] only if the name may be present.
 
 use std::borrow::Cow;
 use std::fmt;

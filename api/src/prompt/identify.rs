@@ -23,8 +23,7 @@ impl PromptReader {
     /// consists of them. [`PromptReader::read`] tokenizes the text of a model with a tokenizer.
     ///
     /// With `character`, a block has `block_size` bytes of text, or a quarter as many token ids.
-    /// With a tokenizer, a block has `block_size` ids, or four times as many bytes if ids are not
-    /// available.
+    /// With a tokenizer, a block has `block_size` ids, or four times as many bytes without ids.
     #[must_use]
     pub fn identify(&self, parsed: &ParsedBody) -> PromptIdentity {
         let cut = self.cut_of(&parsed.model);
@@ -145,9 +144,9 @@ impl PromptReader {
         }
     }
 
-    /// Returns the number of tokens per block of `model`'s prompts, by which a backend's capacity
-    /// is counted. For text, it follows from the replicated bytes per token, so replicas agree at
-    /// the same index.
+    /// Returns the number of tokens per block of `model`'s prompts, the unit of a backend's
+    /// capacity. For text, it follows from the replicated bytes per token, so replicas agree at the
+    /// same index.
     #[must_use]
     pub fn tokens_per_block(&self, model: &str) -> f64 {
         match self.settings_of(model) {
@@ -228,8 +227,7 @@ struct BlockLength {
     tokens: u32,
 }
 
-/// Returns how many blocks of a prompt its engine may find cached: `matchable`, or 0 if it skips
-/// the cache.
+/// Returns how many blocks may be cached: `matchable`, or 0 if the engine skips its cache.
 fn matchable_of(parsed: &ParsedBody, matchable: u64) -> u32 {
     match parsed.skips_cache {
         true => 0,

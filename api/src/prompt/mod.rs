@@ -107,7 +107,7 @@ pub struct ParsedBody {
     pub prompt: Prompt,
     /// Size of the other prompts of a batch.
     pub batch: PromptBatch,
-    /// How a response continues the prompt.
+    /// How the text of a response continues the prompt.
     pub reply: ReplyShape,
 }
 
@@ -253,7 +253,7 @@ pub struct ChainTail {
     pub bytes: Vec<u8>,
     /// Number of bytes per block; 0 if blocks consist of token ids.
     pub block_bytes: usize,
-    /// How a response continues the prompt.
+    /// How the text of a response continues the prompt.
     pub reply: ReplyShape,
     /// Number of tokens per block; an estimate if blocks consist of bytes.
     pub tokens_per_block: u32,
@@ -263,16 +263,14 @@ pub struct ChainTail {
     /// Whether `bytes` and the chain do not show the length of the text: for token ids, batches and
     /// truncated prompts.
     pub is_partial: bool,
-    /// Whether the engine skips its cache for the prompt, so that cached tokens are not
-    /// informative.
+    /// Whether the engine skips its cache for the prompt, so that its report is not informative.
     pub skips_cache: bool,
     /// The model's bytes per token when the prompt was identified.
     pub ratio: TokenRatio,
 }
 
 impl ChainTail {
-    /// Returns the token ids after the last full block. Call this only if blocks consist of token
-    /// ids.
+    /// Returns the token ids after the last full block. Blocks must consist of token ids.
     #[must_use]
     pub fn ids(&self) -> Vec<u32> {
         let id = |bytes: &[u8]| u32::from_le_bytes(bytes.try_into().expect("chunks of four"));
