@@ -482,7 +482,7 @@ impl Proxy {
         })
     }
 
-    /// Checks a request's head, and reads the body if the request is routed.
+    /// Checks a request's head, and reads the body if the request is routed by it.
     async fn take_in<'a, B: Body<Data = Bytes> + Unpin>(
         &self,
         head: &'a http::request::Parts,

@@ -65,7 +65,7 @@ impl ReadAhead {
         self.pieces.is_empty()
     }
 
-    /// Whether the bounds allow to read another piece.
+    /// Whether the bounds allow reading another piece.
     pub(super) fn has_room(&self) -> bool {
         let ReadAheadBounds {
             bytes_max,

@@ -50,9 +50,9 @@ pub(crate) struct RecordingState {
     pub(crate) limits: RecordingLimits,
     /// Start of the recording, in Unix milliseconds.
     pub(crate) from_ms: u64,
-    /// Time at which it ended, or will end at the latest, in Unix milliseconds.
+    /// Time at which the recording ended, or will end at the latest, in Unix milliseconds.
     pub(crate) until_ms: u64,
-    /// Reason why it ended; `None` while it runs.
+    /// Reason why the recording ended; `None` while it runs.
     pub(crate) end: Option<RecordingEnd>,
     pub(crate) requests: usize,
     pub(crate) bytes: u64,

@@ -96,9 +96,9 @@ impl Server {
         Self { tls, ..self }
     }
 
-    /// Sets the token `leaving`. After it is cancelled, every HTTP/1.1 response has `connection:
-    /// close`, so that clients switch to another replica before their connection is closed.
-    /// Connections are still accepted and served.
+    /// Sets `leaving`. After it is cancelled, every HTTP/1.1 response has `connection: close`, so
+    /// clients switch to another replica before their connection is closed. Connections are still
+    /// accepted and served.
     #[must_use]
     pub fn leaving(self, leaving: CancellationToken) -> Self {
         Self { leaving, ..self }
@@ -501,7 +501,7 @@ impl ConnectionRequests {
     }
 }
 
-/// Guard that counts a connection in its gauge until it is dropped, even by a panic.
+/// Guard that counts a connection in its gauge until it is dropped, even on a panic.
 struct ConnectionGaugeGuard(Gauge);
 
 impl ConnectionGaugeGuard {

@@ -20,7 +20,7 @@ use crate::readiness::ReadinessCheck;
 /// Time for which one readiness result is reused, because anyone may probe.
 const LOOK_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Check whether this replica has a state to route by and is ready.
+/// Cached knowledge whether this replica has a state to route by and is ready.
 #[derive(Default)]
 pub(super) struct Startup {
     /// Readiness check; `None` if only requests are served, as in benchmarks. The replica then

@@ -154,7 +154,7 @@ pub struct RecordedReport {
     /// Number of prompt tokens found in the engine's cache; `None` if not reported.
     #[serde(default)]
     pub cached_tokens: Option<u64>,
-    /// Output tokens, reported or counted by the router.
+    /// Number of output tokens, reported by the engine or else counted by the router.
     pub output_tokens: u64,
     /// Time from the dispatch to the first byte of the response, in milliseconds.
     #[serde(default)]

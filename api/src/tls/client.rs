@@ -18,7 +18,7 @@ use super::error::TlsSetupError;
 use super::files::{CertificateFiles, NamedFile};
 use super::provider;
 
-/// Files for connections to servers that names identify.
+/// Files for connections to servers that are identified by name.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct ClientFiles {
     /// File with trusted authorities; `None` for none but the system's.

@@ -72,7 +72,7 @@ impl EndpointOffer {
         Ok(offer)
     }
 
-    /// Returns the endpoints as a list with commas, the best first.
+    /// Returns the endpoints as a comma-separated list, the best first.
     pub(super) fn endpoints(&self) -> String {
         let further = self.further.iter().map(|(endpoint, _)| endpoint);
         let all: Vec<_> = std::iter::once(&self.first).chain(further).collect();

@@ -213,8 +213,7 @@ impl GatewayConnection {
         }
     }
 
-    /// Waits until the time is over within which a connection must begin after the start of a
-    /// drain.
+    /// Waits for the start of a drain, and then [`DRAIN_GRACE`] for a new connection to begin.
     async fn has_lingered(&self) {
         self.drain.cancelled().await;
         sleep(DRAIN_GRACE).await;
