@@ -110,8 +110,7 @@ impl Pricing {
     }
 }
 
-/// Converts priced tokens into thousandths at the weight `weight_milli`, the unit of counters.
-/// Saturates.
+/// Converts priced tokens into thousandths at `weight_milli`, the unit of counters. Saturates.
 pub(crate) fn milli_tokens(tokens: u64, weight_milli: u32) -> u64 {
     let milli = u128::from(tokens) * 1_000_000 / u128::from(weight_milli.max(1));
     u64::try_from(milli).unwrap_or(u64::MAX)

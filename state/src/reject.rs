@@ -1,5 +1,4 @@
-//! Rejections of commands. They are replies, so they are equal on every replica and part of the log
-//! format.
+//! Rejections of commands: replies that are equal on every replica and part of the log format.
 
 use bincode::{Decode, Encode};
 

@@ -39,8 +39,7 @@ pub struct AdmissionSettings {
     pub bin_age_ms_max: u32,
     /// Use of the bins: as classes in the queue's order, or as batches for one backend.
     pub batching: Batching,
-    /// Settings of limits by service level (Algorithms 1, 2 and 7), used with `concurrency =
-    /// "adaptive"`.
+    /// Settings of limits by service level (Algorithms 1, 2 and 7), for adaptive `concurrency`.
     pub sla: SlaSettings,
     /// Limits of users who have no limits of their own.
     pub user_limits: UserLimits,
@@ -145,8 +144,7 @@ pub struct SlaSettings {
     pub batch_min: u32,
     /// Upper bound of the limit (`B_max`), in requests.
     pub batch_max: u32,
-    /// Quantile `z` of Algorithm 1, in thousandths: with 1645, memory overflows with a probability
-    /// of 5 %.
+    /// Quantile `z` of Algorithm 1, in thousandths: with 1645, memory overflows in 5 % of cases.
     pub memory_z_milli: u32,
 }
 

@@ -46,8 +46,7 @@ impl Default for UserFigures {
 }
 
 impl UserFigures {
-    /// Converts priced tokens into the unit of this user's counter, thousandths at the user's
-    /// weight.
+    /// Converts priced tokens into thousandths at this user's weight, the unit of the counter.
     #[must_use]
     pub fn milli_of(&self, tokens: u64) -> u64 {
         milli_tokens(tokens, self.weight_milli)

@@ -71,8 +71,7 @@ impl CreditLedger {
         (advance, charge)
     }
 
-    /// Returns the advance of a dispatch for which the log charged `tokens` when it granted the
-    /// request.
+    /// Returns the advance of a dispatch for which the log charged `tokens` with the grant.
     #[must_use]
     pub fn open_granted(tokens: u64, estimate: &TokenDelta, pricing: &Pricing) -> Advance {
         let input = pricing.input(estimate.input_uncached, estimate.input_cached);

@@ -210,8 +210,7 @@ mod tests {
         target_ms: 1000,
     };
 
-    /// Simulates a saturated queue with `waiting` requests and `rates` of arrivals and departures
-    /// per second.
+    /// Simulates a queue of `waiting` requests with `rates` of arrivals and departures per second.
     fn load(
         overload: &mut Overload,
         seconds: std::ops::Range<u64>,

@@ -51,8 +51,7 @@ impl Patience {
         self.steps[last].left += 1;
     }
 
-    /// Records that a client had not left when its wait of `waited_ms` ended. Returns the index of
-    /// the bucket.
+    /// Records that a client stayed for its whole wait. Returns the index of the wait's bucket.
     pub(super) fn stayed(&mut self, waited_ms: u64) -> usize {
         let last = usize::try_from(waited_ms / STEP_MS).unwrap_or(usize::MAX);
         let last = last.min(STEPS - 1);

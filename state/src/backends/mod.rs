@@ -40,8 +40,7 @@ pub struct Backend {
 }
 
 impl Backend {
-    /// Returns the cache capacity in blocks: the operator's value, else the engine's. `None` if
-    /// unknown.
+    /// Returns the cache capacity in blocks: the operator's value, else the engine's, if known.
     #[must_use]
     pub fn capacity_blocks(&self) -> Option<u32> {
         self.spec.capacity_blocks.or(self.facts.capacity_blocks)

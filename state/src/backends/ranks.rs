@@ -79,8 +79,7 @@ impl RankSlots {
 }
 
 impl Backend {
-    /// Whether the backend is a rank other than the first. Such a rank follows the registered
-    /// backend.
+    /// Whether the backend is a further rank, which follows the registered backend.
     #[must_use]
     pub fn is_further_rank(&self) -> bool {
         self.further_rank().is_some()
@@ -119,8 +118,8 @@ impl Backends {
         }
     }
 
-    /// Returns the slots of all ranks of the engine whose first rank is in `slot`, or `slot`
-    /// itself.
+    /// Returns the slots of the engine whose first rank is in `slot`; only `slot` if it has no
+    /// other.
     pub(crate) fn rank_slots(&self, slot: Slot) -> Vec<Slot> {
         match self.ranks.of(slot) {
             [] => vec![slot],

@@ -18,8 +18,7 @@ pub enum BackendRole {
     Decode,
 }
 
-/// Name of the label that encodes the role. Builds without roles treat it as any other label (ADR
-/// 0084).
+/// Label that encodes the role. Builds without roles treat it as any other label (ADR 0084).
 const ROLE_LABEL: &str = "quorate.role";
 
 impl BackendRole {
@@ -48,8 +47,7 @@ impl BackendRole {
         }
     }
 
-    /// Removes the label of the role from encoded labels and returns the role. A label with any
-    /// other value stays.
+    /// Removes the role's label from encoded labels and returns the role. Keeps other values.
     pub(super) fn take_from(labels: &mut BTreeMap<String, String>) -> Self {
         let Some(role) = labels.get(ROLE_LABEL).and_then(|it| Self::of_label(it)) else {
             return Self::Both;

@@ -25,8 +25,7 @@ const ENGINE_MODELS_MAX: usize = 4096;
 pub struct BackendSpec {
     /// Id of the backend: `[A-Za-z0-9._-]`, at most `NAME_BYTES_MAX` bytes.
     pub id: String,
-    /// Base URL, `http://host:port` or `https://host:port`, with an optional path prefix of the
-    /// engine.
+    /// Base URL, `http://host:port` or `https://host:port`, with an optional path prefix.
     pub url: String,
     /// Ids of the models that the backend serves; `"*"` stands for those that its engine lists.
     #[serde(default = "any_model")]
@@ -37,8 +36,7 @@ pub struct BackendSpec {
     /// Cache capacity in blocks of the router's block size; `None` to ask the engine.
     #[serde(default)]
     pub capacity_blocks: Option<u32>,
-    /// ZMQ endpoint of the engine's KV events. `None` if it sends none: ownership follows from
-    /// leases.
+    /// ZMQ endpoint of the engine's KV events. Without one, ownership follows from leases.
     #[serde(default)]
     pub kv_events: Option<String>,
     /// ZMQ endpoint at which the engine replays KV events, if any.

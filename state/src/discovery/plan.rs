@@ -82,8 +82,7 @@ type HeldBackends<'a> = BTreeMap<&'a str, (&'a Backend, &'a DiscoveredBackend)>;
 type AcceptedEngines<'a> = BTreeMap<&'a str, &'a ListedEngine>;
 
 impl SourcePlan {
-    /// Determines the changes for the response `listed` of a source. An empty response changes
-    /// nothing.
+    /// Determines the changes for the response `listed`. An empty response changes nothing.
     #[must_use]
     pub fn of(
         rules: &SourceRules,
@@ -193,8 +192,7 @@ fn held<'a>(source: &str, fleet: &KnownFleet<'a>) -> HeldBackends<'a> {
 struct EngineJudge<'a> {
     rules: &'a SourceRules,
     held: &'a HeldBackends<'a>,
-    /// Ids of backends that this source did not register, with the source that did; `None` for an
-    /// operator.
+    /// Ids of other backends, with the source that registered each; `None` for an operator.
     holders: BTreeMap<&'a str, Option<&'a str>>,
     /// Ids of backends that this source did not register, by URL.
     urls: BTreeMap<&'a str, &'a str>,

@@ -27,8 +27,7 @@ pub struct ComingEvictions {
 /// Fill level of an engine's cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct CacheFill {
-    /// Version of the cache, which changes whenever blocks or their eviction order may have
-    /// changed.
+    /// Version that changes whenever blocks or their eviction order may have changed.
     pub(crate) version: u128,
     /// Number of physical blocks with content that lookups can find.
     pub(crate) held: u64,

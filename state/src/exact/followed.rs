@@ -14,8 +14,7 @@ use crate::ownership::Ownership;
 
 /// Resolution of the deadlines of pending releases, in milliseconds.
 const FADING_STEP_MS: u64 = 1_000;
-/// Maximum number of pending releases with different deadlines. Further ones are merged with the
-/// last one.
+/// Maximum number of pending releases. Further ones are merged with the last one.
 pub(super) const FADING_STEPS_MAX: usize = 64;
 
 /// Effects of a batch, other than those on the blocks.
@@ -95,8 +94,7 @@ impl FollowedBackends {
         Some(changes)
     }
 
-    /// Marks the state of the backend in `slot` as possibly out of date. Returns whether its
-    /// condition changed.
+    /// Marks the state of `slot` as possibly out of date. Returns whether its condition changed.
     pub(crate) fn doubt(&mut self, slot: Slot, doubt: KvDoubt) -> bool {
         let Some(followed) = self.followed.get_mut(&slot) else {
             return false;
@@ -226,8 +224,7 @@ impl FollowedBackends {
         streams.map(|it| it.tree.memory_bytes() as u64).sum()
     }
 
-    /// Returns the blocks that the backend in `slot` reports to the ownership, once per reporting
-    /// rank.
+    /// Returns the blocks that the ranks in `slot` report to the ownership, once per rank.
     pub(crate) fn reports(&self, slot: Slot) -> Vec<BlockHash> {
         let ranks = self.followed.get(&slot).map(|followed| &followed.ranks);
         let entries = ranks.into_iter().flatten();
@@ -301,8 +298,7 @@ impl FollowedBackend {
         self.settle(&mut show);
     }
 
-    /// Updates what is reported: the blocks of all ranks if the cache of every rank is known, else
-    /// none.
+    /// Reports the blocks of all ranks if the cache of every rank is known, else none.
     fn settle(&mut self, show: &mut ReportedOwnership<'_>) {
         let is_known = self.ranks.values().all(RankStream::is_known);
         if is_known && !self.is_reporting {

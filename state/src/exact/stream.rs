@@ -64,8 +64,7 @@ pub(super) struct RankStream {
 }
 
 impl RankStream {
-    /// Creates the stream of a run with nothing applied. It is in doubt until its reader has caught
-    /// up.
+    /// Creates the stream of a new run. It is in doubt until its reader has caught up.
     pub(super) fn new(slot: Slot, rank: u16, publisher: u64) -> Self {
         let progress = StreamProgress {
             publisher,
@@ -160,8 +159,7 @@ impl RankStream {
         (it.unknown_cause, it.incomplete_cause, it.unrooted) = (Some(unknown_cause), None, 0);
     }
 
-    /// Applies a message or part if it is the next one, or follows lost ones. Else, records any
-    /// gap.
+    /// Applies a message if it is the next one or follows lost ones; else records any gap.
     pub(super) fn message(&mut self, message: &KvMessage, show: &mut ReportedOwnership<'_>) {
         let next = self.progress.next;
         let at = (message.seq, message.part);
@@ -220,8 +218,7 @@ impl RankStream {
         let mut behind = NONE;
         if let Some(parent) = parent {
             let Some(index) = self.tree.find(parent) else {
-                // Blocks behind an unknown block are unknown too, and must not count as first
-                // blocks.
+                // Blocks behind an unknown block are unknown too, and never first blocks.
                 self.progress.incomplete_cause = Some(IncompleteCause::UnknownParent);
                 self.progress.unrooted = self.progress.unrooted.saturating_add(blocks.len() as u64);
                 return;
@@ -287,8 +284,7 @@ impl RankStream {
         self.tree = self.tree.emptied();
     }
 
-    /// Reports the owned part of the whole cache. Returns `false` if the ownership has no room for
-    /// it.
+    /// Reports the owned part of the whole cache. Returns `false` if the ownership lacks room.
     pub(super) fn show_all(&mut self, show: &mut ReportedOwnership<'_>) -> bool {
         self.tree
             .roots()
@@ -305,8 +301,7 @@ impl RankStream {
         }
     }
 
-    /// Reports the newly owned blocks at and behind `top`. Returns `false` if the ownership has no
-    /// room for them.
+    /// Reports the newly owned blocks at and behind `top`. Returns `false` if there is no room.
     fn show(&mut self, top: u32, show: &mut ReportedOwnership<'_>) -> bool {
         if !show.is_reporting {
             return true;

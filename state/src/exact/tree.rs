@@ -14,8 +14,7 @@ use crate::ownership::index::RecordIndex;
 pub(super) struct BlockTree {
     pub(super) entries: CachedBlocks,
     by_engine: RecordIndex,
-    /// Index by the router's hash, without foreign entries: of blocks that look alike, only the
-    /// first.
+    /// Index by the router's hash, without foreign entries: the first of blocks that look alike.
     by_router: RecordIndex,
     /// Number of entries, including blocks that are gone but kept.
     len: u32,
@@ -179,8 +178,7 @@ impl BlockTree {
         copies.saturating_sub(1)
     }
 
-    /// Removes an entry if it is gone and has no children, and then its ancestors that were kept
-    /// for it alone.
+    /// Removes an entry that is gone and childless, then ancestors that were kept for it alone.
     pub(super) fn prune(&mut self, mut index: u32) {
         while index != NONE {
             let entry = *self.entries.get(index);

@@ -69,8 +69,7 @@ impl GrantsView {
         self.granted.range(all).map(|(_, wait)| wait)
     }
 
-    /// Whether a request is in the list, granted or not. An unknown one was never applied or has
-    /// ended.
+    /// Whether a request is waiting or granted. Any other was never applied or has ended.
     #[must_use]
     pub fn knows(&self, replica: ReplicaId, ticket: Ticket) -> bool {
         let key = (replica, ticket);
@@ -176,8 +175,7 @@ impl WaitQueue {
 }
 
 impl WaitingList {
-    /// Adds a waiting request. Returns `false`, without a change, if it is a repeat or exceeds a
-    /// bound.
+    /// Adds a waiting request. Returns `false` if it is a repeat or exceeds a bound.
     pub(crate) fn wait(&mut self, replica: ReplicaId, wait: Wait) -> bool {
         let entry = WaitEntry {
             replica,
@@ -244,8 +242,7 @@ impl WaitingList {
         }
     }
 
-    /// Grants the next request of `model`. Returns it with its replica, so that the caller charges
-    /// its user.
+    /// Grants the next request of `model` and returns it with its replica, to charge its user.
     pub(crate) fn grant(
         &mut self,
         model: ModelKey,
@@ -301,8 +298,7 @@ impl WaitingList {
         (self.last_seq, self.entries.values().copied().collect())
     }
 
-    /// Rebuilds the list from the result of [`WaitingList::image`]. An error describes the first
-    /// fault.
+    /// Rebuilds the list from [`WaitingList::image`]. An error describes the first fault.
     pub(crate) fn restored((last_seq, entries): (u64, Vec<WaitEntry>)) -> Result<Self, String> {
         let mut list = Self::default();
         let mut by_log: Vec<WaitEntry> = entries;

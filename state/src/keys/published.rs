@@ -1,5 +1,4 @@
-//! Published API keys for readers on other threads: one immutable image, replaced when a key
-//! changes.
+//! API keys for readers on other threads: one immutable image, replaced when a key changes.
 
 use std::sync::Arc;
 

@@ -87,8 +87,7 @@ impl Keys {
     /// Adds a key. If the table is full, removes the expired key with the earliest expiry.
     ///
     /// # Errors
-    /// If `spec` is invalid or expires in the past, its id or secret is taken, or the table is
-    /// full.
+    /// If `spec` is invalid or has expired, its id or secret is taken, or the table is full.
     pub(crate) fn create(&mut self, spec: ApiKeySpec, calendar_ms: u64) -> Result<(), Rejection> {
         spec.validate()?;
         ensure(
@@ -147,12 +146,10 @@ impl Keys {
         }
     }
 
-    /// Gives a key a new secret. The current secret stays valid for `grace_ms`; any earlier one
-    /// ends.
+    /// Gives a key a new secret. The current one stays valid for `grace_ms`; any earlier one ends.
     ///
     /// # Errors
-    /// If `grace_ms` exceeds [`GRACE_MS_MAX`], the key is unknown or expired, or the secret is
-    /// taken.
+    /// If `grace_ms` is out of bounds, the key is unknown or expired, or the secret is taken.
     pub(crate) fn rotate(
         &mut self,
         id: ApiKeyId,
@@ -219,8 +216,7 @@ impl Keys {
         Ok(())
     }
 
-    /// Adds the revoked keys of one section of a snapshot, after all keys. An error describes the
-    /// fault.
+    /// Adds the revoked keys of one section, after all keys. An error describes the fault.
     pub(crate) fn restore_revoked(&mut self, bytes: &[u8]) -> Result<(), String> {
         self.revoked.restore_piece(bytes)?;
         match self.revoked.iter().find(|(id, _)| self.get(*id).is_some()) {

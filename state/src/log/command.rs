@@ -75,8 +75,7 @@ pub enum Command {
     /// cluster is already initialised. Only earlier builds wrote it; this build writes
     /// [`Command::FoundWithSettings`] or [`Command::FoundWithUserDefaults`].
     InitCluster {
-        /// Seed of all block and user hashes. It is random, so that no client can construct
-        /// collisions.
+        /// Seed of all block and user hashes. Random, so that no client can construct collisions.
         hash_seed: u64,
         /// Initial routing policy.
         policy: PolicyConfig,
@@ -213,8 +212,7 @@ pub enum Command {
         /// [`GRACE_MS_MAX`](crate::keys::GRACE_MS_MAX).
         grace_ms: u64,
     },
-    /// Removes an API key like [`Command::RevokeKey`], but no restore brings it back. Format
-    /// version 6.
+    /// Removes an API key, and no restore brings it back. Format version 6.
     EndKey {
         /// Id of the key.
         id: ApiKeyId,
@@ -235,8 +233,7 @@ pub enum Command {
     SetCacheScope {
         /// Name of the user; `None` for all users without a scope of their own.
         user: Option<String>,
-        /// New scope. `None` removes the user's own one, or sets [`CacheScope::Shared`] for all
-        /// users.
+        /// New scope; `None` removes the user's own, or sets [`CacheScope::Shared`] for all.
         scope: Option<CacheScope>,
     },
     /// Replaces the defaults of users without their own settings, from this log index on. Format
@@ -245,8 +242,7 @@ pub enum Command {
     /// Founds a cluster like [`Command::FoundWithSettings`], with the defaults of users without
     /// their own settings. Format version 8.
     FoundWithUserDefaults {
-        /// Initial settings other than `defaults`. Its limits for all users are those of
-        /// `defaults`.
+        /// Other initial settings. Its limits for all users are those of `defaults`.
         founding: Box<Founding>,
         /// Defaults of users without their own settings.
         defaults: Box<UserDefaults>,

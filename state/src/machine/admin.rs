@@ -137,8 +137,7 @@ impl RouterState {
         Ok(())
     }
 
-    /// Sets the number of ranks that an engine reports. Ignores a report about an earlier
-    /// incarnation.
+    /// Sets the number of ranks that an engine reports. Ignores reports of earlier incarnations.
     pub(super) fn set_ranks(&mut self, backend: BackendRef, ranks: u16) -> Result<(), Rejection> {
         ensure((1..=RANKS_MAX).contains(&ranks), "ranks", "1 to 64")?;
         let live = self.backends.in_slot(backend.slot);

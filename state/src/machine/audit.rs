@@ -128,8 +128,7 @@ impl Audit {
         self.iter().rfind(is_restore).map(|entry| entry.index)
     }
 
-    /// Returns the log index of the last kept entry after which replicas must define user names
-    /// again.
+    /// Returns the log index of the last kept entry that makes replicas define user names again.
     pub(super) fn names_since(&self) -> Option<LogIndex> {
         let forgets = |action| matches!(action, AuditAction::Restore | AuditAction::DeleteUser);
         let mut entries = self.iter();

@@ -40,7 +40,7 @@ impl RouterState {
         }
     }
 
-    /// Checks I110, as described in [`super::check`].
+    /// Checks I110: the table of cache scopes, and that each user with a scope is configured.
     pub(super) fn check_caches(&self) -> Result<(), InvariantError> {
         let broken = |detail| InvariantError {
             number: "I110",

@@ -32,8 +32,7 @@
 //! - **I110** Every user with its own cache scope is configured, so that it is not forgotten. The
 //!   published scopes are those of the state.
 //! - **I113** The further ranks of an engine have consecutive numbers and follow its first rank.
-//! - **I132** Every backend recorded as registered by a source exists, and the source's id is
-//!   valid.
+//! - **I132** Every backend recorded as registered by a source exists and has a valid source.
 //! - **I23** A block has exactly as many reports as ranks report it.
 //!
 //! The check sees one moment, so it cannot verify that counters never fall (I4). Property tests do.
@@ -106,8 +105,7 @@ impl RouterState {
         held.map_err(|detail| broken("I23", detail))
     }
 
-    /// Checks I5, I75, I113, I132 and the leases' part of I8. Measurements must be of registered
-    /// backends.
+    /// Checks I5, I75, I113, I132, the leases' part of I8, and that measured backends exist.
     fn check_leases(&self) -> Result<(), InvariantError> {
         self.backends
             .check()

@@ -54,8 +54,7 @@ impl RouterState {
         Ok(())
     }
 
-    /// Removes a backend if it is still lost, because its source may have listed it again
-    /// meanwhile.
+    /// Removes a backend if it is still lost. Its source may have listed it again meanwhile.
     fn forget_backend(&mut self, source: &str, name: String) -> Result<(), Rejection> {
         let slot = self.slot_of_source(source, &name)?;
         let known = self.discovered.of_source(slot, source);

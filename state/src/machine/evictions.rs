@@ -36,8 +36,7 @@ impl RouterState {
         ComingEvictions::new(backend, fill, blocks)
     }
 
-    /// Returns how full the cache of the engine in `slot` is; `None` if its capacity is not
-    /// reported.
+    /// Returns the fill level of the cache of the engine in `slot`; `None` if its size is unknown.
     fn cache_fill(&self, slot: Slot, held: u64) -> Option<CacheFill> {
         let capacity = self.backends.in_slot(slot)?.facts.capacity_blocks?;
         Some(CacheFill {

@@ -96,8 +96,7 @@ impl Leases {
         self.map.iter()
     }
 
-    /// Opens a lease for `holder`. Returns `false`, without a change, if the holder has one
-    /// already.
+    /// Opens a lease. Returns `false`, without a change, if `holder` has one already.
     pub(super) fn open(&mut self, holder: Holder, lease: OpenLease) -> bool {
         if !self.map.insert_new(holder, lease) {
             return false;

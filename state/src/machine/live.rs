@@ -110,8 +110,7 @@ impl RouterState {
         Ok(())
     }
 
-    /// Replaces the admission settings with validated ones. Recomputes bins if their number
-    /// changes.
+    /// Replaces the admission settings with validated ones, and recomputes bins if necessary.
     pub(super) fn set_admission(&mut self, settings: AdmissionSettings) {
         if settings.bins != self.admission_settings().bins {
             self.outputs.rebin(settings.bins);
@@ -225,8 +224,7 @@ impl RouterState {
             if spec.is_some_and(|spec| spec.kv_events.is_some()) {
                 self.exact.doubt(slot, KvDoubt::Handover);
             } else if self.exact.forget(slot) {
-                // No reader keeps the reported blocks up to date any more, so ownership restarts
-                // from leases.
+                // Without a reader, nothing updates the reported blocks: start over with leases.
                 self.follow(&[SlotChange::Begun(slot)]);
             }
         }

@@ -443,8 +443,7 @@ impl RouterState {
         }
     }
 
-    /// Forgets everything known about the occupant of `slot`, except its registration and block
-    /// size.
+    /// Forgets the leases, blocks, KV events and measurements of the occupant of `slot`.
     fn forget_occupant(&mut self, slot: Slot) {
         self.leases.forget_slot(slot);
         self.service.forget(slot);

@@ -186,8 +186,7 @@ impl StateView {
         self.users.load_full()
     }
 
-    /// Returns the figures of `user` for the queue orders. Zero for an unknown user, or before
-    /// users are published.
+    /// Returns the figures of `user` for the queue orders; the default ones if unknown.
     #[must_use]
     pub fn user_figures(&self, user: UserKey) -> UserFigures {
         let users = self.users.load();

@@ -108,8 +108,7 @@ impl RouterState {
             .sum()
     }
 
-    /// Returns the status of the KV events of the backend in `slot`; `None` if they are not
-    /// followed.
+    /// Returns the status of the followed KV events of the backend in `slot`, if any.
     #[must_use]
     pub fn kv_status(&self, slot: Slot) -> Option<KvStatus> {
         self.exact.status(slot, &self.ownership)
@@ -135,8 +134,7 @@ impl RouterState {
         known.flat_map(|it| it.ranks).collect()
     }
 
-    /// Returns the router's hash of a block that rank `rank` of the engine in `slot` stored, if
-    /// known.
+    /// Returns the router's hash of a block that a rank of the engine in `slot` stored, if known.
     #[must_use]
     pub fn kv_router_hash(&self, slot: Slot, rank: u16, block: EngineHash) -> Option<BlockHash> {
         let own = self.rank_slot(slot, rank)?;

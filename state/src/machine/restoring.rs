@@ -159,8 +159,7 @@ impl StagedRestore {
         self.parts.values().map(|part| part.len() as u64).sum()
     }
 
-    /// Adds a part. Rejects a part that is out of bounds or differs from an earlier one of this
-    /// number.
+    /// Adds a part. Rejects one that is out of bounds or differs from an earlier one of its number.
     fn take(&mut self, number: u32, bytes: Vec<u8>) -> Result<(), Rejection> {
         ensure(
             number < PARTS_MAX,
@@ -407,8 +406,7 @@ impl RouterState {
         let (index, digest) = (fresh.applied, fresh.digest());
         let subject = format!("restore {restore}: index {index}, digest {digest:032x}");
         fresh.staged = None;
-        // The list must be emptied before replicas are closed, which passes grants on to waiting
-        // requests.
+        // The list is cleared first, because closing replicas passes grants on to waiting requests.
         fresh.waiting = WaitingList::default();
         let gone: Vec<ReplicaId> = fresh.sessions.iter().map(|(it, ..)| it).collect();
         for replica in gone {

@@ -26,8 +26,7 @@ const LATE_COMMAND_MS: u64 = 60_000;
 pub(super) enum Dedup {
     /// The command is new.
     Fresh,
-    /// The command is new and starts a session. What the previous session left open must be closed
-    /// first.
+    /// The command is new and starts a session; the previous session must be closed first.
     FreshRun,
     /// The command was applied before, with this reply.
     Repeated(Reply),

@@ -29,7 +29,7 @@ pub const TIME_STEP_MS_MAX: u64 = 60 * 60 * 1000;
 /// Maximum time by which a stamp may precede the last one and count as merely late or from a slow
 /// clock, in milliseconds. Time then stands still until the stamps catch up.
 pub const STAMP_LATE_MS_MAX: u64 = 1000;
-/// Maximum time by which a stamp may be ahead of the last one and be followed at once, in
+/// Maximum time by which a stamp may be ahead of the last one to be followed at once, in
 /// milliseconds.
 pub const STAMP_AHEAD_MS_MAX: u64 = 60 * 1000;
 /// Time for which diverging stamps must agree before they are believed, in milliseconds.
@@ -37,8 +37,8 @@ pub const UNANIMOUS_MS: u64 = 1000;
 /// Maximum advance when the calendar is believed to be set back, in milliseconds. The stamps that
 /// show the new calendar may be old and far apart.
 const BELIEVED_MS_MAX: u64 = 2 * UNANIMOUS_MS;
-/// Minimum size of a step back of the calendar that is remembered, in milliseconds. For a smaller
-/// one, it is better to count time twice than to lose an earlier step.
+/// Minimum time that could count twice for a step back of the calendar to be remembered, in
+/// milliseconds. Below it, counting twice is better than losing a step.
 const SET_BACK_MS_MIN: u64 = 2000;
 /// Time for which a calendar that was set back stays in doubt, in milliseconds.
 const DOUBTED_MS_MAX: u64 = 60 * 1000;
@@ -171,8 +171,7 @@ impl PacedTime {
         passed_ms
     }
 
-    /// Advances the calendar to the stamp `stamped_ms` if it is later. Returns how much time has
-    /// passed, in milliseconds.
+    /// Advances the calendar to a later stamp. Returns how much time has passed, in milliseconds.
     fn go_on(&mut self, stamped_ms: u64) -> u64 {
         let step_ms = stamped_ms.saturating_sub(self.stamp_ms);
         self.stamp_ms = self.stamp_ms.max(stamped_ms);

@@ -1,5 +1,4 @@
-//! Batches from bins: selection of the next bin (Algorithm 5), and of the requests to take from it
-//! (Algorithm 3).
+//! Batches from bins: selection of the next bin (Algorithm 5), and of its requests (Algorithm 3).
 //!
 //! A batch comes from one bin, so that its requests end at about the same time. It is the longest
 //! run from the front of the bin that fits; the rest stays at the front in order. Two things differ

@@ -5,8 +5,7 @@ use std::collections::VecDeque;
 /// Bins as half-open ranges of lengths, from the smallest length to the smallest length beyond.
 pub(super) type Boundaries = Vec<(u32, u32)>;
 
-/// Computes bins by Algorithm 6, with quantiles interpolated between neighbours as in
-/// `numpy.quantile`.
+/// Computes bins by Algorithm 6, with quantiles interpolated as in `numpy.quantile`.
 pub(super) fn equal_mass(lengths: &[u32], bins: usize) -> Boundaries {
     if bins == 1 {
         return vec![(0, 10_000)];

@@ -139,8 +139,7 @@ impl Outputs {
         }
     }
 
-    /// Checks I20: bounds, bins, and the order and digest of the pairs. An error describes the
-    /// fault.
+    /// Checks I20: bounds, bins, and order and digest of the pairs. An error describes the fault.
     pub(crate) fn check(&self) -> Result<(), String> {
         if self.clock > CLOCK_MAX {
             return Err(format!("{} observations were counted", self.clock));

@@ -2,8 +2,7 @@
 //! it, the pair observed longest ago is forgotten.
 //!
 //! The pairs are stored in shards that are shared with the published view and copied on write. The
-//! digest is a sum over the entries, kept incrementally: hashing all of them would take
-//! milliseconds.
+//! digest is a sum over the entries, kept incrementally: hashing all would take milliseconds.
 
 use std::collections::BTreeMap;
 

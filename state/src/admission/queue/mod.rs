@@ -58,8 +58,8 @@ pub struct QueuedRequest {
     pub matched_blocks: u32,
     /// Time after which a dispatch is of no use to the client, in milliseconds; `None` if unknown.
     pub due_ms: Option<u64>,
-    /// Whether only some backends can take the request. The state of the whole queue then does not
-    /// determine its wait.
+    /// Whether only some backends can take the request, so that the queue does not determine its
+    /// wait.
     pub is_selective: bool,
 }
 
@@ -361,8 +361,7 @@ impl Queue {
         Some(waiting)
     }
 
-    /// Returns the report for peers. `None` if nothing waits, or if the order is not compared
-    /// across replicas.
+    /// Returns the report for peers; `None` if nothing waits or replicas do not compare the order.
     pub fn backlog(&mut self, now_ms: u64, counters: &impl Counters) -> Option<Backlog> {
         if !is_gated(self.rules.order) {
             return None;

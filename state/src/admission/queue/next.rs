@@ -208,8 +208,7 @@ impl Queue {
         bins.into_iter().map(|(bin, _)| bin).collect()
     }
 
-    /// Returns the queue's oldest request if it has this priority and has waited for
-    /// `bin_age_ms_max`.
+    /// Returns the queue's oldest request if it has this priority and has waited `bin_age_ms_max`.
     fn aged(&self, priority: Reverse<i16>, now_ms: u64) -> Option<Ticket> {
         let &(arrived_ms, ticket) = self.ages.first()?;
         let is_old = now_ms.saturating_sub(arrived_ms) >= self.rules.bin_age_ms_max;

@@ -1,5 +1,4 @@
-//! Snapshots of the state: frozen in microseconds, written while `apply` runs, and verified when
-//! read.
+//! Snapshots: frozen in microseconds, written while `apply` runs, and fully verified when read.
 //!
 //! # Format, version 10 (integers little-endian)
 //! Header: magic `QUORATES`, version `u16`, applied index `u64`, digest `u128`, `xxh3_64` of these.
@@ -215,8 +214,7 @@ impl RouterState {
         }
     }
 
-    /// Returns the oldest version that can hold this state. `has_later`: it uses parts from version
-    /// 4.
+    /// Returns the oldest version that can hold this state, with or without later sections.
     fn snapshot_version(&self, has_later: bool) -> u16 {
         let is_restored = self.staged.is_some() || self.audit.restored().is_some();
         let is_of_version_6 = self.keys.revoked().len() > 0
@@ -324,8 +322,7 @@ impl RouterState {
         Ok(())
     }
 
-    /// Derives the parts of the KV-event state that an image omits. An error describes the first
-    /// fault.
+    /// Derives the KV-event state that an image omits. An error describes the first fault.
     fn finish_exact(&mut self) -> Result<(), String> {
         self.exact.finish_restore()?;
         let mut followed = self.exact.conditions();
