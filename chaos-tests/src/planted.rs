@@ -58,8 +58,7 @@ impl fmt::Display for PlantedBug {
     }
 }
 
-/// Guard of a planted bug, which removes the bug on drop. Drop it on the thread that planted the
-/// bug.
+/// Guard of a planted bug, which removes the bug on drop. Drop it on the planting thread.
 #[derive(Debug)]
 pub struct PlantedGuard(PlantedBug);
 

@@ -96,8 +96,7 @@ pub(super) fn chat(user: &str, id: &str, is_streamed: bool) -> OutgoingRequest {
     asked
 }
 
-/// Waits for a response. Returns its status and as much of its body as arrived, or no status and
-/// the error.
+/// Waits for a response. Returns its status and as much of its body as arrived, or the error.
 pub(super) async fn outcome(
     asked: impl Future<Output = Result<ResponseHead, RequestError>>,
 ) -> (Option<StatusCode>, String) {

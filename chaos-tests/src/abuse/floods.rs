@@ -17,8 +17,7 @@ const FRAMES: usize = 20_000;
 /// Payload of a reset with the error code `CANCEL`.
 const CANCEL: [u8; 4] = [0, 0, 0, 8];
 
-/// Runs a flood at all replicas at once, with the frames that `what` returns. Counts how each
-/// ended.
+/// Runs a flood at all replicas at once, with the frames of `what`. Counts how each ended.
 async fn each(
     context: &AbuseContext,
     until: FloodUntil,

@@ -20,11 +20,9 @@ const EXTENSION_BYTES: usize = 64 << 10;
 const HIDDEN: &str = "POST /v1/hidden HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n";
 /// Statuses if the request is rejected and the connection closes.
 const REFUSED: &[&str] = &["400"];
-/// Statuses if only the head is rejected. The end of the request is clear, so the connection stays
-/// open.
+/// Statuses if only the head is rejected. The request's end is clear, so the connection stays open.
 const REFUSED_ALONE: &[&str] = &["400", "200"];
-/// Statuses if the request is served by its chunks and the connection closes, as RFC 9112 (6.1)
-/// demands.
+/// Statuses if the request is served by its chunks and the connection closes (RFC 9112, 6.1).
 const SERVED_LAST: &[&str] = &["200"];
 
 struct Shape {

@@ -191,8 +191,7 @@ impl OpenStreams {
     }
 }
 
-/// Asks for an endpoint for one request, counts it in `told` once received, and keeps the stream
-/// open.
+/// Asks for an endpoint for one request, counts it in `told`, and keeps the stream open.
 async fn hold(
     channel: Channel,
     number: usize,

@@ -94,8 +94,7 @@ fn change(bytes: &mut Vec<u8>, others: &[Vec<u8>], numbers: &mut MutationRng) {
     }
 }
 
-/// Overwrites the bytes at `at` with one of [`LIES`], of fixed width in either byte order, or as
-/// LEB128.
+/// Overwrites the bytes at `at` with one of [`LIES`], fixed-width in either byte order, or LEB128.
 fn lie(bytes: &mut Vec<u8>, at: usize, numbers: &mut MutationRng) {
     let number = LIES[numbers.below(LIES.len())];
     let written = match numbers.below(7) {

@@ -1,8 +1,7 @@
 //! Fuzz targets of `state`: commands, replies and snapshots.
 //!
-//! The targets apply every command that decodes to two replicas, one of which they rebuild from a
-//! snapshot halfway. Their replies and digests must be equal, and every invariant of `check` must
-//! hold.
+//! Each command that decodes is applied to two replicas, one of which is rebuilt from a snapshot
+//! halfway. Their replies and digests must be equal, and every invariant of `check` must hold.
 
 use std::collections::BTreeMap;
 
@@ -395,8 +394,7 @@ impl SnapshotBytes {
     const TAG_AND_LENGTH_BYTES: usize = 5;
     const TAG_END: u8 = 255;
 
-    /// Corrects checksums and digests and returns the restored state, or `None` if it is still
-    /// rejected.
+    /// Corrects all checksums and returns the restored state; `None` if it is still rejected.
     fn accepted(mut self) -> Option<RouterState> {
         let digest_after = |text: &str, what: &str| {
             let digest = text.split_once(what)?.1.get(..32)?;

@@ -73,8 +73,7 @@ fn bounds(record: &RunRecord, at_us: u64) -> BTreeMap<&str, [RequestTokens; 2]> 
     bounds
 }
 
-/// Returns whether the outbox of the request's replica was empty at some time after the request
-/// ended.
+/// Returns whether the outbox of the request's replica was empty at some time after its end.
 pub(super) fn is_handed_over(seen: &Observation, request: &InferenceRequest) -> bool {
     let Some(end) = request.end else {
         return false;

@@ -57,8 +57,7 @@ mod tests {
     use super::*;
     use crate::invariants::fixture::run;
 
-    /// Checks a cluster whose oldest build knows format `known`, and which ended an API key: format
-    /// 6.
+    /// Checks a cluster whose oldest build knows format `known`, which ended an API key: format 6.
     fn ended_key(known: u8) -> RunRecord {
         let envelope = Envelope {
             origin: Origin {

@@ -31,8 +31,7 @@ mod tests {
     use super::*;
     use crate::oracle::limits::ShareObservation;
 
-    /// Observes the limit at one moment after another. Each replica is `(epoch, limit, running,
-    /// allowed)`.
+    /// Observes the limit at successive moments. Replicas are `(epoch, limit, running, allowed)`.
     fn story(moments: &[&[(u64, u32, u32, u32)]]) -> Result<Subjects, PropertyError> {
         let backend = BackendRef {
             slot: Slot(0),

@@ -1,5 +1,4 @@
-//! A replica that cannot reach a majority neither acknowledges a write nor responds to a barrier
-//! read.
+//! A replica that reaches no majority neither acknowledges a write nor responds to a barrier read.
 
 use super::{PropertyError, Subjects};
 use crate::oracle::RunRecord;

@@ -1,6 +1,5 @@
-//! The invariants I1 and I3, checked from outside on the blocks that a state reports. A backend
-//! that owns a block owns every block before it, and it exceeds its capacity only while nothing can
-//! be evicted.
+//! The invariants I1 and I3, checked from outside on reported blocks. A backend that owns a block
+//! owns every block before it, and it exceeds its capacity only while nothing can be evicted.
 
 use std::collections::BTreeSet;
 

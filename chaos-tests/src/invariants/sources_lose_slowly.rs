@@ -20,8 +20,7 @@ pub const NAME: &str = "what a source tells of stays, and the rest goes slowly";
 /// ahead by this much while clocks are set, in microseconds.
 const EARLY_US: u64 = 1_000_000;
 
-/// The source's backends by name, each with the time since which it is lost; `None` if it is not
-/// lost.
+/// Backends by name, each with the time since which it is lost; `None` if it is not lost.
 #[derive(Default)]
 struct SourceFleet(BTreeMap<String, Option<u64>>);
 

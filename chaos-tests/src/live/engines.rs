@@ -1,5 +1,4 @@
-//! Engines of a live run: queries their properties, and starts and restarts them if a command is
-//! given.
+//! Engines of a live run: queries, and starts and restarts if a command is given.
 
 use std::fs::File;
 use std::net::SocketAddr;

@@ -40,13 +40,11 @@ const DEAD: Duration = Duration::from_secs(2);
 pub struct LiveOptions {
     /// Addresses of the engines.
     pub engines: Vec<SocketAddr>,
-    /// Shell command that starts the engine with the number `$N`; `None` if the engines already
-    /// run.
+    /// Shell command that starts engine number `$N`; `None` if the engines already run.
     pub start: Option<String>,
     /// Folder for the output of started engines.
     pub logs: PathBuf,
-    /// Addresses at which engine `$N` publishes and replays KV events; `None` if the engine reports
-    /// them.
+    /// Addresses of engine `$N` for KV events and replays; `None` if the engine reports them.
     pub kv_events: Option<[String; 2]>,
     /// Path of the model's `tokenizer.json`; `None` to skip the rows that need it.
     pub tokenizer: Option<PathBuf>,

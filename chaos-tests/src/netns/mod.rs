@@ -7,8 +7,7 @@
 //!
 //! Every name contains the id of this process. Dropping the [`NetnsNetwork`] removes everything,
 //! and the next process removes the remains of killed ones. The module needs root, `ip` and `nft`.
-//! It does not use netem, which many kernels lack, because nftables can also drop packets at
-//! random.
+//! It does not use netem, which many kernels lack, as nftables can drop packets at random, too.
 
 use std::fmt::Write as _;
 use std::fs;

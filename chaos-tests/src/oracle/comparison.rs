@@ -102,8 +102,7 @@ impl ReplayComparison {
         comparison
     }
 
-    /// Returns the registered backends after the commands up to `index`, each with whether it
-    /// drains.
+    /// Returns the backends after all commands up to `index`, with whether each drains.
     #[must_use]
     pub fn backends_at(&self, index: LogIndex) -> &BTreeMap<BackendRef, bool> {
         let mut until = self.backends.range(..=index.0);

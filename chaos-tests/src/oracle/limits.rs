@@ -42,8 +42,7 @@ struct GroupLook {
 #[derive(Debug, Default)]
 pub struct LimitWatch {
     before: BTreeMap<(BackendRef, u64), GroupLook>,
-    /// Number of moments after requests started, in a group that agreed both then and the moment
-    /// before.
+    /// Number of moments after requests started, in a group that agreed then and just before.
     pub starts: u64,
     /// Number of `starts` after which several replicas together ran as many requests as they may.
     pub filled: u64,

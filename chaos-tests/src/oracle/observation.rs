@@ -42,7 +42,7 @@ pub struct Observation {
     pub leading: Vec<Leading>,
     /// Times in which a replica could not reach a majority.
     pub cut_off: Vec<CutOff>,
-    /// Time at which each run's outbox was last seen empty. The log contains everything that ended
+    /// Time at which each run's outbox was seen empty last. The log has everything that ended
     /// before.
     pub outbox_empty: BTreeMap<ReplicaRun, u64>,
     /// Images of states, each with its time and the replica's run.

@@ -56,8 +56,7 @@ struct Register {
     text: String,
     /// Whether a backend drains; `false` for other registers.
     draining: bool,
-    /// Source that registered a backend and, while the backend is lost, whether an operator drains
-    /// it.
+    /// Source of a backend and, while the backend is lost, whether an operator drains it.
     source: Option<(String, Option<bool>)>,
 }
 
@@ -405,8 +404,7 @@ impl Registers {
         Reply::Applied
     }
 
-    /// Creates the admission settings if `defaults` set limits of all users, which are part of
-    /// them.
+    /// Creates the admission settings if `defaults` set limits of all users, a part of them.
     fn default_admission(&mut self, defaults: &UserDefaults) {
         let key = RegisterKey::Admission;
         if defaults.limits != UserLimits::default() && !self.held.contains_key(&key) {
@@ -467,8 +465,8 @@ pub(super) fn admission(settings: &AdmissionSettings) -> String {
     format!("{settings:?}")
 }
 
-/// Formats user defaults as a register's text, without limits and cache scope, which other commands
-/// set too.
+/// Formats user defaults as a register's text, without limits and cache scope, which others set
+/// too.
 pub(super) fn user_defaults(defaults: &UserDefaults) -> String {
     format!("{}, {:?}", defaults.weight_milli, defaults.budget)
 }

@@ -150,8 +150,7 @@ impl ClusterSecrets {
         quorate(&self.binary, &node).map(drop)
     }
 
-    /// Returns the access of a client whose certificate is from the cluster's authority but names
-    /// no replica.
+    /// Returns the access of a client with a certificate of the cluster that names no replica.
     pub(super) fn stranger(&self) -> anyhow::Result<ClientAccess> {
         let named = |name| NamedFile::new("stranger", &self.file(name));
         let files = ClientFiles {

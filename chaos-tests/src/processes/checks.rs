@@ -1,7 +1,6 @@
 //! Checks of a cluster after a fault, from outside. While the load rests, every running replica
-//! must be ready, nothing may be in flight, and all digests must agree. Every counter must equal
-//! the engines' usage, and every replica must know what the last requests put into the engines'
-//! caches.
+//! must be ready, nothing may be in flight, and all digests must agree. Counters must equal the
+//! engines' usage, and replicas must know what the last requests put into caches.
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;

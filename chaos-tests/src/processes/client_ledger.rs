@@ -3,8 +3,7 @@
 //! Every response has the usage that the engine reported, and a user's counters must grow by
 //! exactly the sum. A killed replica loses charges that it had not handed over. For *its* users,
 //! the charges lie between the usage of responses well before the kill and that plus the usage of
-//! everything that may have started. The next account begins with the counters found within these
-//! bounds.
+//! everything that may have started. The next account begins with the counters found.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
@@ -18,8 +17,7 @@ use tokio::time::Instant;
 const RECENT_MAX: usize = 64;
 /// Maximum number of failures whose descriptions are kept.
 const FAILURES_SHOWN_MAX: usize = 20;
-/// Minimum number of bytes per token, for an upper bound. The emulated engine uses four bytes per
-/// token.
+/// Minimum number of bytes per token, for an upper bound. The emulated engine uses four.
 const BYTES_PER_TOKEN_MIN: u64 = 2;
 
 /// Number of requests and tokens of a user.
@@ -235,8 +233,7 @@ impl ClientLedger {
         self.by_replica.get(&replica).copied().unwrap_or(0)
     }
 
-    /// Marks responses of a killed replica from `since` to `until` as possibly unknown to its
-    /// peers.
+    /// Marks responses of a killed replica from `since` to `until` as possibly unknown to others.
     pub fn doubt(&mut self, replica: usize, since: Instant, until: Instant) {
         let new = UnknownWindow { since, until };
         let doubt = self.account.doubts.entry(replica).or_insert(new);
@@ -244,8 +241,7 @@ impl ClientLedger {
         doubt.until = doubt.until.max(until);
     }
 
-    /// Returns the last `count` answered requests, newest first, without those that peers may not
-    /// know.
+    /// Returns the last `count` answered requests, newest first, without doubtful ones.
     #[must_use]
     pub fn recent(&self, count: usize) -> Vec<AnsweredRequest> {
         let doubts = &self.account.doubts;

@@ -71,8 +71,7 @@ pub struct RollReport {
     pub lost: u64,
     /// Percentage of prompt tokens that engines found in their caches.
     pub hit_percent: f64,
-    /// Number of prompts whose engine stayed during a step, and which every replica knew
-    /// afterwards.
+    /// Number of prompts whose engine stayed during a step, and which all replicas knew afterwards.
     pub recalled: u64,
     /// Duration of the roll, in seconds.
     pub took_s: f64,

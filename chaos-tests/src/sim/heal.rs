@@ -1,5 +1,4 @@
-//! Healing after the faults: repairs everything, after which the cluster must return to one state
-//! by itself.
+//! Healing after the faults: repairs everything; the cluster must return to one state by itself.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;

@@ -1,9 +1,8 @@
-//! Simulated machines. Each has a disk and a clock that outlive its processes, and at most one
-//! process.
+//! Simulated machines. Each has at most one process, which its disk and its clock outlive.
 //!
 //! A process is a tokio runtime of its own, on one thread with paused time. The world steps it to
-//! the present. Dropping the runtime is a crash. Not stepping it is SIGSTOP, after which its clock
-//! jumps.
+//! the present. Dropping the runtime is a crash. Not stepping it is SIGSTOP; its clock jumps
+//! afterwards.
 
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};

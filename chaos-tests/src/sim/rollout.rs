@@ -1,5 +1,4 @@
-//! Changes of whole fleets (`fleet.rs`): scales the replicas of a world, and starts them with other
-//! builds.
+//! Changes of fleets (`fleet.rs`): scales a world's replicas, and starts them with other builds.
 
 use raft::Status;
 use state::codec::FORMAT_VERSION;
@@ -82,8 +81,7 @@ impl World {
         }
     }
 
-    /// Checks that the members of a healed cluster are the requested ones, and that enough of them
-    /// vote.
+    /// Checks that the members of a healed cluster are the requested ones, and that enough vote.
     pub(super) fn unscaled(&self, status: &Status) -> Result<(), String> {
         let Some(set) = &self.fleet.set else {
             return Ok(());

@@ -214,8 +214,7 @@ impl World {
         counts
     }
 
-    /// Adds a machine whose replica founds a cluster with `members`, or joins theirs if `joins` is
-    /// set.
+    /// Adds a replica that founds a cluster with `members`, or joins theirs if `joins` is set.
     pub(super) fn build(&mut self, id: u8, members: &[u8], joins: bool) -> anyhow::Result<()> {
         // Everything is on the simulated disk; the path only appears in errors.
         let dir = PathBuf::from(format!("/simulated/n{id}"));

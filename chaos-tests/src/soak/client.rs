@@ -24,8 +24,7 @@ use crate::wire::{self, OutgoingRequest, RequestError, ResponseHead, SourceAddre
 const PATH: &str = "/v1/chat/completions";
 /// Number of words in a prompt, in addition to its unique part.
 const PROMPT_WORDS: usize = 40;
-/// Minimum and maximum pause before a retry, in milliseconds. As in SDKs, it doubles with each
-/// retry.
+/// Minimum and maximum pause before a retry, in milliseconds. It doubles with each, as in SDKs.
 const BACKOFF_MS: (u64, u64) = (500, 8000);
 /// Maximum number of concurrent requests of one user.
 const UNDER_WAY_MAX: usize = 250;

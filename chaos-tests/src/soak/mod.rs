@@ -94,8 +94,7 @@ struct SoakContext {
     admin: Vec<SocketAddr>,
     peer: Vec<SocketAddr>,
     access: ClientAccess,
-    /// Access of a stranger, whose certificate is from the cluster's authority but names no
-    /// replica.
+    /// Access of a stranger, whose certificate of the cluster's authority names no replica.
     stranger: ClientAccess,
     seed: u64,
     over: CancellationToken,
@@ -336,8 +335,7 @@ fn key_file() -> String {
     text
 }
 
-/// Builds the options of the cluster. They are leaked, which is fine because a program runs only
-/// one soak.
+/// Builds the options of the cluster. They are leaked, because a program runs only one soak.
 fn cluster_options(engines: &[SoakEngine], keys: &str) -> ClusterOptions {
     let engines: Vec<SocketAddr> = engines.iter().map(|engine| engine.at).collect();
     let config = format!(

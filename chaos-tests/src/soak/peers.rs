@@ -152,8 +152,7 @@ fn is_taken(method: &str, answer: &[u8]) -> bool {
     }
 }
 
-/// Returns the tricks: calls with a command that cannot be decoded, and with terms that cannot be
-/// exceeded.
+/// Returns the tricks: calls with an undecodable command, and with terms that cannot be exceeded.
 fn tricks(known: KnownPeer) -> Vec<(&'static str, &'static str, ProtobufMessage)> {
     let header = ProtobufMessage::default()
         .number(1, known.cluster.0)

@@ -15,8 +15,7 @@ pub struct KindCounts {
     pub whole: u64,
     /// Number of tokens in the counted complete responses.
     pub tokens: u64,
-    /// Number of requests started and number of complete responses received while counting was on,
-    /// by user.
+    /// Numbers of requests started and of complete responses while counting was on, by user.
     pub by_user: BTreeMap<String, [u64; 2]>,
     /// Number of requests, connections or tricks without a complete response, by how they ended.
     pub ends: BTreeMap<String, u64>,

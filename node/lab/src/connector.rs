@@ -151,8 +151,7 @@ fn told(host: &str, error: &io::Error) -> String {
     }
 }
 
-/// Describes why the listener aborted a handshake. In TLS 1.3, the client learns this only on its
-/// first read.
+/// Describes why the listener aborted a handshake. In TLS 1.3, this shows only on the first read.
 pub fn refused(alert: &str) -> String {
     format!("it refuses this client (--cert-file FILE or QUORATE_CERT_FILE): {alert}")
 }

@@ -92,8 +92,7 @@ impl SeedsArgs {
         })
     }
 
-    /// Returns the command that repeats the run of `seed` with the same options and prints its
-    /// trace.
+    /// Returns the command that repeats the run of `seed` with the same options and a trace.
     fn reproduce(&self, seed: u64) -> String {
         let mut line = format!(
             "cargo run --profile sim -p chaos-tests --bin seeds -- --seed {seed} --seconds-simulated {}",

@@ -36,8 +36,7 @@ pub fn check(record: &RunRecord) -> Result<u64, String> {
     Ok(placed.len() as u64)
 }
 
-/// Returns the index at which an operation took effect; `None` if it is unknown or there was no
-/// effect.
+/// Returns the index at which an operation took effect; `None` if unknown or without effect.
 fn place(record: &RunRecord, operation: &Operation) -> Option<u64> {
     match &operation.outcome {
         OperationResult::Read { index, .. } => Some(index.0),

@@ -1,5 +1,4 @@
-//! Tests of both checkers on random histories: they accept correct histories and reject broken
-//! ones.
+//! Tests of both checkers on random histories: correct ones pass, broken ones fail.
 
 use rand::rngs::StdRng;
 use rand::{Rng as _, SeedableRng as _};
@@ -239,8 +238,7 @@ fn broken_reads_are_refused_by_both() {
     }
 }
 
-/// Returns the record of sequential writes and reads of one user's weight, each as `(weight,
-/// is_read)`.
+/// Returns the record of writes and reads of one user's weight in turn: `(weight, is_read)`.
 fn one_after_the_other(steps: &[(u32, bool)]) -> RunRecord {
     let mut history = True::founded(1);
     for (step, (weight_milli, is_read)) in (1_u64..).zip(steps.iter().copied()) {

@@ -11,8 +11,7 @@ use state::ids::BlockHash;
 pub struct ModelCache {
     /// Blocks by hash.
     pub blocks: BTreeMap<BlockHash, ModelBlock>,
-    /// Maximum number of blocks, which is exceeded only while none can be evicted; `None` if
-    /// unbounded.
+    /// Maximum number of blocks, exceeded only while none can be evicted; `None` if unbounded.
     pub capacity: Option<u32>,
     /// Whether the contents follow from leases alone, so that the model knows them.
     pub is_followed: bool,

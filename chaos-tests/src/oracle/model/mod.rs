@@ -65,8 +65,7 @@ pub struct ReferenceModel {
     pub texts: ModelTexts,
     /// Number of priced tokens that each replica charged each user in advance and has not settled.
     pub ahead: BTreeMap<(ReplicaId, UserKey), i128>,
-    /// Whether the settings ever allowed advances for anything but prompts, or advances through the
-    /// log.
+    /// Whether the settings ever allowed advances for other than prompts, or through the log.
     pub charges_otherwise: bool,
     waiting: ModelWaitingList,
     prices: FairnessSettings,
@@ -383,8 +382,7 @@ impl ReferenceModel {
         self.charge(replica, &charge);
     }
 
-    /// Closes what a replica's session left open: its leases, requests in flight and waiting
-    /// requests.
+    /// Closes what a replica's session left open: leases, requests in flight and waiting ones.
     fn close(&mut self, replica: ReplicaId) {
         let open: Vec<_> = self.leases.keys().copied().collect();
         for holder in open.into_iter().filter(|(holder, _)| *holder == replica) {

@@ -82,8 +82,8 @@ impl ModelSessions {
         runs.is_some_and(|runs| runs.present() == session)
     }
 
-    /// Returns each replica's id, current session, and last sequence number in each lane, 0 before
-    /// the first.
+    /// Returns each replica's id, current session, and last sequence number per lane, 0 before the
+    /// first.
     pub fn iter(&self) -> impl Iterator<Item = (ReplicaId, SessionId, [u64; 2])> {
         let last = |seqs: &BTreeSet<u64>| seqs.last().copied().unwrap_or(0);
         self.runs.iter().map(move |(replica, runs)| {

@@ -26,8 +26,7 @@ pub struct ModelTime {
     calendar_ms: Option<u64>,
     /// Later stamps that fit each other but not the calendar.
     odd: Vec<u64>,
-    /// Calendar before it was set back, and the time that has passed since, if it may still prove
-    /// right.
+    /// Calendar before it was set back, and the time passed since, if it may still prove right.
     back: Option<(u64, u64)>,
 }
 

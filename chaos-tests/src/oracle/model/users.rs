@@ -19,8 +19,7 @@ pub struct ModelUsers {
     /// Users by key.
     pub users: BTreeMap<UserKey, ModelUser>,
     hash_seed: u64,
-    /// Weight of users without their own, in thousandths. 0 means that none was set, which counts
-    /// as 1000.
+    /// Weight of users without their own, in thousandths. 0, if none was set, counts as 1000.
     default_milli: u32,
     /// Budget of users without their own.
     default_budget: Budget,

@@ -48,7 +48,7 @@ impl ModelWaitingList {
         Some((self.0[at].replica, self.0[at].wait))
     }
 
-    /// Removes a replica's requests. Returns the model of each that was granted, in the order of
+    /// Removes a replica's requests. Returns the model of each granted one, in the order of
     /// tickets.
     pub(super) fn close(&mut self, replica: ReplicaId) -> Vec<ModelKey> {
         let mut gone: Vec<ModelWait> = Vec::new();

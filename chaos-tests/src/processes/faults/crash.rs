@@ -2,8 +2,7 @@
 
 use super::{FaultContext, until};
 
-/// Maximum number of log entries that a leader keeps behind its snapshot, at the snapshot interval
-/// of faults.
+/// Maximum number of log entries that a leader keeps behind its snapshot during faults.
 const KEPT_ENTRIES: u64 = 100;
 
 pub(super) async fn kill_one(stage: &mut FaultContext) -> anyhow::Result<()> {

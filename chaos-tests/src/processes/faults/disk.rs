@@ -105,8 +105,7 @@ impl Drop for SlowGroup {
     }
 }
 
-/// Returns the device of a folder as `major:minor`. For a partition, that is the device of its
-/// disk.
+/// Returns the device of a folder as `major:minor`. For a partition, that is its disk's device.
 fn whole_device(folder: &Path) -> anyhow::Result<String> {
     let number = fs::metadata(folder)?.st_dev();
     let (major, minor) = (number >> 8 & 0xfff, number & 0xff | number >> 12 & 0xfff00);

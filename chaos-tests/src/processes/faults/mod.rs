@@ -313,8 +313,7 @@ impl FaultContext {
     }
 }
 
-/// Returns whether an error means that the request was already done: the member is removed, or
-/// votes.
+/// Returns whether an error means that the request is already done: the member is gone, or votes.
 fn is_done(method: &Method, error: &anyhow::Error) -> bool {
     let is_gone = method == Method::DELETE && says(error, "is not a member");
     is_gone || says(error, "is already a voter")

@@ -53,8 +53,7 @@ pub(super) async fn lose_packets(stage: &mut FaultContext) -> anyhow::Result<()>
     cut(stage, LOSS, &all_ways(stage), &[]).await
 }
 
-/// Drops packets, checks that all replicas serve and one of `majority` leads, and heals the
-/// network.
+/// Drops packets, checks that all replicas serve and one of `majority` leads, and heals.
 async fn cut(
     stage: &mut FaultContext,
     loss: PacketLoss,

@@ -259,8 +259,7 @@ impl SimNetwork {
         }
     }
 
-    /// Blocks calls to a host, like a firewall for one direction. The host's own calls are
-    /// answered.
+    /// Blocks calls to a host, like a firewall for one direction. Its own calls are answered.
     pub fn deafen(&self, id: u8) {
         self.lock().deaf.insert(id);
     }
@@ -429,8 +428,7 @@ impl NetworkState {
         })
     }
 
-    /// Handles the arrival of a packet: its process or kernel receives it, unless it is held or
-    /// dropped.
+    /// Handles the arrival of a packet: its receiver gets it, unless it is held or dropped.
     fn arrive(&mut self, network: &SimNetwork, packet: Packet) {
         if let Packet::Break { connection } = packet {
             self.break_off(network, connection);

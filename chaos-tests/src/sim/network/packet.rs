@@ -127,8 +127,7 @@ impl Packet {
         }
     }
 
-    /// Returns a copy of the packet as a repeated call; `None` if it is no call or streams its
-    /// body.
+    /// Returns the packet as a repeated call; `None` if it is no call or streams its body.
     pub(super) fn repeat(&self) -> Option<Self> {
         let Self::Request {
             call,

@@ -74,8 +74,7 @@ impl SimEngine {
         }
     }
 
-    /// Adds a prompt to the cache. Returns the number of its leading blocks that were cached
-    /// before.
+    /// Adds a prompt to the cache. Returns the number of leading blocks found there.
     fn take(&mut self, chain: &[BlockHash]) -> u64 {
         let found = chain
             .iter()

@@ -27,8 +27,7 @@ const CHANGES_AT_ONCE: usize = 32;
 /// Pause between checks while a committed change is not yet applied at this replica.
 const APPLY_PAUSE: Duration = Duration::from_millis(2);
 
-/// Returns whether a world of this seed has such a source. Other worlds are the same as before it
-/// was added.
+/// Returns whether a world of this seed has such a source. Other worlds are unchanged.
 pub(super) fn is_in(seed: u64) -> bool {
     seed % 8 == 3
 }
@@ -71,13 +70,11 @@ enum Acted {
     Going,
     /// No change is needed.
     Settled,
-    /// No change has ever been accepted or can be, because a member of an earlier build could not
-    /// read it.
+    /// No change was or can be accepted, because a member's earlier build could not read it.
     Never,
 }
 
-/// Acts on a response of the source if this replica leads, or if none of its backends is
-/// registered.
+/// Acts on a response of the source if this replica leads, or if it has no registered backend.
 async fn act(
     handles: &ReplicaHandles,
     client: u32,

@@ -17,8 +17,7 @@ const WINDOW_MS: u32 = 1000;
 /// Maximum number of requests until the user exceeds its limit of one.
 const REQUESTS_MAX: u32 = 5;
 /// Time in addition to the window until usage is in the log. It includes the pause of replicated
-/// time after clocks are corrected: the time until stamps agree, plus the allowed lateness of a
-/// stamp.
+/// time after clock corrections: the time until stamps agree, plus a stamp's allowed lateness.
 const LAG: Duration = Duration::from_millis(1000 + UNANIMOUS_MS + STAMP_LATE_MS_MAX);
 
 /// Reports an error if the user's limit still applies after its window (I51).

@@ -1,8 +1,8 @@
 //! The workload of a run: clients, operators and engines.
 //!
 //! Each client runs in the process of its replica and dies with it, so it does not know later
-//! results. Engines outlive replicas. The history records the requests of clients and the responses
-//! to them.
+//! results. Engines outlive replicas. The history records clients' requests and the responses to
+//! them.
 
 mod chat;
 mod crowd;

@@ -22,8 +22,7 @@ const KIND: u64 = 3;
 /// Mean pause between two writes, in milliseconds.
 const THINK_MS: u64 = 500;
 
-/// Writes random settings until the workload is over. The first replica also registers the first
-/// backends.
+/// Writes random settings until the workload is over. Replica 1 also registers the first backends.
 pub(super) async fn write(handles: ReplicaHandles) {
     let mut rng = handles.rng(KIND, 0);
     let client = handles.context.next_client();

@@ -48,8 +48,7 @@ fn command(rng: &mut Rng) -> Command {
     }
 }
 
-/// Draws changes of a user: a budget, which is perhaps soon used up, or none, and sometimes a
-/// weight.
+/// Draws changes of a user: a budget, perhaps soon used up, or none, and sometimes a weight.
 fn plan(rng: &mut Rng) -> UserChanges {
     let day = [None, Some(200), Some(2000), Some(1 << 40)];
     let month = [None, Some(5000), Some(1 << 41)];

@@ -120,8 +120,7 @@ impl PublisherRun {
         self.publish(&[event])
     }
 
-    /// Evicts the least recently used block that has no successor and is not `kept`, and returns
-    /// it.
+    /// Evicts the least recently used block that has no successor and is not `kept`.
     fn evict(&mut self, kept: Option<BlockHash>) -> Option<BlockHash> {
         let free = self.cached.iter();
         let free = free.filter(|(hash, it)| it.children == 0 && Some(**hash) != kept);

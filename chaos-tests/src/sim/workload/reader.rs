@@ -1,5 +1,4 @@
-//! Clients that read registers behind a barrier, and so must see everything committed before the
-//! call.
+//! Clients that read registers behind a barrier, and so must see all earlier commits.
 
 use lab::rng::Rng;
 use state::ids::{ApiKeyId, LogIndex};

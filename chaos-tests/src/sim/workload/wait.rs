@@ -77,8 +77,7 @@ pub(super) async fn admitted<C: AdmissionRequest>(
     }
 }
 
-/// Returns whether the applied state has no budget left for the user, by the clock that admission
-/// uses.
+/// Returns whether the applied state has no budget left for the user, by admission's clock.
 fn is_budget_used_up<C: AdmissionRequest>(handles: &ReplicaHandles, request: &C) -> bool {
     let asked = request.ask(&[]);
     let user = user_key(handles.view.registry().hash_seed, asked.user.as_str());

@@ -87,7 +87,7 @@ impl Naive {
 /// One operation on a pool.
 #[derive(Debug, Clone)]
 enum Step {
-    /// Submits a prompt and runs `scheduled` of its tokens. Prompts of a family share their first
+    /// Adds a prompt and runs `scheduled` of its tokens. A family's prompts share their first
     /// blocks.
     Begin {
         family: u64,

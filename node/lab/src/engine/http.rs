@@ -284,8 +284,7 @@ impl EngineServer {
         Ok(Json(answer).into_response())
     }
 
-    /// Fetches a prompt that another engine computed. Returns whether its blocks are available
-    /// here.
+    /// Fetches a prompt that another engine computed. Returns whether its blocks are here.
     async fn fetch(&self, params: &TransferParams, tokens: u32) -> Result<bool, RequestRejection> {
         let Some(connector) = &self.connector else {
             return Ok(false);
@@ -382,8 +381,7 @@ impl EngineServer {
         }
     }
 
-    /// Returns the token sequence of a prompt. It remembers its contents if the engine publishes
-    /// events.
+    /// Returns the sequence of a prompt. It keeps its contents if the engine publishes events.
     fn sequence(&self, bytes: &[u8], adapter_and_salt: (&str, &str)) -> Sequence {
         let new = match self.ranks.first().publisher() {
             Some(_) => Sequence::remembering,
@@ -419,7 +417,7 @@ impl EngineServer {
         }
     }
 
-    /// Responds to `POST /debug/prefix`, which vLLM lacks, with the cached part of a hypothetical
+    /// Responds to `POST /debug/prefix`, which vLLM lacks, with the cached part of a possible
     /// request.
     async fn prefix(
         State(surface): Shared,

@@ -51,9 +51,8 @@ impl LoraSlots {
         }
     }
 
-    /// Admits a request for `adapter` to a batch whose requests use the adapters `running`. Returns
-    /// the load time, which is zero if the adapter is in memory, or `None` if the batch uses all
-    /// slots.
+    /// Admits a request for `adapter` to a batch with the adapters `running`. Returns the load
+    /// time, which is zero if the adapter is in memory, or `None` if the batch uses all slots.
     pub(super) fn admit<'a>(
         &mut self,
         adapter: &Arc<str>,

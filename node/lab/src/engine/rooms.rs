@@ -99,8 +99,7 @@ enum OneOrList<T> {
 }
 
 impl<T: Clone> OneOrList<T> {
-    /// Returns the value if there is exactly one, because the engine supports one choice of one
-    /// prompt.
+    /// Returns the value if there is exactly one, as the engine supports one choice of one prompt.
     fn only(&self) -> Option<&T> {
         match self {
             Self::One(only) => Some(only),

@@ -106,8 +106,7 @@ impl Sequence {
         sequence
     }
 
-    /// Returns the contents of the full blocks `blocks`; `None` if the sequence does not remember
-    /// them.
+    /// Returns the contents of full blocks; `None` if the sequence does not remember them.
     #[must_use]
     pub fn content(&self, blocks: Range<usize>) -> Option<BlockContent> {
         let Remembered {

@@ -316,8 +316,7 @@ impl PickerTalk {
         Ok(None)
     }
 
-    /// Sends the head of a response and the endpoint `by` that sent it. Returns the changed
-    /// headers.
+    /// Sends the head of a response of the endpoint `by`. Returns the changed headers.
     pub(super) async fn answer_head(
         &mut self,
         told: &response::Parts,
@@ -344,8 +343,7 @@ impl PickerTalk {
         Ok(headers)
     }
 
-    /// Sends a part of the response's body to the picker, or buffers it in the mode that sends it
-    /// as a whole.
+    /// Sends a part of the response's body to the picker, or buffers it if it is sent as a whole.
     pub(super) async fn say_pieces(&mut self, data: &Bytes) -> anyhow::Result<()> {
         if self.answers == BodySendMode::Buffered {
             self.whole.extend_from_slice(data);

@@ -69,8 +69,7 @@ pub struct ReplayAnswer {
     /// Matched and total blocks, as the router predicted; `None` without a router, or if it does
     /// not report them.
     pub prefix: Option<(u64, u64)>,
-    /// Backend that the router chose; `None` without a router, or if it does not report the
-    /// backend.
+    /// Backend that the router chose; `None` without a routeror its report.
     pub backend: Option<String>,
 }
 
@@ -170,7 +169,7 @@ impl ReplayClient {
         Self::reaching(None, timeout)
     }
 
-    /// Creates a client for `targets` with their TLS config and keys, whose requests time out after
+    /// Creates a client for `targets` with their TLS config and keys, which time out after
     /// `timeout`.
     #[must_use]
     pub fn of(targets: &Targets, timeout: Duration) -> Self {

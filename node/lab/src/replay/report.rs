@@ -320,8 +320,7 @@ impl LatencySummary {
     }
 }
 
-/// Returns Jain's fairness index of `service`, `(sum x)^2 / (n * sum x^2)`; `None` if all values
-/// are zero.
+/// Returns Jain's fairness index of `service`, `(sum x)^2 / (n * sum x^2)`; `None` if all are zero.
 #[must_use]
 pub fn jain_index(service: &[f64]) -> Option<f64> {
     let sum: f64 = service.iter().sum();

@@ -29,8 +29,8 @@ impl PromptSpec {
     }
 }
 
-/// Returns `bytes` bytes of words derived from `seed` and `id`. A shorter passage is a prefix of a
-/// longer one.
+/// Returns `bytes` bytes of words derived from `seed` and `id`. Shorter passages are prefixes of
+/// longer ones.
 #[must_use]
 pub fn passage(seed: u64, id: u64, bytes: usize) -> String {
     let output_seed = xxh3_64_with_seed(&id.to_le_bytes(), seed);

@@ -1,7 +1,6 @@
 //! Error about the arguments of `quorate simulate`.
 
-/// Message about arguments that do not fit together or a trace that cannot be read. The exit code
-/// is 2.
+/// Message about conflicting arguments or an unreadable trace. The exit code is 2.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 pub struct SimulateArgsError(String);

@@ -75,8 +75,7 @@ pub fn cases(seed: u64, horizon: Micros) -> ComparisonCases {
     }
 }
 
-/// Returns plans for one router of all engines, and for `count` cells with three ways of choosing
-/// one.
+/// Returns plans for one router of all engines, and for `count` cells chosen in three ways.
 fn kinds(base: &SimPlan, count: u16) -> [SimPlan; 4] {
     let by_hash = |load_factor_milli| {
         PolicyConfig::Chwbl(ChwblSettings {

@@ -34,8 +34,7 @@ pub struct ComparisonCase {
 pub const PROGRESS_PARTS: u64 = 1000;
 
 impl ComparisonCases {
-    /// Runs all cases and evaluates them. Passes the number of finished parts of all cases to
-    /// `progress`.
+    /// Runs all cases and evaluates them. Passes the number of finished parts to `progress`.
     #[must_use]
     pub fn run(self, seed: u64, command: String, progress: impl Fn(u64) + Sync) -> SimComparison {
         let done: Vec<Mutex<Option<RunReport>>> =

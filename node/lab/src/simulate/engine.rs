@@ -90,8 +90,7 @@ impl SimEngine {
         self.begin(request, prompt, output_tokens, false);
     }
 
-    /// Submits a request with the number `request`, whose prompt's blocks were fetched from another
-    /// engine.
+    /// Submits request number `request`, whose prompt's blocks were fetched from another engine.
     pub fn submit_fetched(&mut self, request: usize, prompt: &SimPrompt, output_tokens: u32) {
         self.begin(request, prompt, output_tokens, true);
     }
@@ -142,8 +141,7 @@ impl SimEngine {
         }
     }
 
-    /// Begins the next step. Returns its duration, or `None` if a step is in progress or there is
-    /// no work.
+    /// Begins the next step. Returns its duration; `None` if a step runs or there is no work.
     pub fn begin_step(&mut self) -> Option<Micros> {
         if self.is_busy {
             return None;

@@ -7,8 +7,7 @@ use std::collections::BinaryHeap;
 /// Simulated time, in microseconds since the start.
 pub type Micros = u64;
 
-/// Queue of events, ordered by time. Events at the same time keep the order in which they were
-/// planned.
+/// Queue of events, ordered by time. Events at one time keep the order of their planning.
 #[derive(Debug)]
 pub struct EventQueue<E> {
     heap: BinaryHeap<Reverse<PlannedEvent<E>>>,

@@ -22,8 +22,7 @@ use crate::replay::trace::{self, LengthScale, TraceOptions};
 
 /// Number of engines for which the rates of the loads are defined.
 const ENGINES: f64 = 4.0;
-/// Rates at which a trace with block ids is replayed, in requests per second: light, busy, and near
-/// capacity.
+/// Rates of a trace with block ids, in requests per second: light, busy, and near capacity.
 const RATES: [f64; 3] = [20.0, 30.0, 45.0];
 /// Factor by which the lengths of a trace with block ids are scaled.
 const SCALE: &str = "1/16";
@@ -31,8 +30,7 @@ const SCALE: &str = "1/16";
 const GENERATED: Micros = 300_000_000;
 /// Maximum mean time to first token of the default policy, relative to the best one.
 const MEAN_MAX: f64 = 1.03;
-/// Maximum 99th percentile of the time to first token of the default policy, relative to the best
-/// one.
+/// Maximum 99th percentile of the time to first token of the default policy, relative to the best.
 const P99_MAX: f64 = 1.05;
 
 /// Parameters of the experiment.

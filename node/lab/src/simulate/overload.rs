@@ -133,8 +133,7 @@ fn always_waiting() -> SimWorkload {
     }
 }
 
-/// Generates a load of several phases, each with its duration and its rate relative to the
-/// capacity.
+/// Generates a load of phases, each with a duration and a rate relative to the capacity.
 fn load(seed: u64, phases: &[(Micros, f64)]) -> SimWorkload {
     let mut rng = Rng::new(seed, 4);
     let mut workload = SimWorkload {

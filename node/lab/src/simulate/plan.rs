@@ -171,8 +171,7 @@ pub enum RestartScope {
 }
 
 impl BatchTimes {
-    /// Latency model with the measured constants of the seed: 5.74 ms per token and a spread of
-    /// 0.316.
+    /// Latency model with the seed's measured constants: 5.74 ms per token, a spread of 0.316.
     pub const CALIBRATED: Self = Self {
         batch_max: 8,
         base_us: 0,
@@ -180,8 +179,7 @@ impl BatchTimes {
         spread_permille: 316,
     };
 
-    /// Returns the duration of a batch of `requests` requests whose longest output has `tokens`
-    /// tokens.
+    /// Returns the duration of a batch of `requests` requests with up to `tokens` output tokens.
     #[must_use]
     pub fn service_us(&self, requests: u32, tokens: u32) -> Micros {
         let requests = u64::from(requests.max(1));
@@ -260,8 +258,7 @@ impl Default for CellPlan {
 }
 
 impl SimPlan {
-    /// Returns a plan with low concurrency limits, so that requests queue at replicas instead of at
-    /// engines.
+    /// Returns a plan with low concurrency limits, so that requests queue at replicas, not engines.
     pub(super) fn queueing(seed: u64, horizon: Micros, order: Order) -> Self {
         let mut plan = Self {
             seed,

@@ -50,8 +50,7 @@ pub struct RunSettings {
     pub reference_policy: Option<ReferencePolicy>,
     /// Conditions under which requests are disaggregated.
     pub pairs: PairSettings,
-    /// Number of tokens per block. The router needs it, although prompts are split into blocks
-    /// elsewhere.
+    /// Number of tokens per block. The router needs it, although prompts are split elsewhere.
     pub block_tokens: u32,
 }
 
@@ -176,8 +175,7 @@ impl SimRequest<'_> {
 }
 
 impl SimReplica {
-    /// Creates a replica with `state`, in its run `run_number`. All its backends are healthy and
-    /// idle.
+    /// Creates a replica with `state`, in its run `run_number`. Backends are healthy and idle.
     #[must_use]
     pub fn new(id: u8, run_number: u64, state: RouterState, run: &RunSettings) -> Self {
         // Replicas have distinct sessions, as in production, and so start at distinct turns.

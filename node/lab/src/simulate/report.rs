@@ -101,8 +101,7 @@ pub struct RunReport {
     pub gap_ms: LatencySummary,
     /// Number of computed prompt tokens and output tokens per second until the horizon.
     pub tokens_per_s: f64,
-    /// Difference in running requests between the busiest and the idlest backend, averaged over
-    /// time.
+    /// Mean difference in running requests between the busiest and the idlest backend, over time.
     pub load_spread: f64,
     /// Number of requests of the busiest backend, relative to an even share.
     pub busiest_share: f64,

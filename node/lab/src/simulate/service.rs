@@ -5,8 +5,7 @@
 //! client leaves before the first token, the prompt tokens charged to its user count, because no
 //! engine reports how many were computed. The *gap* of two users is the largest difference in
 //! service over any period in which both had requests waiting throughout (Sheng et al. 2024,
-//! definition 4.1). For each pair, it is computed as the range of the difference between the two
-//! totals.
+//! definition 4.1). It is computed per pair as the range of the difference of both totals.
 
 use state::users::FairnessSettings;
 
@@ -18,8 +17,7 @@ pub const GAP_USERS_MAX: usize = 64;
 pub struct ServiceAccounts {
     prices: FairnessSettings,
     accounts: Vec<UserAccount>,
-    /// Least and greatest difference in service of each pair of users, while both have requests
-    /// waiting.
+    /// Least and greatest difference in service of each pair of users, while both wait.
     pairs: Vec<Option<(i64, i64)>>,
     gap: i64,
     /// Whether the measured period is over.

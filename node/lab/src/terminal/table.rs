@@ -63,8 +63,7 @@ impl Column {
     }
 }
 
-/// A table whose display has as many columns as fit the terminal on stdout, or all columns in a
-/// pipe.
+/// A table. Its display has as many columns as fit the terminal on stdout, or all in a pipe.
 #[derive(Debug, Clone)]
 pub struct FittedTable {
     columns: Vec<Column>,

@@ -152,8 +152,7 @@ impl EventWriter {
         }
     }
 
-    /// Encodes the extra keys of each block: the adapter in all, and the salt in a prompt's first
-    /// block.
+    /// Encodes extra keys per block: the adapter in each, and the salt in a prompt's first block.
     fn extra_keys(&mut self, blocks: usize, is_first: bool, content: &BlockContent) {
         self.array(blocks);
         for block in 0..blocks {

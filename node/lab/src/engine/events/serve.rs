@@ -72,8 +72,7 @@ async fn accept(listener: &TcpListener) -> TcpStream {
     }
 }
 
-/// Waits until a subscriber subscribes to a prefix of the topic, then sends it all further
-/// messages.
+/// Waits until a peer subscribes to a prefix of the topic, then sends it all further messages.
 async fn subscriber(socket: TcpStream, publisher: Arc<Publisher>) -> Result<(), ZmtpError> {
     let mut connection = ZmtpConnection::open(socket, SocketType::Pub).await?;
     loop {

@@ -71,8 +71,7 @@ pub struct SimArrival {
     pub prompt: Arc<SimPrompt>,
     /// Number of output tokens.
     pub output_tokens: u32,
-    /// Replica that receives the request, counted from 0, unless its user is pinned; `None` for
-    /// any.
+    /// Replica that receives the request, from 0, unless its user is pinned; `None` for any.
     pub replica: Option<u8>,
 }
 

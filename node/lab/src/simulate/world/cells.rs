@@ -116,8 +116,7 @@ impl SimWorld<'_> {
         }
     }
 
-    /// Charges users in each cell for service in other cells since the last call. Plans the next
-    /// call.
+    /// Charges users in each cell for recent service in other cells. Plans the next call.
     pub(super) fn share_charges(&mut self, every: Micros) {
         let cells = usize::from(self.plan.cells.count);
         let users = 0..self.keys.len();

@@ -7,8 +7,7 @@ use crate::simulate::replica::EngineUsage;
 
 /// Interval at which a replica checks its queue: the longest of production.
 const LOOK_EVERY: Micros = 20_000;
-/// First pause before a retry, in microseconds. It doubles up to `BACK_OFF_MAX`, as in OpenAI's
-/// SDKs.
+/// First pause before a retry, in microseconds. It doubles up to `BACK_OFF_MAX`, as in SDKs.
 const BACK_OFF: Micros = 500_000;
 const BACK_OFF_MAX: Micros = 8_000_000;
 /// Minimum and maximum time for which a rejected client is asked to wait, as in production, before

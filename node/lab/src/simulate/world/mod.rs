@@ -30,8 +30,7 @@ use super::tally::SimTally;
 use super::workload::{HASH_SEED, MODEL, SimPrompt, SimWorkload};
 use crate::rng::Rng;
 
-/// Divisor of the horizon that yields the warm-up time, after which the ratio of services is
-/// measured.
+/// Divisor of the horizon that yields the warm-up time before services are compared.
 const WARM_UP: Micros = 10;
 
 /// An event of the simulation, which happens at its planned time.
@@ -68,8 +67,7 @@ enum SimEvent {
     },
     /// A replica checks whether it can admit a waiting request.
     Wake(usize),
-    /// The transfer of a prompt's blocks ends. Applies only while the request is in the try
-    /// `tries`.
+    /// The transfer of a prompt's blocks ends. Applies only during the try `tries`.
     Fetched { request: usize, tries: u32 },
     /// All replicas probe the engines.
     Probe,
@@ -174,8 +172,7 @@ pub struct SimOutcome {
     pub slack: u64,
     /// Final upper bounds of all output-length bins but the last.
     pub bin_edges: Vec<u32>,
-    /// Prompt and number of output tokens of each request in the order of arrival, for the ideal
-    /// bounds.
+    /// Prompt and number of output tokens of each request in order of arrival, for ideal bounds.
     pub asked: Vec<(Arc<SimPrompt>, u32)>,
     /// Number of priced tokens that the replicas' state has charged by the end, over all cells.
     pub charged: u64,

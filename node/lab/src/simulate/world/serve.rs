@@ -255,8 +255,7 @@ impl SimWorld<'_> {
         self.begin_step(engine);
     }
 
-    /// Dispatches a request to the engine in slot `only`, or to the policy's choice. Returns the
-    /// engine.
+    /// Dispatches a request to slot `only`, or to the policy's choice. Returns the engine.
     fn hand_over(
         &mut self,
         place: usize,
