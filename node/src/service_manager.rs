@@ -16,7 +16,7 @@ use crate::app::Addresses;
 const SOCKET: &str = "NOTIFY_SOCKET";
 /// Environment variable with the watchdog timeout, in microseconds.
 const WATCHDOG: &str = "WATCHDOG_USEC";
-/// Environment variable with the process id that the watchdog is for, if it is for only one.
+/// Environment variable with the id of the only process that the watchdog watches, if set.
 const WATCHDOG_PID: &str = "WATCHDOG_PID";
 /// Time that a replica may take to flush its updates and exit, in addition to the drain.
 const ENDING: Duration = Duration::from_secs(15);

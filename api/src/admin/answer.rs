@@ -308,7 +308,7 @@ impl IntoResponse for Written {
     }
 }
 
-/// A committed write whose response contains more than its index.
+/// Response to a committed write that contains more than the log index.
 pub(super) struct WrittenWith<T> {
     pub(super) index: LogIndex,
     pub(super) body: T,

@@ -88,7 +88,7 @@ pub(super) async fn audit(
     }))
 }
 
-/// Position at which a page starts: it contains the writes and calls before these.
+/// Position in the audit, from which a page continues with earlier writes and calls.
 struct AuditCursor {
     index: LogIndex,
     number: u64,

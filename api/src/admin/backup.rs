@@ -42,8 +42,8 @@ pub(super) struct BackupQuery {
 }
 
 impl Default for BackupQuery {
-    /// Linearizable, because a backup must contain everything committed before the request. `local`
-    /// is for a cluster that has lost its quorum.
+    /// Returns [`ReadLevel::Linearizable`], because a backup must contain everything committed
+    /// before the request. `local` is for a cluster that has lost its quorum.
     fn default() -> Self {
         let read = ReadLevel::Linearizable;
         Self { read }

@@ -22,7 +22,7 @@ const PATH_BYTES_MAX: usize = 256;
 /// Target of the log lines about calls.
 const TARGET: &str = "quorate::audit";
 
-/// Log index of a write, attached to its response.
+/// Log index of a write, which handlers attach to the response.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct WriteIndex(pub(super) LogIndex);
 

@@ -46,7 +46,7 @@ pub(super) struct ExplainBody {
     /// User to explain for, by the name that the admin API shows, instead of the one that the
     /// request would be charged to; no key is needed then.
     user: Option<String>,
-    /// Body: JSON, or a string that contains it byte for byte.
+    /// Request body: JSON, or a string that contains the body byte for byte.
     #[schemars(with = "Value")]
     pub(super) body: Box<RawValue>,
     /// Whether to show the prompt's token ids.

@@ -69,7 +69,7 @@ enum CallRejection {
     Unauthorized,
     /// The call's source has sent too many wrong tokens.
     Slowed(Duration),
-    /// An operators' authority signed the certificate, but it names no operator.
+    /// The certificate comes from an operators' authority, but names no operator.
     NoOperator(String),
     /// The operator's role is insufficient.
     Forbidden {

@@ -29,8 +29,8 @@ pub struct LogLevelControl {
 }
 
 impl LogLevelControl {
-    /// Creates the control. `show` returns the current level or filter; `set` accepts a value as
-    /// for `log.level` in a config, or returns what it expected.
+    /// Creates the control. `show` returns the current level or filter. `set` sets a value as for
+    /// `log.level` in a config, or returns what it expected.
     #[must_use]
     pub fn new(
         show: impl Fn() -> String + Send + Sync + 'static,

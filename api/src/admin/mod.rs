@@ -152,7 +152,8 @@ pub struct Admin {
     pub log_level: Option<LogLevelControl>,
     /// Host names under which the listener serves, in addition to IP addresses and `localhost`.
     pub hosts: Vec<String>,
-    /// Tokens and their roles; if this and `certified` are `None`, everything is allowed.
+    /// Tokens of operators and their roles. If this and `certified` are `None`, all calls are
+    /// allowed.
     pub tokens: Option<AdminTokens>,
     /// Operators recognised by certificate; `None` if client certificates are ignored.
     pub certified: Option<CertifiedOperators>,

@@ -69,7 +69,7 @@ struct PrefixDetail {
 struct SharedPrefix<'a> {
     blocks: u32,
     parent: Option<BlockHash>,
-    /// Number of requests with its most frequent extension.
+    /// Number of requests with the prefix's most frequent extension.
     deeper: u32,
     requests: u32,
     users: BTreeSet<&'a str>,

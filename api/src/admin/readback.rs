@@ -26,7 +26,8 @@ pub(super) trait ReplacedSettings {
 pub(super) struct WrittenSettings<T> {
     /// JSON of the settings, without the fields around them.
     pub(super) config: Bytes,
-    /// Whether they were read as defaults, so that writing them back unchanged has no effect.
+    /// Whether the settings were read as defaults, so that writing them back unchanged has no
+    /// effect.
     pub(super) is_read_as_unset: bool,
     form: PhantomData<T>,
 }

@@ -373,7 +373,7 @@ struct Lines {
     scopes: Arc<CacheScopesView>,
     replica: ReplicaId,
     taken: std::vec::IntoIter<TakenRequest>,
-    /// The first line, until it is sent.
+    /// First line of the file; `None` once it is sent.
     head: Option<String>,
     _permit: OwnedSemaphorePermit,
 }

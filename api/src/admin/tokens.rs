@@ -153,9 +153,9 @@ fn unhex(text: &str) -> Option<TokenHash> {
 
 /// A newly drawn token.
 pub struct NewToken {
-    /// The secret that its holder sends. It cannot be recovered later.
+    /// The secret that the token's holder sends. It cannot be recovered later.
     pub secret: String,
-    /// Its line in the tokens file.
+    /// The token's line in the tokens file.
     pub line: String,
 }
 

@@ -26,12 +26,12 @@ pub struct LoraAdapters {
     pub resident: Vec<String>,
 }
 
-/// Adapters of an engine, as routing decisions see them.
+/// Adapters of an engine, as far as routing decisions need them.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize)]
 pub struct EngineAdapters {
     /// Number of adapters that fit in memory.
     pub max: u32,
-    /// Adapters in memory, or about to be because a request was sent for them; sorted.
+    /// Adapters in memory, or to be loaded for a request that was sent; sorted.
     pub resident: Vec<String>,
     /// Adapters that can be loaded: models with a parent in the engine's model list; sorted.
     pub listed: Vec<String>,

@@ -277,7 +277,7 @@ struct ListedModel {
     parent: Value,
     #[serde(default)]
     max_model_len: Value,
-    /// Context length, as Dynamo names it.
+    /// Context length in Dynamo's model list.
     #[serde(default)]
     context_window: Value,
     /// Object that contains the context length as `n_ctx`, in llama.cpp.
@@ -302,7 +302,7 @@ fn model_length(listed: &ListedModel) -> Option<u64> {
 /// Maximum length of each text in a model's entry, and of its permissions, in bytes.
 const KEPT_BYTES_MAX: usize = 1024;
 
-/// A model as its engine lists it.
+/// Entry of a model in an engine's list.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct EngineModel {
     /// Id of the model.

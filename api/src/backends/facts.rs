@@ -45,15 +45,15 @@ pub(super) const REFINE_AFTER: Duration = Duration::from_secs(30);
 /// Facts read from an engine in one round of probes.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct EngineReading {
-    /// Ids of its models, if they were queried.
+    /// Ids of the engine's models, if they were queried.
     pub(crate) models: Option<Vec<String>>,
-    /// Capacity of its cache, in tokens.
+    /// Capacity of the engine's cache, in tokens.
     pub(crate) cache_tokens: Option<u64>,
-    /// Start time of its process, in Unix seconds.
+    /// Start time of the engine's process, in Unix seconds.
     pub(crate) started_at_s: Option<u64>,
     /// Number of prompt tokens processed since the engine started.
     pub(crate) prompt_tokens: Option<u64>,
-    /// Tokens per block of its cache.
+    /// Tokens per block of the engine's cache.
     pub(crate) block_size: Option<u32>,
     /// Number of probes that were refused a connection since this replica has known the engine.
     pub(crate) refusals: u64,
@@ -87,7 +87,7 @@ pub(crate) struct FactsMemory {
     handle: Option<BackendRef>,
     /// Last reported number of prompt tokens processed.
     prompt_tokens: Option<u64>,
-    /// Number of refused probes when the engine last responded; `None` before its first reading.
+    /// Number of refused probes when the engine last responded; `None` before the first reading.
     refusals: Option<u64>,
     cache_tokens: Option<u64>,
     /// When the capacity was first compared with the registry, or last proposed.

@@ -26,7 +26,7 @@ pub const SCRAPE_FAILURES_MAX: u32 = 3;
 pub struct Health {
     /// Whether the backend may get requests.
     pub is_healthy: bool,
-    /// Why the backend is unhealthy, or its last failure.
+    /// Why the backend is unhealthy, or the last failure of a healthy one.
     pub detail: Option<String>,
     /// Number of requests in the engine's queue.
     pub waiting: u32,
@@ -111,7 +111,7 @@ pub struct ProbeRecord {
     pub id: String,
     /// Whether the backend may get requests.
     pub is_healthy: bool,
-    /// Why the backend is unhealthy, or its last failure.
+    /// Why the backend is unhealthy, or the last failure of a healthy one.
     pub detail: Option<String>,
     /// How the last probe failed; `None` if it passed or there was none.
     pub fault: Option<Fault>,
@@ -140,13 +140,13 @@ pub struct ProbeRecord {
     /// Entries of the last model list.
     #[serde(skip)]
     pub listed: Option<Arc<[EngineModel]>>,
-    /// Version of the engine, as it reports it.
+    /// Version that the engine reports.
     pub version: Option<String>,
     /// Facts last reported to the cluster by this replica.
     pub told: Option<EngineFacts>,
     /// Tokens per block of the model, if the engine's own block size does not fit it.
     pub unfit_block_size: Option<u32>,
-    /// Adapters that this replica sent requests for and that the metrics need not list yet, with
+    /// Adapters for which this replica sent requests and that the metrics need not list yet, with
     /// the number of scrapes until they must.
     #[serde(skip)]
     pub(crate) sent_adapters: Vec<(String, u8)>,

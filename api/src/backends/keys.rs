@@ -14,8 +14,8 @@ use http::{HeaderMap, HeaderName, HeaderValue};
 
 /// Maximum length of a file of headers, in bytes.
 const FILE_BYTES_MAX: usize = 64 * 1024;
-/// Headers that a file of headers must not contain: they control the transmission, or this replica
-/// sets them.
+/// Headers that a file of headers must not contain, because they control the transmission or this
+/// replica sets them.
 const NOT_OF_ENGINES: [&str; 13] = [
     "connection",
     "content-encoding",

@@ -157,7 +157,7 @@ pub struct Hooks {
     pub observe: Arc<dyn Fn(BackendRef, EngineFacts) + Send + Sync>,
     /// Returns whether this replica is the leader. Only the leader refines a known capacity.
     pub is_leader: Arc<dyn Fn() -> bool + Send + Sync>,
-    /// Clock that dates restarts of engines that do not report their start time.
+    /// Clock that dates the restarts of engines without a reported start time.
     pub clock: Clock,
 }
 

@@ -104,7 +104,7 @@ pub enum SendError {
     /// The connection broke, or its content was not HTTP. The engine may have started the request.
     #[error("exchange: {0}")]
     Broke(#[source] hyper::Error),
-    /// The backend was removed or replaced since it was chosen.
+    /// The backend was removed or replaced after it was chosen.
     #[error("backend is gone")]
     Gone,
     /// The connection ended without a response or an error.
@@ -113,7 +113,7 @@ pub enum SendError {
     /// The engine sent too many informational responses (1xx).
     #[error("exchange: more than {INFORMATIONAL_MAX} informational responses")]
     Informational,
-    /// Another engine, on which this one depends for its response, failed.
+    /// This engine depends for its response on another engine, which failed.
     #[error("exchange: the engine that computes the prompt failed")]
     WithoutPrompt,
 }
@@ -405,7 +405,7 @@ impl EngineEndpoint {
 enum ExchangeResult {
     /// The request was sent at least in part, with this result.
     Over(Result<Response<EngineBody>, SendError>),
-    /// The connection closed before any of it was sent.
+    /// The connection closed before any of the request was sent.
     Unsent(hyper::Error),
 }
 
@@ -416,7 +416,7 @@ type PooledConnections = Vec<Box<PooledConnection>>;
 struct PooledConnection {
     sender: http1::SendRequest<Segments>,
     connection: http1::Connection<TokioIo<MaybeTls<TcpStream>>, Segments>,
-    /// Whether `connection` has ended; it must not be polled again.
+    /// Whether `connection` has ended, so that it must not be polled again.
     is_over: bool,
     informational: InformationalCount,
     /// Id of the address rules that applied when the connection was opened.

@@ -23,7 +23,7 @@ use super::modes::DisaggregationFacts;
 use super::slot_table::{Occupancy, SlotTable, backend_at};
 use super::{Backends, Hooks, ProbeSettings, prometheus_text};
 
-/// Health paths in the order they are tried; the first supported one is kept.
+/// Health paths, in the order in which they are tried. The first supported one is kept.
 const HEALTH_PATHS: [&str; 3] = ["/ready", "/health", "/v1/models"];
 /// Maximum length of a response to a health probe, in bytes.
 const HEALTH_BYTES_MAX: usize = 1 << 20;

@@ -9,7 +9,7 @@ use http_body::{Body, Frame, SizeHint};
 /// Maximum number of buffers in a [`Segments`] body.
 const SEGMENTS_MAX: usize = 7;
 
-/// A request body of up to seven buffers, sent one after another without joining them.
+/// A request body of up to seven buffers, which are sent one after another without being joined.
 #[derive(Debug, Clone, Default)]
 pub struct Segments {
     parts: [Bytes; SEGMENTS_MAX],

@@ -79,7 +79,7 @@ impl Cluster {
     }
 }
 
-/// Runs probes on a cluster with one backend, and receives their reports.
+/// Probes of a cluster with one backend, and the reports that they send.
 struct Bench {
     cluster: Cluster,
     backends: Arc<Backends>,

@@ -26,7 +26,7 @@ const CHANGES_AT_ONCE: usize = 32;
 /// Pause while a committed change is not applied here yet.
 const APPLY_PAUSE: Duration = Duration::from_millis(2);
 
-/// Dependencies of discovery on its replica.
+/// Parts of a replica that discovery depends on.
 #[derive(Clone)]
 pub struct DiscoveryParts {
     /// Sources in the config.

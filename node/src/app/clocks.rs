@@ -26,7 +26,7 @@ use tokio_util::sync::CancellationToken;
 use super::intervals::every;
 use super::log_version;
 
-/// Time after its last reading for which a peer's clock counts.
+/// Time for which a peer's clock counts after its last reading.
 const SILENT: Duration = Duration::from_secs(10);
 /// Length of a period. The fastest message of the last one or two periods counts.
 const STRETCH: Duration = Duration::from_secs(1);
@@ -34,10 +34,10 @@ const STRETCH: Duration = Duration::from_secs(1);
 const ASKING: Duration = Duration::from_secs(1);
 /// Skew above which a warning about a clock is logged, in milliseconds.
 pub(super) const SKEW_MS_MAX: u64 = 1000;
-/// Interval at which it is checked whether replicated time can be paced.
+/// Interval of checks whether replicated time can be paced.
 const PACE_INTERVAL: Duration = Duration::from_secs(1);
 
-/// The clocks of all members, and the cluster's clock that follows from them.
+/// The clocks of all members, and the cluster's clock that is derived from them.
 #[derive(Debug)]
 pub(super) struct ClusterClocks {
     own: Clock,

@@ -48,7 +48,7 @@ use self::tls::ReplicaCertificates;
 use crate::config::Config;
 use crate::telemetry::AccessFileMetrics;
 
-/// A replica bound to its sockets but not started yet.
+/// A replica whose sockets are bound, but which is not started yet.
 pub struct App {
     config: Config,
     sockets: BoundSockets,

@@ -25,7 +25,8 @@ const CA: &str = "ca";
 const OWN_HOST: [&str; 3] = ["localhost", "127.0.0.1", "::1"];
 /// Maximum length of a common name, in bytes.
 const CLIENT_NAME_BYTES_MAX: usize = 64;
-/// Time before its creation from which a certificate is valid, because clocks differ.
+/// Time by which the start of a certificate's validity precedes its creation, because clocks
+/// differ.
 const BACKDATED: Duration = Duration::hours(1);
 
 /// `quorate cert`.

@@ -290,7 +290,7 @@ pub(super) fn thousandths(value: &Value) -> String {
     }
 }
 
-/// Escapes, in JSON form, every character that a terminal would interpret.
+/// Replaces every character that a terminal would interpret by its JSON escape.
 pub(super) fn shown(json: &str) -> String {
     let escape = |c: char| {
         let mut units = [0; 2];

@@ -212,7 +212,7 @@ pub async fn run(args: DevArgs) -> anyhow::Result<ExitCode> {
     Ok(code)
 }
 
-/// Signals that end the cluster gracefully, so that it leaves nothing behind.
+/// Signals that end the cluster gracefully, so that no files are left behind.
 struct EndSignals([Signal; 3]);
 
 impl EndSignals {

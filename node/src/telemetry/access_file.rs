@@ -55,11 +55,11 @@ struct SharedFile {
 }
 
 enum Message {
-    /// Write this line, which includes its line break.
+    /// Asks the thread to write this line, which includes its line break.
     Line(Vec<u8>),
-    /// Take the reopened file.
+    /// Asks the thread to take the reopened file.
     Reopened,
-    /// Respond once everything queued before is written.
+    /// Asks the thread to respond once everything queued before is written.
     Flush(SyncSender<()>),
 }
 

@@ -191,7 +191,7 @@ fn status() -> ClusterStatus {
     }
 }
 
-/// An admin API with its dependencies.
+/// An admin API for tests, with its dependencies.
 struct Bench {
     cluster: Arc<Fake>,
     admin: Arc<Admin>,

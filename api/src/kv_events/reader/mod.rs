@@ -39,7 +39,7 @@ const LOOK_INTERVAL: Duration = Duration::from_millis(100);
 /// Delay before an engine is queried again.
 const ASK_AGAIN: Duration = Duration::from_millis(500);
 
-/// Dependencies of the readers on their replica.
+/// Parts of a replica that the readers depend on.
 #[derive(Clone)]
 pub struct ReaderParts {
     /// Access to the log and the replicated state.

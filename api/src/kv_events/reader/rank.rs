@@ -18,7 +18,7 @@ use crate::kv_events::stream::{EventStream, HashIdentity, StreamContext, StreamE
 const TICK: Duration = Duration::from_millis(50);
 /// Silence of a stream after which the engine is queried for its newest message number.
 const QUIET_MAX: Duration = Duration::from_secs(1);
-/// Time within which a report must be applied before it is repeated.
+/// Time within which a report must be applied, or else it is repeated.
 const APPLIED_WITHIN: Duration = Duration::from_secs(5);
 /// Minimum interval between two objections to a state that counts as exact. It is longer than a
 /// commit takes.
