@@ -81,8 +81,8 @@ pub struct EngineOptions {
     pub lora: LoraOptions,
     /// Options of the KV connector; `None` if the engine has none.
     pub transfer: Option<TransferOptions>,
-    /// Options of disaggregation through rooms, as in SGLang, with its metric names; `None` for a
-    /// vLLM engine.
+    /// Options of disaggregation through rooms, as in SGLang, with its metric names; `None` for
+    /// vLLM.
     pub rooms: Option<RoomOptions>,
     /// Number of data-parallel ranks, each with its own `shape`. Zero counts as one.
     pub data_parallel_size: u16,

@@ -4,8 +4,7 @@
 //! decode engine connects and names the room. The prefill engine then computes the prompt, waits as
 //! long as the transfer would take, reports completion, and responds to its own request. An engine
 //! that aborts closes the connection, which also ends the other engine's request. An engine that
-//! waits alone gives up after [`RoomOptions::patience`]. Only time is modelled; no blocks are
-//! transferred.
+//! waits alone gives up after [`RoomOptions::patience`]. Only time is modelled.
 
 use std::collections::HashMap;
 use std::io;

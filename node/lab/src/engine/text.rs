@@ -55,8 +55,7 @@ pub struct BlockContent {
 }
 
 impl Sequence {
-    /// Creates a sequence from a prompt for the base model. `salt` separates prompts that must not
-    /// share blocks.
+    /// Creates a sequence from a prompt for the base model. Different salts share no blocks.
     #[must_use]
     pub fn new(prompt: &[u8], salt: &str, block_tokens: u32, seed: u64) -> Self {
         Self::of_adapter(prompt, ("", salt), block_tokens, seed)

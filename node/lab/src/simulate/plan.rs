@@ -120,8 +120,7 @@ impl Default for ServiceGoal {
 /// Patience and retries of clients.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct ClientModel {
-    /// Range of the time after which clients leave without a complete response; `None` if they
-    /// never leave.
+    /// Range of the time after which clients leave without a complete response; `None`: never.
     pub patience: Option<(Micros, Micros)>,
     /// Number of retries after a rejection or departure, as in OpenAI's SDKs.
     pub retries: u32,

@@ -156,8 +156,7 @@ pub struct RunCurves {
     pub ttft_ms: Vec<f64>,
     /// Number of requests that ended within each step.
     pub ended: Vec<u64>,
-    /// Median time to first token within each step, in milliseconds; `None` for a step without a
-    /// first token.
+    /// Median time to first token within each step, in milliseconds; `None` without a first token.
     pub ttft_p50_ms: Vec<Option<f64>>,
     /// Number of requests at each backend at each point.
     pub load: Vec<Vec<u32>>,

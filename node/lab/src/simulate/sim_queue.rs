@@ -184,8 +184,7 @@ impl SimQueue {
         }
     }
 
-    /// Returns the expected time until all waiting requests are admitted, in milliseconds; 0 for
-    /// static batching.
+    /// Returns the expected time until the queue is empty, in milliseconds; 0 for static batching.
     #[must_use]
     pub fn drain_ms(&self, now: Micros) -> u64 {
         match &self.line {

@@ -56,8 +56,7 @@ pub struct SimTally {
     /// Largest service of a user that some replica did not know to be charged, in thousandths of a
     /// priced token at weight 1.
     pub uncharged_milli: u64,
-    /// Largest outstanding output of a user's dispatched requests, in thousandths of a priced token
-    /// at weight 1.
+    /// Largest outstanding output of a user's requests, in milli-tokens at weight 1.
     pub promised_milli: u64,
     /// Number of ended requests per backend.
     pub by_backend: Vec<u64>,

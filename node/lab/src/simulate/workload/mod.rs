@@ -51,8 +51,8 @@ pub struct SimUser {
     pub weight_milli: u32,
     /// Replica that receives all the user's requests, counted from 0; `None` for any.
     pub replica: Option<u8>,
-    /// Number of requests that the user keeps open, running or waiting. If 0, the user sends at
-    /// given times.
+    /// Number of requests that the user keeps open, running or waiting. If 0, it sends at given
+    /// times.
     pub backlog: u32,
     /// Period in which the user sends nothing, from start to end, if any.
     pub off: Option<(Micros, Micros)>,
