@@ -21,7 +21,7 @@ pub enum FoundKey {
     Live(Arc<ApiKey>),
     /// The key has expired, or the secret is a former one whose grace period is over.
     Expired,
-    /// No key has this secret: none ever had it, or the key or secret is gone.
+    /// No key has this secret, for example because its key was revoked.
     Unknown,
 }
 

@@ -145,7 +145,7 @@ pub fn encode_reply(reply: &Reply) -> Vec<u8> {
     encode(FORMAT_VERSION_COMMON, reply)
 }
 
-/// Decodes a reply, of any length.
+/// Decodes a reply that [`encode_reply`] encoded.
 ///
 /// # Errors
 /// If `bytes` is not a reply of a known version or has trailing bytes.
