@@ -54,7 +54,8 @@ pub struct PrefillAttempt {
 
 struct OpenPrefill {
     stopwatch: AttemptTimer,
-    /// Keeps other requests away from a half-open backend until the engine answers.
+    /// Keeps other requests away from a half-open backend until the engine answers or the attempt
+    /// ends.
     trial: Option<Arc<HalfOpenProbe>>,
     underway: LoadGuard,
     meter: InFlightGuard,

@@ -58,7 +58,8 @@ pub struct Attempt {
 pub(super) struct OpenAttempt {
     backend: BackendRef,
     stopwatch: AttemptTimer,
-    /// Keeps other requests away from a half-open backend until the engine answers.
+    /// Keeps other requests away from a half-open backend until the engine answers or the attempt
+    /// ends.
     trial: Option<Arc<HalfOpenProbe>>,
     /// Record of the decision, which receives the outcome.
     record: Option<Arc<DecisionRecord>>,
@@ -217,8 +218,8 @@ impl Dispatcher {
     }
 
     /// Returns how many leading blocks of `chain` the `backend` holds or will hold: at least
-    /// `matched`. Unlike a match, it includes the last block of the prompt, to find the tip of a
-    /// lease.
+    /// `matched`. Unlike a match, it counts blocks beyond the matchable ones, to find a lease's
+    /// tip.
     pub(super) fn held(
         &self,
         backend: BackendRef,
