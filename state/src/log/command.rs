@@ -72,8 +72,8 @@ pub enum Lane {
 #[derive(Debug, Clone, PartialEq, Encode, Decode)]
 pub enum Command {
     /// Founds a cluster without a hash secret and fixes what cannot change later. Rejected if the
-    /// cluster is already initialised. Only earlier builds wrote it; this build writes
-    /// [`Command::FoundWithSettings`] or [`Command::FoundWithUserDefaults`].
+    /// cluster is already initialised. With a hash secret, this build proposes
+    /// [`Command::FoundWithSettings`] or [`Command::FoundWithUserDefaults`] instead.
     InitCluster {
         /// Seed of all block and user hashes. Random, so that no client can construct collisions.
         hash_seed: u64,
