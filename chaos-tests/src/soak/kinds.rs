@@ -100,8 +100,8 @@ impl ClientKind {
         }
     }
 
-    /// Returns whether users of the kind must be charged exactly what engines computed. They stay to
-    /// the end, so that the router receives the usage.
+    /// Returns whether users of the kind must be charged exactly what engines computed. They stay
+    /// to the end, so that the router receives the usage.
     pub(super) fn is_exact(self) -> bool {
         matches!(self, Self::Honest | Self::Names | Self::Logprobs)
     }

@@ -121,7 +121,7 @@ pub struct EmulatedEngine;
 #[derive(Debug)]
 pub struct EngineHandle {
     addr: SocketAddr,
-    /// Bootstrap address, if the engine uses rooms.
+    /// Bootstrap address of a prefill engine with rooms; `None` for other engines.
     bootstrap: Option<SocketAddr>,
     ranks: Ranks,
     stop: CancellationToken,
@@ -208,7 +208,7 @@ impl EngineHandle {
         format!("http://{}", self.addr)
     }
 
-    /// Returns the bootstrap address, or `None` if the engine uses no rooms.
+    /// Returns the bootstrap address of a prefill engine with rooms; `None` for other engines.
     #[must_use]
     pub fn bootstrap(&self) -> Option<SocketAddr> {
         self.bootstrap
