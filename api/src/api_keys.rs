@@ -88,7 +88,7 @@ pub enum WhenStale {
 /// Age of this replica's key list: time since the last message of a leader with a quorum whose
 /// commits up to that message are all applied here.
 pub struct ListAge {
-    /// Returns the time of that message; `None` if there was none since this replica started.
+    /// Returns the time of the leader's message; `None` if none arrived since this replica started.
     confirmed: Box<dyn Fn() -> Option<Instant> + Send + Sync>,
     /// Age up to which the list counts as current. Leaders send messages only at intervals.
     current_within: Duration,
@@ -154,7 +154,7 @@ impl KeyListAge {
     }
 }
 
-/// How this replica validates the cluster's keys.
+/// Rules by which this replica validates the cluster's keys.
 #[derive(Debug, Clone)]
 pub struct KeyRules {
     /// Whether requests need a valid key, from the cluster or from this replica's file.
@@ -163,7 +163,7 @@ pub struct KeyRules {
     pub when_stale: WhenStale,
     /// Age from which the list is stale.
     pub stale_after: Duration,
-    /// Age of the list.
+    /// Age of this replica's key list.
     pub list: Arc<ListAge>,
 }
 

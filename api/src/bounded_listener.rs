@@ -63,7 +63,8 @@ impl BoundedListener {
         }
     }
 
-    /// Accepts a backlogged connection that has a permit. Closing the listener resets the others.
+    /// Accepts a backlogged connection if there is a permit, without waiting. Closing the listener
+    /// resets the others.
     pub(crate) fn accept_waiting(&self) -> Option<BoundedConnection> {
         self.next().now_or_never()?.ok()
     }

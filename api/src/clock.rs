@@ -15,7 +15,7 @@ use tokio::time::Instant;
 #[derive(Clone, Default)]
 pub struct Clock(Option<Arc<Source>>);
 
-/// Returns Unix time, in milliseconds.
+/// Function that returns Unix time, in milliseconds.
 type Source = dyn Fn() -> u64 + Send + Sync;
 
 impl Clock {
@@ -41,7 +41,7 @@ pub struct LogTime {
     began: Instant,
     /// Last replicated time seen, in milliseconds.
     told_ms: AtomicU64,
-    /// Time at which it was first seen, in milliseconds since `began`.
+    /// Time at which `told_ms` was first seen, in milliseconds since `began`.
     told_at_ms: AtomicU64,
 }
 

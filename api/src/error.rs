@@ -16,7 +16,7 @@ use serde_json::{Map, Value};
 /// Response header with which OpenAI's SDKs decide whether to retry a request.
 pub const SHOULD_RETRY: HeaderName = HeaderName::from_static("x-should-retry");
 
-/// Default `retry-after` if no backend can take a request, in seconds.
+/// Default `retry-after` of temporary failures, in seconds.
 const UNAVAILABLE_RETRY_AFTER_S: u32 = 1;
 
 /// An error of the admin API in the form of RFC 9457.
@@ -113,7 +113,7 @@ pub enum ProxyError {
     BadRequest {
         /// What is wrong and what was expected.
         message: String,
-        /// Field at fault.
+        /// Field or header at fault, if known.
         param: Option<String>,
     },
     /// A required key is missing or unknown.
@@ -319,14 +319,14 @@ pub enum ProxyError {
 pub struct ErrorResponse {
     /// HTTP status.
     pub status: StatusCode,
-    /// OpenAI's `type`.
+    /// Value of `type` in OpenAI's error object.
     pub type_: &'static str,
-    /// OpenAI's `code`.
+    /// Value of `code` in OpenAI's error object.
     pub code: &'static str,
-    /// Value of `retry-after`, in seconds.
+    /// Value of `retry-after`, in seconds; `None` to omit the header.
     pub retry_after_s: Option<u32>,
-    /// Value of `x-should-retry`. `false` if the backend may have computed for the request, so that
-    /// a retry would be charged again.
+    /// Value of `x-should-retry`; `None` to omit the header. `false` if the backend may have
+    /// computed for the request, so that a retry would be charged again.
     pub should_retry: Option<bool>,
 }
 

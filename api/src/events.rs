@@ -23,9 +23,9 @@ use tokio_util::sync::CancellationToken;
 use crate::clock::Clock;
 use crate::ports::{Cluster, ClusterStatus};
 
-/// Number of events kept for subscribers that are slow or reconnect.
+/// Maximum number of events kept for subscribers that are slow or reconnect.
 pub const EVENTS_KEPT_MAX: usize = 1024;
-/// Polling interval.
+/// Interval for polling the views of the cluster and of the registry.
 const LOOK_INTERVAL: Duration = Duration::from_millis(100);
 
 /// An event for operators.
@@ -187,7 +187,7 @@ pub struct NumberedEvent {
 #[derive(Clone)]
 pub struct EventBus {
     sender: broadcast::Sender<Arc<NumberedEvent>>,
-    /// Held until an event is sent, so that events stay in order.
+    /// Newest events. The lock is held until an event is sent, so that events stay in order.
     kept: Arc<Mutex<KeptEvents>>,
     /// Number of leader events sent so far.
     leaders: Arc<AtomicU64>,
@@ -199,7 +199,7 @@ pub struct EventBus {
 struct KeptEvents {
     /// Last number assigned.
     last: u64,
-    /// At most [`EVENTS_KEPT_MAX`], the newest last.
+    /// Events, at most [`EVENTS_KEPT_MAX`], the newest last.
     events: VecDeque<Arc<NumberedEvent>>,
 }
 
@@ -419,7 +419,8 @@ pub fn registry_changes(before: &Registry, after: &Registry) -> Vec<ClusterEvent
     events
 }
 
-/// Returns the backends whose predictions started or stopped exceeding the error bound, by slot.
+/// Returns an event for each backend whose predictions started or stopped exceeding the error
+/// bound.
 #[must_use]
 pub fn accuracy_changes(
     registry: &Registry,
@@ -481,7 +482,7 @@ pub fn follow(
     events: EventBus,
     stop: CancellationToken,
 ) -> impl Future<Output = ()> + Send {
-    // Read here, because a task may first run long after it is spawned.
+    // The views are read here, because a task may first run long after it is spawned.
     let status = cluster.status();
     let registry = view.registry();
     let service = Arc::clone(&view.service());

@@ -8,7 +8,7 @@ use std::time::Duration;
 use tokio::time::{MissedTickBehavior, interval};
 use tokio_util::sync::CancellationToken;
 
-/// Polling interval.
+/// Interval for polling files.
 const LOOK_EVERY: Duration = Duration::from_secs(2);
 
 /// Attributes that change with a file: identity, length and times.
@@ -21,7 +21,7 @@ pub struct FileStamp {
 }
 
 impl FileStamp {
-    /// Returns the file's attributes; `None` if the file does not exist.
+    /// Returns the file's attributes; `None` if the file does not exist or is not accessible.
     #[must_use]
     pub fn of(file: &Path) -> Option<Self> {
         let found = file.metadata().ok()?;

@@ -4,7 +4,7 @@ use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::str::FromStr;
 
-/// A network: `10.0.0.0/8`, `2001:db8::/32`, or one address.
+/// An IP network, such as `10.0.0.0/8` or `2001:db8::/32`, or one address.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct IpPrefix {
     network: IpAddr,
@@ -17,7 +17,7 @@ pub struct IpPrefix {
 pub struct IpPrefixError;
 
 impl IpPrefix {
-    /// Loopback addresses.
+    /// Prefixes of the loopback addresses.
     pub const LOOPBACK: [Self; 2] = [
         Self {
             network: IpAddr::V4(Ipv4Addr::new(127, 0, 0, 0)),

@@ -55,11 +55,11 @@ pub enum WhenUnsalted {
 /// Behaviour of engines that support salts, on one path.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum SaltedPath {
-    /// They use the salt.
+    /// Engines use the salt.
     Taken,
-    /// They need no salt: they cache nothing of the prompt, or compute nothing.
+    /// Engines need no salt: they cache nothing of the prompt, or compute nothing.
     NeedsNone,
-    /// They ignore the salt, as far as is known.
+    /// Engines ignore the salt, as far as is known.
     Ignored,
 }
 
@@ -124,7 +124,7 @@ pub(crate) fn salt(
         hash.update(secret.key_bytes());
     }
     hash.update(kind);
-    // Each with its length, so that no two pairs produce the same input.
+    // Each text follows its length, so that no two pairs produce the same input.
     for text in [name, of_client.unwrap_or_default()] {
         hash.update((text.len() as u64).to_le_bytes());
         hash.update(text.as_bytes());

@@ -33,7 +33,8 @@ impl LogRateLimit {
         }
     }
 
-    /// Returns the number of lines suppressed since the last one; `None` if none may be written.
+    /// Decides whether a line may be written. Returns the number of lines suppressed since the last
+    /// one, or `None` if this one is suppressed too.
     pub(crate) fn try_acquire(&self) -> Option<u64> {
         // The counts are consistent between any two changes.
         let mut said = self.said.lock().unwrap_or_else(PoisonError::into_inner);

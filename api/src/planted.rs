@@ -11,7 +11,7 @@
 #[macro_export]
 macro_rules! plantable_bugs {
     ($($(#[$doc:meta])* $bug:ident,)*) => {
-        /// A typical mistake.
+        /// A typical mistake that a test can plant.
         #[derive(Debug, Clone, Copy, PartialEq, Eq)]
         pub enum Bug { $($(#[$doc])* $bug,)* }
 

@@ -17,13 +17,13 @@ pub fn is_obeyed(c: char) -> bool {
             | '\u{2060}'..='\u{206f}' | '\u{feff}' | '\u{fff9}'..='\u{fffb}' | '\u{e0000}'..='\u{e007f}')
 }
 
-/// Escapes such characters in `text`, for example as `\u{1b}`.
+/// Escapes the characters in `text` that [`is_obeyed`] selects, for example as `\u{1b}`.
 #[must_use]
 pub fn escaped(text: &str) -> Cow<'_, str> {
     escaped_but(text, &[])
 }
 
-/// Like [`escaped`], but keeps line breaks and tabs.
+/// Escapes `text` like [`escaped`], but keeps line breaks and tabs.
 #[must_use]
 pub fn escaped_lines(text: &str) -> Cow<'_, str> {
     escaped_but(text, &['\n', '\t'])

@@ -68,7 +68,7 @@ pub struct ReadinessCheck {
     pub view: Arc<StateView>,
     /// Health of the backends.
     pub backends: Arc<Backends>,
-    /// Digests by index.
+    /// Digests of the state, compared with those of peers.
     pub digests: Arc<Digests>,
     /// Updates that the log does not have yet.
     pub outbox: Arc<SharedOutbox>,
@@ -139,7 +139,7 @@ impl ReadinessCheck {
         }
     }
 
-    /// Whether everything committed at this replica's start is applied. Stays true.
+    /// Whether everything committed at this replica's start is applied. Once true, it stays true.
     pub(crate) fn has_caught_up(&self) -> bool {
         self.cluster.status().caught_up
     }

@@ -18,8 +18,8 @@ const CHARACTER_BYTES_MAX: usize = 4;
 pub struct UserName(String);
 
 impl UserName {
-    /// Shortens `name` if necessary. A name longer than [`NAME_BYTES_MAX`] is cut and distinguished
-    /// by its hash.
+    /// Creates a user name from `name`. A name longer than [`NAME_BYTES_MAX`] is cut and
+    /// distinguished by its hash.
     #[must_use]
     pub fn bounded<'a>(name: impl Into<Cow<'a, str>>) -> Self {
         let name = name.into();

@@ -1,16 +1,22 @@
-//! Runs commands of the system to completion.
+//! Helpers that run commands of the system to completion.
 
 use std::io::Write as _;
 use std::process::{Command, Stdio};
 
 use anyhow::{Context as _, bail};
 
-/// Runs a command. If it fails, the error contains its output.
+/// Runs a command without input.
+///
+/// # Errors
+/// If the command cannot be started or fails, with what it wrote to standard error.
 pub(crate) fn run(words: &[&str]) -> anyhow::Result<()> {
     run_with_input(words, "")
 }
 
-/// Runs a command like [`run`], with `input` on its standard input.
+/// Runs a command with `input` on its standard input.
+///
+/// # Errors
+/// If the command cannot be started or fails, with what it wrote to standard error.
 pub(crate) fn run_with_input(words: &[&str], input: &str) -> anyhow::Result<()> {
     let what = || format!("run {}", words.join(" "));
     let (program, args) = words.split_first().context("no command")?;

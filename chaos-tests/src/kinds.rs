@@ -32,7 +32,7 @@ macro_rules! kinds {
             /// Returns the kind with this name.
             ///
             /// # Errors
-            /// Lists all names if none matches.
+            /// If no kind has this name, with a list of all names.
             pub fn named(name: &str) -> Result<Self, String> {
                 let found = Self::ALL.iter().find(|kind| kind.name() == name);
                 let names: Vec<_> = Self::ALL.iter().map(|kind| kind.name()).collect();

@@ -6,12 +6,13 @@
 //!   operators. Each request goes to one replica and is never sent twice, so that no retry hides a
 //!   failure.
 //! - [`soak`] overloads such a cluster with hostile and careless clients.
-//! - [`abuse`] attacks one, each attack on its own, in the clear and with TLS and API keys.
+//! - [`abuse`] attacks such a cluster, one attack at a time, in the clear and with TLS and API
+//!   keys.
 //! - [`live`] compares predictions with what real engines find cached.
 //! - [`fuzzing`] feeds mutated bytes to every reader of untrusted bytes.
 //!
 //! [`oracle`] records a run and [`invariants`] states what must hold for it. [`planted`] plants
-//! bugs, to prove that both find them.
+//! bugs, to prove that the tests find them.
 
 pub mod abuse;
 mod command;

@@ -7,19 +7,19 @@
 
 use std::fmt;
 
-/// One bug of one crate.
+/// A bug to plant, in one of the crates.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PlantedBug {
-    /// A bug of the log.
+    /// A bug in the replication of the log.
     Raft(raft::planted::Bug),
-    /// A bug in what a replica learns, proposes and answers.
+    /// A bug in what a replica learns, proposes and responds.
     Api(api::planted::Bug),
-    /// A bug in how a replica is assembled.
+    /// A bug in the assembly of a replica.
     Node(node::planted::Bug),
 }
 
 impl PlantedBug {
-    /// Returns all bugs.
+    /// Returns all bugs that can be planted.
     pub fn all() -> impl Iterator<Item = Self> {
         let raft = raft::planted::Bug::ALL.iter().copied().map(Self::Raft);
         let api = api::planted::Bug::ALL.iter().copied().map(Self::Api);
@@ -48,7 +48,7 @@ impl PlantedBug {
 }
 
 impl fmt::Display for PlantedBug {
-    /// Formats the bug as in `raft.VoteNotKept`.
+    /// Formats the bug as its crate and name, such as `raft.VoteNotKept`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Raft(bug) => write!(f, "raft.{bug:?}"),
@@ -58,7 +58,7 @@ impl fmt::Display for PlantedBug {
     }
 }
 
-/// A planted bug, removed on drop. Must be dropped on the thread that planted it.
+/// Guard of a planted bug, which removes the bug on drop. Drop it on the planting thread.
 #[derive(Debug)]
 pub struct PlantedGuard(PlantedBug);
 

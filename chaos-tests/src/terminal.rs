@@ -1,4 +1,4 @@
-//! Helpers of this crate's programs: running until a signal, and printing tables.
+//! Helpers of this crate's programs: runs until a signal, exit codes, and tables.
 
 use std::io::{self, Write as _};
 use std::process::ExitCode;
@@ -6,11 +6,11 @@ use std::process::ExitCode;
 use comfy_table::{Table, presets::ASCII_MARKDOWN};
 use tokio::signal::unix::{SignalKind, signal};
 
-/// Runs a program until it ends or a signal stops it. Dropping it removes processes, hosts and
-/// folders.
+/// Runs a program until it ends or a signal stops it. A signal drops the program, which removes its
+/// processes, hosts and folders.
 ///
 /// # Errors
-/// The program's error, or that no runtime can be built.
+/// The program's error, or if the runtime or the signal handlers cannot be set up.
 pub fn run(program: impl Future<Output = anyhow::Result<ExitCode>>) -> anyhow::Result<ExitCode> {
     tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
@@ -27,7 +27,7 @@ pub fn run(program: impl Future<Output = anyhow::Result<ExitCode>>) -> anyhow::R
         })
 }
 
-/// Returns the exit code of a program that found everything as it must be, or not.
+/// Returns the exit code of a program: success if `is_clean`, otherwise failure.
 #[must_use]
 pub fn exit_code(is_clean: bool) -> ExitCode {
     if is_clean {
@@ -37,7 +37,7 @@ pub fn exit_code(is_clean: bool) -> ExitCode {
     }
 }
 
-/// Returns a table without rows.
+/// Returns an empty table with the headers `heads`.
 #[must_use]
 pub fn table(heads: &[&str]) -> Table {
     let mut table = Table::new();
@@ -45,10 +45,10 @@ pub fn table(heads: &[&str]) -> Table {
     table
 }
 
-/// Prints a line.
+/// Prints a line to standard output.
 ///
 /// # Errors
-/// When standard output is closed.
+/// If standard output is closed.
 pub fn say(what: impl std::fmt::Display) -> anyhow::Result<()> {
     Ok(writeln!(io::stdout().lock(), "{what}")?)
 }

@@ -1,8 +1,8 @@
-//! Requests over separate connections, each from a chosen address. Leaving means closing the
+//! Requests over separate connections, each from a chosen address. A client leaves by closing its
 //! connection.
 //!
-//! On loopback every address of 127.0.0.0/8 is available, so clients that are counted by address
-//! can be told apart.
+//! On loopback, every address of 127.0.0.0/8 is available, so servers that count clients by address
+//! see different clients.
 
 use std::fmt;
 use std::io;
@@ -22,17 +22,17 @@ use tokio_util::task::AbortOnDropHandle;
 
 use crate::processes::access::ClientAccess;
 
-/// Maximum bytes of a response that are kept.
+/// Maximum number of bytes kept of a response.
 const ANSWER_BYTES_MAX: usize = 4 << 20;
 
-/// Receive buffer of a slow reader, in bytes.
+/// Size of a slow reader's receive buffer, in bytes.
 const LITTLE_ROOM_BYTES: u32 = 4096;
 
-/// Source address of a connection.
+/// Source address and receive buffer of a connection.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct SourceAddress {
     pub(crate) address: Ipv4Addr,
-    /// Whether the receive buffer is small, so that little is received before it is read.
+    /// Whether the receive buffer is small, so that the socket holds little that is not read.
     pub(crate) has_little_room: bool,
 }
 
@@ -45,7 +45,7 @@ impl std::convert::From<Ipv4Addr> for SourceAddress {
     }
 }
 
-/// Opens a connection from the given address.
+/// Opens a connection to `to` from the given source address.
 pub(crate) async fn connect(from: SourceAddress, to: SocketAddr) -> io::Result<TcpStream> {
     let socket = TcpSocket::new_v4()?;
     if from.has_little_room {
@@ -55,7 +55,7 @@ pub(crate) async fn connect(from: SourceAddress, to: SocketAddr) -> io::Result<T
     socket.connect(to).await
 }
 
-/// A request to be sent.
+/// An HTTP request to send.
 pub(crate) struct OutgoingRequest {
     pub(crate) method: Method,
     pub(crate) path: &'static str,
@@ -64,7 +64,7 @@ pub(crate) struct OutgoingRequest {
 }
 
 impl OutgoingRequest {
-    /// Creates a JSON request with an API key.
+    /// Creates a `POST` request with a JSON body and an API key.
     pub(crate) fn post(path: &'static str, key: &str, body: Bytes) -> Self {
         let mut ask = Self {
             method: Method::POST,
@@ -77,7 +77,7 @@ impl OutgoingRequest {
         ask
     }
 
-    /// Sets a header.
+    /// Sets a header, in place of an earlier value.
     pub(crate) fn set(&mut self, name: HeaderName, value: &str) {
         let value = HeaderValue::from_str(value).expect("headers are made of visible ascii");
         self.headers.insert(name, value);
@@ -93,21 +93,21 @@ pub(crate) struct ResponseHead {
     _connection: AbortOnDropHandle<()>,
 }
 
-/// How a request failed.
+/// Stage at which a request failed, and the reason.
 #[derive(Debug)]
 pub(crate) enum RequestError {
-    /// No connection, or one that broke before the response.
+    /// No connection could be made, or it broke before the response.
     Early(String),
-    /// The response was cut short.
+    /// The response broke off before its end.
     Late(String),
 }
 
-/// A complete response.
+/// Time and tokens of a complete response.
 #[derive(Debug, Default)]
 pub(crate) struct WholeAnswer {
     /// Time from the request to the first byte of the body.
     pub(crate) first: Duration,
-    /// Number of received tokens.
+    /// Number of output tokens that the response reports.
     pub(crate) tokens: u64,
 }
 
@@ -121,6 +121,9 @@ impl fmt::Display for RequestError {
 }
 
 /// Sends a request on a new connection and waits for the head of the response.
+///
+/// # Errors
+/// [`RequestError::Early`] if there is no connection or no response.
 pub(crate) async fn ask(
     access: &ClientAccess,
     from: impl Into<SourceAddress>,
@@ -160,7 +163,7 @@ pub(crate) async fn ask(
 }
 
 impl ResponseHead {
-    /// Returns the next piece of the body; `None` at its end.
+    /// Returns the next chunk of the body; `None` at its end.
     pub(crate) async fn piece(&mut self) -> Result<Option<Bytes>, RequestError> {
         loop {
             match self.body.frame().await {
@@ -175,7 +178,7 @@ impl ResponseHead {
         }
     }
 
-    /// Reads the response to its end: a document, or a stream with its end marker.
+    /// Reads the response to its end. An event stream is only complete with its end marker.
     pub(crate) async fn whole(&mut self) -> Result<WholeAnswer, RequestError> {
         let (mut all, mut first) = (Vec::new(), None);
         while let Some(piece) = self.piece().await? {
@@ -200,13 +203,13 @@ impl ResponseHead {
         })
     }
 
-    /// Returns how long the client must wait before a retry.
+    /// Returns the time from `Retry-After` that the client must wait before a retry.
     pub(crate) fn retry_after(&self) -> Option<Duration> {
         let seconds = self.headers.get("retry-after")?.to_str().ok()?;
         seconds.parse().ok().map(Duration::from_secs)
     }
 
-    /// Whether the response forbids a retry.
+    /// Returns whether the response forbids a retry.
     pub(crate) fn is_final(&self) -> bool {
         self.headers
             .get("x-should-retry")

@@ -8,8 +8,8 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use crate::config::LimitsConfig;
 
-/// Descriptors reserved from clients: 128 for connections from peers, 96 for operators, and 64 for
-/// the log, snapshots, listeners, links to peers, probes and the runtime.
+/// Number of descriptors that clients cannot use: 128 for connections from peers, 96 for operators,
+/// and 64 for the log, snapshots, listeners, links to peers, probes and the runtime.
 const RESERVE: u64 = 288;
 
 /// Raises the soft limit to the hard one and returns the resulting limit.
@@ -36,12 +36,12 @@ pub fn raise() -> u64 {
     limit
 }
 
-/// Returns the process's limit on descriptors.
+/// Returns the process's current limit on descriptors.
 pub(crate) fn limit() -> u64 {
     getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX)
 }
 
-/// Lowers the client limits that `descriptors` cannot cover.
+/// Lowers the limits on clients to what `descriptors` descriptors can support.
 pub fn fit(limits: &mut LimitsConfig, descriptors: u64) {
     let (connections, requests) = (limits.max_connections, limits.max_requests);
     let fitting = fitting(connections, requests, descriptors);
@@ -74,7 +74,7 @@ fn wanted(connections: u32, requests: u32) -> u64 {
     RESERVE + u64::from(connections) + u64::from(requests)
 }
 
-/// Returns how many connections and requests the descriptors cover, apart from the reserve. Each
+/// Returns how many connections and requests `descriptors` can support without the reserve. Each
 /// may use what the other does not need.
 fn fitting(connections: u32, requests: u32, descriptors: u64) -> (u32, u32) {
     // With an extremely low limit, give clients at least half of it.

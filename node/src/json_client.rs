@@ -17,41 +17,41 @@ use serde_json::Value;
 
 /// Maximum length of a response body, in bytes.
 const ANSWER_BYTES_MAX: usize = 256 << 20;
-/// Hint for a response that cannot come from an admin listener.
+/// Hint for a response that is not from an admin listener.
 const HINT: &str = "is this the admin listener of a replica? (`--admin URL` or QUORATE_ADMIN)";
 
-/// Hint for a 401 response: the request had no token, or a wrong one.
+/// Hint for a 401 response, which means that the request had no token or a wrong one.
 const TOKEN_HINT: &str = "it takes a token of its admin.tokens_file (`--token-file FILE` or QUORATE_TOKEN_FILE), or where \
      it has tls.admin.client_ca_file a certificate (`--cert-file FILE` or QUORATE_CERT_FILE)";
 
-/// An HTTP client that opens a connection per request, because replicas come and go.
+/// An HTTP client that opens a connection for each request, because replicas come and go.
 #[derive(Debug, Clone)]
 pub struct JsonClient {
     http: Client<ReplicaConnector, Full<Bytes>>,
     timeout: Duration,
-    /// Value of the `authorization` header.
+    /// Value of the `authorization` header, if any.
     authorization: Option<HeaderValue>,
-    /// Value of the `if-match` header.
+    /// Value of the `if-match` header, if any.
     version: Option<HeaderValue>,
 }
 
-/// A response with any status.
+/// A response with any status and a complete body.
 #[derive(Debug, Clone)]
 pub struct JsonAnswer {
-    /// The status.
+    /// Status of the response.
     pub status: StatusCode,
-    /// The headers.
+    /// Headers of the response.
     pub headers: HeaderMap,
-    /// The body as received.
+    /// Body of the response, as received.
     pub body: Bytes,
 }
 
-/// No connection could be made, so nothing was sent.
+/// Error for a request that was not sent because no connection could be made.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct NoConnectionError {
-    /// The innermost cause.
+    /// Innermost cause of the failure.
     pub cause: String,
-    /// Whether TLS failed.
+    /// Whether the TLS handshake failed.
     pub is_tls: bool,
 }
 
@@ -67,12 +67,12 @@ impl fmt::Display for NoConnectionError {
 
 impl std::error::Error for NoConnectionError {}
 
-/// A response whose status is not a success.
+/// Error for a response whose status is not a success.
 #[derive(Debug, Clone, PartialEq)]
 pub struct AnswerError {
-    /// The status.
+    /// Status of the response.
     pub status: StatusCode,
-    /// The body, usually `application/problem+json`.
+    /// Body of the response, usually `application/problem+json`.
     pub problem: Value,
 }
 
@@ -98,7 +98,7 @@ impl fmt::Display for AnswerError {
 impl std::error::Error for AnswerError {}
 
 impl JsonClient {
-    /// Creates a client that allows each request `timeout`.
+    /// Creates a client whose requests take at most `timeout`.
     #[must_use]
     pub fn new(timeout: Duration) -> Self {
         Self {
@@ -109,14 +109,14 @@ impl JsonClient {
         }
     }
 
-    /// Connects through `connector`.
+    /// Makes the client connect through `connector`.
     #[must_use]
     pub fn through(self, connector: &ReplicaConnector) -> Self {
         let http = connector.client();
         Self { http, ..self }
     }
 
-    /// Sends `authorization` with every request.
+    /// Makes the client send the header `authorization` with every request.
     #[must_use]
     pub fn authorized(self, authorization: Option<HeaderValue>) -> Self {
         Self {
@@ -125,7 +125,8 @@ impl JsonClient {
         }
     }
 
-    /// Makes every request conditional: it takes effect only if the resource has this version.
+    /// Makes every request conditional, so that it takes effect only if the resource has this
+    /// version.
     #[must_use]
     pub fn only_on(self, version: Option<HeaderValue>) -> Self {
         Self { version, ..self }
@@ -134,7 +135,7 @@ impl JsonClient {
     /// Sends a request and reads the response.
     ///
     /// # Errors
-    /// If no response arrives in time.
+    /// Fails if no response arrives in time.
     pub async fn send(
         &self,
         method: Method,
@@ -150,7 +151,7 @@ impl JsonClient {
     /// Sends a request and returns the JSON of a successful response.
     ///
     /// # Errors
-    /// If no response arrives in time, it is not JSON, or its status is not a success.
+    /// Fails if no response arrives in time, it is not JSON, or its status is not a success.
     pub async fn call(
         &self,
         method: Method,
@@ -184,10 +185,10 @@ impl JsonClient {
 }
 
 impl JsonAnswer {
-    /// Reads the rest of a response.
+    /// Reads the body of a response.
     ///
     /// # Errors
-    /// If it breaks off or is too large.
+    /// Fails if the body breaks off or is too long.
     pub async fn read(response: Response<Incoming>) -> anyhow::Result<Self> {
         let (head, body) = response.into_parts();
         let collected = Limited::new(body, ANSWER_BYTES_MAX).collect().await;
@@ -202,7 +203,7 @@ impl JsonAnswer {
     /// Returns the body as JSON.
     ///
     /// # Errors
-    /// If the body is not JSON.
+    /// Fails if the body is not JSON.
     pub fn json(&self) -> anyhow::Result<Value> {
         let json = serde_json::from_slice(&self.body);
         json.map_err(|_| {
@@ -216,7 +217,7 @@ impl JsonAnswer {
     /// Returns the body as JSON if the status is a success.
     ///
     /// # Errors
-    /// The problem that the response reports, or a body that is not JSON.
+    /// Fails with the problem that the response reports, or if the body is not JSON.
     pub fn success(&self) -> anyhow::Result<Value> {
         let (status, problem) = (self.status, self.json()?);
         match status.is_success() {
@@ -226,7 +227,7 @@ impl JsonAnswer {
     }
 }
 
-/// Returns why no response arrived: the innermost cause instead of the layers around it.
+/// Returns an error for a missing response: the innermost cause instead of the layers around it.
 pub(crate) fn no_answer(error: &hyper_util::client::legacy::Error) -> anyhow::Error {
     let mut cause: &dyn std::error::Error = error;
     while let Some(inner) = cause.source() {

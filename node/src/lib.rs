@@ -1,4 +1,4 @@
-//! The `quorate` program as a library: config, command line, wiring of a replica.
+//! The `quorate` program as a library: its config, its command line and the wiring of a replica.
 
 pub mod app;
 pub mod cli;

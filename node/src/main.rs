@@ -1,6 +1,6 @@
 //! The `quorate` program.
 
-/// Returns freed memory to the system and allocates faster than the system allocator: ADR 0086.
+/// Allocator that returns freed memory to the system and is faster than the system's (ADR 0086).
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 

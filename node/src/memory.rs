@@ -7,9 +7,9 @@ use std::path::{Path, PathBuf};
 
 use crate::config::{LimitsConfig, Parsed};
 
-/// Default maximum of the memory held by requests, in bytes.
+/// Maximum of the default for the memory that requests may hold, in bytes.
 const HELD_BYTES_MAX: u64 = 1 << 30;
-/// Limits from this value on mean "no limit": cgroup version 1 reports a huge number.
+/// Value from which on a limit means that there is none: cgroup version 1 reports a huge number.
 const UNLIMITED: u64 = 1 << 60;
 
 /// Derives the limits that the config leaves open from the memory `limit`, and warns if the limits
@@ -34,8 +34,8 @@ pub(crate) fn fit(limits: &mut LimitsConfig, limit: Option<u64>) {
     }
 }
 
-/// Returns a quarter of the memory, because a body takes up to three times its length; at most
-/// [`HELD_BYTES_MAX`], but always enough for one body.
+/// Returns the default for the memory that requests may hold: a quarter of `limit`, because a body
+/// takes up to three times its length. At most [`HELD_BYTES_MAX`], but always enough for one body.
 fn held_bytes_max(limit: Option<u64>, body_bytes_max: u64) -> u64 {
     let by_memory = limit.map_or(HELD_BYTES_MAX, |limit| HELD_BYTES_MAX.min(limit / 4));
     by_memory.max(body_bytes_max)
@@ -76,7 +76,7 @@ fn files_of(line: &str) -> Vec<PathBuf> {
         .collect()
 }
 
-/// Parses the limit in such a file; `None` if there is none.
+/// Parses the contents of a file with a memory limit; `None` if it sets no limit.
 fn limit_in(text: &str) -> Option<u64> {
     let bytes = text.trim().parse().ok()?;
     (bytes < UNLIMITED).then_some(bytes)

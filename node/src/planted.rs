@@ -1,4 +1,4 @@
-//! Bugs that tests plant on purpose, to prove that the tests meant to catch them do.
+//! Bugs that tests plant on purpose, to prove that they would be found.
 //!
 //! Each bug is one condition at the place where a programmer would make the mistake. Without the
 //! feature `planted`, the condition is constant `false` and the compiler removes it. With it, one

@@ -1,5 +1,5 @@
-//! Files that only this process's user may read, because the data on disk contains user names and
-//! usage.
+//! Files that only the user of this process may read, because the data on disk contains names and
+//! usage of users.
 
 use std::io;
 use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
@@ -7,9 +7,9 @@ use std::path::Path;
 
 use rustix::fs::Mode;
 
-/// Permission bits of the group and of others.
+/// Permission bits of a file's group and of all other users.
 const OTHERS: u32 = 0o077;
-/// Permission bits of others. Containers mount secrets as readable by a group.
+/// Permission bits of all other users. Containers mount secrets as readable by a group.
 const EVERYBODY: u32 = 0o007;
 
 /// Makes all files and folders that this process creates private to its user.
@@ -29,7 +29,7 @@ pub(crate) fn private_folder(path: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// Whether others may read the file. A secret must not be.
+/// Whether other users may read the file, as they must not with a secret.
 pub(crate) fn is_open_to_others(path: &Path) -> bool {
     // If this fails, the read of the file has already failed and was reported.
     path.metadata()

@@ -13,19 +13,20 @@ use prometheus_client::metrics::gauge::ConstGauge;
 
 use crate::descriptors;
 
-/// Unit of times in `/proc`, per second: 100 in the kernel's interface on every architecture.
+/// Number of ticks per second, the unit of times in `/proc`. The kernel's interface uses 100
+/// everywhere.
 const TICKS_PER_S: f64 = 100.0;
 
 /// Collector that reads the process's metrics at each scrape.
 #[derive(Debug)]
 pub(crate) struct ProcessMetrics;
 
-/// Values in `/proc/self/stat`.
+/// Times in `/proc/self/stat`.
 #[derive(Debug, PartialEq)]
 struct ProcessTimes {
-    /// User and system time, in seconds.
+    /// User and system time of the process, in seconds.
     cpu_s: f64,
-    /// Start of the process in seconds after the system's start.
+    /// Start of the process, in seconds after the start of the system.
     started_s: f64,
 }
 
@@ -100,7 +101,7 @@ fn times(stat: &str) -> Option<ProcessTimes> {
     // The second field is the program's name in parentheses, which may contain any characters.
     let (_, rest) = stat.rsplit_once(')')?;
     let fields: Vec<&str> = rest.split_ascii_whitespace().collect();
-    // Numbered as in proc(5).
+    // Fields are numbered as in proc(5).
     let field = |number: usize| fields.get(number - 3)?.parse::<f64>().ok();
     Some(ProcessTimes {
         cpu_s: (field(14)? + field(15)?) / TICKS_PER_S,
@@ -113,7 +114,7 @@ fn booted_s(stat: &str) -> Option<f64> {
     line.trim().parse().ok()
 }
 
-/// Returns a size in `/proc/self/status`, in bytes. The file states it in units of 1024 bytes.
+/// Returns the size called `name` in `/proc/self/status`, in bytes. The file states kibibytes.
 fn status_bytes(status: &str, name: &str) -> Option<f64> {
     let line = status.lines().find_map(|line| line.strip_prefix(name))?;
     let kibibytes: f64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;

@@ -16,16 +16,16 @@ use crate::app::Addresses;
 const SOCKET: &str = "NOTIFY_SOCKET";
 /// Environment variable with the watchdog timeout, in microseconds.
 const WATCHDOG: &str = "WATCHDOG_USEC";
-/// Environment variable with the process id that the watchdog is for, if it is for only one.
+/// Environment variable with the id of the only process that the watchdog watches, if set.
 const WATCHDOG_PID: &str = "WATCHDOG_PID";
-/// Time beyond a drain that a replica takes to flush its updates and exit.
+/// Time that a replica may take to flush its updates and exit, in addition to the drain.
 const ENDING: Duration = Duration::from_secs(15);
 
-/// The manager that started this process.
+/// The service manager that started this process, if any.
 #[derive(Debug)]
 pub(crate) struct ServiceManager {
     socket: Option<(UnixDatagram, SocketAddr)>,
-    /// Maximum interval between two notifications that the watchdog expects.
+    /// Maximum interval between two notifications that the watchdog accepts, if it is enabled.
     watchdog: Option<Duration>,
 }
 
@@ -60,7 +60,7 @@ impl ServiceManager {
         ));
     }
 
-    /// Reports that the replica leaves, and requests up to `longest` for it.
+    /// Reports that the replica leaves, which takes at most `longest`.
     pub(crate) fn stopping(&self, longest: Duration) {
         let patience = longest.saturating_add(ENDING).as_micros();
         self.tell(&format!(
@@ -90,7 +90,7 @@ impl ServiceManager {
     }
 }
 
-/// Returns a non-blocking socket: a manager that does not read must not block a replica.
+/// Returns a non-blocking socket, because a manager that does not read must not block a replica.
 fn socket() -> io::Result<UnixDatagram> {
     let socket = UnixDatagram::unbound()?;
     socket.set_nonblocking(true)?;

@@ -39,32 +39,32 @@ use crate::types::{
 };
 use crate::wire::{self, proto};
 
-/// openraft with this state machine.
+/// openraft's handle, with this crate's types and state machine.
 pub(crate) type Raft = openraft::Raft<Config, StateMachineAdapter>;
 
 type Snapshot = openraft::Snapshot<crate::types::LeaderId, u64, crate::types::Node, SnapshotFile>;
 
-/// First pause after a failed snapshot write; doubles up to the maximum.
+/// First pause after a failed attempt to write a snapshot; doubles up to the maximum.
 const WRITE_AGAIN_FIRST: Duration = Duration::from_millis(500);
 const WRITE_AGAIN_MAX: Duration = Duration::from_secs(30);
-/// First pause after a snapshot could not be opened; doubles up to the maximum.
+/// First pause after a failed attempt to open a snapshot; doubles up to the maximum.
 const OPEN_AGAIN_FIRST: Duration = Duration::from_millis(50);
 const OPEN_AGAIN_MAX: Duration = Duration::from_secs(1);
 
-/// The state machine and its position in the log. Clones share it.
+/// Adapter of a state machine and its position in the log to openraft. Clones share both.
 #[derive(Clone)]
 pub(crate) struct StateMachineAdapter(Arc<AdapterShared>);
 
 struct AdapterShared {
-    /// Lock this before `position` if both are needed.
+    /// State machine. Lock this before `position` if both are needed.
     machine: Mutex<Box<dyn StateMachine>>,
     position: Mutex<AppliedPosition>,
     folder: SnapshotFolder,
     blocking: BlockingMode,
     fault: FatalError,
-    /// Command bytes applied since the last snapshot was frozen.
+    /// Number of command bytes applied since the last snapshot was frozen.
     bytes_since_snapshot: AtomicU64,
-    /// Why the last attempt to write a snapshot failed; `None` if it succeeded.
+    /// Error of the last attempt to write a snapshot; `None` if it succeeded.
     unwritten: watch::WatchSender<Option<String>>,
     /// Whether applying is paused; see [`StateMachineAdapter::pause`].
     is_paused: watch::WatchSender<bool>,
@@ -72,7 +72,7 @@ struct AdapterShared {
     stop: CancellationToken,
 }
 
-/// Pauses applying until dropped.
+/// Guard that pauses applying until it is dropped.
 pub(crate) struct PausedApply(Arc<AdapterShared>);
 
 impl Drop for PausedApply {
@@ -81,15 +81,15 @@ impl Drop for PausedApply {
     }
 }
 
-/// The machine's position in the log, and the replicated state that belongs to it.
+/// Position of the machine in the log, and the replicated state that belongs to it.
 #[derive(Debug, Clone, Default)]
 struct AppliedPosition {
     applied: Option<LogId>,
     membership: StoredMembership,
     removed: RemovedMembers,
     has_commands: bool,
-    /// The last entry that Raft has handed over or knows from a snapshot. Behind `applied` only
-    /// after another replica's state was installed.
+    /// Last entry that Raft has handed over or knows from a snapshot. Behind `applied` only after
+    /// another replica's state was installed.
     handed_over: Option<LogId>,
 }
 
@@ -99,10 +99,10 @@ impl AppliedPosition {
     }
 }
 
-/// Why another replica's state was not installed.
+/// Reason why another replica's state was not installed.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum InstallError {
-    /// The state is older than the one applied here: fetch again.
+    /// The state is older than the one applied here; the caller must fetch it again.
     #[error("the state ends at index {theirs}, but {ours} is already applied here")]
     Behind { theirs: u64, ours: u64 },
     /// The state cannot be read.
@@ -151,17 +151,17 @@ impl StateMachineAdapter {
         self.position().applied
     }
 
-    /// Returns the command bytes applied since the last snapshot was frozen.
+    /// Returns the number of command bytes applied since the last snapshot was frozen.
     pub(crate) fn bytes_since_snapshot(&self) -> u64 {
         self.0.bytes_since_snapshot.load(Ordering::Relaxed)
     }
 
-    /// Watches why the last attempt to write a snapshot failed.
+    /// Watches the error of the last attempt to write a snapshot; `None` if it succeeded.
     pub(crate) fn unwritten(&self) -> watch::WatchReceiver<Option<String>> {
         self.0.unwritten.subscribe()
     }
 
-    /// Returns a place to receive a snapshot.
+    /// Returns a new file in which to receive a snapshot.
     pub(crate) fn unfinished_snapshot(&self) -> SnapshotFile {
         self.0.folder.unfinished()
     }
@@ -174,7 +174,7 @@ impl StateMachineAdapter {
         lock(&self.0.machine)
     }
 
-    /// Replaces the machine's state with a snapshot file. Blocks.
+    /// Replaces the machine's state with that of a snapshot file. Blocks.
     fn restore(&self, file: &SnapshotFile) -> Result<(), StartError> {
         let whole = |_: &AppliedPosition, _: Option<LogId>| Ok(());
         let restored = self.replace(file, whole)?;
@@ -191,7 +191,7 @@ impl StateMachineAdapter {
         PausedApply(Arc::clone(&self.0))
     }
 
-    /// Waits while applying is paused.
+    /// Waits until applying is not paused.
     async fn unpaused(&self) {
         if !*self.0.is_paused.borrow() {
             return;
@@ -205,9 +205,9 @@ impl StateMachineAdapter {
         }
     }
 
-    /// Replaces the machine's state with another replica's and returns its index. The file must
-    /// reach at least as far as this machine. It becomes the newest snapshot, since the previous
-    /// one may contain the replaced state. Blocks, and delays applying.
+    /// Replaces the machine's state with that of another replica and returns its index. The file
+    /// must reach at least as far as this machine. It becomes the newest snapshot, since the
+    /// previous one may contain the replaced state. Blocks, and delays applying.
     pub(crate) fn install_state(&self, file: &SnapshotFile) -> Result<u64, InstallError> {
         let is_far_enough = |position: &AppliedPosition, theirs: Option<LogId>| {
             if theirs >= position.applied || planted::is(Bug::OlderStateTakenOver) {
@@ -230,7 +230,7 @@ impl StateMachineAdapter {
         write_file(file, &*machine, &position)
     }
 
-    /// Restores the machine from a file if `accept` agrees to its last entry.
+    /// Restores the machine from a file, unless `accept` rejects its last entry. Returns it.
     fn replace<E: From<StartError>>(
         &self,
         file: &SnapshotFile,
@@ -305,7 +305,7 @@ impl StateMachineAdapter {
         Ok(reply)
     }
 
-    /// Freezes the machine for a snapshot, or returns `None` while it is ahead of Raft.
+    /// Freezes the machine for a snapshot. Returns `None` while the machine is ahead of Raft.
     fn freeze(&self) -> Option<FrozenSnapshot> {
         let machine = self.machine();
         let position = self.position();
@@ -323,7 +323,7 @@ impl StateMachineAdapter {
         (machine.freeze(), position.clone())
     }
 
-    /// Runs `work` on snapshot files, and retries it while descriptors or space are short.
+    /// Runs `work` on snapshot files. Retries it while descriptors or space are short.
     async fn retry_on_shortage<T: Send + 'static>(
         &self,
         work: impl Fn(&Self) -> Result<T, StartError> + Clone + Send + 'static,
@@ -378,10 +378,10 @@ fn is_gone(error: &StartError) -> bool {
 
 type FrozenSnapshot = (Box<dyn FrozenMachine>, AppliedPosition);
 
-/// Writes a frozen state. If that fails, a retry writes a newer one.
+/// Builder of a snapshot from a frozen state. If writing fails, a retry writes a newer one.
 pub(crate) struct SnapshotBuilder {
     adapter: StateMachineAdapter,
-    /// Behind a lock only because openraft requires builders to be `Sync`.
+    /// State to write. Locked only because openraft requires builders to be `Sync`.
     frozen: Mutex<Option<FrozenSnapshot>>,
 }
 
@@ -442,7 +442,7 @@ fn write(
     Ok(Snapshot { meta, snapshot })
 }
 
-/// Writes a frozen state to a file, completely or not at all.
+/// Writes a frozen state to `file`, completely or not at all.
 fn write_file(
     file: &SnapshotFile,
     machine: &dyn FrozenMachine,

@@ -1,10 +1,10 @@
-//! Backoff between retries.
+//! Growing pauses between retries.
 
 use std::time::Duration;
 
 use tokio_util::sync::CancellationToken;
 
-/// Doubling pauses, up to a maximum.
+/// Pauses between retries that double up to a maximum.
 pub(crate) struct Backoff {
     next: Duration,
     max: Duration,
@@ -20,7 +20,7 @@ impl Backoff {
         self.next
     }
 
-    /// Pauses, or returns early when `stop` is cancelled.
+    /// Waits for the next pause, or until `stop` is cancelled, and doubles the one after it.
     pub(crate) async fn pause(&mut self, stop: &CancellationToken) {
         stop.run_until_cancelled(tokio::time::sleep(self.next))
             .await;

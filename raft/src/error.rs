@@ -1,23 +1,24 @@
-//! Errors, distinguished by what a caller can do about them.
+//! Errors of this crate, distinguished by how a caller can handle them.
 
 use std::path::PathBuf;
 
-/// A command that is committed and applied.
+/// Result of proposing a command that is now committed and applied.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Committed {
     /// Index of the command in the log.
     pub index: u64,
-    /// Reply of the machine.
+    /// Reply of the state machine.
     pub reply: Vec<u8>,
 }
 
-/// Why a proposal is not known to be committed.
+/// Reason why a proposal is not known to be committed.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ProposeError {
-    /// Refused before it entered any log; it is safe to propose again.
+    /// The proposal was refused before it entered any log. It is safe to propose again.
     #[error("no leader is known")]
     NoLeader,
-    /// The command may or may not be committed, now or later: propose the same bytes again.
+    /// The command may or may not be committed, now or later. The caller should propose the same
+    /// bytes again.
     #[error("outcome unknown: {0}")]
     Unknown(String),
     /// This replica is stopping or has stopped.
@@ -34,7 +35,7 @@ pub enum ProposeError {
     },
 }
 
-/// Why a change of membership or leadership failed.
+/// Reason why a change of membership or leadership failed.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ChangeError {
     /// The change is not possible in the current membership; contains the reason.
@@ -45,29 +46,29 @@ pub enum ChangeError {
     Unknown(String),
 }
 
-/// Why a replica failed to start.
+/// Reason why a replica failed to start.
 #[derive(Debug, thiserror::Error)]
 pub enum StartError {
-    /// The options are invalid.
+    /// The options are invalid; contains the reason.
     #[error("{0}")]
     Options(String),
     /// A file of the store is damaged.
     #[error("{path} is damaged at byte {offset}: {what}")]
     Damaged {
-        /// The file, or the tree and key for the log inside sled.
+        /// Path of the file, or the tree and key for the log inside sled.
         path: String,
-        /// Offset in the file, or the index of a log entry.
+        /// Offset in the file in bytes, or the index of a log entry.
         offset: u64,
-        /// What was expected and what was found.
+        /// Description of what was expected and what was found.
         what: String,
     },
-    /// The store belongs to another replica or cluster.
+    /// The store belongs to another replica or cluster; contains the details.
     #[error("{0}")]
     WrongStore(String),
     /// The store cannot be opened or written.
     #[error("open store {path}: {source}")]
     Io {
-        /// The file or folder.
+        /// Path of the file or folder.
         path: PathBuf,
         /// Error from the operating system.
         source: std::io::Error,

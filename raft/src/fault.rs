@@ -1,10 +1,10 @@
-//! The first fatal error of a replica.
+//! Holds the first fatal error of a replica.
 
 use std::sync::Arc;
 
 use crate::determinism::watch;
 
-/// Set once, by the log, the machine or Raft. Clones share the value.
+/// First fatal error of the log, the machine or Raft; `None` before it. Clones share the value.
 #[derive(Debug, Clone)]
 pub(crate) struct FatalError(Arc<watch::WatchSender<Option<String>>>);
 
@@ -13,7 +13,7 @@ impl FatalError {
         Self(Arc::new(watch::WatchSender::new(None)))
     }
 
-    /// Records a fault. Keeps only the first: later ones are consequences of it.
+    /// Records a fatal error. Keeps only the first, because later ones are consequences of it.
     pub(crate) fn set(&self, what: impl Into<String>) {
         let what = what.into();
         self.0.send_if_modified(|fault| {

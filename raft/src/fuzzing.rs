@@ -1,5 +1,5 @@
-//! Fuzz targets for readers of foreign bytes: log records, peer messages and files. None may panic,
-//! whatever the input. `chaos-tests` runs them.
+//! Fuzz targets for readers of foreign bytes: log records, peer messages and files. No target may
+//! panic, whatever the input. `chaos-tests` runs them.
 
 use std::io::{Read, Write};
 use std::path::PathBuf;
@@ -18,7 +18,7 @@ use crate::wire::proto;
 
 const IN_MEMORY: &str = "a file in memory can be written and read";
 
-/// Decodes a log record preceded by its index (8 bytes, little-endian), as is and with a matching
+/// Decodes a log record that follows its index (8 bytes, little-endian), as is and with a matching
 /// head and checksum. A record that decodes must encode to the same entry.
 pub fn log_record(bytes: &[u8]) {
     let Some((index, found)) = bytes.split_first_chunk() else {
@@ -106,7 +106,7 @@ pub fn snapshot_file(bytes: &[u8]) {
     }
 }
 
-/// Reads a small file: the identity or the log's mark.
+/// Reads a small file, as the identity and as the log's mark.
 pub fn small_file(bytes: &[u8]) {
     let scratch = scratch();
     let sealed = bytes.get(12..).map(|body| {
@@ -130,7 +130,7 @@ pub fn small_file(bytes: &[u8]) {
     }
 }
 
-/// Returns valid records.
+/// Returns valid inputs for [`log_record`].
 #[must_use]
 pub fn log_record_seeds() -> Vec<Vec<u8>> {
     let record = |entry: &Entry| {
@@ -140,7 +140,7 @@ pub fn log_record_seeds() -> Vec<Vec<u8>> {
     entries().iter().map(record).collect()
 }
 
-/// Returns valid messages of every kind.
+/// Returns valid inputs of every kind for [`peer_message`].
 #[must_use]
 pub fn peer_message_seeds() -> Vec<Vec<u8>> {
     let header = proto::Header {
@@ -211,7 +211,7 @@ pub fn peer_message_seeds() -> Vec<Vec<u8>> {
     seeds
 }
 
-/// Returns valid calls to the leader or to any peer.
+/// Returns valid inputs for [`peer_message`] that are calls to the leader or to any peer.
 fn calls_to_leaders(header: Option<proto::Header>) -> Vec<Vec<u8>> {
     let change = proto::change_request::Change::AddLearner(proto::AddLearner {
         id: 4,
@@ -242,7 +242,7 @@ fn calls_to_leaders(header: Option<proto::Header>) -> Vec<Vec<u8>> {
     vec![kind(4, &propose), kind(6, &change), kind(13, &info)]
 }
 
-/// Returns valid snapshot files.
+/// Returns valid inputs for [`snapshot_file`].
 #[must_use]
 pub fn snapshot_file_seeds() -> Vec<Vec<u8>> {
     let file = |content: &[u8]| {
@@ -255,7 +255,7 @@ pub fn snapshot_file_seeds() -> Vec<Vec<u8>> {
     vec![file(b""), file(b"state"), file(&[7; 3000])]
 }
 
-/// Returns valid small files.
+/// Returns valid inputs for [`small_file`].
 #[must_use]
 pub fn small_file_seeds() -> Vec<Vec<u8>> {
     let scratch = scratch();
@@ -278,8 +278,8 @@ pub fn small_file_seeds() -> Vec<Vec<u8>> {
     vec![identity, read()]
 }
 
-/// Decodes a message and checks that it survives a round trip. Returns the default for bytes that
-/// cannot be decoded.
+/// Decodes a message and checks that encoding and decoding it again does not change it. Returns the
+/// default for bytes that cannot be decoded.
 fn again<M: Message + Default + PartialEq>(bytes: &[u8]) -> M {
     let Ok(message) = M::decode(bytes) else {
         return M::default();
@@ -370,8 +370,8 @@ fn entries() -> Vec<Entry> {
     payloads.into_iter().zip(7..).map(entry).collect()
 }
 
-/// Frames bytes like a snapshot file: magic, head and frames keep their places, lengths are capped
-/// to the available bytes, and checksums are set.
+/// Frames `bytes` like a snapshot file: magic, head and frames keep their places, lengths are
+/// capped to the available bytes, and checksums are set.
 fn framed(bytes: &[u8]) -> Vec<u8> {
     const MAGIC_BYTES: usize = 8;
     let mut file = bytes.to_vec();
@@ -390,7 +390,7 @@ fn framed(bytes: &[u8]) -> Vec<u8> {
     file
 }
 
-/// Returns an in-memory file.
+/// Returns a snapshot file on an in-memory disk.
 fn scratch() -> SnapshotFile {
     SnapshotFile {
         files: Arc::new(MemoryDisk::new().open()),

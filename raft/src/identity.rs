@@ -1,4 +1,4 @@
-//! Identity of a replica, and the cluster it belongs to.
+//! The identity of a replica, and the cluster that it belongs to.
 //!
 //! The store's random id is drawn when the store is created. A replica that lost its disk is a
 //! different one, even under the same id, and is never mistaken for a voter that remembers its
@@ -8,8 +8,9 @@
 //! sends it log entries. From then on it refuses everything from other clusters. A mere claim is
 //! released when it can no longer lead to a cluster.
 //!
-//! The store also records the cluster's name. A config with another name does not start on this
-//! store, because it more likely belongs to another cluster than renames this one (docs/adr/0111).
+//! The store also records the cluster's name. A replica whose config has another name does not
+//! start on this store. Such a store more likely belongs to another cluster than to a renamed one
+//! (docs/adr/0111).
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -21,12 +22,12 @@ use crate::files::{self, Files, Layout, damaged, io_error};
 use crate::locks::lock;
 use crate::wire::{self, proto};
 
-/// This replica's store id, and the cluster that it is bound to.
+/// Identity of this replica: its store id, and the cluster that it is bound to.
 #[derive(Debug)]
 pub(crate) struct ReplicaIdentity {
     pub(crate) id: u64,
     pub(crate) store: u64,
-    /// Name of the cluster.
+    /// Name of the cluster in this replica's config.
     name: String,
     files: Arc<dyn Files>,
     path: PathBuf,
@@ -36,16 +37,16 @@ pub(crate) struct ReplicaIdentity {
 /// Binding of a replica to a cluster.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum ClusterBinding {
-    /// Not bound to any cluster.
+    /// Binding to no cluster.
     Free,
-    /// Claimed by a replica, possibly itself, that wants to found this cluster.
+    /// Claim by a replica, possibly itself, that wants to found a cluster.
     Claimed {
-        /// The future cluster.
+        /// Id of the future cluster.
         cluster: u128,
-        /// The replica that wants to found it.
+        /// Id of the replica that wants to found it.
         by: u64,
     },
-    /// Member of this cluster.
+    /// Membership in the cluster with this id.
     Member(u128),
 }
 
@@ -62,7 +63,7 @@ impl ClusterBinding {
         }
     }
 
-    /// Returns the cluster, whether merely claimed or joined.
+    /// Returns the id of the claimed or joined cluster; `None` if there is none.
     pub(crate) fn cluster(self) -> Option<u128> {
         match self {
             Self::Free => None,
@@ -72,7 +73,7 @@ impl ClusterBinding {
 }
 
 impl ReplicaIdentity {
-    /// Reads the identity below a data directory, or creates one for a cluster of this name.
+    /// Reads the identity below a data directory, or creates one for a cluster called `name`.
     pub(crate) fn open(layout: &Layout, id: u64, name: &str) -> Result<Self, StartError> {
         let (files, path) = (layout.files.clone(), layout.identity());
         let kept = files::load_message::<proto::Identity>(&*files, &path)?;
@@ -114,7 +115,7 @@ impl ReplicaIdentity {
         *lock(&self.binding)
     }
 
-    /// Returns the cluster named in calls to peers.
+    /// Returns the id of the cluster that calls to peers name.
     pub(crate) fn cluster(&self) -> Option<u128> {
         self.binding().cluster()
     }
@@ -124,7 +125,8 @@ impl ReplicaIdentity {
         wire::split(self.cluster().unwrap_or(0))
     }
 
-    /// Accepts a founder's claim, unless this replica is bound to another cluster.
+    /// Accepts the claim of the founder `by`. Returns `false` if this replica is bound to another
+    /// cluster.
     pub(crate) fn claim(&self, cluster: u128, by: u64) -> io::Result<bool> {
         self.change(|binding| match binding {
             ClusterBinding::Free => Some(ClusterBinding::Claimed { cluster, by }),
@@ -133,7 +135,7 @@ impl ReplicaIdentity {
         })
     }
 
-    /// Releases a claim that can no longer lead to a cluster.
+    /// Releases `claim` if this replica is still bound by it. Returns whether it was.
     pub(crate) fn give_up(&self, claim: ClusterBinding) -> io::Result<bool> {
         self.change(|binding| {
             (binding == claim && matches!(binding, ClusterBinding::Claimed { .. }))
@@ -141,7 +143,7 @@ impl ReplicaIdentity {
         })
     }
 
-    /// Becomes a member, unless this replica is bound to another cluster.
+    /// Becomes a member of `cluster`. Returns `false` if this replica is bound to another cluster.
     pub(crate) fn enter(&self, cluster: u128) -> io::Result<bool> {
         self.change(|binding| {
             binding
@@ -151,8 +153,9 @@ impl ReplicaIdentity {
         })
     }
 
-    /// Becomes a member at its own request. Only a replica without votes and entries may do so: the
-    /// founder that claimed it can then do without it.
+    /// Becomes a member at its own request, despite any claim. Only a replica without votes and
+    /// entries may do so: the founder that claimed it can then do without it. Returns `false` if
+    /// this replica is a member of another cluster.
     pub(crate) fn join(&self, cluster: u128) -> io::Result<bool> {
         self.change(|binding| match binding {
             ClusterBinding::Free | ClusterBinding::Claimed { .. } => {

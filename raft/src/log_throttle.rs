@@ -1,4 +1,4 @@
-//! Limits log lines that a peer could otherwise trigger without end.
+//! Limits how often a peer can make this replica log a line.
 
 use std::sync::Mutex;
 use std::time::Duration;
@@ -7,15 +7,15 @@ use tokio::time::Instant;
 
 use crate::locks::lock;
 
-/// Minimum time between two lines.
+/// Minimum time between two log lines.
 const EVERY: Duration = Duration::from_secs(10);
 
-/// Allows one line every ten seconds.
+/// Limiter that allows one log line every ten seconds.
 #[derive(Debug, Default)]
 pub(crate) struct LogThrottle(Mutex<Option<Instant>>);
 
 impl LogThrottle {
-    /// Whether a line may be logged now.
+    /// Whether a line may be logged now. If so, the next one must wait.
     pub(crate) fn try_acquire(&self) -> bool {
         let mut said = lock(&self.0);
         let is_time = said.is_none_or(|at| at.elapsed() >= EVERY);

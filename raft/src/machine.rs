@@ -6,41 +6,41 @@ use std::sync::Arc;
 
 use crate::status::Status;
 
-/// Checks, before a command is proposed, that every member's machine can apply its bytes; returns
-/// the reason if not. It fetches the status only if the members matter.
+/// Function that checks, before a command is proposed, that every member's machine can apply its
+/// bytes. Returns the reason if not. Calls its second argument only if it needs the status.
 pub type CheckCommand = Arc<dyn Fn(&[u8], &dyn Fn() -> Status) -> Result<(), String> + Send + Sync>;
 
-/// A machine driven by a replicated log. Commands are deliberately opaque to this crate.
+/// State machine driven by a replicated log. Commands are deliberately opaque to this crate.
 pub trait StateMachine: Send + 'static {
     /// Returns the check that a command must pass before it is proposed, since a committed command
     /// that cannot be decoded stops every replica. Called once, before the machine runs.
     fn check(&self) -> CheckCommand;
 
-    /// Applies a committed command and returns the reply. Called in log order, once per index.
-    /// Entries without a command (memberships, a leader's blank entry) go to
-    /// [`StateMachine::skip`].
+    /// Applies a committed command and returns the reply. Called in log order, once per index. For
+    /// entries without a command (memberships, a leader's blank entry), [`StateMachine::skip`] is
+    /// called instead.
     ///
     /// # Errors
     /// Only if the command cannot be decoded, which [`StateMachine::check`] should have prevented.
     /// The replica then stops.
     fn apply(&mut self, index: u64, command: &[u8]) -> Result<Vec<u8>, StopReplicaError>;
 
-    /// Records an index without a command.
+    /// Notes that the entry at `index` has no command. Called in log order.
     fn skip(&mut self, index: u64);
 
-    /// Returns a frozen image of the current state. Must be quick.
+    /// Returns a frozen image of the current state. Must be quick, because applying waits for it.
     fn freeze(&self) -> Box<dyn FrozenMachine>;
 
     /// Replaces the state with a snapshot that [`FrozenMachine::write_to`] wrote.
     ///
     /// # Errors
-    /// Returns what is wrong with the snapshot; the state is then unchanged.
+    /// Describes what is wrong with the snapshot; the state is then unchanged.
     fn restore(&mut self, snapshot: &mut dyn Read) -> Result<(), SnapshotError>;
 }
 
-/// A frozen state, which can be written while the machine continues.
+/// Frozen state, which can be written while the machine continues.
 pub trait FrozenMachine: Send + 'static {
-    /// Writes the snapshot.
+    /// Writes the state as a snapshot to `out`.
     ///
     /// # Errors
     /// Fails if `out` does.
@@ -57,9 +57,10 @@ pub struct StopReplicaError(pub String);
 #[error("{0}")]
 pub struct SnapshotError(pub String);
 
-/// Receives the messages that peers send outside the log.
+/// Handler of the messages that peers send outside the log.
 pub trait PeerHandler: Send + Sync + 'static {
-    /// Handles a message from `from`. Messages arrive in order and intact, but some may be lost.
+    /// Handles a message from the replica `from`. Messages arrive in order and intact, but some may
+    /// be lost.
     fn message(&self, from: u8, bytes: &[u8]);
 
     /// Returns this host's Unix time in milliseconds, sent with every message; 0 to send none.
@@ -67,6 +68,6 @@ pub trait PeerHandler: Send + Sync + 'static {
         0
     }
 
-    /// Records the peer's clock as of the message that is delivered next.
+    /// Records the Unix time of the peer `from`, in milliseconds. It belongs to the next message.
     fn clock(&self, _from: u8, _unix_ms: u64) {}
 }

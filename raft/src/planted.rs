@@ -6,12 +6,12 @@
 
 macro_rules! bugs {
     ($($(#[$doc:meta])* $bug:ident,)*) => {
-        /// A plausible bug.
+        /// A plausible bug that can be planted.
         #[derive(Debug, Clone, Copy, PartialEq, Eq)]
         pub enum Bug { $($(#[$doc])* $bug,)* }
 
         impl Bug {
-            /// All bugs.
+            /// All bugs that can be planted.
             pub const ALL: &[Self] = &[$(Self::$bug,)*];
         }
     };
@@ -24,7 +24,7 @@ bugs! {
     VoteNotKept,
     /// Entries that a later leader replaced stay on the disk.
     TruncationNotKept,
-    /// A state older than this machine's is installed.
+    /// A state is installed although it is older than this machine's.
     OlderStateTakenOver,
     /// A snapshot from the leader is restored, but its file is not kept.
     SnapshotNotAdopted,
@@ -36,7 +36,7 @@ bugs! {
     BarrierNotAwaited,
 }
 
-/// Whether this bug is planted on this thread.
+/// Whether this bug is planted on this thread: never, without the feature.
 #[cfg(not(feature = "planted"))]
 #[inline(always)]
 pub(crate) const fn is(_: Bug) -> bool {
@@ -50,7 +50,7 @@ pub use switch::{met, plant};
 
 #[cfg(feature = "planted")]
 mod switch {
-    //! The planted bug of each thread.
+    //! Keeps the planted bug of each thread.
 
     use std::cell::Cell;
 
@@ -67,7 +67,7 @@ mod switch {
         MET.set(0);
     }
 
-    /// Returns how often this thread executed the planted bug; one never executed cannot be caught.
+    /// Returns how often this thread executed the planted bug. One that never ran cannot be caught.
     #[must_use]
     pub fn met() -> u64 {
         MET.get()

@@ -1,4 +1,5 @@
-//! Members removed so far, and when, according to the log: the same on every replica.
+//! Records which members were removed, and when, according to the log. The record is the same on
+//! every replica.
 //!
 //! A join request that a member sent before its removal may arrive after it. The log distinguishes
 //! it from the request of a replica that was never admitted, but only as far as the log reaches
@@ -9,14 +10,14 @@ use std::collections::BTreeMap;
 use crate::types::{LogId, Membership};
 use crate::wire::proto;
 
-/// Maximum id, and so the maximum number of recorded removals.
+/// Maximum id of a replica, and so the maximum number of recorded removals.
 const ID_MAX: u64 = 255;
 
-/// The latest removal under each id.
+/// Latest removal under each replica id.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct RemovedMembers(BTreeMap<u64, Removal>);
 
-/// The removed store and the entry that removed it.
+/// Removal of a member: its store, and the entry that removed it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Removal {
     store: u64,

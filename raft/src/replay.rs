@@ -17,7 +17,7 @@ use crate::machine::{StateMachine, StopReplicaError};
 use crate::snapshot::{SnapshotFolder, SnapshotReader};
 use crate::types::{Payload, SnapshotMeta, public_index};
 
-/// Maximum weight of the entries read at a time.
+/// Maximum weight of the entries read at a time, in bytes.
 const READ_BYTES_MAX: usize = 1024 * 1024;
 
 /// Range of indexes to which a store can be replayed.
@@ -31,13 +31,13 @@ pub struct ReplayRange {
     pub last: u64,
 }
 
-/// Why a store was not replayed.
+/// Reason why a store was not replayed.
 #[derive(Debug, thiserror::Error)]
 pub enum ReplayError {
-    /// No store exists there.
+    /// There is no store at this path.
     #[error("no store below {0}: expected the data directory of a replica, or a copy of one")]
     NoStore(PathBuf),
-    /// The store does not hold the index.
+    /// The store does not hold the requested index.
     #[error(
         "index {wanted} is not in this store: its snapshot is at index {}, its log ends at {}",
         range.snapshot, range.last
@@ -45,7 +45,7 @@ pub enum ReplayError {
     OutOfRange {
         /// The requested index.
         wanted: u64,
-        /// The indexes that the store holds.
+        /// Range of indexes that the store holds.
         range: ReplayRange,
     },
     /// The store cannot be read.
@@ -56,12 +56,12 @@ pub enum ReplayError {
     Machine {
         /// Index of the command.
         index: u64,
-        /// Error from the machine.
+        /// Error from the state machine.
         source: StopReplicaError,
     },
 }
 
-/// A copy of a store, removed when dropped.
+/// Copy of a store, which is removed when this is dropped.
 struct StoreCopy(PathBuf);
 
 impl Drop for StoreCopy {
@@ -78,7 +78,7 @@ impl Drop for StoreCopy {
 /// the copy again. Blocks.
 ///
 /// # Errors
-/// See [`ReplayError`]. The machine may then have applied a part.
+/// See [`ReplayError`]. The machine may then have applied some of the entries.
 pub fn replay(
     data_dir: &Path,
     scratch: &Path,
@@ -170,7 +170,7 @@ fn apply(
     Ok(())
 }
 
-/// Copies the store below `data_dir`, unless it is in use.
+/// Copies the store below `data_dir` to `scratch`, unless the store is in use.
 fn copied(data_dir: &Path, scratch: &Path) -> Result<StoreCopy, ReplayError> {
     let from = files::store_folder(data_dir);
     if !from.is_dir() {

@@ -1,4 +1,4 @@
-//! The status of a replica and its cluster.
+//! Status of a replica and its cluster.
 
 use std::collections::BTreeMap;
 
@@ -13,7 +13,7 @@ pub struct Status {
     pub role: Role,
     /// Current Raft term.
     pub term: u64,
-    /// The leader that this replica follows.
+    /// Leader that this replica follows; `None` if it knows none.
     pub leader: Option<u8>,
     /// Whether, as far as this replica knows, there is a leader in contact with a quorum.
     pub has_quorum: bool,
@@ -23,23 +23,24 @@ pub struct Status {
     pub applied: u64,
     /// Index of the last entry in the local log.
     pub last_log: u64,
-    /// Index of the newest snapshot.
+    /// Index of the newest snapshot; `None` without a snapshot.
     pub snapshot: Option<u64>,
     /// First index that the log still holds.
     pub purged: u64,
-    /// Whether this replica has applied everything the leader had committed when it started.
+    /// Whether this replica has applied everything that the leader had committed when the two first
+    /// were in contact.
     pub caught_up: bool,
     /// Whether this replica was removed, as reported by a member with a newer membership.
-    /// membership.
     pub is_removed: bool,
-    /// Why the replica stopped for good (storage fault or machine stopped).
+    /// Reason why the replica stopped for good (storage fault or machine stopped); `None` while it
+    /// runs.
     pub fault: Option<String>,
-    /// Why this replica is in no cluster yet, as far as it knows. It keeps trying.
+    /// Reason why this replica is in no cluster yet, as far as it knows. It keeps trying.
     pub unjoined: Option<String>,
     /// State of the peers: those in the config while this replica is in no cluster, the other
     /// members while it is not in contact with a quorum.
     pub peers: Vec<PeerFinding>,
-    /// Why the log currently cannot be written (disk full). Writing resumes by itself.
+    /// Reason why the log currently cannot be written (disk full). Writing resumes by itself.
     pub waiting: Option<String>,
     /// All members, including this one.
     pub members: BTreeMap<u8, Member>,
@@ -48,48 +49,48 @@ pub struct Status {
 /// Role of a replica in its cluster.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Role {
-    /// Orders the log entries.
+    /// Leader, which orders the log entries.
     Leader,
-    /// Follows the leader and votes.
+    /// Voter that follows the leader.
     Follower,
-    /// Requests votes.
+    /// Voter that requests votes to become the leader.
     Candidate,
-    /// Follows without a vote.
+    /// Member that follows the leader without a vote.
     Learner,
-    /// Not in a cluster yet.
+    /// Replica that is not in a cluster yet.
     #[default]
     Forming,
-    /// No longer a member, see [`Status::is_removed`].
+    /// Replica that is no longer a member; see [`Status::is_removed`].
     Removed,
-    /// Stopped for good, see [`Status::fault`].
+    /// Replica that stopped for good; see [`Status::fault`].
     Stopped,
 }
 
-/// What a replica without a quorum found at a peer's address.
+/// Finding of a replica without a quorum about a peer's address.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PeerFinding {
-    /// Host and port, or a name still to be resolved.
+    /// Host and port, or a name that is still to be resolved.
     pub address: String,
-    /// Machine-readable state.
+    /// Machine-readable state of the address.
     pub state: PeerState,
-    /// Human-readable detail.
+    /// Human-readable detail about the state.
     pub detail: String,
 }
 
 /// State of an address at which a replica expects a peer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PeerState {
-    /// The replica itself.
+    /// The address is that of the replica itself.
     Own,
-    /// Another replica that is in no cluster.
+    /// The peer is in no cluster.
     Free,
-    /// A member of a cluster.
+    /// The peer is a member of a cluster.
     Member,
-    /// Nothing listens there.
+    /// The host refuses connections: nothing listens at the address.
     Refused,
     /// The name does not resolve.
     UnknownName,
-    /// No response within the timeout.
+    /// The peer did not respond within the timeout.
     TimedOut,
     /// The peer is configured for another cluster.
     OtherCluster,
@@ -99,11 +100,11 @@ pub enum PeerState {
     WrongSecret,
     /// One of the two replicas has no certificate that the other one trusts.
     WrongCertificate,
-    /// A replica that does not belong at this address: another id, or without the member's store.
+    /// The peer does not belong at this address: it has another id, or lacks the member's store.
     OtherReplica,
-    /// This replica's own address, which the config does not list.
+    /// The address is this replica's own, and the config does not list it.
     OwnMissing,
-    /// The listener responds, but not as a peer.
+    /// The listener responds, but not as a peer does.
     Failed,
 }
 
@@ -128,17 +129,17 @@ impl PeerState {
         }
     }
 
-    /// Whether this state does not prevent forming a cluster.
+    /// Whether a cluster can be formed although an address is in this state.
     #[must_use]
     pub fn is_fine(self) -> bool {
         matches!(self, Self::Own | Self::Free | Self::Member)
     }
 }
 
-/// A member of the cluster.
+/// Member of the cluster, as this replica sees it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Member {
-    /// Host and port of its peer listener.
+    /// Host and port of the member's peer listener.
     pub address: String,
     /// `key=value` facts that the member announces about itself.
     pub labels: BTreeMap<String, String>,
@@ -146,9 +147,9 @@ pub struct Member {
     pub is_voter: bool,
     /// Whether this replica's message stream to the member is open.
     pub is_connected: bool,
-    /// Whether the member's host refuses connections at its address: the process is gone.
+    /// Whether the member's host refuses connections at its address, because the process is gone.
     pub is_refusing: bool,
-    /// Number of entries that the member is behind; known on the leader only, see
+    /// Number of entries that the member is behind. Known only on the leader; see
     /// [`Replica::peers_applied`](crate::Replica::peers_applied).
     pub lag: Option<u64>,
 }

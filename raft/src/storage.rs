@@ -10,15 +10,16 @@ use crate::files::{Layout, io_error};
 use crate::log::LogStore;
 use crate::memory::MemoryDisk;
 
-/// Where the log, identity and snapshots are stored.
+/// Kind of storage for the log, identity and snapshots.
 #[derive(Debug, Clone, Default)]
 pub enum Storage {
-    /// On disk below the data directory, with the log in sled. Everything is synced before it is
-    /// acknowledged.
+    /// Storage on disk below the data directory, with the log in sled. Everything is synced before
+    /// it is acknowledged.
     #[default]
     Sled,
-    /// In memory, for tests and simulations. The contents survive a restart of the replica with the
-    /// same disk. Nothing is written below the data directory, and blocking work runs in place.
+    /// Storage in memory, for tests and simulations. The contents survive a restart of the replica
+    /// with the same disk. Nothing is written below the data directory, and blocking work runs in
+    /// place.
     Memory(MemoryDisk),
 }
 
@@ -31,7 +32,7 @@ impl Storage {
         }
     }
 
-    /// Returns the files below `data_dir`.
+    /// Returns the layout of the files below `data_dir`.
     pub(crate) fn layout(&self, data_dir: &Path) -> Layout {
         match self {
             Self::Sled => Layout::new(data_dir),

@@ -34,7 +34,7 @@ pub(crate) fn entries(term: u64, indexes: Range<u64>, bytes: usize) -> Vec<Entry
     indexes.map(entry).collect()
 }
 
-/// Returns a single entry, like [`entries`].
+/// Returns an entry of `term` at `index` whose command has `bytes` bytes.
 pub(crate) fn entry(term: u64, index: u64, bytes: usize) -> Entry {
     entries(term, index..index + 1, bytes).remove(0)
 }
@@ -54,7 +54,8 @@ pub(crate) async fn replica(
     replica_over(id, Tcp::new(listener).unwrap(), peers).await
 }
 
-/// Same as [`replica`], on the caller's transport.
+/// Starts a replica on the transport `tcp`, with an in-memory disk, that founds a cluster with all
+/// `peers`.
 pub(crate) async fn replica_over(id: u8, tcp: Tcp, peers: Vec<String>) -> (Replica, MemoryDisk) {
     let disk = MemoryDisk::new();
     let options = ReplicaOptions {

@@ -1,6 +1,6 @@
-//! The log on sled alone, to detect one planted bug. A simulated cluster rarely exposes entries
-//! that survive a truncation, because they must be read back before the new leader's entries
-//! replace them.
+//! Exercises the log on sled alone, to detect one planted bug. A simulated cluster rarely exposes
+//! entries that survive a truncation, because they must be read back before the new leader's
+//! entries replace them.
 
 use std::io;
 use std::ops::Range;
@@ -14,8 +14,8 @@ use crate::files::Layout;
 use crate::log::LogStore;
 use crate::types::{Command, Entry, Payload, log_id};
 
-/// Appends ten entries of a leader of term 1 below `folder`, and replaces the last five with two of
-/// term 2. Returns the index and term of each entry found after a restart.
+/// Appends ten entries of a leader of term 1 to a log below `folder`, and replaces the last five
+/// with two of term 2. Returns the index and term of each entry found after reopening the log.
 ///
 /// # Errors
 /// Fails if the log cannot be opened, written or read.

@@ -1,4 +1,4 @@
-//! Type parameters for openraft. They stay inside this crate.
+//! Type parameters for openraft, which stay inside this crate.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -6,7 +6,7 @@ use std::fmt;
 use bytes::Bytes;
 
 openraft::declare_raft_types!(
-    /// Raft over opaque commands.
+    /// Type configuration for Raft over opaque commands.
     pub(crate) Config:
         D = Command,
         R = Reply,
@@ -25,7 +25,7 @@ pub(crate) type StoredMembership = openraft::StoredMembership<LeaderId, u64, Nod
 pub(crate) type SnapshotMeta = openraft::SnapshotMeta<LeaderId, u64, Node>;
 pub(crate) type Metrics = openraft::RaftMetrics<Config>;
 
-/// A command's bytes.
+/// Bytes of a command.
 #[derive(Clone, PartialEq, Eq)]
 pub(crate) struct Command(pub(crate) Bytes);
 
@@ -41,21 +41,21 @@ impl fmt::Display for Command {
     }
 }
 
-/// The machine's reply. Empty for entries without a command.
+/// Reply of the machine. Empty for entries without a command.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Reply(pub(crate) Vec<u8>);
 
-/// A member in the membership.
+/// Member of a cluster, as recorded in the membership.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Node {
-    /// Host and port of its peer listener.
+    /// Host and port of the member's peer listener.
     pub(crate) address: String,
-    /// `key=value` facts that the replica announces about itself.
+    /// `key=value` facts that the member announces about itself.
     pub(crate) labels: BTreeMap<String, String>,
-    /// Random id of its store. A replica that lost its store draws a new id, so that calls meant
-    /// for the old store, which has promised votes and entries, never reach the new one.
+    /// Random id of the member's store. A replica that lost its store draws a new id, so that calls
+    /// meant for the old store, which has promised votes and entries, never reach the new one.
     pub(crate) store: u64,
-    /// Random id of the cluster, the same for every member.
+    /// Random id of the cluster, which is the same for every member.
     pub(crate) cluster: u128,
 }
 
@@ -65,12 +65,12 @@ pub(crate) fn log_id(term: u64, node_id: u64, index: u64) -> LogId {
     LogId { leader_id, index }
 }
 
-/// Converts to a public index: openraft counts from 0, the public API from 1, and 0 means none.
+/// Returns the public index: openraft counts from 0, the public API from 1; 0 means none.
 pub(crate) fn public_index(log_id: Option<&LogId>) -> u64 {
     log_id.map_or(0, |log_id| log_id.index + 1)
 }
 
-/// Returns the cluster that a membership belongs to; `None` if it has no members.
+/// Returns the id of the cluster that a membership belongs to; `None` if it has no members.
 pub(crate) fn cluster_of(membership: &Membership) -> Option<u128> {
     membership.nodes().next().map(|(_, node)| node.cluster)
 }

@@ -1,4 +1,4 @@
-//! Conversions between wire types and openraft's.
+//! Conversions between the wire types and openraft's types.
 //!
 //! openraft's serde formats change between versions. Data that is sent or stored is therefore
 //! always one of the protobuf types, and only this module knows both.
@@ -25,7 +25,7 @@ pub(crate) fn join(high: u64, low: u64) -> u128 {
     (u128::from(high) << 64) | u128::from(low)
 }
 
-/// Joins the halves of a cluster id; 0 means none.
+/// Joins the halves of a cluster id. Returns `None` for 0, which means none.
 pub(crate) fn join_optional(high: u64, low: u64) -> Option<u128> {
     Some(join(high, low)).filter(|id| *id != 0)
 }
@@ -43,7 +43,7 @@ pub(crate) fn shown_first(first: u64) -> String {
     }
 }
 
-/// Returns the first half of the cluster id in an introduction; 0 for none.
+/// Returns the first half of the cluster id that an introduction announces; 0 for none.
 pub(crate) fn announced_cluster_prefix(info: &proto::InfoResponse) -> u64 {
     match info.cluster_first {
         0 => info.cluster_high,
@@ -86,7 +86,7 @@ impl From<proto::LogId> for types::LogId {
     }
 }
 
-/// Encodes a member with its id.
+/// Encodes the member `node` with its id.
 pub(crate) fn member(id: u64, node: &types::Node) -> proto::Member {
     let (cluster_high, cluster_low) = split(node.cluster);
     proto::Member {

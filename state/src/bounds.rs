@@ -1,20 +1,20 @@
-//! Bounds that several areas share. A bound that concerns one area only is defined there.
+//! Bounds that several areas share. A bound of a single area is defined in that area.
 
 /// Maximum number of API keys in a cluster.
 pub const API_KEYS_MAX: usize = 100_000;
 /// Maximum number of backends in a cluster.
 pub const BACKENDS_MAX: usize = 1024;
-/// Maximum number of blocks in one item.
+/// Maximum number of blocks in one item of a batch.
 pub const BLOCKS_PER_ITEM_MAX: usize = 65_536;
-/// Maximum total length of the names in one of a backend's lists (models, labels, models that the
+/// Maximum total length of the names in one list of a backend (models, labels, or models that its
 /// engine reports), in bytes.
 pub const LIST_BYTES_MAX: usize = 64 << 10;
 /// Maximum of each token count in a charge; larger counts are capped. An engine's `usage` is
 /// untrusted input: without the cap, one absurd report would lock a user out for good.
 pub const CHARGE_TOKENS_MAX: u64 = 1 << 40;
-/// Maximum length of a user, backend, model or label name, in bytes.
+/// Maximum length of a name of a user, backend, model or label, in bytes.
 pub const NAME_BYTES_MAX: usize = 256;
-/// Maximum number of output lengths in one item.
+/// Maximum number of output lengths in one item of a batch.
 pub const OUTPUTS_PER_ITEM_MAX: usize = 256;
 /// Length of one part of a backup, in bytes. Only the last part is shorter.
 pub const RESTORE_PART_BYTES: usize = 512 << 10;

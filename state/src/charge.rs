@@ -1,34 +1,34 @@
-//! The charge: one user's usage, as the log carries it and as every area adds it up.
+//! The charge: usage of one user, as the log carries it and as every area adds it up.
 
 use crate::ids::UserKey;
 
-/// Tokens and requests of one user over one flush interval of one replica. All fields are additive.
+/// Usage of one user at one replica during one flush interval. All counts are additive.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Charge {
-    /// User to charge.
+    /// User to whom the usage is charged.
     pub user: UserKey,
-    /// Prompt tokens that the engine computed.
+    /// Number of prompt tokens that the engine computed.
     pub input_uncached: u64,
-    /// Prompt tokens that the engine found in its prefix cache.
+    /// Number of prompt tokens that the engine found in its prefix cache.
     pub input_cached: u64,
-    /// Output tokens.
+    /// Number of output tokens.
     pub output: u64,
-    /// Requests that started.
+    /// Number of requests that started.
     pub started: u32,
-    /// Requests that ended, for any reason.
+    /// Number of requests that ended, for any reason.
     pub ended: u32,
-    /// Requests that joined an admission queue.
+    /// Number of requests that joined an admission queue.
     pub queued: u32,
-    /// Requests that left an admission queue, for any reason.
+    /// Number of requests that left an admission queue, for any reason.
     pub dequeued: u32,
-    /// Priced tokens charged in advance, before usage is known.
+    /// Number of priced tokens charged in advance, before usage is known.
     pub advance: u64,
-    /// Priced tokens of this charge's counts that an earlier advance has paid for.
+    /// Number of priced tokens of this charge's usage that an earlier advance has paid for.
     pub settled: u64,
 }
 
 impl Charge {
-    /// Adds another charge of the same user, saturating.
+    /// Adds the counts of another charge of the same user, saturating.
     pub fn add(&mut self, other: &Self) {
         self.user = other.user;
         self.input_uncached = self.input_uncached.saturating_add(other.input_uncached);

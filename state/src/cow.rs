@@ -9,15 +9,15 @@ use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 use std::sync::Arc;
 
-/// Number of shards in a branch. Cloning a branch copies one pointer.
+/// Number of shards in a branch. Cloning a map copies one pointer per branch.
 pub(crate) const SHARDS_PER_BRANCH: usize = 64;
 
-/// A key that determines its shard. Keys of one shard are iterated together.
+/// A key that determines its shard. Iteration visits the keys of one shard together.
 pub(crate) trait ShardKey: Ord + Copy {
-    /// Number of branches.
+    /// Number of branches of a map with such keys.
     const BRANCHES: usize;
 
-    /// Index of the key's shard, below `BRANCHES * SHARDS_PER_BRANCH`.
+    /// Returns the index of the key's shard, below `BRANCHES * SHARDS_PER_BRANCH`.
     fn shard(&self) -> usize;
 }
 
@@ -33,7 +33,7 @@ pub(crate) struct CowMap<K, V> {
 
 impl<K: ShardKey, V: Clone> CowMap<K, V> {
     pub(crate) fn new() -> Self {
-        // All branches share one empty shard and one empty branch; the first write to each copies
+        // All branches share one empty shard and one empty branch. The first write to each copies
         // it.
         let empty = CowShard::default();
         let branch = CowBranch::new(std::array::from_fn(|_| Arc::clone(&empty)));
@@ -51,7 +51,7 @@ impl<K: ShardKey, V: Clone> CowMap<K, V> {
         self.shard(key).get(key)
     }
 
-    /// Inserts the value if the key is free, and returns whether it was.
+    /// Inserts the value if the map lacks the key. Returns whether it did.
     pub(crate) fn insert_new(&mut self, key: K, value: V) -> bool {
         match self.shard_mut(&key).entry(key) {
             Entry::Occupied(_) => false,
@@ -64,7 +64,7 @@ impl<K: ShardKey, V: Clone> CowMap<K, V> {
     }
 
     pub(crate) fn get_mut(&mut self, key: &K) -> Option<&mut V> {
-        // Checked first: a miss must not copy the shard.
+        // The lookup comes first, because a miss must not copy the shard.
         self.get(key)?;
         self.shard_mut(key).get_mut(key)
     }
@@ -76,12 +76,12 @@ impl<K: ShardKey, V: Clone> CowMap<K, V> {
         removed
     }
 
-    /// Iterates by shard, then by key.
+    /// Iterates over the entries by shard, then by key.
     pub(crate) fn iter(&self) -> impl Iterator<Item = (&K, &V)> {
         self.shards_from(0).flat_map(BTreeMap::iter)
     }
 
-    /// Iterates from `key` on, in the order of [`CowMap::iter`].
+    /// Iterates over the entries from `key` on, in the order of [`CowMap::iter`].
     pub(crate) fn iter_from(&self, key: K) -> impl Iterator<Item = (&K, &V)> {
         let rest = self.shards_from(key.shard() + 1).flat_map(BTreeMap::iter);
         self.shard(&key).range(key..).chain(rest)

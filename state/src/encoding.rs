@@ -12,14 +12,14 @@ pub(crate) fn to_bytes<T: Encode>(value: &T) -> Vec<u8> {
     bytes
 }
 
-/// Appends the encoding of [`to_bytes`] to a buffer that the caller reuses.
+/// Appends the encoding that [`to_bytes`] returns to `bytes`, a buffer that the caller reuses.
 pub(crate) fn append_bytes<T: Encode>(value: &T, bytes: &mut Vec<u8>) {
     bincode::encode_into_std_write(value, bytes, bincode::config::standard())
         .expect("encoding into memory cannot fail");
 }
 
-/// Decodes the output of [`to_bytes`], or describes the fault. `LIMIT` bounds the allocation, in
-/// bytes.
+/// Decodes the output of [`to_bytes`], without trailing bytes. `LIMIT` bounds the allocation, in
+/// bytes. An error describes the fault.
 pub(crate) fn from_bytes<T: Decode<()>, const LIMIT: usize>(bytes: &[u8]) -> Result<T, String> {
     let config = bincode::config::standard().with_limit::<LIMIT>();
     let (value, read) =

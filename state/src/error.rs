@@ -10,9 +10,9 @@ pub struct DecodeEntryError(pub String);
 #[derive(Debug, thiserror::Error)]
 #[error("corrupt snapshot at byte {offset}: {what}")]
 pub struct SnapshotError {
-    /// Byte offset in the stream.
+    /// Offset of the fault in the stream, in bytes.
     pub offset: u64,
-    /// What was found and what was expected.
+    /// Description of the fault.
     pub what: String,
 }
 
@@ -20,8 +20,8 @@ pub struct SnapshotError {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("invariant {number} broken: {detail}")]
 pub struct InvariantError {
-    /// Number in docs/ARCHITECTURE.md, such as `"I4"`.
+    /// Number of the invariant in docs/ARCHITECTURE.md, such as `"I4"`.
     pub number: &'static str,
-    /// Description with the offending values.
+    /// Description of the violation, with the offending values.
     pub detail: String,
 }

@@ -68,10 +68,11 @@ id!(
 );
 
 impl SessionId {
-    /// Returns the session that a run continues under after the cluster has ended this one.
+    /// Returns the session under which a run continues after the cluster has ended this one.
     ///
     /// A run's first session is random, and so is a hash of it: no other run arrives at the same
-    /// one. Every component of a run computes the same successor, so they remain one run.
+    /// session. Every component of a run computes the same successor, so all of them remain one
+    /// run.
     #[must_use]
     pub fn successor(self) -> Self {
         Self(xxh3_64_with_seed(
@@ -81,10 +82,10 @@ impl SessionId {
     }
 }
 
-/// Seed that keeps successors of sessions apart from other hashes of the same number.
+/// Seed that makes successors of sessions differ from other hashes of the same number.
 const SUCCESSOR_HASH_SEED: u64 = 0x7375_6363_6573_736f;
 
-/// Defines a hash type with a fixed-length encoding. Hashes are uniform: as variable-length
+/// Defines a hash type with a fixed-length encoding. Hashes are uniform, so as variable-length
 /// integers they would take nine bytes instead of eight.
 macro_rules! hash {
     ($(#[$doc:meta])* $name:ident) => {

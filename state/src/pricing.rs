@@ -1,4 +1,4 @@
-//! Token prices, and their conversion into the unit of a user's counter.
+//! Token prices, and the conversion of priced tokens into the unit of a user's counter.
 
 use bincode::{Decode, Encode};
 use schemars::JsonSchema;
@@ -9,12 +9,12 @@ use crate::charge::Charge;
 use crate::reject::Rejection;
 use crate::validate::ensure;
 
-/// Weight of a user without one of their own, in thousandths.
+/// Weight of a user without a weight of its own, in thousandths.
 pub const WEIGHT_MILLI_DEFAULT: u32 = 1000;
-/// Upper bound of a token price.
+/// Maximum price of one token.
 const PRICE_MAX: u32 = 1_000;
 
-/// Token prices. Replicated, fixed when the cluster is initialised.
+/// Token prices. They are replicated, and fixed when the cluster is initialised.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct FairnessSettings {
@@ -25,7 +25,7 @@ pub struct FairnessSettings {
 }
 
 impl Default for FairnessSettings {
-    /// The prices of the VTC paper.
+    /// Returns the prices of the VTC paper.
     fn default() -> Self {
         Self {
             input_price: 1,
@@ -35,7 +35,7 @@ impl Default for FairnessSettings {
 }
 
 impl FairnessSettings {
-    /// Checks every setting.
+    /// Checks the bounds of every field.
     ///
     /// # Errors
     /// [`Rejection::Invalid`] with the first field that is out of bounds.
@@ -68,17 +68,17 @@ pub enum ChargeInput {
     Discounted,
 }
 
-/// Prices together with the rule for prompt tokens.
+/// Token prices, together with the rule for prompt tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Pricing {
     /// Prices per token.
     pub prices: FairnessSettings,
-    /// Which prompt tokens are charged.
+    /// Rule for which prompt tokens are charged.
     pub charge: ChargeInput,
 }
 
 impl Pricing {
-    /// Returns the price of a prompt.
+    /// Returns the price of a prompt with `uncached` and `cached` tokens, in priced tokens.
     #[must_use]
     pub fn input(&self, uncached: u64, cached: u64) -> u64 {
         let (uncached, cached) = (
@@ -86,7 +86,7 @@ impl Pricing {
             cached.min(CHARGE_TOKENS_MAX),
         );
         let price = u64::from(self.prices.input_price);
-        // Both factors are bounded: sums stay far below 64 bits.
+        // Both factors are bounded, so sums stay far below 64 bits.
         match self.charge {
             ChargeInput::Uncached => uncached * price,
             ChargeInput::Full => (uncached + cached) * price,
@@ -94,13 +94,13 @@ impl Pricing {
         }
     }
 
-    /// Returns the price of output.
+    /// Returns the price of `tokens` output tokens, in priced tokens.
     #[must_use]
     pub fn output(&self, tokens: u64) -> u64 {
         tokens.min(CHARGE_TOKENS_MAX) * u64::from(self.prices.output_price)
     }
 
-    /// Returns how much a charge adds to its user's total, in priced tokens.
+    /// Returns how much `charge` adds to its user's total, in priced tokens.
     #[must_use]
     pub fn due(&self, charge: &Charge) -> u64 {
         let real =
@@ -110,7 +110,7 @@ impl Pricing {
     }
 }
 
-/// Converts priced tokens into the unit of a counter of weight `weight_milli`, saturating.
+/// Converts priced tokens into thousandths at `weight_milli`, the unit of counters. Saturates.
 pub(crate) fn milli_tokens(tokens: u64, weight_milli: u32) -> u64 {
     let milli = u128::from(tokens) * 1_000_000 / u128::from(weight_milli.max(1));
     u64::try_from(milli).unwrap_or(u64::MAX)

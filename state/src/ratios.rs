@@ -1,4 +1,4 @@
-//! Bytes per token of each model's prompts, learned from the engines' own counts.
+//! Bytes per token of each model's prompts, learned from the token counts of engines.
 //!
 //! A text prompt whose tokens are unknown gets an estimated token count, which enters routing
 //! scores. Replicas report sums over finished requests, and `apply` learns the ratio from them. All
@@ -14,23 +14,23 @@ use serde::Serialize;
 
 use crate::ids::ModelKey;
 
-/// Bytes per token before anything is learned.
+/// Number of bytes per token before any report.
 pub const BYTES_PER_TOKEN: u32 = 4;
-/// Maximum number of models with a learned ratio. Beyond it, the least recently reported one is
+/// Maximum number of models with a learned ratio. Beyond it, the model reported longest ago is
 /// forgotten.
 pub const RATIOS_MAX: usize = 256;
 /// Minimum and maximum plausible ratio, in thousandths. A ratio outside comes from an image, or
-/// from a prompt that was measured only in part.
+/// from a prompt of which only a part was measured.
 pub const RATIO_MILLI_BYTES: (u64, u64) = (500, 16_000);
 /// Maximum number of bytes in one report.
 pub const TEXT_BYTES_MAX: u64 = 1 << 40;
 /// Maximum sum of tokens. Beyond it, both sums are scaled down, so that older tokens decay.
 const TOKENS_KEPT: u64 = 65_536;
-/// Maximum number of tokens that one report counts for.
+/// Maximum number of tokens for which one report counts.
 const TOKENS_PER_SAMPLE: u64 = TOKENS_KEPT / 4;
-/// Weight of the default ratio, in tokens. It decays like everything else.
+/// Weight of the default ratio, in tokens. It decays like the tokens of reports.
 const TOKENS_PRIOR: u64 = 1024;
-/// Maximum of the observation count, which no real count reaches.
+/// Maximum number of reports that is valid in a snapshot. No real count reaches it.
 const CLOCK_MAX: u64 = u64::MAX / 2;
 
 /// Bytes per token of one model's prompts.
@@ -71,14 +71,14 @@ impl TokenRatio {
     }
 }
 
-/// One replica's sums for one model since its last report.
+/// Sums of one replica for one model over the requests finished since its last report.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode)]
 pub struct TextSample {
-    /// Model that the prompts were for.
+    /// Model to which the prompts were sent.
     pub model: ModelKey,
-    /// Bytes of the prompts' text.
+    /// Number of bytes in the text of the prompts.
     pub bytes: u64,
-    /// Tokens that engines counted in them.
+    /// Number of tokens that engines counted in the prompts.
     pub tokens: u64,
 }
 
@@ -95,12 +95,12 @@ impl TextSample {
     }
 }
 
-/// Decayed sums behind one ratio.
+/// Decayed sums of one model, whose quotient is the ratio.
 #[derive(Debug, Clone, PartialEq, Eq, Encode, Decode)]
 struct LearntRatio {
     bytes: u64,
     tokens: u64,
-    /// Observation count at the last report.
+    /// Value of the report count (`LearntRatios::clock`) at the model's last report.
     heard_at: u64,
 }
 
@@ -123,7 +123,7 @@ impl LearntRatio {
         let (least, most) = RATIO_MILLI_BYTES;
         let milli_bytes = (self.bytes * 1000 + self.tokens / 2) / self.tokens.max(1);
         TokenRatio {
-            // Within bounds that fit 32 bits.
+            // The bounds fit 32 bits.
             milli_bytes: milli_bytes.clamp(least, most) as u32,
         }
     }
@@ -134,7 +134,7 @@ impl LearntRatio {
     }
 }
 
-/// Scales both sums down to at most `tokens_max` tokens.
+/// Scales both sums down by one factor, to at most `tokens_max` tokens.
 fn scaled(bytes: u64, tokens: u64, tokens_max: u64) -> (u64, u64) {
     if tokens <= tokens_max {
         return (bytes, tokens);
@@ -146,13 +146,13 @@ fn scaled(bytes: u64, tokens: u64, tokens_max: u64) -> (u64, u64) {
 /// Learned ratios of all models.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Encode, Decode)]
 pub(crate) struct LearntRatios {
-    /// Number of reports; orders models by their last one.
+    /// Number of reports, which orders models by their last one.
     clock: u64,
     by_model: BTreeMap<ModelKey, LearntRatio>,
 }
 
 impl LearntRatios {
-    /// Adds a report and returns whether it was accepted.
+    /// Adds a report and returns whether it was plausible.
     pub(crate) fn observe(&mut self, sample: &TextSample) -> bool {
         if !sample.is_plausible() {
             return false;
@@ -174,13 +174,13 @@ impl LearntRatios {
         true
     }
 
-    /// Returns the ratios to publish.
+    /// Returns the view to publish.
     pub(crate) fn view(&self) -> RatiosView {
         let ratios = self.by_model.iter().map(|(model, it)| (*model, it.ratio()));
         RatiosView(ratios.collect())
     }
 
-    /// Checks the bounds, or describes the fault.
+    /// Checks I74: all values are within their bounds. An error describes the first violation.
     pub(crate) fn check(&self) -> Result<(), String> {
         if self.clock > CLOCK_MAX || self.by_model.len() > RATIOS_MAX {
             let models = self.by_model.len();
@@ -199,13 +199,13 @@ impl LearntRatios {
 pub struct RatiosView(BTreeMap<ModelKey, TokenRatio>);
 
 impl RatiosView {
-    /// Returns the ratio of `model`.
+    /// Returns the ratio of `model`, or the default if none was learned.
     #[must_use]
     pub fn of(&self, model: ModelKey) -> TokenRatio {
         self.0.get(&model).copied().unwrap_or_default()
     }
 
-    /// Iterates over the models with a learned ratio, ascending by key.
+    /// Iterates over the models with a learned ratio, in ascending order of keys.
     pub fn iter(&self) -> impl Iterator<Item = (ModelKey, TokenRatio)> {
         self.0.iter().map(|(model, ratio)| (*model, *ratio))
     }
@@ -243,7 +243,7 @@ mod tests {
             assert!(ratios.observe(&sample(1, 20_000, 10_000)));
         }
         assert!((2000..2020).contains(&learnt(&ratios)), "{ratios:?}");
-        // A flood of tokens in one report counts for a quarter.
+        // A flood of tokens in one report counts for a quarter of the tokens kept.
         assert!(ratios.observe(&sample(1, 6 << 30, 1 << 30)));
         assert!((2700..2900).contains(&learnt(&ratios)), "{ratios:?}");
         for _ in 0..40 {

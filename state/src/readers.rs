@@ -1,7 +1,7 @@
 //! Assignment of replicas to backends as readers of their KV events.
 //!
-//! The leader decides, and the others follow. Correctness does not depend on there being one reader
-//! at a time: a message reported by two readers is applied once.
+//! The leader decides on the assignment, and the other replicas follow it. Correctness does not
+//! require a single reader at a time: a message that two readers report is applied once.
 
 use std::collections::BTreeMap;
 
@@ -13,28 +13,28 @@ use crate::ids::{BackendRef, ReplicaId, Slot};
 use crate::reject::Rejection;
 use crate::validate::ensure;
 
-/// Assignment of a reader to one backend.
+/// Assignment of one backend to its reader.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize)]
 pub struct Assignment {
-    /// Backend and incarnation to read.
+    /// Backend, with its incarnation, whose KV events are read.
     pub backend: BackendRef,
-    /// Replica that reads it.
+    /// Replica that reads the events.
     pub replica: ReplicaId,
 }
 
-/// All readers by slot. A backend that starts a new incarnation keeps its reader until the leader
-/// reassigns it.
+/// Readers of all backends, by slot. A backend that starts a new incarnation keeps its reader until
+/// the leader reassigns it.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Encode, Decode)]
 pub(crate) struct Readers(BTreeMap<Slot, ReplicaId>);
 
 impl Readers {
-    /// Returns the reader of `slot`.
+    /// Returns the reader of the backend in `slot`, if any.
     pub(crate) fn of(&self, slot: Slot) -> Option<ReplicaId> {
         self.0.get(&slot).copied()
     }
 
-    /// Replaces all readers and returns the slots whose reader changed. Assignments to past
-    /// incarnations are ignored.
+    /// Replaces all readers and returns the slots whose reader changed, in ascending order. Ignores
+    /// assignments of past incarnations.
     pub(crate) fn replace(
         &mut self,
         readers: &[Assignment],
@@ -58,7 +58,7 @@ impl Readers {
         Ok(changed)
     }
 
-    /// Removes the reader of `slot`.
+    /// Removes the reader of the backend in `slot`.
     pub(crate) fn forget(&mut self, slot: Slot) {
         self.0.remove(&slot);
     }

@@ -1,5 +1,4 @@
-//! Rejections: why a command is refused. They are replies, the same on every replica and part of
-//! the log format.
+//! Rejections of commands: replies that are equal on every replica and part of the log format.
 
 use bincode::{Decode, Encode};
 
@@ -15,19 +14,19 @@ pub enum Rejection {
     /// The cluster is already initialised.
     #[error("cluster is already initialised")]
     AlreadyInitialised,
-    /// The session is older than the replica's newest one.
+    /// The session is older than the newest one of its replica.
     #[error("the session of replica {replica} has ended")]
     StaleSession {
-        /// Replica with the newer session.
+        /// Replica whose session has ended.
         replica: ReplicaId,
     },
     /// No backend has this id.
     #[error("no backend has the id {name:?}")]
     UnknownBackend {
-        /// Requested id.
+        /// Id that the command names.
         name: String,
     },
-    /// The registry is full.
+    /// The registry of backends is full.
     #[error("the registry holds {BACKENDS_MAX} backends, which is the limit")]
     TooManyBackends,
     /// The user table is full of users that cannot be forgotten.
@@ -44,7 +43,7 @@ pub enum Rejection {
     /// No user has this name. From format version 4 on.
     #[error("no user has the name {name:?}")]
     UnknownUser {
-        /// Requested name.
+        /// Name that the command names.
         name: String,
     },
     /// Requests of the user wait or are in flight. From format version 4 on.
@@ -59,13 +58,13 @@ pub enum Rejection {
     /// No API key has this id. From format version 5 on.
     #[error("no API key has the id {id}")]
     UnknownKey {
-        /// Requested id.
+        /// Id that the command names.
         id: ApiKeyId,
     },
-    /// The id or the secret already belongs to a key. From format version 5 on.
+    /// Another key already has the id or the secret. From format version 5 on.
     #[error("another API key has the id {id} or the same secret")]
     KeyTaken {
-        /// Id of the key that was to be written.
+        /// Id of the key that the command creates or rotates.
         id: ApiKeyId,
     },
     /// An operator or another source registered the backend, or it is not lost. From format version

@@ -1,7 +1,7 @@
 //! Settings that operators write and several areas read: admission and user limits.
 //!
-//! They are replicated. A command replaces them, and they apply from its log index on. Settings
-//! that only one area reads, such as those of a policy, are defined in that area.
+//! The settings are replicated. A command replaces them, and they apply from its log index on.
+//! Settings that only one area reads, such as those of a policy, are defined in that area.
 
 use bincode::{Decode, Encode};
 use schemars::JsonSchema;
@@ -11,11 +11,11 @@ use crate::pricing::ChargeInput;
 use crate::reject::Rejection;
 use crate::validate::{at_least, at_most, ensure};
 
-/// Admission settings. Replicated, changed by `PUT /admin/v1/admission`.
+/// Admission settings. They are replicated, and `PUT /admin/v1/admission` changes them.
 #[derive(Debug, Clone, PartialEq, Eq, Encode, Decode, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct AdmissionSettings {
-    /// Order of waiting requests of equal priority.
+    /// Order of waiting requests with equal priority.
     pub order: Order,
     /// Limit on the requests that a backend runs at once.
     pub concurrency: Concurrency,
@@ -23,25 +23,25 @@ pub struct AdmissionSettings {
     pub queue_max: u32,
     /// Longest wait before a request is rejected, in milliseconds.
     pub wait_ms_max: u32,
-    /// Prompt tokens charged at dispatch.
+    /// Rule for which prompt tokens are charged at dispatch.
     pub charge: ChargeInput,
-    /// Where the order across replicas is decided while requests are queued.
+    /// Decision-maker for the order across replicas while requests are queued.
     pub grants: Grants,
-    /// Maximum by which one dispatch may raise a counter, in priced tokens at weight 1. The gate's
-    /// slack `G` is the larger of this and what the replicas' lag requires. 0: the largest request
-    /// seen.
+    /// Maximum by which one dispatch may raise a counter, in priced tokens at weight 1; 0 for the
+    /// price of the largest request seen. The gate's slack `G` is the larger of this and what the
+    /// replicas' lag requires.
     pub gate_tokens: u32,
-    /// Number of output-length bins, `K` of Algorithm 6. 1: no bins.
+    /// Number of output-length bins, `K` of Algorithm 6; 1 for no bins.
     pub bins: u16,
-    /// How the next bin is selected (Algorithm 5).
+    /// Rule that selects the next bin (Algorithm 5).
     pub bin_selection: BinSelection,
     /// Wait after which a request goes ahead of its bin's turn, in milliseconds.
     pub bin_age_ms_max: u32,
-    /// How bins are used: as classes in the queue's order, or as batches for one backend.
+    /// Use of the bins: as classes in the queue's order, or as batches for one backend.
     pub batching: Batching,
-    /// Limits by service level (Algorithms 1, 2 and 7), used with `concurrency = "adaptive"`.
+    /// Settings of limits by service level (Algorithms 1, 2 and 7), for adaptive `concurrency`.
     pub sla: SlaSettings,
-    /// Limits of users without limits of their own.
+    /// Limits of users who have no limits of their own.
     pub user_limits: UserLimits,
 }
 
@@ -89,11 +89,11 @@ pub enum Order {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Concurrency {
-    /// Learned per backend from memory and service level.
+    /// The limit is learned per backend from memory and service level.
     Adaptive,
-    /// No limit.
+    /// The number of requests is unlimited.
     Unlimited,
-    /// This many.
+    /// The limit is this number of requests.
     Fixed(u32),
 }
 
@@ -127,24 +127,24 @@ pub enum Batching {
     Static,
 }
 
-/// Upper bound of `sla.batch_max`.
+/// Maximum of `sla.batch_max`, in requests.
 pub const BATCH_MAX: u32 = 1 << 16;
-/// Upper bound of `sla.memory_z_milli`.
+/// Maximum of `sla.memory_z_milli`, in thousandths.
 pub const MEMORY_Z_MILLI_MAX: u32 = 10_000;
 
-/// Settings of Algorithms 1, 2 and 7.
+/// Settings of limits by service level (Algorithms 1, 2 and 7).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct SlaSettings {
-    /// `D_SLA`: target time between tokens, in microseconds. 0: no target; memory alone limits.
+    /// Target time between tokens (`D_SLA`), in microseconds; 0 if only memory limits.
     pub inter_token_us: u32,
-    /// `eps_D`: half width of the tolerance band around the target, in microseconds.
+    /// Half width of the tolerance band around the target (`eps_D`), in microseconds.
     pub tolerance_us: u32,
-    /// `B_min`: lower bound of the limit.
+    /// Lower bound of the limit (`B_min`), in requests.
     pub batch_min: u32,
-    /// `B_max`: upper bound of the limit.
+    /// Upper bound of the limit (`B_max`), in requests.
     pub batch_max: u32,
-    /// `z` of Algorithm 1, in thousandths: with 1645, memory overflows with a probability of 5 %.
+    /// Quantile `z` of Algorithm 1, in thousandths: with 1645, memory overflows in 5 % of cases.
     pub memory_z_milli: u32,
 }
 
@@ -161,7 +161,7 @@ impl Default for SlaSettings {
 }
 
 impl AdmissionSettings {
-    /// Checks every setting.
+    /// Checks the bounds of every field.
     ///
     /// # Errors
     /// [`Rejection::Invalid`] with the first field that is out of bounds.
@@ -196,39 +196,39 @@ impl AdmissionSettings {
         )
     }
 
-    /// Whether the settings use output lengths, so that they belong in the log.
+    /// Whether the settings use output lengths, so that replicas must report them through the log.
     #[must_use]
     pub fn wants_outputs(&self) -> bool {
         self.bins > 1 || self.order == Order::VtcPred
     }
 }
 
-/// Maximum window: one day.
+/// Maximum length of a window, in milliseconds: one day.
 pub const WINDOW_MS_MAX: u32 = 24 * 60 * 60 * 1000;
-/// Maximum number of tokens per window: the largest integer that JSON numbers hold exactly.
+/// Maximum number of tokens per window or budget: all integers up to it are exact as JSON numbers.
 pub const TOKENS_MAX: u64 = 1 << 53;
-/// Default window, in milliseconds.
+/// Default length of a window, in milliseconds.
 pub const WINDOW_MS_DEFAULT: u32 = 1000;
 
 /// Limits of one user. `None` means unlimited.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Encode, Decode, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct UserLimits {
-    /// Requests per window.
+    /// Maximum number of requests per window.
     pub requests: Option<u32>,
-    /// Tokens per window, not counting cached ones.
+    /// Maximum number of tokens per window, not counting cached ones.
     pub tokens: Option<u64>,
-    /// Requests in flight at once.
+    /// Maximum number of requests in flight at once.
     pub concurrent: Option<u32>,
-    /// Length of the window, in milliseconds. `None`: one second.
+    /// Length of the window, in milliseconds; `None` for one second.
     pub window_ms: Option<u32>,
 }
 
 impl UserLimits {
-    /// Checks every bound.
+    /// Checks the bounds of every field.
     ///
     /// # Errors
-    /// [`Rejection::Invalid`] with the first that is out of bounds.
+    /// [`Rejection::Invalid`] with the first field that is out of bounds.
     pub fn validate(&self) -> Result<(), Rejection> {
         ensure(self.requests != Some(0), "limits.requests", "at least 1")?;
         ensure(
@@ -246,19 +246,19 @@ impl UserLimits {
         at_most("limits.window_ms", self.window_ms(), WINDOW_MS_MAX)
     }
 
-    /// Whether no bound is set.
+    /// Whether no limit is set. The window alone is no limit.
     #[must_use]
     pub fn is_unbounded(&self) -> bool {
         self.requests.is_none() && self.tokens.is_none() && self.concurrent.is_none()
     }
 
-    /// Returns the window, in milliseconds.
+    /// Returns the length of the window, in milliseconds.
     #[must_use]
     pub fn window_ms(&self) -> u32 {
         self.window_ms.unwrap_or(WINDOW_MS_DEFAULT)
     }
 
-    /// Whether a per-window bound is set.
+    /// Whether a limit per window is set.
     pub(crate) fn has_rate(&self) -> bool {
         self.requests.is_some() || self.tokens.is_some()
     }

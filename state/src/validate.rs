@@ -14,7 +14,7 @@ pub(crate) fn is_plain(text: &str) -> bool {
     text.chars().all(is_id_char)
 }
 
-/// Whether the character is allowed in ids of backends and sources.
+/// Whether `c` is allowed in ids of backends and sources.
 #[must_use]
 pub fn is_id_char(c: char) -> bool {
     c.is_ascii_alphanumeric() || "._-".contains(c)
@@ -23,7 +23,7 @@ pub fn is_id_char(c: char) -> bool {
 /// Maximum total length of a list of patterns, in bytes.
 pub(crate) const PATTERNS_BYTES_MAX: usize = 1024;
 
-/// Whether `patterns` is a valid list of allowed models.
+/// Whether `patterns` is a valid list of models that a user may use.
 pub(crate) fn are_models(patterns: &[String]) -> bool {
     let bytes: usize = patterns.iter().map(String::len).sum();
     patterns.iter().all(|it| is_name(it)) && bytes <= PATTERNS_BYTES_MAX
@@ -37,7 +37,7 @@ pub(crate) fn stands_for(pattern: &str, text: &str) -> bool {
     }
 }
 
-/// Rejects `field` unless `holds`.
+/// Returns [`Rejection::Invalid`] for `field` unless `holds`. `expected` describes valid values.
 pub(crate) fn ensure(holds: bool, field: &str, expected: &str) -> Result<(), Rejection> {
     if holds {
         return Ok(());
@@ -48,12 +48,12 @@ pub(crate) fn ensure(holds: bool, field: &str, expected: &str) -> Result<(), Rej
     })
 }
 
-/// Rejects a value below `least`.
+/// Returns [`Rejection::Invalid`] for `field` if `value` is below `least`.
 pub(crate) fn at_least(field: &str, value: u32, least: u32) -> Result<(), Rejection> {
     ensure(value >= least, field, &format!("at least {least}"))
 }
 
-/// Rejects a value above `most`.
+/// Returns [`Rejection::Invalid`] for `field` if `value` is above `most`.
 pub(crate) fn at_most(field: &str, value: u32, most: u32) -> Result<(), Rejection> {
     ensure(value <= most, field, &format!("at most {most}"))
 }

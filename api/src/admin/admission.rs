@@ -63,10 +63,10 @@ fn version(admin: &Admin) -> Option<Version> {
     Some(Version::of(&config))
 }
 
-/// Admission settings as a body.
+/// Admission settings from a request body.
 pub(super) struct AdmissionJson {
     pub(super) settings: AdmissionSettings,
-    /// Whether the body used the former names.
+    /// Whether the body used the deprecated field names.
     is_former: bool,
 }
 

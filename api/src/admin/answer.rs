@@ -1,4 +1,4 @@
-//! Code shared by all admin handlers: extractors for requests, and types of responses and errors.
+//! Code shared by the admin handlers: extractors for requests, and types of responses and errors.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -27,12 +27,13 @@ use crate::error::Problem;
 use crate::ports::{ChangeError, ProposeError};
 use crate::printable::{escaped, is_obeyed};
 
-/// Date since which the former names are deprecated (RFC 9745).
+/// `Deprecation` header with the date since which the former setting names are deprecated (RFC
+/// 9745).
 const DEPRECATION: (HeaderName, HeaderValue) = (
     HeaderName::from_static("deprecation"),
     HeaderValue::from_static("@1795305600"),
 );
-/// Advice on what to write instead.
+/// `Warning` header that states which names replace the deprecated ones.
 const WARNING: (HeaderName, HeaderValue) = (
     HeaderName::from_static("warning"),
     HeaderValue::from_static(
@@ -40,9 +41,9 @@ const WARNING: (HeaderName, HeaderValue) = (
          file, which GET returns\"",
     ),
 );
-/// Content type of request bodies.
+/// Content type of JSON request bodies.
 pub(super) const JSON: &str = "application/json";
-/// Timeout for a body to arrive.
+/// Time within which a request body must arrive completely.
 const BODY_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// State that a read answers from.
@@ -80,7 +81,8 @@ pub(super) struct ListQuery {
 }
 
 impl ListQuery {
-    /// Returns the maximum number of entries in the response.
+    /// Returns the maximum number of entries in the response, or a problem if `limit` is out of
+    /// range.
     pub(super) fn limit(&self) -> Result<usize, Problem> {
         match self.limit {
             None => Ok(PAGE_ENTRIES_DEFAULT),
@@ -93,7 +95,7 @@ impl ListQuery {
     }
 }
 
-/// Query parameters, with faults reported as problems.
+/// Extractor of query parameters that reports faults as problems.
 pub(super) struct QueryParams<T>(pub(super) T);
 
 impl<T: DeserializeOwned, S: Sync> FromRequestParts<S> for QueryParams<T> {
@@ -113,7 +115,7 @@ impl<T: DeserializeOwned, S: Sync> FromRequestParts<S> for QueryParams<T> {
     }
 }
 
-/// The variable part of a path, with faults reported as problems.
+/// Extractor of the variable part of a path that reports faults as problems.
 pub(super) struct PathParam<T>(pub(super) T);
 
 impl<T: DeserializeOwned + Send, S: Send + Sync> FromRequestParts<S> for PathParam<T> {
@@ -126,7 +128,7 @@ impl<T: DeserializeOwned + Send, S: Send + Sync> FromRequestParts<S> for PathPar
     }
 }
 
-/// The name of an object in a path; must be displayable.
+/// Extractor of an object's name from a path. Rejects names that [`name_of`] rejects.
 pub(super) struct PathName(pub(super) String);
 
 impl<S: Send + Sync> FromRequestParts<S> for PathName {
@@ -155,7 +157,7 @@ pub(super) fn name_of(field: &str, name: &str) -> Result<(), Problem> {
     Ok(())
 }
 
-/// A JSON body, with faults reported as problems that name the field.
+/// Extractor of a JSON body that reports faults as problems and names the field.
 pub(super) struct Json<T>(pub(super) T);
 
 impl<T: DeserializeOwned, S: Sync> FromRequest<S> for Json<T> {
@@ -167,7 +169,7 @@ impl<T: DeserializeOwned, S: Sync> FromRequest<S> for Json<T> {
     }
 }
 
-/// An optional JSON body.
+/// Extractor of an optional JSON body.
 pub(super) struct MaybeJson<T>(pub(super) Option<T>);
 
 impl<T: DeserializeOwned, S: Sync> FromRequest<S> for MaybeJson<T> {
@@ -184,7 +186,7 @@ impl<T: DeserializeOwned, S: Sync> FromRequest<S> for MaybeJson<T> {
     }
 }
 
-/// Reads a raw body within its bounds.
+/// Reads a request body of bounded length within [`BODY_TIMEOUT`].
 pub(super) async fn read_body(body: Body) -> Result<Bytes, Problem> {
     let whole = Limited::new(body, BODY_BYTES_MAX).collect();
     match tokio::time::timeout(BODY_TIMEOUT, whole).await {
@@ -204,7 +206,7 @@ pub(super) async fn read_body(body: Body) -> Result<Bytes, Problem> {
     }
 }
 
-/// Decodes JSON; faults name the field.
+/// Decodes JSON. A problem names the field at fault.
 pub(super) fn decode<T: DeserializeOwned>(body: &[u8]) -> Result<T, Problem> {
     let mut json = serde_json::Deserializer::from_slice(body);
     let value = serde_path_to_error::deserialize(&mut json).map_err(|fault| {
@@ -228,7 +230,7 @@ fn json(body: &impl Serialize) -> Response {
     ([(CONTENT_TYPE, content_type)], body).into_response()
 }
 
-/// A JSON response.
+/// A response with a JSON body.
 pub(super) struct Answer<T>(pub(super) T);
 
 impl<T: Serialize> IntoResponse for Answer<T> {
@@ -277,7 +279,7 @@ impl WriteResponse {
     }
 }
 
-/// A committed write.
+/// Response to a committed write, or to one that changed nothing.
 #[derive(Debug)]
 pub(super) struct Written {
     index: LogIndex,
@@ -306,7 +308,7 @@ impl IntoResponse for Written {
     }
 }
 
-/// A committed write whose response contains more than its index.
+/// Response to a committed write that contains more than the log index.
 pub(super) struct WrittenWith<T> {
     pub(super) index: LogIndex,
     pub(super) body: T,
@@ -320,7 +322,7 @@ impl<T: Serialize> IntoResponse for WrittenWith<T> {
     }
 }
 
-/// A change of members, leadership or snapshots. `index` is its log index, if any.
+/// Response to a change of members, leadership or snapshots. `index` is its log index, if any.
 pub(super) struct Changed<T> {
     index: Option<LogIndex>,
     body: T,
@@ -343,17 +345,17 @@ impl<T: Serialize> IntoResponse for Changed<T> {
     }
 }
 
-/// Returns the response to a write that would change nothing, after a read barrier.
+/// Returns the response to a write that would change nothing. Call after a read barrier.
 pub(super) fn unchanged(admin: &Admin) -> Written {
     Written::at(admin.view.applied())
 }
 
-/// Proposes a command and returns the response for its outcome.
+/// Proposes a command and returns the response to a successful write.
 pub(super) async fn submit(admin: &Admin, command: Command) -> Result<Written, Problem> {
     commit(admin, command).await.map(Written::at)
 }
 
-/// Proposes a command and returns the index at which it took effect.
+/// Proposes a command and returns the index at which it took effect, or why it had no effect.
 pub(super) async fn commit(admin: &Admin, command: Command) -> Result<LogIndex, Problem> {
     if !state::codec::fits(&command) {
         return Err(Problem::new(
@@ -401,7 +403,7 @@ pub(super) fn changed(fate: Result<u64, ChangeError>) -> Result<Changed<WriteRes
     })
 }
 
-/// Returns the problem for a change that failed, or may have.
+/// Returns the problem for a membership change that failed or whose outcome is unknown.
 pub(super) fn not_changed(failure: ChangeError) -> Problem {
     match failure {
         ChangeError::Refused(why) => Problem::new(

@@ -88,7 +88,7 @@ pub(super) async fn audit(
     }))
 }
 
-/// Start of a page: the writes and calls before these positions.
+/// Position in the audit, from which a page continues with earlier writes and calls.
 struct AuditCursor {
     index: LogIndex,
     number: u64,
@@ -117,8 +117,8 @@ impl AuditCursor {
     }
 }
 
-/// Returns the first `limit` of `all` after those that do not satisfy `is_next`, and whether there
-/// are more.
+/// Returns at most `limit` entries of `all`, starting with the first one that satisfies `is_next`,
+/// and whether more follow.
 fn page<T>(all: &[T], limit: usize, is_next: impl Fn(&T) -> bool) -> (&[T], bool) {
     let from = all.partition_point(|it| !is_next(it));
     let left = &all[from..];
@@ -133,7 +133,8 @@ fn is_of_key(entry: &&AuditEntry) -> bool {
     )
 }
 
-/// Returns a key's name and user: the current ones, or those in `told` from its revocation.
+/// Returns the name and user of the key `id`: the current ones, those in `told` from its
+/// revocation, or else just `id`.
 fn key_subject(keys: &KeysView, told: &[String], id: String) -> String {
     let number = u64::from_str_radix(&id, 16).ok();
     let live = number.and_then(|number| keys.get(ApiKeyId(number)));

@@ -415,7 +415,7 @@ pub(super) async fn put(
             allowed(&admin, "url", &EnginePlace::Host(url.host().to_owned()))?;
             url.as_str().to_owned()
         }
-        // The cluster reports what is wrong with it.
+        // The cluster reports what is wrong with the value.
         Err(EngineUrlError) => body.url,
     };
     for (field, place) in endpoint::places(body.kv_events.as_deref(), body.kv_replay.as_deref()) {
@@ -447,7 +447,7 @@ pub(super) async fn put(
     submit(&admin, Command::PutBackend(spec)).await
 }
 
-/// Rejects a location that this replica would not connect to.
+/// Returns a problem if this replica would not connect to `place`.
 fn allowed(admin: &Admin, field: &'static str, place: &EnginePlace) -> Result<(), Problem> {
     let judged = admin.backends.check_place(place);
     judged.map_err(|refused| {

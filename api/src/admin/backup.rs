@@ -42,8 +42,8 @@ pub(super) struct BackupQuery {
 }
 
 impl Default for BackupQuery {
-    /// Linearizable, because a backup must contain everything committed before the request. `local`
-    /// is for a cluster that has lost its quorum.
+    /// Returns [`ReadLevel::Linearizable`], because a backup must contain everything committed
+    /// before the request. `local` is for a cluster that has lost its quorum.
     fn default() -> Self {
         let read = ReadLevel::Linearizable;
         Self { read }
@@ -81,9 +81,9 @@ pub(super) async fn backup(
     })
 }
 
-/// A backup being written.
+/// Response that contains a backup.
 pub(super) struct BackupFile {
-    /// Length in bytes.
+    /// Length of the file, in bytes.
     length: u64,
     /// Applied index of the state.
     index: u64,
@@ -108,7 +108,7 @@ impl IntoResponse for BackupFile {
     }
 }
 
-/// Freezes the state between two applies. Rejected during a restore, when the state is about to be
+/// Freezes the state between two applies. Fails during a restore, when the state is about to be
 /// replaced.
 fn freeze(admin: &Admin) -> Result<(FrozenState, BackupHead), Problem> {
     let status = admin.cluster.status();
@@ -149,7 +149,7 @@ fn broken(error: &io::Error) -> Problem {
     Problem::new(status, "backup", "the backup cannot be made").detail(error.to_string())
 }
 
-/// Writes the file on another thread, at the client's pace.
+/// Returns a body to which another thread writes the backup at the client's pace.
 fn send(frozen: FrozenState, head: BackupHead, turn: OwnedSemaphorePermit) -> Body {
     let (chunks, taken) = mpsc::channel::<io::Result<Bytes>>(WAITING_MAX);
     let runtime = Handle::current();
@@ -177,7 +177,7 @@ fn send(frozen: FrozenState, head: BackupHead, turn: OwnedSemaphorePermit) -> Bo
     Body::from_stream(stream)
 }
 
-/// Passes written bytes to the client.
+/// Writer that passes a backup to the client in chunks.
 struct BackupStream {
     chunks: mpsc::Sender<io::Result<Bytes>>,
     runtime: Handle,

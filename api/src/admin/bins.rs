@@ -1,5 +1,5 @@
-//! Output lengths and what is derived from them: bins per model, the requests waiting in them here,
-//! and the concurrency limit of each backend.
+//! Output lengths and what is derived from them: bins per model, the requests waiting in those bins
+//! at this replica, and the concurrency limit of each backend.
 
 use std::collections::BTreeMap;
 

@@ -1,5 +1,5 @@
-//! Sharing of cached blocks between users: the default for users without their own setting, and the
-//! fields of a user's setting (ADR 0072).
+//! Sharing of cached blocks between users: the default, and the fields of a user's own setting (ADR
+//! 0072).
 
 use axum::extract::State;
 use schemars::JsonSchema;
@@ -50,8 +50,8 @@ impl From<&CacheScope> for ShownScope {
     }
 }
 
-/// Parses `cache` and `cache_group` of a body: nothing, or a scope, where `None` is the default
-/// scope of all users.
+/// Parses `cache` and `cache_group` of a body: `None` if both are absent, otherwise the scope to
+/// set, where `Some(None)` selects the default of all users.
 pub(super) fn scope_of(
     cache: Option<CacheForm>,
     group: Option<&String>,

@@ -22,7 +22,7 @@ const PATH_BYTES_MAX: usize = 256;
 /// Target of the log lines about calls.
 const TARGET: &str = "quorate::audit";
 
-/// Log index of a write, attached to its response.
+/// Log index of a write, which handlers attach to the response.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct WriteIndex(pub(super) LogIndex);
 
@@ -49,7 +49,7 @@ pub(super) struct AuditedCall {
     pub(super) index: Option<LogIndex>,
 }
 
-/// The last calls of this replica.
+/// The last calls of this replica that were recorded for the audit.
 #[derive(Debug, Default)]
 pub(super) struct CallLog(Mutex<KeptCalls>);
 
@@ -90,12 +90,12 @@ impl CallLog {
     }
 
     fn kept(&self) -> MutexGuard<'_, KeptCalls> {
-        // Every change leaves it consistent.
+        // Every change leaves the log consistent, so a poisoned lock is harmless.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// Formats the target of a call for display.
+/// Returns path and query of a call for display, shortened to [`PATH_BYTES_MAX`].
 pub(super) fn shown_path(uri: &Uri) -> String {
     let target = uri.path_and_query().map_or("", |target| target.as_str());
     let shown = &target[..target.floor_char_boundary(PATH_BYTES_MAX)];

@@ -26,12 +26,12 @@ pub(super) struct CallerCertificate(pub(super) Arc<CertificateFacts>);
 /// Recognises the operators of one cluster by certificate.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CertifiedOperators {
-    /// Names of the roles, strongest first.
+    /// Certificate names that grant each role, strongest role first.
     names: Vec<(String, AdminRole)>,
 }
 
 impl CertifiedOperators {
-    /// Creates the rules for this cluster.
+    /// Creates rules that recognise the operators of cluster `name`.
     #[must_use]
     pub fn of_cluster(name: &str) -> Self {
         let roles = AdminRole::ALL.into_iter().rev();
@@ -43,13 +43,13 @@ impl CertifiedOperators {
     /// Returns the holder of a certificate, with the strongest role that it names.
     ///
     /// # Errors
-    /// What was expected, and what was found.
+    /// States what was expected and what was found.
     pub(super) fn operator(
         &self,
         certificate: &CertificateFacts,
         unix_s: i64,
     ) -> Result<Operator, String> {
-        // The handshake has checked it, but connections may be long-lived.
+        // The handshake checked the validity, but a connection may outlive it.
         if certificate.not_after_s < unix_s {
             return Err("the certificate has expired".to_owned());
         }

@@ -213,7 +213,7 @@ async fn digest_at(admin: &Admin, index: u64) -> Result<Option<u128>, Problem> {
         if applied == index {
             now = Some(state.digest());
         } else if applied < index {
-            // Registered before the next apply, so that it cannot be missed.
+            // The wait is registered before the next apply, so that it cannot miss that.
             wanted = Some(admin.digests.want(index));
         }
     });

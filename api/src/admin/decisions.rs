@@ -254,7 +254,7 @@ pub(super) async fn show(
     }))
 }
 
-/// Returns the problem for an id without a recorded decision.
+/// Returns the problem for a request id without a recorded decision.
 fn unknown(admin: &Admin) -> Problem {
     let (replica, size) = (admin.decisions.replica(), admin.decisions.size());
     let what = match (size.entries_max, size.oldest_ms) {

@@ -1,4 +1,4 @@
-//! Reports of the sources of engines to this replica, and their outcome.
+//! Status of the sources of engines at this replica, and the backends that they registered.
 
 use axum::extract::State;
 use schemars::JsonSchema;

@@ -20,15 +20,15 @@ use super::roles::Permission;
 use super::routes::{CallInfo, ROUTES, RouteInfo, asked};
 use crate::error::Problem;
 
-/// Description of the API.
+/// OpenAPI description of the admin API.
 pub(super) struct ApiDescription {
-    /// The document.
+    /// The OpenAPI document, as JSON.
     pub(super) text: Bytes,
-    /// Query keys that calls accept, by path and method.
+    /// Accepted query keys, by path and method.
     keys: BTreeMap<&'static str, BTreeMap<&'static str, Vec<String>>>,
 }
 
-/// The description, which is the same for every listener.
+/// Description of the admin API, which is the same for every listener.
 pub(super) static API: LazyLock<ApiDescription> = LazyLock::new(ApiDescription::make);
 
 /// Areas of the API by path prefix, longest first.

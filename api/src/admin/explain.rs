@@ -46,7 +46,7 @@ pub(super) struct ExplainBody {
     /// User to explain for, by the name that the admin API shows, instead of the one that the
     /// request would be charged to; no key is needed then.
     user: Option<String>,
-    /// Body: JSON, or a string that contains it byte for byte.
+    /// Request body: JSON, or a string that contains the body byte for byte.
     #[schemars(with = "Value")]
     pub(super) body: Box<RawValue>,
     /// Whether to show the prompt's token ids.
@@ -124,11 +124,11 @@ pub(super) async fn explain(
     }))
 }
 
-/// Explains the request in `body`, a body of `POST /admin/v1/explain`, using the state of `router`.
-/// For a state that no replica serves.
+/// Explains the request in `body`, which has the form of a `POST /admin/v1/explain` body, with the
+/// state of `router`. Serves states that no replica serves.
 ///
 /// # Errors
-/// Same as the admin API.
+/// Returns the problem with which the admin API would respond.
 pub fn explain_offline<'a>(
     requests: &'a RequestReader,
     router: &'a Router,
@@ -167,7 +167,7 @@ impl HypotheticalRequest {
         })
     }
 
-    /// Returns the origin of the request.
+    /// Returns where the request appears to come from: a user, a client address or a trusted proxy.
     fn origin(&self) -> RequestOrigin<'_> {
         match (&self.asked.user, &self.peer) {
             (Some(name), _) => RequestOrigin::User(name),
@@ -264,7 +264,7 @@ pub(super) fn headers(given: &BTreeMap<String, HeaderValues>) -> Result<HeaderMa
     Ok(headers)
 }
 
-/// Returns the bytes that an engine would receive.
+/// Returns the body's bytes as an engine would receive them.
 pub(super) fn body_bytes(body: &RawValue) -> Result<Bytes, Problem> {
     let text = body.get();
     if !text.starts_with('"') {

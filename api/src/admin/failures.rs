@@ -12,28 +12,28 @@ use tokio::time::Instant;
 
 /// Number of wrong tokens that a source may send in a burst.
 const TRIES_MAX: u32 = 10;
-/// Time after which a source may send one more.
+/// Time after which a source may send one more wrong token.
 const REFILL: Duration = Duration::from_secs(1);
 /// Maximum number of sources tracked separately; all others count as one.
 const SOURCES_MAX: usize = 4096;
 
-/// Recent wrong tokens.
+/// Token buckets of the sources that recently sent wrong tokens.
 #[derive(Debug, Default)]
 pub(super) struct FailedTries(Mutex<SourceTable>);
 
 #[derive(Debug, Default)]
 struct SourceTable {
-    /// Time at which the bucket of each source is full again.
+    /// Time at which the bucket of each tracked source is full again.
     full_at: BTreeMap<IpAddr, Instant>,
-    /// Same for all sources that have no place in the table.
+    /// Time at which the bucket shared by all other sources is full again.
     others_full_at: Option<Instant>,
 }
 
 impl FailedTries {
-    /// Checks whether this source may present a token.
+    /// Checks whether `source` may present a token.
     ///
     /// # Errors
-    /// The time it has to wait.
+    /// Returns the time that it has to wait.
     pub(super) fn may_try(&self, source: IpAddr) -> Result<(), Duration> {
         let (table, now) = (self.table(), Instant::now());
         let full_at = match table.full_at.get(&source) {
@@ -48,7 +48,7 @@ impl FailedTries {
         }
     }
 
-    /// Records a wrong token from this source.
+    /// Records a wrong token from `source`.
     pub(super) fn failed(&self, source: IpAddr) {
         let (mut table, now) = (self.table(), Instant::now());
         if !table.full_at.contains_key(&source) && table.is_full() {
@@ -64,7 +64,7 @@ impl FailedTries {
     }
 
     fn table(&self) -> MutexGuard<'_, SourceTable> {
-        // Every change leaves it consistent.
+        // Every change leaves the table consistent, so a poisoned lock is harmless.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

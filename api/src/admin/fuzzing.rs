@@ -14,7 +14,7 @@ use super::{backends, cluster, explain, policy, users};
 use crate::settings::AdmissionForm;
 
 /// Decodes a body: one byte for its kind, then JSON. Applies the resulting command to a state,
-/// which either rejects it or stays consistent, and encodes and decodes it like any other command.
+/// which must reject it or stay consistent, and encodes and decodes it like any other command.
 pub fn admin_body(bytes: &[u8]) {
     let Some((kind, body)) = bytes.split_first() else {
         return;
@@ -89,7 +89,7 @@ fn apply(command: Command) {
     }
 }
 
-/// Returns bodies of every kind.
+/// Returns seed inputs with bodies of every kind.
 #[must_use]
 pub fn admin_body_seeds() -> Vec<Vec<u8>> {
     let spec = r#"{"id":"a","url":"http://10.0.0.1:8000","models":["m","*"],"labels":{"zone":"x"},"capacity_blocks":2048,"kv_events":"tcp://*:5557?ranks=2","kv_replay":"auto","role":"decode"}"#;

@@ -33,7 +33,7 @@ use crate::error::Problem;
 use crate::log_rate_limit::LogRateLimit;
 use crate::proxy::client_of;
 
-/// Maximum number of log lines about refused calls per [`REFUSALS_TOLD_EVERY`].
+/// Maximum number of log lines about refused calls within [`REFUSALS_TOLD_EVERY`].
 const REFUSALS_TOLD: u32 = 10;
 const REFUSALS_TOLD_EVERY: Duration = Duration::from_secs(10);
 
@@ -41,12 +41,12 @@ const REFUSALS_TOLD_EVERY: Duration = Duration::from_secs(10);
 #[derive(Debug, Clone, Copy)]
 pub(super) struct CallerAddress(pub(super) SocketAddr);
 
-/// The gate of one listener.
+/// Authenticates and authorizes the calls of one listener.
 #[derive(Clone)]
 pub(super) struct Gate(Arc<GateState>);
 
 struct GateState {
-    /// If this and `certified` are `None`, everything is allowed.
+    /// Accepted tokens. If this and `certified` are `None`, all calls are allowed.
     tokens: Option<AdminTokens>,
     certified: Option<CertifiedOperators>,
     is_metrics_public: bool,
@@ -65,11 +65,11 @@ struct RefusalLabels {
 /// Reason why a call is rejected.
 #[derive(Debug, PartialEq, Eq)]
 enum CallRejection {
-    /// It has no token and no certificate, or an unknown token.
+    /// The call has no token and no certificate, or an unknown token.
     Unauthorized,
-    /// Its source has sent too many wrong tokens.
+    /// The call's source has sent too many wrong tokens.
     Slowed(Duration),
-    /// Its certificate has an operators' authority, but names no operator.
+    /// The certificate comes from an operators' authority, but names no operator.
     NoOperator(String),
     /// The operator's role is insufficient.
     Forbidden {
@@ -101,7 +101,7 @@ impl Gate {
     }
 }
 
-/// Admits a call, or responds with the reason for its rejection.
+/// Admits a call, or responds with the reason why it is rejected.
 pub(super) async fn guard(State(gate): State<Gate>, mut request: Request, next: Next) -> Response {
     let gate = gate.0;
     let path = request.extensions().get::<MatchedPath>();
@@ -141,7 +141,7 @@ pub(super) async fn guard(State(gate): State<Gate>, mut request: Request, next: 
 }
 
 impl GateState {
-    /// Returns the operator that makes a call; `None` if no authentication is required.
+    /// Returns the operator that makes the call, or `None` if no authentication is required.
     fn admit(
         &self,
         request: &Request,
@@ -271,7 +271,7 @@ impl CallRejection {
     }
 }
 
-/// Returns the token of a call; `None` if it has none or several.
+/// Returns the bearer token of a call; `None` if it has none or several.
 fn bearer(headers: &HeaderMap) -> Option<&[u8]> {
     let mut all = headers.get_all(AUTHORIZATION).iter();
     let (value, None) = (all.next()?.as_bytes(), all.next()) else {

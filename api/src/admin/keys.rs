@@ -1,5 +1,5 @@
-//! API keys: create, list, rotate, revoke. A secret is drawn here, returned once, and stored
-//! nowhere: the log contains only its hash.
+//! API keys: create, list, rotate, revoke. This module draws each secret and returns it once. It is
+//! stored nowhere: the log contains only its hash.
 
 use std::fmt;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -299,8 +299,9 @@ pub(super) async fn revoke(
     submit(&admin, Command::EndKey { id }).await
 }
 
-/// Returns the secret if it is known to be the key's. Otherwise it is never revealed, and the
-/// response contains the id by which the key, if it exists, can be revoked.
+/// Returns the response with the secret if the write is known to be committed. Otherwise the secret
+/// is never revealed, and the problem contains the id by which the key, if it exists, can be
+/// revoked.
 fn told_once(
     written: Result<LogIndex, Problem>,
     id: ApiKeyId,
@@ -321,7 +322,7 @@ fn told_once(
     }
 }
 
-/// Checks a name that may end in `*`.
+/// Checks a name or pattern: `*` may occur only at its end.
 pub(super) fn pattern_of(field: &str, pattern: &str) -> Result<(), Problem> {
     name_of(field, pattern)?;
     let beginning = pattern.strip_suffix('*').unwrap_or(pattern);

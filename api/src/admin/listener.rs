@@ -47,7 +47,7 @@ const HEADERS_MAX: usize = 64;
 /// Interval of TCP keep-alive probes: an event-stream client may have vanished silently.
 const KEEP_ALIVE: Duration = Duration::from_secs(20);
 
-/// Response to a client that sends plain HTTP to a TLS port.
+/// Response to a client that sends plain HTTP to a TLS listener.
 static NO_TLS: LazyLock<ClearRejection> = LazyLock::new(|| {
     let title = "this port requires TLS; use https://";
     let problem = Problem::new(StatusCode::BAD_REQUEST, "tls", title);
@@ -58,8 +58,8 @@ static NO_TLS: LazyLock<ClearRejection> = LazyLock::new(|| {
     }
 });
 
-/// Serves the admin API until `stop`, then until all requests in progress are answered. With
-/// certificates it accepts only TLS; each new connection uses the current certificates.
+/// Serves the admin API until `stop`, then until all requests in progress are answered. With `tls`,
+/// it accepts only TLS, and each new connection uses the current certificates.
 #[must_use]
 pub fn serve(
     listener: TcpListener,
@@ -113,10 +113,10 @@ async fn serve_until(
     open.wait().await;
 }
 
-/// Dependencies of serving a connection.
+/// What a task needs to serve a connection.
 struct AdminConnection {
     router: Router,
-    /// `None` if without TLS.
+    /// TLS settings; `None` without TLS.
     tls: Option<Arc<ServerConfig>>,
     handshakes_failed: Counter,
     stop: CancellationToken,
@@ -178,7 +178,7 @@ impl AdminConnection {
     }
 }
 
-/// Attaches the sender of a request for the gate.
+/// Attaches the caller's address and certificate to a request, for the gate.
 fn named(
     mut request: Request<Incoming>,
     address: CallerAddress,

@@ -24,13 +24,13 @@ type SetLevel = dyn Fn(&str) -> Result<(), String> + Send + Sync;
 pub struct LogLevelControl {
     show: Arc<ShowLevel>,
     set: Arc<SetLevel>,
-    /// Held from checking the current level until it is changed.
+    /// Lock held from checking the current level until it is changed.
     turn: Arc<Mutex<()>>,
 }
 
 impl LogLevelControl {
-    /// Creates the control. `show` returns the current level or filter; `set` accepts a value as
-    /// for `log.level` in a config, or returns what it expected.
+    /// Creates the control. `show` returns the current level or filter. `set` sets a value as for
+    /// `log.level` in a config, or returns what it expected.
     #[must_use]
     pub fn new(
         show: impl Fn() -> String + Send + Sync + 'static,
@@ -43,7 +43,8 @@ impl LogLevelControl {
         }
     }
 
-    /// Sets `level` if `if_match` matches the current one. Local to this process: needs no quorum.
+    /// Sets `level` if `if_match` matches the current level. Needs no quorum, since it concerns
+    /// only this process.
     fn replace(&self, if_match: &IfMatch, level: &str) -> Result<(), Problem> {
         let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
         if_match.check(Some(Version::of(&(self.show)())))?;

@@ -1,4 +1,4 @@
-//! The admin API: what operators query and change, on its own listener.
+//! The admin API, with which operators query and change the cluster, on its own listener.
 //!
 //! Reads are answered from this replica's state, with the index at which it was read.
 //! `?read=linearizable` first waits until everything committed before is applied here. Writes go
@@ -110,21 +110,21 @@ pub const PAGE_ENTRIES_MAX: usize = 1000;
 
 /// Dependencies of the admin API of one replica.
 pub struct Admin {
-    /// The log and the members.
+    /// The log and the membership.
     pub cluster: Arc<dyn Cluster>,
     /// Published part of the state.
     pub view: Arc<StateView>,
-    /// Parses requests like the data plane, for `explain`.
+    /// Parses requests like the data plane does, for `explain`.
     pub requests: Arc<RequestReader>,
     /// The data plane's last decisions.
     pub decisions: Arc<DecisionLog>,
     /// Makes decisions, for `explain`.
     pub decider: Arc<Decider>,
-    /// Requests in flight.
+    /// Load table of the requests in flight.
     pub load: Arc<LoadTable>,
     /// Updates that the log does not contain yet.
     pub outbox: Arc<SharedOutbox>,
-    /// Cluster clock: dates backups and determines which keys have expired.
+    /// Cluster clock, which dates backups and determines which keys have expired.
     pub clock: Clock,
     /// Queues of waiting requests.
     pub admission: Arc<Admission>,
@@ -132,9 +132,9 @@ pub struct Admin {
     pub backends: Arc<Backends>,
     /// Metrics for `/metrics`.
     pub metrics: Arc<Metrics>,
-    /// Digests by index.
+    /// State digests by log index.
     pub digests: Arc<Digests>,
-    /// Figures of this replica and its peers.
+    /// Figures that this replica and its peers report about themselves.
     pub figures: Arc<FigureBoard>,
     /// KV event streams that this replica reads.
     pub kv_board: Arc<StreamBoard>,
@@ -142,19 +142,20 @@ pub struct Admin {
     pub discovery: Arc<DiscoveryBoard>,
     /// Events for `/admin/v1/events`.
     pub events: EventBus,
-    /// Whether this replica should get traffic.
+    /// Checks whether this replica should get traffic.
     pub readiness: Arc<ReadinessCheck>,
-    /// Settings that this replica was configured with.
+    /// Settings in this replica's config.
     pub file: SharedFileSettings,
-    /// Triggers a reload of the config; `None` if that is not possible.
+    /// Sender of requests to reload the config; `None` if reloading is not possible.
     pub reload: Option<ReloadRequests>,
-    /// Changes the log level; `None` if that is not possible.
+    /// Control of the log level; `None` if the level cannot be changed.
     pub log_level: Option<LogLevelControl>,
-    /// Host names of the listener, in addition to addresses and `localhost`.
+    /// Host names under which the listener serves, in addition to IP addresses and `localhost`.
     pub hosts: Vec<String>,
-    /// Tokens and their roles; if this and `certified` are `None`, everything is allowed.
+    /// Tokens of operators and their roles. If this and `certified` are `None`, all calls are
+    /// allowed.
     pub tokens: Option<AdminTokens>,
-    /// Operators with certificates; `None` if client certificates do not count.
+    /// Operators recognised by certificate; `None` if client certificates are ignored.
     pub certified: Option<CertifiedOperators>,
     /// Whether `/metrics` needs no token.
     pub is_metrics_public: bool,
@@ -164,21 +165,21 @@ pub struct Admin {
 #[derive(Clone)]
 struct AdminState {
     admin: Arc<Admin>,
-    /// One permit per open event stream.
+    /// One permit per event stream that may be open.
     streams: Arc<Semaphore>,
     /// A single permit, for the backup in progress.
     backups: Arc<Semaphore>,
-    /// One permit per recording being fetched.
+    /// One permit per recording that may be fetched at a time.
     recordings: Arc<Semaphore>,
-    /// A single permit, for evaluating what policies would have chosen.
+    /// A single permit, for the what-if evaluation in progress.
     what_ifs: Arc<Semaphore>,
     /// Calls that required more than read access.
     calls: Arc<CallLog>,
-    /// Held during writes that may depend on what was read.
+    /// Lock held during conditional writes, from checking the version until the commit.
     writes: Arc<Mutex<()>>,
-    /// The API as an OpenAPI document.
+    /// OpenAPI document of the API.
     document: Bytes,
-    /// Part of the ids of events.
+    /// Epoch of this process, a part of each event id.
     epoch: EventEpoch,
 }
 
@@ -231,7 +232,7 @@ pub fn router(admin: Arc<Admin>) -> Router {
         .method_not_allowed_fallback(wrong_method)
         .layer(middleware::from_fn(known_keys))
         .layer(middleware::from_fn_with_state(gate, guard))
-        // The outer layer: a request forged by another site is no attempt to guess a token.
+        // This is the outer layer: a request forged by another site is no attempt to guess a token.
         .layer(middleware::from_fn_with_state(names, own_site))
         .with_state(shared)
 }

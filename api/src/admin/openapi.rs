@@ -9,7 +9,7 @@ use http::header::CONTENT_TYPE;
 use super::AdminState;
 use super::answer::JSON;
 
-/// The document.
+/// Response with the OpenAPI document.
 pub(super) struct OpenApi(Bytes);
 
 impl IntoResponse for OpenApi {

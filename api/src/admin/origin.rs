@@ -19,7 +19,8 @@ use http::{HeaderMap, HeaderValue, Method, StatusCode};
 use super::problem::{invalid, not_of_type};
 use crate::error::Problem;
 
-/// Paths served under any host name: load balancers use many, and the responses are harmless.
+/// Paths served under any host name, because load balancers use many names and the responses are
+/// harmless.
 const ANY_NAME: [&str; 2] = ["/livez", "/readyz"];
 
 /// Host names of this listener, in addition to addresses and `localhost`.
@@ -80,8 +81,8 @@ fn check(names: &AllowedHosts, request: &Request) -> Result<(), Problem> {
     Ok(())
 }
 
-/// Returns the host name that the request was sent to; `None` if it gives none, which no browser
-/// does.
+/// Returns the host that the request was sent to; `None` if the request names none. Browsers always
+/// name one.
 fn asked_as(request: &Request) -> Result<Option<Authority>, Problem> {
     let wrong = |found: &str| invalid("host", format!("{found}, expected one host"));
     let mut hosts = request.headers().get_all(HOST).iter();
@@ -90,7 +91,7 @@ fn asked_as(request: &Request) -> Result<Option<Authority>, Problem> {
         return Err(wrong("several"));
     }
     let Some(host) = host else {
-        // HTTP/2 sends it in the target.
+        // HTTP/2 sends the host in the target.
         return Ok(request.uri().authority().cloned());
     };
     let host: Option<Authority> = host.to_str().ok().and_then(|host| host.parse().ok());
@@ -115,8 +116,8 @@ fn is_of_another_site(headers: &HeaderMap, host: Option<&Authority>) -> bool {
         || !headers.get_all("sec-fetch-site").iter().all(is_own_fetch)
 }
 
-/// Rejects a body of another type: a page may send the types of a form to any site without
-/// permission.
+/// Rejects a body whose content type is not `expected`. A page of any site may send the content
+/// types of a form without permission.
 pub(super) fn typed(headers: &HeaderMap, expected: &'static str) -> Result<(), Problem> {
     let found = headers
         .get(CONTENT_TYPE)

@@ -151,7 +151,7 @@ pub(super) async fn owners(
     }))
 }
 
-/// Looks up the owners of blocks on another thread, because it reads the whole index.
+/// Looks up the owners of `blocks` on another thread, because it reads the whole index.
 pub(super) async fn block_owners(
     admin: &Admin,
     blocks: Vec<BlockHash>,

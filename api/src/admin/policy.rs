@@ -88,7 +88,8 @@ pub(super) async fn show(
     })
 }
 
-/// Returns the policy of a model and whether it is the model's own, or else the live policy.
+/// Returns the policy in effect for `model`, and whether it is the model's own. Without a model,
+/// returns the live policy.
 fn effective<'a>(
     registry: &'a Registry,
     model: Option<&String>,
@@ -111,7 +112,7 @@ fn routing_version(admin: &Admin) -> Option<Version> {
     Some(Version::of(&set.unwrap_or_default()))
 }
 
-/// Parses a policy; faults become problems that name the setting.
+/// Parses a policy. A problem names the setting at fault.
 fn policy_in(body: &[u8]) -> Result<PolicyConfig, Problem> {
     decode(body).map_err(|problem| match setting_at_fault(body) {
         Some((field, detail)) => invalid(&field, detail),
@@ -119,8 +120,8 @@ fn policy_in(body: &[u8]) -> Result<PolicyConfig, Problem> {
     })
 }
 
-/// Finds the first setting that its policy rejects. Serde loses the field of a fault in an
-/// internally tagged enum, so each setting is tried alone.
+/// Returns the first setting that its policy rejects, with the reason. Serde loses the field of a
+/// fault in an internally tagged enum, so each setting is tried alone.
 pub(super) fn setting_at_fault(body: &[u8]) -> Option<(String, String)> {
     let body: Map<String, Value> = serde_json::from_slice(body).ok()?;
     let policy = body.get("policy")?;
@@ -206,7 +207,7 @@ pub(super) async fn put_routing(
     submit(&admin, Command::PutRouting(config)).await
 }
 
-/// Returns the routing settings, including everything committed so far.
+/// Returns the routing settings after a read barrier.
 async fn latest(admin: &Admin) -> Result<RoutingSettings, Problem> {
     at_level(admin, ReadLevel::Linearizable).await?;
     Ok(admin.view.registry().routing.clone().unwrap_or_default())

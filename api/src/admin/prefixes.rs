@@ -1,4 +1,4 @@
-//! Prefixes shared by the last requests here, and the backends that own them.
+//! Prefixes that this replica's last requests share, and the backends that own them.
 //!
 //! A hash names a block together with everything before it, so requests with the same hash at some
 //! depth share a prefix up to there. Each kept request has the hashes at depths that are powers of
@@ -19,7 +19,7 @@ use super::ownership::{HexBlockHash, block_owners};
 use crate::error::Problem;
 use crate::proxy::RequestRecord;
 
-/// Maximum number of requests to examine.
+/// Maximum number of recorded requests to examine.
 const REQUESTS_MAX: usize = 2000;
 
 /// Query parameters of the list.
@@ -65,11 +65,11 @@ struct PrefixDetail {
     after: Option<HexBlockHash>,
 }
 
-/// Counts for one prefix.
+/// Counts of the requests that share one prefix.
 struct SharedPrefix<'a> {
     blocks: u32,
     parent: Option<BlockHash>,
-    /// Number of requests with its most frequent extension.
+    /// Number of requests with the prefix's most frequent extension.
     deeper: u32,
     requests: u32,
     users: BTreeSet<&'a str>,

@@ -22,7 +22,7 @@ pub(super) async fn livez(_: State<AdminState>) -> Answer<Alive> {
     Answer(Alive { status: "alive" })
 }
 
-/// Whether the replica accepts traffic.
+/// Response that states whether the replica accepts traffic.
 pub(super) struct ReadinessAnswer(Readiness);
 
 impl IntoResponse for ReadinessAnswer {
@@ -41,7 +41,7 @@ pub(super) async fn readyz(State(admin): State<AdminState>) -> ReadinessAnswer {
     ReadinessAnswer(admin.readiness.readiness())
 }
 
-/// All metrics, in one of two formats.
+/// Response with all metrics, in one of two formats.
 pub(super) struct MetricsAnswer {
     content_type: &'static str,
     text: String,

@@ -6,7 +6,7 @@ use crate::error::Problem;
 use crate::printable::escaped;
 use crate::settings::SettingError;
 
-/// Returns the problem for an invalid request, with the field at fault.
+/// Returns the problem for an invalid request, which names the field at fault.
 pub(super) fn invalid(field: &str, detail: impl Into<String>) -> Problem {
     Problem::new(
         StatusCode::BAD_REQUEST,
@@ -17,7 +17,7 @@ pub(super) fn invalid(field: &str, detail: impl Into<String>) -> Problem {
     .member("field", field)
 }
 
-/// Returns the problem for invalid settings, with every fault.
+/// Returns the problem for invalid settings, which lists every fault.
 pub(super) fn unfit(faults: &[SettingError]) -> Problem {
     let key = |fault: &SettingError| match fault.key.as_str() {
         "" => "body".to_owned(),
@@ -37,7 +37,7 @@ pub(super) fn unfit(faults: &[SettingError]) -> Problem {
     .member("field", field)
 }
 
-/// Returns the problem for a body of an unsupported type.
+/// Returns the problem for a body whose content type is not `expected`.
 pub(super) fn not_of_type(found: &str, expected: &str) -> Problem {
     Problem::new(
         StatusCode::UNSUPPORTED_MEDIA_TYPE,

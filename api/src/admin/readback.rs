@@ -13,20 +13,21 @@ use super::answer::{JSON, decode, read_body};
 use super::origin::typed;
 use crate::error::Problem;
 
-/// Fields of a response besides the settings.
+/// Read-only fields of a response that surround its settings in `config`.
 const AROUND: [&str; 3] = ["index", "is_set", "is_of_model"];
 
 /// Settings that are replaced as a whole.
 pub(super) trait ReplacedSettings {
-    /// Returns an example for the description of the API.
+    /// Returns example settings for the API description.
     fn example() -> Value;
 }
 
-/// Settings of type `T` in a body.
+/// Extractor of the settings of type `T` from a body.
 pub(super) struct WrittenSettings<T> {
-    /// The settings alone.
+    /// JSON of the settings, without the fields around them.
     pub(super) config: Bytes,
-    /// Whether they were read as defaults, so that writing them back unchanged has no effect.
+    /// Whether the settings were read as defaults, so that writing them back unchanged has no
+    /// effect.
     pub(super) is_read_as_unset: bool,
     form: PhantomData<T>,
 }
@@ -65,13 +66,13 @@ impl<T, S: Sync> FromRequest<S> for WrittenSettings<T> {
     }
 }
 
-/// A document whose response has read-only fields.
+/// A request body whose `GET` response also has read-only fields.
 pub(super) trait ReadBack: DeserializeOwned {
     /// Names of the read-only fields.
     const SHOWN: &'static [&'static str];
 }
 
-/// A body that may contain the read-only fields of a response.
+/// Extractor of a JSON body that ignores the read-only fields of a response.
 pub(super) struct ReadBackJson<T>(pub(super) T);
 
 impl<T: ReadBack, S: Sync> FromRequest<S> for ReadBackJson<T> {

@@ -122,7 +122,7 @@ pub(super) struct RecordingList {
 }
 
 impl RecordingInfo {
-    /// Returns a running recording.
+    /// Returns an example of a running recording.
     fn example() -> Self {
         Self {
             id: 1,
@@ -141,7 +141,7 @@ impl RecordingInfo {
     }
 }
 
-/// A recording as a file.
+/// Response with a recording as a file.
 pub(super) struct RecordingFile {
     name: String,
     body: Body,
@@ -265,7 +265,7 @@ fn within(field: &str, found: u64, range: std::ops::RangeInclusive<u64>) -> Resu
     ))
 }
 
-/// Checks that this replica keeps decisions, which recordings consist of.
+/// Returns a problem if this replica keeps no decisions, of which recordings consist.
 fn keeps_decisions(admin: &Admin) -> Result<(), Problem> {
     if admin.decisions.size().entries_max > 0 {
         return Ok(());
@@ -365,7 +365,7 @@ fn head(
     }
 }
 
-/// Converts requests to lines.
+/// Converts recorded requests to the lines of a file.
 struct Lines {
     writer: RecordingWriter,
     names: RecordingNames,
@@ -373,7 +373,7 @@ struct Lines {
     scopes: Arc<CacheScopesView>,
     replica: ReplicaId,
     taken: std::vec::IntoIter<TakenRequest>,
-    /// The first line, until it is sent.
+    /// First line of the file; `None` once it is sent.
     head: Option<String>,
     _permit: OwnedSemaphorePermit,
 }
@@ -409,7 +409,7 @@ fn file(
 }
 
 impl Lines {
-    /// Returns the next lines, or `None` at the end.
+    /// Returns the next chunk of lines, or `None` at the end.
     fn chunk(&mut self) -> Option<Bytes> {
         let mut text = self.head.take().unwrap_or_default();
         for TakenRequest { record, chain } in self.taken.by_ref().take(CHUNK) {
@@ -426,7 +426,7 @@ impl Lines {
     }
 }
 
-/// Converts a request without its blocks.
+/// Returns the line of a request without its blocks.
 fn request(
     record: &RequestRecord,
     names: &RecordingNames,

@@ -14,7 +14,7 @@ use super::AdminState;
 use super::answer::Answer;
 use crate::error::Problem;
 
-/// Number of queued reload requests; further callers wait for a place.
+/// Maximum number of queued reload requests; further callers wait for a place.
 const WAITING_MAX: usize = 8;
 
 /// A config key whose value changed.
@@ -54,7 +54,7 @@ pub struct ReloadError {
     pub place: String,
 }
 
-/// Result of reloading a config. A fault changes nothing.
+/// Result of reloading a config. If the config has any fault, nothing changes.
 pub type ReloadResult = Result<ReloadReport, Vec<ReloadError>>;
 
 /// Sender of reload requests.
@@ -69,7 +69,7 @@ impl ReloadRequests {
         (Self(asking), asked)
     }
 
-    /// Requests a reload; `None` if no one handles requests any more.
+    /// Requests a reload and returns its result; `None` if no task handles requests any more.
     async fn ask(&self) -> Option<ReloadResult> {
         let (answer, answered) = oneshot::channel();
         self.0.send(answer).await.ok()?;

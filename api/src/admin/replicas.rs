@@ -1,5 +1,5 @@
-//! The replicas of the cluster side by side, as the asked one knows them: what it sees of each, and
-//! the figures that each sends to the others once a second.
+//! The replicas of the cluster side by side, as one of them knows them: their state as it appears
+//! to that replica, and the figures that each replica sends to the others once a second.
 
 use axum::extract::State;
 use schemars::JsonSchema;

@@ -27,14 +27,14 @@ use crate::divergence::hex;
 use crate::error::Problem;
 use crate::ports::ProposeError;
 
-/// Maximum time for which a client may send nothing.
+/// Maximum time for which an uploading client may send nothing.
 const RECEIVE_TIMEOUT: Duration = Duration::from_secs(30);
-/// How long an unwanted body is read, so that its sender can read the response.
+/// Maximum time for which an unwanted body is read, so that its sender can read the response.
 const UNWANTED_TIMEOUT: Duration = Duration::from_secs(60);
-/// How long a restore's command is retried while its outcome is unknown. All but the first are
-/// repeatable, and starting over would cost more.
+/// Time for which a command of a restore is retried while its outcome is unknown. All commands but
+/// the first are repeatable, and starting over would cost more.
 const AGAIN_TIMEOUT: Duration = Duration::from_secs(60);
-/// Pause between two attempts.
+/// Pause between two attempts at a command.
 const AGAIN_PAUSE: Duration = Duration::from_millis(200);
 
 #[derive(Default, Deserialize, JsonSchema)]
@@ -47,7 +47,7 @@ pub(super) struct RestoreQuery {
 /// Content type of a backup.
 pub(super) const BACKUP: &str = "application/octet-stream";
 
-/// A backup being uploaded.
+/// Extractor of an uploaded backup.
 pub(super) struct BackupUpload(Body);
 
 impl<S: Sync> FromRequest<S> for BackupUpload {
@@ -84,7 +84,8 @@ pub(super) async fn restore(
     QueryParams(query): QueryParams<RestoreQuery>,
     BackupUpload(body): BackupUpload,
 ) -> Result<WrittenWith<RestoreResponse>, Problem> {
-    // A separate task, which aborts the restore if the client leaves and this future is dropped.
+    // A separate task handles the restore, and aborts it if the client leaves and this future is
+    // dropped.
     let running = tokio::spawn(async move {
         let mut body = RestoreUpload {
             body,
@@ -140,7 +141,7 @@ async fn run(
     finished
 }
 
-/// Puts all chunks into the log.
+/// Puts all chunks of the upload into the log.
 async fn send(admin: &Admin, restore: RestoreId, body: &mut RestoreUpload) -> Result<(), Problem> {
     let mut number = 0;
     loop {
@@ -173,7 +174,7 @@ async fn finish(
     drop(admin.cluster.read_barrier().await);
     let index = match fate {
         Ok(index) => index,
-        // An attempt with an unknown outcome may have succeeded.
+        // An earlier attempt with an unknown outcome may have succeeded.
         Err(problem) => restored_at(admin, restore).ok_or(problem)?,
     };
     tracing::info!(
@@ -223,7 +224,7 @@ async fn again(admin: &Admin, command: Command) -> Result<Committed, ProposeErro
     }
 }
 
-/// Returns the log index of a restore.
+/// Returns the log index at which `restore` took effect, as far as the state knows.
 fn restored_at(admin: &Admin, restore: RestoreId) -> Option<LogIndex> {
     let mut index = None;
     admin
@@ -232,7 +233,7 @@ fn restored_at(admin: &Admin, restore: RestoreId) -> Option<LogIndex> {
     index
 }
 
-/// Returns the index of a command that took effect.
+/// Returns the index at which a command of a restore took effect, or why it had no effect.
 fn committed(fate: Result<Committed, ProposeError>) -> Result<LogIndex, Problem> {
     let Committed { index, reply } = fate.map_err(unsettled)?;
     let mut reply = reply;
@@ -248,7 +249,7 @@ fn committed(fate: Result<Committed, ProposeError>) -> Result<LogIndex, Problem>
     }
 }
 
-/// Returns the problem for a rejection by the state, depending on its field.
+/// Returns the problem for a rejected command; `field` determines its status and title.
 fn refused(field: &str, expected: &str) -> Problem {
     let (status, name, title) = match field {
         "force" => (
@@ -276,7 +277,7 @@ fn refused(field: &str, expected: &str) -> Problem {
     problem.member("outcome", "rejected").member("field", field)
 }
 
-/// The file as it arrives.
+/// Reads and checks an uploaded backup.
 struct RestoreUpload {
     body: Body,
     reader: BackupReader,
@@ -298,7 +299,7 @@ impl RestoreUpload {
         }
     }
 
-    /// Checks that nothing follows.
+    /// Checks that no bytes follow the backup.
     async fn end(&mut self) -> Result<(), Problem> {
         while let Some(bytes) = self.receive().await? {
             self.reader.push(&bytes);
@@ -328,8 +329,8 @@ impl RestoreUpload {
         }
     }
 
-    /// Reads the rest of an unwanted body: a response before the end of the request would be lost
-    /// with the connection.
+    /// Reads and drops the rest of an unwanted body: a response before the end of the request would
+    /// be lost with the connection.
     async fn drain(&mut self) {
         let all = async {
             while !self.body.is_end_stream() {

@@ -19,7 +19,7 @@ pub enum AdminRole {
     Admin,
 }
 
-/// Caller: the holder of a token or certificate.
+/// An authenticated caller: the holder of a token or certificate.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Operator {
     pub(super) name: Arc<str>,
@@ -83,16 +83,16 @@ impl FromStr for AdminRole {
 /// Permission that a call requires.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Permission {
-    /// None: orchestrators call it, and the response is harmless.
+    /// No permission: orchestrators call the path, and the response is harmless.
     Open,
-    /// The role `viewer`, unless the config opens `/metrics`.
+    /// The role `viewer`, or none if the config makes `/metrics` public.
     Scrape,
-    /// This role or a stronger one.
+    /// The contained role or a stronger one.
     Role(AdminRole),
 }
 
 impl Permission {
-    /// Returns the weakest role with this permission.
+    /// Returns the weakest role that has this permission.
     pub(super) fn role(self) -> AdminRole {
         match self {
             Self::Open | Self::Scrape => AdminRole::Viewer,
@@ -100,7 +100,7 @@ impl Permission {
         }
     }
 
-    /// Whether calls are audited: those that require more than read access.
+    /// Whether calls are audited: those that require more than read access are.
     pub(super) fn is_audited(self) -> bool {
         self.role() > AdminRole::Viewer
     }

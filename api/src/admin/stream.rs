@@ -28,25 +28,27 @@ use crate::events::NumberedEvent;
 
 /// Maximum number of open event streams.
 pub const STREAMS_MAX: usize = 64;
-/// Interval of comments in the absence of events, so that dead clients are detected.
+/// Interval of keep-alive comments in the absence of events, so that dead clients are detected.
 const KEEP_ALIVE: Duration = Duration::from_secs(15);
 
-/// First event of every stream. Its id is that of the event preceding those that follow.
+/// Data of a stream's first event. The event's id is that of the event preceding those that follow.
 #[derive(Serialize)]
 struct Connected<'a> {
     applied_index: u64,
-    /// Epoch of this process: events of other processes have other ids.
+    /// Epoch of this process, which differs from that of every other process.
     epoch: &'a str,
 }
 
-/// Sent in place of events that the client was too slow to receive, or that are no longer kept.
+/// Data of an event sent in place of those that the client was too slow to receive, or that are no
+/// longer kept.
 #[derive(Serialize)]
 struct Missed {
-    /// Number of events; `null` if unknown, because the last one received was from another process.
+    /// Number of missed events; `null` if unknown, because the last one received was from another
+    /// process.
     events: Option<u64>,
 }
 
-/// Distinguishes events of this process from those of others.
+/// Random text in event ids that distinguishes events of this process from those of others.
 #[derive(Debug, Clone)]
 pub(super) struct EventEpoch(Arc<str>);
 
@@ -59,7 +61,7 @@ impl EventEpoch {
         format!("{}-{number}", self.0)
     }
 
-    /// Returns the number in an id of this epoch.
+    /// Returns the event number in `id`; `None` if the id has another epoch.
     fn number(&self, id: &str) -> Option<u64> {
         let (epoch, number) = id.split_once('-')?;
         (epoch == &*self.0).then(|| number.parse().ok()).flatten()
@@ -83,13 +85,13 @@ struct Subscriber {
     receiver: Receiver<Arc<NumberedEvent>>,
     epoch: EventEpoch,
     stop: CancellationToken,
-    /// Events sent before all later ones.
+    /// Events to send before those from `receiver`.
     first: VecDeque<SseEvent>,
-    /// Returned when the stream is dropped.
+    /// Permit for an open stream, returned on drop.
     _permit: OwnedSemaphorePermit,
 }
 
-/// A stream of events.
+/// Response with a stream of events.
 pub(super) struct EventsAnswer(Response);
 
 impl IntoResponse for EventsAnswer {

@@ -25,7 +25,7 @@ const TOKENS_MAX: usize = 1000;
 
 type TokenHash = [u8; 32];
 
-/// One token, without its secret.
+/// A token's name, role and hash.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TokenEntry {
     name: Arc<str>,
@@ -33,7 +33,7 @@ pub struct TokenEntry {
     hash: TokenHash,
 }
 
-/// The accepted tokens. Clones share one set.
+/// The accepted tokens. Clones share one set, which can be replaced while in use.
 #[derive(Clone, Default)]
 pub struct AdminTokens(Arc<ArcSwap<Vec<TokenEntry>>>);
 
@@ -43,7 +43,7 @@ impl AdminTokens {
         self.0.store(Arc::new(entries));
     }
 
-    /// Returns the holder of this token, if any.
+    /// Returns the holder of the token `secret`, if it is accepted.
     pub(super) fn holder(&self, secret: &[u8]) -> Option<Operator> {
         let entries = self.0.load();
         let hash: TokenHash = Sha256::digest(secret).into();
@@ -61,7 +61,7 @@ impl AdminTokens {
     }
 }
 
-/// Whether both share one set.
+/// Compares by identity: equal if both share one set.
 impl PartialEq for AdminTokens {
     fn eq(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
@@ -81,7 +81,7 @@ impl fmt::Debug for AdminTokens {
 /// mistake.
 ///
 /// # Errors
-/// The first fault. A file without tokens is one, since it would lock everyone out.
+/// Describes the first fault. A file without tokens is a fault, since it would lock everyone out.
 pub fn read_tokens(text: &str) -> Result<Vec<TokenEntry>, String> {
     let lines = (1..).zip(text.lines().map(str::trim));
     let lines = lines.filter(|(_, line)| !line.is_empty() && !line.starts_with('#'));
@@ -126,7 +126,7 @@ fn token_of(line: &str) -> Result<TokenEntry, String> {
 /// Rejects names that would not fit into a line of the file or the log.
 ///
 /// # Errors
-/// What was expected.
+/// States what was expected.
 pub fn check_token_name(name: &str) -> Result<(), String> {
     let is_plain = |c: char| c.is_ascii_alphanumeric() || "._-@".contains(c);
     match (1..=NAME_BYTES_MAX).contains(&name.len()) && name.chars().all(is_plain) {
@@ -153,17 +153,17 @@ fn unhex(text: &str) -> Option<TokenHash> {
 
 /// A newly drawn token.
 pub struct NewToken {
-    /// The secret that its holder sends. It cannot be recovered later.
+    /// The secret that the token's holder sends. It cannot be recovered later.
     pub secret: String,
-    /// Its line in the tokens file.
+    /// The token's line in the tokens file.
     pub line: String,
 }
 
 impl NewToken {
-    /// Draws a token.
+    /// Draws a random token with this name and role.
     ///
     /// # Errors
-    /// Fails if the name is invalid.
+    /// States what was expected if the name is invalid.
     pub fn draw(name: &str, role: AdminRole) -> Result<Self, String> {
         check_token_name(name)?;
         let bits: [u8; 32] = rand::random();

@@ -159,7 +159,8 @@ pub(super) async fn list(
         // One more than requested shows whether there are more.
         users = state.users(after, limit + 1);
     });
-    // Outside the closure: do not wait for the queues' lock while `apply` waits for this reader.
+    // Outside the closure, so that the queues' lock is not awaited while `apply` waits for this
+    // reader.
     let now_ms = admin.clock.unix_ms();
     let shown = |user: &UserView| UserDetail::of(user, &admin, now_ms);
     answer.users = users.iter().map(shown).collect();
@@ -199,7 +200,7 @@ fn version(admin: &Admin, user: &UserView) -> Version {
     Version::of(&(user.weight_milli, limits, budget, &user.models, scope))
 }
 
-/// Same for the user with this name; `None` if there is none.
+/// Returns the version of the settings of the user called `name`; `None` if there is no such user.
 fn version_of(admin: &Admin, name: &str) -> Option<Version> {
     let mut found = None;
     admin
@@ -254,7 +255,7 @@ impl ReadBack for PutUserBody {
 /// Limits from a body.
 pub(super) struct WrittenLimits {
     pub(super) limits: UserLimits,
-    /// Whether they used the field names of the log.
+    /// Whether the limits used the field names of the log, which are deprecated.
     are_former: bool,
 }
 
@@ -279,7 +280,7 @@ impl PutUserBody {
         read.map_err(|faults| unfit(&within("budget", faults)))
     }
 
-    /// Builds the command for the fields in the body, preferring the one that most builds support.
+    /// Returns the command for the fields in the body. Prefers the one that most builds support.
     fn command(self, name: String, limits: Option<UserLimits>) -> Result<Command, Problem> {
         let budget = self.budget()?;
         let weight_milli = self.weight_milli;
@@ -309,8 +310,8 @@ impl PutUserBody {
         }
     }
 
-    /// Ignores the weight in a body that was read from a user without a weight of its own, if the
-    /// body sets anything else: writing it back must not give the user a weight.
+    /// Drops the weight from a body that was read from a user without its own weight, if the body
+    /// sets anything else. Writing it back must not give the user a weight.
     fn forget_shown_weight(&mut self, shown_milli: u32) {
         let has_scope = self.cache.is_some() || self.cache_group.is_some();
         let has_more =
@@ -320,7 +321,7 @@ impl PutUserBody {
         }
     }
 
-    /// Whether it sets anything besides a cache scope.
+    /// Whether the body sets anything besides a cache scope.
     fn sets_more(&self) -> bool {
         self.weight_milli.is_some()
             || self.limits.is_some()
@@ -328,7 +329,8 @@ impl PutUserBody {
             || self.models.is_some()
     }
 
-    /// Whether the body was read from an unconfigured user and would set nothing.
+    /// Whether the body was read from an unconfigured user and sets neither limits, budget nor
+    /// models.
     fn is_as_unconfigured(&self) -> bool {
         self.is_configured == Some(false)
             && self.limits.is_none()
@@ -337,7 +339,7 @@ impl PutUserBody {
     }
 }
 
-/// Prefixes the faults' keys with the field of the body.
+/// Prefixes each fault's key with `field`, the field of the body that contains it.
 fn within(field: &str, mut faults: Vec<SettingError>) -> Vec<SettingError> {
     for fault in &mut faults {
         fault.key = match fault.key.as_str() {

@@ -25,14 +25,14 @@ use crate::error::Problem;
 pub(super) struct Version(String);
 
 impl Version {
-    /// Returns the version of an object of which a write replaces `written`.
+    /// Returns the version of an object; `written` is the part of it that a write replaces.
     pub(super) fn of(written: &impl Serialize) -> Self {
         let bytes = serde_json::to_vec(written).expect("settings have string keys only");
         Self(format!("\"{}\"", hex(xxh3_128(&bytes))))
     }
 }
 
-/// A response with a version for a conditional write.
+/// Response to a read, with the version for a conditional write.
 pub(super) struct Versioned<T> {
     pub(super) version: Version,
     pub(super) body: T,
@@ -47,14 +47,14 @@ impl<T: Serialize> IntoResponse for Versioned<T> {
     }
 }
 
-/// Versions that a write may replace.
+/// Precondition of a write, from `If-Match`.
 #[derive(Debug)]
 pub(super) enum IfMatch {
-    /// Any version, or none.
+    /// No condition, not even that the object exists.
     Anything,
-    /// Any existing version.
+    /// The object must exist, in any version.
     Existing,
-    /// One of these versions.
+    /// The object must have one of these versions.
     One(Vec<String>),
 }
 
@@ -90,10 +90,10 @@ fn unreadable(found: &str) -> Problem {
 }
 
 impl IfMatch {
-    /// Waits for the turn to write at this replica, and checks the current version, which `now`
-    /// returns (`None` if the object does not exist).
+    /// Waits for this replica's write lock, then checks the current version, which `now` returns
+    /// (`None` if the object does not exist).
     ///
-    /// Keep the returned guard until the write is committed.
+    /// The caller keeps the returned guard until the write is committed.
     pub(super) async fn turn<'a>(
         &self,
         admin: &'a AdminState,
@@ -107,7 +107,7 @@ impl IfMatch {
         Ok(turn)
     }
 
-    /// Checks that the caller may replace the current version.
+    /// Returns a problem if the precondition does not allow replacing `now`, the current version.
     pub(super) fn check(&self, now: Option<Version>) -> Result<(), Problem> {
         let is_meant = match (self, &now) {
             (Self::Anything, _) | (Self::Existing, Some(_)) => true,

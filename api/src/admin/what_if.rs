@@ -191,7 +191,7 @@ fn policies(admin: &Admin, asked: Option<Vec<PolicyConfig>>) -> Result<Vec<Polic
     Ok(asked)
 }
 
-/// A kept decision to be repeated.
+/// A recorded decision to be repeated.
 struct ReplayedDecision<'a> {
     seen: SeenDecision<'a>,
     chain: &'a [BlockHash],
@@ -258,7 +258,7 @@ fn answer(admin: &Admin, taken: &[TakenRequest], policies: Vec<PolicyConfig>) ->
     }
 }
 
-/// Returns what `config` would have chosen in the `at`th decision.
+/// Returns the choice that `config` would have made in the decision number `at`.
 fn chosen(config: &PolicyConfig, again: &ReplayedDecision<'_>, at: u64) -> Option<Choice> {
     let seen = &again.seen;
     if config == seen.policy {
@@ -271,13 +271,13 @@ fn chosen(config: &PolicyConfig, again: &ReplayedDecision<'_>, at: u64) -> Optio
     }
     if let Some(blocks) = needs.prefix_blocks {
         let first = again.chain.get(..blocks as usize).unwrap_or(again.chain);
-        // Shorter prompts have no other kept name.
+        // Shorter prompts are named by their last kept block.
         request.prefix_key = first.last().map_or(request.jitter, |block| block.0);
     }
     policy::choose(config, &request, &seen.candidates)
 }
 
-/// Returns the inputs of a policy that the original policy did not record.
+/// Returns the inputs that `config` needs and that the deciding policy did not record.
 fn lacks(
     config: &PolicyConfig,
     again: &ReplayedDecision<'_>,
@@ -332,7 +332,7 @@ fn figures(
     }
 }
 
-/// Returns the number of prompt tokens in matched blocks.
+/// Returns the number of prompt tokens in the first `matched` blocks.
 fn held_tokens(request: &PolicyRequest, matched: u32) -> u64 {
     let blocks = u64::from(matched.min(request.blocks));
     let tokens = blocks * u64::from(request.tokens_per_block);

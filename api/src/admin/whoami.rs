@@ -9,7 +9,7 @@ use super::AdminState;
 use super::answer::Answer;
 use super::roles::{AdminRole, CallerProof, Operator};
 
-/// Caller, as determined by the gate; `None` if no authentication is required.
+/// The caller, as authenticated by the gate; `None` if no authentication is required.
 #[derive(Clone)]
 pub(super) struct Caller(pub(super) Option<Operator>);
 

@@ -1,20 +1,20 @@
-//! Backlog reports: the wire format in which replicas send each other their waiting requests. Like
-//! load, they bypass the log and go stale quickly.
+//! Wire format of backlog reports, in which replicas send each other summaries of their waiting
+//! requests. The reports bypass the log, because they go stale quickly.
 
 use state::admission::Backlog;
 use state::ids::ModelKey;
 
 use crate::routing::{LoadReportError, put_number, take_number};
 
-/// Maximum number of models per report. Models with the greatest keys are left out and then hold
-/// nobody back.
+/// Maximum number of models per report. Models with the greatest keys are omitted, so that their
+/// requests hold back no request at other replicas.
 pub const MODELS_PER_REPORT_MAX: usize = 256;
 /// Maximum size of a report, in bytes.
 pub const REPORT_BYTES_MAX: usize = MODELS_PER_REPORT_MAX * (8 + 2 + 10 + 5 + 5);
 
-/// Encodes a replica's backlog for its peers. For each model in ascending key order: the key (eight
-/// bytes) and the priority (two bytes), little-endian, then three LEB128 numbers: least counter,
-/// users, requests. Empty if nothing waits.
+/// Encodes a replica's backlog for its peers. Each model, in ascending key order, has its key
+/// (eight bytes) and priority (two bytes), little-endian, and three LEB128 numbers: least counter,
+/// users, requests. The report is empty if nothing waits.
 #[must_use]
 pub fn encode(lines: &[(ModelKey, Backlog)]) -> Vec<u8> {
     let mut sorted = lines.to_vec();
@@ -31,10 +31,10 @@ pub fn encode(lines: &[(ModelKey, Backlog)]) -> Vec<u8> {
     bytes
 }
 
-/// Decodes a report into backlogs in ascending model order.
+/// Decodes a report into backlogs in ascending order of their models' keys.
 ///
 /// # Errors
-/// Returns a [`LoadReportError`] if the bytes are not a valid report.
+/// Returns a [`LoadReportError`] if `bytes` are not a valid report.
 pub fn decode(mut bytes: &[u8]) -> Result<Vec<(ModelKey, Backlog)>, LoadReportError> {
     let mut lines: Vec<(ModelKey, Backlog)> = Vec::new();
     while let Some((key, rest)) = bytes.split_first_chunk() {

@@ -1,13 +1,13 @@
-//! `grants = "log"`: the log decides which request goes next, across all replicas.
+//! Implements `grants = "log"`: the log decides which request goes next, across all replicas.
 //!
-//! A replica proposes its waiting requests and its free room to the log. The resulting grant
-//! charges the request, which then goes before everything else that waits here as soon as there is
-//! room. A grant to a request that is gone is passed on, and its price becomes the user's credit.
-//! [`state::grants`] describes the protocol.
+//! A replica proposes its waiting requests and its free room to the log. A grant charges the
+//! request, which then goes before all others that wait here as soon as there is room. A grant to a
+//! request that is gone is passed on, and its price becomes the user's credit. [`state::grants`]
+//! describes the protocol.
 //!
-//! The replica where a request ended reports the room at once. Room that stays unused for
-//! [`UNUSED_MAX`], because a peer's request ended or a backend was added, is reported by every
-//! replica with waiting requests. Grants beyond the available room wait at their replica.
+//! The replica where a request ended reports the room at once. Every replica with waiting requests
+//! reports room that stays unused for [`UNUSED_MAX`], such as that of an added backend. Grants
+//! beyond the available room wait at their replica.
 
 use std::collections::BTreeMap;
 use std::sync::{MutexGuard, PoisonError};
@@ -25,23 +25,24 @@ use super::waiter::Waiter;
 use super::{Admission, ModelQueues};
 use crate::routing::{RoutingRejection, WantedPlaces};
 
-/// How long room stays unused before a replica asks for it without an ended request of its own.
+/// Time for which room stays unused before a replica requests grants for it although none of its
+/// own requests ended.
 const UNUSED_MAX: Duration = Duration::from_millis(50);
 /// Time after which a request that the log does not know is proposed again.
 const PROPOSE_AGAIN_AFTER: Duration = Duration::from_secs(1);
-/// How long returned tickets are remembered.
+/// Minimum time for which returned tickets are remembered.
 const REMEMBERED: Duration = Duration::from_secs(10);
-/// Maximum number of grants requested at once.
+/// Maximum number of grants requested at once for a model.
 const GRANTS_MAX: u64 = 256;
 
-/// Requests to the log.
+/// State of the requests for grants that this replica makes to the log.
 #[derive(Debug, Default)]
 pub(super) struct GrantRequests {
-    /// Returned tickets: used, or their requests are gone.
+    /// Tickets of proposed requests that no longer wait, because they were dispatched or are gone.
     back: BTreeMap<Ticket, ReturnedTicket>,
-    /// Number of requests that had ended here at the last scan.
+    /// Number of this replica's requests that had ended at the last scan.
     ended: u64,
-    /// When grants of each model were last requested.
+    /// Time at which grants for each model were last requested.
     asked: BTreeMap<ModelKey, Instant>,
 }
 
@@ -77,8 +78,8 @@ impl Admission {
         }
     }
 
-    /// Withdraws a request that was proposed and no longer waits. If its grant was not used, a
-    /// grant that still arrives is passed on.
+    /// Withdraws a request that no longer waits, if it was proposed. A grant that still arrives for
+    /// it is passed on, unless its grant was used.
     pub(super) fn withdraw_wait(&self, entry: &Waiter, now: Instant) {
         if entry.told.is_none() {
             return;
@@ -98,7 +99,7 @@ impl Admission {
             .unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Dispatches granted requests, proposes waiting ones, and reports free room.
+    /// Proposes a model's requests, dispatches granted ones, and requests grants for free room.
     pub(super) fn serve_granted(
         &self,
         line: &mut ModelQueue,
@@ -131,7 +132,7 @@ impl Admission {
         }
     }
 
-    /// Proposes the requests that the log does not know.
+    /// Proposes the waiting requests that the log does not know.
     fn propose_waits(
         &self,
         line: &mut ModelQueue,
@@ -156,7 +157,7 @@ impl Admission {
         }
     }
 
-    /// Dispatches granted requests as far as there is room; returns how many are left.
+    /// Dispatches granted requests as far as there is room. Returns the number that are left.
     fn use_grants(
         &self,
         line: &mut ModelQueue,
@@ -198,7 +199,7 @@ impl Admission {
         open
     }
 
-    /// Passes on grants to requests that are gone, and records how many requests have ended.
+    /// Passes on the grants to requests that are gone, and records how many requests have ended.
     pub(super) fn settle_grants(&self, queues: &ModelQueues, now: Instant) {
         let grants = self.view.grants();
         let replica = self.replica;

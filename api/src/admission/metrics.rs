@@ -14,24 +14,24 @@ const BUCKETS_S: [f64; 12] = [
     0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 30.0, 60.0,
 ];
 
-/// Why a request was not admitted or left the queue.
+/// Reason why a request was not admitted or left the queue without a backend.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum LeaveReason {
-    /// The user exceeds a limit: 429.
+    /// The user exceeds a limit (status 429).
     OverLimit,
-    /// The queue is full: 503.
+    /// The queue is full (status 503).
     QueueFull,
-    /// The predicted wait is too long: 503.
+    /// The predicted wait is too long (status 503).
     TooLate,
-    /// The maximum wait has passed: 503.
+    /// The maximum wait has passed (status 503).
     WaitedTooLong,
-    /// The client's deadline has passed: 503.
+    /// The client's deadline has passed (status 503).
     Deadline,
-    /// The wait reached the target while the queue was in overload: 503.
+    /// The wait reached the target while the queue was in overload (status 503).
     Overload,
-    /// The replica is leaving: 503.
+    /// The replica is leaving the cluster (status 503).
     Leaving,
-    /// No backend can take the request any more; the status follows from the reason.
+    /// No backend can take the request any more. The status depends on the reason.
     NoBackend,
     /// The client disconnected.
     ClientGone,
@@ -58,7 +58,7 @@ struct ReasonLabels {
     reason: &'static str,
 }
 
-/// Counters and gauges of admission. Cheap to clone; clones share their values.
+/// Counters and gauges of admission. Clones are cheap and share their values.
 #[derive(Debug, Clone)]
 pub struct AdmissionMetrics {
     pub(super) waiting: Gauge,
@@ -95,7 +95,7 @@ impl Default for AdmissionMetrics {
 }
 
 impl AdmissionMetrics {
-    /// Registers all metrics of admission for `/metrics`.
+    /// Registers all metrics of admission in `registry`, which `/metrics` shows.
     pub fn register(&self, registry: &mut Registry) {
         registry.register(
             "quorate_admission_waiting",

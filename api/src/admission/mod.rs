@@ -1,22 +1,20 @@
-//! Admission: a request that finds every backend at its limit waits here, and nowhere else.
+//! Admits requests. A request that finds every backend at its limit waits here, and nowhere else.
 //!
 //! Each model has one [`Queue`](state::admission::Queue), ordered fairly over the whole cluster: by
-//! replicated counters, behind a gate that knows what waits at the other replicas
-//! (docs/internals/fairness.md). While nothing waits for any model, here or elsewhere, a request
-//! costs one atomic load here.
+//! replicated counters, behind a gate that knows what waits at other replicas
+//! (docs/internals/fairness.md). While nothing waits anywhere, a request costs one atomic load.
 //!
 //! One loop, [`Admission::run`], serves the queues: when a request ends here, a peer reports its
 //! load or backlog, or a request begins to wait. While something waits it also runs every 20 ms, to
 //! find changes without a signal (a new limit, a recovered backend, a silent peer). It decides *and
-//! dispatches* the next request, so that the room is taken before it considers another. One request
-//! goes per free place, none is woken in vain, and no signal is lost between a decision and a
-//! dispatch.
+//! dispatches* each request before it considers the next one. So one request goes per free place,
+//! none is woken in vain, and no signal is lost between decision and dispatch.
 //!
-//! A request whose backend did not run it has had its turn. It does not queue again behind others
-//! but waits ahead of them, in order of arrival, until another backend has room.
+//! A request whose backend did not run it has had its turn. It waits ahead of requests that have
+//! not, in order of its return, until another backend has room.
 //!
-//! With `batching = "static"` a backend receives requests only while it runs none, and then a whole
-//! batch of one bin at once.
+//! With `batching = "static"`, a backend receives requests only while it runs none, and then a
+//! batch from one bin of predicted output length at once.
 
 pub mod backlog;
 mod granting;
@@ -60,13 +58,13 @@ use waiter::{QueueTicket, UserWaitGuard, Waiter};
 /// Interval at which queues are served while something waits and no signal arrives.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 
-/// The same while grants are pending, which have no signal.
+/// Interval at which queues are served with `grants = "log"`: grants arrive without a signal.
 const LOOK_FOR_GRANTS_EVERY: Duration = Duration::from_millis(2);
 
-/// Maximum number of models whose queue statistics are kept after the queue is empty.
+/// Maximum number of models whose overload statistics are kept after their queues are empty.
 const LEARNT_MAX: usize = 64;
 
-/// The queues of one replica.
+/// The queues of one replica, and the parts that admit their requests.
 pub struct Admission {
     view: Arc<StateView>,
     decider: Arc<Decider>,
@@ -76,37 +74,37 @@ pub struct Admission {
     shares: Arc<Shares>,
     replica: ReplicaId,
     queues: Mutex<ModelQueues>,
-    /// Whether anything waits for any model, here or at a peer; read by the fast path.
+    /// Whether a request waits for any model, here or at a peer. Read by the fast path.
     is_contended: AtomicBool,
     is_leaving: AtomicBool,
-    /// Requests to the log; locked while `queues` is locked.
+    /// State of the requests for grants. May be locked while `queues` is locked.
     grant_requests: Mutex<GrantRequests>,
     last_ticket: AtomicU64,
-    /// Notified when the first request of a model waits or the last one is gone.
+    /// Signal that the first request of a model has begun to wait, or that the last one is gone.
     waiting_changed: Notify,
-    /// Origin of the queues' milliseconds.
+    /// Time at which the queues' clock, in milliseconds, reads 0.
     epoch: Instant,
     /// Maximum wait in overload, in milliseconds.
     target_ms: u64,
     metrics: AdmissionMetrics,
-    /// Clock of the users' limits.
+    /// Clock by which the users' rate limits are checked.
     log_time: LogTime,
-    /// Cluster clock, used for budgets.
+    /// Wall clock by which the users' budgets are checked.
     clock: Clock,
 }
 
 #[derive(Default)]
 struct ModelQueues {
-    /// Models with requests that wait here.
+    /// Queues of the models with requests that wait here.
     by_model: BTreeMap<ModelKey, ModelQueue>,
-    /// Models with requests that wait here or at a peer.
+    /// Gates of the models with requests that wait here or at a peer.
     gates: BTreeMap<ModelKey, Gate>,
-    /// The model that was served first last time; the next round starts after it.
+    /// Model that was served first in the last scan. The next scan starts after it.
     served_first: ModelKey,
     pace: serve::ServiceRate,
-    /// Requests that want places, as of the last scan.
+    /// Requests that wait for places, by backend, collected during a scan.
     wanted: WantedPlaces,
-    /// Overload statistics of models without waiting requests.
+    /// Overload statistics of models without a queue.
     learnt: BTreeMap<ModelKey, Overload>,
 }
 
@@ -115,7 +113,7 @@ impl ModelQueues {
         !self.by_model.is_empty() || self.gates.values().any(|gate| gate.users(now_ms) > 0)
     }
 
-    /// Removes the empty queues and keeps their statistics. Returns whether there were any.
+    /// Removes the empty queues and keeps their statistics. Returns whether any was removed.
     fn forget_empty(&mut self) -> bool {
         let empty = self.by_model.extract_if(.., |_, line| line.is_empty());
         let mut is_any = false;
@@ -131,7 +129,7 @@ impl ModelQueues {
 }
 
 impl Admission {
-    /// Creates empty queues for the parts of `router`.
+    /// Creates an instance with empty queues that admits requests to the parts of `router`.
     #[must_use]
     pub fn new(router: &Router) -> Self {
         router.view().want_users();
@@ -157,25 +155,26 @@ impl Admission {
         }
     }
 
-    /// Sets another maximum wait in overload.
+    /// Replaces the maximum wait in overload, `CODEL_TARGET_MS` by default.
     #[must_use]
     pub fn codel_target(mut self, target: Duration) -> Self {
         self.target_ms = u64::try_from(target.as_millis()).unwrap_or(u64::MAX);
         self
     }
 
-    /// Returns the admission metrics, to be registered once.
+    /// Returns the admission metrics. Register them once.
     #[must_use]
     pub fn metrics(&self) -> &AdmissionMetrics {
         &self.metrics
     }
 
-    /// Finds a backend for a request and dispatches it, waiting if there is no room. `excluded`
-    /// lists backends that were tried and did not run it; if not empty, the request has had its
-    /// turn. Cancel safe: dropping the future removes the request from the queue.
+    /// Finds a backend for a request and dispatches it, after a wait if there is no room.
+    /// `excluded` lists backends that did not run it when tried; if not empty, the request has had
+    /// its turn. Cancel safe: dropping the future removes the request from the queue.
     ///
     /// # Errors
-    /// Returns an [`AdmissionRejection`] if the request is not admitted.
+    /// Returns an [`AdmissionRejection`] if the user exceeds a limit, no backend can take the
+    /// request, the queue is full, the wait is or was too long, or this replica is leaving.
     pub async fn admit<C: AdmissionRequest>(
         self: &Arc<Self>,
         candidate: &Arc<C>,
@@ -224,7 +223,7 @@ impl Admission {
         Admitted::new(decision, attempt, decided)
     }
 
-    /// Whether nothing waits for `model`, here or elsewhere.
+    /// Whether no request waits for `model`, here or at a peer.
     fn is_free(&self, model: &str, now: Instant) -> bool {
         let key = self.model_key(model);
         let queues = self.lock();
@@ -240,7 +239,7 @@ impl Admission {
         self.queues.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Converts `now` to milliseconds on the queues' clock.
+    /// Returns `now` on the queues' clock, in milliseconds.
     fn ms_of(&self, now: Instant) -> u64 {
         let passed = now.saturating_duration_since(self.epoch);
         u64::try_from(passed.as_millis()).unwrap_or(u64::MAX)
@@ -254,7 +253,7 @@ impl Admission {
     ) -> Result<QueueTicket, AdmissionRejection> {
         let ticket = Ticket(self.last_ticket.fetch_add(1, Ordering::Relaxed) + 1);
         let ask = candidate.ask(excluded);
-        // An unknown model must not get a queue.
+        // Clients must not create queues for unknown models.
         if !self.view.registry().is_served(ask.model) {
             return Err(AdmissionRejection::NoBackend(
                 RoutingRejection::UnknownModel,
@@ -353,7 +352,7 @@ impl Admission {
                 line.entries.insert(waiting.ticket, entry);
                 self.metrics.waiting.inc();
                 if line.queue.len() == 1 {
-                    // In this order: a woken reporter sends nothing while `is_contended` is false.
+                    // Order matters: a woken reporter sends nothing while `is_contended` is false.
                     self.is_contended.store(true, Ordering::Release);
                     self.waiting_changed.notify_one();
                 }
@@ -377,7 +376,7 @@ impl Admission {
         }
     }
 
-    /// Queues a request that has had its turn ahead of those that have not.
+    /// Queues a request that has had its turn, ahead of those that have not.
     fn rejoin(
         &self,
         model: ModelKey,
@@ -403,7 +402,7 @@ impl Admission {
         Ok(())
     }
 
-    /// Removes a request whose client has left; does nothing after its turn.
+    /// Removes a request whose client has left. Has no effect if it no longer waits.
     fn leave(&self, model: ModelKey, ticket: Ticket) {
         let now = Instant::now();
         let mut queues = self.lock();
@@ -420,7 +419,7 @@ impl Admission {
         }
     }
 
-    /// Rejects everything that waits because this replica leaves; nothing waits afterwards.
+    /// Rejects all waiting requests, because this replica leaves. Later requests are not queued.
     pub fn reject_all(&self) {
         let now = Instant::now();
         self.is_leaving.store(true, Ordering::Release);
@@ -442,11 +441,11 @@ impl Admission {
         self.metrics.waiting.dec();
         self.metrics.left(left);
         self.withdraw_wait(&entry, now);
-        // The receiver may be gone.
+        // The receiver may have been dropped.
         let _gone = entry.answer.send(Err(why));
     }
 
-    /// Serves the queues until `stop`. Call this once per instance.
+    /// Serves the queues until `stop` is cancelled. Call this once per instance.
     pub async fn run(&self, stop: CancellationToken) {
         let less = Arc::clone(self.load.less());
         loop {
@@ -467,10 +466,10 @@ impl Admission {
         }
     }
 
-    /// Applies a peer's backlog report; see [`backlog::encode`].
+    /// Replaces what is known of the backlog at `peer`. [`backlog::encode`] describes the report.
     ///
     /// # Errors
-    /// Returns a [`LoadReportError`] and keeps the earlier report.
+    /// Returns a [`LoadReportError`] if `report` is invalid, and keeps the earlier report.
     pub fn apply_peer_report(&self, peer: ReplicaId, report: &[u8]) -> Result<(), LoadReportError> {
         if report.is_empty() && !self.is_contended.load(Ordering::Acquire) {
             return Ok(());
@@ -499,7 +498,7 @@ impl Admission {
         Ok(())
     }
 
-    /// Returns the backlog report for the peers; see [`backlog::encode`].
+    /// Returns this replica's backlog report for its peers, as encoded by [`backlog::encode`].
     #[must_use]
     pub fn report(&self) -> Vec<u8> {
         if !self.is_contended.load(Ordering::Acquire) {
@@ -517,19 +516,19 @@ impl Admission {
         backlog::encode(&backlogs)
     }
 
-    /// Waits until the first request of a model waits or the last one is gone.
+    /// Waits until the first request of a model begins to wait or the last one is gone.
     pub async fn waiting_changed(&self) {
         self.waiting_changed.notified().await;
     }
 
-    /// Returns the waiting requests here, by model.
+    /// Returns summaries of the queues at this replica, by model.
     #[must_use]
     pub fn queues(&self) -> Vec<ModelQueueView> {
         let queues = self.lock();
         queues.by_model.values().map(ModelQueue::view).collect()
     }
 
-    /// Returns the users who wait here, longest wait first; at most `limit` users.
+    /// Returns at most `limit` users with requests that wait here, the longest wait first.
     #[must_use]
     pub fn waiting_users(&self, limit: usize) -> Vec<WaitingUser> {
         let now = Instant::now();
@@ -551,7 +550,7 @@ impl Admission {
         users
     }
 
-    /// Returns a summary of the requests of all models that wait here.
+    /// Returns a summary of all requests that wait here, over all models.
     #[must_use]
     pub fn all_waiting(&self) -> WaitingSummary {
         if !self.is_contended.load(Ordering::Acquire) {
@@ -580,7 +579,7 @@ impl Admission {
         }
     }
 
-    /// Returns the number of requests of a user that wait here, over all models.
+    /// Returns the number of requests of `user` that wait here for their turn, over all models.
     #[must_use]
     pub fn waiting_of(&self, user: UserKey) -> usize {
         let queues = self.lock();

@@ -16,11 +16,11 @@ pub(super) struct ModelQueue {
     model: Arc<str>,
     /// Requests that have not had their turn.
     pub(super) queue: Queue,
-    /// Requests that have had their turn and were not run, in order of arrival.
+    /// Requests that have had their turn and were not run, in the order of their return.
     pub(super) again: VecDeque<Ticket>,
-    /// All of both, by arrival; at the end they are rejected in this order.
+    /// All requests of `queue` and `again`, by ticket. A leaving replica rejects them in order.
     pub(super) entries: BTreeMap<Ticket, Waiter>,
-    /// When the service time was last measured, on the queues' clock.
+    /// Time of the last measurement of the service time, on the queues' clock; `None` if never.
     pub(super) measured_ms: Option<u64>,
 }
 
@@ -44,7 +44,7 @@ pub struct WaitingSummary {
     pub requests: usize,
     /// Number of waiting users, summed over models.
     pub users: usize,
-    /// The user who has waited longest.
+    /// The user with the longest wait; `None` if nothing waits.
     pub longest: Option<LongestWait>,
 }
 
@@ -53,16 +53,16 @@ pub struct WaitingSummary {
 pub struct WaitingUser {
     /// Name of the user.
     pub user: String,
-    /// Models of the user's requests.
+    /// Models for which the user's requests wait.
     pub models: BTreeSet<String>,
     /// Number of waiting requests.
     pub requests: usize,
-    /// Longest wait of any of them.
+    /// Time that the longest-waiting request has waited.
     pub waited: Duration,
 }
 
 impl WaitingUser {
-    /// Counts one more request.
+    /// Counts another request of the user, which waits for `model` and has waited for `waited`.
     pub(super) fn add(&mut self, model: &str, waited: Duration) {
         if !self.models.contains(model) {
             self.models.insert(model.to_owned());
@@ -91,7 +91,7 @@ impl ModelQueue {
         self.entries.is_empty()
     }
 
-    /// Removes a request whose client has left.
+    /// Removes a request whose client has left; returns `None` if it does not wait.
     pub(super) fn left(&mut self, ticket: Ticket, now_ms: u64) -> Option<Waiter> {
         let entry = self.entries.remove(&ticket)?;
         if self.queue.left(ticket, now_ms).is_none() {

@@ -1,8 +1,8 @@
 //! Checks a user's rate limits and budgets before a request is routed or queued.
 //!
-//! The replicated state counts the usage of all replicas; this replica's unapplied admissions are
-//! added. Nothing is reserved between the check and the charge that follows it: requests on other
-//! threads, or at other replicas, that get in between become debt.
+//! The replicated state counts the usage at all replicas; this replica's unapplied usage is added.
+//! Nothing is reserved between a check and the charge that follows it: requests that are admitted
+//! in between, on other threads or replicas, become debt.
 
 use state::admission::PendingCharges;
 use state::budgets::BudgetPeriod;
@@ -12,11 +12,11 @@ use state::quotas::{LimitRejection, PendingUse, Quota};
 use super::Admission;
 use crate::routing::UserName;
 
-/// What is left of a user's rate limits and budgets; `None` if there is no such limit.
+/// What is left of a user's rate limits and budgets. A field is `None` if there is no such limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct LimitsLeft {
     pub(crate) requests: Option<LimitLeft>,
-    /// Tokens of the limit or budget with the least left.
+    /// Tokens left in the token limit or budget with the least left.
     pub(crate) tokens: Option<LimitLeft>,
 }
 
@@ -31,8 +31,8 @@ pub(crate) struct LimitLeft {
 }
 
 impl Admission {
-    /// Returns what is left of a user's limits and budgets, less what was admitted here and is not
-    /// applied yet; `None` if the user has none.
+    /// Returns what is left of a user's limits and budgets, less this replica's unapplied usage;
+    /// `None` if the user has none.
     pub(crate) fn limits_left(&self, user: UserKey) -> Option<LimitsLeft> {
         let Quota { limits, budget, .. } = self.view.quota(user);
         let has_window = limits.requests.is_some() || limits.tokens.is_some();
@@ -73,8 +73,8 @@ impl Admission {
         })
     }
 
-    /// Reads the replicated time, to which the time that passes from here on is added. Call this
-    /// often.
+    /// Updates the clock of the rate limits from the replicated time. Call this often, because the
+    /// clock adds the time that has passed since.
     pub fn pass_time(&self) {
         self.log_time.present_ms(self.view.now_ms());
     }
@@ -82,7 +82,7 @@ impl Admission {
     /// Checks whether `user` may have one more request.
     ///
     /// # Errors
-    /// Returns the budget that is used up or the limit that the request would break.
+    /// Returns a [`LimitRejection`] for a used-up budget or a limit that the request would exceed.
     pub(super) fn check_quota(&self, user: &UserName) -> Result<(), LimitRejection> {
         let user = user.key(self.view.registry().hash_seed);
         if self.view.quota(user).is_unbounded() {
@@ -94,10 +94,10 @@ impl Admission {
         quota.check(now_ms, &pending)
     }
 
-    /// Returns the replicated usage of a user's limits, and the usage that is not applied yet.
+    /// Returns the replicated usage of a user's limits, and this replica's unapplied usage.
     fn usage(&self, user: UserKey) -> (Quota, PendingUse) {
-        // In this order: a charge applied in between counts twice for a moment, never zero times.
-        // (Ended requests do admit that many too many; concurrency limits hold up to the lag.)
+        // Order matters: a charge applied in between counts twice for a moment, never zero times.
+        // (Ended requests count twice too, so concurrency limits may be exceeded by as many.)
         let unapplied = self.dispatcher.unapplied(user);
         let quota = self.view.quota(user);
         let (_, pricing) = self.rules();

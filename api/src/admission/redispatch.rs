@@ -1,4 +1,4 @@
-//! Requests that a gateway sent to another endpoint than the first one offered.
+//! Dispatches requests that a gateway sent to another endpoint than the first one offered.
 
 use tokio::time::Instant;
 
@@ -6,8 +6,8 @@ use super::{Admission, AdmissionRequest};
 use crate::routing::{Attempt, Decision, DispatchTerms};
 
 impl Admission {
-    /// Dispatches an admitted request to another backend, even beyond its limit. A gateway sent it
-    /// there at `then` because it could not reach the first one.
+    /// Dispatches an admitted request to another backend, even beyond its limit. A gateway sent the
+    /// request there at `then`, because it could not reach the first backend.
     pub(crate) fn redispatch(
         &self,
         decision: &Decision,

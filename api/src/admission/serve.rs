@@ -1,4 +1,4 @@
-//! Serves the queues: decides which request goes now, and where.
+//! Serves the queues: decides which requests go now, and to which backends.
 
 use std::time::Duration;
 
@@ -16,20 +16,20 @@ use super::waiter::{AdmissionRejection, DecisionTimes, Waiter};
 use super::{Admission, ModelQueues};
 use crate::routing::{LargestRequest, PlacedRequest, RoutingRejection, pricing_of};
 
-/// Usual maximum age of the replicas' knowledge about each other's dispatches: an update waits 20
-/// ms for its flush, then for its commit; reports are sent every 20 ms.
+/// Usual maximum age of the replicas' knowledge about each other's dispatches, in milliseconds: an
+/// update waits 20 ms for its flush, then for its commit; reports are sent every 20 ms.
 const LAG_MS: u64 = 60;
 /// Window over which the service rate is measured. The largest request is remembered for one more
 /// window.
 const PACE_WINDOW: Duration = Duration::from_secs(10);
-/// Shortest time from which a rate is computed.
+/// Minimum age of a window from which a rate is computed.
 const PACE_LEAST: Duration = Duration::from_millis(200);
 
 /// Service rate of this replica, from which the gate's slack follows.
 #[derive(Debug, Default)]
 pub(super) struct ServiceRate {
     window: Option<RateWindow>,
-    /// Largest request of the previous window.
+    /// Largest prices of requests in the previous window.
     largest_before: LargestRequest,
     rate_before: Option<u64>,
     peak: Peak,
@@ -38,7 +38,7 @@ pub(super) struct ServiceRate {
 /// Maximum values since something began to wait, here or at a peer.
 #[derive(Debug, Default)]
 struct Peak {
-    /// Requests in flight of a user who was served while others waited.
+    /// Number of requests in flight of a user who was served while requests waited.
     in_flight: u32,
     /// Difference between the counter of a served user and the least waiting counter.
     gap_milli: u64,
@@ -53,8 +53,8 @@ struct RateWindow {
 }
 
 impl ServiceRate {
-    /// Updates the total of `priced` tokens charged here; returns the rate per second. At the end
-    /// of a window it stores the result of `largest`: the largest request since the previous call.
+    /// Returns the rate of priced tokens per second; `priced` is the total charged here. At the end
+    /// of a window, stores the result of `largest`: the largest request since the previous call.
     fn look(&mut self, priced: u64, largest: impl Fn() -> LargestRequest, now: Instant) -> u64 {
         let window = self.window.get_or_insert(RateWindow { since: now, priced });
         let age = now.saturating_duration_since(window.since);
@@ -82,7 +82,7 @@ pub(super) struct QueueScan {
     pub(super) now: Instant,
     /// `now` on the queues' clock.
     pub(super) now_ms: u64,
-    /// Slack `G`.
+    /// Slack `G` of the gates, in priced tokens.
     slack: u64,
 }
 
@@ -99,7 +99,7 @@ pub(super) enum DecisionResult {
 }
 
 impl Admission {
-    /// Returns the queues' settings and the token prices.
+    /// Returns the settings of the queues and the token prices.
     pub(super) fn rules(&self) -> (QueueSettings, Pricing) {
         let registry = self.view.registry();
         let settings = registry.admission.clone().unwrap_or_default();
@@ -114,25 +114,24 @@ impl Admission {
         }
     }
 
-    /// Whether backends only receive batches.
+    /// Whether backends receive requests only in batches.
     pub(super) fn is_batching(&self) -> bool {
         let registry = self.view.registry();
         let settings = registry.admission.as_ref();
         settings.is_some_and(|settings| settings.batching == Batching::Static)
     }
 
-    /// Returns what decides the order across replicas.
+    /// Returns the setting for what decides the order across replicas.
     pub(super) fn grants(&self) -> Grants {
         let registry = self.view.registry();
         let settings = registry.admission.as_ref();
         settings.map_or(Grants::Gate, |settings| settings.grants)
     }
 
-    /// Returns the users' figures, with this replica's unapplied charges added.
+    /// Returns a function from users to their figures, including this replica's unapplied charges.
     pub(super) fn counters(&self, pricing: Pricing) -> impl Counters {
         move |user: UserKey| -> UserFigures {
-            // In this order: what is applied in between counts twice for a moment, never not at
-            // all.
+            // Order matters: charges applied in between count twice for a moment, never zero times.
             let unapplied = self.dispatcher.unapplied(user);
             let mut pending = PendingCharges::default();
             pending.add(&unapplied, &pricing);
@@ -140,7 +139,7 @@ impl Admission {
         }
     }
 
-    /// Dispatches every request that can go.
+    /// Dispatches every waiting request that can go as of `now`.
     pub(super) fn serve(&self, now: Instant) {
         let registry = self.view.registry();
         let settings = registry.admission.clone().unwrap_or_default();
@@ -169,7 +168,8 @@ impl Admission {
         self.tidy(&mut queues, &look);
     }
 
-    /// Computes `G` from the settings and the service rate; updates the gauges of `G` and bound.
+    /// Returns `G`, computed from the settings and the service rate. Updates the gauges for `G` and
+    /// the fairness bound.
     fn slack(&self, queues: &mut ModelQueues, settings: &AdmissionSettings, now: Instant) -> u64 {
         let (dispatcher, now_ms) = (&self.dispatcher, self.ms_of(now));
         let rate = queues.pace.look(
@@ -227,7 +227,7 @@ impl Admission {
                 Next::Go(waiting) => {
                     let least = self.least(line, gate, &waiting, look);
                     let figures = self.counters(look.pricing).figures(waiting.user);
-                    // The figure that the order uses; `least` is the same figure.
+                    // The order uses this figure, as does `least`.
                     let own_milli = match look.rules.order {
                         Order::Lcf => figures.served_milli,
                         _ => figures.counter_milli,
@@ -250,7 +250,7 @@ impl Admission {
         }
     }
 
-    /// Measures the service time by Little's law: running requests divided by the rate.
+    /// Measures the service time if due, by Little's law: running requests divided by the rate.
     fn measure(&self, line: &mut ModelQueue, now_ms: u64) {
         let is_due = |at: u64| now_ms.saturating_sub(at) >= CODEL_INTERVAL_MS;
         if !line.measured_ms.is_none_or(is_due) {
@@ -294,7 +294,7 @@ impl Admission {
         }
     }
 
-    /// Serves the requests that have had their turn first, in any order that has room.
+    /// Dispatches the requests that have had their turn, as far as they have room.
     fn serve_again(&self, line: &mut ModelQueue, look: &QueueScan) {
         let again = std::mem::take(&mut line.again);
         for ticket in again {
@@ -313,7 +313,7 @@ impl Admission {
         }
     }
 
-    /// Decides whether there is room for this one of `waiting` requests, and where.
+    /// Decides whether there is room for `entry`, one of `waiting` requests, and reserves it.
     pub(super) fn ask(
         &self,
         (entry, waiting): (&Waiter, usize),
@@ -347,7 +347,7 @@ impl Admission {
         }
     }
 
-    /// Takes the next request out of the queue, with its decision.
+    /// Removes the next request that may go from the queue, and returns it with its decision.
     fn next(
         &self,
         line: &mut ModelQueue,
@@ -376,7 +376,7 @@ impl Admission {
         (next, asked)
     }
 
-    /// Returns the least counter that waits at the priority of `going`, here and elsewhere.
+    /// Returns the least counter of users who wait at the priority of `going`, here or at a peer.
     fn least(
         &self,
         line: &mut ModelQueue,
@@ -415,7 +415,7 @@ impl Admission {
         }
     }
 
-    /// Sends more requests of a bin to the backend of its first one, by arrival, as room allows.
+    /// Dispatches more requests of the bin of `first` to its backend, by arrival, as room allows.
     fn fill(
         &self,
         line: &mut ModelQueue,
@@ -455,7 +455,7 @@ impl Admission {
 
     pub(super) fn settle(&self, entry: Waiter, asked: DecisionResult, now: Instant) {
         match asked {
-            // The client has just left, and no engine may receive the request.
+            // The client has just left, so no engine receives the request.
             DecisionResult::Goes(_) if entry.answer.is_closed() => {
                 self.withdraw_wait(&entry, now);
                 self.metrics.waiting.dec();
@@ -467,7 +467,7 @@ impl Admission {
                 self.metrics.waiting.dec();
                 let waited = now.saturating_duration_since(entry.since);
                 self.metrics.waited(waited.as_secs_f64());
-                // Dispatched first, no longer waiting second: the user is never idle in between.
+                // The wait ends after the dispatch, so that the user is never idle in between.
                 drop(entry.wait);
                 // If the receiver is gone, the drop ends the attempt.
                 let _gone = entry.answer.send(Ok(admitted));
@@ -481,7 +481,7 @@ impl Admission {
         }
     }
 
-    /// Drops empty queues and updates whether anything waits.
+    /// Removes empty queues and unused gates, and updates the gauges and whether anything waits.
     fn tidy(&self, queues: &mut ModelQueues, look: &QueueScan) {
         if queues.forget_empty() {
             self.waiting_changed.notify_one();

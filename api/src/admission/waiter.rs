@@ -1,4 +1,4 @@
-//! A waiting request: its state and its outcome.
+//! Types for a waiting request, its state and its outcome.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,19 +15,19 @@ use crate::routing::{
 
 /// A request as admission sees it, ready for a decision at any time.
 pub trait AdmissionRequest: Send + Sync + 'static {
-    /// Returns the request as routing sees it.
+    /// Returns the request as routing sees it, without the backends in `excluded`.
     fn ask<'a>(&'a self, excluded: &'a [Slot]) -> RoutingRequest<'a>;
 
-    /// Returns the priority; higher goes first.
+    /// Returns the priority of the request. Higher priorities go first.
     fn priority(&self) -> i16;
 
     /// Returns the maximum number of output tokens, from the request.
     fn tokens_max(&self) -> Option<u32>;
 
-    /// Whether only some of the model's backends can take it, so that others may overtake it.
+    /// Whether only some of the model's backends can take the request; others may then overtake it.
     fn is_selective(&self) -> bool;
 
-    /// Whether [`Admitted::decided`] is wanted.
+    /// Whether [`Admitted::decided`] records the times of the decision.
     fn is_traced(&self) -> bool {
         false
     }
@@ -40,25 +40,26 @@ pub trait AdmissionRequest: Send + Sync + 'static {
     }
 }
 
-/// A request that has a backend and counts as running there.
+/// An admitted request, which has a backend and counts as running there. Dropping it ends its
+/// attempt as not run.
 pub struct Admitted {
     decision: Decision,
-    /// `None` once taken.
+    /// The attempt in flight; `None` once taken.
     attempt: Option<Attempt>,
     decided: Option<DecisionTimes>,
 }
 
-/// When the decision on a request was made.
+/// Times at which the decision on a request began and ended.
 #[derive(Debug, Clone, Copy)]
 pub struct DecisionTimes {
-    /// When its turn came.
+    /// Time at which the decision began.
     pub began: Instant,
-    /// When it had a backend.
+    /// Time at which the request had a backend.
     pub ended: Instant,
 }
 
 impl DecisionTimes {
-    /// Returns the times of a decision that began at `began` and ends now.
+    /// Returns the times of a decision that began at `began` and ends now; `None` without `began`.
     pub(super) fn since(began: Option<Instant>) -> Option<Self> {
         let began = began?;
         let ended = Instant::now();
@@ -79,7 +80,7 @@ impl Admitted {
         }
     }
 
-    /// Returns when the decision was made, if the request [is traced](AdmissionRequest::is_traced).
+    /// Returns the times of the decision if the request [is traced](AdmissionRequest::is_traced).
     #[must_use]
     pub fn decided(&self) -> Option<DecisionTimes> {
         self.decided
@@ -95,7 +96,7 @@ impl Admitted {
 }
 
 impl Drop for Admitted {
-    /// Ends the attempt if nobody took it: the client left in the meantime. Nothing was sent.
+    /// Ends the attempt as not run if it was not taken: the client left before anything was sent.
     fn drop(&mut self) {
         if let Some(attempt) = self.attempt.take() {
             attempt.end(AttemptEnd::NotRun, Instant::now());
@@ -103,46 +104,46 @@ impl Drop for Admitted {
     }
 }
 
-/// Why a request gets no backend.
+/// Reason why a request is not admitted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum AdmissionRejection {
-    /// No backend can take the request, now or soon.
+    /// No backend can take the request, now or after a wait.
     NoBackend(RoutingRejection),
     /// The user has reached a limit.
     OverLimit(LimitRejection),
     /// Too many requests wait for the model.
     QueueFull {
-        /// When the requests that wait will have gone, in milliseconds.
+        /// Predicted time until the waiting requests have gone, in milliseconds.
         retry_after_ms: u64,
     },
-    /// The request would not have gone in time.
+    /// The request would wait for too long.
     TooLate {
         /// Predicted wait, in milliseconds.
         wait_ms: u64,
         /// Longest useful wait, in milliseconds.
         wait_ms_max: u64,
     },
-    /// The request has waited for the maximum time.
+    /// The request has waited for too long.
     WaitedTooLong {
-        /// When the requests that wait will have gone, in milliseconds.
+        /// Predicted time until the waiting requests have gone, in milliseconds.
         retry_after_ms: u64,
     },
-    /// The replica is leaving.
+    /// The replica is leaving the cluster.
     Leaving,
 }
 
-/// State of a waiting request.
+/// A waiting request with its state.
 pub(super) struct Waiter {
     pub(super) ticket: Ticket,
     pub(super) candidate: Arc<dyn AdmissionRequest>,
-    /// Backends that were tried.
+    /// Slots of backends that were already tried.
     pub(super) excluded: Vec<Slot>,
     pub(super) since: Instant,
-    /// `None` after its turn: the request no longer counts as waiting.
+    /// Makes the request count as waiting; `None` after its first turn.
     pub(super) wait: Option<UserWaitGuard>,
-    /// When it was last proposed to the log; `None` if never.
+    /// Time at which the request was last proposed to the log; `None` if never.
     pub(super) told: Option<Instant>,
-    /// Priced tokens that the log charged with the grant; `None` without a grant.
+    /// Priced tokens that the log charged with the used grant; `None` without a grant.
     pub(super) granted: Option<u64>,
     pub(super) answer: oneshot::Sender<Result<Admitted, AdmissionRejection>>,
 }
@@ -152,7 +153,7 @@ impl Waiter {
         self.candidate.ask(&self.excluded)
     }
 
-    /// Returns [`Self::ask`] as one of `waiting` requests.
+    /// Returns the request as routing sees it, as one of `waiting` requests for its model.
     pub(super) fn ask_among(&self, waiting: usize) -> RoutingRequest<'_> {
         RoutingRequest {
             waiting_here: u32::try_from(waiting).unwrap_or(u32::MAX),
@@ -164,13 +165,13 @@ impl Waiter {
         Arc::from(self.ask().model)
     }
 
-    /// Whether others may overtake the request.
+    /// Whether other requests may overtake this one.
     pub(super) fn is_selective(&self) -> bool {
         !self.excluded.is_empty() || self.candidate.is_selective()
     }
 }
 
-/// Makes a user's request count as waiting, on all replicas, until dropped.
+/// Makes a user's request count as waiting, at all replicas, until dropped.
 pub(super) struct UserWaitGuard {
     dispatcher: Arc<Dispatcher>,
     user: UserKey,
@@ -191,7 +192,7 @@ impl Drop for UserWaitGuard {
     }
 }
 
-/// A place in the queue; dropping it removes the request.
+/// A place in the queue. Dropping it removes the request from the queue.
 pub(super) struct QueueTicket {
     pub(super) admission: Arc<Admission>,
     pub(super) model: ModelKey,
@@ -201,7 +202,7 @@ pub(super) struct QueueTicket {
 
 impl QueueTicket {
     pub(super) async fn turn(&mut self) -> Result<Admitted, AdmissionRejection> {
-        // Every request is answered before its sender is dropped; otherwise no task serves.
+        // Every request is answered before its sender is dropped, if a task serves the queues.
         (&mut self.turn)
             .await
             .unwrap_or(Err(AdmissionRejection::Leaving))

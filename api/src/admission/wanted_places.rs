@@ -1,8 +1,8 @@
-//! Requests that wait for places, as reported to the other replicas, which hand over places that
-//! they do not need.
+//! Collects the requests that wait for places. The other replicas, which receive the numbers, hand
+//! over places that they do not need.
 //!
-//! Only requests that would go if there were a place count. A request that the gate holds back, or
-//! that the log has not granted, would keep places from requests that may go elsewhere.
+//! A request counts only if it would go with a place. A request that the gate holds back, or that
+//! the log has not granted, would keep places from requests that may go elsewhere.
 
 use state::admission::{Gate, QueuedRequest};
 
@@ -12,13 +12,14 @@ use super::serve::QueueScan;
 use super::waiter::Waiter;
 use crate::routing::WantedPlaces;
 
-/// Maximum number of requests counted per queue: more want more places than a backend has to spare.
+/// Maximum number of requests counted per queue. Backends never have more places to spare.
 const WANTED_MAX: usize = 256;
-/// Maximum number of those that are checked one by one, because only some backends can take them.
+/// Maximum number of requests per queue that are checked one by one, where only some backends fit.
 const SELECTIVE_MAX: usize = 16;
 
 impl Admission {
-    /// Records that `requests` like this one of `waiting` wait for places.
+    /// Records that `requests` requests like `entry`, one of `waiting`, wait for places at all
+    /// backends that may take it.
     pub(super) fn want(
         &self,
         (entry, waiting): (&Waiter, usize),
@@ -38,7 +39,7 @@ impl Admission {
         }
     }
 
-    /// Records the places that requests after their turn wait for.
+    /// Records the places for which requests that have had their turn wait.
     pub(super) fn want_again(
         &self,
         line: &ModelQueue,
@@ -51,7 +52,7 @@ impl Admission {
         }
     }
 
-    /// Records the places that the next request waits for, and those that may go with it.
+    /// Records the places for which the next requests wait that the gate does not hold back.
     pub(super) fn want_next(
         &self,
         line: &ModelQueue,

@@ -14,7 +14,7 @@ use state::command::NAME_BYTES_MAX;
 
 use super::prometheus_text::Sample;
 
-/// Maximum number of adapters read from one page.
+/// Maximum number of adapters that are read from one metrics page.
 const ADAPTERS_MAX: usize = 1024;
 
 /// LoRA adapters of an engine, as reported.
@@ -26,12 +26,12 @@ pub struct LoraAdapters {
     pub resident: Vec<String>,
 }
 
-/// Adapters of an engine, as routing decisions see them.
+/// Adapters of an engine, as far as routing decisions need them.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize)]
 pub struct EngineAdapters {
     /// Number of adapters that fit in memory.
     pub max: u32,
-    /// Adapters in memory, or about to be because a request was sent for them; sorted.
+    /// Adapters in memory, or to be loaded for a request that was sent; sorted.
     pub resident: Vec<String>,
     /// Adapters that can be loaded: models with a parent in the engine's model list; sorted.
     pub listed: Vec<String>,
@@ -49,7 +49,7 @@ pub enum AdapterPlace {
 }
 
 impl EngineAdapters {
-    /// Returns whether `model` is in memory, or would fit.
+    /// Returns whether `model` is an adapter in memory, or one that would fit.
     #[must_use]
     pub fn place(&self, model: &str) -> AdapterPlace {
         let is_in = |names: &[String]| names.binary_search_by(|name| (**name).cmp(model)).is_ok();
@@ -63,7 +63,7 @@ impl EngineAdapters {
     }
 }
 
-/// Series collected from a page.
+/// Collects the series of `vllm:lora_requests_info` on a page.
 #[derive(Debug, Default)]
 pub(super) struct LoraSeries {
     /// Time and `max_lora` of the newest series.
@@ -107,7 +107,7 @@ impl LoraSeries {
         }
     }
 
-    /// Returns the adapters on the page; `None` if it has no such series.
+    /// Returns the adapters in memory according to the page; `None` if the page has no such series.
     pub(super) fn adapters(self) -> Option<LoraAdapters> {
         let (newest, max) = self.newest?;
         let mut named: Vec<(String, f64)> = self.named.into_iter().collect();

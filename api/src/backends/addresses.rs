@@ -60,18 +60,19 @@ fn embedded(address: IpAddr) -> Option<Ipv4Addr> {
     Some(octets.into())
 }
 
-/// A rule that allows engines.
+/// A rule that allows some engines.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum AllowedEngines {
-    /// At these addresses.
+    /// Engines at these addresses.
     Network(IpPrefix),
-    /// With this host name, in lower case.
+    /// Engines with this host name, in lower case.
     Name(String),
-    /// With a host name that ends in this, in lower case: `.engines.internal`.
+    /// Engines whose host name ends in this text, in lower case, such as `.engines.internal`.
     Below(String),
-    /// With KV events at this Unix socket of the replica's host.
+    /// Engines with KV events at this Unix socket of the replica's host.
     Socket(String),
-    /// With KV events at a Unix socket whose path begins with this directory, ending in a slash.
+    /// Engines with KV events at a Unix socket whose path begins with this directory, ending in a
+    /// slash.
     SocketBelow(String),
 }
 
@@ -84,7 +85,7 @@ pub enum EnginePlace {
     Socket(PathBuf),
 }
 
-/// Error for text that is no rule for engines.
+/// Error for text that is not a rule for engines.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error(
     "expected an IP address, a prefix such as 10.0.0.0/8, a host name such as gpu-1 or \
@@ -108,7 +109,7 @@ impl FromStr for AllowedEngines {
             None => (text, false),
         };
         let starts_well = name.starts_with('.') == is_below && name.len() > usize::from(is_below);
-        // Normalise as names are compared: `gpu-1.` is `gpu-1`.
+        // Host names are compared in this form: `gpu-1.` is `gpu-1`.
         let name = name.strip_suffix('.').unwrap_or(name);
         // Digits and dots alone are a mistyped address.
         let is_name = name.bytes().any(|byte| byte.is_ascii_alphabetic());
@@ -123,7 +124,7 @@ impl FromStr for AllowedEngines {
     }
 }
 
-/// Parses the path of a Unix socket, or of a directory of them followed by `*`.
+/// Parses the path of a Unix socket, or of a folder of Unix sockets followed by `*`.
 fn socket(path: &str) -> Option<AllowedEngines> {
     if !is_plain_path(Path::new(path)) || path.trim_end_matches('*').contains('*') {
         return None;
@@ -158,14 +159,15 @@ impl fmt::Display for AllowedEngines {
 /// Rules for the addresses of a replica's engines.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct EngineAddressRules {
-    /// If empty, all addresses except [`REFUSED`] are allowed.
+    /// Rules of which one must allow an engine. If empty, all addresses except [`REFUSED`] are
+    /// allowed.
     allowed: Vec<AllowedEngines>,
 }
 
 /// Error for an engine that may not be connected to.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum EngineAddressError {
-    /// The address is refused unless it is listed.
+    /// The address is refused by default, and no rule allows it.
     #[error("{0} is a link-local address or that of a metadata service")]
     Refused(IpAddr),
     /// The address was announced by a source of engines, and is not that of a single other host.
@@ -173,13 +175,13 @@ pub enum EngineAddressError {
         "{0} is not the address of a single other host; to allow it, list it in admin.backends_allow"
     )]
     OwnHost(IpAddr),
-    /// Neither its host nor its address is listed.
+    /// No rule allows the host, the address or the socket.
     #[error("{0} is not in admin.backends_allow")]
     NotListed(String),
 }
 
 impl EngineAddressRules {
-    /// Creates rules that allow these; if empty, all addresses that are not refused by default.
+    /// Creates rules that allow `allowed`; if empty, all addresses that are not refused by default.
     #[must_use]
     pub fn new(allowed: Vec<AllowedEngines>) -> Self {
         Self { allowed }
@@ -188,7 +190,7 @@ impl EngineAddressRules {
     /// Checks the location of an engine, without resolving names.
     ///
     /// # Errors
-    /// [`EngineAddressError`].
+    /// Returns an [`EngineAddressError`] if no rule allows the location.
     pub fn check_place(&self, place: &EnginePlace) -> Result<(), EngineAddressError> {
         match place {
             EnginePlace::Host(host) => self.check_host(host),
@@ -196,10 +198,10 @@ impl EngineAddressRules {
         }
     }
 
-    /// Checks a Unix socket. If any rules exist, one must allow it.
+    /// Checks the path of a Unix socket. If any rules exist, one must allow it.
     ///
     /// # Errors
-    /// [`EngineAddressError::NotListed`].
+    /// Returns [`EngineAddressError::NotListed`] if none does.
     pub fn check_socket(&self, path: &Path) -> Result<(), EngineAddressError> {
         let is_listed = self.allowed.iter().any(|it| match it {
             AllowedEngines::Socket(listed) => path == Path::new(listed),
@@ -220,7 +222,7 @@ impl EngineAddressRules {
     /// Checks the host of an engine, without resolving names.
     ///
     /// # Errors
-    /// [`EngineAddressError`].
+    /// Returns an [`EngineAddressError`] if no resolved address could be allowed.
     pub fn check_host(&self, host: &str) -> Result<(), EngineAddressError> {
         let host = host.trim_start_matches('[').trim_end_matches(']');
         if let Ok(address) = host.parse() {
@@ -256,7 +258,7 @@ impl EngineAddressRules {
     }
 
     /// Checks an address announced by a source of engines. The owner of a name could make every
-    /// replica send requests to itself, so addresses of this host must be listed.
+    /// replica send requests to itself, so addresses of this host must be allowed by a rule.
     pub(crate) fn check_told(&self, address: IpAddr) -> Result<(), EngineAddressError> {
         let canonical = address.to_canonical();
         let is_broadcast = canonical == IpAddr::V4(Ipv4Addr::BROADCAST);
@@ -285,13 +287,13 @@ impl EngineAddressRules {
     /// Connects to the first allowed address of `host` that responds.
     ///
     /// # Errors
-    /// Why no address could be used.
+    /// Returns why no address could be used.
     pub(crate) async fn connect(&self, host: &str, port: u16) -> io::Result<TcpStream> {
         self.connect_to(host, lookup_host((host, port)).await?)
             .await
     }
 
-    /// Connects to the first of the addresses of `host` that is allowed and responds.
+    /// Connects to the first of `addresses`, those of `host`, that is allowed and responds.
     async fn connect_to(
         &self,
         host: &str,

@@ -9,14 +9,14 @@ use state::command::BackendRole;
 
 use super::Backends;
 
-/// Label of a backend by which an operator declares that its engine meets others in rooms, and on
-/// which port the bootstrap server of a prefill engine listens. Without it the engine is queried.
+/// Label by which an operator declares that a backend's engine meets others in rooms. Its value is
+/// the port of a prefill engine's bootstrap server. Without the label, the engine is queried.
 pub const BOOTSTRAP_PORT_LABEL: &str = "bootstrap-port";
 /// Default port of SGLang's bootstrap server.
 const BOOTSTRAP_PORT: u16 = 8998;
 
 impl Backends {
-    /// Whether the engine of `backend` does nothing alone, but must meet another in a room:
+    /// Whether the engine of `backend` cannot work alone, but must meet another in a room:
     /// according to its label, or else to its kind and role.
     #[must_use]
     pub fn meets_in_rooms(&self, backend: &Backend) -> bool {

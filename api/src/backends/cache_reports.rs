@@ -18,14 +18,15 @@ use state::ids::{BackendRef, UserKey};
 const PREDICTED_MIN: u64 = 256;
 /// A response is cold if less than one part in this many of the prediction was cached.
 const COLD_PART: u64 = 8;
-/// Cold responses in a row that indicate an empty cache, of several users or of one user.
+/// Number of consecutive cold responses, to several users or to one, that indicate an empty cache.
 const COLD_OF_SEVERAL: u32 = 4;
 const COLD_OF_ONE: u32 = 8;
-/// Minimum number of preceding warm responses, and maximum number remembered.
+/// Minimum number of preceding warm responses, and maximum number that is remembered.
 const WARM_MIN: u32 = 8;
 const WARM_MAX: u32 = 16;
 
-/// Form of a response. Only some forms may report cached tokens.
+/// Form of a response: its path, and whether it is a stream. Only some forms may report cached
+/// tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct AnswerForm(u8);
 
@@ -48,21 +49,21 @@ impl AnswerForm {
     }
 }
 
-/// Reports from responses, by slot.
+/// Reports of cached tokens in responses, by slot.
 pub(super) struct CacheReports(Box<[Mutex<EngineReports>]>);
 
-/// Reports of one incarnation.
+/// Reports of one incarnation of a backend.
 #[derive(Debug, Default)]
 struct EngineReports {
-    /// `None` before the first report.
+    /// Backend that sent the reports; `None` before the first report.
     backend: Option<BackendRef>,
     /// Forms of responses that reported cached tokens.
     forms: u16,
-    /// Recent warm responses, less those offset by cold ones.
+    /// Number of recent warm responses, less twice the number of cold ones between them.
     warm: u32,
-    /// Cold responses since the last warm one.
+    /// Number of cold responses since the last warm one.
     cold: u32,
-    /// User of the first of them, and whether other users followed.
+    /// User who got the first of the cold responses.
     first: Option<UserKey>,
     is_of_several: bool,
 }
@@ -81,13 +82,13 @@ impl CacheReports {
         }
     }
 
-    /// Whether a response of this form did.
+    /// Whether a response of this form has reported cached tokens.
     pub(super) fn tells(&self, backend: BackendRef, form: AnswerForm) -> bool {
         let reports = self.of(backend);
         reports.is_some_and(|reports| reports.forms & form.bit() != 0)
     }
 
-    /// Whether a response of any form did.
+    /// Whether a response of any form has reported cached tokens.
     pub(super) fn tells_any(&self, backend: BackendRef) -> bool {
         self.of(backend).is_some_and(|reports| reports.forms != 0)
     }
@@ -107,11 +108,11 @@ impl CacheReports {
         self.of(backend).is_some_and(|reports| reports.is_emptied())
     }
 
-    /// Returns the reports of `backend`, reset if it is a later incarnation; `None` if it is an
-    /// earlier one.
+    /// Returns the reports of `backend`, reset if they were of an earlier incarnation; `None` if
+    /// `backend` itself is an earlier incarnation.
     fn of(&self, backend: BackendRef) -> Option<MutexGuard<'_, EngineReports>> {
         let place = self.0.get(usize::from(backend.slot.0))?;
-        // Counters only: a partial update is harmless.
+        // The reports are only counters, so a partial update is harmless.
         let mut reports = place.lock().unwrap_or_else(PoisonError::into_inner);
         match reports.backend {
             Some(known) if known == backend => {}

@@ -19,7 +19,7 @@ use super::keys::EngineHeaders;
 use super::local_failure::is_local;
 use super::url::{EngineUrl, EngineUrlError};
 
-/// A complete response.
+/// A complete response to a probe.
 #[derive(Debug)]
 pub(crate) struct ProbeResponse {
     pub(crate) status: StatusCode,
@@ -50,7 +50,7 @@ impl ProbeError {
     }
 }
 
-/// A client of one backend. Dropping it closes its connection.
+/// A probe's client of one backend. Dropping it closes its connection.
 pub(crate) struct ProbeClient {
     url: EngineUrl,
     host: HeaderValue,
@@ -62,14 +62,14 @@ pub(crate) struct ProbeClient {
 
 struct ProbeConnection {
     sender: SendRequest<Empty<Bytes>>,
-    /// Address rules when it was opened.
+    /// Id of the address rules that applied when the connection was opened.
     rules: RulesId,
     opened_at: Instant,
     _driver: AbortOnDropHandle<()>,
 }
 
 impl ProbeClient {
-    /// Creates a client of the engine at `url`. Every call takes at most `timeout`.
+    /// Creates a client of the engine at `url`. Each call takes at most `timeout`.
     pub(crate) fn new(
         url: &str,
         headers: Option<EngineHeaders>,
@@ -153,7 +153,7 @@ impl ProbeClient {
             .await
             .map_err(ProbeError::Http)?;
         let driver = tokio::spawn(async move {
-            // Users of the sender detect its end.
+            // The sender's users detect the end of the connection.
             drop(driver.await);
         });
         Ok(ProbeConnection {

@@ -19,7 +19,7 @@ use super::addresses::{EngineAddressError, EngineAddressRules, EnginePlace};
 use super::url::EngineUrl;
 use crate::tls::{Certificates, ClientFiles, MaybeTls, TlsSetupError};
 
-/// ALPN protocols.
+/// Protocols offered in the TLS handshake (ALPN).
 const PROTOCOLS: &[&[u8]] = &[b"http/1.1"];
 
 /// How to connect to engines. Clones share their settings, which can be changed while in use.
@@ -28,18 +28,18 @@ pub struct EngineDialer(Arc<EngineDialerState>);
 
 #[derive(Default)]
 struct EngineDialerState {
-    /// Loaded when an engine first needs it, if the config has no section, because a host's
-    /// authorities are a large file.
+    /// Authorities and the replica's certificate. Without a config section they are loaded when an
+    /// engine first needs them, because a host's authorities are a large file.
     certificates: OnceLock<Arc<Certificates<ClientFiles>>>,
-    /// Expected names by URL, if different from the host of the URL.
+    /// Expected certificate names by URL, where they differ from the host of the URL.
     names: ArcSwap<BTreeMap<String, String>>,
     /// Rules for the addresses of engines.
     addresses: ArcSwap<EngineAddressRules>,
-    /// Number of changes of the rules.
+    /// Number of changes to the address rules so far.
     changes: AtomicU64,
 }
 
-/// Identifies the address rules at some time.
+/// Identifies a version of the address rules.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct RulesId(u64);
 
@@ -50,21 +50,21 @@ impl fmt::Debug for EngineDialer {
 }
 
 impl EngineDialer {
-    /// Creates a dialer with these certificates and authorities.
+    /// Creates a dialer that uses `certificates` for TLS connections.
     #[must_use]
     pub fn with_certificates(certificates: Arc<Certificates<ClientFiles>>) -> Self {
         let tls = Self::default();
-        // Cannot fail: the cell was created just now.
+        // This cannot fail, because the cell was created just now.
         drop(tls.0.certificates.set(certificates));
         tls
     }
 
-    /// Sets the expected names by URL; other URLs expect their host.
+    /// Sets the expected certificate names by URL. Other URLs expect their host.
     pub fn expect_names(&self, names: BTreeMap<String, String>) {
         self.0.names.store(Arc::new(names));
     }
 
-    /// Sets the rules for subsequent connections. Open connections finish their current requests
+    /// Sets the address rules for new connections. Open connections finish their current requests
     /// and serve no others.
     pub fn allow(&self, rules: EngineAddressRules) {
         if **self.0.addresses.load() != rules {
@@ -73,7 +73,7 @@ impl EngineDialer {
         }
     }
 
-    /// Returns the id of the current rules. Call before connecting, to tag the connection.
+    /// Returns the id of the current address rules. Call before connecting, to tag the connection.
     pub(crate) fn rules(&self) -> RulesId {
         RulesId(self.0.changes.load(Ordering::Acquire))
     }
@@ -81,7 +81,7 @@ impl EngineDialer {
     /// Checks the location of an engine.
     ///
     /// # Errors
-    /// [`EngineAddressError`].
+    /// Returns an [`EngineAddressError`] if no rule allows it.
     pub(crate) fn check_place(&self, place: &EnginePlace) -> Result<(), EngineAddressError> {
         self.0.addresses.load().check_place(place)
     }
@@ -89,7 +89,7 @@ impl EngineDialer {
     /// Checks an address announced by a source of engines.
     ///
     /// # Errors
-    /// [`EngineAddressError`].
+    /// Returns an [`EngineAddressError`] if no rule allows it.
     pub(crate) fn check_told(&self, address: IpAddr) -> Result<(), EngineAddressError> {
         self.0.addresses.load().check_told(address)
     }
@@ -106,7 +106,7 @@ impl EngineDialer {
         self.reach_at(url.host(), url.port()).await
     }
 
-    /// Connects to a host and port of the engine. The caller applies the timeout.
+    /// Connects to `host` and `port`. The caller applies the timeout.
     pub(crate) async fn reach_at(&self, host: &str, port: u16) -> io::Result<TcpStream> {
         let rules = self.0.addresses.load_full();
         rules.connect(host, port).await
@@ -127,7 +127,7 @@ impl EngineDialer {
         let config = self.certificates()?.current();
         let connecting = TlsConnector::from(config).connect(name, stream);
         let connected = connecting.await.map_err(|error| match error.get_ref() {
-            // Contains the expected and the presented names.
+            // The error contains the expected and the presented names.
             Some(why) => io::Error::new(io::ErrorKind::InvalidData, format!("tls: {why}")),
             None => error,
         })?;
@@ -144,7 +144,8 @@ impl EngineDialer {
     }
 }
 
-/// Returns the authorities that a replica trusts, and its certificate, for engine connections.
+/// Returns the files for TLS connections to engines: the authorities to trust and the replica's
+/// certificate.
 #[must_use]
 pub fn engine_files(
     authorities: Option<crate::tls::NamedFile>,

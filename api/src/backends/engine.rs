@@ -34,7 +34,7 @@ pub enum EngineKind {
 }
 
 impl EngineKind {
-    /// Returns the engine with this name, as the owner of its models or the prefix of its metrics.
+    /// Returns the engine called `name`, as the owner of its models or the prefix of its metrics.
     #[must_use]
     pub fn named(name: &str) -> Option<Self> {
         match name {
@@ -45,7 +45,7 @@ impl EngineKind {
         }
     }
 
-    /// Returns the label that identifies a sample's data-parallel rank.
+    /// Returns the metric label with a sample's data-parallel rank; `None` if the engine has none.
     fn rank_label(self) -> Option<&'static str> {
         match self {
             Self::Vllm => Some("engine"),
@@ -54,7 +54,7 @@ impl EngineKind {
         }
     }
 
-    /// Returns the engine that exports a metric of this name.
+    /// Returns the engine that exports `metric`, according to the prefix of its name.
     fn of(metric: &str) -> Option<Self> {
         match metric.split_once(':') {
             Some((name, _)) => Self::named(name),
@@ -114,12 +114,12 @@ pub struct EngineMetrics {
     pub ranks: Option<u16>,
 }
 
-/// Ranks that a page reports, one bit per rank.
+/// Set of the data-parallel ranks that a page reports, one bit per rank.
 #[derive(Default)]
 struct RankSet(u64);
 
 impl RankSet {
-    /// Adds the rank of a figure that every rank reports.
+    /// Adds the sample's rank if every rank reports the metric.
     fn add(&mut self, sample: &Sample<'_>) {
         let is_of_each = matches!(
             sample.name,
@@ -144,10 +144,10 @@ fn rank_of(sample: &Sample<'_>) -> Option<u16> {
 }
 
 impl EngineMetrics {
-    /// Reads a metrics page: the figures of rank `rank`, or of all ranks together.
+    /// Reads the figures on a metrics page, of rank `rank` or of all ranks together.
     ///
     /// # Errors
-    /// [`MetricsPageError`] if the page does not follow the text format.
+    /// Returns a [`MetricsPageError`] if the page does not follow the text format.
     pub fn read(page: &[u8], rank: Option<u16>) -> Result<Self, MetricsPageError> {
         let (mut metrics, mut adapters) = (Self::default(), LoraSeries::default());
         let mut ranks = RankSet::default();
@@ -194,11 +194,11 @@ impl EngineMetrics {
             }
             "sglang:max_total_num_tokens" => add_u64(&mut self.cache_tokens, value),
             "vllm:cache_config_info" => self.add_cache_config(sample),
-            // Reported per worker, but without the number of workers.
+            // The figure is reported per worker, but without the number of workers.
             "sglang:page_size" | "dynamo_frontend_model_kv_cache_block_size" => {
                 self.add_page_size(whole(value));
             }
-            // Its equivalent before SGLang 0.5.12.
+            // The equivalent before SGLang 0.5.12.
             "sglang:cache_config_info" => {
                 let label = sample.labels.get("page_size");
                 self.add_page_size(label.and_then(|label| label.parse().ok()));
@@ -213,8 +213,8 @@ impl EngineMetrics {
         self.block_size = size.filter(|size| *size > 0).or(self.block_size);
     }
 
-    /// Adds the cache size, which vLLM exports as labels. Before the engine has measured its
-    /// memory, and in some front-end processes forever, `num_gpu_blocks` reads `None` or `0`.
+    /// Adds the cache size, which vLLM exports as labels. `num_gpu_blocks` is `None` or `0` until
+    /// the engine has measured its memory, and forever in some front-end processes.
     fn add_cache_config(&mut self, sample: &Sample<'_>) {
         let label = |name| sample.labels.get(name)?.parse::<u64>().ok();
         let size = label("block_size").and_then(|size| u32::try_from(size).ok());
@@ -270,17 +270,17 @@ struct ModelList {
 #[derive(Deserialize)]
 struct ListedModel {
     id: String,
-    // Engines may format these freely.
+    // Engines may use any types for these fields.
     #[serde(default)]
     root: Value,
     #[serde(default)]
     parent: Value,
     #[serde(default)]
     max_model_len: Value,
-    /// Name of the context length in Dynamo.
+    /// Context length in Dynamo's model list.
     #[serde(default)]
     context_window: Value,
-    /// Contains `n_ctx` in llama.cpp.
+    /// Object that contains the context length as `n_ctx`, in llama.cpp.
     #[serde(default)]
     meta: Value,
     #[serde(default)]
@@ -289,7 +289,7 @@ struct ListedModel {
     owned_by: Value,
 }
 
-/// Returns the maximum context length in tokens, under any of its names.
+/// Returns the maximum context length in tokens, whichever field contains it.
 fn model_length(listed: &ListedModel) -> Option<u64> {
     let names = [
         &listed.max_model_len,
@@ -299,27 +299,27 @@ fn model_length(listed: &ListedModel) -> Option<u64> {
     names.into_iter().find_map(Value::as_u64)
 }
 
-/// Maximum length of a model's text or permission to keep, in bytes.
+/// Maximum length of each text in a model's entry, and of its permissions, in bytes.
 const KEPT_BYTES_MAX: usize = 1024;
 
-/// A model as its engine lists it.
+/// Entry of a model in an engine's list.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct EngineModel {
     /// Id of the model.
     pub id: String,
-    /// Name or location of its weights.
+    /// Name or location of the model's weights.
     pub root: Option<String>,
-    /// Base model, if this is an adapter.
+    /// Base model, if the model is an adapter.
     pub parent: Option<String>,
     /// Maximum context length, in tokens.
     pub max_model_len: Option<u64>,
     /// Permissions, a list of objects.
     pub permission: Option<Value>,
-    /// Owner: engines put their own names there.
+    /// Owner of the model. Engines put their own names here.
     pub owned_by: Option<String>,
 }
 
-/// Reads a response to `GET /version`.
+/// Returns the version in a response to `GET /version`; `None` if there is none.
 pub(super) fn read_version(body: &[u8]) -> Option<String> {
     #[derive(Deserialize)]
     struct Version {
@@ -356,10 +356,10 @@ impl From<ListedModel> for EngineModel {
     }
 }
 
-/// Reads an OpenAI model list, sorted by id and without duplicates.
+/// Reads an OpenAI model list. Returns the models sorted by id and without duplicates.
 ///
 /// # Errors
-/// [`ModelListError`] if it is not such a list or exceeds a bound.
+/// Returns a [`ModelListError`] if `body` is not such a list or exceeds a bound.
 pub(super) fn read_models(body: &[u8]) -> Result<Vec<EngineModel>, ModelListError> {
     let list: ModelList =
         serde_json::from_slice(body).map_err(|fault| ModelListError(fault.to_string()))?;

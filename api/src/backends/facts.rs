@@ -23,43 +23,44 @@ use state::command::EngineFacts;
 use state::ids::BackendRef;
 use tokio::time::Instant;
 
-/// How long a repeated proposal is held back while the registry does not show it.
+/// Time for which a proposal is not repeated while the registry does not show it.
 pub const REPEAT_AFTER: Duration = Duration::from_secs(5);
 /// Tolerance for start times, in seconds. If an engine does not report its start, a restart is
 /// detected by falling counters and dated with this replica's clock. A restart dated within this
 /// time of the last start is the same one, seen by another replica.
 const SAME_START_S: u64 = 10;
-/// Start time of the first incarnation of an engine that does not report its start, in Unix
-/// seconds. The same on every replica, and earlier than any start dated later.
+/// Assumed start of the first incarnation of an engine that does not report its start time, in Unix
+/// seconds. It is the same on every replica, and earlier than any start dated later.
 const UNTOLD_START_S: u64 = 1;
 
 /// A capacity that differs by more than one part in this many is proposed again at once.
 const FAR_PART: u64 = 33;
 /// A capacity that differs by more than one part in this many is proposed again after
-/// [`REFINE_AFTER`]. An error of one per cent costs one prediction in three hundred.
+/// [`REFINE_AFTER`]. An error of one percent costs one prediction in three hundred.
 const NEAR_PART: u64 = 200;
-/// Minimum time between two small changes of a backend's capacity, because ratios keep moving.
+/// Minimum time between two small changes of a backend's capacity, because the learned ratios keep
+/// changing.
 pub(super) const REFINE_AFTER: Duration = Duration::from_secs(30);
 
-/// Facts read from an engine in one round.
+/// Facts read from an engine in one round of probes.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct EngineReading {
-    /// Models, if queried.
+    /// Ids of the engine's models, if they were queried.
     pub(crate) models: Option<Vec<String>>,
-    /// Capacity of its cache, in tokens.
+    /// Capacity of the engine's cache, in tokens.
     pub(crate) cache_tokens: Option<u64>,
-    /// Start time of its process, in Unix seconds.
+    /// Start time of the engine's process, in Unix seconds.
     pub(crate) started_at_s: Option<u64>,
-    /// Prompt tokens processed since it started.
+    /// Number of prompt tokens processed since the engine started.
     pub(crate) prompt_tokens: Option<u64>,
-    /// Tokens per block of its cache.
+    /// Tokens per block of the engine's cache.
     pub(crate) block_size: Option<u32>,
-    /// Probes refused a connection since this replica has known the engine.
+    /// Number of probes that were refused a connection since this replica has known the engine.
     pub(crate) refusals: u64,
 }
 
 impl EngineReading {
-    /// Whether the engine responded at all.
+    /// Whether the engine responded to any query of the round.
     fn is_answer(&self) -> bool {
         self.models.is_some() || self.prompt_tokens.is_some()
     }
@@ -80,16 +81,16 @@ pub(crate) struct ProbeRound {
     pub(crate) is_emptied: bool,
 }
 
-/// A replica's memory of one backend between rounds.
+/// A replica's memory of one backend between rounds of probes.
 #[derive(Debug, Default)]
 pub(crate) struct FactsMemory {
     handle: Option<BackendRef>,
-    /// Last reported value.
+    /// Last reported number of prompt tokens processed.
     prompt_tokens: Option<u64>,
-    /// Refusals when the engine last responded; `None` before its first reading.
+    /// Number of refused probes when the engine last responded; `None` before the first reading.
     refusals: Option<u64>,
     cache_tokens: Option<u64>,
-    /// When the capacity was first compared, or last proposed.
+    /// When the capacity was first compared with the registry, or last proposed.
     capacity_at: Option<Instant>,
     proposed: Option<(EngineFacts, Instant)>,
     proposed_block_size: Option<(u32, Instant)>,

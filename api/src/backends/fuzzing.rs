@@ -3,7 +3,7 @@
 use super::engine::{EngineMetrics, MODELS_PER_ENGINE_MAX, read_models};
 use super::prometheus_text;
 
-/// Reads a metrics page.
+/// Reads a metrics page and checks the bounds of its figures.
 pub fn engine_metrics(bytes: &[u8]) {
     let mut labels = 0;
     let read = prometheus_text::read(bytes, |sample| {
@@ -23,7 +23,7 @@ pub fn engine_metrics(bytes: &[u8]) {
     }
 }
 
-/// Reads a model list.
+/// Reads a model list and checks its order and bounds.
 pub fn engine_models(bytes: &[u8]) {
     if let Ok(models) = read_models(bytes) {
         assert!(models.len() <= MODELS_PER_ENGINE_MAX);
@@ -31,7 +31,7 @@ pub fn engine_models(bytes: &[u8]) {
     }
 }
 
-/// Returns pages in the format of released engines.
+/// Returns seed inputs: metrics pages in the format of released engines.
 #[must_use]
 pub fn engine_metrics_seeds() -> Vec<Vec<u8>> {
     let pages = [
@@ -56,7 +56,7 @@ pub fn engine_metrics_seeds() -> Vec<Vec<u8>> {
     pages.map(|page| page.as_bytes().to_vec()).to_vec()
 }
 
-/// Returns model lists in the format of released engines.
+/// Returns seed inputs: model lists in the format of released engines.
 #[must_use]
 pub fn engine_models_seeds() -> Vec<Vec<u8>> {
     let list = br#"{"object":"list","data":[{"id":"b","object":"model","created":1750000000,"root":"/m"},{"id":"a","parent":"b"}]}"#;

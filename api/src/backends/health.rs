@@ -26,11 +26,11 @@ pub const SCRAPE_FAILURES_MAX: u32 = 3;
 pub struct Health {
     /// Whether the backend may get requests.
     pub is_healthy: bool,
-    /// Reason if it is unhealthy, or the last failure.
+    /// Why the backend is unhealthy, or the last failure of a healthy one.
     pub detail: Option<String>,
-    /// Requests in the engine's queue.
+    /// Number of requests in the engine's queue.
     pub waiting: u32,
-    /// Requests running in the engine, from all clients.
+    /// Number of requests running in the engine, from all clients.
     pub running: u32,
     /// KV cache usage, in thousandths.
     pub kv_usage_permille: u32,
@@ -56,22 +56,22 @@ pub struct HealthFlags {
     pub is_healthy: bool,
     /// Whether the backend is unhealthy, but the last probe was not refused a connection.
     pub is_doubtful: bool,
-    /// Whether [`Health::adapters`] is known.
+    /// Whether the engine reports its adapters, so that [`Health::adapters`] is known.
     pub has_adapters: bool,
     /// Whether this kind of engine supports `cache_salt`.
     pub knows_salts: bool,
     /// Whether the engine, once it has a role, must meet another engine in a bootstrap room.
     pub meets_in_rooms: bool,
-    /// Requests in the engine's queue, at most [`HealthFlags::COUNT_MAX`].
+    /// Number of requests in the engine's queue, at most [`HealthFlags::COUNT_MAX`].
     pub waiting: u32,
-    /// Requests running in the engine, at most [`HealthFlags::COUNT_MAX`].
+    /// Number of requests running in the engine, at most [`HealthFlags::COUNT_MAX`].
     pub running: u32,
     /// KV cache usage, in thousandths.
     pub kv_usage_permille: u32,
 }
 
 impl HealthFlags {
-    /// Largest count that can be represented.
+    /// Largest number of requests that can be represented.
     pub const COUNT_MAX: u32 = (1 << 24) - 1;
 
     /// Packs the fields into one word. Bit 63: slot occupied, 62: healthy, 61: doubtful, 60:
@@ -104,29 +104,29 @@ impl HealthFlags {
     }
 }
 
-/// Everything the probes know about one backend, for the admin API.
+/// All that the probes know about one backend, for the admin API.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize)]
 pub struct ProbeRecord {
     /// Id of the backend.
     pub id: String,
     /// Whether the backend may get requests.
     pub is_healthy: bool,
-    /// Reason if it is unhealthy, or the last failure.
+    /// Why the backend is unhealthy, or the last failure of a healthy one.
     pub detail: Option<String>,
     /// How the last probe failed; `None` if it passed or there was none.
     pub fault: Option<Fault>,
     /// Number of consecutive failed probes and reported failures.
     pub failures_in_row: u32,
-    /// Failed probes and reported failures since this replica has known the backend.
+    /// Number of failed probes and reported failures since this replica has known the backend.
     pub failures_total: u64,
-    /// Probes since this replica has known the backend.
+    /// Number of probes since this replica has known the backend.
     pub probes_total: u64,
     /// Number of probes that were refused a connection.
     #[serde(skip)]
     pub(crate) refusals_total: u64,
     /// Number of consecutive failed metric scrapes.
     pub scrape_failures_in_row: u32,
-    /// Why the engine's metrics are unknown.
+    /// Why the engine's metrics could not be read; `None` if they could.
     pub metrics_detail: Option<String>,
     /// The engine's figures as of the last successful scrape.
     pub metrics: EngineMetrics,
@@ -137,20 +137,20 @@ pub struct ProbeRecord {
     pub disaggregation: Option<DisaggregationFacts>,
     /// Model ids in the last model list.
     pub models: Option<Vec<String>>,
-    /// The entries of that list.
+    /// Entries of the last model list.
     #[serde(skip)]
     pub listed: Option<Arc<[EngineModel]>>,
-    /// Version of the engine, as it reports it.
+    /// Version that the engine reports.
     pub version: Option<String>,
     /// Facts last reported to the cluster by this replica.
     pub told: Option<EngineFacts>,
     /// Tokens per block of the model, if the engine's own block size does not fit it.
     pub unfit_block_size: Option<u32>,
-    /// Adapters that this replica sent requests for and that the metrics need not list yet, with
+    /// Adapters for which this replica sent requests and that the metrics need not list yet, with
     /// the number of scrapes until they must.
     #[serde(skip)]
     pub(crate) sent_adapters: Vec<(String, u8)>,
-    /// Adapters for decisions, derived from these, the metrics and the list.
+    /// Adapters for decisions, derived from `sent_adapters`, the metrics and the model list.
     #[serde(skip)]
     pub(crate) adapters: Option<Arc<EngineAdapters>>,
 }
@@ -185,7 +185,7 @@ impl ProbeRecord {
         self.failed(why);
     }
 
-    /// Records a failed probe, an impossible probe or a failed request.
+    /// Records a failed probe, a probe that could not be sent, or a failed request.
     pub(crate) fn failed(&mut self, why: String) {
         self.failures_total += 1;
         self.failures_in_row = self.failures_in_row.saturating_add(1);
@@ -195,7 +195,7 @@ impl ProbeRecord {
         self.detail = Some(why);
     }
 
-    /// Records the kind of the engine. Returns it if it changed.
+    /// Records the kind of the engine, and returns it if it changed.
     pub(crate) fn recognised(&mut self, kind: Option<EngineKind>) -> Option<EngineKind> {
         let kind = kind.filter(|_| kind != self.kind)?;
         self.kind = Some(kind);
@@ -227,7 +227,7 @@ impl ProbeRecord {
         adapters.map(|model| &model.id)
     }
 
-    /// Records that a request for `model` was sent, for which the engine loads an adapter.
+    /// Records that a request for `model` was sent. If `model` is an adapter, the engine loads it.
     pub(crate) fn sent(&mut self, model: &str) {
         let is_adapter = |listed: &String| listed == model;
         if self.listed_adapters().any(is_adapter) {
@@ -253,7 +253,8 @@ impl ProbeRecord {
         }));
     }
 
-    /// Records a failed scrape. Outdated figures are worse than none.
+    /// Records a failed scrape. After several in a row, drops the figures, which are then out of
+    /// date.
     pub(crate) fn scrape_failed(&mut self, why: String) {
         self.scrape_failures_in_row = self.scrape_failures_in_row.saturating_add(1);
         self.metrics_detail = Some(why);
@@ -263,7 +264,7 @@ impl ProbeRecord {
         }
     }
 
-    /// Returns the part that a decision needs.
+    /// Returns the part of the record that a decision needs.
     pub(crate) fn flags(&self) -> HealthFlags {
         HealthFlags {
             is_healthy: self.is_healthy,
@@ -294,7 +295,8 @@ impl ProbeRecord {
     }
 }
 
-/// Identifies the occupants of a cell, so that a probe of an earlier one cannot write to it.
+/// Identifies one occupant of a cell, so that a probe of an earlier occupant cannot write to the
+/// cell.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct OccupancyId(u64);
 
@@ -304,7 +306,7 @@ struct Occupant {
     record: Option<ProbeRecord>,
 }
 
-/// The cell of one slot.
+/// Health record of one slot.
 #[derive(Default)]
 struct HealthCell {
     health: ArcSwapOption<Health>,
@@ -314,8 +316,8 @@ struct HealthCell {
 
 /// The health records of all slots.
 pub(crate) struct HealthTable {
-    /// Separate from the cells, so that a decision among hundreds of backends reads few cache
-    /// lines.
+    /// Packed [`HealthFlags`] by slot. They are separate from the cells, so that a decision among
+    /// hundreds of backends reads few cache lines.
     glances: Box<[AtomicU64]>,
     cells: Box<[HealthCell]>,
 }
@@ -328,7 +330,7 @@ impl HealthTable {
         }
     }
 
-    /// Returns the flags for a decision; `None` if the slot is empty.
+    /// Returns the flags of the backend in `slot`; `None` if the slot is empty.
     #[inline]
     pub(crate) fn flags(&self, slot: Slot) -> Option<HealthFlags> {
         let flags = self.glances.get(usize::from(slot.0))?;
@@ -343,7 +345,7 @@ impl HealthTable {
         self.cell(slot)?.lock().record.clone()
     }
 
-    /// Returns the signal for an immediate probe after the data plane saw a failure.
+    /// Returns the signal that requests an immediate probe after the data plane saw a failure.
     ///
     /// # Panics
     /// Panics if the slot is outside the table.
@@ -356,7 +358,7 @@ impl HealthTable {
         self.replace(slot, Some(ProbeRecord::unprobed(id)))
     }
 
-    /// Removes the backend.
+    /// Removes the backend from `slot`.
     pub(crate) fn unregister(&self, slot: Slot) {
         self.replace(slot, None);
     }

@@ -18,9 +18,9 @@ pub(super) const INFORMATIONAL_MAX: u32 = 8;
 pub(super) struct InformationalCount(Arc<AtomicU32>);
 
 impl InformationalCount {
-    /// Resets the count for this request.
+    /// Starts to count the informational responses to `request`, from zero.
     pub(super) fn watch<B>(&self, request: &mut Request<B>) {
-        // Set and read by the task that drives the connection; orders nothing else.
+        // The task that drives the connection sets and reads the count, which orders nothing else.
         self.0.store(0, Relaxed);
         let count = Arc::clone(&self.0);
         hyper::ext::on_informational(request, move |_| {
@@ -28,7 +28,7 @@ impl InformationalCount {
         });
     }
 
-    /// Whether the limit is exceeded.
+    /// Whether more than [`INFORMATIONAL_MAX`] informational responses arrived.
     pub(super) fn is_exceeded(&self) -> bool {
         self.0.load(Relaxed) > INFORMATIONAL_MAX
     }

@@ -14,7 +14,8 @@ use http::{HeaderMap, HeaderName, HeaderValue};
 
 /// Maximum length of a file of headers, in bytes.
 const FILE_BYTES_MAX: usize = 64 * 1024;
-/// Headers that control the transmission, or that this replica sets.
+/// Headers that a file of headers must not contain, because they control the transmission or this
+/// replica sets them.
 const NOT_OF_ENGINES: [&str; 13] = [
     "connection",
     "content-encoding",
@@ -36,7 +37,7 @@ const NOT_OF_ENGINES: [&str; 13] = [
 pub struct EngineHeaders(Arc<[(HeaderName, HeaderValue)]>);
 
 impl From<HeaderValue> for EngineHeaders {
-    /// Creates an `authorization` header, marked as sensitive.
+    /// Converts an `authorization` header, which it marks as sensitive.
     fn from(mut authorization: HeaderValue) -> Self {
         authorization.set_sensitive(true);
         Self([(AUTHORIZATION, authorization)].into())
@@ -48,7 +49,7 @@ impl EngineHeaders {
     /// with `#`.
     ///
     /// # Errors
-    /// The first fault, with its line number. Never quotes a value.
+    /// Describes the first fault with its line number, without quoting a value.
     pub fn read(text: &str) -> Result<Self, String> {
         if text.len() > FILE_BYTES_MAX {
             return Err("longer than 64 KiB".to_owned());
@@ -101,10 +102,10 @@ pub struct EngineKeys(Arc<ArcSwap<BTreeMap<String, EngineKey>>>);
 
 #[derive(Clone, PartialEq, Eq)]
 struct EngineKey {
-    /// Without a trailing slash.
+    /// URL of the engine, without a trailing slash.
     url: String,
     headers: EngineHeaders,
-    /// Whether client requests carry it in addition to the replica's own.
+    /// Whether client requests to the engine also carry the key, not only the replica's own.
     is_for_requests: bool,
 }
 
@@ -130,7 +131,7 @@ impl EngineKeys {
         self.0.store(Arc::new(keys));
     }
 
-    /// Replaces the keys with those that `other` currently holds.
+    /// Replaces the keys with those that `other` currently contains.
     pub fn replace(&self, other: &Self) {
         self.0.store(other.0.load_full());
     }
@@ -155,7 +156,7 @@ impl EngineKeys {
     }
 }
 
-/// Whether both hold the same keys.
+/// Compares by content: equal if both contain the same keys.
 impl PartialEq for EngineKeys {
     fn eq(&self, other: &Self) -> bool {
         self.0.load().as_ref() == other.0.load().as_ref()

@@ -4,7 +4,7 @@ use std::io;
 
 use rustix::io::Errno;
 
-/// Errors due to a lack of local resources for a connection.
+/// OS errors that report a lack of local resources for a connection.
 const LOCAL: [Errno; 5] = [
     Errno::MFILE,
     Errno::NFILE,

@@ -76,7 +76,7 @@ use crate::clock::Clock;
 use crate::events::{ClusterEvent, EventBus};
 use crate::isolation::CACHE_SALT_LABEL;
 
-/// A replica's knowledge of the registered backends' health and engine metrics. One per replica.
+/// Health and engine metrics of the registered backends, as one replica knows them.
 pub struct Backends {
     board: HealthTable,
     settings: ArcSwap<ProbeSettings>,
@@ -89,8 +89,8 @@ pub struct Backends {
     queueing_threshold_lora: u32,
 }
 
-/// Maximum queue length at which an engine with the adapter in memory is preferred: the initial
-/// value in the Gateway API's endpoint picker.
+/// Default of the maximum queue length at which an engine with the adapter in memory is preferred.
+/// The Gateway API's endpoint picker has the same default.
 pub const QUEUEING_THRESHOLD_LORA: u32 = 50;
 
 /// Settings of the probes.
@@ -113,9 +113,9 @@ pub struct ProbeSettings {
     /// trusted, in percent. Backends that refuse connections do not count. With 0, probes are
     /// always trusted.
     pub panic_threshold_percent: u32,
-    /// API keys of engines that require one.
+    /// API keys of the engines that require one.
     pub keys: EngineKeys,
-    /// How to connect to engines.
+    /// Dialer for connections to engines.
     pub dialer: EngineDialer,
 }
 
@@ -134,7 +134,7 @@ impl Default for ProbeSettings {
     }
 }
 
-/// Maximum age of a connection to a host name; then the name is resolved again.
+/// Maximum age of a connection to a host name. Then the name is resolved again.
 const NAME_HOLDS_FOR: Duration = Duration::from_secs(30);
 
 /// In panic mode, how long a backend that stopped answering probes and requests at the same time
@@ -144,7 +144,7 @@ const DOUBTED_FOR: Duration = Duration::from_secs(10);
 /// Returns the tokens per block of a model's prompts.
 pub type BlockSizeOf = dyn Fn(&str) -> Option<u32> + Send + Sync;
 
-/// Dependencies of probing on the rest of the replica.
+/// Callbacks through which the probes use the rest of the replica.
 #[derive(Clone)]
 pub struct Hooks {
     /// Returns the tokens per router block of a model, or of model `"*"` if none is known.
@@ -155,14 +155,14 @@ pub struct Hooks {
     pub observe_block_size: Arc<dyn Fn(BackendRef, u32) + Send + Sync>,
     /// Receives facts reported by an engine that the registry does not show.
     pub observe: Arc<dyn Fn(BackendRef, EngineFacts) + Send + Sync>,
-    /// Whether this replica is the leader. Only the leader refines a known capacity.
+    /// Returns whether this replica is the leader. Only the leader refines a known capacity.
     pub is_leader: Arc<dyn Fn() -> bool + Send + Sync>,
-    /// Clock that dates restarts of engines that do not report their start time.
+    /// Clock that dates the restarts of engines without a reported start time.
     pub clock: Clock,
 }
 
 impl Backends {
-    /// Creates an instance that knows nothing until [`Backends::run`] probes.
+    /// Creates an instance in which all backends are unknown until [`Backends::run`] probes them.
     #[must_use]
     pub fn new(settings: ProbeSettings) -> Self {
         Self {
@@ -192,8 +192,8 @@ impl Backends {
         self
     }
 
-    /// Replaces the settings from each backend's next probe on. Keys stay those of the first
-    /// settings, whose clones share one set.
+    /// Replaces the settings, which each backend's next probe uses. The keys stay those of the
+    /// first settings, whose clones share one set.
     pub fn replace_settings(&self, settings: ProbeSettings) {
         self.settings.store(Arc::new(settings));
     }
@@ -203,17 +203,17 @@ impl Backends {
         &self.keys
     }
 
-    /// Returns how engines are connected to.
+    /// Returns the dialer for connections to engines.
     pub(crate) fn dialer(&self) -> &EngineDialer {
         &self.dialer
     }
 
-    /// Checks whether the host of an engine is allowed.
+    /// Checks whether the address rules allow `place`, the location of an engine.
     pub(crate) fn check_place(&self, place: &EnginePlace) -> Result<(), EngineAddressError> {
         self.dialer.check_place(place)
     }
 
-    /// Sends health changes to `events`. Only the first call has an effect.
+    /// Sets the bus that receives health changes. Only the first call has an effect.
     pub fn announce(&self, events: EventBus) {
         // A second sink would be a wiring fault; ignoring it does not affect requests.
         drop(self.events.set(events));
@@ -288,7 +288,7 @@ impl Backends {
         }
     }
 
-    /// Returns everything known about the backend in `slot`, for display.
+    /// Returns all that is known about the backend in `slot`, for display.
     #[must_use]
     pub fn record(&self, slot: Slot) -> Option<ProbeRecord> {
         self.board.record(slot)
@@ -300,7 +300,8 @@ impl Backends {
         listed.iter().find(|it| it.id == model).cloned()
     }
 
-    /// Returns a counter of changes, for waiting until a backend is healthy or gone.
+    /// Returns a receiver that is notified of changes, for waiting until a backend is healthy or
+    /// gone.
     #[must_use]
     pub fn watch(&self) -> watch::Receiver<u64> {
         self.changes.subscribe()
@@ -338,8 +339,8 @@ impl Backends {
         self.circuits.has_answered(backend)
     }
 
-    /// Whether panic mode applies: too few of a model's backends are healthy, compared with those
-    /// that only probes consider unhealthy.
+    /// Whether panic mode applies: `healthy`, the number of a model's healthy backends, is too low
+    /// compared with `doubtful`, the number of those that only probes consider unhealthy.
     pub(crate) fn are_below_threshold(&self, healthy: usize, doubtful: usize) -> bool {
         let percent = usize::try_from(self.settings.load().panic_threshold_percent).unwrap_or(100);
         healthy * 100 < (healthy + doubtful) * percent
@@ -357,7 +358,7 @@ impl Backends {
         self.circuits.allows(backend, user, now)
     }
 
-    /// Returns when the circuit of `backend` opened, in an unspecified unit.
+    /// Returns when the circuit of `backend` last opened, in an unspecified unit.
     pub(crate) fn opened_at(&self, backend: BackendRef) -> u64 {
         self.circuits.opened_us(backend)
     }
@@ -373,7 +374,7 @@ impl Backends {
         self.circuits.view(backend, now)
     }
 
-    /// Asks the circuit of `backend` to admit a request.
+    /// Asks the circuit of `backend` to admit a request of `user`.
     pub(crate) fn enter(
         &self,
         backend: BackendRef,
@@ -383,7 +384,8 @@ impl Backends {
         self.circuits.enter(backend, user, now)
     }
 
-    /// Like `enter`, for a backend that is tried although probes consider it unhealthy.
+    /// Asks the circuit of `backend` to admit a request although probes consider the backend
+    /// unhealthy.
     pub(crate) fn enter_doubted(
         &self,
         backend: BackendRef,
@@ -393,7 +395,8 @@ impl Backends {
         self.circuits.enter_doubted(backend, user, now)
     }
 
-    /// Records a response to a request of `user`. Any response counts, except a server error.
+    /// Records a response to a request of `user`. Any response except a server error counts as a
+    /// success.
     pub fn report_answer(&self, backend: BackendRef, user: UserKey, now: Instant) {
         if self.circuits.passed(backend, user, now) {
             let id = self.name_of(backend);
@@ -420,7 +423,8 @@ impl Backends {
         self.cache_reports.told(backend, form);
     }
 
-    /// Whether responses in this form have reported cached tokens, so that one without means none.
+    /// Whether responses in this form have reported cached tokens. If so, a response without a
+    /// count means zero.
     pub(crate) fn tells_cached(&self, backend: BackendRef, form: AnswerForm) -> bool {
         self.cache_reports.tells(backend, form)
     }

@@ -19,20 +19,20 @@ use tokio::time::Instant;
 
 use super::{Backends, HealthFlags};
 
-/// Stands for models that no backend names: engines that were not queried yet may serve them.
+/// Stands for the models that no backend names. Engines that were not queried yet may serve them.
 const UNNAMED: &str = "";
 /// Displayed form of [`UNNAMED`].
 const SHOWN_UNNAMED: &str = "*";
 
-/// Which doubtful backends of a model may get requests.
+/// Specifies which doubtful backends of a model may get requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) enum Doubt {
-    /// None: probes are trusted.
+    /// No backends: probes are trusted.
     #[default]
     Nobody,
-    /// Panic mode: backends that answered a request recently.
+    /// Panic mode: the backends that answered a request recently.
     Answering,
-    /// Backends that ever answered a request, one request at a time each.
+    /// The backends that ever answered a request, with one request at a time each.
     Tried,
 }
 

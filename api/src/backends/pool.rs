@@ -35,7 +35,7 @@ pub use super::segments::Segments;
 use super::url::{EngineUrl, EngineUrlError};
 use crate::tls::MaybeTls;
 
-/// Maximum length of a response head, in bytes; hyper reads bodies through the same buffer.
+/// Maximum length of a response head, in bytes. Bodies pass through the same buffer.
 const HEAD_BYTES_MAX: usize = 64 * 1024;
 /// Maximum number of header fields in a response.
 const HEADERS_MAX: usize = 128;
@@ -68,15 +68,15 @@ impl Default for PoolSettings {
     }
 }
 
-/// Counters of the pool.
+/// Counters of the pool's connections.
 #[derive(Debug, Clone, Default)]
 pub struct PoolCounters {
-    /// Connections opened.
+    /// Number of connections opened.
     pub opened: Counter,
-    /// Requests sent over a reused connection.
+    /// Number of requests sent over a reused connection.
     pub reused: Counter,
-    /// Reused connections that turned out to be closed before a byte of the request was sent, so
-    /// that the request used a new one.
+    /// Number of reused connections that turned out to be closed before a byte of the request was
+    /// sent, so that the request used a new one.
     pub reset: Counter,
 }
 
@@ -98,13 +98,13 @@ pub enum SendError {
     /// The backend's URL cannot be used.
     #[error("backend url {0:?}: {1}")]
     Url(String, EngineUrlError),
-    /// No connection, so nothing reached the engine.
+    /// No connection could be established, so nothing reached the engine.
     #[error("connect: {0}")]
     Connect(#[source] io::Error),
     /// The connection broke, or its content was not HTTP. The engine may have started the request.
     #[error("exchange: {0}")]
     Broke(#[source] hyper::Error),
-    /// The backend was removed or replaced since it was chosen.
+    /// The backend was removed or replaced after it was chosen.
     #[error("backend is gone")]
     Gone,
     /// The connection ended without a response or an error.
@@ -113,7 +113,7 @@ pub enum SendError {
     /// The engine sent too many informational responses (1xx).
     #[error("exchange: more than {INFORMATIONAL_MAX} informational responses")]
     Informational,
-    /// Another engine failed that this one depends on for its response.
+    /// This engine depends for its response on another engine, which failed.
     #[error("exchange: the engine that computes the prompt failed")]
     WithoutPrompt,
 }
@@ -127,7 +127,7 @@ impl SendError {
     }
 }
 
-/// All connections of a replica to its engines.
+/// Pool of a replica's connections to its engines.
 pub struct Pool {
     settings: PoolSettings,
     counters: PoolCounters,
@@ -160,17 +160,17 @@ impl Pool {
         }
     }
 
-    /// Sets how to connect to engines.
+    /// Sets the dialer for connections to engines.
     #[must_use]
     pub fn through(self, dialer: EngineDialer) -> Self {
         Self { dialer, ..self }
     }
 
-    /// Returns the endpoint of a backend. A new incarnation gets a new one, because its
-    /// predecessor's connections are useless.
+    /// Returns the endpoint of backend `handle`, creating it if needed. A new incarnation gets a
+    /// new one, because its predecessor's connections are useless.
     ///
     /// # Errors
-    /// [`SendError::Url`].
+    /// Returns [`SendError::Url`] if `url` is not an engine URL.
     pub fn endpoint(
         &self,
         handle: BackendRef,
@@ -263,7 +263,7 @@ impl EngineEndpoint {
     /// it.
     ///
     /// # Errors
-    /// [`SendError`]; only [`SendError::Connect`] means that nothing reached the engine.
+    /// Returns a [`SendError`]; only [`SendError::Connect`] means that nothing reached the engine.
     pub async fn send(
         self: &Arc<Self>,
         build: &(impl Fn() -> Request<Segments> + Sync),
@@ -401,25 +401,25 @@ impl EngineEndpoint {
     }
 }
 
-/// Result of sending a request over one connection.
+/// Result of an attempt to send a request over one connection.
 enum ExchangeResult {
-    /// The request was sent, at least in part.
+    /// The request was sent at least in part, with this result.
     Over(Result<Response<EngineBody>, SendError>),
-    /// The connection closed before any of it was sent.
+    /// The connection closed before any of the request was sent.
     Unsent(hyper::Error),
 }
 
-/// Boxed because a connection is large and moves often between the pool and requests.
+/// Idle connections. They are boxed because a connection is large and moves often.
 type PooledConnections = Vec<Box<PooledConnection>>;
 
-/// A connection with both of its ends.
+/// A connection to an engine, with the sender of its requests.
 struct PooledConnection {
     sender: http1::SendRequest<Segments>,
     connection: http1::Connection<TokioIo<MaybeTls<TcpStream>>, Segments>,
-    /// Whether `connection` has ended; it must not be polled again.
+    /// Whether `connection` has ended, so that it must not be polled again.
     is_over: bool,
     informational: InformationalCount,
-    /// Address rules when it was opened.
+    /// Id of the address rules that applied when the connection was opened.
     rules: RulesId,
     opened_at: Instant,
     idle_since: Instant,
@@ -428,7 +428,7 @@ struct PooledConnection {
 impl PooledConnection {
     fn drive(&mut self, cx: &mut Context<'_>) {
         if !self.is_over {
-            // Its error also reaches the future that waits for the response or its body.
+            // The future that waits for the response or its body also gets the error.
             self.is_over = Pin::new(&mut self.connection).poll(cx).is_ready();
         }
     }
@@ -440,14 +440,14 @@ impl PooledConnection {
     }
 }
 
-/// A response body as received from the engine. At its end, the connection returns to the pool;
-/// dropping it earlier closes the connection.
+/// A response body as received from the engine. At its end, the connection returns to the pool.
+/// Dropping the body earlier closes the connection.
 pub struct EngineBody {
     incoming: Incoming,
-    /// `None` after the end.
+    /// Connection that delivers the body; `None` after the end.
     link: Option<Box<PooledConnection>>,
     endpoint: Arc<EngineEndpoint>,
-    /// First data, if awaited and not taken yet.
+    /// First data of the body, if awaited and not taken yet.
     first: Option<Bytes>,
 }
 
@@ -464,10 +464,10 @@ impl EngineBody {
 }
 
 impl EngineBody {
-    /// Waits for the first data, which are kept for later polls, or for the end.
+    /// Waits for the first data, which later polls return, or for the end of the body.
     ///
     /// # Errors
-    /// [`SendError`] if the connection breaks first.
+    /// Returns a [`SendError`] if the connection breaks first.
     pub fn poll_first(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), SendError>> {
         while self.first.is_none() {
             let Some(frame) = ready!(self.poll_engine(cx)) else {

@@ -1,4 +1,4 @@
-//! Running probes: one task per backend, which ends with it.
+//! Runs the probes: one task per backend, which ends when the backend is removed.
 //!
 //! Each task runs two loops concurrently, each on its own connection: one for liveness, and one for
 //! the engine's reports. A slow metrics page must not look like a dead engine.
@@ -23,18 +23,18 @@ use super::modes::DisaggregationFacts;
 use super::slot_table::{Occupancy, SlotTable, backend_at};
 use super::{Backends, Hooks, ProbeSettings, prometheus_text};
 
-/// Health paths in the order they are tried; the first supported one is kept.
+/// Health paths, in the order in which they are tried. The first supported one is kept.
 const HEALTH_PATHS: [&str; 3] = ["/ready", "/health", "/v1/models"];
 /// Maximum length of a response to a health probe, in bytes.
 const HEALTH_BYTES_MAX: usize = 1 << 20;
-/// Maximum length of a model list, in bytes.
+/// Maximum length of a response to `GET /v1/models`, in bytes.
 const MODELS_BYTES_MAX: usize = 1 << 20;
-/// Maximum length of an SGLang engine's settings, in bytes.
+/// Maximum length of a response to `GET /server_info`, in bytes.
 const SERVER_INFO_BYTES_MAX: usize = 1 << 20;
-/// Minimum time between two probes, however many failures are reported.
+/// Minimum pause between two health probes, however many failures are reported.
 const ALARM_GAP: Duration = Duration::from_millis(50);
 
-/// Probe of one backend.
+/// The probe of one backend.
 struct Probe {
     backends: Arc<Backends>,
     view: Arc<StateView>,
@@ -44,7 +44,7 @@ struct Probe {
     url: String,
 }
 
-/// Keeps one probe per registered backend until `stop`.
+/// Runs one probe per registered backend until `stop`.
 pub(super) async fn supervise(
     backends: &Arc<Backends>,
     view: &Arc<StateView>,
@@ -91,7 +91,7 @@ impl Probe {
         }
     }
 
-    /// Queries the kind of an engine that computes only one stage before it gets any request: the
+    /// Queries the kind of an engine that computes only one stage, before it gets any request. The
     /// kind determines how it hands over.
     async fn ask_kind(&self, client: &mut ProbeClient) {
         let registry = self.view.registry();
@@ -106,7 +106,7 @@ impl Probe {
         self.ask_mode(client).await;
     }
 
-    /// Queries the mode of an SGLang engine.
+    /// Queries which stage an SGLang engine computes.
     async fn ask_mode(&self, client: &mut ProbeClient) {
         let record = self.backends.record(self.stay.slot());
         if record.is_none_or(|record| record.kind != Some(EngineKind::Sglang)) {
@@ -125,12 +125,12 @@ impl Probe {
         self.backends.settings.load_full()
     }
 
-    /// Returns the current key, which may be replaced while the engine is probed.
+    /// Returns the current API key for probes, which may be replaced while the engine is probed.
     fn key(&self) -> Option<EngineHeaders> {
         self.backends.keys().of_probes(&self.id, &self.url)
     }
 
-    /// Prepares a client for the next probe.
+    /// Applies the current key and timeout to `client` before the next probe.
     fn ready(&self, client: &mut ProbeClient, settings: &ProbeSettings) {
         client.authorize(self.key());
         client.patience(settings.timeout);
@@ -145,7 +145,7 @@ impl Probe {
             match path.probe(&mut client).await {
                 Ok(()) => self.stay.passed(),
                 Err(UnhealthyError::Engine(fault, why)) => self.stay.failed(fault, why),
-                // Its state stays unchanged, because the probe was not sent.
+                // The backend's state stays unchanged, because the probe was not sent.
                 Err(UnhealthyError::Here(why)) => tracing::debug!(why, "could not probe backend"),
             }
             let pause = jittered(settings.interval);
@@ -178,7 +178,7 @@ impl Probe {
                 refusals: self.refusals(),
             };
             if std::mem::replace(&mut refusals, saw.refusals) != saw.refusals {
-                // Another process may be there by now.
+                // Another process may run at the address by now.
                 models_due = Instant::now();
                 is_described = false;
             }
@@ -200,7 +200,7 @@ impl Probe {
         }
     }
 
-    /// Returns the rank of its engine that this backend stands for, if the engine has several.
+    /// Returns the data-parallel rank that this backend stands for, if its engine has several.
     fn rank(&self) -> Option<u16> {
         let registry = self.view.registry();
         let known = backend_at(&registry, self.stay.slot(), &self.url);
@@ -232,7 +232,8 @@ impl Probe {
                     tracing::info!(backend = self.id, %engine, knows_salts, "engine recognised");
                 }
                 if !is_healthy {
-                    // It responds again: probe at once instead of waiting for the next turn.
+                    // The engine responds again: probe at once instead of waiting for the next
+                    // turn.
                     self.backends.board.alarm(self.stay.slot()).notify_one();
                 }
                 metrics
@@ -286,7 +287,8 @@ impl Probe {
     fn report_changes(&self, memory: &mut FactsMemory, (saw, rank): (&EngineReading, Option<u16>)) {
         let registry = self.view.registry();
         let Some(known) = backend_at(&registry, self.stay.slot(), &self.url) else {
-            // Removed or moved meanwhile: this reading belongs to another engine.
+            // The backend was removed or moved meanwhile, so this reading belongs to another
+            // engine.
             return;
         };
         if registry.rank(known) != rank {
@@ -342,9 +344,9 @@ impl Probe {
     }
 }
 
-/// Path of the liveness probe.
+/// The path that liveness probes use.
 struct HealthPath {
-    /// Set by the config or discovered.
+    /// Path from the config, or the first one that the engine supported; `None` until one is found.
     known: Option<Cow<'static, str>>,
     is_fixed: bool,
 }
@@ -357,7 +359,7 @@ impl HealthPath {
         }
     }
 
-    /// Applies another setting, if it changed.
+    /// Applies the path in the config, if it changed.
     fn follow(&mut self, fixed: Option<&str>) {
         let current = self.known.as_deref().filter(|_| self.is_fixed);
         if current != fixed {
@@ -395,11 +397,11 @@ impl HealthPath {
     }
 }
 
-/// Why a probe failed.
+/// Reason why a liveness probe failed.
 enum UnhealthyError {
-    /// The engine is unhealthy, as far as known.
+    /// The engine is unhealthy, as far as is known.
     Engine(Fault, String),
-    /// The probe could not be sent because of a local shortage.
+    /// The probe could not be sent because this process lacks resources.
     Here(String),
 }
 
@@ -433,7 +435,8 @@ fn success(answer: Result<ProbeResponse, ProbeError>) -> Result<ProbeResponse, S
     }
 }
 
-/// Returns `interval` less up to a tenth, so that replicas and backends do not synchronise.
+/// Returns `interval` less up to a tenth, so that the probes of replicas and backends do not
+/// synchronise.
 fn jittered(interval: Duration) -> Duration {
     interval.mul_f64(1.0 - rand::random::<f64>() / 10.0)
 }

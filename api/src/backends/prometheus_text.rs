@@ -18,9 +18,9 @@ pub const LABELS_MAX: usize = 64;
 pub struct Sample<'a> {
     /// Name including suffixes, such as `vllm:prefix_cache_hits_total`.
     pub name: &'a str,
-    /// Labels, already validated.
+    /// Labels of the sample, already validated.
     pub labels: SampleLabels<'a>,
-    /// Value; may be infinite or NaN.
+    /// Value of the sample; may be infinite or NaN.
     pub value: f64,
 }
 
@@ -53,7 +53,8 @@ pub enum MetricsPageError {
 /// Calls `sample` for every sample of `page`, in order.
 ///
 /// # Errors
-/// [`MetricsPageError`] at the first fault; `sample` was called for the samples before it.
+/// Returns a [`MetricsPageError`] at the first fault, after `sample` was called for the samples
+/// before it.
 pub fn read<'a>(
     page: &'a [u8],
     mut sample: impl FnMut(Sample<'a>),
@@ -122,7 +123,7 @@ fn is_name_char(c: char) -> bool {
     c.is_ascii_alphanumeric() || c == '_' || c == ':'
 }
 
-/// Returns the position of the closing brace in `inside`, after checking every label before it.
+/// Returns the position of the closing brace in `inside`, after validating every label before it.
 fn labels_end(inside: &str) -> Result<usize, &'static str> {
     let bytes = inside.as_bytes();
     let mut at = 0;
@@ -149,7 +150,8 @@ fn skip_blanks(bytes: &[u8], mut at: usize) -> usize {
     at
 }
 
-/// Returns the end of the label at `at`: `name="value"` with `\\`, `\"` and `\n` in the value.
+/// Returns the end of the label at `at`, which has the form `name="value"` with the escapes `\\`,
+/// `\"` and `\n` in the value.
 fn label_end(bytes: &[u8], at: usize) -> Result<usize, &'static str> {
     let mut end = at;
     while bytes
@@ -174,7 +176,7 @@ fn label_end(bytes: &[u8], at: usize) -> Result<usize, &'static str> {
 }
 
 impl<'a> SampleLabels<'a> {
-    /// Returns the value of the label `name`.
+    /// Returns the unescaped value of the label `name`.
     #[must_use]
     pub fn get(&self, name: &str) -> Option<Cow<'a, str>> {
         self.iter()

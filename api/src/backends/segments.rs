@@ -1,4 +1,4 @@
-//! Body of a request to an engine: the client's bytes with insertions.
+//! Body of a request to an engine, which consists of the client's bytes with insertions.
 
 use std::pin::Pin;
 use std::task::{Context, Poll};
@@ -9,7 +9,7 @@ use http_body::{Body, Frame, SizeHint};
 /// Maximum number of buffers in a [`Segments`] body.
 const SEGMENTS_MAX: usize = 7;
 
-/// A request body of up to seven buffers, sent one after another without joining them.
+/// A request body of up to seven buffers, which are sent one after another without being joined.
 #[derive(Debug, Clone, Default)]
 pub struct Segments {
     parts: [Bytes; SEGMENTS_MAX],
@@ -28,8 +28,8 @@ impl Segments {
         all
     }
 
-    /// Inserts `part` at byte `at` of the first buffer. For bodies built by [`Segments::new`], at
-    /// most twice.
+    /// Inserts `part` at byte `at` of the first buffer. A body built by [`Segments::new`] has room
+    /// for two insertions.
     #[must_use]
     pub fn with_inserted(self, at: usize, part: Bytes) -> Self {
         let [first, second, third, fourth, fifth, ..] = self.parts;
@@ -40,7 +40,7 @@ impl Segments {
         }
     }
 
-    /// Returns the length in bytes.
+    /// Returns the remaining length, in bytes.
     #[must_use]
     pub fn len(&self) -> u64 {
         self.parts.iter().map(|part| part.len() as u64).sum()

@@ -10,8 +10,8 @@ use super::Backends;
 use super::engine::EngineMetrics;
 use super::health::{Fault, OccupancyId, ProbeRecord};
 
-/// The backends of a registry, each with its own watcher. The watcher is dropped when the backend
-/// is removed or moves to another address. None of its reports outlives the occupancy.
+/// The backends of a registry, each with its own watcher. A watcher is dropped when its backend is
+/// removed or moves to another address. Its reports have no effect after that.
 pub struct SlotTable<W> {
     backends: Arc<Backends>,
     seen: Option<Arc<Registry>>,
@@ -35,8 +35,8 @@ impl<W> SlotTable<W> {
         }
     }
 
-    /// Follows the registry: removes backends that are gone, and calls `begin` to create a watcher
-    /// for each new one.
+    /// Adapts the table to `registry`: removes backends that are gone, and calls `begin` to create
+    /// a watcher for each new one.
     pub fn follow(
         &mut self,
         registry: Arc<Registry>,
@@ -81,7 +81,7 @@ pub(super) fn backend_at<'a>(registry: &'a Registry, slot: Slot, url: &str) -> O
     (backend.spec.url == url).then_some(backend)
 }
 
-/// One backend's time in its slot. Reports have no effect after the backend has left.
+/// A backend's occupancy of a slot. Reports have no effect after the backend has left the slot.
 pub struct Occupancy {
     backends: Arc<Backends>,
     slot: Slot,
@@ -108,7 +108,7 @@ impl Occupancy {
         self.update(|record| record.probe_failed(fault, why));
     }
 
-    /// Records the engine's own figures.
+    /// Records figures that the engine reported about itself.
     pub fn scraped(&self, metrics: EngineMetrics) {
         self.update(|record| record.scraped(metrics));
     }

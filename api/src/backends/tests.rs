@@ -21,10 +21,10 @@ use super::*;
 
 const PAGE: &str = include_str!("samples/vllm.txt");
 const MODELS: &str = r#"{"object":"list","data":[{"id":"m","owned_by":"vllm"}]}"#;
-/// Nothing here takes long; a hanging test should fail.
+/// Timeout of every wait. Nothing here takes long, and a hanging test must fail.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// A state with a registry, changed by commands as the log would.
+/// A replicated state with a registry, which commands change as the log would.
 struct Cluster {
     state: RouterState,
     seq: u64,
@@ -79,7 +79,7 @@ impl Cluster {
     }
 }
 
-/// Runs probes on a cluster with one backend, and receives their reports.
+/// Probes of a cluster with one backend, and the reports that they send.
 struct Bench {
     cluster: Cluster,
     backends: Arc<Backends>,
@@ -150,7 +150,7 @@ impl Bench {
     }
 }
 
-/// Serves `answer` for each path and counts the requests.
+/// An engine that serves a fixed response for each path and counts the requests.
 struct Engine {
     addr: SocketAddr,
     asked: Arc<Mutex<BTreeMap<String, usize>>>,
@@ -401,7 +401,7 @@ async fn a_metrics_page_out_of_bounds_does_not_make_unhealthy() {
     assert_eq!(record.metrics, EngineMetrics::default());
 }
 
-/// Accepts connections, passes each to `talk` and counts the open ones.
+/// Listens for connections, passes each to `talk` and counts the open ones.
 async fn raw<F>(talk: impl Fn(TcpStream) -> F + Send + 'static) -> (SocketAddr, Arc<AtomicUsize>)
 where
     F: Future<Output = ()> + Send + 'static,

@@ -14,16 +14,16 @@ const HTTPS_PORT: u16 = 443;
 /// The base URL of an engine.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct EngineUrl {
-    /// `http://host:port` or `https://host:port`, and the prefix.
+    /// The whole URL in normalised form: `http://host:port` or `https://host:port`, and the prefix.
     text: String,
     is_tls: bool,
-    /// `host:port`.
+    /// Host and port, as `host:port`.
     address: String,
-    /// `/prefix`, or empty.
+    /// Path prefix, as `/prefix`, or empty.
     prefix: String,
 }
 
-/// Error for text that is no engine URL.
+/// Error for text that is not an engine URL.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("expected http://host or https://host, optionally with a port and a path prefix")]
 pub struct EngineUrlError;
@@ -32,7 +32,7 @@ impl EngineUrl {
     /// Parses a URL. The default port is that of the scheme.
     ///
     /// # Errors
-    /// [`EngineUrlError`].
+    /// Returns an [`EngineUrlError`] if `text` is not an engine URL.
     pub fn parse(text: &str) -> Result<Self, EngineUrlError> {
         let begins = |scheme: &str| {
             let start = text.get(..scheme.len());
@@ -99,7 +99,7 @@ impl EngineUrl {
         self.host().parse::<IpAddr>().is_err()
     }
 
-    /// Returns the request target for `target` at this engine, with the prefix.
+    /// Returns the request target for `target` at this engine, which begins with the prefix.
     pub(crate) fn locate(&self, target: Uri) -> Uri {
         if self.prefix.is_empty() {
             return target;
@@ -117,7 +117,7 @@ fn address(authority: &str, default_port: u16) -> Option<String> {
     let port = match parsed.port() {
         Some(port) => port.as_str().parse().ok().filter(|port| *port > 0)?,
         None if authority == parsed.host() => default_port,
-        // The host is followed by something that is no port.
+        // The text after the host is not a port.
         None => return None,
     };
     is_plain.then(|| format!("{}:{port}", parsed.host()))

@@ -31,9 +31,9 @@ pub use write::{BackupWriter, LengthCounter, file_bytes};
 
 /// First bytes of every backup.
 pub const MAGIC: [u8; 8] = *b"QUORATEB";
-/// Format that this build writes.
+/// Format that this build writes and reads.
 pub const FORMAT: u16 = 1;
-/// Length of a chunk, in bytes; only the last is shorter. Equal to one part of a restore.
+/// Length of a chunk and of a part of a restore, in bytes. Only the last one may be shorter.
 pub const CHUNK_BYTES: usize = RESTORE_PART_BYTES;
 /// Maximum length of the head, in bytes.
 pub const HEAD_BYTES_MAX: usize = 64 << 10;

@@ -43,7 +43,7 @@ impl BackupReader {
     /// Returns the next piece, or `None` if it needs more bytes.
     ///
     /// # Errors
-    /// Fails if the bytes are not a backup. All later results are meaningless.
+    /// Fails if the bytes are not an intact backup. All later results are then meaningless.
     pub fn piece(&mut self) -> Result<Option<BackupPiece>, BackupError> {
         if self.is_ended {
             return self.end().map(|()| None);

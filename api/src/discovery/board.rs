@@ -1,4 +1,5 @@
-//! Latest reports of the sources and their outcome: for the reconciler, operators and metrics.
+//! Latest reports of the sources of engines and their outcome, for the reconciler, operators and
+//! metrics.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -19,19 +20,19 @@ use super::SourceSettings;
 use crate::clock::Clock;
 use crate::printable::escaped;
 
-/// Maximum number of refused engines kept for operators.
+/// Maximum number of refused engines to keep for operators.
 const REFUSED_MAX: usize = 100;
 
-/// Contents of one report of a source.
+/// Contents of one report of a source of engines.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub(super) struct SourceReading {
     /// Engines that may be registered.
     pub(super) engines: Vec<ListedEngine>,
-    /// Other listed engines, with the reasons.
+    /// Listed engines that may not be registered, with the reasons.
     pub(super) refused: Vec<RefusedEngine>,
 }
 
-/// Latest reports of this replica's sources.
+/// Latest reports of this replica's sources of engines.
 #[derive(Debug, Default)]
 pub struct DiscoveryBoard {
     sources: Mutex<BTreeMap<String, SourceCard>>,
@@ -42,19 +43,20 @@ pub struct DiscoveryBoard {
 #[derive(Debug, Default)]
 struct SourceCard {
     kind: &'static str,
-    /// `None` before its first response.
+    /// Last report of the source; `None` before its first response.
     reading: Option<Arc<SourceReading>>,
     answered_at_ms: Option<u64>,
-    /// Why the last query failed.
+    /// Why the last query failed; `None` if it succeeded.
     error: Option<String>,
     queries: [u64; 2],
     planned: PlannedCounts,
-    /// Refused engines, from the source and from the plan.
+    /// Engines that the source's report or the plan refuses.
     refused: Vec<RefusedEngine>,
     refused_total: usize,
-    /// Changes from this replica that the cluster accepted: found, lost, forgotten.
+    /// Number of changes from this replica that the cluster accepted: engines found, lost and
+    /// forgotten.
     changes: [u64; 3],
-    /// Why the last change was not accepted.
+    /// Why the cluster did not accept the last change; `None` if it did.
     failure: Option<String>,
 }
 
@@ -107,7 +109,7 @@ impl SourceReport {
 }
 
 impl DiscoveryBoard {
-    /// Creates a board for these sources, none of which has responded.
+    /// Creates a board for `sources`, none of which has responded yet.
     #[must_use]
     pub fn new(sources: &[SourceSettings], clock: Clock) -> Self {
         let cards = sources.iter().map(|source| {
@@ -124,7 +126,7 @@ impl DiscoveryBoard {
         }
     }
 
-    /// Returns the reports of the sources.
+    /// Returns the status of each source.
     #[must_use]
     pub fn report(&self) -> Vec<SourceReport> {
         let sources = self.lock();
@@ -151,12 +153,12 @@ impl DiscoveryBoard {
         sources.iter().map(report).collect()
     }
 
-    /// Waits until a source has reported something.
+    /// Waits until a source has reported something, or [`DiscoveryBoard::wake`] is called.
     pub(super) async fn changed(&self) {
         self.changed.notified().await;
     }
 
-    /// Wakes the waiting task.
+    /// Wakes the task that waits for changes.
     pub(super) fn wake(&self) {
         self.changed.notify_one();
     }
@@ -191,7 +193,7 @@ impl DiscoveryBoard {
         self.wake();
     }
 
-    /// Records that a source responded without news.
+    /// Records that a source responded, but has nothing new to report.
     pub(super) fn record_contact(&self, id: &str) {
         let at_ms = self.clock.unix_ms();
         if let Some(card) = self.lock().get_mut(id) {
@@ -200,14 +202,15 @@ impl DiscoveryBoard {
         }
     }
 
-    /// Returns the last report of a source; `None` while it does not respond.
+    /// Returns the last report of a source; `None` if it has not responded yet or its last query
+    /// failed.
     pub(super) fn reading(&self, id: &str) -> Option<Arc<SourceReading>> {
         let sources = self.lock();
         let card = sources.get(id).filter(|card| card.error.is_none())?;
         card.reading.clone()
     }
 
-    /// Records the plan made from a report. Logs new refusals once.
+    /// Records the plan made from a report. Logs each new refusal once.
     pub(super) fn planned(
         &self,
         id: &str,
@@ -240,7 +243,7 @@ impl DiscoveryBoard {
         };
     }
 
-    /// Records that the cluster accepted a change, or why not.
+    /// Records whether the cluster accepted a change, or why it did not.
     pub(super) fn changed_by(&self, id: &str, change: &DiscoveryChange, taken: Result<(), String>) {
         if let Some(card) = self.lock().get_mut(id) {
             card.failure = taken.err();
@@ -266,7 +269,7 @@ fn place(change: &DiscoveryChange) -> usize {
     }
 }
 
-/// Metrics in the area `discovery`.
+/// Collector of the metrics in the area `discovery`.
 pub struct DiscoveryMetrics(pub Arc<DiscoveryBoard>);
 
 impl fmt::Debug for DiscoveryMetrics {
@@ -346,7 +349,7 @@ impl Collector for DiscoveryMetrics {
     }
 }
 
-/// Writes one gauge per source.
+/// Encodes a gauge with one sample per source.
 fn gauges<'a, V: EncodeGaugeValue>(
     encoder: &mut DescriptorEncoder<'_>,
     name: &str,

@@ -25,12 +25,12 @@ const INTERVAL_MIN: Duration = Duration::from_secs(1);
 const RETRY_MAX: Duration = Duration::from_secs(5);
 /// Timeout of a query to a name server.
 const TIMEOUT: Duration = Duration::from_secs(2);
-/// Maximum number of concurrent lookups of hosts in service records.
+/// Maximum number of concurrent lookups of the hosts in service records.
 const HOSTS_AT_ONCE: usize = 16;
-/// Maximum number of hosts of service records.
+/// Maximum number of hosts in service records that are looked up.
 const HOSTS_MAX: usize = 4096;
 
-/// Result of a lookup, and how long it is valid.
+/// Result of a lookup, with the time for which it is valid.
 #[derive(Debug, Default)]
 struct NameAnswer {
     places: BTreeSet<(IpAddr, u16)>,
@@ -38,7 +38,7 @@ struct NameAnswer {
     ttl: Duration,
 }
 
-/// Reports the name's addresses to the board for as long as it is polled.
+/// Reports the addresses of the name to `board` for as long as it is polled.
 pub(super) async fn follow(
     source: &DnsSource,
     template: &EngineTemplate,
@@ -57,7 +57,7 @@ pub(super) async fn follow(
     }
 }
 
-/// Checks addresses one by one.
+/// Converts the addresses of a lookup to engines, and refuses those that the rules do not allow.
 fn reading(answer: NameAnswer, template: &EngineTemplate, dialer: &EngineDialer) -> SourceReading {
     let mut reading = SourceReading {
         engines: Vec::with_capacity(answer.places.len()),
@@ -101,7 +101,8 @@ async fn look(
     })
 }
 
-/// AAAA records are queried only without A records: an engine with both is one engine.
+/// Record types in the order of preference. AAAA is queried only without A records, because an
+/// engine with both is one engine.
 const BOTH: &[RecordType] = &[RecordType::A, RecordType::AAAA];
 
 fn resolver_of(source: &DnsSource) -> Result<TokioResolver, NetError> {
@@ -123,7 +124,7 @@ fn resolver_of(source: &DnsSource) -> Result<TokioResolver, NetError> {
     builder.build()
 }
 
-/// Looks up the first kind of record that exists.
+/// Looks up the addresses of `name`: records of the first of `kinds` that has any.
 async fn addresses(
     resolver: &TokioResolver,
     (name, port): (&str, u16),
@@ -152,7 +153,7 @@ async fn addresses(
     Err(nothing.unwrap_or_else(|| NetError::from("no kind of record was asked for")))
 }
 
-/// Looks up service records and then the addresses of their hosts.
+/// Looks up the service records of `name`, then the addresses of their hosts.
 async fn services(resolver: &TokioResolver, name: &str) -> Result<NameAnswer, NetError> {
     let found = resolver.lookup(name, RecordType::SRV).await?;
     let records = found.answers();

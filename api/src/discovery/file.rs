@@ -19,16 +19,16 @@ use crate::backends::{EngineDialer, EnginePlace, EngineUrl};
 use crate::file_stamp::{FileStamp, look_regularly};
 use crate::kv_events::endpoint;
 
-/// Maximum length of the file, in bytes.
+/// Maximum length of a list, in bytes.
 const FILE_BYTES_MAX: u64 = 8 << 20;
-/// Maximum number of entries to read.
+/// Maximum number of entries in a list.
 const ENTRIES_MAX: usize = 16_384;
 
-/// An engine in the file.
+/// An engine's entry in the file.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct FileEntry {
-    /// Defaults to host and port of `url`.
+    /// Id of the engine; host and port of `url` if absent.
     id: Option<String>,
     url: String,
     models: Option<Vec<String>>,
@@ -79,7 +79,7 @@ fn read(
     Ok(reading(list, template, dialer))
 }
 
-/// Reads a list without a file, for the fuzz target.
+/// Reads a list from `text`, for the fuzz target.
 #[cfg(feature = "fuzzing")]
 pub(super) fn fuzzed(
     text: &str,
@@ -94,7 +94,7 @@ pub(super) fn fuzzed(
     Ok(reading)
 }
 
-/// Returns the unchecked entries of a list.
+/// Returns the entries of a list, which are not checked yet.
 fn entries(text: &str, is_json: bool) -> Result<Vec<Value>, String> {
     let document: Value = match is_json {
         true => serde_json::from_str(text).map_err(|error| error.to_string())?,

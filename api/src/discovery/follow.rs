@@ -1,4 +1,4 @@
-//! Follows the sources; the leader applies their reports to the cluster.
+//! Follows the sources of engines; the leader applies their reports to the cluster.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -17,30 +17,31 @@ use crate::backends::EngineDialer;
 use crate::clock::LogTime;
 use crate::ports::Cluster;
 
-/// Interval at which plans are made without news of a source, for changes that are due by time.
+/// Interval at which plans are made without news of a source, for changes that become due over
+/// time.
 const PLAN_EVERY: Duration = Duration::from_millis(500);
-/// Maximum number of changes before a source's report is read again, so that a large new fleet does
-/// not delay the draining of an engine that leaves.
+/// Maximum number of changes before a source's report is read again. It keeps a large new fleet
+/// from delaying the draining of an engine that leaves.
 const CHANGES_AT_ONCE: usize = 32;
 /// Pause while a committed change is not applied here yet.
 const APPLY_PAUSE: Duration = Duration::from_millis(2);
 
-/// Dependencies of discovery on its replica.
+/// Parts of a replica that discovery depends on.
 #[derive(Clone)]
 pub struct DiscoveryParts {
     /// Sources in the config.
     pub sources: Vec<SourceSettings>,
-    /// Receives their reports.
+    /// Board that receives the reports of the sources.
     pub board: Arc<DiscoveryBoard>,
-    /// The log.
+    /// The log, through which changes go.
     pub cluster: Arc<dyn Cluster>,
     /// Published part of the state.
     pub view: Arc<StateView>,
-    /// Checks the addresses of engines.
+    /// Dialer that checks the addresses of engines.
     pub dialer: EngineDialer,
 }
 
-/// Follows all sources until `stop`.
+/// Follows all sources until `stop`, and applies their reports while this replica leads.
 #[must_use]
 pub fn run(parts: DiscoveryParts, stop: CancellationToken) -> BoxFuture<'static, ()> {
     async move {
@@ -79,7 +80,7 @@ fn look(
     }
 }
 
-/// Plans on every news and interval, and acts while this replica leads.
+/// Plans after every report and interval. Applies the plans while this replica leads.
 async fn reconcile(parts: &DiscoveryParts, stop: &CancellationToken) {
     let time = LogTime::default();
     let mut ticks = interval(PLAN_EVERY);
@@ -100,7 +101,7 @@ async fn reconcile(parts: &DiscoveryParts, stop: &CancellationToken) {
     }
 }
 
-/// Acts on the last report of a source, or only records the plan if another replica leads.
+/// Applies the last report of a source. If another replica leads, only records the plan.
 async fn act(parts: &DiscoveryParts, source: &SourceSettings, time: &LogTime) {
     let id = &source.rules.source;
     let Some(reading) = parts.board.reading(id) else {
@@ -128,7 +129,8 @@ async fn act(parts: &DiscoveryParts, source: &SourceSettings, time: &LogTime) {
     }
 }
 
-/// Submits a change. Returns whether it is known to be accepted or rejected, so the next may go.
+/// Submits a change. Returns whether it is known to be accepted or rejected, so that the next one
+/// may follow.
 async fn submit(parts: &DiscoveryParts, id: &str, change: &DiscoveryChange) -> bool {
     let discovery = Discovery {
         source: id.to_owned(),
@@ -174,7 +176,7 @@ async fn submit(parts: &DiscoveryParts, id: &str, change: &DiscoveryChange) -> b
         }
     };
     parts.board.changed_by(id, change, taken);
-    // Otherwise the next plan would repeat the decision.
+    // Without this wait, the next plan would repeat the decision.
     while parts.view.applied() < committed.index {
         tokio::time::sleep(APPLY_PAUSE).await;
     }

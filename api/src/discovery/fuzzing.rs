@@ -22,13 +22,13 @@ pub fn discovery_file(bytes: &[u8]) {
     }
 }
 
-/// Follows a watch of pods, one line per event. Each accepted event leaves pods that are engines or
-/// refused; the first rejected one ends the watch.
+/// Follows a watch of pods, with one line per event. Each accepted event leaves pods that are
+/// engines or refused. The first rejected one ends the watch.
 pub fn pod_events(bytes: &[u8]) {
     kubernetes::fuzzed(bytes, &template(), &EngineDialer::default(), check);
 }
 
-/// Checks that the leader's proposals are valid, and that no engine occurs twice.
+/// Checks that the leader's proposals are valid and that no engine occurs twice.
 fn check(reading: &SourceReading) {
     for refused in &reading.refused {
         assert!(!refused.reason.is_empty(), "{refused:?}");
@@ -74,7 +74,7 @@ fn template() -> EngineTemplate {
     }
 }
 
-/// Returns lists as operators write them, in both formats.
+/// Returns seed inputs: lists as operators write them, in both formats.
 #[must_use]
 pub fn discovery_file_seeds() -> Vec<Vec<u8>> {
     let json = r#"[{"id": "gpu-1", "url": "http://10.0.0.1:8000", "capacity_blocks": 7},
@@ -92,7 +92,8 @@ pub fn discovery_file_seeds() -> Vec<Vec<u8>> {
     seeds.map(String::into_bytes).to_vec()
 }
 
-/// Returns watches as API servers send them: changes of pods, a bookmark, an expiry.
+/// Returns seed inputs: watches as API servers send them, with changes of pods, a bookmark, an
+/// expiry.
 #[must_use]
 pub fn pod_events_seeds() -> Vec<Vec<u8>> {
     let watch = concat!(

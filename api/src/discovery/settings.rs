@@ -13,27 +13,27 @@ use crate::backends::EngineUrl;
 /// A source of engines.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SourceSettings {
-    /// Its id, and how fast engines it no longer lists are removed.
+    /// Id of the source, and rules for the removal of engines that it no longer lists.
     pub rules: SourceRules,
-    /// Settings shared by its engines.
+    /// Settings shared by the source's engines.
     pub template: EngineTemplate,
-    /// Kind and location.
+    /// Kind and location of the source.
     pub kind: SourceKind,
 }
 
 /// Kind and location of a source.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum SourceKind {
-    /// A DNS name.
+    /// Engines at the addresses of a DNS name.
     Dns(DnsSource),
-    /// A file with a list.
+    /// Engines listed in a file.
     File(PathBuf),
-    /// Pods.
+    /// Engines in pods of a Kubernetes cluster.
     Kubernetes(KubernetesSource),
 }
 
 impl SourceKind {
-    /// Returns its name in the config.
+    /// Returns the kind's name in the config.
     #[must_use]
     pub fn name(&self) -> &'static str {
         match self {
@@ -44,10 +44,10 @@ impl SourceKind {
     }
 }
 
-/// A DNS name.
+/// A DNS name that lists engines, and how to resolve it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DnsSource {
-    /// The host name.
+    /// The host name to resolve.
     pub name: String,
     /// Port of the engines; `None` uses the ports in the records.
     pub port: Option<u16>,
@@ -59,25 +59,25 @@ pub struct DnsSource {
     pub resolver: Option<SocketAddr>,
 }
 
-/// Records of a DNS name.
+/// Types of DNS records that list engines.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DnsRecords {
-    /// IPv4 addresses, or IPv6 addresses where there are none.
+    /// A records, or AAAA records if there are none.
     Addresses,
-    /// IPv4 addresses.
+    /// A records, which contain IPv4 addresses.
     A,
-    /// IPv6 addresses.
+    /// AAAA records, which contain IPv6 addresses.
     Aaaa,
-    /// Hosts with ports.
+    /// SRV records, which contain hosts with ports.
     Srv,
 }
 
-/// Pods of a namespace.
+/// Pods of a Kubernetes namespace that are engines.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KubernetesSource {
     /// Namespace and API server.
     pub access: KubernetesAccess,
-    /// The pods to select.
+    /// Selection of the pods that are engines.
     pub pods: PodChoice,
     /// Port of the engines; `None` uses the pool's ports.
     pub port: Option<u16>,
@@ -86,7 +86,7 @@ pub struct KubernetesSource {
 /// A namespace, and how to reach its API server.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KubernetesAccess {
-    /// The namespace. `None` means that of this pod.
+    /// The namespace. `None` means that of the pod in which this replica runs.
     pub namespace: Option<String>,
     /// The API server. `None` means that of the cluster in which this pod runs.
     pub api_server: Option<EngineUrl>,
@@ -99,7 +99,7 @@ pub struct KubernetesAccess {
 /// Selects the pods that are engines.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum PodChoice {
-    /// Pods with these labels.
+    /// Pods that match a label selector.
     Selector(String),
     /// Pods of an `InferencePool`.
     Pool(String),
@@ -114,7 +114,7 @@ pub struct EngineTemplate {
     pub models: Vec<String>,
     /// Labels, which take precedence over those from the source.
     pub labels: BTreeMap<String, String>,
-    /// Role of the engines.
+    /// Role of the engines, unless the source states another.
     pub role: BackendRole,
     /// Capacity of the engines' caches, in blocks.
     pub capacity_blocks: Option<u32>,
@@ -129,21 +129,21 @@ pub struct EngineTemplate {
 /// Protocol of engines.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum EngineScheme {
-    /// Without TLS.
+    /// HTTP without TLS.
     #[default]
     Http,
-    /// With TLS. The certificate must be for the address.
+    /// HTTP with TLS. The certificate must be valid for the engine's address.
     Https,
 }
 
 impl EngineTemplate {
-    /// Returns the id of an engine with this name at the source.
+    /// Returns the id of the engine that the source calls `name`.
     pub(super) fn id(&self, name: &str) -> String {
         let name = name.replace(|c| !is_id_char(c), "-");
         format!("{}-{name}", self.source)
     }
 
-    /// Describes an engine without a usable address. It is not registered.
+    /// Describes an engine without a usable address, which is not registered.
     pub(super) fn nowhere(&self, name: &str, condition: EngineCondition) -> ListedEngine {
         let nowhere = (IpAddr::from([0, 0, 0, 0]), 1);
         ListedEngine {
@@ -152,7 +152,7 @@ impl EngineTemplate {
         }
     }
 
-    /// Describes the engine at an address. Its name defaults to its address.
+    /// Describes the engine at an address. The engine's name defaults to its address.
     pub(super) fn at(
         &self,
         name: Option<&str>,

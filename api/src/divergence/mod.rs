@@ -28,22 +28,22 @@ use tokio::sync::{Notify, watch};
 use crate::events::{ClusterEvent, EventBus};
 use crate::planted::{self, Bug};
 
-/// Interval of indexes whose digest is sent to peers.
+/// Interval between indexes whose digest is sent to peers.
 pub const BOUNDARY_ENTRIES: u64 = 256;
-/// Interval of indexes recorded on every replica.
+/// Interval between indexes recorded on every replica.
 pub const STEP_ENTRIES: u64 = 16;
 /// Growth per check below which the log counts as slow. Checks are a second apart, so a step of a
 /// slow log is the newest one for at least 250 ms. Peers receive it at least twice in that time,
 /// because they get a message every 100 ms.
 pub const SLOW_ENTRIES: u64 = 4 * STEP_ENTRIES;
-/// Number of digests kept.
+/// Maximum number of digests kept.
 pub const DIGESTS_KEPT_MAX: usize = 4096;
 const _: () = assert!(BOUNDARY_ENTRIES.is_multiple_of(STEP_ENTRIES));
-/// Number of claims of one peer kept until their index is reached.
+/// Maximum number of claims of one peer kept until their index is reached.
 pub const CLAIMS_PER_PEER_MAX: usize = 16;
 /// Maximum number of indexes awaited at a time.
 pub const WANTED_MAX: usize = 256;
-/// Number of indexes for which peers' claims are kept.
+/// Maximum number of indexes for which compared claims of peers are kept.
 pub const COMPARED_MAX: usize = 16;
 /// Length of an exchanged message (version, index, digest), in bytes.
 pub const MESSAGE_BYTES: usize = 1 + 8 + 16;
@@ -76,16 +76,16 @@ pub struct Minority {
     pub holders: Vec<ReplicaId>,
 }
 
-/// Digests by index, and the peers' claims. Pure; [`Digests`] shares it between tasks.
+/// This replica's digests by index, and the peers' claims. [`Digests`] shares it between tasks.
 #[derive(Debug, Default)]
 pub struct DigestRing {
     recorded: VecDeque<(u64, u128)>,
     claims: BTreeMap<ReplicaId, VecDeque<(u64, u128)>>,
-    /// Claims of each peer about the last [`COMPARED_MAX`] indexes compared here.
+    /// Peers' claims about the highest [`COMPARED_MAX`] indexes that were compared.
     compared: BTreeMap<u64, BTreeMap<ReplicaId, u128>>,
-    /// Index where the log last stood still.
+    /// Index at which the log last stood still.
     rested_at: u64,
-    /// Whether the log is slow.
+    /// Whether the log is slow, so that peers receive every step.
     is_slow: bool,
 }
 
@@ -137,7 +137,7 @@ impl DigestRing {
         found
     }
 
-    /// Compares a claim only once: a peer repeats it until it has a newer one.
+    /// Compares a claim with `ours`. Reports a mismatch once, because a peer repeats its claim.
     fn compare(
         &mut self,
         peer: ReplicaId,
@@ -216,7 +216,7 @@ impl DigestRing {
         (*at == index).then_some(*digest)
     }
 
-    /// Returns the newest digest that peers can compare with theirs.
+    /// Returns the newest digest that peers can compare with theirs, and its index.
     #[must_use]
     pub fn to_tell(&self) -> Option<(u64, u128)> {
         let rested = self.get(self.rested_at);
@@ -229,13 +229,14 @@ impl DigestRing {
         rested.max(self.newest(every))
     }
 
-    /// Returns the newest digest at an index divisible by `every`.
+    /// Returns the newest digest at an index divisible by `every`, and its index.
     fn newest(&self, every: u64) -> Option<(u64, u128)> {
         let is_such = |(index, _): &&(u64, u128)| index.is_multiple_of(every);
         self.recorded.iter().rev().find(is_such).copied()
     }
 
-    /// Records by how many entries the log has grown since the last check.
+    /// Decides whether the log is slow, given how many entries it has grown by since the last
+    /// check.
     pub fn grew(&mut self, entries: u64) {
         self.is_slow = entries < SLOW_ENTRIES;
     }
@@ -296,8 +297,9 @@ impl Digests {
         drop(self.events.set(events));
     }
 
-    /// Must be called after every applied or skipped index, before the state can change again.
-    /// Calls `digest` only for indexes to be recorded; otherwise this costs one load and a mask.
+    /// Records the digest at `index` if it is a step or requested. Must be called after every
+    /// applied or skipped index, before the state can change again. Calls `digest` only if it
+    /// records it.
     pub fn applied(&self, index: u64, digest: impl FnOnce() -> u128) {
         let is_step = index.is_multiple_of(STEP_ENTRIES);
         let passes_wanted = self.wanted_from.load(Ordering::Acquire) <= index;
@@ -326,11 +328,13 @@ impl Digests {
         mismatches.iter().for_each(|mismatch| self.sound(mismatch));
     }
 
-    /// Requests an index that is not applied yet. Must be called between two applies, or the index
-    /// may be missed. If too many are requested already, it replaces one further ahead.
+    /// Requests the digest at an index that is not applied yet. Must be called between two applies,
+    /// or the index may be missed. If too many are requested already, it replaces one further
+    /// ahead.
     ///
     /// # Errors
-    /// [`TooManyWaitsRejection`].
+    /// Returns [`TooManyWaitsRejection`] if [`WANTED_MAX`] indexes, all lower, are requested
+    /// already.
     pub fn want(&self, index: u64) -> Result<(), TooManyWaitsRejection> {
         let mut inner = self.lock();
         if inner.wanted.len() >= WANTED_MAX && !inner.wanted.contains(&index) {
@@ -360,7 +364,7 @@ impl Digests {
         self.lock().ring.get(index)
     }
 
-    /// See [`DigestRing::compared_with`].
+    /// Returns the last index at which a peer's digest was compared, and whether both were equal.
     #[must_use]
     pub fn compared_with(&self, peer: ReplicaId) -> Option<(u64, bool)> {
         self.lock().ring.compared_with(peer)
@@ -379,12 +383,13 @@ impl Digests {
         mismatches.iter().for_each(|mismatch| self.sound(mismatch));
     }
 
-    /// Records by how many entries the log has grown since the last check.
+    /// Decides whether the log is slow, given how many entries it has grown by since the last
+    /// check.
     pub fn grew(&self, entries: u64) {
         self.lock().ring.grew(entries);
     }
 
-    /// Returns this replica's claim for its peers; `None` before there is anything to compare.
+    /// Encodes this replica's claim for its peers; `None` before there is anything to compare.
     #[must_use]
     pub fn message(&self) -> Option<[u8; MESSAGE_BYTES]> {
         let (index, digest) = self.lock().ring.to_tell()?;
@@ -395,10 +400,10 @@ impl Digests {
         Some(message)
     }
 
-    /// Handles a peer's claim.
+    /// Decodes a peer's claim and compares it, now or once its index is reached.
     ///
     /// # Errors
-    /// [`ClaimError`] if the bytes are not a claim.
+    /// Returns [`ClaimError`] if the bytes are not a claim.
     pub fn receive(&self, peer: ReplicaId, message: &[u8]) -> Result<(), ClaimError> {
         let (index, theirs) = match message.split_first() {
             Some((&MESSAGE_VERSION, rest)) => rest.split_at_checked(8).ok_or(ClaimError)?,

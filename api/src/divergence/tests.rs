@@ -111,7 +111,7 @@ fn nobody_is_in_the_minority_without_a_majority() {
     assert_eq!(ring.minority(&[1, 2].map(ReplicaId)), None);
     ring.claim(ReplicaId(3), 256, 9);
     assert_eq!(ring.minority(&[1, 2, 3].map(ReplicaId)), None);
-    // The other side of a mismatch.
+    // A replica with the majority's digest is not in the minority.
     let mut ring = DigestRing::default();
     ring.record(256, 8);
     ring.claim(ReplicaId(2), 256, 8);
@@ -139,7 +139,7 @@ fn a_claim_ahead_is_compared_when_its_index_is_reached() {
             theirs: hex(8),
         }
     );
-    // Compared once.
+    // The claim is compared only once.
     digests.applied(768, || 9);
     assert_eq!(digests.mismatches(), 1);
 }
@@ -192,7 +192,7 @@ fn passing_a_wanted_index_does_not_wait_for_who_waits() {
             }
         });
     });
-    // As after a snapshot: the requested index itself is never applied.
+    // A snapshot skips the requested index, so it is never applied.
     for index in (1..60_001).step_by(3) {
         digests.want(index).unwrap();
         digests.applied(index + 1, || 0);
@@ -298,7 +298,7 @@ fn a_state_that_is_lost_while_the_log_stands_still_is_found() {
     digests.rest(300, 7);
     digests.receive(PEER, &told_at_rest(300, 7)).unwrap();
     assert_eq!(digests.mismatches(), 2);
-    // A later boundary is sent in its place.
+    // Peers then receive a later boundary instead.
     digests.applied(512, || 9);
     assert_eq!(digests.message().unwrap().to_vec(), message(512, 9));
 }

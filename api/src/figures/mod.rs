@@ -32,7 +32,7 @@ const FIGURES: usize = 25;
 pub const REPORT_BYTES_MAX: usize = 8 * 128;
 const _: () = assert!(8 * FIGURES <= REPORT_BYTES_MAX);
 
-/// Figures of one replica.
+/// Figures that one replica reports about itself.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct ReplicaFigures {
     /// Role; `None` if this build does not know it.
@@ -43,7 +43,7 @@ pub struct ReplicaFigures {
     pub committed_index: u64,
     /// Last applied index.
     pub applied_index: u64,
-    /// Index of the newest snapshot.
+    /// Index of the newest snapshot, if any.
     pub snapshot_index: Option<u64>,
     /// Whether the replica sees a quorum.
     pub has_quorum: bool,
@@ -65,9 +65,9 @@ pub struct ReplicaFigures {
     pub waiting: u64,
     /// Number of users with waiting requests.
     pub waiting_users: u64,
-    /// The request that has waited longest.
+    /// The request that has waited longest, if any waits.
     pub longest: Option<LongestWait>,
-    /// Free and total bytes of the disk with the data directory.
+    /// Free and total bytes of the disk with the data directory; `None` if unknown.
     pub disk: Option<(u64, u64)>,
     /// Number of outbox items that the log does not have yet.
     pub outbox_items: u64,
@@ -85,7 +85,7 @@ pub struct LongestWait {
 }
 
 impl ReplicaFigures {
-    /// Encodes the report.
+    /// Encodes the figures as a report.
     #[must_use]
     pub fn encode(&self) -> Vec<u8> {
         let role = ROLES.iter().position(|role| Some(*role) == self.role);
@@ -210,13 +210,13 @@ impl FigureBoard {
         Arc::clone(&self.lock().own_bytes)
     }
 
-    /// Returns this replica's figures; `None` before the first.
+    /// Returns this replica's figures; `None` before [`FigureBoard::set_own`].
     #[must_use]
     pub fn own(&self) -> Option<ReplicaFigures> {
         self.lock().own
     }
 
-    /// Stores a peer's report.
+    /// Stores a peer's report that arrived at `now`.
     ///
     /// # Errors
     /// Returns [`FiguresError`] if the bytes are not a report.
@@ -231,7 +231,7 @@ impl FigureBoard {
         Ok(())
     }
 
-    /// Returns a peer's last figures and when they arrived.
+    /// Returns a peer's last figures and the time of their arrival; `None` before the first.
     #[must_use]
     pub fn heard(&self, peer: ReplicaId) -> Option<(Instant, ReplicaFigures)> {
         self.lock().heard.get(&peer).copied()

@@ -32,7 +32,7 @@ impl Default for TimeCounts {
 }
 
 impl TimeBuckets {
-    /// Counts one time.
+    /// Adds a time to the histogram.
     pub fn add(&self, time: Duration) {
         self.0[bucket_of(time)].fetch_add(1, Relaxed);
     }
@@ -77,22 +77,22 @@ impl TimeCounts {
     }
 }
 
-/// Counters at one moment.
+/// Values of the counters at one moment.
 #[derive(Debug, Clone, Default)]
 pub struct CounterSample {
     /// Number of requests that ended.
     pub ended: u64,
-    /// Number of those that failed: here, at the backend, or in the middle of the response.
+    /// Number of requests that failed, at this replica, at the backend, or during the response.
     pub failed: u64,
-    /// Prompt tokens of requests whose engine reported how many were cached.
+    /// Number of prompt tokens of requests whose engine reported how many were cached.
     pub prompt_tokens: u64,
-    /// Number of those tokens that were cached.
+    /// Number of prompt tokens in [`Self::prompt_tokens`] that were cached.
     pub cached_tokens: u64,
-    /// Number of those tokens that were predicted to be cached.
+    /// Number of prompt tokens in [`Self::prompt_tokens`] that were predicted to be cached.
     pub predicted_tokens: u64,
-    /// Times to the first byte.
+    /// Counts of times to the first byte.
     pub ttft: TimeCounts,
-    /// Durations of routing.
+    /// Counts of durations of routing.
     pub routing: TimeCounts,
 }
 
@@ -105,17 +105,17 @@ pub struct RecentRates {
     pub failed_milli_per_s: u64,
     /// Median time to the first byte, in microseconds; 0 if there was none.
     pub ttft_p50_us: u64,
-    /// 99th percentile of the time to the first byte, in microseconds.
+    /// 99th percentile of the time to the first byte, in microseconds; 0 if there was none.
     pub ttft_p99_us: u64,
     /// Median duration of routing, in microseconds; 0 if there was none.
     pub routing_p50_us: u64,
-    /// 99th percentile of the duration of routing, in microseconds.
+    /// 99th percentile of the duration of routing, in microseconds; 0 if there was none.
     pub routing_p99_us: u64,
-    /// Increase of [`CounterSample::prompt_tokens`].
+    /// Increase of [`CounterSample::prompt_tokens`] within the window.
     pub prompt_tokens: u64,
-    /// Increase of [`CounterSample::cached_tokens`].
+    /// Increase of [`CounterSample::cached_tokens`] within the window.
     pub cached_tokens: u64,
-    /// Increase of [`CounterSample::predicted_tokens`].
+    /// Increase of [`CounterSample::predicted_tokens`] within the window.
     pub predicted_tokens: u64,
 }
 

@@ -71,7 +71,7 @@ impl StreamBoard {
     }
 
     fn lock(&self) -> MutexGuard<'_, BTreeMap<Slot, BackendStreams>> {
-        // Entries are always written completely.
+        // Entries are always written completely, so a poisoned lock is harmless.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

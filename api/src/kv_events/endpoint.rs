@@ -18,21 +18,21 @@ use crate::backends::EnginePlace;
 /// Maximum number of data-parallel ranks of one engine.
 pub const RANKS_MAX: u16 = 64;
 
-/// Setting `kv_events` of a backend.
+/// The setting `kv_events` of a backend.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum KvEventsSource {
-    /// Queried from the engine.
+    /// The endpoint is queried from the engine.
     Auto,
-    /// This endpoint.
+    /// The endpoint is configured.
     At(KvEndpoint),
 }
 
-/// Endpoint of the first rank.
+/// Endpoint of the first data-parallel rank, and the number of ranks.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KvEndpoint {
-    /// Side that listens.
+    /// Side that listens for connections.
     pub side: ListeningSide,
-    /// Address that it listens at.
+    /// Address that this side listens at.
     pub address: KvAddress,
     /// Number of data-parallel ranks.
     pub ranks: u16,
@@ -41,16 +41,16 @@ pub struct KvEndpoint {
 /// Side of a connection that listens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ListeningSide {
-    /// The engine.
+    /// The engine listens.
     Engine,
-    /// The reading replica.
+    /// The reading replica listens.
     Here,
 }
 
 /// Address of an endpoint.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum KvAddress {
-    /// TCP.
+    /// A TCP address.
     Tcp {
         /// Host name or address; `None` for the host of the backend's URL.
         host: Option<String>,
@@ -61,7 +61,7 @@ pub enum KvAddress {
     Ipc(PathBuf),
 }
 
-/// A malformed endpoint.
+/// Error for a malformed endpoint.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("expected {0}")]
 pub struct EndpointError(&'static str);
@@ -131,8 +131,8 @@ impl FromStr for KvAddress {
 }
 
 impl KvEndpoint {
-    /// Returns the address of `rank` for an engine at `engine_host`; `None` if there is no such
-    /// port.
+    /// Returns the address of `rank` for an engine at `engine_host`; `None` if the rank's port
+    /// would exceed 65535.
     #[must_use]
     pub fn of_rank(&self, rank: u16, engine_host: &str) -> Option<KvAddress> {
         match &self.address {
@@ -160,7 +160,8 @@ impl fmt::Display for KvAddress {
     }
 }
 
-/// Returns the places that a replica connects to for these settings, each with its setting.
+/// Returns the places that a replica connects to for these settings, each with the name of its
+/// setting.
 #[must_use]
 pub fn places(
     kv_events: Option<&str>,
@@ -185,7 +186,7 @@ pub fn places(
 /// Checks the settings `kv_events` and `kv_replay` of a backend.
 ///
 /// # Errors
-/// Returns the faulty field and what is expected of it.
+/// Returns the field at fault and what is expected of it.
 pub fn check(
     kv_events: Option<&str>,
     kv_replay: Option<&str>,

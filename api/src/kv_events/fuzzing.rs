@@ -20,7 +20,7 @@ use super::stream::{EventStream, HashIdentity, StreamContext, StreamEffect};
 use super::wire;
 use super::zmtp::{SocketType, ZmtpConnection, greeting, put_frame, ready};
 
-/// Decodes a payload.
+/// Decodes a payload of KV events.
 pub fn kv_payload(bytes: &[u8]) {
     let Ok(payload) = wire::decode(bytes) else {
         return;
@@ -39,8 +39,9 @@ pub fn kv_payload(bytes: &[u8]) {
     assert_eq!(wire::decode(bytes), Ok(payload));
 }
 
-/// Drives the reader of a stream and applies its news to a state. The input is a sequence of steps:
-/// kind (1 byte), sequence number (1 byte), length of a payload (2 bytes, little-endian), payload.
+/// Drives the reader of a stream and applies the reports to a state. The input is a sequence of
+/// steps: kind (1 byte), sequence number (1 byte), length of a payload (2 bytes, little-endian),
+/// payload.
 pub fn kv_stream(mut bytes: &[u8]) {
     let mut rig = Rig::new();
     let mut stream = EventStream::new(identity(), true, None);
@@ -77,7 +78,7 @@ pub fn kv_stream(mut bytes: &[u8]) {
     assert_eq!(rig.state.check(), Ok(()));
 }
 
-/// Receives the bytes of a peer over a connection. The first byte selects the type of this end.
+/// Receives a peer's bytes over a connection. The first byte selects the socket type of this end.
 pub fn zmtp(bytes: &[u8]) {
     thread_local! {
         static RUNTIME: LazyCell<Runtime> = LazyCell::new(|| {
@@ -112,7 +113,7 @@ pub fn zmtp(bytes: &[u8]) {
     }
 }
 
-/// Parses an endpoint as written by operators and reported by engines.
+/// Parses an endpoint in the forms that operators write and engines report.
 pub fn endpoint(bytes: &[u8]) {
     let Ok(text) = std::str::from_utf8(bytes) else {
         return;
@@ -134,12 +135,12 @@ pub fn endpoint(bytes: &[u8]) {
     }
 }
 
-/// Payloads in the form of released engines, with events as arrays and as maps.
+/// Returns payloads in the form of released engines, with events as arrays and as maps.
 #[must_use]
 pub fn kv_payload_seeds() -> Vec<Vec<u8>> {
     let mut seeds = vec![payload(&[stored(1, None, 2), removed(2), cleared()])];
     seeds.push(payload(&[stored(3, Some(2), 4)]));
-    // In the form of newer engines, with adapter, medium, extra keys and group.
+    // This payload has the form of newer engines, with adapter, medium, extra keys and group.
     let mut long = Vec::new();
     rmp::encode::write_map_len(&mut long, 6).expect(IN_MEMORY);
     text(&mut long, "type");
@@ -159,7 +160,8 @@ pub fn kv_payload_seeds() -> Vec<Vec<u8>> {
     seeds
 }
 
-/// Sequences for readers: catching up, following, losing messages and asking again.
+/// Returns sequences of steps for readers: catching up, following, losing messages and asking
+/// again.
 #[must_use]
 pub fn kv_stream_seeds() -> Vec<Vec<u8>> {
     let message = |number: u64| payload(&[stored(number * 4 + 1, None, 3)]);
@@ -191,7 +193,7 @@ pub fn kv_stream_seeds() -> Vec<Vec<u8>> {
     vec![replayed.concat(), lost.concat()]
 }
 
-/// Bytes of peers: greeting, `READY`, messages and pings.
+/// Returns bytes of peers: greeting, `READY`, messages and pings.
 #[must_use]
 pub fn zmtp_seeds() -> Vec<Vec<u8>> {
     let mut message = BytesMut::new();
@@ -207,7 +209,7 @@ pub fn zmtp_seeds() -> Vec<Vec<u8>> {
     ]
 }
 
-/// Endpoints of every form.
+/// Returns endpoints of every form.
 #[must_use]
 pub fn endpoint_seeds() -> Vec<Vec<u8>> {
     let forms = [
@@ -253,7 +255,7 @@ fn tokens(out: &mut Vec<u8>, blocks: u32) {
     }
 }
 
-/// A payload of a time stamp, the events and a rank.
+/// Returns a payload of a time stamp, `events` and a rank.
 fn payload(events: &[Vec<u8>]) -> Vec<u8> {
     let mut out = Vec::new();
     rmp::encode::write_array_len(&mut out, 3).expect(IN_MEMORY);
@@ -299,12 +301,12 @@ fn cleared() -> Vec<u8> {
     out
 }
 
-/// A state that receives what a reader finds.
+/// A state that receives the reports of a reader.
 struct Rig {
     state: RouterState,
     backend: BackendRef,
     seq: u64,
-    /// Reported blocks, as far as they matter as parents.
+    /// Reported blocks that may become parents.
     known: HashMap<EngineHash, BlockHash>,
 }
 

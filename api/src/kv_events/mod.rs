@@ -1,5 +1,5 @@
-//! KV events: what engines publish about their prefix caches. One replica per backend reads them
-//! and reports them to all replicas through the log.
+//! KV events, by which engines publish changes of their prefix caches. One replica per backend
+//! reads the events and reports them to all replicas through the log.
 //!
 //! [`wire`] decodes payloads. [`stream`] decides which messages count and computes the router's
 //! hashes of their blocks. Both are pure. [`zmtp`] is the transport, and [`endpoint`] describes

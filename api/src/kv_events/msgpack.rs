@@ -3,26 +3,26 @@
 
 use rmp::Marker;
 
-/// Maximum nesting that can be skipped.
+/// Maximum depth of nested values that can be skipped.
 const DEPTH_MAX: u32 = 32;
 
-/// Input that is not the expected msgpack.
+/// Error for input that is not the expected msgpack.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("expected {expected} {left} bytes before the end")]
 pub struct MsgpackError {
     /// What was expected.
     pub expected: &'static str,
-    /// Number of bytes from there to the end.
+    /// Number of bytes from the fault to the end of the input.
     pub left: usize,
 }
 
-/// The unread input.
+/// Reader of msgpack values from a byte slice, of which it holds the unread part.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct MsgpackReader<'a> {
     rest: &'a [u8],
 }
 
-/// A value without parts, or the number of parts that follow.
+/// A value without parts, or the head of an array or map with the number of its parts.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum MsgpackValue<'a> {
     /// `nil`.
@@ -37,9 +37,9 @@ pub(super) enum MsgpackValue<'a> {
     Text(&'a [u8]),
     /// Binary data.
     Bytes(&'a [u8]),
-    /// An array; this many values follow.
+    /// Head of an array with the number of values that follow.
     Array(u32),
-    /// A map; this many keys follow, each with its value.
+    /// Head of a map with the number of keys that follow, each with its value.
     Map(u32),
     /// An extension type; its data is skipped.
     Extension,
@@ -94,7 +94,7 @@ impl<'a> MsgpackReader<'a> {
         self.take(usize::try_from(length).unwrap_or(usize::MAX))
     }
 
-    /// Reads the next value, or its head.
+    /// Reads the next value, or the head of an array or map.
     pub(super) fn value(&mut self) -> Result<MsgpackValue<'a>, MsgpackError> {
         let marker = Marker::from_u8(self.take(1)?[0]);
         Ok(match marker {
@@ -187,7 +187,7 @@ impl<'a> MsgpackReader<'a> {
         }
     }
 
-    /// Reads the length of an array.
+    /// Reads the head of an array and returns its length.
     pub(super) fn array(&mut self) -> Result<u32, MsgpackError> {
         let before = *self;
         match self.value()? {
@@ -196,7 +196,7 @@ impl<'a> MsgpackReader<'a> {
         }
     }
 
-    /// Reads a number that fits 32 bits without a sign.
+    /// Reads an integer that fits into a `u32`.
     pub(super) fn small(&mut self) -> Result<u32, MsgpackError> {
         let before = *self;
         match self.value()? {

@@ -21,7 +21,7 @@ const MODEL: &str = "tiny";
 /// Number of requests between two handovers of the stream.
 const REQUESTS_PER_READER: usize = 7;
 
-/// Two replicas, a reader and the engine's messages so far.
+/// Two replicas, a reader, and the messages that the engine has sent so far.
 struct Rig {
     steady: RouterState,
     rebuilt: RouterState,
@@ -106,7 +106,8 @@ impl Rig {
         }
     }
 
-    /// Calls the stream and carries out its effects, with replays from the messages sent so far.
+    /// Calls `act` on the stream and carries out the effects, with replays from the messages sent
+    /// so far.
     fn act(&mut self, act: &mut dyn FnMut(&mut EventStream, &StreamContext<'_>)) {
         let (slot, state) = (self.backend.slot, &self.steady);
         let around = StreamContext {
@@ -138,7 +139,7 @@ impl Rig {
         }
     }
 
-    /// Another replica starts reading from the state's position.
+    /// Lets another replica read on from the state's position.
     fn hand_over(&mut self) {
         let position = self.steady.kv_positions(self.backend.slot).pop();
         self.stream = EventStream::new(identity(self.block_size), true, position);
@@ -163,8 +164,8 @@ impl Rig {
     }
 }
 
-/// The cache as the engine reports it, without any of the router's rules: its own hashes with the
-/// number of copies, and the parent of each.
+/// The cache as the engine reports it, without any of the router's rules: the engine's hashes with
+/// the number of copies, and the parent of each.
 #[derive(Default)]
 struct Cache {
     copies: HashMap<EngineHash, u32>,
@@ -198,7 +199,7 @@ impl Cache {
         self.copies.get(&name).is_some_and(|copies| *copies > 0)
     }
 
-    /// Returns the number of blocks held, and of those that a lookup reaches.
+    /// Returns the number of blocks in the cache, and how many of them a lookup reaches.
     fn blocks(&self) -> (u32, u64) {
         let is_reached = |name: &EngineHash| {
             let mut at = Some(*name);
@@ -213,8 +214,8 @@ impl Cache {
     }
 }
 
-/// At each recorded request, the state holds what the engine does, block for block, and finds for
-/// its prompt what the engine found, to the token.
+/// Checks after each recorded request that the state holds the same blocks as the engine. For the
+/// request's prompt, it must find what the engine found, to the token.
 #[test]
 fn the_state_is_the_recorded_engines_cache() {
     for (name, block_size) in [("vllm012_bs16", 16_u32), ("vllm032_bs32", 32)] {

@@ -21,24 +21,24 @@ use crate::ports::BoxFuture;
 
 /// Maximum number of messages queued for the reader.
 const QUEUE_MESSAGES_MAX: usize = 256;
-/// Longest wait for a connection.
+/// Maximum time to wait for a connection.
 const CONNECT_MAX: Duration = Duration::from_secs(2);
 /// Interval of TCP keep-alive probes.
 const KEEP_ALIVE: Duration = Duration::from_secs(5);
 /// First and longest pause between two attempts to connect.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(1));
-/// Longest silence of an engine during a replay. vLLM checks for replay requests ten times a
+/// Maximum silence of an engine during a replay. vLLM checks for replay requests ten times a
 /// second.
 const REPLAY_SILENCE_MAX: Duration = Duration::from_secs(3);
 /// Message number that ends a replay.
 const REPLAY_END: u64 = u64::MAX;
 
-/// An event of a socket.
+/// An event of a subscription or replay.
 #[derive(Debug)]
 pub enum SocketMessage {
     /// The subscription is established.
     Connected,
-    /// A numbered message.
+    /// A message with its sequence number.
     Message(u64, Bytes),
     /// The replay is complete.
     End,
@@ -48,7 +48,7 @@ pub enum SocketMessage {
 
 /// Transport to the engines' publishers.
 pub trait Sockets: Send + Sync + 'static {
-    /// Subscribes to everything that an engine publishes at `address`, and again whenever the
+    /// Subscribes to everything that an engine publishes at `address`. Reconnects whenever the
     /// connection breaks, until the receiver of `queue` is dropped.
     fn subscribe(
         &self,
@@ -57,8 +57,8 @@ pub trait Sockets: Send + Sync + 'static {
         queue: mpsc::Sender<SocketMessage>,
     ) -> BoxFuture<'static, ()>;
 
-    /// Requests all messages from `from` on and queues them. Returns a description of the fault if
-    /// they are incomplete.
+    /// Requests all messages from number `from` on and queues them. Returns a description of the
+    /// fault if they are incomplete.
     fn replay(
         &self,
         address: KvAddress,
@@ -67,7 +67,7 @@ pub trait Sockets: Send + Sync + 'static {
     ) -> BoxFuture<'static, Result<(), String>>;
 }
 
-/// ZeroMQ over TCP and Unix sockets.
+/// Transport over ZeroMQ, with TCP and Unix sockets.
 #[derive(Debug, Clone, Default)]
 pub struct Zmq(EngineDialer);
 
@@ -109,14 +109,14 @@ impl Sockets for Zmq {
     }
 }
 
-/// A socket's task; dropping it closes the socket.
+/// Queue of a socket's task. Dropping it closes the socket.
 pub(super) struct Socket {
     incoming: mpsc::Receiver<SocketMessage>,
     _task: AbortOnDropHandle<()>,
 }
 
 impl Socket {
-    /// Subscribes to everything that an engine publishes at `address`, and again whenever the
+    /// Subscribes to everything that an engine publishes at `address`. Reconnects whenever the
     /// connection breaks.
     pub(super) fn subscription(
         sockets: &dyn Sockets,
@@ -131,7 +131,7 @@ impl Socket {
         }
     }
 
-    /// Requests all messages from `from` on.
+    /// Requests all messages from number `from` on.
     pub(super) fn replay(sockets: &dyn Sockets, address: KvAddress, from: u64) -> Self {
         let (queue, incoming) = mpsc::channel(QUEUE_MESSAGES_MAX);
         let replayed = sockets.replay(address, from, queue.clone());
@@ -149,7 +149,7 @@ impl Socket {
         }
     }
 
-    /// Returns the next event; `None` if the task has ended.
+    /// Returns the next event of the socket; `None` if its task has ended.
     pub(super) async fn next(&mut self) -> Option<SocketMessage> {
         self.incoming.recv().await
     }
@@ -206,7 +206,8 @@ async fn subscribe_by_dialling(
     }
 }
 
-/// Accepts the newest engine that connects: an older connection belongs to an earlier process.
+/// Listens at `address` and follows the engine that connected last: an older connection belongs to
+/// an earlier process.
 async fn subscribe_by_listening(address: &KvAddress, queue: &mpsc::Sender<SocketMessage>) {
     let KvAddress::Tcp { host, port } = address else {
         let why = "an engine can dial tcp:// only".to_owned();
@@ -250,7 +251,7 @@ async fn subscribe_by_listening(address: &KvAddress, queue: &mpsc::Sender<Socket
 type PendingHandshake = BoxFuture<'static, Result<ZmtpConnection, ZmtpError>>;
 
 /// Forwards messages from `dialled` until it breaks or a newer engine has connected. A peer that
-/// connects and stays silent delays nobody.
+/// connects and stays silent does not delay others.
 async fn served_until_newer(
     listener: &TcpListener,
     dialled: Option<&mut ZmtpConnection>,
@@ -291,7 +292,7 @@ async fn served_until_newer(
     }
 }
 
-/// Subscribes and queues messages until the connection breaks.
+/// Subscribes and queues messages until the connection breaks. Returns why it broke.
 async fn pass_on(
     connection: &mut ZmtpConnection,
     queue: &mpsc::Sender<SocketMessage>,
@@ -347,8 +348,8 @@ async fn replay(
     }
 }
 
-/// Returns number and payload, which are the last two frames. The number of frames before them
-/// depends on the engine's version.
+/// Returns the number and the payload of a message, which are its last two frames. The number of
+/// frames before them depends on the engine's version.
 fn read(frames: &[Bytes]) -> Option<(u64, Bytes)> {
     let [.., seq, payload] = frames else {
         return None;

@@ -14,12 +14,12 @@ use state::Backend;
 use super::endpoint::{KvAddress, KvEndpoint, KvEventsSource, ListeningSide};
 use crate::backends::{EngineDialer, EngineHeaders, ProbeClient};
 
-/// Maximum size of a response, in bytes.
+/// Maximum length of a response body, in bytes.
 const BODY_BYTES_MAX: usize = 1 << 20;
-/// Longest wait for one response.
+/// Maximum time to wait for one response.
 const ANSWER_MAX: Duration = Duration::from_secs(2);
 
-/// Sockets of one data-parallel rank.
+/// Addresses of one data-parallel rank's sockets.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct RankSource {
     pub(super) rank: u16,
@@ -28,7 +28,7 @@ pub(super) struct RankSource {
     pub(super) replay: Option<KvAddress>,
 }
 
-/// Event sources of an engine, from its responses.
+/// Event sources of an engine, according to its responses.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct EngineSources {
     /// Model of blocks without an adapter; `None` if there are several.
@@ -41,7 +41,7 @@ struct SourceModels {
     data: Vec<SourceModel>,
 }
 
-/// A model or adapter. vLLM lists adapters next to their base models (`parent`).
+/// A listed model or adapter. vLLM lists adapters next to their base models (`parent`).
 #[derive(Deserialize)]
 struct SourceModel {
     id: String,
@@ -68,7 +68,7 @@ fn yes() -> bool {
 
 const UNSAID: &str = "the engine does not report where it publishes KV events: set kv_events";
 
-/// SGLang's `/server_info`. The flag is a string that contains JSON.
+/// Response of SGLang to `GET /server_info`. The flag is a string that contains JSON.
 #[derive(Deserialize)]
 struct ServerInfo {
     #[serde(default)]
@@ -77,7 +77,7 @@ struct ServerInfo {
     dp_size: Option<u16>,
 }
 
-/// Discovers the event sources of `backend`'s engine.
+/// Queries the event sources of `backend`'s engine.
 pub(super) async fn find(
     backend: &Backend,
     headers: Option<EngineHeaders>,
@@ -110,20 +110,20 @@ pub(super) async fn find(
     Ok(EngineSources { model, ranks })
 }
 
-/// Event endpoints that an engine announces or an operator configures.
+/// Event endpoints that an engine announces or that an operator configures.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AdvertisedEvents {
-    /// Side that listens.
+    /// Side that listens for connections.
     pub side: ListeningSide,
     /// Address of the first rank's events.
     pub events: KvAddress,
-    /// Address of its replays.
+    /// Address of the first rank's replays, if the engine offers any.
     pub replay: Option<KvAddress>,
     /// Number of data-parallel ranks.
     pub ranks: usize,
 }
 
-/// Queries the engine at `url` for its event endpoints, like `kv_events = "auto"`.
+/// Queries the engine at `url` for its event endpoints, as with `kv_events = "auto"`.
 ///
 /// # Errors
 /// Returns a description of the failure.
@@ -168,7 +168,7 @@ async fn ask_where(client: &mut ProbeClient, host: &str) -> Result<Vec<RankSourc
     }
 }
 
-/// Reads vLLM's response: endpoints by rank.
+/// Parses vLLM's response and returns the endpoints by rank.
 fn read_sources(answer: &[u8], host: &str) -> Result<Vec<RankSource>, String> {
     let sources: std::collections::BTreeMap<String, Publisher> =
         serde_json::from_slice(answer).map_err(|error| format!("/kv_event_sources: {error}"))?;
@@ -242,7 +242,7 @@ fn own_endpoint(text: &str, host: &str) -> Result<KvEndpoint, String> {
     let is_own = match &mut endpoint.address {
         KvAddress::Ipc(_) => is_this_machine(host),
         KvAddress::Tcp { host: named, .. } => {
-            // A wildcard address: the engine is reached at `host`.
+            // The engine announces a wildcard address, so it is reached at `host`.
             if matches!(named.as_deref(), Some("[::]" | "0.0.0.0")) {
                 *named = None;
             }
@@ -400,7 +400,7 @@ mod tests {
         assert_eq!(found, "0 tcp://gpu:5557 \n1 tcp://gpu:5558 \n");
         let off = shown(read_server_info(br#"{"kv_events_config": null}"#, "gpu"));
         assert_eq!(off, "the engine publishes no KV events");
-        // From vLLM 0.12, which may publish events.
+        // From 0.12 on, vLLM responds like this, and may publish events.
         let vllm = shown(read_server_info(br#"{"vllm_config": "model='m'"}"#, "gpu"));
         assert_eq!(vllm, UNSAID);
     }

@@ -12,11 +12,11 @@ use std::time::Duration;
 use bytes::{Buf, BufMut, Bytes, BytesMut};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
-/// Maximum size of a message, all frames together, in bytes.
+/// Maximum length of a message with all its frames, in bytes.
 pub const MESSAGE_BYTES_MAX: usize = 16 << 20;
 /// Maximum number of frames in one message.
 pub const FRAMES_MAX: usize = 16;
-/// Longest wait for a peer's greeting and its `READY`.
+/// Maximum time to wait for a peer's greeting and its `READY`.
 pub const HANDSHAKE_MAX: Duration = Duration::from_secs(5);
 
 const GREETING_BYTES: usize = 64;
@@ -25,16 +25,16 @@ const FLAG_MORE: u8 = 1;
 const FLAG_LONG: u8 = 2;
 const FLAG_COMMAND: u8 = 4;
 
-/// Type of a socket.
+/// Type of a ZeroMQ socket.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SocketType {
-    /// Publishes to all subscribers.
+    /// A publisher, which sends to all subscribers.
     Pub,
-    /// Subscribes.
+    /// A subscriber, which receives from publishers.
     Sub,
-    /// Sends requests.
+    /// A client, which sends requests.
     Dealer,
-    /// Answers requests.
+    /// A server, which responds to requests.
     Router,
 }
 
@@ -83,7 +83,7 @@ pub enum ZmtpError {
 pub trait ByteStream: AsyncRead + AsyncWrite + Send + Unpin {}
 impl<T: AsyncRead + AsyncWrite + Send + Unpin> ByteStream for T {}
 
-/// A connection after its handshake.
+/// A ZMTP connection after its handshake.
 pub struct ZmtpConnection {
     stream: Box<dyn ByteStream>,
     input: BytesMut,
@@ -140,15 +140,15 @@ impl ZmtpConnection {
     /// Subscribes to every topic.
     ///
     /// # Errors
-    /// Returns a [`ZmtpError`] if the connection broke.
+    /// Returns a [`ZmtpError`] if the connection breaks.
     pub async fn subscribe_to_all(&mut self) -> Result<(), ZmtpError> {
         self.send(&[b"\x01"]).await
     }
 
-    /// Sends one message.
+    /// Sends `frames` as one message.
     ///
     /// # Errors
-    /// Returns a [`ZmtpError`] if the connection broke.
+    /// Returns a [`ZmtpError`] if the connection breaks.
     pub async fn send(&mut self, frames: &[&[u8]]) -> Result<(), ZmtpError> {
         let last = frames.len().saturating_sub(1);
         for (place, body) in frames.iter().enumerate() {
@@ -158,10 +158,10 @@ impl ZmtpConnection {
         self.flush().await
     }
 
-    /// Receives the next message as frames.
+    /// Receives the next message and returns its frames.
     ///
     /// # Errors
-    /// Returns a [`ZmtpError`] if the connection broke or the peer exceeds a bound.
+    /// Returns a [`ZmtpError`] if the connection breaks or the peer exceeds a bound.
     pub async fn receive(&mut self) -> Result<Vec<Bytes>, ZmtpError> {
         loop {
             self.flush().await?;
@@ -182,7 +182,7 @@ impl ZmtpConnection {
         }
     }
 
-    /// Answers a ping; other commands need no action.
+    /// Queues the response to a ping. Other commands need no action.
     fn obey(&mut self, body: &[u8]) {
         const PING: &[u8] = b"\x04PING";
         const TTL_BYTES: usize = 2;
@@ -302,7 +302,7 @@ pub(super) fn put_frame(output: &mut BytesMut, flags: u8, body: &[u8]) {
     output.put_slice(body);
 }
 
-/// Removes a complete frame from the input; `None` if more bytes are needed.
+/// Takes a complete frame from the input; returns `None` if more bytes are needed.
 fn take_frame(input: &mut BytesMut) -> Result<Option<ZmtpFrame>, ZmtpError> {
     let Some(&flags) = input.first() else {
         return Ok(None);

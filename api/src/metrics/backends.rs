@@ -76,7 +76,8 @@ impl ScrapedReplica {
 }
 
 impl ScrapedReplica {
-    /// Writes the ownership condition of the backends and the streams that this replica reads.
+    /// Writes metrics of the backends' ownership and of the KV event streams that this replica
+    /// reads.
     fn kv_events(&self, page: &mut MetricsPage<'_>) -> fmt::Result {
         let registry = self.view.registry();
         let modes = registry.backends.iter().filter_map(|backend| {
@@ -143,7 +144,7 @@ impl ScrapedReplica {
     }
 }
 
-/// Name, help and value of a counter of the streams that this replica reads.
+/// Name, help and value of a counter of the KV event streams that this replica reads.
 type KvCounter = (&'static str, &'static str, fn(&StreamCounts) -> u64);
 
 const KV_COUNTERS: [KvCounter; 7] = [
@@ -216,7 +217,7 @@ const BACKEND_PRICES: [BackendPrice; 2] = [
     ),
 ];
 
-/// Name, help and value of a gauge. Backends without a value are omitted.
+/// Name, help and value of a gauge of each backend. Backends without a value are omitted.
 type BackendGauge = (
     &'static str,
     &'static str,

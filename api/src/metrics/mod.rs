@@ -43,7 +43,7 @@ pub struct ScrapedReplica {
     pub cluster: Arc<dyn Cluster>,
     /// The published part of the state.
     pub view: Arc<StateView>,
-    /// Requests in flight.
+    /// Numbers of requests in flight by backend.
     pub load: Arc<LoadTable>,
     /// Health of the backends.
     pub backends: Arc<Backends>,

@@ -119,7 +119,7 @@ mod tests {
     #[test]
     fn openmetrics_is_for_who_asks_for_it() {
         let prefers = |accept: &[&str]| prefers_openmetrics(accept.iter().copied());
-        // Prometheus 3.
+        // `accept` header of Prometheus 3.
         assert!(prefers(&[
             "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.5,application/openmetrics-text;version=0.0.1;q=0.4,text/plain;version=1.0.0;q=0.3,text/plain;version=0.0.4;q=0.2,*/*;q=0.1"
         ]));

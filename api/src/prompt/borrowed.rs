@@ -1,11 +1,11 @@
-//! Strings of a JSON body.
+//! Deserializes strings of a JSON body.
 
 use std::borrow::Cow;
 use std::fmt;
 
 use serde::de::{Deserialize, Deserializer, Visitor};
 
-/// A string, borrowed from the body unless it contains escapes.
+/// A JSON string, borrowed from the body unless it contains escapes.
 pub(super) struct Str<'de>(pub(super) Cow<'de, str>);
 
 impl<'de> Deserialize<'de> for Str<'de> {

@@ -1,22 +1,22 @@
-//! Fields that change how an engine uses its prefix cache or the prompt.
+//! Reads the fields that change how an engine uses its prefix cache or the prompt.
 //!
-//! vLLM computes a prompt from its first token if it must return its log probabilities, and pools
-//! some tasks over all tokens: cached blocks do not help such a prompt. It truncates a prompt if
-//! `truncate_prompt_tokens` requests it. Other engines ignore these fields or treat them alike.
+//! vLLM computes a prompt from its first token if it must return the prompt's log probabilities or
+//! if the task pools over all tokens. Such a prompt does not use cached blocks. vLLM truncates a
+//! prompt if `truncate_prompt_tokens` is set. Other engines ignore the fields or do the same.
 
 use super::ReplyShape;
 use super::pydantic_lax::LaxValue;
 
-/// Which part of a longer prompt an engine keeps.
+/// Truncation of a prompt by the engine: which part of a longer prompt it keeps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Truncation {
-    /// Maximum number of tokens.
+    /// Maximum number of prompt tokens that the engine keeps.
     pub tokens: u32,
-    /// Whether the engine's own context length applies, as `-1` requests; `tokens` is `u32::MAX`
-    /// until the length is looked up.
+    /// Whether the engine's context length is the maximum, as `-1` requests. `tokens` is then
+    /// `u32::MAX` until the length is looked up.
     pub is_context: bool,
-    /// Whether the end is kept, from the request. `None` for the tokenizer's default, which is the
-    /// end if text is generated.
+    /// Whether the end is kept, from the request. `None` for the tokenizer's default, which keeps
+    /// the end if text is generated.
     pub keeps_end: Option<bool>,
 }
 
@@ -28,8 +28,8 @@ pub(crate) struct SpecialTokenCount {
 }
 
 impl Truncation {
-    /// Returns the truncation for engines with a `context` of prompt and output tokens; `None` if
-    /// it is unknown but needed. vLLM reserves one token if the request sets an output length.
+    /// Returns the truncation for engines whose context length, in tokens, is `context`; `None` if
+    /// it is needed and unknown. vLLM reserves one token if the request sets an output length.
     pub(super) fn within(mut self, context: Option<u64>, wants_output: bool) -> Option<Self> {
         if self.is_context {
             let context = u32::try_from(context?).unwrap_or(u32::MAX);
@@ -38,8 +38,8 @@ impl Truncation {
         Some(self)
     }
 
-    /// Truncates `ids`; returns whether anything was cut. A tokenizer's default truncation keeps
-    /// the special tokens around the text, one at a requested side does not.
+    /// Truncates `ids` and returns whether anything was cut. A tokenizer's default truncation keeps
+    /// the special tokens `around` the text; truncation at a requested side does not.
     pub(crate) fn cut(
         self,
         ids: &mut Vec<u32>,
@@ -67,22 +67,22 @@ impl Truncation {
     }
 }
 
-/// Values of these fields read so far.
+/// Values read so far of the fields that affect cache use.
 #[derive(Debug, Clone, Default)]
 pub(super) struct CacheFields {
     prompt_logprobs: bool,
     echo: bool,
-    /// Whether `logprobs` is set, and whether `top_logprobs` is null.
+    /// Whether `logprobs` is set. `has_no_top_logprobs`: whether `top_logprobs` is null.
     has_logprobs: bool,
     has_no_top_logprobs: bool,
     pools_tokens: bool,
-    /// Tokens to keep; `-1` for as many as the engine takes.
+    /// Number of tokens to keep; `-1` for as many as the engine accepts.
     tokens: Option<i64>,
     keeps_end: Option<bool>,
 }
 
 impl CacheFields {
-    /// Whether `field` is one of these fields.
+    /// Whether `field` affects cache use, so that [`Self::take`] reads it.
     pub(super) fn has(field: &str) -> bool {
         matches!(
             field,
@@ -116,7 +116,7 @@ impl CacheFields {
                     value => value.count().ok().flatten().map(i64::from),
                 };
             }
-            // From `/v1/responses`; `disabled` is its default.
+            // The field of `/v1/responses`. Its default is `disabled`.
             "truncation" if *value == LaxValue::Text("auto".to_owned()) => self.tokens = Some(-1),
             "truncation_side" => {
                 self.keeps_end = match value {
@@ -129,12 +129,12 @@ impl CacheFields {
         }
     }
 
-    /// Whether a completion requests log probabilities of the prompt.
+    /// Whether a completion requests log probabilities of the prompt, so that it skips the cache.
     pub(super) fn skips_for_completions(&self) -> bool {
         self.prompt_logprobs || self.echo && self.has_logprobs
     }
 
-    /// The same for chats, where `top_logprobs` is 0 unless it is null.
+    /// Whether a chat requests log probabilities of the prompt. `top_logprobs` is 0 by default.
     pub(super) fn skips_for_chat(&self) -> bool {
         self.prompt_logprobs || self.echo && !self.has_no_top_logprobs
     }

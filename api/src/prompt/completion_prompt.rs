@@ -1,4 +1,4 @@
-//! A `prompt` field: text, token ids, or a batch of either.
+//! Deserializes a `prompt` field: text, token ids, or a batch of either.
 
 use std::fmt;
 
@@ -7,9 +7,9 @@ use serde::de::{DeserializeSeed, Deserializer, Error, IgnoredAny, MapAccess, Seq
 
 use super::{Prompt, PromptBatch};
 
-/// A `prompt`: a string, token ids, or an array of either. Takes the first element of an array and
-/// measures the others. `None` for `null` and for prompts without text to hash, such as an image to
-/// embed.
+/// Reads a `prompt`: a string, token ids, or an array of either. Takes the first prompt of an array
+/// and adds the sizes of the others to `batch`. Returns `None` for `null` and for prompts without
+/// text to hash, such as an image to embed.
 pub(super) struct CompletionPrompt<'a> {
     pub(super) batch: &'a mut PromptBatch,
 }
@@ -68,7 +68,7 @@ fn skip_map<'de, A: MapAccess<'de>>(mut map: A) -> Result<(), A::Error> {
     Ok(())
 }
 
-/// The first element of a `prompt` array, which determines the kind of the array.
+/// Reads the first element of a `prompt` array, which determines the kind of the array.
 struct FirstElement;
 
 enum Element {
@@ -116,7 +116,7 @@ impl<'de> Visitor<'de> for FirstElement {
     }
 }
 
-/// The size of a further prompt of a batch. The engine decides whether it is valid.
+/// Size of a further prompt of a batch. The engine decides whether the prompt is valid.
 struct FurtherPrompt(PromptBatch);
 
 impl<'de> Deserialize<'de> for FurtherPrompt {

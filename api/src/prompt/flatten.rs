@@ -1,8 +1,8 @@
 //! Flattens chat messages into one run of bytes, on which prefix identity is computed.
 //!
-//! Invariant for every conversation: the flattening of turn n, with the reply appended by
-//! [`append_reply`], is a prefix of the flattening of turn n + 1. So no output depends on later
-//! input, and no generation prompt ends the text.
+//! For every conversation, the flattened prompt of turn n, with the reply appended by
+//! [`append_reply`], is a prefix of the flattened prompt of turn n + 1. So no output depends on
+//! later input, and no generation prompt ends the text.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -15,12 +15,12 @@ use xxhash_rust::xxh3::Xxh3;
 use super::ReplyShape;
 use super::borrowed::Str;
 
-/// Appends an assistant's reply to flattened messages exactly as the next turn flattens it.
+/// Appends an assistant's reply to the flattened messages in `text`, exactly as the next turn does.
 pub fn append_reply(text: &mut Vec<u8>, reply: &str) {
     ReplyShape::Message.append(text, reply);
 }
 
-/// Appends `<|name|>\n`, `content` and `\n`.
+/// Appends `<|name|>`, a line break, `content` and a line break to `out`.
 pub(super) fn push_framed(out: &mut Vec<u8>, name: &str, content: &[u8]) {
     out.extend_from_slice(b"<|");
     out.extend_from_slice(name.as_bytes());
@@ -29,7 +29,7 @@ pub(super) fn push_framed(out: &mut Vec<u8>, name: &str, content: &[u8]) {
     out.push(b'\n');
 }
 
-/// A string, or an array of messages and other items: `input` of `/v1/responses`.
+/// Flattens the `input` of `/v1/responses`: a string, or an array of messages and other items.
 pub(super) struct Input<'a> {
     pub(super) out: &'a mut Vec<u8>,
 }
@@ -63,7 +63,7 @@ impl<'de> Visitor<'de> for Input<'_> {
     }
 }
 
-/// An array of messages.
+/// Flattens an array of messages.
 pub(super) struct Messages<'a> {
     pub(super) out: &'a mut Vec<u8>,
 }
@@ -100,7 +100,7 @@ fn flatten_messages<'de, A: SeqAccess<'de>>(out: &mut Vec<u8>, mut seq: A) -> Re
     Ok(())
 }
 
-/// One message, or another item of `/v1/responses` (a function call, its output).
+/// Flattens one message, or another item of `/v1/responses` (a function call, its output).
 struct Message<'a> {
     out: &'a mut Vec<u8>,
     /// Scratch buffer for the content, which may precede the role.
@@ -143,7 +143,7 @@ impl<'de> Visitor<'de> for Message<'_> {
                     let raw = map.next_value::<&'de RawValue>()?;
                     calls = (raw.get() != "null").then_some(raw).or(calls);
                 }
-                // These change between turns for the same item.
+                // These fields of the same item may change between turns.
                 "id" | "status" | "cache_control" => drop(map.next_value::<IgnoredAny>()?),
                 _ => rest.push(key, map.next_value()?),
             }
@@ -173,8 +173,8 @@ impl<'de> Visitor<'de> for Message<'_> {
     }
 }
 
-/// Content of a message. Returns a string in place, since it makes up most of a long prompt and
-/// should be copied only once; writes anything else to `out`.
+/// Reads the content of a message. Returns a string as a slice of the body, because long strings
+/// should be copied only once. Writes anything else to `out`.
 struct MessageContent<'a> {
     out: &'a mut Vec<u8>,
 }
@@ -221,7 +221,7 @@ impl<'de> Visitor<'de> for MessageContent<'_> {
     }
 }
 
-/// Message content: a string, an array of parts, or `null`. Returns whether there was any.
+/// Flattens message content: a string, an array of parts, or `null`. Returns `false` for `null`.
 pub(super) struct ContentText<'a> {
     pub(super) out: &'a mut Vec<u8>,
 }
@@ -261,7 +261,7 @@ impl<'de> Visitor<'de> for ContentText<'_> {
     }
 }
 
-/// One content part: text as is, media as a hash, anything else as its JSON.
+/// Flattens one content part: text as is, media as a hash, anything else as its JSON.
 struct Part<'a> {
     out: &'a mut Vec<u8>,
 }
@@ -313,7 +313,7 @@ impl<'de> Visitor<'de> for Part<'_> {
     }
 }
 
-/// Uninterpreted fields, as the client sent them.
+/// Fields that are not interpreted, as the client sent them.
 #[derive(Default)]
 struct OtherFields<'de>(Vec<(Cow<'de, str>, &'de RawValue)>);
 

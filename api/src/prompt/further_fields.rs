@@ -1,7 +1,7 @@
 //! Finds the body fields that the router does not read itself.
 //!
-//! They are kept as hashes in place: code that does not use them pays for no allocation, and code
-//! that does rereads the body only if a name may be present ([`members`]).
+//! Their names are kept as hashes in a fixed array, so they cost no allocation if unused. Code that
+//! uses a field rereads the body with [`members`] only if the name may be present.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -12,12 +12,12 @@ use xxhash_rust::xxh3::xxh3_64;
 
 use super::borrowed::Str;
 
-/// Maximum number of fields that are distinguished; real requests have about ten.
+/// Maximum number of further fields whose hashes are kept; real requests have about ten.
 const KEPT_MAX: usize = 24;
-/// Maximum number of fields in a body that is reread.
+/// Maximum number of fields in a body that [`members`] reads.
 pub const MEMBERS_MAX: usize = 4096;
 
-/// Hashed names of a body's further fields.
+/// Hashed names of the fields of a body that the router does not read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct FurtherFields {
     hashes: [u32; KEPT_MAX],
@@ -32,7 +32,7 @@ impl FurtherFields {
         self.count = self.count.saturating_add(1);
     }
 
-    /// Whether a field with one of these [`name_hash`]es may be present. `false` is certain.
+    /// Whether a field whose [`name_hash`] is in `names` may be present; `false` is certain.
     #[must_use]
     pub fn may_have(&self, names: &[u32]) -> bool {
         match self.hashes.get(..self.count) {
@@ -42,14 +42,14 @@ impl FurtherFields {
     }
 }
 
-/// Returns the hash that [`FurtherFields`] keeps of a name.
+/// Returns the hash of `name` that [`FurtherFields`] keeps.
 #[must_use]
 pub fn name_hash(name: &str) -> u32 {
     let [a, b, c, d, ..] = xxh3_64(name.as_bytes()).to_le_bytes();
     u32::from_le_bytes([a, b, c, d])
 }
 
-/// A field of the top-level object and its position in the body.
+/// A field of a body's top-level object, and its position in the body.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BodyMember<'a> {
     /// Name of the field, unescaped.
@@ -58,8 +58,8 @@ pub struct BodyMember<'a> {
     pub span: (usize, usize),
 }
 
-/// Returns all fields of a body that was parsed before, in order; `None` if it has more than
-/// [`MEMBERS_MAX`].
+/// Returns the fields of the top-level object in `text`, in order; `None` if it has more than
+/// [`MEMBERS_MAX`] or is no JSON object.
 #[must_use]
 pub fn members(text: &str) -> Option<Vec<BodyMember<'_>>> {
     let mut json = serde_json::Deserializer::from_str(text);
@@ -83,7 +83,7 @@ impl<'de> Visitor<'de> for BodyMembers<'de> {
         while let Some(Str(name)) = map.next_key()? {
             let value = map.next_value::<&'de RawValue>()?.get();
             let end = value.as_ptr().addr() - self.text.as_ptr().addr() + value.len();
-            // Between two members there is only white space and a comma.
+            // Only white space and a comma separate two members.
             let start = before + self.text[before..].find('"').unwrap_or(0);
             before = end;
             if members.len() < MEMBERS_MAX + 1 {

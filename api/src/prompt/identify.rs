@@ -1,4 +1,4 @@
-//! Turns a parsed body into block hashes and a token estimate.
+//! Computes the block hashes and the number of tokens of a parsed body.
 
 use std::borrow::Cow;
 use std::sync::Arc;
@@ -15,15 +15,15 @@ use crate::isolation::CacheIsolation;
 
 /// Default block size, in bytes.
 const BLOCK_BYTES: u32 = 128;
-/// Bytes of a text block per token id of a block.
+/// Number of bytes in a text block per token id in a block of ids.
 const BLOCK_BYTES_PER_ID: u32 = 4;
 
 impl PromptReader {
     /// Identifies a prompt by its characters under the cluster's seed, or by its token ids if it
     /// consists of them. [`PromptReader::read`] tokenizes the text of a model with a tokenizer.
     ///
-    /// With `character`, text is cut into blocks of `block_size` bytes, token ids into a quarter as
-    /// many. With a tokenizer, a block is `block_size` ids, or four bytes per missing id.
+    /// With `character`, a block has `block_size` bytes of text, or a quarter as many token ids.
+    /// With a tokenizer, a block has `block_size` ids, or four times as many bytes without ids.
     #[must_use]
     pub fn identify(&self, parsed: &ParsedBody) -> PromptIdentity {
         let cut = self.cut_of(&parsed.model);
@@ -39,7 +39,7 @@ impl PromptReader {
         }
     }
 
-    /// Identifies a prompt by its token ids.
+    /// Identifies a prompt by its token `ids`. `seam` determines how a response continues them.
     pub(super) fn identify_tokens(
         &self,
         parsed: &ParsedBody,
@@ -66,7 +66,7 @@ impl PromptReader {
         let root = self.view.registry().hashing().root(&scope);
         let ratio = self.ratio_of(&parsed.model);
         let tokens = ratio.tokens(text.len());
-        // The characters do not show which part of the text the engine keeps.
+        // The characters do not determine which part of the text the engine keeps.
         let kept = parsed.truncation.filter(|truncation| {
             // A text has at most one token per byte. Few come close to the context length.
             let most = match truncation.is_context {
@@ -144,8 +144,9 @@ impl PromptReader {
         }
     }
 
-    /// Returns the tokens per block of `model`'s prompts, as in a backend's capacity. For text it
-    /// follows from the learned bytes per token in the log, so replicas agree at the same index.
+    /// Returns the number of tokens per block of `model`'s prompts, the unit of a backend's
+    /// capacity. For text, it follows from the replicated bytes per token, so replicas agree at the
+    /// same index.
     #[must_use]
     pub fn tokens_per_block(&self, model: &str) -> f64 {
         match self.settings_of(model) {
@@ -159,28 +160,28 @@ impl PromptReader {
         }
     }
 
-    /// Returns the tokens per block of `model`'s prompts if their ids are known, as needed to hash
-    /// blocks of KV events. `None` if they are cut by characters.
+    /// Returns the number of token ids per block of `model`'s prompts, with which blocks of KV
+    /// events are hashed. `None` if the model has no tokenizer.
     #[must_use]
     pub fn token_block_size(&self, model: &str) -> Option<u32> {
         let settings = self.settings_of(model)?;
         (!settings.tokenizer.is_character()).then(|| self.tokens_of(settings, model))
     }
 
-    /// Returns the tokens per block of a model with a tokenizer: the configured value, else the one
-    /// that its engines report.
+    /// Returns the number of token ids per block of a model with a tokenizer: the configured value,
+    /// else the one that its engines report.
     fn tokens_of(&self, settings: &ModelSettings, model: &str) -> u32 {
         let learnt = || self.view.registry().block_sizes.of(model);
         settings.block_size.unwrap_or_else(learnt).max(1)
     }
 
-    /// Returns the tokenizer of `model`'s prompts, if any.
+    /// Returns the tokenizer of `model`; `None` if its prompts are identified by characters.
     pub(super) fn tokenizer_of(&self, model: &str) -> Option<&Arc<Tokenizer>> {
         let settings = self.settings_of(model)?;
         (!settings.tokenizer.is_character()).then_some(&settings.tokenizer)
     }
 
-    /// Returns the name of that tokenizer, as in the config.
+    /// Returns the name of the tokenizer of `model`, as in the config.
     #[must_use]
     pub fn tokenizer_name(&self, model: &str) -> String {
         let tokenizer = self.tokenizer_of(model);
@@ -220,13 +221,13 @@ impl PromptReader {
     }
 }
 
-/// Block lengths of a model.
+/// Lengths of a model's blocks, in bytes of text and in token ids.
 struct BlockLength {
     bytes: u32,
     tokens: u32,
 }
 
-/// Returns how many blocks of a prompt its engine may find cached.
+/// Returns how many blocks may be cached: `matchable`, or 0 if the engine skips its cache.
 fn matchable_of(parsed: &ParsedBody, matchable: u64) -> u32 {
     match parsed.skips_cache {
         true => 0,
@@ -234,7 +235,7 @@ fn matchable_of(parsed: &ParsedBody, matchable: u64) -> u32 {
     }
 }
 
-/// Returns the tokens of a prompt and of the further prompts of its batch.
+/// Returns the number of tokens of a prompt, `tokens`, and of the further prompts of its batch.
 fn with_batch(tokens: u64, parsed: &ParsedBody, ratio: TokenRatio) -> u32 {
     let PromptBatch { bytes, ids, .. } = parsed.batch;
     let further = match usize::try_from(bytes) {

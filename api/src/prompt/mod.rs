@@ -1,18 +1,18 @@
 //! Parses request bodies into what routing needs: model, stream flag, user and the prompt's blocks.
 //!
-//! [`PromptReader`] does all of it for one request. [`parse`] alone reads a body; the settings of
-//! the model determine how its prompt is cut into blocks.
+//! [`PromptReader`] handles a request: it parses the body and cuts the prompt into blocks, as the
+//! settings of the model require. [`parse`] only parses a body.
 //!
 //! The body is read, never rewritten; engines receive the client's bytes. It is read in one pass
 //! without a document tree: unneeded strings are skipped, and the prompt is flattened while
 //! reading.
 //!
 //! Flattening replaces the engine's chat template, which the router does not know. The result may
-//! look different, but must change when the template's output changes, and grow at the end as a
-//! conversation grows. A message becomes `<|role|>\n`, the content's text, the JSON of tool calls
-//! as sent, and `\n`; `tools` and system text come first, as in templates. Images and other media
-//! are replaced by a hash of their identifier. Message names, tool call ids and earlier reasoning
-//! are omitted, because most templates drop them.
+//! differ from the template's output, but must change when that output changes, and must grow only
+//! at the end as a conversation grows. A message becomes `<|role|>\n`, the content's text, the JSON
+//! of tool calls as sent, and `\n`; `tools` and system text come first, as in templates. Images and
+//! other media are replaced by a hash of their identifier. Message names, tool call ids and earlier
+//! reasoning are omitted, because most templates drop them.
 //!
 //! If a JSON object repeats a field, the last one counts, as in the engines' Python parser.
 
@@ -64,7 +64,7 @@ pub(crate) use tokenizer::{
     TokenizerContent, tokenize_request,
 };
 
-/// Content of a JSON body. Spans are byte ranges of the body.
+/// Fields of a parsed JSON body. Spans are byte ranges of the body.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct ParsedBody {
     /// The `model` field.
@@ -84,7 +84,7 @@ pub struct ParsedBody {
     /// Position after the body's opening brace, at which `"stream_options":{...},` may be inserted
     /// if both spans are `None` (the object of a stream is never empty, because it has a `stream`).
     pub insert_at: usize,
-    /// The fields that the router does not read.
+    /// Names of the fields that the router does not read.
     pub further: FurtherFields,
     /// The `user` field.
     pub user: Option<String>,
@@ -99,15 +99,15 @@ pub struct ParsedBody {
     pub max_tokens: Option<u32>,
     /// Number of choices requested: `n` or `best_of`, for each prompt of a batch; at least 1.
     pub choices: u32,
-    /// Whether its engine skips the prefix cache for it.
+    /// Whether the engine skips its prefix cache for the prompt.
     pub skips_cache: bool,
-    /// Which part of the prompt its engine keeps; `None` for all of it.
+    /// Part of the prompt that the engine keeps; `None` for all of it.
     pub truncation: Option<Truncation>,
-    /// The flattened prompt, the first one of a batch; empty if the path has none.
+    /// The flattened prompt, or the first prompt of a batch; empty if the path has none.
     pub prompt: Prompt,
-    /// The other prompts of a batch.
+    /// Size of the other prompts of a batch.
     pub batch: PromptBatch,
-    /// How a response continues the prompt.
+    /// How the text of a response continues the prompt.
     pub reply: ReplyShape,
 }
 
@@ -115,9 +115,9 @@ pub struct ParsedBody {
 /// compute all prompts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct PromptBatch {
-    /// Bytes of text.
+    /// Number of bytes of text.
     pub bytes: u64,
-    /// Token ids.
+    /// Number of token ids.
     pub ids: u64,
     /// Number of further prompts.
     pub prompts: u32,
@@ -126,12 +126,12 @@ pub struct PromptBatch {
 /// How the text of a response appears in the prompt of the next turn.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum ReplyShape {
-    /// It does not appear: embeddings, scores, tokens.
+    /// The response does not appear in a prompt: embeddings, scores, tokens.
     #[default]
     None,
-    /// As an assistant message, see [`append_reply`].
+    /// The response appears as an assistant message, see [`append_reply`].
     Message,
-    /// Directly after the prompt, unchanged: `/v1/completions`.
+    /// The response follows the prompt directly and unchanged, as with `/v1/completions`.
     Continuation,
 }
 
@@ -145,7 +145,7 @@ impl ReplyShape {
         }
     }
 
-    /// Returns the text between a prompt and its reply.
+    /// Returns the flattened text between a prompt and its reply.
     pub(crate) fn opening(self) -> &'static str {
         match self {
             Self::Message => "<|assistant|>\n",
@@ -153,7 +153,7 @@ impl ReplyShape {
         }
     }
 
-    /// Returns the text after a reply.
+    /// Returns the flattened text after a complete reply.
     pub(crate) fn closing(self) -> &'static str {
         match self {
             Self::Message => "\n",
@@ -162,12 +162,12 @@ impl ReplyShape {
     }
 }
 
-/// A prompt as prefix identity sees it.
+/// Content of a prompt from which its identity is computed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Prompt {
-    /// Text: a `prompt` string, or chat messages flattened in a fixed way.
+    /// Text of a `prompt` string, or flattened chat messages.
     Text(Vec<u8>),
-    /// A `prompt` given as token ids.
+    /// Token ids of a `prompt`.
     Tokens(Vec<u32>),
 }
 
@@ -177,32 +177,32 @@ impl Default for Prompt {
     }
 }
 
-/// A body that cannot be routed: status 400.
+/// Error for a body that cannot be routed (status 400).
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{message}")]
 pub struct BodyRejection {
-    /// What is wrong, where (line and column for syntax errors), and what was expected.
+    /// Description of the error, with line and column for syntax errors, and of what was expected.
     pub message: String,
-    /// The field, for the error's `param`.
+    /// Name of the invalid field, for the error's `param`; `None` if no field is at fault.
     pub param: Option<String>,
 }
 
-/// How a model's prompts are turned into blocks: one `[[models]]` table.
+/// Settings of one `[[models]]` table: how a model's prompts are cut into blocks and served.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ModelSettings {
-    /// A model id, or `"*"`.
+    /// Model id, or `"*"` for all models.
     pub name: String,
-    /// Tokenizer of its prompts.
+    /// Tokenizer of the model's prompts.
     pub tokenizer: Arc<Tokenizer>,
     /// Tokens (for `character`: bytes) per block. `None` for the engines' block size (for
     /// `character`: the default).
     pub block_size: Option<u32>,
-    /// When its prompts use a prefill backend.
+    /// Settings that determine when prompts use a prefill backend.
     pub pairs: PairSettings,
 }
 
 impl ModelSettings {
-    /// Returns settings of `name` without a tokenizer: blocks of `block_size` bytes.
+    /// Returns settings of the model `name` without a tokenizer, with blocks of `block_size` bytes.
     #[must_use]
     pub fn characters(name: &str, block_size: u32) -> Self {
         Self {
@@ -214,22 +214,23 @@ impl ModelSettings {
     }
 }
 
-/// Identity of a prompt.
+/// Identity of a prompt: the hashes of its blocks, and data that depends on them.
 #[derive(Debug, Clone)]
 pub struct PromptIdentity {
-    /// Root of the chain.
+    /// Root of the chain of blocks, which identifies its scope.
     pub root: ChainRoot,
-    /// All full blocks, chained.
+    /// Chained hashes of all full blocks.
     pub chain: Arc<[BlockHash]>,
-    /// Prompt tokens, of the whole batch: counted if [`BlockUnit::Tokens`], else estimated.
+    /// Number of prompt tokens of the whole batch; an estimate unless `unit` is
+    /// [`BlockUnit::Tokens`].
     pub tokens: u32,
-    /// How many blocks of `chain` an engine can have cached (last-token rule).
+    /// Number of leading blocks of `chain` that an engine can have cached (last-token rule).
     pub matchable: u32,
     /// Unit of the blocks.
     pub unit: BlockUnit,
-    /// How far engines must isolate it from other users' prompts.
+    /// How strictly engines must isolate the prompt's blocks from other users' prompts.
     pub isolation: CacheIsolation,
-    /// State from which the response continues the chain.
+    /// Data with which a response continues the chain.
     pub tail: ChainTail,
 }
 
@@ -245,30 +246,31 @@ pub enum BlockUnit {
     CharactersFor(Fallback),
 }
 
-/// The end of a prompt's last full block, from which its chain continues.
+/// Data after a prompt's last full block with which its chain continues.
 #[derive(Debug, Clone, Default)]
 pub struct ChainTail {
-    /// Content after the last full block: bytes of text, or token ids of four bytes each.
+    /// Prompt after the last full block: bytes of text, or token ids of four bytes each.
     pub bytes: Vec<u8>,
-    /// Bytes per block; 0 if blocks consist of token ids.
+    /// Number of bytes per block; 0 if blocks consist of token ids.
     pub block_bytes: usize,
-    /// How a response continues the prompt.
+    /// How the text of a response continues the prompt.
     pub reply: ReplyShape,
-    /// Tokens of one block; an estimate if blocks consist of bytes.
+    /// Number of tokens per block; an estimate if blocks consist of bytes.
     pub tokens_per_block: u32,
     /// How the response's tokens join those of the prompt; `None` if unknown or if blocks consist
     /// of bytes.
     pub seam: Option<ReplyJoin>,
-    /// Whether the engine counts more than the measured text.
+    /// Whether `bytes` and the chain do not show the length of the text: for token ids, batches and
+    /// truncated prompts.
     pub is_partial: bool,
-    /// Whether the engine skips its cache, so that its cached tokens are not informative.
+    /// Whether the engine skips its cache for the prompt, so that its report is not informative.
     pub skips_cache: bool,
     /// The model's bytes per token when the prompt was identified.
     pub ratio: TokenRatio,
 }
 
 impl ChainTail {
-    /// Returns the token ids after the last full block, if blocks consist of token ids.
+    /// Returns the token ids after the last full block. Blocks must consist of token ids.
     #[must_use]
     pub fn ids(&self) -> Vec<u32> {
         let id = |bytes: &[u8]| u32::from_le_bytes(bytes.try_into().expect("chunks of four"));

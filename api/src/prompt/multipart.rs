@@ -17,7 +17,7 @@ const TEXT_BYTES_MAX: usize = 1024;
 /// Maximum length of a boundary, in bytes (RFC 2046, 5.1.1).
 const BOUNDARY_BYTES_MAX: usize = 70;
 
-/// Fields of a form.
+/// Fields of a form that routing needs, and the names of all fields.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct FormFields {
     /// The `model` field.
@@ -30,7 +30,7 @@ pub struct FormFields {
     pub names: Vec<String>,
 }
 
-/// Reads a form with this content type.
+/// Reads a form whose `Content-Type` is `content_type`.
 ///
 /// # Errors
 /// Returns a [`BodyRejection`] if the body is not a form, or if engines may read it differently.
@@ -38,7 +38,7 @@ pub fn read_form(content_type: &str, body: &Bytes) -> Result<FormFields, BodyRej
     let boundary = boundary(content_type)?;
     let delimiter = [b"\r\n--", boundary.as_bytes()].concat();
     let find = memmem::Finder::new(&delimiter);
-    // The first delimiter may be at the beginning.
+    // The first delimiter has no line break before it.
     let mut rest = body
         .strip_prefix(&delimiter[2..])
         .ok_or_else(|| malformed("it does not begin with its boundary"))?;
@@ -117,7 +117,7 @@ fn text(name: &str, content: &[u8]) -> Result<String, BodyRejection> {
     Ok(text.to_owned())
 }
 
-/// Returns the boundary from a content type.
+/// Returns the boundary that `content_type` names.
 fn boundary(content_type: &str) -> Result<String, BodyRejection> {
     let wrong = || BodyRejection {
         message: "expected a body of multipart/form-data, with its boundary in content-type"
@@ -146,8 +146,8 @@ fn boundary(content_type: &str) -> Result<String, BodyRejection> {
     is_boundary.then(|| boundary.to_owned()).ok_or_else(wrong)
 }
 
-/// Returns the name from a part's header. Rejects escapes and encodings, which parsers read
-/// differently.
+/// Returns the name in the header of a part. Rejects escapes and encodings, because parsers read
+/// them differently.
 fn name(head: &[u8]) -> Result<String, BodyRejection> {
     let unclear = || malformed("a part has no clear name");
     let head = std::str::from_utf8(head).map_err(|_| unclear())?;

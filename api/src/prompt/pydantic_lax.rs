@@ -1,32 +1,32 @@
-//! Flags and counts as the engines' Python parser reads them.
+//! Reads flags and counts as the engines' Python parser does.
 //!
 //! vLLM and SGLang validate bodies with pydantic in lax mode: they accept `"stream": 1`, `"stream":
-//! "true"` and `"max_tokens": 256.0`. Clients send them, so the router must not reject them. The
-//! engine rejects values that are invalid even so, with its own error.
+//! "true"` and `"max_tokens": 256.0`. Clients send such values, so the router must not reject them.
+//! The engine rejects values that are invalid in lax mode, with its own error.
 
 use serde::Deserialize;
 use serde::de::{Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
 
-/// A JSON value, reduced to what a flag or a count can be read from.
+/// A JSON value, reduced to the kinds from which a flag or a count can be read.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) enum LaxValue {
     Null,
     Bool(bool),
     Number(f64),
     Text(String),
-    /// An array or an object.
+    /// An array, an object, or a text that is too long.
     Compound,
 }
 
 /// Maximum length of text that is read as a flag or a count, in bytes.
 const TEXT_BYTES_MAX: usize = 32;
 
-/// A value that is neither null nor of the expected kind: only an engine can judge it.
+/// Error for a value that is neither null nor of the expected kind. The engine judges the value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct LaxError;
 
 impl LaxValue {
-    /// Reads a flag; `None` for null.
+    /// Reads the value as a flag; `None` for null.
     pub(super) fn flag(&self) -> Result<Option<bool>, LaxError> {
         match self {
             Self::Null => Ok(None),
@@ -42,7 +42,7 @@ impl LaxValue {
         }
     }
 
-    /// Reads a count; `None` for null. Larger values saturate at the maximum of a `u32`.
+    /// Reads the value as a count; `None` for null. Values above `u32::MAX` saturate.
     pub(super) fn count(&self) -> Result<Option<u32>, LaxError> {
         let number = match self {
             Self::Null => return Ok(None),

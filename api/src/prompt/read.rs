@@ -1,4 +1,4 @@
-//! Reads a request body: one pass over the JSON, the known fields only.
+//! Reads the known fields of a request body in one pass over the JSON.
 //!
 //! A visitor reads the known fields of the top-level object in order. Fields that prefix identity
 //! and charging depend on must have the right type; the engine judges everything else, see
@@ -40,7 +40,7 @@ pub(super) fn no_model() -> BodyRejection {
     wrong_model("model is missing, expected a model id")
 }
 
-/// Reads a body; the model is empty if the body has none.
+/// Reads a body posted to `path`. The model is empty if the body has none.
 fn read(path: &str, body: &Bytes) -> Result<ParsedBody, BodyRejection> {
     let text = std::str::from_utf8(body).map_err(|error| BodyRejection {
         message: format!(
@@ -75,7 +75,7 @@ fn read(path: &str, body: &Bytes) -> Result<ParsedBody, BodyRejection> {
 /// cached. The model is empty if the body has none.
 ///
 /// # Errors
-/// Like [`parse`], except for a missing `model`.
+/// Returns a [`BodyRejection`] for malformed JSON or an ill-typed known field.
 pub fn parse_routed(path: &str, body: &Bytes) -> Result<ParsedBody, BodyRejection> {
     let mut parsed = read(path, body)?;
     if is_uncomputed(path) {
@@ -91,7 +91,7 @@ fn is_uncomputed(path: &str) -> bool {
     path == "/tokenize" || path.ends_with("/render") || path.ends_with("/count_tokens")
 }
 
-/// Bytes kept at both ends of an error's text, which may quote a whole prompt.
+/// Number of bytes kept at each end of an error's text, which may quote a whole prompt.
 const QUOTED_BYTES_MAX: usize = 160;
 
 fn bad_body(error: &serde_json::Error, field: Option<&'static str>) -> BodyRejection {
@@ -129,7 +129,7 @@ pub(super) enum PromptField {
     Responses,
     /// `input`, `prompt`, `query` or `text_1`; else `messages`.
     Pooling,
-    /// None: routed by load.
+    /// The body has no prompt; the request is routed by load.
     Other,
 }
 
@@ -148,7 +148,7 @@ impl PromptField {
         }
     }
 
-    /// Whether an engine skips its prefix cache for such a body.
+    /// Whether an engine skips its prefix cache for a body with these `fields`.
     fn skips_cache(self, fields: &CacheFields) -> bool {
         match self {
             Self::Completions => fields.skips_for_completions(),
@@ -167,7 +167,7 @@ impl PromptField {
     }
 }
 
-/// Fields read so far.
+/// Known fields of a body read so far.
 #[derive(Default)]
 struct BodyFields<'de> {
     model: Option<Cow<'de, str>>,
@@ -260,7 +260,7 @@ fn wrong_model(message: &str) -> BodyRejection {
     }
 }
 
-/// Puts tools and system text before the messages.
+/// Returns the flattened prompt: tools and system text, followed by the messages.
 fn with_preamble(
     tools: Option<&RawValue>,
     system: Option<&[u8]>,
@@ -286,11 +286,11 @@ fn with_preamble(
     out
 }
 
-/// The visitor of the top-level object.
+/// Visitor of the top-level object of a body.
 struct BodyVisitor<'a, 'de> {
     text: &'de str,
     surface: PromptField,
-    /// The known field being read, for error messages.
+    /// Known field that is being read, for error messages.
     field: &'a Cell<Option<&'static str>>,
     found: &'a mut BodyFields<'de>,
 }
@@ -323,7 +323,7 @@ impl<'de> Visitor<'de> for BodyVisitor<'_, 'de> {
     }
 }
 
-/// The fields that the router reads, on any path.
+/// Names of the fields that the router reads on any path.
 const KNOWN: [&str; 21] = [
     "model",
     "messages",
@@ -348,7 +348,7 @@ const KNOWN: [&str; 21] = [
     "data_1",
 ];
 
-/// Whether the router reads the field `name` itself, on any path.
+/// Whether the router reads the field `name` on any path.
 #[must_use]
 pub fn is_read(name: &str) -> bool {
     KNOWN.contains(&name)
@@ -425,7 +425,7 @@ impl<'de> BodyVisitor<'_, 'de> {
 }
 
 impl BodyFields<'_> {
-    /// Returns an empty buffer for flattened messages; reuses that of an earlier `messages` field.
+    /// Returns an empty buffer for flattened messages. Reuses that of an earlier `messages` field.
     fn fresh_messages(&mut self, body_bytes: usize) -> Vec<u8> {
         match self.messages.take() {
             Some(mut earlier) => {
@@ -437,7 +437,7 @@ impl BodyFields<'_> {
     }
 }
 
-/// The two known fields of `stream_options`.
+/// The fields of `stream_options` that the router reads.
 struct StreamOptions {
     include_usage: LaxValue,
     continuous_usage: LaxValue,

@@ -1,13 +1,12 @@
 //! Reads a request's body and identifies its prompt with the tokenizer of its model.
 //!
 //! Parsing a body and hashing its bytes takes microseconds and happens on the calling thread.
-//! Tokenizing takes a millisecond per few kilobytes. Known text is looked up and a little new text
-//! is tokenized inline; the rest goes to the blocking pool, as many prompts at a time as there are
-//! cores. Engines that tokenize are called over separate connections. If anything fails, the prompt
-//! is identified by its characters.
+//! Tokenizing takes a millisecond per few kilobytes. Known text is looked up, and a little new text
+//! is tokenized inline. The rest goes to the blocking pool, as many prompts at a time as the
+//! machine has cores. Engines that tokenize are called over separate connections. If tokenizing
+//! fails, the prompt is identified by its characters.
 //!
-//! [`PromptReader`] depends only on the config and the registry: it sees no load and decides
-//! nothing.
+//! [`PromptReader`] depends only on the config, the registry and engines' reports about models.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -40,12 +39,12 @@ const PARSED_INLINE_BYTES_MAX: usize = 256 * 1024;
 const RENDERED_INLINE_BYTES_MAX: usize = 32 * 1024;
 /// Maximum amount of new text that is tokenized inline, in bytes.
 const FRESH_INLINE_BYTES_MAX: usize = 512;
-/// Maximum wait for a core to tokenize on: routing by characters is better than routing late.
+/// Maximum wait for a worker to tokenize on: routing by characters is better than routing late.
 const WORKER_WAIT_MAX: Duration = Duration::from_millis(500);
-/// Maximum wait for an engine whose tokens have matched the files so far.
+/// Maximum wait for an engine's tokens while they have reliably matched those of the local files.
 const CHECK_WAIT_MAX: Duration = Duration::from_millis(50);
 
-/// A request with a parsed body; its prompt is identified by characters so far.
+/// A request with a parsed body. Its prompt is identified by its characters or given token ids.
 #[derive(Debug)]
 pub struct ParsedRequest {
     /// Parsed body.
@@ -60,11 +59,11 @@ pub struct ReadRequest {
     pub parsed: ParsedBody,
     /// Identity of the prompt.
     pub identity: PromptIdentity,
-    /// Token ids of the prompt; empty if unknown.
+    /// Token ids of the prompt; empty if they are unknown.
     pub ids: Vec<u32>,
 }
 
-/// Why a request could not be read.
+/// Reason why a request could not be read.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ReadError {
     /// The body cannot be routed.
@@ -79,13 +78,13 @@ impl From<BodyRejection> for ReadError {
     }
 }
 
-/// Turns bodies into parsed requests with identified prompts. One per replica.
+/// Turns bodies into parsed requests with identified prompts. Each replica has one.
 pub struct PromptReader {
     pub(super) view: Arc<StateView>,
-    /// Reports of engines about their models.
+    /// Provides the engines' reports about their models.
     backends: Arc<Backends>,
     pub(super) models: Vec<ModelSettings>,
-    /// One permit per text being tokenized in the blocking pool.
+    /// Permits to tokenize in the blocking pool; each text holds one.
     pub(crate) workers: Arc<Semaphore>,
     client: Arc<TokenizeClient>,
     metrics: TokenizingMetrics,
@@ -96,7 +95,7 @@ struct TokenizeLabels {
     outcome: &'static str,
 }
 
-/// How prompts of models with a tokenizer were identified.
+/// Metrics of how prompts of models with a tokenizer were tokenized, and how long it took.
 #[derive(Debug, Clone)]
 pub(crate) struct TokenizingMetrics {
     prompts: Family<TokenizeLabels, Counter>,
@@ -105,7 +104,7 @@ pub(crate) struct TokenizingMetrics {
 
 impl Default for TokenizingMetrics {
     fn default() -> Self {
-        // 16 us to 1 s.
+        // From 16 us to 1 s.
         let bounds = (0..9).map(|step| 16e-6 * 4_f64.powi(step));
         Self {
             prompts: Family::default(),
@@ -136,17 +135,17 @@ impl TokenizingMetrics {
     }
 }
 
-/// Token ids of a prompt.
+/// Token ids of a prompt, by source.
 enum PromptTokens {
     Encoded(Encoded),
-    /// Ids from an engine, with the request sent to it.
+    /// Ids from an engine, with the tokenize request sent to it.
     Asked(Arc<[u32]>, Bytes),
     Ids(Vec<u32>),
     Nothing,
 }
 
 impl PromptReader {
-    /// Creates a reader for the models of `[[models]]`, of which the first match counts.
+    /// Creates a reader for `models`, the entries of `[[models]]`. The first match applies.
     #[must_use]
     pub(crate) fn new(
         view: Arc<StateView>,
@@ -204,7 +203,7 @@ impl PromptReader {
     /// Reads a request with a form instead of a JSON body. It has no prompt that could be cached.
     ///
     /// # Errors
-    /// Returns a [`BodyRejection`] if it names no model and there are several.
+    /// Returns a [`BodyRejection`] unless the form names a model or the backends name exactly one.
     pub fn of_form(&self, form: FormFields) -> Result<ParsedRequest, BodyRejection> {
         let parsed = ParsedBody {
             model: form.model.unwrap_or_default(),
@@ -216,13 +215,14 @@ impl PromptReader {
         self.routed(parsed)
     }
 
-    /// Rehashes a prompt under `salt`, whatever salt the body has.
+    /// Rehashes a prompt under `salt`, which replaces the salt of the body.
     pub fn salt(&self, request: &mut ParsedRequest, salt: String) {
         request.parsed.cache_salt = Some(salt);
         request.identity = self.identify(&request.parsed);
     }
 
-    /// Completes a parsed request; one without a model gets the only model.
+    /// Fills in a missing model if there is only one, resolves the truncation, identifies the
+    /// prompt.
     fn routed(&self, mut parsed: ParsedBody) -> Result<ParsedRequest, BodyRejection> {
         if parsed.model.is_empty() {
             parsed.model = self.only_model().ok_or_else(no_model)?;
@@ -237,7 +237,7 @@ impl PromptReader {
         Ok(ParsedRequest { parsed, identity })
     }
 
-    /// Returns the least context length, in tokens, of the engines that report one.
+    /// Returns the least context length, in tokens, that engines report for `model`, if any.
     fn context_of(&self, model: &str) -> Option<u64> {
         let registry = self.view.registry();
         let serving = registry.backends.iter().filter(|it| it.serves(model));
@@ -245,7 +245,7 @@ impl PromptReader {
         told.filter_map(|listed| listed.max_model_len).min()
     }
 
-    /// Returns the model that all backends serve, if there is exactly one.
+    /// Returns the model that the backends name, if they name exactly one.
     fn only_model(&self) -> Option<String> {
         let registry = self.view.registry();
         let mut models = registry.backends.iter().flat_map(Backend::named_models);
@@ -276,12 +276,12 @@ impl PromptReader {
         } else if let Prompt::Tokens(ids) = &mut read.parsed.prompt {
             read.ids = std::mem::take(ids);
         }
-        // As long as the body and no longer needed.
+        // The prompt may be as long as the body and is no longer needed.
         read.parsed.prompt = Prompt::default();
         Ok(read)
     }
 
-    /// Returns the tokenizer that the prompt still needs, if any.
+    /// Returns the tokenizer for a prompt of text whose model has one.
     fn due_tokenizer(&self, read: &ReadRequest) -> Option<Arc<Tokenizer>> {
         match &read.parsed.prompt {
             Prompt::Text(text) if !text.is_empty() => {
@@ -339,9 +339,9 @@ impl PromptReader {
         Ok(())
     }
 
-    /// Tokenizes with the local files and compares the result with an engine's: always until
-    /// several prompts of such requests in a row have matched, then occasionally. The engine's
-    /// tokens win. While the engine is busy no comparison is made.
+    /// Tokenizes with the local files and compares the tokens with an engine's: always until
+    /// several prompts of the same path and model in a row have matched, then occasionally. The
+    /// engine's tokens take precedence. While engines are busy, tokens are not compared.
     async fn encode_or_ask(
         &self,
         tokenizer: &Arc<Tokenizer>,
@@ -382,7 +382,7 @@ impl PromptReader {
         Ok(("engine", Ok(tokens)))
     }
 
-    /// Identifies the prompt by the tokens that the engine keeps.
+    /// Identifies the prompt by its tokens `ids`, after the truncation that the engine applies.
     fn take_tokens(
         &self,
         read: &mut ReadRequest,
@@ -445,7 +445,7 @@ impl PromptReader {
         Ok(("worker", tokens))
     }
 
-    /// Requests the tokens from an engine.
+    /// Requests the prompt's tokens from an engine, if the body contains text.
     async fn ask(
         &self,
         remote: &EngineTokenizer,
@@ -467,7 +467,7 @@ impl PromptReader {
     }
 }
 
-/// Converts content that needs no tokenizing.
+/// Converts content that needs no tokenizer.
 fn known(content: Result<TokenizerContent, Fallback>) -> Result<PromptTokens, Fallback> {
     match content? {
         TokenizerContent::Ids(ids) => Ok(PromptTokens::Ids(ids)),

@@ -1,4 +1,4 @@
-//! Body fields, rejections and their messages, and that flattening only grows.
+//! Tests body fields, rejections and their messages, and that flattened prompts only grow.
 
 use bytes::Bytes;
 use expect_test::expect;

@@ -2,9 +2,9 @@
 //!
 //! If a model's tokenizer is its engine, the router has no template, so only the engine knows how
 //! the next turn tokenizes a response. When a response ends, its text is tokenized alone, and so is
-//! the conversation with the response and one more message. If the latter begins with the prompt's
-//! tokens followed by the response's, the next turn will too. After several matches in a row for
-//! the same kind of request, only the response is tokenized, and the conversation occasionally.
+//! the conversation with the response and one more message. If the latter's tokens begin with those
+//! of the prompt and the response, those of the next turn will too. After several matches in a row
+//! for the same kind of request, only the response is tokenized, and the conversation occasionally.
 
 use std::sync::Arc;
 
@@ -25,34 +25,34 @@ use crate::backends::pool::{EngineBody, Pool, PoolCounters, PoolSettings, Segmen
 /// Maximum size of an engine's `/tokenize` response, in bytes.
 const ANSWER_BYTES_MAX: usize = 16 * 1024 * 1024;
 
-/// How a response's tokens join those of its prompt.
+/// Source of the tokens that a response adds to those of its prompt.
 #[derive(Debug, Clone)]
 pub enum ReplyJoin {
-    /// Computed by a local tokenizer.
+    /// A local tokenizer computes them.
     Local(ReplyBoundary),
-    /// Requested from an engine.
+    /// An engine returns them.
     FromEngine(Arc<ReplyQuery>),
 }
 
-/// The query to an engine about a response, once its text is known.
+/// Query for the tokens of a response, sent to an engine once the text is known.
 #[derive(Debug)]
 pub struct ReplyQuery {
     client: Arc<TokenizeClient>,
     tokenizer: Arc<Tokenizer>,
     model: String,
-    /// Request that was sent for the prompt.
+    /// Tokenize request that was sent for the prompt.
     tokenize_request: Bytes,
     /// Token ids of the prompt, from the engine.
     ids: Arc<[u32]>,
 }
 
-/// Response of an engine's `/tokenize`.
+/// Response of an engine to `POST /tokenize`.
 #[derive(Deserialize)]
 struct TokenizeResponse {
     tokens: Vec<u32>,
 }
 
-/// Sends tokenize requests to engines. One per replica.
+/// Sends tokenize requests to engines. Each replica has one.
 pub(super) struct TokenizeClient {
     view: Arc<StateView>,
     /// Provides health and API keys of engines.
@@ -77,7 +77,7 @@ impl TokenizeClient {
     }
 
     /// Sends `POST /tokenize` to one of the healthy engines that serve `model`. The request's hash
-    /// selects it, so that the engines share the work.
+    /// selects the engine, so that engines share the work.
     pub(super) async fn ask(&self, model: &str, tokenize_request: Bytes) -> TokenizeResult {
         let Some(response) = self.send(model, tokenize_request).await else {
             return TokenizeResult::Nothing;
@@ -96,7 +96,7 @@ impl TokenizeClient {
         };
         let answer = serde_json::from_slice(&body.to_bytes());
         match answer {
-            // Requests always contain text: this engine expects it in another field.
+            // Requests always contain text, so this engine expects it in another field.
             Ok(TokenizeResponse { tokens }) if tokens.is_empty() => TokenizeResult::Refused,
             Ok(TokenizeResponse { tokens }) => TokenizeResult::Tokens(tokens),
             Err(_) => TokenizeResult::Nothing,
@@ -135,7 +135,7 @@ impl TokenizeClient {
 }
 
 impl ReplyQuery {
-    /// Returns the query about a response to the prompt of `tokenize_request`, whose tokens are
+    /// Returns the query for a response to the prompt of `tokenize_request`, whose tokens are
     /// `ids`. `None` if responses do not continue that prompt.
     pub(super) fn of(
         client: &Arc<TokenizeClient>,
@@ -156,7 +156,8 @@ impl ReplyQuery {
         })
     }
 
-    /// Returns the tokens that `reply` adds in the next turn, if an engine answers in time.
+    /// Returns the tokens that `reply` adds in the next turn; `None` if they are not known exactly
+    /// or no engine answers in time.
     pub(crate) async fn continuation(&self, reply: &str) -> Option<Vec<u32>> {
         let remote = self.tokenizer.remote()?;
         let mut whole: Value = serde_json::from_slice(&self.tokenize_request).ok()?;
@@ -200,8 +201,8 @@ impl ReplyQuery {
         is_longer.then(|| whole.split_off(self.ids.len()))
     }
 
-    /// Identifies requests whose responses a template repeats alike: same template variables, and
-    /// the same white space around the response.
+    /// Returns a key of the kind of request. Templates treat responses of one kind alike: same
+    /// model and template variables, and the same white space around the response.
     fn kind_of(&self, whole: &Value, reply: &str) -> u64 {
         let text = reply.trim();
         let ends = reply.split_once(text).unwrap_or_default();

@@ -1,4 +1,4 @@
-//! Identity of token ids: hashes the tokens of prompts and of engines' KV events alike.
+//! Hashes token ids of prompts and of engines' KV events in the same way.
 //!
 //! The scope of token blocks contains the model, the salt, the block size and, in place of the
 //! tokenizer, the word `tokens`. Ids identify themselves, so a prompt given as ids, a prompt
@@ -12,28 +12,28 @@ use state::ids::BlockHash;
 use state::prefix::{self, BlockHasher, ChainRoot, Scope};
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
-/// Placeholder for the tokenizer in the scope of token blocks.
+/// Word in place of the tokenizer in the scope of token blocks.
 const TOKENS: &str = "tokens";
 
-/// Scope of a chain of token blocks.
+/// Scope of a chain of token blocks, within which equal tokens have equal hashes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TokenScope<'a> {
-    /// Model name from the request; for a LoRA adapter the adapter's name.
+    /// Model name from the request, which is the adapter's name for a LoRA adapter.
     pub model: &'a str,
-    /// `cache_salt` from the request; empty for none.
+    /// Cache salt of the request; empty for none.
     pub salt: &'a str,
-    /// Tokens per block.
+    /// Number of tokens per block.
     pub block_size: u32,
 }
 
 impl TokenScope<'_> {
-    /// Returns the root of its chains.
+    /// Returns the root of the scope's chains.
     #[must_use]
     pub fn root(&self, hashing: &BlockHasher) -> ChainRoot {
         self.root_with(hashing, "")
     }
 
-    /// Returns the root of chains with an adapter in addition to the model, as in SGLang.
+    /// Returns the root of chains with an `adapter` in addition to the model, as in SGLang.
     #[must_use]
     pub fn root_with(&self, hashing: &BlockHasher, adapter: &str) -> ChainRoot {
         let scope = Scope {
@@ -47,12 +47,12 @@ impl TokenScope<'_> {
     }
 }
 
-/// Hashes the full blocks of `tokens`, which follow the block `parent` (`None` at the start of the
-/// prompt), exactly as routing hashes a prompt of these tokens.
+/// Returns the hashes of the full blocks of `tokens`, which follow the block `parent` (`None` at
+/// the start of the prompt), exactly as routing hashes a prompt of these tokens.
 ///
-/// `media` has an entry per block; missing entries are `None`. An entry is a key of the images or
-/// sounds whose placeholders the block holds. Equal placeholders of different media get different
-/// hashes; only the engine that chose the keys knows the media.
+/// `media` has one entry per block; missing entries are `None`. An entry is a key of the images or
+/// sounds whose placeholders the block contains. Equal placeholders of different media get
+/// different hashes; only the engine that chose the keys knows the media.
 ///
 /// # Panics
 /// Panics if the block size is 0.

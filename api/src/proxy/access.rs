@@ -1,8 +1,8 @@
 //! The access log: one line per completed request.
 //!
-//! A line consists of data that the request holds anyway, and is written after the response, so it
-//! costs the request nothing. It never contains a prompt, a key or a response (I17). For refusals,
-//! it contains only the error code, because the message may quote the body.
+//! Each line is written after the response, from data that the request holds anyway, so it does not
+//! delay the request. It never contains a prompt, a key or a response (I17). For refusals, it
+//! contains only the error code, because the message may quote the body.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -19,21 +19,21 @@ use crate::routing::AttemptReport;
 /// Log target of the lines, for filters.
 pub const ACCESS_TARGET: &str = "quorate::access";
 
-/// Maximum number of lines about failures per [`ERROR_PERIOD`], and of lines about refusals.
+/// Maximum number of lines per [`ERROR_PERIOD`], separately for failures and for refusals.
 const ERROR_LINES: u32 = 20;
-/// Period of this limit, which applies only if the log is restricted to errors.
+/// Period of the limit [`ERROR_LINES`], which applies only if the log is restricted to errors.
 const ERROR_PERIOD: Duration = Duration::from_secs(1);
 
 /// Writer of the access log of one data plane.
 pub(super) struct AccessLog {
     logged: LoggedRequests,
-    /// Limiter for failures: a 5xx, or a response that broke off.
+    /// Limiter of lines about failures: a status of 5xx, or a response that broke off.
     failures: LogRateLimit,
-    /// Limiter for refusals: a 4xx.
+    /// Limiter of lines about refusals: a status of 4xx.
     refusals: LogRateLimit,
 }
 
-/// A request in flight that may leave a line.
+/// A request in flight that may be logged when it ends.
 pub(super) struct AccessEntry {
     log: Arc<AccessLog>,
     id: HeaderValue,
@@ -50,15 +50,15 @@ pub(super) struct EndedAccess<'a> {
     pub(super) is_broken_off: bool,
     /// Status sent to the client; 0 if none was sent.
     pub(super) status: u16,
-    /// Code of the error sent to the client.
+    /// Code of the error sent to the client, if any.
     pub(super) code: Option<&'static str>,
-    /// Cause of the failure.
+    /// Cause of the failure, if known.
     pub(super) cause: Option<&'a str>,
-    /// Time from the request's last byte to the first byte of the response body.
+    /// Time from the request's last byte to the first byte of the response body, if one arrived.
     pub(super) ttft: Option<Duration>,
     /// Time from the request's head to the end of the response.
     pub(super) duration: Duration,
-    /// `None` if the request ended before it was parsed.
+    /// Record of the request; `None` if it ended before it was parsed.
     pub(super) record: Option<&'a RequestRecord>,
 }
 
@@ -71,7 +71,7 @@ impl AccessLog {
         }
     }
 
-    /// Registers a request that begins; `None` if the log is off.
+    /// Creates the entry of a request that begins; `None` if the log is off.
     pub(super) fn begin(
         self: &Arc<Self>,
         id: &HeaderValue,
@@ -87,7 +87,8 @@ impl AccessLog {
         })
     }
 
-    /// Returns the number of lines suppressed since the last one; `None` if this end is not logged.
+    /// Decides whether to log a request that ended this way. Returns the number of lines suppressed
+    /// since the last one, or `None` to log nothing.
     fn try_acquire(&self, end: &EndedAccess<'_>) -> Option<u64> {
         match self.logged {
             LoggedRequests::Off => None,
@@ -105,7 +106,7 @@ impl EndedAccess<'_> {
     }
 }
 
-/// Writes a line at one level. Fields that are `None` are omitted.
+/// Writes a line at the given level. Fields that are `None` are omitted.
 macro_rules! line {
     ($level:ident, $entry:expr, $end:expr, $decided:expr, $suppressed:expr) => {
         tracing::$level!(
@@ -170,7 +171,7 @@ impl AccessEntry {
     }
 }
 
-/// Fields of a line that only parsed requests have.
+/// Cause of a failure, and the fields of a line that only parsed requests have.
 #[derive(Default)]
 struct DecidedFields<'a> {
     cause: Option<&'a str>,
@@ -200,7 +201,7 @@ impl<'a> DecidedFields<'a> {
     }
 }
 
-/// Tokens of an attempt, as its engine reported them or else as they were charged.
+/// Token counts of an attempt, as its engine reported them or else as they were charged.
 #[derive(Clone, Copy)]
 struct TokensUsed {
     prompt: u64,
@@ -226,7 +227,8 @@ impl TokensUsed {
     }
 }
 
-/// Returns the cause of a failure: from the last attempt, else from the client's error.
+/// Returns the cause of a failure, from the last attempt or else from the client's error; `None` if
+/// the request did not fail.
 fn cause(end: &EndedAccess<'_>, last: Option<&DecidedAttempt>) -> Option<String> {
     if !end.is_failure() {
         return None;
@@ -241,7 +243,7 @@ fn cause(end: &EndedAccess<'_>, last: Option<&DecidedAttempt>) -> Option<String>
     }
 }
 
-/// Converts to milliseconds with a resolution of one microsecond.
+/// Converts `time` to milliseconds with a resolution of one microsecond, up to 71 minutes.
 fn ms(time: Duration) -> f64 {
     let us = u32::try_from(time.as_micros()).unwrap_or(u32::MAX);
     f64::from(us) / 1000.0

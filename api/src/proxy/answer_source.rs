@@ -50,7 +50,8 @@ impl Body for AnswerSource {
 /// Reading end of a response that a gateway forwards. One task holds both ends.
 pub(super) struct AnswerPipeReader(Arc<Mutex<AnswerPipe>>);
 
-/// Writing end. The response stays open until [end](AnswerPipeWriter::end) is called.
+/// Writing end of a response that a gateway forwards. The response stays open until
+/// [end](AnswerPipeWriter::end) is called.
 pub(super) struct AnswerPipeWriter(Arc<Mutex<AnswerPipe>>);
 
 #[derive(Default)]
@@ -66,7 +67,7 @@ impl AnswerPipe {
     }
 }
 
-/// Creates both ends of an empty response.
+/// Creates both ends of a response that a gateway forwards.
 pub(super) fn handed() -> (AnswerPipeWriter, AnswerPipeReader) {
     let pieces = Arc::<Mutex<AnswerPipe>>::default();
     (
@@ -76,7 +77,7 @@ pub(super) fn handed() -> (AnswerPipeWriter, AnswerPipeReader) {
 }
 
 impl AnswerPipeWriter {
-    /// Adds a piece. The caller reads it before adding the next.
+    /// Adds a piece, unless it is empty. The caller reads it before adding the next.
     pub(super) fn push(&self, piece: Bytes) {
         self.change(|pieces| {
             if !piece.is_empty() {
@@ -100,7 +101,7 @@ impl AnswerPipeWriter {
 }
 
 impl AnswerPipeReader {
-    /// Locks the pipe. Never contended, because one task holds both ends.
+    /// Locks the pipe. The lock is never contended, because one task holds both ends.
     fn lock(&self) -> MutexGuard<'_, AnswerPipe> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -9,14 +9,15 @@ use serde::Deserialize;
 use super::json_scan::{elements, members, string, value_of};
 use crate::routing::Usage;
 
-/// Findings in one JSON document: an event's payload or a whole response.
+/// Usage and output found in one JSON document: an event's payload or a whole response.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct AnswerDelta<'a> {
-    /// Tokens so far, if the document reports them.
+    /// Tokens used so far, if the document reports them.
     pub(super) usage: Option<Usage>,
-    /// Text that continues the prompt: from the first choice, or from the only output.
+    /// Text that continues the prompt: that of choice 0, or of the only output.
     pub(super) text: Option<Cow<'a, str>>,
-    /// Bytes of other output: other choices, reasoning, arguments of tool calls.
+    /// Number of bytes of other output: other choices, reasoning, refusals, arguments of tool
+    /// calls.
     pub(super) other_bytes: usize,
     /// Index of the document's choice, if it has exactly one.
     pub(super) choice: Option<u64>,
@@ -24,13 +25,13 @@ pub(super) struct AnswerDelta<'a> {
     pub(super) usage_member: Option<Range<usize>>,
     /// Whether the top-level `usage` is present but null.
     pub(super) is_usage_null: bool,
-    /// Whether there is an empty `choices` array: the chunk only reports usage.
+    /// Whether the document has an empty `choices` array, as in chunks that only report usage.
     pub(super) has_no_choices: bool,
     /// Whether a choice has a finish reason.
     pub(super) ends_choice: bool,
 }
 
-/// Extracts usage and text from a document.
+/// Extracts usage and output from a JSON document.
 pub(super) fn inspect(json: &[u8]) -> AnswerDelta<'_> {
     let mut findings = AnswerDelta::default();
     let mut previous_end = None;
@@ -96,7 +97,7 @@ impl<'a> AnswerDelta<'a> {
         self.has_no_choices = count == 0 && choices.first() == Some(&b'[');
     }
 
-    /// Reads the content parts of a whole response.
+    /// Adds the text of a whole response's content parts.
     fn read_parts(&mut self, parts: &'a [u8]) {
         for part in elements(parts) {
             let kind = value_of(part, "type").unwrap_or_default();
@@ -108,8 +109,8 @@ impl<'a> AnswerDelta<'a> {
         }
     }
 
-    /// Reads the `delta` of an event: a string on the responses endpoint, an object on the messages
-    /// endpoint.
+    /// Adds the output in an event's `delta`: a string on the responses endpoint, an object on the
+    /// messages endpoint.
     fn read_delta(&mut self, kind: &[u8], delta: &'a [u8]) {
         if delta.first() == Some(&b'"') {
             if kind == br#""response.output_text.delta""# {
@@ -144,7 +145,7 @@ impl<'a> AnswerDelta<'a> {
     }
 }
 
-/// Output of a choice: a chunk's delta, a whole message or a completion.
+/// Output of one choice, from a chunk's delta, a whole message or a completion.
 struct ChoiceOutput<'a> {
     index: u64,
     text: Option<Cow<'a, str>>,
@@ -196,7 +197,8 @@ impl<'a> ChoiceOutput<'a> {
     }
 }
 
-/// Returns the length of a string literal's text with escapes as written; 0 for other values.
+/// Returns the length in bytes of a string literal's text, with escapes as written; 0 for other
+/// values.
 fn literal_bytes(literal: &[u8]) -> usize {
     if literal.first() == Some(&b'"') {
         literal.len().saturating_sub(2)
@@ -214,9 +216,9 @@ struct ReportedUsage {
     completion_tokens: Option<u64>,
     #[serde(alias = "input_tokens_details")]
     prompt_tokens_details: Option<TokenDetails>,
-    /// Messages endpoint: not included in `input_tokens`.
+    /// Prompt tokens read from the cache, on the messages endpoint. `input_tokens` excludes them.
     cache_read_input_tokens: Option<u64>,
-    /// Messages endpoint: not included in `input_tokens`.
+    /// Prompt tokens written to the cache, on the messages endpoint. `input_tokens` excludes them.
     cache_creation_input_tokens: Option<u64>,
 }
 

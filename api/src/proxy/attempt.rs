@@ -1,8 +1,8 @@
-//! One attempt: sends a request to the chosen backend and waits until the response begins.
+//! Makes one attempt: sends a request to the chosen backend and waits until the response begins.
 //!
 //! The result ([`Outcome`], [`AttemptError`]) alone determines what the backend's circuit breaker
-//! records, how the attempt is charged, and whether another backend may be tried. That is allowed
-//! only if this one certainly did not run the request.
+//! records, how the attempt is charged, and whether another backend may be tried. Another backend
+//! is tried only if this one certainly did not run the request.
 
 use std::pin::pin;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
@@ -31,10 +31,10 @@ use crate::isolation::CacheIsolation;
 use crate::routing::{Attempt, AttemptEnd, Decision, DecisionRecord, Usage};
 use crate::traces::{AttemptTrace, TraceHeaders};
 
-/// Maximum time for reading the rest of a refusal.
+/// Maximum time for reading the body of a refusal.
 const REFUSAL_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// The outgoing request, common to all attempts.
+/// A request as it is sent to backends. Its attempts share it.
 pub(super) struct OutgoingRequest<'a> {
     pub(super) proxied: &'a ProxiedRequest,
     pub(super) uri: Uri,
@@ -43,14 +43,15 @@ pub(super) struct OutgoingRequest<'a> {
     pub(super) salted: Option<Segments>,
     /// Body member that tells the decode engine where to get a prompt that another engine computed.
     pub(super) transfer: Option<Bytes>,
-    /// Session shared with the engine that computes the prompt; `None` without bootstrap.
+    /// Session of the two engines that run the request at once; `None` with any other handover.
     pub(super) bootstrap_session: Option<Arc<BootstrapSession>>,
     pub(super) first_byte_by: Instant,
     pub(super) watched: WatchedRequest,
 }
 
 impl OutgoingRequest<'_> {
-    /// Returns the body for `backend`.
+    /// Returns the body for `backend`. Counts a request of an isolated user that is sent without
+    /// salt.
     pub(super) fn body_for(&self, proxy: &Proxy, backend: &Backend) -> Segments {
         let is_salted = self.salts(proxy, backend);
         if !is_salted && self.proxied.identity.isolation != CacheIsolation::None {
@@ -64,7 +65,7 @@ impl OutgoingRequest<'_> {
         }
     }
 
-    /// Runs `step`, but fails as soon as its engine can no longer get the prompt.
+    /// Runs `step`, but fails as soon as the prefill engine of the bootstrap session has failed.
     async fn with_prompt<T>(
         &self,
         step: impl Future<Output = Result<T, SendError>>,
@@ -104,14 +105,15 @@ pub(super) enum NotRun {
     OutOfConnections,
     /// The backend responded with a redirect.
     Redirected,
-    /// The engine that computes the prompt for it failed.
+    /// The engine that computes the prompt for this backend failed.
     WithoutPrompt,
-    /// The backend refused. `None` if the refusal was too long or too slow to pass on.
+    /// The backend refused with this response. `None` if it was too long or too slow to pass on.
     Refused(Option<Response<Bytes>>),
 }
 
 impl NotRun {
-    /// Whether the attempt put load on the engine, so that a retry counts against the budget.
+    /// Whether a retry counts against the retry budget, as it does unless the backend is
+    /// unreachable.
     pub(super) fn was_load(&self) -> bool {
         match self {
             Self::Unreachable => false,
@@ -121,7 +123,7 @@ impl NotRun {
         }
     }
 
-    /// Returns the client's response if no other backend is tried: the refusal, or an error.
+    /// Returns the refusal or the error that the client receives if no other backend is tried.
     pub(super) fn answer(self) -> Result<Response<Bytes>, ProxyError> {
         match self {
             Self::Unreachable => Err(ProxyError::Unreachable),
@@ -135,16 +137,17 @@ impl NotRun {
 
 /// Outcome of sending a request.
 enum Outcome {
-    /// A response to pass on.
+    /// A response that is relayed to the client.
     Answer(Response<EngineBody>),
     /// A response whose status means that the engine did not run the request.
     Refusal(Response<EngineBody>),
-    /// A redirect into the engine's own address space. Whatever is behind it would not be counted.
+    /// A redirect, which is not relayed: a client that followed it to the engine would not be
+    /// counted.
     Redirection,
     Failure(AttemptError),
 }
 
-/// Reason why an attempt has no response.
+/// Reason why an attempt yielded no response for the client.
 #[derive(Debug)]
 pub(super) enum AttemptError {
     /// The backend was removed or replaced after it was chosen.
@@ -157,7 +160,7 @@ pub(super) enum AttemptError {
     BrokeUnsent(SendError),
     /// The connection broke after the request was sent and before the response body began.
     Broke(SendError),
-    /// The engine that computes the prompt for this one failed before any response.
+    /// The engine that computes the prompt for this backend failed before the response body began.
     WithoutPrompt,
     /// No connection was made by the deadline.
     TimedOutUnsent,
@@ -181,7 +184,7 @@ impl AttemptError {
         }
     }
 
-    /// Returns the name in the admin API.
+    /// Returns the name of the error in the admin API, metrics and traces.
     pub(super) fn label(&self) -> &'static str {
         match self {
             Self::Gone => "backend-removed",
@@ -274,7 +277,7 @@ impl Outcome {
         }
     }
 
-    /// Records the outcome in the span.
+    /// Records the outcome in the attempt's span.
     fn trace(&self, trace: &mut AttemptTrace) {
         match self {
             Self::Answer(response) | Self::Refusal(response) => {
@@ -285,7 +288,8 @@ impl Outcome {
         }
     }
 
-    /// Reports the outcome to the backend's circuit breaker. A success counts once its body begins.
+    /// Reports the outcome to the backend's circuit breaker. A success counts only once its body
+    /// begins.
     fn report(&self, proxy: &Proxy, decision: &Decision, user: UserKey) {
         let backend = decision.backend;
         match self {
@@ -311,7 +315,8 @@ pub(super) fn report_status(proxy: &Proxy, backend: BackendRef, user: UserKey, s
     }
 }
 
-/// Sends the request to the chosen backend. With `is_last`, a refusal is returned as a response.
+/// Sends the request to the backend of `decision` and waits until the response begins. With
+/// `is_last`, returns a refusal as a response.
 pub(super) async fn attempt(
     proxy: &Arc<Proxy>,
     sending: &OutgoingRequest<'_>,
@@ -388,7 +393,7 @@ pub(super) async fn attempt(
     failure.result()
 }
 
-/// Applies the other effects of a failure: backend health, connections and suspects.
+/// Logs a failed attempt and applies its effects on backend health, connections and suspects.
 pub(super) fn note(
     proxy: &Proxy,
     sending: &OutgoingRequest<'_>,
@@ -428,15 +433,16 @@ pub(super) struct PendingAttempt {
     bootstrap_session: Option<Arc<BootstrapSession>>,
 }
 
-/// State shared by two engines that receive a request at once and exchange its KV cache.
+/// State of a request that two engines run at once, one of which transfers the KV cache to the
+/// other.
 #[derive(Debug, Default)]
 pub(super) struct BootstrapSession {
     /// Cancelled when the prefill engine has failed.
     pub(super) failed: CancellationToken,
-    /// Whether the prefill engine was sent the request. A client that leaves then pays for the
-    /// prompt.
+    /// Whether the request was sent to the prefill engine. A client that leaves after that pays for
+    /// the prompt.
     pub(super) is_sent: AtomicBool,
-    /// Time at which the prompt was computed, and its reported usage.
+    /// Time at which the prompt was computed, and its reported usage; empty until then.
     pub(super) computed: OnceLock<(Instant, Option<Usage>)>,
 }
 
@@ -449,7 +455,7 @@ impl PendingAttempt {
         }
     }
 
-    /// Adds the session of the engine that computes the prompt at the same time.
+    /// Sets the session shared with the engine that computes the prompt at the same time.
     fn bootstrap_session(mut self, bootstrap_session: Option<&Arc<BootstrapSession>>) -> Self {
         self.bootstrap_session = bootstrap_session.cloned();
         self
@@ -490,7 +496,7 @@ impl Drop for PendingAttempt {
     }
 }
 
-/// Variable parts of a request to a backend.
+/// Parts of a request to a backend that depend on the caller.
 pub(super) struct Post<'a> {
     /// Returns the body for a backend.
     pub(super) body: &'a (dyn Fn(&Backend) -> Segments + Sync),
@@ -500,7 +506,7 @@ pub(super) struct Post<'a> {
     pub(super) sent: &'a (dyn Fn() + Sync),
 }
 
-/// Sends a client's request to the backend `to`.
+/// Sends a client's request to the backend `to` and returns the response.
 pub(super) async fn post(
     proxy: &Proxy,
     proxied: &ProxiedRequest,
@@ -534,7 +540,7 @@ pub(super) async fn post(
     endpoint.send(&build).await
 }
 
-/// Returns the connection details that headers to an engine depend on.
+/// Returns the properties of a request's hop that headers to an engine depend on, without a trace.
 pub(super) fn hop<'a>(
     proxy: &'a Proxy,
     proxied: &'a ProxiedRequest,
@@ -553,8 +559,8 @@ pub(super) fn hop<'a>(
     }
 }
 
-/// Reads a refusal so that it can be passed on if no other backend is tried. Returns `None` if it
-/// is too long or too slow.
+/// Reads a refusal so that it can be passed on if no other backend is tried. Returns `None` if its
+/// body is too long, too slow or broken off.
 pub(super) async fn read_refusal(response: Response<EngineBody>) -> Option<Response<Bytes>> {
     let (mut head, body) = response.into_parts();
     let bytes_max = usize::try_from(ERROR_BYTES_MAX).unwrap_or(usize::MAX);

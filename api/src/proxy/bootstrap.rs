@@ -17,7 +17,7 @@ pub(super) enum BootstrapRooms {
     List(u32),
 }
 
-/// Data-parallel rank of a prefill engine, with its number of ranks.
+/// Data-parallel rank of a prefill backend, with the number of ranks of its engine.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct RankOf {
     pub(super) rank: u64,
@@ -25,7 +25,7 @@ pub(super) struct RankOf {
 }
 
 impl BootstrapRooms {
-    /// Returns the rooms that a completion needs; `None` if too many.
+    /// Returns the rooms that a request needs; `None` if they exceed [`ROOMS_MAX`].
     pub(super) fn count(path: &str, parsed: &ParsedBody) -> Option<Self> {
         let several = match path {
             "/v1/chat/completions" => parsed.choices,
@@ -40,7 +40,8 @@ impl BootstrapRooms {
         })
     }
 
-    /// Returns the body members for both engines, with a trailing comma.
+    /// Returns the body members for both engines, with a trailing comma. `draw` returns room
+    /// numbers.
     pub(super) fn members(self, host: &str, port: u16, draw: impl Fn() -> u64) -> Bytes {
         // A URL's host has no character that JSON would escape.
         let (host, port) = (format!("\"{host}\""), port.to_string());
@@ -62,7 +63,8 @@ impl BootstrapRooms {
 }
 
 impl RankOf {
-    /// Returns a room that leads to the rank: engines with several ranks derive it from the number.
+    /// Returns a room number close to `drawn` that leads to this rank. Engines take the number
+    /// modulo their ranks.
     pub(super) fn room(self, drawn: u64) -> u64 {
         drawn - drawn % self.ranks + self.rank
     }

@@ -1,4 +1,4 @@
-//! Requests that run on two engines at once, which meet in a *room*, as SGLang calls it.
+//! Runs a request on two engines at once, which meet in a *room*, as SGLang calls it.
 //!
 //! Both engines receive the same request, with the address of the prefill engine's bootstrap server
 //! and a room number drawn for this attempt. The prefill engine responds once it has transferred
@@ -8,8 +8,9 @@
 //!
 //! Neither engine is useful without the other, so if one fails, the other's connection is closed.
 //! No output exists until the response body begins, so a prefill engine that fails earlier is
-//! replaced by another one, with a new room. The response waits for the end of the prefill
-//! engine's, which reports the cached tokens, but only briefly once its own body has begun.
+//! replaced by another one, with a new room. The client's response waits for the end of the prefill
+//! engine's response, which reports the cached tokens, but only briefly once its own body has
+//! begun.
 
 use std::future::poll_fn;
 use std::pin::{Pin, pin};
@@ -41,11 +42,11 @@ use crate::traces::TracedEnd;
 const PREFILL_ANSWER_BYTES_MAX: usize = 4 << 20;
 /// Maximum time that a begun response waits for the end of the prefill engine's response.
 const PREFILL_END_MAX: Duration = Duration::from_secs(1);
-/// Result of the prefill.
+/// Result of the prefill engine's part of an attempt.
 enum RemotePrefill {
     /// The engine has computed the prompt and transferred it.
     Computed(Option<Usage>),
-    /// The engine responded with this status, and with this response if it is short.
+    /// The engine refused with this status, and with this response if it could be read.
     Refused(StatusCode, Option<Response<Bytes>>),
     Failed(AttemptError),
 }
@@ -68,7 +69,7 @@ pub(super) struct PairResult {
     pub(super) result: AttemptResult,
     /// Slot of the backend at fault, if the request was not run.
     pub(super) at_fault: Slot,
-    /// Whether another pair would give the same result.
+    /// Whether another pair would give the same result, so that none is tried.
     pub(super) is_final: bool,
 }
 
@@ -85,7 +86,8 @@ impl PairResult {
 /// Sends the request to both backends of the decision and waits until the response begins.
 ///
 /// # Errors
-/// Fails if the prompt has broken too many engines by now. The attempt is over then.
+/// Returns [`ProxyError::BreaksBackends`] if the prompt has broken too many engines by now. The
+/// attempt has then ended.
 pub(super) async fn run_pair(
     proxy: &Arc<Proxy>,
     sending: &mut OutgoingRequest<'_>,
@@ -155,7 +157,8 @@ pub(super) async fn run_pair(
     )
 }
 
-/// Returns the body members for both engines; `None` if the prefill backend is gone.
+/// Returns the body members for both engines; `None` if the prefill backend is gone or the request
+/// needs too many rooms.
 fn bootstrap_members(
     proxy: &Proxy,
     sending: &OutgoingRequest<'_>,
@@ -244,7 +247,8 @@ fn parse_prefill_response(answer: &[u8]) -> RemotePrefill {
     RemotePrefill::Computed(usage)
 }
 
-/// Waits for the result of the prefill. Returns `None` if the response has begun without it.
+/// Waits for the result of the prefill, but only up to [`PREFILL_END_MAX`] after the response body
+/// has begun. Returns `None` if the response goes ahead without it.
 async fn until_computed(
     mut computing: Pin<&mut impl Future<Output = RemotePrefill>>,
     response: &mut Response<EngineBody>,
@@ -279,7 +283,7 @@ fn end_failed(result: AttemptResult, failure: &AttemptError) -> AttemptResult {
     }
 }
 
-/// Applies the result to the prefill backend and the request.
+/// Applies the results of both engines to the attempts and the prefill backend.
 fn settle(
     proxy: &Proxy,
     sending: &OutgoingRequest<'_>,

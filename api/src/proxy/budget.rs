@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use arc_swap::ArcSwap;
 use state::admission::RetryAllowance;
 
-/// Number of cells that models are hashed to. Two models in one cell share a budget.
+/// Number of cells that models hash to. Models in the same cell share a budget.
 const CELLS: u64 = 256;
 
 /// Retry budgets of all models.
@@ -27,7 +27,7 @@ struct BudgetCell {
     retries: AtomicU32,
 }
 
-/// A request for a model, counted until the end of its response.
+/// Guard of a request, which counts in its model's budget until the guard is dropped.
 pub(super) struct BudgetGuard {
     budget: Arc<RetryBudget>,
     at: usize,
@@ -35,7 +35,7 @@ pub(super) struct BudgetGuard {
 }
 
 impl RetryBudget {
-    /// Creates unused budgets.
+    /// Creates budgets that no request uses yet.
     pub(super) fn new(allowance: RetryAllowance) -> Self {
         Self {
             cells: (0..CELLS).map(|_| BudgetCell::default()).collect(),
@@ -62,7 +62,7 @@ impl RetryBudget {
 }
 
 impl BudgetGuard {
-    /// Whether the request may go to another engine. From then on it counts as a retry.
+    /// Whether the request may go to another engine. If so, it counts as a retry from then on.
     pub(super) fn may_retry(&mut self) -> bool {
         let BudgetCell { requests, retries } = &self.budget.cells[self.at];
         let allowance = **self.budget.allowance.load();

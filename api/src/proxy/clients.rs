@@ -19,7 +19,7 @@ const SHARDS: usize = 64;
 /// Length of the IPv6 prefix that identifies one client: a site gets a network of this size.
 const V6_CLIENT_BITS: u32 = 64;
 
-/// All connected clients.
+/// Connections of all clients, and the limits of connections and requests per address.
 pub(super) struct ClientTable {
     connections: Mutex<ConnectionTable>,
     epoch: Instant,
@@ -36,21 +36,22 @@ struct ConnectionTable {
     by_address: BTreeMap<IpAddr, Arc<AddressCounts>>,
 }
 
-/// Open connections and requests of one client address.
+/// Numbers of open connections and requests of one client address.
 #[derive(Default)]
 struct AddressCounts {
-    /// Changed only under the table's lock.
+    /// Number of open connections. It changes only under the table's lock.
     connections: AtomicUsize,
     requests: AtomicUsize,
 }
 
-/// One connection.
+/// A client connection.
 pub(super) struct ClientConnection {
-    /// `None` if the address has no limit.
+    /// Counts of the client's address; `None` if it has no limit.
     address_counts: Option<Arc<AddressCounts>>,
     /// Number of requests whose response has not ended.
     open: AtomicUsize,
-    /// Time at which the last request ended, in milliseconds since the epoch of the table.
+    /// Time at which the last request ended or else the connection opened, in milliseconds since
+    /// the epoch of the table.
     idle_since_ms: AtomicU64,
     is_closing: AtomicBool,
     leave: Notify,
@@ -92,8 +93,8 @@ impl ClientTable {
             .store(requests_per_address_max, Relaxed);
     }
 
-    /// Registers a connection; `None` if its address has reached the limit. A connection that
-    /// `is_exempt` serves many clients and has no limits.
+    /// Registers a connection from `address`; `None` if the address has reached the limit. A
+    /// connection that `is_exempt` serves many clients and has no limits.
     pub(super) fn register(
         self: &Arc<Self>,
         address: IpAddr,
@@ -128,8 +129,9 @@ impl ClientTable {
     }
 
     /// Asks up to `count` idle connections to close, the longest idle first, and returns their
-    /// number. While an address has more than an equal share of all connections, only such
-    /// addresses lose some. One with hundreds of connections thus cannot displace one with a few.
+    /// number. While an address with idle connections has more than an equal share of all
+    /// connections, only connections of such addresses are closed. An address with hundreds of
+    /// connections thus cannot displace one with a few.
     pub(super) fn close_idle(&self, count: usize) -> usize {
         let connections = self.connections();
         let equal_share = connections.equal_share();
@@ -205,7 +207,7 @@ impl ClientConnection {
 }
 
 impl ConnectionGuard {
-    /// Begins a request. The second value is whether its address is within its limit.
+    /// Begins a request on the connection. Also returns whether the address is within its limit.
     pub(super) fn begin_request(&self) -> (ConnectionRequestGuard, bool) {
         ConnectionRequestGuard::begin(&self.clients, &self.connection)
     }
@@ -251,7 +253,8 @@ impl Drop for ConnectionRequestGuard {
     }
 }
 
-/// Returns the client that an address stands for: itself, or its IPv6 network.
+/// Returns the address that identifies the client: an IPv4 address itself, or the network of an
+/// IPv6 address.
 pub(crate) fn client_of(address: IpAddr) -> IpAddr {
     match address.to_canonical() {
         IpAddr::V4(address) => IpAddr::V4(address),
@@ -305,7 +308,7 @@ impl UserRequests {
     fn shard(&self, user: u64) -> MutexGuard<'_, HashMap<u64, usize>> {
         let shards = self.shards.len() as u64;
         let at = usize::try_from(user % shards).expect("less than the number of shards");
-        // A count is consistent between any two changes.
+        // Every change leaves the counts consistent.
         self.shards[at]
             .lock()
             .unwrap_or_else(PoisonError::into_inner)

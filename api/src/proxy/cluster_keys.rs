@@ -32,7 +32,8 @@ impl ClusterKeys {
         }
     }
 
-    /// Returns the holder of a key that has the form of the cluster's keys.
+    /// Returns the holder of a key that has the form of the cluster's keys. Fails if the key is
+    /// unknown or expired, or if this replica's keys may be out of date.
     pub(super) fn holder(&self, rules: &KeyRules, key: &[u8]) -> Result<Holder, ProxyError> {
         if rules.refuses() {
             return Err(ProxyError::StaleKeys);
@@ -59,7 +60,7 @@ impl Holder {
         self.key().is_some_and(|key| !key.spec.models.is_empty())
     }
 
-    /// Rejects a path that the key does not allow.
+    /// Returns an error if the key does not allow `path`.
     pub(super) fn check_path(&self, path: &str) -> Result<(), ProxyError> {
         match self.key() {
             Some(key) if !key.allows_path(path) => Err(ProxyError::PathNotAllowed {
@@ -69,7 +70,7 @@ impl Holder {
         }
     }
 
-    /// Rejects a model that the key does not allow.
+    /// Returns an error if the key does not allow `model`.
     pub(super) fn check_model(&self, model: &str) -> Result<(), ProxyError> {
         match self.key() {
             Some(key) if !key.allows_model(model) => Err(ProxyError::ModelNotAllowed {
@@ -81,7 +82,7 @@ impl Holder {
     }
 }
 
-/// Formats names as a list for people, with bounded length.
+/// Formats names as a list for people, of at most about [`LISTED_BYTES_MAX`] bytes.
 pub(super) fn listed(names: &[String]) -> String {
     let mut text = String::new();
     for name in names {

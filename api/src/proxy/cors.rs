@@ -1,8 +1,8 @@
 //! Cross-origin access for web pages (`[cors]`). No page has access unless the config allows it.
 //!
-//! A browser asks before it sends a request with a key or a JSON body. It shows a response to the
-//! page only if the response names the page's origin. CORS headers of an engine concern only the
-//! engine, so they are replaced.
+//! A browser sends a preflight request before a request with a key or a JSON body. It shows a
+//! response to the page only if the response names the page's origin. CORS headers of an engine
+//! concern only the engine, so they are replaced.
 
 use bytes::Bytes;
 use http::header::{
@@ -22,7 +22,7 @@ const EXPOSED: HeaderValue = HeaderValue::from_static(
      x-quorate-backend, x-quorate-policy, x-quorate-prefix, x-quorate-index, x-quorate-ignored",
 );
 
-/// Response headers that browsers base their decision on.
+/// CORS response headers, which are removed from an engine's response.
 const OF_ENGINE: [HeaderName; 6] = [
     ACCESS_CONTROL_ALLOW_ORIGIN,
     ACCESS_CONTROL_ALLOW_CREDENTIALS,
@@ -108,7 +108,7 @@ impl OriginVerdict {
         Some(response)
     }
 
-    /// Adds the CORS headers to any response.
+    /// Replaces the CORS headers of any response, unless the config has no origins.
     pub(super) fn add_headers(self, headers: &mut HeaderMap) {
         let origin = match self {
             Self::Unasked => return,
@@ -130,6 +130,7 @@ impl OriginVerdict {
 }
 
 /// Parses an origin as browsers write it: scheme, host, and a port unless it is the default.
+/// Returns `None` if it is invalid.
 fn of_text(origin: &str) -> Option<HeaderValue> {
     let uri: http::Uri = origin.parse().ok()?;
     let is_origin = matches!(uri.scheme_str(), Some("http" | "https"))

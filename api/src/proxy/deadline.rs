@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use http::HeaderMap;
 
-/// Header name and the parser of its value.
+/// Name of a header, and the parser of its value.
 type HeaderReader = (&'static str, fn(&str) -> Option<Duration>);
 
 const READINGS: [HeaderReader; 5] = [

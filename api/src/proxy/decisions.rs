@@ -42,11 +42,11 @@ pub struct DecisionLog {
 
 #[derive(Default)]
 struct KeptRequests {
-    /// Ascending by number, without gaps.
+    /// Kept requests in ascending order of their numbers, without gaps.
     entries: VecDeque<KeptRequest>,
     next_number: u64,
     bytes: usize,
-    /// Blocks of the newest prompts, by request number. After the first, no request is missing.
+    /// Numbers of the newest requests with the blocks of their prompts, ascending and without gaps.
     chains: VecDeque<(u64, Arc<[BlockHash]>)>,
     chain_bytes: usize,
 }
@@ -58,7 +58,7 @@ struct KeptRequest {
     bytes: usize,
 }
 
-/// Size of the log.
+/// Size and limit of the log.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct DecisionLogSize {
     pub(crate) entries: usize,
@@ -82,7 +82,7 @@ impl DecisionLog {
         }
     }
 
-    /// Creates records for the access log, even if none is kept.
+    /// Sets whether requests get a record for the access log even if the log keeps none.
     #[must_use]
     pub(super) fn for_access_log(self, is_always_made: bool) -> Self {
         Self {
@@ -91,7 +91,8 @@ impl DecisionLog {
         }
     }
 
-    /// Creates and keeps a request's record; `None` if nothing would read it.
+    /// Creates and keeps a request's record, and passes it to a running recording. Returns `None`
+    /// if nothing would read it.
     pub(super) fn open(
         &self,
         request: &ClientRequest,
@@ -146,7 +147,7 @@ impl DecisionLog {
         Some(record)
     }
 
-    /// Records the decision of the next attempt, which was made after it `waited`.
+    /// Adds the decision of the next attempt to `record`. The attempt `waited` this long for it.
     pub(super) fn decided(&self, record: &RequestRecord, decision: &Decision, waited: Duration) {
         let Some(decision) = &decision.record else {
             return;
@@ -168,7 +169,7 @@ impl DecisionLog {
         &self.recorder
     }
 
-    /// Returns at most `limit` of the newest requests with their blocks, the oldest first.
+    /// Returns at most `limit` of the newest requests whose blocks are kept, the oldest first.
     pub(crate) fn with_blocks(&self, limit: usize) -> Vec<TakenRequest> {
         let kept = self.lock();
         let first = kept.entries.front().map_or(0, |first| first.record.number);
@@ -199,7 +200,7 @@ impl DecisionLog {
         }
     }
 
-    /// Returns the newest request with this id.
+    /// Returns the newest kept request with this id.
     pub(crate) fn find(&self, id: &[u8]) -> Option<Arc<RequestRecord>> {
         let id_hash = xxh3_64(id);
         let kept = self.lock();
@@ -208,7 +209,8 @@ impl DecisionLog {
         found.map(|it| Arc::clone(&it.record))
     }
 
-    /// Returns at most `limit` of the newest `wanted` requests with numbers below `before`.
+    /// Returns at most `limit` of the newest `wanted` requests with numbers below `before`, the
+    /// newest first.
     pub(crate) fn newest(
         &self,
         mut before: u64,
@@ -261,7 +263,7 @@ impl KeptRequests {
         }
     }
 
-    /// Adds to the size of a request.
+    /// Adds `bytes` to the size of a request, if it is still kept.
     fn grow(&mut self, number: u64, bytes: usize) {
         let Some(first) = self.entries.front().map(|first| first.record.number) else {
             return;
@@ -289,7 +291,7 @@ impl KeptRequests {
         }
     }
 
-    /// Returns some of the newest records numbered below `before`, the newest first.
+    /// Returns at most [`LOOK_AT`] of the newest records numbered below `before`, the newest first.
     fn below(&self, before: u64) -> Vec<Arc<RequestRecord>> {
         let first = self.entries.front().map_or(0, |first| first.record.number);
         let end = usize::try_from(before.saturating_sub(first)).unwrap_or(usize::MAX);
@@ -299,7 +301,7 @@ impl KeptRequests {
     }
 }
 
-/// Returns the size of a prompt's blocks, in bytes.
+/// Returns the size of a prompt's blocks in the log, in bytes.
 fn chain_bytes(chain: &[BlockHash]) -> usize {
     size_of::<(u64, Arc<[BlockHash]>)>() + size_of_val(chain)
 }

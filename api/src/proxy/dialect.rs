@@ -11,14 +11,14 @@ use crate::error::{ProxyError, openai_body, openai_response, rescue};
 /// Response header in which Anthropic's clients look for the request id.
 pub(super) const ANTHROPIC_REQUEST_ID: HeaderName = HeaderName::from_static("request-id");
 
-/// An API format.
+/// Format of an API's streams and errors.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Dialect {
-    /// OpenAI's, and the similar formats of engines.
+    /// OpenAI's format, and the similar formats of engines.
     OpenAi,
-    /// OpenAI's, on the path whose streams have named events.
+    /// OpenAI's format on the responses endpoint, whose streams have named events.
     Responses,
-    /// Anthropic's.
+    /// Anthropic's format.
     Anthropic,
 }
 
@@ -31,7 +31,7 @@ impl Dialect {
         }
     }
 
-    /// Whether the events of its streams are named. Such streams have no common last event.
+    /// Whether events of streams are named in this format. Such streams have no common last event.
     pub(super) fn has_named_events(self) -> bool {
         match self {
             Self::OpenAi => false,
@@ -78,7 +78,7 @@ impl Dialect {
     }
 }
 
-/// Returns Anthropic's error object.
+/// Returns the error object in Anthropic's format.
 fn anthropic_body(failure: &ProxyError) -> Bytes {
     #[derive(Serialize)]
     struct Body {

@@ -1,4 +1,4 @@
-//! The prefill stage of a request on two backends, as in vLLM.
+//! Runs the prefill stage of a request on two backends, as in vLLM.
 //!
 //! The prompt goes to the prefill engine as a request for one token, with `kv_transfer_params` that
 //! ask it to keep the blocks. The `kv_transfer_params` in its response locate the blocks. They are
@@ -29,8 +29,8 @@ use crate::traces::{TraceHeaders, TracedEnd};
 
 /// Maximum length of a prefill engine's response, in bytes: a token and the block numbers.
 const PREFILL_ANSWER_BYTES_MAX: usize = 4 << 20;
-/// Divisor of the time to the first byte that yields the prefill stage's share. The rest is for
-/// computing the prompt elsewhere.
+/// Divisor of the first-byte timeout that yields the maximum time of the prefill stage. The rest is
+/// for computing the prompt elsewhere.
 const PREFILL_TIME_PART: u32 = 2;
 
 /// Body members that a prefill engine does not receive, because it generates only one token.
@@ -42,7 +42,8 @@ const DROPPED: [&[u8]; 6] = [
     b"min_tokens",
     b"min_completion_tokens",
 ];
-/// Replacement of the dropped members. It comes last, where it overrides any other spelling.
+/// Replacement of the dropped members. It follows all of the client's members, where it overrides
+/// any other spelling.
 const ONE_TOKEN: &str = r#""stream":false,"max_tokens":1,"#;
 const ONE_TOKEN_OF_CHAT: &str = r#""max_completion_tokens":1,"#;
 const KEEP_FOR_ANOTHER: &str = r#""kv_transfer_params":{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,"remote_block_ids":null,"remote_host":null,"remote_port":null}}"#;
@@ -58,13 +59,13 @@ enum Prefilled {
         usage: Option<Usage>,
         params: Option<Bytes>,
     },
-    /// The engine responded with this status.
+    /// The engine refused with this status.
     Refused(StatusCode),
     Failed(AttemptError),
 }
 
 impl Prefilled {
-    /// Returns the name in metrics and the admin API.
+    /// Returns the name of the result in metrics, traces and the admin API.
     fn label(&self) -> &'static str {
         match self {
             Self::Computed {
@@ -86,10 +87,11 @@ impl Prefilled {
     }
 }
 
-/// Sends the prompt to the decision's prefill backend, if it has one.
+/// Sends the prompt to the prefill backend of `decision`, if it has one.
 ///
 /// # Errors
-/// Fails if the prompt has broken too many engines by now. The attempt is over then.
+/// Returns [`ProxyError::BreaksBackends`] if the prompt has broken too many engines by now. The
+/// attempt has then ended.
 pub(super) async fn disaggregate(
     proxy: &Arc<Proxy>,
     sending: &OutgoingRequest<'_>,
@@ -126,7 +128,7 @@ pub(super) async fn disaggregate(
     settle(proxy, sending, (chosen, prefill), attempt, prefilled)
 }
 
-/// Sends the prompt and reads the response.
+/// Sends the prompt to the prefill engine and reads its response.
 async fn compute(
     proxy: &Proxy,
     sending: &OutgoingRequest<'_>,
@@ -168,7 +170,7 @@ async fn read(answer: Response<EngineBody>) -> Result<Prefilled, SendError> {
     Ok(Prefilled::read(&body))
 }
 
-/// Applies the result to the prefill backend, the attempt and the prompt.
+/// Applies the result to the prefill backend, the attempt and the suspects.
 fn settle(
     proxy: &Proxy,
     sending: &OutgoingRequest<'_>,
@@ -215,7 +217,8 @@ fn settle(
     Ok((attempt, transfer))
 }
 
-/// Returns the body for a prefill engine: the client's, but for one token.
+/// Returns the body for a prefill engine: the client's, changed to generate one token and keep the
+/// blocks.
 fn prefill_body(sending: &OutgoingRequest<'_>, is_salted: bool) -> Segments {
     let proxied = sending.proxied;
     let salt = proxied.parsed.cache_salt.as_deref().filter(|_| is_salted);
@@ -246,7 +249,7 @@ fn one_token(path: &str, body: &[u8], salt: Option<&str>) -> Bytes {
     out.freeze()
 }
 
-/// Returns the body member for the decode engine, with a trailing comma.
+/// Returns the body member that locates the blocks for the decode engine, with a trailing comma.
 fn transfer_member(params: &[u8]) -> Bytes {
     let mut member = BytesMut::with_capacity(params.len() + 24);
     member.put_slice(br#""kv_transfer_params":"#);

@@ -16,7 +16,7 @@ use tokio::time::{Timeout, timeout};
 use super::settings::Charges;
 use crate::routing::ChargeCommit;
 
-/// Maximum wait for a commit.
+/// Maximum time for which the end of a response waits for a commit.
 pub(super) const COMMIT_WAIT_MAX: Duration = Duration::from_secs(5);
 
 /// The withheld end of one response.
@@ -26,7 +26,7 @@ pub(super) struct WithheldEnd {
     commit: Option<Pin<Box<Timeout<ChargeCommit>>>>,
 }
 
-/// An end after its release.
+/// The end of a response after its release.
 pub(super) struct ReleasedEnd {
     pub(super) piece: Option<Bytes>,
     /// Whether the charge is known to be committed.
@@ -42,12 +42,12 @@ impl WithheldEnd {
         }
     }
 
-    /// Whether the end of a response waits for a commit.
+    /// Whether charges are durable, so that the end of the response waits for a commit.
     pub(super) fn is_on(&self) -> bool {
         self.charges == Charges::Durable
     }
 
-    /// Appends a piece to the withheld ones.
+    /// Appends a piece, if any, to the withheld ones.
     pub(super) fn push(&mut self, piece: Option<Bytes>) {
         self.piece = match (self.piece.take(), piece) {
             (Some(first), Some(second)) => Some([first, second].concat().into()),
@@ -70,7 +70,8 @@ impl WithheldEnd {
         self.commit.is_some()
     }
 
-    /// Becomes ready when the wait is over, or at once if there is none.
+    /// Returns the withheld pieces when the wait for the commit is over, or at once if there is
+    /// none.
     pub(super) fn poll_released(&mut self, cx: &mut Context<'_>) -> Poll<ReleasedEnd> {
         let is_confirmed = match &mut self.commit {
             Some(commit) => matches!(ready!(commit.as_mut().poll(cx)), Ok(Ok(()))),

@@ -14,7 +14,7 @@ use http::{HeaderMap, HeaderValue};
 
 use crate::error::ProxyError;
 
-/// Number of bytes decoded at a time. They expand to at most 4 MiB.
+/// Number of compressed bytes decoded at a time. They expand to at most 4 MiB.
 pub(super) const GZIP_PART_BYTES: usize = 4096;
 /// Maximum length of an encoding's name in an error, in bytes.
 const SHOWN_ENCODING_BYTES_MAX: usize = 64;
@@ -27,7 +27,7 @@ pub(super) enum BodyEncoding {
 }
 
 impl BodyEncoding {
-    /// Returns the encoding that the headers declare.
+    /// Returns the encoding that the headers declare. Fails if it is not supported.
     pub(super) fn of(headers: &HeaderMap) -> Result<Self, ProxyError> {
         let mut all = headers.get_all(CONTENT_ENCODING).iter();
         let only = match (all.next(), all.next()) {
@@ -54,7 +54,7 @@ fn unsupported(headers: &HeaderMap) -> ProxyError {
     ProxyError::UnsupportedEncoding { encoding }
 }
 
-/// Decoder of a gzip body in transit.
+/// Decoder of a gzip body that arrives in parts.
 pub(super) struct GzipBody(MultiGzDecoder<BoundedBytes>);
 
 /// Decoded bytes. Writing beyond `bytes_max` fails.
@@ -88,7 +88,8 @@ impl GzipBody {
         }))
     }
 
-    /// Decodes a part and returns the number of decoded bytes.
+    /// Decodes a part and returns the number of decoded bytes. Fails if the body is invalid or too
+    /// long.
     pub(super) fn push(&mut self, part: &[u8]) -> Result<usize, ProxyError> {
         let before = self.0.get_ref().bytes.len();
         let written = self.0.write_all(part);
@@ -96,7 +97,7 @@ impl GzipBody {
         Ok(self.0.get_ref().bytes.len() - before)
     }
 
-    /// Returns the whole body, or an error if it is incomplete.
+    /// Returns the whole decoded body, or an error if it is incomplete or too long.
     pub(super) fn end(mut self) -> Result<Bytes, ProxyError> {
         match self.0.try_finish() {
             Ok(()) => Ok(std::mem::take(&mut self.0.get_mut().bytes).into()),

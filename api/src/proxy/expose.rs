@@ -12,14 +12,14 @@ use super::dialect::{ANTHROPIC_REQUEST_ID, Dialect};
 use super::headers::REQUEST_ID;
 use crate::routing::{Decision, POLICY};
 
-/// Replica that sent the response.
+/// Header that names the replica that sent the response.
 const REPLICA: HeaderName = HeaderName::from_static("x-quorate-replica");
 const BACKEND: HeaderName = HeaderName::from_static("x-quorate-backend");
-/// Backend that computed the prompt, if it is not the one that responds.
+/// Header that names the backend that computed the prompt, if another one responds.
 const PREFILL: HeaderName = HeaderName::from_static("x-quorate-prefill");
 const PREFIX: HeaderName = HeaderName::from_static("x-quorate-prefix");
 const INDEX: HeaderName = HeaderName::from_static("x-quorate-index");
-/// Request headers that have no effect under the config.
+/// Header that lists the request headers that have no effect under the config.
 const IGNORED: HeaderName = HeaderName::from_static("x-quorate-ignored");
 
 /// Which headers are added to responses.
@@ -37,7 +37,8 @@ pub enum Expose {
 }
 
 impl Expose {
-    /// Adds the decision to the headers of a backend's response.
+    /// Adds the decision to the headers of a backend's successful response, with [`Expose::Full`]
+    /// only.
     pub(super) fn decision(self, headers: &mut HeaderMap, status: StatusCode, decision: &Decision) {
         if self != Self::Full || !status.is_success() {
             return;
@@ -55,7 +56,8 @@ impl Expose {
         headers.insert(INDEX, HeaderValue::from(decision.index.0));
     }
 
-    /// Adds the replica and the request id to the headers of any response.
+    /// Adds the replica and the request id to the headers of any response, or removes the request
+    /// id with [`Expose::None`].
     pub(super) fn origin(
         self,
         headers: &mut HeaderMap,

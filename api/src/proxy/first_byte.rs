@@ -23,7 +23,8 @@ const HEAD_HELD_MAX: Duration = Duration::from_secs(1);
 /// [`HEAD_HELD_MAX`] or at `first_byte_by`.
 ///
 /// # Errors
-/// Returns [`SendError`] if the response breaks off earlier.
+/// Returns [`SendError`] if the response breaks off earlier, or if a successful response without
+/// framing is empty.
 pub(super) async fn begin(
     response: &mut Response<EngineBody>,
     first_byte_by: Instant,

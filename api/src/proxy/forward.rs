@@ -45,11 +45,12 @@ use crate::traces::{AttemptTrace, TracedDecision, WaitTrace};
 /// Header that controls whether nginx buffers a response.
 const ACCEL_BUFFERING: HeaderName = HeaderName::from_static("x-accel-buffering");
 
-/// Bounds of the `retry-after` time for rejected clients before jitter, in milliseconds.
+/// Minimum `retry-after` time for rejected clients before jitter, in milliseconds.
 const RETRY_AFTER_MS_LEAST: u64 = 1000;
+/// Maximum `retry-after` time for rejected clients before jitter, in milliseconds.
 const RETRY_AFTER_MS_MAX: u64 = 60_000;
 
-/// Response to the client.
+/// Response of a backend that the client receives.
 pub(super) enum ForwardResult {
     /// A backend's response, relayed as it arrives.
     Relayed(Response<SharedResponseBody>),
@@ -170,20 +171,20 @@ fn trace(
     trace.attempts(&decision.name, "answer")
 }
 
-/// Result of a request at one decision's backend or pair of backends.
+/// Result of sending a request to the backend or pair of backends of one decision.
 struct SentRequest {
     result: AttemptResult,
     /// Time at which the request was sent to the backend that responds.
     at: Instant,
-    /// A prefill backend that did not compute the prompt. It is excluded from now on.
+    /// Slot of a prefill backend that did not transfer the prompt. It is excluded from now on.
     failed_prefill: Option<Slot>,
-    /// The backend at fault, if it is known and the request was not run.
+    /// Slot of the backend at fault, if it is known and the request was not run.
     at_fault: Option<Slot>,
     /// Whether trying another backend is pointless.
     is_final: bool,
 }
 
-/// Sends the request to a decision's backends: one, one after the other, or both at once.
+/// Sends the request to the backends of `decision`: a single one, two in turn, or two at once.
 async fn send(
     proxy: &Arc<Proxy>,
     sending: &mut OutgoingRequest<'_>,
@@ -258,7 +259,7 @@ fn outgoing<'a>(
     (sending, wanted)
 }
 
-/// Returns the backend to exclude after a request was not run.
+/// Returns the slot to exclude after a request was not run.
 fn fault(decision: &Decision, sending: &OutgoingRequest<'_>, reason: Option<&NotRun>) -> Slot {
     match (reason, &decision.prefill) {
         // The transfer may be at fault. The same backend may still compute the prompt itself.
@@ -344,7 +345,7 @@ fn over_budget(period: &'static str, retry_after_ms: u64) -> ProxyError {
     }
 }
 
-/// Returns the error for a prompt that is too long for every engine.
+/// Returns the error for a prompt that is too long for every engine of its model.
 fn too_long(proxy: &Proxy, proxied: &ProxiedRequest) -> ProxyError {
     let identity = &proxied.identity;
     let tokens = u64::from(identity.tokens);
@@ -431,7 +432,8 @@ pub(super) fn clean_head(head: &mut response::Parts, content: &BodyKind) {
         let buffering = head.headers.entry(ACCEL_BUFFERING);
         buffering.or_insert(HeaderValue::from_static("no"));
     }
-    // A hop's own: an engine's HTTP/1.0 would cost the client's stream its framing.
+    // The version belongs to one hop: with an engine's HTTP/1.0, the client's stream would lack
+    // framing.
     head.version = Version::default();
 }
 
@@ -451,8 +453,8 @@ pub(super) fn timeouts(proxy: &Proxy, first_byte_by: Instant) -> ResponseTimeout
     }
 }
 
-/// Returns how an attempt ends after a response without success. The engine may have computed
-/// before a server error, but not before a refusal.
+/// Returns how an attempt ends after a response with an unsuccessful status. The engine may have
+/// computed before a server error, but not before a refusal.
 fn end_of_error(proxy: &Proxy, status: StatusCode) -> AttemptEnd {
     let is_refusal = proxy.settings.retry_statuses.contains(&status)
         || status == StatusCode::NOT_IMPLEMENTED
@@ -464,7 +466,7 @@ fn end_of_error(proxy: &Proxy, status: StatusCode) -> AttemptEnd {
     }
 }
 
-/// Returns how to parse the body of a response.
+/// Returns how to parse the body of a response with this head.
 pub(super) fn content(
     status: StatusCode,
     headers: &HeaderMap,

@@ -242,7 +242,7 @@ fn names(settings: &mut ProxySettings, head: &HeaderMap, parsed: &ParsedBody) {
     }
 }
 
-/// Returns requests for every endpoint.
+/// Returns requests for every endpoint as seeds.
 #[must_use]
 pub fn prompt_seeds() -> Vec<Vec<u8>> {
     let mut seeds = crate::fuzzing::chat_seeds();
@@ -259,7 +259,7 @@ pub fn prompt_seeds() -> Vec<Vec<u8>> {
     seeds
 }
 
-/// Returns streams of every endpoint.
+/// Returns streams of every endpoint as seeds.
 #[must_use]
 pub fn answer_events_seeds() -> Vec<Vec<u8>> {
     let streams = [
@@ -287,7 +287,7 @@ pub fn answer_events_seeds() -> Vec<Vec<u8>> {
         .collect()
 }
 
-/// Returns responses of every endpoint.
+/// Returns responses of every endpoint as seeds.
 #[must_use]
 pub fn answer_document_seeds() -> Vec<Vec<u8>> {
     let answers = [
@@ -299,7 +299,7 @@ pub fn answer_document_seeds() -> Vec<Vec<u8>> {
     answers.map(|answer| answer.as_bytes().to_vec()).to_vec()
 }
 
-/// Returns request heads.
+/// Returns request heads as seeds.
 #[must_use]
 pub fn headers_seeds() -> Vec<Vec<u8>> {
     let heads = [

@@ -17,24 +17,24 @@ use super::reserved_fields::{HeaderRules, is_engines_own};
 use crate::api_keys::is_of_cluster;
 use crate::traces::TraceHeaders;
 
-/// Request id, both here and at the engine.
+/// Header with the request id, used by clients, Quorate and engines.
 pub(super) const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 /// API key header of some clients.
 pub(super) const API_KEY: HeaderName = HeaderName::from_static("x-api-key");
 /// API key header of clients of Azure's service.
 pub(super) const AZURE_KEY: HeaderName = HeaderName::from_static("api-key");
-/// Data-parallel rank of the engine that computes a request; vLLM and SGLang read it.
+/// Header with the data-parallel rank that computes a request; vLLM and SGLang read it.
 pub(super) const RANK: HeaderName = HeaderName::from_static("x-data-parallel-rank");
 pub(super) const FORWARDED_FOR: HeaderName = HeaderName::from_static("x-forwarded-for");
 const KEEP_ALIVE: HeaderName = HeaderName::from_static("keep-alive");
 const PROXY_CONNECTION: HeaderName = HeaderName::from_static("proxy-connection");
-/// Priority among waiting requests.
+/// Header with a request's priority among waiting requests.
 pub(super) const PRIORITY: HeaderName = HeaderName::from_static("x-quorate-priority");
 
-/// Prefix of headers that only Quorate sets. Those of an engine are not relayed.
+/// Prefix of headers that only Quorate sets. Headers of an engine that have it are not relayed.
 const OWN_PREFIX: &str = "x-quorate-";
 
-/// Headers for Quorate only: engines receive decoded bodies and respond uncompressed.
+/// Request headers that are not forwarded: engines receive decoded bodies and respond uncompressed.
 const NOT_FORWARDED: [HeaderName; 5] = [
     HOST,
     CONTENT_LENGTH,
@@ -45,7 +45,7 @@ const NOT_FORWARDED: [HeaderName; 5] = [
 
 /// Maximum length of a request id accepted from a client, in bytes.
 pub(super) const REQUEST_ID_BYTES_MAX: usize = 128;
-/// Maximum number of header fields added toward the engine.
+/// Maximum number of header fields added to a request to an engine.
 const ADDED_MAX: usize = 7;
 
 pub(super) fn is_hop_by_hop(name: &HeaderName) -> bool {
@@ -94,7 +94,7 @@ pub(super) struct Hop<'a> {
     pub(super) trace: Option<&'a TraceHeaders>,
 }
 
-/// Whether the value is a key of the cluster, which no engine may see.
+/// Whether the value contains a key of the cluster, which no engine may see.
 fn has_cluster_key(value: &HeaderValue) -> bool {
     // HTTP/2 keeps white space at the ends.
     let words = value.as_bytes().trim_ascii();

@@ -33,20 +33,20 @@ pub enum RequestOrigin<'a> {
 /// How the user of a request was identified.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum UserSource {
-    /// By an entry of `users.identify_by`.
+    /// An entry of `users.identify_by` named the user.
     Identified(IdentifyBy),
-    /// By the API key, because keys are checked and no entry named a user.
+    /// The API key identified the user, because keys are checked and no entry named one.
     CheckedKey,
-    /// By the API key, which belongs to the cluster.
+    /// The API key, one of the cluster's keys, determines the user.
     ClusterKey,
-    /// Not identified; the user is anonymous.
+    /// The user was not identified and is anonymous.
     Nobody,
-    /// Given in the `explain` request.
+    /// The `explain` request names the user.
     Given,
 }
 
 impl UserSource {
-    /// Returns the name in responses of the admin API.
+    /// Returns the name of this source in responses of the admin API.
     #[must_use]
     pub fn text(&self) -> String {
         match self {
@@ -102,7 +102,7 @@ pub(super) fn check_key(
 /// Sender of a request, before the body is parsed.
 #[derive(Clone, Copy)]
 pub(super) struct Client<'a> {
-    /// Holder as returned by [`check_key`].
+    /// Holder of the client's key, as returned by [`check_key`].
     pub(super) holder: &'a Holder,
     pub(super) origin: RequestOrigin<'a>,
     pub(super) headers: &'a HeaderMap,
@@ -117,7 +117,7 @@ pub(super) struct IdentifiedUser {
 
 /// Returns the user to charge for the request's tokens.
 ///
-/// A key of the cluster takes precedence over everything else.
+/// A user given for `explain` takes precedence, then the user of a key of the cluster.
 ///
 /// A bare name is one that a key or a trusted proxy vouches for. A client's own claims get the
 /// prefix `header:` or `body:`, so that no client can take another user's name. They count only if
@@ -175,8 +175,9 @@ pub(super) fn identify<'a>(
     })
 }
 
-/// Prefixes of names that clients claim for themselves.
+/// Prefix of names that clients claim for themselves in a header.
 const SAID_IN_HEADER: &str = "header:";
+/// Prefix of names that clients claim for themselves in the body.
 const SAID_IN_BODY: &str = "body:";
 
 fn header_text<'a>(headers: &'a HeaderMap, field: &HeaderName) -> Option<&'a str> {
@@ -196,7 +197,8 @@ fn is_trusted(settings: &ProxySettings, origin: RequestOrigin<'_>) -> bool {
     }
 }
 
-/// Accepts a name from a trusted proxy, unless it has the form of names generated here.
+/// Accepts a name from a trusted proxy. Fails if it has a control character or the form of names
+/// generated here.
 fn vouched<'a>(name: &'a str, place: &str) -> Result<Cow<'a, str>, ProxyError> {
     let said = [SAID_IN_HEADER, SAID_IN_BODY];
     let is_of_key = name.strip_prefix("key-").is_some_and(user_name::is_hash);
@@ -210,13 +212,13 @@ fn vouched<'a>(name: &'a str, place: &str) -> Result<Cow<'a, str>, ProxyError> {
     Ok(Cow::Borrowed(name))
 }
 
-/// Prefixes a name that a client claims for itself.
+/// Adds `prefix` to a name that a client claims for itself.
 fn claimed(prefix: &str, name: &str, place: &str) -> Result<Cow<'static, str>, ProxyError> {
     check_name(name, place)?;
     Ok(Cow::Owned(format!("{prefix}{name}")))
 }
 
-/// Rejects characters that would change how terminals and tables display the rest.
+/// Rejects control and format characters, which would change how terminals display the rest.
 fn check_name(name: &str, place: &str) -> Result<(), ProxyError> {
     let is_format = |it: char| {
         matches!(

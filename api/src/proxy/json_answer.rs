@@ -18,7 +18,7 @@ const TAIL_BYTES_MAX: usize = 256 * 1024;
 /// Maximum length of a `usage` member outside the kept part, in bytes.
 const USAGE_BYTES_MAX: usize = 16 * 1024;
 
-/// Findings at the end of a document.
+/// Completeness of a document and of its parsed output, determined at the end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct DocumentEnd {
     /// Whether the document looks complete.
@@ -27,7 +27,7 @@ pub(super) struct DocumentEnd {
     pub(super) is_all: bool,
 }
 
-/// A document whose end is kept.
+/// A JSON document in transit, whose last [`TAIL_BYTES_MAX`] bytes are kept.
 #[derive(Default)]
 pub(super) struct Document {
     frames: VecDeque<Bytes>,
@@ -49,7 +49,8 @@ impl Document {
         }
     }
 
-    /// Parses what is kept, at the document's end.
+    /// Passes usage and output of the ended document to `note`; only usage if not all bytes are
+    /// kept.
     pub(super) fn read(&mut self, note: impl FnOnce(&AnswerDelta<'_>)) -> DocumentEnd {
         if let Some(scanner) = &mut self.passed {
             self.frames.iter().for_each(|frame| scanner.push(frame));
@@ -87,7 +88,8 @@ fn join(frames: &VecDeque<Bytes>, bytes: usize) -> Vec<u8> {
     })
 }
 
-/// Scanner for the top-level `usage` member of a document that arrives in pieces. Keeps none.
+/// Scanner for the top-level `usage` member of a document that arrives in pieces. It keeps no
+/// piece.
 #[derive(Debug, Default)]
 struct UsageScanner {
     /// Number of objects and arrays around the current byte.
@@ -96,12 +98,13 @@ struct UsageScanner {
     string: Option<Escape>,
     /// First bytes of the last top-level string, which is a key if a colon follows.
     key: Vec<u8>,
-    /// Bytes so far of a top-level `usage` value.
+    /// Bytes of a top-level `usage` value, as far as it has arrived.
     value: Option<Vec<u8>>,
     /// First usage that could be parsed.
     usage: Option<Usage>,
-    /// Whether the outermost bracket has closed, and whether anything but white space followed.
+    /// Whether the outermost bracket has closed.
     is_closed: bool,
+    /// Whether anything but white space followed the outermost bracket.
     has_more: bool,
 }
 

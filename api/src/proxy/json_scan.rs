@@ -11,7 +11,7 @@ use std::ops::Range;
 pub(super) struct JsonMember {
     /// The key as written, without its quotes. Escapes are not decoded.
     pub(super) key: Range<usize>,
-    /// The value.
+    /// The value as written.
     pub(super) value: Range<usize>,
 }
 
@@ -56,7 +56,7 @@ impl Iterator for JsonMembers<'_> {
     }
 }
 
-/// Returns the bytes of the value of the member `key`.
+/// Returns the bytes of the value of the member `key`; `None` if the object lacks it.
 pub(super) fn value_of<'a>(json: &'a [u8], key: &str) -> Option<&'a [u8]> {
     let member = members(json).find(|member| &json[member.key.clone()] == key.as_bytes())?;
     Some(&json[member.value])
@@ -101,7 +101,7 @@ pub(super) fn is_whole(json: &[u8]) -> bool {
         && skip_nested(json, start).is_some_and(|end| skip_space(json, end) == json.len())
 }
 
-/// Decodes a string literal with its quotes.
+/// Decodes a string literal, given with its quotes; `None` if it is not one.
 pub(super) fn string(literal: &[u8]) -> Option<std::borrow::Cow<'_, str>> {
     let inner = literal.strip_prefix(b"\"")?.strip_suffix(b"\"")?;
     if memchr::memchr(b'\\', inner).is_none() {

@@ -22,7 +22,7 @@ type KeyUser = Option<Arc<str>>;
 /// Holder of a request's key.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Holder {
-    /// Keys are not checked here.
+    /// The key, if any, is not checked.
     Unchecked,
     /// The key is valid and has no name, see [`key_user_name`].
     Unnamed,
@@ -55,7 +55,7 @@ impl Default for ApiKeys {
 }
 
 impl ApiKeys {
-    /// Adds a key.
+    /// Adds a key that is charged to `user`; `None` to derive the user with [`key_user_name`].
     pub fn add(&mut self, key: &str, user: Option<String>) {
         let mut users = BTreeMap::clone(&self.0.users.load());
         let (hash, user) = self.entry(key, user);
@@ -90,7 +90,7 @@ impl ApiKeys {
     }
 }
 
-/// Whether both share one set.
+/// Two values are equal if they share one set.
 impl PartialEq for ApiKeys {
     fn eq(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.0, &other.0)

@@ -77,9 +77,9 @@ pub struct ProxyMetrics {
     pub request_bytes: Counter,
     /// Bytes of responses relayed to clients.
     pub answer_bytes: Counter,
-    /// Connections to engines.
+    /// Counters of connections to engines.
     pub pool: PoolCounters,
-    /// Recent figures for people.
+    /// Counts and times from which recent figures for people are computed.
     pub recent: Arc<RecentRequests>,
     /// Metrics by model.
     pub(super) models: ModelMetrics,
@@ -99,14 +99,14 @@ impl Default for StageMetrics {
     }
 }
 
-/// Request figures for [`crate::figures`].
+/// Counts and times of requests, from which [`crate::figures`] computes recent figures.
 #[derive(Debug, Default)]
 pub struct RecentRequests {
     /// Number of requests that ended.
     pub ended: AtomicU64,
-    /// Number of those that failed.
+    /// Number of requests that failed.
     pub failed: AtomicU64,
-    /// Times to the first byte.
+    /// Times from a request's last byte to the first byte of the response body.
     pub ttft: TimeBuckets,
     /// Times from a request's last byte to its first dispatch, without the wait for admission.
     pub routing: TimeBuckets,
@@ -276,11 +276,11 @@ pub(super) struct RequestMetricsGuard {
     /// Trace of the request.
     trace: Option<Arc<RequestTrace>>,
     stage: RequestStage,
-    /// Guard of the connection and its address.
+    /// Guard that counts the request for its connection and address.
     _request_guard: Option<ConnectionRequestGuard>,
-    /// Guard of the user.
+    /// Guard that counts the request for its user.
     counted: Option<UserRequestGuard>,
-    /// Guard of the model's retry budget.
+    /// Guard that counts the request in its model's retry budget.
     spending: Option<BudgetGuard>,
     /// Metrics of the model.
     model: Option<Arc<ModelMeter>>,
@@ -340,7 +340,7 @@ impl RequestMetricsGuard {
         self.counted = Some(counted);
     }
 
-    /// Also counts the request for its model.
+    /// Counts the request in the metrics of its model.
     pub(super) fn is_for(&mut self, model: Arc<ModelMeter>) {
         self.model = Some(model);
     }

@@ -10,8 +10,8 @@
 //! Until then its response is read ahead, so that the engine's place is free once it is done.
 //!
 //! A client that shuts down only its sending side counts as gone, because no common HTTP client
-//! does this and an engine's time is expensive. The same holds for a client that pipelines
-//! requests: its disconnect is noticed once the previous response is written.
+//! does this and an engine's time is expensive. If a client pipelines requests, its disconnect is
+//! noticed only once the previous response is written.
 //!
 //! `x-quorate-policy` chooses the policy if the config allows it. `x-quorate-session`, or the
 //! header in the policy's settings, chooses the backend under `session`. `x-quorate-priority` sets
@@ -140,7 +140,7 @@ use stored::{RequestContext, forward_stored};
 use suspects::Suspects;
 use write_timeout::hand_over;
 
-/// Value that marks a response as the last of its connection.
+/// Value of the `connection` header that marks a response as the last of its connection.
 const CLOSE: HeaderValue = HeaderValue::from_static("close");
 
 /// State that all connections of a data plane share.
@@ -152,13 +152,13 @@ pub struct Proxy {
     view: Arc<StateView>,
     pool: Pool,
     settings: Arc<ProxySettings>,
-    /// Limits of the settings, or their replacement.
+    /// Current limits: those of the settings, or their replacement.
     limits: ArcSwap<ProxyLimits>,
     metrics: Arc<ProxyMetrics>,
     replica: HeaderValue,
-    /// Bytes of request bodies held at present.
+    /// Bytes of request bodies and of responses read ahead that are held at present.
     held_bytes: Arc<AtomicU64>,
-    /// Tasks other than those of connections: h2 streams and their responses.
+    /// Tasks other than those of connections: h2 streams, their responses, and refused bodies.
     tasks: TaskTracker,
     clients: Arc<ClientTable>,
     users: Arc<UserRequests>,
@@ -242,7 +242,7 @@ impl Proxy {
         &self.requests
     }
 
-    /// Returns the latest decisions. They include their inputs if the router is
+    /// Returns the log of the latest decisions. They include their inputs if the router is
     /// [recording](crate::routing::Router::recording).
     #[must_use]
     pub fn decisions(&self) -> &Arc<DecisionLog> {
@@ -260,7 +260,7 @@ impl Proxy {
         self.limits.store(Arc::new(limits));
     }
 
-    /// Replaces the retry budget for later retries.
+    /// Replaces the allowance of the retry budgets for later retries.
     pub fn replace_retry_allowance(&self, allowance: RetryAllowance) {
         self.budget.replace(allowance);
     }
@@ -375,7 +375,7 @@ impl Proxy {
         }
     }
 
-    /// Wraps the body. Over HTTP/1.1 the connection drives the response; see [`pace`].
+    /// Wraps the body. Over HTTP/1.1 the connection drives the response; see [`write_timeout`].
     fn body(&self, relay: SharedResponseBody, version: Version) -> AnswerBodyKind {
         if version == Version::HTTP_2 && !lock(&relay).is_end_stream() {
             let untaken = self.settings.timeouts.untaken;
@@ -438,7 +438,7 @@ impl Proxy {
         forward(self, &Arc::new(proxied), request_metrics).await
     }
 
-    /// Parses a request that has arrived, and opens its record and counts.
+    /// Parses a request that has arrived, opens its record, and counts it for its user and model.
     async fn parse(
         &self,
         arrived: ArrivedRequest,
@@ -457,7 +457,7 @@ impl Proxy {
         let path = head.uri.path();
         let told = request_head(&head, &peer);
         let (read, ids) = self.requests.read(&told, &holder, &mut body).await?;
-        // As long as the prompt, and no longer needed.
+        // The token ids are as long as the prompt, and no longer needed.
         drop(ids);
         *user = Some(read.user.key(self.requests.hash_seed()));
         let model = &read.parsed.model;
@@ -482,7 +482,7 @@ impl Proxy {
         })
     }
 
-    /// Checks a request's head, and reads the body if the request is routed.
+    /// Checks a request's head, and reads the body if the request is routed by it.
     async fn take_in<'a, B: Body<Data = Bytes> + Unpin>(
         &self,
         head: &'a http::request::Parts,
@@ -499,7 +499,7 @@ impl Proxy {
             Route::Engine => {
                 let limits = **self.limits.load();
                 let is_full = self.metrics.in_flight.get() >= signed(limits.requests_max);
-                // This request is among them.
+                // This request counts as one of them.
                 let reading = self.metrics.reading.get();
                 if is_full || reading > signed(limits.reading_max) {
                     return Err(ProxyError::Overloaded);
@@ -518,7 +518,7 @@ impl Proxy {
         }
     }
 
-    /// Returns the list of models that the key allows, or the one with this id.
+    /// Returns a response with the models that the key allows, or with the model `id` only.
     fn models(&self, holder: &Holder, id: Option<&str>) -> Result<Response<Bytes>, ProxyError> {
         let registry = self.view.registry();
         if !self.startup.has_caught_up() && models::is_empty(&registry, &self.backends) {

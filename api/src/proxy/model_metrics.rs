@@ -17,7 +17,7 @@ use super::outcome::RequestOutcome;
 
 /// Maximum number of models with their own series.
 const MODELS_MAX: usize = 100;
-/// Label of all other models.
+/// Label of the series that all other models share.
 const OTHER: &str = "other";
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -42,7 +42,7 @@ pub(super) struct ModelMetrics {
     meters: Arc<RwLock<BTreeMap<String, Arc<ModelMeter>>>>,
 }
 
-/// Metrics of one model, looked up once.
+/// Metrics of one model, looked up once per request.
 #[derive(Debug)]
 pub(super) struct ModelMeter {
     pub(super) ttft: Histogram,
@@ -52,7 +52,7 @@ pub(super) struct ModelMeter {
 }
 
 impl ModelMetrics {
-    /// Creates metrics whose histograms `histogram` makes.
+    /// Creates metrics with histograms that `histogram` creates.
     pub(super) fn new(histogram: fn() -> Histogram) -> Self {
         let requests = Family::default();
         let (ttft, duration) = (
@@ -87,7 +87,8 @@ impl ModelMetrics {
         );
     }
 
-    /// Returns the metrics for `model`. Calls `is_served` only for a model without its own series.
+    /// Returns the metrics of `model`, or those of all other models. Calls `is_served` only for a
+    /// model without its own series.
     pub(super) fn meter(&self, model: &str, is_served: impl FnOnce() -> bool) -> Arc<ModelMeter> {
         // Entries are complete or absent.
         let meters = self.meters.read().unwrap_or_else(PoisonError::into_inner);

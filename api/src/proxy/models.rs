@@ -20,13 +20,13 @@ struct ModelListBody<'a> {
 struct ModelEntry<'a> {
     id: &'a str,
     object: &'static str,
-    /// Start time of the oldest engine that serves it, in Unix seconds; 0 if any is unknown.
+    /// Start time of the oldest engine that serves the model, in Unix seconds; 0 if any is unknown.
     created: u64,
     owned_by: &'static str,
     /// Value from the first engine that lists one, as for `parent` and `permission`.
     root: Option<String>,
     parent: Option<String>,
-    /// Smallest value of its engines, because any of them may get the next request.
+    /// Smallest maximum length of its engines, because any of them may get the next request.
     max_model_len: Option<u64>,
     permission: Value,
 }
@@ -62,7 +62,7 @@ impl<'a> ModelEntry<'a> {
     }
 }
 
-/// Returns all models by id.
+/// Returns the models of all serving backends, by id.
 fn union<'a>(registry: &'a Registry, backends: &Backends) -> BTreeMap<&'a str, ModelEntry<'a>> {
     let mut models: BTreeMap<&str, ModelEntry<'_>> = BTreeMap::new();
     let is_serving = |it: &&Backend| !it.draining && backends.is_up(registry, it);
@@ -76,12 +76,12 @@ fn union<'a>(registry: &'a Registry, backends: &Backends) -> BTreeMap<&'a str, M
     models
 }
 
-/// Whether the list is empty.
+/// Whether no serving backend has a model.
 pub(super) fn is_empty(registry: &Registry, backends: &Backends) -> bool {
     union(registry, backends).is_empty()
 }
 
-/// Returns the models that the client may use in OpenAI's format, ordered by id.
+/// Returns the list of models that `is_allowed` accepts, in OpenAI's format and ordered by id.
 pub(super) fn list(
     registry: &Registry,
     backends: &Backends,
@@ -108,13 +108,13 @@ pub(super) fn one(registry: &Registry, backends: &Backends, id: &str) -> Option<
     )
 }
 
-/// Returns a model's name in the form used in errors.
+/// Returns a model's name as errors show it, cut to the maximum length of names.
 pub(super) fn shown_model(model: &str) -> String {
     model[..model.floor_char_boundary(state::command::NAME_BYTES_MAX)].to_owned()
 }
 
-/// Returns the length of a model's longest prompt, in tokens: bounded by the engines' reports and
-/// by what fits their caches at `tokens_per_block`.
+/// Returns the maximum length of a model's prompts, in tokens: the engines' reports and what fits
+/// their caches at `tokens_per_block` bound it. Returns `None` if neither is known.
 pub(super) fn context_tokens_max(
     registry: &Registry,
     backends: &Backends,

@@ -9,9 +9,9 @@ pub enum RequestOutcome {
     Finished,
     /// The router responded without a backend, for example with the model list.
     Local,
-    /// The router refused it with a 4xx.
+    /// The router refused the request with a 4xx.
     Refused,
-    /// No backend could serve it: a 5xx from the router.
+    /// No backend could serve the request, so the router responded with a 5xx.
     Failed,
     /// A backend's own error was relayed.
     EngineError,
@@ -33,7 +33,8 @@ impl RequestOutcome {
         Self::ClientLeft,
     ];
 
-    /// Whether the client got no complete response although it made no mistake.
+    /// Whether the request failed, other than by a refusal of the router or because the client
+    /// left.
     pub(super) fn is_failure(self) -> bool {
         match self {
             Self::Failed | Self::EngineError | Self::BrokenOff => true,

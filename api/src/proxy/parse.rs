@@ -64,17 +64,17 @@ pub struct RequestHead<'a> {
 pub struct ClientRequest {
     /// Body without the prompt.
     pub parsed: ParsedBody,
-    /// Prompt.
+    /// Blocks and token count of the prompt.
     pub identity: PromptIdentity,
     /// User to charge.
     pub user: UserName,
-    /// How the user was identified.
+    /// Source of the user's name.
     pub user_source: UserSource,
     /// Policy and labels that the request asks for.
     pub preferences: RoutingPreferences,
     /// Priority among waiting requests.
     pub priority: i16,
-    /// How long the client waits, if the request states it.
+    /// Maximum time that the client waits, if the request states it.
     pub deadline: Option<Duration>,
     /// Stages of the request that can run on two backends.
     pub stages: RequestStages,
@@ -166,7 +166,7 @@ impl RequestReader {
         }
     }
 
-    /// Returns the seed of users' keys.
+    /// Returns the seed from which the keys of users are derived.
     pub(crate) fn hash_seed(&self) -> u64 {
         self.view.registry().hash_seed
     }
@@ -248,7 +248,8 @@ impl RequestReader {
     /// known. The whole body must be present.
     ///
     /// # Errors
-    /// Fails as the data plane would. Requests that the replica itself serves have no route either.
+    /// Returns the data plane's error, or that of an unknown route for model lists and stored
+    /// responses.
     pub async fn would_read(
         &self,
         head: &RequestHead<'_>,
@@ -271,7 +272,7 @@ impl RequestReader {
         }
     }
 
-    /// Returns the request headers that have no effect under the config, as a list.
+    /// Returns a list of the request headers that have no effect under the config; `None` if empty.
     pub(super) fn ignored(&self, headers: &HeaderMap) -> Option<HeaderValue> {
         self.decider.ignored(headers)
     }
@@ -283,8 +284,8 @@ impl RequestReader {
         client_request_id(headers)?.to_str().ok()
     }
 
-    /// Hashes the prompt of a user with its own cache scope in that scope, and returns the
-    /// isolation that engines must provide.
+    /// Hashes the prompt in the user's own cache scope, if the user has one. Returns the isolation
+    /// that engines must provide.
     async fn isolate(
         &self,
         path: &str,
@@ -316,7 +317,7 @@ impl RequestReader {
         Ok(isolation)
     }
 
-    /// Parses a body and removes the fields that must not reach engines.
+    /// Parses a body and removes the fields that must not reach engines. Fails on refused fields.
     async fn parse(
         &self,
         head: &RequestHead<'_>,

@@ -70,7 +70,8 @@ pub(super) struct ProxiedRequest {
 }
 
 impl ProxiedRequest {
-    /// Returns the trace headers for an engine at one attempt.
+    /// Returns the trace headers for an engine: those of `attempt`, or else of the request, if
+    /// traced.
     pub(super) fn trace_headers(&self, attempt: Option<&mut AttemptTrace>) -> Option<TraceHeaders> {
         match attempt {
             Some(attempt) => Some(attempt.headers()),
@@ -83,7 +84,7 @@ impl ProxiedRequest {
         trace_id(self.trace.as_ref(), &self.head.headers)
     }
 
-    /// Begins the span of an attempt at this backend.
+    /// Begins the span of an attempt at `backend`; `None` without tracing.
     pub(super) fn attempts(&self, backend: &str, stage: &'static str) -> Option<AttemptTrace> {
         self.trace.as_ref()?.attempts(backend, stage)
     }

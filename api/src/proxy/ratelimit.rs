@@ -19,7 +19,7 @@ const TOKENS: LimitHeaders = [
     HeaderName::from_static("x-ratelimit-reset-tokens"),
 ];
 
-/// Adds the remainders of the user's limits, if any, to a response. They replace those that an
+/// Adds the user's limits, if any, and their remainders to a response. They replace those that an
 /// engine reports about its own limits.
 pub(super) fn add_headers(headers: &mut HeaderMap, left: &LimitsLeft) {
     for (names, limit) in [(REQUESTS, &left.requests), (TOKENS, &left.tokens)] {

@@ -27,7 +27,7 @@ const LEAST_BYTES_PER_S: u64 = 4 * 1024;
 pub(super) struct ReadAheadBounds {
     /// Maximum number of bytes kept of one response.
     pub(super) bytes_max: u64,
-    /// Bytes kept of all responses and all request bodies.
+    /// Number of bytes kept of all responses and all request bodies.
     pub(super) held_bytes: Arc<AtomicU64>,
     /// Maximum of `held_bytes`.
     pub(super) held_bytes_max: u64,
@@ -37,7 +37,7 @@ pub(super) struct ReadAheadBounds {
     pub(super) untaken: Duration,
 }
 
-/// Buffer of one response.
+/// Buffer for the pieces of one response.
 pub(super) struct ReadAhead {
     bounds: ReadAheadBounds,
     pieces: VecDeque<AnswerPiece>,
@@ -65,7 +65,7 @@ impl ReadAhead {
         self.pieces.is_empty()
     }
 
-    /// Whether another piece fits.
+    /// Whether the bounds allow reading another piece.
     pub(super) fn has_room(&self) -> bool {
         let ReadAheadBounds {
             bytes_max,
@@ -93,7 +93,7 @@ impl ReadAhead {
         Some(piece)
     }
 
-    /// Ends a wait of the engine, which is read again.
+    /// Ends a wait of the engine, if any, and deducts it from the remaining time.
     pub(super) fn goes_on(&mut self) {
         if let Some(since) = self.since.take() {
             self.left = self.left.saturating_sub(since.elapsed());

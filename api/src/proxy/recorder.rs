@@ -29,7 +29,7 @@ pub(crate) struct TakenRequest {
 pub(crate) struct RecordingLimits {
     pub(crate) seconds: u32,
     pub(crate) requests: u32,
-    /// Maximum size in memory.
+    /// Maximum size in memory, in bytes.
     pub(crate) bytes: u64,
 }
 
@@ -48,11 +48,11 @@ pub(crate) struct RecordingState {
     pub(crate) id: u64,
     pub(crate) salt: Arc<str>,
     pub(crate) limits: RecordingLimits,
-    /// Start in Unix milliseconds.
+    /// Start of the recording, in Unix milliseconds.
     pub(crate) from_ms: u64,
-    /// Time at which it ended, or will end at the latest, in Unix milliseconds.
+    /// Time at which the recording ended, or will end at the latest, in Unix milliseconds.
     pub(crate) until_ms: u64,
-    /// `None` while it runs.
+    /// Reason why the recording ended; `None` while it runs.
     pub(crate) end: Option<RecordingEnd>,
     pub(crate) requests: usize,
     pub(crate) bytes: u64,
@@ -81,7 +81,8 @@ struct RunRecording {
 }
 
 impl Recorder {
-    /// Starts a recording, or returns the running one as an error.
+    /// Starts a recording, which may replace the oldest one. Returns the running one, if any, as an
+    /// error.
     pub(crate) fn start(
         &self,
         salt: Arc<str>,
@@ -120,7 +121,7 @@ impl Recorder {
         self.is_on.load(Relaxed)
     }
 
-    /// Adds a request of `bytes` to the running recording.
+    /// Adds a request of `bytes` to the running recording, if any.
     pub(super) fn take(&self, request: TakenRequest, bytes: usize) {
         let mut kept = self.present();
         let Some(running) = kept.running() else {
@@ -134,7 +135,7 @@ impl Recorder {
         self.follow(&mut kept);
     }
 
-    /// Adds to the size of a recorded request.
+    /// Adds `bytes` to the size of the running recording, if it holds the request.
     pub(super) fn grow(&self, record: &RequestRecord, bytes: usize, now_ms: u64) {
         let mut kept = self.present();
         let Some(running) = kept.running() else {
@@ -154,14 +155,15 @@ impl Recorder {
         kept.all.iter().rev().map(|it| it.state.clone()).collect()
     }
 
-    /// Returns a recording with its requests so far.
+    /// Returns a recording with its requests so far; `None` if it is not kept.
     pub(crate) fn get(&self, id: u64) -> Option<(RecordingState, Vec<TakenRequest>)> {
         let kept = self.present();
         let found = kept.all.iter().find(|it| it.state.id == id)?;
         Some((found.state.clone(), found.taken.clone()))
     }
 
-    /// Ends a recording. One that has ended already stays unchanged.
+    /// Ends a recording, unless it has ended already, and returns its state; `None` if it is not
+    /// kept.
     pub(crate) fn stop(&self, id: u64, now_ms: u64) -> Option<RecordingState> {
         let mut kept = self.present();
         let found = kept.all.iter_mut().find(|it| it.state.id == id)?;
@@ -173,7 +175,7 @@ impl Recorder {
         Some(state)
     }
 
-    /// Ends and removes a recording.
+    /// Ends and removes a recording, and returns its state; `None` if it is not kept.
     pub(crate) fn remove(&self, id: u64, now_ms: u64) -> Option<RecordingState> {
         let state = self.stop(id, now_ms)?;
         self.present().all.retain(|it| it.state.id != id);
@@ -206,7 +208,7 @@ impl KeptRecordings {
 }
 
 impl RunRecording {
-    /// Ends the recording if it is full.
+    /// Ends the recording if it has reached its maximum number of requests or bytes.
     fn fill(&mut self, now_ms: u64) {
         let limits = self.state.limits;
         if self.state.requests as u64 >= u64::from(limits.requests) {
@@ -223,7 +225,7 @@ impl RunRecording {
 }
 
 impl RecordingEnd {
-    /// Returns the name in the admin API and in the file.
+    /// Returns the name of the reason in the admin API and in the file.
     pub(crate) fn label(self) -> &'static str {
         match self {
             Self::Seconds => "seconds",

@@ -1,4 +1,4 @@
-//! Intake of a request: its head and its body.
+//! Checks the head of a request and reads its body.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -50,7 +50,7 @@ impl HeldBodyBytes {
         Ok(())
     }
 
-    /// Releases all bytes.
+    /// Releases all bytes of the body.
     pub(super) fn release(&mut self) {
         self.all.fetch_sub(std::mem::take(&mut self.bytes), Relaxed);
     }
@@ -78,7 +78,7 @@ const LOOK_EVERY: Duration = Duration::from_secs(1);
 const CROWDED_PART: u32 = 10;
 
 impl BodyReader<'_> {
-    /// Reads the body to its end within the limits.
+    /// Reads the body to its end within the limits, and decodes it if it is compressed.
     pub(super) async fn read<B: Body<Data = Bytes> + Unpin>(
         &self,
         body: &mut B,
@@ -121,7 +121,7 @@ impl BodyReader<'_> {
         })
     }
 
-    /// Decodes the body while reading it.
+    /// Reads a gzip body and decodes it as it arrives.
     async fn read_gzip<B: Body<Data = Bytes> + Unpin>(
         &self,
         body: &mut B,
@@ -144,7 +144,8 @@ impl BodyReader<'_> {
         gzip.end()
     }
 
-    /// Returns the next piece; `None` at the end.
+    /// Returns the next piece; `None` at the end. Fails if it takes too long or the body breaks
+    /// off.
     async fn piece<B: Body<Data = Bytes> + Unpin>(
         &self,
         body: &mut B,
@@ -199,7 +200,7 @@ pub(super) async fn read_on(proxy: &Proxy, head: &Parts, body: Incoming) {
     }
 }
 
-/// Discards a body within bounds, and stops earlier if it stalls.
+/// Reads and discards a body within the bounds, and stops earlier if it stalls.
 async fn discard(bytes_max: u64, patience: Duration, mut body: Incoming) {
     let read = async {
         let mut left = bytes_max;
@@ -272,7 +273,7 @@ pub(super) fn check_head(version: Version, headers: &HeaderMap) -> Result<(), Pr
     Err(ProxyError::BadExpectation)
 }
 
-/// Returns the requested priority, capped at the maximum.
+/// Returns the requested priority, capped at `priority_max`; 0 if none. Fails if it is no integer.
 pub(super) fn priority(headers: &HeaderMap, priority_max: i16) -> Result<i16, ProxyError> {
     let Some(value) = headers.get(PRIORITY) else {
         return Ok(0);

@@ -10,12 +10,13 @@ use super::identify::UserSource;
 use crate::prompt::BlockUnit;
 use crate::routing::{DecisionRecord, Labels, UserName};
 
-/// Record of one request.
+/// Record of one request and its attempts.
 #[derive(Debug)]
 pub struct RequestRecord {
     /// Number of the record among all since the replica's start, from 0.
     pub(crate) number: u64,
-    /// Copied, because a header value would keep alive the 16 KiB that its connection read at once.
+    /// Request id. It is copied, because a header value would keep alive the 16 KiB that its
+    /// connection read at once.
     pub(crate) id: Box<str>,
     pub(crate) path: Box<str>,
     pub(crate) model: Box<str>,
@@ -31,7 +32,7 @@ pub struct RequestRecord {
     pub(crate) tokens: u32,
     /// Number of full blocks of the prompt.
     pub(crate) blocks: u32,
-    /// Number of those blocks that an engine can have cached.
+    /// Number of full blocks that an engine can have cached.
     pub(crate) matchable: u32,
     /// Tokens per block, estimated if blocks consist of bytes.
     pub(crate) tokens_per_block: u32,
@@ -44,26 +45,26 @@ pub struct RequestRecord {
     pub(super) end: OnceLock<RequestEnd>,
 }
 
-/// One attempt of a request.
+/// One attempt of a request, with its decision.
 #[derive(Debug, Clone)]
 pub(crate) struct DecidedAttempt {
     /// Time from parsing the request to the dispatch.
     pub(crate) after: Duration,
-    /// Part of that time for which this attempt waited for its turn and a backend.
+    /// Part of `after` for which this attempt waited for its turn and a backend.
     pub(crate) waited: Duration,
     pub(crate) decision: Arc<DecisionRecord>,
 }
 
-/// End of a request.
+/// End of a request, as its record shows it.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct RequestEnd {
     /// Outcome as counted by `quorate_proxy_requests_total`.
     pub(crate) outcome: &'static str,
     /// Status sent to the client; 0 if none was sent.
     pub(crate) status: u16,
-    /// Code of the error sent to the client.
+    /// Code of the error sent to the client, if any.
     pub(crate) code: Option<&'static str>,
-    /// Time since the request was parsed.
+    /// Time from parsing the request to its end.
     pub(crate) after: Duration,
 }
 

@@ -35,7 +35,7 @@ pub const STRIPPED_HEADERS: [&str; 3] = ["x-data-parallel-rank", "x-override-*",
 pub struct FieldRules {
     refused: Vec<String>,
     stripped: Vec<String>,
-    /// Name hashes of both lists.
+    /// Hashes of the names in both lists.
     hashes: Vec<u32>,
 }
 
@@ -59,7 +59,8 @@ impl FieldRules {
         }
     }
 
-    /// Returns the body without its stripped fields; `None` if nothing changes.
+    /// Returns the body without its stripped fields; `None` if nothing changes. Fails on refused
+    /// fields.
     pub(super) fn apply(
         &self,
         parsed: &ParsedBody,
@@ -115,7 +116,7 @@ fn too_many() -> ProxyError {
     }
 }
 
-/// Returns `text` without some of its members.
+/// Returns `text` without those of its members that `is_out` selects.
 fn without(
     text: &str,
     members: &[BodyMember<'_>],
@@ -194,7 +195,7 @@ const ENGINES_OWN: [&str; 9] = [
     "x-process-time",
     "x-sendfile",
 ];
-/// Prefix of commands to nginx.
+/// Prefix of engine headers that are commands to nginx.
 const ENGINES_OWN_PREFIX: &str = "x-accel-";
 
 /// Whether a response header concerns the engine itself.

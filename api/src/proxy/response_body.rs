@@ -31,7 +31,7 @@ pub(super) const ERROR_BYTES_MAX: u64 = 1024 * 1024;
 
 /// Kind of a response body, with the state for reading it.
 pub(super) enum BodyKind {
-    /// Server-sent events.
+    /// Stream of server-sent events.
     Events {
         events: SseStream,
         /// Whether the end of the body is unambiguous, see [`ResponseBodyError::Unfinished`].
@@ -42,10 +42,10 @@ pub(super) enum BodyKind {
     /// One JSON document whose end is kept.
     Document {
         document: Document,
-        /// As for events.
+        /// Whether the end of the body is unambiguous, see [`ResponseBodyError::Unfinished`].
         has_clear_end: bool,
     },
-    /// Anything else.
+    /// Any other body, which is relayed unread.
     Opaque,
     /// An engine's own error, or another response without success.
     Error {
@@ -85,18 +85,18 @@ impl BodyKind {
     }
 }
 
-/// Backend that responds, for the accounting.
+/// Backend that responds, which is blamed if its response breaks off.
 pub(super) struct RespondingBackend {
     pub(super) proxy: Arc<Proxy>,
     pub(super) slot: Slot,
-    /// `None` for requests that run nothing that could break an engine.
+    /// Watched request; `None` for requests that run nothing that could break an engine.
     pub(super) watched: Option<WatchedRequest>,
 }
 
 /// A response body shared with its connection, which reads it ahead when it cannot write.
 pub(super) type SharedResponseBody = Arc<Mutex<ResponseBody>>;
 
-/// Locks the body. Never contended, because one task holds both sides.
+/// Locks the body. The lock is never contended, because one task holds both sides.
 pub(super) fn lock(relay: &SharedResponseBody) -> MutexGuard<'_, ResponseBody> {
     relay.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -116,9 +116,9 @@ pub(super) struct ResponseBody {
     ahead: ReadAhead,
 }
 
-/// Accounting of a response.
+/// Charge of a response's attempt, and metrics of its request.
 struct RequestAccounting {
-    /// `None` once the attempt has ended.
+    /// Attempt that is charged; `None` once it has ended.
     attempt: Option<Attempt>,
     request_metrics: Option<RequestMetricsGuard>,
     /// Outcome of the request once the client has received everything.
@@ -168,7 +168,7 @@ impl RequestAccounting {
         }
     }
 
-    /// Notes that all output was seen.
+    /// Notes that all output was parsed, so that none is hidden.
     fn is_all_seen(&mut self) {
         if let Some(attempt) = &mut self.attempt {
             attempt.set_hidden_output(None);
@@ -182,15 +182,15 @@ impl RequestAccounting {
         self.outcome = Some(outcome);
     }
 
-    /// Like [`RequestAccounting::end`] for a finished response, but returns a future of the
-    /// charge's commit, unless it is committed already.
+    /// Ends the accounting of a finished response and returns a future of the charge's commit,
+    /// unless it is committed already.
     fn end_durably(&mut self, outcome: RequestOutcome) -> Option<ChargeCommit> {
         self.outcome = Some(outcome);
         let attempt = self.attempt.take()?;
         attempt.end_durably(AttemptEnd::Finished, Instant::now())
     }
 
-    /// Completes the accounting after the client has received everything.
+    /// Completes the request's metrics after the client has received everything.
     fn settle(&mut self) {
         if let (Some(outcome), Some(mut request_metrics)) =
             (self.outcome, self.request_metrics.take())
@@ -260,7 +260,7 @@ impl ResponseBody {
         }
     }
 
-    /// Records the first byte.
+    /// Records the first byte of the body, once.
     fn begin(&mut self) {
         let accounting = &mut self.accounting;
         if !std::mem::replace(&mut accounting.has_begun, true)
@@ -278,7 +278,7 @@ impl ResponseBody {
         }
     }
 
-    /// Accepts a frame and returns the bytes for the client.
+    /// Accepts a frame and returns the bytes that the client receives now, if any.
     fn take_in(&mut self, data: Bytes) -> Result<Option<Bytes>, ResponseBodyError> {
         self.begin();
         let accounting = &mut self.accounting;
@@ -321,7 +321,7 @@ impl ResponseBody {
         })
     }
 
-    /// Handles the end of the engine's body.
+    /// Handles the end of the engine's body and returns the last bytes for the client, if any.
     fn finish(&mut self) -> Result<Option<Bytes>, ResponseBodyError> {
         let rest = match &mut self.content {
             BodyKind::Events {
@@ -365,7 +365,7 @@ impl ResponseBody {
         Ok(rest)
     }
 
-    /// Returns the withheld end after its charge is committed.
+    /// Returns the withheld end once its charge is committed or the wait is over.
     fn poll_withheld(&mut self, cx: &mut Context<'_>) -> Poll<Option<AnswerPiece>> {
         let released = ready!(self.withheld.poll_released(cx));
         if !released.is_confirmed {
@@ -519,7 +519,7 @@ pub(super) struct ResponseTimeouts {
 /// A deadline that moves with every frame, without resetting a timer each time.
 struct IdleTimeout {
     deadline: Instant,
-    /// Set on the first wait. It may fire early, but never late.
+    /// Timer that is set on the first wait. It may fire early, but never late.
     timer: Option<Pin<Box<Sleep>>>,
 }
 

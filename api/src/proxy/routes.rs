@@ -53,8 +53,8 @@ const FORM_PATHS: [&str; 4] = [
     "/v1/images/variations",
 ];
 
-/// OpenAI's routes to objects that are kept between requests. Engines do not keep these, and each
-/// of several engines would only know its own.
+/// OpenAI's routes to objects that are kept between requests. Engines do not keep such objects, and
+/// each of several engines would only know its own.
 const KEPT_THINGS: [&str; 7] = [
     "assistants",
     "batches",
@@ -130,7 +130,7 @@ pub(super) enum Route<'a> {
     Engine,
 }
 
-/// Returns the route of a request.
+/// Returns the route of a request. Fails if its path or method is not served.
 pub(super) fn route<'a>(
     settings: &ProxySettings,
     method: &Method,
@@ -166,7 +166,7 @@ fn model_id(path: &str) -> Cow<'_, str> {
     decoded.unwrap_or(Cow::Borrowed(path))
 }
 
-/// Parses `/v1/responses/ID` and `/v1/responses/ID/cancel`. The second value is whether to cancel.
+/// Parses `/v1/responses/ID` and `/v1/responses/ID/cancel`. Also returns whether to cancel.
 fn stored_response(path: &str) -> Option<(&str, bool)> {
     let rest = path.strip_prefix("/v1/responses/")?;
     let (id, is_cancel) = match rest.strip_suffix("/cancel") {
@@ -217,7 +217,7 @@ pub(super) fn unrouted(method: &Method, path: &str) -> ProxyError {
     }
 }
 
-/// Returns a path in the form used in errors and the log.
+/// Returns a path as errors and the log show it, cut to [`SHOWN_PATH_BYTES_MAX`].
 pub(super) fn shown_path(path: &str) -> &str {
     &path[..path.floor_char_boundary(SHOWN_PATH_BYTES_MAX)]
 }

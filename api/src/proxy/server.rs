@@ -48,7 +48,7 @@ const ACCEPT_TOLD_EVERY: Duration = Duration::from_secs(10);
 const H2_WINDOW_BYTES: u32 = 1024 * 1024;
 /// Number of idle connections closed at a time to make room.
 const EVICTED_AT_ONCE: usize = 32;
-/// Interval between such attempts while there is no room.
+/// Interval between attempts to close idle connections while there is no room.
 const EVICT_EVERY: Duration = Duration::from_millis(100);
 /// Time for an evicted connection to close.
 const EVICTED_WITHIN: Duration = Duration::from_secs(1);
@@ -70,7 +70,7 @@ pub struct Server {
     tls: Option<Arc<Certificates<ListenerFiles>>>,
 }
 
-/// Result of draining.
+/// Result of a drain.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DrainResult {
     /// Number of connections that were still open at the deadline and were closed.
@@ -89,13 +89,14 @@ impl Server {
         }
     }
 
-    /// Serves TLS only. A connection uses the certificates that are current when it begins.
+    /// Serves TLS only, if `tls` is set. A connection uses the certificates that are current when
+    /// it begins.
     #[must_use]
     pub fn with_tls(self, tls: Option<Arc<Certificates<ListenerFiles>>>) -> Self {
         Self { tls, ..self }
     }
 
-    /// After `leaving` is cancelled, every HTTP/1.1 response has `connection: close`, so that
+    /// Sets `leaving`. After it is cancelled, every HTTP/1.1 response has `connection: close`, so
     /// clients switch to another replica before their connection is closed. Connections are still
     /// accepted and served.
     #[must_use]
@@ -115,7 +116,8 @@ impl Server {
         self.run_until(drain, Box::new(move || deadline))
     }
 
-    /// Like [`Server::run`], but calls `deadline` when the drain begins.
+    /// Serves like [`Server::run`], with the deadline that `deadline` returns when the drain
+    /// begins. A call at the start determines the grace period of the drain.
     #[must_use]
     pub fn run_until(
         self,
@@ -203,7 +205,7 @@ impl Server {
     }
 }
 
-/// Accepts connections within the limit.
+/// Listener that accepts connections within the limit.
 struct Acceptor {
     listener: TcpListener,
     room: Arc<Semaphore>,
@@ -259,7 +261,7 @@ impl Acceptor {
     }
 }
 
-/// Spawns h2 streams on a tracker that the drain waits for.
+/// Executor that spawns h2 streams on a tracker for which the drain waits.
 #[derive(Clone)]
 struct TrackedExecutor(TaskTracker);
 
@@ -300,11 +302,11 @@ const REJECT_BEFORE_DEADLINE: Duration = Duration::from_millis(500);
 /// Signals for the steps of a shutdown.
 #[derive(Clone)]
 struct ShutdownSignals {
-    /// Send clients to other replicas.
+    /// Cancelled when clients should go to other replicas.
     leaving: CancellationToken,
-    /// Finish what has begun.
+    /// Cancelled when connections should finish what they have begun.
     drain: CancellationToken,
-    /// Close everything.
+    /// Cancelled when all connections should close.
     cut: CancellationToken,
     /// Time for which a connection without a request may still send one after `drain`.
     drain_grace: Duration,
@@ -322,7 +324,7 @@ struct ConnectionContext {
     proxy: Arc<Proxy>,
     builder: Arc<auto::Builder<TrackedExecutor>>,
     stop: ShutdownSignals,
-    /// `None` for plain text.
+    /// TLS config; `None` for plain text.
     tls: Option<Arc<ServerConfig>>,
 }
 
@@ -344,7 +346,8 @@ impl ConnectionContext {
         };
         let handshake = tls::accept(stream, config, &NO_TLS, timed);
         let limit = timeouts.first_request;
-        // Large and short-lived, so it should not be part of a connection's future.
+        // The handshake is large and short-lived, so it should not be part of a connection's
+        // future.
         let secured = Box::pin(shake_hands(handshake, client, &self.stop.cut, limit));
         let secured = secured.await;
         if secured.is_err() {
@@ -477,7 +480,7 @@ fn service(
     })
 }
 
-/// What the timer and the socket of a connection must know about its requests.
+/// State of a connection's requests for its timer and its socket.
 #[derive(Default)]
 struct ConnectionRequests {
     has_asked: AtomicBool,
@@ -498,7 +501,7 @@ impl ConnectionRequests {
     }
 }
 
-/// Guard of a connection in its gauge. It also works on a panic.
+/// Guard that counts a connection in its gauge until it is dropped, even on a panic.
 struct ConnectionGaugeGuard(Gauge);
 
 impl ConnectionGaugeGuard {

@@ -29,9 +29,9 @@ pub const DECISIONS_MAX: usize = 10_000;
 pub struct ProxySettings {
     /// Id of this replica, for `x-quorate-replica`.
     pub replica: ReplicaId,
-    /// Which response headers about routing clients get.
+    /// Response headers about routing that clients receive.
     pub expose: Expose,
-    /// Whether the end of a response waits for its charge.
+    /// Whether the end of a response waits until its charge is committed.
     pub charges: Charges,
     /// Limits on what clients may send and hold.
     pub limits: ProxyLimits,
@@ -61,12 +61,12 @@ pub struct ProxySettings {
     /// Maximum number of requests that may be retries after a refusal, relative to the model's
     /// requests in flight.
     pub retry_allowance: RetryAllowance,
-    /// Highest priority that a request may have. Higher ones are capped.
+    /// Highest priority that a request may have. Higher priorities are capped.
     pub priority_max: i16,
     /// Usage reports requested on a client's behalf.
     pub usage_splice: UsageRequest,
-    /// Additional paths to which a POST with a JSON `model` is routed. Exact, without a query.
-    /// Engine control paths stay closed even if listed here.
+    /// Additional paths to which a POST with a JSON `model` is routed. They match exactly, without
+    /// the query. Engine control paths stay closed even if listed here.
     pub extra_paths: Vec<String>,
     /// Maximum number of requests in the [`DecisionLog`](super::DecisionLog); 0 for none.
     pub decisions_max: usize,
@@ -74,9 +74,9 @@ pub struct ProxySettings {
     pub cors: AllowedOrigins,
     /// Requests that get a line in the access log.
     pub logged_requests: LoggedRequests,
-    /// Creates traces of requests; `None` without tracing.
+    /// Tracer of requests; `None` without tracing.
     pub tracer: Option<Tracer>,
-    /// Connections to the engines.
+    /// Settings of the connections to engines.
     pub pool: PoolSettings,
 }
 
@@ -128,7 +128,7 @@ pub struct ProxyLimits {
     /// Maximum number of requests whose body is arriving; 503 beyond. From half of it,
     /// [`ProxyTimeouts::body_idle_crowded`] applies.
     pub reading_max: usize,
-    /// Maximum number of both kinds together from one client address; 429 beyond.
+    /// Maximum number of requests from one client address, arriving or in flight; 429 beyond.
     pub requests_per_address_max: usize,
     /// Maximum number of requests in flight of one user; 429 beyond.
     pub requests_per_user_max: usize,
@@ -166,7 +166,7 @@ pub struct ProxyTimeouts {
     pub next_request: Duration,
     /// Maximum time between two pieces of a request body; 408 beyond.
     pub body_idle: Duration,
-    /// The same while many bodies are arriving.
+    /// Maximum time between two pieces of a request body while many are arriving; 408 beyond.
     pub body_idle_crowded: Duration,
     /// Maximum time for a whole request body; 408 beyond. A tenth of it while many are arriving.
     pub body: Duration,
@@ -250,8 +250,8 @@ impl ProxySettings {
 /// Source of a user's name.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum IdentifyBy {
-    /// The key in `authorization: Bearer` or `x-api-key`. The name comes from [`ApiKeys`], or from
-    /// a hash of the key.
+    /// The key in `authorization: Bearer`, `x-api-key` or `api-key`. The name comes from
+    /// [`ApiKeys`], or from a hash of the key.
     ApiKey,
     /// The value of a header.
     Header(HeaderName),

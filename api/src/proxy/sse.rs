@@ -27,21 +27,21 @@ pub(super) struct WantedUsage {
 }
 
 impl WantedUsage {
-    /// For streams whose requests were not changed.
+    /// All usage reports, for streams whose requests were not changed.
     pub(super) const ALL: Self = Self {
         final_chunk: true,
         running: true,
     };
 }
 
-/// State of one stream.
+/// Parser of one stream of server-sent events.
 #[derive(Debug)]
 pub(super) struct SseStream {
     wanted: WantedUsage,
     /// Beginning of an incomplete event, or empty.
     held: BytesMut,
     scan: EventScan,
-    /// Set while an event that is too long passes through unread.
+    /// Search for the end of an event that is too long and passes through unread.
     passing: Option<SkippedEvent>,
     /// Whether `[DONE]` has arrived.
     is_done: bool,
@@ -53,7 +53,7 @@ pub(super) struct SseStream {
 #[derive(Debug)]
 struct LastChunk {
     event: Bytes,
-    /// Position of its `usage`.
+    /// Position of the `usage` member in the event.
     usage: Range<usize>,
 }
 
@@ -69,11 +69,11 @@ impl LastChunk {
 
 /// Action for an event.
 enum EventAction {
-    /// Relay it unchanged.
+    /// Relay the event unchanged.
     Kept,
     /// Remove these bytes of the event.
     Cut(Range<usize>),
-    /// Hold it back, see [`LastChunk`]. The range is the position of its `usage`.
+    /// Hold the event back, see [`LastChunk`]. The range is the position of its `usage`.
     Waits(Range<usize>),
 }
 
@@ -142,7 +142,7 @@ impl EventScan {
     }
 }
 
-/// Finds the end of an event without buffering it.
+/// Search for the end of an event that is not buffered.
 #[derive(Debug)]
 struct SkippedEvent {
     /// Whether the current line is empty so far.
@@ -202,6 +202,7 @@ impl SseStream {
     }
 
     /// Accepts a frame and returns the bytes for the client, including those held back before.
+    /// Passes usage and output to `observe`.
     pub(super) fn push(
         &mut self,
         frame: Bytes,
@@ -318,8 +319,8 @@ impl SseStream {
         (judgement, before)
     }
 
-    /// Ends the stream and returns what was held back, unchanged. An event that lacks only its
-    /// blank line is parsed.
+    /// Ends the stream and returns what was held back. An event that lacks only its blank line is
+    /// parsed.
     pub(super) fn finish(&mut self, observe: &mut impl FnMut(&AnswerDelta<'_>)) -> Option<Bytes> {
         let rest = self.held.split().freeze();
         let mut ended = BytesMut::with_capacity(rest.len() + 2);
@@ -337,7 +338,7 @@ impl SseStream {
         }
     }
 
-    /// Returns the held chunk when no further event will come.
+    /// Takes the held chunk with its usage, when no further event will come.
     pub(super) fn take_waiting(&mut self) -> Option<Bytes> {
         self.last_chunk.take().map(|chunk| chunk.event)
     }

@@ -22,7 +22,7 @@ pub(super) struct StageMetrics {
 }
 
 impl StageMetrics {
-    /// Creates empty metrics whose histograms `histogram` makes.
+    /// Creates empty metrics with histograms that `histogram` creates.
     pub(super) fn new(histogram: fn() -> Histogram) -> Self {
         Self {
             prefills: Family::default(),

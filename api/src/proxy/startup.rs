@@ -20,13 +20,15 @@ use crate::readiness::ReadinessCheck;
 /// Time for which one readiness result is reused, because anyone may probe.
 const LOOK_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Whether there is a state to route by.
+/// Cached knowledge whether this replica has a state to route by and is ready.
 #[derive(Default)]
 pub(super) struct Startup {
-    /// `None` if only requests are served, as in benchmarks. The replica then counts as ready.
+    /// Readiness check; `None` if only requests are served, as in benchmarks. The replica then
+    /// counts as ready.
     readiness: Option<Arc<ReadinessCheck>>,
-    /// Both only change to true.
+    /// Whether this replica knows that the cluster is founded. Changes only to true.
     is_founded: AtomicBool,
+    /// Whether this replica has caught up with the cluster. Changes only to true.
     has_caught_up: AtomicBool,
     /// Time and result of the last readiness check.
     look: Mutex<Option<(Instant, bool)>>,
@@ -52,7 +54,8 @@ impl Startup {
         Ok(())
     }
 
-    /// Returns the failure for the client. The cluster may know a model that this replica does not.
+    /// Returns the failure for the client. Until this replica has caught up, an unknown model
+    /// becomes [`ProxyError::Starting`], because the cluster may know it.
     pub(super) fn doubt(&self, failure: ProxyError) -> ProxyError {
         match failure {
             ProxyError::UnknownModel { .. } if !self.has_caught_up() => ProxyError::Starting,

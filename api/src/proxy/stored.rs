@@ -122,7 +122,7 @@ fn storing_backends(proxy: &Proxy) -> Vec<StoringBackend> {
     .collect()
 }
 
-/// Whether an engine reports that it has no such response or no such route.
+/// Whether `status` means that an engine has no such response or no such route.
 fn is_elsewhere(status: StatusCode) -> bool {
     matches!(
         status,

@@ -1,4 +1,5 @@
-//! Requests that break engines: after its second broken connection, one is refused for a while.
+//! Requests that break engines: after its second broken connection, a request is refused for a
+//! while.
 //!
 //! The client of a request that crashes its engine repeats it on the next engine. Requests that
 //! broke a connection are remembered by a keyed hash, regardless of the sender. A request is
@@ -16,7 +17,7 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use super::proxied::ProxiedRequest;
 
-/// Time for which a broken connection is remembered, and a request is then refused.
+/// Time for which a broken connection is remembered and, after the second one, the request refused.
 const REMEMBERED: Duration = Duration::from_secs(60);
 /// Maximum number of remembered requests. Beyond it, the oldest break is forgotten.
 const SUSPECTS_MAX: usize = 1024;
@@ -28,7 +29,7 @@ pub(super) struct Suspects {
     seed: u64,
     /// Number of known suspects, so that without any, nothing is hashed or locked.
     count: AtomicUsize,
-    /// By the time of the break, the latest last.
+    /// Suspects by the time of their last break, the latest last.
     known: Mutex<VecDeque<Suspect>>,
 }
 

@@ -8,7 +8,7 @@ use super::keys::Holder;
 use super::models::shown_model;
 use crate::error::ProxyError;
 
-/// Rejects a model that the user is not allowed to use.
+/// Returns an error if `user` is not allowed to use `model`.
 pub(super) fn check_user_model(
     view: &StateView,
     user: &str,
@@ -28,7 +28,7 @@ pub(super) fn check_user_model(
 }
 
 impl Holder {
-    /// Returns the user that the key alone determines.
+    /// Returns the user that the key alone determines, if any.
     fn user(&self) -> Option<&str> {
         match self {
             Self::Cluster(key) => Some(&key.spec.user),
@@ -37,7 +37,7 @@ impl Holder {
         }
     }
 
-    /// Rejects a model that the key or its user is not allowed to use.
+    /// Returns an error if the key or its user is not allowed to use `model`.
     pub(super) fn check_either_model(
         &self,
         view: &StateView,

@@ -51,7 +51,7 @@ pub(super) struct WriteTimeoutSocket<S> {
     stream: S,
     patience: Duration,
     written: CurrentResponse,
-    /// Reused for later waits.
+    /// Timer of the present wait, reused for later ones.
     timer: Option<Pin<Box<Sleep>>>,
     is_waiting: bool,
 }
@@ -67,7 +67,8 @@ impl<S> WriteTimeoutSocket<S> {
         }
     }
 
-    /// Passes a write's result on, or returns an error after too long a wait.
+    /// Passes on the result of a write, and reads the response ahead while it waits. Returns an
+    /// error after too long a wait.
     fn judge<T>(
         &mut self,
         cx: &mut Context<'_>,
@@ -136,14 +137,14 @@ type BodyPiece = Result<Frame<Bytes>, ResponseBodyError>;
 
 /// A response body produced by another task. It buffers at most one piece.
 pub(super) struct ChannelBody {
-    /// `None` marks the end of the response. If the channel ends without it, the response broke
-    /// off.
+    /// Pieces of the body; `None` marks the end of the response. If the channel ends without it,
+    /// the response broke off.
     pieces: mpsc::Receiver<Option<BodyPiece>>,
     is_over: bool,
 }
 
-/// Drives `relay` in its own task. The task stops if a piece is not received within `patience`, or
-/// if the reader is dropped.
+/// Drives `relay` in its own task and returns a body with its pieces. The task stops if a piece is
+/// not received within `patience`, or if the reader is dropped.
 pub(super) fn hand_over(
     relay: SharedResponseBody,
     patience: Duration,

@@ -33,10 +33,10 @@ pub struct Recording {
     pub requests: Vec<RecordedRequest>,
 }
 
-/// First line of a recording.
+/// Head of a recording, which is its first line.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct RecordingHead {
-    /// [`FORMAT`].
+    /// Version of the format, [`FORMAT`].
     pub quorate_recording: u32,
     /// Replicas whose requests the recording has.
     pub replicas: Vec<u8>,
@@ -75,9 +75,9 @@ pub struct RecordedBackend {
 /// A recorded request.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct RecordedRequest {
-    /// Time at which it was parsed, in Unix milliseconds by the clock of its replica.
+    /// Time at which the request was parsed, in Unix milliseconds by the clock of its replica.
     pub at_ms: u64,
-    /// Replica that received it.
+    /// Id of the replica that received the request.
     pub replica: u8,
     /// Hash of the user.
     pub user: String,
@@ -96,16 +96,16 @@ pub struct RecordedRequest {
     pub matchable: u32,
     /// Whether the response was requested as a stream.
     pub stream: bool,
-    /// Requested maximum number of output tokens.
+    /// Requested maximum number of output tokens, if any.
     #[serde(default)]
     pub tokens_max: Option<u32>,
     /// Priority of the request.
     #[serde(default)]
     pub priority: i16,
-    /// In the file: the block that `blocks` follow; `None` if they begin the prompt.
+    /// Block that `blocks` follow in the file; `None` if they begin the prompt, and after parsing.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub after: Option<BlockId>,
-    /// In the file: the blocks that no earlier line has. After parsing: all blocks of the prompt.
+    /// All blocks of the prompt after parsing. In the file, only those that no earlier line has.
     #[serde(default)]
     pub blocks: Vec<BlockId>,
     /// Attempts with their decisions and results.
@@ -116,12 +116,12 @@ pub struct RecordedRequest {
     pub end: Option<RecordedEnd>,
 }
 
-/// One attempt of a request.
+/// One attempt of a request, with its decision and result.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct RecordedAttempt {
     /// Time from parsing the request to the dispatch, in milliseconds.
     pub after_ms: f64,
-    /// Part of that time spent waiting for its turn and a backend, in milliseconds.
+    /// Part of `after_ms` spent waiting for its turn and a backend, in milliseconds.
     pub waited_ms: f64,
     /// Applied index of the decision.
     pub index: u64,
@@ -131,14 +131,14 @@ pub struct RecordedAttempt {
     pub candidates: u32,
     /// Chosen backend.
     pub backend: String,
-    /// Number of blocks that it was believed to hold.
+    /// Number of the prompt's blocks that the backend was believed to hold.
     pub matched: u32,
     /// Reason for the choice.
     pub reason: String,
-    /// Status of the engine's response.
+    /// Status of the engine's response, if any.
     #[serde(default)]
     pub status: Option<u16>,
-    /// Report of the engine; `None` if the attempt has not ended.
+    /// Result of the attempt; `None` if it has not ended.
     #[serde(default)]
     pub report: Option<RecordedReport>,
 }
@@ -151,15 +151,15 @@ pub struct RecordedReport {
     /// Prompt tokens counted by the engine; `None` if it reported none.
     #[serde(default)]
     pub prompt_tokens: Option<u64>,
-    /// Number of those found in its cache; `None` if not reported.
+    /// Number of prompt tokens found in the engine's cache; `None` if not reported.
     #[serde(default)]
     pub cached_tokens: Option<u64>,
-    /// Output tokens, reported or counted by the router.
+    /// Number of output tokens, reported by the engine or else counted by the router.
     pub output_tokens: u64,
     /// Time from the dispatch to the first byte of the response, in milliseconds.
     #[serde(default)]
     pub ttft_ms: Option<f64>,
-    /// Time from the dispatch to the end, in milliseconds.
+    /// Time from the dispatch to the end of the attempt, in milliseconds.
     pub duration_ms: f64,
 }
 
@@ -171,7 +171,7 @@ pub struct RecordedEnd {
     /// Status sent to the client; `None` if the client left earlier.
     #[serde(default)]
     pub status: Option<u16>,
-    /// Time since the request was parsed, in milliseconds.
+    /// Time from parsing the request to its end, in milliseconds.
     pub after_ms: f64,
 }
 
@@ -196,13 +196,13 @@ impl<'de> Deserialize<'de> for BlockId {
 }
 
 impl RecordedRequest {
-    /// Returns the attempt whose response the client got, or the last one.
+    /// Returns the last attempt. If the client got an engine's response, it is from this attempt.
     #[must_use]
     pub fn last(&self) -> Option<&RecordedAttempt> {
         self.attempts.last()
     }
 
-    /// Returns the engine's report about the last attempt.
+    /// Returns the result of the last attempt; `None` without one.
     #[must_use]
     pub fn report(&self) -> Option<&RecordedReport> {
         self.last()?.report.as_ref()

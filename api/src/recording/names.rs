@@ -9,11 +9,11 @@ use super::BlockId;
 /// Prefix of the hashed bytes. It makes the hashes useless for any other purpose.
 const LABEL: &[u8] = b"quorate recording 1";
 
-/// Hashes of names under the cluster's secret and a salt, the same on all its replicas.
+/// Source of ids for names: hashes under the cluster's secret and a salt, the same on all replicas.
 pub struct RecordingNames([u8; 32]);
 
 impl RecordingNames {
-    /// Creates the names for a recording with this salt.
+    /// Creates the source of ids for a recording with this salt.
     #[must_use]
     pub fn new(hashing: &BlockHasher, salt: &str) -> Self {
         let mut key = Sha256::new()

@@ -62,7 +62,7 @@ fn parse<T: DeserializeOwned>(line: &str, what: &str) -> Result<T, String> {
     })
 }
 
-/// Prepends the blocks that earlier lines have.
+/// Checks a request and prepends the blocks that earlier lines have.
 fn whole(
     mut request: RecordedRequest,
     before: &mut BlocksBefore,
@@ -94,7 +94,7 @@ fn whole(
     Ok(request)
 }
 
-/// Returns a block with all before it, in order.
+/// Returns a block with all before it, in order. Fails if no earlier line has it.
 fn up_to(block: BlockId, before: &BlocksBefore) -> Result<Vec<BlockId>, String> {
     let mut chain = vec![block];
     let mut next = before.get(&block).copied();

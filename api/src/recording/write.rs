@@ -7,12 +7,12 @@ use super::{BlockId, RecordedRequest, Recording, RecordingHead};
 /// Writer of the lines of one file.
 #[derive(Debug, Default)]
 pub struct RecordingWriter {
-    /// Blocks that lines have already, named as in the source.
+    /// Blocks that earlier lines have, named as in the source.
     known: HashSet<u64>,
 }
 
 impl RecordingWriter {
-    /// Returns the first line.
+    /// Returns the first line of the file.
     #[must_use]
     pub fn head(&self, head: &RecordingHead) -> String {
         line(head)
@@ -36,7 +36,7 @@ impl RecordingWriter {
         })
     }
 
-    /// Returns a whole file.
+    /// Returns the whole file of a recording.
     #[must_use]
     pub fn whole(mut self, recording: &Recording) -> String {
         let mut text = self.head(&recording.head);

@@ -2,28 +2,29 @@
 //!
 //! Affinity comes first, up to a threshold: an engine that has the adapter in memory is preferred
 //! while its queue is short. When all such queues are long, the request may go to an engine that
-//! has to load it. For an adapter that no engine has in memory, engines that load it beside the
-//! others come before those that would drop another for it.
+//! has to load the adapter. If no engine has the adapter in memory, engines with room for it are
+//! preferred to those that would evict another one.
 
 use crate::backends::AdapterPlace;
 
-/// A backend that may take the request.
+/// A backend that may take the request, as input for the adapter filter.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct AdapterCandidate {
     pub(super) place: AdapterPlace,
-    /// Requests queued ahead of this one, in the engine and at this replica.
+    /// Number of requests queued ahead of this one, in the engine and at this replica.
     pub(super) queue: u32,
 }
 
 impl AdapterCandidate {
-    /// Whether the candidate has this place and a queue of at most `threshold`.
+    /// Whether `place` is the adapter's place at the candidate and its queue is at most
+    /// `threshold`.
     pub(super) fn is(&self, place: AdapterPlace, threshold: u32) -> bool {
         self.place == place && self.queue <= threshold
     }
 }
 
-/// Returns the place that candidates must have, with a queue of at most `threshold`; `None` if any
-/// candidate will do.
+/// Returns the adapter's place that candidates must have, with a queue of at most `threshold`;
+/// `None` if all candidates qualify.
 pub(super) fn preferred(
     candidates: &(impl Iterator<Item = AdapterCandidate> + Clone),
     threshold: u32,

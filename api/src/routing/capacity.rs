@@ -1,4 +1,4 @@
-//! Free capacity, which admission checks before it dispatches a request.
+//! Computes free capacity, which admission checks before it dispatches requests.
 
 use state::ids::{BackendRef, Slot};
 use state::outputs::batch::BatchRoom;
@@ -11,7 +11,7 @@ use super::pairs::PREFILL_SCRATCH;
 use super::routing_table::{DecisionScratch, RoutingTable, SCRATCH, matchable};
 
 impl Decider {
-    /// Returns how many requests the eligible backends have room for in total.
+    /// Returns how many requests the backends that may take `ask` have room for in total.
     #[must_use]
     pub fn free_places(&self, ask: &RoutingRequest<'_>, now: Instant) -> u64 {
         let fleet = self.fleet.table();
@@ -32,7 +32,7 @@ impl Decider {
         })
     }
 
-    /// Sums the free places of the candidates.
+    /// Returns the sum of the free places of the candidates.
     fn free_of(&self, candidates: impl Iterator<Item = Candidate>) -> u64 {
         let free = candidates.map(|candidate| {
             let limit = self.view.limit(candidate.slot).unwrap_or(u32::MAX);
@@ -41,7 +41,8 @@ impl Decider {
         free.sum()
     }
 
-    /// Applies `look` to the prefill backends without which a handover through rooms is impossible.
+    /// Applies `look` to the prefill backends for handovers through rooms; returns the default if
+    /// there are none.
     fn computing<T: Default>(
         &self,
         fleet: &RoutingTable,
@@ -57,7 +58,7 @@ impl Decider {
         })
     }
 
-    /// Returns the backends that would take the request if not for their limits.
+    /// Returns the backends that may take the request, apart from their limits.
     #[must_use]
     pub fn wanted_backends(&self, ask: &RoutingRequest<'_>, now: Instant) -> Vec<BackendRef> {
         let fleet = self.fleet.table();
@@ -78,7 +79,8 @@ impl Decider {
         })
     }
 
-    /// Returns the limited backends of which this replica owns only a share: no batch fits there.
+    /// Returns the limited backends of which this replica owns only some places: no batch fits
+    /// there.
     #[must_use]
     pub fn divided_slots(&self) -> Vec<Slot> {
         let (registry, service) = (self.view.registry(), self.view.service());
@@ -94,7 +96,7 @@ impl Decider {
         divided.map(|handle| handle.slot).collect()
     }
 
-    /// Returns how many requests of this replica run on backends of the model.
+    /// Returns how many requests of this replica run at backends that serve `model`.
     #[must_use]
     pub fn running_here(&self, model: &str) -> u64 {
         let registry = self.view.registry();
@@ -113,7 +115,7 @@ impl Decider {
         best
     }
 
-    /// Returns the backends that run any request, from any replica.
+    /// Returns the slots of backends that run any request, from any replica.
     #[must_use]
     pub fn busy_slots(&self, now: Instant) -> Vec<Slot> {
         let registry = self.view.registry();
@@ -130,7 +132,7 @@ impl Decider {
         busy.map(|(slot, _)| slot).collect()
     }
 
-    /// Returns all backends except the one in `slot`.
+    /// Returns the slots of all backends except `slot`.
     #[must_use]
     pub fn slots_but(&self, slot: Slot) -> Vec<Slot> {
         let registry = self.view.registry();
@@ -138,8 +140,8 @@ impl Decider {
         slots.filter(|other| *other != slot).collect()
     }
 
-    /// Returns the room of the backend in `slot` beside one request of `tokens`, with nothing else
-    /// running. A backend without a limit takes a batch of `BATCH_DEFAULT`.
+    /// Returns the room of the backend in `slot` for a batch beside a request of `tokens`, with
+    /// nothing else running. A backend without a limit takes a batch of `BATCH_DEFAULT`.
     #[must_use]
     pub fn batch_room(&self, slot: Slot, tokens: u64, tokens_per_block: u32) -> BatchRoom {
         let registry = self.view.registry();

@@ -1,9 +1,9 @@
-//! The decision: filter, match, weigh, choose. This is the router's hot path.
+//! Decides on a backend: filter, match, weigh, choose. This is the router's hot path.
 //!
 //! A [`Decider`] reads the published state, the load and the overlay, and changes none of them:
-//! code that holds only a decider cannot dispatch, charge or write to the log (I69). It changes
-//! only local state: the round-robin counter, its metrics, and the trial of a half-open circuit,
-//! which the [`Decision`] holds.
+//! code that holds only a decider cannot dispatch, charge or write to the log (I69). A decider
+//! changes only local state: the round-robin counter, its metrics, and the trial of a half-open
+//! circuit, which the [`Decision`] holds.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -31,7 +31,7 @@ use super::{
 };
 use crate::backends::{Backends, BreakerState, Doubt};
 
-/// Chooses backends. One per replica.
+/// Chooses backends for requests. Each replica has one.
 pub struct Decider {
     pub(super) view: Arc<StateView>,
     pub(super) backends: Arc<Backends>,
@@ -56,7 +56,7 @@ pub struct Decider {
 enum DecisionUse {
     /// The request is dispatched to the chosen backend.
     Dispatch,
-    /// A fallback behind the chosen endpoint: neither round-robin nor the metrics advance.
+    /// The backend is a fallback behind the chosen one. Round-robin and metrics do not advance.
     Alternative,
 }
 
@@ -71,20 +71,20 @@ struct AskedDecision<'a> {
     now: Instant,
 }
 
-/// A choice before its circuit is checked.
+/// A choice of backends before the chosen backend's circuit is entered.
 struct Chosen {
     choice: Choice,
-    /// Index in the registry.
+    /// Registry index of the chosen backend.
     at: usize,
     are_circuits_kept: bool,
     doubt: Doubt,
-    /// The backend that computes the prompt; `None` if it is the same one.
+    /// The backend that computes the prompt; `None` if it is the chosen one.
     prefill: Option<PrefillDecision>,
     record: Option<Arc<DecisionRecord>>,
 }
 
 impl Decider {
-    /// Chooses a backend as of `now`. Uses local memory only and never waits.
+    /// Chooses a backend for `ask` as of `now`. Uses only local memory and does no I/O.
     ///
     /// # Errors
     /// Returns a [`RoutingRejection`] if no backend can take the request.
@@ -142,7 +142,7 @@ impl Decider {
         let trial = match entered {
             BreakerState::Closed => None,
             BreakerState::HalfOpen(trial) => Some(Arc::new(trial)),
-            // Another request has become the trial in the meantime, so choose again.
+            // Another request has become the trial in the meantime, so the decision is repeated.
             BreakerState::Open if are_circuits_kept => {
                 return self.decide_for(purpose, ask, now);
             }
@@ -163,15 +163,15 @@ impl Decider {
         })
     }
 
-    /// Returns the backend to try if a gateway cannot reach the chosen one. The decision is not
-    /// counted and tries no half-open circuit.
+    /// Returns a decision to use if a gateway cannot reach the chosen backend; `None` if there is
+    /// none. The decision is not counted. Backends with a half-open circuit are not returned.
     #[must_use]
     pub fn alternative(&self, ask: &RoutingRequest<'_>, now: Instant) -> Option<Decision> {
         let decided = self.decide_for(DecisionUse::Alternative, ask, now).ok()?;
         decided.trial.is_none().then_some(decided)
     }
 
-    /// Filters, matches, weighs and chooses.
+    /// Filters the backends, matches the prompt, adds the load and lets the policy choose.
     fn choose(
         &self,
         asked: &AskedDecision<'_>,
@@ -259,8 +259,8 @@ impl Decider {
         self.metrics.forget_removed(|| self.view.registry());
     }
 
-    /// Matches the prompt against the applied state, then extends the matches with blocks that this
-    /// replica has routed and the state does not show yet.
+    /// Matches the prompt against the applied state. Extends the matches with blocks that this
+    /// replica has routed and not applied yet, and subtracts blocks about to be evicted.
     pub(super) fn match_blocks(
         &self,
         fleet: &RoutingTable,
@@ -272,7 +272,7 @@ impl Decider {
         self.match_overlay(fleet, matchable(ask), scratch);
     }
 
-    /// Matches the prompt against the applied state.
+    /// Matches the prompt's `chain` against the applied state.
     fn match_applied(&self, chain: &[BlockHash], match_by: MatchBy, scratch: &mut DecisionScratch) {
         let blocks = &self.view.blocks;
         if match_by == MatchBy::Position {
@@ -293,7 +293,7 @@ impl Decider {
         });
     }
 
-    /// Extends the matches with the overlay, then leaves out blocks about to be evicted.
+    /// Extends the matches with the overlay, then subtracts blocks about to be evicted.
     fn match_overlay(
         &self,
         fleet: &RoutingTable,
@@ -309,7 +309,7 @@ impl Decider {
         self.leave_out_evicted(fleet, chain, scratch);
     }
 
-    /// Adds the load of this replica and its peers.
+    /// Adds the load from this replica and its peers to the candidates.
     pub(super) fn weigh(&self, fleet: &RoutingTable, now: Instant, scratch: &mut DecisionScratch) {
         let DecisionScratch {
             candidates, places, ..
@@ -329,7 +329,7 @@ impl Decider {
         );
     }
 
-    /// Adds inputs that only some policies use.
+    /// Adds free blocks, and learned prices if the policy uses them, to the candidates.
     pub(super) fn supplement(
         &self,
         fleet: &RoutingTable,
@@ -350,7 +350,7 @@ impl Decider {
         }
     }
 
-    /// Builds the request as a policy sees it. `turn` is the round-robin counter.
+    /// Returns the request as a policy sees it. `turn` is the round-robin counter.
     pub(super) fn request(
         &self,
         fleet: &RoutingTable,
@@ -381,7 +381,7 @@ impl Decider {
     }
 }
 
-/// Whether learnt prices are enabled (the default).
+/// Whether learned prices are enabled, which is the default.
 fn learns(registry: &Registry) -> bool {
     registry
         .routing

@@ -1,10 +1,10 @@
-//! Inputs of a decision, kept as numbers so that it can be shown later as it was made.
+//! Keeps the inputs of a decision as numbers, so that it can be shown later as it was made.
 //!
 //! A record holds what the policy saw: the request, the candidates and the policy itself. Nothing
-//! is formatted or scored until the record is read. The scores then come from the same pure
-//! function over the same numbers, so they are those of the decision (I72). With more than
-//! [`SEEN_MAX`] registered backends, only the best candidates are kept, with their scores, because
-//! a score may depend on candidates that are not kept.
+//! is formatted or scored until the record is read. A pure function then computes the scores from
+//! the same numbers, so they equal those of the decision (I72). With more than [`SEEN_MAX`]
+//! registered backends, only the best candidates are kept, with their scores, because a score may
+//! depend on candidates that are not kept.
 
 use std::collections::BTreeMap;
 use std::error::Error;
@@ -30,10 +30,10 @@ pub const SEEN_MAX: usize = 64;
 /// Maximum length of a kept error text, in bytes.
 const DETAIL_BYTES_MAX: usize = 200;
 
-/// One decision as it was made, and the outcome of its attempt.
+/// A decision as it was made, and the outcome of its attempt.
 #[derive(Debug)]
 pub struct DecisionRecord {
-    /// Applied index of the decision.
+    /// Log index applied when the decision was made.
     pub index: LogIndex,
     /// Id of the chosen backend.
     pub name: Arc<str>,
@@ -45,29 +45,30 @@ pub struct DecisionRecord {
     filtered: FilterCounts,
     candidates: u32,
     seen: Box<[SeenBackend]>,
-    /// Scores of the candidates in `seen` if it omits some; `None` if it holds all candidates.
+    /// Scores of the backends in `seen` if it omits some candidates; `None` if it holds all.
     scores: Option<Box<[Score]>>,
-    /// The backend that computes the prompt, or why the chosen one computes it.
+    /// The backend that computes the prompt, or why the chosen backend computes it. `Err(None)` if
+    /// no backend computes prompts for others.
     prefill: Result<PrefillRecord, Option<WholeReason>>,
     /// Outcome of the prompt at the backend that computes it.
     prefilled: OnceLock<&'static str>,
     /// Status of the engine's response; 0 if none arrived.
     status: AtomicU16,
-    /// Why no response arrived.
+    /// Reason why no response arrived.
     failure: OnceLock<&'static str>,
     /// Error text of the operating system or the protocol.
     detail: OnceLock<Box<str>>,
     report: OnceLock<AttemptReport>,
 }
 
-/// The best candidates of a decision with their scores.
+/// The best candidates of a decision, at most [`SEEN_MAX`], with their scores.
 #[derive(Debug)]
 pub(super) struct SeenCandidates {
     seen: Box<[SeenBackend]>,
     scores: Box<[Score]>,
 }
 
-/// The prefill side of a decision as it was made.
+/// The choice of a prefill backend as it was made.
 #[derive(Debug)]
 pub(super) struct PrefillRecord {
     pub(super) backend: BackendRef,
@@ -97,37 +98,37 @@ pub struct PrefillView {
 struct SeenBackend {
     handle: BackendRef,
     verdict: FilterVerdict,
-    /// Zeros if a filter excluded the backend.
+    /// Inputs of the policy; zeros if a filter excluded the backend.
     numbers: Candidate,
 }
 
-/// A decision with everything that its policy saw.
+/// A decision with all inputs of its policy.
 #[derive(Debug, Clone)]
 pub struct SeenDecision<'a> {
-    /// The policy.
+    /// The policy that decided.
     pub policy: &'a PolicyConfig,
-    /// The request; what this policy does not look at is left out.
+    /// The request, without inputs that the policy ignores.
     pub request: PolicyRequest,
-    /// The request, without what this policy ignores.
+    /// Candidates among which the policy chose.
     pub handles: Vec<BackendRef>,
-    /// Their numbers, in the same order.
+    /// Inputs of the policy for each backend in `handles`, in the same order.
     pub candidates: Vec<Candidate>,
-    /// The policy's choice.
+    /// The choice that the policy made.
     pub choice: Choice,
 }
 
-/// Outcome of an attempt.
+/// Outcome of an attempt, with its usage and durations.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct AttemptReport {
     /// How the attempt ended.
     pub end: AttemptEnd,
-    /// Token usage that the engine reported.
+    /// Token usage that the engine reported, if any.
     pub usage: Option<Usage>,
-    /// Tokens charged to the user: uncached prompt, cached prompt, output.
+    /// Numbers of tokens charged to the user: uncached prompt, cached prompt, output.
     pub charged: [u64; 3],
-    /// Time from the dispatch to the response's first byte.
+    /// Time from the dispatch to the response's first byte, if it arrived.
     pub first_byte: Option<Duration>,
-    /// Time from the dispatch to the end.
+    /// Time from the dispatch to the end of the attempt.
     pub duration: Duration,
 }
 
@@ -147,7 +148,8 @@ pub struct ExplainedRequest {
 }
 
 impl ExplainedRequest {
-    /// Returns what a policy with these needs uses; `headers` name the session's source.
+    /// Returns the inputs from `request` that a policy with `needs` uses. `headers` give the source
+    /// of the session's name.
     pub(super) fn of(
         request: &PolicyRequest,
         needs: &PolicyInputs<'_>,
@@ -251,7 +253,7 @@ pub(super) struct DecisionBasis<'a> {
 }
 
 impl DecisionRecord {
-    /// Records a decision among the candidates of `scratch`, whose verdicts are filled in.
+    /// Records a decision among the candidates of `scratch`, which contains the verdicts.
     pub(super) fn of(
         fleet: &RoutingTable,
         basis: &DecisionBasis<'_>,
@@ -288,7 +290,7 @@ impl DecisionRecord {
         }
     }
 
-    /// Returns the size of the record, in bytes.
+    /// Returns the size of the record in memory, in bytes.
     #[must_use]
     pub fn bytes(&self) -> usize {
         let scores = self.scores.as_ref().map_or(0, |it| size_of_val(&**it));
@@ -314,8 +316,8 @@ impl DecisionRecord {
         self.candidates
     }
 
-    /// Returns what the policy saw and chose; `None` if some candidates are not kept or the
-    /// decision chose two backends.
+    /// Returns the inputs and the choice of the policy; `None` if some candidates are not kept or
+    /// the decision chose two backends.
     #[must_use]
     pub fn as_seen(&self) -> Option<SeenDecision<'_>> {
         if self.scores.is_some() || self.prefill.is_ok() {
@@ -333,13 +335,13 @@ impl DecisionRecord {
         })
     }
 
-    /// Returns how many blocks the backend was believed to hold.
+    /// Returns the number of leading blocks that the chosen backend was believed to hold.
     #[must_use]
     pub fn matched(&self) -> u32 {
         self.choice.matched
     }
 
-    /// Returns the id of the backend that computes the prompt; `None` if it is the same one.
+    /// Returns the id of the backend that computes the prompt; `None` if it is the chosen one.
     #[must_use]
     pub fn prefill_name(&self) -> Option<&Arc<str>> {
         self.prefill.as_ref().ok().map(|prefill| &prefill.name)
@@ -350,7 +352,7 @@ impl DecisionRecord {
         self.prefilled.get_or_init(|| outcome);
     }
 
-    /// Returns the outcome of the prompt at the backend that computes it, once known.
+    /// Returns the outcome of the prompt at the backend that computes it; `None` if unknown.
     #[must_use]
     pub fn prefill_outcome(&self) -> Option<&'static str> {
         self.prefilled.get().copied()
@@ -361,13 +363,13 @@ impl DecisionRecord {
         self.status.store(status, Relaxed);
     }
 
-    /// Records why no response arrived.
+    /// Records `why` no response arrived. Later calls have no effect.
     pub fn failed(&self, why: &'static str) {
-        // The first failure counts; an attempt has one.
+        // An attempt has at most one failure.
         self.failure.get_or_init(|| why);
     }
 
-    /// Records why no response arrived, with the text of the error.
+    /// Records `why` no response arrived, with the truncated text of `error`.
     pub fn failed_with(&self, why: &'static str, error: &dyn Error) {
         self.failed(why);
         self.detail.get_or_init(|| {
@@ -376,36 +378,36 @@ impl DecisionRecord {
         });
     }
 
-    /// Records the end of the attempt.
+    /// Records the outcome of the attempt.
     pub(super) fn report(&self, report: AttemptReport) {
         self.report.get_or_init(|| report);
     }
 
-    /// Returns the status of the engine's response, once it has arrived.
+    /// Returns the status of the engine's response; `None` if none has arrived.
     #[must_use]
     pub fn status(&self) -> Option<u16> {
         Some(self.status.load(Relaxed)).filter(|status| *status != 0)
     }
 
-    /// Returns why no response arrived.
+    /// Returns why no response arrived; `None` if one did or is still expected.
     #[must_use]
     pub fn failure(&self) -> Option<&'static str> {
         self.failure.get().copied()
     }
 
-    /// Returns the error text that explains why no response arrived.
+    /// Returns the error text that explains why no response arrived, if any.
     #[must_use]
     pub fn detail(&self) -> Option<&str> {
         self.detail.get().map(|detail| &**detail)
     }
 
-    /// Returns the outcome of the attempt, once it has ended.
+    /// Returns the outcome of the attempt; `None` before it has ended.
     #[must_use]
     pub fn outcome(&self) -> Option<&AttemptReport> {
         self.report.get()
     }
 
-    /// Returns the decision for display; `names` resolves backends to their names.
+    /// Returns the decision for display; `names` resolves backends to their ids.
     #[must_use]
     pub fn view(&self, names: impl Fn(BackendRef) -> Option<Arc<str>>) -> DecisionView {
         let candidates: Vec<Candidate> = (self.seen.iter())
@@ -450,7 +452,7 @@ impl DecisionRecord {
 }
 
 impl PrefillRecord {
-    /// Returns the record for display; `names` resolves backends to their names.
+    /// Returns the record for display; `names` resolves backends to their ids.
     pub(super) fn view(&self, names: impl Fn(BackendRef) -> Option<Arc<str>>) -> PrefillView {
         PrefillView {
             handover: self.handover,
@@ -467,7 +469,7 @@ impl PrefillRecord {
 }
 
 impl SeenCandidates {
-    /// Keeps the best candidates of `scratch`, including the chosen one.
+    /// Returns the best candidates of `scratch`, including the chosen one.
     pub(super) fn of(
         fleet: &RoutingTable,
         basis: &DecisionBasis<'_>,
@@ -481,7 +483,7 @@ impl SeenCandidates {
         size_of_val(&*self.seen) + size_of_val(&*self.scores)
     }
 
-    /// Returns the candidates for display; `names` resolves backends to their names.
+    /// Returns the candidates for display; `names` resolves backends to their ids.
     pub(super) fn view(
         &self,
         names: impl Fn(BackendRef) -> Option<Arc<str>>,
@@ -527,7 +529,7 @@ impl SeenBackend {
     }
 }
 
-/// Returns all registered backends, with the verdict on each.
+/// Returns all registered backends with the verdict on each, in registry order.
 fn all(fleet: &RoutingTable, scratch: &DecisionScratch) -> Box<[SeenBackend]> {
     let mut candidates = scratch.candidates.iter().zip(&scratch.places).peekable();
     let registered = fleet.registry.backends.iter().zip(&scratch.verdicts);
@@ -543,7 +545,7 @@ fn all(fleet: &RoutingTable, scratch: &DecisionScratch) -> Box<[SeenBackend]> {
     seen.collect()
 }
 
-/// Returns the best candidates by score, including the chosen one, ordered by slot.
+/// Returns the best candidates, including the chosen one, and their scores, ordered by slot.
 fn best(
     fleet: &RoutingTable,
     basis: &DecisionBasis<'_>,

@@ -1,7 +1,7 @@
-//! Dispatching and accounting: everything that routing writes.
+//! Dispatches requests and accounts for them: everything that routing writes.
 //!
 //! A [`Dispatcher`] counts requests in the load table, queues leases and charges in the outbox, and
-//! sums up what attempts show about backends and output lengths. An [`Attempt`](super::Attempt)
+//! sums up what attempts reveal about backends and output lengths. An [`Attempt`](super::Attempt)
 //! holds the resources of one dispatch until its end.
 
 use std::sync::Arc;
@@ -25,10 +25,10 @@ use super::text_samples::TextSums;
 use crate::backends::Backends;
 use crate::user_name::UserName;
 
-/// Interval at which samples and output lengths go to the log.
+/// Interval at which samples and output lengths are queued for the log.
 const TELL_EVERY: Duration = Duration::from_secs(1);
 
-/// Dispatches requests and accounts for them. One per replica.
+/// Dispatches requests and accounts for them. Each replica has one.
 pub struct Dispatcher {
     pub(super) view: Arc<StateView>,
     /// Receives the outcomes of requests.
@@ -36,13 +36,13 @@ pub struct Dispatcher {
     pub(super) fleet: Arc<Fleet>,
     pub(super) load: Arc<LoadTable>,
     pub(super) outbox: Arc<SharedOutbox>,
-    /// Read only: what the outbox has queued.
+    /// Blocks that the outbox has queued; only read here.
     pub(super) overlay: Arc<Overlay>,
     /// Session of this replica's run.
     pub(super) session: SessionId,
     pub(super) last_attempt: AtomicU64,
     pub(super) samples: ServiceSamples,
-    /// Whether all members can read what samples state about capacities.
+    /// Whether all members can read the evidence about capacities in samples.
     pub(super) reports_prediction_outcomes: AtomicBool,
     pub(super) lengths: OutputLengths,
     pub(super) texts: TextSums,
@@ -50,8 +50,8 @@ pub struct Dispatcher {
 }
 
 impl Dispatcher {
-    /// Records that a request of this user waits until [`Dispatcher::end_wait`]: a waiting user is
-    /// not idle. Returns the user to charge for the request.
+    /// Records that a request of `user` waits until [`Dispatcher::end_wait`], so that the user does
+    /// not count as idle. Returns the user to charge for the request.
     #[must_use]
     pub fn begin_wait(&self, user: &UserName) -> UserKey {
         let registry = self.view.registry();
@@ -67,7 +67,7 @@ impl Dispatcher {
         })
     }
 
-    /// Records that a request of this user no longer waits, whatever the outcome.
+    /// Records that a request of `user` no longer waits, whatever its outcome.
     pub fn end_wait(&self, user: UserKey) {
         let charge = Charge {
             user,
@@ -77,37 +77,37 @@ impl Dispatcher {
         self.outbox.with(|outbox| outbox.charge(charge));
     }
 
-    /// Returns what `user` was charged here and the state does not show yet.
+    /// Returns the charges to `user` from this replica that the state does not include yet.
     #[must_use]
     pub fn unapplied(&self, user: UserKey) -> Charge {
         self.outbox.unapplied(user, self.view.applied())
     }
 
-    /// Credits a user with priced tokens that were charged and not used.
+    /// Credits `user` with priced `tokens` that were charged and not used.
     pub fn credit(&self, user: UserKey, tokens: u64) {
         let credit = |outbox: &mut super::Outbox| outbox.ledger.credit(user, tokens);
         self.outbox.with(credit);
     }
 
-    /// Returns the priced tokens charged here since the start.
+    /// Returns the total of priced tokens charged at this replica since its start.
     #[must_use]
     pub fn priced_tokens(&self) -> u64 {
         self.priced.all()
     }
 
-    /// Returns the price of the largest request that ended here since
+    /// Returns the largest prices of requests that ended here since the last
     /// [`Dispatcher::take_largest_request`].
     #[must_use]
     pub fn largest_request(&self) -> LargestRequest {
         self.priced.largest()
     }
 
-    /// Returns [`Dispatcher::largest_request`] and starts a new maximum.
+    /// Returns [`Dispatcher::largest_request`] and resets it.
     pub fn take_largest_request(&self) -> LargestRequest {
         self.priced.take_largest()
     }
 
-    /// Reports what attempts show about backends and output lengths to the log, until `stop`.
+    /// Queues what attempts reveal about backends and output lengths for the log, until `stop`.
     pub async fn run_samples(&self, stop: CancellationToken) {
         let mut ticks = tokio::time::interval(TELL_EVERY);
         while stop.run_until_cancelled(ticks.tick()).await.is_some() {
@@ -117,8 +117,8 @@ impl Dispatcher {
         }
     }
 
-    /// Queues the samples that are worth reporting at `now`. A sample that finds no room is lost:
-    /// later ones carry the same information.
+    /// Queues the samples that are due at `now` for the log. A sample without room is lost; later
+    /// ones carry similar information.
     pub fn queue_samples(&self, now: Instant) {
         for (sample, belief) in self.samples.take(now) {
             self.outbox.note(Item::ObserveService(Box::new(sample)));
@@ -129,12 +129,12 @@ impl Dispatcher {
         }
     }
 
-    /// Sets whether all members can read which predictions held.
+    /// Sets whether all members can read the log items about which predictions held.
     pub fn set_reports_prediction_outcomes(&self, can_be_read: bool) {
         self.reports_prediction_outcomes.store(can_be_read, Relaxed);
     }
 
-    /// Queues the output lengths for the log. Lengths without room are lost: similar ones follow.
+    /// Queues the output lengths for the log. Lengths without room are lost; similar ones follow.
     pub fn queue_output_lengths(&self) {
         for ((user, model), tokens) in self.lengths.take() {
             self.outbox.note(Item::ObserveOutputs {
@@ -145,8 +145,8 @@ impl Dispatcher {
         }
     }
 
-    /// Queues the token counts that engines reported for prompts; queues nothing while a member
-    /// cannot read them.
+    /// Queues the token counts that engines reported for prompts. Drops them while a member cannot
+    /// read such log items.
     pub fn queue_text_samples(&self) {
         let samples = self.texts.take();
         if self.view.is_format_4() {
@@ -156,7 +156,7 @@ impl Dispatcher {
         }
     }
 
-    /// Records the output tokens of a request that ended.
+    /// Records the number of output tokens of a request that ended, if a setting uses it.
     pub(super) fn ended_with(&self, user: UserKey, model: ModelKey, tokens: u64) {
         let registry = self.view.registry();
         let settings = registry.admission.as_ref();
@@ -166,8 +166,8 @@ impl Dispatcher {
         }
     }
 
-    /// Flushes the outbox soon if the others know exactly what the backend holds: without this
-    /// update they would predict wrongly.
+    /// Flushes the outbox early if the other replicas know exactly what the backend holds. Without
+    /// the update, they would predict wrongly.
     pub(super) fn flush_soon_for(&self, backend: BackendRef) {
         if self.view.evictions().get(backend).is_some() {
             self.outbox.flush_soon();

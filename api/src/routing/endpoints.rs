@@ -1,4 +1,4 @@
-//! Endpoints (address and port) that a gateway can send a request to.
+//! Endpoints (address and port) to which a gateway can send a request.
 
 use std::net::{IpAddr, SocketAddr};
 
@@ -7,21 +7,21 @@ use crate::backends::EngineUrl;
 /// The endpoints that a gateway offers for a request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum OfferedEndpoints {
-    /// Every backend that has an endpoint.
+    /// The gateway offers every backend that has an endpoint.
     All,
-    /// These endpoints, in ascending order.
+    /// The gateway offers these endpoints, in ascending order.
     Those(Vec<SocketAddr>),
 }
 
 impl OfferedEndpoints {
-    /// Offers these endpoints, given in any order.
+    /// Returns an offer of `endpoints`, which may be in any order.
     #[must_use]
     pub fn those(mut endpoints: Vec<SocketAddr>) -> Self {
         endpoints.sort_unstable();
         Self::Those(endpoints)
     }
 
-    /// Returns whether a backend at `endpoint` is offered; one without an endpoint never is.
+    /// Whether a backend at `endpoint` is offered. A backend without an endpoint never is.
     pub(super) fn has(&self, endpoint: Option<SocketAddr>) -> bool {
         match (self, endpoint) {
             (_, None) => false,
@@ -31,8 +31,8 @@ impl OfferedEndpoints {
     }
 }
 
-/// Returns the endpoint of a backend with this URL. `None` if it has a host name, which a gateway
-/// does not look up, or a path prefix, which a gateway does not add.
+/// Returns the endpoint of a backend at `url`. `None` if the URL is invalid or has a host name,
+/// which a gateway does not look up, or a path prefix, which a gateway does not add.
 #[must_use]
 pub fn endpoint_of(url: &str) -> Option<SocketAddr> {
     let url = EngineUrl::parse(url).ok()?;

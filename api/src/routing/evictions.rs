@@ -1,4 +1,4 @@
-//! Blocks that engines will evict for earlier requests; predictions leave them out.
+//! Excludes blocks that engines will evict for earlier requests from predictions.
 
 use state::ids::BlockHash;
 
@@ -6,8 +6,8 @@ use super::decide::Decider;
 use super::routing_table::{DecisionScratch, RoutingTable};
 
 impl Decider {
-    /// Subtracts the blocks that requests in flight will evict before this one is scheduled.
-    /// Affects only backends whose engines report what they hold.
+    /// Subtracts the blocks that requests in flight will evict before this one is scheduled from
+    /// the matches. Affects only backends whose engines report which blocks they hold.
     pub(super) fn leave_out_evicted(
         &self,
         fleet: &RoutingTable,

@@ -1,4 +1,4 @@
-//! Explains a decision: the same steps, with all reasons and without side effects.
+//! Explains a decision: takes the steps of a decision, without side effects, and keeps all reasons.
 
 use std::sync::atomic::Ordering::Relaxed;
 
@@ -117,7 +117,7 @@ pub struct ExplainedBackend {
 }
 
 impl ExplainedBackend {
-    /// Fills in what the policy sees of a candidate.
+    /// Fills in the inputs and the result of the policy for a candidate.
     fn competes(&mut self, candidate: &Candidate, score: &Score) {
         self.matched = candidate.matched;
         self.free_blocks = (candidate.free_blocks != u32::MAX).then_some(candidate.free_blocks);
@@ -131,8 +131,8 @@ impl ExplainedBackend {
 }
 
 impl Decider {
-    /// Returns what [`Decider::decide`] would return at `now`, and why, with the outbox as it is.
-    /// Changes nothing and counts nothing.
+    /// Returns what [`Decider::decide`] would return at `now`, and why, with the status of the
+    /// `outbox`. Changes nothing and counts nothing.
     #[must_use]
     pub fn explain(
         &self,
@@ -206,7 +206,7 @@ impl Decider {
         }
     }
 
-    /// Fills in what every backend holds of `chain`, including those that filters exclude.
+    /// Fills in how many leading blocks of `chain` each backend holds, including excluded backends.
     fn show_matches(&self, chain: &[BlockHash], backends: &mut [ExplainedBackend]) {
         self.view.blocks.match_prefix(chain, |slot, matched| {
             let at = backends.partition_point(|it| it.backend.slot < slot);
@@ -218,7 +218,7 @@ impl Decider {
         self.overlay.extend(chain, matches);
     }
 
-    /// Returns a backend before its part in the decision is known.
+    /// Returns the data about a backend that does not depend on the decision.
     fn seen(&self, backend: &Backend, now: Instant) -> ExplainedBackend {
         let flags = self.backends.health_flags(backend.handle.slot);
         ExplainedBackend {

@@ -1,8 +1,8 @@
 //! Filters that exclude backends before every policy, in a fixed order.
 //!
 //! A backend is excluded by the first filter that it fails: it serves other models, is not offered,
-//! was tried, is unhealthy, drains, has an open circuit, computes prompts for others, has not
-//! loaded a model that others have, lacks a label, would not keep the user's blocks apart, is too
+//! was tried, is unhealthy, drains, has an open circuit, has a role that does not fit, has not
+//! loaded a model that others have, lacks a label, would not isolate the user's blocks, is too
 //! small, would have to load an adapter that others have in memory, or is at its limit. `explain`
 //! shows each verdict, and metrics count them.
 
@@ -23,19 +23,19 @@ use crate::isolation::CacheIsolation;
 use crate::planted::{self, Bug};
 use crate::prompt::BlockUnit;
 
-/// Factor by which an estimated prompt may be off when it is compared with a cache.
+/// Factor by which the estimated size of a prompt may exceed a cache's capacity.
 const ESTIMATE_MARGIN: u64 = 2;
 
-/// Which backends with an open circuit are excluded.
+/// Selects which backends with an open circuit are excluded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Ejection {
     All,
-    /// Those in `DecisionScratch::open`.
+    /// The backends in `DecisionScratch::open`.
     Listed,
     None,
 }
 
-/// Whether no backend for the request has been found so far, healthy or not.
+/// Whether `refusal` means that no backend for the request, healthy or not, has been found.
 fn is_unserved(refusal: RoutingRejection) -> bool {
     matches!(
         refusal,
@@ -43,16 +43,16 @@ fn is_unserved(refusal: RoutingRejection) -> bool {
     )
 }
 
-/// Which backends to look for.
+/// The part that the wanted backends take in a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Side {
-    /// Backends that answer.
+    /// Backends that answer requests.
     Answers,
     /// Backends that compute prompts for others and use this handover; `None` for any handover.
     Prefill(Option<Handover>),
 }
 
-/// A request on its way through the filters.
+/// One pass of a request through the filters.
 struct FilterPass<'a, S> {
     side: Side,
     decider: &'a Decider,
@@ -60,7 +60,7 @@ struct FilterPass<'a, S> {
     ask: &'a RoutingRequest<'a>,
     now: Instant,
     scratch: &'a mut DecisionScratch,
-    /// Number of backends that passed the filters that look at one backend by itself.
+    /// Number of backends that passed the filters on single backends.
     passed: usize,
     /// Receives the verdict on the backend at a registry index; a later verdict replaces it.
     seen: S,
@@ -68,8 +68,8 @@ struct FilterPass<'a, S> {
 
 impl Decider {
     /// Fills `scratch` with the backends that may take the request, with their load. `seen`
-    /// receives the verdict on each backend that serves the model, by registry index; the last one
-    /// counts.
+    /// receives the verdict on each backend that serves the model, by registry index. The last
+    /// verdict counts.
     ///
     /// # Errors
     /// Returns a [`RoutingRejection`] if no candidate is left.
@@ -86,7 +86,7 @@ impl Decider {
         sieve.keep_below_limit()
     }
 
-    /// Like [`Decider::admit`] without the last filter: keeps backends that are at their limit.
+    /// Fills `scratch` as [`Decider::admit`] does, but keeps backends that are at their limit.
     ///
     /// # Errors
     /// Returns a [`RoutingRejection`] if no candidate is left.
@@ -101,8 +101,8 @@ impl Decider {
     }
 
     /// Fills `scratch` with the backends that may compute the request's prompt, with their load.
-    /// Without `needed`, the request can do without them, so probes and circuits are trusted. With
-    /// `needed` it cannot, and only backends with this handover count.
+    /// With `needed`, the request requires a backend with this handover. Otherwise it can be served
+    /// without any, so probes and circuits are always trusted.
     ///
     /// # Errors
     /// Returns a [`RoutingRejection`] if no candidate is left.
@@ -165,7 +165,7 @@ impl Decider {
 }
 
 impl<S: FnMut(usize, FilterVerdict)> FilterPass<'_, S> {
-    /// Applies all filters but the last, ignoring probes and circuits where needed; adds the load.
+    /// Applies all filters but the limit, ignores doubtful probes and circuits, and adds the load.
     fn admit(&mut self) -> Result<(), RoutingRejection> {
         let sieve = self;
         let (decider, fleet, now) = (sieve.decider, sieve.fleet, sieve.now);
@@ -187,7 +187,8 @@ impl<S: FnMut(usize, FilterVerdict)> FilterPass<'_, S> {
         let open = sieve.scratch.open.len();
         let ejected_max = decider.backends.ejected_max(open + sieve.passed);
         if open > ejected_max {
-            // So many failures at once point to the requests. The first backends to fail stay out.
+            // So many failures at once point to the requests. Only the first backends to fail stay
+            // out.
             sieve.scratch.open.sort_unstable();
             sieve.scratch.open.truncate(ejected_max);
             filtered = sieve.apply_filters(Ejection::Listed);
@@ -206,7 +207,7 @@ impl<S: FnMut(usize, FilterVerdict)> FilterPass<'_, S> {
         self.scratch.is_panic = doubt == Doubt::Answering;
     }
 
-    /// Applies all filters but the last, which looks at the load.
+    /// Applies all filters but the limit.
     fn apply_filters(&mut self, ejected: Ejection) -> Result<(), RoutingRejection> {
         if let Some(refusal) = self.collect_candidates(ejected) {
             return Err(refusal);
@@ -221,8 +222,8 @@ impl<S: FnMut(usize, FilterVerdict)> FilterPass<'_, S> {
         Ok(())
     }
 
-    /// Whether so many backends may be out by their probes alone that the probes are in doubt. Only
-    /// reads the tally.
+    /// Whether so many backends may be excluded by their probes alone that the probes are doubtful.
+    /// Uses only the counts of verdicts.
     fn may_panic(&self) -> bool {
         let out = |verdict| self.scratch.tally.count(verdict) as usize;
         let healthy = self.passed + out(FilterVerdict::CircuitOpen);
@@ -230,7 +231,7 @@ impl<S: FnMut(usize, FilterVerdict)> FilterPass<'_, S> {
         self.decider.backends.are_below_threshold(healthy, doubtful)
     }
 
-    /// Applies the filters that look at one backend by itself. Returns why there is no candidate.
+    /// Applies the filters on single backends. Returns the reason if no candidate is left.
     fn collect_candidates(&mut self, ejected: Ejection) -> Option<RoutingRejection> {
         self.scratch.clear();
         self.scratch.are_circuits_kept = ejected == Ejection::All;
@@ -245,7 +246,8 @@ impl<S: FnMut(usize, FilterVerdict)> FilterPass<'_, S> {
         self.scratch.candidates.is_empty().then_some(refusal)
     }
 
-    /// Applies them to the backends that serve the model. Returns why there is no candidate.
+    /// Applies the filters on single backends to those that serve the model. Returns the reason to
+    /// give if no candidate is left.
     fn collect_candidates_of(
         &mut self,
         serving: &[ServingBackend],
@@ -295,7 +297,7 @@ impl<S: FnMut(usize, FilterVerdict)> FilterPass<'_, S> {
         refusal
     }
 
-    /// Whether the engine can do nothing for this request without another engine.
+    /// Whether the backend's engine needs another engine to serve this request.
     fn needs_another(&self, backend: &ServingBackend) -> bool {
         let needs = || (self.decider).needs_another(self.registered(backend), self.ask);
         backend.role != BackendRole::Both && needs()
@@ -343,13 +345,13 @@ impl<S: FnMut(usize, FilterVerdict)> FilterPass<'_, S> {
         }
     }
 
-    /// Whether the caller can send the request to the backend at a registry index.
+    /// Whether the caller can send the request to the backend at registry index `at`.
     fn is_offered(&self, at: usize) -> bool {
         let offered = self.ask.endpoints;
         offered.is_none_or(|offered| offered.has(self.fleet.endpoint(at)))
     }
 
-    /// Whether the backend can take part in the request on the side in question.
+    /// Whether the backend can take part in the request on `self.side`.
     fn is_of_side(&self, backend: &ServingBackend) -> bool {
         let is_prefill = backend.role == BackendRole::Prefill;
         let handover = || self.decider.handover(self.registered(backend));
@@ -360,7 +362,7 @@ impl<S: FnMut(usize, FilterVerdict)> FilterPass<'_, S> {
         }
     }
 
-    /// Excludes engines that can do nothing alone if the request cannot be split.
+    /// Excludes engines that need another engine if the request cannot be split.
     fn exclude_inseparable(&mut self) -> Result<(), RoutingRejection> {
         let is_apart = self.ask.stages.are_handed_over(Handover::Room);
         if self.side != Side::Answers || !self.scratch.has_rooms || is_apart {
@@ -376,8 +378,8 @@ impl<S: FnMut(usize, FilterVerdict)> FilterPass<'_, S> {
         Ok(())
     }
 
-    /// Excludes prefill backends if others can answer. If there are no others they answer too: an
-    /// engine with the prefill role can still serve whole requests.
+    /// Excludes prefill backends if other backends can answer. Otherwise they answer too, because
+    /// an engine with the prefill role can serve whole requests.
     fn keep_answering(&mut self) {
         if self.side != Side::Answers || !self.fleet.has_prefill() {
             return;
@@ -390,8 +392,8 @@ impl<S: FnMut(usize, FilterVerdict)> FilterPass<'_, S> {
         }
     }
 
-    /// If some engines list the model (an adapter is listed once it is loaded), excludes the
-    /// others. The operator's spec takes precedence: an engine under `"*"` that lists the model
+    /// Excludes engines that do not list the model if others list it; an adapter is listed once it
+    /// is loaded. The operator's spec takes precedence: an engine under `"*"` that lists the model
     /// excludes no backend whose spec names it.
     fn keep_loaded(&mut self) {
         if !self.scratch.has_listed {
@@ -425,7 +427,7 @@ impl<S: FnMut(usize, FilterVerdict)> FilterPass<'_, S> {
         Ok(())
     }
 
-    /// If the user's cached blocks must be kept apart, excludes engines that do not support salts.
+    /// Excludes engines that do not support salts if the user's cached blocks must be isolated.
     fn keep_isolating(&mut self) -> Result<(), RoutingRejection> {
         let isolation = self.ask.identity.isolation;
         if !isolation.is_salted() {
@@ -447,10 +449,10 @@ impl<S: FnMut(usize, FilterVerdict)> FilterPass<'_, S> {
     }
 
     /// Excludes backends whose cache cannot hold the prompt: it would never run, and would block
-    /// those behind it in a batch. Uses the stated capacity, not the learnt one.
+    /// requests behind it. Uses the stated capacity, not the learned one.
     fn keep_large_enough(&mut self) -> Result<(), RoutingRejection> {
         let identity = self.ask.identity;
-        // Text with long tokens has fewer of them than estimated.
+        // Text with long tokens has fewer tokens than estimated.
         let margin = match identity.unit {
             BlockUnit::Tokens => 1,
             BlockUnit::Characters | BlockUnit::CharactersFor(_) => ESTIMATE_MARGIN,
@@ -470,8 +472,9 @@ impl<S: FnMut(usize, FilterVerdict)> FilterPass<'_, S> {
         Ok(())
     }
 
-    /// Keeps backends that have the adapter in memory, up to a threshold of their queues. Engines
-    /// list every adapter that they can load, so [`Self::keep_loaded`] does not distinguish them.
+    /// Excludes backends that do not have the adapter in memory, or room for it, if others do and
+    /// have short queues. Engines list every adapter that they can load, so [`Self::keep_loaded`]
+    /// does not suffice.
     fn keep_resident(&mut self) {
         if !self.scratch.has_adapters {
             return;
@@ -490,8 +493,8 @@ impl<S: FnMut(usize, FilterVerdict)> FilterPass<'_, S> {
         });
     }
 
-    /// Keeps backends that run fewer requests than their limit, over all known replicas, and at
-    /// which this replica has a place of its own: it may not take another replica's.
+    /// Excludes backends that run as many requests as their limit, over all known replicas, or at
+    /// which this replica has no free place.
     fn keep_below_limit(&mut self) -> Result<(), RoutingRejection> {
         let decider = self.decider;
         let service = decider.view.service();
@@ -513,7 +516,7 @@ impl<S: FnMut(usize, FilterVerdict)> FilterPass<'_, S> {
         Ok(())
     }
 
-    /// Keeps the candidates for which `stays` returns true and records `verdict` for the others.
+    /// Keeps the candidates for which `stays` returns true; records `verdict` for the others.
     fn retain(&mut self, verdict: FilterVerdict, stays: impl Fn(&Candidate, &Backend) -> bool) {
         let DecisionScratch {
             candidates,

@@ -1,4 +1,4 @@
-//! A log of one replica for tests: the real state machine, applied synchronously.
+//! A log of one replica for tests, which applies commands synchronously to the real state machine.
 
 use std::sync::{Arc, Mutex};
 
@@ -14,7 +14,7 @@ use crate::clock::Clock;
 use crate::ports::{BoxFuture, Propose, ProposeError};
 use crate::prompt::ModelSettings;
 
-/// The state and what is needed to apply commands to it.
+/// The state machine and the position in its log.
 pub(super) struct Log {
     pub(super) state: RouterState,
     index: u64,
@@ -22,7 +22,7 @@ pub(super) struct Log {
 }
 
 impl Log {
-    /// Returns an initialised cluster with a backend `b0`, `b1`, ... per capacity.
+    /// Returns an initialised cluster with one backend (`b0`, `b1`, ...) per entry of `capacities`.
     pub(super) fn new(capacities: &[Option<u32>]) -> Self {
         let mut log = Self {
             state: RouterState::new(),
@@ -57,7 +57,7 @@ impl Log {
         assert_eq!(committed.reply, Reply::Applied);
     }
 
-    /// Applies the envelope after a round trip through its wire form.
+    /// Encodes and decodes the envelope, then applies it.
     pub(super) fn apply(&mut self, envelope: Envelope) -> Committed {
         let bytes = state::codec::encode_envelope(&envelope);
         assert!(
@@ -97,7 +97,7 @@ pub(super) fn spec(at: usize, capacity_blocks: Option<u32>) -> BackendSpec {
     }
 }
 
-/// The log as a port; returns the next of `faults` first, if there is one.
+/// Proposes to the log. Each proposal meets the last of `faults`, which is removed.
 #[derive(Clone)]
 pub(super) struct Port {
     pub(super) log: Arc<Mutex<Log>>,
@@ -105,16 +105,16 @@ pub(super) struct Port {
     pub(super) proposed: Arc<Mutex<Vec<Origin>>>,
 }
 
-/// Fault that a proposal may meet.
+/// Fault that a proposal can meet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Fault {
-    /// Refused before it entered the log.
+    /// The proposal is refused before it enters the log.
     Refused,
-    /// Committed, but the reply is lost.
+    /// The proposal is committed, but the reply is lost.
     AnswerLost,
-    /// Not committed, and the proposer cannot tell.
+    /// The proposal is not committed, and its outcome is reported as unknown.
     Lost,
-    /// The replica stops.
+    /// The proposal fails because the replica stops.
     Stopping,
 }
 
@@ -158,7 +158,7 @@ pub(super) const HEALTHY: Health = Health {
     adapters: None,
 };
 
-/// Replica and session of most tests.
+/// Replica and session used by most tests.
 const FIRST: (ReplicaId, SessionId) = (ReplicaId(1), SessionId(1));
 
 /// Returns a router over `port`'s log, with healthy backends and blocks of 16 bytes.
@@ -166,7 +166,7 @@ pub(super) fn router(port: &Port, outbox: OutboxSettings) -> Arc<Router> {
     router_with(port, outbox, ModelSettings::characters("*", 16))
 }
 
-/// Like [`router`], with these model settings.
+/// Returns a router as [`router`] does, with the settings `model`.
 pub(super) fn router_with(
     port: &Port,
     outbox: OutboxSettings,
@@ -175,19 +175,19 @@ pub(super) fn router_with(
     build(port, outbox, model, SelectSettings::default(), FIRST)
 }
 
-/// Like [`router`], for this replica.
+/// Returns a router as [`router`] does, for the replica `replica`.
 pub(super) fn router_of(port: &Port, replica: u8) -> Arc<Router> {
     router_in(port, ReplicaId(replica), SessionId(replica.into()))
 }
 
-/// Like [`router`], for this session of this replica.
+/// Returns a router as [`router`] does, for `session` of `replica`.
 pub(super) fn router_in(port: &Port, replica: ReplicaId, session: SessionId) -> Arc<Router> {
     let model = ModelSettings::characters("*", 16);
     let (outbox, select) = (OutboxSettings::default(), SelectSettings::default());
     build(port, outbox, model, select, (replica, session))
 }
 
-/// Like [`router`], with these label settings.
+/// Returns a router as [`router`] does, with the label settings `select`.
 pub(super) fn router_selecting(port: &Port, select: SelectSettings) -> Arc<Router> {
     let model = ModelSettings::characters("*", 16);
     build(port, OutboxSettings::default(), model, select, FIRST)

@@ -1,11 +1,11 @@
-//! Fuzz targets for what routing reads from a request's head; see [`crate::fuzzing`].
+//! Fuzz targets for the request headers that routing reads; see [`crate::fuzzing`].
 
 use http::HeaderMap;
 use state::policy::SessionNames;
 
 use super::session;
 
-/// Reads the session that a request names.
+/// Reads the session's name from `headers`.
 pub(crate) fn session(headers: &HeaderMap) {
     for cookie in [None, Some("quorate-session")] {
         let names = SessionNames {

@@ -1,10 +1,10 @@
-//! Estimates the output of a response that was not delivered, so that it can be charged.
+//! Estimates the undelivered output of a response, so that it can be charged.
 //!
 //! Without `stream`, a response arrives only at its end. If the client leaves or the engine fails
 //! earlier, tokens were generated nevertheless. The estimate is the time since the dispatch, less
 //! the time to first token, divided by the time between two tokens, both as learned for the backend
-//! ([`state::service::LearntPrices`]). It is capped at the request's own bound and is as good as
-//! these prices.
+//! ([`state::service::LearntPrices`]). It is capped at the request's own bound and is only as
+//! accurate as these prices.
 
 use std::time::Duration;
 
@@ -14,16 +14,16 @@ use super::Load;
 
 /// Shortest believable time between two tokens of one request.
 const GAP_MIN: Duration = Duration::from_micros(500);
-/// Time between two tokens if none was measured; learning starts from this value.
+/// Time between two tokens if none was measured. Learning starts from this value.
 const GAP_UNKNOWN: Duration = Duration::from_millis(10);
-/// Nanoseconds that a prompt token and a running request add to a first token if none was measured.
+/// Nanoseconds by which each prompt token delays the first token if none was measured.
 const PREFILL_NS_UNKNOWN: u64 = 100_000;
 const DECODE_NS_UNKNOWN: u64 = 1_000_000;
 
-/// A response whose output is not visible while it is generated.
+/// Properties of a response whose output is not visible while it is generated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct HiddenOutput {
-    /// Choices generated at once: `n` for each prompt of a batch.
+    /// Number of choices generated concurrently: `n` for each prompt of a batch.
     pub choices: u32,
     /// Maximum number of output tokens of each choice, from the request.
     pub tokens_max: Option<u32>,
@@ -32,7 +32,7 @@ pub struct HiddenOutput {
 }
 
 impl HiddenOutput {
-    /// Returns the output tokens generated within `elapsed` of the dispatch.
+    /// Returns the estimated number of output tokens generated within `elapsed` of the dispatch.
     pub(super) fn tokens(&self, elapsed: Duration, pace: &BackendPace) -> u64 {
         let Some(making) = elapsed.checked_sub(pace.first_token) else {
             return 0;
@@ -44,12 +44,12 @@ impl HiddenOutput {
     }
 }
 
-/// Speed of a backend for one request.
+/// Estimated speed of a backend for one request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct BackendPace {
-    /// Time from dispatch to first token.
+    /// Time from the dispatch to the first token.
     pub(super) first_token: Duration,
-    /// Time between two tokens.
+    /// Time between two tokens of the request.
     pub(super) gap: Duration,
 }
 

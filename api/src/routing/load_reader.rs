@@ -1,4 +1,4 @@
-//! Read-only access to the load table, so that a decision cannot add requests to it.
+//! Provides read-only access to the load table, so that a decision cannot add requests to it.
 
 use std::sync::Arc;
 
@@ -7,7 +7,7 @@ use tokio::time::Instant;
 
 use super::load::{Gauges, Load, LoadTable};
 
-/// Reads a [`LoadTable`].
+/// Read-only access to a [`LoadTable`].
 pub(super) struct LoadReader(Arc<LoadTable>);
 
 impl LoadReader {
@@ -15,17 +15,17 @@ impl LoadReader {
         Self(Arc::clone(table))
     }
 
-    /// See [`LoadTable::here`].
+    /// Calls [`LoadTable::here`].
     pub(super) fn here(&self, backend: BackendRef) -> Load {
         self.0.here(backend)
     }
 
-    /// See [`LoadTable::cluster`].
+    /// Calls [`LoadTable::cluster`].
     pub(super) fn cluster(&self, backend: BackendRef, now: Instant) -> Load {
         self.0.cluster(backend, now)
     }
 
-    /// See [`LoadTable::add_each`].
+    /// Calls [`LoadTable::add_each`].
     pub(super) fn add_each(
         &self,
         now: Instant,
@@ -36,12 +36,12 @@ impl LoadReader {
         self.0.add_each(now, count, backend, add);
     }
 
-    /// See [`LoadTable::with_gauges`].
+    /// Calls [`LoadTable::with_gauges`].
     pub(super) fn with_gauges<R>(&self, read: impl FnOnce(Gauges<'_>) -> R) -> R {
         self.0.with_gauges(read)
     }
 
-    /// See [`LoadTable::places`].
+    /// Calls [`LoadTable::places`].
     pub(super) fn places(&self, backend: BackendRef, limit: u32) -> Option<(u32, u32)> {
         self.0.places(backend, limit)
     }

@@ -1,4 +1,4 @@
-//! Metrics of routing.
+//! Metrics of routing, prefix predictions, shares and the outbox.
 
 use std::collections::BTreeSet;
 use std::ops::Deref;
@@ -46,11 +46,11 @@ struct FilterLabels {
     filter: &'static str,
 }
 
-/// Counters of the backends excluded by each filter, looked up once.
+/// Counters of the backends excluded by each filter, cached to avoid lookups.
 #[derive(Debug, Clone)]
 struct FilterCounters {
     family: Family<FilterLabels, Counter>,
-    /// In the order of a [`FilterCounts`]'s counts.
+    /// Counters in the order of [`FilterVerdict::FILTERS`].
     counters: [Counter; FilterVerdict::FILTERS.len()],
 }
 
@@ -63,7 +63,7 @@ impl Default for FilterCounters {
     }
 }
 
-/// Counters and gauges of routing, the prefix predictions and the outbox. Cheap to clone; clones
+/// Counters and gauges of routing, the prefix predictions and the outbox. Clones are cheap and
 /// share their values.
 #[derive(Debug, Clone, Default)]
 pub struct RoutingMetrics {
@@ -76,7 +76,7 @@ pub struct RoutingMetrics {
     predicted_tokens: Family<BackendLabels, Counter>,
     cached_tokens: Family<BackendLabels, Counter>,
     totals: Arc<PrefixTotals>,
-    /// Backends that have series. Locked while series are added or removed.
+    /// Ids of the backends that have series. Locked while series are added or removed.
     shown: Arc<Mutex<BTreeSet<String>>>,
     outbox_items: Gauge,
     outbox_bytes: Gauge,
@@ -95,7 +95,7 @@ struct PrefixTotals {
     cached: AtomicU64,
 }
 
-/// Metrics of shares. Cheap to clone; clones share their values.
+/// Metrics of this replica's shares of limits. Clones are cheap and share their values.
 #[derive(Debug, Clone, Default)]
 pub(super) struct ShareMetrics {
     pub(super) held: Gauge,
@@ -123,7 +123,7 @@ impl ShareMetrics {
     }
 }
 
-/// All ends, in the order of [`BackendMeter`]'s counters.
+/// All ends of attempts, in the order of the counters in [`BackendMeter`].
 const ENDS: [AttemptEnd; 5] = [
     AttemptEnd::Finished,
     AttemptEnd::Broken,
@@ -132,7 +132,7 @@ const ENDS: [AttemptEnd; 5] = [
     AttemptEnd::Failed,
 ];
 
-/// An attempt in its backend's gauge, from creation to drop.
+/// Counts an attempt in its backend's in-flight gauge until dropped.
 #[derive(Debug)]
 pub(super) struct InFlightGuard(Arc<BackendMeter>);
 
@@ -157,7 +157,7 @@ impl Drop for InFlightGuard {
     }
 }
 
-/// The metrics of one backend, looked up once.
+/// Metrics of one backend, cached to avoid lookups.
 #[derive(Debug)]
 pub(super) struct BackendMeter {
     in_flight: Gauge,
@@ -169,7 +169,7 @@ pub(super) struct BackendMeter {
 }
 
 impl RoutingMetrics {
-    /// Registers all metrics of routing for `/metrics`.
+    /// Registers all metrics in `registry`, which `/metrics` shows.
     pub fn register(&self, registry: &mut Registry) {
         self.tokenizing.register(registry);
         self.shares.register(registry);
@@ -255,8 +255,8 @@ impl RoutingMetrics {
         );
     }
 
-    /// Returns the prompt tokens of requests whose engine reported cached tokens: all, those
-    /// predicted to be cached, and those cached.
+    /// Returns the numbers of prompt tokens of requests whose engine reported cached tokens: all of
+    /// them, those predicted to be cached, and those that were cached.
     #[must_use]
     pub fn prefix_totals(&self) -> [u64; 3] {
         let PrefixTotals {
@@ -290,8 +290,8 @@ impl RoutingMetrics {
         })
     }
 
-    /// Removes the series of backends that are no longer registered. Requests still running there
-    /// update detached series.
+    /// Removes the series of backends that are no longer registered. Requests that still run at
+    /// them update detached series.
     pub(super) fn forget_removed(&self, registered: impl FnOnce() -> Arc<state::Registry>) {
         let mut shown = self.shown.lock().unwrap_or_else(PoisonError::into_inner);
         // Read under the lock: a backend that is registered again keeps its new series.
@@ -341,7 +341,7 @@ impl RoutingMetrics {
         }
     }
 
-    /// Sets whether a model is in panic mode.
+    /// Sets whether the metric shows `model` to be in panic mode.
     pub(super) fn shows_panic(&self, model: &str, is_panic: bool) {
         let labels = ModelLabels {
             model: model.to_owned(),
@@ -353,7 +353,7 @@ impl RoutingMetrics {
         }
     }
 
-    /// Updates the outbox gauges. Called before a scrape.
+    /// Updates the outbox metrics from `status`. Call this before a scrape.
     pub(super) fn show_outbox(&self, status: &OutboxStatus) {
         let whole = |number: u64| i64::try_from(number).unwrap_or(i64::MAX);
         self.outbox_items.set(whole(status.queued_items as u64));
@@ -376,7 +376,7 @@ impl BackendMeter {
         self.ended[at].inc();
     }
 
-    /// Counts the predicted and the actual cached tokens.
+    /// Adds the prompt tokens of a request: all, those predicted to be cached, and those cached.
     pub(super) fn count_prefix(&self, prompt: u64, predicted: u64, cached: u64) {
         self.prompt_tokens.inc_by(prompt);
         self.predicted_tokens.inc_by(predicted);
@@ -387,7 +387,7 @@ impl BackendMeter {
     }
 }
 
-/// Lets [`RoutingMetrics::register`] be a list.
+/// A metric of any type that [`RoutingMetrics::register`] can register from a list.
 trait Register {
     fn register(&self, registry: &mut Registry, name: &str, help: &str);
 }

@@ -1,10 +1,11 @@
-//! Chooses a backend for each request and accounts for the request.
+//! Chooses a backend for each request and accounts for its use.
 //!
 //! A [`Router`] combines the parts that one replica routes with:
 //!
 //! - the [`PromptReader`] turns a request's body into block hashes (in [`crate::prompt`]);
 //! - the [`Decider`] matches them against the applied ownership and the overlay, adds the load and
-//!   lets the policy choose. It reads only local memory, waits for no writer, and writes nothing;
+//!   lets the policy choose. It reads only local memory and changes nothing that other replicas
+//!   see;
 //! - the [`Dispatcher`] records a decision (load, overlay, outbox) and returns an [`Attempt`],
 //!   which accounts for the request until it ends;
 //! - the [`SharedOutbox`] with its [`Overlay`] holds what the log does not contain yet;
@@ -114,25 +115,25 @@ pub use crate::user_name::UserName;
 pub struct RouterParts {
     /// Read side of the replicated state.
     pub view: Arc<StateView>,
-    /// Health and engine metrics.
+    /// Health and engine metrics of the backends.
     pub backends: Arc<Backends>,
-    /// `[[models]]`; the first match counts.
+    /// Settings from `[[models]]`; the first entry that matches a model applies.
     pub models: Vec<ModelSettings>,
     /// Id of this replica.
     pub replica: ReplicaId,
-    /// Session of its run.
+    /// Session of this run of the replica.
     pub session: SessionId,
-    /// Bounds and pace of the outbox.
+    /// Capacity and flush interval of the outbox.
     pub outbox: OutboxSettings,
     /// Policies that a request may select in place of the live one; empty to forbid selection.
     pub overrides: Vec<PolicyConfig>,
-    /// Labels that backends must have; the default requires none.
+    /// Settings for the labels that backends must have; the default requires none.
     pub select: SelectSettings,
-    /// Stamps log entries and times the users' limits.
+    /// Clock that stamps log entries and times the users' limits.
     pub clock: Clock,
 }
 
-/// Everything that one replica routes with. One per replica.
+/// The parts that one replica routes with. Each replica has one.
 pub struct Router {
     view: Arc<StateView>,
     reader: Arc<PromptReader>,
@@ -150,52 +151,52 @@ pub struct Router {
 /// A request as routing sees it.
 #[derive(Debug, Clone, Copy)]
 pub struct RoutingRequest<'a> {
-    /// Model id.
+    /// Id of the requested model.
     pub model: &'a str,
     /// The prompt's blocks.
     pub identity: &'a PromptIdentity,
-    /// `x-request-id`; its hash breaks ties.
+    /// Value of `x-request-id`; its hash breaks ties.
     pub request_id: &'a str,
     /// User to charge the tokens to.
     pub user: &'a UserName,
     /// The request's headers, which may name its session.
     pub headers: Option<&'a HeaderMap>,
-    /// From [`RoutingPreferences`]; `None` for the live policy.
+    /// Policy from [`RoutingPreferences`]; `None` for the policy of the model or of the cluster.
     pub policy: Option<&'a Arc<PolicyConfig>>,
     /// Labels required in addition to those of the model; from [`RoutingPreferences`].
     pub labels: &'a [(String, String)],
-    /// Backends that were already tried.
+    /// Slots of backends that were already tried.
     pub excluded: &'a [Slot],
-    /// Requests for the model that wait at this replica.
+    /// Number of requests for the model that wait at this replica.
     pub waiting_here: u32,
-    /// Endpoints that a gateway can send it to; `None` if this replica can send it to any backend.
+    /// Endpoints to which a gateway can send the request; `None` if this replica sends it itself.
     pub endpoints: Option<&'a OfferedEndpoints>,
-    /// Which stages of the request can run on two backends.
+    /// Whether prefill and decode can run on two backends, and with which handover.
     pub stages: RequestStages,
 }
 
-/// A decision, with what the response headers report.
+/// A routing decision, with what the response headers report of it.
 #[derive(Debug, Clone)]
 pub struct Decision {
     /// Chosen backend.
     pub backend: BackendRef,
     /// Id of the backend.
     pub name: Arc<str>,
-    /// Leading blocks that the backend is believed to hold.
+    /// Number of leading blocks that the backend is believed to hold.
     pub matched: u32,
-    /// Blocks of the prompt.
+    /// Number of full blocks of the prompt.
     pub total: u32,
     /// Why the backend was chosen.
     pub reason: Reason,
-    /// Name of the policy.
+    /// Name of the policy that decided.
     pub policy: &'static str,
-    /// Whether the request renews the age of blocks that it finds cached.
+    /// Rule for whether the request renews the age of the blocks that it finds cached.
     pub touch: Touch,
     /// The backend that computes the prompt; `None` if it is the same one.
     pub prefill: Option<PrefillDecision>,
-    /// Applied index of the decision.
+    /// Log index applied when the decision was made.
     pub index: LogIndex,
-    /// Set if the backend's circuit is half-open and this request is its trial.
+    /// This request's trial of the backend's circuit; `None` unless the circuit is half-open.
     pub(crate) trial: Option<Arc<HalfOpenProbe>>,
     /// Inputs of the decision; `None` if decisions are not recorded.
     pub record: Option<Arc<DecisionRecord>>,
@@ -244,30 +245,30 @@ impl RoutingRejection {
     }
 }
 
-/// Tokens that an engine reported, or a count of our own if it did not.
+/// Token counts of a request, as the engine reported or as estimated here if it did not.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Usage {
-    /// Prompt tokens.
+    /// Number of prompt tokens.
     pub prompt_tokens: u64,
-    /// Prompt tokens from the prefix cache; `None` if the engine did not report them.
+    /// Number of prompt tokens from the prefix cache; `None` if the engine did not report it.
     pub cached_tokens: Option<u64>,
-    /// Output tokens.
+    /// Number of output tokens.
     pub completion_tokens: u64,
 }
 
 /// How an attempt ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum AttemptEnd {
-    /// The response is complete.
+    /// The engine completed the response.
     Finished,
-    /// The engine failed after its first byte.
+    /// The engine failed after the first byte of its response.
     Broken,
-    /// The client left.
+    /// The client disconnected.
     ClientLeft,
-    /// The request did not reach the engine, or the engine refused it before its first byte.
+    /// The request did not reach the engine, or the engine refused it before the response began.
     /// Another backend may be tried.
     NotRun,
-    /// The engine accepted the request and failed before its first byte.
+    /// The engine accepted the request and failed before the first byte of its response.
     Failed,
 }
 
@@ -323,7 +324,7 @@ impl Router {
             load: LoadReader::of(&load),
             overlay: Arc::clone(&overlay),
             fleet: Arc::clone(&fleet),
-            // Replicas start at different positions.
+            // Starting at the session id makes replicas start at different backends.
             turn: AtomicU64::new(session.0),
             overrides: overrides.into_iter().map(Arc::new).collect(),
             select,
@@ -362,7 +363,7 @@ impl Router {
         }
     }
 
-    /// Makes every decision keep its inputs, see [`DecisionRecord`].
+    /// Makes every decision keep its inputs in a [`DecisionRecord`].
     ///
     /// # Panics
     /// Panics if the decider is already in use.
@@ -385,19 +386,19 @@ impl Router {
         &self.decider
     }
 
-    /// Returns the dispatcher, which also accounts for requests.
+    /// Returns the dispatcher, which dispatches requests and accounts for them.
     #[must_use]
     pub fn dispatcher(&self) -> &Arc<Dispatcher> {
         &self.dispatcher
     }
 
-    /// Returns the outbox: what the log does not contain yet.
+    /// Returns the outbox, which holds the updates that the log does not contain yet.
     #[must_use]
     pub fn outbox(&self) -> &Arc<SharedOutbox> {
         &self.outbox
     }
 
-    /// Returns the requests and pending prefill per backend, here and elsewhere.
+    /// Returns the table of each backend's load from this replica and its peers.
     #[must_use]
     pub fn load(&self) -> &Arc<LoadTable> {
         &self.load
@@ -427,20 +428,20 @@ impl Router {
         &self.clock
     }
 
-    /// Whether the overlay is empty: everything routed here is applied.
+    /// Whether the overlay is empty: all blocks that this replica routed are applied or dropped.
     #[must_use]
     pub fn is_overlay_empty(&self) -> bool {
         self.dispatcher.overlay.is_empty()
     }
 
-    /// Returns the routing metrics, to be registered once.
+    /// Returns the routing metrics. Register them once.
     #[must_use]
     pub fn metrics(&self) -> &RoutingMetrics {
         &self.metrics
     }
 
     /// Proposes the outbox to the log until `stop`, then until it is empty or `drain_max` has
-    /// passed. Returns what is left. Call this once per router.
+    /// passed. Returns the final status of the outbox. Call this once per router.
     pub fn run_outbox(
         &self,
         propose: Arc<dyn Propose>,

@@ -1,5 +1,5 @@
-//! Output lengths of finished requests, which are proposed to the log once a second while something
-//! uses them, and the expected length of a running response.
+//! Collects the output lengths of finished requests, which go to the log once a second while
+//! something uses them, and predicts the length of a running response.
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, PoisonError};
@@ -8,15 +8,15 @@ use state::StateView;
 use state::command::OUTPUTS_PER_ITEM_MAX;
 use state::ids::{ModelKey, UserKey};
 
-/// Maximum number of pairs of user and model; lengths of further pairs are dropped.
+/// Maximum number of pairs of user and model. Lengths of further pairs are dropped.
 const PAIRS_MAX: usize = 4096;
 
-/// Lengths by user and model, in the order the requests ended.
+/// Output lengths by user and model, in the order in which the requests ended.
 #[derive(Debug, Default)]
 pub(super) struct OutputLengths(Mutex<BTreeMap<(UserKey, ModelKey), Vec<u32>>>);
 
 impl OutputLengths {
-    /// Adds a length, unless the item already holds its maximum.
+    /// Adds the output length of a request, unless its log item or the collection is full.
     pub(super) fn add(&self, user: UserKey, model: ModelKey, tokens: u32) {
         let mut held = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let has_room = held.len() < PAIRS_MAX || held.contains_key(&(user, model));
@@ -28,18 +28,18 @@ impl OutputLengths {
         }
     }
 
-    /// Removes and returns all lengths.
+    /// Removes and returns all output lengths.
     pub(super) fn take(&self) -> BTreeMap<(UserKey, ModelKey), Vec<u32>> {
         std::mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner))
     }
 }
 
-/// Expected length of a running response, where output is charged in advance.
+/// Expected output length of a running response whose output is charged in advance.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct ExpectedOutput {
     model: ModelKey,
     tokens: u32,
-    /// Bound on output tokens in the request.
+    /// Maximum number of output tokens, from the request.
     tokens_max: Option<u32>,
 }
 
@@ -58,12 +58,12 @@ impl ExpectedOutput {
         }
     }
 
-    /// Returns the expected output tokens.
+    /// Returns the expected number of output tokens.
     pub(super) fn tokens(&self) -> u64 {
         self.tokens.into()
     }
 
-    /// Returns how many more tokens to expect once `produced` tokens reach the expectation, else 0.
+    /// Returns how many more tokens to expect, now that `produced` reach the expectation; else 0.
     pub(super) fn outgrown(&mut self, produced: u64, view: &StateView) -> u64 {
         let produced = u32::try_from(produced).unwrap_or(u32::MAX);
         if produced < self.tokens {

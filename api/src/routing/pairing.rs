@@ -1,4 +1,4 @@
-//! Data of decisions about requests on two backends.
+//! Types for deciding whether a request uses two backends.
 
 use std::sync::Arc;
 
@@ -11,7 +11,7 @@ use super::routing_table::{PolicySource, RoutingTable};
 use super::{RoutingRejection, RoutingRequest};
 use crate::prompt::ModelSettings;
 
-/// Rules for using a prefill backend, by model; the first match counts.
+/// Settings for prefill backends by model. The first entry that names the model or `*` applies.
 pub(super) struct PairRules(Vec<(String, PairSettings)>);
 
 impl PairRules {
@@ -41,7 +41,7 @@ pub(super) struct WholeDecision<'a> {
 }
 
 impl<'a> WholeDecision<'a> {
-    /// Returns the inputs of the decision if it is `choice`.
+    /// Returns the inputs of the decision, with `choice` as its result.
     pub(super) fn basis(&self, choice: Choice) -> DecisionBasis<'a> {
         DecisionBasis {
             index: self.index,
@@ -56,7 +56,7 @@ impl<'a> WholeDecision<'a> {
 /// Why a request does not use two backends.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct PairRejection {
-    /// Why one backend serves it; `None` if no backend computes prompts for others.
+    /// Why a single backend serves the request; `None` if no backend computes prompts for others.
     pub(super) whole: Option<WholeReason>,
     /// Rejection to return if no backend can serve the whole request.
     pub(super) none: RoutingRejection,
@@ -90,7 +90,7 @@ impl PairRejection {
     }
 }
 
-/// A decision for one backend or two.
+/// A decision that uses one backend or two.
 pub(super) struct SettledDecision<'a> {
     /// Inputs of the choice of the backend that answers.
     pub(super) basis: DecisionBasis<'a>,
@@ -99,7 +99,8 @@ pub(super) struct SettledDecision<'a> {
 }
 
 impl SettledDecision<'_> {
-    /// Returns the prefill side for display, or why there is none.
+    /// Returns the prefill part of the decision for display, or why there is none. `names` resolves
+    /// backends to their ids.
     pub(super) fn view(
         &self,
         names: impl Fn(BackendRef) -> Option<Arc<str>>,

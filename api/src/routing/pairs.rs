@@ -1,9 +1,10 @@
 //! Requests on two backends: one computes the prompt, the other answers.
 //!
 //! [`state::policy`] decides whether to use two backends, and which; this module gathers the
-//! candidates. The prefill side passes the same filters as any backend. Prefill backends get no
-//! whole requests while others can take them. Engines that meet in rooms get none: if no other
-//! backend can take a request, it needs two of them or is rejected.
+//! candidates. Prefill candidates pass the same filters as other backends. Prefill backends receive
+//! no whole requests while other backends can take them. Engines that meet in rooms never receive
+//! whole requests: if no other backend can take a request, it needs two such engines or is
+//! rejected.
 
 use std::cell::RefCell;
 use std::sync::Arc;
@@ -23,14 +24,14 @@ use super::{PrefillDecision, RequestStages, RoutingRejection, RoutingRequest};
 use crate::backends::BreakerState;
 use crate::routing::routing_table::user_of;
 
-/// Two backends for a request.
+/// The backend that answers a request and the one that computes its prompt.
 struct PairDecision {
     decode: Choice,
     prefill: PrefillRecord,
 }
 
 thread_local! {
-    /// Candidates of the prefill side.
+    /// Working data for choosing a prefill backend, kept between decisions to avoid allocations.
     pub(super) static PREFILL_SCRATCH: RefCell<DecisionScratch> = RefCell::default();
 }
 
@@ -43,7 +44,7 @@ impl Decider {
         }
     }
 
-    /// Whether the backend's engine can do nothing for this request without another engine.
+    /// Whether the backend's engine needs another engine to serve this request.
     pub(super) fn needs_another(&self, backend: &Backend, ask: &RoutingRequest<'_>) -> bool {
         ask.stages != RequestStages::Nothing && self.backends.meets_in_rooms(backend)
     }
@@ -63,11 +64,11 @@ impl Decider {
         policy::choose(config, request, &able)
     }
 
-    /// Decides whether a request uses two backends, and which. Leaves in `scratch` the candidates
-    /// that the choice was made from and passes the others to `out`.
+    /// Decides whether a request uses two backends, and which. Leaves the candidates that competed
+    /// for the answer in `scratch` and passes the registry indexes of the others to `out`.
     ///
     /// # Errors
-    /// Returns the rejection if there is no pair and no backend can serve the whole request.
+    /// Returns a [`RoutingRejection`] if neither a pair nor a single backend can serve the request.
     pub(super) fn settle<'a>(
         &self,
         whole: &WholeDecision<'a>,
@@ -97,14 +98,13 @@ impl Decider {
         }
     }
 
-    /// Whether a backend answers prompts that arrive by this handover.
+    /// Whether the backend at registry index `at` is a decode backend with the handover `by`.
     fn decodes(&self, fleet: &RoutingTable, at: usize, by: Handover) -> bool {
         let backend = &fleet.registry.backends[at];
         backend.spec.role == BackendRole::Decode && self.handover(backend) == by
     }
 
-    /// # Errors
-    /// Returns why the request stays on one backend.
+    /// Chooses two backends for the request, or returns why one backend must serve all of it.
     fn pair(
         &self,
         whole: &WholeDecision<'_>,
@@ -189,7 +189,8 @@ impl Decider {
         })
     }
 
-    /// Returns the prefill backend of a decision; `None` if its circuit has opened in the meantime.
+    /// Admits the request to the circuit of the chosen prefill backend. Returns `None` if the
+    /// circuit has opened in the meantime and the prompt is not handed over through a room.
     pub(super) fn enter_prefill(
         &self,
         whole: &WholeDecision<'_>,
@@ -214,7 +215,8 @@ impl Decider {
     }
 }
 
-/// Keeps the backends in `scratch` for which `stays` returns true and passes the others to `out`.
+/// Keeps the candidates in `scratch` for whose registry index `stays` returns true, and passes the
+/// indexes of the others to `out`.
 fn keep(scratch: &mut DecisionScratch, stays: impl Fn(usize) -> bool, mut out: impl FnMut(usize)) {
     let mut kept = Vec::with_capacity(scratch.places.len());
     let mut places = scratch.places.iter();

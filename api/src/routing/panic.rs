@@ -9,17 +9,17 @@ use state::Registry;
 
 use super::metrics::RoutingMetrics;
 
-/// Models in panic mode as last observed.
+/// Names of the models that were in panic mode when last observed.
 #[derive(Default)]
 pub(super) struct PanicModes {
     models: Mutex<BTreeSet<String>>,
-    /// Number of models, so that decisions skip the lock while it is 0.
+    /// Number of models in `models`. Decisions skip the lock while it is 0.
     count: AtomicUsize,
     metrics: RoutingMetrics,
 }
 
 impl PanicModes {
-    /// Starts empty; changes show in `metrics`.
+    /// Creates a tracker without models in panic mode that reports changes to `metrics`.
     pub(super) fn new(metrics: RoutingMetrics) -> Self {
         Self {
             metrics,
@@ -27,7 +27,8 @@ impl PanicModes {
         }
     }
 
-    /// Records whether a named model is in panic mode, as a decision found.
+    /// Records whether `model` is in panic mode, as found by a decision. Ignores models that no
+    /// backend in `registry` names.
     pub(super) fn note(&self, registry: &Registry, model: &str, is_panic: bool) {
         if !is_panic && self.count.load(Relaxed) == 0 {
             return;
@@ -37,7 +38,7 @@ impl PanicModes {
         }
     }
 
-    /// Records all models in panic mode, including those without requests.
+    /// Replaces the set of models in panic mode, which includes models without requests.
     pub(super) fn note_all(&self, panicking: &BTreeSet<String>) {
         let over: Vec<_> = self.lock().difference(panicking).cloned().collect();
         for model in over {
@@ -48,7 +49,7 @@ impl PanicModes {
         }
     }
 
-    /// Records the state of one model and logs changes.
+    /// Records whether `model` is in panic mode. Logs a change and updates the metric.
     fn tell(&self, model: &str, is_panic: bool) {
         let mut models = self.lock();
         if models.contains(model) == is_panic {

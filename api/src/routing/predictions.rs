@@ -1,9 +1,10 @@
-//! Predicted and reported cached prefixes, per user, until they go into a sample.
+//! Collects predicted and reported cached tokens per user until they go into a sample.
 //!
 //! One user can make predictions look wrong by sending requests for which an engine skips its
-//! cache. So no single user decides whether a backend's predictions are off: of several users, the
-//! one without whom the predictions hold best is left out. With only one active user, predictions
-//! wait for another. After [`ALONE_MAX`] they count, because the verdict can harm no other user.
+//! cache. So no single user decides whether a backend's predictions are wrong: of several users,
+//! the one whose exclusion makes the predictions most accurate is left out. The predictions of a
+//! sole active user wait for those of another user. After [`ALONE_MAX`] they count, because the
+//! verdict can harm no other user.
 
 use std::time::Duration;
 
@@ -11,36 +12,36 @@ use state::ids::{BackendRef, UserKey};
 use state::service::{BeliefSample, ServiceSample};
 use tokio::time::Instant;
 
-/// How long the predictions of a single user wait for another user's.
+/// Maximum time for which the predictions of a sole user wait for those of another user.
 const ALONE_MAX: Duration = Duration::from_secs(60);
-/// Maximum number of users tracked separately; all further ones count as one.
+/// Maximum number of users tracked separately. Further users are added to the last one.
 const USERS_MAX: usize = 64;
-/// Minimum predicted or cached tokens of a request that counts.
+/// Minimum number of predicted or cached tokens for a request to count as held, lost or found.
 const TELLING_TOKENS_MIN: u64 = 64;
-/// Maximum number of tokens counted for one request.
+/// Maximum number of prompt tokens counted for one request.
 const TOKENS_MAX: u64 = 1 << 24;
 
-/// Predictions for one backend that are not in a sample yet.
+/// Predictions for one backend that no sample contains yet.
 #[derive(Debug, Default)]
 pub(super) struct Predictions {
-    /// Time of the first prediction.
+    /// Time of the first prediction; `None` if there is none.
     since: Option<Instant>,
     users: Vec<(UserKey, Prediction)>,
 }
 
-/// Sums over predictions.
+/// Predictions of one or more requests, summed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) struct Prediction {
     requests: u32,
     prompt_tokens: u64,
     predicted_tokens: u64,
     cached_tokens: u64,
-    /// Requests whose prediction mostly held, whose predicted tokens were mostly not cached, and
-    /// whose cached tokens were mostly not predicted.
+    /// Number of requests whose prediction mostly held. `lost` counts requests whose predicted
+    /// tokens were mostly not cached, `found` those whose cached tokens were mostly not predicted.
     held: u32,
     lost: u32,
     found: u32,
-    /// Prompt blocks that were not cached.
+    /// Number of prompt blocks that were not cached.
     computed_blocks: u64,
 }
 
@@ -83,13 +84,13 @@ impl Prediction {
         }
     }
 
-    /// Returns how far predictions are off, in millionths of the prompt tokens.
+    /// Returns the difference of predicted and cached tokens, in millionths of the prompt tokens.
     fn error(&self) -> u128 {
         let tokens = self.predicted_tokens.abs_diff(self.cached_tokens);
         u128::from(tokens) * 1_000_000 / u128::from(self.prompt_tokens.max(1))
     }
 
-    /// Adds the sums to a sample.
+    /// Sets the prediction fields of `sample` to these sums.
     pub(super) fn count(&self, sample: &mut ServiceSample) {
         sample.predicted = self.requests;
         sample.predicted_prompt_tokens = self.prompt_tokens;
@@ -97,7 +98,7 @@ impl Prediction {
         sample.cached_tokens = self.cached_tokens;
     }
 
-    /// Returns what the sums indicate about the capacity of `backend`; `None` if nothing.
+    /// Returns the sums as evidence about the capacity of `backend`; `None` if they show none.
     pub(super) fn belief(&self, backend: BackendRef) -> Option<BeliefSample> {
         let sample = BeliefSample {
             backend,
@@ -124,7 +125,8 @@ impl Predictions {
         }
     }
 
-    /// Takes the predictions that count at `now`; returns an empty one while they wait.
+    /// Removes the predictions that count at `now` and returns their sum without the user that
+    /// distorts it most. Returns an empty sum while a sole user's predictions wait.
     pub(super) fn take(&mut self, now: Instant) -> Prediction {
         let waited = self.since.map(|since| now.saturating_duration_since(since));
         let is_alone = self.users.len() == 1;

@@ -1,5 +1,5 @@
 //! Routing preferences in a request's headers: the policy to use, and labels that the backend must
-//! have. Read once per request.
+//! have. They are read once per request.
 
 use std::sync::Arc;
 
@@ -9,14 +9,14 @@ use state::policy::PolicyConfig;
 use super::decide::Decider;
 use super::select::{Labels, SELECT, SelectRejection};
 
-/// Names the policy to use, if the config allows it. In responses, names the policy that was used.
+/// Header that names the policy to use, if the config allows it; in responses, the policy used.
 pub const POLICY: HeaderName = HeaderName::from_static("x-quorate-policy");
 
 /// Routing preferences of one request. The default has none.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct RoutingPreferences {
-    /// Policy in place of the live one. If the live policy has the same name, the live one decides,
-    /// with its own settings.
+    /// Policy to use in place of the live one; `None` for no preference. If the live policy has the
+    /// same name, the live one decides, with its own settings.
     pub policy: Option<Arc<PolicyConfig>>,
     /// Labels that the backend must have in addition to those of its model.
     pub labels: Labels,
@@ -34,7 +34,7 @@ pub enum PreferenceRejection {
 }
 
 impl PreferenceRejection {
-    /// Returns the header at fault.
+    /// Returns the name of the invalid header.
     #[must_use]
     pub fn header(&self) -> HeaderName {
         match self {
@@ -45,7 +45,7 @@ impl PreferenceRejection {
 }
 
 impl Decider {
-    /// Returns the preferences in these headers, as far as the config allows them.
+    /// Returns the preferences in `headers` that the config allows.
     ///
     /// # Errors
     /// Returns a [`PreferenceRejection`] if a header cannot be parsed or names an unknown policy.
@@ -59,7 +59,8 @@ impl Decider {
         })
     }
 
-    /// Returns the preference headers that the config does not allow, as a list; `None` if none.
+    /// Returns a comma-separated list of the preference headers in `headers` that the config does
+    /// not allow; `None` if there are none.
     #[must_use]
     pub fn ignored(&self, headers: &HeaderMap) -> Option<HeaderValue> {
         let is_policy = self.overrides.is_empty() && headers.contains_key(POLICY);

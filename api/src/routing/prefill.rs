@@ -1,9 +1,9 @@
 //! The prefill stage of a request on two backends: the resources held at the prefill backend.
 //!
-//! It counts as running there and holds a lease, like any attempt. The user, the charge and the
-//! response belong to the [`Attempt`](super::Attempt) at the other backend. The lease lasts until
-//! the response begins: until then the other backend may still fetch the blocks. Cache statistics
-//! of the engine are learnt here, because the prompt is computed here.
+//! The stage counts as running at that backend and holds a lease, like any attempt. The charge and
+//! the response belong to the [`Attempt`](super::Attempt) at the other backend. The lease lasts
+//! until the response begins: until then the other backend may still fetch the blocks. Cache
+//! statistics of the engine are learnt here, because the prompt is computed here.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
@@ -30,17 +30,18 @@ pub struct PrefillDecision {
     pub backend: BackendRef,
     /// Id of the backend.
     pub name: Arc<str>,
-    /// How the prompt reaches the backend that answers.
+    /// How the prompt's KV cache reaches the backend that answers.
     pub handover: Handover,
-    /// Leading blocks that the backend is believed to hold.
+    /// Number of leading blocks that the backend is believed to hold.
     pub matched: u32,
     /// Why the backend was chosen.
     pub reason: Reason,
-    /// Set if the backend's circuit is half-open and this request is its trial.
+    /// This request's trial of the backend's circuit; `None` unless the circuit is half-open.
     pub(crate) trial: Option<Arc<HalfOpenProbe>>,
 }
 
-/// A prompt in flight at its prefill backend. Dropping it ends it according to its progress.
+/// A prompt in flight at its prefill backend. Dropping it ends the attempt: as finished if the
+/// engine answered, as abandoned by the client if the prompt was sent, else as not run.
 pub struct PrefillAttempt {
     dispatcher: Arc<Dispatcher>,
     id: AttemptId,
@@ -53,7 +54,8 @@ pub struct PrefillAttempt {
 
 struct OpenPrefill {
     stopwatch: AttemptTimer,
-    /// Keeps other requests away from a half-open backend until there is a verdict.
+    /// Keeps other requests away from a half-open backend until the engine answers or the attempt
+    /// ends.
     trial: Option<Arc<HalfOpenProbe>>,
     underway: LoadGuard,
     meter: InFlightGuard,
@@ -63,7 +65,7 @@ struct OpenPrefill {
 }
 
 impl Dispatcher {
-    /// Records the dispatch of the prompt to `chosen`.
+    /// Records the dispatch of the prompt to `chosen`: counts it as running and queues its lease.
     pub(super) fn begin_prefill(
         self: &Arc<Self>,
         (chosen, place): (&PrefillDecision, ReservedPlace),
@@ -125,7 +127,7 @@ impl PrefillAttempt {
         self.is_sent.load(Relaxed)
     }
 
-    /// Records that the prompt is computed, with the usage that the engine reports.
+    /// Records that the engine computed the prompt and reported `usage`.
     pub fn answered(&mut self, usage: Option<Usage>, now: Instant) {
         let Some(open) = &mut self.open else { return };
         let dispatcher = &self.dispatcher;
@@ -144,7 +146,7 @@ impl PrefillAttempt {
         }
     }
 
-    /// Ends the attempt: releases the lease and the place.
+    /// Ends the attempt and releases its lease and its place. `end` determines the blocks' fate.
     pub fn end(mut self, end: AttemptEnd) {
         self.close(end);
     }
@@ -180,7 +182,7 @@ impl Drop for PrefillAttempt {
 }
 
 impl OpenPrefill {
-    /// Adds the usage to the samples and predictions.
+    /// Adds the engine's `usage` to the samples, the metrics and the predictions.
     fn learn(
         &self,
         dispatcher: &Dispatcher,

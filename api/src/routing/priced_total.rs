@@ -1,9 +1,9 @@
-//! Sums of priced tokens charged here. [`crate::admission`] derives the service rate and the gate's
-//! slack from them.
+//! Totals of the priced tokens charged at this replica. [`crate::admission`] derives the service
+//! rate and the gate's slack from them.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-/// Priced tokens charged here.
+/// Total of the priced tokens charged at this replica, and the largest prices of requests.
 #[derive(Debug, Default)]
 pub(super) struct PricedTotal {
     all: AtomicU64,
@@ -11,17 +11,17 @@ pub(super) struct PricedTotal {
     largest_output: AtomicU64,
 }
 
-/// Largest prices of requests, in priced tokens.
+/// Largest prices among requests, in priced tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct LargestRequest {
-    /// Price of a whole request.
+    /// Highest price of a whole request.
     pub request: u64,
-    /// Price of a request's output, possibly of another request.
+    /// Highest price of a request's output, possibly of a different request.
     pub output: u64,
 }
 
 impl LargestRequest {
-    /// Returns the larger of each field.
+    /// Returns the larger value of each field.
     #[must_use]
     pub fn max(self, other: Self) -> Self {
         Self {
@@ -32,17 +32,17 @@ impl LargestRequest {
 }
 
 impl PricedTotal {
-    /// Adds tokens that go into the outbox.
+    /// Adds priced tokens that are charged through the outbox.
     pub(super) fn add(&self, tokens: u64) {
         self.all.fetch_add(tokens, Relaxed);
     }
 
-    /// Returns the sum of all tokens.
+    /// Returns the total of all priced tokens added.
     pub(super) fn all(&self) -> u64 {
         self.all.load(Relaxed)
     }
 
-    /// Returns the largest request since [`PricedTotal::take_largest`].
+    /// Returns the largest prices since the last [`PricedTotal::take_largest`].
     pub(super) fn largest(&self) -> LargestRequest {
         LargestRequest {
             request: self.largest_request.load(Relaxed),
@@ -50,7 +50,7 @@ impl PricedTotal {
         }
     }
 
-    /// Returns [`PricedTotal::largest`] and starts a new maximum.
+    /// Returns the largest prices and resets them to 0.
     pub(super) fn take_largest(&self) -> LargestRequest {
         LargestRequest {
             request: self.largest_request.swap(0, Relaxed),
@@ -58,7 +58,7 @@ impl PricedTotal {
         }
     }
 
-    /// Counts a finished request.
+    /// Records the price of a request that ended.
     pub(super) fn request(&self, price: LargestRequest) {
         self.largest_request.fetch_max(price.request, Relaxed);
         self.largest_output.fetch_max(price.output, Relaxed);

@@ -1,23 +1,24 @@
-//! Size of a prompt and the part of it that is believed to be cached.
+//! Estimates the size of a prompt and the part of it that is cached.
 
 use state::Registry;
 use state::ratios::TokenRatio;
 
 use crate::prompt::PromptIdentity;
 
-/// Size of a prompt as known before an engine counts it.
+/// Size of a prompt as known before the engine reports its token count.
 pub(super) struct PromptSize {
-    /// 0 if bytes do not indicate the tokens: token ids, batches.
+    /// Length of the prompt's text, in bytes; 0 if it does not indicate the number of tokens, as
+    /// with token ids and batches.
     pub(super) bytes: u64,
     pub(super) tokens: u64,
-    /// Part of `tokens` that is believed to be cached.
+    /// Number of the `tokens` that are believed to be cached.
     pub(super) predicted: u64,
-    /// Whether `predicted` is charged as cached if the engine reports nothing; not if clients can
-    /// construct blocks whose hashes collide.
+    /// Whether `predicted` is charged as cached if the engine reports no cached tokens. False if
+    /// clients can construct blocks whose hashes collide.
     pub(super) trusts_prediction: bool,
-    /// Whether the engine looks into its cache, so that its cached tokens are informative.
+    /// Whether the engine uses its cache for the prompt, so that cached tokens are informative.
     pub(super) uses_cache: bool,
-    /// Tokens of one block.
+    /// Number of tokens per block.
     pub(super) block_tokens: u32,
     pub(super) ratio: TokenRatio,
 }
@@ -44,8 +45,9 @@ impl PromptSize {
         }
     }
 
-    /// Returns the predicted part of `prompt_tokens`, once they are counted. Scales an estimated
-    /// text so that an error of the estimate does not count against the prediction.
+    /// Returns how many of the `prompt_tokens` that the engine counted were predicted to be cached.
+    /// For text, the prediction is scaled to that count, so that an error in the estimated token
+    /// count does not look like a wrong prediction.
     pub(super) fn predicted_of(&self, prompt_tokens: u64) -> u64 {
         let predicted = match self.bytes {
             0 => self.predicted,

@@ -1,11 +1,12 @@
-//! Blocks that a response completes: the output continues the prompt's chain as it streams.
+//! Computes the blocks that a response completes: output continues the prompt's chain as it
+//! streams.
 
 use state::ids::BlockHash;
 use state::prefix::{self, ChainRoot};
 
 use crate::prompt::{PromptIdentity, ReplyJoin, ReplyShape};
 
-/// Maximum number of blocks recorded per response; cutting longer ones costs only locality.
+/// Maximum number of blocks recorded per response. Omitting further blocks only reduces cache hits.
 const REPLY_BLOCKS_MAX: usize = 8192;
 
 /// Maximum length of a response that is tokenized, in bytes.
@@ -14,17 +15,17 @@ const TOKENIZED_BYTES_MAX: usize = 256 * 1024;
 /// connections on the same thread.
 const INLINE_BYTES_MAX: usize = 1024;
 
-/// The chain of one conversation, growing with the output.
+/// The chain of a prompt's blocks, which the output continues.
 #[derive(Debug)]
 pub(super) enum ReplyChain {
-    /// Blocks of bytes, hashed as they arrive.
+    /// Blocks of bytes, hashed as the output arrives.
     Bytes(ByteChain),
     /// Blocks of token ids, known once the response ends.
     Tokens(TokenChain),
 }
 
 impl ReplyChain {
-    /// Returns `None` if output cannot continue this prompt.
+    /// Returns a chain that continues the prompt; `None` if output cannot continue it.
     pub(super) fn of(identity: &PromptIdentity) -> Option<Self> {
         let tail = &identity.tail;
         if tail.block_bytes > 0 && tail.reply != ReplyShape::None {
@@ -42,7 +43,7 @@ impl ReplyChain {
         }))
     }
 
-    /// Adds output text.
+    /// Appends output text to the chain.
     pub(super) fn push(&mut self, text: &str) {
         match self {
             Self::Bytes(chain) => chain.push(text),
@@ -50,15 +51,15 @@ impl ReplyChain {
         }
     }
 
-    /// Records output other than text: the engine's tokens then differ from those of the text. Has
-    /// no effect on blocks of bytes, which are estimates anyway.
+    /// Records output other than text. The engine's tokens then differ from those of the text, so
+    /// token blocks end here. Has no effect on blocks of bytes, which are estimates anyway.
     pub(super) fn interrupt(&mut self) {
         if let Self::Tokens(chain) = self {
             chain.text = None;
         }
     }
 
-    /// Whether [`ReplyChain::finish`] takes long.
+    /// Whether [`ReplyChain::finish`] takes so long that it must not run inline.
     pub(super) fn is_long(&self) -> bool {
         match self {
             Self::Tokens(chain) if matches!(chain.seam, ReplyJoin::Local(_)) => {
@@ -80,7 +81,7 @@ impl ReplyChain {
         }
     }
 
-    /// Asks an engine for the tokens of the response; on failure the chain has no further blocks.
+    /// Requests the tokens of the response from an engine. On failure, the response adds no blocks.
     pub(super) async fn ask(&mut self) {
         if let Self::Tokens(chain) = self
             && let (ReplyJoin::FromEngine(seam), Some(text)) = (&chain.seam, &chain.text)
@@ -89,7 +90,7 @@ impl ReplyChain {
         }
     }
 
-    /// Returns the completed blocks.
+    /// Ends the chain and returns the blocks that the output completed.
     pub(super) fn finish(self, end: ReplyEnd) -> Vec<BlockHash> {
         match self {
             Self::Bytes(chain) => chain.finish(end.is_whole),
@@ -98,10 +99,10 @@ impl ReplyChain {
     }
 }
 
-/// How a response ended.
+/// How a response ended, and its reported length.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct ReplyEnd {
-    /// Whether the response is complete and is followed by the same text in the next prompt.
+    /// Whether the response is complete, so that its closing text follows in the next prompt.
     pub(super) is_whole: bool,
     /// Number of output tokens that the engine reported, if any.
     pub(super) tokens: Option<u64>,
@@ -113,12 +114,12 @@ pub(super) struct TokenChain {
     root: ChainRoot,
     block_size: u32,
     last: Option<BlockHash>,
-    /// Tokens after the last full block.
+    /// Tokens of the chain after its last full block.
     rest: Vec<u32>,
     seam: ReplyJoin,
     /// Text of the response; `None` if the output is not only text or the text is too long.
     text: Option<String>,
-    /// Token ids that an engine returned.
+    /// Tokens of the response that an engine returned; `None` if not requested or on failure.
     asked: Option<Vec<u32>>,
 }
 
@@ -141,8 +142,9 @@ impl TokenChain {
             ReplyJoin::FromEngine(_) => self.asked.take(),
         };
         let Some(mut ids) = ids else { return blocks };
-        // An engine computes a token when it generates the next one, so never the last one: the
-        // token that ended the response, or a token of its text if it was cut at its length.
+        // An engine computes the KV cache of a token when it generates the next one. So the last
+        // token has none: the token that ended the response, or a token of its text if the maximum
+        // length ended it.
         let made = end
             .tokens
             .map(|tokens| usize::try_from(tokens).unwrap_or(usize::MAX));
@@ -163,7 +165,7 @@ pub(super) struct ByteChain {
     block_bytes: usize,
     shape: ReplyShape,
     last: Option<BlockHash>,
-    /// Bytes after the last full block.
+    /// Bytes of the chain after its last full block.
     rest: Vec<u8>,
     is_open: bool,
     blocks: Vec<BlockHash>,

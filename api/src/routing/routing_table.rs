@@ -1,4 +1,4 @@
-//! Working data of decisions: the registry as they need it, and the candidates of one decision.
+//! Working data of decisions: the registry with derived data, and the candidates of one decision.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -19,32 +19,33 @@ use super::metrics::{BackendMeter, RoutingMetrics};
 use super::verdict::{FilterCounts, FilterVerdict};
 use crate::backends::Doubt;
 
-/// The registry, with derived data for decisions.
+/// The registry with data derived from it for decisions. Vectors are in registry order.
 pub(super) struct RoutingTable {
     pub(super) registry: Arc<Registry>,
     /// The live policy.
     live: Arc<PolicyConfig>,
-    /// Policies of models.
+    /// Policies that replace the live one, by model.
     of_models: BTreeMap<String, Arc<PolicyConfig>>,
-    /// Ids by registry index.
+    /// Ids of the backends, by registry index.
     names: Vec<Arc<str>>,
-    /// Contiguous, because the registry's entries lie far apart.
+    /// References to the backends by registry index, in contiguous memory because the registry's
+    /// entries lie far apart.
     handles: Vec<BackendRef>,
     meters: Vec<Arc<BackendMeter>>,
-    /// Endpoints that a gateway can send their requests to.
+    /// Endpoint of each backend to which a gateway can send requests; `None` if it has none.
     endpoints: Vec<Option<SocketAddr>>,
     /// Whether any backend computes prompts for others.
     has_prefill: bool,
-    /// Blocks of the smallest known cache; `None` if none is known.
+    /// Capacity of the smallest known cache, in blocks; `None` if none is known.
     smallest_cache: Option<u32>,
-    /// Cached serving backends of requested models.
+    /// Cache of the backends that serve a model, by model.
     serving: ArcSwap<BTreeMap<String, Arc<[ServingBackend]>>>,
 }
 
 /// Maximum number of models in `serving`.
 const SERVED_MODELS_MAX: usize = 256;
 
-/// A backend that serves a model, with the inputs of the filters in contiguous memory, because the
+/// A backend that serves a model. Holds the inputs of the filters in contiguous memory, because the
 /// registry's entries lie far apart.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct ServingBackend {
@@ -140,17 +141,17 @@ impl RoutingTable {
         self.has_prefill
     }
 
-    /// Returns the blocks of the smallest known cache; `None` if none is known.
+    /// Returns the capacity of the smallest known cache, in blocks; `None` if none is known.
     pub(super) fn smallest_cache(&self) -> Option<u32> {
         self.smallest_cache
     }
 
-    /// Returns the role of the backend at a registry index.
+    /// Returns the role of the backend at registry index `at`.
     pub(super) fn role(&self, at: usize) -> BackendRole {
         self.registry.backends[at].spec.role
     }
 
-    /// Returns the endpoint of the backend at a registry index; `None` if it has none.
+    /// Returns the endpoint of the backend at registry index `at`; `None` if it has none.
     pub(super) fn endpoint(&self, at: usize) -> Option<SocketAddr> {
         self.endpoints[at]
     }
@@ -169,14 +170,14 @@ pub(super) struct Fleet {
     view: Arc<StateView>,
     metrics: RoutingMetrics,
     table: ArcSwap<RoutingTable>,
-    /// Names of current and earlier backends, for past decisions.
+    /// Ids of current and earlier backends, so that past decisions can be shown.
     known: Mutex<KnownNames>,
 }
 
-/// Maximum number of names kept, current backends included.
+/// Maximum number of backend ids kept, including those of current backends.
 const NAMES_MAX: usize = 4096;
 
-/// Names of backends, each with the number of the last table that contained it.
+/// Ids of backends, each with the number of the last table that contained it.
 #[derive(Default)]
 struct KnownNames {
     tables: u64,
@@ -213,7 +214,7 @@ impl Fleet {
         }
     }
 
-    /// Returns the table of the current registry.
+    /// Returns the table of the current registry, which is built if the registry has changed.
     pub(super) fn table(&self) -> Arc<RoutingTable> {
         let registry = self.view.registry();
         let table = self.table.load();
@@ -236,14 +237,15 @@ impl Fleet {
         self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns the metrics of a backend with the id `name`.
+    /// Returns the metrics of `backend`, whose id is `name`.
     pub(super) fn meter(&self, backend: BackendRef, name: &str) -> Arc<BackendMeter> {
         let known = self.table.load().meter(backend);
         known.unwrap_or_else(|| self.metrics.meter(name))
     }
 }
 
-/// Candidates of one decision in ascending slot order, with their registry indexes.
+/// Working data of one decision: the candidates in ascending slot order, with their registry
+/// indexes in `places`, and what the filters found.
 #[derive(Default)]
 pub(super) struct DecisionScratch {
     pub(super) candidates: Vec<Candidate>,
@@ -252,9 +254,9 @@ pub(super) struct DecisionScratch {
     pub(super) tally: FilterCounts,
     /// Whether all backends with an open circuit were excluded.
     pub(super) are_circuits_kept: bool,
-    /// Backends with an open circuit, with the time when it opened.
+    /// Backends with an open circuit, each preceded by the time when the circuit opened.
     pub(super) open: Vec<(u64, Slot)>,
-    /// Whether probes are in doubt.
+    /// Whether panic mode is on.
     pub(super) is_panic: bool,
     /// Which backends receive requests although probes report them as unhealthy.
     pub(super) doubt: Doubt,
@@ -262,9 +264,9 @@ pub(super) struct DecisionScratch {
     pub(super) has_adapters: bool,
     /// Whether any candidate's engine lists the model.
     pub(super) has_listed: bool,
-    /// Whether any candidate can do nothing alone.
+    /// Whether any candidate needs another engine to serve the request.
     pub(super) has_rooms: bool,
-    /// By registry index, if decisions are recorded.
+    /// Verdict on each backend, by registry index; empty unless decisions are recorded.
     pub(super) verdicts: Vec<FilterVerdict>,
 }
 
@@ -288,7 +290,10 @@ impl DecisionScratch {
         found.map(|(candidate, _)| *candidate)
     }
 
-    /// Returns the registry index of the chosen backend.
+    /// Returns the registry index of the backend that `choice` names.
+    ///
+    /// # Panics
+    /// Panics if it is not among the candidates.
     pub(super) fn registry_index(&self, choice: Choice) -> usize {
         let found = self
             .candidates
@@ -298,11 +303,11 @@ impl DecisionScratch {
 }
 
 thread_local! {
-    /// Keeps its capacity between decisions, so that a decision does not allocate.
+    /// Working data of this thread's decisions, kept between them to avoid allocations.
     pub(super) static SCRATCH: RefCell<DecisionScratch> = RefCell::default();
 }
 
-/// Returns the user of the request, by which circuits distinguish users.
+/// Returns the key of the request's user, by which circuit breakers distinguish users.
 pub(super) fn user_of(fleet: &RoutingTable, ask: &RoutingRequest<'_>) -> UserKey {
     ask.user.key(fleet.registry.hash_seed)
 }
@@ -319,7 +324,7 @@ pub enum PolicySource {
     Cluster,
 }
 
-/// Returns the policy to use and its source: the request, else the model, else the cluster.
+/// Returns the policy to use and its source: the request's, else the model's, else the cluster's.
 pub(super) fn policy_of<'a>(
     fleet: &'a RoutingTable,
     ask: &RoutingRequest<'a>,
@@ -333,7 +338,7 @@ pub(super) fn policy_of<'a>(
     }
 }
 
-/// Returns the blocks of the prompt that an engine can have cached.
+/// Returns the leading blocks of the prompt that an engine can have cached.
 pub(super) fn matchable<'a>(ask: &RoutingRequest<'a>) -> &'a [BlockHash] {
     let chain = &ask.identity.chain;
     &chain[..chain.len().min(ask.identity.matchable as usize)]

@@ -1,9 +1,8 @@
-//! Samples of the service that attempts measure, summed per backend and sent to the log about once
-//! a second.
+//! Sums up measurements of attempts per backend. The samples go to the log about once a second.
 //!
-//! Only streams are timed: the first byte of a response that arrives as a whole says nothing about
-//! its first token. Each event is clamped when it is added, so that neither a clock jump nor a bad
-//! report of an engine makes a sample that the log would reject.
+//! Only streams are timed: the first byte of a response that arrives as a whole does not indicate
+//! when its first token was generated. Each event is clamped when it is added, so that neither a
+//! clock jump nor an invalid report from an engine produces a sample that the log would reject.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -19,21 +18,22 @@ use super::Load;
 use super::hidden_output::BackendPace;
 use super::predictions::{Prediction, Predictions};
 
-/// Minimum number of events, or of gaps, for a sample to be due.
+/// Minimum number of ended requests or of first tokens for a sample to be due. [`GAPS_MIN`] gaps
+/// between tokens suffice too.
 const EVENTS_MIN: u32 = 8;
 const GAPS_MIN: u64 = 256;
-/// A sample with fewer is due this long after its first event.
+/// Time since its first event after which a sample is due regardless of the number of events.
 const AGE_MAX: Duration = Duration::from_secs(5);
-/// Maximum number of tokens counted for one request.
+/// Maximum number of tokens counted for one event.
 const TOKENS_MAX: u64 = 1 << 24;
 
-/// Sums by slot.
+/// Sums of all backends, by slot.
 pub(super) struct ServiceSamples(Box<[Mutex<BackendSamples>]>);
 
-/// Sums of one backend.
+/// Sums of one backend since its last sample.
 #[derive(Default)]
 struct BackendSamples {
-    /// `None` before the first event.
+    /// The backend that the sums belong to; `None` before the first event.
     backend: Option<BackendRef>,
     sum: Option<PendingSample>,
     predictions: Predictions,
@@ -51,7 +51,7 @@ impl Default for ServiceSamples {
 }
 
 impl ServiceSamples {
-    /// Adds to the sample of `backend`. Ignores events of an earlier incarnation.
+    /// Applies `event` to the sample of `backend`, unless a later incarnation of it has events.
     pub(super) fn add(
         &self,
         backend: BackendRef,
@@ -61,7 +61,7 @@ impl ServiceSamples {
         self.with(backend, now, |sample, _| event(sample));
     }
 
-    /// Records how much of a request's prompt was predicted to be cached, and how much was.
+    /// Records how much of a request's prompt was predicted to be cached and how much was cached.
     pub(super) fn predict(
         &self,
         backend: BackendRef,
@@ -101,7 +101,7 @@ impl ServiceSamples {
         event(&mut sum.sample, predictions);
     }
 
-    /// Takes the samples that are due at `now`, with their evidence about capacities.
+    /// Removes and returns the samples that are due at `now`, with evidence about capacities.
     pub(super) fn take(&self, now: Instant) -> Vec<(ServiceSample, Option<BeliefSample>)> {
         let is_due = |sum: &mut PendingSample| {
             let sample = &sum.sample;
@@ -121,24 +121,24 @@ impl ServiceSamples {
 }
 
 fn lock(place: &Mutex<BackendSamples>) -> MutexGuard<'_, BackendSamples> {
-    // Half-added sums are harmless.
+    // Partly added sums are harmless.
     place.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Timing of one attempt.
+/// Measures the time to first token and between tokens of one attempt.
 pub(super) struct AttemptTimer {
     dispatched: Instant,
-    /// Load of the backend just before the dispatch, over all replicas.
+    /// Load of the backend from all replicas just before the dispatch.
     before: Load,
-    /// Prompt tokens of this attempt that were believed not to be cached.
+    /// Number of prompt tokens that were believed not to be cached.
     uncached_tokens: u64,
-    /// Time and total of the last token count; `None` before the first token.
+    /// Time and number of output tokens at the last count; `None` before the first token.
     counted: Option<(Instant, u64)>,
-    /// Time of the last output.
+    /// Time of the last output; of the dispatch before any output.
     last_output: Instant,
 }
 
-/// Requests that run at a backend while tokens arrive.
+/// Number of requests that run at a backend while tokens arrive.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct RunningRequests {
     pub(super) requests: u32,
@@ -166,7 +166,7 @@ impl AttemptTimer {
         BackendPace::of(learnt, self.before, self.uncached_tokens, running)
     }
 
-    /// Records the first token of a stream at `now`.
+    /// Adds the first token of a stream, at `now`, to `sample`. Later calls have no effect.
     pub(super) fn first_token(&mut self, now: Instant, sample: &mut ServiceSample) {
         if self.counted.is_some() {
             return;
@@ -193,7 +193,8 @@ impl AttemptTimer {
             .is_some_and(|(_, counted)| tokens.saturating_sub(counted) >= step)
     }
 
-    /// Counts the gaps up to the last output, at a total of `tokens`.
+    /// Adds the gaps between tokens since the last count to `sample`. `tokens` is the number of
+    /// output tokens so far.
     pub(super) fn count(
         &mut self,
         tokens: u64,
@@ -224,10 +225,10 @@ fn micros(from: Instant, to: Instant) -> u64 {
 /// Token counts of a request that ended.
 pub(super) struct EndedRequest {
     pub(super) prompt_tokens: u64,
-    /// From the engine, or else the prediction.
+    /// Number of cached prompt tokens as the engine reported, or else as predicted.
     pub(super) cached_tokens: u64,
     pub(super) output_tokens: u64,
-    /// Tokens of one block.
+    /// Number of tokens per block.
     pub(super) block_tokens: u32,
 }
 

@@ -1,35 +1,35 @@
-//! Labels that a request's backend must have: those in its model's settings, and those in its
-//! `x-quorate-select` header if the config allows it.
+//! Determines the labels that a request's backend must have: those in the settings of its model,
+//! and those in its `x-quorate-select` header if the config allows it.
 
 use http::{HeaderMap, HeaderName};
 use state::Backend;
 
 use super::RoutingRequest;
 
-/// Labels that the backend must have, as comma-separated `key=value` pairs.
+/// Header with the labels that the backend must have, as comma-separated `key=value` pairs.
 pub const SELECT: HeaderName = HeaderName::from_static("x-quorate-select");
 
-/// Maximum number of labels per request.
+/// Maximum number of labels in the headers of a request.
 const LABELS_MAX: usize = 16;
 
-/// The `x-quorate-select` header cannot be parsed.
+/// Error for an `x-quorate-select` header that cannot be parsed.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("x-quorate-select: expected at most {LABELS_MAX} key=value pairs, separated by commas")]
 pub struct SelectRejection;
 
-/// Labels that backends must have.
+/// Settings that determine which labels backends must have.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct SelectSettings {
-    /// Whether requests may select labels themselves.
+    /// Whether requests may require labels through the header [`SELECT`].
     pub allow: bool,
-    /// Labels by model; the first entry that names a model, or `"*"`, counts.
+    /// Required labels by model. The first entry that names the model or `"*"` applies.
     pub models: Vec<(String, Labels)>,
 }
 
-/// Labels, each with the value it must have.
+/// Labels as pairs of a key and the value that it must have.
 pub type Labels = Vec<(String, String)>;
 
-/// Labels that one request requires.
+/// Labels that the backend of one request must have.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct WantedLabels<'a> {
     of_model: &'a [(String, String)],
@@ -50,7 +50,7 @@ impl WantedLabels<'_> {
 }
 
 impl SelectSettings {
-    /// Returns the labels that a request requires.
+    /// Returns the labels that the backend of the request `ask` must have.
     pub(super) fn wanted<'a>(&'a self, ask: &RoutingRequest<'a>) -> WantedLabels<'a> {
         let mut models = self.models.iter();
         let of_model = models.find(|(name, _)| name == ask.model || name == "*");
@@ -60,7 +60,7 @@ impl SelectSettings {
         }
     }
 
-    /// Parses the labels in these headers; returns none if requests may not select labels.
+    /// Parses the labels in `headers`; returns none if requests may not require labels.
     pub(super) fn asked(&self, headers: &HeaderMap) -> Result<Labels, SelectRejection> {
         let mut labels = Labels::new();
         if !self.allow {

@@ -1,23 +1,23 @@
-//! Which stages of a request can run on two engines, and by which handover.
+//! Whether prefill and decode of a request can run on two engines, and with which handover.
 
 use state::policy::Handover;
 
-/// Which stages of a request can run on two engines.
+/// Whether prefill and decode of a request can run on two engines, and with which handover.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RequestStages {
-    /// Prompt and response, with any handover.
+    /// Two engines can share the request, with any handover.
     Apart,
-    /// Prompt and response, but only if the engines meet in rooms. This handover covers several
+    /// Two engines can share the request only if they meet in rooms. That handover supports several
     /// prompts or choices, and prompts that skip the prefix cache.
     ApartByRoom,
-    /// None: one engine serves the whole request.
+    /// One engine must serve the whole request.
     Whole,
-    /// Nothing to compute: any engine can answer.
+    /// The request has nothing to compute, so any engine can answer it.
     Nothing,
 }
 
 impl RequestStages {
-    /// Whether two engines with this handover can share the request.
+    /// Whether two engines with the handover `by` can share the request.
     #[must_use]
     pub(super) fn are_handed_over(self, by: Handover) -> bool {
         match self {

@@ -1,4 +1,4 @@
-//! Reads a request's session from its headers.
+//! Determines a request's session from its headers.
 
 use http::HeaderMap;
 use http::header::COOKIE;
@@ -11,7 +11,7 @@ pub(super) fn hash(names: SessionNames<'_>, headers: &HeaderMap) -> Option<u64> 
     Some(xxh3_64(name))
 }
 
-/// Returns where the session is named: `header:NAME` or `cookie:NAME`.
+/// Returns the source of the session's name, `header:NAME` or `cookie:NAME`; `None` if unnamed.
 pub(super) fn source(names: SessionNames<'_>, headers: &HeaderMap) -> Option<String> {
     if header(names.header, headers).is_some() {
         return Some(format!("header:{}", names.header));
@@ -25,7 +25,7 @@ fn header<'a>(name: &str, headers: &'a HeaderMap) -> Option<&'a [u8]> {
     (!value.is_empty()).then_some(value)
 }
 
-/// Returns the value of a cookie; if it occurs twice, of the first (RFC 6265, section 5.4).
+/// Returns the first nonempty value of the cookie `name` (for the order see RFC 6265, section 5.4).
 fn cookie<'a>(name: &str, headers: &'a HeaderMap) -> Option<&'a [u8]> {
     let fields = headers.get_all(COOKIE).iter();
     fields

@@ -1,5 +1,5 @@
-//! Token counts that engines report for text prompts, summed per model and sent to the log once a
-//! second. The log learns bytes per token from them (`state/src/ratios.rs`).
+//! Sums the token counts that engines report for text prompts, per model. The sums go to the log
+//! once a second, and the state derives bytes per token from them (`state/src/ratios.rs`).
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, PoisonError};
@@ -10,15 +10,16 @@ use state::ratios::{RATIOS_MAX, TextSample};
 /// Minimum prompt length that counts, in bytes: in a shorter prompt the chat template's tokens,
 /// some 30, outweigh the text. Estimates matter for long prompts.
 const PROMPT_BYTES_MIN: u64 = 512;
-/// A longer prompt has no more weight, so that no single one outweighs all others.
+/// Maximum weight of a prompt, in bytes, so that a single long prompt does not outweigh all others.
 const PROMPT_BYTES_MAX: u64 = 16 << 10;
 
-/// Sums by model.
+/// Prompt bytes and tokens, summed by model.
 #[derive(Debug, Default)]
 pub(super) struct TextSums(Mutex<BTreeMap<ModelKey, (u64, u64)>>);
 
 impl TextSums {
-    /// Adds a prompt of `bytes` bytes in which an engine counted `tokens`.
+    /// Adds a prompt of `bytes` bytes for which an engine reported `tokens` tokens. Ignores short
+    /// prompts and implausible counts.
     pub(super) fn add(&self, model: ModelKey, bytes: u64, tokens: u64) {
         let prompt = TextSample {
             model,
@@ -34,12 +35,12 @@ impl TextSums {
         if sums.len() < RATIOS_MAX || sums.contains_key(&model) {
             let (sum_bytes, sum_tokens) = sums.entry(model).or_default();
             *sum_bytes += kept;
-            // At most twice as many as `kept`.
+            // A plausible prompt has at most two tokens per byte.
             *sum_tokens += u64::try_from(tokens).unwrap_or(0);
         }
     }
 
-    /// Removes and returns all sums.
+    /// Removes and returns the sums of all models.
     pub(super) fn take(&self) -> impl Iterator<Item = TextSample> + use<> {
         let mut sums = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let taken = std::mem::take(&mut *sums).into_iter();

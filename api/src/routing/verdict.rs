@@ -39,7 +39,7 @@ pub enum FilterVerdict {
 }
 
 impl FilterVerdict {
-    /// All verdicts that exclude a backend.
+    /// All verdicts that exclude a backend, with the names of their filters.
     pub(super) const FILTERS: [(Self, &'static str); 13] = [
         (Self::OtherModel, "other-model"),
         (Self::NotOffered, "not-offered"),
@@ -57,7 +57,7 @@ impl FilterVerdict {
     ];
 }
 
-/// Number of backends excluded by each filter, in the order of [`FilterVerdict::FILTERS`].
+/// Numbers of backends excluded by each filter, in the order of [`FilterVerdict::FILTERS`].
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct FilterCounts([u32; FilterVerdict::FILTERS.len()]);
 
@@ -78,7 +78,7 @@ impl FilterCounts {
             .map_or(0, |count| self.0[count])
     }
 
-    /// In the order of [`FilterVerdict::FILTERS`].
+    /// Returns the numbers in the order of [`FilterVerdict::FILTERS`].
     pub(super) fn counts(&self) -> &[u32] {
         &self.0
     }

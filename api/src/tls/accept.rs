@@ -39,7 +39,8 @@ pub struct ClearRejection {
 /// socket into the stream below TLS. A client that sends plain HTTP gets `refusal`.
 ///
 /// # Errors
-/// Returns [`TlsAcceptError`] if the handshake fails. The caller must set a timeout.
+/// Returns [`TlsAcceptError`] if the client does not use TLS or the handshake fails. The caller
+/// must set a timeout.
 pub async fn accept<S: AsyncRead + AsyncWrite + Unpin>(
     mut stream: TcpStream,
     config: Arc<ServerConfig>,

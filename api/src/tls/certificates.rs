@@ -49,7 +49,7 @@ impl<S: CertificateSource> Certificates<S> {
     /// # Errors
     /// Returns an error that names the setting at fault.
     pub fn load(section: &'static str, source: S) -> Result<Self, TlsSetupError> {
-        // Taken first, so that files that change meanwhile are read again.
+        // The attributes are read first, so that files that change meanwhile are read again.
         let seen = stamps(&source);
         let loaded = source.load()?;
         Ok(Self {
@@ -80,7 +80,8 @@ pub(super) trait Reload: Send + Sync {
     /// Returns the replica's own certificate; `None` if there is none.
     fn certificate(&self) -> Option<CertificateFacts>;
 
-    /// Reads the files again for new connections. An error changes nothing.
+    /// Reads the files again for new connections. Fails, without any change, if a file is invalid
+    /// or the certificate has expired.
     fn reload(&self) -> Result<(), TlsSetupError>;
 
     /// Whether the files have changed since they were last read.
@@ -97,7 +98,8 @@ impl<S: CertificateSource> Reload for Certificates<S> {
     }
 
     fn reload(&self) -> Result<(), TlsSetupError> {
-        // Held until the config is replaced, so that the later of two reloads takes effect.
+        // The lock is held until the config is replaced, so that the later of two reloads takes
+        // effect.
         let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
         *seen = stamps(&self.source);
         let loaded = self.source.load()?;

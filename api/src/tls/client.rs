@@ -18,14 +18,14 @@ use super::error::TlsSetupError;
 use super::files::{CertificateFiles, NamedFile};
 use super::provider;
 
-/// Files for connections to servers with names.
+/// Files for connections to servers that are identified by name.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct ClientFiles {
-    /// Trusted authorities.
+    /// File with trusted authorities; `None` for none but the system's.
     pub authorities: Option<NamedFile>,
     /// Whether the system's authorities are trusted as well.
     pub trusts_system: bool,
-    /// Certificate for servers that ask for one.
+    /// Certificate for servers that request one.
     pub certificate: Option<CertificateFiles>,
     /// Application protocols for ALPN, the preferred one first.
     pub protocols: &'static [&'static [u8]],

@@ -66,7 +66,7 @@ impl NamedFile {
         }
     }
 
-    /// Returns an error about the file.
+    /// Returns an error about the file: `why` it is unusable, and what was `expected`.
     pub(crate) fn error(&self, why: &str, expected: &str) -> TlsSetupError {
         TlsSetupError {
             key: self.key.clone(),
@@ -115,7 +115,7 @@ impl NamedFile {
     /// Reads the certificates of authorities in the file.
     ///
     /// # Errors
-    /// Fails if the file cannot be read, or if it contains an invalid certificate.
+    /// Fails if the file cannot be read, has no certificate, or contains an invalid one.
     pub fn authorities(&self) -> Result<RootCertStore, TlsSetupError> {
         let mut roots = RootCertStore::empty();
         for (nth, certificate) in self.certificates(AUTHORITIES)?.into_iter().enumerate() {
@@ -131,7 +131,8 @@ impl CertificateFiles {
     /// Reads both files and checks that they match.
     ///
     /// # Errors
-    /// Fails if a file cannot be read, or if the key belongs to another certificate.
+    /// Fails if a file cannot be read or is invalid, if others may read the key, or if the key
+    /// belongs to another certificate.
     pub(crate) fn load(&self) -> Result<(Arc<CertifiedKey>, CertificateFacts), TlsSetupError> {
         let chain = self.cert.certificates(A_CHAIN)?;
         let facts = CertificateFacts::of_chain(&chain);

@@ -38,7 +38,7 @@ pub use watch::{CertificateMetrics, CertificateWatch};
 static PROVIDER: LazyLock<Arc<CryptoProvider>> =
     LazyLock::new(|| Arc::new(ring::default_provider()));
 
-/// Returns the provider of every config. None is installed as the default of the process.
+/// Returns the cryptography provider of every config. The process has no default provider.
 pub(crate) fn provider() -> Arc<CryptoProvider> {
     Arc::clone(&PROVIDER)
 }

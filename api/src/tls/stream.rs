@@ -18,7 +18,7 @@ pub enum MaybeTls<S> {
 }
 
 impl<S> MaybeTls<S> {
-    /// Returns the certificates that the peer has presented, its own first.
+    /// Returns the certificates that the peer has presented, its own first; none without TLS.
     #[must_use]
     pub fn peer_certificates(&self) -> &[rustls::pki_types::CertificateDer<'static>] {
         match self {
@@ -28,7 +28,7 @@ impl<S> MaybeTls<S> {
     }
 }
 
-/// For clients that pool connections.
+/// Describes the underlying connection to clients that pool connections.
 impl<S: Connection> Connection for MaybeTls<S> {
     fn connected(&self) -> Connected {
         match self {

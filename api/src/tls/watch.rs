@@ -23,7 +23,7 @@ pub struct CertificateWatch {
 }
 
 impl CertificateWatch {
-    /// Adds the certificates of a listener or client.
+    /// Adds the certificates of a listener or client. Logs a warning if they expire soon.
     pub fn add<S: CertificateSource>(&mut self, certificates: Arc<Certificates<S>>) {
         warn_of_expiry(&*certificates);
         self.all.push(certificates);
@@ -51,7 +51,7 @@ impl CertificateWatch {
         }
     }
 
-    /// Polls the files until `stop`.
+    /// Polls the files until `stop` and reloads those that have changed.
     pub async fn follow(self, stop: CancellationToken) {
         if self.all.is_empty() {
             return;
@@ -97,7 +97,7 @@ fn warn_of_expiry(certificates: &dyn Reload) {
     }
 }
 
-/// Time until certificates expire, as metrics.
+/// Collector of the time until each certificate expires.
 pub struct CertificateMetrics(pub CertificateWatch);
 
 impl fmt::Debug for CertificateMetrics {

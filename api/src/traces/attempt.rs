@@ -22,7 +22,7 @@ struct OpenTrace {
     is_over: bool,
 }
 
-/// End of an attempt.
+/// End of an attempt, as its span records it.
 #[derive(Debug, Clone, Copy)]
 pub struct TracedEnd {
     /// Outcome as named in the admin API.

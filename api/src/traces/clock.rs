@@ -1,10 +1,10 @@
-//! Times of spans.
+//! Conversion of monotonic times to times of spans.
 
 use std::time::SystemTime;
 
 use tokio::time::Instant;
 
-/// Arrival of a request on two clocks.
+/// Arrival of a request on the monotonic and on the wall clock.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct TraceClock {
     instant: Instant,

@@ -16,7 +16,7 @@ const STATE_BYTES_MAX: usize = 512;
 /// Trace headers for an engine.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TraceHeaders {
-    /// The trace, and the span of the attempt as parent.
+    /// Value of `traceparent`: the trace, and the span of the attempt or request as parent.
     pub(super) parent: HeaderValue,
     /// Whether the client's `tracestate` belongs to the same trace.
     pub(super) keeps_state: bool,
@@ -37,7 +37,7 @@ impl TraceHeaders {
         }
     }
 
-    /// Replaces the client's trace headers.
+    /// Replaces the client's trace headers in `headers`.
     pub(crate) fn put_into(&self, headers: &mut HeaderMap) {
         if !self.keeps_state {
             headers.remove(TRACESTATE);
@@ -46,7 +46,7 @@ impl TraceHeaders {
     }
 }
 
-/// Returns the id of the client's trace.
+/// Returns the id of the client's trace; `None` if its header is missing or invalid.
 pub(crate) fn client_trace_id(headers: &HeaderMap) -> Option<TraceId> {
     parent(headers).map(|(trace, ..)| trace)
 }
@@ -57,7 +57,8 @@ pub(super) fn told_context(headers: &HeaderMap) -> Option<SpanContext> {
     Some(SpanContext::new(trace, span, flags, true, state(headers)))
 }
 
-/// Returns the parent. Several headers count as none (W3C Trace Context, section 3.2).
+/// Returns the trace, span and flags of `traceparent`. Several headers count as none (W3C Trace
+/// Context, section 3.2).
 fn parent(headers: &HeaderMap) -> Option<(TraceId, SpanId, TraceFlags)> {
     let mut all = headers.get_all(TRACEPARENT).iter();
     let (Some(only), None) = (all.next(), all.next()) else {

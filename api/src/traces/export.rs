@@ -27,7 +27,7 @@ use crate::log_rate_limit::LogRateLimit;
 
 /// Maximum number of spans that wait for the collector.
 const SPANS_WAITING_MAX: usize = 8192;
-/// Maximum number of spans in one call.
+/// Maximum number of spans in one call to the collector.
 const BATCH_SPANS_MAX: usize = 512;
 /// Maximum time for which spans wait for others to share a call.
 const BATCH_EVERY: Duration = Duration::from_secs(1);
@@ -56,7 +56,7 @@ pub struct TracingSettings {
 #[error("tracing.otlp_endpoint: {0}")]
 pub struct TracingError(#[from] ExporterBuildError);
 
-/// Counters of spans.
+/// Counters of exported and of dropped spans.
 #[derive(Debug, Clone, Default)]
 pub struct TracingMetrics {
     /// Spans accepted by the collector.
@@ -209,7 +209,7 @@ impl SpanExport {
         }
     }
 
-    /// Adds spans that end within a short time to the batch.
+    /// Adds spans that end within [`BATCH_EVERY`] to the batch, until it is full.
     async fn fill(&mut self, batch: &mut Vec<SpanData>, stop: &CancellationToken) {
         let until = Instant::now() + BATCH_EVERY;
         while batch.len() < BATCH_SPANS_MAX {

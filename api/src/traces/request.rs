@@ -57,12 +57,12 @@ pub(crate) struct TracedDecision<'a> {
     pub(crate) index: u64,
 }
 
-/// End of a request.
+/// End of a request, as its span records it.
 pub(crate) struct EndedTrace<'a> {
     pub(crate) outcome: &'static str,
     /// Status sent to the client; 0 if the client left earlier.
     pub(crate) status: u16,
-    /// Code of the error sent to the client.
+    /// Code of the error sent to the client, if any.
     pub(crate) code: Option<&'static str>,
     /// Cause of the failure; `None` without one.
     pub(crate) failure: Option<&'a str>,
@@ -151,7 +151,7 @@ impl RequestTrace {
         }
     }
 
-    /// Begins the wait for a backend; `None` if the trace is not exported.
+    /// Begins the span of the wait for a backend; `None` if the trace is not exported.
     pub(crate) fn waits(&self) -> Option<WaitTrace> {
         let now = Instant::now();
         let span = self.child("admission", SpanKind::Internal, now)?;
@@ -162,7 +162,7 @@ impl RequestTrace {
         })
     }
 
-    /// Records the choice of a backend.
+    /// Writes the span of a routing decision.
     pub(crate) fn decided(&self, decision: &TracedDecision<'_>) {
         let Some(mut span) = self.child("decide", SpanKind::Internal, decision.began) else {
             return;
@@ -178,8 +178,8 @@ impl RequestTrace {
         span.end_with_timestamp(self.clock.at(decision.ended));
     }
 
-    /// Begins an attempt at a backend, for the response or only for the prompt. Returns `None` if
-    /// the trace is not exported.
+    /// Begins the span of an attempt at `backend`, for the response or only for the prompt. Returns
+    /// `None` if the trace is not exported.
     pub(crate) fn attempts(&self, backend: &str, stage: &'static str) -> Option<AttemptTrace> {
         let now = Instant::now();
         let mut span = self.child("attempt", SpanKind::Client, now)?;
@@ -190,7 +190,7 @@ impl RequestTrace {
         Some(AttemptTrace::new(span, self.clock, self.keeps_state))
     }
 
-    /// Records the beginning of the response.
+    /// Records the beginning of the response body.
     pub(crate) fn first_byte(&self) {
         if self.is_sampled() {
             let now = self.clock.at(Instant::now());
@@ -255,7 +255,7 @@ impl WaitTrace {
         self.end("admitted", at);
     }
 
-    /// Ends the wait without a backend.
+    /// Ends the wait without a backend. `code` is that of the client's error.
     pub(crate) fn refused(mut self, code: &'static str) {
         self.span.set_attribute(KeyValue::new("error.type", code));
         self.end("refused", Instant::now());
@@ -277,7 +277,7 @@ impl Drop for WaitTrace {
     }
 }
 
-/// Returns the operation of a path, named as in the conventions.
+/// Returns the operation of a path, named as in OpenTelemetry's conventions.
 fn operation(path: &str) -> &'static str {
     match path {
         "/v1/chat/completions" | "/v1/responses" | "/v1/messages" => "chat",

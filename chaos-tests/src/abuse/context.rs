@@ -1,4 +1,4 @@
-//! What all attacks share: the cluster and connections to it.
+//! State and helpers that all attacks share: the cluster and connections to it.
 
 use std::collections::BTreeMap;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -17,19 +17,19 @@ use super::engine::{MODEL, SeenHeads};
 use crate::processes::access::{ClientAccess, key};
 use crate::wire::{self, OutgoingRequest, RequestError, ResponseHead};
 
-/// Source address of attacks.
+/// Source address from which attacks connect.
 pub(super) const FROM: Ipv4Addr = Ipv4Addr::new(127, 0, 9, 1);
-/// Path that requests are sent to.
+/// Path to which attacks send chat requests.
 pub(super) const CHAT: &str = "/v1/chat/completions";
-/// User that attacks, with a valid API key.
+/// User in whose name attacks send requests, with a valid API key.
 pub(super) const ATTACKER: &str = "greedy";
-/// Longest wait for a connection or a response.
+/// Maximum wait for a connection or a response.
 pub(super) const PATIENCE: Duration = Duration::from_secs(20);
 
-/// Maximum bytes of a response that are kept.
+/// Maximum number of bytes kept of a response.
 const TEXT_BYTES_MAX: usize = 64 << 10;
 
-/// A connection of an attack.
+/// Connection that an attack opens, with or without TLS.
 pub(super) type AbuseStream = MaybeTls<TcpStream>;
 
 /// State that all attacks share.
@@ -38,19 +38,19 @@ pub(super) struct AbuseContext {
     pub(super) data: Vec<SocketAddr>,
     pub(super) access: ClientAccess,
     pub(super) seen: Arc<SeenHeads>,
-    /// Size of an attack, as a multiple of its size in tests.
+    /// Factor for the size of an attack, relative to its size in tests.
     pub(super) scale: usize,
     pub(super) ends: Mutex<BTreeMap<String, u64>>,
 }
 
 impl AbuseContext {
-    /// Counts one more connection or request that ended this way.
+    /// Counts one more connection or request that ended as `how` states.
     pub(super) fn count(&self, how: impl Into<String>) {
         let mut ends = self.ends.lock().unwrap_or_else(PoisonError::into_inner);
         *ends.entry(how.into()).or_default() += 1;
     }
 
-    /// Opens a connection that speaks this protocol.
+    /// Opens a connection to a replica and offers `protocol` in the TLS handshake.
     pub(super) async fn connect(
         &self,
         replica: usize,
@@ -66,7 +66,7 @@ impl AbuseContext {
         connected.with_context(|| format!("connect to replica {}", replica + 1))
     }
 
-    /// Sends one request on its own connection and returns the beginning of the response.
+    /// Sends one chat request on its own connection and returns the head of the response.
     pub(super) async fn ask(
         &self,
         replica: usize,
@@ -78,7 +78,7 @@ impl AbuseContext {
     }
 }
 
-/// Returns the body of a chat request.
+/// Returns the body of a chat request with one message.
 pub(super) fn chat_body(content: &str, is_streamed: bool) -> Bytes {
     let body = json!({
         "model": MODEL,
@@ -88,15 +88,15 @@ pub(super) fn chat_body(content: &str, is_streamed: bool) -> Bytes {
     body.to_string().into()
 }
 
-/// Returns a chat request of a user. The beginning of `id` tells the engine how to behave. Each
-/// request has its own prompt, because the router refuses prompts that break engines.
+/// Returns a chat request of `user`. The beginning of `id` selects the engine's behaviour. Each
+/// request has its own prompt, because the router rejects prompts that break engines.
 pub(super) fn chat(user: &str, id: &str, is_streamed: bool) -> OutgoingRequest {
     let mut asked = OutgoingRequest::post(CHAT, &key(user), chat_body(id, is_streamed));
     asked.set(HeaderName::from_static("x-request-id"), id);
     asked
 }
 
-/// Returns the status of a request and as much of the response body as arrived.
+/// Waits for a response. Returns its status and as much of its body as arrived, or the error.
 pub(super) async fn outcome(
     asked: impl Future<Output = Result<ResponseHead, RequestError>>,
 ) -> (Option<StatusCode>, String) {

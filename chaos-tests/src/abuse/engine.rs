@@ -1,4 +1,4 @@
-//! A fake engine that misbehaves as the request id tells it to, and records the request heads.
+//! A fake engine that misbehaves as the request id demands, and records the heads of requests.
 
 use std::io;
 use std::net::SocketAddr;
@@ -8,18 +8,18 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
 use tokio_util::task::AbortOnDropHandle;
 
-/// Model that the engine serves.
+/// Name of the model that the engine serves.
 pub(super) const MODEL: &str = "abused";
-/// Maximum bytes written for an endless response. The router must disconnect long before.
+/// Maximum number of bytes written of an endless response. The router must disconnect long before.
 const ENDLESS_BYTES_MAX: usize = 64 << 20;
-/// Maximum bytes of a request that are kept.
+/// Maximum length of a request's head, in bytes.
 const HEAD_BYTES_MAX: usize = 64 << 10;
-/// Number of pieces of a response that is larger than any buffer for a reader.
+/// Number of chunks in a response that is larger than all buffers on the way to its reader.
 const FAT_PIECES: usize = 512;
 const PIECE_BYTES: usize = 64 << 10;
 
 const PLAIN: &str = r#"{"id":"1","object":"chat.completion","model":"abused","choices":[{"index":0,"message":{"role":"assistant","content":"word"},"finish_reason":"stop"}],"usage":{"prompt_tokens":4,"completion_tokens":1,"total_tokens":5}}"#;
-/// A response with impossible usage counts.
+/// Body of a response with impossible usage counts.
 const ABSURD: &str = r#"{"id":"1","object":"chat.completion","model":"abused","choices":[{"index":0,"message":{"role":"assistant","content":"word"},"finish_reason":"stop"}],"usage":{"prompt_tokens":18446744073709551615,"completion_tokens":9223372036854775807,"total_tokens":-5,"prompt_tokens_details":{"cached_tokens":1e308}}}"#;
 const EVENTS: &str =
     "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n";
@@ -33,13 +33,13 @@ impl SeenHeads {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns the heads seen since the last call.
+    /// Removes and returns the heads that the engine has recorded.
     pub(super) fn take(&self) -> Vec<String> {
         std::mem::take(&mut *self.lock())
     }
 }
 
-/// A running engine. It stops when dropped.
+/// A running fake engine, which stops when dropped.
 #[derive(Debug)]
 pub(super) struct AbuseEngine {
     pub(super) at: SocketAddr,
@@ -102,7 +102,7 @@ async fn serve(mut socket: TcpStream, seen: Arc<SeenHeads>) -> io::Result<()> {
     Ok(())
 }
 
-/// Responds in the requested way. Returns whether the connection stays open.
+/// Responds with the given behaviour. Returns whether the connection stays open.
 async fn respond_faulty(behaviour: &str, socket: &mut TcpStream) -> io::Result<bool> {
     match behaviour {
         "endless-line" => {
@@ -176,7 +176,7 @@ fn document(body: &str) -> String {
     )
 }
 
-/// Returns the value of a header as received.
+/// Returns the value of the header `name`, trimmed but otherwise as received.
 fn header<'a>(head: &'a str, name: &str) -> Option<&'a str> {
     let mut lines = head.lines();
     lines.find_map(|line| {

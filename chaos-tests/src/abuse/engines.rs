@@ -1,5 +1,5 @@
-//! Hostile engines, and servers that are no engines. What they send must neither pile up nor be
-//! passed on as a response.
+//! Hostile engines, and servers that are no engines. Their data must neither pile up in the router
+//! nor reach a client as a response.
 
 use std::sync::Mutex;
 
@@ -10,8 +10,8 @@ use http::StatusCode;
 use super::context::{AbuseContext, outcome};
 use crate::processes::until;
 
-/// Engine behaviour, whether the client asks for a stream, the statuses that the client may get,
-/// and text that the response must contain.
+/// Engine behaviour, whether the request is for a stream, the statuses that the client may get, and
+/// text that the response must contain.
 type HostileCase = (&'static str, bool, &'static [u16], &'static str);
 
 const CASES: &[HostileCase] = &[
@@ -24,8 +24,8 @@ const CASES: &[HostileCase] = &[
     ("early", false, &[200, 502], ""),
 ];
 
-/// Requests each behaviour at every replica. Afterwards the user must still be served, whatever the
-/// charges.
+/// Sends a request for each hostile behaviour to every replica. Afterwards the user must still be
+/// served, whatever the charges.
 pub(super) async fn hostile(context: &AbuseContext) -> anyhow::Result<()> {
     let replicas = || 0..context.data.len();
     for case in CASES {

@@ -1,4 +1,4 @@
-//! Floods of HTTP/2 frames, each of which costs the server more than its sender.
+//! Floods of HTTP/2 frames. Each frame costs the server more than its sender.
 
 use anyhow::ensure;
 use futures_util::future::try_join_all;
@@ -10,14 +10,14 @@ use super::frames::{
 };
 use crate::processes::access::key;
 
-/// Number of streams that are opened and reset.
+/// Number of streams that the flood of resets opens.
 const RESETS: usize = 4000;
 /// Number of frames in the other floods.
 const FRAMES: usize = 20_000;
-/// Error code `CANCEL` of a reset.
+/// Payload of a reset with the error code `CANCEL`.
 const CANCEL: [u8; 4] = [0, 0, 0, 8];
 
-/// Runs the flood at every replica at once.
+/// Runs a flood at all replicas at once, with the frames of `what`. Counts how each ended.
 async fn each(
     context: &AbuseContext,
     until: FloodUntil,
@@ -32,7 +32,8 @@ async fn each(
     Ok(ends)
 }
 
-/// Opens streams with whole requests and resets each immediately (CVE-2023-44487).
+/// Floods replicas with streams: opens them with whole requests and resets each immediately
+/// (CVE-2023-44487).
 pub(super) async fn rapid_reset(context: &AbuseContext) -> anyhow::Result<()> {
     let ends = each(context, FloodUntil::Ping, || {
         let head = chat_fields(&key(ATTACKER), &[]);
@@ -74,7 +75,7 @@ pub(super) async fn continuations(context: &AbuseContext) -> anyhow::Result<()> 
     Ok(())
 }
 
-/// Sends a small head that is large when decompressed.
+/// Sends a small head that is very large after decompression. No engine may receive it.
 pub(super) async fn unpacked(context: &AbuseContext) -> anyhow::Result<()> {
     const REFERENCES: usize = 8000;
     let ends = each(context, FloodUntil::Answer, || {
@@ -96,7 +97,8 @@ pub(super) async fn unpacked(context: &AbuseContext) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Sends frames that require a response and reads nothing. Unsent responses must not pile up.
+/// Sends frames that require a response, and reads no response. Unsent responses must not pile up
+/// in the server.
 pub(super) async fn unread_answers(context: &AbuseContext) -> anyhow::Result<()> {
     for kind in [SETTINGS, PING] {
         let ends = each(context, FloodUntil::Unread, || {
@@ -114,7 +116,8 @@ pub(super) async fn unread_answers(context: &AbuseContext) -> anyhow::Result<()>
     Ok(())
 }
 
-/// Sends the same frames while reading responses, and frames that require no response.
+/// Floods replicas with control frames while reading responses: frames that require a response, and
+/// frames that do not.
 pub(super) async fn control_frames(context: &AbuseContext) -> anyhow::Result<()> {
     let kinds: [(u8, u32, &[u8]); 4] = [
         (SETTINGS, 0, &[]),
@@ -135,7 +138,7 @@ pub(super) async fn control_frames(context: &AbuseContext) -> anyhow::Result<()>
     Ok(())
 }
 
-/// Sends a body of empty frames.
+/// Sends a request body of empty frames without end.
 pub(super) async fn empty_data(context: &AbuseContext) -> anyhow::Result<()> {
     let ends = each(context, FloodUntil::Ping, || {
         let head = frame(HEADERS, END_HEADERS, 1, &chat_fields(&key(ATTACKER), &[]));
@@ -150,7 +153,7 @@ pub(super) async fn empty_data(context: &AbuseContext) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Sends heads that HTTP/2 forbids. None of them may reach an engine.
+/// Sends heads with fields that HTTP/2 forbids. None of them may reach an engine.
 pub(super) async fn forbidden_fields(context: &AbuseContext) -> anyhow::Result<()> {
     let bodies = [
         ("x-evil", "a\r\nx-injected: 1"),

@@ -1,4 +1,4 @@
-//! HTTP/2 by hand: sends frames that no library would send, and reads what comes back.
+//! A minimal HTTP/2 client that sends frames that no library would send, and reads the responses.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -25,15 +25,15 @@ pub(super) const END_HEADERS: u8 = 4;
 const ACK: u8 = 1;
 
 const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
-/// Payload that differs from all pings of a flood.
+/// Payload of the ping at the end of a flood, which differs from the pings of the flood.
 const LAST_PING: [u8; 8] = *b"the last";
-/// Longest wait of a flood for room to write. `END_PATIENCE` is the wait for its end.
+/// Maximum wait of a flood for room to write. `END_PATIENCE` is the maximum wait for its end.
 const WRITE_PATIENCE: Duration = Duration::from_secs(3);
 const END_PATIENCE: Duration = Duration::from_secs(30);
-/// Maximum length of a frame that is read.
+/// Maximum length of a received frame, in bytes.
 const FRAME_BYTES_MAX: usize = 1 << 20;
 
-/// Encodes a frame.
+/// Encodes an HTTP/2 frame.
 pub(super) fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
     let length = u32::try_from(payload.len()).expect("frames are short");
     let mut bytes = length.to_be_bytes()[1..].to_vec();
@@ -43,7 +43,7 @@ pub(super) fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8>
     bytes
 }
 
-/// Encodes a header field in HPACK: literal, not indexed.
+/// Encodes a header field in HPACK as a literal that is not indexed.
 pub(super) fn field(name: &str, value: &str) -> Vec<u8> {
     let mut bytes = vec![0];
     for text in [name.as_bytes(), value.as_bytes()] {
@@ -66,7 +66,7 @@ fn integer(bytes: &mut Vec<u8>, value: usize) {
     bytes.push(rest as u8);
 }
 
-/// Encodes the fields of a chat request and `more`.
+/// Encodes the header fields of a chat request, followed by `more`.
 pub(super) fn chat_fields(key: &str, more: &[(&str, &str)]) -> Vec<u8> {
     let bearer = format!("Bearer {key}");
     let fields = [
@@ -81,31 +81,31 @@ pub(super) fn chat_fields(key: &str, more: &[(&str, &str)]) -> Vec<u8> {
     all.flat_map(|(name, value)| field(name, value)).collect()
 }
 
-/// What a flood waits for.
+/// Event that ends the reading of a flood's responses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum FloodUntil {
-    /// Until the ping behind it is answered or the connection closes.
+    /// Reads until the ping after the flood is answered or the connection closes.
     Ping,
-    /// Until its one request is answered or reset, or the connection closes.
+    /// Reads until the flood's only request is answered or reset, or the connection closes.
     Answer,
-    /// Not at all: responses are not read.
+    /// Reads nothing.
     Unread,
 }
 
-/// How a flood ended.
+/// Outcome of a flood at one replica.
 #[derive(Debug, Default)]
 pub(super) struct FloodEnd {
-    /// Number of frames written.
+    /// Number of frames that were written.
     pub(super) sent: usize,
     /// Error code of the `GOAWAY` frame, if one arrived.
     pub(super) goaway: Option<u32>,
-    /// Number of reset streams by error code.
+    /// Number of streams that the server reset, by error code.
     pub(super) resets: BTreeMap<u32, u64>,
-    /// Number of response heads.
+    /// Number of response heads that arrived.
     pub(super) heads: u64,
-    /// Whether the last ping was answered.
+    /// Whether the server answered the last ping.
     pub(super) is_open: bool,
-    /// Whether writing stalled.
+    /// Whether the server stopped reading, so that a write timed out.
     pub(super) is_stalled: bool,
 }
 
@@ -133,7 +133,7 @@ fn reason_name(reason: u32) -> &'static str {
     }
 }
 
-/// Sends frames as fast as the server takes them, and returns how the flood ended.
+/// Sends frames as fast as the replica takes them, and returns the outcome.
 pub(super) async fn flood(
     context: &AbuseContext,
     replica: usize,
@@ -170,7 +170,7 @@ pub(super) async fn flood(
     })
 }
 
-/// Writes the bytes and returns whether they were written.
+/// Writes the bytes and counts a sent frame. Returns whether they were written.
 async fn write_all(write: &mut WriteHalf<AbuseStream>, end: &mut FloodEnd, bytes: &[u8]) -> bool {
     if end.is_stalled {
         return false;
@@ -192,7 +192,7 @@ async fn write_all(write: &mut WriteHalf<AbuseStream>, end: &mut FloodEnd, bytes
     }
 }
 
-/// Reads frames until the expected one arrives or the connection closes.
+/// Reads frames until the event of `until`, or until the connection closes.
 async fn listen(mut read: ReadHalf<AbuseStream>, until: FloodUntil) -> FloodEnd {
     let mut end = FloodEnd::default();
     loop {

@@ -13,13 +13,13 @@ use super::context::{chat, outcome};
 use crate::processes::access::ClientAccess;
 use crate::wire;
 
-/// Pause between two requests.
+/// Minimum time from one request to the next.
 const PAUSE: Duration = Duration::from_millis(50);
 const FROM: Ipv4Addr = Ipv4Addr::new(127, 0, 1, 1);
-/// Longest wait for a response that takes the engine no time.
+/// Maximum wait for a response that takes the engine no time.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// Outcome of the honest client's requests.
+/// Results of the honest client's requests.
 #[derive(Debug, Clone, Default)]
 pub(super) struct HonestCounts {
     pub(super) answered: u64,
@@ -28,7 +28,7 @@ pub(super) struct HonestCounts {
     pub(super) failure: Option<String>,
 }
 
-/// Sends requests to every replica in turn until it is stopped.
+/// A client that sends requests to every replica in turn until it is stopped.
 pub(super) struct HonestClient {
     stop: CancellationToken,
     asking: AbortOnDropHandle<HonestCounts>,

@@ -1,8 +1,9 @@
 //! Attacks on a cluster of real processes, one after another, without and with TLS and API keys.
 //!
 //! Beside each attack an honest client sends requests to every replica and must be served.
-//! Afterwards memory, descriptors, tasks and connections must be back at their earlier values. Each
-//! attack also checks its own result: the status, the close, and what engines may have seen.
+//! Afterwards memory, descriptors, tasks and connections must return to about their earlier values.
+//! Each attack also checks its own result: the statuses, the closed connections, and what engines
+//! saw.
 //!
 //! | module | contents |
 //! | --- | --- |
@@ -38,17 +39,19 @@ use honest::{HonestClient, HonestCounts};
 
 /// Maximum number of file descriptors of a replica.
 const DESCRIPTORS: u32 = 1024;
-/// Maximum number of connections of a replica: fewer than a crowd opens.
+/// Maximum number of connections of a replica, which is less than a crowd opens.
 const CONNECTIONS_MAX: usize = 250;
-/// How long a response may wait for its client to read it.
+/// Maximum time for which a response may wait for its client to read it.
 const UNTAKEN: Duration = Duration::from_secs(3);
-/// Maximum growth of the largest replica in one attack, in bytes, including what allocators retain.
+/// Maximum growth of the largest replica's memory in one attack, in bytes, including what
+/// allocators retain.
 const GROWN_BYTES_MAX: u64 = 96 << 20;
-/// Maximum growth in descriptors and tasks, for connections to engines and probes.
+/// Maximum growth of the number of descriptors and of tasks, which connections to engines and
+/// probes may cause.
 const GROWN_MAX: u64 = 16;
 
 kinds! {
-    /// A way to attack.
+    /// Kind of attack.
     #[derive(serde::Serialize)]
     #[serde(rename_all = "kebab-case")]
     pub enum AttackKind;
@@ -78,33 +81,33 @@ pub struct AbuseOptions {
     pub is_secure: bool,
     /// Attacks to run; all if empty.
     pub only: Vec<AttackKind>,
-    /// Size of the attacks, as a multiple of their size in tests.
+    /// Factor for the size of the attacks, relative to their size in tests.
     pub scale: usize,
 }
 
-/// Outcome of an attack.
+/// Outcome of one attack.
 #[derive(Debug, Clone, serde::Serialize)]
 pub struct AttackReport {
     /// Kind of the attack.
     pub kind: AttackKind,
     /// Duration of the attack.
     pub took: Duration,
-    /// How the attack's connections and requests ended.
+    /// Number of the attack's connections and requests by how they ended.
     pub ends: BTreeMap<String, u64>,
-    /// Requests of the honest client that were answered during the attack.
+    /// Number of requests of the honest client that were answered during the attack.
     pub honest: u64,
-    /// Longest of these requests.
+    /// Longest response time of the honest client's requests during the attack.
     pub honest_longest: Duration,
-    /// Growth of the largest replica, in bytes.
+    /// Growth of the largest replica's memory, in bytes.
     pub grown_bytes: u64,
-    /// First check that failed; `None` if all held.
+    /// Description of the first check that failed; `None` if all held.
     pub violation: Option<String>,
 }
 
 /// Runs attacks against a new cluster, each after the cluster has recovered from the one before.
 ///
 /// # Errors
-/// When the cluster cannot be started. Failed checks are in the reports.
+/// If the cluster cannot be started. Failed checks are in the reports.
 pub async fn run(
     options: &AbuseOptions,
     say: impl Fn(&AttackReport),
@@ -197,7 +200,7 @@ async fn attack(context: &Arc<AbuseContext>, kind: AttackKind) -> anyhow::Result
     }
 }
 
-/// Checks what must hold after every attack.
+/// Checks that the honest client was served and that the replicas' resources are free again.
 async fn judge(
     cluster: &ProcessCluster,
     (before, honest): (ProcessFigures, &HonestCounts),
@@ -231,7 +234,8 @@ async fn judge(
     Ok(())
 }
 
-/// Builds the options. They are leaked, which is fine because a program starts few clusters.
+/// Builds the options of the attacked cluster. They are leaked, which is fine because a program
+/// starts few clusters.
 fn cluster_options(engine: &AbuseEngine, is_secure: bool) -> ClusterOptions {
     let config = format!(
         "[limits]\nmax_connections = {CONNECTIONS_MAX}\n\n\

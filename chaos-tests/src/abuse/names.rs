@@ -1,4 +1,4 @@
-//! Requests with a new user name each.
+//! Requests that each carry a new user name.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -11,11 +11,11 @@ use tokio::task::JoinSet;
 use super::context::{ATTACKER, AbuseContext, FROM, chat, outcome};
 use crate::wire;
 
-/// Number of names, and number of concurrent requests.
+/// Number of user names, and maximum number of concurrent requests.
 const NAMES: (usize, usize) = (1000, 24);
 
-/// Sends each request under another name. With API keys the name has no effect; without them, no
-/// state kept per name may grow without bound.
+/// Sends each request under another user name. With API keys, the name has no effect. Without them,
+/// no state kept per name may grow without bound.
 pub(super) async fn made_up(context: &Arc<AbuseContext>) -> anyhow::Result<()> {
     let (count, at_once) = (NAMES.0 * context.scale, NAMES.1);
     let next = Arc::new(AtomicUsize::new(0));

@@ -1,8 +1,8 @@
 //! HTTP/1.1 requests that two servers in a row could read differently, and values that could become
 //! headers of the request to an engine.
 //!
-//! A plain request follows each of them. Its response shows whether the connection stayed open.
-//! What engines saw shows how the router read the first request.
+//! A plain request follows each such request. Its response shows whether the connection stayed
+//! open. The heads that engines saw show how the router read the first request.
 
 use std::fmt::Write as _;
 
@@ -14,23 +14,23 @@ use super::context::{ATTACKER, AbuseContext, CHAT, PATIENCE, chat, chat_body, ou
 use crate::processes::access::key;
 use crate::wire;
 
-/// More than the extensions of a chunk may have.
+/// Length of a chunk extension that exceeds the limit, in bytes.
 const EXTENSION_BYTES: usize = 64 << 10;
-/// A second request, if a server reads the length differently.
+/// Second request that a server sees if it misreads the length of the first.
 const HIDDEN: &str = "POST /v1/hidden HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n";
-/// The request is refused and the connection closes.
+/// Statuses if the request is rejected and the connection closes.
 const REFUSED: &[&str] = &["400"];
-/// The head is refused. The end of the request is clear, so the connection stays open.
+/// Statuses if only the head is rejected. The request's end is clear, so the connection stays open.
 const REFUSED_ALONE: &[&str] = &["400", "200"];
-/// The request is served by its chunks and the connection closes, as RFC 9112 (6.1) demands.
+/// Statuses if the request is served by its chunks and the connection closes (RFC 9112, 6.1).
 const SERVED_LAST: &[&str] = &["200"];
 
 struct Shape {
     name: &'static str,
-    /// Lines of the head after the key.
+    /// Lines of the head after the API key.
     lines: String,
     body: String,
-    /// Expected statuses, in order.
+    /// Expected statuses of the responses, in order.
     expected: &'static [&'static str],
 }
 
@@ -43,7 +43,7 @@ fn shape(name: &'static str, lines: &str, body: String, expected: &'static [&str
     }
 }
 
-/// Returns a body in one chunk.
+/// Returns the body of a plain request, encoded as one chunk.
 fn chunked() -> String {
     let body = plain();
     format!("{:x}\r\n{body}\r\n0\r\n\r\n", body.len())
@@ -62,7 +62,7 @@ fn shapes() -> Vec<Shape> {
         .collect()
 }
 
-/// Invalid or repeated lengths.
+/// Returns requests with invalid or repeated lengths.
 fn lengths() -> Vec<Shape> {
     let (cl, length) = ("content-length: ", plain().len());
     let hidden = plain() + HIDDEN;
@@ -83,7 +83,7 @@ fn lengths() -> Vec<Shape> {
         .collect()
 }
 
-/// Chunks beside a length, and invalid transfer codings.
+/// Returns requests with chunks beside a length, or with invalid transfer codings.
 fn codings() -> Vec<Shape> {
     let (te, cl) = ("transfer-encoding: chunked\r\n", "content-length: 5\r\n");
     let cases = [
@@ -116,7 +116,7 @@ fn codings() -> Vec<Shape> {
         .collect()
 }
 
-/// Lines before the length that are not valid headers.
+/// Returns requests with invalid header lines before the length.
 fn heads() -> Vec<Shape> {
     let cases = [
         (
@@ -139,7 +139,7 @@ fn heads() -> Vec<Shape> {
         .collect()
 }
 
-/// Chunks with invalid sizes or long extensions.
+/// Returns requests with invalid chunk sizes or long chunk extensions.
 fn chunks() -> Vec<Shape> {
     let length = plain().len();
     let sizes = [
@@ -162,7 +162,7 @@ fn chunks() -> Vec<Shape> {
         .collect()
 }
 
-/// Sends each shape to one replica, in turn.
+/// Sends each shape to one of the replicas. Checks the responses and what engines saw.
 pub(super) async fn smuggling(context: &AbuseContext) -> anyhow::Result<()> {
     for (number, shape) in shapes().iter().enumerate() {
         let replica = number % context.data.len();

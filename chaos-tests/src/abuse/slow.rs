@@ -1,4 +1,4 @@
-//! Clients that hold resources: slow heads, handshakes and bodies, unread responses, and
+//! Clients that hold resources for long: slow heads, handshakes and bodies, unread responses, and
 //! connections beyond the limit.
 
 use std::net::Ipv4Addr;
@@ -16,19 +16,20 @@ use crate::wire;
 
 /// Number of slow connections to each replica.
 const SLOW: usize = 40;
-/// Pause between two bytes of a phase with a total timeout. Bodies have an idle timeout.
+/// Pause between two bytes in a phase with a total timeout. `DRIP_OF_BODY` applies to bodies, which
+/// have an idle timeout.
 const DRIP: Duration = Duration::from_millis(200);
 const DRIP_OF_BODY: Duration = Duration::from_secs(1);
-/// Longest time that a slow connection may stay open.
+/// Maximum time that a slow connection may stay open.
 const BORNE: Duration = Duration::from_secs(45);
-/// Number of unread responses of each replica.
+/// Number of unread responses per replica.
 const UNREAD: usize = 8;
-/// Number of handshakes with each replica, and how many run concurrently.
+/// Number of handshakes with each replica, and how many of them run concurrently.
 const HANDSHAKES: (usize, usize) = (150, 16);
-/// Number of connections to each replica, beyond its limit.
+/// Number of connections to each replica, which exceeds its limit.
 pub(super) const CROWD: usize = 400;
 
-/// Drips bytes until the other side closes, and returns its response.
+/// Sends `begin` and then one byte at a time until the other side closes. Returns its response.
 async fn send_slowly<S: AsyncRead + AsyncWrite>(
     stream: S,
     begin: Vec<u8>,
@@ -62,8 +63,8 @@ async fn send_slowly<S: AsyncRead + AsyncWrite>(
     Ok(String::from_utf8_lossy(&said).into_owned())
 }
 
-/// Drips from many connections at once. Each must be closed with one of these statuses or with
-/// none.
+/// Sends data slowly on many connections at once. Each must be closed with one of `statuses` or
+/// with none.
 async fn drips(
     context: &AbuseContext,
     access: &ClientAccess,
@@ -94,13 +95,13 @@ async fn drips(
     Ok(())
 }
 
-/// Sends a head one byte at a time.
+/// Sends request heads one byte at a time, which must end with status 408.
 pub(super) async fn heads(context: &AbuseContext) -> anyhow::Result<()> {
     let begin = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nx-slow: ".to_vec();
     drips(context, &context.access, (begin, (b'a', DRIP)), &["408"]).await
 }
 
-/// Sends a body one byte at a time, with a valid API key.
+/// Sends request bodies one byte at a time, with a valid API key.
 pub(super) async fn bodies(context: &AbuseContext) -> anyhow::Result<()> {
     let begin = format!(
         "POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {}\r\n\
@@ -111,7 +112,7 @@ pub(super) async fn bodies(context: &AbuseContext) -> anyhow::Result<()> {
     drips(context, &context.access, drop, &["408"]).await
 }
 
-/// Sends the beginning of a handshake one byte at a time. Without TLS it is not valid HTTP.
+/// Sends the beginning of TLS handshakes one byte at a time. Without TLS, it is not valid HTTP.
 pub(super) async fn hellos(context: &AbuseContext) -> anyhow::Result<()> {
     // A record of 512 bytes with a ClientHello of 508.
     let begin = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03".to_vec();
@@ -119,7 +120,7 @@ pub(super) async fn hellos(context: &AbuseContext) -> anyhow::Result<()> {
     drips(context, &clear, (begin, (0, DRIP)), &["400"]).await
 }
 
-/// Opens streams and reads nothing from them.
+/// Opens streams and reads nothing of their responses, until the router must have closed them.
 pub(super) async fn readers(context: &AbuseContext) -> anyhow::Result<()> {
     let mut unread = Vec::new();
     for replica in 0..context.data.len() {
@@ -146,7 +147,7 @@ pub(super) async fn readers(context: &AbuseContext) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Makes handshakes one after another, without a request.
+/// Performs TLS handshakes one after another, without a request. Breaks off every other one.
 pub(super) async fn handshakes(context: &AbuseContext) -> anyhow::Result<()> {
     let (count, at_once) = HANDSHAKES;
     let mut all = JoinSet::new();

@@ -1,5 +1,5 @@
-//! Checks whether explanations, decisions and their records agree in a real cluster: `cargo run
-//! --release -p chaos-tests --bin agreement`.
+//! Program that checks whether explanations, decisions and their records agree in a real cluster:
+//! `cargo run --release -p chaos-tests --bin agreement`.
 
 use chaos_tests::processes::agreement::{self, AgreementTally};
 use clap::Parser;

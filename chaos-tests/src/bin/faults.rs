@@ -21,7 +21,7 @@ use rand::rngs::SmallRng;
 use rand::seq::SliceRandom as _;
 use rand::{Rng as _, SeedableRng as _};
 
-/// Requests answered before the first fault, so that there is state to lose.
+/// Number of requests answered before the first fault, so that there is state to lose.
 const WARM_UP: u64 = 300;
 
 /// Inject faults into a cluster of real processes, and check the invariants
@@ -62,7 +62,7 @@ struct FaultsArgs {
     keep: bool,
 }
 
-/// Outcome of one kind of fault.
+/// Results of all faults of one kind.
 #[derive(Debug, Default)]
 struct FaultRow {
     faults: u64,
@@ -124,7 +124,7 @@ async fn stage(seed: u64, args: &FaultsArgs) -> anyhow::Result<FaultContext> {
     })
 }
 
-/// Injects the faults. Returns whether everything held.
+/// Injects the faults one after another. Returns whether all checks held.
 async fn faults(args: &FaultsArgs, seed: u64) -> anyhow::Result<bool> {
     let (kinds, left_out) = allowed(&args.kinds);
     for (kind, why) in &left_out {
@@ -174,7 +174,7 @@ async fn faults(args: &FaultsArgs, seed: u64) -> anyhow::Result<bool> {
     print_rows(seed, &rows)
 }
 
-/// Injects one fault. Returns whether everything held.
+/// Injects one fault of the given kind and counts its results. Returns whether all checks held.
 async fn one(
     stage: &mut FaultContext,
     kind: FaultKind,
@@ -204,7 +204,8 @@ async fn one(
     outcome.is_ok()
 }
 
-/// Returns those of the requested kinds that are possible here, and why the others are not.
+/// Splits the requested kinds into those that are possible on this machine, and the others with the
+/// reason why not.
 fn allowed(asked: &[FaultKind]) -> (Vec<FaultKind>, Vec<(FaultKind, String)>) {
     let asked = if asked.is_empty() {
         FaultKind::ALL
@@ -221,8 +222,8 @@ fn allowed(asked: &[FaultKind]) -> (Vec<FaultKind>, Vec<(FaultKind, String)>) {
     (kinds, left_out)
 }
 
-/// Returns the kind of a fault. Each kind comes equally often, in an order that changes every
-/// round.
+/// Returns the kind of the fault with this number. Each kind comes equally often, in an order that
+/// changes every round.
 fn kind_of(kinds: &[FaultKind], seed: u64, number: u64) -> FaultKind {
     let count = kinds.len() as u64;
     let mut round = SmallRng::seed_from_u64(seed.wrapping_add(number / count));

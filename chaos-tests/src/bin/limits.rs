@@ -1,10 +1,10 @@
 //! Checks whether real replicas hold a backend's limit, and measures the cost: `cargo run --release
 //! -p chaos-tests --bin limits`.
 //!
-//! One emulated engine has a limit. The load is 60 % of its places, or three times as many clients
-//! as places. It goes to one replica, which owns all places, or to three, which share them; the
-//! difference is the cost of sharing. The engine reports its number of requests every few
-//! milliseconds.
+//! One emulated engine has a limit. The load comes from clients for 60 % of its places, or from
+//! three times as many clients as places. It goes to one replica, which owns all places, or to
+//! three, which share them. The difference is the cost of sharing. The engine reports its number of
+//! requests every few milliseconds.
 
 use std::net::SocketAddr;
 use std::process::ExitCode;
@@ -21,24 +21,24 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 use tokio::time::Instant;
 
-/// Interval between two polls of the engine.
+/// Interval at which the engine is polled.
 const LOOK_EVERY: Duration = Duration::from_millis(3);
-/// How long the load runs before the first poll.
+/// Duration of the load before the first poll.
 const WARM_UP: Duration = Duration::from_secs(2);
 /// Minimum pause of a client between two requests.
 const PAUSE: Duration = Duration::from_millis(1);
-/// The engine's limit, as in the configs below.
+/// The engine's limit, as in the configs of the cases.
 const LIMIT: u64 = 10;
 /// Number of clients that use 60 % of the places, so that none waits.
 const CLIENTS_BELOW: usize = 6;
-/// Number of clients at which two wait for each one that is served.
+/// Number of clients of which, at the limit, two wait for each one that is served.
 const CLIENTS_BEYOND: usize = 30;
 
 const GATE: &str = "[admission]\nconcurrency = 10\n";
 const FCFS: &str = "[admission]\nconcurrency = 10\norder = \"fcfs\"\n";
 const LOG: &str = "[admission]\nconcurrency = 10\ngrants = \"log\"\n";
 
-/// Number of replicas, total number of clients, and the admission policy.
+/// A case to measure: admission config, number of replicas and total number of clients.
 #[derive(Debug, Clone, Copy)]
 struct LimitCase {
     name: &'static str,
@@ -76,7 +76,7 @@ struct LimitsArgs {
     only: Option<String>,
 }
 
-/// Measurements at the engine and at the clients.
+/// Measurements at the engine and at the clients in one case.
 #[derive(Debug, Default)]
 struct Seen {
     looks: u64,
@@ -85,7 +85,7 @@ struct Seen {
     most: u64,
     /// Number of failed or refused requests.
     failed: u64,
-    /// Why the first of them failed.
+    /// Reason for the first failed request.
     failure: Option<String>,
     answers: AnswerFigures,
     took: Duration,
@@ -194,7 +194,7 @@ async fn measure(args: &LimitsArgs, case: &LimitCase) -> anyhow::Result<Seen> {
     Ok(seen)
 }
 
-/// Returns the number of requests that an engine runs or queues.
+/// Returns the number of requests that an engine runs and queues, from its metrics.
 async fn requests_at(engine: SocketAddr) -> anyhow::Result<u64> {
     let mut stream = TcpStream::connect(engine).await?;
     let ask = format!("GET /metrics HTTP/1.1\r\nhost: {engine}\r\nconnection: close\r\n\r\n");

@@ -2,8 +2,9 @@
 //! chaos-tests --bin streams`.
 //!
 //! Many streams over eight gateway connections ask one real replica for an endpoint, and none ends.
-//! Each has its endpoint and waits for the engine's response, or waits for a place at an engine.
-//! The resident memory is measured before, with all streams open, and after the gateway has left.
+//! In some cases, each stream has its endpoint and waits for the engine's response. In others, it
+//! waits for a place at an engine. The resident memory is measured before, with all streams open,
+//! and after the gateway has left.
 
 use std::net::SocketAddr;
 use std::process::ExitCode;
@@ -31,31 +32,30 @@ use tokio::task::JoinSet;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::Channel;
 
-/// Number of gateway connections.
+/// Number of gateway connections, over which the streams are spread.
 const CONNECTIONS: usize = 8;
-/// Size of one piece of a body, in bytes.
+/// Size of one chunk of a request body, in bytes.
 const PIECE_BYTES: usize = 62 * 1024;
-/// Limits that would otherwise refuse this many requests of one gateway, or leave too few
-/// descriptors.
+/// Config with limits that admit this many requests of one gateway and leave enough descriptors.
 macro_rules! limits {
     () => {
         "[limits]\nmax_connections = 64\nmax_requests = 16384\nmax_requests_per_address = 16384\nmax_held_bodies = \"4 GiB\"\n"
     };
 }
 
-/// Config in which no stream waits for a place. In `FEW_PLACES` nearly all wait.
+/// Config in which no stream waits for a place. With `FEW_PLACES`, nearly all streams wait.
 const PLACES: &str = concat!("[admission]\nconcurrency = 65535\n", limits!());
 const FEW_PLACES: &str = concat!(
     "[admission]\nconcurrency = 8\nmax_wait = \"40days\"\nmax_queue = 65535\ncodel_target = \"1day\"\n",
     limits!()
 );
 
-/// What the streams wait for, and the length of their requests.
+/// A case to measure: what the streams wait for, and the length of their requests.
 #[derive(Debug, Clone, Copy)]
 struct StreamCase {
     waits_for: &'static str,
     config: &'static str,
-    /// Whether streams get their endpoint before all are open; otherwise they wait for one.
+    /// Whether streams get their endpoint before all are open. Otherwise they wait for one.
     are_told: bool,
     kilobytes: usize,
 }
@@ -185,13 +185,13 @@ impl OpenStreams {
         }
     }
 
-    /// Returns why the first stream ended.
+    /// Waits until a stream ends, and returns the reason.
     async fn end(mut self) -> anyhow::Result<()> {
         self.tasks.join_next().await.context("none was opened")??
     }
 }
 
-/// Asks for an endpoint and then sends nothing more.
+/// Asks for an endpoint for one request, counts it in `told`, and keeps the stream open.
 async fn hold(
     channel: Channel,
     number: usize,
@@ -250,7 +250,7 @@ fn head(fields: &[(&str, &str)]) -> HttpHeaders {
     }
 }
 
-/// Returns a request of about `bytes` bytes with a unique beginning.
+/// Returns the body of a request of about `bytes` bytes with a unique beginning.
 fn body(number: usize, bytes: usize) -> Bytes {
     let line = format!("Stream {number} asks for a story. ");
     let prompt = line.repeat(bytes.div_ceil(line.len()));
@@ -260,7 +260,7 @@ fn body(number: usize, bytes: usize) -> Bytes {
     Bytes::from(body.to_string())
 }
 
-/// Whether the message returns the whole request to the gateway.
+/// Returns whether the message returns the last part of the request to the gateway.
 fn ends_request(message: &ProcessingResponse) -> anyhow::Result<bool> {
     Ok(match &message.response {
         Some(Heard::RequestHeaders(_)) => false,

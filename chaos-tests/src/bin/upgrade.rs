@@ -91,7 +91,8 @@ fn print(steps: &[UpgradeStep]) -> anyhow::Result<()> {
     )
 }
 
-/// Builds a revision of this repository, in a folder separate from the working tree's build.
+/// Builds a revision of this repository in a folder separate from the working tree's build. Returns
+/// the program's path.
 fn build(revision: &str) -> anyhow::Result<PathBuf> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
     let folder = root.join("target/upgrade");

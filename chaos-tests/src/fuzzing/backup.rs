@@ -1,8 +1,8 @@
 //! Backup files, as an operator passes them to `quorate restore` or to a replica.
 //!
-//! A file must read the same however its bytes arrive, and a file that was read completely can be
-//! written and read again. Each file is also read with corrected checksums, so that mutations get
-//! past them.
+//! Reading a file must give the same result however its bytes arrive. A file that was read
+//! completely can be written and read again. The targets also read each file with corrected
+//! checksums, so that mutations get past them.
 
 use std::io::{Read, Write};
 
@@ -12,7 +12,7 @@ use api::backup::{
 };
 use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
 
-/// Length of the magic, the format and the length of the head.
+/// Length of the file's prefix in bytes: the magic, the format and the length of the head.
 const PREFIX_BYTES: usize = 14;
 
 pub(super) fn file(bytes: &[u8]) {

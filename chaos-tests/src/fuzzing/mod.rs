@@ -14,18 +14,18 @@ mod state;
 
 use mutate::MutationRng;
 
-/// A reader of untrusted bytes.
+/// A reader of untrusted bytes, with its seeds and bounds.
 #[derive(Debug, Clone, Copy)]
 pub struct FuzzTarget {
     /// Name of the target, also used by cargo-fuzz.
     pub name: &'static str,
-    /// Reads the bytes. Panics if a property does not hold.
+    /// Function that reads the bytes. Panics if a property does not hold.
     pub body: fn(&[u8]),
-    /// Returns the seeds: real encodings.
+    /// Function that returns the seeds, which are real encodings.
     pub seeds: fn() -> Vec<Vec<u8>>,
-    /// Maximum memory held during one run, in bytes.
+    /// Maximum memory that one run may hold, in bytes.
     pub held_bytes_max: usize,
-    /// Mutations per seed in the tests: fewer for targets whose runs are slow.
+    /// Number of mutations per seed in the tests. Lower for targets whose runs are slow.
     pub mutations: u32,
 }
 
@@ -45,7 +45,7 @@ impl FuzzTarget {
 
 macro_rules! targets {
     ($($name:ident: $body:path, $seeds:path $(, $field:ident = $value:expr)*;)*) => {
-        /// All targets, by crate and name.
+        /// All fuzz targets, by crate and name.
         pub static TARGETS: &[FuzzTarget] = &[$(FuzzTarget {
             $($field: $value,)*
             ..FuzzTarget::new(stringify!($name), $body, $seeds)
@@ -97,9 +97,9 @@ pub fn named(name: &str) -> Option<&'static FuzzTarget> {
     TARGETS.iter().find(|target| target.name == name)
 }
 
-/// Runs a target over its seeds and over `mutations` mutations of each.
+/// Runs a target over the empty input, its seeds, and `mutations` mutations of each seed.
 ///
-/// `run` receives every input and runs the target; it may measure the run.
+/// Passes every input to `run`, which runs the target and may measure the run.
 pub fn sweep(target: &FuzzTarget, seed: u64, mutations: u32, mut run: impl FnMut(&[u8])) {
     let seeds = (target.seeds)();
     let mut numbers = MutationRng::new(seed);

@@ -1,5 +1,5 @@
-//! Seeded mutations of real encodings, like those of bit rot, cut connections, faulty peers and
-//! forged lengths. The same seed yields the same mutations.
+//! Seeded mutations of real encodings, such as bit rot, cut connections, faulty peers and forged
+//! lengths cause. The same seed yields the same mutations.
 
 use rand_xoshiro::SplitMix64;
 use rand_xoshiro::rand_core::{RngCore, SeedableRng};
@@ -8,7 +8,7 @@ use rand_xoshiro::rand_core::{RngCore, SeedableRng};
 pub const INPUT_BYTES_MAX: usize = 64 * 1024;
 /// Maximum number of changes to one input.
 const CHANGES_MAX: usize = 4;
-/// Values that replace lengths and counts.
+/// Extreme values that replace lengths and counts.
 const LIES: [u64; 12] = [
     0,
     1,
@@ -25,12 +25,12 @@ const LIES: [u64; 12] = [
     u64::MAX,
 ];
 
-/// Uniform random numbers from a seed.
+/// Generator of uniform random numbers from a seed.
 #[derive(Debug, Clone)]
 pub struct MutationRng(SplitMix64);
 
 impl MutationRng {
-    /// Creates the generator of a seed.
+    /// Creates the generator for `seed`.
     #[must_use]
     pub fn new(seed: u64) -> Self {
         Self(SplitMix64::seed_from_u64(seed))
@@ -50,7 +50,8 @@ impl MutationRng {
     }
 }
 
-/// Returns `original` with one to four changes, some of which insert parts of `others`.
+/// Returns `original` with one to four changes, some of which insert parts of `others`, cut to
+/// [`INPUT_BYTES_MAX`].
 #[must_use]
 pub fn mutated(original: &[u8], others: &[Vec<u8>], numbers: &mut MutationRng) -> Vec<u8> {
     let mut bytes = original.to_vec();
@@ -93,7 +94,7 @@ fn change(bytes: &mut Vec<u8>, others: &[Vec<u8>], numbers: &mut MutationRng) {
     }
 }
 
-/// Overwrites the bytes at `at` with a wrong number: fixed-width in either byte order, or LEB128.
+/// Overwrites the bytes at `at` with one of [`LIES`], fixed-width in either byte order, or LEB128.
 fn lie(bytes: &mut Vec<u8>, at: usize, numbers: &mut MutationRng) {
     let number = LIES[numbers.below(LIES.len())];
     let written = match numbers.below(7) {

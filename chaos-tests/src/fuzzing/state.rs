@@ -1,6 +1,6 @@
 //! Fuzz targets of `state`: commands, replies and snapshots.
 //!
-//! Every command that decodes is applied to two replicas, one of which is rebuilt from a snapshot
+//! Each command that decodes is applied to two replicas, one of which is rebuilt from a snapshot
 //! halfway. Their replies and digests must be equal, and every invariant of `check` must hold.
 
 use std::collections::BTreeMap;
@@ -29,7 +29,8 @@ use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
 
 use super::fixtures::{self as common, Driver, block, chain, restored, spec};
 
-/// Reads a log: each entry is its length in two bytes, little-endian, followed by its bytes.
+/// Reads a log and applies its commands. Each entry is its length in two bytes, little-endian,
+/// followed by its bytes.
 pub(super) fn commands(bytes: &[u8]) {
     let (mut steady, mut rebuilt) = (cluster(), cluster());
     let entries = entries(bytes);
@@ -60,15 +61,15 @@ pub(super) fn commands(bytes: &[u8]) {
     );
 }
 
-/// Reads a reply, as followers receive it from the leader.
+/// Reads a reply in the form in which followers receive it from the leader.
 pub(super) fn reply(bytes: &[u8]) {
     if let Ok(reply) = decode_reply(bytes) {
         assert_eq!(decode_reply(&encode_reply(&reply)).ok(), Some(reply));
     }
 }
 
-/// Reads a snapshot as it is, and with corrected checksums and digests. An accepted one then
-/// applies commands of every kind; the result can be written and read again.
+/// Reads a snapshot as it is, and with corrected checksums and digests. Applies commands of every
+/// kind to an accepted snapshot. The result can be written and queried.
 pub(super) fn snapshot(bytes: &[u8]) {
     let mut state = RouterState::new();
     let empty = state.digest();
@@ -81,7 +82,7 @@ pub(super) fn snapshot(bytes: &[u8]) {
 }
 
 /// Applies commands of every kind to a state of unknown origin, each proposed by each of
-/// `replicas`. None may panic.
+/// `replicas`. No command may panic.
 fn exercise(mut state: RouterState, replicas: &[u8]) {
     for (command, seq) in every_command(&state).into_iter().zip(1_000_000..) {
         for &replica in replicas {
@@ -156,7 +157,7 @@ fn framed<'a>(entries: impl IntoIterator<Item = &'a Vec<u8>>) -> Vec<u8> {
     bytes
 }
 
-/// Wraps a command of a replica's session.
+/// Wraps a command in an envelope of the replica's session.
 fn envelope(replica: u8, seq: u64, command: Command) -> Envelope {
     common::envelope(replica, 1, Lane::Admin, seq, command)
 }
@@ -173,7 +174,7 @@ fn cluster() -> RouterState {
     driver.state
 }
 
-/// Returns one command of every kind, aimed at existing objects.
+/// Returns commands of every kind that refer to existing objects of `state`.
 fn every_command(state: &RouterState) -> Vec<Command> {
     let mut handles: Vec<BackendRef> = state.backends().map(|backend| backend.handle).collect();
     let heard = handles.iter().flat_map(|handle| {
@@ -230,7 +231,7 @@ fn every_command(state: &RouterState) -> Vec<Command> {
     commands
 }
 
-/// Changes that a source reports for one of its backends and for a foreign one.
+/// Returns changes that a source reports for its own backend and for a foreign one.
 fn discovered() -> impl Iterator<Item = Command> {
     let name = || "pods-a".to_owned();
     let changes = [
@@ -256,7 +257,7 @@ fn bob(weight_milli: u32) -> UserSpec {
     }
 }
 
-/// Operators' settings of users, with charges in between.
+/// Returns operators' changes of a user's settings, with charges in between.
 fn user_commands(backend: BackendRef) -> [Command; 8] {
     [
         Command::SetUser {
@@ -300,7 +301,7 @@ fn user_commands(backend: BackendRef) -> [Command; 8] {
     ]
 }
 
-/// A flush with one item of every kind, for known and unknown blocks and users.
+/// Returns a batch with one item of every kind, for known and unknown blocks and users.
 fn learnt(backend: BackendRef) -> Command {
     let user = user_key(common::HASH_SEED, "alice");
     let model = model_key(common::HASH_SEED, "m");
@@ -382,8 +383,8 @@ fn charge(user: UserKey, tokens: u64) -> Item {
     })
 }
 
-/// Bytes of a snapshot whose checksums and digests are corrected to match its contents. The layout
-/// is that of `state/src/machine/snapshot/mod.rs`.
+/// Bytes of a snapshot, whose checksums and digests can be corrected to match the contents. The
+/// layout is that of `state/src/machine/snapshot/mod.rs`.
 struct SnapshotBytes(Vec<u8>);
 
 impl SnapshotBytes {
@@ -393,7 +394,7 @@ impl SnapshotBytes {
     const TAG_AND_LENGTH_BYTES: usize = 5;
     const TAG_END: u8 = 255;
 
-    /// Returns the state, or `None` if it is refused even with correct checksums.
+    /// Corrects all checksums and returns the restored state; `None` if it is still rejected.
     fn accepted(mut self) -> Option<RouterState> {
         let digest_after = |text: &str, what: &str| {
             let digest = text.split_once(what)?.1.get(..32)?;
@@ -419,8 +420,8 @@ impl SnapshotBytes {
         None
     }
 
-    /// Corrects all checksums and returns the last section, the content's digest. `None` if lengths
-    /// lead beyond the end.
+    /// Corrects all checksums and returns the range of the last section's digest, that of the
+    /// content. Returns `None` if lengths lead beyond the end.
     fn seal(&mut self) -> Option<std::ops::Range<usize>> {
         self.put(
             Self::HEADER_BYTES,

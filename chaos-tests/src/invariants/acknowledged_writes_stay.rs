@@ -1,5 +1,5 @@
-//! An acknowledged write is in the log at the index reported to the client, as requested, and had
-//! the reported effect.
+//! The log contains every acknowledged write as requested, at the index reported to the client, and
+//! the write had the reported effect.
 
 use super::{PropertyError, Subjects};
 use crate::oracle::RunRecord;
@@ -9,15 +9,15 @@ use crate::oracle::model::CommandEffect;
 use crate::oracle::search::plain;
 use state::command::{Committed, Reply};
 
-/// Number in docs/ARCHITECTURE.md.
+/// Number of the invariant in docs/ARCHITECTURE.md.
 pub const NUMBER: &str = "I29";
-/// The property, as a statement.
+/// Statement of the invariant.
 pub const NAME: &str = "an acknowledged write stands in the log as it was asked for";
 
 /// Looks up every acknowledged write in the log.
 ///
 /// # Errors
-/// When a write is missing, differs, or had another effect than the client was told.
+/// If a write is missing, differs, or had another effect than the client was told.
 pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
     let mut subjects = 0;
     for operation in &record.history.operations {

@@ -1,9 +1,9 @@
 //! Advance charges are used up: a replica's unsettled advances of a user never exceed the price of
 //! that user's concurrent prompts there.
 //!
-//! That price is charged for requests under way or left over from earlier ones; a dispatch uses up
-//! what is left before it charges anything ahead. The invariant does not cover admission that
-//! charges by predictions or through the log.
+//! Advances are for requests in flight or left over from earlier ones. A dispatch uses up the rest
+//! of earlier advances before it charges more. The invariant does not cover admission that charges
+//! by predictions or through the log.
 
 use std::collections::BTreeMap;
 
@@ -15,15 +15,15 @@ use crate::oracle::RunRecord;
 use crate::oracle::history::RequestTokens;
 use crate::oracle::observation::ReplicaRun;
 
-/// Number in docs/ARCHITECTURE.md.
+/// Number of the invariant in docs/ARCHITECTURE.md.
 pub const NUMBER: &str = "I44";
-/// The property, as a statement.
+/// Statement of the invariant.
 pub const NAME: &str = "what is charged ahead is used up";
 
-/// Compares advances in the log with the requests of every replica and user.
+/// Compares the advances in the log with the requests of every replica and user.
 ///
 /// # Errors
-/// When more was charged ahead than the concurrent prompts cost.
+/// If more was charged in advance than the concurrent prompts cost.
 pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
     let comparison = record.comparison();
     let model = &comparison.model;
@@ -51,7 +51,7 @@ pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
     Ok(subjects)
 }
 
-/// Returns the highest price of a user's concurrent prompts, per run.
+/// Returns the highest price of concurrent prompts for each run and user.
 fn most_at_once(
     record: &RunRecord,
     prices: FairnessSettings,
@@ -79,7 +79,7 @@ fn most_at_once(
         .collect()
 }
 
-/// Price of the whole prompt: everything that is charged ahead.
+/// Returns the price of a request's whole prompt, which is the most that is charged in advance.
 fn worth(tokens: &RequestTokens, prices: FairnessSettings) -> i128 {
     let input = i128::from(tokens.input_uncached) + i128::from(tokens.input_cached);
     input * i128::from(prices.input_price)

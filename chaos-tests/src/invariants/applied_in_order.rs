@@ -1,20 +1,20 @@
 //! Within a run a state only moves forward: it applies every index once and in order, and only a
-//! snapshot skips ahead. The one exception is a state that the world has destroyed: another
-//! replica's state may replace it, at an index that it has passed before.
+//! snapshot skips ahead. The only exception is a state that the simulated world has corrupted.
+//! Another replica's state may replace it, at an index that it has already passed.
 
 use super::{PropertyError, Subjects};
 use crate::oracle::RunRecord;
 use crate::oracle::observation::Cause;
 
-/// Number in docs/ARCHITECTURE.md.
+/// Number of the invariant in docs/ARCHITECTURE.md.
 pub const NUMBER: &str = "I27";
-/// The property, as a statement.
+/// Statement of the invariant.
 pub const NAME: &str = "a run applies every index once and in order";
 
 /// Checks every pair of consecutive steps of every run.
 ///
 /// # Errors
-/// When an index is applied twice or left out, or a snapshot moves a state backwards.
+/// If an index is applied twice or left out, or a snapshot moves a state backwards.
 pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
     let mut subjects = 0;
     for (run, steps) in &record.observation.steps {

@@ -5,15 +5,15 @@ use super::{PropertyError, Subjects};
 use crate::oracle::RunRecord;
 use crate::oracle::comparison::StatePart;
 
-/// Number in docs/ARCHITECTURE.md.
+/// Number of the invariant in docs/ARCHITECTURE.md.
 pub const NUMBER: &str = "I35";
-/// The property, as a statement.
+/// Statement of the invariant.
 pub const NAME: &str = "backends own what leases brought, less what had to go";
 
-/// Compares state images with a naive replay of the log.
+/// Compares the blocks in state images with a naive replay of the log.
 ///
 /// # Errors
-/// When a state differs from the replay.
+/// If a state differs from the replay.
 pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
     super::replayed(record, &[StatePart::Blocks], NUMBER, NAME)
 }

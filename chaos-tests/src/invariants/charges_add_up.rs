@@ -1,8 +1,8 @@
-//! Users' totals match their requests' usage: everything that a replica handed to the log while it
-//! lived, never more, and nothing twice.
+//! Users' totals match the usage of their requests: all usage that a replica handed to the log
+//! while it lived, never more, and nothing twice.
 //!
-//! This is checked from the clients' side, by the usage that engines reported, without reading the
-//! log.
+//! The check works from the clients' side, with the usage that engines reported. It does not read
+//! the log.
 
 use std::collections::BTreeMap;
 
@@ -14,16 +14,16 @@ use crate::oracle::history::{InferenceRequest, RequestTokens};
 use crate::oracle::image::StateImage;
 use crate::oracle::observation::{Observation, ReplicaRun};
 
-/// Number in docs/ARCHITECTURE.md.
+/// Number of the invariant in docs/ARCHITECTURE.md.
 pub const NUMBER: &str = "I38";
-/// The property, as a statement.
+/// Statement of the invariant.
 pub const NAME: &str = "users are charged what their requests used, once";
 
-/// Compares the totals of all users: at any time with the maximum of what they can have used, at
-/// rest also with the minimum.
+/// Compares the totals of all users with the maximum that they can have used, and at rest also with
+/// the minimum.
 ///
 /// # Errors
-/// When a user was charged too much or too little.
+/// If a user was charged too much or too little.
 pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
     let seen = &record.observation;
     let mut subjects = 0;
@@ -52,7 +52,7 @@ pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
     Ok(subjects)
 }
 
-/// Returns the minimum and maximum charge of each user for requests before `at_us`.
+/// Returns the minimum and maximum charge of each user for requests that began by `at_us`.
 fn bounds(record: &RunRecord, at_us: u64) -> BTreeMap<&str, [RequestTokens; 2]> {
     let mut bounds: BTreeMap<&str, [RequestTokens; 2]> = BTreeMap::new();
     for request in &record.history.requests {
@@ -73,7 +73,7 @@ fn bounds(record: &RunRecord, at_us: u64) -> BTreeMap<&str, [RequestTokens; 2]> 
     bounds
 }
 
-/// Whether the outbox of the request's replica was empty at some time after the request ended.
+/// Returns whether the outbox of the request's replica was empty at some time after its end.
 pub(super) fn is_handed_over(seen: &Observation, request: &InferenceRequest) -> bool {
     let Some(end) = request.end else {
         return false;

@@ -1,5 +1,6 @@
-//! Whatever an engine computed is charged, whatever the client did: to the token if the engine
-//! reported it, otherwise the whole prompt and at least about half of the output.
+//! Users are charged for what engines computed, whatever the client did. If the engine reported
+//! usage, the charge is exact. Otherwise it covers the whole prompt and at least about half of the
+//! output.
 //!
 //! I38 checks that no user is charged too much.
 
@@ -10,21 +11,21 @@ use super::{PropertyError, Subjects};
 use crate::oracle::RunRecord;
 use crate::oracle::history::InferenceRequest;
 
-/// Number in docs/ARCHITECTURE.md.
+/// Number of the invariant in docs/ARCHITECTURE.md.
 pub const NUMBER: &str = "I63";
-/// The property, as a statement.
+/// Statement of the invariant.
 pub const NAME: &str = "what engines computed is charged, told or not";
 
-/// Output tokens of a request that an estimate may miss, in addition to half of the rest.
+/// Number of output tokens of a request that an estimate may miss, before half of the rest.
 const MISSED_TOKENS_MAX: u64 = 32;
 
-/// Prompt and output tokens.
+/// Number of prompt tokens and number of output tokens.
 type TokenSums = [u64; 2];
 
-/// Compares the totals of users at rest for whose requests the engines' computation is known.
+/// Compares the totals at rest of users for whose requests the engines' computation is known.
 ///
 /// # Errors
-/// When a user was charged too little.
+/// If a user was charged too little.
 pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
     let mut least: BTreeMap<&str, (TokenSums, u64)> = BTreeMap::new();
     for request in &record.history.requests {

@@ -1,19 +1,19 @@
-//! After healing and without load, all members reach one state that contains every acknowledged
-//! write.
+//! After all faults are healed, and without load, all members reach one state that contains every
+//! acknowledged write.
 
 use super::{PropertyError, Subjects};
 use crate::oracle::RunRecord;
 use crate::oracle::history::OperationResult;
 
-/// Number in docs/ARCHITECTURE.md.
+/// Number of the invariant in docs/ARCHITECTURE.md.
 pub const NUMBER: &str = "I42";
-/// The property, as a statement.
+/// Statement of the invariant.
 pub const NAME: &str = "healed and left alone, all members reach one state";
 
-/// Compares the states at rest.
+/// Compares the states of all members at rest.
 ///
 /// # Errors
-/// When two differ, or one lacks an acknowledged write.
+/// If two states differ, or one lacks an acknowledged write.
 pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
     let at_rest = &record.observation.at_rest;
     let operations = record.history.operations.iter();

@@ -1,19 +1,19 @@
-//! Users' totals, counters with every lift, and requests in flight and waiting follow from the
-//! charges in the log.
+//! Users' totals, their counters with every lift, and their requests in flight and waiting follow
+//! from the charges in the log.
 
 use super::{PropertyError, Subjects};
 use crate::oracle::RunRecord;
 use crate::oracle::comparison::StatePart;
 
-/// Number in docs/ARCHITECTURE.md.
+/// Number of the invariant in docs/ARCHITECTURE.md.
 pub const NUMBER: &str = "I33";
-/// The property, as a statement.
+/// Statement of the invariant.
 pub const NAME: &str = "users have the counters, sums and requests that the log charged";
 
-/// Compares state images with a naive replay of the log.
+/// Compares the users in state images with a naive replay of the log.
 ///
 /// # Errors
-/// When a state differs from the replay.
+/// If a state differs from the replay.
 pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
     super::replayed(record, &[StatePart::Users], NUMBER, NAME)
 }

@@ -7,15 +7,15 @@ use super::{PropertyError, Subjects};
 use crate::oracle::RunRecord;
 use state::ids::LogIndex;
 
-/// Number in docs/ARCHITECTURE.md.
+/// Number of the invariant in docs/ARCHITECTURE.md.
 pub const NUMBER: &str = "I39";
-/// The property, as a statement.
+/// Statement of the invariant.
 pub const NAME: &str = "requests go to registered backends that do not drain";
 
-/// Checks every dispatch.
+/// Checks the backend of every dispatch.
 ///
 /// # Errors
-/// When a dispatch went to another backend.
+/// If a dispatch went to a backend that was not registered or was draining.
 pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
     let comparison = record.comparison();
     let mut subjects = 0;

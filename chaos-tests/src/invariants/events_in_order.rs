@@ -8,15 +8,15 @@ use state::ids::BackendRef;
 use super::{PropertyError, Subjects};
 use crate::oracle::RunRecord;
 
-/// Number in docs/ARCHITECTURE.md.
+/// Number of the invariant in docs/ARCHITECTURE.md.
 pub const NUMBER: &str = "I40";
-/// The property, as a statement.
+/// Statement of the invariant.
 pub const NAME: &str = "what is applied of a stream of KV events goes forwards";
 
-/// Compares the positions in images, by index.
+/// Compares the stream positions in state images, in the order of their indices.
 ///
 /// # Errors
-/// When a later state is behind an earlier one.
+/// If a later state is behind an earlier one.
 pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
     let mut images: Vec<_> = record.observation.images.iter().collect();
     images.sort_by_key(|(_, _, image)| image.index);

@@ -12,15 +12,15 @@ use crate::oracle::comparison::StatePart;
 use crate::oracle::image::KvImage;
 use crate::oracle::observation::Observation;
 
-/// Number in docs/ARCHITECTURE.md.
+/// Number of the invariant in docs/ARCHITECTURE.md.
 pub const NUMBER: &str = "I24";
-/// The property, as a statement.
+/// Statement of the invariant.
 pub const NAME: &str = "what is called exact is what the engine holds";
 
-/// Compares every exact backend of every image with its engine.
+/// Compares every exact backend of every state image with its engine.
 ///
 /// # Errors
-/// When the reported blocks differ from those that the engine held.
+/// If the reported blocks differ from those that the engine held.
 pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
     let seen = &record.observation;
     let mut subjects = super::replayed(record, &[StatePart::Streams], NUMBER, NAME)?;

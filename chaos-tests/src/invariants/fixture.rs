@@ -22,13 +22,13 @@ use crate::oracle::register::RegisterKey;
 
 const HASH_SEED: u64 = 5;
 
-/// Returns a run of a replica.
+/// Returns the run with the number `number` of a replica.
 pub(crate) fn run(replica: u8, number: u32) -> ReplicaRun {
     let replica = ReplicaId(replica);
     ReplicaRun { replica, number }
 }
 
-/// Adds a backend, or moves it to another port.
+/// Returns a command that registers a backend, or moves it to another port.
 pub(crate) fn put(name: &str, port: u16) -> Command {
     Command::PutBackend(BackendSpec {
         id: name.to_owned(),
@@ -42,13 +42,13 @@ pub(crate) fn put(name: &str, port: u16) -> Command {
     })
 }
 
-/// Starts or stops draining a backend.
+/// Returns a command that starts or stops draining a backend.
 pub(crate) fn drain(name: &str, draining: bool) -> Command {
     let name = name.to_owned();
     Command::SetDraining { name, draining }
 }
 
-/// Makes the backend `a` of an image follow its KV events.
+/// Makes the backend `a` of an image follow its KV events, up to message `seq` of a publisher.
 pub(crate) fn following(image: &mut StateImage, mode: KvMode, publisher: u64, seq: Option<u64>) {
     let backend = image.backends.get_mut("a").expect("the story has it");
     backend.kv = Some(KvImage {
@@ -61,7 +61,7 @@ pub(crate) fn following(image: &mut StateImage, mode: KvMode, publisher: u64, se
     });
 }
 
-/// Builds a cluster together with its record.
+/// Builder of a cluster together with the record of its run.
 pub(crate) struct RecordBuilder {
     /// The record that the invariants check.
     pub(crate) record: RunRecord,
@@ -71,7 +71,7 @@ pub(crate) struct RecordBuilder {
 }
 
 impl RecordBuilder {
-    /// Founds a cluster.
+    /// Creates a cluster with initial settings.
     pub(crate) fn begun() -> Self {
         let mut story = Self {
             record: RunRecord::default(),
@@ -92,7 +92,7 @@ impl RecordBuilder {
         story
     }
 
-    /// Founds a cluster with a backend `a`, blocks, an open lease and a charged user.
+    /// Creates a cluster with a backend `a`, blocks, an open lease and a charged user.
     pub(crate) fn lively() -> Self {
         let mut story = Self::begun();
         story.write(1, put("a", 1));
@@ -133,12 +133,12 @@ impl RecordBuilder {
         story
     }
 
-    /// Returns the current time, which advances with every step.
+    /// Returns the current simulated time, which advances with every step.
     pub(crate) fn now_us(&self) -> u64 {
         self.now_us
     }
 
-    /// Applies a command of a replica and returns its index.
+    /// Applies a command that a replica proposed, and returns its index.
     pub(crate) fn write(&mut self, replica: u8, command: Command) -> u64 {
         self.seq += 1;
         let envelope = Envelope {
@@ -154,14 +154,14 @@ impl RecordBuilder {
         self.apply(envelope)
     }
 
-    /// Applies the command at `index` again.
+    /// Applies the command at `index` again, and returns the index of the repeat.
     pub(crate) fn write_again(&mut self, index: u64) -> u64 {
         let command = self.record.observation.log[&index].command.clone();
         let envelope = decode_envelope(&command.expect("a command stands there"));
         self.apply(envelope.expect("it was encoded here"))
     }
 
-    /// Charges a user for `output` output tokens.
+    /// Charges `user` for `output` output tokens, and returns the index of the charge.
     pub(crate) fn charge(&mut self, replica: u8, user: &str, output: u64) -> u64 {
         let charge = Charge {
             user: user_key(HASH_SEED, user),
@@ -173,7 +173,7 @@ impl RecordBuilder {
         self.tell(replica, Item::Charge(charge))
     }
 
-    /// Charges a user `advance` priced tokens ahead and settles `settled`.
+    /// Charges `user` for `advance` priced tokens in advance and settles `settled` of them.
     pub(crate) fn charge_ahead(&mut self, replica: u8, user: &str, advance: u64, settled: u64) {
         let charge = Charge {
             user: user_key(HASH_SEED, user),
@@ -207,7 +207,7 @@ impl RecordBuilder {
         index
     }
 
-    /// Records an operation of a client that began just before the last step and ends now.
+    /// Records an operation of a client, which began just before the last step and ends now.
     pub(crate) fn asked(&mut self, replica: u8, action: Action, outcome: OperationResult) {
         self.now_us += 10;
         let history = &mut self.record.history;
@@ -215,7 +215,7 @@ impl RecordBuilder {
         history.answer(ticket, self.now_us, outcome);
     }
 
-    /// Records an acknowledged write.
+    /// Records that a client's write was acknowledged at `index`.
     pub(crate) fn acknowledged(&mut self, replica: u8, command: Command, index: u64) {
         let committed = Committed {
             index: LogIndex(index),
@@ -228,7 +228,7 @@ impl RecordBuilder {
         );
     }
 
-    /// Returns the current incarnation of a backend.
+    /// Returns the current slot and incarnation of a backend.
     pub(crate) fn backend(&self, name: &str) -> BackendRef {
         self.state.backend(name).expect("it is there").handle
     }
@@ -242,7 +242,7 @@ impl RecordBuilder {
         StateImage::of(&self.state, &keys)
     }
 
-    /// Records an image of the state after `change`.
+    /// Records an image of the current state, after `change` has modified it.
     pub(crate) fn image(&mut self, change: impl FnOnce(&mut StateImage)) {
         let mut image = self.taken();
         change(&mut image);
@@ -250,7 +250,7 @@ impl RecordBuilder {
         self.record.observation.image(at_us, run(1, 1), image);
     }
 
-    /// Puts the replica at rest, with an empty outbox and overlay.
+    /// Records the replica as at rest, with an empty outbox and overlay.
     pub(crate) fn rest(&mut self) {
         let at_rest = AtRest {
             run: run(1, 1),

@@ -1,21 +1,19 @@
-//! Mixed builds: every committed entry is readable by each replica's build (the one that it runs
-//! or, while it is down, ran last). No replica restores a snapshot of a later version, or receives
-//! a message that it cannot read, unless it ran a later build before.
+//! In a cluster of several builds, each replica's build can read every committed entry. For a
+//! replica that is down, the build that it ran last counts. No replica restores a snapshot of a
+//! later version, or receives a message that it cannot read, unless it ran a later build before.
 
 use state::codec::{decode_envelope, format_of};
 
 use super::{PropertyError, Subjects};
 use crate::oracle::RunRecord;
 
-/// Number in docs/ARCHITECTURE.md.
+/// Number of the invariant in docs/ARCHITECTURE.md.
 pub const NUMBER: &str = "I130";
-/// The property, as a statement.
+/// Statement of the invariant.
 pub const NAME: &str = "no entry, snapshot or message is of a format that a member does not know";
 
-/// Checks every entry that was first applied while there were several builds.
-///
-/// # Errors
-/// When an entry has a later format than the oldest build knew.
+/// Checks every entry that was first applied while there were several builds, every restored
+/// snapshot, and every unreadable message.
 pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
     let mut subjects = 0;
     for (index, known) in &record.observation.formats {
@@ -59,7 +57,7 @@ mod tests {
     use super::*;
     use crate::invariants::fixture::run;
 
-    /// A cluster whose oldest build knows format `known`, and which ended an API key: format 6.
+    /// Checks a cluster whose oldest build knows format `known`, which ended an API key: format 6.
     fn ended_key(known: u8) -> RunRecord {
         let envelope = Envelope {
             origin: Origin {

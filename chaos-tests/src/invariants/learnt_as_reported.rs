@@ -1,19 +1,19 @@
-//! What a state has learned from engines' responses follows from the reports in the log.
+//! The values that a state has learned from engines' responses follow from the reports in the log.
 
 use super::{PropertyError, Subjects};
 use crate::oracle::RunRecord;
 use crate::oracle::comparison::StatePart;
 
-/// Number in docs/ARCHITECTURE.md.
+/// Number of the invariant in docs/ARCHITECTURE.md.
 pub const NUMBER: &str = "I74";
-/// The property, as a statement.
+/// Statement of the invariant.
 pub const NAME: &str =
     "bytes per token and block sizes are those that the reports in the log teach";
 
-/// Compares state images with a naive replay of the log.
+/// Compares the learned values in state images with a naive replay of the log.
 ///
 /// # Errors
-/// When a state differs from the replay.
+/// If a state differs from the replay.
 pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
     super::replayed(record, &[StatePart::Learnt], NUMBER, NAME)
 }

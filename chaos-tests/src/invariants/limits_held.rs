@@ -4,15 +4,16 @@
 use super::{PropertyError, Subjects};
 use crate::oracle::RunRecord;
 
-/// Number in docs/ARCHITECTURE.md.
+/// Number of the invariant in docs/ARCHITECTURE.md.
 pub const NUMBER: &str = "I70";
-/// The property, as a statement.
+/// Statement of the invariant.
 pub const NAME: &str = "a backend's limit holds over all replicas";
 
-/// Checks every moment after requests started at a limited backend.
+/// Returns the violation that was observed during the run, if any, and otherwise the number of
+/// times at which requests started at a limited backend.
 ///
 /// # Errors
-/// When a request started beyond the limit.
+/// If a request started beyond the limit.
 pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
     let limits = &record.observation.limits;
     match &limits.exceeded {
@@ -30,7 +31,7 @@ mod tests {
     use super::*;
     use crate::oracle::limits::ShareObservation;
 
-    /// Observes replicas, each as `(epoch, limit, running, allowed)`, at one moment after another.
+    /// Observes the limit at successive moments. Replicas are `(epoch, limit, running, allowed)`.
     fn story(moments: &[&[(u64, u32, u32, u32)]]) -> Result<Subjects, PropertyError> {
         let backend = BackendRef {
             slot: Slot(0),

@@ -4,16 +4,16 @@
 use super::{PropertyError, Subjects};
 use crate::oracle::{RunRecord, linear};
 
-/// Number in docs/ARCHITECTURE.md.
+/// Number of the invariant in docs/ARCHITECTURE.md.
 pub const NUMBER: &str = "I31";
-/// The property, as a statement.
+/// Statement of the invariant.
 pub const NAME: &str =
     "administrative writes and barrier reads are linearizable, in the log's order";
 
-/// Checks the log's order, see [`linear`].
+/// Checks all operations against the order of the log, see [`linear`].
 ///
 /// # Errors
-/// When the log's order contradicts what clients saw.
+/// If the log's order contradicts the responses to clients.
 pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
     linear::check(record).map_err(|detail| super::violation(NUMBER, NAME, detail))
 }

@@ -9,29 +9,29 @@ use crate::oracle::search::{self, SearchCounts};
 use state::codec::decode_envelope;
 
 pub use super::linearizable::NUMBER;
-/// The property, as a statement.
+/// Statement of the invariant.
 pub const NAME: &str = "administrative writes and barrier reads are linearizable, in some order";
 
-/// Checks all keys, see [`search`].
+/// Checks the operations on each key separately, see [`search`].
 ///
 /// # Errors
-/// When no order explains the observations of a key.
+/// If no order explains the observations of a key.
 pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
     let tally = examine(record)?;
     Ok(tally.explained)
 }
 
-/// Checks like [`check`] and also returns what was left undecided.
+/// Performs the same check as [`check`], and returns all counts, including the undecided pieces.
 ///
 /// # Errors
-/// As [`check`].
+/// If no order explains the observations of a key.
 pub fn examine(record: &RunRecord) -> Result<SearchCounts, PropertyError> {
     let told = search::check(&record.history, |key| before(record, key));
     told.map_err(|detail| super::violation(NUMBER, NAME, detail))
 }
 
-/// Returns the value of a key before its first operation, from the log, because no client asks for
-/// the initial values.
+/// Returns the value of a key before its first operation. It comes from the log, because no client
+/// asks for the initial values.
 fn before(record: &RunRecord, key: &RegisterKey) -> RegisterText {
     let is_its = |operation: &&Operation| match &operation.action {
         Action::Read(its) => its == key,

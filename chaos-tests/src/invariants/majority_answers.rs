@@ -1,18 +1,18 @@
-//! A replica that cannot reach a majority neither acknowledges a write nor answers a barrier read.
+//! A replica that reaches no majority neither acknowledges a write nor responds to a barrier read.
 
 use super::{PropertyError, Subjects};
 use crate::oracle::RunRecord;
 use crate::oracle::history::OperationResult;
 
-/// Number in docs/ARCHITECTURE.md.
+/// Number of the invariant in docs/ARCHITECTURE.md.
 pub const NUMBER: &str = "I41";
-/// The property, as a statement.
+/// Statement of the invariant.
 pub const NAME: &str = "without a majority nothing is acknowledged";
 
-/// Checks every operation that began and ended while its replica was cut off, acknowledged or not.
+/// Checks every operation that began and ended while its replica was cut off.
 ///
 /// # Errors
-/// When one was acknowledged.
+/// If such an operation was acknowledged.
 pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
     let mut subjects = 0;
     for cut in &record.observation.cut_off {

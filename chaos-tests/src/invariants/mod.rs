@@ -1,7 +1,7 @@
 //! The invariants of a run, one per file, numbered as in docs/ARCHITECTURE.md.
 //!
-//! Each is a function over a [`RunRecord`] that returns its number of subjects. A check without
-//! subjects has proved nothing, and the runner reports it.
+//! Each invariant is a function over a [`RunRecord`] that returns its number of subjects. A check
+//! without subjects has proved nothing, and the runner reports it.
 
 pub mod acknowledged_writes_stay;
 pub mod advances_are_used;
@@ -38,33 +38,33 @@ pub mod writes_happen_once;
 use crate::oracle::RunRecord;
 use crate::oracle::comparison::StatePart;
 
-/// Number of subjects: observations that could have broken the property.
+/// Number of subjects of a check: observations that could have violated the invariant.
 pub type Subjects = u64;
 
-/// A violated property.
+/// A violated invariant.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{number} {name}: {detail}")]
 pub struct PropertyError {
-    /// Number in docs/ARCHITECTURE.md, such as `"I25"`.
+    /// Number of the invariant in docs/ARCHITECTURE.md, such as `"I25"`.
     pub number: &'static str,
-    /// The property, as a statement.
+    /// Statement of the invariant.
     pub name: &'static str,
-    /// The values that violate it.
+    /// Observed values that violate the invariant.
     pub detail: String,
 }
 
-/// One property.
+/// An invariant of a run, with its check.
 #[derive(Clone, Copy)]
 pub struct Invariant {
-    /// Number in docs/ARCHITECTURE.md.
+    /// Number of the invariant in docs/ARCHITECTURE.md.
     pub number: &'static str,
-    /// The property, as a statement.
+    /// Statement of the invariant.
     pub name: &'static str,
-    /// Checks a run so far.
+    /// Function that checks the record of a run so far.
     pub check: fn(&RunRecord) -> Result<Subjects, PropertyError>,
 }
 
-/// Builds the entry of a property's module.
+/// Builds the [`Invariant`] of a module with `NUMBER`, `NAME` and `check`.
 macro_rules! invariant {
     ($module:ident) => {
         Invariant {
@@ -75,9 +75,9 @@ macro_rules! invariant {
     };
 }
 
-/// All properties of a run. Each may be checked at any time; those about a healed cluster have no
+/// All invariants of a run. Each may be checked at any time. Those about a healed cluster have no
 /// subjects until [`RunRecord::observation`] contains the state at rest. [`sound_state`] is
-/// separate: it checks one state, where the state is.
+/// missing, because it checks a single state, at the replica.
 pub const ALL: &[Invariant] = &[
     invariant!(same_log),
     invariant!(same_digest),
@@ -109,7 +109,7 @@ pub const ALL: &[Invariant] = &[
     invariant!(sources_lose_slowly),
 ];
 
-/// Properties that need no replay of the log, and so are cheap enough to check repeatedly.
+/// Invariants that need no replay of the log, and so are cheap enough to check repeatedly.
 const CHEAP: &[Invariant] = &[
     invariant!(same_log),
     invariant!(same_digest),
@@ -123,19 +123,19 @@ const CHEAP: &[Invariant] = &[
     invariant!(formats_known),
 ];
 
-/// Checks the cheap properties, so that a broken run ends early.
+/// Checks the cheap invariants, so that a broken run ends early.
 ///
 /// # Errors
-/// The first property that does not hold.
+/// The first invariant that does not hold.
 pub fn check_in_passing(record: &RunRecord) -> Result<(), PropertyError> {
     let mut looked_at = CHEAP.iter().map(|it| (it.check)(record));
     looked_at.try_for_each(|it| it.map(drop))
 }
 
-/// Checks all properties and returns their numbers of subjects, in the order of [`ALL`].
+/// Checks all invariants and returns their numbers of subjects, in the order of [`ALL`].
 ///
 /// # Errors
-/// The first property that does not hold.
+/// The first invariant that does not hold.
 pub fn check_all(record: &RunRecord) -> Result<Vec<Subjects>, PropertyError> {
     ALL.iter().map(|it| (it.check)(record)).collect()
 }
@@ -148,7 +148,8 @@ fn violation(number: &'static str, name: &'static str, detail: String) -> Proper
     }
 }
 
-/// Compares some parts of the state with a naive replay of the log.
+/// Compares some parts of all state images with a naive replay of the log. Returns the number of
+/// comparisons, or the first difference.
 fn replayed(
     record: &RunRecord,
     parts: &[StatePart],

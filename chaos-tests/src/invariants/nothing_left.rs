@@ -1,19 +1,19 @@
-//! At rest nothing is left of any request: no lease, nothing in flight or waiting, no outbox, no
-//! overlay.
+//! At rest, requests leave nothing behind: no lease, no count in flight or waiting, and no item in
+//! an outbox or overlay.
 
 use super::{PropertyError, Subjects};
 use crate::oracle::RunRecord;
 use crate::oracle::observation::AtRest;
 
-/// Number in docs/ARCHITECTURE.md.
+/// Number of the invariant in docs/ARCHITECTURE.md.
 pub const NUMBER: &str = "I14";
-/// The property, as a statement.
+/// Statement of the invariant.
 pub const NAME: &str = "when no request is under way nothing is left of any";
 
-/// Checks the replicas at rest.
+/// Checks every replica at rest.
 ///
 /// # Errors
-/// When something is left.
+/// If a request left something behind.
 pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
     let at_rest = &record.observation.at_rest;
     for at in at_rest.values() {

@@ -1,10 +1,10 @@
-//! A replica leads a term in one run at most.
+//! A replica leads a term in at most one run.
 //!
-//! A term itself can have several leaders: votes are ordered by term and then by candidate
-//! (`leader_id_adv` of openraft; fewer elections end without a leader). So a voter may turn to a
-//! candidate with a higher id in the same term, and the former leader can commit nothing more.
-//! Whether they agree shows in the log. The same pair of term and leader can never occur twice: a
-//! restarted replica has forgotten that it led, and campaigns in a later term than that of its
+//! A term can have several leaders, though: votes are ordered by term and then by candidate
+//! (openraft's `leader_id_adv`, with which fewer elections end without a leader). A voter may thus
+//! turn to a candidate with a higher id in the same term, and the former leader can commit nothing
+//! more. The log shows whether they agree. The same pair of term and leader can never occur twice:
+//! a restarted replica has forgotten that it led, and campaigns in a later term than that of its
 //! persisted vote.
 
 use std::collections::BTreeMap;
@@ -15,15 +15,15 @@ use super::{PropertyError, Subjects};
 use crate::oracle::RunRecord;
 use crate::oracle::observation::ReplicaRun;
 
-/// Number in docs/ARCHITECTURE.md.
+/// Number of the invariant in docs/ARCHITECTURE.md.
 pub const NUMBER: &str = "I28";
-/// The property, as a statement.
+/// Statement of the invariant.
 pub const NAME: &str = "a replica leads a term in one run at most";
 
-/// Checks every leader.
+/// Checks every observation of a leader.
 ///
 /// # Errors
-/// When two runs of a replica led in one term.
+/// If two runs of a replica led in one term.
 pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
     let mut leaders: BTreeMap<(u64, ReplicaId), ReplicaRun> = BTreeMap::new();
     for leading in &record.observation.leading {

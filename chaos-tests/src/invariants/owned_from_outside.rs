@@ -1,4 +1,4 @@
-//! I1 and I3, checked from outside on the blocks that a state reports: a backend that owns a block
+//! The invariants I1 and I3, checked from outside on reported blocks. A backend that owns a block
 //! owns every block before it, and it exceeds its capacity only while nothing can be evicted.
 
 use std::collections::BTreeSet;
@@ -7,15 +7,15 @@ use super::{PropertyError, Subjects};
 use crate::oracle::RunRecord;
 use crate::oracle::image::BackendImage;
 
-/// Number in docs/ARCHITECTURE.md.
+/// Number of the invariant in docs/ARCHITECTURE.md.
 pub const NUMBER: &str = "I37";
-/// The property, as a statement.
+/// Statement of the invariant.
 pub const NAME: &str = "ownership is prefix-closed and within capacity";
 
-/// Checks every backend of every image.
+/// Checks every backend of every state image.
 ///
 /// # Errors
-/// When a backend breaks either rule.
+/// If a backend violates I1 or I3.
 pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
     let mut subjects = 0;
     for (_, run, image) in &record.observation.images {

@@ -6,15 +6,15 @@ use super::{PropertyError, Subjects};
 use crate::oracle::RunRecord;
 use crate::oracle::observation::{ReplicaRun, StateStep};
 
-/// Number in docs/ARCHITECTURE.md.
+/// Number of the invariant in docs/ARCHITECTURE.md.
 pub const NUMBER: &str = "I26";
-/// The property, as a statement.
+/// Statement of the invariant.
 pub const NAME: &str = "states at the same index have the same digest";
 
-/// Compares the digests of all states, applied and restored, by index.
+/// Compares the digests of all states by index, both applied and restored ones.
 ///
 /// # Errors
-/// When two differ at one index.
+/// If two digests differ at one index.
 pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
     let mut digests: BTreeMap<u64, (u128, ReplicaRun, StateStep)> = BTreeMap::new();
     let mut subjects = 0;

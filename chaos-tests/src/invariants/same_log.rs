@@ -6,15 +6,15 @@ use super::{PropertyError, Subjects};
 use crate::oracle::RunRecord;
 use crate::oracle::observation::Cause;
 
-/// Number in docs/ARCHITECTURE.md.
+/// Number of the invariant in docs/ARCHITECTURE.md.
 pub const NUMBER: &str = "I25";
-/// The property, as a statement.
+/// Statement of the invariant.
 pub const NAME: &str = "all replicas apply the same command at the same index";
 
 /// Compares every applied entry with the first observation of its index.
 ///
 /// # Errors
-/// When two replicas applied different entries at one index.
+/// If two replicas applied different entries at one index.
 pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
     let log = record.observation.log.iter();
     let hashes: std::collections::BTreeMap<u64, Option<u128>> = log

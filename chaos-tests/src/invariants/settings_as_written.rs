@@ -4,15 +4,15 @@ use super::{PropertyError, Subjects};
 use crate::oracle::RunRecord;
 use crate::oracle::comparison::StatePart;
 
-/// Number in docs/ARCHITECTURE.md.
+/// Number of the invariant in docs/ARCHITECTURE.md.
 pub const NUMBER: &str = "I32";
-/// The property, as a statement.
+/// Statement of the invariant.
 pub const NAME: &str = "settings, backends and sessions are those that the log wrote";
 
-/// Compares state images with a naive replay of the log.
+/// Compares settings, backends and sessions in state images with a naive replay of the log.
 ///
 /// # Errors
-/// When a state differs from the replay.
+/// If a state differs from the replay.
 pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
     super::replayed(
         record,

@@ -1,12 +1,12 @@
 //! The invariants of a single state (I1 to I9 and more), checked by `RouterState::check`, which
-//! names the broken one.
+//! names the violated one.
 
 use state::RouterState;
 
 use super::PropertyError;
 use crate::oracle::observation::ReplicaRun;
 
-/// The property, as a statement.
+/// Statement of the invariants as a whole.
 pub const NAME: &str = "a state is sound";
 
 /// Checks the state of a replica. Slow on a large state.

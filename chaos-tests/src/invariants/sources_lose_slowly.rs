@@ -1,5 +1,5 @@
-//! Backends that a source lists stay, and others are removed slowly. Checked on the log alone, for
-//! a source with a known fleet ([`fleet`]).
+//! Backends that a source lists stay registered, and others are removed slowly. The check uses the
+//! log, for a source with a known fleet ([`fleet`]).
 
 use std::collections::BTreeMap;
 
@@ -11,23 +11,23 @@ use crate::oracle::RunRecord;
 use crate::oracle::fleet;
 use crate::oracle::model::CommandEffect;
 
-/// Number in docs/ARCHITECTURE.md.
+/// Number of the invariant in docs/ARCHITECTURE.md.
 pub const NUMBER: &str = "I151";
-/// The property, as a statement.
+/// Statement of the invariant.
 pub const NAME: &str = "what a source tells of stays, and the rest goes slowly";
 
-/// How much too early a backend may be removed by the world's clock: replicated time may run ahead
-/// by this much where clocks are set.
+/// Time by which the world's clock may see a backend removed too early. Replicated time may run
+/// ahead by this much while clocks are set, in microseconds.
 const EARLY_US: u64 = 1_000_000;
 
-/// The source's backends by name. The value is the time since when a backend is lost, if it is.
+/// Backends by name, each with the time since which it is lost; `None` if it is not lost.
 #[derive(Default)]
 struct SourceFleet(BTreeMap<String, Option<u64>>);
 
-/// Checks every change made by the source, and its backends at the end.
+/// Checks every change that the source made, and its backends at the end.
 ///
 /// # Errors
-/// When a listed engine was removed, one was removed early, or too many were lost at once.
+/// If a listed backend was lost or removed, one was removed early, or too many were lost at once.
 pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
     let comparison = record.comparison();
     let (mut subjects, mut held) = (0, SourceFleet::default());
@@ -89,7 +89,7 @@ impl SourceFleet {
     }
 }
 
-/// Checks that at the end exactly the listed engines are registered.
+/// Checks that exactly the listed engines are registered at the end.
 fn check_rest(record: &RunRecord) -> Result<Subjects, PropertyError> {
     let last = fleet::last();
     for (id, at_rest) in &record.observation.at_rest {

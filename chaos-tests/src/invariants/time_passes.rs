@@ -4,20 +4,20 @@
 use super::{PropertyError, Subjects};
 use crate::oracle::RunRecord;
 
-/// Number in docs/ARCHITECTURE.md.
+/// Number of the invariant in docs/ARCHITECTURE.md.
 pub const NUMBER: &str = "I50";
-/// The property, as a statement.
+/// Statement of the invariant.
 pub const NAME: &str = "replicated time passes as real time does";
 
-/// Allowance for the difference of correct clocks, message delays, and the time to the next
-/// command.
+/// Allowance for differences between correct clocks, message delays, and the time to the next
+/// command, in milliseconds.
 const SLACK_MS: u64 = 5000;
 
-/// Compares states with the first one whose time is paced. Skips runs in which too many clocks were
-/// wrong to tell the time.
+/// Compares the time of states with that of the first state whose time is paced. Skips runs in
+/// which too many clocks were wrong to determine the time.
 ///
 /// # Errors
-/// When a state is ahead, or one at rest is behind.
+/// If a state is ahead of real time, or a state at rest is behind.
 pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
     let observation = &record.observation;
     let paced = |(_, _, image): &&(u64, _, std::sync::Arc<_>)| is_paced(image);
@@ -55,7 +55,8 @@ mod tests {
     use super::*;
     use crate::invariants::fixture::RecordBuilder;
 
-    /// A cluster at rest ten seconds after its first image, in which `passed_ms` has passed.
+    /// Checks a cluster at rest ten seconds after its first image, in which `passed_ms` of
+    /// replicated time have passed.
     fn after_ten_seconds(
         passed_ms: u64,
         are_clocks_doubted: bool,

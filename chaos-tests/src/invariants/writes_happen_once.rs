@@ -1,7 +1,7 @@
-//! A write takes effect at most once, and one that was refused never does.
+//! A write takes effect at most once, and a rejected write never does.
 //!
-//! This is checked from outside: a replica's command may take effect as often as clients sent it to
-//! that replica without being refused. Commands that no client sent are the replicas' own.
+//! The check works from outside. A replica's command may take effect as often as clients sent it to
+//! that replica without being rejected. Commands that no client sent are the replicas' own.
 
 use std::collections::BTreeMap;
 
@@ -11,15 +11,15 @@ use crate::oracle::history::{Action, OperationResult};
 use crate::oracle::model::CommandEffect;
 use state::ids::ReplicaId;
 
-/// Number in docs/ARCHITECTURE.md.
+/// Number of the invariant in docs/ARCHITECTURE.md.
 pub const NUMBER: &str = "I30";
-/// The property, as a statement.
+/// Statement of the invariant.
 pub const NAME: &str = "a write happens at most once, and never when it was refused";
 
 /// Counts the effects of every command that a client sent.
 ///
 /// # Errors
-/// When a command took effect more often than clients sent it.
+/// If a command took effect more often than clients sent it.
 pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
     let mut asked: BTreeMap<(ReplicaId, String), i64> = BTreeMap::new();
     for operation in &record.history.operations {

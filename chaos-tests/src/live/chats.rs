@@ -1,4 +1,4 @@
-//! Chats that need several times the engines' cache, with early and late next turns.
+//! Chats that together need several times the engines' cache, with early and late next turns.
 
 use std::time::{Duration, Instant};
 
@@ -6,17 +6,17 @@ use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
 use serde_json::{Value, json};
 
-/// Maximum number of turns of a chat; then a new chat replaces it.
+/// Maximum number of turns of a chat, after which a new chat replaces it.
 const TURNS_MAX: usize = 6;
 /// Number of different system prompts.
 const SYSTEMS: u64 = 3;
-/// Words of a system prompt.
+/// Number of words in a system prompt.
 const SYSTEM_WORDS: usize = 120;
-/// Words of a message.
+/// Range of the number of words in a message.
 const MESSAGE_WORDS: std::ops::Range<usize> = 30..130;
-/// Tokens of a response.
+/// Range of the number of tokens in a response.
 const ANSWER_TOKENS: std::ops::Range<u32> = 8..40;
-/// Average number of tokens of a chat, half way through its turns.
+/// Average number of tokens of a chat that is half way through its turns.
 const CHAT_TOKENS: u64 = 450;
 
 /// Vocabulary of messages and responses. With a leading space, each word is one token of most
@@ -27,31 +27,31 @@ pub(super) const WORDS: [&str; 24] = [
     "summer", "letter", "window", "garden", "moment", "reason",
 ];
 
-/// A turn of a chat, ready to be sent.
+/// The next turn of a chat, ready to be sent.
 #[derive(Debug)]
 pub(super) struct Turn {
     pub(super) chat: usize,
     pub(super) body: Value,
 }
 
-/// All chats with their current turns.
+/// All chats of a run with their messages.
 #[derive(Debug)]
 pub(super) struct Chats {
     model: String,
-    /// Tokens that responses consist of; if empty, the model decides.
+    /// Token ids that responses consist of. If empty, the model decides.
     answer_tokens: Vec<u64>,
     random: SmallRng,
-    /// Distinguishes this run's texts from those of other runs.
+    /// Number that distinguishes this run's texts from those of other runs.
     run: u64,
     messages: Vec<Vec<Value>>,
-    /// Chats without a request under way, each with the time of its last response, oldest first.
+    /// Chats without a request in flight, each with the time of its last response, oldest first.
     idle: Vec<(Instant, usize)>,
     /// Minimum time from a response to the next turn.
     pause: Duration,
 }
 
 impl Chats {
-    /// Creates chats of `tokens` tokens in total.
+    /// Creates chats that need `tokens` tokens in total.
     pub(super) fn new(
         model: &str,
         answer_tokens: &[u64],
@@ -72,10 +72,11 @@ impl Chats {
         }
     }
 
-    /// Returns the next turn of a random chat: the more recent its response, the likelier.
+    /// Returns the next turn of a random chat. The more recent the chat's last response, the
+    /// likelier it is.
     ///
     /// # Panics
-    /// When every chat waits for a response.
+    /// If every chat waits for a response.
     pub(super) fn next(&mut self) -> Turn {
         let now = Instant::now();
         let ready = self.idle.partition_point(|(at, _)| *at + self.pause <= now);
@@ -108,13 +109,13 @@ impl Chats {
         Turn { chat, body }
     }
 
-    /// Records the response to a chat.
+    /// Records the response to a chat's turn.
     pub(super) fn answered(&mut self, chat: usize, answer: &str) {
         self.messages[chat].push(json!({ "role": "assistant", "content": answer }));
         self.idle.push((Instant::now(), chat));
     }
 
-    /// Removes a turn that got no response. The next one is different.
+    /// Removes a chat's turn that got no response. Its next turn is a different one.
     pub(super) fn failed(&mut self, chat: usize) {
         self.messages[chat].pop();
         self.idle.push((Instant::now(), chat));

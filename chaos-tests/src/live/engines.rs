@@ -1,4 +1,4 @@
-//! The engines: queried for their properties, and started and restarted if a command is given.
+//! Engines of a live run: queries, and starts and restarts if a command is given.
 
 use std::fs::File;
 use std::net::SocketAddr;
@@ -16,17 +16,17 @@ use tokio::time::{Instant, sleep};
 
 use super::chats::WORDS;
 
-/// Longest start of an engine.
+/// Maximum time for an engine to become healthy.
 const START_MAX: Duration = Duration::from_secs(300);
 /// Interval between two polls of an engine.
 const LOOK_EVERY: Duration = Duration::from_millis(250);
 
-/// An engine under test.
+/// A real engine under test.
 #[derive(Debug)]
 pub(super) struct Engine {
     number: usize,
     pub(super) address: SocketAddr,
-    /// The engine's process; `None` if it was not started here.
+    /// Process of the engine; `None` if this program did not start it.
     process: Option<Child>,
 }
 
@@ -34,24 +34,24 @@ pub(super) struct Engine {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct EngineFacts {
     pub(super) model: String,
-    /// Tokens per block.
+    /// Number of tokens per block.
     pub(super) block: u64,
-    /// Number of blocks of its cache.
+    /// Number of blocks in the engine's cache.
     pub(super) blocks: u64,
 }
 
-/// How to start engines, and where their output goes.
+/// Means to start engines: the command, and a folder for their output.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Starter<'a> {
-    /// A shell command with `$N` for the engine's number; `None` if the engines run already.
+    /// Shell command with `$N` for the engine's number; `None` if the engines already run.
     pub(super) command: Option<&'a str>,
-    /// Folder for their output.
+    /// Folder for the output of started engines.
     pub(super) logs: &'a Path,
     pub(super) http: &'a JsonClient,
 }
 
 impl Engine {
-    /// Uses the engine at this address, and starts it if none answers there.
+    /// Uses the engine at this address, or starts one if there is no healthy engine.
     pub(super) async fn take(
         starter: Starter<'_>,
         number: usize,
@@ -68,7 +68,7 @@ impl Engine {
         Ok(engine)
     }
 
-    /// Whether this process started the engine and so can restart it.
+    /// Returns whether this program started the engine and so can restart it.
     pub(super) fn is_ours(&self) -> bool {
         self.process.is_some()
     }
@@ -129,9 +129,9 @@ impl Engine {
         Ok(())
     }
 
-    /// Resets the engine's cache, which works only without requests under way. Returns whether the
-    /// engine can (vLLM: with `VLLM_SERVER_DEV_MODE=1`). A short request makes it publish the
-    /// event.
+    /// Resets the engine's cache, which works only without requests in flight. Returns whether the
+    /// engine supports it (vLLM: with `VLLM_SERVER_DEV_MODE=1`). Then sends a short request, so
+    /// that the engine publishes the event.
     pub(super) async fn reset(&self, http: &JsonClient, model: &str) -> anyhow::Result<bool> {
         let url = self.url("/reset_prefix_cache");
         let answer = http.send(Method::POST, &url, Some(&json!({}))).await?;
@@ -144,7 +144,7 @@ impl Engine {
         Ok(true)
     }
 
-    /// Queries the engine's properties.
+    /// Queries the engine's model, block size and number of blocks.
     pub(super) async fn facts(&self, http: &JsonClient) -> anyhow::Result<EngineFacts> {
         let models = http
             .call(Method::GET, &self.url("/v1/models"), None)
@@ -172,8 +172,8 @@ impl Engine {
         })
     }
 
-    /// Returns the tokens of the words for responses, each with a leading space. An untrained model
-    /// would produce texts that tokenize differently when they come back.
+    /// Returns the token ids of the words for responses, each with a leading space. An untrained
+    /// model would produce texts that tokenize differently when they come back.
     pub(super) async fn words(&self, http: &JsonClient, model: &str) -> anyhow::Result<Vec<u64>> {
         let mut tokens = Vec::new();
         for word in WORDS {

@@ -1,5 +1,5 @@
-//! The load: concurrent requests to random replicas, with the predicted and the actual cached
-//! tokens.
+//! Load of a live run: sends concurrent requests to random replicas, and compares predicted with
+//! actual cached tokens.
 
 use std::cell::{Cell, RefCell};
 use std::fs::File;
@@ -18,19 +18,19 @@ use tokio::sync::{Notify, RwLock, RwLockWriteGuard};
 use super::chats::{Chats, Turn};
 use super::{NEAR_PERCENT, RowReport};
 
-/// Maximum number of failures that are printed.
+/// Maximum number of misses and failures that are printed.
 const TOLD_MAX: usize = 20;
 
-/// Kind of a prediction.
+/// Unit of the router's predictions.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Target {
-    /// Whole blocks of this many tokens.
+    /// Whole blocks of this many tokens, which predict the exact number.
     Tokens(u64),
-    /// A share of the prompt.
+    /// A share of the prompt, which predicts about the right number.
     Share,
 }
 
-/// Predicted and actual tokens of one request.
+/// Predicted and actual cached tokens of one request.
 #[derive(Debug)]
 struct Finding {
     prompt: u64,
@@ -38,12 +38,12 @@ struct Finding {
     cached: u64,
     answer: String,
     backend: String,
-    /// Time since the Unix epoch.
+    /// Time of sending the request, since the Unix epoch.
     sent: Duration,
     ended: Duration,
 }
 
-/// The running load.
+/// A running load with its sums so far.
 pub(super) struct Load<'a> {
     http: &'a JsonClient,
     replicas: Vec<String>,
@@ -52,13 +52,13 @@ pub(super) struct Load<'a> {
     target: Target,
     random: RefCell<SmallRng>,
     sums: RefCell<RowReport>,
-    /// Held for reading by every sender.
+    /// Lock that every sender holds for reading during a request.
     gate: RwLock<()>,
     ended: Notify,
     is_over: Cell<bool>,
     told: Cell<usize>,
-    /// Tokens that engines must compute before results count: nothing is evicted until their caches
-    /// are full.
+    /// Number of tokens that engines must compute before results count. Until their caches are
+    /// full, engines evict nothing.
     to_fill: Cell<u64>,
     /// File to which every response is added.
     record: Option<File>,
@@ -90,7 +90,7 @@ impl<'a> Load<'a> {
         }
     }
 
-    /// Number of answered requests.
+    /// Returns the number of compared responses.
     pub(super) fn ended(&self) -> u64 {
         self.sums.borrow().requests
     }
@@ -99,12 +99,12 @@ impl<'a> Load<'a> {
         self.sums.borrow().clone()
     }
 
-    /// Sets whether a replica gets requests.
+    /// Sets whether a replica receives requests.
     pub(super) fn set_up(&self, replica: usize, is_up: bool) {
         self.is_up.borrow_mut()[replica] = is_up;
     }
 
-    /// Waits for this many answered requests. Returns `false` if the load ended before.
+    /// Waits until `requests` responses were compared. Returns `false` if the load ended before.
     pub(super) async fn wait_for(&self, requests: u64) -> bool {
         loop {
             let next = self.ended.notified();
@@ -118,12 +118,12 @@ impl<'a> Load<'a> {
         }
     }
 
-    /// Waits until no request is under way, and blocks new ones while the guard is held.
+    /// Waits until no request is in flight. Blocks new requests while the guard is held.
     pub(super) async fn pause(&self) -> RwLockWriteGuard<'_, ()> {
         self.gate.write().await
     }
 
-    /// Sends until this many requests are answered.
+    /// Sends requests over `lanes` lanes until `requests` responses were compared.
     pub(super) async fn run(&self, lanes: usize, requests: u64) -> anyhow::Result<()> {
         let lane = async |_| {
             while self.ended() < requests {
@@ -206,7 +206,7 @@ impl<'a> Load<'a> {
         })
     }
 
-    /// Records a response, to find out why a prediction was wrong.
+    /// Appends a response to the record, to find out later why a prediction was wrong.
     fn note(&self, replica: usize, body: &Value, found: &Finding) -> anyhow::Result<()> {
         let Some(mut record) = self.record.as_ref() else {
             return Ok(());
@@ -258,7 +258,7 @@ impl<'a> Load<'a> {
         }
     }
 
-    /// Prints the first misses and failures, to be looked up in the logs.
+    /// Prints one of the first misses or failures, to be looked up in the logs.
     fn tell(&self, what: &str) {
         if self.told.get() < TOLD_MAX {
             self.told.set(self.told.get() + 1);

@@ -1,8 +1,8 @@
 //! Checks predictions against real engines: three replicas in front of given engines (vLLM on a CPU
-//! is enough). Each way to track a cache gets a load of chats that need five times its size. For
-//! every request the predicted tokens are compared with the engine's own `cached_tokens`.
+//! is enough). Each way to track a cache gets a load of chats that need five times its size. The
+//! check compares the predicted tokens of every request with the engine's own `cached_tokens`.
 //!
-//! Not part of `cargo test`, because it needs engines. See docs/guide/engines.md.
+//! It is not part of `cargo test`, because it needs engines. See docs/guide/engines.md.
 
 mod chats;
 mod engines;
@@ -26,13 +26,13 @@ use chats::Chats;
 use engines::{Engine, EngineFacts, Starter};
 use load::{Load, Target};
 
-/// Longest wait for a response.
+/// Maximum wait for a response.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(120);
-/// Size of the chats, as a multiple of the caches.
+/// Factor by which the chats exceed the size of the caches.
 const PRESSURE: u64 = 5;
-/// Allowed error of a prediction by characters, in percent of the prompt.
+/// Maximum error of a prediction by characters, in percent of the prompt.
 const NEAR_PERCENT: u64 = 10;
-/// How long a replica stays down.
+/// Time for which a killed replica stays down.
 const DEAD: Duration = Duration::from_secs(2);
 
 /// Options of a live run.
@@ -40,32 +40,32 @@ const DEAD: Duration = Duration::from_secs(2);
 pub struct LiveOptions {
     /// Addresses of the engines.
     pub engines: Vec<SocketAddr>,
-    /// Shell command that starts engine number `$N`; `None` if the engines are already running.
+    /// Shell command that starts engine number `$N`; `None` if the engines already run.
     pub start: Option<String>,
     /// Folder for the output of started engines.
     pub logs: PathBuf,
-    /// Where engine `$N` publishes and replays KV events; `None` if the engine reports it.
+    /// Addresses of engine `$N` for KV events and replays; `None` if the engine reports them.
     pub kv_events: Option<[String; 2]>,
-    /// The model's `tokenizer.json`; `None` skips the rows that need it.
+    /// Path of the model's `tokenizer.json`; `None` to skip the rows that need it.
     pub tokenizer: Option<PathBuf>,
-    /// Number of responses per row.
+    /// Number of responses to compare per row.
     pub requests: u64,
     /// Minimum time from a response to the next turn of its chat.
     pub pause: Duration,
-    /// File to which each response is added, as a line of JSON.
+    /// File to which each response is appended, as a line of JSON.
     pub record: Option<PathBuf>,
-    /// Runs only rows whose name contains this text.
+    /// Text that the names of the rows to run contain; `None` to run all rows.
     pub only: Option<String>,
 }
 
-/// How the replicas know the contents of engines' caches.
+/// Source of the replicas' knowledge about engines' caches.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Knowledge {
     Events,
     Leases,
 }
 
-/// How the replicas tokenize prompts.
+/// Way in which the replicas tokenize prompts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Tokens {
     File,
@@ -73,7 +73,7 @@ enum Tokens {
     Characters,
 }
 
-/// One row of the table.
+/// One row of the table, which is one load on a new cluster.
 #[derive(Debug, Clone, Copy)]
 struct Row {
     name: &'static str,
@@ -81,10 +81,10 @@ struct Row {
     tokens: Tokens,
     /// Number of concurrent requests.
     lanes: usize,
-    /// Whether all engines serve, or only the first.
+    /// Whether all engines serve the load, or only the first one.
     has_all_engines: bool,
     has_faults: bool,
-    /// Required share of correct predictions, in hundredths of a percent.
+    /// Minimum share of correct predictions, in hundredths of a percent.
     goal: u64,
 }
 
@@ -130,28 +130,28 @@ const fn row(name: &'static str, tokens: Tokens, lanes: usize, goal: u64) -> Row
 pub struct RowReport {
     /// Name of the row.
     pub name: &'static str,
-    /// Number of engines that served it.
+    /// Number of engines that served the load.
     pub engines: usize,
-    /// Number of compared responses.
+    /// Number of responses whose predictions were compared.
     pub requests: u64,
-    /// Requests without a response, because a replica or engine was down.
+    /// Number of requests without a response, because a replica or engine was down.
     pub failed: u64,
-    /// Predictions that were correct to the token.
+    /// Number of predictions that were correct to the token.
     pub equal: u64,
-    /// Predictions within a tenth of the prompt.
+    /// Number of predictions whose error is at most a tenth of the prompt.
     pub near: u64,
-    /// Number of predictions above and below the actual value.
+    /// Number of predictions above and number of predictions below the actual value.
     pub off: [u64; 2],
-    /// Prompt tokens.
+    /// Number of prompt tokens in the compared responses.
     pub prompt_tokens: u64,
-    /// Prompt tokens found in caches.
+    /// Number of prompt tokens found in caches.
     pub cached_tokens: u64,
-    /// Prompt tokens that were predicted wrongly, in either direction.
+    /// Number of prompt tokens that were predicted wrongly, in either direction.
     pub wrong_tokens: u64,
-    /// Injected faults.
+    /// Descriptions of the injected faults.
     pub faults: Vec<String>,
-    /// Required share of correct predictions (by characters: of near ones), in hundredths of a
-    /// percent.
+    /// Minimum share of correct predictions, in hundredths of a percent. For predictions by
+    /// characters, near ones count as correct.
     pub goal: u64,
     /// Whether the goal was met.
     pub is_met: bool,
@@ -159,10 +159,10 @@ pub struct RowReport {
     pub took_s: f64,
 }
 
-/// Runs the rows, one after another.
+/// Runs the selected rows, one after another. Passes the result of each to `told`.
 ///
 /// # Errors
-/// When engines or replicas do not start.
+/// If an engine or a replica does not start, or a response has no prediction.
 pub async fn run(
     options: &LiveOptions,
     mut told: impl FnMut(&RowReport),
@@ -219,7 +219,7 @@ fn is_wanted(row: &Row, options: &LiveOptions) -> bool {
     is_named && (!needs_file || options.tokenizer.is_some())
 }
 
-/// One row with its environment.
+/// A row with its environment: options, engines and words.
 struct Scene<'a> {
     row: &'a Row,
     options: &'a LiveOptions,
@@ -275,8 +275,8 @@ impl Scene<'_> {
         Ok(report)
     }
 
-    /// Waits until a replica divides prompts into blocks like the engines and knows all engines'
-    /// caches.
+    /// Waits until a replica divides prompts into blocks as the engines do, and knows the caches of
+    /// all engines.
     async fn wait_known(&self, cluster: &ProcessCluster, replica: usize) -> anyhow::Result<()> {
         let Row {
             knowledge, tokens, ..
@@ -326,7 +326,7 @@ impl Scene<'_> {
         .await
     }
 
-    /// Injects faults one after another until the load ends.
+    /// Injects faults into replicas and engines, one after another, until the load ends.
     async fn disturb(
         &self,
         load: &Load<'_>,
@@ -387,7 +387,7 @@ fn absolute(file: &Path) -> anyhow::Result<PathBuf> {
         .with_context(|| format!("find {}", file.display()))
 }
 
-/// Returns the replica that reads an engine's events.
+/// Returns the number of the replica that reads an engine's events.
 async fn reader_of(cluster: &ProcessCluster, engine: usize) -> anyhow::Result<usize> {
     let backends = cluster.get(0, "/admin/v1/backends").await?;
     let reader = backends["backends"][engine]["ownership"]["reader"].as_u64();

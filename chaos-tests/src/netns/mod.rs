@@ -1,13 +1,13 @@
-//! Hosts for processes: one network namespace each, joined by a bridge.
+//! Hosts for processes. Each host is a network namespace, and a bridge joins them.
 //!
 //! The bridge is in the namespace of this process, which can thus reach every host. A host has two
-//! addresses on one interface, one for clients and one for peers. So a test can cut the traffic
-//! between peers while clients go on, or move a host for its peers alone. Names are resolved by the
-//! host's own hosts file, which can change at any time.
+//! addresses on one interface, one for clients and one for peers. A test can thus cut the traffic
+//! between peers while clients go on, or move a host for its peers alone. Each host resolves names
+//! by its own hosts file, which can change at any time.
 //!
-//! Every name contains the id of this process, and everything is removed with the [`NetnsNetwork`].
-//! The next process removes what a killed one left behind. Needs root, `ip` and `nft`. Netem is not
-//! used: many kernels lack it, and nftables can also drop packets at random.
+//! Every name contains the id of this process. Dropping the [`NetnsNetwork`] removes everything,
+//! and the next process removes the remains of killed ones. The module needs root, `ip` and `nft`.
+//! It does not use netem, which many kernels lack, as nftables can drop packets at random, too.
 
 use std::fmt::Write as _;
 use std::fs;
@@ -21,17 +21,17 @@ use crate::command::{run, run_with_input};
 
 /// Prefix of every namespace name.
 const NAME_PREFIX: &str = "quorate-";
-/// Folder whose files replace those below `/etc` in `ip netns exec`.
+/// Folder whose files `ip netns exec` shows in place of those in `/etc`.
 const ETC_NETNS: &str = "/etc/netns";
-/// Maximum number of hosts: their numbers are part of their addresses.
+/// Maximum number of hosts, whose numbers are part of their addresses.
 const HOSTS_MAX: usize = 40;
-/// Offset of peer addresses from client addresses.
+/// Offset of a host's peer address from its client address.
 const PEER_OFFSET: u8 = 50;
-/// Offset of the address that a host moves to.
+/// Offset of the peer address that a host moves to.
 const MOVED_OFFSET: u8 = 100;
 const BRIDGE_HOST: u8 = 254;
 
-/// Hosts joined by a bridge.
+/// A network of hosts joined by a bridge, which is removed on drop.
 #[derive(Debug)]
 pub struct NetnsNetwork {
     /// Third byte of all addresses.
@@ -45,25 +45,25 @@ struct NetnsHost {
     has_moved: bool,
 }
 
-/// Which packets between hosts are dropped.
+/// Share of packets that are dropped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PacketLoss {
-    /// All packets.
+    /// All packets are dropped.
     All,
-    /// This percentage, at random.
+    /// This percentage of packets is dropped, at random.
     Percent(u8),
 }
 
-/// One direction between two hosts.
+/// One direction of the traffic between two hosts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct HostPair {
-    /// The sending host.
+    /// Host that sends the packets.
     pub from: usize,
-    /// The receiving host, which drops the packets.
+    /// Host that receives the packets, and drops them.
     pub to: usize,
 }
 
-/// Returns why namespaces are not available here, or `None` if they are.
+/// Returns the reason why namespaces are not available here, or `None` if they are.
 #[must_use]
 pub fn why_not() -> Option<String> {
     if !rustix::process::geteuid().is_root() {
@@ -101,7 +101,7 @@ impl NetnsNetwork {
         Ok(network)
     }
 
-    /// Returns the namespace of a host, to run commands in it by `ip netns exec`.
+    /// Returns the namespace of a host, for commands that run in it with `ip netns exec`.
     #[must_use]
     pub fn namespace(&self, host: usize) -> &str {
         &self.hosts[host].name
@@ -124,10 +124,10 @@ impl NetnsNetwork {
         self.address(host_byte(host) + moved)
     }
 
-    /// Drops packets between hosts, in place of any earlier loss.
+    /// Drops packets in the directions `ways`, in place of any earlier loss.
     ///
     /// # Errors
-    /// When `nft` fails.
+    /// If `nft` fails.
     pub fn lose(&self, loss: PacketLoss, ways: &[HostPair]) -> anyhow::Result<()> {
         for host in 0..self.hosts.len() {
             let mut rules = String::from("flush chain inet chaos input\n");
@@ -149,10 +149,10 @@ impl NetnsNetwork {
         Ok(())
     }
 
-    /// Lets every packet through.
+    /// Lets every packet between hosts through.
     ///
     /// # Errors
-    /// When `nft` fails.
+    /// If `nft` fails.
     pub fn heal(&self) -> anyhow::Result<()> {
         self.lose(PacketLoss::All, &[])
     }
@@ -160,16 +160,16 @@ impl NetnsNetwork {
     /// Takes a host's only link down or up.
     ///
     /// # Errors
-    /// When `ip` fails.
+    /// If `ip` fails.
     pub fn set_link(&self, host: usize, is_up: bool) -> anyhow::Result<()> {
         let to = if is_up { "up" } else { "down" };
         run(&["ip", "link", "set", &link_name(host), to])
     }
 
-    /// Moves a host to a new peer address; its old address no longer answers.
+    /// Moves a host to another peer address. The old address no longer works.
     ///
     /// # Errors
-    /// When `ip` fails.
+    /// If `ip` fails.
     pub fn move_host(&mut self, host: usize) -> anyhow::Result<()> {
         let old = format!("{}/24", self.peer_address(host));
         self.hosts[host].has_moved = !self.hosts[host].has_moved;
@@ -179,11 +179,11 @@ impl NetnsNetwork {
         run(&["ip", "-n", name, "address", "add", &new, "dev", "eth0"])
     }
 
-    /// Writes the hosts file of a host. The file is changed in place, so running processes see it
+    /// Writes the hosts file of a host. Changes the file in place, so that running processes see it
     /// immediately.
     ///
     /// # Errors
-    /// When it cannot be written.
+    /// If the file cannot be written.
     pub fn set_names(&self, host: usize, names: &[(String, Ipv4Addr)]) -> anyhow::Result<()> {
         let mut text = String::from("127.0.0.1 localhost\n");
         for (name, address) in names {
@@ -226,7 +226,7 @@ impl NetnsNetwork {
         run_with_input(&["ip", "netns", "exec", name, "nft", "-f", "-"], rules)
     }
 
-    /// Returns an address in the range reserved for network tests (RFC 2544).
+    /// Returns an address of this network, in the range reserved for network tests (RFC 2544).
     fn address(&self, last: u8) -> Ipv4Addr {
         Ipv4Addr::new(198, 18, self.subnet, last)
     }
@@ -262,7 +262,7 @@ fn remove_leftovers() {
     }
 }
 
-/// Removes a namespace and its end of the link, which also removes the other end.
+/// Removes a namespace with its end of the link, which also removes the other end.
 fn remove_namespace(name: &str) {
     let _ = run(&["ip", "netns", "del", name]);
     let _ = fs::remove_dir_all(etc_folder(name));
@@ -276,7 +276,7 @@ fn bridge_name() -> String {
     format!("qb{}", process::id())
 }
 
-/// Returns a link name of at most 15 bytes, the limit of the kernel.
+/// Returns the name of a host's link, which has at most 15 bytes, the limit of the kernel.
 fn link_name(host: usize) -> String {
     format!("qv{}-{host}", process::id())
 }

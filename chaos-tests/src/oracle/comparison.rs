@@ -13,25 +13,25 @@ use super::model::users::ModelUser;
 use super::model::{CommandEffect, ReferenceModel};
 use super::observation::{Observation, ReplicaRun};
 
-/// Result of replaying the log.
+/// Result of replaying the log: effects, and differences between states and the model.
 #[derive(Debug)]
 pub struct ReplayComparison {
-    /// Effect of every command by index, up to the first one that cannot be replayed.
+    /// Effect of every command by index, up to the first command that cannot be replayed.
     pub effects: BTreeMap<u64, CommandEffect>,
-    /// Commands that are not batches, by index. Batches are most of the log, and no check needs
+    /// Commands other than batches, by index. Batches make up most of the log, and no check needs
     /// them.
     pub commands: BTreeMap<u64, Envelope>,
-    /// Backends from an index on, and whether each drains.
+    /// Registered backends from an index on, each with whether it drains.
     pub backends: BTreeMap<u64, BTreeMap<BackendRef, bool>>,
-    /// Differences between states and the model.
+    /// Differences between state images and the model.
     pub differences: Vec<Difference>,
-    /// Number of comparisons of each part.
+    /// Number of comparisons of each part of the state.
     pub compared: BTreeMap<StatePart, u64>,
-    /// The model after the whole log.
+    /// Model after the replay of the whole log.
     pub model: ReferenceModel,
 }
 
-/// A part of the state.
+/// A part of the replicated state that is compared.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum StatePart {
     /// Replicated time.
@@ -46,18 +46,18 @@ pub enum StatePart {
     Leases,
     /// Owned blocks.
     Blocks,
-    /// Streams of KV events.
+    /// Positions in the streams of KV events.
     Streams,
-    /// What is learned from engines' responses.
+    /// Values that are learned from engines' responses.
     Learnt,
 }
 
-/// A difference between a state and the log.
+/// A difference between a state image and the model.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Difference {
-    /// The part of the state.
+    /// Part of the state that differs.
     pub part: StatePart,
-    /// Which state, at which index, and what differs.
+    /// Description of the state, its index, and the difference.
     pub detail: String,
 }
 
@@ -102,7 +102,7 @@ impl ReplayComparison {
         comparison
     }
 
-    /// Returns the backends after everything up to `index` was applied.
+    /// Returns the backends after all commands up to `index`, with whether each drains.
     #[must_use]
     pub fn backends_at(&self, index: LogIndex) -> &BTreeMap<BackendRef, bool> {
         let mut until = self.backends.range(..=index.0);
@@ -140,7 +140,7 @@ impl ReplayComparison {
     }
 }
 
-/// Compares one image with the model.
+/// Comparison of one state image with the model.
 struct ImageComparison<'a> {
     at: String,
     image: &'a StateImage,
@@ -232,7 +232,7 @@ impl ImageComparison<'_> {
         self.same(StatePart::Users, "virtual time", &image.virtual_time, &must);
     }
 
-    /// Compares the leases of followed backends.
+    /// Compares the leases of backends whose leases the model follows.
     fn leases(&mut self) {
         let (image, model) = (self.image, self.model);
         let holders: BTreeSet<_> = image.leases.keys().chain(model.leases.keys()).collect();
@@ -251,7 +251,7 @@ impl ImageComparison<'_> {
         }
     }
 
-    /// Compares the blocks of followed backends.
+    /// Compares the owned blocks of backends whose leases the model follows.
     fn blocks(&mut self) {
         for (name, backend) in &self.image.backends {
             let Some(cache) = self.model.caches.get(&backend.handle.slot.0) else {
@@ -263,7 +263,7 @@ impl ImageComparison<'_> {
         }
     }
 
-    /// Checks that no reported message is missing at exact backends.
+    /// Checks that exact backends have applied every message that a reader reported.
     fn streams(&mut self) {
         for (name, backend) in &self.image.backends {
             let exact = backend.kv.as_ref().filter(|kv| kv.mode == KvMode::Exact);

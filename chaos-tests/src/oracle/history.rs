@@ -1,8 +1,8 @@
 //! The history of a run: operations of clients and their results.
 //!
 //! Administrative writes and reads are [`Operation`]s, inference requests are
-//! [`InferenceRequest`]s. The history holds only what clients know: a write that timed out is
-//! [`OperationResult::Unknown`] and may take effect once, at any later time, or never.
+//! [`InferenceRequest`]s. The history contains only the knowledge of clients: a write that timed
+//! out is [`OperationResult::Unknown`] and may take effect once, at any later time, or never.
 
 use state::command::{Command, Committed};
 use state::ids::{BackendRef, LogIndex};
@@ -10,11 +10,11 @@ use state::ids::{BackendRef, LogIndex};
 use super::observation::ReplicaRun;
 use super::register::{RegisterKey, RegisterText};
 
-/// Identifies an operation or a request in a history.
+/// Identifier of an operation or a request in a history.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct HistoryId(usize);
 
-/// Everything that clients did, in the order of the calls.
+/// All operations and requests of clients, each in the order of the calls.
 #[derive(Debug, Default)]
 pub struct History {
     /// Administrative writes and reads.
@@ -23,33 +23,33 @@ pub struct History {
     pub requests: Vec<InferenceRequest>,
 }
 
-/// One administrative write or read.
+/// One administrative write or read of a client.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Operation {
-    /// The client, which has one operation under way at a time.
+    /// Client that called, which has one operation in flight at a time.
     pub client: u32,
-    /// The replica's run that was called.
+    /// Run of the replica that the client called.
     pub run: ReplicaRun,
-    /// Time of the call.
+    /// Time of the call, in microseconds.
     pub called_at_us: u64,
-    /// Time of the response; `None` if none arrived or the replica crashed.
+    /// Time of the response, in microseconds; `None` if none arrived or the replica crashed.
     pub returned_at_us: Option<u64>,
     /// The requested action.
     pub action: Action,
-    /// The result; [`OperationResult::Unknown`] until there is one.
+    /// Result of the operation; [`OperationResult::Unknown`] until there is one.
     pub outcome: OperationResult,
 }
 
 /// An action that a client requests.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Action {
-    /// Writes a command.
+    /// Write of a command.
     Write(Command),
-    /// Reads behind a barrier, and so sees everything committed before the call.
+    /// Read behind a barrier, which sees everything committed before the call.
     Read(RegisterKey),
 }
 
-/// A client's knowledge of the result.
+/// Result of an operation, as far as its client knows it.
 #[derive(Debug, Clone, PartialEq)]
 pub enum OperationResult {
     /// The write was committed and acknowledged.
@@ -58,7 +58,7 @@ pub enum OperationResult {
     Read {
         /// Applied index of the state that was read.
         index: LogIndex,
-        /// The value.
+        /// Value that was read.
         value: RegisterText,
     },
     /// The action did not happen and never will.
@@ -70,56 +70,56 @@ pub enum OperationResult {
 /// One inference request, from its call to its end.
 #[derive(Debug, Clone, PartialEq)]
 pub struct InferenceRequest {
-    /// The run that serves the request.
+    /// Run of the replica that serves the request.
     pub run: ReplicaRun,
-    /// The user who is charged.
+    /// User who is charged for the request.
     pub user: String,
-    /// Time of arrival.
+    /// Time of arrival, in microseconds.
     pub called_at_us: u64,
-    /// Maximum charge of the user, whatever happens to the request.
+    /// Maximum tokens that the user may be charged for, whatever happens to the request.
     pub most: RequestTokens,
-    /// Attempts, in order.
+    /// Attempts to serve the request, in order.
     pub dispatches: Vec<Dispatch>,
-    /// Tokens that an engine computed; `None` if that is not known.
+    /// Tokens that an engine computed for the request; `None` if that is not known.
     pub computed: Option<RequestTokens>,
-    /// End of the request; `None` if it is under way or its replica crashed.
+    /// End of the request; `None` if it is in flight or its replica crashed.
     pub end: Option<RequestEnd>,
 }
 
-/// One attempt of a request.
+/// One attempt to serve a request at a backend.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Dispatch {
-    /// Time of the dispatch.
+    /// Time of the dispatch, in microseconds.
     pub at_us: u64,
-    /// The backend.
+    /// Backend that the request was sent to.
     pub backend: BackendRef,
-    /// Applied index of the replica just before the decision and just after.
+    /// Applied indices of the replica just before and just after the decision.
     pub seen: (LogIndex, LogIndex),
 }
 
-/// The end of a request.
+/// The end of a request, as its replica sees it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RequestEnd {
-    /// Time at which the attempt was given back.
+    /// Time at which the last attempt was given back, in microseconds.
     pub at_us: u64,
     /// Usage reported by the engine; `None` if it reported none, so that the router may charge an
     /// estimate.
     pub used: Option<RequestTokens>,
 }
 
-/// Tokens of one request.
+/// Number of tokens of one request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct RequestTokens {
-    /// Prompt tokens that the engine computed.
+    /// Number of prompt tokens that the engine computed.
     pub input_uncached: u64,
-    /// Prompt tokens found in the engine's cache.
+    /// Number of prompt tokens found in the engine's cache.
     pub input_cached: u64,
-    /// Output tokens.
+    /// Number of output tokens.
     pub output: u64,
 }
 
 impl History {
-    /// Records the call of an operation.
+    /// Records that a client called an operation. Its result is unknown until [`History::answer`].
     pub fn call(&mut self, client: u32, run: ReplicaRun, at_us: u64, action: Action) -> HistoryId {
         self.operations.push(Operation {
             client,
@@ -132,14 +132,14 @@ impl History {
         HistoryId(self.operations.len() - 1)
     }
 
-    /// Records the response to an operation.
+    /// Records the response to an operation, and its time.
     pub fn answer(&mut self, ticket: HistoryId, at_us: u64, outcome: OperationResult) {
         let operation = &mut self.operations[ticket.0];
         operation.returned_at_us = Some(at_us);
         operation.outcome = outcome;
     }
 
-    /// Records the arrival of a request.
+    /// Records the arrival of a request that may be charged for at most `most` tokens.
     pub fn request(
         &mut self,
         run: ReplicaRun,
@@ -159,12 +159,12 @@ impl History {
         HistoryId(self.requests.len() - 1)
     }
 
-    /// Records a dispatch of a request.
+    /// Records an attempt to serve a request.
     pub fn dispatched(&mut self, ticket: HistoryId, dispatch: Dispatch) {
         self.requests[ticket.0].dispatches.push(dispatch);
     }
 
-    /// Records what an engine computed for a request, reported or not.
+    /// Records the tokens that an engine computed for a request, whether it reported them or not.
     pub fn computed(&mut self, ticket: HistoryId, tokens: RequestTokens) {
         self.requests[ticket.0].computed = Some(tokens);
     }

@@ -1,4 +1,4 @@
-//! The image of a state: its contents as plain values.
+//! Image of a replicated state: its contents as plain values.
 
 use std::collections::BTreeMap;
 
@@ -13,12 +13,12 @@ use state::{Backend, RouterState};
 
 use super::register::{RegisterKey, RegisterText};
 
-/// Contents of a state at one index. Digests are equal at equal indexes, so the image of one
-/// replica represents all. Taking one copies every owned block, which is expensive: about ten per
-/// run.
+/// Contents of a replicated state at one index. Digests are equal at equal indices, so the image of
+/// one replica represents all. Taking an image copies every owned block, which is expensive: a run
+/// takes about ten.
 #[derive(Debug, Clone, PartialEq)]
 pub struct StateImage {
-    /// Applied index.
+    /// Applied index of the state.
     pub index: u64,
     /// Digest of the state.
     pub digest: u128,
@@ -28,88 +28,89 @@ pub struct StateImage {
     pub is_time_paced: bool,
     /// Backends by name.
     pub backends: BTreeMap<String, BackendImage>,
-    /// Users by key.
+    /// Known users by key.
     pub users: BTreeMap<UserKey, UserImage>,
-    /// Open leases.
+    /// Open leases by replica and attempt.
     pub leases: BTreeMap<(ReplicaId, AttemptId), LeaseImage>,
     /// Current session of every replica, with the last sequence numbers of its outbox and admin
     /// lanes.
     pub sessions: BTreeMap<ReplicaId, (SessionId, [u64; 2])>,
     /// Current secrets of API keys, each with the user of the key.
     pub secrets: BTreeMap<ApiKeyId, (SecretHash, String)>,
-    /// Every register that was used, with its value.
+    /// Value of every register that the run has used.
     pub registers: BTreeMap<RegisterKey, RegisterText>,
-    /// Virtual time of the fair order.
+    /// Virtual time of the fair order, to which arriving users are lifted.
     pub virtual_time: u64,
-    /// Bytes per token by model, in thousandths.
+    /// Learned number of bytes per token by model, in thousandths.
     pub ratios: BTreeMap<ModelKey, u32>,
-    /// Tokens per block by model.
+    /// Learned number of tokens per block by model.
     pub block_sizes: BTreeMap<String, u32>,
 }
 
-/// A backend.
+/// A registered backend with its owned blocks.
 #[derive(Debug, Clone, PartialEq)]
 pub struct BackendImage {
-    /// Slot and incarnation.
+    /// Slot and incarnation of the backend.
     pub handle: BackendRef,
     /// Whether the backend drains.
     pub draining: bool,
-    /// Cache capacity set by an operator, in blocks; `None` if it may be corrected by measurements.
+    /// Cache capacity in blocks, if an operator set it; `None` if it may be corrected by
+    /// measurements.
     pub capacity_blocks: Option<u32>,
-    /// Owned blocks.
+    /// Blocks that the backend owns, by hash.
     pub owned: BTreeMap<BlockHash, OwnedImage>,
-    /// Ownership by KV events; `None` if by leases.
+    /// State of ownership by KV events; `None` if ownership follows from leases.
     pub kv: Option<KvImage>,
 }
 
 /// One owned block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct OwnedImage {
-    /// The block before it; `None` for the first.
+    /// Block before this one; `None` for the first block of a prompt.
     pub parent: Option<BlockHash>,
-    /// Number of open leases that end here.
+    /// Number of open leases that end at this block.
     pub leases: u16,
-    /// Number of ranks that report the block.
+    /// Number of ranks whose KV events report the block.
     pub reports: u8,
 }
 
-/// What is known of a backend from KV events.
+/// State of a backend whose ownership follows KV events.
 #[derive(Debug, Clone, PartialEq)]
 pub struct KvImage {
-    /// Mode of ownership.
+    /// Mode of ownership, such as exact.
     pub mode: KvMode,
-    /// Positions up to which its streams are applied.
+    /// Position in each stream up to which events are applied.
     pub positions: Vec<KvPosition>,
 }
 
 /// An open lease.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LeaseImage {
-    /// The backend.
+    /// Backend of the lease.
     pub backend: BackendRef,
-    /// Deepest block that the lease holds.
+    /// Deepest block that the lease holds, if any.
     pub tip: Option<BlockHash>,
 }
 
-/// A user.
+/// Usage, counter and budget of a user.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct UserImage {
-    /// Virtual token counter.
+    /// Virtual token counter, in thousandths of a token.
     pub counter_milli_tokens: u64,
-    /// Weight in thousandths.
+    /// Weight of the user, in thousandths.
     pub weight_milli: u32,
-    /// Total tokens and requests.
+    /// Total number of tokens and requests.
     pub total: UserUsage,
     /// Number of requests in flight.
     pub in_flight: u64,
     /// Number of waiting requests.
     pub waiting: u64,
-    /// The effective budget and what is used of it.
+    /// Effective budget, with the used part.
     pub budget: BudgetStatus,
 }
 
 impl StateImage {
-    /// Takes an image of a state, with those registers that are in `keys`.
+    /// Takes an image of a state, with the registers in `keys`.
     #[must_use]
     pub fn of<'a>(state: &RouterState, keys: impl IntoIterator<Item = &'a RegisterKey>) -> Self {
         let backends = state.backends().map(|backend| {

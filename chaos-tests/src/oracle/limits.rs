@@ -1,61 +1,61 @@
-//! Watches backends' limits over all replicas during a run.
+//! Observes during a run whether all replicas together hold the limits of backends.
 //!
-//! The check is on running requests: their sum over the replicas at one moment of the world's clock
-//! is compared with the limit, while the replicas that share it agree on their group and on the
-//! limit. Otherwise the bound depends on what each had before (docs/internals/limits.md), which no
-//! single moment shows.
+//! The check adds up the requests that run at one moment of the world's clock, over the replicas
+//! that share a limit. It compares the sum with the limit while these replicas agree on their group
+//! and on the limit. Otherwise the bound depends on what each had before
+//! (docs/internals/limits.md), which no single moment shows.
 
 use std::collections::BTreeMap;
 
 use state::ids::{BackendRef, ReplicaId};
 
-/// One replica's view of one limited backend.
+/// One replica's view of one limited backend at one moment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ShareObservation {
-    /// The replica.
+    /// Replica that has this view.
     pub replica: ReplicaId,
-    /// Identifies the replicas that share limits.
+    /// Epoch that identifies the group of replicas that share the limit.
     pub epoch: u64,
-    /// Number of these replicas, including itself.
+    /// Number of replicas in the group, including this one.
     pub members: usize,
-    /// Whether the replica knows that they agree.
+    /// Whether the replica knows that the group agrees.
     pub is_settled: bool,
-    /// The limit as the replica sees it.
+    /// Limit of the backend as the replica sees it.
     pub limit: u32,
-    /// Number of requests that it runs there.
+    /// Number of requests that the replica runs at the backend.
     pub running: u32,
-    /// Number of requests that it may run there.
+    /// Number of requests that the replica may run at the backend.
     pub allowed: u32,
 }
 
-/// Observation of a group of replicas that agree.
+/// Sums over a group of replicas that agree, at one moment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct GroupLook {
     limit: u32,
     running: u32,
     members: u32,
-    /// Whether a replica ran more than it may, left from before.
+    /// Whether a replica ran more requests than it may, because its share has shrunk.
     is_over: bool,
 }
 
-/// Watches all limits.
+/// Observer of the limits of all backends over a run.
 #[derive(Debug, Default)]
 pub struct LimitWatch {
     before: BTreeMap<(BackendRef, u64), GroupLook>,
-    /// Moments after requests started, in a group that agreed then and the moment before.
+    /// Number of moments after requests started, in a group that agreed then and just before.
     pub starts: u64,
-    /// Those of `starts` after which several replicas together ran as many requests as they may.
+    /// Number of `starts` after which several replicas together ran as many requests as they may.
     pub filled: u64,
-    /// Observations of a limited backend at which a group agreed.
+    /// Number of observations of a limited backend in which a group agreed.
     pub agreed: u64,
-    /// Observations at which the replicas of an epoch disagreed, or one of them was not seen.
+    /// Number of observations in which the replicas of an epoch disagreed, or one was not seen.
     pub disagreed: u64,
-    /// First start beyond the limit.
+    /// Description of the first start beyond the limit, if any.
     pub exceeded: Option<String>,
 }
 
 impl LimitWatch {
-    /// Records what all replicas have at each backend at one moment.
+    /// Records the views of all replicas on each limited backend at one moment.
     pub fn look(&mut self, at_us: u64, looks: &BTreeMap<BackendRef, Vec<ShareObservation>>) {
         let mut now = BTreeMap::new();
         for (backend, looks) in looks {
@@ -102,7 +102,7 @@ impl LimitWatch {
     }
 }
 
-/// Returns the group's sums, or `None` if its replicas disagree or one was not seen.
+/// Returns the sums over a group; `None` if its replicas disagree or one was not seen.
 fn agreed(group: &[ShareObservation]) -> Option<GroupLook> {
     let first = group.first()?;
     let is_like = |it: &ShareObservation| {

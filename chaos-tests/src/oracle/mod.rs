@@ -1,9 +1,10 @@
-//! The oracle: records of a run and the model that judges it.
+//! The oracle: records of a run, and the model by which runs are judged.
 //!
-//! The world records what it saw: [`Observation`] holds the replicas' side (what each applied, who
-//! led, who could reach whom), [`History`] the clients' side (operations, times, results). Both are
-//! plain records, and [`crate::invariants`] are functions over them. Nothing here reads a clock or
-//! calls the product's `apply`: a naive [`model`] replays the log to compute the state.
+//! The simulated world records what it sees. [`Observation`] holds the replicas' side (what each
+//! applied, which one led, which ones could reach each other), [`History`] the clients' side
+//! (operations, times, results). Both are plain records, and [`crate::invariants`] are functions
+//! over them. The oracle neither reads a clock nor calls the product's `apply`: a naive [`model`]
+//! replays the log to compute the state.
 
 pub mod comparison;
 pub mod fleet;
@@ -24,20 +25,21 @@ use history::OperationResult;
 pub use observation::Observation;
 use observation::ReplicaRun;
 
-/// Everything known about one run of a cluster.
+/// Everything that is known about one run of a cluster.
 #[derive(Debug, Default)]
 pub struct RunRecord {
-    /// The replicas' side.
+    /// Observations of the replicas.
     pub observation: Observation,
-    /// The clients' side.
+    /// History of the clients.
     pub history: History,
-    /// The last [`RunRecord::comparison`], with the numbers of entries and images that it used.
+    /// Cached result of [`RunRecord::comparison`], with the numbers of entries and images from
+    /// which it was made.
     compared: Mutex<Option<([usize; 3], Arc<ReplayComparison>)>>,
 }
 
 impl RunRecord {
-    /// Returns the outcome that a client may believe: [`OperationResult::Unknown`] while the world
-    /// has taken the run's state.
+    /// Returns the outcome that a client may trust: [`OperationResult::Unknown`] while the state of
+    /// the replica's run is corrupted on purpose, otherwise `outcome`.
     #[must_use]
     pub fn outcome_if_trusted(&self, run: ReplicaRun, outcome: OperationResult) -> OperationResult {
         if self.observation.is_spoiled(run) {
@@ -47,8 +49,8 @@ impl RunRecord {
         }
     }
 
-    /// Returns the naive replay of the log and its differences from states. Cached until something
-    /// that it reads is added.
+    /// Returns the naive replay of the log and its differences from state images. The result is
+    /// cached until its inputs change.
     pub fn comparison(&self) -> Arc<ReplayComparison> {
         let seen = &self.observation;
         let made_of = [seen.log.len(), seen.images.len(), seen.at_rest.len()];

@@ -1,4 +1,4 @@
-//! The observation of a run: what replicas did, as seen from outside.
+//! The observation of a run: the actions of replicas, as seen from outside.
 //!
 //! Times are simulated microseconds since the world began, on one clock. Lists are in chronological
 //! order.
@@ -12,12 +12,12 @@ use xxhash_rust::xxh3::xxh3_128;
 use super::image::StateImage;
 use super::limits::LimitWatch;
 
-/// One run of a replica: from its start until it stops or crashes.
+/// One run of a replica, from its start until it stops or crashes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct ReplicaRun {
-    /// The replica.
+    /// Replica that runs.
     pub replica: ReplicaId,
-    /// Number of the run, from 1.
+    /// Number of the run, counted from 1.
     pub number: u32,
 }
 
@@ -27,122 +27,124 @@ impl std::fmt::Display for ReplicaRun {
     }
 }
 
-/// What the world saw of the replicas.
+/// Observations of all replicas of a simulated world.
 #[derive(Debug, Default)]
 pub struct Observation {
-    /// Every command of the log, as first applied.
+    /// Every entry of the log by index, as first applied.
     pub log: BTreeMap<u64, LogEntry>,
-    /// State changes of every run, in order.
+    /// State changes of every run, in chronological order.
     pub steps: BTreeMap<ReplicaRun, Vec<StateStep>>,
-    /// Start and end of runs.
+    /// Start and end of every run.
     pub runs: BTreeMap<ReplicaRun, Span>,
-    /// When the world took the state from a run, to see whether the run recovers it.
+    /// Times at which the world corrupted the state of a run, to see whether the run recovers it.
     pub spoiled: Vec<(u64, ReplicaRun)>,
-    /// Leaders of terms, as seen at replicas that believed they led.
+    /// Leaders of terms, as observed at replicas that believed they led.
     pub leading: Vec<Leading>,
-    /// When replicas could not reach a majority.
+    /// Times in which a replica could not reach a majority.
     pub cut_off: Vec<CutOff>,
-    /// When a run's outbox was last seen empty: everything that ended before is in the log.
+    /// Time at which each run's outbox was seen empty last. The log has everything that ended
+    /// before.
     pub outbox_empty: BTreeMap<ReplicaRun, u64>,
-    /// Contents of states at some times.
+    /// Images of states, each with its time and the replica's run.
     pub images: Vec<(u64, ReplicaRun, Arc<StateImage>)>,
-    /// Whether the time was ever unknowable, because too many clocks were wrong or replicas with
-    /// correct clocks were not heard.
+    /// Whether the time was ever unknowable, because too many clocks were wrong, or replicas with
+    /// correct clocks were unreachable.
     pub are_clocks_doubted: bool,
-    /// Blocks that engines with KV events held in their cache after publishing a message, named as
-    /// the router names them. The key is the message's number and its mark, which is unique.
+    /// Blocks in the caches of engines with KV events after they published a message, named as the
+    /// router names them. The key is the message's number and its mark, which is unique.
     pub engines: BTreeMap<(u64, u64), Arc<BTreeSet<BlockHash>>>,
-    /// Newest format that each replica's build knows; empty if all run one build.
+    /// Newest format that each replica's build knows; empty if all replicas run one build.
     pub builds: BTreeMap<ReplicaId, u8>,
-    /// Least of these formats at the time when an entry was first applied.
+    /// Oldest of the formats in `builds` at the time when each entry was first applied, by index.
     pub formats: BTreeMap<u64, u8>,
-    /// Versions of restored snapshots, each with the version that the replica's build knows.
+    /// Versions of restored snapshots, each with the newest version that the replica's build knows.
     pub snapshots: Vec<(ReplicaRun, u16, u8)>,
-    /// When builds could not read a message, with its receiver and sender.
+    /// Messages that a build could not read, each with its time, receiver and sender.
     pub unreadable: Vec<(u64, ReplicaRun, ReplicaId)>,
-    /// Replicas restarted with an earlier build, which others may notice late.
+    /// Replicas that were restarted with an earlier build, which their peers may notice late.
     pub downgraded: BTreeSet<ReplicaId>,
-    /// Whether the backends' limits held.
+    /// Observations of the backends' limits.
     pub limits: LimitWatch,
-    /// Members at the end, after healing and with nothing under way. Empty before.
+    /// Members at the end, after healing and without requests in flight. Empty before.
     pub at_rest: BTreeMap<ReplicaId, AtRest>,
 }
 
 /// One entry of the log.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LogEntry {
-    /// When it was first applied by any replica.
+    /// Time at which any replica first applied the entry, in microseconds.
     pub applied_at_us: u64,
-    /// The proposed command; `None` for a membership or a new leader's first entry.
+    /// The proposed command; `None` for a membership change or a new leader's first entry.
     pub command: Option<Arc<[u8]>>,
 }
 
-/// How a state reached an index.
+/// A step in which a state reached an index.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StateStep {
-    /// Time of the step.
+    /// Time of the step, in microseconds.
     pub at_us: u64,
-    /// The index that the state reached.
+    /// Index that the state reached.
     pub index: u64,
-    /// The cause.
+    /// Way in which the state reached the index.
     pub cause: Cause,
-    /// Digest of the state; `None` while the world keeps the state spoiled on purpose.
+    /// Digest of the state; `None` while the world keeps the state corrupted on purpose.
     pub digest: Option<u128>,
 }
 
-/// How a state moved to an index.
+/// Way in which a state moved to an index.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Cause {
-    /// It applied the command with this hash.
+    /// The state applied the command with this hash.
     Applied(u128),
-    /// It passed an entry without a command.
+    /// The state passed an entry without a command.
     Skipped,
-    /// It was read from a snapshot, its own or another's.
+    /// The state was read from a snapshot, its own or another replica's.
     Restored,
 }
 
 /// A span of time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Span {
-    /// Start.
+    /// Start of the span, in microseconds.
     pub from_us: u64,
-    /// End; `None` if it has not ended.
+    /// End of the span, in microseconds; `None` if it has not ended.
     pub until_us: Option<u64>,
 }
 
-/// A replica that leads.
+/// An observation of a replica that leads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Leading {
-    /// When it was first seen.
+    /// Time at which the replica was first seen leading, in microseconds.
     pub at_us: u64,
-    /// The leading run.
+    /// Run of the replica that leads.
     pub run: ReplicaRun,
-    /// The term.
+    /// Term that the replica leads.
     pub term: u64,
 }
 
-/// A time in which no majority of the voters could exchange messages with a replica in both
+/// A span of time in which no majority of the voters could exchange messages with a replica in both
 /// directions, over any number of links and whenever each was open.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CutOff {
-    /// The replica that was cut off.
+    /// Replica that was cut off.
     pub replica: ReplicaId,
-    /// The time; a span without an end lasts.
+    /// Span in which it was cut off, without an end if it still is.
     pub span: Span,
 }
 
-/// A replica without work.
+/// A replica at rest, without requests in flight.
 #[derive(Debug, Clone)]
 pub struct AtRest {
-    /// The replica's run.
+    /// Run of the replica.
     pub run: ReplicaRun,
-    /// Image of its state.
+    /// Image of the replica's state.
     pub image: Arc<StateImage>,
-    /// Items of its outbox that are not known to be in a log.
+    /// Number of outbox items that are not known to be in the log.
     pub outbox_items: usize,
-    /// Blocks in its overlay.
+    /// Number of blocks in the overlay.
     pub overlay_blocks: usize,
-    /// Requests that it counts as running at backends, its own and those that others reported.
+    /// Number of requests that the replica counts as running at backends, its own and those that
+    /// peers reported.
     pub in_flight: u64,
 }
 
@@ -163,7 +165,7 @@ impl Observation {
         }
     }
 
-    /// Records that a state applied an entry with this `command`.
+    /// Records that a state applied the entry at `index`, which contains `command`.
     pub fn applied(
         &mut self,
         at_us: u64,
@@ -189,13 +191,13 @@ impl Observation {
         self.step(run, at_us, index, Cause::Restored, digest);
     }
 
-    /// Records that the world took the state from a run. Its digest does not count until it is
-    /// restored.
+    /// Records that the world corrupted the state of a run. The state's digest does not count until
+    /// it is restored.
     pub fn spoiled(&mut self, at_us: u64, run: ReplicaRun) {
         self.spoiled.push((at_us, run));
     }
 
-    /// Whether a run's state was taken and not restored yet.
+    /// Returns whether a run's state was corrupted and is not restored yet.
     #[must_use]
     pub fn is_spoiled(&self, run: ReplicaRun) -> bool {
         let mut spoiled = self.spoiled.iter().rev();
@@ -206,7 +208,7 @@ impl Observation {
         last.is_none_or(|last| last.digest.is_none() || last.at_us < *since_us)
     }
 
-    /// Records that a replica believes to lead a term. May be called repeatedly.
+    /// Records that a replica believes that it leads a term. May be called repeatedly.
     pub fn leads(&mut self, at_us: u64, run: ReplicaRun, term: u64) {
         let of_run = self.leading.iter().rev().find(|it| it.run == run);
         if of_run.is_none_or(|it| it.term != term) {
@@ -214,8 +216,8 @@ impl Observation {
         }
     }
 
-    /// Records whether a replica can reach a majority of the voters, including itself if it is one.
-    /// Must be called on every change. Messages sent before a link is cut may still arrive.
+    /// Records whether a replica can reach a majority of the voters, including itself if it is a
+    /// voter. Must be called on every change. Messages sent before a link is cut may still arrive.
     pub fn reaches_majority(&mut self, at_us: u64, replica: ReplicaId, does: bool) {
         let open = self
             .cut_off
@@ -235,22 +237,23 @@ impl Observation {
         }
     }
 
-    /// Records that a run's outbox holds nothing that is not known to be in the log.
+    /// Records that a run's outbox contains nothing that is not known to be in the log.
     pub fn outbox_is_empty(&mut self, at_us: u64, run: ReplicaRun) {
         self.outbox_empty.insert(run, at_us);
     }
 
-    /// Records the contents of a state.
+    /// Records an image of a state.
     pub fn image(&mut self, at_us: u64, run: ReplicaRun, image: StateImage) {
         self.images.push((at_us, run, Arc::new(image)));
     }
 
-    /// Records that an engine published a message; `mark` is that of its payload.
+    /// Records that an engine published message `seq`, whose payload has the mark `mark`, while its
+    /// cache held the blocks `cached`.
     pub fn published(&mut self, seq: u64, mark: u64, cached: Arc<BTreeSet<BlockHash>>) {
         self.engines.insert((seq, mark), cached);
     }
 
-    /// Returns the highest index applied by any replica.
+    /// Returns the highest index that any replica has applied.
     #[must_use]
     pub fn applied_max(&self) -> LogIndex {
         LogIndex(self.log.last_key_value().map_or(0, |(index, _)| *index))
@@ -274,8 +277,8 @@ impl Observation {
 }
 
 impl Span {
-    /// Whether `from_us..=until_us` lies strictly within the span: things in the same step of the
-    /// world may come before or after.
+    /// Returns whether `from_us..=until_us` lies strictly within the span. Strictly, because events
+    /// in the same step of the world may come before or after each other.
     #[must_use]
     pub fn covers(&self, from_us: u64, until_us: u64) -> bool {
         self.from_us < from_us && self.until_us.is_none_or(|end_us| until_us < end_us)

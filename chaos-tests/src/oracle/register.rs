@@ -1,4 +1,4 @@
-//! Registers that administrative writes change and barrier reads see.
+//! Registers, which administrative writes change and barrier reads return.
 //!
 //! Each [`RegisterKey`] names a part of the state that is written and read as a whole.
 //! [`Registers`] is the sequential specification: the result of one write after another, written
@@ -25,9 +25,9 @@ pub enum RegisterKey {
     Routing,
     /// Admission settings other than the limits of all users.
     Admission,
-    /// Limits of users without their own.
+    /// Limits of users without limits of their own.
     DefaultLimits,
-    /// Weight and budget of users without their own, once they are set.
+    /// Weight and budget of users without their own, once these are set.
     UserDefaults,
     /// A user's weight.
     Weight(String),
@@ -42,21 +42,21 @@ pub enum RegisterKey {
 /// Text form of a key's value; `None` if it was never written or was removed.
 pub type RegisterText = Option<String>;
 
-/// All keys with their values.
+/// Values of all registers.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Registers {
     held: BTreeMap<RegisterKey, Register>,
-    /// API keys that were revoked for good; their ids are never reused.
+    /// Ids of API keys that were revoked for good, which are never reused.
     ended: BTreeSet<ApiKeyId>,
 }
 
-/// Value of one key.
+/// Value of one register.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 struct Register {
     text: String,
-    /// Whether a backend drains.
+    /// Whether a backend drains; `false` for other registers.
     draining: bool,
-    /// Source that put a backend and, while the backend is lost, whether an operator drains it.
+    /// Source of a backend and, while the backend is lost, whether an operator drains it.
     source: Option<(String, Option<bool>)>,
 }
 
@@ -183,7 +183,7 @@ impl RegisterKey {
 }
 
 impl Registers {
-    /// Returns the value of a key.
+    /// Returns the value of a register.
     #[must_use]
     pub fn value(&self, key: &RegisterKey) -> RegisterText {
         let register = self.held.get(key)?;
@@ -201,13 +201,13 @@ impl Registers {
         })
     }
 
-    /// Returns all keys that have a value, with the value.
+    /// Returns all registers that have a value, with the value.
     pub fn iter(&self) -> impl Iterator<Item = (&RegisterKey, RegisterText)> {
         self.held.keys().map(|key| (key, self.value(key)))
     }
 
-    /// Applies one write and returns the reply to its writer. Commands that write no key change
-    /// nothing here.
+    /// Applies one write and returns the reply to its writer. Commands that write no register
+    /// change nothing.
     pub fn write(&mut self, command: &Command) -> Reply {
         if let Err(reject) = validate(command) {
             return Reply::Rejected(reject);
@@ -274,7 +274,7 @@ impl Registers {
         }
     }
 
-    /// Applies a write of at most one key.
+    /// Applies a command that writes at most one register, and returns its reply.
     fn write_one(&mut self, command: &Command) -> Reply {
         let Some(key) = RegisterKey::all_of(command).pop() else {
             return Reply::Applied;
@@ -329,7 +329,7 @@ impl Registers {
 }
 
 impl Register {
-    /// Whether an operator drains the backend.
+    /// Returns whether an operator drains the backend, apart from its source.
     fn drains_by_hand(&self) -> bool {
         match self.source {
             Some((_, Some(drains_anyway))) => drains_anyway,
@@ -339,7 +339,7 @@ impl Register {
 }
 
 impl Registers {
-    /// Whether a backend drains.
+    /// Returns whether the backend `name` drains.
     pub(super) fn drains(&self, name: &str) -> bool {
         let key = RegisterKey::Backend(name.to_owned());
         self.held.get(&key).is_some_and(|it| it.draining)
@@ -404,7 +404,7 @@ impl Registers {
         Reply::Applied
     }
 
-    /// Creates the admission settings if limits of all users, which are part of them, are set.
+    /// Creates the admission settings if `defaults` set limits of all users, a part of them.
     fn default_admission(&mut self, defaults: &UserDefaults) {
         let key = RegisterKey::Admission;
         if defaults.limits != UserLimits::default() && !self.held.contains_key(&key) {
@@ -433,7 +433,7 @@ impl Registers {
     }
 }
 
-/// Rejects commands that no state accepts.
+/// Rejects commands that no state accepts, whatever its contents.
 fn validate(command: &Command) -> Result<(), Rejection> {
     match command {
         Command::PutBackend(spec) => spec.validate(),
@@ -455,7 +455,7 @@ fn validate(command: &Command) -> Result<(), Rejection> {
     }
 }
 
-/// Formats admission settings without the limits of all users.
+/// Formats admission settings as a register's text, without the limits of all users.
 pub(super) fn admission(settings: &AdmissionSettings) -> String {
     let user_limits = UserLimits::default();
     let settings = AdmissionSettings {
@@ -465,7 +465,8 @@ pub(super) fn admission(settings: &AdmissionSettings) -> String {
     format!("{settings:?}")
 }
 
-/// Formats defaults without limits and cache scope, which other commands set too.
+/// Formats user defaults as a register's text, without limits and cache scope, which others set
+/// too.
 pub(super) fn user_defaults(defaults: &UserDefaults) -> String {
     format!("{}, {:?}", defaults.weight_milli, defaults.budget)
 }
@@ -480,7 +481,7 @@ fn unknown(name: &str) -> Reply {
     })
 }
 
-/// Splits changes of a user into writes of single registers.
+/// Splits changes of a user into commands that write single registers.
 pub(super) fn parts_of(changes: &UserChanges) -> Vec<Command> {
     let name = || changes.name.clone();
     let weight = changes.weight_milli.map(|weight_milli| {

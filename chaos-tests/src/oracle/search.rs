@@ -1,13 +1,14 @@
 //! Linearizability by search: stateright's `LinearizabilityTester`, key by key.
 //!
-//! It uses only what clients saw, neither log nor index: some order of the operations must explain
-//! every response. A write of unknown outcome is one that was called and has not returned.
+//! The search uses only the responses to clients, neither log nor index: some order of the
+//! operations must explain every response. A write of unknown outcome is one that was called and
+//! has not returned.
 //!
-//! The worst case is exponential, so the search is bounded. A key's history is cut at a read that
-//! overlaps no other operation; its value starts the next piece. Writes of unknown outcome carry
+//! The worst case is exponential, so the search is bounded. It cuts a key's history at a read that
+//! overlaps no other operation, whose value starts the next piece. Writes of unknown outcome carry
 //! over into all later pieces (which allows them more than once; the witness check of
-//! [`super::linear`] does not). Only the first [`OPERATIONS_MAX`] operations of a piece are
-//! searched, which is sound because every prefix of a linearizable history is linearizable. A piece
+//! [`super::linear`] does not). The search covers only the first [`OPERATIONS_MAX`] operations of a
+//! piece, which is sound because every prefix of a linearizable history is linearizable. A piece
 //! with more than [`UNKNOWN_MAX`] unknown outcomes, or whose search takes more than [`STEPS_MAX`]
 //! steps, is counted as undecided.
 
@@ -23,23 +24,23 @@ use state::command::{Command, Rejection, Reply};
 use state::discovery::DiscoveryChange;
 use state::quotas::UserLimits;
 
-/// Maximum operations of one piece.
+/// Maximum number of operations that are searched in one piece.
 pub const OPERATIONS_MAX: usize = 48;
-/// Maximum operations of unknown outcome in one piece.
+/// Maximum number of operations of unknown outcome in one piece.
 pub const UNKNOWN_MAX: usize = 4;
-/// Maximum steps of one search.
+/// Maximum number of steps of one search.
 pub const STEPS_MAX: u64 = 50_000;
 
-/// Counts of a search.
+/// Counts of a search over all keys.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct SearchCounts {
-    /// Operations in histories that were explained.
+    /// Number of operations in pieces that were explained.
     pub explained: u64,
-    /// Pieces that were explained.
+    /// Number of pieces that were explained.
     pub pieces: u64,
-    /// Pieces that remained undecided.
+    /// Number of pieces that remained undecided.
     pub undecided: u64,
-    /// Operations beyond the bound of their piece.
+    /// Number of operations beyond the bound of their piece.
     pub beyond: u64,
 }
 
@@ -47,7 +48,7 @@ pub struct SearchCounts {
 /// its first operation, which no client has seen.
 ///
 /// # Errors
-/// The first key whose history no order explains.
+/// Describes the first key whose history no order explains.
 pub fn check(
     history: &History,
     first: impl Fn(&RegisterKey) -> RegisterText,
@@ -73,28 +74,28 @@ pub fn check(
     Ok(tally)
 }
 
-/// Value of a key: the number of its text, and whether it drains.
+/// Value of a key, if it has one: the number of its text, and whether it drains.
 type RegisterValue = Option<(u32, bool)>;
 
-/// An operation on a key.
+/// An operation on one key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum RegisterOp {
     /// Sets the text and keeps the drain flag.
     Set(u32),
     Clear,
-    /// Refused if there is nothing to clear.
+    /// Removes the value. Rejected if there is none.
     Remove,
-    /// Refused if there is nothing to drain.
+    /// Sets the drain flag. Rejected if there is no value.
     Drain(bool),
-    /// Sets the text and ends draining: a source has found the engine. Only sources change such
-    /// keys here, so one that drains is lost.
+    /// Sets the text and ends draining, because a source has found the engine. Only sources change
+    /// such keys here, so a backend that drains is lost.
     Find(u32),
-    /// Refused if nothing drains.
+    /// Removes a value that drains. Rejected if there is none.
     Forget,
     Read,
 }
 
-/// Result of an operation.
+/// Result of an operation on one key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum RegisterReturn {
     Done,
@@ -102,17 +103,17 @@ enum RegisterReturn {
     Saw(RegisterValue),
 }
 
-/// One operation of a piece.
+/// One operation of a piece, with its result.
 #[derive(Debug, Clone, Copy)]
 struct SearchStep {
     client: u32,
     called_at_us: u64,
     op: RegisterOp,
-    /// `None` if unknown.
+    /// Time and result of the response; `None` if unknown.
     returned: Option<(u64, RegisterReturn)>,
 }
 
-/// The sequential specification of one key.
+/// Sequential specification of one key, which counts the steps of the search.
 #[derive(Debug, Clone)]
 struct RegisterSpec {
     holds: RegisterValue,
@@ -161,7 +162,7 @@ impl SequentialSpec for RegisterSpec {
     }
 }
 
-/// Numbers of texts.
+/// Numbering of texts, so that values are small.
 #[derive(Debug, Default)]
 struct Texts(BTreeMap<String, u32>);
 
@@ -171,7 +172,7 @@ impl Texts {
         *self.0.entry(text.to_owned()).or_insert(next)
     }
 
-    /// Returns the value that a read saw. The text of a backend includes its drain flag.
+    /// Returns the value that a read returned. The text of a backend includes its drain flag.
     fn held(&mut self, value: &RegisterText) -> RegisterValue {
         let value = value.as_deref()?;
         for draining in [false, true] {
@@ -189,7 +190,7 @@ impl Texts {
         }
     }
 
-    /// Returns the operation of an action on `key`.
+    /// Returns the operation on `key` that an action performs.
     fn op(&mut self, key: &RegisterKey, action: &Action) -> RegisterOp {
         let Action::Write(command) = action else {
             return RegisterOp::Read;
@@ -240,16 +241,16 @@ impl Texts {
     }
 }
 
-/// Part of a key's history that begins with a known value.
+/// A piece of a key's history, which begins with a known value.
 #[derive(Debug, Default)]
 struct KeyHistoryPart {
     steps: Vec<SearchStep>,
-    /// Value at the end, if it was read.
+    /// Value at the end of the piece, if it was read.
     ends_with: Option<RegisterValue>,
 }
 
 impl KeyHistoryPart {
-    /// Returns the operations that carry over into later pieces.
+    /// Returns the operations of unknown outcome, which carry over into later pieces.
     fn unknown(&self) -> impl Iterator<Item = SearchStep> {
         self.steps
             .iter()
@@ -257,7 +258,8 @@ impl KeyHistoryPart {
             .copied()
     }
 
-    /// Whether some order explains the piece; `None` if undecided.
+    /// Returns whether some order explains the piece, which begins with the value `holds`; `None`
+    /// if undecided.
     fn search(
         &self,
         holds: RegisterValue,
@@ -314,7 +316,7 @@ impl SearchStep {
     }
 }
 
-/// Reports calls and returns to the tester in chronological order.
+/// Reports all calls and returns to a new tester in chronological order.
 fn played(
     register: RegisterSpec,
     steps: &[SearchStep],
@@ -356,7 +358,7 @@ fn played(
     tester
 }
 
-/// Returns the operations on each key, in the order of the calls.
+/// Returns the operations on each key except API keys, in the order of the calls.
 fn by_key(history: &History) -> BTreeMap<RegisterKey, Vec<&Operation>> {
     let mut keys: BTreeMap<RegisterKey, Vec<&Operation>> = BTreeMap::new();
     for operation in &history.operations {
@@ -377,7 +379,7 @@ fn by_key(history: &History) -> BTreeMap<RegisterKey, Vec<&Operation>> {
     keys
 }
 
-/// Cuts a key's history after every read that overlaps no operation of known outcome.
+/// Cuts a key's history after each read that overlaps no operation of known outcome.
 fn pieces(key: &RegisterKey, operations: &[&Operation], texts: &mut Texts) -> Vec<KeyHistoryPart> {
     let mut pieces = vec![KeyHistoryPart::default()];
     let mut latest_us = 0;
@@ -409,7 +411,8 @@ fn pieces(key: &RegisterKey, operations: &[&Operation], texts: &mut Texts) -> Ve
     pieces
 }
 
-/// Returns what a client was told; the outer `None` means that the operation did not happen.
+/// Returns the result that a client received. The inner `None` means that it is unknown, the outer
+/// `None` that the operation did not happen.
 #[allow(clippy::option_option)] // Not happened, happened with an unknown answer, answered.
 fn answer(outcome: &OperationResult, texts: &mut Texts) -> Option<Option<RegisterReturn>> {
     Some(match outcome {
@@ -426,7 +429,7 @@ fn answer(outcome: &OperationResult, texts: &mut Texts) -> Option<Option<Registe
     })
 }
 
-/// Returns a repeated reply as it was the first time.
+/// Returns a reply without the mark of a repeat.
 pub(crate) fn plain(reply: &Reply) -> &Reply {
     match reply {
         Reply::Repeated(first) => first,

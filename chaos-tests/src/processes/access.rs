@@ -1,8 +1,8 @@
-//! Certificates, tokens and API keys of a secure cluster, made by the program's own commands, and
-//! the credentials of clients.
+//! Certificates, tokens and API keys of a secure cluster, which the program's own commands create,
+//! and the credentials of clients.
 //!
-//! Peers authenticate each other's ids, data and admin listeners use TLS, operators have a token
-//! and users an API key each. The same tests run in both modes: [`ClusterOptions::is_secure`].
+//! Peers authenticate each other's ids. Data and admin listeners use TLS. Operators have a token,
+//! and each user has an API key. The same tests run in both modes: [`ClusterOptions::is_secure`].
 //!
 //! [`ClusterOptions::is_secure`]: super::ClusterOptions::is_secure
 
@@ -25,16 +25,16 @@ use tokio::io::{AsyncRead, AsyncWrite};
 
 /// Environment variable that makes all process tests use a secure cluster.
 const SECURE: &str = "QUORATE_TEST_SECURE";
-/// Prefix of a user's API key; the user's name follows.
+/// Prefix of API keys. A user's key is this prefix followed by the user's name.
 const KEY_PREFIX: &str = "sk-chaos-";
-/// Users of some tests, in addition to those of its options.
+/// Users of some tests, in addition to the numbered users.
 const USERS: &[&str] = &["anonymous", "greedy", "modest", "eager"];
-/// Number of users with a numeric name, and of replicas with users of their own.
+/// Number of users with numbered names, and number of replicas with users of their own.
 const NUMBERED: usize = 16;
 /// Number of users per replica.
 const OF_REPLICA: usize = 4;
 
-/// Whether the environment asks for tests on a secure cluster.
+/// Returns whether the environment requests a secure cluster for all process tests.
 #[must_use]
 pub fn is_secure_by_default() -> bool {
     std::env::var_os(SECURE).is_some_and(|value| value == "1")
@@ -48,7 +48,7 @@ pub struct ClientAccess {
 }
 
 impl ClientAccess {
-    /// Whether the cluster uses TLS and requires API keys.
+    /// Returns whether the cluster uses TLS and requires API keys.
     #[must_use]
     pub fn is_secure(&self) -> bool {
         self.tls.is_some()
@@ -74,7 +74,7 @@ impl ClientAccess {
     /// Performs the TLS handshake with the server at `to`, if the cluster uses TLS.
     ///
     /// # Errors
-    /// When the handshake fails.
+    /// If the handshake fails.
     pub async fn secure<S: AsyncRead + AsyncWrite + Unpin>(
         &self,
         stream: S,
@@ -86,7 +86,7 @@ impl ClientAccess {
         }
     }
 
-    /// Returns the access for a load; `None` without TLS.
+    /// Returns the TLS config and key prefix for a load's targets; `None` without TLS.
     pub(super) fn of_targets(&self) -> Option<TargetAccess> {
         self.tls.clone().map(|tls| TargetAccess {
             tls,
@@ -107,12 +107,12 @@ pub(super) struct ClusterSecrets {
     folder: PathBuf,
     binary: PathBuf,
     pub(super) access: ClientAccess,
-    /// `Authorization` header of operators.
+    /// Value of the `Authorization` header that operators send.
     pub(super) authorization: HeaderValue,
 }
 
 impl ClusterSecrets {
-    /// Creates an authority, a token and API keys in their own folder.
+    /// Creates an authority, a token and API keys in `folder`.
     pub(super) fn make(binary: &Path, folder: PathBuf) -> anyhow::Result<Self> {
         let out = folder.display().to_string();
         quorate(binary, &["cert", "ca", "--out", &out])?;
@@ -139,7 +139,7 @@ impl ClusterSecrets {
         })
     }
 
-    /// Makes sure that a replica has a certificate for its id and these addresses.
+    /// Creates a certificate for a replica's id and these addresses, unless there is one.
     pub(super) fn certify(&self, id: u8, hosts: &[String]) -> anyhow::Result<()> {
         if self.file(&format!("replica-{id}.crt")).is_file() {
             return Ok(());
@@ -150,7 +150,7 @@ impl ClusterSecrets {
         quorate(&self.binary, &node).map(drop)
     }
 
-    /// Returns an access with a certificate of the cluster's authority that names no replica.
+    /// Returns the access of a client with a certificate of the cluster that names no replica.
     pub(super) fn stranger(&self) -> anyhow::Result<ClientAccess> {
         let named = |name| NamedFile::new("stranger", &self.file(name));
         let files = ClientFiles {
@@ -166,7 +166,7 @@ impl ClusterSecrets {
         Ok(ClientAccess { tls })
     }
 
-    /// Returns the tables of a replica's config.
+    /// Returns the tables of a replica's config that make it secure.
     pub(super) fn tables(&self, id: u8) -> String {
         let mut text = format!("[admin]\ntokens_file = {:?}\n\n", self.file("tokens"));
         let [certificate, private_key] =
@@ -181,12 +181,12 @@ impl ClusterSecrets {
         text
     }
 
-    /// Returns a line for a replica's `[users]`.
+    /// Returns the line of a replica's `[users]` table that names the file with API keys.
     pub(super) fn users(&self) -> String {
         format!("api_keys_file = {:?}\n", self.file("keys"))
     }
 
-    /// Returns the flags of commands that call a replica.
+    /// Returns the command-line flags with the credentials to call a replica.
     pub(super) fn flags(&self) -> Vec<String> {
         let file = |name| self.file(name).display().to_string();
         vec![
@@ -202,7 +202,7 @@ impl ClusterSecrets {
     }
 }
 
-/// Returns one line per user, with the API key and the user's name.
+/// Returns the contents of the file with API keys: a line per user, with the key and the name.
 fn keys() -> String {
     let named = USERS.iter().map(|user| (*user).to_owned());
     let numbered = (0..NUMBERED).flat_map(|number| {

@@ -1,7 +1,8 @@
 //! Checks whether `explain`, the request that follows it, and the record of its decision agree.
 //!
 //! Random requests of random users, under random policies, go to random replicas, one at a time
-//! beside other load. Each is explained at its replica and sent there; then its record is read:
+//! beside other load. The check has each request explained by its replica, sends it there, and then
+//! reads the record of its decision:
 //!
 //! - The decision reported to the client always equals the recorded one.
 //! - User and model always equal the explained ones.
@@ -28,29 +29,29 @@ use super::access::key;
 use super::load::{LoadOptions, RunningLoad};
 use super::{ClusterOptions, ProcessCluster, until};
 
-/// Tables of every replica's config.
+/// Additional config of every replica.
 const CONFIG: &str = "[routing]\nallow_override = true\n";
-/// Number of users, one of which is anonymous.
+/// Number of users, including one without a name.
 const USERS: u32 = 12;
-/// Number of sessions, one of which means no session.
+/// Number of sessions, including one that stands for no session.
 const SESSIONS: u32 = 6;
-/// Number of shared prompt prefixes.
+/// Number of different prompt prefixes.
 const BEGINNINGS: u32 = 30;
-/// Maximum words of a prompt.
+/// Maximum number of words in a prompt.
 const WORDS_MAX: u32 = 600;
-/// Path of the requests.
+/// Path that the requests are sent to.
 const PATH: &str = "/v1/completions";
 
-/// Results of one policy.
+/// Results of the requests under one policy.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct AgreementTally {
-    /// Requests that were explained, decided and recorded alike.
+    /// Number of requests that were explained, decided and recorded alike.
     pub agreed: u64,
-    /// Requests that were decided on other inputs than those explained.
+    /// Number of requests that were decided on other inputs than those explained.
     pub moved: u64,
 }
 
-/// A random request.
+/// A random request of a random user, under a random policy.
 struct RandomRequest {
     id: String,
     policy: &'static str,
@@ -96,10 +97,10 @@ impl RandomRequest {
     }
 }
 
-/// Sends `requests` requests to a new cluster and returns the results of each policy.
+/// Sends `requests` requests to a new cluster and returns the results by policy.
 ///
 /// # Errors
-/// When two results contradict each other (with both), or a response fails.
+/// If two results contradict each other (with both), or a request fails.
 pub async fn run(
     requests: u64,
     seed: u64,
@@ -192,7 +193,10 @@ async fn send(
     Ok(head.headers)
 }
 
-/// Whether the decision equals the explained one; `false` if its inputs had changed.
+/// Returns whether the decision equals the explained one; `false` if its inputs had changed.
+///
+/// # Errors
+/// If response and record contradict each other, or results differ on equal inputs.
 fn compare(explained: &Value, told: &HeaderMap, record: &Value) -> anyhow::Result<bool> {
     let decision = &record["decisions"][0];
     let header = |name: &str| told.get(name).and_then(|it| it.to_str().ok());
@@ -234,7 +238,7 @@ fn text(value: &Value) -> String {
     value.as_str().unwrap_or_default().to_owned()
 }
 
-/// Returns what a policy reads of a request.
+/// Returns the properties of a request that a policy reads.
 fn of_request(decided: &Value) -> Value {
     let mut request = decided["request"].clone();
     if let Some(members) = request.as_object_mut() {
@@ -246,7 +250,7 @@ fn of_request(decided: &Value) -> Value {
     request
 }
 
-/// Returns what policies read of the backends that passed the filters.
+/// Returns the properties of backends that policies read, for the backends that passed the filters.
 fn numbers(decided: &Value) -> Vec<Map<String, Value>> {
     candidates(decided, |backend| {
         // Explanations nest these under the replica's view of the cluster, and use null for
@@ -269,7 +273,7 @@ fn numbers(decided: &Value) -> Vec<Map<String, Value>> {
     })
 }
 
-/// Returns the policy's results for these backends.
+/// Returns the policy's results for the backends that passed the filters.
 fn results(decided: &Value) -> Vec<Map<String, Value>> {
     let members = ["id", "tier", "score", "then", "would_be"];
     candidates(decided, |backend| {

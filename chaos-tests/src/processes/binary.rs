@@ -1,5 +1,5 @@
-//! Finds the program to run as replicas and engines: the one that cargo built for the tests, or the
-//! shipped one, which is built first.
+//! Locates the program to run as replicas and engines: the one that cargo built for the tests, or
+//! the shipped one, which is built first.
 
 use std::env;
 use std::ffi::OsString;
@@ -9,13 +9,14 @@ use std::sync::OnceLock;
 
 use anyhow::{Context as _, ensure};
 
-/// Environment variable with a program to test in place of the workspace's.
+/// Environment variable with the path of a program to test in place of the workspace's.
 const OVERRIDE: &str = "QUORATE_BIN";
-/// Variable in which cargo passes the program that it built for integration tests. The shipped
-/// program has other features and would compile most of the workspace again.
+/// Environment variable in which cargo passes the path of the program that it built for integration
+/// tests. The shipped program has other features and would compile most of the workspace again.
 const FOR_TESTS: &str = "CARGO_BIN_EXE_quorate-under-test";
 
-/// Returns the program. The shipped one is built once per process, in the caller's profile.
+/// Returns the path of the program. Builds the shipped program at most once per process, in the
+/// caller's profile.
 pub(super) fn quorate() -> anyhow::Result<PathBuf> {
     static BINARY: OnceLock<Result<PathBuf, String>> = OnceLock::new();
     let built = BINARY.get_or_init(|| find().map_err(|error| format!("{error:#}")));

@@ -1,6 +1,6 @@
-//! Checks from outside what must hold after a fault. The load rests; then every running replica is
-//! ready, nothing is in flight, all digests agree, every counter equals the engines' usage, and
-//! every replica knows what the last requests put into the engines' caches.
+//! Checks of a cluster after a fault, from outside. While the load rests, every running replica
+//! must be ready, nothing may be in flight, and all digests must agree. Counters must equal the
+//! engines' usage, and replicas must know what the last requests put into caches.
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
@@ -16,15 +16,15 @@ use super::client_ledger::{AnsweredRequest, UserTotals};
 use super::load::{RunningLoad, charged};
 use super::{ProcessCluster, until};
 
-/// Number of recent prompts to query at every replica.
+/// Number of recent prompts that are queried at every replica.
 const RECALLED: usize = 6;
-/// How long counters must stay unchanged to be final.
+/// Time for which counters must stay unchanged to be final.
 const SETTLED: Duration = Duration::from_millis(300);
 
-/// Checks everything, and then resumes the load.
+/// Pauses the load, checks everything, and then resumes the load.
 ///
 /// # Errors
-/// The first check that fails.
+/// Describes the first check that fails.
 pub async fn check(cluster: &ProcessCluster, load: &RunningLoad) -> anyhow::Result<()> {
     load.rest().await?;
     for number in cluster.up() {
@@ -43,7 +43,7 @@ pub async fn check(cluster: &ProcessCluster, load: &RunningLoad) -> anyhow::Resu
 /// Checks that no request failed on a running replica.
 ///
 /// # Errors
-/// The failed requests.
+/// Describes the failed requests.
 pub fn check_failures(load: &RunningLoad) -> anyhow::Result<()> {
     let book = load.ledger();
     ensure!(
@@ -55,7 +55,8 @@ pub fn check_failures(load: &RunningLoad) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Checks that every user was charged the engines' usage. The last charges may take a moment.
+/// Checks that every user was charged for the usage that engines reported. Waits for the last
+/// charges, which may take a moment.
 async fn check_counters(cluster: &ProcessCluster, load: &RunningLoad) -> anyhow::Result<()> {
     for number in cluster.up() {
         let last = RefCell::new(None);
@@ -77,8 +78,8 @@ async fn check_counters(cluster: &ProcessCluster, load: &RunningLoad) -> anyhow:
     Ok(())
 }
 
-/// Returns counters that stayed unchanged for many flush intervals. Bounds alone would accept
-/// counters that still grow.
+/// Returns the users' counters once they have stayed unchanged for [`SETTLED`]. Bounds alone would
+/// accept counters that still grow.
 async fn settled_counters(
     cluster: &ProcessCluster,
 ) -> anyhow::Result<BTreeMap<String, UserTotals>> {
@@ -97,7 +98,7 @@ async fn settled_counters(
     Ok(last.into_inner())
 }
 
-/// Checks that no engine is believed to hold more than its capacity.
+/// Checks that no replica believes an engine to hold more blocks than its capacity.
 async fn check_ownership(cluster: &ProcessCluster) -> anyhow::Result<()> {
     for number in cluster.up() {
         let ownership = cluster.get(number, "/admin/v1/ownership").await?;
@@ -115,15 +116,15 @@ async fn check_ownership(cluster: &ProcessCluster) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Checks that every replica knows which engine holds the prompts answered last.
+/// Checks that every replica knows which engines hold the prompts that were answered last.
 async fn check_knowledge(cluster: &ProcessCluster, load: &RunningLoad) -> anyhow::Result<()> {
     check_recalled(cluster, &load.recent(RECALLED)).await
 }
 
-/// Checks that every replica knows that the answering engine holds these prompts.
+/// Checks that every replica knows that the responding engines hold these prompts.
 ///
 /// # Errors
-/// The replica that does not.
+/// If a replica does not know it.
 pub(super) async fn check_recalled(
     cluster: &ProcessCluster,
     answers: &[AnsweredRequest],

@@ -1,4 +1,4 @@
-//! A process that dies with its owner.
+//! A child process that is killed when its owner drops it.
 
 use std::fs::OpenOptions;
 use std::path::Path;
@@ -9,19 +9,19 @@ use anyhow::Context as _;
 use rustix::process::{Pid, Signal, kill_process};
 use tokio::time::{interval, timeout};
 
-/// Interval between two polls of an ending process.
+/// Interval at which an ending process is polled.
 const LOOK_EVERY: Duration = Duration::from_millis(10);
 
 /// Namespace and limits of a process.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct ProcessLimits<'a> {
-    /// Network namespace.
+    /// Network namespace in which the process runs; `None` for that of this process.
     pub(super) namespace: Option<&'a str>,
-    /// Maximum number of file descriptors.
+    /// Maximum number of file descriptors; `None` for the inherited limit.
     pub(super) descriptors: Option<u32>,
 }
 
-/// A running process whose output goes to a file.
+/// A running process whose output goes to a file. Dropping it kills the process.
 #[derive(Debug)]
 pub(super) struct ChildProcess {
     process: std::process::Child,
@@ -80,7 +80,7 @@ impl ChildProcess {
         Ok(())
     }
 
-    /// Sends a signal.
+    /// Sends a signal to the process.
     pub(super) fn signal(&self, signal: Signal) -> anyhow::Result<()> {
         let pid = i32::try_from(self.process.id())
             .ok()
@@ -89,7 +89,7 @@ impl ChildProcess {
         kill_process(pid, signal).with_context(|| format!("send {signal:?}"))
     }
 
-    /// Waits until the process has ended by itself.
+    /// Waits until the process has ended by itself, at most for `patience`.
     pub(super) async fn ended(&mut self, patience: Duration) -> anyhow::Result<ExitStatus> {
         let ended = async {
             let mut looks = interval(LOOK_EVERY);

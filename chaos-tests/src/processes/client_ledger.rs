@@ -1,9 +1,9 @@
 //! Results of a load, and the user counters that they imply.
 //!
-//! Every response carries the usage that the engine reported, and a user's counters must grow by
-//! exactly its sum. A killed replica loses charges that it had not handed over. So for *its* users
-//! the charges lie between the usage answered well before and that plus everything that may have
-//! started. The counters found within these bounds begin the next account.
+//! Every response has the usage that the engine reported, and a user's counters must grow by
+//! exactly the sum. A killed replica loses charges that it had not handed over. For *its* users,
+//! the charges lie between the usage of responses well before the kill and that plus the usage of
+//! everything that may have started. The next account begins with the counters found.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
@@ -13,23 +13,23 @@ use hyper::body::Bytes;
 use lab::replay::client::ReplayAnswer;
 use tokio::time::Instant;
 
-/// Maximum number of recent requests whose prompts can be queried.
+/// Maximum number of recent requests that are kept, so that their prompts can be queried.
 const RECENT_MAX: usize = 64;
-/// Maximum number of failures that are described.
+/// Maximum number of failures whose descriptions are kept.
 const FAILURES_SHOWN_MAX: usize = 20;
-/// Minimum bytes per token, for a bound: the emulated engine counts four.
+/// Minimum number of bytes per token, for an upper bound. The emulated engine uses four.
 const BYTES_PER_TOKEN_MIN: u64 = 2;
 
-/// Usage of a user.
+/// Number of requests and tokens of a user.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct UserTotals {
     /// Number of requests.
     pub requests: u64,
-    /// Prompt tokens that were computed.
+    /// Number of prompt tokens that were computed.
     pub uncached: u64,
-    /// Prompt tokens that were found in caches.
+    /// Number of prompt tokens that were found in caches.
     pub cached: u64,
-    /// Output tokens.
+    /// Number of output tokens.
     pub output: u64,
 }
 
@@ -41,31 +41,31 @@ impl UserTotals {
         self.output += other.output;
     }
 
-    /// The counts without the share of cached prompt tokens: an account that was not settled holds
-    /// a prediction of it.
+    /// Returns the counts without the share of cached prompt tokens. An account that was not
+    /// settled contains only a prediction of it.
     fn coarse(&self) -> [u64; 3] {
         [self.requests, self.uncached + self.cached, self.output]
     }
 }
 
-/// A request that was answered.
+/// A request that a replica answered.
 #[derive(Debug, Clone)]
 pub struct AnsweredRequest {
-    /// Number of the replica that answered.
+    /// Number of the replica that responded.
     pub replica: usize,
-    /// The user who is charged.
+    /// User who is charged for the request.
     pub user: String,
-    /// When it was sent.
+    /// Time of sending the request.
     pub sent: Instant,
-    /// When the response was complete.
+    /// Time at which the response was complete.
     pub ended: Instant,
-    /// The response.
+    /// Response of the replica.
     pub answer: ReplayAnswer,
-    /// The request body.
+    /// Body of the request.
     pub body: Bytes,
 }
 
-/// A request that was lost with its replica.
+/// A request that was lost with its replica, with bounds of its usage.
 #[derive(Debug)]
 pub(super) struct LostRequest {
     pub(super) user: String,
@@ -73,29 +73,28 @@ pub(super) struct LostRequest {
     pub(super) output_max: u64,
 }
 
-/// Longest pauses without a response.
+/// Longest times that clients waited for a response.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct LongestStall {
     /// Longest time between two responses of any replica.
     pub gap: Duration,
-    /// Longest time to first token.
+    /// Longest time to first token of any request.
     pub ttft: Duration,
 }
 
-/// Responses over some time, as clients saw them.
+/// Figures of the responses over some time, as clients saw them.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct AnswerFigures {
-    /// For each response, the time from sending to the first text.
+    /// Time from sending the request to the first text, for each response.
     pub ttfts: Vec<Duration>,
-    /// Tokens of all prompts.
+    /// Number of tokens in all prompts.
     pub prompt_tokens: u64,
-    /// Prompt tokens found in engines' caches.
+    /// Number of prompt tokens found in engines' caches.
     pub cached_tokens: u64,
 }
 
 impl AnswerFigures {
-    /// Returns the time to the first text at this permille of responses, or zero if there was no
-    /// response.
+    /// Returns the time to the first text at the quantile `permille`, or zero without responses.
     #[must_use]
     pub fn ttft(&self, permille: usize) -> Duration {
         let mut sorted = self.ttfts.clone();
@@ -118,7 +117,7 @@ impl AnswerFigures {
     }
 }
 
-/// Number of responses, and their usage by user.
+/// Record of a load's requests: counts, failures and usage by user.
 #[derive(Debug, Default)]
 pub struct ClientLedger {
     /// Number of answered requests.
@@ -127,23 +126,23 @@ pub struct ClientLedger {
     pub lost: u64,
     /// Number of requests that failed on a running replica.
     pub failed: u64,
-    /// Descriptions of the first failures.
+    /// Descriptions of the first failures, at most 20.
     pub failures: Vec<String>,
-    /// Stalls since [`ClientLedger::measure`].
+    /// Longest stalls since [`ClientLedger::measure`].
     pub stall: LongestStall,
     by_replica: BTreeMap<usize, u64>,
-    /// `None` until requested.
+    /// Figures of the responses; `None` until [`ClientLedger::take_figures`] is first called.
     figures: Option<AnswerFigures>,
     last_answer: Option<Instant>,
     recent: VecDeque<AnsweredRequest>,
     account: UsageSince,
 }
 
-/// A time in which a replica's responses may be unknown to the others.
+/// A span of time in which the responses of a replica may be unknown to its peers.
 #[derive(Debug, Clone, Copy)]
 struct UnknownWindow {
     since: Instant,
-    /// When the replica was killed.
+    /// Time at which the replica was killed.
     until: Instant,
 }
 
@@ -153,16 +152,16 @@ impl UnknownWindow {
     }
 }
 
-/// Usage since counters were last compared.
+/// Usage since the counters were last compared.
 #[derive(Debug, Default)]
 struct UsageSince {
-    /// Counters at that time.
+    /// Counters of users at the last comparison.
     before: BTreeMap<String, UserTotals>,
-    /// Responses: user, replica, time, usage.
+    /// User, replica, time and usage of each response.
     answers: Vec<(String, usize, Instant, UserTotals)>,
-    /// Maximum usage of lost requests.
+    /// Maximum usage of lost requests, by user.
     lost: BTreeMap<String, UserTotals>,
-    /// Killed replicas, with the times in which their responses may be unknown to the others.
+    /// Spans in which the responses of killed replicas may be unknown to their peers, by replica.
     doubts: BTreeMap<usize, UnknownWindow>,
 }
 
@@ -210,30 +209,31 @@ impl ClientLedger {
         }
     }
 
-    /// Ignores the time since the last response, because the load rested.
+    /// Ends the measurement of the current gap, because the load rested.
     pub(super) fn rested(&mut self) {
         self.last_answer = None;
     }
 
-    /// Starts to measure stalls.
+    /// Starts a new measurement of stalls.
     pub fn measure(&mut self) {
         self.stall = LongestStall::default();
         self.last_answer = Some(Instant::now());
     }
 
-    /// Returns the figures of all responses since the last call; none the first time.
+    /// Returns the figures of all responses since the last call. The first call returns empty
+    /// figures and starts the collection.
     pub fn take_figures(&mut self) -> AnswerFigures {
         let figures = self.figures.replace(AnswerFigures::default());
         figures.unwrap_or_default()
     }
 
-    /// Returns the number of requests that one replica answered.
+    /// Returns the number of requests that a replica has answered.
     #[must_use]
     pub fn answered_by(&self, replica: usize) -> u64 {
         self.by_replica.get(&replica).copied().unwrap_or(0)
     }
 
-    /// Marks responses of a killed replica between the two times as possibly unknown to the others.
+    /// Marks responses of a killed replica from `since` to `until` as possibly unknown to others.
     pub fn doubt(&mut self, replica: usize, since: Instant, until: Instant) {
         let new = UnknownWindow { since, until };
         let doubt = self.account.doubts.entry(replica).or_insert(new);
@@ -241,7 +241,7 @@ impl ClientLedger {
         doubt.until = doubt.until.max(until);
     }
 
-    /// Returns the last answered requests, newest first, without those in doubt.
+    /// Returns the last `count` answered requests, newest first, without doubtful ones.
     #[must_use]
     pub fn recent(&self, count: usize) -> Vec<AnsweredRequest> {
         let doubts = &self.account.doubts;
@@ -253,10 +253,10 @@ impl ClientLedger {
             .collect()
     }
 
-    /// Compares the users' counters with their usage.
+    /// Compares the users' counters `charged` with the usage in responses.
     ///
     /// # Errors
-    /// The first counter that does not match.
+    /// Describes the first counter that does not match.
     pub fn compare(&self, charged: &BTreeMap<String, UserTotals>) -> anyhow::Result<()> {
         let mut expected: BTreeMap<&str, ExpectedCounters> = BTreeMap::new();
         for (user, usage) in &self.account.before {
@@ -289,7 +289,7 @@ impl ClientLedger {
         Ok(())
     }
 
-    /// Begins the next account with the current counters.
+    /// Begins the next account with the current counters `charged`.
     pub fn begin_account(&mut self, charged: BTreeMap<String, UserTotals>) {
         // Requests in doubt stay unknown when the doubts of this account are forgotten.
         let doubts = &self.account.doubts;
@@ -301,13 +301,13 @@ impl ClientLedger {
     }
 }
 
-/// Whether all replicas must know of an answered request.
+/// Returns whether all replicas must know of an answered request.
 fn is_known(answered: &AnsweredRequest, doubts: &BTreeMap<usize, UnknownWindow>) -> bool {
     let doubt = doubts.get(&answered.replica);
     doubt.is_none_or(|doubt| !doubt.covers(answered.ended))
 }
 
-/// Bounds of a user's counters.
+/// Bounds of a user's counters: the sure part, and a part that may be missing.
 #[derive(Debug, Default)]
 struct ExpectedCounters {
     surely: UserTotals,

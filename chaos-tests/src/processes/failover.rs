@@ -1,4 +1,4 @@
-//! Measures what losing the leader or the quorum costs the remaining replicas.
+//! Measures the cost of losing the leader or the quorum for the remaining replicas.
 
 use std::time::Duration;
 
@@ -9,11 +9,11 @@ use super::client_ledger::LongestStall;
 use super::faults::FaultContext;
 use super::{checks, waiting};
 
-/// Interval between two queries for the leader.
+/// Interval at which the remaining replicas are queried for a leader.
 const LOOK_EVERY: Duration = Duration::from_millis(2);
-/// Duration of the load before a fault, for comparison.
+/// Duration of the load before a fault, for comparison with the time after it.
 const QUIET: Duration = Duration::from_secs(1);
-/// Duration of the load after a fault, to catch stalls.
+/// Duration of the load after a failover, to measure stalls.
 const AFTER: Duration = Duration::from_secs(1);
 
 /// Result of killing the leader once.
@@ -21,31 +21,31 @@ const AFTER: Duration = Duration::from_secs(1);
 pub struct Failover {
     /// Time from the kill until another replica leads and has a quorum.
     pub new_leader: Duration,
-    /// Stalls in the second before the kill.
+    /// Longest stalls in the second before the kill.
     pub quiet: LongestStall,
-    /// Stalls from the kill on.
+    /// Longest stalls from the kill on.
     pub stall: LongestStall,
-    /// Requests answered by the others in the meantime.
+    /// Number of requests that the other replicas answered meanwhile.
     pub answered: u64,
 }
 
 /// Result of losing two of three replicas for a while.
 #[derive(Debug, Clone, Copy)]
 pub struct QuorumLoss {
-    /// Requests answered by the remaining replica.
+    /// Number of requests that the remaining replica answered.
     pub answered: u64,
-    /// Minimum of answered requests in any second.
+    /// Minimum number of answered requests in any second.
     pub answered_per_s_min: u64,
-    /// Stalls in the meantime.
+    /// Longest stalls while the quorum was lost.
     pub stall: LongestStall,
-    /// Time from starting the others until everything was settled and checked.
+    /// Time from starting the killed replicas until everything was settled and checked.
     pub healed: Duration,
 }
 
 /// Kills the leader under load, measures the failover, and restarts the replica.
 ///
 /// # Errors
-/// The first check that fails.
+/// Describes the first check that fails.
 pub async fn kill_leader(stage: &mut FaultContext) -> anyhow::Result<Failover> {
     let leader = stage.cluster.leader().await?;
     stage.load.ledger().measure();
@@ -101,10 +101,10 @@ async fn wait_for_leader(stage: &FaultContext, others: &[usize]) -> anyhow::Resu
         .flatten()
 }
 
-/// Kills two of three replicas, lets the third serve alone for `length`, and heals.
+/// Kills two of three replicas, lets the third serve alone for `length`, and restarts the others.
 ///
 /// # Errors
-/// The first check that fails.
+/// Describes the first check that fails.
 pub async fn lose_quorum(stage: &mut FaultContext, length: Duration) -> anyhow::Result<QuorumLoss> {
     let left = stage.any();
     let victims = stage.others(left);

@@ -1,4 +1,4 @@
-//! Resources held by replicas' processes, to check whether they are released.
+//! Resources of replicas' processes, to check whether they are released.
 
 use std::fs;
 
@@ -7,18 +7,18 @@ use http::Method;
 
 use super::ProcessCluster;
 
-/// Resources of a replica's process.
+/// Resources that a replica's process holds.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct ProcessFigures {
-    /// Resident memory, in bytes.
+    /// Size of resident memory, in bytes.
     pub rss_bytes: u64,
-    /// Open file descriptors.
+    /// Number of open file descriptors.
     pub descriptors: u64,
-    /// Live tasks of its runtime.
+    /// Number of live tasks in the replica's runtime.
     pub tasks: u64,
-    /// Client connections.
+    /// Number of client connections.
     pub connections: u64,
-    /// Requests under way.
+    /// Number of requests in flight.
     pub in_flight: u64,
 }
 
@@ -26,7 +26,7 @@ impl ProcessFigures {
     /// Returns the maximum of each figure over all replicas.
     ///
     /// # Errors
-    /// When a replica has ended or does not answer.
+    /// If a replica is down or does not respond.
     pub async fn of(cluster: &ProcessCluster) -> anyhow::Result<Self> {
         let mut most = Self::default();
         for number in 0..cluster.replicas() {

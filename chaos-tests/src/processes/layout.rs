@@ -1,4 +1,4 @@
-//! Addresses and config files of a cluster of processes.
+//! Addresses and config files of a cluster's processes.
 
 use std::fmt::Write as _;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
@@ -12,26 +12,26 @@ use crate::netns::NetnsNetwork;
 
 /// Number of ports per replica.
 const PORTS: usize = 4;
-/// Fixed ports, if every replica has a host of its own.
+/// Fixed data port, used like the following ports if every replica has a host of its own.
 const DATA_PORT: u16 = 7080;
 const ADMIN_PORT: u16 = 7081;
 const PEER_PORT: u16 = 7082;
 const EPP_PORT: u16 = 7083;
 const ENGINE_PORT: u16 = 7100;
 
-/// Addresses of all processes.
+/// Addresses of all processes of a cluster.
 #[derive(Debug)]
 pub(super) struct Layout {
     pub(super) replicas: Vec<Addresses>,
     pub(super) engines: Vec<SocketAddr>,
-    /// Replicas that found the cluster.
+    /// Numbers of the replicas that found the cluster.
     pub(super) founders: Vec<usize>,
-    /// `None` on loopback.
+    /// Network of the hosts; `None` on loopback.
     pub(super) network: Option<NetnsNetwork>,
 }
 
 impl Layout {
-    /// Assigns all addresses, and starts the hosts.
+    /// Assigns all addresses and creates the hosts, if any.
     pub(super) fn new(options: &ClusterOptions) -> anyhow::Result<Self> {
         let replicas = usize::from(options.replicas) + usize::from(options.spares);
         let engines = usize::from(options.engines);
@@ -62,7 +62,7 @@ impl Layout {
         })
     }
 
-    /// Uses one host per replica, and the last one for the engines.
+    /// Assigns addresses on one host per replica, and on a last host for the engines.
     fn on_hosts(replicas: usize, engines: usize) -> anyhow::Result<Self> {
         let network = NetnsNetwork::start(replicas + 1)?;
         let of_replica = |number: usize| {
@@ -89,7 +89,7 @@ impl Layout {
         Ok(layout)
     }
 
-    /// Writes the addresses of all replicas to the hosts file of a replica's host.
+    /// Writes the addresses of all replicas to the hosts file of the host of replica `number`.
     pub(super) fn write_hosts(&self, number: usize) -> anyhow::Result<()> {
         let Some(network) = &self.network else {
             return Ok(());
@@ -100,7 +100,7 @@ impl Layout {
         network.set_names(number, &names)
     }
 
-    /// Gives a replica's host another peer address.
+    /// Moves the host of a replica to another peer address.
     pub(super) fn move_replica(&mut self, number: usize) -> anyhow::Result<()> {
         let network = self.network.as_mut();
         let network = network.context("this needs hosts in network namespaces")?;
@@ -110,28 +110,28 @@ impl Layout {
         Ok(())
     }
 
-    /// Returns the namespace of a replica.
+    /// Returns the network namespace of a replica; `None` on loopback.
     pub(super) fn namespace(&self, number: usize) -> Option<&str> {
         let network = self.network.as_ref();
         network.map(|network| network.namespace(number))
     }
 
-    /// Returns the namespace of the engines.
+    /// Returns the network namespace of the engines; `None` on loopback.
     pub(super) fn engine_namespace(&self) -> Option<&str> {
         self.namespace(self.replicas.len())
     }
 }
 
-/// How a replica becomes part of the cluster.
+/// Way in which a replica becomes part of the cluster.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum ReplicaOrigin {
-    /// Founds the cluster together with the others: this many, starting with the first.
+    /// The replica founds the cluster together with others. There are this many founders in total.
     Founder(u8),
-    /// Joins the cluster through any other replica.
+    /// The replica joins the cluster through any other replica.
     Joiner,
 }
 
-/// Returns a replica's config file.
+/// Returns the contents of a replica's config file.
 pub(super) fn config(
     layout: &Layout,
     (number, id): (usize, u8),

@@ -1,8 +1,8 @@
-//! Load for a cluster under faults: chats over all replicas that take requests, until stopped.
+//! Load for a cluster under faults: chats over all replicas that accept requests.
 //!
 //! The next turn of a chat goes to any replica, but each request is charged to a user of the
-//! replica that gets it. So charges that a killed replica had not handed over concern its own users
-//! only, and all other counters must be exact. No request is sent twice.
+//! replica that receives it. Charges that a killed replica had not handed over thus concern only
+//! its own users, and all other counters must be exact. The load sends no request twice.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -27,13 +27,13 @@ use super::{ProcessCluster, until};
 
 /// Number of users per replica.
 const USERS: usize = 2;
-/// Path of the chats.
+/// Path that chat requests are sent to.
 const PATH: &str = "/v1/chat/completions";
 
-/// Amount and kind of load.
+/// Options of a load: its amount and kind.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LoadOptions {
-    /// Number of concurrent requests.
+    /// Number of senders, each with one request at a time.
     pub senders: usize,
     /// Minimum time between two requests of a sender.
     pub pause: Duration,
@@ -42,7 +42,7 @@ pub struct LoadOptions {
     /// Whether a gateway sends every second request to the engine that the replica's picker
     /// chooses. The cluster must have pickers.
     pub asks_pickers: bool,
-    /// Contents of the chats.
+    /// Sizes and contents of the chats.
     pub chats: ChatsOptions,
 }
 
@@ -67,7 +67,7 @@ impl Default for LoadOptions {
     }
 }
 
-/// A running load. It ends when dropped.
+/// A running load, which ends when dropped.
 #[derive(Debug)]
 pub struct RunningLoad {
     shared: Arc<LoadShared>,
@@ -77,23 +77,24 @@ pub struct RunningLoad {
 #[derive(Debug)]
 struct LoadShared {
     targets: Arc<Targets>,
-    /// Gateways by replica, each of which asks only that one; with [`LoadOptions::asks_pickers`].
+    /// Gateways by replica, each of which asks only that replica's picker. Empty without
+    /// [`LoadOptions::asks_pickers`].
     gateways: Vec<StandInGateway>,
-    /// Number of requests so far.
+    /// Number of requests sent so far.
     number: AtomicUsize,
-    /// By replica: whether it takes no more requests, but must still answer those that it has.
+    /// Whether each replica receives no more requests, but must still answer those that it has.
     closing: Vec<AtomicBool>,
     options: LoadOptions,
     client: ReplayClient,
     chats: Mutex<Chats>,
     ledger: Mutex<ClientLedger>,
-    /// Whether the load rests.
+    /// Whether the load rests, which senders watch.
     pace: watch::Sender<bool>,
     under_way: watch::Sender<usize>,
 }
 
 impl RunningLoad {
-    /// Starts the load.
+    /// Starts a load on all replicas of a cluster.
     #[must_use]
     pub fn start(cluster: &ProcessCluster, options: LoadOptions) -> Self {
         let targets = cluster.targets();
@@ -119,30 +120,30 @@ impl RunningLoad {
         Self { shared, senders }
     }
 
-    /// Returns the results so far.
+    /// Returns the record of the load so far.
     pub fn ledger(&self) -> MutexGuard<'_, ClientLedger> {
         self.shared.ledger()
     }
 
-    /// Stops or resumes sending to a replica. Its requests under way must still be answered.
+    /// Stops or resumes sending to a replica. It must still answer its requests in flight.
     pub fn set_closing(&self, replica: usize, is_closing: bool) {
         self.shared.closing[replica].store(is_closing, Ordering::SeqCst);
     }
 
-    /// Waits until this many more requests are answered.
+    /// Waits until `more` further requests are answered.
     ///
     /// # Errors
-    /// When that takes more than a minute.
+    /// If that takes more than a minute.
     pub async fn wait_for_requests(&self, more: u64) -> anyhow::Result<()> {
         let goal = self.ledger().answered + more;
         let what = format!("{more} more requests are answered");
         until(&what, async || Ok(self.ledger().answered >= goal)).await
     }
 
-    /// Waits until each of these replicas has answered this many more requests.
+    /// Waits until each of these replicas has answered `more` further requests.
     ///
     /// # Errors
-    /// When that takes more than a minute.
+    /// If that takes more than a minute.
     pub async fn after_by_each(&self, replicas: &[usize], more: u64) -> anyhow::Result<()> {
         for replica in replicas {
             let goal = self.ledger().answered_by(*replica) + more;
@@ -155,10 +156,10 @@ impl RunningLoad {
         Ok(())
     }
 
-    /// Pauses sending and waits until no request is under way.
+    /// Pauses sending and waits until no request is in flight.
     ///
     /// # Errors
-    /// When requests do not end.
+    /// If the load has ended.
     pub async fn rest(&self) -> anyhow::Result<()> {
         self.shared.pace.send_replace(true);
         let mut under_way = self.shared.under_way.subscribe();
@@ -170,23 +171,23 @@ impl RunningLoad {
         Ok(())
     }
 
-    /// Resumes after a rest.
+    /// Resumes sending after a rest.
     pub fn go_on(&self) {
         self.shared.ledger().rested();
         self.shared.pace.send_replace(false);
     }
 
-    /// Stops the load after the requests under way.
+    /// Stops the load once no request is in flight, and returns its record.
     ///
     /// # Errors
-    /// When requests do not end.
+    /// If the load has ended.
     pub async fn stop(mut self) -> anyhow::Result<ClientLedger> {
         self.rest().await?;
         self.senders.shutdown().await;
         Ok(std::mem::take(&mut *self.shared.ledger()))
     }
 
-    /// Returns the last answered requests that all replicas must know, newest first.
+    /// Returns the last `count` answered requests that all replicas must know, newest first.
     #[must_use]
     pub fn recent(&self, count: usize) -> Vec<AnsweredRequest> {
         self.ledger().recent(count)
@@ -219,7 +220,7 @@ impl LoadShared {
         }
     }
 
-    /// Returns the next replica that takes requests.
+    /// Returns the next replica that is up and receives requests.
     fn pick(&self) -> Option<PickedTarget> {
         (0..self.targets.len())
             .filter_map(|_| self.targets.pick())
@@ -250,7 +251,7 @@ impl LoadShared {
         self.note(pick, user, turn.body, sent, result);
     }
 
-    /// Sends a request through a gateway, within its timeout.
+    /// Sends a request through a gateway, within the timeout of requests.
     async fn ask_gateway(
         &self,
         gateway: &StandInGateway,
@@ -320,16 +321,16 @@ impl LoadShared {
     }
 }
 
-/// Creates a gateway for each replica.
+/// Creates a gateway for the picker of each replica.
 fn gateways(cluster: &ProcessCluster) -> Vec<StandInGateway> {
     let of_one = |at| StandInGateway::new(&[at], GatewayOptions::default());
     cluster.picker_addrs().into_iter().map(of_one).collect()
 }
 
-/// Returns all users' usage from one replica's admin API.
+/// Queries all users' usage from one replica's admin API.
 ///
 /// # Errors
-/// When it does not answer.
+/// If the replica does not respond.
 pub async fn charged(
     cluster: &ProcessCluster,
     replica: usize,

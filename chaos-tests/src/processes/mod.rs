@@ -1,9 +1,9 @@
 //! A cluster of real processes: replicas and engines, each with its own folder and log, on loopback
 //! or on hosts of their own.
 //!
-//! Addresses are chosen once and kept, so that a restarted replica is found again. Everything that
-//! a cluster started ends with it. If a cluster is dropped without [`ProcessCluster::stop`], its
-//! test has failed, and the ends of its logs are printed.
+//! Addresses are chosen once and kept, so that others find a restarted replica again. Everything
+//! that a cluster started ends with it. If a cluster is dropped without [`ProcessCluster::stop`],
+//! its test has failed, and the ends of its logs are printed.
 
 pub mod access;
 pub mod agreement;
@@ -47,12 +47,12 @@ use crate::netns::NetnsNetwork;
 
 /// Number of log lines that are printed when a test fails.
 const LOG_LINES_SHOWN: usize = 25;
-/// Longest wait for a response. Some admin calls wait by themselves, for seconds at most.
+/// Maximum wait for a response of an admin API. Some calls wait by themselves, for seconds at most.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
-/// Longest time of a replica to shut down, or to refuse to start.
+/// Maximum time for a replica to shut down, or to refuse to start.
 const ENDING_PATIENCE: Duration = Duration::from_secs(60);
 
-/// A cluster of replicas and engines.
+/// A running cluster of replicas and engines.
 #[derive(Debug)]
 pub struct ProcessCluster {
     // Dropped in this order: processes before the folder and the hosts.
@@ -61,14 +61,14 @@ pub struct ProcessCluster {
     options: ClusterOptions,
     binary: PathBuf,
     layout: Layout,
-    /// Targets of the load: the replicas in order.
+    /// Targets of the load: the replicas, in order.
     targets: Arc<Targets>,
     client: JsonClient,
-    /// `None` if the cluster is not secure.
+    /// Credentials of the cluster; `None` if it is not secure.
     secrets: Option<ClusterSecrets>,
     small_disk: Option<SmallDisk>,
     dir: TempDir,
-    /// Set by [`ProcessCluster::stop`]; otherwise the test has failed.
+    /// Whether [`ProcessCluster::stop`] was called. If not, the test has failed.
     has_passed: bool,
 }
 
@@ -76,13 +76,13 @@ pub struct ProcessCluster {
 struct ReplicaProcess {
     id: u8,
     origin: ReplicaOrigin,
-    /// `None` while the replica is down.
+    /// Process of the replica; `None` while it is down.
     child: Option<ChildProcess>,
-    /// Whether it runs but is unreachable: stopped by a signal, or without a link.
+    /// Whether the replica runs but is unreachable, because a signal stopped it or it has no link.
     is_silent: bool,
 }
 
-/// A folder on an in-memory disk, removed on drop.
+/// A folder on an in-memory disk of limited size, which is unmounted on drop.
 #[derive(Debug)]
 struct SmallDisk(PathBuf);
 
@@ -103,15 +103,16 @@ impl Drop for SmallDisk {
 }
 
 impl ProcessCluster {
-    /// Starts all processes and waits until every replica is ready and sees every engine healthy.
+    /// Starts all processes. Waits until every replica is ready and sees that every engine is
+    /// healthy.
     ///
     /// # Errors
-    /// When a process does not start in time.
+    /// If a process does not start in time.
     pub async fn start(options: ClusterOptions) -> anyhow::Result<Self> {
         Self::start_from(binary::quorate()?, options).await
     }
 
-    /// Starts a cluster like [`ProcessCluster::start`], with another program.
+    /// Starts a cluster of the program `binary`, and waits as [`ProcessCluster::start`] does.
     async fn start_from(binary: PathBuf, options: ClusterOptions) -> anyhow::Result<Self> {
         let dir = tempfile::Builder::new()
             .prefix("quorate-chaos-")
@@ -171,7 +172,7 @@ impl ProcessCluster {
         self.binary = binary;
     }
 
-    /// Returns the targets of the load: the replicas, skipping those that are down.
+    /// Returns the targets of a load: the replicas, of which those that are down are skipped.
     #[must_use]
     pub fn targets(&self) -> Arc<Targets> {
         self.targets.clone()
@@ -189,13 +190,14 @@ impl ProcessCluster {
         self.layout.replicas[number].data
     }
 
-    /// Returns the addresses of the replicas' pickers, with [`ClusterOptions::has_pickers`].
+    /// Returns the addresses of the replicas' pickers, which listen with
+    /// [`ClusterOptions::has_pickers`].
     #[must_use]
     pub fn picker_addrs(&self) -> Vec<SocketAddr> {
         self.layout.replicas.iter().map(|it| it.epp).collect()
     }
 
-    /// Returns the access of clients.
+    /// Returns the access of clients to the cluster.
     #[must_use]
     pub fn access(&self) -> ClientAccess {
         let secrets = self.secrets.as_ref();
@@ -206,13 +208,13 @@ impl ProcessCluster {
     /// no replica.
     ///
     /// # Errors
-    /// When it cannot be read.
+    /// If the certificate cannot be read.
     pub fn stranger(&self) -> anyhow::Result<ClientAccess> {
         let secrets = self.secrets.as_ref();
         secrets.map_or_else(|| Ok(ClientAccess::default()), ClusterSecrets::stranger)
     }
 
-    /// Returns an operator's client of this cluster.
+    /// Returns the admin API client of an operator.
     #[must_use]
     pub fn operator(&self) -> &JsonClient {
         &self.client
@@ -249,7 +251,7 @@ impl ProcessCluster {
         self.layout.replicas[number].peer_name()
     }
 
-    /// Returns the number of replicas, up or down, including free places.
+    /// Returns the number of replicas, up or down, including spare ones.
     #[must_use]
     pub fn replicas(&self) -> usize {
         self.replicas.len()
@@ -261,33 +263,33 @@ impl ProcessCluster {
         self.replicas[number].id
     }
 
-    /// Returns the process id of a running replica.
+    /// Returns the process id of a replica; `None` if it is down.
     #[must_use]
     pub fn process_id(&self, number: usize) -> Option<u32> {
         self.replicas[number].child.as_ref().map(ChildProcess::id)
     }
 
-    /// Returns the hosts of the replicas.
+    /// Returns the network of the replicas' hosts.
     ///
     /// # Errors
-    /// On loopback, where there are none.
+    /// If the cluster is on loopback.
     pub fn network(&mut self) -> anyhow::Result<&mut NetnsNetwork> {
         let network = self.layout.network.as_mut();
         network.context("this needs hosts in network namespaces")
     }
 
-    /// Writes the current addresses of all replicas to one replica's host.
+    /// Writes the current addresses of all replicas to the hosts file of one replica's host.
     ///
     /// # Errors
-    /// When its hosts file cannot be written.
+    /// If the hosts file cannot be written.
     pub fn write_hosts(&self, number: usize) -> anyhow::Result<()> {
         self.layout.write_hosts(number)
     }
 
-    /// Kills a replica with SIGKILL. Requests under way there count as lost, not as failed.
+    /// Kills a replica with SIGKILL. Its requests in flight count as lost, not as failed.
     ///
     /// # Errors
-    /// When it is down already.
+    /// If the replica is already down.
     pub fn kill(&mut self, number: usize) -> anyhow::Result<()> {
         let child = self.replicas[number].child.take();
         let child = child.with_context(|| format!("replica {} is down", number + 1))?;
@@ -298,7 +300,7 @@ impl ProcessCluster {
     /// Sends a signal to a running replica.
     ///
     /// # Errors
-    /// When it is down.
+    /// If the replica is down, or the signal cannot be sent.
     pub fn signal(&self, number: usize, signal: Signal) -> anyhow::Result<()> {
         let child = self.replicas[number].child.as_ref();
         let child = child.with_context(|| format!("replica {} is down", number + 1))?;
@@ -309,7 +311,7 @@ impl ProcessCluster {
     /// meantime it gets no load, and no check waits for it.
     ///
     /// # Errors
-    /// When it does not become ready.
+    /// If the replica does not become ready.
     pub async fn set_silent(&mut self, number: usize, is_silent: bool) -> anyhow::Result<()> {
         self.replicas[number].is_silent = is_silent;
         if !is_silent {
@@ -322,7 +324,7 @@ impl ProcessCluster {
     /// Waits until a replica has ended by itself, and returns its exit status.
     ///
     /// # Errors
-    /// When it is down already, or does not end.
+    /// If the replica is already down, or does not end.
     pub async fn ended(&mut self, number: usize) -> anyhow::Result<ExitStatus> {
         let child = self.replicas[number].child.take();
         let mut child = child.with_context(|| format!("replica {} is down", number + 1))?;
@@ -335,7 +337,7 @@ impl ProcessCluster {
     /// Deletes the disk contents of a killed replica.
     ///
     /// # Errors
-    /// When it is up, or its folder cannot be deleted.
+    /// If the replica is up, or its files cannot be deleted.
     pub fn wipe(&self, number: usize) -> anyhow::Result<()> {
         self.ensure_down(number)?;
         let data_dir = self.data_dir(number);
@@ -355,7 +357,7 @@ impl ProcessCluster {
     /// Restarts killed replicas. Each takes load again once it is ready.
     ///
     /// # Errors
-    /// When one does not start or become ready.
+    /// If a replica is up, or does not start or become ready.
     pub async fn restart(&mut self, numbers: &[usize]) -> anyhow::Result<()> {
         for number in numbers {
             self.start_replica(*number)?;
@@ -370,7 +372,7 @@ impl ProcessCluster {
     /// Makes a replica that is down join under a new id.
     ///
     /// # Errors
-    /// When it is up, or ids are used up.
+    /// If the replica is up, or no id is left.
     pub fn renumber(&mut self, number: usize) -> anyhow::Result<()> {
         self.ensure_down(number)?;
         let highest = self.replicas.iter().map(|replica| replica.id).max();
@@ -385,7 +387,7 @@ impl ProcessCluster {
     /// start.
     ///
     /// # Errors
-    /// When one is up.
+    /// If a replica is up.
     pub fn refound(&mut self, numbers: &[usize]) -> anyhow::Result<()> {
         let count = u8::try_from(numbers.len()).context("too many replicas")?;
         for number in numbers {
@@ -396,26 +398,26 @@ impl ProcessCluster {
         Ok(())
     }
 
-    /// Gives a replica that is down another peer address. Names do not change.
+    /// Moves a replica that is down to another peer address. Names do not change.
     ///
     /// # Errors
-    /// When it is up, or on loopback.
+    /// If the replica is up, or the cluster is on loopback.
     pub fn move_replica(&mut self, number: usize) -> anyhow::Result<()> {
         self.ensure_down(number)?;
         self.layout.move_replica(number)
     }
 
-    /// Returns the replica with the small disk.
+    /// Returns the number of the replica with the small disk, if there is one.
     #[must_use]
     pub fn small_disk(&self) -> Option<usize> {
         let founders = usize::from(self.options.replicas);
         self.small_disk.as_ref().map(|_| founders - 1)
     }
 
-    /// Runs a replica's program to its end, with a command that takes its config: `recover`.
+    /// Runs a command of the program to its end with the config of a replica, such as `recover`.
     ///
     /// # Errors
-    /// When it fails.
+    /// If the command fails.
     pub async fn run_on(&self, number: usize, command: &str) -> anyhow::Result<()> {
         let config = self.write_config(number)?;
         let args = [command, "--config", &config];
@@ -425,10 +427,10 @@ impl ProcessCluster {
         Ok(())
     }
 
-    /// Runs the program to its end, with any command that calls a replica.
+    /// Runs a command of the program that calls a replica to its end.
     ///
     /// # Errors
-    /// When it fails.
+    /// If the command fails.
     pub async fn run(&self, args: &[&str]) -> anyhow::Result<()> {
         let log = self.dir.path().join("commands.log");
         let flags = self.secrets.as_ref().map(ClusterSecrets::flags);
@@ -449,10 +451,10 @@ impl ProcessCluster {
         Ok(())
     }
 
-    /// Starts a replica without waiting for it, because it may be expected to refuse.
+    /// Starts a replica without waiting for it, because a test may expect it to refuse.
     ///
     /// # Errors
-    /// When it is up, or the program cannot be started.
+    /// If the replica is up, or the program cannot be started.
     pub fn start_replica(&mut self, number: usize) -> anyhow::Result<()> {
         self.ensure_down(number)?;
         let config = self.write_config(number)?;
@@ -461,7 +463,7 @@ impl ProcessCluster {
         Ok(())
     }
 
-    /// Returns the folder of a replica's store.
+    /// Returns the folder of a replica's data.
     #[must_use]
     pub fn data_dir(&self, number: usize) -> PathBuf {
         self.dir.path().join(format!("replica-{}", number + 1))
@@ -473,22 +475,22 @@ impl ProcessCluster {
         self.dir.path()
     }
 
-    /// Keeps the folder when the cluster ends, and returns its path.
+    /// Keeps the cluster's folder when the cluster ends, and returns its path.
     pub fn keep_folder(&mut self) -> PathBuf {
         self.dir.disable_cleanup(true);
         self.dir.path().to_owned()
     }
 
-    /// Returns a replica's log.
+    /// Returns the log output of a replica.
     ///
     /// # Errors
-    /// When its log cannot be read.
+    /// If the log file cannot be read.
     pub fn log(&self, number: usize) -> anyhow::Result<String> {
         let path = self.log_path(number);
         fs::read_to_string(&path).with_context(|| format!("read {}", path.display()))
     }
 
-    /// Stops everything and marks the test as passed.
+    /// Stops all processes and marks the test as passed.
     pub fn stop(mut self) {
         self.has_passed = true;
     }
@@ -550,7 +552,7 @@ fn scheme(secrets: Option<&ClusterSecrets>) -> &'static str {
     if secrets.is_some() { "https" } else { "http" }
 }
 
-/// Returns the targets of the load.
+/// Returns the targets of a load: the data URLs of all replicas.
 fn targets(layout: &Layout, secrets: Option<&ClusterSecrets>) -> anyhow::Result<Targets> {
     let replicas = layout.replicas.iter();
     let urls: Vec<String> = replicas
@@ -562,7 +564,7 @@ fn targets(layout: &Layout, secrets: Option<&ClusterSecrets>) -> anyhow::Result<
     })
 }
 
-/// Returns an operator's client.
+/// Returns the admin API client of an operator.
 fn client(secrets: Option<&ClusterSecrets>) -> JsonClient {
     let client = JsonClient::new(ANSWER_TIMEOUT);
     let Some(secrets) = secrets else {

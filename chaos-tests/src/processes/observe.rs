@@ -1,4 +1,4 @@
-//! Observes a cluster of processes from outside, and waits for conditions.
+//! Observation of a cluster of processes from outside, and waits for its conditions.
 
 use anyhow::{Context as _, ensure};
 use futures_util::future::join_all;
@@ -8,11 +8,11 @@ use serde_json::Value;
 use super::{ProcessCluster, until};
 
 impl ProcessCluster {
-    /// Returns the leader, as seen from a running replica. Waits until there is one that is up and
-    /// followed.
+    /// Returns the leader, as seen from a running replica. Waits until a running replica leads with
+    /// a quorum.
     ///
     /// # Errors
-    /// When none is elected.
+    /// If no leader is elected in time.
     pub async fn leader(&self) -> anyhow::Result<usize> {
         let found = std::cell::Cell::new(0);
         until("a live replica leads", async || {
@@ -29,10 +29,10 @@ impl ProcessCluster {
         Ok(found.get())
     }
 
-    /// Waits until nothing is in flight at any replica: no open lease, no counted load.
+    /// Waits until no running replica counts a request in flight: no open lease and no load.
     ///
     /// # Errors
-    /// When something stays in flight.
+    /// If a request stays in flight.
     pub async fn wait_idle(&self) -> anyhow::Result<()> {
         for number in self.up() {
             let what = format!("replica {} counts nothing in flight", number + 1);
@@ -56,11 +56,11 @@ impl ProcessCluster {
     }
 
     /// Waits until all running replicas report their digest at one log index, and checks that the
-    /// digests are equal. Asks for the current index, which all have while the log rests, and in
-    /// turn for an index ever further ahead, which meets a growing log.
+    /// digests are equal. Queries the current index, which suffices while the log rests, and in
+    /// turn an index ever further ahead, for a growing log.
     ///
     /// # Errors
-    /// When digests differ, or the replicas never meet at one index.
+    /// If digests differ, or the replicas never meet at one index.
     pub async fn check_digests(&self) -> anyhow::Result<()> {
         let met = std::cell::RefCell::new(Vec::new());
         let tries = std::cell::Cell::new(0_u64);
@@ -106,20 +106,20 @@ impl ProcessCluster {
         (0..self.replicas.len()).filter(is_up).collect()
     }
 
-    /// Returns the response of a replica's admin API.
+    /// Returns the JSON response of a replica's admin API to a `GET` request.
     ///
     /// # Errors
-    /// When the replica does not respond with JSON.
+    /// If the replica does not respond with JSON.
     pub async fn get(&self, number: usize, path: &str) -> anyhow::Result<Value> {
         let url = self.admin_url(number, path);
         let answer = self.client.send(Method::GET, &url, None).await?;
         answer.json().with_context(|| format!("GET {url}"))
     }
 
-    /// Sends a request to a replica's admin API.
+    /// Sends a request to a replica's admin API, and returns the response.
     ///
     /// # Errors
-    /// When it refuses or does not respond.
+    /// If the replica rejects the request or does not respond.
     pub async fn send(
         &self,
         number: usize,
@@ -131,10 +131,10 @@ impl ProcessCluster {
         self.client.call(method, &url, body).await
     }
 
-    /// Waits until a replica is ready and sees every engine healthy.
+    /// Waits until a replica is ready and sees that every engine is healthy.
     ///
     /// # Errors
-    /// When that does not happen in time.
+    /// If that does not happen in time.
     pub async fn wait_ready(&self, number: usize) -> anyhow::Result<()> {
         let engines = self.layout.engines.len() + self.options.outside_engines.len();
         let what = format!("replica {} is ready and sees {engines} engines", number + 1);

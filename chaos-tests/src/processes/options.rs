@@ -4,19 +4,19 @@ use std::net::SocketAddr;
 
 use super::access::is_secure_by_default;
 
-/// Where the processes run.
+/// Place where the processes run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Site {
-    /// On loopback, with different ports.
+    /// All processes run on loopback, with different ports.
     Loopback,
-    /// Each replica on its own host ([`crate::netns`]), all engines on another.
+    /// Each replica runs on its own host ([`crate::netns`]), all engines on another.
     Namespaces,
 }
 
 /// Size and settings of a cluster.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ClusterOptions {
-    /// Where the processes run.
+    /// Place where the processes run.
     pub site: Site,
     /// Whether peers authenticate each other, data and admin listeners use TLS, operators have a
     /// token and users an API key each. By default the environment decides
@@ -24,31 +24,31 @@ pub struct ClusterOptions {
     pub is_secure: bool,
     /// Number of replicas, all of them voters.
     pub replicas: u8,
-    /// Number of places for replicas that join later.
+    /// Number of spare places, for replicas that join later.
     pub spares: u8,
     /// Number of engines.
     pub engines: u8,
-    /// Speed of an engine's model, as a multiple of its configured timing.
+    /// Speed of the engines, as a multiple of their configured timing.
     pub engine_speed: f64,
     /// Additional flags of `quorate engine`.
     pub engine_args: &'static [&'static str],
     /// Additional tables of every replica's config, in TOML.
     pub config: &'static str,
-    /// Additional keys of its `[cluster]`, one per line.
+    /// Additional keys of the `[cluster]` table in every replica's config, one per line.
     pub cluster_config: &'static str,
-    /// Additional keys of its `[users]`, one per line.
+    /// Additional keys of the `[users]` table in every replica's config, one per line.
     pub users_config: &'static str,
     /// Additional keys of every engine's `[[backends]]` entry, one per line. `$N` is the number of
     /// the engine, from 0.
     pub backend_config: &'static str,
-    /// Megabytes of an in-memory disk of the last of `replicas`; `None` if it uses a disk like the
-    /// others. Needs root.
+    /// Size of an in-memory disk for the last of `replicas`, in MB; `None` if it uses a disk like
+    /// the others. Needs root.
     pub small_disk_mb: Option<u32>,
-    /// Engines started by others, in addition to `engines`.
+    /// Addresses of engines that run already, in addition to `engines`.
     pub outside_engines: &'static [SocketAddr],
     /// Whether replicas also serve gateways as endpoint pickers.
     pub has_pickers: bool,
-    /// Maximum file descriptors of a replica; `None` for the limit of this process.
+    /// Maximum number of file descriptors of a replica; `None` for the limit of this process.
     pub descriptors: Option<u32>,
 }
 
@@ -79,16 +79,16 @@ impl Default for ClusterOptions {
 pub(super) struct Addresses {
     pub(super) data: SocketAddr,
     pub(super) admin: SocketAddr,
-    /// Listener for gateways, if it is a picker.
+    /// Listening address for gateways, if the replica is a picker.
     pub(super) epp: SocketAddr,
-    /// Address that it binds for peers.
+    /// Listening address for peers.
     pub(super) peer: SocketAddr,
-    /// Host that it announces to peers in place of the bound address.
+    /// Host that the replica announces to peers, in place of the bound address.
     pub(super) peer_host: String,
 }
 
 impl Addresses {
-    /// Returns the host and port announced to peers.
+    /// Returns the host and port that the replica announces to peers.
     pub(super) fn peer_name(&self) -> String {
         format!("{}:{}", self.peer_host, self.peer.port())
     }

@@ -1,9 +1,9 @@
-//! Replaces a fleet of engines found by DNS, a few engines at a time, under load. See
+//! A rolling update under load: replaces a fleet of engines found by DNS, a few at a time. See
 //! docs/guide/discovery.md.
 //!
-//! The name server is dnsmasq. As in a rolling update of an orchestrator, new engines start and are
+//! The name server is dnsmasq. As when an orchestrator updates a fleet, new engines start and are
 //! added to the name. Old ones are removed from it, drain, and stop once the cluster has removed
-//! them. No request may fail, and knowledge about engines that stay must be kept.
+//! them. No request may fail, and replicas must keep their knowledge about engines that stay.
 
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
@@ -23,9 +23,9 @@ use tokio::time::Instant;
 use super::load::{LoadOptions, RunningLoad};
 use super::{ClusterOptions, ProcessCluster, checks, until};
 
-/// DNS name of all engines.
+/// DNS name that resolves to all engines.
 const NAME: &str = "engines.test";
-/// DNS name of the service.
+/// DNS name of the service record of all engines.
 const SERVICE: &str = "_engine._tcp.engines.test";
 /// Speed of the engines, as a multiple of a small GPU.
 const SPEED: f64 = 50.0;
@@ -41,43 +41,43 @@ pub enum RollRecords {
     Srv,
 }
 
-/// Size of a roll and its settings.
+/// Size and settings of the rolls.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RollOptions {
     /// Number of engines.
     pub engines: u8,
     /// Number of engines replaced at a time.
     pub at_once: u8,
-    /// How often all engines are replaced.
+    /// Number of times that all engines are replaced.
     pub rolls: u8,
-    /// Requests answered between two steps.
+    /// Number of requests answered between two steps.
     pub requests: u64,
     /// Whether the leader is killed in the middle of the last roll.
     pub is_leader_killed: bool,
-    /// How the engines are found.
+    /// Kind of DNS records by which the cluster finds the engines.
     pub records: RollRecords,
 }
 
-/// Result of a roll.
+/// Result of one roll.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct RollReport {
-    /// Number of the roll, from 1.
+    /// Number of the roll, counted from 1.
     pub roll: u8,
     /// Number of answered requests.
     pub answered: u64,
     /// Number of failed requests.
     pub failed: u64,
-    /// Requests under way at a killed replica.
+    /// Number of requests that were in flight at a killed replica.
     pub lost: u64,
     /// Percentage of prompt tokens that engines found in their caches.
     pub hit_percent: f64,
-    /// Prompts whose engine stayed during a step, and which every replica knew afterwards.
+    /// Number of prompts whose engine stayed during a step, and which all replicas knew afterwards.
     pub recalled: u64,
-    /// Duration in seconds.
+    /// Duration of the roll, in seconds.
     pub took_s: f64,
 }
 
-/// The name server.
+/// The name server, which is killed on drop.
 #[derive(Debug)]
 struct NameServer {
     process: Child,
@@ -138,7 +138,7 @@ impl NameServer {
             .context("start dnsmasq (Debian: dnsmasq-base)")
     }
 
-    /// Waits until dnsmasq listens. An earlier signal would end it.
+    /// Waits until dnsmasq listens. A signal before that would end it.
     async fn listens(&self) -> anyhow::Result<()> {
         until("dnsmasq listens", async || {
             Ok(TcpStream::connect(("127.0.0.1", self.port)).await.is_ok())
@@ -146,7 +146,7 @@ impl NameServer {
         .await
     }
 
-    /// Makes the name resolve to exactly these engines.
+    /// Makes the names resolve to exactly these engines.
     async fn lead_to(&mut self, engines: &[FoundEngine]) -> anyhow::Result<()> {
         // dnsmasq rereads the file only on a signal.
         write(&self.hosts, engines)?;
@@ -181,7 +181,7 @@ impl Drop for NameServer {
     }
 }
 
-/// An engine with its address.
+/// A running engine with its number and address.
 struct FoundEngine {
     number: u32,
     address: SocketAddr,
@@ -189,7 +189,7 @@ struct FoundEngine {
 }
 
 impl FoundEngine {
-    /// Starts the next engine, at the next address or port.
+    /// Starts the engine with this number, at its own address or port.
     async fn start(number: u32, port: u16, records: RollRecords) -> anyhow::Result<Self> {
         let [_, _, high, low] = number.to_be_bytes();
         let address = match records {
@@ -215,7 +215,7 @@ impl FoundEngine {
         })
     }
 
-    /// Returns the engine's own host name.
+    /// Returns the engine's own DNS name.
     fn host(&self) -> String {
         format!("e{}.{NAME}", self.number)
     }
@@ -225,10 +225,10 @@ impl FoundEngine {
     }
 }
 
-/// Rolls a fleet and returns a report per roll.
+/// Rolls a fleet of engines and returns a report per roll.
 ///
 /// # Errors
-/// When a check fails or a process does not start.
+/// If the options are invalid, a check fails, or a process does not start.
 pub async fn run(options: RollOptions) -> anyhow::Result<Vec<RollReport>> {
     ensure!(
         (1..=options.engines).contains(&options.at_once) && options.engines <= 200,
@@ -286,12 +286,12 @@ struct Roll {
     names: NameServer,
     fleet: Vec<FoundEngine>,
     cluster: ProcessCluster,
-    /// Number of the next engine.
+    /// Number of the next engine to start.
     next: u32,
 }
 
 impl Roll {
-    /// Replaces every engine.
+    /// Replaces every engine once, and reports the results as roll `number`.
     async fn run(&mut self, load: &RunningLoad, number: u8) -> anyhow::Result<RollReport> {
         let begin = Instant::now();
         let before = {
@@ -336,7 +336,8 @@ impl Roll {
         })
     }
 
-    /// Replaces some engines. Returns how many prompts of the remaining ones were queried again.
+    /// Replaces the oldest engines. Returns the number of prompts of the other engines that every
+    /// replica still knew.
     async fn step(&mut self, load: &RunningLoad) -> anyhow::Result<u64> {
         let at_once = usize::from(self.options.at_once).min(self.fleet.len());
         let answered = load.recent(RECALLED);
@@ -369,7 +370,7 @@ impl Roll {
         Ok(of_stayers.len() as u64)
     }
 
-    /// Waits until every replica routes to exactly this fleet.
+    /// Waits until every replica has registered exactly the current fleet.
     async fn wait_registered(&self) -> anyhow::Result<()> {
         let urls: BTreeSet<String> = self.fleet.iter().map(FoundEngine::url).collect();
         until(
@@ -389,7 +390,7 @@ impl Roll {
         .await
     }
 
-    /// Returns the URL and id of each backend.
+    /// Returns the URL and the id of each backend that a replica has registered.
     async fn registered(&self, number: usize) -> anyhow::Result<Vec<(String, String)>> {
         let backends = self.cluster.get(number, "/admin/v1/backends").await?;
         let backends = backends["backends"].as_array().context("no backends")?;

@@ -1,9 +1,9 @@
 //! A rolling upgrade under load: replaces three replicas of one build by another build, one at a
 //! time, the leader last, as docs/guide/upgrades.md describes.
 //!
-//! After each step the checks after a fault must hold: no failed request, equal digests over both
-//! builds, every counter as the engines reported it, and every replica knows what the last requests
-//! put into the caches. Optionally goes all the way back.
+//! After each step, the checks after a fault must hold: no failed request, equal digests over both
+//! builds, counters that equal the engines' reports, and replicas that know what the last requests
+//! put into the caches. Optionally the upgrade is reverted in the same way.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -18,19 +18,19 @@ use super::faults::FaultContext;
 use super::load::{LoadOptions, RunningLoad};
 use super::{ClusterOptions, ProcessCluster, binary, checks};
 
-/// Longest time in which a replica refuses the contents of its disk.
+/// Maximum time until a replica refuses the contents of its disk.
 const REFUSAL_PATIENCE: Duration = Duration::from_secs(3);
 
 /// Programs and settings of an upgrade.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct UpgradeOptions {
-    /// Program that the cluster starts with.
+    /// Program with which the cluster starts.
     pub from: PathBuf,
-    /// Program that it ends with; `None` for that of this workspace.
+    /// Program with which the cluster ends; `None` for that of this workspace.
     pub to: Option<PathBuf>,
-    /// Whether it also goes all the way back.
+    /// Whether the upgrade is reverted afterwards.
     pub is_there_and_back: bool,
-    /// Requests answered before the first step, between two steps, and after the last.
+    /// Number of requests answered before the first step, between two steps, and after the last.
     pub requests: u64,
     /// Whether the cluster uses TLS everywhere, a token and API keys.
     pub is_secure: bool,
@@ -41,7 +41,7 @@ pub struct UpgradeOptions {
 pub struct UpgradeStep {
     /// Description of the step.
     pub what: String,
-    /// Replicas of the earlier and of the later build after the step.
+    /// Number of replicas of the earlier and of the later build after the step.
     pub replicas: [usize; 2],
     /// Number of answered requests.
     pub answered: u64,
@@ -65,7 +65,7 @@ struct Rollout<'a> {
 /// Upgrades a cluster of three replicas and returns the result of each step.
 ///
 /// # Errors
-/// The first check that fails, and the step.
+/// Describes the first check that fails, and the step.
 pub async fn run(options: &UpgradeOptions) -> anyhow::Result<Vec<UpgradeStep>> {
     let to = options.to.clone().map_or_else(binary::quorate, Ok)?;
     let cluster_options = ClusterOptions {
@@ -102,7 +102,7 @@ pub async fn run(options: &UpgradeOptions) -> anyhow::Result<Vec<UpgradeStep>> {
 }
 
 impl Rollout<'_> {
-    /// Replaces the followers, then the leader.
+    /// Replaces all replicas by another program: the followers first, then the leader.
     async fn replace_all(&mut self, program: &Path, is_later: bool) -> anyhow::Result<()> {
         self.stage.cluster.set_program(program.to_owned());
         let leader = self.stage.cluster.leader().await?;
@@ -128,9 +128,8 @@ impl Rollout<'_> {
         Ok(())
     }
 
-    /// Stops a replica like an orchestrator and starts the other program in its place. If an
-    /// earlier build refuses what the later one wrote, returns its message and restarts the later
-    /// one.
+    /// Stops a replica as an orchestrator does, and starts the current program in its place. If an
+    /// earlier build refuses the data of the later one, restarts the later one and returns a note.
     async fn replace(&mut self, replica: usize, is_later: bool) -> anyhow::Result<Option<String>> {
         let Self { stage, later, .. } = self;
         stage.leave(replica).await?;
@@ -146,7 +145,7 @@ impl Rollout<'_> {
         Ok(None)
     }
 
-    /// Lets the cluster serve, and checks what must hold.
+    /// Lets the cluster serve requests, checks it as after a fault, and records the step `what`.
     async fn serve(&mut self, what: String) -> anyhow::Result<()> {
         let Self { stage, .. } = self;
         let all: Vec<usize> = (0..self.is_later.len()).collect();
@@ -168,11 +167,11 @@ impl Rollout<'_> {
 }
 
 impl ProcessCluster {
-    /// Starts a replica that may refuse the contents of its disk, as a too old program does. If it
-    /// does, leaves it down and returns the reason.
+    /// Starts a replica that may refuse the contents of its disk, as an older program may. If it
+    /// refuses, leaves it down and returns the reason.
     ///
     /// # Errors
-    /// When it neither ends nor becomes ready.
+    /// If the replica neither ends nor becomes ready.
     async fn restart_or_refused(&mut self, number: usize) -> anyhow::Result<Option<String>> {
         self.start_replica(number)?;
         let child = self.replicas[number].child.as_mut();
@@ -190,7 +189,7 @@ impl ProcessCluster {
     }
 }
 
-/// Returns the result of the load since the last step.
+/// Returns the results of the load since the last step, and starts the next measurement.
 fn step(book: &mut ClientLedger, what: String, answered_before: u64) -> UpgradeStep {
     let stall = book.stall.gap;
     let figures = book.take_figures();

@@ -1,19 +1,19 @@
-//! Waits until a cluster reports a condition.
+//! Waits for conditions of a cluster.
 
 use std::time::Duration;
 
 use anyhow::Context as _;
 use tokio::time::{interval, timeout};
 
-/// Timeout of every wait: a broken cluster fails the test in this time.
+/// Timeout of every wait, after which a test of a broken cluster fails.
 pub(super) const PATIENCE: Duration = Duration::from_secs(60);
 /// Interval between two checks of a condition.
 const LOOK_EVERY: Duration = Duration::from_millis(25);
 
-/// Waits until `condition` holds.
+/// Waits until `condition` holds. `what` describes it in the error.
 ///
 /// # Errors
-/// When the condition fails, or does not hold within a minute.
+/// If the condition fails, or does not hold within a minute.
 pub async fn until(
     what: &str,
     condition: impl AsyncFn() -> anyhow::Result<bool>,

@@ -1,4 +1,4 @@
-//! Records how the states of replicas change.
+//! Observers that record how the states of replicas change.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -13,12 +13,12 @@ use crate::invariants::sound_state;
 use crate::oracle::RunRecord;
 use crate::oracle::observation::ReplicaRun;
 
-/// Number of entries between two full checks of a state.
+/// Number of entries after which a state is checked in full again.
 const LOOK_THROUGH_EVERY: u64 = 16;
 /// Offset of the version in a snapshot, after eight bytes of magic.
 const SNAPSHOT_VERSION_AT: usize = 8;
 
-/// The record of a world, and its first error. Clones share it.
+/// The record of a world, and its first error. Clones share both.
 #[derive(Clone, Default)]
 pub struct RecordKeeper(Arc<Mutex<RecordKeeperInner>>);
 
@@ -34,45 +34,45 @@ impl RecordKeeper {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Reads or changes the record.
+    /// Calls `change` with the record, which may read or change it.
     pub fn with<R>(&self, change: impl FnOnce(&mut RunRecord) -> R) -> R {
         change(&mut self.lock().record)
     }
 
-    /// Reports an error; only the first one is kept.
+    /// Reports an error. Only the first one is kept.
     pub fn report_error(&self, what: String) {
         self.lock().wrong.get_or_insert(what);
     }
 
-    /// Returns the first error.
+    /// Returns the first error, if any.
     #[must_use]
     pub fn wrong(&self) -> Option<String> {
         self.lock().wrong.clone()
     }
 
-    /// Returns the number of states checked in full.
+    /// Returns the number of states that were checked in full.
     #[must_use]
     pub fn states_checked(&self) -> u64 {
         self.lock().states_checked
     }
 }
 
-/// Observes one run of a replica.
+/// Observer of the state changes in one run of a replica.
 pub(super) struct RunWatcher {
     run: ReplicaRun,
     ledger: RecordKeeper,
     trace: Trace,
     time: SimTime,
-    /// Whether the state was lost on purpose and is not restored yet.
+    /// Whether the state was corrupted on purpose and is not restored yet.
     is_spoiled: Arc<AtomicBool>,
-    /// Whether its first restore is from its own snapshot, which may be of a spoiled state.
+    /// Whether the first restore reads the run's own snapshot, which may be of a corrupted state.
     restores_own: AtomicBool,
     seen: AtomicU64,
 }
 
 impl RunWatcher {
-    /// Creates an observer. `is_spoiled`: the run before had lost its state together with its
-    /// snapshot.
+    /// Creates an observer. `is_spoiled` states whether the previous run ended with a corrupted
+    /// state, which its snapshot may contain.
     #[must_use]
     pub(super) fn new(
         run: ReplicaRun,
@@ -92,7 +92,7 @@ impl RunWatcher {
         }
     }
 
-    /// Returns the flag to set when the state is lost on purpose.
+    /// Returns the flag to set when the state is corrupted on purpose.
     #[must_use]
     pub(super) fn is_spoiled(&self) -> Arc<AtomicBool> {
         Arc::clone(&self.is_spoiled)
@@ -176,7 +176,7 @@ impl ApplyObserver for RunWatcher {
     }
 }
 
-/// Returns the version of the snapshot that holds a state.
+/// Returns the version in which a state is written as a snapshot.
 fn snapshot_version(state: &RouterState) -> u16 {
     let mut bytes = Vec::new();
     let written = state.freeze().write_to(&mut bytes);

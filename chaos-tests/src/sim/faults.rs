@@ -1,16 +1,16 @@
-//! The schedule of faults, drawn from the seed.
+//! Kinds of faults and their ends, drawn from the seed.
 
 use lab::rng::Rng;
 
-/// One in this many faults comes with a lie. Lies are drawn separately, so that a seed's other
-/// faults are the same as before lies were added.
+/// Number of faults of which one, on average, comes with a lie. Lies are drawn separately, so that
+/// a seed's other faults are the same as before lies were added.
 pub const LIES: u64 = 4;
 
-/// A kind of fault.
+/// Kind of fault in a simulated world.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Fault {
-    /// A process is killed and its machine loses unsynced data; it restarts later.
+    /// A process is killed, and its machine loses unsynced data. The process restarts later.
     Crash,
     /// All processes crash at once.
     CrashAll,
@@ -18,19 +18,19 @@ pub enum Fault {
     Bounce,
     /// A replica leaves gracefully and comes back.
     Leave,
-    /// A process is not scheduled for a while.
+    /// A process is not scheduled for a while, as by SIGSTOP.
     Pause,
-    /// A wall clock jumps forwards or backwards.
+    /// A machine's wall clock jumps forwards or backwards.
     ClockJump,
     /// The replicas are partitioned into two halves.
     Halves,
-    /// One replica is cut off.
+    /// One replica is cut off from the others.
     Isolate,
-    /// The leader is cut off.
+    /// The leader is cut off from the others.
     IsolateLeader,
-    /// Messages pass in one direction only.
+    /// Messages between some replicas pass in one direction only.
     OneWay,
-    /// No call reaches a replica, mostly the leader; its own calls are answered.
+    /// No call reaches a replica, mostly the leader. Its own calls are answered.
     Deafen,
     /// Messages on some links are delayed and then arrive all at once.
     Hold,
@@ -38,41 +38,41 @@ pub enum Fault {
     BadLinks,
     /// Some links are slow.
     SlowLinks,
-    /// Connections break in the middle of a transfer.
+    /// Connections between some replicas break, perhaps in the middle of a transfer.
     CutStreams,
     /// A disk is slow to sync.
     SlowDisk,
-    /// A disk accepts no writes; it is repaired and its replica restarted.
+    /// A disk accepts no writes until it is repaired and its replica restarted.
     FailDisk,
     /// A new replica joins as a learner.
     Join,
     /// A learner is promoted to voter.
     Promote,
-    /// A replica is removed.
+    /// A member is removed.
     Remove,
-    /// Leadership is transferred.
+    /// An operator transfers leadership.
     Transfer,
-    /// A snapshot is taken.
+    /// A replica takes a snapshot.
     Snapshot,
-    /// A replica loses its state to a memory fault.
+    /// A follower loses its state to a memory fault.
     LoseState,
     /// A process has no file descriptors left for a while.
     Descriptors,
-    /// A disk is full for a while; its replica is not restarted.
+    /// A disk is full for a while. Its replica is not restarted.
     FullDisk,
-    /// A wall clock is wrong by hours or days for a long time; seldom all clocks are.
+    /// A wall clock, or seldom all of them, is wrong by hours or days for a long time.
     WrongClock,
     /// A faulty member, or a stranger, makes calls that no correct replica makes.
     Liar,
-    /// A StatefulSet changes its number of replicas; its API server may be unavailable for a while.
+    /// A StatefulSet changes its number of replicas. Its API server may be unavailable for a while.
     Scale,
-    /// A replica restarts with another build, which knows later formats or fewer.
+    /// A replica restarts with another build, which knows later formats or fewer formats.
     Upgrade,
 }
 
 impl Fault {
-    /// All faults with their weights. Lies come beside the others, see [`LIES`], as do the changes
-    /// to all replicas of some worlds (`fleet.rs`).
+    /// All faults with their weights. Lies come beside the others (see [`LIES`]), as do the changes
+    /// to whole fleets (`fleet.rs`).
     pub const ALL: &[(Self, u32)] = &[
         (Self::Crash, 16),
         (Self::CrashAll, 3),
@@ -105,7 +105,7 @@ impl Fault {
         (Self::Upgrade, 0),
     ];
 
-    /// Draws the next fault, from `only` or, if that is empty, from all.
+    /// Draws the next fault from `only`, or from all faults if that is empty.
     pub fn draw(rng: &mut Rng, only: &[Self]) -> Self {
         let drawn = Self::ALL.iter().filter_map(|(fault, weight)| {
             // A fault in `only` happens even if its weight is zero or low.
@@ -128,7 +128,7 @@ impl Fault {
         unreachable!("what is below the sum of all weights falls on one of them")
     }
 
-    /// Whether the current leader keeps leading.
+    /// Returns whether the current leader keeps leading despite the fault.
     #[must_use]
     pub fn lets_lead(self) -> bool {
         matches!(
@@ -143,8 +143,8 @@ impl Fault {
         )
     }
 
-    /// Whether the fault ends a process: a lost state may be in its snapshot, and the restarted
-    /// process would not know.
+    /// Returns whether the fault ends a process. A corrupted state may be in its snapshot, and the
+    /// restarted process would not know.
     #[must_use]
     pub fn ends_processes(self) -> bool {
         matches!(
@@ -159,7 +159,7 @@ impl Fault {
         )
     }
 
-    /// Returns the fault with this name, as displayed.
+    /// Returns the fault with this name, as it is displayed.
     #[must_use]
     pub fn named(name: &str) -> Option<Self> {
         let mut all = Self::ALL.iter().map(|(fault, _)| *fault);
@@ -180,37 +180,37 @@ impl std::fmt::Display for Fault {
     }
 }
 
-/// Ends a fault.
+/// Action that ends a fault.
 #[derive(Debug, Clone)]
 pub enum Remedy {
-    /// Starts the machine's process.
+    /// Starts the process of a machine.
     Start(u8),
-    /// Kills it.
+    /// Kills the process of a machine.
     Kill(u8),
-    /// Schedules it again.
+    /// Resumes the process of a machine.
     Resume(u8),
-    /// Corrects the wall clock.
+    /// Corrects the wall clock of a machine.
     RightClock(u8),
     /// Restores cut links.
     Heal(Vec<(u8, u8)>),
-    /// Lets calls reach the replica again.
+    /// Lets calls reach a replica again.
     Hear(u8),
     /// Restores the drawn quality of links that lose and repeat messages.
     Soothe(Vec<(u8, u8)>),
     /// Restores the drawn latency of slow links.
     Quicken(Vec<(u8, u8)>),
-    /// Restores the speed of the disk.
+    /// Restores the speed of a machine's disk.
     QuickDisk(u8),
-    /// Ends a shortage of descriptors and space.
+    /// Ends a machine's shortage of descriptors or disk space.
     EndShortage(u8),
-    /// Repairs the disk and restarts the replica that had stopped itself.
+    /// Repairs a machine's disk and restarts the replica, which had stopped itself.
     MendDisk(u8),
-    /// Makes the API server available again.
+    /// Makes the API server of the StatefulSet available again.
     AnswerScale,
 }
 
 impl Remedy {
-    /// Whether the current leader keeps leading while the fault lasts.
+    /// Returns whether the current leader keeps leading while the fault that this ends lasts.
     #[must_use]
     pub fn lets_lead(&self) -> bool {
         match self {

@@ -1,8 +1,8 @@
-//! Changes to the replicas of some worlds as a whole: a StatefulSet scales them, or other builds
+//! Changes to whole fleets: in some worlds, a StatefulSet scales the replicas, or other builds
 //! replace them one at a time.
 //!
-//! They are drawn separately from faults and come beside them, so that a seed's other faults stay
-//! the same. In such a world no operator changes the members.
+//! These changes are drawn separately from faults and come beside them, so that a seed's other
+//! faults stay the same. In such a world, no operator changes the members.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -17,9 +17,9 @@ use state::codec::FORMAT_VERSION;
 use super::faults::Fault;
 use super::plan::FleetKind;
 
-/// Separates these draws from others under the same seed.
+/// Label of these draws, which separates them from others under the same seed.
 const RNG_LABEL: u64 = 0x666c_6565;
-/// One in this many faults comes with such a change.
+/// Number of faults of which one, on average, comes with a change of the fleet.
 const CHANGES: u64 = 3;
 /// Oldest format that a simulated build knows: that of the command that founds a cluster.
 const FORMAT_MIN: u8 = 4;
@@ -34,17 +34,17 @@ struct StatefulSetState {
 }
 
 impl SimStatefulSet {
-    /// Returns the requested number of replicas.
+    /// Returns the number of replicas that the StatefulSet requests.
     pub(super) fn replicas(&self) -> u64 {
         self.0.replicas.load(Ordering::Relaxed)
     }
 
-    /// Requests this many replicas from now on.
+    /// Sets the number of replicas that the StatefulSet requests.
     pub(super) fn scale_to(&self, replicas: u64) {
         self.0.replicas.store(replicas, Ordering::Relaxed);
     }
 
-    /// Sets whether the server is available.
+    /// Sets whether the API server is available.
     pub(super) fn answers(&self, does: bool) {
         self.0.is_away.store(!does, Ordering::Relaxed);
     }
@@ -63,13 +63,13 @@ impl ScaleSource for SimStatefulSet {
     }
 }
 
-/// Changes the replicas of a world, in addition to its faults.
+/// Driver of the changes to a world's fleet, in addition to its faults.
 pub(super) struct FleetDriver {
     pub(super) rng: Rng,
     pub(super) set: Option<SimStatefulSet>,
-    /// Formats known to replicas whose build is not this one.
+    /// Newest formats known to replicas, by id. Replicas that are missing run this build.
     pub(super) formats: BTreeMap<u8, u8>,
-    /// Formats of builds that were installed and have not started yet.
+    /// Newest formats known to builds that are installed at replicas but have not started yet.
     pub(super) next: BTreeMap<u8, u8>,
 }
 
@@ -100,7 +100,7 @@ impl FleetDriver {
         self.formats.get(&id).copied().unwrap_or(FORMAT_VERSION)
     }
 
-    /// Draws the change beside the next fault, if any.
+    /// Draws the change of the fleet that comes with the next fault, if any.
     pub(super) fn draw(&mut self, kind: FleetKind) -> Option<Fault> {
         let change = match kind {
             FleetKind::Plain => return None,

@@ -1,4 +1,4 @@
-//! After the faults: everything is repaired, and the cluster must return to one state by itself.
+//! Healing after the faults: repairs everything; the cluster must return to one state by itself.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -15,19 +15,19 @@ use crate::invariants;
 use crate::oracle::image::StateImage;
 use crate::oracle::observation::AtRest;
 
-/// Longest time of healing. The leases of lost replicas end after 10 s, and an admin write may be
-/// retried for as long; this is twice that, plus the elections before.
+/// Maximum duration of healing, in milliseconds. The leases of lost replicas end after 10 s, and an
+/// admin write may be retried for as long. This is twice their sum.
 const HEAL_MS_MAX: u64 = 40_000;
-/// Interval between two attempts of the operator to remove a replica that came back.
+/// Interval at which the operator tries to remove a replica that came back.
 const TEND_EVERY_US: u64 = 2_000_000;
-/// Interval between two checks of the cluster.
+/// Interval at which healing checks the cluster.
 const LOOK_EVERY_MS: u64 = 50;
 
 impl World {
     /// Repairs everything and waits until the cluster is whole.
     ///
     /// # Errors
-    /// Describes the condition that was not met.
+    /// Describes the condition that was not met in time.
     pub(super) fn heal(&mut self) -> Result<(), String> {
         self.mend_everything();
         self.wait("the cluster is whole", |world| {
@@ -69,9 +69,8 @@ impl World {
             .event(self.now_us(), format_args!("all is mended"));
     }
 
-    /// Acts as an operator at the end: retires removed replicas and starts the others. A replica
-    /// that never heard of the cluster may ask to join before it is retired, and is then removed
-    /// again.
+    /// Acts as an operator at the end: stops removed replicas and starts the others. A replica that
+    /// never heard of the cluster may ask to join before it is stopped, and is then removed again.
     fn run_operator(&mut self) {
         self.stop_removed();
         let is_back = |(id, _): &(u8, bool)| {
@@ -91,7 +90,7 @@ impl World {
         }
     }
 
-    /// Keeps replicas down that the others removed.
+    /// Schedules the end of replicas that the others removed, and keeps them down.
     pub(super) fn stop_removed(&mut self) {
         if self.fleet.set.is_some() {
             // A StatefulSet starts and stops its replicas itself.
@@ -142,8 +141,8 @@ impl World {
         }
     }
 
-    /// Checks that all replicas have answered, except those removed in the meantime. A removal
-    /// without a response may still take effect.
+    /// Returns an error if a replica has not responded, unless it was removed in the meantime. A
+    /// removal without a response may still take effect.
     fn unanswered(&self, asked: &[(u8, Arc<AtomicBool>)]) -> Result<(), String> {
         let is_waited_for = |(id, done): &&(u8, Arc<AtomicBool>)| {
             !done.load(Ordering::Relaxed) && !self.seats.get(id).is_none_or(ReplicaSeat::is_out)
@@ -154,7 +153,7 @@ impl World {
         }
     }
 
-    /// Checks that one leader leads, all have the same state, and nothing is under way.
+    /// Checks that one leader leads, all members have the same state, and no request is in flight.
     fn is_whole(&mut self) -> Result<(), String> {
         let leader = self.leader().ok_or("nobody leads")?;
         let status = self.seats[&leader]
@@ -217,8 +216,8 @@ impl World {
         Ok(())
     }
 
-    /// Returns `why`, preceded by the violated invariant, if any. The unhealed cluster is judged as
-    /// if it had healed.
+    /// Returns `why`, preceded by a violated invariant, if any. Judges the unhealed cluster as if
+    /// it had healed.
     fn explain(&mut self, why: String) -> String {
         self.observe_healed();
         let judged = self.ledger.with(|record| invariants::check_all(record));
@@ -255,8 +254,8 @@ impl World {
     }
 }
 
-/// Returns the number of requests that a replica counts at all backends, including those that
-/// others reported.
+/// Returns the number of requests that a replica counts at all backends, including those that peers
+/// reported.
 fn in_flight(seat: &ReplicaSeat, core: &ReplicaCore) -> u64 {
     let Some(handle) = seat.machine.handle() else {
         return 0;
@@ -271,7 +270,7 @@ fn in_flight(seat: &ReplicaSeat, core: &ReplicaCore) -> u64 {
     running.sum()
 }
 
-/// Checks that nothing is under way, as far as a state knows.
+/// Checks that a state knows of no request in flight or waiting.
 fn at_rest(state: &state::RouterState) -> Result<(), String> {
     match (
         state.open_leases(),

@@ -1,4 +1,4 @@
-//! Injects faults.
+//! Injection of faults into a world.
 
 use std::sync::atomic::Ordering;
 
@@ -12,7 +12,7 @@ use super::reach::{self, Reachability};
 use super::workload::MembershipChange;
 use super::world::{ReplicaSeat, World};
 
-/// Maximum error of a clock that counts as right.
+/// Maximum error of a clock that counts as right, in milliseconds.
 const CLOCK_ERROR_MS: u64 = 1000;
 /// Minimum duration of a slow disk's sync, in microseconds.
 const SLOW_SYNC_US: u64 = 50_000;
@@ -53,7 +53,7 @@ impl World {
         }
     }
 
-    /// Injects a fault. Returns whether it was possible.
+    /// Injects a fault. Returns whether it was possible at this moment.
     fn inject(&mut self, fault: Fault) -> bool {
         let is_barred = |seat: &ReplicaSeat| {
             let is_spoiled = seat.is_spoiled.load(Ordering::Relaxed);
@@ -105,7 +105,7 @@ impl World {
         }
     }
 
-    /// Draws the duration of a fault: mostly short, seldom long.
+    /// Draws the duration of a fault in microseconds, mostly short and seldom up to `longest_ms`.
     pub(super) fn while_us(&mut self, longest_ms: u64) -> u64 {
         let most = match self.rng.below(4) {
             0 => longest_ms,
@@ -226,7 +226,7 @@ impl World {
     }
 
     /// Records that the time is unknowable, unless more than half of all replicas run, have a right
-    /// clock and can hear each other.
+    /// clock and can reach each other.
     pub(super) fn observe_clocks(&mut self) {
         let wrong_ms = |seat: &ReplicaSeat| seat.machine.wall.error_ms().unsigned_abs();
         if self
@@ -254,7 +254,7 @@ impl World {
         there.map(|(id, _)| *id).collect()
     }
 
-    /// Cuts links and schedules their repair.
+    /// Cuts links and schedules their repair. Returns whether there were any.
     fn cut(&mut self, links: Vec<(u8, u8)>, how: LinkCut, longest_ms: u64) -> bool {
         for (from, to) in &links {
             self.network.cut(*from, *to, how);
@@ -372,7 +372,7 @@ impl World {
         true
     }
 
-    /// Changes some links and returns them.
+    /// Changes some random links and returns them.
     fn change_links(&mut self, change: impl Fn(&mut Link)) -> Vec<(u8, u8)> {
         let links = self.some_links();
         for (from, to) in &links {
@@ -444,7 +444,7 @@ impl World {
         true
     }
 
-    /// Tells a random replica a lie. A wrong reaction shows as a panic.
+    /// Lets a faulty member or a stranger call a random replica. A wrong reaction shows as a panic.
     fn lie(&mut self) -> bool {
         let up: Vec<u8> = self
             .seats
@@ -465,7 +465,7 @@ impl World {
         true
     }
 
-    /// Asks a random replica for a change of the membership.
+    /// Requests a change of the membership from a random replica. Returns whether one is up.
     pub(super) fn ask(&mut self, change: MembershipChange) -> bool {
         let Some(id) = self.any_up() else {
             return false;
@@ -480,7 +480,7 @@ impl World {
         }
     }
 
-    /// Returns the members and whether each votes, according to the replica that applied most.
+    /// Returns the members, each with whether it votes, according to the replica that applied most.
     pub(super) fn members(&self) -> Vec<(u8, bool)> {
         let statuses = self.seats.values().filter_map(|seat| seat.status.as_ref());
         let newest = statuses.max_by_key(|status| status.borrow().applied);
@@ -531,7 +531,7 @@ impl World {
         self.ask(MembershipChange::Snapshot)
     }
 
-    /// Records which replicas can reach a majority. Must be called after a change of links or
+    /// Records which replicas can reach a majority. Must be called after every change of links or
     /// electorates.
     pub(super) fn observe_reach(&mut self) {
         let now_us = self.now_us();

@@ -1,4 +1,4 @@
-//! Observes the requests that run at limited backends, in every step.
+//! Observation of the requests that run at limited backends, in every step.
 
 use std::collections::BTreeMap;
 
@@ -8,7 +8,7 @@ use super::world::World;
 use crate::oracle::limits::ShareObservation;
 
 impl World {
-    /// Records what each replica runs, and may run, at each limited backend.
+    /// Records how many requests each replica runs, and may run, at each limited backend.
     pub(super) fn observe_limits(&self) {
         let mut looks: BTreeMap<BackendRef, Vec<ShareObservation>> = BTreeMap::new();
         for seat in self.seats.values() {

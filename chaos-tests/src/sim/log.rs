@@ -1,4 +1,4 @@
-//! The log of simulated processes, prefixed with simulated time and replica.
+//! Log output of simulated processes, prefixed with simulated time and replica.
 
 use std::cell::Cell;
 use std::fmt;
@@ -32,7 +32,7 @@ impl FormatTime for SimLogPort {
 /// Prints log lines that match `filter` to standard error.
 ///
 /// # Errors
-/// When the filter is invalid, or another subscriber is set.
+/// If the filter is invalid, or another subscriber is set.
 pub fn print(filter: &str) -> anyhow::Result<()> {
     tracing_subscriber::fmt()
         .with_timer(SimLogPort)

@@ -1,8 +1,8 @@
-//! One simulated machine: a disk and a clock that outlive processes, and its process.
+//! Simulated machines. Each has at most one process, which its disk and its clock outlive.
 //!
 //! A process is a tokio runtime of its own, on one thread with paused time. The world steps it to
-//! the present. Dropping it is a crash; not stepping it is SIGSTOP, and its clock jumps when it
-//! resumes.
+//! the present. Dropping the runtime is a crash. Not stepping it is SIGSTOP; its clock jumps
+//! afterwards.
 
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
@@ -30,13 +30,13 @@ pub const EPOCH_MS: u64 = 1_700_000_000_000;
 pub struct SimTime(Arc<AtomicU64>);
 
 impl SimTime {
-    /// Returns the current time.
+    /// Returns the current simulated time, in microseconds.
     #[must_use]
     pub fn now_us(&self) -> u64 {
         self.0.load(Ordering::Relaxed)
     }
 
-    /// Sets the current time.
+    /// Sets the current simulated time, in microseconds.
     pub(super) fn set_us(&self, now_us: u64) {
         self.0.store(now_us, Ordering::Relaxed);
     }
@@ -57,7 +57,7 @@ impl WallClock {
         }
     }
 
-    /// Sets the error; 0 makes the clock right.
+    /// Sets the error in milliseconds; 0 makes the clock right.
     pub fn set_error_ms(&self, error_ms: i64) {
         self.error_ms.store(error_ms, Ordering::Relaxed);
     }
@@ -68,7 +68,7 @@ impl WallClock {
         self.error_ms.load(Ordering::Relaxed)
     }
 
-    /// Returns the displayed time in Unix milliseconds.
+    /// Returns the time that the clock shows, in Unix milliseconds.
     #[must_use]
     pub fn unix_ms(&self) -> u64 {
         let right = EPOCH_MS + self.time.now_us() / 1000;
@@ -76,22 +76,22 @@ impl WallClock {
     }
 }
 
-/// A machine.
+/// A machine with at most one process of a replica.
 pub struct Machine {
-    /// Id of its replica.
+    /// Id of the machine's replica.
     pub id: u8,
     /// Disk with the replica's log.
     pub disk: MemoryDisk,
-    /// Its wall clock.
+    /// Wall clock of the machine.
     pub wall: WallClock,
-    /// Config of its replica.
+    /// Config of the replica.
     pub config: Config,
     /// Number of processes started so far.
     pub runs: u32,
     process: Option<Process>,
 }
 
-/// Where a starting process stores its core.
+/// Slot in which a starting process stores its core or its error.
 type Starting = Arc<Mutex<Option<anyhow::Result<ReplicaCore>>>>;
 
 /// A process on a machine.
@@ -99,37 +99,37 @@ struct Process {
     runtime: Runtime,
     origin: Instant,
     began_us: u64,
-    /// Time up to which it was stepped.
+    /// Time up to which the process was stepped, in microseconds.
     reached_us: u64,
     is_paused: bool,
     starting: Starting,
     core: Option<ReplicaCore>,
-    /// Set once a graceful shutdown is complete.
+    /// Flag that is set once a graceful shutdown is complete; `None` before a shutdown.
     left: Option<Arc<AtomicI64>>,
 }
 
-/// Result of a step.
+/// Event of a step.
 #[derive(Debug)]
 pub enum Stepped {
-    /// Nothing to report.
+    /// Nothing happened that must be reported.
     On,
-    /// The replica is up.
+    /// The replica has started and is up.
     Up,
-    /// The process ended by itself: with the reason why it could not start, or gracefully (`None`).
+    /// The process ended by itself, with the reason why it could not start; `None` if gracefully.
     Ended(Option<String>),
 }
 
-/// Settings of a process start.
+/// Settings with which a process starts.
 pub struct StartOptions {
     /// Session of the run.
     pub session: SessionId,
-    /// Seed of hashes, if it founds the cluster.
+    /// Seed of hashes, in case that the replica founds the cluster.
     pub hash_seed: u64,
-    /// Newest log format that its build knows.
+    /// Newest log format that the process's build knows.
     pub format: u8,
-    /// Source of the requested replicas, if any.
+    /// Source of the requested number of replicas, if there is one.
     pub scale: Option<Arc<dyn ScaleSource>>,
-    /// Observes changes of the state.
+    /// Observer of the changes of the replica's state.
     pub observer: Arc<dyn ApplyObserver>,
 }
 
@@ -147,13 +147,16 @@ impl Machine {
         }
     }
 
-    /// Returns the folder of its files.
+    /// Returns the folder of the replica's files on the simulated disk.
     #[must_use]
     pub fn dir(&self) -> &PathBuf {
         &self.config.node.data_dir
     }
 
     /// Starts a process.
+    ///
+    /// # Panics
+    /// If the machine already has a process.
     pub fn start(&mut self, network: &SimNetwork, now_us: u64, start: StartOptions) {
         assert!(self.process.is_none(), "machine {} runs already", self.id);
         self.runs += 1;
@@ -199,7 +202,7 @@ impl Machine {
         });
     }
 
-    /// Advances the process to the present.
+    /// Advances the process to the time `now_us`, unless it is paused, and returns its event.
     pub fn step(&mut self, now_us: u64) -> Stepped {
         let Some(process) = &mut self.process else {
             return Stepped::On;
@@ -227,38 +230,38 @@ impl Machine {
         }
     }
 
-    /// Whether it has a process, paused or not.
+    /// Returns whether the machine has a process, paused or not.
     #[must_use]
     pub fn is_on(&self) -> bool {
         self.process.is_some()
     }
 
-    /// Whether its process is paused.
+    /// Returns whether the process is paused.
     #[must_use]
     pub fn is_paused(&self) -> bool {
         self.process.as_ref().is_some_and(|it| it.is_paused)
     }
 
-    /// Returns the replica once it is up; `None` while it is paused.
+    /// Returns the replica once it is up; `None` while its process is paused.
     #[must_use]
     pub fn core(&self) -> Option<&ReplicaCore> {
         let process = self.process.as_ref().filter(|it| !it.is_paused)?;
         process.core.as_ref()
     }
 
-    /// Returns the replica once it is up, even while it is paused.
+    /// Returns the replica once it is up, even while its process is paused.
     #[must_use]
     pub fn core_at_rest(&self) -> Option<&ReplicaCore> {
         self.process.as_ref()?.core.as_ref()
     }
 
-    /// Returns the runtime handle for tasks of the process.
+    /// Returns the runtime handle of the process, for tasks in it.
     #[must_use]
     pub fn handle(&self) -> Option<&Handle> {
         Some(self.process.as_ref()?.runtime.handle())
     }
 
-    /// Stops scheduling the process.
+    /// Pauses the process, so that it is not stepped.
     pub fn pause(&mut self) {
         if let Some(process) = &mut self.process {
             process.is_paused = true;
@@ -277,7 +280,7 @@ impl Machine {
         }
     }
 
-    /// Starts a graceful shutdown; [`Stepped::Ended`] reports its end.
+    /// Starts a graceful shutdown, whose end [`Stepped::Ended`] reports.
     pub fn leave(&mut self) {
         let Some(process) = &mut self.process else {
             return;
@@ -293,7 +296,7 @@ impl Machine {
         });
     }
 
-    /// Kills the process. Crash the disk and power off the host first.
+    /// Kills the process. Callers crash the disk and power off the host first.
     pub fn kill(&mut self) {
         if let Some(process) = self.process.take() {
             // Handles of the core are only valid within the runtime, so they are dropped first.

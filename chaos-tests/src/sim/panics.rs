@@ -1,10 +1,10 @@
-//! Panics of simulated processes: tokio contains them in the task, but each is a defect.
+//! Panics of simulated processes. Tokio contains them in the task, but each is a defect.
 
 use std::cell::RefCell;
 use std::sync::Once;
 
 thread_local! {
-    /// `None` if this thread simulates nothing.
+    /// Panics of this thread so far; `None` if the thread simulates nothing.
     static SEEN: RefCell<Option<Vec<String>>> = const { RefCell::new(None) };
 }
 
@@ -31,7 +31,7 @@ pub(super) fn watch() {
     SEEN.set(Some(Vec::new()));
 }
 
-/// Returns the panics since the last call.
+/// Returns the panics of this thread since the last call.
 pub(super) fn take() -> Vec<String> {
     SEEN.with_borrow_mut(|seen| seen.as_mut().map(std::mem::take).unwrap_or_default())
 }

@@ -1,4 +1,4 @@
-//! The plan of a run: everything that a seed decides before it starts.
+//! The plan of a world: everything that a seed decides before the run starts.
 
 use std::ops::Range;
 use std::path::Path;
@@ -14,34 +14,35 @@ use state::policy::PolicyConfig;
 
 use super::network::address_of;
 
-/// Separates these draws from others under the same seed.
+/// Label of the plan's draws, which separates them from others under the same seed.
 const RNG_LABEL: u64 = 0x706c_616e;
-/// Separates the draw of the fleet's kind, which was added later.
+/// Label of the draw of the fleet's kind, which was added later.
 const FLEET_LABEL: u64 = 0x6b69_6e64;
-/// Mean times between faults, in milliseconds.
+/// Mean times between faults to choose from, in milliseconds.
 const FAULT_GAPS_MS: [u64; 4] = [300, 600, 1000, 2000];
-/// Log entries between snapshots. Small values purge logs while replicas are down.
+/// Choice of numbers of log entries between snapshots. Small values purge logs while replicas are
+/// down.
 const SNAPSHOT_EVERY: [u32; 5] = [20, 60, 200, 600, 10_000];
-/// Tokens per block (bytes, for text).
+/// Number of tokens per block, or of bytes for text.
 pub const BLOCK_SIZE: u32 = 16;
 
-/// Changes to the replicas of a world as a whole.
+/// Kind of change that a world makes to its whole fleet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FleetKind {
-    /// An operator adds and removes some.
+    /// No change of the whole fleet: an operator adds and removes single replicas.
     Plain,
-    /// A StatefulSet scales them.
+    /// A StatefulSet scales the replicas.
     Scaled,
-    /// They run different builds, which change.
+    /// Replicas run different builds, which change.
     Mixed,
 }
 
-/// What the seed decides about a world.
+/// Properties of a world that its seed decides.
 #[derive(Debug, Clone)]
 pub struct WorldPlan {
-    /// The seed.
+    /// Seed from which the plan was drawn.
     pub seed: u64,
-    /// Number of replicas that found the cluster, with ids from 1.
+    /// Number of replicas that found the cluster, with ids counted from 1.
     pub voters: u8,
     /// Mean time between faults, in milliseconds.
     pub fault_gap_ms: u64,
@@ -51,21 +52,21 @@ pub struct WorldPlan {
     pub is_network_bad: bool,
     /// Seed of all hashes of the cluster.
     pub hash_seed: u64,
-    /// Changes to all replicas.
+    /// Kind of change to the whole fleet.
     pub fleet: FleetKind,
     snapshot_every: u32,
     snapshot_every_bytes: u64,
     heartbeat_ms: u64,
     election_ms: Range<u64>,
     flush_ms: u64,
-    /// Index into [`PolicyConfig::defaults`].
+    /// Index of the policy in [`PolicyConfig::defaults`].
     policy: usize,
     /// Minimum duration of a disk sync, in microseconds; the maximum is four times as long.
     sync_us: u64,
 }
 
 impl WorldPlan {
-    /// Draws the plan of a seed.
+    /// Draws the plan for `seed`.
     #[must_use]
     pub fn of(seed: u64) -> Self {
         let mut rng = Rng::new(seed, RNG_LABEL);
@@ -100,11 +101,11 @@ impl WorldPlan {
         self.voters + 2
     }
 
-    /// Returns the config of replica `id`. It joins the cluster of `members` if `joins`, otherwise
-    /// it founds one with them.
+    /// Returns the config of replica `id`. The replica joins the cluster of `members` if `joins` is
+    /// set, and otherwise founds one with them.
     ///
     /// # Errors
-    /// When a setting is out of bounds, which is a bug in this file.
+    /// If a setting is out of bounds, which is a bug in this file.
     pub fn config(
         &self,
         id: u8,
@@ -154,7 +155,7 @@ impl WorldPlan {
         Ok(config)
     }
 
-    /// Returns a disk's speed.
+    /// Returns the speed of a disk according to the plan.
     #[must_use]
     pub fn pace(&self) -> DiskSpeed {
         DiskSpeed {
@@ -172,17 +173,17 @@ pub struct DiskSpeed {
 }
 
 impl DiskSpeed {
-    /// Slows the disk down.
+    /// Sets the minimum duration of a sync, to slow the disk down.
     pub fn slow_to_us(&self, sync_us: u64) {
         self.sync_us.store(sync_us, Ordering::Relaxed);
     }
 
-    /// Restores the original speed.
+    /// Restores the original speed of the disk.
     pub fn recover(&self) {
         self.slow_to_us(self.sound_us);
     }
 
-    /// Returns a duration between the minimum and four times that, chosen by `draw`.
+    /// Returns the duration of a sync, between the minimum and four times that, chosen by `draw`.
     pub fn sync(&self, draw: u64) -> Duration {
         let least = self.sync_us.load(Ordering::Relaxed);
         Duration::from_micros(least + draw % (3 * least + 1))

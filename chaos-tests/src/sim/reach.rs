@@ -1,42 +1,43 @@
 //! Tracks which replicas cannot reach a majority as links and memberships change.
 //!
 //! A response takes a chain of messages from the replica to a majority and back. The links need not
-//! be open at the same time: a request passes one way, that way is cut, the way back is repaired
-//! and delivers what it held; the majority agreed all the same. So a replica counts as cut off only
-//! while no majority is reachable there and back over all links that were open at any moment of
-//! that time, for any electorate known in it. When such a time ends, another may begin immediately.
+//! be open at the same time: a request may pass one way before that way is cut, and its response
+//! may return later over a repaired link. A replica thus counts as cut off only while no majority
+//! is reachable there and back over all links that were open at any moment of that time, for any
+//! electorate known in it. When such a time ends, another may begin immediately.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 /// A link, in one direction.
 type DirectedLink = (u8, u8);
 
-/// Links and electorates at one moment, or at any moment of a time.
+/// Links and electorates at one moment, or at any moment of a span of time.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Reachability {
     /// Links that are not cut.
     pub(super) open: BTreeSet<DirectedLink>,
-    /// Voters as known to running replicas.
+    /// Sets of voters, as known to running replicas.
     pub(super) electorates: BTreeSet<Vec<u8>>,
 }
 
-/// Replicas that are cut off, with the links and electorates since.
+/// Tracker of the replicas that are cut off, each with the links and electorates since then.
 #[derive(Debug, Default)]
 pub(super) struct Reach {
     cut_off: BTreeMap<u8, Reachability>,
 }
 
-/// A change for a replica.
+/// A change of whether a replica can reach a majority.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum ReachChange {
-    /// It is cut off from now on.
+    /// The replica is cut off from now on.
     Lost(u8),
-    /// It was cut off until now.
+    /// The replica was cut off until now.
     Regained(u8),
 }
 
 impl Reach {
-    /// Updates after any change, and returns the changes for `ids`, in order.
+    /// Updates the tracker with the current links and electorates. Returns the changes for `ids`,
+    /// in order. Must be called after any change.
     pub(super) fn look(&mut self, ids: &[u8], now: &Reachability) -> Vec<ReachChange> {
         let mut changes = Vec::new();
         for id in ids {
@@ -59,8 +60,8 @@ impl Reach {
 }
 
 impl Reachability {
-    /// Whether a majority of some electorate can exchange messages with `id` in both directions.
-    /// Also true while no running replica knows the voters.
+    /// Returns whether a majority of some electorate can exchange messages with `id` in both
+    /// directions. Also true while no running replica knows the voters.
     fn reach_majority(&self, id: u8) -> bool {
         let hear: BTreeSet<u8> = closure(id, &self.open, |(from, to)| (from, to));
         let heard: BTreeSet<u8> = closure(id, &self.open, |(from, to)| (to, from));
@@ -73,8 +74,8 @@ impl Reachability {
     }
 }
 
-/// Returns all replicas reachable from `id`; `along` gives the direction in which a link is
-/// followed.
+/// Returns all replicas that can be reached from `id`. `along` returns the direction in which a
+/// link is followed.
 fn closure(
     id: u8,
     open: &BTreeSet<DirectedLink>,
@@ -97,7 +98,7 @@ mod tests {
 
     const IDS: [u8; 3] = [1, 2, 3];
 
-    /// Returns all links between three replicas except `cut`.
+    /// Returns all links between three replicas except those in `cut`.
     fn without(cut: &[DirectedLink], electorates: &[&[u8]]) -> Reachability {
         let ways = IDS
             .into_iter()

@@ -1,11 +1,11 @@
-//! Ends faults.
+//! Remedies, which end faults.
 
 use super::faults::Remedy;
 use super::network::{LOSS_PERMILLE_BAD, Link, REPEATS_PERMILLE_BAD};
 use super::world::World;
 
 impl World {
-    /// Ends a fault.
+    /// Ends a fault by applying `remedy`.
     pub(super) fn apply_remedy(&mut self, remedy: Remedy) {
         let now_us = self.now_us();
         self.trace.event(now_us, format_args!("ends {remedy:?}"));
@@ -54,7 +54,7 @@ impl World {
         }
     }
 
-    /// Restores links as drawn; in a bad network they stay bad while faults last.
+    /// Restores links to a newly drawn quality. In a bad network, they stay bad while faults last.
     fn restore_links(&mut self, links: &[(u8, u8)]) {
         for (from, to) in links {
             let drawn = Link::draw(&mut self.rng);
@@ -70,7 +70,7 @@ impl World {
         }
     }
 
-    /// Restores every link, sound or bad according to the plan.
+    /// Restores every link to a good or bad quality, according to the plan.
     pub(super) fn soothe_all(&mut self) {
         let ids: Vec<u8> = self.seats.keys().copied().collect();
         let links = ids

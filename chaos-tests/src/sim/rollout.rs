@@ -1,4 +1,4 @@
-//! Scales the replicas of a world, and starts them with other builds (`fleet.rs`).
+//! Changes of fleets (`fleet.rs`): scales a world's replicas, and starts them with other builds.
 
 use raft::Status;
 use state::codec::FORMAT_VERSION;
@@ -11,7 +11,8 @@ use super::world::{REPLICAS_MAX, World};
 const CREATE_MS: u64 = 2000;
 
 impl World {
-    /// Changes the requested number of replicas of the StatefulSet.
+    /// Changes the number of replicas that the StatefulSet requests. Returns whether there is a
+    /// StatefulSet.
     pub(super) fn scale(&mut self) -> bool {
         let Some(set) = self.fleet.set.clone() else {
             return false;
@@ -36,7 +37,7 @@ impl World {
         before != now
     }
 
-    /// Creates a pod, with its volume if it had one.
+    /// Creates the pod of a replica, with its volume if it had one before.
     fn create(&mut self, id: u8) {
         if let Some(seat) = self.seats.get_mut(&id) {
             seat.is_scaled_away = false;
@@ -52,7 +53,7 @@ impl World {
         self.remedy_in(wait_us, Remedy::Start(id));
     }
 
-    /// Stops a pod; some are killed before they can leave.
+    /// Stops the pod of a replica. Kills some before they can leave.
     fn delete(&mut self, id: u8) {
         let is_killed = self.fleet.rng.below(4) == 0;
         let Some(seat) = self.seats.get_mut(&id) else {
@@ -65,7 +66,7 @@ impl World {
         }
     }
 
-    /// Reports an error if a leader removes a replica that was always wanted.
+    /// Reports an error if a leader has removed a replica that was always wanted.
     pub(super) fn observe_scale(&mut self, status: &Status) {
         if self.fleet.set.is_none() {
             return;
@@ -80,7 +81,7 @@ impl World {
         }
     }
 
-    /// Checks that the members of a healed cluster are the wanted ones.
+    /// Checks that the members of a healed cluster are the requested ones, and that enough vote.
     pub(super) fn unscaled(&self, status: &Status) -> Result<(), String> {
         let Some(set) = &self.fleet.set else {
             return Ok(());
@@ -99,9 +100,9 @@ impl World {
         }
     }
 
-    /// Restarts a replica with another build: a later one, or an earlier one that can still read
-    /// everything in the log, now and later, because another member knows no more. As in the guide,
-    /// this happens only once all members report their formats.
+    /// Restarts a replica with another build: a later one, or an earlier one that can read all of
+    /// the log, now and later, because another member knows no more formats. As in the guide, this
+    /// happens only once all members report their formats.
     pub(super) fn upgrade(&mut self) -> bool {
         if self.plan.fleet != FleetKind::Mixed || !self.are_formats_told() {
             return false;
@@ -142,7 +143,7 @@ impl World {
         true
     }
 
-    /// Installs the next build for a starting process, and returns its format.
+    /// Installs the next build, if any, for a process that starts, and returns its newest format.
     pub(super) fn install(&mut self, id: u8) -> u8 {
         if let Some(format) = self.fleet.next.remove(&id) {
             self.fleet.formats.insert(id, format);
@@ -161,7 +162,7 @@ impl World {
         format
     }
 
-    /// Whether the leader knows the current format of every member.
+    /// Returns whether the leader knows the current format of every member.
     fn are_formats_told(&self) -> bool {
         let leader = self.leader().and_then(|id| self.seats[&id].status.as_ref());
         let Some(status) = leader else { return false };

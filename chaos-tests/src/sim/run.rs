@@ -1,4 +1,4 @@
-//! Runs one seed, from founding the cluster to healing it.
+//! Runs of seeds, from founding a cluster to healing it.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -10,50 +10,50 @@ use super::world::{STEP_US, World, WorldCounts, WorldOptions};
 use crate::invariants::{self, Subjects, linearizable_by_search, sound_state};
 use crate::planted::PlantedBug;
 
-/// Maximum steps until the cluster has formed.
+/// Maximum number of steps until the cluster has formed.
 const FORM_STEPS_MAX: u64 = 20_000;
-/// Steps between two checks of the cheap invariants.
+/// Number of steps between two checks of the cheap invariants.
 const CHECK_EVERY_STEPS: u64 = 5_000;
 
-/// Options of a seed's run.
+/// Options for the run of a seed.
 #[derive(Debug, Clone)]
 pub struct SeedOptions {
-    /// Decides everything.
+    /// Seed that decides everything.
     pub seed: u64,
-    /// Duration of the faults.
+    /// Duration for which faults are injected.
     pub faulty: Duration,
-    /// Possible faults; all if empty.
+    /// Faults that may happen; all faults if empty.
     pub only: Vec<Fault>,
     /// Whether no fault happens.
     pub is_calm: bool,
     /// Whether the trace keeps text.
     pub is_traced: bool,
-    /// A bug to plant during the run.
+    /// Bug to plant during the run, if any.
     pub bug: Option<PlantedBug>,
 }
 
-/// Result of a seed.
+/// Result of the run of a seed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum SeedResult {
-    /// Everything held.
+    /// All checks held.
     Held,
-    /// Something did not hold, with a description.
+    /// A check failed, with its description.
     Broke(String),
 }
 
-/// Numbers of subjects of each invariant, by number and statement.
+/// Number of subjects of each invariant, by its number and statement.
 pub type SubjectCounts = BTreeMap<(&'static str, &'static str), Subjects>;
 
-/// Report of a seed.
+/// Report of the run of a seed.
 #[derive(Debug, Clone)]
 pub struct SeedReport {
-    /// The seed.
+    /// Seed that was run.
     pub seed: u64,
     /// Result of the run.
     pub outcome: SeedResult,
-    /// Hash of everything that happened.
+    /// Hash of all events, which is equal for equal runs.
     pub hash: u64,
-    /// Number of events.
+    /// Number of events in the trace.
     pub events: u64,
     /// Simulated time, in microseconds.
     pub simulated_us: u64,
@@ -65,14 +65,14 @@ pub struct SeedReport {
     pub outcomes: BTreeMap<(String, String), u64>,
     /// Number of subjects of each invariant.
     pub subjects: SubjectCounts,
-    /// Text of the trace, if it was kept.
+    /// Text of the trace; empty if it was not kept.
     pub text: String,
 }
 
 /// Runs a seed on this thread.
 ///
 /// # Errors
-/// When a world cannot be made. A failure of the cluster is [`SeedResult::Broke`].
+/// If the world cannot be created. A failure of the cluster is [`SeedResult::Broke`].
 pub fn run(run: &SeedOptions) -> anyhow::Result<SeedReport> {
     let _planted = run.bug.map(PlantedBug::plant);
     let mut world = World::new(WorldOptions {
@@ -147,7 +147,7 @@ fn check(world: &World, subjects: &mut SubjectCounts) -> Result<(), String> {
     Ok(())
 }
 
-/// Counts how far the search for an order of operations came.
+/// Counts the results of the search for an order of the operations.
 fn searched(world: &World, outcomes: &mut BTreeMap<(String, String), u64>) {
     let tally = world.ledger.with(|it| linearizable_by_search::examine(it));
     let Ok(tally) = tally else { return };
@@ -160,7 +160,7 @@ fn searched(world: &World, outcomes: &mut BTreeMap<(String, String), u64>) {
     }
 }
 
-/// Counts observations of limits, the subjects of I70.
+/// Counts observations of limits, which are the subjects of I70.
 fn watched(world: &World, outcomes: &mut BTreeMap<(String, String), u64>) {
     world.ledger.with(|record| {
         let limits = &record.observation.limits;

@@ -1,4 +1,4 @@
-//! A replica loses its state; faults before and after it notices.
+//! Faults in which a replica loses its state, and faults before and after it notices.
 
 use std::sync::atomic::Ordering;
 
@@ -10,9 +10,10 @@ use super::workload::MembershipChange;
 use super::world::{ReplicaSeat, World};
 
 impl World {
-    /// Spoils one follower's state, while all others are sound and no fault ends a leader's term. A
-    /// majority must be right: a replica that does not know yet that its state is wrong may be
-    /// elected and passes it on. Once it knows, see [`World::depose_leader_of_suspect`].
+    /// Corrupts the state of one follower, if all others are sound and no current fault may end the
+    /// leader's term. A majority must be right: a replica that does not know yet that its state is
+    /// wrong may be elected and pass its state on. Once it knows, see
+    /// [`World::depose_leader_of_suspect`].
     pub(super) fn lose_state(&mut self) -> bool {
         let is_sound = |seat: &ReplicaSeat| {
             let is_up = seat.machine.core().is_some();
@@ -55,8 +56,8 @@ impl World {
         true
     }
 
-    /// When a replica has just found that its state is wrong and has not replaced it, this mostly
-    /// stops the leader or makes it transfer leadership to that replica.
+    /// Mostly stops the leader, or makes it transfer leadership, when a replica has just found that
+    /// its state is wrong and has not replaced it.
     pub(super) fn depose_leader_of_suspect(&mut self) {
         let just_found = |(_, seat): &(&u8, &ReplicaSeat)| {
             !seat.is_struck && seat.is_spoiled.load(Ordering::Relaxed) && seat.is_in_doubt()

@@ -1,14 +1,14 @@
 //! The trace of a run: a running hash of all events and, on request, their text.
 //!
-//! If two runs of a seed differ anywhere, their hashes differ from there on. So comparing two
-//! numbers compares two histories bit for bit.
+//! If two runs of a seed differ anywhere, their hashes differ from there on. Comparing two hashes
+//! thus compares two histories bit for bit.
 
 use std::fmt::Write as _;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
-/// Maximum bytes of text; beyond that, the oldest half is dropped.
+/// Maximum length of the text in bytes. Beyond that, the oldest half is dropped.
 const TEXT_BYTES_MAX: usize = 512 << 20;
 
 /// The trace of one run. Clones share it.
@@ -33,7 +33,7 @@ impl Trace {
         trace
     }
 
-    /// Records an event. Its formatted text is what runs are compared by.
+    /// Records an event. Runs are compared by its formatted text.
     pub fn event(&self, now_us: u64, what: std::fmt::Arguments<'_>) {
         let mut inner = self.lock();
         let mut line = std::mem::take(&mut inner.line);
@@ -59,13 +59,13 @@ impl Trace {
         self.lock().hash
     }
 
-    /// Returns the number of events.
+    /// Returns the number of events so far.
     #[must_use]
     pub fn events(&self) -> u64 {
         self.lock().events
     }
 
-    /// Takes the text kept so far.
+    /// Removes and returns the text kept so far.
     #[must_use]
     pub fn take_text(&self) -> String {
         std::mem::take(&mut self.lock().text)

@@ -1,8 +1,8 @@
 //! The world: machines, the network between them, and one clock that steps them all.
 //!
-//! A step is a millisecond: the network delivers what is due, faults happen, then every process
-//! runs until it is idle up to the step's end. Everything runs on one thread and is drawn from one
-//! seed.
+//! A step is a millisecond. In each step, the network delivers due packets, faults happen, and then
+//! every process runs until it is idle up to the step's end. Everything runs on one thread and is
+//! drawn from one seed.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::path::PathBuf;
@@ -28,44 +28,44 @@ use crate::oracle::observation::ReplicaRun;
 
 /// Length of a step, in microseconds.
 pub const STEP_US: u64 = 1000;
-/// Interval between two checks of the outboxes.
+/// Interval at which the world checks the outboxes, in microseconds.
 const LOOK_EVERY_US: u64 = 200_000;
-/// Interval between two images of a state.
+/// Interval at which the world takes an image of a state, in microseconds.
 const IMAGE_EVERY_US: u64 = 2_000_000;
-/// Maximum number of replicas at once.
+/// Maximum number of replicas at the same time.
 pub(super) const REPLICAS_MAX: usize = 7;
-/// Separates the world's draws from others under the same seed.
+/// Label of the world's draws, which separates them from others under the same seed.
 const RNG_LABEL: u64 = 0x776f_726c;
-/// Separates lies from other draws under the same seed.
+/// Label of the draws of lies, which separates them from others under the same seed.
 const LIES_LABEL: u64 = 0x6c69_6573;
-/// Separates raft's draws.
+/// Label of raft's draws, which separates them from others under the same seed.
 const RAFT_LABEL: u64 = 0x7261_6674;
 
 /// Options of a world.
 #[derive(Debug, Clone, Default)]
 pub struct WorldOptions {
-    /// Decides everything.
+    /// Seed that decides everything.
     pub seed: u64,
     /// Whether the trace keeps text.
     pub is_traced: bool,
-    /// Possible faults; all if empty.
+    /// Faults that may happen; all faults if empty.
     pub only: Vec<Fault>,
     /// Whether no fault happens.
     pub is_calm: bool,
 }
 
-/// Counts of what happened.
+/// Counts of events in a world.
 #[derive(Debug, Clone, Default, PartialEq, Eq, serde::Serialize)]
 pub struct WorldCounts {
-    /// Faults by kind.
+    /// Number of faults by kind.
     pub faults: BTreeMap<Fault, u64>,
-    /// Terms that had a leader.
+    /// Number of terms that had a leader.
     pub leaders: u64,
-    /// Snapshots that replaced a state: installed, or read at startup.
+    /// Number of snapshots that replaced a state: installed, or read at startup.
     pub restored: u64,
-    /// Log entries.
+    /// Number of log entries.
     pub entries: u64,
-    /// Processes started.
+    /// Number of processes started.
     pub starts: u64,
 }
 
@@ -74,55 +74,55 @@ pub(super) struct ReplicaSeat {
     pub(super) machine: Machine,
     pub(super) pace: DiskSpeed,
     pub(super) run: ReplicaRun,
-    /// Its reported status, once it is up.
+    /// Status that the replica reports; `None` until it is up.
     pub(super) status: Option<raft::watch::WatchReceiver<Status>>,
     pub(super) is_spoiled: Arc<AtomicBool>,
-    /// Whether a fault has hit it since it knew that its state is wrong.
+    /// Whether a fault has hit the cluster since the replica knew that its state is wrong.
     pub(super) is_struck: bool,
-    /// Whether it must never come back.
+    /// Whether the replica was removed and must never come back.
     pub(super) is_gone: bool,
-    /// Whether its pod is currently not wanted.
+    /// Whether the StatefulSet currently does not request the replica.
     pub(super) is_scaled_away: bool,
-    /// Whether its disk accepts no writes.
+    /// Whether the replica's disk accepts no writes.
     pub(super) is_disk_bad: bool,
-    /// Role and term that it last reported, and whether it had a quorum.
+    /// Role and term that the replica last reported, and whether it had a quorum.
     said: Option<(Role, u64, bool)>,
-    /// Voters that it last reported, in this run or an earlier one.
+    /// Voters that the replica last reported, in this run or an earlier one.
     pub(super) voters: Vec<u8>,
 }
 
 impl ReplicaSeat {
-    /// Whether it is not, or is not to be, part of the cluster.
+    /// Returns whether the replica is not to be part of the cluster.
     pub(super) fn is_out(&self) -> bool {
         self.is_gone || self.is_scaled_away
     }
 
-    /// Whether the replica knows that its state is wrong.
+    /// Returns whether the replica knows that its state is wrong.
     pub(super) fn is_in_doubt(&self) -> bool {
         let core = self.machine.core_at_rest();
         core.is_some_and(|core| core.digests().minority().is_some())
     }
 }
 
-/// The world.
+/// A simulated world: replicas, network, clients, faults and the record of the run.
 pub struct World {
     pub(super) plan: WorldPlan,
     pub(super) options: WorldOptions,
     pub(super) rng: Rng,
-    /// Draws which replica is lied to and how.
+    /// Generator that draws which replica is lied to, and how.
     pub(super) lies: Rng,
     pub(super) time: SimTime,
     pub(super) network: SimNetwork,
     pub(super) trace: Trace,
     pub(super) ledger: RecordKeeper,
     pub(super) seats: BTreeMap<u8, ReplicaSeat>,
-    /// Remedies by time and order.
+    /// Scheduled remedies, by time and then by order of scheduling.
     pub(super) remedies: BTreeMap<(u64, u64), Remedy>,
     pub(super) next_fault_us: u64,
     pub(super) links_down: BTreeSet<(u8, u8)>,
     /// Replicas that no call reaches.
     pub(super) deaf: BTreeSet<u8>,
-    /// When the operator last removed a replica that came back.
+    /// Time at which the operator last removed a replica that came back, in microseconds.
     pub(super) tended_us: u64,
     pub(super) reach: Reach,
     pub(super) counts: WorldCounts,
@@ -132,11 +132,11 @@ pub struct World {
 }
 
 impl World {
-    /// Creates a world before its beginning. One per thread at a time, because raft's draws are per
-    /// thread.
+    /// Creates a world before its beginning. A thread can have only one at a time, because raft's
+    /// draws are per thread.
     ///
     /// # Errors
-    /// When a folder or config cannot be made.
+    /// If a config or machine cannot be created.
     pub fn new(options: WorldOptions) -> anyhow::Result<Self> {
         let seed = options.seed;
         let mut plan = WorldPlan::of(seed);
@@ -185,19 +185,19 @@ impl World {
         Ok(world)
     }
 
-    /// Returns simulated time in microseconds.
+    /// Returns the simulated time, in microseconds.
     #[must_use]
     pub fn now_us(&self) -> u64 {
         self.time.now_us()
     }
 
-    /// Returns the trace.
+    /// Returns the trace of the world.
     #[must_use]
     pub fn trace(&self) -> &Trace {
         &self.trace
     }
 
-    /// Returns the counts of what happened.
+    /// Returns the counts of events so far.
     #[must_use]
     pub fn counts(&self) -> WorldCounts {
         let mut counts = self.counts.clone();
@@ -214,7 +214,7 @@ impl World {
         counts
     }
 
-    /// Adds a machine for a replica that founds a cluster with `members`, or joins theirs.
+    /// Adds a replica that founds a cluster with `members`, or joins theirs if `joins` is set.
     pub(super) fn build(&mut self, id: u8, members: &[u8], joins: bool) -> anyhow::Result<()> {
         // Everything is on the simulated disk; the path only appears in errors.
         let dir = PathBuf::from(format!("/simulated/n{id}"));
@@ -242,17 +242,17 @@ impl World {
         Ok(())
     }
 
-    /// Whether there is room for one more replica.
+    /// Returns whether there is room for one more replica.
     pub(super) fn has_room(&self) -> bool {
         self.seats.values().filter(|seat| !seat.is_gone).count() < REPLICAS_MAX
     }
 
-    /// Returns the id of the next replica; ids are never reused.
+    /// Returns the id of the next replica. Ids are never reused.
     pub(super) fn next_id(&self) -> u8 {
         self.seats.keys().next_back().copied().unwrap_or(0) + 1
     }
 
-    /// Whether the cluster has formed: a leader leads, and its state is initialised.
+    /// Returns whether the cluster has formed: a leader leads, and its state is initialised.
     #[must_use]
     pub fn is_formed(&self) -> bool {
         let leader = self.leader().and_then(|id| self.seats[&id].machine.core());
@@ -325,7 +325,7 @@ impl World {
         }
     }
 
-    /// Records a replica's reported status.
+    /// Records the status that a replica reports, if it has changed.
     fn observe(&mut self, id: u8) {
         let now_us = self.time.now_us();
         let Some(seat) = self.seats.get_mut(&id) else {
@@ -366,7 +366,7 @@ impl World {
         }
     }
 
-    /// Records periodically which outboxes are empty, and the contents of one state.
+    /// Records which outboxes are empty, and now and then the image of one state.
     fn look_around(&mut self) {
         self.observe_clocks();
         let now_us = self.time.now_us();
@@ -392,7 +392,7 @@ impl World {
         }
     }
 
-    /// Starts a process unless one runs.
+    /// Starts the process of a replica, unless it runs, is out, or has a bad disk.
     pub(super) fn start(&mut self, id: u8) {
         let now_us = self.time.now_us();
         let Some(seat) = self.seats.get_mut(&id) else {
@@ -443,7 +443,7 @@ impl World {
         self.observe_reach();
     }
 
-    /// Kills a process. Its disk loses unsynced data, except for a prefix.
+    /// Kills the process of a replica. Its disk loses unsynced data, except for a prefix.
     pub(super) fn kill(&mut self, id: u8) {
         let now_us = self.time.now_us();
         let Some(seat) = self.seats.get_mut(&id) else {
@@ -477,14 +477,14 @@ impl World {
             .with(|record| record.observation.ended(now_us, run));
     }
 
-    /// Schedules the end of a fault.
+    /// Schedules the end of a fault in `wait_us` microseconds.
     pub(super) fn remedy_in(&mut self, wait_us: u64, remedy: Remedy) {
         self.planned += 1;
         let at = (self.time.now_us() + wait_us, self.planned);
         self.remedies.insert(at, remedy);
     }
 
-    /// Ends faults that are due.
+    /// Ends the faults whose remedies are due.
     fn mend(&mut self) {
         while let Some(due) = self.remedies.first_entry()
             && due.key().0 <= self.time.now_us()
@@ -494,7 +494,7 @@ impl World {
         }
     }
 
-    /// Ends all faults.
+    /// Ends all faults by applying their remedies at once.
     pub(super) fn mend_all(&mut self) {
         let rest: VecDeque<Remedy> = std::mem::take(&mut self.remedies).into_values().collect();
         for remedy in rest {
@@ -508,7 +508,7 @@ impl World {
         running.map(|(id, _)| *id).collect()
     }
 
-    /// Returns the replica that believes to lead the newest term.
+    /// Returns the replica that believes that it leads the newest term.
     pub(super) fn leader(&self) -> Option<u8> {
         let leading = |seat: &ReplicaSeat| {
             let status = seat.status.as_ref()?.borrow();

@@ -17,11 +17,11 @@ use crate::wire::{self, OutgoingRequest};
 const PAUSE: Duration = Duration::from_millis(500);
 const PATIENCE: Duration = Duration::from_secs(5);
 const FROM: Ipv4Addr = Ipv4Addr::new(127, 0, 9, 5);
-/// Another site, whose name resolves to this host.
+/// Host name of another site, which resolves to this host.
 const OTHER: &str = "x.evil.example:8081";
 const OTHER_ORIGIN: &str = "http://x.evil.example:8081";
 
-/// One trick, named after its effect if it works.
+/// One trick of a page, named after its effect if it works.
 struct BrowserTrick {
     name: &'static str,
     method: Method,
@@ -30,7 +30,7 @@ struct BrowserTrick {
     body: &'static [u8],
 }
 
-/// Returns the tricks. None of them may succeed.
+/// Returns the tricks of other sites' pages. None of them may succeed.
 fn tricks() -> Vec<BrowserTrick> {
     vec![
         BrowserTrick {
@@ -69,7 +69,7 @@ fn tricks() -> Vec<BrowserTrick> {
     ]
 }
 
-/// Tries every trick on every replica, again and again.
+/// Tries every trick on every replica until the phase is over.
 pub(super) async fn run(scene: Arc<SoakContext>) {
     let mut ticks = interval(PAUSE);
     let tricks = tricks();

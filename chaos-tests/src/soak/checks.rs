@@ -1,4 +1,4 @@
-//! Checks that must hold after the load.
+//! Checks that must hold after the load of a soak.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -18,34 +18,34 @@ use crate::terminal::table;
 
 /// Time within which every replica must be ready after the load.
 const READY: Duration = Duration::from_secs(2);
-/// Minimum service of honest users in the storm, in permille of what they got alone.
+/// Minimum service of honest users in the storm, in permille of their service alone.
 const HONEST_PERMILLE: f64 = 900.0;
-/// Minimum service of the worst served honest user, in permille of the best served.
+/// Minimum service of the worst served honest user, in permille of that of the best served.
 const EVEN_PERMILLE: u64 = 800;
-/// Minimum output for impatient users that is read to its end, in permille.
+/// Minimum share of the output for impatient users that they read to the end, in permille.
 const READ_PERMILLE: u64 = 800;
-/// How long after its client has left a request may still be on its way to an engine.
+/// Time after its client's departure for which a request may still reach an engine.
 const DEPARTED: Duration = Duration::from_secs(1);
-/// Maximum error of the charges to users who leave, in permille of what was computed.
+/// Maximum error of the charges to users who leave, in permille of the computed tokens.
 const CHARGED_OFF_PERMILLE: u64 = 150;
-/// Maximum growth of a replica, in bytes.
+/// Maximum growth of a replica's memory, in bytes.
 const GROWN_BYTES_MAX: u64 = 96 << 20;
-/// Maximum number of additional open descriptors.
+/// Maximum growth of a replica's number of open descriptors.
 const GROWN_DESCRIPTORS_MAX: u64 = 64;
 
-/// One check.
+/// Result of one check.
 #[derive(Debug, Clone, serde::Serialize)]
 pub struct SoakCheck {
     /// Name of the check.
     pub name: &'static str,
-    /// What was found.
+    /// Description of what the check found.
     pub found: String,
-    /// Why the check fails; `None` if it holds.
+    /// Description of the violation; `None` if the check holds.
     pub violation: Option<String>,
 }
 
 impl SoakCheck {
-    /// Whether all checks hold.
+    /// Returns whether all checks hold.
     #[must_use]
     pub fn all_hold(checks: &[Self]) -> bool {
         checks.iter().all(|check| check.violation.is_none())
@@ -81,7 +81,7 @@ impl SoakCheck {
     }
 }
 
-/// Measurements to be judged.
+/// Measurements of a soak that are to be checked.
 pub(super) struct JudgedPhases {
     pub(super) alone: SoakPhase,
     pub(super) storm: SoakPhase,
@@ -90,7 +90,7 @@ pub(super) struct JudgedPhases {
 }
 
 impl JudgedPhases {
-    /// Runs all checks.
+    /// Runs all checks and returns the report.
     pub(super) async fn judge(&self, cluster: &ProcessCluster) -> SoakReport {
         // The order matters: readiness is measured from the end of the load.
         let mut checks = vec![SoakCheck::new(
@@ -152,7 +152,7 @@ impl JudgedPhases {
         Ok(format!("{storm:.2} answers a second of {alone:.2}"))
     }
 
-    /// Checks that every honest user gets about the same share of its requests.
+    /// Checks that every honest user got about the same share of its requests served.
     fn even(&self) -> anyhow::Result<String> {
         let book = self.storm.scene.book(ClientKind::Honest);
         let part = |user: &String| {
@@ -167,8 +167,8 @@ impl JudgedPhases {
         Ok(found)
     }
 
-    /// Checks that output for users who give up is read to its end: they are refused immediately or
-    /// served in time.
+    /// Checks that impatient users read most of the output for them to the end. They must be
+    /// rejected immediately or served in time.
     fn read_to_the_end(&self) -> anyhow::Result<String> {
         let scene = &self.storm.scene;
         if scene.book(ClientKind::Impatient).asked == 0 {
@@ -300,7 +300,7 @@ impl JudgedPhases {
         Ok(format!("{} users", computed.len()))
     }
 
-    /// Whether a request of the user was cut short after an engine had begun with it.
+    /// Returns whether a request of the user was cut short after an engine had begun with it.
     fn has_left(&self, user: &str) -> bool {
         [&self.alone, &self.storm].into_iter().any(|phase| {
             let ledger = phase.scene.ledger.lock();
@@ -311,8 +311,8 @@ impl JudgedPhases {
     }
 }
 
-/// Returns the maximum of output tokens that may be charged. Where an engine failed, its output is
-/// unknown, and at most the usual length of such responses is charged.
+/// Returns the maximum number of output tokens that users of this kind may be charged. Where an
+/// engine failed, its output is unknown, and at most the usual length of such responses is charged.
 fn output_max(kind: ClientKind, computed: &ComputedRequest) -> u64 {
     match kind {
         ClientKind::Poison | ClientKind::Failing => {
@@ -327,12 +327,12 @@ fn is_between(found: u64, least: u64, most: u64) -> bool {
     found + off(least) >= least && found <= most + off(most)
 }
 
-/// Returns the kind of a request or user.
+/// Returns the kind of client that a request or user name belongs to.
 fn kind_of(name: &str) -> Option<ClientKind> {
     ClientKind::named(name.split_once('-')?.0).ok()
 }
 
-/// Returns the responses per second of honest users.
+/// Returns the number of complete responses to honest users per second.
 fn rate(phase: &SoakPhase) -> f64 {
     let book: KindCounts = phase.scene.book(ClientKind::Honest).clone();
     book.whole as f64 / phase.counted.as_secs_f64()
@@ -367,7 +367,7 @@ async fn at_rest(cluster: &ProcessCluster) -> anyhow::Result<String> {
     Ok(format!("{} ms", began.elapsed().as_millis()))
 }
 
-/// Returns the counters once they no longer change.
+/// Returns the users' counters once they no longer change.
 async fn settled(cluster: &ProcessCluster) -> anyhow::Result<BTreeMap<String, UserTotals>> {
     let last = std::cell::RefCell::new(BTreeMap::new());
     let same = std::cell::Cell::new(0);

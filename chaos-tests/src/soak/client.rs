@@ -1,7 +1,7 @@
-//! A user with a behaviour: waits or gives up, reads or does not, retries like SDKs.
+//! Users of a soak. A behaviour defines whether a user waits, reads and retries.
 //!
-//! Requests arrive at random times, independent of earlier results: a user who is refused does not
-//! ask for less.
+//! Requests arrive at random times, independent of earlier results: a user who is rejected does not
+//! send less.
 
 use std::net::Ipv4Addr;
 use std::sync::Arc;
@@ -20,18 +20,18 @@ use super::engine::MODEL;
 use super::kinds::{ClientKind, LeavePoint, UserBehaviour};
 use crate::wire::{self, OutgoingRequest, RequestError, ResponseHead, SourceAddress};
 
-/// Path of the requests.
+/// Path that requests are sent to.
 const PATH: &str = "/v1/chat/completions";
-/// Words of a prompt, in addition to its unique part.
+/// Number of words in a prompt, in addition to its unique part.
 const PROMPT_WORDS: usize = 40;
-/// Retry backoff in milliseconds, like SDKs: starts at the first and doubles up to the second.
+/// Minimum and maximum pause before a retry, in milliseconds. It doubles with each, as in SDKs.
 const BACKOFF_MS: (u64, u64) = (500, 8000);
-/// Maximum concurrent requests of one user.
+/// Maximum number of concurrent requests of one user.
 const UNDER_WAY_MAX: usize = 250;
-/// Pause of a slow reader between two pieces.
+/// Pause of a slow reader between two chunks of the body.
 const DAWDLE: Duration = Duration::from_secs(1);
 
-/// Result of one try.
+/// End of one try of a request.
 enum TryEnd {
     Whole { first: Duration, tokens: u64 },
     Refused(ResponseHead),
@@ -39,18 +39,18 @@ enum TryEnd {
     Broke(String),
 }
 
-/// One user.
+/// A user who sends requests with a behaviour.
 pub(super) struct SoakUser {
     pub(super) kind: ClientKind,
     pub(super) manner: UserBehaviour,
     pub(super) name: String,
     pub(super) from: Ipv4Addr,
-    /// Requests per second.
+    /// Mean number of requests per second.
     pub(super) rate: f64,
 }
 
 impl SoakUser {
-    /// Sends requests until the phase is over, and then waits for those under way.
+    /// Sends requests until the phase is over, and then waits for those in flight.
     pub(super) async fn run(self, scene: Arc<SoakContext>) {
         let seed = scene.seed ^ xxhash_rust::xxh3::xxh3_64(self.name.as_bytes());
         let mut random = SmallRng::seed_from_u64(seed);
@@ -99,7 +99,7 @@ impl SoakUser {
         scene.book(self.kind).count("gave up trying");
     }
 
-    /// Records the end of a try. `Some` allows a retry, after the given time if any.
+    /// Records the end of a try. `Some` allows a retry, after the given time if there is one.
     fn note(&self, scene: &SoakContext, end: TryEnd) -> Option<Option<Duration>> {
         let mut book = scene.book(self.kind);
         match end {
@@ -228,10 +228,10 @@ impl SoakUser {
     }
 }
 
-/// Longest time to first token for a user after a storm.
+/// Maximum time to first token for a user who comes after a storm.
 const NEWCOMER_PATIENCE: Duration = Duration::from_secs(2);
 
-/// Sends one request to every replica right after the storm.
+/// Sends one request to every replica right after the storm. Each must be served in time.
 pub(super) async fn newcomers(scene: &SoakContext) -> anyhow::Result<String> {
     let manner = ClientKind::Honest.manner().unwrap_or_default();
     let mut longest = Duration::ZERO;

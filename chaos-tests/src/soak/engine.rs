@@ -1,5 +1,5 @@
-//! The engines of a soak. They record for whom they compute, to check charges, and some prompts
-//! make them misbehave.
+//! The engines of a soak. They record the tokens that they compute for each request, to check
+//! charges. Some prompts make them misbehave.
 //!
 //! An engine has a few places and makes one token at a time while its request is open. Like a real
 //! one, it does not wait for its reader. It has no cache.
@@ -26,47 +26,48 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio::time::{Instant, sleep, timeout};
 use tokio_util::task::AbortOnDropHandle;
 
-/// Model that is served.
+/// Name of the model that the engines serve.
 pub(super) const MODEL: &str = "soaked";
-/// Maximum concurrent requests of an engine.
+/// Maximum number of concurrent requests of an engine.
 pub(super) const PLACES: usize = 4;
-/// Time to first token.
+/// Time to first token of a response.
 pub(super) const PREFILL: Duration = Duration::from_millis(50);
-/// Time between two tokens.
+/// Time between two tokens of a response.
 pub(super) const DECODE: Duration = Duration::from_millis(20);
-/// A prompt with this text breaks the engine's connection.
+/// Text in a prompt on which the engine breaks the connection.
 pub(super) const POISON: &str = "(poison)";
-/// A prompt with this text gets a 500 response.
+/// Text in a prompt that the engine answers with a 500 response.
 pub(super) const FAILING: &str = "(failing)";
-/// A prompt with this text gets large tokens, which a slow reader cannot read within seconds.
+/// Text in a prompt that the engine answers with large tokens, which a slow reader cannot read
+/// within seconds.
 pub(super) const LARGE_TOKENS: &str = "(fat)";
-/// Extra bytes of a large token.
+/// Number of extra bytes in a large token.
 const LARGE_TOKEN_BYTES: usize = 8 << 10;
-/// Bytes per prompt token.
+/// Number of bytes per prompt token.
 const TOKEN_BYTES: usize = 4;
-/// Bytes after the usage in a response with the prompt's logprobs.
+/// Number of bytes after the usage in a response with the prompt's logprobs.
 const LOGPROBS_BYTES: usize = 400 << 10;
-/// Idle timeout as in vLLM, a little longer than the router keeps connections.
+/// Idle timeout of connections as in vLLM, which is a little longer than the router keeps them.
 const KEEP_ALIVE: Duration = Duration::from_secs(5);
 
 type EngineResponse = Response<BoxBody<Bytes, Infallible>>;
 
-/// What all engines computed for one request.
+/// Work of all engines for one request.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct ComputedRequest {
-    /// Prompt tokens, counted each time the request reached an engine.
+    /// Number of prompt tokens, counted each time the request reached an engine.
     pub(super) seen: u64,
-    /// Prompt tokens, counted each time they were computed.
+    /// Number of prompt tokens, counted each time an engine computed them.
     pub(super) prompt: u64,
-    /// Output tokens.
+    /// Number of output tokens.
     pub(super) output: u64,
-    /// How often an engine began with the request.
+    /// Number of times that an engine began with the request.
     pub(super) runs: u32,
-    /// When an engine last began with it; `None` if none has.
+    /// Time at which an engine last began with the request; `None` if none has.
     pub(super) began: Option<Instant>,
 }
 
-/// What all engines computed, by request.
+/// Work of all engines, by request.
 #[derive(Debug, Default)]
 pub(super) struct ComputedTokens(Mutex<HashMap<String, ComputedRequest>>);
 
@@ -94,7 +95,7 @@ impl ComputedTokens {
     }
 }
 
-/// A running engine. It stops when dropped.
+/// A running engine, which stops when dropped.
 #[derive(Debug)]
 pub(super) struct SoakEngine {
     pub(super) at: SocketAddr,
@@ -112,7 +113,7 @@ struct EngineRequest {
     prompt: u64,
     tokens: u64,
     is_streamed: bool,
-    /// Whether the client or the router requests usage on every chunk.
+    /// Whether the request asks for usage in every chunk.
     is_told_running: bool,
     is_told_at_end: bool,
     wants_logprobs: bool,
@@ -194,7 +195,7 @@ async fn complete(
     Ok(stream_of(core, asked, place))
 }
 
-/// Makes tokens, read or not, until the request is closed.
+/// Streams tokens, whether or not they are read, until the request is closed.
 fn stream_of(
     core: Arc<EngineShared>,
     asked: EngineRequest,

@@ -1,35 +1,35 @@
-//! The kinds of clients in a soak.
+//! Kinds of clients in a soak, with their users, shares and behaviours.
 
 use super::engine::{FAILING, LARGE_TOKENS, POISON};
 use crate::kinds::kinds;
 
-/// When a client leaves before the end of a response.
+/// Point at which a client leaves before the end of a response.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum LeavePoint {
-    /// It does not leave.
+    /// The client does not leave.
     Never,
-    /// After this many pieces of the body.
+    /// The client leaves after this many chunks of the body.
     AfterPieces(u32),
-    /// This many milliseconds after the request.
+    /// The client leaves this many milliseconds after the request.
     AfterMs(u64),
-    /// It does not leave, but reads slowly.
+    /// The client does not leave, but reads slowly.
     Dawdles,
 }
 
-/// Behaviour of a user.
+/// Behaviour of a user who sends inference requests.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct UserBehaviour {
-    /// How long it waits for the end of a response, in milliseconds.
+    /// Maximum wait for the end of a response, in milliseconds.
     pub(super) patience_ms: u64,
-    /// Number of retries.
+    /// Maximum number of retries of a request.
     pub(super) retries: u32,
     pub(super) leaves: LeavePoint,
-    /// Number of requested tokens.
+    /// Number of output tokens that a request asks for.
     pub(super) tokens: u64,
     pub(super) is_streamed: bool,
     pub(super) wants_logprobs: bool,
     pub(super) makes_up_names: bool,
-    /// Text that its prompts contain.
+    /// Text that the user's prompts contain.
     pub(super) mark: &'static str,
 }
 
@@ -48,11 +48,11 @@ impl Default for UserBehaviour {
     }
 }
 
-/// Tokens of a plain response.
+/// Number of tokens in a plain response.
 pub(super) const TOKENS: u64 = 20;
 
 kinds! {
-    /// A kind of client, neighbour or stranger.
+    /// Kind of client, neighbour or stranger.
     #[derive(serde::Serialize)]
     #[serde(rename_all = "kebab-case")]
     pub enum ClientKind;
@@ -100,13 +100,13 @@ impl ClientKind {
         }
     }
 
-    /// Whether its users must be charged exactly what engines computed: they stay to the end, so
-    /// that the router receives the usage.
+    /// Returns whether users of the kind must be charged exactly what engines computed. They stay
+    /// to the end, so that the router receives the usage.
     pub(super) fn is_exact(self) -> bool {
         matches!(self, Self::Honest | Self::Names | Self::Logprobs)
     }
 
-    /// Returns its users' behaviour; `None` if it sends no inference requests.
+    /// Returns the behaviour of the kind's users; `None` if they send no inference requests.
     pub(super) fn manner(self) -> Option<UserBehaviour> {
         let plain = UserBehaviour::default();
         let manner = match self {

@@ -39,22 +39,22 @@ use engine::{ComputedTokens, DECODE, MODEL, PLACES, PREFILL, SoakEngine};
 pub use kinds::ClientKind;
 pub use tally::KindCounts;
 
-/// Number of engines.
+/// Number of engines in the cluster.
 const ENGINES: usize = 2;
-/// Maximum file descriptors of a replica.
+/// Maximum number of file descriptors of a replica.
 const DESCRIPTORS: u32 = 1024;
-/// Share of the time in which honest users run alone, and its bounds.
+/// Duration for which honest users run alone, as a share of the storm's, and its bounds.
 const ALONE: (u32, Duration, Duration) = (6, Duration::from_secs(10), Duration::from_secs(60));
-/// Start of each phase, while engines fill and nothing is counted.
+/// Duration at the start of each phase in which engines fill and nothing is counted.
 const WARM_UP: Duration = Duration::from_secs(3);
 
-/// Kinds of clients and duration of a phase.
+/// Plan of a phase: kinds of clients, load and duration.
 #[derive(Debug, Clone, Copy)]
 struct PhasePlan<'a> {
     kinds: &'a [ClientKind],
     /// Requested load, as a multiple of the capacity.
     factor: f64,
-    /// Time without counting. `length` is the time with counting.
+    /// Duration without counting. `length` is the duration with counting.
     warm_up: Duration,
     length: Duration,
 }
@@ -66,11 +66,11 @@ pub struct SoakOptions {
     pub storm: Duration,
     /// Requested load, as a multiple of the capacity.
     pub factor: f64,
-    /// Seed of all draws.
+    /// Seed of all random choices.
     pub seed: u64,
-    /// Kinds besides honest users; all if empty.
+    /// Kinds of clients to run besides honest users; all kinds if empty.
     pub only: Vec<ClientKind>,
-    /// Whether the cluster uses TLS everywhere, and a token.
+    /// Whether the cluster uses TLS everywhere, and operators have a token.
     pub is_secure: bool,
 }
 
@@ -79,29 +79,29 @@ pub struct SoakOptions {
 pub struct SoakReport {
     /// Capacity of the engines, in responses per second.
     pub capacity: f64,
-    /// Responses per second of honest users, alone and in the storm.
+    /// Number of responses to honest users per second, alone and in the storm.
     pub honest: [f64; 2],
-    /// Counts of each kind in the storm.
+    /// Counts of each kind of client in the storm.
     pub kinds: BTreeMap<ClientKind, KindCounts>,
     /// Results of all checks.
     pub checks: Vec<SoakCheck>,
 }
 
-/// State shared by all clients.
+/// State that all clients of a phase share.
 #[derive(Debug)]
 struct SoakContext {
     data: Vec<SocketAddr>,
     admin: Vec<SocketAddr>,
     peer: Vec<SocketAddr>,
     access: ClientAccess,
-    /// Access with a certificate of the cluster's authority that names no replica.
+    /// Access of a stranger, whose certificate of the cluster's authority names no replica.
     stranger: ClientAccess,
     seed: u64,
     over: CancellationToken,
-    /// Counts since the phase began.
+    /// Counts of each kind of client since the phase began.
     tallies: BTreeMap<ClientKind, Mutex<KindCounts>>,
     ledger: Arc<ComputedTokens>,
-    /// Requests that were cut short for their client, with the time when it knew.
+    /// Requests that were cut short for their client, each with the time when the client knew.
     not_whole: Mutex<HashMap<String, Instant>>,
     requests: Arc<AtomicU64>,
 }
@@ -115,7 +115,7 @@ impl SoakContext {
         tally.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns the name of a new request: its user and a number.
+    /// Returns the id of a new request: its user and a number.
     fn next_id(&self, user: &str) -> String {
         format!("{user}.{}", self.requests.fetch_add(1, Ordering::Relaxed))
     }
@@ -128,13 +128,13 @@ impl SoakContext {
         all.insert(id, at);
     }
 
-    /// Runs a future, unless the phase ends first.
+    /// Awaits a future, but returns `None` if the phase ends first.
     async fn unless_over<T>(&self, future: impl Future<Output = T>) -> Option<T> {
         self.over.run_until_cancelled(future).await
     }
 }
 
-/// Returns a user's API key.
+/// Returns the API key of a user.
 fn key(user: &str) -> String {
     format!("sk-soak-{user}")
 }
@@ -146,10 +146,10 @@ fn capacity() -> f64 {
     (ENGINES * PLACES) as f64 / each.as_secs_f64()
 }
 
-/// Runs a soak.
+/// Runs a soak and checks the cluster afterwards. Passes progress messages to `say`.
 ///
 /// # Errors
-/// When the cluster cannot be started. Failed checks are in the report.
+/// If the cluster cannot be started. Failed checks are in the report.
 pub async fn run(options: &SoakOptions, say: impl Fn(&str)) -> anyhow::Result<SoakReport> {
     raise_descriptors();
     let stage = SoakDriver::start(options.seed, options.is_secure).await?;
@@ -190,11 +190,11 @@ fn kinds(options: &SoakOptions) -> Vec<ClientKind> {
     ClientKind::ALL.iter().copied().filter(asked).collect()
 }
 
-/// A phase of a soak that is over.
+/// Record of a phase that is over.
 #[derive(Debug)]
 struct SoakPhase {
     scene: Arc<SoakContext>,
-    /// Duration of the counted part.
+    /// Duration of the part of the phase that was counted.
     counted: Duration,
 }
 
@@ -208,7 +208,7 @@ struct SoakDriver {
 }
 
 impl SoakDriver {
-    /// Starts engines and replicas.
+    /// Starts engines and a cluster of replicas.
     async fn start(seed: u64, is_secure: bool) -> anyhow::Result<Self> {
         let ledger = Arc::new(ComputedTokens::default());
         let mut engines = Vec::new();
@@ -233,7 +233,7 @@ impl SoakDriver {
         })
     }
 
-    /// Runs some kinds of clients for a while, and waits until all have ended.
+    /// Runs the clients of one phase, and waits until all have ended.
     async fn phase(&self, plan: PhasePlan<'_>) -> anyhow::Result<SoakPhase> {
         let PhasePlan { kinds, length, .. } = plan;
         let numbers = 0..self.cluster.replicas();
@@ -279,7 +279,7 @@ impl SoakDriver {
     }
 }
 
-/// Starts the clients of a kind.
+/// Starts the clients of one kind as tasks in `everybody`.
 fn enter(scene: &Arc<SoakContext>, kind: ClientKind, factor: f64, everybody: &mut JoinSet<()>) {
     if let Some(manner) = kind.manner() {
         let users = kind.users();
@@ -335,7 +335,7 @@ fn key_file() -> String {
     text
 }
 
-/// Builds the options, which are leaked because a program runs only one soak.
+/// Builds the options of the cluster. They are leaked, because a program runs only one soak.
 fn cluster_options(engines: &[SoakEngine], keys: &str) -> ClusterOptions {
     let engines: Vec<SocketAddr> = engines.iter().map(|engine| engine.at).collect();
     let config = format!(
@@ -356,7 +356,7 @@ fn cluster_options(engines: &[SoakEngine], keys: &str) -> ClusterOptions {
     }
 }
 
-/// Raises the limit of this process, which holds the other end of all connections.
+/// Raises the descriptor limit of this process, which holds the other end of all connections.
 fn raise_descriptors() {
     let limit = getrlimit(Resource::Nofile);
     let raised = Rlimit {

@@ -12,19 +12,19 @@ use super::checks::{SoakCheck, ready};
 use super::{ClientKind, PhasePlan, SoakDriver, SoakPhase, WARM_UP, capacity};
 use crate::processes::figures::ProcessFigures;
 
-/// Kinds of clients.
+/// Kinds of clients that overload the cluster.
 const KINDS: &[ClientKind] = &[ClientKind::Patient, ClientKind::Impatient];
 /// Duration of full load and of the phase after the storm, as a share of the storm, with bounds.
 const ASIDE: (u32, Duration, Duration) = (4, Duration::from_secs(5), Duration::from_secs(30));
-/// Load after the storm, as a share of the capacity.
+/// Load after the storm, relative to the capacity.
 const AFTER: f64 = 0.5;
-/// Time within which everything must have recovered.
+/// Time after the storm within which everything must have recovered.
 const RECOVERY: Duration = Duration::from_secs(2);
-/// Minimum goodput, in permille of that at full load.
+/// Minimum goodput in the storm, in permille of that at full load.
 const GOODPUT_PERMILLE: f64 = 900.0;
-/// Maximum time to first token, as a multiple of that at full load.
+/// Maximum time to first token in the storm, as a multiple of that at full load.
 const FIRST_FACTOR: u32 = 2;
-/// Interval between two measurements of memory.
+/// Interval at which memory is measured.
 const LOOK_EVERY: Duration = Duration::from_millis(250);
 
 /// Options of an overload.
@@ -34,11 +34,11 @@ pub struct OverloadOptions {
     pub storm: Duration,
     /// Requested load, as a multiple of the capacity.
     pub factor: f64,
-    /// Seed of all draws.
+    /// Seed of all random choices.
     pub seed: u64,
     /// Whether the cluster uses TLS everywhere, a token and API keys.
     pub is_secure: bool,
-    /// Maximum growth of a replica, in bytes.
+    /// Maximum growth of a replica's memory, in bytes.
     pub grown_bytes_max: u64,
 }
 
@@ -47,17 +47,17 @@ pub struct OverloadOptions {
 pub struct OverloadRow {
     /// Name of the phase.
     pub name: &'static str,
-    /// Requests per second, without retries.
+    /// Number of requests per second, without retries.
     pub asked_per_s: f64,
-    /// Complete responses per second.
+    /// Number of complete responses per second.
     pub goodput: f64,
-    /// Requests per second refused with 503.
+    /// Number of requests per second that were rejected with 503.
     pub refused_per_s: f64,
     /// Median time to the first byte of a response.
     pub first_p50: Duration,
     /// 99th percentile of the time to the first byte.
     pub first_p99: Duration,
-    /// Maximum resident memory of a replica, in bytes.
+    /// Maximum resident memory of any replica, in bytes.
     pub rss_bytes: u64,
 }
 
@@ -66,16 +66,16 @@ pub struct OverloadRow {
 pub struct OverloadReport {
     /// Capacity of the engines, in responses per second.
     pub capacity: f64,
-    /// Full load, the storm, and afterwards.
+    /// Measurements of full load, the storm, and the phase after it.
     pub rows: [OverloadRow; 3],
     /// Results of all checks.
     pub checks: Vec<SoakCheck>,
 }
 
-/// Runs an overload.
+/// Runs an overload and checks the measurements. Passes progress messages to `say`.
 ///
 /// # Errors
-/// When the cluster cannot be started. Failed checks are in the report.
+/// If the cluster cannot be started. Failed checks are in the report.
 pub async fn run(options: &OverloadOptions, say: impl Fn(&str)) -> anyhow::Result<OverloadReport> {
     super::raise_descriptors();
     let stage = SoakDriver::start(options.seed, options.is_secure).await?;
@@ -171,7 +171,7 @@ fn judge(options: &OverloadOptions, rows: [&OverloadRow; 3]) -> Vec<SoakCheck> {
     ]
 }
 
-/// Runs a phase and measures memory in the meantime.
+/// Runs a phase and measures memory meanwhile.
 async fn row(
     name: &'static str,
     stage: &SoakDriver,

@@ -21,12 +21,12 @@ use crate::wire;
 const PAUSE: Duration = Duration::from_millis(500);
 const PATIENCE: Duration = Duration::from_secs(5);
 const FROM: Ipv4Addr = Ipv4Addr::new(127, 0, 9, 6);
-/// An id that no member has.
+/// Replica id that no member has.
 const STRANGER: u64 = 9;
-/// A command that no release can decode.
+/// Command that no release can decode.
 const UNDECODABLE: &[u8] = &[0xff, 0x67, 0x61, 0x72, 0x62, 0x61, 0x67, 0x65];
 
-/// A protobuf message.
+/// Encoder of a protobuf message.
 #[derive(Debug, Clone, Default)]
 struct ProtobufMessage(BytesMut);
 
@@ -57,7 +57,7 @@ impl ProtobufMessage {
     }
 }
 
-/// Returns the integers of a message, with their field numbers.
+/// Returns the integer fields of a protobuf message, with their field numbers.
 fn numbers(mut bytes: &[u8]) -> Option<Vec<(u64, u64)>> {
     let mut found = Vec::new();
     while !bytes.is_empty() {
@@ -87,7 +87,7 @@ fn varint(bytes: &mut &[u8]) -> Option<u64> {
     None
 }
 
-/// The replica behind a peer port.
+/// Facts about the replica behind a peer port.
 #[derive(Debug, Clone, Copy)]
 struct KnownPeer {
     id: u64,
@@ -95,7 +95,7 @@ struct KnownPeer {
     cluster: (u64, u64),
 }
 
-/// Tries every trick on every replica, again and again.
+/// Tries every trick on every replica until the phase is over.
 pub(super) async fn run(scene: Arc<SoakContext>) {
     let mut ticks = interval(PAUSE);
     while scene.unless_over(ticks.tick()).await.is_some() {
@@ -139,7 +139,7 @@ async fn play(scene: &SoakContext, to: SocketAddr) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Whether the response shows that the call took effect.
+/// Returns whether the response shows that the call took effect.
 fn is_taken(method: &str, answer: &[u8]) -> bool {
     let first = answer.first().map(|key| key >> 3);
     match method {
@@ -152,7 +152,7 @@ fn is_taken(method: &str, answer: &[u8]) -> bool {
     }
 }
 
-/// Returns the tricks: a command that cannot be decoded, and terms that cannot be exceeded.
+/// Returns the tricks: calls with an undecodable command, and with terms that cannot be exceeded.
 fn tricks(known: KnownPeer) -> Vec<(&'static str, &'static str, ProtobufMessage)> {
     let header = ProtobufMessage::default()
         .number(1, known.cluster.0)

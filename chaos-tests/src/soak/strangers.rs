@@ -24,17 +24,17 @@ use super::kinds::ClientKind;
 use crate::processes::access::ClientAccess;
 use crate::wire::{self, OutgoingRequest};
 
-/// Silent connections to each data port, and half as many to each other port.
+/// Number of silent connections to each data port. Each other port gets half as many.
 const IDLE: usize = 160;
-/// HTTP/2 connections to each data port, and streams per connection.
+/// Number of HTTP/2 connections to each data port, and number of streams per connection.
 const BODIES: (usize, usize) = (5, 90);
-/// Pause of a sender between two requests without a key.
+/// Pause between two requests of a sender without a key.
 const KEYLESS_PAUSE: Duration = Duration::from_millis(40);
-/// Pause between two writes of garbage, at each port.
+/// Pause between two writes of garbage to each port.
 const GARBAGE_PAUSE: Duration = Duration::from_millis(150);
-/// Pause before a closed connection is reopened: the aim is to hold places, not to cause work.
+/// Pause before a closed connection is reopened. The aim is to hold places, not to cause work.
 const REOPEN: Duration = Duration::from_secs(3);
-/// Longest wait for a response.
+/// Maximum wait for a response.
 const PATIENCE: Duration = Duration::from_secs(5);
 
 const IDLE_FROM: Ipv4Addr = Ipv4Addr::new(127, 0, 9, 1);
@@ -42,7 +42,7 @@ const BODIES_FROM: Ipv4Addr = Ipv4Addr::new(127, 0, 9, 2);
 const KEYLESS_FROM: Ipv4Addr = Ipv4Addr::new(127, 0, 9, 3);
 const GARBAGE_FROM: Ipv4Addr = Ipv4Addr::new(127, 0, 9, 4);
 
-/// Holds idle connections, and reopens those that are closed.
+/// Holds idle connections, and reopens those that are closed, until the phase is over.
 pub(super) async fn idle(scene: Arc<SoakContext>) {
     let mut all = JoinSet::new();
     for number in 0..IDLE {
@@ -104,7 +104,7 @@ async fn hold(
     }
 }
 
-/// Opens streams whose bodies never arrive.
+/// Opens streams whose bodies never arrive, until the phase is over.
 pub(super) async fn bodies(scene: Arc<SoakContext>) {
     let mut all = JoinSet::new();
     for to in &scene.data {
@@ -164,7 +164,7 @@ async fn open_streams(scene: &SoakContext, to: SocketAddr, socket: TcpStream) ->
     "connection over"
 }
 
-/// Sends requests without a key or with a wrong one, again and again.
+/// Sends requests without a key or with a wrong one until the phase is over.
 pub(super) async fn keyless(scene: Arc<SoakContext>) {
     let mut all = JoinSet::new();
     for replica in 0..scene.data.len() {
@@ -205,7 +205,7 @@ async fn refused_once(scene: &SoakContext, replica: usize, has_key: bool) {
     }
 }
 
-/// Writes bytes that are not valid HTTP.
+/// Writes bytes that are not valid HTTP until the phase is over.
 pub(super) async fn garbage(scene: Arc<SoakContext>) {
     let mut random = SmallRng::seed_from_u64(scene.seed ^ 0x6a7b);
     let mut ticks = interval(GARBAGE_PAUSE);

@@ -1,29 +1,29 @@
-//! Counts outcomes per kind of client.
+//! Counts of outcomes per kind of client.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-/// Maximum number of failures that are described.
+/// Maximum number of failures whose descriptions are kept.
 const WORDS_MAX: usize = 5;
 
-/// Counts of one kind of client.
+/// Counts of the outcomes of one kind of client.
 #[derive(Debug, Clone, Default, serde::Serialize)]
 pub struct KindCounts {
-    /// Requests, connections or tricks that were started.
+    /// Number of requests, connections or tricks that were started.
     pub asked: u64,
-    /// Complete responses received while counting was on.
+    /// Number of complete responses received while counting was on.
     pub whole: u64,
-    /// Tokens in them.
+    /// Number of tokens in the counted complete responses.
     pub tokens: u64,
-    /// Requests started and complete responses received while counting was on, by user.
+    /// Numbers of requests started and of complete responses while counting was on, by user.
     pub by_user: BTreeMap<String, [u64; 2]>,
-    /// How everything else ended.
+    /// Number of requests, connections or tricks without a complete response, by how they ended.
     pub ends: BTreeMap<String, u64>,
     /// Descriptions of the first failures.
     pub words: Vec<String>,
-    /// Harmful events that must not happen, with their number.
+    /// Number of harmful events, which must not happen, by description.
     pub harm: BTreeMap<String, u64>,
-    /// Requests refused with 503 while counting was on.
+    /// Number of requests that were rejected with 503 while counting was on.
     #[serde(skip)]
     pub(super) counted_refusals: u64,
     #[serde(skip)]
@@ -74,12 +74,12 @@ impl KindCounts {
         *self.harm.entry(what).or_default() += 1;
     }
 
-    /// Returns the times to the first byte of responses, in the order of their ends.
+    /// Returns the times to the first byte of responses, in the order in which they ended.
     pub(super) fn firsts(&self) -> &[Duration] {
         &self.first
     }
 
-    /// Returns the time to the first byte at this permille of all responses.
+    /// Returns the time to the first byte at the quantile `permille`; `None` without responses.
     #[must_use]
     pub fn first(&self, permille: usize) -> Option<Duration> {
         let mut all = self.first.clone();

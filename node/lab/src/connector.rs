@@ -19,15 +19,15 @@ use tokio::net::TcpStream;
 use tokio_rustls::{TlsConnector, TlsStream};
 use tower::{Service, ServiceExt as _};
 
-/// Connects to listeners of replicas.
+/// Connector to the listeners of replicas, over TCP or TLS.
 #[derive(Debug, Clone)]
 pub struct ReplicaConnector {
     tcp: HttpConnector,
-    /// TLS trust and client certificate; `None`: no `https`.
+    /// TLS trust and client certificate. If `None`, `https` URLs fail.
     tls: Option<Arc<ClientConfig>>,
 }
 
-/// Why a TLS connection failed, in words for operators.
+/// Reason for the failure of a TLS connection, in words for operators.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TlsConnectError(String);
 
@@ -39,7 +39,7 @@ impl fmt::Display for TlsConnectError {
 
 impl std::error::Error for TlsConnectError {}
 
-/// A connection to a replica.
+/// Connection to a replica.
 pub type ReplicaStream = TokioIo<MaybeTls<TcpStream>>;
 type AnyError = Box<dyn std::error::Error + Send + Sync>;
 
@@ -52,7 +52,7 @@ impl ReplicaConnector {
         Self { tcp, tls }
     }
 
-    /// Fails connections that take longer than `limit`, and disables Nagle's algorithm.
+    /// Limits the time to connect to `limit`, and disables Nagle's algorithm.
     #[must_use]
     pub fn within(mut self, limit: Duration) -> Self {
         self.tcp.set_nodelay(true);
@@ -60,7 +60,7 @@ impl ReplicaConnector {
         self
     }
 
-    /// Returns a client with a connection per request, because replicas come and go.
+    /// Returns a client that opens a connection per request, because replicas come and go.
     #[must_use]
     pub fn client<B>(&self) -> Client<Self, B>
     where
@@ -105,7 +105,7 @@ impl Service<Uri> for ReplicaConnector {
     }
 }
 
-/// Performs a TLS handshake with the listener at this name or address.
+/// Performs a TLS handshake over `stream` with the listener at `host`, a name or an IP address.
 ///
 /// # Errors
 /// If `host` is not a name or address, or the handshake fails.
@@ -124,7 +124,7 @@ fn is_tls(uri: &Uri) -> bool {
     uri.scheme_str() == Some("https")
 }
 
-/// Returns the TLS fault behind an error, if TLS caused it.
+/// Returns the TLS error inside an I/O error, if TLS caused it.
 pub fn tls_fault(error: &io::Error) -> Option<&TlsFault> {
     error.get_ref()?.downcast_ref()
 }
@@ -151,7 +151,7 @@ fn told(host: &str, error: &io::Error) -> String {
     }
 }
 
-/// Describes a handshake that the listener ended. TLS 1.3 reveals this only on the first read.
+/// Describes why the listener aborted a handshake. In TLS 1.3, this shows only on the first read.
 pub fn refused(alert: &str) -> String {
     format!("it refuses this client (--cert-file FILE or QUORATE_CERT_FILE): {alert}")
 }

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use crate::replay::trace::{LengthScale, TraceOptions, parse};
 
-/// Reads a trace. The requests must be in order of time.
+/// Parses `bytes` as a trace, unscaled and scaled. Requests that parse must be in order of time.
 pub fn trace(bytes: &[u8]) {
     let Ok(text) = std::str::from_utf8(bytes) else {
         return;

@@ -6,12 +6,12 @@
 use rand_xoshiro::SplitMix64;
 use rand_xoshiro::rand_core::{RngCore, SeedableRng};
 
-/// A stream of numbers.
+/// Seeded stream of random numbers.
 #[derive(Debug, Clone)]
 pub struct Rng(SplitMix64);
 
 impl Rng {
-    /// Creates the stream of `label` under `seed`.
+    /// Creates the stream that belongs to `label` under `seed`.
     #[must_use]
     pub fn new(seed: u64, label: u64) -> Self {
         let start = seed ^ label.wrapping_mul(0xd6e8_feb8_6659_fd93);
@@ -25,19 +25,19 @@ impl Rng {
         self.0.next_u64()
     }
 
-    /// Returns a number below `bound`, or 0 if the bound is 0.
+    /// Returns a uniform number below `bound`, or 0 if the bound is 0.
     pub fn below(&mut self, bound: u64) -> u64 {
         let wide = u128::from(self.next_u64()) * u128::from(bound);
         u64::try_from(wide >> 64).expect("a 128-bit product has 64 high bits")
     }
 
-    /// Returns a number from `least` to `most`, both included.
+    /// Returns a uniform number from `least` to `most`, both included.
     pub fn within(&mut self, least: u32, most: u32) -> u32 {
         let drawn = self.below(u64::from(most.saturating_sub(least)) + 1);
         least + u32::try_from(drawn).expect("below a 32-bit bound")
     }
 
-    /// Returns a number in `0.0..1.0`.
+    /// Returns a uniform number in `0.0..1.0`.
     pub fn unit(&mut self) -> f64 {
         (self.next_u64() >> 11) as f64 / (1_u64 << 53) as f64
     }

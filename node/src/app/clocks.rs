@@ -1,11 +1,11 @@
 //! Cluster time: the median of all members' clocks, and each member's skew from this replica.
 //!
 //! Members include their wall clock in every message. The cluster's clock, which stamps commands,
-//! is the median of them all: a minority of wrong clocks, even including this replica's own, moves
-//! it no further than to the next right one. Between two updates it advances with the monotonic
-//! clock, which nobody sets. If the number of clocks is even, the median is the middle value that
-//! is closer to the previous time, so a clock that jumps is not followed. A replica that receives
-//! no messages follows its own clock.
+//! is the median of all these clocks. A minority of wrong clocks, even including this replica's
+//! own, moves it no further than to the next right one. Between two updates it advances with the
+//! monotonic clock, which is never set. If the number of clocks is even, the median is the middle
+//! value that is closer to the previous time, so a clock that jumps is not followed. A replica that
+//! receives no messages follows its own clock.
 //!
 //! A clock reading is as old as its message was in transit, so of the messages of the last one or
 //! two seconds, the fastest one counts. Replicated time follows the stamps, see
@@ -26,18 +26,18 @@ use tokio_util::sync::CancellationToken;
 use super::intervals::every;
 use super::log_version;
 
-/// Time for which a clock counts after its last reading.
+/// Time for which a peer's clock counts after its last reading.
 const SILENT: Duration = Duration::from_secs(10);
 /// Length of a period. The fastest message of the last one or two periods counts.
 const STRETCH: Duration = Duration::from_secs(1);
-/// Longest wait of a new replica for the others' clocks, before it stamps anything.
+/// Maximum time that a new replica waits for the others' clocks before it stamps commands.
 const ASKING: Duration = Duration::from_secs(1);
-/// Skew above which a clock is warned about, in milliseconds.
+/// Skew above which a warning about a clock is logged, in milliseconds.
 pub(super) const SKEW_MS_MAX: u64 = 1000;
 /// Interval of checks whether replicated time can be paced.
 const PACE_INTERVAL: Duration = Duration::from_secs(1);
 
-/// The clocks of all members.
+/// The clocks of all members, and the cluster's clock that is derived from them.
 #[derive(Debug)]
 pub(super) struct ClusterClocks {
     own: Clock,
@@ -47,7 +47,7 @@ pub(super) struct ClusterClocks {
     peers: Mutex<BTreeMap<u8, PeerClock>>,
 }
 
-/// A peer's clock reading minus the time since `began` here when it arrived.
+/// A peer's clock reading minus the time since `began` at which it arrived here.
 #[derive(Debug)]
 struct PeerClock {
     /// Highest value of the current period, from the fastest message.
@@ -66,7 +66,7 @@ impl PeerClock {
 }
 
 impl ClusterClocks {
-    /// Creates an instance that only knows this replica's clock.
+    /// Creates an instance that knows only this replica's clock.
     pub(super) fn new(own: Clock) -> Self {
         let began = Instant::now();
         let offset_ms = AtomicI64::new(signed(own.unix_ms()));
@@ -78,7 +78,7 @@ impl ClusterClocks {
         }
     }
 
-    /// Returns the cluster's clock.
+    /// Returns the cluster's clock as a [`Clock`].
     pub(super) fn clock(self: &Arc<Self>) -> Clock {
         let clocks = Arc::clone(self);
         Clock::of(move || clocks.unix_ms())
@@ -137,7 +137,7 @@ impl ClusterClocks {
         self.settle(&peers);
     }
 
-    /// Follows this replica's own clock, and forgets silent peers. Call it often.
+    /// Takes this replica's own clock into account, and forgets silent peers. Call it often.
     pub(super) fn turn(&self) {
         let mut peers = self.peers();
         peers.retain(|_, peer| peer.heard.elapsed() < SILENT);
@@ -175,7 +175,7 @@ impl ClusterClocks {
     }
 }
 
-/// Returns the middle value; of two, the one closer to `before`.
+/// Returns the middle value of `sorted`; of two middle values, the one closer to `before`.
 fn median(sorted: &[i64], before: i64) -> i64 {
     let (low, high) = (sorted[(sorted.len() - 1) / 2], sorted[sorted.len() / 2]);
     if before.abs_diff(low) <= before.abs_diff(high) {
@@ -224,7 +224,7 @@ mod tests {
     const DAY_MS: u64 = 24 * 60 * 60 * 1000;
     const START_MS: u64 = 20_000 * DAY_MS;
 
-    /// Returns a replica's clocks, and the error of its own clock.
+    /// Returns the clocks of a replica, and the error of its own clock.
     fn clocks() -> (Arc<ClusterClocks>, Arc<AtomicI64>) {
         let (error_ms, began) = (Arc::new(AtomicI64::new(0)), Instant::now());
         let wrong_ms = Arc::clone(&error_ms);

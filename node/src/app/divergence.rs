@@ -17,10 +17,10 @@ use super::intervals::every;
 use super::leadership::hand_over;
 use super::machine::SharedState;
 
-/// Interval of checks and of attempts to replace the state. A difference is handled at once.
+/// Interval of checks, and of attempts to replace the state. A difference is handled at once.
 const INTERVAL: Duration = Duration::from_secs(1);
 
-/// Checks for divergence until `stop`.
+/// Checks for divergence until `stop`, and replaces a state that most voters disagree with.
 pub(super) async fn watch(replica: Replica, shared: Arc<SharedState>, stop: CancellationToken) {
     let digests = Arc::clone(&shared.digests);
     let mut last_seen = LogIndex(0);
@@ -68,7 +68,7 @@ pub(super) async fn watch(replica: Replica, shared: Arc<SharedState>, stop: Canc
     }
 }
 
-/// Takes over the state from the first of `holders` that provides it, because some may be down.
+/// Takes over the state of the first of `holders` that provides it, because some may be down.
 async fn rebuild(replica: &Replica, holders: &[ReplicaId]) -> Result<u64, ChangeError> {
     let mut rebuilt = Err(ChangeError::Refused(
         "no connected member holds the majority's state".to_owned(),

@@ -8,7 +8,7 @@ use serde_json::Value;
 use tokio::sync::broadcast::error::RecvError;
 use tokio_util::sync::CancellationToken;
 
-/// Logs every event until `stop`.
+/// Logs the cluster's events until `stop`.
 pub(super) async fn log(events: EventBus, stop: CancellationToken) {
     let mut events = events.subscribe();
     loop {
@@ -25,7 +25,7 @@ pub(super) async fn log(events: EventBus, stop: CancellationToken) {
     }
 }
 
-/// Logs an event, with its parts as fields.
+/// Logs an event, with its parts as fields, unless it is logged elsewhere.
 fn tell(event: &ClusterEvent) {
     let name = event.name();
     match event {

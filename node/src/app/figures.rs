@@ -22,7 +22,7 @@ use super::log_metrics::disk_space;
 /// Interval at which figures are collected.
 const INTERVAL: Duration = Duration::from_secs(1);
 
-/// Sources of the figures.
+/// Sources of the figures that a replica reports.
 pub(super) struct FigureSources {
     board: Arc<FigureBoard>,
     cluster: Arc<dyn Cluster>,
@@ -53,7 +53,7 @@ impl FigureSources {
         }
     }
 
-    /// Updates the board until `stop`.
+    /// Updates this replica's figures on the board until `stop`.
     pub(super) async fn run(self, stop: CancellationToken) {
         let (started, mut window) = (Instant::now(), RecentWindow::default());
         let mut ticks = every(INTERVAL);

@@ -3,7 +3,7 @@
 use super::gossip::GossipMessage;
 
 /// Decodes a peer's message. Encoding it again must restore the bytes, except for forms that are
-/// never written: an explicit empty backlog, and explicit empty shares and figures.
+/// never sent: an explicit empty backlog, and explicit empty shares and figures.
 pub fn exchange(bytes: &[u8]) {
     if let Some(message) = GossipMessage::read(bytes) {
         assert_eq!(GossipMessage::read(&message.write()), Some(message));
@@ -19,7 +19,7 @@ pub fn exchange(bytes: &[u8]) {
     }
 }
 
-/// Real messages.
+/// Returns messages as replicas send them.
 #[must_use]
 pub fn exchange_seeds() -> Vec<Vec<u8>> {
     let message = |claim, backlog, load, shares, figures| {

@@ -31,9 +31,9 @@ use super::intervals::every;
 use super::log_version::{self, SHARES_SINCE_FORMAT, VERSION_FIGURES, VERSION_SHARES};
 use super::machine::ApplyObserver;
 
-/// Interval at which this replica checks its load and backlog.
+/// Interval at which this replica checks its load and backlog for changes.
 const INTERVAL: Duration = Duration::from_millis(20);
-/// The same while nothing runs or waits anywhere: the longest that still counts for shares.
+/// Interval while nothing runs or waits anywhere: the longest with which shares remain valid.
 const IDLE_INTERVAL: Duration = Duration::from_millis(state::shares::LOOK_MS_MAX);
 /// Version of a message without a backlog.
 const VERSION_IDLE: u8 = 1;
@@ -43,7 +43,7 @@ const VERSION_BACKLOGGED: u8 = 2;
 const BACKLOG_BYTES_MAX: usize = u16::MAX as usize;
 const _: () = assert!(backlog::REPORT_BYTES_MAX <= BACKLOG_BYTES_MAX);
 
-/// Receiver of peers' messages.
+/// Receiver of peers' messages, which passes each part to its component.
 pub(super) struct GossipInbox {
     /// Receives the peers' load.
     pub(super) load: Arc<LoadTable>,
@@ -87,7 +87,7 @@ impl PeerHandler for GossipInbox {
         {
             tracing::warn!(peer = from, %error, "could not decode a peer's figures");
         }
-        // Before the load, whose update wakes requests that wait for a place.
+        // Shares are read before the load, whose update wakes requests that wait for a place.
         if !message.shares.is_empty()
             && let Err(error) = self.shares.hear(peer, message.shares)
         {
@@ -116,9 +116,9 @@ pub(super) struct GossipMessage<'a> {
     pub(super) claim: &'a [u8],
     pub(super) backlog: &'a [u8],
     pub(super) load: &'a [u8],
-    /// Empty if the message has none.
+    /// Share reports; empty if the message has none.
     pub(super) shares: &'a [u8],
-    /// Empty if the message has none.
+    /// Figures of the peer; empty if the message has none.
     pub(super) figures: &'a [u8],
 }
 
@@ -193,7 +193,7 @@ impl<'a> GossipMessage<'a> {
     }
 }
 
-/// Splits off a part that follows its length in four bytes.
+/// Splits off a part that follows its length in four bytes, and returns it with the rest.
 fn split_long(bytes: &[u8]) -> Option<(&[u8], &[u8])> {
     let (length, rest) = bytes.split_first_chunk()?;
     rest.split_at_checked(usize::try_from(u32::from_le_bytes(*length)).ok()?)

@@ -10,7 +10,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::config::{key_file, tokens_file};
 
-/// A file as last seen.
+/// A file, with the stamp that it had when it was last read.
 struct WatchedFile<R> {
     file: PathBuf,
     read: R,
@@ -18,7 +18,7 @@ struct WatchedFile<R> {
 }
 
 impl<R: Fn(&Path)> WatchedFile<R> {
-    /// Reloads the file if it has changed.
+    /// Reads the file again if it has changed.
     fn look(&mut self) {
         let stamp = FileStamp::of(&self.file);
         if stamp == self.seen {
@@ -29,7 +29,7 @@ impl<R: Fn(&Path)> WatchedFile<R> {
     }
 }
 
-/// Accepts the keys in `file` from now on. An unreadable file changes nothing.
+/// Accepts the keys in `file` from now on. If it cannot be read, the accepted keys stay the same.
 pub(crate) fn read_api_keys(file: &Path, keys: &ApiKeys) {
     match key_file::read(file) {
         Ok(told) => {
@@ -40,7 +40,8 @@ pub(crate) fn read_api_keys(file: &Path, keys: &ApiKeys) {
     }
 }
 
-/// Accepts the tokens in `file` from now on. An unreadable file changes nothing.
+/// Accepts the tokens in `file` from now on. If it cannot be read, the accepted tokens stay the
+/// same.
 pub(crate) fn read_admin_tokens(file: &Path, tokens: &AdminTokens) {
     match tokens_file::read(file) {
         Ok(told) => {

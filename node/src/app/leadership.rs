@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use raft::{Member, Replica, Role};
 
-/// Longest wait for another replica to take over when the leader leaves.
+/// Maximum time to wait until another replica takes over when the leader leaves.
 const HANDOVER_DEADLINE: Duration = Duration::from_secs(3);
 
 /// Transfers leadership to another voter, if this replica leads and another voter exists.

@@ -9,7 +9,7 @@ use prometheus_client::metrics::MetricType;
 use raft::{Replica, SYNC_BUCKETS_S};
 use rustix::fs::statvfs;
 
-/// Collector of sync times and disk usage.
+/// Collector of the log's sync times and disk usage.
 pub(super) struct LogMetrics {
     pub(super) replica: Replica,
     pub(super) data_dir: PathBuf,
@@ -21,7 +21,7 @@ impl fmt::Debug for LogMetrics {
     }
 }
 
-/// Free and total space of a disk.
+/// Free and total space of a disk, in bytes.
 pub(super) struct DiskSpace {
     pub(super) free_bytes: u64,
     pub(super) size_bytes: u64,
@@ -57,7 +57,7 @@ impl Collector for LogMetrics {
 }
 
 impl LogMetrics {
-    /// Encodes disk metrics, unless the file system does not report its size.
+    /// Encodes the space of the disk, unless the file system does not report it.
     fn encode_disk(&self, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
         let Some(space) = disk_space(&self.data_dir) else {
             return Ok(());

@@ -19,25 +19,25 @@ use tokio_util::sync::CancellationToken;
 use super::intervals::every;
 use crate::planted::{self, Bug};
 
-/// Interval at which the members' formats are checked.
+/// Interval at which the members' log formats are checked.
 const FOLLOW_EVERY: Duration = Duration::from_secs(1);
 /// Log format that added the outcomes of predictions.
 const PREDICTION_OUTCOMES_SINCE_FORMAT: u8 = 10;
-/// Name of the label with the log format.
+/// Name of the member label with the newest known log format.
 const LABEL: &str = "format";
-/// Version of messages between replicas with shares. Builds that know log format
-/// [`SHARES_SINCE_FORMAT`] read it.
+/// Version of the messages between replicas that contain shares. Builds that know log format
+/// [`SHARES_SINCE_FORMAT`] can read it.
 pub(super) const VERSION_SHARES: u8 = 3;
-/// Newest version of messages between replicas that this build reads: those with figures.
+/// Version of the messages that contain figures, the newest one that this build reads.
 pub(super) const VERSION_FIGURES: u8 = 4;
-/// Log format from which on builds read messages with shares.
+/// Log format whose builds are the first to read messages with shares.
 pub(super) const SHARES_SINCE_FORMAT: u8 = 4;
-/// Name of the label with the newest readable version of messages.
+/// Name of the member label with the newest readable version of messages.
 const MESSAGES_LABEL: &str = "messages";
 
-/// Returns the newest message version that a build with this log format reads. Simulations mix
-/// earlier builds. Some of those knew this format but not its messages, so they count as not
-/// knowing them.
+/// Returns the newest message version that a build with log format `format` reads. Simulations mix
+/// builds. Some earlier builds knew this build's format but not its messages; they count as not
+/// knowing the messages.
 pub(super) fn messages_known(format: u8) -> u8 {
     match format {
         FORMAT_VERSION.. => VERSION_FIGURES,
@@ -46,7 +46,7 @@ pub(super) fn messages_known(format: u8) -> u8 {
     }
 }
 
-/// Returns the labels of a build that knows the format `own`.
+/// Returns the member labels of a build whose newest known log format is `own`.
 pub(super) fn labels(own: u8) -> [(String, String); 2] {
     let label = |name: &str, known: u8| (name.to_owned(), known.to_string());
     [
@@ -55,8 +55,8 @@ pub(super) fn labels(own: u8) -> [(String, String); 2] {
     ]
 }
 
-/// Whether all members have announced that they can read messages of this version. Only valid for
-/// versions from [`VERSION_FIGURES`] on, which builds without the label cannot read.
+/// Whether all members have announced that they can read messages of `version`. Only valid from
+/// [`VERSION_FIGURES`] on: builds without the label cannot read those.
 pub(super) fn all_know_messages(status: &Status, version: u8) -> bool {
     let told = |member: &Member| member.labels.get(MESSAGES_LABEL)?.parse::<u8>().ok();
     let mut members = status.members.values();
@@ -95,7 +95,7 @@ pub(super) fn readable(command: Command, status: &dyn Fn() -> Status) -> Command
     }
 }
 
-/// Whether all members have announced that they know this format.
+/// Whether all members have announced that they know log format `format`.
 pub(super) fn all_know(status: &Status, format: u8) -> bool {
     status
         .members
@@ -103,8 +103,8 @@ pub(super) fn all_know(status: &Status, format: u8) -> bool {
         .all(|member| known(member) >= format)
 }
 
-/// Makes `dispatcher` report which predictions held once all members can decode that, until `stop`.
-/// Sent earlier, one unreadable item would hold back its whole batch.
+/// Makes `dispatcher` report the outcomes of predictions once all members can decode them. Sent
+/// earlier, one unreadable item would hold back its whole batch. Ends at `stop`.
 pub(super) async fn follow(replica: Replica, dispatcher: Arc<Dispatcher>, stop: CancellationToken) {
     let mut ticks = every(FOLLOW_EVERY);
     while stop.run_until_cancelled(ticks.tick()).await.is_some() {
@@ -115,7 +115,7 @@ pub(super) async fn follow(replica: Replica, dispatcher: Arc<Dispatcher>, stop: 
     }
 }
 
-/// Returns the newest format that a member knows.
+/// Returns the newest log format that a member has announced.
 fn known(member: &Member) -> u8 {
     let told = member.labels.get(LABEL).and_then(|it| it.parse().ok());
     told.unwrap_or(FORMAT_VERSION_COMMON)

@@ -14,17 +14,17 @@ use tokio::runtime::{Handle, RuntimeFlavor};
 
 use super::log_version;
 
-/// The replicated state and its past digests, shared between the log, which changes it, and the
-/// admin API, which reads it.
+/// The replicated state and its past digests. The log changes them, and the admin API reads them.
 #[derive(Default)]
 pub(super) struct SharedState {
     state: Mutex<RouterState>,
-    /// Digests by index.
+    /// State digests by log index.
     pub(super) digests: Arc<Digests>,
 }
 
 impl SharedState {
-    /// Locks the state between two applies. Hold the lock only briefly, because it blocks `apply`.
+    /// Locks the state between two applies. The lock must be held only briefly, because it blocks
+    /// `apply`.
     pub(super) fn state(&self) -> MutexGuard<'_, RouterState> {
         self.state
             .lock()
@@ -32,29 +32,30 @@ impl SharedState {
     }
 }
 
-/// Observes every change of a replica's state immediately after it, for simulations that check
-/// invariants. Blocks `apply` meanwhile.
+/// Observer that is called after every change of a replica's state, for simulations that check
+/// invariants. It blocks `apply` meanwhile.
 pub trait ApplyObserver: Send + Sync + 'static {
-    /// The entry at `index` was applied; `None` if it carries no command.
+    /// Called after the entry at `index` was applied; `command` is `None` if the entry contains
+    /// none.
     fn applied(&self, state: &RouterState, index: u64, command: Option<&[u8]>);
 
-    /// The state was replaced by that of a snapshot.
+    /// Called after the state was replaced by that of a snapshot.
     fn restored(&self, state: &RouterState);
 
-    /// A message of this peer could not be decoded.
+    /// Called when a message of peer `from` could not be decoded.
     fn message_unreadable(&self, from: u8);
 }
 
-/// State machine that applies the log to the shared state.
+/// State machine that applies the log's commands to the shared state.
 pub(super) struct RouterMachine {
     shared: Arc<SharedState>,
     observer: Option<Arc<dyn ApplyObserver>>,
-    /// Newest log format that it reads.
+    /// Newest log format that the machine reads.
     format: u8,
 }
 
 impl RouterMachine {
-    /// Creates a machine over `shared`. Nothing else may apply commands to it.
+    /// Creates a machine that applies the log to `shared`. Nothing else may apply commands to it.
     #[must_use]
     pub(super) fn new(shared: Arc<SharedState>, observer: Option<Arc<dyn ApplyObserver>>) -> Self {
         Self {
@@ -64,7 +65,7 @@ impl RouterMachine {
         }
     }
 
-    /// Limits the machine to log formats up to `format`, like an earlier build.
+    /// Limits the machine to log formats up to `format`, so that it acts like an earlier build.
     #[must_use]
     pub(super) fn with_format(self, format: u8) -> Self {
         Self { format, ..self }

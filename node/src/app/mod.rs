@@ -48,7 +48,7 @@ use self::tls::ReplicaCertificates;
 use crate::config::Config;
 use crate::telemetry::AccessFileMetrics;
 
-/// A replica bound to its sockets but not started yet.
+/// A replica whose sockets are bound, but which is not started yet.
 pub struct App {
     config: Config,
     sockets: BoundSockets,
@@ -65,7 +65,7 @@ impl App {
     /// Binds the config's addresses. Must be called within a tokio runtime.
     ///
     /// # Errors
-    /// If an address cannot be bound, or a certificate cannot be read.
+    /// Fails if an address cannot be bound, or a certificate cannot be read.
     pub fn build(config: Config) -> anyhow::Result<Self> {
         let sockets = BoundSockets::bind(&config.listen)?;
         Self::on(config, sockets)
@@ -75,7 +75,7 @@ impl App {
     /// must know each other's ports before any of them starts.
     ///
     /// # Errors
-    /// If the system does not report their addresses, or a certificate cannot be read.
+    /// Fails if the system does not report their addresses, or a certificate cannot be read.
     pub fn on(config: Config, sockets: BoundSockets) -> anyhow::Result<Self> {
         let addresses = sockets.addresses()?;
         let file = SharedFileSettings::new(config.file.clone());
@@ -99,7 +99,8 @@ impl App {
         self.addresses
     }
 
-    /// Returns what `GET /admin/v1/config` shows. Update it when the config is reloaded.
+    /// Returns the settings that `GET /admin/v1/config` shows. Update them when the config is
+    /// reloaded.
     #[must_use]
     pub fn file_settings(&self) -> SharedFileSettings {
         self.file.clone()
@@ -111,7 +112,7 @@ impl App {
         self.reload.clone()
     }
 
-    /// Sends a request to `requests` when an operator asks for a reload of the config.
+    /// Sends a request through `requests` whenever an operator asks for a reload of the config.
     #[must_use]
     pub fn reloading_by(self, requests: ReloadRequests) -> Self {
         Self {
@@ -120,7 +121,7 @@ impl App {
         }
     }
 
-    /// Changes the log level through `control` when an operator asks for it.
+    /// Changes the log level through `control` whenever an operator asks for it.
     #[must_use]
     pub fn logging_by(self, control: LogLevelControl) -> Self {
         Self {
@@ -129,7 +130,7 @@ impl App {
         }
     }
 
-    /// Exposes these metrics of the access log's file.
+    /// Exposes the metrics of the access log's file at the admin listener.
     #[must_use]
     pub fn with_access_file(self, metrics: AccessFileMetrics) -> Self {
         Self {
@@ -147,7 +148,7 @@ impl App {
     /// Opens the store and starts the replica.
     ///
     /// # Errors
-    /// If the store cannot be opened or is damaged.
+    /// Fails if the store cannot be opened or is damaged.
     pub async fn start(self) -> anyhow::Result<RunningReplica> {
         running::start(self).await
     }
@@ -155,7 +156,7 @@ impl App {
     /// Starts the replica, serves until `shutdown` requests a drain, then leaves.
     ///
     /// # Errors
-    /// See [`App::start`].
+    /// Fails if the replica cannot start, see [`App::start`].
     pub async fn run(self, shutdown: ShutdownHandle) -> anyhow::Result<()> {
         self.start().await?.until(&shutdown).await;
         Ok(())

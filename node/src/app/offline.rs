@@ -23,19 +23,19 @@ use super::machine::{RouterMachine, SharedState};
 use super::raft_options;
 use crate::config::Config;
 
-/// A state at one log index.
+/// A state at one log index, without a replica.
 pub struct OfflineState {
     shared: Arc<SharedState>,
-    /// Log indexes that were available.
+    /// Range of log indexes that were available.
     pub range: ReplayRange,
 }
 
 /// Replays the log of the store below `data_dir` up to the index `to`, by default the last one
-/// known to be committed. Copies the store to the new folder `scratch`, which is removed
+/// known to be committed. Copies the store to the new folder `scratch`, which it removes
 /// afterwards. Blocks.
 ///
 /// # Errors
-/// If the store is in use or damaged, or does not contain the index.
+/// Fails if the store is in use or damaged, or does not contain the index.
 pub fn replayed(data_dir: &Path, scratch: &Path, to: Option<u64>) -> anyhow::Result<OfflineState> {
     let shared = Arc::new(SharedState::default());
     let mut machine = RouterMachine::new(Arc::clone(&shared), None);
@@ -46,7 +46,7 @@ pub fn replayed(data_dir: &Path, scratch: &Path, to: Option<u64>) -> anyhow::Res
 /// Reads a backup, which holds the state at one index. Blocks.
 ///
 /// # Errors
-/// If the file is not a complete backup, or its index differs from `to`.
+/// Fails if the file is not a complete backup, or its index differs from `to`.
 pub fn backed_up(file: &PathBuf, to: Option<u64>) -> anyhow::Result<OfflineState> {
     let opened = File::open(file).with_context(|| format!("open {}", file.display()))?;
     let (mut reader, head) = FileReader::open(BufReader::new(opened))
@@ -67,7 +67,7 @@ pub fn backed_up(file: &PathBuf, to: Option<u64>) -> anyhow::Result<OfflineState
 }
 
 impl OfflineState {
-    /// Calls `read` on the state.
+    /// Calls `read` on the state and returns its result.
     pub fn with_state<R>(&self, read: impl FnOnce(&RouterState) -> R) -> R {
         read(&self.shared.state())
     }
@@ -76,7 +76,7 @@ impl OfflineState {
     /// tokenizers and users of `config`.
     ///
     /// # Errors
-    /// Those of the admin API.
+    /// Returns the problem with which the admin API would respond.
     pub async fn explained(&self, config: &Config, body: &[u8]) -> anyhow::Result<Value> {
         let view = self.shared.state().view();
         let backends = Arc::new(Backends::new(raft_options::probe_settings(config)));
@@ -104,7 +104,7 @@ impl OfflineState {
     }
 }
 
-/// Assumed health of engines, which are not probed.
+/// Health that is assumed for engines, which are not probed.
 const ASSUMED: Health = Health {
     is_healthy: true,
     detail: None,

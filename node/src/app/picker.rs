@@ -17,21 +17,22 @@ use tokio_util::sync::CancellationToken;
 use super::tls::ReplicaCertificates;
 use crate::config::Config;
 
-/// Components of a picker.
+/// Components from which a picker is built.
 pub(super) struct PickerParts {
-    /// `None`: the replica has no picker.
+    /// Listener for gateways; `None` if the replica has no picker.
     pub(super) listener: Option<TcpListener>,
     pub(super) proxy: Arc<Proxy>,
-    /// Returns the time that open streams may take to end.
+    /// Returns the maximum time that open streams may take to end.
     pub(super) deadline: Box<dyn Fn() -> Duration + Send + Sync>,
     pub(super) no_more: CancellationToken,
 }
 
 impl PickerParts {
-    /// Returns what serves gateways, if a listener exists. It does nothing before it is polled.
+    /// Returns a future that serves gateways, or `None` without a listener. It does nothing before
+    /// it is polled.
     ///
     /// # Errors
-    /// If no certificate can be created.
+    /// Fails if no certificate can be created, or the listener's address is unknown.
     pub(super) fn serving(
         self,
         config: &Config,
@@ -52,7 +53,7 @@ impl PickerParts {
     }
 }
 
-/// Returns the TLS setup of the listener; `None`: without TLS.
+/// Returns the TLS setup of the listener; `None` if it does not use TLS.
 fn certificates(config: &Config, tls: &ReplicaCertificates) -> anyhow::Result<Option<PickerTls>> {
     if let Some(files) = tls.epp.clone() {
         return Ok(Some(Box::new(move || files.current())));

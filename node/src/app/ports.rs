@@ -19,27 +19,27 @@ use super::machine::SharedState;
 use super::scaling::Scaling;
 use crate::planted::{self, Bug};
 
-/// Sequence number, in a session's admin lane, of the command that forms a cluster. Only one
-/// replica proposes it, but all number their admin commands after it.
+/// Sequence number of the command that forms a cluster, in a session's lane for admin commands.
+/// Only one replica proposes it, but all number their admin commands after it.
 pub(super) const FIRST_COMMAND_SEQ: u64 = 1;
-/// Longest wait for the outcome of one proposal.
+/// Maximum time to wait for the outcome of one proposal.
 const PROPOSE_TIMEOUT: Duration = Duration::from_secs(3);
-/// Longest time that an admin command takes, including the wait for earlier ones and retries while
-/// its outcome is unknown.
+/// Maximum duration of an admin command, including the wait for earlier ones and retries while its
+/// outcome is unknown.
 const SUBMIT_TIMEOUT: Duration = Duration::from_secs(5);
 /// Maximum number of sessions under which one admin command is proposed.
 const SESSIONS_MAX: u32 = 3;
 /// Pause between two attempts of an admin command.
 const SUBMIT_PAUSE: Duration = Duration::from_millis(100);
 
-/// Reason for refusing proposals before the cluster is formed.
+/// Reason for rejecting proposals before the cluster is formed.
 const NOT_FORMED: &str = "the state here is not that of a cluster yet";
-/// Reason for refusing proposals right after the start.
+/// Reason for rejecting proposals right after the start.
 const CLOCKS_UNHEARD: &str = "the clocks of the other members are not known yet";
-/// Reason for not trusting a reply.
+/// Reason for distrusting a reply.
 const LEADER_IS_WRONG: &str = "the leader has lost its state";
 
-/// The log as `api` sees it.
+/// Port through which `api` uses the log.
 pub(super) struct LogPort {
     id: ReplicaId,
     /// Session by which the cluster knows this process. Its successor replaces it if the outbox or
@@ -47,14 +47,14 @@ pub(super) struct LogPort {
     session: Mutex<SessionId>,
     replica: Replica,
     shared: Arc<SharedState>,
-    /// Last sequence number of an admin command; locked while one is in progress.
+    /// Last sequence number of an admin command. The lock is held while a command is in progress.
     admin_seq: tokio::sync::Mutex<u64>,
     clocks: Arc<ClusterClocks>,
     scaling: Option<Arc<Scaling>>,
 }
 
 impl LogPort {
-    /// Creates the port. `replica` drives `shared`; both belong to this session of replica `id`.
+    /// Creates the port of this session of replica `id`. `replica` applies the log to `shared`.
     #[must_use]
     pub(super) fn new(
         id: ReplicaId,
@@ -80,7 +80,8 @@ impl LogPort {
         Self { scaling, ..self }
     }
 
-    /// See [`ReplicaCore::state_loss`](super::core::ReplicaCore::state_loss).
+    /// Loses the replicated state, see
+    /// [`ReplicaCore::state_loss`](super::core::ReplicaCore::state_loss).
     pub(super) fn lose_state(&self) {
         let mut state = self.shared.state();
         let mut empty = RouterState::new();
@@ -108,7 +109,7 @@ impl LogPort {
         };
         let mut envelope = Envelope {
             origin,
-            // Each proposal sets it.
+            // Each proposal sets the sequence number.
             proposed_at_ms: 0,
             command,
         };
@@ -203,7 +204,7 @@ impl LogPort {
         self.session.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns the session to use after `stale` was rejected.
+    /// Returns the session to use after the session `stale` was rejected.
     fn session_after(&self, stale: SessionId) -> SessionId {
         let mut session = self.session();
         if *session == stale {
@@ -226,8 +227,8 @@ fn is_stale(reply: &Reply) -> bool {
     }
 }
 
-/// Whether the command that forms the cluster is applied. Nothing is proposed before. Later
-/// proposals follow it in the log, so they are never rejected for its absence.
+/// Whether the command that forms the cluster is applied. Nothing is proposed before it. Later
+/// proposals follow it in the log, so they are never rejected because it is missing.
 fn is_formed(state: &RouterState) -> bool {
     state.view().registry().initialised
 }
@@ -342,7 +343,7 @@ impl Cluster for LogPort {
     }
 }
 
-/// Converts a Raft status for the admin API.
+/// Converts the status of the Raft replica for the admin API.
 fn cluster_status(status: &raft::Status, session: SessionId) -> ClusterStatus {
     let member = |(id, member): (&u8, &raft::Member)| {
         let status = MemberStatus {
@@ -445,7 +446,7 @@ mod tests {
         port_at(data_dir, Arc::new(AtomicU64::new(NOW_MS))).await
     }
 
-    /// The same, with a settable clock.
+    /// Returns the port of a cluster of one under session 1, with a settable clock.
     async fn port_at(data_dir: &std::path::Path, now_ms: Arc<AtomicU64>) -> LogPort {
         let init = Command::InitCluster {
             hash_seed: 1,

@@ -1,4 +1,4 @@
-//! Builds the options of `raft` and the data plane from the config.
+//! Converts the config to the options of `raft` and the data plane.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -88,7 +88,7 @@ pub(super) fn raft_options(
     }
 }
 
-/// Returns the encoded command that founds a cluster.
+/// Returns the encoded command that forms a cluster.
 pub(super) fn first_command(
     config: &Config,
     session: SessionId,
@@ -107,8 +107,8 @@ pub(super) fn first_command(
     })
 }
 
-/// Returns the command that founds a cluster. It contains every setting of the config, so that no
-/// config read later can set one first.
+/// Returns the command that forms a cluster. It contains every setting of the config, so that no
+/// config that is read later can set one first.
 fn founding(config: &Config, hashing: BlockHasher) -> Command {
     let (hash_seed, policy) = (hashing.seed, config.policy.clone());
     let fairness = FairnessSettings::default();
@@ -153,8 +153,8 @@ pub(super) fn probe_settings(config: &Config) -> ProbeSettings {
     }
 }
 
-/// Returns the host names of the admin listener. All are names that a stranger cannot make resolve
-/// to it.
+/// Returns the host names under which the admin listener may serve. A stranger cannot make any of
+/// them resolve to it.
 #[must_use]
 pub(super) fn own_hosts(config: &Config) -> Vec<String> {
     let mut hosts = config::values(&config.admin.hosts);
@@ -200,7 +200,7 @@ pub(super) fn proxy_settings(config: &Config) -> ProxySettings {
     settings
 }
 
-/// Returns the rules for API keys of the cluster, given the age of the replicated list.
+/// Returns the rules for the cluster's API keys. `list` returns the age of the replicated list.
 #[must_use]
 pub(super) fn key_rules(users: &config::UsersConfig, list: ListAge) -> KeyRules {
     KeyRules {
@@ -211,7 +211,7 @@ pub(super) fn key_rules(users: &config::UsersConfig, list: ListAge) -> KeyRules 
     }
 }
 
-/// Warns if clients choose their own user names.
+/// Logs a warning if clients choose their own user names.
 pub(super) fn tell_of_names(config: &Config) {
     let is_unset = config::values(&config.users.trusted_proxies) == IpPrefix::LOOPBACK;
     let are_checked = config.api_keys.is_some() || config.users.require_key;

@@ -14,10 +14,10 @@ use tokio_util::sync::CancellationToken;
 
 use super::intervals::every;
 
-/// Interval at which probe results and registry are compared.
+/// Interval at which probe results are compared with the registry.
 const INTERVAL: Duration = Duration::from_millis(200);
 
-/// Follows the engines' ranks while this replica leads, until `stop`.
+/// Registers the engines' ranks while this replica leads, until `stop`.
 pub(super) async fn follow(
     cluster: Arc<dyn Cluster>,
     view: Arc<StateView>,
@@ -55,7 +55,8 @@ pub(super) async fn follow(
     }
 }
 
-/// Returns the backends whose engines report another number of ranks than the registry has.
+/// Returns the backends whose engines report a number of ranks other than the registry's, with that
+/// number.
 fn news(registry: &Registry, told: impl Fn(Slot) -> Option<u16>) -> Vec<(BackendRef, u16)> {
     let first = registry.backends.iter().filter(|it| !it.is_further_rank());
     let differs = first.filter_map(|backend| {

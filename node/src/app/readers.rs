@@ -15,9 +15,9 @@ use tokio_util::sync::CancellationToken;
 
 use super::intervals::every;
 
-/// Interval at which presence is checked.
+/// Interval at which the presence of replicas is checked.
 const INTERVAL: Duration = Duration::from_millis(100);
-/// Silence after which another replica takes over a replica's backends.
+/// Time without a connection after which another replica takes over a replica's backends.
 const SILENT_MAX: Duration = Duration::from_millis(500);
 
 /// Assigns readers while this replica leads, until `stop`.
@@ -73,8 +73,8 @@ fn looked_up(registry: &Registry) -> (Vec<BackendRef>, BTreeMap<Slot, ReplicaId>
     )
 }
 
-/// Returns the new assignment, by slot. Connected readers keep their backends, except for the few
-/// that must move to balance the load.
+/// Returns the new assignment of `backends` to `replicas`, by slot. Connected readers keep their
+/// backends, except for the few that must move to balance the load.
 fn spread(
     backends: &[BackendRef],
     current: &BTreeMap<Slot, ReplicaId>,
@@ -141,7 +141,7 @@ mod tests {
         (0..count).map(backend).collect()
     }
 
-    /// Returns the readers by slot.
+    /// Returns the readers of `count` backends, by slot.
     fn spread_over(current: &[u8], count: u16, replicas: &[u8]) -> Vec<u8> {
         let current = (0..).map(Slot).zip(current.iter().copied().map(ReplicaId));
         let replicas: Vec<ReplicaId> = replicas.iter().copied().map(ReplicaId).collect();

@@ -14,10 +14,10 @@ use state::ids::LogIndex;
 use state::{AuditAction, StateView};
 use tokio_util::sync::CancellationToken;
 
-/// Pause before the registry is checked again, and after a failed attempt.
+/// Pause before the registry is checked again, also after a failed attempt.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// Registers missing backends, logs the differences, then ends. Also ends at `stop`.
+/// Registers missing backends, logs the differences, and ends. Also ends at `stop`.
 pub(super) async fn register(
     cluster: Arc<dyn Cluster>,
     view: Arc<StateView>,
@@ -48,7 +48,7 @@ pub(super) async fn register(
     }
 }
 
-/// Logs one warning with all differences.
+/// Logs all differences between the config and the cluster as one warning.
 fn tell_differences(file: &FileSettings, view: &StateView) {
     let differences = file.differences(&view.registry());
     if differences.is_empty() {
@@ -79,7 +79,8 @@ async fn put(cluster: &dyn Cluster, view: &StateView, spec: BackendSpec) {
         }
         match cluster.submit(Command::PutBackend(spec.clone())).await {
             Ok(committed) => {
-                // Waits for the apply: an entry not applied here yet would count as a difference.
+                // Wait for the apply: an entry that is not applied here yet would count as a
+                // difference.
                 while view.applied() < committed.index {
                     tokio::time::sleep(PAUSE).await;
                 }

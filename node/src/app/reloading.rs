@@ -11,7 +11,7 @@ use prometheus_client::registry::Registry;
 use super::raft_options;
 use crate::config::{Config, DrainConfig};
 
-/// Passes a config to a replica that runs, or is about to.
+/// Handle that passes a config to a replica, which need not run yet.
 #[derive(Clone, Default)]
 pub struct ReloadHandle {
     state: Arc<Mutex<ReloadState>>,
@@ -19,7 +19,7 @@ pub struct ReloadHandle {
 }
 
 enum ReloadState {
-    /// Not running yet: the replica takes this config when it starts.
+    /// The replica does not run yet. It uses this config when it starts, if any.
     Starting(Option<Box<Config>>),
     Running(RunningParts),
 }
@@ -30,7 +30,7 @@ impl Default for ReloadState {
     }
 }
 
-/// Components whose settings can change at run time.
+/// Components of a running replica whose settings can change at run time.
 pub(super) struct RunningParts {
     pub(super) proxy: Arc<Proxy>,
     pub(super) backends: Arc<Backends>,
@@ -64,7 +64,7 @@ impl ReloadHandle {
         }
     }
 
-    /// Switches to the components of the running replica.
+    /// Passes later configs to the components of the replica, which now runs.
     pub(super) fn started(&self, parts: RunningParts) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         if let ReloadState::Starting(Some(config)) = &*state {

@@ -46,7 +46,7 @@ use super::{events, raft_options, ranks, scaling};
 use crate::config::{Config, DrainConfig, Parsed};
 use crate::process;
 
-/// A replica that serves. Drop it only after [`RunningReplica::until`]; otherwise its tasks
+/// A replica that serves. Call [`RunningReplica::until`] before dropping it; otherwise its tasks
 /// continue.
 pub struct RunningReplica {
     addresses: Addresses,
@@ -55,16 +55,16 @@ pub struct RunningReplica {
     lifecycle: Lifecycle,
     stops: ReplicaShutdown,
     proxy: JoinHandle<DrainResult>,
-    /// `None`: the replica serves no gateways.
+    /// Task that serves gateways; `None` if the replica serves none.
     picker: Option<JoinHandle<DrainResult>>,
 }
 
-/// Stop signals that precede the core's own, in this order.
+/// Stop signals of a replica that precede the core's own, in the order in which they are given.
 #[derive(Default)]
 struct ReplicaShutdown {
-    /// Clients must use another replica.
+    /// Signals that clients must use another replica.
     leaving: CancellationToken,
-    /// The replica accepts no more connections.
+    /// Signals that the replica accepts no more connections.
     no_more_requests: CancellationToken,
 }
 
@@ -90,7 +90,7 @@ fn peers(
     })
 }
 
-/// Returns the environment of the core.
+/// Returns the environment of the core, as the config describes it.
 fn core_ports(
     config: &Config,
     tls: &ReplicaCertificates,
@@ -116,7 +116,7 @@ pub(super) async fn start(app: App) -> anyhow::Result<RunningReplica> {
         access_file,
         tls,
     } = app;
-    // Members learn the ports that the system chose.
+    // Members must learn the ports that the system chose.
     config.listen.data = Parsed(addresses.data);
     config.listen.admin = Parsed(addresses.admin);
     crate::private::private_folder(&config.node.data_dir).with_context(|| {
@@ -205,7 +205,7 @@ fn tell_if_insecure(config: &Config) {
     }
 }
 
-/// Returns the metrics registry, with the metrics of core and process.
+/// Returns the metrics registry, with the metrics of the core and the process.
 fn metrics(
     core: &ReplicaCore,
     tls: &ReplicaCertificates,
@@ -226,7 +226,7 @@ fn metrics(
     metrics
 }
 
-/// Follows the sources of engines. Returns the board with their state.
+/// Starts to follow the sources of engines. Returns the board with their status.
 fn discover(
     core: &ReplicaCore,
     config: &Config,
@@ -248,7 +248,7 @@ fn discover(
     board
 }
 
-/// Reloads files of keys, tokens and certificates when they change.
+/// Starts to reload files of keys, tokens and certificates when they change.
 fn follow_files(core: &ReplicaCore, config: &Config, tls: &ReplicaCertificates) {
     core.spawn_task(tls.watch().follow(core.stopping()));
     if let (Some(file), Some(keys)) = (config.users.api_keys_file.clone(), config.api_keys.clone())
@@ -265,8 +265,8 @@ fn follow_files(core: &ReplicaCore, config: &Config, tls: &ReplicaCertificates) 
     }
 }
 
-/// Returns the rules for API keys of the cluster. The replicated list is current while a leader
-/// with a quorum is heard and everything it has committed is applied here.
+/// Returns the rules for the cluster's API keys. The replicated list is current while a leader with
+/// a quorum is heard and everything that it has committed is applied here.
 fn key_rules(core: &ReplicaCore, config: &Config) -> KeyRules {
     let replica = core.replica().clone();
     let current_within = config.cluster.election_timeout.end;
@@ -312,7 +312,7 @@ fn proxy(
     Ok(Arc::new(proxy.ready_by(Arc::clone(readiness))))
 }
 
-/// Returns the tracer, which exports request traces to the collector; `None`: not configured.
+/// Returns the tracer, which exports request traces to the collector; `None` if none is configured.
 fn tracer(
     core: &ReplicaCore,
     config: &Config,
@@ -334,7 +334,8 @@ fn tracer(
     Ok(Some(tracer))
 }
 
-/// File settings, and the channels for operators' reload requests and log level changes.
+/// Settings of the config file, and the channels for operators' reload requests and log level
+/// changes.
 type FileParts = (
     SharedFileSettings,
     (Option<ReloadRequests>, Option<LogLevelControl>),
@@ -476,18 +477,19 @@ impl RunningReplica {
         self.addresses
     }
 
-    /// Returns the log and the members.
+    /// Returns the log and the members, as the port of `api`.
     #[must_use]
     pub fn cluster(&self) -> Arc<dyn Cluster> {
         self.core.cluster()
     }
 
-    /// See [`ReplicaCore::state_loss`].
+    /// Returns a function that loses the replicated state, see [`ReplicaCore::state_loss`].
     pub fn state_loss(&self) -> impl Fn() + Send + Sync + use<> {
         self.core.state_loss()
     }
 
-    /// Returns a function that computes the longest duration of a drain that begins now.
+    /// Returns a function that computes the maximum duration of a drain that begins at the time of
+    /// the call.
     pub(crate) fn longest_drain(&self) -> impl Fn() -> Duration + Send + use<> {
         let drain = Arc::clone(&self.drain);
         move || {
@@ -520,7 +522,7 @@ impl RunningReplica {
         self.core.end().await;
     }
 
-    /// Finishes what clients and the cluster are waiting for.
+    /// Finishes the work that clients and the cluster are waiting for.
     async fn finish(&mut self) {
         let dns_ttl = *self.drain.load().dns_ttl;
         tokio::time::sleep(dns_ttl).await;

@@ -29,24 +29,24 @@ use crate::config::{Config, Formation, StatefulSetConfig};
 
 /// Label of a member with the name of its StatefulSet.
 pub(super) const LABEL: &str = "statefulset";
-/// Interval at which members are checked.
+/// Interval at which the members are checked.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
-/// Interval at which the StatefulSet is read while a member may have to leave or return.
+/// Interval at which the StatefulSet is read while a member may have to leave or rejoin.
 const READ_EVERY: Duration = Duration::from_secs(5);
-/// Longest wait of a stopping replica for the StatefulSet.
+/// Maximum time that a stopping replica waits for the StatefulSet.
 const READ_TIMEOUT: Duration = Duration::from_secs(3);
-/// Longest time that an unwanted replica tries to remove itself.
+/// Maximum time for which an unwanted replica tries to remove itself.
 const LEAVE_DEADLINE: Duration = Duration::from_secs(10);
-/// Pause between two attempts.
+/// Pause between two attempts to remove this replica.
 const LEAVE_PAUSE: Duration = Duration::from_millis(200);
 
 /// Source of the wanted number of replicas.
 pub trait ScaleSource: Send + Sync {
-    /// Returns the current scale.
+    /// Returns the current scale, or why it cannot be read.
     fn read(&self) -> BoxFuture<'_, Result<StatefulSetScale, String>>;
 }
 
-/// The StatefulSet of a config.
+/// Reads the scale of the StatefulSet in a config.
 struct KubernetesScale {
     access: KubernetesAccess,
     name: String,
@@ -58,7 +58,7 @@ impl ScaleSource for KubernetesScale {
     }
 }
 
-/// Returns the StatefulSet that the config names, if any.
+/// Returns the source for the StatefulSet that the config names, if any.
 pub(super) fn source(config: &StatefulSetConfig) -> Option<Arc<dyn ScaleSource>> {
     let server = config.api_server.as_ref();
     Some(Arc::new(KubernetesScale {
@@ -72,7 +72,7 @@ pub(super) fn source(config: &StatefulSetConfig) -> Option<Arc<dyn ScaleSource>>
     }))
 }
 
-/// Whether replica `id` is wanted. A scale of zero stops the cluster but does not end it.
+/// Whether `scale` includes replica `id`. A scale of zero stops the cluster but does not end it.
 fn wants(scale: StatefulSetScale, id: u8) -> bool {
     // Ids start at 1, ordinals at 0.
     let ordinal = u64::from(id).saturating_sub(1);
@@ -88,12 +88,12 @@ pub(super) struct Scaling {
     absent_after: Duration,
     /// Minimum number of voters to keep.
     voters_min: usize,
-    /// Why the membership differs from the wanted one.
+    /// Why the membership differs from the wanted one; `None` if it does not.
     blocked_reason: Mutex<Option<String>>,
 }
 
 impl Scaling {
-    /// Creates the component for a replica with a StatefulSet in its config.
+    /// Creates the component if the config of the replica names a StatefulSet.
     pub(super) fn new(config: &Config, source: Option<Arc<dyn ScaleSource>>) -> Option<Arc<Self>> {
         let set = &config.cluster.statefulset;
         Some(Arc::new(Self {
@@ -108,7 +108,7 @@ impl Scaling {
         }))
     }
 
-    /// Returns why the membership differs from the wanted one.
+    /// Returns why the membership differs from the wanted one; `None` if it does not.
     pub(super) fn blocked_reason(&self) -> Option<String> {
         let blocked_reason = self.blocked_reason.lock();
         blocked_reason
@@ -174,7 +174,7 @@ impl Scaling {
         }
     }
 
-    /// Returns the pods of the StatefulSet among the members, each with whether it is connected.
+    /// Returns the members that are pods of the StatefulSet, each with whether it is connected.
     fn pods(&self, status: &Status) -> BTreeMap<u8, bool> {
         let members = status.members.iter();
         let pods = members.filter(|(_, member)| member.labels.get(LABEL) == Some(&self.set));
@@ -182,8 +182,8 @@ impl Scaling {
             .collect()
     }
 
-    /// Removes the last absent member that is no longer wanted, and returns whether it did. The
-    /// error is the reason why not.
+    /// Removes the last absent member that is no longer wanted. Returns whether there was one, or
+    /// why it could not be removed.
     async fn remove_one(
         &self,
         replica: &Replica,
@@ -203,7 +203,7 @@ impl Scaling {
         }
     }
 
-    /// Asks to rejoin if this replica is wanted. Returns why it is still out.
+    /// Asks to rejoin if this replica is wanted. Returns why it is still not a member, if so.
     async fn try_rejoin(&self, replica: &Replica, scale: StatefulSetScale) -> Option<String> {
         if !wants(scale, replica.status().id) {
             return None;
@@ -217,7 +217,7 @@ impl Scaling {
         }
     }
 
-    /// Removes this replica from the cluster if it is no longer wanted. If it cannot find out, it
+    /// Removes this replica from the cluster if it is no longer wanted. If that is unknown, it
     /// stays, and the leader removes it later.
     pub(super) async fn leave(&self, replica: &Replica) {
         let status = replica.status();
@@ -269,12 +269,12 @@ fn told(absent: &[u8]) -> String {
     format!("replicas are away: {}", ids.join(", "))
 }
 
-/// Times since which members have been absent. Pure: time and observations are arguments.
+/// Times since which members have been absent. Pure: times and observations are arguments.
 #[derive(Debug, Default)]
 struct Absences(BTreeMap<u8, Instant>);
 
 impl Absences {
-    /// Records which members are present. Returns those absent for at least `after`, at every call.
+    /// Records which members are present. Returns all that have been absent for at least `after`.
     fn look(&mut self, now: Instant, members: &BTreeMap<u8, bool>, after: Duration) -> Vec<u8> {
         let is_away = |id: &u8| members.get(id) == Some(&false);
         self.0.retain(|id, _| is_away(id));

@@ -27,20 +27,20 @@ pub(super) const ABSENT_AFTER: Duration = Duration::from_secs(10);
 /// single refusal may come from a name that briefly resolves to another host.
 pub(super) const GONE_AFTER: Duration = Duration::from_millis(200);
 
-/// Interval at which presence is checked.
+/// Interval at which the presence of replicas is checked.
 const INTERVAL: Duration = Duration::from_millis(100);
 
 /// Presence of a replica, as the leader observes it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Presence {
     Connected,
-    /// Neither a connection nor a refusal, or no longer a member.
+    /// The replica is neither connected nor refusing connections, or it is no longer a member.
     Silent,
-    /// Nothing listens at its address.
+    /// The replica's host refuses connections at its address.
     Gone,
 }
 
-/// Times since which each replica with an open session has been silent or gone. Pure: time and
+/// Times since which each replica with an open session has been silent or gone. Pure: times and
 /// observations are arguments.
 #[derive(Debug, Default)]
 pub(super) struct SessionExpiry {
@@ -51,9 +51,9 @@ pub(super) struct SessionExpiry {
 }
 
 impl SessionExpiry {
-    /// Records one observation and returns the sessions to expire: those of replicas that were not
-    /// connected at any observation for [`ABSENT_AFTER`], or gone at every one for [`GONE_AFTER`],
-    /// except those [`SessionExpiry::ended`] since.
+    /// Records one observation and returns the sessions to expire. A replica's session expires if
+    /// no observation for [`ABSENT_AFTER`] found it connected, or all for [`GONE_AFTER`] found it
+    /// gone. Sessions passed to [`SessionExpiry::ended`] since are excluded.
     pub(super) fn observe(
         &mut self,
         now: Instant,
@@ -84,7 +84,7 @@ impl SessionExpiry {
         self.ended.insert(replica, session);
     }
 
-    /// Forgets everything: observations from before this replica led are worthless.
+    /// Forgets all observations, since those from before this replica led are worthless.
     pub(super) fn clear(&mut self) {
         *self = Self::default();
     }
@@ -134,8 +134,8 @@ pub(super) async fn watch(cluster: Arc<dyn Cluster>, stop: CancellationToken) {
     }
 }
 
-/// Returns the session that the cluster considers current for this replica's id, if it is another
-/// one.
+/// Returns the session that the cluster considers current for this replica's id, if it is not
+/// `session`.
 fn former_run(
     (id, session): (ReplicaId, SessionId),
     sessions: &[(ReplicaId, SessionId)],
@@ -146,8 +146,8 @@ fn former_run(
         .map(|(_, known)| *known)
 }
 
-/// Ends the former session. Any proposal under the new session does so; this command changes
-/// nothing else.
+/// Ends the former session of this replica. Any proposal under the new session does so; this
+/// command changes nothing else.
 async fn end_former_run(cluster: &dyn Cluster, replica: ReplicaId, session: SessionId) {
     let command = Command::ExpireSession { replica, session };
     match cluster.submit(command).await {
@@ -158,7 +158,7 @@ async fn end_former_run(cluster: &dyn Cluster, replica: ReplicaId, session: Sess
     }
 }
 
-/// Returns all sessions, or none if nothing is open anywhere.
+/// Returns all sessions, or none if nothing is open in any of them.
 fn open_sessions(cluster: &dyn Cluster) -> Vec<(ReplicaId, SessionId)> {
     let mut open = Vec::new();
     cluster.with_state(&mut |state| {
@@ -243,7 +243,7 @@ mod tests {
         assert_eq!(absences.observe(later, &SESSIONS, gone), []);
     }
 
-    /// Replica 1 leads; the others have the given presence.
+    /// Returns the presence of replica 1, which leads, and of all `others`.
     fn only_one(others: Presence) -> impl Fn(ReplicaId) -> Presence + Copy {
         move |id| match id {
             ReplicaId(1) => Presence::Connected,

@@ -1,4 +1,4 @@
-//! Shutdown handle: drain, or abort.
+//! Handle to stop an app, by a drain or an abort.
 
 use tokio_util::sync::CancellationToken;
 
@@ -10,7 +10,7 @@ pub struct ShutdownHandle {
 }
 
 impl ShutdownHandle {
-    /// Creates an unused handle.
+    /// Creates a handle that has requested nothing yet.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
@@ -21,7 +21,7 @@ impl ShutdownHandle {
         self.drain.cancel();
     }
 
-    /// Stops without finishing anything, like a crash.
+    /// Requests an immediate exit without finishing anything, like a crash.
     pub fn abort(&self) {
         self.abort.cancel();
         self.drain.cancel();

@@ -1,5 +1,5 @@
 //! The listening sockets of a replica. They are bound first, so that a port conflict is reported
-//! before it disturbs the cluster.
+//! before the replica affects the cluster.
 
 use std::net::SocketAddr;
 
@@ -9,10 +9,10 @@ use tokio::net::TcpListener;
 
 use crate::config::ListenConfig;
 
-/// Length of the system's queue of unaccepted connections.
+/// Maximum length of the system's queue of unaccepted connections.
 const BACKLOG: i32 = 4096;
 
-/// Bound sockets.
+/// Bound listening sockets of a replica.
 #[derive(Debug)]
 pub struct BoundSockets {
     /// Listener for clients.
@@ -21,7 +21,7 @@ pub struct BoundSockets {
     pub admin: TcpListener,
     /// Listener for other replicas.
     pub peer: TcpListener,
-    /// Listener for gateways that request endpoints; `None`: not configured.
+    /// Listener for gateways that request endpoints; `None` if not configured.
     pub epp: Option<TcpListener>,
 }
 
@@ -34,7 +34,7 @@ pub struct Addresses {
     pub admin: SocketAddr,
     /// Address for other replicas.
     pub peer: SocketAddr,
-    /// Address for gateways that request endpoints; `None`: not configured.
+    /// Address for gateways that request endpoints; `None` if not configured.
     pub epp: Option<SocketAddr>,
 }
 
@@ -42,7 +42,7 @@ impl BoundSockets {
     /// Binds all sockets. Must be called within a tokio runtime.
     ///
     /// # Errors
-    /// If an address cannot be bound; names its setting.
+    /// Fails if an address cannot be bound, and names its setting.
     pub fn bind(listen: &ListenConfig) -> anyhow::Result<Self> {
         Ok(Self {
             data: bind("listen.data", *listen.data)?,
@@ -58,7 +58,7 @@ impl BoundSockets {
     /// Returns the bound addresses.
     ///
     /// # Errors
-    /// If the system does not report an address.
+    /// Fails if the system does not report an address.
     pub fn addresses(&self) -> anyhow::Result<Addresses> {
         Ok(Addresses {
             data: self.data.local_addr()?,

@@ -11,7 +11,7 @@ use raft::{PeerTls, PeerTlsConfigs};
 
 use crate::config::Config;
 
-/// Certificates of a replica; `None` where it does not use TLS.
+/// Certificates of a replica by use; `None` where it does not use TLS.
 pub(super) struct ReplicaCertificates {
     pub(super) data: Option<Arc<Certificates<ListenerFiles>>>,
     pub(super) admin: Option<Arc<Certificates<ListenerFiles>>>,
@@ -28,10 +28,10 @@ impl fmt::Debug for ReplicaCertificates {
 }
 
 impl ReplicaCertificates {
-    /// Reads all files.
+    /// Reads all files that the config names.
     ///
     /// # Errors
-    /// If a file cannot be used; names the setting.
+    /// Fails if a file cannot be used, and names its setting.
     pub(super) fn load(config: &Config) -> Result<Self, TlsSetupError> {
         let mut watch = CertificateWatch::default();
         let data = config.tls.data.files();
@@ -50,7 +50,7 @@ impl ReplicaCertificates {
         })
     }
 
-    /// Returns the mutual TLS setup between replicas, if configured.
+    /// Returns the setup for mutual TLS between replicas, if configured.
     pub(super) fn peer_tls(&self, cluster: &str) -> Option<PeerTls> {
         let peer = Arc::clone(self.peer.as_ref()?);
         Some(PeerTls::new(cluster, move || {
@@ -68,7 +68,8 @@ impl ReplicaCertificates {
     }
 }
 
-/// Reads the files of one section, if it has any.
+/// Reads the files of one section of the config and adds them to `watch`, if the section is
+/// present.
 fn taken<S: CertificateSource>(
     section: &'static str,
     source: Option<S>,

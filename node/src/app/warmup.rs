@@ -7,8 +7,8 @@ use api::backends::Backends;
 use api::ports::Cluster;
 use state::StateView;
 
-/// Longest wait. After it, a replica without a quorum or healthy engines serves what it can, and a
-/// replica without a cluster asks clients to come back.
+/// Maximum time to wait. After it, a replica without a quorum or healthy engines serves what it
+/// can, and a replica without a cluster asks clients to come back.
 const PATIENCE: Duration = Duration::from_secs(3);
 /// Interval at which readiness is checked.
 const INTERVAL: Duration = Duration::from_millis(20);

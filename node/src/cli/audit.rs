@@ -1,4 +1,4 @@
-//! `quorate audit`: who wrote what.
+//! `quorate audit`: shows who made which administrative writes.
 
 use std::process::ExitCode;
 
@@ -37,7 +37,8 @@ pub(super) async fn run(args: AuditArgs) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Returns the committed writes, newest first. Only the called replica knows the operator of each.
+/// Returns a table of the committed writes, newest first. Only the called replica knows the
+/// operators.
 fn writes(answer: &Value) -> FittedTable {
     let mut table = FittedTable::new(&[
         column("time"),
@@ -59,7 +60,7 @@ fn writes(answer: &Value) -> FittedTable {
     table
 }
 
-/// Returns this replica's calls that need more than read access, newest first.
+/// Returns a table of this replica's calls that require more than read access, newest first.
 fn calls(answer: &Value) -> FittedTable {
     let mut table = FittedTable::new(&[
         column("time").rank(2),

@@ -1,4 +1,4 @@
-//! `quorate backend ...`: the registry of engines.
+//! `quorate backend ...`: shows and changes the registry of engines.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -21,7 +21,7 @@ use super::watch::{WatchArgs, watch};
 
 /// Polling interval for a draining backend.
 const LOOK_INTERVAL: Duration = Duration::from_millis(250);
-/// Fields of a backend that can be written.
+/// Names of a backend's writable fields.
 const FIELDS: [&str; 7] = [
     "url",
     "models",
@@ -136,7 +136,7 @@ fn label(text: &str) -> Result<(String, String), String> {
 }
 
 impl BackendFields {
-    /// Sets the given fields of a backend.
+    /// Sets the fields of `backend` that the flags give.
     fn lay_over(&self, backend: &mut Value) {
         if !self.models.is_empty() {
             backend["models"] = json!(self.models);
@@ -207,7 +207,7 @@ pub(super) async fn list(args: &ReadArgs) -> anyhow::Result<(String, ExitCode)> 
     Ok((text, ExitCode::SUCCESS))
 }
 
-/// Returns a table of backends.
+/// Returns a table of `backends`.
 pub(super) fn listed(backends: &[Value]) -> FittedTable {
     let mut table = FittedTable::new(&[
         column("backend"),
@@ -265,7 +265,7 @@ pub(super) fn listed(backends: &[Value]) -> FittedTable {
     table
 }
 
-/// Returns kind and version of an engine.
+/// Returns the kind and version of an engine.
 fn engine(info: &Value) -> String {
     let parts = [&info["kind"], &info["version"]];
     let known: Vec<String> = parts
@@ -283,13 +283,13 @@ fn models_of(info: &Value) -> impl Iterator<Item = &Value> {
     info["models"].as_array().into_iter().flatten()
 }
 
-/// Returns the context length in tokens; of several models, the shortest.
+/// Returns the context length in tokens; if the models differ, the shortest one.
 fn context(info: &Value) -> Value {
     let lengths = models_of(info).filter_map(|model| model["max_model_len"].as_u64());
     json!(lengths.min())
 }
 
-/// Returns the adapters, each with its base model.
+/// Returns the engine's adapters, each with its base model.
 fn adapters(info: &Value) -> Value {
     let adapts = |model: &&Value| !model["parent"].is_null() && model["parent"] != model["id"];
     let shown = models_of(info).filter(adapts).map(|model| {

@@ -136,7 +136,7 @@ pub(super) async fn restore(args: RestoreArgs) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Describes a backup in words.
+/// Describes a backup as text.
 fn told(head: &BackupHead) -> String {
     let made_at = UNIX_EPOCH.checked_add(Duration::from_millis(head.made_at_ms));
     let made_at = made_at.map_or_else(
@@ -151,7 +151,7 @@ fn told(head: &BackupHead) -> String {
     )
 }
 
-/// Returns a temporary name in the same folder, so that the file can be renamed.
+/// Returns a temporary path in the folder of `file`, so that it can be renamed to `file`.
 fn beside(file: &Path) -> anyhow::Result<PathBuf> {
     let name = file.file_name();
     let mut name = name
@@ -186,7 +186,7 @@ async fn fetch(args: &BackupArgs, path: &Path) -> anyhow::Result<u64> {
         );
     }
     let bar = bar("fetching", length.unwrap_or(0))?;
-    // It contains user names and the hash secret.
+    // The file contains user names and the hash secret.
     let mut file = OpenOptions::new()
         .write(true)
         .create_new(true)
@@ -214,7 +214,7 @@ async fn fetch(args: &BackupArgs, path: &Path) -> anyhow::Result<u64> {
     Ok(bar.position())
 }
 
-/// Adds the operator's credentials to a request.
+/// Adds the credentials for the replica to a request.
 fn authorize<B>(target: &AdminTarget, request: &mut Request<B>) -> anyhow::Result<()> {
     if let Some(authorization) = target.authorization()? {
         let headers = request.headers_mut();
@@ -302,7 +302,7 @@ async fn send(args: &RestoreArgs) -> anyhow::Result<Value> {
     answer.with_context(|| format!("POST {url}"))
 }
 
-/// Returns when nothing was sent for [`IDLE_TIMEOUT`], so that neither side makes progress.
+/// Returns once nothing was sent for [`IDLE_TIMEOUT`], so that neither side makes progress.
 async fn stalled(bar: &ProgressBar) {
     let mut position = None;
     while position != Some(bar.position()) {
@@ -317,7 +317,7 @@ fn sync_folder_of(file: &Path) -> io::Result<()> {
     File::open(folder.unwrap_or(Path::new(".")))?.sync_all()
 }
 
-/// Returns a progress bar over bytes.
+/// Returns a progress bar over `bytes` bytes.
 fn bar(what: &'static str, bytes: u64) -> anyhow::Result<ProgressBar> {
     let bar = terminal::progress_bar(bytes, terminal::BYTES)?;
     Ok(bar.with_prefix(format!("{what} ")))

@@ -19,13 +19,14 @@ use time::{Duration, OffsetDateTime};
 
 use crate::private::private_folder;
 
-/// Name of the authority's files.
+/// Name of the authority's files, without their extensions.
 const CA: &str = "ca";
-/// Names of a replica for commands and probes on its own host.
+/// Names in each replica's certificate for commands and probes on its own host.
 const OWN_HOST: [&str; 3] = ["localhost", "127.0.0.1", "::1"];
 /// Maximum length of a common name, in bytes.
 const CLIENT_NAME_BYTES_MAX: usize = 64;
-/// Certificates become valid this long before their creation, because clocks differ.
+/// Time by which the start of a certificate's validity precedes its creation, because clocks
+/// differ.
 const BACKDATED: Duration = Duration::hours(1);
 
 /// `quorate cert`.
@@ -145,7 +146,7 @@ fn client_name(text: &str) -> Result<String, String> {
     }
 }
 
-/// Makes certificates.
+/// Makes the certificates that `command` requests.
 pub(super) fn run(command: CertCommand) -> anyhow::Result<ExitCode> {
     let made = match command {
         CertCommand::Ca(args) => ca(&args)?,

@@ -14,9 +14,9 @@ use serde_json::Value;
 
 use crate::json_client::{JsonAnswer, JsonClient, NoConnectionError};
 
-/// Longest wait for a response: admin writes give up by themselves after five seconds.
+/// Maximum time to wait for a response. Admin writes give up by themselves after five seconds.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(15);
-/// Longest duration of a download.
+/// Maximum duration of a download.
 const DOWNLOAD_TIMEOUT: Duration = Duration::from_secs(600);
 /// Maximum number of attempts of an edit that conflicts with other writes.
 const EDITS_MAX: usize = 4;
@@ -67,7 +67,7 @@ pub(super) struct AdminTarget {
     answering: Arc<AtomicUsize>,
 }
 
-/// Parses `http://host:port`, or `host:port` for short, or `https://host:port`.
+/// Parses an admin URL: `http://host:port`, `https://host:port`, or `host:port` for the former.
 pub(super) fn admin_url(text: &str) -> Result<Uri, String> {
     let whole = if text.contains("://") {
         text.to_owned()
@@ -108,7 +108,7 @@ impl AdminTarget {
         })
     }
 
-    /// Adds these URLs after the known ones. Ignores those that do not parse.
+    /// Adds `urls` after the known ones. Ignores those that do not parse.
     pub(super) fn also_at<'a>(&mut self, urls: impl Iterator<Item = &'a str>) {
         for url in urls.filter_map(|url| admin_url(url).ok()) {
             if !self.admin.contains(&url) {
@@ -117,7 +117,7 @@ impl AdminTarget {
         }
     }
 
-    /// Returns a target for each of the replicas.
+    /// Returns a separate target for each of the replicas.
     pub(super) fn each(&self) -> impl Iterator<Item = Self> {
         self.admin.iter().map(|admin| Self {
             admin: vec![admin.clone()],
@@ -169,12 +169,12 @@ impl AdminTarget {
         Ok(Some(value))
     }
 
-    /// Sends `GET path`.
+    /// Sends `GET path` and returns the body of a successful response.
     pub(super) async fn get(&self, path: &str) -> anyhow::Result<Value> {
         self.send(Method::GET, path, None).await
     }
 
-    /// Sends `GET /readyz`, whose response is valid whatever its status.
+    /// Sends `GET /readyz` and returns the body, whatever the status of the response.
     pub(super) async fn readiness(&self) -> anyhow::Result<Value> {
         let answer = self.ask(Method::GET, "/readyz", None).await?;
         answer.json().context("GET /readyz")
@@ -232,7 +232,8 @@ impl AdminTarget {
         self.ask_over(method, path, body, None).await
     }
 
-    /// Like [`Self::ask`], but takes effect only if the resource has this version.
+    /// Sends a request like [`Self::ask`] that takes effect only if the resource has version
+    /// `version`.
     pub(super) async fn ask_over(
         &self,
         method: Method,
@@ -265,8 +266,8 @@ impl AdminTarget {
         }
     }
 
-    /// Reads the resource at `path` after everything committed before. Also returns its version,
-    /// which replicas of an earlier build do not report.
+    /// Reads the resource at `path` after everything that was committed before. Also returns its
+    /// version, which replicas of an earlier build do not report.
     pub(super) async fn latest(
         &self,
         path: &str,
@@ -304,7 +305,7 @@ impl AdminTarget {
         }
     }
 
-    /// Finds a replica that responds, with a quorum if one is needed, for requests that are sent
+    /// Selects a replica that responds, and has a quorum if needed, for requests that are sent
     /// without [`Self::ask`].
     pub(super) async fn select_replica(&self, needs_quorum: bool) -> anyhow::Result<()> {
         let path = match needs_quorum {
@@ -317,12 +318,12 @@ impl AdminTarget {
         }
     }
 
-    /// Makes the next replica the first to ask.
+    /// Makes the next replica the first one to use.
     pub(super) fn skip_replica(&self) {
         self.answering.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Returns the URL of a path at the replica that responded last, or at the first.
+    /// Returns the URL of `path` at the replica that responded last, or at the first.
     pub(super) fn url(&self, path: &str) -> String {
         let at = self.answering.load(Ordering::Relaxed) % self.admin.len();
         let base = self.admin[at].to_string();
@@ -330,7 +331,7 @@ impl AdminTarget {
     }
 }
 
-/// Returns why one of several replicas did not respond.
+/// Returns a brief reason why one of several replicas did not respond.
 fn brief(error: &anyhow::Error) -> String {
     match error.downcast_ref::<NoConnectionError>() {
         Some(error) => error.cause.clone(),
@@ -338,7 +339,7 @@ fn brief(error: &anyhow::Error) -> String {
     }
 }
 
-/// Whether a replica refused for lack of a quorum, so that another may succeed.
+/// Whether a replica refused a request for lack of a quorum, so that another may serve it.
 fn is_without_quorum(answer: &JsonAnswer) -> bool {
     let is_told = || {
         let problem = answer.json().unwrap_or_default();
@@ -347,7 +348,7 @@ fn is_without_quorum(answer: &JsonAnswer) -> bool {
     answer.status == StatusCode::SERVICE_UNAVAILABLE && is_told()
 }
 
-/// Whether a request without a response can be sent to another replica.
+/// Whether a request that got no response can safely be sent to another replica.
 fn is_safe_to_retry(method: &Method, error: &anyhow::Error) -> bool {
     *method == Method::GET || error.downcast_ref::<NoConnectionError>().is_some()
 }

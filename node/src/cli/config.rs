@@ -1,4 +1,4 @@
-//! `quorate config check|print|schema|diff|apply|reload`.
+//! `quorate config check|print|schema|diff|apply|reload`: commands about the config.
 
 use std::process::ExitCode;
 
@@ -41,7 +41,7 @@ pub(super) enum ConfigCommand {
     Reload(config_reload::ReloadArgs),
 }
 
-/// Runs the command.
+/// Runs `quorate config ...`.
 pub(super) fn run(command: ConfigCommand) -> anyhow::Result<ExitCode> {
     match command {
         ConfigCommand::Check {
@@ -72,7 +72,7 @@ pub(super) fn run(command: ConfigCommand) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Checks a config with JSON output: faults are a result, not an error.
+/// Checks a config and prints the result as JSON. Faults of the config are a result, not an error.
 fn check(source: ConfigSource) -> anyhow::Result<ExitCode> {
     let error = match source.load() {
         Ok(loaded) => return print_json(&json!({ "file": loaded.file, "faults": [] })),

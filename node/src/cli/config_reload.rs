@@ -26,7 +26,7 @@ pub(super) struct ReloadArgs {
 
 /// Outcome of one replica's reload.
 enum Reloaded {
-    /// The config was read; the report lists what was applied.
+    /// The config was read. The report lists the changes that took effect.
     Read(Value),
     /// The config has faults, and nothing was changed.
     Faulty(Value),
@@ -80,7 +80,8 @@ impl Reloaded {
         }
     }
 
-    /// Returns the exit code: 0 if all is in effect now or after a restart, 2 for a faulty config.
+    /// Returns the exit code: 0 if all changes are in effect now or after a restart, 2 for a faulty
+    /// config, else 1.
     fn code(&self) -> u8 {
         match self {
             Self::Read(report) => u8::from(!keys(report, "faults").is_empty()),
@@ -112,7 +113,7 @@ fn keys<'a>(report: &'a Value, list: &str) -> &'a [Value] {
     report[list].as_array().map_or(&[], Vec::as_slice)
 }
 
-/// Formats a report as text.
+/// Formats the report of a reload as text.
 fn told(replica: &str, report: &Value) -> String {
     let columns = [
         column("key"),

@@ -1,4 +1,4 @@
-//! `quorate decisions` and `quorate explain --request-id`: past decisions of replicas.
+//! `quorate decisions` and `quorate explain --request-id`: show past decisions of replicas.
 
 use std::process::ExitCode;
 use std::time::{Duration, UNIX_EPOCH};
@@ -142,7 +142,7 @@ pub(super) async fn show(
     bail!("no decision of request {id:?}\n{}{hint}", looked.join("\n"));
 }
 
-/// Returns the target, and with `is_all` also the admin listeners of all other members.
+/// Returns the target, and with `is_all` also one for each other member's admin listener.
 pub(super) async fn targets(target: AdminTarget, is_all: bool) -> anyhow::Result<Vec<AdminTarget>> {
     if !is_all {
         return Ok(vec![target]);
@@ -159,7 +159,7 @@ pub(super) async fn targets(target: AdminTarget, is_all: bool) -> anyhow::Result
     Ok(targets)
 }
 
-/// Formats a record as text.
+/// Formats the record of a request as text.
 pub(super) fn shown(answer: &Value) -> String {
     let mut lines = vec![
         format!(
@@ -202,7 +202,7 @@ pub(super) fn shown(answer: &Value) -> String {
     lines.join("\n")
 }
 
-/// Formats one attempt as text.
+/// Formats an attempt as lines of text and a table of its candidates.
 fn attempt(number: usize, decision: &Value) -> [String; 5] {
     let outcome = &decision["outcome"];
     let usage = &outcome["usage"];
@@ -273,7 +273,7 @@ fn attempt(number: usize, decision: &Value) -> [String; 5] {
     ]
 }
 
-/// Names the backend that computed the prompt, if it was another one.
+/// Describes the choice of another backend to compute the prompt; empty if there was none.
 fn prefill(decision: &Value) -> String {
     match &decision["prefill"] {
         Value::Null => String::new(),

@@ -22,7 +22,7 @@ pub(super) struct WriteArgs {
 }
 
 impl WriteArgs {
-    /// Reports what was done, and at which log index.
+    /// Prints what was done and at which log index, or the response as JSON.
     pub(super) fn done(&self, what: &str, answer: &Value) -> anyhow::Result<ExitCode> {
         if self.json {
             return print_json(answer);
@@ -52,14 +52,14 @@ pub(super) fn document(path: &Path) -> anyhow::Result<Value> {
     read.with_context(|| format!("read {}: not JSON", path.display()))
 }
 
-/// Parses `key=value`. A value that is not JSON is a string.
+/// Parses `key=value`. A value that is not valid JSON is a string.
 pub(super) fn setting(text: &str) -> Result<(String, Value), String> {
     let (key, value) = text.split_once('=').ok_or("expected KEY=VALUE")?;
     let value = serde_json::from_str(value).unwrap_or_else(|_| Value::from(value));
     Ok((key.trim().to_owned(), value))
 }
 
-/// Sets the value at a path such as `user_limits.tokens`.
+/// Sets the value at a dotted path such as `user_limits.tokens`.
 pub(super) fn put(document: &mut Value, path: &str, value: Value) {
     let mut at = document;
     for part in path.split('.') {

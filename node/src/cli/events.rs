@@ -22,9 +22,9 @@ use super::read::{ReadArgs, details, shown};
 use super::table::cell;
 use crate::json_client::{JsonAnswer, no_answer};
 
-/// Maximum length of an event, in bytes. Replicas send far smaller ones.
+/// Maximum length of an event, in bytes. Replicas send far shorter ones.
 const EVENT_BYTES_MAX: usize = 16 << 20;
-/// Longest time for which a broken stream is retried.
+/// Maximum time for which a broken stream is retried.
 const RESUME_MAX: Duration = Duration::from_secs(60);
 /// First and longest pause before a retry.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(5));
@@ -42,22 +42,22 @@ pub(super) async fn run(args: ReadArgs) -> anyhow::Result<ExitCode> {
     }
 }
 
-/// Events of whichever replica responds, in order.
+/// Stream of events, in order, from whichever replica responds.
 struct EventStream {
     target: AdminTarget,
-    /// The open stream, with its URL.
+    /// The open stream, with the URL of its replica.
     open: Option<(String, Incoming)>,
     arrived: PartialEvents,
-    /// Id of the last event.
+    /// Id of the last event that was received.
     last: Option<HeaderValue>,
     pause: Duration,
-    /// Time at which the stream broke, until it is resumed.
+    /// Time at which the stream broke; `None` after it is resumed.
     broken: Option<Instant>,
 }
 
-/// Why a stream could not be opened.
+/// Reason why a stream could not be opened.
 enum OpenError {
-    /// A retry may help.
+    /// The failure may be temporary, so a retry may help.
     Passing(anyhow::Error),
     Lasting(anyhow::Error),
 }
@@ -74,7 +74,7 @@ impl EventStream {
         }
     }
 
-    /// Returns the next event.
+    /// Returns the next event, resuming a broken stream.
     async fn next(&mut self) -> anyhow::Result<Value> {
         loop {
             if let Some((id, event)) = self.arrived.next() {
@@ -137,7 +137,7 @@ impl EventStream {
         }
     }
 
-    /// Requests a stream from the first replica that responds.
+    /// Requests a stream from each replica in turn until one responds.
     async fn ask(&self) -> Result<(String, Incoming), OpenError> {
         let settled = self.target.select_replica(false).await;
         settled.map_err(OpenError::Passing)?;
@@ -179,7 +179,7 @@ impl EventStream {
     }
 }
 
-/// Buffer of server-sent events that have arrived in part.
+/// Bytes of server-sent events that have arrived but were not returned yet.
 #[derive(Debug, Default)]
 struct PartialEvents(Vec<u8>);
 
@@ -192,7 +192,7 @@ impl PartialEvents {
         Ok(())
     }
 
-    /// Returns the next complete event with its id, if it has one. Skips comments.
+    /// Returns the next complete event, with its id if it has one. Skips comments.
     fn next(&mut self) -> Option<(Option<String>, Value)> {
         loop {
             let end = self.0.windows(2).position(|pair| pair == b"\n\n")?;
@@ -277,7 +277,8 @@ mod tests {
         target: AdminTarget,
     }
 
-    /// Plays a replica that serves one text per stream. Returns the heads of the requests.
+    /// Acts as a replica that sends one text per stream and then closes it. Returns the requests'
+    /// heads.
     async fn breaking(listener: TcpListener, texts: &[&str]) -> Vec<String> {
         let mut heads = Vec::new();
         for text in texts {

@@ -1,4 +1,4 @@
-//! `quorate explain`: where a request would go, and why, without any effect.
+//! `quorate explain`: shows where a request would go and why, without sending it.
 
 use std::collections::BTreeMap;
 use std::io::Read;
@@ -63,7 +63,7 @@ pub(super) struct ExplainArgs {
     json: bool,
 }
 
-/// Runs the command.
+/// Runs `quorate explain`.
 pub(super) async fn run(args: ExplainArgs) -> anyhow::Result<ExitCode> {
     if let Some(id) = &args.request_id {
         return decisions::show(args.target, id, args.all, args.json).await;
@@ -102,13 +102,13 @@ pub(super) async fn run(args: ExplainArgs) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Parses `name: value`.
+/// Parses a header of the form `name: value`.
 fn header(text: &str) -> Result<(String, String), String> {
     let (name, value) = text.split_once(':').ok_or("expected NAME: VALUE")?;
     Ok((name.trim().to_ascii_lowercase(), value.trim().to_owned()))
 }
 
-/// Returns the smallest request body for `path` with this prompt.
+/// Returns the smallest request body for `path` that contains `prompt`.
 fn body_of(path: &str, model: Option<&str>, prompt: &str) -> Value {
     match path {
         "/v1/completions" | "/tokenize" => json!({ "model": model, "prompt": prompt }),

@@ -7,7 +7,7 @@ use super::decisions;
 use super::explain::prompt_line;
 use super::read::{limits, members, per_cent, thousandths};
 
-/// Displays a response of the admin API, and parses its URL.
+/// Formats a response of the admin API, and parses an admin URL.
 pub fn admin_answer(bytes: &[u8]) {
     if let Ok(text) = std::str::from_utf8(bytes)
         && let Ok(url) = admin_url(text)
@@ -29,7 +29,7 @@ pub fn admin_answer(bytes: &[u8]) {
     assert!(!shown.is_empty());
 }
 
-/// Returns sample responses, and a URL.
+/// Returns sample responses of the admin API, and an admin URL.
 #[must_use]
 pub fn admin_answer_seeds() -> Vec<Vec<u8>> {
     let answers = [

@@ -1,4 +1,4 @@
-//! `quorate key ...`: API keys of the cluster.
+//! `quorate key ...`: shows and changes the cluster's API keys.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -123,7 +123,7 @@ async fn create(args: CreateKeyArgs) -> anyhow::Result<ExitCode> {
 }
 
 impl SecretArgs {
-    /// Requests a new secret and prints or stores it, because it cannot be read again.
+    /// Requests a new secret, and prints or stores it at once, because it cannot be read again.
     async fn draw(&self, path: &str, body: Option<&Value>) -> anyhow::Result<ExitCode> {
         let file = self.out.as_deref().map(SecretFile::create).transpose()?;
         match self.write.target.send(Method::POST, path, body).await {

@@ -21,7 +21,7 @@ use super::table::cell;
 use crate::app::offline::{self, OfflineState};
 use crate::config::Config;
 
-/// Maximum number of users and backends in a table.
+/// Maximum number of rows in each table of users or backends.
 const SHOWN_MAX: usize = 50;
 /// Number of users read from the state at a time.
 const PAGE: usize = 1000;
@@ -139,7 +139,8 @@ pub(super) async fn run(command: LogCommand) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Returns the config to explain with. Without a file, it is the default one with a placeholder id.
+/// Returns the config for `--explain`. Without a file, it is the default config with a placeholder
+/// id.
 fn explaining(mut source: ConfigSource) -> anyhow::Result<Config> {
     let is_named = source.set.iter().any(|it| it.starts_with("node.id="));
     if source.config.is_none() && !is_named {
@@ -162,7 +163,7 @@ fn open(
     }
 }
 
-/// Returns the state as JSON.
+/// Returns the contents of the state as JSON.
 fn shown(state: &RouterState) -> Value {
     let view = state.view();
     let registry = view.registry();

@@ -1,4 +1,4 @@
-//! `quorate man`: the manual pages, in roff.
+//! `quorate man`: prints or writes the manual pages, in roff.
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -8,7 +8,7 @@ use clap::Command;
 use clap_mangen::Man;
 use lab::terminal;
 
-/// Sections that every page has.
+/// Sections at the end of every page.
 const COMMON: &str = r#".SH ENVIRONMENT
 .TP
 \fBQUORATE_ADMIN\fR
@@ -50,7 +50,7 @@ pub(super) struct ManArgs {
     out: Option<PathBuf>,
 }
 
-/// Prints a page, or writes all pages.
+/// Prints one page, or writes all pages.
 pub(super) fn run(args: ManArgs, cli: Command) -> anyhow::Result<ExitCode> {
     let mut cli = cli.disable_help_subcommand(true);
     cli.build();

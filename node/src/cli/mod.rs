@@ -151,7 +151,7 @@ enum CliCommand {
 /// start, it is normal that one is in no cluster yet.
 const DEV_LOG: &str = "warn,raft=error,openraft=off,sled=off,h2=off,hyper=off,tonic=off";
 
-/// Runs the command of this process.
+/// Runs the command in this process's arguments, and returns its exit code.
 #[must_use]
 pub fn main() -> ExitCode {
     let matches = Cli::command().get_matches();
@@ -230,7 +230,7 @@ fn run(cli: Cli) -> anyhow::Result<ExitCode> {
     }
 }
 
-/// Runs an asynchronous command on its own runtime.
+/// Runs an asynchronous command on a new runtime.
 fn block_on(command: impl Future<Output = anyhow::Result<ExitCode>>) -> anyhow::Result<ExitCode> {
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .enable_all()
@@ -238,19 +238,19 @@ fn block_on(command: impl Future<Output = anyhow::Result<ExitCode>>) -> anyhow::
     runtime.block_on(command)
 }
 
-/// Whether a command failed because nothing reads its output, as in a pipe to `head`.
+/// Whether a command failed because its output is no longer read, as in a pipe to `head`.
 fn is_reader_gone(error: &anyhow::Error) -> bool {
     let io = error.downcast_ref::<std::io::Error>();
     io.is_some_and(|error| error.kind() == ErrorKind::BrokenPipe)
 }
 
-/// Whether a config has faults or does not match the store that it names. A restart fixes neither.
+/// Whether the config has faults or does not match the store that it names, which no restart fixes.
 fn is_refused_config(error: &anyhow::Error) -> bool {
     let start = error.downcast_ref::<raft::StartError>();
     error.is::<ConfigErrors>() || matches!(start, Some(raft::StartError::WrongStore(_)))
 }
 
-/// Whether the command prints JSON.
+/// Whether the command was asked to print JSON.
 fn is_json(matches: &ArgMatches) -> bool {
     match matches.subcommand() {
         Some((_, of_command)) => is_json(of_command),

@@ -1,4 +1,5 @@
-//! `quorate policy`, `routing`, `admission` and `user defaults`: replace replicated settings.
+//! `quorate policy`, `routing`, `admission` and `user defaults`: show and replace replicated
+//! settings.
 
 use std::path::PathBuf;
 use std::process::ExitCode;

@@ -22,7 +22,7 @@ pub(super) struct ReadArgs {
     pub(super) json: bool,
 }
 
-/// Runs `quorate status`. Also shows a replica that is not ready, but then the command fails.
+/// Runs `quorate status`. For a replica that is not ready, shows its status and fails.
 pub(super) async fn status(args: &ReadArgs) -> anyhow::Result<(String, ExitCode)> {
     let cluster = args.target.get("/admin/v1/cluster").await?;
     let digest = args.target.get("/admin/v1/digest").await?;
@@ -90,7 +90,7 @@ pub(super) async fn status(args: &ReadArgs) -> anyhow::Result<(String, ExitCode)
     Ok((text, code))
 }
 
-/// Returns a warning for a cluster that hashes blocks without a secret.
+/// Returns a warning if the cluster hashes blocks without a secret, else an empty text.
 fn hashing(cluster: &Value) -> &'static str {
     match cluster["hashes_keyed"].as_bool() {
         Some(false) => " (blocks hashed without a secret: founded by an earlier build)",
@@ -160,12 +160,12 @@ fn sources(discovery: &Value) -> Vec<String> {
     lines
 }
 
-/// Whether a reason for not being ready is about one peer.
+/// Whether the reason for which a replica is not ready concerns one peer.
 fn is_of_peer(reason: &Value) -> bool {
     reason.as_str().is_some_and(|it| it.starts_with("peer "))
 }
 
-/// Returns a table of what a replica without a quorum found at its peers' addresses.
+/// Returns a table of what a replica without a quorum found at the addresses of its peers.
 fn peers(found: &[Value]) -> FittedTable {
     let columns = [column("peer"), column("found"), column("detail").prose()];
     let mut table = FittedTable::new(&columns);
@@ -212,7 +212,7 @@ pub(super) fn members(cluster: &Value) -> FittedTable {
     table
 }
 
-/// Formats what is left of a user's effective limits, `-` without limits.
+/// Formats the remainder of a user's effective limits; `-` without limits.
 pub(super) fn limits(user: &Value) -> String {
     let left = &user["left"];
     let parts = [
@@ -237,8 +237,8 @@ pub(super) fn limits(user: &Value) -> String {
     }
 }
 
-/// Lists the fields of a response, one per line: those of nested objects as `object.field`, and
-/// those of objects in a list as `list[0].field`.
+/// Lists the fields of a response, one per line. Fields of nested objects are named `object.field`,
+/// and those of objects in a list `list[0].field`.
 pub(super) fn details(answer: &Value) -> String {
     let mut lines = Vec::new();
     fields("", answer, &mut lines);
@@ -290,7 +290,7 @@ pub(super) fn thousandths(value: &Value) -> String {
     }
 }
 
-/// Escapes, in JSON form, every character that a terminal would interpret.
+/// Replaces every character that a terminal would interpret by its JSON escape.
 pub(super) fn shown(json: &str) -> String {
     let escape = |c: char| {
         let mut units = [0; 2];
@@ -315,7 +315,7 @@ pub(super) fn print_json(value: &Value) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Formats a response for programs.
+/// Formats a response as JSON for programs.
 pub(super) fn json_text(value: &Value) -> anyhow::Result<String> {
     Ok(shown(&serde_json::to_string_pretty(value)?))
 }

@@ -15,9 +15,9 @@ use super::client::AdminTarget;
 use super::decisions::targets;
 use super::table::cell;
 
-/// Polling interval for the end of recordings.
+/// Interval at which the end of the recordings is polled.
 const LOOK_INTERVAL: Duration = Duration::from_millis(500);
-/// Maximum number of decisions per replica that are simulated.
+/// Maximum number of each replica's decisions that are simulated.
 const DECISIONS_MAX: u32 = 10_000;
 
 /// `quorate record`.
@@ -49,12 +49,12 @@ pub(super) struct RecordArgs {
 struct RecordingReplica {
     at: AdminTarget,
     replica: u64,
-    /// Path of its recording.
+    /// Path of the replica's recording.
     path: String,
 }
 
-/// Runs `quorate record`. Reports members that cannot record, and then fails after recording the
-/// others.
+/// Runs `quorate record`. If some members cannot record, it reports them, records the others, and
+/// fails.
 pub(super) async fn run(args: RecordArgs) -> anyhow::Result<ExitCode> {
     let (replicas, mut missed) = begin(&args).await?;
     let ids: Vec<String> = replicas.iter().map(|it| it.replica.to_string()).collect();
@@ -106,7 +106,8 @@ pub(super) async fn run(args: RecordArgs) -> anyhow::Result<ExitCode> {
     })
 }
 
-/// Starts recording at all replicas. Also returns the errors of those that could not start.
+/// Starts a recording at each replica. Also returns the errors of the replicas that could not start
+/// one.
 async fn begin(args: &RecordArgs) -> anyhow::Result<(Vec<RecordingReplica>, Vec<String>)> {
     let spec = json!({
         "seconds": args.seconds, "requests": args.requests, "bytes": args.bytes, "salt": salt(),
@@ -114,7 +115,7 @@ async fn begin(args: &RecordArgs) -> anyhow::Result<(Vec<RecordingReplica>, Vec<
     let (mut begun, mut missed): (Vec<RecordingReplica>, _) = (Vec::new(), Vec::new());
     let members = match args.only {
         true => Vec::new(),
-        // The first that responds knows the others.
+        // The first replica that responds knows the others.
         false => targets(args.target.clone(), true).await?.split_off(1),
     };
     for at in args.target.each().chain(members) {
@@ -146,7 +147,7 @@ async fn begin(args: &RecordArgs) -> anyhow::Result<(Vec<RecordingReplica>, Vec<
     Ok((begun, missed))
 }
 
-/// Returns when no replica that responds records any more.
+/// Returns once no replica that responds is still recording.
 async fn ended(replicas: &[RecordingReplica]) {
     for replica in replicas {
         while replica.is_running().await {
@@ -168,7 +169,7 @@ impl RecordingReplica {
         read(&self.at.download(&self.path).await?)
     }
 
-    /// Sends a request that does not affect the recording, and only reports a failure.
+    /// Sends a request that may fail without affecting the recording. Only reports a failure.
     async fn try_send(&self, method: Method, path: &str) {
         if let Err(error) = self.at.send(method, path, None).await {
             eprintln!("replica {}: {error:#}", self.replica);
@@ -203,7 +204,7 @@ fn read(text: &str) -> anyhow::Result<Recording> {
     recording::read(text).context("read the recording that came")
 }
 
-/// Returns a salt for all replicas, so that their files match.
+/// Returns a random salt for all replicas, so that their files can be merged.
 fn salt() -> String {
     format!("{:032x}", rand::random::<u128>())
 }

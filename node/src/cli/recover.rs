@@ -20,7 +20,7 @@ pub(super) struct RecoverArgs {
     json: bool,
 }
 
-/// Moves the store aside and prints the next steps.
+/// Runs `quorate recover`: moves the store aside and prints the next steps.
 pub(super) fn run(args: RecoverArgs) -> anyhow::Result<ExitCode> {
     let config = args.config.load()?.config;
     let data_dir = &config.node.data_dir;

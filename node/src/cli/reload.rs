@@ -1,5 +1,5 @@
 //! Reloads the config on SIGHUP or an operator's request, and applies what can change at run time.
-//! Reports the rest, so that nobody assumes it is in effect.
+//! Reports the other changes, so that operators do not assume that they are in effect.
 
 use std::collections::BTreeMap;
 
@@ -21,15 +21,15 @@ use crate::{descriptors, memory};
 /// Effect of a changed setting on a running replica.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Effect {
-    /// In effect from now on.
+    /// The new value is in effect from now on.
     Taken,
-    /// Replicated: the cluster keeps its own value.
+    /// The setting is replicated, and the cluster keeps its own value.
     ClusterKeeps,
-    /// Read only at start.
+    /// The setting is read only at start.
     NeedsRestart,
 }
 
-/// A key whose value has changed.
+/// A config key whose value has changed, with both values.
 #[derive(Debug, Clone, PartialEq)]
 struct ChangedSetting {
     key: String,
@@ -38,17 +38,17 @@ struct ChangedSetting {
     effect: Effect,
 }
 
-/// Outputs of the process's log.
+/// Controls of the process's log.
 pub(super) struct ReplicaLog {
     pub(super) level: LogLevel,
-    /// `None`: the access log has no separate file.
+    /// File of the access log; `None` if it has no separate file.
     pub(super) access_file: Option<AccessFile>,
 }
 
-/// Reloads the config of a running replica.
+/// Reloads the config of a running replica and applies what can change.
 pub(super) struct ConfigReload {
     source: ConfigSource,
-    /// Backend URLs from the command line.
+    /// URLs of backends that were given on the command line.
     backends: Vec<String>,
     log: ReplicaLog,
     api_keys: Option<ApiKeys>,
@@ -57,13 +57,14 @@ pub(super) struct ConfigReload {
     replica: ReloadHandle,
     /// The config in effect, without changes that need a restart.
     running: Config,
-    /// Settings that the admin API shows: those in effect here, and the config's for clusters.
+    /// Settings that the admin API shows: those in effect here, and the config's values of
+    /// replicated settings.
     file: SharedFileSettings,
     certificates: CertificateWatch,
 }
 
 impl ConfigReload {
-    /// Creates a reload from `source` for the replica that runs with `config`.
+    /// Creates a reloader of `source` for the replica that runs with `config`.
     pub(super) fn new(
         (source, backends): (ConfigSource, Vec<String>),
         config: &Config,
@@ -84,7 +85,7 @@ impl ConfigReload {
         }
     }
 
-    /// Reloads these certificates together with the config.
+    /// Reloads the given certificates whenever the config is reloaded.
     pub(super) fn with_certificates(self, certificates: CertificateWatch) -> Self {
         Self {
             certificates,
@@ -92,7 +93,7 @@ impl ConfigReload {
         }
     }
 
-    /// Reloads at every signal and request, until both are closed.
+    /// Reloads the config at every signal and request, until both channels are closed.
     pub(super) async fn follow(
         mut self,
         mut hangups: Signal,
@@ -124,7 +125,7 @@ impl ConfigReload {
         result
     }
 
-    /// Reopens the file of the access log, which may have been moved.
+    /// Reopens the access log's file, because the previous file may have been moved.
     async fn reopen(&self) -> Result<(), ReloadError> {
         let Some(file) = self.log.access_file.clone() else {
             return Ok(());
@@ -224,7 +225,8 @@ fn report(changes: Vec<ChangedSetting>, faults: Vec<String>) -> ReloadReport {
 }
 
 impl ConfigReload {
-    /// Applies the settings that can change at run time, with limits that fit the process.
+    /// Applies the settings that can change at run time. Lowers limits that the process cannot
+    /// support.
     fn take_settings(&mut self, config: &Config) {
         let (connections, streams) = (
             self.running.limits.max_connections,
@@ -244,7 +246,7 @@ impl ConfigReload {
     }
 }
 
-/// Logs and ignores a signal that has no effect here.
+/// Logs and ignores signals that have no effect here.
 pub(super) async fn ignore(mut signals: Signal, kind: SignalKind) {
     while signals.recv().await.is_some() {
         let signal = kind.as_raw_value();
@@ -352,7 +354,7 @@ fn by_name(settings: &FileSettings) -> BTreeMap<String, Value> {
     stated.map(named).collect()
 }
 
-/// Returns the keys with different values; null stands for an absent key.
+/// Returns the keys whose values differ, with both values; null stands for an absent key.
 fn differing(
     mut before: BTreeMap<String, Value>,
     after: BTreeMap<String, Value>,
@@ -385,7 +387,8 @@ fn effect(key: &str) -> Effect {
     }
 }
 
-/// Returns the settings that the admin API shows: without those that need a restart.
+/// Returns the settings that the admin API shows: those of `config`, except for changes that need a
+/// restart.
 fn in_effect(running: &FileSettings, config: &Config, changes: &[ChangedSetting]) -> FileSettings {
     let mut local = running.local.clone();
     for change in changes.iter().filter(|it| it.effect == Effect::Taken) {

@@ -31,7 +31,7 @@ pub(super) struct ServeArgs {
     insecure: bool,
 }
 
-/// Runs the replica.
+/// Runs `quorate serve`.
 pub(super) fn run(args: ServeArgs) -> anyhow::Result<ExitCode> {
     let (mut source, backends) = (args.config, args.backend);
     if args.insecure {
@@ -62,7 +62,7 @@ pub(super) fn run(args: ServeArgs) -> anyhow::Result<ExitCode> {
     outcome
 }
 
-/// Opens the file of the access log, if configured.
+/// Opens the access log's file, if one is configured.
 fn access_file(loaded: &Loaded, config: Option<&Path>) -> Result<Option<AccessFile>, ConfigErrors> {
     let key = "log.access_file";
     let Some(path) = &loaded.config.log.access_file else {
@@ -79,7 +79,7 @@ fn access_file(loaded: &Loaded, config: Option<&Path>) -> Result<Option<AccessFi
     Ok(Some(file))
 }
 
-/// Serves until the replica is asked to stop.
+/// Serves until a signal asks the replica to stop.
 async fn serve(
     (source, backends): (ConfigSource, Vec<String>),
     config: Config,

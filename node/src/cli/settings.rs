@@ -49,7 +49,7 @@ pub(super) struct ApplyArgs {
     json: bool,
 }
 
-/// Differences between a file and a cluster.
+/// Settings of a config file and of a cluster, to be compared.
 struct Comparison {
     /// Name of the file.
     file: String,
@@ -168,7 +168,7 @@ pub(super) async fn apply(args: ApplyArgs) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::from(u8::from(is_failed)))
 }
 
-/// Asks for confirmation on the terminal.
+/// Asks on the terminal whether to write `count` settings, and returns the answer.
 fn is_confirmed(count: usize) -> anyhow::Result<bool> {
     if !std::io::stdin().is_terminal() {
         eprintln!(
@@ -184,18 +184,18 @@ fn is_confirmed(count: usize) -> anyhow::Result<bool> {
     Ok(matches!(answer.trim(), "y" | "Y" | "yes"))
 }
 
-/// One write of the admin API.
+/// One write through the admin API.
 struct SettingWrite {
     path: String,
     body: Value,
-    /// Version that it replaces; `None`: any.
+    /// Version that the write replaces; `None` for any.
     version: Option<HeaderValue>,
-    /// Keys that it changes.
+    /// Keys of the settings that the write changes.
     keys: Vec<String>,
 }
 
 impl SettingWrite {
-    /// Returns the writes that remove the differences.
+    /// Returns the writes that make the cluster agree with the file.
     async fn all(compared: &Comparison, target: &AdminTarget) -> anyhow::Result<Vec<Self>> {
         let mut groups: Vec<(String, Vec<&Difference>)> = Vec::new();
         for it in &compared.differences {
@@ -225,7 +225,7 @@ impl SettingWrite {
         Ok(writes)
     }
 
-    /// Sends the write; returns its outcome.
+    /// Sends the write and returns its outcome.
     async fn send(&self, target: &AdminTarget) -> Value {
         let (body, version) = (Some(&self.body), self.version.clone());
         let answered = target.ask_over(Method::PUT, &self.path, body, version);
@@ -287,7 +287,7 @@ async fn present(target: &AdminTarget, path: &str) -> anyhow::Result<(Value, Opt
     Ok((config, version))
 }
 
-/// Returns a backend as the cluster has it, or with the fields of the file if it has none.
+/// Returns the backend `id` as the cluster has it, or else with the fields of the file.
 fn backend(compared: &Comparison, id: &str) -> Value {
     if compared
         .cluster
@@ -311,8 +311,8 @@ fn backend(compared: &Comparison, id: &str) -> Value {
     fields.collect::<Map<_, _>>().into()
 }
 
-/// Sets the file's value in a group of settings. A different policy replaces all settings with
-/// those in the file.
+/// Sets the file's value of a setting in `body`, a group of settings. A different policy replaces
+/// the whole group with the file's settings.
 fn overlay(body: &mut Value, difference: &Difference, stated: &SettingValues) {
     let file = difference.file.clone();
     match &difference.key {

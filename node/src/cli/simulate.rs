@@ -1,4 +1,4 @@
-//! `quorate simulate`, including decisions fetched from replicas.
+//! `quorate simulate`: runs simulations, also of decisions fetched from replicas.
 
 use std::process::ExitCode;
 

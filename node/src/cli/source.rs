@@ -1,4 +1,4 @@
-//! Source of a command's config.
+//! The config source of commands: a file and overrides.
 
 use std::path::PathBuf;
 

@@ -1,4 +1,4 @@
-//! JSON values as table cells.
+//! Formats JSON values as table cells.
 
 use api::printable::escaped;
 use serde_json::Value;

@@ -32,7 +32,7 @@ pub(super) struct CreateArgs {
     out: Option<PathBuf>,
 }
 
-/// Runs the command.
+/// Runs `quorate token ...`.
 pub(super) fn run(command: TokenCommand) -> anyhow::Result<ExitCode> {
     let TokenCommand::Create(args) = command;
     let made = NewToken::draw(&args.name, args.role).map_err(|why| anyhow!("{why}"))?;
@@ -45,7 +45,7 @@ pub(super) fn run(command: TokenCommand) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// A new file for a secret that only its owner can read. It is created before the secret, so that
+/// A new file for a secret, which only its owner can read. It is created before the secret, so that
 /// every secret can be stored.
 pub(super) struct SecretFile {
     path: PathBuf,
@@ -69,7 +69,7 @@ impl SecretFile {
         written.with_context(|| format!("write {}", self.path.display()))
     }
 
-    /// Removes the file if no secret was created.
+    /// Removes the file because no secret was created.
     pub(super) fn discard(self) -> anyhow::Result<()> {
         let removed = std::fs::remove_file(&self.path);
         removed.with_context(|| format!("remove {}", self.path.display()))

@@ -1,4 +1,4 @@
-//! `quorate user ...`: counters, weights and limits.
+//! `quorate user ...`: shows and changes users, their weights and limits.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -104,7 +104,7 @@ pub(super) struct SetUserArgs {
     write: WriteArgs,
 }
 
-/// Parses a weight into thousandths.
+/// Parses a weight and returns it in thousandths.
 fn weight(text: &str) -> Result<u32, String> {
     let expected = || "expected a number such as 2 or 0.5, with at most three decimals".to_owned();
     let (whole, decimals) = text.split_once('.').unwrap_or((text, ""));
@@ -151,7 +151,7 @@ fn path_of(name: &str) -> String {
     format!("/admin/v1/users/{}", encoded(name))
 }
 
-/// Runs `quorate user list`, and `quorate users`: sorted by usage, highest first.
+/// Runs `quorate user list` and `quorate users`: lists users, highest usage first.
 pub(super) async fn list(args: &ReadArgs) -> anyhow::Result<(String, ExitCode)> {
     let mut users = args.target.list("/admin/v1/users", "users").await?;
     users.sort_by_key(|user| std::cmp::Reverse(user["counter_milli_tokens"].as_u64()));

@@ -1,4 +1,4 @@
-//! `--watch`: repeats a command that shows something.
+//! `--watch`: repeats a command that displays something.
 
 use std::io::IsTerminal as _;
 use std::process::ExitCode;
@@ -37,8 +37,8 @@ pub(super) fn interval(text: &str) -> Result<Duration, String> {
     Ok(parsed)
 }
 
-/// Prints what `show` returns, and with `--watch` repeats until a signal. After the first success,
-/// errors are shown like results, because people watch replicas restart.
+/// Prints the output of `show`, and repeats that with `--watch` until a signal. After the first
+/// success, errors are displayed like results, because people watch replicas restart.
 pub(super) async fn watch(
     args: WatchArgs,
     show: impl AsyncFn(&ReadArgs) -> anyhow::Result<(String, ExitCode)>,

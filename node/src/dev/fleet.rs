@@ -22,16 +22,16 @@ use crate::config::{
 };
 use crate::json_client::JsonClient;
 
-/// Number of replicas: the fewest that tolerate the loss of one.
+/// Number of replicas, the fewest that tolerate the loss of one.
 const REPLICAS: u8 = 3;
 /// Default port of replica 1 for clients.
 const FIRST_PORT: u16 = 8080;
-/// Longest wait for a leader and healthy engines.
+/// Maximum time to wait for a leader and healthy engines.
 const START_DEADLINE: Duration = Duration::from_secs(30);
-/// Polling interval of awaited conditions.
+/// Interval at which awaited conditions are polled.
 const LOOK_INTERVAL: Duration = Duration::from_millis(20);
 
-/// Settings that each replica gets from the fleet, in addition to those in `[listen]`.
+/// Settings that the fleet sets for each replica, in addition to those in `[listen]`.
 const OWN_KEYS: [&str; 6] = [
     "node.id",
     "node.data_dir",
@@ -41,36 +41,36 @@ const OWN_KEYS: [&str; 6] = [
     "cluster.bootstrap_expect",
 ];
 
-/// How to start the replicas.
+/// Options for starting the replicas.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct FleetPlan<'a> {
-    /// Folder of their state; `None`: a temporary folder.
+    /// Folder for the state of the replicas; `None` for a temporary folder.
     pub(crate) data_dir: Option<&'a Path>,
-    /// First port; `None`: the default ports, or free ones if these are taken.
+    /// First port; `None` for the default ports, or free ones if those are taken.
     pub(crate) port: Option<u16>,
-    /// Overrides of their config, each as `section.key=value`.
+    /// Overrides of the replicas' config, each as `section.key=value`.
     pub(crate) settings: &'a [String],
     /// Whether prompts are identified by the engines' tokens, in blocks of the engines' size.
     pub(crate) has_tokens: bool,
 }
 
-/// A running replica.
+/// A running replica of the fleet.
 pub(crate) struct FleetReplica {
-    /// Listening addresses.
+    /// Listening addresses of the replica.
     pub(super) addresses: Addresses,
-    /// Log, members and state.
+    /// Log, members and state of the replica.
     pub(super) cluster: Arc<dyn Cluster>,
     shutdown: ShutdownHandle,
     task: JoinHandle<()>,
 }
 
-/// The running replicas.
+/// The running replicas of a dev cluster.
 pub(crate) struct Fleet {
     /// Replicas by id, ascending from 1.
     pub(super) replicas: Vec<FleetReplica>,
-    /// Why the replicas are not at the default ports, if none were requested and these are taken.
+    /// Why the replicas do not use the default ports, if none were requested and these are taken.
     pub(super) moved: Option<String>,
-    /// Removed after the fleet has left or failed to start.
+    /// Temporary folder, which is removed after the fleet has left or failed to start.
     _temporary: Option<TemporaryFolder>,
 }
 
@@ -173,7 +173,7 @@ impl Fleet {
         }
     }
 
-    /// Returns the reasons that each replica reports for not being in a cluster.
+    /// Describes, for each replica, why it is not in a cluster.
     fn join_blockers(&self) -> String {
         let mut told = Vec::new();
         for replica in &self.replicas {
@@ -186,7 +186,7 @@ impl Fleet {
         told.join("; ")
     }
 
-    /// Returns what replica 1 reports about engines that are not healthy.
+    /// Describes the engines that replica 1 reports as not healthy.
     async fn unhealthy_engines(&self) -> String {
         let url = format!(
             "http://{}/admin/v1/backends",
@@ -273,11 +273,11 @@ pub(super) async fn wait_on(deadline: Instant, complaint: &'static str) -> anyho
     Ok(())
 }
 
-/// Bound sockets with their addresses.
+/// Sockets of each replica, with their addresses.
 type Listens = Vec<(BoundSockets, Addresses)>;
 
-/// Binds the sockets of every replica: at the default ports, or at free ones if these are taken and
-/// none were requested. Then also returns the error.
+/// Binds the sockets of every replica. If no port was requested and a default one is taken, binds
+/// free ports and also returns the error.
 fn ports(port: Option<u16>) -> anyhow::Result<(Listens, Option<String>)> {
     let all = |first| (1..=REPLICAS).map(|id| bind(id, first)).collect();
     match all(port.unwrap_or(FIRST_PORT)) {
@@ -307,8 +307,8 @@ fn bind(id: u8, first: u16) -> anyhow::Result<(BoundSockets, Addresses)> {
     Ok((sockets, addresses))
 }
 
-/// Rejects settings that the fleet sets for each replica: one value for all would be wrong or have
-/// no effect.
+/// Rejects settings that the fleet sets for each replica, because one value for all would be wrong
+/// or have no effect.
 fn check_settings(settings: &[String]) -> Result<(), ConfigErrors> {
     let is_own = |key: &str| {
         let key = key.trim();
@@ -358,7 +358,7 @@ fn tokens_of_engines() -> anyhow::Result<ModelSettings> {
     })
 }
 
-/// Sets the addresses of a replica, its peers and the engines in its config.
+/// Sets the addresses of a replica, its peers and the engines in `config`.
 fn set_addresses(
     config: &mut Config,
     addresses: Addresses,

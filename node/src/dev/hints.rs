@@ -1,4 +1,4 @@
-//! Messages of `quorate dev` about its cluster: addresses, and what to try.
+//! Messages of `quorate dev` about its cluster: its addresses, and what to try.
 
 use lab::terminal::indented;
 use state::command::BackendSpec;
@@ -9,16 +9,16 @@ use super::fleet::Fleet;
 /// Admin URL that commands use by default.
 const DEFAULT_ADMIN: &str = "http://127.0.0.1:8081";
 
-/// Facts about a running cluster that the messages mention.
+/// Facts about a running cluster that its messages mention.
 pub(super) struct DevHints<'a> {
     pub(super) fleet: &'a Fleet,
     pub(super) engines: &'a [BackendSpec],
-    /// Model of the example request.
+    /// Model that the example request uses.
     pub(super) model: String,
 }
 
 impl DevHints<'_> {
-    /// Returns the listening addresses, and what load is about to be sent.
+    /// Returns the listening addresses and a description of the load that is about to be sent.
     pub(super) fn started(&self, load: &DevLoad, is_real: bool) -> String {
         let mut lines = Vec::new();
         if let Some(taken) = &self.fleet.moved {
@@ -69,7 +69,7 @@ impl DevHints<'_> {
     }
 }
 
-/// Returns a shell command that sends the same prompt to the first two replicas.
+/// Returns shell commands that send the same prompt to the first two replicas.
 fn request(model: &str, data: &[String]) -> String {
     let model = serde_json::Value::from(model).to_string();
     // A line break between two fields keeps the lines short.
@@ -92,7 +92,7 @@ fn request(model: &str, data: &[String]) -> String {
     )
 }
 
-/// Returns the command that started this program.
+/// Returns the shell command by which this program was started.
 fn program() -> String {
     let program = std::env::args().next();
     quoted(&program.unwrap_or_else(|| "quorate".to_owned()))

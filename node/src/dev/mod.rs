@@ -30,13 +30,14 @@ use fleet::{Fleet, FleetPlan};
 use hints::DevHints;
 use outcome::DevOutcome;
 
-/// Number of concurrent requests in the load; each is one chat.
+/// Number of concurrent requests in the load test; each one belongs to a chat.
 const CHATS: u32 = 48;
-/// Requests of the load test with emulated engines.
+/// Number of requests of the load test with emulated engines.
 const REQUESTS: u64 = 2400;
-/// Requests of the load test with real engines, which may cost money.
+/// Number of requests of the load test with real engines, which may cost money.
 const REQUESTS_OF_REAL: u64 = 20;
-/// Chats of the load test with real engines: short prompts, short outputs, little concurrency.
+/// Options of the load test's chats with real engines: short prompts and outputs, little
+/// concurrency.
 const SMALL_CHATS: ChatsOptions = ChatsOptions {
     users: 2,
     chats: 4,
@@ -47,7 +48,7 @@ const SMALL_CHATS: ChatsOptions = ChatsOptions {
     turns: 5,
     seed: 0,
 };
-/// Request timeout of the load test.
+/// Timeout of a request of the load test.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Run a demo cluster on loopback: three replicas, emulated engines and a load test.
@@ -105,7 +106,7 @@ pub struct DevArgs {
     json: bool,
 }
 
-/// The load to send.
+/// The load that a dev cluster is tested with.
 struct DevLoad {
     requests: u64,
     /// Whether the load is small, to spare real engines.
@@ -143,7 +144,7 @@ fn engine_url(text: &str) -> Result<String, String> {
 /// running until a signal.
 ///
 /// # Errors
-/// If the cluster does not start or the first replica serves no model.
+/// Fails if the cluster does not start or the first replica serves no model.
 pub async fn run(args: DevArgs) -> anyhow::Result<ExitCode> {
     let mut signals = EndSignals::new()?;
     let mut told_to_leave = false;
@@ -211,7 +212,7 @@ pub async fn run(args: DevArgs) -> anyhow::Result<ExitCode> {
     Ok(code)
 }
 
-/// Signals that end the cluster gracefully, so that it leaves nothing behind.
+/// Signals that end the cluster gracefully, so that no files are left behind.
 struct EndSignals([Signal; 3]);
 
 impl EndSignals {
@@ -223,7 +224,7 @@ impl EndSignals {
         ]))
     }
 
-    /// Returns when one of the signals arrives.
+    /// Waits until one of the signals arrives.
     async fn recv(&mut self) {
         let [interrupts, terminations, hangups] = &mut self.0;
         tokio::select! {

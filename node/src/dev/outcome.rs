@@ -11,17 +11,17 @@ use tokio::time::Instant;
 
 use super::fleet::{Fleet, FleetReplica, wait_on};
 
-/// Longest wait until all updates are applied everywhere.
+/// Maximum time to wait until all updates are applied everywhere.
 const AGREE_DEADLINE: Duration = Duration::from_secs(10);
 
-/// Explanation of the columns.
+/// Explanation of the columns of the results.
 const LEGEND: &str = "\
 lost: no answer, as the replica had gone. TTFT: time to the first token, in ms.
 cached %: prompt tokens that the engines found in their caches; predicted %: that
 the router expected there. service: prompt tokens and twice the output tokens.
 digest: of the replicated state; equal digests are equal states.";
 
-/// A replica's state after the load.
+/// State of a replica after the load test.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct ReplicaSummary {
     role: &'static str,
@@ -33,7 +33,7 @@ struct ReplicaSummary {
     users: usize,
 }
 
-/// The load's report and the replicas' states.
+/// Result of a dev run: the load's report and the states of the replicas.
 pub(super) struct DevOutcome {
     report: LoadReport,
     standings: Vec<ReplicaSummary>,

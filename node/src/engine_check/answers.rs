@@ -15,7 +15,7 @@ const CHAT: &str = "/v1/chat/completions";
 /// Interval between reads of the engine's counters after a disconnect.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
 
-/// Returns a conversation of a few hundred tokens that no cache can hold yet.
+/// Returns a chat request of a few hundred tokens that no cache can contain yet.
 pub(super) fn fresh_chat(model: &str, max_tokens: u32) -> Value {
     let now = SystemTime::now().duration_since(UNIX_EPOCH);
     let now = now.unwrap_or_default().as_nanos();
@@ -29,7 +29,7 @@ pub(super) fn fresh_chat(model: &str, max_tokens: u32) -> Value {
     })
 }
 
-/// Checks unary and streaming responses.
+/// Checks an engine's responses with and without streaming.
 pub(super) async fn checks(client: &EngineClient, model: &str) -> Vec<CheckResult> {
     let chat = fresh_chat(model, 8);
     let first = match ask(client, &chat).await {
@@ -106,7 +106,7 @@ fn cached_tokens(first: &Value, again: &Value) -> CheckResult {
     CheckResult::new("cached tokens", outcome, found, therefore)
 }
 
-/// Properties of a stream.
+/// Properties of a streaming response.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct StreamShape {
     chunks: usize,

@@ -1,4 +1,5 @@
-//! HTTP client for the engine. Each request has its own connection, so closing it is a disconnect.
+//! HTTP client for an engine. Each request has its own connection, so that closing it is a
+//! disconnect.
 
 use std::time::Duration;
 
@@ -16,7 +17,7 @@ use super::EngineCheckOptions;
 
 use crate::json_client::{JsonAnswer, NoConnectionError, no_answer};
 
-/// A client of one engine.
+/// A client of the engine that is checked.
 pub(super) struct EngineClient {
     http: Client<ReplicaConnector, Full<Bytes>>,
     pub(super) url: String,
@@ -42,7 +43,7 @@ impl EngineClient {
         self.whole(Method::POST, path, Some(body)).await
     }
 
-    /// Sends a request and returns the response head; dropping the response closes the connection.
+    /// Sends a request and returns the response head. Dropping the response closes the connection.
     pub(super) async fn open(
         &self,
         method: Method,
@@ -87,7 +88,7 @@ impl EngineClient {
     }
 }
 
-/// Returns the status of an unsuccessful response and the beginning of its body.
+/// Describes an unsuccessful response: its status and the beginning of its body.
 pub(super) fn refusal(answer: &JsonAnswer) -> String {
     const SHOWN_BYTES_MAX: usize = 120;
     let body = String::from_utf8_lossy(&answer.body);

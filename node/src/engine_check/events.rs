@@ -63,7 +63,7 @@ pub(super) async fn check(
     }
 }
 
-/// Events received from the publisher.
+/// Events received from the publisher during the check.
 struct SeenEvents {
     block_size: u32,
     is_replayed: bool,

@@ -1,4 +1,4 @@
-//! What an engine reports about itself: health, models, kind, metrics.
+//! Checks what an engine reports about itself: health, models, kind, metrics.
 
 use api::backends::{EngineKind, EngineMetrics};
 use serde_json::Value;
@@ -6,7 +6,7 @@ use serde_json::Value;
 use super::client::{EngineClient, refusal};
 use super::{CheckOutcome, CheckResult};
 
-/// Paths that a replica probes, in order.
+/// Health paths that a replica probes, in order.
 const HEALTH_PATHS: [&str; 3] = ["/ready", "/health", "/v1/models"];
 
 pub(super) async fn health(client: &EngineClient) -> anyhow::Result<CheckResult> {
@@ -100,7 +100,7 @@ pub(super) async fn models(client: &EngineClient) -> (CheckResult, ListedModels)
     (check, ListedModels(models))
 }
 
-/// Returns kind and version, as far as the engine reports them.
+/// Returns the kind and version of the engine, as far as it reports them.
 pub(super) async fn kind(
     client: &EngineClient,
     models: &ListedModels,

@@ -1,4 +1,4 @@
-//! `quorate engine-check URL`: what an engine can do, and how Quorate will treat it.
+//! `quorate engine-check URL`: checks what an engine can do, and states how Quorate will treat it.
 //!
 //! Each check tests one feature over HTTP, as a replica would use it, and states the consequence.
 //! Checks run one after the other because they read the engine's counters. Other traffic would
@@ -21,20 +21,22 @@ use serde::Serialize;
 
 use client::EngineClient;
 
-/// Options of a check.
+/// Options for checking an engine.
 #[derive(Debug, Clone)]
 pub struct EngineCheckOptions {
     /// URL of the engine, without a trailing slash.
     pub url: String,
-    /// Model to request; `None`: the first that the engine lists.
+    /// Model to request; `None` for the first one that the engine lists.
     pub model: Option<String>,
-    /// Value of the `authorization` header.
+    /// Value of the `authorization` header; `None` for none.
     pub authorization: Option<HeaderValue>,
-    /// Tokenizer whose token ids are compared with the engine's.
+    /// Tokenizer whose token ids are compared with the engine's, if any.
     pub tokenizer: Option<Arc<Tokenizer>>,
-    /// Endpoints of its KV events and of their replay; `None`: ask the engine.
+    /// Endpoints of the engine's KV events and of their replay; `None` to query the engine for
+    /// them.
     pub kv_events: Option<(KvEndpoint, Option<KvEndpoint>)>,
-    /// Longest wait for a response, for a message, and for the engine to notice a disconnect.
+    /// Maximum time to wait for a response, for a message, and for the engine to notice a
+    /// disconnect.
     pub patience: Duration,
 }
 
@@ -45,9 +47,9 @@ pub struct EngineReport {
     pub url: String,
     /// Kind of the engine, if its responses reveal it.
     pub kind: Option<EngineKind>,
-    /// Version, as the engine reports it.
+    /// Version of the engine, if it reports one.
     pub version: Option<String>,
-    /// Model that was requested.
+    /// Model that was requested, if any.
     pub model: Option<String>,
     /// Results of the checks, in order.
     pub checks: Vec<CheckResult>,
@@ -58,23 +60,23 @@ pub struct EngineReport {
 pub struct CheckResult {
     /// Name of the check.
     pub name: &'static str,
-    /// Whether the engine supports it.
+    /// Whether the engine supports the checked feature.
     pub outcome: CheckOutcome,
-    /// What the engine responded.
+    /// Description of what the engine responded.
     pub found: String,
-    /// The consequence: how Quorate will behave.
+    /// Consequence of the result: how Quorate will behave.
     pub therefore: String,
 }
 
-/// Whether an engine supports something.
+/// Whether an engine supports a feature.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum CheckOutcome {
-    /// Supported.
+    /// The engine supports the feature.
     Yes,
-    /// Supported in part.
+    /// The engine supports the feature in part.
     Partly,
-    /// Not supported, or not in a usable way.
+    /// The engine does not support the feature, or not in a usable way.
     No,
 }
 
@@ -124,10 +126,10 @@ impl EngineReport {
     }
 }
 
-/// Checks an engine.
+/// Checks an engine and returns all results.
 ///
 /// # Errors
-/// If no connection to the engine can be made.
+/// Fails if no connection to the engine can be made.
 pub async fn check(options: &EngineCheckOptions) -> anyhow::Result<EngineReport> {
     let client = EngineClient::new(options);
     let mut checks = vec![facts::health(&client).await?];

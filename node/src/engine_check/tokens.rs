@@ -1,4 +1,4 @@
-//! Checks whether the engine tokenizes, and whether our tokenizer returns the same ids.
+//! Checks whether the engine tokenizes, and whether the given tokenizer returns the same ids.
 
 use std::sync::Arc;
 
@@ -11,7 +11,7 @@ use super::{CheckOutcome, CheckResult};
 const NAME: &str = "tokenizer";
 const CHAT: &str = "/v1/chat/completions";
 
-/// Returns requests whose tokens are compared: a name, the path and the body.
+/// Returns the requests whose tokens are compared, each with a name, a path and a body.
 fn shapes(model: &str) -> Vec<(&'static str, &'static str, Value)> {
     let chat = |name, messages: Value| (name, CHAT, json!({"model": model, "messages": messages}));
     let user = |content: Value| json!([{"role": "user", "content": content}]);
@@ -66,7 +66,7 @@ fn shapes(model: &str) -> Vec<(&'static str, &'static str, Value)> {
     ]
 }
 
-/// Returns the engine's token ids for the prompt of a request.
+/// Returns the engine's token ids for the prompt of a request, or why they are unknown.
 async fn of_engine(client: &EngineClient, question: &[u8]) -> Result<Vec<u32>, String> {
     let question: Value = serde_json::from_slice(question).map_err(|it| it.to_string())?;
     let answer = client.post("/tokenize", &question).await;

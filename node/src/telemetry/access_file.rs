@@ -22,20 +22,21 @@ use tracing_subscriber::fmt::MakeWriter;
 
 /// Maximum number of queued lines.
 const LINES_MAX: usize = 8192;
-/// Maximum length of all queued lines, in bytes: clients choose how long model names are.
+/// Maximum length of all queued lines, in bytes. It is needed because clients choose the model
+/// names.
 const WAITING_BYTES_MAX: usize = 8 << 20;
-/// Size from which a batch is written, if as much is queued, in bytes.
+/// Length from which on a batch of queued lines is written, in bytes.
 const WRITE_BYTES: usize = 64 << 10;
 /// Minimum interval between two log lines about lost lines.
 const REPORT_INTERVAL: Duration = Duration::from_secs(60);
-/// Longest time that the process waits for queued lines when it ends.
+/// Maximum time that the process waits for queued lines when it ends.
 const FLUSH_MAX: Duration = Duration::from_secs(2);
 
-/// Requirements on `access_file`, for error messages.
+/// Requirements on the setting `access_file`, for error messages.
 pub(crate) const ACCESS_FILE_EXPECTED: &str =
     "a writable file, or a pipe with a reader, in an existing folder";
 
-/// The file that the access log is written to. Clones share the file.
+/// The file of the access log, with the thread that writes it. Clones share both.
 #[derive(Clone)]
 pub struct AccessFile {
     path: PathBuf,
@@ -45,20 +46,20 @@ pub struct AccessFile {
 
 #[derive(Default)]
 struct SharedFile {
-    /// File that was opened last, until the thread takes it.
+    /// File that was opened last; `None` once the thread has taken it.
     reopened: Mutex<Option<File>>,
     waiting_bytes: AtomicUsize,
-    /// Lines dropped from a full queue that have not been reported yet.
+    /// Number of lines dropped from a full queue that have not been reported yet.
     unreported_drops: AtomicU64,
     metrics: AccessFileMetrics,
 }
 
 enum Message {
-    /// One line, including its line break.
+    /// Asks the thread to write this line, which includes its line break.
     Line(Vec<u8>),
-    /// A reopened file is ready to be taken.
+    /// Asks the thread to take the reopened file.
     Reopened,
-    /// Is answered once everything queued before it is written.
+    /// Asks the thread to respond once everything queued before is written.
     Flush(SyncSender<()>),
 }
 
@@ -85,7 +86,7 @@ impl AccessFileMetrics {
             self.dropped.clone(),
         );
         for reason in [QUEUE_FULL, WRITE_FAILED] {
-            // Makes both series exist from the start.
+            // Both series must exist from the start.
             drop(self.dropped.get_or_create(&DroppedLineLabels { reason }));
         }
     }
@@ -100,7 +101,7 @@ impl AccessFile {
     /// Opens the file and starts the thread that appends to it.
     ///
     /// # Errors
-    /// If the file cannot be opened.
+    /// Fails if the file cannot be opened.
     pub fn open(path: &Path) -> io::Result<Self> {
         let file = open(path)?;
         let (messages, waiting) = sync_channel(LINES_MAX);
@@ -125,7 +126,7 @@ impl AccessFile {
     /// May block.
     ///
     /// # Errors
-    /// If the file cannot be opened; lines then still go to the old one.
+    /// Fails if the file cannot be opened; lines then still go to the old one.
     pub fn reopen(&self) -> io::Result<()> {
         let file = open(&self.path)?;
         *self.shared.reopened() = Some(file);
@@ -146,7 +147,7 @@ impl AccessFile {
         self.shared.metrics.clone()
     }
 
-    /// Waits until all lines sent before are written, for at most two seconds.
+    /// Waits at most two seconds until all lines sent before are written.
     pub fn flush(&self) {
         let (done, is_done) = sync_channel(1);
         let messages = self.messages.clone();
@@ -213,7 +214,7 @@ fn is_cut(path: &Path) -> bool {
     path.is_file() && last().unwrap_or(false)
 }
 
-/// A writer that sends one line to the file. `tracing` writes each line in one call.
+/// Writer that sends one line to the file. `tracing` writes each line in one call.
 pub struct LineWriter<'a>(&'a AccessFile);
 
 impl Write for LineWriter<'_> {
@@ -235,7 +236,7 @@ impl<'a> MakeWriter<'a> for AccessFile {
     }
 }
 
-/// State of the thread that writes.
+/// State of the thread that writes the file.
 struct WriterThread {
     path: PathBuf,
     file: File,
@@ -245,7 +246,7 @@ struct WriterThread {
     losses: Losses,
 }
 
-/// Lines that could not be written and have not been reported yet.
+/// Counts of lines that could not be written and have not been reported yet.
 #[derive(Default)]
 struct Losses {
     lines: u64,
@@ -289,7 +290,7 @@ impl WriterThread {
 
     fn write_rest(&mut self, rest: &mut &[u8]) -> io::Result<()> {
         if self.is_torn && !rest.is_empty() {
-            // Ends the torn line, so that the next one stays intact.
+            // This ends the torn line, so that the next one stays intact.
             self.file.write_all(b"\n")?;
             self.is_torn = false;
         }
@@ -331,7 +332,8 @@ impl WriterThread {
     }
 }
 
-/// Takes all queued lines, so that a busy log makes few writes. Stops at a flush request.
+/// Returns queued lines as one batch, up to about [`WRITE_BYTES`], so that a busy log makes few
+/// writes. Stops at a flush request.
 fn batch(first: Message, messages: &Receiver<Message>) -> (Vec<u8>, Option<SyncSender<()>>) {
     let mut lines = Vec::new();
     let mut next = Some(first);

@@ -9,8 +9,8 @@ use tracing_subscriber::fmt::time::{FormatTime, SystemTime};
 use tracing_subscriber::fmt::{FmtContext, FormatEvent, FormatFields};
 use tracing_subscriber::registry::LookupSpan;
 
-/// Writes time, level and fields of an event. All lines have one message and target, so these are
-/// left out.
+/// Formats the time, level and fields of an event. Omits the message and target, which are the same
+/// in all lines.
 pub(super) struct Logfmt;
 
 impl<S, N> FormatEvent<S, N> for Logfmt
@@ -61,8 +61,8 @@ impl Visit for Pairs<'_, '_> {
     }
 }
 
-/// A value, quoted if it is empty or contains a delimiter. Quoted values are escaped as in JSON, so
-/// that each event is one line.
+/// A value that is quoted if it is empty or contains a delimiter. Quoted values are escaped as in
+/// JSON, so that each event is one line.
 struct LogfmtValue<'a>(&'a str);
 
 impl fmt::Display for LogfmtValue<'_> {

@@ -1,5 +1,5 @@
-//! Logging to stderr, human-readable or JSON, with a `tracing` filter; the access log also to a
-//! file.
+//! Logging to stderr, human-readable or as JSON, with a `tracing` filter. The access log can go to
+//! a file.
 
 mod access_file;
 mod logfmt;
@@ -29,27 +29,27 @@ pub use access_file::{AccessFile, AccessFileMetrics, LineWriter};
 /// takes precedence.
 const QUIET: &str = "openraft=error,sled=warn,h2=error,hyper=warn,rustls::msgs=error,tonic=warn";
 
-/// Changes the log filter at run time.
+/// Handle that changes the log filter at run time.
 #[derive(Clone)]
 pub struct LogLevel {
     access: LoggedRequests,
     filter: reload::Handle<EnvFilter, Registry>,
-    /// Filter that was set last.
+    /// Level or filter that was set last.
     level: Arc<Mutex<String>>,
 }
 
 impl LogLevel {
-    /// Filters by `level` from now on.
+    /// Replaces the filter with `level`, a level or filter.
     ///
     /// # Errors
-    /// If `level` does not parse.
+    /// Fails if `level` does not parse.
     pub fn set(&self, level: &str) -> anyhow::Result<()> {
         self.filter.reload(filter(level, self.access)?)?;
         level.clone_into(&mut self.level.lock().unwrap_or_else(PoisonError::into_inner));
         Ok(())
     }
 
-    /// Returns the same control for operators, with errors that state what is expected.
+    /// Returns a control for operators, whose errors state what is expected.
     #[must_use]
     pub fn control(self) -> LogLevelControl {
         let level = Arc::clone(&self.level);
@@ -69,7 +69,7 @@ impl LogLevel {
 /// given.
 ///
 /// # Errors
-/// If the filter does not parse, or logging is set up already.
+/// Fails if the filter does not parse, or logging is set up already.
 pub fn init(log: &LogConfig, access_file: Option<&AccessFile>) -> anyhow::Result<LogLevel> {
     let access = log.access;
     let (reloading, filter) = reload::Layer::new(filter(&log.level, access)?);
@@ -144,7 +144,7 @@ fn filter(level: &str, access: LoggedRequests) -> anyhow::Result<EnvFilter> {
 /// `QUORATE_LOG__LEVEL`, else by `default`.
 ///
 /// # Errors
-/// See [`init`].
+/// Fails if the filter does not parse, or logging is set up already.
 pub fn init_for_command(default: &str) -> anyhow::Result<()> {
     let filter = match std::env::var("QUORATE_LOG__LEVEL") {
         Ok(told) => LogFilter::read(&told).with_context(|| {

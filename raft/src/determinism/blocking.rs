@@ -3,13 +3,13 @@
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-/// Where blocking work runs.
+/// Place where blocking work runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum BlockingMode {
-    /// On a pool of threads.
+    /// Runs work on a pool of threads.
     Pool,
-    /// On the calling task, at once. An in-memory disk never blocks, and a repeatable simulation
-    /// has a single thread. The work must therefore not wait for another task.
+    /// Runs work on the calling task, at once. An in-memory disk never blocks, and a repeatable
+    /// simulation has a single thread. The work must therefore not wait for another task.
     InPlace,
 }
 
@@ -31,10 +31,10 @@ impl BlockingMode {
         }
     }
 
-    /// Runs fallible work.
+    /// Runs `work`, which may fail, and returns its result.
     ///
     /// # Errors
-    /// Errors of `work`, or an error if it panics.
+    /// Returns the error of `work`, or an error if it panics.
     pub(crate) async fn try_run<T: Send + 'static>(
         self,
         work: impl FnOnce() -> io::Result<T> + Send + 'static,

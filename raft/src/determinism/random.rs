@@ -1,4 +1,4 @@
-//! Random numbers, from the system or a seed.
+//! Draws random numbers, from the system or a seed.
 //!
 //! A simulation seeds the thread that it runs on. All random numbers of this crate come from here:
 //! election timeouts, and the ids of stores and clusters.
@@ -7,16 +7,16 @@ use std::cell::Cell;
 use std::convert::Infallible;
 
 thread_local! {
-    /// `None` unless the thread is seeded.
+    /// State of the thread's generator; `None` unless the thread is seeded.
     static STATE: Cell<Option<u64>> = const { Cell::new(None) };
 }
 
-/// Seeds this thread: its later draws follow from `seed`.
+/// Seeds this thread, so that all its later draws follow from `seed`.
 pub fn seed(seed: u64) {
     STATE.set(Some(seed));
 }
 
-/// Draws a number: the next one of a seeded thread, otherwise one from the system.
+/// Draws a number: the next one of the sequence on a seeded thread, otherwise one from the system.
 #[must_use]
 pub fn draw() -> u64 {
     let Some(state) = STATE.get() else {
@@ -27,7 +27,7 @@ pub fn draw() -> u64 {
     number
 }
 
-/// Draws a nonzero number.
+/// Draws a nonzero number, for use as an id.
 pub(crate) fn draw_id() -> u64 {
     loop {
         let id = draw();
@@ -37,7 +37,8 @@ pub(crate) fn draw_id() -> u64 {
     }
 }
 
-/// SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014).
+/// Returns the next number and state of SplitMix64 (Steele, Lea and Flood, "Fast splittable
+/// pseudorandom number generators", 2014).
 fn next(state: u64) -> (u64, u64) {
     let state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
     let mixed = (state ^ (state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -45,7 +46,7 @@ fn next(state: u64) -> (u64, u64) {
     (state, mixed ^ (mixed >> 31))
 }
 
-/// Adapts [`draw`] to openraft's trait.
+/// Adapter of [`draw`] to openraft's trait.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Generator;
 

@@ -13,7 +13,7 @@ use crate::determinism::random::Generator;
 use crate::determinism::timeout::{Elapsed, Timeout};
 use crate::determinism::watch::{WatchReceiver, WatchRef, WatchSender};
 
-/// tokio as openraft's runtime.
+/// Runtime for openraft; see the module documentation.
 #[derive(Debug)]
 pub(crate) struct Runtime(TokioRuntime);
 
@@ -80,7 +80,7 @@ impl AsyncRuntime for Runtime {
     }
 }
 
-/// Adapts [`crate::determinism::watch`] to openraft's trait.
+/// Adapter of [`crate::determinism::watch`] to openraft's trait.
 #[derive(Debug)]
 pub(crate) struct Watched;
 

@@ -16,11 +16,11 @@ use std::task::{Context, Poll};
 use tokio::time::{Instant, Sleep};
 
 thread_local! {
-    /// Deadline requested by the call that was just polled.
+    /// Deadline requested by the call that was polled last on this thread.
     static ASKED: Cell<Option<Instant>> = const { Cell::new(None) };
 }
 
-/// Error for a timeout that expired.
+/// Error of a timeout that expired.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Elapsed;
 
@@ -30,7 +30,7 @@ impl fmt::Display for Elapsed {
     }
 }
 
-/// Waits for a future until a deadline that the future may extend.
+/// Future that waits for another one until a deadline, which that one may extend.
 pub(crate) struct Timeout<F> {
     future: Pin<Box<F>>,
     limit: Pin<Box<Sleep>>,

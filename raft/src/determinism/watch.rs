@@ -21,7 +21,7 @@ struct Versioned<T> {
     version: u64,
 }
 
-/// Sender of a watched value. Clones send to the same value.
+/// Sender of a watched value. Clones send to the same receivers.
 pub struct WatchSender<T>(Arc<WatchShared<T>>);
 
 /// Receiver of a watched value. A clone starts with the version that the original has seen.
@@ -33,7 +33,7 @@ pub struct WatchReceiver<T> {
 /// Read guard of the value. Blocks changes while held, so hold it only briefly.
 pub struct WatchRef<'a, T>(RwLockReadGuard<'a, Versioned<T>>);
 
-/// Error when all senders are gone.
+/// Error of waiting for a value when all senders are gone.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("the sender was dropped")]
 pub struct WatchClosedError;
@@ -47,7 +47,7 @@ impl<T> WatchShared<T> {
         self.current.write().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits for a version other than `seen` and stores it there.
+    /// Waits until the version differs from `seen`, and stores it there.
     async fn changed(&self, seen: &mut u64) -> Result<(), WatchClosedError> {
         loop {
             // Register before reading the value, so that a change in between still wakes this call.
@@ -68,7 +68,7 @@ impl<T> WatchShared<T> {
 }
 
 impl<T> WatchSender<T> {
-    /// Creates a sender with `value`.
+    /// Creates a sender with the initial `value`.
     pub fn new(value: T) -> Self {
         Self(Arc::new(WatchShared {
             current: RwLock::new(Versioned { value, version: 0 }),
@@ -101,7 +101,7 @@ impl<T> WatchSender<T> {
         value
     }
 
-    /// Changes the value.
+    /// Changes the value with `change` and wakes the waiters.
     pub fn send_modify(&self, change: impl FnOnce(&mut T)) {
         self.send_if_modified(|value| {
             change(value);
@@ -109,7 +109,8 @@ impl<T> WatchSender<T> {
         });
     }
 
-    /// Changes the value and wakes the waiters, unless `change` returns `false`.
+    /// Changes the value and wakes the waiters, unless `change` returns `false`. Returns its
+    /// result.
     pub fn send_if_modified(&self, change: impl FnOnce(&mut T) -> bool) -> bool {
         {
             let mut current = self.0.write();

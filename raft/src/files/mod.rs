@@ -27,11 +27,11 @@ const LOCK: &str = "lock";
 const MAGIC: &[u8; 8] = b"quorate1";
 const HEAD_BYTES: usize = MAGIC.len() + 4;
 
-/// Paths and files of a replica.
+/// Paths of a replica's store, and access to its files.
 #[derive(Debug, Clone)]
 pub(crate) struct Layout {
     root: PathBuf,
-    /// All files except the log's.
+    /// Port for all files except the log's.
     pub(crate) files: Arc<dyn Files>,
 }
 
@@ -41,13 +41,13 @@ impl Layout {
         Self::over(Arc::new(SystemFiles), data_dir)
     }
 
-    /// Creates a layout on any implementation of the port.
+    /// Creates a layout on the given implementation of the port.
     pub(crate) fn over(files: Arc<dyn Files>, data_dir: &Path) -> Self {
         let root = store_folder(data_dir);
         Self { root, files }
     }
 
-    /// Creates the folders and makes their names durable.
+    /// Creates the store's folders and makes their names durable.
     pub(crate) fn create(&self) -> Result<(), StartError> {
         for folder in [self.root.clone(), self.snapshots()] {
             let created = self.files.create_folder(&folder);
@@ -60,7 +60,7 @@ impl Layout {
         Ok(())
     }
 
-    /// Locks the store for one replica.
+    /// Locks the store for the use of one replica.
     pub(crate) fn lock(&self) -> Result<StoreLock, StartError> {
         let path = self.root.join(LOCK);
         let locked = self.files.lock(&path);
@@ -123,7 +123,7 @@ pub(crate) fn is_shortage(error: &io::Error) -> bool {
     ) || rustix::io::Errno::from_io_error(error).is_some_and(is_short)
 }
 
-/// Whether a file with these bytes was written by [`store_message`].
+/// Whether [`store_message`] can have written a file that contains `bytes`.
 pub(crate) fn is_message(bytes: &[u8]) -> bool {
     bytes.starts_with(MAGIC)
 }

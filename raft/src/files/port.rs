@@ -1,4 +1,4 @@
-//! The file port, and its implementation with the operating system's files.
+//! Port for files, and its implementation with the operating system's files.
 
 use std::any::Any;
 use std::fmt;
@@ -6,7 +6,7 @@ use std::fs::{self, File, TryLockError};
 use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
 
-/// Storage for identity and snapshots. Every call may block.
+/// Port for the files of identity and snapshots. Every call may block.
 pub(crate) trait Files: fmt::Debug + Send + Sync + 'static {
     /// Creates a folder and its parents, unless they exist.
     fn create_folder(&self, path: &Path) -> io::Result<()>;
@@ -26,7 +26,7 @@ pub(crate) trait Files: fmt::Debug + Send + Sync + 'static {
     /// Creates an empty file, replacing an existing one.
     fn create(&self, path: &Path) -> io::Result<Box<dyn NewFile>>;
 
-    /// Renames a file within a folder, replacing an existing one.
+    /// Renames a file within a folder, replacing an existing file with the new name.
     fn rename(&self, from: &Path, to: &Path) -> io::Result<()>;
 
     /// Removes a file.
@@ -36,13 +36,13 @@ pub(crate) trait Files: fmt::Debug + Send + Sync + 'static {
     fn lock(&self, path: &Path) -> io::Result<StoreLock>;
 }
 
-/// A file being written.
+/// File that is being written.
 pub(crate) trait NewFile: Write + Send {
-    /// Makes the content durable.
+    /// Makes all content written so far durable.
     fn sync(&mut self) -> io::Result<()>;
 }
 
-/// Lock on a store, held until this is dropped or the process ends.
+/// Lock on a store, held until it is dropped or the process ends.
 pub(crate) struct StoreLock {
     _held: Box<dyn Any + Send + Sync>,
 }
@@ -56,7 +56,7 @@ impl StoreLock {
     }
 }
 
-/// The operating system's files.
+/// Implementation of the port with the operating system's files.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct SystemFiles;
 

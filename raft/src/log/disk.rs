@@ -7,14 +7,14 @@ use std::time::Duration;
 use super::weight;
 use crate::types::{Entry, LogId, Vote};
 
-/// A change to the log. Changes take effect in the order they are given.
+/// Change to the log. Changes take effect in the order in which they are given.
 #[derive(Debug, Clone)]
 pub(crate) enum LogChange {
-    /// The latest vote.
+    /// Replaces the vote.
     Vote(Vote),
-    /// The last entry known to be committed. A hint: it may lag behind, but is never ahead.
+    /// Sets the last entry known to be committed. A hint: it may lag behind, but is never ahead.
     Committed(LogId),
-    /// Entries that follow the last entry.
+    /// Appends entries that follow the last entry.
     Append(Vec<Entry>),
     /// Removes the end of the log.
     Truncate {
@@ -23,13 +23,13 @@ pub(crate) enum LogChange {
     },
     /// Removes the beginning of the log.
     Purge {
-        /// The last entry to remove. May be beyond the end of the log.
+        /// Last entry to remove. May be beyond the end of the log.
         upto: LogId,
     },
 }
 
 impl LogChange {
-    /// Returns the total weight of the appended entries.
+    /// Returns the total weight of the entries that this change appends, in bytes.
     pub(crate) fn weight(&self) -> usize {
         match self {
             Self::Append(entries) => entries.iter().map(weight).sum(),
@@ -37,7 +37,7 @@ impl LogChange {
         }
     }
 
-    /// Returns the index from which this change truncates, if it does.
+    /// Returns the first index that this change truncates; `None` if it truncates nothing.
     pub(crate) fn truncates_from(&self) -> Option<u64> {
         match self {
             Self::Truncate { from } => Some(*from),
@@ -46,22 +46,22 @@ impl LogChange {
     }
 }
 
-/// Contents of a disk when it is opened.
+/// Contents of a disk at the time when it was opened.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct DiskContents {
-    /// The latest vote.
+    /// Latest vote; `None` if none was ever written.
     pub(crate) vote: Option<Vote>,
-    /// The last entry known to be committed.
+    /// Last entry known to be committed; `None` if unknown.
     pub(crate) committed: Option<LogId>,
-    /// The last purged entry.
+    /// Last purged entry; `None` if nothing was purged.
     pub(crate) purged: Option<LogId>,
-    /// The last entry, or the last purged entry if the log is empty.
+    /// Last entry, or the last purged entry if the log is empty.
     pub(crate) last: Option<LogId>,
 }
 
 /// Storage for a log. Every call may block. One thread writes at a time; any number may read.
 pub(crate) trait Disk: Send + Sync + 'static {
-    /// Checks that there is space to begin writing these changes. Changes nothing.
+    /// Checks that there is space to begin writing `changes`. Changes nothing.
     ///
     /// # Errors
     /// Fails if there is currently no space; try again later.
@@ -74,10 +74,11 @@ pub(crate) trait Disk: Send + Sync + 'static {
     /// After any error the state is undefined: the disk must not be written again.
     fn write(&self, changes: &[LogChange]) -> io::Result<()>;
 
-    /// Returns the time to wait between a write and its sync, for a disk whose sync takes no time.
+    /// Returns the time to wait between a write and its sync. Nonzero only for a disk whose own
+    /// sync takes no time.
     ///
     /// # Errors
-    /// Same as [`Disk::write`].
+    /// Fails like [`Disk::write`].
     fn sync_delay(&self) -> io::Result<Duration> {
         Ok(Duration::ZERO)
     }
@@ -85,7 +86,7 @@ pub(crate) trait Disk: Send + Sync + 'static {
     /// Makes all earlier writes durable.
     ///
     /// # Errors
-    /// Same as [`Disk::write`].
+    /// Fails like [`Disk::write`].
     fn sync(&self) -> io::Result<()>;
 
     /// Reads entries from the start of `range`, without gaps, until the range ends or their
@@ -99,7 +100,7 @@ pub(crate) trait Disk: Send + Sync + 'static {
     /// Releases files and threads. Later reads and writes fail.
     fn close(&self);
 
-    /// Writes and syncs.
+    /// Writes `changes` and makes them durable.
     #[cfg(test)]
     fn write_synced(&self, changes: &[LogChange]) -> io::Result<()> {
         self.write(changes)?;

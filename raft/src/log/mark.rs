@@ -34,14 +34,14 @@ const SLOT_BYTES: usize = 4096;
 const SLOTS: u64 = 2;
 const HEAD_BYTES: usize = 24;
 
-/// Lower bound on what the log must contain.
+/// Lower bound on the contents of the log.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct LogMark {
     pub(super) vote: Option<Vote>,
     pub(super) last: Option<LogId>,
 }
 
-/// The open mark file.
+/// Open mark file, and the number of its newest slot.
 pub(super) struct MarkFile {
     file: File,
     /// Number of the slot written last.
@@ -49,7 +49,7 @@ pub(super) struct MarkFile {
 }
 
 impl MarkFile {
-    /// Opens or creates the file and reads the mark.
+    /// Opens the file, or creates it if it does not exist, and reads the mark.
     pub(super) fn open(layout: &Layout) -> Result<(Self, LogMark), StartError> {
         let path = layout.mark();
         let failed = |error| io_error(&path, error);
@@ -70,7 +70,7 @@ impl MarkFile {
         Ok((Self { file, number }, mark))
     }
 
-    /// Replaces the existing file with a new one.
+    /// Creates a file with `mark`, replacing an existing one.
     fn create(path: &Path, mark: LogMark) -> io::Result<Self> {
         let beside = path.with_extension("new");
         let mut file = File::create(&beside)?;
@@ -87,7 +87,7 @@ impl MarkFile {
         })
     }
 
-    /// Overwrites the older slot and syncs it.
+    /// Writes `mark` to the older slot and syncs it.
     pub(super) fn store(&mut self, mark: LogMark) -> io::Result<()> {
         let number = self.number + 1;
         let at = (number % SLOTS) * SLOT_BYTES as u64;

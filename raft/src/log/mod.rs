@@ -43,17 +43,17 @@ use crate::locks::lock;
 use crate::planted::{self, Bug};
 use crate::types::{Config, Entry, LogId, Payload, Vote};
 
-/// Maximum weight of the cached entries, not counting those that are not durable yet.
+/// Maximum weight of the cached entries, in bytes, not counting those that are not durable yet.
 const CACHE_BYTES_MAX: usize = 32 * 1024 * 1024;
-/// Maximum weight of the entries read and sent at a time.
+/// Maximum weight of the entries read and sent at a time, in bytes.
 const READ_BYTES_MAX: usize = 1024 * 1024;
 
-/// Opens the log's disk for reading only. Recovery may still write.
+/// Opens the disk of the log for reading only. sled's recovery may still write.
 pub(crate) fn open_disk(layout: &Layout) -> Result<(impl Disk + use<>, DiskContents), StartError> {
     SledDisk::open(layout)
 }
 
-/// The log. Clones share it.
+/// Raft's log: a cache and a writer in front of a disk. Clones share the log.
 #[derive(Clone)]
 pub(crate) struct LogStore {
     writer: Arc<LogWriter>,
@@ -62,7 +62,7 @@ pub(crate) struct LogStore {
     memory: Arc<LogCache>,
 }
 
-/// The part of the log in memory.
+/// Part of the log that is kept in memory.
 #[derive(Default)]
 struct LogCache(Mutex<LogCacheState>);
 
@@ -72,18 +72,18 @@ struct LogCacheState {
     committed: Option<LogId>,
     purged: Option<LogId>,
     last: Option<LogId>,
-    /// Index of the first entry, or of the next one if the log is empty.
+    /// Index of the log's first entry, or of the next one if the log is empty.
     first: u64,
-    /// The newest entries, without gaps up to the last, each with its sequence number among all
-    /// entries ever appended.
+    /// Newest entries, without gaps up to the last, each with its sequence number among all entries
+    /// ever appended.
     cache: BTreeMap<u64, (u64, Entry)>,
     cache_bytes: usize,
     /// Number of entries ever appended.
     appended: u64,
-    /// Number of those entries that are written. An index or id would not do: a durable entry can
-    /// be replaced by one from an earlier leader.
+    /// Number of appended entries that are written. An index or id would not do: a durable entry
+    /// can be replaced by one from an earlier leader.
     written: u64,
-    /// The greatest entry that was ever durable.
+    /// Greatest entry that was ever durable.
     durable: Option<LogId>,
 }
 
@@ -130,7 +130,7 @@ impl LogStore {
         })
     }
 
-    /// Whether no vote and no entry was ever written.
+    /// Whether the log never had a vote or an entry.
     pub(crate) fn is_pristine(&self) -> bool {
         let state = lock(&self.memory.0);
         state.vote.is_none() && state.last.is_none()
@@ -146,7 +146,7 @@ impl LogStore {
         lock(&self.memory.0).purged
     }
 
-    /// Whether this entry is in the log. A purged entry is not.
+    /// Whether the log contains the entry `id`. Purged entries do not count.
     pub(crate) async fn holds(&self, id: LogId) -> io::Result<bool> {
         let found = self.read_all(id.index..id.index.saturating_add(1)).await?;
         Ok(found.iter().any(|entry| entry.log_id == id))
@@ -157,7 +157,7 @@ impl LogStore {
         self.writer.sync_times()
     }
 
-    /// Watches why the log currently cannot be written. The log resumes by itself.
+    /// Watches why the log cannot be written now; `None` if it can. The log resumes by itself.
     pub(crate) fn waiting(&self) -> watch::WatchReceiver<Option<String>> {
         self.writer.waiting()
     }
@@ -177,7 +177,7 @@ impl LogStore {
         }
     }
 
-    /// Blocking version of [`LogStore::close`].
+    /// Writes all queued changes and releases the disk. Blocks.
     pub(crate) fn close_blocking(&self) {
         self.writer.close();
     }
@@ -231,9 +231,9 @@ impl LogStore {
     }
 }
 
-/// Where to find the entries of a range.
+/// Location of the entries of a range.
 enum EntryLocation {
-    /// In memory.
+    /// All entries are in memory.
     All(Vec<Entry>),
     /// The first entries are on disk, followed by the others.
     OnDisk { disk: Range<u64>, after: Range<u64> },
@@ -369,8 +369,8 @@ impl WriteObserver for LogCache {
     }
 }
 
-/// Whether the entry with this id is on disk or was purged. A committed index may be written while
-/// another entry still has that index, and that entry must never be applied.
+/// Whether the entry `id` is on disk or was purged. A committed index may be written while another
+/// entry still has that index, and that entry must never be applied.
 fn holds(disk: &dyn Disk, purged: Option<LogId>, id: LogId) -> bool {
     if purged.is_some_and(|purged| id.index <= purged.index) {
         return true;

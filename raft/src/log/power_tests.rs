@@ -15,7 +15,7 @@ use crate::testing::{entries, entry};
 use crate::types::{Entry, LogId, Payload, Vote};
 
 const PAGE_BYTES: usize = 4096;
-/// Size of the pieces in which a slot of the mark is torn.
+/// Size of the pieces in which a slot of the mark is torn, in bytes.
 const MARK_PIECE_BYTES: usize = 16;
 
 /// A small seeded generator, so that every run is identical.
@@ -50,7 +50,7 @@ fn copy(from: &Path, to: &Path) {
     }
 }
 
-/// Returns a file after a cut: the synced content plus some of the pieces written since.
+/// Returns a file after a power cut: the synced content plus some of the pieces written since.
 fn cut_in_pieces(synced: &[u8], written: &[u8], bytes: usize, coin: &mut Coin) -> Vec<u8> {
     let mut after = synced.to_vec();
     for (at, page) in written.chunks(bytes).enumerate() {
@@ -302,7 +302,7 @@ fn a_power_cut_amid_a_mark_leaves_one_that_holds() {
     );
 }
 
-/// Needed because sled never syncs the file that describes the layout of its data.
+/// Everything is synced when opened, because sled never syncs the file with the layout of its data.
 #[test]
 fn everything_is_synced_before_it_is_believed() {
     let folder = tempfile::tempdir().unwrap();

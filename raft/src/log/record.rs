@@ -36,7 +36,7 @@ pub(crate) fn encode(entry: &Entry) -> Vec<u8> {
     record
 }
 
-/// Fills in the head of a record whose body is complete.
+/// Fills in the head of the record for `index`, whose body must be complete.
 pub(crate) fn seal(index: u64, record: &mut [u8]) {
     let body = &record[HEAD_BYTES..];
     let length = u32::try_from(body.len()).expect("commands are bounded far below 4 GiB");
@@ -46,7 +46,7 @@ pub(crate) fn seal(index: u64, record: &mut [u8]) {
     record[5..9].copy_from_slice(&length.to_le_bytes());
 }
 
-/// Decodes the record stored under `index`, or returns what is wrong with it.
+/// Decodes the record stored under `index`. Returns a description of the damage if it is invalid.
 pub(crate) fn decode(index: u64, record: &[u8]) -> Result<Entry, String> {
     let Some((head, body)) = record.split_at_checked(HEAD_BYTES) else {
         return Err(format!(

@@ -15,31 +15,30 @@ use rustix::io::Errno;
 use super::disk::LogChange;
 
 pub(super) const SEGMENT_BYTES: usize = 4 * 1024 * 1024;
-/// Space that every write requires: several of sled's segments.
+/// Minimum space that is reserved for a write, in bytes: several of sled's segments.
 const BYTES_MIN: u64 = 4 * SEGMENT_BYTES as u64;
-/// Extra space to reserve, so that most writes need no new reservation. At about 300 bytes per
-/// request it lasts for thousands of requests, and a full disk is detected that much later.
+/// Extra space to reserve, in bytes, so that most writes need no new reservation. At about 300
+/// bytes per request it lasts for thousands of requests, and a full disk is detected as much later.
 const AHEAD_BYTES: u64 = 1024 * 1024;
-/// Bytes that sled writes per byte of a command (4.8 measured).
+/// Number of bytes that sled writes per byte of a command (4.8 measured).
 const WRITTEN_PER_BYTE: u64 = 5;
 
 use crate::locks::lock;
 
-/// The part of a file that has reserved space.
+/// Part of a file for which space is reserved.
 #[derive(Default)]
 pub(super) struct ReservedSpace(Mutex<ReservedRange>);
 
 #[derive(Default)]
 struct ReservedRange {
-    /// Last known length of the file. When sled truncates the file, the reservation behind its end
-    /// is lost.
+    /// Last known length of the file, in bytes. If sled truncates it, the reservation is lost.
     file_bytes: u64,
-    /// End of the reserved range, which starts at 0.
+    /// End of the reserved range, which starts at offset 0.
     end: u64,
 }
 
 impl ReservedSpace {
-    /// Reserves space for these changes.
+    /// Reserves space at the end of `file` for writing `changes`.
     ///
     /// # Errors
     /// [`io::ErrorKind::StorageFull`] if there is currently no space; nothing was changed.
@@ -67,7 +66,7 @@ impl ReservedSpace {
     }
 }
 
-/// Returns the number of bytes that these changes need.
+/// Returns the number of bytes that writing `changes` may need.
 fn wanted(changes: &[LogChange]) -> u64 {
     let commands: usize = changes.iter().map(LogChange::weight).sum();
     BYTES_MIN + WRITTEN_PER_BYTE * commands as u64

@@ -43,7 +43,7 @@ use crate::wire::proto;
 const RANGE: u64 = 1024;
 const VALUE_BYTES_MAX: usize = 32 * 1024;
 const CACHE_BYTES: u64 = 64 * 1024 * 1024;
-/// Number of entries after which the mark advances: sled could lose this many undetected.
+/// Number of entries after which the mark advances. sled could lose this many undetected.
 const MARK_EVERY: u64 = 1024;
 
 const TREE_PREFIX: &[u8] = b"log-";
@@ -69,7 +69,7 @@ struct OpenLog {
     writing: Mutex<WriterState>,
 }
 
-/// State of the writer.
+/// State that only the writer uses.
 struct WriterState {
     contents: DiskContents,
     mark: LogMark,
@@ -218,7 +218,7 @@ impl OpenLog {
         Ok(())
     }
 
-    /// Applies changes to sled.
+    /// Applies `changes` to sled, without syncing them.
     fn apply(&self, changes: &[LogChange], writing: &mut WriterState) -> io::Result<()> {
         let contents = &mut writing.contents;
         let mut changes = changes.iter().peekable();
@@ -303,7 +303,7 @@ impl OpenLog {
         Ok(())
     }
 
-    /// Forgets the trees that hold nothing after `upto` and returns them.
+    /// Forgets the trees that hold no entry after `upto`, and returns them.
     fn forget_trees(&self, upto: u64) -> Vec<u64> {
         let mut trees = lock(&self.trees);
         let kept = trees.split_off(&((upto + 1) / RANGE));
@@ -355,7 +355,7 @@ impl OpenLog {
         Ok(read)
     }
 
-    /// Reads everything: finds the trees, drops purged ones and checks every record.
+    /// Reads the whole log: finds the trees, drops purged ones and checks every record.
     fn load(&self, data: &Path) -> Result<DiskContents, StartError> {
         let failed = |error: sled::Error| start_error(data, error);
         let purged: Option<LogId> = self.meta::<proto::LogId>(PURGED, data)?.map(Into::into);
@@ -426,7 +426,7 @@ impl OpenLog {
 }
 
 impl WriterState {
-    /// Lowers the mark before removing entries that it covers.
+    /// Lowers the mark before `changes` remove entries that it covers.
     fn lower_mark(&mut self, changes: &[LogChange]) -> io::Result<()> {
         let lowest = changes.iter().filter_map(LogChange::truncates_from).min();
         let Some(from) = lowest else { return Ok(()) };
@@ -491,7 +491,7 @@ fn key(index: u64, part: u16) -> [u8; KEY_BYTES] {
     key
 }
 
-/// Assembles each record in `range` from its parts and passes it on until `hand_on` stops.
+/// Assembles each record in `range` from its parts and passes it to `hand_on`, until that stops.
 fn each_record(
     tree: &sled::Tree,
     range: Range<u64>,
@@ -528,7 +528,7 @@ fn sealed(message: &impl Message) -> Vec<u8> {
     [&crc32fast::hash(&body).to_le_bytes()[..], &body].concat()
 }
 
-/// A damaged entry, wrapped in an `io::Error`.
+/// Error for a damaged entry, carried in an `io::Error`.
 #[derive(Debug, thiserror::Error)]
 #[error("log entry {}: {what}", index + 1)]
 struct CorruptEntryError {

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use crate::locks::lock;
 
-/// Upper bounds of the buckets, in seconds. A longer sync counts in no bucket.
+/// Upper bounds of the histogram's buckets, in seconds. A longer sync counts in no bucket.
 pub const SYNC_BUCKETS_S: [f64; 12] = [
     0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 1.0, 4.0,
 ];
@@ -13,15 +13,15 @@ pub const SYNC_BUCKETS_S: [f64; 12] = [
 /// Durations of the syncs since the log was opened.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct SyncTimes {
-    /// Number of syncs.
+    /// Number of syncs since the log was opened.
     pub count: u64,
-    /// Total duration, in seconds.
+    /// Total duration of all syncs, in seconds.
     pub sum_s: f64,
     /// Number of syncs per bucket, not cumulative: see [`SYNC_BUCKETS_S`].
     pub buckets: [u64; SYNC_BUCKETS_S.len()],
 }
 
-/// Records the duration of syncs.
+/// Meter that records the duration of each sync.
 #[derive(Debug, Default)]
 pub(crate) struct SyncMeter(Mutex<SyncTimes>);
 

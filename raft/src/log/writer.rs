@@ -31,41 +31,41 @@ use crate::types::Config;
 
 /// Maximum number of queued changes. When the queue is full, Raft waits.
 const QUEUE_MAX: usize = 1024;
-/// Command bytes after which a batch is closed.
+/// Number of command bytes after which a batch is closed.
 const BATCH_BYTES_MAX: usize = 8 * 1024 * 1024;
 /// First pause before retrying a batch that had no space; doubles up to the maximum.
 const AGAIN_FIRST: Duration = Duration::from_millis(10);
 const AGAIN_MAX: Duration = Duration::from_millis(500);
 const PANICKED: &str = "the log's writer panicked";
 
-/// Called when a change is durable or has failed.
+/// Receiver of a change's result, once the change is durable or has failed.
 pub(crate) enum WriteCallback {
-    /// No one waits.
+    /// No receiver.
     Nobody,
-    /// openraft's callback.
+    /// Callback from openraft.
     Flushed(IOFlushed<Config>),
-    /// A caller that waits.
+    /// Channel to a caller that waits.
     Waiter(oneshot::Sender<io::Result<()>>),
 }
 
-/// A change on its way to the disk.
+/// Change on its way to the disk, with the receiver of its result.
 pub(crate) struct WriteOp {
     pub(crate) change: LogChange,
     pub(crate) done: WriteCallback,
 }
 
-/// Called before and after a batch is written.
+/// Observer that is called before and after a batch is written.
 pub(crate) trait WriteObserver: Send + Sync + 'static {
-    /// May append changes to the batch.
+    /// Called before a batch is written. May append changes to the batch.
     fn before(&self, changes: &mut Vec<LogChange>);
-    /// Called when the batch is durable.
+    /// Called when the batch, which consists of `changes`, is durable.
     fn after(&self, changes: &[LogChange]);
 }
 
-/// Passes changes to the disk, in order.
+/// Writer that passes changes to the disk, in order.
 pub(crate) struct LogWriter {
     ops: Mutex<Option<mpsc::Sender<WriteOp>>>,
-    /// `None` after it was joined.
+    /// Thread or task that writes; `None` after it was joined.
     worker: Mutex<Option<WriterTask>>,
     shared: Arc<WriterShared>,
 }
@@ -79,7 +79,7 @@ struct WriterShared {
     disk: Arc<dyn Disk>,
     watch: Arc<dyn WriteObserver>,
     fault: FatalError,
-    /// Why nothing can currently be written.
+    /// Reason why nothing can currently be written; `None` if writing is possible.
     waiting: watch::WatchSender<Option<String>>,
     /// Cancelled when the replica stops: ends the wait for disk space.
     stop: CancellationToken,
@@ -136,7 +136,7 @@ impl LogWriter {
         self.shared.syncs.times()
     }
 
-    /// Watches why nothing can currently be written.
+    /// Watches why nothing can currently be written; `None` if writing is possible.
     pub(crate) fn waiting(&self) -> watch::WatchReceiver<Option<String>> {
         self.shared.waiting.subscribe()
     }
@@ -181,7 +181,7 @@ impl LogWriter {
     }
 }
 
-/// Writes on a thread. Its own runtime lets it wait for space as a task does.
+/// Starts a writer on a thread. The thread's own runtime lets it wait for space as a task does.
 fn on_thread(
     shared: Arc<WriterShared>,
     mut queue: mpsc::Receiver<WriteOp>,
@@ -198,7 +198,7 @@ fn on_thread(
         })
 }
 
-/// Writes on a task, because no write to this disk blocks.
+/// Starts a writer on a task. Only for a disk whose writes do not block.
 fn on_task(shared: Arc<WriterShared>, mut queue: mpsc::Receiver<WriteOp>) -> task::JoinHandle<()> {
     tokio::spawn(async move {
         while let Some(op) = queue.recv().await {
@@ -244,8 +244,8 @@ impl WriterShared {
         }
     }
 
-    /// Whether a batch can begin. A batch that was given up leaves a gap that nothing may follow,
-    /// so everything after it is refused.
+    /// Whether the batch, which consists of `changes`, can begin. A batch that was given up leaves
+    /// a gap that nothing may follow, so everything after it is refused.
     fn has_room_for(&self, changes: &[LogChange]) -> io::Result<bool> {
         let is_given_up = self.stop.is_cancelled() && self.waiting.borrow().is_some();
         let room = match is_given_up {
@@ -279,7 +279,7 @@ impl WriterShared {
         self.is_final(result.unwrap_or_else(|_| Err(io::Error::other(PANICKED))))
     }
 
-    /// Records an error of the disk as fatal, after which nothing more is written.
+    /// Returns `result`, and records an error as fatal, after which nothing more is written.
     fn is_final<T>(&self, result: io::Result<T>) -> io::Result<T> {
         result.inspect_err(|error| self.fault.set(format!("log: {error}")))
     }

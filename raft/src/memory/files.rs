@@ -1,4 +1,4 @@
-//! In-memory files.
+//! Files of the in-memory disk.
 //!
 //! Folders are implicit: a folder exists if it contains a file. A new name is durable once its
 //! folder is synced, and content once its file is synced.
@@ -11,19 +11,19 @@ use std::sync::Arc;
 use super::{DiskShortage, DiskStep, MemoryHandle};
 use crate::files::{Files, NewFile, StoreLock, in_use};
 
-/// All files. A file keeps its number when it is renamed.
+/// All files at one moment. A file keeps its number when it is renamed.
 #[derive(Clone, Default)]
 pub(super) struct FileImage {
     names: BTreeMap<PathBuf, u64>,
     contents: BTreeMap<u64, Vec<u8>>,
 }
 
-/// A single change to the files.
+/// Single change to the files.
 #[derive(Clone)]
 pub(super) enum FileStep {
     /// Creates an empty file.
     Create { path: PathBuf, file: u64 },
-    /// Appends content.
+    /// Appends content to a file.
     Write { file: u64, bytes: Arc<[u8]> },
     /// Changes a file's name.
     Rename { from: PathBuf, to: PathBuf },
@@ -64,7 +64,7 @@ impl FileImage {
 }
 
 impl FileStep {
-    /// Whether this step changes which files the folder contains.
+    /// Whether this step changes which files `folder` contains.
     fn is_in(&self, folder: &Path) -> bool {
         match self {
             Self::Create { path, .. } | Self::Remove { path } | Self::Rename { to: path, .. } => {
@@ -177,7 +177,7 @@ impl Files for MemoryHandle {
     }
 }
 
-/// A file being written.
+/// File that is being written.
 struct MemoryFile {
     disk: MemoryHandle,
     file: u64,
@@ -202,7 +202,7 @@ impl NewFile for MemoryFile {
     }
 }
 
-/// Holds the lock on the disk.
+/// Guard that holds the lock on the disk.
 struct DiskHold(MemoryHandle);
 
 impl Drop for DiskHold {

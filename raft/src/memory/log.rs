@@ -1,4 +1,4 @@
-//! In-memory log.
+//! Log of the in-memory disk.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -10,7 +10,7 @@ use crate::log::disk::{Disk, DiskContents, LogChange};
 use crate::log::weight;
 use crate::types::Entry;
 
-/// Content of the log.
+/// Content of the log at one moment.
 #[derive(Clone, Default)]
 pub(super) struct LogImage {
     pub(super) contents: DiskContents,
@@ -58,7 +58,7 @@ impl LogImage {
 }
 
 impl MemoryHandle {
-    /// Returns the contents of the log.
+    /// Returns what the log contains.
     pub(crate) fn contents(&self) -> io::Result<DiskContents> {
         self.with(|state| Ok(state.seen.log.contents))
     }

@@ -23,16 +23,16 @@ use crate::log::disk::LogChange;
 #[derive(Clone, Default)]
 pub struct MemoryDisk(Arc<Mutex<DiskState>>);
 
-/// A temporary shortage of a disk. Operations that need the resource fail without any effect.
+/// Temporary shortage of a resource. Operations that need it fail without any effect.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DiskShortage {
-    /// File descriptors: no file or folder can be opened.
+    /// Shortage of file descriptors: no file or folder can be opened.
     Descriptors,
-    /// Space: nothing can be written.
+    /// Shortage of space: nothing can be written.
     Space,
 }
 
-/// A disk as used by one run of a replica, until a crash.
+/// Access to a disk for one run of a replica, until a crash.
 #[derive(Clone)]
 pub(crate) struct MemoryHandle {
     disk: MemoryDisk,
@@ -41,17 +41,17 @@ pub(crate) struct MemoryHandle {
 
 #[derive(Default)]
 struct DiskState {
-    /// The readable content.
+    /// Content that reads return.
     seen: DiskImage,
-    /// The content certain to survive a crash.
+    /// Content that is certain to survive a crash.
     durable: DiskImage,
-    /// Steps from `durable` to `seen`, in write order.
+    /// Changes from `durable` to `seen`, in the order of writing.
     unsynced: VecDeque<DiskStep>,
-    /// Returns the duration of the next log sync; `None` if syncs take no time.
+    /// Source of the duration of the next log sync; `None` if syncs take no time.
     sync_time: Option<Box<dyn FnMut() -> Duration + Send>>,
     failure: Option<String>,
     shortage: Option<DiskShortage>,
-    /// Number of crashes so far: a handle from before the last one is cut off.
+    /// Number of crashes so far. A handle opened before the last crash is cut off.
     era: u64,
     is_locked: bool,
     files_made: u64,
@@ -63,7 +63,7 @@ struct DiskImage {
     files: FileImage,
 }
 
-/// A single change, made durable completely or not at all.
+/// Single change, which becomes durable completely or not at all.
 enum DiskStep {
     Log(LogChange),
     File(FileStep),
@@ -84,12 +84,12 @@ impl MemoryDisk {
         disk
     }
 
-    /// Makes all later writes fail, as on a broken disk; `None` repairs it.
+    /// Makes all later writes fail with the message `what`, as on a broken disk; `None` repairs it.
     pub fn fail(&self, what: Option<String>) {
         lock(&self.0).failure = what;
     }
 
-    /// Starts a shortage; `None` ends it.
+    /// Starts the shortage `of` a resource; `None` ends it.
     pub fn run_short(&self, of: Option<DiskShortage>) {
         lock(&self.0).shortage = of;
     }

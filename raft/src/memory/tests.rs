@@ -1,4 +1,4 @@
-//! Checks what survives a crash of the in-memory disk.
+//! Checks which data survives a crash of the in-memory disk.
 
 use std::io::{Read, Write};
 use std::path::Path;

@@ -31,14 +31,14 @@ use crate::wire::proto;
 
 type ReceivedSnapshot = openraft::Snapshot<LeaderId, u64, Node, SnapshotFile>;
 
-/// Timeout of appends and votes, which wait for the peer's disk; a slower peer counts as gone.
+/// Timeout of appends and votes, which wait for the peer's disk. A slower peer counts as gone.
 const DISK_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Creates Raft's clients.
+/// Factory of Raft's clients for peers.
 #[derive(Clone)]
 pub(crate) struct Network {
     links: Arc<PeerLinks>,
-    /// Whether this replica hears from a quorum; sent to followers with every append.
+    /// Whether this replica leads and hears from a quorum. Sent to followers with every append.
     has_quorum: watch::WatchReceiver<bool>,
     blocking: BlockingMode,
 }
@@ -76,7 +76,7 @@ impl RaftNetworkFactory<Config> for Network {
 }
 
 impl Client {
-    /// Returns the peer at its newest known address.
+    /// Returns the peer at its newest known address. Fails if no address is known.
     fn peer(&self) -> Result<Arc<Peer>, Unreachable<Config>> {
         self.network
             .links
@@ -258,7 +258,7 @@ fn rpc_error(error: &CallError) -> RPCError<Config> {
     }
 }
 
-/// Rejects a vote in a response that would make this replica jump to a far higher term.
+/// Returns the vote in a response, unless it would make this replica jump to a far higher term.
 fn believed(answered: proto::Vote, asked: Vote) -> Result<Vote, Unreachable<Config>> {
     let term = answered.term;
     if term <= term_max(asked.leader_id.term) {

@@ -23,22 +23,22 @@ use crate::locks::lock;
 use crate::types::Node;
 use crate::wire::proto;
 
-/// The generated client, on a connection of the transport.
+/// Generated gRPC client, on a connection of the transport.
 pub(crate) type PeerClient = proto::peer_client::PeerClient<PeerChannel>;
 
 const RETRY_FIRST: Duration = Duration::from_millis(20);
 const RETRY_MAX: Duration = Duration::from_millis(500);
 
-/// One of a peer's two connections: Raft's own calls never queue behind large ones.
+/// One of the two connections to a peer. Raft's own calls never queue behind large ones.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum LinkLane {
-    /// Appends, votes and leadership transfers.
+    /// Connection for appends, votes and leadership transfers.
     Raft,
-    /// Proposals, snapshots, messages and membership changes.
+    /// Connection for proposals, snapshots, messages and membership changes.
     Bulk,
 }
 
-/// Why a call got no response.
+/// Reason why a call got no response.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum CallError {
     /// The call was never sent.
@@ -52,7 +52,7 @@ pub(crate) enum CallError {
     TimedOut(Duration),
 }
 
-/// Why a call on a connection of its own got no response.
+/// Reason why a call on a connection of its own got no response.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum CallOnceError {
     #[error("{0}")]
@@ -63,7 +63,7 @@ pub(crate) enum CallOnceError {
     TimedOut,
 }
 
-/// All peers by id, at their newest known address.
+/// Links to all known peers by id, at their newest known address.
 pub(crate) struct PeerLinks {
     pub(crate) identity: Arc<ReplicaIdentity>,
     /// Which replicas reach which, for choosing a leader.
@@ -73,7 +73,7 @@ pub(crate) struct PeerLinks {
     attempts: Arc<AtomicU64>,
 }
 
-/// A peer at a given address.
+/// Peer at a given address, with the connections to it.
 pub(crate) struct Peer {
     pub(crate) id: u64,
     pub(crate) address: String,
@@ -88,26 +88,26 @@ struct PeerLink {
     address: String,
     transport: Arc<dyn Transport>,
     state: watch::WatchSender<LinkState>,
-    /// Number of connection attempts, over all links.
+    /// Number of connection attempts over the links to all peers.
     attempts: Arc<AtomicU64>,
-    /// Whether the last attempt was refused because nothing listens at the address.
+    /// Whether the last attempt was refused because nothing listens at the peer's address.
     is_refused: AtomicBool,
 }
 
 #[derive(Debug, Clone)]
 enum LinkState {
-    /// Not connected; `retry` determines the next attempt.
+    /// The link is not connected; `retry` determines the next attempt.
     Down {
         retry: ReconnectBackoff,
         why: String,
     },
     /// A connection is being established.
     Connecting,
-    /// Connected. The number distinguishes successive connections.
+    /// The link is connected. The number distinguishes successive connections.
     Up { channel: PeerChannel, number: u64 },
 }
 
-/// When to reconnect: at doubling intervals, up to a limit.
+/// Schedule of reconnection attempts: at doubling intervals, up to a limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct ReconnectBackoff {
     failures: u32,
@@ -146,12 +146,12 @@ impl PeerLinks {
         }
     }
 
-    /// Returns the number of connection attempts so far.
+    /// Returns the number of attempts to connect to peers so far.
     pub(crate) fn attempts(&self) -> u64 {
         self.attempts.load(Ordering::Relaxed)
     }
 
-    /// Returns the peer as a membership describes it, creating its links if necessary.
+    /// Returns the peer `id` at the address of `node`, creating its links if necessary.
     pub(crate) fn learn(&self, id: u64, node: &Node) -> Arc<Peer> {
         let mut peers = lock(&self.peers);
         if let Some(peer) = peers.get(&id)
@@ -176,12 +176,12 @@ impl PeerLinks {
         peer
     }
 
-    /// Returns the peer, if it was ever learned.
+    /// Returns the peer `id`; `None` if it was never learned.
     pub(crate) fn peer(&self, id: u64) -> Option<Arc<Peer>> {
         lock(&self.peers).get(&id).cloned()
     }
 
-    /// Records a call from a peer. The peer is up, so the next call to it may connect at once.
+    /// Records a call from the peer `id`. It is up, so the next call to it may connect at once.
     pub(crate) fn heard_from(&self, id: u64) {
         self.reachability.heard(id);
         if let Some(peer) = self.peer(id) {
@@ -190,7 +190,7 @@ impl PeerLinks {
         }
     }
 
-    /// Makes one call on a connection of its own, to an address that no membership names yet.
+    /// Makes one call on a connection of its own to `address`, which no membership names yet.
     ///
     /// # Errors
     /// The peer's error, or the reason why there is no connection or response within `limit`.
@@ -223,10 +223,11 @@ impl Peer {
         self.bulk.is_refused()
     }
 
-    /// Makes a call, within `limit` including the connection.
+    /// Makes a call on a connection of the given lane, and connects first if necessary, within
+    /// `limit`.
     ///
     /// # Errors
-    /// See [`CallError`].
+    /// Returns why there was no response; see [`CallError`].
     pub(crate) async fn call<T, F>(
         &self,
         lane: LinkLane,
@@ -360,7 +361,7 @@ impl PeerLink {
     }
 }
 
-/// Whether the connection failed, as opposed to the peer refusing the call.
+/// Whether `status` means that the connection failed, as opposed to the peer refusing the call.
 fn is_broken(status: &Status) -> bool {
     matches!(
         status.code(),

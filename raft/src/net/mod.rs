@@ -36,7 +36,7 @@ pub use self::transport::{
     ConnectError, ConnectFailure, PeerChannel, PeerRequest, PeerResponse, PeerService, Transport,
 };
 
-/// Maximum size of a message. A batch of entries or a single command is far smaller.
+/// Maximum size of a message, in bytes. A batch of entries or a single command is far smaller.
 pub(crate) const MESSAGE_BYTES_MAX: usize = 64 * 1024 * 1024;
 /// Timeout for connecting to a peer.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);

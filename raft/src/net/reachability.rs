@@ -14,10 +14,10 @@ use tokio::time::Instant;
 
 use crate::locks::lock;
 
-/// How long a peer counts as heard after its last call. Peers send ten messages per second.
+/// Time for which a peer counts as heard after its last call. Peers send ten messages per second.
 const LATELY: Duration = Duration::from_secs(1);
 
-/// The peers that this replica hears, and their reports.
+/// Peers that this replica hears, and what they reported.
 #[derive(Debug, Default)]
 pub(crate) struct Reachability(Mutex<State>);
 
@@ -28,10 +28,10 @@ struct State {
     applied: BTreeMap<u64, u64>,
 }
 
-/// Report of a peer in an append response.
+/// Report that a peer sent in an append response.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct PeerReport {
-    /// The replicas that the peer hears, including itself.
+    /// Ids of the replicas that the peer hears, including its own.
     pub(crate) hears: BTreeSet<u64>,
     /// Whether the peer currently refuses to lead.
     pub(crate) refuses_leadership: bool,
@@ -43,14 +43,14 @@ impl Reachability {
         lock(&self.0).heard.insert(peer, Instant::now());
     }
 
-    /// Returns the recently heard peers.
+    /// Returns the ids of the peers that were heard recently.
     pub(crate) fn hears(&self) -> BTreeSet<u64> {
         let state = lock(&self.0);
         let lately = state.heard.iter().filter(|(_, at)| at.elapsed() <= LATELY);
         lately.map(|(peer, _)| *peer).collect()
     }
 
-    /// Records that `peer` has applied its log up to `index`; earlier builds do not report it (0).
+    /// Records that `peer` has applied its log up to `index`. Earlier builds do not report it (0).
     pub(crate) fn applied(&self, peer: u64, index: u64) {
         if index > 0 {
             lock(&self.0).applied.insert(peer, index);
@@ -62,14 +62,14 @@ impl Reachability {
         lock(&self.0).applied.clone()
     }
 
-    /// Records the report of `peer`. Earlier builds report nothing, not even themselves.
+    /// Records the `report` of `peer`. Earlier builds report nothing, not even themselves.
     pub(crate) fn reported(&self, peer: u64, report: PeerReport) {
         if report.hears.contains(&peer) {
             lock(&self.0).reports.insert(peer, (Instant::now(), report));
         }
     }
 
-    /// Returns the recent reports.
+    /// Returns the recent reports by peer.
     pub(crate) fn reports(&self) -> BTreeMap<u64, PeerReport> {
         let state = lock(&self.0);
         let lately = state

@@ -1,11 +1,11 @@
-//! The replica on whose behalf a connection calls.
+//! Identifies the replica on whose behalf a connection calls.
 
 use std::sync::{Arc, OnceLock};
 
 use tonic::Status;
 
-/// The replica at the other end of an incoming connection: the one that the handshake proved, or
-/// else the first id named in a call. If the peer showed a certificate, it must name that id.
+/// Replica at the other end of an incoming connection: the one that the handshake proved, or else
+/// the first id named in a call. If the peer showed a certificate, it must name that id.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct PeerSender {
     id: Arc<OnceLock<u64>>,
@@ -13,7 +13,7 @@ pub(crate) struct PeerSender {
     refusal: Option<Arc<Status>>,
 }
 
-/// Ids that a certificate names.
+/// Ids that a peer's certificate names.
 #[derive(Debug)]
 struct CertifiedIds {
     ids: Vec<u64>,
@@ -29,7 +29,7 @@ impl PeerSender {
         }
     }
 
-    /// Creates a sender whose certificate names these ids.
+    /// Creates a sender whose certificate names `ids`. The first call decides which of them it is.
     pub(super) fn certified(ids: Vec<u64>, cluster_name: &str) -> Self {
         let cluster_name = cluster_name.to_owned();
         Self {
@@ -38,7 +38,7 @@ impl PeerSender {
         }
     }
 
-    /// Creates a sender that has not proven its identity; every call is rejected with `why`.
+    /// Creates a sender that has not proven its identity. Every call is rejected with `why`.
     pub(super) fn refused(why: Status) -> Self {
         Self {
             refusal: Some(Arc::new(why)),
@@ -46,12 +46,12 @@ impl PeerSender {
         }
     }
 
-    /// Returns why every call on this connection is rejected.
+    /// Returns why every call on this connection is rejected; `None` if calls are accepted.
     pub(super) fn refusal(&self) -> Option<&Status> {
         self.refusal.as_deref()
     }
 
-    /// Ties the connection to `id`; rejects a second id.
+    /// Ties the connection to `id`. Rejects a second id, or one that the certificate does not name.
     pub(crate) fn bind(&self, id: u64) -> Result<(), Status> {
         if let Some(certified) = &self.certified
             && !certified.ids.contains(&id)

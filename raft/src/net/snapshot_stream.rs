@@ -18,7 +18,7 @@ use crate::wire::{MalformedMessageError, proto};
 
 /// Maximum number of parts read ahead of the network.
 const PARTS_MAX: usize = 4;
-/// Maximum size of a received state, in bytes.
+/// Maximum size of a received snapshot or state, in bytes.
 const SNAPSHOT_BYTES_MAX: u64 = 16 << 30;
 /// Timeout of a transfer. HTTP/2 pings end one without progress far earlier.
 pub(super) const SNAPSHOT_TIMEOUT: Duration = Duration::from_secs(3600);
@@ -49,12 +49,12 @@ pub(crate) async fn fetch_state(
     }
 }
 
-/// Reads a snapshot file part by part.
+/// Reader that splits a snapshot file into parts.
 pub(crate) struct PartReader {
     reader: SnapshotReader,
     /// Metadata of the snapshot.
     pub(crate) meta: SnapshotMeta,
-    /// The first part; `None` after it was returned.
+    /// First part; `None` after it was returned.
     start: Option<proto::SnapshotStart>,
     is_ended: bool,
 }
@@ -125,7 +125,7 @@ pub(crate) fn channel<T>() -> (mpsc::Sender<T>, mpsc::Receiver<T>) {
     mpsc::channel(PARTS_MAX)
 }
 
-/// Receives the first part of a stream.
+/// Receives the first part of a stream. Fails if another part comes first.
 pub(crate) async fn first_part(
     parts: &mut Streaming<proto::SnapshotPart>,
 ) -> Result<proto::SnapshotStart, Status> {
@@ -135,7 +135,7 @@ pub(crate) async fn first_part(
     }
 }
 
-/// Writes all parts after the first to a file. Removes the file if a part is damaged or missing.
+/// Writes all parts after the first to `file`. Removes the file if a part is damaged or missing.
 pub(crate) async fn write_parts(
     file: &SnapshotFile,
     meta: proto::SnapshotMeta,
@@ -149,7 +149,7 @@ pub(crate) async fn write_parts(
     written
 }
 
-/// A file being received. Dropping it removes the file, so that a cancelled call leaves none.
+/// File that is being received. Dropping it removes the file, so that a cancelled call leaves none.
 pub(crate) struct PartialFile(Option<SnapshotFile>);
 
 impl PartialFile {
@@ -157,7 +157,7 @@ impl PartialFile {
         Self(Some(file))
     }
 
-    /// Keeps the file for its user.
+    /// Hands the complete file over to its user, so that dropping this does not remove it.
     pub(crate) fn hand_over(mut self) {
         self.0 = None;
     }
@@ -171,12 +171,12 @@ impl Drop for PartialFile {
     }
 }
 
-/// Tracks incoming snapshots. Only the newest one matters: the sender of an earlier one no longer
-/// leads, or has given it up.
+/// Tracker of incoming snapshots. Only the newest one matters: the sender of an earlier one no
+/// longer leads, or has given it up.
 #[derive(Debug, Default)]
 pub(crate) struct SnapshotInstalls(Mutex<CancellationToken>);
 
-/// A transfer in [`SnapshotInstalls`].
+/// Transfer tracked by [`SnapshotInstalls`], until a newer one cancels it.
 pub(crate) struct InstallTurn(CancellationToken);
 
 impl SnapshotInstalls {
@@ -196,7 +196,7 @@ impl InstallTurn {
     }
 }
 
-/// Removes a file, if it exists.
+/// Removes `file`, if it exists.
 pub(crate) async fn remove(file: &SnapshotFile, blocking: BlockingMode) {
     let file = file.clone();
     // If this fails, the next start removes the file.

@@ -10,16 +10,16 @@ use futures_util::future::BoxFuture;
 use tokio_util::sync::CancellationToken;
 use tower::util::BoxCloneSyncService;
 
-/// A call to a peer; the body contains the caller's messages.
+/// Call to a peer; the body contains the caller's messages.
 pub type PeerRequest = http::Request<tonic::body::Body>;
-/// A peer's response; the body contains the peer's messages.
+/// Response of a peer; the body contains the peer's messages.
 pub type PeerResponse = http::Response<tonic::body::Body>;
-/// A connection to a peer. An error means a broken connection, not that the peer refused.
+/// Connection to a peer. An error means a broken connection, not that the peer refused the call.
 pub type PeerChannel = BoxCloneSyncService<PeerRequest, PeerResponse, tonic::Status>;
 /// Service that handles the calls of peers.
 pub type PeerService = BoxCloneSyncService<PeerRequest, PeerResponse, std::convert::Infallible>;
 
-/// Why a connection to a peer failed.
+/// Error of an attempt to connect to a peer.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{why}")]
 pub struct ConnectError {
@@ -32,12 +32,12 @@ pub struct ConnectError {
 /// Kind of connection failure.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ConnectFailure {
-    /// The peer's host reports that nothing listens at the address: the process is gone, whereas
-    /// silence may be due to the network.
+    /// The peer's host reports that nothing listens at the address, so the process is gone.
+    /// Silence, in contrast, may be due to the network.
     Refused,
     /// The address is a name that does not resolve.
     UnknownName,
-    /// No response within the timeout.
+    /// The peer did not respond within the timeout.
     TimedOut,
     /// The two sides do not share a secret.
     Secret,
@@ -45,12 +45,12 @@ pub enum ConnectFailure {
     Certificate,
     /// The peer is configured for another cluster.
     OtherCluster,
-    /// Anything else.
+    /// The connection failed for any other reason.
     Other,
 }
 
 impl ConnectError {
-    /// Whether nothing listens at the address.
+    /// Whether the connection failed because nothing listens at the address.
     #[must_use]
     pub fn is_refused(&self) -> bool {
         self.kind == ConnectFailure::Refused
@@ -66,7 +66,7 @@ impl From<String> for ConnectError {
     }
 }
 
-/// Carries calls between replicas.
+/// Network that carries calls between replicas.
 pub trait Transport: Send + Sync + 'static {
     /// Returns the address at which peers are served.
     fn local_addr(&self) -> SocketAddr;
@@ -91,7 +91,8 @@ pub trait Transport: Send + Sync + 'static {
         self.connect(address)
     }
 
-    /// Serves peers until `stop`, then finishes the calls in flight. Called once.
+    /// Serves peers with `service` until `stop` is cancelled, then finishes the calls in flight.
+    /// Called once.
     ///
     /// # Errors
     /// Fails if it can no longer serve peers.

@@ -9,16 +9,16 @@ use crate::snapshot::HEAD_BYTES_MAX;
 use crate::types::{Entry, LogId, SnapshotMeta, Vote};
 use crate::wire::{MalformedMessageError, proto};
 
-/// Maximum lead of a peer's term over this replica's: more elections than a replica can miss, and
-/// few enough that no number of calls reaches the last term.
+/// Maximum lead of a peer's term over this replica's term. It exceeds the elections that a replica
+/// can miss, and is too small for any number of calls to reach the last term.
 const TERM_LEAP_MAX: u64 = 1_000_000;
 
-/// Returns the greatest term to accept when `known` is the greatest one known.
+/// Returns the greatest term to accept from a peer when `known` is the greatest one known.
 pub(crate) fn term_max(known: u64) -> u64 {
     known.saturating_add(TERM_LEAP_MAX)
 }
 
-/// Rejects entries that no leader of this term can send.
+/// Rejects entries that no leader with this vote can send.
 pub(crate) fn check_entries(
     vote: Vote,
     previous: Option<LogId>,

@@ -30,16 +30,16 @@ use crate::wire::proto::change_request::Change;
 use crate::wire::proto::change_response::Result as Outcome;
 use crate::wire::{self, proto};
 
-/// Timeout for a change, including retries.
+/// Timeout for a change of membership, including retries.
 const CHANGE_TIMEOUT: Duration = Duration::from_secs(15);
 /// Timeout for a learner to catch up before it is promoted.
 const CATCH_UP_TIMEOUT: Duration = Duration::from_secs(10);
 /// Timeout for a voter to take leadership.
 const TRANSFER_TIMEOUT: Duration = Duration::from_secs(3);
 const RETRY: Duration = Duration::from_millis(20);
-/// Pause before retrying to finish a change.
+/// Pause before another attempt to finish a change.
 const FINISH_AGAIN: Duration = Duration::from_secs(1);
-/// Maximum number of entries that a learner may lag when it is promoted.
+/// Maximum number of entries by which a learner may lag when it is promoted.
 pub(super) const LAG_MAX: u64 = 64;
 /// Maximum number of times a change is forwarded to find the leader.
 const HOPS_MAX: u32 = 2;
@@ -118,7 +118,7 @@ impl Replica {
 }
 
 impl ReplicaInner {
-    /// Takes the second step, unless another call on this replica is about to.
+    /// Finishes a half-made change of voters, if any. Returns whether none is left.
     async fn finish_change(&self) -> bool {
         let _alone = self.changing.lock().await;
         let is_halfway = self.with_metrics(is_halfway);
@@ -133,7 +133,7 @@ impl ReplicaInner {
         is_finished
     }
 
-    /// Transfers leadership before this replica stops.
+    /// Transfers leadership, if this replica leads and is not alone, because it is about to stop.
     pub(super) async fn hand_over(&self) {
         if self.leader() != Some(self.links.identity.id) || self.voters().len() < 2 {
             return;
@@ -143,14 +143,14 @@ impl ReplicaInner {
             .await;
     }
 
-    /// Transfers leadership to `to`, or if 0 to the voter with the longest log. Logs a failure.
+    /// Transfers leadership to `to`, or to the voter with the longest log for 0. Logs a failure.
     pub(super) async fn transfer_within(&self, to: u64, limit: Duration) {
         if let Outcome::Refused(why) | Outcome::Unknown(why) = self.transfer_here(to, limit).await {
             tracing::warn!(why, "could not transfer leadership");
         }
     }
 
-    /// Makes a change through the leader.
+    /// Makes a change through the leader, and waits for its outcome.
     pub(super) fn change(
         &self,
         change: Change,
@@ -223,7 +223,7 @@ impl ReplicaInner {
         }
     }
 
-    /// Checks that `from` may request this change; returns the reason if not.
+    /// Checks that the replica `from` may request this change. Returns the reason if not.
     fn check_asker(&self, from: u64, store: u64, change: &Change) -> Result<(), String> {
         let of_itself = |member: &Option<proto::Member>| match member {
             Some(member) if member.id == from => Ok(()),
@@ -344,8 +344,8 @@ impl ReplicaInner {
         self.add_here(id, &told.address, Some(told.store)).await
     }
 
-    /// Returns why member `id` must not be replaced: it is heard, it responds with its store, or
-    /// there is no quorum, so that its removal would wait in the log until it is back.
+    /// Returns an error if the member `id` must not be replaced: it is heard, it responds with its
+    /// store, or there is no quorum, so that its removal would wait in the log until it is back.
     async fn check_lost(&self, id: u64, known: &Node) -> Result<(), String> {
         if !self.status.borrow().has_quorum {
             return Err(format!("no quorum to replace replica {id}"));
@@ -482,7 +482,7 @@ impl ReplicaInner {
         }
     }
 
-    /// Writes a membership; waits for one that is being written.
+    /// Writes a change of membership. If another one is being written, waits for that first.
     async fn write(&self, members: Members, retain: bool) -> Outcome {
         let end = Instant::now() + CHANGE_TIMEOUT;
         loop {
@@ -538,7 +538,8 @@ impl ReplicaInner {
         self.with_metrics(|metrics| metrics.membership_config.voter_ids().collect())
     }
 
-    /// Returns the other voter with the longest log, of those heard recently (not dead).
+    /// Returns the other voter with the longest log, among those that were heard recently and do
+    /// not refuse to lead.
     fn furthest_voter(&self) -> Option<u64> {
         let voters = self.voters();
         let metrics = self.raft.metrics();
@@ -567,7 +568,7 @@ impl ReplicaInner {
         .is_some()
     }
 
-    /// Waits until `find` returns a value from Raft's metrics.
+    /// Waits until `find` returns a value for Raft's metrics; returns `None` after `end`.
     async fn wait_for<T>(
         &self,
         end: Instant,

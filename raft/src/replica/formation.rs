@@ -47,30 +47,31 @@ use crate::wire::{self, proto};
 const LOOK_EVERY: Duration = Duration::from_millis(100);
 /// Interval between two attempts to update this replica's entry or to be promoted.
 const ENTRY_RETRY: Duration = Duration::from_millis(500);
-/// Maximum pause after a refusal.
+/// Maximum pause after peers refused a request.
 const REFUSAL_PAUSE_MAX: Duration = Duration::from_secs(10);
 const JOIN_TIMEOUT: Duration = Duration::from_secs(20);
 const FIRST_COMMAND_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Replicas that may exist, and those that responded.
+/// Result of polling the peers: the replicas that may exist, and those that responded.
 pub(super) struct Discovery {
-    /// Responding peers by id, with the address asked. Excludes this replica's own id.
+    /// Introductions of the peers by id. Excludes this replica's own id.
     peers: BTreeMap<u64, proto::InfoResponse>,
     /// Number of replicas that may exist, including this one.
     replicas: usize,
-    /// Findings at each address.
+    /// Findings at each polled address.
     reports: Vec<PeerFinding>,
 }
 
-/// Returns how many replicas may exist, including this one. Each peer either responded with its
-/// store or not.
+/// Returns how many replicas may exist, including this one, given each peer's store, or `None` if
+/// the peer did not respond.
 fn count_replicas(own: u64, answers: &[Option<u64>]) -> usize {
     let stores: BTreeSet<u64> = answers.iter().flatten().copied().chain([own]).collect();
     stores.len() + answers.iter().filter(|store| store.is_none()).count()
 }
 
-/// Same for the addresses that a name resolves to. A replica may have an address of each family and
-/// listen on only one, so addresses without a response are counted per family.
+/// Returns the same count as [`count_replicas`] for the addresses of a name, each with whether it
+/// is IPv6. A replica may have an address of each family and listen on only one, so addresses
+/// without a response are counted per family.
 fn count_resolved(own: u64, answers: &[(bool, Option<u64>)]) -> usize {
     let of_family = |is_v6: bool| {
         let family = answers.iter().filter(|(v6, _)| *v6 == is_v6);
@@ -82,7 +83,7 @@ fn count_resolved(own: u64, answers: &[(bool, Option<u64>)]) -> usize {
     of_family(false).max(of_family(true)) + usize::from(!is_listed)
 }
 
-/// Refuses so few founders that the other peers could found a cluster too.
+/// Returns an error if `expect` founders are so few that the other peers could found a cluster too.
 pub(super) fn check_majority(expect: usize, replicas: usize) -> Result<(), String> {
     if expect * 2 > replicas {
         return Ok(());
@@ -269,7 +270,7 @@ impl ReplicaInner {
         }
     }
 
-    /// Reports if the founders apparently do not include this replica.
+    /// Returns a finding if the founders apparently do not include this replica.
     fn own_address_missing(&self, peers: &Peers, reports: &[PeerFinding]) -> Option<PeerFinding> {
         let Formation::Bootstrap { .. } = &self.options.formation else {
             return None;
@@ -291,7 +292,9 @@ impl ReplicaInner {
         })
     }
 
-    /// Releases a claim on this replica if its claimant has given the claim up.
+    /// Releases a claim on this replica if it can no longer lead to a cluster: the claimant has
+    /// given it up, or, for this replica's own claim, a peer with a lower id is to found the
+    /// cluster.
     fn drop_dead_claim(&self, claim: ClusterBinding, found: &Discovery) -> Result<(), String> {
         let identity = &self.links.identity;
         let ClusterBinding::Claimed { cluster, by } = claim else {
@@ -311,7 +314,7 @@ impl ReplicaInner {
         Ok(())
     }
 
-    /// Claims the founders and makes them a cluster.
+    /// Claims the founders for a new cluster and makes them its voters.
     async fn found(&self, found: &Discovery, expect: usize) -> Result<(), String> {
         let identity = &self.links.identity;
         let disk = |error: std::io::Error| error.to_string();
@@ -375,7 +378,7 @@ impl ReplicaInner {
         answer.is_ok_and(|answer| answer.granted)
     }
 
-    /// Asks members, one after another, to be added to their cluster.
+    /// Asks the members found, one after another, to add this replica to their cluster.
     pub(super) async fn request_join(&self, found: &Discovery) -> Result<(), String> {
         let member = wire::member(self.links.identity.id, &self.described(0));
         let mut problem = "no peer is in a cluster".to_owned();
@@ -431,7 +434,7 @@ impl ReplicaInner {
         }
     }
 
-    /// Returns the membership entry that this replica wants.
+    /// Returns the entry that this replica should have in the membership of `cluster`.
     fn described(&self, cluster: u128) -> Node {
         Node {
             address: self.options.advertise.clone(),
@@ -441,8 +444,8 @@ impl ReplicaInner {
         }
     }
 
-    /// Updates this replica's membership entry when its address or labels change, and requests a
-    /// vote if voters are missing.
+    /// Updates this replica's membership entry when its address or labels change, and requests
+    /// promotion if voters are missing.
     async fn keep_entry_current(&self) {
         let id = self.links.identity.id;
         let mut status = self.status.subscribe();

@@ -1,4 +1,4 @@
-//! Introductions: what a replica announces about itself, and what it accepts from others.
+//! Introductions: the facts that a replica announces about itself, and those that it accepts.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
@@ -19,8 +19,8 @@ use crate::{DEFAULT_NAME, types};
 /// Timeout of a call that asks a peer about itself.
 pub(super) const INFO_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Limits for a member: number of labels, and bytes of a label's name, a value and an address. All
-/// members together stay far below the size limit of a snapshot's head.
+/// Maximum number of labels of a member. With the limits below, in bytes, all members together stay
+/// far below the size limit of a snapshot's head.
 const LABELS_MAX: usize = 32;
 const LABEL_NAME_BYTES_MAX: usize = 64;
 const LABEL_BYTES_MAX: usize = 512;
@@ -31,7 +31,7 @@ const _: () = {
     assert!(255 * member < crate::snapshot::HEAD_BYTES_MAX);
 };
 
-/// Checks a member's address and labels; returns what is wrong with them.
+/// Checks the address and the labels that a member announced. Returns what is wrong with them.
 pub(super) fn check_told(address: &str, labels: &BTreeMap<String, String>) -> Result<(), String> {
     let port = address
         .rsplit_once(':')
@@ -59,7 +59,7 @@ pub(super) fn check_told(address: &str, labels: &BTreeMap<String, String>) -> Re
     Ok(())
 }
 
-/// Returns the cluster name in a message; earlier builds leave it empty.
+/// Returns the cluster name in a message, or the default one, as earlier builds leave it empty.
 fn named(told: &str) -> &str {
     if told.is_empty() { DEFAULT_NAME } else { told }
 }
@@ -88,9 +88,9 @@ impl ReplicaInner {
         }
     }
 
-    /// Introduces this replica to the one that asks. To replicas of other clusters a member reveals
-    /// only that it is one and how its cluster's id begins: calls between members are authenticated
-    /// by its store and the full id of its cluster.
+    /// Introduces this replica to `asker`. To replicas of other clusters a member reveals only that
+    /// it is one and how its cluster's id begins: calls between members are authenticated by its
+    /// store and the full id of its cluster.
     pub(crate) fn introduce(&self, asker: &proto::InfoRequest) -> proto::InfoResponse {
         let theirs = wire::join_optional(asker.cluster_high, asker.cluster_low);
         let identity = &self.links.identity;
@@ -145,8 +145,8 @@ impl ReplicaInner {
         Ok(info)
     }
 
-    /// Returns how many voters this replica's config requires, if it names the replica at `address`
-    /// as a founder.
+    /// Returns the number of voters that this replica's config expects, if that names the replica
+    /// at `address` as a founder.
     pub(super) async fn voters_wanted_with(&self, address: &str) -> Option<usize> {
         let Formation::Bootstrap { peers, expect, .. } = &self.options.formation else {
             return None;
@@ -165,7 +165,7 @@ impl ReplicaInner {
         None
     }
 
-    /// Returns the member with this id, if it has this store.
+    /// Returns the member `id` if it has this `store`, otherwise the reason for refusing it.
     pub(super) fn check_member(&self, id: u64, store: u64) -> Result<types::Node, String> {
         let node = self.node(id);
         let node = node.ok_or_else(|| format!("replica {id} is not a member"))?;

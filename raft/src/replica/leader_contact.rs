@@ -8,7 +8,7 @@ use tokio::time::Instant;
 use crate::locks::lock;
 use crate::types::{LogId, Vote};
 
-/// Time and content of the last contact with the leader.
+/// Times and contents of recent contacts with the leader.
 #[derive(Debug, Default)]
 pub(crate) struct LeaderContact(Mutex<ContactState>);
 
@@ -16,13 +16,13 @@ pub(crate) struct LeaderContact(Mutex<ContactState>);
 struct ContactState {
     last: Option<(Instant, bool)>,
     catch_up: Option<LogId>,
-    /// The oldest and the newest contact whose commits are not known to be applied here.
+    /// Oldest and newest contact whose commits are not known to be applied here.
     unapplied: [Option<Contact>; 2],
-    /// The last contact whose commits are all applied here.
+    /// Time of the last contact whose commits are all applied here.
     confirmed: Option<Instant>,
 }
 
-/// What a leader with a quorum had committed at a given time.
+/// Entries that a leader with a quorum had committed at a given time.
 #[derive(Debug, Clone, Copy)]
 struct Contact {
     at: Instant,
@@ -30,7 +30,7 @@ struct Contact {
 }
 
 impl LeaderContact {
-    /// Records an accepted append or heartbeat.
+    /// Records an append or heartbeat that this replica accepted.
     pub(crate) fn append(&self, leader: Vote, committed: Option<LogId>, has_quorum: bool) {
         let at = Instant::now();
         let mut state = lock(&self.0);
@@ -44,14 +44,14 @@ impl LeaderContact {
         }
     }
 
-    /// Records that a quorum acknowledged this replica as the leader at that time.
+    /// Records that a quorum acknowledged this replica as the leader at the time `at`.
     pub(crate) fn led(&self, leader: Vote, committed: Option<LogId>, at: Instant) {
         if let Some(committed) = own(leader, committed) {
             lock(&self.0).note(Contact { at, committed });
         }
     }
 
-    /// Records how far the log is applied here.
+    /// Records that the log is applied here up to `applied`.
     pub(crate) fn applied(&self, applied: LogId) {
         let mut state = lock(&self.0);
         let [oldest, newest] = state.unapplied;
@@ -63,19 +63,20 @@ impl LeaderContact {
         }
     }
 
-    /// Whether the leader was heard within `limit` and reported a quorum.
+    /// Whether the leader was heard within `limit` and reported that it has a quorum.
     pub(crate) fn has_quorum(&self, limit: Duration) -> bool {
         lock(&self.0)
             .last
             .is_some_and(|(at, has_quorum)| has_quorum && at.elapsed() <= limit)
     }
 
-    /// Returns what the leader had committed when this replica first heard from it.
+    /// Returns the last entry that the leader had committed when this replica first heard from it.
     pub(crate) fn catch_up(&self) -> Option<LogId> {
         lock(&self.0).catch_up
     }
 
-    /// Returns the last contact with a leader whose commits at that time are all applied here.
+    /// Returns the time of the last contact with a leader whose commits at that time are all
+    /// applied here.
     pub(crate) fn confirmed(&self) -> Option<Instant> {
         lock(&self.0).confirmed
     }

@@ -1,4 +1,4 @@
-//! Which replicas should not lead, and which should lead instead.
+//! Determines which replicas should not lead, and which should lead instead.
 //!
 //! A replica stands back while its log cannot be written or its machine's state may be wrong: it
 //! requests no votes, refuses leadership, and transfers it if it leads. A leader also transfers
@@ -15,8 +15,8 @@ use tokio::time::{Instant, MissedTickBehavior};
 use super::ReplicaInner;
 use crate::net::better_leader;
 
-/// How long another voter must have been the better leader. Reachability fluctuates, and a transfer
-/// costs an election.
+/// Time for which another voter must have been the better leader. Reachability fluctuates, and a
+/// transfer costs an election.
 const BETTER_FOR: Duration = Duration::from_secs(2);
 
 /// Transfers leadership whenever this replica refuses to lead.
@@ -48,7 +48,7 @@ pub(super) async fn yield_leadership(inner: Arc<ReplicaInner>) {
     }
 }
 
-/// Transfers leadership to a voter that has heard from more of the others for a while.
+/// Transfers leadership to a voter that has heard from more of the other voters for a while.
 pub(super) async fn transfer_to_better_connected(inner: Arc<ReplicaInner>) {
     let mut ticks = tokio::time::interval(inner.options.election_timeout.end);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -75,7 +75,7 @@ pub(super) async fn transfer_to_better_connected(inner: Arc<ReplicaInner>) {
 }
 
 impl ReplicaInner {
-    /// Returns why this replica currently refuses to lead.
+    /// Returns why this replica currently refuses to lead; `None` if it does not.
     pub(crate) fn refuses_leadership(&self) -> Option<&'static str> {
         if self.log.waiting().borrow().is_some() {
             return Some("its log accepts nothing at present");
@@ -85,14 +85,14 @@ impl ReplicaInner {
             .then_some("its state may be wrong")
     }
 
-    /// Lets Raft request votes, unless this replica is removed or refuses to lead.
+    /// Sets whether Raft may request votes: not while this replica is removed or refuses to lead.
     pub(super) fn may_elect(&self) {
         let is_removed = self.is_removed.load(Ordering::Acquire);
         let may_elect = !is_removed && self.refuses_leadership().is_none();
         self.raft.runtime_config().elect(may_elect);
     }
 
-    /// Returns the voter that should lead instead of this leader; none while voters change.
+    /// Returns the voter that should lead instead of this leader. `None` while voters change.
     fn better_leader(&self) -> Option<u64> {
         let voters = self.with_metrics(|metrics| {
             let membership = metrics.membership_config.membership();

@@ -55,17 +55,17 @@ use crate::snapshot::SnapshotFolder;
 use crate::status::{Role, Status};
 use crate::types::{Metrics, public_index};
 
-/// Timeout for tasks and connections to end.
+/// Timeout for tasks and connections to end when a replica stops.
 const STOP_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// A running replica. Cheap to clone. It runs until it is shut down, even if all handles are
-/// dropped.
+/// Handle to a running replica, cheap to clone. The replica runs until it is shut down, even if all
+/// handles are dropped.
 #[derive(Clone)]
 pub struct Replica {
     inner: Arc<ReplicaInner>,
 }
 
-/// State shared by a replica's tasks.
+/// State that a replica's tasks share.
 pub(crate) struct ReplicaInner {
     pub(crate) options: ReplicaOptions,
     pub(crate) blocking: BlockingMode,
@@ -82,17 +82,17 @@ pub(crate) struct ReplicaInner {
     pub(crate) has_quorum: watch::WatchSender<bool>,
     /// Whether the machine's state may be wrong; see [`Replica::set_state_suspect`].
     pub(crate) is_state_suspect: watch::WatchSender<bool>,
-    /// Newest message for the peers.
+    /// Newest message to send to the peers.
     pub(crate) outgoing: watch::WatchSender<Bytes>,
     /// Peers to which a message stream is open.
     pub(crate) connected: watch::WatchSender<BTreeSet<u64>>,
-    /// Held while this replica changes the membership.
+    /// Lock that this replica holds while it changes the membership.
     pub(crate) changing: Mutex<()>,
-    /// Held while the machine's state is sent to a peer whose own state is in doubt.
+    /// Permit that is held while the machine's state is sent to a peer whose own state is in doubt.
     pub(crate) state_transfer_permit: Arc<Semaphore>,
-    /// Snapshots being received.
+    /// Tracker of the snapshots that are being received.
     pub(crate) installing: SnapshotInstalls,
-    /// Limits the log lines about refused calls.
+    /// Limiter of the log lines about refused calls.
     pub(crate) refusals: LogThrottle,
     pub(crate) is_stopping: AtomicBool,
     /// Result of the last search for a cluster or its members.
@@ -102,7 +102,7 @@ pub(crate) struct ReplicaInner {
     pub(crate) cancel: CancellationToken,
     pub(crate) tasks: TaskTracker,
     local_addr: SocketAddr,
-    /// Held until the replica has stopped, even if handles remain.
+    /// Lock on the store, held until the replica has stopped, even if handles remain.
     lock: std::sync::Mutex<Option<StoreLock>>,
 }
 
@@ -198,13 +198,13 @@ impl Replica {
         self.inner.clone()
     }
 
-    /// Returns the current status.
+    /// Returns the current status of the replica and its cluster.
     #[must_use]
     pub fn status(&self) -> Status {
         self.inner.status.borrow().clone()
     }
 
-    /// Watches the status.
+    /// Returns a receiver that is notified of changes of the status.
     #[must_use]
     pub fn watch(&self) -> watch::WatchReceiver<Status> {
         self.inner.status.subscribe()
@@ -228,13 +228,13 @@ impl Replica {
             .collect()
     }
 
-    /// Returns how long syncs of the log have taken so far.
+    /// Returns the histogram of the durations of log syncs so far.
     #[must_use]
     pub fn sync_times(&self) -> SyncTimes {
         self.inner.log.sync_times()
     }
 
-    /// Sends `bytes` to every connected peer, outside the log. Never waits; a slow peer receives
+    /// Sends `bytes` to every connected peer, outside the log. Never waits. A slow peer receives
     /// only the newest message.
     pub fn broadcast(&self, bytes: Bytes) {
         self.inner.outgoing.send_replace(bytes);
@@ -247,7 +247,7 @@ impl Replica {
         self.inner.may_elect();
     }
 
-    /// Stops: transfers leadership if it leads, finishes pending writes and closes the store.
+    /// Stops the replica: transfers leadership if it leads, finishes writes and closes the store.
     pub fn shutdown(&self) -> BoxFuture<'_, ()> {
         let stop = async {
             if !self.inner.is_stopping.swap(true, Ordering::AcqRel) {
@@ -258,8 +258,8 @@ impl Replica {
         stop.boxed()
     }
 
-    /// Stops like a process crash, without transferring leadership. Acknowledged data is on disk.
-    /// For tests and fault injection.
+    /// Stops the replica like a process crash, without transferring leadership. Acknowledged data
+    /// is on disk. For tests and fault injection.
     pub async fn crash(&self) {
         self.inner.is_stopping.store(true, Ordering::Release);
         self.inner.stop().await;
@@ -271,7 +271,7 @@ impl Replica {
         self.inner.local_addr
     }
 
-    /// Returns the connection attempts to peers so far; grows slowly while a peer is away.
+    /// Returns the number of connection attempts so far; grows slowly while a peer is away.
     #[must_use]
     pub fn connect_attempts(&self) -> u64 {
         self.inner.links.attempts()
@@ -295,13 +295,13 @@ impl ReplicaInner {
         self.spawn(formation::propose_first_command(self.clone()));
     }
 
-    /// Runs a task until the replica stops.
+    /// Runs `task` until it ends or the replica stops.
     fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) {
         let stop = self.cancel.clone();
         self.tasks.spawn(stop.run_until_cancelled_owned(task));
     }
 
-    /// Returns why this replica is stopping or has failed.
+    /// Returns why this replica is stopping or has failed; `None` while it runs.
     pub(crate) fn why_stopped(&self) -> Option<String> {
         if let Some(fault) = self.fault.get() {
             return Some(fault);
@@ -316,12 +316,12 @@ impl ReplicaInner {
         self.with_metrics(|metrics| metrics.membership_config.nodes().next().is_some())
     }
 
-    /// Reads Raft's latest metrics, which are locked meanwhile.
+    /// Calls `look` with Raft's latest metrics, which are locked meanwhile.
     pub(crate) fn with_metrics<T>(&self, look: impl FnOnce(&Metrics) -> T) -> T {
         look(&self.raft.metrics().borrow_watched())
     }
 
-    /// Stops everything. Idempotent.
+    /// Stops all parts of the replica. Idempotent.
     async fn stop(&self) {
         self.cancel.cancel();
         // Raft may wait for its log, which may wait for space.

@@ -53,19 +53,19 @@ pub(super) async fn promote_learners(inner: Arc<ReplicaInner>) {
     }
 }
 
-/// The number of voters, and the learners that keep up.
+/// Number of voters, and the learners that keep up.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 struct Electorate {
     voters: usize,
     keeping_up: BTreeSet<u64>,
 }
 
-/// Since when each learner has kept up. Pure: time and observations are arguments.
+/// Times since which each learner has kept up. Reads no clock: time and observations are arguments.
 #[derive(Debug, Default)]
 struct StableLearners(BTreeMap<u64, Instant>);
 
 impl StableLearners {
-    /// Records an observation; returns the learner to promote.
+    /// Records the observation `seen` at `now`. Returns the learner to promote, if any.
     fn look(&mut self, now: Instant, seen: &Electorate, promotion: &Promotion) -> Option<u64> {
         self.0.retain(|id, _| seen.keeping_up.contains(id));
         for id in &seen.keeping_up {
@@ -80,7 +80,7 @@ impl StableLearners {
     }
 }
 
-/// Returns the greatest odd number that is at most `number`.
+/// Returns the greatest odd number that is at most `number`; 0 for 0.
 fn odd_below(number: usize) -> usize {
     match number % 2 {
         0 => number.saturating_sub(1),
@@ -89,7 +89,7 @@ fn odd_below(number: usize) -> usize {
 }
 
 impl ReplicaInner {
-    /// Returns voters and learners, if this replica leads with a quorum and no change is pending.
+    /// Returns the electorate, if this replica leads with a quorum and no change is pending.
     fn electorate(&self) -> Option<Electorate> {
         let voters = self.settled_voters()?;
         let reports = self.links.reachability.reports();
@@ -110,7 +110,7 @@ impl ReplicaInner {
         })
     }
 
-    /// Returns the voters, while this replica leads with a quorum and no change of them is pending.
+    /// Returns the voters, if this replica leads with a quorum and no change is pending.
     pub(super) fn settled_voters(&self) -> Option<BTreeSet<u64>> {
         if !*self.has_quorum.borrow() {
             return None;
@@ -124,7 +124,7 @@ impl ReplicaInner {
     }
 }
 
-/// Whether a learner's disk holds nearly all of the log, and the entry that made it a member.
+/// Whether the learner's disk holds nearly all of the log, and the entry that made it a member.
 fn has_kept_up(metrics: &Metrics, id: u64) -> bool {
     let replication = metrics.replication.as_ref();
     let Some(matched) = replication.and_then(|all| all.get(&id).copied().flatten()) else {
@@ -140,7 +140,7 @@ mod tests {
 
     const AFTER: Duration = Duration::from_secs(10);
 
-    /// Returns the learner to promote, of `learners` that have kept up for long enough.
+    /// Returns the learner to promote among `learners`, which have kept up for long enough.
     fn given(voters: usize, learners: &[u64], voters_max: usize) -> Option<u64> {
         let promotion = Promotion {
             after: AFTER,

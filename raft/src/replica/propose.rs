@@ -23,11 +23,11 @@ use crate::wire::proto;
 use crate::wire::proto::propose_response::Result as Proposed;
 use crate::wire::proto::read_barrier_response::Result as Barrier;
 
-/// Maximum pause before a retry.
+/// Maximum pause before a proposal or barrier is retried.
 const RETRY: Duration = Duration::from_millis(20);
-/// Extra time for a forwarded call beyond the leader's own timeout.
+/// Time that a forwarded call may take beyond the leader's own timeout.
 const WAY: Duration = Duration::from_millis(50);
-/// No leader is known here.
+/// Response of a replica that knows no leader.
 const NO_LEADER: proto::NotLeader = proto::NotLeader { leader: 0 };
 
 impl Replica {
@@ -35,7 +35,8 @@ impl Replica {
     /// Waits at most `limit`.
     ///
     /// # Errors
-    /// See [`ProposeError`]: only `NoLeader`, `Refused` and `TooLarge` mean that it did not happen.
+    /// See [`ProposeError`]. Only `NoLeader`, `Refused` and `TooLarge` mean that the command is in
+    /// no log.
     pub fn propose(
         &self,
         command: Vec<u8>,
@@ -90,12 +91,12 @@ impl ReplicaInner {
         }
     }
 
-    /// Checks that every member can apply a command; returns the reason if not.
+    /// Checks that every member can apply a command. Returns the reason if not.
     pub(crate) fn check_command(&self, command: &[u8]) -> Result<(), String> {
         (self.check)(command, &|| self.status.borrow().clone())
     }
 
-    /// Proposes on this replica, if it leads. The command must have been checked.
+    /// Proposes a command on this replica, if it leads. The command must have been checked.
     pub(crate) async fn propose_here(&self, command: Bytes, limit: Duration) -> Proposed {
         // A machine in doubt cannot give a trustworthy reply.
         if self.why_stopped().is_some() || self.is_unfounded() || *self.is_state_suspect.borrow() {
@@ -128,7 +129,7 @@ impl ReplicaInner {
         }
     }
 
-    /// Proposes on `leader`. [`Proposed::NotLeader`] means that the command is in no log.
+    /// Proposes a command on `leader`. [`Proposed::NotLeader`] means that the command is in no log.
     async fn propose_to(
         &self,
         leader: u64,
@@ -193,7 +194,7 @@ impl ReplicaInner {
         }
     }
 
-    /// Returns an index that covers everything committed, confirmed by a quorum, if it leads.
+    /// Returns an index that covers all commits, confirmed by a quorum, if this replica leads.
     pub(crate) async fn barrier_here(&self, limit: Duration) -> Barrier {
         if planted::is(Bug::BarrierWithoutQuorum) {
             return Barrier::Index(self.status.borrow().committed);
@@ -222,7 +223,7 @@ impl ReplicaInner {
             .unwrap_or(Barrier::NotLeader(NO_LEADER))
     }
 
-    /// Returns the current leader, which may be this replica.
+    /// Returns the current leader, which may be this replica. `None` if none is known.
     pub(super) fn leader(&self) -> Option<u64> {
         self.with_metrics(|metrics| metrics.current_leader)
     }

@@ -1,4 +1,4 @@
-//! Replaces the state of a machine in doubt with another replica's.
+//! Replaces the state of a machine in doubt with that of another replica.
 //!
 //! Raft keeps logs equal, not machines: a fault of memory or of the program may leave a machine
 //! wrong although its log is correct. Log, votes and membership were never in doubt, so only the
@@ -16,19 +16,18 @@ use crate::net::snapshot_stream::fetch_state;
 use crate::net::{CallError, Peer};
 use crate::status::Role;
 
-/// Maximum number of attempts to fetch a state that reaches as far as this machine, and the pause
-/// between them.
+/// Maximum number of attempts to fetch a state that reaches as far as this machine.
 const TRIES_MAX: u32 = 20;
 const PAUSE: Duration = Duration::from_millis(50);
 
-/// Why an attempt to install another replica's state failed.
+/// Reason why an attempt to install another replica's state failed.
 #[derive(Debug, thiserror::Error)]
 enum TakeOverError {
     #[error("fetch a state: {0}")]
     Fetch(CallError),
     #[error(transparent)]
     Install(InstallError),
-    /// The state may or may not have been replaced.
+    /// The installation panicked, and may or may not have replaced the state.
     #[error(transparent)]
     Panicked(io::Error),
 }

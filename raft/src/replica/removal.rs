@@ -18,11 +18,12 @@ use crate::status::PeerFinding;
 use crate::types::{Node, public_index};
 use crate::wire;
 
-/// Interval between two checks.
+/// Interval between two checks for a quorum.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 
-/// Checks periodically. A removed replica reports that in its status and requests no votes, since
-/// it would get none. Both end when it hears a leader again, because it may have been added again.
+/// Checks periodically whether this replica lost its quorum, and if so, asks the members why. A
+/// removed replica reports that in its status and requests no votes, since it would get none. Both
+/// end when it hears a leader again, because it may have been added again.
 pub(super) async fn notice(inner: Arc<ReplicaInner>) {
     let mut looks = tokio::time::interval(LOOK_EVERY);
     looks.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -51,7 +52,7 @@ pub(super) async fn notice(inner: Arc<ReplicaInner>) {
     }
 }
 
-/// A period without a quorum.
+/// State of a period without a quorum.
 struct LostQuorum {
     log: SearchLog,
     seen: LastSeen,
@@ -65,7 +66,7 @@ impl LostQuorum {
         }
     }
 
-    /// Returns the findings to show, and logs them if due.
+    /// Returns the findings to show in the status, and logs them if a line is due.
     fn told(&mut self, mut peers: Vec<PeerFinding>) -> PeerDiscovery {
         let now = Instant::now();
         self.seen.replace_timeouts(now, &mut peers);
@@ -106,7 +107,7 @@ impl ReplicaInner {
         })
     }
 
-    /// Stores the findings about the other members; returns whether they changed.
+    /// Stores the findings about the other members. Returns whether they changed.
     fn show_members(&self, found: PeerDiscovery) -> bool {
         let mut shown = lock(&self.search);
         let is_news = *shown != found;
@@ -114,7 +115,8 @@ impl ReplicaInner {
         is_news
     }
 
-    /// Returns whether this replica was removed, and the findings at the addresses of the others.
+    /// Asks the other members for the membership. Returns whether this replica was removed, and the
+    /// findings at their addresses.
     async fn ask_members(&self) -> (bool, Vec<PeerFinding>) {
         let (id, cluster) = (self.links.identity.id, self.links.identity.cluster());
         // After a restart of all replicas none knows for a while what is committed, so a response

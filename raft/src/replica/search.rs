@@ -12,19 +12,19 @@ use crate::net::{CallOnceError, ConnectFailure};
 use crate::status::{PeerFinding, PeerState};
 use crate::wire::{self, proto};
 
-/// Time until the first log line, and minimum time between two.
+/// Time until the first log line about a search, and minimum time between two.
 const SAY_FIRST: Duration = Duration::from_secs(1);
-/// Maximum time between two lines while nothing changes.
+/// Maximum time between two log lines about a search while nothing changes.
 const SAY_RARELY: Duration = Duration::from_secs(60);
-/// How long a finding replaces later timeouts of the same peer.
+/// Time for which a finding replaces later timeouts of the same peer.
 const SEEN_FOR: Duration = Duration::from_secs(10);
 
 /// Result of one search for a cluster or its other members.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct PeerDiscovery {
-    /// Why this replica is in no cluster yet, or has no quorum.
+    /// Reason why this replica is in no cluster yet, or has no quorum.
     pub(super) problem: Option<String>,
-    /// Findings at each address.
+    /// Findings at each address that was searched.
     pub(super) peers: Vec<PeerFinding>,
 }
 
@@ -39,7 +39,7 @@ impl PeerDiscovery {
     }
 }
 
-/// Why a peer did not introduce itself.
+/// Reason why a peer did not introduce itself.
 #[derive(Debug, Clone, thiserror::Error)]
 #[error("{why}")]
 pub(super) struct AskError {
@@ -72,7 +72,7 @@ impl From<CallOnceError> for AskError {
     }
 }
 
-/// Returns the finding at `address`.
+/// Returns the finding at `address`, given the peer's introduction or the reason for its absence.
 pub(super) fn report(
     address: &str,
     answer: &Result<proto::InfoResponse, AskError>,
@@ -113,7 +113,7 @@ pub(super) fn is_other_cluster(info: &proto::InfoResponse, binding: ClusterBindi
     wire::join_optional(info.cluster_high, info.cluster_low) != Some(ours)
 }
 
-/// Reports a member of another cluster, with both ids, because the names are equal.
+/// Describes a member of another cluster by the ids of both clusters, because the names are equal.
 pub(super) fn two_clusters(info: &proto::InfoResponse, ours: Option<u128>) -> String {
     format!(
         "replica {} is in another cluster of the same name: its id is {}, this replica's {}",
@@ -151,7 +151,7 @@ pub(super) fn report_member(
     }
 }
 
-/// Marks peers with the same id: only one of them can be in a cluster.
+/// Marks the findings of peers with the same id: only one of them can be in a cluster.
 pub(super) fn mark_doubles(
     reports: &mut [PeerFinding],
     answers: &[Result<proto::InfoResponse, AskError>],
@@ -175,7 +175,8 @@ pub(super) fn mark_doubles(
 pub(super) struct LastSeen(BTreeMap<String, (Instant, PeerFinding)>);
 
 impl LastSeen {
-    /// Replaces findings of no response with those made there within [`SEEN_FOR`].
+    /// Replaces each timeout in `reports` with the last other finding at the same address, if that
+    /// was made within [`SEEN_FOR`].
     pub(super) fn replace_timeouts(&mut self, now: Instant, reports: &mut [PeerFinding]) {
         for report in reports {
             let seen = self.0.get(&report.address);
@@ -188,8 +189,8 @@ impl LastSeen {
     }
 }
 
-/// When to log why a replica is in no cluster yet or has no quorum: after a second, then at growing
-/// intervals, and again when the reason changes.
+/// Schedule of log lines on why a replica is in no cluster yet or has no quorum: after a second,
+/// then at growing intervals, and again when the reason changes.
 #[derive(Debug)]
 pub(super) struct SearchLog {
     began: Instant,
@@ -208,7 +209,7 @@ impl SearchLog {
         }
     }
 
-    /// Logs the result of a search, if it is due.
+    /// Logs the result of a search for a cluster, if a line is due.
     pub(super) fn say(&mut self, now: Instant, search: &PeerDiscovery) {
         let Some(problem) = &search.problem else {
             return;

@@ -31,8 +31,8 @@ impl Replica {
         Ok(self.inner.change(remove).await?.index)
     }
 
-    /// Removes an absent member, if this replica leads and the others can do without it as in
-    /// [`Replica::leave`]. Returns the log index.
+    /// Removes the absent member `id`, if this replica leads, at least `voters_min` voters remain
+    /// and most of them respond. Returns the log index.
     ///
     /// # Errors
     /// Fails if the member is present or must stay.
@@ -61,7 +61,7 @@ impl Replica {
 }
 
 impl ReplicaInner {
-    /// Checks whether a member may leave or be removed as absent; returns why it must stay.
+    /// Checks whether a member may leave or be removed as absent. Returns why it must stay.
     pub(super) fn check_shrink(&self, remove: &proto::Remove) -> Result<(), String> {
         let voters = self.voters();
         if remove.voters_min == 0 || !voters.contains(&remove.id) {
@@ -86,7 +86,7 @@ impl ReplicaInner {
         Ok(())
     }
 
-    /// Returns this replica and those that respond to it while it leads.
+    /// Returns the ids of this replica and of those that respond to it while it leads.
     fn answering(&self) -> BTreeSet<u64> {
         let me = self.links.identity.id;
         let connected = self.connected.borrow().clone();
@@ -128,7 +128,8 @@ impl ReplicaInner {
         self.remove_here(id).await
     }
 
-    /// Searches for members at the configured peers, then at the last known members.
+    /// Searches for members at the configured peers, then at the last known members, and asks them
+    /// to admit this replica again.
     async fn ask_in_again(&self) -> Result<(), String> {
         let (Formation::Join(configured)
         | Formation::Bootstrap {

@@ -1,4 +1,4 @@
-//! Cases that only code inside a replica can produce.
+//! Tests of cases that only code inside a replica can produce.
 
 use std::collections::BTreeSet;
 
@@ -37,7 +37,7 @@ async fn two_led_by_the_first() -> (Replica, Replica) {
 const STORE: u64 = 4711;
 
 impl Replica {
-    /// Adds `id` as a learner that does not run; returns the header that its calls would have.
+    /// Adds `id` as a learner that does not run. Returns the header that its calls would have.
     pub(crate) async fn let_in(&self, id: u64) -> proto::Header {
         let identity = &self.inner.links.identity;
         let node = crate::types::Node {

@@ -50,8 +50,8 @@ pub(super) async fn keep_status(inner: Arc<ReplicaInner>) {
     }
 }
 
-/// The part of Raft's metrics that the status shows at once. Ticks and acknowledged heartbeats
-/// change the rest a hundred times per second or more; it is shown at the next tick.
+/// Raft's metrics that the status shows at once. Ticks and acknowledged heartbeats change the rest
+/// a hundred times per second or more; it is shown at the next tick.
 #[derive(PartialEq)]
 struct ShownMetrics {
     is_running: bool,
@@ -142,7 +142,7 @@ impl Replica {
 }
 
 impl ReplicaInner {
-    /// Returns how long a leader is trusted without contact: the length of its lease.
+    /// Returns the time for which a leader is trusted without contact: the length of its lease.
     pub(super) fn lease(&self) -> Duration {
         self.options.election_timeout.end
     }
@@ -178,7 +178,7 @@ impl ReplicaInner {
         });
     }
 
-    /// Updates the quorum state. Returns whether this replica leads with a quorum.
+    /// Updates whether this replica has a quorum. Returns whether it leads with one.
     fn take_in(&self, metrics: &Metrics) -> bool {
         let leads = self.leads_with_quorum(metrics);
         self.has_quorum
@@ -202,7 +202,7 @@ impl ReplicaInner {
         voters.all(|voter| voter == id)
     }
 
-    /// Records up to which time everything committed is applied here.
+    /// Records the time up to which everything committed is applied here.
     fn confirm(&self, metrics: &Metrics, leads: bool) {
         if leads {
             let acked = metrics.last_quorum_acked.as_ref();
@@ -315,7 +315,7 @@ impl ReplicaInner {
     }
 }
 
-/// Logs the changes that an operator needs to follow events.
+/// Logs the changes of the status that an operator needs to follow events.
 fn log_changes(old: &Status, new: &Status) {
     if (old.role, old.leader, old.term) != (new.role, new.leader, new.term) {
         tracing::info!(role = ?new.role, leader = new.leader, term = new.term, "role changed");

@@ -25,19 +25,19 @@ use crate::files::Files;
 use crate::types::LogId;
 
 const MAGIC: &[u8; 8] = b"quosnap1";
-/// Length and checksum before each part.
+/// Length of the head of each frame, in bytes: the frame's length and checksum.
 const FRAME_HEAD_BYTES: usize = 8;
-/// Size of the chunks written. The reader accepts chunks up to eight times that size.
+/// Size of the chunks written, in bytes. The reader accepts chunks up to eight times that size.
 pub(crate) const CHUNK_BYTES: usize = 256 * 1024;
 pub(crate) const CHUNK_BYTES_MAX: usize = 8 * CHUNK_BYTES;
-/// Maximum size of the head: 255 members with all permitted labels stay below it.
+/// Maximum size of the head, in bytes: 255 members with all permitted labels stay below it.
 pub(crate) const HEAD_BYTES_MAX: usize = 16 * 1024 * 1024;
 const END_BYTES: usize = 16;
 
 const EXTENSION: &str = "snapshot";
 const UNFINISHED: &str = "unfinished";
 
-/// A snapshot file, or a place for one.
+/// Snapshot file, or a path at which one can be written.
 #[derive(Debug, Clone)]
 pub(crate) struct SnapshotFile {
     pub(crate) files: Arc<dyn Files>,
@@ -77,13 +77,13 @@ impl SnapshotFolder {
         })
     }
 
-    /// Returns the newest snapshot.
+    /// Returns the newest snapshot in the folder; `None` if there is none.
     pub(crate) fn newest(&self) -> io::Result<Option<SnapshotFile>> {
         // Names sort in the order of log ids.
         Ok(self.finished()?.into_iter().max().map(|path| self.at(path)))
     }
 
-    /// Returns a new place to write a snapshot.
+    /// Returns a new unfinished file, in which a snapshot can be written.
     pub(crate) fn unfinished(&self) -> SnapshotFile {
         let number = self.unfinished.fetch_add(1, Ordering::Relaxed);
         self.at(self.folder.join(format!("{number}.{UNFINISHED}")))

@@ -10,7 +10,7 @@ use crate::error::StartError;
 use crate::files::{damaged, io_error};
 use crate::wire::proto;
 
-/// Damage in a snapshot file.
+/// Error for damage in a snapshot file.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("snapshot damaged at byte {offset}: {what}")]
 pub(crate) struct SnapshotDamageError {
@@ -18,7 +18,7 @@ pub(crate) struct SnapshotDamageError {
     pub(crate) what: String,
 }
 
-/// Reads a snapshot and verifies it chunk by chunk.
+/// Reader of a snapshot that verifies it chunk by chunk.
 pub(crate) struct SnapshotReader {
     path: PathBuf,
     file: BufReader<Box<dyn Read + Send>>,
@@ -32,7 +32,7 @@ pub(crate) struct SnapshotReader {
 }
 
 impl SnapshotReader {
-    /// Opens a file and reads its head.
+    /// Opens the snapshot `file` and reads its head.
     pub(crate) fn open(file: &SnapshotFile) -> Result<(Self, proto::SnapshotMeta), StartError> {
         let path = &file.path;
         let opened = file.files.open(path);
@@ -53,7 +53,7 @@ impl SnapshotReader {
         }
     }
 
-    /// Reads the next chunk; empty at the end of the file.
+    /// Reads the next chunk. Returns an empty one at the end of the file.
     ///
     /// # Errors
     /// I/O errors of the file, or [`SnapshotDamageError`].
@@ -77,7 +77,7 @@ impl SnapshotReader {
         Ok(())
     }
 
-    /// Returns the damage found so far.
+    /// Returns the damage that was found; `None` if there was none so far.
     pub(crate) fn damage(&self) -> Option<&SnapshotDamageError> {
         self.damage.as_ref()
     }

@@ -9,7 +9,7 @@ use crate::files::NewFile;
 use crate::planted::{self, Bug};
 use crate::wire::proto;
 
-/// Writes a snapshot in chunks, each with a checksum.
+/// Writer of a snapshot in chunks, each with a checksum.
 pub(crate) struct SnapshotWriter {
     out: BufWriter<Box<dyn NewFile>>,
     chunk: Vec<u8>,
@@ -18,7 +18,7 @@ pub(crate) struct SnapshotWriter {
 }
 
 impl SnapshotWriter {
-    /// Creates a file and writes its head.
+    /// Creates the snapshot `file` and writes its head.
     pub(crate) fn create(file: &SnapshotFile, meta: &proto::SnapshotMeta) -> io::Result<Self> {
         let mut out = BufWriter::new(file.files.create(&file.path)?);
         out.write_all(MAGIC)?;

@@ -1,7 +1,7 @@
-//! A user's figures for admission, including what the log does not know yet.
+//! The figures of a user for admission, including charges that the log has not applied yet.
 //!
-//! Replicas read the users' figures from the published state. What a replica has charged but not
-//! seen applied is kept in its [`PendingCharges`] and added on top, so that its own latest
+//! Replicas read the users' figures from the published state. A replica keeps what it has charged
+//! but not seen applied in its [`PendingCharges`] and adds it on top, so that its own latest
 //! dispatches count at once.
 
 use std::collections::BTreeMap;
@@ -11,27 +11,27 @@ use crate::ids::UserKey;
 use crate::pricing::{Pricing, WEIGHT_MILLI_DEFAULT, milli_tokens};
 use crate::quotas::PendingUse;
 
-/// A user's figures that queue orders read.
+/// Figures of one user that determine the user's place in the queue orders.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct UserFigures {
     /// Virtual token counter, in thousandths of a priced token at weight 1.
     pub counter_milli: u64,
-    /// The counter without any lift: all charges so far over the current weight.
+    /// All charges so far over the current weight, in thousandths: the counter without any lift.
     pub served_milli: u64,
     /// Share of service relative to other users, in thousandths.
     pub weight_milli: u32,
-    /// Requests dispatched and not ended, at all replicas.
+    /// Number of requests dispatched and not ended, at all replicas.
     pub in_flight: u32,
-    /// Waiting requests at all replicas.
+    /// Number of waiting requests at all replicas.
     pub waiting: u32,
-    /// Requests started within the last minute.
+    /// Number of requests started within the last minute, at all replicas.
     pub requests_last_minute: u32,
     /// Whether the replicated state knows that the user waits and so has lifted the counter.
     pub is_lifted: bool,
 }
 
 impl Default for UserFigures {
-    /// The figures of an unknown user.
+    /// Returns the figures of an unknown user.
     fn default() -> Self {
         Self {
             counter_milli: 0,
@@ -46,7 +46,7 @@ impl Default for UserFigures {
 }
 
 impl UserFigures {
-    /// Converts priced tokens into the unit of this user's counter.
+    /// Converts priced tokens into thousandths at this user's weight, the unit of the counter.
     #[must_use]
     pub fn milli_of(&self, tokens: u64) -> u64 {
         milli_tokens(tokens, self.weight_milli)
@@ -65,7 +65,7 @@ impl<F: Fn(UserKey) -> UserFigures> Counters for F {
     }
 }
 
-/// Charges of a replica that it has not seen applied yet.
+/// Charges of a replica that it has not seen applied yet, summed per user.
 #[derive(Debug, Clone, Default)]
 pub struct PendingCharges {
     users: BTreeMap<UserKey, PendingCharge>,
@@ -110,7 +110,7 @@ impl PendingCharge {
 }
 
 impl PendingCharges {
-    /// Adds a charge that goes into the outbox.
+    /// Adds a charge that the replica puts into its outbox.
     pub fn add(&mut self, charge: &Charge, pricing: &Pricing) {
         let owed = self.users.entry(charge.user).or_default();
         owed.zip(&PendingCharge::of(charge, pricing), u64::saturating_add);
@@ -128,13 +128,13 @@ impl PendingCharges {
         }
     }
 
-    /// Whether nothing is pending.
+    /// Whether no charge is pending.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.users.is_empty()
     }
 
-    /// Returns published figures with pending charges on top.
+    /// Returns the published figures of `user` plus the user's pending charges.
     #[must_use]
     pub fn on_top(&self, user: UserKey, published: UserFigures) -> UserFigures {
         let Some(owed) = self.users.get(&user) else {
@@ -155,7 +155,7 @@ impl PendingCharges {
         }
     }
 
-    /// Returns the user's usage that is not applied yet, for a quota check.
+    /// Returns the usage of `user` that is not applied yet, for a quota check.
     #[must_use]
     pub fn used(&self, user: UserKey) -> PendingUse {
         let Some(owed) = self.users.get(&user) else {

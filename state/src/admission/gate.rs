@@ -8,7 +8,7 @@
 //!
 //! A peer's report counts while it is fresh. A peer may also wait for capacity that this replica's
 //! requests do not compete for (because of other labels, say). If the same report held this replica
-//! back for [`GATE_STALL_MS`] while there was capacity here, the report is ignored until it
+//! back for [`GATE_STALL_MS`] while there was capacity here, this replica ignores it until it
 //! changes. So no replica leaves engines idle for longer. Each further stalled report of a peer
 //! halves this time, down to [`GATE_RETRY_MS`], until one of its reports changes before it stalls.
 
@@ -17,20 +17,21 @@ use std::collections::BTreeMap;
 use super::milli_tokens;
 use crate::ids::ReplicaId;
 
-/// Silence after which a peer no longer counts as waiting, in milliseconds.
+/// Time since its last report after which a peer no longer counts as waiting, in milliseconds.
 pub const PEER_SILENT_MS: u64 = 500;
-/// Time after which capacity held back by one unchanged report is used anyway, in milliseconds.
+/// Time after which a replica uses capacity that one unchanged report held back, in milliseconds.
 pub const GATE_STALL_MS: u64 = 500;
 /// Delay before asking a held queue again if nothing else wakes it, in milliseconds.
 pub const GATE_RETRY_MS: u64 = 50;
-/// Maximum that one look adds to the time held, in milliseconds. Between looks, it is unknown
-/// whether there was capacity.
+/// Maximum that one check adds to the time for which a report has held this replica back, in
+/// milliseconds. Between checks, it is unknown whether there was capacity.
 const HELD_STEP_MS_MAX: u64 = 2 * GATE_RETRY_MS;
 
-/// The waiting users and requests of one replica for one model. Sent to the peers when it changes.
+/// Summary of the users and requests that wait at one replica for one model. The replica sends it
+/// to its peers when it changes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Backlog {
-    /// Highest priority waiting.
+    /// Highest priority among the waiting requests.
     pub priority: i16,
     /// Least counter among users waiting with that priority, in milli-tokens.
     pub least_milli: u64,
@@ -40,7 +41,7 @@ pub struct Backlog {
     pub waiting: u32,
 }
 
-/// The peers' reports for one model, and how long each held this replica back.
+/// Latest reports of the peers for one model, and how long each has held this replica back.
 #[derive(Debug, Clone, Default)]
 pub struct Gate {
     peers: BTreeMap<ReplicaId, PeerBacklog>,
@@ -78,7 +79,7 @@ impl PeerBacklog {
                 && counter_milli > theirs.least_milli.saturating_add(most_milli)
     }
 
-    /// Returns the peer's next report, with the history carried over.
+    /// Returns the entry for the peer's next report, `backlog`, with the history carried over.
     fn followed_by(&self, backlog: Backlog, now_ms: u64) -> Self {
         let is_same = (self.backlog.priority, self.backlog.least_milli)
             == (backlog.priority, backlog.least_milli);
@@ -116,7 +117,8 @@ impl Gate {
         self.slack_tokens
     }
 
-    /// Records a peer's report; `None` if nothing waits there. Returns whether it changed anything.
+    /// Records a report of `peer`; `None` if nothing waits there. Returns whether the report
+    /// differs from the previous one.
     pub fn record_report(
         &mut self,
         peer: ReplicaId,
@@ -142,7 +144,7 @@ impl Gate {
         is_news
     }
 
-    /// Returns the least counter reported by peers for `priority`.
+    /// Returns the least counter that fresh reports of peers give for `priority`, if any.
     #[must_use]
     pub fn least(&self, priority: i16, now_ms: u64) -> Option<u64> {
         self.peers
@@ -152,8 +154,8 @@ impl Gate {
             .min()
     }
 
-    /// Returns the number of users waiting at peers. A user at several of them counts more than
-    /// once.
+    /// Returns the number of users waiting at peers, by fresh reports. A user who waits at several
+    /// peers counts more than once.
     #[must_use]
     pub fn users(&self, now_ms: u64) -> u32 {
         let fresh = self.peers.values().filter(|told| told.counts(now_ms));
@@ -174,8 +176,8 @@ impl Gate {
             .any(|told| told.counts(now_ms) && told.is_against(priority, counter_milli, most))
     }
 
-    /// Records how long a request with this priority and user counter has been held although there
-    /// is capacity.
+    /// Adds the time since the last check to `blocked_ms` of each report that holds back a request
+    /// with this priority and user counter. The caller has found capacity for the request.
     pub(super) fn hold(
         &mut self,
         priority: i16,
@@ -197,8 +199,8 @@ impl Gate {
         }
     }
 
-    /// Resets the time held: there is no capacity, so the engines hold requests back, not the
-    /// peers.
+    /// Resets the time for which reports have held this replica back, unless they have stalled.
+    /// Without capacity, the engines hold requests back, not the peers.
     pub(super) fn no_room(&mut self) {
         for told in self.peers.values_mut().filter(|told| !told.is_stalled()) {
             told.blocked_ms = 0;
@@ -207,9 +209,9 @@ impl Gate {
     }
 }
 
-/// Returns `G`: the larger of the largest request's price and twice the rise of a user's counter
-/// while the replicas' knowledge is out of date. A smaller slack would leave capacity unused merely
-/// because news of a peer's dispatch is in transit.
+/// Returns `G`: the larger of `largest_request`, the price of the largest request, and twice the
+/// rise of a user's counter during `lag_ms`, the delay of news between replicas. A smaller slack
+/// would leave capacity unused merely because news of a peer's dispatch is in transit.
 ///
 /// `rate` is the service of the whole cluster in priced tokens per second, shared by `users`
 /// waiting users.

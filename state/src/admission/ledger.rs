@@ -14,7 +14,7 @@ use super::Pricing;
 use crate::charge::Charge;
 use crate::ids::UserKey;
 
-/// Maximum number of users with credit. Beyond it, further credit is dropped.
+/// Maximum number of users with credit. The ledger drops the credit of further users.
 pub const CREDITED_USERS_MAX: usize = 100_000;
 
 /// Unused advance of one dispatch, in priced tokens.
@@ -25,7 +25,7 @@ pub struct Advance {
 }
 
 impl Advance {
-    /// Returns the unused advance.
+    /// Returns the unused advance, input and output together, in priced tokens.
     #[must_use]
     pub fn left(&self) -> u64 {
         self.input.saturating_add(self.output)
@@ -39,19 +39,20 @@ pub struct TokenDelta {
     pub input_uncached: u64,
     /// Prompt tokens that the engine found in its cache.
     pub input_cached: u64,
-    /// Output tokens.
+    /// Output tokens that the engine generated.
     pub output: u64,
 }
 
-/// The users' credit at one replica.
+/// Credit of the users at one replica, in priced tokens.
 #[derive(Debug, Clone, Default)]
 pub struct CreditLedger {
     credits: BTreeMap<UserKey, u64>,
 }
 
 impl CreditLedger {
-    /// Opens a dispatch and charges `estimate` in advance. The charge contains no request counts.
-    /// The caller decides how much output to charge: none, or with `vtc-pred` the prediction.
+    /// Opens a dispatch and charges `estimate` in advance, less the user's credit. The charge
+    /// contains no request counts. The caller decides how much output to charge: none, or with
+    /// `vtc-pred` the prediction.
     pub fn open(
         &mut self,
         user: UserKey,
@@ -70,7 +71,7 @@ impl CreditLedger {
         (advance, charge)
     }
 
-    /// Opens a dispatch that the log charged `tokens` for when it granted the request.
+    /// Returns the advance of a dispatch for which the log charged `tokens` with the grant.
     #[must_use]
     pub fn open_granted(tokens: u64, estimate: &TokenDelta, pricing: &Pricing) -> Advance {
         let input = pricing.input(estimate.input_uncached, estimate.input_cached);
@@ -82,7 +83,7 @@ impl CreditLedger {
     }
 
     /// Raises the advance of a dispatch that is expected to produce `output` more tokens than
-    /// charged.
+    /// charged. Returns the charge for the difference, less the user's credit.
     pub fn raise(
         &mut self,
         user: UserKey,
@@ -99,7 +100,7 @@ impl CreditLedger {
         }
     }
 
-    /// Settles used tokens against the advance and returns the charge for them.
+    /// Settles used tokens against the advance, then against the user's credit. Returns the charge.
     pub fn settle(
         &mut self,
         user: UserKey,
@@ -121,12 +122,13 @@ impl CreditLedger {
         }
     }
 
-    /// Closes a dispatch: its unused advance becomes the user's credit.
+    /// Closes a dispatch and turns its unused advance into credit of the user.
     pub fn close(&mut self, user: UserKey, advance: Advance) {
         self.credit(user, advance.left());
     }
 
-    /// Credits `user` with priced tokens, for example for an unused grant.
+    /// Credits `user` with `tokens` priced tokens, for example for an unused grant. Does nothing
+    /// for a new user beyond [`CREDITED_USERS_MAX`].
     pub fn credit(&mut self, user: UserKey, tokens: u64) {
         let is_known = self.credits.contains_key(&user);
         if tokens == 0 || (!is_known && self.credits.len() >= CREDITED_USERS_MAX) {
@@ -136,13 +138,13 @@ impl CreditLedger {
         *credit = credit.saturating_add(tokens);
     }
 
-    /// Returns the user's credit at this replica, not counting requests in flight.
+    /// Returns the user's credit at this replica in priced tokens, without advances in flight.
     #[must_use]
     pub fn credit_of(&self, user: UserKey) -> u64 {
         self.credits.get(&user).copied().unwrap_or_default()
     }
 
-    /// Uses up to `most` of the user's credit and returns how much.
+    /// Uses up to `most` of the user's credit and returns the amount used.
     fn consume_credit(&mut self, user: UserKey, most: u64) -> u64 {
         let Some(credit) = self.credits.get_mut(&user) else {
             return 0;

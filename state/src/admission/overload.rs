@@ -16,34 +16,34 @@ use std::collections::VecDeque;
 
 use super::patience::Patience;
 
-/// Maximum number of departures that the rate is computed from.
+/// Maximum number of recent departures from which the rate is computed.
 const DEPARTURES_MAX: usize = 128;
 /// Minimum time over which arrivals are compared with departures, in milliseconds.
 pub const CODEL_INTERVAL_MS: u64 = 500;
-/// Time after which they are compared even with few departures, in milliseconds.
+/// Time after which arrivals are compared with even a few departures, in milliseconds.
 const INTERVAL_MS_MAX: u64 = 5000;
-/// Number of departures sufficient for a comparison.
+/// Number of departures (or of arrivals, for overload) that suffices for a comparison.
 const INTERVAL_DEPARTURES: u64 = 8;
 /// Number of consecutive intervals with too many arrivals before a queue counts as overloaded.
 const INTERVALS_IN_A_ROW: u32 = 2;
 /// Default limit on the wait in an overloaded queue, in milliseconds.
 pub const CODEL_TARGET_MS: u64 = 1000;
-/// Requests with at most this many ahead of them are never rejected by prediction.
+/// Maximum number of requests ahead of a request that is never rejected by prediction.
 pub const SHORT_QUEUE: u64 = 4;
-/// Minimum wait that learned patience allows, in milliseconds: clients that keep leaving at once
-/// must not close the queue to others.
+/// Lower bound of the wait limit from observed patience, in milliseconds: clients that keep leaving
+/// at once must not close the queue to others.
 const PATIENCE_MS_LEAST: u64 = 1000;
 
-/// Load on one queue; see the module documentation.
+/// Measured load on one queue; see the module documentation.
 #[derive(Debug, Clone, Default)]
 pub struct Overload {
     /// Times of the most recent departures, on a clock that stops while nothing waits.
     departures: VecDeque<u64>,
-    /// Start of the period that `departures` covers, on the same clock.
+    /// Start of the period that `departures` covers, on the clock of `departures`.
     from_ms: u64,
-    /// Total time for which that clock stopped, in milliseconds.
+    /// Total time for which the clock of `departures` stopped, in milliseconds.
     idle_ms: u64,
-    /// When the queue became empty. `None` while requests wait, or if none ever did.
+    /// Time when the queue became empty; `None` while requests wait, or if none ever did.
     emptied_ms: Option<u64>,
     interval: Interval,
     /// Number of consecutive intervals with too many arrivals.
@@ -62,7 +62,7 @@ struct Interval {
     departures: u64,
 }
 
-/// Limits on the wait.
+/// Configured limits on the wait.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct WaitBounds {
     /// Longest wait at any time, in milliseconds.
@@ -119,7 +119,7 @@ impl Overload {
         self.departures.push_back(self.clock(now_ms));
     }
 
-    /// Re-evaluates overload with `waiting` requests. Returns whether it changed.
+    /// Re-evaluates overload with `waiting` requests. Returns whether the verdict changed.
     pub(super) fn evaluate(&mut self, now_ms: u64, waiting: usize, bounds: &WaitBounds) -> bool {
         let was_on = self.is_on;
         let Interval {
@@ -150,7 +150,7 @@ impl Overload {
         self.is_on != was_on
     }
 
-    /// Whether more arrives than can be served.
+    /// Whether the queue is overloaded: more requests arrive than can be served.
     pub(super) fn is_on(&self) -> bool {
         self.is_on
     }
@@ -181,8 +181,8 @@ impl Overload {
         (departures > 0).then(|| departures * 1_000_000 / elapsed_ms.max(1))
     }
 
-    /// Returns the wait after which most clients would leave before their response is complete, as
-    /// learned from those who left.
+    /// Returns the wait after which most clients would leave before their response is complete, in
+    /// milliseconds, as learned from those who left. `None` if too little is known.
     fn patience_ms(&self) -> Option<u64> {
         let leaves_ms = self.patience.quantile_ms()?;
         let left_ms = leaves_ms.saturating_sub(self.service_ms);
@@ -210,7 +210,7 @@ mod tests {
         target_ms: 1000,
     };
 
-    /// A saturated queue with this many arrivals and departures a second, and `waiting` requests.
+    /// Simulates a queue of `waiting` requests with `rates` of arrivals and departures per second.
     fn load(
         overload: &mut Overload,
         seconds: std::ops::Range<u64>,
@@ -238,10 +238,10 @@ mod tests {
         load(&mut overload, 0..10, (20, 20), 10);
         let rate_milli = overload.rate_milli(10_000).unwrap();
         assert!((19_500..=20_000).contains(&rate_milli), "{rate_milli}");
-        // 200 requests at 20 a second take 10 s; 128 departures leave 9 % more plausible.
+        // 200 requests at 20 per second take 10 s. 128 departures make a 9 % higher rate plausible.
         let wait_ms = overload.wait_ms(200, 10_000);
         assert!((9000..=10_000).contains(&wait_ms), "{wait_ms}");
-        // Nothing departs any more: the wait grows.
+        // Without further departures, the wait grows.
         assert!(overload.wait_ms(200, 20_000) > wait_ms * 2);
     }
 

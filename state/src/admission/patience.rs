@@ -1,9 +1,9 @@
-//! Clients' patience: how long they wait before they leave, learned from those who did.
+//! Patience of clients: how long they wait before they leave, learned from those who did.
 //!
 //! Most clients do not announce how long they will wait. A client that leaves while waiting shows
-//! it; one that is served or rejected first only shows that it waited that long. Both are used, as
-//! in Kaplan and Meier's survival estimate (1958): of the clients that waited into an age bucket,
-//! the share that left within it.
+//! its patience. One that is served or rejected first only shows that it waited that long. Both are
+//! used, as in Kaplan and Meier's survival estimate (1958): of the clients that waited into an age
+//! bucket, the estimate takes the share that left within it.
 
 /// Width of an age bucket, in milliseconds.
 const STEP_MS: u64 = 250;
@@ -11,9 +11,9 @@ const STEP_MS: u64 = 250;
 const STEPS: usize = 128;
 /// Minimum number of requests for a bucket to count.
 const REACHED_LEAST: u32 = 16;
-/// Number of requests at which a bucket is halved.
+/// Number of requests at which the counts of a bucket are halved.
 const REACHED_MAX: u32 = 1024;
-/// Interval at which all buckets are halved, because clients change, in milliseconds.
+/// Interval at which the counts of all buckets are halved, in milliseconds, because clients change.
 const HALF_LIFE_MS: u64 = 60_000;
 /// Share of clients still there below which waiting is pointless, in millionths.
 const STAYED_LEAST: u64 = 500_000;
@@ -23,15 +23,15 @@ const MILLION: u64 = 1_000_000;
 #[derive(Debug, Clone)]
 pub(super) struct Patience {
     steps: [AgeBucket; STEPS],
-    /// Time of the last halving; `None` before the first.
+    /// Time of the last halving, or of the first check before any; `None` before that.
     halved_ms: Option<u64>,
 }
 
 #[derive(Debug, Clone, Copy, Default)]
 struct AgeBucket {
-    /// Requests that waited into it.
+    /// Number of requests that waited into the bucket.
     reached: u32,
-    /// Part of `reached` whose clients left within it.
+    /// Number of requests in `reached` whose clients left within the bucket.
     left: u32,
 }
 
@@ -45,13 +45,13 @@ impl Default for Patience {
 }
 
 impl Patience {
-    /// Records that a client left after this wait.
+    /// Records that a client left after waiting for `waited_ms`.
     pub(super) fn left(&mut self, waited_ms: u64) {
         let last = self.stayed(waited_ms);
         self.steps[last].left += 1;
     }
 
-    /// Records that a client had not left when this wait ended. Returns the bucket of the wait.
+    /// Records that a client stayed for its whole wait. Returns the index of the wait's bucket.
     pub(super) fn stayed(&mut self, waited_ms: u64) -> usize {
         let last = usize::try_from(waited_ms / STEP_MS).unwrap_or(usize::MAX);
         let last = last.min(STEPS - 1);
@@ -64,7 +64,7 @@ impl Patience {
         last
     }
 
-    /// Halves the data once per half-life.
+    /// Halves all counts if [`HALF_LIFE_MS`] has passed since the last time.
     pub(super) fn look(&mut self, now_ms: u64) {
         let halved_ms = *self.halved_ms.get_or_insert(now_ms);
         if now_ms.saturating_sub(halved_ms) >= HALF_LIFE_MS {
@@ -73,8 +73,8 @@ impl Patience {
         }
     }
 
-    /// Returns the longest wait that half of the clients stay for, in milliseconds; `None` if
-    /// longer than ever observed.
+    /// Returns the longest wait that at least half of the clients stay for, in milliseconds. `None`
+    /// if it is longer than any observed wait, or if too few requests have been observed.
     pub(super) fn quantile_ms(&self) -> Option<u64> {
         let mut stayed = MILLION;
         for (at, step) in self.steps.iter().enumerate() {

@@ -1,4 +1,4 @@
-//! Tokens per block of each model, as reported by its engines.
+//! Block size of each model in tokens, derived from the reports of its engines.
 //!
 //! The block size is part of every block hash, so all replicas must split a model's prompts alike,
 //! and change the size at the same log index. Engines report their own size through the log, and a
@@ -20,16 +20,16 @@ use bincode::{Decode, Encode};
 use super::{Backend, Backends};
 use crate::ids::Slot;
 
-/// Tokens per block before any engine has reported: vLLM's own default.
+/// Tokens per block before any engine has reported: the default of vLLM.
 pub const BLOCK_TOKENS_DEFAULT: u32 = 16;
-/// Minimum tokens per block that engines' reports can lead to.
+/// Minimum tokens per block that the reports of engines can lead to.
 pub const BLOCK_TOKENS_MIN: u32 = 8;
-/// Maximum tokens per block.
+/// Maximum tokens per block that an engine may report.
 pub const BLOCK_TOKENS_MAX: u32 = 65_536;
-/// Maximum number of models with a size. Further models have the default.
+/// Maximum number of models with a recorded block size. Further models have the default.
 pub const SIZED_MODELS_MAX: usize = 1024;
 
-/// Block sizes of engines and models.
+/// Block sizes that engines reported, and those of models that follow from them.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Encode, Decode)]
 pub struct BlockSizes {
     by_engine: BTreeMap<Slot, u32>,
@@ -37,7 +37,7 @@ pub struct BlockSizes {
 }
 
 impl BlockSizes {
-    /// Returns the tokens per block of `model`.
+    /// Returns the tokens per block of `model`, or the default if unknown.
     #[must_use]
     pub fn of(&self, model: &str) -> u32 {
         self.known(model).unwrap_or(BLOCK_TOKENS_DEFAULT)
@@ -49,13 +49,13 @@ impl BlockSizes {
         self.by_model.get(model).copied()
     }
 
-    /// Returns the tokens per block that the engine in `slot` reported.
+    /// Returns the tokens per block that the engine in `slot` reported, if it did.
     #[must_use]
     pub fn of_engine(&self, slot: Slot) -> Option<u32> {
         self.by_engine.get(&slot).copied()
     }
 
-    /// Iterates over the models with a size, by name.
+    /// Iterates by name over the models with a recorded block size.
     pub fn models(&self) -> impl Iterator<Item = (&str, u32)> {
         self.by_model.iter().map(|(model, size)| (&**model, *size))
     }
@@ -68,8 +68,8 @@ impl BlockSizes {
         own.is_none_or(|own| own.is_multiple_of(self.of(model)))
     }
 
-    /// Records the size reported by the engine in `slot`. Returns whether it is new; `None` if it
-    /// is out of bounds.
+    /// Records the block size reported by the engine in `slot`. Returns whether it is new, or
+    /// `None`, without a change, if it is out of bounds.
     pub(crate) fn report(&mut self, slot: Slot, tokens: u32) -> Option<bool> {
         if !(1..=BLOCK_TOKENS_MAX).contains(&tokens) {
             return None;
@@ -77,13 +77,13 @@ impl BlockSizes {
         Some(self.by_engine.insert(slot, tokens) != Some(tokens))
     }
 
-    /// Forgets the engine in `slot`. Sizes of models stay.
+    /// Forgets the report of the engine in `slot`. The block sizes of models stay.
     pub(crate) fn forget(&mut self, slot: Slot) {
         self.by_engine.remove(&slot);
     }
 
-    /// Updates the sizes of the models that the backend in `slot` serves. Returns the models that
-    /// changed, with their previous sizes.
+    /// Updates the block sizes of the models that the backend in `slot` serves. Returns the models
+    /// whose size changed, with their previous sizes.
     pub(crate) fn settle(&mut self, slot: Slot, backends: &Backends) -> Vec<(String, u32)> {
         let Some(backend) = backends.in_slot(slot) else {
             return Vec::new();
@@ -136,7 +136,10 @@ impl BlockSizes {
         self.by_model.insert(model.to_owned(), size);
     }
 
-    /// Checks the bounds, or describes the fault.
+    /// Checks the bounds, and that every slot with a block size is taken.
+    ///
+    /// # Errors
+    /// Describes the first violation.
     pub(crate) fn check(&self, backends: &Backends) -> Result<(), String> {
         let is_size = |size: &u32| (1..=BLOCK_TOKENS_MAX).contains(size);
         let is_bounded = self.by_model.len() <= SIZED_MODELS_MAX
@@ -153,7 +156,7 @@ impl BlockSizes {
     }
 }
 
-/// Returns the models that a backend serves, from its description or its engine's list.
+/// Returns the greatest common divisor of `a` and `b`.
 fn common_divisor(a: u32, b: u32) -> u32 {
     let (mut a, mut b) = (a, b);
     while b > 0 {
@@ -173,7 +176,7 @@ mod tests {
     }
 
     impl Fleet {
-        /// Backends `0`, `1`, ... that serve `m`.
+        /// Creates a fleet of `count` backends `0`, `1`, ... that serve `m`.
         fn new(count: u16) -> Self {
             let mut backends = Backends::default();
             for number in 0..count {
@@ -192,7 +195,7 @@ mod tests {
             Self { backends, sizes }
         }
 
-        /// An engine reports; returns the size of `m` and whether it changed.
+        /// Reports the block size of an engine. Returns the size of `m` and whether it changed.
         fn report(&mut self, slot: u16, tokens: u32) -> (u32, bool) {
             let slot = Slot(slot);
             assert!(self.sizes.report(slot, tokens).is_some());
@@ -222,7 +225,7 @@ mod tests {
         let mut fleet = Fleet::new(2);
         assert_eq!(fleet.report(0, 16), (16, false));
         assert_eq!(fleet.report(1, 16), (16, false));
-        // A rolling change of all engines.
+        // All engines change, one after another.
         assert_eq!(fleet.report(0, 32), (16, false));
         assert_eq!(fleet.report(1, 32), (32, true));
         assert_eq!(fleet.report(1, 32), (32, false));

@@ -29,18 +29,18 @@ pub use spec::{BackendSpec, EngineFacts};
 /// A registered backend.
 #[derive(Debug, Clone, PartialEq, Eq, Encode, Decode)]
 pub struct Backend {
-    /// Reference that commands use.
+    /// Slot and incarnation, by which commands refer to the backend.
     pub handle: BackendRef,
-    /// Description given by the operator or the source.
+    /// Description given by the operator or by a discovery source.
     pub spec: BackendSpec,
     /// Whether the backend accepts no new requests.
     pub draining: bool,
-    /// Facts reported by the engine.
+    /// Facts that the engine reported about itself.
     pub facts: EngineFacts,
 }
 
 impl Backend {
-    /// Returns the cache capacity in blocks: the operator's value, else the engine's.
+    /// Returns the cache capacity in blocks: the operator's value, else the engine's, if known.
     #[must_use]
     pub fn capacity_blocks(&self) -> Option<u32> {
         self.spec.capacity_blocks.or(self.facts.capacity_blocks)
@@ -79,24 +79,24 @@ impl Backend {
     }
 }
 
-/// Effect of a backend change on ownership.
+/// Change of a backend that affects ownership.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum SlotChange {
-    /// The same engine with another capacity.
+    /// The engine in the slot is the same but has another capacity.
     Resized(Slot),
-    /// An empty cache: a new backend or incarnation.
+    /// The slot has a new backend or incarnation, whose cache is empty.
     Begun(Slot),
-    /// Removed.
+    /// The backend in the slot was removed.
     Gone(Slot),
 }
 
-/// The backends by slot.
+/// Registry of the backends, by slot.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub(crate) struct Backends {
     by_slot: BTreeMap<Slot, Backend>,
-    /// Last incarnation of every slot that ever held a backend.
+    /// Latest incarnation of every slot that ever held a backend.
     incarnations: BTreeMap<Slot, Incarnation>,
-    /// Derived from `by_slot`; not encoded.
+    /// Slots of engines with several ranks. Derived from `by_slot`, so not encoded.
     ranks: RankSlots,
 }
 
@@ -122,7 +122,7 @@ impl<C> Decode<C> for Backends {
 bincode::impl_borrow_decode!(Backends);
 
 impl Backends {
-    /// Iterates over backends by slot, ascending.
+    /// Iterates over the backends in ascending order of slots.
     pub(crate) fn iter(&self) -> impl Iterator<Item = &Backend> {
         self.by_slot.values()
     }
@@ -137,7 +137,7 @@ impl Backends {
             .any(|backend| backend.spec.role != BackendRole::Both)
     }
 
-    /// Whether `handle` refers to a current incarnation.
+    /// Whether `handle` refers to the current incarnation of a registered backend.
     pub(crate) fn is_live(&self, handle: BackendRef) -> bool {
         self.in_slot(handle.slot)
             .is_some_and(|it| it.handle == handle)
@@ -148,14 +148,15 @@ impl Backends {
         self.ranks != RankSlots::default()
     }
 
-    /// Finds a backend by the id that operators gave it. Scans up to `BACKENDS_MAX` ids; for admin
-    /// commands only.
+    /// Finds a backend by the id that its operator or source gave it. Scans up to `BACKENDS_MAX`
+    /// ids, so only rare commands use it.
     pub(crate) fn named(&self, name: &str) -> Option<&Backend> {
         let mut named = self.iter().filter(|backend| backend.spec.id == name);
         named.find(|backend| !backend.is_further_rank())
     }
 
-    /// Adds or changes the backend that `spec` names; `None` if the registry is full.
+    /// Adds or changes the backend that `spec` names. Returns the changes that affect ownership, or
+    /// `None` if the registry is full.
     pub(crate) fn put(&mut self, spec: BackendSpec) -> Option<Vec<SlotChange>> {
         let Some(slot) = self.named(&spec.id).map(|backend| backend.handle.slot) else {
             return self.add(spec).map(|added| vec![added]);
@@ -180,7 +181,7 @@ impl Backends {
         Some(changes)
     }
 
-    /// Removes a backend with all its ranks.
+    /// Removes a backend with all its ranks. Returns the changes, or `None` if it does not exist.
     pub(crate) fn remove(&mut self, name: &str) -> Option<Vec<SlotChange>> {
         let slot = self.named(name)?.handle.slot;
         let mut changes = self.drop_ranks(slot);
@@ -189,7 +190,7 @@ impl Backends {
         Some(changes)
     }
 
-    /// Sets draining and returns whether the backend exists.
+    /// Sets whether a backend with all its ranks drains. Returns whether the backend exists.
     pub(crate) fn set_draining(&mut self, name: &str, draining: bool) -> bool {
         let Some(slot) = self.named(name).map(|backend| backend.handle.slot) else {
             return false;
@@ -201,8 +202,8 @@ impl Backends {
         true
     }
 
-    /// Records facts reported by an engine. Returns `None` if `handle` is not a current incarnation
-    /// or is a further rank.
+    /// Records facts reported by an engine and returns the changes that affect ownership. Returns
+    /// `None` if `handle` is not a current incarnation or is a further rank.
     ///
     /// Facts from an earlier start than the known one are outdated and change nothing. A restarted
     /// engine keeps its known facts until it reports new ones: it is usually unchanged, and a
@@ -259,10 +260,10 @@ impl Backends {
         Some(self.begin(slot))
     }
 
-    /// Starts a new incarnation in `slot`.
+    /// Starts a new incarnation of the backend in `slot`.
     fn begin(&mut self, slot: Slot) -> SlotChange {
         let last = self.incarnations.entry(slot).or_default();
-        // Wraps after four billion restarts of one engine.
+        // The counter wraps after four billion incarnations in one slot.
         *last = Incarnation(last.0.wrapping_add(1));
         if let Some(backend) = self.by_slot.get_mut(&slot) {
             backend.handle.incarnation = *last;
@@ -270,8 +271,8 @@ impl Backends {
         SlotChange::Begun(slot)
     }
 
-    /// Starts new incarnations of all backends, distinct from all that this registry or `others`
-    /// ever assigned. Commands in flight for earlier ones then have no effect.
+    /// Starts new incarnations of all backends, later than any that this registry or `others` has
+    /// recorded. Commands in flight for earlier ones then have no effect.
     pub(crate) fn advance_incarnations_past(&mut self, others: &Self) {
         for (slot, last) in &others.incarnations {
             let known = self.incarnations.entry(*slot).or_default();
@@ -284,6 +285,9 @@ impl Backends {
     }
 
     /// Checks the registry's part of I5: handles, names and bounds agree.
+    ///
+    /// # Errors
+    /// Describes the first violation.
     pub(crate) fn check(&self) -> Result<(), String> {
         let mut names = std::collections::BTreeSet::new();
         for (slot, backend) in &self.by_slot {
@@ -297,7 +301,7 @@ impl Backends {
             if !names.insert(&backend.spec.id) {
                 return Err(format!("two backends are called {:?}", backend.spec.id));
             }
-            // A further rank copies its engine's description, under an id of its own.
+            // A further rank copies its engine's description, except for the id.
             let is_described = backend.is_further_rank() || backend.spec.validate().is_ok();
             if !is_described || !backend.facts.is_valid() {
                 return Err(format!("backend {:?} is out of bounds", backend.spec.id));

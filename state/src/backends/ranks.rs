@@ -7,7 +7,7 @@
 //! write. It follows its engine in everything: address, models, labels, facts, draining and
 //! removal. Ownership, leases, load, limits and measurements are per slot and so per rank.
 //!
-//! Nothing else is stored: the ids determine which slots belong together.
+//! The registry stores nothing else: the ids determine which slots belong together.
 
 use std::collections::BTreeMap;
 
@@ -17,7 +17,7 @@ use crate::ids::{BackendRef, Slot};
 
 /// Maximum number of data-parallel ranks of one engine.
 pub const RANKS_MAX: u16 = 64;
-/// Separates the engine's id from the rank number. Not allowed in ids of operators.
+/// Separator between the engine's id and the rank number. Operators cannot use it in ids.
 const MARK: char = '@';
 /// Maximum length of the suffix that names a rank, in bytes.
 const END_BYTES_MAX: usize = 3;
@@ -30,28 +30,28 @@ fn parse_rank_id(id: &str) -> (&str, Option<u16>) {
     }
 }
 
-/// Returns the engine's id, as operators know it, for the id of any of its ranks.
+/// Returns the id of the engine, as operators know it, from the id of any of its ranks.
 #[must_use]
 pub fn engine_of(id: &str) -> &str {
     parse_rank_id(id).0
 }
 
-/// Slots of engines with several ranks.
+/// Slots of the engines with several ranks.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct RankSlots {
-    /// Slots of all ranks in order, by the slot of the first rank.
+    /// Slots of all ranks in rank order, by the slot of the first rank.
     by_engine: BTreeMap<Slot, Vec<Slot>>,
 }
 
 impl RankSlots {
-    /// Returns the slots of the engine whose first rank is in `slot`, in rank order. Empty if it
-    /// has only one rank.
+    /// Returns the slots of the engine whose first rank is in `slot`, in rank order. Empty if the
+    /// engine has only one rank, or if `slot` holds a further rank.
     #[must_use]
     pub fn of(&self, slot: Slot) -> &[Slot] {
         self.by_engine.get(&slot).map_or(&[], Vec::as_slice)
     }
 
-    /// Returns the slots of all ranks of the engine in `slot`. Empty if it has only one rank.
+    /// Returns the slots of the engine with any rank in `slot`. Empty if it has only one rank.
     #[must_use]
     pub fn slots_of_engine(&self, slot: Slot) -> &[Slot] {
         let mut engines = self.by_engine.values();
@@ -59,7 +59,7 @@ impl RankSlots {
         engine.map_or(&[], Vec::as_slice)
     }
 
-    /// Derives the slots from the ids.
+    /// Derives the slots from the ids of all backends.
     pub(super) fn read(by_slot: &BTreeMap<Slot, Backend>) -> Self {
         let mut further: BTreeMap<&str, BTreeMap<u16, Slot>> = BTreeMap::new();
         for (slot, backend) in by_slot {
@@ -79,19 +79,19 @@ impl RankSlots {
 }
 
 impl Backend {
-    /// Whether it is a rank other than the first. Such a rank follows the registered backend.
+    /// Whether the backend is a further rank, which follows the registered backend.
     #[must_use]
     pub fn is_further_rank(&self) -> bool {
         self.further_rank().is_some()
     }
 
-    /// Returns its rank; `None` for the first one.
+    /// Returns the number of a further rank; `None` for the first one.
     #[must_use]
     pub fn further_rank(&self) -> Option<u16> {
         parse_rank_id(&self.spec.id).1
     }
 
-    /// Returns the description of rank `rank` of this engine.
+    /// Returns the description of rank `rank` of the engine that this backend registers.
     fn spec_of(&self, rank: u16) -> BackendSpec {
         BackendSpec {
             id: format!("{}{MARK}{rank}", self.spec.id),
@@ -101,13 +101,13 @@ impl Backend {
 }
 
 impl Backends {
-    /// Returns the slots of engines with several ranks.
+    /// Returns the slots of the engines with several ranks.
     pub(crate) fn ranks(&self) -> &RankSlots {
         &self.ranks
     }
 
-    /// Returns the backend of rank `rank` of the engine behind `backend`; `None` if it has fewer.
-    /// An engine with unknown ranks has one slot for all.
+    /// Returns the backend of rank `rank` of the engine behind `backend`; `None` if it has fewer
+    /// ranks. An engine with unknown ranks has one slot for all of them.
     pub(crate) fn rank_of(&self, backend: BackendRef, rank: u16) -> Option<BackendRef> {
         match self.ranks.of(backend.slot) {
             [] => Some(backend),
@@ -118,7 +118,8 @@ impl Backends {
         }
     }
 
-    /// Returns the slots of all ranks of the engine whose first rank is in `slot`.
+    /// Returns the slots of the engine whose first rank is in `slot`; only `slot` if it has no
+    /// other.
     pub(crate) fn rank_slots(&self, slot: Slot) -> Vec<Slot> {
         match self.ranks.of(slot) {
             [] => vec![slot],
@@ -126,9 +127,9 @@ impl Backends {
         }
     }
 
-    /// Sets the number of ranks of the engine in `slot`, at least 1. If it changes, each rank
-    /// starts with an empty cache. Returns `None`, without a change, if `slot` is empty, the
-    /// engine's id is too long or the registry is full.
+    /// Sets the number of ranks of the engine in `slot`, at least 1. If the number changes, each
+    /// rank starts with an empty cache. Returns the changes that affect ownership. Returns `None`,
+    /// without a change, if `slot` is empty, the engine's id is too long or the registry is full.
     pub(crate) fn set_ranks(&mut self, slot: Slot, ranks: u16) -> Option<Vec<SlotChange>> {
         let engine = self.in_slot(slot)?.clone();
         if engine.spec.id.len() + END_BYTES_MAX > NAME_BYTES_MAX {
@@ -157,7 +158,7 @@ impl Backends {
         Some(changes)
     }
 
-    /// Removes the further ranks of the engine in `slot`.
+    /// Removes the further ranks of the engine in `slot` and returns these removals.
     pub(super) fn drop_ranks(&mut self, slot: Slot) -> Vec<SlotChange> {
         let Some(slots) = self.ranks.by_engine.remove(&slot) else {
             return Vec::new();
@@ -171,7 +172,7 @@ impl Backends {
             .collect()
     }
 
-    /// Updates the further ranks of the engine in `slot` to match it.
+    /// Copies the engine in `slot` to its further ranks. Returns the ranks that change capacity.
     pub(super) fn align_ranks(&mut self, slot: Slot) -> Vec<SlotChange> {
         let Some(engine) = self.in_slot(slot).cloned() else {
             return Vec::new();
@@ -199,6 +200,9 @@ impl Backends {
     }
 
     /// Checks I113: further ranks belong to an engine, without a gap, and follow it.
+    ///
+    /// # Errors
+    /// Describes the first violation.
     pub(crate) fn check_ranks(&self) -> Result<(), String> {
         if self.ranks != RankSlots::read(&self.by_slot) {
             return Err("the slots of ranks are not those of the ids".to_owned());

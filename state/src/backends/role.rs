@@ -1,4 +1,4 @@
-//! The part of a request that a backend computes: all of it, or one of its two stages.
+//! The stage of a request that a backend computes: prefill, decode, or both.
 
 use std::collections::BTreeMap;
 
@@ -40,14 +40,14 @@ impl BackendRole {
         name == ROLE_LABEL && Self::of_label(value).is_some()
     }
 
-    /// Adds the role to encoded labels, except for `both`.
+    /// Adds the label of the role to encoded labels, except for `both`.
     pub(super) fn put_into(self, labels: &mut BTreeMap<String, String>) {
         if self != Self::Both {
             labels.insert(ROLE_LABEL.to_owned(), self.label().to_owned());
         }
     }
 
-    /// Removes the role from encoded labels and returns it. A label with any other value stays.
+    /// Removes the role's label from encoded labels and returns the role. Keeps other values.
     pub(super) fn take_from(labels: &mut BTreeMap<String, String>) -> Self {
         let Some(role) = labels.get(ROLE_LABEL).and_then(|it| Self::of_label(it)) else {
             return Self::Both;

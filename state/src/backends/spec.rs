@@ -14,35 +14,35 @@ use crate::bounds::{LIST_BYTES_MAX, NAME_BYTES_MAX};
 use crate::reject::Rejection;
 use crate::validate::{ensure, is_name, is_plain};
 
-/// Maximum number of models, and of labels, of one backend.
+/// Maximum number of models of one backend, and of its labels.
 const LIST_ENTRIES_MAX: usize = 256;
-/// Maximum number of models that an engine lists; adapters count as models there.
+/// Maximum number of models that an engine lists, including its adapters.
 const ENGINE_MODELS_MAX: usize = 4096;
 
-/// A backend as described by an operator.
+/// Description of a backend by an operator or a discovery source.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct BackendSpec {
     /// Id of the backend: `[A-Za-z0-9._-]`, at most `NAME_BYTES_MAX` bytes.
     pub id: String,
-    /// Base URL, `http://host:port`, with a path below which the engine's own paths are.
+    /// Base URL, `http://host:port` or `https://host:port`, with an optional path prefix.
     pub url: String,
-    /// Model ids that it serves; `"*"` stands for the engine's own list.
+    /// Ids of the models that the backend serves; `"*"` stands for those that its engine lists.
     #[serde(default = "any_model")]
     pub models: Vec<String>,
     /// Arbitrary labels for filters and display.
     #[serde(default)]
     pub labels: BTreeMap<String, String>,
-    /// Cache capacity in blocks of the router's block size. `None`: the engine is asked.
+    /// Cache capacity in blocks of the router's block size; `None` to ask the engine.
     #[serde(default)]
     pub capacity_blocks: Option<u32>,
-    /// ZMQ endpoint of its KV events. `None`: ownership follows from leases.
+    /// ZMQ endpoint of the engine's KV events. Without one, ownership follows from leases.
     #[serde(default)]
     pub kv_events: Option<String>,
-    /// ZMQ endpoint that replays its KV events.
+    /// ZMQ endpoint at which the engine replays KV events, if any.
     #[serde(default)]
     pub kv_replay: Option<String>,
-    /// Stage of requests that it computes.
+    /// Stage of requests that the backend computes.
     #[serde(default)]
     pub role: BackendRole,
 }
@@ -67,7 +67,7 @@ pub struct EngineFacts {
 }
 
 impl BackendSpec {
-    /// Checks every field.
+    /// Checks the bounds of every field.
     ///
     /// # Errors
     /// [`Rejection::Invalid`] with the first field that is out of bounds.
@@ -134,7 +134,7 @@ impl BackendSpec {
 }
 
 impl BackendSpec {
-    /// Whether its URL has a path prefix or asks for TLS, which earlier builds refuse.
+    /// Whether the URL has a path prefix or asks for TLS, which earlier builds refuse.
     #[must_use]
     pub(crate) fn has_newer_url(&self) -> bool {
         let rest = self.url.strip_prefix("http://");
@@ -193,8 +193,8 @@ impl EngineFacts {
     }
 }
 
-/// Whether all texts together stay within [`LIST_BYTES_MAX`], which bounds the size of a registry
-/// in a snapshot.
+/// Whether `texts` have at most [`LIST_BYTES_MAX`] bytes in total, which bounds the size of a
+/// registry in a snapshot.
 fn is_short_list<'a>(texts: impl IntoIterator<Item = &'a String>) -> bool {
     texts.into_iter().map(String::len).sum::<usize>() <= LIST_BYTES_MAX
 }
@@ -376,7 +376,7 @@ mod tests {
             assert_eq!(read(&spec), spec);
             assert_eq!(spec.validate(), Ok(()));
         }
-        // As an earlier build decodes it.
+        // An earlier build decodes the role as this label.
         let labelled = BackendSpec {
             labels: label("decode"),
             ..spec()
@@ -411,7 +411,7 @@ mod tests {
             kv_replay: Some("x".repeat(NAME_BYTES_MAX)),
             role: BackendRole::Both,
         };
-        // Short names have the largest overhead.
+        // Short names have the largest overhead in the encoding.
         let facts = EngineFacts {
             models: Some(names(ENGINE_MODELS_MAX, 16).collect()),
             capacity_blocks: Some(u32::MAX),

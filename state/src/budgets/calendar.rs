@@ -11,9 +11,9 @@ const ERA_DAYS: u64 = 146_097;
 /// Calendar period of a budget.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum BudgetPeriod {
-    /// A day.
+    /// Day from midnight to midnight, in UTC.
     Day,
-    /// A month.
+    /// Calendar month, in UTC.
     Month,
 }
 
@@ -21,8 +21,8 @@ impl BudgetPeriod {
     /// All periods.
     pub const ALL: [Self; 2] = [Self::Day, Self::Month];
 
-    /// Returns the number of the period that contains a time: days since 1970, or months since the
-    /// year 0.
+    /// Returns the number of the period that contains the Unix time `unix_ms`: days since 1970, or
+    /// months since the year 0.
     pub(super) fn number(self, unix_ms: u64) -> u32 {
         let days = unix_ms / DAY_MS;
         let number = match self {
@@ -32,7 +32,7 @@ impl BudgetPeriod {
         u32::try_from(number).unwrap_or(u32::MAX)
     }
 
-    /// Returns the start of the period with this number, as Unix time in milliseconds.
+    /// Returns the start of period `number`, as Unix time in milliseconds.
     pub(super) fn begins_ms(self, number: u32) -> u64 {
         let days = match self {
             Self::Day => u64::from(number),
@@ -42,8 +42,9 @@ impl BudgetPeriod {
     }
 }
 
-/// Returns the month of a day since 1970, by Howard Hinnant's algorithm `civil_from_days` ("chrono-
-/// Compatible Low-Level Date Algorithms"), where years begin in March.
+/// Returns the month, counted from the year 0, that contains day `days` since 1970. Uses Howard
+/// Hinnant's algorithm `civil_from_days` ("chrono-Compatible Low-Level Date Algorithms"), where
+/// years begin in March.
 fn month_of(days: u64) -> u64 {
     let days = days + EPOCH_DAYS;
     let (era, day) = (days / ERA_DAYS, days % ERA_DAYS);
@@ -54,7 +55,7 @@ fn month_of(days: u64) -> u64 {
     (era * 400 + year) * 12 + month + 2
 }
 
-/// Returns the first day of a month, as days since 1970; 0 for earlier months.
+/// Returns the first day of `month`, as days since 1970; 0 for months before 1970.
 fn first_day_of(month: u64) -> u64 {
     let from_march = month.saturating_sub(2);
     let (year, month) = (from_march / 12, from_march % 12);
@@ -69,7 +70,7 @@ mod tests {
 
     #[test]
     fn months_are_those_of_the_calendar() {
-        // Seconds as `date -u +%s` has them.
+        // Seconds are those of `date -u +%s`.
         for (date, seconds, month, begins) in [
             ("1970-01-01", 0, 1970 * 12, 0),
             (

@@ -27,7 +27,8 @@ use crate::validate::ensure;
 
 pub use calendar::BudgetPeriod;
 
-/// Maximum time before the current period that still counts for it, in milliseconds.
+/// Maximum time by which a stamp may precede the current period and still count for it, in
+/// milliseconds.
 pub const BACK_MS_MAX: u64 = 60 * 60 * 1000;
 
 /// Tokens that a user may use. `None` means unlimited.
@@ -45,10 +46,10 @@ pub struct Budget {
 }
 
 impl Budget {
-    /// Checks every bound.
+    /// Checks the bounds of every field.
     ///
     /// # Errors
-    /// [`Rejection::Invalid`] with the first that is out of bounds.
+    /// [`Rejection::Invalid`] with the first field that is out of bounds.
     pub fn validate(&self) -> Result<(), Rejection> {
         let is_valid =
             |tokens: Option<u64>| tokens.is_none_or(|tokens| (1..=TOKENS_MAX).contains(&tokens));
@@ -56,13 +57,13 @@ impl Budget {
         ensure(is_valid(self.month), "budget.month", "1 to 2^53")
     }
 
-    /// Whether no bound is set.
+    /// Whether neither the day nor the month is limited.
     #[must_use]
     pub fn is_unbounded(&self) -> bool {
         *self == Self::default()
     }
 
-    /// Returns the budget of a period, in tokens; `None` if unlimited.
+    /// Returns the budget of `period`, in tokens; `None` if unlimited.
     #[must_use]
     pub fn tokens(&self, period: BudgetPeriod) -> Option<u64> {
         match period {
@@ -72,15 +73,15 @@ impl Budget {
     }
 }
 
-/// Tokens used in one period.
+/// Number of tokens used in one period.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Encode, Decode)]
 struct PeriodUse {
-    /// Number of the period.
+    /// Number of the period, as [`BudgetPeriod::number`] returns it.
     period: u32,
     tokens: u64,
 }
 
-/// Usage of a user in the current day and month.
+/// Tokens that a user has used in the current day and in the current month.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Encode, Decode)]
 pub(crate) struct BudgetUse {
     day: PeriodUse,
@@ -88,7 +89,7 @@ pub(crate) struct BudgetUse {
 }
 
 impl BudgetUse {
-    /// Adds tokens used at this Unix time, in milliseconds.
+    /// Adds `tokens` used at the Unix time `unix_ms` to the day and the month.
     pub(crate) fn spend(&mut self, unix_ms: u64, tokens: u64) {
         for period in BudgetPeriod::ALL {
             let present = self.at(period, unix_ms);
@@ -99,7 +100,7 @@ impl BudgetUse {
         }
     }
 
-    /// Returns the usage of the period that this Unix time counts for.
+    /// Returns the usage of the period for which a stamp of this Unix time counts.
     fn at(&self, period: BudgetPeriod, unix_ms: u64) -> PeriodUse {
         let known = self.of(period);
         let number = period.number(unix_ms);
@@ -129,20 +130,20 @@ impl BudgetUse {
     }
 }
 
-/// A user's budget and usage as of one applied index.
+/// Budget and usage of a user as of one applied index.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct BudgetStatus {
-    /// The user's own budget, or the default.
+    /// Budget of the user: its own, or the default.
     pub budget: Budget,
     pub(crate) used: BudgetUse,
 }
 
-/// Limit and usage of one period.
+/// Budget and usage of a user in one period.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct BudgetLeft {
     /// Budget, in tokens.
     pub limit: u64,
-    /// Tokens used. May exceed the limit.
+    /// Number of tokens used. May exceed the limit.
     pub used: u64,
     /// Unix time at which the period ends, in milliseconds.
     pub resets_at_ms: u64,
@@ -157,8 +158,8 @@ impl BudgetLeft {
 }
 
 impl BudgetStatus {
-    /// Returns limit and usage of a period at this Unix time, counting `pending` tokens that are
-    /// not applied yet; `None` if the period is unlimited.
+    /// Returns limit and usage of `period` at this Unix time, counting `pending` tokens that are
+    /// not applied yet. `None` if the period is unlimited.
     #[must_use]
     pub fn left(&self, period: BudgetPeriod, unix_ms: u64, pending: u64) -> Option<BudgetLeft> {
         let limit = self.budget.tokens(period)?;
@@ -170,7 +171,8 @@ impl BudgetStatus {
         })
     }
 
-    /// Returns the budget that is used up at this Unix time; if both are, the one that ends last.
+    /// Returns the period whose budget is used up at this Unix time, counting `pending` tokens that
+    /// are not applied yet. If both are used up, returns the one that ends last.
     #[must_use]
     pub fn exhausted(&self, unix_ms: u64, pending: u64) -> Option<(BudgetPeriod, BudgetLeft)> {
         let left = BudgetPeriod::ALL.into_iter().filter_map(|period| {

@@ -1,9 +1,9 @@
-//! Budgets by example: periods, clocks, and what is left.
+//! Tests of budgets by example: periods, clocks, and remaining tokens.
 
 use super::*;
 
 const DAY_MS: u64 = 86_400_000;
-/// 2026-11-30, 12:00.
+/// Unix time of 2026-11-30 12:00 UTC, in milliseconds.
 const NOON_MS: u64 = 1_796_040_000_000;
 
 fn status(day: Option<u64>, month: Option<u64>, used: BudgetUse) -> BudgetStatus {
@@ -23,10 +23,10 @@ fn a_day_ends_at_midnight_and_a_month_with_its_last_day() {
     let midnight_ms = NOON_MS + DAY_MS / 2;
     assert_eq!(left.resets_at_ms, midnight_ms);
     assert_eq!(both.exhausted(midnight_ms, 0), None);
-    // The last of November: the month is over, too.
+    // The day is the last of November, so the month is over, too.
     let left = both.left(BudgetPeriod::Month, midnight_ms, 0).unwrap();
     assert_eq!((left.used, left.tokens()), (0, 150));
-    // A day before, the month was not.
+    // A day earlier, the month was not over.
     let mut used = BudgetUse::default();
     used.spend(NOON_MS - DAY_MS, 149);
     let both = status(Some(100), Some(150), used);
@@ -45,7 +45,7 @@ fn a_clock_that_is_slightly_back_opens_no_period_anew() {
     let day = status(Some(100), None, used);
     assert!(day.exhausted(midnight_ms + 1, 0).is_some());
     assert!(day.exhausted(midnight_ms - 1000, 0).is_some());
-    // A day that was a mistake is forgotten.
+    // Usage of a day that was a mistake is forgotten.
     assert_eq!(day.exhausted(midnight_ms - BACK_MS_MAX - 1, 0), None);
     used.spend(NOON_MS, 1);
     let left = status(Some(100), None, used).left(BudgetPeriod::Day, NOON_MS, 0);

@@ -1,4 +1,4 @@
-//! Cache scopes: which users share cached blocks.
+//! Cache scopes, which determine the users that share cached blocks.
 //!
 //! A prompt that starts like another user's finds that user's blocks in an engine's cache, which is
 //! visible in its time to first token and usage. A user with its own scope, or that of a group,
@@ -20,7 +20,7 @@ use crate::validate::{ensure, is_name};
 pub use table::CacheScopesView;
 pub(crate) use table::{CacheScopes, CacheScopesImage};
 
-/// Users with whom a user shares cached blocks.
+/// Set of users with whom a user shares cached blocks.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Encode, Decode)]
 pub enum CacheScope {
     /// All users with this scope.
@@ -28,15 +28,15 @@ pub enum CacheScope {
     Shared,
     /// No other user.
     Own,
-    /// The users of this cache group.
+    /// All users of the cache group with this name.
     Group(String),
 }
 
 impl CacheScope {
-    /// Checks the name of the group.
+    /// Checks the name of the cache group, if any.
     ///
     /// # Errors
-    /// [`Rejection::Invalid`] with the field that is out of bounds.
+    /// [`Rejection::Invalid`] if the name is empty or too long.
     pub fn validate(&self) -> Result<(), Rejection> {
         match self {
             Self::Shared | Self::Own => Ok(()),

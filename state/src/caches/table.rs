@@ -1,4 +1,4 @@
-//! The table of cache scopes, frozen and published by cloning references.
+//! The table of cache scopes, which is frozen and published by cloning references.
 
 use std::sync::Arc;
 
@@ -9,10 +9,10 @@ use crate::cow::CowMap;
 use crate::encoding;
 use crate::ids::UserKey;
 
-/// Number of scopes in one section of a snapshot.
+/// Maximum number of scopes in one section of a snapshot.
 const SCOPES_PER_PIECE: usize = 4096;
 
-/// Scopes by user.
+/// Map from users to their own scopes.
 type ScopeMap = CowMap<UserKey, Arc<CacheScope>>;
 
 /// Cache scopes of all users. Only configured users have one, which bounds their number.
@@ -26,13 +26,13 @@ pub(crate) struct CacheScopes {
     is_changed: bool,
 }
 
-/// A frozen copy of the scopes.
+/// Frozen copy of the cache scopes, for a snapshot.
 pub(crate) struct CacheScopesImage {
     default: CacheScope,
     of_users: ScopeMap,
 }
 
-/// Cache scopes for readers on other threads.
+/// Immutable copy of the cache scopes, for readers on other threads.
 #[derive(Debug, Clone)]
 pub struct CacheScopesView {
     default: CacheScope,
@@ -62,7 +62,7 @@ impl CacheScopes {
         self.default == CacheScope::Shared && self.of_users.len() == 0
     }
 
-    /// Appends the scopes' part of the digest input.
+    /// Appends the digest of the scopes to the digest input, unless the table is empty.
     pub(crate) fn append_digest(&self, bytes: &mut Vec<u8>) {
         if !self.is_empty() {
             encoding::append_bytes(&(&self.default, self.digest), bytes);
@@ -80,7 +80,7 @@ impl CacheScopes {
         self.default = scope;
     }
 
-    /// Sets a user's own scope. `None` removes it.
+    /// Sets the scope of `user`. `None` removes it, so that the default applies.
     pub(crate) fn set(&mut self, user: UserKey, scope: Option<CacheScope>) {
         self.is_changed = true;
         if let Some(former) = self.of_users.remove(&user) {
@@ -92,7 +92,7 @@ impl CacheScopes {
         }
     }
 
-    /// Returns the users with their own scope, ascending by key.
+    /// Iterates over the users with their own scope, in ascending order of keys.
     pub(crate) fn users(&self) -> impl Iterator<Item = UserKey> {
         self.of_users.iter().map(|(user, _)| *user)
     }
@@ -105,12 +105,12 @@ impl CacheScopes {
         }
     }
 
-    /// Returns the scopes if they changed since the last call.
+    /// Returns a view of the scopes if they changed since the last call.
     pub(crate) fn publish(&mut self) -> Option<CacheScopesView> {
         std::mem::take(&mut self.is_changed).then(|| self.view())
     }
 
-    /// Marks all scopes as changed, to be published with the next command.
+    /// Marks the scopes as changed, so that the next command publishes them.
     pub(crate) fn replaced(&mut self) {
         self.is_changed = true;
     }
@@ -122,7 +122,10 @@ impl CacheScopes {
         }
     }
 
-    /// Adds the scopes of one piece, or describes its fault.
+    /// Adds the scopes of one section of a snapshot.
+    ///
+    /// # Errors
+    /// Describes the fault of the section.
     pub(crate) fn restore_piece(&mut self, bytes: &[u8]) -> Result<(), String> {
         type Piece = (CacheScope, Vec<(UserKey, CacheScope)>);
         let (default, scopes) =
@@ -140,7 +143,10 @@ impl CacheScopes {
         Ok(())
     }
 
-    /// Checks the table's part of I110, or describes the fault.
+    /// Checks the table's part of I110: the digest and the published `view` match the scopes.
+    ///
+    /// # Errors
+    /// Describes the first violation.
     pub(crate) fn check(&self, view: &CacheScopesView) -> Result<(), String> {
         let hashes = self.of_users.iter().map(|(user, scope)| hash(*user, scope));
         if hashes.fold(0, u128::wrapping_add) != self.digest {
@@ -156,7 +162,7 @@ impl CacheScopes {
 }
 
 impl CacheScopesImage {
-    /// Encodes all scopes in pieces of bounded size. Yields none if there is nothing to keep.
+    /// Encodes all scopes in sections of bounded size. Yields none if the table is empty.
     pub(crate) fn pieces(&self) -> impl Iterator<Item = Vec<u8>> {
         let mut scopes = self.of_users.iter().peekable();
         let mut is_due = self.default != CacheScope::Shared;
@@ -174,7 +180,7 @@ impl CacheScopesImage {
 }
 
 impl CacheScopesView {
-    /// Returns the scope of a user.
+    /// Returns the scope of `user`: its own, or the default.
     #[must_use]
     pub fn of(&self, user: UserKey) -> &CacheScope {
         self.own(user).unwrap_or(&self.default)
@@ -198,7 +204,7 @@ impl CacheScopesView {
         self.of_users.len()
     }
 
-    /// Whether all users share.
+    /// Whether no user has its own scope and the default is [`CacheScope::Shared`].
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.default == CacheScope::Shared && self.len() == 0

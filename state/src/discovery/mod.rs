@@ -1,9 +1,9 @@
 //! Backends listed by a source: a DNS name, a file, Kubernetes.
 //!
 //! The log records which source registered a backend, and since when that source no longer lists
-//! it. So backends of operators are never touched, and a new leader continues where the last one
-//! stopped. [`SourcePlan`] determines the changes: a pure function of the source's response, the
-//! cluster's backends, and the time.
+//! it. So a source never changes backends of operators, and a new leader continues where the last
+//! one stopped. [`SourcePlan`] determines the changes from the source's response, the cluster's
+//! backends, and the time.
 
 mod plan;
 mod table;
@@ -22,26 +22,26 @@ pub use table::{DiscoveredBackend, LostBackend};
 /// Maximum length of a source's id, in bytes. It is part of the ids of its backends.
 pub const SOURCE_ID_BYTES_MAX: usize = 64;
 
-/// A change requested by a source.
+/// A change of one backend that a source requests.
 #[derive(Debug, Clone, PartialEq, Eq, Encode, Decode)]
 pub struct Discovery {
-    /// Id of the source, which can only change backends that it registered.
+    /// Id of the source. A source can only change backends that it registered.
     pub source: String,
-    /// The change.
+    /// The requested change.
     pub change: DiscoveryChange,
 }
 
-/// A change of one backend.
+/// Change of one backend, as requested by its source.
 #[derive(Debug, Clone, PartialEq, Eq, Encode, Decode)]
 pub enum DiscoveryChange {
-    /// The source lists it as ready: it is registered or updated, and no longer lost.
+    /// The source lists the backend as ready: it is registered or updated, and no longer lost.
     Found(BackendSpec),
-    /// The source does not list it, or not as ready: it drains.
+    /// The source does not list the backend, or not as ready: it drains.
     Lost {
         /// Id of the backend.
         name: String,
     },
-    /// It was lost for long enough: it is removed, with everything that it owns.
+    /// The backend was lost for long enough: it is removed, with everything that it owns.
     Forgotten {
         /// Id of the backend.
         name: String,

@@ -3,7 +3,7 @@
 //! A source may be wrong: its response may lack running engines, or be empty. So additions take
 //! effect at once, and removals slowly: a backend that is no longer listed drains, keeps what it
 //! owns, and is removed only after a while. At most a fraction of a source's backends is lost at
-//! once, and an empty response is ignored.
+//! once, not counting engines about to end. An empty response is ignored.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -12,7 +12,7 @@ use crate::backends::{Backend, BackendSpec};
 use crate::bounds::BACKENDS_MAX;
 use crate::ids::Slot;
 
-/// Rules for following a source.
+/// Identity and limits of a source that is followed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SourceRules {
     /// Id of the source.
@@ -23,12 +23,12 @@ pub struct SourceRules {
     pub lost_permille_max: u32,
 }
 
-/// An engine that a source lists.
+/// Entry of a source's response: one engine.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ListedEngine {
-    /// Backend to register.
+    /// Description with which the engine is registered as a backend.
     pub spec: BackendSpec,
-    /// Condition that the source reports.
+    /// Condition of the engine, as reported by the source.
     pub condition: EngineCondition,
 }
 
@@ -37,52 +37,52 @@ pub struct ListedEngine {
 pub enum EngineCondition {
     /// The engine takes requests.
     Ready,
-    /// The engine takes no requests now. It is not registered; a registered one drains.
+    /// The engine takes no requests now. It is not registered; if it already is, it drains.
     NotReady,
     /// The engine is about to end. It drains at once, regardless of the share that is lost.
     Leaving,
-    /// The entry is unusable, so the backend stays as it is. Only the id of `spec` counts.
+    /// The entry is unusable, so a registered backend stays as it is. Only the id of `spec` counts.
     Unclear,
 }
 
 /// The backends of a cluster, as published.
 #[derive(Debug, Clone, Copy)]
 pub struct KnownFleet<'a> {
-    /// Backends by slot, ascending.
+    /// All backends, in ascending order of slots.
     pub backends: &'a [Backend],
-    /// Backends that sources registered.
+    /// Sources and losses of the backends that sources registered, by slot.
     pub discovered: &'a BTreeMap<Slot, DiscoveredBackend>,
 }
 
-/// An engine that is not registered, with the reason.
+/// An engine that cannot be registered, with the reason.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RefusedEngine {
-    /// Id of the engine, or its name at the source.
+    /// Id of the engine, or its name or address at the source.
     pub engine: String,
     /// Reason for the refusal.
     pub reason: String,
 }
 
-/// Changes for one source.
+/// Changes that follow from one response of a source.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct SourcePlan {
     /// Changes, in the order in which they apply.
     pub changes: Vec<DiscoveryChange>,
-    /// Engines that are not registered.
+    /// Engines that the response lists and that cannot be registered.
     pub refused: Vec<RefusedEngine>,
     /// Number of backends that the source does not list, or not as ready, and that stay because too
     /// many others are lost.
     pub withheld: usize,
 }
 
-/// Backends of one source by id, with their discovery state.
+/// Backends that one source registered, with their discovery state, by id.
 type HeldBackends<'a> = BTreeMap<&'a str, (&'a Backend, &'a DiscoveredBackend)>;
 
-/// Engines that may be registered, by id.
+/// Engines of a response that may be registered, by id.
 type AcceptedEngines<'a> = BTreeMap<&'a str, &'a ListedEngine>;
 
 impl SourcePlan {
-    /// Determines the changes for a source's response. A response without engines changes nothing.
+    /// Determines the changes for the response `listed`. An empty response changes nothing.
     #[must_use]
     pub fn of(
         rules: &SourceRules,
@@ -105,7 +105,7 @@ impl SourcePlan {
         plan
     }
 
-    /// Registers engines that are new, have changed or have returned.
+    /// Registers ready engines that are new, have changed or have returned.
     fn find(&mut self, accepted: &AcceptedEngines<'_>, held: &HeldBackends<'_>) {
         for (id, engine) in accepted {
             let is_as_told = held.get(id).is_some_and(|(backend, known)| {
@@ -119,7 +119,7 @@ impl SourcePlan {
     }
 
     /// Drains backends that are leaving and, up to the allowed share, those that are not listed or
-    /// not ready. Backends that return are already among the changes.
+    /// not ready. `self.changes` already contains the backends that return.
     fn lose(
         &mut self,
         rules: &SourceRules,
@@ -149,7 +149,8 @@ impl SourcePlan {
             }));
     }
 
-    /// Removes backends that were lost for long enough and are not listed.
+    /// Removes backends that were lost for long enough and are not listed, at most the share that
+    /// may be lost at once.
     fn forget(
         &mut self,
         rules: &SourceRules,
@@ -173,7 +174,7 @@ impl SourcePlan {
     }
 }
 
-/// Returns how many of `backends` may be lost at once.
+/// Returns how many of a source's `backends` may be lost at once.
 fn loss_limit(rules: &SourceRules, backends: usize) -> usize {
     let permille = usize::try_from(rules.lost_permille_max).unwrap_or(usize::MAX);
     backends.saturating_mul(permille) / 1000
@@ -187,13 +188,13 @@ fn held<'a>(source: &str, fleet: &KnownFleet<'a>) -> HeldBackends<'a> {
     own.collect()
 }
 
-/// Checks the engines of one response.
+/// Judge of the engines of one response: which may be registered.
 struct EngineJudge<'a> {
     rules: &'a SourceRules,
     held: &'a HeldBackends<'a>,
     /// Ids of other backends, with the source that registered each; `None` for an operator.
     holders: BTreeMap<&'a str, Option<&'a str>>,
-    /// Ids of other backends, by URL.
+    /// Ids of backends that this source did not register, by URL.
     urls: BTreeMap<&'a str, &'a str>,
     /// Number of free slots in the registry.
     room: usize,
@@ -202,7 +203,7 @@ struct EngineJudge<'a> {
 impl<'a> EngineJudge<'a> {
     fn new(rules: &'a SourceRules, fleet: &KnownFleet<'a>, held: &'a HeldBackends<'a>) -> Self {
         let others = || {
-            // A further rank belongs to its engine.
+            // A further rank belongs to its engine, which is in the list too.
             let all = fleet.backends.iter().filter(|it| !it.is_further_rank());
             all.filter(|backend| !held.contains_key(&*backend.spec.id))
         };
@@ -218,7 +219,8 @@ impl<'a> EngineJudge<'a> {
         }
     }
 
-    /// Returns the engines that may be registered, by id, and the others with the reasons.
+    /// Returns the engines that may be registered, by id, and the refused ones with the reasons.
+    /// Ignores entries that are unclear.
     fn judge(mut self, listed: &[ListedEngine]) -> (AcceptedEngines<'_>, Vec<RefusedEngine>) {
         let mut accepted = BTreeMap::new();
         let mut refused = Vec::new();
@@ -242,7 +244,7 @@ impl<'a> EngineJudge<'a> {
             });
             match judged {
                 Ok(()) => {
-                    // The address of a leaving engine may already belong to another.
+                    // The address of a leaving engine may already belong to another engine.
                     if engine.condition != EngineCondition::Leaving {
                         urls.insert(url, id);
                     }
@@ -271,7 +273,10 @@ impl<'a> EngineJudge<'a> {
         }
     }
 
-    /// Takes a free slot of the registry for a new engine.
+    /// Reserves a free slot of the registry if `engine` is new and ready.
+    ///
+    /// # Errors
+    /// If no slot is free.
     fn take_room(&mut self, engine: &ListedEngine) -> Result<(), String> {
         let is_new = !self.held.contains_key(&*engine.spec.id);
         if !is_new || engine.condition != EngineCondition::Ready {

@@ -1,4 +1,4 @@
-//! Backends that sources registered.
+//! The table of backends that sources registered.
 
 use std::collections::BTreeMap;
 
@@ -32,28 +32,28 @@ pub struct LostBackend {
 pub(crate) struct Discovered(BTreeMap<Slot, DiscoveredBackend>);
 
 impl Discovered {
-    /// Returns all of them, to be published.
+    /// Returns the table, to be published.
     pub(crate) fn by_slot(&self) -> &BTreeMap<Slot, DiscoveredBackend> {
         &self.0
     }
 
-    /// Returns the backend in `slot` if this source registered it.
+    /// Returns the entry of the backend in `slot` if `source` registered it.
     pub(crate) fn of_source(&mut self, slot: Slot, source: &str) -> Option<&mut DiscoveredBackend> {
         self.0.get_mut(&slot).filter(|it| it.source == source)
     }
 
-    /// Records that a source registered the backend in `slot`.
+    /// Records that `source` registered the backend in `slot`, which is not lost.
     pub(crate) fn put(&mut self, slot: Slot, source: String) {
         let lost = None;
         self.0.insert(slot, DiscoveredBackend { source, lost });
     }
 
-    /// Forgets the source of the backend in `slot`, which an operator took over or removed.
+    /// Removes the entry of the backend in `slot`, which is gone or now belongs to an operator.
     pub(crate) fn forget(&mut self, slot: Slot) -> Option<DiscoveredBackend> {
         self.0.remove(&slot)
     }
 
-    /// Records whether an operator wants a lost backend to drain.
+    /// Records whether an operator drains the backend in `slot`, if it is lost.
     pub(crate) fn drained_by_hand(&mut self, slot: Slot, draining: bool) {
         let lost = self.0.get_mut(&slot).and_then(|it| it.lost.as_mut());
         if let Some(lost) = lost {
@@ -61,7 +61,10 @@ impl Discovered {
         }
     }
 
-    /// Checks I132: each backend is registered and has a valid source.
+    /// Checks I132: each entry belongs to a registered backend and has a valid source.
+    ///
+    /// # Errors
+    /// Describes the first violation.
     pub(crate) fn check(&self, is_taken: impl Fn(Slot) -> bool) -> Result<(), String> {
         for (slot, backend) in &self.0 {
             if !is_taken(*slot) {

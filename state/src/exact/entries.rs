@@ -3,42 +3,42 @@
 //!
 //! An entry is a block under the engine's hash, with the router's hash, its parent and the number
 //! of copies. Entries are addressed by index. The children of a block form a linked list, so that
-//! everything behind a block is found without scanning the rest. Free entries form a list of their
-//! own.
+//! everything behind a block is found without scanning the rest. Free entries form another list.
 
 use std::sync::Arc;
 
 use crate::ids::{BlockHash, EngineHash};
 use crate::ownership::index::HashLookup;
 
-/// Entries per chunk. Copying a chunk takes about four microseconds.
+/// Number of entries per chunk. Copying a chunk takes about four microseconds.
 pub(super) const CHUNK_ENTRIES: usize = 1024;
-/// "No entry".
+/// Index that stands for no entry.
 pub(super) const NONE: u32 = u32::MAX;
-/// Upper bound of indexes, which have 24 bits in the hash index.
+/// Maximum number of entries, limited by the 24 bits of an index in the hash index.
 pub(super) const ENTRIES_MAX: u32 = (1 << 24) - 2;
-/// In place of a parent: the entry is free, and `next` is the next free one.
+/// Value of `parent` that marks an entry as free; its `next` is the next free entry.
 const FREE: u32 = u32::MAX - 1;
 
-/// A block in the engine's cache.
+/// A block of the engine's cache, as one entry.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct CachedBlock {
-    /// The engine's hash of the block.
+    /// Hash of the block at the engine.
     pub(super) engine: EngineHash,
-    /// The router's hash of the block.
+    /// Hash of the block at the router.
     pub(super) router: BlockHash,
-    /// Index of the parent; [`NONE`] for a first block.
+    /// Index of the parent block; [`NONE`] for the first block of a prompt.
     pub(super) parent: u32,
-    /// Head of the list of children.
+    /// Index of the first entry in the list of children, or [`NONE`].
     pub(super) first_child: u32,
-    /// Next and previous entry in the parent's list of children. Entries without a parent are in no
-    /// list.
+    /// Indexes of the next and previous entry in the parent's list of children, or [`NONE`].
+    /// Entries without a parent are in no list.
     pub(super) next: u32,
     pub(super) prev: u32,
-    /// Number of physical blocks that hold it. 0: it is gone, but kept because others follow it.
+    /// Number of physical blocks that hold the block. A block with 0 is gone, but kept because
+    /// others follow it.
     pub(super) copies: u32,
-    /// A foreign block is never owned; see "Blocks that only look alike" in the module
-    /// documentation.
+    /// Whether the block is foreign and thus never owned; see "Blocks that only look alike" in the
+    /// documentation of [`crate::exact`].
     pub(super) is_foreign: bool,
     /// Whether the block is reported to [`crate::ownership`].
     pub(super) is_reported: bool,
@@ -66,7 +66,7 @@ pub(super) struct CachedBlocks {
     chunks: Vec<Arc<BlockChunk>>,
     /// Number of entries allocated so far, including free ones.
     len: u32,
-    /// Head of the free list.
+    /// Index of the first free entry, or [`NONE`].
     free: u32,
 }
 
@@ -84,18 +84,18 @@ impl CachedBlocks {
         self.len
     }
 
-    /// Returns an entry in use. `index` must refer to one.
+    /// Returns the entry at `index`, which must be in use.
     pub(super) fn get(&self, index: u32) -> &CachedBlock {
         &self.chunks[index as usize / CHUNK_ENTRIES][index as usize % CHUNK_ENTRIES]
     }
 
-    /// Returns an entry in use, mutably.
+    /// Returns the entry at `index` for a change. Copies its chunk if a snapshot shares it.
     pub(super) fn get_mut(&mut self, index: u32) -> &mut CachedBlock {
         let chunk = &mut self.chunks[index as usize / CHUNK_ENTRIES];
         &mut Arc::make_mut(chunk)[index as usize % CHUNK_ENTRIES]
     }
 
-    /// Stores an entry and returns its index; `None` if there are too many.
+    /// Stores an entry and returns its index; `None` if all [`ENTRIES_MAX`] entries are in use.
     pub(super) fn insert(&mut self, entry: CachedBlock) -> Option<u32> {
         if self.free != NONE {
             let index = self.free;
@@ -116,7 +116,7 @@ impl CachedBlocks {
         Some(index)
     }
 
-    /// Frees an entry.
+    /// Frees the entry at `index`.
     pub(super) fn remove(&mut self, index: u32) {
         let next = self.free;
         *self.get_mut(index) = CachedBlock {
@@ -126,8 +126,8 @@ impl CachedBlocks {
         self.free = index;
     }
 
-    /// Appends an entry, or a free one, in the order of an image. Returns `false` if there are too
-    /// many.
+    /// Appends an entry of an image, or a free one for `None`, at the next index. Returns `false`
+    /// if there are too many.
     pub(super) fn push(&mut self, entry: Option<CachedBlock>) -> bool {
         let free = std::mem::replace(&mut self.free, NONE);
         let index = self.insert(entry.unwrap_or(CachedBlock::EMPTY));
@@ -145,7 +145,7 @@ impl CachedBlocks {
             .filter(|entry| entry.parent != FREE)
     }
 
-    /// Iterates over entries in use with their indexes, ascending.
+    /// Iterates over the entries in use and their indexes, in ascending order.
     pub(super) fn iter(&self) -> impl Iterator<Item = (u32, &CachedBlock)> {
         (0..self.len).filter_map(|index| Some((index, self.present(index)?)))
     }
@@ -156,7 +156,7 @@ impl CachedBlocks {
     }
 }
 
-/// Lookup by the engine's hash.
+/// Lookup of entries by the engine's hash.
 pub(super) struct ByEngine<'a>(pub(super) &'a CachedBlocks);
 
 impl HashLookup for ByEngine<'_> {
@@ -166,7 +166,7 @@ impl HashLookup for ByEngine<'_> {
     }
 }
 
-/// Lookup by the router's hash.
+/// Lookup of entries by the router's hash.
 pub(super) struct ByRouter<'a>(pub(super) &'a CachedBlocks);
 
 impl HashLookup for ByRouter<'_> {

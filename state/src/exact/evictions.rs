@@ -1,5 +1,5 @@
-//! Predicts what engines evict next, so that routing can see what earlier requests will leave in
-//! the cache.
+//! Prediction of what engines evict next, so that routing can see what earlier requests will leave
+//! in the cache.
 //!
 //! Events report an eviction after the fact, but what a cache must evict for the running requests
 //! is known before. An engine with `n` blocks holds the blocks that it has reported, those that
@@ -11,9 +11,9 @@ use std::sync::Arc;
 
 use crate::ids::{BackendRef, BlockHash};
 
-/// Number of blocks listed beyond those that must be evicted already.
+/// Number of blocks listed in addition to those that the engine must evict already.
 const LISTED_BEYOND: i64 = 256;
-/// Maximum number of listed blocks.
+/// Maximum number of blocks listed for one backend.
 const LISTED_MAX: i64 = 1024;
 
 /// Blocks that the engine of one backend evicts next.
@@ -27,7 +27,7 @@ pub struct ComingEvictions {
 /// Fill level of an engine's cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct CacheFill {
-    /// Changes whenever blocks or their eviction order may have changed.
+    /// Version that changes whenever blocks or their eviction order may have changed.
     pub(crate) version: u128,
     /// Number of physical blocks with content that lookups can find.
     pub(crate) held: u64,
@@ -39,16 +39,16 @@ pub(crate) struct CacheFill {
 
 impl CacheFill {
     /// Returns by how many blocks demand exceeds capacity, not counting partial blocks of requests.
-    /// One block of an engine is never available to requests.
+    /// Negative while blocks are free. One block of an engine is never available to requests.
     fn beyond(&self) -> i64 {
         let number = |count: u64| i64::try_from(count).unwrap_or(i64::MAX / 4);
         let usable = i64::from(self.capacity).saturating_sub(1);
-        // An engine that holds more than that has more capacity than it reports.
+        // An engine that holds more blocks than that has more capacity than it reports.
         let usable = usable.max(number(self.held));
         number(self.held) + number(self.unreported) - usable
     }
 
-    /// Returns the number of blocks worth listing.
+    /// Returns the number of blocks to list.
     pub(crate) fn listed(&self) -> usize {
         let wanted = self.beyond() + LISTED_BEYOND;
         usize::try_from(wanted.clamp(0, LISTED_MAX)).unwrap_or(0)
@@ -64,7 +64,7 @@ impl ComingEvictions {
         }
     }
 
-    /// Whether the prediction is still valid for this backend and fill level.
+    /// Whether the prediction was made for this backend and fill level, and so is still valid.
     pub(crate) fn is_of(&self, backend: BackendRef, fill: CacheFill) -> bool {
         (self.backend, self.fill) == (backend, fill)
     }
@@ -89,7 +89,7 @@ impl ComingEvictions {
         let mut left = chain.len().min(matched as usize);
         let goes = |block: BlockHash| {
             let place = self.blocks.iter().position(|it| *it == block);
-            // A used block stays and others go instead; checked only if it matters.
+            // A used block stays and others go instead. This is checked only for blocks of `chain`.
             !is_used(block)
                 && place.is_some_and(|place| {
                     let used = self.blocks[..place].iter().filter(|it| is_used(**it));
@@ -103,12 +103,12 @@ impl ComingEvictions {
     }
 }
 
-/// Coming evictions of all backends with followed KV events, by slot.
+/// Coming evictions of the backends for which they can be predicted, in ascending order of slots.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct EvictionsView(pub(crate) Vec<Arc<ComingEvictions>>);
 
 impl EvictionsView {
-    /// Returns what the engine of `backend` evicts next; `None` if unknown.
+    /// Returns the coming evictions of `backend`; `None` if unknown.
     #[must_use]
     pub fn get(&self, backend: BackendRef) -> Option<&Arc<ComingEvictions>> {
         let place = self.0.binary_search_by_key(&backend, |it| it.backend);

@@ -1,4 +1,4 @@
-//! [`FollowedBackends`]: all followed backends, and how batches of news change them.
+//! [`FollowedBackends`]: all backends whose KV events are followed, and how batches change them.
 
 use std::cmp::Ordering;
 use std::collections::{BTreeMap, VecDeque};
@@ -12,37 +12,37 @@ use crate::exact::{
 use crate::ids::{BackendRef, BlockHash, EngineHash, Slot};
 use crate::ownership::Ownership;
 
-/// Resolution of remembered releases, in milliseconds.
+/// Resolution of the deadlines of pending releases, in milliseconds.
 const FADING_STEP_MS: u64 = 1_000;
-/// Maximum number of remembered steps. Beyond it, a step is merged with the last one.
+/// Maximum number of pending releases. Further ones are merged with the last one.
 pub(super) const FADING_STEPS_MAX: usize = 64;
 
-/// Effects of a batch other than on the blocks.
+/// Effects of a batch, other than those on the blocks.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct KvChanges {
-    /// Tips of open leases whose blocks were removed.
+    /// Tips of open leases that are closed because their blocks were removed.
     pub(crate) closed_lease_tips: Vec<BlockHash>,
     /// Whether the backend's condition changed.
     pub(crate) is_condition_changed: bool,
 }
 
-/// All followed backends.
+/// All backends whose KV events are followed.
 pub(crate) struct FollowedBackends {
     pub(super) followed: BTreeMap<Slot, FollowedBackend>,
-    /// Number of entries of all backends.
+    /// Number of entries of all backends together.
     pub(super) entries: u64,
-    /// Maximum number of entries of one backend, and of all.
+    /// Maximum number of entries of one backend, and of all backends together.
     limits: (u64, u64),
 }
 
-/// One followed backend.
+/// A backend whose KV events are followed.
 pub(super) struct FollowedBackend {
     pub(super) backend: BackendRef,
     pub(super) ranks: BTreeMap<u16, RankStream>,
-    /// Whether the ranks' blocks are reported to the ownership, which requires that all ranks are
-    /// known.
+    /// Whether the blocks of the ranks are reported to the ownership. This requires that the caches
+    /// of all ranks are known.
     pub(super) is_reporting: bool,
-    /// Releases waiting for their blocks to be confirmed: deadline and highest epoch. Both ascend.
+    /// Deadline and highest epoch of releases whose blocks await confirmation. Both ascend.
     pub(super) pending_releases: VecDeque<(u64, u64)>,
 }
 
@@ -53,7 +53,7 @@ impl Default for FollowedBackends {
 }
 
 impl FollowedBackends {
-    /// Creates an empty set with the given limits on entries of one backend, and of all.
+    /// Creates an empty set with limits on the entries of one backend and of all backends.
     pub(super) fn with_limits(per_backend: u64, all: u64) -> Self {
         Self {
             followed: BTreeMap::new(),
@@ -62,9 +62,9 @@ impl FollowedBackends {
         }
     }
 
-    /// Applies a reader's batch for `backend`, a current handle: the engine's, or its rank's own.
-    /// Returns `None`, without a change, if the batch exceeds a bound. Outdated news is accepted
-    /// but changes nothing.
+    /// Applies a reader's batch for `backend`, a current handle of the engine or of the rank
+    /// itself. Returns `None`, without a change, if the batch exceeds a bound. Outdated news is
+    /// accepted but changes nothing.
     pub(crate) fn apply(
         &mut self,
         backend: BackendRef,
@@ -94,7 +94,7 @@ impl FollowedBackends {
         Some(changes)
     }
 
-    /// Marks a backend's state as possibly out of date. Returns whether its condition changed.
+    /// Marks the state of `slot` as possibly out of date. Returns whether its condition changed.
     pub(crate) fn doubt(&mut self, slot: Slot, doubt: KvDoubt) -> bool {
         let Some(followed) = self.followed.get_mut(&slot) else {
             return false;
@@ -104,8 +104,8 @@ impl FollowedBackends {
         followed.condition() != before
     }
 
-    /// Moves the followed backends to new handles and marks them as possibly out of date. A backend
-    /// without a new handle is forgotten.
+    /// Moves the followed backends to the new handles that `handle` returns, and marks them as
+    /// possibly out of date. Forgets backends without a new handle.
     pub(crate) fn rename(&mut self, handle: impl Fn(Slot) -> Option<BackendRef>) {
         let slots: Vec<Slot> = self.followed.keys().copied().collect();
         for slot in slots {
@@ -121,14 +121,14 @@ impl FollowedBackends {
         }
     }
 
-    /// Forgets the occupant of `slot` and returns whether it was followed.
+    /// Forgets the backend in `slot` and returns whether it was followed.
     pub(crate) fn forget(&mut self, slot: Slot) -> bool {
         let gone = self.followed.remove(&slot);
         self.entries -= gone.as_ref().map_or(0, FollowedBackend::entries);
         gone.is_some()
     }
 
-    /// Records the release of a lease that ended at `tip`. Blocks that it added fade unless
+    /// Records the release of a lease that ended at `tip`. Blocks that the lease added fade unless
     /// confirmed. Blocks that its request produced behind them get the same age.
     pub(crate) fn released(
         &mut self,
@@ -149,7 +149,7 @@ impl FollowedBackends {
         }
     }
 
-    /// Evicts the blocks that were not confirmed in time.
+    /// Evicts the released blocks that no report confirmed in time.
     pub(crate) fn fade(&mut self, ownership: &mut Ownership, now_ms: u64) {
         for (slot, followed) in &mut self.followed {
             if followed.pending_releases.is_empty() || followed.condition().mode != KvMode::Exact {
@@ -166,8 +166,8 @@ impl FollowedBackends {
         }
     }
 
-    /// Iterates over the backends with a single rank whose blocks are reported, with the number of
-    /// physical blocks in use. Skips backends with several ranks, whose caches are separate.
+    /// Iterates over the reporting backends with a single rank, with the number of physical blocks
+    /// in use. Skips backends with several ranks, whose caches are separate.
     pub(crate) fn shown(&self) -> impl Iterator<Item = (BackendRef, u64)> {
         let shown = self.followed.values();
         let shown = shown.filter(|it| it.is_reporting && it.ranks.len() == 1);
@@ -177,7 +177,7 @@ impl FollowedBackends {
         })
     }
 
-    /// Iterates over the conditions of all followed backends, by slot.
+    /// Iterates over the conditions of all followed backends, in ascending order of slots.
     pub(crate) fn conditions(&self) -> impl Iterator<Item = (BackendRef, KvCondition)> {
         let followed = self.followed.values();
         followed.map(|followed| (followed.backend, followed.condition()))
@@ -218,13 +218,13 @@ impl FollowedBackends {
         Some(KvMap { entries })
     }
 
-    /// Returns the heap size of the ranks' caches, in bytes.
+    /// Returns the heap size of the caches of all ranks, in bytes.
     pub(crate) fn memory_bytes(&self) -> u64 {
         let streams = self.followed.values().flat_map(|it| it.ranks.values());
         streams.map(|it| it.tree.memory_bytes() as u64).sum()
     }
 
-    /// Returns the blocks reported to the ownership for a backend, once per rank that reports them.
+    /// Returns the blocks that the ranks in `slot` report to the ownership, once per rank.
     pub(crate) fn reports(&self, slot: Slot) -> Vec<BlockHash> {
         let ranks = self.followed.get(&slot).map(|followed| &followed.ranks);
         let entries = ranks.into_iter().flatten();
@@ -251,7 +251,7 @@ impl FollowedBackend {
         ranks.map(|it| u64::from(it.tree.len())).sum()
     }
 
-    /// Returns the condition of the worst rank.
+    /// Returns the condition of the rank with the worst mode.
     pub(super) fn condition(&self) -> KvCondition {
         let conditions = self.ranks.values().map(RankStream::condition);
         conditions
@@ -298,7 +298,7 @@ impl FollowedBackend {
         self.settle(&mut show);
     }
 
-    /// Updates the reports: those of all ranks if every rank is known, else none.
+    /// Reports the blocks of all ranks if the cache of every rank is known, else none.
     fn settle(&mut self, show: &mut ReportedOwnership<'_>) {
         let is_known = self.ranks.values().all(RankStream::is_known);
         if is_known && !self.is_reporting {

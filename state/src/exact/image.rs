@@ -1,8 +1,8 @@
-//! Digest and snapshot of the followed backends, and their invariant.
+//! Digest, snapshot and invariant of the followed backends.
 //!
 //! Taking an image clones one pointer per 1,024 blocks. The image is written in pieces: first
 //! everything but the blocks, then the entries of each rank in storage order, one chunk per piece,
-//! about 23 bytes per block. Derived data is not written.
+//! about 23 bytes per block. Derived data is rebuilt on restore.
 
 use bincode::{Decode, Encode};
 
@@ -13,7 +13,7 @@ use crate::exact::stream::{RankStream, StreamProgress};
 use crate::exact::{KV_ENTRIES_MAX, KV_RANKS_MAX};
 use crate::ids::{BackendRef, BlockHash, EngineHash, Slot};
 
-/// Content of one piece.
+/// Content of one piece of an image.
 #[derive(Encode, Decode)]
 enum ImageSection {
     Heads(Vec<FollowedHeader>),
@@ -29,25 +29,25 @@ struct FollowedHeader {
     ranks: Vec<(u16, StreamProgress)>,
 }
 
-/// An entry without derived fields.
+/// An entry without the fields that [`FollowedBackends::finish_restore`] rebuilds.
 #[derive(Encode, Decode)]
 struct SavedBlock {
     engine: EngineHash,
     router: BlockHash,
     parent: Option<u32>,
     copies: u32,
-    /// Bit 0: foreign, bit 1: reported.
+    /// Bit 0 marks a foreign block, bit 1 a reported one.
     flags: u8,
 }
 
-/// An image, unaffected by later changes.
+/// Frozen copy of the followed backends, unaffected by later changes.
 pub(crate) struct FollowedImage {
     heads: Vec<FollowedHeader>,
     entries: Vec<(Slot, u16, CachedBlocks)>,
 }
 
 impl FollowedBackends {
-    /// Appends to the digest input; nothing while no backend is followed.
+    /// Appends the followed backends to the digest input; nothing if no backend is followed.
     pub(crate) fn append_digest(&self, bytes: &mut Vec<u8>) {
         for followed in self.followed.values() {
             encoding::append_bytes(&followed.head(), bytes);
@@ -68,7 +68,10 @@ impl FollowedBackends {
         }
     }
 
-    /// Adds one piece, or describes its fault.
+    /// Adds the content of one piece.
+    ///
+    /// # Errors
+    /// Describes the fault of the piece.
     pub(crate) fn restore_piece(&mut self, bytes: &[u8]) -> Result<(), String> {
         match encoding::from_bytes::<ImageSection, { encoding::SECTION_BYTES_MAX }>(bytes)? {
             ImageSection::Heads(heads) => heads
@@ -109,7 +112,10 @@ impl FollowedBackends {
         Ok(())
     }
 
-    /// Rebuilds derived data once all pieces are restored, or describes the fault.
+    /// Rebuilds derived data once all pieces are restored, and checks I22.
+    ///
+    /// # Errors
+    /// Describes the first fault.
     pub(crate) fn finish_restore(&mut self) -> Result<(), String> {
         for followed in self.followed.values_mut() {
             let mut ranks = followed.ranks.values_mut();
@@ -121,7 +127,7 @@ impl FollowedBackends {
 
     /// Checks I22: for each followed backend, the reported blocks are exactly those that a rank
     /// holds along with every block before them, and none while a rank is unknown. Counts, sums and
-    /// bounds agree.
+    /// bounds agree. An error describes the first violation.
     pub(crate) fn check(&self) -> Result<(), String> {
         let mut entries = 0;
         for (slot, followed) in &self.followed {
@@ -189,7 +195,7 @@ impl SavedBlock {
 }
 
 impl FollowedImage {
-    /// Encodes everything in pieces of a bounded size; none while no backend is followed.
+    /// Encodes the image in pieces of bounded size. Yields none if no backend is followed.
     pub(crate) fn pieces(&self) -> impl Iterator<Item = Vec<u8>> {
         let heads = (!self.heads.is_empty())
             .then(|| encoding::to_bytes(&ImageSection::Heads(self.heads.clone())));

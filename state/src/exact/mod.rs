@@ -16,7 +16,7 @@
 //! `exact` means that every message up to the newest one known to the reader is applied, that the
 //! run is known from an empty cache on, and that nothing in it was left out. It requires that a
 //! reader has sent [`KvNews::Current`]. Permanently lost messages end it: the engine then holds
-//! unknown blocks, so ownership follows from leases until the cache is emptied once
+//! unknown blocks, so ownership follows from leases until the engine empties its cache once
 //! (`AllBlocksCleared`) or another run begins.
 //!
 //! # Blocks that only look alike
@@ -53,17 +53,17 @@ pub use status::{KvCondition, KvMap, KvMode, KvRankStatus, KvReason, KvStatus};
 
 use crate::ids::{BackendRef, BlockHash, EngineHash};
 
-/// Maximum number of blocks kept for one backend, all ranks together.
+/// Maximum number of blocks kept for one backend, in all ranks together.
 pub const KV_ENTRIES_PER_BACKEND_MAX: u64 = 4_000_000;
-/// Maximum number of blocks kept for all backends.
+/// Maximum number of blocks kept for all backends together.
 pub const KV_ENTRIES_MAX: u64 = 8_000_000;
 /// Maximum number of followed ranks of one backend.
 pub const KV_RANKS_MAX: usize = 64;
-/// How long a released block stays owned without a report, in milliseconds of replicated time. Far
-/// longer than an event takes from the engine through the log.
+/// Time for which a released block stays owned without a report, in milliseconds of replicated
+/// time. Far longer than an event takes from the engine through the log.
 pub const KV_CONFIRM_MS_MAX: u64 = 5_000;
 
-/// Maximum number of blocks in one batch, so that with the hashes of both sides it fits an
+/// Maximum number of blocks in one batch, so that a batch with the hashes of both sides fits an
 /// envelope. A larger message is split into parts.
 pub const KV_BLOCKS_PER_BATCH_MAX: usize = 2048;
 
@@ -74,18 +74,18 @@ pub const KV_BLOCKS_PER_BATCH_MAX: usize = 2048;
 pub struct KvBatch {
     /// Backend that publishes the stream.
     pub backend: BackendRef,
-    /// Data-parallel rank. Each rank has its own cache and its own sequence numbers.
+    /// Data-parallel rank that the news is of. Each rank has its own cache and sequence numbers.
     pub rank: u16,
     /// Id of the publisher's run, assigned by the reader that first saw it. A later run has a
     /// greater number (a time stamp, and at least one more than the followed run), so that news of
     /// an earlier run is recognised as outdated.
     pub publisher: u64,
-    /// What the reader observed.
+    /// News that the reader observed.
     pub news: KvNews,
 }
 
 impl KvBatch {
-    /// Returns the number of blocks that it names.
+    /// Returns the number of blocks that the batch names.
     #[must_use]
     pub fn blocks(&self) -> usize {
         let KvNews::Message(message) = &self.news else {
@@ -103,17 +103,17 @@ impl KvBatch {
 /// News of one publisher's stream.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum KvNews {
-    /// A run known from its beginning: nothing is cached, and message 0 is next. Repeating it for a
-    /// run that is followed already has no effect. The run is not exact before the first `Current`,
-    /// because the engine may have published much already.
+    /// The publisher's run is known from its beginning: nothing is cached, and message 0 is next.
+    /// Repeating it for a run that is followed already has no effect. The run is not exact before
+    /// the first `Current`, because the engine may have published much already.
     Begin,
-    /// A message, or a part of one.
+    /// A message of the stream, or one part of a message.
     Message(KvMessage),
     /// The newest message is `seq`. If that is the last one applied, nothing is missing and any
-    /// doubt ends. `None` if the run has no message yet. Sent by a reader that has caught up, and
-    /// whenever it finds the stream that it follows in doubt.
+    /// doubt ends. A reader sends this when it has caught up, and whenever it finds the stream that
+    /// it follows in doubt.
     Current {
-        /// Sequence number of the newest message.
+        /// Sequence number of the newest message; `None` if the run has no message yet.
         seq: Option<u64>,
     },
     /// The known state may be out of date until a `Current` clears the doubt. Messages alone do not
@@ -129,21 +129,20 @@ pub enum KvNews {
 pub struct KvMessage {
     /// Sequence number assigned by the engine.
     pub seq: u64,
-    /// Fingerprint of the message as received. When the message is replayed, the next reader
-    /// recognises the same run of the engine by it.
+    /// Fingerprint of the message as received. By it, the next reader recognises the same run of
+    /// the engine when the message is replayed.
     pub mark: u64,
     /// Number of the part, from 0. Every reader splits a message in the same way, and `seq` counts
     /// as applied with the last part.
     pub part: u16,
-    /// Whether this is the last part.
+    /// Whether this is the last part of the message.
     pub is_last: bool,
-    /// Messages before this one are permanently lost: the known state of the rank is dropped, and
-    /// later messages are not used until its cache has been emptied once. Also set on the first
-    /// message of a run that is not known from its beginning (its `publisher` is new). Only valid
-    /// with part 0. If nothing before this message is missing here, it is treated as any other
-    /// message.
+    /// Whether messages before this one are permanently lost. The known state of the rank is then
+    /// dropped, and later messages are not used until its cache has been emptied once. Also set on
+    /// the first message of a run that is not known from its beginning (its `publisher` is new).
+    /// Only valid with part 0. Has no effect if nothing before this message is missing here.
     pub is_after_loss: bool,
-    /// Events in order; at most [`KV_BLOCKS_PER_BATCH_MAX`] blocks.
+    /// Events in order, with at most [`KV_BLOCKS_PER_BATCH_MAX`] blocks in total.
     pub events: Vec<KvEvent>,
 }
 
@@ -181,33 +180,33 @@ pub enum KvRejection {
     Unreadable,
 }
 
-/// One event, with the router's hashes next to the engine's.
+/// One event of an engine's cache, with the router's hashes next to the engine's.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum KvEvent {
     /// Blocks were added to the cache.
     Stored {
-        /// Block before the first one; `None` if the first one starts a prompt.
+        /// Block before the first of `blocks`; `None` if that one starts a prompt.
         parent: Option<EngineHash>,
         /// Blocks in order, each with the engine's and the router's hash.
         blocks: Vec<(EngineHash, BlockHash)>,
     },
-    /// One copy of each block was removed. May name blocks that were never stored here: salted
-    /// ones, or those of other groups and media.
+    /// One copy of each block was removed. The event may name blocks that were never stored here:
+    /// salted ones, or those of other groups and media.
     Removed {
-        /// Removed blocks.
+        /// Engine's hashes of the removed blocks.
         blocks: Vec<EngineHash>,
     },
-    /// All blocks were removed.
+    /// All blocks were removed from the cache.
     Cleared,
 }
 
-/// How far a rank's stream is applied, which is where its next reader continues. See
+/// Position up to which a rank's stream is applied, where its next reader continues. See
 /// `RouterState::kv_positions`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct KvPosition {
-    /// Data-parallel rank.
+    /// Data-parallel rank of the stream.
     pub rank: u16,
-    /// Run that is followed.
+    /// Id of the publisher's run that is followed.
     pub publisher: u64,
     /// Sequence number and mark of the last message applied completely; `None` before the first.
     pub last: Option<(u64, u64)>,

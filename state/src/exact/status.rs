@@ -86,7 +86,7 @@ pub struct KvCondition {
 }
 
 impl KvCondition {
-    /// Exact, without a reason.
+    /// Condition of an exact backend, which has no reason.
     pub const EXACT: Self = Self {
         mode: KvMode::Exact,
         reason: None,
@@ -139,7 +139,7 @@ pub struct KvRankStatus {
     pub unrooted_blocks: u64,
 }
 
-/// An image of one rank's blocks: the engine's hashes with the router's. Cheap to take, and
+/// Image of one rank's blocks, which maps the engine's hashes to the router's. Cheap to take, and
 /// unaffected by later events.
 pub struct KvMap {
     pub(super) entries: CachedBlocks,

@@ -1,4 +1,4 @@
-//! One rank's stream: how far it is applied, what is in doubt, and the resulting cache.
+//! Event stream of one rank: how far it is applied, what is in doubt, and the resulting cache.
 
 use bincode::{Decode, Encode};
 
@@ -10,17 +10,17 @@ use crate::exact::{
 use crate::ids::{BlockHash, EngineHash, Slot};
 use crate::ownership::{Ownership, ReportRejection};
 
-/// The ownership of one backend, to which its blocks are reported.
+/// The ownership of one backend, to which a rank reports its blocks.
 pub(super) struct ReportedOwnership<'a> {
     pub(super) ownership: &'a mut Ownership,
     pub(super) slot: Slot,
-    /// Whether blocks are reported, which requires that every rank's cache is known.
+    /// Whether blocks are reported. This requires that the cache of every rank is known.
     pub(super) is_reporting: bool,
     /// Whether the backend has no other rank.
     pub(super) is_only_rank: bool,
-    /// Maximum number of entries of the rank.
+    /// Maximum number of entries that the rank may have.
     pub(super) room: u64,
-    /// Tips of leases whose blocks were removed.
+    /// Tips of open leases that are closed because their blocks were removed.
     pub(super) closed_lease_tips: &'a mut Vec<BlockHash>,
 }
 
@@ -39,31 +39,32 @@ pub(super) enum IncompleteCause {
     Contradiction,
 }
 
-/// State of a stream other than the cache.
+/// State of a stream, other than the cache.
 #[derive(Debug, Clone, PartialEq, Eq, Encode, Decode)]
 pub(super) struct StreamProgress {
     pub(super) publisher: u64,
-    /// Message and part to apply next.
+    /// Sequence number and part of the message to apply next.
     next: (u64, u16),
-    /// Number and mark of the last message applied completely.
+    /// Sequence number and mark of the last message applied completely; `None` before the first.
     last: Option<(u64, u64)>,
-    /// All messages before this number are known to exist.
+    /// Sequence number before which all messages are known to exist.
     awaited_seq: u64,
     doubt: Option<KvDoubt>,
     incomplete_cause: Option<IncompleteCause>,
     unknown_cause: Option<UnknownCause>,
-    /// Number of blocks left out because the block before them is unknown.
+    /// Number of blocks left out because the block before them is unknown, since the run began or
+    /// was cleared.
     unrooted: u64,
 }
 
-/// One rank's stream and cache; see the module documentation.
+/// Event stream and cache of one rank; see the module documentation.
 pub(super) struct RankStream {
     pub(super) progress: StreamProgress,
     pub(super) tree: BlockTree,
 }
 
 impl RankStream {
-    /// Creates a run with nothing applied. It is in doubt until its reader has caught up.
+    /// Creates the stream of a new run. It is in doubt until its reader has caught up.
     pub(super) fn new(slot: Slot, rank: u16, publisher: u64) -> Self {
         let progress = StreamProgress {
             publisher,
@@ -78,7 +79,7 @@ impl RankStream {
         Self::of(slot, rank, progress)
     }
 
-    /// Creates a stream with this progress and an empty cache.
+    /// Creates a stream with the given progress and an empty cache.
     pub(super) fn of(slot: Slot, rank: u16, progress: StreamProgress) -> Self {
         Self {
             progress,
@@ -128,7 +129,7 @@ impl RankStream {
         self.progress.doubt = Some(doubt);
     }
 
-    /// Records that the newest message is `seq`.
+    /// Records that the newest message is `seq`, which ends any doubt if nothing is missing.
     pub(super) fn current(&mut self, seq: Option<u64>) {
         let end = seq.map_or(0, |seq| seq.saturating_add(1));
         let next = self.progress.next;
@@ -143,8 +144,8 @@ impl RankStream {
         self.become_unknown(UnknownCause::Refused(refusal), show);
     }
 
-    /// Marks the cache as unknown from here on. If nothing was reported, blocks implied by leases
-    /// stay.
+    /// Marks the cache as unknown and empties it. Blocks implied by leases stay if nothing was
+    /// reported.
     pub(super) fn become_unknown(
         &mut self,
         unknown_cause: UnknownCause,
@@ -158,7 +159,7 @@ impl RankStream {
         (it.unknown_cause, it.incomplete_cause, it.unrooted) = (Some(unknown_cause), None, 0);
     }
 
-    /// Applies a message if it is the next one.
+    /// Applies a message if it is the next one or follows lost ones; else records any gap.
     pub(super) fn message(&mut self, message: &KvMessage, show: &mut ReportedOwnership<'_>) {
         let next = self.progress.next;
         let at = (message.seq, message.part);
@@ -217,7 +218,7 @@ impl RankStream {
         let mut behind = NONE;
         if let Some(parent) = parent {
             let Some(index) = self.tree.find(parent) else {
-                // Blocks behind an unknown block are unknown too; never treat them as first blocks.
+                // Blocks behind an unknown block are unknown too, and never first blocks.
                 self.progress.incomplete_cause = Some(IncompleteCause::UnknownParent);
                 self.progress.unrooted = self.progress.unrooted.saturating_add(blocks.len() as u64);
                 return;
@@ -260,7 +261,7 @@ impl RankStream {
         }
     }
 
-    /// Handles a cleared cache, which makes the cache known again.
+    /// Empties the cache after the engine cleared its own. The cache is then known, unless refused.
     fn cleared(&mut self, show: &mut ReportedOwnership<'_>) {
         if let Some(UnknownCause::Refused(_)) = self.progress.unknown_cause {
             return;
@@ -283,7 +284,7 @@ impl RankStream {
         self.tree = self.tree.emptied();
     }
 
-    /// Reports the owned part of the whole cache. Returns `false` if there is no room for it.
+    /// Reports the owned part of the whole cache. Returns `false` if the ownership lacks room.
     pub(super) fn show_all(&mut self, show: &mut ReportedOwnership<'_>) -> bool {
         self.tree
             .roots()
@@ -291,7 +292,7 @@ impl RankStream {
             .all(|root| self.show(root, show))
     }
 
-    /// Marks everything as unreported after the backend's blocks were cleared.
+    /// Marks all blocks as unreported, after the ownership has cleared the backend's blocks.
     pub(super) fn hidden(&mut self) {
         for root in self.tree.roots() {
             for index in self.tree.reported_descendants(root) {
@@ -300,8 +301,7 @@ impl RankStream {
         }
     }
 
-    /// Reports the newly owned blocks at and behind `top`. Returns `false` if there is no room for
-    /// them.
+    /// Reports the newly owned blocks at and behind `top`. Returns `false` if there is no room.
     fn show(&mut self, top: u32, show: &mut ReportedOwnership<'_>) -> bool {
         if !show.is_reporting {
             return true;
@@ -332,7 +332,7 @@ impl RankStream {
         has_room
     }
 
-    /// Ends the reports of `top` and everything behind it, deepest first.
+    /// Ends the reports of `top` and of everything behind it, deepest first.
     fn hide(&mut self, top: u32, show: &mut ReportedOwnership<'_>) {
         if self.tree.entries.get(top).first_child == NONE {
             self.hide_one(top, show);
@@ -352,8 +352,7 @@ impl RankStream {
         }
     }
 
-    /// Prefetches the memory that storing these blocks will touch, so that the cache misses
-    /// overlap.
+    /// Prefetches the memory that storing `blocks` will touch, so that the cache misses overlap.
     fn prefetch(&self, blocks: &[(EngineHash, BlockHash)], show: &ReportedOwnership<'_>) {
         let mut engines = [BlockHash(0); GROUP_BLOCKS];
         let mut routers = [BlockHash(0); GROUP_BLOCKS];
@@ -366,7 +365,7 @@ impl RankStream {
         show.ownership.prefetch(show.slot, &routers[..count]);
     }
 
-    /// Prefetches like [`Self::prefetch`], for blocks to be removed.
+    /// Prefetches the memory that removing `blocks` will touch, so that the cache misses overlap.
     fn warm_removals(&self, blocks: &[EngineHash], show: &ReportedOwnership<'_>) {
         let mut engines = [BlockHash(0); GROUP_BLOCKS];
         for (to, engine) in engines.iter_mut().zip(blocks) {

@@ -1,4 +1,4 @@
-//! Tests of bounds, with small limits.
+//! Tests of the bounds of followed backends, with small limits.
 
 use crate::exact::followed::FollowedBackends;
 use crate::exact::{KvBatch, KvEvent, KvMessage, KvMode, KvNews, KvReason};
@@ -12,7 +12,7 @@ struct Rig {
 }
 
 impl Rig {
-    /// Two engines, with limits on kept blocks (per engine, of all) and on all owned blocks.
+    /// Creates two engines with limits on kept blocks (per engine, of all) and on owned blocks.
     fn new(per_backend: u64, all: u64, owned: u64) -> Self {
         let mut rig = Self {
             exact: FollowedBackends::with_limits(per_backend, all),
@@ -67,7 +67,7 @@ impl Rig {
         self.tell(0, KvNews::Current { seq: Some(seq) });
     }
 
-    /// Mode, reason and owned blocks of slot 0.
+    /// Returns mode, reason and owned blocks of slot 0.
     fn shown(&self) -> (KvMode, Option<KvReason>, u64) {
         let (_, it) = self.exact.conditions().next().expect("it is followed");
         (it.mode, it.reason, self.ownership.owned(Slot(0)))
@@ -89,7 +89,7 @@ fn a_backend_of_too_many_blocks_goes_by_leases_until_it_is_cleared() {
     assert_eq!(rig.shown(), FULL);
     rig.store(&[6, 7], true);
     assert_eq!(rig.shown(), (KvMode::Exact, None, 2));
-    // Too many, and empty again, within one message.
+    // One message exceeds the limit, and the next one clears the cache before it stores blocks.
     rig.store(&[8, 9, 10], false);
     assert_eq!(rig.shown(), FULL);
     rig.store(&[11, 12, 13], true);

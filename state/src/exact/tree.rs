@@ -1,4 +1,4 @@
-//! One rank's cache: the engine's blocks as a forest of entries, indexed by both hashes.
+//! Cache of one rank: the engine's blocks as a forest of entries, indexed by both hashes.
 //!
 //! The entries alone determine which of them count as owned, see [`BlockTree::is_owned`].
 //! [`BlockTree::visit_descendants`] and [`BlockTree::reported_descendants`] find what starts or
@@ -10,13 +10,13 @@ use crate::exact::entries::{ByEngine, ByRouter, CachedBlock, CachedBlocks, NONE}
 use crate::ids::{BlockHash, EngineHash, Slot};
 use crate::ownership::index::RecordIndex;
 
-/// The blocks of one rank; see the module documentation.
+/// All blocks of one rank; see the module documentation.
 pub(super) struct BlockTree {
     pub(super) entries: CachedBlocks,
     by_engine: RecordIndex,
-    /// Without foreign entries: of blocks that look alike, only the first.
+    /// Index by the router's hash, without foreign entries: the first of blocks that look alike.
     by_router: RecordIndex,
-    /// Number of entries.
+    /// Number of entries, including blocks that are gone but kept.
     len: u32,
     /// Number of entries held by some physical block.
     live: u32,
@@ -26,20 +26,20 @@ pub(super) struct BlockTree {
     copies: u64,
     /// Wrapping sum of the entries' hashes.
     sum: u128,
-    /// Slot and rank, which make these hashes specific to this tree.
+    /// Slot and rank, which make the hashes in `sum` specific to this tree.
     place: [u8; 4],
 }
 
-/// Result of storing a block.
+/// Result of storing a block, with the index of its entry.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum StoreResult {
-    /// Another copy of a known block.
+    /// The block is another copy of a known one.
     Copy(u32),
-    /// A new block.
+    /// The block is new, or was gone.
     Fresh(u32),
     /// The engine's hash already belongs to another block, which gained a copy.
     Contradiction(u32),
-    /// There are too many entries.
+    /// The block was not stored, because there are too many entries.
     Full,
 }
 
@@ -60,14 +60,14 @@ impl BlockTree {
         }
     }
 
-    /// Returns an empty cache of the same rank.
+    /// Returns an empty tree of the same rank.
     pub(super) fn emptied(&self) -> Self {
         let [slot_low, slot_high, rank_low, rank_high] = self.place;
         let slot = Slot(u16::from_le_bytes([slot_low, slot_high]));
         Self::new(slot, u16::from_le_bytes([rank_low, rank_high]))
     }
 
-    /// Returns the number of entries.
+    /// Returns the number of entries, including blocks that are gone but kept.
     pub(super) fn len(&self) -> u32 {
         self.len
     }
@@ -82,7 +82,7 @@ impl BlockTree {
         self.reported
     }
 
-    /// Returns the number of physical blocks that hold an entry.
+    /// Returns the number of physical blocks of all entries.
     pub(super) fn copies(&self) -> u64 {
         self.copies
     }
@@ -96,7 +96,7 @@ impl BlockTree {
         self.by_engine.find(key, &ByEngine(&self.entries))
     }
 
-    /// Returns the entry that may be owned under this hash, if there is one.
+    /// Returns the index of the entry that is not foreign and has this router's hash, if any.
     pub(super) fn find_router(&self, block: BlockHash) -> Option<u32> {
         self.by_router.find(block, &ByRouter(&self.entries))
     }
@@ -107,7 +107,7 @@ impl BlockTree {
         std::hint::black_box(engines.wrapping_add(self.by_router.prefetch(routers)));
     }
 
-    /// Adds one physical block behind `parent` (an entry, or [`NONE`]).
+    /// Adds one physical block behind the entry `parent`, or as a first block if it is [`NONE`].
     pub(super) fn store(
         &mut self,
         engine: EngineHash,
@@ -151,7 +151,7 @@ impl BlockTree {
         StoreResult::Fresh(index)
     }
 
-    /// Adds an entry to its parent's list, the indexes and the counts.
+    /// Adds an entry to its parent's list of children, to the indexes and to the counts.
     fn enter(&mut self, index: u32) {
         self.link(index);
         let entry = *self.entries.get(index);
@@ -168,7 +168,7 @@ impl BlockTree {
         self.sum = self.sum.wrapping_add(self.hash(&entry));
     }
 
-    /// Removes one physical block and returns how many are left.
+    /// Removes one physical block of an entry and returns how many it has left.
     pub(super) fn take_copy(&mut self, index: u32) -> u32 {
         let copies = self.entries.get(index).copies;
         if copies > 0 {
@@ -178,8 +178,7 @@ impl BlockTree {
         copies.saturating_sub(1)
     }
 
-    /// Removes an entry that is gone and has no children, and its ancestors that were kept for it
-    /// alone.
+    /// Removes an entry that is gone and childless, then ancestors that were kept for it alone.
     pub(super) fn prune(&mut self, mut index: u32) {
         while index != NONE {
             let entry = *self.entries.get(index);
@@ -198,21 +197,21 @@ impl BlockTree {
         }
     }
 
-    /// Whether the block counts as owned: it is present, it is not foreign, and its parent is
-    /// reported.
+    /// Whether an entry counts as owned: it is present and not foreign, and its parent is reported
+    /// or it has none.
     pub(super) fn is_owned(&self, entry: &CachedBlock) -> bool {
         let is_rooted = entry.parent == NONE || self.entries.get(entry.parent).is_reported;
         entry.copies > 0 && !entry.is_foreign && is_rooted
     }
 
-    /// Returns the entries without a parent.
+    /// Returns the indexes of the entries without a parent.
     pub(super) fn roots(&self) -> Vec<u32> {
         let roots = self.entries.iter().filter(|(_, it)| it.parent == NONE);
         roots.map(|(index, _)| index).collect()
     }
 
-    /// Visits `top` and what follows it, parents first. `visit` returns whether to continue behind
-    /// an entry.
+    /// Visits `top` and everything behind it, parents first. `visit` returns whether to continue
+    /// behind an entry.
     pub(super) fn visit_descendants(
         &mut self,
         top: u32,
@@ -226,7 +225,7 @@ impl BlockTree {
         }
     }
 
-    /// Returns the reported entries at and behind `top`, deepest first.
+    /// Returns the indexes of the reported entries at and behind `top`, deepest first.
     pub(super) fn reported_descendants(&self, top: u32) -> Vec<u32> {
         let mut found = Vec::new();
         let mut next = vec![top];
@@ -240,8 +239,8 @@ impl BlockTree {
         found
     }
 
-    /// Returns the last block of each chain behind `top` that has no branches, such as the response
-    /// to a prompt. Examines only the newest chains.
+    /// Returns the last block of each unbranched chain behind `top`, such as the response to a
+    /// prompt. Examines only the newest few chains.
     pub(super) fn ends_behind(&self, top: u32) -> Vec<BlockHash> {
         const ROWS_MAX: usize = 8;
         const BLOCKS_MAX: usize = 64;
@@ -276,7 +275,7 @@ impl BlockTree {
         self.change(index, |entry| entry.is_reported = is_reported);
     }
 
-    /// Marks an entry as foreign, because it only looks like its block.
+    /// Marks an entry as foreign, because it only looks like the block of its router's hash.
     pub(super) fn set_foreign(&mut self, index: u32) {
         let entry = *self.entries.get(index);
         if !entry.is_foreign {
@@ -329,8 +328,7 @@ impl BlockTree {
         self.sum = self.sum.wrapping_sub(before).wrapping_add(after);
     }
 
-    /// Returns an entry's contribution to the digest, which does not depend on its storage
-    /// position.
+    /// Returns the contribution of an entry to `sum`. It does not depend on the entry's index.
     fn hash(&self, entry: &CachedBlock) -> u128 {
         let parent = (entry.parent != NONE).then(|| self.entries.get(entry.parent).engine.0);
         let mut bytes = [0_u8; 33];
@@ -346,7 +344,10 @@ impl BlockTree {
         xxh3_128(&bytes)
     }
 
-    /// Rebuilds derived data from the entries, or describes the fault.
+    /// Rebuilds the indexes, lists and counts from the entries.
+    ///
+    /// # Errors
+    /// Describes the first fault of the entries.
     pub(super) fn rebuild(&mut self) -> Result<(), String> {
         self.check_paths()?;
         let present: Vec<u32> = self.entries.iter().map(|(index, _)| index).collect();
@@ -365,7 +366,7 @@ impl BlockTree {
         Ok(())
     }
 
-    /// Checks that every entry leads to a first block.
+    /// Checks that the path of parents of every entry leads to a first block.
     fn check_paths(&self) -> Result<(), String> {
         const UNKNOWN: u8 = 0;
         const ON_PATH: u8 = 1;
@@ -397,7 +398,7 @@ impl BlockTree {
     }
 
     /// Checks counts, sum and lists from scratch, and, if `is_reporting`, that exactly the owned
-    /// entries are reported.
+    /// entries are reported. An error describes the first violation.
     pub(super) fn check(&self, is_reporting: bool) -> Result<(), String> {
         let (mut len, mut live, mut reported, mut sum, mut links) = (0, 0, 0, 0_u128, 0);
         let mut copies = 0;

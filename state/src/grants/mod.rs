@@ -35,27 +35,27 @@ use xxhash_rust::xxh3::xxh3_128;
 use crate::encoding;
 use crate::ids::{ModelKey, ReplicaId, Ticket, UserKey};
 
-/// Maximum number of requests that one replica may have waiting or granted.
+/// Maximum number of requests of one replica that may be waiting or granted.
 pub const WAITING_PER_REPLICA_MAX: usize = 16_384;
 /// Maximum number of requests waiting or granted at all replicas.
 pub const WAITING_MAX: usize = 65_536;
 
-/// A request waiting for a grant.
+/// A request that waits for a grant.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode)]
 pub struct Wait {
-    /// Identifies the request, together with the replica that proposed it.
+    /// Identifier of the request, unique within the replica that proposed it.
     pub ticket: Ticket,
     /// Model that the request is for.
     pub model: ModelKey,
-    /// User to charge.
+    /// User to whom the request is charged.
     pub user: UserKey,
-    /// Priority; higher goes first.
+    /// Priority; a higher one goes first.
     pub priority: i16,
-    /// Priced tokens to charge when it is granted.
+    /// Number of priced tokens to charge when the request is granted.
     pub tokens: u32,
 }
 
-/// Grants that have not been taken yet, as of one applied index.
+/// Requests that are waiting or granted, as of one applied index.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct GrantsView {
     granted: BTreeMap<(ReplicaId, Ticket), Wait>,
@@ -63,13 +63,13 @@ pub struct GrantsView {
 }
 
 impl GrantsView {
-    /// Iterates over a replica's granted requests, by ticket.
+    /// Iterates by ticket over the granted requests of `replica`.
     pub fn granted(&self, replica: ReplicaId) -> impl Iterator<Item = &Wait> {
         let all = (replica, Ticket(0))..=(replica, Ticket(u64::MAX));
         self.granted.range(all).map(|(_, wait)| wait)
     }
 
-    /// Whether a request is known, granted or not. An unknown one was never applied or has ended.
+    /// Whether a request is waiting or granted. Any other was never applied or has ended.
     #[must_use]
     pub fn knows(&self, replica: ReplicaId, ticket: Ticket) -> bool {
         let key = (replica, ticket);
@@ -83,7 +83,7 @@ impl GrantsView {
     }
 }
 
-/// A request in the list, in the form snapshots store.
+/// A request in the list, as snapshots store it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode)]
 pub(crate) struct WaitEntry {
     replica: ReplicaId,
@@ -93,22 +93,22 @@ pub(crate) struct WaitEntry {
     is_granted: bool,
 }
 
-/// All waiting and granted requests.
+/// All waiting and granted requests, and the order of the waiting ones.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub(crate) struct WaitingList {
     entries: BTreeMap<(ReplicaId, Ticket), WaitEntry>,
     queues: BTreeMap<WaitQueueKey, WaitQueue>,
     per_replica: BTreeMap<ReplicaId, usize>,
-    /// Last position in log order; 0 whenever the list is empty.
+    /// Position of the latest request in log order; 0 whenever the list is empty.
     last_seq: u64,
     /// Wrapping sum of the entries' hashes.
     digest: u128,
 }
 
-/// Model, and priority from high to low.
+/// Key of a queue: model, and priority (highest first).
 type WaitQueueKey = (ModelKey, Reverse<i16>);
 
-/// Waiting requests of one model and priority.
+/// All waiting requests of one model and priority.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 struct WaitQueue {
     /// `(counter, log order of the user's first request, user)`. Counters are as last seen. Since
@@ -120,7 +120,7 @@ struct WaitQueue {
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 struct UserTickets {
     counter: u64,
-    /// Tickets in log order; never empty.
+    /// Requests by position in log order; never empty.
     tickets: BTreeMap<u64, (ReplicaId, Ticket)>,
 }
 
@@ -140,7 +140,7 @@ impl WaitQueue {
         let line = self.users.entry(user).or_default();
         line.tickets
             .insert(entry.seq, (entry.replica, entry.wait.ticket));
-        // Log order only rises, so a user with tickets keeps the first one.
+        // Positions in log order only rise, so a user with tickets keeps its first one.
         self.order.insert((line.counter, line.first(), user));
     }
 
@@ -158,7 +158,7 @@ impl WaitQueue {
         }
     }
 
-    /// Returns the next request by the current counters.
+    /// Returns the request that goes next by the current counters, without removing it.
     fn next(&mut self, counter: impl Fn(UserKey) -> u64) -> Option<(ReplicaId, Ticket)> {
         loop {
             let &(seen, first, user) = self.order.first()?;
@@ -175,7 +175,7 @@ impl WaitQueue {
 }
 
 impl WaitingList {
-    /// Adds a request. Returns `false` if it is a repeat or exceeds a bound.
+    /// Adds a waiting request. Returns `false` if it is a repeat or exceeds a bound.
     pub(crate) fn wait(&mut self, replica: ReplicaId, wait: Wait) -> bool {
         let entry = WaitEntry {
             replica,
@@ -199,7 +199,7 @@ impl WaitingList {
         if !is_welcome {
             return false;
         }
-        // Counted only now, because a replica without requests must have no count.
+        // The request is counted only now, because a replica without requests must have no count.
         *self.per_replica.entry(entry.replica).or_default() += 1;
         self.digest = self.digest.wrapping_add(hash(&entry));
         if !entry.is_granted {
@@ -210,7 +210,7 @@ impl WaitingList {
     }
 
     /// Removes a request whose replica took or declined the grant, or saw the request leave.
-    /// Returns whether it was known.
+    /// Returns whether the request was in the list.
     pub(crate) fn leave(&mut self, replica: ReplicaId, ticket: Ticket) -> bool {
         let Some(entry) = self.entries.remove(&(replica, ticket)) else {
             return false;
@@ -242,7 +242,7 @@ impl WaitingList {
         }
     }
 
-    /// Grants the next request of a model and returns it with its replica, to charge its user.
+    /// Grants the next request of `model` and returns it with its replica, to charge its user.
     pub(crate) fn grant(
         &mut self,
         model: ModelKey,
@@ -260,7 +260,7 @@ impl WaitingList {
         Some((key.0, entry.wait))
     }
 
-    /// Removes all requests of a replica and returns the models of those that were granted.
+    /// Removes all requests of `replica` and returns the models of those that were granted.
     pub(crate) fn close_replica(&mut self, replica: ReplicaId) -> Vec<ModelKey> {
         let all = (replica, Ticket(0))..=(replica, Ticket(u64::MAX));
         let entries: Vec<WaitEntry> = self.entries.range(all).map(|(_, entry)| *entry).collect();
@@ -275,12 +275,12 @@ impl WaitingList {
         self.entries.is_empty()
     }
 
-    /// Returns the digest of the whole list.
+    /// Returns the last position in log order and the digest of the entries.
     pub(crate) fn digest(&self) -> (u64, u128) {
         (self.last_seq, self.digest)
     }
 
-    /// Returns the view for replicas.
+    /// Returns a view of the list for replicas.
     pub(crate) fn view(&self) -> GrantsView {
         let mut view = GrantsView::default();
         for (key, entry) in &self.entries {
@@ -293,12 +293,12 @@ impl WaitingList {
         view
     }
 
-    /// Returns the whole list, for snapshots.
+    /// Returns the whole list in the form that snapshots store.
     pub(crate) fn image(&self) -> (u64, Vec<WaitEntry>) {
         (self.last_seq, self.entries.values().copied().collect())
     }
 
-    /// Rebuilds the list from [`WaitingList::image`], or describes the fault.
+    /// Rebuilds the list from [`WaitingList::image`]. An error describes the first fault.
     pub(crate) fn restored((last_seq, entries): (u64, Vec<WaitEntry>)) -> Result<Self, String> {
         let mut list = Self::default();
         let mut by_log: Vec<WaitEntry> = entries;
@@ -317,7 +317,7 @@ impl WaitingList {
         Ok(list)
     }
 
-    /// Iterates over the replicas with requests in the list.
+    /// Iterates over the replicas with requests in the list, in ascending order.
     pub(crate) fn replicas(&self) -> impl Iterator<Item = ReplicaId> {
         self.per_replica.keys().copied()
     }

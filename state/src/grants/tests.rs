@@ -1,4 +1,4 @@
-//! The waiting list, by example and against a model.
+//! Tests of the waiting list, by example and against a model.
 
 use proptest::prelude::*;
 
@@ -133,7 +133,7 @@ proptest! {
     fn it_grants_whom_the_definition_says(steps in prop::collection::vec(step(), 0..120)) {
         let mut list = WaitingList::default();
         let mut counters = [0_u64; 5];
-        // In log order: replica, request, whether it is granted.
+        // Entries in log order: replica, request, and whether it is granted.
         let mut model: Vec<(u8, Wait, bool)> = Vec::new();
         for step in steps {
             match step {

@@ -6,15 +6,15 @@ use super::{ApiKey, SecretHash};
 use crate::cow::{CowMap, ShardKey};
 use crate::ids::ApiKeyId;
 
-/// Keys by id.
+/// Map from ids to keys.
 pub(super) type KeysById = CowMap<ApiKeyId, Arc<ApiKey>>;
-/// Ids of keys by secret, current and former.
+/// Map from the current and former secrets to the ids of their keys.
 pub(super) type KeysBySecret = CowMap<SecretHash, ApiKeyId>;
 
 impl ShardKey for ApiKeyId {
     const BRANCHES: usize = 16;
 
-    // By the highest bits, so that shard order is key order. Ids are random.
+    // The highest bits select the shard, so that shard order is key order. Ids are random.
     fn shard(&self) -> usize {
         (self.0 >> 54) as usize
     }

@@ -28,15 +28,15 @@ pub use published::{FoundKey, KeysView};
 pub(crate) use revoked::RevokedKeys;
 pub(crate) use table::{Keys, KeysImage};
 
-/// Maximum total length of a key's models and scopes, in bytes.
+/// Maximum total length of the models and scopes of one key, in bytes.
 pub const API_KEY_LISTS_BYTES_MAX: usize = PATTERNS_BYTES_MAX;
 /// Maximum grace period for the former secret after a rotation, in milliseconds: 30 days.
 pub const GRACE_MS_MAX: u64 = 30 * 24 * 60 * 60 * 1000;
 
-/// Latest expiry of a key as Unix time, in milliseconds: the end of the year 9999.
+/// Latest allowed expiry of a key, as Unix time in milliseconds: the end of the year 9999.
 pub const EXPIRY_MS_MAX: u64 = 253_402_300_799_000;
 
-/// Keyed hash of a key's secret. The state can compare it but not compute it.
+/// Keyed hash of an API key's secret. The state can compare it but not compute it.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default, Encode, Decode)]
 pub struct SecretHash(pub [u8; 32]);
 
@@ -46,27 +46,27 @@ impl fmt::Debug for SecretHash {
     }
 }
 
-/// A key as requested by an operator.
+/// Description of an API key, as requested by an operator.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Encode, Decode)]
 pub struct ApiKeySpec {
-    /// Id, drawn at random by the replica that received the request.
+    /// Id of the key, drawn at random by the replica that received the request.
     pub id: ApiKeyId,
-    /// Hash of the secret.
+    /// Hash of the current secret.
     pub secret: SecretHash,
-    /// Display name.
+    /// Name of the key, for display.
     pub name: String,
     /// User to whom requests with this key belong.
     pub user: String,
-    /// Expiry as Unix time, in milliseconds. `None`: never.
+    /// Time at which the key expires, as Unix time in milliseconds. `None` if it never does.
     pub expires_at_ms: Option<u64>,
-    /// Models that it may use; a trailing `*` matches any suffix. Empty: all.
+    /// Models that the key may use; a trailing `*` matches any suffix. Empty if it may use all.
     pub models: Vec<String>,
-    /// Paths that it may use, in the same form. Empty: all.
+    /// Paths that the key may use; a trailing `*` matches any suffix. Empty if it may use all.
     pub scopes: Vec<String>,
 }
 
 impl ApiKeySpec {
-    /// Checks every field.
+    /// Checks the bounds of every field.
     ///
     /// # Errors
     /// [`Rejection::Invalid`] with the first field that is out of bounds.
@@ -99,16 +99,16 @@ impl ApiKeySpec {
     }
 }
 
-/// A key as stored.
+/// An API key in the table.
 #[derive(Debug, Clone, PartialEq, Eq, Encode, Decode)]
 pub struct ApiKey {
-    /// The requested key, with its current secret.
+    /// Description of the key, with its current secret.
     pub spec: ApiKeySpec,
-    /// Unix time of its creation, in milliseconds.
+    /// Time at which the key was created, as Unix time in milliseconds.
     pub created_at_ms: u64,
-    /// Unix time of its last rotation, in milliseconds.
+    /// Time of the key's last rotation, as Unix time in milliseconds, if any.
     pub rotated_at_ms: Option<u64>,
-    /// Secret before the last rotation, if that granted a grace period.
+    /// Secret before the last rotation, if that rotation granted a grace period.
     pub former: Option<FormerSecret>,
 }
 
@@ -117,7 +117,7 @@ pub struct ApiKey {
 pub struct FormerSecret {
     /// Hash of the secret.
     pub secret: SecretHash,
-    /// Unix time from which it is rejected, in milliseconds.
+    /// Time from which the secret is rejected, as Unix time in milliseconds.
     pub until_ms: u64,
 }
 
@@ -129,13 +129,13 @@ impl ApiKey {
         format!("{id}: {name:?} of {user:?}")
     }
 
-    /// Whether the key has expired, whatever its secret.
+    /// Whether the key has expired at the time `calendar_ms` of the cluster's clock.
     #[must_use]
     pub fn is_expired(&self, calendar_ms: u64) -> bool {
         self.spec.expires_at_ms.is_some_and(|at| at <= calendar_ms)
     }
 
-    /// Whether the key accepts this secret at this time.
+    /// Whether the key accepts `secret` at the time `calendar_ms` of the cluster's clock.
     #[must_use]
     pub fn accepts(&self, secret: &SecretHash, calendar_ms: u64) -> bool {
         let is_present = self.spec.secret == *secret;
@@ -144,13 +144,13 @@ impl ApiKey {
         !self.is_expired(calendar_ms) && (is_present || self.former.as_ref().is_some_and(is_former))
     }
 
-    /// Whether the key may use a model.
+    /// Whether the key may use `model`.
     #[must_use]
     pub fn allows_model(&self, model: &str) -> bool {
         self.spec.models.is_empty() || self.spec.models.iter().any(|it| stands_for(it, model))
     }
 
-    /// Whether the key may use a path.
+    /// Whether the key may use `path`.
     #[must_use]
     pub fn allows_path(&self, path: &str) -> bool {
         self.spec.scopes.is_empty() || self.spec.scopes.iter().any(|it| stands_for(it, path))

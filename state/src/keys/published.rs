@@ -17,11 +17,11 @@ pub struct KeysView {
 /// Result of looking up a secret.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum FoundKey {
-    /// A valid key.
+    /// The secret is valid for this key.
     Live(Arc<ApiKey>),
-    /// An expired key, or a former secret after its grace period.
+    /// The key has expired, or the secret is a former one whose grace period is over.
     Expired,
-    /// No key: it never existed or was revoked.
+    /// No key has this secret, for example because its key was revoked.
     Unknown,
 }
 
@@ -48,7 +48,7 @@ impl KeysView {
         self.len() == 0
     }
 
-    /// Finds the key of a secret, at this time of the cluster's clock.
+    /// Finds the key of `secret` at the time `calendar_ms` of the cluster's clock.
     #[must_use]
     pub fn find(&self, secret: &SecretHash, calendar_ms: u64) -> FoundKey {
         let id = self.by_secret.get(secret);
@@ -59,13 +59,13 @@ impl KeysView {
         }
     }
 
-    /// Returns the key with this id.
+    /// Returns the key with this id, if any.
     #[must_use]
     pub fn get(&self, id: ApiKeyId) -> Option<&Arc<ApiKey>> {
         self.by_id.get(&id)
     }
 
-    /// Iterates over the keys with ids above `after`, ascending.
+    /// Iterates over the keys with ids above `after`, in ascending order of ids.
     pub fn after(&self, after: Option<ApiKeyId>) -> impl Iterator<Item = &Arc<ApiKey>> {
         let keys = self.by_id.iter_from(after.unwrap_or_default());
         keys.filter(move |(id, _)| after.is_none_or(|after| **id > after))

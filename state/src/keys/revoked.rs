@@ -1,5 +1,5 @@
-//! Ids of revoked keys, kept so that restoring an earlier backup does not bring the keys back. When
-//! there are too many, the one revoked first is forgotten.
+//! Ids of revoked keys, kept so that restoring an earlier backup does not bring the keys back. If
+//! there are too many, the table forgets the one revoked first.
 
 use xxhash_rust::xxh3::xxh3_128;
 
@@ -7,10 +7,10 @@ use crate::cow::CowMap;
 use crate::encoding;
 use crate::ids::ApiKeyId;
 
-/// Number of ids in one section of a snapshot.
+/// Maximum number of ids in one section of a snapshot.
 const IDS_PER_PIECE: usize = 65_536;
 
-/// Revoked keys with the Unix time of their revocation, in milliseconds.
+/// Table of revoked keys, with the Unix time of each revocation in milliseconds.
 #[derive(Clone)]
 pub(crate) struct RevokedKeys {
     since: CowMap<ApiKeyId, u64>,
@@ -40,7 +40,7 @@ impl RevokedKeys {
         self.since.iter().map(|(id, at_ms)| (*id, *at_ms))
     }
 
-    /// Adds a revoked key.
+    /// Adds a key revoked at `at_ms`, unless it is known. Forgets the first one beyond the maximum.
     pub(super) fn insert(&mut self, id: ApiKeyId, at_ms: u64) {
         if !self.since.insert_new(id, at_ms) {
             return;
@@ -55,14 +55,14 @@ impl RevokedKeys {
         }
     }
 
-    /// Appends the ids' part of the digest input.
+    /// Appends the digest of the ids to the digest input, unless the table is empty.
     pub(super) fn append_digest(&self, bytes: &mut Vec<u8>) {
         if self.since.len() > 0 {
             encoding::append_bytes(&self.digest, bytes);
         }
     }
 
-    /// Encodes all ids in pieces of bounded size.
+    /// Encodes all ids in sections of bounded size. Yields none if the table is empty.
     pub(crate) fn pieces(&self) -> impl Iterator<Item = Vec<u8>> {
         let mut ids = self.iter().peekable();
         std::iter::from_fn(move || {
@@ -72,7 +72,7 @@ impl RevokedKeys {
         })
     }
 
-    /// Adds the ids of one piece, or describes its fault.
+    /// Adds the ids of one section of a snapshot. An error describes the fault.
     pub(super) fn restore_piece(&mut self, bytes: &[u8]) -> Result<(), String> {
         type Piece = Vec<(ApiKeyId, u64)>;
         for (id, at_ms) in encoding::from_bytes::<Piece, { encoding::SECTION_BYTES_MAX }>(bytes)? {
@@ -84,7 +84,7 @@ impl RevokedKeys {
         Ok(())
     }
 
-    /// Whether the digest matches the ids and their number is within bounds.
+    /// Whether the digest matches the ids and their number is within its bound.
     pub(super) fn is_sound(&self) -> bool {
         let sum = |sum: u128, (id, at_ms)| sum.wrapping_add(hash(id, at_ms));
         self.iter().fold(0, sum) == self.digest && self.since.len() <= self.ids_max

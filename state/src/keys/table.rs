@@ -15,14 +15,14 @@ use crate::ids::ApiKeyId;
 use crate::reject::Rejection;
 use crate::validate::ensure;
 
-/// Number of keys in one section of a snapshot.
+/// Maximum number of keys in one section of a snapshot.
 const KEYS_PER_PIECE: usize = 4096;
 
-/// All API keys.
+/// All API keys, and the revoked ones that are remembered.
 pub(crate) struct Keys {
     by_id: KeysById,
     by_secret: KeysBySecret,
-    /// Revoked keys that are remembered.
+    /// Revoked keys that a restore must not bring back.
     revoked: RevokedKeys,
     /// Wrapping sum of the keys' hashes.
     digest: u128,
@@ -31,7 +31,7 @@ pub(crate) struct Keys {
     is_changed: bool,
 }
 
-/// A frozen copy of the keys.
+/// Frozen copy of the keys, for a snapshot.
 pub(crate) struct KeysImage(KeysById);
 
 impl Default for Keys {
@@ -41,7 +41,7 @@ impl Default for Keys {
 }
 
 impl Keys {
-    /// Creates a table with another bound, for tests.
+    /// Creates an empty table for at most `keys_max` keys.
     pub(super) fn with_max(keys_max: usize) -> Self {
         Self {
             by_id: CowMap::new(),
@@ -67,7 +67,7 @@ impl Keys {
         self.digest
     }
 
-    /// Appends the keys' part of the digest input.
+    /// Appends the digests of the keys and revoked keys to the digest input, unless there are none.
     pub(crate) fn append_digest(&self, bytes: &mut Vec<u8>) {
         if !self.is_empty() {
             encoding::append_bytes(&self.digest, bytes);
@@ -75,7 +75,7 @@ impl Keys {
         self.revoked.append_digest(bytes);
     }
 
-    /// Returns the remembered revoked keys.
+    /// Returns the revoked keys that are remembered.
     pub(crate) fn revoked(&self) -> &RevokedKeys {
         &self.revoked
     }
@@ -84,7 +84,10 @@ impl Keys {
         self.by_id.get(&id)
     }
 
-    /// Adds a key. If the table is full, the first key that expired makes room.
+    /// Adds a key. If the table is full, removes the expired key with the earliest expiry.
+    ///
+    /// # Errors
+    /// If `spec` is invalid or has expired, its id or secret is taken, or the table is full.
     pub(crate) fn create(&mut self, spec: ApiKeySpec, calendar_ms: u64) -> Result<(), Rejection> {
         spec.validate()?;
         ensure(
@@ -109,7 +112,7 @@ impl Keys {
         Ok(())
     }
 
-    /// Removes a key.
+    /// Removes a key, or returns [`Rejection::UnknownKey`]. A restore may bring it back.
     pub(crate) fn revoke(&mut self, id: ApiKeyId) -> Result<(), Rejection> {
         match self.remove(id) {
             Some(_) => Ok(()),
@@ -117,15 +120,15 @@ impl Keys {
         }
     }
 
-    /// Removes a key permanently: a restore does not bring it back.
+    /// Removes a key, or returns [`Rejection::UnknownKey`]. No restore brings it back.
     pub(crate) fn end(&mut self, id: ApiKeyId, calendar_ms: u64) -> Result<(), Rejection> {
         self.revoke(id)?;
         self.revoked.insert(id, calendar_ms);
         Ok(())
     }
 
-    /// Carries over what has ended in `current`, which these keys of a backup replace: revoked
-    /// keys, and secrets replaced by a rotation.
+    /// Applies to these keys, restored from a backup, what has ended in `current`, the table that
+    /// they replace: revoked keys, and secrets replaced by a rotation.
     pub(crate) fn keep_revocations(&mut self, current: &Self) {
         for (id, at_ms) in current.revoked.iter() {
             self.remove(id);
@@ -144,6 +147,9 @@ impl Keys {
     }
 
     /// Gives a key a new secret. The current one stays valid for `grace_ms`; any earlier one ends.
+    ///
+    /// # Errors
+    /// If `grace_ms` is out of bounds, the key is unknown or expired, or the secret is taken.
     pub(crate) fn rotate(
         &mut self,
         id: ApiKeyId,
@@ -175,17 +181,17 @@ impl Keys {
         Ok(())
     }
 
-    /// Returns the keys for readers on other threads.
+    /// Returns a view of the keys for readers on other threads.
     pub(crate) fn view(&self) -> KeysView {
         KeysView::of(self.by_id.clone(), self.by_secret.clone())
     }
 
-    /// Returns the keys if they changed since the last call.
+    /// Returns a view of the keys if they changed since the last call.
     pub(crate) fn publish(&mut self) -> Option<KeysView> {
         std::mem::take(&mut self.is_changed).then(|| self.view())
     }
 
-    /// Marks all keys as changed, to be published with the next command.
+    /// Marks the keys as changed, so that the next command publishes them.
     pub(crate) fn replaced(&mut self) {
         self.is_changed = true;
     }
@@ -194,7 +200,7 @@ impl Keys {
         KeysImage(self.by_id.clone())
     }
 
-    /// Adds the keys of one piece, or describes its fault.
+    /// Adds the keys of one section of a snapshot. An error describes the fault.
     pub(crate) fn restore_piece(&mut self, bytes: &[u8]) -> Result<(), String> {
         type Piece = Vec<ApiKey>;
         for key in encoding::from_bytes::<Piece, { encoding::SECTION_BYTES_MAX }>(bytes)? {
@@ -210,7 +216,7 @@ impl Keys {
         Ok(())
     }
 
-    /// Adds the revoked keys of one piece, or describes its fault. Requires all keys to be present.
+    /// Adds the revoked keys of one section, after all keys. An error describes the fault.
     pub(crate) fn restore_revoked(&mut self, bytes: &[u8]) -> Result<(), String> {
         self.revoked.restore_piece(bytes)?;
         match self.revoked.iter().find(|(id, _)| self.get(*id).is_some()) {
@@ -219,7 +225,7 @@ impl Keys {
         }
     }
 
-    /// Whether the id is neither taken nor revoked, and the secrets are not taken.
+    /// Whether the id of `key` is neither taken nor revoked, and its secrets are not taken.
     fn is_free(&self, key: &ApiKey) -> bool {
         let id = key.spec.id;
         let mut secrets = key.secrets();
@@ -228,12 +234,12 @@ impl Keys {
             && secrets.all(|secret| self.by_secret.get(&secret).is_none())
     }
 
-    /// Whether a view shows these keys.
+    /// Whether `view` shows exactly these keys.
     pub(crate) fn are(&self, view: &KeysView) -> bool {
         view.are(&self.by_id, &self.by_secret)
     }
 
-    /// Checks I100.
+    /// Checks I100: both indexes, the digest and the revoked keys agree with the keys.
     ///
     /// # Errors
     /// Describes the first violation.
@@ -267,7 +273,7 @@ impl Keys {
         Ok(())
     }
 
-    /// Returns the expired key with the earliest expiry.
+    /// Returns the id of the expired key with the earliest expiry, if any.
     fn first_expired(&self, calendar_ms: u64) -> Option<ApiKeyId> {
         let keys = self.by_id.iter();
         let expired = keys.filter(|(_, key)| key.is_expired(calendar_ms));
@@ -275,7 +281,7 @@ impl Keys {
         first.map(|(id, _)| *id)
     }
 
-    /// Adds a key whose id and secrets are free.
+    /// Adds a key whose id and secrets are not taken.
     fn put(&mut self, key: ApiKey) {
         self.is_changed = true;
         self.digest = self.digest.wrapping_add(hash(&key));
@@ -298,7 +304,7 @@ impl Keys {
 }
 
 impl KeysImage {
-    /// Encodes all keys in pieces of bounded size.
+    /// Encodes all keys in sections of bounded size. Yields none if there are no keys.
     pub(crate) fn pieces(&self) -> impl Iterator<Item = Vec<u8>> {
         let mut keys = self.0.iter().peekable();
         std::iter::from_fn(move || {

@@ -1,4 +1,4 @@
-//! Tests of the table against a naive list.
+//! Tests of the table of API keys against a naive list.
 
 use proptest::prelude::*;
 
@@ -8,7 +8,7 @@ const NOW_MS: u64 = 1_000_000;
 
 fn secret(number: u8) -> SecretHash {
     let mut bytes = [0; 32];
-    // Several secrets share a shard.
+    // Several secrets fall into one shard.
     bytes[0] = number & 1;
     bytes[31] = number;
     SecretHash(bytes)
@@ -101,7 +101,7 @@ fn a_rotated_key_takes_both_secrets_for_the_grace() {
         keys.view().find(&secret(1), NOW_MS + 100),
         FoundKey::Expired
     );
-    // At most two secrets: the first one ends with the next rotation.
+    // A key has at most two secrets: the first one ends with the next rotation.
     keys.rotate(id, secret(3), 100, NOW_MS + 1).unwrap();
     let taken = [1, 2, 3].map(|number| is_live(&keys, number, NOW_MS + 2));
     assert_eq!(taken, [false, true, true]);

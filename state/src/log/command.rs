@@ -1,7 +1,7 @@
 //! Commands of the log, their origin, and their replies.
 //!
-//! Everything here is part of the log format. Appending a variant to an enum makes a new format
-//! version; existing variants never change.
+//! All types in this module are part of the log format. Appending a variant to an enum makes a new
+//! format version; existing variants never change.
 
 use bincode::{Decode, Encode};
 use serde::{Deserialize, Serialize};
@@ -33,38 +33,38 @@ pub use crate::bounds::{
 pub use crate::charge::Charge;
 pub use crate::reject::Rejection;
 
-/// One log entry: a command and its origin.
+/// Content of one log entry: a command and its origin.
 #[derive(Debug, Clone, PartialEq, Encode, Decode)]
 pub struct Envelope {
-    /// The proposer. An envelope with a `(replica, lane, session, seq)` seen before is answered but
-    /// not applied again.
+    /// Proposer of the command. An envelope with an origin (replica, session, lane and number) seen
+    /// before is answered but not applied again.
     pub origin: Origin,
-    /// Proposer's estimate of Unix time, in milliseconds. A retry gets a new stamp.
+    /// Proposer's estimate of Unix time, in milliseconds. A retry carries a new estimate.
     pub proposed_at_ms: u64,
     /// The command itself.
     pub command: Command,
 }
 
-/// Origin of a command. An origin has at most one command outstanding per lane.
+/// Origin of a command. A replica has at most one command outstanding per lane.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Encode, Decode)]
 pub struct Origin {
-    /// Proposing replica.
+    /// Replica that proposed the command.
     pub replica: ReplicaId,
-    /// Session (run) of that replica.
+    /// Session (run) of the replica.
     pub session: SessionId,
-    /// Sequence that `seq` belongs to.
+    /// Command sequence in which `seq` counts.
     pub lane: Lane,
-    /// Sequence number, ascending from 1. Gaps are allowed; a number at or below the last one
-    /// applied is a repeat.
+    /// Number in the sequence, ascending from 1. Gaps are allowed. A number at or below the last
+    /// one applied is a repeat.
     pub seq: u64,
 }
 
-/// A replica's two independent command sequences.
+/// One of the two independent command sequences of a replica.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Encode, Decode)]
 pub enum Lane {
     /// Batches from the outbox ([`Command::Batch`]).
     Outbox,
-    /// Everything else: admin writes and the leader's own commands.
+    /// Every other command: admin writes and the leader's own commands.
     Admin,
 }
 
@@ -72,26 +72,26 @@ pub enum Lane {
 #[derive(Debug, Clone, PartialEq, Encode, Decode)]
 pub enum Command {
     /// Founds a cluster without a hash secret and fixes what cannot change later. Rejected if the
-    /// cluster is already initialised. Earlier builds wrote it; this build writes
-    /// [`Command::FoundWithSettings`].
+    /// cluster is already initialised. With a hash secret, this build proposes
+    /// [`Command::FoundWithSettings`] or [`Command::FoundWithUserDefaults`] instead.
     InitCluster {
         /// Seed of all block and user hashes. Random, so that no client can construct collisions.
         hash_seed: u64,
         /// Initial routing policy.
         policy: PolicyConfig,
-        /// Token prices.
+        /// Initial token prices.
         fairness: FairnessSettings,
     },
-    /// Everything a replica has learned since its last flush, in order.
+    /// Applies what a replica has learned since its last flush, in order.
     Batch {
-        /// Base of the attempt ids in `items`, which are offsets from it to stay short.
+        /// Base of the attempt ids. `items` contain offsets from it, which are short.
         base_attempt: AttemptId,
-        /// Items, at most 64 KiB encoded; the outbox splits larger batches.
+        /// Items of the batch, at most 64 KiB encoded. The outbox splits larger batches.
         items: Vec<Item>,
     },
     /// Adds or updates a backend. A new URL starts a new incarnation.
     PutBackend(BackendSpec),
-    /// Removes a backend and everything it owns.
+    /// Removes a backend and everything that it owns.
     DeleteBackend {
         /// Id of the backend.
         name: String,
@@ -103,23 +103,23 @@ pub enum Command {
         /// Whether the backend drains.
         draining: bool,
     },
-    /// Sets a user's weight.
+    /// Sets the weight of a user.
     PutUser(UserSpec),
     /// Replaces the routing policy from this log index on.
     PutPolicy(PolicyConfig),
     /// Closes what the session of a silent replica left open: releases its leases and ends its
     /// requests, waiting and in flight. If the replica returns, it continues in the same session.
     ExpireSession {
-        /// Replica whose session ends.
+        /// Replica whose session expires.
         replica: ReplicaId,
-        /// Session as last seen; a newer one is left alone.
+        /// Session of the replica as last seen; a newer one is left alone.
         session: SessionId,
     },
     /// Replaces the routing settings other than the live policy, from this log index on.
     PutRouting(RoutingSettings),
     /// Replaces the admission settings from this log index on.
     PutAdmission(AdmissionSettings),
-    /// Sets a user's limits. Limits without any bound remove the user's own limits.
+    /// Sets the limits of a user. Limits without any bound remove the user's own limits.
     PutUserLimits {
         /// Name of the user.
         name: String,
@@ -137,20 +137,20 @@ pub enum Command {
         /// Whether to replace a state that is not empty.
         force: bool,
     },
-    /// One part of the backed-up state. Parts may arrive in any order and more than once.
+    /// Adds one part of the backed-up state. Parts may arrive in any order and more than once.
     RestorePart {
         /// Id of the restore.
         restore: RestoreId,
         /// Number of the part, from 0.
         number: u32,
-        /// Contents: [`RESTORE_PART_BYTES`] bytes, fewer in the last part.
+        /// Contents of the part: [`RESTORE_PART_BYTES`] bytes, fewer in the last part.
         bytes: Vec<u8>,
     },
     /// Completes a restore: the backed-up state replaces the current one.
     FinishRestore {
         /// Id of the restore.
         restore: RestoreId,
-        /// Total length of all parts.
+        /// Total length of all parts, in bytes.
         bytes: u64,
     },
     /// Abandons a restore and discards its parts.
@@ -158,47 +158,46 @@ pub enum Command {
         /// Id of the restore. Any other restore is left alone.
         restore: RestoreId,
     },
-    /// Founds a cluster that hashes its blocks under a secret. Otherwise like
+    /// Founds a cluster that hashes its blocks under a secret, and is otherwise like
     /// [`Command::InitCluster`].
     FoundCluster {
-        /// Seed of the user hashes and of each chain's first link.
+        /// Seed of the user hashes and of the first link of each chain.
         hash_seed: u64,
-        /// Secret that every block is hashed under.
+        /// Secret under which every block is hashed.
         hash_secret: HashSecret,
         /// Initial routing policy.
         policy: PolicyConfig,
-        /// Token prices.
+        /// Initial token prices.
         fairness: FairnessSettings,
     },
-    /// Resets what a user has used of its per-window limits. Its charges stay.
+    /// Resets the usage of a user that counts for limits per window. The user's charges stay.
     ForgiveUser {
         /// Name of the user.
         name: String,
     },
-    /// Turns on paced replicated time (`state/src/machine/time.rs`) and forgets never-charged users
-    /// first (`state/src/users/forgettable.rs`), from this log index on. Format version 4; proposed
-    /// once, as soon as all members can decode it.
+    /// Turns on, from this log index on, paced replicated time (`state/src/machine/time.rs`) and
+    /// forgetting never-charged users first (`state/src/users/forgettable.rs`). Proposed once, as
+    /// soon as all members can decode it. Format version 4.
     PaceTime,
-    /// [`Command::PutUser`] and [`Command::PutUserLimits`] in one: both take effect, or neither.
-    /// Format version 4.
+    /// Sets weight and limits of a user. Both take effect, or neither. Format version 4.
     SetUser {
-        /// User and weight.
+        /// Name and weight of the user.
         user: UserSpec,
-        /// Limits of the user. Without any bound, the limits for all users apply.
+        /// Limits of the user. If they have no bound, the limits for all users apply.
         limits: UserLimits,
     },
-    /// Like [`Command::FoundCluster`], with all settings of the founder's config, so that no config
-    /// read later can be the first to set one. Format version 4.
+    /// Founds a cluster like [`Command::FoundCluster`], with all settings of the founder's config,
+    /// so that no config read later can be the first to set one. Format version 4.
     FoundWithSettings(Box<Founding>),
-    /// Deletes a user with counters, weight and limits. Rejected while requests of the user wait or
-    /// are in flight. A later user of this name is a new one. Format version 4.
+    /// Deletes a user with its counters, weight and limits. Rejected while requests of the user
+    /// wait or are in flight. A later user of this name is a new one. Format version 4.
     DeleteUser {
         /// Name of the user.
         name: String,
     },
     /// Adds an API key. Rejected if the table is full and no key has expired. Format version 5.
     CreateKey(Box<ApiKeySpec>),
-    /// Removes an API key: its secrets are refused from this log index on. Format version 5.
+    /// Removes an API key: its secrets are rejected from this log index on. Format version 5.
     RevokeKey {
         /// Id of the key.
         id: ApiKeyId,
@@ -209,18 +208,18 @@ pub enum Command {
         id: ApiKeyId,
         /// Hash of the new secret.
         secret: SecretHash,
-        /// How long the current secret stays valid, in milliseconds, at most
+        /// Time for which the current secret stays valid, in milliseconds, at most
         /// [`GRACE_MS_MAX`](crate::keys::GRACE_MS_MAX).
         grace_ms: u64,
     },
-    /// Like [`Command::RevokeKey`], but no restore brings the key back. Format version 6.
+    /// Removes an API key, and no restore brings it back. Format version 6.
     EndKey {
         /// Id of the key.
         id: ApiKeyId,
     },
-    /// Like [`Command::BeginRestore`], but ended API keys and replaced secrets of the current state
-    /// stay invalid. The backup may be of any format, so all members must know the newest. Format
-    /// version 6.
+    /// Starts a restore like [`Command::BeginRestore`], but ended API keys and replaced secrets of
+    /// the current state stay invalid. The backup may be of any format, so all members must know
+    /// the newest one. Format version 6.
     BeginRestoreOfKeys {
         /// Id of the restore.
         restore: RestoreId,
@@ -230,22 +229,22 @@ pub enum Command {
     /// Changes weight, limits, budget and models of a user: all given fields, or none. Format
     /// version 6.
     ConfigureUser(Box<UserChanges>),
-    /// Sets the cache scope of one user or of all without their own. Format version 7.
+    /// Sets the cache scope of one user, or of all users without their own. Format version 7.
     SetCacheScope {
-        /// Name of the user. `None`: all users without a scope of their own.
+        /// Name of the user; `None` for all users without a scope of their own.
         user: Option<String>,
-        /// New scope. `None` removes the user's own; for all users, [`CacheScope::Shared`].
+        /// New scope; `None` removes the user's own, or sets [`CacheScope::Shared`] for all.
         scope: Option<CacheScope>,
     },
     /// Replaces the defaults of users without their own settings, from this log index on. Format
     /// version 8.
     PutUserDefaults(Box<UserDefaults>),
-    /// Like [`Command::FoundWithSettings`], with the defaults of users without their own settings.
-    /// Format version 8.
+    /// Founds a cluster like [`Command::FoundWithSettings`], with the defaults of users without
+    /// their own settings. Format version 8.
     FoundWithUserDefaults {
-        /// All other settings. Its limits for all users are those of `defaults`.
+        /// Other initial settings. Its limits for all users are those of `defaults`.
         founding: Box<Founding>,
-        /// Defaults of users.
+        /// Defaults of users without their own settings.
         defaults: Box<UserDefaults>,
     },
     /// Sets the number of data-parallel ranks of a backend's engine, as reported by the engine.
@@ -257,20 +256,20 @@ pub enum Command {
         /// Number of ranks, from 1 to [`RANKS_MAX`](crate::RANKS_MAX).
         ranks: u16,
     },
-    /// A source registers a backend, or changes one that it registered. Format version 10.
+    /// Registers, changes or removes a backend on behalf of a discovery source. Format version 10.
     Discover(Box<Discovery>),
 }
 
-/// Initial settings of a cluster.
+/// Initial settings of a cluster, which its founder proposes.
 #[derive(Debug, Clone, PartialEq, Encode, Decode)]
 pub struct Founding {
-    /// Seed of the user hashes and of each chain's first link.
+    /// Seed of the user hashes and of the first link of each chain.
     pub hash_seed: u64,
-    /// Secret that every block is hashed under.
+    /// Secret under which every block is hashed.
     pub hash_secret: HashSecret,
     /// Initial routing policy.
     pub policy: PolicyConfig,
-    /// Token prices.
+    /// Initial token prices.
     pub fairness: FairnessSettings,
     /// Initial routing settings other than the policy.
     pub routing: RoutingSettings,
@@ -278,7 +277,7 @@ pub struct Founding {
     pub admission: AdmissionSettings,
 }
 
-/// One fact in a batch. Attempts are offsets from the batch's `base_attempt`.
+/// One fact in a batch. Attempts are offsets from the `base_attempt` of the batch.
 ///
 /// Encoded by hand in [`crate::codec`], because items make up most of the log.
 #[derive(Debug, Clone, PartialEq)]
@@ -286,60 +285,60 @@ pub enum Item {
     /// A request was dispatched to a backend. Its prompt blocks count as present there and in use
     /// until the release.
     Acquire {
-        /// Dispatch that takes the lease.
+        /// Attempt (dispatch) that takes the lease.
         attempt: u32,
-        /// Backend it was sent to.
+        /// Backend to which the request was sent.
         backend: BackendRef,
-        /// Deepest block of the prompt that the backend is believed to own; `new` follows it.
-        /// `None`: `new` starts at the prompt's first block. If the backend does not own the tip,
-        /// the item changes nothing and the attempt is listed in [`BatchReply::missing_tip`].
+        /// Deepest block of the prompt that the backend is believed to own, which `new` follows.
+        /// `None` if `new` starts at the prompt's first block. If the backend does not own the tip,
+        /// the item changes nothing, and [`BatchReply::missing_tip`] lists the attempt.
         tip: Option<BlockHash>,
         /// Blocks after `tip`, in order.
         new: Vec<BlockHash>,
     },
-    /// Output completed further blocks of the sequence.
+    /// The output of a request completed further blocks of its sequence.
     Materialize {
-        /// Dispatch with an open lease.
+        /// Attempt (dispatch) with an open lease.
         attempt: u32,
         /// Blocks after the lease's deepest one, in order.
         new: Vec<BlockHash>,
     },
-    /// The request has ended at the backend.
+    /// A request has ended at its backend.
     Release {
-        /// Dispatch with an open lease.
+        /// Attempt (dispatch) with an open lease.
         attempt: u32,
-        /// Whether the blocks stay in the engine's cache.
+        /// Effect of the attempt on the engine's cache.
         outcome: LeaseOutcome,
     },
-    /// Name of a user who may not be known yet. Repeats are harmless.
+    /// A user has this name. Sent for users who may not be known yet. Repeats are harmless.
     DefineUser {
-        /// `UserKey` of `name`.
+        /// Key of the user: the hash of `name`.
         key: UserKey,
-        /// Name, at most `NAME_BYTES_MAX` bytes.
+        /// Name of the user, at most `NAME_BYTES_MAX` bytes.
         name: String,
     },
     /// Usage of one user since the replica's last flush. Token counts are capped at
     /// [`CHARGE_TOKENS_MAX`](crate::users::CHARGE_TOKENS_MAX).
     Charge(Charge),
-    /// Facts that an engine reported about itself. Repeats are harmless.
+    /// An engine reported facts about itself. Repeats are harmless.
     ObserveEngine {
         /// Backend that was probed.
         backend: BackendRef,
-        /// Facts it reported.
+        /// Facts that the engine reported.
         facts: EngineFacts,
     },
-    /// KV events of one engine, as numbered by one publisher.
+    /// KV events of one engine's rank, as numbered by one publisher.
     KvEvents(KvBatch),
-    /// Measurements of a backend since the replica's last report.
+    /// Measurements of a backend since the last report of the replica.
     ObserveService(Box<ServiceSample>),
-    /// Output lengths of finished requests.
+    /// Output lengths of finished requests of one user and model.
     ObserveOutputs {
-        /// User whose requests they were.
+        /// User whose requests have finished.
         user: UserKey,
-        /// Model they ran on.
+        /// Model that served the requests.
         model: ModelKey,
-        /// Output tokens of each request, in the order they ended; at most
-        /// [`OUTPUTS_PER_ITEM_MAX`].
+        /// Number of output tokens of each request, in the order in which they ended. At most
+        /// [`OUTPUTS_PER_ITEM_MAX`] requests.
         tokens: Vec<u32>,
     },
     /// A request is waiting for a grant (`grants = "log"`).
@@ -349,7 +348,7 @@ pub enum Item {
         /// Ticket of the request.
         ticket: Ticket,
     },
-    /// There is capacity: grants the next waiting requests of a model, in fair order.
+    /// There is capacity for a model. Grants its next waiting requests in fair order.
     Grant {
         /// Model with capacity.
         model: ModelKey,
@@ -358,18 +357,18 @@ pub enum Item {
     },
     /// Text and token counts of finished requests. Format version 4.
     ObserveText(TextSample),
-    /// Tokens per block that an engine reported. Repeats are harmless. Format version 4.
+    /// An engine reported its tokens per block. Repeats are harmless. Format version 4.
     ObserveBlockSize {
         /// Backend that was probed.
         backend: BackendRef,
-        /// Tokens per block of its cache.
+        /// Number of tokens per block of the engine's cache.
         tokens: u32,
     },
-    /// Outcomes of predictions that prompts were cached. Format version 10.
+    /// Outcomes of predictions that a backend has prompts cached. Format version 10.
     ObserveBelief(BeliefSample),
 }
 
-/// How an attempt ended with respect to the engine's cache.
+/// Effect of an ended attempt on the engine's cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode)]
 pub enum LeaseOutcome {
     /// The engine ran the request. Its full blocks stay cached, even if the client left.
@@ -377,45 +376,45 @@ pub enum LeaseOutcome {
     /// The engine never ran the request (no connection, or an error before the first byte). Blocks
     /// that only this attempt brought are dropped.
     Discarded,
-    /// Like `Kept`, but the blocks that the attempt found cached keep their age.
+    /// The engine ran the request, but the blocks that the attempt found cached keep their age.
     KeptUntouched,
 }
 
-/// A user as configured by an operator.
+/// Name and weight of a user, as configured by an operator.
 #[derive(Debug, Clone, PartialEq, Eq, Encode, Decode, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct UserSpec {
     /// Name of the user.
     pub name: String,
-    /// Share of service relative to other users, in thousandths: 1000 is one share. At least 1.
+    /// Share of service relative to other users, in thousandths of the default share. At least 1.
     pub weight_milli: u32,
 }
 
-/// Changes to a user as requested by an operator. `None` leaves a field unchanged.
+/// Changes to a user, as requested by an operator. `None` leaves a field unchanged.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Encode, Decode)]
 pub struct UserChanges {
     /// Name of the user.
     pub name: String,
     /// Share of service relative to other users, in thousandths. At least 1.
     pub weight_milli: Option<u32>,
-    /// Limits. Without any bound, the user's own limits are removed.
+    /// Limits of the user. If they have no bound, the user's own limits are removed.
     pub limits: Option<UserLimits>,
-    /// Budget. Without any bound, the user's own budget is removed.
+    /// Budget of the user. If it has no bound, the user's own budget is removed.
     pub budget: Option<Budget>,
-    /// Models that the user may use; a trailing `*` matches any suffix. Empty: all.
+    /// Models that the user may use; a trailing `*` matches any suffix. Empty if it may use all.
     pub models: Option<Vec<String>>,
 }
 
-/// Defaults of users. A user's own value replaces each of the four fields as a whole.
+/// Defaults of users. A user's own value of any of the four fields replaces that field as a whole.
 #[derive(Debug, Clone, PartialEq, Eq, Encode, Decode)]
 pub struct UserDefaults {
     /// Share of service relative to other users, in thousandths. At least 1.
     pub weight_milli: u32,
-    /// Limits; those of [`AdmissionSettings::user_limits`].
+    /// Limits of users; those of [`AdmissionSettings::user_limits`].
     pub limits: UserLimits,
-    /// Budget.
+    /// Token budget of users.
     pub budget: Budget,
-    /// Cache scope; [`Command::SetCacheScope`] sets it for all users.
+    /// Cache scope of users; [`Command::SetCacheScope`] also sets it.
     pub cache: CacheScope,
 }
 
@@ -431,7 +430,7 @@ impl Default for UserDefaults {
 }
 
 impl UserDefaults {
-    /// Checks every field.
+    /// Checks the bounds of every field.
     ///
     /// # Errors
     /// [`Rejection::Invalid`] with the first field that is out of bounds.
@@ -442,7 +441,7 @@ impl UserDefaults {
         self.cache.validate()
     }
 
-    /// Whether a cluster founded without these defaults has the same ones. Limits are not compared,
+    /// Whether a cluster founded without these defaults has equal ones. Limits are not compared,
     /// because the admission settings contain them.
     #[must_use]
     pub fn are_of_any_cluster(&self) -> bool {
@@ -456,7 +455,7 @@ impl UserDefaults {
 }
 
 impl UserChanges {
-    /// Checks every field.
+    /// Checks the bounds of every field.
     ///
     /// # Errors
     /// [`Rejection::Invalid`] with the first field that is out of bounds.
@@ -474,7 +473,7 @@ impl UserChanges {
 }
 
 impl UserSpec {
-    /// Checks every field.
+    /// Checks the bounds of every field.
     ///
     /// # Errors
     /// [`Rejection::Invalid`] with the first field that is out of bounds.
@@ -484,24 +483,24 @@ impl UserSpec {
     }
 }
 
-/// Result of applying a command. Part of the log format: the same on every replica.
+/// Result of applying a command. It is part of the log format and equal on every replica.
 ///
 /// Encoded by hand in [`crate::codec`], because a derived decoder would recurse to any depth that
 /// the input encodes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Reply {
-    /// Applied; there is nothing to report.
+    /// The command was applied, and there is nothing to report.
     Applied,
     /// A batch was applied.
     Batch(BatchReply),
-    /// A repeat of a command applied earlier, with the original reply. Only the last sequence
-    /// number's reply is kept; older ones are answered with [`Reply::Applied`]. Never nested.
+    /// The command repeats one applied earlier, whose reply this contains. Only the reply to the
+    /// last sequence number is kept; older ones are answered with [`Reply::Applied`]. Never nested.
     Repeated(Box<Reply>),
-    /// Rejected; nothing changed.
+    /// The command was rejected, and nothing changed.
     Rejected(Rejection),
 }
 
-/// Parts of a batch that did not take effect.
+/// Items of a batch that did not take effect.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Encode, Decode)]
 pub struct BatchReply {
     /// Attempts (absolute ids) whose `tip` the backend did not own. The proposer sends them again

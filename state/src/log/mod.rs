@@ -1,5 +1,4 @@
-//! The commands of the log and their encoding. Everything here is part of the log format, which
-//! only ever grows.
+//! The commands of the log and their encoding. All of it is the log format, which only ever grows.
 //!
 //! These modules sit at the top of the crate: a command carries the settings of every area, so they
 //! depend on all areas, and no area depends on them. Types that an area shares with the log

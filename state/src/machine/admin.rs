@@ -1,4 +1,4 @@
-//! Commands from operators and the leader. A rejected command changes nothing. One that takes
+//! Commands of operators and the leader. A rejected command changes nothing. A command that takes
 //! effect returns `Ok` and, except for [`RouterState::set_ranks`], adds an audit entry.
 
 use super::{AuditAction, AuditEntry, RouterState};
@@ -75,7 +75,8 @@ impl RouterState {
         Ok(())
     }
 
-    /// Adds or updates the backend that a valid `spec` names, and returns its slot.
+    /// Adds or updates the backend that a valid `spec` names. Returns its slot, or
+    /// [`Rejection::TooManyBackends`].
     pub(super) fn set_backend(&mut self, spec: BackendSpec) -> Result<Slot, Rejection> {
         let name = spec.id.clone();
         let changes = self.backends.put(spec).ok_or(Rejection::TooManyBackends)?;
@@ -105,7 +106,7 @@ impl RouterState {
         Ok(())
     }
 
-    /// Removes a backend and everything known about it. Returns whether it existed.
+    /// Removes a backend and everything known about it. Returns whether the backend existed.
     pub(super) fn remove_backend(&mut self, name: &str) -> bool {
         let Some(changes) = self.backends.remove(name) else {
             return false;
@@ -136,7 +137,7 @@ impl RouterState {
         Ok(())
     }
 
-    /// Sets the number of ranks that an engine reports. Ignores reports about earlier incarnations.
+    /// Sets the number of ranks that an engine reports. Ignores reports of earlier incarnations.
     pub(super) fn set_ranks(&mut self, backend: BackendRef, ranks: u16) -> Result<(), Rejection> {
         ensure((1..=RANKS_MAX).contains(&ranks), "ranks", "1 to 64")?;
         let live = self.backends.in_slot(backend.slot);
@@ -174,8 +175,8 @@ impl RouterState {
         Ok(())
     }
 
-    /// Closes everything open in a replica's current session. Ignores a session that is no longer
-    /// current, because its leases are already closed.
+    /// Closes everything that the session of a replica has open. Ignores a session that is no
+    /// longer current, because its leases are already closed.
     pub(super) fn expire_session(
         &mut self,
         origin: &Origin,
@@ -202,8 +203,8 @@ impl RouterState {
     }
 }
 
-/// Builds the rejection. Truncates the name, which comes from a command and is kept in a reply, to
-/// the maximum length of a name.
+/// Returns the rejection of a command that names an unknown backend. Truncates `name`, which the
+/// reply keeps, to the maximum length of a name.
 pub(super) fn unknown_backend(mut name: String) -> Rejection {
     name.truncate(name.floor_char_boundary(NAME_BYTES_MAX));
     Rejection::UnknownBackend { name }

@@ -8,7 +8,7 @@ use serde::Serialize;
 
 use crate::ids::{LogIndex, ReplicaId};
 
-/// Number of audit entries kept.
+/// Maximum number of audit entries that are kept.
 pub const AUDIT_ENTRIES_MAX: usize = 256;
 
 /// One admin write that took effect.
@@ -74,7 +74,7 @@ pub enum AuditAction {
     PutUserDefaults,
 }
 
-/// Ring of audit entries, oldest first.
+/// Audit entries, oldest first. The oldest one is dropped beyond [`AUDIT_ENTRIES_MAX`].
 #[derive(Debug, Clone, PartialEq, Eq, Default, Encode, Decode)]
 pub(super) struct Audit(VecDeque<AuditEntry>);
 
@@ -122,13 +122,13 @@ impl Audit {
             .any(|entry| entry.action == AuditAction::PutUserDefaults)
     }
 
-    /// Returns the log index of the last restore that is still in the ring.
+    /// Returns the log index of the last restore whose entry is still kept.
     pub(super) fn restored(&self) -> Option<LogIndex> {
         let is_restore = |entry: &&AuditEntry| entry.action == AuditAction::Restore;
         self.iter().rfind(is_restore).map(|entry| entry.index)
     }
 
-    /// Returns the log index of the last entry after which replicas must define user names again.
+    /// Returns the log index of the last kept entry that makes replicas define user names again.
     pub(super) fn names_since(&self) -> Option<LogIndex> {
         let forgets = |action| matches!(action, AuditAction::Restore | AuditAction::DeleteUser);
         let mut entries = self.iter();

@@ -1,8 +1,8 @@
-//! Applying batches: the facts that replicas learned, item by item, in order.
+//! Application of batches: the facts that replicas learned, item by item, in order.
 //!
 //! No item can fail the batch. An item is dropped and counted if its backend has started a new
-//! incarnation, or if it is repeated or out of bounds. An item whose tip is not owned is listed in
-//! the reply, so that its sender can resend the whole chain.
+//! incarnation, or if it is repeated or out of bounds. If the backend does not own the tip of an
+//! item, the reply lists the attempt, so that its sender can send the whole chain again.
 
 use super::RouterState;
 use super::leases::{Holder, LEASES_PER_REPLICA_MAX, OpenLease};
@@ -14,7 +14,7 @@ use crate::ids::{AttemptId, BackendRef, BlockHash, ReplicaId, Slot, UserKey};
 use crate::prefix::user_key;
 use crate::validate::is_name;
 
-/// Outcome of one item.
+/// Outcome of applying one item.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum ItemResult {
     Applied,
@@ -142,8 +142,9 @@ impl RouterState {
         true
     }
 
-    /// Records a user's name. Rejects a name that does not hash to the key, because it would show
-    /// one user under another's name.
+    /// Records the name of a user. Returns `false` for a name that does not hash to the key,
+    /// because it would show one user under the name of another, or if the name is invalid or the
+    /// table is full.
     fn define_user(&mut self, key: UserKey, name: &str) -> bool {
         is_name(name)
             && user_key(self.config.hash_seed, name) == key
@@ -162,7 +163,7 @@ impl RouterState {
             return false;
         };
         self.follow(&changes);
-        // Engines are polled repeatedly; publish a new registry only on a change.
+        // Replicas report engines repeatedly, so only a change publishes a new registry.
         if self.backends.in_slot(backend.slot).map(|it| &it.facts) != before.as_ref() {
             self.is_cold_changed = true;
             self.settle_block_sizes(backend.slot);
@@ -184,8 +185,8 @@ impl RouterState {
         true
     }
 
-    /// Updates the block sizes of the models that the backend in `slot` serves. Discards what
-    /// engines reported in blocks of another size; their readers start over.
+    /// Updates the block sizes of the models that the backend in `slot` serves. If a size changes,
+    /// discards what engines reported in blocks of the former size. Their readers then start over.
     pub(super) fn settle_block_sizes(&mut self, slot: Slot) {
         for (model, before) in self.block_sizes.settle(slot, &self.backends) {
             let served = self.backends.iter().filter(|it| it.serves(&model));

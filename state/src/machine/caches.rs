@@ -1,4 +1,4 @@
-//! Commands on cache scopes.
+//! Application of commands on cache scopes.
 
 use super::{AuditAction, RouterState};
 use crate::caches::CacheScope;
@@ -9,7 +9,7 @@ use crate::reject::Rejection;
 use crate::validate::{ensure, is_name};
 
 impl RouterState {
-    /// Sets a user's cache scope, or the default one. A user with its own scope counts as
+    /// Sets the cache scope of `user`, or the default one. A user with its own scope counts as
     /// configured, so that it is not forgotten.
     pub(super) fn set_cache_scope(
         &mut self,
@@ -40,7 +40,7 @@ impl RouterState {
         }
     }
 
-    /// Checks I110.
+    /// Checks I110: the table of cache scopes, and that each user with a scope is configured.
     pub(super) fn check_caches(&self) -> Result<(), InvariantError> {
         let broken = |detail| InvariantError {
             number: "I110",

@@ -1,4 +1,4 @@
-//! The numbered invariants of docs/ARCHITECTURE.md, and [`RouterState::check`].
+//! The numbered invariants of docs/ARCHITECTURE.md, and their check [`RouterState::check`].
 //!
 //! - **I1** Ownership is prefix-closed: a backend that owns a block owns every block before it.
 //! - **I2** The published read view shows exactly the owned blocks.
@@ -31,20 +31,21 @@
 //!   defaults that were never set.
 //! - **I110** Every user with its own cache scope is configured, so that it is not forgotten. The
 //!   published scopes are those of the state.
-//! - **I132** Every backend recorded as registered by a source exists.
+//! - **I113** The further ranks of an engine have consecutive numbers and follow its first rank.
+//! - **I132** Every backend recorded as registered by a source exists and has a valid source.
 //! - **I23** A block has exactly as many reports as ranks report it.
 //!
-//! A check of one moment cannot verify "never fall" in I4; the property tests do.
+//! The check sees one moment, so it cannot verify that counters never fall (I4). Property tests do.
 
 use super::RouterState;
 use crate::error::InvariantError;
 use crate::ids::Slot;
 
 impl RouterState {
-    /// Checks every invariant. For tests and `debug_assert`; slow on a large state.
+    /// Checks every invariant. Slow on a large state, so only tests and debug assertions use it.
     ///
     /// # Errors
-    /// The first broken invariant.
+    /// Describes the first broken invariant.
     pub fn check(&self) -> Result<(), InvariantError> {
         self.check_ownership()?;
         self.check_exact()?;
@@ -63,7 +64,7 @@ impl RouterState {
         self.check_published()
     }
 
-    /// Checks I100.
+    /// Checks I100, for the table of keys and the published keys.
     fn check_keys(&self) -> Result<(), InvariantError> {
         self.keys.check().map_err(|detail| broken("I100", detail))?;
         ensure(
@@ -73,7 +74,7 @@ impl RouterState {
         )
     }
 
-    /// Checks I1 to I3, I6 and the part of I8 that concerns ownership.
+    /// Checks I1 to I3, I6, and the part of I8 that concerns ownership.
     fn check_ownership(&self) -> Result<(), InvariantError> {
         let tips = self
             .leases
@@ -104,7 +105,7 @@ impl RouterState {
         held.map_err(|detail| broken("I23", detail))
     }
 
-    /// Checks I5 and the leases' part of I8, and that measurements belong to registered backends.
+    /// Checks I5, I75, I113, I132, the leases' part of I8, and that measured backends exist.
     fn check_leases(&self) -> Result<(), InvariantError> {
         self.backends
             .check()
@@ -135,7 +136,7 @@ impl RouterState {
         )
     }
 
-    /// Checks the part of I7 that spans users and sessions.
+    /// Checks the part of I7 that spans users, sessions and time.
     fn check_users_in_flight(&self) -> Result<(), InvariantError> {
         let stray = self
             .users
@@ -152,7 +153,7 @@ impl RouterState {
         )
     }
 
-    /// Checks I18, the waiting list's part of I8, and the published users of I9.
+    /// Checks I18, which includes the orders of the waiting list, and the published users of I9.
     fn check_waiting(&self) -> Result<(), InvariantError> {
         ensure(
             self.waiting.is_consistent(),
@@ -183,7 +184,7 @@ impl RouterState {
         }
     }
 
-    /// Checks I9 and the small parts of I8.
+    /// Checks the rest of I9, and the part of I8 that concerns rarely changing parts.
     fn check_published(&self) -> Result<(), InvariantError> {
         ensure(
             self.cold_digest == self.hash_cold(),

@@ -1,6 +1,6 @@
-//! Commands that set the defaults of users.
+//! Application of commands that set the defaults of users.
 //!
-//! Limits and cache scope also have older commands that set the same values.
+//! Older commands set some of the same values: limits and cache scope.
 
 use super::{AuditAction, RouterState};
 use crate::command::{Founding, Origin, UserDefaults};
@@ -31,7 +31,7 @@ impl RouterState {
         Ok(())
     }
 
-    /// Sets defaults that have already been validated.
+    /// Replaces the defaults of users with validated ones.
     fn set_user_defaults(&mut self, defaults: UserDefaults) {
         let UserDefaults {
             weight_milli,
@@ -52,7 +52,7 @@ impl RouterState {
         self.caches.set_default(cache);
     }
 
-    /// Returns the defaults for users without their own settings.
+    /// Returns the defaults that apply to users without their own settings.
     pub(super) fn user_defaults(&self) -> UserDefaults {
         let DefaultPlan {
             weight_milli,

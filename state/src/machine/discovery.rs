@@ -1,7 +1,7 @@
-//! Changes to backends made by sources.
+//! Application of changes to backends that sources request.
 //!
-//! These changes are not audited. The audit keeps the last writes of operators, and a rolling
-//! update of a fleet would push all of them out.
+//! These changes are not audited. The audit keeps only the most recent writes of operators, and a
+//! rolling update of a fleet would displace all of them.
 
 use super::RouterState;
 use super::admin::unknown_backend;
@@ -54,7 +54,7 @@ impl RouterState {
         Ok(())
     }
 
-    /// Removes a backend if it is still lost; the source may have listed it again in the meantime.
+    /// Removes a backend if it is still lost. Its source may have listed it again meanwhile.
     fn forget_backend(&mut self, source: &str, name: String) -> Result<(), Rejection> {
         let slot = self.slot_of_source(source, &name)?;
         let known = self.discovered.of_source(slot, source);
@@ -65,7 +65,7 @@ impl RouterState {
         Ok(())
     }
 
-    /// Returns the slot of a backend that this source registered.
+    /// Returns the slot of the backend `name`, or a rejection unless `source` registered it.
     fn slot_of_source(&mut self, source: &str, name: &str) -> Result<Slot, Rejection> {
         let Some(backend) = self.backends.named(name) else {
             return Err(unknown_backend(name.to_owned()));
@@ -79,7 +79,7 @@ impl RouterState {
         }
     }
 
-    /// Hands a backend over to the operator. Ends the draining that its loss caused.
+    /// Hands the backend in `slot` over to the operator. Ends the draining that its loss caused.
     pub(super) fn take_over(&mut self, slot: Slot, name: &str) {
         let known = self.discovered.forget(slot);
         if let Some(lost) = known.and_then(|known| known.lost) {

@@ -1,4 +1,4 @@
-//! Publishes upcoming evictions of engines, see [`crate::exact::EvictionsView`].
+//! Publication of the coming evictions of engines, see [`crate::exact::EvictionsView`].
 
 use std::sync::Arc;
 
@@ -7,7 +7,7 @@ use crate::exact::{CacheFill, ComingEvictions, EvictionsView};
 use crate::ids::{BackendRef, Slot};
 
 impl RouterState {
-    /// Publishes the upcoming evictions of all engines, recomputing those that may have changed.
+    /// Publishes the coming evictions of all engines. Recomputes those that may have changed.
     pub(super) fn publish_evictions(&mut self) {
         let known = self.view.evictions();
         let mut has_changed = false;
@@ -36,7 +36,7 @@ impl RouterState {
         ComingEvictions::new(backend, fill, blocks)
     }
 
-    /// Returns how full the cache of the engine in `slot` is; `None` if its size is not reported.
+    /// Returns the fill level of the cache of the engine in `slot`; `None` if its size is unknown.
     fn cache_fill(&self, slot: Slot, held: u64) -> Option<CacheFill> {
         let capacity = self.backends.in_slot(slot)?.facts.capacity_blocks?;
         Some(CacheFill {

@@ -1,4 +1,4 @@
-//! Commands on API keys: created, rotated, revoked.
+//! Application of commands that create, rotate and revoke API keys.
 
 use super::{AuditAction, RouterState};
 use crate::command::Origin;
@@ -24,7 +24,7 @@ impl RouterState {
         Ok(())
     }
 
-    /// Revokes a key permanently: no restore brings it back.
+    /// Revokes a key so that no restore brings it back.
     pub(super) fn end_key(&mut self, origin: &Origin, id: ApiKeyId) -> Result<(), Rejection> {
         let subject = self.key_subject(id);
         self.keys.end(id, self.time.stamped_ms)?;
@@ -44,7 +44,7 @@ impl RouterState {
         Ok(())
     }
 
-    /// Returns the name of this key in the audit, which outlives the key.
+    /// Returns the description of a key in the audit, which outlives the key.
     fn key_subject(&self, id: ApiKeyId) -> String {
         match self.keys.get(id) {
             None => id.to_string(),
@@ -52,7 +52,7 @@ impl RouterState {
         }
     }
 
-    /// Publishes the keys if they changed.
+    /// Publishes the API keys if they changed.
     pub(super) fn publish_keys(&mut self) {
         if let Some(keys) = self.keys.publish() {
             self.view.publish_keys(keys);

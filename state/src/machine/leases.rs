@@ -1,6 +1,6 @@
-//! Open leases: which dispatch of which replica holds which blocks.
+//! Open leases: the blocks that each dispatch of a replica holds at a backend.
 //!
-//! [`Ownership`](crate::ownership::Ownership) only counts pins. This table records who holds them,
+//! [`Ownership`](crate::ownership::Ownership) only counts pins. This table records their holders,
 //! so that a session's leases can be closed when it ends, and repeated or unknown items are
 //! detected.
 
@@ -14,7 +14,7 @@ use crate::encoding;
 use crate::ids::{AttemptId, BackendRef, BlockHash, ReplicaId, Slot};
 use crate::ownership::Lease;
 
-/// Maximum number of open leases per replica.
+/// Maximum number of open leases of one replica.
 pub(super) const LEASES_PER_REPLICA_MAX: usize = 1_000_000;
 
 /// Holder of a lease: one dispatch of one replica.
@@ -34,7 +34,7 @@ impl ShardKey for Holder {
     }
 }
 
-/// Stored form of a lease.
+/// An open lease, as the table stores it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode)]
 pub(super) struct OpenLease {
     pub(super) backend: BackendRef,
@@ -60,7 +60,7 @@ impl OpenLease {
     }
 }
 
-/// All open leases.
+/// All open leases, by holder.
 pub(super) struct Leases {
     map: CowMap<Holder, OpenLease>,
     per_replica: BTreeMap<ReplicaId, usize>,
@@ -68,7 +68,7 @@ pub(super) struct Leases {
     digest: u128,
 }
 
-/// Frozen copy of the leases.
+/// Frozen copy of the leases, for a snapshot.
 pub(super) struct LeasesImage(CowMap<Holder, OpenLease>);
 
 impl Leases {
@@ -96,7 +96,7 @@ impl Leases {
         self.map.iter()
     }
 
-    /// Opens a lease and returns whether the holder had none yet.
+    /// Opens a lease. Returns `false`, without a change, if `holder` has one already.
     pub(super) fn open(&mut self, holder: Holder, lease: OpenLease) -> bool {
         if !self.map.insert_new(holder, lease) {
             return false;
@@ -118,7 +118,7 @@ impl Leases {
         Some(lease)
     }
 
-    /// Closes all leases of a replica and returns them in order of attempt.
+    /// Closes all leases of `replica` and returns them in order of attempts.
     pub(super) fn close_replica(&mut self, replica: ReplicaId) -> Vec<OpenLease> {
         if self.of_replica(replica) == 0 {
             return Vec::new();
@@ -126,12 +126,12 @@ impl Leases {
         self.close_where(|holder, _| holder.replica == replica)
     }
 
-    /// Closes all leases on the occupant of `slot`.
+    /// Closes all leases on the backend in `slot`.
     pub(super) fn forget_slot(&mut self, slot: Slot) {
         self.close_where(|_, lease| lease.backend.slot == slot);
     }
 
-    /// Closes the leases on the occupant of `slot` that end at one of the removed blocks `tips`.
+    /// Closes the leases on the backend in `slot` that end at one of the removed blocks `tips`.
     pub(super) fn forget_tips(&mut self, slot: Slot, tips: &[BlockHash]) {
         if tips.is_empty() {
             return;
@@ -143,7 +143,8 @@ impl Leases {
         });
     }
 
-    /// Closes and returns the leases that match. Scans all leases, so use it for rare events only.
+    /// Closes and returns the leases for which `is_over` returns `true`. Scans all leases, so only
+    /// rare events use it.
     fn close_where(
         &mut self,
         mut is_over: impl FnMut(&Holder, &OpenLease) -> bool,
@@ -163,7 +164,7 @@ impl Leases {
         self.digest
     }
 
-    /// Whether counts and digest match the leases.
+    /// Whether counts and digest agree with the leases.
     pub(super) fn is_consistent(&self) -> bool {
         let mut rebuilt = Self::new();
         for (holder, lease) in self.map.iter() {
@@ -178,7 +179,7 @@ impl Leases {
         LeasesImage(self.map.clone())
     }
 
-    /// Adds the leases of one snapshot piece, or describes its fault.
+    /// Adds the leases of one section of a snapshot. An error describes the fault.
     pub(super) fn restore_piece(&mut self, bytes: &[u8]) -> Result<(), String> {
         for (holder, lease) in encoding::from_bytes::<
             Vec<(Holder, OpenLease)>,
@@ -194,7 +195,7 @@ impl Leases {
 }
 
 impl LeasesImage {
-    /// Encodes all leases in pieces of a bounded number of leases.
+    /// Encodes all leases in sections of bounded size. Yields none if there are no leases.
     pub(super) fn pieces(&self) -> impl Iterator<Item = Vec<u8>> {
         const LEASES_PER_PIECE: usize = 16_384;
         let mut leases = self.0.iter().peekable();

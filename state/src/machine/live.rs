@@ -1,7 +1,7 @@
-//! Applies what format version 2 introduced: settings other than the policy, readers, service
-//! measurements, output lengths, user limits, grants and KV events.
+//! Application of commands and items on settings other than the policy, readers, measurements,
+//! output lengths, users, grants and KV events. Most of them came with format version 2.
 //!
-//! The digest leaves out empty parts, so a state that uses none of this keeps its version 1 digest.
+//! The digest leaves out empty parts, so a state that uses none of them keeps its version 1 digest.
 
 use std::borrow::Cow;
 
@@ -30,7 +30,7 @@ use crate::settings::UserLimits;
 use crate::users::ChargeTerms;
 use crate::validate::{ensure, is_name};
 
-/// Replicated settings that an operator can set. `None` if not set.
+/// Replicated settings that an operator can set; `None` while the defaults apply.
 #[derive(Debug, Clone, PartialEq, Default, Encode, Decode)]
 pub(super) struct LiveSettings {
     pub(super) routing: Option<RoutingSettings>,
@@ -38,7 +38,7 @@ pub(super) struct LiveSettings {
 }
 
 impl LiveSettings {
-    /// Validates the settings that `apply` relies on, or describes the fault.
+    /// Validates the settings that `apply` relies on. An error describes the first fault.
     pub(super) fn validate(&self) -> Result<(), String> {
         let routing = self
             .routing
@@ -63,7 +63,7 @@ pub(super) fn append_unless_default<T: Encode + Default + PartialEq>(
 }
 
 impl RouterState {
-    /// Appends the parts that change too often for the cold digest to the digest input.
+    /// Appends to the digest input the parts that change too often for the cold digest.
     pub(super) fn append_live_digest(&self, bytes: &mut Vec<u8>) {
         append_unless_default(&self.service, bytes);
         self.outputs.append_digest(bytes);
@@ -110,7 +110,7 @@ impl RouterState {
         Ok(())
     }
 
-    /// Replaces the admission settings with validated ones.
+    /// Replaces the admission settings with validated ones, and recomputes bins if necessary.
     pub(super) fn set_admission(&mut self, settings: AdmissionSettings) {
         if settings.bins != self.admission_settings().bins {
             self.outputs.rebin(settings.bins);
@@ -136,7 +136,7 @@ impl RouterState {
         Ok(())
     }
 
-    /// Sets weight and limits, or neither.
+    /// Sets weight and limits of a user, or neither if either is rejected.
     pub(super) fn set_user(
         &mut self,
         origin: &Origin,
@@ -146,11 +146,11 @@ impl RouterState {
         limits.validate()?;
         let name = user.name.clone();
         self.put_user(origin, user)?;
-        // The user exists and both values are valid, so this cannot be rejected.
+        // The user exists and both values are valid, so this call cannot be rejected.
         self.put_user_limits(origin, name, limits)
     }
 
-    /// Applies all given changes to a user, or none if it rejects them.
+    /// Applies all given changes to a user, or none if any is rejected.
     pub(super) fn configure_user(
         &mut self,
         origin: &Origin,
@@ -168,7 +168,7 @@ impl RouterState {
         if !self.users.plan(key, &name, (budget, models)) {
             return Err(Rejection::TooManyUsers);
         }
-        // A user with a plan is already in the table. Otherwise the first of these calls adds the
+        // A user with a plan is already in the table. Otherwise, the first of these calls adds the
         // user, or rejects the command before anything has changed.
         if let Some(weight_milli) = weight_milli
             && !self.users.configure(key, &name, weight_milli)
@@ -224,7 +224,7 @@ impl RouterState {
             if spec.is_some_and(|spec| spec.kv_events.is_some()) {
                 self.exact.doubt(slot, KvDoubt::Handover);
             } else if self.exact.forget(slot) {
-                // Nothing keeps the reported blocks up to date any more: start over with leases.
+                // Without a reader, nothing updates the reported blocks: start over with leases.
                 self.follow(&[SlotChange::Begun(slot)]);
             }
         }
@@ -291,16 +291,17 @@ impl RouterState {
         true
     }
 
-    /// Whether responses from the backend in `slot` teach its capacity: neither the operator nor
-    /// the engine states it, and its contents are predicted.
+    /// Whether the capacity of the backend in `slot` is learned from its responses: neither the
+    /// operator nor the engine states it, and its contents are predicted.
     fn learns_assumed(&self, slot: Slot) -> bool {
         let backend = self.backends.in_slot(slot);
         let is_taught = |it: &Backend| it.has_unknown_capacity() && it.spec.kv_events.is_none();
         self.time.paced.is_some() && backend.is_some_and(is_taught)
     }
 
-    /// Returns the inputs for correcting the capacity that the engine in `slot` reports. An
-    /// operator's value is not corrected, and with KV events nothing is predicted.
+    /// Returns the inputs for correcting the capacity that the engine in `slot` reports. Its
+    /// `capacity` is `None` if the operator sets the value, or if KV events make predictions
+    /// unnecessary.
     fn capacity_observation(&self, slot: Slot) -> CapacityObservation {
         let is_told = |backend: &&Backend| {
             backend.facts.capacity_blocks.is_some()
@@ -314,27 +315,28 @@ impl RouterState {
         }
     }
 
-    /// Returns the routing settings other than the live policy.
+    /// Returns the routing settings other than the live policy, or the defaults if not set.
     fn routing_settings(&self) -> Cow<'_, RoutingSettings> {
         let settings = self.settings.routing.as_ref();
         settings.map_or_else(|| Cow::Owned(RoutingSettings::default()), Cow::Borrowed)
     }
 
-    /// Returns the admission settings.
+    /// Returns the admission settings, or the defaults if not set.
     pub(super) fn admission_settings(&self) -> Cow<'_, AdmissionSettings> {
         let settings = self.settings.admission.as_ref();
         settings.map_or_else(|| Cow::Owned(AdmissionSettings::default()), Cow::Borrowed)
     }
 
-    /// Returns the cache capacity in blocks as configured or as reported by the engine, without
-    /// correction. Running requests can use all of it, even if less is predicted to stay cached.
+    /// Returns the cache capacity of the backend in `slot` in blocks, as configured or as reported
+    /// by the engine, without correction. Running requests can use all of it, even if less is
+    /// predicted to stay cached.
     fn uncorrected_capacity_blocks(&self, slot: Slot) -> Option<u32> {
         self.backends
             .in_slot(slot)
             .and_then(Backend::capacity_blocks)
     }
 
-    /// Returns the request limit of the backend in `slot` and the figures behind it.
+    /// Returns the request limit of the backend in `slot`, and the figures that lead to it.
     fn limits(&self, slot: Slot, settings: &AdmissionSettings) -> LimitFigures {
         let capacity = self.uncorrected_capacity_blocks(slot);
         match self.service.figures(slot) {
@@ -386,7 +388,7 @@ impl RouterState {
         is_taken
     }
 
-    /// Returns the prices and limits that apply to charges.
+    /// Returns the prices, limits and time that apply to charges.
     pub(super) fn terms(&self) -> ChargeTerms {
         let admission = self.settings.admission.as_ref();
         ChargeTerms {
@@ -430,7 +432,7 @@ impl RouterState {
         true
     }
 
-    /// Removes a lost replica from the waiting list and passes its grants on to other replicas.
+    /// Removes a lost replica from the waiting list. Passes its open grants on to waiting requests.
     pub(super) fn close_waiting(&mut self, replica: ReplicaId) {
         for model in self.waiting.close_replica(replica) {
             self.grant(model, 1);
@@ -438,7 +440,8 @@ impl RouterState {
         self.is_waiting_changed = true;
     }
 
-    /// Publishes what admission reads, if it changed; everything if `is_anew`.
+    /// Publishes grants and users if they changed, or unconditionally if `is_anew`. Users are
+    /// published only if a reader wants them.
     pub(super) fn publish_for_admission(&mut self, is_anew: bool) {
         if std::mem::take(&mut self.is_waiting_changed) || is_anew {
             self.view.publish_grants(&self.waiting);

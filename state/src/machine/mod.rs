@@ -1,8 +1,8 @@
 //! [`RouterState`]: the whole replicated state, and `apply`.
 //!
 //! `apply` is the only way to change the state. It depends only on the state and the command,
-//! replies to every command and never panics on one. It also publishes what readers on other
-//! threads need, through [`StateView`].
+//! replies to every command and never panics on one. It also publishes through [`StateView`] what
+//! readers on other threads need.
 
 mod admin;
 mod audit;
@@ -60,22 +60,22 @@ pub use snapshot::{FrozenState, SNAPSHOT_VERSION};
 use time::ReplicatedTime;
 pub use time::{STAMP_AHEAD_MS_MAX, STAMP_LATE_MS_MAX, TIME_STEP_MS_MAX, UNANIMOUS_MS};
 
-/// Returns a hasher with a secret.
+/// Returns a block hasher with this seed and secret.
 fn keyed(seed: u64, secret: HashSecret) -> BlockHasher {
     let secret = Some(secret);
     BlockHasher { seed, secret }
 }
 
-/// The replicated state of a replica.
+/// The replicated state, as one replica holds it.
 pub struct RouterState {
     applied: LogIndex,
     time: ReplicatedTime,
     config: ClusterConfig,
-    /// Secret that blocks are hashed under. `None` if the cluster was founded before the secret
+    /// Secret under which blocks are hashed; `None` if the cluster was founded before the secret
     /// existed.
     hash_secret: Option<HashSecret>,
     backends: Backends,
-    /// Backends that sources registered.
+    /// Sources and losses of the backends that sources registered.
     discovered: Discovered,
     block_sizes: BlockSizes,
     ownership: Ownership,
@@ -94,15 +94,16 @@ pub struct RouterState {
     exact: FollowedBackends,
     keys: Keys,
     caches: CacheScopes,
-    /// Restore in progress.
+    /// Restore in progress, if any.
     staged: Option<StagedRestore>,
-    /// Backup that was read ahead of the command that switches to it. Not part of the state: its
-    /// contents follow from `staged`.
+    /// Backup that was read ahead of the command that switches to it. It is not part of the state,
+    /// because its contents follow from `staged`.
     prepared: Option<ReadBackup>,
-    /// Hash of the parts that rarely change: config, backends, audit, settings and readers.
+    /// Hash of the parts that rarely change (the cold parts): config, backends, audit, settings,
+    /// readers, block sizes, sources of backends and hash secret.
     cold_digest: u128,
-    /// Whether a command changed one of these. Their hash and the published registry are updated
-    /// once per command, because one batch may report a thousand engines.
+    /// Whether a command changed one of the cold parts. Their hash and the published registry are
+    /// updated once per command, because one batch may report a thousand engines.
     is_cold_changed: bool,
     /// Whether a command changed the published service figures.
     is_service_changed: bool,
@@ -115,7 +116,7 @@ pub struct RouterState {
     view: Arc<StateView>,
 }
 
-/// Replicated cluster settings.
+/// Settings that are fixed when the cluster is founded, and the live policy.
 #[derive(Debug, Clone, PartialEq, bincode::Encode, bincode::Decode)]
 struct ClusterConfig {
     initialised: bool,
@@ -136,7 +137,7 @@ impl Default for ClusterConfig {
 }
 
 impl ClusterConfig {
-    /// Validates the settings that `apply` relies on, or describes the fault.
+    /// Validates the settings that `apply` relies on. An error describes the first fault.
     fn validate(&self) -> Result<(), String> {
         let settings = self.policy.validate();
         settings
@@ -205,7 +206,7 @@ impl RouterState {
         state
     }
 
-    /// Applies one command. Every command gets a reply and none panics.
+    /// Applies one command and returns its reply.
     ///
     /// # Panics
     /// If `index` is not above the previous one, which means that the log is broken.
@@ -245,24 +246,24 @@ impl RouterState {
         reply
     }
 
-    /// Advances to `index` without a change, for log entries that carry no command.
+    /// Advances to `index` without a change, for a log entry that carries no command.
     ///
     /// # Panics
-    /// See [`RouterState::apply`].
+    /// If `index` is not above the previous one, which means that the log is broken.
     pub fn skip(&mut self, index: LogIndex) {
         self.advance(index);
         self.view.publish_applied(index);
     }
 
-    /// Returns the view for readers on other threads. The handle stays the same, even across a
+    /// Returns the view for readers on other threads. It stays the same object, even across a
     /// restore.
     #[must_use]
     pub fn view(&self) -> Arc<StateView> {
         Arc::clone(&self.view)
     }
 
-    /// Returns the digest of everything replicated as of the applied index, excluding the index
-    /// itself. Large tables keep their digests up to date, so this takes microseconds.
+    /// Returns the digest of the whole replicated state, excluding the applied index itself. Large
+    /// tables keep their digests up to date, so this takes microseconds.
     #[must_use]
     pub fn digest(&self) -> u128 {
         let [users, users_rest] = self.users.digest();
@@ -293,7 +294,8 @@ impl RouterState {
         self.applied = index;
     }
 
-    /// Returns the reply to a command that must not be applied.
+    /// Returns the reply to a command that must not be applied; `None` if it must be. Closes what
+    /// an earlier session of the replica left open if the command starts a new one.
     fn admit(&mut self, origin: &Origin, proposed_at_ms: u64) -> Option<Reply> {
         let replica = origin.replica;
         if origin.seq == 0 {
@@ -311,7 +313,7 @@ impl RouterState {
         }
     }
 
-    /// Runs a command.
+    /// Runs an admitted command and returns its reply.
     fn run(&mut self, origin: &Origin, command: Command) -> Reply {
         let result = match command {
             Command::InitCluster {
@@ -389,20 +391,20 @@ impl RouterState {
         Ok(())
     }
 
-    /// Adapts the parts that depend on the log's format version. Paced time implies that all
+    /// Adapts the parts that depend on the format version of the log. Paced time implies that all
     /// members know version 4.
     fn follow_format(&mut self) {
         self.users
             .set_never_charged_first(self.time.paced.is_some());
     }
 
-    /// Publishes the replicated time and the log format.
+    /// Publishes the replicated time, and whether all members know version 4 of the log format.
     fn publish_time(&self) {
         self.view.publish_time(self.time.now_ms);
         self.view.publish_format_4(self.time.paced.is_some());
     }
 
-    /// Closes everything that a replica has open. Called when its session ends.
+    /// Closes everything that a replica has open, when its session ends.
     fn close_replica(&mut self, replica: ReplicaId) {
         for lease in self.leases.close_replica(replica) {
             // The engines continued without the replica, so what they computed is cached.
@@ -415,7 +417,7 @@ impl RouterState {
         self.close_waiting(replica);
     }
 
-    /// Applies changes of backends to ownership, leases and measurements.
+    /// Applies changes of backends to ownership, leases, measurements and unknown capacities.
     fn follow(&mut self, changes: &[SlotChange]) {
         for change in changes {
             match *change {
@@ -441,7 +443,7 @@ impl RouterState {
         }
     }
 
-    /// Forgets everything known about the occupant of `slot`.
+    /// Forgets the leases, blocks, KV events and measurements of the occupant of `slot`.
     fn forget_occupant(&mut self, slot: Slot) {
         self.leases.forget_slot(slot);
         self.service.forget(slot);
@@ -452,8 +454,8 @@ impl RouterState {
     }
 
     /// Returns the cache capacity of the backend in `slot`, in blocks: the operator's value, else
-    /// the engine's as corrected by its responses, else an assumed one. In logs before format
-    /// version 4, an unknown capacity is unbounded.
+    /// the engine's as corrected by its responses, else an assumed one. Before format version 4, an
+    /// unknown capacity is unbounded (`None`).
     fn capacity_blocks(&self, slot: Slot) -> Option<u32> {
         let backend = self.backends.in_slot(slot)?;
         if backend.spec.capacity_blocks.is_some() {
@@ -471,13 +473,13 @@ impl RouterState {
         Some(corrected)
     }
 
-    /// Returns the initial capacity of each backend whose capacity is unknown, in blocks.
+    /// Returns the capacity that is first assumed for each backend with an unknown one, in blocks.
     fn initial_capacity_share(&self) -> u32 {
         let untold = self.backends.iter().filter(|it| it.has_unknown_capacity());
         service::share(untold.count())
     }
 
-    /// Updates all unknown capacities after the number of such backends changed.
+    /// Updates all unknown capacities, after the number of backends with one changed.
     fn resize_unknown_capacities(&mut self) {
         if self.time.paced.is_none() {
             return;
@@ -491,7 +493,7 @@ impl RouterState {
         self.is_service_changed = true;
     }
 
-    /// Publishes what policies read in addition to registry and blocks.
+    /// Publishes the users' recent usage, which policies read in addition to registry and blocks.
     fn publish_for_policies(&mut self) {
         let wants_all = self.view.wants_all();
         if wants_all || self.vtc_basic().is_some() {
@@ -506,6 +508,7 @@ impl RouterState {
 
     /// Returns the settings that determine the length of the usage windows. All policies share one
     /// set of windows: that of the live policy, else of the first model by name with such a policy.
+    /// `None` if no policy reads usage.
     fn vtc_basic(&self) -> Option<VtcBasicSettings> {
         let live = self.config.policy.vtc_basic();
         let routing = self.settings.routing.iter();
@@ -513,8 +516,7 @@ impl RouterState {
         live.or_else(|| models.find_map(PolicyConfig::vtc_basic))
     }
 
-    /// Updates everything derived from config, backends, audit, settings and readers after they
-    /// changed.
+    /// Updates everything derived from the cold parts of the state after one of them changed.
     fn cold_changed(&mut self) {
         let window_ms = self.vtc_basic().map_or(
             users::WINDOW_BUCKETS as u64 * users::WINDOW_BUCKET_MS,
@@ -523,7 +525,7 @@ impl RouterState {
         self.users.set_window_ms(window_ms);
         self.cold_digest = self.hash_cold();
         self.view.publish_registry(self.registry());
-        // Slots, limits and capacities depend on these.
+        // The published slots, limits and capacities depend on the cold parts.
         self.is_service_changed = true;
     }
 

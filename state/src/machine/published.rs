@@ -36,16 +36,16 @@ pub struct StateView {
     registry: ArcSwap<Registry>,
     applied: AtomicU64,
     now_ms: AtomicU64,
-    /// Users' recent usage; `None` while no policy reads it.
+    /// Recent usage of the users; `None` while no policy reads it.
     recent_usage: ArcSwapOption<RecentUsage>,
-    /// Whether to publish what any policy reads, not only the live one.
+    /// Whether to publish what any policy reads, not only what the live one does.
     wants_all: AtomicBool,
     service: ArcSwap<ServiceView>,
     outputs: ArcSwap<OutputsView>,
     ratios: ArcSwap<RatiosView>,
-    /// Whether all members can read version 4 of the log.
+    /// Whether all members can read version 4 of the log format.
     is_format_4: AtomicBool,
-    /// All users; `None` while no reader wants them.
+    /// All users; `None` until a reader wants them.
     users: ArcSwapOption<UsersView>,
     wants_users: AtomicBool,
     grants: ArcSwap<GrantsView>,
@@ -76,40 +76,40 @@ impl StateView {
         }
     }
 
-    /// Returns backends and replicated config, as of their last change.
+    /// Returns the backends and the replicated config, as of their last change.
     #[must_use]
     pub fn registry(&self) -> Arc<Registry> {
         self.registry.load_full()
     }
 
-    /// Returns the backends' measurements and derived limits, as of their last change. Cheap; use
-    /// it for one decision and do not keep it.
+    /// Returns the measurements and derived limits of the backends, as of their last change. Cheap;
+    /// use the guard for one decision and do not keep it.
     #[must_use]
     pub fn service(&self) -> Guard<Arc<ServiceView>> {
         self.service.load()
     }
 
-    /// Returns the maximum number of concurrent requests of the backend in `slot`. `None` if
+    /// Returns the maximum number of concurrent requests of the backend in `slot`; `None` if it is
     /// unlimited.
     #[must_use]
     pub fn limit(&self, slot: Slot) -> Option<u32> {
         self.service.load().limit(slot)
     }
 
-    /// Returns output lengths, predictions and bins, as of their last change. Cheap; use it for one
-    /// decision and do not keep it.
+    /// Returns output lengths, predictions and bins, as of their last change. Cheap; use the guard
+    /// for one decision and do not keep it.
     #[must_use]
     pub fn outputs(&self) -> Guard<Arc<OutputsView>> {
         self.outputs.load()
     }
 
-    /// Returns the bytes per token of `model`'s prompts, as of the last change.
+    /// Returns the bytes per token of the prompts of `model`, as of their last change.
     #[must_use]
     pub fn ratio(&self, model: ModelKey) -> TokenRatio {
         self.ratios.load().of(model)
     }
 
-    /// Returns all learned ratios, as of their last change.
+    /// Returns the learned bytes per token of all models, as of their last change.
     #[must_use]
     pub fn ratios(&self) -> Guard<Arc<RatiosView>> {
         self.ratios.load()
@@ -122,10 +122,10 @@ impl StateView {
         self.is_format_4.load(Ordering::Relaxed)
     }
 
-    /// Returns the applied index. The caller then sees everything up to that index.
+    /// Returns the applied index. The caller then sees every published change up to that index.
     #[must_use]
     pub fn applied(&self) -> LogIndex {
-        // Pairs with the Release in `publish_applied`.
+        // This load pairs with the Release in `publish_applied`.
         LogIndex(self.applied.load(Ordering::Acquire))
     }
 
@@ -133,32 +133,32 @@ impl StateView {
     /// [`RouterState::now_ms`](super::RouterState::now_ms).
     #[must_use]
     pub fn now_ms(&self) -> u64 {
-        // An independent number: it orders no other access.
+        // The time is an independent number that orders no other access.
         self.now_ms.load(Ordering::Relaxed)
     }
 
-    /// Returns the API keys, as of the last command that changed one. Cheap; use it for one request
-    /// and do not keep it.
+    /// Returns the API keys, as of the last command that changed one. Cheap; use the guard for one
+    /// request and do not keep it.
     #[must_use]
     pub fn keys(&self) -> Guard<Arc<KeysView>> {
         self.keys.load()
     }
 
-    /// Returns the users' cache scopes, as of the last command that changed one. Cheap; use it for
-    /// one request and do not keep it.
+    /// Returns the cache scopes of users, as of the last command that changed one. Cheap; use the
+    /// guard for one request and do not keep it.
     #[must_use]
     pub fn caches(&self) -> Guard<Arc<CacheScopesView>> {
         self.caches.load()
     }
 
-    /// Returns the upcoming evictions of engines whose KV events are followed, as of the applied
-    /// index. Cheap; use it for one decision and do not keep it.
+    /// Returns the coming evictions of engines whose KV events are followed, as of the applied
+    /// index. Cheap; use the guard for one decision and do not keep it.
     #[must_use]
     pub fn evictions(&self) -> Guard<Arc<EvictionsView>> {
         self.evictions.load()
     }
 
-    /// Returns a user's usage within the window; zero while no policy reads it.
+    /// Returns the usage of `user` within the window; zero while no policy reads it.
     #[must_use]
     pub fn user_tokens(&self, user: UserKey) -> UserTokens {
         let recent_usage = self.recent_usage.load();
@@ -168,25 +168,25 @@ impl StateView {
             .unwrap_or_default()
     }
 
-    /// Makes every command from the next on publish what any policy reads, because requests may
-    /// select a policy other than the live one.
+    /// Makes every later command publish what any policy reads, because requests may select a
+    /// policy other than the live one.
     pub fn want_all(&self) {
         self.wants_all.store(true, Ordering::Relaxed);
     }
 
-    /// Makes every command from the next on publish the users, which admission reads per request.
+    /// Makes every later command publish the users, whom admission reads for each request.
     pub fn want_users(&self) {
         self.wants_users.store(true, Ordering::Relaxed);
     }
 
-    /// Returns all users as of the last command that changed one; `None` before they are published.
-    /// Hold it only briefly: while it is held, changing a user copies more.
+    /// Returns all users, as of the last command that changed one; `None` before they are
+    /// published. Hold the reference only briefly: meanwhile, changing a user copies more.
     #[must_use]
     pub fn users(&self) -> Option<Arc<UsersView>> {
         self.users.load_full()
     }
 
-    /// Returns one user's figures for the queue orders.
+    /// Returns the figures of `user` for the queue orders; the default ones if unknown.
     #[must_use]
     pub fn user_figures(&self, user: UserKey) -> UserFigures {
         let users = self.users.load();
@@ -196,7 +196,7 @@ impl StateView {
             .unwrap_or_default()
     }
 
-    /// Returns a user's limits and their usage. Unlimited before users are published.
+    /// Returns the limits of `user` and their usage. Unlimited before users are published.
     #[must_use]
     pub fn quota(&self, user: UserKey) -> Quota {
         let users = self.users.load();
@@ -206,7 +206,7 @@ impl StateView {
             .unwrap_or_default()
     }
 
-    /// Returns pending grants and the requests waiting for one.
+    /// Returns the requests that are waiting for a grant or have one.
     #[must_use]
     pub fn grants(&self) -> Arc<GrantsView> {
         self.grants.load_full()
@@ -281,42 +281,42 @@ impl StateView {
     }
 }
 
-/// Immutable image of the small parts of the state.
+/// Immutable image of the rarely changing parts of the state.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Registry {
     /// Whether the cluster is initialised.
     pub initialised: bool,
-    /// Seed of the user hashes and of each chain's first link.
+    /// Seed of the user hashes and of the first link of each chain.
     pub hash_seed: u64,
-    /// Secret that blocks are hashed under. `None` for a cluster founded before the secret existed.
+    /// Secret under which blocks are hashed; `None` in a cluster founded before the secret existed.
     pub hash_secret: Option<HashSecret>,
-    /// The live policy.
+    /// Live routing policy.
     pub policy: PolicyConfig,
-    /// Token prices.
+    /// Token prices of the cluster.
     pub fairness: FairnessSettings,
-    /// Backends by slot, ascending; free slots are absent.
+    /// All backends, in ascending order of slots.
     pub backends: Vec<Backend>,
-    /// Slots of the ranks of each engine that has several.
+    /// Slots of the ranks of each engine with several ranks.
     pub ranks: RankSlots,
-    /// Backends that sources registered, by slot.
+    /// Sources and losses of the backends that sources registered, by slot.
     pub discovered: BTreeMap<Slot, DiscoveredBackend>,
-    /// Routing settings other than the policy. `None` if not set; the defaults apply.
+    /// Routing settings other than the policy; `None` if not set, so that the defaults apply.
     pub routing: Option<RoutingSettings>,
-    /// Admission settings. `None` if not set; the defaults apply.
+    /// Admission settings; `None` if not set, so that the defaults apply.
     pub admission: Option<AdmissionSettings>,
-    /// Ownership mode of the backends whose KV events are read, by slot, ascending. The ownership
-    /// of other backends follows from leases.
+    /// Source and condition of the ownership of backends whose KV events are followed, in ascending
+    /// order of slots. The ownership of other backends follows from leases.
     pub kv: Vec<(BackendRef, KvCondition)>,
-    /// Readers of KV events, by slot, ascending.
+    /// Readers of KV events, in ascending order of slots.
     pub readers: Vec<Assignment>,
-    /// Log index of the last restore or deletion of a user that is still in the audit. Users that
+    /// Log index of the last restore or deletion of a user that the audit still has. Users that
     /// were defined before it must be defined again.
     pub names_since: Option<LogIndex>,
-    /// Tokens per block of engines and models.
+    /// Block sizes of engines and models, in tokens.
     pub block_sizes: BlockSizes,
-    /// Defaults for users without their own settings.
+    /// Defaults that apply to users without their own settings.
     pub user_defaults: UserDefaults,
-    /// Whether the user defaults were ever set together.
+    /// Whether a command ever set all user defaults together.
     pub are_user_defaults_set: bool,
 }
 
@@ -360,7 +360,7 @@ impl Registry {
         named.any(|named| named == model)
     }
 
-    /// Returns the backends in the form that plans for sources read.
+    /// Returns the backends in the form that a [`SourcePlan`](crate::discovery::SourcePlan) reads.
     #[must_use]
     pub fn fleet(&self) -> KnownFleet<'_> {
         KnownFleet {
@@ -375,7 +375,7 @@ impl Registry {
         self.backends.iter().any(|backend| backend.serves(model))
     }
 
-    /// Returns the seed and secret for block hashes.
+    /// Returns the hasher with the seed and secret for block hashes.
     #[must_use]
     pub fn hashing(&self) -> BlockHasher {
         BlockHasher {
@@ -384,7 +384,7 @@ impl Registry {
         }
     }
 
-    /// Returns the index in `backends` of the backend in `slot`.
+    /// Returns the index in `backends` of the backend in `slot`, if any.
     #[must_use]
     pub fn place(&self, slot: Slot) -> Option<usize> {
         let at = self
@@ -393,28 +393,28 @@ impl Registry {
         at.ok()
     }
 
-    /// Returns the backend in `slot`.
+    /// Returns the backend in `slot`, if any.
     #[must_use]
     pub fn backend(&self, slot: Slot) -> Option<&Backend> {
         self.place(slot).map(|at| &self.backends[at])
     }
 
-    /// Returns the rank that a backend represents; `None` if its engine has only one.
+    /// Returns the number of the rank that `backend` represents; `None` if its engine has only one.
     #[must_use]
     pub fn rank(&self, backend: &Backend) -> Option<u16> {
         let is_first = || !self.ranks.of(backend.handle.slot).is_empty();
         backend.further_rank().or_else(|| is_first().then_some(0))
     }
 
-    /// Returns the ownership mode of the backend in `slot`. `None` if its KV events are not read,
-    /// so that its ownership follows from leases.
+    /// Returns the source and condition of the ownership of the backend in `slot`. `None` if its KV
+    /// events are not followed, so that its ownership follows from leases.
     #[must_use]
     pub fn kv(&self, slot: Slot) -> Option<KvCondition> {
         let at = self.kv.binary_search_by_key(&slot, |(it, _)| it.slot);
         at.ok().map(|at| self.kv[at].1)
     }
 
-    /// Returns the reader of the KV events of `slot`.
+    /// Returns the reader of the KV events of the backend in `slot`, if any.
     #[must_use]
     pub fn reader(&self, slot: Slot) -> Option<ReplicaId> {
         let at = self

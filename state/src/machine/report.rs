@@ -1,4 +1,4 @@
-//! Read access to the state for the admin API, as plain values.
+//! Read access to the state, as plain values for the admin API.
 
 use serde::Serialize;
 
@@ -12,43 +12,43 @@ use crate::ownership::OwnedBlock;
 use crate::prefix::user_key;
 use crate::users::UserView;
 
-/// A replica's current session.
+/// Current session of a replica.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct SessionView {
-    /// Replica that runs it.
+    /// Replica that runs the session.
     pub replica: ReplicaId,
     /// Id of the session.
     pub session: SessionId,
-    /// Number of leases it holds.
+    /// Number of open leases of the replica.
     pub open_leases: usize,
-    /// Last sequence number of its outbox; 0 before the first.
+    /// Last applied sequence number of the outbox lane; 0 before the first.
     pub outbox_seq: u64,
-    /// Last sequence number of its admin lane; 0 before the first.
+    /// Last applied sequence number of the admin lane; 0 before the first.
     pub admin_seq: u64,
 }
 
 /// An open lease.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LeaseView {
-    /// Replica that holds it.
+    /// Replica that holds the lease.
     pub replica: ReplicaId,
-    /// Dispatch that it belongs to.
+    /// Dispatch for which the lease is held.
     pub attempt: AttemptId,
-    /// Backend that it is on.
+    /// Backend whose blocks are leased.
     pub backend: BackendRef,
-    /// Deepest block that it holds; `None` if it holds none.
+    /// Deepest block of the lease; `None` if it holds no block.
     pub tip: Option<BlockHash>,
 }
 
 impl RouterState {
-    /// Returns the applied index.
+    /// Returns the index of the last log entry that was applied.
     #[must_use]
     pub fn applied(&self) -> LogIndex {
         self.applied
     }
 
     /// Returns replicated time, in milliseconds. It starts as Unix time, advances at the rate of
-    /// the proposers' clocks and never falls. It is ahead of Unix time by the amount that the
+    /// the proposers' clocks and never falls. It is ahead of Unix time by the amount by which the
     /// clocks have been set back since.
     #[must_use]
     pub fn now_ms(&self) -> u64 {
@@ -68,20 +68,21 @@ impl RouterState {
         self.time.paced.is_some()
     }
 
-    /// Returns the stamp for a command of a replica's session whose clock shows `clock_ms`. If the
-    /// clock was set back, that stamp could make a session's first command look like a late one of
-    /// an earlier session. In that case, returns the smallest stamp that does not.
+    /// Returns the stamp for a command of `session` of `replica` while the replica's clock shows
+    /// `clock_ms`. If the clock was set back, its time could make a session's first command look
+    /// like a late one of an earlier session. In that case, returns the smallest stamp that does
+    /// not.
     #[must_use]
     pub fn stamp_ms(&self, replica: ReplicaId, session: SessionId, clock_ms: u64) -> u64 {
         self.sessions.stamp_ms(replica, session, clock_ms)
     }
 
-    /// Iterates over all backends by slot.
+    /// Iterates over all backends, in ascending order of slots.
     pub fn backends(&self) -> impl Iterator<Item = &Backend> {
         self.backends.iter()
     }
 
-    /// Returns the backend with this id.
+    /// Returns the backend with the id `name`, if any.
     #[must_use]
     pub fn backend(&self, name: &str) -> Option<&Backend> {
         self.backends.named(name)
@@ -107,23 +108,22 @@ impl RouterState {
             .sum()
     }
 
-    /// Returns what the KV events of the engine in `slot` report about its cache; `None` if no
-    /// replica reads them.
+    /// Returns the status of the followed KV events of the backend in `slot`, if any.
     #[must_use]
     pub fn kv_status(&self, slot: Slot) -> Option<KvStatus> {
         self.exact.status(slot, &self.ownership)
     }
 
-    /// Returns the applied position in the stream of each rank of the engine in `slot`, from which
-    /// a reader continues.
+    /// Returns the applied position in the stream of each rank of the engine in `slot`. A reader
+    /// continues from there.
     #[must_use]
     pub fn kv_positions(&self, slot: Slot) -> Vec<KvPosition> {
         let slots = self.backends.rank_slots(slot).into_iter();
         slots.flat_map(|it| self.exact.positions(it)).collect()
     }
 
-    /// Returns the status of the streams of all ranks of an engine. Empty if `backend` is not its
-    /// current incarnation.
+    /// Returns the status of the streams of all ranks of the engine behind `backend`. Empty if
+    /// `backend` is not a current incarnation.
     #[must_use]
     pub fn kv_ranks(&self, backend: BackendRef) -> Vec<KvRankStatus> {
         if !self.backends.is_live(backend) {
@@ -134,35 +134,35 @@ impl RouterState {
         known.flat_map(|it| it.ranks).collect()
     }
 
-    /// Returns the router's hash of a block that a rank of the engine in `slot` stored.
+    /// Returns the router's hash of a block that a rank of the engine in `slot` stored, if known.
     #[must_use]
     pub fn kv_router_hash(&self, slot: Slot, rank: u16, block: EngineHash) -> Option<BlockHash> {
         let own = self.rank_slot(slot, rank)?;
         self.exact.router_hash(own, rank, block)
     }
 
-    /// Returns all blocks of a rank by both hashes, for a reader's mirror. Takes microseconds; the
-    /// image can be read on another thread.
+    /// Returns an image of all blocks of rank `rank` of the engine in `slot` by both hashes, for a
+    /// reader's mirror. Takes microseconds; another thread can read the image.
     #[must_use]
     pub fn kv_map(&self, slot: Slot, rank: u16) -> Option<KvMap> {
         self.exact.map(self.rank_slot(slot, rank)?, rank)
     }
 
-    /// Returns the slot of a rank of the engine in `slot`: the same slot if the engine's ranks are
-    /// unknown. `None` if the engine has fewer ranks.
+    /// Returns the slot of rank `rank` of the engine in `slot`: `slot` itself if the engine's ranks
+    /// are unknown. `None` if the engine has fewer ranks.
     #[must_use]
     pub fn rank_slot(&self, slot: Slot, rank: u16) -> Option<Slot> {
         let backend = self.backends.in_slot(slot)?.handle;
         Some(self.backends.rank_of(backend, rank)?.slot)
     }
 
-    /// Returns the heap size of the KV-event state in bytes, without the owned blocks themselves.
+    /// Returns the heap size of the KV-event state, in bytes, without the owned blocks themselves.
     #[must_use]
     pub fn kv_memory_bytes(&self) -> u64 {
         self.exact.memory_bytes()
     }
 
-    /// Returns at most `limit` users with keys above `after`, ascending by key.
+    /// Returns at most `limit` users with keys above `after`, in ascending order of keys.
     #[must_use]
     pub fn users(&self, after: Option<UserKey>, limit: usize) -> Vec<UserView> {
         let limits = self.terms().limits;
@@ -173,7 +173,7 @@ impl RouterState {
             .collect()
     }
 
-    /// Returns the user with this key.
+    /// Returns the user with this key, if any.
     #[must_use]
     pub fn user(&self, key: UserKey) -> Option<UserView> {
         let limits = self.terms().limits;
@@ -181,7 +181,7 @@ impl RouterState {
         Some(self.dated(user))
     }
 
-    /// Converts a user's times to calendar time.
+    /// Converts the times in `user` from replicated time to calendar time.
     fn dated(&self, user: UserView) -> UserView {
         UserView {
             last_charge_ms: user
@@ -191,13 +191,13 @@ impl RouterState {
         }
     }
 
-    /// Returns the user with this name.
+    /// Returns the user with this name, if any.
     #[must_use]
     pub fn user_named(&self, name: &str) -> Option<UserView> {
         self.user(user_key(self.config.hash_seed, name))
     }
 
-    /// Returns the number of users.
+    /// Returns the number of known users.
     #[must_use]
     pub fn users_len(&self) -> usize {
         self.users.len()
@@ -227,14 +227,14 @@ impl RouterState {
         self.users.waiting_len()
     }
 
-    /// Returns the priced tokens ever charged to all users, saturating.
+    /// Returns the number of priced tokens ever charged to all users, saturating.
     #[must_use]
     pub fn users_charged(&self) -> u64 {
         self.users.charged()
     }
 
-    /// Returns the virtual time of the fair order, in milli-tokens: the counter that an arriving
-    /// user is lifted to. See [`crate::users`].
+    /// Returns the virtual time of the fair order, in milli-tokens: the counter to which an
+    /// arriving user is lifted. See [`crate::users`].
     #[must_use]
     pub fn virtual_time_milli_tokens(&self) -> u64 {
         self.users.virtual_time()
@@ -269,7 +269,7 @@ impl RouterState {
         self.leases.len()
     }
 
-    /// Iterates over the most recent admin writes, newest first.
+    /// Iterates over the audit entries that are kept, newest first.
     pub fn audit(&self) -> impl Iterator<Item = &AuditEntry> {
         self.audit.iter().rev()
     }

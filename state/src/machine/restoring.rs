@@ -1,5 +1,5 @@
-//! Restoring a backup: replacing the current state with that of another cluster, or of this one at
-//! another time.
+//! Restoring a backup: replacing the current state with that of another cluster, or with an earlier
+//! state of this cluster.
 //!
 //! The log carries the backup in parts, which are staged until all have arrived. One command then
 //! reads them and, if they are intact, switches over. Every replica does this at the same log index
@@ -19,12 +19,12 @@
 //!   incarnations are dropped. As after any absence, the cluster learns whether the engine still
 //!   holds the blocks: from a later start time of the engine, from KV events (in doubt until their
 //!   reader has caught up), or from its responses.
-//! - *Readers* of KV events: none until the leader assigns them.
-//! - *Time* is the later of the two.
+//! - *Readers* of KV events are unassigned until the leader assigns them.
+//! - *Time* is the later one of the two states.
 //!
 //! The hash seed and the secret are the backup's, because users and blocks are keyed by them. If
 //! the backup has no secret, the current cluster keeps its own and drops the backup's blocks,
-//! because no replica hashes that way any more.
+//! because no replica hashes without a secret any more.
 //!
 //! API keys are the backup's, but keys that ended in the current state stay ended: a revoked key is
 //! not restored, and a rotated key keeps its current secrets ([`Command::BeginRestoreOfKeys`]).
@@ -56,32 +56,32 @@ use crate::validate::ensure;
 /// Idle time after which a restore is abandoned, in milliseconds of replicated time.
 pub const RESTORE_IDLE_MS_MAX: u64 = 60_000;
 
-/// Maximum number of parts.
+/// Maximum number of parts of a backup.
 const PARTS_MAX: u32 = RESTORE_BYTES_MAX.div_ceil(RESTORE_PART_BYTES as u64) as u32;
 
-/// Restore in progress.
+/// A restore in progress, with the parts that have arrived.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct StagedRestore {
     restore: RestoreId,
-    /// Replicated time of its last command, in milliseconds.
+    /// Replicated time of the restore's last command, in milliseconds.
     touched_ms: u64,
     parts: BTreeMap<u32, Arc<[u8]>>,
-    /// Wrapping sum of the parts' hashes.
+    /// Wrapping sum of the hashes of `parts`.
     sum: u64,
-    /// Whether API keys that were revoked here stay revoked.
+    /// Whether API keys that ended in the current state stay ended.
     keeps_revocations: bool,
 }
 
-/// Restore in progress, as the admin API shows it.
+/// Progress of a restore, for the admin API.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
 pub struct RestoreView {
     /// Id of the restore.
     pub restore: RestoreId,
-    /// Bytes received so far.
+    /// Number of bytes received so far.
     pub bytes: u64,
 }
 
-/// All parts of a backup.
+/// A complete staged backup, ready to be read.
 #[derive(Debug, Clone)]
 pub struct StagedBackup {
     restore: RestoreId,
@@ -97,8 +97,8 @@ pub struct ReadBackup {
 }
 
 impl StagedBackup {
-    /// Reads the backed-up state. Takes seconds for millions of blocks. Depends only on the parts,
-    /// so it can run on another thread than `apply`.
+    /// Reads the backed-up state. Takes seconds for millions of blocks. The result depends only on
+    /// the parts, so another thread than that of `apply` can read them.
     #[must_use]
     pub fn read(&self) -> ReadBackup {
         let mut state = Box::new(RouterState::new());
@@ -115,10 +115,10 @@ impl StagedBackup {
     }
 }
 
-/// Reads the parts as one stream.
+/// Reader of the parts as one stream.
 struct PartsReader<'a> {
     rest: &'a [Arc<[u8]>],
-    /// Bytes already read from the first part.
+    /// Number of bytes already read from the first part in `rest`.
     given: usize,
 }
 
@@ -150,7 +150,7 @@ impl StagedRestore {
         }
     }
 
-    /// Whether the snapshot needs format version 6.
+    /// Whether a snapshot with this restore needs format version 6.
     pub(super) fn is_of_version_6(&self) -> bool {
         self.keeps_revocations
     }
@@ -159,7 +159,7 @@ impl StagedRestore {
         self.parts.values().map(|part| part.len() as u64).sum()
     }
 
-    /// Adds a part. A part that is already there must be identical.
+    /// Adds a part. Rejects one that is out of bounds or differs from an earlier one of its number.
     fn take(&mut self, number: u32, bytes: Vec<u8>) -> Result<(), Rejection> {
         ensure(
             number < PARTS_MAX,
@@ -180,7 +180,7 @@ impl StagedRestore {
         Ok(())
     }
 
-    /// Returns all parts, which must add up to `bytes`.
+    /// Returns the backup if its parts are complete and add up to `bytes`.
     fn whole(&self, bytes: u64) -> Result<StagedBackup, Rejection> {
         let part_bytes = RESTORE_PART_BYTES as u64;
         for number in 0..bytes.div_ceil(part_bytes) {
@@ -201,7 +201,7 @@ impl StagedRestore {
         })
     }
 
-    /// Appends the restore's part of the digest input.
+    /// Appends the restore to the digest input.
     pub(super) fn append_digest(&self, bytes: &mut Vec<u8>) {
         let parts = self.parts.len() as u64;
         let all = (self.restore, self.touched_ms, parts, self.bytes(), self.sum);
@@ -211,7 +211,7 @@ impl StagedRestore {
         }
     }
 
-    /// Encodes the restore in pieces of a bounded size.
+    /// Encodes the restore in sections of bounded size.
     pub(super) fn pieces(&self) -> impl Iterator<Item = Vec<u8>> {
         let (restore, touched_ms) = (self.restore, self.touched_ms);
         let head = encoding::to_bytes(&match self.keeps_revocations {
@@ -225,7 +225,7 @@ impl StagedRestore {
         std::iter::once(head).chain(parts)
     }
 
-    /// Adds one snapshot piece to `staged`, or describes its fault.
+    /// Adds one section of a snapshot to `staged`. An error describes the fault.
     pub(super) fn restore_piece(staged: &mut Option<Self>, bytes: &[u8]) -> Result<(), String> {
         match (
             encoding::from_bytes::<RestoreSection, { encoding::SECTION_BYTES_MAX }>(bytes)?,
@@ -251,18 +251,18 @@ impl StagedRestore {
     }
 }
 
-/// Section of a snapshot that holds part of a restore.
+/// Content of one section of a snapshot that holds part of a restore.
 #[derive(Encode, Decode)]
 enum RestoreSection {
     Begun(RestoreId, u64),
     Part(u32, Vec<u8>),
-    /// Start of a restore by [`Command::BeginRestoreOfKeys`]. Version 6 and later.
+    /// Start of a restore by [`Command::BeginRestoreOfKeys`]. From snapshot version 6 on.
     BegunOfKeys(RestoreId, u64),
 }
 
 impl RouterState {
-    /// Returns the backup that `command` must read before it switches; `None` if it cannot switch.
-    /// Read the backup on another thread and pass the result to [`Self::prepare`].
+    /// Returns the backup that `command` must read before it switches; `None` if the command would
+    /// not switch. Read the backup on another thread and pass the result to [`Self::prepare`].
     #[must_use]
     pub fn staged_backup(&self, command: &Command) -> Option<StagedBackup> {
         let Command::FinishRestore { restore, bytes } = command else {
@@ -272,13 +272,14 @@ impl RouterState {
         staged.whole(*bytes).ok()
     }
 
-    /// Provides the result of reading a backup, so that the next command need not read it. Has no
-    /// visible effect: the result follows from the parts, and one from other parts is ignored.
+    /// Provides the result of reading a backup, so that the next [`Command::FinishRestore`] need
+    /// not read it. Has no visible effect: the result follows from the parts, and that of other
+    /// parts is ignored.
     pub fn prepare(&mut self, backup: ReadBackup) {
         self.prepared = Some(backup);
     }
 
-    /// Returns the restore in progress.
+    /// Returns the progress of the restore, if any.
     #[must_use]
     pub fn restoring(&self) -> Option<RestoreView> {
         let staged = self.staged.as_ref()?;
@@ -286,7 +287,7 @@ impl RouterState {
         Some(RestoreView { restore, bytes })
     }
 
-    /// Returns the log index at which a restore took effect, if the audit still has its entry.
+    /// Returns the log index at which `restore` took effect, if the audit still has its entry.
     #[must_use]
     pub fn restored_at(&self, restore: RestoreId) -> Option<LogIndex> {
         let name = format!("restore {restore}: ");
@@ -296,8 +297,8 @@ impl RouterState {
         self.audit().find(is_it).map(|entry| entry.index)
     }
 
-    /// Whether a backup may replace this state without `force`: it has no users, blocks, leases,
-    /// API keys or cache scopes. It may have backends and settings, as in a new cluster.
+    /// Whether a backup may replace this state without `force`: the state has no users, blocks,
+    /// leases, API keys or cache scopes. It may have backends and settings, as in a new cluster.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.users.len() == 0
@@ -307,7 +308,7 @@ impl RouterState {
             && self.caches.is_empty()
     }
 
-    /// Abandons an idle restore.
+    /// Abandons the restore in progress if it has been idle for too long.
     pub(super) fn forget_idle_restore(&mut self) {
         let now_ms = self.time.now_ms;
         let is_idle = |it: &mut StagedRestore| now_ms - it.touched_ms > RESTORE_IDLE_MS_MAX;
@@ -370,7 +371,7 @@ impl RouterState {
             .filter(is_of)
             .unwrap_or_else(|| backup.read())
             .found;
-        // The parts are used up, whether or not the backup is usable.
+        // The parts are discarded now, whether or not the backup is usable.
         self.staged = None;
         let fresh = read.map_err(|fault| unusable(fault.to_string()))?;
         if !fresh.config.initialised {
@@ -400,12 +401,12 @@ impl RouterState {
             })
     }
 
-    /// Switches to the backed-up state; see the module documentation.
+    /// Switches to the backed-up state `fresh`; see the module documentation.
     fn switch(&mut self, origin: &Origin, restore: RestoreId, mut fresh: Self) {
         let (index, digest) = (fresh.applied, fresh.digest());
         let subject = format!("restore {restore}: index {index}, digest {digest:032x}");
         fresh.staged = None;
-        // Must precede closing replicas, which passes grants on to waiting requests.
+        // The list is cleared first, because closing replicas passes grants on to waiting requests.
         fresh.waiting = WaitingList::default();
         let gone: Vec<ReplicaId> = fresh.sessions.iter().map(|(it, ..)| it).collect();
         for replica in gone {
@@ -430,7 +431,7 @@ impl RouterState {
             fresh.hash_secret = Some(secret);
             fresh.forget_blocks();
         }
-        // Readers on other threads keep their handles.
+        // Readers on other threads keep their handles to the view.
         let shown = std::mem::take(&mut self.ownership);
         let blocks = std::mem::replace(&mut fresh.ownership, shown);
         fresh.ownership.adopt(blocks);
@@ -447,7 +448,7 @@ impl RouterState {
 }
 
 impl RouterState {
-    /// Forgets all blocks and everything KV events reported about them.
+    /// Forgets all blocks, and everything that KV events reported about them.
     fn forget_blocks(&mut self) {
         let slots: Vec<_> = self.backends.iter().map(|it| it.handle.slot).collect();
         for slot in slots {
@@ -457,7 +458,7 @@ impl RouterState {
     }
 }
 
-/// Builds the rejection of a backup. Truncates `why`, which is kept in a reply.
+/// Returns the rejection of an unusable backup. Truncates `why`, which the reply keeps.
 fn unusable(mut why: String) -> Rejection {
     why.truncate(why.floor_char_boundary(2 * NAME_BYTES_MAX));
     Rejection::Invalid {

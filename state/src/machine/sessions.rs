@@ -1,10 +1,10 @@
-//! Sessions, for deduplication: a repeated command is applied once.
+//! Sessions of replicas, which deduplicate commands: a repeated command is applied once.
 //!
 //! A session is one run of a replica. An unknown session id starts a new session and ends the
 //! previous one. The ids of the last few ended sessions are remembered, so that their commands
 //! still in flight are rejected. The first command of a session may arrive after a later session
-//! has started. Its stamp then shows that it is late: it lies shortly before the start of the
-//! current session.
+//! has started. Its stamp then shows that the command is late: it lies shortly before the start of
+//! the current session.
 
 use std::collections::BTreeMap;
 
@@ -13,33 +13,33 @@ use bincode::{Decode, Encode};
 use crate::command::{Lane, Origin, Reply};
 use crate::ids::{ReplicaId, SessionId};
 
-/// Number of ended sessions remembered per replica.
+/// Maximum number of ended sessions that are remembered per replica.
 const FORMER_SESSIONS_MAX: usize = 8;
 
-/// How far before the first command of the current session the stamp of an unknown session may lie
-/// and count as late, in milliseconds. An older stamp comes from a clock that was set back, which
-/// must not lock the replica out.
+/// Maximum time by which the stamp of an unknown session may precede the first command of the
+/// current session and count as late, in milliseconds. An older stamp comes from a clock that was
+/// set back, which must not lock the replica out.
 const LATE_COMMAND_MS: u64 = 60_000;
 
 /// Verdict on a command by its origin.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Dedup {
-    /// Apply it.
+    /// The command is new.
     Fresh,
-    /// Apply it after closing what the replica's earlier session left open.
+    /// The command is new and starts a session; the previous session must be closed first.
     FreshRun,
-    /// Applied before.
+    /// The command was applied before, with this reply.
     Repeated(Reply),
-    /// From an ended session.
+    /// The command belongs to an ended session.
     Stale,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Encode, Decode)]
 struct Session {
     current: SessionId,
-    /// Stamp of its first command, from the replica's own clock.
+    /// Stamp of the session's first command, from the replica's own clock.
     begun_at_ms: u64,
-    /// Ended sessions, oldest first.
+    /// Ids of ended sessions, oldest first.
     former: Vec<SessionId>,
     outbox: Option<LastReply>,
     admin: Option<LastReply>,
@@ -51,7 +51,7 @@ struct LastReply {
     reply: Reply,
 }
 
-/// The sessions of all replicas.
+/// Current and ended sessions of all replicas.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Encode, Decode)]
 pub(super) struct Sessions(BTreeMap<ReplicaId, Session>);
 
@@ -90,7 +90,7 @@ impl Sessions {
         }
     }
 
-    /// Records the reply to an admitted command.
+    /// Records the reply to an admitted command, for repeats of the command.
     pub(super) fn answer(&mut self, origin: &Origin, reply: Reply) {
         if let Some(session) = self.0.get_mut(&origin.replica) {
             *session.lane(origin.lane) = Some(LastReply {
@@ -100,7 +100,8 @@ impl Sessions {
         }
     }
 
-    /// See [`RouterState::stamp_ms`](super::RouterState::stamp_ms).
+    /// Returns a stamp for a command, as [`RouterState::stamp_ms`](super::RouterState::stamp_ms)
+    /// does.
     pub(super) fn stamp_ms(&self, replica: ReplicaId, session: SessionId, clock_ms: u64) -> u64 {
         match self.0.get(&replica) {
             Some(known) if known.current != session && known.would_be_late(clock_ms) => {
@@ -120,8 +121,8 @@ impl Sessions {
         self.0.contains_key(&replica)
     }
 
-    /// Iterates over replicas with their current session and the last sequence numbers of the
-    /// outbox and the admin lane.
+    /// Iterates over the replicas with their current session and the last sequence numbers of the
+    /// outbox and admin lanes.
     pub(super) fn iter(&self) -> impl Iterator<Item = (ReplicaId, SessionId, [u64; 2])> {
         let seq = |lane: &Option<LastReply>| lane.as_ref().map_or(0, |last| last.seq);
         self.0.iter().map(move |(replica, session)| {
@@ -135,7 +136,7 @@ impl Sessions {
 }
 
 impl Session {
-    /// Whether this stamp marks the first command of another session as late.
+    /// Whether the stamp `proposed_at_ms` marks the first command of another session as late.
     fn would_be_late(&self, proposed_at_ms: u64) -> bool {
         let age_ms = self.begun_at_ms.saturating_sub(proposed_at_ms);
         (1..=LATE_COMMAND_MS).contains(&age_ms)

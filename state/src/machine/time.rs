@@ -1,10 +1,10 @@
 //! Replicated time, the time base of limits, windows and confirmations.
 //!
 //! A command carries the wall clock of its proposer. Any of these clocks may be wrong by days,
-//! jump, and be corrected again. Whatever users wait for must happen, neither at once nor never.
-//! Two values are therefore kept apart. The *stamp* is the calendar as the cluster last believed
-//! it; it can be set forward and back. The *time* is what has passed since, judged by the stamps.
-//! It never falls, and only its differences are meaningful.
+//! jump, and be corrected again. Whatever users wait for must happen neither at once nor never. Two
+//! values are therefore kept apart. The *stamp* is the calendar as the cluster last believed it. It
+//! can be set forward and back. The *time* is what has passed since, judged by the stamps. It never
+//! falls, and only its differences are meaningful.
 //!
 //! A stamp close to the last one ([`is_near`]) is followed at once. Any other stamp may come from a
 //! wrong clock, from a correction of all clocks, or after the cluster was suspended. It is believed
@@ -26,55 +26,56 @@ use bincode::{Decode, Encode};
 
 /// Maximum advance of replicated time by one command while it is not paced, in milliseconds.
 pub const TIME_STEP_MS_MAX: u64 = 60 * 60 * 1000;
-/// How far a stamp may lie before the last one and count as merely late or from a slow clock, in
-/// milliseconds. Time then stands still until the stamps catch up.
+/// Maximum time by which a stamp may precede the last one and count as merely late or from a slow
+/// clock, in milliseconds. Time then stands still until the stamps catch up.
 pub const STAMP_LATE_MS_MAX: u64 = 1000;
-/// How far a stamp may lie ahead of the last one and be followed at once, in milliseconds.
+/// Maximum time by which a stamp may be ahead of the last one to be followed at once, in
+/// milliseconds.
 pub const STAMP_AHEAD_MS_MAX: u64 = 60 * 1000;
-/// How long diverging stamps must agree before they are believed, in milliseconds.
+/// Time for which diverging stamps must agree before they are believed, in milliseconds.
 pub const UNANIMOUS_MS: u64 = 1000;
-/// Maximum advance when a calendar is believed to be set back, in milliseconds. The stamps that
-/// show it may be old and far apart.
+/// Maximum advance when the calendar is believed to be set back, in milliseconds. The stamps that
+/// show the new calendar may be old and far apart.
 const BELIEVED_MS_MAX: u64 = 2 * UNANIMOUS_MS;
 /// Minimum time that could count twice for a step back of the calendar to be remembered, in
 /// milliseconds. Below it, counting twice is better than losing a step.
 const SET_BACK_MS_MIN: u64 = 2000;
-/// How long a calendar that was set back stays in doubt, in milliseconds.
+/// Time for which a calendar that was set back stays in doubt, in milliseconds.
 const DOUBTED_MS_MAX: u64 = 60 * 1000;
-/// Maximum advance by one stamp, in milliseconds. No debt of a user lasts longer.
+/// Maximum advance of time by one stamp, in milliseconds. No debt of a user lasts longer.
 const LEAP_MS_MAX: u64 = 600 * 24 * 60 * 60 * 1000;
 
 /// Replicated time; see the module documentation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) struct ReplicatedTime {
-    /// Current time in milliseconds. Starts as Unix time; never falls.
+    /// Current time, in milliseconds. It starts as Unix time and never falls.
     pub(super) now_ms: u64,
-    /// Pacing state. `None` until the cluster turns pacing on.
+    /// State of paced time; `None` until the cluster turns pacing on.
     pub(super) paced: Option<PacedTime>,
-    /// Stamp of the command being applied, in milliseconds. Not part of the state.
+    /// Stamp of the command being applied, in milliseconds. It is not part of the state.
     pub(super) stamped_ms: u64,
 }
 
-/// State of paced time.
+/// State of paced time, which judges the stamps of commands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode)]
 pub(super) struct PacedTime {
-    /// Latest stamp that was believed.
+    /// Latest stamp that was believed, in milliseconds.
     stamp_ms: u64,
-    /// Latest stamps, if they diverge from it.
+    /// Latest stamps that agree with one another but not with `stamp_ms`, if any.
     divergent: Option<DivergentStamps>,
-    /// Last step back, until the calendar reaches the former point again.
+    /// Last step back of the calendar, until the calendar reaches the former point again.
     set_back: Option<SetBack>,
 }
 
-/// Step back of the calendar.
+/// A step back of the calendar.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode)]
 struct SetBack {
     from_ms: u64,
-    /// Time that passed since, in milliseconds.
+    /// Time that was counted since the step, in milliseconds.
     counted_ms: u64,
 }
 
-/// Consecutive stamps that agree with one another.
+/// Consecutive stamps that agree with one another, but not with the calendar.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode)]
 struct DivergentStamps {
     first_ms: u64,
@@ -82,7 +83,7 @@ struct DivergentStamps {
 }
 
 impl ReplicatedTime {
-    /// Advances the time to a command with this stamp.
+    /// Advances the time to that of a command with the stamp `stamped_ms`.
     pub(super) fn advance(&mut self, stamped_ms: u64) {
         self.stamped_ms = stamped_ms;
         self.now_ms = match &mut self.paced {
@@ -96,7 +97,7 @@ impl ReplicatedTime {
         };
     }
 
-    /// Turns pacing on from the next command.
+    /// Turns pacing on from the next command on.
     pub(super) fn enable_pacing(&mut self) {
         let stamp_ms = self.now_ms;
         self.paced.get_or_insert(PacedTime {
@@ -114,7 +115,7 @@ impl ReplicatedTime {
         }
     }
 
-    /// Returns how far this time is ahead of the calendar, in milliseconds.
+    /// Returns how far replicated time is ahead of the calendar, in milliseconds.
     pub(super) fn ahead_of_calendar_ms(&self) -> u64 {
         self.paced
             .map_or(0, |paced| self.now_ms.saturating_sub(paced.stamp_ms))
@@ -122,7 +123,7 @@ impl ReplicatedTime {
 }
 
 impl PacedTime {
-    /// Takes a stamp and returns how much time passed, in milliseconds.
+    /// Takes the stamp of a command and returns how much time has passed, in milliseconds.
     fn advance(&mut self, stamped_ms: u64) -> u64 {
         if is_near(stamped_ms, self.stamp_ms) {
             self.divergent = None;
@@ -170,8 +171,7 @@ impl PacedTime {
         passed_ms
     }
 
-    /// Advances the calendar to a stamp if it is later. Returns how much time passed, in
-    /// milliseconds.
+    /// Advances the calendar to a later stamp. Returns how much time has passed, in milliseconds.
     fn go_on(&mut self, stamped_ms: u64) -> u64 {
         let step_ms = stamped_ms.saturating_sub(self.stamp_ms);
         self.stamp_ms = self.stamp_ms.max(stamped_ms);
@@ -190,7 +190,7 @@ impl PacedTime {
     }
 }
 
-/// Whether a stamp continues from `last_ms`.
+/// Whether the stamp `stamped_ms` is close enough to `last_ms` to be followed at once.
 fn is_near(stamped_ms: u64, last_ms: u64) -> bool {
     let from = last_ms.saturating_sub(STAMP_LATE_MS_MAX);
     (from..=last_ms.saturating_add(STAMP_AHEAD_MS_MAX)).contains(&stamped_ms)

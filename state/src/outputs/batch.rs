@@ -1,5 +1,4 @@
-//! Batches from bins: which bin goes next (Algorithm 5), and how many of its requests (Algorithm
-//! 3).
+//! Batches from bins: selection of the next bin (Algorithm 5), and of its requests (Algorithm 3).
 //!
 //! A batch comes from one bin, so that its requests end at about the same time. It is the longest
 //! run from the front of the bin that fits; the rest stays at the front in order. Two things differ
@@ -8,40 +7,40 @@
 //! good. And a bin whose oldest request has waited longer than an age bound goes before its turn:
 //! with the longest queue first, a bin of few requests would otherwise starve.
 //!
-//! The original keeps statistics per bin to estimate the size of a batch. Here the candidates' own
-//! tokens (prompt and predicted output) are added up, which is what the statistics estimate.
+//! The original keeps statistics per bin to estimate the size of a batch. This module adds up the
+//! candidates' own tokens (prompt and predicted output), which is what the statistics estimate.
 
 use std::collections::VecDeque;
 
 use crate::settings::BinSelection;
 
-/// Whether a request of this many tokens, prompt and output, can ever run on a backend with a cache
-/// of `capacity_tokens`. If that is unknown (`None`), any request may.
+/// Whether a request of `tokens` tokens, prompt and output, can ever run on a backend with a cache
+/// of `capacity_tokens`. If the capacity is unknown (`None`), any request can.
 #[must_use]
 pub fn fits(tokens: u64, capacity_tokens: Option<u64>) -> bool {
     capacity_tokens.is_none_or(|capacity| tokens <= capacity)
 }
 
-/// Rule for selecting a bin.
+/// Settings for the selection of a bin.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SelectionRule {
-    /// Which bin goes next.
+    /// Rule that selects the next bin.
     pub selection: BinSelection,
     /// Wait after which a request's bin goes before its turn, in milliseconds.
     pub age_ms_max: u32,
 }
 
-/// State of a bin, for its selection.
+/// State of a bin that determines its selection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct BinStatus {
-    /// Number of waiting requests.
+    /// Number of requests waiting in the bin.
     pub waiting: usize,
-    /// Arrival of the oldest waiting request, in milliseconds; meaningless if none waits.
+    /// Arrival time of the oldest waiting request, in milliseconds; meaningless if none waits.
     pub oldest_ms: u64,
 }
 
-/// Selects the bin to take from (Algorithm 5); `None` if all are empty. `next` is the bin whose
-/// turn it is in round-robin order; a bin that goes before its turn does not change it.
+/// Selects the bin to take requests from (Algorithm 5); `None` if all are empty. `next` is the bin
+/// whose turn it is in round-robin order. A bin that goes before its turn does not change `next`.
 pub fn select(
     bins: &[BinStatus],
     next: &mut usize,
@@ -62,7 +61,7 @@ pub fn select(
             *next = (at + 1) % bins.len();
             Some(at)
         }
-        // The first of equals: `max_by_key` alone would return the last.
+        // Of equal bins, the first is selected: `max_by_key` alone would return the last.
         BinSelection::LongestQueue => filled()
             .rev()
             .max_by_key(|(_, bin)| bin.waiting)
@@ -70,17 +69,17 @@ pub fn select(
     }
 }
 
-/// Free capacity of a backend.
+/// Free capacity of a backend for one batch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BatchRoom {
-    /// Requests: `min(b_mem, b_SLA)` less the running ones.
+    /// Number of requests that still fit: `min(b_mem, b_SLA)` less the running ones.
     pub requests: u32,
-    /// Tokens; `None` if unknown, which means unlimited.
+    /// Number of tokens that still fit; `None` if unknown, which means unlimited.
     pub tokens: Option<u64>,
 }
 
 impl BatchRoom {
-    /// Returns how many of the first candidates, given by their tokens, fit (Algorithm 3).
+    /// Returns how many of the first `candidates`, given by their tokens, fit (Algorithm 3).
     pub fn take(&self, candidates: impl Iterator<Item = u64>) -> usize {
         let mut sum = 0_u64;
         candidates
@@ -93,27 +92,27 @@ impl BatchRoom {
     }
 }
 
-/// A request waiting in a bin.
+/// A request that waits in a bin.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BinnedRequest<T> {
     /// Arrival time, in milliseconds.
     pub arrived_ms: u64,
-    /// Expected tokens at its end: prompt and predicted output.
+    /// Number of tokens expected at the request's end: prompt and predicted output.
     pub tokens: u64,
     /// The request itself.
     pub item: T,
 }
 
-/// Requests that go to one backend together.
+/// Requests of one bin that go to one backend together.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Batch<T> {
-    /// Bin that they come from.
+    /// Bin from which the requests come.
     pub bin: u16,
-    /// Requests in order of arrival; not empty.
+    /// Requests of the batch in order of arrival; not empty.
     pub candidates: Vec<BinnedRequest<T>>,
 }
 
-/// Queues by bin, each first come, first served.
+/// Queues of waiting requests, one per bin, each first come, first served.
 #[derive(Debug, Clone)]
 pub struct BinQueues<T> {
     queues: Vec<VecDeque<BinnedRequest<T>>>,
@@ -121,7 +120,7 @@ pub struct BinQueues<T> {
 }
 
 impl<T> BinQueues<T> {
-    /// Creates `bins` empty queues, at least one.
+    /// Creates `bins` empty queues, or one if `bins` is 0.
     #[must_use]
     pub fn new(bins: u16) -> Self {
         Self {
@@ -130,32 +129,32 @@ impl<T> BinQueues<T> {
         }
     }
 
-    /// Adds a request to the end of its bin; an index beyond the last bin means the last.
+    /// Adds a request to the end of its bin. An index beyond the last bin means the last bin.
     pub fn push(&mut self, bin: u16, candidate: BinnedRequest<T>) {
         let last = self.queues.len() - 1;
         self.queues[usize::from(bin).min(last)].push_back(candidate);
     }
 
-    /// Returns the number of waiting requests by bin.
+    /// Returns the number of waiting requests of each bin.
     #[must_use]
     pub fn waiting(&self) -> Vec<usize> {
         self.queues.iter().map(VecDeque::len).collect()
     }
 
-    /// Whether nothing waits.
+    /// Whether no request waits.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.queues.iter().all(VecDeque::is_empty)
     }
 
-    /// Removes the requests for which `leaves` returns true.
+    /// Removes the requests for which `leaves` returns `true`.
     pub fn remove(&mut self, mut leaves: impl FnMut(&T) -> bool) {
         for queue in &mut self.queues {
             queue.retain(|candidate| !leaves(&candidate.item));
         }
     }
 
-    /// Redistributes the waiting requests in order of arrival after the boundaries changed.
+    /// Redistributes the waiting requests to `bins` bins, in order of arrival, by `bin_of`.
     pub fn rebin(&mut self, bins: u16, bin_of: impl Fn(&T) -> u16) {
         let mut all: Vec<_> = self.queues.drain(..).flatten().collect();
         all.sort_by_key(|candidate| candidate.arrived_ms);
@@ -168,8 +167,8 @@ impl<T> BinQueues<T> {
         }
     }
 
-    /// Forms the next batch that fits (Algorithms 5 and 3); `None` if nothing waits or the first
-    /// request of the selected bin does not fit.
+    /// Removes and returns the next batch that fits (Algorithms 5 and 3). `None` if nothing waits,
+    /// or if the first request of the selected bin does not fit.
     pub fn form(
         &mut self,
         now_ms: u64,
@@ -186,7 +185,7 @@ impl<T> BinQueues<T> {
         let queue = &mut self.queues[at];
         let taken = room.take(queue.iter().map(|candidate| candidate.tokens));
         if taken == 0 {
-            // Its turn is not over, because it was not served.
+            // The bin keeps its turn, because it was not served.
             return None;
         }
         self.next = next;

@@ -21,8 +21,8 @@ pub struct Boundaries {
 }
 
 impl Boundaries {
-    /// Returns `bins` bins of equal mass, fewer where lengths repeat (Algorithm 6). An edge is the
-    /// smallest bucket start with at least its quantile's share of the mass below it.
+    /// Returns `bins` bins of equal mass, fewer where lengths repeat (Algorithm 6). Each edge is
+    /// the smallest end of a bucket up to which the mass reaches the share of the next quantile.
     #[must_use]
     pub fn equal_mass(histogram: &Histogram, bins: u16) -> Self {
         let total = u64::from(histogram.total());
@@ -32,7 +32,7 @@ impl Boundaries {
         for bucket in histogram.buckets() {
             below += u64::from(bucket.weight);
             if below == total {
-                // No length lies beyond: an edge here would bound an empty bin.
+                // No length lies beyond, so an edge here would bound an empty bin.
                 break;
             }
             if below * bins >= quantile * total {
@@ -44,10 +44,10 @@ impl Boundaries {
         Self { edges }
     }
 
-    /// Returns bins with the given upper ends, for replaying known ones.
+    /// Returns bins with the given upper ends, to replay known bins.
     ///
     /// # Errors
-    /// The fault, unless the edges ascend from above 0.
+    /// If the edges do not ascend from above 0.
     pub fn from_edges(edges: Vec<u32>) -> Result<Self, &'static str> {
         let boundaries = Self { edges };
         boundaries
@@ -62,14 +62,14 @@ impl Boundaries {
         u16::try_from(self.edges.len() + 1).expect("bins are counted in 16 bits")
     }
 
-    /// Returns the bin of an output of this many tokens (Algorithm 4).
+    /// Returns the bin of an output of `tokens` tokens (Algorithm 4).
     #[must_use]
     pub fn bin_of(&self, tokens: u32) -> u16 {
         let bin = self.edges.partition_point(|edge| *edge <= tokens);
         u16::try_from(bin).expect("bins are counted in 16 bits")
     }
 
-    /// Returns the upper ends of all bins but the last.
+    /// Returns the upper ends of all bins but the last, which is unbounded.
     #[must_use]
     pub fn edges(&self) -> &[u32] {
         &self.edges

@@ -1,25 +1,25 @@
 //! Histogram of output lengths with logarithmic buckets: exact up to 63 tokens, within 1/32 beyond.
 //!
 //! Old lengths fade. Each length adds `WEIGHT`, and when the total exceeds `WEIGHTS_MAX`, every
-//! bucket is halved. A length that occurred once thus disappears only after several halvings.
+//! bucket is halved. A length that occurred once thus disappears after a few halvings.
 
 use bincode::{Decode, Encode};
 
 /// Number of buckets: 64 of width 1, then 32 for every doubling.
 pub const BUCKETS: usize = 512;
-/// Longest distinguishable output, in tokens; longer ones count as this.
+/// Longest distinguishable output, in tokens. Longer outputs count as this long.
 pub const OUTPUT_TOKENS_MAX: u32 = (1 << 20) - 1;
 /// Weight of one output.
 const WEIGHT: u32 = 16;
-/// Maximum total weight: that of 4096 lengths.
+/// Maximum total weight: that of 4096 outputs.
 const WEIGHTS_MAX: u32 = WEIGHT * 4096;
 /// Number of binary digits of a bucket's index within its doubling.
 const DIGITS: u32 = 5;
 
-/// A histogram whose old values fade.
+/// A histogram of output lengths whose old values fade.
 #[derive(Debug, Clone, PartialEq, Eq, Encode, Decode)]
 pub struct Histogram {
-    /// Weight by bucket, [`BUCKETS`] of them.
+    /// Weight of each of the [`BUCKETS`] buckets.
     weights: Vec<u32>,
     /// Sum of the weights.
     total: u32,
@@ -34,7 +34,7 @@ impl Default for Histogram {
     }
 }
 
-/// A non-empty bucket.
+/// A bucket with at least one length.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Bucket {
     /// Smallest length in the bucket.
@@ -46,7 +46,7 @@ pub struct Bucket {
 }
 
 impl Histogram {
-    /// Adds one output.
+    /// Adds one output of `tokens` tokens.
     pub fn add(&mut self, tokens: u32) {
         self.weights[bucket_of(tokens)] += WEIGHT;
         self.total += WEIGHT;
@@ -56,7 +56,7 @@ impl Histogram {
         }
     }
 
-    /// Whether the histogram is empty.
+    /// Whether the histogram has no outputs.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.total == 0
@@ -68,7 +68,7 @@ impl Histogram {
         self.total
     }
 
-    /// Iterates over the non-empty buckets, ascending.
+    /// Iterates over the non-empty buckets, in ascending order of lengths.
     pub fn buckets(&self) -> impl Iterator<Item = Bucket> {
         self.buckets_from(0)
     }
@@ -84,8 +84,8 @@ impl Histogram {
             })
     }
 
-    /// Returns the shortest length that half of the outputs do not exceed, at the middle of its
-    /// bucket; `None` before the first output.
+    /// Returns the shortest length that at least half of the outputs do not exceed, as the middle
+    /// of its bucket. `None` before the first output.
     #[must_use]
     pub fn median(&self) -> Option<u32> {
         let mut below = 0;
@@ -113,14 +113,14 @@ impl Histogram {
             let width = u64::from(bucket.end - bucket.start);
             let part = u64::from(bucket.weight) * SCALE * u64::from(bucket.end - first) / width;
             mass += part;
-            // Twice the mean of the first and the last length.
+            // The sum of the first and the last length is twice their mean.
             sum += part * u64::from(first + bucket.end - 1);
         }
         let mean = sum.div_ceil(mass.max(1) * 2);
         (mass > 0).then(|| u32::try_from(mean).unwrap_or(u32::MAX))
     }
 
-    /// Whether the number of buckets and their sum are right, for decoded histograms.
+    /// Whether a decoded histogram has the right number of buckets and total weight.
     pub(super) fn is_sound(&self) -> bool {
         let total: u64 = self.weights.iter().map(|weight| u64::from(*weight)).sum();
         self.weights.len() == BUCKETS && total == u64::from(self.total) && self.total <= WEIGHTS_MAX
@@ -129,7 +129,7 @@ impl Histogram {
 
 fn bucket_of(tokens: u32) -> usize {
     let tokens = tokens.min(OUTPUT_TOKENS_MAX);
-    // Number of digits below the significant ones.
+    // Number of binary digits below the significant ones.
     let shift = tokens.checked_ilog2().unwrap_or(0).saturating_sub(DIGITS);
     ((shift << DIGITS) + (tokens >> shift)) as usize
 }

@@ -1,11 +1,11 @@
-//! Algorithms 3 to 6 exactly as originally given, to show where they fail. Tests only.
+//! Algorithms 3 to 6 exactly as originally given. Only tests use them, to show where they fail.
 
 use std::collections::VecDeque;
 
-/// Bins as pairs of the smallest length and the smallest length beyond.
+/// Bins as half-open ranges of lengths, from the smallest length to the smallest length beyond.
 pub(super) type Boundaries = Vec<(u32, u32)>;
 
-/// Algorithm 6, with quantiles interpolated between neighbours as in `numpy.quantile`.
+/// Computes bins by Algorithm 6, with quantiles interpolated as in `numpy.quantile`.
 pub(super) fn equal_mass(lengths: &[u32], bins: usize) -> Boundaries {
     if bins == 1 {
         return vec![(0, 10_000)];
@@ -25,7 +25,7 @@ pub(super) fn equal_mass(lengths: &[u32], bins: usize) -> Boundaries {
     boundaries
 }
 
-/// Algorithm 4.
+/// Returns the bin of a predicted length by Algorithm 4.
 pub(super) fn bin_of(boundaries: &Boundaries, predicted: u32) -> usize {
     let place = boundaries
         .iter()
@@ -33,8 +33,8 @@ pub(super) fn bin_of(boundaries: &Boundaries, predicted: u32) -> usize {
     place.unwrap_or(boundaries.len() - 1)
 }
 
-/// Algorithm 5 with the longest queue and, within it, Algorithm 3. Requests are represented by
-/// their tokens.
+/// Forms a batch by Algorithm 5 with the longest queue and, within it, Algorithm 3. Requests are
+/// represented by their tokens.
 pub(super) fn form(bins: &mut [VecDeque<u64>], target: usize, capacity: u64) -> Vec<u64> {
     let Some(longest) = bins.iter().map(VecDeque::len).max().filter(|len| *len > 0) else {
         return Vec::new();

@@ -2,12 +2,12 @@
 //! resulting bins.
 //!
 //! Replicas report the lengths of finished requests. `apply` keeps a fading histogram per model and
-//! the last few lengths per user and model; bins follow from the histogram. All of it is in the
-//! digest and in snapshots, so that every replica predicts the same at the same log index.
+//! the last few lengths per user and model. Bins follow from the histogram. The digest and
+//! snapshots contain all of it, so every replica predicts the same at the same log index.
 //!
 //! - [`histogram`]: a model's lengths, and the expectation of their tail.
 //! - [`boundaries`]: bins of equal mass (Algorithm 6) and the bin of a request (Algorithm 4).
-//! - [`batch`]: which bin goes next and how many of its requests (Algorithms 5 and 3).
+//! - [`batch`]: selection of the next bin and of its requests (Algorithms 5 and 3).
 //! - [`theory`]: the benefit of bins where the requests of a batch end together.
 //!
 //! The algorithms are numbered as in docs/adr/0012-limits-in-apply.md, which also explains where
@@ -41,20 +41,20 @@ pub use histogram::{Histogram, OUTPUT_TOKENS_MAX};
 pub use model::ModelOutputs;
 use recent::{Pairs, Recents};
 
-/// Maximum number of models with lengths. Beyond it, the one observed longest ago is forgotten.
+/// Maximum number of models with lengths. Beyond it, the model observed longest ago is forgotten.
 pub const MODELS_MAX: usize = 64;
-/// Maximum number of pairs of user and model with lengths. Beyond it, the one observed longest ago
+/// Maximum number of pairs of user and model with lengths. Beyond it, the pair observed longest ago
 /// is forgotten.
 pub const PAIRS_MAX: usize = 16_384;
-/// Maximum of the observation count, which no real count reaches.
+/// Maximum number of observations that is valid in a snapshot. No real count reaches it.
 const CLOCK_MAX: u64 = u64::MAX / 2;
-/// Prediction if nothing is known: no length was seen and the request has no bound.
+/// Predicted number of tokens if no length was seen and the request has no bound.
 pub const TOKENS_UNKNOWN: u32 = 256;
 
 /// Replicated state of output lengths.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Outputs {
-    /// Number of observations; orders models and pairs by their last one.
+    /// Number of observations, which orders models and pairs by their last one.
     clock: u64,
     models: BTreeMap<ModelKey, Arc<ModelOutputs>>,
     recents: Recents,
@@ -65,14 +65,14 @@ pub(crate) struct Outputs {
 pub struct OutputsView {
     models: BTreeMap<ModelKey, Arc<ModelOutputs>>,
     pairs: Pairs,
-    /// Digest of the pairs.
+    /// Digest of `pairs`.
     pairs_digest: u128,
 }
 
 /// Expected length of a response.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct Prediction {
-    /// Output tokens, at least 1.
+    /// Expected number of output tokens, at least 1.
     pub tokens: u32,
     /// Basis of the prediction.
     pub basis: Basis,
@@ -82,19 +82,19 @@ pub struct Prediction {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Basis {
-    /// Mean of the user's last five outputs from the model.
+    /// Mean of the last five outputs of the user and model.
     User,
-    /// Median of the model's outputs.
+    /// Median of all outputs of the model.
     Model,
-    /// The request's own bound.
+    /// Bound that the request itself sets.
     Bound,
-    /// Nothing is known.
+    /// The default [`TOKENS_UNKNOWN`], because nothing is known.
     Unknown,
 }
 
 impl Outputs {
-    /// Adds lengths of finished requests in the order they ended. `bins` is the configured number
-    /// of bins. Returns whether the lengths were accepted.
+    /// Adds lengths of finished requests in the order in which they ended. `bins` is the configured
+    /// number of bins. Returns whether the number of lengths was within its bounds.
     pub(crate) fn observe(
         &mut self,
         user: UserKey,
@@ -115,14 +115,14 @@ impl Outputs {
         true
     }
 
-    /// Recomputes the bins of every model after their number changed.
+    /// Recomputes the bins of every model, after their configured number changed to `bins`.
     pub(crate) fn rebin(&mut self, bins: u16) {
         for outputs in self.models.values_mut() {
             Arc::make_mut(outputs).rebin(bins);
         }
     }
 
-    /// Returns the view to publish. Clones pointers only.
+    /// Returns the view to publish. Clones only references.
     pub(crate) fn view(&self) -> OutputsView {
         OutputsView {
             models: self.models.clone(),
@@ -131,7 +131,7 @@ impl Outputs {
         }
     }
 
-    /// Appends to the digest input; nothing if nothing was ever observed.
+    /// Appends the output lengths to the digest input; nothing if nothing was ever observed.
     pub(crate) fn append_digest(&self, bytes: &mut Vec<u8>) {
         if self.clock > 0 {
             let image = (self.clock, &self.models, self.recents.digest());
@@ -139,7 +139,7 @@ impl Outputs {
         }
     }
 
-    /// Checks bounds and derived data, or describes the fault.
+    /// Checks I20: bounds, bins, and order and digest of the pairs. An error describes the fault.
     pub(crate) fn check(&self) -> Result<(), String> {
         if self.clock > CLOCK_MAX {
             return Err(format!("{} observations were counted", self.clock));
@@ -165,8 +165,8 @@ impl Outputs {
 }
 
 impl OutputsView {
-    /// Predicts the output tokens of `user`'s next request to `model`. `tokens_max` is the
-    /// request's own bound.
+    /// Predicts the output tokens of the next request of `user` to `model`. `tokens_max` is the
+    /// request's own bound, if any.
     #[must_use]
     pub fn predict(&self, user: UserKey, model: ModelKey, tokens_max: Option<u32>) -> Prediction {
         let bound = tokens_max.unwrap_or(OUTPUT_TOKENS_MAX).max(1);
@@ -183,8 +183,8 @@ impl OutputsView {
             .unwrap_or_else(|| by(Basis::Unknown, TOKENS_UNKNOWN))
     }
 
-    /// Corrects a prediction by the output so far: a response longer than predicted is expected to
-    /// reach the mean length of the model's outputs that were longer than it is now.
+    /// Returns `predicted`, corrected by the output so far. A response that is as long as predicted
+    /// is expected to reach the mean length of the model's outputs longer than `produced`.
     #[must_use]
     pub fn correct(
         &self,
@@ -202,32 +202,32 @@ impl OutputsView {
         beyond.unwrap_or(produced.saturating_add(1)).min(bound)
     }
 
-    /// Returns the bins of `model`; one bin while there are no boundaries.
+    /// Returns the bins of `model`; a single bin if none have been computed.
     #[must_use]
     pub fn bins(&self, model: ModelKey) -> Boundaries {
         let outputs = self.models.get(&model);
         outputs.map_or_else(Boundaries::default, |it| it.boundaries().clone())
     }
 
-    /// Returns the bin of an output of this many tokens from `model`.
+    /// Returns the bin of an output of `tokens` tokens from `model`.
     #[must_use]
     pub fn bin_of(&self, model: ModelKey, tokens: u32) -> u16 {
         let outputs = self.models.get(&model);
         outputs.map_or(0, |it| it.boundaries().bin_of(tokens))
     }
 
-    /// Returns the outputs of `model`.
+    /// Returns the output lengths of `model`, if any were observed.
     #[must_use]
     pub fn model(&self, model: ModelKey) -> Option<&ModelOutputs> {
         self.models.get(&model).map(Arc::as_ref)
     }
 
-    /// Iterates over all models, ascending by key.
+    /// Iterates over the models with lengths, in ascending order of keys.
     pub fn models(&self) -> impl Iterator<Item = (ModelKey, &ModelOutputs)> {
         self.models.iter().map(|(key, it)| (*key, &**it))
     }
 
-    /// Whether this is the view of `outputs`; for tests.
+    /// Whether this view shows exactly `outputs`.
     pub(crate) fn is_of(&self, outputs: &Outputs) -> bool {
         self.models == outputs.models && self.pairs_digest == outputs.recents.digest()
     }

@@ -1,4 +1,4 @@
-//! One model's output lengths: the histogram, the bins computed from it, and when to recompute
+//! Output lengths of one model: the histogram, the bins computed from it, and when to recompute
 //! them.
 
 use bincode::{Decode, Encode};
@@ -6,21 +6,21 @@ use bincode::{Decode, Encode};
 use super::boundaries::Boundaries;
 use super::histogram::Histogram;
 
-/// Number of outputs after which bins are always recomputed.
+/// Number of outputs after which the bins are always recomputed.
 const OUTPUTS_PER_REBIN: u32 = 256;
-/// Number of outputs after which bins are recomputed if their masses have drifted apart.
+/// Number of outputs after which the bins are recomputed if their masses have drifted apart.
 const OUTPUTS_PER_LOOK: u32 = 64;
 
-/// One model's output lengths.
+/// Output lengths of one model, and the bins that follow from them.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Encode, Decode)]
 pub struct ModelOutputs {
     histogram: Histogram,
     boundaries: Boundaries,
-    /// Outputs by bin since the bins were computed; empty if there were none.
+    /// Number of outputs in each bin since the bins were computed; empty if there were none.
     since: Vec<u32>,
-    /// Number of outputs ever seen.
+    /// Number of all outputs ever observed.
     seen: u64,
-    /// Observation count at the last output.
+    /// Value of the observation count (`Outputs::clock`) at the last output.
     heard_at: u64,
 }
 
@@ -36,7 +36,7 @@ impl ModelOutputs {
         }
     }
 
-    /// Recomputes the bins, with effect from the log index being applied.
+    /// Recomputes `bins` bins, with effect from the log index being applied.
     pub(super) fn rebin(&mut self, bins: u16) {
         self.boundaries = if bins > 1 {
             Boundaries::equal_mass(&self.histogram, bins)
@@ -55,12 +55,12 @@ impl ModelOutputs {
         }
     }
 
-    /// Whether one bin's share exceeds the equal share 1/K by more than half of the rest.
+    /// Whether the share of one bin exceeds the equal share `1/K` by more than half of the rest.
     fn has_drifted(&self, bins: u16) -> bool {
         let outputs: u64 = self.since.iter().map(|it| u64::from(*it)).sum();
         let most = u64::from(self.since.iter().max().copied().unwrap_or(0));
         let bins = u64::from(bins);
-        // Its share is above 1/K + (1 - 1/K) / 2.
+        // The largest share is above 1/K + (1 - 1/K) / 2.
         most * 2 * bins > outputs * (bins + 1)
     }
 
@@ -76,7 +76,7 @@ impl ModelOutputs {
         &self.boundaries
     }
 
-    /// Returns the number of outputs ever seen.
+    /// Returns the number of all outputs ever observed.
     #[must_use]
     pub fn seen(&self) -> u64 {
         self.seen

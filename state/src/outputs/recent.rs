@@ -1,8 +1,8 @@
-//! The last output lengths of each pair of user and model. Bounded by forgetting the pair observed
-//! longest ago.
+//! The last output lengths of each pair of user and model. The number of pairs is bounded: beyond
+//! it, the pair observed longest ago is forgotten.
 //!
-//! Stored in shards that are shared with the published view and copied on write. The digest is a
-//! sum over the entries, kept incrementally: hashing all of them would take milliseconds.
+//! The pairs are stored in shards that are shared with the published view and copied on write. The
+//! digest is a sum over the entries, kept incrementally: hashing all would take milliseconds.
 
 use std::collections::BTreeMap;
 
@@ -17,7 +17,7 @@ use crate::cow::{CowMap, SHARDS_PER_BRANCH, ShardKey};
 use crate::encoding;
 use crate::ids::{ModelKey, UserKey};
 
-/// Number of lengths that a prediction averages.
+/// Number of last lengths that a prediction averages.
 const LENGTHS: usize = 5;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Encode, Decode)]
@@ -30,35 +30,35 @@ impl ShardKey for Pair {
     const BRANCHES: usize = 16;
 
     fn shard(&self) -> usize {
-        // Keys are hashes, so any of their digits are uniform.
+        // Keys are hashes, so any of their bits are uniform.
         let shards = (Self::BRANCHES * SHARDS_PER_BRANCH) as u64;
         usize::try_from((self.user.0 ^ self.model.0) % shards)
             .expect("a remainder by the number of shards is a shard")
     }
 }
 
-/// The last lengths of one pair. Holds nothing on the heap, because a shard is copied on write.
+/// Last lengths of one pair. It holds nothing on the heap, because a shard is copied on write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode)]
 struct Recent {
-    /// Lengths, latest first; 0 beyond `count`.
+    /// Last lengths, latest first; 0 beyond `count`.
     lengths: [u32; LENGTHS],
-    /// Number of lengths, from 1.
+    /// Number of lengths in `lengths`, at least 1.
     count: u8,
-    /// Observation count at the last output; different for every pair.
+    /// Observation count at the pair's last output, different for every pair.
     heard_at: u64,
 }
 
-/// The lengths of all pairs, for readers. A clone costs one pointer per branch.
+/// Last lengths of all pairs, for readers. A clone costs one pointer per branch.
 #[derive(Debug, Clone)]
 pub(super) struct Pairs(CowMap<Pair, Recent>);
 
-/// All pairs, for the writer.
+/// Last lengths of all pairs, for the writer.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Recents {
     pairs: Pairs,
-    /// Derived: pairs by their last observation.
+    /// Pairs by the observation count at their last output. Derived from `pairs`.
     order: BTreeMap<u64, Pair>,
-    /// Derived: sum of the entries' hashes.
+    /// Wrapping sum of the entries' hashes. Derived from `pairs`.
     digest: u128,
 }
 
@@ -69,7 +69,7 @@ impl Default for Pairs {
 }
 
 impl Pairs {
-    /// Returns the mean of the last lengths, rounded up.
+    /// Returns the mean of the last lengths of a pair, rounded up; `None` if there are none.
     pub(super) fn mean(&self, user: UserKey, model: ModelKey) -> Option<u32> {
         let recent = self.0.get(&Pair { user, model })?;
         let sum: u32 = recent.lengths.iter().sum();

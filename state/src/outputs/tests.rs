@@ -1,5 +1,5 @@
-//! Tests of outputs: the original examples, the literal algorithms next to ours, predictions,
-//! bounds.
+//! Tests of outputs: the original examples, the literal algorithms next to this implementation,
+//! predictions, and bounds.
 
 use std::collections::VecDeque;
 
@@ -153,7 +153,7 @@ fn predictions_go_by_what_is_known_best() {
     assert_eq!(nothing.predict(USER, MODEL, None), by(Basis::Unknown, 256));
     assert_eq!(nothing.predict(USER, MODEL, Some(40)), by(Basis::Bound, 40));
 
-    // The mean of the last five; the first is forgotten.
+    // The prediction is the mean of the last five; the first is forgotten.
     let view = observed(&[60, 10, 20, 30, 40, 51], 1).view();
     assert_eq!(view.predict(USER, MODEL, None), by(Basis::User, 31));
     assert_eq!(view.predict(USER, MODEL, Some(12)), by(Basis::User, 12));
@@ -301,7 +301,7 @@ fn bins_of(tokens: &[&[u64]]) -> BinQueues<usize> {
     bins
 }
 
-/// Returns the batches until no more is formed, as bins and items.
+/// Forms batches until none can be formed. Returns them as bins and items.
 fn batches(
     bins: &mut BinQueues<usize>,
     now_ms: u64,
@@ -376,7 +376,7 @@ fn the_literal_form_stops_at_an_oversize_request_for_good() {
     let mut literal = [VecDeque::from([101, 10, 10])];
     assert!((0..100).all(|_| literal::form(&mut literal, 2, 100).is_empty()));
     assert_eq!(literal[0], [101, 10, 10]);
-    // Here it is rejected on arrival.
+    // This implementation rejects the request on arrival.
     assert!(!fits(101, Some(100)));
     assert!(fits(100, Some(100)) && fits(u64::MAX, None));
 }
@@ -424,7 +424,7 @@ proptest! {
                 sum += candidate.tokens;
             }
             prop_assert!(sum <= capacity && batch.candidates.len() <= requests as usize);
-            // As many as fit.
+            // The batch contains as many requests as fit.
             let is_full = batch.candidates.len() == requests as usize;
             prop_assert!(is_full || bin.front().is_none_or(|next| sum + next.1 > capacity));
         }

@@ -1,4 +1,4 @@
-//! Theory of bins for batches that last as long as their longest request.
+//! Theory of bins, for batches that last as long as their longest request.
 
 /// Returns the mean time of a batch of `batch` requests from one of `bins` bins of equal mass, with
 /// request times uniform over `least..=most`:
@@ -9,14 +9,14 @@
 /// average `(b - a) / 2 * (1 - 1 / k)` above `a` (Guldogan et al., "Multi-Bin Batching for
 /// Increasing LLM Inference Throughput", 2024).
 ///
-/// For reports only: nothing replicated depends on it.
+/// For reports only: nothing replicated depends on the result.
 #[must_use]
 pub fn batch_time_mean(least: f64, most: f64, bins: u16, batch: u32) -> f64 {
     let (bins, batch) = (f64::from(bins.max(1)), f64::from(batch.max(1)));
     f64::midpoint(least, most) + (most - least) / (2.0 * bins) * (batch - 1.0) / (batch + 1.0)
 }
 
-/// Returns the requests per unit of time that batches of [`batch_time_mean`] serve.
+/// Returns the number of requests per unit of time that batches of [`batch_time_mean`] serve.
 #[must_use]
 pub fn throughput(least: f64, most: f64, bins: u16, batch: u32) -> f64 {
     f64::from(batch.max(1)) / batch_time_mean(least, most, bins, batch)

@@ -1,4 +1,4 @@
-//! Determines which blocks an engine evicts next, see [`leaving`](super::leaving).
+//! Determines which blocks an engine evicts next. See [`leaving`](super::leaving).
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -8,9 +8,9 @@ use crate::ownership::arena::{BlockRecord, NO_RECORD};
 use crate::ownership::backend::BackendBlocks;
 use crate::ownership::leaving::{is_leaf, key, record_of};
 
-/// Maximum number of blocks without an age that a search for an age climbs.
+/// Maximum number of ancestors without an age that a search for an age visits.
 const CLIMB_MAX: usize = 64;
-/// Number of releases after the end of a request during which its events may still arrive.
+/// Number of releases after a request's end during which its events may still arrive.
 const LATE_MAX: u64 = 8;
 
 impl BackendBlocks {
@@ -30,9 +30,10 @@ impl BackendBlocks {
         self.leaving.order.insert(key(index, age));
     }
 
-    /// Returns the age of a record that has none yet. `None` if a lease ends at an ancestor: its
-    /// request may have made the record. After a recent release of an ancestor, returns that age.
-    /// Otherwise, counts the record as released when the engine stored it.
+    /// Returns an age for a stored record that has none yet. `None` if a lease ends at an ancestor:
+    /// its request may have made the record. Returns the ancestor's age if the ancestor was
+    /// released recently, else the backend's latest one, as if the record was released when the
+    /// engine stored it.
     fn age_of_stored(&self, record: &BlockRecord) -> Option<u64> {
         let mut at = record.parent;
         for _ in 0..CLIMB_MAX {
@@ -55,7 +56,7 @@ impl BackendBlocks {
         Some(self.epoch)
     }
 
-    /// Returns up to `most` reported blocks in the order in which the engine evicts them.
+    /// Returns up to `most` reported blocks in the engine's estimated eviction order.
     fn next_engine_evictions(&self, most: usize) -> Vec<BlockHash> {
         let mut next = Vec::with_capacity(most.min(self.reported as usize));
         // By parent: number of its children that were evicted, and their highest age.
@@ -86,7 +87,7 @@ impl BackendBlocks {
         next
     }
 
-    /// Checks that the order contains exactly the leaves that belong there.
+    /// Checks that the order contains exactly the reported leaves that have an age.
     pub(super) fn check_leaving(&self) -> Result<(), String> {
         let mut count = 0;
         for (index, record) in self.arena.live() {
@@ -104,8 +105,8 @@ impl BackendBlocks {
 }
 
 impl Ownership {
-    /// Gives a reported leaf without an age the backend's latest one, because the leaf's request
-    /// has ended.
+    /// Gives `block` the backend's latest age if it is a reported leaf without one, because the
+    /// request that made it has ended.
     pub(crate) fn age_leaf(&mut self, slot: Slot, block: BlockHash) {
         let Some((backend, _)) = self.backend_mut(slot) else {
             return;

@@ -14,11 +14,11 @@ use crate::ownership::index::HashLookup;
 /// Number of records per chunk. Copying a chunk takes about two microseconds, which is the cost of
 /// its first change after a snapshot started.
 pub(super) const CHUNK_RECORDS: usize = 1024;
-/// No record: the parent of a first block.
+/// Index that refers to no record, as the parent of a first block does.
 pub(super) const NO_RECORD: u32 = u32::MAX;
-/// Upper bound of indexes. They fit in 24 bits, beside an eight-bit tag or a 40-bit epoch.
+/// Upper bound of record indexes. They fit in 24 bits, beside an eight-bit tag or a 40-bit epoch.
 pub(super) const RECORDS_MAX: u32 = (1 << 24) - 2;
-/// Maximum epoch.
+/// Maximum epoch, which has 40 bits.
 pub(super) const EPOCH_MAX: u64 = (1 << 40) - 1;
 /// Flag in the parent column of a free record. The other bits are the index of the next free one.
 const FREE: u32 = 1 << 31;
@@ -87,12 +87,12 @@ pub(super) struct BlockRecord {
     pub(super) hash: BlockHash,
     /// Index of the parent; [`NO_RECORD`] for a first block.
     pub(super) parent: u32,
-    /// Number of blocks from the head of its segment in the view to this one. Depends on history,
-    /// so it is part of neither the digest nor an image.
+    /// Number of blocks from the head of the block's segment in the view to the block. Depends on
+    /// history, so it is part of neither the digest nor an image.
     pub(super) behind: u8,
     /// Number of owned blocks that directly follow this one.
     pub(super) children: u32,
-    /// Number of open leases whose tip it is.
+    /// Number of open leases whose tip is this block.
     pub(super) leases: u16,
     /// Number of ranks of the engine that report the block as cached. Not part of the digest or of
     /// an image, because it follows from [`crate::exact`], which is.
@@ -103,8 +103,8 @@ pub(super) struct BlockRecord {
 }
 
 impl BlockRecord {
-    /// Whether nothing holds the record: no lease ends here, no owned block follows, no engine
-    /// reports it.
+    /// Whether nothing holds the record: no lease ends at it, no owned block follows it, and no
+    /// engine reports it.
     pub(super) fn is_free_leaf(&self) -> bool {
         self.children == 0 && self.leases == 0 && self.reports == 0
     }
@@ -114,7 +114,7 @@ impl BlockRecord {
 #[derive(Clone)]
 pub(super) struct Arena {
     chunks: Vec<Arc<Chunk>>,
-    /// Number of records allocated so far, including free ones.
+    /// Number of record indexes allocated so far, including free ones.
     len: u32,
     /// Head of the free list, as a `parent` entry.
     free: u32,
@@ -129,7 +129,7 @@ impl Arena {
         }
     }
 
-    /// Returns the number of records allocated so far, including free ones.
+    /// Returns the number of record indexes allocated so far, including free ones.
     pub(super) fn len(&self) -> u32 {
         self.len
     }
@@ -138,7 +138,7 @@ impl Arena {
         &self.chunks
     }
 
-    /// Returns a live record. `index` must refer to one.
+    /// Returns the live record at `index`. The index must refer to one.
     pub(super) fn get(&self, index: u32) -> BlockRecord {
         let (chunk, at) = place(index);
         self.chunks[chunk]
@@ -146,20 +146,21 @@ impl Arena {
             .expect("an index that is kept names a live record")
     }
 
-    /// Like [`Self::get`], but returns `None` if `index` refers to no live record.
+    /// Returns the record at `index`, or `None` if no live record is there.
     pub(super) fn try_get(&self, index: u32) -> Option<BlockRecord> {
         let (chunk, at) = place(index);
         self.chunks.get(chunk)?.get(at)
     }
 
-    /// Returns only the hash, which is what lookups compare. Any index below `len` is valid.
+    /// Returns the block hash of the record at `index`. Any index below `len` is valid.
     #[inline]
     pub(super) fn hash(&self, index: u32) -> BlockHash {
         let (chunk, at) = place(index);
         BlockHash(self.chunks[chunk].hash[at])
     }
 
-    /// Returns the record of a live record's head: the first block of its segment in the view.
+    /// Returns the index of the head of a live record's segment in the view, given the record's
+    /// `index` and its distance `behind` from the head.
     pub(super) fn head(&self, index: u32, behind: u8) -> u32 {
         (0..behind).fold(index, |at, _| {
             let (chunk, at) = place(at);
@@ -226,7 +227,7 @@ impl Arena {
         self.chunks.push(Arc::new(chunk));
     }
 
-    /// Iterates over the heads of segments.
+    /// Iterates over the blocks at the heads of the view's segments.
     pub(super) fn heads(&self) -> impl Iterator<Item = BlockHash> {
         self.hashes(|chunk, at| chunk.parent[at] >> PARENT_BITS == 0)
     }

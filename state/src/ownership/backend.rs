@@ -45,10 +45,10 @@ pub(super) struct BackendBlocks {
     pub(super) slot: Slot,
     /// Capacity in blocks; `None` if unknown, which means unbounded.
     pub(super) capacity: Option<u32>,
-    /// Number of releases so far.
+    /// Number of releases so far: the epoch of the last one.
     pub(super) epoch: u64,
-    /// Sum of the records' digests. Kept per backend, so that dropping a backend need not touch its
-    /// records.
+    /// Wrapping sum of the records' digests. Kept per backend, so that dropping a backend need not
+    /// touch its records.
     pub(super) sum: u128,
     pub(super) arena: Arena,
     pub(super) index: RecordIndex,
@@ -65,9 +65,9 @@ pub(super) struct BackendBlocks {
     known_head: Option<(u32, BlockHash)>,
 }
 
-/// Result of a walk along a chain.
+/// Result of a walk along a chain of blocks.
 pub(super) struct Walk {
-    /// Last owned record of the chain.
+    /// Record of the last owned block of the chain; [`NO_RECORD`] if there is none.
     pub(super) tip: u32,
     /// Number of records added.
     pub(super) inserted: u32,
@@ -90,7 +90,7 @@ impl BackendBlocks {
         }
     }
 
-    /// Returns the record of `block`.
+    /// Returns the index of the record of `block`.
     pub(super) fn find(&self, block: BlockHash) -> Option<u32> {
         self.index.find(block, &self.arena)
     }
@@ -100,7 +100,8 @@ impl BackendBlocks {
     ///
     /// Stops at a block that is owned behind another parent. A block's hash identifies everything
     /// before it, so such a chain contradicts itself. Following it would break the rule that the
-    /// owner of a block owns everything before it. Also stops without room and nothing to evict.
+    /// owner of a block owns everything before it. Also stops if there is neither room nor anything
+    /// to evict.
     pub(super) fn walk(
         &mut self,
         common: &mut SharedIndex,
@@ -143,8 +144,8 @@ impl BackendBlocks {
         self.add_new(common, walk, new)
     }
 
-    /// Adds at most [`GROUP_BLOCKS`] blocks at the end of a walk, then shows them to readers.
-    /// Returns whether all had room and none was owned.
+    /// Adds up to [`GROUP_BLOCKS`] of the `new` blocks at the end of `walk`, then shows them to
+    /// readers. Returns whether it added them all: each had room, and none was owned already.
     fn add_new(&mut self, common: &mut SharedIndex, walk: &mut Walk, new: &[BlockHash]) -> bool {
         let from = walk.tip;
         let mut added = [NO_RECORD; GROUP_BLOCKS];
@@ -162,8 +163,8 @@ impl BackendBlocks {
         count == new.len()
     }
 
-    /// Makes room for one more block in the total over all backends, evicting here if necessary.
-    /// Never evicts `tip`, which is about to get a child. Returns whether there is room.
+    /// Makes room for one more block in the total over all backends, evicting from this backend if
+    /// necessary. Never evicts `tip`, which is about to get a child. Returns whether there is room.
     pub(super) fn make_room(&mut self, common: &mut SharedIndex, tip: u32) -> bool {
         if common.owned < common.owned_max {
             return true;
@@ -180,13 +181,13 @@ impl BackendBlocks {
         has_room
     }
 
-    /// Prefetches the memory that changes of `blocks` will touch. The accesses are scattered, so
-    /// each would wait for its own cache miss; issued together, the misses overlap.
+    /// Prefetches the memory that changes of `blocks` will touch. One by one, each scattered access
+    /// would wait for its own cache miss; issued together, the misses overlap.
     pub(super) fn prefetch(&self, blocks: &[BlockHash]) {
         std::hint::black_box(self.index.prefetch(blocks));
     }
 
-    /// Adds a lease that ends at `index`. Returns `false` if the counter is full.
+    /// Adds a lease that ends at `index`. Returns `false` if the lease counter is full.
     pub(super) fn pin(&mut self, index: u32) -> bool {
         let record = self.arena.get(index);
         let Some(leases) = record.leases.checked_add(1) else {
@@ -197,8 +198,8 @@ impl BackendBlocks {
         true
     }
 
-    /// Removes a lease from `index`; the caller settles the record. Returns `false` if there is
-    /// none, for example after a lease outlived its blocks.
+    /// Removes a lease from `index`; the caller then links or removes the record. Returns `false`
+    /// if the record has no lease, for example because the lease outlived its blocks.
     pub(super) fn unpin(&mut self, index: u32) -> bool {
         let record = self.arena.get(index);
         let Some(leases) = record.leases.checked_sub(1) else {
@@ -231,9 +232,9 @@ impl BackendBlocks {
         }
     }
 
-    /// Evicts until the capacity is met or nothing more can be evicted. Reported blocks do not
-    /// count. Blocks of leases come on top of them, until the engine reports those too or reports
-    /// the blocks that it evicted for them.
+    /// Evicts until the capacity is met or nothing more can be evicted. Only blocks that leases
+    /// alone account for count. They come on top of reported blocks until the engine reports them
+    /// too, or reports that it evicted others for them.
     pub(super) fn trim(&mut self, common: &mut SharedIndex) {
         let capacity = self.capacity.unwrap_or(u32::MAX);
         while self.unreported() > capacity {
@@ -252,8 +253,8 @@ impl BackendBlocks {
         self.owned - self.reported
     }
 
-    /// Prefetches like [`Self::prefetch`] the blocks that are likely to be evicted next: the path
-    /// of the first leaf.
+    /// Prefetches the memory of the `count` blocks that are likely to be evicted next: the path of
+    /// the first leaf in eviction order.
     fn warm_evictions(&self, count: usize) {
         let Some(&first) = self.evictable.first() else {
             return;
@@ -271,7 +272,7 @@ impl BackendBlocks {
     }
 
     /// Removes `block` and everything after it, even if held. Returns the number of removed blocks,
-    /// and adds the tips of leases among them to `closed_lease_tips`.
+    /// and adds those at which leases end to `closed_lease_tips`.
     pub(super) fn remove(
         &mut self,
         common: &mut SharedIndex,
@@ -295,9 +296,9 @@ impl BackendBlocks {
         removed
     }
 
-    /// Removes everything and adds the tips of leases to `closed_lease_tips`. Updates only the
-    /// view, segment by segment and newest first; drops the rest as a whole. Meanwhile, a reader
-    /// may find blocks whose predecessors are gone, as if it had looked a moment earlier.
+    /// Removes all blocks and adds those at which leases end to `closed_lease_tips`. Updates only
+    /// the view, segment by segment and newest first; drops the rest as a whole. Meanwhile, a
+    /// reader may find blocks whose predecessors are gone, as if it had looked a moment earlier.
     pub(super) fn clear(
         &mut self,
         common: &mut SharedIndex,
@@ -322,7 +323,7 @@ impl BackendBlocks {
         self.epoch = epoch;
     }
 
-    /// Adds a block behind `parent` and shows it to readers.
+    /// Adds `block` behind `parent`, shows it to readers, and returns its record index.
     pub(super) fn insert(
         &mut self,
         common: &mut SharedIndex,
@@ -368,7 +369,7 @@ impl BackendBlocks {
         BlockPlace { head, behind }
     }
 
-    /// Adds a block behind `parent` that readers do not see yet.
+    /// Adds `block` behind `parent` without showing it to readers, and returns its record index.
     fn add(&mut self, common: &mut SharedIndex, block: BlockHash, parent: u32) -> u32 {
         let parent_hash = (parent != NO_RECORD).then(|| {
             let mut record = self.arena.get(parent);
@@ -400,7 +401,7 @@ impl BackendBlocks {
         self.evictable.first().map(|key| key >> 24)
     }
 
-    /// Evicts the first free leaf in order; returns `false` if there is none.
+    /// Evicts the first free leaf in eviction order. Returns `false` if there is none.
     pub(super) fn evict(&mut self, common: &mut SharedIndex) -> bool {
         let Some(key) = self.evictable.pop_first() else {
             return false;
@@ -415,7 +416,7 @@ impl BackendBlocks {
     }
 
     /// Removes a record that has no children and is not in `evictable`, and passes its epoch to its
-    /// parent, which the caller settles.
+    /// parent. The caller then links or removes the parent.
     fn remove_leaf(&mut self, common: &mut SharedIndex, index: u32, record: &BlockRecord) {
         let place = self.place(index);
         common.view.remove(self.slot, place);
@@ -469,8 +470,8 @@ impl BackendBlocks {
         }
     }
 
-    /// Returns the childless records at or below `top`. Cheap if `top` has no children. Otherwise
-    /// visits every record once, because parents do not list their children.
+    /// Returns the records without children at or below `top`. Cheap if `top` has no children.
+    /// Otherwise visits every record once, because parents do not list their children.
     fn leaves_below(&self, top: u32) -> Vec<u32> {
         #[derive(Clone, Copy, PartialEq)]
         enum Side {
@@ -509,8 +510,8 @@ impl BackendBlocks {
         leaves
     }
 
-    /// Adds a record to the evictable set if it is a free leaf, or to the engine's eviction order
-    /// if it is a reported one.
+    /// Adds the record at `index` to the evictable set if it is a free leaf, or to the engine's
+    /// eviction order if it is a reported leaf.
     pub(super) fn link_leaf(&mut self, index: u32) {
         let record = self.arena.get(index);
         if record.is_free_leaf() {
@@ -520,7 +521,8 @@ impl BackendBlocks {
         }
     }
 
-    /// Removes a record from these sets. Call it before the record's leaf state or epoch changes.
+    /// Removes the record at `index` from the evictable set and from the engine's eviction order.
+    /// Must be called before its leaf state or epoch changes.
     pub(super) fn unlink_leaf(&mut self, index: u32, record: &BlockRecord) {
         // New records are free leaves for a moment, but never in the set.
         if record.is_free_leaf() && record.epoch > 0 {
@@ -555,8 +557,8 @@ impl BackendBlocks {
         self.epoch
     }
 
-    /// Renumbers the epochs from 1, preserving their order. Needed once in 35 years at a thousand
-    /// releases per second, but the counter must not get stuck.
+    /// Renumbers the epochs from 1, preserving their order. At a thousand releases per second this
+    /// happens once in 35 years, but the counter must not get stuck.
     fn renumber(&mut self) {
         let carriers = self.arena.live().filter(|(_, record)| record.epoch > 0);
         let mut carriers: Vec<_> = carriers
@@ -582,7 +584,7 @@ impl BackendBlocks {
     }
 }
 
-/// Returns the position of a free leaf in the eviction order.
+/// Returns the key of a free leaf in the evictable set.
 pub(super) fn key(index: u32, record: &BlockRecord) -> u64 {
     record.epoch << 24 | u64::from(index)
 }

@@ -1,4 +1,4 @@
-//! Checks the invariants of an [`Ownership`] from scratch. Slow on a large one.
+//! Checks the invariants of an [`Ownership`] from scratch, which is slow for a large one.
 
 use std::collections::BTreeMap;
 
@@ -22,7 +22,7 @@ impl Ownership {
     /// - `I8` The digest equals one computed from scratch.
     ///
     /// # Errors
-    /// The first invariant that does not hold.
+    /// Describes the first invariant that does not hold.
     pub fn check(
         &self,
         leases: impl IntoIterator<Item = (Slot, BlockHash)>,
@@ -176,7 +176,7 @@ fn check_backend(backend: &BackendBlocks) -> Result<(), InvariantError> {
     Ok(())
 }
 
-/// Returns the number of records on a path from a leaf to a first block. If the child counts are
+/// Returns the number of records on paths from `leaves` to a first block. If the child counts are
 /// right, this leaves out only records on a cycle.
 fn reached_from(backend: &BackendBlocks, leaves: &[u32]) -> u32 {
     let mut is_reached = vec![false; backend.arena.len() as usize];

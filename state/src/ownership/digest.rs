@@ -10,7 +10,7 @@ use xxhash_rust::xxh3::xxh3_128;
 use crate::ids::{BlockHash, Slot};
 use crate::ownership::arena::BlockRecord;
 
-/// Returns the hash of one record, given the hash of its parent.
+/// Returns the hash of `record` in `slot`, given its parent's block (`None` for a first block).
 pub(super) fn of_record(slot: Slot, record: &BlockRecord, parent: Option<BlockHash>) -> u128 {
     let mut bytes = [0_u8; 29];
     bytes[..8].copy_from_slice(&record.hash.0.to_le_bytes());
@@ -22,7 +22,7 @@ pub(super) fn of_record(slot: Slot, record: &BlockRecord, parent: Option<BlockHa
     xxh3_128(&bytes)
 }
 
-/// Returns the hash of a backend's own figures.
+/// Returns the hash of a backend's slot, capacity and release count.
 pub(super) fn of_backend(slot: Slot, capacity: Option<u32>, epoch: u64) -> u128 {
     let mut bytes = [0_u8; 15];
     bytes[..2].copy_from_slice(&slot.0.to_le_bytes());

@@ -22,11 +22,11 @@ const LOAD_FRESH: usize = 66;
 /// Number of entries in the smallest segment.
 const CAPACITY_MIN: usize = 8;
 
-/// Bits of an entry that hold the record index; the tag is above.
+/// Bits of an entry that hold the record index. The bits above hold the tag.
 const RECORD: u32 = (1 << 24) - 1;
-/// An entry that was never used, which ends a probe.
+/// Value of an entry that was never used, which ends a probe.
 const UNUSED: u32 = u32::MAX;
-/// An entry whose record was removed.
+/// Value of an entry whose record was removed.
 const REMOVED: u32 = u32::MAX - 1;
 
 /// Source of the records' hashes.
@@ -48,9 +48,9 @@ struct Segment {
     entries: Box<[u32]>,
     /// Number of entries that are not [`UNUSED`].
     used: u32,
-    /// Number of entries with a record.
+    /// Number of entries that refer to a record.
     live: u32,
-    /// Number of leading hash bits that all its records share.
+    /// Number of leading hash bits that all records of the segment share.
     depth: u32,
 }
 
@@ -79,7 +79,7 @@ impl RecordIndex {
         }
     }
 
-    /// Returns the record of `block`.
+    /// Returns the record index of `block`; `None` if the index lacks the block.
     #[inline]
     pub(crate) fn find(&self, block: BlockHash, records: &impl HashLookup) -> Option<u32> {
         let mixed = mix(block);
@@ -109,7 +109,7 @@ impl RecordIndex {
         blocks.iter().map(load).fold(0, u32::wrapping_add)
     }
 
-    /// Adds a record that is in the arena but not in the index.
+    /// Adds the record of `block`, which must be in the arena but not in the index.
     pub(crate) fn insert(&mut self, block: BlockHash, record: u32, records: &impl HashLookup) {
         let mixed = mix(block);
         let mut id = self.segment_of(mixed);
@@ -126,7 +126,7 @@ impl RecordIndex {
         segment.put(mixed, tag(block) | record);
     }
 
-    /// Removes a record; the arena may have dropped it already.
+    /// Removes the record of `block`. The arena may have dropped it already.
     pub(crate) fn remove(&mut self, block: BlockHash, record: u32) {
         let mixed = mix(block);
         let id = self.segment_of(mixed);
@@ -171,7 +171,7 @@ impl RecordIndex {
         self.directory[(mixed >> 1 >> (63 - self.depth)) as usize] as usize
     }
 
-    /// Splits a segment in two by the next bit of the hash.
+    /// Splits the segment `id` in two by the next bit of the hash.
     fn split(&mut self, id: usize, records: &impl HashLookup) {
         let depth = self.segments[id].depth;
         if depth == self.depth {
@@ -223,7 +223,7 @@ impl Segment {
             .filter(|&entry| entry < REMOVED)
     }
 
-    /// Puts an entry into the first free place, which must exist.
+    /// Puts an entry into the first free place of its probe sequence. There must be one.
     fn put(&mut self, mixed: u64, entry: u32) {
         let len = self.entries.len();
         let mut at = home(mixed, len);

@@ -17,35 +17,36 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use crate::ownership::arena::{BlockRecord, NO_RECORD};
 
-/// The order; see the module documentation.
+/// Estimated order in which an engine evicts its reported blocks; see the module documentation.
 #[derive(Default)]
 pub(super) struct EngineEvictionOrder {
     /// `age << 24 | record` of every reported leaf that has an age and no lease.
     pub(super) order: BTreeSet<u64>,
-    /// Ages of records, where higher than their epochs.
+    /// Ages by record index, for records whose age is higher than their epoch.
     ages: BTreeMap<u32, u64>,
 }
 
 impl EngineEvictionOrder {
-    /// Forgets everything.
+    /// Removes all records and ages.
     pub(super) fn clear(&mut self) {
         *self = Self::default();
     }
 
-    /// Returns a record's age; 0 if it has none.
+    /// Returns the age of the record at `index`; 0 if it has none.
     pub(super) fn age(&self, index: u32, record: &BlockRecord) -> u64 {
         let taken = self.ages.get(&index).copied().unwrap_or(0);
         record.epoch.max(taken)
     }
 
-    /// Removes a record from the order. Call it before the record stops being a leaf of this age.
+    /// Removes a record from the order. Must be called before the record's age changes or it stops
+    /// being a leaf.
     pub(super) fn take(&mut self, index: u32, record: &BlockRecord) {
         if is_leaf(record) {
             self.order.remove(&key(index, self.age(index, record)));
         }
     }
 
-    /// Forgets a removed record and passes its age to its parent.
+    /// Removes the age of a removed record, and raises its parent's age to it.
     pub(super) fn forget(&mut self, index: u32, parent: u32) {
         let age = self.ages.remove(&index);
         if let Some(age) = age.filter(|_| parent != NO_RECORD) {
@@ -53,7 +54,7 @@ impl EngineEvictionOrder {
         }
     }
 
-    /// Raises a record's age to at least `age`, while the record is out of the order.
+    /// Raises a record's age to at least `age`. The record must not be in the order.
     pub(super) fn raise(&mut self, index: u32, age: u64) {
         let known = self.ages.entry(index).or_default();
         *known = age.max(*known);
@@ -73,7 +74,8 @@ impl EngineEvictionOrder {
     }
 }
 
-/// Whether only the engine holds the record, and no block follows it.
+/// Whether the record is a leaf that only engine reports hold: no lease ends at it and no block
+/// follows it.
 pub(super) fn is_leaf(record: &BlockRecord) -> bool {
     record.children == 0 && record.leases == 0 && record.reports > 0
 }
@@ -83,7 +85,7 @@ pub(super) fn key(index: u32, age: u64) -> u64 {
     age << 24 | u64::from(index)
 }
 
-/// Returns the record of a key.
+/// Returns the record index in a key of the order.
 pub(super) fn record_of(key: u64) -> u32 {
     (key & u64::from(u32::MAX >> 8)) as u32
 }

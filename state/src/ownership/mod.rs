@@ -32,13 +32,13 @@ use backend::{BackendBlocks, SharedIndex};
 pub(crate) use reports::ReportRejection;
 pub use snapshot::FrozenOwnership;
 
-/// Maximum number of owned blocks over all backends. A backend that inserts beyond it evicts its
-/// own blocks, and omits what still does not fit.
+/// Maximum number of owned blocks over all backends. A backend that would exceed it evicts its own
+/// blocks, and leaves out blocks for which that does not make room.
 pub const OWNED_BLOCKS_MAX: u64 = 16_000_000;
 
 /// All backends' owned blocks: the writer's side of the block index.
 pub struct Ownership {
-    /// Backends by slot.
+    /// Backends, indexed by slot.
     backends: Vec<Option<Box<BackendBlocks>>>,
     common: SharedIndex,
 }
@@ -53,13 +53,14 @@ pub struct Ownership {
 pub struct Lease {
     /// Backend that holds the blocks.
     pub slot: Slot,
-    /// Deepest pinned block. `None` if the prompt is shorter than one block and nothing is pinned.
+    /// Deepest pinned block. `None` if nothing is pinned, for example because the prompt is shorter
+    /// than one block.
     pub tip: Option<BlockHash>,
     /// Number of blocks that this lease added itself.
     pub inserted: u32,
 }
 
-/// One owned block, as data.
+/// Description of one owned block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct OwnedBlock {
     /// Hash of the block.
@@ -68,11 +69,11 @@ pub struct OwnedBlock {
     pub parent: Option<BlockHash>,
     /// Number of open leases that end here.
     pub leases: u16,
-    /// Number of ranks of the engine that report it.
+    /// Number of the engine's ranks that report the block as cached.
     pub reports: u8,
 }
 
-/// The backend does not own the tip that an acquire names.
+/// Error of [`Ownership::acquire`]: the backend does not own the given tip.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MissingTip;
 
@@ -103,13 +104,13 @@ impl Ownership {
         }
     }
 
-    /// Returns a handle to the published view. It remains the same index, even after a restore.
+    /// Returns a handle to the published view. The handle stays valid, even after a restore.
     #[must_use]
     pub fn view(&self) -> BlockView {
         self.common.view.view().clone()
     }
 
-    /// Starts an empty backend in `slot`, replacing the previous occupant. `capacity` is in blocks,
+    /// Adds an empty backend in `slot`, replacing the previous occupant. `capacity` is in blocks,
     /// `None` if unknown (unbounded). Ignores a slot at or above [`BACKENDS_MAX`].
     pub fn add_backend(&mut self, slot: Slot, capacity: Option<u32>) {
         let at = usize::from(slot.0);
@@ -124,7 +125,7 @@ impl Ownership {
         self.backends[at] = Some(Box::new(BackendBlocks::new(slot, capacity)));
     }
 
-    /// Removes the backend and everything it owns. Leases on it must not be used afterwards.
+    /// Removes the backend in `slot` and everything it owns. Its leases become invalid.
     pub fn remove_backend(&mut self, slot: Slot) {
         self.clear(slot, &mut Vec::new());
         if let Some(place) = self.backends.get_mut(usize::from(slot.0)) {
@@ -132,13 +133,13 @@ impl Ownership {
         }
     }
 
-    /// Returns the capacity of the backend in `slot`.
+    /// Returns the capacity in blocks of the backend in `slot`; `None` if it is unknown.
     pub(crate) fn capacity(&self, slot: Slot) -> Option<u32> {
         let backend = self.backends.get(usize::from(slot.0))?;
         backend.as_ref()?.capacity
     }
 
-    /// Changes a backend's capacity and evicts down to it.
+    /// Sets a backend's capacity in blocks (`None` for unbounded) and evicts down to it.
     pub fn set_capacity(&mut self, slot: Slot, capacity: Option<u32>) {
         if let Some((backend, common)) = self.backend_mut(slot) {
             backend.capacity = capacity;
@@ -148,8 +149,9 @@ impl Ownership {
 
     /// Pins `tip` and everything before it, adds `new` behind it, then evicts down to the capacity.
     ///
-    /// A block of `new` that is owned behind another parent ends the chain there; hashes of honest
-    /// prompts never do that. A slot without a backend owns nothing.
+    /// The chain ends before a block of `new` for which there is no room, or that is owned behind
+    /// another parent, which hashes of honest prompts never cause. A slot without a backend owns
+    /// nothing.
     ///
     /// # Errors
     /// [`MissingTip`] if `slot` does not own `tip`. Nothing has changed then.
@@ -183,8 +185,9 @@ impl Ownership {
         Ok(lease)
     }
 
-    /// Adds `new` behind the lease's tip and pins the last block. The chain ends early in the same
-    /// cases as for [`Self::acquire`].
+    /// Adds `new` behind the lease's tip and pins the last block. The chain ends before a block for
+    /// which there is no room, or that is owned behind another parent. Does nothing if the lease's
+    /// blocks were removed.
     pub fn extend(&mut self, lease: &mut Lease, new: &[BlockHash]) {
         let Some((backend, common)) = self.backend_mut(lease.slot) else {
             return;
@@ -206,7 +209,7 @@ impl Ownership {
         lease.inserted = lease.inserted.saturating_add(walk.inserted);
     }
 
-    /// Ends a lease.
+    /// Ends `lease`.
     ///
     /// With `keep`, its blocks become evictable: least recently released first, and deepest first
     /// within one release. Otherwise, removes the blocks that no other lease pins and that no lease
@@ -234,7 +237,7 @@ impl Ownership {
     /// blocks that the lease found. They are evicted as if the lease had not existed. A lease that
     /// added blocks, or whose tip was never released and so has no age, still touches the whole
     /// path.
-    #[allow(clippy::needless_pass_by_value)] // As above.
+    #[allow(clippy::needless_pass_by_value)] // A lease ends here, as in `release`.
     pub fn release_untouched(&mut self, lease: Lease) {
         let Some((backend, common)) = self.backend_mut(lease.slot) else {
             return;
@@ -253,8 +256,8 @@ impl Ownership {
         backend.trim(common);
     }
 
-    /// Removes `block` and all blocks that follow it from `slot`, even pinned ones. Returns the
-    /// number of removed blocks. Adds those at which leases end to `closed_lease_tips`; these
+    /// Removes `block` and all blocks that follow it from `slot`, even pinned ones, and returns
+    /// their number. Adds the removed blocks at which leases end to `closed_lease_tips`; those
     /// leases are over. Removing a leaf is cheap; removing a block with successors visits every
     /// block of the backend.
     pub fn remove(
@@ -269,8 +272,8 @@ impl Ownership {
         }
     }
 
-    /// Removes every block from `slot`, even pinned ones, but keeps the backend.
-    /// `closed_lease_tips` as in [`Self::remove`].
+    /// Removes every block from `slot`, even pinned ones, but keeps the backend. Adds the blocks at
+    /// which leases end to `closed_lease_tips`; those leases are over.
     pub fn clear(&mut self, slot: Slot, closed_lease_tips: &mut Vec<BlockHash>) {
         if let Some((backend, common)) = self.backend_mut(slot) {
             backend.clear(common, closed_lease_tips);

@@ -9,14 +9,14 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 use crate::ids::{BlockHash, Slot};
 use crate::ownership::{Lease, MissingTip, Ownership};
 
-/// Few enough to share blocks, far enough apart to need masks of every width.
+/// Slots in use: few enough to share blocks, far enough apart to need masks of every width.
 const SLOTS: [u16; 6] = [0, 1, 5, 70, 130, 1023];
 
 #[derive(Debug, Clone, Copy)]
 struct Block {
     parent: Option<BlockHash>,
     depth: u32,
-    /// Last kept release of a path through it; 0 if none.
+    /// Number of the last kept release of a path through the block; 0 if none.
     released: u64,
 }
 
@@ -25,7 +25,7 @@ struct Naive {
     capacity: Option<u32>,
     releases: u64,
     blocks: BTreeMap<BlockHash, Block>,
-    /// Open leases by tip.
+    /// Number of open leases by tip.
     leases: BTreeMap<BlockHash, u32>,
 }
 
@@ -34,7 +34,7 @@ impl Naive {
         std::iter::successors(tip, |block| self.blocks[block].parent).collect()
     }
 
-    /// Blocks held by some lease, or by the path to `walking`.
+    /// Returns the blocks held by some lease, or by the path to `walking`.
     fn held(&self, walking: Option<BlockHash>) -> BTreeSet<BlockHash> {
         let tips = self.leases.keys().copied().chain(walking);
         tips.flat_map(|tip| self.path(Some(tip))).collect()
@@ -46,7 +46,7 @@ impl Naive {
             .any(|other| other.parent == Some(block))
     }
 
-    /// Least recently released first, deepest first within one release.
+    /// Evicts the least recently released block, the deepest first within one release.
     fn evict(&mut self, walking: Option<BlockHash>) -> bool {
         let held = self.held(walking);
         let free = self.blocks.iter().filter(|(hash, _)| !held.contains(hash));
@@ -157,7 +157,7 @@ impl Naive {
     }
 }
 
-/// One call. `path` names a chain by the branch taken at each block.
+/// A call to both sides. `path` names a chain by the branch taken at each block.
 #[derive(Debug, Clone)]
 enum Op {
     Acquire {
@@ -229,7 +229,7 @@ fn chain(path: &[u8]) -> Vec<BlockHash> {
     extend_path(7, path)
 }
 
-/// Both sides, and the open leases.
+/// The ownership and its model, with the open leases.
 struct Pair {
     real: Ownership,
     naive: BTreeMap<u16, Naive>,

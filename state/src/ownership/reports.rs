@@ -11,10 +11,11 @@ use crate::ownership::Ownership;
 use crate::ownership::arena::{BlockRecord, NO_RECORD};
 use crate::ownership::backend::{BackendBlocks, SharedIndex};
 
-/// Reason for rejecting a report.
+/// Reason for rejecting a report of a cached block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum ReportRejection {
-    /// The previous block is not owned, or another report places the block behind a different one.
+    /// The slot has no backend, the previous block is not owned, another report places the block
+    /// behind a different one, or the block's report counter is full.
     Contradiction,
     /// There is no room, and nothing of this backend can be evicted.
     NoRoom,
@@ -22,8 +23,8 @@ pub(crate) enum ReportRejection {
 
 impl Ownership {
     /// Adds a report of `block` behind `parent` (`None` for a first block). If only leases placed
-    /// the block behind another parent, moves it and removes what followed it. `closed_lease_tips`
-    /// as in [`Ownership::remove`].
+    /// the block behind another parent, moves it and removes what followed it. Adds the removed
+    /// blocks at which leases end to `closed_lease_tips`.
     pub(crate) fn report(
         &mut self,
         slot: Slot,
@@ -37,8 +38,8 @@ impl Ownership {
         }
     }
 
-    /// Removes a report of `block`. The last report takes the block and everything after it along.
-    /// `closed_lease_tips` as in [`Ownership::remove`].
+    /// Removes one report of `block`. If it was the last one, also removes the block and everything
+    /// after it, and adds the removed blocks at which leases end to `closed_lease_tips`.
     pub(crate) fn unreport(
         &mut self,
         slot: Slot,
@@ -79,7 +80,7 @@ impl Ownership {
 }
 
 impl BackendBlocks {
-    /// Adds a report to a record; returns `false` if the counter is full.
+    /// Adds a report to the record at `index`. Returns `false` if the counter is full.
     pub(super) fn count_report(&mut self, index: u32) -> bool {
         let record = self.arena.get(index);
         let Some(reports) = record.reports.checked_add(1) else {
@@ -124,7 +125,7 @@ impl BackendBlocks {
         }
     }
 
-    /// Returns the record of a reported block's parent.
+    /// Returns the record of `parent`, or [`NO_RECORD`] for a first block.
     fn behind(&self, parent: Option<BlockHash>) -> Result<u32, ReportRejection> {
         parent.map_or(Ok(NO_RECORD), |parent| {
             self.find(parent).ok_or(ReportRejection::Contradiction)

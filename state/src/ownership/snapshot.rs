@@ -36,7 +36,7 @@ const MAGIC: &[u8; 8] = b"QUOROWNS";
 const FORMAT: u32 = 1;
 const BITMAP_BYTES: usize = CHUNK_RECORDS / 8;
 const RECORD_BYTES: usize = 8 + 4 + 5 + 2;
-/// Maximum length of a payload: a full chunk.
+/// Maximum length of a section's payload, in bytes: that of a full chunk.
 const SECTION_BYTES_MAX: usize = BITMAP_BYTES + CHUNK_RECORDS * RECORD_BYTES;
 
 /// An image of an [`Ownership`], unaffected by later changes.
@@ -74,16 +74,18 @@ impl Ownership {
     }
 
     /// Replaces the content with an image written by [`FrozenOwnership::write_to`], and reads
-    /// exactly that image. Readers keep their handles; until this returns, they may see parts of
-    /// both.
+    /// exactly that image from `input`. Readers keep their handles; until this returns, they may
+    /// see parts of both.
     ///
     /// # Errors
-    /// A fault, with the offset of its section from the start of `input`. Nothing has changed then.
+    /// Describes the first fault, with the offset of its section from the start of `input`. Nothing
+    /// has changed then.
     pub fn restore(&mut self, input: &mut dyn Read) -> Result<(), SnapshotError> {
         self.restore_reported(input, &|_| Vec::new())
     }
 
-    /// Like [`Self::restore`], given the engines' reports: by slot, one entry per rank and block.
+    /// Restores an image like [`Self::restore`]. `reports` returns the blocks that the engine in a
+    /// slot reports: one entry per rank and block.
     pub(crate) fn restore_reported(
         &mut self,
         input: &mut dyn Read,
@@ -171,8 +173,8 @@ impl Ownership {
 }
 
 impl BackendBlocks {
-    /// Rebuilds what an image omits, using only the records. Returns the number of blocks, or
-    /// describes the fault.
+    /// Rebuilds everything that an image omits, using only the records and `reports`. Returns the
+    /// number of owned blocks, or a description of the fault.
     fn rebuild(&mut self, common: &mut SharedIndex, reports: &[BlockHash]) -> Result<u32, String> {
         let live: Vec<u32> = self.arena.live().map(|(index, _)| index).collect();
         if common.owned + live.len() as u64 > common.owned_max {
@@ -210,7 +212,8 @@ impl BackendBlocks {
         }
     }
 
-    /// Adds records to the index, the digest and their parents' counts.
+    /// Adds the records at the indexes `records` to the lookup index, the digest and their parents'
+    /// counts. Returns a description of the fault if they contradict each other.
     fn link(&mut self, records: &[u32]) -> Result<(), String> {
         for &index in records {
             let record = self.arena.get(index);
@@ -230,8 +233,8 @@ impl BackendBlocks {
         Ok(())
     }
 
-    /// Shows the records to readers, parents before children. Describes the fault if a record does
-    /// not lead to a first block.
+    /// Shows the `live` records to readers, parents before children. Returns a description of the
+    /// fault if a record does not lead to a first block.
     fn show_paths(&mut self, common: &mut SharedIndex, live: &[u32]) -> Result<(), String> {
         let mut is_shown = vec![false; self.arena.len() as usize];
         let (mut path, mut blocks) = (Vec::new(), Vec::new());
@@ -288,7 +291,7 @@ impl FrozenOwnership {
         out.write(&mut payload)
     }
 
-    /// Returns the digest of the image, equal to [`Ownership::digest`] when it was frozen.
+    /// Returns the digest of the image: the value of [`Ownership::digest`] when it was frozen.
     #[must_use]
     pub fn digest(&self) -> u128 {
         self.digest
@@ -345,12 +348,12 @@ impl SectionWriter<'_> {
     }
 }
 
-/// Reader of sections that counts bytes.
+/// Reader of an image's sections that counts the bytes read.
 struct Sections<'a> {
     input: &'a mut dyn Read,
     /// Number of the next section.
     section: u64,
-    /// Offset of the last section.
+    /// Offset of the last section that was read.
     start: u64,
     offset: u64,
     payload: Vec<u8>,
@@ -367,7 +370,8 @@ impl Sections<'_> {
         Ok(Fields::new(&self.payload))
     }
 
-    /// Reads the next section as a chunk of `count` records of `backend`.
+    /// Reads the next section as a chunk of `count` records of `backend`, with `None` for free
+    /// ones.
     fn next_chunk(
         &mut self,
         count: usize,

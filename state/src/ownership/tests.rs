@@ -495,7 +495,7 @@ proptest! {
         prop_assert_eq!(ownership.digest(), before);
     }
 
-    /// Gets past the checksums, as a hostile peer could.
+    /// Checks images with valid checksums, which a hostile peer could forge.
     #[test]
     fn forged_images_are_refused_or_sound(
         changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..6),
@@ -546,7 +546,7 @@ fn refused_or_sound(changes: impl IntoIterator<Item = (usize, u8)>, has_right_di
     }
 }
 
-/// Returns the leases that are open in an image.
+/// Returns the slot and the tip of each open lease.
 fn open_leases(ownership: &Ownership) -> Vec<(Slot, BlockHash)> {
     let backends = ownership.backends.iter().flatten();
     let leases = backends.flat_map(|backend| {

@@ -81,13 +81,13 @@ impl Policy for ChwblSettings {
     }
 }
 
-/// A position on the ring.
+/// Position of a request's key on the ring.
 struct RingKey {
-    /// Number of parts of the ring.
+    /// Number of equal parts of the ring.
     parts: u64,
-    /// Part of the ring, `0..parts`.
+    /// Part of the ring that contains the key, from 0 to `parts - 1`.
     part: u64,
-    /// Offset within the part, in units of 2^-64 parts.
+    /// Offset of the key within its part, in units of 2^-64 parts.
     offset: u64,
 }
 

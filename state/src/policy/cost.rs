@@ -112,8 +112,8 @@ impl Policy for CostSettings {
     }
 }
 
-/// Ratio of what requests lose by following a prefix to the cost of the copies made for it. A
-/// higher value keeps a shared prefix in one place longer; a lower one costs rare prefixes more.
+/// Minimum ratio of what requests lose by following a prefix to the cost of the copies made for it.
+/// A higher value keeps a shared prefix in one place longer; a lower one costs rare prefixes more.
 const COPIES_PER_RENT: u64 = 16;
 
 /// Number of binary digits after the point in `Costs::times`.
@@ -127,12 +127,12 @@ fn times(candidates: &[Candidate]) -> u64 {
     (1 << TIMES_DIGITS) + (delayed.sum::<u64>() << TIMES_DIGITS) / count
 }
 
-/// Cost of a request at one backend, in nanoseconds.
+/// Cost of a request at one backend.
 #[derive(Clone, Copy)]
 struct Cost {
-    /// Time until its work starts.
+    /// Time until the request's own work starts, in nanoseconds.
     ahead_ns: u64,
-    /// Time of its work, including the delay of other requests.
+    /// Time of the request's own work, including the delay of other requests, in nanoseconds.
     work_ns: u64,
 }
 
@@ -142,7 +142,7 @@ impl Cost {
     }
 }
 
-/// Inputs for the cost of one request.
+/// Inputs that determine the cost of one request at each backend.
 #[derive(Clone, Copy)]
 struct Costs<'a> {
     settings: &'a CostSettings,
@@ -214,7 +214,7 @@ impl Costs<'_> {
     }
 }
 
-/// Makes the draw for copies independent of other draws.
+/// Value mixed into the jitter, which makes the draw for copies independent of other draws.
 const COIN: u64 = 0xc01d_ca5e_0fc0_71e5;
 
 /// Returns the prices for a candidate without learned ones: the mean of the other candidates'

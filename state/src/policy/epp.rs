@@ -16,9 +16,9 @@ use super::{Candidate, PolicyRequest, Reason};
 use crate::reject::Rejection;
 use crate::validate::{at_most, ensure};
 
-/// Maximum weight.
+/// Maximum weight of one score.
 const WEIGHT_MAX: u32 = 1000;
-/// Resolution of a score.
+/// Resolution of a score: the value of a perfect one.
 const PARTS: u64 = 1_000_000;
 
 /// Settings of the `epp` policy.

@@ -4,7 +4,7 @@
 use super::rank::{ByScore, Policy, Ranks, Tolerance, requests};
 use super::{Candidate, PolicyRequest, Reason};
 
-/// The policy. It has no settings.
+/// The `least-request` policy, which has no settings.
 pub(super) struct LeastRequest;
 
 impl Policy for LeastRequest {

@@ -45,7 +45,7 @@ impl Policy for LmetricSettings {
     }
 }
 
-/// Returns prefill tokens times requests.
+/// Returns the product of the prefill tokens before the first token and the requests on the engine.
 fn score(settings: &LmetricSettings, request: &PolicyRequest, candidate: &Candidate) -> u64 {
     let prefill_tokens = candidate
         .pending_prefill_tokens

@@ -85,7 +85,7 @@ macro_rules! policies {
         }
 
         impl PolicyTables {
-            /// Returns every policy with the settings of its table.
+            /// Returns every policy with the settings from its table.
             #[must_use]
             pub fn policies(self) -> Vec<PolicyConfig> {
                 vec![$(PolicyConfig::$variant $((self.$settings))?),*]
@@ -102,7 +102,7 @@ macro_rules! policies {
                 vec![$(Self::$variant $((<$type>::default()))?),*]
             }
 
-            /// Returns the policy's name as spelled in config and response headers.
+            /// Returns the policy's name as spelled in the config file and response headers.
             #[must_use]
             pub fn name(&self) -> &'static str {
                 match self {
@@ -110,7 +110,7 @@ macro_rules! policies {
                 }
             }
 
-            /// Checks every setting.
+            /// Checks every setting of the policy.
             ///
             /// # Errors
             /// [`Rejection::Invalid`] with the first field that is out of bounds.
@@ -144,7 +144,7 @@ macro_rules! policies {
             }
         }
 
-        /// Returns the scores that [`choose`] compares, in the order of `candidates`.
+        /// Returns the score of each of `candidates`, in their order, as [`choose`] compares them.
         #[must_use]
         pub fn scores(
             policy: &PolicyConfig,
@@ -266,25 +266,26 @@ fn no_settings<'de, D: Deserializer<'de>>(deserializer: D) -> Result<(), D::Erro
     NoSettings::deserialize(deserializer).map(|NoSettings {}| ())
 }
 
-/// A policy's view of the request.
+/// Request as policies see it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct PolicyRequest {
-    /// Hash of the request id; breaks ties.
+    /// Hash of the request id, which breaks ties.
     pub jitter: u64,
-    /// Full blocks of the prompt that an engine could hold, after applying the last-token rule.
+    /// Number of full prompt blocks that an engine could hold, after applying the last-token rule.
     pub blocks: u32,
-    /// Estimated prompt tokens.
+    /// Estimated number of prompt tokens.
     pub tokens: u32,
-    /// Estimated tokens per block.
+    /// Estimated number of tokens per block.
     pub tokens_per_block: u32,
-    /// Hash of the prompt's first blocks, for [`PolicyInputs::prefix_blocks`].
+    /// Hash of the prompt's first blocks, gathered for [`PolicyInputs::prefix_blocks`].
     pub prefix_key: u64,
-    /// Hash of the session's name, `None` if the request names none, for [`PolicyInputs::session`].
+    /// Hash of the session's name, gathered for [`PolicyInputs::session`]. `None` if the request
+    /// names none.
     pub session: Option<u64>,
-    /// Number of requests that this replica has decided before, from an arbitrary start, for
-    /// [`PolicyInputs::turn`].
+    /// Number of requests that this replica has decided before, from an arbitrary start. Gathered
+    /// for [`PolicyInputs::turn`].
     pub turn: u64,
-    /// Recent usage of the user and of all users, for [`PolicyInputs::user_tokens`].
+    /// Recent usage of the user and of all users, gathered for [`PolicyInputs::user_tokens`].
     pub user: UserTokens,
 }
 
@@ -299,28 +300,30 @@ pub struct UserTokens {
     pub most_milli: Option<u64>,
 }
 
-/// A policy's view of one backend that it may choose.
+/// Backend that a policy may choose, as policies see it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
 pub struct Candidate {
     /// Slot of the backend.
     pub slot: Slot,
-    /// Leading blocks of the prompt that it is believed to hold.
+    /// Number of leading prompt blocks that the backend is believed to hold.
     pub matched: u32,
-    /// Requests that any replica dispatched to it and that have not ended.
+    /// Number of requests that any replica dispatched to the backend and that have not ended.
     pub running: u32,
-    /// Requests in the engine's own queue, as last reported.
+    /// Number of requests in the engine's own queue, as last reported.
     pub waiting: u32,
-    /// Part of `running` whose first byte has not arrived.
+    /// Number of requests in `running` whose first byte has not arrived.
     pub pending: u32,
-    /// Uncached prompt tokens of the requests in `pending`, from all replicas.
+    /// Number of uncached prompt tokens of the requests in `pending`, from all replicas.
     pub pending_prefill_tokens: u64,
     /// KV cache usage as last reported by the engine, in thousandths.
     pub kv_usage_permille: u32,
-    /// Blocks that it can store before it evicts any; `u32::MAX` if its capacity is unknown.
+    /// Number of blocks that the backend can store before it evicts any; `u32::MAX` if its capacity
+    /// is unknown.
     pub free_blocks: u32,
     /// Whether the engine itself lists the model, as it does for a loaded LoRA adapter.
     pub is_model_listed: bool,
-    /// Learned prices of its work, for [`PolicyInputs::learnt`]; `None` if unknown.
+    /// Learned prices of the backend's work, gathered for [`PolicyInputs::learnt`]. `None` if
+    /// unknown.
     pub prices: Option<Prices>,
 }
 
@@ -336,12 +339,12 @@ pub struct Prices {
     pub first_tokens: u32,
 }
 
-/// A decision: the chosen candidate and the reason.
+/// Choice of a candidate, with the reason.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct Choice {
     /// Slot of the chosen backend.
     pub slot: Slot,
-    /// Blocks of the prompt that it is believed to hold.
+    /// Number of leading prompt blocks that the backend is believed to hold.
     pub matched: u32,
     /// Reason for the choice.
     pub reason: Reason,
@@ -383,7 +386,7 @@ pub enum Reason {
 }
 
 impl Reason {
-    /// Returns its name, as `explain` spells it.
+    /// Returns the reason's name, as `explain` spells it.
     #[must_use]
     pub fn label(self) -> &'static str {
         match self {
@@ -415,26 +418,27 @@ pub struct Score {
     pub tier: u8,
     /// Value compared within the tier. docs/reference/policies.md gives the unit.
     pub score: u64,
-    /// Value compared among equal scores.
+    /// Value compared among candidates with equal `score`.
     pub then: u64,
-    /// Reason given if this candidate is the clear choice.
+    /// Reason given if no other candidate is near-equal.
     pub reason: Reason,
 }
 
 impl PolicyRequest {
-    /// Returns the prompt tokens that a backend holding `matched` blocks would have to compute.
+    /// Returns the number of prompt tokens that a backend holding `matched` blocks has to compute.
     fn uncached_tokens(&self, matched: u32) -> u64 {
         let cached = u64::from(matched.min(self.blocks)) * u64::from(self.tokens_per_block);
         u64::from(self.tokens).saturating_sub(cached)
     }
 
-    /// Returns the number of prompt blocks beyond `matched`.
+    /// Returns the number of prompt blocks that a backend holding `matched` blocks lacks.
     fn missing_blocks(&self, matched: u32) -> u32 {
         self.blocks.saturating_sub(matched)
     }
 }
 
-/// Chooses among `candidates`; `None` if there are none. Does not allocate.
+/// Chooses among `candidates`; returns `None` if there are none. Does not allocate for a few
+/// candidates in slot order.
 ///
 /// The order of `candidates` does not matter. Each slot must occur only once.
 #[must_use]

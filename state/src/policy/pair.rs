@@ -1,4 +1,4 @@
-//! Disaggregated prefill and decode: whether to use two backends for a request, and which.
+//! Disaggregated prefill and decode: decides whether to use two backends for a request, and which.
 //!
 //! One backend computes the prompt; another receives its KV cache and answers. The policy for whole
 //! requests chooses both, each by its own work. The prefill side computes what it does not hold.
@@ -43,14 +43,14 @@ pub enum Handover {
     Room,
 }
 
-/// Prefill and decode backends with the same kind of handover.
+/// Candidates for prefill and for decode that share one kind of handover.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PairSides<'a> {
-    /// Kind of handover.
+    /// Kind of handover that all of the backends use.
     pub handover: Handover,
     /// Backends that may compute the prompt.
     pub prefill: &'a [Candidate],
-    /// Backends that may answer.
+    /// Backends that may decode.
     pub decode: &'a [Candidate],
 }
 
@@ -64,7 +64,7 @@ pub struct PairSettings {
 }
 
 impl PairSettings {
-    /// Default of `above_tokens`.
+    /// Default of [`PairSettings::above_tokens`].
     pub const ABOVE_TOKENS_DEFAULT: u32 = 512;
 }
 
@@ -96,21 +96,21 @@ pub enum WholeReason {
     NoDecode,
 }
 
-/// Two backends for a request.
+/// Choice of two backends for one request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BackendPair {
-    /// Kind of handover.
+    /// Kind of handover that both backends use.
     pub handover: Handover,
-    /// Backend that computes the prompt.
+    /// Choice of the backend that computes the prompt.
     pub prefill: Choice,
-    /// Backend that answers.
+    /// Choice of the backend that decodes.
     pub decode: Choice,
 }
 
 /// Decides whether a request that would otherwise go to `whole` should use two backends.
 ///
 /// # Errors
-/// The reason for using one.
+/// The reason for using a single backend.
 pub fn is_worth_two(
     settings: &PairSettings,
     request: &PolicyRequest,

@@ -1,4 +1,4 @@
-//! `power-of-two`: the one with fewer requests of two candidates drawn at random.
+//! `power-of-two`: of two candidates drawn at random, the one with fewer requests.
 //!
 //! Source: Mitzenmacher, "The Power of Two Choices in Randomized Load Balancing", IEEE TPDS 2001.
 //! The draw is derived from the request's jitter, so a repeated decision draws the same two.
@@ -7,7 +7,7 @@ use super::rank::{Policy, Rank, Ranks, draw, requests};
 use super::{Candidate, PolicyRequest, Reason};
 use crate::ids::Slot;
 
-/// The policy. It has no settings.
+/// The `power-of-two` policy, which has no settings.
 pub(super) struct PowerOfTwo;
 
 impl Policy for PowerOfTwo {

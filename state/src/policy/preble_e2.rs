@@ -20,7 +20,7 @@ use super::{Candidate, PolicyRequest, Reason};
 use crate::reject::Rejection;
 use crate::validate::{at_least, at_most};
 
-/// Maximum ratio of loads, in thousandths.
+/// Maximum setting of the ratio of loads, in thousandths.
 const IMBALANCE_MILLI_MAX: u32 = 1_000_000;
 
 /// Settings of the `preble-e2` policy.
@@ -126,7 +126,7 @@ impl PrebleE2Settings {
 struct PrebleE2<'a> {
     settings: &'a PrebleE2Settings,
     request: &'a PolicyRequest,
-    /// Length of the longest match in blocks; `None` if it is not exploited.
+    /// Length of the longest match in blocks. `None` if the policy explores instead.
     exploited_blocks: Option<u32>,
     load_ns_max: u64,
 }

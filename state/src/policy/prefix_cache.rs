@@ -19,7 +19,7 @@ use super::{Candidate, PolicyRequest, Reason};
 use crate::reject::Rejection;
 use crate::validate::{at_least, at_most};
 
-/// Maximum factor, in thousandths.
+/// Maximum factor of the standard deviation, in thousandths.
 const FACTOR_MILLI_MAX: u32 = 1_000_000;
 
 /// Settings of the `prefix-cache` policy.
@@ -74,7 +74,7 @@ impl Policy for PrefixCacheSettings {
     }
 }
 
-/// Distribution of running requests over all candidates.
+/// Distribution of the running requests over all candidates.
 struct LoadDistribution {
     count: u64,
     fewest: u32,

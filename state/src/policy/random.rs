@@ -3,7 +3,7 @@
 use super::rank::{ByScore, Policy, Ranks, Tolerance};
 use super::{Candidate, PolicyRequest, Reason};
 
-/// The policy. It has no settings.
+/// The `random` policy, which has no settings.
 pub(super) struct Random;
 
 impl Policy for Random {

@@ -10,9 +10,9 @@ use super::{Candidate, Choice, PolicyRequest, Reason};
 use crate::ids::{AttemptId, SessionId, Slot};
 use crate::reject::Rejection;
 
-/// A policy with its settings.
+/// A routing policy with its settings.
 pub(super) trait Policy {
-    /// Checks every setting.
+    /// Checks every setting of the policy.
     ///
     /// # Errors
     /// [`Rejection::Invalid`] with the first field that is out of bounds.
@@ -33,36 +33,37 @@ pub(super) trait Policy {
     ) -> impl Ranks + use<'a, Self>;
 }
 
-/// Optional data that a policy uses. Gathering it takes time.
+/// Optional data that a policy uses. It is gathered only on request, because that takes time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct PolicyInputs<'a> {
-    /// `PolicyRequest::prefix_key` over this many blocks.
+    /// Number of blocks to hash for [`PolicyRequest::prefix_key`]; `None` if the policy does not
+    /// use it.
     pub prefix_blocks: Option<u32>,
-    /// `PolicyRequest::session`, and where requests name it.
+    /// Places where requests name the session for [`PolicyRequest::session`]; `None` if unused.
     pub session: Option<SessionNames<'a>>,
-    /// `PolicyRequest::turn`.
+    /// Whether the policy uses [`PolicyRequest::turn`].
     pub turn: bool,
-    /// `PolicyRequest::user`.
+    /// Whether the policy uses [`PolicyRequest::user`].
     pub user_tokens: bool,
-    /// `Candidate::prices`.
+    /// Whether the policy uses [`Candidate::prices`].
     pub learnt: bool,
-    /// Method of finding leading blocks.
+    /// Method of finding the leading blocks that backends hold.
     pub match_by: MatchBy,
-    /// When a request refreshes the age of the cached blocks that it finds.
+    /// Condition under which a request refreshes the age of the cached blocks that it finds.
     pub touch: Touch,
 }
 
-/// Method of finding the leading blocks that a backend holds. Both give the same result.
+/// Method of finding the leading blocks that a backend holds. All methods give the same result.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum MatchBy {
-    /// For all backends at once, by bisection over the sets of holders.
+    /// Finds them for all backends at once, by bisection over the sets of holders.
     #[default]
     Mask,
-    /// For each backend separately, by binary search over positions.
+    /// Finds them for each backend separately, by binary search over positions.
     Position,
 }
 
-/// Where a request names its session.
+/// Places where a request may name its session.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SessionNames<'a> {
     /// Header with the name.
@@ -85,12 +86,12 @@ pub enum Touch {
     Sampled,
 }
 
-/// With [`Touch::Sampled`], one request in this many refreshes the blocks that it found.
+/// Inverse share of requests that refresh found blocks with [`Touch::Sampled`]: one in this many.
 const TOUCHED_IN: u64 = 8;
 
 impl Touch {
-    /// Whether this attempt refreshes the age of the blocks that it found. Applies to the whole
-    /// chain: refreshing only part of a prefix would evict the rest.
+    /// Whether this `attempt` of `session` refreshes the age of the blocks that it found. Applies
+    /// to the whole chain: refreshing only part of a prefix would evict the rest.
     #[must_use]
     pub fn is_due(self, session: SessionId, attempt: AttemptId) -> bool {
         match self {
@@ -100,31 +101,31 @@ impl Touch {
     }
 }
 
-/// A policy applied to one request.
+/// Ranking of the candidates for one request.
 pub(super) trait Ranks {
-    /// Ranks `candidate`, the one at index `place`.
+    /// Returns the rank of `candidate`, which is at index `place`.
     fn rank(&self, place: usize, candidate: &Candidate) -> Rank;
 
-    /// Returns the highest score that counts as equal to `best`, the lowest one of the first tier.
+    /// Returns the highest score that counts as equal to `best`, the lowest of the first tier.
     fn near_limit(&self, best: u64) -> u64 {
         best
     }
 
     /// Whether to keep only those near-equal candidates that hold most of the prompt. Under load,
-    /// the tolerance is wider than what a matched prefix saves.
+    /// the tolerance is wider than the saving of a matched prefix.
     fn prefers_prefix(&self) -> bool {
         false
     }
 }
 
-/// A candidate's rank: tier, then score, then second score; lower is better.
+/// Rank of a candidate: tier, then score, then second score; lower is better.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Rank {
     pub(super) tier: u8,
     pub(super) score: u64,
     /// Second score; 0 in policies with a tolerance.
     pub(super) then: u64,
-    /// Reason for the choice; equal for all candidates of a tier.
+    /// Reason for the choice, which all candidates of a tier share.
     pub(super) reason: Reason,
 }
 
@@ -146,7 +147,7 @@ impl Rank {
     }
 }
 
-/// Ranks by a score alone.
+/// Ranking by a score alone.
 pub(super) struct ByScore<F> {
     pub(super) score: F,
     pub(super) near: Tolerance,
@@ -154,14 +155,14 @@ pub(super) struct ByScore<F> {
     pub(super) reason: Reason,
 }
 
-/// Scores that count as equal to the best.
+/// Range of scores that count as equal to the best one.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Tolerance {
-    /// Equal scores.
+    /// Only equal scores.
     Equal,
-    /// Scores that exceed it by at most this many thousandths.
+    /// Scores that exceed the best one by at most this many thousandths.
     Permille(u32),
-    /// Scores that exceed it by at most this much.
+    /// Scores that exceed the best one by at most this much.
     Within(u64),
 }
 
@@ -256,32 +257,33 @@ pub(super) fn pick(
     })
 }
 
-/// Returns a request's draw for one slot. This is rendezvous hashing: the winner of a set does not
-/// depend on which others were near.
+/// Returns a request's draw for one slot. This is rendezvous hashing: which candidate of a set wins
+/// does not depend on the other near-equal candidates.
 pub(super) fn draw(jitter: u64, slot: Slot) -> u64 {
     mix(jitter ^ (u64::from(slot.0) + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15))
 }
 
-/// Returns the number of requests known to be at the backend. Requests from replicas include those
-/// waiting in the engine; its queue is longer only if other clients use it.
+/// Returns the number of requests known to be at the backend. The requests that replicas dispatched
+/// include those waiting in the engine; the engine's queue is longer only if other clients use it.
 pub(super) fn requests(candidate: &Candidate) -> u64 {
     u64::from(candidate.running.max(candidate.waiting))
 }
 
-/// The finaliser of splitmix64 (Steele, Lea, Flood, OOPSLA 2014).
+/// Mixes the bits of `x` with the finaliser of splitmix64 (Steele, Lea, Flood, OOPSLA 2014).
 pub(super) fn mix(x: u64) -> u64 {
     let x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     let x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
     x ^ (x >> 31)
 }
 
-/// Multiplies without overflow: both factors have 32 bits.
+/// Returns the product of `count` and `price`, which cannot overflow.
 pub(super) fn product(count: u32, price: u32) -> u64 {
     u64::from(count) * u64::from(price)
 }
 
-/// Returns `ceil(factor * (total + 1) / n)` over the running requests: the maximum load including
-/// the new request. With a factor of 1 or more, at least one candidate is below it.
+/// Returns `ceil(factor * (total + 1) / n)` over the running requests: the maximum load of a
+/// backend, including the new request. With a factor of 1 or more, at least one candidate can take
+/// the request.
 pub(super) fn load_bound(factor_milli: u32, candidates: &[Candidate]) -> u64 {
     let total: u64 = candidates.iter().map(|it| u64::from(it.running)).sum();
     let count = (candidates.len() as u128).max(1);

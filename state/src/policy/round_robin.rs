@@ -7,7 +7,7 @@ use super::rank::{BySlot, Policy, PolicyInputs, Rank, Ranks};
 use super::{Candidate, PolicyRequest, Reason};
 use crate::ids::Slot;
 
-/// The policy. It has no settings.
+/// The `round-robin` policy, which has no settings.
 pub(super) struct RoundRobin;
 
 impl Policy for RoundRobin {
@@ -30,7 +30,7 @@ impl Policy for RoundRobin {
     }
 }
 
-/// Slot whose turn it is.
+/// Ranking that prefers the slot whose turn it is.
 struct RoundRobinRanks(Slot);
 
 impl Ranks for RoundRobinRanks {

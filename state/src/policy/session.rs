@@ -59,7 +59,7 @@ impl Policy for SessionSettings {
     }
 }
 
-/// Whether `text` is a token of RFC 9110, as header and cookie names must be.
+/// Whether `text` is a token as RFC 9110 defines it, which header and cookie names must be.
 fn is_token(text: &str) -> bool {
     let is_token_byte = |c: u8| c.is_ascii_alphanumeric() || b"!#$%&'*+-.^_`|~".contains(&c);
     is_name(text) && text.bytes().all(is_token_byte)

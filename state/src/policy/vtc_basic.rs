@@ -21,11 +21,11 @@ use super::{Candidate, PolicyRequest, Reason};
 use crate::reject::Rejection;
 use crate::validate::{at_least, at_most, ensure};
 
-/// Maximum weight, in thousandths.
+/// Maximum setting of a weight, in thousandths.
 const WEIGHT_MILLI_MAX: u32 = 1_000_000;
-/// Maximum window, in time units.
+/// Maximum setting of the window's length, in time units.
 const WINDOW_SIZE_MAX: u32 = 10_000;
-/// Resolution of a position and of a utilisation of 1.
+/// Resolution: the value of one place in the list of backends, and of a utilisation of 1.
 const PARTS: u64 = 1_000_000;
 /// Bound of the noise: 0.1 in the score's billionths.
 const NOISE: u64 = 100_000_000;
@@ -167,12 +167,12 @@ struct VtcBasic<'a> {
     settings: &'a VtcBasicSettings,
     jitter: u64,
     line: BySlot<'a>,
-    /// The user's position, in `PARTS` of a place.
+    /// Position of the user in the list of backends, in `PARTS` of a place.
     user_place: u64,
 }
 
 impl Ranks for VtcBasic<'_> {
-    /// Ranks by a score in billionths.
+    /// Ranks `candidate` by the policy's score, in billionths.
     fn rank(&self, place: usize, candidate: &Candidate) -> Rank {
         let settings = self.settings;
         let weigh = |weight_milli: u32, parts: u64| u64::from(weight_milli).saturating_mul(parts);

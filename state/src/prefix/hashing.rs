@@ -17,19 +17,20 @@ use super::{LINK_BYTES, Scope};
 /// Length of the secret, in bytes: the longest that XXH3 accepts unmodified.
 pub const SECRET_BYTES: usize = 192;
 
-/// Secret that goes into every block hash. As random as the founding replica could make it, and
-/// never shown.
+/// Secret that goes into every block hash. It is as random as the founding replica could make it,
+/// and is never shown.
 #[derive(Clone, PartialEq, Eq, Encode, Decode)]
 pub struct HashSecret(Arc<[u8; SECRET_BYTES]>);
 
 impl HashSecret {
-    /// Creates a secret from these bytes.
+    /// Creates a secret from `bytes`.
     #[must_use]
     pub fn new(bytes: [u8; SECRET_BYTES]) -> Self {
         Self(Arc::new(bytes))
     }
 
-    /// Creates a secret for tests and simulations, known to anyone who knows `number`.
+    /// Creates a secret for tests and simulations from `number`. Anyone who knows the number knows
+    /// the secret.
     #[must_use]
     pub fn of_number(number: u64) -> Self {
         let mut bytes = [0; SECRET_BYTES];
@@ -50,8 +51,7 @@ impl HashSecret {
         &self.0
     }
 
-    /// Hashes text under the secret, for names that stand in for something that must not be
-    /// guessable.
+    /// Hashes `text` under the secret. Used for names that must not be guessable.
     #[must_use]
     pub fn hash(&self, text: &[u8]) -> u64 {
         xxh3_64_with_secret(text, &*self.0)
@@ -67,9 +67,10 @@ impl fmt::Debug for HashSecret {
 /// A cluster's hash seed and hash secret.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct BlockHasher {
-    /// Seed of users, models and the first links of chains.
+    /// Seed of user keys, model keys and the first links of chains.
     pub seed: u64,
-    /// Secret in every block hash. `None` for a cluster founded before the secret existed.
+    /// Secret that goes into every block hash. `None` for a cluster founded before the secret
+    /// existed.
     pub secret: Option<HashSecret>,
 }
 
@@ -80,8 +81,8 @@ impl From<u64> for BlockHasher {
 }
 
 impl BlockHasher {
-    /// Returns the root of the chains of `scope`: its fields under the seed, each prefixed with its
-    /// length, so that no two scopes produce the same input.
+    /// Returns the root of the chains of `scope`. Hashes the scope's fields under the seed, each
+    /// prefixed with its length, so that no two scopes produce the same input.
     #[must_use]
     pub fn root(&self, scope: &Scope<'_>) -> ChainRoot {
         let mut hasher = Xxh3::with_seed(self.seed);
@@ -97,7 +98,7 @@ impl BlockHasher {
     }
 }
 
-/// The scope's part of block hashes.
+/// Start of the hash chains of one scope: the hash of the scope, and the cluster's secret.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ChainRoot {
     scope: u64,
@@ -105,7 +106,7 @@ pub struct ChainRoot {
 }
 
 impl From<u64> for ChainRoot {
-    /// A root without a secret.
+    /// Creates a root without a secret.
     fn from(scope: u64) -> Self {
         let secret = None;
         Self { scope, secret }
@@ -119,13 +120,13 @@ impl ChainRoot {
         Self { secret, ..self }
     }
 
-    /// Hashes bytes that do not fill a block.
+    /// Hashes `bytes` that do not fill a block.
     #[must_use]
     pub fn partial(&self, bytes: &[u8]) -> u64 {
         xxh3_64_with_seed(bytes, self.scope)
     }
 
-    /// Hashes the block in `buffer`, which has room for the link in front of it.
+    /// Hashes the block in `buffer`, which has room for `link` in front of it.
     #[inline]
     pub(super) fn inline(&self, link: Option<u64>, buffer: &mut [u8]) -> u64 {
         match (&self.secret, link) {
@@ -142,7 +143,7 @@ impl ChainRoot {
         }
     }
 
-    /// Returns a hasher that already contains the link, for a block too long for the stack.
+    /// Returns a hasher that has already consumed `link`, for a block too long for the stack.
     pub(super) fn streaming(&self, link: Option<u64>) -> Xxh3 {
         let mut hasher = match (&self.secret, link) {
             (Some(secret), _) => Xxh3::with_secret(*secret.0),

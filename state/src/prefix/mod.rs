@@ -22,18 +22,18 @@ const INLINE_BYTES: usize = 512;
 /// Length of the link to the previous block, in bytes.
 const LINK_BYTES: usize = 8;
 
-/// Scope of a hash chain. Equal text under different scopes never shares a block.
+/// Scope of a hash chain. Equal text in different scopes never shares a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Scope<'a> {
-    /// Model id as given in the request.
+    /// Model id as in the request.
     pub model: &'a str,
-    /// LoRA adapter; empty if none.
+    /// Name of the LoRA adapter; empty if none.
     pub adapter: &'a str,
     /// The request's `cache_salt`; empty if none.
     pub salt: &'a str,
-    /// Tokenizer name from the config.
+    /// Name of the tokenizer in the config file.
     pub tokenizer: &'a str,
-    /// Tokens per block; bytes per block for the tokenizer `character`.
+    /// Block size in tokens; in bytes for the tokenizer `character`.
     pub block_size: u32,
 }
 
@@ -43,7 +43,7 @@ pub fn user_key(hash_seed: u64, name: &str) -> UserKey {
     UserKey(xxh3_64_with_seed(name.as_bytes(), hash_seed))
 }
 
-/// Returns a model's key, computed like [`user_key`].
+/// Returns a model's key: `xxh3_64` of the name, seeded with the cluster's `hash_seed`.
 #[must_use]
 pub fn model_key(hash_seed: u64, name: &str) -> ModelKey {
     ModelKey(xxh3_64_with_seed(name.as_bytes(), hash_seed))
@@ -52,16 +52,16 @@ pub fn model_key(hash_seed: u64, name: &str) -> ModelKey {
 /// Appends the hashes of the full blocks of `bytes` to `out`.
 ///
 /// # Panics
-/// When `block_size` is 0.
+/// Panics if `block_size` is 0.
 pub fn chain_bytes(root: &ChainRoot, bytes: &[u8], block_size: usize, out: &mut Vec<BlockHash>) {
     continue_bytes(root, None, bytes, block_size, out);
 }
 
-/// Like [`chain_bytes`], for `bytes` that follow the block `last`, or start a chain if it is
-/// `None`.
+/// Appends the hashes of the full blocks of `bytes` to `out`. The bytes follow the block `last`, or
+/// start a chain if it is `None`.
 ///
 /// # Panics
-/// When `block_size` is 0.
+/// Panics if `block_size` is 0.
 pub fn continue_bytes(
     root: &ChainRoot,
     last: Option<BlockHash>,
@@ -91,16 +91,16 @@ pub fn continue_bytes(
 /// Appends the hashes of the full blocks of `tokens` to `out`.
 ///
 /// # Panics
-/// When `block_size` is 0.
+/// Panics if `block_size` is 0.
 pub fn chain_tokens(root: &ChainRoot, tokens: &[u32], block_size: usize, out: &mut Vec<BlockHash>) {
     continue_tokens(root, None, tokens, block_size, out);
 }
 
-/// Like [`chain_tokens`], for `tokens` that follow the block `last`, or start a chain if it is
-/// `None`.
+/// Appends the hashes of the full blocks of `tokens` to `out`. The tokens follow the block `last`,
+/// or start a chain if it is `None`.
 ///
 /// # Panics
-/// When `block_size` is 0.
+/// Panics if `block_size` is 0.
 pub fn continue_tokens(
     root: &ChainRoot,
     last: Option<BlockHash>,
@@ -131,11 +131,11 @@ pub fn continue_tokens(
     }
 }
 
-/// Returns the maximum number of blocks of a prompt of `tokens` tokens that an engine can find in
-/// its cache. The engine always recomputes the last token.
+/// Returns the maximum number of prompt blocks that an engine can find in its cache, for a prompt
+/// of `tokens` tokens. The engine always recomputes the last token.
 ///
 /// # Panics
-/// When `block_size` is 0.
+/// Panics if `block_size` is 0.
 #[must_use]
 pub fn matchable_blocks(tokens: u64, block_size: u32) -> u64 {
     tokens.saturating_sub(1) / u64::from(block_size)
@@ -173,7 +173,7 @@ mod tests {
         }
     }
 
-    /// The definition, written out literally.
+    /// Computes a chain by the definition in the module documentation, written out literally.
     fn chain_by_definition(
         scope: u64,
         secret: Option<&[u8]>,
@@ -194,7 +194,7 @@ mod tests {
         out
     }
 
-    /// A root with and without a secret, and its parts.
+    /// Returns one root without and one with a secret for `scope`, each with its secret.
     fn roots(scope: u64) -> [(ChainRoot, Option<Vec<u8>>); 2] {
         let secret = HashSecret::of_number(scope);
         let bytes = secret.bytes().to_vec();

@@ -7,23 +7,23 @@ use bincode::{Decode, Encode};
 
 use super::{RemainingLimits, UserLimits};
 
-/// Maximum debt, in windows: one absurd report must not lock a user out for years.
+/// Maximum debt, in windows. Without it, one absurd report could lock a user out for years.
 const DEBT_WINDOWS_MAX: u128 = 600;
 
-/// Usage that has not drained yet; all 0 when both buckets are full.
+/// Usage of a user that has not drained yet; all 0 when both buckets are full.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Encode, Decode)]
 pub(crate) struct Consumed {
-    /// Requests times `window_ms`.
+    /// Number of requests times `window_ms`.
     requests: u128,
-    /// Tokens times `window_ms`.
+    /// Number of tokens times `window_ms`.
     tokens: u128,
-    /// Window at the time of counting, in milliseconds.
+    /// Length of the window when the usage was counted, in milliseconds.
     window_ms: u32,
     /// Replicated time up to which usage has drained, in milliseconds.
     at_ms: u64,
 }
 
-/// Milliseconds until a request is allowed; 0 if it is allowed now.
+/// Time until a request is allowed, in milliseconds, by limit; 0 if it is allowed now.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct RetryAfter {
     pub(super) requests: u64,
@@ -31,7 +31,8 @@ pub(super) struct RetryAfter {
 }
 
 impl Consumed {
-    /// Returns the usage at `now_ms` in the window of `limits`. Usage without a limit counts as 0.
+    /// Returns the usage that remains at `now_ms` in the window of `limits`. Unlimited usage counts
+    /// as 0.
     fn drained(&self, limits: &UserLimits, now_ms: u64) -> Self {
         let window_ms = limits.window_ms();
         let elapsed_ms = u128::from(now_ms.saturating_sub(self.at_ms));
@@ -52,7 +53,7 @@ impl Consumed {
         }
     }
 
-    /// Adds usage.
+    /// Adds the usage of `requests` and `tokens` at `now_ms`.
     pub(crate) fn spend(&mut self, limits: &UserLimits, now_ms: u64, requests: u64, tokens: u64) {
         let mut spent = self.drained(limits, now_ms);
         let window_ms = u128::from(spent.window_ms);
@@ -71,7 +72,7 @@ impl Consumed {
         };
     }
 
-    /// Whether a restored value could have been counted here.
+    /// Whether a restored value is one that this code could have counted.
     pub(crate) fn is_valid(&self) -> bool {
         *self == Self::default()
             || (self.requests, self.tokens) != (0, 0)
@@ -81,8 +82,8 @@ impl Consumed {
                 && self.requests.max(self.tokens) < 1 << 92
     }
 
-    /// Returns how long one more request has to wait, given `requests` and `tokens` that are not
-    /// yet counted here.
+    /// Returns how long one more request has to wait, given `requests` and `tokens` that the
+    /// buckets do not contain yet.
     pub(super) fn waits_ms(
         &self,
         limits: &UserLimits,
@@ -106,8 +107,8 @@ impl Consumed {
         }
     }
 
-    /// Returns the milliseconds until the limits on requests and on tokens are fully available
-    /// again, if nothing is used in the meantime.
+    /// Returns the times until the limits on requests and on tokens are fully available again, in
+    /// milliseconds, if nothing is used in the meantime.
     pub(super) fn resets_ms(&self, limits: &UserLimits, now_ms: u64) -> [u64; 2] {
         let spent = self.drained(limits, now_ms);
         let reset = |used: u128, limit: Option<u64>| {
@@ -120,7 +121,7 @@ impl Consumed {
         ]
     }
 
-    /// Returns the whole units that remain.
+    /// Returns the whole requests and tokens that remain at `now_ms`.
     pub(super) fn left(&self, limits: &UserLimits, now_ms: u64) -> RemainingLimits {
         let spent = self.drained(limits, now_ms);
         let window_ms = u128::from(spent.window_ms);

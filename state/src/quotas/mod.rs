@@ -26,33 +26,33 @@ pub(crate) use bucket::Consumed;
 
 pub use crate::settings::{TOKENS_MAX, UserLimits, WINDOW_MS_DEFAULT, WINDOW_MS_MAX};
 
-/// Retry delay for the limit on requests in flight, in milliseconds. The time at which a request
-/// ends is unknown.
+/// Time after which to retry a request that exceeds the limit on requests in flight, in
+/// milliseconds. An estimate: the time at which a request ends is unknown.
 pub const CONCURRENT_RETRY_MS: u64 = 1000;
 
-/// Bound that a request would exceed.
+/// Kind of limit or budget that a request would exceed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum LimitKind {
-    /// Requests per window.
+    /// Number of requests per window.
     Requests,
-    /// Tokens per window.
+    /// Number of tokens per window.
     Tokens,
-    /// Requests in flight at once.
+    /// Number of requests in flight at once.
     Concurrent,
-    /// Tokens per day.
+    /// Number of tokens per day.
     DayBudget,
-    /// Tokens per month.
+    /// Number of tokens per month.
     MonthBudget,
 }
 
 /// Rejection of a request that exceeds its user's limits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LimitRejection {
-    /// Bound that it would exceed.
+    /// Limit or budget that the request would exceed.
     pub limit: LimitKind,
-    /// Time until it may be allowed if nothing else is admitted before, in milliseconds. At least
-    /// 1.
+    /// Time until the request may be allowed, in milliseconds, if nothing else is admitted before.
+    /// At least 1.
     pub retry_after_ms: u64,
 }
 
@@ -73,11 +73,12 @@ pub struct Quota {
     /// The user's own limits, or the default ones.
     pub limits: UserLimits,
     pub(crate) consumed: Consumed,
-    /// Requests in flight at all replicas.
+    /// Number of the user's requests in flight at all replicas.
     pub(crate) in_flight: u64,
-    /// Requests waiting at all replicas: admitted, but not in `consumed` until they start.
+    /// Number of the user's requests waiting at all replicas: admitted, but not in `consumed` until
+    /// they start.
     pub(crate) waiting: u64,
-    /// Budget per day and month, and its usage.
+    /// Budgets per day and month, and their usage.
     pub budget: BudgetStatus,
 }
 
@@ -88,11 +89,12 @@ impl Quota {
         self.limits.is_unbounded() && self.budget.budget.is_unbounded()
     }
 
-    /// Checks whether the budget allows one more request at this Unix time, by the cluster's clock.
-    /// `pending` is what the caller charged and the state does not show yet.
+    /// Checks whether the budgets allow one more request at the Unix time `unix_ms`, by the
+    /// cluster's clock. `pending` is the usage that the caller charged and the state does not show
+    /// yet.
     ///
     /// # Errors
-    /// The exhausted budget; of two, the one that ends last.
+    /// The exhausted budget; if both are, the one that ends last.
     pub fn check_budget(&self, unix_ms: u64, pending: &PendingUse) -> Result<(), LimitRejection> {
         match self.budget.exhausted(unix_ms, pending.billed_tokens) {
             None => Ok(()),
@@ -107,10 +109,10 @@ impl Quota {
     }
 
     /// Checks whether the limits allow one more request at `now_ms`, in replicated time. `pending`
-    /// is what the caller admitted and the state does not show yet.
+    /// is the usage that the caller admitted and the state does not show yet.
     ///
     /// # Errors
-    /// The bound that the request would exceed; of several, the one with the longest wait.
+    /// The limit that the request would exceed; if several, the one with the longest wait.
     pub fn check(&self, now_ms: u64, pending: &PendingUse) -> Result<(), LimitRejection> {
         if self.limits.is_unbounded() {
             return Ok(());
@@ -147,7 +149,7 @@ impl Quota {
         }
     }
 
-    /// Returns the remainder of the limits at `now_ms`.
+    /// Returns the remainder of the limits at `now_ms`, in replicated time.
     #[must_use]
     pub fn left(&self, now_ms: u64) -> RemainingLimits {
         let left = self.consumed.left(&self.limits, now_ms);
@@ -162,8 +164,8 @@ impl Quota {
         }
     }
 
-    /// Returns the milliseconds until the limits per window on requests and on tokens are fully
-    /// available again, if nothing is used in the meantime.
+    /// Returns the times until the limits per window on requests and on tokens are fully available
+    /// again, in milliseconds, if nothing is used in the meantime.
     #[must_use]
     pub fn resets_ms(&self, now_ms: u64) -> [u64; 2] {
         self.consumed.resets_ms(&self.limits, now_ms)
@@ -178,7 +180,7 @@ impl Quota {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct PendingUse {
     /// Number of requests that started plus requests that were queued. A request that waited and
-    /// was then dispatched counts twice here and once in `dequeued`.
+    /// was then dispatched counts twice in it and once in `dequeued`.
     pub requests: u64,
     /// Number of requests that stopped waiting. The published state may still show them as waiting.
     pub dequeued: u64,

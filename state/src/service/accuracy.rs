@@ -13,26 +13,26 @@ use serde::Serialize;
 
 use super::ServiceSample;
 
-/// Minimum number of prompt tokens for marking a backend.
+/// Minimum number of prompt tokens observed before a backend is marked.
 const TOKENS_MIN: u64 = 32_768;
 /// Number of prompt tokens that are remembered; older ones fade.
 const TOKENS_KEPT: u64 = 131_072;
 /// Number of prompt tokens between two corrections. Predictions from before a correction do not
 /// reflect it.
 const TOKENS_PER_STEP: u64 = 65_536;
-/// Bounds of the correction, in thousandths of the engine's value.
+/// Minimum of the correction, in thousandths of the engine's value.
 const CORRECTION_MIN_PERMILLE: u32 = 500;
 const CORRECTION_MAX_PERMILLE: u32 = 2000;
 /// Size of one correction step, in thousandths of the current correction.
 const STEP_PERMILLE: u32 = 60;
 
-/// Predicted versus actual cache hits of one incarnation of a backend.
+/// Predicted and actual cache hits of one incarnation of a backend.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Encode, Decode)]
 pub(crate) struct Accuracy {
     prompt_tokens: u64,
     predicted_tokens: u64,
     cached_tokens: u64,
-    /// Prompt tokens since the last correction.
+    /// Number of prompt tokens since the last correction.
     step_tokens: u64,
     is_off: bool,
     /// Correction of the reported capacity as an offset from 1000 thousandths; 0 for none.
@@ -57,17 +57,17 @@ pub struct AccuracyView {
     pub correction_permille: u32,
 }
 
-/// Inputs for the correction of a capacity.
+/// Data about a backend's capacity on which a correction depends.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct CapacityObservation {
-    /// Number of owned blocks.
+    /// Number of blocks that the backend owns.
     pub(crate) owned: u64,
-    /// Corrected capacity in blocks; `None` if there is none to correct.
+    /// Capacity with all corrections, in blocks; `None` if there is none to correct.
     pub(crate) capacity: Option<u32>,
 }
 
 impl Accuracy {
-    /// Adds a plausible sample. `off_permille` is the bound of the error.
+    /// Adds a plausible sample. `off_permille` is the error above which the backend is marked.
     pub(crate) fn observe(
         &mut self,
         sample: &ServiceSample,
@@ -94,7 +94,8 @@ impl Accuracy {
         self.correct(holding);
     }
 
-    /// Returns the accuracy. `belief_permille` is the correction by [`super::CapacityCorrections`].
+    /// Returns the accuracy for publication. `belief_permille` is the correction by
+    /// [`super::CapacityCorrections`].
     pub(crate) fn view(&self, belief_permille: u32) -> AccuracyView {
         AccuracyView {
             prompt_tokens: self.prompt_tokens,
@@ -106,7 +107,8 @@ impl Accuracy {
         }
     }
 
-    /// Returns the corrected value of a capacity that the engine reported; see [`Accuracy::view`].
+    /// Returns the capacity `told`, which the engine reported, with both corrections: this one and
+    /// `belief_permille` (see [`Accuracy::view`]).
     pub(crate) fn corrected(&self, told: u32, belief_permille: u32) -> u32 {
         let permille = self.combined_permille(belief_permille);
         let corrected = u64::from(told) * u64::from(permille) / 1000;

@@ -25,13 +25,14 @@ use crate::ids::Slot;
 pub const ASSUMED_BLOCKS_MAX: u32 = 100_000;
 /// Initial number of blocks that all backends of unknown capacity are assumed to hold together.
 pub const ASSUMED_BLOCKS_ALL: u32 = 200_000;
-/// Minimum of a learned capacity, in blocks.
+/// Minimum learned capacity of a backend, in blocks.
 const BLOCKS_MIN: u32 = 16;
-/// Number of prompt tokens that one step is based on.
+/// Number of prompt tokens after which a step compares predictions with cached tokens.
 const TOKENS_PER_STEP: u64 = 16_384;
-/// A step counts as missed if more than one part in this many was predicted but not cached.
+/// Inverse share of missed tokens: a step counts as missed if more than one prompt token in this
+/// many was predicted but not cached.
 const MISSED_PART: u64 = 32;
-/// Growth of a capacity in a step: one part in this many.
+/// Inverse growth of a capacity in a step: it grows by one part in this many.
 const GROWTH_PART: u32 = 128;
 
 /// Returns the initial capacity of each of `untold` backends of unknown capacity, in blocks.
@@ -40,16 +41,17 @@ pub(crate) fn share(untold: usize) -> u32 {
     (ASSUMED_BLOCKS_ALL / untold).clamp(1, ASSUMED_BLOCKS_MAX)
 }
 
-/// What was learned about one incarnation.
+/// Learned capacity of one incarnation of a backend.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Encode, Decode)]
 struct AssumedCapacity {
-    /// Learned capacity; `None` before the first miss.
+    /// Learned capacity in blocks. `None` if the initial capacity applies: before the first miss,
+    /// and after growing back to it.
     blocks: Option<u32>,
-    /// Prompt tokens since the last step.
+    /// Number of prompt tokens since the last step.
     prompt_tokens: u64,
-    /// Part of these that was predicted to be cached.
+    /// Number of tokens in `prompt_tokens` that were predicted to be cached.
     predicted_tokens: u64,
-    /// Part of these that was cached.
+    /// Number of tokens in `prompt_tokens` that were cached.
     cached_tokens: u64,
 }
 
@@ -79,12 +81,14 @@ impl AssumedCapacity {
     }
 }
 
-/// Learned capacities by slot, only of backends whose capacity is neither configured nor reported.
+/// Learned capacities by slot. Contains only backends whose capacity is neither configured nor
+/// reported.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Encode, Decode)]
 pub(crate) struct AssumedCapacities(BTreeMap<Slot, AssumedCapacity>);
 
 impl AssumedCapacities {
-    /// Adds a plausible sample of the backend in `slot`, which owns `owned` blocks.
+    /// Adds a plausible sample of the backend in `slot`, which owns `owned` blocks. `share` is its
+    /// initial capacity.
     pub(crate) fn observe(&mut self, slot: Slot, sample: &ServiceSample, share: u32, owned: u64) {
         if sample.predicted_prompt_tokens > 0 {
             let owned = u32::try_from(owned).unwrap_or(u32::MAX);
@@ -93,13 +97,13 @@ impl AssumedCapacities {
         }
     }
 
-    /// Returns the capacity of the backend in `slot`, at most `share`.
+    /// Returns the capacity of the backend in `slot`, in blocks: the learned one, at most `share`.
     pub(crate) fn blocks(&self, slot: Slot, share: u32) -> u32 {
         let learnt = self.0.get(&slot).and_then(|learnt| learnt.blocks);
         learnt.map_or(share, |blocks| blocks.min(share))
     }
 
-    /// Forgets a backend that was removed or starts a new incarnation.
+    /// Forgets the learned capacity of a backend that was removed or starts a new incarnation.
     pub(crate) fn forget(&mut self, slot: Slot) {
         self.0.remove(&slot);
     }

@@ -27,32 +27,34 @@ use bincode::{Decode, Encode};
 use super::CapacityObservation;
 use crate::ids::{BackendRef, Slot};
 
-/// Weight of a failure, in predictions that held. One failure in this many is no evidence.
+/// Weight of a failed prediction, in predictions that held. One failure in this many is no
+/// evidence.
 const FAILURE: u32 = 96;
-/// Level at which a walk moves the capacity: six failures in one direction, net of the rest.
+/// Level at which a walk moves the capacity: six failures in one direction, net of everything else.
 const EVIDENCE: u32 = 6 * FAILURE;
 /// Minimum and maximum number of recent predictions that are checked together for other causes.
 const WINDOW: (u32, u32) = (8, 32);
-/// Step of the capacity: one part in this many.
+/// Inverse step of the capacity: it moves by one part in this many.
 const STEP_PART: u32 = 32;
-/// Bounds of the correction, in thousandths of the engine's value. [`super::Accuracy`] detects
-/// larger errors.
+/// Minimum and maximum of the correction, in thousandths of the engine's value. [`super::Accuracy`]
+/// detects larger errors.
 pub(super) const BELIEF_PERMILLE: (u32, u32) = (700, 1400);
 /// Maximum number of requests of each kind in a report.
 const REQUESTS_MAX: u32 = 1 << 24;
 /// Maximum number of computed blocks in a report.
 const BLOCKS_MAX: u64 = 1 << 40;
 
-/// One replica's count of predictions for one backend since its last report.
+/// Counts of correct and failed predictions that one replica made for one backend since its last
+/// report.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode)]
 pub struct BeliefSample {
     /// Backend that predictions were made for.
     pub backend: BackendRef,
     /// Number of requests that were neither lost nor found.
     pub held: u32,
-    /// Number of requests of whose predicted blocks less than half were cached.
+    /// Number of requests with less than half of their predicted blocks cached.
     pub lost: u32,
-    /// Number of requests of whose cached blocks less than half were predicted.
+    /// Number of requests with less than half of their cached blocks predicted.
     pub found: u32,
     /// Number of prompt blocks that were not cached.
     pub computed_blocks: u64,
@@ -65,26 +67,26 @@ impl BeliefSample {
         self.held == 0 && self.lost == 0 && self.found == 0
     }
 
-    /// Whether a replica can have counted these numbers.
+    /// Whether a replica can have counted the numbers in this sample.
     pub(crate) fn is_plausible(&self) -> bool {
         let counts = [self.held, self.lost, self.found];
         counts.iter().all(|count| *count <= REQUESTS_MAX) && self.computed_blocks <= BLOCKS_MAX
     }
 }
 
-/// Correction of the capacity that one engine reported.
+/// Correction of the capacity that one engine reported, with the evidence for the next step.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Encode, Decode)]
 struct CapacityCorrection {
-    /// Walk towards less capacity.
+    /// Level of the walk towards less capacity.
     towards_less: u32,
-    /// Walk towards more capacity.
+    /// Level of the walk towards more capacity.
     towards_more: u32,
-    /// Recent predictions, and those of them that failed.
+    /// Number of recent predictions, followed by the number of those that failed.
     judged: u32,
     failed: u32,
     /// Number of blocks that the engine must compute before evidence counts again.
     rest_blocks: u64,
-    /// Correction as an offset from 1000 thousandths.
+    /// Correction factor, as an offset from 1000 thousandths.
     offset_permille: i32,
 }
 
@@ -151,25 +153,26 @@ impl CapacityCorrection {
     }
 }
 
-/// Whether more than half of the predictions failed, given at least `enough` of them.
+/// Whether more than half of the `judged` predictions failed, given at least `enough` of them.
 fn is_most(failed: u32, judged: u32, enough: u32) -> bool {
     judged >= enough && failed > judged / 2
 }
 
-/// Returns the walk in one direction after more failures towards it, against it, and none.
+/// Returns the level of a walk from `at` after failures `towards` its direction, failures `against`
+/// it, and predictions that held.
 fn walk(at: u32, towards: u32, against: u32, held: u32) -> u32 {
     let down = against.saturating_mul(2 * FAILURE).saturating_add(held);
     let up = at.saturating_add(towards.saturating_mul(FAILURE));
     up.saturating_sub(down)
 }
 
-/// Corrections by slot, only of backends whose engine reported a capacity and whose predictions
-/// were counted.
+/// Corrections by slot. Contains only backends whose engine reported a capacity and whose
+/// predictions were counted.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Encode, Decode)]
 pub(crate) struct CapacityCorrections(BTreeMap<Slot, CapacityCorrection>);
 
 impl CapacityCorrections {
-    /// Adds a plausible sample.
+    /// Adds a plausible sample. `holding` describes the backend's current capacity.
     pub(crate) fn observe(&mut self, sample: &BeliefSample, holding: CapacityObservation) {
         if holding.capacity.is_some() {
             let belief = self.0.entry(sample.backend.slot).or_default();
@@ -177,12 +180,12 @@ impl CapacityCorrections {
         }
     }
 
-    /// Returns the correction for the backend in `slot`, in thousandths.
+    /// Returns the correction factor for the backend in `slot`, in thousandths.
     pub(crate) fn permille(&self, slot: Slot) -> u32 {
         self.0.get(&slot).map_or(1000, CapacityCorrection::permille)
     }
 
-    /// Forgets a backend that was removed or starts a new incarnation.
+    /// Forgets the correction for a backend that was removed or starts a new incarnation.
     pub(crate) fn forget(&mut self, slot: Slot) {
         self.0.remove(&slot);
     }

@@ -15,22 +15,22 @@
 
 use bincode::{Decode, Encode};
 
-/// Maximum total weight of the observations; older ones fade as newer ones arrive.
+/// Maximum total weight of all observations; older ones fade as newer ones arrive.
 const WEIGHT_MAX: i64 = 1024;
-/// Maximum weight of one observation: the mean over many events reveals little more than the mean
+/// Maximum weight of one observation. The mean over many events reveals little more than the mean
 /// over some.
 const OBSERVATION_WEIGHT_MAX: i64 = 64;
 /// Number of sweeps per observation. Each brings the coefficients closer to the solution.
 const SWEEPS: usize = 24;
-/// Maximum ratio of an observation to the expected value, once an expectation exists.
+/// Maximum ratio of an observation to the expected value, once there is an expectation.
 const SURPRISE_FACTOR: i64 = 4;
-/// Weight from which an expectation exists.
+/// Total weight of the observations from which there is an expectation.
 const SURPRISE_WEIGHT: i64 = 128;
 
-/// One of the amounts that make up the total.
+/// Description of one of the amounts that make up the total cost.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Regressor {
-    /// Maximum amount that is learned from.
+    /// Maximum amount in an observation that is learned from.
     pub(super) amount_max: i64,
     /// Typical amount: the scale on which an error of the coefficient is weighted.
     pub(super) typical: i64,
@@ -38,7 +38,7 @@ pub(super) struct Regressor {
     pub(super) prior_milli: i64,
     /// Minimum and maximum of the coefficient, in thousandths.
     pub(super) bounds_milli: (i64, i64),
-    /// Number of observations per unit of the prior's weight.
+    /// Total weight of observations per unit of the prior's weight.
     pub(super) kept_in: i64,
 }
 
@@ -102,18 +102,18 @@ impl<const N: usize> RecursiveLeastSquares<N> {
         }
     }
 
-    /// Returns the faded weight of all observations.
+    /// Returns the total weight of all observations, faded.
     pub(super) fn weight(&self) -> u32 {
         u32::try_from(self.weight).unwrap_or(0)
     }
 
-    /// Returns the cost of one unit of the `i`th amount, in thousandths.
+    /// Returns the learned cost of one unit of the `i`th amount, in thousandths.
     pub(super) fn coefficient_milli(&self, i: usize) -> i64 {
         self.coefficients_milli[i]
     }
 
-    /// Caps an observation at a credible value, so that a single outlier cannot undo a thousand
-    /// observations. A lasting change is still followed, in several steps.
+    /// Returns `observed`, capped at a credible value so that a single outlier cannot undo a
+    /// thousand observations. A lasting change is still followed, in several steps.
     fn unsurprising(&self, amounts: &[i64; N], observed: i64) -> i64 {
         if self.weight < SURPRISE_WEIGHT {
             return observed;
@@ -157,7 +157,7 @@ impl<const N: usize> RecursiveLeastSquares<N> {
     }
 }
 
-/// Adds `weight * a * b`, saturating.
+/// Adds `weight * a * b` to `sum`, saturating.
 fn add(sum: &mut i64, weight: i64, a: i64, b: i64) {
     *sum = sum.saturating_add(weight.saturating_mul(a).saturating_mul(b));
 }

@@ -19,13 +19,14 @@ use crate::policy::Prices;
 /// Minimum faded number of first tokens for the prices of a backend to be used.
 pub const LEARNT_FIRST_TOKENS_MIN: u32 = 32;
 
-/// Requests are counted in sixteenths, because means are not whole numbers.
+/// Number of parts per request in which running requests are counted, because means are not whole
+/// numbers.
 const RUNNING_PARTS: u64 = 16;
 
-/// The prior's weight does not grow with the observations.
+/// Value of `kept_in` for a prior whose weight does not grow with the observations.
 const FADES: i64 = i64::MAX;
 
-/// Returns a base term, which occurs once per event.
+/// Returns the regressor of a base term, which occurs once per event.
 const fn once(prior_us: i64, most_us: i64) -> Regressor {
     Regressor {
         amount_max: 1,
@@ -36,7 +37,8 @@ const fn once(prior_us: i64, most_us: i64) -> Regressor {
     }
 }
 
-/// Coefficients in microseconds: base, per prefill token, and per 1/16 of a running request.
+/// Regressors of the time to first token, in microseconds: base, per prefill token, and per 1/16 of
+/// a request.
 const FIRST_TOKEN: [Regressor; 3] = [
     once(0, 60_000_000),
     Regressor {
@@ -59,7 +61,7 @@ const FIRST_TOKEN: [Regressor; 3] = [
     },
 ];
 
-/// Coefficients in microseconds: base, and per 1/16 of a running request.
+/// Regressors of the time between two tokens, in microseconds: base, and per 1/16 of a request.
 const GAP: [Regressor; 2] = [
     once(10_000, 10_000_000),
     Regressor {
@@ -71,7 +73,7 @@ const GAP: [Regressor; 2] = [
     },
 ];
 
-/// Estimators for one incarnation of a backend.
+/// Estimators of the prices of one incarnation of a backend.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Encode, Decode)]
 pub(crate) struct PriceLearner {
     first_token: RecursiveLeastSquares<3>,
@@ -98,7 +100,7 @@ pub struct LearntPrices {
 }
 
 impl LearntPrices {
-    /// Returns the prices for decisions; `None` while they rest on too little data.
+    /// Returns the prices for decisions; `None` while they rest on too few first tokens.
     #[must_use]
     pub fn prices(&self) -> Option<Prices> {
         (self.first_tokens >= LEARNT_FIRST_TOKENS_MIN).then_some(Prices {
@@ -110,7 +112,7 @@ impl LearntPrices {
 }
 
 impl PriceLearner {
-    /// Adds a plausible sample.
+    /// Learns from a plausible sample.
     pub(crate) fn observe(&mut self, sample: &ServiceSample) {
         let mean = |sum: u64, count: u64| {
             let mean = sum.checked_div(count).unwrap_or(0);

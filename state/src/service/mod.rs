@@ -36,34 +36,34 @@ pub use published::{BackendServiceView, CapacitySource, ServiceView};
 pub const FIRST_TOKEN_US_MAX: u64 = 3_600_000_000;
 /// Maximum time between two tokens, in microseconds. Bounds the sums of a sample.
 pub const GAP_US_MAX: u64 = 600_000_000;
-/// Maximum number of running requests at a backend in a sample.
+/// Maximum number of requests running at a backend that a sample may contain.
 pub const RUNNING_MAX: u64 = 1 << 20;
 
-/// One replica's sums for one backend since its last report.
+/// Sums that one replica measured at one backend since its last report.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode)]
 pub struct ServiceSample {
     /// Backend that was measured.
     pub backend: BackendRef,
-    /// Requests that ended and whose usage the engine reported.
+    /// Number of requests that ended and whose usage the engine reported.
     pub ended: u32,
-    /// Prompt tokens of the ended requests.
+    /// Number of prompt tokens of the ended requests.
     pub prompt_tokens: u64,
-    /// Output tokens of the ended requests.
+    /// Number of output tokens of the ended requests.
     pub output_tokens: u64,
-    /// Tokens that the ended requests added to the cache: uncached prompt tokens and output tokens.
-    /// If the engine does not report cached tokens, the prediction is used.
+    /// Number of tokens that the ended requests added to the cache: uncached prompt tokens and
+    /// output tokens. If the engine does not report cached tokens, the prediction is used.
     pub added_tokens: u64,
     /// Sum of the squares of the tokens that each ended request added.
     pub added_squared: u64,
-    /// Tokens per router block, rounded down, at least 1. Converts the backend's capacity into
-    /// tokens. 0 if unknown.
+    /// Number of tokens per router block, rounded down, at least 1. Converts the backend's capacity
+    /// into tokens. 0 if unknown.
     pub block_tokens: u32,
     /// Number of first tokens received.
     pub first_tokens: u32,
     /// Sum of the times from dispatch to first token, in microseconds.
     pub first_token_us: u64,
-    /// Uncached prompt tokens ahead of the first tokens: those of the requests themselves, and
-    /// those pending at the backend at dispatch, from all replicas.
+    /// Number of uncached prompt tokens ahead of the first tokens: those of the requests
+    /// themselves, and those pending at the backend at dispatch, from all replicas.
     pub prefill_tokens: u64,
     /// Sum over the first tokens of the requests running at the backend at dispatch, from all
     /// replicas.
@@ -74,11 +74,11 @@ pub struct ServiceSample {
     pub gap_us: u64,
     /// Sum over the gaps of the requests running at the backend, from all replicas.
     pub gap_running: u64,
-    /// Gaps during which the backend was at its limit.
+    /// Number of gaps during which the backend was at its limit.
     pub gaps_at_limit: u64,
-    /// Requests whose cached tokens the engine reported.
+    /// Number of requests whose cached tokens the engine reported.
     pub predicted: u32,
-    /// Prompt tokens of the requests in `predicted`.
+    /// Number of prompt tokens of the requests in `predicted`.
     pub predicted_prompt_tokens: u64,
     /// Part of `predicted_prompt_tokens` that was predicted to be cached.
     pub predicted_cached_tokens: u64,
@@ -113,8 +113,8 @@ impl ServiceSample {
         }
     }
 
-    /// Whether a replica can have measured every sum. Absurd values would outlive the replica that
-    /// sent them.
+    /// Whether a replica can have measured the sums in this sample. Absurd values would outlive the
+    /// replica that sent them.
     pub(crate) fn is_plausible(&self) -> bool {
         const COUNT_MAX: u32 = 1 << 24;
         const TOKENS_MAX: u64 = 1 << 40;
@@ -140,14 +140,14 @@ impl ServiceSample {
     }
 }
 
-/// Statistics of one backend.
+/// Statistics of one incarnation of a backend.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Encode, Decode)]
 pub(crate) struct BackendStats {
-    /// Learned prices of its first tokens and gaps.
+    /// Estimators of the prices of its first tokens and gaps.
     pub(crate) learning: PriceLearner,
-    /// Accuracy of the predictions of cached prefixes.
+    /// Accuracy of the predictions of its cached prefixes.
     pub(crate) accuracy: Accuracy,
-    /// Limit on its concurrent requests.
+    /// State of the limit on its concurrent requests.
     pub(crate) limit: AdaptiveLimit,
 }
 
@@ -156,7 +156,7 @@ pub(crate) struct BackendStats {
 pub(crate) struct ServiceStats(BTreeMap<Slot, BackendStats>);
 
 impl ServiceStats {
-    /// Returns the statistics of the backend in `slot`, empty at first.
+    /// Returns the statistics of the backend in `slot`. Adds empty ones if there are none.
     pub(crate) fn figures_mut(&mut self, slot: Slot) -> &mut BackendStats {
         self.0.entry(slot).or_default()
     }
@@ -165,7 +165,7 @@ impl ServiceStats {
         self.0.get(&slot)
     }
 
-    /// Forgets a backend that was removed or starts a new incarnation.
+    /// Forgets the statistics of a backend that was removed or starts a new incarnation.
     pub(crate) fn forget(&mut self, slot: Slot) {
         self.0.remove(&slot);
     }

@@ -39,16 +39,16 @@ pub struct BackendServiceView {
     pub accuracy: Option<AccuracyView>,
 }
 
-/// Service figures of all backends.
+/// Service figures of all backends, as published to readers.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct ServiceView {
-    /// Figures by slot.
+    /// Figures by slot; `None` for a slot without a backend.
     by_slot: Vec<Option<BackendServiceView>>,
     has_limits: bool,
 }
 
 impl ServiceView {
-    /// Creates a view of `served`, which ascends by slot.
+    /// Creates a view of the figures in `served`, which must ascend by slot.
     pub(crate) fn of(served: impl Iterator<Item = BackendServiceView>) -> Self {
         let mut by_slot = Vec::new();
         let mut has_limits = false;

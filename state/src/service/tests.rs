@@ -21,7 +21,8 @@ struct Engine {
 }
 
 impl Engine {
-    /// Returns one replica's report over some seconds: `events` first tokens under a varying load.
+    /// Returns one replica's report over some seconds with `events` first tokens under a varying
+    /// load.
     fn sample(&self, draw: &mut u64, events: u32) -> ServiceSample {
         let mut next = |below: u64| {
             *draw = draw
@@ -60,7 +61,7 @@ impl Engine {
     }
 }
 
-/// Whether `found` is within this many percent of `wanted`.
+/// Whether `found` is within `percent` percent of `wanted`.
 fn is_near(found: u32, wanted: u64, percent: u64) -> bool {
     u64::from(found).abs_diff(wanted) * 100 <= wanted * percent
 }
@@ -148,8 +149,8 @@ fn load_that_never_changes_is_explained_in_proportion() {
     );
 }
 
-/// An engine and its host in bursts of mostly cached requests. Each waits for those before it, with
-/// or without tokens, for which the model has no price.
+/// Returns the prices learned from an engine and its host in bursts of mostly cached requests. Each
+/// waits for those before it, with or without tokens, for which the model has no price.
 fn taught_by_bursts(base_us: u64, per_request_us: u64, prefill_ns: u64) -> LearntPrices {
     let (mut learning, mut draw) = (PriceLearner::default(), 1_u64);
     let mut next = |below: u64| {

@@ -1,4 +1,4 @@
-//! One replica's shares of all limits, and what it knows about other replicas' shares.
+//! [`ShareLedger`]: one replica's shares of all limits, and its knowledge of others' shares.
 
 use std::collections::BTreeMap;
 
@@ -7,33 +7,35 @@ use super::split::{ReplicaShare, Transfer, apportion, split, transfers};
 use super::{Demand, Epoch, PlaceReport, RECENT_MS, Run, SILENT_MS, ShareReport};
 use crate::ids::{BackendRef, ReplicaId, SessionId};
 
-/// One backend's limit as this replica divides it.
+/// State of one backend's limit and of this replica's share of it.
 #[derive(Debug, Clone, Default)]
 struct LimitShare {
-    /// `None` if there is no limit now. `given` is kept, because other replicas count it.
+    /// Current limit; `None` if there is none. `given` is kept meanwhile, because other replicas
+    /// count it.
     limit: Option<u32>,
-    /// Places handed to each replica since the epoch began.
+    /// Number of places handed to each replica since the epoch began.
     given: BTreeMap<ReplicaId, u64>,
     /// Maximum number of running requests until all members are known to be in this epoch. `None`
-    /// if only the share applies.
+    /// if only the share bounds them.
     cap: Option<u32>,
     demand: Demand,
-    /// Number of requests started in total, as of the last [`ShareLedger::set_demand`].
+    /// Number of requests started since this replica began, as of the last
+    /// [`ShareLedger::set_demand`].
     started: u64,
-    /// Part of `started` in the current interval of [`RECENT_MS`].
+    /// Number of requests started in the current interval of [`RECENT_MS`].
     started_now: u32,
-    /// Part of `started` in the previous interval.
+    /// Number of requests started in the previous interval of [`RECENT_MS`].
     started_before: u32,
 }
 
-/// Parts of a replica's share, as far as known.
+/// Parts that make up a replica's share of a limit, as far as known.
 #[derive(Debug, Clone, Copy, Default)]
 struct ShareParts {
-    /// Even part of the limit.
+    /// Even part of the limit, in places.
     base: i64,
-    /// Places received from other replicas since the epoch began.
+    /// Number of places received from other replicas since the epoch began.
     received: i64,
-    /// Places handed to other replicas since the epoch began.
+    /// Number of places handed to other replicas since the epoch began.
     given: i64,
 }
 
@@ -45,35 +47,35 @@ impl ShareParts {
     }
 }
 
-/// Transfers to make at one backend.
+/// Transfers that this replica should make at one backend.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct TransferPlan {
-    /// Number of places to hand over, by replica.
+    /// Number of places to hand to each replica.
     pub gifts: Vec<(ReplicaId, u32)>,
-    /// Whether to hand over the next place that becomes free here.
+    /// Whether this replica should hand over the next place that becomes free here.
     pub hands_over_next: bool,
 }
 
-/// One replica's shares.
+/// One replica's shares of all backends' limits; see the module documentation.
 #[derive(Debug, Clone)]
 pub struct ShareLedger {
     me: ReplicaId,
     run: Run,
     number: u64,
     members: Members,
-    /// The other members of the epoch.
+    /// Members of the epoch other than this replica, with their runs.
     others: BTreeMap<ReplicaId, Run>,
     epoch: Epoch,
-    /// Time at which the caps began, in awake milliseconds; `None` if there are none.
+    /// Time at which the caps took effect, in awake milliseconds; `None` if there are none.
     capped_ms: Option<u64>,
-    /// Whether the last [`ShareLedger::advance_time`] expected other replicas.
+    /// Whether the last [`ShareLedger::advance_time`] expected any other replica.
     is_expecting: bool,
     recent_since_ms: u64,
     backends: BTreeMap<BackendRef, LimitShare>,
 }
 
 impl ShareLedger {
-    /// Creates the ledger of a replica that has not heard any other.
+    /// Creates the ledger of a replica that has not heard any other replica yet.
     #[must_use]
     pub fn new(me: ReplicaId, session: SessionId) -> Self {
         let run = Run {
@@ -113,7 +115,7 @@ impl ShareLedger {
         }
     }
 
-    /// Records a peer's report. Returns whether it is newer than the peer's last one.
+    /// Records a report of `peer`. Returns whether it is newer than the peer's last one.
     pub fn record_report(&mut self, peer: ReplicaId, report: ShareReport) -> bool {
         if peer == self.me || self.members.is_late(peer, &report) {
             return false;
@@ -124,7 +126,7 @@ impl ShareLedger {
         true
     }
 
-    /// Sets the backends and their limits. Forgets all backends that are missing.
+    /// Sets the backends and their limits. Forgets all backends that `limits` lacks.
     pub fn set_limits(&mut self, limits: &BTreeMap<BackendRef, Option<u32>>) {
         self.backends
             .retain(|backend, _| limits.contains_key(backend));
@@ -133,7 +135,7 @@ impl ShareLedger {
         }
     }
 
-    /// Sets one backend's limit.
+    /// Sets the limit of one backend; `None` if it has none.
     pub fn set_limit(&mut self, backend: BackendRef, limit: Option<u32>) {
         if limit.is_none() && !self.backends.contains_key(&backend) {
             return;
@@ -163,7 +165,7 @@ impl ShareLedger {
         };
     }
 
-    /// Iterates over the limited backends.
+    /// Iterates over the backends with a limit.
     pub fn backends(&self) -> impl Iterator<Item = BackendRef> {
         let limited = self.backends.iter().filter(|(_, it)| it.limit.is_some());
         limited.map(|(backend, _)| *backend)
@@ -192,8 +194,8 @@ impl ShareLedger {
         Some(share.cap.map_or(places, |cap| cap.min(places)))
     }
 
-    /// Returns this replica's places at a backend in the current epoch. Negative after a limit fell
-    /// below what was handed over. `None` if no limit is known.
+    /// Returns the number of places that this replica holds at a backend in the current epoch.
+    /// Negative if a limit fell below what was handed over. `None` if no limit is known.
     #[must_use]
     pub fn share(&self, backend: BackendRef) -> Option<i64> {
         let limit = self.backends.get(&backend)?.limit?;
@@ -253,14 +255,14 @@ impl ShareLedger {
         members
     }
 
-    /// Returns the reports of members in the same epoch.
+    /// Iterates over the reports of the members that are in this replica's epoch.
     fn in_epoch(&self) -> impl Iterator<Item = (ReplicaId, &ShareReport)> {
         let heard = self.members.heard();
         heard.filter(|(_, report)| report.epoch == self.epoch)
     }
 
-    /// Plans what to hand over; [`ShareLedger::give`] does it. If `gather_spare`, gathers the
-    /// unused places of a backend at one replica.
+    /// Plans which places to hand over at a backend; [`ShareLedger::give`] then does it. If
+    /// `gather_spare`, gathers the unused places at one replica.
     #[must_use]
     pub fn plan(&self, backend: BackendRef, gather_spare: bool) -> TransferPlan {
         let (Some(own), Some(share)) = (self.backends.get(&backend), self.share(backend)) else {
@@ -308,7 +310,7 @@ impl ShareLedger {
         }
     }
 
-    /// Iterates over limited backends where other replicas last reported waiting requests.
+    /// Iterates over the limited backends for which other replicas last reported waiting requests.
     pub fn wanted_elsewhere(&self) -> impl Iterator<Item = BackendRef> {
         let is_wanted = |backend: &BackendRef| {
             let mut told = self.in_epoch().filter_map(|(_, it)| it.place(*backend));
@@ -317,14 +319,15 @@ impl ShareLedger {
         self.backends().filter(is_wanted)
     }
 
-    /// Hands places over. The caller must ensure that this replica does not use them.
+    /// Hands `places` at a backend over to the replica `to`. The caller must ensure that this
+    /// replica does not use them.
     pub fn give(&mut self, backend: BackendRef, to: ReplicaId, places: u32) {
         if let Some(share) = self.backends.get_mut(&backend) {
             *share.given.entry(to).or_default() += u64::from(places);
         }
     }
 
-    /// Returns the next report for the other replicas.
+    /// Returns the next report to send to the other replicas.
     pub fn report(&mut self) -> ShareReport {
         self.number += 1;
         let places = self.backends.iter().map(|(backend, share)| PlaceReport {
@@ -354,13 +357,14 @@ impl ShareLedger {
         self.others.len() + 1
     }
 
-    /// Whether some members are not yet known to be in this replica's epoch.
+    /// Whether some members are not known yet to be in this replica's epoch.
     #[must_use]
     pub fn is_unsettled(&self) -> bool {
         self.capped_ms.is_some()
     }
 
-    /// Starts another epoch if the members have changed. `next` is a report about to be recorded.
+    /// Starts another epoch if the members have changed. `next` is a report about to be recorded,
+    /// which already counts.
     fn follow_members(&mut self, next: Option<(ReplicaId, &ShareReport)>) {
         let others = self.members.others(self.me, next);
         if others == self.others {
@@ -383,7 +387,7 @@ impl ShareLedger {
         }
     }
 
-    /// Caps the running requests at what is allowed now.
+    /// Caps the running requests at each backend at the number allowed now.
     fn cap(&mut self) {
         let allowed: Vec<Option<u32>> = self
             .backends

@@ -7,30 +7,30 @@ use xxhash_rust::xxh3::xxh3_64;
 use super::{Epoch, LOOK_MS_MAX, Run, SILENT_MS, ShareReport};
 use crate::ids::ReplicaId;
 
-/// Last report of one peer.
+/// Last report of one peer, and when it arrived.
 #[derive(Debug, Clone)]
 struct HeardPeer {
     report: ShareReport,
     heard_ms: u64,
 }
 
-/// Peers that a replica hears, on a clock that stands still while the replica is suspended.
+/// Peers that a replica hears, timed by a clock that stands still while the replica is suspended.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Members {
     awake_ms: u64,
     looked_ms: Option<u64>,
     peers: BTreeMap<ReplicaId, HeardPeer>,
-    /// Other replicas of the cluster, with the time since which they are expected.
+    /// Other replicas of the cluster, with the awake time in milliseconds since they are expected.
     expected: BTreeMap<ReplicaId, u64>,
 }
 
 impl Members {
-    /// Returns the time that this replica was awake, in milliseconds.
+    /// Returns the time during which this replica was awake, in milliseconds.
     pub(super) fn awake_ms(&self) -> u64 {
         self.awake_ms
     }
 
-    /// Updates the time and the other replicas of the cluster.
+    /// Updates the time and the set of other replicas in the cluster.
     pub(super) fn advance_time(&mut self, now_ms: u64, expected: &[ReplicaId]) {
         let passed = now_ms.saturating_sub(self.looked_ms.unwrap_or(now_ms));
         self.awake_ms += passed.min(LOOK_MS_MAX);
@@ -41,26 +41,26 @@ impl Members {
         }
     }
 
-    /// Whether this report is not newer than the last one of its session.
+    /// Whether `report` belongs to the same session as the last one of `peer` and is not newer.
     pub(super) fn is_late(&self, peer: ReplicaId, report: &ShareReport) -> bool {
         self.peers.get(&peer).is_some_and(|known| {
             known.report.run.session == report.run.session && known.report.number >= report.number
         })
     }
 
-    /// Records a peer's report in place of its previous one.
+    /// Records a report of `peer` in place of its previous one.
     pub(super) fn record_report(&mut self, peer: ReplicaId, report: ShareReport) {
         let heard_ms = self.awake_ms;
         self.peers.insert(peer, HeardPeer { report, heard_ms });
     }
 
-    /// Forgets silent peers.
+    /// Forgets peers that have been silent for longer than [`SILENT_MS`](super::SILENT_MS).
     pub(super) fn forget_silent(&mut self) {
         let awake_ms = self.awake_ms;
         self.peers.retain(|_, peer| is_heard(peer, awake_ms));
     }
 
-    /// Returns the reports of the replicas that are heard here, by replica.
+    /// Iterates over the last reports of the replicas that are heard here, ascending by replica.
     pub(super) fn heard(&self) -> impl Iterator<Item = (ReplicaId, &ShareReport)> {
         let heard = self
             .peers
@@ -69,8 +69,8 @@ impl Members {
         heard.map(|(id, peer)| (*id, &peer.report))
     }
 
-    /// Returns all replicas but `me` that are heard here, or by a replica that is heard here: one
-    /// that only some members hear must not cause two epochs. `next` replaces its replica's
+    /// Returns all replicas except `me` that are heard here, or by a replica that is heard here. A
+    /// replica that only some members hear must not cause two epochs. `next` replaces its replica's
     /// previous report.
     pub(super) fn others(
         &self,
@@ -92,7 +92,7 @@ impl Members {
         others
     }
 
-    /// Whether some replica of the cluster was not heard and has not had enough time for it.
+    /// Whether some expected replica was never heard, but may still be heard in time.
     pub(super) fn lacks_any(&self) -> bool {
         self.expected.iter().any(|(id, since)| {
             !self.peers.contains_key(id) && self.awake_ms.saturating_sub(*since) <= SILENT_MS
@@ -104,7 +104,7 @@ fn is_heard(peer: &HeardPeer, awake_ms: u64) -> bool {
     awake_ms.saturating_sub(peer.heard_ms) <= SILENT_MS
 }
 
-/// Returns the epoch of these members.
+/// Returns the epoch that consists of `members`.
 pub(super) fn epoch_of(members: &BTreeMap<ReplicaId, Run>) -> Epoch {
     let mut bytes = Vec::with_capacity(members.len() * 17);
     for (id, run) in members {

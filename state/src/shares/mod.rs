@@ -36,60 +36,63 @@ use crate::ids::{BackendRef, ReplicaId, SessionId};
 /// Silence after which a replica is no longer a member, in milliseconds. Time during which this
 /// replica itself did not run does not count: it may have missed reports.
 pub const SILENT_MS: u64 = 500;
-/// Maximum time that counts between two updates of the time, in milliseconds.
+/// Maximum time that counts between two calls of [`ShareLedger::advance_time`], in milliseconds.
+/// The replica counts as suspended during the rest.
 pub const LOOK_MS_MAX: u64 = 50;
-/// Minimum age at which a started request stops being recent, in milliseconds; at most twice this.
+/// Time for which a started request counts as recent, in milliseconds. The actual time is between
+/// this and twice this.
 const RECENT_MS: u64 = 500;
 
-/// One run of a replica, as epochs distinguish them.
+/// One run of a replica, by which epochs tell members apart.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Run {
     /// Session of the replica.
     pub session: SessionId,
-    /// Number of times its members have changed. Distinguishes epochs with the same members.
+    /// Number of times that the replica's members have changed. Distinguishes epochs with the same
+    /// members.
     pub generation: u64,
 }
 
-/// Identifies an epoch: a hash of its members' runs.
+/// Identifier of an epoch: a hash of its members' runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Epoch(pub u64);
 
 /// Demand of one replica at one backend.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Demand {
-    /// Number of requests that run there.
+    /// Number of requests that the replica runs at the backend.
     pub running: u32,
-    /// Number of requests that wait and could go there if it had places.
+    /// Number of requests that wait at the replica and could go to the backend if it had places.
     pub waiting: u32,
-    /// Wait of the request that goes next, in milliseconds.
+    /// Time that the replica's next request has waited, in milliseconds.
     pub waited_ms: u32,
-    /// Number of requests started recently.
+    /// Number of requests that the replica started recently at the backend.
     pub recent: u32,
 }
 
 /// Report of one replica about one backend.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PlaceReport {
-    /// Backend of the report.
+    /// Backend that the report describes.
     pub backend: BackendRef,
-    /// The replica's demand there.
+    /// The replica's demand at the backend.
     pub demand: Demand,
-    /// Places handed to each replica since the epoch began, by replica.
+    /// Number of places handed to each replica since the epoch began, ascending by replica.
     pub given: Vec<(ReplicaId, u64)>,
 }
 
-/// Report of one replica about its shares.
+/// Report of one replica about all its shares.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ShareReport {
-    /// Run of the sender.
+    /// Run of the sending replica.
     pub run: Run,
     /// Number of the report within the run, ascending.
     pub number: u64,
-    /// Epoch that the transfers belong to.
+    /// Epoch to which the transfers in `places` belong.
     pub epoch: Epoch,
-    /// Replicas that the sender hears, by replica.
+    /// Replicas that the sender hears, with their runs, ascending by replica.
     pub heard: Vec<(ReplicaId, Run)>,
-    /// Reports by backend, ascending. Missing ones are all zero.
+    /// Reports by backend, ascending. For a backend without one, all figures are zero.
     pub places: Vec<PlaceReport>,
 }
 

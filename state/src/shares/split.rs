@@ -8,25 +8,27 @@ use std::cmp::Reverse;
 use super::Demand;
 use crate::ids::ReplicaId;
 
-/// One replica at one backend.
+/// Share and demand of one replica at one backend.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct ReplicaShare {
     pub(super) replica: ReplicaId,
-    /// Its share; negative after a limit fell below what was handed over before.
+    /// Number of places that the replica holds; negative if a limit fell below what was handed over
+    /// before.
     pub(super) share: i64,
     pub(super) demand: Demand,
 }
 
-/// Result of splitting a backend's places.
+/// Result of splitting a backend's places among the replicas.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Split {
-    /// Places that each replica should hold now, including those in use.
+    /// Number of places that each replica should hold now, including those in use.
     pub(super) targets: Vec<i64>,
-    /// Requests that each replica should run. One that runs more hands over its next free place.
+    /// Number of requests that each replica should run; `None` if there are enough places. A
+    /// replica that runs more hands over its next free place.
     pub(super) fair: Option<Vec<i64>>,
 }
 
-/// Transfer of places from one replica to another, each by its index.
+/// Transfer of places between two replicas, which are given by their indexes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Transfer {
     pub(super) from: usize,
@@ -34,8 +36,8 @@ pub(super) struct Transfer {
     pub(super) places: i64,
 }
 
-/// Splits `total` in proportion to `weights` by largest remainders. Among equal remainders, the
-/// order starts at `rotation`. If all weights are 0, they count as equal.
+/// Splits `total` in proportion to `weights` by largest remainders. Equal remainders are served in
+/// order from `rotation` on. If all weights are 0, they count as equal.
 pub(super) fn apportion(total: i64, weights: &[i64], rotation: usize) -> Vec<i64> {
     let sum: i128 = weights.iter().map(|it| i128::from(*it)).sum();
     if sum == 0 {
@@ -62,8 +64,8 @@ pub(super) fn apportion(total: i64, weights: &[i64], rotation: usize) -> Vec<i64
     parts
 }
 
-/// Splits `places` among replicas. `rotation` determines who gets what cannot be split evenly. If
-/// `gather_spare`, one replica gets all free places.
+/// Splits `places` among the replicas. `rotation` determines which of them get the remainder of an
+/// uneven split. If `gather_spare`, one replica gets all free places.
 pub(super) fn split(
     places: i64,
     replica_shares: &[ReplicaShare],
@@ -109,7 +111,7 @@ pub(super) fn split(
     }
 }
 
-/// Splits spare places: one for each replica if there are enough, the rest in proportion to the
+/// Splits `spare` places: one for each replica if there are enough, the rest in proportion to the
 /// requests that each has started recently.
 fn spread(spare: i64, replica_shares: &[ReplicaShare], rotation: usize) -> Vec<i64> {
     let len = i64::try_from(replica_shares.len()).unwrap_or(i64::MAX);
@@ -121,9 +123,9 @@ fn spread(spare: i64, replica_shares: &[ReplicaShare], rotation: usize) -> Vec<i
     parts
 }
 
-/// Returns what each replica should run when more requests wait than places are free: one each if
-/// it wants any, the rest in proportion to its demand. If there are fewer places than that,
-/// replicas that run nothing come first, by the longest wait.
+/// Returns how many requests each replica should run when more requests wait than places are free:
+/// one for each replica with any demand, the rest in proportion to demand. If places do not suffice
+/// for that, replicas that run nothing come first, by the longest wait.
 fn fair(places: i64, replica_shares: &[ReplicaShare], rotation: usize) -> Vec<i64> {
     let demand = |it: &ReplicaShare| i64::from(it.demand.running) + i64::from(it.demand.waiting);
     let demands: Vec<i64> = replica_shares.iter().map(demand).collect();
@@ -146,7 +148,7 @@ fn fair(places: i64, replica_shares: &[ReplicaShare], rotation: usize) -> Vec<i6
     parts
 }
 
-/// Returns the replicas with requests waiting, the longest wait first.
+/// Returns the indexes of the replicas with waiting requests, the longest wait first.
 fn by_wait(replica_shares: &[ReplicaShare]) -> Vec<usize> {
     let mut order: Vec<usize> = (0..replica_shares.len())
         .filter(|at| replica_shares[*at].demand.waiting > 0)
@@ -155,16 +157,16 @@ fn by_wait(replica_shares: &[ReplicaShare]) -> Vec<usize> {
     order
 }
 
-/// Returns the replica whose batch is next: one that runs requests, else the one with the longest
-/// wait. `None` if no replica wants the backend.
+/// Returns the index of the replica whose batch is next: one that runs requests, else the one with
+/// the longest wait. `None` if no replica has any demand.
 fn next_batch_replica(replica_shares: &[ReplicaShare]) -> Option<usize> {
     let mut busy = (0..replica_shares.len()).filter(|at| replica_shares[*at].demand.running > 0);
     let holder = busy.next();
     holder.or_else(|| by_wait(replica_shares).first().copied())
 }
 
-/// Returns the transfers that bring all replicas nearer to their targets, serving current needs
-/// before possible ones. No replica hands over what it uses.
+/// Returns the transfers that bring all replicas nearer to their `targets`, serving current needs
+/// before possible ones. No replica hands over places that it uses.
 pub(super) fn transfers(replica_shares: &[ReplicaShare], targets: &[i64]) -> Vec<Transfer> {
     let lacks = |at: usize| targets[at] - replica_shares[at].share;
     let is_needed = |at: &usize| {

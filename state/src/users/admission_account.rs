@@ -11,10 +11,10 @@ use crate::ids::ReplicaId;
 use crate::quotas::Consumed;
 use crate::settings::UserLimits;
 
-/// Admission account of a user. The default one is not stored.
+/// Admission account of a user. An account with default values is not stored.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Encode, Decode)]
 pub(super) struct AdmissionAccount {
-    /// Waiting requests by replica, ascending, without zeros.
+    /// Number of waiting requests by replica, ascending, without zeros.
     pub(super) waiting: Vec<(ReplicaId, u32)>,
     /// The user's own limits. `None` if the default ones apply.
     pub(super) limits: Option<UserLimits>,
@@ -64,7 +64,7 @@ impl User {
     }
 }
 
-/// Adds requests to a replica's count.
+/// Adds `requests` to the count of `replica`.
 pub(super) fn add(counts: &mut Vec<(ReplicaId, u32)>, replica: ReplicaId, requests: u32) {
     if requests == 0 {
         return;
@@ -75,7 +75,7 @@ pub(super) fn add(counts: &mut Vec<(ReplicaId, u32)>, replica: ReplicaId, reques
     }
 }
 
-/// Subtracts requests from a replica's count, stopping at 0.
+/// Subtracts `requests` from the count of `replica`, stopping at 0.
 pub(super) fn take(counts: &mut Vec<(ReplicaId, u32)>, replica: ReplicaId, requests: u32) {
     if let Ok(place) = counts.binary_search_by_key(&replica, |(replica, _)| *replica) {
         counts[place].1 = counts[place].1.saturating_sub(requests);
@@ -85,7 +85,7 @@ pub(super) fn take(counts: &mut Vec<(ReplicaId, u32)>, replica: ReplicaId, reque
     }
 }
 
-/// Returns the sum over all replicas.
+/// Returns the sum of the counts over all replicas.
 pub(super) fn sum(counts: &[(ReplicaId, u32)]) -> u64 {
     counts
         .iter()

@@ -59,7 +59,7 @@ impl Users {
         });
     }
 
-    /// Returns the defaults for users without their own; `None` if they were never set.
+    /// Returns the defaults for users without their own values; `None` if they were never set.
     pub(crate) fn defaults(&self) -> Option<DefaultPlan> {
         self.defaults
     }
@@ -75,14 +75,15 @@ impl Users {
         }
     }
 
-    /// Appends the defaults' part of the digest input.
+    /// Appends the defaults to the digest input, if they were set.
     pub(crate) fn append_defaults_digest(&self, bytes: &mut Vec<u8>) {
         if let Some(defaults) = &self.defaults {
             encoding::append_bytes(&(DEFAULTS_MARK, defaults), bytes);
         }
     }
 
-    /// Whether a user has only what the defaults allow.
+    /// Whether a restored user is consistent with the defaults. Without defaults, no user follows a
+    /// default weight or has usage that is counted only because of a default budget.
     pub(super) fn is_plausible(&self, user: &User) -> bool {
         let is_known = self.defaults.is_some();
         let plan = user.plan.as_deref();

@@ -10,15 +10,15 @@ use super::User;
 use super::admission_account::AdmissionAccount;
 use crate::ids::UserKey;
 
-/// Users ordered by `(counter, key)`.
+/// Set of users ordered by `(counter, key)`.
 type ForgettingOrder = BTreeSet<(u64, UserKey)>;
 
-/// All users that can be forgotten.
+/// Users that can be forgotten, in order; see the module documentation.
 #[derive(Debug, Default)]
 pub(super) struct Forgettable {
     never_charged: ForgettingOrder,
     charged: ForgettingOrder,
-    /// Whether users that were never charged go first: from log format 4 on.
+    /// Whether users that were never charged go first, as they do from log format 4 on.
     is_never_charged_first: bool,
 }
 
@@ -77,7 +77,7 @@ impl Forgettable {
         order.pop_first().map(|(_, key)| key)
     }
 
-    /// Sets whether never-charged users go first.
+    /// Sets whether users that were never charged go first.
     pub(super) fn set_never_charged_first(&mut self, spares: bool) {
         self.is_never_charged_first = spares;
     }
@@ -86,7 +86,7 @@ impl Forgettable {
         self.is_never_charged_first
     }
 
-    /// Whether both contain the same users in the same order.
+    /// Whether `other` contains the same users in the same order.
     pub(super) fn is_as(&self, other: &Self) -> bool {
         (&self.never_charged, &self.charged) == (&other.never_charged, &other.charged)
     }

@@ -1,11 +1,12 @@
-//! The user table in snapshots: written from a frozen copy, read back with every bound checked.
+//! The user table in snapshots. It is written from a frozen copy, and every bound is checked when
+//! it is read back.
 
 use super::table::{Users, UsersImage};
 use super::{AdmissionAccount, DefaultPlan, User, UserPlan};
 use crate::encoding;
 use crate::ids::UserKey;
 
-/// Number of users in one section of a snapshot.
+/// Maximum number of users in one section of a snapshot.
 const USERS_PER_PIECE: usize = 4096;
 
 impl UsersImage {
@@ -14,7 +15,7 @@ impl UsersImage {
         encoding::to_bytes(&self.totals)
     }
 
-    /// Encodes the users' admission accounts in the same way as [`UsersImage::pieces`].
+    /// Encodes the users' admission accounts in pieces of at most [`USERS_PER_PIECE`] users.
     pub(crate) fn admission_accounts(&self) -> impl Iterator<Item = Vec<u8>> {
         let account =
             |(key, user): (&UserKey, &User)| Some((*key, user.admission_account.clone()?));
@@ -26,7 +27,7 @@ impl UsersImage {
         })
     }
 
-    /// Encodes the users' plans in the same way as [`UsersImage::pieces`].
+    /// Encodes the users' plans in pieces of at most [`USERS_PER_PIECE`] users.
     pub(crate) fn plans(&self) -> impl Iterator<Item = Vec<u8>> {
         let plan = |(key, user): (&UserKey, &User)| Some((*key, user.plan.clone()?));
         let mut plans = self.map.iter().filter_map(plan).peekable();
@@ -37,7 +38,7 @@ impl UsersImage {
         })
     }
 
-    /// Encodes the defaults for users without their own; `None` if they were never set.
+    /// Encodes the defaults for users without their own values; `None` if they were never set.
     pub(crate) fn defaults(&self) -> Option<Vec<u8>> {
         self.defaults.as_ref().map(encoding::to_bytes)
     }
@@ -54,7 +55,7 @@ impl UsersImage {
         })
     }
 
-    /// Encodes all users in pieces of a bounded number of users.
+    /// Encodes all users in pieces of at most [`USERS_PER_PIECE`] users.
     pub(crate) fn pieces(&self) -> impl Iterator<Item = Vec<u8>> {
         let mut users = self.map.iter().peekable();
         std::iter::from_fn(move || {
@@ -66,7 +67,8 @@ impl UsersImage {
 }
 
 impl Users {
-    /// Adds the users of one piece, or describes its fault.
+    /// Adds the users encoded in one piece. Returns a description of the fault if the piece is
+    /// invalid.
     pub(crate) fn restore_piece(&mut self, bytes: &[u8]) -> Result<(), String> {
         type Piece = Vec<(UserKey, User)>;
         for (key, user) in encoding::from_bytes::<Piece, { encoding::SECTION_BYTES_MAX }>(bytes)? {
@@ -85,7 +87,8 @@ impl Users {
         Ok(())
     }
 
-    /// Adds the admission accounts of one piece to existing users, or describes its fault.
+    /// Adds the admission accounts encoded in one piece to existing users. Returns a description of
+    /// the fault if the piece is invalid.
     pub(crate) fn restore_standings(&mut self, bytes: &[u8]) -> Result<(), String> {
         type Piece = Vec<(UserKey, Box<AdmissionAccount>)>;
         for (key, account) in encoding::from_bytes::<Piece, { encoding::SECTION_BYTES_MAX }>(bytes)?
@@ -107,7 +110,8 @@ impl Users {
         Ok(())
     }
 
-    /// Adds the plans of one piece to existing users, or describes its fault.
+    /// Adds the plans encoded in one piece to existing users. Returns a description of the fault if
+    /// the piece is invalid.
     pub(crate) fn restore_plans(&mut self, bytes: &[u8]) -> Result<(), String> {
         type Piece = Vec<(UserKey, Box<UserPlan>)>;
         for (key, plan) in encoding::from_bytes::<Piece, { encoding::SECTION_BYTES_MAX }>(bytes)? {
@@ -132,7 +136,8 @@ impl Users {
         Ok(())
     }
 
-    /// Marks the existing users of one piece as unweighted, or describes its fault.
+    /// Marks the existing users in one piece as followers of the default weight. Returns a
+    /// description of the fault if the piece is invalid.
     pub(crate) fn restore_unweighted(&mut self, bytes: &[u8]) -> Result<(), String> {
         type Piece = Vec<UserKey>;
         for key in encoding::from_bytes::<Piece, { encoding::SECTION_BYTES_MAX }>(bytes)? {
@@ -148,7 +153,7 @@ impl Users {
         Ok(())
     }
 
-    /// Returns the counter of the user who last left the queues; see the field.
+    /// Returns the counter of the user who last stopped waiting, as in `Users::last_left`.
     pub(crate) fn last_left(&self) -> Option<u64> {
         self.last_left
     }

@@ -4,7 +4,7 @@ use super::User;
 use crate::cow::{CowMap, ShardKey};
 use crate::ids::UserKey;
 
-/// Users by key.
+/// Map of all users by key.
 pub(super) type UserMap = CowMap<UserKey, User>;
 
 impl ShardKey for UserKey {

@@ -79,7 +79,7 @@ pub struct UserUsage {
 }
 
 impl UserUsage {
-    /// Returns the tokens of prompts and responses together, as they are billed.
+    /// Returns the number of billed tokens: those of prompts and outputs together.
     pub(crate) fn tokens(&self) -> u64 {
         let input = self.input_uncached.saturating_add(self.input_cached);
         input.saturating_add(self.output)
@@ -107,9 +107,9 @@ pub struct UserView {
     pub is_configured: bool,
     /// Virtual token counter, in thousandths of a priced token at weight 1.
     pub counter_milli_tokens: u64,
-    /// Requests in flight at all replicas.
+    /// Number of requests in flight at all replicas.
     pub in_flight: u64,
-    /// Requests waiting for admission at all replicas.
+    /// Number of requests waiting for admission at all replicas.
     pub waiting: u64,
     /// Limits set for this user. `None` if the default ones apply.
     pub limits: Option<UserLimits>,
@@ -118,7 +118,7 @@ pub struct UserView {
     /// Budget set for this user. `None` if the default one applies.
     #[serde(skip)]
     pub own_budget: Option<Budget>,
-    /// Effective budget, and its usage.
+    /// Effective budget and its usage.
     #[serde(skip)]
     pub budget: BudgetStatus,
     /// Models that the user may use. Empty if it may use all.
@@ -132,7 +132,7 @@ pub struct UserView {
     pub last_charge_ms: u64,
 }
 
-/// Stored state of one user.
+/// State of one user, as the table stores it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct User {
     name: Arc<str>,
@@ -142,19 +142,19 @@ struct User {
     is_unweighted: bool,
     /// Counter at the time when `charged` was last reset, plus every lift since, in milli-tokens.
     base: u64,
-    /// Priced tokens charged since then.
+    /// Number of priced tokens charged since the weight last changed.
     charged: u64,
-    /// Priced tokens ever charged. Together with those of forgotten users, they add up to all
-    /// charges (I4).
+    /// Number of priced tokens ever charged to the user. Together with those of forgotten users,
+    /// they add up to all charges (I4).
     charged_ever: u128,
-    /// Requests in flight by replica, ascending, without zeros.
+    /// Number of requests in flight by replica, ascending, without zeros.
     in_flight: Vec<(ReplicaId, u32)>,
     total: UserUsage,
     window: UsageWindow,
     last_charge_ms: u64,
     /// Admission account; encoded separately. `None` if empty.
     admission_account: Option<Box<AdmissionAccount>>,
-    /// Plan; encoded separately. `None` if empty.
+    /// Plan of the user; encoded separately. `None` if empty.
     plan: Option<Box<UserPlan>>,
 }
 
@@ -236,7 +236,7 @@ impl User {
         self.rebase(weight_milli);
     }
 
-    /// Charges by this weight from now on; the counter does not change.
+    /// Charges by the weight `weight_milli` from now on. The counter does not change.
     fn rebase(&mut self, weight_milli: u32) {
         if weight_milli != self.weight_milli {
             self.base = self.counter();
@@ -262,7 +262,7 @@ impl User {
             .is_some_and(|it| !it.waiting.is_empty())
     }
 
-    /// Changes the admission account.
+    /// Applies `change` to the admission account, which it creates if missing and drops if empty.
     fn update_account(&mut self, change: impl FnOnce(&mut AdmissionAccount)) {
         let mut account = self.admission_account.take().unwrap_or_default();
         change(&mut account);
@@ -270,7 +270,7 @@ impl User {
             Some(account).filter(|account| **account != AdmissionAccount::default());
     }
 
-    /// Returns the effective limits.
+    /// Returns the effective limits: the user's own, or else `of_all`.
     fn limits(&self, of_all: &UserLimits) -> UserLimits {
         let own = self
             .admission_account

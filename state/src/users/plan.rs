@@ -11,7 +11,7 @@ use crate::budgets::{Budget, BudgetStatus, BudgetUse};
 use crate::ids::UserKey;
 use crate::validate::{are_models, stands_for};
 
-/// Plan of a user. The default one is not stored.
+/// Plan of a user. A plan with default values is not stored.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Encode, Decode)]
 pub(super) struct UserPlan {
     /// The user's own budget. `None` if the default one applies.
@@ -31,19 +31,19 @@ impl UserPlan {
             && are_models(&self.models)
     }
 
-    /// Whether usage is counted for a user without its own budget.
+    /// Whether the plan contains usage although the user has no budget of its own.
     pub(super) fn counts_unasked(&self) -> bool {
         self.budget.is_none() && self.used != BudgetUse::default()
     }
 
-    /// Whether an operator set the plan, so that the user is kept.
+    /// Whether an operator set a part of the plan, so that the user is kept.
     pub(super) fn is_given(&self) -> bool {
         self.budget.is_some() || !self.models.is_empty()
     }
 }
 
 impl User {
-    /// Changes the plan.
+    /// Applies `change` to the plan, which it creates if missing and drops if empty.
     pub(super) fn replan(&mut self, change: impl FnOnce(&mut UserPlan)) {
         let mut plan = self.plan.take().unwrap_or_default();
         change(&mut plan);
@@ -72,7 +72,7 @@ impl User {
         self.plan.as_ref().map_or(&[], |plan| &plan.models)
     }
 
-    /// Whether the user may use a model.
+    /// Whether the user may use `model`.
     pub(super) fn allows_model(&self, model: &str) -> bool {
         let models = self.models();
         models.is_empty() || models.iter().any(|it| stands_for(it, model))
@@ -80,8 +80,9 @@ impl User {
 }
 
 impl Users {
-    /// Sets a user's budget, its models, or both. An unbounded budget removes the user's own. A
-    /// budget set where none applied starts with nothing used. Returns whether the table had room.
+    /// Sets a user's budget, its models, or both. An unbounded budget removes the user's own one. A
+    /// budget that is set where none applied starts with nothing used. Returns whether the table
+    /// had room.
     pub(crate) fn plan(
         &mut self,
         key: UserKey,

@@ -8,7 +8,7 @@ use crate::ids::UserKey;
 use crate::pricing::milli_tokens;
 use crate::quotas::{PendingUse, Quota};
 
-/// Window of the `rpm` order, in milliseconds.
+/// Period over which the `rpm` queue order counts requests, in milliseconds.
 const MINUTE_MS: u64 = 60_000;
 
 /// Frozen image of all users as of one applied index.
@@ -21,7 +21,7 @@ pub struct UsersView {
 }
 
 impl UsersView {
-    /// Returns one user's figures for the queue orders. An unknown user has those of a new one.
+    /// Returns a user's figures for the queue orders. An unknown user has the figures of a new one.
     #[must_use]
     pub fn figures(&self, user: UserKey) -> UserFigures {
         let plan = &self.fallbacks.plan;
@@ -33,7 +33,7 @@ impl UsersView {
         user.map_or_else(unknown, |it| it.figures(self.now_ms, self.bucket_ms, plan))
     }
 
-    /// Returns a user's limits and their usage.
+    /// Returns a user's limits and their usage. An unknown user has the default limits.
     #[must_use]
     pub fn quota(&self, user: UserKey) -> Quota {
         let user = self.map.get(&user);
@@ -58,7 +58,7 @@ impl UsersView {
         users.filter(|(_, user)| is_over(user)).count()
     }
 
-    /// Whether a user may use a model.
+    /// Whether a user may use `model`.
     #[must_use]
     pub fn allows_model(&self, user: UserKey, model: &str) -> bool {
         let user = self.map.get(&user);

@@ -16,7 +16,7 @@ use crate::policy::{UserTokens, VtcBasicSettings};
 /// Maximum number of users scanned per command.
 const ROUND_USERS: usize = 2048;
 
-/// Scan over the active users.
+/// Scan that finds the extremes of usage among the active users, a part per command.
 pub(super) struct UsageScan {
     /// Users who may have used something within the window.
     active: BTreeSet<UserKey>,
@@ -44,7 +44,7 @@ impl Extremes {
 }
 
 impl UsageScan {
-    /// Starts a scan in which all users count as active until scanned.
+    /// Starts a scan of the users in `map`, each of which counts as active until scanned.
     pub(super) fn over(map: &UserMap) -> Self {
         Self {
             active: map.iter().map(|(key, _)| *key).collect(),
@@ -58,7 +58,7 @@ impl UsageScan {
         self.active.insert(user);
     }
 
-    /// Scans the next users.
+    /// Scans up to [`ROUND_USERS`] further users.
     pub(super) fn go_on(&mut self, users: &RecentUsage) {
         let from = self.last.map_or(Bound::Unbounded, Bound::Excluded);
         let mut idle = Vec::new();
@@ -87,7 +87,7 @@ impl UsageScan {
         }
     }
 
-    /// Writes the result of the last complete round to `recent_usage`.
+    /// Copies the extremes of the last complete round to `recent_usage`.
     pub(super) fn tell(&self, recent_usage: &mut RecentUsage) {
         recent_usage.extremes = self.known;
     }

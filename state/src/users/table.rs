@@ -24,17 +24,17 @@ use crate::pricing::Pricing;
 use crate::quotas::Consumed;
 use crate::settings::UserLimits;
 
-/// Prefix of a plan in a user's hash input.
+/// Prefix of a plan in the hash input of its user.
 const PLAN_MARK: u64 = 0x6e61_6c70;
 /// Mark in the hash input of a configured user who follows the default weight.
 const UNWEIGHTED_MARK: u64 = 0x7468_6777;
 
-/// Totals kept in addition to the users.
+/// Totals over all users, which outlast forgotten ones.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Encode, Decode)]
 pub(crate) struct UsersTotals {
-    /// Priced tokens ever charged.
+    /// Number of priced tokens ever charged.
     charged: u128,
-    /// Part of `charged` that belongs to forgotten users.
+    /// Number of tokens in `charged` that belong to forgotten users.
     forgotten: u128,
     /// Counter at which the last user with requests in flight became idle.
     last_idle_counter: u64,
@@ -43,7 +43,7 @@ pub(crate) struct UsersTotals {
 /// Prices and limits that apply to charges.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct ChargeTerms {
-    /// Token prices.
+    /// Prices of tokens.
     pub(crate) pricing: Pricing,
     /// Limits of users without limits of their own.
     pub(crate) limits: UserLimits,
@@ -51,7 +51,7 @@ pub(crate) struct ChargeTerms {
     pub(crate) calendar_ms: u64,
 }
 
-/// All users.
+/// Table of all users.
 pub(crate) struct Users {
     pub(super) map: UserMap,
     pub(super) totals: UsersTotals,
@@ -67,7 +67,7 @@ pub(crate) struct Users {
     pub(super) planned: usize,
     /// Defaults for users without their own. `None` if never set.
     pub(super) defaults: Option<DefaultPlan>,
-    /// Wrapping sum of the users' hashes.
+    /// Wrapping sum of the hashes of all users.
     digest: u128,
     pub(super) users_max: usize,
     /// Length of a window bucket in milliseconds; follows from the live policy.
@@ -80,7 +80,7 @@ pub(crate) struct Users {
     scratch: Vec<u8>,
 }
 
-/// Frozen copy of the users.
+/// Frozen copy of the user table, from which snapshots are written.
 pub(crate) struct UsersImage {
     pub(super) map: UserMap,
     pub(super) totals: UsersTotals,
@@ -92,7 +92,7 @@ impl Users {
         Self::with_max(USERS_MAX)
     }
 
-    /// Creates a table with another bound, for tests.
+    /// Creates a table of at most `users_max` users, for tests.
     pub(super) fn with_max(users_max: usize) -> Self {
         Self {
             map: CowMap::new(),
@@ -112,12 +112,12 @@ impl Users {
         }
     }
 
-    /// Sets whether never-charged users are forgotten first.
+    /// Sets whether users that were never charged are forgotten first.
     pub(crate) fn set_never_charged_first(&mut self, spares: bool) {
         self.forgettable.set_never_charged_first(spares);
     }
 
-    /// Whether never-charged users are forgotten first.
+    /// Whether users that were never charged are forgotten first.
     pub(crate) fn spares_charged(&self) -> bool {
         self.forgettable.spares_charged()
     }
@@ -158,7 +158,7 @@ impl Users {
         self.waiting.len()
     }
 
-    /// Returns the priced tokens ever charged, saturating.
+    /// Returns the number of priced tokens ever charged, saturating.
     pub(crate) fn charged(&self) -> u64 {
         u64::try_from(self.totals.charged).unwrap_or(u64::MAX)
     }
@@ -265,8 +265,8 @@ impl Users {
         is_settled
     }
 
-    /// Updates `last_left`. A user who waited only within this charge has stopped waiting. One who
-    /// was dispatched while none waits passed an empty queue.
+    /// Updates `last_left` after `charge`. A user who waited only within this charge has stopped
+    /// waiting. One who was dispatched while none waits passed an empty queue.
     fn follow_last_left(&mut self, charge: &Charge) {
         let passed = charge.started > 0 && self.waiting.is_empty() && self.last_left.is_some();
         let user = self.map.get(&charge.user);
@@ -276,7 +276,8 @@ impl Users {
         }
     }
 
-    /// Sets or removes a user's own limits. Returns whether the table had room.
+    /// Sets a user's own limits, or removes them if `limits` is `None`. Returns whether the table
+    /// had room.
     pub(crate) fn limit(&mut self, key: UserKey, name: &str, limits: Option<UserLimits>) -> bool {
         if limits.is_none() && self.map.get(&key).is_none() {
             return true;
@@ -299,8 +300,7 @@ impl Users {
             })
     }
 
-    /// Deletes a user. Returns whether it was deleted: a user with open requests stays. `None` if
-    /// the user is unknown.
+    /// Deletes a user without open requests. Returns whether it did; `None` if the user is unknown.
     pub(crate) fn remove(&mut self, key: UserKey) -> Option<bool> {
         let user = self.map.get(&key)?;
         if !user.is_idle() || user.is_waiting() {
@@ -314,12 +314,12 @@ impl Users {
         Some(true)
     }
 
-    /// Returns a user's counter.
+    /// Returns a user's virtual token counter; `None` if the user is unknown.
     pub(crate) fn counter(&self, key: UserKey) -> Option<u64> {
         self.map.get(&key).map(User::counter)
     }
 
-    /// Sets a user's name. Returns whether the table had room.
+    /// Sets a user's name, adding the user if unknown. Returns whether the table had room.
     pub(crate) fn define(&mut self, key: UserKey, name: &str) -> bool {
         if self.map.get(&key).is_some_and(|user| &*user.name == name) {
             return true;
@@ -330,7 +330,7 @@ impl Users {
         })
     }
 
-    /// Sets a user's weight. Returns whether the table had room.
+    /// Sets a user's name and weight, adding it if unknown. Returns whether the table had room.
     pub(crate) fn configure(&mut self, key: UserKey, name: &str, weight_milli: u32) -> bool {
         self.change(key, |user| {
             user.name = name.into();
@@ -339,9 +339,9 @@ impl Users {
         })
     }
 
-    /// Names a user and keeps it from being forgotten, with its current weight. Once defaults were
-    /// set, a user without its own weight continues to follow the default. Returns whether the
-    /// table had room.
+    /// Sets a user's name and keeps the user from being forgotten, with its current weight. Once
+    /// defaults were set, a user without its own weight continues to follow the default. Returns
+    /// whether the table had room.
     pub(crate) fn keep(&mut self, key: UserKey, name: &str) -> bool {
         let is_default_set = self.defaults.is_some();
         self.change(key, |user| {
@@ -352,12 +352,12 @@ impl Users {
         })
     }
 
-    /// Whether a user is known and configured, so that it is not forgotten automatically.
+    /// Whether a user is known and configured, and so is never forgotten automatically.
     pub(crate) fn keeps(&self, key: UserKey) -> bool {
         self.map.get(&key).is_some_and(|user| user.is_configured)
     }
 
-    /// Ends all requests that a replica has in flight or waiting.
+    /// Ends all requests that `replica` has in flight or waiting.
     pub(crate) fn close_replica(&mut self, replica: ReplicaId) {
         let open = self.backlogged.iter().chain(&self.waiting);
         let users: BTreeSet<UserKey> = open.map(|(_, key)| *key).collect();
@@ -394,9 +394,9 @@ impl Users {
         }
     }
 
-    /// Changes a user and updates orders and digest. All changes go through here. `change` returns
-    /// whether the user had requests in flight in between. Returns whether the table had room for a
-    /// new user.
+    /// Applies `change` to a user, adding it if unknown, and updates orders and digest. All changes
+    /// go through here. `change` returns whether the user had requests in flight in between.
+    /// Returns whether the table had room for a new user.
     pub(super) fn change(&mut self, key: UserKey, change: impl FnOnce(&mut User) -> bool) -> bool {
         if self.map.get(&key).is_none() && !self.admit(key) {
             return false;
@@ -462,7 +462,7 @@ impl Users {
         true
     }
 
-    /// Removes a user who is no longer in any of the orders.
+    /// Removes a user that is no longer in any of the orders.
     fn drop_user(&mut self, key: UserKey) {
         let user = self
             .map
@@ -500,12 +500,12 @@ impl Users {
         })
     }
 
-    /// Whether an image matches the current users.
+    /// Whether `view` shows the current users.
     pub(crate) fn are(&self, view: &UsersView) -> bool {
         self.map.iter().eq(view.map.iter())
     }
 
-    /// Checks I4, I7 and the table's part of I8.
+    /// Checks the invariants I4 and I7, and the table's part of I8.
     pub(crate) fn check(&self) -> Result<(), InvariantError> {
         let broken = |number, detail| Err(InvariantError { number, detail });
         let mut rebuilt = Self::with_max(self.users_max);
@@ -573,7 +573,7 @@ impl Users {
     }
 }
 
-/// Hashes a user; `scratch` saves an allocation.
+/// Returns the hash of a user. `scratch` is a buffer that saves an allocation.
 fn hash(scratch: &mut Vec<u8>, key: UserKey, user: &User) -> u128 {
     scratch.clear();
     encoding::append_bytes(&(key, user), scratch);

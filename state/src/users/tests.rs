@@ -15,7 +15,7 @@ const NO_LIMITS: UserLimits = UserLimits {
     window_ms: None,
 };
 
-/// Price one for input and two for output; no limits.
+/// Returns terms with the price one for input and two for output, without limits.
 fn terms() -> ChargeTerms {
     ChargeTerms::default()
 }
@@ -32,7 +32,7 @@ fn charge(user: u64, input: u64, output: u64, started: u32, ended: u32) -> Charg
     }
 }
 
-/// Applies charges of replica 1 and returns the user's counter in whole tokens.
+/// Applies `charge` of replica 1 and returns the user's counter in whole tokens.
 fn settle(users: &mut Users, charge: &Charge) -> u64 {
     assert!(users.charge(ReplicaId(1), charge, &terms(), 1));
     assert_eq!(users.check(), Ok(()));

@@ -9,8 +9,8 @@ pub const WINDOW_BUCKETS: usize = 5;
 /// Length of one bucket in milliseconds, unless the live policy requests another.
 pub const WINDOW_BUCKET_MS: u64 = 60_000;
 
-/// Usage of the last [`WINDOW_BUCKETS`] buckets. All users share one bucket length, so it is passed
-/// to each call. Usage recorded under another length does not count.
+/// Usage of one user in the last [`WINDOW_BUCKETS`] buckets. All users share one bucket length, so
+/// it is passed to each call. Usage recorded under another length does not count.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Encode, Decode)]
 pub(super) struct UsageWindow {
     buckets: [WindowBucket; WINDOW_BUCKETS],

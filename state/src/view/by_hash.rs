@@ -13,10 +13,10 @@ use crate::view::segment::ChainSegment;
 /// Number of low hash bits that index the filter.
 const FILTER_BITS: u32 = 16;
 
-/// Blocks to search for, with the owners found.
+/// Search for the owners of given blocks.
 pub(super) struct BlockSearch {
     found: BTreeMap<BlockHash, Mask<WORDS_MAX>>,
-    /// Bitmap of the low bits of the wanted hashes. One load rejects nearly all other blocks.
+    /// Bitmap of the low bits of the wanted hashes. A single load rejects nearly all other blocks.
     filter: Vec<u64>,
 }
 
@@ -33,7 +33,7 @@ impl BlockSearch {
         }
     }
 
-    /// Searches all tables.
+    /// Searches all `tables` and returns the owners of each block.
     pub(super) fn run(mut self, tables: &Tables<'_>) -> BTreeMap<BlockHash, Mask<WORDS_MAX>> {
         for shard in 0..1 << tables.shard_bits {
             let table = tables.directory.table(shard);

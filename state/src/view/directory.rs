@@ -12,7 +12,7 @@ use crate::view::table::Table;
 /// Number of bits of a shard's number per level. Loom models have one shard and need no tree.
 const LEVEL_BITS: u32 = if cfg!(loom) { 0 } else { 5 };
 const FANOUT: usize = 1 << LEVEL_BITS;
-/// Maximum number of shards.
+/// Maximum number of shards of an index.
 pub(super) const SHARDS_MAX: usize = FANOUT * FANOUT;
 
 /// Tables by shard; see the module documentation.
@@ -22,13 +22,13 @@ pub(super) struct Directory([Arc<Leaf>; FANOUT]);
 type Leaf = [Table; FANOUT];
 
 impl Directory {
-    /// Creates a directory with the same table for every shard.
+    /// Creates a directory in which every shard has the same `table`.
     pub(super) fn of(table: &Table) -> Self {
         let leaf: Arc<Leaf> = Arc::new(std::array::from_fn(|_| table.clone()));
         Self(std::array::from_fn(|_| Arc::clone(&leaf)))
     }
 
-    /// Returns the table of `shard`, which is below [`SHARDS_MAX`].
+    /// Returns the table of `shard`, which must be below [`SHARDS_MAX`].
     #[inline]
     pub(super) fn table(&self, shard: usize) -> &Table {
         &self.0[shard / FANOUT % FANOUT][shard % FANOUT]
@@ -39,8 +39,8 @@ impl Directory {
         Arc::make_mut(&mut self.0[shard / FANOUT % FANOUT])[shard % FANOUT] = table;
     }
 
-    /// Returns the heap size of a directory with distinct tables for this many shards, without the
-    /// contents of the tables.
+    /// Returns the heap size in bytes of a directory with distinct tables for this many shards,
+    /// without the contents of the tables.
     pub(super) fn memory_bytes(shards: usize) -> usize {
         let leaves = shards.div_ceil(FANOUT);
         size_of::<Self>() + leaves * size_of::<Leaf>()

@@ -9,9 +9,9 @@ use crate::view::{BlockPlace, BlockView, ViewWriter, mix, spread};
 
 /// Three blocks of one chain: a window of two, and the head of the next one.
 const CHAIN: [BlockHash; 3] = [BlockHash(0x11), BlockHash(0x22), BlockHash(0x33)];
-/// Their places in the view.
+/// Places of the blocks of [`CHAIN`] in the view.
 const PLACES: [BlockPlace; 3] = [at(0, 0), at(0, 1), at(2, 0)];
-/// Follows `CHAIN[0]`, beside `CHAIN[1]`.
+/// A block that follows `CHAIN[0]`, beside `CHAIN[1]`.
 const BRANCH: BlockHash = BlockHash(0x44);
 
 const fn at(head: usize, behind: u8) -> BlockPlace {

@@ -5,15 +5,15 @@ use crate::bounds::BACKENDS_MAX;
 /// Number of words in a mask of all possible slots.
 pub(crate) const WORDS_MAX: usize = BACKENDS_MAX.div_ceil(64);
 
-/// A set of the slots below `64 * W`.
+/// Set of slots below `64 * W`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Mask<const W: usize>(pub(crate) [u64; W]);
 
 impl<const W: usize> Mask<W> {
-    /// The empty set.
+    /// Set without slots.
     pub(crate) const EMPTY: Self = Self([0; W]);
 
-    /// Adds `slot`; ignores one beyond the mask's width.
+    /// Adds `slot` to the set. Ignores one beyond the mask's width.
     #[inline]
     pub(crate) fn insert(&mut self, slot: u16) {
         if let Some(word) = self.0.get_mut(usize::from(slot) / 64) {
@@ -21,7 +21,7 @@ impl<const W: usize> Mask<W> {
         }
     }
 
-    /// Removes `slot`.
+    /// Removes `slot` from the set.
     #[inline]
     pub(crate) fn remove(&mut self, slot: u16) {
         if let Some(word) = self.0.get_mut(usize::from(slot) / 64) {
@@ -50,7 +50,7 @@ impl<const W: usize> Mask<W> {
         Self(std::array::from_fn(|i| self.0[i] & !other.0[i]))
     }
 
-    /// Calls `each` for every slot, in ascending order.
+    /// Calls `each` for every slot in the set, in ascending order.
     #[inline]
     pub(crate) fn for_each(&self, mut each: impl FnMut(u16)) {
         let mut base = 0_u16;

@@ -28,10 +28,10 @@ use crate::view::segment::SEGMENT_BLOCKS;
 
 /// Number of heads that a round probes between the ends of an interval.
 const POINTS: usize = 7;
-/// Number of intervals that a round narrows.
+/// Maximum number of intervals that a round narrows together.
 const INTERVALS: usize = 8;
 
-/// Two windows, and the backends that own the head of the first but not of the second.
+/// Two windows, and the backends that own the head of the first one but not of the second.
 #[derive(Clone, Copy)]
 struct ChainInterval<const W: usize> {
     from: usize,
@@ -46,7 +46,7 @@ impl<const W: usize> ChainInterval<W> {
         undecided: Mask::EMPTY,
     };
 
-    /// Returns the windows to probe, ascending.
+    /// Returns the windows to probe within the interval, ascending.
     fn points(&self) -> impl Iterator<Item = usize> + use<W> {
         let (from, width) = (self.from, self.to - self.from);
         let count = POINTS.min(width - 1);
@@ -54,7 +54,7 @@ impl<const W: usize> ChainInterval<W> {
     }
 }
 
-/// Intervals that one round narrows.
+/// Intervals that one round narrows together.
 struct Round<const W: usize> {
     intervals: [ChainInterval<W>; INTERVALS],
     count: usize,
@@ -71,15 +71,16 @@ impl<const W: usize> Round<W> {
     }
 }
 
-/// Search of one chain.
+/// Search for the owned prefixes of one chain.
 struct PrefixSearch<'a, const W: usize> {
     chain: &'a [BlockHash],
     tables: &'a Tables<'a>,
-    /// Number of blocks owned, by word and bit of the mask.
+    /// Number of leading blocks that each slot owns, by word and bit of the mask.
     blocks: [[u32; 64]; W],
 }
 
-/// Calls `matched(slot, blocks)` for each owner of the first block, in ascending order of slot.
+/// Calls `matched(slot, blocks)` for each owner of the first block of `chain`, in ascending order
+/// of slot. `blocks` is the number of leading blocks that it owns.
 pub(super) fn match_prefix<const W: usize>(
     chain: &[BlockHash],
     tables: &Tables<'_>,
@@ -107,7 +108,7 @@ pub(super) fn match_prefix<const W: usize>(
 }
 
 /// Returns how many leading blocks of `chain` `slot` owns. Starts at the `known` blocks found
-/// before; returns 0 if the slot no longer owns these.
+/// before; returns 0 if the slot no longer owns those.
 pub(super) fn match_slot(
     chain: &[BlockHash],
     tables: &Tables<'_>,
@@ -147,7 +148,7 @@ fn owners<const W: usize>(tables: &Tables<'_>, head: BlockHash) -> Mask<W> {
 }
 
 impl<const W: usize> PrefixSearch<'_, W> {
-    /// Finds how many blocks the owners of the first block, `first`, own.
+    /// Finds how many leading blocks each of `first`, the owners of the first block, owns.
     fn find(&mut self, first: Mask<W>, last_window: usize) {
         if last_window == 0 {
             self.settle(0, first);
@@ -169,8 +170,8 @@ impl<const W: usize> PrefixSearch<'_, W> {
         self.chain[window * SEGMENT_BLOCKS]
     }
 
-    /// Finds the last owned windows in these intervals, each of which has windows between its ends:
-    /// one round, then the rounds for what it leaves undecided.
+    /// Finds the last owned windows in `intervals`, each of which has windows between its ends.
+    /// Runs one round, then recurses for the intervals that it leaves undecided.
     fn narrow(&mut self, intervals: &[ChainInterval<W>]) {
         if intervals.is_empty() {
             return;
@@ -217,7 +218,7 @@ impl<const W: usize> PrefixSearch<'_, W> {
         next.count += 1;
     }
 
-    /// Records what `slots` own, given that `window` is the last one whose head they own.
+    /// Records how many blocks `slots` own, given that `window` is the last whose head they own.
     fn settle(&mut self, window: usize, slots: Mask<W>) {
         let blocks = &mut self.blocks;
         resolve(self.chain, self.tables, window, slots, |slot, owned| {
@@ -276,7 +277,8 @@ fn resolve<const W: usize>(
     rest.for_each(|slot| owns(slot, count(from)));
 }
 
-/// Counts at least one block for an owner of the first, even if the writer removes it meanwhile.
+/// Returns the number of blocks as `u32`, at least 1 for an owner of the first block, even if the
+/// writer removes it meanwhile.
 fn count(blocks: usize) -> u32 {
     u32::try_from(blocks.max(1)).unwrap_or(u32::MAX)
 }

@@ -51,9 +51,9 @@ pub struct BlockView {
 }
 
 struct Shared {
-    /// The tables. The high bits of a block's mixed hash select its shard.
+    /// Tables of all shards. The high bits of a block's mixed hash select its shard.
     directory: Swap<Directory>,
-    /// Number of these bits.
+    /// Number of bits that select a shard.
     shard_bits: u32,
     /// Number of words in a mask of all slots in use. Only grows, except by a restore.
     width: AtomicUsize,
@@ -129,8 +129,9 @@ impl BlockView {
         self.read(|tables| matching::match_slot(chain, tables, slot, 0))
     }
 
-    /// Like [`Self::match_by_position`], if the first `known` blocks were found to be owned: checks
-    /// only what follows them. Returns less than `known` if they are no longer owned.
+    /// Returns how many leading blocks of `chain` `slot` owns, if the first `known` were found to
+    /// be owned before. Checks only what follows them. Returns less than `known` if they are no
+    /// longer owned.
     #[must_use]
     pub fn match_from(&self, chain: &[BlockHash], slot: Slot, known: u32) -> u32 {
         self.read(|tables| matching::match_slot(chain, tables, slot, known as usize))
@@ -150,7 +151,7 @@ impl BlockView {
     }
 }
 
-/// Tables that one call reads.
+/// Tables of all shards as one call reads them.
 struct Tables<'a> {
     directory: &'a Directory,
     shard_bits: u32,
@@ -162,14 +163,14 @@ impl Tables<'_> {
         self.directory.table(shard_of(head, self.shard_bits))
     }
 
-    /// Returns the segment that begins with `head`.
+    /// Returns the segment that starts with `head`.
     #[inline]
     fn segment(&self, head: BlockHash) -> Option<ChainSegment<'_>> {
         self.of(head).segment(head)
     }
 
-    /// Prefetches what [`Self::segment`] will need. The caller must use the result, so that the
-    /// compiler keeps the loads.
+    /// Prefetches the memory that [`Self::segment`] will read. The caller must use the result, so
+    /// that the compiler keeps the loads.
     #[inline]
     fn prefetch(&self, head: BlockHash) -> u64 {
         self.of(head).prefetch(head)

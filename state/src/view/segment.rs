@@ -37,22 +37,22 @@ pub(crate) const SEGMENT_BLOCKS: usize = if cfg!(loom) {
 const SLOT_BITS: u32 = 10;
 const LANE_BITS: u32 = SLOT_BITS + 7;
 const LANE: u64 = (1 << LANE_BITS) - 1;
-/// Number of lanes in the first word, and in each further one.
+/// Number of lanes in the first word of a segment.
 const FIRST_LANES: usize = 2;
 const NEXT_LANES: usize = 3;
 /// Minimum number of lane words of a segment with bitmaps. Loom models have at most three owners.
 const WIDE_LANE_WORDS: usize = if cfg!(loom) { 2 } else { 8 };
-/// Position of the shape in the first word.
+/// Number of the bit at which the shape starts in the first word.
 const SHAPE_SHIFT: u32 = FIRST_LANES as u32 * LANE_BITS;
 
-/// Shape in a segment's first word, beside its lanes.
+/// Shape of a segment, as encoded in its first word beside the lanes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct SegmentShape {
-    /// Position of the head in its window.
+    /// Position of the head in its window, in blocks.
     pub(super) base: usize,
-    /// Number of hashes written, including the head's.
+    /// Number of hashes written so far, including the head's.
     pub(super) filled: usize,
-    /// Number of hashes that there is room for, including the head's.
+    /// Number of hashes for which the row has room, including the head's.
     pub(super) capacity: usize,
     /// Number of words with lanes, a power of two.
     pub(super) lane_words: usize,
@@ -79,24 +79,24 @@ impl SegmentShape {
         (shape as u64) << SHAPE_SHIFT
     }
 
-    /// Returns the number of words in its row.
+    /// Returns the number of words in the segment's row.
     pub(super) fn words(self) -> usize {
         hashes_at(self.lane_words) + self.capacity - 1
     }
 
-    /// Returns how many blocks fit into the window, from the head on.
+    /// Returns the number of blocks from the head to the end of the window.
     pub(super) fn room(self) -> usize {
         SEGMENT_BLOCKS.saturating_sub(self.base)
     }
 }
 
-/// Returns the number of lane words for this many owners.
+/// Returns the number of lane words that hold this many owners.
 pub(super) fn lane_words(owners: usize) -> usize {
     let further = owners.saturating_sub(FIRST_LANES).div_ceil(NEXT_LANES);
     (1 + further).next_power_of_two()
 }
 
-/// Returns the index of the first hash behind this many lane words.
+/// Returns the index of the first hash in a row with this many lane words.
 #[inline]
 fn hashes_at(lane_words: usize) -> usize {
     let bitmaps = if lane_words >= WIDE_LANE_WORDS { 2 } else { 0 };
@@ -114,7 +114,7 @@ fn slot_of(lane: u64) -> u16 {
     (lane & ((1 << SLOT_BITS) - 1)) as u16
 }
 
-/// Position of a lane.
+/// Position of a lane within the segment's words.
 #[derive(Clone, Copy)]
 struct LanePlace {
     word: usize,
@@ -134,8 +134,8 @@ impl LanePlace {
     }
 }
 
-/// A segment in the rows of a table. Readers and the writer use it; only the writer calls the
-/// methods that change it.
+/// Segment in the rows of a table. Readers and the writer use it; only the writer calls the methods
+/// that change it.
 #[derive(Clone, Copy)]
 pub(super) struct ChainSegment<'a> {
     words: &'a [AtomicU64],
@@ -167,8 +167,8 @@ impl<'a> ChainSegment<'a> {
         SegmentShape::decode(self.words[0].load(Ordering::Acquire))
     }
 
-    /// Calls `owner(slot, blocks)` for every owner with the number of blocks that it owns, in no
-    /// particular order.
+    /// Calls `owner(slot, blocks)` for every owner, in no particular order. `blocks` is the number
+    /// of the segment's blocks that it owns.
     #[inline]
     pub(super) fn for_each_owner(&self, mut owner: impl FnMut(u16, usize)) {
         for nth in 0..self.lane_words {
@@ -194,8 +194,8 @@ impl<'a> ChainSegment<'a> {
         mask
     }
 
-    /// Returns the slots that own all blocks up to the end of the window. Complete if the segment
-    /// has bitmaps, else empty.
+    /// Returns the slots that own all blocks up to the end of the window. Empty if the segment has
+    /// no bitmaps.
     #[inline]
     pub(super) fn full_owners<const W: usize>(&self) -> Mask<W> {
         if self.is_wide() {
@@ -219,7 +219,7 @@ impl<'a> ChainSegment<'a> {
         }))
     }
 
-    /// Returns the highest number of blocks that any of `slots` owns.
+    /// Returns the highest number of the segment's blocks that any of `slots` owns.
     #[inline]
     pub(super) fn most_owned<const W: usize>(&self, slots: &Mask<W>) -> usize {
         let mut most = 0;
@@ -240,7 +240,7 @@ impl<'a> ChainSegment<'a> {
         self.owned(slot) > 0
     }
 
-    /// Returns how many of the segment's blocks `slot` owns.
+    /// Returns the number of the segment's blocks that `slot` owns.
     #[inline]
     pub(super) fn owned(&self, slot: u16) -> usize {
         let mut owned = 0;
@@ -252,18 +252,18 @@ impl<'a> ChainSegment<'a> {
         owned
     }
 
-    /// Returns the hash of the `nth` block. `nth` must be at least 1 and below a count seen of some
-    /// owner or, for the writer, below the number of hashes written.
+    /// Returns the hash of the `nth` block. `nth` must be at least 1, and below the number of
+    /// blocks that some owner was seen to own or, for the writer, the number of hashes written.
     #[inline]
     pub(super) fn hash(&self, nth: usize) -> BlockHash {
         BlockHash(self.words[hashes_at(self.lane_words) + nth - 1].load(Ordering::Relaxed))
     }
 
-    /// Returns how many leading blocks the segment and `chain`, which starts with the head, have in
-    /// common. `limit` must not exceed a count seen of some owner.
+    /// Returns the number of leading blocks that the segment shares with `chain`, which starts with
+    /// the head. `limit` must not exceed the number of blocks that some owner was seen to own.
     #[inline]
     pub(super) fn common(&self, chain: &[BlockHash], limit: usize) -> usize {
-        /// Hashes in a cache line.
+        /// Number of hashes in a cache line.
         const LINE: usize = 8;
         let limit = limit.min(chain.len());
         if limit <= 1 || self.hash(limit - 1) == chain[limit - 1] {
@@ -280,8 +280,8 @@ impl<'a> ChainSegment<'a> {
         from
     }
 
-    /// Sets how many of the segment's blocks `slot` owns, and how many hashes are written. Returns
-    /// `false`, without a change, if no lane is free.
+    /// Sets the number of the segment's blocks that `slot` owns, and the number of hashes written.
+    /// Returns `false`, without a change, if no lane is free.
     pub(super) fn set_owned(&self, slot: u16, blocks: usize, filled: usize) -> bool {
         let own = |lane: u64| lane >> SLOT_BITS != 0 && slot_of(lane) == slot;
         let lane = self
@@ -328,7 +328,7 @@ impl<'a> ChainSegment<'a> {
         self.set_bits(slot, blocks > 0, is_whole);
     }
 
-    /// Clears the bits of a slot that is not an owner, or does not own all blocks.
+    /// Clears the bits of `slot` in the bitmaps unless it is an owner, or owns all blocks.
     fn clear_bits(&self, slot: u16, is_owner: bool, is_whole: bool) {
         if !is_whole {
             self.change_bit(1, slot, |bits, bit| bits & !bit);
@@ -338,7 +338,7 @@ impl<'a> ChainSegment<'a> {
         }
     }
 
-    /// Sets the bits of a slot that is an owner, or owns all blocks.
+    /// Sets the bits of `slot` in the bitmaps if it is an owner, or owns all blocks.
     fn set_bits(&self, slot: u16, is_owner: bool, is_whole: bool) {
         if is_owner {
             self.change_bit(0, slot, |bits, bit| bits | bit);
@@ -357,7 +357,7 @@ impl<'a> ChainSegment<'a> {
         word.store(change(bits, 1 << (slot % 64)), Ordering::Release);
     }
 
-    /// Writes hashes that no lane counts yet, starting at the segment's `nth` one.
+    /// Writes hashes that no lane counts yet, starting with the hash of the `nth` block.
     pub(super) fn write_hashes(&self, nth: usize, hashes: impl Iterator<Item = BlockHash>) {
         let from = hashes_at(self.lane_words) + nth - 1;
         for (word, hash) in self.words[from..].iter().zip(hashes) {

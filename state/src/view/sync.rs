@@ -24,7 +24,7 @@ mod imp {
             read(&self.0.load())
         }
 
-        /// Replaces the value for later readers.
+        /// Replaces the value. Readers that have already started keep the old one.
         pub(crate) fn publish(&self, value: Arc<T>) {
             self.0.store(value);
         }
@@ -52,7 +52,7 @@ mod imp {
             read(&value)
         }
 
-        /// Replaces the value for later readers.
+        /// Replaces the value. Readers that have already started keep the old one.
         pub(crate) fn publish(&self, value: Arc<T>) {
             *self.0.write().expect("no model thread panics") = value;
         }

@@ -17,31 +17,31 @@ use crate::ids::BlockHash;
 use crate::view::segment::{ChainSegment, SegmentShape};
 use crate::view::sync::{AtomicU32, AtomicU64, Ordering};
 
-/// `row` of an entry that was never used, which ends a probe.
+/// Value of `row` in an entry that was never used, which ends a probe.
 const UNUSED: u32 = 0;
-/// `row` of a tombstone.
+/// Value of `row` in a tombstone.
 const TOMBSTONE: u32 = 1;
-/// Flag of `row` with a segment. The other bits are the start of its row.
+/// Flag in `row` of an entry with a segment. The other bits are the start of the segment's row.
 const LIVE: u32 = 1 << 31;
 
-/// A key with its segment.
+/// Entry of a table: a key with its segment.
 struct Entry {
     key_low: AtomicU32,
     key_high: AtomicU32,
     row: AtomicU32,
 }
 
-/// A handle on a table of segments; see the module documentation. Clones share the table.
+/// Handle to a table of segments; see the module documentation. Clones share the table.
 #[derive(Clone)]
 pub(super) struct Table {
     entries: Arc<[Entry]>,
     rows: Arc<[AtomicU64]>,
 }
 
-/// Result of a probe.
+/// Result of looking for a key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Probed {
-    /// The key is new and belongs at this entry.
+    /// The key is new and belongs at this unused entry.
     Unused(usize),
     /// The key has no segment and is at this entry.
     Tombstone(usize),
@@ -49,8 +49,8 @@ pub(super) enum Probed {
     Segment { entry: usize, row: usize },
 }
 
-/// Spreads a hash over 64 bits. Block hashes are already uniform, but hashes made up by a test, or
-/// drawn from few values, are not.
+/// Mixes a hash, so that it is uniform over 64 bits. Block hashes already are, but hashes made up
+/// by a test, or drawn from few values, are not.
 #[inline]
 pub(crate) fn mix(block: BlockHash) -> u64 {
     block.0.wrapping_mul(0x9e37_79b9_7f4a_7c15)
@@ -91,8 +91,8 @@ impl Table {
         size_of_val(&*self.entries) + size_of_val(&*self.rows)
     }
 
-    /// Prefetches what [`Self::segment`] will need, if the entry is at its home position. The
-    /// caller must use the result, so that the compiler keeps the loads.
+    /// Prefetches the memory that [`Self::segment`] will read, if the entry is at its home
+    /// position. The caller must use the result, so that the compiler keeps the loads.
     #[inline]
     pub(super) fn prefetch(&self, head: BlockHash) -> u64 {
         let row = self.entries[self.home(head)].row.load(Ordering::Acquire);
@@ -105,7 +105,7 @@ impl Table {
         spread((mix(block) << SHARD_BITS >> 32) as u32, self.entries.len())
     }
 
-    /// Finds `head`.
+    /// Finds the entry of `head`, or where it belongs.
     ///
     /// Terminates because the writer keeps at least one entry in eight unused.
     #[inline]
@@ -152,7 +152,7 @@ impl Table {
         ChainSegment::at(&self.rows[row..])
     }
 
-    /// Calls `each` with the head of every segment, and the segment.
+    /// Calls `each` for every segment, with its head and the segment itself.
     pub(super) fn for_each(&self, mut each: impl FnMut(BlockHash, ChainSegment<'_>)) {
         for entry in self.entries.iter() {
             let row = entry.row.load(Ordering::Acquire);
@@ -166,14 +166,14 @@ impl Table {
     }
 }
 
-/// Methods that only the writer calls.
+/// Methods that change the table, which only the writer calls.
 impl Table {
-    /// Initialises a segment without owners in words that no reader can see.
+    /// Initialises a segment without owners in the row at `row`, which no reader can see yet.
     pub(super) fn initialise_segment(&self, row: usize, shape: SegmentShape) -> ChainSegment<'_> {
         ChainSegment::initialise(&self.rows[row..row + shape.words()], shape)
     }
 
-    /// Writes `head` to the unused `entry`, with its row.
+    /// Writes the key `head` to the unused `entry`, with the start of its row.
     pub(super) fn insert_key(&self, entry: usize, head: BlockHash, row: usize) {
         let entry = &self.entries[entry];
         entry.key_low.store(head.0 as u32, Ordering::Relaxed);
@@ -183,14 +183,14 @@ impl Table {
         entry.row.store(LIVE | row as u32, Ordering::Release);
     }
 
-    /// Changes the start of the row of `entry`, which has a key.
+    /// Sets the start of the row of `entry`, which must have a key.
     pub(super) fn set_row(&self, entry: usize, row: usize) {
         self.entries[entry]
             .row
             .store(LIVE | row as u32, Ordering::Release);
     }
 
-    /// Turns `entry`, which has a key, into a tombstone.
+    /// Turns `entry`, which must have a key, into a tombstone.
     pub(super) fn make_tombstone(&self, entry: usize) {
         self.entries[entry].row.store(TOMBSTONE, Ordering::Release);
     }

@@ -1,5 +1,5 @@
-//! The view alone: compared with sets of owned chains, and while another thread reads. Windows have
-//! four blocks here.
+//! Tests the view alone: compared with sets of owned chains, and while another thread reads.
+//! Windows have four blocks here.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -36,7 +36,7 @@ fn chain(path: &[u8]) -> Vec<BlockHash> {
     (1..=path.len()).map(|end| block(&path[..end])).collect()
 }
 
-/// What one slot owns, with the places that the writer returned.
+/// Paths that one slot owns, with the places that the writer returned.
 #[derive(Default)]
 struct OwnedPaths(BTreeMap<Vec<u8>, BlockPlace>);
 

@@ -21,7 +21,7 @@ use crate::view::{BlockView, SHARDS, shard_of};
 const LOAD_MAX: usize = 85;
 /// Percentage of used entries directly after a rebuild.
 const LOAD_FRESH: usize = 72;
-/// Number of entries of the smallest table.
+/// Number of entries in the smallest table.
 const CAPACITY_MIN: usize = 8;
 /// Minimum number of free row words directly after a rebuild. Loom models change rows in place,
 /// without a rebuild in between.
@@ -32,16 +32,16 @@ const GROWTH_MIN: usize = 4;
 /// Place of an owned block in the view.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct BlockPlace {
-    /// First block of the segment.
+    /// First block of the segment that holds the block.
     pub(crate) head: BlockHash,
     /// Distance from the head to the block, in blocks.
     pub(crate) behind: u8,
 }
 
-/// Writer behind all handles of one [`BlockView`]; one per index.
+/// Writer of the index that all handles of one [`BlockView`] read. Each index has exactly one.
 pub(crate) struct ViewWriter {
     view: BlockView,
-    /// Directory as published.
+    /// Current directory, as last published.
     directory: Directory,
     shards: Vec<Shard>,
     /// Number of words in a mask of all slots seen so far.
@@ -66,12 +66,12 @@ impl ViewWriter {
         }
     }
 
-    /// Returns a handle for readers.
+    /// Returns the readers' handle to the index.
     pub(crate) fn view(&self) -> &BlockView {
         &self.view
     }
 
-    /// Makes room for `slot`. Must precede the first insertion for it.
+    /// Makes room for `slot`. Must precede the first insertion for this slot.
     pub(crate) fn admit(&mut self, slot: Slot) {
         self.width = self.width.max(usize::from(slot.0) / 64 + 1);
         self.view.shared.width.store(self.width, Ordering::Release);
@@ -116,8 +116,8 @@ impl ViewWriter {
         self.count(slot, |owned| owned.saturating_add(added));
     }
 
-    /// Adds the first of `blocks` to the segment of the block at `last`. Returns how many; 0 if
-    /// they need their own segment.
+    /// Adds leading `blocks` to the segment of the block at `last`, and returns how many it added;
+    /// 0 if they need their own segment.
     fn extend(&mut self, slot: Slot, last: BlockPlace, blocks: &[BlockHash]) -> usize {
         let from = usize::from(last.behind) + 1;
         let at = self.shard_of(last.head);
@@ -154,7 +154,7 @@ impl ViewWriter {
         added
     }
 
-    /// Adds the first of `blocks` at the head of a segment. Returns how many.
+    /// Adds leading `blocks` at the head of a segment, and returns how many it added.
     fn begin(&mut self, slot: Slot, last: Option<BlockPlace>, blocks: &[BlockHash]) -> usize {
         let head = blocks[0];
         let at = self.shard_of(head);
@@ -194,18 +194,19 @@ impl ViewWriter {
         self.shards[self.shard_of(block)].find(block).is_some()
     }
 
-    /// Ends `slot`'s ownership of the block at `place`, the last one that it owns in the segment.
+    /// Ends `slot`'s ownership of the block at `place`, which must be the last one that it owns in
+    /// the segment.
     pub(crate) fn remove(&mut self, slot: Slot, place: BlockPlace) {
         self.shorten(slot, place.head, usize::from(place.behind));
     }
 
-    /// Ends `slot`'s ownership of all blocks of the segment of `head`. To readers, `slot` must not
-    /// own blocks that follow.
+    /// Ends `slot`'s ownership of all blocks in the segment of `head`. Readers must no longer see
+    /// `slot` as an owner of blocks that follow.
     pub(crate) fn clear(&mut self, slot: Slot, head: BlockHash) {
         self.shorten(slot, head, 0);
     }
 
-    /// Limits the blocks that `slot` owns in a segment to the first `kept`.
+    /// Limits the blocks that `slot` owns in the segment of `head` to the first `kept`.
     fn shorten(&mut self, slot: Slot, head: BlockHash, kept: usize) {
         let at = self.shard_of(head);
         let shard = &mut self.shards[at];
@@ -228,7 +229,8 @@ impl ViewWriter {
         self.count(slot, |before| before.saturating_sub((owned - kept) as u32));
     }
 
-    /// Changes a shard. If it lacks room, rebuilds its table, retries and publishes the new table.
+    /// Applies `change` to the shard with the number `at`. If it lacks room, rebuilds its table,
+    /// retries and publishes the new table.
     fn change(&mut self, at: usize, change: impl Fn(&mut Shard) -> Result<(), NoRoom>) {
         let shard = &mut self.shards[at];
         let Err(NoRoom { words }) = change(shard) else {
@@ -250,7 +252,8 @@ impl ViewWriter {
         self.view.shared.directory.publish(directory);
     }
 
-    /// Changes the count of `slot`. With a single writer, a load and a store are exact.
+    /// Applies `change` to the number of blocks that `slot` owns. With a single writer, a load and
+    /// a store are exact.
     fn count(&self, slot: Slot, change: impl Fn(u32) -> u32) {
         if let Some(owned) = self.view.shared.owned.get(usize::from(slot.0)) {
             owned.store(change(owned.load(Relaxed)), Relaxed);
@@ -262,8 +265,8 @@ impl ViewWriter {
         Self::new(self.shards.len())
     }
 
-    /// Publishes `other`'s content to this writer's readers. Each of their calls sees either the
-    /// old index or the new one.
+    /// Publishes the content of `other` to this writer's readers. Each of their calls sees either
+    /// the old index or the new one.
     pub(crate) fn adopt(&mut self, other: Self) {
         self.width = other.width;
         self.view.shared.width.store(self.width, Ordering::Release);
@@ -303,20 +306,22 @@ impl ViewWriter {
     }
 }
 
-/// Gives a segment that may grow room for a quarter more blocks, and at least for `least`.
+/// Returns `shape` with room for a quarter more blocks, and at least for `least`, if the segment
+/// may grow.
 fn with_slack(shape: SegmentShape, least: usize) -> SegmentShape {
     let more = (shape.filled / 4).max(least);
     let capacity = (shape.filled + more).min(shape.room()).max(shape.filled);
     SegmentShape { capacity, ..shape }
 }
 
-/// The table has no room for a key, or for a row of this many words.
+/// Error of a change for which the table has no room: it lacks an entry for a key, or a row of this
+/// many words.
 #[derive(Debug, Clone, Copy)]
 struct NoRoom {
     words: usize,
 }
 
-/// The writer's bookkeeping for one shard's table.
+/// Table of one shard with the writer's bookkeeping.
 struct Shard {
     table: Table,
     /// Number of entries with a key, tombstones included.
@@ -327,7 +332,7 @@ struct Shard {
     row_words_used: usize,
 }
 
-/// An entry with a segment, and the start of its row.
+/// Entry with a segment, and the start of its row.
 #[derive(Debug, Clone, Copy)]
 struct SegmentEntry {
     entry: usize,
@@ -357,7 +362,7 @@ impl Shard {
         self.table.segment_at(at.row)
     }
 
-    /// Allocates words for a row.
+    /// Allocates `words` words for a row and returns where they start.
     fn allocate(&mut self, words: usize) -> Result<usize, NoRoom> {
         let row = self.row_words_used;
         if row + words > self.table.row_words() {
@@ -367,7 +372,7 @@ impl Shard {
         Ok(row)
     }
 
-    /// Creates a segment without owners; `head` has none yet. Readers see it without owners.
+    /// Creates a segment for `head`, which must have none. Readers see it without owners.
     fn create(&mut self, head: BlockHash, shape: SegmentShape) -> Result<SegmentEntry, NoRoom> {
         let words = shape.words();
         let probed = self.table.probe(head);
@@ -389,7 +394,7 @@ impl Shard {
         Ok(SegmentEntry { entry, row })
     }
 
-    /// Makes `slot` an owner of only `head`, which has a segment.
+    /// Makes `slot` an owner of `head` alone, which must have a segment.
     fn join(&mut self, head: BlockHash, slot: Slot) -> Result<(), NoRoom> {
         let Some((_, segment)) = self.find(head) else {
             return Ok(());
@@ -407,7 +412,7 @@ impl Shard {
         Ok(())
     }
 
-    /// Moves the segment of `head` to a row of another shape.
+    /// Moves the segment of `head` to a row of the given shape.
     fn relocate(&mut self, head: BlockHash, shape: SegmentShape) -> Result<SegmentEntry, NoRoom> {
         let words = shape.words();
         let Probed::Segment { entry, row } = self.table.probe(head) else {
@@ -419,7 +424,7 @@ impl Shard {
         Ok(SegmentEntry { entry, row: fresh })
     }
 
-    /// Moves the segments to a table with room for at least one more key and a row of `words`.
+    /// Moves the segments to a new table with room for at least one more key and a row of `words`.
     fn rebuild(&mut self, words: usize) {
         let old = self.table.clone();
         let mut row_words_live = 0;
@@ -446,7 +451,7 @@ impl Shard {
     }
 }
 
-/// Returns the smallest shape for a segment's owners and owned blocks.
+/// Returns the smallest shape that fits a segment's owners and owned blocks.
 fn compact(segment: &ChainSegment<'_>) -> SegmentShape {
     let (mut owners, mut filled) = (0, 1);
     segment.for_each_owner(|_, owned| {
@@ -461,7 +466,7 @@ fn compact(segment: &ChainSegment<'_>) -> SegmentShape {
     }
 }
 
-/// Copies a segment to an unused row.
+/// Copies a segment to an unused row of the given shape.
 fn copy_segment(from: &ChainSegment<'_>, table: &Table, row: usize, shape: SegmentShape) {
     let written = shape.filled.min(from.shape().filled);
     let to = table.initialise_segment(

@@ -30,14 +30,14 @@ const RESOURCE_POLICY: HeaderName = HeaderName::from_static("cross-origin-resour
 #[cfg(test)]
 const BYTES_MAX: usize = 150 * 1024;
 
-/// One file of the console.
+/// An embedded file of the console.
 struct ConsoleFile {
     name: &'static str,
     content_type: &'static str,
     text: &'static str,
 }
 
-/// Lists files in `console/`.
+/// Embeds files of this folder with their content types.
 macro_rules! files {
     ($($name:literal: $content_type:expr),+ $(,)?) => {
         [$(ConsoleFile {
@@ -79,7 +79,7 @@ static FILES: [ConsoleFile; 20] = files! {
     "page-config.js": SCRIPT,
 };
 
-/// A file, or a `304` if the browser has it.
+/// Response with a file, or `304` if the browser already has it.
 pub(super) struct ConsoleAnswer(Response);
 
 impl IntoResponse for ConsoleAnswer {
@@ -104,7 +104,8 @@ pub(super) async fn file(
 }
 
 impl ConsoleFile {
-    /// Returns the file or a `304`. The browser asks each time, so that a new build shows at once.
+    /// Returns the file, or `304` if `asked` names its current version. The browser asks each time,
+    /// so that a new build shows at once.
     fn answer(&self, asked: &HeaderMap) -> ConsoleAnswer {
         let tag = format!("\"{:016x}\"", xxh3_64(self.text.as_bytes()));
         let is_known = asked.get(IF_NONE_MATCH).is_some_and(|it| *it == tag);

@@ -16,21 +16,21 @@ use super::describe::DescribedRoute;
 use super::describe::problems::ProblemKind;
 use super::roles::{AdminRole, Permission};
 
-/// One path of the listener.
+/// A path of the admin listener.
 pub(super) struct RouteInfo {
     pub(super) path: &'static str,
-    /// Its methods. Only admins may use methods that are not listed.
+    /// Methods that the path supports. A call with another method requires the role `admin`.
     pub(super) calls: &'static [CallInfo],
 }
 
-/// One method of a path.
+/// A method of a path.
 pub(super) struct CallInfo {
     pub(super) method: Method,
-    /// Name for generated clients.
+    /// Operation id for generated clients.
     pub(super) id: &'static str,
-    /// Required permission.
+    /// Permission that a call requires.
     pub(super) permission: Permission,
-    /// Description, in sentences of which the first is a title.
+    /// Description in sentences. The first sentence is a title.
     pub(super) what: &'static str,
     /// Problems that its handler's signature does not show.
     pub(super) problems: &'static [ProblemKind],
@@ -52,7 +52,7 @@ pub(super) fn permission(path: Option<&str>, method: &Method) -> Permission {
     listed.map_or(Permission::Role(AdminRole::Admin), |call| call.permission)
 }
 
-/// Returns the method in the table that handles `method`.
+/// Returns the method under which the table lists `method`: `GET` for `HEAD`.
 pub(super) fn asked(method: &Method) -> &Method {
     match *method {
         Method::HEAD => &Method::GET,
@@ -60,7 +60,7 @@ pub(super) fn asked(method: &Method) -> &Method {
     }
 }
 
-/// Lists the endpoints as an HTML page.
+/// Handles `GET /admin/v1`: lists the endpoints as an HTML page.
 async fn index(_: State<AdminState>) -> Html<String> {
     use std::fmt::Write;
     let mut page = String::from(

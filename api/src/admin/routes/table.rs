@@ -1,4 +1,4 @@
-//! The table of routes.
+//! The table of the admin listener's routes.
 
 use super::super::describe::problems::{
     BACKUP, BUSY, CONFIG_FAULTS, DIGEST_NOT_KEPT, KEY_TAKEN, LOG_LEVEL_FIXED, NOT_APPLIED,
@@ -14,7 +14,7 @@ use super::call::{ADMIN, OPEN, OPERATOR, SCRAPE, VIEWER, delete, get, post, put}
 use super::recordings::{LAST_RECORDING, RECORDING_FILE, RECORDINGS, STOP_RECORDING, WHAT_IF};
 use super::{RouteInfo, index};
 
-/// Every path of the listener.
+/// All paths of the admin listener, with their methods and handlers.
 pub(in super::super) const ROUTES: &[RouteInfo] = &[
     RouteInfo {
         path: "/",

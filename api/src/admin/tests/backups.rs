@@ -12,7 +12,7 @@ use crate::backup::{BackupHead, FileReader};
 const BACKUP: &str = "/admin/v1/cluster/backup";
 const RESTORE: &str = "/admin/v1/cluster/restore";
 
-/// Creates a cluster with `users` users, a backend and blocks on it.
+/// Creates an admin API whose cluster has `users` users, a backend and blocks on it.
 fn busy(users: u32) -> Bench {
     let bench = Bench::new();
     bench.apply(Command::PutBackend(spec("gpu-1")));
@@ -60,7 +60,7 @@ impl Bench {
         file
     }
 
-    /// Sends a file in pieces that differ from its chunks.
+    /// Sends a backup in pieces that differ from its chunks.
     async fn restore(&self, query: &str, file: Bytes) -> Answer {
         let pieces: Vec<_> = file.chunks(10_007).map(Bytes::copy_from_slice).collect();
         let pieces = pieces.into_iter().map(Ok::<_, std::io::Error>);

@@ -1,4 +1,4 @@
-//! Rules for every path: query keys, methods, versions, pages, retry times.
+//! Rules that hold for every path: query keys, methods, versions, pages, retry times.
 
 use super::*;
 

@@ -1,13 +1,13 @@
-//! The event stream: ids, and resuming after the last event received.
+//! The event stream: ids, and resuming after the last event that was received.
 
 use super::*;
 use crate::events::{ClusterEvent, EVENTS_KEPT_MAX};
 
-/// A client of the stream.
+/// A client of the event stream.
 struct Listening(Body);
 
 impl Listening {
-    /// Opens the stream, after the event with this id.
+    /// Opens the stream after the event with id `id`, if given.
     async fn after(bench: &Bench, id: Option<&str>) -> Self {
         let mut request = Request::get("/admin/v1/events");
         if let Some(id) = id {

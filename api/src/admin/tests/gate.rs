@@ -9,7 +9,7 @@ use super::super::roles::Permission;
 use super::super::tokens::TokenEntry;
 use super::*;
 
-/// One token per role, in the order of roles.
+/// Tokens of operators, one per role, in the order of roles.
 struct Tokens {
     secrets: Vec<String>,
     set: AdminTokens,
@@ -126,7 +126,7 @@ impl Bench {
     }
 }
 
-/// Fills in the variables of a path in the table.
+/// Fills in the variables of a path from the table of routes.
 fn path_of(route: &str) -> String {
     let path = route.replace("{id}", "7").replace("{name}", "ada");
     path.replace("{hash}", "00000000000000a2")

@@ -7,7 +7,7 @@ use serde_json::json;
 use super::*;
 use crate::admin::LogLevelControl;
 
-/// Creates a control that accepts two levels.
+/// Creates a log level control that accepts two levels.
 pub(super) fn log_level() -> LogLevelControl {
     let level = Arc::new(Mutex::new("info".to_owned()));
     let set = Arc::clone(&level);

@@ -43,7 +43,7 @@ use crate::readiness::Lifecycle;
 use crate::routing::{OutboxSettings, Router, RouterParts, SelectSettings};
 use crate::settings::{FileSettings, LocalSetting, SettingKey};
 
-/// Outcome of proposals.
+/// Prescribed outcome of proposals.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Fate {
     Commit,
@@ -52,7 +52,7 @@ enum Fate {
     Stopping,
 }
 
-/// A single-replica cluster that commits at once, or as a test dictates.
+/// A cluster of one replica that commits at once, or as a test dictates.
 struct Fake {
     state: Mutex<RouterState>,
     view: Arc<StateView>,
@@ -191,14 +191,14 @@ fn status() -> ClusterStatus {
     }
 }
 
-/// An admin API with everything it depends on.
+/// An admin API for tests, with its dependencies.
 struct Bench {
     cluster: Arc<Fake>,
     admin: Arc<Admin>,
     api: axum::Router,
 }
 
-/// A complete response.
+/// A complete response of the admin API.
 struct Answer {
     status: StatusCode,
     headers: HeaderMap,
@@ -212,12 +212,12 @@ impl Answer {
 }
 
 impl Bench {
-    /// Creates an initialised cluster without backends.
+    /// Creates an admin API whose cluster is initialised and has no backends.
     fn new() -> Self {
         Self::guarded(None, false)
     }
 
-    /// Creates one that requires tokens.
+    /// Creates an admin API that requires `tokens`, if given.
     fn guarded(tokens: Option<AdminTokens>, is_metrics_public: bool) -> Self {
         let state = RouterState::new();
         let view = state.view();
@@ -300,7 +300,8 @@ impl Bench {
         });
     }
 
-    /// Like [`Self::new`], with `gpu-1`, healthy, and `gpu-2`, not probed yet.
+    /// Creates an admin API with the backends `gpu-1`, which is healthy, and `gpu-2`, which is not
+    /// probed yet.
     fn with_backends() -> Self {
         let bench = Self::new();
         for id in ["gpu-1", "gpu-2"] {
@@ -349,7 +350,7 @@ impl Bench {
             .await
     }
 
-    /// Sends a `PUT` that may replace only these versions.
+    /// Sends a `PUT` that may replace only the given versions.
     async fn put_if(&self, path: &str, versions: &str, body: &str) -> Answer {
         let request = Request::builder().method("PUT").uri(path);
         let request = request.header("content-type", "application/json");
@@ -358,7 +359,7 @@ impl Bench {
             .await
     }
 
-    /// Sends a `GET` that must answer 200.
+    /// Sends a `GET` that must succeed with status 200, and returns the body.
     async fn get(&self, path: &str) -> Value {
         let answer = self.call("GET", path, "").await;
         assert_eq!(answer.status, StatusCode::OK, "{path}: {}", answer.body);
@@ -384,7 +385,7 @@ impl Bench {
     }
 }
 
-/// Returns the config of the replica.
+/// Returns the settings in the replica's config.
 fn file() -> FileSettings {
     let cluster = [
         (SettingKey::Policy, json!("cost")),

@@ -2,7 +2,7 @@
 
 use super::*;
 
-/// Builds a request with these headers.
+/// Builds a request with `headers` and no body.
 fn request(
     method: &str,
     path: &str,

@@ -1,4 +1,4 @@
-//! Settings are written as in a config file, and faults are named.
+//! Settings, which are written as in a config file, and whose faults are named.
 
 use super::*;
 

@@ -1,4 +1,5 @@
-//! Writes: their effects, and their responses if they have none or an unknown one.
+//! Administrative writes: their effects, and the responses to those without an effect or with an
+//! unknown outcome.
 
 use state::command::UserSpec;
 
@@ -56,7 +57,7 @@ const MEMBERS: &str = "/admin/v1/cluster/members";
 const USER: &str = "/admin/v1/users/u";
 const EXPLAIN: &str = "/admin/v1/explain";
 
-/// Method, path, body and the field that the problem names.
+/// Wrong requests: method, path, body, and the field that the problem names.
 const WRONG: &[(&str, &str, &str, &str)] = &[
     ("PUT", BACKEND, "", "body"),
     ("PUT", BACKEND, "{", "body"),

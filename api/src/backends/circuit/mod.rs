@@ -26,7 +26,7 @@ use tokio::time::Instant;
 
 use crate::sync::{AtomicU64, AtomicUsize, Mutex, MutexGuard, Ordering::Relaxed};
 
-/// Number of recent attempts at a backend that count.
+/// Number of recent attempts at a backend that a circuit remembers.
 const RECENT_MAX: usize = 20;
 
 /// When circuits open, and for how long.
@@ -35,15 +35,15 @@ pub struct CircuitSettings {
     /// Minimum number of failures among the recent attempts that opens a circuit. With 0, circuits
     /// never open.
     pub failures: u32,
-    /// Minimum share of failures among them, in percent.
+    /// Minimum share of failures among the recent attempts that opens a circuit, in percent.
     pub failure_percent: u32,
     /// Maximum share of a model's backends skipped at a time because of their circuits, in percent.
     /// One may always be skipped, but never all.
     pub ejection_percent_max: u32,
-    /// First pause of an open circuit.
+    /// Length of the first pause of an open circuit.
     pub backoff: Duration,
-    /// Longest pause. Also the time after which another request is admitted if the first has not
-    /// ended.
+    /// Maximum length of a pause. Also the time after which another request is admitted if a
+    /// half-open request has not ended.
     pub backoff_max: Duration,
 }
 
@@ -81,10 +81,11 @@ struct CircuitBreaker {
     openings: u32,
     /// When the circuit opened, in microseconds since `began`.
     opened_us: u64,
-    /// Time of the last response; `None` if a request could not even be sent since.
+    /// Time of the last response, in microseconds since `began`; `None` if there was none, or if a
+    /// request could not be sent since.
     answered_us: Option<u64>,
     /// User whose half-open request failed last while others also used the backend, and the time
-    /// from which that user may try again.
+    /// from which that user may try again, in microseconds since `began`.
     blamed: Option<(UserKey, u64)>,
     /// Number and user of the half-open request in flight.
     trial: Option<(u64, UserKey)>,
@@ -92,7 +93,7 @@ struct CircuitBreaker {
     trials: u64,
 }
 
-/// Result of an attempt.
+/// Result of an attempt to serve a request.
 #[derive(Debug, Clone, Copy)]
 struct AttemptRecord {
     /// User of the request; `None` if the request cannot be at fault.
@@ -102,8 +103,8 @@ struct AttemptRecord {
 
 #[derive(Default)]
 struct BreakerCell {
-    /// 0 if closed, otherwise the time from which a request is admitted, in microseconds since
-    /// `began`.
+    /// 0 if the circuit is closed, otherwise the time from which a request is admitted, in
+    /// microseconds since `began`.
     closed_until_us: AtomicU64,
     circuit: Mutex<CircuitBreaker>,
 }
@@ -111,20 +112,20 @@ struct BreakerCell {
 /// All circuit breakers, by slot.
 pub(super) struct CircuitBreakers {
     cells: Box<[BreakerCell]>,
-    /// Cells whose circuit is not closed.
+    /// Number of cells whose circuit is not closed.
     not_closed: AtomicUsize,
     settings: CircuitSettings,
     began: Instant,
 }
 
-/// A half-open request. Dropping it without a result admits the next one.
+/// A half-open request in flight. Dropping it without a result admits the next one.
 pub(crate) struct HalfOpenProbe {
     circuits: Arc<CircuitBreakers>,
     backend: BackendRef,
     number: u64,
 }
 
-/// Decision on whether a request may go.
+/// Decision of a circuit breaker on a request.
 pub(crate) enum BreakerState {
     /// The circuit is closed, so the request may go.
     Closed,
@@ -155,7 +156,7 @@ impl CircuitBreakers {
         user: impl FnOnce() -> UserKey,
         now: Instant,
     ) -> bool {
-        // Called for every backend at every decision; usually all circuits are closed.
+        // This is called for every backend at every decision, and usually all circuits are closed.
         if self.not_closed.load(Relaxed) == 0 {
             return true;
         }
@@ -171,12 +172,12 @@ impl CircuitBreakers {
         circuit.backend != Some(backend) || now_us >= until_us && !circuit.is_barred(user, now_us)
     }
 
-    /// Returns when the circuit of `backend` opened, for comparison between backends.
+    /// Returns when the circuit of `backend` last opened, for comparison between backends.
     pub(super) fn opened_us(&self, backend: BackendRef) -> u64 {
         self.cell(backend).map_or(0, |cell| cell.lock().opened_us)
     }
 
-    /// Returns how many of a model's backends may be skipped at a time.
+    /// Returns how many of a model's `backends` may be skipped at a time.
     pub(super) fn ejected_max(&self, backends: usize) -> usize {
         let percent = usize::try_from(self.settings.ejection_percent_max).unwrap_or(100);
         let share = backends * percent / 100;
@@ -220,8 +221,9 @@ impl CircuitBreakers {
         })
     }
 
-    /// Lets a request go to `backend` alone, as [`CircuitBreakers::enter`] does for an open
-    /// circuit. For a backend that only probes consider unhealthy, without recent responses.
+    /// Lets a request go to `backend` as if its circuit were half-open, so that no other is in
+    /// flight meanwhile. Used for a backend without recent responses that only probes consider
+    /// unhealthy.
     pub(super) fn enter_doubted(
         self: &Arc<Self>,
         backend: BackendRef,
@@ -245,7 +247,7 @@ impl CircuitBreakers {
         self.answered_us(backend).is_some()
     }
 
-    /// Records a successful attempt of `user`. Returns whether it closed the circuit.
+    /// Records a successful attempt for `user`. Returns whether it closed the circuit.
     pub(super) fn passed(&self, backend: BackendRef, user: UserKey, now: Instant) -> bool {
         let Some(cell) = self.cell(backend) else {
             return false;
@@ -275,8 +277,8 @@ impl CircuitBreakers {
         self.answered_us(backend).is_some_and(is_within)
     }
 
-    /// Records a failed attempt and returns whether it opened the circuit. Without a `user`, the
-    /// request played no part in the failure.
+    /// Records a failed attempt and returns whether it opened the circuit. `user` is `None` if the
+    /// request cannot be at fault.
     pub(super) fn failed(&self, backend: BackendRef, user: Option<UserKey>, now: Instant) -> bool {
         let settings = &self.settings;
         let Some(cell) = self.cell(backend) else {
@@ -424,7 +426,7 @@ impl CircuitBreaker {
             .is_some_and(|(blamed, until_us)| now_us < until_us && user() == blamed)
     }
 
-    /// Returns a closed circuit. Half-open requests in flight do not belong to it.
+    /// Returns a closed circuit for `backend`. Half-open requests in flight do not belong to it.
     fn anew(&self, backend: Option<BackendRef>) -> Self {
         Self {
             backend,
@@ -436,7 +438,7 @@ impl CircuitBreaker {
 
 impl BreakerCell {
     fn lock(&self) -> MutexGuard<'_, CircuitBreaker> {
-        // Every change leaves it consistent.
+        // Every change leaves the circuit consistent, so a poisoned lock is harmless.
         self.circuit.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -452,7 +454,7 @@ impl Drop for HalfOpenProbe {
         let Some((cell, mut circuit)) = self.circuits.circuit(self.backend) else {
             return;
         };
-        // After a result, or after waiting too long, this is no longer the current one.
+        // After a result or a long wait, this request is no longer the current one.
         let is_current = circuit.trial.is_some_and(|(it, _)| it == self.number);
         if is_current {
             circuit.trial = None;

@@ -1,4 +1,4 @@
-//! When circuits open and close, and which requests they admit.
+//! Tests of when circuits open and close, and which requests they admit.
 
 use state::ids::{Incarnation, Slot};
 

@@ -24,12 +24,12 @@ use crate::backends::EngineUrl;
 use crate::discovery::KubernetesAccess;
 use crate::tls::{Certificates, ClientFiles, MaybeTls, NamedFile};
 
-/// Drives a connection. Dropping it closes the connection.
+/// Task that drives a connection. Dropping it closes the connection.
 type ApiConnection = AbortOnDropHandle<()>;
 
 /// Environment variables with the address of the API server in a pod.
 const SERVER_VARIABLES: [&str; 2] = ["KUBERNETES_SERVICE_HOST", "KUBERNETES_SERVICE_PORT"];
-/// Timeout for connecting and for the head of a response.
+/// Timeout for connecting, and for the head of a response.
 const TIMEOUT: Duration = Duration::from_secs(10);
 /// Maximum silence of a watch: servers send bookmarks about once a minute.
 const SILENCE_MAX: Duration = Duration::from_secs(180);
@@ -38,33 +38,33 @@ const ANSWER_BYTES_MAX: usize = 64 << 20;
 /// Maximum length of one event, in bytes.
 const EVENT_BYTES_MAX: usize = 4 << 20;
 
-/// Reason why the server's response cannot be used.
+/// Reason why a request failed or its response cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum ApiError {
-    /// A setting or a file is missing.
+    /// A setting or a file is missing or unusable.
     #[error("{0}")]
     Setup(String),
     /// The connection failed.
     #[error("connect to {0}: {1}")]
     Connect(String, io::Error),
-    /// The exchange broke.
+    /// The connection broke during the exchange.
     #[error("http: {0}")]
     Http(#[from] hyper::Error),
-    /// The server refused.
+    /// The server responded with an error status.
     #[error("{0} to {1}: {2}")]
     Refused(StatusCode, String, String),
-    /// The server no longer knows the position in the stream.
+    /// The server no longer knows the requested position in the stream.
     #[error("the API server no longer has the resource version")]
     Expired,
-    /// The server took too long.
+    /// The server did not respond in time.
     #[error("no response within {0:?}")]
     Silent(Duration),
-    /// The response was unexpected.
+    /// The response does not have the expected form.
     #[error("{0}")]
     Unexpected(String),
 }
 
-/// Percent-encodes a query value.
+/// Percent-encodes the value of a query parameter.
 pub(super) fn encoded(text: &str) -> String {
     utf8_percent_encode(text, NON_ALPHANUMERIC).to_string()
 }
@@ -78,7 +78,8 @@ pub(super) struct ApiClient {
 }
 
 impl ApiClient {
-    /// Creates a client, reading the token and the authorities again because they expire.
+    /// Creates a client. Reads the token and the authorities from their files each time, because
+    /// they expire.
     pub(super) fn new(access: &KubernetesAccess) -> Result<Self, ApiError> {
         let server = match &access.api_server {
             Some(server) => server.clone(),
@@ -113,7 +114,7 @@ impl ApiClient {
         })
     }
 
-    /// Returns an object.
+    /// Returns the object at `path`.
     pub(super) async fn get(&self, path: &str) -> Result<Value, ApiError> {
         let (answer, _connection) = self.ask(path).await?;
         let body = Limited::new(answer.into_body(), ANSWER_BYTES_MAX).collect();
@@ -124,7 +125,7 @@ impl ApiClient {
         object.map_err(|error| ApiError::Unexpected(format!("{path}: {error}")))
     }
 
-    /// Begins a watch.
+    /// Begins the watch at `path`.
     pub(super) async fn watch(&self, path: &str) -> Result<WatchStream, ApiError> {
         let (answer, connection) = self.ask(path).await?;
         Ok(WatchStream {
@@ -186,7 +187,7 @@ impl ApiClient {
     }
 }
 
-/// Returns the API server of the cluster in which this pod runs.
+/// Returns the address of the API server of the cluster in which this pod runs.
 fn in_cluster() -> Result<EngineUrl, ApiError> {
     let [host, port] = SERVER_VARIABLES.map(|name| std::env::var(name).ok());
     let (Some(host), Some(port)) = (host, port) else {
@@ -218,7 +219,7 @@ fn trust(access: &KubernetesAccess) -> Result<Arc<ClientConfig>, ApiError> {
     Ok(certificates.current())
 }
 
-/// A watch: one line of JSON per event.
+/// A watch, which delivers one line of JSON per event.
 pub(super) struct WatchStream {
     body: Incoming,
     rest: BytesMut,

@@ -20,15 +20,15 @@ use super::board::{DiscoveryBoard, SourceReading};
 use super::{EngineTemplate, KubernetesAccess, KubernetesSource, PodChoice};
 use crate::backends::EngineDialer;
 
-/// First pause after a failure; doubles with each further one.
+/// Pause after the first failure; doubles with each further one.
 const PAUSE_MIN: Duration = Duration::from_millis(200);
-/// Longest pause.
+/// Maximum pause after a failure.
 const PAUSE_MAX: Duration = Duration::from_secs(10);
-/// Interval at which a pool is read again.
+/// Interval at which an `InferencePool` is read again.
 const POOL_EVERY: Duration = Duration::from_secs(10);
 /// Number of pods per page of a list.
 const PAGE_PODS: u32 = 500;
-/// Maximum number of pods to read.
+/// Maximum number of pods to follow.
 const PODS_MAX: usize = 16_384;
 /// File that contains a pod's namespace.
 const NAMESPACE_FILE: &str = "/var/run/secrets/kubernetes.io/serviceaccount/namespace";
@@ -36,22 +36,22 @@ const NAMESPACE_FILE: &str = "/var/run/secrets/kubernetes.io/serviceaccount/name
 /// Maximum number of engines per pod: the maximum number of a pool's target ports.
 const PORTS_MAX: usize = 8;
 
-/// The pods that are engines, and their ports.
+/// Selects the pods that are engines, and their ports.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Selection {
-    /// Label selector in the API's syntax.
+    /// Label selector in the syntax of the API.
     selector: String,
-    /// Each port is a separate engine.
+    /// Ports of each pod; each one is a separate engine.
     ports: Vec<u16>,
 }
 
-/// Why following must start over.
+/// Reason why a watch has ended or must end.
 enum Ended {
     /// The server no longer knows the position in the stream: list again at once.
     Expired,
-    /// The pool selects other pods.
+    /// The pool selects other pods than before.
     OtherSelection,
-    /// The watch ended, as happens from time to time.
+    /// The server ended the watch, as it does from time to time.
     Quietly,
     Failed(ApiError),
 }
@@ -65,7 +65,7 @@ impl From<ApiError> for Ended {
     }
 }
 
-/// Reports the pods to the board for as long as it is polled.
+/// Reports the engines in the selected pods to `board` for as long as it is polled.
 pub(super) async fn follow(
     source: &KubernetesSource,
     template: &EngineTemplate,
@@ -105,7 +105,7 @@ struct PodFollower<'a> {
     board: &'a DiscoveryBoard,
     dialer: &'a EngineDialer,
     client: Option<ApiClient>,
-    /// Pods as of a position in the stream; `None` if they must be listed.
+    /// Selected pods as of a position in the stream; `None` if they must be listed.
     followed: Option<(Selection, PodTable)>,
 }
 
@@ -114,7 +114,7 @@ impl PodFollower<'_> {
         self.followed.as_ref().map_or(0, |(_, pods)| pods.heard)
     }
 
-    /// Lists pods if needed, then watches until the watch ends.
+    /// Lists the pods if needed, then follows a watch until it ends.
     async fn watch(&mut self) -> Result<Ended, ApiError> {
         let client = match self.client.take() {
             Some(client) => client,
@@ -187,7 +187,7 @@ impl PodFollower<'_> {
         Ok(format!("/api/v1/namespaces/{namespace}/pods"))
     }
 
-    /// Returns the pods that are engines.
+    /// Returns which pods are engines, according to the config or the pool.
     async fn selection(&self, client: &ApiClient) -> Result<Selection, ApiError> {
         let name = match &self.source.pods {
             PodChoice::Selector(selector) => {
@@ -208,7 +208,8 @@ impl PodFollower<'_> {
     }
 }
 
-/// Follows a watch without a server, for the fuzz target; calls `check` after each event.
+/// Follows a watch of `lines` without a server, for the fuzz target. Calls `check` after each
+/// event.
 #[cfg(feature = "fuzzing")]
 pub(super) fn fuzzed(
     lines: &[u8],
@@ -243,7 +244,7 @@ fn namespace(access: &KubernetesAccess) -> Result<String, ApiError> {
     Ok(read.trim().to_owned())
 }
 
-/// Parses an `InferencePool`; the error names what it lacks.
+/// Parses an `InferencePool`. The error names what the pool lacks.
 fn of_pool(pool: &Value, port: Option<u16>) -> Result<Selection, &'static str> {
     let labels = pool["spec"]["selector"]["matchLabels"].as_object();
     let labels = labels.ok_or("no spec.selector.matchLabels")?;
@@ -268,7 +269,7 @@ fn of_pool(pool: &Value, port: Option<u16>) -> Result<Selection, &'static str> {
     })
 }
 
-/// Parses the ports of a pool, in its order.
+/// Parses the target ports of a pool, in the pool's order.
 fn target_ports(told: &Value) -> Result<Vec<u16>, &'static str> {
     let told = told.as_array().filter(|told| !told.is_empty());
     let told = told.ok_or("no spec.targetPorts, and port is not set")?;
@@ -319,7 +320,7 @@ async fn list(
     }
 }
 
-/// Opens a watch from the position of the known pods.
+/// Opens a watch from the position of the listed pods.
 async fn open(
     client: &ApiClient,
     pods_path: &str,

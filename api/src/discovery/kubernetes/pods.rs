@@ -1,4 +1,4 @@
-//! Pods as of a position in the server's stream of changes, and the engines in them.
+//! Selected pods as of a position in the server's stream of changes, and the engines in them.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -13,21 +13,22 @@ use crate::backends::EngineDialer;
 use crate::discovery::EngineTemplate;
 use crate::discovery::board::SourceReading;
 
-/// Label with a pod's role, like `role` in the config.
+/// Label with the role of a pod's engines, like `role` in the config.
 const ROLE_LABEL: &str = "quorate.role";
-/// Status with which a server reports that it no longer knows a position in the stream.
+/// Status code of an event by which the server reports that it no longer knows a position in the
+/// stream.
 const GONE: u64 = 410;
 
 /// Effect of an event on a follower.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum WatchEvent {
-    /// Engines may have changed.
+    /// Pods may have changed, and with them the engines.
     Changed,
-    /// The server is alive.
+    /// The pods have not changed, but the server is alive.
     Heard,
 }
 
-/// The relevant part of a pod.
+/// The part of a pod that matters for its engines.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Pod {
     labels: BTreeMap<String, String>,
@@ -61,12 +62,12 @@ impl Pod {
     }
 }
 
-/// Pods by name.
+/// Selected pods by name.
 #[derive(Debug, Default)]
 pub(super) struct PodTable {
     pods: BTreeMap<String, Pod>,
     version: String,
-    /// Number of messages received.
+    /// Number of events received.
     pub(super) heard: u64,
 }
 
@@ -75,12 +76,12 @@ impl PodTable {
         self.pods.len()
     }
 
-    /// Returns the position in the stream.
+    /// Returns the position in the stream of changes.
     pub(super) fn version(&self) -> &str {
         &self.version
     }
 
-    /// Records the position in the stream.
+    /// Records the position in the stream, from an object's metadata.
     pub(super) fn at(&mut self, metadata: &Value) {
         self.heard += 1;
         if let Some(version) = metadata["resourceVersion"].as_str() {
@@ -88,21 +89,21 @@ impl PodTable {
         }
     }
 
-    /// Adds or replaces a pod.
+    /// Adds the pod `object`, or replaces the one with its name.
     pub(super) fn put(&mut self, object: &Value) {
         if let Some(name) = object["metadata"]["name"].as_str() {
             self.pods.insert(name.to_owned(), Pod::read(object));
         }
     }
 
-    /// Applies an event of a watch.
+    /// Applies an event of a watch, and returns its effect.
     pub(super) fn apply(&mut self, event: &Value) -> Result<WatchEvent, ApiError> {
         let object = &event["object"];
         let happened = match event["type"].as_str() {
             Some("ADDED" | "MODIFIED") => {
                 self.put(object);
                 if self.pods.len() > PODS_MAX {
-                    // Listing again reports the limit, and keeps none of them.
+                    // The next list reports the limit, and keeps none of the pods.
                     return Err(ApiError::Expired);
                 }
                 WatchEvent::Changed
@@ -128,7 +129,7 @@ impl PodTable {
         Ok(happened)
     }
 
-    /// Returns the engines of all pods, one per port.
+    /// Returns the engines of all pods, one per pod and port.
     pub(super) fn reading(
         &self,
         ports: &[u16],
@@ -140,7 +141,7 @@ impl PodTable {
         for (name, pod) in &self.pods {
             let named = |at: &EngineAtPort| format!("{name}{}", at.suffix);
             let Some(ip) = pod.ip else {
-                // It has not started, or has ended: its backend, if any, is treated as leaving.
+                // The pod has not started or has ended. Its backend, if any, is treated as leaving.
                 if pod.condition == EngineCondition::Leaving {
                     let leaving = |at: &EngineAtPort| {
                         at.template.nowhere(&named(at), EngineCondition::Leaving)
@@ -169,12 +170,13 @@ impl PodTable {
 /// Settings shared by the engines of all pods at one port.
 struct EngineAtPort {
     port: u16,
-    /// Suffix of the pod's name; empty if pods have one engine each.
+    /// Suffix of engine names after the pod's name; empty if pods have one engine each.
     suffix: String,
     template: EngineTemplate,
 }
 
-/// Like ranks, successive engines of a pod publish their KV events at successive ports.
+/// Returns the settings for each of `ports`. Like ranks, a pod's successive engines publish their
+/// KV events at successive ports.
 fn at_ports(ports: &[u16], template: &EngineTemplate) -> impl Iterator<Item = EngineAtPort> {
     let is_alone = ports.len() == 1;
     ports.iter().zip(0..).map(move |(port, rank): (_, u16)| {

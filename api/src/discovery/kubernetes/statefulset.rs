@@ -1,4 +1,4 @@
-//! The desired number of pods of a StatefulSet: which replicas of a cluster are wanted.
+//! The desired number of pods of a StatefulSet, which determines the replicas that a cluster wants.
 
 use serde_json::Value;
 
@@ -6,7 +6,7 @@ use super::client::{ApiClient, ApiError};
 use super::namespace;
 use crate::discovery::KubernetesAccess;
 
-/// Desired pods of a StatefulSet, by the numbers in their names.
+/// Desired scale of a StatefulSet, whose pods have numbers in their names.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StatefulSetScale {
     /// Number of the first pod.
@@ -16,7 +16,7 @@ pub struct StatefulSetScale {
 }
 
 impl StatefulSetScale {
-    /// Reads it from the API server.
+    /// Reads the scale of the StatefulSet `name` from the API server.
     ///
     /// # Errors
     /// Fails if the server does not respond, or the StatefulSet does not exist or is being deleted.
@@ -31,7 +31,7 @@ impl StatefulSetScale {
         read.await.map_err(|error: ApiError| error.to_string())
     }
 
-    /// Parses a StatefulSet; the error is why it is unusable.
+    /// Parses a StatefulSet. The error states why it is unusable.
     fn of(object: &Value) -> Result<Self, &'static str> {
         if !object["metadata"]["deletionTimestamp"].is_null() {
             return Err("it is being deleted");

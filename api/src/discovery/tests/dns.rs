@@ -14,7 +14,7 @@ use super::*;
 use crate::discovery::dns::follow;
 use crate::discovery::{DnsRecords, DnsSource};
 
-/// A server of the zone `test.`, until it is dropped.
+/// A DNS server of the zone `test.`, which runs until it is dropped.
 struct Zone {
     at: SocketAddr,
     zone: Arc<InMemoryZoneHandler>,
@@ -56,7 +56,7 @@ impl Zone {
         self.zone.upsert(record, self.serial).await;
     }
 
-    /// Points a name to these addresses only.
+    /// Points the name `owner` to exactly these addresses.
     async fn lead(&mut self, owner: &str, hosts: &[u8]) {
         self.forget(owner, RecordType::A).await;
         for host in hosts {
@@ -81,7 +81,7 @@ impl Zone {
     }
 }
 
-/// Follows a name until it is dropped.
+/// A task that follows a name until it is dropped, with its board.
 struct Following(Arc<DiscoveryBoard>, AbortHandle);
 
 impl Drop for Following {

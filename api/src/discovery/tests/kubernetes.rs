@@ -25,7 +25,7 @@ enum ScriptStep {
     Silence,
 }
 
-/// The server and the task that follows its pods, until dropped.
+/// A stand-in for an API server, and the task that follows its pods until dropped.
 struct ApiStandIn {
     requests: Arc<Mutex<Vec<String>>>,
     script: mpsc::UnboundedSender<ScriptStep>,
@@ -69,7 +69,7 @@ impl ApiStandIn {
         assert!(self.script.send(step).is_ok(), "the server runs");
     }
 
-    /// Answers the next request with a watch, whose events the test sends.
+    /// Makes the server respond to the next request with a watch, whose events the test sends.
     fn then_watch(&self) -> mpsc::UnboundedSender<String> {
         let (events, watch) = mpsc::unbounded_channel();
         self.then(ScriptStep::Watch(watch));

@@ -15,7 +15,7 @@ use super::{EngineScheme, EngineTemplate, SourceKind, SourceSettings};
 use crate::backends::{EngineAddressRules, EngineDialer};
 use crate::clock::Clock;
 
-/// Timeout of every wait: a fault fails the test within this time.
+/// Timeout of every wait, within which a fault fails the test.
 const PATIENCE: Duration = Duration::from_secs(20);
 
 /// Returns the template of a source with default settings.
@@ -55,7 +55,8 @@ fn dialer() -> EngineDialer {
     dialer
 }
 
-/// Formats a report: ids without the source, with `?` if not ready and `!` if leaving.
+/// Formats the engines of a report: ids without the source, with `?` if not ready and `!` if
+/// leaving.
 fn engines(reading: &SourceReading) -> String {
     let engines = reading.engines.iter().map(|engine| {
         let id = engine.spec.id.trim_start_matches("it-");
@@ -71,7 +72,7 @@ fn engines(reading: &SourceReading) -> String {
     engines.join(" ")
 }
 
-/// Waits until the source reports this.
+/// Waits until the source reports `expected`, and returns the report.
 async fn says(board: &DiscoveryBoard, expected: &str) -> Arc<SourceReading> {
     let saying = async {
         loop {
@@ -87,7 +88,7 @@ async fn says(board: &DiscoveryBoard, expected: &str) -> Arc<SourceReading> {
     said.unwrap_or_else(|_| panic!("expected {expected:?}, last {:?}", board.report()))
 }
 
-/// Waits until the source does not respond, and returns why.
+/// Waits until a query of the source fails, and returns why.
 async fn fails(board: &DiscoveryBoard) -> String {
     let failing = async {
         loop {

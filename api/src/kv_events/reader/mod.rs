@@ -34,21 +34,21 @@ use crate::prompt::PromptReader;
 use crate::routing::SharedOutbox;
 use rank::RankReader;
 
-/// Interval at which the assignments are checked.
+/// Interval at which the assignments of readers are checked.
 const LOOK_INTERVAL: Duration = Duration::from_millis(100);
 /// Delay before an engine is queried again.
 const ASK_AGAIN: Duration = Duration::from_millis(500);
 
-/// Dependencies of the readers on their replica.
+/// Parts of a replica that the readers depend on.
 #[derive(Clone)]
 pub struct ReaderParts {
-    /// Replicated state.
+    /// Access to the log and the replicated state.
     pub cluster: Arc<dyn Cluster>,
     /// Published part of the state.
     pub view: Arc<StateView>,
-    /// Receiver of the reports.
+    /// Outbox that receives the reports.
     pub outbox: Arc<SharedOutbox>,
-    /// Defines how the prompts of each model are cut into blocks.
+    /// Prompt reader, which defines how the prompts of each model are cut into blocks.
     pub reader: Arc<PromptReader>,
     /// The replica's wall clock.
     pub clock: Clock,
@@ -60,10 +60,10 @@ pub struct ReaderParts {
     pub board: Arc<StreamBoard>,
 }
 
-/// A backend's task, aborted on drop.
+/// The task that reads one backend; aborted on drop.
 struct ReaderTask {
     backend: Backend,
-    /// Tokens per block of its models when the task began.
+    /// Tokens per block of the backend's models when the task began.
     sizes: Vec<(String, u32)>,
     _task: AbortOnDropHandle<()>,
 }
@@ -133,7 +133,7 @@ fn sizes_of(registry: &Registry, backend: &Backend) -> Vec<(String, u32)> {
     own.map(|(model, size)| (model.to_owned(), size)).collect()
 }
 
-/// Reads one backend forever.
+/// Reads one backend until the task is aborted.
 async fn read_backend(parts: ReaderParts, backend: Backend) {
     loop {
         read_while_sound(&parts, &backend).await;
@@ -143,7 +143,7 @@ async fn read_backend(parts: ReaderParts, backend: Backend) {
     }
 }
 
-/// Reads one backend until the task of a rank fails, which none should.
+/// Reads one backend until the task of a rank ends, which only a fault causes.
 async fn read_while_sound(parts: &ReaderParts, backend: &Backend) {
     let slot = backend.handle.slot;
     parts.board.show(slot, BackendStreams::default());
@@ -170,7 +170,7 @@ async fn read_while_sound(parts: &ReaderParts, backend: &Backend) {
         Ok(identity) => identity,
         Err(refusal) => {
             refuse(parts, backend.handle, &found, refusal).await;
-            // Until the backend changes.
+            // Wait until the backend changes.
             return std::future::pending().await;
         }
     };
@@ -196,7 +196,7 @@ async fn read_while_sound(parts: &ReaderParts, backend: &Backend) {
     ranks.join_next().await;
 }
 
-/// Returns what the state knows of the ranks of this incarnation.
+/// Returns the replicated status of the ranks of this incarnation.
 fn known_ranks(parts: &ReaderParts, backend: BackendRef) -> Vec<KvRankStatus> {
     let mut ranks = Vec::new();
     parts
@@ -205,11 +205,11 @@ fn known_ranks(parts: &ReaderParts, backend: BackendRef) -> Vec<KvRankStatus> {
     ranks
 }
 
-/// Reports doubt about ranks that count as exact while no reader follows them.
+/// Reports doubt about the ranks that count as exact although no reader follows them.
 fn object(parts: &ReaderParts, backend: BackendRef) {
     for rank in known_ranks(parts, backend) {
         if rank.condition == KvCondition::EXACT {
-            // If there is no room, the next attempt reports it.
+            // If the outbox has no room, the next attempt reports the doubt.
             parts.outbox.note(Item::KvEvents(KvBatch {
                 backend,
                 rank: rank.rank,
@@ -249,7 +249,7 @@ async fn name_ranks(parts: &ReaderParts, backend: BackendRef, found: &EngineSour
     }
 }
 
-/// Reports to the cluster, waiting until there is room.
+/// Sends a report to the cluster, waiting until the outbox has room.
 async fn tell(parts: &ReaderParts, batch: KvBatch) {
     while !parts.outbox.note(Item::KvEvents(batch.clone())) {
         tokio::time::sleep(ASK_AGAIN).await;
@@ -275,7 +275,7 @@ fn identify(
     })
 }
 
-/// Where a stream resumes.
+/// The position from which a stream resumes.
 struct ResumePoint<'a> {
     parts: &'a ReaderParts,
     backend: BackendRef,
@@ -301,7 +301,8 @@ impl ResumePoint<'_> {
     }
 }
 
-/// Whether the reason for refusing an engine is gone; otherwise a refusal lasts as long as the run.
+/// Whether the reason for refusing an engine no longer holds. Otherwise a refusal lasts as long as
+/// the run.
 fn is_void(refusal: KvRejection, identity: &HashIdentity) -> bool {
     match refusal {
         KvRejection::Tokenizer | KvRejection::Models => true,
@@ -312,7 +313,7 @@ fn is_void(refusal: KvRejection, identity: &HashIdentity) -> bool {
     }
 }
 
-/// Reports that this engine's events cannot be used, waiting until there is room.
+/// Reports that this engine's events cannot be used, waiting until the outbox has room.
 async fn refuse(
     parts: &ReaderParts,
     backend: BackendRef,
@@ -330,8 +331,8 @@ async fn refuse(
     let known = known_ranks(parts, backend);
     let unix_ms = || parts.clock.unix_ms();
     for source in &found.ranks {
-        // Uses the followed run: another one would empty the cache, which also holds blocks known
-        // from leases.
+        // The report uses the followed run. Another one would empty the cache, which also holds
+        // blocks known from leases.
         let followed = known.iter().find(|it| it.rank == source.rank);
         let batch = KvBatch {
             backend,

@@ -14,19 +14,19 @@ use crate::kv_events::socket::{Socket, SocketMessage};
 use crate::kv_events::source::RankSource;
 use crate::kv_events::stream::{EventStream, HashIdentity, StreamContext, StreamEffect};
 
-/// Interval at which state, clock and outbox are checked.
+/// Interval at which the state, the clock and the outbox are checked.
 const TICK: Duration = Duration::from_millis(50);
 /// Silence of a stream after which the engine is queried for its newest message number.
 const QUIET_MAX: Duration = Duration::from_secs(1);
-/// Time within which a report must be applied before it is repeated.
+/// Time within which a report must be applied, or else it is repeated.
 const APPLIED_WITHIN: Duration = Duration::from_secs(5);
-/// Minimum interval between two objections that what counts as exact is in doubt. Longer than a
+/// Minimum interval between two objections to a state that counts as exact. It is longer than a
 /// commit takes.
 const OBJECTION_INTERVAL: Duration = Duration::from_millis(500);
 /// First and longest pause before a failed replay is retried.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(1));
 
-/// Reader of one rank; see the module documentation.
+/// Reader of one data-parallel rank; see the module documentation.
 pub(super) struct RankReader {
     parts: ReaderParts,
     backend: BackendRef,
@@ -35,18 +35,19 @@ pub(super) struct RankReader {
     stream: EventStream,
     subscription: Socket,
     replay: Option<Socket>,
-    /// Scheduled replay: when, and from which number.
+    /// Time of the scheduled replay, and the first message number that it requests.
     due: Option<(Instant, u64)>,
     pause: Duration,
     /// Reports that the outbox has not accepted yet.
     pending: VecDeque<KvBatch>,
-    /// Time of the last message.
+    /// Time of the last sign of the publisher.
     last_sign: Instant,
-    /// Time of the last query for the newest number.
+    /// Time at which the newest number was last queried.
     last_check: Instant,
-    /// Time of the last objection that what counts as exact is in doubt.
+    /// Time of the last objection to a state that counts as exact.
     last_objection: Option<Instant>,
-    /// Position of the state while it lags behind the reports, and since when.
+    /// Position of the state while it lags behind the reports, and when it was first observed
+    /// there.
     behind: Option<(Option<KvPosition>, Instant)>,
     shown: RankStreamStatus,
 }
@@ -92,12 +93,12 @@ impl RankReader {
         }
     }
 
-    /// Reads forever.
+    /// Reads the rank's events until the task is aborted.
     pub(super) async fn run(mut self) {
         let mut ticks = tokio::time::interval(TICK);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
-            // While the outbox is full, nothing more is fetched.
+            // While the outbox is full, the reader fetches no messages.
             let has_room = self.pending.is_empty();
             let event = tokio::select! {
                 biased;
@@ -197,8 +198,8 @@ impl RankReader {
         self.show(position);
     }
 
-    /// Repeats the last report so that time passes in the log: blocks from leases fade with it, and
-    /// nothing else may be reported there.
+    /// Repeats the last report so that time passes in the log, with which blocks known from leases
+    /// fade. There may be no other reports that advance it.
     fn say_again(&mut self) {
         if let Some((publisher, seq)) = self.stream.told()
             && !self.stream.is_in_doubt()
@@ -279,7 +280,7 @@ impl RankReader {
         act(&mut self.stream, &around);
     }
 
-    /// Carries out the stream's effects.
+    /// Carries out the pending effects of the stream.
     fn act(&mut self) {
         for effect in self.stream.take_effects() {
             match effect {
@@ -304,7 +305,7 @@ impl RankReader {
         }
     }
 
-    /// Handles a full outbox. Once it has room, the first report is that the state is not up to
+    /// Handles a full outbox. Once it has room, the first report states that the state is out of
     /// date.
     fn fall_behind(&mut self) {
         if self.stream.fall_behind()

@@ -25,7 +25,7 @@ const MODEL: &str = "tiny";
 const BLOCK: u32 = 2;
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// A cluster of one; may lose a message's report once.
+/// A cluster of one replica, which may lose the report of a message once.
 struct Log {
     state: Mutex<RouterState>,
     view: Arc<StateView>,
@@ -69,7 +69,7 @@ impl Log {
         });
     }
 
-    /// Registers a backend that is read here, with its events and replays on these ports.
+    /// Registers a backend that this replica reads, with its events and replays on these ports.
     fn add(&self, events: u16, replay: u16) -> BackendRef {
         self.admin(Command::PutBackend(BackendSpec {
             id: "gpu".to_owned(),
@@ -194,7 +194,7 @@ impl Cluster for Log {
     }
 }
 
-/// Reads in the background for as long as the test's runtime exists.
+/// Runs the readers in the background for as long as the test's runtime exists.
 fn read(log: &Arc<Log>) {
     let spec = TokenizerSpec::HuggingFace(
         Path::new(env!("CARGO_MANIFEST_DIR"))
@@ -236,7 +236,7 @@ fn read(log: &Arc<Log>) {
     });
 }
 
-/// Message `seq`: one first block.
+/// Returns message number `seq`, with one block that begins a prompt.
 fn message(seq: u8) -> Bytes {
     let mut bytes = b"\x92\xa1a\x91\x95\xabBlockStored\x91".to_vec();
     bytes.extend([100 + seq, 0xc0, 0x92, seq, seq, BLOCK as u8]);

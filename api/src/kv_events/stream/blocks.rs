@@ -24,9 +24,10 @@ use crate::prompt::{TokenScope, chain_of_tokens};
 const REMEMBERED_MAX: usize = 65_536;
 /// Maximum number of blocks set aside until their parent is known.
 const ORPHANS_MAX: usize = 2048;
-/// Seed of the names of parts of an engine's block, less the part's number.
+/// Base of the seeds from which the names of an engine block's parts are derived; the part's number
+/// is added.
 const PART_SEED: u64 = 0x7061_7274;
-/// Maximum number of groups of layers that are distinguished.
+/// Maximum number of groups of layers that can be distinguished.
 const GROUPS_MAX: usize = 64;
 
 /// Everything besides tokens that hashes depend on.
@@ -38,15 +39,15 @@ pub struct HashIdentity {
     pub model: String,
     /// Tokens per block in the router's hashing of this model and of models served as its adapters.
     pub block_size: u32,
-    /// Router blocks per engine block, as far as the engine has reported it.
+    /// Number of router blocks per engine block, as far as the engine has reported it.
     pub parts: u32,
 }
 
-/// The engine's events cannot be used, for this reason.
+/// Error for events that cannot be used, with the reason.
 #[derive(Debug)]
 pub(super) struct UnusableEventsError(pub(super) KvRejection);
 
-/// Consecutive blocks behind an unknown parent.
+/// Consecutive blocks whose first parent is unknown.
 #[derive(Debug)]
 struct OrphanBlocks {
     parent: EngineHash,
@@ -54,7 +55,7 @@ struct OrphanBlocks {
     tokens: Vec<u32>,
 }
 
-/// Known blocks of a publisher.
+/// Blocks that a publisher has reported, as far as they are remembered.
 #[derive(Debug)]
 pub(super) struct PublishedBlocks {
     identity: HashIdentity,
@@ -64,16 +65,16 @@ pub(super) struct PublishedBlocks {
     /// Blocks set aside, oldest first.
     orphans: VecDeque<OrphanBlocks>,
     orphans_len: usize,
-    /// Whether a group has full attention.
+    /// Whether each group of layers has full attention.
     groups: BTreeMap<u32, bool>,
-    /// Router blocks per engine block.
+    /// Number of router blocks per engine block.
     parts: usize,
 }
 
-/// A message's events, split into parts.
+/// Events of a message for the cluster, split into parts of bounded size.
 struct MessageParts<'a> {
     parts: Vec<Vec<KvEvent>>,
-    /// Number of blocks in the last part.
+    /// Number of blocks in the last part so far.
     blocks: usize,
     counts: &'a mut StreamCounts,
 }
@@ -87,7 +88,8 @@ impl<'a> MessageParts<'a> {
         }
     }
 
-    /// Returns the part for the next block, and its room.
+    /// Returns the part that the next block goes to, and the number of blocks that still fit into
+    /// it.
     fn open(&mut self) -> (&mut Vec<KvEvent>, usize) {
         if self.blocks >= KV_BLOCKS_PER_BATCH_MAX {
             self.parts.push(Vec::new());
@@ -155,7 +157,7 @@ impl PublishedBlocks {
         self.orphans_len = 0;
     }
 
-    /// Learns the groups from a message that was reported before.
+    /// Learns the groups of layers from a message that was reported before.
     pub(super) fn learn_groups(&mut self, payload: &Bytes) {
         for event in wire::decode(payload).unwrap_or_default().events {
             if let EngineEvent::Stored(stored) = event {
@@ -165,7 +167,7 @@ impl PublishedBlocks {
         }
     }
 
-    /// Converts a message's events for the cluster, in at least one part.
+    /// Converts a message's events into at least one part for the cluster.
     pub(super) fn convert(
         &mut self,
         events: Vec<EngineEvent>,
@@ -233,8 +235,8 @@ impl PublishedBlocks {
         Ok(())
     }
 
-    /// Adds blocks that follow `parent`, or that start a prompt with this adapter and salt if
-    /// `None`.
+    /// Adds blocks that follow `parent`. If it is `None`, they start a prompt with this adapter and
+    /// salt.
     fn chain(
         &mut self,
         parent: Option<(EngineHash, BlockHash)>,
@@ -258,7 +260,8 @@ impl PublishedBlocks {
         cut.store(parent.map(|(engine, _)| engine), &blocks);
     }
 
-    /// Adds the blocks that were waiting for one of `parents`, and those waiting for these.
+    /// Adds the blocks that waited for one of `parents`, and those that waited for the added
+    /// blocks.
     fn adopt(
         &mut self,
         parents: &[EngineHash],
@@ -313,7 +316,8 @@ impl PublishedBlocks {
         }
     }
 
-    /// Removes a block that was set aside, with those behind it. Returns whether there was one.
+    /// Removes a block that was set aside, and those behind it. Returns whether the block was
+    /// found.
     fn drop_orphan(&mut self, hash: EngineHash) -> bool {
         for orphans in &mut self.orphans {
             if let Some(at) = orphans.hashes.iter().position(|it| *it == hash) {
@@ -344,7 +348,8 @@ impl PublishedBlocks {
         }
     }
 
-    /// Learns the number of router blocks per engine block. Returns whether it is a whole number.
+    /// Learns the number of router blocks per engine block from `engine`, its block size. Returns
+    /// whether it is a whole number.
     fn learn_parts(&mut self, engine: u32) -> bool {
         let router = self.identity.block_size;
         let is_whole = engine > 0 && engine.is_multiple_of(router);
@@ -354,8 +359,9 @@ impl PublishedBlocks {
         is_whole
     }
 
-    /// Names the router blocks in engine blocks. The last one of each has the engine's own name,
-    /// which the next block uses for its parent; the others have names derived from it.
+    /// Returns names for the router blocks in engine blocks. The last one of each has the engine's
+    /// own name, by which the next block refers to its parent. The others have names derived from
+    /// it.
     fn names(&self, hashes: &[EngineHash]) -> Vec<EngineHash> {
         let parts = self.parts as u64;
         let of_one = |hash: &EngineHash| {
@@ -376,7 +382,7 @@ impl PublishedBlocks {
         }
     }
 
-    /// Whether the event concerns the followed cache: on the GPU, first group with full attention.
+    /// Whether `place` is the followed cache: on the GPU, in the first group with full attention.
     fn is_indexed(&self, place: &CacheLocation) -> bool {
         if place.is_offloaded || place.is_full_attention == Some(false) {
             return false;

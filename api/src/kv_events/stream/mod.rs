@@ -32,13 +32,13 @@ use blocks::{PublishedBlocks, UnusableEventsError};
 
 use super::wire;
 
-/// Number of messages before the last reported one that a first replay also requests: they show
+/// Number of messages before the last reported one that the first replay also requests. They show
 /// which groups of layers exist.
 const RECALL_MESSAGES: u64 = 64;
-/// Number of marks of reported messages that are remembered.
+/// Maximum number of marks of reported messages to remember.
 const MARKS_MAX: usize = 256;
-/// Maximum size of messages held during a replay, in bytes. Further messages are replayed
-/// themselves.
+/// Maximum size of messages held during a replay, in bytes. Messages beyond it are dropped and
+/// replayed.
 const HELD_BYTES_MAX: usize = 16 << 20;
 /// Number of consecutive failed replays after which their messages count as lost.
 const REPLAY_ATTEMPTS_MAX: u32 = 5;
@@ -46,16 +46,16 @@ const REPLAY_ATTEMPTS_MAX: u32 = 5;
 /// An action requested by the stream.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum StreamEffect {
-    /// Report news of this publisher's run to the cluster.
+    /// Report news about a run of this publisher to the cluster.
     Tell {
         /// Run of the publisher.
         publisher: u64,
         /// News of the run.
         news: KvNews,
     },
-    /// Request all messages from this number on. Answers go to [`EventStream::replayed`], the end
-    /// to [`EventStream::replay_ended`] or [`EventStream::replay_failed`]. A replay in progress is
-    /// abandoned.
+    /// Request all messages from number `from` on. Each goes to [`EventStream::replayed`], and the
+    /// end to [`EventStream::replay_ended`] or [`EventStream::replay_failed`]. A replay in progress
+    /// is abandoned.
     Replay {
         /// First number to replay.
         from: u64,
@@ -96,7 +96,7 @@ pub struct StreamCounts {
     pub orphans: u64,
 }
 
-/// The followed run.
+/// The run of the publisher that is followed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct PublisherRun {
     publisher: u64,
@@ -112,23 +112,23 @@ impl PublisherRun {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum StreamPhase {
-    /// Not connected.
+    /// The subscription is not established.
     Detached,
-    /// Waiting for a replay.
+    /// A replay is in progress or due.
     Replaying {
-        /// Whether the last message reported has been repeated, or there was none.
+        /// Whether the last message reported has been repeated, or none was reported.
         is_verified: bool,
-        /// Number of failed attempts so far.
+        /// Number of failed attempts at the replay so far.
         attempts: u32,
     },
-    /// Up to date as far as is known.
+    /// The stream is up to date, as far as is known.
     Following,
 }
 
-/// A publisher's stream.
+/// The stream of one publisher, as its reader follows it.
 pub struct EventStream {
     has_replay: bool,
-    /// Greatest number of a run so far.
+    /// Greatest run number so far.
     newest_run: u64,
     run: Option<PublisherRun>,
     phase: StreamPhase,
@@ -138,15 +138,15 @@ pub struct EventStream {
     blocks: PublishedBlocks,
     /// Last doubt reported; a stream begins in doubt.
     doubt: Option<KvDoubt>,
-    /// Why this run cannot be used, if it cannot.
+    /// Why this run cannot be used; `None` if it can.
     refusal: Option<KvRejection>,
     counts: StreamCounts,
     effects: Vec<StreamEffect>,
 }
 
 impl EventStream {
-    /// Creates a stream that continues from `position`; `None` if nothing was reported for this
-    /// publisher. `has_replay` says whether the engine can repeat messages.
+    /// Creates a stream that continues from `position`, or from the beginning if nothing was
+    /// reported for this publisher. `has_replay` is whether the engine can repeat messages.
     #[must_use]
     pub fn new(identity: HashIdentity, has_replay: bool, position: Option<KvPosition>) -> Self {
         let run = position.map(|position| PublisherRun {
@@ -169,8 +169,8 @@ impl EventStream {
         }
     }
 
-    /// Creates a stream that starts a run later than `publisher`, whatever was reported for that
-    /// one.
+    /// Creates a stream whose first run is later than `publisher`, whatever was reported for that
+    /// run.
     #[must_use]
     pub fn anew(identity: HashIdentity, has_replay: bool, publisher: u64) -> Self {
         let mut stream = Self::new(identity, has_replay, None);
@@ -178,7 +178,7 @@ impl EventStream {
         stream
     }
 
-    /// Returns the counters.
+    /// Returns the counters of the stream.
     #[must_use]
     pub fn counts(&self) -> StreamCounts {
         self.counts
@@ -191,19 +191,19 @@ impl EventStream {
         Some((run.publisher, run.last.map(|(seq, _)| seq)))
     }
 
-    /// Whether the stream is up to date as far as is known.
+    /// Whether the stream is up to date, as far as is known.
     #[must_use]
     pub fn is_following(&self) -> bool {
         self.phase == StreamPhase::Following
     }
 
-    /// Whether newer messages than the reported ones may exist.
+    /// Whether messages newer than the reported ones may exist.
     #[must_use]
     pub fn is_in_doubt(&self) -> bool {
         self.doubt.is_some()
     }
 
-    /// Whether this run cannot be used. Nothing more is reported for it then.
+    /// Whether the run cannot be used. If so, nothing more is reported for it.
     #[must_use]
     pub fn is_refused(&self) -> bool {
         self.refusal.is_some()
@@ -231,8 +231,8 @@ impl EventStream {
         self.doubt(KvDoubt::Unreachable);
     }
 
-    /// Requests the newest number after a period of silence, or if the cluster has the stream in
-    /// doubt.
+    /// Requests the newest message number after a period of silence, or if the cluster has the
+    /// stream in doubt.
     pub fn check(&mut self, is_in_doubt: bool) {
         if is_in_doubt && self.doubt.is_none() {
             self.doubt = Some(KvDoubt::Handover);
@@ -242,8 +242,8 @@ impl EventStream {
         }
     }
 
-    /// Repeats the doubt if the cluster takes the state for exact: a reader's task was restarted,
-    /// or another reader's report arrived late.
+    /// Repeats the doubt because the cluster considers the state exact: a reader's task was
+    /// restarted, or another reader's report arrived late.
     pub fn object(&mut self) {
         if let Some(doubt) = self.doubt {
             self.tell(KvNews::Doubt(doubt));
@@ -375,7 +375,7 @@ impl EventStream {
     fn follow(&mut self, seq: u64, payload: Bytes, around: &StreamContext<'_>) {
         let mark = xxh3_64(&payload);
         let Some(run) = self.run else {
-            // Only without replays: other streams know their run before they follow.
+            // This happens only without replays: other streams know their run before they follow.
             self.begin(seq, mark, &payload, around);
             self.confirm();
             return;
@@ -404,7 +404,7 @@ impl EventStream {
         }
     }
 
-    /// Whether another message was reported under this number.
+    /// Whether a message other than that of `mark` was reported under the number `seq`.
     fn is_another(&self, seq: u64, mark: u64) -> bool {
         let told = self.marks.iter().find(|(told, _)| *told == seq);
         told.is_some_and(|(_, told)| *told != mark)
@@ -456,7 +456,7 @@ impl EventStream {
         self.marks.clear();
         self.blocks.forget();
         self.refusal = None;
-        // A run counts as caught up only once that is reported.
+        // A run counts as caught up only once that fact is reported.
         self.doubt = Some(KvDoubt::Gap);
         self.counts.runs += 1;
     }
@@ -518,7 +518,7 @@ impl EventStream {
         }
     }
 
-    /// Ends a doubt if nothing is missing.
+    /// Ends the doubt if nothing is missing.
     fn confirm(&mut self) {
         if self.phase == StreamPhase::Following
             && self.refusal.is_none()

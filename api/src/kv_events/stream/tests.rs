@@ -1,4 +1,4 @@
-//! Streams by table, message by message, and recorded ones to the token.
+//! Tests of streams: message by message from tables, and recorded ones to the token.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -9,10 +9,10 @@ use super::*;
 use crate::kv_events::fixtures;
 use crate::prompt::{TokenScope, chain_of_tokens};
 
-/// Tokens per block in messages written here.
+/// Tokens per block in the messages of these tests.
 const BLOCK: u32 = 2;
 
-/// The state that a cluster would derive from the reports.
+/// The state of a publisher's cache that a cluster derives from the reports.
 #[derive(Default)]
 struct View {
     publisher: u64,
@@ -99,7 +99,7 @@ impl View {
     }
 }
 
-/// A stream with the view of the cluster, and its requests for replays.
+/// A stream, the cluster's view of it, and its requests for replays.
 struct Table {
     stream: EventStream,
     view: View,
@@ -157,8 +157,8 @@ impl Table {
         self
     }
 
-    /// Answers each replay request of the engine with the messages it has, until there are no more
-    /// requests.
+    /// Responds to the stream's replay requests with the messages `has` of `run`, until there are
+    /// no more requests.
     fn answer(&mut self, run: &str, has: std::ops::Range<u64>) -> &mut Self {
         while let Some(from) = self.asked.take() {
             for seq in has.clone().filter(|seq| *seq >= from) {
@@ -211,7 +211,7 @@ fn payload(run: &str, events: u32, write: impl FnOnce(&mut Vec<u8>)) -> Bytes {
     bytes.into()
 }
 
-/// Message `seq` of a run: one first block of that name.
+/// Returns message number `seq` of `run`, with one block that begins a prompt.
 fn message(run: &str, seq: u64) -> Bytes {
     let token = u32::try_from(seq).unwrap();
     payload(run, 1, |bytes| {
@@ -495,8 +495,8 @@ fn large_messages_come_in_parts() {
     assert_eq!(parts, [(0, false), (1, false), (2, true)]);
 }
 
-/// After each recorded message, the view equals the engine's cache: every later prompt's hit is
-/// predicted to the token.
+/// Checks after each recorded message that the view equals the engine's cache, so that the hit of
+/// every later prompt is predicted to the token.
 #[test]
 fn recorded_hits_are_predicted() {
     for (name, engine, block_size) in [

@@ -10,16 +10,16 @@ use state::ids::EngineHash;
 
 use super::msgpack::{MsgpackError, MsgpackReader, MsgpackValue};
 
-/// A payload.
+/// A decoded message of a publisher.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct EventPayload {
-    /// Events in order.
+    /// Events of the message, in order.
     pub events: Vec<EngineEvent>,
-    /// Data-parallel rank, if given.
+    /// Data-parallel rank of the publisher, if given.
     pub rank: Option<u32>,
 }
 
-/// One event.
+/// One event of an engine's cache.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum EngineEvent {
     /// Blocks were added to the cache.
@@ -32,38 +32,38 @@ pub enum EngineEvent {
     Unknown,
 }
 
-/// `BlockStored`.
+/// An event `BlockStored`: blocks were added to the cache.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct BlockStored {
     /// The engine's hashes of the blocks, in prompt order.
     pub hashes: Vec<EngineHash>,
-    /// Block before the first one; `None` at the start of a prompt.
+    /// Parent of the first block; `None` at the start of a prompt.
     pub parent: Option<EngineHash>,
-    /// Tokens of the blocks.
+    /// Tokens of all the blocks, in order.
     pub tokens: Vec<u32>,
-    /// Tokens per block.
+    /// Number of tokens per block.
     pub block_size: u32,
     /// Location of the blocks.
     pub place: CacheLocation,
-    /// Inputs of the hashes besides the tokens.
+    /// Inputs of the blocks' hashes besides the tokens.
     pub keys: BlockKeys,
 }
 
-/// `BlockRemoved`.
+/// An event `BlockRemoved`: copies of blocks were removed from the cache.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct BlockRemoved {
-    /// Removed blocks; one entry per physical copy.
+    /// Hashes of the removed blocks, one per physical copy.
     pub hashes: Vec<EngineHash>,
     /// Location of the blocks.
     pub place: CacheLocation,
 }
 
-/// The engine's cache that an event concerns.
+/// Location of blocks among an engine's caches.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct CacheLocation {
     /// Whether the cache is outside the GPU's memory.
     pub is_offloaded: bool,
-    /// Group of layers, for hybrid models.
+    /// Group of layers, in hybrid models.
     pub group: Option<u32>,
     /// Whether the group has full attention; `None` if not given.
     pub is_full_attention: Option<bool>,
@@ -72,14 +72,14 @@ pub struct CacheLocation {
 /// Attributes that distinguish blocks with equal tokens.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct BlockKeys {
-    /// Whether a LoRA adapter is used, given by number.
+    /// Whether the blocks use a LoRA adapter, which is given by number.
     pub has_adapter: bool,
-    /// Name of the adapter.
+    /// Name of the LoRA adapter.
     pub adapter: Option<String>,
-    /// The salt of the first block.
+    /// Cache salt, which belongs to the prompt's first block.
     pub salt: Option<String>,
-    /// First of the event's blocks with further keys: media, embeddings, or anything that is not
-    /// understood. No prompt hash can stand for it or for what follows it.
+    /// Index of the first block with further keys: media, embeddings, or anything unknown. No hash
+    /// of a prompt matches this block or those after it.
     pub foreign_from: Option<usize>,
 }
 
@@ -121,7 +121,7 @@ pub fn decode(bytes: &[u8]) -> Result<EventPayload, MsgpackError> {
     Ok(payload)
 }
 
-/// Reads a value without parts; skips one with parts as a whole.
+/// Reads a value without parts, or skips one with parts as a whole.
 fn head<'a>(pack: &mut MsgpackReader<'a>) -> Result<MsgpackValue<'a>, MsgpackError> {
     let before = *pack;
     let value = pack.value()?;
@@ -132,7 +132,7 @@ fn head<'a>(pack: &mut MsgpackReader<'a>) -> Result<MsgpackValue<'a>, MsgpackErr
     Ok(value)
 }
 
-/// Names of the fields after the tag, in positional order.
+/// Names of the fields of `BlockStored` after the tag, in positional order.
 const STORED: [&[u8]; 10] = [
     b"block_hashes",
     b"parent_block_hash",
@@ -194,7 +194,7 @@ fn event(pack: &mut MsgpackReader<'_>) -> Result<EngineEvent, MsgpackError> {
     Ok(told.into_event(tag == Some(b"BlockStored")))
 }
 
-/// Returns the value of `type` in a map of this many fields.
+/// Returns the value of `type` in a map of `fields` fields.
 fn tag_by_name<'a>(
     mut pack: MsgpackReader<'a>,
     fields: u32,
@@ -212,7 +212,7 @@ fn tag_by_name<'a>(
     Ok(None)
 }
 
-/// An event's fields as they are read.
+/// Fields of an event, collected as they are read.
 #[derive(Default)]
 struct EventFields {
     stored: BlockStored,
@@ -272,9 +272,9 @@ impl EventFields {
         Ok(())
     }
 
-    /// Reads one entry per block: `nil`, or what went into its hash besides the tokens. The
-    /// adapter's name is in every block, a salt only in a prompt's first one, and media are where
-    /// they occur.
+    /// Reads one entry per block: `nil`, or the inputs of its hash besides the tokens. Every block
+    /// has the adapter's name, only a prompt's first one has a salt, and media are where they
+    /// occur.
     fn read_extra_keys(&mut self, pack: &mut MsgpackReader<'_>) -> Result<(), MsgpackError> {
         let before = *pack;
         let MsgpackValue::Array(blocks) = pack.value()? else {
@@ -336,7 +336,7 @@ fn read_hashes(
     hashes: &mut Vec<EngineHash>,
 ) -> Result<(), MsgpackError> {
     for _ in 0..pack.array()? {
-        // Anything but a hash names no block.
+        // Any value but a hash names no block.
         hashes.extend(hash(head(pack)?));
     }
     Ok(())
@@ -349,8 +349,8 @@ fn read_tokens(pack: &mut MsgpackReader<'_>, tokens: &mut Vec<u32>) -> Result<()
     Ok(())
 }
 
-/// Returns a hash given as an integer, or the last eight bytes of one given as bytes, which equal
-/// that integer.
+/// Returns a block's hash. Of a hash given as bytes, it returns the last eight, which equal the
+/// hash given as an integer.
 fn hash(value: MsgpackValue<'_>) -> Option<EngineHash> {
     match value {
         MsgpackValue::Integer(hash) => Some(EngineHash(hash)),

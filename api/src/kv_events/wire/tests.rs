@@ -1,4 +1,4 @@
-//! Payloads: recorded, made-up and damaged ones.
+//! Decoding of payloads: recorded, made-up and damaged ones.
 
 use proptest::prelude::*;
 use rmp::encode as pack;
@@ -6,7 +6,7 @@ use rmp::encode as pack;
 use super::*;
 use crate::kv_events::fixtures;
 
-/// A payload of one event, from pieces of msgpack.
+/// Returns a payload with one event, which is given as msgpack.
 fn payload(event: &[u8]) -> Vec<u8> {
     let mut bytes = b"\x93\xcb\x41\xda\xc0\x01\x41\x62\x63\xda\x91".to_vec();
     bytes.extend(event);

@@ -1,7 +1,8 @@
 //! Caches the tokens of text, up to a number of bytes.
 //!
-//! Two generations: a hit moves to the young one, and when that reaches half the bound, the old one
-//! is dropped. So recently used entries stay, without an LRU list to update at every lookup.
+//! The cache has two generations. A hit moves to the young one. When that would exceed half the
+//! bound, it replaces the old one. So recently used entries stay, without updating an LRU list at
+//! each lookup.
 
 use std::collections::HashMap;
 use std::hash::RandomState;
@@ -9,18 +10,18 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use xxhash_rust::xxh3::{xxh3_64_with_seed, xxh3_128_with_seed};
 
-/// Overhead of an entry, in bytes.
+/// Estimated overhead of an entry, in bytes.
 const ENTRY_BYTES: usize = 64;
 
-/// Key of a text in the cache.
+/// Key of a text under one salt in the cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct TextKey(u128);
 
-/// Tokens by text.
+/// Cache of the tokens of texts, bounded in bytes.
 #[derive(Debug)]
 pub(super) struct TokenCache {
     bytes_max: usize,
-    /// Random, so that clients cannot construct texts with equal keys.
+    /// Random seed of the keys, so that clients cannot construct texts with equal keys.
     seed: u64,
     generations: Mutex<Generations>,
 }
@@ -29,7 +30,7 @@ pub(super) struct TokenCache {
 struct Generations {
     young: HashMap<TextKey, Arc<[u32]>>,
     old: HashMap<TextKey, Arc<[u32]>>,
-    /// Size of the young generation.
+    /// Size of the young generation, in bytes.
     bytes: usize,
 }
 
@@ -44,8 +45,8 @@ impl TokenCache {
         }
     }
 
-    /// Returns the key of `text` under one `salt`, so that the time to tokenize reveals nothing
-    /// about texts under other salts.
+    /// Returns the key of `text` under `salt`. Keys depend on the salt so that the time to tokenize
+    /// reveals nothing about texts under other salts.
     pub(super) fn key(&self, text: &[u8], salt: &str) -> TextKey {
         let seed = match salt {
             "" => self.seed,
@@ -54,7 +55,7 @@ impl TokenCache {
         TextKey(xxh3_128_with_seed(text, seed))
     }
 
-    /// Returns the tokens cached under `key`.
+    /// Returns the tokens cached under `key`, if any.
     pub(super) fn get(&self, key: TextKey) -> Option<Arc<[u32]>> {
         let mut generations = self.generations();
         if let Some(tokens) = generations.young.get(&key) {

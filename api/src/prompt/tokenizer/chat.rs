@@ -1,53 +1,53 @@
-//! Converts a body's prompt to the form that templates and engines accept: OpenAI chat messages,
-//! plain text or token ids.
+//! Converts the prompt of a body to the form that templates and engines accept: OpenAI chat
+//! messages, plain text or token ids.
 //!
 //! The steps follow vLLM (`vllm/entrypoints/chat_utils.py`, 0.11 and later; reimplemented, not
 //! copied): text parts become text, arguments of tool calls become objects, system text of the
 //! other APIs becomes a system message. Images and other media become a marker at their place in
-//! the text, made of a hash of their identifier. The router does not know how many tokens an engine
-//! makes of an image, but it can distinguish two images.
+//! the text, with a hash of their identifier. The router does not know how many tokens an engine
+//! uses for an image, but it can distinguish two images.
 
 use serde_json::{Map, Value, json};
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::super::read::PromptField;
 
-/// The body has no text for a tokenizer, so its prompt is identified by its characters.
+/// Error for a body that cannot be converted, so that its prompt is identified by its characters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct UnclearBodyError;
 
-/// Prompt of a body.
+/// Prompt of a body, as input for a tokenizer.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) enum TokenizerInput {
     /// A conversation.
     Chat(Box<Chat>),
-    /// One text, the first of a batch.
+    /// One text, or the first text of a batch.
     Plain {
         text: String,
         add_special_tokens: bool,
     },
-    /// Token ids, the first of a batch.
+    /// Token ids, or the first prompt of a batch of token ids.
     Ids(Vec<u32>),
-    /// No prompt.
+    /// The body has no prompt.
     Nothing,
 }
 
 /// A conversation and its rendering options.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Chat {
-    /// In OpenAI's format, with markers in place of media.
+    /// Messages in OpenAI's format, with markers in place of media.
     pub(super) messages: Vec<Value>,
-    /// In OpenAI's format.
+    /// Tools in OpenAI's format; `None` if there are none.
     pub(super) tools: Option<Value>,
     pub(super) documents: Option<Value>,
-    /// Further template variables.
+    /// Further variables for the template.
     pub(super) kwargs: Map<String, Value>,
     pub(super) add_generation_prompt: bool,
     pub(super) continue_final_message: bool,
     pub(super) add_special_tokens: bool,
 }
 
-/// Reads the body of a request to `path`.
+/// Reads the prompt from the body of a request to `path`.
 pub(super) fn read(path: &str, body: &[u8]) -> Result<TokenizerInput, UnclearBodyError> {
     let mut body: Map<String, Value> =
         serde_json::from_slice(body).map_err(|_| UnclearBodyError)?;
@@ -114,7 +114,7 @@ fn openai(
     chat(messages.collect::<Result<_, _>>()?, body, is_reply_wanted)
 }
 
-/// Reads the other fields of a chat's body.
+/// Combines `messages` with the other fields of the body of a chat.
 fn chat(
     messages: Vec<Value>,
     mut body: Map<String, Value>,
@@ -148,8 +148,8 @@ fn array(value: Option<Value>) -> Result<Vec<Value>, UnclearBodyError> {
     }
 }
 
-/// Dumps tools like vLLM's types: known fields only, in a fixed order, absent ones as `null`,
-/// except for two that are omitted if absent.
+/// Converts tools as vLLM serializes them: known fields only, in a fixed order, absent ones as
+/// `null`. `strict` and `defer_loading` are omitted if absent.
 fn tools(tools: Value) -> Result<Value, UnclearBodyError> {
     let tool = |tool: Value| {
         let Value::Object(mut tool) = tool else {
@@ -161,7 +161,7 @@ fn tools(tools: Value) -> Result<Value, UnclearBodyError> {
             .cloned();
         let function = match tool.remove("function") {
             Some(function) => function,
-            // `/v1/messages` and `/v1/responses` have no separate level for it.
+            // `/v1/messages` and `/v1/responses` do not nest the function in the tool.
             None => {
                 if let Some(schema) = tool.shift_remove("input_schema") {
                     tool.insert("parameters".to_owned(), schema);
@@ -197,7 +197,7 @@ fn tools(tools: Value) -> Result<Value, UnclearBodyError> {
     array(Some(tools))?.into_iter().map(tool).collect()
 }
 
-/// Converts the content of a message to text parts and markers.
+/// Converts the parts of a message's content to text parts and markers.
 fn message(message: Value) -> Result<Value, UnclearBodyError> {
     let Value::Object(mut message) = message else {
         return Err(UnclearBodyError);
@@ -218,7 +218,7 @@ fn text_part(text: &str) -> Value {
     json!({"type": "text", "text": text})
 }
 
-/// Converts one part of a content to a text part; `None` if it has no text.
+/// Converts one part of a message's content to a text part; `None` if it has no text.
 fn part(part: Value) -> Option<Value> {
     let part = match part {
         Value::String(text) => return Some(text_part(&text)),
@@ -264,7 +264,7 @@ fn marker(part: &Map<String, Value>) -> String {
     format!("<|{}:{hash:016x}|>", kind.unwrap_or("part"))
 }
 
-/// Reads `/v1/messages`, where tool uses and results are parts; here they become messages.
+/// Reads a body of `/v1/messages`, in which tool uses and results are parts. They become messages.
 fn anthropic(mut body: Map<String, Value>) -> Result<TokenizerInput, UnclearBodyError> {
     let mut messages = Vec::new();
     match body.remove("system") {
@@ -317,7 +317,7 @@ fn anthropic(mut body: Map<String, Value>) -> Result<TokenizerInput, UnclearBody
     chat(messages, body, true)
 }
 
-/// Reads `/v1/responses`, where calls and their outputs are items; here they become messages.
+/// Reads a body of `/v1/responses`, in which calls and outputs are items. They become messages.
 fn responses(mut body: Map<String, Value>) -> Result<TokenizerInput, UnclearBodyError> {
     let mut messages = Vec::new();
     match body.remove("instructions") {
@@ -357,8 +357,8 @@ fn responses(mut body: Map<String, Value>) -> Result<TokenizerInput, UnclearBody
 }
 
 impl Chat {
-    /// Returns the messages for a template. With `has_parts`, contents are lists of parts;
-    /// otherwise texts with a line break between parts.
+    /// Returns the messages for a template. With `has_parts`, their contents are lists of parts.
+    /// Otherwise, they are texts with a line break between parts.
     pub(super) fn for_template(&self, has_parts: bool) -> Vec<Value> {
         let convert = |message: &Value| {
             let mut message = message.as_object().cloned().unwrap_or_default();
@@ -385,7 +385,7 @@ fn as_parts(content: Option<&Value>) -> Value {
     }
 }
 
-/// Returns the text of a content, with a line break between parts.
+/// Returns the text of a message's content, with a line break between parts.
 pub(super) fn as_text(content: Option<&Value>) -> String {
     match content {
         Some(Value::String(text)) => text.clone(),
@@ -397,7 +397,7 @@ pub(super) fn as_text(content: Option<&Value>) -> String {
     }
 }
 
-/// Parses arguments, which arrive as a JSON string, into the object that templates expect.
+/// Parses the arguments of tool calls, which arrive as JSON strings, into objects for templates.
 fn parse_arguments(message: &mut Map<String, Value>) {
     if message.get("role").is_none_or(|role| role != "assistant") {
         return;

@@ -1,13 +1,13 @@
-//! Handles the role `developer` for templates that do not know it, like vLLM since 0.32.
+//! Replaces the role `developer` for templates that do not handle it, as vLLM does since 0.32.
 //!
-//! Such messages become system messages, which are then merged into one at the beginning, because
-//! many templates accept a system message only there.
+//! Developer messages become system messages, which are then merged into one at the beginning,
+//! because many templates accept a system message only there.
 
 use serde_json::{Value, json};
 
 use super::chat::as_text;
 
-/// Whether a template handles the role itself.
+/// Whether `template` handles the role `developer` itself.
 pub(super) fn is_named_in(template: &str) -> bool {
     template.contains("\"developer\"") || template.contains("'developer'")
 }
@@ -16,7 +16,7 @@ fn has_role(message: &Value, role: &str) -> bool {
     message.get("role").is_some_and(|known| known == role)
 }
 
-/// Replaces the role in the messages, if present.
+/// Replaces the role `developer` in `messages`, if present.
 pub(super) fn without(messages: Vec<Value>) -> Vec<Value> {
     if !messages.iter().any(|it| has_role(it, "developer")) {
         return messages;

@@ -1,5 +1,4 @@
-//! Fuzz targets for what tokenizers read, see [`crate::fuzzing`]: conversations, and files that
-//! operators supply from other sources.
+//! Fuzz targets for tokenizers, see [`crate::fuzzing`]: conversations and files from third parties.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -14,7 +13,7 @@ use super::template::ChatTemplate;
 use super::{Tokenizer, TokenizerContent, TokenizerSpec};
 use crate::fuzzing::path_of;
 
-/// Uses common template features: loops, conditions, filters, tools as JSON.
+/// Chat template with common features: loops, conditions, filters, tools as JSON.
 const TEMPLATE: &str = "{%- if tools %}{{ tools | tojson(indent=4) }}\n{% endif -%}
 {% for message in messages %}{% if loop.first and message.role != 'system' %}<s>{% endif %}
 <|{{ message['role'] }}|>{% if message.content is string %}{{ message.content | trim }}
@@ -37,7 +36,7 @@ pub fn chat(bytes: &[u8]) {
         return;
     };
     if let TokenizerInput::Chat(chat) = wanted {
-        // A template may reject a conversation.
+        // The template may reject the conversation.
         drop(RENDERER.render(&chat));
     }
     if let Ok(TokenizerContent::Text(text)) = Tokenizer::character().content(path, body) {
@@ -47,7 +46,7 @@ pub fn chat(bytes: &[u8]) {
     }
 }
 
-/// Compiles and renders a chat template.
+/// Compiles a chat template and renders conversations with it.
 pub fn chat_template(bytes: &[u8]) {
     let Ok(source) = std::str::from_utf8(bytes) else {
         return;
@@ -96,7 +95,7 @@ pub fn tokenizer_file(bytes: &[u8]) {
 const CHAT: &str = r#"{"model":"m","messages":[{"role":"system","content":"be brief"},{"role":"user","content":[{"type":"text","text":"hello"},{"type":"image_url","image_url":{"url":"data:image/png;base64,AAAA"}}]},{"role":"assistant","content":"hi"},{"role":"user","content":"bye"}],"max_tokens":7,"stream":true}"#;
 const TOOLS: &str = r#"{"model":"m","messages":[{"role":"user","content":"weather?"},{"role":"assistant","content":null,"tool_calls":[{"id":"c","type":"function","function":{"name":"f","arguments":"{\"x\": [1, 2.5, null]}"}}]},{"role":"tool","tool_call_id":"c","content":"rain"}],"tools":[{"type":"function","function":{"name":"f","description":"d","parameters":{"type":"object","properties":{"x":{"type":"array"}}}}}],"chat_template_kwargs":{"enable_thinking":false},"documents":[{"text":"d"}],"continue_final_message":true,"add_generation_prompt":false}"#;
 
-/// Returns conversations in the format of every API.
+/// Returns seeds for [`chat()`]: conversations in the formats of all APIs.
 #[must_use]
 pub fn chat_seeds() -> Vec<Vec<u8>> {
     let bodies: [(u8, &str); 8] = [
@@ -119,7 +118,7 @@ pub fn chat_seeds() -> Vec<Vec<u8>> {
     bodies.map(seed).to_vec()
 }
 
-/// Returns chat templates.
+/// Returns seeds for [`chat_template()`]: valid templates.
 #[must_use]
 pub fn chat_template_seeds() -> Vec<Vec<u8>> {
     let sources = [
@@ -131,7 +130,7 @@ pub fn chat_template_seeds() -> Vec<Vec<u8>> {
     sources.map(|source| source.as_bytes().to_vec()).to_vec()
 }
 
-/// Returns small tokenizers of the common model types.
+/// Returns seeds for [`tokenizer_file`]: small tokenizers of the common model types.
 #[must_use]
 pub fn tokenizer_file_seeds() -> Vec<Vec<u8>> {
     let added = json!([{

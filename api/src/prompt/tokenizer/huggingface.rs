@@ -1,10 +1,10 @@
-//! A `tokenizer.json` and its chat template.
+//! Tokenizes with a `tokenizer.json` and its chat template.
 //!
-//! Tokenizing costs a millisecond per few kilobytes, and a conversation repeats itself at every
-//! turn. So text is cut at the special tokens, where the tokenizer cuts it first anyway, and every
-//! piece in between is looked up before it is tokenized. This is exact: a piece's tokens do not
-//! depend on its surroundings. A few tokenizers are excluded: those whose special tokens absorb
-//! adjacent white space, or whose pre-tokenizer treats the first piece differently.
+//! Tokenizing takes a millisecond per few kilobytes, and every turn repeats the conversation. So
+//! text is cut at special tokens, where the tokenizer cuts it first anyway, and every piece in
+//! between is looked up in a cache before it is tokenized. This is exact: a piece's tokens do not
+//! depend on its surroundings. Text is not cut if special tokens absorb adjacent white space or
+//! match only whole words, or if the pre-tokenizer treats the first piece differently.
 
 use std::fs;
 use std::io;
@@ -17,29 +17,29 @@ use serde_json::{Map, Value};
 use super::TokenizerLoadError;
 use super::template::ChatTemplate;
 
-/// Maximum size of a file, in bytes.
+/// Maximum size of a tokenizer or template file, in bytes.
 const FILE_BYTES_MAX: u64 = 256 * 1024 * 1024;
 
 /// A tokenizer loaded from files.
 pub(super) struct HuggingFace {
     tokenizer: tokenizers::Tokenizer,
-    /// `None` if the model has none.
+    /// Chat template of the model; `None` if it has none.
     pub(super) template: Option<ChatTemplate>,
-    /// `None` if text must be tokenized as a whole.
+    /// Special tokens at which text is cut; `None` if text must be tokenized as a whole.
     marks: Option<SpecialTokens>,
-    /// Tokens added before and after a text with special tokens.
+    /// Tokens that the post-processor adds before and after a text.
     around: (Vec<u32>, Vec<u32>),
 }
 
 /// Special tokens at which text is cut.
 struct SpecialTokens {
-    /// `None` if there are none.
+    /// Matcher of the special tokens; `None` if there are none.
     matcher: Option<AhoCorasick>,
-    /// By pattern index.
+    /// Ids of the special tokens, by pattern index.
     ids: Vec<u32>,
 }
 
-/// A piece of a text.
+/// A piece of a text: a special token, or a range of text between special tokens.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum TextPiece {
     Special(u32),
@@ -47,7 +47,8 @@ pub(super) enum TextPiece {
 }
 
 impl HuggingFace {
-    /// Loads `file` and its chat template, from `chat_template` or from the same directory.
+    /// Loads the tokenizer `file` and its chat template, from `chat_template` or the same
+    /// directory.
     pub(super) fn load(
         file: &Path,
         chat_template: Option<&Path>,
@@ -76,7 +77,7 @@ impl HuggingFace {
         })
     }
 
-    /// Returns the tokens added before and after a text with special tokens.
+    /// Returns the tokens that the post-processor adds before and after a text.
     pub(super) fn around(&self) -> (&[u32], &[u32]) {
         (&self.around.0, &self.around.1)
     }
@@ -102,20 +103,20 @@ impl HuggingFace {
         pieces
     }
 
-    /// Returns the tokens of a piece.
+    /// Returns the tokens of `text`, without special tokens around it; `None` on failure.
     pub(super) fn encode(&self, text: &str) -> Option<Vec<u32>> {
         let encoding = self.tokenizer.encode_fast(text, false).ok()?;
         Some(encoding.get_ids().to_vec())
     }
 
-    /// Decodes token ids, including special tokens.
+    /// Decodes token ids, including special tokens; `None` on failure.
     pub(super) fn decode(&self, ids: &[u32]) -> Option<String> {
         self.tokenizer.decode(ids, false).ok()
     }
 }
 
 impl SpecialTokens {
-    /// Returns `None` if text must not be cut.
+    /// Returns the special tokens of a tokenizer; `None` if text must not be cut at them.
     fn of(
         tokenizer: &tokenizers::Tokenizer,
         json: &Value,
@@ -124,7 +125,7 @@ impl SpecialTokens {
             return Ok(None);
         }
         let mut tokens: Vec<_> = tokenizer.get_added_tokens_decoder().into_iter().collect();
-        // Normalized tokens are found within the pieces.
+        // The tokenizer finds normalized tokens within the pieces.
         tokens.retain(|(_, token)| !token.normalized && !token.content.is_empty());
         tokens.sort_unstable_by_key(|(id, _)| *id);
         if tokens
@@ -220,7 +221,7 @@ fn template(
         .map_err(|error| TokenizerLoadError::new(&file, &error))
 }
 
-/// Returns the only template, or the default one of several named templates.
+/// Returns the template in the config: the only one, or the one named `default`.
 fn config_template(value: &Value) -> Option<&str> {
     value.as_str().or_else(|| {
         let named = value.as_array()?;
@@ -229,7 +230,7 @@ fn config_template(value: &Value) -> Option<&str> {
     })
 }
 
-/// Returns `bos_token` and similar tokens, which are strings or objects with a string.
+/// Returns `bos_token` and similar tokens from the config: strings, or objects with a string.
 fn special_tokens(config: &Value) -> Map<String, Value> {
     let fields = config.as_object().into_iter().flatten();
     let tokens = fields.filter_map(|(name, value)| {

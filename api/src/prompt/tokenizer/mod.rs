@@ -1,10 +1,10 @@
-//! Tokenizers: convert a request to the token ids that its engine processes.
+//! Converts requests to the token ids that their engines process.
 //!
-//! `character` has no ids: prompts are flattened (see [`super`]) and cut into bytes. The others
-//! return token ids, so that blocks equal the engine's and match KV events: `tiktoken:NAME` with a
-//! vocabulary in the binary, `huggingface:FILE` with a `tokenizer.json` and the model's chat
-//! template, and `engine`, which queries the engine. `docs/guide/tokenizers.md` describes how each
-//! of them handles each kind of request.
+//! `character` has no ids: prompts are flattened (see [`super`]) and cut into blocks of bytes. The
+//! other tokenizers return token ids, so that blocks equal the engine's and match KV events:
+//! `tiktoken:NAME` with a vocabulary in the binary, `huggingface:FILE` with a `tokenizer.json` and
+//! the model's chat template, and `engine`, which queries the engine. `docs/guide/tokenizers.md`
+//! describes how each tokenizer handles each kind of request.
 //!
 //! Without ids (the engine will reject the body, the template fails, the text is too long), a
 //! prompt is identified by its characters, in a separate scope.
@@ -44,12 +44,12 @@ pub(crate) use self::remote::{
 };
 pub use self::vocabulary::Vocabulary;
 
-/// Size of the token cache of each tokenizer, in bytes.
+/// Maximum size of the token cache of each tokenizer, in bytes.
 const CACHE_BYTES_MAX: usize = 64 * 1024 * 1024;
-/// Maximum length of a tokenized text, in bytes: a longer one takes seconds, and a hundred times
-/// its length of memory.
+/// Maximum length of a tokenized text, in bytes. A longer text takes seconds, and memory of a
+/// hundred times its length.
 pub(crate) const TOKENIZED_BYTES_MAX: usize = 2 * 1024 * 1024;
-/// Maximum length of text that is tokenized again together with the response, in bytes.
+/// Maximum length of a prompt's end that is tokenized again with the response, in bytes.
 const SEAM_BYTES_MAX: usize = 8 * 1024;
 
 /// Tokenizer named in the config.
@@ -67,7 +67,7 @@ pub enum TokenizerSpec {
     EngineOr(PathBuf),
 }
 
-/// Unknown tokenizer name.
+/// Error for an unknown tokenizer name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error(
     "expected \"character\", \"tiktoken:cl100k_base\", \"tiktoken:o200k_base\", \
@@ -106,7 +106,7 @@ impl fmt::Display for TokenizerSpec {
     }
 }
 
-/// A tokenizer file that cannot be used.
+/// Error for a tokenizer or template file that cannot be used.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{}: {what}", file.display())]
 pub struct TokenizerLoadError {
@@ -158,10 +158,10 @@ impl Fallback {
     }
 }
 
-/// A loaded tokenizer. Shared by all requests of its model.
+/// A loaded tokenizer, which all requests of its model share.
 pub struct Tokenizer {
     spec: TokenizerSpec,
-    /// From the config.
+    /// Path of the chat template from the config; `None` for the default.
     chat_template: Option<PathBuf>,
     kind: TokenizerKind,
     cache: TokenCache,
@@ -192,29 +192,29 @@ impl PartialEq for Tokenizer {
 
 impl Eq for Tokenizer {}
 
-/// Text of a prompt, as input for a tokenizer.
+/// Text of a prompt, with the properties that tokenizing it requires.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct TokenizerText {
-    /// Tokenized separately and concatenated.
+    /// Parts of the text, which are tokenized separately and concatenated.
     parts: Vec<String>,
     adds_special: bool,
     after: ReplyPosition,
 }
 
-/// Where a response follows a text in the next turn's prompt.
+/// Position of a response relative to the text of its prompt in the next turn's prompt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum ReplyPosition {
-    /// Unknown.
+    /// The position is unknown.
     Unknown,
-    /// Directly after the text.
+    /// The response follows directly after the text.
     Joined,
-    /// Directly after the text, if the template leaves it unchanged.
+    /// The response follows directly after the text if the template leaves it unchanged.
     Rendered(ReplyRendering),
-    /// As a framed message.
+    /// The response follows as a framed message.
     Framed,
 }
 
-/// A prompt as a tokenizer sees it.
+/// Content of a prompt, as far as a tokenizer needs it.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum TokenizerContent {
     Text(TokenizerText),
@@ -222,32 +222,32 @@ pub(crate) enum TokenizerContent {
     Nothing,
 }
 
-/// Tokens of a text.
+/// Tokens of a text, and how a response continues them.
 #[derive(Debug, Clone)]
 pub(crate) struct Encoded {
     pub(crate) ids: Vec<u32>,
-    /// How many of them the tokenizer added.
+    /// Numbers of tokens in `ids` that the tokenizer added before and after the text.
     pub(crate) around: SpecialTokenCount,
-    /// `None` if it is unknown how output continues the text.
+    /// How a response's tokens continue the text; `None` if unknown.
     pub(crate) seam: Option<ReplyBoundary>,
 }
 
-/// Why a text was not tokenized.
+/// Reason why a text was not tokenized.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum EncodeError {
-    /// More text is new than the limit allows.
+    /// More of the text is new to the cache than the limit allows.
     MoreThanAllowed,
     /// The text can never be tokenized.
     Never(Fallback),
 }
 
-/// How a response's tokens join those of its prompt.
+/// The boundary between a prompt and its response, from which the response's tokens follow.
 #[derive(Debug, Clone)]
 pub struct ReplyBoundary {
     tokenizer: Arc<Tokenizer>,
-    /// Salt of the prompt.
+    /// Cache salt of the prompt.
     salt: String,
-    /// Text that is tokenized together with the response: everything after the last special token.
+    /// Text after the prompt's last special token, which is tokenized together with the response.
     opening: String,
     /// Tokens of `opening` in the prompt.
     ids: Vec<u32>,
@@ -256,10 +256,10 @@ pub struct ReplyBoundary {
 }
 
 impl Tokenizer {
-    /// Loads the tokenizer of `spec`. `chat_template` replaces the one in its directory.
+    /// Loads the tokenizer `spec`. `chat_template` replaces the template in its directory.
     ///
     /// # Errors
-    /// Returns a [`TokenizerLoadError`] with the path of the file.
+    /// Returns a [`TokenizerLoadError`] if a file cannot be read or is invalid.
     pub fn load(
         spec: TokenizerSpec,
         chat_template: Option<&Path>,
@@ -284,7 +284,7 @@ impl Tokenizer {
         }))
     }
 
-    /// Returns the tokenizer without tokens.
+    /// Returns the tokenizer `character`, which has no tokens.
     #[must_use]
     pub fn character() -> Arc<Self> {
         Arc::new(Self {
@@ -295,20 +295,20 @@ impl Tokenizer {
         })
     }
 
-    /// Returns the spec it was loaded from.
+    /// Returns the spec from which the tokenizer was loaded.
     #[must_use]
     pub fn spec(&self) -> &TokenizerSpec {
         &self.spec
     }
 
-    /// Whether its blocks consist of bytes instead of tokens.
+    /// Whether this is `character`, whose blocks consist of bytes instead of tokens.
     #[must_use]
     pub fn is_character(&self) -> bool {
         matches!(self.kind, TokenizerKind::Character)
     }
 
-    /// Returns the token ids of a request, tokenized by the caller: for engine simulations. `None`
-    /// if this tokenizer has no local files or vocabulary, or the body has no readable prompt.
+    /// Returns the token ids of a request, computed on the calling thread, for engine simulations.
+    /// `None` without local files or vocabulary, or if the body has no readable prompt.
     #[must_use]
     pub fn encode_request(self: &Arc<Self>, path: &str, body: &[u8]) -> Option<Vec<u32>> {
         match self.content(path, body).ok()? {
@@ -318,20 +318,20 @@ impl Tokenizer {
         }
     }
 
-    /// Like [`Tokenizer::encode_request`], for a text without special tokens around it.
+    /// Returns the token ids of `text` without special tokens around it; `None` on failure.
     #[must_use]
     pub fn encode_text(&self, text: &str) -> Option<Vec<u32>> {
         self.encode_salted(text, "")
     }
 
-    /// Like [`Tokenizer::encode_text`], under the salt of a prompt.
+    /// Returns the token ids of `text`, cached under the salt of a prompt.
     fn encode_salted(&self, text: &str, salt: &str) -> Option<Vec<u32>> {
         let (mut ids, mut no_limit) = (Vec::new(), usize::MAX);
         self.encode_part(text, salt, &mut no_limit, &mut ids).ok()?;
         Some(ids)
     }
 
-    /// Decodes token ids; `None` if any is unknown.
+    /// Decodes token ids; `None` if an id is unknown, or without local files or vocabulary.
     #[must_use]
     pub fn decode(&self, ids: &[u32]) -> Option<String> {
         if let TokenizerKind::Tiktoken(bpe) = &self.kind {
@@ -350,7 +350,7 @@ impl Tokenizer {
         }
     }
 
-    /// Returns the local files, if any.
+    /// Returns the tokenizer's local files, if any.
     fn files(&self) -> Option<&HuggingFace> {
         match &self.kind {
             TokenizerKind::HuggingFace(files) | TokenizerKind::Engine(_, Some(files)) => {
@@ -362,7 +362,7 @@ impl Tokenizer {
         }
     }
 
-    /// Whether it can tokenize with local files.
+    /// Whether the tokenizer has a local `tokenizer.json`.
     pub(crate) fn has_files(&self) -> bool {
         self.files().is_some()
     }
@@ -398,7 +398,7 @@ impl Tokenizer {
                 after: ReplyPosition::Framed,
             });
         };
-        // As in `encode_piece`: a library processes untrusted text.
+        // A library processes untrusted text: a panic must not end the replica.
         let rendered = catch_unwind(AssertUnwindSafe(|| template.render(chat)));
         let text = rendered.map_err(|_| Fallback::Template)?.map_err(|error| {
             tracing::debug!(%error, "chat template refused a conversation");
@@ -416,7 +416,7 @@ impl Tokenizer {
         })
     }
 
-    /// Tokenizes a text, of which at most `fresh_bytes_max` bytes may be new to the salt's cache.
+    /// Tokenizes a text. At most `fresh_bytes_max` bytes may be new to the cache under `salt`.
     pub(crate) fn encode(
         self: &Arc<Self>,
         text: &TokenizerText,
@@ -449,7 +449,8 @@ impl Tokenizer {
         Ok(Encoded { ids, around, seam })
     }
 
-    /// `tail` is the range after the last special token of the last part; its tokens end `ids`.
+    /// Returns the boundary between `text` and its response. `tail` is the range after the last
+    /// special token of the last part; its tokens are the last of `ids`.
     fn seam(
         self: &Arc<Self>,
         text: &TokenizerText,
@@ -482,7 +483,7 @@ impl Tokenizer {
         }
     }
 
-    /// Appends the tokens of `text`. Returns the range after its last special token.
+    /// Appends the tokens of `text` to `ids`. Returns the range after its last special token.
     fn encode_part(
         &self,
         text: &str,
@@ -524,7 +525,7 @@ impl Tokenizer {
         *fresh_bytes_max = fresh_bytes_max
             .checked_sub(piece.len())
             .ok_or(EncodeError::MoreThanAllowed)?;
-        // Libraries process untrusted text: a panic must not end the replica.
+        // A library processes untrusted text: a panic must not end the replica.
         let tokens = catch_unwind(AssertUnwindSafe(|| match &self.kind {
             TokenizerKind::Character | TokenizerKind::Engine(_, None) => None,
             TokenizerKind::Tiktoken(bpe) => {
@@ -545,8 +546,8 @@ impl Tokenizer {
     }
 }
 
-/// Frames the messages of a conversation without a known template. Each frame is tokenized
-/// separately, so that tokens stay the same as the conversation grows.
+/// Returns the messages of a conversation as frames, for use without a template. Each frame is
+/// tokenized separately, so that its tokens stay the same as the conversation grows.
 fn framed(chat: &Chat) -> Vec<String> {
     let tools = chat
         .tools
@@ -562,8 +563,8 @@ fn framed(chat: &Chat) -> Vec<String> {
 }
 
 impl ReplyBoundary {
-    /// Returns the tokens that `reply` adds to its prompt's, if they are known exactly. `is_whole`:
-    /// whether the reply is complete.
+    /// Returns the tokens that `reply` adds to those of its prompt; `None` if they are not known
+    /// exactly. `is_whole` is whether the reply is complete.
     pub(crate) fn continuation(&self, reply: &str, is_whole: bool) -> Option<Vec<u32>> {
         let is_same_later = match self.after {
             ReplyPosition::Unknown | ReplyPosition::Rendered(ReplyRendering::Changed) => false,

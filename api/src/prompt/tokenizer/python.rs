@@ -1,4 +1,4 @@
-//! Python functions that chat templates rely on: `json.dumps` and `strftime`.
+//! Implements Python functions that chat templates rely on: `json.dumps` and `strftime`.
 //!
 //! Templates are written for `transformers`, whose `tojson` is Python's `json.dumps` without HTML
 //! escapes, and whose `strftime_now` formats the current time. A difference of one character
@@ -10,10 +10,10 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use minijinja::value::{Kwargs, ValueKind};
 use minijinja::{Error, ErrorKind, Value};
 
-/// Maximum nesting depth of output.
+/// Maximum nesting depth of a value that is written as JSON.
 const DEPTH_MAX: usize = 64;
 
-/// The `tojson` filter, with the keyword arguments of `json.dumps` that templates use.
+/// Implements the `tojson` filter, with the arguments of `json.dumps` that templates use.
 pub(super) fn tojson(value: &Value, kwargs: &Kwargs) -> Result<String, Error> {
     let indent: Option<Value> = kwargs.get("indent")?;
     let separators: Option<Vec<String>> = kwargs.get("separators")?;
@@ -36,11 +36,11 @@ fn indentation(value: &Value) -> String {
     }
 }
 
-/// Options of `json.dumps`.
+/// Options of `json.dumps`, as given to `tojson`.
 struct DumpsStyle {
     is_ascii: bool,
     is_sorted: bool,
-    /// Indentation per level; `None` for a single line.
+    /// Indentation per nesting level; `None` for a single line.
     indent: Option<String>,
     /// Separators between items, and between key and value; `None` for Python's defaults.
     separators: Option<Vec<String>>,
@@ -183,7 +183,7 @@ fn float_repr(number: f64) -> String {
     }
 }
 
-/// Returns the days since 1970-01-01 in UTC.
+/// Returns the number of days since 1970-01-01, in UTC.
 pub(super) fn today() -> u64 {
     let now = SystemTime::now().duration_since(UNIX_EPOCH);
     now.map_or(0, |since| since.as_secs() / DAY.as_secs())
@@ -214,8 +214,8 @@ const MONTHS: [&str; 12] = [
     "December",
 ];
 
-/// Formats the start of a day like `strftime`. The time is always 0:00: a prompt that changed every
-/// second would never be found in a cache.
+/// Formats the start of `day` like `strftime`. The time is always 0:00, because a prompt that
+/// changed every second would never be found in a cache.
 pub(super) fn strftime(day: u64, format: &str) -> Result<String, Error> {
     let (year, month, date) = civil(day);
     let weekday = usize::try_from((day + 4) % 7).unwrap_or(0);
@@ -259,13 +259,13 @@ fn is_leap(year: u64) -> bool {
     year.is_multiple_of(4) && (!year.is_multiple_of(100) || year.is_multiple_of(400))
 }
 
-/// Returns the days from 1970-01-01 to the first day of `year`, which is at least 1970.
+/// Returns the number of days from 1970-01-01 to the start of `year`, which is at least 1970.
 fn days_before(year: u64) -> u64 {
     let leaps = |year: u64| year / 4 - year / 100 + year / 400;
     (year - 1970) * 365 + leaps(year - 1) - leaps(1969)
 }
 
-/// Returns year, month and day of month; the latter two start at 1.
+/// Returns year, month and day of month of `day`. Month and day of month start at 1.
 fn civil(day: u64) -> (u64, u64, u64) {
     let mut year = 1970 + day / 366;
     while days_before(year + 1) <= day {

@@ -1,12 +1,11 @@
-//! Tokens requested from an engine: cached by the hash of the request, with one request at a time
-//! for equal ones.
+//! Obtains tokens from engines. Responses are cached by the hash of the request.
 //!
-//! Concurrent equal requests share one response. A caller without one after [`DEADLINE`] continues
-//! without tokens. After [`FAILURES_MAX`] failures in a row no request is sent for [`REST`], so
-//! that a hanging engine costs a deadline occasionally and not for every request. A rejection is
+//! Concurrent equal requests share one response. A caller without a response after [`DEADLINE`]
+//! continues without tokens. After [`FAILURES_MAX`] failures in a row, no request is sent for
+//! [`REST`], so that a hanging engine delays only a few requests until the deadline. A rejection is
 //! not a failure: otherwise clients could stop all tokenizing with prompts that no engine accepts.
-//! Timeouts count only after [`STALL`] without a response: several prompts that wait for a loaded
-//! engine at once are one event.
+//! Timeouts pause requests only after [`STALL`] without a response, because several prompts that
+//! wait for a loaded engine at once are one event.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -27,41 +26,41 @@ use super::{Fallback, TOKENIZED_BYTES_MAX};
 
 /// Maximum wait for an engine's tokens.
 pub(crate) const DEADLINE: Duration = Duration::from_millis(500);
-/// Number of failures in a row after which no requests are sent for a while.
+/// Number of failures in a row after which no requests are sent for [`REST`].
 const FAILURES_MAX: u32 = 3;
-/// Length of this pause.
+/// Length of the pause after [`FAILURES_MAX`] failures in a row.
 const REST: Duration = Duration::from_secs(1);
-/// Time without any response after which timeouts count as failures.
+/// Time since the first failure in a row after which timeouts lead to a pause.
 const STALL: Duration = Duration::from_secs(1);
-/// Maximum number of requests in flight.
+/// Maximum number of requests about prompts in flight.
 const UNDER_WAY_MAX: usize = 1024;
-/// Number of requests in flight from which on dispensable requests are not sent.
+/// Number of requests about prompts in flight from which on dispensable requests are not sent.
 const BUSY: usize = 64;
 /// Maximum number of requests about responses in flight.
 const REPLIES_UNDER_WAY_MAX: usize = 32;
 
-/// `None` if there was no response.
+/// Cell for the tokens in an engine's response, shared by equal requests; `None` on failure.
 type SharedAnswer = Arc<OnceCell<Option<Arc<[u32]>>>>;
 
-/// Outcome of a request to an engine.
+/// Outcome of a tokenize request to an engine.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum TokenizeResult {
-    /// The prompt's tokens.
+    /// The engine returned these tokens.
     Tokens(Vec<u32>),
-    /// The engine rejects this prompt.
+    /// The engine rejected the prompt.
     Refused,
-    /// No usable response.
+    /// The engine returned no usable response.
     Nothing,
 }
 
-/// Responses of engines, and requests in flight.
+/// Tokenizer that uses the engines: their cached responses, and requests in flight.
 #[derive(Debug)]
 pub(crate) struct EngineTokenizer {
     answers: TokenCache,
     state: Mutex<EngineTokenizerState>,
-    /// Agreement of engines by kind of request.
+    /// Results of checks whether engines' tokens are as predicted, by kind of request.
     agreement: Mutex<Streaks>,
-    /// One permit per request about a response.
+    /// Permits for requests about responses; each request holds one.
     replies: Semaphore,
 }
 
@@ -69,7 +68,7 @@ pub(crate) struct EngineTokenizer {
 struct EngineTokenizerState {
     under_way: HashMap<TextKey, SharedAnswer>,
     failures: u32,
-    /// Time of the first of these failures.
+    /// Time of the first failure in a row; `None` if the last request did not fail.
     failing_since: Option<Instant>,
     backs_off_until: Option<Instant>,
 }
@@ -85,18 +84,18 @@ impl Default for EngineTokenizer {
     }
 }
 
-/// The request to an engine, or the tokens that need none.
+/// The tokenize request for a prompt, or the tokens of a prompt that needs none.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum TokenizeRequest {
-    /// The body of a `POST /tokenize`.
+    /// An engine must be sent this body, in a `POST /tokenize`.
     Ask(Bytes),
-    /// The prompt consists of these ids.
+    /// The prompt consists of these token ids.
     Ids(Vec<u32>),
     /// There is no prompt.
     Nothing,
 }
 
-/// Returns the request to an engine for the prompt of a request to `path`.
+/// Returns the tokenize request for the prompt of a request to `path`.
 pub(crate) fn tokenize_request(
     path: &str,
     model: &str,
@@ -137,7 +136,7 @@ pub(crate) fn tokenize_request(
 }
 
 /// Returns the body of the `POST /tokenize` for the prompt of a request to `path`. `None` if the
-/// body has no prompt, consists of ids, or is invalid.
+/// prompt is missing, consists of token ids, or cannot be converted.
 #[must_use]
 pub fn tokenize_question(path: &str, model: &str, body: &[u8]) -> Option<Bytes> {
     match tokenize_request(path, model, body) {
@@ -147,8 +146,8 @@ pub fn tokenize_question(path: &str, model: &str, body: &[u8]) -> Option<Bytes> 
 }
 
 impl EngineTokenizer {
-    /// Returns the response to `tokenize_request`, cached for this salt or from `ask`; `None` if
-    /// late.
+    /// Returns the tokens of `tokenize_request`, cached under `salt` or from `ask`; `None` if `ask`
+    /// fails, is late, or must not be called now.
     pub(crate) async fn tokens<F>(
         &self,
         tokenize_request: &Bytes,
@@ -171,14 +170,14 @@ impl EngineTokenizer {
             let heard = tokio::time::timeout(DEADLINE, ask()).await;
             self.heard(key, heard.ok())
         });
-        // The request may have been in flight when this caller joined: it waits no longer than a
-        // caller that sends its own.
+        // The request may have been in flight when this caller joined. The caller then waits no
+        // longer than if it had sent its own.
         let tokens = tokio::time::timeout(DEADLINE, asked).await.ok().cloned();
         tokens.flatten()
     }
 
-    /// Returns the cell in which the response for `key` arrives. `None` while requests are paused
-    /// or too many are in flight.
+    /// Returns the cell for the response to the request `key`. `None` while requests are paused or
+    /// too many are in flight.
     fn join(&self, key: TextKey) -> Option<SharedAnswer> {
         let mut state = self.state();
         if state.is_backing_off() {
@@ -192,8 +191,9 @@ impl EngineTokenizer {
         }
     }
 
-    /// Returns the tokens of a response, which no request waits for. `None` after the deadline, or
-    /// if engines are busy with prompts.
+    /// Returns the tokens of a response from `ask`, for which no client waits. `None` if `ask`
+    /// fails or is late, requests are paused, engines are busy, or too many responses are in
+    /// flight.
     pub(crate) async fn reply_tokens(
         &self,
         ask: impl Future<Output = TokenizeResult>,
@@ -208,19 +208,19 @@ impl EngineTokenizer {
         }
     }
 
-    /// Whether so many requests wait for engines that dispensable ones should not be sent.
+    /// Whether so many requests about prompts are in flight that dispensable ones are not sent.
     pub(crate) fn is_busy(&self) -> bool {
         self.state().under_way.len() >= BUSY
     }
 
-    /// Returns the agreement of engines by kind of request.
+    /// Returns the results of checks of engines' tokens, by kind of request, locked.
     pub(crate) fn agreement(&self) -> MutexGuard<'_, Streaks> {
         self.agreement
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Handles a response; `heard` is `None` after a timeout.
+    /// Handles the response to request `key`, `None` after a timeout. Returns its tokens, if any.
     fn heard(&self, key: TextKey, heard: Option<TokenizeResult>) -> Option<Arc<[u32]>> {
         let mut state = self.state();
         match heard {
@@ -268,7 +268,8 @@ impl EngineTokenizerState {
     }
 }
 
-/// Waits for the response to a request. Every waiter that leaves, also early, frees the place.
+/// A caller that waits for the response to a request. Dropping it, even early, removes the request
+/// from those in flight.
 struct AnswerWait<'a> {
     remote: &'a EngineTokenizer,
     key: TextKey,
@@ -278,7 +279,7 @@ struct AnswerWait<'a> {
 impl Drop for AnswerWait<'_> {
     fn drop(&mut self) {
         let mut state = self.remote.state();
-        // Other waiters keep the cell and need no place for it.
+        // Other waiters keep the cell and do not need the map entry.
         let is_same = |known: &SharedAnswer| Arc::ptr_eq(known, &self.answer);
         if state.under_way.get(&self.key).is_some_and(is_same) {
             state.under_way.remove(&self.key);

@@ -1,4 +1,4 @@
-//! Checks that have succeeded so often in a row that they are repeated only occasionally.
+//! Tracks which checks have succeeded so often in a row that they are repeated only occasionally.
 
 use std::collections::HashMap;
 
@@ -6,10 +6,10 @@ use std::collections::HashMap;
 const SURE: u32 = 8;
 /// One in this many trusted checks is repeated.
 const LOOK_EVERY: u32 = 16;
-/// Maximum number of kinds; beyond it all are learned again.
+/// Maximum number of kinds of checks. Beyond it, all are learned again.
 const KINDS_MAX: usize = 1024;
 
-/// Consecutive successes by kind.
+/// Consecutive successes of checks, by kind.
 #[derive(Debug, Default)]
 pub(crate) struct Streaks(HashMap<u64, Streak>);
 
@@ -21,12 +21,12 @@ struct Streak {
 }
 
 impl Streaks {
-    /// Whether this kind has succeeded often enough to be trusted.
+    /// Whether checks of this kind have succeeded often enough in a row to be trusted.
     pub(crate) fn is_sure(&self, kind: u64) -> bool {
         self.0.get(&kind).is_some_and(|streak| streak.held >= SURE)
     }
 
-    /// Whether to repeat the check this time; counts the call.
+    /// Whether to perform a check of this kind this time. Counts the call.
     pub(crate) fn is_due(&mut self, kind: u64) -> bool {
         let Some(streak) = self.0.get_mut(&kind).filter(|it| it.held >= SURE) else {
             return true;
@@ -35,7 +35,7 @@ impl Streaks {
         streak.believed == 0
     }
 
-    /// Records a success, or a failure, which ends the trust.
+    /// Records whether a check `held`. A failure ends the trust in its kind.
     pub(crate) fn saw(&mut self, kind: u64, held: bool) {
         if self.0.len() >= KINDS_MAX && !self.0.contains_key(&kind) {
             self.0.clear();

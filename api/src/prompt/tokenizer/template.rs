@@ -1,4 +1,4 @@
-//! A model's chat template, rendered like in `transformers` and vLLM.
+//! Renders a model's chat template as `transformers` and vLLM do.
 //!
 //! The template is the operator's file, but its input is untrusted: a rendering is bounded in
 //! instructions and output bytes, and a template error is an ordinary result.
@@ -17,19 +17,19 @@ use super::{developer, python};
 const RENDER_FUEL_MAX: u64 = 4_000_000;
 /// Maximum length of a rendered text, in bytes.
 pub(super) const RENDERED_BYTES_MAX: usize = 8 * 1024 * 1024;
-/// Name of the template, which error messages repeat.
+/// Name of the template, as shown in error messages.
 const NAME: &str = "chat_template";
-/// Marker for the end of a final message that is to be continued.
+/// Marker appended to a final message that is to be continued, to find its end in the output.
 const CONTINUE_TAG: &str = "CONTINUE_FINAL_MESSAGE_TAG ";
 
 /// A compiled chat template.
 pub(super) struct ChatTemplate {
     environment: Environment<'static>,
-    /// `bos_token` and similar tokens.
+    /// Values of `bos_token` and similar variables.
     special_tokens: Map<String, serde_json::Value>,
-    /// Whether it expects contents as lists of parts.
+    /// Whether the template expects contents as lists of parts.
     has_parts: bool,
-    /// Whether it handles the role `developer`.
+    /// Whether the template handles the role `developer`.
     names_developer: bool,
     /// How a response appears in the next turn's prompt.
     replies: ReplyRendering,
@@ -38,16 +38,16 @@ pub(super) struct ChatTemplate {
 /// How a template renders a response in the next turn.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum ReplyRendering {
-    /// Directly after the generation prompt, unchanged.
+    /// The response follows the generation prompt directly and unchanged.
     Kept,
-    /// Like `Kept`, if the response has no white space at its ends.
+    /// The response follows the generation prompt unchanged if it has no white space at its ends.
     KeptTrimmed,
-    /// In another form.
+    /// The response appears in another form or not at all.
     Changed,
 }
 
 impl ChatTemplate {
-    /// Compiles `source`.
+    /// Compiles the template `source` and probes how it renders contents and responses.
     pub(super) fn new(
         source: &str,
         special_tokens: Map<String, serde_json::Value>,
@@ -83,7 +83,7 @@ impl ChatTemplate {
         self.replies
     }
 
-    /// Renders a conversation.
+    /// Renders a conversation as text. Fails if the template rejects it or exceeds a bound.
     pub(super) fn render(&self, chat: &Chat) -> Result<String, Error> {
         let mut messages = chat.for_template(self.has_parts);
         if !self.names_developer {
@@ -127,7 +127,7 @@ impl ChatTemplate {
         let messages = vec![json!({"role": "user", "content": content})];
         let rendered = self.render_messages(&plain_chat(Vec::new(), true), messages);
         rendered.is_ok_and(|text| {
-            // A list that is printed as is shows its keys.
+            // The output contains the keys of a list that is printed as is.
             let is_shown = text.contains("'type'") || text.contains("\"type\"");
             text.contains(PROBE) && !is_shown
         })
@@ -168,7 +168,7 @@ fn plain_chat(messages: Vec<serde_json::Value>, add_generation_prompt: bool) -> 
     }
 }
 
-/// Removes `{% generation %}`, which marks an assistant's text for training and outputs nothing.
+/// Replaces `{% generation %}`, which marks an assistant's text for training, by `{% if true %}`.
 fn without_generation_marks(source: &str) -> String {
     let mut out = String::with_capacity(source.len());
     let mut rest = source;
@@ -221,7 +221,7 @@ fn cut_at_mark(mut text: String) -> Result<String, Error> {
     Ok(text)
 }
 
-/// A writer with a maximum length.
+/// A writer that fails beyond [`RENDERED_BYTES_MAX`].
 struct BoundedWriter(Vec<u8>);
 
 impl Write for BoundedWriter {

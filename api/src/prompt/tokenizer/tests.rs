@@ -68,7 +68,7 @@ fn chats_have_the_text_and_ids_that_transformers_gives() {
             let text = rendered(&tokenizer, &case.body);
             assert_eq!(text.ok(), case.text, "{model}: {name}");
             let body = case.body.to_string();
-            // Twice: from the tokenizer, then from the cache.
+            // The first result is from the tokenizer, the second from the cache.
             for _ in 0..2 {
                 let ids = tokenizer.encode_request("/v1/chat/completions", body.as_bytes());
                 let expected = case.text.as_ref().map(|_| case.ids.clone());
@@ -203,7 +203,7 @@ fn an_answer_goes_on_as_the_next_turn_has_it() {
         let (next, _) = seam(tokenizer, path, &chat(turns));
         assert!(next.starts_with(&ids), "{tokenizer:?}");
     }
-    // Rendered differently in the next turn, or not known to be rendered the same.
+    // The template renders these differently in the next turn, or may do so.
     let (_, spaced) = seam(&load("llama3"), path, &chat(vec![user("Hi")]));
     assert_eq!(spaced.unwrap().continuation(" trimmed ", true), None);
     let (_, thought) = seam(&chatml, path, &chat(vec![user("Hi")]));
@@ -275,7 +275,7 @@ fn a_text_no_regex_can_take_is_given_up_or_taken_but_ends() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(200))]
 
-    /// Tokenizing the pieces between special tokens equals tokenizing the whole text.
+    /// Checks that tokenizing the pieces between special tokens equals tokenizing the whole text.
     #[test]
     fn pieces_have_the_tokens_of_the_whole(
         pieces in proptest::collection::vec(

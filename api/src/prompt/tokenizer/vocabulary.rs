@@ -1,8 +1,8 @@
-//! Vocabularies packed into the binary, at a third of their size as text (docs/adr/0100).
+//! Vocabularies compressed into the binary, at a third of their size as text (docs/adr/0100).
 //!
-//! A file holds every token in id order, each after its length in one byte, compressed with gzip.
-//! The files are generated from `tiktoken-rs`, and a test compares them: `UPDATE_GENERATED=1 cargo
-//! test -p api vocabular` regenerates them.
+//! A file contains all tokens in id order, each preceded by its length in one byte, compressed with
+//! gzip. The files are generated from `tiktoken-rs`, and a test compares them: `UPDATE_GENERATED=1
+//! cargo test -p api vocabular` regenerates them.
 
 use std::collections::HashMap;
 use std::hash::BuildHasher;
@@ -14,7 +14,7 @@ use tiktoken_rs::{
     CoreBPE, ENDOFPROMPT, ENDOFTEXT, FIM_MIDDLE, FIM_PREFIX, FIM_SUFFIX, O200K_BASE_PAT_STR, Rank,
 };
 
-/// Pattern by which `cl100k_base` splits text before tokenizing. The crate does not export it.
+/// Pattern by which `cl100k_base` splits text before tokenizing. `tiktoken-rs` does not export it.
 const CL100K_BASE_PAT_STR: &str = concat!(
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+",
     r"| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s",
@@ -30,7 +30,7 @@ pub enum Vocabulary {
 }
 
 impl Vocabulary {
-    /// Returns its tokenizer, which is created at the first call and cached.
+    /// Returns the tokenizer with this vocabulary, which is created at the first call and cached.
     pub(super) fn tokenizer(self) -> &'static CoreBPE {
         static MADE: [OnceLock<CoreBPE>; 2] = [const { OnceLock::new() }; 2];
         MADE[self as usize].get_or_init(|| self.make())
@@ -58,7 +58,7 @@ impl Vocabulary {
         made.expect("a test makes it of the same bytes")
     }
 
-    /// Returns the tokens, each after its length.
+    /// Returns the decompressed file: all tokens in id order, each preceded by its length.
     fn unpacked(self) -> Vec<u8> {
         let packed: &[u8] = match self {
             Self::Cl100k => include_bytes!("vocabularies/cl100k_base.gz"),
@@ -71,7 +71,7 @@ impl Vocabulary {
     }
 }
 
-/// Returns the ids of concatenated tokens.
+/// Returns the ids of the tokens in a decompressed file.
 fn tokens<S: BuildHasher + Default>(mut bytes: &[u8]) -> HashMap<Vec<u8>, Rank, S> {
     let mut ids = HashMap::default();
     let mut id = 0;

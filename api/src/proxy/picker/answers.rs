@@ -16,7 +16,7 @@ use super::ext_proc::ProcessingResponse;
 /// End of a stream. After an end without an error, the gateway continues without this replica.
 pub(super) type StreamEnd = Result<(), Status>;
 
-/// The picker's side of one stream.
+/// Messages of the picker in one stream, followed by the end of the stream.
 pub struct PickerAnswers {
     messages: mpsc::Receiver<ProcessingResponse>,
     /// End of the stream; `None` once sent.

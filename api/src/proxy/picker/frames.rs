@@ -61,7 +61,7 @@ where
     }
 }
 
-/// Body of incoming messages.
+/// Body of incoming messages, whose announced lengths are counted.
 struct CountedMessages {
     messages: GrpcBody,
     count: MessageCount,

@@ -122,7 +122,7 @@ fn apply(headers: &mut HeaderMap, by: &HeaderMutation) {
     }
 }
 
-/// Returns messages of each kind.
+/// Returns messages of each kind as seeds.
 #[must_use]
 pub fn gateway_message_seeds() -> Vec<Vec<u8>> {
     let request = [

@@ -12,7 +12,7 @@ use crate::proxy::headers::{FORWARDED_FOR, is_hop_by_hop};
 use crate::proxy::request::bad_request;
 use crate::proxy::settings::ProxyLimits;
 
-/// Head in a message.
+/// Head of a request or response in a message.
 struct GatewayHead<'a> {
     /// Pseudo-headers, whose names begin with a colon.
     pseudo: Vec<(&'a str, &'a [u8])>,

@@ -79,7 +79,7 @@ fn unread(why: &Status) -> StreamHalt {
         Code::OutOfRange => {
             Status::resource_exhausted("a message is longer than limits.max_body allows")
         }
-        // See `frames`.
+        // The module `frames` returns this code.
         Code::Unavailable => why.clone(),
         Code::Internal | Code::InvalidArgument | Code::Unimplemented => {
             Status::invalid_argument(format!("a message cannot be read: {}", why.message()))
@@ -89,7 +89,7 @@ fn unread(why: &Status) -> StreamHalt {
     })
 }
 
-/// The gateway's side of a stream.
+/// Messages of the gateway in one stream.
 pub(super) struct GatewayMessages {
     messages: BoxStream<'static, Result<ProcessingRequest, Status>>,
 }
@@ -114,8 +114,9 @@ impl GatewayMessages {
         read(next)
     }
 
-    /// Waits while the gateway waits for this replica: it can only leave or respond by itself. With
-    /// `may_go_on`, the body that it sent as whole may be incomplete.
+    /// Returns the halt for the next message, while the gateway waits for this replica: it can only
+    /// leave or respond by itself. With `may_go_on`, the body that it sent as whole may be
+    /// incomplete.
     pub(super) async fn gone(&mut self, may_go_on: bool) -> StreamHalt {
         match self.next().await {
             Ok(message) => match message.request {
@@ -148,7 +149,8 @@ fn read(next: Option<Result<ProcessingRequest, Status>>) -> Result<GatewayMessag
 }
 
 impl BodyModes {
-    /// Returns the body modes that a gateway's configuration requires.
+    /// Returns the body modes that a gateway's configuration requires. Fails if one is not
+    /// supported.
     pub(super) fn told(told: ProtocolConfiguration) -> Result<Self, StreamHalt> {
         let early = told.send_body_without_waiting_for_header_response;
         let mode = |which: &str, mode: BodySendMode| match mode {
@@ -179,7 +181,7 @@ pub(super) struct UploadedBody<'a> {
     pub(super) pieces: usize,
     /// Whether trailers ended the body. They need a reply.
     pub(super) has_trailers: bool,
-    /// Reason why the body broke off.
+    /// Reason why the body broke off, if it did.
     pub(super) halt: Option<StreamHalt>,
 }
 

@@ -9,15 +9,15 @@ use prometheus_client::registry::Registry;
 /// The picker's reply to a gateway about a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum PickedOutcome {
-    /// The endpoints for the request.
+    /// The picker named the endpoints for the request.
     Picked,
-    /// The response itself: a refusal, or the list of models.
+    /// The picker sent the response itself: a refusal, or the list of models.
     Answered,
-    /// Nothing, because the gateway left earlier.
+    /// The picker sent nothing, because the gateway left earlier.
     Left,
-    /// An error, because the gateway sent an unexpected message or was too slow.
+    /// The picker sent an error, because the gateway sent an unexpected message or was too slow.
     Broken,
-    /// A refusal, because the maximum number of streams was open.
+    /// The picker refused the stream, because the maximum number of streams was open.
     Refused,
 }
 
@@ -144,7 +144,7 @@ impl PickerMetrics {
         self.picks.get_or_create(&PickLabels { outcome }).get()
     }
 
-    /// Returns the number of responses from such an endpoint.
+    /// Returns the number of responses from endpoints of the kind `by`.
     #[must_use]
     pub fn answers(&self, by: ServedBy) -> u64 {
         self.served.get_or_create(&ServedLabels { by }).get()

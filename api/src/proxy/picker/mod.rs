@@ -46,7 +46,7 @@ pub use server::{PickerServer, PickerTls};
 
 use super::Proxy;
 
-/// Messages, client and server of the protocol.
+/// Generated messages, client and server of Envoy's external processing.
 #[allow(missing_docs, unreachable_pub, clippy::all, clippy::pedantic)]
 pub mod ext_proc {
     include!("../../../proto/ext_proc.rs");
@@ -61,11 +61,11 @@ pub struct PickerSettings {
     pub destination: HeaderName,
     /// Namespace of the metadata with endpoints.
     pub namespace: String,
-    /// Key in that namespace with the endpoint that responded.
+    /// Metadata key in `namespace` with the endpoint that responded.
     pub served: String,
     /// Namespace of the metadata that restricts the choice.
     pub subset_namespace: String,
-    /// Key in that namespace with the endpoints that the picker may choose.
+    /// Metadata key in `subset_namespace` with the endpoints that the picker may choose.
     pub subset: String,
     /// Body modes of a gateway that does not announce them.
     pub untold_bodies: BodyModes,
@@ -83,13 +83,14 @@ pub struct BodyModes {
 /// Mode in which a gateway sends one body.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum BodyMode {
-    /// In pieces. The pieces sent back are independent of them in size and time.
+    /// The body comes in pieces. Those that the picker sends back may differ in size and time.
     Duplex,
-    /// In pieces after the reply to the head. Each piece gets its own reply.
+    /// The body comes in pieces after the reply to the head. Each piece gets its own reply.
     Streamed,
-    /// In pieces that do not wait for the reply to the head. Each piece gets its own reply.
+    /// The body comes in pieces that do not wait for the reply to the head. Each gets its own
+    /// reply.
     StreamedEarly,
-    /// As a whole after the reply to the head.
+    /// The body comes as a whole after the reply to the head.
     Buffered,
 }
 

@@ -43,8 +43,8 @@ struct EngineBound {
 }
 
 impl EndpointOffer {
-    /// Builds the offer for a request that `decision` dispatched. All engines get the same trace
-    /// headers, because the gateway receives only one set.
+    /// Builds the offer for a request that `decision` dispatched. Fails if the backend is gone. All
+    /// engines get the same trace headers, because the gateway receives only one set.
     pub(super) fn of(
         picker: &Picker,
         sending: &OutgoingRequest<'_>,
@@ -72,7 +72,7 @@ impl EndpointOffer {
         Ok(offer)
     }
 
-    /// Returns the endpoints in the format of gateways.
+    /// Returns the endpoints as a comma-separated list, the best first.
     pub(super) fn endpoints(&self) -> String {
         let further = self.further.iter().map(|(endpoint, _)| endpoint);
         let all: Vec<_> = std::iter::once(&self.first).chain(further).collect();

@@ -22,7 +22,7 @@ use super::{BodyMode, heads};
 /// Maximum length of a body piece in a message, in bytes. Envoy accepts no more in one.
 pub(super) const PIECE_BYTES_MAX: usize = 62 * 1024;
 
-/// The picker's side of a stream.
+/// Sender of the picker's messages in one stream.
 #[derive(Clone)]
 pub(super) struct PickerMessages {
     pub(super) sender: Sender<ProcessingResponse>,
@@ -36,7 +36,7 @@ impl PickerMessages {
         self.send_with(said, None).await
     }
 
-    /// Sends a message with metadata.
+    /// Sends a message, with metadata if given, as soon as the gateway accepts it.
     pub(super) async fn send_with(
         &self,
         said: Reply,
@@ -106,7 +106,7 @@ pub(super) enum BodyOf {
 }
 
 impl BodyOf {
-    /// Returns the reply to a piece.
+    /// Returns the reply to a piece of this body.
     fn said(self, common: CommonResponse) -> Reply {
         let body = BodyResponse {
             response: Some(common),
@@ -168,17 +168,17 @@ pub(super) fn answer_head(headers: HeaderMutation) -> Reply {
     })
 }
 
-/// Lets the trailers of a request pass.
+/// Returns the reply that lets the trailers of a request pass.
 pub(super) fn request_trailers() -> Reply {
     Reply::RequestTrailers(TrailersResponse::default())
 }
 
-/// Lets the trailers of a response pass.
+/// Returns the reply that lets the trailers of a response pass.
 pub(super) fn answer_trailers() -> Reply {
     Reply::ResponseTrailers(TrailersResponse::default())
 }
 
-/// Returns a response from the router itself.
+/// Returns the message that makes the gateway send a response of the router to the client.
 pub(super) fn immediate(answer: Response<Bytes>, details: &str) -> Reply {
     let (head, body) = answer.into_parts();
     Reply::ImmediateResponse(ImmediateResponse {

@@ -31,7 +31,7 @@ pub(super) struct RelayedAnswer {
 }
 
 impl RelayedAnswer {
-    /// Relays the body to its end.
+    /// Relays the body to its end in the gateway's `mode`.
     pub(super) async fn pass(
         self,
         mode: BodyMode,
@@ -48,7 +48,7 @@ impl RelayedAnswer {
         }
     }
 
-    /// Relays both directions independently.
+    /// Relays the body in pieces that both sides send independently.
     async fn stream(
         mut self,
         inbound: &mut GatewayMessages,
@@ -163,7 +163,7 @@ impl RelayedAnswer {
         lock(&self.answer).is_end_stream()
     }
 
-    /// Returns what the relay has released so far.
+    /// Takes the bytes that the relay has released so far.
     fn ready(&self) -> Result<Bytes, StreamHalt> {
         let mut passed = BytesMut::new();
         let mut cx = Context::from_waker(Waker::noop());
@@ -173,7 +173,7 @@ impl RelayedAnswer {
         Ok(passed.freeze())
     }
 
-    /// Returns everything up to the end of the response.
+    /// Ends the input, waits for the end of the response, and returns everything up to it.
     async fn rest(&self) -> Result<Bytes, StreamHalt> {
         self.writer.end();
         let mut passed = BytesMut::new();

@@ -36,8 +36,9 @@ use crate::tls::{self, ClearRejection, MaybeTls, ServerConfig};
 const CONNECTIONS_MAX: usize = 1024;
 /// Time for a new connection to begin after the drain has begun.
 const DRAIN_GRACE: Duration = Duration::from_millis(250);
-/// HTTP/2 flow-control windows of a stream and of a connection, in bytes. Prompts can be long.
+/// HTTP/2 flow-control window of a stream, in bytes. Prompts can be long.
 const STREAM_WINDOW_BYTES: u32 = 1 << 20;
+/// HTTP/2 flow-control window of a connection, in bytes.
 const CONNECTION_WINDOW_BYTES: u32 = 16 << 20;
 /// Maximum length of a message without its body, in bytes.
 const MESSAGE_EXTRA_BYTES: usize = 1 << 20;
@@ -53,11 +54,11 @@ static NO_TLS: LazyLock<ClearRejection> = LazyLock::new(|| ClearRejection {
 /// Returns the TLS config for a new connection.
 pub type PickerTls = Box<dyn Fn() -> Arc<ServerConfig> + Send + Sync>;
 
-/// An endpoint picker on its listener.
+/// An endpoint picker with its listener.
 pub struct PickerServer {
     listener: TcpListener,
     picker: Arc<Picker>,
-    /// `None` for plain text.
+    /// Source of the TLS config; `None` for plain text.
     tls: Option<PickerTls>,
 }
 
@@ -135,8 +136,8 @@ impl PickerServer {
 /// Length of the HTTP/2 connection preface, in bytes.
 const PREFACE_BYTES: usize = 24;
 
-/// Waits for the HTTP/2 preface, for which hyper has no timer, and puts it back. From then on,
-/// pings detect dead peers.
+/// Waits for the HTTP/2 preface, for which hyper has no timer, and returns a stream that begins
+/// with it. From then on, pings detect dead peers.
 async fn greeting<S: AsyncRead + AsyncWrite>(
     stream: S,
 ) -> io::Result<impl AsyncRead + AsyncWrite + Unpin> {
@@ -150,7 +151,7 @@ async fn greeting<S: AsyncRead + AsyncWrite>(
 /// A connection from a gateway.
 struct GatewayConnection {
     picker: Arc<Picker>,
-    /// `None` for plain text.
+    /// TLS config; `None` for plain text.
     tls: Option<Arc<ServerConfig>>,
     peer: IpAddr,
     drain: CancellationToken,
@@ -212,7 +213,7 @@ impl GatewayConnection {
         }
     }
 
-    /// Waits until the drain need not wait for a connection that has not begun.
+    /// Waits for the start of a drain, and then [`DRAIN_GRACE`] for a new connection to begin.
     async fn has_lingered(&self) {
         self.drain.cancelled().await;
         sleep(DRAIN_GRACE).await;

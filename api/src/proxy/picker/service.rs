@@ -30,7 +30,8 @@ const WAITING_MAX: usize = 4;
 /// Polling interval for changes of health.
 const WATCH_EVERY: Duration = Duration::from_millis(500);
 
-/// Service names that gateways query: the whole server, and the purpose of a Kubernetes probe.
+/// Services whose health is this replica's readiness: the whole server, a Kubernetes probe's
+/// purpose, and external processing.
 const READINESS: [&str; 3] = [
     "",
     "readiness",
@@ -38,7 +39,7 @@ const READINESS: [&str; 3] = [
 ];
 const LIVENESS: &str = "liveness";
 
-/// The services on one connection.
+/// The gRPC services on one connection of a gateway.
 #[derive(Clone)]
 pub(super) struct PickerService {
     pub(super) picker: Arc<Picker>,
@@ -53,7 +54,7 @@ impl Picker {
     /// stream. Dropping that side means that the gateway has left.
     ///
     /// # Errors
-    /// Fails if the maximum number of streams is open.
+    /// Returns `RESOURCE_EXHAUSTED` if the maximum number of streams is open.
     pub fn follow(
         self: &Arc<Self>,
         messages: impl Stream<Item = Result<ProcessingRequest, Status>> + Send + 'static,

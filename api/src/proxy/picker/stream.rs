@@ -42,7 +42,7 @@ use crate::proxy::{ArrivedRequest, Intake, Proxy, failed, local, signed};
 use crate::routing::{Attempt, AttemptEnd, Decision, OfferedEndpoints, RequestStages};
 use crate::traces::RequestTrace;
 
-/// A stream of a gateway.
+/// One stream of a gateway, which carries one request.
 pub(super) struct PickerStream {
     pub(super) picker: Arc<Picker>,
     pub(super) inbound: GatewayMessages,
@@ -51,7 +51,7 @@ pub(super) struct PickerStream {
     pub(super) peer: HeaderValue,
 }
 
-/// Counts a stream when it ends.
+/// Guard that counts an open stream, and its outcome when dropped.
 pub(super) struct StreamMeter {
     picker: Arc<Picker>,
     outcome: PickedOutcome,
@@ -59,16 +59,16 @@ pub(super) struct StreamMeter {
 
 /// Accounting of a request while its stream is open.
 struct StreamAccounting {
-    /// `None` once the response has begun.
+    /// Guard of the metrics; `None` once the response has begun.
     request_metrics: Option<RequestMetricsGuard>,
     user: Option<UserKey>,
     dialect: Dialect,
     id: HeaderValue,
-    /// Request headers without effect.
+    /// List of the request headers without effect, if any.
     ignored: Option<HeaderValue>,
 }
 
-/// First message of a stream.
+/// Content of a stream's first message.
 struct StreamOpening {
     head: Parts,
     is_bodiless: bool,
@@ -90,7 +90,7 @@ struct UploadShape {
     has_trailers: bool,
 }
 
-/// Head of an engine's response.
+/// Head of an engine's response, as the gateway reports it.
 struct AnswerHead {
     status: StatusCode,
     headers: HeaderMap,
@@ -224,7 +224,7 @@ impl PickerStream {
         sending.watched.sent();
         let pending = PendingAttempt::of(attempt);
         let offer = EndpointOffer::of(&picker, &sending, &decision, trace.as_ref())?;
-        // Otherwise a gateway that accepts each message late could keep the place for hours.
+        // Without this limit, a gateway that accepts each message late could block for hours.
         let told = timeout_at(sending.first_byte_by, self.tell(&offer, upload)).await;
         told.unwrap_or_else(|_| Err(untaken()))?;
         pending.is_sent.store(true, Relaxed);
@@ -310,7 +310,7 @@ impl PickerStream {
         Ok((opening, modes))
     }
 
-    /// Receives and parses the request.
+    /// Receives the rest of the request and parses it.
     async fn take_in(
         &mut self,
         opening: StreamOpening,
@@ -372,7 +372,7 @@ impl PickerStream {
         Ok((proxied, upload))
     }
 
-    /// Reads the request's body in the gateway's mode.
+    /// Checks the request's head, and reads the body in the gateway's mode.
     async fn read<'a>(
         &mut self,
         (peer, opening): (&'a HeaderValue, &'a StreamOpening),

@@ -1,4 +1,4 @@
-//! One dispatch: the resources it holds from its start, and its charge at the end.
+//! Tracks one dispatch: the resources it holds from its start, and its charge.
 //!
 //! Charging: a dispatch charges its estimated prompt in advance, and under `vtc-pred` its predicted
 //! output too, so that it counts at once in the order of waiting users. Prompt tokens are settled
@@ -43,14 +43,14 @@ use crate::traces::AttemptTrace;
 /// Maximum number of reported output tokens left uncharged while the response streams.
 const OUTPUT_STEP_TOKENS: u64 = 32;
 
-/// A dispatch in flight: counts as running, holds the lease, owes the charge. Dropping it without
+/// A dispatch in flight. It counts as running, holds a lease and owes a charge. Dropping it without
 /// [`Attempt::end`] counts as [`AttemptEnd::ClientLeft`]. Only the drop reads the clock; all other
 /// methods receive the time.
 pub struct Attempt {
     dispatcher: Arc<Dispatcher>,
     id: AttemptId,
     user: UserKey,
-    /// `None` after the end. Boxed because an attempt is moved often.
+    /// Resources of the attempt; `None` after its end. Boxed because attempts are moved often.
     pub(super) open: Option<Box<OpenAttempt>>,
 }
 
@@ -58,34 +58,35 @@ pub struct Attempt {
 pub(super) struct OpenAttempt {
     backend: BackendRef,
     stopwatch: AttemptTimer,
-    /// Keeps other requests away from a half-open backend until there is a verdict.
+    /// Keeps other requests away from a half-open backend until the engine answers or the attempt
+    /// ends.
     trial: Option<Arc<HalfOpenProbe>>,
     /// Record of the decision, which receives the outcome.
     record: Option<Arc<DecisionRecord>>,
     /// Span of the attempt; `None` if it is not traced.
     trace: Option<AttemptTrace>,
-    /// When the response's body began.
+    /// Time of the first byte of the response's body; `None` before.
     began: Option<Instant>,
-    /// Output that is not visible while it is generated.
+    /// Properties of output that is not visible while it is generated; `None` if all is visible.
     hidden: Option<HiddenOutput>,
     /// Whether the lease renews the age of all its blocks, not only of those it added.
     pub(super) is_touching: bool,
     underway: LoadGuard,
     meter: InFlightGuard,
-    /// `None` if output cannot continue the prompt.
+    /// Chain of blocks that the response continues; `None` if output cannot continue the prompt.
     reply: Option<ReplyChain>,
     prompt: PromptSize,
     /// The stage at the prefill backend; `None` if this backend computes the prompt.
     prefill: Option<PrefillStage>,
-    /// Maximum prompt tokens that are charged as cached: what a prefill backend found cached that
-    /// computed the prompt without handing it over. `None` if there was none.
+    /// Maximum number of prompt tokens charged as cached: those that a prefill backend found cached
+    /// when it computed the prompt without handing it over. `None` if no backend did.
     cached_max: Option<u64>,
     usage: Option<Usage>,
     /// Form of the response; `None` before it begins.
     form: Option<AnswerForm>,
-    /// Output bytes that no report covers.
+    /// Number of output bytes that no usage report covers.
     unreported_bytes: usize,
-    /// Charged so far, without the counts of requests.
+    /// Tokens charged so far, without counts of requests.
     charged: Charge,
     model: ModelKey,
     pricing: Pricing,
@@ -95,16 +96,16 @@ pub(super) struct OpenAttempt {
     expected: Option<ExpectedOutput>,
 }
 
-/// Terms of a dispatch.
+/// Terms of a dispatch that its charge depends on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct DispatchTerms {
     /// Maximum number of output tokens, from the request.
     pub tokens_max: Option<u32>,
-    /// Priced tokens that the log charged with the grant; `None` if the request was not granted.
+    /// Priced tokens that the log charged with the grant; `None` if the log granted nothing.
     pub granted_tokens: Option<u64>,
 }
 
-/// Returns the token prices and which tokens are charged.
+/// Returns the token prices in `registry`, and which tokens are charged.
 pub(crate) fn pricing_of(registry: &Registry) -> Pricing {
     let settings = registry.admission.as_ref();
     Pricing {
@@ -114,7 +115,8 @@ pub(crate) fn pricing_of(registry: &Registry) -> Pricing {
 }
 
 impl Dispatcher {
-    /// Like [`Dispatcher::dispatch_to`], but takes a place even beyond the limit.
+    /// Dispatches a request as decided, even beyond the limits of its backends. See
+    /// [`Dispatcher::dispatch_to`].
     pub fn dispatch(
         self: &Arc<Self>,
         decision: &Decision,
@@ -131,8 +133,8 @@ impl Dispatcher {
         self.dispatch_to(placed, ask, terms, now)
     }
 
-    /// Records that a request goes to the chosen backend. Load, overlay and outbox are up to date
-    /// when this returns.
+    /// Dispatches a request to the backends where it has places. Load, overlay and outbox are up to
+    /// date when this returns.
     pub fn dispatch_to(
         self: &Arc<Self>,
         PlacedRequest {
@@ -215,8 +217,9 @@ impl Dispatcher {
         }
     }
 
-    /// Returns how many leading blocks of `chain` the `backend` holds or will hold, at least
-    /// `matched`. Counts blocks beyond the matchable ones, to find the tip of a lease.
+    /// Returns how many leading blocks of `chain` the `backend` holds or will hold: at least
+    /// `matched`. Unlike a match, it counts blocks beyond the matchable ones, to find a lease's
+    /// tip.
     pub(super) fn held(
         &self,
         backend: BackendRef,
@@ -246,12 +249,12 @@ impl Attempt {
         }
     }
 
-    /// Returns the span; `None` if the attempt is not traced or has ended.
+    /// Returns the attempt's span; `None` if it is not traced or has ended.
     pub(crate) fn trace(&mut self) -> Option<&mut AttemptTrace> {
         self.open.as_mut()?.trace.as_mut()
     }
 
-    /// Records the first byte of the response's body: the prefill is done.
+    /// Records the first byte of the response's body, which ends the prefill.
     pub fn first_byte(&mut self, now: Instant) {
         if let Some(open) = &mut self.open {
             open.underway.first_byte();
@@ -268,13 +271,13 @@ impl Attempt {
         }
     }
 
-    /// Records the first token of a stream: only streams are timed.
+    /// Records the time of a stream's first token. Call this only for streams.
     pub fn first_token(&mut self, now: Instant) {
         if let Some(open) = &mut self.open {
             let stopwatch = &mut open.stopwatch;
             let samples = &self.dispatcher.samples;
             if open.prefill.is_some() {
-                // The time covers two backends; only gaps between tokens are counted from here on.
+                // The time covers two backends, so only gaps between tokens are counted.
                 stopwatch.first_token(now, &mut ServiceSample::empty(open.backend));
                 return;
             }
@@ -284,21 +287,22 @@ impl Attempt {
         }
     }
 
-    /// Sets output that is not visible while it is generated; `None` if all is visible.
+    /// Sets the properties of output that is not visible while it is generated; `None` if all is
+    /// visible.
     pub fn set_hidden_output(&mut self, hidden: Option<HiddenOutput>) {
         if let Some(open) = &mut self.open {
             open.hidden = hidden;
         }
     }
 
-    /// Sets the form of the response.
+    /// Sets the form of the response, by which backends differ in reporting cached tokens.
     pub fn set_response_form(&mut self, form: AnswerForm) {
         if let Some(open) = &mut self.open {
             open.form = Some(form);
         }
     }
 
-    /// Records the engine's usage report so far; the highest report counts.
+    /// Records the engine's latest usage report and charges what is due. The highest counts apply.
     pub fn usage(&mut self, usage: Usage, now: Instant) {
         let Some(open) = &mut self.open else { return };
         let usage = open.believed(usage);
@@ -340,8 +344,8 @@ impl Attempt {
         });
     }
 
-    /// Records output that does not continue the prompt: other choices, reasoning, tool calls. Has
-    /// no effect if `bytes` is 0.
+    /// Records output that does not continue the prompt, such as further choices, reasoning or tool
+    /// calls. Has no effect if `bytes` is 0.
     pub fn other_output(&mut self, bytes: usize) {
         if let Some(open) = self.open.as_mut().filter(|_| bytes > 0) {
             open.unreported_bytes = open.unreported_bytes.saturating_add(bytes);
@@ -351,8 +355,8 @@ impl Attempt {
         }
     }
 
-    /// Records streamed output text, whose complete blocks extend the lease. Bounded internally.
-    /// Call this before [`Attempt::usage`] with the report that covers the text.
+    /// Records streamed output text, whose complete blocks extend the lease at the end. Call this
+    /// before [`Attempt::usage`] with the report that covers the text.
     pub fn output(&mut self, text: &str, now: Instant) {
         let Some(open) = &mut self.open else { return };
         open.unreported_bytes = open.unreported_bytes.saturating_add(text.len());
@@ -434,7 +438,8 @@ impl Drop for Attempt {
     }
 }
 
-/// Returns the advance and the charge of a dispatch; the log has already charged a granted one.
+/// Returns the advance and the initial charge of a dispatch. The log has already charged a granted
+/// request.
 fn started(
     outbox: &mut Outbox,
     user: UserKey,
@@ -457,7 +462,7 @@ fn started(
     (advance, charge)
 }
 
-/// A charge without tokens.
+/// Returns a charge of `user` without tokens.
 fn nothing(user: UserKey) -> Charge {
     Charge {
         user,
@@ -465,13 +470,13 @@ fn nothing(user: UserKey) -> Charge {
     }
 }
 
-/// Whether output is charged in advance.
+/// Whether `settings` require that output is charged in advance.
 fn is_predicted(settings: Option<&AdmissionSettings>) -> bool {
     settings.is_some_and(|settings| settings.order == Order::VtcPred)
 }
 
 impl OpenAttempt {
-    /// Charges produced tokens, using the advance first.
+    /// Charges the tokens of `counts` to their user, using the advance first.
     fn charge(&mut self, dispatcher: &Dispatcher, outbox: &mut Outbox, counts: Charge) {
         let used = TokenDelta {
             input_uncached: counts.input_uncached,
@@ -490,7 +495,7 @@ impl OpenAttempt {
         outbox.charge(charge);
     }
 
-    /// Charges more output in advance once all expected output was produced.
+    /// Charges more output in advance if all expected output was produced.
     fn expect_more(&mut self, dispatcher: &Dispatcher, outbox: &mut Outbox) {
         let (user, produced) = (self.charged.user, self.charged.output);
         let expected = self.expected.as_mut();
@@ -503,7 +508,7 @@ impl OpenAttempt {
         }
     }
 
-    /// Returns the price of everything charged.
+    /// Returns the price of all tokens charged, and of the output among them.
     fn price(&self) -> LargestRequest {
         let charged = &self.charged;
         let input = self
@@ -529,8 +534,8 @@ impl OpenAttempt {
         usage
     }
 
-    /// Estimates invisible output from the elapsed time. If the engine failed, it may have been
-    /// stuck all the time, so the estimate is capped at the expected output.
+    /// Estimates the tokens of invisible output from the elapsed time. An engine that failed may
+    /// have been stuck all the time, so the estimate is then capped at the expected output.
     fn hidden_output(&self, dispatcher: &Dispatcher, end: AttemptEnd, now: Instant) -> u64 {
         let Some(hidden) = self.hidden.filter(|_| !self.waits_for_prompt()) else {
             return 0;
@@ -555,7 +560,8 @@ impl OpenAttempt {
     }
 
     /// Returns the part of `usage` that is not charged yet. If the engine reports no cached tokens,
-    /// the believed ones count. A later report of cached tokens never makes the prompt longer.
+    /// the predicted ones count, if trusted. A later report of cached tokens never charges more
+    /// prompt tokens than the prompt has.
     fn due(&self, usage: Usage) -> Charge {
         let cached = usage
             .cached_tokens

@@ -1,4 +1,4 @@
-//! Ends a lease: at once, or once the blocks that the response adds are known.
+//! Releases leases: at once, or once the blocks that the response adds are known.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use super::Attempt;
 use crate::routing::reply::{ReplyChain, ReplyEnd};
 
 impl Attempt {
-    /// Releases the lease and adds the response's blocks to it.
+    /// Adds the response's blocks to the lease and releases it.
     pub(super) fn release(
         &self,
         backend: BackendRef,
@@ -18,7 +18,8 @@ impl Attempt {
         (end, outcome): (ReplyEnd, LeaseOutcome),
     ) {
         let (dispatcher, id) = (Arc::clone(&self.dispatcher), self.id);
-        // The events of such an engine report more, and their order follows the releases.
+        // The KV events of a followed engine report more blocks, and depend on the order of
+        // releases.
         let is_followed = dispatcher.view.evictions().get(backend).is_some();
         let release = move |reply: Option<ReplyChain>| {
             let blocks = reply.map_or_else(Vec::new, |reply| reply.finish(end));
@@ -28,7 +29,7 @@ impl Attempt {
             });
             dispatcher.flush_soon_for(backend);
         };
-        // A runtime that shuts down skips this: the lease ends with the session.
+        // A runtime that shuts down may skip this. The lease then ends with the session.
         match (reply, Handle::try_current()) {
             (Some(mut reply), Ok(runtime)) if reply.is_asked() && !is_followed => {
                 drop(runtime.spawn(async move {

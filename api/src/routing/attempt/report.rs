@@ -1,4 +1,5 @@
-//! Reports of an attempt at its end: decision record, metrics and samples.
+//! Reports the outcome of an attempt: to its decision record, the trace, the metrics and the
+//! samples.
 
 use tokio::time::Instant;
 
@@ -12,7 +13,7 @@ use crate::routing::samples::{EndedRequest, RunningRequests};
 use crate::traces::TracedEnd;
 
 impl OpenAttempt {
-    /// Returns how the response ended, with its tokens if the engine's count covers all of it.
+    /// Returns how the response ended, with its token count if the engine's count covers all of it.
     pub(super) fn reply_end(&self, end: AttemptEnd) -> ReplyEnd {
         let usage = self.usage.filter(|_| self.unreported_bytes == 0);
         let tokens = usage.map(|usage| usage.completion_tokens);
@@ -22,8 +23,8 @@ impl OpenAttempt {
         }
     }
 
-    /// Settles a finished response without a count of cached tokens: counts none as cached if
-    /// earlier responses of this form reported them.
+    /// Sets the cached tokens of a finished response without such a count to 0 if earlier responses
+    /// of the same form reported them. Remembers which forms report them.
     pub(super) fn settle_cached(&mut self, dispatcher: &Dispatcher, end: AttemptEnd) {
         let (Some(usage), Some(form)) = (&mut self.usage, self.form) else {
             return;
@@ -42,7 +43,7 @@ impl OpenAttempt {
         }
     }
 
-    /// Counts the time between tokens, up to the last of `tokens`.
+    /// Adds the time between tokens to the samples. `tokens` is the number of output tokens so far.
     pub(super) fn count_gaps(&mut self, dispatcher: &Dispatcher, tokens: u64, now: Instant) {
         let requests = dispatcher.load.cluster(self.backend, now).running;
         let limit = dispatcher.view.limit(self.backend.slot);
@@ -55,7 +56,7 @@ impl OpenAttempt {
         dispatcher.samples.add(self.backend, now, count);
     }
 
-    /// Writes the outcome to the decision's record.
+    /// Writes the outcome of the attempt to the decision's record.
     pub(super) fn note_end(&self, end: AttemptEnd, now: Instant) {
         let Some(record) = &self.record else { return };
         let charged = &self.charged;
@@ -68,7 +69,7 @@ impl OpenAttempt {
         });
     }
 
-    /// Writes the outcome to the span.
+    /// Writes the outcome of the attempt to its span and ends the span.
     pub(super) fn end_trace(&mut self, end: AttemptEnd, at: Instant) {
         let Some(trace) = self.trace.take() else {
             return;
@@ -87,7 +88,7 @@ impl OpenAttempt {
         });
     }
 
-    /// Updates metrics and samples.
+    /// Adds the outcome of the attempt to the metrics, samples and predictions.
     pub(super) fn report(&mut self, dispatcher: &Dispatcher, end: AttemptEnd, now: Instant) {
         self.meter.count_end(end);
         let Some(usage) = self.usage else { return };

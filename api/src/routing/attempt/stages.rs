@@ -1,7 +1,7 @@
-//! Attempts on two backends: state of the prefill stage.
+//! Tracks the prefill stage of attempts on two backends.
 //!
-//! The usage is that of a single request. The prefill backend reports how much of the prompt was
-//! cached: to the decode backend the whole prompt looks cached, because it was fetched.
+//! Usage is charged as for a single request. The prefill backend's report of cached tokens counts,
+//! because to the decode backend the whole fetched prompt looks cached.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -17,28 +17,28 @@ use crate::routing::{AttemptEnd, Decision, ReservedPlace, RoutingRequest, Usage}
 
 /// The prefill stage of an attempt.
 pub(super) struct PrefillStage {
-    /// `None` while another task drives it, and once it has ended.
+    /// The attempt at the prefill backend; `None` while another task drives it, and after its end.
     pub(super) attempt: Option<PrefillAttempt>,
-    /// Prompt size at the backend that answers.
+    /// Size of the prompt, with the cached part predicted at the backend that answers.
     pub(super) fetched: PromptSize,
-    /// Cached tokens that the prefill backend reported.
+    /// Number of cached tokens that the prefill backend reported.
     pub(super) cached_tokens: Option<u64>,
-    /// When the prompt was computed; `None` before.
+    /// Time at which the prompt was computed; `None` before.
     pub(super) ended: Option<Instant>,
 }
 
-/// Initial stages of an attempt.
+/// Stages of an attempt at its start.
 pub(super) struct Stages {
-    /// Prompt size at the backend that computes it.
+    /// Size of the prompt, with the cached part predicted at the backend that computes it.
     pub(super) prompt: PromptSize,
-    /// The stage at another backend; `None` with a single backend.
+    /// The prefill stage at another backend; `None` with a single backend.
     pub(super) prefill: Option<PrefillStage>,
-    /// Prompt tokens to compute at the backend that answers.
+    /// Number of prompt tokens to compute at the backend that answers.
     pub(super) computed_here: u64,
 }
 
 impl Dispatcher {
-    /// Starts the prefill stage, if there is one.
+    /// Returns the stages of an attempt. Starts the prefill stage if the decision has one.
     pub(super) fn begin_stages(
         self: &Arc<Self>,
         (decision, place): (&Decision, Option<ReservedPlace>),
@@ -68,12 +68,13 @@ impl Dispatcher {
 }
 
 impl Attempt {
-    /// Takes the prefill stage, to drive it; `None` if there is none.
+    /// Takes the attempt at the prefill backend, to drive it; `None` if there is none.
     pub fn take_prefill(&mut self) -> Option<PrefillAttempt> {
         self.open.as_mut()?.prefill.as_mut()?.attempt.take()
     }
 
-    /// Records that the prompt was computed. Its blocks stay leased until the response begins.
+    /// Records that the prompt was computed, and takes its attempt back. Its blocks stay leased
+    /// until the response begins.
     pub fn prefilled(&mut self, attempt: PrefillAttempt, usage: Option<Usage>, now: Instant) {
         self.prompt_computed(usage, now);
         let stage = self.open.as_mut().and_then(|open| open.prefill.as_mut());
@@ -91,10 +92,10 @@ impl Attempt {
         }
     }
 
-    /// Records that the prefill backend computed the prompt, with this report, and did not hand it
-    /// over. This attempt's backend computes it too, or finds it in a cache that both share. The
-    /// prompt is charged once, as the backend that had less of it cached reports. The prediction
-    /// counts for a prefill backend that does not report: vLLM omits the count if it is 0.
+    /// Records that the prefill backend computed the prompt, reported `usage`, and did not hand the
+    /// prompt over. This attempt's backend computes it too, or finds it in a shared cache. The
+    /// prompt is charged once, with the lower count of cached tokens. If the prefill backend
+    /// reports no count, the prediction applies, if trusted: vLLM omits a count of 0.
     pub fn kept(&mut self, usage: Option<Usage>) {
         let Some(open) = &mut self.open else { return };
         let reported = usage.and_then(|usage| usage.cached_tokens);
@@ -105,7 +106,7 @@ impl Attempt {
         self.fall_back_to_single_backend();
     }
 
-    /// Makes this attempt's backend compute the prompt, because no other one did.
+    /// Makes this attempt's backend compute the prompt, because no other backend handed it over.
     pub fn fall_back_to_single_backend(&mut self) {
         let Some(open) = &mut self.open else { return };
         if let Some(stage) = open.prefill.take() {
@@ -117,7 +118,7 @@ impl Attempt {
 }
 
 impl OpenAttempt {
-    /// Ends the prefill stage when the response begins: nothing is fetched any more.
+    /// Ends the prefill stage, because no blocks are fetched after the response begins.
     pub(super) fn end_prefill(&mut self) {
         let stage = self.prefill.as_mut();
         if let Some(attempt) = stage.and_then(|stage| stage.attempt.take()) {
@@ -131,7 +132,7 @@ impl OpenAttempt {
         stage.is_some_and(|stage| stage.ended.is_none())
     }
 
-    /// Returns how long the attempt's backend has been working at `now`.
+    /// Returns the time for which the attempt's backend has worked on the request at `now`.
     pub(super) fn at_work(&self, now: Instant) -> Duration {
         let stage = self.prefill.as_ref();
         match stage.and_then(|stage| stage.ended) {
@@ -140,7 +141,7 @@ impl OpenAttempt {
         }
     }
 
-    /// Returns the valid part of a report.
+    /// Returns `usage` with the cached tokens of the backend that computed the prompt.
     pub(super) fn believed(&self, usage: Usage) -> Usage {
         let stage = self.prefill.as_ref();
         stage.map_or(usage, |stage| Usage {

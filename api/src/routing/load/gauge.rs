@@ -1,7 +1,7 @@
-//! Requests that one replica has in flight at one backend, and how many it may have.
+//! Counts the requests that one replica has in flight at one backend, and how many it may have.
 //!
 //! Both numbers share one word, so that a place is taken or withdrawn only while it is free: two
-//! requests never take the last one, and none takes a place that is being handed to a peer.
+//! requests never take the same last place, and no request takes a place that is handed to a peer.
 
 use std::sync::Arc;
 
@@ -13,18 +13,18 @@ use crate::sync::{
     Ordering::{Acquire, Relaxed, Release},
 };
 
-/// Means no limit, or one that is not divided yet.
+/// Limit or number of allowed requests that means: no limit, or one that is not divided yet.
 const UNDIVIDED: u32 = u32::MAX;
 
 /// Load from this replica at one incarnation of a backend.
 #[derive(Debug)]
 pub(super) struct BackendLoad {
     pub(super) backend: BackendRef,
-    /// Running requests; in the high half, how many may run.
+    /// Number of running requests in the low half, number of allowed requests in the high half.
     places: AtomicU64,
-    /// Limit that the number of places was derived from.
+    /// Limit from which the number of allowed requests was derived.
     limit: AtomicU32,
-    /// Nonzero if a place that becomes free is to be handed to a peer.
+    /// Nonzero if the next place that becomes free is handed to a peer.
     hand_over_next_free: AtomicU32,
     started: AtomicU64,
     waiting: AtomicU32,
@@ -36,11 +36,11 @@ pub(super) struct BackendLoad {
 #[derive(Debug, Default)]
 pub(super) struct LoadDropSignal {
     pub(super) load_dropped: Arc<Notify>,
-    /// Requests that ended here.
+    /// Number of this replica's requests that ended.
     ended: AtomicU64,
     /// Wakes the task that reports to the peers.
     pub(super) report_due: Arc<Notify>,
-    /// Nonzero if that task polls rarely because nothing runs.
+    /// Nonzero if the task that reports to the peers polls rarely because nothing runs.
     is_idle: AtomicU32,
 }
 
@@ -49,8 +49,8 @@ impl LoadDropSignal {
         self.is_idle.store(u32::from(is_idle), Relaxed);
     }
 
-    /// Ends the idle state: something runs, here or at a peer. Every dispatch reads the flag, and
-    /// only the first one writes it.
+    /// Ends the idle state because a request runs here or at a peer. Every dispatch reads the flag,
+    /// and only the first one writes it.
     pub(super) fn busy(&self) {
         if self.is_idle.load(Relaxed) != 0 && self.is_idle.swap(0, Relaxed) != 0 {
             self.report_due.notify_one();
@@ -62,16 +62,16 @@ impl LoadDropSignal {
     }
 }
 
-/// Why no place was reserved.
+/// Reason why no place was reserved.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum ReserveRejection {
     /// All places of this replica are taken.
     Full,
-    /// The limit differs from the one that was divided.
+    /// The places were derived from another limit.
     OtherLimit,
 }
 
-/// Splits [`BackendLoad::places`] into its halves.
+/// Splits the word [`BackendLoad::places`] into the numbers of running and allowed requests.
 fn halves(word: u64) -> (u32, u32) {
     let [a, b, c, d, e, f, g, h] = word.to_le_bytes();
     let (running, allowed) = ([a, b, c, d], [e, f, g, h]);
@@ -121,7 +121,7 @@ impl BackendLoad {
         self.started.load(Relaxed)
     }
 
-    /// See [`LoadTable::set_places`](super::LoadTable::set_places).
+    /// Implements [`LoadTable::set_places`](super::LoadTable::set_places).
     pub(super) fn set_places(&self, limit: u32, allowed: u32, hands_over_next: bool) -> bool {
         self.hand_over_next_free
             .store(u32::from(hands_over_next), Relaxed);
@@ -137,7 +137,7 @@ impl BackendLoad {
         }
     }
 
-    /// See [`LoadTable::withdraw`](super::LoadTable::withdraw).
+    /// Implements [`LoadTable::withdraw`](super::LoadTable::withdraw).
     pub(super) fn withdraw(&self, share: u32, allowed: u32) -> bool {
         let withdrawn = self.places.fetch_update(Relaxed, Relaxed, |places| {
             let (running, before) = halves(places);
@@ -146,7 +146,8 @@ impl BackendLoad {
         withdrawn.is_ok()
     }
 
-    /// Changes the word and returns its previous value.
+    /// Changes `places` to the numbers that `to` returns, if any. Returns the previous numbers of
+    /// running and allowed requests.
     fn change(&self, to: impl Fn(u32, u32) -> Option<(u32, u32)>) -> (u32, u32) {
         let changed = self.places.fetch_update(Relaxed, Relaxed, |places| {
             let (running, allowed) = halves(places);
@@ -155,14 +156,14 @@ impl BackendLoad {
         halves(changed.unwrap_or_else(|places| places))
     }
 
-    /// Returns an unused place. Nothing ended, so the place stays here and nobody is notified: a
-    /// waiter would check the queue again and might reserve and return the place again.
+    /// Gives back an unused place. It stays with this replica, and no waiter is notified: the
+    /// waiter might reserve and give back the same place again.
     fn put_back(&self) {
         self.change(|running, allowed| Some((running.saturating_sub(1), allowed)));
     }
 
-    /// Ends a request. If peers wait for the place, it leaves this replica at once, before anything
-    /// here can take it; the task that reports to the peers then assigns it.
+    /// Ends a request. If peers wait for its place, the place leaves this replica at once, before a
+    /// request here can take it. The task that reports to the peers then assigns it.
     fn end(&self) {
         let hands_over_next = self.hand_over_next_free.load(Relaxed) != 0;
         self.change(|running, allowed| {
@@ -178,10 +179,10 @@ impl BackendLoad {
     }
 }
 
-/// A reserved place at a backend where nothing runs yet. Dropping it returns the place.
+/// A reserved place at a backend, not used by a request yet. Dropping it gives the place back.
 #[derive(Debug)]
 pub struct ReservedPlace {
-    /// `None` once used.
+    /// Gauge that counts the place; `None` once a request uses it.
     gauge: Option<Arc<BackendLoad>>,
 }
 
@@ -193,7 +194,7 @@ impl ReservedPlace {
         Self { gauge: Some(gauge) }
     }
 
-    /// Takes one of this replica's places under `limit`.
+    /// Takes one of this replica's places under `limit`, if one is free.
     pub(super) fn within(gauge: Arc<BackendLoad>, limit: u32) -> Result<Self, ReserveRejection> {
         if !gauge.is_divided(limit) {
             return Err(ReserveRejection::OtherLimit);
@@ -208,7 +209,7 @@ impl ReservedPlace {
         }
     }
 
-    /// Starts a request of `pending_prefill_tokens` in this place.
+    /// Starts a request with `pending_prefill_tokens` in this place.
     pub fn into_guard(mut self, pending_prefill_tokens: u64) -> LoadGuard {
         let gauge = self.gauge.take();
         let gauge = gauge.expect("it is taken here only, and this takes all");
@@ -237,12 +238,12 @@ impl Drop for ReservedPlace {
 #[derive(Debug)]
 pub struct LoadGuard {
     gauge: Arc<BackendLoad>,
-    /// Tokens still counted as pending; `None` after the first byte.
+    /// Prompt tokens counted as pending; `None` after the first byte.
     pending_prefill_tokens: Option<u64>,
 }
 
 impl LoadGuard {
-    /// Replaces the number of prompt tokens to compute.
+    /// Replaces the number of pending prompt tokens. Has no effect after the first byte.
     pub fn computes(&mut self, pending_prefill_tokens: u64) {
         if let Some(tokens) = &mut self.pending_prefill_tokens {
             let gauge = &self.gauge.pending_prefill_tokens;

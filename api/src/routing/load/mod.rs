@@ -1,13 +1,12 @@
-//! Load per backend: requests and pending prefill, here and on the other replicas.
+//! Tracks the load of each backend from this replica and its peers: requests and pending prefill.
 //!
 //! Load goes directly from replica to replica, never through the log: it is useful for half a
-//! second and harmful later (a router that acts on load one second old does worse than one that
-//! knows only its own). So a peer's report counts until [`EXPIRY`] after it arrived, and as nothing
-//! afterwards.
+//! second and harmful later. A router that acts on load one second old does worse than one that
+//! knows only its own. So a peer's report is ignored from [`EXPIRY`] after its arrival on.
 //!
-//! Requests from here are counted in one [`BackendLoad`] per incarnation of a backend. Each request
-//! holds the gauge in which it was counted and is removed from that gauge. So a reused slot starts
-//! at zero, and the earlier incarnation's numbers still return to zero.
+//! One [`BackendLoad`] per incarnation of a backend counts the requests from this replica. Each
+//! request holds the gauge that counts it and leaves that gauge when it ends. So a reused slot
+//! starts at zero, and the earlier incarnation's numbers still return to zero.
 
 use schemars::JsonSchema;
 use std::collections::BTreeMap;
@@ -26,11 +25,11 @@ pub(crate) use gauge::ReserveRejection;
 use gauge::{BackendLoad, LoadDropSignal};
 pub use gauge::{LoadGuard, ReservedPlace};
 
-/// How long a peer's report counts.
+/// Time after its arrival for which a peer's report counts.
 pub const EXPIRY: Duration = Duration::from_millis(500);
-/// Interval at which a replica repeats an unchanged load, well within [`EXPIRY`].
+/// Interval at which a replica repeats an unchanged report, well below [`EXPIRY`].
 pub const KEEPALIVE: Duration = Duration::from_millis(100);
-/// First byte of a report.
+/// Version of the report format, the first byte of a report.
 const REPORT_VERSION: u8 = 1;
 
 /// Load of one backend.
@@ -58,35 +57,35 @@ impl Load {
     }
 }
 
-/// Why a report is invalid.
+/// Reason why a load report or share report is invalid.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum LoadReportError {
-    /// Unsupported version byte.
+    /// The version byte is not supported.
     #[error("load report has version {0}, expected {REPORT_VERSION}")]
     Version(u8),
-    /// Truncated, overlong, or slots that do not ascend below the limit.
+    /// The report is truncated, has a number out of range, or has slots that do not ascend.
     #[error("load report is malformed")]
     Malformed,
 }
 
-/// Last report of one peer.
+/// Last load report of one peer.
 struct PeerLoad {
     replica: ReplicaId,
     received: Instant,
-    /// In ascending slot order.
+    /// Load of each busy backend, in ascending slot order.
     entries: Vec<(BackendRef, Load)>,
 }
 
 /// The load of every backend, as far as this replica knows it.
 pub struct LoadTable {
-    /// By slot. Replaced as a whole when a new incarnation begins, so that a decision loads all
-    /// gauges at once.
+    /// Gauges by slot. The vector is replaced when a new incarnation begins, so that a decision
+    /// loads all gauges at once.
     gauges: ArcSwap<Vec<Option<Arc<BackendLoad>>>>,
     /// Number of possible slots.
     slots: usize,
-    /// Replaced as a whole by each report, so that readers never wait.
+    /// Last report of each peer. Each report replaces the vector, so that readers never wait.
     peers: ArcSwap<Vec<Arc<PeerLoad>>>,
-    /// Held while `peers` or a gauge is replaced.
+    /// Lock held while `peers` or `gauges` is replaced.
     writing: Mutex<()>,
     less: Arc<LoadDropSignal>,
 }
@@ -101,7 +100,7 @@ impl<'a> Gauges<'a> {
         (gauge.backend == backend).then_some(gauge)
     }
 
-    /// Whether this replica has a free place at `backend`. Also true if its places under this limit
+    /// Whether this replica may have a free place at `backend`. True if its places under `limit`
     /// are unknown, which `LoadTable::reserve` detects.
     pub(super) fn may_have_place(self, backend: BackendRef, limit: u32) -> bool {
         self.of(backend)
@@ -126,7 +125,7 @@ impl LoadTable {
         }
     }
 
-    /// Counts a request of `pending_prefill_tokens` at `backend`, even beyond its limit.
+    /// Counts a request with `pending_prefill_tokens` at `backend`, even beyond its limit.
     pub fn begin(&self, backend: BackendRef, pending_prefill_tokens: u64) -> LoadGuard {
         self.take(backend).into_guard(pending_prefill_tokens)
     }
@@ -136,10 +135,10 @@ impl LoadTable {
         ReservedPlace::beyond(self.gauge(backend))
     }
 
-    /// Takes one of this replica's places at `backend` under this limit.
+    /// Takes one of this replica's places at `backend` under `limit`; `None` means no limit.
     ///
     /// # Errors
-    /// Returns a [`ReserveRejection`] if no place is free or the limit is another.
+    /// Returns a [`ReserveRejection`] if no place is free or another limit was divided.
     pub(super) fn reserve(
         &self,
         backend: BackendRef,
@@ -152,13 +151,13 @@ impl LoadTable {
         }
     }
 
-    /// Calls `read` with all gauges, which are loaded once.
+    /// Calls `read` with one consistent view of all gauges.
     pub(super) fn with_gauges<R>(&self, read: impl FnOnce(Gauges<'_>) -> R) -> R {
         read(Gauges(&self.gauges.load()))
     }
 
-    /// Returns this replica's free places and all its places at `backend`; `None` if they are
-    /// unknown under this limit.
+    /// Returns the numbers of this replica's free places and of all its places at `backend`; `None`
+    /// if they are unknown under `limit`.
     #[must_use]
     pub fn places(&self, backend: BackendRef, limit: u32) -> Option<(u32, u32)> {
         let places = |gauge: &BackendLoad| {
@@ -168,8 +167,8 @@ impl LoadTable {
         self.with_gauge(backend, places).flatten()
     }
 
-    /// Sets how many places this replica has at `backend`, and whether a place that becomes free is
-    /// to be handed over. Returns whether a waiting request can use an added place.
+    /// Sets how many places this replica has at `backend` under `limit`, and whether the next place
+    /// that becomes free is handed over. Returns whether a waiting request can use an added place.
     pub(super) fn set_places(
         &self,
         backend: BackendRef,
@@ -181,25 +180,26 @@ impl LoadTable {
             .set_places(limit, allowed, hands_over_next)
     }
 
-    /// Reduces this replica's places to `allowed` if at most `share` requests run.
+    /// Reduces this replica's places at `backend` to `allowed` if at most `share` of its requests
+    /// run. Returns whether it did.
     pub(super) fn withdraw(&self, backend: BackendRef, share: u32, allowed: u32) -> bool {
         self.gauge(backend).withdraw(share, allowed)
     }
 
-    /// Returns the total number of requests started at `backend` from here.
+    /// Returns how many requests this replica has started at `backend` in total.
     pub(super) fn started(&self, backend: BackendRef) -> u64 {
         self.with_gauge(backend, BackendLoad::started)
             .unwrap_or_default()
     }
 
-    /// Lets the task that reports to the peers poll rarely because nothing runs.
+    /// Allows the task that reports to the peers to poll rarely, because nothing runs.
     /// [`LoadTable::report_due`] then also fires when a request starts, here or at a peer. A start
     /// that races with this call may be reported one poll later.
     pub fn set_idle(&self) {
         self.less.set_idle(true);
     }
 
-    /// Whether nothing runs, here or at a peer heard from lately.
+    /// Whether no requests run from this replica or from a peer whose report has not expired.
     #[must_use]
     pub fn is_idle(&self, now: Instant) -> bool {
         let gauges = self.gauges.load();
@@ -208,14 +208,14 @@ impl LoadTable {
         gauges.iter().flatten().all(|gauge| gauge.load().is_zero()) && !peers.iter().any(is_busy)
     }
 
-    /// Notified when the peers need a report at once: a place that they wait for became free or was
-    /// handed over.
+    /// Returns the signal that the peers need a report at once: a place that they wait for became
+    /// free or was handed over, more requests wait here, or the idle state ended.
     #[must_use]
     pub fn report_due(&self) -> &Arc<Notify> {
         &self.less.report_due
     }
 
-    /// Removes the limit of the backend.
+    /// Removes the limit on this replica's requests at `backend`.
     pub(super) fn clear_limit(&self, backend: BackendRef) {
         self.with_gauge(backend, BackendLoad::clear_limit);
     }
@@ -240,19 +240,21 @@ impl LoadTable {
         BackendLoad::new(backend, Arc::clone(&self.less))
     }
 
-    /// Notified when a backend may be less busy: a request ended here, or a peer reported.
+    /// Returns the signal that a backend may be less busy: a request ended here, a peer reported,
+    /// or this replica gained a place.
     #[must_use]
     pub fn less(&self) -> &Arc<Notify> {
         &self.less.load_dropped
     }
 
-    /// Returns the number of requests that ended here since the start.
+    /// Returns the number of this replica's requests that ended since its start.
     #[must_use]
     pub fn ended(&self) -> u64 {
         self.less.ended()
     }
 
-    /// Returns a new gauge; a dispatch to an earlier incarnation gets one that is not stored.
+    /// Returns the gauge of `backend`, which is created if needed. A gauge of an earlier
+    /// incarnation than the stored one is not stored.
     fn replace_gauge(&self, backend: BackendRef) -> Arc<BackendLoad> {
         let _writing = self.lock();
         let gauges = self.gauges.load();
@@ -282,7 +284,7 @@ impl LoadTable {
             .unwrap_or_default()
     }
 
-    /// Returns the load at `backend` from all replicas heard from lately.
+    /// Returns the load at `backend` from this replica and all peers with a fresh report.
     #[must_use]
     pub fn cluster(&self, backend: BackendRef, now: Instant) -> Load {
         let mut load = Load::default();
@@ -290,8 +292,8 @@ impl LoadTable {
         load
     }
 
-    /// Calls `add(i, load)` with the load from here and from each peer at the `i`th of `count`
-    /// backends, which `backend` returns in ascending slot order. Merges instead of searching.
+    /// Calls `add(i, load)` with the load from this replica and from each peer at the `i`th of
+    /// `count` backends. `backend` must return the backends in ascending slot order.
     pub fn add_each(
         &self,
         now: Instant,
@@ -318,9 +320,9 @@ impl LoadTable {
         }
     }
 
-    /// Returns the report of this replica's load for its peers: a version byte, then for each busy
-    /// backend in ascending order five LEB128 numbers: slot delta, incarnation, running, waiting,
-    /// pending prefill tokens.
+    /// Returns the report of this replica's load for its peers. A version byte is followed by five
+    /// LEB128 numbers for each busy backend, in ascending slot order: slot delta, incarnation,
+    /// running, waiting, pending prefill tokens.
     #[must_use]
     pub fn local_report(&self) -> Vec<u8> {
         let mut report = vec![REPORT_VERSION];
@@ -341,10 +343,10 @@ impl LoadTable {
         report
     }
 
-    /// Replaces a peer's earlier report; forgets peers that were not heard from lately.
+    /// Replaces the earlier report of the peer `from` and removes expired reports of other peers.
     ///
     /// # Errors
-    /// Returns a [`LoadReportError`] and keeps the earlier report.
+    /// Returns a [`LoadReportError`] if `report` is invalid, and keeps the earlier report.
     pub fn merge_report(
         &self,
         from: ReplicaId,
@@ -373,14 +375,14 @@ impl LoadTable {
         Ok(())
     }
 
-    /// Returns the number of peers heard from lately.
+    /// Returns the number of peers whose reports have not expired.
     #[must_use]
     pub fn peers_heard(&self, now: Instant) -> usize {
         let peers = self.peers.load();
         peers.iter().filter(|peer| is_fresh(peer, now)).count()
     }
 
-    /// Returns the age of each known peer's last report, in milliseconds, expired reports included.
+    /// Returns the age of each peer's last report, in milliseconds, including expired reports.
     #[must_use]
     pub fn peer_ages_ms(&self, now: Instant) -> BTreeMap<ReplicaId, u64> {
         let age = |peer: &Arc<PeerLoad>| {
@@ -449,14 +451,14 @@ fn read_report(report: &[u8]) -> Result<Vec<(BackendRef, Load)>, LoadReportError
     Ok(entries)
 }
 
-/// Decides when to report to the peers: at once after a change, else every [`KEEPALIVE`].
+/// Decides when to report the load to the peers: after a change, else every [`KEEPALIVE`].
 #[derive(Debug, Default)]
 pub struct LoadReporter {
     last: Option<(Instant, Vec<u8>)>,
 }
 
 impl LoadReporter {
-    /// Returns the report to send at `now`, if one is due. Call this every 20 ms.
+    /// Returns the report to send at `now`; `None` if none is due. Call this every 20 ms.
     pub fn due(&mut self, table: &LoadTable, now: Instant) -> Option<Vec<u8>> {
         let report = table.local_report();
         let is_silent = self.last.as_ref().is_some_and(|(sent, last)| {

@@ -1,4 +1,4 @@
-//! Cuts envelopes from the queue.
+//! Builds envelopes from the outbox's queue.
 
 use std::collections::BTreeMap;
 use std::ops::Bound;
@@ -10,11 +10,12 @@ use tokio::time::Instant;
 use super::steps::{LeaseStep, LeaseStepKind};
 use super::{Outbox, OutstandingEnvelope, QueuedSize};
 
-/// Maximum encoded batch size. Sums upper bounds of item sizes; the rest is for the envelope.
+/// Maximum sum of the upper bounds of a batch's item sizes, in bytes; leaves room for the envelope.
 pub(super) const BATCH_BYTES_MAX: usize = (64 << 10) - 256;
-/// Upper bound of an encoded charge.
+/// Upper bound of the size of an encoded charge, in bytes.
 pub(super) const CHARGE_BYTES: usize = 112;
-/// Upper bound of an encoded user definition without its name, or of facts without models.
+/// Upper bound of the size of an encoded user definition without its name, or of engine facts
+/// without their models, in bytes.
 const FRAME_BYTES: usize = 48;
 
 /// An envelope under construction.
@@ -42,9 +43,9 @@ impl Outbox {
         queued_bytes + self.charges.len() * CHARGE_BYTES >= BATCH_BYTES_MAX
     }
 
-    /// Cuts the next envelope if none is outstanding and the queue is not empty. Users, their
-    /// charges and facts come first and leave half of the room or more to lease steps. Facts
-    /// precede steps because leases on a restarted engine are void.
+    /// Builds the next envelope if none is outstanding and the queue is not empty. Users, charges
+    /// and engine facts come first, then notes and lease steps. Facts precede steps because leases
+    /// on a restarted engine are void.
     pub fn cut(&mut self, now: Instant, unix_ms: u64) -> Option<&Envelope> {
         if self.outstanding.is_some() || self.is_empty() {
             return None;
@@ -55,7 +56,7 @@ impl Outbox {
         self.cut_facts(&mut cut);
         self.cut_notes(&mut cut);
         let steps = self.cut_steps(&mut cut);
-        // Empty only if all queued items were dropped.
+        // The envelope is empty only if all queued items were dropped.
         if cut.items.is_empty() && steps.is_empty() {
             return None;
         }
@@ -166,7 +167,7 @@ impl Outbox {
                 self.dropped += 1;
                 continue;
             }
-            // The first is always taken after the users, so that large facts cannot get stuck.
+            // The first facts are always taken, so that large facts cannot get stuck.
             if !cut.has_room(bytes) || cut.size.bytes > BATCH_BYTES_MAX / 2 {
                 break;
             }
@@ -177,7 +178,7 @@ impl Outbox {
 }
 
 impl Outbox {
-    /// Adds notes, up to three quarters of the envelope: the rest is for lease steps.
+    /// Adds notes until three quarters of the envelope are used. The rest is for lease steps.
     fn cut_notes(&mut self, cut: &mut BatchBuilder) {
         let most = BATCH_BYTES_MAX / 4 * 3;
         while let Some((item, bytes)) = self

@@ -14,14 +14,14 @@ use super::{Outbox, OutboxStatus};
 use crate::clock::Clock;
 use crate::ports::{Propose, ProposeError};
 
-/// First pause before an envelope is proposed again; doubles each time.
+/// First pause before an envelope is proposed again. Each further pause is twice as long.
 const PAUSE_MIN: Duration = Duration::from_millis(20);
-/// Divisor of the flush interval between two envelopes if an item is urgent.
+/// Divisor of the flush interval: the quotient is the minimum time between two urgent envelopes.
 const URGENT_PART: u32 = 4;
-/// Longest pause.
+/// Longest pause before an envelope is proposed again.
 const PAUSE_MAX: Duration = Duration::from_secs(1);
 
-/// The outbox, shared by its writers and the driver. The lock is only held briefly.
+/// The outbox, shared by its writers and the driver. The lock is held only briefly.
 pub struct SharedOutbox {
     outbox: Mutex<Outbox>,
     /// Notified when the queue stops being empty, so that an idle driver can sleep.
@@ -30,12 +30,12 @@ pub struct SharedOutbox {
     urgent: Notify,
 }
 
-/// Metrics of the driver.
+/// Metrics of the outbox driver.
 #[derive(Debug, Clone, Default)]
 pub(in crate::routing) struct DriverMetrics {
-    /// Envelopes whose outcome is known.
+    /// Number of envelopes whose outcome is known.
     pub(in crate::routing) flushes: prometheus_client::metrics::counter::Counter,
-    /// Proposals of an envelope beyond its first.
+    /// Number of repeated proposals.
     pub(in crate::routing) retries: prometheus_client::metrics::counter::Counter,
 }
 
@@ -49,8 +49,7 @@ impl SharedOutbox {
         }
     }
 
-    /// Changes the outbox; wakes the driver when the queue stops being empty and when an envelope
-    /// is full.
+    /// Applies `change`. Wakes the driver if the queue stops being empty or can fill an envelope.
     pub(in crate::routing) fn with<R>(&self, change: impl FnOnce(&mut Outbox) -> R) -> R {
         let mut outbox = self.lock();
         let was_empty = outbox.is_empty();
@@ -64,18 +63,17 @@ impl SharedOutbox {
         result
     }
 
-    /// Queues what an engine reported about itself. Later facts of a backend replace earlier ones.
+    /// Queues the facts that an engine reported. Later facts about a backend replace earlier ones.
     pub fn observe(&self, backend: BackendRef, facts: EngineFacts) {
         self.with(|outbox| outbox.observe(backend, facts));
     }
 
-    /// Queues an independent item behind the earlier ones. Returns `false` if the queue is full and
-    /// the item was dropped.
+    /// Queues an independent item behind earlier ones. Drops it and returns `false` without room.
     pub fn note(&self, item: Item) -> bool {
         self.with(|outbox| outbox.note(item))
     }
 
-    /// Returns the charges of `user` here that are not applied as of `applied`.
+    /// Returns this replica's charges to `user` that are not applied as of index `applied`.
     pub(in crate::routing) fn unapplied(&self, user: UserKey, applied: LogIndex) -> Charge {
         self.with(|outbox| {
             outbox.settle(applied);
@@ -83,18 +81,19 @@ impl SharedOutbox {
         })
     }
 
-    /// Proposes the queue at once, unless an envelope is outstanding.
+    /// Makes the driver propose the queue at once, or after the outstanding envelope.
     pub fn flush_now(&self) {
         self.full.notify_one();
     }
 
-    /// Proposes the queue early, because it changes what other replicas are about to predict.
+    /// Makes the driver propose the queue before the flush interval has passed, because it affects
+    /// the predictions of other replicas.
     pub fn flush_soon(&self) {
         self.urgent.notify_one();
     }
 
-    /// Returns the envelope to propose: the outstanding one, else a new one; `None` if the queue is
-    /// empty. `applied` is the index applied here.
+    /// Returns the envelope to propose: the outstanding one, else a new one. `None` if the queue is
+    /// empty. `applied` is the log index applied here.
     #[must_use]
     pub fn envelope(&self, applied: LogIndex, now: Instant, unix_ms: u64) -> Option<Envelope> {
         let mut outbox = self.lock();
@@ -105,7 +104,7 @@ impl SharedOutbox {
         outbox.cut(now, unix_ms).cloned()
     }
 
-    /// Handles the outcome of the proposed envelope.
+    /// Handles the outcome of the outstanding envelope and returns what to do next.
     pub fn handle_outcome(
         &self,
         outcome: Result<Committed, ProposeError>,
@@ -118,7 +117,7 @@ impl SharedOutbox {
         })
     }
 
-    /// Removes from the overlay what is applied up to `applied`.
+    /// Removes the runs that are applied up to `applied` from the overlay.
     pub fn settle(&self, applied: LogIndex) {
         self.lock().settle(applied);
     }
@@ -147,7 +146,7 @@ impl SharedOutbox {
         outbox.is_empty() && outbox.outstanding().is_none() && outbox.is_settled()
     }
 
-    /// Returns how far the log is behind.
+    /// Returns how far the log lags behind this replica.
     #[must_use]
     pub fn status(&self) -> OutboxStatus {
         self.lock().status(Instant::now())
@@ -158,11 +157,11 @@ impl SharedOutbox {
     }
 }
 
-/// Dependencies of the driver.
+/// Proposes the outbox's envelopes to the log, one at a time.
 pub(in crate::routing) struct OutboxDriver<'a> {
     pub(in crate::routing) outbox: &'a SharedOutbox,
     pub(in crate::routing) propose: &'a dyn Propose,
-    /// Returns the index applied here.
+    /// Function that returns the log index applied here.
     pub(in crate::routing) applied: &'a (dyn Fn() -> LogIndex + Send + Sync),
     pub(in crate::routing) metrics: DriverMetrics,
     pub(in crate::routing) flush_interval: Duration,
@@ -171,8 +170,8 @@ pub(in crate::routing) struct OutboxDriver<'a> {
 }
 
 impl OutboxDriver<'_> {
-    /// Flushes until `stop`, then until the queue is empty or `drain_max` has passed. Returns the
-    /// rest.
+    /// Proposes envelopes until `stop`, then until the queue is empty or `drain_max` has passed.
+    /// Returns the final status of the outbox.
     pub(in crate::routing) async fn run(
         &self,
         stop: CancellationToken,
@@ -189,6 +188,7 @@ impl OutboxDriver<'_> {
         self.outbox.status()
     }
 
+    /// Flushes at the flush interval, or earlier if an envelope is full or an item is urgent.
     /// Returns only when the replica stops.
     async fn flush_on_time(&self) {
         let mut interval = tokio::time::interval(self.flush_interval);
@@ -232,8 +232,8 @@ impl OutboxDriver<'_> {
         }
     }
 
-    /// Proposes one envelope until its outcome is known. Cancel safe: an outstanding envelope is
-    /// proposed again.
+    /// Proposes one envelope until its outcome is known. Cancel safe: the next call proposes an
+    /// outstanding envelope again.
     async fn flush(&self) -> FlushResult {
         let mut pause = PAUSE_MIN;
         loop {

@@ -1,14 +1,14 @@
-//! The outbox: what this replica has learned and the log has not confirmed yet.
+//! Holds the updates from this replica that the log has not confirmed yet.
 //!
-//! [`Outbox`] is a plain value: it accepts learned items, produces one [`Envelope`] at a time, and
-//! receives the outcome of each. Waiting and proposing is the task of [`driver`]. The rules:
+//! [`Outbox`] does no I/O: it accepts items, produces one [`Envelope`] at a time, and receives the
+//! outcome of each. [`driver`] waits and proposes. The rules are:
 //!
-//! - At most one envelope is outstanding. Until its outcome is known it is proposed again under the
-//!   same sequence number, which makes a repeat harmless.
+//! - At most one envelope is outstanding. Until its outcome is known, it is proposed again under
+//!   the same sequence number, so that a repeat has no effect.
 //! - Lease steps of one attempt leave in order: acquire, blocks added by its output, release.
-//! - An acquire may refer to a tip that the backend no longer owns. The state then lists the
-//!   attempt, and all of it is queued again at the front, from the prompt's first block. Until the
-//!   acquire is confirmed the whole chain is kept for that.
+//! - An acquire may refer to a tip that the backend no longer owns. The reply then lists the
+//!   attempt, and all its steps are queued again at the front, from the prompt's first block. The
+//!   whole chain is kept for this until the acquire is confirmed.
 //! - Without a quorum the queue fills. Beyond its bound, the oldest attempts whose acquire was
 //!   never sent are forgotten with all their steps. Charges are kept: they add up per user. Beyond
 //!   [`CHARGED_USERS_MAX`] users with queued charges, the requests of further users are charged to
@@ -42,18 +42,18 @@ pub use driver::SharedOutbox;
 pub use outcome::AfterProposal;
 pub use overlay::Overlay;
 
-/// Maximum number of users with a queued charge when a request of a further one begins. Reached
-/// only without a quorum, or with made-up names. Requests in flight may add their users to it.
+/// Number of users with a queued charge at which further users are charged to [`OVERFLOW_USER`].
+/// Reached only without a quorum or with made-up names. Requests in flight may exceed it.
 const CHARGED_USERS_MAX: usize = 100_000;
-/// User who pays for all further users.
+/// Name of the user that is charged for users beyond [`CHARGED_USERS_MAX`].
 const OVERFLOW_USER: &str = "overflow";
-/// Maximum number of users remembered as named; then all are named again, which is harmless.
+/// Maximum number of users remembered as named. Beyond it, all are named again, which is harmless.
 const NAMED_USERS_MAX: usize = 100_000;
-/// Maximum size of queued notes, in bytes: mostly KV events, which are recovered when lost.
+/// Maximum size of queued notes, in bytes. Most are KV events, which are recovered if lost.
 const NOTES_BYTES_MAX: usize = 4 << 20;
-/// Maximum number of forgotten attempts with steps in the queue before it is swept.
+/// Number of forgotten attempts at which their steps are removed from the queue.
 const FORGOTTEN_MAX: usize = 1024;
-/// Age of an outstanding batch at which the replica is degraded, in milliseconds.
+/// Age of an outstanding envelope at which the outbox reports itself as degraded, in milliseconds.
 const DEGRADED_AFTER_MS: u64 = 1000;
 
 /// Capacity and flush interval of the outbox.
@@ -93,16 +93,16 @@ pub struct OutboxStatus {
     pub is_degraded: bool,
 }
 
-/// An attempt that is open or whose acquire is not confirmed.
+/// Lease of an attempt that is open or whose acquire is not confirmed.
 #[derive(Debug)]
 struct PendingLease {
     backend: BackendRef,
-    /// All blocks, to be acquired again if the tip is missing; `None` once confirmed.
+    /// All blocks, to acquire again if the tip is missing; `None` once the acquire is confirmed.
     unconfirmed: Option<Vec<BlockRun>>,
     /// Whether the acquire was sent.
     is_sent: bool,
     end: Option<LeaseOutcome>,
-    /// Size of its queued steps.
+    /// Number and size of the attempt's queued steps.
     queued: QueuedSize,
 }
 
@@ -124,7 +124,7 @@ impl QueuedSize {
     }
 }
 
-/// The envelope whose outcome is unknown.
+/// An envelope that is proposed and whose outcome is unknown.
 #[derive(Debug)]
 struct OutstandingEnvelope {
     envelope: Envelope,
@@ -133,12 +133,12 @@ struct OutstandingEnvelope {
     acquires: Vec<AttemptId>,
     /// Runs that leave the overlay when the envelope is applied here.
     runs: Vec<(BackendRef, BlockRun)>,
-    /// Charges in the envelope.
+    /// Charges in the envelope, by user.
     charges: BTreeMap<UserKey, Charge>,
     since: Instant,
 }
 
-/// An envelope that is committed but perhaps not applied here.
+/// An envelope that is committed but may not be applied here yet.
 #[derive(Debug)]
 struct CommittedEnvelope {
     index: LogIndex,
@@ -146,7 +146,7 @@ struct CommittedEnvelope {
     charges: BTreeMap<UserKey, Charge>,
 }
 
-/// Learned items that wait for the log. See the module documentation.
+/// Updates from this replica that the log has not confirmed. See the module documentation.
 pub struct Outbox {
     replica: ReplicaId,
     session: SessionId,
@@ -156,15 +156,15 @@ pub struct Outbox {
     leases: HashMap<AttemptId, PendingLease>,
     steps: VecDeque<LeaseStep>,
     queued: QueuedSize,
-    /// Attempts with an acquire in `steps`, oldest first; may contain sent or forgotten ones.
+    /// Attempts with an acquire in `steps`, oldest first. May include sent or forgotten attempts.
     unsent: VecDeque<AttemptId>,
     /// Attempts whose queued steps are void.
     forgotten: HashSet<AttemptId>,
     charges: BTreeMap<UserKey, Charge>,
     commits: CommitWaiters,
-    /// Unused advances of users.
+    /// Credits of users from unused advances.
     pub ledger: CreditLedger,
-    /// The user whose charge was sent last: the next user's is next, so that none starves.
+    /// User whose charge was sent last. The next user in key order follows, so that none starves.
     last_charged: UserKey,
     names: VecDeque<(UserKey, String)>,
     named: HashSet<UserKey>,
@@ -175,13 +175,13 @@ pub struct Outbox {
     notes: VecDeque<(Item, usize)>,
     notes_bytes: usize,
     outstanding: Option<OutstandingEnvelope>,
-    /// In log order.
+    /// Committed envelopes that may not be applied here yet, in log order.
     settling: VecDeque<CommittedEnvelope>,
     dropped: u64,
 }
 
 impl Outbox {
-    /// Creates an empty outbox; `overlay` contains queued runs until they are settled.
+    /// Creates an empty outbox. `overlay` shows queued runs until they are applied or dropped.
     #[must_use]
     pub fn new(
         replica: ReplicaId,
@@ -242,7 +242,7 @@ impl Outbox {
         self.bound();
     }
 
-    /// Queues `blocks` that the output completed, after all blocks of the attempt.
+    /// Queues `blocks` that the output completed, which follow all earlier blocks of the attempt.
     pub fn extend(&mut self, attempt: AttemptId, blocks: Vec<BlockHash>) {
         if blocks.is_empty() {
             return;
@@ -265,7 +265,7 @@ impl Outbox {
         self.bound();
     }
 
-    /// Queues the release of the attempt.
+    /// Queues the release of the attempt's lease.
     ///
     /// # Panics
     /// Panics if the attempt was released before.
@@ -288,12 +288,12 @@ impl Outbox {
         self.bound();
     }
 
-    /// Adds a charge to those of `charge.user`.
+    /// Adds a charge to the queued charge of its user.
     pub fn charge(&mut self, charge: Charge) {
         self.charges.entry(charge.user).or_default().add(&charge);
     }
 
-    /// Returns the charges of `user` here that are not applied; call [`Outbox::settle`] first.
+    /// Returns the sum of the unapplied charges to `user` from here. Call [`Outbox::settle`] first.
     #[must_use]
     pub fn unapplied(&self, user: UserKey) -> Charge {
         let outstanding = self.outstanding.iter().map(|it| &it.charges);
@@ -309,7 +309,7 @@ impl Outbox {
         sum
     }
 
-    /// Returns a receiver for the commit of all charges of `user`; `None` if they are committed.
+    /// Returns a receiver for the commit of all charges to `user`; `None` if they are committed.
     pub fn commit_of(&mut self, user: UserKey) -> Option<ChargeCommit> {
         let is_outstanding = |it: &OutstandingEnvelope| it.charges.contains_key(&user);
         if self.charges.contains_key(&user) {
@@ -321,7 +321,7 @@ impl Outbox {
         }
     }
 
-    /// Returns the user to charge for a request of the user `name`, and names that user.
+    /// Returns the user to charge for a request of user `name`, and queues the user's name.
     pub fn payer(&mut self, hash_seed: u64, name: &str) -> UserKey {
         let user = state::prefix::user_key(hash_seed, name);
         let has_room = self.charges.len() < CHARGED_USERS_MAX || self.charges.contains_key(&user);
@@ -337,7 +337,7 @@ impl Outbox {
         user
     }
 
-    /// Names all users again if the state lost names at `since`, by a restore or a user deletion.
+    /// Forgets which users were named if the state lost names at `since`, in a restore or deletion.
     pub fn follow_names(&mut self, since: Option<LogIndex>) {
         if since != self.names_since {
             self.names_since = since;
@@ -345,7 +345,7 @@ impl Outbox {
         }
     }
 
-    /// Names a user, once per session, restore and deletion of users.
+    /// Queues the name of a user, unless it was queued since the last loss of names.
     fn name_user(&mut self, key: UserKey, name: &str) {
         if self.named.contains(&key) {
             return;
@@ -353,7 +353,7 @@ impl Outbox {
         if self.named.len() >= NAMED_USERS_MAX {
             self.named.clear();
         }
-        // One more, for the overflow user. Others are named when they return.
+        // Leaves room for the overflow user. Other users are named by a later request.
         if self.names.len() > CHARGED_USERS_MAX {
             return;
         }
@@ -361,7 +361,7 @@ impl Outbox {
         self.names.push_back((key, name.to_owned()));
     }
 
-    /// Records what an engine reported; later fields replace earlier ones.
+    /// Queues the facts that an engine reported. Fields that are present replace earlier ones.
     pub(super) fn observe(&mut self, backend: BackendRef, facts: EngineFacts) {
         let noted = self.facts.entry(backend).or_default();
         noted.models = facts.models.or(noted.models.take());
@@ -369,8 +369,8 @@ impl Outbox {
         noted.started_at_s = facts.started_at_s.or(noted.started_at_s);
     }
 
-    /// Queues an independent item behind the earlier ones. Returns `false` and drops the item if
-    /// there is no room or no envelope could hold it.
+    /// Queues an independent item behind earlier notes. Drops it and returns `false` if the notes
+    /// are full or no envelope could hold it.
     pub fn note(&mut self, item: Item) -> bool {
         let bytes = state::codec::item_bytes(&item);
         if bytes > batch::BATCH_BYTES_MAX || self.notes_bytes + bytes > NOTES_BYTES_MAX {
@@ -441,7 +441,7 @@ impl Outbox {
         forgotten.clear();
     }
 
-    /// Returns the envelope to propose (again), if any.
+    /// Returns the envelope whose outcome is unknown, to propose it again; `None` if there is none.
     pub fn outstanding(&self) -> Option<&Envelope> {
         self.outstanding
             .as_ref()
@@ -462,7 +462,7 @@ impl Outbox {
         self.settling.is_empty()
     }
 
-    /// Removes from the overlay what is applied up to `applied`.
+    /// Removes the runs that are applied up to `applied` from the overlay.
     pub fn settle(&mut self, applied: LogIndex) {
         while let Some(settled) = self.settling.pop_front_if(|it| it.index <= applied) {
             for (backend, run) in settled.runs {

@@ -1,4 +1,4 @@
-//! Handles the outcome of a proposed envelope: applied, rejected, or unknown.
+//! Handles the outcome of a proposed envelope: committed, rejected, or unknown.
 
 use std::collections::{BTreeSet, VecDeque};
 use std::sync::Arc;
@@ -12,25 +12,25 @@ use super::{CommittedEnvelope, Outbox};
 use crate::planted::{self, Bug};
 use crate::ports::ProposeError;
 
-/// Next step after the outcome of a proposal.
+/// Step that follows the outcome of a proposal.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum AfterProposal {
-    /// Applied: continue.
+    /// The envelope is committed: continue with the next one.
     Continue,
-    /// Rejected for this reason: continue without it.
+    /// The state rejected the envelope for this reason: continue with the next one.
     Refused(String),
-    /// Not known to be applied, for this reason: propose [`Outbox::outstanding`] again later.
+    /// The outcome is unknown, for this reason: propose [`Outbox::outstanding`] again later.
     Retry(String),
     /// The state contains a later run of this replica: two processes share its id, or a backup was
-    /// restored. Continue like [`AfterProposal::Retry`], in a new session.
+    /// restored. Propose [`Outbox::outstanding`] again later, in a new session.
     Renewed,
-    /// The replica is stopping.
+    /// The replica is stopping: propose nothing more.
     Stop,
 }
 
 impl Outbox {
     /// Handles the outcome of the outstanding envelope. If the cluster ended its session because
-    /// the replica seemed gone, this run continues under the successor.
+    /// the replica seemed gone, this run continues under the successor session.
     pub fn handle_outcome(&mut self, outcome: Result<Committed, ProposeError>) -> AfterProposal {
         let committed = match outcome {
             Ok(committed) => committed,
@@ -77,7 +77,7 @@ impl Outbox {
         AfterProposal::Continue
     }
 
-    /// Renumbers the outstanding envelope, because a rejection used up its number.
+    /// Gives the outstanding envelope a new sequence number after a rejection used up the old one.
     fn renumber(&mut self) {
         self.last_seq += 1;
         if let Some(outstanding) = &mut self.outstanding {
@@ -112,7 +112,7 @@ impl Outbox {
         self.acquire_whole(&missing);
     }
 
-    /// Queues attempts whose tip was missing again: at the front, in order, without a tip.
+    /// Queues all steps of the attempts in `missing` again: at the front, in order, without a tip.
     fn acquire_whole(&mut self, missing: &BTreeSet<AttemptId>) {
         if missing.is_empty() {
             return;
@@ -138,7 +138,7 @@ impl Outbox {
         }
     }
 
-    /// Removes queued steps of `attempts`, which depend on an acquire that did not happen.
+    /// Removes the queued steps of `attempts`, because their acquires did not happen.
     fn void_steps(&mut self, attempts: &BTreeSet<AttemptId>) {
         let Self {
             steps,
@@ -158,8 +158,8 @@ impl Outbox {
         });
     }
 
-    /// Returns all steps of an attempt, from the prompt's first block to its release. Drops an
-    /// attempt whose blocks would be released at once.
+    /// Returns all steps of an attempt, from the prompt's first block to the release, if it has
+    /// ended. Drops an attempt whose blocks are to be discarded.
     fn whole_steps(&mut self, attempt: AttemptId) -> Vec<LeaseStep> {
         let Some(lease) = self.leases.get_mut(&attempt) else {
             return Vec::new();

@@ -1,11 +1,11 @@
-//! The overlay: blocks that this replica has routed and the log has not applied yet, so that its
-//! next decision sees them. Only the outbox writes it; anything may read it.
+//! Holds the blocks that this replica has routed and not applied yet, so that its next decision
+//! sees them. Only the outbox writes to the overlay.
 //!
-//! A pending run of blocks is indexed by its first hash. That suffices: a hash names the whole
-//! prefix before it, and the run begins where the backend's applied (or pending) prefix ended when
-//! it was routed. So a later match either ends right before the run or does not lead to it. If
-//! another replica's commit moves a match into the middle of a run, the match misses the run until
-//! it is applied; that costs a little locality and causes no wrong match.
+//! A pending run of blocks is indexed by its first hash. That suffices: a hash identifies the whole
+//! prefix before it, and the run begins where the backend's applied or pending prefix ended when
+//! the request was routed. So a later match either ends right before the run or does not lead to
+//! it. If another replica's commit moves a match into the middle of a run, the match misses the run
+//! until it is applied; that costs a little locality and causes no wrong match.
 
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
@@ -16,7 +16,7 @@ use state::ids::{BackendRef, BlockHash};
 
 use crate::sync::{AtomicUsize, Ordering::Relaxed, RwLock};
 
-/// Consecutive blocks of a chain; shares the chain.
+/// Consecutive blocks of a chain. Clones share the chain.
 #[derive(Debug, Clone)]
 pub(super) struct BlockRun {
     chain: Arc<[BlockHash]>,
@@ -48,7 +48,7 @@ struct RunKey {
     first: BlockHash,
 }
 
-/// Hashes are already uniform; one multiplication mixes in the backend.
+/// Hasher for [`RunKey`]. Hashes are already uniform; one multiplication mixes in the backend.
 #[derive(Default)]
 struct RunKeyHasher(u64);
 
@@ -78,20 +78,20 @@ impl Hasher for RunKeyHasher {
 
 type RunMap = HashMap<RunKey, Vec<BlockRun>, BuildHasherDefault<RunKeyHasher>>;
 
-/// The pending runs of all backends. Readers share the lock; a writer holds it for one insertion.
+/// The pending runs of all backends. Readers share the lock; a writer holds it for one change.
 pub struct Overlay {
-    /// Number of pending runs; readers skip the lock while it is 0.
+    /// Number of pending runs. Readers skip the lock while it is 0.
     count: AtomicUsize,
     runs: RwLock<PendingRuns>,
 }
 
 struct PendingRuns {
     by_start: RunMap,
-    /// Number of pending blocks of each backend that has any.
+    /// Number of pending blocks, by backend; absent if 0.
     blocks: HashMap<BackendRef, usize>,
 }
 
-/// Initial capacity for run starts: growing would block readers.
+/// Initial capacity of `PendingRuns::by_start`. It is large because growing the map blocks readers.
 const STARTS_EXPECTED: usize = 8192;
 
 impl Default for Overlay {
@@ -109,7 +109,7 @@ impl Default for Overlay {
 }
 
 impl Overlay {
-    /// Adds a `run` that was routed to `backend`. Ignores an empty run.
+    /// Adds a `run` that was routed to `backend`. Has no effect if it is empty.
     pub(super) fn add(&self, backend: BackendRef, run: &BlockRun) {
         let Some(&first) = run.blocks().first() else {
             return;
@@ -123,7 +123,7 @@ impl Overlay {
         self.count.fetch_add(1, Relaxed);
     }
 
-    /// Removes a run that is applied or dropped.
+    /// Removes a run that is applied or dropped. Has no effect if it is not pending.
     pub(super) fn remove(&self, backend: BackendRef, run: &BlockRun) {
         let Some(&first) = run.blocks().first() else {
             return;
@@ -151,8 +151,8 @@ impl Overlay {
         }
     }
 
-    /// Extends each `(backend, matched)`, the leading blocks of `chain` that the backend holds, by
-    /// the pending runs.
+    /// Extends `matched` of each `(backend, matched)`, the number of leading blocks of `chain` that
+    /// the backend holds, by the pending runs.
     pub fn extend<'a>(
         &self,
         chain: &[BlockHash],

@@ -1,4 +1,4 @@
-//! Queued lease items: the updates of one attempt, in order.
+//! Lease steps: queued updates of one attempt's lease.
 
 use std::sync::Arc;
 
@@ -7,10 +7,10 @@ use state::ids::{AttemptId, BackendRef, BlockHash};
 
 use super::overlay::BlockRun;
 
-/// Maximum number of blocks per lease step; longer chains are split. Two steps fit an envelope.
+/// Maximum number of blocks per lease step; longer chains are split. An envelope fits two steps.
 pub(super) const RUN_BLOCKS_MAX: usize = 4000;
 
-/// One queued lease item.
+/// One queued update of an attempt's lease.
 #[derive(Debug)]
 pub(super) struct LeaseStep {
     pub(super) attempt: AttemptId,
@@ -40,13 +40,13 @@ impl LeaseStep {
         }
     }
 
-    /// Upper bound of the item's encoding.
+    /// Returns an upper bound of the size of the encoded step, in bytes.
     pub(super) fn bytes(&self) -> usize {
         32 + 8 * self.run().map_or(0, BlockRun::len)
     }
 }
 
-/// Splits `chain` from `from` on into runs that fit into one step.
+/// Splits the blocks of `chain` from index `from` on into runs that each fit into one step.
 pub(super) fn runs_of(chain: &Arc<[BlockHash]>, from: usize) -> impl Iterator<Item = BlockRun> {
     let starts = (from..chain.len()).step_by(RUN_BLOCKS_MAX);
     starts.map(|start| {
@@ -55,7 +55,8 @@ pub(super) fn runs_of(chain: &Arc<[BlockHash]>, from: usize) -> impl Iterator<It
     })
 }
 
-/// Returns an acquire of `chain` from `from` on, after `tip`, and extensions for what exceeds it.
+/// Returns the steps that acquire `chain` from index `from` on, after the block `tip`: an acquire,
+/// and extensions with the blocks that do not fit into it.
 pub(super) fn acquire_steps(
     attempt: AttemptId,
     backend: BackendRef,

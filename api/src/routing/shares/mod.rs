@@ -1,10 +1,11 @@
-//! Shares of the backends' limits: this replica's part of the protocol of [`state::shares`].
+//! This replica's shares of the backends' limits, and its part in the protocol of
+//! [`state::shares`].
 //!
 //! The protocol is a [`ShareLedger`]; the places that requests take are in the [`LoadTable`], one
 //! word per backend. This module connects them. After every change (20 ms passed, a peer reported,
 //! requests began to wait, a place that peers want became free) it updates the ledger, withdraws
-//! free places to hand over from the table, and sets how many requests may run. A starting request
-//! reads only the table.
+//! from the table the free places that it hands over, and sets how many requests may run. A
+//! starting request uses only the table.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -23,50 +24,50 @@ use crate::planted::{self, Bug};
 
 pub mod wire;
 
-/// Requests that wait for places at a backend.
+/// Number of requests that wait for places at a backend, and their longest wait.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct WaitingForPlace {
-    /// Number of requests.
+    /// Number of waiting requests.
     pub requests: u32,
-    /// Longest wait of any of them, in milliseconds.
+    /// Time that the longest-waiting request has waited, in milliseconds.
     pub waited_ms: u32,
 }
 
-/// Requests that wait here, by backend.
+/// Requests that wait for places at this replica, by backend.
 pub type WantedPlaces = BTreeMap<BackendRef, WaitingForPlace>;
 
-/// A routed request, with its place at the backend.
+/// A routing decision with the reserved places at its backends.
 #[derive(Debug)]
 pub struct PlacedRequest {
     /// Routing decision.
     pub decision: Decision,
-    /// Place at the backend; returned if the request is not dispatched.
+    /// Place at the chosen backend. Dropping it without a dispatch returns it.
     pub place: ReservedPlace,
     /// Place at the prefill backend, if the decision names one.
     pub prefill: Option<ReservedPlace>,
 }
 
-/// Decisions tried before a request whose places are taken counts as at the limit.
+/// Maximum number of decisions per request before it is rejected because places were taken.
 const PLACE_TRIES: usize = 4;
 
-/// This replica's shares.
+/// This replica's shares of the backends' limits.
 pub struct Shares {
     view: Arc<StateView>,
     load: Arc<LoadTable>,
     inner: Mutex<Inner>,
-    /// Origin of the ledger's milliseconds.
+    /// Time at which the ledger's clock, in milliseconds, reads 0.
     epoch: Instant,
     metrics: ShareMetrics,
 }
 
-/// The replicas that share limits with this one.
+/// The group of replicas that share limits, as this replica knows it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ShareStanding {
-    /// Identifies the members: replicas in the same epoch agree on them.
+    /// Identifier of the set of members: replicas in the same epoch agree on it.
     pub epoch: u64,
-    /// Number of members, this replica included.
+    /// Number of members, including this replica.
     pub members: usize,
-    /// Whether all members are known to agree; until then no more requests run here than before.
+    /// Whether all members are known to agree. Until then, no more requests run here than before.
     pub is_settled: bool,
 }
 
@@ -98,10 +99,11 @@ impl Shares {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Chooses a backend for a request and takes a place there.
+    /// Chooses the backends for the request `ask` and reserves a place at each.
     ///
     /// # Errors
-    /// Returns a [`RoutingRejection`]; at the limit if others took the places in the meantime.
+    /// Returns a [`RoutingRejection`] if no backend can take the request. It is
+    /// [`RoutingRejection::AtLimit`] if other requests took the places in the meantime.
     pub fn place(
         &self,
         decider: &Decider,
@@ -131,7 +133,7 @@ impl Shares {
         Err(RoutingRejection::AtLimit)
     }
 
-    /// Takes one of this replica's places at a backend; `None` if all are taken.
+    /// Reserves one of this replica's places at `backend`; `None` if all are taken.
     fn reserve(&self, backend: BackendRef) -> Option<ReservedPlace> {
         if planted::is(Bug::ShareIgnored) {
             return Some(self.load.take(backend));
@@ -151,9 +153,9 @@ impl Shares {
         }
     }
 
-    /// Advances the ledger to `now` with the current backends and limits, and with the `expected`
-    /// other replicas that support shares. Hands over places that others need more. Call this every
-    /// 20 ms and when [`LoadTable::report_due`] is notified.
+    /// Advances the ledger to `now` with the current backends and limits. `expected` are the other
+    /// replicas that support shares. Hands over places that those need more. Call this every 20 ms
+    /// and when [`LoadTable::report_due`] is notified.
     pub fn turn(&self, now: Instant, expected: &[ReplicaId]) {
         let passed = now.saturating_duration_since(self.epoch);
         let now_ms = u64::try_from(passed.as_millis()).unwrap_or(u64::MAX);
@@ -173,8 +175,8 @@ impl Shares {
         self.show(&inner.book);
     }
 
-    /// Records the requests that wait here for places. None of them can use a free place here, so
-    /// free places that others wait for are handed over.
+    /// Replaces the record of requests that wait here for places. None of them can use a free place
+    /// of this replica, so free places that other replicas wait for are handed over.
     pub fn want(&self, wanted: WantedPlaces) {
         let mut inner = self.lock();
         let is_more = wanted.iter().any(|(backend, now)| {
@@ -203,7 +205,7 @@ impl Shares {
         Ok(())
     }
 
-    /// Returns the replicas that limits are shared with.
+    /// Returns the group of replicas that share limits.
     #[must_use]
     pub fn standing(&self) -> ShareStanding {
         let inner = self.lock();
@@ -214,7 +216,7 @@ impl Shares {
         }
     }
 
-    /// Returns the report for the peers; see [`wire`].
+    /// Returns this replica's encoded report for its peers; [`wire`] describes the format.
     #[must_use]
     pub fn report(&self) -> Vec<u8> {
         wire::encode(&self.lock().book.report())
@@ -232,19 +234,20 @@ impl Shares {
         self.metrics.over.set(over);
     }
 
-    /// Returns whether any place was handed over.
+    /// Calls [`Shares::balance`] for all backends. Returns whether any place was handed over.
     fn balance_all(&self, inner: &mut Inner) -> bool {
         let backends = inner.book.backends().collect();
         self.balance_each(inner, backends)
     }
 
-    /// Like [`Shares::balance_all`], for these backends.
+    /// Calls [`Shares::balance`] for each of `backends`. Returns whether any place was handed over.
     fn balance_each(&self, inner: &mut Inner, backends: Vec<BackendRef>) -> bool {
         let balanced = backends.into_iter().map(|it| self.balance(inner, it));
         balanced.fold(false, |is_any, gave| is_any | gave)
     }
 
-    /// Hands over free places as the ledger plans, and sets how many requests may run here.
+    /// Hands over free places at `backend` as the ledger plans, and sets how many requests may run
+    /// here. Returns whether any place was handed over.
     fn balance(&self, inner: &mut Inner, backend: BackendRef) -> bool {
         let Some(limit) = inner.book.limit(backend) else {
             return false;

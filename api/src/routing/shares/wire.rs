@@ -1,10 +1,11 @@
-//! Wire format of share reports. Like load, they go from replica to replica, never through the log.
+//! Wire format of share reports, which go from replica to replica and never through the log.
 //!
 //! Layout: a version byte; session and report number, eight bytes each, little-endian; the run's
-//! generation in LEB128; the epoch in eight bytes. Then the number of replicas heard, each with id
-//! (one byte), session (eight bytes) and generation. Then for each backend, in ascending slot
-//! order, LEB128 numbers: slot delta, incarnation, running, waiting, milliseconds waited, recent,
-//! and the number of recipients of places; for each of these its id (one byte) and the places.
+//! generation in LEB128; the epoch in eight bytes. The number of replicas heard follows, each with
+//! id (one byte), session (eight bytes) and generation. Each backend, in ascending slot order,
+//! follows as LEB128 numbers: slot delta, incarnation, running, waiting, milliseconds waited,
+//! recent, and the number of recipients of places. Each recipient follows with its id (one byte)
+//! and the number of places.
 
 use state::command::BACKENDS_MAX;
 use state::ids::{BackendRef, Incarnation, ReplicaId, SessionId, Slot};
@@ -12,20 +13,20 @@ use state::shares::{Demand, Epoch, PlaceReport, Run, ShareReport};
 
 use crate::routing::{LoadReportError, put_number, take_number};
 
-/// First byte of a report.
+/// Version of the format, the first byte of a report.
 const VERSION: u8 = 1;
-/// Maximum number of replicas in a report: all that can exist.
+/// Maximum number of replicas, or of recipients of places at one backend, in a report.
 const REPLICAS_MAX: u64 = u8::MAX as u64;
-/// Length of the header that equal reports may differ in: version, session and number.
+/// Length of the header that [`is_same`] ignores: version, session and report number.
 const HEAD_BYTES: usize = 1 + 8 + 8;
 
-/// Whether two reports have equal contents.
+/// Whether two encoded reports are equal apart from session and report number.
 #[must_use]
 pub fn is_same(one: &[u8], other: &[u8]) -> bool {
     one.get(HEAD_BYTES..) == other.get(HEAD_BYTES..)
 }
 
-/// Encodes a report.
+/// Encodes a share report.
 #[must_use]
 pub fn encode(report: &ShareReport) -> Vec<u8> {
     let mut bytes = vec![VERSION];
@@ -62,10 +63,10 @@ pub fn encode(report: &ShareReport) -> Vec<u8> {
     bytes
 }
 
-/// Decodes a report.
+/// Decodes a share report.
 ///
 /// # Errors
-/// Returns a [`LoadReportError`] if the bytes are not a valid report.
+/// Returns a [`LoadReportError`] if `bytes` have an unknown version or are not a valid report.
 pub fn decode(bytes: &[u8]) -> Result<ShareReport, LoadReportError> {
     let (&version, mut rest) = bytes.split_first().ok_or(LoadReportError::Malformed)?;
     if version != VERSION {

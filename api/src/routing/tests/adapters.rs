@@ -1,10 +1,10 @@
-//! Affinity to engines that have an adapter in memory, up to a threshold of their queues.
+//! Tests affinity to engines with an adapter in memory, up to a threshold of their queues.
 
 use super::*;
 use crate::backends::EngineAdapters;
 
 impl Bench {
-    /// The engine lists the adapter "m", has `resident` in memory and room for two.
+    /// Makes the engine list the adapter "m", with `resident` in memory and room for two.
     fn tells(&self, slot: u16, resident: &[&str], waiting: u32) {
         let adapters = EngineAdapters {
             max: 2,

@@ -1,4 +1,4 @@
-//! Prompts and responses of a model whose tokenizer is its engine, which also tokenizes responses.
+//! Tests prompts and responses of a model whose tokenizer is its engine.
 
 use std::sync::Mutex;
 
@@ -20,7 +20,7 @@ struct TokenizingEngine {
 }
 
 impl TokenizingEngine {
-    /// Starts one that tokenizes like the fixture `model`; `router` names the router's tokenizer.
+    /// Starts an engine that tokenizes like fixture `model`; `router` names the router's tokenizer.
     async fn start(model: &str, router: TokenizerSpec) -> Self {
         let own = Tokenizer::load(fixture(model), None).unwrap();
         let asked = Arc::new(Mutex::new(Vec::new()));

@@ -1,4 +1,4 @@
-//! The filters before every policy: each excludes the right backends, in order, and is counted.
+//! Tests the filters: each excludes the right backends, in order, and is counted.
 
 use std::collections::BTreeMap;
 
@@ -14,7 +14,7 @@ use super::super::{PolicySource, SELECT, SelectRejection, SelectSettings};
 use super::*;
 
 impl Bench {
-    /// Returns the routing preferences in these headers.
+    /// Returns the routing preferences in `headers`.
     pub(super) fn preferences(
         &self,
         headers: &HeaderMap,

@@ -1,5 +1,5 @@
-//! Requests through a whole router over the real state: identity, choice, accounting, and that
-//! nothing is left behind, however an attempt ends.
+//! Tests requests through a whole router over the real state: identity, choice, accounting, and
+//! that nothing is left behind, however an attempt ends.
 
 mod adapters;
 mod asked;

@@ -1,4 +1,4 @@
-//! Requests on two backends: choice, leases and charges.
+//! Tests requests on two backends: choice, leases and charges.
 
 use state::admission::{AdmissionSettings, Concurrency};
 use state::command::{BackendRole, BackendSpec};
@@ -8,11 +8,11 @@ use super::super::fixture::{router_with, spec};
 use super::*;
 use crate::prompt::ModelSettings;
 
-/// Some 1,000 tokens of blocks of four tokens.
+/// Prompt of some 1,000 tokens, in blocks of four tokens.
 const LONG: usize = 4_000;
 
 impl Bench {
-    /// `b0` and `b1` compute prompts, `b2` and `b3` answer, under this model setting.
+    /// Creates a cluster where `b0` and `b1` compute prompts and `b2` and `b3` answer.
     fn apart(disaggregate: Disaggregate) -> Self {
         let mut bench = Self::new(4);
         let (prefill, decode) = (BackendRole::Prefill, BackendRole::Decode);

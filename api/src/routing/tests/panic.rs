@@ -1,15 +1,15 @@
-//! Panic mode: which probes are in doubt, and for how long.
+//! Tests panic mode: which probes are in doubt, and for how long.
 
 use state::ids::UserKey;
 
 use super::*;
 use crate::backends::{FAILURES_MAX, Fault, Occupancy, SlotTable};
 
-/// Probe results under the control of a test.
+/// Probe results that a test controls.
 struct Probes(SlotTable<Occupancy>);
 
 impl Probes {
-    /// All probes have passed.
+    /// Creates results in which all probes have passed.
     fn of(bench: &Bench) -> Self {
         let mut roster = SlotTable::new(Arc::clone(&bench.router.decider().backends));
         roster.follow(bench.router.view.registry(), |stay, _| {
@@ -30,7 +30,7 @@ impl Probes {
 }
 
 impl Bench {
-    /// Makes these backends answer a request.
+    /// Makes each of these backends answer a request.
     fn answer(&self, slots: &[u16]) {
         for slot in slots {
             let handle = self.port.log.lock().unwrap().handle(*slot);
@@ -41,7 +41,7 @@ impl Bench {
         }
     }
 
-    /// Returns which backends may take a request.
+    /// Returns the backends that may take a request.
     fn candidates(&self) -> Vec<bool> {
         let identity = self.identify("hello");
         let verdicts = self.verdicts(&ask(&identity, &[]));

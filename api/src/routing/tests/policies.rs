@@ -1,4 +1,4 @@
-//! Inputs of policies that need more than blocks and load, and the choice of the policy.
+//! Tests the inputs of policies that need more than blocks and load, and the choice of the policy.
 
 use super::super::POLICY;
 use super::*;

@@ -1,4 +1,4 @@
-//! Requests on two backends that cannot work alone: choice and free places.
+//! Tests requests on two backends that cannot work alone: choice and free places.
 
 use state::admission::{AdmissionSettings, Concurrency};
 use state::command::{BackendRole, BackendSpec};
@@ -38,7 +38,7 @@ fn put(bench: &Bench, at: usize, role: BackendRole) {
     }));
 }
 
-/// Returns the slots of a decision, the prefill backend's first.
+/// Returns the slots of the backends in a decision, that of the prefill backend first.
 fn slots(bench: &Bench, ask: &RoutingRequest<'_>) -> Result<(Option<u16>, u16), RoutingRejection> {
     let explained = bench.explain(ask);
     let decision = bench.decide_on(ask);

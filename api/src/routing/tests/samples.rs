@@ -1,9 +1,9 @@
-//! Measurements of attempts become prices and a verdict on predictions, through the log.
+//! Tests that measurements of attempts become prices and a verdict on predictions in the state.
 
 use super::*;
 
 impl Bench {
-    /// Reports all samples, due or not, and applies them.
+    /// Queues all samples, due or not, and applies them.
     fn tell(&self) {
         self.router
             .dispatcher()

@@ -1,5 +1,5 @@
-//! Several replicas at one limit: each is a whole router, and the test delivers their reports to
-//! each other.
+//! Tests several replicas that share a limit. Each is a whole router, and the test delivers their
+//! reports to each other.
 
 use std::sync::Barrier;
 use std::time::Duration;
@@ -12,7 +12,7 @@ use crate::routing::{LoadGuard, PlacedRequest, WaitingForPlace, WantedPlaces};
 
 /// Limit of every backend.
 const LIMIT: u32 = 6;
-/// Interval between two exchanges.
+/// Interval between two exchanges of reports.
 const EXCHANGE: Duration = Duration::from_millis(20);
 
 struct Replica {
@@ -59,7 +59,7 @@ impl Cluster {
         ids.collect()
     }
 
-    /// Each replica reports its state to all others, once.
+    /// Delivers one report from each replica to all others.
     fn exchange(&mut self) {
         self.now += EXCHANGE;
         let ids = self.ids();
@@ -87,7 +87,7 @@ impl Cluster {
             .place(router.decider(), &ask(&identity, &[]), self.now)
     }
 
-    /// Starts as many requests as it may, up to `requests`.
+    /// Starts as many requests as the replica may, up to `requests`.
     fn start(&mut self, at: usize, requests: usize) -> usize {
         let mut started = 0;
         while started < requests
@@ -162,7 +162,7 @@ fn a_free_place_that_nothing_here_can_take_is_handed_over_at_once() {
     cluster.want(1, 1);
     cluster.exchange();
     cluster.replicas[0].running.pop();
-    // What waits there cannot go: the gate holds it back, or the log has granted nothing.
+    // Requests that wait there cannot go: the gate holds them back, or the log has granted nothing.
     cluster.want(0, 0);
     assert_eq!(cluster.start(0, 1), 0, "it is handed over");
     cluster.exchange();

@@ -1,4 +1,4 @@
-//! Random sequences of requests: whatever happens, the accounting is empty and correct at the end.
+//! Tests that the accounting is empty and correct at the end of random sequences of requests.
 
 use super::*;
 

@@ -1,5 +1,5 @@
-//! Prompts of models with a tokenizer: their blocks equal the engines', from the first request to
-//! the next turn.
+//! Tests that blocks of prompts equal the engines' for models with a tokenizer, from the first
+//! request to the next turn.
 
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -98,11 +98,11 @@ fn an_answer_is_known_in_the_next_turn() {
             let (decision, mut attempt) = bench.start(&first.identity);
             for part in reply.split_inclusive(' ') {
                 attempt.output(part, Instant::now());
-                // Like a chunk without output.
+                // The router records a chunk without output like this.
                 attempt.other_output(0);
             }
             if is_interrupted {
-                // Reasoning, which the next turn omits.
+                // The next turn omits this reasoning.
                 attempt.other_output(10);
             }
             attempt.end(AttemptEnd::Finished, Instant::now());
@@ -288,7 +288,7 @@ async fn an_engine_that_does_not_tokenize_is_left_alone_for_a_while() {
 
 #[tokio::test]
 async fn a_prompt_of_no_tokens_is_not_believed() {
-    // llama.cpp, which expects the text in another field.
+    // llama.cpp expects the text in another field.
     let (bench, _) = asking_for("200 OK", "{\"tokens\":[]}").await;
     let read = read(&bench, CHAT, &chat(&[("user", "hello, and how are you?")])).await;
     let expected = BlockUnit::CharactersFor(Fallback::Engine);

@@ -1,5 +1,5 @@
-//! Models of the board of backend health: both of its views show the last change, and a late probe
-//! of a replaced backend changes nothing.
+//! Models of the health table: both of its views show the last change, and a late probe of a
+//! replaced backend changes nothing.
 
 use std::sync::Arc;
 

@@ -1,4 +1,4 @@
-//! Models of circuit breakers: of several requests that find an open circuit due, exactly one
+//! Models of circuit breakers: if several requests find an open circuit due, exactly one of them
 //! probes it.
 
 use std::sync::Arc;
@@ -42,7 +42,7 @@ fn user() -> UserKey {
     USER
 }
 
-/// Returns an open circuit and the time of its next probe.
+/// Returns circuit breakers with an open circuit, and the time of its next probe.
 fn opened() -> (Arc<CircuitBreakers>, Instant) {
     let settings = CircuitSettings {
         failures: 1,
@@ -59,7 +59,7 @@ fn opened() -> (Arc<CircuitBreakers>, Instant) {
     (circuits, now + Duration::from_secs(1))
 }
 
-/// Acts as a request: asks the circuit, and starts if allowed.
+/// Acts as a request: asks the circuit breaker, and starts a probe if allowed.
 fn attempt(circuits: &Arc<CircuitBreakers>, now: Instant) -> Option<HalfOpenProbe> {
     if !circuits.allows(BACKEND, user, now) {
         return None;

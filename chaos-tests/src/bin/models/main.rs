@@ -1,11 +1,11 @@
-//! Models hand-written concurrency under every interleaving that loom explores: `cargo run
+//! Model checks of hand-written concurrency under every interleaving that loom explores: `cargo run
 //! --release -p chaos-tests --bin models [NAME...]`. The models of the read view are in `state`,
 //! the only crate whose dependencies build under loom.
 //!
 //! A model compiles the production file itself next to a module `sync`, which replaces types of the
-//! standard library, arc-swap and tokio by loom counterparts. So the rest of the crate need not
-//! build for loom, which tokio cannot. docs/internals/testing.md lists what is modelled and what is
-//! not.
+//! standard library, arc-swap and tokio by loom counterparts. The rest of the crate thus need not
+//! build for loom, which tokio does not support. docs/internals/testing.md lists what is modelled
+//! and what is not.
 
 #![allow(
     dead_code,
@@ -44,7 +44,7 @@ use std::panic::catch_unwind;
 use std::process::ExitCode;
 use std::time::Instant;
 
-/// Name of a model and the function to explore.
+/// Name of a model, and the function that explores it.
 type ModelRun = (&'static str, fn());
 
 const MODELS: &[&[ModelRun]] = &[
@@ -55,10 +55,10 @@ const MODELS: &[&[ModelRun]] = &[
     watch_models::ALL,
 ];
 
-/// Maximum preemptions per execution. Two find almost every fault; three take minutes.
+/// Maximum number of preemptions per execution. Two find almost every fault, three take minutes.
 const PREEMPTIONS_MAX: usize = 3;
 
-/// Runs `body` under every interleaving.
+/// Runs `body` under every interleaving with at most [`PREEMPTIONS_MAX`] preemptions.
 fn explore(body: impl Fn() + Sync + Send + 'static) {
     let mut builder = loom::model::Builder::new();
     builder.preemption_bound = Some(PREEMPTIONS_MAX);

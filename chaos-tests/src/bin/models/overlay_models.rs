@@ -1,5 +1,5 @@
-//! Models of the overlay: a replica finds what it has routed, whatever others add and remove
-//! meanwhile.
+//! Models of the overlay: a replica finds the blocks that it has routed, whatever other threads add
+//! and remove meanwhile.
 
 use std::sync::Arc;
 

@@ -20,10 +20,10 @@ const NO_PANIC: &str = "no model panics while it holds a lock";
 /// A pointer that some threads replace while others read it.
 pub(crate) struct ArcSwap<T>(RwLock<Arc<T>>);
 
-/// An [`ArcSwap`] that may be empty.
+/// A pointer like [`ArcSwap`] that may be empty.
 pub(crate) struct ArcSwapOption<T>(RwLock<Option<Arc<T>>>);
 
-/// The value at the time of the load.
+/// Guard of the value at the time of the load.
 pub(crate) struct Guard<T>(T);
 
 impl<T> Deref for Guard<T> {
@@ -74,7 +74,7 @@ impl<T> Default for ArcSwapOption<T> {
     }
 }
 
-/// Wakes tasks. [`Notify::notify_one`] stores a permit for the next waiter.
+/// Notification of waiting tasks. [`Notify::notify_one`] stores a permit for the next waiter.
 /// [`Notify::notify_waiters`] reaches every [`Notified`] created before it, polled or not.
 #[derive(Debug)]
 pub(crate) struct Notify(Mutex<WaitingTask>);
@@ -123,7 +123,7 @@ impl Default for Notify {
     }
 }
 
-/// A wait for [`Notify`].
+/// Future that waits for a notification from [`Notify`].
 pub(crate) struct Notified<'a> {
     notify: &'a Notify,
     round: u64,

@@ -1,5 +1,5 @@
-//! Models of Raft's watched values: a waiter misses no change and no end, and the end follows the
-//! last value.
+//! Models of Raft's watched values: a waiter misses neither a change nor the end, and sees the end
+//! after the last value.
 
 use loom::future::block_on;
 use loom::thread;

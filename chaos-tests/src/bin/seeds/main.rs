@@ -1,4 +1,4 @@
-//! Runs simulated clusters, one seed after another, and reports violated invariants.
+//! Program that runs simulated clusters, one per seed, and reports violated invariants.
 //!
 //! `cargo run --profile sim -p chaos-tests --bin seeds -- --seeds 10000`
 
@@ -19,7 +19,7 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use tally::SeedCounts;
 
-/// A simulated cluster spends as much time allocating as computing.
+/// Faster allocator, because a simulated cluster spends as much time allocating as computing.
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
@@ -92,7 +92,7 @@ impl SeedsArgs {
         })
     }
 
-    /// Returns the command that repeats this seed with the same options.
+    /// Returns the command that repeats the run of `seed` with the same options and a trace.
     fn reproduce(&self, seed: u64) -> String {
         let mut line = format!(
             "cargo run --profile sim -p chaos-tests --bin seeds -- --seed {seed} --seconds-simulated {}",
@@ -122,7 +122,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Runs the seeds. Returns whether everything held.
+/// Runs the requested seeds and prints the totals. Returns whether all invariants held.
 fn run(args: &SeedsArgs) -> anyhow::Result<bool> {
     if args.bugs {
         for bug in PlantedBug::all() {
@@ -200,7 +200,7 @@ fn progress(seeds: u64) -> ProgressBar {
     bar
 }
 
-/// Runs a seed on a thread of its own, so that no thread-local state is left for the next one.
+/// Runs a seed on a thread of its own, so that no thread-local state is left for the next seed.
 fn once(args: &SeedsArgs, seed: u64) -> anyhow::Result<SeedReport> {
     let run = args.run_of(seed)?;
     let on_a_thread = || {

@@ -1,4 +1,4 @@
-//! Sums and prints the results of many seeds.
+//! Totals over many seeds, as a table or JSON.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -6,7 +6,7 @@ use std::time::Duration;
 use chaos_tests::sim::{SeedReport, SeedResult};
 use comfy_table::{Table, presets};
 
-/// Totals over all seeds.
+/// Totals over all seeds that were run.
 #[derive(Debug, Default, serde::Serialize)]
 pub(crate) struct SeedCounts {
     seeds: u64,
@@ -20,14 +20,14 @@ pub(crate) struct SeedCounts {
     network: BTreeMap<&'static str, u64>,
     /// Number of operations, by kind and outcome.
     operations: BTreeMap<String, BTreeMap<String, u64>>,
-    /// Number of subjects of each invariant.
+    /// Number of subjects that each invariant has checked.
     subjects: BTreeMap<String, u64>,
-    /// Failures by seed.
+    /// Failures by seed, with a description each.
     pub(crate) failures: BTreeMap<u64, String>,
 }
 
 impl SeedCounts {
-    /// Adds the report of one seed.
+    /// Adds the report of one seed to the totals.
     pub(crate) fn add(&mut self, report: &SeedReport) {
         self.seeds += 1;
         self.simulated_s += report.simulated_us as f64 / 1e6;

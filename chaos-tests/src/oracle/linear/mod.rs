@@ -1,9 +1,9 @@
 //! Linearizability by witness: the log gives the order in which operations took effect.
 //!
-//! A write takes effect at its log index, a read at the index at which it was read. The check is
-//! whether clients saw this order: an operation that ended before another began must precede it,
-//! and each read must return what the writes up to its index left. It takes one pass over the
-//! operations by time and one over the log.
+//! A write takes effect at its log index, a read at the index at which it was read. The check
+//! compares this order with the responses to clients. An operation that ended before another began
+//! must precede it, and each read must return the value that the writes up to its index left. The
+//! check takes one pass over the operations by time and one over the log.
 
 use std::collections::BTreeMap;
 
@@ -23,7 +23,7 @@ struct Placed<'a> {
 /// Checks all operations whose index is known, and returns their number.
 ///
 /// # Errors
-/// Describes what contradicts the log's order.
+/// Describes the first contradiction to the log's order.
 pub fn check(record: &RunRecord) -> Result<u64, String> {
     let mut placed: Vec<Placed> = Vec::new();
     for operation in &record.history.operations {
@@ -36,7 +36,7 @@ pub fn check(record: &RunRecord) -> Result<u64, String> {
     Ok(placed.len() as u64)
 }
 
-/// Returns the index at which an operation took effect; `None` if unknown or if it had no effect.
+/// Returns the index at which an operation took effect; `None` if unknown or without effect.
 fn place(record: &RunRecord, operation: &Operation) -> Option<u64> {
     match &operation.outcome {
         OperationResult::Read { index, .. } => Some(index.0),
@@ -45,7 +45,8 @@ fn place(record: &RunRecord, operation: &Operation) -> Option<u64> {
     }
 }
 
-/// Returns where the command at `index` took effect: there, or at its first occurrence.
+/// Returns the index at which the command at `index` took effect: `index` itself, or that of its
+/// first occurrence.
 pub(crate) fn effective(record: &RunRecord, index: LogIndex) -> Option<u64> {
     let comparison = record.comparison();
     match comparison.effects.get(&index.0)? {
@@ -58,7 +59,7 @@ pub(crate) fn effective(record: &RunRecord, index: LogIndex) -> Option<u64> {
     }
 }
 
-/// Checks that an operation that ended before another began precedes it.
+/// Checks that each operation that ended before another began precedes it in the log.
 fn in_time(placed: &[Placed]) -> Result<(), String> {
     let mut by_call: Vec<&Placed> = placed.iter().collect();
     by_call.sort_by_key(|it| it.operation.called_at_us);
@@ -91,7 +92,7 @@ fn in_time(placed: &[Placed]) -> Result<(), String> {
     Ok(())
 }
 
-/// Checks that each read returns what the writes up to its index left.
+/// Checks that each read returns the value that the writes up to its index left.
 fn reads_see_writes(record: &RunRecord, placed: &[Placed]) -> Result<(), String> {
     let mut reads: BTreeMap<u64, Vec<(&RegisterKey, &RegisterText, &Operation)>> = BTreeMap::new();
     for it in placed {

@@ -1,4 +1,4 @@
-//! Both checkers on random histories: they accept the correct ones and reject the broken ones.
+//! Tests of both checkers on random histories: correct ones pass, broken ones fail.
 
 use rand::rngs::StdRng;
 use rand::{Rng as _, SeedableRng as _};
@@ -17,7 +17,8 @@ use crate::oracle::register::RegisterKey;
 
 const CLIENTS: u32 = 4;
 
-/// A linearizable history: every operation takes effect at one moment between call and return.
+/// Generator of a linearizable history, in which every operation takes effect at one moment between
+/// call and return.
 struct True {
     rng: StdRng,
     state: RouterState,
@@ -26,7 +27,7 @@ struct True {
 }
 
 impl True {
-    /// Founds a cluster.
+    /// Creates a cluster with initial settings.
     fn founded(seed: u64) -> Self {
         let mut history = Self {
             rng: StdRng::seed_from_u64(seed),
@@ -158,7 +159,7 @@ fn true_histories_are_taken() {
     assert!(explained > 40 * 40, "{explained}");
 }
 
-/// Breaks a true history in one place; `None` if it has no such place.
+/// Breaks a linearizable history in one place; `None` if it has no such place.
 fn broken(seed: u64, by: &str) -> Option<RunRecord> {
     let mut record = True::history(seed, 80);
     let operations = &mut record.history.operations;
@@ -237,7 +238,7 @@ fn broken_reads_are_refused_by_both() {
     }
 }
 
-/// Sequential writes and reads of one user's weight, as `(weight, is_read)`.
+/// Returns the record of writes and reads of one user's weight in turn: `(weight, is_read)`.
 fn one_after_the_other(steps: &[(u32, bool)]) -> RunRecord {
     let mut history = True::founded(1);
     for (step, (weight_milli, is_read)) in (1_u64..).zip(steps.iter().copied()) {

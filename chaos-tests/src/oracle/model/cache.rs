@@ -1,33 +1,33 @@
-//! A backend's cache as its leases imply it. Eviction takes the least recently released path first,
-//! from its end.
+//! The model's cache of a backend, as implied by its leases. Eviction takes the least recently
+//! released path first, from its end.
 
 use std::collections::BTreeMap;
 
 use state::command::LeaseOutcome;
 use state::ids::BlockHash;
 
-/// A backend's blocks.
+/// Blocks that the model believes a backend to own.
 #[derive(Debug, Clone)]
 pub struct ModelCache {
     /// Blocks by hash.
     pub blocks: BTreeMap<BlockHash, ModelBlock>,
-    /// Maximum number of blocks while any can be evicted; `None` if unbounded.
+    /// Maximum number of blocks, exceeded only while none can be evicted; `None` if unbounded.
     pub capacity: Option<u32>,
-    /// Whether its contents follow from leases alone.
+    /// Whether the contents follow from leases alone, so that the model knows them.
     pub is_followed: bool,
     releases: u64,
 }
 
-/// One block.
+/// One block of the model's cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ModelBlock {
-    /// The block before it.
+    /// Block before this one; `None` for the first block of a prompt.
     pub parent: Option<BlockHash>,
-    /// Number of leases that end here.
+    /// Number of leases that end at this block.
     pub leases: u32,
     children: u32,
-    /// The last release that ended here or at a later block that was removed since; 0 if there was
-    /// none.
+    /// Number of the last release that ended at this block or at a later block removed since; 0 if
+    /// there was none.
     released: u64,
 }
 
@@ -38,7 +38,7 @@ impl Default for ModelCache {
 }
 
 impl ModelCache {
-    /// Creates an empty cache.
+    /// Creates an empty cache with this capacity in blocks.
     #[must_use]
     pub fn new(capacity: Option<u32>) -> Self {
         Self {
@@ -58,8 +58,8 @@ impl ModelCache {
         self.trim(None);
     }
 
-    /// Opens a lease on `tip` and `new` behind it. Returns its tip and the number of inserted
-    /// blocks.
+    /// Opens a lease that ends at `tip` or at the last block of `new` behind it. Returns the
+    /// lease's tip and the number of inserted blocks.
     pub(super) fn acquire(
         &mut self,
         tip: Option<BlockHash>,
@@ -70,7 +70,8 @@ impl ModelCache {
         (end, inserted)
     }
 
-    /// Extends a lease behind its `tip`.
+    /// Extends a lease from `tip` by the blocks `new`. Returns the lease's new tip and the number
+    /// of inserted blocks.
     pub(super) fn extend(
         &mut self,
         tip: Option<BlockHash>,
@@ -84,7 +85,7 @@ impl ModelCache {
         (end, inserted)
     }
 
-    /// Ends a lease. `is_bringer`: whether it inserted blocks.
+    /// Ends a lease at `tip`. `is_bringer` states whether the lease inserted blocks.
     pub(super) fn release(&mut self, tip: BlockHash, outcome: LeaseOutcome, is_bringer: bool) {
         self.unpin(Some(tip));
         let Some(block) = self.blocks.get_mut(&tip) else {
@@ -144,7 +145,8 @@ impl ModelCache {
         }
     }
 
-    /// Evicts blocks beyond the capacity, except on the path to `walking`.
+    /// Evicts blocks beyond the capacity. Spares the block `walking`, blocks with leases, and
+    /// blocks before others.
     fn trim(&mut self, walking: Option<BlockHash>) {
         let capacity = self.capacity.map_or(usize::MAX, |blocks| blocks as usize);
         while self.blocks.len() > capacity {
@@ -158,7 +160,7 @@ impl ModelCache {
         }
     }
 
-    /// Removes blocks from `tip` upwards that no lease holds and none ever kept.
+    /// Removes the blocks from `tip` upwards that no lease holds and no release has kept.
     fn give_back(&mut self, tip: BlockHash) {
         let mut at = Some(tip);
         while let Some(hash) = at {

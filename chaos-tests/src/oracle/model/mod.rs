@@ -1,8 +1,9 @@
-//! The model: computes the state a second time, by a naive replay of the log.
+//! The reference model, which computes the replicated state a second time, by a naive replay of the
+//! log.
 //!
 //! It shares only the commands with `state`. Caches are maps searched from end to end, users are
-//! sums, orders come from linear search. What the model does not follow is marked as such
-//! ([`ModelCache::is_followed`]) rather than guessed: caches filled from KV events, which are
+//! sums, orders come from linear search. The model marks contents that it does not follow
+//! ([`ModelCache::is_followed`]) rather than guess them: caches filled from KV events, which are
 //! compared with the engines themselves, and caches of learned capacity.
 
 pub mod cache;
@@ -39,65 +40,66 @@ use time::ModelTime;
 use users::{ModelUsers, price};
 use waiting::ModelWaitingList;
 
-/// What all replicas must hold after the entries so far.
+/// The state that all replicas must hold after the entries so far.
 #[derive(Debug, Default)]
 pub struct ReferenceModel {
     /// Replicated time.
     pub time: ModelTime,
-    /// Sessions, which make commands idempotent.
+    /// Sessions of replicas, which make commands idempotent.
     pub sessions: ModelSessions,
-    /// Keys that are written as a whole.
+    /// Registers, which are written as a whole.
     pub registers: Registers,
-    /// Registered backends by slot.
+    /// Registered backends and their slots.
     pub registry: ModelRegistry,
-    /// Owned blocks of backends by slot.
+    /// Caches of backends, by slot.
     pub caches: BTreeMap<u16, ModelCache>,
-    /// Open leases.
+    /// Open leases by replica and attempt.
     pub leases: BTreeMap<(ReplicaId, AttemptId), ModelLease>,
     /// Usage and counters of users.
     pub users: ModelUsers,
-    /// Secrets of API keys, each with its user.
+    /// Secrets of API keys, each with the user of the key.
     pub secrets: BTreeMap<ApiKeyId, (SecretHash, String)>,
-    /// Positions of KV event streams.
+    /// Newest known messages of KV event streams.
     pub streams: ModelStreams,
-    /// Bytes per token.
+    /// Bytes per token of models.
     pub texts: ModelTexts,
-    /// Priced tokens that replicas charged users ahead and have not settled.
+    /// Number of priced tokens that each replica charged each user in advance and has not settled.
     pub ahead: BTreeMap<(ReplicaId, UserKey), i128>,
-    /// Whether anything but prompts was ever charged ahead, or the log charged it.
+    /// Whether the settings ever allowed advances for other than prompts, or through the log.
     pub charges_otherwise: bool,
     waiting: ModelWaitingList,
     prices: FairnessSettings,
     charged_input: ChargeInput,
-    /// Whether a backup replaced the state, whose contents are not in the log.
+    /// Whether a backup has replaced the state. The log does not have the contents of a backup.
     pub is_replaced: bool,
 }
 
 /// An open lease.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ModelLease {
-    /// The backend.
+    /// Backend of the lease.
     pub backend: BackendRef,
-    /// Deepest block that the lease holds.
+    /// Deepest block that the lease holds, if any.
     pub tip: Option<BlockHash>,
-    /// Number of blocks that it inserted.
+    /// Number of blocks that the lease inserted.
     pub inserted: u32,
 }
 
-/// Effect of an entry.
+/// Effect of a command in the log.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum CommandEffect {
-    /// The command took effect with this reply. For a batch the reply is only an acknowledgement.
+    /// The command took effect with this reply. For a batch, the model's reply is only an
+    /// acknowledgement.
     Done(Reply),
-    /// A repeat. The first command of its origin took effect at an index that is not known if
-    /// others followed it.
+    /// The command is a repeat, so it had no effect. The first command of its origin took effect,
+    /// at an index that is not known if others followed it.
     Repeat,
-    /// The session of the command is over.
+    /// The command had no effect, because its session is over.
     Stale,
 }
 
 impl ReferenceModel {
-    /// Applies the next entry.
+    /// Applies the next entry and returns its effect.
     pub fn apply(&mut self, index: LogIndex, envelope: &Envelope) -> CommandEffect {
         match self.sessions.admit(envelope) {
             Dedup::Repeat => return CommandEffect::Repeat,
@@ -247,7 +249,7 @@ impl ReferenceModel {
         }
     }
 
-    /// Returns the reply to a write of settings.
+    /// Applies a command that writes registers, and returns the reply.
     fn write(&mut self, command: &Command) -> Reply {
         let checked = match command {
             Command::DeleteUser { name } => self.users.check_delete(name),
@@ -380,7 +382,7 @@ impl ReferenceModel {
         self.charge(replica, &charge);
     }
 
-    /// Closes what a session left open: its leases, its requests and its waiting requests.
+    /// Closes what a replica's session left open: leases, requests in flight and waiting ones.
     fn close(&mut self, replica: ReplicaId) {
         let open: Vec<_> = self.leases.keys().copied().collect();
         for holder in open.into_iter().filter(|(holder, _)| *holder == replica) {
@@ -415,7 +417,7 @@ impl ReferenceModel {
         self.bound_untold();
     }
 
-    /// Bounds unknown capacities once time is paced.
+    /// Sets the assumed capacity of backends whose capacity is unknown, once time is paced.
     fn bound_untold(&mut self) {
         if self.time.is_paced() {
             let (slots, each) = self.registry.untold();
@@ -431,13 +433,13 @@ impl ReferenceModel {
         }
     }
 
-    /// Returns the token prices.
+    /// Returns the prices of tokens.
     #[must_use]
     pub fn prices(&self) -> FairnessSettings {
         self.prices
     }
 
-    /// Whether the model follows a backend's leases and blocks.
+    /// Returns whether the model follows the leases and blocks of a backend.
     #[must_use]
     pub fn follows(&self, backend: BackendRef) -> bool {
         self.caches
@@ -446,7 +448,7 @@ impl ReferenceModel {
     }
 }
 
-/// Whether a command founds a cluster.
+/// Returns whether a command founds a cluster.
 fn is_founding(command: &Command) -> bool {
     matches!(
         command,
@@ -457,7 +459,7 @@ fn is_founding(command: &Command) -> bool {
     )
 }
 
-/// Whether these changes add an unknown user.
+/// Returns whether the changes add a user who is unknown so far.
 fn makes_known(changes: &UserChanges) -> bool {
     changes.limits.is_some_and(|it| !it.is_unbounded())
         || changes.budget.is_some_and(|it| !it.is_unbounded())

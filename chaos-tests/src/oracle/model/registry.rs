@@ -1,35 +1,35 @@
-//! The model's backends: which incarnation occupies which slot.
+//! The model's backends: slots, incarnations, and what engines report.
 
 use std::collections::BTreeMap;
 
 use state::command::{BackendSpec, EngineFacts};
 use state::ids::{BackendRef, Incarnation, Slot};
 
-/// All backends.
+/// All registered backends, and the block sizes of their models.
 #[derive(Debug, Clone, Default)]
 pub struct ModelRegistry {
     /// Backends by name.
     pub backends: BTreeMap<String, ModelBackend>,
-    /// Tokens per block by model.
+    /// Number of tokens per block by model.
     pub block_sizes: BTreeMap<String, u32>,
     /// Number of incarnations that ever began in each slot.
     lives: BTreeMap<u16, u32>,
 }
 
-/// A backend.
+/// A registered backend with the facts that its engine reports.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ModelBackend {
-    /// Slot and incarnation.
+    /// Slot and incarnation of the backend.
     pub handle: BackendRef,
     /// Whether the backend drains.
     pub draining: bool,
     spec: BackendSpec,
     facts: EngineFacts,
-    /// Tokens per block as reported by its engine.
+    /// Number of tokens per block as reported by the engine; `None` if unknown.
     block_size: Option<u32>,
 }
 
-/// Effect of a change on the slot's blocks.
+/// Effect of a change of backends on the blocks of a slot.
 #[derive(Clone, Copy)]
 pub(super) enum SlotChange {
     None,
@@ -39,7 +39,7 @@ pub(super) enum SlotChange {
 }
 
 impl ModelBackend {
-    /// Returns the models that the backend serves, by name.
+    /// Returns the names of the models that the backend serves.
     fn models(&self) -> Vec<String> {
         let (any, mut named): (Vec<_>, Vec<_>) =
             self.spec.models.iter().cloned().partition(|it| it == "*");
@@ -49,7 +49,7 @@ impl ModelBackend {
         named
     }
 
-    /// Returns the capacity set by an operator or reported by the engine.
+    /// Returns the capacity that an operator set, or else that the engine reports.
     fn capacity(&self) -> Option<u32> {
         self.spec.capacity_blocks.or(self.facts.capacity_blocks)
     }
@@ -60,13 +60,13 @@ impl ModelRegistry {
         self.backends.values().any(|it| it.handle == handle)
     }
 
-    /// Whether measurements of the backend may correct its capacity.
+    /// Returns whether measurements of the backend may correct its capacity.
     pub(super) fn learns_capacity(&self, handle: BackendRef) -> bool {
         let mut backends = self.backends.values();
         backends.any(|it| it.handle == handle && it.spec.capacity_blocks.is_none())
     }
 
-    /// Returns the slots of unknown capacity, and the capacity assumed for each.
+    /// Returns the slots of backends with unknown capacity, and the capacity assumed for each.
     pub(super) fn untold(&self) -> (Vec<u16>, u32) {
         let untold = self.backends.values().filter(|it| it.capacity().is_none());
         let slots: Vec<u16> = untold.map(|it| it.handle.slot.0).collect();
@@ -116,7 +116,8 @@ impl ModelRegistry {
         }
     }
 
-    /// Records what an engine reports, unless its process is older than the known one.
+    /// Records the facts that an engine reports, unless its process is older than the known one.
+    /// Returns the effect on the slot.
     pub(super) fn observe(&mut self, handle: BackendRef, said: &EngineFacts) -> SlotChange {
         let mut backends = self.backends.iter_mut();
         let Some((name, backend)) = backends.find(|(_, it)| it.handle == handle) else {
@@ -158,7 +159,7 @@ impl ModelRegistry {
         change
     }
 
-    /// Records the block size that an engine reports.
+    /// Records the block size that an engine reports, and updates the sizes of its models.
     pub(super) fn observe_block_size(&mut self, handle: BackendRef, tokens: u32) {
         let mut backends = self.backends.iter_mut();
         let Some((name, backend)) = backends.find(|(_, it)| it.handle == handle) else {
@@ -171,8 +172,8 @@ impl ModelRegistry {
         }
     }
 
-    /// Sets a model's block size to the largest common divisor of its engines' sizes, unless the
-    /// known size still divides them and one engine has it.
+    /// Sets the block size of each of a backend's models to the greatest common divisor of its
+    /// engines' sizes, unless the known size still divides them all and one engine has it.
     fn settle(&mut self, name: &str) {
         let Some(backend) = self.backends.get(name).filter(|it| it.block_size.is_some()) else {
             return;

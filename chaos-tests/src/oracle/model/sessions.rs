@@ -5,33 +5,33 @@ use std::collections::{BTreeMap, BTreeSet};
 use state::command::{Envelope, Lane, Origin};
 use state::ids::{LogIndex, ReplicaId, SessionId};
 
-/// A command of an unknown session whose stamp is at most this much before the current session's
-/// first one is a late command of an earlier session.
+/// Maximum age of a late command. A command of an unknown session is late, not of a new session, if
+/// its stamp is at most this much before the current session's first stamp, in milliseconds.
 const LATE_MS: u64 = 60_000;
-/// Maximum number of former sessions that are remembered.
+/// Maximum number of former sessions that are remembered per replica.
 const FORMER_MAX: usize = 8;
 
-/// The sessions of all replicas.
+/// Sessions of all replicas, with the effects of their commands.
 #[derive(Debug, Clone, Default)]
 pub struct ModelSessions {
     runs: BTreeMap<ReplicaId, SessionRuns>,
-    /// Index at which each origin took effect.
+    /// Index at which the command of each origin took effect.
     pub effects: BTreeMap<Origin, u64>,
 }
 
 #[derive(Debug, Clone)]
 struct SessionRuns {
-    /// The current session is the last; former ones precede it.
+    /// Remembered sessions. The last one is the current session.
     sessions: Vec<SessionId>,
     begun_at_ms: u64,
     outbox: BTreeSet<u64>,
     admin: BTreeSet<u64>,
 }
 
-/// Whether a command takes effect.
+/// Verdict on whether a command takes effect.
 pub(super) enum Dedup {
     Fresh,
-    /// It takes effect, after the former session is closed.
+    /// The command takes effect, after the former session is closed.
     NewRun,
     Repeat,
     Stale,
@@ -69,7 +69,7 @@ impl ModelSessions {
         }
     }
 
-    /// Records that the command took effect.
+    /// Records that the command of `origin` took effect at `index`.
     pub(super) fn took(&mut self, origin: &Origin, index: LogIndex) {
         if let Some(runs) = self.runs.get_mut(&origin.replica) {
             runs.lane(origin.lane).insert(origin.seq);
@@ -82,7 +82,8 @@ impl ModelSessions {
         runs.is_some_and(|runs| runs.present() == session)
     }
 
-    /// Replica, current session, and the last sequence number of each lane, 0 before the first.
+    /// Returns each replica's id, current session, and last sequence number per lane, 0 before the
+    /// first.
     pub fn iter(&self) -> impl Iterator<Item = (ReplicaId, SessionId, [u64; 2])> {
         let last = |seqs: &BTreeSet<u64>| seqs.last().copied().unwrap_or(0);
         self.runs.iter().map(move |(replica, runs)| {

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use state::exact::{KvBatch, KvNews};
 use state::ids::BackendRef;
 
-/// Streams of all ranks.
+/// Newest message of each stream, by backend, rank and publisher.
 #[derive(Debug, Clone, Default)]
 pub struct ModelStreams(BTreeMap<(BackendRef, u16, u64), u64>);
 
@@ -23,7 +23,7 @@ impl ModelStreams {
         }
     }
 
-    /// Returns the newest message that any reader reported.
+    /// Returns the number of the newest message that any reader reported.
     #[must_use]
     pub fn newest(&self, backend: BackendRef, rank: u16, publisher: u64) -> Option<u64> {
         self.0.get(&(backend, rank, publisher)).copied()

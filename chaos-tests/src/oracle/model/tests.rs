@@ -28,7 +28,7 @@ use crate::oracle::register::RegisterKey;
 
 /// Number of entries between two images of a state.
 const IMAGE_EVERY: u64 = 17;
-/// The states, by what they do.
+/// States that apply the log, named by how they differ.
 const FIRST: usize = 0;
 const REBUILT: usize = 1;
 const LATE: usize = 2;
@@ -40,12 +40,12 @@ struct RecordedLog {
     states: [RouterState; 3],
     record: RunRecord,
     keys: BTreeSet<RegisterKey>,
-    /// Last command of each sequence, for repeats.
+    /// Last command of each sequence, from which repeats are made.
     sent: BTreeMap<(u8, u64, u8), Envelope>,
 }
 
-/// Whether a command is in the model's scope: valid settings, which the model does not judge, and
-/// engines of one rank. `state/tests/ranks.rs` covers the others.
+/// Returns whether a command is in the model's scope: valid settings, which the model does not
+/// judge, and engines of one rank. `state/tests/ranks.rs` covers the others.
 fn is_valid(command: &Command) -> bool {
     match command {
         Command::SetRanks { .. } => false,
@@ -70,7 +70,7 @@ fn leave_events_out(step: &mut Step) {
 }
 
 impl RecordedLog {
-    /// Founds a cluster with a backend.
+    /// Creates a cluster with one backend.
     fn founded() -> Self {
         let mut log = Self::default();
         let backend = Command::PutBackend(common::spec("0", 1, Some(8)));

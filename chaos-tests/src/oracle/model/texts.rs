@@ -1,17 +1,17 @@
-//! The model's bytes per token: the last reports, each with its remaining weight.
+//! The model's bytes per token: sums of the reports, in which old reports lose weight.
 
 use std::collections::BTreeMap;
 
 use state::ids::ModelKey;
 use state::ratios::TextSample;
 
-/// Maximum tokens that count in total. `TOKENS_EACH` is the maximum of one report.
+/// Maximum number of tokens that count in total. `TOKENS_EACH` is the maximum for one report.
 const TOKENS: u64 = 65_536;
 const TOKENS_EACH: u64 = 16_384;
 /// Maximum number of remembered models.
 const MODELS: usize = 256;
 
-/// Bytes and tokens by model, the most recently reported model last.
+/// Sums of bytes and of tokens by model, the most recently reported model last.
 #[derive(Debug, Clone, Default)]
 pub struct ModelTexts(Vec<(ModelKey, u64, u64)>);
 
@@ -35,7 +35,7 @@ impl ModelTexts {
         self.0.push((sample.model, bytes, tokens));
     }
 
-    /// Returns bytes per token by model, in thousandths.
+    /// Returns the number of bytes per token by model, in thousandths.
     #[must_use]
     pub fn ratios(&self) -> BTreeMap<ModelKey, u32> {
         let each = self.0.iter().map(|(model, bytes, tokens)| {

@@ -1,32 +1,32 @@
-//! The model's replicated time, from the stamps of commands.
+//! The model's replicated time, which follows the stamps of commands.
 
-/// Maximum step of one command before time is paced.
+/// Maximum step of one command before time is paced, in milliseconds.
 const HOUR_MS: u64 = 3_600_000;
-/// A stamp at most this much before the last one still fits it.
+/// Maximum time by which a stamp may be before the last one and still fit it, in milliseconds.
 const LATE_MS: u64 = 1000;
-/// A stamp at most this much after the last one still fits it.
+/// Maximum time by which a stamp may be after the last one and still fit it, in milliseconds.
 const AHEAD_MS: u64 = 60_000;
-/// Stamps that fit each other but not the calendar are believed after this time.
+/// Time after which stamps are believed that fit each other but not the calendar, in milliseconds.
 const BELIEVED_MS: u64 = 1000;
-/// Maximum time that passes when stamps set the calendar back.
+/// Maximum time that passes when stamps set the calendar back, in milliseconds.
 const TRUSTED_MS: u64 = 2000;
-/// A calendar that was set back is forgotten if less than this could count twice.
+/// Minimum time that could count twice for a set-back calendar to be remembered, in milliseconds.
 const SLIGHT_MS: u64 = 2000;
-/// How long a calendar that was set back may still be wrong.
+/// Time for which a calendar that was set back may still prove wrong, in milliseconds.
 const DOUBTED_MS: u64 = 60_000;
-/// Maximum time that passes at once.
+/// Maximum time that passes at once, in milliseconds.
 const LEAP_MS: u64 = 600 * 24 * HOUR_MS;
 
-/// Replicated time.
+/// Replicated time with the calendar that determines its pace.
 #[derive(Debug, Clone, Default)]
 pub struct ModelTime {
-    /// Milliseconds of replicated time.
+    /// Replicated time, in milliseconds.
     pub now_ms: u64,
-    /// Last believed stamp, once time is paced.
+    /// Last believed stamp; `None` until time is paced.
     calendar_ms: Option<u64>,
     /// Later stamps that fit each other but not the calendar.
     odd: Vec<u64>,
-    /// Calendar before it was set back, and the time that passed since.
+    /// Calendar before it was set back, and the time passed since, if it may still prove right.
     back: Option<(u64, u64)>,
 }
 
@@ -99,7 +99,7 @@ impl ModelTime {
     }
 }
 
-/// Whether a stamp continues where another was.
+/// Returns whether a stamp plausibly follows the stamp `last_ms`.
 fn fits(stamp_ms: u64, last_ms: u64) -> bool {
     stamp_ms.saturating_add(LATE_MS) >= last_ms && stamp_ms <= last_ms.saturating_add(AHEAD_MS)
 }

@@ -9,48 +9,48 @@ use state::ids::{ReplicaId, UserKey};
 use state::prefix::user_key;
 use state::users::{FairnessSettings, UserUsage};
 
-/// Maximum of any count in one charge; more counts as this.
+/// Maximum of each count in one charge. A greater count is reduced to this.
 const TOKENS_MAX: u64 = 1 << 40;
 const DAY_MS: u64 = 24 * 3600 * 1000;
 
-/// All users.
+/// All known users, with the defaults and the state of the fair order.
 #[derive(Debug, Clone, Default)]
 pub struct ModelUsers {
     /// Users by key.
     pub users: BTreeMap<UserKey, ModelUser>,
     hash_seed: u64,
-    /// Weight of users without their own, in thousandths; 0 before any was set means 1000.
+    /// Weight of users without their own, in thousandths. 0, if none was set, counts as 1000.
     default_milli: u32,
     /// Budget of users without their own.
     default_budget: Budget,
-    /// Stamp of the last command, which determines the day of budgets.
+    /// Stamp of the last command in milliseconds, which determines the day of budgets.
     pub stamp_ms: u64,
-    /// Counter of the user who stopped waiting last, or was dispatched since while none waited.
+    /// Counter of the user who stopped waiting last, or who was dispatched since while none waited.
     last_left: Option<u64>,
     /// Counter at which the last user with requests in flight became idle.
     last_idle: u64,
 }
 
-/// One user.
+/// Usage, counter and budget of one user.
 #[derive(Debug, Clone)]
 pub struct ModelUser {
-    /// Weight in thousandths.
+    /// Weight of the user, in thousandths.
     pub weight_milli: u32,
-    /// Whether the user was given the weight.
+    /// Whether the weight was set for this user, instead of by default.
     has_weight: bool,
-    /// Total tokens and requests.
+    /// Total number of tokens and requests.
     pub total: UserUsage,
-    /// Requests in flight, by replica.
+    /// Number of requests in flight, by replica.
     pub in_flight: BTreeMap<ReplicaId, u64>,
-    /// Waiting requests, by replica.
+    /// Number of waiting requests, by replica.
     pub waiting: BTreeMap<ReplicaId, u64>,
-    /// The user's own budget, in tokens.
+    /// Budget of the user in tokens; `None` for the default.
     pub(super) own_budget: Option<Budget>,
-    /// The counted day since 1970, and its tokens.
+    /// Day that is counted, since 1970, and the number of tokens used on it.
     day: (u64, u64),
-    /// Lifts and charges under earlier weights, in milli-tokens.
+    /// Sum of lifts and of charges under earlier weights, in milli-tokens.
     base: u64,
-    /// Priced tokens charged under the current weight.
+    /// Number of priced tokens charged under the current weight.
     charged: u128,
 }
 
@@ -70,7 +70,7 @@ impl Default for ModelUser {
     }
 }
 
-/// Returns the price of a charge.
+/// Returns the price of a charge, in priced tokens.
 pub(super) fn price(prices: &FairnessSettings, input: ChargeInput, charge: &Charge) -> u64 {
     let (uncached, cached) = (
         charge.input_uncached.min(TOKENS_MAX),
@@ -88,15 +88,15 @@ pub(super) fn price(prices: &FairnessSettings, input: ChargeInput, charge: &Char
 }
 
 impl ModelUser {
-    /// Returns the virtual token counter.
+    /// Returns the virtual token counter, in milli-tokens.
     #[must_use]
     pub fn counter(&self) -> u64 {
         let charged = self.charged * 1_000_000 / u128::from(self.weight_milli);
         self.base + u64::try_from(charged).unwrap_or(u64::MAX)
     }
 
-    /// Returns the day of a stamp and the tokens used on it. A stamp up to an hour before the
-    /// counted day counts for that day.
+    /// Returns the day of a stamp and the number of tokens used on it. A stamp up to an hour before
+    /// the counted day counts for that day.
     fn of_day(&self, stamp_ms: u64) -> (u64, u64) {
         let (day, used) = self.day;
         let stamped = stamp_ms / DAY_MS;
@@ -142,7 +142,7 @@ impl ModelUsers {
         self.user(user);
     }
 
-    /// Returns a user, adding a new one if needed.
+    /// Returns the user with this key. Adds the user if it is unknown.
     fn user(&mut self, user: UserKey) -> &mut ModelUser {
         let weight_milli = match self.default_milli {
             0 => 1000,
@@ -154,7 +154,7 @@ impl ModelUsers {
         })
     }
 
-    /// Sets or removes a user's own budget.
+    /// Sets or removes a user's own budget; `None` leaves it unchanged.
     pub(super) fn plan(&mut self, name: &str, budget: Option<Budget>) {
         let is_counted = !self.default_budget.is_unbounded();
         let key = self.key(name);
@@ -190,14 +190,15 @@ impl ModelUsers {
         self.default_budget = budget;
     }
 
-    /// Returns today's usage and its limit.
+    /// Returns the number of tokens that a user has used today, and the limit; `None` without a
+    /// daily budget.
     #[must_use]
     pub fn today(&self, user: &ModelUser) -> Option<(u64, u64)> {
         let limit = user.own_budget.unwrap_or(self.default_budget).day?;
         Some((user.of_day(self.stamp_ms).1, limit))
     }
 
-    /// Sets the weight of all users without their own.
+    /// Sets the weight of all users without a weight of their own.
     pub(super) fn weigh_others(&mut self, weight_milli: u32) {
         self.default_milli = weight_milli;
         for user in self.users.values_mut() {
@@ -217,7 +218,7 @@ impl ModelUsers {
         self.users.get(&user).map_or(0, ModelUser::counter)
     }
 
-    /// Returns the key of a user's name.
+    /// Returns the key of the user with this name.
     #[must_use]
     pub fn key(&self, name: &str) -> UserKey {
         user_key(self.hash_seed, name)
@@ -242,7 +243,7 @@ impl ModelUsers {
         self.users.remove(&self.key(name));
     }
 
-    /// Returns the counter to which an arriving user is lifted.
+    /// Returns the virtual time: the counter to which an arriving user is lifted.
     #[must_use]
     pub fn virtual_time(&self) -> u64 {
         let least = |is_among: fn(&ModelUser) -> bool| {
@@ -306,7 +307,7 @@ impl ModelUsers {
     }
 }
 
-/// Adds `more`, then subtracts `less`.
+/// Adds `more` to the count of a replica, then subtracts `less`, but not below 0.
 fn meet(counts: &mut BTreeMap<ReplicaId, u64>, replica: ReplicaId, more: u32, less: u32) {
     let count = counts.entry(replica).or_default();
     *count = (*count + u64::from(more)).saturating_sub(u64::from(less));

@@ -3,7 +3,7 @@
 use state::grants::Wait;
 use state::ids::{ModelKey, ReplicaId, Ticket, UserKey};
 
-/// All waiting and granted requests, in log order.
+/// All waiting and granted requests, in the order of the log.
 #[derive(Debug, Clone, Default)]
 pub struct ModelWaitingList(Vec<ModelWait>);
 
@@ -31,7 +31,8 @@ impl ModelWaitingList {
             .retain(|it| it.replica != replica || it.wait.ticket != ticket);
     }
 
-    /// Grants the next request of a model: highest priority, then least counter, then log order.
+    /// Grants the next waiting request of a model: the one with the highest priority, then the
+    /// least counter, then the first in the log.
     pub(super) fn grant(
         &mut self,
         model: ModelKey,
@@ -47,7 +48,8 @@ impl ModelWaitingList {
         Some((self.0[at].replica, self.0[at].wait))
     }
 
-    /// Removes a replica's requests and returns the models of those that were granted, by ticket.
+    /// Removes a replica's requests. Returns the model of each granted one, in the order of
+    /// tickets.
     pub(super) fn close(&mut self, replica: ReplicaId) -> Vec<ModelKey> {
         let mut gone: Vec<ModelWait> = Vec::new();
         self.0.retain(|it| {

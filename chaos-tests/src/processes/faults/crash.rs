@@ -1,8 +1,8 @@
-//! Replicas that are killed and restart with their disks.
+//! Faults that kill replicas, which restart with their disks.
 
 use super::{FaultContext, until};
 
-/// Maximum log entries that a leader keeps behind its snapshot, at the snapshot interval of faults.
+/// Maximum number of log entries that a leader keeps behind its snapshot during faults.
 const KEPT_ENTRIES: u64 = 100;
 
 pub(super) async fn kill_one(stage: &mut FaultContext) -> anyhow::Result<()> {
@@ -25,7 +25,8 @@ pub(super) async fn kill_leader(stage: &mut FaultContext) -> anyhow::Result<()> 
     stage.cluster.restart(&[victim]).await
 }
 
-/// Without a quorum the remaining replica serves by what it knows and keeps what it learns.
+/// Kills two of three replicas. Without a quorum, the remaining one serves by its knowledge and
+/// keeps what it learns.
 pub(super) async fn kill_majority(stage: &mut FaultContext) -> anyhow::Result<()> {
     let left = stage.any();
     let victims = stage.others(left);

@@ -1,8 +1,9 @@
-//! Damaged files: a replica must detect them at startup and never serve from them.
+//! Faults that damage files. A replica must detect the damage at startup and never serve from such
+//! files.
 //!
-//! It must refuse to start and name the file and the position. It is then rebuilt as its own
-//! message advises: the store is set aside, the member removed, and a replica with another id
-//! joins.
+//! The replica must refuse to start, and name the file and the position. The fault then follows the
+//! advice in the replica's message: it sets the store aside, removes the member, and lets a replica
+//! with another id join.
 
 use std::fs::{self, File, OpenOptions};
 use std::os::unix::fs::FileExt as _;
@@ -15,9 +16,9 @@ use rand::rngs::SmallRng;
 
 use super::{FaultContext, members};
 
-/// Number of damaged positions in a log, some of which may be unused.
+/// Number of positions of a log that are damaged, some of which may be unused.
 const PLACES: usize = 32;
-/// Text of the refusal, before the byte position.
+/// Text of the refusal before the position, which is in bytes.
 const REFUSAL: &str = "is damaged at byte";
 
 pub(super) async fn corrupt_log(stage: &mut FaultContext) -> anyhow::Result<()> {
@@ -112,7 +113,7 @@ fn change_byte(path: &Path, at: u64) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Returns the position of the last byte that is not zero.
+/// Returns the position of the last byte of a file that is not zero.
 fn last_used(path: &Path) -> anyhow::Result<u64> {
     let bytes = fs::read(path).with_context(|| format!("read {}", path.display()))?;
     let last = bytes.iter().rposition(|byte| *byte != 0);

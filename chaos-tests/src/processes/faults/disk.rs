@@ -1,7 +1,7 @@
-//! Full and slow disks.
+//! Faults of full and slow disks.
 //!
-//! The blkio controller of cgroup v1 slows a disk: it throttles the writes of the replica's process
-//! to the device of its folder, and so every sync of its log.
+//! The blkio controller of cgroup v1 slows a disk. It throttles the writes of the replica's process
+//! to the device of its folder, and thus every sync of its log.
 
 use std::fs::{self, File};
 use std::io::Write as _;
@@ -12,23 +12,23 @@ use std::time::Duration;
 use super::{FaultContext, last, members, system, until};
 use anyhow::{Context as _, ensure};
 
-/// Bytes per write that fills a disk.
+/// Number of bytes in a write that fills a disk.
 const FILL_BYTES: usize = 64 * 1024;
-/// How long a disk is slow.
+/// Duration for which a disk is slow.
 const LENGTH: Duration = Duration::from_secs(4);
-/// Writes per second of a slow disk.
+/// Maximum number of writes per second to a slow disk.
 const WRITES_PER_S: u32 = 10;
 const BLKIO: &str = "/sys/fs/cgroup/blkio";
 const WRITE_LIMIT: &str = "blkio.throttle.write_iops_device";
 
-/// Returns the replica with the small disk: the last founder.
+/// Returns the number of the replica with the small disk.
 fn small(stage: &FaultContext) -> anyhow::Result<usize> {
     let small = stage.cluster.small_disk();
     small.context("no replica has a disk of its own")
 }
 
-/// The replica reports the full disk and goes on serving; the others continue without it. Once
-/// there is room, it recovers by itself, and its outbox gets into the log.
+/// Fills a replica's disk. The replica must report this and keep serving, while the others continue
+/// without it. Once there is room, it must recover by itself, and its outbox must reach the log.
 pub(super) async fn full(stage: &mut FaultContext) -> anyhow::Result<()> {
     let victim = small(stage)?;
     if !stage.cluster.up().contains(&victim) {
@@ -68,7 +68,7 @@ fn fill(ballast: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Returns why disks cannot be slowed here, or `None` if they can.
+/// Returns the reason why disks cannot be slowed here, or `None` if they can.
 pub(super) fn why_not_slow() -> Option<String> {
     if !rustix::process::geteuid().is_root() {
         return Some("limits of a disk need root".to_owned());
@@ -77,7 +77,7 @@ pub(super) fn why_not_slow() -> Option<String> {
     (!limit.exists()).then(|| format!("no {}: cgroup v1 with blkio is used", limit.display()))
 }
 
-/// Processes whose writes are throttled until this is dropped.
+/// A group of processes whose writes are throttled until this is dropped.
 struct SlowGroup(PathBuf);
 
 impl SlowGroup {
@@ -105,7 +105,7 @@ impl Drop for SlowGroup {
     }
 }
 
-/// Returns the device of a folder as `major:minor`; for a partition, that of its disk.
+/// Returns the device of a folder as `major:minor`. For a partition, that is its disk's device.
 fn whole_device(folder: &Path) -> anyhow::Result<String> {
     let number = fs::metadata(folder)?.st_dev();
     let (major, minor) = (number >> 8 & 0xfff, number & 0xff | number >> 12 & 0xfff00);
@@ -121,7 +121,8 @@ fn whole_device(folder: &Path) -> anyhow::Result<String> {
     Ok(text.trim().to_owned())
 }
 
-/// All replicas must serve. A leader with a slow disk may lose or keep its leadership.
+/// Slows the disk of a replica, if possible the leader's. All replicas must keep serving. A leader
+/// with a slow disk may lose or keep its leadership.
 pub(super) async fn slow(stage: &mut FaultContext) -> anyhow::Result<()> {
     let small = stage.cluster.small_disk();
     let mut candidates = stage.cluster.up();

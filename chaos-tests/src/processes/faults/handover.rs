@@ -1,4 +1,4 @@
-//! Planned operations that clients must not notice.
+//! Faults that are planned operations, which clients must not notice.
 
 use anyhow::ensure;
 use http::Method;
@@ -19,7 +19,8 @@ pub(super) async fn transfer(stage: &mut FaultContext) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// No request may be lost, neither on the remaining replicas nor on the one that leaves.
+/// Stops and restarts every replica in turn. No request may be lost, neither on the remaining
+/// replicas nor on the one that leaves.
 pub(super) async fn rolling_restart(stage: &mut FaultContext) -> anyhow::Result<()> {
     let lost_before = stage.load.ledger().lost;
     for number in stage.cluster.up() {

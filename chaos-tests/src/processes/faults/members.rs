@@ -1,4 +1,4 @@
-//! Members that join and leave under load.
+//! Faults in which members join and leave under load.
 
 use anyhow::Context as _;
 use http::Method;
@@ -8,8 +8,8 @@ use super::{FaultContext, says, until};
 
 const MEMBERS: &str = "/admin/v1/cluster/members";
 
-/// A replica joins at a free place, takes load as a learner and is promoted; another one, perhaps
-/// the leader, is removed.
+/// Lets a replica join at a free place, where it serves requests as a learner and is promoted. Then
+/// removes another replica, perhaps the leader.
 pub(super) async fn join_and_remove(stage: &mut FaultContext) -> anyhow::Result<()> {
     let up = stage.cluster.up();
     let mut places = 0..stage.cluster.replicas();
@@ -25,7 +25,7 @@ pub(super) async fn join_and_remove(stage: &mut FaultContext) -> anyhow::Result<
     stage.cluster.wipe(goes)
 }
 
-/// Replaces a member whose store was set aside.
+/// Replaces a member whose store was set aside: removes it, and lets it join with a new id.
 pub(super) async fn replace(stage: &mut FaultContext, number: usize) -> anyhow::Result<()> {
     remove(stage, number).await?;
     stage.cluster.renumber(number)?;

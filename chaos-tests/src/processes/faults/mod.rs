@@ -1,8 +1,8 @@
 //! Faults of machines, networks, disks and operators in a cluster under load.
 //!
-//! Each runs on a [`FaultContext`] and restores it: every replica up, every link healed. What must
-//! hold afterwards is the same for all ([`super::checks`]). What must hold during a fault (others
-//! keep answering, a damaged store is refused) is checked by the fault.
+//! Each fault runs on a [`FaultContext`] and restores it: every replica up, every link healed. The
+//! checks afterwards are the same for all faults ([`super::checks`]). Each fault itself checks the
+//! conditions that must hold during it, such as that other replicas keep responding.
 
 mod crash;
 mod damage;
@@ -27,28 +27,28 @@ use super::{ClusterOptions, ProcessCluster, Site, checks, until};
 use crate::kinds::kinds;
 use crate::{command, netns};
 
-/// How long before its death a replica's responses may be unknown to the others: many flush
+/// Time before its death in which a replica's responses may be unknown to the others: many flush
 /// intervals.
 const DOUBT: Duration = Duration::from_secs(2);
-/// Requests that a replica must answer during a fault to count as serving.
+/// Number of requests that a replica must answer during a fault to count as serving.
 const SERVED_MIN: u64 = 10;
 
-/// Room for a log of a few segments and a snapshot, in MB.
+/// Size of the small disk in MB, which has room for a log of a few segments and a snapshot.
 const SMALL_DISK_MB: u32 = 96;
 
-/// What a fault needs besides processes on loopback.
+/// Environment that a fault needs besides processes on loopback.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FaultRequirement {
-    /// Nothing else.
+    /// The fault needs nothing else.
     Nothing,
-    /// Hosts in network namespaces.
+    /// The fault needs hosts in network namespaces.
     Hosts,
-    /// I/O limits by cgroup.
+    /// The fault needs I/O limits by cgroup.
     SlowDisk,
 }
 
 kinds! {
-    /// A kind of fault.
+    /// Kind of fault.
     pub enum FaultKind;
     KillOne "kill-one" "SIGKILL of a replica, which is started again";
     KillLeader "kill-leader" "SIGKILL of the leader";
@@ -78,7 +78,7 @@ kinds! {
     SlowDisk "slow-disk" "a replica's disk takes ten writes a second";
 }
 
-/// Faults of hosts and of the network between them.
+/// Faults that need hosts in network namespaces.
 const OF_HOSTS: [FaultKind; 9] = [
     FaultKind::IsolateOne,
     FaultKind::IsolateLeader,
@@ -92,7 +92,7 @@ const OF_HOSTS: [FaultKind; 9] = [
 ];
 
 impl FaultKind {
-    /// Returns what the fault needs.
+    /// Returns the environment that the fault needs.
     #[must_use]
     pub fn need(self) -> FaultRequirement {
         match self {
@@ -104,7 +104,7 @@ impl FaultKind {
 }
 
 impl FaultRequirement {
-    /// Returns why it is not available here, or `None` if it is.
+    /// Returns the reason why the environment is not available here, or `None` if it is.
     #[must_use]
     pub fn why_not(self) -> Option<String> {
         match self {
@@ -115,18 +115,18 @@ impl FaultRequirement {
     }
 }
 
-/// A cluster under load, and a random generator.
+/// Context of faults: a cluster under load, and a random generator.
 #[derive(Debug)]
 pub struct FaultContext {
-    /// The cluster.
+    /// Cluster in which faults are injected.
     pub cluster: ProcessCluster,
-    /// Its load.
+    /// Load on the cluster.
     pub load: RunningLoad,
-    /// Chooses the targets of faults.
+    /// Generator that chooses the targets of faults.
     pub random: SmallRng,
 }
 
-/// Returns the options of a cluster for faults, in namespaces if possible.
+/// Returns the options of a cluster for faults, on hosts in namespaces if possible.
 #[must_use]
 pub fn cluster_options() -> ClusterOptions {
     let has_hosts = FaultRequirement::Hosts.why_not().is_none();
@@ -151,10 +151,10 @@ pub fn cluster_options_for(site: Site) -> ClusterOptions {
 }
 
 impl FaultContext {
-    /// Injects a fault and checks what must hold afterwards.
+    /// Injects a fault and then checks the cluster.
     ///
     /// # Errors
-    /// The first check that fails. The context is unusable afterwards.
+    /// Describes the first check that fails. The context is unusable afterwards.
     pub async fn run(&mut self, kind: FaultKind) -> anyhow::Result<()> {
         self.inflict(kind).await?;
         let Self { cluster, load, .. } = self;
@@ -213,7 +213,7 @@ impl FaultContext {
         up
     }
 
-    /// Kills a replica. Its last responses may be unknown to all others.
+    /// Kills a replica. Marks its last responses as possibly unknown to the others.
     pub(super) fn kill(&mut self, number: usize) -> anyhow::Result<()> {
         let before = Instant::now().checked_sub(DOUBT);
         let since = before.context("the clock has just begun")?;
@@ -222,8 +222,8 @@ impl FaultContext {
         killed
     }
 
-    /// Stops a replica by SIGTERM, like an orchestrator. Requests that reach it before it reports
-    /// that it is not ready must be answered.
+    /// Stops a replica by SIGTERM, as an orchestrator does. Requests that reach it before it
+    /// reports that it is not ready must be answered.
     pub(super) async fn leave(&mut self, number: usize) -> anyhow::Result<()> {
         self.cluster.signal(number, rustix::process::Signal::TERM)?;
         let what = format!("replica {} says that it is leaving", number + 1);
@@ -243,7 +243,7 @@ impl FaultContext {
         Ok(())
     }
 
-    /// Waits until one of these replicas leads with a quorum, and returns it.
+    /// Waits until one of these replicas leads with a quorum, and returns its number.
     async fn leader_among(&self, numbers: &[usize]) -> anyhow::Result<usize> {
         let found = std::cell::Cell::new(None);
         until("one of the others leads", async || {
@@ -259,7 +259,8 @@ impl FaultContext {
         found.get().context("nobody leads")
     }
 
-    /// Waits until each of these replicas serves clients during a fault.
+    /// Waits until each of these replicas has served clients during a fault, and checks that no
+    /// request failed.
     async fn served_by(&self, numbers: &[usize]) -> anyhow::Result<()> {
         let served = self.load.after_by_each(numbers, SERVED_MIN).await;
         served?;
@@ -270,8 +271,8 @@ impl FaultContext {
         self.cluster.get(number, "/admin/v1/cluster").await
     }
 
-    /// Sends an administrative request through any running replica. It retries like an operator,
-    /// because the request may be refused while leadership changes.
+    /// Sends an administrative request through any running replica. Retries as an operator would,
+    /// because a replica may reject the request while leadership changes.
     async fn operate(
         &mut self,
         method: Method,
@@ -312,23 +313,23 @@ impl FaultContext {
     }
 }
 
-/// Whether the member was already removed, or already votes.
+/// Returns whether an error means that the request is already done: the member is gone, or votes.
 fn is_done(method: &Method, error: &anyhow::Error) -> bool {
     let is_gone = method == Method::DELETE && says(error, "is not a member");
     is_gone || says(error, "is already a voter")
 }
 
-/// Whether an error contains these words, among its causes.
+/// Returns whether the text of an error or its causes contains `words`.
 fn says(error: &anyhow::Error, words: &str) -> bool {
     format!("{error:#}").contains(words)
 }
 
-/// Waits for the duration of a fault that has no other end.
+/// Waits for the duration of a fault that ends by nothing else.
 async fn last(duration: Duration) {
     sleep(duration).await;
 }
 
-/// Runs a command of the system.
+/// Runs a command of the system without input.
 fn system(words: &[&str]) -> anyhow::Result<()> {
     command::run(words)
 }

@@ -1,13 +1,13 @@
-//! Links that lose packets, and names that resolve to old addresses. Unless stated otherwise, only
-//! traffic between peers is affected: a replica cut off from its peers goes on serving its clients
-//! with what it knows.
+//! Faults of links that lose packets, and of names that resolve to old addresses. Unless stated
+//! otherwise, they affect only traffic between peers: a replica that is cut off from its peers
+//! keeps serving its clients with its own knowledge.
 
 use std::time::Duration;
 
 use super::{FaultContext, last};
 use crate::netns::{HostPair, PacketLoss};
 
-/// Many election timeouts.
+/// Duration of a network fault: many election timeouts.
 const LENGTH: Duration = Duration::from_secs(2);
 const LOSS: PacketLoss = PacketLoss::Percent(20);
 
@@ -53,7 +53,7 @@ pub(super) async fn lose_packets(stage: &mut FaultContext) -> anyhow::Result<()>
     cut(stage, LOSS, &all_ways(stage), &[]).await
 }
 
-/// Cuts links, checks that all replicas serve and one of the `majority` leads, and heals.
+/// Drops packets, checks that all replicas serve and one of `majority` leads, and heals.
 async fn cut(
     stage: &mut FaultContext,
     loss: PacketLoss,
@@ -85,7 +85,8 @@ fn way(from: usize, to: usize) -> HostPair {
     HostPair { from, to }
 }
 
-/// Clients and engines are unreachable too, so requests under way there may fail.
+/// Takes a replica's link down, which also cuts it off from clients and engines. Its requests in
+/// flight may fail.
 pub(super) async fn link_down(stage: &mut FaultContext) -> anyhow::Result<()> {
     let victim = stage.any();
     stage.cluster.set_silent(victim, true).await?;
@@ -98,8 +99,8 @@ pub(super) async fn link_down(stage: &mut FaultContext) -> anyhow::Result<()> {
     stage.cluster.set_silent(victim, false).await
 }
 
-/// The replica restarts at another address, and the others look for it at the old one until names
-/// change. It reaches them in the meantime and may even lead them.
+/// Restarts a replica at another address. The others look for it at the old one until names change.
+/// Meanwhile it reaches them and may even lead them.
 pub(super) async fn stale_dns(stage: &mut FaultContext) -> anyhow::Result<()> {
     let victim = stage.any();
     stage.kill(victim)?;

@@ -1,4 +1,4 @@
-//! Paused processes: SIGSTOP, like a suspended machine or heavy swapping.
+//! Faults that pause processes by SIGSTOP, like a suspended machine or heavy swapping.
 
 use std::time::Duration;
 
@@ -6,11 +6,12 @@ use rustix::process::Signal;
 
 use super::{FaultContext, last};
 
-/// Shorter than the shortest election timeout.
+/// Duration of a short pause, which is less than the shortest election timeout.
 const SHORT: Duration = Duration::from_millis(100);
-/// Several election timeouts.
+/// Duration of a long pause: several election timeouts.
 const LONG: Duration = Duration::from_millis(1500);
-/// Longer than a leader keeps the session of an unreachable replica (10 s).
+/// Duration of a pause that exceeds the time for which a leader keeps the session of an unreachable
+/// replica (10 s).
 const PAST_SESSION: Duration = Duration::from_secs(12);
 
 /// Pauses the leader five times, each for less than an election timeout. No request may fail, not
@@ -26,13 +27,13 @@ pub(super) async fn briefly(stage: &mut FaultContext) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The replica resumes and believes that it still leads.
+/// Pauses the leader until another one leads. When it resumes, it believes that it still leads.
 pub(super) async fn leader(stage: &mut FaultContext) -> anyhow::Result<()> {
     let victim = stage.cluster.leader().await?;
     pause(stage, victim, LONG).await
 }
 
-/// When the replica resumes, the others have released its leases and closed its requests.
+/// Pauses a replica for so long that the others release its leases and close its requests.
 pub(super) async fn past_its_session(stage: &mut FaultContext) -> anyhow::Result<()> {
     let victim = stage.any();
     pause(stage, victim, PAST_SESSION).await

@@ -1,12 +1,12 @@
-//! All disks are lost, and a backup is restored.
+//! Fault in which all disks are lost and a backup is restored.
 
 use anyhow::Context as _;
 
 use super::{FaultContext, until};
 use crate::processes::load::charged;
 
-/// Takes a backup, wipes all replicas and restores it. Every replica must then show the charges of
-/// the backup.
+/// Takes a backup, wipes all replicas and restores it. Every replica must then report the charges
+/// in the backup.
 pub(super) async fn from_backup(stage: &mut FaultContext) -> anyhow::Result<()> {
     // Charges after the backup are lost with the disks, so the account ends at the backup.
     stage.load.rest().await?;

@@ -1,4 +1,4 @@
-//! Bodies of calls: read on one side and reassembled on the other.
+//! Bodies of calls, which are read on one side and reassembled on the other.
 
 use std::collections::VecDeque;
 use std::pin::Pin;
@@ -13,21 +13,21 @@ use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tonic::Status;
 use tonic::body::Body;
 
-/// Maximum messages of one stream under way, in place of HTTP/2's window.
+/// Maximum number of messages of one stream in flight, in place of HTTP/2's window.
 const WINDOW_MESSAGES: usize = 4;
 
-/// A part of a body under way.
+/// A part of a body on its way.
 #[derive(Debug)]
 pub(super) enum BodyPiece {
-    /// One frame.
+    /// One frame of the body.
     Frame(Frame<Bytes>),
     /// The end of a complete body.
     End,
-    /// The body breaks off.
+    /// The end of a body that breaks off, with the error.
     Broken(Status),
 }
 
-/// A complete body.
+/// A complete body with its trailers.
 #[derive(Debug, Clone, Default)]
 pub(super) struct WholeBody {
     data: Vec<Bytes>,
@@ -38,7 +38,7 @@ impl WholeBody {
     /// Reads a body to its end.
     ///
     /// # Errors
-    /// When it breaks off.
+    /// If the body breaks off.
     pub(super) async fn read(mut body: Body) -> Result<Self, Status> {
         let mut whole = Self::default();
         while let Some(frame) = body.frame().await {
@@ -50,7 +50,7 @@ impl WholeBody {
         Ok(whole)
     }
 
-    /// Converts it back to a body.
+    /// Converts the parts back to a body.
     pub(super) fn into_body(self) -> Body {
         let data = self.data.into_iter().map(Frame::data);
         Body::new(IncomingBody {
@@ -59,14 +59,14 @@ impl WholeBody {
         })
     }
 
-    /// Returns the hash that is compared between runs.
+    /// Returns the hash of the data, by which runs are compared.
     pub(super) fn hash(&self) -> u64 {
         let hash = |hash, data: &Bytes| xxhash_rust::xxh3::xxh3_64_with_seed(data, hash);
         self.data.iter().fold(0, hash)
     }
 }
 
-/// Returns the hash of a frame that is compared between runs.
+/// Returns the hash of a piece, by which runs are compared.
 pub(super) fn hash_of(piece: &BodyPiece) -> u64 {
     match piece {
         BodyPiece::Frame(frame) => frame
@@ -77,17 +77,17 @@ pub(super) fn hash_of(piece: &BodyPiece) -> u64 {
     }
 }
 
-/// How many messages the writer of a stream may be ahead of its reader.
+/// Window that limits how many messages the writer of a stream may be ahead of its reader.
 #[derive(Debug, Clone)]
 pub(super) struct BodyWindow(Arc<Semaphore>);
 
 impl BodyWindow {
-    /// Creates an open window.
+    /// Creates an open window with room for [`WINDOW_MESSAGES`] messages.
     pub(super) fn new() -> Self {
         Self(Arc::new(Semaphore::new(WINDOW_MESSAGES)))
     }
 
-    /// Waits for room. Returns `false` once the reader is gone.
+    /// Waits for room for a message. Returns `false` once the reader is gone.
     pub(super) async fn take(&self) -> bool {
         match self.0.acquire().await {
             Ok(permit) => {
@@ -98,21 +98,21 @@ impl BodyWindow {
         }
     }
 
-    /// Closes the window: the reader is gone.
+    /// Closes the window, because the reader is gone.
     pub(super) fn close(&self) {
         self.0.close();
     }
 }
 
-/// The reader's side of a body. Dropping it notifies no one directly: the other side learns of it
+/// The reader's side of a body. Dropping it notifies no one directly. The other side learns of it
 /// by a packet, as of everything else.
 pub(super) struct IncomingBody {
     ready: VecDeque<Frame<Bytes>>,
-    /// `None` if the rest is in `ready`.
+    /// Source of further pieces; `None` if the rest is in `ready`.
     more: Option<(UnboundedReceiver<BodyPiece>, BodyWindow)>,
 }
 
-/// Creates a body that arrives piece by piece, and the sender of its pieces.
+/// Creates a body that arrives in pieces, and the sender of its pieces.
 pub(super) fn stream(window: BodyWindow) -> (UnboundedSender<BodyPiece>, Body) {
     let (pieces, more) = unbounded_channel();
     let body = IncomingBody {

@@ -19,20 +19,20 @@ use super::body::{BodyPiece, BodyWindow, WholeBody, stream};
 use super::packet::{BodyPart, CallAnswer, CallSide, Packet, is_answer_stream, is_request_stream};
 use super::{SimConnection, SimNetwork, broken, host_of};
 
-/// Interval between two checks for calls under way while a listener closes.
+/// Interval at which a closing listener checks for calls in flight.
 const CLOSE_LOOK: Duration = Duration::from_millis(10);
 
-/// What a client receives.
+/// Response or error that the client of a call receives.
 type CallReply = Result<(http::response::Parts, Body), Status>;
 
-/// A call under way.
+/// State of a call in flight, on both sides.
 pub(super) struct Call {
     pub(super) from: u8,
     pub(super) to: u8,
     pub(super) connection: u64,
     pub(super) request_window: BodyWindow,
     answer_window: BodyWindow,
-    /// `None` once it is answered.
+    /// Sender of the response; `None` once the call is answered.
     reply: Option<oneshot::Sender<CallReply>>,
     to_client: Option<UnboundedSender<BodyPiece>>,
     to_server: Option<UnboundedSender<BodyPiece>>,
@@ -40,7 +40,7 @@ pub(super) struct Call {
     is_stream: bool,
     is_client_over: bool,
     is_server_over: bool,
-    /// When the last packet of each direction arrives.
+    /// Times at which the last packet in each direction arrives.
     last_due: [u64; 2],
 }
 
@@ -57,7 +57,7 @@ impl Call {
         self.is_client_over && self.is_server_over
     }
 
-    /// Ends one side whose connection or interest is gone.
+    /// Ends one side of the call, whose connection or interest is gone.
     pub(super) fn end(&mut self, side: CallSide) {
         match side {
             CallSide::Client => {
@@ -84,13 +84,13 @@ impl Call {
         }
     }
 
-    /// Records that the server started to handle the call.
+    /// Records that a task of the server handles the call.
     pub(super) fn served(&mut self, pieces: Option<UnboundedSender<BodyPiece>>, task: AbortHandle) {
         self.to_server = self.to_server.take().or(pieces);
         self.server.push(task);
     }
 
-    /// Delivers the response to the client.
+    /// Delivers the head of the response, or the error, to the client.
     pub(super) fn answered(&mut self, answer: CallAnswer) {
         let Some(reply) = self.reply.take() else {
             return;
@@ -117,7 +117,7 @@ impl Call {
         let _gone = reply.send(reply_is);
     }
 
-    /// Delivers a piece to `side`.
+    /// Delivers a piece of a body to `side`.
     pub(super) fn piece(&mut self, side: CallSide, piece: BodyPiece) {
         let is_last = !matches!(piece, BodyPiece::Frame(_));
         let pieces = match side {
@@ -138,7 +138,7 @@ impl Call {
     }
 }
 
-/// Cancels the call at its server when the client loses interest.
+/// Guard that cancels the call at its server when the client loses interest.
 struct CancelGuard {
     network: SimNetwork,
     call: u64,
@@ -159,7 +159,7 @@ impl Drop for CancelGuard {
     }
 }
 
-/// A body that keeps the interest in its call while it is read.
+/// A response body that keeps the interest in its call while it is read.
 struct HeldBody {
     body: Body,
     _interest: CancelGuard,
@@ -178,7 +178,7 @@ impl http_body::Body for HeldBody {
 }
 
 impl SimNetwork {
-    /// Makes one call over a connection.
+    /// Makes one call over a connection and waits for the response.
     async fn call(self, connection: u64, request: PeerRequest) -> Result<PeerResponse, Status> {
         let (head, body) = request.into_parts();
         let (whole, pieces) = match is_request_stream(head.uri.path()) {
@@ -243,7 +243,7 @@ impl SimNetwork {
         Ok((call, answered))
     }
 
-    /// Sends the server's response; has no effect if the call is over.
+    /// Sends the server's response and returns the window of its body; `None` if the call is over.
     fn respond(&self, call: u64, answer: CallAnswer) -> Option<BodyWindow> {
         let mut state = self.lock();
         let it = state.calls.get(&call)?;
@@ -253,7 +253,7 @@ impl SimNetwork {
         Some(window)
     }
 
-    /// Sends a piece to `side`. Returns `false` if the call is over.
+    /// Sends a piece of a body to `side`. Returns `false` if the call is over.
     fn send_piece(&self, call: u64, side: CallSide, piece: BodyPiece) -> bool {
         let mut state = self.lock();
         let Some(it) = state.calls.get(&call) else {
@@ -293,7 +293,7 @@ impl SimNetwork {
     }
 }
 
-/// Sends a body piece by piece, as fast as the other side reads it.
+/// Sends a body in pieces, as fast as the other side reads it.
 async fn pump(network: SimNetwork, call: u64, side: CallSide, mut body: Body, window: BodyWindow) {
     while window.take().await {
         let piece = match body.frame().await {
@@ -308,7 +308,7 @@ async fn pump(network: SimNetwork, call: u64, side: CallSide, mut body: Body, wi
     }
 }
 
-/// Runs one call at its server.
+/// Handles one call at its server and sends the response.
 pub(super) async fn answer(
     network: SimNetwork,
     call: u64,
@@ -334,7 +334,7 @@ pub(super) async fn answer(
     );
 }
 
-/// Transport of one run of a replica.
+/// Transport of one run of a replica over the simulated network.
 pub struct SimTransport {
     network: SimNetwork,
     id: u8,

@@ -1,4 +1,4 @@
-//! Handles the arrival of packets in the simulated network.
+//! Arrival of packets in the simulated network.
 
 use raft::{ConnectError, ConnectFailure, PeerRequest};
 use tower::ServiceExt;
@@ -15,7 +15,7 @@ impl NetworkState {
             .event(self.now_us, format_args!("{from}>{to} {what}"));
     }
 
-    /// Delivers a packet to its process or kernel.
+    /// Delivers a packet to the process or the kernel of its receiver.
     pub(super) fn deliver(&mut self, network: &SimNetwork, packet: Packet) {
         match packet {
             Packet::Open { connection } => self.open(connection),
@@ -160,7 +160,7 @@ impl NetworkState {
         self.calls.retain(|_, call| !call.is_over());
     }
 
-    /// Fails for a call over a connection that is known to be gone.
+    /// Returns the error of a broken connection if the connection is known to be gone.
     pub(super) fn is_usable(&self, connection: u64) -> Result<(), tonic::Status> {
         match self.connections.get(&connection) {
             Some(it) if !it.is_broken => Ok(()),

@@ -1,42 +1,42 @@
-//! One direction between two hosts: latency, loss, repetition and cuts.
+//! Links, each of which is one direction between two hosts: latency, loss, repetition and cuts.
 
 use lab::rng::Rng;
 
-/// Permille of messages that a bad link loses.
+/// Share of messages that a bad link loses, in thousandths.
 pub const LOSS_PERMILLE_BAD: u32 = 60;
-/// Permille of messages that a bad link repeats.
+/// Share of calls that a bad link repeats, in thousandths.
 pub const REPEATS_PERMILLE_BAD: u32 = 60;
 
-/// What happens to messages while a link is cut.
+/// Effect of a cut link on messages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LinkCut {
-    /// They arrive once it heals, as if TCP retransmitted them.
+    /// Messages arrive once the link heals, as if TCP retransmitted them.
     Holds,
-    /// They are lost.
+    /// Messages are lost.
     Drops,
 }
 
-/// One direction.
+/// Properties of one direction between two hosts.
 #[derive(Debug, Clone)]
 pub struct Link {
-    /// Minimum latency of a message.
+    /// Minimum latency of a message, in microseconds.
     pub base_us: u64,
-    /// Mean additional latency.
+    /// Mean additional latency of a message, in microseconds.
     pub jitter_us: u64,
-    /// Permille of messages that take up to [`Link::stray_us`] longer.
+    /// Share of messages that take up to [`Link::stray_us`] longer, in thousandths.
     pub stray_permille: u32,
-    /// Maximum extra latency, see [`Link::stray_permille`].
+    /// Maximum extra latency of [`Link::stray_permille`] messages, in microseconds.
     pub stray_us: u64,
-    /// `None` if the link is up.
+    /// Effect of the cut while the link is cut; `None` if the link is up.
     pub cut: Option<LinkCut>,
-    /// Permille of messages that are lost.
+    /// Share of messages that are lost, in thousandths.
     pub loss_permille: u32,
-    /// Permille of calls that arrive twice.
+    /// Share of calls that arrive twice, in thousandths.
     pub repeats_permille: u32,
 }
 
 impl Link {
-    /// Draws a sound link from the seed: most are fast, one in eight is slow.
+    /// Draws the properties of a sound link. Most links are fast, one in eight is slow.
     pub fn draw(rng: &mut Rng) -> Self {
         let is_slow = rng.below(8) == 0;
         let scale = if is_slow { 20 } else { 1 };
@@ -51,7 +51,7 @@ impl Link {
         }
     }
 
-    /// Draws the latency of the next message.
+    /// Draws the latency of the next message, in microseconds.
     pub fn latency_us(&self, rng: &mut Rng) -> u64 {
         let jitter = self.jitter_us as f64 * -(1.0 - rng.unit()).ln();
         let mut latency = self.base_us + jitter as u64;
@@ -62,7 +62,7 @@ impl Link {
     }
 }
 
-/// Draws whether an event of this probability happens.
+/// Draws whether an event with a probability of `permille` thousandths happens.
 pub(super) fn is_drawn(rng: &mut Rng, permille: u32) -> bool {
     permille > 0 && rng.below(1000) < u64::from(permille)
 }

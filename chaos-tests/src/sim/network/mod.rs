@@ -1,13 +1,14 @@
-//! The network between simulated replicas: whole calls, with everything that can happen to them.
+//! The network between simulated replicas, which carries whole calls with everything that can
+//! happen to them.
 //!
-//! Messages are below tonic's generated code and above HTTP/2: a message is the head of a call with
+//! Messages are below tonic's generated code and above HTTP/2. A message is the head of a call with
 //! its body, or one piece of a streamed body. The latency of each is drawn from the seed, so calls
-//! overtake each other; pieces of one stream keep their order, as with TCP. A message sent in one
+//! overtake each other. Pieces of one stream keep their order, as with TCP. A message sent in one
 //! step of the world arrives in a later step at the earliest.
 //!
-//! Connections are modelled as far as callers notice: refused while there is no listener, broken
-//! immediately when the other process ends, and broken after seconds of silence when nothing comes
-//! through. A paused host accepts connections and queues what it receives.
+//! Connections are modelled as far as callers notice. They are refused while there is no listener,
+//! break immediately when the other process ends, and break after seconds of silence when nothing
+//! comes through. A paused host accepts connections and queues the messages that it receives.
 
 mod body;
 mod call;
@@ -30,32 +31,32 @@ pub use self::link::{LOSS_PERMILLE_BAD, Link, LinkCut, REPEATS_PERMILLE_BAD};
 use self::packet::{CallSide, Packet, PlannedPacket};
 use super::trace::Trace;
 
-/// Interval between two checks of the connections.
+/// Interval at which silent connections are looked for, in microseconds.
 const LOOK_EVERY_US: u64 = 100_000;
-/// Range of the silence after which a connection counts as broken: pings a second apart with a
-/// timeout of two seconds.
+/// Range of the silence after which a connection counts as broken, in microseconds. It models pings
+/// a second apart with a timeout of two seconds.
 const SILENCE_US: std::ops::Range<u64> = 2_000_000..3_000_000;
-/// Separates the network's draws from others under the same seed.
+/// Label of the network's draws, which separates them from others under the same seed.
 const RNG_LABEL: u64 = 0x6e65_7477;
 
-/// The network. Clones share it.
+/// The simulated network. Clones share it.
 #[derive(Clone)]
 pub struct SimNetwork(Arc<Mutex<NetworkState>>);
 
-/// Counts of the network.
+/// Counts of messages, calls and connections in the network.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize)]
 pub struct NetworkCounts {
-    /// Messages that arrived.
+    /// Number of messages that arrived.
     pub delivered: u64,
-    /// Messages lost by a bad or cut link.
+    /// Number of messages that a bad or cut link lost.
     pub lost: u64,
-    /// Messages held by a cut link or a paused host, and delivered later.
+    /// Number of messages that a cut link or a paused host held and that were delivered later.
     pub held: u64,
-    /// Calls that arrived a second time.
+    /// Number of calls that arrived a second time.
     pub repeated: u64,
-    /// Connections that broke.
+    /// Number of connections that broke.
     pub broken: u64,
-    /// Streams that a broken connection cut off.
+    /// Number of streams that a broken connection cut off.
     pub streams_cut: u64,
 }
 
@@ -66,15 +67,15 @@ enum HostPower {
     Paused,
 }
 
-/// A replica's machine.
+/// The machine of a replica, as the network sees it.
 struct SimHost {
     power: HostPower,
-    /// Number of its starts.
+    /// Number of times the machine was powered on.
     run: u64,
-    /// `None` while it does not listen.
+    /// Service that accepts calls; `None` while the process does not listen.
     service: Option<PeerService>,
     runtime: Option<Handle>,
-    /// Packets that arrived while it was paused.
+    /// Packets that arrived while the process was paused.
     inbox: VecDeque<Packet>,
 }
 
@@ -82,12 +83,12 @@ struct SimConnection {
     from: u8,
     from_run: u64,
     to: u8,
-    /// Run of the process that accepted the connection; `None` before.
+    /// Run of the process that accepted the connection; `None` until then.
     to_run: Option<u64>,
     is_broken: bool,
-    /// Since when nothing has come through, and how long that may last.
+    /// Time since which nothing has come through, and the maximum duration of that silence.
     silent: Option<(u64, u64)>,
-    /// Notified once the other side has accepted or refused.
+    /// Notifies the caller once the other side has accepted or refused the connection.
     opened: Option<tokio::sync::oneshot::Sender<Result<(), ConnectError>>>,
 }
 
@@ -100,9 +101,9 @@ struct NetworkState {
     connections: BTreeMap<u64, SimConnection>,
     calls: BTreeMap<u64, Call>,
     queue: BinaryHeap<Reverse<PlannedPacket>>,
-    /// Hosts that no call reaches; their own calls are answered.
+    /// Hosts that no call reaches. Their own calls are answered.
     deaf: BTreeSet<u8>,
-    /// Packets that wait for a link to heal, by link.
+    /// Packets that wait for a link to heal, by the link's sender and receiver.
     held: BTreeMap<(u8, u8), Vec<Packet>>,
     planned: u64,
     last_id: u64,
@@ -125,7 +126,7 @@ fn host_of(address: &str) -> Option<u8> {
 }
 
 impl SimNetwork {
-    /// Creates a sound network without hosts.
+    /// Creates a network without hosts, whose links are sound.
     #[must_use]
     pub fn new(seed: u64, trace: Trace) -> Self {
         Self(Arc::new(Mutex::new(NetworkState {
@@ -150,7 +151,7 @@ impl SimNetwork {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Adds a host whose process runs on `runtime`, and returns its replica's transport.
+    /// Adds a host with a process on `runtime`, and returns the transport of its replica.
     #[must_use]
     pub fn power_on(&self, id: u8, runtime: Handle) -> SimTransport {
         let mut state = self.lock();
@@ -166,7 +167,7 @@ impl SimNetwork {
         SimTransport::new(self.clone(), id, run)
     }
 
-    /// Ends the host's process. Its kernel resets the connections that it can reach.
+    /// Ends the process of a host. Its kernel resets the connections that it can reach.
     pub fn power_off(&self, id: u8) {
         let mut state = self.lock();
         let Some(host) = state.hosts.get_mut(&id) else {
@@ -201,7 +202,7 @@ impl SimNetwork {
         }
     }
 
-    /// Pauses the host's process; its kernel goes on.
+    /// Pauses the process of a host. The host's kernel goes on.
     pub fn pause(&self, id: u8) {
         if let Some(host) = self.lock().hosts.get_mut(&id)
             && host.power == HostPower::Up
@@ -210,7 +211,7 @@ impl SimNetwork {
         }
     }
 
-    /// Resumes the host's process, which receives the queued packets.
+    /// Resumes the process of a host, which receives the queued packets.
     pub fn resume(&self, id: u8) {
         let mut state = self.lock();
         let Some(host) = state.hosts.get_mut(&id) else {
@@ -225,7 +226,7 @@ impl SimNetwork {
         }
     }
 
-    /// Advances to `now_us` and delivers all packets that are due.
+    /// Advances the network to `now_us` and delivers all packets that are due.
     pub fn step(&self, now_us: u64) {
         let mut state = self.lock();
         state.now_us = now_us;
@@ -243,12 +244,12 @@ impl SimNetwork {
         }
     }
 
-    /// Cuts one direction.
+    /// Cuts the link from one host to another.
     pub fn cut(&self, from: u8, to: u8, how: LinkCut) {
         self.change_link(from, to, |link| link.cut = Some(how));
     }
 
-    /// Repairs one direction and sends the packets that it held.
+    /// Repairs the link from one host to another and sends the packets that it held.
     pub fn heal(&self, from: u8, to: u8) {
         let mut state = self.lock();
         state.link(from, to).cut = None;
@@ -258,7 +259,7 @@ impl SimNetwork {
         }
     }
 
-    /// Blocks calls to a host, like a firewall for one direction.
+    /// Blocks calls to a host, like a firewall for one direction. Its own calls are answered.
     pub fn deafen(&self, id: u8) {
         self.lock().deaf.insert(id);
     }
@@ -277,7 +278,7 @@ impl SimNetwork {
         }
     }
 
-    /// Changes one direction.
+    /// Changes properties of the link from one host to another.
     pub fn change_link(&self, from: u8, to: u8, change: impl FnOnce(&mut Link)) {
         change(self.lock().link(from, to));
     }
@@ -297,8 +298,8 @@ impl SimNetwork {
         }
     }
 
-    /// Drops everything, to break a reference cycle: services and calls under way hold transports,
-    /// which hold the network.
+    /// Drops all hosts, calls and packets, to break a reference cycle: services and calls in flight
+    /// hold transports, which hold the network.
     pub fn end(&self) {
         let mut state = self.lock();
         let hosts = std::mem::take(&mut state.hosts);
@@ -333,7 +334,7 @@ impl NetworkState {
             .or_insert_with(|| Link::draw(rng))
     }
 
-    /// Sends a packet, which is lost, held or scheduled.
+    /// Sends a packet over a link, which loses, holds or delays it.
     fn send(&mut self, from: u8, to: u8, packet: Packet) {
         let link = self.link(from, to).clone();
         let is_of_stream = self.is_of_stream(&packet);
@@ -384,8 +385,8 @@ impl NetworkState {
         }));
     }
 
-    /// Whether the packet's call waits for it without a timeout. TCP retransmits such a packet or
-    /// breaks, so it is not lost on a healthy connection.
+    /// Returns whether the packet's call waits for it without a timeout. TCP retransmits such a
+    /// packet or breaks, so it is not lost on a healthy connection.
     fn is_of_stream(&self, packet: &Packet) -> bool {
         match packet {
             Packet::Piece { .. } | Packet::Reset { .. } => true,
@@ -414,7 +415,7 @@ impl NetworkState {
         }
     }
 
-    /// Returns the receiver of a packet; `None` if there is none any more.
+    /// Returns the receiver of a packet; `None` if its connection is gone.
     fn receiver_of(&self, packet: &Packet) -> Option<u8> {
         if let Packet::Request { to, .. } = packet {
             return Some(*to);
@@ -427,7 +428,7 @@ impl NetworkState {
         })
     }
 
-    /// Handles a packet that is due.
+    /// Handles the arrival of a packet: its receiver gets it, unless it is held or dropped.
     fn arrive(&mut self, network: &SimNetwork, packet: Packet) {
         if let Packet::Break { connection } = packet {
             self.break_off(network, connection);
@@ -447,7 +448,7 @@ impl NetworkState {
         self.deliver(network, packet);
     }
 
-    /// Breaks silent connections after their timeout, each side by itself.
+    /// Breaks silent connections after their timeout. Each side detects the break by itself.
     fn look_for_silence(&mut self, network: &SimNetwork) {
         let now_us = self.now_us;
         let numbers: Vec<u64> = self.connections.keys().copied().collect();
@@ -508,7 +509,7 @@ impl NetworkState {
         }
     }
 
-    /// Notifies one side that its connection is gone.
+    /// Notifies the process on one side that its connection is gone.
     fn end_side(&mut self, number: u64, side: CallSide) {
         if side == CallSide::Client
             && let Some(connection) = self.connections.get_mut(&number)
@@ -535,7 +536,7 @@ impl NetworkState {
     }
 }
 
-/// Returns the error of a caller whose connection is gone.
+/// Returns the error that a caller gets whose connection is gone.
 fn broken() -> Status {
     Status::unavailable("connection broken")
 }

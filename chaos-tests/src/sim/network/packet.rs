@@ -1,10 +1,10 @@
-//! Messages of the simulated network.
+//! Packets of the simulated network.
 
 use tonic::Status;
 
 use super::body::{BodyPiece, WholeBody};
 
-/// One end of a connection or call.
+/// Side of a connection or call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum CallSide {
     Client,
@@ -20,53 +20,53 @@ impl CallSide {
     }
 }
 
-/// How the body of a response is sent.
+/// Way in which the body of a response is sent.
 pub(super) enum BodyPart {
     Whole(WholeBody),
     Pieces,
 }
 
-/// Response of a server.
+/// Response of a server, or the error of a broken connection.
 pub(super) enum CallAnswer {
     Is(Box<http::response::Parts>, BodyPart),
     Broken(Status),
 }
 
-/// A message on its way.
+/// A message of the network on its way.
 pub(super) enum Packet {
     /// A client opens a connection.
     Open { connection: u64 },
-    /// The connection was accepted or refused.
+    /// The other host has accepted or refused the connection.
     Opened { connection: u64, refused: bool },
-    /// The other side's process is gone; `side` is notified.
+    /// The other side's process is gone, of which `side` is notified.
     Reset { connection: u64, side: CallSide },
-    /// A connection breaks on both sides at once.
+    /// A connection breaks on both sides at once, in the middle of its transfers.
     Break { connection: u64 },
     /// `side` detects that its connection is broken.
     Broken { connection: u64, side: CallSide },
-    /// A call begins.
+    /// A client begins a call.
     Request {
         call: u64,
         to: u8,
         connection_run: Option<u64>,
         head: Box<http::request::Parts>,
-        /// `None` if it is streamed.
+        /// Complete body of the request; `None` if it is streamed.
         body: Option<WholeBody>,
         is_repeat: bool,
     },
-    /// The response to a call.
+    /// The server responds to a call.
     Response { call: u64, answer: Box<CallAnswer> },
-    /// A part of a stream, for `side`.
+    /// A piece of a streamed body arrives at `side`.
     Piece {
         call: u64,
         side: CallSide,
         piece: BodyPiece,
     },
-    /// The client has lost interest.
+    /// The client has lost interest in a call.
     Cancel { call: u64 },
 }
 
-/// A packet with its arrival time.
+/// A packet with the time of its arrival.
 pub(super) struct PlannedPacket {
     pub(super) due_us: u64,
     pub(super) order: u64,
@@ -94,7 +94,7 @@ impl Ord for PlannedPacket {
 }
 
 impl Packet {
-    /// Returns the side whose process receives it.
+    /// Returns the side whose process receives the packet; `None` if both do.
     pub(super) fn side(&self) -> Option<CallSide> {
         match self {
             Self::Open { .. } | Self::Request { .. } | Self::Cancel { .. } => {
@@ -108,7 +108,7 @@ impl Packet {
         }
     }
 
-    /// Whether the kernel answers it without the process.
+    /// Returns whether the host's kernel handles the packet without the process.
     pub(super) fn is_for_kernel(&self) -> bool {
         matches!(self, Self::Open { .. })
     }
@@ -127,7 +127,7 @@ impl Packet {
         }
     }
 
-    /// Returns a copy of the call, if it can be repeated.
+    /// Returns the packet as a repeated call; `None` if it is no call or streams its body.
     pub(super) fn repeat(&self) -> Option<Self> {
         let Self::Request {
             call,
@@ -157,12 +157,12 @@ impl Packet {
     }
 }
 
-/// Whether the client's messages are streamed.
+/// Returns whether the client streams its messages in calls of this path.
 pub(super) fn is_request_stream(path: &str) -> bool {
     path.ends_with("/InstallSnapshot") || path.ends_with("/Messages")
 }
 
-/// Whether the server's messages are streamed.
+/// Returns whether the server streams its messages in calls of this path.
 pub(super) fn is_answer_stream(path: &str) -> bool {
     path.ends_with("/FetchState") || path.ends_with("/Messages")
 }

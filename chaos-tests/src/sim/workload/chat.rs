@@ -1,4 +1,4 @@
-//! A client that chats with models. Chats grow and share prefixes.
+//! Clients that chat with models. Chats grow and share prefixes.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,20 +15,20 @@ use super::engines::{EnginePrompt, EngineTiming};
 use super::{ReplicaHandles, think, user, wait};
 use crate::oracle::history::{self, HistoryId, RequestTokens};
 
-/// Separates the draws of this kind.
+/// Label of these clients' draws, which separates them from those of other kinds.
 const KIND: u64 = 2;
 /// Mean pause between two requests, in milliseconds.
 const THINK_MS: u64 = 150;
 /// Number of tokens at which a chat ends.
 const CHAT_TOKENS_MAX: usize = 500;
-/// Maximum attempts of one request.
+/// Maximum number of attempts of one request.
 const ATTEMPTS_MAX: usize = 3;
-/// More output than any engine makes or the router estimates.
+/// Upper bound of the output tokens that an engine makes or the router estimates.
 const OUTPUT_TOKENS_MAX: u64 = 1000;
-/// Bytes per token where text is sent.
+/// Number of bytes per token in prompts that are sent as text.
 const TOKEN_BYTES: usize = 4;
 
-/// A request.
+/// A chat request, as admission and routing see it.
 pub(super) struct ChatRequest {
     pub(super) model: &'static str,
     pub(super) user: UserName,
@@ -68,7 +68,7 @@ impl AdmissionRequest for ChatRequest {
     }
 }
 
-/// A chat so far.
+/// A chat with its tokens so far.
 pub(super) struct ChatState {
     pub(super) model: &'static str,
     pub(super) user: String,
@@ -123,7 +123,7 @@ fn token(of: u64) -> u32 {
     u32::try_from(of % 100_000).unwrap_or(0)
 }
 
-/// Chats until the workload is over.
+/// Sends the turns of chats until the workload is over.
 pub(super) async fn talk(handles: ReplicaHandles, number: u8) {
     let mut rng = handles.rng(KIND, u64::from(number));
     let mut chat = ChatState::new(&mut rng);
@@ -142,7 +142,7 @@ pub(super) async fn talk(handles: ReplicaHandles, number: u8) {
     }
 }
 
-/// Sends one request to a healed cluster.
+/// Sends one request to a healed cluster, to check that it ends.
 pub(super) async fn ask_once(handles: &ReplicaHandles) {
     let mut rng = handles.rng(KIND, u64::from(u8::MAX));
     let chat = ChatState::new(&mut rng);
@@ -150,7 +150,7 @@ pub(super) async fn ask_once(handles: &ReplicaHandles) {
     request(handles, &mut rng, &chat, id).await;
 }
 
-/// Sends one request of a user and returns its outcome.
+/// Sends one request of `user` and returns the name of its outcome.
 pub(super) async fn ask_as(
     handles: &ReplicaHandles,
     rng: &mut Rng,
@@ -164,7 +164,7 @@ pub(super) async fn ask_as(
     request(handles, rng, &chat, id).await.1
 }
 
-/// Runs one request to its end. Returns how much was received, and the outcome.
+/// Runs one request to its end. Returns the number of received tokens, and the name of the outcome.
 async fn request(
     handles: &ReplicaHandles,
     rng: &mut Rng,
@@ -211,7 +211,8 @@ async fn request(
     (0, "all-tried")
 }
 
-/// Sends a request to the chosen backend. `None` if the engine does not accept it.
+/// Sends a request to the chosen backend. Returns how the engine serves it, or `None` if the engine
+/// does not accept it.
 pub(super) fn reach(
     handles: &ReplicaHandles,
     ticket: HistoryId,
@@ -243,7 +244,7 @@ pub(super) fn reach(
     serve(handles, &backend.spec.url, EnginePrompt { chain, told })
 }
 
-/// Records the call of a request, and its maximum charge.
+/// Records the arrival of a request with its maximum charge.
 pub(super) fn called(handles: &ReplicaHandles, request: &ChatRequest) -> HistoryId {
     let prompt_tokens = u64::from(request.identity.tokens);
     let most = RequestTokens {
@@ -259,7 +260,8 @@ pub(super) fn called(handles: &ReplicaHandles, request: &ChatRequest) -> History
     })
 }
 
-/// Sends a request to an engine, which may publish KV events for it.
+/// Sends a prompt to an engine and records the KV events that it publishes. Returns `None` if the
+/// engine does not accept it.
 fn serve(handles: &ReplicaHandles, url: &str, prompt: EnginePrompt<'_>) -> Option<EngineTiming> {
     let mut engines = handles.context.engines();
     let service = engines.serve(url, prompt);
@@ -274,7 +276,7 @@ fn serve(handles: &ReplicaHandles, url: &str, prompt: EnginePrompt<'_>) -> Optio
     service
 }
 
-/// A response while it streams.
+/// A response of an engine while it streams to the client.
 struct AnswerStream<'a> {
     handles: &'a ReplicaHandles,
     request: &'a ChatRequest,

@@ -1,7 +1,7 @@
-//! Badly behaved clients: they give up and retry, leave at any time, read slowly, use engines that
+//! Badly behaved clients, which give up and retry, leave at any time, read slowly, use engines that
 //! report no usage, leave before the first byte, or make up user names.
 //!
-//! Their presence is drawn separately from everything else; half of the seeds have none.
+//! Their presence is drawn separately from everything else. Half of the seeds have none.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -16,30 +16,30 @@ use super::wait::{GAVE_UP, QUEUE_FULL, TOO_LATE, WAITED_TOO_LONG, admitted};
 use super::{ReplicaHandles, think};
 use crate::oracle::history::{HistoryId, RequestTokens};
 
-/// Separates the draws of this kind.
+/// Label of these clients' draws, which separates them from those of other kinds.
 const KIND: u64 = 7;
-/// Separates the draw of the kinds present from others under the same seed.
+/// Label of the draw of the present behaviours, which separates it from others under the same seed.
 const RNG_LABEL: u64 = 0x6372_6f77;
 /// Mean pause between two requests, in milliseconds.
 const THINK_MS: u64 = 250;
-/// Retries of an impatient client. `BACKOFF_MS` is its pause before the first.
+/// Number of retries of an impatient client. `BACKOFF_MS` is its pause before the first retry.
 const RETRIES: u32 = 2;
 const BACKOFF_MS: u64 = 500;
-/// Time between two tokens of a hidden response. `SLOW_GAP` is that of a slow reader.
+/// Time between two tokens of a hidden response. `SLOW_GAP` is that for a slow reader.
 const HIDDEN_GAP: Duration = Duration::from_millis(10);
 const SLOW_GAP: Duration = Duration::from_millis(300);
-/// How long a client of a healed cluster keeps retrying. `TRY_PATIENCE` is the wait per try.
+/// Time for which a client of a healed cluster keeps retrying. `TRY_PATIENCE` is the wait per try.
 const TRIES_FOR: Duration = Duration::from_secs(15);
 const TRY_PATIENCE: Duration = Duration::from_secs(5);
 
-/// Behaviour of a client.
+/// Behaviour of a badly behaved client.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum ClientBehaviour {
-    /// Gives up soon and retries like SDKs.
+    /// Gives up soon and retries as SDKs do.
     Impatient,
     /// Leaves at any point of the wait or of the response.
     Leaving,
-    /// Holds its place for a long time.
+    /// Holds its place for a long time, because it reads slowly.
     Slow,
     /// Uses an engine that reports no usage.
     Unreported,
@@ -70,7 +70,7 @@ impl ClientBehaviour {
         drawn
     }
 
-    /// Returns the name under which it is counted.
+    /// Returns the name under which the client's outcomes are counted.
     fn name(self) -> &'static str {
         match self {
             Self::Impatient => "impatient client",
@@ -82,7 +82,7 @@ impl ClientBehaviour {
         }
     }
 
-    /// Returns how long this client waits per try, in milliseconds.
+    /// Returns the time that this client waits per try, in milliseconds.
     fn patience_ms(self, rng: &mut Rng) -> u64 {
         match self {
             Self::Impatient => 100 + rng.below(900),
@@ -91,7 +91,7 @@ impl ClientBehaviour {
         }
     }
 
-    /// Returns how many tokens it requests.
+    /// Returns the maximum number of output tokens that this client requests.
     fn tokens(self, rng: &mut Rng) -> u32 {
         match self {
             Self::Slow => rng.within(5, 15),
@@ -101,16 +101,16 @@ impl ClientBehaviour {
     }
 }
 
-/// Result of one try.
+/// Result of one try of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum TryResult {
-    /// A response, or a sufficient part of one.
+    /// The client received a response, or a sufficient part of one.
     Answer,
-    /// No response, with the outcome.
+    /// The client received no response. The value is the name of the outcome.
     Nothing(&'static str),
 }
 
-/// Sends requests with this behaviour until the workload is over.
+/// Sends requests with the behaviour `manner` until the workload is over.
 pub(super) async fn live(handles: ReplicaHandles, manner: ClientBehaviour) {
     let mut rng = handles.rng(KIND, manner as u64);
     let mut requests = 0;
@@ -184,7 +184,7 @@ pub(super) async fn is_served(handles: &ReplicaHandles) {
     }
 }
 
-/// A client that sends requests.
+/// A badly behaved client that sends requests.
 struct CrowdClient<'a> {
     handles: &'a ReplicaHandles,
     manner: ClientBehaviour,
@@ -192,7 +192,7 @@ struct CrowdClient<'a> {
 }
 
 impl CrowdClient<'_> {
-    /// Runs one try.
+    /// Runs one try of a request to its end or the client's departure.
     async fn ask(&self, rng: &mut Rng, chat: &ChatState, id: String) -> TryResult {
         let (handles, until) = (self.handles, Instant::now() + self.patience);
         let request = Arc::new(ChatRequest {
@@ -239,17 +239,17 @@ impl CrowdClient<'_> {
     }
 }
 
-/// A response while it arrives.
+/// A response of an engine while the client receives it.
 struct PartialAnswer<'a> {
     client: &'a CrowdClient<'a>,
     request: &'a ChatRequest,
     service: EngineTiming,
     ticket: HistoryId,
-    /// When an impatient client leaves.
+    /// Time at which an impatient client leaves.
     until: Instant,
-    /// Number of tokens after which it leaves in any case.
+    /// Number of tokens after which the client leaves in any case.
     leaves_after: Option<u64>,
-    /// Maximum number of tokens that are made.
+    /// Maximum number of tokens that the engine generates.
     made: u64,
 }
 
@@ -258,7 +258,7 @@ impl PartialAnswer<'_> {
         self.request.identity.tokens.into()
     }
 
-    /// Leaves before any output is visible.
+    /// Lets the client leave before any output is visible to the router.
     async fn leave_unseen(&self, mut attempt: Attempt) {
         attempt.set_hidden_output(Some(HiddenOutput {
             choices: 1,
@@ -310,7 +310,7 @@ impl PartialAnswer<'_> {
         }
     }
 
-    /// Records what was computed, and the usage that the router saw of it.
+    /// Records the tokens that the engine computed, and the usage that the router saw.
     fn over(&self, made: u64, told: Option<Usage>) {
         let tokens = |usage: Usage| RequestTokens {
             input_uncached: usage.prompt_tokens,

@@ -1,5 +1,5 @@
-//! Changes by sources of backends, proposed by leaders and by former leaders that do not know
-//! better. So changes overlap and arrive late.
+//! Changes by a source of backends. Leaders propose them, and also former leaders that do not know
+//! better, so changes overlap and arrive late.
 
 use lab::rng::Rng;
 use state::command::Command;
@@ -7,25 +7,25 @@ use state::discovery::{Discovery, DiscoveryChange};
 
 use super::{ReplicaHandles, backend, operator, think};
 
-/// Separates the draws of this kind.
+/// Label of these draws, which separates them from those of other kinds of clients.
 const KIND: u64 = 9;
 /// Mean pause between two changes, in milliseconds.
 const THINK_MS: u64 = 700;
 /// Number of backends that the source may list.
 pub(super) const DISCOVERED: u64 = 3;
 
-/// Whether a world of this seed has a source. The others are unchanged since before sources were
-/// added.
+/// Returns whether a world of this seed has a source. Other worlds are the same as before sources
+/// were added.
 pub(super) fn is_in(seed: u64) -> bool {
     seed % 8 == 5
 }
 
-/// Returns the id of a backend of the source.
+/// Returns the id of the source's backend with this number.
 pub(super) fn name(number: u64) -> String {
     format!("s{number}")
 }
 
-/// Proposes changes until the workload is over.
+/// Proposes changes of the source until the workload is over.
 pub(super) async fn write(handles: ReplicaHandles) {
     let mut rng = handles.rng(KIND, 0);
     let client = handles.context.next_client();
@@ -38,7 +38,7 @@ pub(super) async fn write(handles: ReplicaHandles) {
     }
 }
 
-/// Draws a change. No request is for the model of these backends.
+/// Draws a change of the source. No request is for the model of its backends.
 fn discovery(rng: &mut Rng) -> Discovery {
     let number = rng.below(DISCOVERED);
     let mut spec = backend(number, rng.below(2), Some(24));

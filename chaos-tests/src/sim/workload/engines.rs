@@ -1,4 +1,4 @@
-//! Engines as requests see them: cache contents, latencies and failures.
+//! Engines as requests see them, with cache contents, latencies and failures.
 
 use std::collections::BTreeMap;
 
@@ -11,12 +11,12 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use crate::sim::node::EPOCH_MS;
 
-/// Separates engines' draws from others under the same seed.
+/// Label of the engines' draws, which separates them from others under the same seed.
 const RNG_LABEL: u64 = 0x656e_6769;
-/// Cache capacity in blocks, if none is configured.
+/// Cache capacity of an engine without KV events, in blocks.
 const CAPACITY_BLOCKS: usize = 128;
 
-/// All engines, by URL.
+/// All engines of a world, by URL.
 pub struct SimEngines {
     rng: Rng,
     by_url: BTreeMap<String, SimEngine>,
@@ -27,37 +27,38 @@ pub struct SimEngines {
 /// A prompt as an engine sees it.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct EnginePrompt<'a> {
-    /// The router's hashes of its blocks.
+    /// The router's hashes of the prompt's blocks.
     pub(super) chain: &'a [BlockHash],
-    /// For an engine that publishes: the router's hashes of its token blocks, and the tokens.
+    /// The router's hashes of the prompt's token blocks, and the tokens; `None` if the engine does
+    /// not publish KV events.
     pub(super) told: Option<(&'a [BlockHash], &'a [u32])>,
 }
 
-/// One engine.
+/// State of one engine.
 #[derive(Debug)]
 struct SimEngine {
     is_up: bool,
-    /// Start of its process, in Unix seconds.
+    /// Start of the engine's process, in Unix seconds.
     started_at_s: u64,
-    /// Blocks in its cache, with the time of the last use.
+    /// Blocks in the engine's cache, each with the number of the request that last used it.
     cached: BTreeMap<BlockHash, u64>,
     uses: u64,
-    /// Its publisher of KV events.
+    /// Current run of the engine's publisher of KV events.
     publisher: PublisherRun,
 }
 
-/// How an engine serves a request.
+/// Timing, output and cache hits with which an engine serves a request.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct EngineTiming {
-    /// Leading blocks found in the cache.
+    /// Number of leading blocks found in the cache.
     pub(super) cached_blocks: u64,
     /// Time to first token, in milliseconds.
     pub(super) first_ms: u64,
-    /// Output tokens.
+    /// Number of output tokens.
     pub(super) output: u64,
     /// Time between two tokens, in milliseconds.
     pub(super) gap_ms: u64,
-    /// Number of tokens after which the engine breaks; `None` if it does not.
+    /// Number of tokens after which the connection to the engine breaks; `None` if it does not.
     pub(super) breaks_after: Option<u64>,
 }
 
@@ -73,7 +74,7 @@ impl SimEngine {
         }
     }
 
-    /// Adds a prompt to the cache. Returns how many leading blocks it held before.
+    /// Adds a prompt to the cache. Returns the number of leading blocks found there.
     fn take(&mut self, chain: &[BlockHash]) -> u64 {
         let found = chain
             .iter()
@@ -98,7 +99,7 @@ impl SimEngine {
 }
 
 impl SimEngines {
-    /// Creates an empty set; each engine is added on first use.
+    /// Creates an empty set. Each engine is added on first use.
     #[must_use]
     pub fn new(seed: u64) -> Self {
         Self {
@@ -115,13 +116,13 @@ impl SimEngines {
             .or_insert_with(|| SimEngine::new(url, started_at_s))
     }
 
-    /// Returns the start time of an engine, or `None` if it is down.
+    /// Returns the start time of an engine in Unix seconds, or `None` if it is down.
     pub(super) fn look(&mut self, url: &str) -> Option<u64> {
         let engine = self.at(url);
         engine.is_up.then_some(engine.started_at_s)
     }
 
-    /// Serves a request; `None` if the engine is down.
+    /// Serves a request. Returns `None` if the engine is down or refuses it.
     pub(super) fn serve(&mut self, url: &str, prompt: EnginePrompt<'_>) -> Option<EngineTiming> {
         let refuses = self.rng.below(40) == 0;
         let output = 1 + self.rng.below(80);
@@ -154,15 +155,16 @@ impl SimEngines {
         })
     }
 
-    /// Returns the publisher run of a running engine, and the number of its next message.
+    /// Returns the publisher run of an engine, and the number of its next message; `None` if the
+    /// engine is down.
     pub(super) fn publisher(&mut self, url: &str) -> Option<(u64, u64)> {
         let engine = self.at(url);
         let run = (engine.started_at_s, engine.publisher.next_seq());
         engine.is_up.then_some(run)
     }
 
-    /// Returns the remembered messages of a run from `seq` on; `None` if the engine is down or
-    /// another run replaced it.
+    /// Returns the remembered messages of a run from number `seq` on; `None` if the engine is down
+    /// or another run replaced it.
     pub(super) fn messages(&mut self, url: &str, run: u64, seq: u64) -> Option<Vec<(u64, Bytes)>> {
         let engine = self.at(url);
         if !engine.is_up || engine.started_at_s != run {
@@ -177,7 +179,7 @@ impl SimEngines {
         std::mem::take(&mut self.published)
     }
 
-    /// Takes an engine down or brings it back with an empty cache. Returns a description.
+    /// Takes a random engine down, or brings it back with an empty cache. Returns its URL.
     pub(super) fn turn(&mut self, now_ms: u64) -> Option<String> {
         let urls: Vec<String> = self.by_url.keys().cloned().collect();
         if urls.is_empty() {

@@ -16,16 +16,16 @@ use tokio_util::sync::CancellationToken;
 
 use super::ReplicaHandles;
 
-/// Separates the draws of this kind.
+/// Label of the sockets' draws, which separates them from those of other kinds of clients.
 const KIND: u64 = 5;
-/// Interval between two polls of an engine's messages.
+/// Interval at which a subscriber polls an engine's messages.
 const LOOK_EVERY: Duration = Duration::from_millis(5);
-/// Pause before an engine is dialled again.
+/// Pause before a subscriber dials an engine again.
 const DIAL_EVERY: Duration = Duration::from_millis(60);
-/// How long to wait for an engine that does not respond.
+/// Time after which a replay from an engine that does not respond fails.
 const SILENCE: Duration = Duration::from_secs(3);
 
-/// Reads the streams assigned to this replica until it stops.
+/// Reads the streams of KV events that are assigned to this replica, until it stops.
 pub(super) async fn read(handles: ReplicaHandles) {
     let parts = ReaderParts {
         cluster: Arc::clone(&handles.cluster),
@@ -43,13 +43,13 @@ pub(super) async fn read(handles: ReplicaHandles) {
     reader::run(parts, CancellationToken::new()).await;
 }
 
-/// Sockets of one replica.
+/// Simulated sockets of one replica.
 struct SimSockets {
     handles: ReplicaHandles,
     rng: Arc<Mutex<Rng>>,
 }
 
-/// Connection of one socket to an engine.
+/// Route from one socket of a replica to an engine.
 struct SocketRoute {
     handles: ReplicaHandles,
     url: String,
@@ -106,7 +106,7 @@ impl SocketRoute {
         rng.below(of)
     }
 
-    /// Follows one connection. Returns whether the receiver still listens.
+    /// Follows one subscription until it breaks. Returns whether the receiver still listens.
     async fn follow(&self, queue: &mpsc::Sender<SocketMessage>) -> bool {
         let publisher = self.handles.context.engines().publisher(&self.url);
         let Some((run, mut next)) = publisher else {

@@ -1,5 +1,5 @@
-//! A source of dozens of engines, and the product's plan for it: every replica polls, the leader
-//! acts.
+//! A source of dozens of engines, with the product's plan for it. Every replica polls the source,
+//! and the leader acts.
 //!
 //! The source replaces a part of its engines, one at a time. It omits others now and then, and
 //! sometimes returns nothing. Replicas that believe they lead also act, as in a cluster whose
@@ -16,23 +16,23 @@ use state::discovery::{Discovery, EngineCondition, ListedEngine, SourcePlan};
 use super::{ReplicaHandles, operator};
 use crate::oracle::fleet::{self, FLAPPING, ROLLING, SOURCE, STEADY};
 
-/// Separates the draws of this kind.
+/// Label of the source's draws, which separates them from those of other kinds of clients.
 const KIND: u64 = 10;
-/// Interval between two polls.
+/// Interval at which a replica polls the source.
 const LOOK_EVERY: Duration = Duration::from_millis(150);
-/// Interval between two replacements of an engine.
+/// Interval at which the source replaces an engine, in microseconds.
 const ROLL_EVERY_US: u64 = 250_000;
 /// Maximum number of changes before the source is polled again.
 const CHANGES_AT_ONCE: usize = 32;
-/// Pause while a committed change is not applied here yet.
+/// Pause between checks while a committed change is not yet applied at this replica.
 const APPLY_PAUSE: Duration = Duration::from_millis(2);
 
-/// Whether a world of this seed has such a source. The others are unchanged.
+/// Returns whether a world of this seed has such a source. Other worlds are unchanged.
 pub(super) fn is_in(seed: u64) -> bool {
     seed % 8 == 3
 }
 
-/// Follows the source until the workload is over.
+/// Polls the source and acts on its responses until the workload is over.
 pub(super) async fn follow(handles: ReplicaHandles) {
     let mut rng = handles.rng(KIND, 0);
     let client = handles.context.next_client();
@@ -49,7 +49,7 @@ pub(super) async fn follow(handles: ReplicaHandles) {
     }
 }
 
-/// Continues until this replica has exactly the engines that the source lists at the end.
+/// Acts on the source's last response until this replica has exactly the engines that it lists.
 pub(super) async fn settle(handles: &ReplicaHandles, client: u32) {
     if !is_in(handles.context.seed) {
         return;
@@ -64,17 +64,17 @@ pub(super) async fn settle(handles: &ReplicaHandles, client: u32) {
     }
 }
 
-/// Outcome of a response of the source.
+/// Outcome of acting on a response of the source.
 enum Acted {
-    /// More changes are needed, here or at the leader.
+    /// More changes are needed, at this replica or at the leader.
     Going,
     /// No change is needed.
     Settled,
-    /// No change was ever accepted, nor is now: a member of an earlier build could not read it.
+    /// No change was or can be accepted, because a member's earlier build could not read it.
     Never,
 }
 
-/// Acts on a response if this replica leads, or if nothing of the source is registered yet.
+/// Acts on a response of the source if this replica leads, or if it has no registered backend.
 async fn act(
     handles: &ReplicaHandles,
     client: u32,
@@ -109,7 +109,7 @@ async fn act(
     Acted::Going
 }
 
-/// Returns the source's response to a poll.
+/// Draws the source's response to a poll at the time `now_us`.
 fn told(rng: &mut Rng, now_us: u64) -> Vec<ListedEngine> {
     if rng.below(6) == 0 {
         return Vec::new();
@@ -126,7 +126,7 @@ fn told(rng: &mut Rng, now_us: u64) -> Vec<ListedEngine> {
         .collect()
 }
 
-/// Returns an engine at its own address. No request is for its model.
+/// Returns an engine of the source at its own address. No request is for its model.
 fn engine((name, number): (&String, u64)) -> ListedEngine {
     let (high, low) = (number / 250, number % 250);
     let spec = BackendSpec {

@@ -1,4 +1,4 @@
-//! Stands in for probes: reports to a replica which engines are up, and makes engines fail.
+//! Substitute for probes, which reports to a replica which engines are up, and makes engines fail.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -10,9 +10,9 @@ use state::ids::Slot;
 
 use super::ReplicaHandles;
 
-/// Interval between two checks.
+/// Interval at which the engines are checked.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
-/// Separates the draws of this kind.
+/// Label of these draws, which separates them from those of other kinds of clients.
 const KIND: u64 = 1;
 /// Cache capacity that an engine reports, in blocks.
 const CAPACITY_BLOCKS: u32 = 128;
@@ -22,7 +22,7 @@ struct ProbedBackend {
     url: String,
 }
 
-/// Watches the engines until the replica stops.
+/// Reports the state of the engines until the replica stops.
 pub(super) async fn watch(handles: ReplicaHandles) {
     let mut rng = handles.rng(KIND, 0);
     let mut roster = SlotTable::new(Arc::clone(&handles.backends));

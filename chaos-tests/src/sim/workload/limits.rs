@@ -1,4 +1,4 @@
-//! A user of a healed cluster who exceeds its limits, waits for a window and asks again.
+//! A user of a healed cluster who exceeds its limits, waits for a window and sends another request.
 
 use std::time::Duration;
 
@@ -10,17 +10,17 @@ use super::chat::ask_as;
 use super::wait::OVER_LIMIT;
 use super::{ReplicaHandles, operator};
 
-/// Separates the draws of this kind.
+/// Label of this user's draws, which separates them from those of other kinds of clients.
 const KIND: u64 = 6;
-/// The user's window, in milliseconds.
+/// Length of the user's window, in milliseconds.
 const WINDOW_MS: u32 = 1000;
-/// Maximum requests until the user exceeds its limit of one.
+/// Maximum number of requests until the user exceeds its limit of one.
 const REQUESTS_MAX: u32 = 5;
-/// Time in addition to the window until usage is in the log. Includes the pause of replicated time
-/// after clocks are corrected: until the stamps agree, plus the allowed lateness of a stamp.
+/// Time in addition to the window until usage is in the log. It includes the pause of replicated
+/// time after clock corrections: the time until stamps agree, plus a stamp's allowed lateness.
 const LAG: Duration = Duration::from_millis(1000 + UNANIMOUS_MS + STAMP_LATE_MS_MAX);
 
-/// Reports an error if the user is still refused after its window (I51).
+/// Reports an error if the user's limit still applies after its window (I51).
 pub(super) async fn wait_out(handles: &ReplicaHandles, client: u32) {
     let mut rng = handles.rng(KIND, 0);
     let user = format!("waits-{}", handles.run.replica);

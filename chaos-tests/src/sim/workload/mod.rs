@@ -1,7 +1,8 @@
 //! The workload of a run: clients, operators and engines.
 //!
 //! Each client runs in the process of its replica and dies with it, so it does not know later
-//! results. Engines outlive replicas. The history records what clients requested and were told.
+//! results. Engines outlive replicas. The history records clients' requests and the responses to
+//! them.
 
 mod chat;
 mod crowd;
@@ -37,32 +38,32 @@ use super::plan::WorldPlan;
 use super::trace::Trace;
 use crate::oracle::observation::ReplicaRun;
 
-/// Number of backend names.
+/// Number of backend names that operators use.
 const BACKENDS: u64 = 6;
-/// Number of backends registered at the beginning.
+/// Number of backends that are registered at the beginning.
 const FIRST_BACKENDS: u64 = 3;
 /// Number of users.
 const USERS: u64 = 6;
-/// Number of API keys that are created and revoked; the id of a revoked key is not reused.
+/// Number of API keys that are created and revoked. Ids of revoked keys are not reused.
 const API_KEYS: u64 = 24;
 
 /// A requested change of the membership.
 #[derive(Debug, Clone, Copy)]
 pub enum MembershipChange {
-    /// Promotes a learner to voter.
+    /// Promotion of a learner to voter.
     Promote(ReplicaId),
-    /// Removes a member.
+    /// Removal of a member.
     Remove(ReplicaId),
-    /// Transfers leadership.
+    /// Transfer of leadership to a replica, or to any if `None`.
     Transfer(Option<ReplicaId>),
-    /// Takes a snapshot.
+    /// Taking a snapshot.
     Snapshot,
 }
 
 /// Number of operations by kind and outcome.
 pub type OutcomeCounts = BTreeMap<(&'static str, &'static str), u64>;
 
-/// State shared by the whole workload of a world.
+/// State shared by all clients of a world. Clones share it.
 #[derive(Clone)]
 pub struct WorkloadContext {
     pub(super) time: SimTime,
@@ -71,17 +72,17 @@ pub struct WorkloadContext {
     pub(super) engines: Arc<Mutex<SimEngines>>,
     seed: u64,
     clients: u8,
-    /// Whether no new work may begin.
+    /// Whether the workload is over, so that no new work may begin.
     is_over: Arc<AtomicBool>,
     outcomes: Arc<Mutex<OutcomeCounts>>,
-    /// Replicas that are no longer members.
+    /// Replicas that were removed from the members since this was last read.
     removed: Arc<Mutex<Vec<u8>>>,
     last_client: Arc<Mutex<u32>>,
     waiting: wait::PendingWaits,
 }
 
 impl WorkloadContext {
-    /// Creates an empty workload.
+    /// Creates the context of a workload without clients.
     #[must_use]
     pub fn new(plan: &WorldPlan, time: SimTime, ledger: RecordKeeper, trace: Trace) -> Self {
         Self {
@@ -122,7 +123,7 @@ impl WorkloadContext {
     }
 }
 
-/// Handles of one replica for its clients.
+/// Handles of one replica, which its clients use.
 #[derive(Clone)]
 struct ReplicaHandles {
     context: WorkloadContext,
@@ -135,7 +136,7 @@ struct ReplicaHandles {
 }
 
 impl ReplicaHandles {
-    /// Returns the separate random stream of the `number`th client of a kind.
+    /// Returns the random stream of the client with this kind and number, separate from all others.
     fn rng(&self, kind: u64, number: u64) -> Rng {
         let run = u64::from(self.run.number) << 8 | u64::from(self.run.replica.0);
         Rng::new(self.context.seed, kind << 48 | number << 40 | run)
@@ -146,13 +147,13 @@ impl ReplicaHandles {
     }
 }
 
-/// Starts clients and operators at replicas that come up.
+/// Driver that starts clients and operators at replicas that come up.
 pub struct WorkloadDriver {
     context: WorkloadContext,
 }
 
 impl WorkloadDriver {
-    /// Creates a driver without clients.
+    /// Creates a driver that has started no clients.
     #[must_use]
     pub fn new(context: WorkloadContext) -> Self {
         Self { context }
@@ -170,7 +171,7 @@ impl WorkloadDriver {
         }
     }
 
-    /// Starts the workload of a replica that has come up.
+    /// Starts the clients of a replica that has come up.
     pub(super) fn enter(&self, run: ReplicaRun, core: &ReplicaCore, handle: &Handle) {
         let handles = self.handles(run, core);
         handle.spawn(health::watch(handles.clone()));
@@ -194,7 +195,7 @@ impl WorkloadDriver {
         }
     }
 
-    /// Requests a change of the membership.
+    /// Requests a change of the membership through a replica.
     pub(super) fn change(
         &self,
         cluster: Arc<dyn Cluster>,
@@ -267,7 +268,7 @@ impl WorkloadDriver {
         is_done
     }
 
-    /// Stops new work.
+    /// Ends the workload: no new work begins, and all engines are up.
     pub(super) fn close(&self) {
         self.context.is_over.store(true, Ordering::Relaxed);
         self.context.engines().all_up();
@@ -280,14 +281,14 @@ impl WorkloadDriver {
     }
 }
 
-/// Returns the initial backends.
+/// Returns the backends that are registered at the beginning.
 fn first_backends() -> Vec<BackendSpec> {
     (0..FIRST_BACKENDS)
         .map(|number| backend(number, 0, Some(96)))
         .collect()
 }
 
-/// Returns a backend; each `life` has another address.
+/// Returns the backend with this number. Each `life` of it has another address.
 fn backend(number: u64, life: u64, capacity_blocks: Option<u32>) -> BackendSpec {
     // Every other backend publishes KV events. It serves one model, because events name one.
     let publishes = number % 2 == 1;

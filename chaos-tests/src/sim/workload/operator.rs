@@ -1,4 +1,4 @@
-//! An operator who changes replicated settings: backends, policies, admission, users.
+//! Operators, who change replicated settings: backends, policies, admission, users.
 
 use api::ports::ProposeError;
 use lab::rng::Rng;
@@ -17,12 +17,12 @@ use super::{API_KEYS, BACKENDS, ReplicaHandles, backend, first_backends, think, 
 use crate::oracle::history::{Action, OperationResult};
 use crate::oracle::observation::ReplicaRun;
 
-/// Separates the draws of this kind.
+/// Label of an operator's draws, which separates them from those of other kinds of clients.
 const KIND: u64 = 3;
 /// Mean pause between two writes, in milliseconds.
 const THINK_MS: u64 = 500;
 
-/// Writes until the workload is over.
+/// Writes random settings until the workload is over. Replica 1 also registers the first backends.
 pub(super) async fn write(handles: ReplicaHandles) {
     let mut rng = handles.rng(KIND, 0);
     let client = handles.context.next_client();
@@ -48,7 +48,7 @@ pub(super) async fn write(handles: ReplicaHandles) {
     }
 }
 
-/// Submits a command. `None` if it is not known to be committed.
+/// Submits a command and records the operation. Returns `None` if it is not known to be committed.
 pub(super) async fn submit(
     handles: &ReplicaHandles,
     client: u32,
@@ -106,7 +106,7 @@ fn name(command: &Command) -> &'static str {
     }
 }
 
-/// Draws a command. With `is_plain`, nothing is charged by predictions or by the log, so that
+/// Draws a command. With `is_plain`, no setting charges by predictions or through the log, so that
 /// advances can be checked from outside.
 fn command(rng: &mut Rng, is_plain: bool, view: &StateView) -> Command {
     match rng.below(24) {
@@ -155,7 +155,8 @@ fn command(rng: &mut Rng, is_plain: bool, view: &StateView) -> Command {
     }
 }
 
-/// Ends a key if it is known here (then every member can read the command), otherwise revokes it.
+/// Returns a command that ends a key if it is known here, so that every member can read the
+/// command, and otherwise revokes it.
 fn revoke(id: ApiKeyId, view: &StateView) -> Command {
     match view.keys().get(id) {
         Some(_) => Command::EndKey { id },
@@ -163,7 +164,7 @@ fn revoke(id: ApiKeyId, view: &StateView) -> Command {
     }
 }
 
-/// Returns a key with its own secret.
+/// Draws an API key with its own secret.
 fn api_key(rng: &mut Rng) -> ApiKeySpec {
     let secret = secret(rng);
     ApiKeySpec {
@@ -181,7 +182,7 @@ pub(super) fn secret(rng: &mut Rng) -> SecretHash {
     SecretHash(secret)
 }
 
-/// Draws an unreachable budget or none, and sometimes a weight.
+/// Draws changes of a user: an unreachable budget or none, and sometimes a weight.
 fn plan(rng: &mut Rng) -> UserChanges {
     let tokens = [None, Some(1 << 40), Some(1 << 41)];
     let budget = Budget {
@@ -196,7 +197,7 @@ fn plan(rng: &mut Rng) -> UserChanges {
     }
 }
 
-/// Half of the users with limits also get a weight.
+/// Returns a command that sets limits of a user and, for some limits, also a weight.
 fn limit(name: String, limits: UserLimits) -> Command {
     if limits.tokens.is_some() || limits.window_ms.is_some() {
         let weight_milli = 2000;

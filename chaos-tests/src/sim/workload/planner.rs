@@ -1,7 +1,6 @@
-//! An operator who sets what users may use: budgets that are used up, defaults, keys with other
-//! secrets.
+//! Operators who set budgets that are used up, defaults of users, and other secrets of keys.
 //!
-//! It is present in every fifth seed and draws separately, so that other worlds are unchanged.
+//! They are present in every fifth seed and draw separately, so that other worlds are unchanged.
 
 use lab::rng::Rng;
 use state::budgets::Budget;
@@ -10,19 +9,19 @@ use state::ids::ApiKeyId;
 
 use super::{API_KEYS, ReplicaHandles, operator, think, user};
 
-/// Separates the draws of this kind.
+/// Label of these draws, which separates them from those of other kinds of clients.
 const KIND: u64 = 8;
-/// It is present in one of this many seeds.
+/// Number of seeds of which one has these operators.
 const SEEDS: u64 = 5;
 /// Mean pause between two writes, in milliseconds.
 const THINK_MS: u64 = 300;
 
-/// Whether it is present in the world of a seed.
+/// Returns whether the world of a seed has these operators.
 pub(super) fn is_in(seed: u64) -> bool {
     seed.is_multiple_of(SEEDS)
 }
 
-/// Writes until the workload is over.
+/// Writes random settings of users until the workload is over.
 pub(super) async fn write(handles: ReplicaHandles) {
     let mut rng = handles.rng(KIND, 0);
     let client = handles.context.next_client();
@@ -49,7 +48,7 @@ fn command(rng: &mut Rng) -> Command {
     }
 }
 
-/// Draws a budget, some of which are soon used up, or none, and sometimes a weight.
+/// Draws changes of a user: a budget, perhaps soon used up, or none, and sometimes a weight.
 fn plan(rng: &mut Rng) -> UserChanges {
     let day = [None, Some(200), Some(2000), Some(1 << 40)];
     let month = [None, Some(5000), Some(1 << 41)];
@@ -65,7 +64,8 @@ fn plan(rng: &mut Rng) -> UserChanges {
     }
 }
 
-/// Draws an unreachable budget, because it also applies to the clients of a healed cluster.
+/// Draws defaults of users. Their budget is unreachable, because it also applies to the clients of
+/// a healed cluster.
 fn defaults(rng: &mut Rng) -> UserDefaults {
     UserDefaults {
         weight_milli: [500, 1000, 2000][rng.below(3) as usize],

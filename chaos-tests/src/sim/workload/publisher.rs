@@ -1,5 +1,5 @@
-//! The KV events of an engine: its cache as a tree of blocks, the messages it publishes, and those
-//! it remembers. Payloads are vLLM's positional msgpack, as written by engines up to 0.27.
+//! The KV events of an engine: its cache as a tree of blocks, and its published and remembered
+//! messages. Payloads are vLLM's positional msgpack, as written by engines up to 0.27.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
@@ -11,17 +11,17 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use crate::sim::plan::BLOCK_SIZE;
 
-/// Maximum number of messages that can be replayed: few, so that a reader that is away for long
-/// loses some.
+/// Maximum number of messages that can be replayed. It is low, so that a reader that is away for
+/// long loses some.
 const REMEMBERED_MESSAGES_MAX: usize = 40;
 /// Cache capacity, in blocks.
 const CAPACITY_BLOCKS: usize = 60;
 const WRITES: &str = "writing to memory does not fail";
 
-/// One run of an engine's publisher.
+/// One run of an engine's publisher, with the engine's cache.
 #[derive(Debug)]
 pub(super) struct PublisherRun {
-    /// Distinguishes its hashes and payloads from those of other runs.
+    /// Number that distinguishes this run's hashes and payloads from those of other runs.
     salt: u64,
     cached: BTreeMap<BlockHash, CachedBlock>,
     uses: u64,
@@ -29,12 +29,12 @@ pub(super) struct PublisherRun {
     messages: VecDeque<PublishedMessage>,
 }
 
-/// One message.
+/// A published message of KV events.
 #[derive(Debug, Clone)]
 pub(super) struct PublishedMessage {
     pub(super) seq: u64,
     pub(super) payload: Bytes,
-    /// All cached blocks after the message.
+    /// All blocks in the cache after the message.
     pub(super) cached: Arc<BTreeSet<BlockHash>>,
 }
 
@@ -67,8 +67,9 @@ impl PublisherRun {
         self.messages.iter().filter(move |it| it.seq >= seq)
     }
 
-    /// Adds a prompt to the cache and publishes the change. Returns how many leading blocks it held
-    /// before, and the message. `chain` holds the router's hashes of the blocks of `ids`.
+    /// Adds a prompt to the cache and publishes the change. Returns the number of leading blocks
+    /// that were cached before, and the message if there was a change. `chain` contains the
+    /// router's hashes of the blocks of `ids`.
     pub(super) fn take(
         &mut self,
         chain: &[BlockHash],
@@ -110,7 +111,7 @@ impl PublisherRun {
         (found as u64, message)
     }
 
-    /// Empties the cache.
+    /// Empties the cache, and publishes and returns the message about this.
     pub(super) fn clear(&mut self) -> PublishedMessage {
         self.cached.clear();
         let mut event = Vec::new();

@@ -1,4 +1,4 @@
-//! A reader that must see everything committed before its call.
+//! Clients that read registers behind a barrier, and so must see all earlier commits.
 
 use lab::rng::Rng;
 use state::ids::{ApiKeyId, LogIndex};
@@ -8,12 +8,12 @@ use super::{API_KEYS, BACKENDS, ReplicaHandles, USERS, think};
 use crate::oracle::history::{Action, OperationResult};
 use crate::oracle::register::RegisterKey;
 
-/// Separates the draws of this kind.
+/// Label of a reader's draws, which separates them from those of other kinds of clients.
 const KIND: u64 = 4;
 /// Mean pause between two reads, in milliseconds.
 const THINK_MS: u64 = 400;
 
-/// Reads until the workload is over.
+/// Reads random registers until the workload is over.
 pub(super) async fn read(handles: ReplicaHandles) {
     let mut rng = handles.rng(KIND, 0);
     let client = handles.context.next_client();
@@ -25,7 +25,7 @@ pub(super) async fn read(handles: ReplicaHandles) {
     }
 }
 
-/// Reads every key once.
+/// Reads every register once.
 pub(super) async fn read_all(handles: &ReplicaHandles, client: u32) {
     for key in keys() {
         look(handles, client, key).await;
@@ -61,7 +61,7 @@ async fn look(handles: &ReplicaHandles, client: u32, key: RegisterKey) {
     });
 }
 
-/// Returns all keys that can be read as a whole.
+/// Returns the keys of all registers that can be read.
 pub(in crate::sim) fn keys() -> Vec<RegisterKey> {
     let mut keys = drawn_keys();
     keys.extend([RegisterKey::DefaultLimits, RegisterKey::UserDefaults]);
@@ -69,8 +69,8 @@ pub(in crate::sim) fn keys() -> Vec<RegisterKey> {
     keys
 }
 
-/// Returns the keys that are read repeatedly. Keys added later are not drawn, because another
-/// number of keys would change the world of every seed.
+/// Returns the keys from which readers draw. Keys added later are missing, because another number
+/// of keys would change the world of every seed.
 fn drawn_keys() -> Vec<RegisterKey> {
     let backends = (0..BACKENDS).map(|number| RegisterKey::Backend(format!("b{number}")));
     let users = (0..USERS).map(|number| format!("u{number}"));

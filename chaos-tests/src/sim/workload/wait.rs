@@ -16,20 +16,20 @@ use crate::oracle::observation::ReplicaRun;
 /// Outcome of a client that gave up waiting.
 pub(super) const GAVE_UP: &str = "impatient";
 
-/// Outcomes of a request for which the queue was full, the expected wait too long, or the actual
-/// wait too long.
+/// Outcome of a request for which the queue was full. In the next two outcomes, the expected or the
+/// actual wait was too long.
 pub(super) const QUEUE_FULL: &str = "queue-full";
 pub(super) const TOO_LATE: &str = "too-late";
 pub(super) const WAITED_TOO_LONG: &str = "waited-too-long";
 /// Outcome of a request that exceeded its user's limits.
 pub(super) const OVER_LIMIT: &str = "over-limit";
 
-/// Number of requests that clients wait for, by run.
+/// Number of requests for whose admission clients wait, by run.
 #[derive(Debug, Clone, Default)]
 pub(super) struct PendingWaits(Arc<Mutex<BTreeMap<ReplicaRun, usize>>>);
 
 impl PendingWaits {
-    /// Changes the number and returns the new one.
+    /// Changes the number of a run by `by` and returns the new one.
     fn change(&self, run: ReplicaRun, by: isize) -> usize {
         let mut runs = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let waiting = runs.entry(run).or_default();
@@ -38,8 +38,8 @@ impl PendingWaits {
     }
 }
 
-/// Waits for admission for a limited time. A client that left must not keep a place in the queue:
-/// its request would reach an engine, or block others.
+/// Waits for admission for at most `patience`. Reports an error if a client that has left still has
+/// a request in the queue, which would reach an engine or block others (I64).
 pub(super) async fn admitted<C: AdmissionRequest>(
     handles: &ReplicaHandles,
     request: &Arc<C>,
@@ -77,7 +77,7 @@ pub(super) async fn admitted<C: AdmissionRequest>(
     }
 }
 
-/// Whether the applied state has no budget left for the user, by the clock that admission uses.
+/// Returns whether the applied state has no budget left for the user, by admission's clock.
 fn is_budget_used_up<C: AdmissionRequest>(handles: &ReplicaHandles, request: &C) -> bool {
     let asked = request.ask(&[]);
     let user = user_key(handles.view.registry().hash_seed, asked.user.as_str());

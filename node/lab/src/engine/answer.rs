@@ -16,41 +16,41 @@ use super::driver::{LatestProgress, RequestGuard};
 use super::model::Finish;
 use super::text::words;
 
-/// Completion endpoint.
+/// Completion endpoint that a response belongs to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum CompletionKind {
-    /// `/v1/chat/completions`.
+    /// The chat endpoint `/v1/chat/completions`.
     Chat,
-    /// `/v1/completions`.
+    /// The text endpoint `/v1/completions`.
     Text,
 }
 
 /// Properties of a response besides its words.
 #[derive(Debug, Clone)]
 pub(super) struct AnswerHeader {
-    /// Request id, with its prefix.
+    /// Response id, with the prefix of its endpoint.
     pub id: String,
-    /// Unix time, in seconds.
+    /// Creation time of the response, in Unix seconds.
     pub created_s: u64,
     /// Served model name.
     pub model: String,
-    /// Seed of the words.
+    /// Seed of the output words.
     pub output_seed: u64,
-    /// Tokens of the prompt.
+    /// Number of prompt tokens.
     pub prompt_tokens: u32,
 }
 
-/// `stream_options`: usage that a stream reports.
+/// The request's `stream_options`: which chunks of a stream report usage.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) struct UsageOptions {
-    /// Whether a last chunk has the usage of the whole response.
+    /// Whether a last chunk reports the usage of the whole response.
     pub include: bool,
-    /// Whether every chunk has the usage so far.
+    /// Whether every chunk reports the usage so far.
     pub continuous: bool,
 }
 
 impl CompletionKind {
-    /// Returns the unary response.
+    /// Returns the unary response with all the output up to `end`.
     #[must_use]
     pub(super) fn whole(self, header: &AnswerHeader, end: LatestProgress) -> Value {
         let text = words(header.output_seed, 0, end.output_tokens);
@@ -128,7 +128,7 @@ pub(super) struct AnswerStream<W> {
 }
 
 impl<W> AnswerStream<W> {
-    /// Creates the response to the request of `ticket`.
+    /// Creates the response stream for the request of `ticket`, formatted by `writer`.
     #[must_use]
     pub(super) fn new(ticket: RequestGuard, writer: W) -> Self {
         Self {
@@ -153,7 +153,7 @@ impl<W: AnswerWriter + Unpin> Stream for AnswerStream<W> {
     }
 }
 
-/// Formats the events of a completion.
+/// Formats a completion as chunks of an event stream.
 #[derive(Debug)]
 pub(super) struct CompletionEvents {
     heading: AnswerHeader,
@@ -165,7 +165,7 @@ pub(super) struct CompletionEvents {
 }
 
 impl CompletionEvents {
-    /// Creates a writer of a response that has not started.
+    /// Creates a writer for a response that has not started.
     #[must_use]
     pub(super) fn new(heading: AnswerHeader, kind: CompletionKind, usage: UsageOptions) -> Self {
         let object = match kind {

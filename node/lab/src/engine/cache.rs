@@ -1,4 +1,4 @@
-//! The block pool of a vLLM v1 engine: which blocks a prompt hits, takes, and leaves behind.
+//! The block pool of a vLLM v1 engine: finds, allocates, caches and evicts blocks.
 //!
 //! Source: vLLM `v1/core/block_pool.py`, `kv_cache_manager.py` and
 //! `single_type_kv_cache_manager.py`. Blocks have a reference count. Blocks without a reference
@@ -21,33 +21,33 @@ const NONE: u32 = u32::MAX;
 pub enum BlockEvent {
     /// Blocks became full and can be hit from now on.
     Stored {
-        /// Their chained hashes, in prompt order.
+        /// Chained hashes of the blocks, in prompt order.
         hashes: Vec<EngineHash>,
         /// Hash of the block before the first; `None` at the start of a prompt.
         parent: Option<EngineHash>,
     },
-    /// One physical block was taken for other content.
+    /// One physical block was evicted, to be used for other content.
     Removed {
-        /// Hash of its old content. Another copy may still exist.
+        /// Hash of the evicted content. Another copy may still be cached.
         hash: EngineHash,
     },
     /// The whole cache was reset.
     Cleared,
 }
 
-/// A physical block.
+/// A physical block: its reference count, its content and its place in the free queue.
 #[derive(Debug, Clone)]
 struct Block {
     references: u32,
     hash: Option<EngineHash>,
     /// Next physical block with the same hash.
     next_copy: u32,
-    /// Neighbours in the free queue; meaningless outside it.
+    /// Previous block in the free queue. Like `next`, meaningless outside it.
     previous: u32,
     next: u32,
 }
 
-/// The engine's KV cache blocks.
+/// The engine's KV cache blocks, with an index by hash and the free queue.
 #[derive(Debug, Clone)]
 pub struct BlockPool {
     block_tokens: u32,
@@ -64,7 +64,7 @@ pub struct BlockPool {
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct HeldBlocks {
     blocks: Vec<u32>,
-    /// Number of them that are registered in the cache.
+    /// Number of leading blocks that are registered in the cache.
     registered: usize,
 }
 
@@ -75,21 +75,21 @@ impl HeldBlocks {
         self.blocks.len()
     }
 
-    /// Whether the request holds no block.
+    /// Returns whether the request holds no block.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.blocks.is_empty()
     }
 }
 
-/// Cached prefix of a prompt, found but not yet taken.
+/// Cached prefix of a prompt, found but not yet allocated.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct PrefixHit {
     blocks: Vec<u32>,
 }
 
 impl PrefixHit {
-    /// Returns the number of tokens that need not be computed.
+    /// Returns the number of tokens in the cached prefix, which need not be computed.
     #[must_use]
     pub fn tokens(&self, pool: &BlockPool) -> u32 {
         count(self.blocks.len()) * pool.block_tokens
@@ -153,8 +153,8 @@ impl BlockPool {
         self.cached.len()
     }
 
-    /// Finds the longest cached prefix of a sequence of `tokens` tokens. The last token is always
-    /// computed, so at most `tokens - 1` hit.
+    /// Finds the longest cached prefix of a sequence of `tokens` tokens with these block `hashes`.
+    /// The last token is always computed, so at most `tokens - 1` tokens hit.
     #[must_use]
     pub fn find(&self, hashes: &[EngineHash], tokens: u32) -> PrefixHit {
         let most = (tokens.saturating_sub(1) / self.block_tokens) as usize;
@@ -164,8 +164,11 @@ impl BlockPool {
         }
     }
 
-    /// Allocates blocks for a request's first `tokens` tokens; `hit` is used if it holds none yet.
-    /// Returns `false` and takes nothing if too few blocks are free.
+    /// Allocates the blocks that `held` lacks for a request's first `tokens` tokens, those of `hit`
+    /// first. Returns `false` and takes nothing if too few blocks are free.
+    ///
+    /// # Panics
+    /// If `hit` has blocks and the request already holds some.
     pub fn allocate(&mut self, held: &mut HeldBlocks, hit: &PrefixHit, tokens: u32) -> bool {
         assert!(
             hit.blocks.is_empty() || held.is_empty(),
@@ -192,8 +195,8 @@ impl BlockPool {
         true
     }
 
-    /// Registers the request's blocks that `tokens` scheduled tokens fill and whose hashes are
-    /// known. Returns their range, if any, and records a [`BlockEvent::Stored`].
+    /// Registers the request's new full blocks, given `tokens` scheduled tokens and the known
+    /// `hashes`. Returns the range of these blocks, if any, and records a [`BlockEvent::Stored`].
     pub fn register(
         &mut self,
         held: &mut HeldBlocks,
@@ -237,8 +240,8 @@ impl BlockPool {
         self.cached.keys().copied()
     }
 
-    /// Releases all blocks of a request, deepest first. They stay cached until taken; unregistered
-    /// ones are taken first.
+    /// Releases all blocks of a request, deepest first. Blocks stay cached until they are taken for
+    /// other content; unregistered blocks are taken first.
     pub fn release(&mut self, held: &mut HeldBlocks) {
         for block in std::mem::take(held).blocks.into_iter().rev() {
             let Block {

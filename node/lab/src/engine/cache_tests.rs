@@ -11,7 +11,7 @@ use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
 struct Naive {
     block_tokens: u32,
     references: Vec<u32>,
-    /// Hash of each block's content, and when it was registered.
+    /// Hash of each block's content, and the time when it was registered.
     content: Vec<Option<(EngineHash, u64)>>,
     queue: VecDeque<usize>,
     clock: u64,
@@ -87,16 +87,17 @@ impl Naive {
 /// One operation on a pool.
 #[derive(Debug, Clone)]
 enum Step {
-    /// A prompt arrives, and `scheduled` of its tokens run. A family shares its first blocks.
+    /// Adds a prompt and runs `scheduled` of its tokens. A family's prompts share their first
+    /// blocks.
     Begin {
         family: u64,
         shared: usize,
         tokens: u32,
         scheduled: u32,
     },
-    /// A running request continues.
+    /// Continues a running request.
     Extend { which: usize, tokens: u32 },
-    /// A running request ends.
+    /// Ends a running request.
     Release { which: usize },
 }
 
@@ -209,7 +210,7 @@ proptest! {
     }
 }
 
-/// Maintains the multiset of cached hashes like a subscriber of the events.
+/// Maintains the multiset of cached hashes from events, as a subscriber does.
 fn replay_events(stored: &mut Vec<EngineHash>, events: Vec<BlockEvent>) {
     for event in events {
         match event {

@@ -20,11 +20,11 @@ use super::events::{FaultKind, Publisher};
 use super::lora::LoraSeries;
 use super::model::{ComputeJob, EngineStats, Finish, RequestId, RequestProgress, Scheduler};
 
-/// Longest lag of the model's time behind the clock that is caught up. An engine that got no CPU
-/// for longer continues at its normal pace.
+/// Maximum lag of the model's time behind the clock that the driver catches up. An engine that got
+/// no CPU for longer continues at its normal pace.
 const CATCH_UP_MAX: Duration = Duration::from_millis(100);
 
-/// An engine's scheduler with the requests that wait for it.
+/// An engine's scheduler with the progress of its requests, shared by handlers and the driver.
 #[derive(Debug)]
 pub(super) struct DriverCore {
     inner: Mutex<DriverInner>,
@@ -34,7 +34,7 @@ pub(super) struct DriverCore {
     open: watch::Sender<u32>,
     speed: f64,
     publisher: Option<Arc<Publisher>>,
-    /// Start of this life of the engine in Unix seconds, as the bits of a float.
+    /// Time when the engine last started, in Unix seconds, as the bits of an `f64`.
     started_s: AtomicU64,
 }
 
@@ -42,25 +42,25 @@ pub(super) struct DriverCore {
 struct DriverInner {
     scheduler: Scheduler,
     progress_slots: HashMap<RequestId, Arc<ProgressSlot>>,
-    /// Fault to inject when the engine is idle.
+    /// Fault to inject once the engine is idle.
     pending_fault: FaultKind,
-    /// Adapters in use, step by step.
+    /// History of the adapters in use, for the metrics page.
     lora: LoraSeries,
 }
 
-/// Where the driver stores a request's progress for its handler.
+/// Slot in which the driver stores a request's progress for its handler.
 #[derive(Debug, Default)]
 struct ProgressSlot {
     latest: Mutex<LatestProgress>,
     waker: AtomicWaker,
 }
 
-/// Progress of a request.
+/// Progress of a request, as its handler sees it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) struct LatestProgress {
-    /// Output tokens so far.
+    /// Number of output tokens so far.
     pub output_tokens: u32,
-    /// Prompt tokens found in the cache; valid once there is an output token.
+    /// Number of prompt tokens found in the cache; valid once there is an output token.
     pub cached_tokens: u32,
     /// How the request ended; `None` while it runs.
     pub finish: Option<Finish>,
@@ -76,7 +76,7 @@ pub(super) struct RequestGuard {
 }
 
 impl DriverCore {
-    /// Creates an idle engine whose model runs `speed` times as fast as its shape states.
+    /// Creates an idle engine that runs `speed` times as fast as the scheduler's shape states.
     #[must_use]
     pub(super) fn new(
         scheduler: Scheduler,
@@ -103,23 +103,23 @@ impl DriverCore {
         self.publisher.as_ref()
     }
 
-    /// Returns the start of this life of the engine, in Unix seconds.
+    /// Returns the time when the engine last started, in Unix seconds.
     #[must_use]
     pub(super) fn started_s(&self) -> f64 {
         f64::from_bits(self.started_s.load(Ordering::Relaxed))
     }
 
-    /// Resets the cache, unless a request holds a block of it.
+    /// Resets the cache. Returns `false` and does nothing while a request holds a block.
     pub(super) fn reset_cache(&self) -> bool {
         self.lock().scheduler.reset_cache()
     }
 
-    /// Calls `read` on the scheduler between two steps.
+    /// Calls `read` on the scheduler while it is locked.
     pub(super) fn look<T>(&self, read: impl FnOnce(&Scheduler) -> T) -> T {
         read(&self.lock().scheduler)
     }
 
-    /// Queues a request.
+    /// Queues a request, and returns a guard that reports its progress.
     pub(super) fn submit(self: &Arc<Self>, job: ComputeJob) -> RequestGuard {
         let progress_slot = Arc::new(ProgressSlot::default());
         let id = {
@@ -144,12 +144,12 @@ impl DriverCore {
         self.lock().scheduler.stats()
     }
 
-    /// Returns the adapters in use, step by step.
+    /// Returns the history of the adapters in use.
     pub(super) fn lora_series(&self) -> LoraSeries {
         self.lock().lora.clone()
     }
 
-    /// Returns the maximum number of tokens of a request.
+    /// Returns the maximum number of prompt and output tokens of a request.
     #[must_use]
     pub(super) fn tokens_max(&self) -> u32 {
         self.lock().scheduler.tokens_max()
@@ -161,7 +161,7 @@ impl DriverCore {
         self.open.subscribe()
     }
 
-    /// Runs the model for as long as the future is polled.
+    /// Runs the model until the future is dropped.
     pub(super) async fn drive(self: Arc<Self>) {
         let mut model_time = Instant::now();
         loop {
@@ -274,7 +274,7 @@ impl ProgressSlot {
 }
 
 impl RequestGuard {
-    /// Polls for progress that was not seen yet, or the end.
+    /// Polls for new output tokens or the end of the request.
     pub(super) fn poll_next(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<LatestProgress> {
         let ticket = self.get_mut();
         ticket.progress_slot.waker.register(cx.waker());
@@ -287,7 +287,7 @@ impl RequestGuard {
         }
     }
 
-    /// Waits until the request has ended.
+    /// Waits until the request has ended, and returns its final progress.
     pub(super) async fn finished(mut self) -> LatestProgress {
         loop {
             let latest = std::future::poll_fn(|cx| Pin::new(&mut self).poll_next(cx)).await;
@@ -304,7 +304,7 @@ impl Drop for RequestGuard {
     }
 }
 
-/// Returns the Unix time.
+/// Returns the time since the Unix epoch.
 pub(super) fn unix_time() -> Duration {
     SystemTime::now()
         .duration_since(UNIX_EPOCH)

@@ -1,5 +1,5 @@
-//! `/v1/embeddings`: prompts are computed and cached like any other. The vectors have length 1 and
-//! are derived from the prompt, so that equal prompts have equal vectors.
+//! `/v1/embeddings`: embedding requests, whose prompts are computed and cached like any other.
+//! Vectors have length 1 and are derived from the prompt, so that equal prompts have equal vectors.
 
 use api::prompt::Prompt;
 use base64::Engine as _;
@@ -15,7 +15,7 @@ const DIMENSIONS_MAX: u32 = 4096;
 /// Maximum number of prompts per request.
 pub(super) const INPUTS_MAX: usize = 2048;
 
-/// The request in OpenAI's format.
+/// Body of an embeddings request, in OpenAI's format.
 #[derive(Debug, Deserialize)]
 pub(super) struct EmbeddingsRequest {
     pub(super) input: EmbeddingInput,
@@ -56,7 +56,7 @@ impl EmbeddingInput {
 }
 
 impl EmbeddingsRequest {
-    /// Checks the number of dimensions.
+    /// Returns an error message if the number of dimensions is zero or above [`DIMENSIONS_MAX`].
     pub(super) fn check_dimensions(&self) -> Result<(), String> {
         match self.dimensions {
             Some(0) => Err("dimensions must be at least 1, got 0.".to_owned()),
@@ -67,7 +67,7 @@ impl EmbeddingsRequest {
         }
     }
 
-    /// Returns the format of the vectors.
+    /// Returns the requested encoding and length of the vectors.
     pub(super) fn form(&self) -> VectorForm {
         VectorForm {
             encoding: self.encoding_format,
@@ -76,7 +76,7 @@ impl EmbeddingsRequest {
     }
 }
 
-/// Format of vectors.
+/// Encoding and length of the vectors of a response.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct VectorForm {
     encoding: EncodingFormat,
@@ -84,7 +84,7 @@ pub(super) struct VectorForm {
 }
 
 impl VectorForm {
-    /// Returns the entry of the prompt at `index` with the seed `output_seed`.
+    /// Returns the response's entry for the prompt at `index`, with the vector of `output_seed`.
     pub(super) fn entry(self, index: usize, output_seed: u64) -> Value {
         let numbers = self.vector(output_seed);
         let embedding = match self.encoding {

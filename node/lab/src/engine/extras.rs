@@ -1,4 +1,4 @@
-//! Request fields that the routing parser ignores.
+//! Request fields that the routing parser ignores, but the engine needs.
 
 use super::rejection::{RequestRejection, read};
 use super::transfer::TransferParams;
@@ -12,8 +12,8 @@ struct ExtraFields {
     max_output_tokens: Option<i64>,
 }
 
-/// Rejects what this engine does not support. Returns the client's token limit and the transfer
-/// parameters.
+/// Parses the extra fields and rejects unsupported values. Returns the client's token limit and the
+/// transfer parameters.
 pub(super) fn check_extras(body: &[u8]) -> Result<(Option<u32>, TransferParams), RequestRejection> {
     let extras: ExtraFields = read(body, None)?;
     if extras.n.is_some_and(|n| n != 1) {

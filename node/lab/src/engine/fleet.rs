@@ -9,31 +9,31 @@ use state::command::BackendSpec;
 use super::events::{EventEncoding, PublisherFaults};
 use super::{EmulatedEngine, EngineHandle, EngineOptions, EventsOptions};
 
-/// First port of the emulated engines, if it and the following ones are free.
+/// First port that the emulated engines try.
 const FIRST_PORT: u16 = 9001;
 
 /// Engines to start or to use.
 #[derive(Debug, Clone, Copy)]
 pub struct EnginesPlan<'a> {
-    /// Real engines; if any, none are emulated.
+    /// URLs of real engines. If there are any, none are emulated.
     pub urls: &'a [String],
     /// Number of emulated engines.
     pub count: u8,
     /// Speed of the emulated engines, relative to a small GPU.
     pub speed: f64,
-    /// Cache blocks of each emulated engine; `None`: the default.
+    /// Number of cache blocks of each emulated engine; `None` for the default.
     pub blocks: Option<u32>,
     /// Whether the engines publish KV events and replicas read them.
     pub has_events: bool,
-    /// Faults to inject into these events.
+    /// Faults to inject into the KV events.
     pub faults: Option<&'a PublisherFaults>,
 }
 
-/// Running engines with their registrations.
+/// Running engines with their registrations as backends.
 #[derive(Debug)]
 pub struct Engines {
     emulated: Vec<EngineHandle>,
-    /// Registrations of the engines as backends.
+    /// Registration of each engine as a backend.
     pub specs: Vec<BackendSpec>,
 }
 
@@ -41,7 +41,7 @@ impl Engines {
     /// Starts the emulated engines, unless real ones are named.
     ///
     /// # Errors
-    /// If an emulated engine finds no port.
+    /// If the listener of an emulated engine cannot be bound.
     pub async fn start(plan: EnginesPlan<'_>) -> anyhow::Result<Self> {
         let mut emulated = Vec::new();
         if plan.urls.is_empty() {
@@ -57,7 +57,7 @@ impl Engines {
         Ok(Self { emulated, specs })
     }
 
-    /// Stops the emulated engines.
+    /// Stops the emulated engines, and waits until they have stopped.
     pub async fn stop(self) {
         for engine in self.emulated {
             engine.stop().await;

@@ -1,8 +1,8 @@
 //! The HTTP API of the engine: vLLM's routes, with one task per connection.
 //!
-//! A disconnect is noticed while a handler waits and while it streams: its future or body is
-//! dropped, which aborts the request in the scheduler. Idle connections are closed after the
-//! keep-alive time, as uvicorn does under vLLM.
+//! The server notices a disconnect while a handler waits and while it streams. It drops the
+//! handler's future or body, which aborts the request in the scheduler. Idle connections are closed
+//! after the keep-alive time, as uvicorn does under vLLM.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -61,14 +61,14 @@ const EVENTS: [(HeaderName, &str); 1] = [(CONTENT_TYPE, "text/event-stream; char
 const METRICS: [(HeaderName, &str); 1] =
     [(CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")];
 
-/// State shared by all connections.
+/// The server of one engine: its ranks, options and counters, shared by all connections.
 #[derive(Debug)]
 pub(super) struct EngineServer {
     ranks: Ranks,
     model: String,
-    /// Served adapters.
+    /// Names of the served LoRA adapters.
     adapters: Vec<Arc<str>>,
-    /// Number of adapters that fit in memory.
+    /// Maximum number of adapters in memory.
     max_loras: u32,
     shape: EngineShape,
     seed: u64,
@@ -77,9 +77,9 @@ pub(super) struct EngineServer {
     rooms: Option<EngineRooms>,
 }
 
-/// State as handlers receive it.
+/// Extractor of the shared [`EngineServer`].
 type Shared = State<Arc<EngineServer>>;
-/// Body of a request, or why it could not be read.
+/// Body of a request, or the reason why it could not be read.
 type BodyRead = Result<Bytes, BytesRejection>;
 
 /// An endpoint that generates text.
@@ -138,7 +138,7 @@ impl GenerateEndpoint {
     }
 }
 
-/// Body of `/tokenize`; with `messages` it is for a chat's prompt.
+/// Body of `/tokenize`. If it has `messages`, the prompt is a chat.
 #[derive(Debug, serde::Deserialize)]
 struct Tokenize {
     messages: Option<Value>,
@@ -151,7 +151,7 @@ struct Detokenize {
 }
 
 impl EngineServer {
-    /// Creates the server of an engine with `options` and `ranks`.
+    /// Creates the server of an engine with `ranks` and `options`, which listens on `address`.
     #[must_use]
     pub(super) fn new(
         ranks: Ranks,
@@ -173,7 +173,7 @@ impl EngineServer {
         }
     }
 
-    /// Returns the routes.
+    /// Returns the router with all routes of the engine.
     pub(super) fn routes(self) -> Router {
         let empty = || async { StatusCode::OK };
         let version = || async { Json(json!({ "version": env!("CARGO_PKG_VERSION") })) };
@@ -284,7 +284,7 @@ impl EngineServer {
         Ok(Json(answer).into_response())
     }
 
-    /// Fetches a prompt that another engine computed. Returns whether it is available here.
+    /// Fetches a prompt that another engine computed. Returns whether its blocks are here.
     async fn fetch(&self, params: &TransferParams, tokens: u32) -> Result<bool, RequestRejection> {
         let Some(connector) = &self.connector else {
             return Ok(false);
@@ -297,7 +297,7 @@ impl EngineServer {
         })
     }
 
-    /// Hands the blocks of a prompt to another engine.
+    /// Hands a kept prompt over to another engine, or responds 404 if there is no such entry.
     async fn give(State(surface): Shared, Path(entry): Path<String>) -> StatusCode {
         let connector = surface.connector.as_ref();
         match connector.is_some_and(|connector| connector.give(&entry)) {
@@ -381,7 +381,7 @@ impl EngineServer {
         }
     }
 
-    /// Returns the sequence of a request. It keeps its tokens if the engine publishes them.
+    /// Returns the sequence of a prompt. It keeps its contents if the engine publishes events.
     fn sequence(&self, bytes: &[u8], adapter_and_salt: (&str, &str)) -> Sequence {
         let new = match self.ranks.first().publisher() {
             Some(_) => Sequence::remembering,
@@ -390,7 +390,7 @@ impl EngineServer {
         new(bytes, adapter_and_salt, self.shape.block_size, self.seed)
     }
 
-    /// SGLang's `/server_info`, as far as a router needs it.
+    /// Responds to SGLang's `/server_info` with the fields that a router needs; 404 without rooms.
     async fn server_info(State(surface): Shared) -> Response {
         let Some(rooms) = &surface.rooms else {
             return StatusCode::NOT_FOUND.into_response();
@@ -417,7 +417,8 @@ impl EngineServer {
         }
     }
 
-    /// `POST /debug/prefix`, which vLLM lacks: how much of a hypothetical request is cached.
+    /// Responds to `POST /debug/prefix`, which vLLM lacks, with the cached part of a possible
+    /// request.
     async fn prefix(
         State(surface): Shared,
         headers: HeaderMap,
@@ -441,7 +442,7 @@ impl EngineServer {
         Ok(Json(json!({ "blocks": blocks, "cached_hashes": all })))
     }
 
-    /// Lists the publishers by data-parallel rank, as vLLM does.
+    /// Lists the publishers of KV events by data-parallel rank, as vLLM does.
     async fn kv_event_sources(State(surface): Shared) -> Json<Value> {
         let source = |publisher: &Publisher| {
             json!({
@@ -486,7 +487,7 @@ impl EngineServer {
         Ok(Json(json!({ "prompt": detokenize(&tokens) })))
     }
 
-    /// Returns the adapter with the model name `model`; `None` for the base model.
+    /// Returns the LoRA adapter with the model name `model`; `None` for the base model.
     fn adapter_of(&self, model: &str) -> Result<Option<Arc<str>>, RequestRejection> {
         if model == self.model {
             return Ok(None);
@@ -573,7 +574,7 @@ impl EngineServer {
     }
 }
 
-/// Serves one connection until it ends or `stop` is cancelled.
+/// Serves the HTTP requests of one connection until it ends or `stop` is cancelled.
 pub(super) async fn serve(
     routes: Router,
     socket: TcpStream,

@@ -1,4 +1,4 @@
-//! LoRA adapters: which are in memory, how long loading takes, and their metrics.
+//! LoRA adapters: slots in memory, loading times, and metrics.
 //!
 //! As in vLLM, a batch has at most `--max-loras` adapters. A request whose adapter has no slot
 //! waits while others pass. An adapter stays in memory until another one needs its slot, least
@@ -9,15 +9,15 @@ use std::fmt::Write as _;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Maximum number of `vllm:lora_requests_info` series on the page, the latest ones.
+/// Maximum number of `vllm:lora_requests_info` series on the metrics page; the latest are kept.
 const SERIES_MAX: usize = 1024;
 
-/// LoRA adapters of an engine.
+/// Options of an engine for LoRA adapters.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LoraOptions {
-    /// Names of the available adapters; empty: the engine serves none.
+    /// Names of the available adapters. If empty, the engine serves none.
     pub names: Vec<String>,
-    /// Number of adapters that fit in memory.
+    /// Maximum number of adapters in memory.
     pub max_loras: u32,
     /// Time to load an adapter.
     pub load: Duration,
@@ -33,12 +33,12 @@ impl Default for LoraOptions {
     }
 }
 
-/// Adapters in memory.
+/// Memory slots of an engine for adapters.
 #[derive(Debug)]
 pub(super) struct LoraSlots {
     max: usize,
     load: Duration,
-    /// Ordered by last use, oldest first.
+    /// Adapters in memory, ordered by last use, oldest first.
     resident: Vec<Arc<str>>,
 }
 
@@ -52,7 +52,7 @@ impl LoraSlots {
     }
 
     /// Admits a request for `adapter` to a batch with the adapters `running`. Returns the load
-    /// time, which is zero if the adapter is in memory; `None`: the batch uses all slots.
+    /// time, which is zero if the adapter is in memory, or `None` if the batch uses all slots.
     pub(super) fn admit<'a>(
         &mut self,
         adapter: &Arc<str>,
@@ -73,13 +73,13 @@ impl LoraSlots {
     }
 }
 
-/// The series of `vllm:lora_requests_info`: running and waiting adapters, with the last time of
-/// this combination in Unix seconds.
+/// The series of `vllm:lora_requests_info`. Maps each combination of running and waiting adapters
+/// to the last time that it occurred, in Unix seconds.
 #[derive(Debug, Clone, Default)]
 pub(super) struct LoraSeries(BTreeMap<(String, String), f64>);
 
 impl LoraSeries {
-    /// Records the adapters that run and wait now.
+    /// Records the adapters of running and of waiting requests at the time `now_s`.
     pub(super) fn note<'a>(
         &mut self,
         running: impl Iterator<Item = &'a Arc<str>>,
@@ -95,7 +95,7 @@ impl LoraSeries {
         }
     }
 
-    /// Writes the series of an engine with room for `max` adapters.
+    /// Writes the series to `out`, for an engine with `max` adapter slots.
     pub(super) fn render(&self, max: u32, out: &mut String) {
         out.push_str(
             "# HELP vllm:lora_requests_info Running stats on lora requests.\n\
@@ -111,7 +111,7 @@ impl LoraSeries {
     }
 }
 
-/// Joins the distinct names in the format of the labels.
+/// Joins the distinct adapter names, sorted and separated by commas.
 fn list<'a>(adapters: impl Iterator<Item = &'a Arc<str>>) -> String {
     let mut names: Vec<&str> = adapters.map(|adapter| &**adapter).collect();
     names.sort_unstable();

@@ -1,22 +1,22 @@
-//! `/metrics` with vLLM's names: those that a router reads, and counters for tests.
+//! The page `/metrics` with vLLM's names: metrics that a router reads, and counters for tests.
 
 use std::fmt::Write as _;
 
 use super::lora::LoraSeries;
 use super::model::{EngineShape, EngineStats};
 
-/// Contents of the page.
+/// Data that the metrics page shows.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct EngineMetricsPage<'a> {
     /// Served model name.
     pub model: &'a str,
-    /// Sizes, for `cache_config_info`.
+    /// Sizes of the engine, for `cache_config_info`.
     pub shape: EngineShape,
-    /// Start of the engine in Unix time, in seconds.
+    /// Start of the engine, in Unix seconds.
     pub started_s: f64,
-    /// The counters of each rank.
+    /// Counters and gauges of each rank.
     pub stats: &'a [EngineStats],
-    /// Number of adapters that fit, and those in use; `None`: the engine serves none.
+    /// Number of adapter slots, and the series of adapters in use; `None` without adapters.
     pub lora: Option<(u32, &'a LoraSeries)>,
 }
 
@@ -56,7 +56,7 @@ impl EngineMetricsPage<'_> {
         out
     }
 
-    /// Renders the page of an engine in this mode with SGLang's names.
+    /// Renders the page with SGLang's names, for an engine in disaggregation mode `mode`.
     #[must_use]
     pub(super) fn render_sglang(&self, mode: &str) -> String {
         let mut out = String::with_capacity(2048);

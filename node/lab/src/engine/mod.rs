@@ -1,10 +1,10 @@
 //! An emulated vLLM engine: a real prefix cache and scheduler with modelled time, behind vLLM's
 //! HTTP API.
 //!
-//! With it, a cluster can be tried, tested and measured without a GPU. Everything that determines
-//! prefix hits is real: block hashes, reference counts, eviction order, queueing and preemption
-//! follow vLLM v1 ([`cache`], [`model`]). Only the computation is replaced by its duration, and the
-//! output by random words ([`text`]).
+//! It serves to try, test and measure a cluster without a GPU. Everything that determines prefix
+//! hits is real: block hashes, reference counts, eviction order, queueing and preemption follow
+//! vLLM v1 ([`cache`], [`model`]). Only the computation is replaced by its duration, and the output
+//! by random words ([`text`]).
 //!
 //! The engine can publish changes of its cache like vLLM ([`events`]). `quorate engine` runs one
 //! engine; several can run in one process ([`fleet`]).
@@ -63,27 +63,28 @@ const CONNECTIONS_MAX: usize = 16_384;
 /// Options of an engine.
 #[derive(Debug, Clone, PartialEq)]
 pub struct EngineOptions {
-    /// Listening address; port 0 takes a free one.
+    /// Listening address. Port 0 selects a free port.
     pub listen: SocketAddr,
     /// Served model name.
     pub model: String,
-    /// Sizes and speeds.
+    /// Sizes and speeds of the modelled engine.
     pub shape: EngineShape,
-    /// Speed-up of the times in `shape`.
+    /// Factor by which the engine runs faster than `shape` states.
     pub speed: f64,
     /// Seed of the output.
     pub seed: u64,
-    /// Time for which an idle connection is kept. 5 s in vLLM.
+    /// Time after which an idle connection is closed; 5 s in vLLM.
     pub keep_alive: Duration,
-    /// KV events; `None`: not published.
+    /// Options of the KV events; `None` if the engine publishes none.
     pub events: Option<EventsOptions>,
-    /// LoRA adapters.
+    /// Options for LoRA adapters.
     pub lora: LoraOptions,
-    /// KV connector; `None`: the engine has none.
+    /// Options of the KV connector; `None` if the engine has none.
     pub transfer: Option<TransferOptions>,
-    /// Disaggregation through rooms, as in SGLang, with its metric names; `None`: a vLLM engine.
+    /// Options of disaggregation through rooms, as in SGLang, with its metric names; `None` for
+    /// vLLM.
     pub rooms: Option<RoomOptions>,
-    /// Number of data-parallel ranks, each of this shape; at least one.
+    /// Number of data-parallel ranks, each with its own `shape`. Zero counts as one.
     pub data_parallel_size: u16,
 }
 
@@ -112,7 +113,7 @@ impl Default for EngineOptions {
     }
 }
 
-/// Starts engines.
+/// Starter of emulated engines.
 #[derive(Debug, Clone, Copy)]
 pub struct EmulatedEngine;
 
@@ -120,7 +121,7 @@ pub struct EmulatedEngine;
 #[derive(Debug)]
 pub struct EngineHandle {
     addr: SocketAddr,
-    /// Bootstrap address, if the engine uses rooms.
+    /// Bootstrap address of a prefill engine with rooms; `None` for other engines.
     bootstrap: Option<SocketAddr>,
     ranks: Ranks,
     stop: CancellationToken,
@@ -128,10 +129,10 @@ pub struct EngineHandle {
 }
 
 impl EmulatedEngine {
-    /// Binds the address and serves it in the background.
+    /// Binds the address and serves an engine there in the background.
     ///
     /// # Errors
-    /// If the address cannot be bound.
+    /// If the address of the API, of the KV events or of the rooms cannot be bound.
     ///
     /// # Panics
     /// If a size in the shape is zero, or `speed` is not a positive number.
@@ -201,39 +202,39 @@ impl EngineHandle {
         self.addr
     }
 
-    /// Returns the URL: `http://` and the address.
+    /// Returns the engine's URL: `http://` and the listening address.
     #[must_use]
     pub fn url(&self) -> String {
         format!("http://{}", self.addr)
     }
 
-    /// Returns the bootstrap address of a prefill engine; `None` without rooms.
+    /// Returns the bootstrap address of a prefill engine with rooms; `None` for other engines.
     #[must_use]
     pub fn bootstrap(&self) -> Option<SocketAddr> {
         self.bootstrap
     }
 
-    /// Returns the endpoint of the first rank's KV events, as in a backend's `kv_events`.
+    /// Returns the first rank's KV event endpoint, as in a backend's `kv_events`.
     #[must_use]
     pub fn kv_events(&self) -> Option<String> {
         let publisher = self.ranks.publishers().next()?;
         Some(format!("tcp://{}", publisher.events_at()))
     }
 
-    /// Returns the endpoint of its replays, as in a backend's `kv_replay`.
+    /// Returns the first rank's endpoint for replays of KV events, as in a backend's `kv_replay`.
     #[must_use]
     pub fn kv_replay(&self) -> Option<String> {
         let replay = self.ranks.publishers().next()?.replay_at()?;
         Some(format!("tcp://{replay}"))
     }
 
-    /// Returns the counters of the first rank.
+    /// Returns the counters and gauges of the first rank.
     #[must_use]
     pub fn stats(&self) -> EngineStats {
         self.ranks.first().stats()
     }
 
-    /// Returns the counters of each rank.
+    /// Returns the counters and gauges of each rank.
     #[must_use]
     pub fn rank_stats(&self) -> Vec<EngineStats> {
         self.ranks.stats()

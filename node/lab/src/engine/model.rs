@@ -26,90 +26,90 @@ const DECODE_BATCH_DOUBLING: u64 = 64;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct RequestId(pub u64);
 
-/// Sizes and speeds of an engine.
+/// Sizes and speeds of an emulated engine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct EngineShape {
     /// Number of KV blocks, including the null block.
     pub num_gpu_blocks: u32,
-    /// Tokens per block.
+    /// Number of tokens per block.
     pub block_size: u32,
     /// Maximum number of running requests.
     pub max_num_seqs: u32,
-    /// Maximum number of tokens computed in one step.
+    /// Maximum number of tokens scheduled in one step.
     pub max_num_batched_tokens: u32,
-    /// Prompt tokens computed per second, over all requests.
+    /// Number of prompt tokens computed per second, over all requests.
     pub prefill_tokens_per_s: u32,
-    /// Duration of a decode step for one request.
+    /// Duration of a decode step of a single request.
     pub decode: Duration,
 }
 
 /// How a request ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Finish {
-    /// The model ended its output.
+    /// The model ended its output by itself.
     Stop,
-    /// The output reached the client's limit.
+    /// The output reached the client's token limit.
     Length,
 }
 
-/// Progress of a request.
+/// Progress of a request at the end of a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RequestProgress {
     /// Id of the request.
     pub id: RequestId,
-    /// Output tokens so far.
+    /// Number of output tokens so far.
     pub output_tokens: u32,
-    /// Prompt tokens found in the cache.
+    /// Number of prompt tokens found in the cache.
     pub cached_tokens: u32,
-    /// Set once, with the last token.
+    /// How the request ended; set only in its last progress.
     pub finish: Option<Finish>,
 }
 
-/// Counters and gauges, as `/metrics` shows them.
+/// Counters and gauges of an engine, as `/metrics` shows them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct EngineStats {
-    /// Requests in the batch.
+    /// Number of requests in the batch.
     pub running: u32,
-    /// Requests in the queue.
+    /// Number of requests in the queue.
     pub waiting: u32,
-    /// Blocks that requests hold.
+    /// Number of blocks that requests hold.
     pub used_blocks: u32,
-    /// Blocks that requests can hold.
+    /// Number of blocks that requests can hold.
     pub usable_blocks: u32,
-    /// Tokens looked up in the cache.
+    /// Number of prompt tokens looked up in the cache.
     pub cache_queries: u64,
-    /// Tokens found in the cache.
+    /// Number of prompt tokens found in the cache.
     pub cache_hits: u64,
-    /// Preempted requests.
+    /// Number of preemptions.
     pub preemptions: u64,
-    /// Prompt tokens of admitted requests.
+    /// Number of prompt tokens of admitted requests.
     pub prompt_tokens: u64,
-    /// Output tokens.
+    /// Number of output tokens.
     pub generation_tokens: u64,
-    /// Requests that ended with [`Finish::Stop`].
+    /// Number of requests that ended with [`Finish::Stop`].
     pub finished_stop: u64,
-    /// Requests that ended with [`Finish::Length`].
+    /// Number of requests that ended with [`Finish::Length`].
     pub finished_length: u64,
-    /// Requests whose clients disconnected.
+    /// Number of requests that were aborted because their clients disconnected.
     pub aborted: u64,
-    /// Blocks registered, including copies.
+    /// Number of blocks registered in the cache, including copies.
     pub blocks_stored: u64,
-    /// Blocks evicted, including copies.
+    /// Number of blocks evicted, including copies.
     pub blocks_removed: u64,
-    /// LoRA adapters loaded.
+    /// Number of times that a LoRA adapter was loaded.
     pub adapter_loads: u64,
 }
 
-/// A request to compute.
+/// Work of a request that the scheduler computes.
 #[derive(Debug, Clone)]
 pub struct ComputeJob {
-    /// Prompt; output is appended to it.
+    /// Sequence of the prompt, to which the output is appended.
     pub sequence: Sequence,
-    /// Number of output tokens; zero: only the prompt is computed, as for an embedding.
+    /// Number of output tokens. If zero, only the prompt is computed, as for an embedding.
     pub max_tokens: u32,
-    /// How the request ends after these tokens.
+    /// How the request ends after `max_tokens` output tokens.
     pub ending: Finish,
-    /// LoRA adapter; `None`: the base model.
+    /// LoRA adapter; `None` for the base model.
     pub adapter: Option<Arc<str>>,
     /// Whether the blocks of the prompt were fetched from another engine.
     pub is_fetched: bool,
@@ -120,18 +120,18 @@ struct ScheduledRequest {
     job: ComputeJob,
     held: HeldBlocks,
     computed: u32,
-    /// `None` until the request is first admitted.
+    /// Number of prompt tokens found in the cache; `None` until the request is first admitted.
     cached: Option<u32>,
 }
 
-/// Work on one request in the current step.
+/// Tokens of one request that the current step computes.
 #[derive(Debug, Clone, Copy)]
 struct ScheduledWork {
     id: RequestId,
     tokens: u32,
 }
 
-/// Queue, batch and cache of an engine.
+/// Scheduler of an engine: its queue, batch and cache.
 #[derive(Debug)]
 pub struct Scheduler {
     shape: EngineShape,
@@ -145,12 +145,12 @@ pub struct Scheduler {
     events: Vec<BlockEvent>,
     contents: Vec<BlockContent>,
     lora: LoraSlots,
-    /// Time that the current step spends on loading adapters.
+    /// Time that the current step spends loading adapters.
     loading: Duration,
 }
 
 impl Scheduler {
-    /// Creates an idle engine.
+    /// Creates the scheduler of an idle engine with an empty cache.
     ///
     /// # Panics
     /// If a size in `shape` is zero, or it has fewer than two blocks.
@@ -178,7 +178,7 @@ impl Scheduler {
         }
     }
 
-    /// Adds slots for adapters.
+    /// Sets the number of adapter slots and the time to load an adapter.
     #[must_use]
     pub fn with_lora(mut self, options: &LoraOptions) -> Self {
         self.lora = LoraSlots::new(options.max_loras, options.load);
@@ -196,7 +196,7 @@ impl Scheduler {
     /// Queues a request.
     ///
     /// # Panics
-    /// If the request can never fit; the HTTP API rejects those.
+    /// If the request exceeds [`tokens_max`](Self::tokens_max); the HTTP API rejects those.
     pub fn submit(&mut self, job: ComputeJob) -> RequestId {
         let tokens = job.sequence.tokens().saturating_add(job.max_tokens);
         assert!(
@@ -218,7 +218,7 @@ impl Scheduler {
         id
     }
 
-    /// Drops a request at once and frees its blocks. An unknown id is a request that has ended.
+    /// Drops a request at once and frees its blocks. Ignores the id of a request that has ended.
     pub fn abort(&mut self, id: RequestId) {
         if let Some(mut request) = self.requests.remove(&id) {
             self.pool.release(&mut request.held);
@@ -228,7 +228,7 @@ impl Scheduler {
         }
     }
 
-    /// Plans a step and returns its duration; `None` if there is nothing to do.
+    /// Plans a step and returns its duration; `None` if there is nothing to compute.
     ///
     /// # Panics
     /// If the previous step was not finished.
@@ -248,7 +248,7 @@ impl Scheduler {
         (!self.step.is_empty()).then(|| self.step_time())
     }
 
-    /// Ends the step. Returns the progress of its requests.
+    /// Ends the step. Returns the progress of the requests that have their prompt computed.
     pub fn finish_step(&mut self) -> Vec<RequestProgress> {
         let step = std::mem::take(&mut self.step);
         let mut progress = Vec::with_capacity(step.len());
@@ -297,37 +297,38 @@ impl Scheduler {
         std::mem::take(&mut self.events)
     }
 
-    /// Returns the contents of the [`BlockEvent::Stored`]s taken at the same time, in their order.
-    /// Omits sequences that do not remember their contents.
+    /// Returns the contents of the [`BlockEvent::Stored`]s of [`take_events`](Self::take_events),
+    /// in the same order. Omits sequences that do not remember their contents.
     pub fn take_contents(&mut self) -> Vec<BlockContent> {
         std::mem::take(&mut self.contents)
     }
 
-    /// Resets the cache, unless a request holds a block. The event comes with the next step.
+    /// Resets the cache; the event comes with the next step. Returns `false` and does nothing while
+    /// a request holds a block.
     pub fn reset_cache(&mut self) -> bool {
         self.pool.reset()
     }
 
-    /// Drops the changes of the cache that were not taken.
+    /// Drops the recorded changes of the cache.
     pub fn forget_events(&mut self) {
         drop(self.pool.take_events());
         self.events.clear();
         self.contents.clear();
     }
 
-    /// Whether no request is in flight.
+    /// Returns whether no request is queued or running.
     #[must_use]
     pub fn is_idle(&self) -> bool {
         self.requests.is_empty()
     }
 
-    /// Returns the number of distinct hashes in the cache.
+    /// Returns the number of distinct hashes of cached blocks.
     #[must_use]
     pub fn cached_hashes(&self) -> usize {
         self.pool.cached_hashes()
     }
 
-    /// Returns the adapters of running and of waiting requests, once per request.
+    /// Returns the adapters of running requests and of waiting requests, once per request.
     pub(super) fn adapters(
         &self,
     ) -> (
@@ -368,7 +369,7 @@ impl Scheduler {
     }
 
     fn admit_waiting(&mut self, budget: &mut u32) {
-        // Earlier ones wait for a slot for their adapters, and let others pass.
+        // Requests before `at` wait for a slot for their adapters, and let later ones pass.
         let mut at = 0;
         while *budget > 0 && self.running.len() < self.shape.max_num_seqs as usize {
             let Some(&id) = self.waiting.get(at) else {
@@ -410,7 +411,8 @@ impl Scheduler {
         }
     }
 
-    /// Loads the request's adapter. Returns the time that takes, or `None` if no slot is free.
+    /// Loads the request's adapter if it is not in memory. Returns the time that takes, or `None`
+    /// if no slot is free.
     fn load_adapter(&mut self, id: RequestId) -> Option<Duration> {
         let (requests, running) = (&self.requests, &self.running);
         let adapter = |id: &RequestId| requests.get(id)?.job.adapter.as_ref();
@@ -423,7 +425,8 @@ impl Scheduler {
         loading
     }
 
-    /// Schedules `tokens` more of a running request, if enough blocks are available.
+    /// Schedules `tokens` more tokens of a running request. Returns `false` and does nothing if too
+    /// few blocks are free.
     fn extend(&mut self, id: RequestId, tokens: u32) -> bool {
         let request = self
             .requests
@@ -442,7 +445,7 @@ impl Scheduler {
         true
     }
 
-    /// Moves the latest request back to the head of the queue.
+    /// Preempts the latest running request: frees its blocks and puts it at the head of the queue.
     fn preempt_last(&mut self) {
         let id = self
             .running
@@ -506,7 +509,8 @@ impl Scheduler {
     }
 }
 
-/// Registers the blocks that `tokens` scheduled tokens fill, and records their contents.
+/// Registers the blocks of `request` that `tokens` scheduled tokens fill. Appends their contents to
+/// `contents`, if the sequence remembers them.
 fn register(
     pool: &mut BlockPool,
     request: &mut ScheduledRequest,

@@ -1,4 +1,4 @@
-//! Tests of the scheduler: progress, durations, and that nothing leaks.
+//! Tests of the scheduler: progress, durations, and the release of all blocks.
 
 use std::time::Duration;
 
@@ -15,7 +15,7 @@ const SHAPE: EngineShape = EngineShape {
     decode: Duration::from_millis(64),
 };
 
-/// Returns a prompt of `tokens` tokens, the first `shared` of which are common to all.
+/// Returns a prompt of `tokens` tokens. The first `shared` are common to all prompts.
 fn job(tokens: u32, shared: u32, own: u8, max_tokens: u32) -> ComputeJob {
     let mut prompt = vec![0; (shared.min(tokens) * 4) as usize];
     prompt.resize((tokens * 4) as usize, own);

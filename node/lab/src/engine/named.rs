@@ -11,17 +11,17 @@ use super::driver::LatestProgress;
 use super::model::Finish;
 use super::text::words;
 
-/// Dialects with named events.
+/// API dialects whose streams consist of named events.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum NamedDialect {
-    /// `/v1/responses`.
+    /// The Responses API, `/v1/responses`.
     Responses,
-    /// `/v1/messages`.
+    /// The Messages API, `/v1/messages`.
     Messages,
 }
 
 impl NamedDialect {
-    /// Returns the unary response.
+    /// Returns the unary response with all the output up to `end`.
     #[must_use]
     pub(super) fn whole(self, header: &AnswerHeader, end: LatestProgress) -> Value {
         match self {
@@ -97,7 +97,7 @@ impl NamedDialect {
         }
     }
 
-    /// Writes the event for some words, which need no escaping.
+    /// Writes to `out` the event for the words `text`, which need no escaping.
     fn write_words(self, header: &AnswerHeader, number: u64, text: &str, out: &mut String) {
         let _ = match self {
             Self::Responses => write!(
@@ -173,7 +173,7 @@ fn message(header: &AnswerHeader, latest: LatestProgress) -> Value {
     })
 }
 
-/// In this dialect, cached tokens are not part of the input tokens.
+/// Returns the usage of a message. In this dialect, cached tokens are not part of the input tokens.
 fn message_usage(header: &AnswerHeader, latest: LatestProgress) -> Value {
     json!({
         "input_tokens": header.prompt_tokens - latest.cached_tokens,
@@ -190,18 +190,18 @@ fn stop_reason(latest: LatestProgress) -> Option<&'static str> {
     })
 }
 
-/// Formats named events.
+/// Formats a response as named events.
 #[derive(Debug)]
 pub(super) struct NamedEvents {
     header: AnswerHeader,
     dialect: NamedDialect,
     sent: u32,
-    /// Number of the next event.
+    /// Sequence number of the next event.
     number: u64,
 }
 
 impl NamedEvents {
-    /// Creates a writer of a response that has not started.
+    /// Creates a writer for a response that has not started.
     #[must_use]
     pub(super) fn new(header: AnswerHeader, dialect: NamedDialect) -> Self {
         Self {

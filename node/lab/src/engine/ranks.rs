@@ -15,18 +15,21 @@ use super::events::{EventsOptions, Publisher};
 use super::model::EngineStats;
 use super::rejection::RequestRejection;
 
-/// Header with the rank that a request goes to.
+/// Header with the number of the rank that serves the request.
 const RANK_HEADER: &str = "x-data-parallel-rank";
 
-/// The ranks of an engine, at least one.
+/// Data-parallel ranks of an engine, at least one.
 #[derive(Debug, Clone)]
 pub(super) struct Ranks {
     cores: Arc<[Arc<DriverCore>]>,
-    /// Start of the search for the idlest rank, so that idle ranks take turns.
+    /// Counter of searches for the idlest rank. Each search starts at another rank, so that equally
+    /// idle ranks take turns.
     turn: Arc<AtomicUsize>,
 }
 
 impl Ranks {
+    /// Creates the ranks of an engine from their drivers.
+    ///
     /// # Panics
     /// If `cores` is empty.
     pub(super) fn new(cores: Vec<Arc<DriverCore>>) -> Self {
@@ -37,7 +40,7 @@ impl Ranks {
         }
     }
 
-    /// Returns the first rank, which stands for the properties that all share.
+    /// Returns the first rank, which represents the properties that all ranks share.
     pub(super) fn first(&self) -> &Arc<DriverCore> {
         &self.cores[0]
     }
@@ -47,7 +50,10 @@ impl Ranks {
         &self.cores
     }
 
-    /// Returns the rank for a request with these headers.
+    /// Returns the rank that the headers name, or else the idlest one.
+    ///
+    /// # Errors
+    /// If the headers name a rank that does not exist.
     pub(super) fn asked(&self, headers: &HeaderMap) -> Result<&Arc<DriverCore>, RequestRejection> {
         let Some(named) = headers.get(RANK_HEADER) else {
             return Ok(self.idlest());
@@ -82,7 +88,7 @@ impl Ranks {
     }
 }
 
-/// Returns the options of rank `rank`: each publishes at the next port, or at a free one.
+/// Returns the publisher options of rank `rank`: the given ports plus `rank`, or free ports.
 pub(super) fn events_of(options: &EventsOptions, rank: u16) -> EventsOptions {
     let of_rank = |at: SocketAddr| match at.port() {
         0 => at,

@@ -1,4 +1,4 @@
-//! Rejected requests, with vLLM's error messages.
+//! Rejections of requests, with vLLM's error messages.
 
 use axum::Json;
 use axum::extract::rejection::BytesRejection;
@@ -8,7 +8,7 @@ use serde::de::DeserializeOwned;
 
 use super::answer::error_body;
 
-/// A rejected request, with vLLM's error message.
+/// Status and vLLM's error message of a rejected request.
 #[derive(Debug)]
 pub(super) struct RequestRejection {
     pub(super) status: StatusCode,
@@ -43,7 +43,10 @@ impl IntoResponse for RequestRejection {
     }
 }
 
-/// Parses a body, or reports the wrong parameter.
+/// Parses a JSON body.
+///
+/// # Errors
+/// A rejection with status 400 that names `param`, if the body does not parse.
 pub(super) fn read<T: DeserializeOwned>(
     body: &[u8],
     param: Option<&str>,

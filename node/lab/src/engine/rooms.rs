@@ -3,8 +3,8 @@
 //! Both engines get a request with the prefill engine's bootstrap address and a room number. The
 //! decode engine connects and names the room. The prefill engine then computes the prompt, waits as
 //! long as the transfer would take, reports completion, and responds to its own request. An engine
-//! that leaves closes the connection, which also ends the other's request. A room that only one
-//! engine enters is abandoned after a while. Only time is modelled; no blocks are transferred.
+//! that aborts closes the connection, which also ends the other engine's request. An engine that
+//! waits alone gives up after [`RoomOptions::patience`]. Only time is modelled.
 
 use std::collections::HashMap;
 use std::io;
@@ -27,11 +27,11 @@ use super::model::ComputeJob;
 use super::rejection::{RequestRejection, read};
 use super::transfer::TransferOptions;
 
-/// Maximum number of rooms per engine.
+/// Maximum number of rooms per engine in which one side waits.
 const ROOMS_MAX: usize = 4096;
 /// Maximum length of a line with a room number, including the line break, in bytes.
 const LINE_BYTES_MAX: u64 = 32;
-/// Message of a prefill engine after the transfer.
+/// Line that a prefill engine sends after the transfer.
 const DONE: &[u8] = b"ok\n";
 
 /// Stage that an engine computes.
@@ -58,16 +58,16 @@ impl RoomMode {
 pub struct RoomOptions {
     /// Stage that the engine computes.
     pub mode: RoomMode,
-    /// Bootstrap address of a prefill engine; port 0 takes a free one.
+    /// Bootstrap address of a prefill engine. Port 0 selects a free port.
     pub bootstrap: SocketAddr,
     /// Durations and failures of transfers.
     pub transfer: TransferOptions,
-    /// Longest wait of an engine for the other one.
+    /// Maximum time for which an engine waits for the other one.
     pub patience: Duration,
 }
 
 impl RoomOptions {
-    /// Returns options for this mode, with SGLang's timeout and a free port.
+    /// Returns options for an engine in mode `mode`, with SGLang's timeout and a free port.
     #[must_use]
     pub fn of(mode: RoomMode) -> Self {
         Self {
@@ -79,7 +79,7 @@ impl RoomOptions {
     }
 }
 
-/// Where the two engines of a request meet.
+/// Fields of a request that name the room and its bootstrap address.
 #[derive(Debug, Deserialize)]
 pub(super) struct RoomAddress {
     #[serde(default)]
@@ -98,7 +98,7 @@ enum OneOrList<T> {
 }
 
 impl<T: Clone> OneOrList<T> {
-    /// Returns the value if it is the only one: the engine supports one choice of one prompt.
+    /// Returns the value if there is exactly one, as the engine supports one choice of one prompt.
     fn only(&self) -> Option<&T> {
         match self {
             Self::One(only) => Some(only),
@@ -118,29 +118,29 @@ pub(super) struct Room {
     number: u64,
 }
 
-/// An engine that waits in a room for the other.
+/// The side that waits in a room for the other engine.
 #[derive(Debug)]
 enum WaitingSide {
     /// The prefill request, which computes the prompt once a decode engine joins.
     Prefill(oneshot::Sender<TcpStream>),
-    /// The decode engine, which waits for the blocks.
+    /// The connection of a decode engine, which waits for the blocks.
     Decode(TcpStream),
 }
 
 type WaitingRooms = Arc<Mutex<HashMap<u64, WaitingSide>>>;
 
-/// Rooms of an engine.
+/// Rooms of an engine, with the sides that wait in them.
 #[derive(Debug)]
 pub(super) struct EngineRooms {
     options: RoomOptions,
-    /// Bootstrap address.
+    /// Bootstrap address that the engine listens on, if it is a prefill engine.
     address: SocketAddr,
     speed: f64,
     waiting: WaitingRooms,
     transfers: AtomicU64,
 }
 
-/// A room in which a request waits; abandoned when dropped.
+/// A room in which a prefill request waits. Dropping it abandons the room.
 struct OpenRoom<'a> {
     rooms: &'a EngineRooms,
     number: u64,
@@ -154,7 +154,7 @@ impl Drop for OpenRoom<'_> {
 }
 
 impl EngineRooms {
-    /// Opens the bootstrap port of a prefill engine.
+    /// Creates the rooms of an engine. A prefill engine listens on its bootstrap port.
     pub(super) async fn start(
         options: RoomOptions,
         speed: f64,
@@ -208,10 +208,10 @@ impl EngineRooms {
         }
     }
 
-    /// Waits for the other engine in the room, computes the prompt, and hands it over.
+    /// Waits for the decode engine in the room, computes the prompt, and hands it over.
     ///
     /// # Errors
-    /// If no engine came, it left, or the transfer failed.
+    /// If the room is taken, no engine came, it left, or the transfer failed.
     pub(super) async fn compute(
         &self,
         core: &Arc<DriverCore>,
@@ -249,10 +249,11 @@ impl EngineRooms {
         }
     }
 
-    /// Waits in the room until the prompt is computed and transferred.
+    /// Joins the room at the prefill engine, and waits until the prompt is computed and
+    /// transferred.
     ///
     /// # Errors
-    /// If the other engine cannot be reached or fails.
+    /// If the prefill engine cannot be reached, fails, or takes longer than the patience.
     pub(super) async fn fetch(&self, room: &Room) -> Result<(), RequestRejection> {
         let fetched = async {
             let host = room.host.trim_start_matches('[').trim_end_matches(']');
@@ -294,7 +295,7 @@ impl EngineRooms {
     }
 }
 
-/// Accepts connections of engines that name a room.
+/// Accepts connections of decode engines and lets each join the room that it names.
 async fn admit(listener: TcpListener, waiting: WaitingRooms, patience: Duration) {
     let comers = TaskTracker::new();
     while let Ok((peer, _)) = listener.accept().await {
@@ -313,7 +314,8 @@ async fn admit(listener: TcpListener, waiting: WaitingRooms, patience: Duration)
     }
 }
 
-/// Hands `peer` to a waiting request. Returns the room if `peer` has to wait there instead.
+/// Reads a room number from `peer` and hands `peer` to the prefill request that waits in the room.
+/// Returns the number if `peer` has to wait there instead.
 async fn join(mut peer: TcpStream, waiting: &WaitingRooms) -> io::Result<Option<u64>> {
     let mut line = String::new();
     let mut reader = BufReader::new((&mut peer).take(LINE_BYTES_MAX));

@@ -73,7 +73,7 @@ fn chat(messages: &Value, max_tokens: u32) -> Value {
     json!({ "model": "emulated", "messages": messages, "max_tokens": max_tokens })
 }
 
-/// Returns the JSON of a stream's events, and checks that the stream ends with `[DONE]`.
+/// Returns the JSON of a stream's events, after checking that the stream ends with `[DONE]`.
 async fn events(response: Response<Incoming>) -> Vec<Value> {
     assert_eq!(
         response.headers()["content-type"],

@@ -20,7 +20,7 @@ pub const TOKEN_BYTES: usize = 4;
 /// Chained hash of a full block and all blocks before it. Private to one engine, as in vLLM.
 pub type EngineHash = u64;
 
-/// Bytes of a request, hashed block by block as they arrive.
+/// The bytes of a request's prompt and output, hashed block by block as they arrive.
 #[derive(Debug, Clone)]
 pub struct Sequence {
     block_bytes: usize,
@@ -43,10 +43,10 @@ struct Remembered {
     adapter: String,
 }
 
-/// Contents of some blocks of a sequence, for KV events.
+/// Contents of consecutive blocks of a sequence, for KV events.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BlockContent {
-    /// Tokens of the blocks.
+    /// Token ids of the blocks.
     pub tokens: Vec<u32>,
     /// Salt of the sequence; empty if it has none.
     pub salt: String,
@@ -55,13 +55,13 @@ pub struct BlockContent {
 }
 
 impl Sequence {
-    /// Hashes a prompt's blocks. `salt` separates prompts that must not share blocks.
+    /// Creates a sequence from a prompt for the base model. Different salts share no blocks.
     #[must_use]
     pub fn new(prompt: &[u8], salt: &str, block_tokens: u32, seed: u64) -> Self {
         Self::of_adapter(prompt, ("", salt), block_tokens, seed)
     }
 
-    /// Like [`Sequence::new`], with a LoRA adapter: `(adapter, salt)`.
+    /// Creates a sequence from a prompt for a LoRA adapter, which is empty for the base model.
     #[must_use]
     pub fn of_adapter(
         prompt: &[u8],
@@ -87,7 +87,7 @@ impl Sequence {
         sequence
     }
 
-    /// Like [`Sequence::of_adapter`], for an engine that publishes the contents of its blocks.
+    /// Creates a sequence that remembers its contents, for an engine that publishes them.
     #[must_use]
     pub fn remembering(
         prompt: &[u8],
@@ -105,7 +105,7 @@ impl Sequence {
         sequence
     }
 
-    /// Returns the contents of some full blocks; `None` if the sequence does not remember them.
+    /// Returns the contents of full blocks; `None` if the sequence does not remember them.
     #[must_use]
     pub fn content(&self, blocks: Range<usize>) -> Option<BlockContent> {
         let Remembered {
@@ -186,7 +186,7 @@ impl Sequence {
     }
 }
 
-/// Returns the number of tokens in this many bytes, rounded up.
+/// Returns the number of tokens in `bytes` bytes, rounded up.
 #[must_use]
 pub fn token_count(bytes: usize) -> u32 {
     u32::try_from(bytes.div_ceil(TOKEN_BYTES)).unwrap_or(u32::MAX)
@@ -200,7 +200,7 @@ pub fn word(output_seed: u64, position: u32) -> [u8; TOKEN_BYTES] {
     [letter(0), letter(16), letter(32), b' ']
 }
 
-/// Returns the output words `from..to` as text.
+/// Returns the output words at the positions `from..to` as text.
 #[must_use]
 pub fn words(output_seed: u64, from: u32, to: u32) -> String {
     (from..to)
@@ -225,7 +225,7 @@ pub fn sequence_bytes(prompt: Prompt, is_chat: bool) -> Vec<u8> {
     }
 }
 
-/// Returns the text before an assistant's reply in a flattened chat.
+/// Returns the text that precedes an assistant's reply in a flattened chat.
 fn reply_heading() -> &'static [u8] {
     static HEADING: OnceLock<Vec<u8>> = OnceLock::new();
     HEADING.get_or_init(|| {
@@ -238,7 +238,7 @@ fn reply_heading() -> &'static [u8] {
     })
 }
 
-/// Returns the token ids of some bytes: each four bytes as a little-endian number, the last padded
+/// Returns the token ids of `bytes`: four bytes each, as a little-endian number, the last padded
 /// with zeros.
 #[must_use]
 pub fn token_ids(bytes: &[u8]) -> Vec<u32> {
@@ -250,7 +250,7 @@ pub fn token_ids(bytes: &[u8]) -> Vec<u32> {
     bytes.chunks(TOKEN_BYTES).map(id).collect()
 }
 
-/// Returns the text of token ids: the inverse of [`token_ids`], without the padding.
+/// Returns the text of token ids: the inverse of [`token_ids`], without trailing zeros.
 #[must_use]
 pub fn detokenize(ids: &[u32]) -> String {
     let mut bytes: Vec<u8> = ids.iter().flat_map(|id| id.to_le_bytes()).collect();

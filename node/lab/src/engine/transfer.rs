@@ -1,10 +1,10 @@
 //! A KV connector like vLLM's NIXL one: one engine computes prompts, another fetches them.
 //!
 //! A request with `do_remote_decode` leaves an entry behind. Its response has the entry's address
-//! in `kv_transfer_params`. A request with these and `do_remote_prefill` takes the entry from that
-//! engine over HTTP, waits as long as the transfer would take, and then has its prompt computed.
-//! The transfer fails if the entry is gone or by injection; [`LoadError`] defines what happens
-//! then. No blocks are held for the other engine: only time is modelled.
+//! in `kv_transfer_params`. A request with these parameters, which set `do_remote_prefill`, takes
+//! the entry from that engine over HTTP, waits as long as the transfer would take, and then has its
+//! prompt computed. The transfer fails if the entry is gone or by injection; [`LoadError`] defines
+//! what happens then. No blocks are held for the other engine: only time is modelled.
 
 use std::collections::VecDeque;
 use std::net::SocketAddr;
@@ -19,7 +19,7 @@ use tokio::net::TcpStream;
 
 /// Maximum number of prompts kept for other engines; the oldest is dropped first.
 const ENTRIES_MAX: usize = 1024;
-/// Path at which an engine hands over an entry.
+/// Path at which an engine hands an entry over to another engine.
 pub(super) const TRANSFER_PATH: &str = "/kv_transfer/{entry}";
 
 /// What to do with a request whose blocks cannot be fetched.
@@ -35,11 +35,11 @@ pub enum LoadError {
 /// Options of an engine's connector.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TransferOptions {
-    /// Duration of a transfer before its first token.
+    /// Fixed duration of a transfer, before its first token.
     pub base: Duration,
-    /// Number of tokens whose blocks are transferred per second.
+    /// Number of tokens whose blocks a transfer moves per second.
     pub tokens_per_s: u32,
-    /// Every transfer of this number fails; 0: none.
+    /// Interval of injected failures: every `lost_every`-th transfer fails; none if 0.
     pub lost_every: u32,
     /// Reaction to a failed transfer.
     pub on_failure: LoadError,
@@ -56,7 +56,7 @@ impl Default for TransferOptions {
     }
 }
 
-/// `kv_transfer_params` of a request.
+/// The `kv_transfer_params` of a request.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
 pub(super) struct TransferParams {
@@ -68,13 +68,13 @@ pub(super) struct TransferParams {
 }
 
 impl TransferParams {
-    /// Whether the prompt's blocks are for another engine.
+    /// Returns whether the prompt's blocks are to be kept for another engine.
     pub(super) fn keeps(&self) -> bool {
         self.do_remote_decode
     }
 }
 
-/// An engine's connector.
+/// An engine's KV connector, with the entries of kept prompts.
 #[derive(Debug)]
 pub(super) struct Connector {
     options: TransferOptions,
@@ -97,7 +97,8 @@ impl Connector {
         }
     }
 
-    /// Keeps a computed prompt of `blocks` blocks for another engine. Returns its address.
+    /// Keeps a computed prompt of `blocks` blocks for another engine. Returns the
+    /// `kv_transfer_params` with which to fetch it.
     pub(super) fn keep(&self, blocks: u32) -> Value {
         let entry = format!("{:x}", self.last.fetch_add(1, Ordering::Relaxed));
         let mut entries = self.entries.lock().unwrap_or_else(PoisonError::into_inner);
@@ -117,15 +118,15 @@ impl Connector {
         })
     }
 
-    /// Hands over an entry. Returns whether it existed.
+    /// Removes an entry that another engine fetches. Returns whether it existed.
     pub(super) fn give(&self, entry: &str) -> bool {
         let mut entries = self.entries.lock().unwrap_or_else(PoisonError::into_inner);
         let at = entries.iter().position(|kept| kept == entry);
         at.and_then(|at| entries.remove(at)).is_some()
     }
 
-    /// Fetches a prompt of `tokens` tokens if the request names another engine for it. Returns
-    /// whether it is available here.
+    /// Fetches a prompt of `tokens` tokens if the request sets `do_remote_prefill`. Returns whether
+    /// its blocks are available here.
     ///
     /// # Errors
     /// With a message for the client, if the transfer failed and [`LoadError::Fail`] applies.
@@ -153,7 +154,8 @@ impl Connector {
     }
 }
 
-/// Takes the prompt's entry from the other engine; `None`: it cannot be reached.
+/// Takes the prompt's entry from the other engine. Returns whether it existed; `None` if the engine
+/// cannot be reached or the parameters are invalid.
 async fn take(params: &TransferParams) -> Option<bool> {
     let (host, port) = (params.remote_host.as_deref()?, params.remote_port?);
     let entry = params.remote_request_id.as_deref()?;

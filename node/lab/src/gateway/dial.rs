@@ -1,4 +1,4 @@
-//! Connections to pickers: TLS without verification, like a gateway's default.
+//! Connections to pickers, with TLS that verifies nothing, like a gateway's default.
 
 use std::io;
 use std::net::SocketAddr;
@@ -18,7 +18,7 @@ use tower::service_fn;
 
 use super::GatewayTls;
 
-/// Returns a channel to a picker that connects on first use.
+/// Returns a channel to the picker at `at`, which connects on first use.
 pub fn picker_channel(at: SocketAddr, tls: &GatewayTls) -> Channel {
     let tls = tls.clone();
     let dial = service_fn(move |_| {
@@ -41,7 +41,7 @@ pub fn picker_channel(at: SocketAddr, tls: &GatewayTls) -> Channel {
     Endpoint::from_static("http://picker").connect_with_connector_lazy(dial)
 }
 
-/// Returns a TLS config that verifies nothing; `None`: without TLS.
+/// Returns a TLS config that verifies no certificate; `None` if connections use no TLS.
 fn unverified(tls: &GatewayTls) -> io::Result<Option<ClientConfig>> {
     let provider = Arc::new(ring::default_provider());
     let builder = ClientConfig::builder_with_provider(Arc::clone(&provider));
@@ -68,7 +68,7 @@ fn unverified(tls: &GatewayTls) -> io::Result<Option<ClientConfig>> {
     Ok(Some(config))
 }
 
-/// Accepts any certificate for whose key the other side proves possession.
+/// Certificate verifier that accepts any certificate whose key the other side proves to possess.
 #[derive(Debug)]
 struct Anybody(Arc<CryptoProvider>);
 

@@ -1,4 +1,4 @@
-//! Messages of a gateway, and changes of headers by a picker's responses.
+//! Messages that a gateway sends to a picker, and the header changes in the picker's responses.
 
 use std::net::SocketAddr;
 
@@ -17,7 +17,7 @@ use prost_types::{ListValue, Struct, Value};
 /// Name of the header and of the metadata key with a request's destination.
 pub(super) const DESTINATION: &str = "x-gateway-destination-endpoint";
 
-/// Builds the message with a head.
+/// Builds the message with the head of a request or response. `end`: no body follows.
 pub(super) fn head(pseudo: &[(&str, &str)], headers: &HeaderMap, end: bool) -> HttpHeaders {
     let told = |key: &str, value: &[u8]| ToldHeader {
         key: key.to_owned(),
@@ -63,7 +63,7 @@ fn metadata(namespace: &str, key: &str, value: Value) -> Metadata {
     }
 }
 
-/// Builds the metadata with the only endpoints to choose from.
+/// Builds the metadata that restricts a picker's choice to `endpoints`.
 pub(super) fn subset(endpoints: &[SocketAddr]) -> Metadata {
     let values = endpoints.iter().map(|it| text(it.to_string())).collect();
     let list = Value {
@@ -73,13 +73,13 @@ pub(super) fn subset(endpoints: &[SocketAddr]) -> Metadata {
     metadata("envoy.lb.subset_hint", key, list)
 }
 
-/// Builds the metadata with the endpoint that responded.
+/// Builds the metadata that names the endpoint that responded.
 pub(super) fn served(endpoint: SocketAddr) -> Metadata {
     let key = "x-gateway-destination-endpoint-served";
     metadata("envoy.lb", key, text(endpoint.to_string()))
 }
 
-/// Returns the endpoints in metadata.
+/// Returns the destination endpoints in a picker's metadata, if any.
 pub(super) fn destination(told: Option<&Struct>) -> Option<&str> {
     let Kind::StructValue(inner) = told?.fields.get("envoy.lb")?.kind.as_ref()? else {
         return None;
@@ -90,7 +90,10 @@ pub(super) fn destination(told: Option<&Struct>) -> Option<&str> {
     }
 }
 
-/// Applies a picker's changes to headers.
+/// Applies a picker's changes to `headers`.
+///
+/// # Errors
+/// If a header is invalid, or the picker requests an unsupported append action.
 pub(super) fn change(headers: &mut HeaderMap, by: &HeaderMutation) -> anyhow::Result<()> {
     for name in &by.remove_headers {
         headers.remove(name);

@@ -1,9 +1,9 @@
 //! A stand-in for a gateway with endpoint pickers. It speaks external processing as Envoy does, for
 //! whole requests and responses, and sends requests to the engines that a picker chooses.
 //!
-//! It is strict: a message that Envoy's state machine would reject is an error. Pickers are asked
-//! in turn, unless a request is pinned to one. If a picker cannot be reached before anything went
-//! to an engine, the next is asked.
+//! It is strict: a message that Envoy's state machine would reject is an error. The gateway asks
+//! pickers in turn, unless a request is pinned to one. If it loses a picker before anything went to
+//! an engine, it asks the next.
 
 mod dial;
 mod messages;
@@ -34,32 +34,32 @@ const MESSAGE_BYTES_MAX: usize = 64 << 20;
 /// Options of a gateway.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct GatewayOptions {
-    /// How both bodies pass through the picker.
+    /// Mode in which request and response bodies pass through the picker.
     pub bodies: BodySendMode,
     /// Whether streamed bodies wait for the picker's response to the head.
     pub waits_for_heads: bool,
-    /// Whether a response to a head may change the modes, as `allow_mode_override` in Envoy.
+    /// Whether a response to a head may change the body modes, like Envoy's `allow_mode_override`.
     pub allows_override: bool,
     /// Maximum length of a chunk of a body, in bytes.
     pub piece_bytes: usize,
-    /// The only endpoints to choose from; `None`: all.
+    /// Endpoints that the picker may choose from; `None` for all.
     pub subset: Option<Vec<SocketAddr>>,
-    /// Security of connections to pickers.
+    /// TLS of connections to pickers.
     pub tls: GatewayTls,
 }
 
 /// How a gateway connects to pickers. It never verifies their certificates.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum GatewayTls {
-    /// Without TLS.
+    /// Plain TCP, without TLS.
     Clear,
-    /// With TLS, without a client certificate.
+    /// TLS without a client certificate.
     Anonymous,
-    /// With TLS and the client certificate in these PEM files, which are read for each connection.
+    /// TLS with the client certificate in these PEM files, which are read for each connection.
     Shown {
         /// File with the certificate.
         cert_file: PathBuf,
-        /// File with its key.
+        /// File with the certificate's private key.
         key_file: PathBuf,
     },
 }
@@ -77,7 +77,7 @@ impl Default for GatewayOptions {
     }
 }
 
-/// A gateway in front of engines.
+/// Stand-in for a gateway in front of engines.
 #[derive(Debug)]
 pub struct StandInGateway {
     pickers: Vec<ExternalProcessorClient<Channel>>,
@@ -86,7 +86,7 @@ pub struct StandInGateway {
     turn: AtomicUsize,
 }
 
-/// A client's request.
+/// A client's request to the gateway.
 #[derive(Debug, Clone)]
 pub struct GatewayRequest {
     /// HTTP method.
@@ -97,9 +97,9 @@ pub struct GatewayRequest {
     pub headers: HeaderMap,
     /// Request body.
     pub body: Bytes,
-    /// Picker that is asked first; `None`: in turn.
+    /// Index of the picker that is asked first; `None` to take turns.
     pub picker: Option<usize>,
-    /// Number of response body bytes after which the client disconnects.
+    /// Number of response body bytes after which the client disconnects; `None` if it stays.
     pub leaves_after: Option<usize>,
 }
 
@@ -110,14 +110,14 @@ pub struct GatewayAnswer {
     pub status: StatusCode,
     /// Headers, as changed by the picker.
     pub headers: HeaderMap,
-    /// The body, up to the client's disconnect.
+    /// Response body, up to the client's disconnect.
     pub body: Bytes,
-    /// Endpoint that responded; `None`: the picker itself.
+    /// Endpoint that responded; `None` if the picker itself did.
     pub endpoint: Option<SocketAddr>,
 }
 
 impl GatewayRequest {
-    /// Creates a `POST` of JSON for a user.
+    /// Creates a `POST` request with a JSON body on behalf of `user`.
     #[must_use]
     pub fn post(path: &str, user: &str, body: &serde_json::Value) -> Self {
         let mut headers = HeaderMap::new();
@@ -138,7 +138,7 @@ impl GatewayRequest {
         }
     }
 
-    /// Pins the request to this picker, which is asked first.
+    /// Pins the request to the picker with the index `picker`, which is then asked first.
     #[must_use]
     pub fn pinned(self, picker: usize) -> Self {
         Self {
@@ -149,7 +149,8 @@ impl GatewayRequest {
 }
 
 impl StandInGateway {
-    /// Creates a gateway with these pickers. It connects on first use, and again when necessary.
+    /// Creates a gateway that asks the pickers at these addresses. It connects on first use, and
+    /// again when necessary.
     #[must_use]
     pub fn new(pickers: &[SocketAddr], options: GatewayOptions) -> Self {
         let client = |at: &SocketAddr| {
@@ -164,7 +165,7 @@ impl StandInGateway {
         }
     }
 
-    /// Serves one request.
+    /// Sends one request to the engine that a picker chooses, and returns the response.
     ///
     /// # Errors
     /// If no picker can be reached, one breaks the protocol, or no endpoint can be reached.
@@ -220,7 +221,7 @@ impl StandInGateway {
     }
 }
 
-/// Passes a response through the picker.
+/// Passes a response through the picker, until its end or the client's disconnect.
 async fn answer(
     mut talk: PickerTalk,
     response: Response<Incoming>,

@@ -23,43 +23,44 @@ use tonic::transport::Channel;
 use super::messages::{DESTINATION, change, destination, head, piece, served, subset, upload};
 use super::{GatewayAnswer, GatewayOptions, GatewayRequest};
 
-/// Maximum number of queued messages to a picker.
+/// Maximum number of messages queued for a picker.
 const WAITING_MAX: usize = 16;
 
-/// A stream with a picker.
+/// Stream to and from a picker for one request.
 pub(super) struct PickerTalk {
     say: mpsc::Sender<ProcessingRequest>,
     heard: Streaming<ProcessingResponse>,
     options: GatewayOptions,
-    /// How the request's body passes through the picker.
+    /// Mode in which the request's body passes through the picker.
     requests: BodySendMode,
-    /// How the response's body passes through the picker.
+    /// Mode in which the response's body passes through the picker.
     answers: BodySendMode,
-    /// Whether the picker failed or ended the stream.
+    /// Whether the stream to the picker failed or ended.
     is_lost: bool,
-    /// Unanswered chunks of the response in chunked modes; whether each is the last.
+    /// One entry per chunk of the response's body that the picker has not returned yet, in chunked
+    /// modes: whether it is the last.
     owed: VecDeque<bool>,
-    /// Buffered part of the response, if it is sent as a whole.
+    /// Buffered response body, in the mode that sends it as a whole.
     whole: Vec<u8>,
     is_over: bool,
 }
 
 /// A picker's decision on a request.
 pub(super) enum Told {
-    /// The request goes to an engine.
+    /// The request goes to one of the picked endpoints.
     Picked(Picked),
     /// The picker responds itself.
     Immediate(GatewayAnswer),
 }
 
-/// A request in the form that goes to an engine.
+/// A request as it goes to an engine, and the endpoints to try in order.
 pub(super) struct Picked {
     pub(super) endpoints: Vec<SocketAddr>,
     pub(super) headers: HeaderMap,
     pub(super) body: Bytes,
 }
 
-/// A picker's changes of a request.
+/// A request with the picker's changes so far.
 #[derive(Default)]
 struct ChangedRequest {
     headers: HeaderMap,
@@ -91,22 +92,22 @@ impl PickerTalk {
         self.is_lost
     }
 
-    /// Whether the whole response has passed.
+    /// Returns whether the whole response has passed through the picker.
     pub(super) fn is_over(&self) -> bool {
         self.is_over
     }
 
-    /// Whether the picker may still send something about the response's body.
+    /// Returns whether the picker may still send something about the response's body.
     pub(super) fn is_owed(&self) -> bool {
         self.answers == BodySendMode::FullDuplexStreamed || !self.owed.is_empty()
     }
 
-    /// Whether the picker sees response bodies.
+    /// Returns whether the picker sees response bodies.
     pub(super) fn shows_answers(&self) -> bool {
         self.answers != BodySendMode::None
     }
 
-    /// Applies the modes that the response to a head requests, if the options allow it.
+    /// Applies the body modes that the response to a head requests, if the options allow it.
     fn take_modes(&mut self, asked: Option<ProcessingMode>) {
         let GatewayOptions {
             bodies,
@@ -151,7 +152,7 @@ impl PickerTalk {
         }
     }
 
-    /// Sends the request, and receives the decision.
+    /// Sends the request to the picker, and returns the picker's decision.
     pub(super) async fn ask(&mut self, request: &GatewayRequest) -> anyhow::Result<Told> {
         let pseudo = [
             (":method", request.method.as_str()),
@@ -215,7 +216,8 @@ impl PickerTalk {
         Ok(count)
     }
 
-    /// Receives the response to the head; `Some`: the picker responds to the request itself.
+    /// Receives the picker's response to the head. Returns a response to the client if the picker
+    /// responds itself.
     async fn head_answered(
         &mut self,
         changed: &mut ChangedRequest,
@@ -256,7 +258,7 @@ impl PickerTalk {
         }
     }
 
-    /// Sends a body after the response to the head, which may change the body's mode.
+    /// Sends the body after the picker's response to the head, which may change the body's mode.
     async fn after_head(
         &mut self,
         request: &GatewayRequest,
@@ -314,7 +316,7 @@ impl PickerTalk {
         Ok(None)
     }
 
-    /// Sends the head of a response and its endpoint. Returns the changed headers.
+    /// Sends the head of a response of the endpoint `by`. Returns the changed headers.
     pub(super) async fn answer_head(
         &mut self,
         told: &response::Parts,
@@ -341,7 +343,7 @@ impl PickerTalk {
         Ok(headers)
     }
 
-    /// Sends a part of the response's body.
+    /// Sends a part of the response's body to the picker, or buffers it if it is sent as a whole.
     pub(super) async fn say_pieces(&mut self, data: &Bytes) -> anyhow::Result<()> {
         if self.answers == BodySendMode::Buffered {
             self.whole.extend_from_slice(data);
@@ -353,7 +355,7 @@ impl PickerTalk {
         Ok(())
     }
 
-    /// Signals the end of the response.
+    /// Signals the end of the response's body to the picker.
     pub(super) async fn say_end(&mut self) -> anyhow::Result<()> {
         if !self.shows_answers() {
             self.is_over = true;
@@ -371,7 +373,7 @@ impl PickerTalk {
         self.say(Self::message(said)).await
     }
 
-    /// Receives the next bytes for the client. Cancel safe.
+    /// Receives the next bytes of the response's body for the client. Cancel safe.
     pub(super) async fn hear_piece(&mut self) -> anyhow::Result<Vec<u8>> {
         let common = match self.hear().await?.response {
             Some(Heard::ResponseBody(it)) => it.response.unwrap_or_default(),
@@ -433,7 +435,7 @@ fn picked(changed: ChangedRequest) -> anyhow::Result<Picked> {
     })
 }
 
-/// Returns a chunk of a streamed body, and whether it is the last.
+/// Returns a chunk of a streamed body, and whether it is the last chunk.
 fn streamed_piece(common: CommonResponse) -> anyhow::Result<(Bytes, bool)> {
     match common.body_mutation.and_then(|it| it.mutation) {
         Some(Mutation::StreamedResponse(piece)) => Ok((piece.body, piece.end_of_stream)),
@@ -441,7 +443,7 @@ fn streamed_piece(common: CommonResponse) -> anyhow::Result<(Bytes, bool)> {
     }
 }
 
-/// Returns the replacement of a chunk.
+/// Returns the bytes that replace the chunk `sent`.
 fn replaced(common: CommonResponse, sent: &[u8]) -> anyhow::Result<Vec<u8>> {
     match common.body_mutation.and_then(|it| it.mutation) {
         None => Ok(sent.to_vec()),

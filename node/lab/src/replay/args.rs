@@ -76,10 +76,10 @@ pub struct ReplayArgs {
     json: bool,
 }
 
-/// Parses a speed-up factor.
+/// Parses a speed-up factor: a number above 0 and at most 1e6.
 ///
 /// # Errors
-/// With the expected values.
+/// If `text` is no such number, with the expected values.
 pub fn speed(text: &str) -> Result<f64, String> {
     match text.parse::<f64>() {
         Ok(number) if number > 0.0 && number <= 1e6 => Ok(number),
@@ -99,7 +99,8 @@ fn policy(text: &str) -> Result<String, String> {
 /// policies runs clusters of type `C`.
 ///
 /// # Errors
-/// If the trace cannot be read, a target is not a URL, or the first target serves no model.
+/// If the trace cannot be read or is empty, a target is not a URL, the first target serves no
+/// model, or a cluster cannot be started.
 pub async fn run<C: ClusterUnderTest>(args: ReplayArgs) -> anyhow::Result<ExitCode> {
     let options = TraceOptions {
         scale: args.scale,

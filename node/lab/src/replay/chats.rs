@@ -1,7 +1,7 @@
 //! A workload of chats: several users, each with chats that grow turn by turn, on system prompts
 //! that many of them share. The next turn of a chat waits for the previous response.
 //!
-//! Chats start at different turns and restart when they are finished. The load is thus stationary:
+//! Chats start at different turns and are replaced when they end. The load is thus stationary:
 //! measurements over some hundred requests are comparable with later ones.
 
 use std::collections::VecDeque;
@@ -13,15 +13,15 @@ use serde_json::Value;
 
 use super::text::passage;
 
-/// Separates the ids of system prompts from those of messages.
+/// Bit that separates the ids of system prompts from those of messages.
 const SYSTEM_IDS: u64 = 1 << 63;
 
-/// Sizes of the workload.
+/// Sizes of the chat workload.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ChatsOptions {
     /// Number of users, each with about the same number of chats.
     pub users: u32,
-    /// Number of open chats.
+    /// Number of chats that are open at any time.
     pub chats: u32,
     /// Number of distinct system prompts.
     pub systems: u32,
@@ -29,9 +29,9 @@ pub struct ChatsOptions {
     pub system_bytes: usize,
     /// Length of a user's message, in bytes.
     pub message_bytes: usize,
-    /// Output tokens per turn.
+    /// Number of output tokens per turn.
     pub reply_tokens: u32,
-    /// Number of turns of a chat, after which another replaces it.
+    /// Number of turns of a chat, after which a new chat replaces it.
     pub turns: u32,
     /// Seed of the texts.
     pub seed: u64,
@@ -52,12 +52,12 @@ impl Default for ChatsOptions {
     }
 }
 
-/// The current state of all chats.
+/// State of all chats of a workload.
 #[derive(Debug)]
 pub struct Chats {
     options: ChatsOptions,
     chats: Vec<Chat>,
-    /// Chats ready for their next turn, longest waiting first.
+    /// Indices of the chats that are ready for their next turn, longest waiting first.
     idle: VecDeque<usize>,
     next_topic: u64,
 }
@@ -73,19 +73,19 @@ struct Chat {
     messages: String,
 }
 
-/// The next turn of some chat.
+/// The next turn of a chat, as a request to send.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ChatTurn {
     /// Index of the chat, to pass to [`Chats::answered`] or [`Chats::failed`].
     pub chat: usize,
-    /// User of the chat.
+    /// User who owns the chat.
     pub user: Arc<str>,
     /// Body of the request.
     pub body: Bytes,
 }
 
 impl Chats {
-    /// Creates chats at their first turns.
+    /// Creates the chats. They are staggered, so that they end at different times.
     #[must_use]
     pub fn new(options: ChatsOptions) -> Self {
         let mut chats = Self {
@@ -111,13 +111,14 @@ impl Chats {
         chats
     }
 
-    /// Whether a chat is ready for its next turn.
+    /// Returns whether a chat is ready for its next turn.
     #[must_use]
     pub fn has_idle(&self) -> bool {
         !self.idle.is_empty()
     }
 
-    /// Returns the next turn of the chat that has waited longest; `None` if all wait for responses.
+    /// Returns the next turn of the chat that has waited longest, as a request to `model`; `None`
+    /// if all chats wait for responses.
     pub fn next_turn(&mut self, model: &str) -> Option<ChatTurn> {
         let index = self.idle.pop_front()?;
         let chat = &self.chats[index];
@@ -135,7 +136,7 @@ impl Chats {
         })
     }
 
-    /// Records the response to a chat, which can continue.
+    /// Records the response to a chat's turn. The chat is then ready for its next turn.
     pub fn answered(&mut self, chat: usize, reply: &str) {
         let state = &mut self.chats[chat];
         state.turn += 1;
@@ -152,7 +153,7 @@ impl Chats {
         self.idle.push_back(chat);
     }
 
-    /// Records that a turn got no response. It will be tried again.
+    /// Records that a chat's turn got no response. The chat is then ready to try the turn again.
     pub fn failed(&mut self, chat: usize) {
         self.idle.push_back(chat);
     }

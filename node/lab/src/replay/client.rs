@@ -1,4 +1,4 @@
-//! A client for streaming requests, which it sends, times and reads to the end.
+//! A client that sends streaming requests, reads the responses to the end, and times them.
 
 use std::time::Duration;
 
@@ -29,65 +29,65 @@ const IDLE_MAX: Duration = Duration::from_secs(4);
 /// Maximum length of an event, and of a response that is not a stream, in bytes.
 const EVENT_BYTES_MAX: usize = 1 << 20;
 
-/// A connection pool to all targets.
+/// HTTP client with one connection pool for all targets.
 #[derive(Debug, Clone)]
 pub struct ReplayClient {
     http: HyperClient<ReplicaConnector, Full<Bytes>>,
     timeout: Duration,
-    /// `None`: requests have no key.
+    /// Prefix of API keys; `None` if requests have no key.
     key_prefix: Option<String>,
 }
 
-/// A request to send.
+/// A request to send to a replica or an engine.
 #[derive(Debug, Clone)]
 pub struct ReplayRequest {
-    /// Destination.
+    /// URL that the request goes to.
     pub uri: Uri,
-    /// User that is charged.
+    /// User to whom the request is charged.
     pub user: HeaderValue,
-    /// JSON body.
+    /// JSON body of the request.
     pub body: Bytes,
 }
 
-/// A complete response.
+/// A complete response, with its times and token counts.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct ReplayAnswer {
     /// Generated text.
     pub text: String,
-    /// Time from sending to the first text.
+    /// Time from sending the request to receiving the first text.
     pub ttft: Duration,
-    /// Time from sending to the end.
+    /// Time from sending the request to the end of the response.
     pub latency: Duration,
-    /// Prompt tokens from `usage`; `None` if not reported.
+    /// Number of prompt tokens according to `usage`; `None` if not reported.
     pub prompt_tokens: Option<u64>,
-    /// Prompt tokens found in the engine's cache.
+    /// Number of prompt tokens found in the engine's cache; `None` if not reported.
     pub cached_tokens: Option<u64>,
-    /// Output tokens.
+    /// Number of output tokens; `None` if not reported.
     pub completion_tokens: Option<u64>,
     /// Whether the response came through a replica.
     pub is_routed: bool,
-    /// Matched and total blocks, as the router predicted; `None` without a router or if it does not
-    /// report them.
+    /// Matched and total blocks, as the router predicted; `None` without a router, or if it does
+    /// not report them.
     pub prefix: Option<(u64, u64)>,
-    /// Backend that the router chose; `None` as above.
+    /// Backend that the router chose; `None` without a routeror its report.
     pub backend: Option<String>,
 }
 
-/// Why a request failed.
+/// Reason for the failure of a request.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ReplayError {
-    /// No connection could be made.
+    /// The connection could not be established.
     #[error("connect: {0}")]
     Connect(String),
     /// The connection broke before the response's head.
     #[error("broken before the answer: {0}")]
     Broken(String),
-    /// A response with a status other than 200.
+    /// The response has a status other than 200.
     #[error("status {status}: {body}")]
     Status {
-        /// The status.
+        /// Status of the response.
         status: StatusCode,
-        /// Beginning of the body.
+        /// Beginning of the response's body.
         body: String,
     },
     /// The stream broke off before its end.
@@ -105,7 +105,7 @@ pub enum ReplayError {
 }
 
 impl ReplayError {
-    /// Returns the kind of the error, for counting.
+    /// Returns the kind of the error, by which failures are counted.
     #[must_use]
     pub fn kind(&self) -> String {
         match self {
@@ -163,13 +163,14 @@ struct ListedModel {
 }
 
 impl ReplayClient {
-    /// Creates a client whose requests may each take `timeout`.
+    /// Creates a client without TLS and keys, whose requests time out after `timeout`.
     #[must_use]
     pub fn new(timeout: Duration) -> Self {
         Self::reaching(None, timeout)
     }
 
-    /// Creates a client for these targets, with their means of access.
+    /// Creates a client for `targets` with their TLS config and keys, which time out after
+    /// `timeout`.
     #[must_use]
     pub fn of(targets: &Targets, timeout: Duration) -> Self {
         Self::reaching(targets.access(), timeout)
@@ -192,7 +193,7 @@ impl ReplayClient {
     /// Sends a streaming request and reads the response to its end.
     ///
     /// # Errors
-    /// [`ReplayError`]. Nothing is retried once a byte may have been sent.
+    /// If the request fails or times out. The client never retries once it may have sent a byte.
     pub async fn stream(&self, ask: ReplayRequest) -> Result<ReplayAnswer, ReplayError> {
         timeout(self.timeout, self.stream_untimed(ask))
             .await
@@ -202,7 +203,7 @@ impl ReplayClient {
     /// Returns the first model that a server lists.
     ///
     /// # Errors
-    /// [`ReplayError`], also if the server lists none.
+    /// If the request fails or the server lists no model.
     pub async fn first_model(&self, uri: Uri) -> Result<String, ReplayError> {
         let request = Request::get(&uri)
             .header(HOST, host(&uri))
@@ -281,10 +282,11 @@ impl ReplayClient {
 }
 
 impl ReplayAnswer {
-    /// Parses a unary response that came another way. Its first text counts as received at its end.
+    /// Parses a stream that was received as a whole by other means. Its first text counts as
+    /// received at its end.
     ///
     /// # Errors
-    /// Those of [`ReplayClient::stream`].
+    /// If the status is not 200, or the body is not a complete stream of completion chunks.
     pub fn of_whole(
         status: StatusCode,
         headers: &HeaderMap,
@@ -335,10 +337,10 @@ impl ReplayAnswer {
     }
 }
 
-/// Splits a stream into server-sent events.
+/// Parser that splits a stream into server-sent events.
 #[derive(Debug, Default)]
 struct EventReader {
-    /// Incomplete event.
+    /// Bytes of the incomplete event at the end of the data so far.
     pending: Vec<u8>,
     is_done: bool,
 }

@@ -19,31 +19,31 @@ use super::report::{LoadReport, LoadTally};
 use super::targets::{PickedTarget, Targets};
 use super::trace::Arrival;
 
-/// Requests to send, and how.
+/// Requests to send, and the pace at which to send them.
 #[derive(Debug)]
 pub struct LoadPlan<'a> {
-    /// The requests.
+    /// Source of the requests.
     pub work: LoadSource<'a>,
-    /// Model to request.
+    /// Name of the model to request.
     pub model: String,
-    /// Speed-up of the trace's timestamps.
+    /// Factor by which the trace's timestamps are sped up.
     pub speed: f64,
-    /// Maximum number of requests in flight; chats keep this many in flight.
+    /// Maximum number of requests in flight. Chats keep this many in flight.
     pub in_flight_max: usize,
-    /// Request timeout.
+    /// Timeout of each request.
     pub timeout: Duration,
 }
 
-/// The requests of a plan.
+/// Source of a plan's requests.
 #[derive(Debug)]
 pub enum LoadSource<'a> {
     /// A trace, sent by its timestamps.
     Trace(Vec<Arrival>),
-    /// Turns of chats, which keep their state afterwards.
+    /// Turns of chats. The chats keep their state afterwards.
     Chats {
-        /// The chats.
+        /// The chats to continue.
         chats: &'a mut Chats,
-        /// Number of turns.
+        /// Number of turns to send.
         requests: u64,
     },
 }
@@ -53,19 +53,19 @@ pub enum LoadSource<'a> {
 pub struct LoadProgress {
     /// Total number of requests.
     pub planned: u64,
-    /// Requests that have ended.
+    /// Number of requests that have ended.
     pub ended: u64,
-    /// Requests that have failed.
+    /// Number of requests that have failed.
     pub failed: u64,
-    /// Requests in flight.
+    /// Number of requests in flight.
     pub in_flight: u64,
-    /// Prompt tokens of responses that report cached tokens.
+    /// Number of prompt tokens in responses that report cached tokens.
     pub prompt_tokens: u64,
-    /// Cached tokens of these responses.
+    /// Number of cached tokens that responses report.
     pub cached_tokens: u64,
 }
 
-/// A request to send.
+/// A request that is about to be sent.
 #[derive(Debug)]
 struct PlannedRequest {
     path: &'static str,
@@ -74,7 +74,7 @@ struct PlannedRequest {
     chat: Option<usize>,
 }
 
-/// A request that has ended.
+/// A request that has ended, with its target and result.
 #[derive(Debug)]
 struct EndedRequest {
     pick: PickedTarget,
@@ -83,14 +83,14 @@ struct EndedRequest {
     result: Result<ReplayAnswer, ReplayError>,
 }
 
-/// The next step of a load.
+/// The next step of the load generator.
 #[derive(Debug)]
 enum NextRequest {
-    /// Send when this time has passed since the start.
+    /// Send a request as soon as this time has passed since the start.
     Send(Duration),
-    /// Wait until a request ends.
+    /// Wait until a request in flight ends.
     Wait,
-    /// All requests are sent.
+    /// Stop, because all requests have ended.
     Over,
 }
 
@@ -103,7 +103,7 @@ impl LoadSource<'_> {
     }
 }
 
-/// A plan in progress.
+/// State of a plan in progress.
 struct RunningLoad<'a, 'b> {
     work: LoadSource<'a>,
     model: String,
@@ -117,7 +117,8 @@ struct RunningLoad<'a, 'b> {
     running: JoinSet<EndedRequest>,
 }
 
-/// Runs a plan. Calls `on_progress` whenever a request has ended.
+/// Sends the requests of `plan` to `targets` and reports the results. Calls `on_progress` whenever
+/// a request has ended.
 ///
 /// # Panics
 /// If the plan's speed is not a positive number.
@@ -250,7 +251,7 @@ impl RunningLoad<'_, '_> {
         }
     }
 
-    /// Waits for a request to end; forever if none is in flight.
+    /// Waits for a request to end and records its result. Waits forever if none is in flight.
     async fn end_one(&mut self, on_progress: &impl Fn(LoadProgress)) {
         let Some(ended) = self.running.join_next().await else {
             return std::future::pending().await;

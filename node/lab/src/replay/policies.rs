@@ -23,7 +23,7 @@ use super::trace::Arrival;
 use crate::engine::fleet::{Engines, EnginesPlan};
 use crate::terminal::{self, FittedTable, INTERRUPTED, column};
 
-/// Stands for all policies.
+/// Name that stands for all policies.
 pub(super) const EVERY_POLICY: &str = "all";
 
 /// Replicas that a comparison starts and stops for each policy.
@@ -35,16 +35,16 @@ pub trait ClusterUnderTest: Sized {
         backends: &[BackendSpec],
     ) -> impl Future<Output = anyhow::Result<Self>>;
 
-    /// Returns the base URLs for clients, one per replica.
+    /// Returns the base URL of each replica's API for clients.
     fn data_urls(&self) -> Vec<String>;
 
     /// Stops the replicas and deletes their data.
     fn stop(self) -> impl Future<Output = ()>;
 }
 
-/// Parameters of a comparison.
+/// Parameters of a comparison of policies.
 pub(super) struct PolicyComparison<'a> {
-    /// Policies in the order of the table.
+    /// Policies to compare, in the order of the table.
     pub(super) policies: Vec<&'static str>,
     pub(super) engines: EnginesPlan<'a>,
     pub(super) settings: &'a [String],
@@ -54,17 +54,20 @@ pub(super) struct PolicyComparison<'a> {
     pub(super) is_json: bool,
 }
 
-/// Result of one policy.
+/// Result of the load under one policy.
 #[derive(Debug, Serialize)]
 struct PolicyRow {
     policy: &'static str,
-    /// Responses of the busiest engine, relative to the mean: 1 is even.
+    /// Number of responses of the busiest engine, relative to the mean of all engines; 1 if even.
     load_spread: f64,
     #[serde(flatten)]
     report: LoadReport,
 }
 
 /// Replays the trace with each policy and prints the table. The exit code is 1 if requests failed.
+///
+/// # Errors
+/// If engines or replicas cannot be started, or the table cannot be printed.
 pub(super) async fn compare<C: ClusterUnderTest>(
     comparison: &PolicyComparison<'_>,
     arrivals: &[Arrival],
@@ -128,7 +131,7 @@ async fn with_policy<C: ClusterUnderTest>(
     })
 }
 
-/// Returns the responses of the busiest engine over the mean of all engines, idle ones included.
+/// Returns the number of responses of the busiest engine, relative to the mean of all `engines`.
 fn spread(report: &LoadReport, engines: usize) -> f64 {
     let all: u64 = report.backends.values().sum();
     let most = report.backends.values().max().copied().unwrap_or(0);

@@ -1,12 +1,12 @@
-//! Formats a report as tables.
+//! Formats the report of a load as tables.
 
 use super::report::{GroupReport, LatencySummary, LoadReport};
 use crate::terminal::{FittedTable, column};
 
-/// Maximum number of users shown; the JSON has all.
+/// Maximum number of users in the table. The JSON lists all.
 const USERS_SHOWN: usize = 12;
 
-/// Returns the report's tables, one below the other.
+/// Returns the report as tables, one below the other.
 #[must_use]
 pub fn tables(report: &LoadReport) -> String {
     let mut parts = vec![

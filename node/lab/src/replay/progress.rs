@@ -4,7 +4,7 @@ use indicatif::ProgressBar;
 
 use super::load::LoadProgress;
 
-/// Shows the progress of the load.
+/// Updates `bar` with the progress of a load.
 pub fn show(bar: &ProgressBar, progress: LoadProgress) {
     bar.set_position(progress.ended);
     let hits = 100.0 * progress.cached_tokens as f64 / progress.prompt_tokens.max(1) as f64;

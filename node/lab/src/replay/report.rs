@@ -10,13 +10,13 @@ use serde::Serialize;
 
 use super::client::{ReplayAnswer, ReplayError};
 
-/// Upper limit of histograms, in microseconds: an hour.
+/// Maximum value of histograms, in microseconds: one hour.
 const TIME_US_MAX: u64 = 3_600_000_000;
-/// Weights of input and output tokens in a user's service: the prices in VTC.
+/// Weight of an input token in a user's service, as in VTC; an output token weighs `OUTPUT_PRICE`.
 const INPUT_PRICE: u64 = 1;
 const OUTPUT_PRICE: u64 = 2;
 
-/// Collects results of requests.
+/// Collector of request results, from which the report is made.
 #[derive(Debug)]
 pub struct LoadTally {
     all: TargetCounts,
@@ -25,20 +25,20 @@ pub struct LoadTally {
     users: BTreeMap<Arc<str>, UserReport>,
     errors: BTreeMap<String, ErrorReport>,
     late: Histogram<u64>,
-    /// Responses through a replica without its decision.
+    /// Number of responses through a replica that did not report its decision.
     untold: u64,
 }
 
-/// Counts of one target, or of all.
+/// Counts and times of one target, or of all targets.
 #[derive(Debug)]
 struct TargetCounts {
     ok: u64,
     failed: u64,
     lost: u64,
-    /// Over the responses with `usage`.
+    /// Number of prompt tokens, over the responses with `usage`.
     prompt_tokens: u64,
     completion_tokens: u64,
-    /// Prompt tokens and cached tokens of responses that report the latter.
+    /// Number of prompt tokens, over the responses that report cached tokens.
     cached_of: u64,
     cached_tokens: u64,
     blocks_matched: u64,
@@ -47,62 +47,63 @@ struct TargetCounts {
     latency: Histogram<u64>,
 }
 
-/// Result of a load.
+/// Results of a load.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct LoadReport {
     /// Time from the first request to the last response, in seconds.
     pub duration_s: f64,
-    /// All requests together.
+    /// Results of all requests together.
     pub total: GroupReport,
     /// Results by target.
     pub targets: BTreeMap<String, GroupReport>,
-    /// Responses by backend, from `x-quorate-backend`; empty without a router.
+    /// Number of responses by backend, from `x-quorate-backend`; empty without a router.
     pub backends: BTreeMap<String, u64>,
-    /// Responses of replicas that did not report their decision. They are missing in `backends` and
-    /// `predicted_hit_rate`.
+    /// Number of responses of replicas that did not report their decision. They are missing in
+    /// `backends` and `predicted_hit_rate`.
     pub decisions_untold: u64,
     /// Results by user.
     pub users: BTreeMap<String, UserReport>,
-    /// Jain's index of the users' service: 1 is even, 1/n means that one user got everything.
+    /// Jain's index of the users' service. 1 means even service, and 1/n that one of n users got
+    /// everything. `None` if no user got service.
     pub jain_index: Option<f64>,
-    /// Failures by kind.
+    /// Failures by kind of error.
     pub errors: BTreeMap<String, ErrorReport>,
-    /// Delay of requests against the trace, caused by the load generator.
+    /// Delay of requests relative to the trace, caused by the load generator.
     pub late_ms: LatencySummary,
 }
 
-/// Counts, rates and times of one target, or of all.
+/// Counts, rates and times of one target, or of all targets.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct GroupReport {
-    /// Requests sent.
+    /// Number of requests that have ended.
     pub requests: u64,
-    /// Requests completed.
+    /// Number of requests completed.
     pub ok: u64,
-    /// Failed.
+    /// Number of requests that failed.
     pub failed: u64,
-    /// Requests in flight at a target when it was taken down on purpose.
+    /// Number of requests that were in flight at a target when it was taken down on purpose.
     pub lost: u64,
-    /// Completed requests per second.
+    /// Number of completed requests per second.
     pub requests_per_s: f64,
-    /// Output tokens per second.
+    /// Number of output tokens per second.
     pub output_tokens_per_s: f64,
-    /// Prompt tokens, from the engines' `usage`.
+    /// Number of prompt tokens, from the engines' `usage`.
     pub prompt_tokens: u64,
-    /// Prompt tokens found in the engines' caches; `None` if no engine reported them.
+    /// Number of prompt tokens found in the engines' caches; `None` if no engine reported them.
     pub cached_tokens: Option<u64>,
-    /// Output tokens, from `usage`.
+    /// Number of output tokens, from the engines' `usage`.
     pub completion_tokens: u64,
-    /// Hit rate as reported by engines: cached tokens over prompt tokens.
+    /// Hit rate as reported by engines: cached over prompt tokens; `None` without reports.
     pub hit_rate: Option<f64>,
     /// Hit rate as predicted by the router: matched over all blocks; `None` without a router.
     pub predicted_hit_rate: Option<f64>,
-    /// Time to the first text, in milliseconds.
+    /// Time from sending a request to its first text, in milliseconds.
     pub ttft_ms: LatencySummary,
-    /// Time to the end, in milliseconds.
+    /// Time from sending a request to the end of its response, in milliseconds.
     pub latency_ms: LatencySummary,
 }
 
-/// A distribution of times, in milliseconds; all zero if empty.
+/// Summary of a distribution of times, in milliseconds; all zero if the distribution is empty.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize)]
 pub struct LatencySummary {
     /// Mean.
@@ -117,32 +118,32 @@ pub struct LatencySummary {
     pub max: f64,
 }
 
-/// Results of one user.
+/// Token counts and results of one user.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
 pub struct UserReport {
-    /// Requests completed.
+    /// Number of requests completed.
     pub ok: u64,
-    /// Requests that failed or were lost.
+    /// Number of requests that failed or were lost.
     pub failed: u64,
-    /// Prompt tokens.
+    /// Number of prompt tokens in the user's responses.
     pub prompt_tokens: u64,
-    /// Output tokens.
+    /// Number of output tokens in the user's responses.
     pub completion_tokens: u64,
-    /// Prompt tokens plus twice the output tokens.
+    /// Service that the user received: prompt tokens plus twice the output tokens.
     pub service: u64,
 }
 
-/// Failures of one kind.
+/// Number of failures of one kind, with an example.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct ErrorReport {
     /// Number of failures.
     pub count: u64,
-    /// Message of the first one.
+    /// Message of the first failure.
     pub example: String,
 }
 
 impl LoadTally {
-    /// Creates an empty tally for these targets.
+    /// Creates an empty tally for the targets with these names.
     #[must_use]
     pub fn new<'a>(targets: impl Iterator<Item = &'a str>) -> Self {
         Self {
@@ -158,12 +159,12 @@ impl LoadTally {
         }
     }
 
-    /// Records that a request was sent this late.
+    /// Records that a request was sent `late` after its time in the trace.
     pub fn sent(&mut self, late: Duration) {
         record(&mut self.late, late);
     }
 
-    /// Records a response.
+    /// Records a response of `target` to `user`.
     pub fn answered(&mut self, target: &str, user: &Arc<str>, answer: &ReplayAnswer) {
         self.all.answered(answer);
         self.target(target).answered(answer);
@@ -181,7 +182,7 @@ impl LoadTally {
         of_user.service += INPUT_PRICE * prompt + OUTPUT_PRICE * completion;
     }
 
-    /// Records a failed request.
+    /// Records a request of `user` that failed at `target`.
     pub fn failed(&mut self, target: &str, user: &Arc<str>, failure: &ReplayError) {
         self.all.failed += 1;
         self.target(target).failed += 1;
@@ -193,14 +194,14 @@ impl LoadTally {
         self.errors.entry(failure.kind()).or_insert(first).count += 1;
     }
 
-    /// Records a request that was lost with its target.
+    /// Records a request of `user` that was in flight when `target` was taken down on purpose.
     pub fn lost(&mut self, target: &str, user: &Arc<str>) {
         self.all.lost += 1;
         self.target(target).lost += 1;
         self.users.entry(user.clone()).or_default().failed += 1;
     }
 
-    /// Returns the number of ended requests, and how many of them failed.
+    /// Returns the number of ended requests and the number of failed ones.
     #[must_use]
     pub fn counts(&self) -> (u64, u64) {
         (
@@ -209,13 +210,14 @@ impl LoadTally {
         )
     }
 
-    /// Returns the prompt tokens of responses that report cached tokens, and the latter.
+    /// Returns the number of prompt tokens in responses that report cached tokens, and the number
+    /// of cached tokens.
     #[must_use]
     pub fn hits(&self) -> (u64, u64) {
         (self.all.cached_of, self.all.cached_tokens)
     }
 
-    /// Returns the result after `duration`.
+    /// Returns the results of a load that took `duration`.
     #[must_use]
     pub fn report(self, duration: Duration) -> LoadReport {
         let users: BTreeMap<String, UserReport> = self
@@ -318,7 +320,7 @@ impl LatencySummary {
     }
 }
 
-/// Returns Jain's fairness index, `(sum x)^2 / (n * sum x^2)`; `None` if all values are zero.
+/// Returns Jain's fairness index of `service`, `(sum x)^2 / (n * sum x^2)`; `None` if all are zero.
 #[must_use]
 pub fn jain_index(service: &[f64]) -> Option<f64> {
     let sum: f64 = service.iter().sum();

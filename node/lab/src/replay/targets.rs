@@ -1,4 +1,4 @@
-//! Targets of a load: base URLs used in turn. Targets known to be down are skipped.
+//! Targets of a load: base URLs that requests use in turn, except those that are known to be down.
 //!
 //! A caller that takes a target down on purpose calls [`Targets::set_up`] *before* doing it; a
 //! request in flight there then counts as lost, not as failed.
@@ -10,22 +10,22 @@ use api::tls::ClientConfig;
 use http::Uri;
 use tokio::sync::watch;
 
-/// Base URLs of replicas or engines.
+/// Base URLs of replicas or engines, with their states.
 #[derive(Debug)]
 pub struct Targets {
     list: Vec<LoadTarget>,
     access: Option<TargetAccess>,
     turn: AtomicUsize,
-    /// Number of times each target went down or came up: even means up.
+    /// Number of state changes of each target. Even means up, odd means down.
     lives: watch::Sender<Vec<u64>>,
 }
 
-/// Access to targets with TLS and API keys.
+/// TLS config and API keys for access to targets.
 #[derive(Debug, Clone)]
 pub struct TargetAccess {
-    /// TLS config with the trusted authorities.
+    /// TLS config with the trusted certificate authorities.
     pub tls: Arc<ClientConfig>,
-    /// Prefix of keys: a user's key is this and the user's name.
+    /// Prefix of API keys. A user's key is this prefix followed by the user's name.
     pub key_prefix: String,
 }
 
@@ -34,21 +34,21 @@ struct LoadTarget {
     name: String,
 }
 
-/// A target as picked for one request.
+/// A target that was picked for one request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PickedTarget {
-    /// Index in the list.
+    /// Index of the target in the list.
     pub index: usize,
     life: u64,
 }
 
-/// Why a URL cannot be a target.
+/// The URL that cannot be a target.
 #[derive(Debug, thiserror::Error)]
 #[error("expected a target like http://host:port, found {0:?}")]
 pub struct TargetError(String);
 
 impl Targets {
-    /// Creates targets that are all up.
+    /// Creates targets that are all up, without TLS and keys.
     ///
     /// # Errors
     /// If a URL does not have the form `http://host[:port]`, or the list is empty.
@@ -56,10 +56,10 @@ impl Targets {
         Self::of(urls, None)
     }
 
-    /// Creates targets with URLs of the form `https://host[:port]` that are all up.
+    /// Creates targets that are all up, with TLS and keys.
     ///
     /// # Errors
-    /// If a URL has another form, or the list is empty.
+    /// If a URL does not have the form `https://host[:port]`, or the list is empty.
     pub fn secure<S: AsRef<str>>(urls: &[S], access: TargetAccess) -> Result<Self, TargetError> {
         Self::of(urls, Some(access))
     }
@@ -82,7 +82,7 @@ impl Targets {
         })
     }
 
-    /// Returns how to access the targets; `None`: without TLS and key.
+    /// Returns the TLS config and key prefix of the targets; `None` for targets without TLS.
     #[must_use]
     pub fn access(&self) -> Option<&TargetAccess> {
         self.access.as_ref()
@@ -94,19 +94,19 @@ impl Targets {
         self.list.len()
     }
 
-    /// Always false: the list is never empty.
+    /// Returns `false`, because the list of targets is never empty.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.list.is_empty()
     }
 
-    /// Returns the URL of a target.
+    /// Returns the base URL of the target at `index`.
     #[must_use]
     pub fn name(&self, index: usize) -> &str {
         &self.list[index].name
     }
 
-    /// Records that a target is about to go down, or has come up.
+    /// Records that the target at `index` is about to go down, or has come up.
     pub fn set_up(&self, index: usize, is_up: bool) {
         self.lives.send_modify(|lives| {
             if is_alive(lives[index]) != is_up {
@@ -115,7 +115,7 @@ impl Targets {
         });
     }
 
-    /// Returns the next target that is up; `None` if all are down.
+    /// Picks the next target that is up; `None` if all are down.
     #[must_use]
     pub fn pick(&self) -> Option<PickedTarget> {
         let lives = self.lives.borrow();
@@ -129,7 +129,7 @@ impl Targets {
             })
     }
 
-    /// Whether the target went down since it was picked.
+    /// Returns whether the target of `pick` went down since it was picked.
     #[must_use]
     pub fn went_down(&self, pick: PickedTarget) -> bool {
         self.lives.borrow()[pick.index] != pick.life
@@ -143,7 +143,7 @@ impl Targets {
         let _ = lives.wait_for(some_alive).await;
     }
 
-    /// Returns the URL of `path` on a target.
+    /// Returns the URL of `path` on the target at `index`.
     ///
     /// # Panics
     /// If `path` is not a valid URL path.

@@ -1,23 +1,23 @@
-//! Texts to send, determined by seed and id.
+//! Texts of prompts, determined by a seed and ids.
 
 use crate::engine::text::{token_count, words};
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
-/// A prompt as a list of text blocks, generated only when sent.
+/// A prompt as a list of text blocks, whose text is generated only when it is sent.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PromptSpec {
-    /// Ids of the blocks' texts.
+    /// Ids from which the texts of the blocks are derived, in order.
     pub ids: Vec<u64>,
     /// Length of a block, in bytes.
     pub block_bytes: usize,
     /// Total length in bytes. The last block may be partial.
     pub bytes: usize,
-    /// Seed of the texts.
+    /// Seed from which the texts are derived.
     pub seed: u64,
 }
 
 impl PromptSpec {
-    /// Returns the text of the prompt.
+    /// Generates the text of the prompt.
     #[must_use]
     pub fn text(&self) -> String {
         let mut text = String::with_capacity(self.bytes);
@@ -29,7 +29,8 @@ impl PromptSpec {
     }
 }
 
-/// Returns `bytes` bytes of words derived from `id`. A shorter passage is a prefix of a longer one.
+/// Returns `bytes` bytes of words derived from `seed` and `id`. Shorter passages are prefixes of
+/// longer ones.
 #[must_use]
 pub fn passage(seed: u64, id: u64, bytes: usize) -> String {
     let output_seed = xxh3_64_with_seed(&id.to_le_bytes(), seed);

@@ -1,4 +1,4 @@
-//! `quorate simulate`: its flags, how they combine, and its exit code.
+//! `quorate simulate`: its flags, the plans that they result in, and its exit code.
 
 use std::borrow::Cow;
 use std::collections::BTreeSet;
@@ -131,17 +131,18 @@ enum ShareMode {
     Nothing,
 }
 
-/// A number of engines, and the concurrency limit of each.
+/// Size of a fleet: the number of engines, and the concurrency limit of each.
 struct FleetSize {
     backends: u16,
     concurrency: Concurrency,
 }
 
-/// Simulates and prints. `fetched` is the recording from [`SimulateArgs::urls`]. The exit code is 1
-/// if a claim fails or the books do not balance, and 2 if the arguments do not fit together.
+/// Runs the simulations and prints the results. `fetched` is the recording from
+/// [`SimulateArgs::urls`]. The exit code is 1 if a claim fails or the books do not balance, and 2
+/// if the arguments do not fit together.
 ///
 /// # Errors
-/// [`SimulateArgsError`], or if the page cannot be written.
+/// [`SimulateArgsError`] if the arguments do not fit together, or if the page cannot be written.
 pub fn run(args: &SimulateArgs, fetched: Option<Recording>) -> anyhow::Result<ExitCode> {
     if args.experiment == Some(Experiment::Scale) {
         terminal::print(scale::table())?;
@@ -172,7 +173,7 @@ pub fn run(args: &SimulateArgs, fetched: Option<Recording>) -> anyhow::Result<Ex
     })
 }
 
-/// Returns the command line, for readers of the results.
+/// Returns the command line, which results include for their readers.
 fn command_line() -> String {
     let arguments = std::env::args().skip(1);
     std::iter::once("quorate".to_owned())
@@ -243,7 +244,7 @@ impl SimulateArgs {
         })
     }
 
-    /// Returns the policies to run.
+    /// Returns the policies to run: the requested ones, or the default.
     fn policies(&self) -> Cow<'_, [SimPolicy]> {
         match self.policy.as_slice() {
             [] => Cow::Owned(vec![SimPolicy::default()]),
@@ -263,7 +264,7 @@ impl SimulateArgs {
         loads.cases()
     }
 
-    /// Returns the sizes of the fleet to run.
+    /// Returns the fleet sizes to run: each number of engines with each concurrency limit.
     fn sizes(&self, base: &SimPlan) -> Vec<FleetSize> {
         let or = |given: &Vec<u16>| match given.is_empty() {
             true => vec![base.backends],
@@ -409,7 +410,8 @@ impl SimulateArgs {
         Ok(plan)
     }
 
-    /// Returns settings that let patient clients wait without limit, so that the times show it.
+    /// Returns admission settings that do not limit waits, so that reported times include them,
+    /// unless clients have limited patience.
     fn waits(&self) -> AdmissionSettings {
         if self.patience.is_some() {
             return AdmissionSettings::default();
@@ -481,7 +483,7 @@ impl SimulateArgs {
         self.dress(workload);
     }
 
-    /// Sets the users' weights and replicas.
+    /// Sets the users' weights, and pins users to replicas if requested.
     fn dress(&self, workload: &mut SimWorkload) {
         let weights = self.demand.weights.iter().cycle();
         for (user, weight) in workload.users.iter_mut().zip(weights) {

@@ -1,12 +1,12 @@
-//! Errors in arguments.
+//! Error about the arguments of `quorate simulate`.
 
-/// Arguments that do not fit together, or a trace that cannot be read: exit code 2.
+/// Message about conflicting arguments or an unreadable trace. The exit code is 2.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 pub struct SimulateArgsError(String);
 
 impl SimulateArgsError {
-    /// Creates an error with this message.
+    /// Creates an error with the message `words`.
     pub(super) fn new(words: impl Into<String>) -> Self {
         Self(words.into())
     }

@@ -1,9 +1,9 @@
 //! The `cells` experiment: the cost of splitting a fleet into cells that share nothing.
 //!
-//! A load of shared prefixes goes to one ideal router of all engines, which knows everything at
-//! once, and to cells of three replicas and four engines behind a first hop. Then cells serve users
-//! who always have requests waiting. Half of them send prompts with a common prefix, which the
-//! first hop keeps together; the prompts of the others spread.
+//! First, the experiment sends a load of shared prefixes to one ideal router of all engines, which
+//! learns everything at once, and to cells of three replicas and four engines behind a first hop.
+//! Then cells serve users who always have requests waiting. Half of them send prompts with a common
+//! prefix, which the first hop keeps together; the prompts of the others spread.
 
 use std::sync::Arc;
 
@@ -20,23 +20,23 @@ use crate::replay::text::passage;
 
 /// Number of engines per cell.
 const ENGINES: u16 = 4;
-/// Numbers of cells.
+/// Numbers of cells in the routing cases.
 const CELLS: [u16; 2] = [10, 100];
 /// Number of cells in the fairness cases.
 const FAIR_CELLS: u16 = 10;
-/// Load factor of the hash without a limit, in thousandths of the average load per cell.
+/// Load factor that leaves the hash unbounded, in thousandths of the average load per cell.
 const UNBOUNDED: u32 = 1_000_000;
-/// Interval at which cells share their charges.
+/// Interval at which cells exchange their charges, in microseconds.
 const CHARGES_EVERY: Micros = 1_000_000;
 /// Minimum hit rate of cells, relative to the ideal router's.
 const HITS_MIN: f64 = 0.95;
 /// Maximum mean time to first token of cells, relative to the ideal router's.
 const MEAN_MAX: f64 = 1.25;
 
-/// Returns the cases. For each number of cells: the ideal router, cells by a bounded hash, by an
-/// unbounded hash, and cells chosen regardless of prefixes. Then fairness, at last with shared
-/// charges, and without the lift: it raises a user with nothing waiting in a cell, although the
-/// user waits in others.
+/// Returns the cases of the experiment. Each number of cells has four: the ideal router, and cells
+/// chosen by a bounded hash, by an unbounded hash, and regardless of prefixes. The fairness cases
+/// follow. The last two share charges, and of these the very last omits the lift, which raises a
+/// user with nothing waiting in a cell although the user waits in others.
 #[must_use]
 pub fn cases(seed: u64, horizon: Micros) -> ComparisonCases {
     let mut cases = Vec::new();
@@ -75,7 +75,7 @@ pub fn cases(seed: u64, horizon: Micros) -> ComparisonCases {
     }
 }
 
-/// Returns plans for one router of all engines, and for cells by three ways of choosing one.
+/// Returns plans for one router of all engines, and for `count` cells chosen in three ways.
 fn kinds(base: &SimPlan, count: u16) -> [SimPlan; 4] {
     let by_hash = |load_factor_milli| {
         PolicyConfig::Chwbl(ChwblSettings {
@@ -108,8 +108,8 @@ fn kinds(base: &SimPlan, count: u16) -> [SimPlan; 4] {
     ]
 }
 
-/// Returns prefixes for each cell that are requested ten times in twenty seconds, and a hot one
-/// that is in one request of twenty, whatever the number of cells.
+/// Generates a load with 64 shared prefixes per cell, and a hot prefix in one request of twenty,
+/// whatever the number of cells.
 fn shared_prefixes(seed: u64, cells: u16, horizon: Micros) -> SimWorkload {
     let cells = u32::from(cells);
     let mix = Mix {
@@ -124,8 +124,8 @@ fn shared_prefixes(seed: u64, cells: u16, horizon: Micros) -> SimWorkload {
     mix.generate(seed)
 }
 
-/// Returns eight users who send more than an equal share of all cells. The prompts of every other
-/// user have a common prefix.
+/// Returns eight users who always have more requests waiting than an equal share of all cells. The
+/// prompts of every other user have a common prefix.
 fn always_waiting() -> SimWorkload {
     let alike_tokens = (CellPlan::default().hashed_blocks * BLOCK_TOKENS) as usize;
     let user = |number: u64| SimUser {

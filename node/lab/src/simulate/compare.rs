@@ -1,5 +1,5 @@
-//! Runs the cases of a comparison, as many at a time as there are cores. Each case is a separate
-//! simulation, so threads do not affect the results.
+//! Runs the cases of a comparison in parallel, as many at a time as there are cores. Each case is a
+//! separate simulation, so threads do not affect the results.
 
 use std::num::NonZeroUsize;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
@@ -12,29 +12,29 @@ use super::report::{ExperimentResult, RunReport, SimComparison};
 use super::workload::SimWorkload;
 use super::world::SimWorld;
 
-/// Cases to compare.
+/// Cases of a comparison, with the evaluation of their results.
 pub struct ComparisonCases {
     /// Title of the comparison.
     pub title: String,
-    /// The cases, in the order of the table.
+    /// Cases to run, in the order of the table.
     pub cases: Vec<ComparisonCase>,
-    /// Evaluates the results.
+    /// Evaluates the runs, which are in the order of the cases.
     pub judge: fn(&[RunReport]) -> Vec<ExperimentResult>,
 }
 
-/// One case.
+/// One case of a comparison.
 pub struct ComparisonCase {
-    /// The cluster.
+    /// Plan of the simulated cluster.
     pub plan: SimPlan,
-    /// The load.
+    /// Load on the simulated cluster.
     pub workload: Arc<SimWorkload>,
 }
 
-/// Number of parts in which a case's progress is measured.
+/// Number of parts into which the progress of a case is divided.
 pub const PROGRESS_PARTS: u64 = 1000;
 
 impl ComparisonCases {
-    /// Runs all cases; `progress` receives the number of finished parts of all cases.
+    /// Runs all cases and evaluates them. Passes the number of finished parts to `progress`.
     #[must_use]
     pub fn run(self, seed: u64, command: String, progress: impl Fn(u64) + Sync) -> SimComparison {
         let done: Vec<Mutex<Option<RunReport>>> =
@@ -82,7 +82,7 @@ fn take<'a>(
 }
 
 impl ComparisonCase {
-    /// Runs the case; `progress` receives the number of finished parts of [`PROGRESS_PARTS`].
+    /// Runs the case. Passes the number of finished parts of [`PROGRESS_PARTS`] to `progress`.
     #[must_use]
     pub fn run(&self, mut progress: impl FnMut(u64)) -> RunReport {
         let horizon = self.plan.horizon.max(1);
@@ -93,7 +93,7 @@ impl ComparisonCase {
     }
 }
 
-/// Makes no claim.
+/// Evaluates no claim, for comparisons that make none.
 #[must_use]
 pub fn no_verdict(_: &[RunReport]) -> Vec<ExperimentResult> {
     Vec::new()

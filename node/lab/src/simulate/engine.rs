@@ -16,30 +16,30 @@ use crate::engine::model::{ComputeJob, Finish, RequestId, Scheduler};
 /// Progress of a request at the end of a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ServedStep {
-    /// The request, as submitted.
+    /// Number of the request, as submitted.
     pub request: usize,
-    /// Output tokens so far.
+    /// Number of output tokens so far.
     pub output_tokens: u32,
-    /// Prompt tokens found in the cache.
+    /// Number of prompt tokens found in the cache.
     pub cached_tokens: u32,
-    /// Whether this was the last token.
+    /// Whether the request has ended with this step.
     pub is_done: bool,
 }
 
-/// Figures that probes read.
+/// Figures of an engine that probes read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct ProbedFigures {
-    /// Requests in the batch.
+    /// Number of requests in the batch.
     pub running: u32,
-    /// Requests in the engine's own queue.
+    /// Number of requests in the engine's own queue.
     pub waiting: u32,
-    /// KV cache in use, in thousandths.
+    /// Share of the KV cache in use, in thousandths.
     pub kv_usage_permille: u32,
-    /// Total number of preempted requests.
+    /// Total number of preemptions.
     pub preemptions: u64,
 }
 
-/// One engine.
+/// A modelled engine of the simulation.
 #[derive(Debug)]
 pub struct SimEngine {
     model: EngineTiming,
@@ -50,9 +50,9 @@ pub struct SimEngine {
 enum EngineTiming {
     Continuous {
         scheduler: Box<Scheduler>,
-        /// Request by the engine's own id, which counts from 0.
+        /// Numbers of the requests, indexed by the engine's own id, which counts from 0.
         names: Vec<usize>,
-        /// The engine's ids of requests in flight, ascending by request.
+        /// Numbers and engine ids of the requests in flight, ascending by number.
         ids: Vec<(usize, RequestId)>,
     },
     Static {
@@ -84,12 +84,13 @@ impl SimEngine {
         }
     }
 
-    /// Submits a request. The caller must reject one that can never fit ([`SimEngine::fits`]).
+    /// Submits a request with the number `request`. The caller must reject one that can never fit
+    /// ([`SimEngine::fits`]).
     pub fn submit(&mut self, request: usize, prompt: &SimPrompt, output_tokens: u32) {
         self.begin(request, prompt, output_tokens, false);
     }
 
-    /// Submits a request whose prompt's blocks were fetched from another engine.
+    /// Submits request number `request`, whose prompt's blocks were fetched from another engine.
     pub fn submit_fetched(&mut self, request: usize, prompt: &SimPrompt, output_tokens: u32) {
         self.begin(request, prompt, output_tokens, true);
     }
@@ -116,7 +117,7 @@ impl SimEngine {
         }
     }
 
-    /// Whether the engine can serve a request of this many tokens, including output.
+    /// Returns whether the engine can serve a request of `tokens` prompt and output tokens.
     #[must_use]
     pub fn fits(&self, tokens: u32) -> bool {
         match &self.model {
@@ -125,7 +126,7 @@ impl SimEngine {
         }
     }
 
-    /// Drops a request.
+    /// Drops a request, if it is in flight.
     pub fn abort(&mut self, request: usize) {
         match &mut self.model {
             EngineTiming::Continuous { scheduler, ids, .. } => {
@@ -140,7 +141,7 @@ impl SimEngine {
         }
     }
 
-    /// Begins the next step unless one is in progress. Returns its duration.
+    /// Begins the next step. Returns its duration; `None` if a step runs or there is no work.
     pub fn begin_step(&mut self) -> Option<Micros> {
         if self.is_busy {
             return None;
@@ -163,7 +164,7 @@ impl SimEngine {
         took.map(|took| took.max(1))
     }
 
-    /// Ends the step.
+    /// Ends the step. Returns the progress of its requests.
     pub fn finish_step(&mut self) -> Vec<ServedStep> {
         self.is_busy = false;
         match &mut self.model {
@@ -205,7 +206,7 @@ impl SimEngine {
         }
     }
 
-    /// Whether no request runs or waits.
+    /// Returns whether no request runs or waits.
     #[must_use]
     pub fn is_idle(&self) -> bool {
         let figures = self.figures();

@@ -7,7 +7,7 @@ use std::collections::BinaryHeap;
 /// Simulated time, in microseconds since the start.
 pub type Micros = u64;
 
-/// Events by time; those at the same time in the order in which they were planned.
+/// Queue of events, ordered by time. Events at one time keep the order of their planning.
 #[derive(Debug)]
 pub struct EventQueue<E> {
     heap: BinaryHeap<Reverse<PlannedEvent<E>>>,
@@ -67,7 +67,7 @@ impl<E> EventQueue<E> {
         }));
     }
 
-    /// Removes and returns the next event.
+    /// Removes the next event and returns it with its time; `None` if the queue is empty.
     pub fn take_next(&mut self) -> Option<(Micros, E)> {
         let Reverse(next) = self.heap.pop()?;
         Some((next.at, next.event))

@@ -1,4 +1,4 @@
-//! The experiments: comparisons with their own settings, and claims that their results must meet.
+//! The experiments: comparisons with their own settings and with claims about the results.
 //! docs/guide/simulator.md describes each.
 
 use std::sync::Arc;
@@ -38,10 +38,11 @@ pub enum Experiment {
 }
 
 impl Experiment {
-    /// Returns the cases, for `duration`. A `workload` replaces the generated one of `sharing`.
+    /// Returns the cases, which last `duration` or a default. A `workload` replaces the generated
+    /// one of `sharing`.
     ///
     /// # Errors
-    /// If the duration is invalid.
+    /// If the duration is less than a second.
     pub fn cases(
         self,
         seed: u64,
@@ -67,7 +68,7 @@ impl Experiment {
     }
 }
 
-/// Returns users who send 1, 2, 3 and 4 times their share of the capacity.
+/// Returns eight users with these weights, who keep 64, 128, 192 or 256 requests waiting.
 fn backlogged(weights: &[u32]) -> SimWorkload {
     let user = |number: usize| SimUser {
         weight_milli: weights[number % weights.len()] * 1000,
@@ -159,7 +160,7 @@ fn returning_user(seed: u64, horizon: u64) -> ComparisonCases {
     }
 }
 
-/// Returns the service of the first user after its pause, relative to the mean of the others.
+/// Returns the service that the first user got after its pause, relative to the mean of the others.
 fn share_after_pause(run: &RunReport) -> f64 {
     let service = &run.curves.service;
     let points = service[0].len();
@@ -191,8 +192,8 @@ fn judge_return(runs: &[RunReport]) -> Vec<ExperimentResult> {
     ]
 }
 
-/// Returns prefixes that fit into all engines together but not into one, at a rate that the engines
-/// can just serve if half of the requests miss.
+/// Returns a mix of prefixes that fit into all engines together but not into one. Its rate is the
+/// highest that the engines can serve if half of the requests miss.
 fn at_the_edge(horizon: u64) -> Mix {
     Mix {
         duration: horizon,
@@ -289,11 +290,11 @@ fn judge_sharing(runs: &[RunReport]) -> Vec<ExperimentResult> {
 
 /// Numbers of bins for static batching.
 const BINS: [u16; 6] = [1, 2, 4, 8, 16, 32];
-/// Range of the uniformly distributed output tokens.
+/// Minimum and maximum of the uniformly distributed number of output tokens.
 const OUTPUT: (u32, u32) = (1, 1000);
 /// Number of bins in the case with predicted output lengths.
 const BINS_PREDICTED: u16 = 8;
-/// Maximum relative deviation from the theory.
+/// Maximum relative deviation of the batch duration from the theory.
 const DEVIATION_MAX: f64 = 0.03;
 
 fn static_batching(seed: u64, horizon: u64) -> ComparisonCases {
@@ -353,7 +354,7 @@ fn static_batching(seed: u64, horizon: u64) -> ComparisonCases {
     }
 }
 
-/// Returns the mean duration of a batch by the theory, in seconds.
+/// Returns the theoretical mean duration of a batch with `bins` bins, in seconds.
 fn batch_s(bins: u16) -> f64 {
     let times = BatchTimes::CALIBRATED;
     let at = |tokens| times.service_us(times.batch_max, tokens) as f64 / 1e6;

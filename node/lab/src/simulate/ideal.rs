@@ -1,8 +1,8 @@
-//! Ideal bounds that runs are compared with.
+//! Ideal bounds with which runs are compared.
 //!
-//! *Pooled LRU*: one cache with the blocks of all engines, queried in the order of arrival, with
-//! each request finished before the next. No router can hit much more often, because no engine has
-//! all blocks. *Lower bound of TTFT*: the time to compute what even that cache missed, on an
+//! *Pooled LRU* is one cache with the blocks of all engines. It serves requests in the order of
+//! arrival, each finished before the next. No router can hit much more often, because no engine has
+//! all blocks. *Lower bound of TTFT* is the time to compute what even that cache missed, on an
 //! otherwise idle engine.
 
 use std::sync::Arc;
@@ -11,17 +11,18 @@ use super::plan::{EngineModel, SimPlan};
 use super::workload::SimPrompt;
 use crate::engine::cache::{BlockPool, HeldBlocks};
 
-/// Ideal bounds of one workload.
+/// Ideal hit rate and time to first token of a workload.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct IdealBounds {
-    /// Share of the prompt tokens that the pooled cache had.
+    /// Share of the prompt tokens that the pooled cache had, from 0 to 1.
     pub hit_rate: f64,
     /// Mean lower bound of the time to first token, in milliseconds.
     pub ttft_ms: f64,
 }
 
 impl IdealBounds {
-    /// Computes the bounds of requests in arrival order; `None` for engines without prefix cache.
+    /// Computes the bounds for `asked`, prompts and output tokens in arrival order; `None` for
+    /// engines without a prefix cache.
     #[must_use]
     pub fn of(plan: &SimPlan, asked: &[(Arc<SimPrompt>, u32)]) -> Option<Self> {
         let EngineModel::Continuous(shape) = plan.engine else {

@@ -10,7 +10,7 @@ use state::ids::Slot;
 
 use super::events::Micros;
 
-/// Pseudo-code of a source.
+/// Policy that follows the pseudo-code of a source.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ReferencePolicy {
     /// AIBrix's `prefix_cache_routing`: any match counts, `imbalance > 8`, and a holder is chosen
@@ -22,10 +22,10 @@ pub enum ReferencePolicy {
 }
 
 impl ReferencePolicy {
-    /// All of them.
+    /// All reference policies.
     pub const ALL: [Self; 2] = [Self::PrefixCache, Self::VllmCacheAware];
 
-    /// Returns the name for `--policy`.
+    /// Returns the policy's name for `--policy`.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -34,7 +34,7 @@ impl ReferencePolicy {
         }
     }
 
-    /// Returns the variant with this name.
+    /// Returns the policy with this name, if there is one.
     #[must_use]
     pub fn named(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|one| one.name() == name)
@@ -46,13 +46,13 @@ impl ReferencePolicy {
 pub struct ReferenceCandidate {
     /// Slot of the backend.
     pub slot: Slot,
-    /// Leading blocks of the prompt that the product believes it holds.
+    /// Number of leading blocks of the prompt that the product believes the backend holds.
     pub matched: u32,
-    /// Requests in flight there.
+    /// Number of requests in flight at the backend.
     pub running: u32,
 }
 
-/// State of one router of a source.
+/// A router that follows a source, with the state that the source keeps.
 #[derive(Debug)]
 pub struct ReferenceRouter {
     policy: ReferencePolicy,
@@ -60,7 +60,7 @@ pub struct ReferenceRouter {
 }
 
 impl ReferenceRouter {
-    /// Creates a router without state.
+    /// Creates a router with empty state.
     #[must_use]
     pub fn new(policy: ReferencePolicy) -> Self {
         Self {
@@ -69,7 +69,8 @@ impl ReferenceRouter {
         }
     }
 
-    /// Chooses a backend for the `number`th request, whose block keys are `positions`.
+    /// Chooses a backend for the request with the number `number`, whose block keys are
+    /// `positions`.
     ///
     /// # Panics
     /// If `candidates` is empty.
@@ -89,7 +90,7 @@ impl ReferenceRouter {
         }
     }
 
-    /// Records that a request was sent to `slot`.
+    /// Records that a request with the block keys `positions` was sent to `slot`.
     pub fn dispatched(&mut self, positions: &[u64], slot: Slot) {
         if self.policy == ReferencePolicy::VllmCacheAware {
             self.tracker.record_request(positions, slot);
@@ -97,7 +98,7 @@ impl ReferenceRouter {
     }
 }
 
-/// Returns one of the candidates with the fewest requests.
+/// Returns one of the candidates with the fewest running requests; `number` breaks ties.
 fn least_running(candidates: &[ReferenceCandidate], number: usize) -> Slot {
     let fewest = candidates.iter().map(|it| it.running).min();
     let idle = candidates.iter().filter(|it| Some(it.running) == fewest);
@@ -105,12 +106,12 @@ fn least_running(candidates: &[ReferenceCandidate], number: usize) -> Slot {
     idle[spread(number) % idle.len()]
 }
 
-/// Hashes the number of a request.
+/// Hashes the number of a request, to break ties.
 fn spread(number: usize) -> usize {
     number.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 33
 }
 
-/// `prefix_cache_routing`.
+/// Chooses a backend like AIBrix's `prefix_cache_routing`.
 fn prefix_cache(pods: &[ReferenceCandidate], number: usize) -> Slot {
     let running = || pods.iter().map(|pod| pod.running);
     let (fewest, most) = (running().min(), running().max());
@@ -133,7 +134,7 @@ fn prefix_cache(pods: &[ReferenceCandidate], number: usize) -> Slot {
     selected.map_or_else(|| least_running(pods, number), |pod| pod.slot)
 }
 
-/// `select_worker`.
+/// Chooses a backend like the cache-aware gateway's `select_worker`.
 fn select_worker(
     workers: &[ReferenceCandidate],
     tracker: &mut BlockCacheTracker,
@@ -152,12 +153,13 @@ fn select_worker(
     chosen.unwrap_or_else(|| least_running(workers, number))
 }
 
-/// `max_blocks_per_backend`.
+/// Maximum number of tracked blocks per backend: the gateway's `max_blocks_per_backend`.
 const BLOCKS_MAX: usize = 100_000;
-/// `eviction_interval_secs`.
+/// Interval between evictions: the gateway's `eviction_interval_secs`.
 const EVICTION_INTERVAL: Micros = 60_000_000;
 
-/// The gateway's `BlockCacheTracker`: holders of a block by position and content, and times.
+/// The gateway's `BlockCacheTracker`: for each block, by position and content, its holders and when
+/// each last used it.
 #[derive(Debug, Default)]
 struct BlockCacheTracker {
     blocks: HashMap<u64, BTreeMap<Slot, u64>>,
@@ -177,8 +179,8 @@ impl BlockCacheTracker {
         }
     }
 
-    /// Returns the backend with the longest match, and its length. Marks its blocks as used, even
-    /// if it is not chosen.
+    /// Returns the backend with the longest match, and the length of that match in blocks. Marks
+    /// the matched blocks as used, even if the backend is not chosen.
     fn find_best_backend(&mut self, hashes: &[u64], number: usize) -> Option<(Slot, usize)> {
         let holders = self.blocks.get(hashes.first()?)?;
         let matches: Vec<(Slot, usize)> = holders
@@ -202,7 +204,8 @@ impl BlockCacheTracker {
         Some((best, longest))
     }
 
-    /// `binary_search_backend_match`: checks only the last block of each tested prefix.
+    /// Returns the length of a match like `binary_search_backend_match`, which checks only the last
+    /// block of each tested prefix.
     fn matched(&self, hashes: &[u64], backend: Slot) -> usize {
         let (mut low, mut high) = (0, hashes.len());
         while low < high {

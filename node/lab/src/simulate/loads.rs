@@ -1,7 +1,7 @@
-//! The `policies` experiment: every policy on the same loads, and how far the default one is behind
-//! the best of them.
+//! The `policies` experiment: runs every policy on the same loads, and compares the default one
+//! with the best.
 //!
-//! Five loads are generated. Recorded ones are added: a trace with block ids at a sixteenth of its
+//! Five loads are generated. Recorded loads are added: a trace with block ids at a sixteenth of its
 //! lengths and three rates, and traces without block ids as they were recorded. All rates are for
 //! four engines and grow with the number of engines, so that loads also fit fleets for which no
 //! constants were tuned.
@@ -20,37 +20,38 @@ use super::report::{ExperimentResult, RunReport};
 use super::workload::{Mix, SimWorkload};
 use crate::replay::trace::{self, LengthScale, TraceOptions};
 
-/// Number of engines that the rates below are for.
+/// Number of engines for which the rates of the loads are defined.
 const ENGINES: f64 = 4.0;
-/// Requests per second of a trace with block ids: light, busy, and near capacity.
+/// Rates of a trace with block ids, in requests per second: light, busy, and near capacity.
 const RATES: [f64; 3] = [20.0, 30.0, 45.0];
-/// Factor for the lengths of such a trace.
+/// Factor by which the lengths of a trace with block ids are scaled.
 const SCALE: &str = "1/16";
 /// Default duration of generated loads.
 const GENERATED: Micros = 300_000_000;
 /// Maximum mean time to first token of the default policy, relative to the best one.
 const MEAN_MAX: f64 = 1.03;
-/// The same for the 99th percentile.
+/// Maximum 99th percentile of the time to first token of the default policy, relative to the best.
 const P99_MAX: f64 = 1.05;
 
 /// Parameters of the experiment.
 pub struct PolicyLoads<'a> {
-    /// The cluster.
+    /// Plan of the cluster, without policy and load.
     pub base: SimPlan,
-    /// Policies; empty: all, with their default settings.
+    /// Policies to compare. If empty, all policies with their default settings.
     pub policies: &'a [SimPolicy],
-    /// Recorded loads.
+    /// Files with recorded loads.
     pub traces: &'a [PathBuf],
-    /// Length of the loads; `None`: five minutes if generated, otherwise the whole trace.
+    /// Duration of the loads. If `None`, five minutes for generated loads and the whole trace for
+    /// recorded ones.
     pub duration: Option<Micros>,
-    /// Share of each rate, in hundredths.
+    /// Factor for all rates, in percent.
     pub percent: u32,
     /// Number of users for loads that name none.
     pub users: u32,
 }
 
 impl PolicyLoads<'_> {
-    /// Returns a run for each load and policy.
+    /// Returns a case for each load and policy.
     ///
     /// # Errors
     /// If a trace cannot be read.
@@ -174,13 +175,13 @@ fn default_policy() -> &'static str {
     SimPlan::default().policy.name()
 }
 
-/// Compares the default policy with the best one on each load.
+/// Compares the default policy with the best one on each load, by mean and 99th percentile.
 fn judge(runs: &[RunReport]) -> Vec<ExperimentResult> {
     let by_load = runs.chunk_by(|one, other| one.load == other.load);
     by_load.flat_map(judge_load).collect()
 }
 
-/// Reads a figure of a run.
+/// Function that reads a figure of a run.
 type FigureOf = fn(&RunReport) -> f64;
 
 fn judge_load(runs: &[RunReport]) -> Vec<ExperimentResult> {

@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 
 use super::report::{RunReport, SimComparison};
 
-/// Whether the runs have several loads.
+/// Returns whether the runs have several loads.
 #[must_use]
 pub fn has_loads(comparison: &SimComparison) -> bool {
     let mut loads = comparison.runs.iter().map(|run| &run.load);

@@ -1,4 +1,4 @@
-//! The overload experiment: ten times the capacity, from clients who wait, who leave after three
+//! The `overload` experiment: ten times the capacity, from clients who wait, who leave after three
 //! seconds, and who retry.
 
 use std::sync::Arc;
@@ -14,16 +14,16 @@ use super::workload::{LengthRange, SimArrival, SimUser, SimWorkload};
 use crate::rng::Rng;
 
 /// Approximate capacity of the experiment's engines, in requests per second. The claims use the
-/// measured one.
+/// measured capacity.
 const CAPACITY_PER_S: f64 = 22.0;
 /// Concurrency limit of each of the two engines.
 const PLACES: u32 = 8;
-/// Load before and after, relative to the capacity.
+/// Load before and after the overload, relative to the capacity.
 const QUIET: f64 = 0.7;
-/// Load in overload, relative to the capacity.
+/// Load during the overload, relative to the capacity.
 const TIMES: f64 = 10.0;
 const PATIENCE: Micros = 3_000_000;
-/// Time after the overload until everything must be as before.
+/// Time after the overload within which service must recover.
 const RECOVERY: Micros = 2_000_000;
 const LENGTHS: LengthRange = LengthRange {
     input: (32, 64),
@@ -133,7 +133,7 @@ fn always_waiting() -> SimWorkload {
     }
 }
 
-/// Generates requests at these multiples of the capacity, one phase after the other.
+/// Generates a load of phases, each with a duration and a rate relative to the capacity.
 fn load(seed: u64, phases: &[(Micros, f64)]) -> SimWorkload {
     let mut rng = Rng::new(seed, 4);
     let mut workload = SimWorkload {
@@ -198,8 +198,9 @@ fn times(full: &RunReport, ten: &RunReport) -> ExperimentResult {
     }
 }
 
-/// Checks that service recovers within [`RECOVERY`] after the overload: the mean of the steps'
-/// medians, and throughput. While retries still fill the engines, full load is the reference.
+/// Checks that service recovers within [`RECOVERY`] after the overload: compares the mean of the
+/// steps' median TTFTs with that before the overload. If retries still fill the engines, full load
+/// is the reference.
 fn recovery(full: &RunReport, step: &RunReport) -> ExperimentResult {
     let curves = &step.curves;
     let third = curves.ended.len() / 3;

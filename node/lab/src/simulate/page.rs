@@ -2,7 +2,7 @@
 
 use super::report::SimComparison;
 
-/// Returns the page with data and drawing code, which needs no network.
+/// Returns an HTML page with data and drawing code, which needs no network.
 ///
 /// # Errors
 /// If the data cannot be serialised.

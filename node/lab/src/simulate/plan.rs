@@ -10,71 +10,72 @@ use super::events::Micros;
 use super::literal_policies::ReferencePolicy;
 use crate::engine::model::EngineShape;
 
-/// Default number of tokens per block.
+/// Default number of tokens per block in router and engines.
 pub const BLOCK_TOKENS: u32 = 32;
 
 /// Parameters of a run, except for its requests.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SimPlan {
-    /// Name of the run in tables and plots.
+    /// Name of the run, for tables and plots.
     pub label: String,
     /// Routing policy.
     pub policy: PolicyConfig,
-    /// Pseudo-code that decides instead of the policy.
+    /// Reference policy that decides instead of `policy`, if any.
     pub reference_policy: Option<ReferencePolicy>,
     /// Admission settings.
     pub admission: AdmissionSettings,
-    /// Prices of tokens.
+    /// Prices of tokens, by which users are charged.
     pub prices: FairnessSettings,
-    /// Longest wait of a request in overload.
+    /// Maximum time for which a request waits in overload.
     pub codel_target: Duration,
-    /// Behaviour of clients.
+    /// Patience and retries of clients.
     pub clients: ClientModel,
     /// Whether output lengths are known at arrival instead of predicted.
     pub oracle: bool,
     /// Whether `cost` learns its constants from measurements.
     pub learn: bool,
-    /// Tokens per block, in router and engines.
+    /// Number of tokens per block, in router and engines.
     pub block_tokens: u32,
-    /// Number of engines.
+    /// Number of engines per cell.
     pub backends: u16,
-    /// Sizes and speeds of each engine.
+    /// Batching model, sizes and speeds of each engine.
     pub engine: EngineModel,
-    /// Disaggregated prefill.
+    /// Settings of disaggregated prefill and decode.
     pub disaggregation: DisaggregationPlan,
-    /// Latency goals for goodput.
+    /// Latency goals that requests must meet to count for goodput.
     pub goal: ServiceGoal,
-    /// Number of replicas.
+    /// Number of replicas per cell.
     pub replicas: u8,
-    /// Cells of this many engines and replicas, each with its own log.
+    /// Number of cells, each with its own engines, replicas and log, and the hop in front of them.
     pub cells: CellPlan,
     /// Time from a batch's proposal until every replica applies it; `None`: replicas do not share
     /// what they learn.
     pub ownership_lag: Option<Micros>,
-    /// Time from a load report until peers receive it; `None`: none is sent.
+    /// Time from a load report until peers receive it; `None` if replicas send none.
     pub load_lag: Option<Micros>,
-    /// Minimum time between two batches of a replica.
+    /// Minimum time between two batches that a replica proposes.
     pub flush: Micros,
     /// Interval at which every replica probes the engines.
     pub probe: Micros,
-    /// Crash during the run, if any.
+    /// Crash and restart during the run, if any.
     pub restart: Option<RestartPlan>,
-    /// Time until which requests arrive and service counts for fairness.
+    /// End of the time in which requests arrive and service counts for fairness.
     pub horizon: Micros,
     /// Seed of all random choices.
     pub seed: u64,
 }
 
-/// Disaggregated prefill and decode.
+/// Engines, conditions and transfers for disaggregated prefill and decode.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DisaggregationPlan {
-    /// Number of engines at the front that only prefill; 0: all engines do everything.
+    /// Number of engines that only prefill, the first ones of the fleet. If 0, every engine serves
+    /// whole requests.
     pub prefill: u16,
-    /// When requests are disaggregated.
+    /// Conditions under which requests are disaggregated.
     pub pairs: PairSettings,
-    /// Duration of a transfer before its first token.
+    /// Fixed duration of a transfer, before its first token.
     pub transfer: Micros,
-    /// Number of tokens whose blocks are transferred per second.
+    /// Number of tokens whose blocks a transfer moves per second.
     pub transfer_tokens_per_s: u32,
 }
 
@@ -101,9 +102,9 @@ impl DisaggregationPlan {
 /// Latency goals that a request must meet to count for goodput.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ServiceGoal {
-    /// Longest time to the first token.
+    /// Maximum time to the first token.
     pub ttft: Micros,
-    /// Longest mean time between tokens.
+    /// Maximum mean time between output tokens.
     pub gap: Micros,
 }
 
@@ -116,7 +117,7 @@ impl Default for ServiceGoal {
     }
 }
 
-/// Behaviour of clients.
+/// Patience and retries of clients.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct ClientModel {
     /// Range of the time after which clients leave without a complete response; `None`: never.
@@ -128,22 +129,23 @@ pub struct ClientModel {
 /// Batching model of an engine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum EngineModel {
-    /// vLLM's scheduler and block pool: continuous batching.
+    /// Continuous batching, with vLLM's scheduler and block pool.
     Continuous(EngineShape),
     /// Static batching: a batch starts together and ends with its longest request.
     Static(BatchTimes),
 }
 
-/// Service time of a batch: `base + longest output * per_token * (1 + spread * (b - 1) / b)`.
+/// Parameters of the service time of a batch of `b` requests: `base + longest output * per_token *
+/// (1 + spread * (b - 1) / b)`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BatchTimes {
-    /// Maximum number of requests in a batch.
+    /// Maximum number of requests in a batch (`b`).
     pub batch_max: u32,
-    /// Duration of a batch without its tokens, in microseconds.
+    /// Duration of a batch without its tokens (`base`), in microseconds.
     pub base_us: u64,
-    /// Time per output token in a batch of one, in microseconds.
+    /// Time per output token in a batch of one (`per_token`), in microseconds.
     pub token_us: u64,
-    /// Relative increase of that in a large batch, in thousandths.
+    /// Relative increase of the time per token in a large batch (`spread`), in thousandths.
     pub spread_permille: u64,
 }
 
@@ -154,7 +156,7 @@ pub struct RestartPlan {
     pub at: Micros,
     /// Replicas that crash.
     pub who: RestartScope,
-    /// Whether their disks are lost.
+    /// Whether the crashed replicas lose their disks.
     pub wipe: bool,
 }
 
@@ -168,7 +170,7 @@ pub enum RestartScope {
 }
 
 impl BatchTimes {
-    /// Calibrated latency model from the seed: 5.74 ms per token, a spread of 0.316.
+    /// Latency model with the seed's measured constants: 5.74 ms per token, a spread of 0.316.
     pub const CALIBRATED: Self = Self {
         batch_max: 8,
         base_us: 0,
@@ -176,7 +178,7 @@ impl BatchTimes {
         spread_permille: 316,
     };
 
-    /// Returns the duration of a batch of `requests` whose longest output has `tokens`.
+    /// Returns the duration of a batch of `requests` requests with up to `tokens` output tokens.
     #[must_use]
     pub fn service_us(&self, requests: u32, tokens: u32) -> Micros {
         let requests = u64::from(requests.max(1));
@@ -224,18 +226,18 @@ impl Default for SimPlan {
     }
 }
 
-/// Cells behind a first hop, which share only what is listed here.
+/// Cells behind a first hop. Cells share nothing but what this plan lists.
 #[derive(Debug, Clone, PartialEq)]
 pub struct CellPlan {
-    /// Number of cells; 1: without a first hop.
+    /// Number of cells. If 1, there is no first hop.
     pub count: u16,
-    /// Policy by which the first hop chooses a cell in place of a backend.
+    /// Policy by which the first hop chooses a cell, as a router chooses a backend.
     pub hop: PolicyConfig,
     /// Number of leading blocks that the first hop hashes; all blocks of a shorter prompt.
     pub hashed_blocks: u32,
     /// Interval at which cells report their requests in flight to the first hop.
     pub told_every: Micros,
-    /// Interval at which cells charge users for service in other cells; `None`: never.
+    /// Interval at which cells charge users for service in other cells; `None` if they never do.
     pub charges_every: Option<Micros>,
     /// Network delay between cells.
     pub lag: Micros,
@@ -255,7 +257,7 @@ impl Default for CellPlan {
 }
 
 impl SimPlan {
-    /// Returns a plan whose low limits make requests queue at replicas, not at engines.
+    /// Returns a plan with low concurrency limits, so that requests queue at replicas, not engines.
     pub(super) fn queueing(seed: u64, horizon: Micros, order: Order) -> Self {
         let mut plan = Self {
             seed,
@@ -281,7 +283,7 @@ impl SimPlan {
         u32::from(self.backends) * u32::from(self.cells.count)
     }
 
-    /// Whether waits are limited.
+    /// Returns whether the admission settings limit waits.
     #[must_use]
     pub fn bounds_waits(&self) -> bool {
         self.admission.wait_ms_max < u32::MAX

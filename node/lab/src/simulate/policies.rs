@@ -1,24 +1,24 @@
-//! Values of `--policy`: a policy with settings, or the pseudo-code of a source.
+//! Values of `--policy`: a policy with its settings, or a reference policy.
 
 use serde_json::{Map, Value};
 use state::policy::{CostSettings, POLICY_NAMES, PolicyConfig};
 
 use super::literal_policies::ReferencePolicy;
 
-/// A policy to run.
+/// A policy to simulate.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SimPolicy {
     /// The policy as given on the command line.
     pub label: String,
-    /// The product's policy. If `reference_policy` decides, it only controls when matches renew
-    /// blocks.
+    /// Policy of the product. If `reference_policy` decides, `config` only controls when matches
+    /// renew blocks.
     pub config: PolicyConfig,
     /// Policy of a paper or of another router that decides instead of `config`, if any.
     pub reference_policy: Option<ReferencePolicy>,
 }
 
 impl Default for SimPolicy {
-    /// Returns the policy of a new cluster.
+    /// Returns the default policy of a new cluster.
     fn default() -> Self {
         let config = PolicyConfig::Cost(CostSettings::default());
         Self {
@@ -33,7 +33,7 @@ impl SimPolicy {
     /// Parses `NAME[:KEY=VALUE]...`.
     ///
     /// # Errors
-    /// With the expected values.
+    /// If the policy, a setting or its value is invalid, with what was expected.
     pub fn parse(text: &str) -> Result<Self, String> {
         let (name, settings) = text.split_once(':').unwrap_or((text, ""));
         if let Some(reference_policy) = ReferencePolicy::named(name) {

@@ -7,7 +7,7 @@ use super::recorded::RecordedFigures;
 use super::report::SimComparison;
 use crate::terminal::{FittedTable, column};
 
-/// Returns the tables and the verdicts, one below the other.
+/// Returns the tables of a comparison and the verdicts on its claims, one below the other.
 #[must_use]
 pub fn tables(comparison: &SimComparison) -> String {
     let mut parts = vec![comparison.title.clone()];
@@ -30,7 +30,7 @@ pub fn tables(comparison: &SimComparison) -> String {
     ended(comparison, parts)
 }
 
-/// Appends verdicts and faults to the tables.
+/// Appends verdicts and faults to the tables, and joins all parts.
 fn ended(comparison: &SimComparison, mut parts: Vec<String>) -> String {
     for verdict in &comparison.verdicts {
         let word = if verdict.holds { "holds" } else { "FAILS" };

@@ -1,6 +1,6 @@
 //! A recording of a cluster's requests (`api::recording`) as a workload.
 //!
-//! A recording has block ids instead of text, so each block gets its own text: equal prefixes stay
+//! A recording has block ids instead of text, so each id gets its own text: equal prefixes stay
 //! equal, block for block. Text after the last block is always new. Outputs are not recorded: the
 //! next turn of a chat does not contain the simulated engine's output, so it cannot hit those
 //! blocks.
@@ -18,23 +18,23 @@ use crate::engine::text::TOKEN_BYTES;
 use crate::replay::report::LatencySummary;
 use crate::replay::text::passage;
 
-/// Seed of the texts.
+/// Seed of the texts of prompts.
 const TEXTS: u64 = 0x7e47;
 
 /// Recorded requests, and properties of the recorded cluster.
 #[derive(Debug, Clone)]
 pub struct RecordedDemand {
-    /// The requests.
+    /// Workload of the recorded requests for the simulated model.
     pub workload: SimWorkload,
-    /// Tokens per block.
+    /// Number of tokens per block.
     pub block_tokens: u32,
     /// Number of backends that serve the model.
     pub backends: u16,
     /// Number of recorded replicas.
     pub replicas: u8,
-    /// Smallest capacity of these backends, in blocks; `None`: unknown.
+    /// Smallest known capacity of the model's backends, in blocks; `None` if unknown.
     pub capacity_blocks: Option<u32>,
-    /// Concurrency limit of each of them; `None`: unlimited, or not the same for all.
+    /// Concurrency limit of the model's backends; `None` if they have none or different ones.
     pub limit: Option<u32>,
     /// Results of the recorded cluster.
     pub figures: RecordedFigures,
@@ -43,31 +43,32 @@ pub struct RecordedDemand {
 /// Results of a recorded cluster.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct RecordedFigures {
-    /// Simulated model.
+    /// Name of the simulated model.
     pub model: String,
     /// Number of requests for the model.
     pub requests: usize,
-    /// Number of requests for other models, which are left out.
+    /// Number of requests for other models, which the simulation leaves out.
     pub left_out: usize,
     /// Number of completed requests.
     pub ok: usize,
-    /// Number of requests by the policy that decided.
+    /// Number of requests by the name of the policy that decided.
     pub policies: BTreeMap<String, usize>,
     /// Share of prompt tokens found in engines' caches, over requests with reports; `None` without
     /// reports.
     pub hit_rate: Option<f64>,
     /// Time from a parsed request to the first byte of its response, in milliseconds.
     pub ttft_ms: LatencySummary,
-    /// Part of that time spent waiting for admission and a backend.
+    /// Part of the time to the first byte that was spent waiting for admission and a backend, in
+    /// milliseconds.
     pub waited_ms: LatencySummary,
-    /// Requests of the busiest backend relative to an even share.
+    /// Number of requests of the busiest backend, relative to an even share.
     pub busiest_share: f64,
     /// Number of requests by backend.
     pub by_backend: BTreeMap<String, usize>,
 }
 
 impl RecordedDemand {
-    /// Reads the requests for `model`, or for the most requested model.
+    /// Reads the requests for `model`, or for the most requested model, from a recording.
     ///
     /// # Errors
     /// If the recording has no requests, or none for the model.
@@ -103,7 +104,10 @@ impl RecordedDemand {
     }
 }
 
-/// Returns the model to simulate.
+/// Returns the model to simulate: `asked`, or the most requested one.
+///
+/// # Errors
+/// If the recording has no requests, or none for `asked`.
 fn model_of(recording: &Recording, asked: Option<&str>) -> Result<String, SimulateArgsError> {
     let mut models: BTreeMap<&str, usize> = BTreeMap::new();
     for request in &recording.requests {
@@ -124,7 +128,8 @@ fn model_of(recording: &Recording, asked: Option<&str>) -> Result<String, Simula
     )))
 }
 
-/// Returns the tokens per block; where they are estimates, the most common value.
+/// Returns the number of tokens per block. If requests differ, because it is an estimate, returns
+/// the most common number.
 fn block_tokens(requests: &[&RecordedRequest]) -> u32 {
     let mut sizes: BTreeMap<u32, usize> = BTreeMap::new();
     for request in requests.iter().filter(|it| !it.blocks.is_empty()) {
@@ -156,7 +161,7 @@ fn workload(requests: &[&RecordedRequest], block_tokens: u32, replicas: &[u8]) -
     workload
 }
 
-/// Returns the prompt of the `number`th request, with substitute text.
+/// Returns the prompt of the request with the number `number`, with substitute text.
 fn prompt(request: &RecordedRequest, block_tokens: u32, number: u64) -> SimPrompt {
     let block_bytes = block_tokens as usize * TOKEN_BYTES;
     let tokens = prompt_tokens(request, block_tokens) as usize;
@@ -169,8 +174,8 @@ fn prompt(request: &RecordedRequest, block_tokens: u32, number: u64) -> SimPromp
     SimPrompt::cut(text.as_bytes(), block_tokens)
 }
 
-/// Returns the tokens of a prompt: at least those of its blocks, and for blocks of characters less
-/// than one block more, because other token counts are estimates there.
+/// Returns the number of tokens of a prompt, which is at least that of its blocks. For blocks of
+/// characters, it exceeds that by less than one block, because other token counts are estimates.
 fn prompt_tokens(request: &RecordedRequest, block_tokens: u32) -> u32 {
     let blocks = u32::try_from(request.blocks.len()).unwrap_or(u32::MAX);
     let least = blocks.saturating_mul(block_tokens);
@@ -183,14 +188,14 @@ fn prompt_tokens(request: &RecordedRequest, block_tokens: u32) -> u32 {
     }
 }
 
-/// Returns the output tokens of a completed request.
+/// Returns the number of output tokens of a request; `None` if it was not completed.
 fn output(request: &RecordedRequest) -> Option<u32> {
     let report = request.report()?;
     let tokens = u32::try_from(report.output_tokens).unwrap_or(u32::MAX);
     (report.end == "finished").then_some(tokens.max(1))
 }
 
-/// Returns the median output, for requests that were not completed.
+/// Returns the median number of output tokens, which requests get that were not completed.
 fn usual_output(requests: &[&RecordedRequest]) -> u32 {
     let mut all: Vec<u32> = requests.iter().filter_map(|it| output(it)).collect();
     all.sort_unstable();

@@ -1,9 +1,9 @@
 //! A simulated replica: the replicated state and the product's [`Router`] over it, with simulated
 //! time.
 //!
-//! Filters, decisions, dispatches, charges, leases, samples and the outbox are the product's. This
-//! module replaces sockets, probes and the log: it reports the engines' progress and figures, and
-//! delivers log entries.
+//! Production code implements filters, decisions, dispatches, charges, leases, samples and the
+//! outbox. This module replaces sockets, probes and the log: it reports the engines' progress and
+//! figures, and delivers log entries.
 
 use std::cell::RefCell;
 use std::sync::Arc;
@@ -40,43 +40,43 @@ const SESSION: HeaderName = HeaderName::from_static("x-quorate-session");
 /// Settings shared by all replicas of a run.
 #[derive(Debug, Clone, Copy)]
 pub struct RunSettings {
-    /// Simulated time.
+    /// Clock that converts simulated time.
     pub clock: SimClock,
-    /// Minimum time between two batches.
+    /// Minimum time between two batches of a replica.
     pub flush: Micros,
-    /// Prices of tokens.
+    /// Prices of tokens, by which users are charged.
     pub pricing: Pricing,
-    /// Pseudo-code that decides instead of the policy.
+    /// Reference policy that decides instead of the configured one, if any.
     pub reference_policy: Option<ReferencePolicy>,
-    /// When requests are disaggregated.
+    /// Conditions under which requests are disaggregated.
     pub pairs: PairSettings,
-    /// Tokens per block. The router needs it, although prompts are split into blocks elsewhere.
+    /// Number of tokens per block. The router needs it, although prompts are split elsewhere.
     pub block_tokens: u32,
 }
 
-/// One replica.
+/// A simulated replica.
 pub struct SimReplica {
-    /// Id of the replica, from 1.
+    /// Id of the replica, counted from 1.
     pub id: ReplicaId,
-    /// Session of the replica's run.
+    /// Session of the replica, new after each restart.
     pub session: SessionId,
-    /// State after the applied log entries.
+    /// Replicated state after the applied log entries.
     pub state: RouterState,
     view: Arc<StateView>,
     backends: Arc<Backends>,
     router: Router,
-    /// Schedules load reports to peers.
+    /// Schedule of load reports to peers.
     reporter: LoadReporter,
     /// Bytes per token, as counted by engines.
     ratio: TokenRatio,
     pricing: Pricing,
     model: ModelKey,
     clock: SimClock,
-    /// Decides instead of the policy.
+    /// Router that decides instead of the policy, if any.
     written: Option<RefCell<ReferenceRouter>>,
 }
 
-/// A user with a session, who sends requests.
+/// A user who sends requests, with the headers of a session.
 pub struct SimSender {
     name: UserName,
     headers: HeaderMap,
@@ -94,50 +94,51 @@ pub struct SimRequest<'a> {
 /// Progress of a request, as reported by an engine.
 #[derive(Debug, Clone, Copy)]
 pub struct EngineUsage {
-    /// Time of the report.
+    /// Simulated time of the report.
     pub at: Micros,
-    /// Output tokens so far.
+    /// Number of output tokens so far.
     pub output: u32,
-    /// Prompt tokens found in the cache.
+    /// Number of prompt tokens found in the cache.
     pub cached: u32,
 }
 
 /// A request in flight at an engine.
 pub struct InFlight {
-    /// Backend of the request.
+    /// Backend that serves the request.
     pub backend: BackendRef,
-    /// Prompt tokens that its user is charged for if the engine never reports usage.
+    /// Number of prompt tokens that the user is charged for if the engine never reports usage.
     pub uncached_tokens: u32,
     attempt: Attempt,
     has_first_token: bool,
-    /// Prefill at another engine; `None`: one engine serves the whole request.
+    /// Prefill of the prompt at another engine; `None` if one engine serves the whole request.
     prefill: Option<PrefillFlight>,
 }
 
 /// A prompt in flight at a prefill engine.
 struct PrefillFlight {
     engine: usize,
-    /// `None` once the prompt is computed.
+    /// Attempt at the prefill engine; `None` once the prompt is computed.
     attempt: Option<PrefillAttempt>,
-    /// Prompt tokens that the prefill engine had cached.
+    /// Number of prompt tokens that the prefill engine had cached.
     cached: u32,
 }
 
 impl InFlight {
-    /// Returns the prefill engine.
+    /// Returns the index of the prefill engine, if there is one.
     #[must_use]
     pub fn prefill_engine(&self) -> Option<usize> {
         self.prefill.as_ref().map(|prefill| prefill.engine)
     }
 
-    /// Whether `engine` is currently prefilling this request.
+    /// Returns whether `engine` is currently prefilling this request.
     #[must_use]
     pub fn is_prefilled_by(&self, engine: usize) -> bool {
         let prefill = self.prefill.as_ref();
         prefill.is_some_and(|it| it.engine == engine && it.attempt.is_some())
     }
 
-    /// Returns the cached prompt tokens: of the prefill engine, if any, otherwise `told`.
+    /// Returns the number of cached prompt tokens: that of the prefill engine if there is one,
+    /// otherwise `told`.
     #[must_use]
     pub fn cached(&self, told: u32) -> u32 {
         self.prefill.as_ref().map_or(told, |prefill| prefill.cached)
@@ -145,7 +146,7 @@ impl InFlight {
 }
 
 impl SimSender {
-    /// Creates the sender for the `number`th user, `name`.
+    /// Creates the sender with the name `name` for the user with the number `number`.
     #[must_use]
     pub fn new(name: &str, number: usize) -> Self {
         Self {
@@ -174,7 +175,7 @@ impl SimRequest<'_> {
 }
 
 impl SimReplica {
-    /// Creates a replica with `state`, in its run `run_number`. All backends are healthy and idle.
+    /// Creates a replica with `state`, in its run `run_number`. Backends are healthy and idle.
     #[must_use]
     pub fn new(id: u8, run_number: u64, state: RouterState, run: &RunSettings) -> Self {
         // Replicas have distinct sessions, as in production, and so start at distinct turns.
@@ -218,7 +219,7 @@ impl SimReplica {
         replica
     }
 
-    /// Records the engines' figures, as probes do.
+    /// Records the figures of all engines, as probes do.
     pub fn probed(&self, figures: impl Fn(Slot) -> ProbedFigures) {
         for backend in &self.view.registry().backends {
             let slot = backend.handle.slot;
@@ -235,7 +236,7 @@ impl SimReplica {
         }
     }
 
-    /// Returns the `number`th request of the run, as this replica identifies it.
+    /// Returns the request with the number `number`, as this replica identifies its prompt.
     #[must_use]
     pub fn request<'a>(
         &self,
@@ -257,10 +258,10 @@ impl SimReplica {
         }
     }
 
-    /// Chooses a backend, or checks whether `only` can take the request.
+    /// Chooses a backend for a request, or checks whether `only` can take it.
     ///
     /// # Errors
-    /// Those of production.
+    /// The router's rejection, as in production.
     pub fn decide(
         &self,
         ask: &SimRequest<'_>,
@@ -273,8 +274,8 @@ impl SimReplica {
         decider.decide(&ask.routed(&excluded), self.clock.at(now))
     }
 
-    /// Returns the choice of a source's pseudo-code among the candidates; `None`: the policy
-    /// chooses, or no backend is a candidate.
+    /// Returns the reference policy's choice among the candidates. Returns `None` if there is no
+    /// reference policy or no candidate.
     fn choose_as_written(&self, ask: &SimRequest<'_>, now: Micros) -> Option<Slot> {
         let written = self.written.as_ref()?;
         let (decider, outbox) = (self.router.decider(), self.outbox().status());
@@ -295,7 +296,7 @@ impl SimReplica {
         Some(written.choose(&candidates, &ask.prompt.positions, ask.number, now))
     }
 
-    /// Records that a request of `sender` waits. Returns the user that is charged.
+    /// Records that a request of `sender` waits. Returns the key of the user that is charged.
     pub fn begin_wait(&self, sender: &SimSender) -> UserKey {
         self.router.dispatcher().begin_wait(&sender.name)
     }
@@ -305,13 +306,13 @@ impl SimReplica {
         self.router.dispatcher().end_wait(user);
     }
 
-    /// Returns the number of running requests from this replica.
+    /// Returns the number of running requests that this replica dispatched.
     #[must_use]
     pub fn running_here(&self) -> u64 {
         self.router.decider().running_here(MODEL)
     }
 
-    /// Sends a request to the chosen backend. `tokens_max` limits its output.
+    /// Dispatches a request to the backend of `decision`, with at most `tokens_max` output tokens.
     #[must_use]
     pub fn dispatch(
         &self,
@@ -356,7 +357,7 @@ impl SimReplica {
         }
     }
 
-    /// Records that the prefill engine has computed the prompt.
+    /// Records that the prefill engine has computed the prompt of `flight`.
     pub fn prefilled(&self, flight: &mut InFlight, prompt: &SimPrompt, told: &EngineUsage) {
         let now = self.clock.at(told.at);
         let Some(prefill) = &mut flight.prefill else {
@@ -370,7 +371,7 @@ impl SimReplica {
         }
     }
 
-    /// Records progress that the engine reported.
+    /// Records progress of `flight` that the engine reported.
     pub fn served(&self, flight: &mut InFlight, prompt: &SimPrompt, told: &EngineUsage) {
         let now = self.clock.at(told.at);
         if !std::mem::replace(&mut flight.has_first_token, true) {
@@ -380,7 +381,7 @@ impl SimReplica {
         flight.attempt.usage(usage(prompt, told), now);
     }
 
-    /// Records the end of a request.
+    /// Records the end of `flight`, with the last report of the engine.
     pub fn end(
         &self,
         mut flight: InFlight,
@@ -397,23 +398,23 @@ impl SimReplica {
         flight.attempt.end(end, now);
     }
 
-    /// Returns the priced tokens charged here since the start.
+    /// Returns the number of priced tokens that this replica has charged since its start.
     #[must_use]
     pub fn priced_tokens(&self) -> u64 {
         self.router.dispatcher().priced_tokens()
     }
 
-    /// Reports measurements of the engines to the log.
+    /// Queues measurements of the engines in the outbox, for the log.
     pub fn queue_samples(&self, now: Micros) {
         self.router.dispatcher().queue_samples(self.clock.at(now));
     }
 
-    /// Reports output lengths to the log.
+    /// Queues output lengths in the outbox, for the log.
     pub fn queue_output_lengths(&self) {
         self.router.dispatcher().queue_output_lengths();
     }
 
-    /// Returns the users' figures, including unapplied charges of this replica.
+    /// Returns the figures of users, including this replica's unapplied charges.
     pub fn counters(&self) -> impl Counters {
         |user: UserKey| -> UserFigures {
             let mut pending = PendingCharges::default();
@@ -422,31 +423,31 @@ impl SimReplica {
         }
     }
 
-    /// Returns a user's total charges over its weight, as applied here, in milli-tokens.
+    /// Returns the total charges of `user` divided by its weight, as applied here, in milli-tokens.
     #[must_use]
     pub fn charged_milli(&self, user: UserKey) -> u64 {
         self.view.user_figures(user).served_milli
     }
 
-    /// Returns the predicted output tokens of a request of `user`.
+    /// Returns the predicted number of output tokens of a request of `user`.
     #[must_use]
     pub fn predict(&self, user: UserKey) -> u32 {
         self.view.outputs().predict(user, self.model, None).tokens
     }
 
-    /// Returns the bin of an output of `tokens` tokens.
+    /// Returns the bin for an output of `tokens` tokens.
     #[must_use]
     pub fn bin_of(&self, tokens: u32) -> u16 {
         self.view.outputs().bin_of(self.model, tokens)
     }
 
-    /// Returns the upper bounds of all bins but the last.
+    /// Returns the upper bounds of all output-length bins but the last.
     #[must_use]
     pub fn bin_edges(&self) -> Vec<u32> {
         self.view.outputs().bins(self.model).edges().to_vec()
     }
 
-    /// Returns the concurrency limit of a backend; `None`: unlimited.
+    /// Returns the concurrency limit of a backend; `None` if it has none.
     #[must_use]
     pub fn limit(&self, backend: BackendRef) -> Option<u32> {
         self.view.limit(backend.slot)
@@ -464,7 +465,7 @@ impl SimReplica {
         self.router.decider().best_match(&ask.routed(&[]))
     }
 
-    /// Returns the load of all backends.
+    /// Returns the table with the load of all backends.
     #[must_use]
     pub fn load(&self) -> &LoadTable {
         self.router.load()
@@ -475,19 +476,19 @@ impl SimReplica {
         self.reporter.due(self.router.load(), self.clock.at(now))
     }
 
-    /// Returns the outbox.
+    /// Returns the outbox, with the items to propose.
     #[must_use]
     pub fn outbox(&self) -> &SharedOutbox {
         self.router.outbox()
     }
 
-    /// Whether everything routed here is applied.
+    /// Returns whether all that this replica routed is applied to the replicated state.
     #[must_use]
     pub fn is_overlay_empty(&self) -> bool {
         self.router.is_overlay_empty()
     }
 
-    /// Returns the next batch for the log, if the outbox has items.
+    /// Cuts the next batch for the log from the outbox; `None` if it has no items.
     #[must_use]
     pub fn cut(&self, now: Micros) -> Option<Envelope> {
         let applied = self.view.applied();
@@ -513,7 +514,7 @@ impl SimReplica {
         debug_assert_eq!(next, AfterProposal::Continue, "{}", self.id);
     }
 
-    /// Converts a simulated time for production code.
+    /// Converts a simulated time to an [`Instant`] of production code.
     #[must_use]
     pub fn instant(&self, now: Micros) -> Instant {
         self.clock.at(now)
@@ -528,7 +529,7 @@ fn usage(prompt: &SimPrompt, told: &EngineUsage) -> Usage {
     }
 }
 
-/// Returns the envelopes of a cluster's first commands, all with one origin.
+/// Wraps a cluster's first commands in envelopes with one origin.
 #[must_use]
 pub fn setup(commands: Vec<Command>) -> Vec<Envelope> {
     let envelope = |(place, command)| Envelope {
@@ -544,7 +545,7 @@ pub fn setup(commands: Vec<Command>) -> Vec<Envelope> {
     commands.into_iter().enumerate().map(envelope).collect()
 }
 
-/// Returns an empty state that publishes what admission reads.
+/// Returns an empty replicated state that publishes the user figures that admission reads.
 #[must_use]
 pub fn empty_state() -> RouterState {
     let state = RouterState::new();
@@ -552,10 +553,10 @@ pub fn empty_state() -> RouterState {
     state
 }
 
-/// Returns a state that has applied `entries` from index 1 on.
+/// Returns a replicated state that has applied `entries` from index 1 on.
 ///
 /// # Panics
-/// If one is rejected: a simulation's first commands are validated before.
+/// If an entry is rejected, because a simulation's first commands are validated before.
 #[must_use]
 pub fn state_of(entries: &[Envelope]) -> RouterState {
     let mut state = empty_state();

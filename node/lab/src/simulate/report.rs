@@ -1,4 +1,4 @@
-//! Results of a run: one row of the table, one object of the JSON.
+//! Results of a comparison: each run is a row of the table and an object of the JSON.
 
 use std::collections::BTreeMap;
 
@@ -18,69 +18,69 @@ use crate::replay::report::{LatencySummary, jain_index};
 /// Results of a comparison.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct SimComparison {
-    /// Title of the simulation.
+    /// Title of the comparison.
     pub title: String,
-    /// Command line of the simulation.
+    /// Command line that reproduces the comparison.
     pub command: String,
     /// Seed of all random choices.
     pub seed: u64,
-    /// Runs, one per policy, order or arrangement.
+    /// Results of the runs, one per policy, order or arrangement.
     pub runs: Vec<RunReport>,
     /// Results of the recorded cluster, if the workload was recorded.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub recorded: Option<RecordedFigures>,
-    /// Claims of the experiment, and whether they hold.
+    /// Claims of the experiment, with whether they hold.
     pub verdicts: Vec<ExperimentResult>,
 }
 
-/// One claim of an experiment.
+/// Verdict on one claim of an experiment.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct ExperimentResult {
-    /// The claim in words, with numbers.
+    /// Text of the claim, with the measured numbers.
     pub claim: String,
     /// Whether the claim holds.
     pub holds: bool,
 }
 
-/// One run.
+/// Results of one run.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct RunReport {
     /// Name of the run in the comparison.
     pub label: String,
-    /// Name of the load; empty if all runs have the same.
+    /// Name of the load; empty if all runs have the same load.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub load: String,
-    /// Routing policy.
+    /// Name of the routing policy.
     pub policy: String,
-    /// Order of the queue.
+    /// Order of the admission queue.
     pub order: String,
-    /// Requests that arrived.
+    /// Number of requests that arrived.
     pub requests: u64,
-    /// Requests served to the end.
+    /// Number of requests served to the end.
     pub ok: u64,
-    /// Requests rejected.
+    /// Number of requests finally rejected.
     pub refused: u64,
-    /// Requests that their clients abandoned.
+    /// Number of requests that their clients finally abandoned.
     pub abandoned: u64,
-    /// Rejections, including those followed by a retry.
+    /// Number of rejections, including those followed by a retry.
     pub refusals: u64,
-    /// Departures of clients, including those followed by a retry.
+    /// Number of departures of clients, including those followed by a retry.
     pub departures: u64,
-    /// Computed and output tokens for clients who had left.
+    /// Number of tokens, computed or output, for clients who had left.
     pub wasted_tokens: u64,
-    /// Requests cut off by a restart and sent again.
+    /// Number of requests cut off by a restart and sent again.
     pub resent: u64,
-    /// Time from the first arrival to the last end, in seconds.
+    /// Time from the first arrival to the end of the last request, in seconds.
     pub duration_s: f64,
     /// Time until which requests arrived, in seconds; throughput and fairness cover this period.
     pub horizon_s: f64,
-    /// Prompt tokens.
+    /// Number of prompt tokens.
     pub prompt_tokens: u64,
-    /// Output tokens.
+    /// Number of output tokens.
     pub output_tokens: u64,
-    /// Prompt tokens found in engines' caches, relative to all.
+    /// Share of prompt tokens that were found in engines' caches.
     pub hit_rate: f64,
-    /// Prompt tokens that routers predicted to be cached, relative to all.
+    /// Share of prompt tokens that routers predicted to be cached.
     pub predicted_hit_rate: f64,
     /// Hit rate of the pooled cache; `None` if engines have no prefix cache.
     pub ideal_hit_rate: Option<f64>,
@@ -88,90 +88,90 @@ pub struct RunReport {
     pub share_of_ideal: Option<f64>,
     /// Time to first token, in milliseconds.
     pub ttft_ms: LatencySummary,
-    /// Time to the end, in milliseconds.
+    /// Time from arrival to the end of the response, in milliseconds.
     pub latency_ms: LatencySummary,
-    /// Mean time to first token minus its lower bound, in milliseconds.
+    /// Mean time to first token minus its lower bound, in milliseconds; `None` without a bound.
     pub regret_ms: Option<f64>,
-    /// Requests per second until the horizon.
+    /// Number of requests completed per second until the horizon.
     pub requests_per_s: f64,
-    /// Requests per second until the horizon that met the goals for the first token and the time
-    /// between tokens.
+    /// Number of requests per second until the horizon that met the goals for the first token and
+    /// the time between tokens.
     pub goodput_per_s: f64,
     /// Mean time between a request's tokens, in milliseconds.
     pub gap_ms: LatencySummary,
-    /// Computed prompt tokens and output tokens per second until the horizon.
+    /// Number of computed prompt tokens and output tokens per second until the horizon.
     pub tokens_per_s: f64,
-    /// Difference in requests between the busiest and the idlest backend, averaged over time.
+    /// Mean difference in running requests between the busiest and the idlest backend, over time.
     pub load_spread: f64,
-    /// Requests of the busiest backend relative to an even share.
+    /// Number of requests of the busiest backend, relative to an even share.
     pub busiest_share: f64,
-    /// Requests that engines preempted.
+    /// Number of requests that engines preempted.
     pub preemptions: u64,
-    /// Largest service gap between two users, in priced tokens at weight 1.
+    /// Largest service gap between two users, in priced tokens at weight 1; `None` if not measured.
     pub gap: Option<f64>,
-    /// Bound of the gap; `None` if the order has none.
+    /// Bound of the service gap; `None` if the order has none.
     pub gap_bound: Option<f64>,
-    /// `U` in the bound: price of the largest request.
+    /// Price of the largest request: `U` in the bound.
     pub largest_request: u64,
     /// `X` in the bound: largest service of a user that some replica did not know to be charged,
     /// plus the largest outstanding output of a user's dispatched requests.
     pub uncharged: u64,
-    /// `G` in the bound: the gate's highest slack.
+    /// Highest slack of the gate: `G` in the bound.
     pub slack: u64,
     /// Final upper bounds of all output-length bins but the last.
     pub bin_edges: Vec<u32>,
-    /// Jain's index of the users' service, by weight.
+    /// Jain's index of the users' service per weight.
     pub jain_index: Option<f64>,
-    /// Least over greatest service, by weight, of users who always had requests waiting; `None`
-    /// with fewer than two of them.
+    /// Least over greatest service per weight, of users who always had requests waiting; `None`
+    /// with fewer than two such users.
     pub service_ratio: Option<f64>,
-    /// Service by user, in priced tokens at weight 1.
+    /// Service of each user, in priced tokens at weight 1.
     pub service: BTreeMap<String, f64>,
-    /// Requests by backend.
+    /// Number of requests of each backend.
     pub by_backend: Vec<u64>,
-    /// Bytes of the log per request.
+    /// Number of bytes in the log per request.
     pub log_bytes_per_request: f64,
-    /// Entries of the log.
+    /// Number of entries in the log.
     pub log_entries: u64,
-    /// Priced tokens that the replicated state has charged at the end, over all users.
+    /// Number of priced tokens that the replicated state has charged by the end, over all users.
     pub charged: u64,
     /// Digest of the replicated state at the end.
     pub digest: String,
     /// Number of simulated events.
     pub events: u64,
-    /// Inconsistencies; empty in a correct run.
+    /// Descriptions of inconsistencies; empty in a correct run.
     pub faults: Vec<String>,
-    /// Data for plots.
+    /// Data of the plots.
     pub curves: RunCurves,
 }
 
-/// Curves over time and distributions.
+/// Curves and distributions of a run, for plots.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct RunCurves {
     /// Time between two points, in seconds.
     pub step_s: f64,
-    /// Hit rate within each step; `None` without a first token.
+    /// Hit rate within each step; `None` for a step without a first token.
     pub hit_rate: Vec<Option<f64>>,
-    /// Time to first token at 1, 2, .. 100 percent, in milliseconds.
+    /// Percentiles 1 to 100 of the time to first token, in milliseconds.
     pub ttft_ms: Vec<f64>,
-    /// Requests that ended within each step.
+    /// Number of requests that ended within each step.
     pub ended: Vec<u64>,
     /// Median time to first token within each step, in milliseconds; `None` without a first token.
     pub ttft_p50_ms: Vec<Option<f64>>,
-    /// Requests at each backend at each point.
+    /// Number of requests at each backend at each point.
     pub load: Vec<Vec<u32>>,
-    /// Requests waiting for admission.
+    /// Number of requests waiting for admission at each point.
     pub waiting: Vec<u64>,
-    /// Requests waiting for admission in each bin at each point.
+    /// Number of requests waiting for admission in each bin at each point.
     pub bins: Vec<Vec<usize>>,
-    /// Service by user at each point, in priced tokens at weight 1.
+    /// Service of each user at each point, in priced tokens at weight 1.
     pub service: Vec<Vec<f64>>,
     /// Names of the users in `service`.
     pub users: Vec<String>,
 }
 
 impl RunReport {
-    /// Computes the results of a run.
+    /// Computes the results of a run from its outcome and, if known, the ideal bounds.
     #[must_use]
     pub fn of(
         plan: &SimPlan,
@@ -246,7 +246,7 @@ impl RunReport {
 }
 
 impl RunCurves {
-    /// Computes the curves. `tally.ttft` must be sorted.
+    /// Computes the curves of a run. `tally.ttft` must be sorted.
     fn of(tally: &SimTally, users: Vec<String>) -> Self {
         let points = &tally.points;
         let rate = |(prompts, hits): &(u64, u64)| (*prompts > 0).then(|| ratio(*hits, *prompts));
@@ -279,7 +279,8 @@ fn median(times: &[u64]) -> Option<f64> {
     (!times.is_empty()).then(|| quantile(&times, 50) as f64 / 1e3)
 }
 
-/// Returns `2(U + X + G)` for orders that bound the gap.
+/// Returns the bound of the service gap, `2(U + X + G)`; `None` if the order or the lack of load
+/// reports leaves the gap unbounded.
 fn gap_bound(plan: &SimPlan, outcome: &SimOutcome) -> Option<f64> {
     let is_bounded = match plan.admission.order {
         Order::Vtc | Order::VtcMaxFair | Order::VtcPred => true,
@@ -295,7 +296,7 @@ fn gap_bound(plan: &SimPlan, outcome: &SimOutcome) -> Option<f64> {
     (is_bounded && plan.load_lag.is_some()).then_some(bound as f64)
 }
 
-/// Returns a setting's name as in the config.
+/// Returns the name of a setting's value, as in the config.
 fn name_of(setting: &impl Serialize) -> String {
     match serde_json::to_value(setting) {
         Ok(serde_json::Value::String(name)) => name,

@@ -1,39 +1,40 @@
 //! The `scale` experiment: the limits of one Raft group, computed from benchmarks.
 //!
-//! Nothing is simulated. Each cost is a measured one times its frequency, for fleets of growing
-//! size under the same load per engine. docs/internals/scale.md states the source of each figure
-//! and explains the table.
+//! The experiment simulates nothing. It multiplies each measured cost by its frequency, for fleets
+//! of growing size under the same load per engine. docs/internals/scale.md states the source of
+//! each figure and explains the table.
 
 use crate::terminal::{FittedTable, column};
 
-/// Sizes of the fleet, in engines.
+/// Fleet sizes to compute, in engines.
 const FLEETS: [u32; 7] = [16, 64, 256, 512, 1024, 2048, 4000];
 
-/// Load of one engine, and size of a group.
+/// Number of cached blocks per engine. The next constants complete an engine's load and the group.
 const BLOCKS_PER_ENGINE: f64 = 250_000.0;
 const REQUESTS_PER_S: f64 = 5.0;
 const NEW_BLOCKS_PER_REQUEST: f64 = 64.0;
 const REPLICAS: f64 = 3.0;
 
-/// Log bytes per request including its charges, and per new block.
+/// Bytes of log per request with its charges; each new block adds `LOG_BYTES_PER_BLOCK`.
 const LOG_BYTES_PER_REQUEST: f64 = 26.0;
 const LOG_BYTES_PER_BLOCK: f64 = 8.0;
-/// Rates of applying new blocks while as many are evicted, and of applying leases on known prompts.
+/// New blocks applied per second while as many are evicted. `LEASES_APPLIED_PER_S` is the rate for
+/// leases on known prompts.
 const BLOCKS_APPLIED_PER_S: f64 = 1.51e6;
 const LEASES_APPLIED_PER_S: f64 = 2.04e6;
-/// Bytes per owned block, of the whole process and of a snapshot.
+/// Process memory per owned block, in bytes. `SNAPSHOT_PER_BLOCK` is its size in a snapshot.
 const MEMORY_PER_BLOCK: f64 = 52.0;
 const SNAPSHOT_PER_BLOCK: f64 = 19.1;
-/// Blocks restored per second.
+/// Number of blocks that a replica restores from a snapshot per second.
 const BLOCKS_RESTORED_PER_S: f64 = 10e6 / 4.1;
-/// Duration of a decision: fixed part, and part per backend.
+/// Fixed part of a decision's duration, in seconds. Each backend adds `DECISION_PER_BACKEND_S`.
 const DECISION_S: f64 = 0.6e-6;
 const DECISION_PER_BACKEND_S: f64 = 29.6e-6 / 512.0;
-/// Bytes per busy backend in a load report, and reports per second to each peer.
+/// Bytes per busy backend in a load report. Each peer gets `REPORTS_PER_S` reports per second.
 const REPORT_BYTES: f64 = 9.0;
 const REPORTS_PER_S: f64 = 50.0;
 
-/// Costs of one replica for a fleet of this size.
+/// Costs of one replica of a group that serves `engines` engines.
 struct GroupCosts {
     engines: u32,
     requests_per_s: f64,
@@ -55,7 +56,7 @@ impl GroupCosts {
         self.requests_per_s * request
     }
 
-    /// Returns the cores that apply the log. They are one thread, so 1 is the limit.
+    /// Returns the number of cores that apply the log. One thread does, so 1 is the limit.
     fn apply_cores(&self) -> f64 {
         let request = NEW_BLOCKS_PER_REQUEST / BLOCKS_APPLIED_PER_S + 1.0 / LEASES_APPLIED_PER_S;
         self.requests_per_s * request
@@ -78,7 +79,7 @@ impl GroupCosts {
     }
 }
 
-/// Returns the table.
+/// Returns the table of costs, with a row per fleet size.
 #[must_use]
 pub fn table() -> FittedTable {
     let mut table = FittedTable::new(&[

@@ -1,23 +1,23 @@
 //! Service per user, and the service gap between users who both have requests waiting.
 //!
-//! Service is that of VTC: input price times computed prompt tokens plus output price times output
-//! tokens, over the user's weight, counted when the engine has done the work. If a client leaves
-//! before the first token, the prompt tokens charged to its user count, because no engine reports
-//! how many were computed. The *gap* of two users is the largest difference in service over any
-//! period in which both had requests waiting throughout (Sheng et al. 2024, definition 4.1). As a
-//! sum over time, it is the range of the difference of their totals, maintained per pair.
+//! Service is defined as in VTC: input price times computed prompt tokens plus output price times
+//! output tokens, divided by the user's weight. It counts when the engine has done the work. If a
+//! client leaves before the first token, the prompt tokens charged to its user count, because no
+//! engine reports how many were computed. The *gap* of two users is the largest difference in
+//! service over any period in which both had requests waiting throughout (Sheng et al. 2024,
+//! definition 4.1). It is computed per pair as the range of the difference of both totals.
 
 use state::users::FairnessSettings;
 
 /// Maximum number of users for which gaps are computed.
 pub const GAP_USERS_MAX: usize = 64;
 
-/// Service accounts of all users.
+/// Service accounts of all users, with the service gaps between pairs of users.
 #[derive(Debug, Clone, Default)]
 pub struct ServiceAccounts {
     prices: FairnessSettings,
     accounts: Vec<UserAccount>,
-    /// Least and greatest difference by pair, while both wait.
+    /// Least and greatest difference in service of each pair of users, while both wait.
     pairs: Vec<Option<(i64, i64)>>,
     gap: i64,
     /// Whether the measured period is over.
@@ -31,12 +31,12 @@ struct UserAccount {
     waiting: u32,
     /// Whether the user has always had a request waiting since the watch began.
     was_always_waiting: bool,
-    /// Service when the watch began.
+    /// Service of the user when the watch began.
     before: i64,
 }
 
 impl UserAccount {
-    /// Returns the service in thousandths of a priced token at weight 1.
+    /// Returns the user's service, in thousandths of a priced token at weight 1.
     fn normalised(&self) -> i64 {
         let milli = u128::from(self.priced) * 1_000_000 / u128::from(self.weight_milli.max(1));
         i64::try_from(milli).unwrap_or(i64::MAX)
@@ -44,7 +44,7 @@ impl UserAccount {
 }
 
 impl ServiceAccounts {
-    /// Creates empty accounts of users with these weights.
+    /// Creates empty accounts for users with these weights, in thousandths.
     #[must_use]
     pub fn new(prices: FairnessSettings, weights_milli: impl Iterator<Item = u32>) -> Self {
         let account = |weight_milli| UserAccount {
@@ -77,7 +77,7 @@ impl ServiceAccounts {
         }
     }
 
-    /// Ends the measured period.
+    /// Ends the measured period. Later service does not count.
     pub fn close(&mut self) {
         self.is_closed = true;
     }
@@ -88,7 +88,7 @@ impl ServiceAccounts {
         self.accounts.len()
     }
 
-    /// Returns priced tokens over a user's weight, in thousandths at weight 1.
+    /// Returns `priced` tokens divided by the weight of `user`, in thousandths at weight 1.
     #[must_use]
     pub fn weighed(&self, user: usize, priced: u64) -> u64 {
         let weight_milli = self.accounts[user].weight_milli.max(1);
@@ -96,14 +96,14 @@ impl ServiceAccounts {
         u64::try_from(milli).unwrap_or(u64::MAX)
     }
 
-    /// Returns the price of these tokens.
+    /// Returns the price of `uncached` prompt tokens and `output` output tokens.
     #[must_use]
     pub fn price(&self, uncached: u32, output: u32) -> u64 {
         u64::from(uncached) * u64::from(self.prices.input_price)
             + u64::from(output) * u64::from(self.prices.output_price)
     }
 
-    /// Records service of a user.
+    /// Records that `user` was served `uncached` prompt tokens and `output` output tokens.
     pub fn served(&mut self, user: usize, uncached: u32, output: u32) {
         if self.is_closed {
             return;
@@ -120,7 +120,7 @@ impl ServiceAccounts {
         }
     }
 
-    /// Records that one more request of a user waits.
+    /// Records that one more request of `user` waits.
     pub fn waits(&mut self, user: usize) {
         if self.is_closed {
             return;
@@ -136,7 +136,7 @@ impl ServiceAccounts {
         }
     }
 
-    /// Records that one fewer request of a user waits.
+    /// Records that one fewer request of `user` waits.
     pub fn waits_no_more(&mut self, user: usize) {
         if self.is_closed {
             return;
@@ -189,13 +189,14 @@ impl ServiceAccounts {
         self.accounts.iter().map(share).collect()
     }
 
-    /// Returns a user's service, in thousandths of a priced token at weight 1.
+    /// Returns the service of `user`, in thousandths of a priced token at weight 1.
     #[must_use]
     pub fn milli(&self, user: usize) -> u64 {
         u64::try_from(self.accounts[user].normalised()).unwrap_or(0)
     }
 
-    /// Returns the service, since the watch began, of users who always waited. Unit as in `shares`.
+    /// Returns the service since the watch began of each user who has always had requests waiting,
+    /// in priced tokens at weight 1.
     #[must_use]
     pub fn shares_of_always_waiting(&self) -> Vec<f64> {
         let share = |account: &UserAccount| (account.normalised() - account.before) as f64 / 1000.0;

@@ -1,5 +1,5 @@
-//! Requests that wait at one replica for an engine, in production's order: its queue and gate for
-//! continuous batching, its bins for static batching.
+//! Requests that wait at one replica for an engine, in the order of production code: with its queue
+//! and gate for continuous batching, with its bins for static batching.
 //!
 //! This module replaces only the code of `api::admission` around those parts: it assigns tickets,
 //! and measures the inputs of the gate's slack.
@@ -18,13 +18,13 @@ use super::events::Micros;
 use super::plan::SimPlan;
 use super::replica::SimReplica;
 
-/// Maximum age of the replicas' knowledge of each other's dispatches in addition to the lags: a
-/// flush interval and a report interval.
+/// Maximum age of the replicas' knowledge of each other's dispatches, beyond the simulated lags: a
+/// flush interval plus a report interval, in milliseconds.
 const LAG_MS: u64 = 40;
-/// Period over which the rate of service is measured.
+/// Period over which the rate of service is measured, in microseconds.
 const RATE_WINDOW: Micros = 10_000_000;
 
-/// Waiting requests of a replica.
+/// Queue of the requests that wait at one replica.
 pub struct SimQueue {
     settings: AdmissionSettings,
     lag_ms: u64,
@@ -32,24 +32,24 @@ pub struct SimQueue {
     line: QueueKind,
     gate: Gate,
     last_ticket: u64,
-    /// Highest price of a request that arrived here.
+    /// Highest price of a request that arrived at this replica.
     largest: u64,
-    /// Start of the current window, and the priced tokens by then.
+    /// Start of the current measuring window, and the number of priced tokens by then.
     window: (Micros, u64),
-    /// Priced tokens per second in the previous window.
+    /// Number of priced tokens per second in the previous window.
     rate: u64,
     /// Highest slack so far.
     slack_most: u64,
     /// Whether the gate was closed at the last call.
     is_held: bool,
-    /// Time of the next measurement of the response time.
+    /// Time at which the response time is measured next.
     next_measure: Micros,
 }
 
 enum QueueKind {
     Ordered {
         queue: Box<Queue>,
-        /// Requests by ticket.
+        /// Numbers of the waiting requests by ticket.
         requests: BTreeMap<Ticket, usize>,
     },
     Batches(BinQueues<usize>),
@@ -58,27 +58,27 @@ enum QueueKind {
 /// A request that enters the queue.
 #[derive(Debug, Clone, Copy)]
 pub struct WaitingRequest {
-    /// The request.
+    /// Number of the request.
     pub request: usize,
-    /// Sort key of the queue; `push` sets its ticket.
+    /// Sort key in the queue, without its ticket, which [`SimQueue::push`] sets.
     pub waiting: QueuedRequest,
-    /// Price of prompt and output tokens, as known at arrival.
+    /// Price of the request's prompt and output tokens, as known at arrival.
     pub price: u64,
 }
 
-/// Decision on the next request.
+/// Decision on which request is admitted next.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum NextAdmission {
-    /// This request is admitted.
+    /// The request with this number is admitted.
     Go(usize),
-    /// A request at another replica has precedence; retry after this many microseconds.
+    /// A request at another replica has precedence. Retry after this many microseconds.
     Held(Micros),
     /// No request is admitted.
     Nobody,
 }
 
 impl SimQueue {
-    /// Creates an empty queue.
+    /// Creates the empty queue of a replica. `lag` is the delay of its peers' reports.
     #[must_use]
     pub fn new(plan: &SimPlan, pricing: Pricing, lag: Micros) -> Self {
         let settings = &plan.admission;
@@ -109,10 +109,10 @@ impl SimQueue {
         }
     }
 
-    /// Queues a request. Returns its ticket.
+    /// Queues a request and returns its ticket.
     ///
     /// # Errors
-    /// If the queue rejects it.
+    /// If the queue is full, or the request would wait too long.
     pub fn push(
         &mut self,
         guest: WaitingRequest,
@@ -157,7 +157,7 @@ impl SimQueue {
         }
     }
 
-    /// Removes and returns the requests that have waited too long.
+    /// Removes the requests that have waited too long and returns their numbers.
     pub fn expire(&mut self, now: Micros) -> Vec<usize> {
         let QueueKind::Ordered { queue, requests } = &mut self.line else {
             return Vec::new();
@@ -169,7 +169,8 @@ impl SimQueue {
             .collect()
     }
 
-    /// Measures the response time of engines by Little's law, with `running` requests from here.
+    /// Measures the response time of the engines by Little's law, if due. `running` returns the
+    /// number of this replica's running requests.
     pub fn measure(&mut self, now: Micros, running: impl FnOnce() -> u64) {
         let QueueKind::Ordered { queue, .. } = &mut self.line else {
             return;
@@ -183,7 +184,7 @@ impl SimQueue {
         }
     }
 
-    /// Returns the time until all waiting requests are admitted, in milliseconds.
+    /// Returns the expected time until the queue is empty, in milliseconds; 0 for static batching.
     #[must_use]
     pub fn drain_ms(&self, now: Micros) -> u64 {
         match &self.line {
@@ -192,7 +193,8 @@ impl SimQueue {
         }
     }
 
-    /// Returns the next request if an engine has room; only for continuous batching.
+    /// Admits the next request if an engine has room and no other replica has precedence. Supports
+    /// only continuous batching.
     pub fn next(&mut self, now: Micros, replica: &SimReplica, has_room: bool) -> NextAdmission {
         if !has_room && !self.is_held {
             return NextAdmission::Nobody; // Nothing to tell the gate either.
@@ -222,7 +224,8 @@ impl SimQueue {
         }
     }
 
-    /// Algorithms 5 and 3: forms a batch for an idle engine; only for static batching.
+    /// Forms a batch of at most `requests` requests for an idle engine by algorithms 5 and 3.
+    /// Supports only static batching.
     pub fn form_batch(&mut self, now: Micros, requests: u32) -> Vec<usize> {
         let QueueKind::Batches(bins) = &mut self.line else {
             return Vec::new();
@@ -240,14 +243,15 @@ impl SimQueue {
         candidates.map(|candidate| candidate.item).collect()
     }
 
-    /// Reassigns waiting requests to bins.
+    /// Reassigns waiting requests to the bins that `bin_of` returns.
     pub fn rebin(&mut self, bin_of: impl Fn(&usize) -> u16) {
         if let QueueKind::Batches(bins) = &mut self.line {
             bins.rebin(self.settings.bins, bin_of);
         }
     }
 
-    /// Returns `G`, measured as in production, from the tokens priced here in the last window.
+    /// Returns the gate's slack `G`, measured as in production from the tokens that this replica
+    /// priced in the last window.
     fn slack(&mut self, now: Micros, priced: u64) -> u64 {
         let (since, before) = self.window;
         let age = now.saturating_sub(since);
@@ -268,13 +272,13 @@ impl SimQueue {
         slack_tokens(least, self.rate * self.replicas, self.lag_ms, users)
     }
 
-    /// Returns the highest `G` so far.
+    /// Returns the highest slack of the gate so far.
     #[must_use]
     pub fn slack_most(&self) -> u64 {
         self.slack_most
     }
 
-    /// Returns the backlog to report to peers.
+    /// Returns the backlog to report to peers, if requests wait.
     pub fn backlog(&mut self, now: Micros, counters: &impl Counters) -> Option<Backlog> {
         match &mut self.line {
             QueueKind::Ordered { queue, .. } => queue.backlog(unix_ms(now), counters),
@@ -282,12 +286,12 @@ impl SimQueue {
         }
     }
 
-    /// Records a peer's backlog.
+    /// Records the backlog that a peer reported.
     pub fn told(&mut self, peer: ReplicaId, backlog: Option<Backlog>, now: Micros) {
         self.gate.record_report(peer, backlog, unix_ms(now));
     }
 
-    /// Whether users wait at other replicas, who may have precedence.
+    /// Returns whether users wait at other replicas and may have precedence.
     #[must_use]
     pub fn is_contended(&self, now: Micros) -> bool {
         self.gate.users(unix_ms(now)) > 0
@@ -302,7 +306,7 @@ impl SimQueue {
         }
     }
 
-    /// Whether no request waits.
+    /// Returns whether no request waits.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0

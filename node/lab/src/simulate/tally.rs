@@ -8,91 +8,91 @@ use super::service::ServiceAccounts;
 pub const POINTS: u64 = 120;
 const COUNT: usize = POINTS as usize;
 
-/// All measurements of a run.
+/// Measurements of a run, collected while it is simulated.
 #[derive(Debug, Clone, Default)]
 pub struct SimTally {
-    /// Time until which service and throughput count.
+    /// Time until which service and throughput count, in microseconds since the start.
     pub horizon: Micros,
     /// Service accounts of the users.
     pub service: ServiceAccounts,
-    /// Requests that arrived.
+    /// Number of requests that arrived.
     pub arrived: u64,
-    /// Requests served to the end.
+    /// Number of requests served to the end.
     pub ended: u64,
-    /// Requests rejected at their last try.
+    /// Number of requests rejected at their last try.
     pub refused: u64,
-    /// Requests whose clients left at their last try.
+    /// Number of requests whose clients left at their last try.
     pub abandoned: u64,
-    /// Rejections at any try.
+    /// Number of rejections at any try.
     pub refusals: u64,
-    /// Departures of clients at any try.
+    /// Number of departures of clients at any try.
     pub departures: u64,
-    /// Computed and output tokens for clients who had left.
+    /// Number of tokens, computed or output, for clients who had left.
     pub wasted_tokens: u64,
-    /// Requests cut off by a restart and sent again.
+    /// Number of requests cut off by a restart and sent again.
     pub resent: u64,
-    /// Times to first token, in the order of first tokens.
+    /// Time to first token of each request, in the order of the first tokens.
     pub ttft: Vec<Micros>,
-    /// Times from arrival to end.
+    /// Time from arrival to end of each completed request.
     pub latency: Vec<Micros>,
-    /// Prompt tokens of requests that got a first token.
+    /// Number of prompt tokens of requests that got a first token.
     pub prompt_tokens: u64,
-    /// Those of them that were found in a cache.
+    /// Number of `prompt_tokens` that were found in a cache.
     pub cached_tokens: u64,
-    /// Those of them that were predicted to be cached.
+    /// Number of `prompt_tokens` that were predicted to be cached.
     pub predicted_tokens: u64,
-    /// Output tokens generated.
+    /// Number of output tokens generated.
     pub output_tokens: u64,
-    /// Tokens served before the horizon: computed prompt tokens and output tokens.
+    /// Number of computed prompt tokens and output tokens served before the horizon.
     pub tokens_in_time: u64,
-    /// Requests that ended before the horizon.
+    /// Number of requests that ended before the horizon.
     pub ended_in_time: u64,
-    /// Requests that met the latency goals.
+    /// Number of requests that met the latency goals.
     pub good: u64,
-    /// Mean time between tokens of each request with at least two.
+    /// Mean time between tokens of each request with at least two output tokens.
     pub gaps: Vec<Micros>,
     /// Highest price of one request.
     pub largest_priced: u64,
     /// Largest service of a user that some replica did not know to be charged, in thousandths of a
     /// priced token at weight 1.
     pub uncharged_milli: u64,
-    /// Largest outstanding output of a user's dispatched requests, in the same unit.
+    /// Largest outstanding output of a user's requests, in milli-tokens at weight 1.
     pub promised_milli: u64,
-    /// Requests per backend.
+    /// Number of ended requests per backend.
     pub by_backend: Vec<u64>,
-    /// Priced outstanding output of dispatched requests, by user.
+    /// Price of the outstanding output of dispatched requests, by user.
     promised: Vec<u64>,
-    /// Curves over time.
+    /// Figures at equal intervals, for curves over time.
     pub points: TimeSeries,
-    /// Bytes of the log.
+    /// Number of bytes in the log.
     pub log_bytes: u64,
-    /// Entries of the log.
+    /// Number of entries in the log.
     pub log_entries: u64,
     /// Time at which the last request ended.
     pub last_end: Micros,
 }
 
-/// Figures at equal intervals of time.
+/// Figures at equal intervals of time, one entry per interval or point.
 #[derive(Debug, Clone, Default)]
 pub struct TimeSeries {
-    /// Prompt tokens and cached prompt tokens, by the time of the first token.
+    /// Number of prompt tokens and of cached prompt tokens, by the time of the first token.
     pub hits: Vec<(u64, u64)>,
-    /// Times to first token, by the time of the first token.
+    /// Times to first token, grouped by the time of the first token.
     pub ttft: Vec<Vec<Micros>>,
-    /// Requests that ended.
+    /// Number of requests that ended within each interval.
     pub ended: Vec<u64>,
-    /// Requests at each backend.
+    /// Number of requests at each backend, at each point.
     pub load: Vec<Vec<u32>>,
-    /// Service of each user so far.
+    /// Service of each user so far, at each point.
     pub shares: Vec<Vec<f64>>,
-    /// Total number of requests waiting for admission.
+    /// Total number of requests waiting for admission, at each point.
     pub waiting: Vec<u64>,
-    /// Requests waiting for admission, by bin.
+    /// Number of requests waiting for admission in each bin, at each point.
     pub bins: Vec<Vec<usize>>,
 }
 
 impl SimTally {
-    /// Creates an empty tally.
+    /// Creates an empty tally for `engines` engines.
     #[must_use]
     pub fn new(horizon: Micros, service: ServiceAccounts, engines: usize) -> Self {
         Self {
@@ -110,13 +110,14 @@ impl SimTally {
         }
     }
 
-    /// Returns the time between two points.
+    /// Returns the time between two points of a curve.
     #[must_use]
     pub fn step(&self) -> Micros {
         (self.horizon / POINTS).max(1)
     }
 
-    /// Records a request's first token.
+    /// Records a request's first token, `waited` after its arrival, and how many of its `prompt`
+    /// tokens were cached.
     pub fn first_token(&mut self, now: Micros, waited: Micros, prompt: u32, cached: u32) {
         self.ttft.push(waited);
         self.prompt_tokens += u64::from(prompt);
@@ -130,20 +131,20 @@ impl SimTally {
         }
     }
 
-    /// Records the dispatch of a request that will generate `output` tokens.
+    /// Records the dispatch of a request of `user` that will generate `output` tokens.
     pub fn promised(&mut self, user: usize, output: u32) {
         self.promised[user] += self.service.price(0, output);
         let milli = self.service.weighed(user, self.promised[user]);
         self.promised_milli = self.promised_milli.max(milli);
     }
 
-    /// Records that `output` of these tokens were generated, or never will be.
+    /// Records that `output` of a user's outstanding tokens were generated, or never will be.
     pub fn kept(&mut self, user: usize, output: u32) {
         let price = self.service.price(0, output);
         self.promised[user] = self.promised[user].saturating_sub(price);
     }
 
-    /// Records tokens that a user was served.
+    /// Records computed prompt tokens and output tokens that `user` was served.
     pub fn served(&mut self, now: Micros, user: usize, uncached: u32, output: u32) {
         self.output_tokens += u64::from(output);
         if now <= self.horizon {
@@ -152,7 +153,8 @@ impl SimTally {
         self.service.served(user, uncached, output);
     }
 
-    /// Checks a finished request whose first token came after `waited`, and `since` ago.
+    /// Checks a finished request against the latency goals. Its first token came after `waited`,
+    /// and `since` passed between the first and the last of its `tokens` tokens.
     pub fn judged(&mut self, goal: &ServiceGoal, waited: Micros, (since, tokens): (Micros, u32)) {
         let gaps = u64::from(tokens.saturating_sub(1));
         let gap = since.checked_div(gaps);
@@ -161,7 +163,7 @@ impl SimTally {
         self.good += u64::from(is_good);
     }
 
-    /// Records the end of a request.
+    /// Records that a request ended at `backend`, `took` after its arrival.
     pub fn ended(&mut self, now: Micros, took: Micros, backend: usize) {
         self.ended += 1;
         self.latency.push(took);

@@ -181,7 +181,7 @@ fn a_restart_loses_no_request_and_no_knowledge_unless_wiped() {
     }
 }
 
-/// Returns users who always have requests waiting, on few slots.
+/// Returns users who always have requests waiting, on an engine with few slots.
 fn backlogged(pinned: bool) -> SimWorkload {
     let user = |number: u32| SimUser {
         backlog: 24 * number,
@@ -335,7 +335,7 @@ fn ten_times_the_load_costs_no_goodput_and_is_over_when_it_is_over() {
     assert_eq!(comparison.verdicts.len(), 9);
 }
 
-/// Returns long prompts with long outputs on four engines.
+/// Returns a mix of long prompts with long outputs on four engines.
 fn long_answers() -> SimWorkload {
     Mix {
         rate: 3.0,

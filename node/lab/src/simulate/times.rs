@@ -2,10 +2,10 @@
 
 use crate::replay::report::LatencySummary;
 
-/// Number of points of a distribution's curve.
+/// Number of points in a distribution's curve.
 pub(super) const QUANTILES: usize = 100;
 
-/// Sorts times in microseconds and summarises them.
+/// Sorts times in microseconds and summarises them in milliseconds.
 pub(super) fn summary(times: &mut [u64]) -> LatencySummary {
     times.sort_unstable();
     let Some(max) = times.last() else {
@@ -21,7 +21,7 @@ pub(super) fn summary(times: &mut [u64]) -> LatencySummary {
     }
 }
 
-/// Returns the smallest value that is at least as large as `percent` of the sorted values.
+/// Returns the smallest value that is at least as large as `percent` percent of the sorted values.
 pub(super) fn quantile(sorted: &[u64], percent: usize) -> u64 {
     let rank = (sorted.len() * percent).div_ceil(QUANTILES);
     sorted[rank.saturating_sub(1).min(sorted.len() - 1)]

@@ -27,17 +27,14 @@ pub fn print(result: impl Display) -> anyhow::Result<()> {
     Ok(out.flush()?)
 }
 
-/// Clears the screen, so that the next output starts at its top.
-///
-/// # Errors
-/// If stdout cannot be written to.
+/// Clears the screen, so that the next output starts at the top.
 pub fn clear() -> anyhow::Result<()> {
     let mut out = std::io::stdout().lock();
     out.write_all(b"\x1b[H\x1b[2J")?;
     Ok(out.flush()?)
 }
 
-/// Creates an empty table with these columns, all of which are always shown.
+/// Creates an empty table with the columns `heads`, all of which are always shown.
 #[must_use]
 pub fn table(heads: &[&'static str]) -> FittedTable {
     let columns: Vec<Column> = heads.iter().map(|head| column(head)).collect();

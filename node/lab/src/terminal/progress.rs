@@ -1,4 +1,4 @@
-//! Progress: a bar on a terminal, a line every few seconds elsewhere.
+//! Progress displays: a bar on a terminal, a line every few seconds elsewhere.
 
 use std::io::{self, IsTerminal, Write};
 use std::sync::{Mutex, PoisonError};
@@ -11,17 +11,15 @@ pub const COUNT: &str = "{prefix}{elapsed_precise} {wide_bar} {pos}/{len} {msg}"
 /// Style of a progress bar that counts bytes.
 pub const BYTES: &str = "{prefix}{elapsed_precise} {wide_bar} {bytes}/{total_bytes}";
 
-/// Part of a style that is omitted in log lines.
+/// Part of a style that log lines omit.
 const BAR: &str = "{wide_bar} ";
-/// Time between two lines.
+/// Minimum time between two log lines.
 const LINE_INTERVAL: Duration = Duration::from_secs(5);
-/// Maximum width of a line.
+/// Maximum width of a log line, in characters.
 const LINE_COLUMNS: u16 = 200;
 
-/// Shows progress up to `length` on stderr: a bar on a terminal, otherwise occasional lines.
-///
-/// # Errors
-/// If `style` is not a valid template.
+/// Returns a bar that shows progress up to `length` on stderr. Without a terminal, it prints a line
+/// every few seconds.
 pub fn progress_bar(length: u64, style: &str) -> anyhow::Result<ProgressBar> {
     let (target, style) = if io::stderr().is_terminal() {
         (ProgressDrawTarget::stderr(), style.to_owned())
@@ -33,7 +31,7 @@ pub fn progress_bar(length: u64, style: &str) -> anyhow::Result<ProgressBar> {
     Ok(bar.with_style(ProgressStyle::with_template(&style)?))
 }
 
-/// A terminal that buffers the latest drawing until a line is due.
+/// A terminal that buffers the latest drawing until the next log line is due.
 #[derive(Debug)]
 struct ProgressLines<W> {
     state: Mutex<LinesState<W>>,

@@ -7,10 +7,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use rustix::termios::tcgetwinsize;
 
-/// Width of a terminal that does not report it.
+/// Assumed width of a terminal that does not report its width.
 const COLUMNS_DEFAULT: usize = 80;
 
-/// Whether tables show all columns; never reset, like a flag of the command line.
+/// Whether tables show all columns. Never reset, like a flag of the command line.
 static IS_WIDE: AtomicBool = AtomicBool::new(false);
 
 /// Makes all tables of this process show every column, however narrow the terminal.
@@ -18,7 +18,7 @@ pub fn show_all_columns() {
     IS_WIDE.store(true, Ordering::Relaxed);
 }
 
-/// Returns the maximum width of tables; `None`: unlimited.
+/// Returns the maximum width of tables; `None` if it is unlimited.
 pub(super) fn columns() -> Option<usize> {
     match IS_WIDE.load(Ordering::Relaxed) {
         true => None,
@@ -40,7 +40,7 @@ pub fn columns_of(stream: &(impl IsTerminal + AsFd)) -> Option<usize> {
     Some(columns.unwrap_or(COLUMNS_DEFAULT))
 }
 
-/// Whether `stream` is a terminal that supports colours, and `NO_COLOR` is not set.
+/// Returns whether `stream` is a terminal that supports colours, and `NO_COLOR` is not set.
 pub fn is_coloured(stream: &impl IsTerminal) -> bool {
     let set = |name| std::env::var_os(name).filter(|value| !value.is_empty());
     let is_dumb = set("TERM").is_some_and(|term| term == OsStr::new("dumb"));

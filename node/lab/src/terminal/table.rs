@@ -6,7 +6,7 @@ use unicode_width::UnicodeWidthStr;
 
 use super::screen;
 
-/// Space between two columns.
+/// Text between two columns.
 const GAP: &str = "  ";
 /// Minimum width of a prose column whose text is longer.
 const PROSE_COLUMNS_MIN: usize = 28;
@@ -15,22 +15,22 @@ const PROSE_COLUMNS_MIN: usize = 28;
 #[derive(Debug, Clone, Copy)]
 pub struct Column {
     head: &'static str,
-    /// Columns of the greatest rank are hidden first; 0: never hidden.
+    /// Rank by which columns are hidden, the greatest first. Columns of rank 0 are never hidden.
     rank: u8,
     form: ColumnForm,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum ColumnForm {
-    /// Never wrapped.
+    /// Text that is never wrapped.
     Text,
-    /// Aligned right.
+    /// Number that is aligned to the right.
     Number,
-    /// Wrapped between words.
+    /// Text that is wrapped between words.
     Prose,
 }
 
-/// Creates a text column that is always shown.
+/// Creates a text column with the header `head` that is always shown.
 #[must_use]
 pub const fn column(head: &'static str) -> Column {
     Column {
@@ -41,7 +41,7 @@ pub const fn column(head: &'static str) -> Column {
 }
 
 impl Column {
-    /// Hides the column before those of lower rank.
+    /// Sets the rank by which the column is hidden. Columns of greater rank are hidden first.
     #[must_use]
     pub const fn rank(mut self, rank: u8) -> Self {
         self.rank = rank;
@@ -70,7 +70,7 @@ pub struct FittedTable {
     rows: Vec<Vec<String>>,
 }
 
-/// Visible columns and their widths.
+/// Layout of a table for a given width.
 struct TableLayout {
     /// Index and width of each visible column.
     shown: Vec<(usize, usize)>,
@@ -88,7 +88,7 @@ impl FittedTable {
         }
     }
 
-    /// Adds a row; missing cells are empty.
+    /// Adds a row of cells. Missing cells are empty.
     pub fn add_row<I>(&mut self, cells: I)
     where
         I: IntoIterator,
@@ -99,7 +99,7 @@ impl FittedTable {
         self.rows.push(row);
     }
 
-    /// Formats the table for `width` columns; `None`: unlimited.
+    /// Formats the table for `width` columns of text; `None` for unlimited width.
     #[must_use]
     pub fn text(&self, width: Option<usize>) -> String {
         let layout = self.layout(width);
@@ -161,7 +161,7 @@ impl FittedTable {
         }
     }
 
-    /// Ranks a column; one without values is hidden first.
+    /// Returns the rank by which a column is hidden. A column without values is hidden first.
     fn rank_of(&self, at: usize) -> u8 {
         let is_empty = |row: &Vec<String>| matches!(row[at].as_str(), "" | "-");
         match self.rows.iter().all(is_empty) {

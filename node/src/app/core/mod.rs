@@ -38,33 +38,32 @@ use super::{divergence, log_version, raft_options, readers, registration, sessio
 use crate::config::Config;
 use crate::planted::{self, Bug};
 
-/// Longest wait for the last updates to be committed when the replica leaves.
+/// Maximum time to wait until the last updates are committed when the replica leaves.
 const FLUSH_DEADLINE: Duration = Duration::from_secs(5);
-/// Longest wait for the background loops to end.
+/// Maximum time to wait until the background loops end.
 const STOP_DEADLINE: Duration = Duration::from_secs(5);
 
-/// The environment of a replica's core.
+/// Environment of a replica's core: transport, storage, clock and random values.
 pub struct CorePorts {
-    /// Transport of calls between replicas. Its port is reported to peers together with
-    /// `listen.advertise`.
+    /// Transport of calls between replicas. Peers learn its port together with `listen.advertise`.
     pub transport: Arc<dyn Transport>,
     /// Storage of the log.
     pub storage: Storage,
-    /// Session of this run: drawn at random at every start, or by the seed of a simulation.
+    /// Session of this run. Drawn at random at every start, or from the seed of a simulation.
     pub session: SessionId,
-    /// Hash seed used if this replica forms the cluster. Secret: a known seed makes collisions
-    /// easy.
+    /// Hash seed used if this replica forms the cluster. It is secret, because a known seed makes
+    /// collisions easy.
     pub hash_seed: u64,
     /// Hash secret used if this replica forms the cluster.
     pub hash_secret: HashSecret,
     /// Wall clock.
     pub clock: Clock,
-    /// Connects to engines, with TLS where required.
+    /// Dialer for connections to engines, with TLS where required.
     pub dialer: EngineDialer,
     /// Newest log format that this replica knows and announces: that of this build, or in
     /// simulations that of an earlier one.
     pub format: u8,
-    /// Source of the wanted number of replicas; `None`: the membership does not scale by itself.
+    /// Source of the wanted number of replicas; `None` if the membership does not follow any.
     pub scale: Option<Arc<dyn ScaleSource>>,
     /// Observer of every change of the state; `None` in production.
     pub observer: Option<Arc<dyn ApplyObserver>>,
@@ -102,16 +101,16 @@ pub struct ReplicaCore {
     scaling: Option<Arc<Scaling>>,
 }
 
-/// Stop signals, in this order.
+/// Stop signals of a core, in the order in which they are given.
 #[derive(Default)]
 struct CoreShutdown {
-    /// No more updates arrive: the outbox drains and ends.
+    /// Signals that no more updates arrive: the outbox drains and ends.
     no_more_facts: CancellationToken,
-    /// Everything else ends.
+    /// Signals that everything else ends.
     all: CancellationToken,
 }
 
-/// Components shared by the parts of a core.
+/// Components that the parts of a core share.
 struct CoreParts {
     shared: Arc<SharedState>,
     view: Arc<StateView>,
@@ -197,7 +196,7 @@ impl ReplicaCore {
     /// that it announces the ports of `listen.data` and `listen.admin` to members.
     ///
     /// # Errors
-    /// If the store cannot be opened or is damaged.
+    /// Fails if the store cannot be opened or is damaged.
     pub async fn start(config: Config, ports: CorePorts) -> anyhow::Result<Self> {
         let CorePorts {
             transport,
@@ -304,7 +303,7 @@ impl ReplicaCore {
         &self.replica
     }
 
-    /// Returns the log and its members as seen by `api`.
+    /// Returns the log and its members, as the port of `api`.
     #[must_use]
     pub fn cluster(&self) -> Arc<dyn Cluster> {
         Arc::clone(&self.port) as _
@@ -322,14 +321,14 @@ impl ReplicaCore {
         &self.parts.admission
     }
 
-    /// Returns the backends' health. Nothing is known until it is reported, see
+    /// Returns the backends' health. Each is unknown until it is reported, see
     /// [`api::backends::SlotTable`].
     #[must_use]
     pub fn backends(&self) -> &Arc<Backends> {
         &self.parts.backends
     }
 
-    /// Returns the read side of the state.
+    /// Returns the published part of the state.
     #[must_use]
     pub fn view(&self) -> &Arc<StateView> {
         &self.parts.view
@@ -341,14 +340,14 @@ impl ReplicaCore {
         &self.parts.shared.digests
     }
 
-    /// Returns the cluster's events, as far as this replica knows them.
+    /// Returns the bus with the cluster's events, as far as this replica knows them.
     #[must_use]
     pub fn events(&self) -> &EventBus {
         &self.parts.events
     }
 
-    /// Returns the figures of this replica and its peers. Only `super::figures` fills in this
-    /// replica's.
+    /// Returns the board with the figures of this replica and its peers. Only `super::figures` sets
+    /// this replica's.
     #[must_use]
     pub fn figures(&self) -> &Arc<FigureBoard> {
         &self.parts.figures
@@ -360,7 +359,8 @@ impl ReplicaCore {
         &self.clock
     }
 
-    /// Calls `read` on the state between two applies. Keep it short, because it blocks `apply`.
+    /// Calls `read` on the state between two applies. `read` must be short, because it blocks
+    /// `apply`.
     pub fn with_state<R>(&self, read: impl FnOnce(&RouterState) -> R) -> R {
         read(&self.parts.shared.state())
     }
@@ -377,7 +377,7 @@ impl ReplicaCore {
         self.stops.all.clone()
     }
 
-    /// Runs `task` with the core's own; the core waits for it after cancelling
+    /// Runs `task` together with the core's own tasks. The core waits for it after cancelling
     /// [`ReplicaCore::stopping`].
     pub(super) fn spawn_task(&self, task: impl Future<Output = ()> + Send + 'static) {
         self.tasks.spawn(task);
@@ -392,8 +392,8 @@ impl ReplicaCore {
         self.end().await;
     }
 
-    /// Commits the remaining updates, and leaves the cluster if no longer wanted. No more updates
-    /// may arrive after that.
+    /// Commits the remaining updates, and leaves the cluster if no longer wanted. No updates may
+    /// arrive after that.
     pub(super) async fn flush(&mut self) {
         self.stops.no_more_facts.cancel();
         match (&mut self.outbox).await {
@@ -412,7 +412,7 @@ impl ReplicaCore {
         }
     }
 
-    /// Ends everything immediately and closes the store.
+    /// Ends all tasks immediately and closes the store.
     pub(super) async fn end(self) {
         self.outbox.abort();
         self.stops.no_more_facts.cancel();
@@ -428,7 +428,7 @@ impl ReplicaCore {
     }
 }
 
-/// Adds a remedy to an error, if one exists.
+/// Converts an error of the start, and adds a remedy if one exists.
 fn explain_start(error: StartError) -> anyhow::Error {
     match error {
         StartError::Damaged { .. } => anyhow::anyhow!(

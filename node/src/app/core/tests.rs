@@ -48,7 +48,7 @@ impl Transport for Alone {
     }
 }
 
-/// The entries that a core's log delivered.
+/// Observer that records the entries that a core's log delivered.
 #[derive(Default)]
 struct Heard(Mutex<Vec<(u64, Option<Vec<u8>>)>>);
 
@@ -65,7 +65,7 @@ impl ApplyObserver for Heard {
     }
 }
 
-/// The next request of one of a few conversations.
+/// Generates the requests of a few conversations.
 struct Chat {
     identity: PromptIdentity,
     id: String,

@@ -1,7 +1,7 @@
 //! `quorate top`: a live view of the cluster, on one screen or as text.
 //!
-//! Any replica reports on all. The command also asks replicas that members have announced, so
-//! another one takes over if the first is killed.
+//! Each replica reports about all of them. The command also knows the replicas that members have
+//! announced, so another one takes over if the first is killed.
 
 mod observer;
 mod screen;

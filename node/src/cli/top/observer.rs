@@ -21,15 +21,16 @@ pub(super) struct Observer {
 }
 
 impl Observer {
-    /// Creates an observer of these addresses, and of those that members announce later.
+    /// Creates an observer that uses the replicas of `target`, and those that members announce
+    /// later.
     pub(super) fn new(target: AdminTarget) -> Self {
         Self { target }
     }
 
-    /// Fetches the current state.
+    /// Fetches the current state of the cluster.
     ///
     /// # Errors
-    /// If no replica responds with the expected data.
+    /// Fails if no replica responds with the expected data.
     pub(super) async fn look(&mut self) -> anyhow::Result<ClusterLook> {
         let replicas = self.target.get("/admin/v1/replicas").await?;
         let told = replicas["replicas"].as_array().into_iter().flatten();

@@ -21,9 +21,9 @@ use super::observer::{ClusterLook, Observer};
 use super::summary::Summary;
 use super::tables::{self, BackendOrder, UserOrder};
 
-/// Polling interval for keys, and thus the longest delay of the thread's end.
+/// Interval at which keys are polled, and thus the maximum time in which the thread ends.
 const KEYS_EVERY: Duration = Duration::from_millis(100);
-/// Interval at which the shown age is updated.
+/// Interval at which the displayed age of the data is updated.
 const AGE_EVERY: Duration = Duration::from_secs(1);
 /// Minimum height of a table, in lines: its header and a row.
 const TABLE_LINES_MIN: usize = 2;
@@ -43,14 +43,14 @@ const SECTIONS: [TopSection; 3] = [
     TopSection::Users,
 ];
 
-/// The data shown, and the view of it.
+/// The displayed data, and the state of the view.
 #[derive(Debug)]
 pub(super) struct TopScreen {
     is_coloured: bool,
     summary: Summary,
-    /// Time of the last response.
+    /// Time of the last successful response.
     answered_at: Option<Instant>,
-    /// Why the last request failed.
+    /// Why the last request failed; `None` if it succeeded.
     failure: Option<String>,
     is_paused: bool,
     focus: usize,
@@ -62,10 +62,10 @@ pub(super) struct TopScreen {
     users: UserOrder,
 }
 
-/// Source of the next looks.
+/// Fetches the next looks at the cluster.
 struct LookSource {
     observer: Observer,
-    /// The look that the next one is compared with.
+    /// Look that the next one is compared with.
     first: ClusterLook,
     every: Duration,
 }
@@ -187,7 +187,7 @@ impl TopScreen {
         }
     }
 
-    /// Shows a look, with the changes since the previous one.
+    /// Shows `look`, with the changes since `before`.
     fn take(&mut self, before: Option<&ClusterLook>, look: &ClusterLook) {
         self.failure = None;
         if !self.is_paused {
@@ -196,7 +196,7 @@ impl TopScreen {
         }
     }
 
-    /// Handles a key. Returns whether it ends the program.
+    /// Handles a key. Returns whether the key ends the program.
     pub(super) fn press(&mut self, key: KeyCode) -> bool {
         let scrolled = &mut self.scrolled[self.focus];
         let page = self.pages[self.focus];
@@ -333,8 +333,8 @@ impl TopScreen {
     }
 }
 
-/// Divides the lines of the screen among the tables, each with title and header. Shows all replicas
-/// if possible; backends and users share the rest.
+/// Divides the lines of the screen among the tables, each with a title and a header. Shows all
+/// replicas if possible. Backends and users share the rest.
 fn heights(rows: [usize; 3], room: usize) -> [u16; 3] {
     let wanted = rows.map(|rows| rows + TABLE_LINES_MIN);
     let least = 2 * (TABLE_LINES_MIN + 1);

@@ -1,4 +1,4 @@
-//! Tests of the screen, rendered into memory.
+//! Tests of the screen, which is rendered into memory.
 
 use ratatui::Terminal;
 use ratatui::backend::TestBackend;

@@ -8,15 +8,15 @@ use serde_json::Value;
 
 use super::observer::ClusterLook;
 
-/// Activity of the cluster.
+/// Summary of the cluster's activity.
 #[derive(Debug, Clone, PartialEq, Default, Serialize)]
 pub(super) struct Summary {
-    /// Replica that reported.
+    /// Id of the replica that reported the state.
     pub(super) asked: Option<u64>,
     pub(super) leader: Option<u64>,
     pub(super) term: Option<u64>,
     pub(super) has_quorum: bool,
-    /// Whether all compared states are equal; `None` if none were compared.
+    /// Whether all compared replicas have equal states; `None` if none were compared.
     pub(super) is_agreed: Option<bool>,
     pub(super) total: TotalRow,
     pub(super) replicas: Vec<ReplicaRow>,
@@ -29,22 +29,23 @@ pub(super) struct Summary {
 pub(super) struct TotalRow {
     pub(super) requests_per_s: f64,
     pub(super) failed_per_s: f64,
-    /// Share of the prompt tokens that engines had cached, in thousandths.
+    /// Share of the prompt tokens that engines found in their caches, in thousandths.
     pub(super) cached_permille: Option<f64>,
     pub(super) in_flight: u64,
     pub(super) waiting: u64,
-    /// The user who has waited longest for a backend.
+    /// User who has waited longest for a backend; `None` if none waits.
     pub(super) longest: Option<LongestWait>,
 }
 
-/// A waiting user.
+/// A waiting user, and for how long.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub(super) struct LongestWait {
     pub(super) user: String,
     pub(super) waited_ms: u64,
 }
 
-/// One replica. Rates and times cover its last seconds, as it reports them to the others.
+/// Figures of one replica. Rates and times cover its last seconds, as it reports them to the
+/// others.
 #[derive(Debug, Clone, PartialEq, Default, Serialize)]
 pub(super) struct ReplicaRow {
     pub(super) id: u64,
@@ -52,13 +53,13 @@ pub(super) struct ReplicaRow {
     pub(super) state: String,
     pub(super) is_well: bool,
     pub(super) applied: Option<u64>,
-    /// Number of entries that it has not applied, of those known to be committed.
+    /// Number of entries known to be committed that the replica has not applied.
     pub(super) lag: Option<u64>,
     pub(super) requests_per_s: Option<f64>,
     pub(super) failed_per_s: Option<f64>,
     pub(super) ttft_p50_ms: Option<f64>,
     pub(super) ttft_p99_ms: Option<f64>,
-    /// Time that routing adds to a request, 99th percentile.
+    /// 99th percentile of the time that routing adds to a request, in milliseconds.
     pub(super) routing_p99_ms: Option<f64>,
     pub(super) cached_permille: Option<f64>,
     pub(super) in_flight: Option<u64>,
@@ -66,7 +67,7 @@ pub(super) struct ReplicaRow {
     pub(super) disk_free_permille: Option<f64>,
 }
 
-/// One backend. Rates need two looks.
+/// Figures of one backend. Rates need two looks.
 #[derive(Debug, Clone, PartialEq, Default, Serialize)]
 pub(super) struct BackendRow {
     pub(super) id: String,
@@ -74,22 +75,22 @@ pub(super) struct BackendRow {
     pub(super) is_well: bool,
     pub(super) in_flight: u64,
     pub(super) limit: Option<u64>,
-    /// Requests in the engine's own queue.
+    /// Number of requests in the engine's own queue.
     pub(super) queued: Option<u64>,
     /// Prompt tokens per second, as counted by the engine.
     pub(super) prompt_tokens_per_s: Option<f64>,
-    /// Share of them that the engine had cached, in thousandths.
+    /// Share of the prompt tokens that the engine found in its cache, in thousandths.
     pub(super) hit_permille: Option<f64>,
     pub(super) kv_usage_permille: Option<u64>,
     pub(super) owned_blocks: u64,
     pub(super) capacity_blocks: Option<u64>,
-    /// Predicted minus reported cached tokens, in thousandths of the prompt tokens.
+    /// Difference of predicted and reported cached tokens, in thousandths of the prompt tokens.
     pub(super) error_permille: Option<i64>,
-    /// `exact`, `lease`, ...
+    /// How ownership is known: `exact`, `lease`, ...
     pub(super) ownership: String,
 }
 
-/// One user. Rates need two looks.
+/// Figures of one user. Rates need two looks.
 #[derive(Debug, Clone, PartialEq, Default, Serialize)]
 pub(super) struct UserRow {
     /// Name of the user, or the key if the name is unknown.
@@ -98,11 +99,11 @@ pub(super) struct UserRow {
     pub(super) in_flight: u64,
     pub(super) waiting: u64,
     pub(super) requests_per_s: Option<f64>,
-    /// Uncached prompt tokens and output tokens.
+    /// Number of uncached prompt tokens and output tokens per second.
     pub(super) tokens_per_s: Option<f64>,
-    /// Share of all users' tokens, in thousandths.
+    /// Share of the tokens of all users, in thousandths.
     pub(super) share_permille: Option<f64>,
-    /// Share that the user would have if active users shared by weight.
+    /// Share that the user would have if active users shared by weight, in thousandths.
     pub(super) fair_permille: Option<f64>,
     pub(super) counter_milli_tokens: u64,
 }
@@ -133,7 +134,7 @@ fn text(value: &Value) -> String {
     value.as_str().unwrap_or_default().to_owned()
 }
 
-/// Returns a share in thousandths; `None` if the whole is zero.
+/// Returns `part` as a share of `whole`, in thousandths; `None` if `whole` is zero.
 fn permille(part: f64, whole: f64) -> Option<f64> {
     (whole > 0.0).then(|| part / whole * 1000.0)
 }
@@ -224,7 +225,7 @@ fn seconds(before: Option<&ClusterLook>, now: &ClusterLook) -> Option<f64> {
     before.map(|before| (now.at - before.at).as_secs_f64())
 }
 
-/// Indexes the entries of the previous look by a field.
+/// Indexes the entries of the previous look by their value of `field`.
 fn by<'a>(entries: Option<&'a Vec<Value>>, field: &str) -> BTreeMap<&'a str, &'a Value> {
     let entries = entries.into_iter().flatten();
     entries
@@ -312,7 +313,7 @@ fn users(before: Option<&ClusterLook>, now: &ClusterLook) -> Vec<UserRow> {
     rows
 }
 
-/// Computes each active user's actual and fair share.
+/// Computes the actual and the fair share of each active user.
 fn share(rows: &mut [UserRow]) {
     let is_active = |row: &UserRow| {
         row.waiting > 0 || row.in_flight > 0 || row.tokens_per_s.is_some_and(|it| it > 0.0)

@@ -5,10 +5,10 @@ use lab::terminal::{FittedTable, column};
 
 use super::summary::{BackendRow, ReplicaRow, Summary, TotalRow, UserRow};
 
-/// Order of backends.
+/// Order in which backends are listed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) enum BackendOrder {
-    /// Unhealthy ones first, then the busiest.
+    /// Unhealthy backends first, then the busiest.
     #[default]
     Attention,
     Id,
@@ -16,10 +16,10 @@ pub(super) enum BackendOrder {
     KvUsage,
 }
 
-/// Order of users.
+/// Order in which users are listed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) enum UserOrder {
-    /// Those with most waiting requests first, then the busiest.
+    /// Users with the most waiting requests first, then the busiest.
     #[default]
     Waiting,
     Name,

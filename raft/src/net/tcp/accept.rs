@@ -29,26 +29,27 @@ use crate::log_throttle::LogThrottle;
 use crate::net::sender::PeerSender;
 use crate::net::transport::{PeerRequest, PeerService};
 
-/// The first bytes of HTTP/2.
+/// First bytes that an HTTP/2 client sends.
 const HTTP2: &[u8; 8] = b"PRI * HT";
-/// The first byte of TLS.
+/// First byte that a TLS client sends.
 const TLS: u8 = 22;
 const LACKS_TLS: &str = "this cluster uses certificates, and the caller has no [tls.peer]";
 const LACKS_SECRET: &str = "this cluster uses a secret, and the caller has no cluster.secret_file";
 
-/// How replicas prove their identity to each other.
+/// Method by which replicas prove their identity to each other.
 #[derive(Debug, Clone)]
 pub(super) enum PeerProof {
-    /// No proof.
+    /// Replicas prove nothing.
     Nothing,
-    /// A secret that all of them know.
+    /// Replicas prove that they know a secret.
     Secret(Arc<PeerSecret>),
-    /// Certificates. Callers without one use the alternative proof; `None` rejects them.
+    /// Replicas show certificates. Callers without one use the alternative proof; `None` rejects
+    /// them.
     Certificates(PeerTls, Option<Box<PeerProof>>),
 }
 
 impl PeerProof {
-    /// Returns the proof required from a caller that speaks this protocol.
+    /// Returns the proof required from a caller that speaks the protocol `spoken`.
     fn of_caller(self, spoken: &WireProtocol) -> Self {
         match (self, spoken) {
             (Self::Certificates(_, Some(others)), WireProtocol::Noise | WireProtocol::Http2) => {
@@ -59,7 +60,7 @@ impl PeerProof {
     }
 }
 
-/// A connection and the replica at its other end.
+/// Connection, and the replica at its other end.
 pub(super) struct PeerConnection<S> {
     stream: PeerStream<S>,
     sender: PeerSender,
@@ -71,7 +72,7 @@ enum PeerStream<S> {
     Tls(Box<TlsStream<PeekedStream<S>>>),
 }
 
-/// A stream with its first bytes buffered for peeking.
+/// Stream whose first bytes are buffered for peeking.
 struct PeekedStream<S> {
     stream: S,
     looked: [u8; 8],
@@ -131,7 +132,7 @@ fn silent() -> HandshakeError {
     HandshakeError::Io(io::ErrorKind::TimedOut.into())
 }
 
-/// Logs a connection failure that a config may have caused, at a limited rate.
+/// Logs a connection failure that a config may have caused, unless a line was logged recently.
 pub(super) fn log_failure(refusals: &LogThrottle, peer: &str, why: &HandshakeError) {
     // A port scan merely disconnects.
     if !matches!(why, HandshakeError::Io(_)) && refusals.try_acquire() {
@@ -139,7 +140,7 @@ pub(super) fn log_failure(refusals: &LogThrottle, peer: &str, why: &HandshakeErr
     }
 }
 
-/// Connects to the replica at `address`, expected to be `id`, and runs the handshake.
+/// Connects to the replica at `address`, which should be `id` if given, and runs the handshake.
 pub(super) async fn dial(
     address: &str,
     id: Option<u64>,
@@ -169,7 +170,7 @@ pub(super) async fn dial(
     Ok(PeerConnection { stream, sender })
 }
 
-/// Detects the protocol of a connection and the replica at its other end.
+/// Detects the protocol of a connection, and identifies the replica at its other end.
 async fn greet(
     mut stream: PendingConnection,
     proof: PeerProof,
@@ -217,7 +218,7 @@ async fn greet(
     Ok(PeerConnection { stream, sender })
 }
 
-/// Protocol of a connection, by its first bytes.
+/// Protocol of a connection, as detected from its first bytes.
 enum WireProtocol {
     Noise,
     Tls,
@@ -236,7 +237,7 @@ impl WireProtocol {
     }
 }
 
-/// Wraps `service` to reject callers that have proven nothing.
+/// Wraps `service` so that it rejects callers that have proven nothing.
 pub(super) fn for_proven(service: PeerService) -> PeerService {
     let refusals = Arc::new(LogThrottle::default());
     PeerService::new(service_fn(move |request: PeerRequest| {

@@ -29,7 +29,7 @@ pub struct PeerTlsConfigs {
     pub client: Arc<ClientConfig>,
 }
 
-/// Proof of identity by certificate.
+/// Proof of identity by certificate, for both sides of a connection.
 #[derive(Clone)]
 pub struct PeerTls {
     current: Arc<dyn Fn() -> PeerTlsConfigs + Send + Sync>,
@@ -55,7 +55,7 @@ impl PeerTls {
         }
     }
 
-    /// Runs the dialer's side; `id` is the intended replica.
+    /// Runs the dialer's side of TLS on a stream. `id` is the intended replica.
     pub(super) async fn connect<S>(
         &self,
         stream: S,
@@ -75,8 +75,9 @@ impl PeerTls {
         Ok(Box::new(TlsStream::Client(tls)))
     }
 
-    /// Runs the listener's side. A caller whose certificate has the right authority but names no
-    /// replica of this cluster is still served HTTP/2, where every call fails with that reason.
+    /// Runs the listener's side of TLS. A caller whose certificate has the right authority but
+    /// names no replica of this cluster is still served HTTP/2, where every call fails with that
+    /// reason.
     pub(super) async fn accept<S>(
         &self,
         stream: S,
@@ -105,7 +106,7 @@ impl PeerTls {
     }
 }
 
-/// Distinguishes TLS errors from network errors; `gone` is the error for a peer that hangs up.
+/// Tells TLS errors from network errors. `gone` is the error for a peer that hangs up.
 fn failure(error: io::Error, gone: HandshakeError) -> HandshakeError {
     let fault = error.get_ref().and_then(|it| it.downcast_ref());
     match (fault, error.kind()) {
@@ -117,7 +118,7 @@ fn failure(error: io::Error, gone: HandshakeError) -> HandshakeError {
     }
 }
 
-/// Connects to the replica at `address`.
+/// Connects to the replica at `address` over TCP.
 pub(super) async fn connect(address: &str) -> io::Result<TcpStream> {
     let stream = TcpStream::connect(address).await?;
     stream.set_nodelay(true)?;

@@ -1,4 +1,4 @@
-//! An encrypted connection, as established by the handshake in [`super::handshake`].
+//! The encrypted connection that the handshake in [`super::handshake`] establishes.
 
 use std::io;
 use std::pin::Pin;
@@ -8,14 +8,14 @@ use bytes::{Buf, BytesMut};
 use snow::TransportState;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
-/// Maximum length of a frame, in bytes: the limit of Noise.
+/// Maximum length of a frame, in bytes, which is the limit of Noise.
 pub(super) const FRAME_BYTES_MAX: usize = 65_535;
 /// Overhead of encryption per frame, in bytes.
 const TAG_BYTES: usize = 16;
 /// Maximum number of bytes per read from the socket.
 const READ_BYTES: usize = 16 * 1024;
 
-/// A byte stream, encrypted with Noise.
+/// Byte stream that is encrypted with Noise.
 pub(super) struct EncryptedStream<S> {
     stream: S,
     noise: TransportState,
@@ -25,7 +25,7 @@ pub(super) struct EncryptedStream<S> {
     opened: BytesMut,
     /// Encrypted bytes that are not sent yet.
     unsent: BytesMut,
-    /// Kept between calls because it is large.
+    /// Buffer for one frame, kept between calls because it is large.
     scratch: Box<[u8]>,
 }
 
@@ -41,7 +41,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> EncryptedStream<S> {
         }
     }
 
-    /// Decrypts a frame if a complete one was received.
+    /// Decrypts the next frame. Returns `false` if no complete one was received yet.
     fn open_frame(&mut self) -> io::Result<bool> {
         let Some(head) = self.sealed.first_chunk() else {
             return Ok(false);
@@ -68,7 +68,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> EncryptedStream<S> {
         Poll::Ready(Ok(!received.is_empty()))
     }
 
-    /// Sends the encrypted bytes.
+    /// Sends all encrypted bytes that are not sent yet.
     fn poll_send(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         while !self.unsent.is_empty() {
             let sent = ready!(Pin::new(&mut self.stream).poll_write(cx, &self.unsent))?;

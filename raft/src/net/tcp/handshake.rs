@@ -26,19 +26,19 @@ use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use super::encrypted::{EncryptedStream, FRAME_BYTES_MAX};
 use crate::wire::proto::Hello;
 
-/// First bytes of a connection with a handshake.
+/// First bytes that the dialer sends if the connection starts with a handshake.
 pub(super) const MAGIC: &[u8; 8] = b"quonois1";
 const PATTERN: &str = "Noise_NNpsk0_25519_ChaChaPoly_BLAKE2s";
 /// Minimum length of a secret, in bytes.
 const SECRET_BYTES_MIN: usize = 32;
 /// Maximum length of a handshake message, in bytes.
 const HANDSHAKE_BYTES_MAX: usize = 512;
-/// First byte of the listener's response.
+/// First byte of the listener's response if the peer knows the secret.
 const PROVEN: u8 = b'+';
 const DIFFERS: u8 = b'!';
 pub(super) const HAS_NONE: u8 = b'-';
 
-/// Secret shared by the members of a cluster.
+/// Secret that the members of a cluster share.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Secret([u8; 32]);
 
@@ -72,7 +72,7 @@ impl Secret {
     }
 }
 
-/// What a replica proves about itself and requires of its peers.
+/// Data that a replica proves about itself and requires of its peers.
 #[derive(Debug, Clone)]
 pub struct PeerSecret {
     /// The cluster's secret.
@@ -80,13 +80,13 @@ pub struct PeerSecret {
     /// Whether to accept replicas without the secret too, while the secret is rolled out to a
     /// running cluster.
     pub is_optional: bool,
-    /// Name of the configured cluster.
+    /// Name of the cluster in this replica's config.
     pub cluster_name: String,
     /// Id of this replica.
     pub id: u8,
 }
 
-/// Why a handshake failed.
+/// Reason why a handshake failed.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum HandshakeError {
     #[error("it has another cluster.secret_file")]
@@ -124,7 +124,7 @@ impl PeerSecret {
         hello.encode_to_vec()
     }
 
-    /// Checks the peer's hello message and returns its id.
+    /// Checks the peer's hello message, which names its cluster, and returns its id.
     fn check(&self, hello: &[u8]) -> Result<u64, HandshakeError> {
         let hello = Hello::decode(hello).map_err(|_| HandshakeError::Malformed)?;
         if hello.cluster_name != self.cluster_name {
@@ -136,7 +136,7 @@ impl PeerSecret {
         Ok(hello.id)
     }
 
-    /// Runs the dialer's side.
+    /// Runs the dialer's side of the handshake.
     pub(super) async fn connect<S>(
         &self,
         mut stream: S,
@@ -161,7 +161,7 @@ impl PeerSecret {
         Ok(EncryptedStream::new(stream, noise.into_transport_mode()?))
     }
 
-    /// Runs the listener's side after [`MAGIC`] was read. Returns the id of the peer.
+    /// Runs the listener's side of the handshake after [`MAGIC`] was read. Returns the peer's id.
     pub(super) async fn accept<S>(
         &self,
         mut stream: S,
@@ -204,7 +204,7 @@ async fn read_frame(stream: &mut (impl AsyncRead + Unpin)) -> Result<Vec<u8>, Ha
     Ok(bytes)
 }
 
-/// Reads the first message as the listener does. For fuzzing.
+/// Reads the first message of a handshake as the listener does. For fuzzing.
 #[cfg(any(test, feature = "fuzzing"))]
 pub(crate) fn read_first(secret: &Secret, bytes: &[u8]) -> Option<Hello> {
     let mut noise = secret.builder().ok()?.build_responder().ok()?;
@@ -214,7 +214,7 @@ pub(crate) fn read_first(secret: &Secret, bytes: &[u8]) -> Option<Hello> {
     Hello::decode(&message[..length]).ok()
 }
 
-/// Writes the first message as the dialer does. For fuzzing.
+/// Writes the first message of a handshake as the dialer does. For fuzzing.
 #[cfg(any(test, feature = "fuzzing"))]
 pub(crate) fn write_first(secret: &Secret, hello: &Hello) -> Vec<u8> {
     let builder = secret.builder().expect("the pattern is known");

@@ -1,7 +1,4 @@
-//! Accepts peer connections: a limited number at a time, and only those that start to speak.
-//!
-//! HTTP/2 pings detect a peer that has gone silent, but not one that never spoke: it has no HTTP/2
-//! connection to ping yet.
+//! Accepts a limited number of peer connections, and only those on which the peer sends something.
 
 use std::io;
 use std::net::SocketAddr;
@@ -16,11 +13,11 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::Sleep;
 
-/// Maximum number of connections; others wait in the listener's backlog.
+/// Maximum number of open connections from peers. Others wait in the listener's backlog.
 const CONNECTIONS_MAX: usize = 128;
 /// Timeout for the first bytes of a connection.
 pub(super) const PREFACE_TIMEOUT: Duration = Duration::from_secs(5);
-/// Length of HTTP/2's connection preface and of the head of its first frame.
+/// Length of HTTP/2's connection preface and the head of its first frame, in bytes.
 const PREFACE_BYTES: usize = 24 + 9;
 /// Pause after a failed accept. The usual cause, a lack of descriptors, lasts for a while.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
@@ -59,12 +56,12 @@ async fn accept(listener: &TcpListener) -> TcpStream {
     }
 }
 
-/// An accepted connection. Counts toward [`CONNECTIONS_MAX`] until dropped.
+/// Accepted connection. Counts toward [`CONNECTIONS_MAX`] until it is dropped.
 pub(super) struct PendingConnection {
     stream: TcpStream,
-    /// Deadline for the first bytes; `None` once they arrived.
+    /// Deadline for the first bytes; `None` once they have arrived.
     until: Option<Pin<Box<Sleep>>>,
-    /// Number of bytes read before that.
+    /// Number of bytes read so far, while `until` is set.
     read: usize,
     _place: OwnedSemaphorePermit,
 }

@@ -45,19 +45,19 @@ use crate::log_throttle::LogThrottle;
 
 /// Maximum number of accepted connections that are not served yet.
 const ACCEPTED_MAX: usize = 16;
-/// Ping interval. A connection is closed if a ping is not answered within the timeout.
+/// Interval between pings. A connection is closed if a ping is not answered within the timeout.
 const PING_EVERY: Duration = Duration::from_secs(1);
 const PING_TIMEOUT: Duration = Duration::from_secs(2);
-/// HTTP/2 flow control window: bytes that a peer may send before they are read.
+/// HTTP/2 flow control window: number of bytes that a peer may send before they are read.
 const WINDOW_BYTES: u32 = 4 * 1024 * 1024;
 
-/// HTTP/2 over TCP.
+/// Transport over HTTP/2 and TCP.
 #[derive(Debug)]
 pub struct Tcp {
     local_addr: SocketAddr,
-    /// `None` once peers are served.
+    /// Listener for peers; `None` once they are served.
     listener: Mutex<Option<TcpListener>>,
-    /// How both sides of a connection prove their identity.
+    /// Method by which both sides of a connection prove their identity.
     proof: PeerProof,
     refusals: Arc<LogThrottle>,
 }
@@ -92,8 +92,9 @@ impl Tcp {
         self
     }
 
-    /// Same as [`Tcp::with_certificates`], for rolling out certificates to a running cluster: peers
-    /// without one prove their identity as configured before this call.
+    /// Requires certificates like [`Tcp::with_certificates`], but lets peers without one prove
+    /// their identity as configured before this call. For rolling out certificates to a running
+    /// cluster.
     #[must_use]
     pub fn with_optional_certificates(mut self, tls: PeerTls) -> Self {
         let others = std::mem::replace(&mut self.proof, PeerProof::Nothing);
@@ -144,7 +145,7 @@ fn endpoint(address: &str) -> Result<Endpoint, String> {
         .initial_connection_window_size(WINDOW_BYTES))
 }
 
-/// Starts HTTP/2 on an established connection, which cannot reconnect.
+/// Starts HTTP/2 on an established stream. The resulting connection cannot reconnect.
 async fn speak(
     endpoint: Endpoint,
     connection: PeerConnection<TcpStream>,
@@ -157,8 +158,8 @@ async fn speak(
     endpoint.connect_with_connector(connector).await
 }
 
-/// Explains a failed connection. Resolves the name only now, because that takes as long as the
-/// attempt did.
+/// Returns the error for a failed connection. Resolves the name only now, because that takes as
+/// long as the attempt did.
 async fn connect_error(
     address: &str,
     error: &(dyn StdError + Send + Sync + 'static),
@@ -175,7 +176,7 @@ async fn connect_error(
     ConnectError { why, kind }
 }
 
-/// Returns the kind of a failure and its root cause, the most specific one.
+/// Returns the kind of a connection failure and its root cause, which is the most specific one.
 fn failure(error: &(dyn StdError + 'static)) -> (ConnectFailure, String) {
     let mut causes = std::iter::successors(Some(error), |error| (*error).source());
     let first = causes.clone().last().unwrap_or(error).to_string();

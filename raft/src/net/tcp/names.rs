@@ -5,23 +5,23 @@ use rustls::pki_types::CertificateDer;
 
 const DOMAIN: &str = "quorate.internal";
 
-/// Returns the name in the certificate of every replica of the cluster.
+/// Returns the name that the certificate of every replica of `cluster` contains.
 pub(super) fn any_replica(cluster: &str) -> String {
     format!("replica.{cluster}.{DOMAIN}")
 }
 
-/// Returns the name in this replica's certificate only.
+/// Returns the name that only the certificate of the replica `id` contains.
 pub(super) fn one_replica(cluster: &str, id: u64) -> String {
     format!("replica-{id}.{cluster}.{DOMAIN}")
 }
 
-/// Returns the names that a replica's certificate must contain for its peers.
+/// Returns the names that the certificate of the replica `id` must contain.
 #[must_use]
 pub fn certificate_names(cluster: &str, id: u8) -> [String; 2] {
     [one_replica(cluster, id.into()), any_replica(cluster)]
 }
 
-/// Returns the ids of replicas of `cluster` that a certificate names.
+/// Returns the ids of the replicas of `cluster` that `certificate` names.
 pub(super) fn ids(certificate: &CertificateDer<'_>, cluster: &str) -> Vec<u64> {
     let Ok(certificate) = webpki::EndEntityCert::try_from(certificate) else {
         return Vec::new();

@@ -1,4 +1,4 @@
-//! Which callers are served if replicas have certificates, over real connections.
+//! Checks which callers are served if replicas have certificates, over real connections.
 
 use std::sync::Arc;
 

@@ -21,24 +21,24 @@ use crate::wire::{self, MalformedMessageError, proto};
 
 /// Maximum term that a new replica accepts from the first leader it hears.
 const TERM_FIRST_MAX: u64 = 1 << 40;
-/// Ids are `1..=ID_MAX`.
+/// Maximum id of a replica; ids start at 1.
 const ID_MAX: u64 = 255;
-/// Label of members that present their store in every call.
+/// Name of the label of members that present their store in every call.
 pub(crate) const SHOWS_STORE: &str = "peer";
 
-/// Purpose of a call, as far as it determines who may make it.
+/// Purpose of a call, as far as it determines which senders may make it.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum CallPurpose {
-    /// The sender leads with this vote.
+    /// Call of a leader with this vote.
     Lead(Vote),
-    /// The sender is a candidate with this vote.
+    /// Call of a candidate with this vote.
     Elect(Vote),
     /// Any other call that only members may make.
     Member,
 }
 
 impl ReplicaInner {
-    /// Checks that a call is meant for this replica and that its sender may make it; returns the
+    /// Checks that a call is meant for this replica and that its sender may make it. Returns the
     /// sender.
     pub(super) fn admit(
         &self,
@@ -100,8 +100,8 @@ impl ReplicaInner {
         Ok(from)
     }
 
-    /// Builds the refusal of a call meant for cluster `theirs`. It reveals how the id here begins,
-    /// as it does to any caller.
+    /// Returns the refusal of a call meant for the cluster `theirs`. It reveals how the id of this
+    /// replica's cluster begins, as this replica does to any caller.
     pub(super) fn other_cluster(&self, theirs: u128) -> Status {
         let ours = match self.links.identity.cluster_halves() {
             (0, 0) => "in none".to_owned(),
@@ -157,7 +157,7 @@ impl ReplicaInner {
     }
 }
 
-/// Returns a member of the newest membership, or else of the newest committed one.
+/// Returns the member `id` of the newest membership, or else of the newest committed one.
 pub(super) fn known_node(metrics: &Metrics, id: u64) -> Option<&Node> {
     let newest = metrics.membership_config.membership().get_node(&id);
     newest.or_else(|| {
@@ -171,7 +171,7 @@ fn is_new(metrics: &Metrics) -> bool {
     metrics.membership_config.nodes().next().is_none()
 }
 
-/// Refuses a caller that uses a member's id without having its store.
+/// Refuses a caller that uses the id of a member without knowing its store.
 pub(crate) fn check_store(id: u64, node: &Node, shown: u64) -> Result<(), Status> {
     // Replicas of earlier builds present none.
     let is_earlier = shown == 0 && !node.labels.contains_key(SHOWS_STORE);

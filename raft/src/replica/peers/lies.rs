@@ -1,5 +1,5 @@
-//! A lying peer: makes calls to a running replica that no correct replica makes, as if they came
-//! over the network. Each must be refused. For simulated clusters.
+//! A lying peer for simulated clusters: it makes calls to a running replica that no correct replica
+//! makes, as if they came over the network. The replica must refuse each of them.
 
 use tokio_stream::StreamExt;
 use tonic::Status;
@@ -12,16 +12,16 @@ use crate::wire::proto;
 use crate::wire::proto::peer_client::PeerClient;
 use crate::wire::proto::peer_server::PeerServer;
 
-/// An id that no replica of a simulation has.
+/// Id that no replica of a simulation has.
 const STRANGER: u64 = 250;
 
 /// Number of kinds of lies.
 pub const KINDS: u64 = 8;
 
-/// Makes a lying call to `replica`, chosen by `draw`.
+/// Makes a lying call to `replica`. `draw` determines which.
 ///
 /// # Panics
-/// Panics if the replica accepts it.
+/// Panics if the replica accepts the call.
 pub async fn tell(replica: &Replica, draw: u64) {
     let inner = replica.inner();
     let mut client = PeerClient::new(PeerServer::new(PeerRpc::new(inner.clone())));
@@ -66,7 +66,7 @@ struct Lie {
     /// Header of a misbehaving member, or of the stranger if there is no other member.
     member: proto::Header,
     stranger: proto::Header,
-    /// Greater than any term.
+    /// Term that is greater than any real one.
     term: u64,
     draw: u64,
 }
@@ -132,7 +132,7 @@ impl Lie {
         }
     }
 
-    /// A leader's call with a vote that was given to another replica.
+    /// Returns a leader's call with a vote that was given to another replica.
     fn for_another(&self) -> proto::AppendRequest {
         self.append(vote(1 + self.draw % 100, STRANGER + 1, true))
     }
@@ -155,7 +155,7 @@ impl Lie {
         parts.map(part).into()
     }
 
-    /// A bogus digest, under the id of a member without its store.
+    /// Returns a bogus digest, under the id of a member without its store.
     fn digest(&self) -> proto::PeerMessage {
         let header = proto::Header {
             from_store: self.member.from_store.wrapping_add(1).max(1),
@@ -169,7 +169,7 @@ impl Lie {
         }
     }
 
-    /// Entries that leave a hole, from a log that would win every election.
+    /// Returns entries that leave a hole, from a log that would win every election.
     fn out_of_order(&self) -> proto::AppendRequest {
         let id = |index| proto::LogId {
             term: self.term,

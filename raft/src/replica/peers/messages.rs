@@ -1,7 +1,4 @@
-//! Messages outside the log: one stream to every other member, which carries the newest message.
-//!
-//! A stream takes its next message only when the network is ready for it; messages replaced by a
-//! newer one in the meantime are never sent. A peer counts as connected while its stream is open.
+//! Sends messages outside the log: one stream to every other member carries the newest message.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -55,7 +52,7 @@ async fn keep_stream(inner: Arc<ReplicaInner>, id: u64, stop: CancellationToken)
     }
 }
 
-/// Runs one stream until it breaks; returns the reason.
+/// Runs one stream until it breaks. Returns the reason.
 async fn run_stream(inner: &Arc<ReplicaInner>, id: u64) -> String {
     let Some(peer) = inner.links.peer(id) else {
         return "unknown replica".to_owned();

@@ -1,4 +1,4 @@
-//! The gRPC service for peers. [`super::guard`] decides which calls are admitted.
+//! Implements the gRPC service for peers. [`super::guard`] decides which calls are admitted.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -29,7 +29,7 @@ type ServedSnapshot =
 type Parts = Pin<Box<dyn Stream<Item = Result<proto::SnapshotPart, Status>> + Send>>;
 type Acks = Pin<Box<dyn Stream<Item = Result<proto::PeerMessageAck, Status>> + Send>>;
 
-/// Serves peers until the replica is cancelled.
+/// Serves peers until the replica stops.
 pub(crate) async fn serve(inner: Arc<ReplicaInner>, transport: Arc<dyn Transport>) {
     let stop = inner.cancel.clone();
     let service = PeerServer::new(PeerRpc(inner))
@@ -58,7 +58,7 @@ fn vote_of(vote: Option<proto::Vote>) -> Result<Vote, Status> {
     Ok(vote.ok_or(MalformedMessageError("no vote"))?.into())
 }
 
-/// Splits a request into its sender, `None` if the transport does not provide it, and its message.
+/// Splits a request into its sender (`None` if the transport does not provide it) and its message.
 fn split<T>(request: Request<T>) -> (Option<PeerSender>, T) {
     let sender = request.extensions().get::<PeerSender>().cloned();
     (sender, request.into_inner())
@@ -76,7 +76,7 @@ impl PeerRpc {
     }
 }
 
-/// Writes the machine's current state to `file` and sends it; a failure ends the stream.
+/// Writes the machine's current state to `file` and sends it. A failure ends the stream.
 async fn lend(
     inner: &ReplicaInner,
     file: &SnapshotFile,

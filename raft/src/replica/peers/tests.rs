@@ -1,4 +1,4 @@
-//! Checks what the service refuses, over real connections.
+//! Checks which calls the service refuses, over real connections.
 
 use std::path::Path;
 
@@ -24,7 +24,7 @@ fn secret(content: u8, id: u8) -> PeerSecret {
     }
 }
 
-/// Connects to `address` as a replica with this secret.
+/// Connects to `address` as a replica with the given secret.
 async fn connect_with(
     address: &str,
     secret: PeerSecret,
@@ -41,7 +41,7 @@ async fn connect(address: &str) -> PeerClient<PeerChannel> {
     client(connected.unwrap())
 }
 
-/// Starts a cluster of one replica; returns also a header with which a peer is admitted.
+/// Starts a cluster of one replica. Also returns a header with which a peer is admitted.
 async fn alone() -> (Replica, proto::Header, MemoryDisk) {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap().to_string();
@@ -55,7 +55,7 @@ async fn alone() -> (Replica, proto::Header, MemoryDisk) {
     (replica, header, disk)
 }
 
-/// Returns a vote of `node` in `term`; a leader's if it is `committed`.
+/// Returns a vote of `node` in `term`, which is a leader's if it is `committed`.
 fn vote(term: u64, node: u64, committed: bool) -> Option<proto::Vote> {
     Some(proto::Vote {
         term,
@@ -106,7 +106,7 @@ fn is_refused<T>(answer: Result<T, tonic::Status>) {
     assert_eq!(status.code(), Code::FailedPrecondition, "{status}");
 }
 
-/// Makes Raft's calls with this header; all must be refused.
+/// Makes Raft's calls with `header`, all of which must be refused.
 async fn all_refused(address: &str, header: proto::Header, term: u64) {
     let mut client = connect(address).await;
     let from = header.from;
@@ -270,7 +270,7 @@ async fn a_stranger_is_told_no_more_than_that_a_member_is_here() {
     replica.shutdown().await;
 }
 
-/// Begins a snapshot of a leader in `term`.
+/// Returns the first part of a snapshot from a leader in `term`.
 fn start(header: proto::Header, term: u64) -> proto::snapshot_part::Part {
     proto::snapshot_part::Part::Start(proto::SnapshotStart {
         header: Some(header),

@@ -5,15 +5,15 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use crate::ids::{Ticket, UserKey};
 
-/// Number of requests examined behind a queue's head.
+/// Maximum number of requests examined behind the head of one user queue.
 const BEHIND_MAX: usize = 16;
 
-/// Priority and bin.
+/// Key of a class: priority (highest first) and bin.
 pub(super) type ClassKey = (Reverse<i16>, u16);
-/// Sort position of a user queue: key, arrival and ticket of its head, user.
+/// Sort position of a user queue: key, arrival and ticket of its head, then user.
 pub(super) type UserQueueKey = (u64, u64, Ticket, UserKey);
 
-/// Requests of one priority and bin.
+/// All waiting requests of one priority and bin.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Class {
     /// User queues by key, then by their head's arrival.
@@ -24,18 +24,18 @@ pub(super) struct Class {
     pub(super) waiting: usize,
 }
 
-/// Longest match first, then first come.
+/// Sort position of a request by its match: longest match first, then arrival.
 pub(super) type MatchKey = (Reverse<u32>, u64, Ticket);
 
 /// One user's requests in one class; never empty.
 #[derive(Debug, Clone, Default)]
 pub(super) struct UserQueue {
-    /// Key as in `heads`.
+    /// Key under which the queue is listed in `Class::heads`.
     pub(super) key: u64,
     pub(super) arrivals: BTreeSet<(u64, Ticket)>,
     pub(super) matches: BTreeSet<MatchKey>,
     pub(super) is_solvent: bool,
-    /// Head as in `heads`.
+    /// Arrival and ticket under which the queue is listed in `Class::heads`.
     order_head: (u64, Ticket),
 }
 
@@ -44,7 +44,7 @@ impl UserQueue {
         self.arrivals.len() as u64
     }
 
-    /// Returns the request that goes first.
+    /// Returns arrival and ticket of the request that goes first.
     pub(super) fn head(&self, is_newest_first: bool) -> (u64, Ticket) {
         let head = if is_newest_first {
             self.arrivals.last()
@@ -54,7 +54,7 @@ impl UserQueue {
         *head.expect("a queue is never empty")
     }
 
-    /// Returns the requests behind the head, in order.
+    /// Returns up to [`BEHIND_MAX`] requests behind the head, in order.
     pub(super) fn behind(&self, is_newest_first: bool) -> Vec<Ticket> {
         let ticket = |(_, ticket): &(u64, Ticket)| *ticket;
         let behind = self.arrivals.iter();
@@ -71,7 +71,7 @@ impl UserQueue {
 }
 
 impl Class {
-    /// Removes a user queue from the orders before it changes.
+    /// Removes a user queue from `heads` and `solvent`, before it changes.
     pub(super) fn remove_from_order(&mut self, user: UserKey) {
         if let Some(queue) = self
             .queues
@@ -84,7 +84,7 @@ impl Class {
         }
     }
 
-    /// Inserts a user queue into the orders.
+    /// Inserts a user queue into `heads` and, if it is solvent, into `solvent`.
     pub(super) fn insert_into_order(&mut self, user: UserKey, is_newest_first: bool) {
         if let Some(queue) = self.queues.get_mut(&user) {
             queue.order_head = queue.head(is_newest_first);

@@ -19,7 +19,7 @@ use super::class::{Class, UserQueue};
 use super::{Queue, QueuedRequest, WaitingUser};
 use crate::ids::{Ticket, UserKey};
 
-/// Reason why a request may not wait.
+/// Reason why a request may not wait in the queue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum QueueRejection {
     /// The queue is full.
@@ -38,31 +38,31 @@ pub enum QueueRejection {
 /// A request that has reached the end of its allowed wait.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Expired {
-    /// The request.
+    /// The request that was removed from the queue.
     pub waiting: QueuedRequest,
-    /// Reason why its wait ended.
+    /// Reason why the wait ended.
     pub why: ExpiryReason,
 }
 
 /// Reason why a request stopped waiting without being dispatched.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ExpiryReason {
-    /// It waited for the longest time allowed for any request.
+    /// The request waited for the longest time allowed for any request.
     TooLong,
-    /// It passed its client's deadline, or the clients' observed patience.
+    /// The request passed its client's deadline, or the clients' observed patience.
     Deadline,
-    /// It waited for the target in overload.
+    /// The request waited for the target while the queue was overloaded.
     Overload,
 }
 
-/// State of a queue.
+/// Measured state of a queue, and the waits to expect from it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Forecast {
-    /// Time until all waiting requests have been dispatched, in milliseconds.
+    /// Predicted time until all waiting requests have been dispatched, in milliseconds.
     pub drain_ms: u64,
     /// Longest wait of a request without a client deadline, in milliseconds.
     pub wait_ms_max: u64,
-    /// Departures per 1000 seconds; `None` if nothing has been measured.
+    /// Number of departures per 1000 seconds; `None` if nothing has been measured.
     pub rate_milli: Option<u64>,
     /// Whether more requests arrive than can be served.
     pub is_overloaded: bool,
@@ -70,6 +70,9 @@ pub struct Forecast {
 
 impl Queue {
     /// Counts the request as arrived and checks whether it may wait.
+    ///
+    /// # Errors
+    /// If the queue is full, or if the request would not be dispatched in time.
     pub(super) fn check(
         &mut self,
         waiting: &QueuedRequest,
@@ -102,8 +105,8 @@ impl Queue {
         Ok(())
     }
 
-    /// Returns how many requests go before this one if it is its user's last, by the keys as last
-    /// seen.
+    /// Returns how many requests would go before this one, by the keys as last seen. The request is
+    /// taken to be its user's last.
     fn ahead(&self, waiting: &QueuedRequest, presence: &WaitingUser, figures: &UserFigures) -> u64 {
         let own = Reverse(waiting.priority);
         let higher = self.classes.range(..(own, 0));
@@ -121,7 +124,7 @@ impl Queue {
         let before: u64 = equal.clone().filter_map(of_user).sum();
         let counter = presence.counter_milli(figures);
         let raised = before.saturating_mul(step(presence.weight_milli));
-        // The user's key by the time this request's turn comes.
+        // Key of the user when the turn of this request comes.
         let reached = self
             .key_at(waiting, figures, counter)
             .saturating_add(raised);
@@ -146,21 +149,21 @@ impl Queue {
         }
     }
 
-    /// Re-evaluates overload.
+    /// Re-evaluates overload, and marks all keys for a refresh if it changed.
     pub(super) fn look(&mut self, now_ms: u64) {
         let (waiting, bounds) = (self.requests.len(), self.bounds());
         if self.overload.evaluate(now_ms, waiting, &bounds) {
-            // The order has changed.
+            // Overload reverses the order within each user queue.
             self.refreshed_ms = None;
         }
     }
 
-    /// Whether a user's newest request goes first.
+    /// Whether a user's newest request goes first, as it does in overload.
     pub(super) fn is_newest_first(&self) -> bool {
         self.overload.is_on()
     }
 
-    /// Removes a request that goes to a backend.
+    /// Removes and returns a request that goes to a backend, and records its departure.
     pub fn take(&mut self, ticket: Ticket, now_ms: u64) -> Option<QueuedRequest> {
         let waiting = self.remove(ticket)?;
         self.overload.departed(now_ms);
@@ -169,7 +172,7 @@ impl Queue {
         Some(waiting)
     }
 
-    /// Removes a request whose client has left.
+    /// Removes and returns a request whose client has left, and records the client's patience.
     pub fn left(&mut self, ticket: Ticket, now_ms: u64) -> Option<QueuedRequest> {
         let waiting = self.remove(ticket)?;
         let waited_ms = now_ms.saturating_sub(waiting.arrived_ms);
@@ -189,8 +192,8 @@ impl Queue {
         self.overload.patience.stayed(waited_ms);
     }
 
-    /// Removes requests that have waited as long as they may, oldest first, then those past their
-    /// client's deadline.
+    /// Removes and returns the requests that have waited as long as they may, oldest first, then
+    /// those past their client's deadline.
     pub fn expire(&mut self, now_ms: u64) -> Vec<Expired> {
         self.look(now_ms);
         let bounds = self.bounds();
@@ -225,7 +228,7 @@ impl Queue {
         expired
     }
 
-    /// Returns the state of the queue.
+    /// Returns the measured state of the queue.
     #[must_use]
     pub fn forecast(&self, now_ms: u64) -> Forecast {
         Forecast {
@@ -248,13 +251,13 @@ impl Queue {
         self.overload.service_ms()
     }
 
-    /// Returns what was learned about the load, for the next queue of the same model.
+    /// Returns the measurements of the load, for the next queue of the same model.
     #[must_use]
     pub fn into_overload(self) -> Overload {
         self.overload
     }
 
-    /// Continues with what an earlier queue learned.
+    /// Replaces the measurements of the load with those of an earlier queue.
     #[must_use]
     pub fn with_overload(mut self, overload: Overload) -> Self {
         self.overload = overload;

@@ -1,4 +1,4 @@
-//! The queue: the requests waiting for one model at one replica, and which goes next.
+//! The queue: the requests waiting for one model at one replica, and their order.
 //!
 //! Requests are ordered by priority, then by the turn of their output-length bin, then by user as
 //! [`Order`] specifies, then by arrival. A user's requests of one class (priority and bin) form a
@@ -30,40 +30,40 @@ use crate::ids::{Ticket, UserKey};
 
 pub use self::deadlines::{Expired, ExpiryReason, Forecast, QueueRejection};
 
-/// Number of user queues refreshed on every call.
+/// Number of user queues refreshed on every call of [`Queue::refresh`].
 const REFRESH_QUEUES: usize = 4;
 /// Interval at which all user queues are refreshed, in milliseconds.
 const REFRESH_MS: u64 = 1000;
 /// Maximum number of requests examined by [`Queue::unheld`].
 const UNHELD_LOOKS_MAX: usize = 512;
 
-/// A waiting request.
+/// A request that waits in the queue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct QueuedRequest {
-    /// Identifies the request.
+    /// Identifier of the request.
     pub ticket: Ticket,
-    /// User to charge.
+    /// User to whom the request is charged.
     pub user: UserKey,
-    /// Priority; higher goes first.
+    /// Priority; a higher one goes first.
     pub priority: i16,
     /// Arrival time, in milliseconds.
     pub arrived_ms: u64,
-    /// Prompt tokens not believed to be cached anywhere.
+    /// Number of prompt tokens not believed to be cached at any backend.
     pub input_tokens: u32,
     /// Predicted number of output tokens.
     pub predicted_output: u32,
-    /// Bin of that prediction; 0 without bins.
+    /// Output-length bin of `predicted_output`; 0 without bins.
     pub bin: u16,
     /// Number of prompt blocks that some backend is believed to hold.
     pub matched_blocks: u32,
     /// Time after which a dispatch is of no use to the client, in milliseconds; `None` if unknown.
     pub due_ms: Option<u64>,
-    /// Whether only some backends can take it. The state of the whole queue then does not determine
-    /// its wait.
+    /// Whether only some backends can take the request, so that the queue does not determine its
+    /// wait.
     pub is_selective: bool,
 }
 
-/// Rules of the queue.
+/// Settings that determine order, size and waits of a queue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct QueueSettings {
     /// Order of requests of equal priority.
@@ -74,7 +74,7 @@ pub struct QueueSettings {
     pub wait_ms_max: u64,
     /// Longest wait in overload, in milliseconds.
     pub target_ms: u64,
-    /// How the next bin is selected.
+    /// Rule that selects the next bin.
     pub bin_selection: BinSelection,
     /// Wait after which a request goes ahead of its bin's turn, in milliseconds.
     pub bin_age_ms_max: u64,
@@ -83,7 +83,7 @@ pub struct QueueSettings {
 }
 
 impl QueueSettings {
-    /// Returns the rules for replicated settings.
+    /// Returns the queue's settings for replicated admission settings and prices.
     #[must_use]
     pub fn of(settings: &AdmissionSettings, pricing: Pricing) -> Self {
         Self {
@@ -98,29 +98,29 @@ impl QueueSettings {
     }
 }
 
-/// Whether a request can be dispatched, as decided by a caller that knows the backends.
+/// Verdict of a caller that knows the backends: whether a request can be dispatched.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DispatchVerdict {
-    /// There is capacity for it.
+    /// There is capacity for the request.
     Go,
-    /// There is no capacity for this one, but perhaps for another.
+    /// There is no capacity for this request, but perhaps for another one.
     Skip,
-    /// There is no capacity for any.
+    /// There is no capacity for any request.
     Stop,
 }
 
-/// Result of asking for the next request.
+/// Result of [`Queue::next`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Next {
-    /// This request goes next; it has left the queue.
+    /// The request that goes next. It has left the queue.
     Go(QueuedRequest),
-    /// There is capacity, but users waiting at other replicas take precedence. Ask again when a
-    /// peer reports something, or after `retry_ms` at the latest.
+    /// There is capacity, but users waiting at other replicas take precedence. The caller asks
+    /// again when a peer's report changes, or after `retry_ms` at the latest.
     Held {
         /// Delay before asking again, in milliseconds.
         retry_ms: u64,
     },
-    /// There is no capacity for any waiting request.
+    /// There is no capacity for any request that was examined.
     NoRoom,
     /// The queue is empty.
     Empty,
@@ -138,23 +138,23 @@ pub struct Queue {
     /// Requests with their own deadline, by that deadline.
     dues: BTreeSet<(u64, Ticket)>,
     overload: Overload,
-    /// Bin that went last.
+    /// Bin of the request that [`Queue::next`] last returned.
     last_bin: u16,
     /// User queue that was last refreshed in turn.
     last_looked: Option<(ClassKey, UserKey)>,
-    /// When all user queues were last refreshed; `None` if they must be.
+    /// Time when all user queues were last refreshed; `None` if a refresh is due.
     refreshed_ms: Option<u64>,
 }
 
-/// A user with requests waiting here.
+/// A user with requests waiting in this queue.
 #[derive(Debug, Clone, Copy)]
 struct WaitingUser {
     waiting: usize,
     weight_milli: u32,
-    /// Least counter of the users waiting when this one arrived. Applies until the state has lifted
-    /// this user's counter.
+    /// Lower bound of the user's counter: the least counter of the users waiting when this one
+    /// arrived. Applies until the state has lifted this user's counter.
     floor_milli: u64,
-    /// `dlpm`: counter up to which the user may be served before the next refill.
+    /// Counter up to which `dlpm` serves the user before the next refill.
     served_to_milli: u64,
 }
 
@@ -176,7 +176,7 @@ impl Queue {
         }
     }
 
-    /// Replaces the rules from the next call on.
+    /// Replaces the settings from the next call on.
     pub fn set_rules(&mut self, rules: QueueSettings) {
         if rules != self.rules {
             self.rules = rules;
@@ -190,7 +190,7 @@ impl Queue {
         self.requests.len()
     }
 
-    /// Whether nothing waits.
+    /// Whether no request waits.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.requests.is_empty()
@@ -208,7 +208,7 @@ impl Queue {
         self.users.len()
     }
 
-    /// Returns the number of waiting requests by bin.
+    /// Returns the number of waiting requests of each bin.
     #[must_use]
     pub fn bins(&self) -> BTreeMap<u16, usize> {
         let mut bins = BTreeMap::new();
@@ -218,14 +218,14 @@ impl Queue {
         bins
     }
 
-    /// Returns a waiting request.
+    /// Returns the waiting request with this ticket, if any.
     #[must_use]
     pub fn get(&self, ticket: Ticket) -> Option<&QueuedRequest> {
         self.requests.get(&ticket)
     }
 
-    /// Iterates over waiting requests that the gate does not hold, by ticket. Examines only the
-    /// first `UNHELD_LOOKS_MAX`.
+    /// Iterates by ticket over waiting requests that the gate does not hold. Examines only the
+    /// first `UNHELD_LOOKS_MAX` requests.
     pub fn unheld<'a>(
         &'a self,
         now_ms: u64,
@@ -242,15 +242,15 @@ impl Queue {
         looked_at.filter(move |waiting| !is_gated || !is_held(waiting))
     }
 
-    /// Iterates over all waiting requests, by ticket.
+    /// Iterates by ticket over all waiting requests.
     pub fn iter(&self) -> impl Iterator<Item = &QueuedRequest> {
         self.requests.values()
     }
 
-    /// Adds a request.
+    /// Adds a request to the queue.
     ///
     /// # Errors
-    /// If the request may not wait.
+    /// If the queue is full, or if the request would not be dispatched in time.
     ///
     /// # Panics
     /// If its ticket is in the queue already.
@@ -281,9 +281,9 @@ impl Queue {
         Ok(())
     }
 
-    /// Returns the user's entry including this request. A returning user must not profit from its
-    /// absence: until the state has lifted its counter, the counter is at least the least one of
-    /// the waiting users.
+    /// Returns the user's entry with this request counted. A returning user must not profit from
+    /// its absence: until the state has lifted its counter, the entry raises it to the least
+    /// counter of the waiting users.
     fn arrive(
         &self,
         waiting: &QueuedRequest,
@@ -307,7 +307,7 @@ impl Queue {
             Order::Vtc | Order::VtcMaxFair | Order::VtcPred | Order::Dlpm => {
                 least.unwrap_or_default()
             }
-            // Their keys are not counters, or must not be lifted.
+            // The keys of these orders are not counters, or must not be lifted.
             Order::Lcf | Order::Rpm | Order::Fcfs => 0,
         };
         let mut presence = WaitingUser {
@@ -316,15 +316,15 @@ impl Queue {
             floor_milli,
             served_to_milli: 0,
         };
-        // One quantum ahead of the least counter, not of the user's own: a user who leaves and
-        // returns for each request would never run out otherwise.
+        // The user starts one quantum ahead of the least counter, not of its own: a user who leaves
+        // and returns for each request would never run out otherwise.
         presence.served_to_milli = least
             .unwrap_or_else(|| presence.counter_milli(figures))
             .saturating_add(figures.milli_of(quantum(gate)));
         presence
     }
 
-    /// Removes a request.
+    /// Removes and returns a request without recording a departure. `None` if it does not wait.
     pub fn remove(&mut self, ticket: Ticket) -> Option<QueuedRequest> {
         let waiting = self.requests.remove(&ticket)?;
         self.ages.remove(&(waiting.arrived_ms, ticket));
@@ -361,8 +361,7 @@ impl Queue {
         Some(waiting)
     }
 
-    /// Returns the report for peers; `None` if nothing waits or the order has no precedence across
-    /// replicas.
+    /// Returns the report for peers; `None` if nothing waits or replicas do not compare the order.
     pub fn backlog(&mut self, now_ms: u64, counters: &impl Counters) -> Option<Backlog> {
         if !is_gated(self.rules.order) {
             return None;
@@ -377,7 +376,7 @@ impl Queue {
         })
     }
 
-    /// Refreshes user queues: a few on every call, all of them at intervals.
+    /// Refreshes the keys of a few user queues, or of all if [`REFRESH_MS`] has passed.
     fn refresh(&mut self, now_ms: u64, counters: &impl Counters) {
         let is_due = |last_ms: u64| now_ms.saturating_sub(last_ms) >= REFRESH_MS;
         if self.refreshed_ms.is_none_or(is_due) {
@@ -416,7 +415,7 @@ impl Queue {
             })
     }
 
-    /// Re-sorts a user queue by the user's current figures and returns its key.
+    /// Sorts a user queue again by the user's current figures and returns its key.
     fn sort(&mut self, place: ClassKey, user: UserKey, figures: &UserFigures) -> u64 {
         let is_newest_first = self.is_newest_first();
         let head = |class: &Class| Some(class.queues.get(&user)?.head(is_newest_first).1);
@@ -494,12 +493,12 @@ fn match_of(waiting: &QueuedRequest) -> MatchKey {
     )
 }
 
-/// `dlpm`: returns the amount of one refill, in priced tokens.
+/// Returns the amount of one `dlpm` refill, in priced tokens at weight 1.
 fn quantum(gate: &Gate) -> u64 {
     gate.slack().max(1)
 }
 
-/// Whether keys of the order are compared across replicas.
+/// Whether replicas compare the keys of `order` with those of their peers.
 fn is_gated(order: Order) -> bool {
     match order {
         Order::Vtc | Order::VtcMaxFair | Order::VtcPred | Order::Dlpm | Order::Lcf => true,

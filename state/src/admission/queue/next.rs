@@ -1,4 +1,4 @@
-//! Selection of the next request.
+//! Selection of the request that goes next.
 
 use std::cmp::Reverse;
 use std::collections::BTreeSet;
@@ -12,9 +12,9 @@ use crate::admission::gate::{GATE_RETRY_MS, Gate};
 use crate::admission::{BinSelection, Counters, Order, UserFigures};
 use crate::ids::{Ticket, UserKey};
 
-/// Maximum number of requests per call that are examined and cannot go.
+/// Maximum number of requests that one call examines and that cannot go.
 const LOOKS_MAX: usize = 256;
-/// Maximum number of requests examined per call behind blocked heads.
+/// Maximum number of requests behind blocked heads that one call examines per priority.
 const BEHIND_MAX: usize = 64;
 
 /// Position of a request in a class's order.
@@ -24,32 +24,32 @@ enum Position {
     Match(MatchKey, UserKey),
 }
 
-/// One search for the next request.
+/// State of one search for the next request.
 struct Search<F> {
     now_ms: u64,
     verdict: F,
-    /// Number of requests that could not go.
+    /// Number of requests examined that could not go.
     looks: usize,
-    /// Whether there is capacity for a request held by the gate.
+    /// Whether the search found capacity for a request that the gate holds.
     is_held: bool,
-    /// Requests deferred because they are too far ahead of others here, by key.
+    /// Requests deferred because their users are too far ahead of others here, by key.
     beyond: BTreeSet<(u64, Ticket)>,
     /// User queues with a request for which there is no capacity.
     stuck: Vec<(ClassKey, UserKey)>,
 }
 
-/// Outcome of a search.
+/// Outcome of a search that ended early.
 enum SearchEnd {
     Go(Ticket),
     /// There is no capacity for any request.
     NoRoom,
-    /// The limit of one call is reached.
+    /// The search has examined [`LOOKS_MAX`] requests that cannot go.
     Enough,
 }
 
 impl Queue {
     /// Removes and returns the request that goes next. Asks `verdict` about one request after
-    /// another until one can go and the gate lets it.
+    /// another, until one can go and the gate does not hold it.
     pub fn next(
         &mut self,
         now_ms: u64,
@@ -92,8 +92,8 @@ impl Queue {
         }
     }
 
-    /// Searches the requests of one priority, bin by bin. A request whose user is further ahead of
-    /// another waiting user than the gate's slack goes only if none of the others can.
+    /// Searches the requests of one priority, bin by bin. If a user is ahead of another waiting
+    /// user by more than the gate's slack, the user's requests go only if no others can.
     fn next_of(
         &mut self,
         priority: Reverse<i16>,
@@ -137,9 +137,9 @@ impl Queue {
         end
     }
 
-    /// Returns requests behind the heads of blocked user queues: there may be capacity for them
-    /// where there is none for the head. Only a few, and after all heads, so that no user's
-    /// requests are examined at the expense of others.
+    /// Returns a few requests behind the heads of the blocked user queues `stuck`: there may be
+    /// capacity for them where there is none for the head. The search examines them after all
+    /// heads, so that no user's requests are examined at the expense of others.
     fn behind(&self, stuck: &[(ClassKey, UserKey)]) -> Vec<Ticket> {
         let queues = stuck
             .iter()
@@ -148,7 +148,8 @@ impl Queue {
         queues.flat_map(behind).take(BEHIND_MAX).collect()
     }
 
-    /// Asks whether a request can go; one too far ahead of `least` is deferred instead.
+    /// Checks whether a request can go and returns the outcome if the search ends. Defers a request
+    /// whose key exceeds `least` by more than the slack.
     fn ask(
         &self,
         ticket: Ticket,
@@ -167,7 +168,7 @@ impl Queue {
         let (priority, weight_milli) = (waiting.priority, figures.weight_milli);
         let is_held =
             is_gated(self.rules.order) && gate.holds(priority, key, weight_milli, round.now_ms);
-        // One held request with capacity is enough.
+        // One held request with capacity is enough to report [`Next::Held`].
         let verdict = if is_held && round.is_held {
             DispatchVerdict::Skip
         } else {
@@ -194,7 +195,7 @@ impl Queue {
         (round.looks >= LOOKS_MAX).then_some(SearchEnd::Enough)
     }
 
-    /// Returns the bins of one priority in their turn.
+    /// Returns the bins of one priority in the order in which they are searched.
     fn bin_turns(&self, priority: Reverse<i16>) -> Vec<u16> {
         let classes = self.classes.range((priority, 0)..=(priority, u16::MAX));
         let mut bins: Vec<(u16, usize)> = classes
@@ -207,7 +208,7 @@ impl Queue {
         bins.into_iter().map(|(bin, _)| bin).collect()
     }
 
-    /// Returns the oldest request if it has this priority and has waited past its bin's turn.
+    /// Returns the queue's oldest request if it has this priority and has waited `bin_age_ms_max`.
     fn aged(&self, priority: Reverse<i16>, now_ms: u64) -> Option<Ticket> {
         let &(arrived_ms, ticket) = self.ages.first()?;
         let is_old = now_ms.saturating_sub(arrived_ms) >= self.rules.bin_age_ms_max;
@@ -215,7 +216,7 @@ impl Queue {
         (is_old && Reverse(waiting.priority) == priority).then_some(ticket)
     }
 
-    /// Returns the next request of a class after the given position, with its position.
+    /// Returns the next request of a class after the position `after`, with its position.
     fn candidate(
         &mut self,
         place: ClassKey,
@@ -233,7 +234,7 @@ impl Queue {
         }
     }
 
-    /// Returns the first user queue after `after` whose refreshed key is unchanged.
+    /// Returns the head of the first user queue after `after` whose refreshed key is unchanged.
     fn next_head(
         &mut self,
         place: ClassKey,
@@ -251,7 +252,7 @@ impl Queue {
         }
     }
 
-    /// Returns the least key of one priority, refreshed.
+    /// Returns the least refreshed key among the requests of one priority.
     pub(super) fn least(
         &mut self,
         priority: Reverse<i16>,
@@ -268,8 +269,8 @@ impl Queue {
             .min()
     }
 
-    /// `dlpm`: returns the longest match among users with deficit left, after a refill if no user
-    /// has any.
+    /// Returns the request with the longest match among `dlpm` users with deficit left. Refills all
+    /// users first if none has any.
     fn first_solvent(
         &mut self,
         place: ClassKey,
@@ -308,7 +309,7 @@ impl Queue {
         }
     }
 
-    /// `dlpm`: gives each user the least number of quanta that leaves one of them with deficit.
+    /// Gives every user the same number of `dlpm` quanta: the least that leaves one with deficit.
     fn refill(&mut self, place: ClassKey, counters: &impl Counters, gate: &Gate) {
         let Some(class) = self.classes.get(&place) else {
             return;

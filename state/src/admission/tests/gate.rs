@@ -1,4 +1,4 @@
-//! The gate's rules by example. Their bound is tested in `tests/fairness.rs`.
+//! Tests of the gate's rules by example. `tests/fairness.rs` tests the resulting bound.
 
 use super::*;
 use crate::ids::ReplicaId;
@@ -24,7 +24,7 @@ fn lets(gate: &mut Gate, tokens: u64, now_ms: u64) -> bool {
     lets_weighted(gate, 0, tokens * 1000, 1000, now_ms)
 }
 
-/// Asks as the queue does when there is capacity.
+/// Asks the gate as the queue does when there is capacity.
 fn lets_weighted(
     gate: &mut Gate,
     priority: i16,
@@ -46,7 +46,7 @@ fn nobody_goes_further_ahead_of_a_peers_least_than_the_slack() {
     gate.set_slack(100);
     assert!(lets(&mut gate, 500, 0));
     assert!(!lets(&mut gate, 501, 0));
-    // The slack is in tokens at weight 1: twice the weight, half the counter.
+    // The slack is in tokens at weight 1: with twice the weight, half of it in the counter.
     assert!(!lets_weighted(&mut gate, 0, 451_000, 2000, 0));
     assert!(lets_weighted(&mut gate, 0, 450_000, 2000, 0));
 }
@@ -71,8 +71,8 @@ fn a_peer_that_is_silent_or_waits_for_nothing_holds_nobody() {
     assert!(lets(&mut gate, 1, 602));
 }
 
-/// Asks every [`GATE_RETRY_MS`] with a fresh report of the peer, and returns when the gate let the
-/// request go.
+/// Asks the gate every [`GATE_RETRY_MS`] with a fresh report of the peer. Returns the time at which
+/// the gate let the request go.
 fn stalled_for(gate: &mut Gate, least: u64, from_ms: u64) -> u64 {
     for step in 0..100 {
         let now_ms = from_ms + step * GATE_RETRY_MS;
@@ -88,7 +88,7 @@ fn stalled_for(gate: &mut Gate, least: u64, from_ms: u64) -> u64 {
 fn room_is_not_left_unused_for_a_word_that_does_not_move() {
     let mut gate = told(&[(2, 7)]);
     assert_eq!(stalled_for(&mut gate, 7, 0), GATE_STALL_MS);
-    // The report is ignored until it changes; the next one is waited for less.
+    // The gate ignores the report until it changes, and waits less for the next one.
     assert!(lets(&mut gate, 1_000_000, GATE_STALL_MS));
     let waits: Vec<u64> = (8..14)
         .map(|least| stalled_for(&mut gate, least, 1000 * least))
@@ -116,7 +116,7 @@ fn time_without_room_is_no_stall() {
 
 #[test]
 fn slack_and_bound_are_as_documented() {
-    // 30,000 priced tokens a second, 50 ms old, for 6 users: 500 each.
+    // The rate of 30,000 priced tokens per second is 50 ms old and shared by 6 users: 500 each.
     assert_eq!(slack_tokens(100, 30_000, 50, 6), 500);
     assert_eq!(slack_tokens(4000, 30_000, 50, 6), 4000);
     assert_eq!(slack_tokens(1, u64::MAX, u64::MAX, 0), u64::MAX);

@@ -27,7 +27,7 @@ fn pricing(charge: ChargeInput) -> Pricing {
 fn what_was_charged_ahead_and_not_used_pays_for_what_comes_next() {
     let mut ledger = CreditLedger::default();
     let pricing = Pricing::default();
-    // Estimated 100, really 70 uncached and 30 cached, then 10 tokens of output.
+    // The estimate is 100. The usage is 70 uncached, 30 cached and 10 output tokens.
     let (mut advance, ahead) = ledger.open(ALICE, &used(100, 0, 0), &pricing);
     assert_eq!((pricing.due(&ahead), advance.left()), (100, 100));
     let input = ledger.settle(ALICE, &mut advance, &used(70, 30, 0), &pricing);
@@ -196,7 +196,7 @@ proptest! {
             last = charged;
         }
         prop_assert_eq!(charged, real + open + ledger.credit_of(ALICE));
-        // Added up over a flush interval, the charges cost the same.
+        // The sum of the charges over a flush interval costs the same.
         prop_assert_eq!(pricing.due(&all), charged);
     }
 }

@@ -12,12 +12,12 @@ use std::collections::BTreeMap;
 use super::*;
 use crate::ids::{Ticket, UserKey};
 
-/// Users whose figures a test sets.
+/// Source of users' figures that a test sets.
 #[derive(Debug, Clone, Default)]
 struct Users(BTreeMap<UserKey, UserFigures>);
 
 impl Users {
-    /// Users 1, 2, ... with these counters in whole tokens, known to wait.
+    /// Creates users 1, 2, ... with these counters in whole tokens, known to wait.
     fn with(counters: &[u64]) -> Self {
         let mut users = Self::default();
         for (user, tokens) in (1..).zip(counters) {
@@ -51,7 +51,7 @@ fn rules(order: Order) -> QueueSettings {
     QueueSettings::of(&settings, Pricing::default())
 }
 
-/// A request of `user` that arrived at the time `ticket`.
+/// Returns a request of `user` that arrived at the time `ticket`.
 fn waiting(user: u64, ticket: u64) -> QueuedRequest {
     QueuedRequest {
         ticket: Ticket(ticket),
@@ -89,7 +89,7 @@ fn next(queue: &mut Queue, users: &Users) -> Option<u64> {
     }
 }
 
-/// Returns the tickets in the order they go while no counter moves.
+/// Returns the tickets in the order in which they go while no counter moves.
 fn drain(queue: &mut Queue, users: &Users) -> Vec<u64> {
     std::iter::from_fn(|| next(queue, users)).collect()
 }

@@ -1,4 +1,4 @@
-//! The queue against a model that examines everything each time.
+//! Tests of the queue against a model that examines everything each time.
 
 use proptest::prelude::*;
 
@@ -25,7 +25,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     prop::collection::vec(step, 0..120)
 }
 
-/// Returns the request that goes, by definition.
+/// Returns the request that goes next by the definition of the orders.
 fn naive(
     requests: &BTreeMap<u64, QueuedRequest>,
     users: &Users,

@@ -1,4 +1,4 @@
-//! Each order by example.
+//! Tests of each order by example.
 
 use super::*;
 
@@ -13,7 +13,7 @@ fn vtc_takes_the_least_counter_then_the_first_come() {
         waiting(2, 2),
     ];
     let mut queue = queue(Order::Vtc, &users, &requests);
-    // Users 2 and 4 are equal: their first requests came at 2 and 4, then at 5 and 4.
+    // Users 2 and 4 have equal counters, so the arrival of their first request decides.
     assert_eq!(drain(&mut queue, &users), [2, 4, 5, 3, 1]);
 }
 
@@ -166,7 +166,7 @@ fn dlpm_takes_the_longest_match_while_there_is_deficit() {
         let figures = users.figures_mut(request.user.0);
         figures.counter_milli += figures.milli_of(40);
     }
-    // 3 of 40 overdraw a quantum of 100: the debt of 20 is deducted from the next.
+    // Three requests of 40 overdraw a quantum of 100 by 20, which reduces the next one.
     assert_eq!(order[..12], [1, 1, 1, 2, 2, 2, 1, 1, 2, 2, 1, 1]);
     assert_eq!(order.len(), 40);
 }

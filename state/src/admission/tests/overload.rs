@@ -1,15 +1,15 @@
-//! Rejections on arrival, and the effects of overload.
+//! Tests of rejections on arrival, and of the effects of overload.
 
 use super::*;
 
-/// One queue served at a steady rate, and its users.
+/// A queue served at a steady rate, and its users.
 struct Counter {
     queue: Queue,
     users: Users,
     gate: Gate,
     last_ticket: u64,
     now_ms: u64,
-    /// Dispatched tickets, with their waits.
+    /// Dispatched tickets with their waits.
     gone: Vec<(u64, u64)>,
     expired: Vec<Expired>,
     refused: u64,
@@ -43,8 +43,8 @@ impl Counter {
             .push(waiting, self.now_ms, &self.users, &self.gate)
     }
 
-    /// A second in which each of these users sends `coming` requests and `going` requests in all
-    /// are dispatched, evenly.
+    /// Simulates a second in which each of the users sends `coming` requests, and `going` requests
+    /// in all are dispatched, evenly.
     fn second(&mut self, users: &[u64], coming: u64, going: u64) {
         for _ in 0..1000 {
             self.now_ms += 1;
@@ -74,7 +74,7 @@ const TOO_LATE: fn(&QueueRejection) -> bool = |it| matches!(it, QueueRejection::
 #[test]
 fn who_would_not_go_in_time_is_refused_and_who_would_is_not() {
     let mut at = Counter::new(Order::Vtc);
-    // 20 a second are dispatched; 50 more wait than that.
+    // The queue dispatches 20 requests per second, and 50 more than that wait.
     at.second(&[1], 70, 20);
     assert_eq!(at.refused, 0);
     let within = |ms: u64| {
@@ -144,7 +144,7 @@ fn a_deadline_ends_a_wait() {
     assert!(at.queue.is_empty());
 }
 
-/// The orders in which users take turns, and the one in which they do not.
+/// Orders in which users take turns, and the one in which they do not.
 const ORDERS: [Order; 4] = [Order::Vtc, Order::Lcf, Order::Rpm, Order::Fcfs];
 
 #[test]
@@ -175,7 +175,7 @@ fn in_overload_who_goes_is_fresh_and_the_rest_is_refused_or_dropped_soon() {
                 "{order:?}: {of_first} of 200"
             );
         }
-        // Overload ends with the load: what waits goes, and later arrivals go at once.
+        // Overload ends with the load: waiting requests go, and later arrivals go at once.
         at.second(&[1, 2], 5, 20);
         at.second(&[1, 2], 5, 20);
         at.gone.clear();
@@ -197,7 +197,7 @@ fn a_user_who_sends_ten_times_as_much_gets_no_more() {
             at.gone.clear();
         }
         for _ in 0..20 {
-            // May be rejected or not.
+            // The request may be rejected or not.
             let _refused = at.push(2, |it| it);
         }
     }

@@ -1,4 +1,4 @@
-//! Bounds, leaving, bins, and the effect of a blocked request on others.
+//! Tests of bounds, leaving, bins, and the effect of a blocked request on others.
 
 use super::*;
 use crate::ids::ReplicaId;
@@ -63,7 +63,7 @@ fn a_user_who_comes_back_does_not_profit_from_the_time_away() {
     assert_eq!(next(&mut queue, &users), Some(1));
     users.set(1, 5010);
     assert_eq!(next(&mut queue, &users), Some(3));
-    // Once it has, its counter applies.
+    // Once the state has seen user 2 wait, its counter applies.
     users.set(2, 5020);
     assert_eq!(next(&mut queue, &users), Some(2));
 }
@@ -237,7 +237,7 @@ fn a_held_queue_says_when_to_ask_again_and_goes_when_the_peer_is_silent() {
 
 #[test]
 fn who_has_no_room_keeps_nobody_behind_from_going() {
-    // All requests are from one user, as where users are not distinguished.
+    // All requests are of one user, as in a cluster that does not distinguish users.
     let users = Users::with(&[0]);
     for order in [Order::Vtc, Order::Dlpm, Order::Fcfs] {
         let requests = [1, 2, 3, 4].map(|ticket| waiting(1, ticket));

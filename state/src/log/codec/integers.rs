@@ -1,6 +1,6 @@
 //! Encoding of integers and backend references in items and KV batches.
 //!
-//! Integers are LEB128: seven bits a byte, low first; a set high bit means that more bytes follow.
+//! Integers are LEB128: seven bits per byte, lowest first. A set high bit means that more follow.
 
 use bincode::de::Decoder;
 use bincode::de::read::Reader;

@@ -1,9 +1,9 @@
 //! Hand-written encoding of batch items. Items make up most of the log, and a request should cost
 //! few bytes beyond its hashes.
 //!
-//! An item starts with one tag byte: the kind in its low three bits, and five bits for the kind's
-//! own use above them. Integers are LEB128 (seven bits a byte, low first), which keeps attempts
-//! (offsets in a batch), slots and incarnations at one or two bytes.
+//! An item starts with one tag byte: the kind in its low three bits, and five bits whose meaning
+//! depends on the kind above them. Integers are LEB128 (seven bits per byte, lowest first), which
+//! keeps attempts (offsets in a batch), slots and incarnations at one or two bytes.
 //!
 //! | kind | bit 3 | bits 4-7 | followed by |
 //! | --- | --- | --- | --- |
@@ -16,8 +16,8 @@
 //! | 6 KV events | bits 3-7: see `kv` | | see `kv` |
 //! | 7 rare | bits 3-7: 0 service, 1 outputs, 2 wait, 3 leave, 4 grant, 5 charge with more counts, 6 text, 7 block size, 8 belief | | its fields |
 //!
-//! A number of 15 blocks or more follows as an integer. Unused bits are 0 and anything else is
-//! rejected, so that a later version can give them a meaning.
+//! A number of 15 blocks or more follows as an integer. Unused bits are 0, and a decoder rejects
+//! any other value, so that a later version can give them a meaning.
 
 use bincode::de::Decoder;
 use bincode::enc::Encoder;
@@ -40,7 +40,7 @@ const OBSERVE_ENGINE: u8 = 5;
 const KV_EVENTS: u8 = 6;
 const RARE: u8 = 7;
 
-/// Kinds of rare items, in the bits above [`RARE`].
+/// Kinds of rare items, in the upper five bits of the tag.
 mod rare {
     pub(super) const SERVICE: u8 = 0;
     pub(super) const OUTPUTS: u8 = 1;
@@ -56,9 +56,9 @@ mod rare {
 const KIND_BITS: u32 = 3;
 const FLAG: u8 = 1 << KIND_BITS;
 const COUNT_SHIFT: u32 = 4;
-/// Flag of a release: kept untouched. Releases have no block count, so its bits are free.
+/// Tag bit of a release that is kept untouched. It is free because releases have no block count.
 const UNTOUCHED: u8 = 1 << COUNT_SHIFT;
-/// The number of blocks does not fit the tag and follows as an integer.
+/// Value of the tag's count if the number of blocks does not fit and follows as an integer.
 const COUNT_FOLLOWS: u8 = 15;
 
 impl Encode for Item {
@@ -290,11 +290,11 @@ fn put_release<E: Encoder>(
     put(encoder, u64::from(attempt))
 }
 
-/// Number of counts that the tag has bits for.
+/// Number of counts of a charge for which the tag has bits.
 const COUNTS_SHORT: usize = 5;
 
-/// Encodes a charge. With a count beyond the first five it becomes a rare item: a bit set of the
-/// counts that are not 0 as an integer, the user, then these counts.
+/// Encodes a charge. If a count beyond the first five is not 0, the charge becomes a rare item: a
+/// bit set of the counts that are not 0 as an integer, the user, then these counts.
 fn put_charge<E: Encoder>(encoder: &mut E, charge: &Charge) -> Result<(), EncodeError> {
     let counts = [
         charge.input_uncached,
@@ -368,7 +368,7 @@ fn get_user<D: Decoder>(decoder: &mut D) -> Result<UserKey, DecodeError> {
     Ok(UserKey(u64::from_le_bytes(<[u8; 8]>::decode(decoder)?)))
 }
 
-/// Encodes the number of blocks for the tag.
+/// Returns the tag bits for the number of `blocks`.
 fn count_bits(blocks: &[BlockHash]) -> u8 {
     u8::try_from(blocks.len())
         .unwrap_or(COUNT_FOLLOWS)

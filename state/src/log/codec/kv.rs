@@ -11,9 +11,10 @@
 //! | 3 doubt | 0 | 0 | kind of doubt |
 //! | 4 refuse | 0 | 0 | reason, \[engine's and router's block size\] |
 //!
-//! An event starts with one byte: the kind in two bits (0 stored, 1 removed, 2 cleared), bit 2 for
-//! "has a parent", and the number of blocks above it (31: the number follows). Then come \[the
-//! number\], \[the parent\] and the blocks. Integers are LEB128, hashes take eight bytes.
+//! An event starts with one byte: the kind in two bits (0 stored, 1 removed, 2 cleared), then one
+//! bit for whether it has a parent, and the number of blocks in the upper five bits (31 if the
+//! number follows). Then come \[the number\], \[the parent\] and the blocks. Integers are LEB128,
+//! hashes take eight bytes.
 
 use bincode::de::Decoder;
 use bincode::enc::Encoder;
@@ -39,10 +40,10 @@ const CLEARED: u8 = 2;
 const KIND: u8 = 3;
 const HAS_PARENT: u8 = 4;
 const COUNT_SHIFT: u32 = 3;
-/// The number of blocks does not fit its five bits and follows as an integer.
+/// Value of the upper five bits if the number of blocks does not fit and follows as an integer.
 const COUNT_FOLLOWS: usize = 31;
 
-/// Returns the tag bits of a batch.
+/// Returns the five tag bits of a batch: the kind of news, and the flags.
 pub(super) fn flags(batch: &KvBatch) -> u8 {
     match &batch.news {
         KvNews::Begin => BEGIN,

@@ -3,7 +3,7 @@
 //! Entries live as long as the log does, so every format version stays readable and has golden
 //! bytes in the tests. Versions only add kinds of commands and items, so one decoder reads them
 //! all. A command is written with the version that introduced its kind: an earlier build reads the
-//! kinds that it knows, and can report which version the others would need.
+//! kinds that it knows, and can report which version it would need for the others.
 //!
 //! Input is untrusted: lengths are bounded before anything is allocated, trailing bytes are
 //! rejected, and nothing recurses.
@@ -31,20 +31,20 @@ use super::command::{BackendRole, Command, Envelope, Item, Reply};
 use crate::encoding::{append_bytes, from_bytes, to_bytes};
 use crate::error::DecodeEntryError;
 
-/// The newest format version of commands. A command's first byte is the version of its kind, see
+/// Newest format version of commands. The first byte of a command is the version of its kind, see
 /// [`format_of`].
 pub const FORMAT_VERSION: u8 = 10;
-/// The format version known to every build that can share a cluster with this one. Replies use it.
+/// Format version known to every build that can share a cluster with this one. Replies use it.
 pub const FORMAT_VERSION_COMMON: u8 = 2;
-/// The oldest format version that can be read.
+/// Oldest format version that this build can read.
 const FORMAT_VERSION_FIRST: u8 = 1;
 /// Maximum length of an encoded command, in bytes. Proposers stay far below it: an outbox flushes
 /// at 64 KiB, and the admin API limits its bodies.
 pub const ENVELOPE_BYTES_MAX: usize = 1 << 20;
-/// Maximum length of the envelope around a command: version, origin and stamp.
+/// Maximum length of the envelope around a command, in bytes: version, origin and stamp.
 const AROUND_BYTES_MAX: usize = 64;
-/// Allocation limit for decoding, in bytes. Well above what the densest envelope of
-/// [`ENVELOPE_BYTES_MAX`] takes in memory, so that everything that can be encoded can be decoded.
+/// Allocation limit for decoding, in bytes. It is well above what the densest envelope of
+/// [`ENVELOPE_BYTES_MAX`] takes in memory, so that every encoded command can be decoded.
 const DECODE_BYTES_MAX: usize = 64 << 20;
 /// Returns the format version needed to apply `command`. A replica stops at a command that it
 /// cannot decode, so one above [`FORMAT_VERSION_COMMON`] may only be proposed once all members know
@@ -56,7 +56,7 @@ pub fn format_of(command: &Command) -> u8 {
         Command::PutBackend(spec) if spec.role != BackendRole::Both => 8,
         Command::PutUserDefaults(_) | Command::FoundWithUserDefaults { .. } => 8,
         Command::SetCacheScope { .. } => 7,
-        // Its backup may be of any version that this build reads.
+        // The backup to restore may be of any version that this build reads.
         Command::BeginRestoreOfKeys { .. } => FORMAT_VERSION,
         Command::EndKey { .. } | Command::ConfigureUser(_) => 6,
         Command::CreateKey(_) | Command::RevokeKey { .. } | Command::RotateKey { .. } => 5,
@@ -88,12 +88,12 @@ pub fn format_of(command: &Command) -> u8 {
     }
 }
 
-/// Whether version 10 introduced this kind of item.
+/// Whether version 10 introduced the kind of `item`.
 fn is_of_version_10(item: &Item) -> bool {
     matches!(item, Item::ObserveBelief(_))
 }
 
-/// Whether version 4 introduced this kind of item.
+/// Whether version 4 introduced the kind of `item`.
 fn is_of_version_4(item: &Item) -> bool {
     matches!(item, Item::ObserveText(_) | Item::ObserveBlockSize { .. })
 }
@@ -113,7 +113,7 @@ pub fn encode_envelope(envelope: &Envelope) -> Vec<u8> {
     bytes
 }
 
-/// Whether `command` fits into a log entry, whatever its origin.
+/// Whether the encoded `command` fits into a log entry, whatever its origin.
 #[must_use]
 pub fn fits(command: &Command) -> bool {
     to_bytes(command).len() <= ENVELOPE_BYTES_MAX - AROUND_BYTES_MAX
@@ -122,7 +122,7 @@ pub fn fits(command: &Command) -> bool {
 /// Decodes the payload of a log entry.
 ///
 /// # Errors
-/// If it is not a command of a known version, is too long or has trailing bytes.
+/// If `bytes` is not a command of a known version, is too long or has trailing bytes.
 pub fn decode_envelope(bytes: &[u8]) -> Result<Envelope, DecodeEntryError> {
     if bytes.len() > ENVELOPE_BYTES_MAX {
         let length = bytes.len();
@@ -133,22 +133,22 @@ pub fn decode_envelope(bytes: &[u8]) -> Result<Envelope, DecodeEntryError> {
     decode(bytes)
 }
 
-/// Returns the length of `item` in a batch, in bytes.
+/// Returns the length of the encoded `item` in a batch, in bytes.
 #[must_use]
 pub fn item_bytes(item: &Item) -> usize {
     to_bytes(item).len()
 }
 
-/// Encodes a reply.
+/// Encodes a reply as the result of a log entry.
 #[must_use]
 pub fn encode_reply(reply: &Reply) -> Vec<u8> {
     encode(FORMAT_VERSION_COMMON, reply)
 }
 
-/// Decodes a reply.
+/// Decodes a reply that [`encode_reply`] encoded.
 ///
 /// # Errors
-/// See [`decode_envelope`].
+/// If `bytes` is not a reply of a known version or has trailing bytes.
 pub fn decode_reply(bytes: &[u8]) -> Result<Reply, DecodeEntryError> {
     decode(bytes)
 }

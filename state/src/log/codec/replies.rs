@@ -1,5 +1,5 @@
 //! Hand-written encoding of replies. A repeated reply contains another reply, and a derived decoder
-//! would recurse to any depth that forged bytes encode, until the stack overflows. This one
+//! would recurse to any depth that forged bytes encode, until the stack overflows. This decoder
 //! descends at most one level.
 
 use bincode::de::Decoder;
@@ -39,7 +39,7 @@ impl<C> Decode<C> for Reply {
 }
 bincode::impl_borrow_decode!(Reply);
 
-/// Unwraps nested repeats, which carry no information.
+/// Returns the reply inside nested repeats, which carry no information.
 fn innermost(mut reply: &Reply) -> &Reply {
     while let Reply::Repeated(inner) = reply {
         reply = inner;

@@ -1,4 +1,4 @@
-//! Golden bytes of the format, and untrusted input, which must do no harm.
+//! Tests of the format's golden bytes, and of untrusted input, which must do no harm.
 
 use expect_test::expect;
 use proptest::prelude::*;
@@ -318,7 +318,7 @@ fn an_untouched_release_has_its_bytes() {
 
 #[test]
 fn a_request_costs_at_most_sixteen_bytes_beside_its_new_blocks() {
-    // A busy replica with a thousand open requests, so that offsets take two bytes.
+    // The replica is busy and has a thousand open requests, so offsets take two bytes.
     let request = |attempt: u32, blocks| {
         let (backend, tip) = (backend(100, 100), Some(BlockHash(u64::MAX)));
         let acquire = Item::Acquire {
@@ -387,7 +387,7 @@ fn bits_without_a_meaning_are_refused() {
 
 #[test]
 fn a_forged_length_allocates_nothing() {
-    // An acquire of 2^40 blocks, and a batch of 2^60 items.
+    // The bytes encode an acquire of 2^40 blocks, and a batch of 2^60 items.
     let acquire = [0xf0, 0, 0, 0, 0x80, 0x80, 0x80, 0x80, 0x80, 0x20];
     assert!(from_bytes::<Item, DECODE_BYTES_MAX>(&acquire).is_err());
     let empty = encode_envelope(&envelope(Lane::Outbox, commands().remove(1)));

@@ -8,7 +8,7 @@
 //! cache scopes and the KV-event state are split into sections of bounded size. An end section
 //! closes the list. Ownership follows in its own format, up to the end of the stream.
 //!
-//! Later versions add (version 9 does not exist):
+//! Later versions add to version 1 (version 9 does not exist):
 //! - 2: the sections from the settings on
 //! - 3: restores, in progress or in the audit
 //! - 4: hash secret, forgiven and deleted users in the audit, paced time, learned ratios, assumed
@@ -17,10 +17,11 @@
 //! - 6: revoked API keys, plans of users
 //! - 7: cache scopes
 //! - 8: roles of backends, user defaults, and which of the users kept follow the default weight
-//! - 10: learned capacities, engines of several ranks, backends registered by sources
+//! - 10: learned capacities, engines with several ranks, backends registered by sources
 //!
-//! A state is written in the oldest version from 2 on that can hold it. All versions can be read;
-//! parts that they lack are empty. A length allocates no memory before its bytes have arrived.
+//! A state is written in the oldest version from 2 on that can hold it. A replica reads all
+//! versions; parts that a version lacks are empty. A length allocates no memory before its bytes
+//! have arrived.
 //!
 //! A restored state must have the digest in the header. This detects missing, duplicated and
 //! swapped sections as well as faults in derived data.
@@ -47,7 +48,7 @@ use crate::users::UsersImage;
 
 /// Newest version of the snapshot format.
 pub const SNAPSHOT_VERSION: u16 = 10;
-/// Version of a state that uses nothing from version 10.
+/// Version of a state that uses nothing that version 10 introduced.
 const SNAPSHOT_VERSION_ROLES: u16 = 8;
 /// Version of a state that also has no roles of backends or defaults of users, nor a trace of them
 /// in the audit.
@@ -60,14 +61,14 @@ const SNAPSHOT_VERSION_KEYS: u16 = 5;
 const SNAPSHOT_VERSION_SECRET: u16 = 4;
 /// Version of a state that also has no hash secret and uses nothing else from version 4.
 const SNAPSHOT_VERSION_RESTORES: u16 = 3;
-/// Version of a state that also has no trace of a restore.
+/// Version of a state that also has no restore in progress or in the audit.
 const SNAPSHOT_VERSION_COMMON: u16 = 2;
-/// The oldest version that can be read.
+/// Oldest version of the snapshot format that can be read.
 const SNAPSHOT_VERSION_FIRST: u16 = 1;
 
 const MAGIC: [u8; 8] = *b"QUORATES";
 const HEADER_BYTES: usize = 8 + 2 + 8 + 16;
-/// Maximum payload of one section, in bytes.
+/// Maximum length of the payload of one section, in bytes.
 const SECTION_BYTES_MAX: u32 = encoding::SECTION_BYTES_MAX as u32;
 
 /// A frozen image of a state, ready to be written.
@@ -75,14 +76,14 @@ pub struct FrozenState {
     version: u16,
     applied: LogIndex,
     digest: u128,
-    /// The small sections, encoded.
+    /// Tags and payloads of the small sections.
     small: Vec<(u8, Vec<u8>)>,
     hashing: Option<Vec<u8>>,
-    /// Further small sections that version 4 introduced, encoded; only non-empty ones.
+    /// Tags and payloads of further small sections, only non-empty ones, from version 4 or 10 on.
     later: Vec<(u8, Vec<u8>)>,
     leases: LeasesImage,
     users: UsersImage,
-    /// Backends that sources registered, encoded; `None` if there are none.
+    /// Encoded sources of the backends that sources registered; `None` if there are none.
     discovered: Option<Vec<u8>>,
     exact: FollowedImage,
     keys: KeysImage,
@@ -99,16 +100,16 @@ impl FrozenState {
         self.applied
     }
 
-    /// Returns the digest of the state.
+    /// Returns the digest of the frozen state.
     #[must_use]
     pub fn digest(&self) -> u128 {
         self.digest
     }
 
-    /// Writes the snapshot, see the module documentation.
+    /// Writes the snapshot in the format that the module documentation describes.
     ///
     /// # Errors
-    /// Errors of `out`.
+    /// If writing to `out` fails.
     pub fn write_to(&self, out: &mut dyn Write) -> std::io::Result<()> {
         out.write_all(&self.header())?;
         for (tag, payload) in &self.small {
@@ -172,8 +173,8 @@ impl FrozenState {
 }
 
 impl RouterState {
-    /// Freezes the current state in microseconds. The image can be written on another thread while
-    /// `apply` continues.
+    /// Freezes the current state in microseconds. Another thread can write the image while `apply`
+    /// continues.
     #[must_use]
     pub fn freeze(&self) -> FrozenState {
         let sessions = encoding::to_bytes(&self.sessions);
@@ -213,7 +214,7 @@ impl RouterState {
         }
     }
 
-    /// Returns the oldest version that can hold this state. `has_later` is for version 4 parts.
+    /// Returns the oldest version that can hold this state, with or without later sections.
     fn snapshot_version(&self, has_later: bool) -> u16 {
         let is_restored = self.staged.is_some() || self.audit.restored().is_some();
         let is_of_version_6 = self.keys.revoked().len() > 0
@@ -244,7 +245,7 @@ impl RouterState {
         }
     }
 
-    /// Encodes the non-empty parts that version 4 introduced, and one of version 10.
+    /// Encodes the non-empty parts among those that version 4 introduced and one of version 10.
     fn later_sections(&self) -> Vec<(u8, Vec<u8>)> {
         let time = self.time.paced.as_ref().map(encoding::to_bytes);
         let sections = [
@@ -260,10 +261,10 @@ impl RouterState {
             .collect()
     }
 
-    /// Replaces the whole state with a snapshot that [`FrozenState::write_to`] wrote.
+    /// Replaces the whole state with that of a snapshot that [`FrozenState::write_to`] wrote.
     ///
     /// # Errors
-    /// A fault and its offset. The state is then unchanged.
+    /// Describes the fault and its offset. The state is then unchanged.
     pub fn restore(&mut self, snapshot: &mut dyn Read) -> Result<(), SnapshotError> {
         let mut input = CountingReader {
             inner: snapshot,
@@ -294,7 +295,7 @@ impl RouterState {
             .end()
             .and_then(|()| fresh.confirm(digest, input.offset));
         if let Err(fault) = outcome {
-            // Restores the previous ownership, behind the same view.
+            // The previous ownership is restored behind the same view.
             std::mem::swap(&mut fresh.ownership, &mut self.ownership);
             let mut bytes = Vec::new();
             before
@@ -321,7 +322,7 @@ impl RouterState {
         Ok(())
     }
 
-    /// Derives the parts of the KV-event state that an image omits.
+    /// Derives the KV-event state that an image omits. An error describes the first fault.
     fn finish_exact(&mut self) -> Result<(), String> {
         self.exact.finish_restore()?;
         let mut followed = self.exact.conditions();
@@ -331,7 +332,7 @@ impl RouterState {
         }
     }
 
-    /// Checks that this is the state that was frozen.
+    /// Checks that the digest of the restored state is `digest`, that of the frozen state.
     fn confirm(&self, digest: u128, offset: u64) -> Result<(), SnapshotError> {
         let own = self.digest();
         if own == digest {
@@ -401,12 +402,12 @@ impl RouterState {
     }
 }
 
-/// Encodes a part of the state; `None` if it is empty.
+/// Encodes a part of the state; `None` if the part is empty.
 fn unless_default<T: bincode::Encode + Default + PartialEq>(part: &T) -> Option<Vec<u8>> {
     (*part != T::default()).then(|| encoding::to_bytes(part))
 }
 
-/// Decodes a section's payload.
+/// Decodes the payload of a section.
 fn section<T: bincode::Decode<()>>(payload: &[u8]) -> Result<T, String> {
     encoding::from_bytes::<T, { encoding::SECTION_BYTES_MAX }>(payload)
 }
@@ -430,7 +431,7 @@ fn checksum(tag: u8, length: u32, payload: &[u8]) -> u64 {
     hasher.digest()
 }
 
-/// A stream that counts its bytes.
+/// A reader that counts the bytes read.
 struct CountingReader<'a> {
     inner: &'a mut dyn Read,
     offset: u64,
@@ -499,7 +500,7 @@ impl CountingReader<'_> {
         }
     }
 
-    /// Checks that the stream ends here.
+    /// Checks that the stream ends at the current offset.
     fn end(&mut self) -> Result<(), SnapshotError> {
         let offset = self.offset;
         match self.inner.read(&mut [0]) {

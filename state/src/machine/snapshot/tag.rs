@@ -1,4 +1,4 @@
-//! Tags of the sections.
+//! Tags that identify the sections of a snapshot.
 pub(super) const CONFIG: u8 = 1;
 pub(super) const BACKENDS: u8 = 2;
 pub(super) const SESSIONS: u8 = 3;

@@ -1,4 +1,4 @@
-//! What the baselines count as load.
+//! Tests which requests the baselines count as load.
 
 use super::*;
 

@@ -43,7 +43,7 @@ fn chwbl_moves_only_what_it_must_and_bounds_the_load() {
     }
 }
 
-/// AIBrix's adaptive `vtc_basic` without its noise.
+/// Returns the scores of AIBrix's adaptive `vtc_basic` without its noise.
 fn aibrix_vtc(settings: &VtcBasicSettings, user: &UserTokens, pods: &[Candidate]) -> Vec<f64> {
     let tokens = |milli: u64| milli as f64 / 1000.0;
     let min_tokens = f64::from(settings.token_tracker_min_tokens);

@@ -1,4 +1,4 @@
-//! `cost`: the weight of a request's work while others wait, and the copies of a prefix.
+//! Tests of `cost`: the weight of a request's work while others wait, and the copies of a prefix.
 
 use super::*;
 

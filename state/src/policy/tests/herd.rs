@@ -12,12 +12,12 @@ const SLOTS: u32 = 16;
 const UNDER_WAY: usize = 96;
 const BACKENDS: usize = 8;
 const REQUESTS: u64 = 8_000;
-/// Number of prompts.
+/// Number of different prompts.
 const PROMPTS: usize = 50;
 
 struct Fleet {
     candidates: Vec<Candidate>,
-    /// Whether a prompt is held, by backend and prompt.
+    /// Whether each backend holds each prompt.
     held: [[bool; PROMPTS]; BACKENDS],
     under_way: VecDeque<(usize, u64)>,
     chosen: [u32; BACKENDS],
@@ -38,7 +38,7 @@ impl Fleet {
         }
     }
 
-    /// Sends one request with this prompt, and ends the oldest if there are too many.
+    /// Sends one request with the given prompt, and ends the oldest if there are too many.
     fn send(&mut self, policy: &PolicyConfig, number: u64, prompt: usize) {
         let mut request = PolicyRequest {
             jitter: rank::mix(number),

@@ -125,7 +125,7 @@ fn edge() -> impl Strategy<Value = u32> {
     prop_oneof![0_u32..50, Just(u32::MAX)]
 }
 
-/// Candidates in slots with gaps, in ascending order.
+/// Generates candidates in slots with gaps, in ascending order.
 fn candidates() -> impl Strategy<Value = Vec<Candidate>> {
     prop::collection::vec((candidate(), 1_u16..5), 0..12).prop_map(|candidates| {
         let mut slot = 0;

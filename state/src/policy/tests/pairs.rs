@@ -1,4 +1,4 @@
-//! Two backends for one request.
+//! Tests of choosing two backends for one request.
 
 use super::*;
 

@@ -22,7 +22,7 @@ impl Literal {
         }
     }
 
-    /// `binary_search_backend_match`.
+    /// Returns the matched blocks like the design's `binary_search_backend_match`.
     fn matched(&self, prompt: &str, backend: Slot) -> usize {
         let names: Vec<_> = blocks(prompt).collect();
         let (mut low, mut high) = (0, names.len());
@@ -50,7 +50,8 @@ fn chain(prompt: &str) -> Vec<BlockHash> {
     chain
 }
 
-/// A system prompt, a field that changes with each request, and a long text shared by all.
+/// Returns a prompt: a system prompt, a field that changes with each request, and a long shared
+/// text.
 fn prompt(field: u32) -> String {
     let system = "You are a helper".repeat(4);
     format!(

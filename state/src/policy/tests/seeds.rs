@@ -3,7 +3,7 @@
 
 use super::*;
 
-/// Candidates from `(slot, matched, running)`.
+/// Returns candidates from `(slot, matched, running)`.
 pub(super) fn fleet(backends: &[(u16, u32, u32)]) -> Vec<Candidate> {
     let candidate = |&(slot, matched, running): &(u16, u32, u32)| Candidate {
         slot: Slot(slot),
@@ -61,7 +61,8 @@ fn aibrix_prefix_cache(
     }
 }
 
-/// The design's `select_worker`, literally, with `load < average * load_factor`.
+/// Returns the choices of the design's `select_worker`, literally, with `load < average *
+/// load_factor`.
 fn gateway_cache_aware(workers: &[Candidate], threshold: f64, load_factor: f64) -> Vec<Slot> {
     let least = workers.iter().map(|worker| worker.running).min().unwrap();
     let total: f64 = workers.iter().map(|worker| f64::from(worker.running)).sum();
@@ -230,7 +231,8 @@ fn vllm_cache_aware_case_by_case() {
     }
 }
 
-/// The endpoint picker's scores, 0 to 1 each, higher is better.
+/// Returns the endpoint picker's scores: weighted sums of scores from 0 to 1, where higher is
+/// better.
 fn endpoint_picker(pods: &[Candidate], weights: [f64; 3]) -> Vec<f64> {
     let shortest = f64::from(pods.iter().map(|pod| pod.waiting).min().unwrap());
     let longest = f64::from(pods.iter().map(|pod| pod.waiting).max().unwrap());
@@ -307,7 +309,7 @@ fn epp_case_by_case() {
 }
 
 proptest! {
-    /// The comparison without root and fraction agrees with the one that has them.
+    /// Checks that the comparison without root and fraction agrees with the one that has them.
     #[test]
     fn prefix_cache_agrees_with_its_pseudo_code(
         backends in prop::collection::vec((0_u32..4, 0_u32..30), 1..9),

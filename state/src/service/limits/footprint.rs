@@ -17,21 +17,21 @@ use bincode::{Decode, Encode};
 
 use super::ServiceSample;
 
-/// Minimum number of requests for a limit. One request alone reveals nothing about the deviation,
-/// and a single long prompt must not stop a backend.
+/// Minimum number of observed requests for a limit. One request alone reveals nothing about the
+/// deviation, and a single long prompt must not stop a backend.
 const REQUESTS_MIN: u64 = 16;
 /// Number of requests that are remembered. Beyond it, all sums are halved, so that old requests
 /// fade.
 const REQUESTS_KEPT: u64 = 1024;
-/// Maximum number of requests in one sample, and of tokens in a request. Larger values cannot have
-/// been measured.
+/// Maximum number of requests in one sample, and of tokens in one request. Larger values cannot
+/// have been measured.
 const SAMPLE_REQUESTS_MAX: u64 = 1 << 16;
 const REQUEST_TOKENS_MAX: u64 = 1 << 21;
-/// Thousandths, as in `memory_z_milli`.
+/// Divisor of values in thousandths, such as `memory_z_milli`.
 const MILLI: u128 = 1000;
 
-/// Faded sums over requests. Valid from the first request on, whereas an average that starts at 0
-/// would underestimate requests for its first dozen samples.
+/// Faded sums over requests. They are meaningful from the first request on, whereas an average that
+/// starts at 0 would underestimate requests for its first dozen samples.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Encode, Decode)]
 pub(crate) struct Footprint {
     requests: u64,
@@ -55,7 +55,7 @@ impl Footprint {
         }
     }
 
-    /// Returns the maximum number of requests that `capacity_tokens` hold, between 1 and
+    /// Returns the maximum number of requests that fit into `capacity_tokens`, between 1 and
     /// `batch_max`. `None` before enough requests were seen. `z_milli` sets the confidence, for
     /// example 1645 for 95 %.
     pub(crate) fn b_mem(&self, capacity_tokens: u64, z_milli: u32, batch_max: u32) -> Option<u32> {
@@ -91,31 +91,32 @@ impl Footprint {
         room.checked_mul(room).is_none_or(|square| square >= needed)
     }
 
-    /// Returns the variance times the square of the number of requests.
+    /// Returns the variance of the tokens per request, times the square of the number of requests.
     fn spread(&self) -> u128 {
         let tokens = u128::from(self.tokens);
         (u128::from(self.squared) * u128::from(self.requests)).saturating_sub(tokens * tokens)
     }
 
-    /// Returns the number of requests remembered.
+    /// Returns the number of requests that are remembered.
     pub(crate) fn requests(&self) -> u32 {
         u32::try_from(self.requests).unwrap_or(u32::MAX)
     }
 
-    /// Returns `mu`, rounded down; 0 before the first request.
+    /// Returns `mu`, the mean tokens per request, rounded down; 0 before the first request.
     pub(crate) fn mean(&self) -> u64 {
         self.tokens.checked_div(self.requests).unwrap_or(0)
     }
 
-    /// Returns `sigma`, rounded down; 0 before the first request.
+    /// Returns `sigma`, the standard deviation of a request's tokens, rounded down; 0 at first.
     pub(crate) fn deviation(&self) -> u64 {
         let deviation = self.spread().isqrt().checked_div(self.requests.into());
         deviation.map_or(0, |it| u64::try_from(it).unwrap_or(u64::MAX))
     }
 }
 
-/// Whether the sums can be those of this many requests. Rejects a mean square below the squared
-/// mean, and requests beyond every model's context: both are faults of the sender.
+/// Whether `tokens` and `squared` can be the sums over this many requests. Rejects a mean square
+/// below the squared mean, and requests beyond every model's context: both are faults of the
+/// sender.
 fn is_possible(requests: u64, tokens: u64, squared: u64) -> bool {
     let mean_square = u128::from(squared) * u128::from(requests);
     let squared_mean = u128::from(tokens) * u128::from(tokens);

@@ -11,7 +11,7 @@ pub(super) fn b_mem(capacity: f64, prompt_mean: f64, output_mean: f64, bounds: (
     (b as u32).clamp(bounds.0, bounds.1)
 }
 
-/// The averages of Algorithm 7, which start at 0.
+/// Averages of Algorithm 7, which start at 0.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Statistics {
     pub(super) prompt_mean: f64,
@@ -29,7 +29,7 @@ impl Statistics {
     }
 }
 
-/// The controller of Algorithms 2 and 7.
+/// Controller of Algorithms 2 and 7.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Controller {
     pub(super) low: i64,
@@ -58,7 +58,7 @@ impl Controller {
         }
     }
 
-    /// Algorithm 2.
+    /// Returns the limit by Algorithm 2.
     pub(super) fn b_sla(&mut self) -> i64 {
         let (least, most) = self.bounds;
         if self.tau == 0.0 || self.updates < 3 {
@@ -88,7 +88,7 @@ impl Controller {
         b_sla.max(self.n_decode).clamp(least, most)
     }
 
-    /// Algorithm 7.
+    /// Updates the averages by Algorithm 7.
     pub(super) fn update(&mut self, tau: f64, batch: i64, n_decode: i64) {
         self.tau = WEIGHT * tau + (1.0 - WEIGHT) * self.tau;
         self.b_avg = WEIGHT * batch as f64 + (1.0 - WEIGHT) * self.b_avg;

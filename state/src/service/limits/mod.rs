@@ -31,11 +31,11 @@ pub(crate) use pace::SlaController;
 /// Maximum number of tokens per router block that a report may contain.
 const BLOCK_TOKENS_MAX: u32 = 1 << 16;
 
-/// State of the limit of one incarnation of a backend.
+/// State of the adaptive limit of one incarnation of a backend.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Encode, Decode)]
 pub(crate) struct AdaptiveLimit {
     footprint: Footprint,
-    /// Tokens per block as last reported; 0 before the first report.
+    /// Number of tokens per block as last reported; 0 before the first report.
     block_tokens: u32,
     pace: SlaController,
 }
@@ -68,7 +68,7 @@ pub struct LimitFigures {
 }
 
 impl AdaptiveLimit {
-    /// Adds a replica's measurements.
+    /// Adds the measurements of one replica.
     pub(crate) fn observe(
         &mut self,
         sample: &ServiceSample,
@@ -88,7 +88,7 @@ impl AdaptiveLimit {
         }
     }
 
-    /// Returns the limit and the figures behind it.
+    /// Returns the current limit and the figures behind it.
     pub(crate) fn figures(
         &self,
         settings: &AdmissionSettings,
@@ -122,7 +122,7 @@ impl AdaptiveLimit {
             .b_mem(capacity_tokens, sla.memory_z_milli, sla.batch_max)
     }
 
-    /// Returns `eta` of Algorithm 1.
+    /// Returns `eta` of Algorithm 1: the capacity in tokens. `None` if it is unknown.
     fn capacity_tokens(&self, capacity_blocks: Option<u32>) -> Option<u64> {
         let block_tokens = Some(self.block_tokens).filter(|tokens| *tokens > 0)?;
         Some(u64::from(capacity_blocks?) * u64::from(block_tokens))

@@ -41,14 +41,14 @@ const WIDTH_MIN: u32 = 4;
 /// Minimum step outside the band (`delta` of Algorithm 2).
 const STEP_MIN: u32 = 2;
 
-/// The controller of one backend.
+/// Controller of one backend's limit; see the module documentation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Encode, Decode)]
 pub(crate) struct SlaController {
-    /// Ends of the interval. Both are 0 before the first sample, which stands for the whole range
-    /// of the settings.
+    /// Lower end of the interval. Both ends are 0 before the first sample, which stands for the
+    /// whole range of the settings.
     low: u32,
     high: u32,
-    /// Sums since the last decision.
+    /// Number of samples since the last decision.
     samples: u32,
     gaps: u64,
     gap_us: u64,
@@ -58,7 +58,7 @@ pub(crate) struct SlaController {
     inter_token_us: u32,
 }
 
-/// Evaluation of the sums since the last decision.
+/// Result of evaluating the sums since the last decision.
 struct Measurement {
     inter_token_us: u32,
     /// Mean number of running requests over the gaps, rounded.
@@ -68,7 +68,7 @@ struct Measurement {
 }
 
 impl SlaController {
-    /// Adds a sample; `b_mem` is the memory limit in effect.
+    /// Adds a sample and decides if there are enough. `b_mem` is the memory limit in effect.
     pub(crate) fn observe(
         &mut self,
         sample: &ServiceSample,
@@ -109,12 +109,12 @@ impl SlaController {
         (self.low.clamp(least, high), high)
     }
 
-    /// Returns the time between tokens at the last decision, in microseconds.
+    /// Returns the microseconds between tokens at the last decision; `None` before the first.
     pub(crate) fn inter_token_us(&self) -> Option<u32> {
         Some(self.inter_token_us).filter(|us| *us > 0)
     }
 
-    /// Evaluates and resets the sums.
+    /// Evaluates the sums since the last decision and resets them.
     fn conclude(&mut self) -> Measurement {
         let gaps = self.gaps.max(1);
         let verdict = Measurement {

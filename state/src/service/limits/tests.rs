@@ -22,7 +22,7 @@ impl Random {
     }
 }
 
-/// An empty sample.
+/// Returns an empty sample.
 fn nothing() -> ServiceSample {
     ServiceSample::empty(BackendRef {
         slot: Slot(0),
@@ -30,7 +30,7 @@ fn nothing() -> ServiceSample {
     })
 }
 
-/// A sample of requests that added these numbers of tokens.
+/// Returns a sample of requests that added these numbers of tokens.
 fn ended(tokens: &[u64]) -> ServiceSample {
     ServiceSample {
         ended: tokens.len() as u32,
@@ -41,7 +41,7 @@ fn ended(tokens: &[u64]) -> ServiceSample {
     }
 }
 
-/// A second of tokens at `inter_token_us` with `running` requests.
+/// Returns a sample of one second of tokens at `inter_token_us` with `running` requests.
 fn tokens(inter_token_us: u32, running: u32, is_at_limit: bool) -> ServiceSample {
     let gaps = u64::from(1_000_000 / inter_token_us * running);
     ServiceSample {
@@ -61,7 +61,7 @@ fn footprint_of(sizes: &[u64]) -> Footprint {
     footprint
 }
 
-/// A footprint of requests that closely follow a distribution, given by its quantiles.
+/// Returns a footprint of requests that closely follow a distribution, given by its quantiles.
 fn footprint_by(quantile: impl Fn(f64) -> f64) -> Footprint {
     let sizes = (0..512).map(|at| quantile((f64::from(at) + 0.5) / 512.0).round() as u64);
     footprint_of(&sizes.collect::<Vec<u64>>())
@@ -237,7 +237,7 @@ struct Modelled<F> {
 }
 
 impl<F: FnMut(u32) -> u32> Modelled<F> {
-    /// Simulates a second in which this many requests want to run.
+    /// Simulates a second in which `demand` requests want to run.
     fn second(&mut self, demand: u32) -> u32 {
         let limit = self.limit();
         let running = demand.min(limit);
@@ -269,7 +269,7 @@ fn modelled<F: FnMut(u32) -> u32>(inter_token_us: F, sla: SlaSettings) -> Modell
     }
 }
 
-/// 10 ms plus 0.3 ms per running request: 50 ms at 133.
+/// Returns a usual time between tokens: 10 ms plus 0.3 ms per running request, 50 ms at 133.
 fn usual(running: u32) -> u32 {
     10_000 + 300 * running
 }
@@ -349,7 +349,7 @@ fn the_literal_controller_is_trapped_at_two_after_an_idle_spell() {
     assert!(after > 100, "{after}");
 }
 
-/// Returns a controller with this low a limit.
+/// Returns a controller whose limit has come down to `bound`.
 fn low_pace(bound: u32) -> SlaController {
     let sla = SlaSettings {
         batch_max: bound,

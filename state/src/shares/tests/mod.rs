@@ -1,4 +1,4 @@
-//! Shares: the arithmetic, and clusters of ledgers.
+//! Tests of shares: the arithmetic, and clusters of ledgers.
 
 mod model;
 mod split;

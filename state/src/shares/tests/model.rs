@@ -1,4 +1,4 @@
-//! Clusters of ledgers under every kind of delivery: no places are created or lost.
+//! Tests clusters of ledgers under every kind of delivery: no places are created or lost.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -11,7 +11,7 @@ const BACKEND: BackendRef = BackendRef {
     slot: Slot(1),
     incarnation: Incarnation(1),
 };
-/// Time of one step.
+/// Duration of one step, in milliseconds.
 const STEP_MS: u64 = 20;
 
 /// One replica of a modelled cluster.
@@ -29,7 +29,7 @@ struct Cluster {
     seats: Vec<Seat>,
     limit: u32,
     now_ms: u64,
-    /// Sender, receiver, report.
+    /// Messages in transit: sender, receiver, report.
     on_the_way: Vec<(usize, usize, ShareReport)>,
     cut: BTreeSet<(usize, usize)>,
     sessions: u64,
@@ -80,7 +80,7 @@ impl Cluster {
         self.turn(at);
     }
 
-    /// Does what a replica does whenever something has changed.
+    /// Lets the replica `at` react, as replicas do whenever something has changed.
     fn turn(&mut self, at: usize) {
         let seat = &mut self.seats[at];
         let demand = Demand {
@@ -147,7 +147,7 @@ impl Cluster {
         }
     }
 
-    /// An exchange without faults.
+    /// Exchanges reports between all replicas, without faults.
     fn exchange(&mut self) {
         self.now_ms += STEP_MS;
         for at in 0..self.seats.len() {
@@ -177,7 +177,7 @@ impl Cluster {
         self.seats.iter().map(|it| it.running).sum()
     }
 
-    /// Returns the sum of what replicas may run, by epoch.
+    /// Returns the sum of the requests that replicas may run, by epoch.
     fn allowed_by_epoch(&self) -> BTreeMap<u64, u64> {
         let mut sums = BTreeMap::new();
         for (at, seat) in self.seats.iter().enumerate().filter(|(_, it)| !it.is_down) {

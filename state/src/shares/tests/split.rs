@@ -1,4 +1,4 @@
-//! The arithmetic alone.
+//! Tests the arithmetic of splits and transfers alone.
 
 use proptest::prelude::*;
 
@@ -6,7 +6,7 @@ use crate::ids::ReplicaId;
 use crate::shares::Demand;
 use crate::shares::split::{ReplicaShare, Transfer, apportion, split, transfers};
 
-/// Returns standings from `(share, running, waiting, waited_ms)`.
+/// Returns replicas' shares and demands from `(share, running, waiting, waited_ms)`.
 fn replica_shares(all: &[(i64, u32, u32, u32)]) -> Vec<ReplicaShare> {
     let standing = |(id, (share, running, waiting, waited_ms)): (u8, &(i64, u32, u32, u32))| {
         let demand = Demand {

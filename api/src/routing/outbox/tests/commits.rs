@@ -1,4 +1,4 @@
-//! A waiter for a charge is notified of the envelope that contains it, and of no other.
+//! Tests that a waiter for a charge is notified when the envelope with the charge is committed.
 
 use state::command::{BatchReply, Charge, Committed, Rejection, Reply};
 use state::ids::LogIndex;

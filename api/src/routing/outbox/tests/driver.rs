@@ -1,4 +1,4 @@
-//! The driver on paused time: what it proposes again, and when it stops.
+//! Tests the outbox driver on paused time: what it proposes again, and when it stops.
 
 use super::*;
 

@@ -1,5 +1,5 @@
-//! The outbox against the real state machine: what it sends, in which order, and that nothing is
-//! lost or left open, whatever the outcome of a proposal.
+//! Tests the outbox against the real state machine: what it sends, in which order, and that nothing
+//! is lost or left open, whatever the outcome of a proposal.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -440,7 +440,7 @@ fn beyond_its_bound_the_oldest_unsent_attempts_are_forgotten() {
     assert!(few.overlay.is_empty() && few.steps.is_empty());
 }
 
-/// One event of the property test below.
+/// One event of the property test of the outbox.
 #[derive(Debug, Clone)]
 enum Event {
     Start {
@@ -475,7 +475,7 @@ fn event() -> impl Strategy<Value = Event> {
     ]
 }
 
-/// Chains hashes over small digits: prompts with the same start share blocks.
+/// Returns the chain of a prompt of small digits. Prompts with the same start share blocks.
 fn chained(prompt: &[u64]) -> Vec<BlockHash> {
     let step = |link: &mut u64, digit: &u64| {
         *link = xxhash_rust::xxh3::xxh3_64_with_seed(&digit.to_le_bytes(), *link);

@@ -1,5 +1,5 @@
-//! Three replicas at one backend: each is a whole router with its admission and outbox. The log and
-//! the network between them are delays.
+//! Simulates three replicas with one backend. Each is a whole router with its admission and outbox.
+//! The log and the network between them are simulated by delays.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex};
@@ -22,18 +22,18 @@ use crate::routing::{AttemptEnd, LoadReporter, Router, RoutingRequest, UserName,
 pub(super) const LIMIT: u32 = 6;
 /// Number of replicas, with ids from 1.
 const REPLICAS: u8 = 3;
-/// Network latency of a message.
+/// Time until a message between replicas arrives.
 const LATENCY: Duration = Duration::from_millis(1);
 /// Default time until a proposal is applied everywhere.
 pub(super) const COMMIT: Duration = Duration::from_millis(5);
-/// Interval between two reports.
+/// Interval between two reports of a replica to its peers.
 const EXCHANGE: Duration = Duration::from_millis(20);
 /// Time until a process that refuses connections counts as unreachable.
 const UNREACHABLE: Duration = Duration::from_millis(200);
 /// Duration of a request.
 const RUNS: Duration = Duration::from_millis(200);
 
-/// Observed use of the backend.
+/// Use of the backend that was observed in a run.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Filled {
     /// Average share of [`LIMIT`] in use, in percent.
@@ -42,7 +42,7 @@ pub(super) struct Filled {
     pub(super) most: u32,
 }
 
-/// The log of all replicas: one order, applied to all states at once.
+/// The log of all replicas, which applies each command to all states at once.
 #[derive(Default)]
 struct SharedLog {
     entries: Vec<Entry>,
@@ -64,7 +64,7 @@ impl SharedLog {
         committed
     }
 
-    /// Starts a replica that reads the whole log.
+    /// Adds a replica's state, to which the whole log is applied.
     fn read_by(&mut self, replica: ReplicaId, settings: &AdmissionSettings) -> Port {
         let mut log = Log::new(&[None]);
         log.admin(Command::PutAdmission(settings.clone()));
@@ -106,7 +106,7 @@ struct Seat {
     session: SessionId,
     router: Arc<Router>,
     admission: Arc<Admission>,
-    /// Cancelled when its process ends.
+    /// Token that is cancelled when the replica's process ends.
     end: CancellationToken,
 }
 
@@ -124,7 +124,7 @@ struct World {
     starts: Mutex<u64>,
 }
 
-/// The replicas; dropping the cluster stops them.
+/// The replicas of a test. Dropping the cluster stops them.
 pub(super) struct SaturatedCluster(Arc<World>);
 
 impl Drop for SaturatedCluster {
@@ -208,7 +208,7 @@ impl SaturatedCluster {
         });
     }
 
-    /// Starts this many clients at a replica, each of which sends one request after another.
+    /// Starts clients at a replica, each of which sends one request after another.
     pub(super) fn come(&self, id: u8, clients: usize) {
         let seat = self.0.seats.lock().unwrap()[&ReplicaId(id)].clone();
         for number in 0..clients {
@@ -218,17 +218,17 @@ impl SaturatedCluster {
         }
     }
 
-    /// Drops all messages from and to this replica. The log continues.
+    /// Drops all messages from and to a replica. Its access to the log remains.
     pub(super) fn cut_off(&self, id: u8) {
         self.0.cut_off.lock().unwrap().insert(ReplicaId(id));
     }
 
-    /// Delivers all messages again.
+    /// Ends all partitions, so that all messages are delivered again.
     pub(super) fn reunite(&self) {
         self.0.cut_off.lock().unwrap().clear();
     }
 
-    /// Applies an operator's command.
+    /// Applies an operator's command to the log.
     pub(super) fn admin(&self, command: Command) {
         self.0.log.lock().unwrap().commit(Entry::Admin(command));
     }
@@ -239,7 +239,7 @@ impl SaturatedCluster {
         seats[&ReplicaId(id)].router.load().ended()
     }
 
-    /// Samples the backend every millisecond.
+    /// Samples the use of the backend every millisecond.
     pub(super) async fn watch(&self, looks: u64) -> Filled {
         let (mut sum, mut most) = (0, 0);
         for _ in 0..looks {
@@ -262,7 +262,7 @@ fn backend(router: &Router) -> BackendRef {
     router.view().registry().backends[0].handle
 }
 
-/// Runs a task until it or its process has ended.
+/// Spawns a task that runs until it or its process has ended.
 fn spawn_until(end: &CancellationToken, task: impl Future<Output = ()> + Send + 'static) {
     let end = end.clone();
     tokio::spawn(async move {
@@ -274,7 +274,7 @@ fn spawn_until(end: &CancellationToken, task: impl Future<Output = ()> + Send + 
     });
 }
 
-/// Reports this replica's state to all others, like the exchange between replicas.
+/// Sends a replica's reports to all others while it runs, as replicas do in production.
 async fn tell(world: Arc<World>, own: Seat) {
     let me = own.router.replica();
     let others: Vec<ReplicaId> = (1..=REPLICAS)

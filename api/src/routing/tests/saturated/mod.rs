@@ -1,5 +1,5 @@
-//! Replicas with more requests than places: their queues, outboxes and reports to each other, as in
-//! production, on a paused clock.
+//! Tests replicas with more requests than places: their queues, outboxes and reports to each other
+//! run as in production, on a paused clock.
 
 mod cluster;
 
@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use self::cluster::{COMMIT, Filled, LIMIT, SaturatedCluster};
 
-/// Settings that determine the order.
+/// Settings that determine the order of requests.
 #[derive(Debug, Clone, Copy)]
 struct Rules(Order, Grants);
 
@@ -152,7 +152,7 @@ async fn the_places_of_a_replica_that_dies_are_used_by_the_others_and_it_gets_th
         for seen in [without, with] {
             assert!(seen.percent >= FULL_PERCENT, "{rules:?}: {seen:?}");
         }
-        // A third of what six places serve in two seconds.
+        // This is a third of the requests that six places serve in two seconds.
         let served = cluster.ended_at(3);
         assert!(served >= 12, "{rules:?}: {served}");
     }

@@ -1,4 +1,4 @@
-//! Payloads in both msgpack formats of vLLM.
+//! Encoding of KV events as msgpack, in both formats of vLLM.
 
 use bytes::Bytes;
 use rmp::encode as pack;
@@ -16,7 +16,7 @@ pub enum EventEncoding {
     Map,
 }
 
-/// Encodes `[time, events, rank]`.
+/// Encodes a message: the array `[at_s, events, rank]`.
 pub(super) fn payload(
     form: EventEncoding,
     (block_tokens, rank): (u32, u16),
@@ -152,7 +152,7 @@ impl EventWriter {
         }
     }
 
-    /// Encodes one entry per block: the adapter in each, and the salt in the first of a prompt.
+    /// Encodes extra keys per block: the adapter in each, and the salt in a prompt's first block.
     fn extra_keys(&mut self, blocks: usize, is_first: bool, content: &BlockContent) {
         self.array(blocks);
         for block in 0..blocks {

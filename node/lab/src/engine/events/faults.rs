@@ -1,4 +1,4 @@
-//! Injected faults of an engine's KV events: `--fault drop=0.1,restart-after=500`.
+//! Faults of an engine's KV events, injected with `--fault drop=0.1,restart-after=500`.
 
 use std::str::FromStr;
 use std::time::Duration;
@@ -10,7 +10,7 @@ use super::PublishedMessage;
 /// Number of messages between two stalls.
 const STALL_EVERY: u64 = 100;
 
-/// Faults per message, derived from the seed and the message's position, so that runs repeat.
+/// Faults to inject into the messages of a publisher, drawn from a seed, so that runs repeat.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct PublisherFaults {
     /// Share of messages that are dropped.
@@ -19,16 +19,16 @@ pub struct PublisherFaults {
     reorder: f64,
     /// Share of messages that are sent twice.
     duplicate: f64,
-    /// Number of messages after which the engine restarts once idle, with an empty cache and
-    /// numbers from 0.
+    /// Interval in messages after which the engine restarts once idle, with an empty cache and
+    /// sequence numbers from 0.
     restart_after: Option<u64>,
-    /// Number of messages after which the cache is reset once the engine is idle.
+    /// Interval in messages after which the cache is reset once the engine is idle.
     clear_after: Option<u64>,
-    /// Length of a pause every hundred messages.
+    /// Length of the pause that a subscriber's queue makes every [`STALL_EVERY`] messages.
     stall: Option<Duration>,
     seed: u64,
     drawn: u64,
-    /// A message that is sent after the next one.
+    /// Message that waits to be sent after the next one.
     late: Option<PublishedMessage>,
 }
 
@@ -41,9 +41,9 @@ impl PartialEq for PublishedMessage {
 /// Fault to inject into the engine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FaultKind {
-    /// None.
+    /// No fault.
     Nothing,
-    /// The engine restarts.
+    /// The engine restarts with an empty cache.
     Restart,
     /// The cache is reset.
     Clear,
@@ -118,7 +118,7 @@ impl PublisherFaults {
         sent
     }
 
-    /// Returns the fault after the message number `published`.
+    /// Returns the fault that is due after message number `published`.
     pub(super) fn fate(&self, published: u64) -> FaultKind {
         let is_due =
             |every: Option<u64>| every.is_some_and(|every| published.is_multiple_of(every));
@@ -131,17 +131,17 @@ impl PublisherFaults {
         }
     }
 
-    /// Returns the length of the pause every [`STALL_EVERY`] messages.
+    /// Returns the length of the pause every [`STALL_EVERY`] messages; `None` for no pauses.
     pub(super) fn stall(&self) -> Option<Duration> {
         self.stall
     }
 
-    /// Whether a subscriber's queue stalls at its message number `sent`.
+    /// Returns whether a subscriber's queue pauses before its message number `sent`.
     pub(super) fn stalls_at(sent: u64) -> bool {
         sent % STALL_EVERY == STALL_EVERY - 1
     }
 
-    /// Drops a delayed message, because its run is over.
+    /// Drops a delayed message, because a new run starts.
     pub(super) fn forget(&mut self) {
         self.late = None;
     }

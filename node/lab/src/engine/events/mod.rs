@@ -1,10 +1,10 @@
-//! KV events as vLLM publishes them over ZeroMQ: which blocks the cache holds.
+//! KV events as vLLM publishes them over ZeroMQ: changes of the blocks in the cache.
 //!
 //! Source: vLLM's `distributed/kv_events.py` and streams recorded from 0.12 and 0.32. A PUB socket
 //! sends topic, sequence number and payload; numbers start at 0 in each run. A ROUTER socket
 //! replays the last ten thousand messages from a given number on. A subscriber that does not keep
-//! up loses what exceeds its queue. [`PublisherFaults`] affect only the PUB socket; replays are
-//! always complete.
+//! up loses the messages that exceed its queue. [`PublisherFaults`] affect only the PUB socket;
+//! replays are always complete.
 
 mod encode;
 mod faults;
@@ -36,24 +36,24 @@ pub(super) const TOPIC: &str = "kv-events";
 /// Options of an engine's publisher.
 #[derive(Debug, Clone, PartialEq)]
 pub struct EventsOptions {
-    /// Address of the PUB socket; port 0 takes a free one.
+    /// Address of the PUB socket. Port 0 selects a free port.
     pub events: SocketAddr,
-    /// Address of the ROUTER socket; `None`: no replays.
+    /// Address of the ROUTER socket; `None` for no replays.
     pub replay: Option<SocketAddr>,
-    /// Encoding of events.
+    /// Encoding of the events.
     pub form: EventEncoding,
-    /// Faults to inject.
+    /// Faults to inject into the published messages.
     pub faults: PublisherFaults,
 }
 
-/// A numbered message.
+/// Message with its sequence number.
 #[derive(Debug, Clone)]
 struct PublishedMessage {
     seq: u64,
     payload: Bytes,
 }
 
-/// An engine's publisher.
+/// Publisher of an engine's KV events.
 #[derive(Debug)]
 pub(super) struct Publisher {
     form: EventEncoding,
@@ -70,12 +70,12 @@ struct PublisherInner {
     recent: VecDeque<PublishedMessage>,
     subscribers: Vec<mpsc::Sender<PublishedMessage>>,
     faults: PublisherFaults,
-    /// Number of messages over all runs.
+    /// Number of messages published over all runs.
     published: u64,
 }
 
 impl Publisher {
-    /// Binds the sockets and serves them in the background until `stop`.
+    /// Binds the sockets and serves them in the background until `stop` is cancelled.
     pub(super) async fn start(
         options: &EventsOptions,
         (block_tokens, rank): (u32, u16),
@@ -115,12 +115,12 @@ impl Publisher {
         self.events_at
     }
 
-    /// Returns the address of the ROUTER socket.
+    /// Returns the address of the ROUTER socket, if there is one.
     pub(super) fn replay_at(&self) -> Option<SocketAddr> {
         self.replay_at
     }
 
-    /// Publishes a step's events as one message, if it has any. Returns the fault to inject into
+    /// Publishes a step's events as one message, if there are any. Returns the fault to inject into
     /// the engine.
     pub(super) fn publish(
         &self,
@@ -166,7 +166,8 @@ impl Publisher {
         inner.faults.fate(inner.published)
     }
 
-    /// Starts a new run, like a restarted engine: numbers from 0, nothing to replay.
+    /// Starts a new run, like a restarted engine: sequence numbers start at 0, nothing can be
+    /// replayed, and subscribers are disconnected.
     pub(super) fn restart(&self) {
         let mut inner = self.lock();
         inner.next_seq = 0;
@@ -182,7 +183,7 @@ impl Publisher {
         messages
     }
 
-    /// Returns the messages of a replay from `from` on.
+    /// Returns the messages that can be replayed, from sequence number `from` on.
     fn from(&self, from: u64) -> Vec<PublishedMessage> {
         let inner = self.lock();
         let recent = inner.recent.iter();

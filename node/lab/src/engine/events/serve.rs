@@ -1,4 +1,4 @@
-//! The publisher's two sockets.
+//! Servers of the publisher's PUB and ROUTER sockets.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,10 +11,10 @@ use tokio_util::task::TaskTracker;
 
 use super::{Publisher, PublisherFaults, TOPIC};
 
-/// Sequence number that ends a replay, with an empty payload.
+/// Sequence number of the message that ends a replay; its payload is empty.
 const REPLAY_END: [u8; 8] = [0xff; 8];
 
-/// Serves the PUB socket.
+/// Serves subscribers at the PUB socket until `stop` is cancelled.
 pub(super) async fn subscribers(
     listener: TcpListener,
     publisher: Arc<Publisher>,
@@ -25,7 +25,7 @@ pub(super) async fn subscribers(
     serve_each(listener, stop, tasks, serving).await;
 }
 
-/// Serves the ROUTER socket.
+/// Serves replays at the ROUTER socket until `stop` is cancelled.
 pub(super) async fn replays(
     listener: TcpListener,
     publisher: Arc<Publisher>,
@@ -36,7 +36,7 @@ pub(super) async fn replays(
     serve_each(listener, stop, tasks, serving).await;
 }
 
-/// Serves each connection in its own task until `stop`.
+/// Serves each connection in its own task until `stop` is cancelled.
 async fn serve_each<F>(
     listener: TcpListener,
     stop: CancellationToken,
@@ -72,7 +72,7 @@ async fn accept(listener: &TcpListener) -> TcpStream {
     }
 }
 
-/// Serves a subscriber: a prefix of the topic subscribes to all further messages.
+/// Waits until a peer subscribes to a prefix of the topic, then sends it all further messages.
 async fn subscriber(socket: TcpStream, publisher: Arc<Publisher>) -> Result<(), ZmtpError> {
     let mut connection = ZmtpConnection::open(socket, SocketType::Pub).await?;
     loop {

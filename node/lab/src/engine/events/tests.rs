@@ -1,4 +1,4 @@
-//! Reads the published events with another implementation of ZeroMQ.
+//! Tests that read the published events with another implementation of ZeroMQ.
 
 use api::kv_events::wire::{self, EngineEvent};
 use bytes::Bytes;
@@ -32,7 +32,7 @@ async fn complete(engine: &EngineHandle, prompt: &str, salt: &str) {
     assert_eq!(status, 200);
 }
 
-/// Returns topic, number and events of a message.
+/// Returns the topic, the sequence number and the events of a message.
 fn read(frames: &[Bytes]) -> (String, u64, Vec<EngineEvent>) {
     let [.., topic, seq, payload] = frames else {
         panic!("{} frames", frames.len());
@@ -46,7 +46,7 @@ fn read(frames: &[Bytes]) -> (String, u64, Vec<EngineEvent>) {
     (topic, seq, events)
 }
 
-/// Returns everything that the engine replays from a number on.
+/// Returns all messages that the engine replays from a sequence number on.
 async fn replay(engine: &EngineHandle, from: u64) -> Vec<(u64, Vec<EngineEvent>)> {
     let mut dealer = DealerSocket::new();
     dealer.connect(&engine.kv_replay().unwrap()).await.unwrap();

@@ -1,9 +1,10 @@
 //! Recorded traces: arrival times, lengths, and shared prefixes of requests.
 //!
-//! The reader supports three formats, which the first line distinguishes; each is a `TraceFormat`.
-//! Traces state lengths in tokens; here a token is four bytes of text ([`crate::engine::text`]).
-//! Traces with block ids (Mooncake: 512 tokens each) get one text per id, so that equal ids give
-//! equal text and shared prefixes stay shared. Other traces get a distinct text per request.
+//! The reader supports three formats, each a `TraceFormat`. It recognises a format by the first
+//! line. Traces state lengths in tokens; here a token is four bytes of text
+//! ([`crate::engine::text`]). Traces with block ids (Mooncake: 512 tokens each) get one text per
+//! id, so that equal ids give equal text and shared prefixes stay shared. Other traces get a
+//! distinct text per request.
 //!
 //! `scale` multiplies lengths and block size alike, which keeps the structure of shared prefixes
 //! but reduces the load on the machine.
@@ -26,10 +27,10 @@ use crate::engine::text::TOKEN_BYTES;
 
 /// Number of tokens in a block with an id.
 const BLOCK_TOKENS: u32 = 512;
-/// Maximum number of tokens of a request; a line with more counts as damaged.
+/// Maximum number of tokens of a prompt or an output. The reader rejects a line with more.
 const TOKENS_MAX: u64 = 1 << 24;
 
-/// Why a trace cannot be read.
+/// Reason why a trace cannot be read.
 #[derive(Debug, thiserror::Error)]
 pub enum TraceError {
     /// The file cannot be read.
@@ -37,7 +38,7 @@ pub enum TraceError {
     Unreadable {
         /// Path of the file.
         path: PathBuf,
-        /// Cause.
+        /// I/O error of the read.
         source: std::io::Error,
     },
     /// A line does not match the format.
@@ -52,14 +53,14 @@ pub enum TraceError {
     },
 }
 
-/// One request of a trace, ready to send.
+/// A request of a trace, ready to send.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Arrival {
     /// Time since the start of the trace.
     pub at: Duration,
-    /// User who sends it.
+    /// User who sends the request.
     pub user: Arc<str>,
-    /// Prompt.
+    /// Prompt of the request.
     pub prompt: PromptSpec,
     /// Number of output tokens to request.
     pub output_tokens: u32,
@@ -68,17 +69,17 @@ pub struct Arrival {
 /// Options for reading a trace.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TraceOptions {
-    /// Factor for lengths.
+    /// Factor by which lengths are scaled.
     pub scale: LengthScale,
-    /// Reads only requests before this time; `None`: all.
+    /// Time in the trace before which requests are read; `None` to read all.
     pub first: Option<Duration>,
-    /// Number of users to spread requests over if the trace names none.
+    /// Number of users to whom requests are assigned if the trace names none.
     pub users: u32,
-    /// Seed of the texts.
+    /// Seed of the prompts' texts.
     pub seed: u64,
 }
 
-/// A fraction by which lengths are multiplied: `1/16`.
+/// A fraction by which lengths are multiplied, such as `1/16`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LengthScale {
     numerator: u32,
@@ -86,13 +87,13 @@ pub struct LengthScale {
 }
 
 impl LengthScale {
-    /// The recorded lengths.
+    /// The scale that keeps the recorded lengths.
     pub const ONE: Self = Self {
         numerator: 1,
         denominator: 1,
     };
 
-    /// Scales a length, rounded up so that nothing vanishes.
+    /// Scales a length, rounded up so that no length becomes 0.
     fn apply(self, tokens: u32) -> u32 {
         let scaled = u64::from(tokens) * u64::from(self.numerator);
         u32::try_from(scaled.div_ceil(u64::from(self.denominator))).unwrap_or(u32::MAX)
@@ -125,27 +126,30 @@ impl FromStr for LengthScale {
     }
 }
 
-/// One record of a trace.
+/// A record of a trace, before scaling.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct TraceRecord {
-    /// Time since the format's origin.
+    /// Time of the request since the format's origin.
     at: Duration,
     user: Option<String>,
     input_tokens: u32,
     output_tokens: u32,
-    /// Ids of the blocks; `None` if the format has none.
+    /// Ids of the prompt's blocks; `None` if the format has none.
     blocks: Option<Vec<u64>>,
 }
 
-/// A format of trace files.
+/// A file format of traces.
 trait TraceFormat: Sync {
-    /// Whether a file with this first line has this format.
+    /// Returns whether a file with this first line has this format.
     fn begins_with(&self, first_line: &str) -> bool;
     /// Returns the number of lines before the first record.
     fn heading_lines(&self) -> usize;
-    /// Parses a record. The error states what was expected and what was found.
+    /// Parses a line as a record.
+    ///
+    /// # Errors
+    /// If the line does not match the format, with what was expected and what was found.
     fn read(&self, line: &str) -> Result<TraceRecord, String>;
-    /// Returns the unit that timestamps were rounded to; zero if they are exact.
+    /// Returns the interval that timestamps are rounded to; zero if they are exact.
     fn grain(&self) -> Duration {
         Duration::ZERO
     }
@@ -153,7 +157,7 @@ trait TraceFormat: Sync {
 
 const FORMATS: [&dyn TraceFormat; 3] = [&mooncake::Mooncake, &azure::Azure, &vtc::Vtc];
 
-/// Reads a trace file.
+/// Reads the trace file at `path`.
 ///
 /// # Errors
 /// If the file cannot be read, or a line does not match its format.
@@ -169,7 +173,10 @@ pub fn read(path: &Path, options: &TraceOptions) -> Result<Vec<Arrival>, TraceEr
     })
 }
 
-/// Parses a trace. Errors have the line number, from 1.
+/// Parses the text of a trace.
+///
+/// # Errors
+/// The number of the first invalid line, counted from 1, and what is wrong with it.
 pub(crate) fn parse(text: &str, options: &TraceOptions) -> Result<Vec<Arrival>, (usize, String)> {
     let first_line = text.lines().next().unwrap_or_default();
     let format = FORMATS.iter().find(|format| format.begins_with(first_line)).ok_or((
@@ -200,7 +207,7 @@ pub(crate) fn parse(text: &str, options: &TraceOptions) -> Result<Vec<Arrival>, 
 }
 
 /// Spreads records with equal timestamps evenly over the grain, or up to the next timestamp if that
-/// comes sooner: bursts every three seconds are an artifact of rounding.
+/// comes sooner: simultaneous requests are an artifact of rounding.
 fn spread(records: &mut [TraceRecord], grain: Duration) {
     if grain.is_zero() {
         return;
@@ -255,9 +262,9 @@ fn into_arrivals(records: Vec<TraceRecord>, options: &TraceOptions) -> Vec<Arriv
     records.into_iter().enumerate().map(into_arrival).collect()
 }
 
-/// Assigns requests to users so that a conversation keeps its user: a request belongs to the user
-/// who first sent its deepest known block. The first block does not count, because it is a system
-/// prompt that all users share.
+/// Assignment of requests to users in which a conversation keeps its user: a request belongs to the
+/// user who first sent its deepest known block. The first block does not count, because it is a
+/// system prompt that all users share.
 struct UserAssignment {
     names: Vec<Arc<str>>,
     owner: HashMap<u64, usize>,
@@ -290,7 +297,7 @@ impl UserAssignment {
     }
 }
 
-/// Checks a token count of a record.
+/// Converts the token count `name` of a record. Rejects counts above [`TOKENS_MAX`].
 fn tokens(name: &str, value: u64) -> Result<u32, String> {
     u32::try_from(value)
         .ok()
@@ -298,7 +305,7 @@ fn tokens(name: &str, value: u64) -> Result<u32, String> {
         .ok_or_else(|| format!("expected {name} of at most {TOKENS_MAX}, found {value}"))
 }
 
-/// Splits a line of comma-separated values into fields.
+/// Splits a line of comma-separated values into `N` fields. `heading` names them in the error.
 fn fields<'a, const N: usize>(line: &'a str, heading: &str) -> Result<[&'a str; N], String> {
     let found: Vec<&str> = line.trim_end().split(',').collect();
     <[&str; N]>::try_from(found).map_err(|found| {
@@ -310,7 +317,7 @@ fn fields<'a, const N: usize>(line: &'a str, heading: &str) -> Result<[&'a str; 
     })
 }
 
-/// Parses a field with a number of tokens.
+/// Parses the field `name`, which contains a number of tokens.
 fn token_field(name: &str, text: &str) -> Result<u32, String> {
     let value = text
         .parse::<u64>()

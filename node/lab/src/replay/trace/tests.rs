@@ -1,4 +1,4 @@
-//! Tests of the formats, and of the errors for bad lines.
+//! Tests of the trace formats, and of the errors for invalid lines.
 
 use std::time::Duration;
 

@@ -13,46 +13,47 @@ use crate::rng::Rng;
 use crate::simulate::events::Micros;
 use crate::simulate::plan::BLOCK_TOKENS;
 
-/// Parameters of a generated workload.
+/// Parameters of the generator of workloads.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Mix {
-    /// Mean number of requests per second.
+    /// Mean rate in requests per second.
     pub rate: f64,
     /// Time until which requests arrive.
     pub duration: Micros,
-    /// Maximum number of requests.
+    /// Maximum number of generated requests.
     pub requests: u64,
     /// Length of the prefix common to all prompts, in tokens.
     pub common_tokens: u32,
-    /// Number of groups with their own prefix.
+    /// Number of groups, each with its own prefix.
     pub groups: u32,
     /// Length of a group's prefix, in tokens.
     pub group_tokens: u32,
-    /// Length of the text common to all prompts after that, in tokens.
+    /// Length of the text common to all prompts after the group's prefix, in tokens.
     pub shared_after_tokens: u32,
-    /// Length of a request's own text, and output tokens.
+    /// Ranges of the length of a request's own text and of its number of output tokens.
     pub lengths: LengthRange,
-    /// Share of requests for the first group, in thousandths; 0: an equal share.
+    /// Share of requests that go to the first group, in thousandths, beside its equal share of the
+    /// rest.
     pub hot_permille: u32,
-    /// Periodic bursts.
+    /// Periodic bursts; `None` for a constant rate.
     pub burst: Option<Burst>,
-    /// Number of users, who send in turn.
+    /// Number of users, who send requests in turn.
     pub users: u32,
 }
 
-/// A rate that varies periodically.
+/// Periodic bursts of requests.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Burst {
-    /// Time from one burst to the next.
+    /// Time from the start of one burst to the next, in microseconds.
     pub every: Micros,
-    /// Duration of a burst.
+    /// Duration of a burst, in microseconds.
     pub length: Micros,
-    /// Rate in a burst, relative to the rest.
+    /// Rate during a burst, relative to the rate between bursts.
     pub factor: f64,
 }
 
 impl Mix {
-    /// Returns long group prefixes, the main use of prefix routing.
+    /// Returns a mix with long group prefixes, the main use of prefix routing.
     #[must_use]
     pub fn shared_prefix() -> Self {
         Self {
@@ -73,7 +74,8 @@ impl Mix {
         }
     }
 
-    /// Returns a mix in which most requests share one prefix: following it overloads its holder.
+    /// Returns a mix in which most requests share one prefix. A router that only follows the prefix
+    /// overloads its holder.
     #[must_use]
     pub fn one_hot() -> Self {
         Self {
@@ -82,7 +84,7 @@ impl Mix {
         }
     }
 
-    /// Returns a mix with a common prefix in all prompts: any match is worth little.
+    /// Returns a mix with a common prefix in all prompts, so that a match alone is worth little.
     #[must_use]
     pub fn templated() -> Self {
         Self {
@@ -93,8 +95,8 @@ impl Mix {
         }
     }
 
-    /// Returns prompts that are equal except for one early block per group: nothing after it can be
-    /// shared, although it looks equal.
+    /// Returns a mix in which prompts are equal except for one early block per group. Blocks after
+    /// it have equal content, but cannot be shared between groups.
     #[must_use]
     pub fn volatile() -> Self {
         Self {
@@ -106,7 +108,7 @@ impl Mix {
         }
     }
 
-    /// Returns bursts of five seconds in every twenty, at six times the rate of the rest.
+    /// Returns a mix with bursts: five seconds in every twenty, at six times the rate of the rest.
     #[must_use]
     pub fn burst() -> Self {
         Self {
@@ -119,7 +121,7 @@ impl Mix {
         }
     }
 
-    /// Generates the requests.
+    /// Generates the requests of the mix. Equal seeds give equal requests.
     #[must_use]
     pub fn generate(&self, seed: u64) -> SimWorkload {
         let mut rng = Rng::new(seed, 1);
@@ -171,7 +173,7 @@ impl Mix {
         }
     }
 
-    /// Returns the rate at a time. Its mean over a whole period is the configured rate.
+    /// Returns the rate at the time `at`. Its mean over a whole period is the configured rate.
     fn rate_at(&self, at: Micros) -> f64 {
         let Some(burst) = self.burst else {
             return self.rate;

@@ -1,8 +1,8 @@
-//! The workload: which user sends which prompt when.
+//! The workload: requests with their users, prompts and times.
 //!
 //! A workload is generated once per seed and shared by all runs of a comparison, so that every
 //! policy gets the same requests. Requests arrive at given times ([`SimWorkload::arrivals`]), or a
-//! user keeps so many open that some always wait ([`SimUser::backlog`]).
+//! user keeps so many requests open that some always wait ([`SimUser::backlog`]).
 
 mod mix;
 #[cfg(test)]
@@ -24,21 +24,21 @@ use crate::rng::Rng;
 
 pub use mix::Mix;
 
-/// Seed of block and user hashes in every simulated cluster.
+/// Seed of the block and user hashes of all simulated clusters.
 pub const HASH_SEED: u64 = 0x5eed;
-/// Name of the only served model.
+/// Name of the only model that simulated clusters serve.
 pub const MODEL: &str = "simulated";
 
-/// Requests and the users who send them.
+/// Workload of a run: its requests, and the users who send them.
 #[derive(Debug, Clone, Default)]
 pub struct SimWorkload {
-    /// Name among several loads; empty if there is only one.
+    /// Name of the workload among several; empty if there is only one.
     pub name: String,
-    /// Users.
+    /// Users who send the requests.
     pub users: Vec<SimUser>,
-    /// Requests with given arrival times, ascending.
+    /// Requests with given arrival times, in ascending order of time.
     pub arrivals: Vec<SimArrival>,
-    /// Lengths of requests of users with a backlog.
+    /// Ranges of lengths for the requests of users with a backlog.
     pub shape: LengthRange,
 }
 
@@ -47,52 +47,53 @@ pub struct SimWorkload {
 pub struct SimUser {
     /// Name of the user.
     pub name: String,
-    /// Weight, in thousandths.
+    /// Weight of the user, in thousandths.
     pub weight_milli: u32,
-    /// Replica that receives all its requests; `None`: any.
+    /// Replica that receives all the user's requests, counted from 0; `None` for any.
     pub replica: Option<u8>,
-    /// Number of requests it keeps open, running or waiting; 0: it sends at given times.
+    /// Number of requests that the user keeps open, running or waiting. If 0, it sends at given
+    /// times.
     pub backlog: u32,
-    /// Period in which it sends nothing.
+    /// Period in which the user sends nothing, from start to end, if any.
     pub off: Option<(Micros, Micros)>,
-    /// Common prefix of its backlog's prompts; `None`: they share nothing.
+    /// Common prefix of the prompts in the user's backlog; `None` if they share nothing.
     pub beginning: Option<Arc<str>>,
 }
 
-/// An arriving request.
+/// A request that arrives at a given time.
 #[derive(Debug, Clone)]
 pub struct SimArrival {
-    /// Time of arrival.
+    /// Time at which the request arrives.
     pub at: Micros,
-    /// Index of its user in [`SimWorkload::users`].
+    /// Index of the request's user in [`SimWorkload::users`].
     pub user: usize,
-    /// Prompt.
+    /// Prompt of the request.
     pub prompt: Arc<SimPrompt>,
     /// Number of output tokens.
     pub output_tokens: u32,
-    /// Replica that receives it, from 0, unless its user has one; `None`: any.
+    /// Replica that receives the request, from 0, unless its user is pinned; `None` for any.
     pub replica: Option<u8>,
 }
 
-/// A prompt as router and engine identify it.
+/// A prompt in the forms that router and engine use.
 #[derive(Debug, Clone)]
 pub struct SimPrompt {
-    /// Identity for the router.
+    /// Identity of the prompt for the router.
     pub identity: PromptIdentity,
-    /// Number of tokens.
+    /// Number of tokens of the prompt.
     pub tokens: u32,
-    /// Sequence for the engine.
+    /// Token sequence of the prompt for the engine.
     pub sequence: Sequence,
-    /// Keys of the full blocks by position and content, regardless of preceding blocks.
+    /// Keys of the full blocks, by position and content only, regardless of preceding blocks.
     pub positions: Arc<[u64]>,
 }
 
-/// Ranges of random lengths, both ends included.
+/// Ranges from which lengths are drawn, both ends included.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LengthRange {
-    /// Prompt tokens.
+    /// Minimum and maximum number of prompt tokens.
     pub input: (u32, u32),
-    /// Output tokens.
+    /// Minimum and maximum number of output tokens.
     pub output: (u32, u32),
 }
 
@@ -106,13 +107,13 @@ impl Default for LengthRange {
 }
 
 impl SimPrompt {
-    /// Identifies `text` with production's code.
+    /// Creates the prompt with this text, in blocks of the default size.
     #[must_use]
     pub fn new(text: &[u8]) -> Self {
         Self::cut(text, BLOCK_TOKENS)
     }
 
-    /// Identifies `text` with blocks of `block_tokens` tokens.
+    /// Creates the prompt with this text, in blocks of `block_tokens` tokens.
     #[must_use]
     pub fn cut(text: &[u8], block_tokens: u32) -> Self {
         let block_bytes = block_tokens * TOKEN_BYTES as u32;
@@ -165,7 +166,7 @@ impl LengthRange {
         self.draw_after("", rng)
     }
 
-    /// Draws a unique prompt after a common `beginning`, and an output length.
+    /// Draws a prompt that starts with `beginning` and ends uniquely, and an output length.
     #[must_use]
     pub fn draw_after(&self, beginning: &str, rng: &mut Rng) -> (Arc<SimPrompt>, u32) {
         let tokens = Self::draw(self.input, rng) as usize;
@@ -176,7 +177,7 @@ impl LengthRange {
 }
 
 impl SimUser {
-    /// Creates a user of average weight that sends at given times, to any replica.
+    /// Creates a user of average weight who sends at given times to any replica.
     #[must_use]
     pub fn named(name: &str) -> Self {
         Self {
@@ -189,7 +190,7 @@ impl SimUser {
         }
     }
 
-    /// Whether the user sends at this time.
+    /// Returns whether the user sends requests at the time `at`.
     #[must_use]
     pub fn sends_at(&self, at: Micros) -> bool {
         self.off
@@ -198,7 +199,7 @@ impl SimUser {
 }
 
 impl SimWorkload {
-    /// Converts a recorded trace.
+    /// Converts the requests of a trace to a workload.
     #[must_use]
     pub fn of_trace(arrivals: &[Arrival]) -> Self {
         let mut workload = Self::default();
@@ -220,7 +221,7 @@ impl SimWorkload {
         workload
     }
 
-    /// Pins users to replicas in turn.
+    /// Pins the users to `replicas` replicas in turn.
     pub fn pin(&mut self, replicas: u8) {
         for (place, user) in self.users.iter_mut().enumerate() {
             let replica = place % usize::from(replicas.max(1));
@@ -228,7 +229,7 @@ impl SimWorkload {
         }
     }
 
-    /// Scales all arrival times, so that `per_s` requests arrive per second on average.
+    /// Scales all arrival times so that `per_s` requests arrive per second on average.
     pub fn set_rate(&mut self, per_s: f64) {
         let last = self.arrivals.last().map_or(0, |sent| sent.at);
         if last == 0 {
@@ -240,14 +241,14 @@ impl SimWorkload {
         }
     }
 
-    /// Returns the mean number of requests per second.
+    /// Returns the mean number of requests per second until the last arrival.
     #[must_use]
     pub fn rate(&self) -> f64 {
         let last = self.arrivals.last().map_or(1, |sent| sent.at.max(1));
         self.arrivals.len() as f64 * 1e6 / last as f64
     }
 
-    /// Whether some users always have requests waiting.
+    /// Returns whether some user keeps a backlog.
     #[must_use]
     pub fn is_backlogged(&self) -> bool {
         self.users.iter().any(|user| user.backlog > 0)

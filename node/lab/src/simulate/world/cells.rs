@@ -1,8 +1,9 @@
 //! Cells: independent clusters, and the first hop that chooses one for each request.
 //!
-//! Places and engines are numbered across all cells. The first hop knows a cell's last report and
-//! the requests it has sent there since. It chooses by a product policy, with cells in place of
-//! backends. Cells may charge users for service in other cells; they exchange nothing else.
+//! A *place* is the position of a replica. Places and engines are numbered across all cells. The
+//! first hop knows a cell's last report and the requests it has sent there since. It chooses a cell
+//! by a policy of the product, as a router chooses a backend. Cells may charge users for service in
+//! other cells; they exchange nothing else.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -17,15 +18,15 @@ use crate::simulate::clock::unix_ms;
 use crate::simulate::plan::CellPlan;
 use crate::simulate::workload::SimPrompt;
 
-/// The first hop's knowledge of the cells.
+/// State of the first hop: its knowledge of the cells, and the charges that cells share.
 pub(super) struct FirstHop {
-    /// Requests in flight in each cell.
+    /// Number of requests in flight in each cell.
     open: Vec<u32>,
-    /// The same as last reported, plus requests sent since.
+    /// Number of requests in flight in each cell as last reported, plus requests sent there since.
     known: Vec<u32>,
-    /// Input and output tokens charged for other cells, by cell and user.
+    /// Input and output tokens that each cell has charged each user for service in other cells.
     told: Vec<Vec<[u64; 2]>>,
-    /// Number of charges sent.
+    /// Number of batches with charges for service in other cells.
     charges: u64,
 }
 
@@ -47,29 +48,29 @@ impl FirstHop {
 }
 
 impl SimWorld<'_> {
-    /// Returns the places of a cell.
+    /// Returns the places of the replicas in `cell`.
     pub(super) fn places_of(&self, cell: usize) -> Range<usize> {
         let replicas = usize::from(self.plan.replicas);
         cell * replicas..(cell + 1) * replicas
     }
 
-    /// Returns the places in the same cell as `place`.
+    /// Returns the places of the replicas in the same cell as `place`.
     pub(super) fn places_around(&self, place: usize) -> Range<usize> {
         self.places_of(place / usize::from(self.plan.replicas))
     }
 
-    /// Returns the places in the cell of `engine`.
+    /// Returns the places of the replicas in the cell of `engine`.
     pub(super) fn places_beside(&self, engine: usize) -> Range<usize> {
         self.places_of(engine / usize::from(self.plan.backends))
     }
 
-    /// Returns the engine in a slot of the registry of `place`.
+    /// Returns the engine that has `slot` in the registry of the replica at `place`.
     pub(super) fn engine_at(&self, place: usize, slot: usize) -> usize {
         let cell = place / usize::from(self.plan.replicas);
         cell * usize::from(self.plan.backends) + slot
     }
 
-    /// Chooses the cell of the `request`th request, and counts the request.
+    /// Chooses a cell for the request with the number `request`, and counts the request there.
     pub(super) fn choose_cell(&mut self, prompt: &SimPrompt, request: usize) -> usize {
         let plan = &self.plan.cells;
         let hashed = prompt.identity.chain.iter();
@@ -95,7 +96,7 @@ impl SimWorld<'_> {
         cell
     }
 
-    /// Plans the first exchanges between cells.
+    /// Plans the first load report and the first exchange of charges between cells.
     pub(super) fn begin_cells(&mut self) {
         let plan = &self.plan.cells;
         if plan.count > 1 {
@@ -106,7 +107,7 @@ impl SimWorld<'_> {
         }
     }
 
-    /// Reports the cells' requests in flight to the first hop.
+    /// Reports the cells' requests in flight to the first hop, and plans the next report.
     pub(super) fn tell(&mut self) {
         self.hop.known.clone_from(&self.hop.open);
         if self.is_going_on() {
@@ -115,7 +116,7 @@ impl SimWorld<'_> {
         }
     }
 
-    /// Charges users in each cell for service in other cells since the last call.
+    /// Charges users in each cell for recent service in other cells. Plans the next call.
     pub(super) fn share_charges(&mut self, every: Micros) {
         let cells = usize::from(self.plan.cells.count);
         let users = 0..self.keys.len();
@@ -150,7 +151,7 @@ impl SimWorld<'_> {
         }
     }
 
-    /// Returns the input and output tokens that a cell has charged a user for its own requests.
+    /// Returns the input and output tokens that `cell` has charged `user` for its own requests.
     pub(super) fn own_charges(&self, cell: usize, user: usize) -> [u64; 2] {
         let state = &self.places[self.places_of(cell).start].replica.state;
         let [input, output] = self.hop.told[cell][user];
@@ -187,7 +188,7 @@ impl SimWorld<'_> {
     }
 }
 
-/// Returns the charge that raises a cell's knowledge from `told` to `all`.
+/// Returns the charge that raises the tokens known in a cell from `told` to `all`.
 fn charge(user: UserKey, told: [u64; 2], all: [u64; 2]) -> Item {
     Item::Charge(Charge {
         user,

@@ -1,20 +1,21 @@
-//! Clients with limited patience: they leave, are rejected, and retry.
+//! Clients with limited patience: departures, rejections and retries.
 
 use api::routing::AttemptEnd;
 
 use super::{Micros, RequestStage, SimEvent, SimWorld};
 use crate::simulate::replica::EngineUsage;
 
-/// Maximum interval at which production checks its queues.
+/// Interval at which a replica checks its queue: the longest of production.
 const LOOK_EVERY: Micros = 20_000;
-/// First and longest pause before a retry, which doubles each time, as in OpenAI's SDKs.
+/// First pause before a retry, in microseconds. It doubles up to `BACK_OFF_MAX`, as in SDKs.
 const BACK_OFF: Micros = 500_000;
 const BACK_OFF_MAX: Micros = 8_000_000;
-/// Range in which production asks rejected clients to wait, before jitter, in milliseconds.
+/// Minimum and maximum time for which a rejected client is asked to wait, as in production, before
+/// jitter, in milliseconds.
 const RETRY_AFTER_MS: (u64, u64) = (1000, 60_000);
 
 impl SimWorld<'_> {
-    /// Starts a try of a request, and plans when its client leaves.
+    /// Begins a try of a request, and plans the departure of its client.
     pub(super) fn begin_try(&mut self, request: usize) {
         let asked = &mut self.requests[request];
         asked.tries += 1;
@@ -26,7 +27,7 @@ impl SimWorld<'_> {
         }
     }
 
-    /// Removes a client that has no complete response in this try.
+    /// Handles the departure of a client, if its request's try number `tries` is still open.
     pub(super) fn leave(&mut self, request: usize, tries: u32) {
         let first_engine = self.engine_at(self.requests[request].replica, 0);
         let asked = &mut self.requests[request];
@@ -77,8 +78,8 @@ impl SimWorld<'_> {
         self.pump(place);
     }
 
-    /// Rejects a request that the queue does not accept. Its client retries after `wait_ms` if it
-    /// has tries left.
+    /// Rejects a request that the queue does not accept. Its client retries after about `wait_ms`
+    /// if it has tries left.
     pub(super) fn turn_away(&mut self, request: usize, wait_ms: u64) {
         let asked = &mut self.requests[request];
         asked.stage = RequestStage::Ended;
@@ -106,7 +107,7 @@ impl SimWorld<'_> {
         most - self.patience_rng.below(most / 4)
     }
 
-    /// Sends a request again.
+    /// Sends a request again, as a new try.
     pub(super) fn try_again(&mut self, request: usize) {
         let asked = &mut self.requests[request];
         asked.arrived = self.now;
@@ -115,7 +116,7 @@ impl SimWorld<'_> {
         self.enter(request);
     }
 
-    /// Rejects requests that have waited too long.
+    /// Rejects the requests at `place` that have waited too long.
     pub(super) fn expire(&mut self, place: usize) {
         if !self.plan.bounds_waits() {
             return;
@@ -140,7 +141,7 @@ impl SimWorld<'_> {
         self.tally.service.waits_no_more(user);
     }
 
-    /// Plans the next check of the queue while requests wait.
+    /// Plans the next check of the queue at `place` if requests wait there.
     pub(super) fn look_again(&mut self, place: usize) {
         if self.plan.bounds_waits() && !self.places[place].queue.is_empty() {
             self.wake_in(place, LOOK_EVERY);

@@ -1,4 +1,4 @@
-//! Exchange between replicas: batches through the log, load directly.
+//! Exchange between replicas: batches through the log, load reports directly.
 
 use std::sync::Arc;
 
@@ -12,11 +12,11 @@ use state::ids::{LogIndex, ReplicaId};
 use super::{Micros, SimEvent, SimWorld};
 use crate::simulate::plan::micros;
 
-/// Minimum interval between load reports, as in production.
+/// Minimum interval between load reports in microseconds, as in production.
 const REPORT_EVERY: Micros = 20_000;
 
 impl SimWorld<'_> {
-    /// Plans the report of a change at a replica.
+    /// Plans a flush and a load report after a change at `place`.
     pub(super) fn changed(&mut self, place: usize) {
         self.plan_flush(place);
         if self.plan.load_lag.is_none() {
@@ -159,7 +159,7 @@ impl SimWorld<'_> {
         self.pump(place);
     }
 
-    /// Plans another check of a replica's queue.
+    /// Plans another check of the queue at `place` after the given time.
     pub(super) fn wake_in(&mut self, place: usize, after: Micros) {
         let at = self.now + after.max(1);
         let next = &mut self.places[place].next_wake;

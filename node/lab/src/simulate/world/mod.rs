@@ -1,7 +1,7 @@
 //! The simulated cluster: processes events until every request has ended.
 //!
-//! Everything that happens is a `SimEvent` with a time; handling one plans others. Replicas, log
-//! and engines interact only through events, so their order determines the run.
+//! Everything that happens is a `SimEvent` with a time. Handling an event plans others. Replicas,
+//! log and engines interact only through events, so their order determines the run.
 
 mod cells;
 mod clients;
@@ -30,23 +30,23 @@ use super::tally::SimTally;
 use super::workload::{HASH_SEED, MODEL, SimPrompt, SimWorkload};
 use crate::rng::Rng;
 
-/// The ratio of services is measured after this fraction of the horizon: one tenth.
+/// Divisor of the horizon that yields the warm-up time before services are compared.
 const WARM_UP: Micros = 10;
 
-/// An event of the simulation.
+/// An event of the simulation, which happens at its planned time.
 #[derive(Debug)]
 enum SimEvent {
-    /// The next request with a given time arrives.
+    /// The next request of [`SimWorkload::arrivals`] arrives.
     Arrive,
-    /// A client's patience ends in this try.
+    /// A client's patience ends. Applies only while the request is in the try `tries`.
     Leave { request: usize, tries: u32 },
-    /// A client retries.
+    /// A client sends a request again.
     Again(usize),
     /// A user with a backlog may send another request.
     Return(usize),
-    /// An engine's step ends.
+    /// The current step of an engine ends.
     Step(usize),
-    /// A replica may cut a batch.
+    /// A replica may cut a batch from its outbox.
     Flush(usize),
     /// An entry of the log arrives at a replica.
     Apply {
@@ -57,27 +57,27 @@ enum SimEvent {
     },
     /// A replica may report its load.
     Report(usize),
-    /// A peer's load arrives at a replica.
+    /// A peer's load report arrives at a replica.
     Heard {
         replica: usize,
         from: usize,
-        /// `None`: unchanged.
+        /// Load report; `None` if it is unchanged.
         report: Option<Arc<[u8]>>,
         backlog: Option<Backlog>,
     },
-    /// A replica checks whether it can admit a request.
+    /// A replica checks whether it can admit a waiting request.
     Wake(usize),
-    /// The transfer of a prompt's blocks ends, in this try.
+    /// The transfer of a prompt's blocks ends. Applies only during the try `tries`.
     Fetched { request: usize, tries: u32 },
-    /// Replicas probe the engines.
+    /// All replicas probe the engines.
     Probe,
-    /// The curves get a point.
+    /// The curves over time get a point.
     Sample,
-    /// The watch on users who always wait begins.
+    /// The watch on users who always have requests waiting begins.
     Watch,
     /// The measured period for fairness ends.
     Close,
-    /// Replicas crash and restart.
+    /// Replicas crash and restart, as planned.
     Restart,
     /// Cells report their requests in flight to the first hop.
     Tell,
@@ -85,30 +85,30 @@ enum SimEvent {
     Share,
 }
 
-/// A request, from arrival to end.
+/// State of a request, from arrival to end.
 struct RequestState {
     user: usize,
     prompt: Arc<SimPrompt>,
     output_tokens: u32,
     arrived: Micros,
-    /// Cell that the first hop chose.
+    /// Cell that the first hop chose for the request.
     cell: usize,
     replica: usize,
-    /// Output tokens as predicted at arrival.
+    /// Number of output tokens, as predicted at arrival.
     predicted_output: u32,
     stage: RequestStage,
     has_first_token: bool,
     /// Time of the first token.
     first_token: Micros,
-    /// Replica that receives it; `None`: its user's, or any.
+    /// Replica that the workload names for the request; `None` for that of its user, or any.
     pinned: Option<u8>,
-    /// Number of tries.
+    /// Number of tries that have begun.
     tries: u32,
-    /// Ticket while it waits.
+    /// Ticket in the queue while the request waits.
     ticket: Ticket,
-    /// Prompt tokens computed for it in this try.
+    /// Number of prompt tokens computed in this try.
     computed: u32,
-    /// Output tokens served to its user in this try.
+    /// Number of output tokens served in this try.
     served_output: u32,
 }
 
@@ -118,7 +118,7 @@ enum RequestStage {
     Ended,
 }
 
-/// A replica with the simulation's data about it.
+/// A replica with its queue and the simulation's data about it.
 struct ReplicaPlace {
     replica: SimReplica,
     queue: SimQueue,
@@ -127,9 +127,9 @@ struct ReplicaPlace {
     last_flush: Micros,
     next_report: Micros,
     next_wake: Micros,
-    /// Backlog last reported to peers.
+    /// Backlog that the replica last reported to peers.
     last_backlog: Option<Backlog>,
-    /// Upper bounds of the bins of the waiting requests.
+    /// Upper bounds of the bins to which the waiting requests are assigned.
     bin_edges: Vec<u32>,
 }
 
@@ -157,32 +157,32 @@ impl ReplicaPlace {
     }
 }
 
-/// Result of a run.
+/// Outcome of a run, from which its results are computed.
 pub struct SimOutcome {
-    /// Measurements.
+    /// Measurements of the run.
     pub tally: SimTally,
     /// Number of handled events.
     pub events: u64,
-    /// Requests that engines preempted.
+    /// Number of requests that engines preempted.
     pub preemptions: u64,
     /// Largest service of a user that some replica did not know to be charged, plus the largest
     /// outstanding output of a user's dispatched requests, in priced tokens at weight 1.
     pub uncharged: u64,
-    /// The gate's highest slack, in the same unit.
+    /// Highest slack of the gate, in priced tokens at weight 1.
     pub slack: u64,
-    /// Final upper bounds of all bins but the last.
+    /// Final upper bounds of all output-length bins but the last.
     pub bin_edges: Vec<u32>,
-    /// Requests in the order of arrival, for the ideal bounds.
+    /// Prompt and number of output tokens of each request in order of arrival, for ideal bounds.
     pub asked: Vec<(Arc<SimPrompt>, u32)>,
-    /// Priced tokens that the first replica's state has charged.
+    /// Number of priced tokens that the replicas' state has charged by the end, over all cells.
     pub charged: u64,
-    /// Digest of the first replica's state.
+    /// Digest of the first replica's state at the end.
     pub digest: u128,
-    /// Inconsistencies; empty in a correct run.
+    /// Descriptions of inconsistencies; empty in a correct run.
     pub faults: Vec<String>,
 }
 
-/// The simulated cluster and its time.
+/// The simulated cluster with its engines and clients, and the simulated time.
 pub struct SimWorld<'a> {
     plan: &'a SimPlan,
     workload: &'a SimWorkload,
@@ -202,11 +202,11 @@ pub struct SimWorld<'a> {
     open: u64,
     rngs: Vec<Rng>,
     spread: Rng,
-    /// Draws the patience of clients.
+    /// Generator of the clients' patience and pauses.
     patience_rng: Rng,
-    /// First entries of every log.
+    /// Entries with which every log starts.
     setup: Vec<Envelope>,
-    /// Next index, of the shared log or of each replica's own.
+    /// Next index of each log. Replicas that share a log use one entry; otherwise each has its own.
     next_index: Vec<u64>,
     /// Number of times each replica's log was lost.
     epochs: Vec<u32>,
@@ -215,7 +215,7 @@ pub struct SimWorld<'a> {
 }
 
 impl<'a> SimWorld<'a> {
-    /// Creates a cluster at its start.
+    /// Creates a cluster at the start of a run.
     #[must_use]
     pub fn new(plan: &'a SimPlan, workload: &'a SimWorkload) -> Self {
         let setup = setup(commands(plan, workload));
@@ -268,7 +268,7 @@ impl<'a> SimWorld<'a> {
         }
     }
 
-    /// Runs to the end; `progress` receives the simulated time now and then.
+    /// Runs the simulation to its end. Passes the simulated time to `progress` now and then.
     #[must_use]
     pub fn run(mut self, mut progress: impl FnMut(Micros)) -> SimOutcome {
         self.begin();
@@ -347,7 +347,7 @@ impl<'a> SimWorld<'a> {
         }
     }
 
-    /// Whether requests are open or still to come. Periodic events repeat while they are.
+    /// Returns whether requests are open or still to come. Periodic events repeat while this is so.
     fn is_going_on(&self) -> bool {
         self.open > 0
             || self.next_arrival < self.workload.arrivals.len()
@@ -422,7 +422,7 @@ impl<'a> SimWorld<'a> {
         }
     }
 
-    /// Returns the digest of the first replica in the cell of `place`.
+    /// Returns the digest of the first replica's state in the cell of `place`.
     fn first_digest(&self, place: usize) -> u128 {
         let first = self.places_around(place).start;
         self.places[first].replica.state.digest()
@@ -439,7 +439,7 @@ impl<'a> SimWorld<'a> {
         priced.sum()
     }
 
-    /// Returns the invariants that do not hold at the end.
+    /// Returns descriptions of the invariants that do not hold at the end.
     fn faults(&self) -> Vec<String> {
         let mut faults = Vec::new();
         let tally = &self.tally;
@@ -480,7 +480,7 @@ impl<'a> SimWorld<'a> {
     }
 }
 
-/// Returns the first commands of a cluster.
+/// Returns the first commands of a cluster, which write the plan's settings, backends and weights.
 fn commands(plan: &SimPlan, workload: &SimWorkload) -> Vec<Command> {
     let mut commands = vec![
         Command::InitCluster {

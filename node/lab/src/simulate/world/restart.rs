@@ -1,5 +1,5 @@
-//! A crash during the run: replicas lose their memory, and optionally their disks. Clients resend
-//! the requests that were cut off.
+//! A crash during the run: replicas lose their memory, and optionally their disks. Clients send the
+//! requests again that were cut off.
 
 use state::RouterState;
 
@@ -36,8 +36,8 @@ impl SimWorld<'_> {
         self.plan.ownership_lag.is_some()
     }
 
-    /// Ends the open requests of the first `down` replicas, also at engines: a broken connection
-    /// aborts its request.
+    /// Ends the open requests of the first `down` replicas, also at engines, because a broken
+    /// connection aborts its request. Returns their numbers.
     fn cut_off(&mut self, down: usize) -> Vec<usize> {
         let mut cut = Vec::new();
         for (number, request) in self.requests.iter_mut().enumerate() {
@@ -62,7 +62,8 @@ impl SimWorld<'_> {
         cut
     }
 
-    /// Returns a replica's state after its restart, through a snapshot's bytes as in production.
+    /// Returns a replica's state after its restart, restored from the bytes of a snapshot as in
+    /// production, or the initial state if the log is lost.
     fn state_after(&self, place: usize, wipe: bool, is_log_lost: bool) -> RouterState {
         if is_log_lost {
             return state_of(&self.setup);

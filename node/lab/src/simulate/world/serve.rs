@@ -1,4 +1,4 @@
-//! Requests: arrival, waiting, dispatch and end.
+//! Requests: arrival, waiting, dispatch, progress and end.
 
 use std::sync::Arc;
 
@@ -26,8 +26,8 @@ impl SimWorld<'_> {
         self.arrive(sent.user, prompt, sent.output_tokens, sent.replica);
     }
 
-    /// Starts a user with a backlog. Its requests arrive over about a second, so that the first
-    /// user does not take all engines.
+    /// Sends the backlog of a user, who starts or returns. The requests arrive over about a second,
+    /// so that the first user does not take all engines.
     pub(super) fn come_back(&mut self, user: usize) {
         let backlog = self.workload.users[user].backlog;
         if self.sends_one(user) {
@@ -36,7 +36,7 @@ impl SimWorld<'_> {
         }
     }
 
-    /// Sends the next request of a user with a backlog. Returns whether one was due.
+    /// Sends the next request of a user with a backlog, if one is due. Returns whether one was due.
     fn sends_one(&mut self, user: usize) -> bool {
         let spec = &self.workload.users[user];
         let is_due = self.now < self.plan.horizon
@@ -99,7 +99,7 @@ impl SimWorld<'_> {
         self.close(request);
     }
 
-    /// Delivers a request to a replica, for the first time or again.
+    /// Delivers a request to a replica, for the first time or for a retry.
     pub(super) fn enter(&mut self, request: usize) {
         self.begin_try(request);
         let user = self.requests[request].user;
@@ -176,7 +176,7 @@ impl SimWorld<'_> {
         }
     }
 
-    /// Dispatches the requests that can be admitted.
+    /// Dispatches the requests at `place` that can be admitted.
     pub(super) fn pump(&mut self, place: usize) {
         if self.is_batching() {
             self.pump_batches(place);
@@ -198,7 +198,7 @@ impl SimWorld<'_> {
         }
     }
 
-    /// Gives each idle engine a batch.
+    /// Forms a batch for each idle engine from the requests that wait at `place`.
     fn pump_batches(&mut self, place: usize) {
         let EngineModel::Static(times) = self.plan.engine else {
             return;
@@ -220,7 +220,7 @@ impl SimWorld<'_> {
         }
     }
 
-    /// Reassigns waiting requests after the bins' boundaries have changed.
+    /// Reassigns waiting requests to bins if the bins' bounds have changed.
     fn follow_bins(&mut self, place: usize) {
         let ReplicaPlace {
             replica,
@@ -255,7 +255,7 @@ impl SimWorld<'_> {
         self.begin_step(engine);
     }
 
-    /// Dispatches a request to `only`, or to the policy's choice. Returns the engine.
+    /// Dispatches a request to slot `only`, or to the policy's choice. Returns the engine.
     fn hand_over(
         &mut self,
         place: usize,
@@ -293,7 +293,8 @@ impl SimWorld<'_> {
         engine
     }
 
-    /// Starts a request at its decode engine after the transfer of its blocks.
+    /// Submits a request to its decode engine after the transfer of its blocks, if it is still in
+    /// the try `tries`.
     pub(super) fn fetched(&mut self, request: usize, tries: u32) {
         let asked = &self.requests[request];
         let RequestStage::Running(flight) = &asked.stage else {
