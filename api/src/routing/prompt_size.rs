@@ -15,7 +15,7 @@ pub(super) struct PromptSize {
     pub(super) predicted: u64,
     /// Whether `predicted` is charged as cached if the engine reports no cached tokens. False if
     /// clients can construct blocks whose hashes collide.
-    pub(super) trusts_prediction: bool,
+    trusts_prediction: bool,
     /// Whether the engine uses its cache for the prompt, so that cached tokens are informative.
     pub(super) uses_cache: bool,
     /// Number of tokens per block.
@@ -42,6 +42,14 @@ impl PromptSize {
             trusts_prediction: registry.hash_secret.is_some(),
             block_tokens: tail.tokens_per_block,
             ratio: tail.ratio,
+        }
+    }
+
+    /// Returns the tokens that are charged as cached if the engine does not report them.
+    pub(super) fn charged_as_cached(&self) -> u64 {
+        match self.trusts_prediction {
+            true => self.predicted,
+            false => 0,
         }
     }
 

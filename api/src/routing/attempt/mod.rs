@@ -565,10 +565,7 @@ impl OpenAttempt {
     fn due(&self, usage: Usage) -> Charge {
         let cached = usage
             .cached_tokens
-            .unwrap_or(match self.prompt.trusts_prediction {
-                true => self.prompt.predicted,
-                false => 0,
-            })
+            .unwrap_or(self.prompt.charged_as_cached())
             .min(self.cached_max.unwrap_or(u64::MAX))
             .min(usage.prompt_tokens);
         let uncached = usage.prompt_tokens - cached;

@@ -99,10 +99,7 @@ impl Attempt {
     pub fn kept(&mut self, usage: Option<Usage>) {
         let Some(open) = &mut self.open else { return };
         let reported = usage.and_then(|usage| usage.cached_tokens);
-        open.cached_max = Some(reported.unwrap_or(match open.prompt.trusts_prediction {
-            true => open.prompt.predicted,
-            false => 0,
-        }));
+        open.cached_max = Some(reported.unwrap_or(open.prompt.charged_as_cached()));
         self.fall_back_to_single_backend();
     }
 
