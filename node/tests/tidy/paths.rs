@@ -38,14 +38,18 @@ fn pages() -> Vec<PathBuf> {
     pages
 }
 
+/// Returns what stands in backquotes.
+fn quoted(text: &str) -> impl Iterator<Item = &str> {
+    text.split('`').skip(1).step_by(2)
+}
+
 /// Returns the paths in backquotes, with `{a,b}` expanded.
 fn paths(text: &str) -> BTreeSet<String> {
-    let quoted = text.split('`').skip(1).step_by(2);
     let is_path = |it: &&str| {
         let (first, rest) = it.split_once('/').unwrap_or_default();
         FOLDERS.contains(&first) && !rest.contains(|c: char| c.is_whitespace() || c == '*')
     };
-    quoted.filter(is_path).flat_map(written_out).collect()
+    quoted(text).filter(is_path).flat_map(written_out).collect()
 }
 
 fn written_out(path: &str) -> Vec<String> {
@@ -76,14 +80,12 @@ fn every_file_that_a_page_names_is_there() {
 
 /// Returns the bare names of Rust files in backquotes, with the folders before them if there are any.
 fn rust_files(text: &str) -> BTreeSet<String> {
-    let quoted = text.split('`').skip(1).step_by(2);
     let is_file = |it: &&str| it.ends_with(".rs") && !it.contains(['*', '{', ' ']);
-    quoted.filter(is_file).map(str::to_owned).collect()
+    quoted(text).filter(is_file).map(str::to_owned).collect()
 }
 
 /// Returns the names of the items in backquotes of the form `Type::name`.
 fn items(text: &str) -> BTreeSet<(String, String)> {
-    let quoted = text.split('`').skip(1).step_by(2);
     let is_name =
         |it: &str| !it.is_empty() && it.chars().all(|c| c.is_ascii_alphanumeric() || c == '_');
     let is_type = |it: &str| is_name(it) && it.starts_with(|c: char| c.is_ascii_uppercase());
@@ -91,7 +93,7 @@ fn items(text: &str) -> BTreeSet<(String, String)> {
         let (of, name) = it.split_once("::")?;
         (is_type(of) && is_name(name)).then(|| (of.to_owned(), name.to_owned()))
     };
-    quoted.filter_map(item).collect()
+    quoted(text).filter_map(item).collect()
 }
 
 #[test]
