@@ -12,8 +12,8 @@ use std::time::Duration;
 
 use schemars::JsonSchema;
 use serde::Serialize;
-use state::exact::{KvCondition, KvMode};
 use state::ids::{ReplicaId, Slot};
+use state::kv_events::{KvCondition, KvMode};
 use state::policy::{PolicyConfig, RoutingSettings};
 use state::service::ServiceView;
 use state::{Backend, Registry, StateView};

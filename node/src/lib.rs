@@ -6,12 +6,12 @@ pub mod config;
 pub mod descriptors;
 pub mod dev;
 pub mod engine_check;
+mod file_permissions;
 #[cfg(feature = "fuzzing")]
 pub mod fuzzing;
 pub mod json_client;
 mod memory;
 pub mod planted;
-mod private;
 mod process;
 mod service_manager;
 pub mod telemetry;

@@ -32,7 +32,7 @@ use crate::files::{damaged, io_error, is_shortage};
 use crate::locks::lock;
 use crate::machine::{FrozenMachine, StateMachine};
 use crate::planted::{self, Bug};
-use crate::removed::RemovedMembers;
+use crate::removed_members::RemovedMembers;
 use crate::snapshot::{SnapshotFile, SnapshotFolder, SnapshotReader, SnapshotWriter};
 use crate::types::{
     Config, Entry, LogId, Payload, Reply, SnapshotMeta, StoredMembership, public_index,

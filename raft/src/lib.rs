@@ -53,7 +53,7 @@ mod memory;
 mod net;
 mod options;
 pub mod planted;
-mod removed;
+mod removed_members;
 mod replay;
 mod replica;
 mod snapshot;

@@ -39,9 +39,9 @@ pub(crate) fn entry(term: u64, index: u64, bytes: usize) -> Entry {
     entries(term, index..index + 1, bytes).remove(0)
 }
 
-struct Deaf;
+struct IgnoreMessages;
 
-impl PeerHandler for Deaf {
+impl PeerHandler for IgnoreMessages {
     fn message(&self, _from: u8, _bytes: &[u8]) {}
 }
 
@@ -81,7 +81,7 @@ pub(crate) async fn replica_over(id: u8, tcp: Tcp, peers: Vec<String>) -> (Repli
         options,
         Arc::new(tcp),
         Box::<Journal>::default(),
-        Arc::new(Deaf),
+        Arc::new(IgnoreMessages),
     );
     (replica.await.unwrap(), disk)
 }

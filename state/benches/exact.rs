@@ -15,10 +15,10 @@ use rand_xoshiro::rand_core::{RngCore, SeedableRng};
 use state::RouterState;
 use state::codec::{decode_envelope, encode_envelope};
 use state::command::{BackendSpec, Command, EngineFacts, Envelope, Item, Lane, Origin};
-use state::exact::{KvBatch, KvEvent, KvMessage, KvMode, KvNews};
 use state::ids::{
     AttemptId, BackendRef, BlockHash, EngineHash, LogIndex, ReplicaId, SessionId, Slot,
 };
+use state::kv_events::{KvBatch, KvEvent, KvMessage, KvMode, KvNews};
 use state::policy::{CostSettings, PolicyConfig};
 use state::users::FairnessSettings;
 

@@ -286,7 +286,7 @@ fn a_source_that_tells_of_ten_thousand_fills_the_registry_and_no_more() {
 
 /// One answer of a source, or none.
 #[derive(Debug, Clone)]
-enum Happening {
+enum DiscoveryEvent {
     /// Which of eight engines the source lists, and which of these are not ready.
     Answer(u8, u8),
     Nothing,
@@ -296,15 +296,15 @@ enum Happening {
     NextLeader,
 }
 
-fn happening() -> impl Strategy<Value = Happening> {
+fn discovery_event() -> impl Strategy<Value = DiscoveryEvent> {
     let not_ready = prop_oneof![4 => Just(0_u8), 1 => any::<u8>()];
     prop_oneof![
-        8 => (any::<u8>(), not_ready).prop_map(|(told, not)| Happening::Answer(told, not)),
-        2 => Just(Happening::Nothing),
-        4 => (1_u64..40).prop_map(Happening::Pass),
-        1 => (0_u8..8, any::<bool>()).prop_map(|(engine, draining)| Happening::Drain(engine, draining)),
-        1 => (0_u8..8).prop_map(Happening::PutByHand),
-        2 => Just(Happening::NextLeader),
+        8 => (any::<u8>(), not_ready).prop_map(|(told, not)| DiscoveryEvent::Answer(told, not)),
+        2 => Just(DiscoveryEvent::Nothing),
+        4 => (1_u64..40).prop_map(DiscoveryEvent::Pass),
+        1 => (0_u8..8, any::<bool>()).prop_map(|(engine, draining)| DiscoveryEvent::Drain(engine, draining)),
+        1 => (0_u8..8).prop_map(DiscoveryEvent::PutByHand),
+        2 => Just(DiscoveryEvent::NextLeader),
     ]
 }
 
@@ -384,31 +384,31 @@ proptest! {
     /// For any answers of a source: operators' backends stay, not all backends are lost, none is
     /// removed early, and each answer settles. A leader that restored a snapshot decides the same.
     #[test]
-    fn no_history_of_answers_takes_a_fleet_away(history in prop::collection::vec(happening(), 1..40)) {
+    fn no_history_of_answers_takes_a_fleet_away(history in prop::collection::vec(discovery_event(), 1..40)) {
         let mut driver = Driver::new();
         let mut witness = ApplyObserver::default();
         let mut last = Vec::new();
         for step in history {
             match step {
-                Happening::Answer(told_of, not_ready) => {
+                DiscoveryEvent::Answer(told_of, not_ready) => {
                     last = answer(told_of, not_ready);
                     witness.follow(&mut driver, &last);
                 }
-                Happening::Nothing => witness.follow(&mut driver, &[]),
-                Happening::Pass(seconds) => pass(&mut driver, seconds),
-                Happening::Drain(engine, draining) => {
+                DiscoveryEvent::Nothing => witness.follow(&mut driver, &[]),
+                DiscoveryEvent::Pass(seconds) => pass(&mut driver, seconds),
+                DiscoveryEvent::Drain(engine, draining) => {
                     let name = id(engine);
                     if !witness.by_hand.contains_key(&name) {
                         driver.apply(1, Command::SetDraining { name, draining });
                     }
                 }
-                Happening::PutByHand(engine) => {
+                DiscoveryEvent::PutByHand(engine) => {
                     let put = told(&engine.to_string(), EngineCondition::Ready).spec;
                     driver.apply(1, Command::PutBackend(put));
                     let backend = driver.state.backend(&id(engine)).unwrap().clone();
                     witness.by_hand.insert(id(engine), (backend.handle, backend));
                 }
-                Happening::NextLeader => {
+                DiscoveryEvent::NextLeader => {
                     let before = plan(&driver, &last);
                     let state = restored(&snapshot(&driver.state));
                     driver = Driver::over(state, &driver);

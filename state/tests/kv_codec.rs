@@ -6,8 +6,8 @@ use expect_test::expect;
 use proptest::prelude::*;
 use state::codec::{decode_envelope, encode_envelope, item_bytes};
 use state::command::{Command, Envelope, Item, Lane};
-use state::exact::{KvBatch, KvDoubt, KvEvent, KvMessage, KvNews, KvRejection};
 use state::ids::{BackendRef, BlockHash, EngineHash, Incarnation, Slot};
+use state::kv_events::{KvBatch, KvDoubt, KvEvent, KvMessage, KvNews, KvRejection};
 
 fn item(rank: u16, news: KvNews) -> Item {
     Item::KvEvents(KvBatch {

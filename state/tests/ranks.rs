@@ -5,8 +5,8 @@ mod common;
 use common::{Driver, batch, block, chain, restored, snapshot, spec};
 use proptest::prelude::*;
 use state::command::{BackendSpec, Command, EngineFacts, Item, LeaseOutcome, Rejection, Reply};
-use state::exact::{KvBatch, KvEvent, KvMessage, KvMode, KvNews};
 use state::ids::{BackendRef, BlockHash, EngineHash, Slot};
+use state::kv_events::{KvBatch, KvEvent, KvMessage, KvMode, KvNews};
 use state::{Backend, RouterState};
 
 fn ranks(driver: &Driver, id: &str, ranks: u16) -> Command {

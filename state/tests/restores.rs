@@ -7,11 +7,11 @@ use common::{Driver, chain, measured_sample, restored, snapshot, spec};
 use state::command::{
     Charge, Command, Item, LeaseOutcome, RESTORE_BYTES_MAX, RESTORE_PART_BYTES, Rejection, Reply,
 };
-use state::exact::{KvDoubt, KvMode, KvReason};
 use state::ids::{
     BackendRef, BlockHash, Incarnation, LogIndex, ReplicaId, RestoreId, SessionId, Slot,
 };
 use state::keys::{FoundKey, SecretHash};
+use state::kv_events::{KvDoubt, KvMode, KvReason};
 use state::prefix::user_key;
 use state::{AuditAction, RESTORE_IDLE_MS_MAX, RouterState};
 

@@ -92,12 +92,12 @@ fn chain(conversation: u64, blocks: u64) -> Vec<BlockHash> {
 /// Sends requests of many conversations to an engine that really holds `holds` blocks, and reports
 /// predicted and actual cache hits to the log.
 fn drive(driver: &mut Driver, holds: usize, requests: u64) {
-    drive_on(driver, &mut Cache::new(holds), requests, Told::Sums);
+    drive_on(driver, &mut Cache::new(holds), requests, Reported::Sums);
 }
 
 /// What is reported about predictions and hits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Told {
+enum Reported {
     /// Sums.
     Sums,
     /// Which predictions held.
@@ -107,7 +107,7 @@ enum Told {
 }
 
 /// The same with an existing cache, continuing after earlier attempts.
-fn drive_on(driver: &mut Driver, cache: &mut Cache, requests: u64, told: Told) {
+fn drive_on(driver: &mut Driver, cache: &mut Cache, requests: u64, told: Reported) {
     let mut draw = 1_u64 + cache.clock;
     let mut sample = ServiceSample::empty(BACKEND);
     let mut belief = nothing_believed();
@@ -141,7 +141,7 @@ fn drive_on(driver: &mut Driver, cache: &mut Cache, requests: u64, told: Told) {
             ]),
         );
         let mut cached = cache.run(&chain) as u64;
-        if let Told::Less(percent) = told {
+        if let Reported::Less(percent) = told {
             cached = cached * percent / 100;
         }
         sample.predicted += 1;
@@ -151,8 +151,8 @@ fn drive_on(driver: &mut Driver, cache: &mut Cache, requests: u64, told: Told) {
         judge(&mut belief, matched.into(), cached);
         if request % 8 == 7 {
             let item = match told {
-                Told::Sums => Item::ObserveService(Box::new(sample)),
-                Told::Beliefs | Told::Less(_) => Item::ObserveBelief(belief),
+                Reported::Sums => Item::ObserveService(Box::new(sample)),
+                Reported::Beliefs | Reported::Less(_) => Item::ObserveBelief(belief),
             };
             driver.apply(1, batch(vec![item]));
             sample = ServiceSample::empty(BACKEND);
@@ -242,7 +242,7 @@ fn a_capacity_that_is_a_little_off_is_corrected_early() {
     ] {
         let mut driver = cluster(Some(told), spec("a", 1, None));
         let mut cache = Cache::new(holds);
-        drive_on(&mut driver, &mut cache, 2000, Told::Beliefs);
+        drive_on(&mut driver, &mut cache, 2000, Reported::Beliefs);
         let capacity = served(&driver).capacity_blocks.unwrap();
         let off = u64::from(capacity).abs_diff(holds as u64) * 1000 / holds as u64;
         assert!(off <= 35, "{told} was told of {holds}: {capacity}");
@@ -281,18 +281,18 @@ fn what_has_other_causes_moves_no_capacity() {
         assert!(step <= before / 32 + 1, "{before} became {capacity}");
         before = capacity;
     };
-    drive_on(&mut driver, &mut cache, 1000, Told::Beliefs);
+    drive_on(&mut driver, &mut cache, 1000, Reported::Beliefs);
     // The engine loses its cache and does not report it.
     for _ in 0..4 {
         let clock = cache.clock;
         cache = Cache::new(1000);
         cache.clock = clock;
-        drive_on(&mut driver, &mut cache, 400, Told::Beliefs);
+        drive_on(&mut driver, &mut cache, 400, Reported::Beliefs);
         is_left_alone(&driver);
     }
     // The engine tokenises differently.
     for percent in [0, 30, 45, 60, 90] {
-        drive_on(&mut driver, &mut cache, 2000, Told::Less(percent));
+        drive_on(&mut driver, &mut cache, 2000, Reported::Less(percent));
         is_left_alone(&driver);
     }
     assert!((900..=1100).contains(&before), "{before}");

@@ -9,8 +9,8 @@ use serde_json::json;
 use state::Backend;
 use state::command::{BackendRole, BackendSpec, Command, EngineFacts};
 use state::discovery::DiscoveredBackend;
-use state::exact::{KvMode, KvStatus};
 use state::ids::{Incarnation, LogIndex, ReplicaId, Slot};
+use state::kv_events::{KvMode, KvStatus};
 use state::service::BackendServiceView;
 use tokio::time::Instant;
 
@@ -25,8 +25,8 @@ use crate::backends::{
     CircuitView, EngineKind, EngineMetrics, EnginePlace, EngineUrl, EngineUrlError, ProbeRecord,
 };
 use crate::error::Problem;
-use crate::kv_events::board::BackendStreams;
 use crate::kv_events::endpoint;
+use crate::kv_events::stream_status::BackendStreams;
 use crate::printable::{escaped, is_obeyed};
 
 /// A backend, with everything known about it.
@@ -95,7 +95,7 @@ impl EngineInfo {
         Self {
             kind: record.kind.or_else(|| owners.find_map(EngineKind::named)),
             version: record.version.clone(),
-            tells_cached_tokens: admin.backends.tells_cached_at_all(backend.handle),
+            tells_cached_tokens: admin.backends.reports_cached_in_any_form(backend.handle),
             ranks: record.metrics.ranks,
             rank: admin.view.registry().rank(backend),
             models: listed

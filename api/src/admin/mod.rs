@@ -87,7 +87,7 @@ use crate::divergence::Digests;
 use crate::error::Problem;
 use crate::events::EventBus;
 use crate::figures::FigureBoard;
-use crate::kv_events::board::StreamBoard;
+use crate::kv_events::stream_status::StreamBoard;
 use crate::metrics::{Metrics, ScrapedReplica};
 use crate::ports::Cluster;
 use crate::proxy::{DecisionLog, RequestReader};

@@ -419,18 +419,18 @@ impl Backends {
     }
 
     /// Records that a response in this form reported cached tokens.
-    pub(crate) fn told_cached(&self, backend: BackendRef, form: AnswerForm) {
+    pub(crate) fn note_cached_report(&self, backend: BackendRef, form: AnswerForm) {
         self.cache_reports.told(backend, form);
     }
 
     /// Whether responses in this form have reported cached tokens. If so, a response without a
     /// count means zero.
-    pub(crate) fn tells_cached(&self, backend: BackendRef, form: AnswerForm) -> bool {
+    pub(crate) fn reports_cached(&self, backend: BackendRef, form: AnswerForm) -> bool {
         self.cache_reports.tells(backend, form)
     }
 
     /// Whether responses in any form have reported cached tokens.
-    pub(crate) fn tells_cached_at_all(&self, backend: BackendRef) -> bool {
+    pub(crate) fn reports_cached_in_any_form(&self, backend: BackendRef) -> bool {
         self.cache_reports.tells_any(backend)
     }
 

@@ -15,7 +15,7 @@ use hickory_resolver::net::runtime::TokioRuntimeProvider;
 use hickory_resolver::proto::rr::{RData, RecordType};
 use state::discovery::{EngineCondition, ListedEngine, RefusedEngine};
 
-use super::board::{DiscoveryBoard, SourceReading};
+use super::source_status::{DiscoveryBoard, SourceReading};
 use super::{DnsRecords, DnsSource, EngineTemplate};
 use crate::backends::EngineDialer;
 

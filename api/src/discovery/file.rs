@@ -14,7 +14,7 @@ use state::discovery::{EngineCondition, ListedEngine, RefusedEngine};
 use tokio_util::sync::CancellationToken;
 
 use super::EngineTemplate;
-use super::board::{DiscoveryBoard, SourceReading};
+use super::source_status::{DiscoveryBoard, SourceReading};
 use crate::backends::{EngineDialer, EnginePlace, EngineUrl};
 use crate::file_stamp::{FileStamp, look_regularly};
 use crate::kv_events::endpoint;

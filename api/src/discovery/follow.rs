@@ -11,7 +11,7 @@ use state::discovery::{Discovery, DiscoveryChange, SourcePlan};
 use tokio::time::{MissedTickBehavior, interval};
 use tokio_util::sync::CancellationToken;
 
-use super::board::DiscoveryBoard;
+use super::source_status::DiscoveryBoard;
 use super::{SourceKind, SourceSettings, dns, file, kubernetes};
 use crate::backends::EngineDialer;
 use crate::clock::LogTime;

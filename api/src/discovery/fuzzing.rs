@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use state::discovery::{KnownFleet, ListedEngine, SourcePlan, SourceRules};
 
-use super::board::SourceReading;
+use super::source_status::SourceReading;
 use super::{EngineScheme, EngineTemplate, file, kubernetes};
 use crate::backends::EngineDialer;
 

@@ -4,7 +4,6 @@
 //! report at once. Only the leader acts: it compares its report with the cluster in a
 //! [`SourcePlan`](state::discovery::SourcePlan), whose changes go through the log (ADR 0087).
 
-mod board;
 mod dns;
 mod file;
 mod follow;
@@ -12,13 +11,14 @@ mod follow;
 pub(crate) mod fuzzing;
 mod kubernetes;
 mod settings;
+mod source_status;
 #[cfg(test)]
 mod tests;
 
-pub use board::{DiscoveryBoard, DiscoveryMetrics, SourceReport};
 pub use follow::{DiscoveryParts, run};
 pub use kubernetes::StatefulSetScale;
 pub use settings::{
     DnsRecords, DnsSource, EngineScheme, EngineTemplate, KubernetesAccess, KubernetesSource,
     PodChoice, SourceKind, SourceSettings,
 };
+pub use source_status::{DiscoveryBoard, DiscoveryMetrics, SourceReport};

@@ -7,10 +7,10 @@ use std::io::Cursor;
 use bytes::{Bytes, BytesMut};
 use state::RouterState;
 use state::command::{BackendSpec, Command, Envelope, Item, Lane, Origin, Reply};
-use state::exact::{KvBatch, KvEvent, KvNews};
 use state::ids::{
     AttemptId, BackendRef, BlockHash, EngineHash, Incarnation, LogIndex, ReplicaId, SessionId, Slot,
 };
+use state::kv_events::{KvBatch, KvEvent, KvNews};
 use state::policy::{CostSettings, PolicyConfig};
 use state::users::FairnessSettings;
 use tokio::runtime::Runtime;

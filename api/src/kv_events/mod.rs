@@ -6,7 +6,6 @@
 //! where to connect. [`reader`] combines them in one task per data-parallel rank, and [`board`]
 //! shows the status of each.
 
-pub mod board;
 pub mod endpoint;
 #[cfg(feature = "fuzzing")]
 pub(crate) mod fuzzing;
@@ -15,6 +14,7 @@ pub mod reader;
 pub mod socket;
 mod source;
 pub mod stream;
+pub mod stream_status;
 pub mod wire;
 pub mod zmtp;
 

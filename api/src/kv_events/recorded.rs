@@ -5,10 +5,10 @@ use std::collections::{BTreeMap, HashMap};
 
 use state::RouterState;
 use state::command::{BackendSpec, Command, Envelope, Item, Lane, Origin, Reply};
-use state::exact::{KvBatch, KvCondition};
 use state::ids::{
     AttemptId, BackendRef, EngineHash, Incarnation, LogIndex, ReplicaId, SessionId, Slot,
 };
+use state::kv_events::{KvBatch, KvCondition};
 use state::policy::{CostSettings, PolicyConfig};
 
 use super::fixtures::{self, Message};

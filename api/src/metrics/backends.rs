@@ -3,14 +3,14 @@
 use std::fmt;
 
 use state::Backend;
-use state::exact::KvMode;
+use state::kv_events::KvMode;
 use state::service::{BackendServiceView, CapacitySource, LearntPrices};
 use tokio::time::Instant;
 
 use super::{MetricsPage, ScrapedReplica};
 use crate::backends::ProbeRecord;
-use crate::kv_events::board::BackendStreams;
 use crate::kv_events::stream::StreamCounts;
+use crate::kv_events::stream_status::BackendStreams;
 
 impl ScrapedReplica {
     pub(super) fn backends(&self, page: &mut MetricsPage<'_>) -> fmt::Result {

@@ -26,7 +26,7 @@ use crate::backends::Backends;
 use crate::clock::Clock;
 use crate::divergence::Digests;
 use crate::events::EventBus;
-use crate::kv_events::board::StreamBoard;
+use crate::kv_events::stream_status::StreamBoard;
 use crate::ports::{Cluster, ClusterStatus};
 use crate::routing::LoadTable;
 

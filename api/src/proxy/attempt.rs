@@ -21,9 +21,9 @@ use tokio_util::sync::CancellationToken;
 use super::Proxy;
 use super::first_byte::begin;
 use super::headers::{Hop, clean_answer, toward_engine};
+use super::poison_requests::WatchedRequest;
 use super::proxied::ProxiedRequest;
 use super::response_body::ERROR_BYTES_MAX;
-use super::suspects::WatchedRequest;
 use crate::backends::EngineHeaders;
 use crate::backends::pool::{EngineBody, Segments, SendError};
 use crate::error::ProxyError;
@@ -393,7 +393,7 @@ pub(super) async fn attempt(
     failure.result()
 }
 
-/// Logs a failed attempt and applies its effects on backend health, connections and suspects.
+/// Logs a failed attempt and applies its effects on backend health, connections and poison requests.
 pub(super) fn note(
     proxy: &Proxy,
     sending: &OutgoingRequest<'_>,

@@ -358,7 +358,7 @@ fn without_prompt(
             failure.report(proxy, backend, user);
             prefill.end(failure.end());
             note(proxy, sending, (backend, &chosen.name), &failure);
-            if proxy.suspects.refuses(sending.proxied) {
+            if proxy.poison_requests.refuses(sending.proxied) {
                 proxy.metrics.suspects_refused.inc();
                 return Err(ProxyError::BreaksBackends);
             }

@@ -7,7 +7,7 @@
 //!
 //! The prefill stage cannot fail a request. Whatever happens, the decode backend, which already has
 //! a place for the request, computes the prompt itself. The one exception is a prompt that has
-//! broken two engines: it is not sent to a third (`suspects.rs`).
+//! broken two engines: it is not sent to a third (`poison_requests.rs`).
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
@@ -170,7 +170,7 @@ async fn read(answer: Response<EngineBody>) -> Result<Prefilled, SendError> {
     Ok(Prefilled::read(&body))
 }
 
-/// Applies the result to the prefill backend, the attempt and the suspects.
+/// Applies the result to the prefill backend, the attempt and the poison requests.
 fn settle(
     proxy: &Proxy,
     sending: &OutgoingRequest<'_>,
@@ -205,7 +205,7 @@ fn settle(
             }
             prefill.end(failure.end());
             note(proxy, sending, (backend, &chosen.name), &failure);
-            if proxy.suspects.refuses(sending.proxied) {
+            if proxy.poison_requests.refuses(sending.proxied) {
                 proxy.metrics.suspects_refused.inc();
                 attempt.end(AttemptEnd::Failed, now);
                 return Err(ProxyError::BreaksBackends);

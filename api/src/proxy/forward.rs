@@ -113,7 +113,7 @@ pub(super) fn prepare<'a>(
     proxied: &'a ProxiedRequest,
     request_metrics: &mut RequestMetricsGuard,
 ) -> Result<(OutgoingRequest<'a>, WantedUsage), ProxyError> {
-    if proxy.suspects.refuses(proxied) {
+    if proxy.poison_requests.refuses(proxied) {
         proxy.metrics.suspects_refused.inc();
         return Err(ProxyError::BreaksBackends);
     }
@@ -254,7 +254,7 @@ fn outgoing<'a>(
         transfer: None,
         bootstrap_session: None,
         first_byte_by: Instant::now(),
-        watched: proxy.suspects.watch(proxied),
+        watched: proxy.poison_requests.watch(proxied),
     };
     (sending, wanted)
 }

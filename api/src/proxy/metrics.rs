@@ -15,11 +15,11 @@ use prometheus_client::registry::Registry;
 use tokio::time::Instant;
 
 use super::access::{AccessEntry, EndedAccess};
-use super::budget::BudgetGuard;
 use super::clients::{ConnectionRequestGuard, UserRequestGuard};
 use super::model_metrics::{ModelMeter, ModelMetrics};
 pub use super::outcome::RequestOutcome;
 use super::request_record::RequestRecord;
+use super::retry_budget::BudgetGuard;
 use super::stage_metrics::StageMetrics;
 pub use super::status_label::StatusLabel;
 use crate::backends::pool::PoolCounters;

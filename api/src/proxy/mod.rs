@@ -24,7 +24,6 @@ mod answer_usage;
 mod attempt;
 mod bootstrap;
 mod bootstrap_rooms;
-mod budget;
 mod clients;
 mod cluster_keys;
 mod cors;
@@ -51,23 +50,24 @@ mod outcome;
 mod parse;
 pub mod picker;
 mod piece;
+mod poison_requests;
 mod proxied;
 mod ratelimit;
 mod read_ahead;
+mod readiness_gate;
 mod recorder;
 mod request;
 mod request_record;
 mod reserved_fields;
 mod response_body;
+mod retry_budget;
 mod routes;
 mod server;
 mod settings;
 mod sse;
 mod stage_metrics;
-mod startup;
 mod status_label;
 mod stored;
-mod suspects;
 mod usage_options;
 mod user_models;
 mod write_timeout;
@@ -125,19 +125,19 @@ use crate::routing::Router;
 use crate::traces::RequestTrace;
 use access::AccessLog;
 use answer_body::{AnswerBody, AnswerBodyKind};
-use budget::RetryBudget;
 use clients::{ClientTable, ConnectionRequestGuard, UserRequests};
 use dialect::Dialect;
 use forward::{ForwardResult, forward};
 use headers::request_id;
 use metrics::RequestMetricsGuard;
+use poison_requests::PoisonRequests;
 use proxied::{ArrivedRequest, ProxiedRequest, begin_trace, trace_id};
+use readiness_gate::ReadinessGate;
 use request::HeldBodyBytes;
 use response_body::{SharedResponseBody, lock};
+use retry_budget::RetryBudget;
 use routes::{Route, unslashed};
-use startup::Startup;
 use stored::{RequestContext, forward_stored};
-use suspects::Suspects;
 use write_timeout::hand_over;
 
 /// Value of the `connection` header that marks a response as the last of its connection.
@@ -163,9 +163,9 @@ pub struct Proxy {
     clients: Arc<ClientTable>,
     users: Arc<UserRequests>,
     budget: Arc<RetryBudget>,
-    suspects: Arc<Suspects>,
+    poison_requests: Arc<PoisonRequests>,
     access: Arc<AccessLog>,
-    startup: Startup,
+    readiness_gate: ReadinessGate,
 }
 
 /// Result of receiving a request.
@@ -222,9 +222,9 @@ impl Proxy {
             clients: Arc::new(clients),
             users: Arc::new(users),
             budget: Arc::new(budget),
-            suspects: Arc::new(Suspects::new()),
+            poison_requests: Arc::new(PoisonRequests::new()),
             access: Arc::new(access),
-            startup: Startup::default(),
+            readiness_gate: ReadinessGate::default(),
         }
     }
 
@@ -232,8 +232,11 @@ impl Proxy {
     /// knows the cluster's models. Without it, the replica counts as ready.
     #[must_use]
     pub fn ready_by(self, readiness: Arc<ReadinessCheck>) -> Self {
-        let startup = Startup::new(readiness);
-        Self { startup, ..self }
+        let readiness_gate = ReadinessGate::new(readiness);
+        Self {
+            readiness_gate,
+            ..self
+        }
     }
 
     /// Returns the reader of requests, which `explain` uses too.
@@ -280,7 +283,10 @@ impl Proxy {
         (request_guard, is_within): (ConnectionRequestGuard, bool),
         request: Request<Incoming>,
     ) -> Response<AnswerBody> {
-        if let Some(told) = self.startup.probe(request.method(), request.uri().path()) {
+        if let Some(told) = self
+            .readiness_gate
+            .probe(request.method(), request.uri().path())
+        {
             return told.map(|body| AnswerBody(AnswerBodyKind::Local(Some(body))));
         }
         let mut request_metrics = RequestMetricsGuard::open(&self.metrics, Some(request_guard));
@@ -324,7 +330,7 @@ impl Proxy {
         let mut response = match handled {
             Ok(answer) => self.passed_on(answer, version, request_metrics),
             Err(failure) => {
-                let failure = self.startup.doubt(failure);
+                let failure = self.readiness_gate.doubt(failure);
                 failed(&failure, dialect, version, request_metrics)
             }
         };
@@ -491,7 +497,7 @@ impl Proxy {
         held: &mut HeldBodyBytes,
     ) -> Result<Intake<'a>, ProxyError> {
         let (holder, route) = self.requests.accept(&request_head(head, peer))?;
-        self.startup.check(&self.view)?;
+        self.readiness_gate.check(&self.view)?;
         match route {
             Route::Models => Ok(Intake::Models(holder, None)),
             Route::Model(id) => Ok(Intake::Models(holder, Some(id))),
@@ -521,7 +527,7 @@ impl Proxy {
     /// Returns a response with the models that the key allows, or with the model `id` only.
     fn models(&self, holder: &Holder, id: Option<&str>) -> Result<Response<Bytes>, ProxyError> {
         let registry = self.view.registry();
-        if !self.startup.has_caught_up() && models::is_empty(&registry, &self.backends) {
+        if !self.readiness_gate.has_caught_up() && models::is_empty(&registry, &self.backends) {
             return Err(ProxyError::Starting);
         }
         let body = match id {

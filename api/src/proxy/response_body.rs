@@ -20,9 +20,9 @@ use super::durable_charge::WithheldEnd;
 use super::json_answer::Document;
 use super::metrics::{RequestMetricsGuard, RequestOutcome};
 use super::piece::{AnswerPiece, ResponseBodyError};
+use super::poison_requests::WatchedRequest;
 use super::read_ahead::{ReadAhead, ReadAheadBounds};
 use super::sse::SseStream;
-use super::suspects::WatchedRequest;
 use crate::error::ProxyError;
 use crate::routing::{Attempt, AttemptEnd, ChargeCommit};
 

@@ -19,7 +19,6 @@ mod decide;
 mod decision_record;
 mod dispatch;
 mod endpoints;
-mod evictions;
 mod explain;
 mod filters;
 #[cfg(test)]
@@ -35,16 +34,17 @@ mod output_lengths;
 mod pairing;
 mod pairs;
 mod panic;
+mod predicted_evictions;
 mod predictions;
 mod preferences;
 mod prefill;
 mod priced_total;
 mod prompt_size;
 mod reply;
+mod request_stages;
 mod routing_table;
 mod samples;
 mod select;
-mod separable;
 mod session;
 mod shares;
 #[cfg(test)]
@@ -101,11 +101,11 @@ pub use outbox::{
 pub use preferences::{POLICY, PreferenceRejection, RoutingPreferences};
 pub use prefill::{PrefillAttempt, PrefillDecision};
 pub use priced_total::LargestRequest;
+pub use request_stages::RequestStages;
 pub use routing_table::PolicySource;
 pub use select::{Labels, SELECT, SelectRejection, SelectSettings};
-pub use separable::RequestStages;
 pub use shares::{
-    PlacedRequest, ShareStanding, Shares, WaitingForPlace, WantedPlaces, wire as share_reports,
+    PlacedRequest, ShareStatus, Shares, WaitingForPlace, WantedPlaces, wire as share_reports,
 };
 pub use verdict::FilterVerdict;
 

@@ -18,8 +18,8 @@ use tonic_health::pb::health_client::HealthClient;
 use super::engine::{DONE, delta, usage_chunk};
 use super::fleet::{Fleet, PATIENT, eventually};
 use super::picking::{
-    CHAT, EVENTS, Listening, Picking, body_of, engines, head_of, header, modes, only, piece_of,
-    plain, start,
+    CHAT, ConnectedPicker, EVENTS, Listening, body_of, engines, head_of, header, modes, only,
+    piece_of, plain, start,
 };
 
 #[tokio::test]
@@ -165,7 +165,10 @@ async fn what_is_refused_or_known_here_is_answered_by_the_gateway() {
         settings.limits.body_bytes_max = 8;
     });
     let large = large.await;
-    let mut talk = Picking::of(&large).await.ask(CHAT, 7, plain()).await;
+    let mut talk = ConnectedPicker::of(&large)
+        .await
+        .ask(CHAT, 7, plain())
+        .await;
     assert_eq!(talk.refused().await.0, 413);
     fleet.is_idle().await;
     large.is_idle().await;

@@ -12,8 +12,8 @@ use tonic::{Code, Status};
 use super::engine::{DONE, delta};
 use super::fleet::{Fleet, PATIENT};
 use super::picking::{
-    CHAT, EVENTS, Picking, PickingHere, Talk, body_of, engines, head_of, modes, piece_of, plain,
-    start,
+    CHAT, ConnectedPicker, EVENTS, InProcessPicker, Talk, body_of, engines, head_of, modes,
+    piece_of, plain, start,
 };
 
 const STREAMED: BodySendMode = BodySendMode::Streamed;
@@ -88,7 +88,7 @@ async fn the_withheld_end_of_an_answer_passes_before_its_trailers() {
         });
         let fleet = fleet.await;
         fleet.keep_flushing();
-        let picking = Picking::of(&fleet).await;
+        let picking = ConnectedPicker::of(&fleet).await;
         let duplex = BodySendMode::FullDuplexStreamed;
         let mut talk = picking.ask(CHAT, 1000, modes(duplex, mode, false)).await;
         talk.picked().await;
@@ -124,7 +124,7 @@ async fn a_message_that_is_longer_than_any_body_may_be_is_refused() {
         settings.limits.body_bytes_max = 200;
     });
     let fleet = fleet.await;
-    let picking = Picking::of(&fleet).await;
+    let picking = ConnectedPicker::of(&fleet).await;
     let long = "x".repeat(3 << 20);
     let mut talk = picking.open().await;
     talk.say_with(head(), modes(BUFFERED, BUFFERED, false))
@@ -154,7 +154,7 @@ async fn a_message_that_is_longer_than_any_body_may_be_is_refused() {
 async fn a_message_that_cannot_be_read_ends_the_stream_with_an_error() {
     let engines = engines().await;
     let fleet = Fleet::start(&[&engines[0]]).await;
-    let picking = PickingHere::of(&fleet);
+    let picking = InProcessPicker::of(&fleet);
     let unread = Status::internal("failed to decode Protobuf message");
     let mut talk = picking.hear_out(vec![Err(unread.clone())]).unwrap();
     assert_eq!(talk.fails().await.code(), Code::InvalidArgument);

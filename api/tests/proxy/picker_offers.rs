@@ -9,7 +9,7 @@ use state::policy::PolicyConfig;
 
 use super::engine::Engine;
 use super::fleet::{Fleet, PATIENT};
-use super::picking::{CHAT, PickingHere, plain};
+use super::picking::{CHAT, InProcessPicker, plain};
 
 async fn dead(count: usize) -> Vec<Engine> {
     let mut engines = Vec::new();
@@ -20,7 +20,7 @@ async fn dead(count: usize) -> Vec<Engine> {
 }
 
 /// Returns the endpoints offered for a request, whose gateway then leaves.
-async fn told(fleet: &Fleet, picking: &PickingHere) -> Vec<String> {
+async fn told(fleet: &Fleet, picking: &InProcessPicker) -> Vec<String> {
     let mut talk = picking.open().unwrap();
     talk.ask(CHAT, 1000, plain()).await;
     let (endpoints, _) = talk.picked().await;
@@ -36,7 +36,7 @@ async fn the_second_endpoint_takes_no_turn_of_round_robins() {
     let engines = dead(ENGINES).await;
     let fleet = Fleet::start(&engines.iter().collect::<Vec<_>>()).await;
     fleet.apply(Command::PutPolicy(PolicyConfig::RoundRobin));
-    let picking = PickingHere::of(&fleet);
+    let picking = InProcessPicker::of(&fleet);
     let mut firsts = [0; ENGINES];
     for _ in 0..ENGINES * ROUNDS {
         let endpoints = told(&fleet, &picking).await;
@@ -68,7 +68,7 @@ async fn few_backends_are_asked_for_one_that_gets_the_same() {
         let all: Vec<_> = engines.iter().collect();
         let fleet = Fleet::start_keyed(&all, keys, PATIENT, |_| {}).await;
         fleet.apply(Command::PutPolicy(PolicyConfig::RoundRobin));
-        let picking = PickingHere::of(&fleet);
+        let picking = InProcessPicker::of(&fleet);
         let endpoints = told(&fleet, &picking).await;
         assert_eq!(endpoints[0], engines[FIRST].address.to_string());
         assert_eq!(endpoints.len(), expected, "{unlike}");
@@ -85,7 +85,7 @@ async fn only_the_engine_that_gets_a_request_counts_as_unsalted() {
     let fleet = fleet.await;
     let (user, scope) = (Some("ada".to_owned()), Some(CacheScope::Own));
     fleet.apply(Command::SetCacheScope { user, scope });
-    let picking = PickingHere::of(&fleet);
+    let picking = InProcessPicker::of(&fleet);
     assert_eq!(told(&fleet, &picking).await.len(), 2);
     assert_eq!(fleet.metrics.unsalted.get(), 1);
 }

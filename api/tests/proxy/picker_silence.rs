@@ -22,11 +22,12 @@ use tonic::transport::Endpoint;
 use super::engine::{DONE, delta};
 use super::fleet::{Fleet, PATIENT, eventually};
 use super::picking::{
-    CHAT, EVENTS, Listening, PickingHere, Talk, body_of, engines, head_of, modes, piece_of, plain,
+    CHAT, EVENTS, InProcessPicker, Listening, Talk, body_of, engines, head_of, modes, piece_of,
+    plain,
 };
 
 /// Starts a picker in this process, with waits shorter than a test.
-async fn here(change: impl FnOnce(&mut ProxySettings)) -> (Fleet, PickingHere) {
+async fn here(change: impl FnOnce(&mut ProxySettings)) -> (Fleet, InProcessPicker) {
     let engines = engines().await;
     let both = [&engines[0], &engines[1]];
     let fleet = Fleet::start_with(&both, PATIENT, |settings| {
@@ -35,7 +36,7 @@ async fn here(change: impl FnOnce(&mut ProxySettings)) -> (Fleet, PickingHere) {
         change(settings);
     });
     let fleet = fleet.await;
-    let picking = PickingHere::of(&fleet);
+    let picking = InProcessPicker::of(&fleet);
     (fleet, picking)
 }
 
@@ -43,7 +44,7 @@ fn head() -> ProcessingMessage {
     ProcessingMessage::RequestHeaders(head_of("POST", "/v1/chat/completions", false))
 }
 
-async fn picked(picking: &PickingHere) -> Talk {
+async fn picked(picking: &InProcessPicker) -> Talk {
     let mut talk = picking.open().unwrap();
     talk.ask(CHAT, 1000, plain()).await;
     talk.picked().await;

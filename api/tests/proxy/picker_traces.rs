@@ -8,13 +8,13 @@ use state::command::Command;
 
 use super::engine::{DONE, delta, usage_chunk};
 use super::fleet::{Fleet, PATIENT, eventually};
-use super::picking::{CHAT, EVENTS, Picking, Talk, engines, header, headers, piece_of};
+use super::picking::{CHAT, ConnectedPicker, EVENTS, Talk, engines, header, headers, piece_of};
 use super::traces::{
     Collector, SPAN, TRACE, attribute, events, has, hex, is_the_clients, named, traced,
 };
 
 /// Starts a gateway's stream about a chat that is part of a client's trace.
-async fn asked(picking: &Picking) -> Talk {
+async fn asked(picking: &ConnectedPicker) -> Talk {
     let parent = format!("00-{TRACE}-{SPAN}-01");
     let fields = [
         (":method", "POST"),
@@ -59,7 +59,7 @@ async fn a_request_of_a_gateway_has_the_spans_of_any_other() {
     let (collector, tracer, _) = Collector::default().start(0).await;
     let [first, second] = engines().await;
     let fleet = Fleet::start_with(&[&first, &second], PATIENT, traced(tracer)).await;
-    let picking = Picking::of(&fleet).await;
+    let picking = ConnectedPicker::of(&fleet).await;
     let mut talk = asked(&picking).await;
     let (_, changes) = talk.picked().await;
     answered(&mut talk, None).await;
@@ -90,7 +90,7 @@ async fn the_second_endpoint_is_an_attempt_of_its_own() {
     let (collector, tracer, _) = Collector::default().start(0).await;
     let [first, second] = engines().await;
     let fleet = Fleet::start_with(&[&first, &second], PATIENT, traced(tracer)).await;
-    let picking = Picking::of(&fleet).await;
+    let picking = ConnectedPicker::of(&fleet).await;
     let mut talk = asked(&picking).await;
     let (endpoints, _) = talk.picked().await;
     let further = endpoints.split(',').nth(1).unwrap().to_owned();
@@ -122,7 +122,7 @@ async fn a_gateway_that_leaves_while_its_request_waits_ends_its_spans() {
     let (collector, tracer, _) = Collector::default().start(0).await;
     let [first, second] = engines().await;
     let fleet = Fleet::start_with(&[&first, &second], PATIENT, traced(tracer)).await;
-    let picking = Picking::of(&fleet).await;
+    let picking = ConnectedPicker::of(&fleet).await;
     fleet.apply(Command::PutAdmission(AdmissionSettings {
         concurrency: Concurrency::Fixed(1),
         ..AdmissionSettings::default()

@@ -44,18 +44,18 @@ pub(super) struct Listening {
 }
 
 /// A picker and a gateway's connection to it.
-pub(super) struct Picking {
+pub(super) struct ConnectedPicker {
     pub(super) metrics: PickerMetrics,
     client: ExternalProcessorClient<Channel>,
 }
 
 /// A picker without a listener, called in this process.
-pub(super) struct PickingHere {
+pub(super) struct InProcessPicker {
     pub(super) metrics: PickerMetrics,
     picker: Arc<Picker>,
 }
 
-impl PickingHere {
+impl InProcessPicker {
     pub(super) fn of(fleet: &Fleet) -> Self {
         let metrics = PickerMetrics::default();
         let settings = PickerSettings::default();
@@ -124,7 +124,7 @@ impl Listening {
     }
 }
 
-impl Picking {
+impl ConnectedPicker {
     pub(super) async fn of(fleet: &Fleet) -> Self {
         let Listening {
             metrics, address, ..
@@ -375,8 +375,8 @@ pub(super) async fn engines() -> [Engine; 2] {
     [Engine::dead().await, Engine::dead().await]
 }
 
-pub(super) async fn start(engines: &[Engine; 2]) -> (Fleet, Picking) {
+pub(super) async fn start(engines: &[Engine; 2]) -> (Fleet, ConnectedPicker) {
     let fleet = Fleet::start(&[&engines[0], &engines[1]]).await;
-    let picking = Picking::of(&fleet).await;
+    let picking = ConnectedPicker::of(&fleet).await;
     (fleet, picking)
 }

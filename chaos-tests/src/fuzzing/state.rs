@@ -23,7 +23,7 @@ use state::policy::{PolicyConfig, RoutingSettings};
 use state::prefix::{model_key, user_key};
 use state::quotas::UserLimits;
 use state::ratios::TextSample;
-use state::readers::Assignment;
+use state::reader_assignment::Assignment;
 use state::service::BeliefSample;
 use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
 

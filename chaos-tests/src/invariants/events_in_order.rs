@@ -47,7 +47,7 @@ pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
 mod tests {
     use super::*;
     use crate::invariants::fixture::{RecordBuilder, following};
-    use state::exact::KvMode;
+    use state::kv_events::KvMode;
 
     #[test]
     fn a_stream_that_goes_back_is_seen() {

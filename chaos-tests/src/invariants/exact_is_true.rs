@@ -3,8 +3,8 @@
 
 use std::collections::BTreeSet;
 
-use state::exact::KvMode;
 use state::ids::BlockHash;
+use state::kv_events::KvMode;
 
 use super::{PropertyError, Subjects};
 use crate::oracle::RunRecord;

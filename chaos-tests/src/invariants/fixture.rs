@@ -8,8 +8,8 @@ use state::command::{
     BackendSpec, Charge, Command, Committed, Envelope, Item, Lane, LeaseOutcome as Ending, Origin,
     Reply, UserSpec,
 };
-use state::exact::{KvMode, KvPosition};
 use state::ids::{AttemptId, BackendRef, BlockHash, LogIndex, ReplicaId, SessionId};
+use state::kv_events::{KvMode, KvPosition};
 use state::policy::{CostSettings, PolicyConfig};
 use state::prefix::user_key;
 use state::users::FairnessSettings;

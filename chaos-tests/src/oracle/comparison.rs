@@ -5,8 +5,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use state::budgets::{BudgetPeriod, BudgetStatus};
 use state::codec::decode_envelope;
 use state::command::{Command, Envelope};
-use state::exact::KvMode;
 use state::ids::{BackendRef, LogIndex, UserKey};
+use state::kv_events::KvMode;
 
 use super::image::{BackendImage, StateImage, UserImage};
 use super::model::users::ModelUser;

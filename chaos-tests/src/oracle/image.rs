@@ -3,11 +3,11 @@
 use std::collections::BTreeMap;
 
 use state::budgets::BudgetStatus;
-use state::exact::{KvMode, KvPosition};
 use state::ids::{
     ApiKeyId, AttemptId, BackendRef, BlockHash, ModelKey, ReplicaId, SessionId, UserKey,
 };
 use state::keys::{ApiKeySpec, SecretHash};
+use state::kv_events::{KvMode, KvPosition};
 use state::users::UserUsage;
 use state::{Backend, RouterState};
 

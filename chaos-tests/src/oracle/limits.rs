@@ -30,7 +30,7 @@ pub struct ShareObservation {
 
 /// Sums over a group of replicas that agree, at one moment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct GroupLook {
+struct GroupSums {
     limit: u32,
     running: u32,
     members: u32,
@@ -41,7 +41,7 @@ struct GroupLook {
 /// Observer of the limits of all backends over a run.
 #[derive(Debug, Default)]
 pub struct LimitWatch {
-    before: BTreeMap<(BackendRef, u64), GroupLook>,
+    before: BTreeMap<(BackendRef, u64), GroupSums>,
     /// Number of moments after requests started, in a group that agreed then and just before.
     pub starts: u64,
     /// Number of `starts` after which several replicas together ran as many requests as they may.
@@ -81,8 +81,8 @@ impl LimitWatch {
     fn compare(
         &mut self,
         at_us: u64,
-        before: GroupLook,
-        now: GroupLook,
+        before: GroupSums,
+        now: GroupSums,
         group: &[ShareObservation],
     ) {
         if before.limit != now.limit || now.running <= before.running {
@@ -103,12 +103,12 @@ impl LimitWatch {
 }
 
 /// Returns the sums over a group; `None` if its replicas disagree or one was not seen.
-fn agreed(group: &[ShareObservation]) -> Option<GroupLook> {
+fn agreed(group: &[ShareObservation]) -> Option<GroupSums> {
     let first = group.first()?;
     let is_like = |it: &ShareObservation| {
         it.is_settled && it.members == group.len() && it.limit == first.limit
     };
-    group.iter().all(is_like).then(|| GroupLook {
+    group.iter().all(is_like).then(|| GroupSums {
         limit: first.limit,
         running: group.iter().map(|it| it.running).sum(),
         members: u32::try_from(group.len()).unwrap_or(u32::MAX),

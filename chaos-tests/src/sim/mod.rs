@@ -25,7 +25,7 @@ mod reach;
 mod remedies;
 mod rollout;
 mod run;
-mod spoil;
+mod state_loss;
 pub mod trace;
 pub mod workload;
 pub mod world;

@@ -413,9 +413,9 @@ mod tests {
     /// Initial time of the clock.
     const NOW_MS: u64 = 1_000_000;
 
-    struct Deaf;
+    struct IgnoreMessages;
 
-    impl PeerHandler for Deaf {
+    impl PeerHandler for IgnoreMessages {
         fn message(&self, _from: u8, _bytes: &[u8]) {}
     }
 
@@ -478,7 +478,12 @@ mod tests {
         let shared = Arc::new(SharedState::default());
         let machine = RouterMachine::new(Arc::clone(&shared), None);
         let transport = Arc::new(raft::Tcp::new(listener).unwrap());
-        let replica = Replica::start(options, transport, Box::new(machine), Arc::new(Deaf));
+        let replica = Replica::start(
+            options,
+            transport,
+            Box::new(machine),
+            Arc::new(IgnoreMessages),
+        );
         let replica = replica.await.unwrap();
         let view = shared.state().view();
         let mut status = replica.watch();

@@ -8,7 +8,7 @@ use std::time::Duration;
 use api::ports::Cluster;
 use state::command::Command;
 use state::ids::{BackendRef, ReplicaId, Slot};
-use state::readers::Assignment;
+use state::reader_assignment::Assignment;
 use state::{Registry, StateView};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;

@@ -9,7 +9,7 @@ use api::admin::{self, Admin, CertifiedOperators, LogLevelControl, ReloadRequest
 use api::api_keys::{KeyRules, ListAge};
 use api::backends::{EngineDialer, Hooks};
 use api::discovery::{DiscoveryBoard, DiscoveryMetrics, DiscoveryParts};
-use api::kv_events::board::StreamBoard;
+use api::kv_events::stream_status::StreamBoard;
 use api::kv_events::{reader, socket};
 use api::metrics::Metrics;
 use api::ports::Cluster;
@@ -119,7 +119,7 @@ pub(super) async fn start(app: App) -> anyhow::Result<RunningReplica> {
     // Members must learn the ports that the system chose.
     config.listen.data = Parsed(addresses.data);
     config.listen.admin = Parsed(addresses.admin);
-    crate::private::private_folder(&config.node.data_dir).with_context(|| {
+    crate::file_permissions::private_folder(&config.node.data_dir).with_context(|| {
         let folder = config.node.data_dir.display();
         format!("make data folder {folder} private")
     })?;

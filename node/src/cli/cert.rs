@@ -17,7 +17,7 @@ use rcgen::{
 };
 use time::{Duration, OffsetDateTime};
 
-use crate::private::private_folder;
+use crate::file_permissions::private_folder;
 
 /// Name of the authority's files, without their extensions.
 const CA: &str = "ca";

@@ -15,7 +15,7 @@ use crate::app::{App, ShutdownHandle};
 use crate::config::{Config, ConfigErrors, Loaded};
 use crate::service_manager::ServiceManager;
 use crate::telemetry::{ACCESS_FILE_EXPECTED, AccessFile};
-use crate::{descriptors, memory, private, telemetry};
+use crate::{descriptors, file_permissions, memory, telemetry};
 
 /// `quorate serve`.
 #[derive(Debug, clap::Args)]
@@ -37,7 +37,7 @@ pub(super) fn run(args: ServeArgs) -> anyhow::Result<ExitCode> {
     if args.insecure {
         source.set.push("insecure=true".to_owned());
     }
-    private::keep_new_files_private();
+    file_permissions::keep_new_files_private();
     let loaded = source.clone().load_with(backends.clone())?;
     let access_file = access_file(&loaded, source.config.as_deref())?;
     let level = telemetry::init(&loaded.config.log, access_file.as_ref())?;
@@ -45,7 +45,7 @@ pub(super) fn run(args: ServeArgs) -> anyhow::Result<ExitCode> {
     descriptors::fit(&mut config.limits, descriptors::raise());
     memory::fit(&mut config.limits, memory::limit());
     for file in &config.secret_files {
-        if private::is_open_to_others(file) {
+        if file_permissions::is_open_to_others(file) {
             let file = file.display();
             tracing::warn!(%file, "key file is readable by others; chmod 600");
         }

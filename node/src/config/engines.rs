@@ -1,4 +1,4 @@
-//! `[[backends]]` and `[probes]`: the engines and their API keys.
+//! Checks of `[[backends]]` and `[probes]`: the engines and their API keys.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};

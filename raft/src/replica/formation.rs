@@ -25,9 +25,9 @@ use futures_util::future::join_all;
 use tokio::time::Instant;
 
 use super::ReplicaInner;
-use super::introduction::INFO_TIMEOUT;
-use super::introduction::check_told;
-use super::search::{
+use super::member_info::INFO_TIMEOUT;
+use super::member_info::check_told;
+use super::peer_discovery::{
     AskError, LastSeen, PeerDiscovery, SearchLog, is_other_cluster, mark_doubles, report,
     two_clusters,
 };

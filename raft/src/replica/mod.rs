@@ -1,20 +1,20 @@
 //! A running replica: its parts, how it starts and how it stops.
 
-mod change;
 mod formation;
-mod introduction;
 mod leader_contact;
 mod leadership;
+mod maintenance;
+mod member_info;
+mod member_removal;
+mod membership_change;
+mod peer_discovery;
 pub(crate) mod peers;
 mod promotion;
 mod propose;
 mod rebuild;
-mod removal;
-mod search;
-mod shrink;
+mod removal_check;
 #[cfg(test)]
 mod tests;
-mod upkeep;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
@@ -33,10 +33,10 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 use self::leader_contact::LeaderContact;
+use self::peer_discovery::PeerDiscovery;
 use self::peers::SHOWS_STORE;
 #[cfg(feature = "fuzzing")]
 pub use self::peers::lies;
-use self::search::PeerDiscovery;
 use crate::adapter::{Raft, StateMachineAdapter};
 use crate::determinism::blocking::BlockingMode;
 use crate::determinism::watch;
@@ -283,14 +283,14 @@ impl ReplicaInner {
     fn start_tasks(self: &Arc<Self>, transport: Arc<dyn Transport>) {
         // Ends by itself once the calls in flight have ended.
         self.tasks.spawn(peers::serve(self.clone(), transport));
-        self.spawn(upkeep::keep_status(self.clone()));
-        self.spawn(upkeep::keep_snapshots(self.clone()));
+        self.spawn(maintenance::keep_status(self.clone()));
+        self.spawn(maintenance::keep_snapshots(self.clone()));
         self.spawn(leadership::yield_leadership(self.clone()));
         self.spawn(leadership::transfer_to_better_connected(self.clone()));
         self.spawn(peers::keep_streams(self.clone()));
         self.spawn(formation::keep_membership(self.clone()));
-        self.spawn(removal::notice(self.clone()));
-        self.spawn(change::finish_changes(self.clone()));
+        self.spawn(removal_check::notice(self.clone()));
+        self.spawn(membership_change::finish_changes(self.clone()));
         self.spawn(promotion::promote_learners(self.clone()));
         self.spawn(formation::propose_first_command(self.clone()));
     }
@@ -379,7 +379,7 @@ fn prepare(options: &mut ReplicaOptions) -> Result<RaftConfig, StartError> {
     check_formation(&options.formation)?;
     let label = (SHOWS_STORE.to_owned(), "2".to_owned());
     options.labels.extend([label]);
-    introduction::check_told(&options.advertise, &options.labels).map_err(StartError::Options)?;
+    member_info::check_told(&options.advertise, &options.labels).map_err(StartError::Options)?;
     raft_config(options)
 }
 

@@ -12,7 +12,7 @@ use std::time::Duration;
 use tokio::time::{Instant, MissedTickBehavior};
 
 use super::ReplicaInner;
-use super::change::LAG_MAX;
+use super::membership_change::LAG_MAX;
 use crate::options::Promotion;
 use crate::types::Metrics;
 use crate::wire::proto;

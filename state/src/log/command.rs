@@ -9,18 +9,18 @@ use serde::{Deserialize, Serialize};
 use crate::budgets::Budget;
 use crate::caches::CacheScope;
 use crate::discovery::Discovery;
-use crate::exact::KvBatch;
 use crate::grants::Wait;
 use crate::ids::{
     ApiKeyId, AttemptId, BackendRef, BlockHash, LogIndex, ModelKey, ReplicaId, RestoreId,
     SessionId, Ticket, UserKey,
 };
 use crate::keys::{ApiKeySpec, SecretHash};
+use crate::kv_events::KvBatch;
 use crate::policy::{PolicyConfig, RoutingSettings};
 use crate::prefix::HashSecret;
 use crate::pricing::{FairnessSettings, WEIGHT_MILLI_DEFAULT};
 use crate::ratios::TextSample;
-use crate::readers::Assignment;
+use crate::reader_assignment::Assignment;
 use crate::service::{BeliefSample, ServiceSample};
 use crate::settings::{AdmissionSettings, UserLimits};
 use crate::validate::{are_models, ensure, is_name};

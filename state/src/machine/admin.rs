@@ -4,10 +4,10 @@
 use super::{AuditAction, AuditEntry, RouterState};
 use crate::backends::{BackendSpec, RANKS_MAX, SlotChange};
 use crate::bounds::NAME_BYTES_MAX;
-use crate::command::{Founding, Origin, UserSpec};
+use crate::command::{Founding, Origin};
 use crate::ids::{BackendRef, ReplicaId, SessionId, Slot};
 use crate::policy::PolicyConfig;
-use crate::prefix::{BlockHasher, user_key};
+use crate::prefix::BlockHasher;
 use crate::pricing::FairnessSettings;
 use crate::reject::Rejection;
 use crate::validate::ensure;
@@ -150,16 +150,6 @@ impl RouterState {
         let changes = changes.ok_or(Rejection::TooManyBackends)?;
         self.follow(&changes);
         self.is_cold_changed |= !changes.is_empty();
-        Ok(())
-    }
-
-    pub(super) fn put_user(&mut self, origin: &Origin, spec: UserSpec) -> Result<(), Rejection> {
-        spec.validate()?;
-        let key = user_key(self.config.hash_seed, &spec.name);
-        if !self.users.configure(key, &spec.name, spec.weight_milli) {
-            return Err(Rejection::TooManyUsers);
-        }
-        self.note(origin, AuditAction::PutUser, spec.name);
         Ok(())
     }
 

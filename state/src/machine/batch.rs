@@ -9,8 +9,8 @@ use super::leases::{Holder, LEASES_PER_REPLICA_MAX, OpenLease};
 use crate::backends::EngineFacts;
 use crate::bounds::BLOCKS_PER_ITEM_MAX;
 use crate::command::{BatchReply, Item, LeaseOutcome};
-use crate::exact::{KvBatch, KvNews, KvRejection};
 use crate::ids::{AttemptId, BackendRef, BlockHash, ReplicaId, Slot, UserKey};
+use crate::kv_events::{KvBatch, KvNews, KvRejection};
 use crate::prefix::user_key;
 use crate::validate::is_name;
 

@@ -10,27 +10,29 @@ mod batch;
 mod caches;
 mod check;
 mod defaults;
+mod digest;
 mod discovery;
-mod evictions;
+mod grants;
 mod keys;
+mod kv_events;
 mod leases;
-mod live;
+mod measurements;
+mod predicted_evictions;
 mod published;
 mod report;
 mod restoring;
 mod sessions;
+mod settings;
 mod snapshot;
 mod time;
+mod users;
 
 use std::sync::Arc;
-
-use xxhash_rust::xxh3::xxh3_128;
 
 use crate::backends::{Backends, BlockSizes, SlotChange};
 use crate::caches::CacheScopes;
 use crate::command::{Command, Envelope, Origin, Reply};
 use crate::discovery::Discovered;
-use crate::encoding;
 use crate::ids::{LogIndex, ReplicaId, Slot};
 use crate::keys::Keys;
 use crate::ownership::Ownership;
@@ -38,24 +40,23 @@ use crate::policy::{CostSettings, PolicyConfig, VtcBasicSettings};
 use crate::prefix::{BlockHasher, HashSecret};
 use crate::pricing::FairnessSettings;
 use crate::reject::Rejection;
-use crate::service;
-use crate::users::{self, Users};
+use crate::users::{Users, WINDOW_BUCKET_MS, WINDOW_BUCKETS};
 
-use crate::exact::FollowedBackends;
 use crate::grants::WaitingList;
+use crate::kv_events::FollowedBackends;
 use crate::outputs::Outputs;
 use crate::ratios::LearntRatios;
-use crate::readers::Readers;
-use crate::service::{Accuracy, AssumedCapacities, CapacityCorrections, ServiceStats};
+use crate::reader_assignment::Readers;
+use crate::service::{AssumedCapacities, CapacityCorrections, ServiceStats};
 use audit::Audit;
 pub use audit::{AUDIT_ENTRIES_MAX, AuditAction, AuditEntry};
 use leases::Leases;
-use live::LiveSettings;
 pub use published::{Registry, StateView};
 pub use report::{LeaseView, SessionView};
 use restoring::StagedRestore;
 pub use restoring::{RESTORE_IDLE_MS_MAX, ReadBackup, RestoreView, StagedBackup};
 use sessions::{Dedup, Sessions};
+use settings::OperatorSettings;
 pub use snapshot::{FrozenState, SNAPSHOT_VERSION};
 use time::ReplicatedTime;
 pub use time::{STAMP_AHEAD_MS_MAX, STAMP_LATE_MS_MAX, TIME_STEP_MS_MAX, UNANIMOUS_MS};
@@ -83,7 +84,7 @@ pub struct RouterState {
     leases: Leases,
     users: Users,
     audit: Audit,
-    settings: LiveSettings,
+    settings: OperatorSettings,
     readers: Readers,
     service: ServiceStats,
     assumed: AssumedCapacities,
@@ -164,7 +165,7 @@ impl RouterState {
             Registry::of(
                 &config,
                 &backends,
-                &LiveSettings::default(),
+                &OperatorSettings::default(),
                 (&FollowedBackends::default(), &Readers::default()),
             ),
         ));
@@ -181,7 +182,7 @@ impl RouterState {
             leases: Leases::new(),
             users: Users::new(),
             audit: Audit::default(),
-            settings: LiveSettings::default(),
+            settings: OperatorSettings::default(),
             readers: Readers::default(),
             service: ServiceStats::default(),
             assumed: AssumedCapacities::default(),
@@ -260,29 +261,6 @@ impl RouterState {
     #[must_use]
     pub fn view(&self) -> Arc<StateView> {
         Arc::clone(&self.view)
-    }
-
-    /// Returns the digest of the whole replicated state, excluding the applied index itself. Large
-    /// tables keep their digests up to date, so this takes microseconds.
-    #[must_use]
-    pub fn digest(&self) -> u128 {
-        let [users, users_rest] = self.users.digest();
-        let sessions = xxh3_128(&encoding::to_bytes(&self.sessions));
-        let parts = [
-            u128::from(self.time.now_ms),
-            self.cold_digest,
-            self.ownership.digest(),
-            self.leases.digest(),
-            users,
-            users_rest,
-            sessions,
-        ];
-        let mut bytes = Vec::with_capacity(16 * 16);
-        for part in parts {
-            bytes.extend(part.to_le_bytes());
-        }
-        self.append_live_digest(&mut bytes);
-        xxh3_128(&bytes)
     }
 
     fn advance(&mut self, index: LogIndex) {
@@ -453,46 +431,6 @@ impl RouterState {
         self.ownership.remove_backend(slot);
     }
 
-    /// Returns the cache capacity of the backend in `slot`, in blocks: the operator's value, else
-    /// the engine's as corrected by its responses, else an assumed one. Before format version 4, an
-    /// unknown capacity is unbounded (`None`).
-    fn capacity_blocks(&self, slot: Slot) -> Option<u32> {
-        let backend = self.backends.in_slot(slot)?;
-        if backend.spec.capacity_blocks.is_some() {
-            return backend.spec.capacity_blocks;
-        }
-        let Some(told) = backend.facts.capacity_blocks else {
-            let is_assumed = self.time.paced.is_some();
-            return is_assumed.then(|| self.assumed.blocks(slot, self.initial_capacity_share()));
-        };
-        let (figures, belief) = (self.service.figures(slot), self.beliefs.permille(slot));
-        let corrected = match figures {
-            Some(figures) => figures.accuracy.corrected(told, belief),
-            None => Accuracy::default().corrected(told, belief),
-        };
-        Some(corrected)
-    }
-
-    /// Returns the capacity that is first assumed for each backend with an unknown one, in blocks.
-    fn initial_capacity_share(&self) -> u32 {
-        let untold = self.backends.iter().filter(|it| it.has_unknown_capacity());
-        service::share(untold.count())
-    }
-
-    /// Updates all unknown capacities, after the number of backends with one changed.
-    fn resize_unknown_capacities(&mut self) {
-        if self.time.paced.is_none() {
-            return;
-        }
-        let share = self.initial_capacity_share();
-        for backend in self.backends.iter().filter(|it| it.has_unknown_capacity()) {
-            let slot = backend.handle.slot;
-            let blocks = self.assumed.blocks(slot, share);
-            self.ownership.set_capacity(slot, Some(blocks));
-        }
-        self.is_service_changed = true;
-    }
-
     /// Publishes the users' recent usage, which policies read in addition to registry and blocks.
     fn publish_for_policies(&mut self) {
         let wants_all = self.view.wants_all();
@@ -518,10 +456,11 @@ impl RouterState {
 
     /// Updates everything derived from the cold parts of the state after one of them changed.
     fn cold_changed(&mut self) {
-        let window_ms = self.vtc_basic().map_or(
-            users::WINDOW_BUCKETS as u64 * users::WINDOW_BUCKET_MS,
-            |settings| settings.window_ms(),
-        );
+        let window_ms = self
+            .vtc_basic()
+            .map_or(WINDOW_BUCKETS as u64 * WINDOW_BUCKET_MS, |settings| {
+                settings.window_ms()
+            });
         self.users.set_window_ms(window_ms);
         self.cold_digest = self.hash_cold();
         self.view.publish_registry(self.registry());
@@ -541,17 +480,5 @@ impl RouterState {
             are_user_defaults_set: self.users.defaults().is_some(),
             ..Registry::of(&self.config, &self.backends, &self.settings, kv)
         }
-    }
-
-    fn hash_cold(&self) -> u128 {
-        let mut bytes = encoding::to_bytes(&(&self.config, &self.backends, &self.audit));
-        live::append_unless_default(&self.settings, &mut bytes);
-        live::append_unless_default(&self.readers, &mut bytes);
-        live::append_unless_default(&self.block_sizes, &mut bytes);
-        live::append_unless_default(&self.discovered, &mut bytes);
-        if let Some(secret) = &self.hash_secret {
-            encoding::append_bytes(secret, &mut bytes);
-        }
-        xxh3_128(&bytes)
     }
 }

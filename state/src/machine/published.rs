@@ -7,23 +7,23 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use arc_swap::{ArcSwap, ArcSwapOption, Guard};
 
 use super::ClusterConfig;
-use super::live::LiveSettings;
+use super::settings::OperatorSettings;
 use crate::admission::UserFigures;
 use crate::backends::{Backend, Backends, BlockSizes, RankSlots};
 use crate::caches::CacheScopesView;
 use crate::command::UserDefaults;
 use crate::discovery::{DiscoveredBackend, KnownFleet};
-use crate::exact::{EvictionsView, FollowedBackends, KvCondition};
 use crate::grants::{GrantsView, WaitingList};
 use crate::ids::{BackendRef, LogIndex, ModelKey, ReplicaId, Slot, UserKey};
 use crate::keys::KeysView;
+use crate::kv_events::{EvictionsView, FollowedBackends, KvCondition};
 use crate::outputs::OutputsView;
 use crate::policy::{PolicyConfig, RoutingSettings, UserTokens};
 use crate::prefix::{BlockHasher, HashSecret};
 use crate::pricing::FairnessSettings;
 use crate::quotas::Quota;
 use crate::ratios::{RatiosView, TokenRatio};
-use crate::readers::{Assignment, Readers};
+use crate::reader_assignment::{Assignment, Readers};
 use crate::service::ServiceView;
 use crate::settings::AdmissionSettings;
 use crate::users::{RecentUsage, UsersView};
@@ -324,7 +324,7 @@ impl Registry {
     pub(super) fn of(
         config: &ClusterConfig,
         backends: &Backends,
-        settings: &LiveSettings,
+        settings: &OperatorSettings,
         (exact, readers): (&FollowedBackends, &Readers),
     ) -> Self {
         let reader = |backend: &Backend| {

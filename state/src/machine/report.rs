@@ -4,10 +4,10 @@ use serde::Serialize;
 
 use super::{AuditEntry, RouterState};
 use crate::backends::Backend;
-use crate::exact::{KvMap, KvPosition, KvRankStatus, KvStatus};
 use crate::ids::{
     AttemptId, BackendRef, BlockHash, EngineHash, LogIndex, ReplicaId, SessionId, Slot, UserKey,
 };
+use crate::kv_events::{KvMap, KvPosition, KvRankStatus, KvStatus};
 use crate::ownership::OwnedBlock;
 use crate::prefix::user_key;
 use crate::users::UserView;

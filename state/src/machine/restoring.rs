@@ -49,7 +49,7 @@ use crate::encoding;
 use crate::error::SnapshotError;
 use crate::grants::WaitingList;
 use crate::ids::{LogIndex, ReplicaId, RestoreId};
-use crate::readers::Readers;
+use crate::reader_assignment::Readers;
 use crate::reject::Rejection;
 use crate::validate::ensure;
 

@@ -23,8 +23,8 @@ use std::collections::BTreeSet;
 use crate::ids::{BlockHash, Slot};
 use crate::ownership::arena::{Arena, BlockRecord, EPOCH_MAX, NO_RECORD};
 use crate::ownership::digest;
+use crate::ownership::engine_eviction_order::EngineEvictionOrder;
 use crate::ownership::index::RecordIndex;
-use crate::ownership::leaving::EngineEvictionOrder;
 use crate::view::{BlockPlace, ViewWriter};
 
 /// Number of blocks whose memory is prefetched together before they change.
@@ -59,7 +59,7 @@ pub(super) struct BackendBlocks {
     /// Number of owned blocks that the engine reports.
     pub(super) reported: u32,
     /// Reported leaves in the estimated order in which the engine evicts them.
-    pub(super) leaving: EngineEvictionOrder,
+    pub(super) engine_order: EngineEvictionOrder,
     /// A live record and the head of its segment: the record added last, or the parent of the one
     /// removed last. The next change is usually there.
     known_head: Option<(u32, BlockHash)>,
@@ -85,7 +85,7 @@ impl BackendBlocks {
             evictable: BTreeSet::new(),
             owned: 0,
             reported: 0,
-            leaving: EngineEvictionOrder::default(),
+            engine_order: EngineEvictionOrder::default(),
             known_head: None,
         }
     }
@@ -427,7 +427,7 @@ impl BackendBlocks {
         self.owned -= 1;
         self.reported -= u32::from(record.reports > 0);
         self.arena.remove(index);
-        self.leaving.forget(index, record.parent);
+        self.engine_order.forget(index, record.parent);
         if record.parent != NO_RECORD {
             let parent = self.arena.get(record.parent);
             let epoch = parent.epoch.max(record.epoch);
@@ -528,7 +528,7 @@ impl BackendBlocks {
         if record.is_free_leaf() && record.epoch > 0 {
             self.evictable.remove(&key(index, record));
         } else {
-            self.leaving.take(index, record);
+            self.engine_order.take(index, record);
         }
     }
 
@@ -566,7 +566,7 @@ impl BackendBlocks {
             .collect();
         carriers.sort_unstable();
         self.evictable.clear();
-        self.leaving.clear();
+        self.engine_order.clear();
         self.epoch = carriers.len() as u64;
         for (epoch, (_, index)) in (1..).zip(carriers) {
             let record = self.arena.get(index);
@@ -579,7 +579,7 @@ impl BackendBlocks {
     pub(super) fn memory_bytes(&self) -> usize {
         // A B-tree of eight-byte keys: nodes of eleven, about two thirds full.
         let evictable = self.evictable.len() * 14;
-        let sets = evictable + self.leaving.memory_bytes();
+        let sets = evictable + self.engine_order.memory_bytes();
         size_of::<Self>() + self.arena.memory_bytes() + self.index.memory_bytes() + sets
     }
 }

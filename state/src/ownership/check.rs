@@ -163,7 +163,7 @@ fn check_backend(backend: &BackendBlocks) -> Result<(), InvariantError> {
             format!("{slot}: {} evictable", backend.evictable.len()),
         );
     }
-    if let Err(detail) = backend.check_leaving() {
+    if let Err(detail) = backend.check_engine_order() {
         return broken("I118", format!("{slot}: {detail}"));
     }
     if backend.capacity.is_some_and(|most| owned - reported > most) && free_leaves > 0 {

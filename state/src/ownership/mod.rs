@@ -8,13 +8,13 @@
 //! All functions are total: no sequence of calls, with any hashes, panics or breaks an invariant of
 //! [`Ownership::check`].
 
-mod aging;
 mod arena;
 mod backend;
+mod block_ages;
 mod check;
 mod digest;
+mod engine_eviction_order;
 pub(crate) mod index;
-mod leaving;
 mod reports;
 mod snapshot;
 

@@ -5,8 +5,8 @@
 //! same values and a restart loses none of them.
 
 mod accuracy;
-mod assumed;
-mod belief;
+mod assumed_capacity;
+mod capacity_correction;
 mod fit;
 mod learnt;
 pub mod limits;
@@ -22,10 +22,10 @@ use crate::ids::{BackendRef, Slot};
 
 pub use accuracy::AccuracyView;
 pub(crate) use accuracy::{Accuracy, CapacityObservation};
-pub use assumed::{ASSUMED_BLOCKS_ALL, ASSUMED_BLOCKS_MAX};
-pub(crate) use assumed::{AssumedCapacities, share};
-pub use belief::BeliefSample;
-pub(crate) use belief::CapacityCorrections;
+pub use assumed_capacity::{ASSUMED_BLOCKS_ALL, ASSUMED_BLOCKS_MAX};
+pub(crate) use assumed_capacity::{AssumedCapacities, share};
+pub use capacity_correction::BeliefSample;
+pub(crate) use capacity_correction::CapacityCorrections;
 pub(crate) use learnt::PriceLearner;
 pub use learnt::{LEARNT_FIRST_TOKENS_MIN, LearntPrices};
 pub(crate) use limits::AdaptiveLimit;

@@ -14,12 +14,12 @@ use state::command::{
     UserSpec,
 };
 use state::discovery::{Discovery, DiscoveryChange};
-use state::exact::{KvBatch, KvDoubt, KvEvent, KvMessage, KvNews, KvRejection};
 use state::grants::Wait;
 use state::ids::{
     AttemptId, BackendRef, EngineHash, Incarnation, ModelKey, ReplicaId, SessionId, Slot, Ticket,
     UserKey,
 };
+use state::kv_events::{KvBatch, KvDoubt, KvEvent, KvMessage, KvNews, KvRejection};
 use state::policy::PolicyConfig;
 use state::prefix::user_key;
 use state::quotas::UserLimits;

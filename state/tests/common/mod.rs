@@ -7,12 +7,12 @@ use std::collections::BTreeMap;
 use state::RouterState;
 use state::admission::{AdmissionSettings, SlaSettings};
 use state::command::{BackendSpec, Charge, Command, Envelope, Item, Lane, Origin, Reply, UserSpec};
-use state::exact::{KvBatch, KvEvent, KvMessage, KvNews};
 use state::ids::{
     ApiKeyId, AttemptId, BackendRef, BlockHash, EngineHash, Incarnation, LogIndex, ModelKey,
     ReplicaId, SessionId, Slot,
 };
 use state::keys::{ApiKeySpec, SecretHash};
+use state::kv_events::{KvBatch, KvEvent, KvMessage, KvNews};
 use state::policy::{CostSettings, PolicyConfig};
 use state::prefix::{HashSecret, user_key};
 use state::service::ServiceSample;

@@ -16,7 +16,7 @@ use serde_json::Value;
 use self::client::{ApiClient, ApiError, WatchStream};
 use self::pods::{PodTable, WatchEvent};
 pub use self::statefulset::StatefulSetScale;
-use super::board::{DiscoveryBoard, SourceReading};
+use super::source_status::{DiscoveryBoard, SourceReading};
 use super::{EngineTemplate, KubernetesAccess, KubernetesSource, PodChoice};
 use crate::backends::EngineDialer;
 

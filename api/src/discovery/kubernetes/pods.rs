@@ -11,7 +11,7 @@ use super::PODS_MAX;
 use super::client::ApiError;
 use crate::backends::EngineDialer;
 use crate::discovery::EngineTemplate;
-use crate::discovery::board::SourceReading;
+use crate::discovery::source_status::SourceReading;
 
 /// Label with the role of a pod's engines, like `role` in the config.
 const ROLE_LABEL: &str = "quorate.role";

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use state::discovery::EngineCondition;
 
-use super::board::{DiscoveryBoard, SourceReading};
+use super::source_status::{DiscoveryBoard, SourceReading};
 use super::{EngineScheme, EngineTemplate, SourceKind, SourceSettings};
 use crate::backends::{EngineAddressRules, EngineDialer};
 use crate::clock::Clock;

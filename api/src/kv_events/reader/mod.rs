@@ -16,17 +16,19 @@ use std::time::Duration;
 use futures_util::FutureExt as _;
 use futures_util::future::BoxFuture;
 use state::command::Item;
-use state::exact::{KvBatch, KvCondition, KvDoubt, KvNews, KvRankStatus, KvReason, KvRejection};
 use state::ids::{BackendRef, Slot};
+use state::kv_events::{
+    KvBatch, KvCondition, KvDoubt, KvNews, KvRankStatus, KvReason, KvRejection,
+};
 use state::{Backend, Registry, StateView};
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
 
-use super::board::{BackendStreams, StreamBoard};
 use super::socket::Sockets;
 use super::source::{self, EngineSources};
 use super::stream::{EventStream, HashIdentity};
+use super::stream_status::{BackendStreams, StreamBoard};
 use crate::backends::Backends;
 use crate::clock::Clock;
 use crate::ports::Cluster;

@@ -4,15 +4,15 @@ use std::collections::VecDeque;
 use std::time::Duration;
 
 use state::command::Item;
-use state::exact::{KvBatch, KvCondition, KvDoubt, KvNews, KvPosition, KvReason};
 use state::ids::BackendRef;
+use state::kv_events::{KvBatch, KvCondition, KvDoubt, KvNews, KvPosition, KvReason};
 use tokio::time::{Instant, MissedTickBehavior};
 
 use super::ReaderParts;
-use crate::kv_events::board::RankStreamStatus;
 use crate::kv_events::socket::{Socket, SocketMessage};
 use crate::kv_events::source::RankSource;
 use crate::kv_events::stream::{EventStream, HashIdentity, StreamContext, StreamEffect};
+use crate::kv_events::stream_status::RankStreamStatus;
 
 /// Interval at which the state, the clock and the outbox are checked.
 const TICK: Duration = Duration::from_millis(50);

@@ -7,10 +7,10 @@ use std::sync::Mutex;
 use bytes::Bytes;
 use state::RouterState;
 use state::command::{BackendSpec, Command, Committed, Envelope, Lane, LeaseOutcome, Origin};
-use state::exact::{KvEvent, KvMessage, KvMode};
 use state::ids::{AttemptId, BlockHash, EngineHash, LogIndex, ReplicaId, SessionId};
+use state::kv_events::{KvEvent, KvMessage, KvMode};
 use state::policy::{CostSettings, PolicyConfig};
-use state::readers::Assignment;
+use state::reader_assignment::Assignment;
 use tokio::net::TcpListener;
 
 use super::*;

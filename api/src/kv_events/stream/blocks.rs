@@ -10,8 +10,8 @@
 use std::collections::{BTreeMap, HashMap, VecDeque};
 
 use bytes::Bytes;
-use state::exact::{KV_BLOCKS_PER_BATCH_MAX, KvEvent, KvRejection};
 use state::ids::{BlockHash, EngineHash};
+use state::kv_events::{KV_BLOCKS_PER_BATCH_MAX, KvEvent, KvRejection};
 use state::prefix::BlockHasher;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 

@@ -23,8 +23,8 @@ use schemars::JsonSchema;
 use std::collections::{BTreeMap, VecDeque};
 
 use bytes::Bytes;
-use state::exact::{KvDoubt, KvMessage, KvNews, KvPosition, KvRejection};
 use state::ids::{BlockHash, EngineHash};
+use state::kv_events::{KvDoubt, KvMessage, KvNews, KvPosition, KvRejection};
 use xxhash_rust::xxh3::xxh3_64;
 
 pub use blocks::HashIdentity;

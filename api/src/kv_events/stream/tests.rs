@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, HashMap};
 
 use rmp::encode as pack;
-use state::exact::KvEvent;
+use state::kv_events::KvEvent;
 
 use super::*;
 use crate::kv_events::fixtures;
@@ -479,7 +479,7 @@ fn large_messages_come_in_parts() {
             ..
         } = effect
         {
-            let item = state::command::Item::KvEvents(state::exact::KvBatch {
+            let item = state::command::Item::KvEvents(state::kv_events::KvBatch {
                 backend: state::ids::BackendRef {
                     slot: state::ids::Slot(0),
                     incarnation: state::ids::Incarnation(0),

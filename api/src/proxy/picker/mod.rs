@@ -17,7 +17,7 @@
 //! | `offer` | the endpoints for a request in order, and what is sent there |
 //! | `outbound` | messages to a gateway |
 //! | `answers` | the picker's side of a stream: messages to a gateway, then the end |
-//! | `passing` | an engine's response as it is relayed |
+//! | `relayed_answer` | an engine's response as it is relayed |
 //! | `metadata` | what gateways and pickers exchange in addition to headers |
 
 mod answers;
@@ -30,7 +30,7 @@ mod metadata;
 mod metrics;
 mod offer;
 mod outbound;
-mod passing;
+mod relayed_answer;
 mod server;
 mod service;
 mod stream;

@@ -87,7 +87,7 @@ impl Picker {
         }
         READINESS
             .contains(&service)
-            .then(|| match self.proxy.startup.is_fit() {
+            .then(|| match self.proxy.readiness_gate.is_fit() {
                 true => ServingStatus::Serving,
                 false => ServingStatus::NotServing,
             })

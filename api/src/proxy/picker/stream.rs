@@ -23,7 +23,7 @@ use super::offer::EndpointOffer;
 use super::outbound::{
     BodyOf, PickerMessages, answer_head, immediate, request_head, request_trailers, untaken,
 };
-use super::passing::RelayedAnswer;
+use super::relayed_answer::RelayedAnswer;
 use super::{BodyMode, BodyModes, Picker, heads, metadata};
 use crate::error::ProxyError;
 use crate::proxy::answer_body::AnswerBody;
@@ -175,7 +175,7 @@ impl PickerStream {
                 return Err(why);
             }
             (StreamHalt::Refused(failure), Some(request_metrics)) => {
-                let failure = proxy.startup.doubt(failure);
+                let failure = proxy.readiness_gate.doubt(failure);
                 failed(
                     &failure,
                     accounting.dialect,

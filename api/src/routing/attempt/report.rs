@@ -34,10 +34,10 @@ impl OpenAttempt {
         }
         let backends = &dispatcher.backends;
         if usage.cached_tokens.is_some() {
-            backends.told_cached(self.backend, form);
+            backends.note_cached_report(self.backend, form);
         } else if end == AttemptEnd::Finished
             && usage.prompt_tokens > 0
-            && backends.tells_cached(self.backend, form)
+            && backends.reports_cached(self.backend, form)
         {
             usage.cached_tokens = Some(0);
         }

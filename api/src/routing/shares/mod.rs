@@ -62,7 +62,7 @@ pub struct Shares {
 
 /// The group of replicas that share limits, as this replica knows it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct ShareStanding {
+pub struct ShareStatus {
     /// Identifier of the set of members: replicas in the same epoch agree on it.
     pub epoch: u64,
     /// Number of members, including this replica.
@@ -207,9 +207,9 @@ impl Shares {
 
     /// Returns the group of replicas that share limits.
     #[must_use]
-    pub fn standing(&self) -> ShareStanding {
+    pub fn standing(&self) -> ShareStatus {
         let inner = self.lock();
-        ShareStanding {
+        ShareStatus {
             epoch: inner.book.epoch().0,
             members: inner.book.members_len(),
             is_settled: !inner.book.is_unsettled(),

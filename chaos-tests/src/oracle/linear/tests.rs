@@ -19,14 +19,14 @@ const CLIENTS: u32 = 4;
 
 /// Generator of a linearizable history, in which every operation takes effect at one moment between
 /// call and return.
-struct True {
+struct LinearizableRun {
     rng: StdRng,
     state: RouterState,
     record: RunRecord,
     seq: u64,
 }
 
-impl True {
+impl LinearizableRun {
     /// Creates a cluster with initial settings.
     fn founded(seed: u64) -> Self {
         let mut history = Self {
@@ -150,7 +150,7 @@ impl True {
 fn true_histories_are_taken() {
     let mut explained = 0;
     for seed in 0..40 {
-        let record = True::history(seed, 80);
+        let record = LinearizableRun::history(seed, 80);
         let told = linearizable::check(&record);
         assert!(told.is_ok(), "seed {seed}: {told:?}");
         let tally = linearizable_by_search::examine(&record).unwrap();
@@ -161,7 +161,7 @@ fn true_histories_are_taken() {
 
 /// Breaks a linearizable history in one place; `None` if it has no such place.
 fn broken(seed: u64, by: &str) -> Option<RunRecord> {
-    let mut record = True::history(seed, 80);
+    let mut record = LinearizableRun::history(seed, 80);
     let operations = &mut record.history.operations;
     let reads = (0..operations.len())
         .filter(|at| matches!(operations[*at].outcome, OperationResult::Read { .. }))
@@ -240,7 +240,7 @@ fn broken_reads_are_refused_by_both() {
 
 /// Returns the record of writes and reads of one user's weight in turn: `(weight, is_read)`.
 fn one_after_the_other(steps: &[(u32, bool)]) -> RunRecord {
-    let mut history = True::founded(1);
+    let mut history = LinearizableRun::founded(1);
     for (step, (weight_milli, is_read)) in (1_u64..).zip(steps.iter().copied()) {
         let name = "a".to_owned();
         let (action, outcome) = if is_read {

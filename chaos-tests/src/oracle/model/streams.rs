@@ -2,8 +2,8 @@
 
 use std::collections::BTreeMap;
 
-use state::exact::{KvBatch, KvNews};
 use state::ids::BackendRef;
+use state::kv_events::{KvBatch, KvNews};
 
 /// Newest message of each stream, by backend, rank and publisher.
 #[derive(Debug, Clone, Default)]

@@ -58,14 +58,14 @@ pub(super) async fn settle(handles: &ReplicaHandles, client: u32) {
     let told: Vec<ListedEngine> = fleet::last().iter().zip(20_000..).map(engine).collect();
     while !matches!(
         act(handles, client, &told, &time).await,
-        Acted::Settled | Acted::Never
+        PlanProgress::Settled | PlanProgress::Never
     ) {
         tokio::time::sleep(LOOK_EVERY).await;
     }
 }
 
 /// Outcome of acting on a response of the source.
-enum Acted {
+enum PlanProgress {
     /// More changes are needed, at this replica or at the leader.
     Going,
     /// No change is needed.
@@ -80,33 +80,37 @@ async fn act(
     client: u32,
     told: &[ListedEngine],
     time: &LogTime,
-) -> Acted {
+) -> PlanProgress {
     let (registry, status) = (handles.view.registry(), handles.cluster.status());
     if !registry.initialised || !status.caught_up {
-        return Acted::Going;
+        return PlanProgress::Going;
     }
     let now_ms = time.present_ms(handles.view.now_ms());
     let held = registry.fleet();
     let plan = SourcePlan::of(&fleet::rules(), told, &held, now_ms);
     let is_lost = held.discovered.values().any(|it| it.lost.is_some());
     if plan.changes.is_empty() && plan.withheld == 0 && !is_lost {
-        return Acted::Settled;
+        return PlanProgress::Settled;
     }
     if status.leader != Some(status.id) && !held.discovered.is_empty() {
-        return Acted::Going;
+        return PlanProgress::Going;
     }
     for change in plan.changes.into_iter().take(CHANGES_AT_ONCE) {
         let source = SOURCE.to_owned();
         let command = Command::Discover(Box::new(Discovery { source, change }));
         let Some(committed) = operator::submit(handles, client, command).await else {
             let is_new = handles.view.registry().fleet().discovered.is_empty();
-            return if is_new { Acted::Never } else { Acted::Going };
+            return if is_new {
+                PlanProgress::Never
+            } else {
+                PlanProgress::Going
+            };
         };
         while handles.view.applied() < committed.index {
             tokio::time::sleep(APPLY_PAUSE).await;
         }
     }
-    Acted::Going
+    PlanProgress::Going
 }
 
 /// Draws the source's response to a poll at the time `now_us`.

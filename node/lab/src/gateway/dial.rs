@@ -48,7 +48,7 @@ fn unverified(tls: &GatewayTls) -> io::Result<Option<ClientConfig>> {
     let builder = builder.with_safe_default_protocol_versions();
     let builder = builder.expect("ring knows all of them");
     let builder = builder.dangerous();
-    let anybody = Arc::new(Anybody(provider));
+    let anybody = Arc::new(AcceptAnyCertificate(provider));
     let builder = builder.with_custom_certificate_verifier(anybody);
     let mut config = match tls {
         GatewayTls::Clear => return Ok(None),
@@ -70,9 +70,9 @@ fn unverified(tls: &GatewayTls) -> io::Result<Option<ClientConfig>> {
 
 /// Certificate verifier that accepts any certificate whose key the other side proves to possess.
 #[derive(Debug)]
-struct Anybody(Arc<CryptoProvider>);
+struct AcceptAnyCertificate(Arc<CryptoProvider>);
 
-impl ServerCertVerifier for Anybody {
+impl ServerCertVerifier for AcceptAnyCertificate {
     fn verify_server_cert(
         &self,
         _: &CertificateDer<'_>,

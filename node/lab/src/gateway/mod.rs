@@ -26,7 +26,7 @@ use hyper_util::rt::TokioExecutor;
 use tonic::transport::Channel;
 
 pub use self::dial::picker_channel;
-use self::talk::{Picked, PickerTalk, Told};
+use self::talk::{Picked, PickerDecision, PickerTalk};
 
 /// Maximum length of a message from a picker, in bytes.
 const MESSAGE_BYTES_MAX: usize = 64 << 20;
@@ -184,8 +184,10 @@ impl StandInGateway {
                 }
             };
             match talk.ask(request).await {
-                Ok(Told::Immediate(answer)) => return Ok(answer),
-                Ok(Told::Picked(picked)) => return self.forward(request, talk, picked).await,
+                Ok(PickerDecision::Immediate(answer)) => return Ok(answer),
+                Ok(PickerDecision::Picked(picked)) => {
+                    return self.forward(request, talk, picked).await;
+                }
                 // Nothing went to an engine yet, so the next picker can be asked.
                 Err(error) if talk.is_lost() => last = Some(error),
                 Err(error) => return Err(error),

@@ -46,7 +46,7 @@ pub(super) struct PickerTalk {
 }
 
 /// A picker's decision on a request.
-pub(super) enum Told {
+pub(super) enum PickerDecision {
     /// The request goes to one of the picked endpoints.
     Picked(Picked),
     /// The picker responds itself.
@@ -153,7 +153,7 @@ impl PickerTalk {
     }
 
     /// Sends the request to the picker, and returns the picker's decision.
-    pub(super) async fn ask(&mut self, request: &GatewayRequest) -> anyhow::Result<Told> {
+    pub(super) async fn ask(&mut self, request: &GatewayRequest) -> anyhow::Result<PickerDecision> {
         let pseudo = [
             (":method", request.method.as_str()),
             (":path", &request.path),
@@ -195,9 +195,9 @@ impl PickerTalk {
             other => bail!("the stand-in does not speak {}", other.as_str_name()),
         };
         if let Some(answer) = answer {
-            return Ok(Told::Immediate(immediate(answer)?));
+            return Ok(PickerDecision::Immediate(immediate(answer)?));
         }
-        picked(changed).map(Told::Picked)
+        picked(changed).map(PickerDecision::Picked)
     }
 
     async fn upload(&mut self, body: &Bytes) -> anyhow::Result<usize> {

@@ -7,7 +7,7 @@ use crate::cli::client::AdminTarget;
 
 /// State of the cluster at one time, as reported by one replica.
 #[derive(Debug, Clone)]
-pub(super) struct ClusterLook {
+pub(super) struct ClusterSample {
     pub(super) at: Instant,
     pub(super) replicas: Value,
     pub(super) backends: Vec<Value>,
@@ -31,7 +31,7 @@ impl Observer {
     ///
     /// # Errors
     /// Fails if no replica responds with the expected data.
-    pub(super) async fn look(&mut self) -> anyhow::Result<ClusterLook> {
+    pub(super) async fn look(&mut self) -> anyhow::Result<ClusterSample> {
         let replicas = self.target.get("/admin/v1/replicas").await?;
         let told = replicas["replicas"].as_array().into_iter().flatten();
         let announced = told.filter_map(|replica| replica["admin"].as_str());
@@ -41,7 +41,7 @@ impl Observer {
             self.target.list("/admin/v1/backends", "backends"),
             self.target.list("/admin/v1/users", "users"),
         )?;
-        Ok(ClusterLook {
+        Ok(ClusterSample {
             at,
             replicas,
             backends,

@@ -17,7 +17,7 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::mpsc;
 use tokio::time::{Instant, MissedTickBehavior, interval};
 
-use super::observer::{ClusterLook, Observer};
+use super::observer::{ClusterSample, Observer};
 use super::summary::Summary;
 use super::tables::{self, BackendOrder, UserOrder};
 
@@ -63,22 +63,22 @@ pub(super) struct TopScreen {
 }
 
 /// Fetches the next looks at the cluster.
-struct LookSource {
+struct ClusterSampler {
     observer: Observer,
     /// Look that the next one is compared with.
-    first: ClusterLook,
+    first: ClusterSample,
     every: Duration,
 }
 
 /// Shows the cluster until a key or a signal ends it.
 pub(super) async fn run(
-    (observer, first): (Observer, ClusterLook),
+    (observer, first): (Observer, ClusterSample),
     every: Duration,
 ) -> anyhow::Result<ExitCode> {
     let mut screen = TopScreen::new(is_coloured(&std::io::stdout()));
     screen.take(None, &first);
     let mut terminal = ratatui::try_init().context("set up the terminal")?;
-    let looks = LookSource {
+    let looks = ClusterSampler {
         observer,
         first,
         every,
@@ -91,11 +91,11 @@ pub(super) async fn run(
 async fn follow(
     terminal: &mut DefaultTerminal,
     mut screen: TopScreen,
-    source: LookSource,
+    source: ClusterSampler,
 ) -> anyhow::Result<ExitCode> {
     let mut terminate = signal(SignalKind::terminate())?;
     let mut keys = keys();
-    let (queue, mut looks) = mpsc::channel::<anyhow::Result<ClusterLook>>(1);
+    let (queue, mut looks) = mpsc::channel::<anyhow::Result<ClusterSample>>(1);
     let looking = tokio::spawn(look_regularly(source.observer, source.every, queue));
     let mut ages = interval(AGE_EVERY);
     let mut before = source.first;
@@ -154,7 +154,7 @@ fn keys() -> mpsc::Receiver<Event> {
 async fn look_regularly(
     mut observer: Observer,
     every: Duration,
-    queue: mpsc::Sender<anyhow::Result<ClusterLook>>,
+    queue: mpsc::Sender<anyhow::Result<ClusterSample>>,
 ) {
     let mut ticks = interval(every);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -188,7 +188,7 @@ impl TopScreen {
     }
 
     /// Shows `look`, with the changes since `before`.
-    fn take(&mut self, before: Option<&ClusterLook>, look: &ClusterLook) {
+    fn take(&mut self, before: Option<&ClusterSample>, look: &ClusterSample) {
         self.failure = None;
         if !self.is_paused {
             self.answered_at = Some(look.at);

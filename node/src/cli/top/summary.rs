@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use serde::Serialize;
 use serde_json::Value;
 
-use super::observer::ClusterLook;
+use super::observer::ClusterSample;
 
 /// Summary of the cluster's activity.
 #[derive(Debug, Clone, PartialEq, Default, Serialize)]
@@ -110,7 +110,7 @@ pub(super) struct UserRow {
 
 impl Summary {
     /// Summarises a look, and the changes since the previous one.
-    pub(super) fn of(before: Option<&ClusterLook>, now: &ClusterLook) -> Self {
+    pub(super) fn of(before: Option<&ClusterSample>, now: &ClusterSample) -> Self {
         let seen = &now.replicas;
         let told = seen["replicas"].as_array().map_or(&[][..], Vec::as_slice);
         let compared = told
@@ -221,7 +221,7 @@ fn per_second(before: Option<u64>, now: Option<u64>, seconds: Option<f64>) -> Op
     Some(gained as f64 / seconds.filter(|seconds| *seconds > 0.0)?)
 }
 
-fn seconds(before: Option<&ClusterLook>, now: &ClusterLook) -> Option<f64> {
+fn seconds(before: Option<&ClusterSample>, now: &ClusterSample) -> Option<f64> {
     before.map(|before| (now.at - before.at).as_secs_f64())
 }
 
@@ -233,7 +233,7 @@ fn by<'a>(entries: Option<&'a Vec<Value>>, field: &str) -> BTreeMap<&'a str, &'a
         .collect()
 }
 
-fn backends(before: Option<&ClusterLook>, now: &ClusterLook) -> Vec<BackendRow> {
+fn backends(before: Option<&ClusterSample>, now: &ClusterSample) -> Vec<BackendRow> {
     let seconds = seconds(before, now);
     let earlier = by(before.map(|before| &before.backends), "id");
     let row = |backend: &Value| {
@@ -270,7 +270,7 @@ fn backends(before: Option<&ClusterLook>, now: &ClusterLook) -> Vec<BackendRow> 
     rows
 }
 
-fn users(before: Option<&ClusterLook>, now: &ClusterLook) -> Vec<UserRow> {
+fn users(before: Option<&ClusterSample>, now: &ClusterSample) -> Vec<UserRow> {
     let seconds = seconds(before, now);
     let earlier = by(before.map(|before| &before.users), "key");
     let row = |user: &Value| {
@@ -336,7 +336,7 @@ mod tests {
 
     use super::*;
 
-    fn look(at: Instant, tokens: u64) -> ClusterLook {
+    fn look(at: Instant, tokens: u64) -> ClusterSample {
         let figures = |ready: bool| {
             json!({"committed_index": 9, "applied_index": 7, "role": "follower", "is_ready": ready, "requests_per_s": 1.5, "prompt_tokens": 100, "cached_tokens": 40,
             "longest": {"user": "ada", "user_key": "k", "waited_ms": 1200}})
@@ -351,7 +351,7 @@ mod tests {
             json!({"key": key, "name": key, "weight_milli": weight, "in_flight": 0,
                 "total": {"output": output, "requests": 1}})
         };
-        ClusterLook {
+        ClusterSample {
             at,
             replicas,
             backends: vec![

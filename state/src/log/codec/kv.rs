@@ -22,8 +22,8 @@ use bincode::error::{DecodeError, EncodeError};
 use bincode::{Decode, Encode};
 
 use super::integers::{get, get_backend, get_byte, get_u32, narrow, put, put_backend, put_byte};
-use crate::exact::{KvBatch, KvDoubt, KvEvent, KvMessage, KvNews, KvRejection};
 use crate::ids::{BlockHash, EngineHash};
+use crate::kv_events::{KvBatch, KvDoubt, KvEvent, KvMessage, KvNews, KvRejection};
 
 const BEGIN: u8 = 0;
 const MESSAGE: u8 = 1;

@@ -25,11 +25,11 @@ const SUSPECTS_MAX: usize = 1024;
 const EDGE_BYTES: usize = 512;
 
 /// Requests that broke connections recently.
-pub(super) struct Suspects {
+pub(super) struct PoisonRequests {
     seed: u64,
-    /// Number of known suspects, so that without any, nothing is hashed or locked.
+    /// Number of known poison_requests, so that without any, nothing is hashed or locked.
     count: AtomicUsize,
-    /// Suspects by the time of their last break, the latest last.
+    /// PoisonRequests by the time of their last break, the latest last.
     known: Mutex<VecDeque<Suspect>>,
 }
 
@@ -42,12 +42,12 @@ struct Suspect {
 /// A request in flight with its fingerprint.
 #[derive(Clone)]
 pub(super) struct WatchedRequest {
-    suspects: Arc<Suspects>,
+    poison_requests: Arc<PoisonRequests>,
     print: u64,
     sent_at: Instant,
 }
 
-impl Suspects {
+impl PoisonRequests {
     pub(super) fn new() -> Self {
         Self {
             seed: rand::random(),
@@ -64,7 +64,7 @@ impl Suspects {
     /// Returns the watched request, with the present as its time of sending.
     pub(super) fn watch(self: &Arc<Self>, proxied: &ProxiedRequest) -> WatchedRequest {
         WatchedRequest {
-            suspects: Arc::clone(self),
+            poison_requests: Arc::clone(self),
             print: self.print(proxied),
             sent_at: Instant::now(),
         }
@@ -107,7 +107,7 @@ impl Suspects {
         self.count.store(known.len(), Relaxed);
     }
 
-    /// Locks the suspects after removing expired ones.
+    /// Locks the poison_requests after removing expired ones.
     fn remembered(&self, now: Instant) -> MutexGuard<'_, VecDeque<Suspect>> {
         // Every change leaves the list well formed.
         let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
@@ -128,7 +128,7 @@ impl WatchedRequest {
 
     /// Reports that the connection broke after the request was sent.
     pub(super) fn broke(&self) {
-        self.suspects
+        self.poison_requests
             .broke(self.print, self.sent_at, Instant::now());
     }
 }
@@ -141,35 +141,35 @@ mod tests {
 
     #[test]
     fn whoever_breaks_a_second_one_knowingly_is_refused_for_a_minute() {
-        let (suspects, start) = (Suspects::new(), Instant::now());
-        suspects.broke(7, start, start + SECOND);
-        assert!(!suspects.is_refused(7, start + SECOND));
-        suspects.broke(7, start, start + SECOND);
+        let (poison_requests, start) = (PoisonRequests::new(), Instant::now());
+        poison_requests.broke(7, start, start + SECOND);
+        assert!(!poison_requests.is_refused(7, start + SECOND));
+        poison_requests.broke(7, start, start + SECOND);
         assert!(
-            !suspects.is_refused(7, start + SECOND),
+            !poison_requests.is_refused(7, start + SECOND),
             "one engine takes many with it"
         );
-        suspects.broke(7, start + 2 * SECOND, start + 3 * SECOND);
-        assert!(suspects.is_refused(7, start + 62 * SECOND));
-        assert!(!suspects.is_refused(8, start + 62 * SECOND));
-        assert!(!suspects.is_refused(7, start + 63 * SECOND));
-        assert_eq!(suspects.count.load(Relaxed), 0);
+        poison_requests.broke(7, start + 2 * SECOND, start + 3 * SECOND);
+        assert!(poison_requests.is_refused(7, start + 62 * SECOND));
+        assert!(!poison_requests.is_refused(8, start + 62 * SECOND));
+        assert!(!poison_requests.is_refused(7, start + 63 * SECOND));
+        assert_eq!(poison_requests.count.load(Relaxed), 0);
     }
 
     #[test]
     fn what_broke_long_ago_is_forgotten() {
-        let (suspects, start) = (Suspects::new(), Instant::now());
-        suspects.broke(7, start, start);
-        suspects.broke(7, start + 61 * SECOND, start + 61 * SECOND);
-        assert!(!suspects.is_refused(7, start + 61 * SECOND));
+        let (poison_requests, start) = (PoisonRequests::new(), Instant::now());
+        poison_requests.broke(7, start, start);
+        poison_requests.broke(7, start + 61 * SECOND, start + 61 * SECOND);
+        assert!(!poison_requests.is_refused(7, start + 61 * SECOND));
     }
 
     #[test]
     fn no_more_are_remembered_than_may_be() {
-        let (suspects, start) = (Suspects::new(), Instant::now());
+        let (poison_requests, start) = (PoisonRequests::new(), Instant::now());
         for print in 0..2_000 {
-            suspects.broke(print, start, start);
+            poison_requests.broke(print, start, start);
         }
-        assert_eq!(suspects.remembered(start).len(), SUSPECTS_MAX);
+        assert_eq!(poison_requests.remembered(start).len(), SUSPECTS_MAX);
     }
 }

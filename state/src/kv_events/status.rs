@@ -3,9 +3,9 @@
 use schemars::JsonSchema;
 use serde::Serialize;
 
-use crate::exact::entries::CachedBlocks;
-use crate::exact::{KvDoubt, KvRejection};
 use crate::ids::{BackendRef, BlockHash, EngineHash};
+use crate::kv_events::entries::CachedBlocks;
+use crate::kv_events::{KvDoubt, KvRejection};
 
 /// Source of a backend's ownership.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, JsonSchema)]

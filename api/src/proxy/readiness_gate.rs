@@ -22,7 +22,7 @@ const LOOK_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Cached knowledge whether this replica has a state to route by and is ready.
 #[derive(Default)]
-pub(super) struct Startup {
+pub(super) struct ReadinessGate {
     /// Readiness check; `None` if only requests are served, as in benchmarks. The replica then
     /// counts as ready.
     readiness: Option<Arc<ReadinessCheck>>,
@@ -34,7 +34,7 @@ pub(super) struct Startup {
     look: Mutex<Option<(Instant, bool)>>,
 }
 
-impl Startup {
+impl ReadinessGate {
     pub(super) fn new(readiness: Arc<ReadinessCheck>) -> Self {
         Self {
             readiness: Some(readiness),

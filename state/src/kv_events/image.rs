@@ -7,11 +7,11 @@
 use bincode::{Decode, Encode};
 
 use crate::encoding;
-use crate::exact::entries::{CHUNK_ENTRIES, CachedBlock, CachedBlocks, NONE};
-use crate::exact::followed::{FADING_STEPS_MAX, FollowedBackend, FollowedBackends};
-use crate::exact::stream::{RankStream, StreamProgress};
-use crate::exact::{KV_ENTRIES_MAX, KV_RANKS_MAX};
 use crate::ids::{BackendRef, BlockHash, EngineHash, Slot};
+use crate::kv_events::entries::{CHUNK_ENTRIES, CachedBlock, CachedBlocks, NONE};
+use crate::kv_events::followed::{FADING_STEPS_MAX, FollowedBackend, FollowedBackends};
+use crate::kv_events::stream::{RankStream, StreamProgress};
+use crate::kv_events::{KV_ENTRIES_MAX, KV_RANKS_MAX};
 
 /// Content of one piece of an image.
 #[derive(Encode, Decode)]

@@ -1,4 +1,4 @@
-//! Determines which blocks an engine evicts next. See [`leaving`](super::leaving).
+//! Determines which blocks an engine evicts next. See [`EngineEvictionOrder`](super::engine_eviction_order::EngineEvictionOrder).
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -6,7 +6,7 @@ use crate::ids::{BlockHash, Slot};
 use crate::ownership::Ownership;
 use crate::ownership::arena::{BlockRecord, NO_RECORD};
 use crate::ownership::backend::BackendBlocks;
-use crate::ownership::leaving::{is_leaf, key, record_of};
+use crate::ownership::engine_eviction_order::{is_leaf, key, record_of};
 
 /// Maximum number of ancestors without an age that a search for an age visits.
 const CLIMB_MAX: usize = 64;
@@ -19,15 +19,15 @@ impl BackendBlocks {
         if !is_leaf(record) {
             return;
         }
-        let mut age = self.leaving.age(index, record);
+        let mut age = self.engine_order.age(index, record);
         if age == 0 {
             let Some(taken) = self.age_of_stored(record) else {
                 return;
             };
             age = taken.max(1);
-            self.leaving.raise(index, age);
+            self.engine_order.raise(index, age);
         }
-        self.leaving.order.insert(key(index, age));
+        self.engine_order.order.insert(key(index, age));
     }
 
     /// Returns an age for a stored record that has none yet. `None` if a lease ends at an ancestor:
@@ -44,7 +44,7 @@ impl BackendBlocks {
             if above.leases > 0 {
                 return None;
             }
-            let age = self.leaving.age(at, &above);
+            let age = self.engine_order.age(at, &above);
             if age + LATE_MAX > self.epoch {
                 return Some(age);
             }
@@ -62,7 +62,7 @@ impl BackendBlocks {
         // By parent: number of its children that were evicted, and their highest age.
         let mut left = BTreeMap::<u32, (u32, u64)>::new();
         let mut bared = BTreeSet::<u64>::new();
-        let mut leaves = self.leaving.order.iter().copied().peekable();
+        let mut leaves = self.engine_order.order.iter().copied().peekable();
         while next.len() < most {
             let first = match (leaves.peek(), bared.first()) {
                 (Some(leaf), Some(parent)) if parent < leaf => bared.pop_first(),
@@ -80,7 +80,7 @@ impl BackendBlocks {
             *gone += 1;
             *age = (*age).max(first >> 24);
             if *gone == parent.children && parent.leases == 0 && parent.reports > 0 {
-                let age = self.leaving.age(record.parent, &parent).max(*age);
+                let age = self.engine_order.age(record.parent, &parent).max(*age);
                 bared.insert(key(record.parent, age));
             }
         }
@@ -88,17 +88,20 @@ impl BackendBlocks {
     }
 
     /// Checks that the order contains exactly the reported leaves that have an age.
-    pub(super) fn check_leaving(&self) -> Result<(), String> {
+    pub(super) fn check_engine_order(&self) -> Result<(), String> {
         let mut count = 0;
         for (index, record) in self.arena.live() {
-            let belongs = is_leaf(&record) && self.leaving.age(index, &record) > 0;
-            if belongs != (is_leaf(&record) && self.leaving.contains(index, &record)) {
-                return Err(format!("{record:?} leaving: {}", !belongs));
+            let belongs = is_leaf(&record) && self.engine_order.age(index, &record) > 0;
+            if belongs != (is_leaf(&record) && self.engine_order.contains(index, &record)) {
+                return Err(format!("{record:?} in the engine order: {}", !belongs));
             }
             count += usize::from(belongs);
         }
-        if count != self.leaving.len() {
-            return Err(format!("{count} leaves, {} leaving", self.leaving.len()));
+        if count != self.engine_order.len() {
+            return Err(format!(
+                "{count} leaves, {} in the engine order",
+                self.engine_order.len()
+            ));
         }
         Ok(())
     }
@@ -115,9 +118,9 @@ impl Ownership {
             return;
         };
         let record = backend.arena.get(index);
-        if is_leaf(&record) && backend.leaving.age(index, &record) == 0 {
+        if is_leaf(&record) && backend.engine_order.age(index, &record) == 0 {
             let age = backend.epoch.max(1);
-            backend.leaving.raise(index, age);
+            backend.engine_order.raise(index, age);
             backend.insert_reported_leaf(index, &record);
         }
     }

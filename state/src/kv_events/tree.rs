@@ -6,8 +6,8 @@
 
 use xxhash_rust::xxh3::xxh3_128;
 
-use crate::exact::entries::{ByEngine, ByRouter, CachedBlock, CachedBlocks, NONE};
 use crate::ids::{BlockHash, EngineHash, Slot};
+use crate::kv_events::entries::{ByEngine, ByRouter, CachedBlock, CachedBlocks, NONE};
 use crate::ownership::index::RecordIndex;
 
 /// All blocks of one rank; see the module documentation.

@@ -5,8 +5,8 @@ use std::collections::VecDeque;
 use rand_xoshiro::SplitMix64;
 use rand_xoshiro::rand_core::{RngCore, SeedableRng};
 use state::command::{EngineFacts, Item, LeaseOutcome};
-use state::exact::{KvMessage, KvNews};
 use state::ids::BlockHash;
+use state::kv_events::{KvMessage, KvNews};
 
 use crate::pool::{BLOCK_TOKENS, Engine};
 use crate::rig::{chain, said};

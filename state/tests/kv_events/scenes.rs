@@ -1,11 +1,11 @@
 //! Scripts for one rule each: what engines report, and what is owned as a result.
 
 use state::command::{Command, Item, LeaseOutcome, Reply};
-use state::exact::{
+use state::ids::{BackendRef, BlockHash, EngineHash, Slot};
+use state::kv_events::{
     KV_BLOCKS_PER_BATCH_MAX, KV_RANKS_MAX, KvBatch, KvCondition, KvDoubt, KvEvent, KvMessage,
     KvMode, KvNews, KvReason, KvRejection,
 };
-use state::ids::{BackendRef, BlockHash, EngineHash, Slot};
 
 use crate::common::{Driver, batch, restored, snapshot, spec};
 

@@ -1,10 +1,10 @@
-//! Publication of the coming evictions of engines, see [`crate::exact::EvictionsView`].
+//! Publication of the coming evictions of engines, see [`crate::kv_events::EvictionsView`].
 
 use std::sync::Arc;
 
 use super::RouterState;
-use crate::exact::{CacheFill, ComingEvictions, EvictionsView};
 use crate::ids::{BackendRef, Slot};
+use crate::kv_events::{CacheFill, ComingEvictions, EvictionsView};
 
 impl RouterState {
     /// Publishes the coming evictions of all engines. Recomputes those that may have changed.

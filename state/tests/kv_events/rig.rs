@@ -5,8 +5,8 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use state::RouterState;
 use state::command::{Command, EngineFacts, Item, Lane, LeaseOutcome, Reply};
-use state::exact::{KvBatch, KvDoubt, KvEvent, KvMessage, KvMode, KvNews};
 use state::ids::{BackendRef, BlockHash, EngineHash, Incarnation, LogIndex, Slot};
+use state::kv_events::{KvBatch, KvDoubt, KvEvent, KvMessage, KvMode, KvNews};
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use crate::common::{batch, envelope, init, restored, snapshot, spec};

@@ -2,12 +2,12 @@
 
 use bincode::{Decode, Encode};
 
-use crate::exact::entries::NONE;
-use crate::exact::tree::{BlockTree, StoreResult};
-use crate::exact::{
+use crate::ids::{BlockHash, EngineHash, Slot};
+use crate::kv_events::entries::NONE;
+use crate::kv_events::tree::{BlockTree, StoreResult};
+use crate::kv_events::{
     KvCondition, KvDoubt, KvEvent, KvMessage, KvMode, KvPosition, KvReason, KvRejection,
 };
-use crate::ids::{BlockHash, EngineHash, Slot};
 use crate::ownership::{Ownership, ReportRejection};
 
 /// The ownership of one backend, to which a rank reports its blocks.

@@ -20,8 +20,8 @@ use openraft::errors::{ChangeMembershipError, ClientWriteError, RaftError};
 use openraft::{ChangeMembers, ServerState};
 use tokio::time::{Instant, timeout_at};
 
-use super::introduction::check_told;
-use super::search::two_clusters;
+use super::member_info::check_told;
+use super::peer_discovery::two_clusters;
 use super::{Replica, ReplicaInner};
 use crate::error::ChangeError;
 use crate::net::{CallError, LinkLane};

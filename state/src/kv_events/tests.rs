@@ -1,8 +1,8 @@
 //! Tests of the bounds of followed backends, with small limits.
 
-use crate::exact::followed::FollowedBackends;
-use crate::exact::{KvBatch, KvEvent, KvMessage, KvMode, KvNews, KvReason};
 use crate::ids::{BackendRef, BlockHash, EngineHash, Incarnation, Slot};
+use crate::kv_events::followed::FollowedBackends;
+use crate::kv_events::{KvBatch, KvEvent, KvMessage, KvMode, KvNews, KvReason};
 use crate::ownership::{OWNED_BLOCKS_MAX, Ownership};
 
 struct Rig {

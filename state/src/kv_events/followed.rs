@@ -3,13 +3,13 @@
 use std::cmp::Ordering;
 use std::collections::{BTreeMap, VecDeque};
 
-use crate::exact::status::{KvMap, KvRankStatus, KvStatus};
-use crate::exact::stream::{RankStream, ReportedOwnership, UnknownCause};
-use crate::exact::{
+use crate::ids::{BackendRef, BlockHash, EngineHash, Slot};
+use crate::kv_events::status::{KvMap, KvRankStatus, KvStatus};
+use crate::kv_events::stream::{RankStream, ReportedOwnership, UnknownCause};
+use crate::kv_events::{
     KV_BLOCKS_PER_BATCH_MAX, KV_CONFIRM_MS_MAX, KV_ENTRIES_MAX, KV_ENTRIES_PER_BACKEND_MAX,
     KV_RANKS_MAX, KvBatch, KvCondition, KvDoubt, KvMode, KvNews, KvPosition,
 };
-use crate::ids::{BackendRef, BlockHash, EngineHash, Slot};
 use crate::ownership::Ownership;
 
 /// Resolution of the deadlines of pending releases, in milliseconds.

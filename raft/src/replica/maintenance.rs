@@ -9,7 +9,7 @@ use openraft::Instant as _;
 use openraft::ServerState;
 use tokio::time::Instant;
 
-use super::search::PeerDiscovery;
+use super::peer_discovery::PeerDiscovery;
 use super::{Replica, ReplicaInner};
 use crate::error::ChangeError;
 use crate::files::is_shortage;

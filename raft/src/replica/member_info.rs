@@ -8,8 +8,8 @@ use tokio::net::lookup_host;
 use tonic::Status;
 
 use super::ReplicaInner;
+use super::peer_discovery::AskError;
 use super::peers::check_store;
-use super::search::AskError;
 use crate::net::PeerClient;
 use crate::options::{Formation, Peers};
 use crate::status::PeerState;

@@ -12,7 +12,7 @@ use futures_util::future::join_all;
 use tokio::time::{Instant, MissedTickBehavior};
 
 use super::ReplicaInner;
-use super::search::{LastSeen, PeerDiscovery, SearchLog, report_member};
+use super::peer_discovery::{LastSeen, PeerDiscovery, SearchLog, report_member};
 use crate::locks::lock;
 use crate::status::PeerFinding;
 use crate::types::{Node, public_index};

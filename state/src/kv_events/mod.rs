@@ -32,9 +32,9 @@
 //! the rank is cleared.
 
 mod entries;
-mod evictions;
 mod followed;
 mod image;
+mod predicted_evictions;
 mod status;
 mod stream;
 mod tree;
@@ -45,10 +45,10 @@ mod tests;
 use bincode::{Decode, Encode};
 use schemars::JsonSchema;
 
-pub(crate) use evictions::CacheFill;
-pub use evictions::{ComingEvictions, EvictionsView};
 pub(crate) use followed::FollowedBackends;
 pub(crate) use image::FollowedImage;
+pub(crate) use predicted_evictions::CacheFill;
+pub use predicted_evictions::{ComingEvictions, EvictionsView};
 pub use status::{KvCondition, KvMap, KvMode, KvRankStatus, KvReason, KvStatus};
 
 use crate::ids::{BackendRef, BlockHash, EngineHash};
