@@ -75,27 +75,27 @@ pub struct SourceReport {
     kind: &'static str,
     /// When it last responded to this replica, in Unix milliseconds.
     answered_at_ms: Option<u64>,
-    /// Why the last lookup failed; the result of the previous one remains in use.
+    /// Why the last lookup failed. The result of the previous lookup remains in use.
     error: Option<String>,
     /// Number of engines in its last response.
     told: usize,
     /// Number of the cluster's backends that it registered.
     registered: usize,
-    /// Number of these that drain because the source no longer lists them or reports that they take
-    /// no requests.
+    /// Number of registered backends that drain because the source no longer lists them or reports
+    /// that they take no requests.
     lost: usize,
-    /// Number of these that the source no longer lists, but that are kept because too many others
-    /// are lost.
+    /// Number of registered backends that the source no longer lists, but that stay because too many
+    /// others are lost.
     withheld: usize,
-    /// Number of engines that are not registered.
+    /// Number of listed engines that were refused.
     refused_total: usize,
-    /// The first of these engines.
+    /// First refused engines, each with the reason.
     refused: Vec<RefusedReport>,
     /// Why the cluster rejected the last change.
     failure: Option<String>,
 }
 
-/// An engine that is not registered.
+/// A listed engine that was refused, so that it is not registered.
 #[derive(Debug, Serialize, JsonSchema)]
 pub(super) struct RefusedReport {
     engine: String,

@@ -82,8 +82,8 @@ pub struct ExplainedBackend {
     pub verdict: FilterVerdict,
     /// Leading blocks that it holds according to the log, whether or not it may take the request.
     pub matched_applied: u32,
-    /// The same with this replica's overlay, less what requests in flight will evict: the number
-    /// that the policy uses.
+    /// Leading blocks that it is expected to hold, which the policy uses: `matched_applied` with this
+    /// replica's overlay, without blocks that requests in flight will evict.
     pub matched: u32,
     /// Load from this replica.
     pub here: Load,
@@ -106,7 +106,7 @@ pub struct ExplainedBackend {
     pub service: Option<BackendServiceView>,
     /// Learned prices that the policy uses. Candidates only.
     pub prices: Option<Prices>,
-    /// Step of the policy that it falls into, from 0; compared first. Candidates only.
+    /// Preference tier that the policy assigned, from 0; lower tiers win. Candidates only.
     pub tier: Option<u8>,
     /// Score within its tier, lower is better. Candidates only.
     pub score: Option<u64>,

@@ -208,23 +208,23 @@ pub struct Decision {
 pub enum RoutingRejection {
     /// No registered backend serves the model: 404.
     UnknownModel,
-    /// None of those that serve the model has an endpoint that the gateway offers: 503.
+    /// Backends serve the model, but the gateway offers the endpoint of none: 503.
     NoneOffered,
-    /// All of those that serve it are unhealthy or draining: 503.
+    /// All backends of the model are unhealthy or draining: 503.
     NoneHealthy,
-    /// All usable ones were tried: 502 or 503, depending on the last attempt.
+    /// All usable backends were tried: 502 or 503, depending on the last attempt.
     AllTried,
-    /// No healthy one has the requested labels: 503.
+    /// No healthy backend has the requested labels: 503.
     NoneSelected,
-    /// No healthy one isolates this user's cached blocks: 503.
+    /// No healthy backend isolates this user's cached blocks: 503.
     NoneIsolating,
-    /// None has a cache that can hold the prompt: 400.
+    /// The prompt is larger than the cache of every backend: 400.
     TooLarge,
-    /// They separate prefill and decode, which is not possible for this request: 400.
+    /// The backends separate prefill and decode, which this request does not support: 400.
     NotSeparable,
-    /// They only decode, and no prefill backend is available: 503.
+    /// The usable backends only decode, and no prefill backend is available: 503.
     NoPrefill,
-    /// All usable ones have reached their limit of concurrent requests: wait, or 503.
+    /// All usable backends have reached their limit of concurrent requests: wait, or 503.
     AtLimit,
 }
 

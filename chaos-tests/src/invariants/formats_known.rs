@@ -1,6 +1,6 @@
-//! In a cluster of several builds, each replica's build can read every committed entry. For a
-//! replica that is down, the build that it ran last counts. No replica restores a snapshot of a
-//! later version, or receives a message that it cannot read, unless it ran a later build before.
+//! In a cluster of several builds, each replica's build can read every committed entry, every
+//! snapshot that it restores and every message that it receives. For a replica that is down, the
+//! build that it ran last counts. Messages may be unreadable to a replica that was downgraded.
 
 use state::codec::{decode_envelope, format_of};
 

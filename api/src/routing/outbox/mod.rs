@@ -82,7 +82,7 @@ impl Default for OutboxSettings {
 pub struct OutboxStatus {
     /// Number of items queued or proposed.
     pub queued_items: usize,
-    /// Their approximate size, in bytes.
+    /// Approximate size of these items, in bytes.
     pub queued_bytes: usize,
     /// Number of items given up since the start: steps of forgotten attempts, and items that the
     /// state rejected.
