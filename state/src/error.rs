@@ -16,11 +16,11 @@ pub struct SnapshotError {
     pub what: String,
 }
 
-/// A violated invariant of docs/ARCHITECTURE.md.
+/// A violated invariant of docs/internals/invariants.md.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("invariant {number} broken: {detail}")]
 pub struct InvariantError {
-    /// Number of the invariant in docs/ARCHITECTURE.md, such as `"I4"`.
+    /// Number of the invariant in docs/internals/invariants.md, such as `"I4"`.
     pub number: &'static str,
     /// Description of the violation, with the offending values.
     pub detail: String,

@@ -9,7 +9,7 @@ use crate::oracle::model::CommandEffect;
 use crate::oracle::search::plain;
 use state::command::{Committed, Reply};
 
-/// Number of the invariant in docs/ARCHITECTURE.md.
+/// Number of the invariant in docs/internals/invariants.md.
 pub const NUMBER: &str = "I29";
 /// Statement of the invariant.
 pub const NAME: &str = "an acknowledged write stands in the log as it was asked for";

@@ -15,7 +15,7 @@ use crate::oracle::RunRecord;
 use crate::oracle::history::RequestTokens;
 use crate::oracle::observation::ReplicaRun;
 
-/// Number of the invariant in docs/ARCHITECTURE.md.
+/// Number of the invariant in docs/internals/invariants.md.
 pub const NUMBER: &str = "I44";
 /// Statement of the invariant.
 pub const NAME: &str = "what is charged ahead is used up";

@@ -5,7 +5,7 @@ use super::{PropertyError, Subjects};
 use crate::oracle::RunRecord;
 use crate::oracle::comparison::StatePart;
 
-/// Number of the invariant in docs/ARCHITECTURE.md.
+/// Number of the invariant in docs/internals/invariants.md.
 pub const NUMBER: &str = "I35";
 /// Statement of the invariant.
 pub const NAME: &str = "backends own what leases brought, less what had to go";

@@ -14,7 +14,7 @@ use crate::oracle::history::{InferenceRequest, RequestTokens};
 use crate::oracle::image::StateImage;
 use crate::oracle::observation::{Observation, ReplicaRun};
 
-/// Number of the invariant in docs/ARCHITECTURE.md.
+/// Number of the invariant in docs/internals/invariants.md.
 pub const NUMBER: &str = "I38";
 /// Statement of the invariant.
 pub const NAME: &str = "users are charged what their requests used, once";

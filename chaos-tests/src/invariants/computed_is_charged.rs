@@ -11,7 +11,7 @@ use super::{PropertyError, Subjects};
 use crate::oracle::RunRecord;
 use crate::oracle::history::InferenceRequest;
 
-/// Number of the invariant in docs/ARCHITECTURE.md.
+/// Number of the invariant in docs/internals/invariants.md.
 pub const NUMBER: &str = "I63";
 /// Statement of the invariant.
 pub const NAME: &str = "what engines computed is charged, told or not";

@@ -7,7 +7,7 @@ use super::{PropertyError, Subjects};
 use crate::oracle::RunRecord;
 use state::ids::LogIndex;
 
-/// Number of the invariant in docs/ARCHITECTURE.md.
+/// Number of the invariant in docs/internals/invariants.md.
 pub const NUMBER: &str = "I39";
 /// Statement of the invariant.
 pub const NAME: &str = "requests go to registered backends that do not drain";

@@ -8,7 +8,7 @@ use state::ids::BackendRef;
 use super::{PropertyError, Subjects};
 use crate::oracle::RunRecord;
 
-/// Number of the invariant in docs/ARCHITECTURE.md.
+/// Number of the invariant in docs/internals/invariants.md.
 pub const NUMBER: &str = "I40";
 /// Statement of the invariant.
 pub const NAME: &str = "what is applied of a stream of KV events goes forwards";

@@ -12,7 +12,7 @@ use crate::oracle::comparison::StatePart;
 use crate::oracle::image::KvImage;
 use crate::oracle::observation::Observation;
 
-/// Number of the invariant in docs/ARCHITECTURE.md.
+/// Number of the invariant in docs/internals/invariants.md.
 pub const NUMBER: &str = "I24";
 /// Statement of the invariant.
 pub const NAME: &str = "what is called exact is what the engine holds";

@@ -7,7 +7,7 @@ use state::codec::{decode_envelope, format_of};
 use super::{PropertyError, Subjects};
 use crate::oracle::RunRecord;
 
-/// Number of the invariant in docs/ARCHITECTURE.md.
+/// Number of the invariant in docs/internals/invariants.md.
 pub const NUMBER: &str = "I130";
 /// Statement of the invariant.
 pub const NAME: &str = "no entry, snapshot or message is of a format that a member does not know";

@@ -4,7 +4,7 @@
 use super::{PropertyError, Subjects};
 use crate::oracle::{RunRecord, linear};
 
-/// Number of the invariant in docs/ARCHITECTURE.md.
+/// Number of the invariant in docs/internals/invariants.md.
 pub const NUMBER: &str = "I31";
 /// Statement of the invariant.
 pub const NAME: &str =

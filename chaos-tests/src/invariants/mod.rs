@@ -1,4 +1,4 @@
-//! The invariants of a run, one per file, numbered as in docs/ARCHITECTURE.md.
+//! The invariants of a run, one per file, numbered as in docs/internals/invariants.md.
 //!
 //! Each invariant is a function over a [`RunRecord`] that returns its number of subjects. A check
 //! without subjects has proved nothing, and the runner reports it.
@@ -45,7 +45,7 @@ pub type Subjects = u64;
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{number} {name}: {detail}")]
 pub struct PropertyError {
-    /// Number of the invariant in docs/ARCHITECTURE.md, such as `"I25"`.
+    /// Number of the invariant in docs/internals/invariants.md, such as `"I25"`.
     pub number: &'static str,
     /// Statement of the invariant.
     pub name: &'static str,
@@ -56,7 +56,7 @@ pub struct PropertyError {
 /// An invariant of a run, with its check.
 #[derive(Clone, Copy)]
 pub struct Invariant {
-    /// Number of the invariant in docs/ARCHITECTURE.md.
+    /// Number of the invariant in docs/internals/invariants.md.
     pub number: &'static str,
     /// Statement of the invariant.
     pub name: &'static str,

@@ -5,7 +5,7 @@ use super::{PropertyError, Subjects};
 use crate::oracle::RunRecord;
 use crate::oracle::observation::AtRest;
 
-/// Number of the invariant in docs/ARCHITECTURE.md.
+/// Number of the invariant in docs/internals/invariants.md.
 pub const NUMBER: &str = "I14";
 /// Statement of the invariant.
 pub const NAME: &str = "when no request is under way nothing is left of any";

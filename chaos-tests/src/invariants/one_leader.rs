@@ -15,7 +15,7 @@ use super::{PropertyError, Subjects};
 use crate::oracle::RunRecord;
 use crate::oracle::observation::ReplicaRun;
 
-/// Number of the invariant in docs/ARCHITECTURE.md.
+/// Number of the invariant in docs/internals/invariants.md.
 pub const NUMBER: &str = "I28";
 /// Statement of the invariant.
 pub const NAME: &str = "a replica leads a term in one run at most";

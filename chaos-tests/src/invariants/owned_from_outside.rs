@@ -7,7 +7,7 @@ use super::{PropertyError, Subjects};
 use crate::oracle::RunRecord;
 use crate::oracle::image::BackendImage;
 
-/// Number of the invariant in docs/ARCHITECTURE.md.
+/// Number of the invariant in docs/internals/invariants.md.
 pub const NUMBER: &str = "I37";
 /// Statement of the invariant.
 pub const NAME: &str = "ownership is prefix-closed and within capacity";

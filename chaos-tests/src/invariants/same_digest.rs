@@ -6,7 +6,7 @@ use super::{PropertyError, Subjects};
 use crate::oracle::RunRecord;
 use crate::oracle::observation::{ReplicaRun, StateStep};
 
-/// Number of the invariant in docs/ARCHITECTURE.md.
+/// Number of the invariant in docs/internals/invariants.md.
 pub const NUMBER: &str = "I26";
 /// Statement of the invariant.
 pub const NAME: &str = "states at the same index have the same digest";

@@ -6,7 +6,7 @@ use super::{PropertyError, Subjects};
 use crate::oracle::RunRecord;
 use crate::oracle::observation::Cause;
 
-/// Number of the invariant in docs/ARCHITECTURE.md.
+/// Number of the invariant in docs/internals/invariants.md.
 pub const NUMBER: &str = "I25";
 /// Statement of the invariant.
 pub const NAME: &str = "all replicas apply the same command at the same index";

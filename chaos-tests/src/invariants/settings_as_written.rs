@@ -4,7 +4,7 @@ use super::{PropertyError, Subjects};
 use crate::oracle::RunRecord;
 use crate::oracle::comparison::StatePart;
 
-/// Number of the invariant in docs/ARCHITECTURE.md.
+/// Number of the invariant in docs/internals/invariants.md.
 pub const NUMBER: &str = "I32";
 /// Statement of the invariant.
 pub const NAME: &str = "settings, backends and sessions are those that the log wrote";

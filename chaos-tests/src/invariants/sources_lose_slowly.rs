@@ -11,7 +11,7 @@ use crate::oracle::RunRecord;
 use crate::oracle::fleet;
 use crate::oracle::model::CommandEffect;
 
-/// Number of the invariant in docs/ARCHITECTURE.md.
+/// Number of the invariant in docs/internals/invariants.md.
 pub const NUMBER: &str = "I151";
 /// Statement of the invariant.
 pub const NAME: &str = "what a source tells of stays, and the rest goes slowly";

@@ -4,7 +4,7 @@
 use super::{PropertyError, Subjects};
 use crate::oracle::RunRecord;
 
-/// Number of the invariant in docs/ARCHITECTURE.md.
+/// Number of the invariant in docs/internals/invariants.md.
 pub const NUMBER: &str = "I50";
 /// Statement of the invariant.
 pub const NAME: &str = "replicated time passes as real time does";

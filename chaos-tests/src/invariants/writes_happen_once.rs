@@ -11,7 +11,7 @@ use crate::oracle::history::{Action, OperationResult};
 use crate::oracle::model::CommandEffect;
 use state::ids::ReplicaId;
 
-/// Number of the invariant in docs/ARCHITECTURE.md.
+/// Number of the invariant in docs/internals/invariants.md.
 pub const NUMBER: &str = "I30";
 /// Statement of the invariant.
 pub const NAME: &str = "a write happens at most once, and never when it was refused";

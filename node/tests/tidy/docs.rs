@@ -200,8 +200,10 @@ fn a_broken_link_would_be_seen() {
     let page = root().join("docs/ARCHITECTURE.md");
     assert_eq!(broken(&page, "adr/"), None);
     assert_eq!(broken(&page, "#invariants"), None);
+    assert_eq!(broken(&page, "internals/invariants.md#whole-cluster"), None);
     assert!(broken(&page, "guide/nowhere.md").is_some());
     assert!(broken(&page, "#nowhere").is_some());
+    assert!(broken(&page, "internals/invariants.md#nowhere").is_some());
     assert!(document_exists("docs/adr/0008"));
     assert!(!document_exists("docs/adr/9999"));
     let text = "see docs/adr/0008, mydocs/x and `docs/nowhere.md`.";

@@ -98,7 +98,10 @@ fn items(text: &str) -> BTreeSet<(String, String)> {
 
 #[test]
 fn the_architecture_names_files_and_items_that_are_there() {
-    let page = std::fs::read_to_string(root().join("docs/ARCHITECTURE.md")).expect("read a page");
+    let pages = ["docs/ARCHITECTURE.md", "docs/internals/invariants.md"];
+    let page = pages
+        .map(|page| std::fs::read_to_string(root().join(page)).expect("read a page"))
+        .concat();
     let sources = sources();
     let texts: Vec<_> = sources
         .iter()

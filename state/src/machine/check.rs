@@ -1,4 +1,5 @@
-//! The numbered invariants of docs/ARCHITECTURE.md, and their check [`RouterState::check`].
+//! The invariants of a state, numbered as in docs/internals/invariants.md, and their check
+//! [`RouterState::check`].
 //!
 //! - **I1** Ownership is prefix-closed: a backend that owns a block owns every block before it.
 //! - **I2** The published read view shows exactly the owned blocks.
