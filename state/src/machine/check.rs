@@ -33,6 +33,8 @@
 //! - **I110** Every user with its own cache scope is configured, so that it is not forgotten. The
 //!   published scopes are those of the state.
 //! - **I113** The further ranks of an engine have consecutive numbers and follow its first rank.
+//! - **I118** The reported leaves that have an age and no lease are in the order in which their
+//!   engine evicts them, and nothing else is.
 //! - **I132** Every backend recorded as registered by a source exists and has a valid source.
 //! - **I23** A block has exactly as many reports as ranks report it.
 //!
