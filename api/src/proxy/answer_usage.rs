@@ -29,7 +29,17 @@ pub(super) struct AnswerDelta<'a> {
     pub(super) has_no_choices: bool,
     /// Whether a choice has a finish reason.
     pub(super) ends_choice: bool,
+    /// Whether this is the last event of a stream of the responses or the messages endpoint.
+    pub(super) ends_stream: bool,
 }
+
+/// Types of the last event of a stream, as JSON strings.
+const LAST_EVENTS: [&[u8]; 4] = [
+    br#""response.completed""#,
+    br#""response.incomplete""#,
+    br#""response.failed""#,
+    br#""message_stop""#,
+];
 
 /// Extracts usage and output from a JSON document.
 pub(super) fn inspect(json: &[u8]) -> AnswerDelta<'_> {
@@ -77,6 +87,7 @@ pub(super) fn inspect(json: &[u8]) -> AnswerDelta<'_> {
     if let Some(delta) = delta {
         findings.read_delta(kind, delta);
     }
+    findings.ends_stream = LAST_EVENTS.contains(&kind);
     findings
 }
 

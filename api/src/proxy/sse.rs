@@ -296,6 +296,7 @@ impl SseStream {
         }
         let findings = inspect(json);
         observe(&findings);
+        self.is_done |= findings.ends_stream;
         let before = last_chunk.map(|chunk| chunk.without_usage());
         let Some(member) = findings.usage_member else {
             return (EventAction::Kept, before);
@@ -515,6 +516,30 @@ mod tests {
         for end in ["", "\n", "\r"] {
             let (.., is_done) = run(NOTHING, format!("{done}{end}").as_bytes(), &[]);
             assert!(is_done);
+        }
+    }
+
+    #[test]
+    fn the_last_events_of_responses_and_messages_end_a_stream() {
+        for kind in [
+            "response.created",
+            "response.output_text.done",
+            "message_delta",
+        ] {
+            let event = format!("event: {kind}\ndata: {{\"type\":\"{kind}\"}}\n\n");
+            let (.., is_done) = run(NOTHING, event.as_bytes(), &[]);
+            assert!(!is_done, "{kind}");
+        }
+        let done = "data: [DONE]\n\n";
+        for kind in [
+            "response.completed",
+            "response.incomplete",
+            "response.failed",
+            "message_stop",
+        ] {
+            let event = format!("event: {kind}\ndata: {{\"type\":\"{kind}\"}}\n\n{done}");
+            let (out, _, _, is_done) = run(NOTHING, event.as_bytes(), &[]);
+            assert!(is_done && out.ends_with(done.as_bytes()), "{kind}");
         }
     }
 
