@@ -2,8 +2,8 @@
 //!
 //! Each bug is one condition at the place where a developer would make the mistake. Without the
 //! feature `planted`, the condition is constant `false` and the compiler removes it. With the
-//! feature, tests can plant one bug at a time per thread. docs/internals/testing.md lists the bugs
-//! and what catches each.
+//! feature, tests can plant one bug at a time per thread. docs/reports/2026-11-planted-bugs.md lists
+//! the bugs and what catches each.
 
 /// Defines a crate's list of bugs and, with the crate's feature `planted`, the per-thread switch
 /// that plants one. `node` uses it too.

@@ -2,8 +2,8 @@
 //!
 //! A test harness that finds nothing proves nothing unless it finds known bugs. `raft`, `api` and
 //! `node` define bugs at typical places (`raft::planted` and so on). This module plants one at a
-//! time on the current thread, for the lifetime of a [`PlantedGuard`]. docs/internals/testing.md
-//! lists which test catches which bug.
+//! time on the current thread, for the lifetime of a [`PlantedGuard`].
+//! docs/reports/2026-11-planted-bugs.md lists which test catches which bug.
 
 use std::fmt;
 

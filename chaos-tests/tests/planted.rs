@@ -2,7 +2,7 @@
 //!
 //! The table lists the invariant that catches a bug, and the seed that catches it soonest. If a
 //! change of the product or the workload moves a bug to another seed, `seeds --bug NAME` finds one.
-//! docs/internals/testing.md lists how many seeds of a hundred catch each bug.
+//! docs/reports/2026-11-planted-bugs.md lists how many seeds of a hundred catch each bug.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicUsize, Ordering};

@@ -2,8 +2,8 @@
 //!
 //! Each bug is one condition at the place where a programmer would make the mistake. Without the
 //! feature `planted`, the condition is constant `false` and the compiler removes it. With it, one
-//! bug at a time can be planted per thread. docs/internals/testing.md lists the bugs and what
-//! catches each.
+//! bug at a time can be planted per thread. docs/reports/2026-11-planted-bugs.md lists the bugs and
+//! what catches each.
 
 api::plantable_bugs! {
     /// An administrative write with an unknown outcome is acknowledged.

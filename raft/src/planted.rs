@@ -2,7 +2,7 @@
 //!
 //! Each bug is a condition where the mistake would be made. Without the feature `planted` it is
 //! constantly false and compiled away. With it, one bug per thread can be planted at a time.
-//! docs/internals/testing.md lists the bugs and the test that catches each.
+//! docs/reports/2026-11-planted-bugs.md lists the bugs and the test that catches each.
 
 macro_rules! bugs {
     ($($(#[$doc:meta])* $bug:ident,)*) => {

@@ -12,7 +12,10 @@ fn the_page_counts_the_packages_of_others() {
     let lock = read("Cargo.lock");
     let packages = lock.split("[[package]]").skip(1);
     let of_others = packages.filter(|package| package.contains("\nsource = \""));
-    let told = format!("`Cargo.lock` has {} third-party packages", of_others.count());
+    let told = format!(
+        "`Cargo.lock` has {} third-party packages",
+        of_others.count()
+    );
     let page = read("docs/internals/dependencies.md");
     assert!(page.contains(&told), "expected: {told}");
     let sources = lock.lines().filter(|line| line.starts_with("source = "));

@@ -155,7 +155,7 @@ export function mount(root, signal) {
     sick = all.filter((one) => one.level > 2).map((one) => one.id);
     const judged = all[0];
     if (!judged) worst.show('None', 'No backend is registered', 'fault');
-    else worst.show(judged.id, judged.why || (judged.first === null ? 'Healthy, and nothing is learnt of any yet' : `Healthy, and the slowest: first token of 1,000 tokens after ${ms(judged.first)}`), judged.level > 2 ? 'fault' : '');
+    else worst.show(judged.id, judged.why || (judged.first === null ? 'Healthy, and nothing is learned of any yet' : `Healthy, and the slowest: first token of 1,000 tokens after ${ms(judged.first)}`), judged.level > 2 ? 'fault' : '');
   });
   show();
   showEvents();
