@@ -3,8 +3,8 @@
 //!
 //! [`wire`] decodes payloads. [`stream`] decides which messages count and computes the router's
 //! hashes of their blocks. Both are pure. [`zmtp`] is the transport, and [`endpoint`] describes
-//! where to connect. [`reader`] combines them in one task per data-parallel rank, and [`board`]
-//! shows the status of each.
+//! where to connect. [`reader`] combines them in one task per data-parallel rank, and
+//! [`stream_status`] shows the status of each.
 
 pub mod endpoint;
 #[cfg(feature = "fuzzing")]

@@ -79,7 +79,7 @@ use std::sync::atomic::AtomicU64;
 
 use arc_swap::ArcSwap;
 use bytes::Bytes;
-use http::header::{CONNECTION, CONTENT_TYPE};
+use http::header::CONNECTION;
 use http::{HeaderMap, HeaderValue, Request, Response, Version};
 use http_body::Body;
 use hyper::body::Incoming;
@@ -522,31 +522,6 @@ impl Proxy {
                 Ok(Intake::Whole(holder, bytes))
             }
         }
-    }
-
-    /// Returns a response with the models that the key allows, or with the model `id` only.
-    fn models(&self, holder: &Holder, id: Option<&str>) -> Result<Response<Bytes>, ProxyError> {
-        let registry = self.view.registry();
-        if !self.readiness_gate.has_caught_up() && models::is_empty(&registry, &self.backends) {
-            return Err(ProxyError::Starting);
-        }
-        let body = match id {
-            None => models::list(&registry, &self.backends, &|model| {
-                holder.check_either_model(&self.view, model).is_ok()
-            }),
-            Some(id) => {
-                holder.check_either_model(&self.view, id)?;
-                models::one(&registry, &self.backends, id).ok_or_else(|| {
-                    ProxyError::UnknownModel {
-                        model: models::shown_model(id),
-                    }
-                })?
-            }
-        };
-        let mut response = Response::new(body);
-        let json = HeaderValue::from_static("application/json");
-        response.headers_mut().insert(CONTENT_TYPE, json);
-        Ok(response)
     }
 }
 

@@ -3,11 +3,44 @@
 use std::collections::BTreeMap;
 
 use bytes::Bytes;
+use http::header::CONTENT_TYPE;
+use http::{HeaderValue, Response};
 use serde::Serialize;
 use serde_json::{Value, json};
 use state::{Backend, Registry};
 
+use super::{Holder, Proxy};
 use crate::backends::Backends;
+use crate::error::ProxyError;
+
+impl Proxy {
+    /// Returns a response with the models that the key allows, or with the model `id` only.
+    pub(super) fn models(
+        &self,
+        holder: &Holder,
+        id: Option<&str>,
+    ) -> Result<Response<Bytes>, ProxyError> {
+        let registry = self.view.registry();
+        if !self.readiness_gate.has_caught_up() && is_empty(&registry, &self.backends) {
+            return Err(ProxyError::Starting);
+        }
+        let body = match id {
+            None => list(&registry, &self.backends, &|model| {
+                holder.check_either_model(&self.view, model).is_ok()
+            }),
+            Some(id) => {
+                holder.check_either_model(&self.view, id)?;
+                one(&registry, &self.backends, id).ok_or_else(|| ProxyError::UnknownModel {
+                    model: shown_model(id),
+                })?
+            }
+        };
+        let mut response = Response::new(body);
+        let json = HeaderValue::from_static("application/json");
+        response.headers_mut().insert(CONTENT_TYPE, json);
+        Ok(response)
+    }
+}
 
 #[derive(Serialize)]
 struct ModelListBody<'a> {
