@@ -1,5 +1,6 @@
 //! The log contains every acknowledged write as requested, at the index reported to the client, and
-//! the write had the reported effect.
+//! the write had the reported effect. In a cluster of several builds, a replica may propose a
+//! substitute that all builds can read.
 
 use super::{PropertyError, Subjects};
 use crate::oracle::RunRecord;
@@ -7,7 +8,8 @@ use crate::oracle::history::{Action, Operation, OperationResult};
 use crate::oracle::linear::effective;
 use crate::oracle::model::CommandEffect;
 use crate::oracle::search::plain;
-use state::command::{Committed, Reply};
+use state::codec::format_of;
+use state::command::{Command, Committed, Reply};
 
 /// Number of the invariant in docs/internals/invariants.md.
 pub const NUMBER: &str = "I29";
@@ -47,7 +49,9 @@ fn stands(record: &RunRecord, operation: &Operation, committed: &Committed) -> R
             false => Err("no such command stands there".to_owned()),
         };
     };
-    if found.command != *command || found.origin.replica != operation.run.replica {
+    if !is_as_asked(record, index, command, &found.command)
+        || found.origin.replica != operation.run.replica
+    {
         return Err(format!("what stands there is {found:?}"));
     }
     let Some(effect) = comparison.effects.get(&index) else {
@@ -83,8 +87,22 @@ fn stands(record: &RunRecord, operation: &Operation, committed: &Committed) -> R
     }
 }
 
+/// Whether the entry at `index` with the command `found` is what a client that asked for `asked`
+/// gets. A key is removed by an older command while a member cannot read the newer one, or did so
+/// shortly before.
+fn is_as_asked(record: &RunRecord, index: u64, asked: &Command, found: &Command) -> bool {
+    let (Command::EndKey { id: asked_id }, Command::RevokeKey { id }) = (asked, found) else {
+        return asked == found;
+    };
+    let mut earlier = record.observation.formats.range(..=index);
+    id == asked_id && earlier.any(|(_, known)| *known < format_of(asked))
+}
+
 #[cfg(test)]
 mod tests {
+    use state::ids::ApiKeyId;
+    use state::keys::ApiKeySpec;
+
     use super::*;
     use crate::invariants::fixture::{RecordBuilder, drain, put};
 
@@ -96,6 +114,25 @@ mod tests {
         assert_eq!(check(&story.record), Ok(1));
         story.acknowledged(1, put("b", 1), index);
         assert!(check(&story.record).is_err());
+    }
+
+    #[test]
+    fn a_key_is_removed_by_the_command_that_all_builds_can_read() {
+        let id = ApiKeyId(1);
+        let key = ApiKeySpec {
+            id,
+            name: "story".to_owned(),
+            ..ApiKeySpec::default()
+        };
+        let mut story = RecordBuilder::begun();
+        story.write(1, Command::CreateKey(Box::new(key)));
+        let index = story.write(1, Command::RevokeKey { id });
+        story.acknowledged(1, Command::EndKey { id }, index);
+        assert!(check(&story.record).is_err());
+        story.record.observation.formats.insert(1, 6);
+        assert!(check(&story.record).is_err());
+        story.record.observation.formats.insert(2, 5);
+        assert_eq!(check(&story.record), Ok(1));
     }
 
     #[test]

@@ -20,17 +20,27 @@ pub const NAME: &str = "what a source tells of stays, and the rest goes slowly";
 /// ahead by this much while clocks are set, in microseconds.
 const EARLY_US: u64 = 1_000_000;
 
-/// Backends by name, each with the time since which it is lost; `None` if it is not lost.
+/// The backends of a source.
 #[derive(Default)]
-struct SourceFleet(BTreeMap<String, Option<u64>>);
+struct SourceFleet {
+    /// Backends by name, each with the time since which it is lost; `None` if it is not lost.
+    backends: BTreeMap<String, Option<u64>>,
+    /// Whether most clocks were wrong at some time, so that replicated time may have leapt.
+    are_clocks_doubted: bool,
+}
 
 /// Checks every change that the source made, and its backends at the end.
 ///
 /// # Errors
-/// If a listed backend was lost or removed, one was removed early, or too many were lost at once.
+/// If a listed backend was lost or removed, one was removed early although most clocks were right,
+/// or too many were lost at once.
 pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
     let comparison = record.comparison();
-    let (mut subjects, mut held) = (0, SourceFleet::default());
+    let mut held = SourceFleet {
+        are_clocks_doubted: record.observation.are_clocks_doubted,
+        ..SourceFleet::default()
+    };
+    let mut subjects = 0;
     for (index, envelope) in &comparison.commands {
         let Command::Discover(discovery) = &envelope.command else {
             continue;
@@ -60,24 +70,32 @@ impl SourceFleet {
             ));
         }
         match change {
-            DiscoveryChange::Found(_) => drop(self.0.insert(name.to_owned(), None)),
+            DiscoveryChange::Found(_) => drop(self.backends.insert(name.to_owned(), None)),
             DiscoveryChange::Lost { .. } => {
-                let known = self.0.get_mut(name).ok_or("an unknown backend is lost")?;
+                let known = self
+                    .backends
+                    .get_mut(name)
+                    .ok_or("an unknown backend is lost")?;
                 known.get_or_insert(now_us);
-                let lost = self.0.values().flatten().count();
-                let lost_max = self.0.len() * fleet::rules().lost_permille_max as usize / 1000;
+                let lost = self.backends.values().flatten().count();
+                let lost_max =
+                    self.backends.len() * fleet::rules().lost_permille_max as usize / 1000;
                 if lost > lost_max {
-                    let all = self.0.len();
+                    let all = self.backends.len();
                     return Err(format!(
                         "{lost} of {all} are lost, at most {lost_max} may be"
                     ));
                 }
             }
             DiscoveryChange::Forgotten { .. } => {
-                let known = self.0.remove(name).ok_or("an unknown backend goes")?;
+                let known = self
+                    .backends
+                    .remove(name)
+                    .ok_or("an unknown backend goes")?;
                 let since_us = known.ok_or_else(|| format!("{name} goes, and is not lost"))?;
                 let lost_us = now_us.saturating_sub(since_us);
-                if lost_us + EARLY_US < fleet::rules().remove_after_ms * 1000 {
+                let is_early = lost_us + EARLY_US < fleet::rules().remove_after_ms * 1000;
+                if is_early && !self.are_clocks_doubted {
                     return Err(format!(
                         "{name} goes {} ms after it was lost",
                         lost_us / 1000
@@ -152,6 +170,12 @@ mod tests {
         held.change(&lost(name(1)), 1_000_000).unwrap();
         let early = DiscoveryChange::Forgotten { name: name(0) };
         assert!(held.change(&early, 1_900_000).is_err());
+        let mut leapt = SourceFleet {
+            are_clocks_doubted: true,
+            ..fleet_of(4)
+        };
+        leapt.change(&lost(name(0)), 1_000_000).unwrap();
+        leapt.change(&early, 1_900_000).unwrap();
         assert!(held.change(&lost(name(2)), 2_000_000).is_err());
         let gone = DiscoveryChange::Forgotten { name: name(1) };
         assert!(

@@ -9,6 +9,7 @@ use super::{PropertyError, Subjects};
 use crate::oracle::RunRecord;
 use crate::oracle::history::{Action, OperationResult};
 use crate::oracle::model::CommandEffect;
+use state::command::Command;
 use state::ids::ReplicaId;
 
 /// Number of the invariant in docs/internals/invariants.md.
@@ -24,7 +25,7 @@ pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
     let mut asked: BTreeMap<(ReplicaId, String), i64> = BTreeMap::new();
     for operation in &record.history.operations {
         if let Action::Write(command) = &operation.action {
-            let key = (operation.run.replica, format!("{command:?}"));
+            let key = (operation.run.replica, as_counted(command));
             let may_happen = operation.outcome != OperationResult::Refused;
             *asked.entry(key).or_default() += i64::from(may_happen);
         }
@@ -34,7 +35,7 @@ pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
         if !matches!(comparison.effects.get(index), Some(CommandEffect::Done(_))) {
             continue;
         }
-        let key = (found.origin.replica, format!("{:?}", found.command));
+        let key = (found.origin.replica, as_counted(&found.command));
         let Some(left) = asked.get_mut(&key) else {
             continue;
         };
@@ -47,8 +48,19 @@ pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
     Ok(asked.len() as u64)
 }
 
+/// Returns the text under which a command counts. The commands that remove a key count as one: a
+/// replica chooses the one that all builds can read.
+fn as_counted(command: &Command) -> String {
+    match command {
+        Command::EndKey { id } => format!("{:?}", Command::RevokeKey { id: *id }),
+        command => format!("{command:?}"),
+    }
+}
+
 #[cfg(test)]
 mod tests {
+    use state::ids::ApiKeyId;
+
     use super::*;
     use crate::invariants::fixture::{RecordBuilder, put};
 
@@ -60,6 +72,17 @@ mod tests {
         story.write_again(index);
         assert_eq!(check(&story.record), Ok(1));
         story.write(1, put("a", 1));
+        assert!(check(&story.record).is_err());
+    }
+
+    #[test]
+    fn removals_of_a_key_count_together() {
+        let id = ApiKeyId(1);
+        let mut story = RecordBuilder::begun();
+        let index = story.write(1, Command::RevokeKey { id });
+        story.acknowledged(1, Command::EndKey { id }, index);
+        assert_eq!(check(&story.record), Ok(1));
+        story.write(1, Command::RevokeKey { id });
         assert!(check(&story.record).is_err());
     }
 
