@@ -3,13 +3,14 @@
 
 use std::collections::BTreeMap;
 
-use state::command::{Command, Reply};
+use state::command::{Command, Envelope, Reply};
 use state::discovery::DiscoveryChange;
 
 use super::{PropertyError, Subjects};
 use crate::oracle::RunRecord;
 use crate::oracle::fleet;
 use crate::oracle::model::CommandEffect;
+use crate::oracle::observation::EPOCH_MS;
 
 /// Number of the invariant in docs/internals/invariants.md.
 pub const NUMBER: &str = "I151";
@@ -51,8 +52,13 @@ pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
             continue;
         }
         subjects += 1;
-        let now_us = record.observation.log[index].applied_at_us;
-        let changed = held.change(&discovery.change, now_us);
+        let applied_us = record.observation.log[index].applied_at_us;
+        let at_us = match &discovery.change {
+            // A leader without a quorum may have decided long before.
+            DiscoveryChange::Lost { .. } => applied_us.min(decided_us(envelope)),
+            _ => applied_us,
+        };
+        let changed = held.change(&discovery.change, at_us);
         changed.map_err(|why| broken(format!("index {index}: {why}")))?;
     }
     if subjects > 0 {
@@ -105,6 +111,11 @@ impl SourceFleet {
         }
         Ok(())
     }
+}
+
+/// Returns the world's time at which a command was proposed, by the median of the clocks.
+fn decided_us(envelope: &Envelope) -> u64 {
+    envelope.proposed_at_ms.saturating_sub(EPOCH_MS) * 1000
 }
 
 /// Checks that exactly the listed engines are registered at the end.

@@ -12,6 +12,9 @@ use xxhash_rust::xxh3::xxh3_128;
 use super::image::StateImage;
 use super::limits::LimitWatch;
 
+/// Unix time at which every simulated world begins, in milliseconds.
+pub const EPOCH_MS: u64 = 1_700_000_000_000;
+
 /// One run of a replica, from its start until it stops or crashes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct ReplicaRun {

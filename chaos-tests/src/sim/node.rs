@@ -21,9 +21,7 @@ use tokio::runtime::{Builder, Handle, Runtime};
 use tokio::time::{Instant, advance, sleep_until};
 
 use super::network::SimNetwork;
-
-/// Unix time at which every simulation begins, in milliseconds.
-pub const EPOCH_MS: u64 = 1_700_000_000_000;
+use crate::oracle::observation::EPOCH_MS;
 
 /// Simulated time in microseconds since the world began. Clones share it.
 #[derive(Debug, Clone, Default)]

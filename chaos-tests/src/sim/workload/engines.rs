@@ -9,7 +9,7 @@ use super::publisher::{PublishedMessage, PublisherRun};
 use lab::rng::Rng;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
-use crate::sim::node::EPOCH_MS;
+use crate::oracle::observation::EPOCH_MS;
 
 /// Label of the engines' draws, which separates them from others under the same seed.
 const RNG_LABEL: u64 = 0x656e_6769;
