@@ -31,7 +31,8 @@ impl Dialect {
         }
     }
 
-    /// Whether events of streams are named in this format. Such streams have no common last event.
+    /// Whether events of streams are named in this format. Without framing, such a stream counts as
+    /// complete even if its last event is missing.
     pub(super) fn has_named_events(self) -> bool {
         match self {
             Self::OpenAi => false,

@@ -20,14 +20,14 @@ use super::proxied::ProxiedRequest;
 /// Time for which a broken connection is remembered and, after the second one, the request refused.
 const REMEMBERED: Duration = Duration::from_secs(60);
 /// Maximum number of remembered requests. Beyond it, the oldest break is forgotten.
-const SUSPECTS_MAX: usize = 1024;
+const POISON_REQUESTS_MAX: usize = 1024;
 /// Number of hashed bytes at each end of a body. The prompt's blocks represent the middle.
 const EDGE_BYTES: usize = 512;
 
 /// Requests that broke connections recently.
 pub(super) struct PoisonRequests {
     seed: u64,
-    /// Number of known poison_requests, so that without any, nothing is hashed or locked.
+    /// Number of known poison requests, so that without any, nothing is hashed or locked.
     count: AtomicUsize,
     /// PoisonRequests by the time of their last break, the latest last.
     known: Mutex<VecDeque<Suspect>>,
@@ -96,7 +96,7 @@ impl PoisonRequests {
         let is_refused = before
             .as_ref()
             .is_some_and(|it| it.is_refused || it.broke_at <= sent_at);
-        if known.len() >= SUSPECTS_MAX {
+        if known.len() >= POISON_REQUESTS_MAX {
             known.pop_front();
         }
         known.push_back(Suspect {
@@ -107,7 +107,7 @@ impl PoisonRequests {
         self.count.store(known.len(), Relaxed);
     }
 
-    /// Locks the poison_requests after removing expired ones.
+    /// Locks the poison requests after removing expired ones.
     fn remembered(&self, now: Instant) -> MutexGuard<'_, VecDeque<Suspect>> {
         // Every change leaves the list well formed.
         let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
@@ -170,6 +170,6 @@ mod tests {
         for print in 0..2_000 {
             poison_requests.broke(print, start, start);
         }
-        assert_eq!(poison_requests.remembered(start).len(), SUSPECTS_MAX);
+        assert_eq!(poison_requests.remembered(start).len(), POISON_REQUESTS_MAX);
     }
 }

@@ -415,8 +415,8 @@ impl ResponseBody {
 }
 
 impl Drop for ResponseBody {
-    /// A client that hangs up after the stream's last event has a complete response, although the end of the
-    /// engine's body did not pass.
+    /// A client that hangs up after the stream's last event has a complete response, although the
+    /// end of the engine's body did not pass.
     fn drop(&mut self) {
         if !self.is_over && !self.withheld.is_on() && self.content.is_done() {
             let outcome = self.content.outcome();

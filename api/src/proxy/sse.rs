@@ -43,7 +43,7 @@ pub(super) struct SseStream {
     scan: EventScan,
     /// Search for the end of an event that is too long and passes through unread.
     passing: Option<SkippedEvent>,
-    /// Whether `[DONE]` has arrived.
+    /// Whether `[DONE]` or another last event has arrived.
     is_done: bool,
     /// Chunk that waits for the next event.
     last_chunk: Option<LastChunk>,

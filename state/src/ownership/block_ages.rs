@@ -1,4 +1,5 @@
-//! Determines which blocks an engine evicts next. See [`EngineEvictionOrder`](super::engine_eviction_order::EngineEvictionOrder).
+//! Determines which blocks an engine evicts next. See
+//! [`EngineEvictionOrder`](super::engine_eviction_order::EngineEvictionOrder).
 
 use std::collections::{BTreeMap, BTreeSet};
 

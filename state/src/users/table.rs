@@ -1,5 +1,5 @@
-//! The user table and its orders: backlogged, waiting and forgettable users. It charges users and lifts
-//! the counters of arriving ones; [`super`] explains the lift.
+//! The user table and its orders: backlogged, waiting and forgettable users. It charges users and
+//! lifts the counters of arriving ones; [`super`] explains the lift.
 
 use std::collections::BTreeSet;
 
