@@ -6,7 +6,7 @@ use hyper_util::rt::{TokioExecutor, TokioIo};
 use tokio::io::AsyncWriteExt;
 use tokio::net::TcpStream;
 
-use super::client::chat;
+use super::client::{chat, post};
 use super::engine::{DONE, Engine, Step, chunk, delta, stream_head};
 use super::fleet::{Fleet, eventually};
 
@@ -43,19 +43,27 @@ async fn leaving_in_mid_stream_closes_the_engines_connection() {
     assert_eq!(fleet.count(RequestOutcome::ClientLeft, 200), 1);
 }
 
-/// OpenAI's SDK closes its connection at `[DONE]`, which may be before the end of the body.
+/// SDKs close their connection at the last event, which may be before the end of the body.
 #[tokio::test]
 async fn leaving_after_the_last_event_is_no_leaving() {
-    let events = [delta("a", 1).as_str(), DONE].concat();
-    let engine = Engine::always(vec![stream_head(), chunk(&events), Step::Hang]).await;
-    let fleet = Fleet::start(&[&engine]).await;
-    let mut client = fleet.client().await;
-    client.send(chat(",\"stream\":true")).await;
-    client.read_until("[DONE]").await;
-    drop(client);
-    is_left(&engine, &fleet).await;
-    assert_eq!(fleet.count(RequestOutcome::ClientLeft, 200), 0);
-    assert_eq!(fleet.count(RequestOutcome::Finished, 200), 1);
+    let typed = |kind: &str| format!("event: {kind}\ndata: {{\"type\":\"{kind}\"}}\n\n");
+    let body = r#"{"model":"m","stream":true,"max_tokens":9,"input":"hi","messages":[{"role":"user","content":"hi"}]}"#;
+    for (path, last) in [
+        ("/v1/chat/completions", DONE.to_owned()),
+        ("/v1/responses", typed("response.completed")),
+        ("/v1/messages", typed("message_stop")),
+    ] {
+        let events = [delta("a", 1), last.clone()].concat();
+        let engine = Engine::always(vec![stream_head(), chunk(&events), Step::Hang]).await;
+        let fleet = Fleet::start(&[&engine]).await;
+        let mut client = fleet.client().await;
+        client.send(post(path, "", body)).await;
+        client.read_until(last.trim_end()).await;
+        drop(client);
+        is_left(&engine, &fleet).await;
+        assert_eq!(fleet.count(RequestOutcome::ClientLeft, 200), 0, "{path}");
+        assert_eq!(fleet.count(RequestOutcome::Finished, 200), 1, "{path}");
+    }
 }
 
 #[tokio::test]
