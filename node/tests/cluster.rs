@@ -467,7 +467,8 @@ async fn explained(http: &Http, at: &Addresses, request: &Value) -> Value {
     answer
 }
 
-/// Returns the parts that are not from the log: from each replica's probes and peers.
+/// Returns the load figures of each backend in an explanation. They come from the answering
+/// replica's probes and from its peers, not from the log.
 fn seen(answer: &Value) -> Vec<Value> {
     let of = |backend: &Value| {
         let names = [

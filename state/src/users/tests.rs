@@ -344,7 +344,7 @@ fn pages_follow_each_other() {
     assert_eq!(paged, keys);
 }
 
-/// A charge, a new weight or an ended replica.
+/// A charge, a new weight, or the end of all requests of a replica.
 #[derive(Debug, Clone)]
 enum Step {
     Charge(u8, Charge),

@@ -178,7 +178,8 @@ impl BatchTimes {
         spread_permille: 316,
     };
 
-    /// Returns the duration of a batch of `requests` requests with up to `tokens` output tokens.
+    /// Returns the duration of a batch of `requests` requests whose longest has `tokens` output
+    /// tokens.
     #[must_use]
     pub fn service_us(&self, requests: u32, tokens: u32) -> Micros {
         let requests = u64::from(requests.max(1));
