@@ -88,14 +88,12 @@ fn stands(record: &RunRecord, operation: &Operation, committed: &Committed) -> R
 }
 
 /// Whether the entry at `index` with the command `found` is what a client that asked for `asked`
-/// gets. A key is removed by an older command while a member cannot read the newer one, or did so
-/// shortly before.
+/// gets. It may be a substitute once a member could not read `asked`.
 fn is_as_asked(record: &RunRecord, index: u64, asked: &Command, found: &Command) -> bool {
-    let (Command::EndKey { id: asked_id }, Command::RevokeKey { id }) = (asked, found) else {
-        return asked == found;
-    };
     let mut earlier = record.observation.formats.range(..=index);
-    id == asked_id && earlier.any(|(_, known)| *known < format_of(asked))
+    asked == found
+        || (super::substitute(asked).as_ref() == Some(found)
+            && earlier.any(|(_, known)| *known < format_of(asked)))
 }
 
 #[cfg(test)]

@@ -35,6 +35,8 @@ pub mod time_as_stamped;
 pub mod time_passes;
 pub mod writes_happen_once;
 
+use state::command::Command;
+
 use crate::oracle::RunRecord;
 use crate::oracle::comparison::StatePart;
 
@@ -138,6 +140,15 @@ pub fn check_in_passing(record: &RunRecord) -> Result<(), PropertyError> {
 /// The first invariant that does not hold.
 pub fn check_all(record: &RunRecord) -> Result<Vec<Subjects>, PropertyError> {
     ALL.iter().map(|it| (it.check)(record)).collect()
+}
+
+/// Returns the command that a replica may propose for `command` among older builds, if there is one:
+/// a key is removed by the command that all builds can read.
+fn substitute(command: &Command) -> Option<Command> {
+    match command {
+        Command::EndKey { id } => Some(Command::RevokeKey { id: *id }),
+        _ => None,
+    }
 }
 
 fn violation(number: &'static str, name: &'static str, detail: String) -> PropertyError {

@@ -48,15 +48,12 @@ pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
     Ok(asked.len() as u64)
 }
 
-/// Returns the text under which a command counts. Among several builds, the commands that remove a
-/// key count as one: a replica chooses the one that all builds can read.
+/// Returns the text under which a command counts. Among several builds, a command counts together
+/// with its substitute.
 fn as_counted(record: &RunRecord, command: &Command) -> String {
-    match command {
-        Command::EndKey { id } if !record.observation.builds.is_empty() => {
-            format!("{:?}", Command::RevokeKey { id: *id })
-        }
-        command => format!("{command:?}"),
-    }
+    let is_mixed = !record.observation.builds.is_empty();
+    let substitute = super::substitute(command).filter(|_| is_mixed);
+    format!("{:?}", substitute.as_ref().unwrap_or(command))
 }
 
 #[cfg(test)]
