@@ -17,7 +17,7 @@ impl World {
                 continue;
             };
             let (router, service) = (core.router(), core.view().service());
-            let standing = router.shares().standing();
+            let status = router.shares().status();
             for backend in &core.view().registry().backends {
                 let handle = backend.handle;
                 let Some(limit) = service.limit(handle.slot) else {
@@ -28,9 +28,9 @@ impl World {
                 };
                 looks.entry(handle).or_default().push(ShareObservation {
                     replica: seat.run.replica,
-                    epoch: standing.epoch,
-                    members: standing.members,
-                    is_settled: standing.is_settled,
+                    epoch: status.epoch,
+                    members: status.members,
+                    is_settled: status.is_settled,
                     limit,
                     running: router.load().here(handle).running,
                     allowed,

@@ -207,7 +207,7 @@ impl Shares {
 
     /// Returns the group of replicas that share limits.
     #[must_use]
-    pub fn standing(&self) -> ShareStatus {
+    pub fn status(&self) -> ShareStatus {
         let inner = self.lock();
         ShareStatus {
             epoch: inner.book.epoch().0,

@@ -48,8 +48,8 @@ fn unverified(tls: &GatewayTls) -> io::Result<Option<ClientConfig>> {
     let builder = builder.with_safe_default_protocol_versions();
     let builder = builder.expect("ring knows all of them");
     let builder = builder.dangerous();
-    let anybody = Arc::new(AcceptAnyCertificate(provider));
-    let builder = builder.with_custom_certificate_verifier(anybody);
+    let verifier = Arc::new(AcceptAnyCertificate(provider));
+    let builder = builder.with_custom_certificate_verifier(verifier);
     let mut config = match tls {
         GatewayTls::Clear => return Ok(None),
         GatewayTls::Anonymous => builder.with_no_client_auth(),

@@ -44,12 +44,12 @@ pub(super) async fn run(args: TopArgs) -> anyhow::Result<ExitCode> {
     }
     let mut observer = Observer::new(args.target);
     // Report a wrong address before the screen is set up.
-    let before = observer.look().await?;
+    let before = observer.sample().await?;
     if !args.once {
         return screen::run((observer, before), args.interval).await;
     }
     tokio::time::sleep(args.interval).await;
-    let now = observer.look().await?;
+    let now = observer.sample().await?;
     let summary = Summary::of(Some(&before), &now);
     if args.json {
         return print_json(&to_value(&summary)?);

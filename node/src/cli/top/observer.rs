@@ -31,7 +31,7 @@ impl Observer {
     ///
     /// # Errors
     /// Fails if no replica responds with the expected data.
-    pub(super) async fn look(&mut self) -> anyhow::Result<ClusterSample> {
+    pub(super) async fn sample(&mut self) -> anyhow::Result<ClusterSample> {
         let replicas = self.target.get("/admin/v1/replicas").await?;
         let told = replicas["replicas"].as_array().into_iter().flatten();
         let announced = told.filter_map(|replica| replica["admin"].as_str());

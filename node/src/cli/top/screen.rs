@@ -62,10 +62,10 @@ pub(super) struct TopScreen {
     users: UserOrder,
 }
 
-/// Fetches the next looks at the cluster.
+/// Fetches the next samples of the cluster.
 struct ClusterSampler {
     observer: Observer,
-    /// Look that the next one is compared with.
+    /// Sample that the next one is compared with.
     first: ClusterSample,
     every: Duration,
 }
@@ -78,12 +78,12 @@ pub(super) async fn run(
     let mut screen = TopScreen::new(is_coloured(&std::io::stdout()));
     screen.take(None, &first);
     let mut terminal = ratatui::try_init().context("set up the terminal")?;
-    let looks = ClusterSampler {
+    let sampler = ClusterSampler {
         observer,
         first,
         every,
     };
-    let ended = follow(&mut terminal, screen, looks).await;
+    let ended = follow(&mut terminal, screen, sampler).await;
     ratatui::try_restore().context("put the terminal back")?;
     ended
 }
@@ -95,8 +95,8 @@ async fn follow(
 ) -> anyhow::Result<ExitCode> {
     let mut terminate = signal(SignalKind::terminate())?;
     let mut keys = keys();
-    let (queue, mut looks) = mpsc::channel::<anyhow::Result<ClusterSample>>(1);
-    let looking = tokio::spawn(look_regularly(source.observer, source.every, queue));
+    let (queue, mut samples) = mpsc::channel::<anyhow::Result<ClusterSample>>(1);
+    let sampling = tokio::spawn(sample_regularly(source.observer, source.every, queue));
     let mut ages = interval(AGE_EVERY);
     let mut before = source.first;
     let code = loop {
@@ -115,10 +115,10 @@ async fn follow(
                 Some(_) => {}
                 None => break ExitCode::FAILURE,
             },
-            look = looks.recv() => match look {
-                Some(Ok(look)) => {
-                    screen.take(Some(&before), &look);
-                    before = look;
+            sample = samples.recv() => match sample {
+                Some(Ok(sample)) => {
+                    screen.take(Some(&before), &sample);
+                    before = sample;
                 }
                 // The last known data stays, with its age.
                 Some(Err(error)) => screen.failure = Some(error.to_string()),
@@ -127,7 +127,7 @@ async fn follow(
             _ = ages.tick() => {}
         }
     };
-    looking.abort();
+    sampling.abort();
     Ok(code)
 }
 
@@ -151,7 +151,7 @@ fn keys() -> mpsc::Receiver<Event> {
     keys
 }
 
-async fn look_regularly(
+async fn sample_regularly(
     mut observer: Observer,
     every: Duration,
     queue: mpsc::Sender<anyhow::Result<ClusterSample>>,
@@ -161,7 +161,7 @@ async fn look_regularly(
     ticks.tick().await;
     loop {
         ticks.tick().await;
-        if queue.send(observer.look().await).await.is_err() {
+        if queue.send(observer.sample().await).await.is_err() {
             return;
         }
     }
@@ -187,12 +187,12 @@ impl TopScreen {
         }
     }
 
-    /// Shows `look`, with the changes since `before`.
-    fn take(&mut self, before: Option<&ClusterSample>, look: &ClusterSample) {
+    /// Shows `sample`, with the changes since `before`.
+    fn take(&mut self, before: Option<&ClusterSample>, sample: &ClusterSample) {
         self.failure = None;
         if !self.is_paused {
-            self.answered_at = Some(look.at);
-            self.summary = Summary::of(before, look);
+            self.answered_at = Some(sample.at);
+            self.summary = Summary::of(before, sample);
         }
     }
 

@@ -1,4 +1,4 @@
-//! Summary of a look at a cluster, and of the changes since the previous look.
+//! Summary of a sample of a cluster, and of the changes since the previous sample.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -67,7 +67,7 @@ pub(super) struct ReplicaRow {
     pub(super) disk_free_permille: Option<f64>,
 }
 
-/// Figures of one backend. Rates need two looks.
+/// Figures of one backend. Rates need two samples.
 #[derive(Debug, Clone, PartialEq, Default, Serialize)]
 pub(super) struct BackendRow {
     pub(super) id: String,
@@ -90,7 +90,7 @@ pub(super) struct BackendRow {
     pub(super) ownership: String,
 }
 
-/// Figures of one user. Rates need two looks.
+/// Figures of one user. Rates need two samples.
 #[derive(Debug, Clone, PartialEq, Default, Serialize)]
 pub(super) struct UserRow {
     /// Name of the user, or the key if the name is unknown.
@@ -109,7 +109,7 @@ pub(super) struct UserRow {
 }
 
 impl Summary {
-    /// Summarises a look, and the changes since the previous one.
+    /// Summarises a sample, and the changes since the previous one.
     pub(super) fn of(before: Option<&ClusterSample>, now: &ClusterSample) -> Self {
         let seen = &now.replicas;
         let told = seen["replicas"].as_array().map_or(&[][..], Vec::as_slice);
@@ -215,7 +215,7 @@ fn replica(told: &Value, committed: Option<u64>) -> ReplicaRow {
     }
 }
 
-/// Returns a counter's increase per second between two looks. `None` if the counter has restarted.
+/// Returns a counter's increase per second between two samples. `None` if the counter has restarted.
 fn per_second(before: Option<u64>, now: Option<u64>, seconds: Option<f64>) -> Option<f64> {
     let gained = now?.checked_sub(before?)?;
     Some(gained as f64 / seconds.filter(|seconds| *seconds > 0.0)?)
@@ -225,7 +225,7 @@ fn seconds(before: Option<&ClusterSample>, now: &ClusterSample) -> Option<f64> {
     before.map(|before| (now.at - before.at).as_secs_f64())
 }
 
-/// Indexes the entries of the previous look by their value of `field`.
+/// Indexes the entries of the previous sample by their value of `field`.
 fn by<'a>(entries: Option<&'a Vec<Value>>, field: &str) -> BTreeMap<&'a str, &'a Value> {
     let entries = entries.into_iter().flatten();
     entries
@@ -336,7 +336,7 @@ mod tests {
 
     use super::*;
 
-    fn look(at: Instant, tokens: u64) -> ClusterSample {
+    fn sample(at: Instant, tokens: u64) -> ClusterSample {
         let figures = |ready: bool| {
             json!({"committed_index": 9, "applied_index": 7, "role": "follower", "is_ready": ready, "requests_per_s": 1.5, "prompt_tokens": 100, "cached_tokens": 40,
             "longest": {"user": "ada", "user_key": "k", "waited_ms": 1200}})
@@ -363,9 +363,9 @@ mod tests {
     }
 
     #[test]
-    fn rates_are_what_happened_between_two_looks() {
+    fn rates_are_what_happened_between_two_samples() {
         let at = Instant::now();
-        let (before, now) = (look(at, 100), look(at + Duration::from_secs(2), 300));
+        let (before, now) = (sample(at, 100), sample(at + Duration::from_secs(2), 300));
         let first = Summary::of(None, &now);
         assert_eq!(first.users[0].tokens_per_s, None);
         let summary = Summary::of(Some(&before), &now);
@@ -379,13 +379,13 @@ mod tests {
             "what is not well comes first"
         );
         assert_eq!(summary.backends[1].prompt_tokens_per_s, Some(100.0));
-        let fallen = Summary::of(Some(&now), &look(at + Duration::from_secs(4), 5));
+        let fallen = Summary::of(Some(&now), &sample(at + Duration::from_secs(4), 5));
         assert_eq!(fallen.users[0].tokens_per_s, None);
     }
 
     #[test]
     fn replicas_are_told_by_what_is_wrong_with_them() {
-        let summary = Summary::of(None, &look(Instant::now(), 0));
+        let summary = Summary::of(None, &sample(Instant::now(), 0));
         let states: Vec<_> = summary.replicas.iter().map(|it| &*it.state).collect();
         assert_eq!(states, ["not ready", "ready", "tells nothing"]);
         assert_eq!(summary.replicas[1].role, "leader");
