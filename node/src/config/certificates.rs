@@ -10,7 +10,8 @@ use super::file::ConfigFile;
 use super::read::Settings;
 use super::tls::{AdminTlsConfig, EppTlsConfig, TlsConfig};
 
-/// Checks that the files can be used, by the replica with this id.
+/// Checks that the files in `[tls]` are complete and usable. Those of `[tls.peer]` must be for
+/// replica `id`, and are not read if it is `None`.
 pub(super) fn check(file: &ConfigFile, id: Option<ReplicaId>, found: &mut Settings) {
     let TlsConfig {
         data,
@@ -82,7 +83,8 @@ fn check_admin(admin: &AdminTlsConfig, found: &mut Settings) {
     );
 }
 
-/// Checks a listener that may instead be in the clear, as the key `clear` says.
+/// Checks the files of a listener, and that they are not combined with the key `clear`, which
+/// declares that the listener does not use TLS.
 fn check_listener(
     section: &str,
     [cert, key, client_ca]: [&Option<PathBuf>; 3],
@@ -109,7 +111,8 @@ fn check_listener(
     }
 }
 
-/// Whether the section has nothing, or all of the first `needed` keys.
+/// Whether the section sets none of `keys`, or at least the first `needed` ones. Otherwise adds an
+/// error.
 fn are_whole(section: &str, keys: &[(&str, bool)], needed: usize, found: &mut Settings) -> bool {
     let Some((set, _)) = keys.iter().find(|(_, is_set)| *is_set) else {
         return true;

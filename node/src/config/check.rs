@@ -1,5 +1,5 @@
-//! Makes a [`Config`] of a file whose values are valid one by one. Checks what involves several keys or
-//! other files.
+//! Makes a [`Config`] of a file whose values are valid one by one. Checks constraints between keys,
+//! and reads the other files that the config names.
 
 use api::admin::AdminTokens;
 use api::proxy::ApiKeys;
@@ -19,7 +19,8 @@ use super::{
     requests, routing, tokens_file,
 };
 
-/// Checks everything and adds errors to `found`. The config is only usable if there are none.
+/// Checks everything, adds errors to `found` and returns the config, which is only usable if there
+/// are none.
 pub(super) fn check(file: ConfigFile, found: &mut Settings) -> Config {
     of_process(&file, found);
     let id = replica_id(&file.node, found);
@@ -92,14 +93,14 @@ pub(super) fn check(file: ConfigFile, found: &mut Settings) -> Config {
     }
 }
 
-/// Checks what leads to no value.
+/// Checks the listeners, the circuit breakers and the access log's file, which need no conversion.
 fn of_process(file: &ConfigFile, found: &mut Settings) {
     listen(&file.listen, found);
     circuit(&file.circuit, found);
     logging::check_access_file(file, found);
 }
 
-/// Returns the replica's id; `None`: there is an error.
+/// Returns the replica's id; `None` if it is invalid, which `found` then contains as an error.
 fn replica_id(node: &NodeConfig, found: &mut Settings) -> Option<ReplicaId> {
     match node.id.0 {
         IdSource::Number(id) => found.is_sound("node.id").then_some(id),
@@ -190,7 +191,7 @@ fn admin_tokens(admin: &AdminConfig, found: &mut Settings) -> Option<AdminTokens
     }
 }
 
-/// Refuses listeners that others can reach and that are not protected.
+/// Rejects unprotected listeners that are not on loopback, unless `insecure` is set.
 fn exposure(file: &ConfigFile, found: &mut Settings) {
     let admin = &file.tls.admin;
     let has_operators = file.admin.tokens_file.is_some() || admin.client_ca_file.is_some();
@@ -233,7 +234,7 @@ fn exposure(file: &ConfigFile, found: &mut Settings) {
     }
 }
 
-/// Returns the settings of a new cluster.
+/// Returns the admission settings of a new cluster.
 fn admission(config: &AdmissionConfig, found: &mut Settings) -> AdmissionSettings {
     if let Some(fault) = config.founding.misfit()
         && found.is_sound("admission")
@@ -243,8 +244,8 @@ fn admission(config: &AdmissionConfig, found: &mut Settings) -> AdmissionSetting
     config.founding.settings()
 }
 
-/// Returns what users of a new cluster have without their own. Limits for all users can be written in
-/// two places.
+/// Returns the defaults of users in a new cluster. Their limits can be set in two places; the two
+/// get the same value, or an error if both are set.
 fn user_defaults(
     form: &UserDefaultsForm,
     admission: &mut AdmissionSettings,

@@ -1,4 +1,4 @@
-//! `[cluster]`: formation and secret.
+//! Checks of `[cluster]`: formation, secret and StatefulSet.
 
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
@@ -9,7 +9,8 @@ use super::identity::IdSource;
 use super::read::Settings;
 use super::{Formation, identity};
 
-/// Reads the cluster's secret. Anyone who can read the file can act as a replica.
+/// Reads the cluster's secret, if one is configured. Rejects a file that all users can access,
+/// because anyone who can read it can act as a replica.
 pub(super) fn secret(cluster: &ClusterConfig, found: &mut Settings) -> Option<raft::Secret> {
     let file = cluster.secret_file.as_deref()?;
     match read_secret(file) {
@@ -33,7 +34,8 @@ fn read_secret(file: &Path) -> Result<raft::Secret, String> {
     raft::Secret::new(&content)
 }
 
-/// Returns how the replica finds its cluster; meaningless if there are errors.
+/// Checks the keys about timeouts and formation, and returns how the replica finds its cluster. The
+/// result is only valid if there are no errors.
 pub(super) fn formation(cluster: &ClusterConfig, found: &mut Settings) -> Formation {
     timeouts(cluster, found);
     let keys = ["peers", "peers_dns", "join", "bootstrap_expect"];
@@ -60,7 +62,7 @@ pub(super) fn formation(cluster: &ClusterConfig, found: &mut Settings) -> Format
     }
 }
 
-/// Refuses a StatefulSet that this replica is no pod of.
+/// Checks that the names of the StatefulSet are valid, and that this replica is one of its pods.
 pub(super) fn statefulset(file: &ConfigFile, found: &mut Settings) {
     let (set, path) = (&file.cluster.statefulset, "cluster.statefulset.name");
     let is_plain = |c: char| c.is_ascii_alphanumeric() || "-.".contains(c);

@@ -1,4 +1,4 @@
-//! `[[discovery]]`: where engines come from.
+//! Checks of `[[discovery]]`, the sources of engines.
 
 use std::net::Ipv4Addr;
 use std::path::PathBuf;
@@ -15,7 +15,7 @@ use state::discovery::{SourceRules, is_source};
 use super::file::{DiscoveryConfig, RecordsName, SchemeName};
 use super::read::Settings;
 
-/// Keys that only sources of some kinds have.
+/// Keys that are only valid for some kinds of sources, with these kinds.
 const KEYS_OF: [(&str, &[&str]); 13] = [
     ("name", &["dns"]),
     ("records", &["dns"]),
@@ -32,13 +32,13 @@ const KEYS_OF: [(&str, &[&str]); 13] = [
     ("kv_replay_port", &["dns", "kubernetes"]),
 ];
 
-/// Returns the sources; meaningless if there are errors.
+/// Returns the settings of all sources, which are only valid if there are no errors.
 pub(super) fn sources(
     sources: &[DiscoveryConfig],
     models: &[ModelSettings],
     found: &mut Settings,
 ) -> Vec<SourceSettings> {
-    // What has neither kind nor id is refused for that.
+    // An entry with neither id nor kind is reported as such, not as a duplicate.
     let ids = sources.iter().enumerate().map(|(nth, source)| {
         let id = Some(source.id()).filter(|id| !id.is_empty());
         id.map_or_else(|| format!("#{nth}"), str::to_owned)
@@ -95,7 +95,7 @@ impl DiscoveryConfig {
     }
 }
 
-/// Refuses keys that a source of another kind has.
+/// Rejects keys that are not valid for the source's kind.
 fn check_keys(path: &str, source: &DiscoveryConfig, found: &mut Settings) {
     for (key, kinds) in KEYS_OF {
         let path = format!("{path}.{key}");
@@ -114,7 +114,7 @@ fn check_common(path: &str, source: &DiscoveryConfig, has_tokens: bool, found: &
         let message = format!("{path} is {id:?}");
         found.refuse(&path, message, "1 to 64 characters of [A-Za-z0-9._-]");
     }
-    // Of one engine, so that what all have is told here and not of each.
+    // The settings that all engines share are checked once, with a sample backend.
     let sample = BackendSpec {
         id: "engine".to_owned(),
         url: format!("http://{}:1", Ipv4Addr::LOCALHOST),
@@ -233,7 +233,7 @@ fn kubernetes(
     })
 }
 
-/// Returns a key that a source of this kind must have.
+/// Returns the value of a required key. Adds an error if it is not set.
 fn required<'a>(
     path: &str,
     key: &str,

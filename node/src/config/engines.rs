@@ -15,10 +15,10 @@ use super::form::{show_duration, values};
 use super::read::Settings;
 use super::traffic::ProbesConfig;
 
-/// Shortest interval of probes; every replica probes every engine.
+/// Minimum interval of probes, because every replica probes every engine.
 const PROBE_INTERVAL_MIN: Duration = Duration::from_millis(50);
 
-/// Checks that probes are no burden.
+/// Checks that the interval of probes is not too short.
 pub(super) fn check_probes(probes: &ProbesConfig, found: &mut Settings) {
     if *probes.interval < PROBE_INTERVAL_MIN {
         let path = "probes.interval";
@@ -27,7 +27,8 @@ pub(super) fn check_probes(probes: &ProbesConfig, found: &mut Settings) {
     }
 }
 
-/// Reads the engines' API keys. A backend without one gets the key for probes.
+/// Reads the engines' API keys and headers. A backend with neither gets the key for probes, for
+/// probes only.
 pub(super) fn keys(file: &ConfigFile, found: &mut Settings) -> EngineKeys {
     let path = "probes.api_key_file";
     let of_probes = key(path, file.probes.api_key_file.as_deref(), found);
@@ -86,7 +87,7 @@ fn headers(path: &str, file: &Path, found: &mut Settings) -> Option<EngineHeader
     }
 }
 
-/// Checks that the engines of the config may be connected to.
+/// Returns the rules for engines' addresses, and checks that they allow all backends of the config.
 pub(super) fn check_addresses(file: &ConfigFile, found: &mut Settings) -> EngineAddressRules {
     let rules = EngineAddressRules::new(values(&file.admin.backends_allow));
     if !found.is_sound("admin.backends_allow") {
@@ -111,7 +112,7 @@ pub(super) fn check_addresses(file: &ConfigFile, found: &mut Settings) -> Engine
     rules
 }
 
-/// Returns the names in the certificates of engines, by URL.
+/// Returns the names that engines' certificates must be for, by URL, where the config sets one.
 pub(super) fn server_names(file: &ConfigFile, found: &mut Settings) -> BTreeMap<String, String> {
     let mut names = BTreeMap::new();
     for (nth, backend) in file.backends.iter().enumerate() {
@@ -129,7 +130,7 @@ pub(super) fn server_names(file: &ConfigFile, found: &mut Settings) -> BTreeMap<
     names
 }
 
-/// Returns all files that contain keys.
+/// Returns all files with API keys of clients or engines.
 pub(super) fn secret_files(file: &ConfigFile) -> Vec<PathBuf> {
     let of_replica = [&file.users.api_keys_file, &file.probes.api_key_file];
     let of_backends = file.backends.iter();
@@ -181,7 +182,7 @@ fn check_spec(path: &str, spec: &BackendSpec, has_tokens: bool, found: &mut Sett
     if !found.is_sound(path) {
         return;
     }
-    // The cluster would reject it.
+    // The same check as when a backend is registered.
     if let Err(Rejection::Invalid { field, expected }) = spec.validate() {
         let message = format!("{path}.{field} is out of bounds");
         let key = field.split(['.', '[']).next().unwrap_or(&field);
@@ -190,7 +191,7 @@ fn check_spec(path: &str, spec: &BackendSpec, has_tokens: bool, found: &mut Sett
     let (events, replay) = (spec.kv_events.as_deref(), spec.kv_replay.as_deref());
     if let Err((key, expected)) = api::kv_events::endpoint::check(events, replay) {
         let message = format!("{path}.{key} is not a usable endpoint");
-        // The report says `expected` itself.
+        // The rendered error adds `expected` itself.
         let expected = expected.trim_start_matches("expected ");
         found.refuse(&format!("{path}.{key}"), message, expected);
     }

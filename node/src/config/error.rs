@@ -6,32 +6,32 @@ use std::ops::Range;
 
 use annotate_snippets::{AnnotationKind, Group, Level, Renderer, Snippet};
 
-/// Width beyond which text is hard to read.
+/// Maximum width of rendered errors, in columns.
 const COLUMNS_MAX: usize = 100;
 
-/// One error.
+/// One error in a config.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ConfigError {
-    /// The key and its value.
+    /// Description of the fault, usually the key and its value.
     pub message: String,
-    /// Valid values.
+    /// Description of the valid values.
     pub expected: String,
-    /// Where it is.
+    /// Location of the error.
     pub place: Place,
 }
 
 /// Source of a value or location of an error.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Place {
-    /// These bytes of the file.
+    /// Byte range in the file.
     File(Range<usize>),
-    /// This environment variable.
+    /// Environment variable, by name.
     Variable(String),
-    /// This `--set` flag.
+    /// `--set` flag, by its value.
     Flag(String),
-    /// This `--backend` flag.
+    /// `--backend` flag, by its URL.
     Backend(String),
-    /// None: something is missing, or the file cannot be read.
+    /// None: the value is missing or a default, or the file cannot be read.
     Nowhere,
 }
 
@@ -42,12 +42,13 @@ pub struct ConfigErrors {
     pub file: String,
     /// Text of the file.
     pub text: String,
-    /// In the order of the file.
+    /// Errors in the file by position, then all others.
     pub errors: Vec<ConfigError>,
 }
 
 impl ConfigErrors {
-    /// Sorts errors: in the order of the file, then variables and flags.
+    /// Creates the errors of a config. Sorts those in the file by position, before variables,
+    /// flags, and errors without a location.
     #[must_use]
     pub fn new(file: String, text: String, mut errors: Vec<ConfigError>) -> Self {
         errors.sort_by_key(|error| match &error.place {
@@ -59,8 +60,8 @@ impl ConfigErrors {
         Self { file, text, errors }
     }
 
-    /// Renders all errors for people, each with its line, cut to a screen of so many columns where it
-    /// is longer. `None`: for a file or another program.
+    /// Renders all errors as text, each with an excerpt of the file. Cuts lines of the file to
+    /// `columns`, the width of the terminal, and to 100 columns if it is wider or `None`.
     #[must_use]
     pub fn render(&self, is_coloured: bool, columns: Option<usize>) -> String {
         let renderer = if is_coloured {
@@ -80,7 +81,7 @@ impl ConfigErrors {
         out
     }
 
-    /// Returns file, line and column of a byte of the text.
+    /// Returns the location of the byte at offset `at` as `FILE:LINE:COLUMN`.
     #[must_use]
     pub fn line(&self, at: usize) -> String {
         let (line, column) = line_and_column(&self.text, at);
@@ -117,7 +118,7 @@ impl fmt::Display for ConfigErrors {
 
 impl std::error::Error for ConfigErrors {}
 
-/// Line and column, from 1, of a byte of `text`.
+/// Returns the line and the column, both counted from 1, of the byte of `text` at offset `at`.
 #[must_use]
 pub(super) fn line_and_column(text: &str, at: usize) -> (usize, usize) {
     let before = &text[..text.floor_char_boundary(at.min(text.len()))];

@@ -1,5 +1,5 @@
 //! Formats of values that TOML has no type for, such as sizes and addresses: how they are parsed,
-//! printed and described. Those that the admin API has too are in `api::settings`.
+//! printed and described. Those shared with the admin API are in `api::settings`.
 
 use std::net::SocketAddr;
 use std::ops::Range;
@@ -15,19 +15,19 @@ use super::identity::IdSource;
 
 pub(super) use api::settings::{Form, Parsed, Span, SpanOrZero, ms, show_duration};
 
-/// Returns the values of a list.
+/// Returns the parsed values of a list.
 pub(crate) fn values<F: Form<Value: Clone>>(list: &[Parsed<F>]) -> Vec<F::Value> {
     list.iter().map(|parsed| parsed.0.clone()).collect()
 }
 
-/// Returns the format of this name.
+/// Returns the format called `name`, of this module or of `api::settings`.
 pub(super) fn named(name: &str) -> Option<&'static NamedForm> {
     let own = FORMS.iter().find(|form| form.name == name);
     own.or_else(|| settings::named(name))
 }
 
 api::forms! {
-    /// A range of durations.
+    /// A range of durations, such as `150ms..300ms`.
     SpanRange: Range<Duration> = "time-span-range" {
         pattern: r"^.+\.\..+$",
         expected: "two durations from 1ms to 1day, the shorter first, such as \"150ms..300ms\"",
@@ -42,7 +42,7 @@ api::forms! {
         read: IdSource::read,
         show: IdSource::show,
     }
-    /// A part of a whole, in thousandths.
+    /// A fraction above 0 and up to 1, in thousandths.
     FractionForm: u32 = "fraction" {
         pattern: r"^(0?\.\d{1,3}|1)$",
         expected: "a number above 0 and up to 1, with at most three digits behind the point, such as 0.5",
@@ -50,7 +50,7 @@ api::forms! {
         read: fraction,
         show: show_fraction,
     }
-    /// A part of all requests, in millionths.
+    /// A fraction of all requests from 0 to 1, in millionths.
     SampleForm: u32 = "sample" {
         pattern: r"^(0?\.\d{1,6}|0|1)$",
         expected: "a number from 0 to 1, with at most six digits behind the point, such as 0.01",
@@ -58,7 +58,7 @@ api::forms! {
         read: sample,
         show: show_sample,
     }
-    /// A number of bytes.
+    /// A number of bytes above zero.
     Size: u64 = "size" {
         pattern: r"^\d+ *(B|kB|MB|GB|KiB|MiB|GiB)?$",
         expected: "a size in bytes above zero, such as \"32MiB\"",
@@ -66,7 +66,7 @@ api::forms! {
         read: |text| size(text).filter(|bytes| *bytes > 0),
         show: show_size,
     }
-    /// An HTTP error status.
+    /// An HTTP error status, from 400 to 599.
     Status: u16 = "http-status" {
         pattern: r"^[45]\d\d$",
         expected: "an HTTP status from 400 to 599",
@@ -74,21 +74,21 @@ api::forms! {
         read: |text| text.parse().ok().filter(|status| (400..=599).contains(status)),
         show: u16::to_string,
     }
-    /// Address of a listener.
+    /// IP address and port of a listener.
     Address: SocketAddr = "address" {
         pattern: r"^.+:\d+$",
         expected: "an IP address with a port, such as \"127.0.0.1:8080\"",
         read: |text| text.parse().ok(),
         show: SocketAddr::to_string,
     }
-    /// Address of a peer.
+    /// Host name or address of a replica, with a port.
     HostPort: String = "host-port" {
         pattern: r"^.+:\d+$",
         expected: "a host with a port, such as \"10.0.0.1:8082\"",
         read: |text| is_host_port(text).then(|| text.to_owned()),
         show: String::clone,
     }
-    /// Host of an address.
+    /// Host name or address, without a port.
     Host: String = "host" {
         pattern: r"^[A-Za-z0-9._-]+$|^\[.+\]$",
         expected: "a host name or IP address without a port, IPv6 in brackets",
@@ -123,7 +123,7 @@ api::forms! {
         read: |text| api::proxy::is_plain(text).then(|| text.to_owned()),
         show: String::clone,
     }
-    /// Path of an engine.
+    /// Path of a request to an engine, such as a probe.
     UrlPath: String = "url-path" {
         pattern: "^/",
         expected: "a path, such as \"/health\"",
@@ -144,35 +144,35 @@ api::forms! {
         read: |text| text.parse().ok(),
         show: IdentifyBy::to_string,
     }
-    /// Origin of web pages.
+    /// Origin of web pages, or `*` for any.
     Origin: String = "origin" {
         pattern: r"^(\*|https?://[^/]+)$",
         expected: "an origin as browsers send it, such as \"https://chat.example.org\", or \"*\" for any",
         read: |text| AllowedOrigins::new(&[text.to_owned()]).map(|_| text.to_owned()),
         show: String::clone,
     }
-    /// Network.
+    /// IP address or network prefix.
     Prefix: IpPrefix = "ip-prefix" {
         pattern: r"^[0-9a-fA-F.:]+(/\d+)?$",
         expected: "an IP address or prefix, such as \"10.0.0.0/8\"",
         read: |text| text.parse().ok(),
         show: show_prefix,
     }
-    /// Engines that are allowed.
+    /// Rule for the addresses of engines.
     EngineRule: AllowedEngines = "engine-rule" {
         pattern: r"^([0-9a-zA-Z.:*_-]+(/\d+)?|ipc:///.+)$",
         expected: "an IP address, a prefix such as \"10.0.0.0/8\", a host name such as \"gpu-1\" or \"*.engines.internal\", or a Unix socket such as \"ipc:///run/vllm/*\"",
         read: |text| text.parse().ok(),
         show: AllowedEngines::to_string,
     }
-    /// Tokenizer.
+    /// Name of a tokenizer.
     TokenizerName: TokenizerSpec = "tokenizer" {
         pattern: "^(character|engine|tiktoken:(cl100k|o200k)_base|(huggingface|engine):.+)$",
         expected: "\"character\", \"tiktoken:cl100k_base\", \"tiktoken:o200k_base\", \"huggingface:FILE\", \"engine\" or \"engine:FILE\"",
         read: |text| text.parse().ok(),
         show: TokenizerSpec::to_string,
     }
-    /// Log filter.
+    /// Log level or filter.
     LogFilter: String = "log-filter" {
         pattern: ".",
         expected: "error, warn, info, debug, trace, or a filter such as \"info,raft=debug\"",
@@ -203,7 +203,8 @@ fn show_sample(ppm: &u32) -> String {
     show_up_to_one(*ppm, 6)
 }
 
-/// A decimal number from 0 to 1, in units of its last of `places` digits.
+/// Parses a decimal number from 0 to 1 with at most `places` decimal places. Returns it in units of
+/// the last place.
 fn up_to_one(text: &str, places: usize) -> Option<u32> {
     let (whole, digits) = text.split_once('.').unwrap_or((text, ""));
     let is_number = digits.len() <= places && digits.bytes().all(|byte| byte.is_ascii_digit());
@@ -226,7 +227,7 @@ fn show_up_to_one(units: u32, places: usize) -> String {
     }
 }
 
-/// One, with so many places.
+/// Returns the number 1 in units of the last of `places` decimal places.
 fn one(places: usize) -> u32 {
     (0..places).fold(1, |one, _| one * 10)
 }
@@ -265,7 +266,7 @@ fn show_prefix(prefix: &IpPrefix) -> String {
     text.strip_suffix(whole).unwrap_or(&text).to_owned()
 }
 
-/// Whether the text is a host (a name, an IPv4 address or an IPv6 address in brackets) with a port.
+/// Whether the text is a host, see [`is_host`], with a port other than 0.
 fn is_host_port(text: &str) -> bool {
     let Some((host, port)) = text.rsplit_once(':') else {
         return false;
@@ -274,7 +275,7 @@ fn is_host_port(text: &str) -> bool {
     is_port && is_host(host)
 }
 
-/// Whether the text is a host.
+/// Whether the text is a host name, an IPv4 address, or an IPv6 address in brackets.
 fn is_host(host: &str) -> bool {
     let inner = host.strip_prefix('[');
     if let Some(inner) = inner.and_then(|rest| rest.strip_suffix(']')) {
@@ -298,7 +299,8 @@ fn is_url_path(text: &str) -> bool {
     text.starts_with('/') && text.parse::<http::uri::PathAndQuery>().is_ok()
 }
 
-/// A bare word is a level: as a target it would silence all others.
+/// Whether the text is a log level or filter. Accepts a bare word only as a level: as a target it
+/// would silence all others.
 fn is_log_filter(text: &str) -> bool {
     let mut directives = text.split(',').map(str::trim);
     let is_meant = |it: &str| it.contains(['=', '[', ']']) || LOG_LEVELS.contains(&it);

@@ -1,5 +1,5 @@
-//! Which keys found a cluster, and what a config says of them. Afterwards the cluster's own values
-//! count, and a config only says how it differs.
+//! Founding keys: settings that only a new cluster takes from the config. Afterwards, the cluster's
+//! replicated values apply, and the config's are only compared with them.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::LazyLock;
@@ -15,7 +15,7 @@ use super::error::Place;
 use super::schema::{Section, join, sections};
 use super::{Config, POLICY_NAMES};
 
-/// Names of the keys that are replicated, per section.
+/// Names of the replicated keys, by section.
 struct FoundingKeys {
     routing: BTreeSet<String>,
     admission: BTreeSet<String>,
@@ -37,8 +37,8 @@ static KEYS: LazyLock<FoundingKeys> = LazyLock::new(|| {
     }
 });
 
-/// Whether the key `name` in the section (or the entries of the list) `section` only founds a
-/// cluster.
+/// Whether a new cluster takes the key `name` from the config. `section` is the path of its table
+/// or list of tables.
 pub(super) fn founds(section: &str, name: &str) -> bool {
     let (area, below) = section.split_once('.').unwrap_or((section, ""));
     match area {
@@ -53,7 +53,8 @@ pub(super) fn founds(section: &str, name: &str) -> bool {
     }
 }
 
-/// Returns what a config says of settings. `values` and `places` are those it was made from.
+/// Returns the replicated settings that the config sets, and all settings of this replica alone.
+/// `config` was made from `values` and `places`.
 pub(super) fn file_settings(
     config: &Config,
     values: &Value,
@@ -77,7 +78,8 @@ pub(super) fn file_settings(
     }
 }
 
-/// Returns the path of a key in the file; `None` for an entry that is not there.
+/// Returns the path of a setting in the config; `None` if it belongs to a list entry that does not
+/// exist.
 fn path_of(key: &SettingKey, values: &Value) -> Option<String> {
     let entry = |list: &str, name: &str, of: &str| {
         let entries = values[list].as_array()?;
@@ -96,7 +98,7 @@ fn path_of(key: &SettingKey, values: &Value) -> Option<String> {
     })
 }
 
-/// Returns the settings of this replica alone.
+/// Returns the settings of this replica alone, by path. Entries of lists are named by id or name.
 fn local(values: &Value, places: &BTreeMap<String, Place>) -> BTreeMap<String, LocalSetting> {
     let mut local = BTreeMap::new();
     let mut add = |section: &Section, (shown, path): (&str, &str), table: &Value| {

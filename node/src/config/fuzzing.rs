@@ -1,10 +1,11 @@
-//! Fuzz targets for configs; see [`crate::fuzzing`].
+//! Fuzz target for configs; see [`crate::fuzzing`].
 
 use super::read::Layers;
 use super::{print, read};
 
-/// Loads a config: file, environment variables and flags, separated by zero bytes; the latter two have
-/// one setting per line. A valid config must print such that it loads equal.
+/// Loads a config from its layers (file, environment variables and flags), which are separated by
+/// zero bytes. Variables and flags are one per line. If the config is valid, the printed config
+/// must load as an equal one.
 pub fn config(bytes: &[u8]) {
     let Ok(text) = std::str::from_utf8(bytes) else {
         return;
@@ -36,7 +37,7 @@ pub fn config(bytes: &[u8]) {
             };
             let again = read("printed.toml", &layers);
             let mut again = again.unwrap_or_else(|errors| panic!("{errors}\n{printed}"));
-            // A printed config sets everything.
+            // A printed config sets every key, so this part differs.
             again.config.file.clone_from(&loaded.config.file);
             assert_eq!(again.config, loaded.config, "{printed}");
         }
@@ -47,7 +48,7 @@ pub fn config(bytes: &[u8]) {
     }
 }
 
-/// Configs of a single replica, of a member of a cluster, and with all keys set.
+/// Returns inputs for [`config`], the last one with all keys set.
 #[must_use]
 pub fn config_seeds() -> Vec<Vec<u8>> {
     let configs = [
@@ -60,7 +61,7 @@ pub fn config_seeds() -> Vec<Vec<u8>> {
         file: configs[0],
         ..Layers::default()
     };
-    // With all keys.
+    // A printed config, which sets all keys.
     seeds.extend(
         read("", &layers)
             .ok()

@@ -1,23 +1,23 @@
-//! `node.id`: a number, or the host's name that has it.
+//! `node.id`: a number, or `from-hostname` to derive it from the host name.
 
 use state::ids::ReplicaId;
 
-/// Where the kernel tells the host's name.
+/// File from which the kernel's host name is read.
 const HOSTNAME: &str = "/proc/sys/kernel/hostname";
-/// The value of `node.id` that stands for the number in the host's name.
+/// Value of `node.id` that derives the id from the host name.
 const FROM_HOSTNAME: &str = "from-hostname";
 
-/// What `node.id` says.
+/// Source of this replica's id, as `node.id` states it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum IdSource {
-    /// The id.
+    /// This id.
     Number(ReplicaId),
-    /// One more than the number at the end of the host's name.
+    /// The number at the end of the host name, plus one.
     Hostname,
 }
 
 impl IdSource {
-    /// What is written, if it is one.
+    /// Parses a value of `node.id`; `None` if it is not valid.
     pub(super) fn read(text: &str) -> Option<Self> {
         if text == FROM_HOSTNAME {
             return Some(Self::Hostname);
@@ -26,7 +26,7 @@ impl IdSource {
         Some(Self::Number(ReplicaId(id)))
     }
 
-    /// How it is written.
+    /// Formats the value as it is written in a config.
     pub(super) fn show(&self) -> String {
         match self {
             Self::Number(id) => id.to_string(),
@@ -35,13 +35,14 @@ impl IdSource {
     }
 }
 
-/// Returns this host's name.
+/// Returns this host's name; empty if it cannot be read.
 pub(super) fn host() -> String {
     let name = std::fs::read_to_string(HOSTNAME).unwrap_or_default();
     name.trim().to_owned()
 }
 
-/// The id on a host of this name: `quorate-0` has 1, as ids begin with 1 and ordinals with 0.
+/// Returns the id of the replica on the host `host`: 1 for `quorate-0`, because ids begin at 1 and
+/// ordinals at 0. `None` if the name does not end with a number from 0 to 254 after a `-`.
 pub(super) fn id_of_host(host: &str) -> Option<ReplicaId> {
     let first = host.split('.').next()?;
     let (_, ordinal) = first.rsplit_once('-')?;

@@ -6,11 +6,13 @@ use std::path::Path;
 use api::api_keys::is_of_cluster;
 use api::proxy::KeyEntry;
 
-/// Reads the keys, one per line, each optionally followed by white space and the user it belongs to.
+/// Reads the keys, one per line, each optionally followed by white space and the user it belongs
+/// to. Ignores empty lines and lines that begin with `#`.
 ///
 /// # Errors
-/// If the file cannot be read or contains no key (nobody would be served), a key twice (one user would
-/// be charged for another), or one that is not judged by this file.
+/// Fails if the file cannot be read, contains no key (nobody would be served), contains a key twice
+/// (one user would be charged for another), or contains a key of the cluster, which this file
+/// cannot accept.
 pub(crate) fn read(path: &Path) -> Result<Vec<KeyEntry>, String> {
     let text = std::fs::read_to_string(path);
     let text = text.map_err(|error| format!("read {path:?}: {error}"))?;

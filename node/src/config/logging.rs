@@ -1,4 +1,4 @@
-//! Where the access log may be written.
+//! Checks where the access log is written.
 
 use std::path::{Path, PathBuf};
 
@@ -8,7 +8,8 @@ use super::file::ConfigFile;
 use super::read::Settings;
 use super::traffic::AccessFormat;
 
-/// Refuses a file that belongs to something else, and a format without a file.
+/// Rejects a file that is in the data directory or that another key names, and a format without a
+/// file.
 pub(super) fn check_access_file(file: &ConfigFile, found: &mut Settings) {
     let path = "log.access_file";
     let Some(access_file) = &file.log.access_file else {
@@ -41,7 +42,7 @@ pub(super) fn check_access_file(file: &ConfigFile, found: &mut Settings) {
     }
 }
 
-/// The files that a config names, which are read and never written.
+/// Returns the files that other keys of the config name. They are read and never written.
 fn files(file: &ConfigFile) -> impl Iterator<Item = PathBuf> {
     let mut paths = Vec::new();
     let values = serde_json::to_value(file).unwrap_or_default();
@@ -49,7 +50,7 @@ fn files(file: &ConfigFile) -> impl Iterator<Item = PathBuf> {
     paths.into_iter()
 }
 
-/// Adds the values of keys below `path` that name a file, but for the one of the access log.
+/// Adds the values of keys below `path` whose names end in `file`, except `log.access_file`.
 fn add_files(path: &str, value: &Value, paths: &mut Vec<PathBuf>) {
     match value {
         Value::String(text) if path.ends_with("file") && path != ".log.access_file" => {
@@ -65,7 +66,7 @@ fn add_files(path: &str, value: &Value, paths: &mut Vec<PathBuf>) {
     }
 }
 
-/// A path that is equal for equal files, as far as their folders are there.
+/// Returns a path that is equal for equal files. The file and its folders need not exist.
 fn real(path: &Path) -> PathBuf {
     if let Ok(real) = path.canonicalize() {
         return real;

@@ -1,5 +1,5 @@
-//! `[[models]]`. Tokenizers are loaded while the config is checked, so that an unusable file is reported
-//! like any other error.
+//! Checks of `[[models]]`. Tokenizers are loaded while the config is checked, so that an unusable
+//! file is reported like any other error.
 
 use api::prompt::{ModelSettings, Tokenizer, TokenizerSpec};
 use state::policy::PairSettings;
@@ -10,7 +10,7 @@ use super::read::Settings;
 /// Default `block_size` with the `character` tokenizer, in bytes.
 const CHARACTER_BLOCK_BYTES: u32 = 128;
 
-/// Returns the settings of all entries.
+/// Returns the settings of all valid entries; without entries, those of one entry for all models.
 pub(super) fn models(models: &[ModelConfig], found: &mut Settings) -> Vec<ModelSettings> {
     found.unique("models", "name", models.iter().map(|model| &*model.name));
     everything_last(models, found);
@@ -21,7 +21,8 @@ pub(super) fn models(models: &[ModelConfig], found: &mut Settings) -> Vec<ModelS
     models.iter().enumerate().filter_map(settings).collect()
 }
 
-/// The first entry that matches a model applies, so an entry after `"*"` never does.
+/// Rejects an entry after `"*"`, which would have no effect: the first entry that matches a model
+/// applies.
 fn everything_last(models: &[ModelConfig], found: &mut Settings) {
     let everything = models.iter().position(|model| model.name == "*");
     let behind = everything.filter(|nth| nth + 1 < models.len());
@@ -32,7 +33,7 @@ fn everything_last(models: &[ModelConfig], found: &mut Settings) {
     }
 }
 
-/// Loads the tokenizer of an entry.
+/// Returns the settings of an entry, with its tokenizer loaded; `None` if there is an error.
 fn settings(path: &str, model: &ModelConfig, found: &mut Settings) -> Option<ModelSettings> {
     if !found.is_sound(&format!("{path}.tokenizer")) {
         return None;

@@ -1,6 +1,7 @@
-//! `config print`: the effective config as a config file, with where each value came from.
+//! `config print`: the effective config as a config file, with the source of each value.
 //!
-//! It knows no cluster, so it can only mark the values that a running one may have otherwise.
+//! It connects to no cluster, so it only marks the keys for which a running cluster has its own
+//! values.
 
 use std::fmt::Write;
 
@@ -11,10 +12,10 @@ use super::error::{Place, line_and_column};
 use super::founding::founds;
 use super::schema::{Section, join, sections};
 
-/// Column of the sources.
+/// Column in which the sources begin.
 const SOURCE_COLUMN: usize = 56;
 
-/// Prints the effective config as TOML. Loading it again gives the same config.
+/// Returns the effective config as TOML. Loading it again results in the same config.
 #[must_use]
 pub fn print(loaded: &Loaded) -> String {
     let mut out = String::new();

@@ -1,5 +1,5 @@
-//! Merges the layers (flags over environment variables over the file over defaults) into one tree of
-//! valid values, with the source of each value and all errors.
+//! Merges the layers (flags over environment variables over the file over defaults) into one tree
+//! of valid values, with the source of each value and all errors.
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
@@ -13,10 +13,10 @@ use toml::de::{DeTable, DeValue};
 use super::error::{ConfigError, Place, line_and_column};
 use super::schema::{self, SCHEMA, expected, fit, join};
 
-/// Reserved names of policies.
+/// Names of policies that are reserved for later versions.
 const LATER_POLICIES: [&str; 1] = ["dlpm"];
 
-/// Lists of tables, which variables cannot set, and where they are set.
+/// Lists of tables, which variables cannot set, each with the way to set it.
 const LISTS: [(&str, &str); 3] = [
     (
         "BACKENDS",
@@ -26,20 +26,20 @@ const LISTS: [(&str, &str); 3] = [
     ("MODELS", "[[models]] in the config file"),
 ];
 
-/// The layers, defaults excepted.
+/// The layers of a config, except the defaults.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Layers<'a> {
     /// Text of the config file.
     pub(super) file: &'a str,
     /// Environment variables; those that do not begin with `QUORATE_` are ignored.
     pub(super) variables: &'a [(String, String)],
-    /// `section.key=value` each.
+    /// Values of `--set`, each as `section.key=value`.
     pub(super) flags: &'a [String],
-    /// URLs of further backends, of `--backend`.
+    /// Values of `--backend`: URLs of additional backends.
     pub(super) backends: &'a [String],
 }
 
-/// The merged layers.
+/// The merged layers, and the errors found in them.
 #[derive(Debug, Default)]
 pub(super) struct Settings {
     /// All values that are set and valid.
@@ -48,7 +48,7 @@ pub(super) struct Settings {
     pub(super) places: BTreeMap<String, Place>,
     /// Paths of keys that are invalid or missing.
     refused: BTreeSet<String>,
-    /// All errors.
+    /// All errors found so far.
     pub(super) errors: Vec<ConfigError>,
 }
 
@@ -80,7 +80,8 @@ impl Settings {
         (settings, checked)
     }
 
-    /// Whether everything at, below and above this path is valid, so that it can be checked further.
+    /// Whether nothing at, below or above this path is invalid or missing by itself, so that it can
+    /// be checked together with other keys.
     pub(super) fn is_sound(&self, path: &str) -> bool {
         let is_below = |path: &str, of: &str| {
             let rest = path.strip_prefix(of);
@@ -97,13 +98,13 @@ impl Settings {
         set.find(|path| path.starts_with(&prefix)).cloned()
     }
 
-    /// Adds an error at the value of `path`.
+    /// Adds an error at the place where `path` is set. Does not affect [`Self::is_sound`].
     pub(super) fn refuse(&mut self, path: &str, message: String, expected: &str) {
         let place = self.places.get(path).cloned().unwrap_or(Place::Nowhere);
         self.error(message, expected.to_owned(), place);
     }
 
-    /// Adds an error that shows the value of `path`.
+    /// Adds an error that shows the value of `path`, which may be its default.
     pub(super) fn refuse_value(&mut self, path: &str, expected: &str) {
         let set = path.split('.').try_fold(None, |table, part| {
             let table = table.map_or(Some(&self.tree), Value::as_object)?;
@@ -116,7 +117,8 @@ impl Settings {
         self.refuse(path, format!("{path} is {value}"), expected);
     }
 
-    /// Adds an error for each entry of a list whose `key` an earlier entry has too.
+    /// Adds an error for each entry of a list that repeats the `key` of an earlier one. `names` are
+    /// the values of `key`.
     pub(super) fn unique<'a>(
         &mut self,
         list: &str,
@@ -164,7 +166,7 @@ impl Settings {
         self.error(message, expected, place);
     }
 
-    /// Adds syntax errors and removes errors they may have caused.
+    /// Adds syntax errors, and removes errors that they may have caused.
     fn forget_consequences(&mut self, text: &str, errors: &[toml::de::Error]) {
         let end = text.len();
         let span = |error: &toml::de::Error| error.span().unwrap_or(end..end);
@@ -340,8 +342,9 @@ impl Settings {
             None if rest.contains("__") => {
                 nearest(name, names).unwrap_or_else(|| "QUORATE_SECTION__KEY".to_owned())
             }
-            // Single underscores are in variables of the command line, such as `QUORATE_ADMIN`, and of
-            // orchestrators, such as `QUORATE_PORT`; but it may be a typo.
+            // Single underscores are in variables of the command line, such as `QUORATE_ADMIN`, and
+            // of orchestrators, such as `QUORATE_PORT`. It is a typo only if a key matches
+            // otherwise.
             None => match names.find(|key| key.replace("__", "_") == name) {
                 Some(meant) => meant,
                 None => return,
@@ -370,11 +373,11 @@ impl Settings {
         }
     }
 
-    /// Adds a backend that is named after its address, so that the next start finds it by its id.
+    /// Adds a backend with an id derived from its URL, so that the next start finds it by its id.
     fn backend(&mut self, url: &str) {
         let backends = self.tree.entry("backends").or_insert_with(|| json!([]));
         let Some(backends) = backends.as_array_mut() else {
-            // Whatever stands there instead is refused already.
+            // A value that is not a list was rejected before.
             return;
         };
         let (path, place) = (
@@ -387,7 +390,7 @@ impl Settings {
             schema::table(schema).map_or(&Value::Null, |entry| &entry["properties"]["url"]);
         match fit(schema, &json!(url)) {
             Some(fitting) => {
-                // However the place is written, it has one id.
+                // Equal URLs result in one id, however they are written.
                 let place = EngineUrl::parse(url);
                 let id = backend_id(place.as_ref().map_or(url, EngineUrl::as_str));
                 backends.push(json!({ "id": id, "url": fitting }));
@@ -402,7 +405,8 @@ impl Settings {
         self.places.insert(key, place);
     }
 
-    /// A replica of which nothing is said but its backends needs no id.
+    /// Sets `node.id` to 1 if it is not set, for a replica without a config file that has only
+    /// backends.
     fn name_only_replica(&mut self) {
         let node = self.tree.entry("node").or_insert_with(|| json!({}));
         if let Some(node) = node.as_object_mut()
@@ -439,7 +443,8 @@ impl Settings {
     }
 }
 
-/// Returns the id of a backend at `url`: its host, port and prefix, each other letter a `-`.
+/// Returns the id of a backend at `url`: its host, port and prefix, with a `-` in place of every
+/// other character.
 fn backend_id(url: &str) -> String {
     let place = url.split_once("://").map_or(url, |(_, place)| place);
     let id = place.replace(
@@ -490,7 +495,7 @@ fn quoted(text: &str) -> String {
     format!("{text:?}")
 }
 
-/// Returns the most similar name, if it differs in at most two letters.
+/// Returns the most similar name, if its Levenshtein distance is at most two.
 fn nearest(name: &str, names: impl IntoIterator<Item = String>) -> Option<String> {
     let names = names.into_iter();
     let distances = names.map(|near| (strsim::levenshtein(name, &near), near));

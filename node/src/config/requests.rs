@@ -1,4 +1,4 @@
-//! `[requests]`: what is removed from requests.
+//! Checks of `[requests]`: fields and headers of requests that are refused or removed.
 
 use api::prompt::is_read;
 use api::proxy::{FieldRules, HeaderRules};
@@ -7,10 +7,10 @@ use super::file::ConfigFile;
 use super::form::{Parsed, PlainName, values};
 use super::read::Settings;
 
-/// Header and field with which clients of vLLM set a priority.
+/// Header and body field with which clients of vLLM set a priority.
 const PRIORITY: [&str; 2] = ["x-vllm-priority", "priority"];
 
-/// What is refused or removed.
+/// Rules for fields and headers that are refused or removed.
 pub(super) struct Rules {
     pub(super) fields: FieldRules,
     pub(super) strip_headers: HeaderRules,

@@ -1,4 +1,4 @@
-//! Routing settings of a new cluster, and what requests may choose.
+//! Checks of `[routing]`, and its conversion to the settings of a new cluster and of this replica.
 
 use std::collections::BTreeMap;
 
@@ -23,14 +23,14 @@ pub(super) fn check_policies(policies: &[PolicyConfig], found: &mut Settings) {
     }
 }
 
-/// Returns the policy of this name.
+/// Returns the policy called `name`, which must be one of `policies`.
 pub(super) fn named(policies: &[PolicyConfig], name: &str) -> PolicyConfig {
     let policy = policies.iter().find(|policy| policy.name() == name);
     let policy = policy.expect("the schema has the names of all policies and no others");
     policy.clone()
 }
 
-/// Returns the routing settings of a new cluster, its policy excepted.
+/// Returns the routing settings of a new cluster other than the general policy.
 pub(super) fn settings(
     file: &ConfigFile,
     policies: &[PolicyConfig],
@@ -62,7 +62,8 @@ pub(super) fn settings(
     }
 }
 
-/// Returns the labels that backends must have. A model without labels still precedes a later `*`.
+/// Returns the labels that backends must have, by model. A model without labels is included,
+/// because it precedes a later `*`.
 pub(super) fn select(file: &ConfigFile) -> SelectSettings {
     let models = file.models.iter().map(|model| {
         let labels = model.select.clone().into_iter().collect();

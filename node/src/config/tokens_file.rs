@@ -5,10 +5,11 @@ use std::path::Path;
 
 use api::admin::{TokenEntry, read_tokens};
 
-/// Reads the tokens, `name:role:sha256-hex` a line.
+/// Reads the tokens, one per line, as `name:role:sha256-hex`.
 ///
 /// # Errors
-/// If the file cannot be read, anybody may write it, or a line is wrong. No secret is quoted.
+/// Fails if the file cannot be read, all users of the host can write it, or a line is invalid. The
+/// error contains no hash.
 pub(crate) fn read(path: &Path) -> Result<Vec<TokenEntry>, String> {
     let told = |error: std::io::Error| format!("read {path:?}: {error}");
     let mode = std::fs::metadata(path).map_err(told)?.permissions().mode();

@@ -1,4 +1,4 @@
-//! Backends of the command line, and variables that are no keys.
+//! Tests of `--backend`, and of variables that name no key.
 
 use super::*;
 

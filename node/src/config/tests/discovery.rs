@@ -1,4 +1,4 @@
-//! `[[discovery]]`: what a source must say, and what it may not.
+//! Tests of `[[discovery]]`, and of `[cluster.statefulset]`.
 
 use std::time::Duration;
 

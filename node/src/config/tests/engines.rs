@@ -1,4 +1,4 @@
-//! Keys, headers and addresses of engines.
+//! Tests of engines' keys, headers and addresses.
 
 use api::backends::{EngineHeaders, EngineKeys};
 

@@ -1,4 +1,5 @@
-//! Faults as people see them, precedence of the layers, and what `config print` and `schema` say.
+//! Tests of rendered errors, of the precedence of layers, and of `config print` and `config
+//! schema`.
 
 use std::time::Duration;
 
@@ -51,7 +52,7 @@ fn refused(file: &str, expected: Expect) {
     expected.assert_eq(&faults.render(false, Some(100)));
 }
 
-/// The faults without their drawing: `place: message (expected ...)`.
+/// Formats errors without excerpts, as `place: message (expected ...)`.
 fn brief(faults: &ConfigErrors) -> String {
     let mut out = String::new();
     for fault in &faults.errors {
@@ -510,7 +511,7 @@ labels = { zone = "a b", "x.y" = "z" }
     let loaded = layers(file, &variables, &["drain.dns_ttl=0s".to_owned()]).unwrap();
     let printed = print(&loaded);
     let mut again = config(&printed);
-    // A printed config sets everything.
+    // A printed config sets every key, so this part differs.
     again.file.clone_from(&loaded.config.file);
     assert_eq!(again, loaded.config, "{printed}");
     expect_file!["../golden/print.toml"].assert_eq(&printed);

@@ -1,4 +1,4 @@
-//! Settings of policies.
+//! Tests of the settings of policies.
 
 use expect_test::expect;
 
@@ -21,7 +21,7 @@ fn tables_of_policies_are_the_settings_of_the_core() {
     }
 }
 
-/// What the key takes is what the policy takes, and no more.
+/// Checks that the key accepts exactly the values that the policy accepts.
 fn bounds_are_those_of_the_core(table: &str, name: &str, schema: &serde_json::Value) {
     let (Some(min), Some(max)) = (schema["minimum"].as_i64(), schema["maximum"].as_i64()) else {
         return;
@@ -29,7 +29,7 @@ fn bounds_are_those_of_the_core(table: &str, name: &str, schema: &serde_json::Va
     let policy = table.trim_start_matches("routing.");
     let validate = |value: i64| {
         let mut settings = serde_json::json!({ "policy": policy, name: value });
-        // These two have to be in order.
+        // The first must not be less than the second.
         if policy == "vtc-basic" {
             let most = "token_tracker_max_tokens";
             let least = "token_tracker_min_tokens";

@@ -1,4 +1,4 @@
-//! Values in the wrong place, and which keys must be set.
+//! Tests of values of the wrong type, and of required keys.
 
 use expect_test::expect;
 use serde_json::Value;

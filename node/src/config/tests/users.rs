@@ -1,4 +1,4 @@
-//! Configs of users: their defaults.
+//! Tests of the defaults of users.
 
 use state::budgets::Budget;
 use state::caches::CacheScope;
