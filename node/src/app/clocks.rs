@@ -2,10 +2,10 @@
 //!
 //! Members include their wall clock in every message. The cluster's clock, which stamps commands,
 //! is the median of all these clocks. A minority of wrong clocks, even including this replica's
-//! own, moves it no further than to the next right one. Between two updates it advances with the
-//! monotonic clock, which is never set. If the number of clocks is even, the median is the middle
-//! value that is closer to the previous time, so a clock that jumps is not followed. A replica that
-//! receives no messages follows its own clock.
+//! own, cannot move it beyond the range of the correct ones. Between two updates it advances with
+//! the monotonic clock, which is never set. If the number of clocks is even, the median is the
+//! middle value that is closer to the previous time, so a clock that jumps is not followed. A
+//! replica that receives no messages follows its own clock.
 //!
 //! A clock reading is as old as its message was in transit, so of the messages of the last one or
 //! two seconds, the fastest one counts. Replicated time follows the stamps, see
@@ -28,9 +28,11 @@ use super::log_version;
 
 /// Time for which a peer's clock counts after its last reading.
 const SILENT: Duration = Duration::from_secs(10);
-/// Length of a period. The fastest message of the last one or two periods counts.
+/// Length of the periods of clock readings. The fastest message of the last one or two periods
+/// counts.
 const STRETCH: Duration = Duration::from_secs(1);
-/// Maximum time that a new replica waits for the others' clocks before it stamps commands.
+/// Maximum time after the start that a replica waits for the others' clocks before it stamps
+/// commands.
 const ASKING: Duration = Duration::from_secs(1);
 /// Skew above which a warning about a clock is logged, in milliseconds.
 pub(super) const SKEW_MS_MAX: u64 = 1000;

@@ -1,4 +1,4 @@
-//! Messages between replicas outside the log: load, backlog, and digests.
+//! Messages between replicas outside the log: load, backlogs, shares, figures and digests.
 //!
 //! All parts travel in one message: a slow peer receives only the newest message, so separate ones
 //! could displace each other. Lengths are little-endian. Layout: a version byte; the digest claim
@@ -8,8 +8,8 @@
 //! on, the shares (see [`share_reports`]), in version 4 after their length in four bytes; in
 //! version 4, the figures (see [`api::figures`]). Replicas send version 4 once all members have
 //! announced it ([`log_version::all_know_messages`]), and version 3 once all know log format
-//! [`SHARES_SINCE_FORMAT`]. Before, a message without a backlog has version 1, which every build
-//! reads and which implies an empty backlog.
+//! [`SHARES_SINCE_FORMAT`]. Until then, a message without a backlog has version 1, which every
+//! build reads and which implies an empty backlog.
 //!
 //! [`LoadTable::local_report`]: api::routing::LoadTable::local_report
 

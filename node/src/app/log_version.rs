@@ -35,9 +35,9 @@ pub(super) const SHARES_SINCE_FORMAT: u8 = 4;
 /// Name of the member label with the newest readable version of messages.
 const MESSAGES_LABEL: &str = "messages";
 
-/// Returns the newest message version that a build with log format `format` reads. Simulations mix
-/// builds. Some earlier builds knew this build's format but not its messages; they count as not
-/// knowing the messages.
+/// Returns the newest message version that a build with log format `format` announces; simulations
+/// pass an earlier format to imitate an earlier build. Some earlier builds know this build's format
+/// but not its messages, and announce no version.
 pub(super) fn messages_known(format: u8) -> u8 {
     match format {
         FORMAT_VERSION.. => VERSION_FIGURES,
@@ -64,8 +64,8 @@ pub(super) fn all_know_messages(status: &Status, version: u8) -> bool {
         || members.all(|member| told(member).is_some_and(|known| known >= version))
 }
 
-/// Returns an error that lists the members that cannot decode `command`, if any. Skips this
-/// replica, whose status is passed.
+/// Returns an error that lists the other members that cannot decode `command`, if any. `status`
+/// returns the status of this replica.
 pub(super) fn check(command: &Command, status: &dyn Fn() -> Status) -> Result<(), String> {
     let needed = format_of(command);
     if needed <= FORMAT_VERSION_COMMON || planted::is(Bug::FormatSentEarly) {
@@ -86,7 +86,7 @@ pub(super) fn check(command: &Command, status: &dyn Fn() -> Status) -> Result<()
     ))
 }
 
-/// Returns a substitute to propose while not all members can decode `command`, if one exists: a key
+/// Returns `command`, or its substitute, if one exists, while not all members can decode it: a key
 /// can always be revoked, but is then not remembered as revoked.
 pub(super) fn readable(command: Command, status: &dyn Fn() -> Status) -> Command {
     match command {

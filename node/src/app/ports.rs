@@ -36,7 +36,7 @@ const SUBMIT_PAUSE: Duration = Duration::from_millis(100);
 const NOT_FORMED: &str = "the state here is not that of a cluster yet";
 /// Reason for rejecting proposals right after the start.
 const CLOCKS_UNHEARD: &str = "the clocks of the other members are not known yet";
-/// Reason for distrusting a reply.
+/// Reason for reporting an outcome as unknown although the leader has replied.
 const LEADER_IS_WRONG: &str = "the leader has lost its state";
 
 /// Port through which `api` uses the log.

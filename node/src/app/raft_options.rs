@@ -107,8 +107,8 @@ pub(super) fn first_command(
     })
 }
 
-/// Returns the command that forms a cluster. It contains every setting of the config, so that no
-/// config that is read later can set one first.
+/// Returns the command that forms a cluster. With a hash secret, it contains every replicated
+/// setting of the config except backends, so that no config that is read later can set one first.
 fn founding(config: &Config, hashing: BlockHasher) -> Command {
     let (hash_seed, policy) = (hashing.seed, config.policy.clone());
     let fairness = FairnessSettings::default();
@@ -153,8 +153,8 @@ pub(super) fn probe_settings(config: &Config) -> ProbeSettings {
     }
 }
 
-/// Returns the host names under which the admin listener may serve. A stranger cannot make any of
-/// them resolve to it.
+/// Returns the host names that the admin listener accepts besides addresses and `localhost`. An
+/// attacker cannot make any of them resolve to it (DNS rebinding).
 #[must_use]
 pub(super) fn own_hosts(config: &Config) -> Vec<String> {
     let mut hosts = config::values(&config.admin.hosts);
@@ -211,7 +211,7 @@ pub(super) fn key_rules(users: &config::UsersConfig, list: ListAge) -> KeyRules 
     }
 }
 
-/// Logs a warning if clients choose their own user names.
+/// Logs a warning if clients on other hosts can choose their own user names.
 pub(super) fn tell_of_names(config: &Config) {
     let is_unset = config::values(&config.users.trusted_proxies) == IpPrefix::LOOPBACK;
     let are_checked = config.api_keys.is_some() || config.users.require_key;

@@ -1,5 +1,5 @@
-//! Assigns KV event readers: the leader spreads backends evenly over connected replicas and does
-//! not move a reader while it is connected.
+//! Assigns KV event readers: the leader spreads backends evenly over connected replicas, and moves
+//! no more readers than that requires.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -73,8 +73,8 @@ fn looked_up(registry: &Registry) -> (Vec<BackendRef>, BTreeMap<Slot, ReplicaId>
     )
 }
 
-/// Returns the new assignment of `backends` to `replicas`, by slot. Connected readers keep their
-/// backends, except for the few that must move to balance the load.
+/// Returns the new assignment of `backends` to `replicas`, in the order of `backends`. Connected
+/// readers keep their backends, except for the few that must move to balance the load.
 fn spread(
     backends: &[BackendRef],
     current: &BTreeMap<Slot, ReplicaId>,

@@ -182,8 +182,8 @@ impl Scaling {
             .collect()
     }
 
-    /// Removes the last absent member that is no longer wanted. Returns whether there was one, or
-    /// why it could not be removed.
+    /// Removes the absent member with the highest id that is no longer wanted. Returns whether
+    /// there was one, or why it could not be removed.
     async fn remove_one(
         &self,
         replica: &Replica,

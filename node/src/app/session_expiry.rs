@@ -2,10 +2,11 @@
 //! their leases and requests do not count forever.
 //!
 //! If a host refuses connections to a replica's address, the replica's process is gone, and its
-//! session ends at once. Silence may be a network fault, so it has to last.
+//! session ends almost at once. Silence may be a network fault, so it has to last longer.
 //!
 //! A replica that was killed and has restarted is heard again, and its first proposal ends its
-//! former session. A replica without requests proposes nothing, so it ends that session here.
+//! former session. A replica without requests proposes nothing, so it ends its former session with
+//! a command of its own.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

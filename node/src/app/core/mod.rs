@@ -192,8 +192,8 @@ impl CoreParts {
 }
 
 impl ReplicaCore {
-    /// Assembles and starts a core. Ignores the config of listeners, clients and probes, except
-    /// that it announces the ports of `listen.data` and `listen.admin` to members.
+    /// Assembles and starts a core. Ignores the config of listeners and clients, except that it
+    /// announces the ports of `listen.data` and `listen.admin` to members. Runs no probes.
     ///
     /// # Errors
     /// Fails if the store cannot be opened or is damaged.

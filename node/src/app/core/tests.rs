@@ -65,7 +65,7 @@ impl ApplyObserver for Heard {
     }
 }
 
-/// Generates the requests of a few conversations.
+/// A request of one of a few conversations.
 struct Chat {
     identity: PromptIdentity,
     id: String,
@@ -167,7 +167,8 @@ fn chat(core: &ReplicaCore, rng: &mut Rng, number: u64) -> Arc<Chat> {
     })
 }
 
-/// Simulates an engine for one attempt.
+/// Simulates an engine that responds to an attempt after `millis` milliseconds. `tokens` determines
+/// the usage and the outcome.
 async fn serve(mut attempt: Attempt, millis: u64, tokens: u64) {
     sleep(Duration::from_millis(millis)).await;
     attempt.output("some words of an answer ", Instant::now());
@@ -186,8 +187,7 @@ async fn serve(mut attempt: Attempt, millis: u64, tokens: u64) {
     }
 }
 
-/// Result of a run that sends more requests than there is capacity for while one backend joins and
-/// leaves, then stops: the final digest of the state, and every entry by its index.
+/// Result of [`script`]: the final digest of the state, and every entry with its index.
 type Ran = (u128, Vec<(u64, Option<Vec<u8>>)>);
 
 async fn script(seed: u64) -> Ran {
