@@ -9,13 +9,13 @@ use super::decisions::time;
 use super::read::{ReadArgs, print_json};
 use super::table::cell;
 
-/// `quorate audit`.
+/// Arguments of `quorate audit`.
 #[derive(Debug, clap::Args)]
 pub(super) struct AuditArgs {
     /// Show the calls to this replica instead, including refused ones
     #[arg(long)]
     calls: bool,
-    /// Number of entries
+    /// Maximum number of entries
     #[arg(long, default_value_t = 20, value_parser = clap::value_parser!(u16).range(1..=1000))]
     limit: u16,
     #[command(flatten)]

@@ -74,7 +74,7 @@ pub(super) enum BackendCommand {
     },
 }
 
-/// `quorate backend add`.
+/// Arguments of `quorate backend add`.
 #[derive(Debug, clap::Args)]
 pub(super) struct AddBackendArgs {
     /// Id of the backend, which must be new
@@ -87,7 +87,7 @@ pub(super) struct AddBackendArgs {
     write: WriteArgs,
 }
 
-/// `quorate backend set`.
+/// Arguments of `quorate backend set`.
 #[derive(Debug, clap::Args)]
 pub(super) struct SetBackendArgs {
     /// Id of the backend

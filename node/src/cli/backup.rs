@@ -32,7 +32,7 @@ const IDLE_TIMEOUT: Duration = Duration::from_secs(60);
 /// Size of the reads from the file, in bytes.
 const READ_BYTES: usize = 256 << 10;
 
-/// `quorate backup`.
+/// Arguments of `quorate backup`.
 #[derive(Debug, clap::Args)]
 pub(super) struct BackupArgs {
     /// File to write
@@ -50,7 +50,7 @@ pub(super) struct BackupArgs {
     target: AdminTarget,
 }
 
-/// `quorate restore`.
+/// Arguments of `quorate restore`.
 #[derive(Debug, clap::Args)]
 pub(super) struct RestoreArgs {
     /// Backup to restore
@@ -237,7 +237,7 @@ async fn next_bytes(body: &mut Incoming) -> anyhow::Result<Option<Bytes>> {
     }
 }
 
-/// Reads a complete backup including its state, and returns its head.
+/// Reads a complete backup, verifies its state's digest, and returns its head.
 async fn verified(path: &Path) -> anyhow::Result<BackupHead> {
     let opened = path.to_owned();
     let read = tokio::task::spawn_blocking(move || read_whole(&opened));
@@ -302,7 +302,8 @@ async fn send(args: &RestoreArgs) -> anyhow::Result<Value> {
     answer.with_context(|| format!("POST {url}"))
 }
 
-/// Returns once nothing was sent for [`IDLE_TIMEOUT`], so that neither side makes progress.
+/// Returns once nothing has been sent for [`IDLE_TIMEOUT`]. After the end of the file, this limits
+/// the wait for the response.
 async fn stalled(bar: &ProgressBar) {
     let mut position = None;
     while position != Some(bar.position()) {

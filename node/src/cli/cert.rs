@@ -29,7 +29,7 @@ const CLIENT_NAME_BYTES_MAX: usize = 64;
 /// differ.
 const BACKDATED: Duration = Duration::hours(1);
 
-/// `quorate cert`.
+/// Subcommands of `quorate cert`.
 #[derive(Debug, clap::Subcommand)]
 pub(super) enum CertCommand {
     /// Make a cluster's certificate authority: ca.crt, and ca.key, which no replica needs
@@ -40,7 +40,7 @@ pub(super) enum CertCommand {
     Client(ClientArgs),
 }
 
-/// `quorate cert ca`.
+/// Arguments of `quorate cert ca`.
 #[derive(Debug, clap::Args)]
 pub(super) struct CaArgs {
     /// Directory to write to; created if missing
@@ -54,7 +54,7 @@ pub(super) struct CaArgs {
     days: u32,
 }
 
-/// `quorate cert node`.
+/// Arguments of `quorate cert node`.
 #[derive(Debug, clap::Args)]
 pub(super) struct NodeArgs {
     /// A replica's id, and the addresses and names at which clients and operators reach it
@@ -65,7 +65,7 @@ pub(super) struct NodeArgs {
     signed: SignedArgs,
 }
 
-/// `quorate cert client`.
+/// Arguments of `quorate cert client`.
 #[derive(Debug, clap::Args)]
 pub(super) struct ClientArgs {
     /// Holder of the certificate: its common name, under which the audit lists an operator
@@ -95,7 +95,7 @@ struct SignedArgs {
     days: u32,
 }
 
-/// The value of `--replica`.
+/// A value of `--replica`: a replica's id, and the host names and addresses for its certificate.
 #[derive(Debug, Clone)]
 struct ReplicaHosts {
     id: u8,

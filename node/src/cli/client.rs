@@ -23,7 +23,7 @@ const EDITS_MAX: usize = 4;
 /// Number of entries per page.
 const PAGE: usize = 1000;
 
-/// Which replicas to ask.
+/// Replicas to call, and the credentials for them.
 #[derive(Debug, Clone, clap::Args)]
 pub(super) struct AdminTarget {
     /// Admin URL of any replica, or several separated by commas: the first that can serve the
@@ -59,10 +59,11 @@ pub(super) struct AdminTarget {
         requires = "cert_file"
     )]
     key_file: Option<PathBuf>,
-    /// Made of the files when first needed.
+    /// Connector, created from the files when it is first needed.
     #[arg(skip)]
     connector: Arc<OnceLock<ReplicaConnector>>,
-    /// Position of the one that answered last: a command asks one replica as long as it answers.
+    /// Index of the replica to call, modulo the number of replicas. Changes only if that replica
+    /// fails or cannot serve a request.
     #[arg(skip)]
     answering: Arc<AtomicUsize>,
 }
@@ -221,8 +222,9 @@ impl AdminTarget {
         String::from_utf8(answer.body.into()).with_context(|| format!("GET {url}"))
     }
 
-    /// Sends a request and returns the response, whatever its status. Skips replicas that cannot be
-    /// reached, and those without a quorum while others are left: neither has done anything.
+    /// Sends a request and returns the response, whatever its status. Tries the next replica if one
+    /// cannot be reached or has no quorum, and so has done nothing; for a `GET`, also if one does
+    /// not respond.
     pub(super) async fn ask(
         &self,
         method: Method,

@@ -45,7 +45,7 @@ pub(super) enum MemberCommand {
     },
 }
 
-/// `quorate transfer-leader`.
+/// Arguments of `quorate transfer-leader`.
 #[derive(Debug, clap::Args)]
 pub(super) struct TransferLeaderArgs {
     /// `node.id` of the new leader [default: the most up-to-date voter]
@@ -55,7 +55,7 @@ pub(super) struct TransferLeaderArgs {
     write: WriteArgs,
 }
 
-/// `quorate snapshot`.
+/// Arguments of `quorate snapshot`.
 #[derive(Debug, clap::Args)]
 pub(super) struct SnapshotArgs {
     #[command(flatten)]

@@ -14,7 +14,7 @@ use crate::json_client::{AnswerError, JsonAnswer};
 
 const PATH: &str = "/admin/v1/config/reload";
 
-/// `quorate config reload`.
+/// Arguments of `quorate config reload`.
 #[derive(Debug, clap::Args)]
 pub(super) struct ReloadArgs {
     #[command(flatten)]

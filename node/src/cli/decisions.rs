@@ -12,7 +12,7 @@ use super::client::{AdminTarget, encoded};
 use super::read::print_json;
 use super::table::cell;
 
-/// `quorate decisions`.
+/// Arguments of `quorate decisions`.
 #[derive(Debug, clap::Args)]
 pub(super) struct DecisionsArgs {
     /// Only requests of this user
@@ -24,7 +24,7 @@ pub(super) struct DecisionsArgs {
     /// Only requests for this model
     #[arg(long, value_name = "NAME")]
     model: Option<String>,
-    /// Number of requests
+    /// Maximum number of requests
     #[arg(long, default_value_t = 20, value_parser = clap::value_parser!(u16).range(1..=1000))]
     limit: u16,
     #[command(flatten)]

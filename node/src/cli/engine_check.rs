@@ -15,7 +15,7 @@ use lab::terminal::{self, FittedTable, column};
 use super::read::print_json;
 use crate::engine_check::{EngineCheckOptions, EngineReport, check};
 
-/// `quorate engine-check`.
+/// Arguments of `quorate engine-check`.
 #[derive(Debug, clap::Args)]
 pub(super) struct EngineCheckArgs {
     /// URL of the engine, such as `http://gpu-1:8000`

@@ -115,7 +115,7 @@ impl EventStream {
         }
     }
 
-    /// Opens a stream, and retries if one was open before.
+    /// Opens a stream. If one was open before, retries until [`RESUME_MAX`] after it broke.
     async fn reopen(&mut self) -> anyhow::Result<()> {
         loop {
             if self.broken.is_some() {
@@ -137,7 +137,7 @@ impl EventStream {
         }
     }
 
-    /// Requests a stream from each replica in turn until one responds.
+    /// Requests a stream from the first replica that responds.
     async fn ask(&self) -> Result<(String, Incoming), OpenError> {
         let settled = self.target.select_replica(false).await;
         settled.map_err(OpenError::Passing)?;

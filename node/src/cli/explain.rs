@@ -15,14 +15,14 @@ use super::decisions;
 use super::read::print_json;
 use super::table::cell;
 
-/// `quorate explain`.
+/// Arguments of `quorate explain`.
 #[derive(Debug, clap::Args)]
 #[command(group = clap::ArgGroup::new("request").required(true).args(["file", "body", "prompt", "request_id"]))]
 pub(super) struct ExplainArgs {
     /// File with the request body, `-` for stdin
     #[arg(value_name = "FILE")]
     file: Option<PathBuf>,
-    /// The same, as a flag
+    /// File with the request body, like FILE
     #[arg(long, value_name = "FILE")]
     body: Option<PathBuf>,
     /// Prompt to explain, instead of a body

@@ -49,7 +49,7 @@ pub(super) enum KeyCommand {
     },
 }
 
-/// `quorate key create`.
+/// Arguments of `quorate key create`.
 #[derive(Debug, clap::Args)]
 pub(super) struct CreateKeyArgs {
     /// User that the key belongs to
@@ -73,7 +73,7 @@ pub(super) struct CreateKeyArgs {
     told: SecretArgs,
 }
 
-/// Where a secret goes.
+/// Arguments of commands that create a secret.
 #[derive(Debug, clap::Args)]
 pub(super) struct SecretArgs {
     /// Write the secret to this new file instead of printing it

@@ -35,7 +35,7 @@ pub(super) enum LogCommand {
     Level(LogLevelArgs),
 }
 
-/// `quorate log level`.
+/// Arguments of `quorate log level`.
 #[derive(Debug, clap::Args)]
 pub(super) struct LogLevelArgs {
     /// Level, or a filter such as `info,raft=debug`
@@ -74,7 +74,7 @@ async fn set_level(args: LogLevelArgs) -> anyhow::Result<ExitCode> {
     Ok(code)
 }
 
-/// `quorate log replay`.
+/// Arguments of `quorate log replay`.
 #[derive(Debug, clap::Args)]
 #[command(group = clap::ArgGroup::new("source").required(true).args(["data_dir", "backup"]))]
 pub(super) struct ReplayLogArgs {

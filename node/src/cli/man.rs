@@ -40,7 +40,7 @@ Bad usage or config; nothing was done.
 Ended early by a signal.
 "#;
 
-/// `quorate man`.
+/// Arguments of `quorate man`.
 #[derive(Debug, clap::Args)]
 pub(super) struct ManArgs {
     /// Command to describe, such as `config check` [default: quorate itself]

@@ -29,7 +29,7 @@ pub(super) enum PolicyCommand {
     Set(SetPolicyArgs),
     /// Remove the policy of a model, so that the general one applies
     Unset {
-        /// The model
+        /// Name of the model
         #[arg(long, value_name = "NAME")]
         model: String,
         #[command(flatten)]
@@ -37,13 +37,13 @@ pub(super) enum PolicyCommand {
     },
 }
 
-/// `quorate policy set`.
+/// Arguments of `quorate policy set`.
 #[derive(Debug, clap::Args)]
 #[command(group = clap::ArgGroup::new("source").required(true).args(["policy", "file"]))]
 pub(super) struct SetPolicyArgs {
     /// Name of the policy
     policy: Option<String>,
-    /// Its settings
+    /// Settings of the policy
     #[arg(value_name = "KEY=VALUE", value_parser = setting, requires = "policy")]
     settings: Vec<(String, Value)>,
     /// Read the policy from this file, as `policy get --json` prints it; `-` is stdin
@@ -65,7 +65,7 @@ pub(super) enum SettingsCommand {
     Set(SetSettingsArgs),
 }
 
-/// `quorate admission set`, `quorate routing set`, `quorate user defaults set`.
+/// Arguments of `quorate admission set`, `quorate routing set` and `quorate user defaults set`.
 #[derive(Debug, clap::Args)]
 #[command(group = clap::ArgGroup::new("source").required(true).args(["settings", "file"]))]
 pub(super) struct SetSettingsArgs {

@@ -212,7 +212,7 @@ pub(super) fn members(cluster: &Value) -> FittedTable {
     table
 }
 
-/// Formats the remainder of a user's effective limits; `-` without limits.
+/// Formats what remains of a user's limits and budgets; `-` if the user has none.
 pub(super) fn limits(user: &Value) -> String {
     let left = &user["left"];
     let parts = [
@@ -290,7 +290,8 @@ pub(super) fn thousandths(value: &Value) -> String {
     }
 }
 
-/// Replaces every character that a terminal would interpret by its JSON escape.
+/// Replaces every character that a terminal would interpret, except line breaks, by its JSON
+/// escape.
 pub(super) fn shown(json: &str) -> String {
     let escape = |c: char| {
         let mut units = [0; 2];

@@ -17,10 +17,10 @@ use super::table::cell;
 
 /// Interval at which the end of the recordings is polled.
 const LOOK_INTERVAL: Duration = Duration::from_millis(500);
-/// Maximum number of each replica's decisions that are simulated.
+/// Maximum number of decisions to fetch from each replica.
 const DECISIONS_MAX: u32 = 10_000;
 
-/// `quorate record`.
+/// Arguments of `quorate record`.
 #[derive(Debug, clap::Args)]
 pub(super) struct RecordArgs {
     /// Length of the recording in seconds; Ctrl-C ends it earlier

@@ -10,7 +10,7 @@ use serde_json::json;
 use super::read::print_json;
 use super::source::ConfigSource;
 
-/// `quorate recover`.
+/// Arguments of `quorate recover`.
 #[derive(Debug, clap::Args)]
 pub(super) struct RecoverArgs {
     #[command(flatten)]

@@ -17,7 +17,7 @@ use crate::service_manager::ServiceManager;
 use crate::telemetry::{ACCESS_FILE_EXPECTED, AccessFile};
 use crate::{descriptors, file_permissions, memory, telemetry};
 
-/// `quorate serve`.
+/// Arguments of `quorate serve`.
 #[derive(Debug, clap::Args)]
 pub(super) struct ServeArgs {
     #[command(flatten)]

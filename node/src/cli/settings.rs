@@ -19,7 +19,7 @@ use super::read::print_json;
 use super::source::ConfigSource;
 use super::table::cell;
 
-/// `quorate config diff`.
+/// Arguments of `quorate config diff`.
 #[derive(Debug, clap::Args)]
 pub(super) struct DiffArgs {
     #[command(flatten)]
@@ -31,7 +31,7 @@ pub(super) struct DiffArgs {
     json: bool,
 }
 
-/// `quorate config apply`.
+/// Arguments of `quorate config apply`.
 #[derive(Debug, clap::Args)]
 pub(super) struct ApplyArgs {
     #[command(flatten)]

@@ -7,7 +7,7 @@ use lab::simulate::{self, SimulateArgs};
 use super::client::AdminTarget;
 use super::record;
 
-/// `quorate simulate`.
+/// Arguments of `quorate simulate`.
 #[derive(Debug, clap::Args)]
 pub(super) struct SimulateCommand {
     #[command(flatten)]

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use crate::config::{Loaded, Origin, load};
 
-/// Where the config comes from; the same for all commands that need one.
+/// Config file and overrides, as options of all commands that need a config.
 #[derive(Debug, Clone, clap::Args)]
 pub(super) struct ConfigSource {
     /// Config file in TOML

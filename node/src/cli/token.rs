@@ -10,7 +10,7 @@ use anyhow::{Context, anyhow};
 use api::admin::{AdminRole, NewToken};
 use lab::terminal;
 
-/// `quorate token`.
+/// Subcommands of `quorate token`.
 #[derive(Debug, clap::Subcommand)]
 pub(super) enum TokenCommand {
     /// Make a token, and print its secret, which is not stored anywhere, and its line for
@@ -18,7 +18,7 @@ pub(super) enum TokenCommand {
     Create(CreateArgs),
 }
 
-/// `quorate token create`.
+/// Arguments of `quorate token create`.
 #[derive(Debug, clap::Args)]
 pub(super) struct CreateArgs {
     /// Name of its holder: letters, digits, `.`, `_`, `-` and `@`

@@ -33,7 +33,7 @@ pub(super) enum UserCommand {
     /// Show or change the defaults of users
     #[command(subcommand)]
     Defaults(SettingsCommand),
-    /// Delete a user without requests
+    /// Delete a user who has no requests in progress
     Delete {
         /// Name of the user
         name: String,
@@ -49,7 +49,7 @@ pub(super) enum UserCommand {
     },
 }
 
-/// `quorate user set`.
+/// Arguments of `quorate user set`.
 #[derive(Debug, clap::Args)]
 #[command(group = clap::ArgGroup::new("bound").multiple(true).args(["requests", "tokens", "concurrent", "window"]))]
 #[command(group = clap::ArgGroup::new("budget").multiple(true).args(["budget_day", "budget_month"]))]

@@ -37,8 +37,8 @@ pub(super) fn interval(text: &str) -> Result<Duration, String> {
     Ok(parsed)
 }
 
-/// Prints the output of `show`, and repeats that with `--watch` until a signal. After the first
-/// success, errors are displayed like results, because people watch replicas restart.
+/// Prints the output of `show`. With `--watch`, repeats that until a signal. After the first
+/// success, prints errors and continues, so that restarts of replicas can be watched.
 pub(super) async fn watch(
     args: WatchArgs,
     show: impl AsyncFn(&ReadArgs) -> anyhow::Result<(String, ExitCode)>,

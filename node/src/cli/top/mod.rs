@@ -1,7 +1,7 @@
 //! `quorate top`: a live view of the cluster, on one screen or as text.
 //!
-//! Each replica reports about all of them. The command also knows the replicas that members have
-//! announced, so another one takes over if the first is killed.
+//! Every replica reports on the whole cluster. The command learns the admin URLs that members
+//! announce, and uses another replica if the first one fails.
 
 mod observer;
 mod screen;
@@ -21,7 +21,7 @@ use self::summary::Summary;
 use super::client::AdminTarget;
 use super::read::print_json;
 
-/// `quorate top`.
+/// Arguments of `quorate top`.
 #[derive(Debug, clap::Args)]
 pub(super) struct TopArgs {
     #[command(flatten)]

@@ -21,11 +21,11 @@ use super::observer::{ClusterSample, Observer};
 use super::summary::Summary;
 use super::tables::{self, BackendOrder, UserOrder};
 
-/// Interval at which keys are polled, and thus the maximum time in which the thread ends.
+/// Interval at which keys are polled, and thus the maximum delay until the thread ends.
 const KEYS_EVERY: Duration = Duration::from_millis(100);
 /// Interval at which the displayed age of the data is updated.
 const AGE_EVERY: Duration = Duration::from_secs(1);
-/// Minimum height of a table, in lines: its header and a row.
+/// Number of lines of a table besides its rows: its title and its header.
 const TABLE_LINES_MIN: usize = 2;
 const KEYS: &str = "q quit  tab next table  ↑↓ PgUp PgDn scroll  o order  p pause";
 

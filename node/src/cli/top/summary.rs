@@ -86,7 +86,7 @@ pub(super) struct BackendRow {
     pub(super) capacity_blocks: Option<u64>,
     /// Difference of predicted and reported cached tokens, in thousandths of the prompt tokens.
     pub(super) error_permille: Option<i64>,
-    /// How ownership is known: `exact`, `lease`, ...
+    /// Mode of ownership: `exact`, `degraded` or `lease`.
     pub(super) ownership: String,
 }
 
@@ -215,7 +215,8 @@ fn replica(told: &Value, committed: Option<u64>) -> ReplicaRow {
     }
 }
 
-/// Returns a counter's increase per second between two samples. `None` if the counter has restarted.
+/// Returns a counter's increase per second between two samples; `None` if the counter has
+/// restarted.
 fn per_second(before: Option<u64>, now: Option<u64>, seconds: Option<f64>) -> Option<f64> {
     let gained = now?.checked_sub(before?)?;
     Some(gained as f64 / seconds.filter(|seconds| *seconds > 0.0)?)
