@@ -29,7 +29,8 @@ pub(crate) fn private_folder(path: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// Whether other users may read the file, as they must not with a secret.
+/// Whether users outside the file's group have any access to it, as they must not with a secret.
+/// `false` if the file cannot be examined.
 pub(crate) fn is_open_to_others(path: &Path) -> bool {
     // If this fails, the read of the file has already failed and was reported.
     path.metadata()

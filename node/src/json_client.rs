@@ -135,7 +135,7 @@ impl JsonClient {
     /// Sends a request and reads the response.
     ///
     /// # Errors
-    /// Fails if no response arrives in time.
+    /// Fails if the request cannot be sent, or no complete response arrives in time.
     pub async fn send(
         &self,
         method: Method,
@@ -151,7 +151,7 @@ impl JsonClient {
     /// Sends a request and returns the JSON of a successful response.
     ///
     /// # Errors
-    /// Fails if no response arrives in time, it is not JSON, or its status is not a success.
+    /// Fails like [`Self::send`], or if the response is not JSON or its status is not a success.
     pub async fn call(
         &self,
         method: Method,
@@ -227,7 +227,8 @@ impl JsonAnswer {
     }
 }
 
-/// Returns an error for a missing response: the innermost cause instead of the layers around it.
+/// Returns the error for a request without a response: a [`NoConnectionError`] if it was not sent.
+/// Reports the innermost cause instead of the layers around it.
 pub(crate) fn no_answer(error: &hyper_util::client::legacy::Error) -> anyhow::Error {
     let mut cause: &dyn std::error::Error = error;
     while let Some(inner) = cause.source() {

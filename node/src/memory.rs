@@ -9,7 +9,7 @@ use crate::config::{LimitsConfig, Parsed};
 
 /// Maximum of the default for the memory that requests may hold, in bytes.
 const HELD_BYTES_MAX: u64 = 1 << 30;
-/// Value from which on a limit means that there is none: cgroup version 1 reports a huge number.
+/// Smallest value that means that there is no limit: cgroup version 1 reports a huge number.
 const UNLIMITED: u64 = 1 << 60;
 
 /// Derives the limits that the config leaves open from the memory `limit`, and warns if the limits

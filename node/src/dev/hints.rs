@@ -9,7 +9,7 @@ use super::fleet::Fleet;
 /// Admin URL that commands use by default.
 const DEFAULT_ADMIN: &str = "http://127.0.0.1:8081";
 
-/// Facts about a running cluster that its messages mention.
+/// Facts about a running cluster, from which messages are made.
 pub(super) struct DevHints<'a> {
     pub(super) fleet: &'a Fleet,
     pub(super) engines: &'a [BackendSpec],

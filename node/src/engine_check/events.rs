@@ -63,7 +63,7 @@ pub(super) async fn check(
     }
 }
 
-/// Events received from the publisher during the check.
+/// Properties of the publisher, as found by following its events.
 struct SeenEvents {
     block_size: u32,
     is_replayed: bool,
