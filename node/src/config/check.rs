@@ -244,8 +244,8 @@ fn admission(config: &AdmissionConfig, found: &mut Settings) -> AdmissionSetting
     config.founding.settings()
 }
 
-/// Returns the defaults of users in a new cluster. Their limits can be set in two places; the two
-/// get the same value, or an error if both are set.
+/// Returns the defaults of users in a new cluster. Their limits can be set in two places: both get
+/// the value of the one that is set, and setting both is an error.
 fn user_defaults(
     form: &UserDefaultsForm,
     admission: &mut AdmissionSettings,

@@ -342,9 +342,9 @@ impl Settings {
             None if rest.contains("__") => {
                 nearest(name, names).unwrap_or_else(|| "QUORATE_SECTION__KEY".to_owned())
             }
-            // Single underscores are in variables of the command line, such as `QUORATE_ADMIN`, and
-            // of orchestrators, such as `QUORATE_PORT`. It is a typo only if a key matches
-            // otherwise.
+            // A variable with single underscores belongs to the command line, such as
+            // `QUORATE_ADMIN`, or to an orchestrator, such as `QUORATE_PORT`, unless only an
+            // underscore is missing.
             None => match names.find(|key| key.replace("__", "_") == name) {
                 Some(meant) => meant,
                 None => return,

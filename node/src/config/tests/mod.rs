@@ -1,5 +1,4 @@
-//! Tests of rendered errors, of the precedence of layers, and of `config print` and `config
-//! schema`.
+//! Tests of rendered errors, the precedence of layers, `config print` and `config schema`.
 
 use std::time::Duration;
 

@@ -29,7 +29,7 @@ fn bounds_are_those_of_the_core(table: &str, name: &str, schema: &serde_json::Va
     let policy = table.trim_start_matches("routing.");
     let validate = |value: i64| {
         let mut settings = serde_json::json!({ "policy": policy, name: value });
-        // The first must not be less than the second.
+        // These two must be in order, so the one that is not tested gets its widest value.
         if policy == "vtc-basic" {
             let most = "token_tracker_max_tokens";
             let least = "token_tracker_min_tokens";
