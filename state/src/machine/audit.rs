@@ -16,7 +16,7 @@ pub const AUDIT_ENTRIES_MAX: usize = 256;
 pub struct AuditEntry {
     /// Log index of the write.
     pub index: LogIndex,
-    /// Replicated time, as Unix milliseconds.
+    /// Time of the write by the cluster's clock, as Unix time in milliseconds.
     pub at_ms: u64,
     /// Replica that proposed it.
     pub replica: ReplicaId,
@@ -56,7 +56,7 @@ pub enum AuditAction {
     AssignReaders,
     /// The state was replaced by a backup.
     Restore,
-    /// A user's usage of its limits was reset.
+    /// A user's usage of limits and budgets was reset.
     ForgiveUser,
     /// A user was deleted.
     DeleteUser,

@@ -74,7 +74,8 @@ impl RouterState {
     }
 
     /// Whether the capacity of the backend in `slot` is learned from its responses: neither the
-    /// operator nor the engine states it, and its contents are predicted.
+    /// operator nor the engine states it, and no KV events report the contents. Always `false`
+    /// before format version 4.
     fn learns_assumed(&self, slot: Slot) -> bool {
         let backend = self.backends.in_slot(slot);
         let is_taught = |it: &Backend| it.has_unknown_capacity() && it.spec.kv_events.is_none();

@@ -38,7 +38,7 @@ pub struct StateView {
     now_ms: AtomicU64,
     /// Recent usage of the users; `None` while no policy reads it.
     recent_usage: ArcSwapOption<RecentUsage>,
-    /// Whether to publish what any policy reads, not only what the live one does.
+    /// Whether to publish what any policy reads, instead of only what the live one reads.
     wants_all: AtomicBool,
     service: ArcSwap<ServiceView>,
     outputs: ArcSwap<OutputsView>,
@@ -174,13 +174,13 @@ impl StateView {
         self.wants_all.store(true, Ordering::Relaxed);
     }
 
-    /// Makes every later command publish the users, whom admission reads for each request.
+    /// Makes every later command publish the users, which admission reads for each request.
     pub fn want_users(&self) {
         self.wants_users.store(true, Ordering::Relaxed);
     }
 
     /// Returns all users, as of the last command that changed one; `None` before they are
-    /// published. Hold the reference only briefly: meanwhile, changing a user copies more.
+    /// published. Do not keep the reference: it keeps replaced parts of the table in memory.
     #[must_use]
     pub fn users(&self) -> Option<Arc<UsersView>> {
         self.users.load_full()

@@ -1,21 +1,22 @@
 //! Replicated time, the time base of limits, windows and confirmations.
 //!
-//! A command carries the wall clock of its proposer. Any of these clocks may be wrong by days,
-//! jump, and be corrected again. Whatever users wait for must happen neither at once nor never. Two
-//! values are therefore kept apart. The *stamp* is the calendar as the cluster last believed it. It
-//! can be set forward and back. The *time* is what has passed since, judged by the stamps. It never
-//! falls, and only its differences are meaningful.
+//! A command carries the wall clock of its proposer, its *stamp*. Any of these clocks may be wrong
+//! by days, jump, and be corrected again. A wait must nevertheless neither end at once nor last
+//! forever. Two values are therefore kept apart. The *calendar* is the latest stamp that the cluster
+//! believed; it can be set forward and back. The *time* is how much time has passed according to
+//! the stamps. It never falls, and only its differences are meaningful.
 //!
-//! A stamp close to the last one ([`is_near`]) is followed at once. Any other stamp may come from a
+//! A stamp close to the calendar ([`is_near`]) is followed at once. Any other stamp may come from a
 //! wrong clock, from a correction of all clocks, or after the cluster was suspended. It is believed
-//! once the stamps have agreed for [`UNANIMOUS_MS`] without any stamp in between that fits the old
-//! calendar. Thus a single wrong clock among correct ones is never believed. When a gap forward is
-//! believed, all of it has passed. When the calendar was set back, time continues from the new
-//! stamp and advances by the span of the stamps that showed it, at most [`BELIEVED_MS_MAX`].
+//! once such stamps have agreed for [`UNANIMOUS_MS`] without any stamp in between that fits the
+//! calendar. Thus a single wrong clock among correct ones is never believed. If the stamps are
+//! ahead of the calendar, time advances by the whole gap, at most [`LEAP_MS_MAX`]. If they are
+//! behind, time advances by the span of these stamps, at most [`BELIEVED_MS_MAX`].
 //!
-//! Old stamps do not always mean that the calendar was set back: commands proposed on one side of a
-//! partition arrive late and all at once. For [`DOUBTED_MS_MAX`], a stamp that reaches the former
-//! calendar therefore counts from there, less what was counted since.
+//! Stamps behind the calendar do not always mean that it was wrong: commands proposed on one side
+//! of a partition arrive late and all at once. If a stamp reaches the former calendar within
+//! [`DOUBTED_MS_MAX`] of a step back, time therefore advances only by how far the stamp exceeds the
+//! former calendar, less what was counted since the step.
 //!
 //! Until the cluster turns pacing on ([`Command::PaceTime`](crate::command::Command::PaceTime)),
 //! time is the latest stamp, advanced by at most [`TIME_STEP_MS_MAX`] per command, as in builds
@@ -37,8 +38,8 @@ pub const UNANIMOUS_MS: u64 = 1000;
 /// Maximum advance when the calendar is believed to be set back, in milliseconds. The stamps that
 /// show the new calendar may be old and far apart.
 const BELIEVED_MS_MAX: u64 = 2 * UNANIMOUS_MS;
-/// Minimum time that could count twice for a step back of the calendar to be remembered, in
-/// milliseconds. Below it, counting twice is better than losing a step.
+/// Minimum of the time that would count twice if a step back of the calendar were undone, for the
+/// step to be remembered, in milliseconds. Below it, counting twice is better than losing a step.
 const SET_BACK_MS_MIN: u64 = 2000;
 /// Time for which a calendar that was set back stays in doubt, in milliseconds.
 const DOUBTED_MS_MAX: u64 = 60 * 1000;

@@ -16,7 +16,7 @@
 //! - 5: API keys
 //! - 6: revoked API keys, plans of users
 //! - 7: cache scopes
-//! - 8: roles of backends, user defaults, and which of the users kept follow the default weight
+//! - 8: roles of backends, user defaults, and which configured users follow the default weight
 //! - 10: learned capacities, engines with several ranks, backends registered by sources
 //!
 //! A state is written in the oldest version from 2 on that can hold it. A replica reads all
@@ -245,7 +245,8 @@ impl RouterState {
         }
     }
 
-    /// Encodes the non-empty parts among those that version 4 introduced and one of version 10.
+    /// Encodes the parts that version 4 introduced and the learned capacities of version 10, each
+    /// unless it is empty.
     fn later_sections(&self) -> Vec<(u8, Vec<u8>)> {
         let time = self.time.paced.as_ref().map(encoding::to_bytes);
         let sections = [
