@@ -170,7 +170,7 @@ pub enum Command {
         /// Initial token prices.
         fairness: FairnessSettings,
     },
-    /// Resets the usage of a user that counts for limits per window. The user's charges stay.
+    /// Resets a user's usage of limits and budgets. The user's charges and counter stay.
     ForgiveUser {
         /// Name of the user.
         name: String,
@@ -343,7 +343,8 @@ pub enum Item {
     },
     /// A request is waiting for a grant (`grants = "log"`).
     Wait(Wait),
-    /// A waiting request of this replica left the queue or returned its grant.
+    /// A request of this replica leaves the list: it took or declined its grant, or it stopped
+    /// waiting.
     Leave {
         /// Ticket of the request.
         ticket: Ticket,
@@ -441,8 +442,8 @@ impl UserDefaults {
         self.cache.validate()
     }
 
-    /// Whether a cluster founded without these defaults has equal ones. Limits are not compared,
-    /// because the admission settings contain them.
+    /// Whether these defaults equal those of a cluster founded without any. Limits are not
+    /// compared, because the admission settings contain them.
     #[must_use]
     pub fn are_of_any_cluster(&self) -> bool {
         let limits = self.limits;

@@ -56,7 +56,8 @@ mod rare {
 const KIND_BITS: u32 = 3;
 const FLAG: u8 = 1 << KIND_BITS;
 const COUNT_SHIFT: u32 = 4;
-/// Tag bit of a release that is kept untouched. It is free because releases have no block count.
+/// Tag bit of a release with the outcome `KeptUntouched`. It is free because releases have no block
+/// count.
 const UNTOUCHED: u8 = 1 << COUNT_SHIFT;
 /// Value of the tag's count if the number of blocks does not fit and follows as an integer.
 const COUNT_FOLLOWS: u8 = 15;

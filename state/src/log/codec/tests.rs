@@ -205,7 +205,8 @@ fn commands_have_their_bytes() {
     "#]].assert_eq(&golden);
 }
 
-/// Listed by name, so that a changed settings struct or an entry that is not the last shows here.
+/// Lists the bytes of each policy by name, to show whether the settings of a policy have changed or
+/// an entry was inserted before another.
 #[test]
 fn policies_have_their_bytes() {
     let mut golden = String::new();
