@@ -42,10 +42,10 @@ pub struct CostSettings {
     pub decode_ns_per_request: u32,
     /// Nanoseconds that each request waiting in the engine adds.
     pub waiting_ns_per_request: u32,
-    /// KV cache usage, in thousandths, above which pressure is added.
+    /// KV cache usage, in thousandths, above which each further thousandth adds to the cost.
     #[schemars(range(max = 1000))]
     pub kv_pressure_from_permille: u32,
-    /// Nanoseconds added per thousandth of KV cache usage above that.
+    /// Nanoseconds added per thousandth of KV cache usage above `kv_pressure_from_permille`.
     pub kv_pressure_ns_per_permille: u32,
     /// Price of eviction: each block that a request would evict from a full cache costs this share,
     /// in thousandths, of recomputing it.
@@ -194,7 +194,8 @@ impl Costs<'_> {
     fn buys_copy(&self, candidates: &[Candidate]) -> bool {
         // The high half, from another number than the one that breaks ties.
         let drawn = u128::from(mix(self.request.jitter ^ COIN) >> 32);
-        // The rent is below the copy's price; otherwise the copy would be the cheaper choice.
+        // The rent is below the price of the copy, or the copy would be the cheaper choice. The
+        // probability is thus below 1 / `COPIES_PER_RENT`.
         if drawn * u128::from(COPIES_PER_RENT) >= 1 << 32 {
             return false;
         }

@@ -207,7 +207,8 @@ pub struct RoutingSettings {
     pub models: BTreeMap<String, PolicyConfig>,
     /// Whether `cost` uses learned prices of a backend instead of the constants in its settings.
     pub learn: bool,
-    /// Prediction error above which a backend is marked, in thousandths of the prompt tokens.
+    /// Error of cache predictions above which a backend is marked as mispredicted, in thousandths
+    /// of the prompt tokens.
     pub prediction_off_permille: u32,
 }
 

@@ -11,8 +11,8 @@ use serde::{Deserialize, Serialize};
 
 use super::{Candidate, Choice, PolicyConfig, PolicyRequest, choose};
 
-/// Number of transferred tokens that cost as much as one computed token. KV caches of 100 KB per
-/// token transfer at some 200,000 tokens per second over 200 Gbit/s, and compute at 10,000.
+/// Number of transferred tokens that cost as much as one computed token. At 100 KB per token, 200
+/// Gbit/s transfer some 200,000 tokens per second; an engine computes some 10,000.
 const TRANSFERRED_PER_COMPUTED: u32 = 16;
 /// Maximum factor by which a prompt may take longer at a prefill backend than at the best single
 /// backend. Up to it, decoding without interruption is worth the delay.
@@ -31,15 +31,15 @@ pub enum Disaggregate {
     Always,
 }
 
-/// How the KV cache of a prompt gets from the backend that computes it to the one that answers.
+/// How a decode backend gets the KV cache of a prompt from the prefill backend.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum Handover {
-    /// The backend that decodes fetches it as the response of the other one describes, as with
-    /// vLLM. Each can also serve whole requests alone.
+    /// The decode backend fetches it with the parameters in the prefill backend's response, as with
+    /// vLLM. Each backend can also serve whole requests alone.
     Answer,
-    /// Both get the request at once and meet in a room that it names, as with SGLang. Neither can
-    /// serve a request alone.
+    /// Both receive the request at once and find each other by the bootstrap room that it names, as
+    /// with SGLang. Neither can serve a request alone.
     Room,
 }
 
