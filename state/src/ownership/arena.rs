@@ -95,7 +95,7 @@ pub(super) struct BlockRecord {
     /// Number of open leases whose tip is this block.
     pub(super) leases: u16,
     /// Number of ranks of the engine that report the block as cached. Not part of the digest or of
-    /// an image, because it follows from [`crate::exact`], which is.
+    /// an image, because it follows from the state of [`crate::kv_events`], which is.
     pub(super) reports: u8,
     /// The backend's release count at the block's last release as a tip, or the highest one of
     /// descendants evicted since. 0 if no lease over it was ever kept.

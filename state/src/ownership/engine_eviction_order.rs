@@ -1,10 +1,10 @@
 //! Estimates which reported blocks an engine evicts next.
 //!
 //! An engine evicts the least recently released block first, and the deepest first within one
-//! release, as leases do here. Reports hold a reported block, so it is in no eviction order of its
-//! own. Its age is known if a lease over it was released. This module keeps the reported leaves
-//! without leases in that order. A decision can then predict which of them requests under way will
-//! push out before the engine reports it.
+//! release, as leases do here. The backend's own eviction order lacks reported blocks, because
+//! their reports hold them. The age of a reported block is known if a lease over it was released.
+//! This module keeps the reported leaves without leases in the engine's order. A decision can then
+//! predict which of them the requests in flight will displace before the engine reports it.
 //!
 //! Blocks that no lease brought, mostly those of responses, are as old as the request before them.
 //! While its lease is open, they have no age and are not in the order. All others count as released

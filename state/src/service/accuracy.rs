@@ -51,7 +51,8 @@ pub struct AccuracyView {
     pub cached_tokens: u64,
     /// Predicted minus actually cached tokens, in thousandths of the prompt tokens.
     pub error_permille: i32,
-    /// Whether the error exceeds the bound.
+    /// Whether the backend is marked: the error has exceeded the bound and not fallen to half of it
+    /// since.
     pub is_off: bool,
     /// Correction factor of the engine's capacity, in thousandths.
     pub correction_permille: u32,

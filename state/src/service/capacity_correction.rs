@@ -81,8 +81,10 @@ struct CapacityCorrection {
     towards_less: u32,
     /// Level of the walk towards more capacity.
     towards_more: u32,
-    /// Number of recent predictions, followed by the number of those that failed.
+    /// Number of recent predictions. Both counts are halved when it exceeds the maximum of
+    /// `WINDOW`.
     judged: u32,
+    /// Number of `judged` predictions that failed.
     failed: u32,
     /// Number of blocks that the engine must compute before evidence counts again.
     rest_blocks: u64,

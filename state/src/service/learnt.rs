@@ -47,7 +47,7 @@ const FIRST_TOKEN: [Regressor; 3] = [
         // A prior of 100 microseconds, between 1 microsecond and 10 milliseconds.
         prior_milli: 100_000,
         bounds_milli: (1_000, 10_000_000),
-        // The variation of loads is what matters: a variation of a hundred tokens weighs as much as
+        // Only variation reveals the price: loads that vary by a hundred tokens weigh as much as
         // the prior.
         kept_in: 24,
     },
@@ -87,7 +87,7 @@ pub struct LearntPrices {
     pub prefill_ns_per_token: u32,
     /// Delay of a first token per running request, in nanoseconds: at least its share of one step.
     pub decode_ns_per_request: u32,
-    /// Time to first token at an idle backend without its prefill, in microseconds.
+    /// Time to first token at an idle backend, without prefill, in microseconds.
     pub first_token_base_us: u32,
     /// Time per token of a request that runs alone, in microseconds.
     pub gap_base_us: u32,
