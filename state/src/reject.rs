@@ -23,7 +23,7 @@ pub enum Rejection {
     /// No backend has this id.
     #[error("no backend has the id {name:?}")]
     UnknownBackend {
-        /// Id that the command names.
+        /// Id given in the command.
         name: String,
     },
     /// The registry of backends is full.
@@ -43,7 +43,7 @@ pub enum Rejection {
     /// No user has this name. From format version 4 on.
     #[error("no user has the name {name:?}")]
     UnknownUser {
-        /// Name that the command names.
+        /// Name given in the command.
         name: String,
     },
     /// Requests of the user wait or are in flight. From format version 4 on.
@@ -58,7 +58,7 @@ pub enum Rejection {
     /// No API key has this id. From format version 5 on.
     #[error("no API key has the id {id}")]
     UnknownKey {
-        /// Id that the command names.
+        /// Id given in the command.
         id: ApiKeyId,
     },
     /// Another key already has the id or the secret. From format version 5 on.

@@ -25,7 +25,7 @@ pub struct AdmissionSettings {
     pub wait_ms_max: u32,
     /// Rule for which prompt tokens are charged at dispatch.
     pub charge: ChargeInput,
-    /// Decision-maker for the order across replicas while requests are queued.
+    /// Mechanism that orders the waiting requests of all replicas.
     pub grants: Grants,
     /// Maximum by which one dispatch may raise a counter, in priced tokens at weight 1; 0 for the
     /// price of the largest request seen. The gate's slack `G` is the larger of this and what the
@@ -101,7 +101,7 @@ pub enum Concurrency {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum Grants {
-    /// Each replica, gated by the cluster's smallest backlogged counter.
+    /// Each replica, gated by the least counter among users waiting at other replicas.
     Gate,
     /// The log, at one commit per dispatch while requests wait.
     Log,
@@ -136,7 +136,7 @@ pub const MEMORY_Z_MILLI_MAX: u32 = 10_000;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct SlaSettings {
-    /// Target time between tokens (`D_SLA`), in microseconds; 0 if only memory limits.
+    /// Target time between tokens (`D_SLA`), in microseconds; 0 to limit by memory only.
     pub inter_token_us: u32,
     /// Half width of the tolerance band around the target (`eps_D`), in microseconds.
     pub tolerance_us: u32,
@@ -210,7 +210,7 @@ pub const TOKENS_MAX: u64 = 1 << 53;
 /// Default length of a window, in milliseconds.
 pub const WINDOW_MS_DEFAULT: u32 = 1000;
 
-/// Limits of one user. `None` means unlimited.
+/// Limits of one user. A limit that is `None` does not apply.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Encode, Decode, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct UserLimits {

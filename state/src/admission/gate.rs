@@ -210,8 +210,8 @@ impl Gate {
 }
 
 /// Returns `G`: the larger of `largest_request`, the price of the largest request, and twice the
-/// rise of a user's counter during `lag_ms`, the delay of news between replicas. A smaller slack
-/// would leave capacity unused merely because news of a peer's dispatch is in transit.
+/// rise of a user's counter during `lag_ms`, the delay of reports between replicas. A smaller slack
+/// would leave capacity unused merely because the report of a peer's dispatch is in transit.
 ///
 /// `rate` is the service of the whole cluster in priced tokens per second, shared by `users`
 /// waiting users.

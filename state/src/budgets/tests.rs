@@ -45,7 +45,7 @@ fn a_clock_that_is_slightly_back_opens_no_period_anew() {
     let day = status(Some(100), None, used);
     assert!(day.exhausted(midnight_ms + 1, 0).is_some());
     assert!(day.exhausted(midnight_ms - 1000, 0).is_some());
-    // Usage of a day that was a mistake is forgotten.
+    // Usage counted for a day that turned out wrong is dropped.
     assert_eq!(day.exhausted(midnight_ms - BACK_MS_MAX - 1, 0), None);
     used.spend(NOON_MS, 1);
     let left = status(Some(100), None, used).left(BudgetPeriod::Day, NOON_MS, 0);

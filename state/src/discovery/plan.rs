@@ -188,7 +188,7 @@ fn held<'a>(source: &str, fleet: &KnownFleet<'a>) -> HeldBackends<'a> {
     own.collect()
 }
 
-/// Judge of the engines of one response: which may be registered.
+/// State that determines which engines of one response may be registered.
 struct EngineJudge<'a> {
     rules: &'a SourceRules,
     held: &'a HeldBackends<'a>,

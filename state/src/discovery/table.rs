@@ -14,16 +14,17 @@ use crate::ids::Slot;
 pub struct DiscoveredBackend {
     /// Id of the source.
     pub source: String,
-    /// Since when the source no longer lists it. `None`: it still does.
+    /// Loss of the backend; `None` while its source lists it as ready.
     pub lost: Option<LostBackend>,
 }
 
-/// A backend that its source no longer lists, or reports to take no requests.
+/// A backend that its source no longer lists, or lists as not ready.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize, JsonSchema)]
 pub struct LostBackend {
     /// Replicated time at which it was lost, in milliseconds.
     pub since_ms: u64,
-    /// Whether an operator is draining it too, so that it keeps draining when it returns.
+    /// Whether an operator drains it as well, so that it keeps draining when its source lists it
+    /// again.
     pub drains_anyway: bool,
 }
 

@@ -127,8 +127,9 @@ impl Keys {
         Ok(())
     }
 
-    /// Applies to these keys, restored from a backup, what has ended in `current`, the table that
-    /// they replace: revoked keys, and secrets replaced by a rotation.
+    /// Carries over what has ended in `current`, the table that these restored keys replace:
+    /// removes the keys that were revoked there, and takes from there the keys that were rotated
+    /// since.
     pub(crate) fn keep_revocations(&mut self, current: &Self) {
         for (id, at_ms) in current.revoked.iter() {
             self.remove(id);

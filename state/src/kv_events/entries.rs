@@ -38,7 +38,7 @@ pub(super) struct CachedBlock {
     /// others follow it.
     pub(super) copies: u32,
     /// Whether the block is foreign and thus never owned; see "Blocks that only look alike" in the
-    /// documentation of [`crate::exact`].
+    /// documentation of [`crate::kv_events`].
     pub(super) is_foreign: bool,
     /// Whether the block is reported to [`crate::ownership`].
     pub(super) is_reported: bool,

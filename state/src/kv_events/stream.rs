@@ -261,7 +261,8 @@ impl RankStream {
         }
     }
 
-    /// Empties the cache after the engine cleared its own. The cache is then known, unless refused.
+    /// Empties the cache after the engine cleared its own. The cache is then known. Does nothing if
+    /// the engine's events are refused.
     fn cleared(&mut self, show: &mut ReportedOwnership<'_>) {
         if let Some(UnknownCause::Refused(_)) = self.progress.unknown_cause {
             return;

@@ -12,7 +12,8 @@ struct Rig {
 }
 
 impl Rig {
-    /// Creates two engines with limits on kept blocks (per engine, of all) and on owned blocks.
+    /// Creates two engines. `per_backend` and `all` limit the blocks kept for one engine and for
+    /// both; `owned` limits the owned blocks.
     fn new(per_backend: u64, all: u64, owned: u64) -> Self {
         let mut rig = Self {
             exact: FollowedBackends::with_limits(per_backend, all),

@@ -216,8 +216,8 @@ impl Users {
             .map(move |(key, user)| user.view(*key, now_ms, self.bucket_ms, &of_all))
     }
 
-    /// Settles a charge. Returns `false` if the user is unknown, the table is full and no user can
-    /// be forgotten.
+    /// Applies a charge of `replica`. Returns `false` if the user is unknown, the table is full and
+    /// no user can be forgotten.
     pub(crate) fn charge(
         &mut self,
         replica: ReplicaId,

@@ -46,7 +46,7 @@ pub struct QueuedRequest {
     pub user: UserKey,
     /// Priority; a higher one goes first.
     pub priority: i16,
-    /// Arrival time, in milliseconds.
+    /// Arrival time, in milliseconds on the clock of `now_ms`.
     pub arrived_ms: u64,
     /// Number of prompt tokens not believed to be cached at any backend.
     pub input_tokens: u32,
@@ -56,7 +56,8 @@ pub struct QueuedRequest {
     pub bin: u16,
     /// Number of prompt blocks that some backend is believed to hold.
     pub matched_blocks: u32,
-    /// Time after which a dispatch is of no use to the client, in milliseconds; `None` if unknown.
+    /// Time after which a dispatch is of no use to the client, in milliseconds on the clock of
+    /// `now_ms`; `None` if unknown.
     pub due_ms: Option<u64>,
     /// Whether only some backends can take the request, so that the queue does not determine its
     /// wait.

@@ -9,7 +9,7 @@ struct Counter {
     gate: Gate,
     last_ticket: u64,
     now_ms: u64,
-    /// Dispatched tickets with their waits.
+    /// User and wait, in milliseconds, of each dispatched request.
     gone: Vec<(u64, u64)>,
     expired: Vec<Expired>,
     refused: u64,
