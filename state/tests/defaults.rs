@@ -77,7 +77,7 @@ fn sound(driver: &Driver) {
     assert_eq!(snapshot(&copy), bytes);
 }
 
-/// A state that publishes users and prices charges by the defaults.
+/// Creates a cluster that publishes users and prices charges by the defaults.
 fn driver() -> Driver {
     let driver = Driver::new();
     driver.state.view().want_users();

@@ -17,7 +17,7 @@ const BACKEND: BackendRef = BackendRef {
     incarnation: Incarnation(1),
 };
 
-/// A cluster with one backend of 1000 blocks.
+/// Creates a cluster with one backend of 1000 blocks.
 fn driver(settings: AdmissionSettings) -> Driver {
     let mut driver = Driver::new();
     driver.apply(1, Command::PutBackend(spec("a", 1, Some(1000))));

@@ -14,7 +14,7 @@ fn ranks(driver: &Driver, id: &str, ranks: u16) -> Command {
     Command::SetRanks { backend, ranks }
 }
 
-/// An engine, `a`, with `count` ranks.
+/// Creates a cluster with an engine `a` of `count` ranks.
 fn of_ranks(count: u16) -> Driver {
     let mut driver = Driver::new();
     driver.apply(1, Command::PutBackend(spec("a", 1, None)));
@@ -52,7 +52,7 @@ fn kept(attempt: u32) -> Item {
     }
 }
 
-/// A message of rank `rank` that stores the blocks of `path`.
+/// Returns the reports of a run of rank `rank` whose only message stores the blocks of `path`.
 fn stored(backend: BackendRef, rank: u16, path: &[u8]) -> Vec<Item> {
     let blocks: Vec<BlockHash> = chain(path);
     let blocks = blocks.into_iter().map(|it| (EngineHash(it.0 ^ 7), it));

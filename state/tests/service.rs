@@ -33,7 +33,7 @@ fn observe(driver: &mut Driver, facts: EngineFacts) {
     driver.apply(1, batch(vec![Item::ObserveEngine { backend, facts }]));
 }
 
-/// A cluster with one backend whose engine reports `told` blocks.
+/// Creates a cluster with one backend whose engine reports `told` blocks.
 fn cluster(told: Option<u32>, spec: BackendSpec) -> Driver {
     let mut driver = Driver::new();
     driver.apply(1, Command::PutBackend(spec));
@@ -95,18 +95,19 @@ fn drive(driver: &mut Driver, holds: usize, requests: u64) {
     drive_on(driver, &mut Cache::new(holds), requests, Reported::Sums);
 }
 
-/// What is reported about predictions and hits.
+/// Form in which predictions and hits are reported.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Reported {
-    /// Sums.
+    /// Sums of predicted and cached tokens ([`ServiceSample`]).
     Sums,
-    /// Which predictions held.
+    /// Counts of correct and failed predictions ([`BeliefSample`]).
     Beliefs,
-    /// The same, if the engine caches this percentage of what it should.
+    /// Like `Beliefs`, but the engine finds only this percentage of the cached blocks.
     Less(u64),
 }
 
-/// The same with an existing cache, continuing after earlier attempts.
+/// Sends further requests like [`drive`], to an engine with the given cache, and reports them as
+/// `told`.
 fn drive_on(driver: &mut Driver, cache: &mut Cache, requests: u64, told: Reported) {
     let mut draw = 1_u64 + cache.clock;
     let mut sample = ServiceSample::empty(BACKEND);
@@ -364,7 +365,7 @@ fn a_capacity_that_nobody_told_is_assumed_and_shared() {
     assert_eq!(driver.state.check(), Ok(()));
 }
 
-/// A sample with a value in every field.
+/// Returns a sample with a value in every field.
 fn sample(backend: BackendRef) -> ServiceSample {
     ServiceSample {
         ended: 8,

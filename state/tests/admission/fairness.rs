@@ -68,7 +68,8 @@ fn weights(users: usize) -> Vec<u64> {
 }
 
 impl Simulation {
-    /// User `i` has weight `i % 4 + 1` and sends to the replicas in `homes[i]`.
+    /// Creates a simulation in which user `i` has weight `i % 4 + 1` and sends to the replicas in
+    /// `homes[i]`.
     fn new(homes: &[&[usize]], order: Order, slack: u64) -> Self {
         let name = |user: usize| format!("user-{user}");
         let weights = weights(homes.len());
@@ -328,7 +329,8 @@ impl Simulation {
     }
 }
 
-/// `G` for eight users: 16 places, one token per 2 ms each, 65 ms late.
+/// Returns `G` for eight users, for reports that are 65 ms late and for 16 places that each
+/// generate a token per 2 ms.
 fn slack() -> u64 {
     let rate = PLACES as u64 * 1000 / TOKEN_MS * 2;
     slack_tokens(LARGEST, rate, 65, 8)

@@ -21,7 +21,7 @@ use state::users::FairnessSettings;
 /// Seed of all hashes in these tests.
 pub(crate) const HASH_SEED: u64 = 42;
 
-/// The command that initialises a cluster.
+/// Returns the command that initialises a cluster without a hash secret.
 pub(crate) fn init() -> Command {
     Command::InitCluster {
         hash_seed: HASH_SEED,
@@ -30,12 +30,12 @@ pub(crate) fn init() -> Command {
     }
 }
 
-/// The hash secret of a cluster founded by this build.
+/// Returns the hash secret that [`found`] gives the cluster.
 pub(crate) fn secret() -> HashSecret {
     HashSecret::of_number(HASH_SEED)
 }
 
-/// Like [`init`], but as this build founds clusters.
+/// Returns the command that founds a cluster with a hash secret, and otherwise like [`init`].
 pub(crate) fn found() -> Command {
     Command::FoundCluster {
         hash_seed: HASH_SEED,
@@ -45,7 +45,7 @@ pub(crate) fn found() -> Command {
     }
 }
 
-/// A backend on a loopback port.
+/// Returns the description of a backend on a loopback port.
 pub(crate) fn spec(id: &str, port: u16, capacity_blocks: Option<u32>) -> BackendSpec {
     BackendSpec {
         id: id.to_owned(),
@@ -59,7 +59,8 @@ pub(crate) fn spec(id: &str, port: u16, capacity_blocks: Option<u32>) -> Backend
     }
 }
 
-/// An API key of ada's, whose id and secret follow from a number.
+/// Returns the description of an API key of the user `ada`, whose id and secret follow from
+/// `number`.
 pub(crate) fn key_spec(number: u8) -> ApiKeySpec {
     ApiKeySpec {
         id: ApiKeyId(u64::from(number) << 50),
@@ -72,7 +73,7 @@ pub(crate) fn key_spec(number: u8) -> ApiKeySpec {
     }
 }
 
-/// A batch that starts at attempt 0.
+/// Returns a batch of `items` with the base attempt 0.
 pub(crate) fn batch(items: Vec<Item>) -> Command {
     Command::Batch {
         base_attempt: AttemptId(0),
@@ -80,7 +81,7 @@ pub(crate) fn batch(items: Vec<Item>) -> Command {
     }
 }
 
-/// The hash of the block at the end of `path`, which has one small number per block.
+/// Returns the hash of the block at the end of `path`, which has one small number per block.
 pub(crate) fn block(path: &[u8]) -> BlockHash {
     let step = |hash: u64, number: &u8| {
         (hash ^ u64::from(*number))
@@ -90,14 +91,14 @@ pub(crate) fn block(path: &[u8]) -> BlockHash {
     BlockHash(path.iter().fold(0x1234_5678, step))
 }
 
-/// The chain of all blocks on `path`.
+/// Returns the chain of all blocks on `path`.
 pub(crate) fn chain(path: &[u8]) -> Vec<BlockHash> {
     (1..=path.len())
         .map(|length| block(&path[..length]))
         .collect()
 }
 
-/// A command of a replica's session.
+/// Wraps a command of a session of a replica in an envelope.
 pub(crate) fn envelope(
     replica: u8,
     session: u64,
@@ -125,12 +126,12 @@ pub(crate) struct Driver {
 }
 
 impl Driver {
-    /// An initialised cluster.
+    /// Creates a cluster with [`init`].
     pub(crate) fn new() -> Self {
         Self::founded(init())
     }
 
-    /// A cluster founded by this command.
+    /// Creates a cluster whose first command is `first`.
     pub(crate) fn founded(first: Command) -> Self {
         let mut driver = Self {
             state: RouterState::new(),
@@ -140,7 +141,7 @@ impl Driver {
         driver
     }
 
-    /// Another replica of `log`'s cluster at the same index.
+    /// Creates another replica, with the state `state`, of the cluster of `log` at the same index.
     pub(crate) fn over(state: RouterState, log: &Self) -> Self {
         let seq = log.seq;
         Self { state, seq }
@@ -181,8 +182,9 @@ pub(crate) fn restored(snapshot: &[u8]) -> RouterState {
     state
 }
 
-/// A sample of a backend on which 20 requests of 400 tokens ended, with 16 tokens per block. It
-/// generated `gaps` tokens at `inter_token_us` each while 30 requests ran and it was at its limit.
+/// Returns a sample of a backend on which 20 requests of 400 tokens ended, with 16 tokens per
+/// block. It generated `gaps` tokens at `inter_token_us` each while 30 requests ran and it was at
+/// its limit.
 pub(crate) fn service(backend: BackendRef, gaps: u64, inter_token_us: u64) -> ServiceSample {
     ServiceSample {
         ended: 20,
@@ -197,7 +199,7 @@ pub(crate) fn service(backend: BackendRef, gaps: u64, inter_token_us: u64) -> Se
     }
 }
 
-/// Measurements of `backend`, and output lengths of `model`.
+/// Returns a batch with measurements of `backend` and output lengths of `model`.
 pub(crate) fn measured(backend: BackendRef, model: ModelKey) -> Command {
     let user = user_key(HASH_SEED, "alice");
     let outputs = Item::ObserveOutputs {
@@ -209,7 +211,7 @@ pub(crate) fn measured(backend: BackendRef, model: ModelKey) -> Command {
     batch(vec![Item::ObserveService(Box::new(sample)), outputs])
 }
 
-/// Settings with four bins and a service level.
+/// Returns settings with four bins and a service level.
 pub(crate) fn admission() -> AdmissionSettings {
     AdmissionSettings {
         // Spelled out because the golden snapshot contains them, independent of the defaults.
@@ -224,8 +226,8 @@ pub(crate) fn admission() -> AdmissionSettings {
     }
 }
 
-/// Reports from the readers of two ranks of `backend`: blocks of this file's chains with copies, a
-/// stranded one and a foreign one, up to the first message `seq`.
+/// Returns a batch of reports from the readers of two ranks of `backend`, up to the first message
+/// `seq`: blocks with copies, a stranded block and a foreign one.
 pub(crate) fn heard(backend: BackendRef, publisher: u64, seq: u64) -> Command {
     let engine = |path: &[u8]| EngineHash(block(path).0 ^ 0xff);
     let stored = |paths: &[&[u8]]| KvEvent::Stored {
@@ -273,7 +275,7 @@ pub(crate) fn heard(backend: BackendRef, publisher: u64, seq: u64) -> Command {
     batch(items.collect())
 }
 
-/// Like [`sample`], with limits, output lengths and KV events.
+/// Returns a state like [`sample`], with limits, output lengths and KV events as well.
 pub(crate) fn measured_sample() -> RouterState {
     let mut state = sample();
     let handle = state.backends().next().expect("there are some").handle;
@@ -291,7 +293,7 @@ pub(crate) fn measured_sample() -> RouterState {
     state
 }
 
-/// A state with everything that format version 1 has.
+/// Returns a state with everything that format version 1 has.
 pub(crate) fn sample() -> RouterState {
     let mut driver = Driver::new();
     driver.apply(1, Command::PutBackend(spec("a", 1, Some(100))));

@@ -6,7 +6,8 @@ use state::ids::BlockHash;
 use crate::scenes::{Scene, hashes, removed, stored};
 
 impl Scene {
-    /// An engine with `blocks` blocks, one of which no request can use.
+    /// Creates a followed backend whose engine has `blocks` blocks, one of which no request can
+    /// use.
     fn with_blocks(blocks: u32) -> Self {
         let mut scene = Self::followed(None);
         let facts = EngineFacts {

@@ -105,7 +105,7 @@ impl Engine {
         self.running.is_empty() && self.waiting.is_empty()
     }
 
-    /// The engine's chain of hashes.
+    /// Returns the engine's hashes of the full blocks of `tokens`.
     pub(crate) fn hashes(&self, tokens: &[u8], salt: u8) -> Vec<u64> {
         let mut link = xxh3_64_with_seed(&[salt], self.seed);
         let blocks = tokens.chunks_exact(BLOCK_TOKENS);
@@ -116,7 +116,7 @@ impl Engine {
         blocks.map(step).collect()
     }
 
-    /// Number of blocks that a lookup finds, without the last-token rule.
+    /// Returns the number of blocks that a lookup finds, without the last-token rule.
     pub(crate) fn lookup(&self, tokens: &[u8], salt: u8) -> usize {
         let hashes = self.hashes(tokens, salt);
         let hits = hashes.iter().take_while(|it| self.cached.contains_key(it));
@@ -147,7 +147,8 @@ impl Engine {
         self.publish();
     }
 
-    /// `AllBlocksCleared`; refused while anything is in use. Published with the next step's events.
+    /// Empties the cache and publishes `AllBlocksCleared` with the next step's events. Returns
+    /// `false`, without a change, while any block is in use.
     pub(crate) fn reset(&mut self) -> bool {
         if self.physical.iter().any(|it| it.references > 0) {
             return false;
@@ -271,7 +272,7 @@ impl Engine {
         self.waiting.push_front(request);
     }
 
-    /// Frees the last block first, so that it is evicted first.
+    /// Frees the blocks of a request, the last one first, so that it is evicted first.
     fn give_back(&mut self, request: &Running) {
         for &block in request.blocks.iter().rev() {
             self.physical[block].references -= 1;

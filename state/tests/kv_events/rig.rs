@@ -21,7 +21,7 @@ const NOBODY: BackendRef = BackendRef {
 /// Number of events in one part of a message.
 const EVENTS_PER_PART: usize = 3;
 
-/// Returns the router's chain.
+/// Returns the router's hashes of the full blocks of `tokens`.
 pub(crate) fn chain(tokens: &[u8], salt: u8) -> Vec<BlockHash> {
     let mut link = u64::from(salt) + 99;
     let blocks = tokens.chunks_exact(BLOCK_TOKENS);
@@ -32,7 +32,7 @@ pub(crate) fn chain(tokens: &[u8], salt: u8) -> Vec<BlockHash> {
     blocks.map(step).collect()
 }
 
-/// A dispatch.
+/// A request that the router sent to the engine.
 struct Dispatch {
     attempt: u32,
     is_finished: bool,
@@ -44,9 +44,9 @@ pub(crate) struct Rig {
     backend: BackendRef,
     engines: Vec<Engine>,
     publishers: Vec<u64>,
-    /// By rank: end of what any batch of the run has reported to the router.
+    /// Number of messages of the current run that the router was told of, by rank.
     told: Vec<u64>,
-    /// By rank: the run that the router knows.
+    /// Run of the publisher that the router knows, by rank.
     told_of: Vec<u64>,
     starts: u64,
     now_ms: u64,
@@ -131,7 +131,7 @@ impl Rig {
         assert_eq!(reply.dropped, 0);
     }
 
-    /// A request arrives, through the router or bypassing it.
+    /// Submits a request to the engine, through the router or bypassing it.
     pub(crate) fn arrive(&mut self, tokens: &[u8], salt: u8, output: u8, is_routed: bool) {
         let rank = self.requests % 2;
         self.requests += 1;
@@ -232,8 +232,8 @@ impl Rig {
         }
     }
 
-    /// A reader continues from the router's position and catches up; with `is_twice`, so does a
-    /// second one.
+    /// Makes a reader continue from the router's position and catch up; with `is_twice`, a second
+    /// one too.
     pub(crate) fn catch_up(&mut self, rank: usize, is_twice: bool) {
         let positions = self.steady.kv_positions(SLOT);
         let position = positions.iter().find(|it| usize::from(it.rank) == rank);
@@ -262,7 +262,7 @@ impl Rig {
         self.say(rank, KvNews::Doubt(KvDoubt::Unreachable));
     }
 
-    /// A reader that does not know of the engine's restart repeats its reports.
+    /// Repeats the reports of a reader that does not know of the engine's restart.
     pub(crate) fn old_news(&mut self, rank: usize) {
         if let Some(before) = self.publishers[rank]
             .checked_sub(1)
@@ -281,7 +281,7 @@ impl Rig {
         }
     }
 
-    /// The engine forgets its messages except for the last `kept`.
+    /// Makes the engine forget its messages except for the last `kept`.
     pub(crate) fn forget(&mut self, rank: usize, kept: usize) {
         let engine = &mut self.engines[rank];
         engine.oldest = engine
@@ -346,7 +346,8 @@ impl Rig {
         reached.collect()
     }
 
-    /// Checks the invariants.
+    /// Checks that the router never claims to be exact wrongly, and owns exactly what is known when
+    /// it is exact.
     pub(crate) fn check(&mut self) {
         assert_eq!(self.steady.check(), Ok(()));
         assert_eq!(self.rebuilt.check(), Ok(()));
@@ -400,7 +401,7 @@ impl Rig {
         assert_eq!(self.steady.open_leases(), 0);
     }
 
-    /// After [`Self::settle`]: whether the router knows exactly what the engine does.
+    /// Whether the router knows exactly what the engine holds. Call it after [`Self::settle`].
     pub(crate) fn is_exact(&self) -> bool {
         let status = self.steady.kv_status(SLOT);
         status.is_some_and(|it| it.condition.mode == KvMode::Exact)

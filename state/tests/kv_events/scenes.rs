@@ -58,7 +58,7 @@ impl Scene {
         }
     }
 
-    /// A scene whose reader has caught up with a run that has just begun.
+    /// Creates a scene whose reader has caught up with a run that has just begun.
     pub(crate) fn followed(capacity: Option<u32>) -> Self {
         let mut scene = Self::new(capacity);
         scene.tell(0, KvNews::Current { seq: None });
@@ -78,12 +78,12 @@ impl Scene {
         }
     }
 
-    /// Like [`Scene::apply`], but without its slow checks.
+    /// Applies an item like [`Scene::apply`], without its slow checks.
     pub(crate) fn note(&mut self, item: Item) {
         self.driver.apply(1, batch(vec![item]));
     }
 
-    /// Like [`Scene::tell`] for rank 0, but without its checks.
+    /// Reports news of rank 0 like [`Scene::tell`], without its checks.
     pub(crate) fn tell_quickly(&mut self, news: KvNews) {
         let backend = self.backend;
         self.note(Item::KvEvents(KvBatch {

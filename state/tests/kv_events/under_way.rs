@@ -24,7 +24,8 @@ struct UnderWay {
     request: usize,
     chat: usize,
     predicted: usize,
-    /// Blocks owned at the time, as far as heard.
+    /// Number of leading blocks that the backend owned at the dispatch, as far as events had
+    /// arrived.
     known: usize,
 }
 
@@ -40,7 +41,7 @@ struct Load {
     /// Number of messages after each of the last steps.
     published: VecDeque<usize>,
     now: usize,
-    /// Number of wrong predictions, and the number without foresight.
+    /// Number of requests whose hits differed from `predicted`, and from `known`.
     wrong: [usize; 2],
 }
 
