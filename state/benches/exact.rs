@@ -202,8 +202,8 @@ fn main() -> std::io::Result<()> {
     clear(&mut bench, &mut out)
 }
 
-/// Measures the same once engines report their capacity, so that each message also publishes the
-/// upcoming evictions.
+/// Measures messages that remove and store a prompt once engines report their capacity, so that
+/// each message also publishes the coming evictions.
 fn foreseen(bench: &mut Bench, blocks: usize, out: &mut dyn Write) -> std::io::Result<()> {
     for backend in bench.backends.clone() {
         let capacity = bench.state.owned_blocks(backend.slot);
@@ -264,7 +264,7 @@ fn freeze(bench: &mut Bench, blocks: usize, out: &mut dyn Write) -> std::io::Res
     Ok(())
 }
 
-/// Measures the longest single event.
+/// Measures the event that takes longest: an engine clears its cache.
 fn clear(bench: &mut Bench, out: &mut dyn Write) -> std::io::Result<()> {
     let start = Instant::now();
     let cleared = KvMessage {

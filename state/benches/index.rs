@@ -246,7 +246,7 @@ fn matching(blocks: u64, backends: u16) {
     }
 }
 
-/// Measures the same for prompts that share their beginning.
+/// Measures matching of prompts that share their first [`SHARED`] blocks.
 fn matching_shared(blocks: u64, backends: u16) {
     let mut fixture = Fixture::sharing(blocks, backends);
     println!(
