@@ -156,7 +156,8 @@ impl Overload {
     }
 
     /// Returns how long `ahead` requests take to depart, in milliseconds, at the highest plausible
-    /// rate: one deviation above the measured mean. 0 while nothing has been measured.
+    /// rate: one deviation above the measured mean. 0 when measuring has just begun; without
+    /// departures, the result grows with time.
     pub(super) fn wait_ms(&self, ahead: u64, now_ms: u64) -> u64 {
         let departures = self.departures.len() as u64;
         let elapsed_ms = self.clock(now_ms).saturating_sub(self.from_ms);

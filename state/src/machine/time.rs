@@ -2,9 +2,9 @@
 //!
 //! A command carries the wall clock of its proposer, its *stamp*. Any of these clocks may be wrong
 //! by days, jump, and be corrected again. A wait must nevertheless neither end at once nor last
-//! forever. Two values are therefore kept apart. The *calendar* is the latest stamp that the cluster
-//! believed; it can be set forward and back. The *time* is how much time has passed according to
-//! the stamps. It never falls, and only its differences are meaningful.
+//! forever. Two values are therefore kept apart. The *calendar* is the latest stamp that the
+//! cluster believed; it can be set forward and back. The *time* is how much time has passed
+//! according to the stamps. It never falls, and only its differences are meaningful.
 //!
 //! A stamp close to the calendar ([`is_near`]) is followed at once. Any other stamp may come from a
 //! wrong clock, from a correction of all clocks, or after the cluster was suspended. It is believed

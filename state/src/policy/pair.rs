@@ -170,7 +170,8 @@ pub fn choose_pair(
 }
 
 impl PolicyRequest {
-    /// Whether `prefill` would finish computing the prompt much later than `whole`.
+    /// Whether `prefill` would take more than [`PATIENCE`] times as long as `whole` to compute the
+    /// prompt.
     fn takes_too_long(&self, prefill: &Candidate, whole: &Candidate) -> bool {
         let ahead = |candidate: &Candidate| {
             let own = self.uncached_tokens(candidate.matched);

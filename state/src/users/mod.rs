@@ -102,8 +102,8 @@ pub struct UserView {
     pub name: Arc<str>,
     /// Share of service relative to other users, in thousandths: the user's own or the default.
     pub weight_milli: u32,
-    /// Whether an operator set the weight. Such a user is never forgotten. Also `false` for a user
-    /// who is kept for its cache scope and follows the default weight.
+    /// Whether an operator set the weight. Such a user is never forgotten. A user who is kept only
+    /// for its cache scope counts as well, unless it follows the default weight.
     pub is_configured: bool,
     /// Virtual token counter, in thousandths of a priced token at weight 1.
     pub counter_milli_tokens: u64,

@@ -506,7 +506,7 @@ impl Users {
         self.map.iter().eq(view.map.iter())
     }
 
-    /// Checks the invariants I4 and I7, and the table's part of I8.
+    /// Checks the invariants I4, I7, I105 and I108, and the table's part of I8.
     pub(crate) fn check(&self) -> Result<(), InvariantError> {
         let broken = |number, detail| Err(InvariantError { number, detail });
         let mut rebuilt = Self::with_max(self.users_max);
