@@ -116,7 +116,7 @@ impl PendingCharges {
         owed.zip(&PendingCharge::of(charge, pricing), u64::saturating_add);
     }
 
-    /// Removes a charge that has been applied here. Charges may be settled in other portions than
+    /// Removes a charge that has been applied here. Charges may be removed in other portions than
     /// they were added in, but under the same `pricing`.
     pub fn settle(&mut self, charge: &Charge, pricing: &Pricing) {
         let Some(owed) = self.users.get_mut(&charge.user) else {

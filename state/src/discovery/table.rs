@@ -14,11 +14,11 @@ use crate::ids::Slot;
 pub struct DiscoveredBackend {
     /// Id of the source.
     pub source: String,
-    /// Loss of the backend; `None` while its source lists it as ready.
+    /// Loss of the backend; `None` if it is not lost.
     pub lost: Option<LostBackend>,
 }
 
-/// A backend that its source no longer lists, or lists as not ready.
+/// A backend that its source no longer lists, or lists as not ready or leaving.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize, JsonSchema)]
 pub struct LostBackend {
     /// Replicated time at which it was lost, in milliseconds.
