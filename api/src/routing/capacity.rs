@@ -58,7 +58,7 @@ impl Decider {
         })
     }
 
-    /// Returns the backends that may take the request, apart from their limits.
+    /// Returns the backends that may take the request, whether or not they are at their limits.
     #[must_use]
     pub fn wanted_backends(&self, ask: &RoutingRequest<'_>, now: Instant) -> Vec<BackendRef> {
         let fleet = self.fleet.table();
@@ -79,8 +79,8 @@ impl Decider {
         })
     }
 
-    /// Returns the limited backends of which this replica owns only some places: no batch fits
-    /// there.
+    /// Returns the slots of the limited backends at which this replica does not own all places.
+    /// Static batching excludes them.
     #[must_use]
     pub fn divided_slots(&self) -> Vec<Slot> {
         let (registry, service) = (self.view.registry(), self.view.service());
@@ -140,8 +140,9 @@ impl Decider {
         slots.filter(|other| *other != slot).collect()
     }
 
-    /// Returns the room of the backend in `slot` for a batch beside a request of `tokens`, with
-    /// nothing else running. A backend without a limit takes a batch of `BATCH_DEFAULT`.
+    /// Returns how many requests and tokens fit at the backend in `slot` beside a request of
+    /// `tokens` tokens, if nothing else runs there. A backend without a limit takes `BATCH_DEFAULT`
+    /// requests in total.
     #[must_use]
     pub fn batch_room(&self, slot: Slot, tokens: u64, tokens_per_block: u32) -> BatchRoom {
         let registry = self.view.registry();

@@ -71,7 +71,7 @@ struct AskedDecision<'a> {
     now: Instant,
 }
 
-/// A choice of backends before the chosen backend's circuit is entered.
+/// A choice of backends, before the circuit of the chosen backend admits the request.
 struct Chosen {
     choice: Choice,
     /// Registry index of the chosen backend.

@@ -50,7 +50,7 @@ pub struct DecisionRecord {
     /// The backend that computes the prompt, or why the chosen backend computes it. `Err(None)` if
     /// no backend computes prompts for others.
     prefill: Result<PrefillRecord, Option<WholeReason>>,
-    /// Outcome of the prompt at the backend that computes it.
+    /// Outcome of the prefill at the backend that computes the prompt.
     prefilled: OnceLock<&'static str>,
     /// Status of the engine's response; 0 if none arrived.
     status: AtomicU16,
@@ -141,7 +141,7 @@ pub struct ExplainedRequest {
     pub session: Option<u64>,
     /// Source of that name: `header:NAME` or `cookie:NAME`.
     pub session_source: Option<String>,
-    /// Number of requests that this replica's round robin has decided, from an arbitrary start.
+    /// Value of this replica's round-robin counter, which starts at an arbitrary number.
     pub turn: Option<u64>,
     /// Weighted tokens of the user and of all users within the window.
     pub user_tokens: Option<UserTokens>,
@@ -212,7 +212,7 @@ pub struct SeenBackendView {
     pub id: Option<String>,
     /// Slot and incarnation of the backend.
     pub backend: BackendRef,
-    /// Whether it was allowed to take the request.
+    /// `candidate` if it could take the request, else the filter that excluded it.
     pub verdict: FilterVerdict,
     /// Number of leading blocks that it was believed to hold.
     pub matched: u32,
@@ -232,7 +232,8 @@ pub struct SeenBackendView {
     pub is_model_listed: bool,
     /// Learned prices that the policy used.
     pub prices: Option<Prices>,
-    /// Step of the policy that it fell into. This and the following fields: candidates only.
+    /// Preference tier that the policy assigned, from 0; lower tiers win. This and the following
+    /// fields: candidates only.
     pub tier: Option<u8>,
     /// Score within its tier, lower is better.
     pub score: Option<u64>,
@@ -347,12 +348,14 @@ impl DecisionRecord {
         self.prefill.as_ref().ok().map(|prefill| &prefill.name)
     }
 
-    /// Records the outcome of the prompt at the backend that computes it.
+    /// Records the outcome of the prefill at the backend that computes the prompt. Later calls have
+    /// no effect.
     pub fn prefilled(&self, outcome: &'static str) {
         self.prefilled.get_or_init(|| outcome);
     }
 
-    /// Returns the outcome of the prompt at the backend that computes it; `None` if unknown.
+    /// Returns the outcome of the prefill at the backend that computes the prompt; `None` if
+    /// unknown.
     #[must_use]
     pub fn prefill_outcome(&self) -> Option<&'static str> {
         self.prefilled.get().copied()

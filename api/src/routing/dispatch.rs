@@ -25,7 +25,7 @@ use super::text_samples::TextSums;
 use crate::backends::Backends;
 use crate::user_name::UserName;
 
-/// Interval at which samples and output lengths are queued for the log.
+/// Interval at which samples, output lengths and token counts are queued for the log.
 const TELL_EVERY: Duration = Duration::from_secs(1);
 
 /// Dispatches requests and accounts for them. Each replica has one.
@@ -42,7 +42,7 @@ pub struct Dispatcher {
     pub(super) session: SessionId,
     pub(super) last_attempt: AtomicU64,
     pub(super) samples: ServiceSamples,
-    /// Whether all members can read the evidence about capacities in samples.
+    /// Whether all members can decode [`Item::ObserveBelief`], so that it may be proposed.
     pub(super) reports_prediction_outcomes: AtomicBool,
     pub(super) lengths: OutputLengths,
     pub(super) texts: TextSums,
@@ -107,7 +107,7 @@ impl Dispatcher {
         self.priced.take_largest()
     }
 
-    /// Queues what attempts reveal about backends and output lengths for the log, until `stop`.
+    /// Queues samples, output lengths and token counts for the log every second, until `stop`.
     pub async fn run_samples(&self, stop: CancellationToken) {
         let mut ticks = tokio::time::interval(TELL_EVERY);
         while stop.run_until_cancelled(ticks.tick()).await.is_some() {
@@ -129,7 +129,7 @@ impl Dispatcher {
         }
     }
 
-    /// Sets whether all members can read the log items about which predictions held.
+    /// Sets whether all members can decode [`Item::ObserveBelief`], so that it may be proposed.
     pub fn set_reports_prediction_outcomes(&self, can_be_read: bool) {
         self.reports_prediction_outcomes.store(can_be_read, Relaxed);
     }
@@ -156,7 +156,8 @@ impl Dispatcher {
         }
     }
 
-    /// Records the number of output tokens of a request that ended, if a setting uses it.
+    /// Records the output length of a finished request, in tokens, if the admission settings use
+    /// it.
     pub(super) fn ended_with(&self, user: UserKey, model: ModelKey, tokens: u64) {
         let registry = self.view.registry();
         let settings = registry.admission.as_ref();

@@ -78,12 +78,13 @@ pub struct ExplainedBackend {
     pub backend: BackendRef,
     /// Facts that its engine reported.
     pub facts: EngineFacts,
-    /// Whether it may take the request.
+    /// `candidate` if it may take the request, else the filter that excludes it.
     pub verdict: FilterVerdict,
     /// Leading blocks that it holds according to the log, whether or not it may take the request.
     pub matched_applied: u32,
-    /// Leading blocks that it is expected to hold, which the policy uses: `matched_applied` with this
-    /// replica's overlay, without blocks that requests in flight will evict.
+    /// Leading blocks that it is expected to hold: `matched_applied`, extended by this replica's
+    /// overlay. For candidates, this is the number that the policy uses, without the blocks that
+    /// requests in flight will evict.
     pub matched: u32,
     /// Load from this replica.
     pub here: Load,

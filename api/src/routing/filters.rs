@@ -43,7 +43,7 @@ fn is_unserved(refusal: RoutingRejection) -> bool {
     )
 }
 
-/// The part that the wanted backends take in a request.
+/// The part of a request for which a pass selects backends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Side {
     /// Backends that answer requests.
@@ -60,7 +60,7 @@ struct FilterPass<'a, S> {
     ask: &'a RoutingRequest<'a>,
     now: Instant,
     scratch: &'a mut DecisionScratch,
-    /// Number of backends that passed the filters on single backends.
+    /// Number of backends that passed the filters that examine each backend by itself.
     passed: usize,
     /// Receives the verdict on the backend at a registry index; a later verdict replaces it.
     seen: S,
@@ -101,8 +101,8 @@ impl Decider {
     }
 
     /// Fills `scratch` with the backends that may compute the request's prompt, with their load.
-    /// With `needed`, the request requires a backend with this handover. Otherwise it can be served
-    /// without any, so probes and circuits are always trusted.
+    /// `needed` is the handover that the request requires. If it is `None`, the request can be
+    /// served without a prefill backend, so probes and circuits are always trusted.
     ///
     /// # Errors
     /// Returns a [`RoutingRejection`] if no candidate is left.
@@ -231,7 +231,8 @@ impl<S: FnMut(usize, FilterVerdict)> FilterPass<'_, S> {
         self.decider.backends.are_below_threshold(healthy, doubtful)
     }
 
-    /// Applies the filters on single backends. Returns the reason if no candidate is left.
+    /// Applies the filters that examine each backend by itself. Returns the reason if no candidate
+    /// is left.
     fn collect_candidates(&mut self, ejected: Ejection) -> Option<RoutingRejection> {
         self.scratch.clear();
         self.scratch.are_circuits_kept = ejected == Ejection::All;
@@ -246,8 +247,8 @@ impl<S: FnMut(usize, FilterVerdict)> FilterPass<'_, S> {
         self.scratch.candidates.is_empty().then_some(refusal)
     }
 
-    /// Applies the filters on single backends to those that serve the model. Returns the reason to
-    /// give if no candidate is left.
+    /// Applies the filters that examine each backend by itself to the backends that serve the
+    /// model. Returns the reason to give if no candidate is left.
     fn collect_candidates_of(
         &mut self,
         serving: &[ServingBackend],

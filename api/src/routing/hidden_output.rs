@@ -18,12 +18,13 @@ const GAP_MIN: Duration = Duration::from_micros(500);
 const GAP_UNKNOWN: Duration = Duration::from_millis(10);
 /// Nanoseconds by which each prompt token delays the first token if none was measured.
 const PREFILL_NS_UNKNOWN: u64 = 100_000;
+/// Nanoseconds by which each running request delays the first token if none was measured.
 const DECODE_NS_UNKNOWN: u64 = 1_000_000;
 
 /// Properties of a response whose output is not visible while it is generated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct HiddenOutput {
-    /// Number of choices generated concurrently: `n` for each prompt of a batch.
+    /// Number of choices generated concurrently: `n` for each prompt of a batch. 0 counts as 1.
     pub choices: u32,
     /// Maximum number of output tokens of each choice, from the request.
     pub tokens_max: Option<u32>,

@@ -214,7 +214,7 @@ pub enum RoutingRejection {
     NoneHealthy,
     /// All usable backends were tried: 502 or 503, depending on the last attempt.
     AllTried,
-    /// No healthy backend has the requested labels: 503.
+    /// No healthy backend has the required labels: 503.
     NoneSelected,
     /// No healthy backend isolates this user's cached blocks: 503.
     NoneIsolating,

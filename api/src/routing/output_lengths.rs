@@ -1,5 +1,5 @@
-//! Collects the output lengths of finished requests, which go to the log once a second while
-//! something uses them, and predicts the length of a running response.
+//! Collects the output lengths of finished requests, which go to the log once a second while the
+//! admission settings use them, and predicts the length of a running response.
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, PoisonError};
@@ -63,7 +63,8 @@ impl ExpectedOutput {
         self.tokens.into()
     }
 
-    /// Returns how many more tokens to expect, now that `produced` reach the expectation; else 0.
+    /// If `produced` tokens reach the expected length, corrects it and returns how many more tokens
+    /// to expect. Otherwise returns 0.
     pub(super) fn outgrown(&mut self, produced: u64, view: &StateView) -> u64 {
         let produced = u32::try_from(produced).unwrap_or(u32::MAX);
         if produced < self.tokens {

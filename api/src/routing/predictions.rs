@@ -98,7 +98,7 @@ impl Prediction {
         sample.cached_tokens = self.cached_tokens;
     }
 
-    /// Returns the sums as evidence about the capacity of `backend`; `None` if they show none.
+    /// Returns these sums as evidence about the capacity of `backend`; `None` if they contain none.
     pub(super) fn belief(&self, backend: BackendRef) -> Option<BeliefSample> {
         let sample = BeliefSample {
             backend,

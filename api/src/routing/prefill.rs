@@ -146,7 +146,8 @@ impl PrefillAttempt {
         }
     }
 
-    /// Ends the attempt and releases its lease and its place. `end` determines the blocks' fate.
+    /// Ends the attempt and releases its lease and its place. `end` determines whether the leased
+    /// blocks are kept.
     pub fn end(mut self, end: AttemptEnd) {
         self.close(end);
     }

@@ -254,7 +254,7 @@ pub(super) struct DecisionScratch {
     pub(super) tally: FilterCounts,
     /// Whether all backends with an open circuit were excluded.
     pub(super) are_circuits_kept: bool,
-    /// Backends with an open circuit, each preceded by the time when the circuit opened.
+    /// Backends with an open circuit: the time at which it opened, and the slot.
     pub(super) open: Vec<(u64, Slot)>,
     /// Whether panic mode is on.
     pub(super) is_panic: bool,

@@ -1,8 +1,9 @@
 //! Sums up measurements of attempts per backend. The samples go to the log about once a second.
 //!
-//! Only streams are timed: the first byte of a response that arrives as a whole does not indicate
-//! when its first token was generated. Each event is clamped when it is added, so that neither a
-//! clock jump nor an invalid report from an engine produces a sample that the log would reject.
+//! Only streams and prefill stages are timed: the first byte of any other response, which arrives
+//! as a whole, does not indicate when its first token was generated. Each event is clamped when it
+//! is added, so that neither a clock jump nor an invalid report from an engine produces a sample
+//! that the log would reject.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -138,7 +139,7 @@ pub(super) struct AttemptTimer {
     last_output: Instant,
 }
 
-/// Number of requests that run at a backend while tokens arrive.
+/// Requests that run at a backend while tokens arrive, and whether they reach its limit.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct RunningRequests {
     pub(super) requests: u32,

@@ -3,7 +3,8 @@
 use schemars::JsonSchema;
 use serde::Serialize;
 
-/// Whether a backend may take a request, or else the first reason why not, in this order.
+/// Result of the filters for one backend: it may take the request, or the first filter that
+/// excluded it. The order is that of the filters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum FilterVerdict {
@@ -21,12 +22,12 @@ pub enum FilterVerdict {
     Draining,
     /// Its circuit is open.
     CircuitOpen,
-    /// Its role does not fit: it only prefills, and others can respond; or it only decodes, and
-    /// another backend has to prefill.
+    /// Its role does not fit the way in which the request is served: by one backend, or by a
+    /// prefill and a decode backend.
     OtherRole,
     /// Other candidates have loaded the model, and it has not.
     NotLoaded,
-    /// It lacks a requested label.
+    /// It lacks a required label.
     OtherLabels,
     /// Its engine would not isolate the user's cached blocks.
     Unsalted,
@@ -34,7 +35,7 @@ pub enum FilterVerdict {
     TooSmall,
     /// Other candidates have a short queue and the adapter in memory, or room for it.
     NotResident,
-    /// It has reached its limit of concurrent requests.
+    /// It has reached its limit of concurrent requests, or this replica has no free place there.
     AtLimit,
 }
 

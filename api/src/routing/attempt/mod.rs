@@ -295,7 +295,7 @@ impl Attempt {
         }
     }
 
-    /// Sets the form of the response, by which backends differ in reporting cached tokens.
+    /// Sets the form of the response. Engines may report cached tokens in some forms only.
     pub fn set_response_form(&mut self, form: AnswerForm) {
         if let Some(open) = &mut self.open {
             open.form = Some(form);

@@ -23,8 +23,8 @@ impl OpenAttempt {
         }
     }
 
-    /// Sets the cached tokens of a finished response without such a count to 0 if earlier responses
-    /// of the same form reported them. Remembers which forms report them.
+    /// Remembers the form of a response that reports cached tokens. If a finished response reports
+    /// none although earlier ones of its form did, sets the count to 0.
     pub(super) fn settle_cached(&mut self, dispatcher: &Dispatcher, end: AttemptEnd) {
         let (Some(usage), Some(form)) = (&mut self.usage, self.form) else {
             return;

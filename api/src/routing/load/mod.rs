@@ -2,7 +2,7 @@
 //!
 //! Load goes directly from replica to replica, never through the log: it is useful for half a
 //! second and harmful later. A router that acts on load one second old does worse than one that
-//! knows only its own. So a peer's report is ignored from [`EXPIRY`] after its arrival on.
+//! knows only its own. So a peer's report is ignored once it is older than [`EXPIRY`].
 //!
 //! One [`BackendLoad`] per incarnation of a backend counts the requests from this replica. Each
 //! request holds the gauge that counts it and leaves that gauge when it ends. So a reused slot

@@ -45,7 +45,7 @@ fn a_place_that_is_not_used_stays_where_peers_wait_for_one_that_ends() {
         let mut context = Context::from_waker(Waker::noop());
         told.poll(&mut context).is_ready()
     };
-    // The gate does this at every scan with a request that it holds back.
+    // A scan reserves a place for a request that the gate holds back, and gives it back.
     drop(table.reserve(engine, Some(6)).unwrap());
     assert_eq!(table.places(engine, 6), Some((2, 2)));
     assert!(!is_told(&table));

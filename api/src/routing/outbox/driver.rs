@@ -33,7 +33,7 @@ pub struct SharedOutbox {
 /// Metrics of the outbox driver.
 #[derive(Debug, Clone, Default)]
 pub(in crate::routing) struct DriverMetrics {
-    /// Number of envelopes whose outcome is known.
+    /// Number of envelopes that were committed and not rejected.
     pub(in crate::routing) flushes: prometheus_client::metrics::counter::Counter,
     /// Number of repeated proposals.
     pub(in crate::routing) retries: prometheus_client::metrics::counter::Counter,
@@ -117,7 +117,7 @@ impl SharedOutbox {
         })
     }
 
-    /// Removes the runs that are applied up to `applied` from the overlay.
+    /// Calls [`Outbox::settle`].
     pub fn settle(&self, applied: LogIndex) {
         self.lock().settle(applied);
     }

@@ -89,7 +89,8 @@ pub struct OutboxStatus {
     pub dropped: u64,
     /// Age of the oldest envelope not yet committed, in milliseconds; 0 if there is none.
     pub oldest_ms: u64,
-    /// Whether the log has not moved for a second, so that the replica routes with what it knows.
+    /// Whether an update has waited for at least a second to be committed, so that the replica
+    /// routes with what it knows.
     pub is_degraded: bool,
 }
 
@@ -168,7 +169,8 @@ pub struct Outbox {
     last_charged: UserKey,
     names: VecDeque<(UserKey, String)>,
     named: HashSet<UserKey>,
-    /// Index of the last restore or user deletion before `named`; `None` if there was none.
+    /// Index of the last loss of names (a restore or a user deletion) that `named` accounts for;
+    /// `None` if there was none.
     names_since: Option<LogIndex>,
     facts: BTreeMap<BackendRef, EngineFacts>,
     /// Independent items in order, each with its size.
@@ -268,7 +270,7 @@ impl Outbox {
     /// Queues the release of the attempt's lease.
     ///
     /// # Panics
-    /// Panics if the attempt was released before.
+    /// Panics if the attempt was released before and its acquire is not confirmed.
     pub fn release(&mut self, attempt: AttemptId, outcome: LeaseOutcome) {
         let Some(lease) = self.leases.get_mut(&attempt) else {
             return;
@@ -462,7 +464,8 @@ impl Outbox {
         self.settling.is_empty()
     }
 
-    /// Removes the runs that are applied up to `applied` from the overlay.
+    /// Forgets the envelopes that are applied up to `applied`: removes their runs from the overlay
+    /// and their charges from [`Outbox::unapplied`].
     pub fn settle(&mut self, applied: LogIndex) {
         while let Some(settled) = self.settling.pop_front_if(|it| it.index <= applied) {
             for (backend, run) in settled.runs {

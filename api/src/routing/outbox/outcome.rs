@@ -19,7 +19,8 @@ pub enum AfterProposal {
     Continue,
     /// The state rejected the envelope for this reason: continue with the next one.
     Refused(String),
-    /// The outcome is unknown, for this reason: propose [`Outbox::outstanding`] again later.
+    /// The envelope is not known to be committed, for this reason: propose [`Outbox::outstanding`]
+    /// again later.
     Retry(String),
     /// The state contains a later run of this replica: two processes share its id, or a backup was
     /// restored. Propose [`Outbox::outstanding`] again later, in a new session.
@@ -77,7 +78,8 @@ impl Outbox {
         AfterProposal::Continue
     }
 
-    /// Gives the outstanding envelope a new sequence number after a rejection used up the old one.
+    /// Gives the outstanding envelope the current session and a new sequence number, because a
+    /// rejection used up the old one.
     fn renumber(&mut self) {
         self.last_seq += 1;
         if let Some(outstanding) = &mut self.outstanding {

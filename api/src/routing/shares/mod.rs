@@ -67,7 +67,8 @@ pub struct ShareStatus {
     pub epoch: u64,
     /// Number of members, including this replica.
     pub members: usize,
-    /// Whether all members are known to agree. Until then, no more requests run here than before.
+    /// Whether all members have joined this epoch or had enough time to join it. Until then, this
+    /// replica may use no more places of a backend than at the end of the previous epoch.
     pub is_settled: bool,
 }
 

@@ -102,8 +102,8 @@ async fn grants_of_the_log_leave_hardly_a_place_unused() {
     }
 }
 
-/// Requests run for 200 ms. The time of a commit is lost only as far as no request was granted
-/// before, so the more requests wait, the less is lost.
+/// Requests run for 200 ms. A place stays free for the time of a commit unless a request was
+/// granted beforehand, so the use rises with the number of waiting requests.
 #[tokio::test(start_paused = true)]
 async fn grants_of_a_slow_log_go_on() {
     for (commit_ms, clients, percent) in [
