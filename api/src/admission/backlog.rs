@@ -6,8 +6,8 @@ use state::ids::ModelKey;
 
 use crate::routing::{LoadReportError, put_number, take_number};
 
-/// Maximum number of models per report. Models with the greatest keys are omitted, so that their
-/// requests hold back no request at other replicas.
+/// Maximum number of models per report. If there are more, those with the greatest keys are
+/// omitted, and their requests hold back no request at other replicas.
 pub const MODELS_PER_REPORT_MAX: usize = 256;
 /// Maximum size of a report, in bytes.
 pub const REPORT_BYTES_MAX: usize = MODELS_PER_REPORT_MAX * (8 + 2 + 10 + 5 + 5);

@@ -25,8 +25,8 @@ use super::waiter::Waiter;
 use super::{Admission, ModelQueues};
 use crate::routing::{RoutingRejection, WantedPlaces};
 
-/// Time for which room stays unused before a replica requests grants for it although none of its
-/// own requests ended.
+/// Time since the last request for grants after which a replica requests them for all free room,
+/// although none of its own requests ended.
 const UNUSED_MAX: Duration = Duration::from_millis(50);
 /// Time after which a request that the log does not know is proposed again.
 const PROPOSE_AGAIN_AFTER: Duration = Duration::from_secs(1);

@@ -129,7 +129,7 @@ impl ModelQueues {
 }
 
 impl Admission {
-    /// Creates an instance with empty queues that admits requests to the parts of `router`.
+    /// Creates an instance with empty queues that dispatches requests through `router`.
     #[must_use]
     pub fn new(router: &Router) -> Self {
         router.view().want_users();

@@ -24,14 +24,14 @@ pub(super) struct ModelQueue {
     pub(super) measured_ms: Option<u64>,
 }
 
-/// The queue of a model.
+/// Summary of a model's queue at this replica.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, JsonSchema)]
 pub struct ModelQueueView {
-    /// The model.
+    /// Id of the model.
     pub model: String,
     /// Number of waiting requests.
     pub waiting: usize,
-    /// Number of waiting users.
+    /// Number of users with waiting requests.
     pub users: usize,
     /// Number of waiting requests, by bin of predicted output length.
     pub bins: BTreeMap<u16, usize>,
@@ -42,7 +42,7 @@ pub struct ModelQueueView {
 pub struct WaitingSummary {
     /// Number of waiting requests.
     pub requests: usize,
-    /// Number of waiting users, summed over models.
+    /// Number of users with waiting requests, summed over models.
     pub users: usize,
     /// The user with the longest wait; `None` if nothing waits.
     pub longest: Option<LongestWait>,

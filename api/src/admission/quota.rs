@@ -23,7 +23,7 @@ pub(crate) struct LimitsLeft {
 /// What is left of one limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct LimitLeft {
-    /// Size of the limit.
+    /// The limit itself, in requests or tokens.
     pub(crate) limit: u64,
     pub(crate) left: u64,
     /// Time until the limit is fully available again if nothing is used, in milliseconds.

@@ -40,9 +40,10 @@ pub(super) struct ServiceRate {
 struct Peak {
     /// Number of requests in flight of a user who was served while requests waited.
     in_flight: u32,
-    /// Difference between the counter of a served user and the least waiting counter.
+    /// Difference between the counter of a served user and the least waiting counter, in
+    /// thousandths of a priced token.
     gap_milli: u64,
-    /// Upper bound of that difference.
+    /// Upper bound of that difference, in priced tokens.
     bound: u64,
 }
 
@@ -376,7 +377,8 @@ impl Admission {
         (next, asked)
     }
 
-    /// Returns the least counter of users who wait at the priority of `going`, here or at a peer.
+    /// Returns the least counter of users who wait at the priority of `going`, here or at a peer;
+    /// `u64::MAX` if there are none.
     fn least(
         &self,
         line: &mut ModelQueue,

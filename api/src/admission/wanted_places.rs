@@ -12,7 +12,7 @@ use super::serve::QueueScan;
 use super::waiter::Waiter;
 use crate::routing::WantedPlaces;
 
-/// Maximum number of requests counted per queue. Backends never have more places to spare.
+/// Maximum number of requests counted per queue. More places than this are rarely free at once.
 const WANTED_MAX: usize = 256;
 /// Maximum number of requests per queue that are checked one by one, where only some backends fit.
 const SELECTIVE_MAX: usize = 16;
