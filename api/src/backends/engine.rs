@@ -18,7 +18,7 @@ use super::prometheus_text::{self, MetricsPageError, Sample};
 /// Maximum number of models that one engine may list.
 pub const MODELS_PER_ENGINE_MAX: usize = 1024;
 
-/// Kind of engine.
+/// Server software that runs a backend's model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum EngineKind {

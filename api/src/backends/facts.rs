@@ -7,9 +7,10 @@
 //! - A restart is proposed under the incarnation that it ended. The first such command to be
 //!   applied starts a new incarnation; later ones then name one that is over.
 //! - Capacity in router blocks depends on the tokens per block, which for text are learned and vary
-//!   with the traffic. So any replica changes a known capacity if the *engine's* figure changed;
-//!   otherwise only the leader does: at once if it differs by more than a thirty-third, and every
-//!   [`REFINE_AFTER`] if it differs by more than a two-hundredth.
+//!   with the traffic. A known capacity that differs by more than a thirty-third is changed at
+//!   once: by any replica if the *engine's* figure changed, otherwise only by the leader. The
+//!   leader also changes one that differs by more than a two-hundredth, at most every
+//!   [`REFINE_AFTER`].
 //! - The same report is not proposed again within [`REPEAT_AFTER`].
 //!
 //! An engine that does not report its start time has restarted if its counter fell, however many

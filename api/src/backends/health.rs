@@ -42,7 +42,8 @@ pub struct Health {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Fault {
-    /// Connections are refused.
+    /// No connection could be established, for example because it was refused. Timeouts are
+    /// [`Fault::Unwell`].
     Unreachable,
     /// The connection was accepted or got no reply at all, and the probe got no proper response in
     /// time. The probe itself may be at fault.
@@ -132,7 +133,7 @@ pub struct ProbeRecord {
     pub metrics: EngineMetrics,
     /// Kind of the engine, as last recognised by its metrics or models.
     pub kind: Option<EngineKind>,
-    /// Facts about the stage that the engine computes.
+    /// Stage that the engine computes; `None` if it reports none.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub disaggregation: Option<DisaggregationFacts>,
     /// Model ids in the last model list.

@@ -137,11 +137,12 @@ impl Default for ProbeSettings {
 /// Maximum age of a connection to a host name. Then the name is resolved again.
 const NAME_HOLDS_FOR: Duration = Duration::from_secs(30);
 
-/// In panic mode, how long a backend that stopped answering probes and requests at the same time
-/// still gets requests.
+/// In panic mode, time for which a backend that stopped answering still gets requests after its
+/// probes have made it unhealthy.
 const DOUBTED_FOR: Duration = Duration::from_secs(10);
 
-/// Returns the tokens per block of a model's prompts.
+/// Function that returns the tokens per block of a model's prompts; `None` if they are split by
+/// bytes.
 pub type BlockSizeOf = dyn Fn(&str) -> Option<u32> + Send + Sync;
 
 /// Callbacks through which the probes use the rest of the replica.
@@ -151,9 +152,9 @@ pub struct Hooks {
     pub tokens_per_block: Arc<dyn Fn(&str) -> f64 + Send + Sync>,
     /// Returns the tokens per block of a model's prompts; `None` if they are split by bytes.
     pub token_block_size: Arc<BlockSizeOf>,
-    /// Receives the block size reported by an engine that the registry does not show.
+    /// Receives an engine's block size if it differs from the replicated one.
     pub observe_block_size: Arc<dyn Fn(BackendRef, u32) + Send + Sync>,
-    /// Receives facts reported by an engine that the registry does not show.
+    /// Receives the facts reported by an engine that differ from the replicated registry.
     pub observe: Arc<dyn Fn(BackendRef, EngineFacts) + Send + Sync>,
     /// Returns whether this replica is the leader. Only the leader refines a known capacity.
     pub is_leader: Arc<dyn Fn() -> bool + Send + Sync>,
@@ -192,8 +193,8 @@ impl Backends {
         self
     }
 
-    /// Replaces the settings, which each backend's next probe uses. The keys stay those of the
-    /// first settings, whose clones share one set.
+    /// Replaces the settings, which each backend's next probe uses. The keys, the dialer and
+    /// [`ProbeSettings::registry_interval`] stay those of the first settings.
     pub fn replace_settings(&self, settings: ProbeSettings) {
         self.settings.store(Arc::new(settings));
     }
@@ -346,8 +347,8 @@ impl Backends {
         healthy * 100 < (healthy + doubtful) * percent
     }
 
-    /// Whether the circuit of `backend` admits a request of `user` at `now`. Costs one load if it
-    /// is closed.
+    /// Whether the circuit of `backend` admits a request of `user` at `now`. Costs one load while
+    /// all circuits are closed.
     #[must_use]
     pub fn is_let_through(
         &self,

@@ -1,4 +1,4 @@
-//! Engines' reports of the stage that they compute.
+//! Engines' reports of the stage that they compute: prefill, decode or both.
 
 use serde::{Deserialize, Serialize};
 

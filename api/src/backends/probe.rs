@@ -92,7 +92,7 @@ impl Probe {
     }
 
     /// Queries the kind of an engine that computes only one stage, before it gets any request. The
-    /// kind determines how it hands over.
+    /// kind determines how it hands over prompts.
     async fn ask_kind(&self, client: &mut ProbeClient) {
         let registry = self.view.registry();
         let known = backend_at(&registry, self.stay.slot(), &self.url);
@@ -270,7 +270,8 @@ impl Probe {
         }
     }
 
-    /// Queries the engine's version. Returns whether it responded: some report none.
+    /// Queries the engine's version and the stage that it computes. Returns whether it responded;
+    /// it may report no version.
     async fn describe(&self, client: &mut ProbeClient) -> bool {
         let Ok(answer) = client.get("/version", HEALTH_BYTES_MAX).await else {
             return false;

@@ -277,8 +277,8 @@ impl CircuitBreakers {
         self.answered_us(backend).is_some_and(is_within)
     }
 
-    /// Records a failed attempt and returns whether it opened the circuit. `user` is `None` if the
-    /// request cannot be at fault.
+    /// Records a failed attempt and returns whether it opened or reopened the circuit. `user` is
+    /// `None` if the request cannot be at fault.
     pub(super) fn failed(&self, backend: BackendRef, user: Option<UserKey>, now: Instant) -> bool {
         let settings = &self.settings;
         let Some(cell) = self.cell(backend) else {
