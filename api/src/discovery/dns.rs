@@ -1,7 +1,8 @@
 //! `kind = "dns"`: engines at the addresses of a host name, resolved again when its TTL expires.
 //!
-//! A name without records counts as a failed lookup, since engines do not vanish because a zone is
-//! loaded late. So does one with a host that could not be resolved.
+//! A name without records counts as a failed lookup, so that a zone that loads late removes no
+//! engine. A lookup of SRV records also fails if that of one of their hosts fails. A host without
+//! addresses is refused.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, SocketAddr};

@@ -75,7 +75,8 @@ pub struct SourceReport {
     kind: &'static str,
     /// When it last responded to this replica, in Unix milliseconds.
     answered_at_ms: Option<u64>,
-    /// Why the last lookup failed. The result of the previous lookup remains in use.
+    /// Why the last query failed; `null` if it succeeded. Until one succeeds, the source's backends
+    /// stay as they are.
     error: Option<String>,
     /// Number of engines in its last response.
     told: usize,
@@ -84,8 +85,8 @@ pub struct SourceReport {
     /// Number of registered backends that drain because the source no longer lists them or reports
     /// that they take no requests.
     lost: usize,
-    /// Number of registered backends that the source no longer lists, but that stay because too many
-    /// others are lost.
+    /// Number of registered backends that the source no longer lists, but that stay because too
+    /// many others are lost.
     withheld: usize,
     /// Number of listed engines that were refused.
     refused_total: usize,

@@ -19,7 +19,7 @@ const ROLE_LABEL: &str = "quorate.role";
 /// stream.
 const GONE: u64 = 410;
 
-/// Effect of an event on a follower.
+/// Effect of a watch event on the selected pods.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum WatchEvent {
     /// Pods may have changed, and with them the engines.
@@ -67,7 +67,7 @@ impl Pod {
 pub(super) struct PodTable {
     pods: BTreeMap<String, Pod>,
     version: String,
-    /// Number of events received.
+    /// Number of list pages and events received.
     pub(super) heard: u64,
 }
 
