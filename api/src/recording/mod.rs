@@ -38,7 +38,7 @@ pub struct Recording {
 pub struct RecordingHead {
     /// Version of the format, [`FORMAT`].
     pub quorate_recording: u32,
-    /// Replicas whose requests the recording has.
+    /// Ids of the replicas whose requests the recording contains.
     pub replicas: Vec<u8>,
     /// Salt of all hashed names. Not a secret.
     pub salt: String,
@@ -102,7 +102,8 @@ pub struct RecordedRequest {
     /// Priority of the request.
     #[serde(default)]
     pub priority: i16,
-    /// Block that `blocks` follow in the file; `None` if they begin the prompt, and after parsing.
+    /// In the file, the block that `blocks` follow; `None` if they begin the prompt. Always `None`
+    /// after parsing.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub after: Option<BlockId>,
     /// All blocks of the prompt after parsing. In the file, only those that no earlier line has.

@@ -6,14 +6,15 @@ use state::prefix::BlockHasher;
 
 use super::BlockId;
 
-/// Prefix of the hashed bytes. It makes the hashes useless for any other purpose.
+/// Prefix of the hashed bytes, for domain separation.
 const LABEL: &[u8] = b"quorate recording 1";
 
-/// Source of ids for names: hashes under the cluster's secret and a salt, the same on all replicas.
+/// Key under which names are hashed to ids: a hash of the cluster's secret and the recording's
+/// salt, the same on all replicas.
 pub struct RecordingNames([u8; 32]);
 
 impl RecordingNames {
-    /// Creates the source of ids for a recording with this salt.
+    /// Derives the key for a recording with this salt.
     #[must_use]
     pub fn new(hashing: &BlockHasher, salt: &str) -> Self {
         let mut key = Sha256::new()

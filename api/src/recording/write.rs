@@ -7,7 +7,7 @@ use super::{BlockId, RecordedRequest, Recording, RecordingHead};
 /// Writer of the lines of one file.
 #[derive(Debug, Default)]
 pub struct RecordingWriter {
-    /// Blocks that earlier lines have, named as in the source.
+    /// Blocks in earlier lines, as they were before `name` gave them ids.
     known: HashSet<u64>,
 }
 
