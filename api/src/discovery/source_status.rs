@@ -92,7 +92,7 @@ pub struct SourceReport {
     refused_total: usize,
     /// First refused engines, each with the reason.
     refused: Vec<RefusedReport>,
-    /// Why the cluster rejected the last change.
+    /// Why the cluster did not accept the last change; `null` if it did.
     failure: Option<String>,
 }
 

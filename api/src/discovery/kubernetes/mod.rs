@@ -47,7 +47,7 @@ struct Selection {
 
 /// Reason why a watch has ended or must end.
 enum Ended {
-    /// The server no longer knows the position in the stream: list again at once.
+    /// The server no longer knows the position in the stream, so the pods must be listed again.
     Expired,
     /// The pool selects other pods than before.
     OtherSelection,
