@@ -1,6 +1,6 @@
 //! LoRA adapters in an engine's memory, from `vllm:lora_requests_info`.
 //!
-//! At each step vLLM sets a series of this metric to the time, with the adapters of the running
+//! At each step vLLM sets a series of this metric to the current time, with the adapters of the
 //! requests as labels. An adapter without requests is not named, but stays in memory until another
 //! replaces it; and the page keeps showing the series of earlier steps. So the adapters of the
 //! newest series are in memory, followed by those of earlier ones, latest first, as long as they

@@ -129,7 +129,7 @@ pub(crate) struct HalfOpenProbe {
 pub(crate) enum BreakerState {
     /// The circuit is closed, so the request may go.
     Closed,
-    /// The circuit is open, and this request may go as the one that tries the backend.
+    /// The circuit is half-open, and this request is the only one in flight.
     HalfOpen(HalfOpenProbe),
     /// The circuit is open, and another request is trying the backend or the pause is not over.
     Open,
