@@ -7,7 +7,7 @@ use state::ids::{AttemptId, BackendRef, BlockHash};
 
 use super::overlay::BlockRun;
 
-/// Maximum number of blocks per lease step; longer chains are split. An envelope fits two steps.
+/// Maximum number of blocks per lease step; longer chains are split. Two steps fit an envelope.
 pub(super) const RUN_BLOCKS_MAX: usize = 4000;
 
 /// One queued update of an attempt's lease.
