@@ -29,11 +29,11 @@ pub(super) struct ModelQueue {
 pub struct ModelQueueView {
     /// Id of the model.
     pub model: String,
-    /// Number of waiting requests.
+    /// Number of waiting requests, including those that a backend did not run.
     pub waiting: usize,
-    /// Number of users with waiting requests.
+    /// Number of users with requests that have not had a backend yet.
     pub users: usize,
-    /// Number of waiting requests, by bin of predicted output length.
+    /// Number of requests that have not had a backend yet, by bin of predicted output length.
     pub bins: BTreeMap<u16, usize>,
 }
 
@@ -42,7 +42,7 @@ pub struct ModelQueueView {
 pub struct WaitingSummary {
     /// Number of waiting requests.
     pub requests: usize,
-    /// Number of users with waiting requests, summed over models.
+    /// Number of users with requests that have not had a backend yet, summed over models.
     pub users: usize,
     /// The user with the longest wait; `None` if nothing waits.
     pub longest: Option<LongestWait>,
