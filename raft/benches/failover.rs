@@ -1,6 +1,6 @@
-//! Measures how long three replicas on loopback, on sled, have no leader after theirs dies, with
-//! heartbeats every 50 ms and election timeouts of 150 to 300 ms. Run `cargo bench -p raft --bench
-//! failover`.
+//! Measures how long a cluster of three replicas has no leader after the leader dies. The replicas
+//! run on loopback and sled, with heartbeats every 50 ms and election timeouts of 150 to 300 ms.
+//! Run `cargo bench -p raft --bench failover`.
 
 mod common;
 
@@ -12,8 +12,8 @@ use tokio::runtime::Runtime;
 const ROUNDS: usize = 20;
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// Kills the leader. Returns the times until a survivor followed a new leader with a quorum, and
-/// until it had a command committed.
+/// Kills the leader and restarts it. Returns the times until a survivor followed a new leader with
+/// a quorum, and until the survivor had a command committed.
 async fn round(seats: &mut [common::Seat]) -> (Duration, Duration) {
     let old = common::leader(seats).await;
     let survivor = &seats[(old + 1) % seats.len()];
@@ -51,7 +51,7 @@ async fn round(seats: &mut [common::Seat]) -> (Duration, Duration) {
 }
 
 fn main() {
-    // Without it this is a test run of all targets, where one round suffices.
+    // `cargo bench` passes `--bench`. Without it this is a test run, where one round suffices.
     let is_bench = std::env::args().any(|argument| argument == "--bench");
     let runtime = Runtime::new().expect("a runtime");
     let (mut led, mut committed): (Vec<_>, Vec<_>) = runtime.block_on(async {

@@ -1,5 +1,5 @@
-//! Measures throughput and latency of commands: one replica (the log alone) and three on loopback,
-//! on sled, with 1 and 64 clients. Run `cargo bench -p raft`.
+//! Measures throughput and latency of commands, with one replica (the log alone) and with three on
+//! loopback, each with 1 and 64 clients. Logs are on sled. Run `cargo bench -p raft --bench log`.
 
 #![allow(missing_docs, reason = "the macro makes a public function")]
 
@@ -14,7 +14,8 @@ use tokio::runtime::Runtime;
 
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// Lets `clients` propose `commands` in total; returns the time taken and records each latency.
+/// Proposes `commands` commands of `bytes` bytes each, spread over `clients` concurrent clients.
+/// Returns the time taken, and adds the latency of each command to `latencies`.
 async fn load(
     leader: &Replica,
     clients: u64,

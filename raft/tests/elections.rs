@@ -79,7 +79,7 @@ impl Cluster {
     }
 }
 
-/// Runs a test on a simulated cluster and the id of its leader.
+/// Runs `test` with a simulated cluster of `size` replicas and the id of its leader.
 fn led(seed: u64, size: u8, test: impl AsyncFnOnce(&Cluster, u8)) {
     simulate(seed, async {
         let cluster = Cluster::of(size).await;
@@ -91,7 +91,7 @@ fn led(seed: u64, size: u8, test: impl AsyncFnOnce(&Cluster, u8)) {
     });
 }
 
-/// Lets a replica send messages forever.
+/// Makes a replica send messages to its peers until it stops.
 fn tell(replica: Replica) {
     tokio::spawn(async move {
         let mut ticks = interval(TELL_EVERY);
@@ -206,7 +206,7 @@ fn who_is_cut_off_knows_when_it_was_last_told_everything() {
             cluster.world.cut(others[0], far);
         }
         wait(cut, |status| !status.has_quorum).await;
-        // It notices after a lease, and heard nothing meanwhile.
+        // The isolated replica notices after a lease, and has heard nothing meanwhile.
         let lease = Duration::from_millis(300);
         let age = cut.confirmed().expect("it was told before").elapsed();
         assert!(age >= lease, "{age:?}");
@@ -218,7 +218,7 @@ fn who_is_cut_off_knows_when_it_was_last_told_everything() {
     });
 }
 
-/// Waits for a condition that no status shows.
+/// Polls until `wish` holds. For conditions of which no status change gives notice.
 async fn wait_until(wish: impl Fn() -> bool) {
     let mut ticks = interval(Duration::from_millis(10));
     while !wish() {

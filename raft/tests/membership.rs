@@ -105,7 +105,7 @@ async fn a_replica_that_lost_its_store_takes_its_place_anew() {
     for number in 0..20 {
         cluster.seats[0].propose(&number.to_string()).await;
     }
-    // Each in turn, whoever leads: in the end none of the founders' stores is left.
+    // Replace each store in turn, the leader's too: in the end no founder has its first store.
     for lost in 1..=3 {
         cluster.seat(lost).crash().await;
         let store = cluster.seat(lost).folder.path().to_path_buf();
@@ -120,7 +120,7 @@ async fn a_replica_that_lost_its_store_takes_its_place_anew() {
         let committed = seat.propose("from its new store").await;
         cluster.agree(committed.index).await;
 
-        // With its old store it is no longer a member.
+        // With its old store the replica is not a member.
         let seat = cluster.seat(lost);
         seat.crash().await;
         let new = raft::set_store_aside(&store).unwrap().unwrap();
@@ -135,14 +135,14 @@ async fn a_replica_that_lost_its_store_takes_its_place_anew() {
     }
     let committed = cluster.seats[1].propose("with three voters").await;
     cluster.agree(committed.index).await;
-    // A quorum needs one of them now.
+    // Without replica 1, a quorum needs the new stores of both others.
     cluster.seat(1).crash().await;
     let committed = cluster.replaced(1).await.propose("with two of them").await;
     cluster.agree(committed.index).await;
     cluster.shutdown().await;
 }
 
-/// Makes a store that was set aside the one in `data_dir`.
+/// Moves a store that was set aside back into `data_dir`.
 fn swap(aside: &std::path::Path, data_dir: &std::path::Path) {
     std::fs::rename(aside, data_dir.join("raft")).expect("a store that was set aside");
 }

@@ -22,7 +22,7 @@ async fn a_wrong_machine_takes_over_a_right_one_under_load() {
     }
     let last = cluster.seat(leader).propose("the last before").await.index;
     cluster.agree(last).await;
-    // Its state is wrong, and so is its newest snapshot.
+    // Make one replica's state wrong, and its newest snapshot too.
     cluster.seat(wrong).journal.spoil(last);
     cluster.seat(wrong).replica().snapshot().await.unwrap();
     assert!(!cluster.seat(wrong).journal.contains(b"the last before"));

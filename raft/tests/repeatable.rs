@@ -14,7 +14,8 @@ use common::world::{World, simulate, start, wait, within_ms};
 use raft::{MemoryDisk, random};
 use tokio::time::sleep;
 
-/// Proposes commands and crashes and restarts leaders until all agree. Returns the trace.
+/// Proposes commands while leaders crash and restart, then waits until all replicas agree. Returns
+/// the trace.
 async fn run() -> Vec<String> {
     let world = World::new();
     let disks: Vec<MemoryDisk> = (0..3)

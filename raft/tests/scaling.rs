@@ -1,5 +1,5 @@
-//! Clusters that grow and shrink by themselves: promoted learners, members that leave for good or
-//! are gone, and removed members that return with their old store.
+//! Clusters that grow and shrink automatically: learners are promoted, members leave for good or
+//! are removed while absent, and removed members return with their old store.
 
 mod common;
 
@@ -39,7 +39,8 @@ async fn vote(cluster: &Cluster, expected: &[u8]) {
     }
 }
 
-/// Leaves as soon as the others can do without it: a new leader has no responses yet.
+/// Removes `replica` from its cluster. Retries while it must stay, because a new leader has not
+/// received responses yet.
 fn leave(replica: &Replica, voters_min: usize) -> impl Future<Output = ()> + use<> {
     let replica = replica.clone();
     async move {
@@ -121,7 +122,7 @@ async fn nobody_goes_whom_the_others_need() {
     let why = refused(leads.remove_absent(other, 1).await);
     assert!(why.contains("runs at"), "{why}");
 
-    // One is gone: of the two others only one would respond.
+    // One member is gone. If another left, only one of the two others would respond.
     let third = other % 3 + 1;
     let third = if third == leader {
         third % 3 + 1
@@ -141,7 +142,7 @@ async fn nobody_goes_whom_the_others_need() {
     let why = refused(leads.remove_absent(third, 3).await);
     assert!(why.contains("at least 3"), "{why}");
     let removed = async {
-        // The last call may have arrived only a moment ago.
+        // Refused until the last call of the crashed member is old enough.
         while leads.remove_absent(third, 2).await.is_err() {
             tokio::task::yield_now().await;
         }

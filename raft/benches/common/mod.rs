@@ -21,7 +21,7 @@ use raft::{
 use tempfile::TempDir;
 use tokio::net::TcpListener;
 
-/// A machine that applies at no cost.
+/// A machine without state, which does nothing with commands.
 pub struct Nothing;
 
 impl StateMachine for Nothing {
@@ -82,7 +82,7 @@ async fn start(options: ReplicaOptions, listener: TcpListener) -> Replica {
     started.expect("the replica starts")
 }
 
-/// A founded cluster of replicas `1..=size`.
+/// Founds a cluster of the replicas `1..=size`, and waits until all have caught up.
 pub async fn cluster(size: u8, election_timeout: Range<Duration>) -> Vec<Seat> {
     let mut listeners = Vec::new();
     for _ in 0..size {

@@ -24,7 +24,7 @@ use tokio::net::TcpListener;
 
 pub use self::journal::Journal;
 
-/// Longer than any step takes unless it hangs.
+/// Timeout of a step; longer than any step takes unless it hangs.
 pub const PATIENCE: Duration = Duration::from_secs(30);
 
 /// Keeps the newest message of each peer.
@@ -69,7 +69,7 @@ pub fn options(id: u8, data_dir: &Path, formation: Formation) -> ReplicaOptions 
     }
 }
 
-/// Forms a cluster with `expect` of `peers`.
+/// Returns the formation of a cluster with `expect` of `peers` as founders.
 pub fn bootstrap(peers: &[String], expect: usize) -> Formation {
     Formation::Bootstrap {
         peers: Peers::List(peers.to_vec()),
@@ -78,7 +78,7 @@ pub fn bootstrap(peers: &[String], expect: usize) -> Formation {
     }
 }
 
-/// Returns why a change was refused.
+/// Returns why a change was refused. Panics if it was not.
 pub fn refused<T: std::fmt::Debug>(answer: Result<T, ChangeError>) -> String {
     match answer {
         Err(ChangeError::Refused(why)) => why,

@@ -34,7 +34,7 @@ pub struct World {
 
 #[derive(Default)]
 struct Cut {
-    /// Pairs (from, to) between which nothing passes, neither calls nor responses.
+    /// Directions (from, to) in which nothing passes, neither calls nor responses.
     ways: BTreeSet<(u8, u8)>,
     /// Replicas that no call reaches.
     deaf: BTreeSet<u8>,
@@ -59,7 +59,7 @@ impl World {
         self.trace.lock().unwrap().clone()
     }
 
-    /// Drops everything in this direction from now on.
+    /// Drops all calls and responses from `from` to `to` from now on.
     pub fn cut(&self, from: u8, to: u8) {
         self.cut.lock().unwrap().ways.insert((from, to));
     }
@@ -74,13 +74,13 @@ impl World {
         self.trace.lock().unwrap().push(format!("{at:?} {what}"));
     }
 
-    /// Whether a call passes.
+    /// Whether a call of `from` reaches `to`.
     fn passes(&self, from: u8, to: u8) -> bool {
         let cut = self.cut.lock().unwrap();
         !cut.ways.contains(&(from, to)) && !cut.deaf.contains(&to)
     }
 
-    /// Whether a response passes.
+    /// Whether the response to a call of `from` to `to` reaches `from`.
     fn is_answered(&self, from: u8, to: u8) -> bool {
         !self.cut.lock().unwrap().ways.contains(&(to, from))
     }
@@ -122,7 +122,7 @@ impl World {
     }
 }
 
-/// A body in transit: a stream that is cut breaks at its next message.
+/// Body of a call in transit. A stream over a link that is cut breaks at its next message.
 struct Way {
     body: Body,
     world: World,
