@@ -2,14 +2,15 @@
 //!
 //! A replica without a cluster polls its peers:
 //!
-//! 1. If a peer is a member of a cluster, the replica asks it to be added as a learner.
+//! 1. If a peer is a member of a cluster, the replica asks that peer to add it as a learner.
 //! 2. Otherwise, if at least `expect` replicas respond (itself included) and its id is the lowest,
 //!    it founds a cluster: it draws a random cluster id, *claims* each founder for it, and makes
 //!    them the voters once all have granted. A replica grants one claim at a time and keeps it on
 //!    disk, so two overlapping sets of founders can never both become clusters. Two disjoint sets
 //!    could, so `expect` must be more than half of the configured peers.
-//! 3. If any founder does not grant the claim, it is released and its cluster id is never used
-//!    again. The replicas that granted it see that the claimant has another id, and are free again.
+//! 3. If any founder does not grant the claim, the claim is released and its cluster id is never
+//!    used again. The replicas that granted it see that the claimant announces another cluster id
+//!    or none, and release it too.
 //!
 //! A replica started with [`Formation::Bootstrap`] that finds fewer voters than `expect` requests
 //! promotion once it has caught up. The leader agrees if its own config names the replica's
@@ -62,16 +63,16 @@ pub(super) struct Discovery {
     reports: Vec<PeerFinding>,
 }
 
-/// Returns how many replicas may exist, including this one, given each peer's store, or `None` if
-/// the peer did not respond.
+/// Returns how many replicas may exist, including this one. `answers` contains the store of each
+/// peer, or `None` if the peer did not respond.
 fn count_replicas(own: u64, answers: &[Option<u64>]) -> usize {
     let stores: BTreeSet<u64> = answers.iter().flatten().copied().chain([own]).collect();
     stores.len() + answers.iter().filter(|store| store.is_none()).count()
 }
 
-/// Returns the same count as [`count_replicas`] for the addresses of a name, each with whether it
-/// is IPv6. A replica may have an address of each family and listen on only one, so addresses
-/// without a response are counted per family.
+/// Returns the same count as [`count_replicas`] for the addresses of a DNS name. Each answer starts
+/// with whether the address is IPv6. A replica may have an address of each family and listen on
+/// only one, so addresses without a response are counted per family.
 fn count_resolved(own: u64, answers: &[(bool, Option<u64>)]) -> usize {
     let of_family = |is_v6: bool| {
         let family = answers.iter().filter(|(v6, _)| *v6 == is_v6);

@@ -1,9 +1,9 @@
 //! Determines which replicas should not lead, and which should lead instead.
 //!
-//! A replica stands back while its log cannot be written or its machine's state may be wrong: it
-//! requests no votes, refuses leadership, and transfers it if it leads. A leader also transfers
-//! leadership to a voter that more of the other voters can reach, since updates from those others
-//! could not get to the leader.
+//! A replica refuses to lead while its log cannot be written or its machine's state may be wrong:
+//! it requests no votes, accepts no leadership, and transfers leadership if it leads. A leader also
+//! transfers leadership to a voter that more of the other voters can reach, since updates from
+//! those others could not get to the leader.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;

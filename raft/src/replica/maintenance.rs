@@ -102,7 +102,8 @@ impl Replica {
     /// Takes a snapshot now. Returns its index.
     ///
     /// # Errors
-    /// Fails if the snapshot cannot be written.
+    /// Fails if nothing is applied yet, the replica stops, or the snapshot cannot be written. A
+    /// failed write is retried in the background.
     pub async fn snapshot(&self) -> Result<u64, ChangeError> {
         let inner = &self.inner;
         let stopped = || ChangeError::Refused(inner.why_stopped().unwrap_or("stopped".to_owned()));

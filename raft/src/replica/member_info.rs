@@ -1,4 +1,4 @@
-//! Introductions: the facts that a replica announces about itself, and those that it accepts.
+//! Introductions: what a replica announces about itself, and what it accepts from others.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
@@ -59,7 +59,8 @@ pub(super) fn check_told(address: &str, labels: &BTreeMap<String, String>) -> Re
     Ok(())
 }
 
-/// Returns the cluster name in a message, or the default one, as earlier builds leave it empty.
+/// Returns the cluster name in a message, or the default name if it is empty, as earlier builds
+/// leave it.
 fn named(told: &str) -> &str {
     if told.is_empty() { DEFAULT_NAME } else { told }
 }
@@ -88,9 +89,9 @@ impl ReplicaInner {
         }
     }
 
-    /// Introduces this replica to `asker`. To replicas of other clusters a member reveals only that
-    /// it is one and how its cluster's id begins: calls between members are authenticated by its
-    /// store and the full id of its cluster.
+    /// Introduces this replica to `asker`. To replicas of other clusters, a member reveals only its
+    /// id, that it is a member, and its cluster's name and the first half of the cluster's id. Its
+    /// store and the full id of its cluster authenticate calls between members.
     pub(crate) fn introduce(&self, asker: &proto::InfoRequest) -> proto::InfoResponse {
         let theirs = wire::join_optional(asker.cluster_high, asker.cluster_low);
         let identity = &self.links.identity;
@@ -145,8 +146,8 @@ impl ReplicaInner {
         Ok(info)
     }
 
-    /// Returns the number of voters that this replica's config expects, if that names the replica
-    /// at `address` as a founder.
+    /// Returns the number of founding voters in this replica's config (`expect`); `None` if the
+    /// config names no founders, or not the replica at `address`.
     pub(super) async fn voters_wanted_with(&self, address: &str) -> Option<usize> {
         let Formation::Bootstrap { peers, expect, .. } = &self.options.formation else {
             return None;

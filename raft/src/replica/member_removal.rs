@@ -1,9 +1,9 @@
-//! Members that leave for good: one that removes itself, one that the leader removes because it is
-//! gone, and one that was removed and is wanted again.
+//! Permanent removal of members, at their own request or by the leader while they are absent, and
+//! readmission of a removed replica.
 //!
-//! The caller decides about these, because it knows the desired size of the cluster. This module
-//! only checks that the others can do without the member: enough voters remain, and most of them
-//! respond.
+//! The caller decides which members to remove, because it knows the desired size of the cluster.
+//! This module only checks that the others can do without the member: enough voters remain, and
+//! most of them respond.
 
 use std::collections::BTreeSet;
 

@@ -223,7 +223,8 @@ impl ReplicaInner {
         }
     }
 
-    /// Checks that the replica `from` may request this change. Returns the reason if not.
+    /// Checks that the replica `from`, which claims to have `store`, may request this change.
+    /// Returns the reason if not.
     fn check_asker(&self, from: u64, store: u64, change: &Change) -> Result<(), String> {
         let of_itself = |member: &Option<proto::Member>| match member {
             Some(member) if member.id == from => Ok(()),

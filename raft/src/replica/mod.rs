@@ -86,7 +86,7 @@ pub(crate) struct ReplicaInner {
     pub(crate) outgoing: watch::WatchSender<Bytes>,
     /// Peers to which a message stream is open.
     pub(crate) connected: watch::WatchSender<BTreeSet<u64>>,
-    /// Lock that this replica holds while it changes the membership.
+    /// Lock held while this replica, as the leader, changes the membership.
     pub(crate) changing: Mutex<()>,
     /// Permit that is held while the machine's state is sent to a peer whose own state is in doubt.
     pub(crate) state_transfer_permit: Arc<Semaphore>,
@@ -311,7 +311,7 @@ impl ReplicaInner {
             .then(|| "shutting down".to_owned())
     }
 
-    /// Whether this replica knows a membership.
+    /// Whether this replica knows the membership of its cluster. Still true after its removal.
     pub(crate) fn is_member(&self) -> bool {
         self.with_metrics(|metrics| metrics.membership_config.nodes().next().is_some())
     }

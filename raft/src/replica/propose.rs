@@ -46,10 +46,11 @@ impl Replica {
     }
 
     /// Waits until this replica has applied everything committed when the call began, as confirmed
-    /// by the leader and a quorum. Returns the index.
+    /// by the leader and a quorum. Returns the log index up to which it waited.
     ///
     /// # Errors
-    /// Fails if no leader confirms within `limit`.
+    /// Fails if the replica stops, or if no leader confirms or the entries are not applied within
+    /// `limit`.
     pub fn read_barrier(&self, limit: Duration) -> BoxFuture<'_, Result<u64, ProposeError>> {
         self.inner.read_barrier(limit).boxed()
     }

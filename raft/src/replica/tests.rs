@@ -48,7 +48,7 @@ impl Replica {
         };
         let members = ChangeMembers::AddNodes([(id, node)].into());
         let raft = &self.inner.raft;
-        // On a busy machine it may just have lost its lease or leadership.
+        // On a busy machine this replica may just have lost its lease or leadership.
         while raft.change_membership(members.clone(), true).await.is_err() {
             self.transfer_leader(Some(self.inner.options.id)).await.ok();
         }
@@ -211,14 +211,14 @@ async fn what_a_removed_member_told_before_does_not_bring_it_back() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_removed_member_is_let_in_again_only_if_it_asks_after_its_removal() {
-    // The entry is in the log; only in a snapshot; or in a restored snapshot.
+    // The removal is known from the log, from the state, or from a restored snapshot.
     for kept_by in ["log", "state", "snapshot"] {
         asks_before_and_after_its_removal(kept_by).await;
     }
 }
 
-/// Purges the log of `replica` up to its last entry. If `restores`, also restores the snapshot that
-/// contains the rest.
+/// Purges the log of `replica` up to its last applied entry. If `restores`, first writes the state
+/// to a snapshot and restores it from there.
 async fn purge(replica: &Replica, restores: bool) {
     let inner = &replica.inner;
     replica.snapshot().await.unwrap();

@@ -2,7 +2,7 @@
 //!
 //! A call between members names the intended cluster, replica and store, and its sender. It is
 //! refused if any of these is wrong, since an old address may belong to another replica by now. The
-//! sender must be a member and present the number of its store, which only members know.
+//! sender must be a member and present the id of its store, which only members know.
 //!
 //! A replica that was away may not know a member that joined in its absence and now leads, under an
 //! id that is new or that belonged to another store. So an unknown leader or candidate is accepted
@@ -39,7 +39,7 @@ pub(super) enum CallPurpose {
 
 impl ReplicaInner {
     /// Checks that a call is meant for this replica and that its sender may make it. Returns the
-    /// sender.
+    /// sender's id.
     pub(super) fn admit(
         &self,
         sender: Option<PeerSender>,
