@@ -32,7 +32,7 @@ pub(crate) trait Files: fmt::Debug + Send + Sync + 'static {
     /// Removes a file.
     fn remove(&self, path: &Path) -> io::Result<()>;
 
-    /// Locks `path` until the returned guard is dropped.
+    /// Locks `path` until the returned guard is dropped. Fails with `ResourceBusy` if it is locked.
     fn lock(&self, path: &Path) -> io::Result<StoreLock>;
 }
 

@@ -18,7 +18,8 @@ pub(super) const SEGMENT_BYTES: usize = 4 * 1024 * 1024;
 /// Minimum space that is reserved for a write, in bytes: several of sled's segments.
 const BYTES_MIN: u64 = 4 * SEGMENT_BYTES as u64;
 /// Extra space to reserve, in bytes, so that most writes need no new reservation. At about 300
-/// bytes per request it lasts for thousands of requests, and a full disk is detected as much later.
+/// bytes per request it lasts for thousands of requests, and a full disk is detected that much
+/// later.
 const AHEAD_BYTES: u64 = 1024 * 1024;
 /// Number of bytes that sled writes per byte of a command (4.8 measured).
 const WRITTEN_PER_BYTE: u64 = 5;

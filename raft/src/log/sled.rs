@@ -437,7 +437,7 @@ impl WriterState {
         Ok(())
     }
 
-    /// Raises the mark for every new vote, and otherwise when it lags far behind.
+    /// Raises the mark for every new vote, and otherwise when it lags by [`MARK_EVERY`] entries.
     fn raise_mark(&mut self) -> io::Result<()> {
         let DiskContents { vote, last, .. } = self.contents;
         let next = |last: Option<LogId>| last.map_or(0, |last| last.index + 1);
@@ -491,7 +491,8 @@ fn key(index: u64, part: u16) -> [u8; KEY_BYTES] {
     key
 }
 
-/// Assembles each record in `range` from its parts and passes it to `hand_on`, until that stops.
+/// Assembles each record in `range` from its parts and passes it to `hand_on`, until that returns
+/// `false` or fails. Returns `false` if `hand_on` did.
 fn each_record(
     tree: &sled::Tree,
     range: Range<u64>,

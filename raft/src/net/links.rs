@@ -44,7 +44,7 @@ pub(crate) enum CallError {
     /// The call was never sent.
     #[error("not sent: {0}")]
     NotSent(String),
-    /// The peer may have received the call.
+    /// The peer refused the call, or the connection failed after the peer may have received it.
     #[error("{}: {}", .0.code(), .0.message())]
     Failed(Status),
     /// The peer may have received the call, but did not respond in time.
@@ -151,7 +151,8 @@ impl PeerLinks {
         self.attempts.load(Ordering::Relaxed)
     }
 
-    /// Returns the peer `id` at the address of `node`, creating its links if necessary.
+    /// Returns the peer `id` with the address and store of `node`. Creates new links if the peer is
+    /// unknown or either has changed.
     pub(crate) fn learn(&self, id: u64, node: &Node) -> Arc<Peer> {
         let mut peers = lock(&self.peers);
         if let Some(peer) = peers.get(&id)
@@ -190,7 +191,8 @@ impl PeerLinks {
         }
     }
 
-    /// Makes one call on a connection of its own to `address`, which no membership names yet.
+    /// Makes one call to `address` on a connection of its own. The address need not be that of a
+    /// known peer.
     ///
     /// # Errors
     /// The peer's error, or the reason why there is no connection or response within `limit`.

@@ -14,7 +14,8 @@ use tokio::time::Instant;
 
 use crate::locks::lock;
 
-/// Time for which a peer counts as heard after its last call. Peers send ten messages per second.
+/// Time for which a peer counts as heard after its last call. Peers send at least ten messages per
+/// second.
 const LATELY: Duration = Duration::from_secs(1);
 
 /// Peers that this replica hears, and what they reported.

@@ -9,8 +9,8 @@ use crate::snapshot::HEAD_BYTES_MAX;
 use crate::types::{Entry, LogId, SnapshotMeta, Vote};
 use crate::wire::{MalformedMessageError, proto};
 
-/// Maximum lead of a peer's term over this replica's term. It exceeds the elections that a replica
-/// can miss, and is too small for any number of calls to reach the last term.
+/// Maximum lead of a peer's term over this replica's term. It exceeds the number of elections that
+/// a replica can miss, and is too small for any feasible number of calls to reach the last term.
 const TERM_LEAP_MAX: u64 = 1_000_000;
 
 /// Returns the greatest term to accept from a peer when `known` is the greatest one known.

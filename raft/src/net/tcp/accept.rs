@@ -140,7 +140,8 @@ pub(super) fn log_failure(refusals: &LogThrottle, peer: &str, why: &HandshakeErr
     }
 }
 
-/// Connects to the replica at `address`, which should be `id` if given, and runs the handshake.
+/// Connects to the replica at `address` and runs the handshake. If `id` is given, a certificate
+/// must name that replica.
 pub(super) async fn dial(
     address: &str,
     id: Option<u64>,
@@ -237,7 +238,8 @@ impl WireProtocol {
     }
 }
 
-/// Wraps `service` so that it rejects callers that have proven nothing.
+/// Wraps `service` so that it rejects the calls of senders that did not prove their identity as
+/// required ([`PeerSender::refusal`]).
 pub(super) fn for_proven(service: PeerService) -> PeerService {
     let refusals = Arc::new(LogThrottle::default());
     PeerService::new(service_fn(move |request: PeerRequest| {

@@ -55,7 +55,8 @@ impl PeerTls {
         }
     }
 
-    /// Runs the dialer's side of TLS on a stream. `id` is the intended replica.
+    /// Runs the dialer's side of TLS on a stream. `id` is the intended replica; `None` if only its
+    /// address is known.
     pub(super) async fn connect<S>(
         &self,
         stream: S,

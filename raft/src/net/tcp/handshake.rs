@@ -72,7 +72,8 @@ impl Secret {
     }
 }
 
-/// Data that a replica proves about itself and requires of its peers.
+/// Secret of a replica's cluster, with the cluster name and id that the replica announces in
+/// handshakes.
 #[derive(Debug, Clone)]
 pub struct PeerSecret {
     /// The cluster's secret.
