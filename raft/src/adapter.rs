@@ -5,13 +5,13 @@
 //! written while later entries are applied.
 //!
 //! A failed snapshot write (the disk is full) stops nothing, since the log still holds all entries;
-//! it is retried until it succeeds. Opening one is retried too, if descriptors are short.
+//! it is retried until it succeeds. Opening one is retried while file descriptors are short.
 //!
 //! A machine whose state is in doubt installs another replica's state
 //! ([`StateMachineAdapter::install_state`]) outside Raft, because its log was never in doubt. The
 //! machine is then ahead of what Raft has handed over, and skips the entries that it already has.
-//! It takes no snapshot until Raft has caught up: Raft would purge entries that it has yet to hand
-//! over.
+//! It takes no snapshot until Raft has caught up, because Raft would purge entries that it has not
+//! handed over yet.
 
 use std::io;
 use std::path::Path;
@@ -51,7 +51,8 @@ const WRITE_AGAIN_MAX: Duration = Duration::from_secs(30);
 const OPEN_AGAIN_FIRST: Duration = Duration::from_millis(50);
 const OPEN_AGAIN_MAX: Duration = Duration::from_secs(1);
 
-/// Adapter of a state machine and its position in the log to openraft. Clones share both.
+/// Adapter that presents a state machine and its position in the log to openraft. Clones share
+/// both.
 #[derive(Clone)]
 pub(crate) struct StateMachineAdapter(Arc<AdapterShared>);
 
@@ -230,7 +231,8 @@ impl StateMachineAdapter {
         write_file(file, &*machine, &position)
     }
 
-    /// Restores the machine from a file, unless `accept` rejects its last entry. Returns it.
+    /// Restores the machine from a file, unless `accept` rejects the last entry that the file
+    /// covers. Returns that entry.
     fn replace<E: From<StartError>>(
         &self,
         file: &SnapshotFile,
@@ -241,7 +243,7 @@ impl StateMachineAdapter {
         let removed = RemovedMembers::from_wire(std::mem::take(&mut head.removals));
         let meta = SnapshotMeta::try_from(head)
             .map_err(|error| damaged(&file.path, 0, error.to_string()))?;
-        // Hold until the position is updated: a snapshot may be frozen at any time.
+        // Hold the lock until the position is updated: a snapshot may be frozen at any time.
         let mut machine = self.machine();
         accept(&self.position(), meta.last_log_id)?;
         if let Err(error) = machine.restore(&mut reader) {
@@ -323,7 +325,7 @@ impl StateMachineAdapter {
         (machine.freeze(), position.clone())
     }
 
-    /// Runs `work` on snapshot files. Retries it while descriptors or space are short.
+    /// Runs `work` on snapshot files. Retries it while file descriptors or disk space are short.
     async fn retry_on_shortage<T: Send + 'static>(
         &self,
         work: impl Fn(&Self) -> Result<T, StartError> + Clone + Send + 'static,

@@ -20,7 +20,8 @@ impl Backoff {
         self.next
     }
 
-    /// Waits for the next pause, or until `stop` is cancelled, and doubles the one after it.
+    /// Sleeps for the next pause, or until `stop` is cancelled. The pause after it is twice as
+    /// long, up to the maximum.
     pub(crate) async fn pause(&mut self, stop: &CancellationToken) {
         stop.run_until_cancelled(tokio::time::sleep(self.next))
             .await;

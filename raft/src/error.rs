@@ -14,7 +14,8 @@ pub struct Committed {
 /// Reason why a proposal is not known to be committed.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ProposeError {
-    /// The proposal was refused before it entered any log. It is safe to propose again.
+    /// No leader took the proposal in time. The command entered no log, so it is safe to propose
+    /// it again. A read barrier also fails with this when its time limit expires.
     #[error("no leader is known")]
     NoLeader,
     /// The command may or may not be committed, now or later. The caller should propose the same
@@ -30,7 +31,7 @@ pub enum ProposeError {
     /// The command is larger than [`crate::COMMAND_BYTES_MAX`] and entered no log.
     #[error("command of {bytes} bytes is larger than {}", crate::COMMAND_BYTES_MAX)]
     TooLarge {
-        /// Length of the command.
+        /// Length of the command, in bytes.
         bytes: usize,
     },
 }
@@ -55,9 +56,9 @@ pub enum StartError {
     /// A file of the store is damaged.
     #[error("{path} is damaged at byte {offset}: {what}")]
     Damaged {
-        /// Path of the file, or the tree and key for the log inside sled.
+        /// Path of the damaged file or folder.
         path: String,
-        /// Offset in the file in bytes, or the index of a log entry.
+        /// Offset in the file in bytes, or the index of a log entry; 0 if unknown.
         offset: u64,
         /// Description of what was expected and what was found.
         what: String,

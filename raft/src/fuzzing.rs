@@ -1,5 +1,5 @@
-//! Fuzz targets for readers of foreign bytes: log records, peer messages and files. No target may
-//! panic, whatever the input. `chaos-tests` runs them.
+//! Fuzz targets for the decoders of untrusted bytes: log records, peer messages and files. No
+//! target may panic, whatever the input. `chaos-tests` runs them.
 
 use std::io::{Read, Write};
 use std::path::PathBuf;
@@ -289,7 +289,8 @@ fn again<M: Message + Default + PartialEq>(bytes: &[u8]) -> M {
     message
 }
 
-/// Checks that entries accepted from a leader are consecutive and end at most at its term.
+/// Checks that entries accepted from a leader are consecutive, and that the last one is of no later
+/// term than the leader's.
 fn followed(append: &proto::AppendRequest) {
     let vote: Vote = append.vote.unwrap_or_default().into();
     let previous = append.previous.map(LogId::from);

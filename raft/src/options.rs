@@ -18,8 +18,8 @@ pub struct ReplicaOptions {
     pub advertise: String,
     /// Name of the cluster. Replicas with different names refuse each other.
     pub cluster_name: String,
-    /// Arbitrary `key=value` facts (such as `admin`, `data`, `version`) that the replica announces
-    /// to peers and shows in [`crate::Status`].
+    /// Arbitrary `key=value` pairs (with keys such as `admin`, `data`, `version`) that the replica
+    /// announces to peers and shows in [`crate::Status`].
     pub labels: BTreeMap<String, String>,
     /// Way in which this replica finds or founds its cluster.
     pub formation: Formation,
@@ -60,7 +60,7 @@ pub enum Formation {
         /// Number of initial voters: more than half of the peers, so that two disjoint sets of
         /// founders cannot form two clusters.
         expect: usize,
-        /// First command of the cluster, proposed by the replica that initialises.
+        /// First command of the cluster. The leader proposes it before all others; empty for none.
         first_command: Vec<u8>,
     },
     /// Joins an existing cluster as a learner through any of the given members.

@@ -73,7 +73,7 @@ mod switch {
         MET.get()
     }
 
-    /// Whether this bug is planted on this thread.
+    /// Whether this bug is planted on this thread. If so, counts the call for [`met`].
     pub(crate) fn is(bug: Bug) -> bool {
         let is_planted = PLANTED.get() == Some(bug);
         if is_planted {

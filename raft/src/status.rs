@@ -35,12 +35,14 @@ pub struct Status {
     /// Reason why the replica stopped for good (storage fault or machine stopped); `None` while it
     /// runs.
     pub fault: Option<String>,
-    /// Reason why this replica is in no cluster yet, as far as it knows. It keeps trying.
+    /// Reason why this replica is in no cluster yet, if known; `None` for a member. The replica
+    /// keeps trying.
     pub unjoined: Option<String>,
     /// State of the peers: those in the config while this replica is in no cluster, the other
-    /// members while it is not in contact with a quorum.
+    /// members while it is not in contact with a quorum. Empty otherwise.
     pub peers: Vec<PeerFinding>,
-    /// Reason why the log currently cannot be written (disk full). Writing resumes by itself.
+    /// Reason why the log currently cannot be written (disk full); `None` if it can. Writing
+    /// resumes by itself.
     pub waiting: Option<String>,
     /// All members, including this one.
     pub members: BTreeMap<u8, Member>,
@@ -66,7 +68,7 @@ pub enum Role {
     Stopped,
 }
 
-/// Finding of a replica without a quorum about a peer's address.
+/// Result of contacting a peer's address, recorded while a replica has no cluster or no quorum.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PeerFinding {
     /// Host and port, or a name that is still to be resolved.
@@ -129,7 +131,7 @@ impl PeerState {
         }
     }
 
-    /// Whether a cluster can be formed although an address is in this state.
+    /// Whether an address in this state is no obstacle to forming a cluster.
     #[must_use]
     pub fn is_fine(self) -> bool {
         matches!(self, Self::Own | Self::Free | Self::Member)
@@ -141,7 +143,7 @@ impl PeerState {
 pub struct Member {
     /// Host and port of the member's peer listener.
     pub address: String,
-    /// `key=value` facts that the member announces about itself.
+    /// `key=value` pairs that the member announces about itself.
     pub labels: BTreeMap<String, String>,
     /// Whether the member counts toward the quorum.
     pub is_voter: bool,
@@ -149,7 +151,8 @@ pub struct Member {
     pub is_connected: bool,
     /// Whether the member's host refuses connections at its address, because the process is gone.
     pub is_refusing: bool,
-    /// Number of entries that the member is behind. Known only on the leader; see
-    /// [`Replica::peers_applied`](crate::Replica::peers_applied).
+    /// Number of entries by which the member's log is behind the leader's; `None` except on the
+    /// leader. On any replica, [`Replica::peers_applied`](crate::Replica::peers_applied) returns
+    /// what members have applied.
     pub lag: Option<u64>,
 }

@@ -25,7 +25,7 @@ pub(crate) type StoredMembership = openraft::StoredMembership<LeaderId, u64, Nod
 pub(crate) type SnapshotMeta = openraft::SnapshotMeta<LeaderId, u64, Node>;
 pub(crate) type Metrics = openraft::RaftMetrics<Config>;
 
-/// Bytes of a command.
+/// Bytes of a command. Formatting shows only their number.
 #[derive(Clone, PartialEq, Eq)]
 pub(crate) struct Command(pub(crate) Bytes);
 
@@ -50,7 +50,7 @@ pub(crate) struct Reply(pub(crate) Vec<u8>);
 pub(crate) struct Node {
     /// Host and port of the member's peer listener.
     pub(crate) address: String,
-    /// `key=value` facts that the member announces about itself.
+    /// `key=value` pairs that the member announces about itself.
     pub(crate) labels: BTreeMap<String, String>,
     /// Random id of the member's store. A replica that lost its store draws a new id, so that calls
     /// meant for the old store, which has promised votes and entries, never reach the new one.

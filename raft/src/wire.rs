@@ -35,7 +35,7 @@ pub(crate) fn shown_id(id: u128) -> String {
     format!("{id:032x}")
 }
 
-/// Formats a cluster id of which only the first half is known.
+/// Formats a cluster id of which only the first half is known; 0 if not even that.
 pub(crate) fn shown_first(first: u64) -> String {
     match first {
         0 => "not told".to_owned(),
