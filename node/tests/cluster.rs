@@ -70,7 +70,7 @@ use tokio::task::JoinHandle;
 
 /// Limit of every wait: a broken cluster fails the test after this time.
 const PATIENCE: Duration = Duration::from_secs(30);
-/// Longer than several blocks of 128 bytes, so that a prefix can match.
+/// System prompt of several blocks of 128 bytes, so that a prefix can match.
 const SYSTEM: &str = "You are the keeper of a lighthouse. Answer in one sentence, in plain words, \
     without naming the sea. If somebody asks for the weather, tell the time instead. If somebody \
     asks for the time, tell them that the lamp is lit, and that it has been lit all night long. \
@@ -440,7 +440,8 @@ async fn a_replica_without_quorum_serves_and_says_so() {
         answer["status"] == "degraded"
     };
     until("the replica says degraded", is_degraded).await;
-    // Old and new knowledge both count, although nothing can be committed.
+    // Blocks learnt before and after the loss of the quorum both match, although nothing can be
+    // committed.
     for user in ["ada", "bo", "bo"] {
         let headers = http.chat(&at[0], user, "What is the time?").await;
         assert_eq!(headers["x-quorate-replica"], "1");

@@ -6,7 +6,7 @@ use std::process::{Child, Command, Output, Stdio};
 
 use serde_json::Value;
 
-/// An engine process that is killed with the test.
+/// An engine process that is killed when dropped.
 struct Engine {
     process: Child,
     url: String,

@@ -29,7 +29,7 @@ const STATE_MAY_USE: &[&str] = &[
     "xxhash-rust",
 ];
 
-/// Generated from definitions, which tests compare them with.
+/// Generated files. Tests compare them with the definitions that they are generated from.
 const GENERATED: [&str; 2] = ["raft/proto/peer.rs", "api/proto/ext_proc.rs"];
 
 /// Our own crates: name, folder, and the other own crates that each may use. Only `node` may use
@@ -136,7 +136,7 @@ fn what_is_simulated_leaves_nothing_to_chance() {
     });
 }
 
-/// Modules that decide about requests and account for them, also under simulated time (I76).
+/// Modules of `api/src/routing` that get the time as an argument and may not read a clock (I76).
 const TOLD_THE_TIME: &[&str] = &[
     "decide",
     "explain",
@@ -157,7 +157,7 @@ fn routing_reads_no_clock() {
         let product = text.split("#[cfg(test)]").next().unwrap_or(text);
         let reads = product.matches(&clock).count();
         let at_most = match name {
-            // For an attempt dropped without an end.
+            // One reading, for an attempt that is dropped without an end.
             "attempt" => 1,
             name if TOLD_THE_TIME.contains(&name) && path.parent() == Some(folder) => 0,
             _ => return None,

@@ -5,7 +5,7 @@ use std::path::Path;
 use super::process::{Process, Replica, free, get, program, send};
 use super::{quorate, text};
 
-/// Creates a token. Returns its secret and its line.
+/// Creates a token. Returns its secret and its line for the tokens file.
 pub(super) fn token(name: &str, role: &str) -> (String, String) {
     let output = quorate(&["token", "create", "--role", role, name]);
     assert!(output.status.success(), "{}", text(&output.stderr));

@@ -58,7 +58,7 @@ fn a_replica_that_finds_no_cluster_names_each_peer_and_reason() {
     check_told(&replica, &found);
 }
 
-/// Command, probe and log report the same as the API.
+/// Checks that `quorate status`, `/readyz` and the log report what the API found.
 fn check_told(replica: &Replica, found: &[(String, &str); 7]) {
     let told = quorate(&["status", "--admin", &replica.admin.to_string()]);
     assert_eq!(told.status.code(), Some(1));
@@ -185,7 +185,7 @@ fn a_replica_whose_directory_is_lost_comes_back_under_its_id() {
     assert!(said, "{}", replicas[0].process.log());
 }
 
-/// Runs the program on a host of this name; `None`: the system does not let tests set host names.
+/// Runs the program with this host name; `None` if the system does not let tests set host names.
 fn on_host(name: &str, args: &[&str]) -> Option<Output> {
     let rename = "hostname \"$0\" && exec \"$@\"";
     let unshare = [

@@ -34,7 +34,7 @@ fn count(script: &str) -> usize {
     commands
 }
 
-/// Checks after the guide's commands: the guide's promises.
+/// Commands that run after those of the guide, and check what the guide promises.
 const CHECKS: &str = r#"
 echo; echo checks
 quorate user delete globex --token-file grafana.token || echo "viewer: $?"

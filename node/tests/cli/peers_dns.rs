@@ -80,7 +80,7 @@ impl Names {
         Ipv4Addr::new(127, self.net[0], self.net[1], host)
     }
 
-    /// Resolves the name to these hosts only.
+    /// Makes `peers.test.` resolve to these hosts only.
     fn lead(&mut self, hosts: &[u8]) {
         let key = RrKey::new(LowerName::from(name("peers.test.")), RecordType::A);
         self.runtime.block_on(async {
@@ -156,7 +156,7 @@ fn replicas_find_each_other_by_a_name_whose_addresses_change() {
         let at = |host: &u8| format!("{}:{}", names.address(*host), names.peer_port);
         hosts.iter().map(at).collect::<Vec<_>>()
     };
-    // Two of them, and an address without a replica.
+    // The name resolves to two of the replicas and to an address without one.
     names.lead(&[1, 2, 9]);
     let dir = || TempDir::new().unwrap();
     let one = names.replica(dir(), 1, 1);

@@ -146,7 +146,7 @@ impl Replica {
         Self::start_in(dir, id, peer, config, |command| command)
     }
 
-    /// The same in a given folder, with a modified command.
+    /// Starts a replica like [`Replica::start`], in a given folder and with a modified command.
     pub(super) fn start_in(
         dir: TempDir,
         id: u8,
@@ -206,7 +206,7 @@ impl Replica {
         get(self.admin, path).unwrap().json()
     }
 
-    /// Sends a chat for this model with additional headers.
+    /// Sends a chat completion request for this model with additional headers.
     pub(super) fn chat(&self, model: &str, headers: &str) -> Answer {
         let body = format!(
             r#"{{"model":"{model}","max_tokens":1,"messages":[{{"role":"user","content":"hi"}}]}}"#
@@ -246,7 +246,8 @@ pub(super) fn get(address: SocketAddr, path: &str) -> Option<Answer> {
     send(address, "GET", path, "", None)
 }
 
-/// Sends one request on its own connection; `None`: no response. `headers` are whole lines.
+/// Sends one request on its own connection. Returns `None` if there is no response. `headers`
+/// consists of complete lines, each with its line end.
 pub(super) fn send(
     address: SocketAddr,
     method: &str,

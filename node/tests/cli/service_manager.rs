@@ -11,7 +11,7 @@ use super::process::{Replica, free};
 /// Watchdog timeout, in microseconds.
 const WATCHDOG_US: u32 = 200_000;
 
-/// Starts a replica under a manager that this test plays.
+/// Starts a replica whose service manager is this test.
 fn start(dir: TempDir, name: &str) -> Replica {
     let [peer] = free();
     Replica::start_in(dir, 1, peer, "deadline = \"2s\"\n", |mut command| {

@@ -29,7 +29,8 @@ fn without_own(explained: &mut Value) {
 /// Lengths of the prompts sent to each replica. The emulated engine counts four bytes per token and
 /// rounds up, so the first replica sees fewer bytes per token than the others.
 const SENT_BYTES: [usize; 3] = [513, 1024, 2048];
-/// Long enough to expose a different estimate, and its tokens at four bytes each.
+/// Length of the explained prompt, which is long enough to expose a different estimate, and its
+/// number of tokens at four bytes each.
 const EXPLAINED_BYTES: usize = 9000;
 const TOKENS_UNLEARNT: usize = EXPLAINED_BYTES / 4;
 

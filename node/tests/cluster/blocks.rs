@@ -5,7 +5,7 @@ use lab::engine::{EventEncoding, EventsOptions, PublisherFaults};
 
 use super::*;
 
-/// Differs from the defaults of router and emulated engine.
+/// The engine's block size, in tokens. Differs from the defaults of router and emulated engine.
 const BLOCK_TOKENS: u32 = 64;
 
 /// Returns options of an engine that publishes its blocks.

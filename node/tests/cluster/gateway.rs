@@ -55,7 +55,7 @@ fn engine_of(answer: &GatewayAnswer) -> String {
         .to_owned()
 }
 
-/// Waits until nothing is in flight, and everything is known everywhere.
+/// Waits until no request is in flight and all replicas have applied all updates.
 async fn settle(http: &Http, at: &[Addresses]) {
     for gauge in ["proxy_in_flight_requests", "state_outbox_items"] {
         for at in at {
@@ -370,7 +370,7 @@ fn of(service: &str) -> HealthCheckRequest {
     }
 }
 
-/// Checks every service of a picker.
+/// Checks that every service of a picker has the status `expected`.
 async fn assert_says(at: &Addresses, expected: ServingStatus) {
     let mut client = health(at);
     for service in READINESS {

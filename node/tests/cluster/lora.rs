@@ -95,7 +95,7 @@ async fn beyond_the_threshold_another_engine_loads_the_adapter() {
     };
     // With two concurrent first requests, both could find no engine that has the adapter.
     ask(7).await;
-    // One runs, two wait: the maximum.
+    // One request runs and two wait, as many as the threshold allows.
     futures_util::future::join_all((0..3).map(ask)).await;
     assert_eq!(loads().sum::<u64>(), 1, "{:?}", loads().collect::<Vec<_>>());
     // One runs and three wait.

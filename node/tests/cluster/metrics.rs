@@ -23,7 +23,7 @@ A replica has at most 64 series for each backend, 64 for each model and 512 othe
 This page is generated from the metrics of a running replica; the [runbook](../guide/runbook.md) says which to alert on.
 ";
 
-/// Metrics that a replica has only in trouble, as on its page.
+/// Metrics that a replica exposes only in case of trouble, in the form of `/metrics`.
 const IN_TROUBLE: &str = "# HELP quorate_admin_refused_total Calls of the admin API refused for their token: none or a wrong one, too weak a role, or too many wrong ones before
 # TYPE quorate_admin_refused_total counter
 quorate_admin_refused_total{reason=\"token\"} 1
@@ -35,7 +35,7 @@ quorate_route_panic{model=\"m\"} 1
 /// Maximum number of series per backend, per model, and others, as in the introduction.
 const SERIES_MAX: [usize; 3] = [64, 64, 512];
 
-/// Size of the fleet in the introduction.
+/// Number of backends in the introduction of the page, and of models.
 const BACKENDS: usize = 512;
 const MODELS: usize = 50;
 

@@ -5,7 +5,7 @@ use api::recording::{Recording, read};
 use super::backups::done;
 use super::*;
 
-/// In every prompt, but in no recording.
+/// Word that is in every prompt and must be in no recording.
 const SECRET_WORD: &str = "xylophone";
 const USERS: [&str; 3] = ["ada-lovelace", "grace-hopper", "barbara-liskov"];
 
@@ -71,7 +71,7 @@ fn hit_rate([tokens, cached]: [u64; 2]) -> f64 {
     cached as f64 / tokens as f64
 }
 
-/// Waits until the last request has ended here, and returns the recording.
+/// Waits until all `requests` of a recording have ended. Returns its text and its content.
 async fn whole(http: &Http, at: &Addresses, path: &str, requests: usize) -> (String, Recording) {
     let url = format!("http://{}{path}", at.admin);
     let recorded = async || {

@@ -16,7 +16,7 @@ const ABSENT_AFTER: Duration = Duration::from_millis(500);
 /// An API server with one StatefulSet.
 struct ApiServer {
     url: String,
-    /// Wanted number of pods; 0: the server refuses.
+    /// Wanted number of pods; 0 makes the server refuse.
     replicas: Arc<AtomicUsize>,
     reads: Arc<AtomicUsize>,
     serving: JoinHandle<()>,
@@ -139,7 +139,7 @@ impl Pods {
         config
     }
 
-    /// Starts a pod at a free place, with its volume if it has one.
+    /// Starts a pod at free addresses, with its volume if it has one.
     async fn create(&mut self, id: u8) {
         let replica = Replica::run(self.config(id), sockets());
         let at = replica.addresses;
@@ -362,7 +362,7 @@ async fn pods_that_die_are_told_from_those_that_restart() {
     pods.api.scale_to(3);
     pods.have(&rest, &[]).await;
 
-    // Wanted again, with its old volume.
+    // The pod is wanted again, and starts with its old volume.
     pods.api.scale_to(4);
     pods.create(4).await;
     pods.have(&rest, &[4]).await;

@@ -91,7 +91,7 @@ impl Certs {
     }
 }
 
-/// Connects as `127.0.0.1`.
+/// Connects to `at`, and expects a certificate for `127.0.0.1`.
 async fn connect(at: SocketAddr, config: ClientConfig) -> std::io::Result<TlsStream<TcpStream>> {
     let name = ServerName::try_from("127.0.0.1").unwrap();
     let stream = TcpStream::connect(at).await.unwrap();

@@ -38,7 +38,8 @@ async fn guarded_on(
     replica
 }
 
-/// The same, with an admin listener that is also reachable at addresses outside its certificate.
+/// Starts a replica like [`guarded`], with an admin listener that is also reachable at addresses
+/// outside its certificate.
 async fn everywhere(dir: &TempDir, engines: &[EngineHandle], more: &str) -> Replica {
     let any = ListenConfig {
         admin: Parsed("0.0.0.0:0".parse().unwrap()),

@@ -51,7 +51,7 @@ async fn ask(gateway: &StandInGateway) -> anyhow::Result<GatewayAnswer> {
     gateway.send(&request).await
 }
 
-/// The same on a new connection; returns whether the gateway was admitted.
+/// Sends a completion through a new gateway. Returns whether the gateway was admitted.
 async fn is_let_in(at: Addresses, tls: GatewayTls) -> bool {
     match ask(&gateway(at, tls)).await {
         Ok(answer) => {

@@ -231,7 +231,7 @@ async fn asking(at: SocketAddr, tls: ClientConfig, stop: Arc<AtomicBool>) -> (us
     (asked, failed)
 }
 
-/// Security between replicas before certificates.
+/// Protection of connections between replicas before the move to certificates.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Before {
     Clear,
@@ -355,7 +355,7 @@ async fn a_cluster_moves_to_a_new_authority_under_load() {
     let stop = Arc::new(AtomicBool::new(false));
     let tls = || trusting(&[&old, &new]);
     let load = |at: &Addresses| tokio::spawn(asking(at.data, tls(), Arc::clone(&stop)));
-    // Clients would notice the restart of the second replica.
+    // None at the second replica, because clients would notice its restart.
     let load = [load(&at[0]), load(&at[0]), load(&at[2])];
 
     for host in &hosts {

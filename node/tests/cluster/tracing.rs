@@ -24,7 +24,7 @@ const CLIENTS_SPAN: &str = "00f067aa0ba902b7";
 struct EngineRules {
     /// The `traceparent` of each chat, with its engine.
     parents: Mutex<Vec<(usize, String)>>,
-    /// Number of next chats to reject.
+    /// Number of chats that are still to be rejected.
     refusals: AtomicUsize,
     /// Permits for chats to be answered.
     gate: Option<Semaphore>,

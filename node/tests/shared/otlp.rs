@@ -46,7 +46,7 @@ fn value(attributes: &[KeyValue], key: &str) -> String {
     }
 }
 
-/// Formats ids as headers do.
+/// Formats an id as in a `traceparent` header: in lower-case hex.
 pub(crate) fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
@@ -72,7 +72,7 @@ impl TraceService for Collector {
 }
 
 impl Collector {
-    /// Serves on loopback, with this certificate if there is one.
+    /// Serves on loopback, with TLS if a certificate is given. Returns the address.
     pub(crate) async fn serve(&self, identity: Option<Identity>) -> SocketAddr {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();

@@ -38,7 +38,7 @@ fn edges(modules: &Crate) -> Edges {
 }
 
 /// Returns the module that defines the target of `path`, which the module at `from` contains;
-/// `None`: another crate.
+/// `None` if that is in another crate.
 fn target(modules: &Crate, from: &[String], path: &[String], hops: usize) -> Option<ModulePath> {
     let first = path.first()?;
     let mut at = from.to_vec();

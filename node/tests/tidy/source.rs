@@ -9,14 +9,14 @@ use std::path::Path;
 /// Names from the crate's root to a module.
 pub(super) type ModulePath = Vec<String>;
 
-/// A module's part in the graph.
+/// A module: what it declares, imports and refers to.
 #[derive(Debug, Default)]
 pub(super) struct Module {
     /// Modules declared in it.
     pub(super) children: BTreeSet<String>,
     /// Paths that may refer to another module.
     pub(super) paths: Vec<Vec<String>>,
-    /// Imported names and what they stand for; the module may re-export them.
+    /// Imported names and the paths that they stand for; the module may re-export them.
     pub(super) imports: BTreeMap<String, Vec<String>>,
     /// Modules imported by glob.
     pub(super) globs: Vec<Vec<String>>,
@@ -122,7 +122,7 @@ impl Reader {
         within
     }
 
-    /// After a `#`: skips the attribute. Returns whether its item is not part of the product.
+    /// Skips the attribute after a `#`. Returns whether it excludes its item from the product.
     fn is_left_out(&mut self) -> bool {
         let from = self.next;
         if self.peek(0) != "[" {
@@ -169,7 +169,7 @@ impl Reader {
         }
     }
 
-    /// Inside brackets of any kind: skips to the closing one.
+    /// Skips to the end of the current brackets, of any kind.
     fn skip_to_close(&mut self) {
         let mut depth = 1;
         while depth > 0 {
