@@ -152,7 +152,7 @@ impl LogStore {
         Ok(found.iter().any(|entry| entry.log_id == id))
     }
 
-    /// Returns how long syncs have taken so far.
+    /// Returns the durations of the syncs so far.
     pub(crate) fn sync_times(&self) -> SyncTimes {
         self.writer.sync_times()
     }

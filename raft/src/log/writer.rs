@@ -131,7 +131,7 @@ impl LogWriter {
         })
     }
 
-    /// Returns how long syncs have taken so far.
+    /// Returns the durations of the syncs so far.
     pub(crate) fn sync_times(&self) -> SyncTimes {
         self.shared.syncs.times()
     }
