@@ -1,5 +1,6 @@
 //! Responses in vLLM's formats: chat and text completions, unary or as server-sent events, and
 //! errors.
+//!
 //! The formats match those of a vLLM 0.32 server. Streams are formatted by hand: a JSON tree per
 //! word would cost more than the model.
 
@@ -115,7 +116,7 @@ fn reason(finish: Finish) -> &'static str {
 
 /// Formats a response as server-sent events.
 pub(super) trait AnswerWriter {
-    /// Returns the events for everything between the last call and `latest`.
+    /// Returns the events for the progress since the previous call, up to `latest`.
     fn write(&mut self, latest: LatestProgress) -> Bytes;
 }
 
@@ -250,7 +251,7 @@ impl AnswerWriter for CompletionEvents {
     }
 }
 
-/// Returns an error in vLLM's format.
+/// Returns the body of an error response in vLLM's format. `param` names the field at fault.
 #[must_use]
 pub(super) fn error_body(status: u16, message: &str, param: Option<&str>) -> Value {
     let kind = match status {

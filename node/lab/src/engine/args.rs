@@ -1,4 +1,4 @@
-//! `quorate engine`: its flags, and running an engine until a signal.
+//! `quorate engine`: its flags, and its entry point, which runs an engine until a signal.
 
 use std::net::SocketAddr;
 use std::process::ExitCode;
@@ -23,7 +23,7 @@ pub struct EngineArgs {
     /// Name of the served model
     #[arg(long, value_name = "NAME", default_value = "emulated")]
     model: String,
-    /// KV cache blocks
+    /// Number of KV cache blocks, including vLLM's reserved null block
     #[arg(long, value_name = "N", default_value_t = 8192, value_parser = clap::value_parser!(u32).range(2..=1 << 24))]
     num_gpu_blocks: u32,
     /// Tokens (of four bytes) per block
@@ -35,7 +35,7 @@ pub struct EngineArgs {
     /// Data-parallel ranks behind the port, each with its own KV cache
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=64))]
     data_parallel_size: u16,
-    /// Milliseconds per decoded token of a single request; a batch of 64 takes twice as long
+    /// Fixed milliseconds of a decode step, to which each request that decodes adds 1/64
     #[arg(long, value_name = "MS", default_value_t = 20.0, value_parser = positive)]
     decode_ms: f64,
     /// Maximum number of running requests
@@ -44,7 +44,7 @@ pub struct EngineArgs {
     /// Maximum number of tokens computed per step
     #[arg(long, value_name = "N", default_value_t = 2048, value_parser = clap::value_parser!(u32).range(1..))]
     max_num_batched_tokens: u32,
-    /// Speed-up of the model's times
+    /// Factor by which the engine runs faster than its configured times and rates
     #[arg(long, value_name = "X", default_value_t = 1.0, value_parser = positive)]
     speed: f64,
     /// Seed of the generated words
@@ -80,11 +80,10 @@ pub struct EngineArgs {
         requires = "kv_transfer"
     )]
     kv_load_failure: LoadError,
-    /// Compute only prompts or only responses, and meet the other engine in a room, as SGLang's
-    /// engines do
+    /// Compute only prompts or only responses; engines are paired in bootstrap rooms, as in SGLang
     #[arg(long, value_name = "MODE", value_enum, conflicts_with = "kv_transfer")]
     disaggregation_mode: Option<RoomMode>,
-    /// Address at which a prefill engine lets others into its rooms
+    /// Bootstrap address at which a prefill engine accepts decode engines
     #[arg(
         long,
         value_name = "ADDR",
@@ -92,7 +91,7 @@ pub struct EngineArgs {
         requires = "disaggregation_mode"
     )]
     disaggregation_bootstrap: SocketAddr,
-    /// Lose every Nth transfer out of a room; 0: none
+    /// Lose every Nth transfer to a decode engine; 0: none
     #[arg(
         long,
         value_name = "N",
@@ -100,13 +99,13 @@ pub struct EngineArgs {
         requires = "disaggregation_mode"
     )]
     disaggregation_lost_every: u32,
-    /// Seconds after which a room that no engine joins is abandoned
+    /// Seconds that a request waits for the other engine before it fails
     #[arg(long, value_name = "SECONDS", default_value_t = 300.0, value_parser = positive, requires = "disaggregation_mode")]
     disaggregation_timeout_s: f64,
     /// Publish KV events at this endpoint, such as tcp://127.0.0.1:5557; each further rank at the next port
     #[arg(long, value_name = "ENDPOINT", value_parser = endpoint)]
     kv_events: Option<SocketAddr>,
-    /// Replay KV events at this endpoint
+    /// Serve replays of KV events at this endpoint; each further rank at the next port
     #[arg(long, value_name = "ENDPOINT", value_parser = endpoint, requires = "kv_events")]
     kv_replay: Option<SocketAddr>,
     /// Encoding of KV events
@@ -187,10 +186,10 @@ impl From<EngineArgs> for EngineOptions {
     }
 }
 
-/// Serves until SIGTERM or SIGINT. Prints the address once it is bound.
+/// Serves until SIGTERM or SIGINT. Prints the addresses once they are bound.
 ///
 /// # Errors
-/// If the address cannot be bound, or signals cannot be handled.
+/// If an address cannot be bound, or signals cannot be handled.
 pub async fn run(args: EngineArgs) -> anyhow::Result<ExitCode> {
     let listen = args.listen;
     let mut terminate = signal(SignalKind::terminate()).context("listen for SIGTERM")?;

@@ -60,7 +60,7 @@ struct ProgressSlot {
 pub(super) struct LatestProgress {
     /// Number of output tokens so far.
     pub output_tokens: u32,
-    /// Number of prompt tokens found in the cache; valid once there is an output token.
+    /// Number of prompt tokens found in the cache or fetched; 0 until the prompt is computed.
     pub cached_tokens: u32,
     /// How the request ended; `None` while it runs.
     pub finish: Option<Finish>,
@@ -214,7 +214,7 @@ impl DriverCore {
         }
     }
 
-    /// Applies an injected fault to an idle engine.
+    /// Applies the pending fault to the engine, which is idle.
     fn inject_fault(&self, inner: &mut DriverInner) {
         let fault = std::mem::replace(&mut inner.pending_fault, FaultKind::Nothing);
         inner.scheduler.reset_cache();

@@ -9,7 +9,8 @@ use state::command::BackendSpec;
 use super::events::{EventEncoding, PublisherFaults};
 use super::{EmulatedEngine, EngineHandle, EngineOptions, EventsOptions};
 
-/// First port that the emulated engines try.
+/// Port that the first emulated engine tries; each further one tries the next. An engine whose port
+/// is taken selects a free port.
 const FIRST_PORT: u16 = 9001;
 
 /// Engines to start or to use.

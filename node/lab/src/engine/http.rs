@@ -284,7 +284,7 @@ impl EngineServer {
         Ok(Json(answer).into_response())
     }
 
-    /// Fetches a prompt that another engine computed. Returns whether its blocks are here.
+    /// Fetches a prompt that another engine computed. Returns whether its blocks are available.
     async fn fetch(&self, params: &TransferParams, tokens: u32) -> Result<bool, RequestRejection> {
         let Some(connector) = &self.connector else {
             return Ok(false);
@@ -417,8 +417,8 @@ impl EngineServer {
         }
     }
 
-    /// Responds to `POST /debug/prefix`, which vLLM lacks, with the cached part of a possible
-    /// request.
+    /// Responds to `POST /debug/prefix`, which vLLM lacks, with the number of leading blocks of a
+    /// prompt that are cached, and the number of cached hashes.
     async fn prefix(
         State(surface): Shared,
         headers: HeaderMap,
@@ -487,7 +487,7 @@ impl EngineServer {
         Ok(Json(json!({ "prompt": detokenize(&tokens) })))
     }
 
-    /// Returns the LoRA adapter with the model name `model`; `None` for the base model.
+    /// Returns the LoRA adapter named `model`; `None` for the base model; 404 for other names.
     fn adapter_of(&self, model: &str) -> Result<Option<Arc<str>>, RequestRejection> {
         if model == self.model {
             return Ok(None);

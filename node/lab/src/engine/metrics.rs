@@ -1,4 +1,5 @@
-//! The page `/metrics` with vLLM's names: metrics that a router reads, and counters for tests.
+//! The page `/metrics` with the names of vLLM or SGLang: metrics that a router reads, and counters
+//! for tests.
 
 use std::fmt::Write as _;
 
@@ -10,7 +11,7 @@ use super::model::{EngineShape, EngineStats};
 pub(super) struct EngineMetricsPage<'a> {
     /// Served model name.
     pub model: &'a str,
-    /// Sizes of the engine, for `cache_config_info`.
+    /// Sizes of the engine, for the metrics about cache capacity.
     pub shape: EngineShape,
     /// Start of the engine, in Unix seconds.
     pub started_s: f64,
@@ -21,7 +22,7 @@ pub(super) struct EngineMetricsPage<'a> {
 }
 
 impl EngineMetricsPage<'_> {
-    /// Renders the page in Prometheus' text format.
+    /// Renders the page with vLLM's names, in Prometheus' text format.
     #[must_use]
     pub(super) fn render(&self) -> String {
         let mut out = String::with_capacity(4096);

@@ -113,7 +113,7 @@ impl Default for EngineOptions {
     }
 }
 
-/// Starter of emulated engines.
+/// Entry point to start emulated engines.
 #[derive(Debug, Clone, Copy)]
 pub struct EmulatedEngine;
 
@@ -135,7 +135,8 @@ impl EmulatedEngine {
     /// If the address of the API, of the KV events or of the rooms cannot be bound.
     ///
     /// # Panics
-    /// If a size in the shape is zero, or `speed` is not a positive number.
+    /// If a size in the shape is zero, there are fewer than two blocks, or `speed` is not a
+    /// positive number.
     pub fn start(options: EngineOptions) -> BoxFuture<'static, io::Result<EngineHandle>> {
         Self::start_here(options).boxed()
     }
@@ -214,14 +215,16 @@ impl EngineHandle {
         self.bootstrap
     }
 
-    /// Returns the first rank's KV event endpoint, as in a backend's `kv_events`.
+    /// Returns the first rank's KV event endpoint, as in a backend's `kv_events`; `None` if the
+    /// engine publishes no events.
     #[must_use]
     pub fn kv_events(&self) -> Option<String> {
         let publisher = self.ranks.publishers().next()?;
         Some(format!("tcp://{}", publisher.events_at()))
     }
 
-    /// Returns the first rank's endpoint for replays of KV events, as in a backend's `kv_replay`.
+    /// Returns the first rank's endpoint for replays of KV events, as in a backend's `kv_replay`;
+    /// `None` if there are no replays.
     #[must_use]
     pub fn kv_replay(&self) -> Option<String> {
         let replay = self.ranks.publishers().next()?.replay_at()?;
@@ -275,7 +278,7 @@ async fn accept(
             .expect("the semaphore is never closed");
         match listener.accept().await {
             Ok((socket, _)) => {
-                // Otherwise each word would wait for the acknowledgement of the previous one.
+                // Nagle's algorithm would delay each word until the previous one is acknowledged.
                 if let Err(error) = socket.set_nodelay(true) {
                     tracing::debug!(%error, "set nodelay");
                 }

@@ -39,7 +39,7 @@ pub struct EngineShape {
     pub max_num_batched_tokens: u32,
     /// Number of prompt tokens computed per second, over all requests.
     pub prefill_tokens_per_s: u32,
-    /// Duration of a decode step of a single request.
+    /// Fixed part of the duration of a decode step; each request that decodes adds 1/64 of it.
     pub decode: Duration,
 }
 
@@ -59,7 +59,7 @@ pub struct RequestProgress {
     pub id: RequestId,
     /// Number of output tokens so far.
     pub output_tokens: u32,
-    /// Number of prompt tokens found in the cache.
+    /// Number of prompt tokens found in the cache or fetched from another engine.
     pub cached_tokens: u32,
     /// How the request ended; set only in its last progress.
     pub finish: Option<Finish>,
@@ -120,7 +120,8 @@ struct ScheduledRequest {
     job: ComputeJob,
     held: HeldBlocks,
     computed: u32,
-    /// Number of prompt tokens found in the cache; `None` until the request is first admitted.
+    /// Number of prompt tokens found in the cache or fetched; `None` until the request is first
+    /// admitted.
     cached: Option<u32>,
 }
 
@@ -193,7 +194,7 @@ impl Scheduler {
             .saturating_mul(self.pool.block_tokens())
     }
 
-    /// Queues a request.
+    /// Queues a request and returns its id.
     ///
     /// # Panics
     /// If the request exceeds [`tokens_max`](Self::tokens_max); the HTTP API rejects those.
@@ -248,7 +249,7 @@ impl Scheduler {
         (!self.step.is_empty()).then(|| self.step_time())
     }
 
-    /// Ends the step. Returns the progress of the requests that have their prompt computed.
+    /// Ends the step. Returns the progress of those of its requests whose prompts are computed.
     pub fn finish_step(&mut self) -> Vec<RequestProgress> {
         let step = std::mem::take(&mut self.step);
         let mut progress = Vec::with_capacity(step.len());
@@ -303,8 +304,8 @@ impl Scheduler {
         std::mem::take(&mut self.contents)
     }
 
-    /// Resets the cache; the event comes with the next step. Returns `false` and does nothing while
-    /// a request holds a block.
+    /// Resets the cache; the next step records the event. Returns `false` and does nothing while a
+    /// request holds a block.
     pub fn reset_cache(&mut self) -> bool {
         self.pool.reset()
     }

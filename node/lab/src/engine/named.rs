@@ -11,7 +11,7 @@ use super::driver::LatestProgress;
 use super::model::Finish;
 use super::text::words;
 
-/// API dialects whose streams consist of named events.
+/// API dialect whose streams consist of named server-sent events.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum NamedDialect {
     /// The Responses API, `/v1/responses`.

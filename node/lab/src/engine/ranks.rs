@@ -88,7 +88,8 @@ impl Ranks {
     }
 }
 
-/// Returns the publisher options of rank `rank`: the given ports plus `rank`, or free ports.
+/// Returns the publisher options of rank `rank`: the given ports plus `rank`, except that port 0
+/// still selects a free port.
 pub(super) fn events_of(options: &EventsOptions, rank: u16) -> EventsOptions {
     let of_rank = |at: SocketAddr| match at.port() {
         0 => at,

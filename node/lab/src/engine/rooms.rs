@@ -1,10 +1,12 @@
-//! Disaggregated prefill and decode as in SGLang: engines that meet in rooms.
+//! Disaggregated prefill and decode as in SGLang: bootstrap rooms that pair the two engines of a
+//! request.
 //!
 //! Both engines get a request with the prefill engine's bootstrap address and a room number. The
-//! decode engine connects and names the room. The prefill engine then computes the prompt, waits as
-//! long as the transfer would take, reports completion, and responds to its own request. An engine
-//! that aborts closes the connection, which also ends the other engine's request. An engine that
-//! waits alone gives up after [`RoomOptions::patience`]. Only time is modelled.
+//! decode engine connects to that address and sends the number. The prefill engine then computes
+//! the prompt, waits as long as the transfer would take, reports completion, and responds to its
+//! own request. An engine that aborts closes the connection, which also ends the other engine's
+//! request. An engine that waits in vain gives up after [`RoomOptions::patience`]. No blocks are
+//! transferred: only time is modelled.
 
 use std::collections::HashMap;
 use std::io;
@@ -37,9 +39,9 @@ const DONE: &[u8] = b"ok\n";
 /// Stage that an engine computes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum RoomMode {
-    /// Prompts.
+    /// Compute only prompts.
     Prefill,
-    /// Responses.
+    /// Compute only responses.
     Decode,
 }
 
@@ -62,7 +64,8 @@ pub struct RoomOptions {
     pub bootstrap: SocketAddr,
     /// Durations and failures of transfers.
     pub transfer: TransferOptions,
-    /// Maximum time for which an engine waits for the other one.
+    /// Maximum time for which a prefill engine waits for the decode engine, and a decode engine for
+    /// the transferred prompt.
     pub patience: Duration,
 }
 
@@ -211,7 +214,8 @@ impl EngineRooms {
     /// Waits for the decode engine in the room, computes the prompt, and hands it over.
     ///
     /// # Errors
-    /// If the room is taken, no engine came, it left, or the transfer failed.
+    /// If the room is taken, there are too many rooms, no decode engine joins in time, it
+    /// disconnects, or the transfer fails.
     pub(super) async fn compute(
         &self,
         core: &Arc<DriverCore>,
@@ -253,7 +257,8 @@ impl EngineRooms {
     /// transferred.
     ///
     /// # Errors
-    /// If the prefill engine cannot be reached, fails, or takes longer than the patience.
+    /// If the prefill engine cannot be reached, fails, or takes longer than
+    /// [`RoomOptions::patience`].
     pub(super) async fn fetch(&self, room: &Room) -> Result<(), RequestRejection> {
         let fetched = async {
             let host = room.host.trim_start_matches('[').trim_end_matches(']');
@@ -301,7 +306,7 @@ async fn admit(listener: TcpListener, waiting: WaitingRooms, patience: Duration)
     while let Ok((peer, _)) = listener.accept().await {
         let waiting = Arc::clone(&waiting);
         comers.spawn(async move {
-            // Drop connections that name no room.
+            // Only a connection that waits in a room needs a timeout.
             let Ok(Ok(Some(number))) = timeout(patience, join(peer, &waiting)).await else {
                 return;
             };

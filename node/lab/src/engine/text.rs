@@ -5,8 +5,8 @@
 //! token, drawn from `(engine seed, prompt, position)`: equal prompts always get equal outputs.
 //!
 //! A sequence is the bytes of prompt and output. If the prompt's length is not a multiple of four,
-//! its last bytes count as a token. The words after it are not shifted, so a block is full when its
-//! *bytes* are there. The two counts differ by less than one token.
+//! its last bytes count as a whole token, but the output follows without padding. A block is full
+//! once it has all its *bytes*, so the bytes lag behind the token count by less than one token.
 
 use std::ops::Range;
 use std::sync::OnceLock;
@@ -55,13 +55,14 @@ pub struct BlockContent {
 }
 
 impl Sequence {
-    /// Creates a sequence from a prompt for the base model. Different salts share no blocks.
+    /// Creates a sequence from a prompt for the base model. Sequences with different salts share no
+    /// blocks. `seed` is the engine's.
     #[must_use]
     pub fn new(prompt: &[u8], salt: &str, block_tokens: u32, seed: u64) -> Self {
         Self::of_adapter(prompt, ("", salt), block_tokens, seed)
     }
 
-    /// Creates a sequence from a prompt for a LoRA adapter, which is empty for the base model.
+    /// Creates a sequence from a prompt for the LoRA adapter `adapter`; empty for the base model.
     #[must_use]
     pub fn of_adapter(
         prompt: &[u8],
@@ -210,8 +211,8 @@ pub fn words(output_seed: u64, from: u32, to: u32) -> String {
 }
 
 /// Returns a parsed prompt as the bytes of a sequence. Token ids become four little-endian bytes
-/// each. A chat gets the assistant's heading appended, as by chat templates, so that the output
-/// continues the prompt exactly as the next turn repeats it.
+/// each. The text of a chat gets the assistant's heading appended (the generation prompt of a chat
+/// template), so that the next turn repeats prompt and output byte for byte.
 #[must_use]
 pub fn sequence_bytes(prompt: Prompt, is_chat: bool) -> Vec<u8> {
     match prompt {

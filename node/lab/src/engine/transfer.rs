@@ -1,10 +1,11 @@
-//! A KV connector like vLLM's NIXL one: one engine computes prompts, another fetches them.
+//! A KV connector like vLLM's `NixlConnector`: one engine computes prompts, another fetches them.
 //!
-//! A request with `do_remote_decode` leaves an entry behind. Its response has the entry's address
-//! in `kv_transfer_params`. A request with these parameters, which set `do_remote_prefill`, takes
-//! the entry from that engine over HTTP, waits as long as the transfer would take, and then has its
-//! prompt computed. The transfer fails if the entry is gone or by injection; [`LoadError`] defines
-//! what happens then. No blocks are held for the other engine: only time is modelled.
+//! A request with `do_remote_decode` creates an entry for its prompt. Its response has the entry's
+//! address in `kv_transfer_params`. A request with these parameters, which set `do_remote_prefill`,
+//! takes the entry from that engine over HTTP, waits as long as the transfer would take, and then
+//! counts its prompt as computed. A transfer fails if the entry is gone or a fault is injected;
+//! [`LoadError`] defines what happens then. No blocks are held for the other engine: only time is
+//! modelled.
 
 use std::collections::VecDeque;
 use std::net::SocketAddr;

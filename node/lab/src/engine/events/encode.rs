@@ -6,7 +6,7 @@ use rmp::encode as pack;
 use crate::engine::cache::BlockEvent;
 use crate::engine::text::BlockContent;
 
-/// Encoding of events.
+/// Msgpack type that represents an event.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
 pub enum EventEncoding {
     /// Arrays, as in vLLM up to 0.27.

@@ -59,7 +59,8 @@ async fn accept(listener: &TcpListener) -> TcpStream {
     loop {
         match listener.accept().await {
             Ok((socket, _)) => {
-                // Otherwise each message would wait for the acknowledgement of the previous one.
+                // Nagle's algorithm would delay each message until the previous one is
+                // acknowledged.
                 if socket.set_nodelay(true).is_ok() {
                     return socket;
                 }
