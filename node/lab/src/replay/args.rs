@@ -38,16 +38,16 @@ pub struct ReplayArgs {
     /// Number of emulated engines of `--policies`
     #[arg(long, value_name = "N", default_value_t = 4, requires = "policies", value_parser = clap::value_parser!(u8).range(1..=64))]
     engines: u8,
-    /// Speed of these engines, relative to a small GPU
+    /// Speed of the emulated engines, relative to a small GPU
     #[arg(long, value_name = "X", default_value = "1", requires = "policies", value_parser = speed)]
     engine_speed: f64,
-    /// KV cache blocks of each of them [default: as `quorate engine`]
+    /// KV cache blocks of each emulated engine [default: as in `quorate engine`]
     #[arg(long, value_name = "N", requires = "policies", value_parser = clap::value_parser!(u32).range(16..))]
     engine_blocks: Option<u32>,
-    /// Override a config value of these replicas; may be repeated
+    /// Override a config value of the replicas of `--policies`; may be repeated
     #[arg(long = "set", value_name = "SECTION.KEY=VALUE", requires = "policies")]
     settings: Vec<String>,
-    /// Speed-up of the trace's timestamps
+    /// Factor by which the trace is replayed faster than it was recorded
     #[arg(long, value_name = "X", default_value = "1", value_parser = speed)]
     speed: f64,
     /// Scale lengths and block size by this factor, such as 1/16

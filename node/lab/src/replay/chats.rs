@@ -2,7 +2,7 @@
 //! that many of them share. The next turn of a chat waits for the previous response.
 //!
 //! Chats start at different turns and are replaced when they end. The load is thus stationary:
-//! measurements over some hundred requests are comparable with later ones.
+//! measurements over a few hundred requests are comparable with later ones.
 
 use std::collections::VecDeque;
 use std::fmt::Write as _;

@@ -54,7 +54,7 @@ pub struct ReplayRequest {
 pub struct ReplayAnswer {
     /// Generated text.
     pub text: String,
-    /// Time from sending the request to receiving the first text.
+    /// Time from sending the request to receiving the first text; `latency` if there is none.
     pub ttft: Duration,
     /// Time from sending the request to the end of the response.
     pub latency: Duration,
@@ -69,7 +69,8 @@ pub struct ReplayAnswer {
     /// Matched and total blocks, as the router predicted; `None` without a router, or if it does
     /// not report them.
     pub prefix: Option<(u64, u64)>,
-    /// Backend that the router chose; `None` without a routeror its report.
+    /// Backend that the router chose; `None` without a router, or if it does not
+    /// report it.
     pub backend: Option<String>,
 }
 
@@ -169,7 +170,7 @@ impl ReplayClient {
         Self::reaching(None, timeout)
     }
 
-    /// Creates a client for `targets` with their TLS config and keys, which time out after
+    /// Creates a client for `targets` with their TLS config and keys, whose requests time out after
     /// `timeout`.
     #[must_use]
     pub fn of(targets: &Targets, timeout: Duration) -> Self {
@@ -282,8 +283,8 @@ impl ReplayClient {
 }
 
 impl ReplayAnswer {
-    /// Parses a stream that was received as a whole by other means. Its first text counts as
-    /// received at its end.
+    /// Parses a stream that was received as a whole by other means. Sets both times of the result
+    /// to `latency`.
     ///
     /// # Errors
     /// If the status is not 200, or the body is not a complete stream of completion chunks.

@@ -1,4 +1,5 @@
-//! Load: sends recorded traces and synthetic chats to replicas or engines, and reports the results.
+//! Load generation: sends recorded traces and synthetic chats to replicas or engines, and reports
+//! the results.
 //!
 //! `quorate replay` sends a trace ([`trace`]). Dev mode and the tests use the same generator
 //! ([`load`]) with chats of several users ([`chats`]). The hit rate is the engines' own, from

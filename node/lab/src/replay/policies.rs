@@ -1,10 +1,10 @@
 //! `quorate replay --policies`: replays a trace with one policy after the other, each with three
 //! fresh replicas and fresh emulated engines in this process, and prints one table.
 //!
-//! Replicas and engines are those of `quorate dev`. The replicas come through a port
-//! ([`ClusterUnderTest`]), because this crate does not know the router. The comparison does not
-//! depend on the machine: engines only wait where a GPU would work, as long as the load generator
-//! keeps up (`late`).
+//! Replicas and engines are those of `quorate dev`. The trait [`ClusterUnderTest`] starts the
+//! replicas, because this crate does not depend on the crate that implements them. Engines only
+//! wait where a GPU would compute, so results do not depend on the machine as long as the load
+//! generator keeps up (`late_ms`).
 
 use std::process::ExitCode;
 use std::time::Duration;

@@ -42,7 +42,7 @@ pub struct PickedTarget {
     life: u64,
 }
 
-/// The URL that cannot be a target.
+/// Error about a URL that cannot be a target. The URL is empty if the list of targets is.
 #[derive(Debug, thiserror::Error)]
 #[error("expected a target like http://host:port, found {0:?}")]
 pub struct TargetError(String);

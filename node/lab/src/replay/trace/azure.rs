@@ -36,8 +36,8 @@ impl TraceFormat for Azure {
     }
 }
 
-/// Parses a timestamp as the time since the year 0 of the Gregorian calendar. Returns `None` if
-/// `text` has another form.
+/// Parses a timestamp as the time since 1 March of year 0 of the Gregorian calendar. Returns `None`
+/// if `text` has another form.
 fn instant(text: &str) -> Option<Duration> {
     let (date, time) = text.split_once(' ')?;
     let mut date = date.splitn(3, '-').map(|part| part.parse::<u64>().ok());
