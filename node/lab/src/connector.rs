@@ -91,7 +91,7 @@ impl Service<Uri> for ReplicaConnector {
     type Future = BoxFuture<'static, Result<ReplicaStream, AnyError>>;
 
     fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), AnyError>> {
-        // Each call waits for its own connector.
+        // Each call waits until its own clone of the connector is ready.
         Poll::Ready(Ok(()))
     }
 
@@ -151,7 +151,8 @@ fn told(host: &str, error: &io::Error) -> String {
     }
 }
 
-/// Describes why the listener aborted a handshake. In TLS 1.3, this shows only on the first read.
+/// Describes the TLS alert with which a listener refused this client. With TLS 1.3, the alert
+/// arrives only at the first read after the handshake.
 pub fn refused(alert: &str) -> String {
     format!("it refuses this client (--cert-file FILE or QUORATE_CERT_FILE): {alert}")
 }

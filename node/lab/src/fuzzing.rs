@@ -5,7 +5,10 @@ use std::time::Duration;
 
 use crate::replay::trace::{LengthScale, TraceOptions, parse};
 
-/// Parses `bytes` as a trace, unscaled and scaled. Requests that parse must be in order of time.
+/// Parses `bytes` as a trace, unscaled and scaled.
+///
+/// # Panics
+/// If parsed requests are not in order of time, or an error names a line that does not exist.
 pub fn trace(bytes: &[u8]) {
     let Ok(text) = std::str::from_utf8(bytes) else {
         return;

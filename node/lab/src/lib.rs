@@ -3,7 +3,7 @@
 //! [`engine`] emulates vLLM, [`replay`] generates load, [`simulate`] runs a cluster with its
 //! engines and clients in simulated time, [`gateway`] asks endpoint pickers as Envoy does. The
 //! `quorate` binary has a command for each of the first three. This crate uses the router's parts
-//! (`state`, `api`). It gets whole replicas through a port ([`replay::ClusterUnderTest`]).
+//! (`state`, `api`). It starts whole replicas through the trait [`replay::ClusterUnderTest`].
 
 pub mod connector;
 pub mod engine;

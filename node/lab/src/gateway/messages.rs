@@ -17,7 +17,7 @@ use prost_types::{ListValue, Struct, Value};
 /// Name of the header and of the metadata key with a request's destination.
 pub(super) const DESTINATION: &str = "x-gateway-destination-endpoint";
 
-/// Builds the message with the head of a request or response. `end`: no body follows.
+/// Builds the message with the head of a request or response. `end` means that no body follows.
 pub(super) fn head(pseudo: &[(&str, &str)], headers: &HeaderMap, end: bool) -> HttpHeaders {
     let told = |key: &str, value: &[u8]| ToldHeader {
         key: key.to_owned(),

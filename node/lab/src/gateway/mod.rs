@@ -1,5 +1,6 @@
-//! A stand-in for a gateway with endpoint pickers. It speaks external processing as Envoy does, for
-//! whole requests and responses, and sends requests to the engines that a picker chooses.
+//! A stand-in for a gateway with endpoint pickers. It passes requests and responses to a picker
+//! with Envoy's external processing protocol, and sends each request to the engine that the picker
+//! chooses.
 //!
 //! It is strict: a message that Envoy's state machine would reject is an error. The gateway asks
 //! pickers in turn, unless a request is pinned to one. If it loses a picker before anything went to
@@ -168,7 +169,8 @@ impl StandInGateway {
     /// Sends one request to the engine that a picker chooses, and returns the response.
     ///
     /// # Errors
-    /// If no picker can be reached, one breaks the protocol, or no endpoint can be reached.
+    /// If no picker can be reached, a picker breaks the protocol, or no chosen endpoint can be
+    /// reached.
     pub async fn send(&self, request: &GatewayRequest) -> anyhow::Result<GatewayAnswer> {
         let first = request
             .picker

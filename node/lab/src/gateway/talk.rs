@@ -1,4 +1,5 @@
-//! The stream with a picker for one request, following the rules of Envoy's filter.
+//! The stream with a picker for one request, following the rules of Envoy's external processing
+//! filter.
 
 use std::collections::VecDeque;
 use std::net::SocketAddr;
@@ -37,10 +38,10 @@ pub(super) struct PickerTalk {
     answers: BodySendMode,
     /// Whether the stream to the picker failed or ended.
     is_lost: bool,
-    /// One entry per chunk of the response's body that the picker has not returned yet, in chunked
-    /// modes: whether it is the last.
+    /// For each message with a part of the response's body that the picker has yet to answer,
+    /// whether it is the last. Unused in full-duplex mode, in which answers do not match messages.
     owed: VecDeque<bool>,
-    /// Buffered response body, in the mode that sends it as a whole.
+    /// Response body so far, in [`BodySendMode::Buffered`].
     whole: Vec<u8>,
     is_over: bool,
 }

@@ -16,11 +16,12 @@ pub use table::{Column, FittedTable, column, indented};
 /// Exit status of a command that a signal interrupted: 128 plus the number of SIGINT.
 pub const INTERRUPTED: u8 = 130;
 
-/// Writes a result to stdout. Escapes control characters, because names come from others and a
-/// terminal must not obey them.
+/// Writes a result to stdout. Escapes control characters, because names may come from untrusted
+/// sources and a terminal must not interpret them.
 ///
 /// # Errors
-/// If stdout cannot be written to, as after its reader has gone; `println!` would panic.
+/// If stdout cannot be written to, for example because its reader has closed the pipe. `println!`
+/// would panic then.
 pub fn print(result: impl Display) -> anyhow::Result<()> {
     let mut out = std::io::stdout().lock();
     writeln!(out, "{}", escaped_lines(&result.to_string()))?;

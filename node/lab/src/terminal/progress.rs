@@ -31,7 +31,8 @@ pub fn progress_bar(length: u64, style: &str) -> anyhow::Result<ProgressBar> {
     Ok(bar.with_style(ProgressStyle::with_template(&style)?))
 }
 
-/// A terminal that buffers the latest drawing until the next log line is due.
+/// A terminal that prints a drawing as a log line, or drops it if the previous line is less than
+/// [`LINE_INTERVAL`] old.
 #[derive(Debug)]
 struct ProgressLines<W> {
     state: Mutex<LinesState<W>>,
