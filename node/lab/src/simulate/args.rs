@@ -50,7 +50,7 @@ pub struct SimulateArgs {
     /// [default: cost; in the experiment `policies` all]
     #[arg(long, value_name = "P", value_delimiter = ',', value_parser = SimPolicy::parse)]
     policy: Vec<SimPolicy>,
-    /// Share of the rates of the experiment `policies`, in hundredths
+    /// Factor for the rates of the experiment `policies`, in percent
     #[arg(long, value_name = "N", default_value_t = 100, value_parser = clap::value_parser!(u32).range(1..=1000))]
     load_percent: u32,
     /// Orders of the admission queue to compare, one run each
@@ -90,11 +90,11 @@ pub struct SimulateArgs {
     /// `unlimited` [default: unlimited, or as recorded]
     #[arg(long, value_name = "N", value_delimiter = ',', value_parser = concurrency)]
     concurrency: Vec<Concurrency>,
-    /// Clients leave if their response is not complete by then: 3s, or 2s..10s. Waits are then
-    /// bounded as in production
+    /// Time after which clients leave if their response is not complete: 3s, or 2s..10s. Waits are
+    /// then bounded as in production
     #[arg(long, value_name = "TIME", value_parser = patience)]
     patience: Option<(Micros, Micros)>,
-    /// How often clients retry after a refusal or after leaving
+    /// Maximum number of retries of a client, after a rejection or after leaving
     #[arg(long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u32).range(0..=10))]
     retries: u32,
     /// Know output lengths in advance instead of predicting them
@@ -137,12 +137,12 @@ struct FleetSize {
     concurrency: Concurrency,
 }
 
-/// Runs the simulations and prints the results. `fetched` is the recording from
-/// [`SimulateArgs::urls`]. The exit code is 1 if a claim fails or the books do not balance, and 2
-/// if the arguments do not fit together.
+/// Runs the simulations and prints the results. `fetched` is the recording from the replicas at
+/// [`SimulateArgs::urls`]. The exit code is 1 if a claim fails or a run violates an invariant.
 ///
 /// # Errors
-/// [`SimulateArgsError`] if the arguments do not fit together, or if the page cannot be written.
+/// [`SimulateArgsError`] if the arguments conflict or an input cannot be read. Another error if the
+/// results cannot be written.
 pub fn run(args: &SimulateArgs, fetched: Option<Recording>) -> anyhow::Result<ExitCode> {
     if args.experiment == Some(Experiment::Scale) {
         terminal::print(scale::table())?;
@@ -173,7 +173,7 @@ pub fn run(args: &SimulateArgs, fetched: Option<Recording>) -> anyhow::Result<Ex
     })
 }
 
-/// Returns the command line, which results include for their readers.
+/// Returns the command line, which results include so that they can be reproduced.
 fn command_line() -> String {
     let arguments = std::env::args().skip(1);
     std::iter::once("quorate".to_owned())

@@ -28,7 +28,7 @@ impl SimClock {
     }
 }
 
-/// Converts a simulated time to replicated time, in Unix milliseconds.
+/// Converts a simulated time to wall-clock time, in Unix milliseconds.
 #[must_use]
 pub fn unix_ms(now: Micros) -> u64 {
     EPOCH_MS + now / 1000

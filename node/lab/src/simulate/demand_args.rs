@@ -1,4 +1,4 @@
-//! Flags of `quorate simulate` about what is asked for.
+//! Flags of `quorate simulate` for the workload.
 
 use std::time::Duration;
 
@@ -6,7 +6,7 @@ use super::events::Micros;
 use super::parse::{range, rate, span};
 use crate::replay::trace::LengthScale;
 
-/// The load.
+/// Parameters of the workload.
 #[derive(Debug, Clone, clap::Args)]
 #[command(next_help_heading = "Workload")]
 pub(super) struct DemandArgs {
@@ -31,7 +31,7 @@ pub(super) struct DemandArgs {
     /// Weights of users, repeated as needed: 1,2,3,4
     #[arg(long, value_name = "W", value_delimiter = ',', default_value = "1", value_parser = clap::value_parser!(u32).range(1..=1000))]
     pub(super) weights: Vec<u32>,
-    /// Rates of users in `fairness`, repeated as needed: 1,2,3,4
+    /// Relative rates of users in `fairness`, repeated as needed: 1,2,3,4
     #[arg(long, value_name = "R", value_delimiter = ',', default_value = "1,2,3,4", value_parser = clap::value_parser!(u32).range(1..=1000))]
     pub(super) rates: Vec<u32>,
     /// Requests that a user of rate 1 keeps open in `fairness`, enough to always wait
@@ -54,7 +54,7 @@ pub(super) struct DemandArgs {
     pub(super) prefix_tokens: Option<u32>,
 }
 
-/// Workloads that are generated.
+/// Generated workloads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub(super) enum WorkloadKind {
     /// Groups with a long shared prefix each

@@ -1,4 +1,4 @@
-//! Flags of `quorate simulate` for disaggregation, and for what counts as served well.
+//! Flags of `quorate simulate` for disaggregation, and for the latency goals of goodput.
 
 use std::time::Duration;
 
@@ -30,7 +30,10 @@ pub(super) struct ApartArgs {
 }
 
 impl ApartArgs {
-    /// Whether some of `backends` are left to answer.
+    /// Checks that at least one of `backends` engines is left to decode.
+    ///
+    /// # Errors
+    /// If a number of prefill engines leaves none.
     pub(super) fn check(&self, backends: u16) -> Result<(), SimulateArgsError> {
         if self.prefill.iter().all(|prefill| *prefill < backends) {
             return Ok(());
@@ -58,7 +61,7 @@ impl ApartArgs {
         }
     }
 
-    /// `plan` with each number of engines that compute prompts.
+    /// Returns a copy of `plan` for each number of prefill engines.
     pub(super) fn plans<'a>(&'a self, plan: &'a SimPlan) -> impl Iterator<Item = SimPlan> + 'a {
         self.prefill.iter().map(move |prefill| {
             let mut plan = plan.clone();

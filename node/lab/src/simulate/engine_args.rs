@@ -1,4 +1,4 @@
-//! Flags of `quorate simulate` about engines.
+//! Flags of `quorate simulate` for the engines.
 
 use std::time::Duration;
 
@@ -23,7 +23,7 @@ pub(super) struct SimEngineArgs {
     /// Prompt tokens computed per second
     #[arg(long, value_name = "N", default_value_t = 10_000, value_parser = clap::value_parser!(u32).range(1..=100_000_000))]
     prefill_rate: u32,
-    /// Time of a decode step for a single request
+    /// Fixed time of a decode step, to which each request that decodes adds 1/64
     #[arg(long, value_name = "TIME", default_value = "20ms", value_parser = humantime::parse_duration)]
     decode: Duration,
     /// Static batches of this many requests, which end together
@@ -32,7 +32,7 @@ pub(super) struct SimEngineArgs {
 }
 
 impl SimEngineArgs {
-    /// An engine, of the size of those recorded unless told otherwise.
+    /// Returns the model of the engines. Sizes that no flag sets are as recorded, or the defaults.
     pub(super) fn model(&self, recorded: Option<&RecordedDemand>) -> EngineModel {
         // One block is vLLM's null block.
         let capacity = recorded.and_then(|it| it.capacity_blocks);

@@ -42,7 +42,8 @@ impl Experiment {
     /// one of `sharing`.
     ///
     /// # Errors
-    /// If the duration is less than a second.
+    /// If the duration is less than a second, or the experiment is `policies`, which has
+    /// [`PolicyLoads`](super::loads::PolicyLoads), or `scale`, which has no cases.
     pub fn cases(
         self,
         seed: u64,

@@ -52,7 +52,7 @@ pub struct ReferenceCandidate {
     pub running: u32,
 }
 
-/// A router that follows a source, with the state that the source keeps.
+/// Router of a reference policy, with the state that the policy keeps.
 #[derive(Debug)]
 pub struct ReferenceRouter {
     policy: ReferencePolicy,

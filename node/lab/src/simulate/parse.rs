@@ -5,7 +5,7 @@ use state::admission::{Concurrency, Order};
 use super::events::Micros;
 use super::plan::micros;
 
-/// Delay with which news reach other replicas; `NewsLag(None)` if they never do.
+/// Delay until other replicas learn of a change; `NewsLag(None)` if they never do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct NewsLag(pub(super) Option<Micros>);
 

@@ -170,7 +170,7 @@ pub enum RestartScope {
 }
 
 impl BatchTimes {
-    /// Latency model with the seed's measured constants: 5.74 ms per token, a spread of 0.316.
+    /// Latency model with measured constants: 5.74 ms per token, a spread of 0.316.
     pub const CALIBRATED: Self = Self {
         batch_max: 8,
         base_us: 0,

@@ -10,8 +10,8 @@ use super::literal_policies::ReferencePolicy;
 pub struct SimPolicy {
     /// The policy as given on the command line.
     pub label: String,
-    /// Policy of the product. If `reference_policy` decides, `config` only controls when matches
-    /// renew blocks.
+    /// Policy of the product. If `reference_policy` decides, `config` only determines when a match
+    /// refreshes the age of the blocks that it finds.
     pub config: PolicyConfig,
     /// Policy of a paper or of another router that decides instead of `config`, if any.
     pub reference_policy: Option<ReferencePolicy>,

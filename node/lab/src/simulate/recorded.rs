@@ -195,7 +195,8 @@ fn output(request: &RecordedRequest) -> Option<u32> {
     (report.end == "finished").then_some(tokens.max(1))
 }
 
-/// Returns the median number of output tokens, which requests get that were not completed.
+/// Returns the median number of output tokens of completed requests, which the other requests get
+/// because theirs is unknown.
 fn usual_output(requests: &[&RecordedRequest]) -> u32 {
     let mut all: Vec<u32> = requests.iter().filter_map(|it| output(it)).collect();
     all.sort_unstable();

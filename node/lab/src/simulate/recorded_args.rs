@@ -1,4 +1,4 @@
-//! Flags of `quorate simulate` about what a cluster was asked.
+//! Flags of `quorate simulate` for recordings of a cluster's requests.
 
 use std::fs;
 use std::path::Path;
@@ -27,14 +27,18 @@ pub(super) struct RecordedArgs {
 }
 
 impl RecordedArgs {
-    /// The replicas that are to be asked; `None`: none are.
+    /// Returns the admin URLs of the replicas to query, separated by commas; `None` if the
+    /// recording is a file, or there is none.
     pub(super) fn urls(&self) -> Option<&str> {
         let source = self.from_decisions.as_deref()?;
         let is_url = source.starts_with("http://") || source.starts_with("https://");
         is_url.then_some(source)
     }
 
-    /// What was asked: of `fetched`, else of the file.
+    /// Returns the requests of `fetched` or, without it, of the file; `None` without a recording.
+    ///
+    /// # Errors
+    /// If the file cannot be read, or the recording has no requests for the model.
     pub(super) fn demand(
         &self,
         fetched: Option<Recording>,

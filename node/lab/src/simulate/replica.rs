@@ -423,7 +423,8 @@ impl SimReplica {
         }
     }
 
-    /// Returns the total charges of `user` divided by its weight, as applied here, in milli-tokens.
+    /// Returns the total charges of `user` divided by its weight, as applied here, in thousandths
+    /// of a priced token.
     #[must_use]
     pub fn charged_milli(&self, user: UserKey) -> u64 {
         self.view.user_figures(user).served_milli
@@ -556,7 +557,7 @@ pub fn empty_state() -> RouterState {
 /// Returns a replicated state that has applied `entries` from index 1 on.
 ///
 /// # Panics
-/// If an entry is rejected, because a simulation's first commands are validated before.
+/// If an entry is rejected.
 #[must_use]
 pub fn state_of(entries: &[Envelope]) -> RouterState {
     let mut state = empty_state();

@@ -66,7 +66,7 @@ pub struct RunReport {
     pub refusals: u64,
     /// Number of departures of clients, including those followed by a retry.
     pub departures: u64,
-    /// Number of tokens, computed or output, for clients who had left.
+    /// Number of prompt tokens computed and output tokens generated for clients who then left.
     pub wasted_tokens: u64,
     /// Number of requests cut off by a restart and sent again.
     pub resent: u64,
@@ -84,7 +84,7 @@ pub struct RunReport {
     pub predicted_hit_rate: f64,
     /// Hit rate of the pooled cache; `None` if engines have no prefix cache.
     pub ideal_hit_rate: Option<f64>,
-    /// Hit rate relative to that of the pooled cache.
+    /// Hit rate relative to that of the pooled cache; `None` without one that hits.
     pub share_of_ideal: Option<f64>,
     /// Time to first token, in milliseconds.
     pub ttft_ms: LatencySummary,
@@ -116,7 +116,7 @@ pub struct RunReport {
     /// `X` in the bound: largest service of a user that some replica did not know to be charged,
     /// plus the largest outstanding output of a user's dispatched requests.
     pub uncharged: u64,
-    /// Highest slack of the gate: `G` in the bound.
+    /// Highest slack of the gate, in priced tokens at weight 1: `G` in the bound.
     pub slack: u64,
     /// Final upper bounds of all output-length bins but the last.
     pub bin_edges: Vec<u32>,

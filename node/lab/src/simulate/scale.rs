@@ -9,7 +9,7 @@ use crate::terminal::{FittedTable, column};
 /// Fleet sizes to compute, in engines.
 const FLEETS: [u32; 7] = [16, 64, 256, 512, 1024, 2048, 4000];
 
-/// Number of cached blocks per engine. The next constants complete an engine's load and the group.
+/// Number of cached blocks per engine. The next two constants are the rest of an engine's load.
 const BLOCKS_PER_ENGINE: f64 = 250_000.0;
 const REQUESTS_PER_S: f64 = 5.0;
 const NEW_BLOCKS_PER_REQUEST: f64 = 64.0;
@@ -56,7 +56,8 @@ impl GroupCosts {
         self.requests_per_s * request
     }
 
-    /// Returns the number of cores that apply the log. One thread does, so 1 is the limit.
+    /// Returns the number of cores busy with applying the log. A single thread applies it, so the
+    /// limit is 1.
     fn apply_cores(&self) -> f64 {
         let request = NEW_BLOCKS_PER_REQUEST / BLOCKS_APPLIED_PER_S + 1.0 / LEASES_APPLIED_PER_S;
         self.requests_per_s * request

@@ -224,8 +224,8 @@ impl SimQueue {
         }
     }
 
-    /// Forms a batch of at most `requests` requests for an idle engine by algorithms 5 and 3.
-    /// Supports only static batching.
+    /// Forms a batch of at most `requests` requests for an idle engine, as production code does
+    /// ([`BinQueues::form`]). Supports only static batching.
     pub fn form_batch(&mut self, now: Micros, requests: u32) -> Vec<usize> {
         let QueueKind::Batches(bins) = &mut self.line else {
             return Vec::new();

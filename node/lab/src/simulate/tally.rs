@@ -27,7 +27,7 @@ pub struct SimTally {
     pub refusals: u64,
     /// Number of departures of clients at any try.
     pub departures: u64,
-    /// Number of tokens, computed or output, for clients who had left.
+    /// Number of prompt tokens computed and output tokens generated for clients who then left.
     pub wasted_tokens: u64,
     /// Number of requests cut off by a restart and sent again.
     pub resent: u64,
@@ -56,7 +56,8 @@ pub struct SimTally {
     /// Largest service of a user that some replica did not know to be charged, in thousandths of a
     /// priced token at weight 1.
     pub uncharged_milli: u64,
-    /// Largest outstanding output of a user's requests, in milli-tokens at weight 1.
+    /// Largest outstanding output of a user's requests, in thousandths of a priced token at weight
+    /// 1.
     pub promised_milli: u64,
     /// Number of ended requests per backend.
     pub by_backend: Vec<u64>,

@@ -32,8 +32,8 @@ pub struct Mix {
     pub shared_after_tokens: u32,
     /// Ranges of the length of a request's own text and of its number of output tokens.
     pub lengths: LengthRange,
-    /// Share of requests that go to the first group, in thousandths, beside its equal share of the
-    /// rest.
+    /// Share of requests that go to the first group, in thousandths, in addition to its equal share
+    /// of the rest.
     pub hot_permille: u32,
     /// Periodic bursts; `None` for a constant rate.
     pub burst: Option<Burst>,

@@ -1,6 +1,6 @@
 //! Cells: independent clusters, and the first hop that chooses one for each request.
 //!
-//! A *place* is the position of a replica. Places and engines are numbered across all cells. The
+//! A *place* is the index of a replica. Places and engines are numbered across all cells. The
 //! first hop knows a cell's last report and the requests it has sent there since. It chooses a cell
 //! by a policy of the product, as a router chooses a backend. Cells may charge users for service in
 //! other cells; they exchange nothing else.

@@ -5,7 +5,7 @@ use api::routing::AttemptEnd;
 use super::{Micros, RequestStage, SimEvent, SimWorld};
 use crate::simulate::replica::EngineUsage;
 
-/// Interval at which a replica checks its queue: the longest of production.
+/// Interval at which a replica checks its queue, in microseconds: the longest one in production.
 const LOOK_EVERY: Micros = 20_000;
 /// First pause before a retry, in microseconds. It doubles up to `BACK_OFF_MAX`, as in SDKs.
 const BACK_OFF: Micros = 500_000;
@@ -51,7 +51,7 @@ impl SimWorld<'_> {
                 let wasted = u64::from(asked.computed) + u64::from(asked.served_output);
                 self.tally.wasted_tokens += wasted;
                 if !asked.has_first_token {
-                    // Its user is charged for the prompt, so that counts as its service.
+                    // The user is charged for the prompt, so the prompt counts as service.
                     let service = &mut self.tally.service;
                     service.served(user, flight.uncached_tokens, 0);
                 }
@@ -87,7 +87,7 @@ impl SimWorld<'_> {
         if self.may_try_again(request) {
             let wait_ms = wait_ms.clamp(RETRY_AFTER_MS.0, RETRY_AFTER_MS.1);
             let jittered_ms = wait_ms + self.patience_rng.below(wait_ms / 2);
-            // The header has whole seconds.
+            // The header `retry-after` is in whole seconds.
             let after = jittered_ms.div_ceil(1000) * 1_000_000;
             self.events.plan(self.now + after, SimEvent::Again(request));
         } else {

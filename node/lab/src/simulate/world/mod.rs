@@ -106,9 +106,10 @@ struct RequestState {
     tries: u32,
     /// Ticket in the queue while the request waits.
     ticket: Ticket,
-    /// Number of prompt tokens computed in this try.
+    /// Number of prompt tokens that were computed for the first token; 0 before it.
     computed: u32,
-    /// Number of output tokens served in this try.
+    /// Number of output tokens that the client has received. A retry starts from 0; a resend after
+    /// a restart does not.
     served_output: u32,
 }
 
@@ -206,7 +207,8 @@ pub struct SimWorld<'a> {
     patience_rng: Rng,
     /// Entries with which every log starts.
     setup: Vec<Envelope>,
-    /// Next index of each log. Replicas that share a log use one entry; otherwise each has its own.
+    /// Next log index by place. Replicas that share a log use the entry of the first place in their
+    /// cell.
     next_index: Vec<u64>,
     /// Number of times each replica's log was lost.
     epochs: Vec<u32>,
@@ -216,6 +218,9 @@ pub struct SimWorld<'a> {
 
 impl<'a> SimWorld<'a> {
     /// Creates a cluster at the start of a run.
+    ///
+    /// # Panics
+    /// If the plan has a restart and more than one cell.
     #[must_use]
     pub fn new(plan: &'a SimPlan, workload: &'a SimWorkload) -> Self {
         let setup = setup(commands(plan, workload));
@@ -268,7 +273,8 @@ impl<'a> SimWorld<'a> {
         }
     }
 
-    /// Runs the simulation to its end. Passes the simulated time to `progress` now and then.
+    /// Runs the simulation to its end. Passes the simulated time to `progress` at intervals and
+    /// at the end.
     #[must_use]
     pub fn run(mut self, mut progress: impl FnMut(Micros)) -> SimOutcome {
         self.begin();

@@ -1,5 +1,5 @@
-//! A crash during the run: replicas lose their memory, and optionally their disks. Clients send the
-//! requests again that were cut off.
+//! A crash during the run: replicas lose their memory, and optionally their disks. Clients resend
+//! the requests that were cut off.
 
 use state::RouterState;
 
