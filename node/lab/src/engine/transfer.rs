@@ -42,7 +42,7 @@ pub struct TransferOptions {
     pub tokens_per_s: u32,
     /// Interval of injected failures: every `lost_every`-th transfer fails; none if 0.
     pub lost_every: u32,
-    /// Reaction to a failed transfer.
+    /// Reaction to a failed transfer. Ignored with rooms, where the request fails.
     pub on_failure: LoadError,
 }
 

@@ -198,7 +198,7 @@ impl Publisher {
     }
 
     fn lock(&self) -> MutexGuard<'_, PublisherInner> {
-        // The data is always consistent between two statements.
+        // No statement leaves the data inconsistent, so a poisoned lock is usable.
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
