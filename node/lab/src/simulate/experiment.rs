@@ -138,7 +138,7 @@ fn judge_fairness(runs: &[RunReport]) -> Vec<ExperimentResult> {
 fn returning_user(seed: u64, horizon: u64) -> ComparisonCases {
     let mut workload = backlogged(&[1]);
     workload.users[0].off = Some((horizon / 6, horizon / 2));
-    // Its waiting requests are served soon after it pauses, so that it becomes idle.
+    // A small backlog is served soon after the pause begins, so that the user becomes idle.
     workload.users[0].backlog = 32;
     let workload = Arc::new(workload);
     let case = |(order, label): (Order, &str)| ComparisonCase {

@@ -32,7 +32,7 @@ pub struct SimPlan {
     pub clients: ClientModel,
     /// Whether output lengths are known at arrival instead of predicted.
     pub oracle: bool,
-    /// Whether `cost` learns its constants from measurements.
+    /// Whether `cost` learns its prices from measurements.
     pub learn: bool,
     /// Number of tokens per block, in router and engines.
     pub block_tokens: u32,
@@ -163,9 +163,9 @@ pub struct RestartPlan {
 /// Which replicas restart.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum RestartScope {
-    /// All at once.
+    /// All replicas at once.
     All,
-    /// The first.
+    /// The first replica.
     One,
 }
 

@@ -70,7 +70,7 @@ pub struct RunReport {
     pub wasted_tokens: u64,
     /// Number of requests cut off by a restart and sent again.
     pub resent: u64,
-    /// Time from the first arrival to the end of the last request, in seconds.
+    /// Time from the start of the simulation to the end of the last completed request, in seconds.
     pub duration_s: f64,
     /// Time until which requests arrived, in seconds; throughput and fairness cover this period.
     pub horizon_s: f64,
@@ -84,28 +84,29 @@ pub struct RunReport {
     pub predicted_hit_rate: f64,
     /// Hit rate of the pooled cache; `None` if engines have no prefix cache.
     pub ideal_hit_rate: Option<f64>,
-    /// Hit rate relative to that of the pooled cache; `None` without one that hits.
+    /// Hit rate relative to that of the pooled cache; `None` if there is none or it never hits.
     pub share_of_ideal: Option<f64>,
-    /// Time to first token, in milliseconds.
+    /// Time from arrival, or from the last retry, to the first token, in milliseconds.
     pub ttft_ms: LatencySummary,
-    /// Time from arrival to the end of the response, in milliseconds.
+    /// Time from arrival, or from the last retry, to the end of the response, in milliseconds.
     pub latency_ms: LatencySummary,
     /// Mean time to first token minus its lower bound, in milliseconds; `None` without a bound.
     pub regret_ms: Option<f64>,
     /// Number of requests completed per second until the horizon.
     pub requests_per_s: f64,
-    /// Number of requests per second until the horizon that met the goals for the first token and
-    /// the time between tokens.
+    /// Number of completed requests that met the goals for the first token and the time between
+    /// tokens, divided by the horizon; includes requests that ended after it.
     pub goodput_per_s: f64,
     /// Mean time between a request's tokens, in milliseconds.
     pub gap_ms: LatencySummary,
     /// Number of computed prompt tokens and output tokens per second until the horizon.
     pub tokens_per_s: f64,
-    /// Mean difference in running requests between the busiest and the idlest backend, over time.
+    /// Mean difference in requests, running or waiting, between the busiest and the idlest backend,
+    /// over time.
     pub load_spread: f64,
     /// Number of requests of the busiest backend, relative to an even share.
     pub busiest_share: f64,
-    /// Number of requests that engines preempted.
+    /// Number of preemptions in engines.
     pub preemptions: u64,
     /// Largest service gap between two users, in priced tokens at weight 1; `None` if not measured.
     pub gap: Option<f64>,
@@ -114,7 +115,8 @@ pub struct RunReport {
     /// Price of the largest request: `U` in the bound.
     pub largest_request: u64,
     /// `X` in the bound: largest service of a user that some replica did not know to be charged,
-    /// plus the largest outstanding output of a user's dispatched requests.
+    /// plus the largest outstanding output of a user's dispatched requests, in priced tokens at
+    /// weight 1.
     pub uncharged: u64,
     /// Highest slack of the gate, in priced tokens at weight 1: `G` in the bound.
     pub slack: u64,

@@ -1,4 +1,4 @@
-//! Tests of small whole runs: they repeat, the books balance, and claims of the experiments hold
+//! Tests of small whole runs: they repeat, charges match usage, and claims of the experiments hold
 //! where that is cheap to check.
 
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use super::workload::{LengthRange, Mix, SimUser, SimWorkload};
 
 pub(super) const SECOND: u64 = 1_000_000;
 
-/// Returns short prompts in many groups, on engines that hold some of them.
+/// Returns a mix of short prompts in many groups, of which an engine of [`small`] holds only some.
 pub(super) fn mix() -> Mix {
     Mix {
         rate: 40.0,
@@ -181,7 +181,7 @@ fn a_restart_loses_no_request_and_no_knowledge_unless_wiped() {
     }
 }
 
-/// Returns users who always have requests waiting, on an engine with few slots.
+/// Returns four users who always have requests waiting, each pinned to a replica if `pinned`.
 fn backlogged(pinned: bool) -> SimWorkload {
     let user = |number: u32| SimUser {
         backlog: 24 * number,
@@ -335,7 +335,7 @@ fn ten_times_the_load_costs_no_goodput_and_is_over_when_it_is_over() {
     assert_eq!(comparison.verdicts.len(), 9);
 }
 
-/// Returns a mix of long prompts with long outputs on four engines.
+/// Returns a load of long prompts without shared prefixes and with long outputs.
 fn long_answers() -> SimWorkload {
     Mix {
         rate: 3.0,

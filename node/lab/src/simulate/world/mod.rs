@@ -164,7 +164,7 @@ pub struct SimOutcome {
     pub tally: SimTally,
     /// Number of handled events.
     pub events: u64,
-    /// Number of requests that engines preempted.
+    /// Number of preemptions in engines.
     pub preemptions: u64,
     /// Largest service of a user that some replica did not know to be charged, plus the largest
     /// outstanding output of a user's dispatched requests, in priced tokens at weight 1.
