@@ -1,5 +1,5 @@
-//! Attacks on three replicas with TLS and API keys, and without TLS those to which it makes a
-//! difference: a bounded run of the program `abuse`.
+//! A bounded run of the program `abuse`: all attacks on three replicas with TLS and API keys, and
+//! the attacks in `IN_THE_CLEAR` also without.
 
 use anyhow::ensure;
 use chaos_tests::abuse::{self, AbuseOptions, AttackKind};

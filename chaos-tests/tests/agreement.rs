@@ -4,7 +4,7 @@ use anyhow::ensure;
 use chaos_tests::processes::access::is_secure_by_default;
 use chaos_tests::processes::agreement;
 
-/// About twenty requests per policy.
+/// Number of requests: about twenty per policy.
 const REQUESTS: u64 = 300;
 
 #[tokio::test(flavor = "multi_thread")]

@@ -26,7 +26,7 @@ const MEASURED: u64 = 300;
 
 const ENGINES: &[&str] = &["--max-num-seqs", "2", "--decode-ms", "10"];
 
-/// Both users always wait, even on a busy machine, and neither is refused.
+/// Config with which both users always wait, even on a busy machine, and neither is rejected.
 const VTC: &str = r#"
 [admission]
 concurrency = 2
@@ -66,7 +66,7 @@ impl Got {
 /// One user's load on one replica, with `under_way` concurrent requests until `is_over`.
 struct Load {
     targets: Arc<Targets>,
-    /// Asks the replica where to send requests; `None` sends them through the replica.
+    /// Gateway that asks the replica's picker for engines; `None` to send requests to the replica.
     gateway: Option<Arc<StandInGateway>>,
     replica: usize,
     user: &'static str,
@@ -110,7 +110,7 @@ impl Load {
         }
     }
 
-    /// Sends through a gateway, which does not measure the time to first token.
+    /// Sends a request through a gateway, and counts its total time as time to first token.
     async fn count_picked(&self, gateway: &StandInGateway, body: &str) {
         let body = serde_json::from_str(body).expect("a request is JSON");
         let request = GatewayRequest::post(PATH, self.user, &body);
@@ -152,7 +152,7 @@ impl Load {
 /// Path of the requests.
 const PATH: &str = "/v1/chat/completions";
 
-/// The greedy and the modest user, each at a different replica.
+/// Running loads of the greedy and the modest user.
 struct Contest {
     greedy: Arc<Got>,
     modest: Arc<Got>,

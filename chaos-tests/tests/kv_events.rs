@@ -26,10 +26,10 @@ const TURNS: usize = 6;
 const REQUESTS: u64 = 150;
 /// Number of concurrent requests.
 const IN_FLIGHT: usize = 3;
-/// Tokens of an engine's block.
+/// Number of tokens per block of an engine.
 const BLOCK: u64 = 32;
-/// Minimum blocks that an engine with a capacity of 320 holds once it has evicted: some hold
-/// nothing that can be found, and some hold the same.
+/// Minimum number of distinct block hashes in the cache of an engine with 320 blocks, once it has
+/// evicted. The other blocks have no hash, or the same as another.
 const ENGINE_BLOCKS_FULL: u64 = 240;
 /// Longest wait for a response.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
@@ -70,7 +70,7 @@ struct Load<'a> {
     /// Data URLs of the replicas; `None` while one is down.
     replicas: RefCell<Vec<Option<String>>>,
     chats: RefCell<Vec<Vec<Value>>>,
-    /// Whether a chat has a request under way.
+    /// Whether each chat has a request in flight.
     busy: RefCell<Vec<bool>>,
     random: RefCell<SmallRng>,
     ended: Cell<u64>,

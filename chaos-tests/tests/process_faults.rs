@@ -16,7 +16,7 @@ use tokio::io::AsyncWriteExt as _;
 use tokio::net::TcpStream;
 use tokio::task::JoinSet;
 
-/// Faults in this order: those that renumber replicas come last.
+/// Faults to inject, in order: those that renumber replicas come last.
 const KINDS: &[FaultKind] = &[
     FaultKind::PauseLeader,
     FaultKind::TransferLeader,
@@ -91,7 +91,7 @@ async fn crowd(cluster: &ProcessCluster, number: usize) -> anyhow::Result<JoinSe
             let stream = TcpStream::connect(address).await?;
             let (access, request) = (access.clone(), request.clone());
             open.spawn(async move {
-                // The replica may not accept the handshake, or not read.
+                // The replica may reject the handshake, or not read the request.
                 if address == data
                     && let Ok(mut stream) = access.secure(stream, address).await
                     && stream.write_all(request.as_bytes()).await.is_ok()
@@ -107,7 +107,7 @@ async fn crowd(cluster: &ProcessCluster, number: usize) -> anyhow::Result<JoinSe
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_crowd_without_descriptors_to_hold_it_leaves_every_replica_ready() -> anyhow::Result<()> {
-    // This process's own limit is not under test.
+    // This process holds the other ends of all connections.
     node::descriptors::raise();
     let options = ClusterOptions {
         descriptors: Some(DESCRIPTORS),
@@ -118,7 +118,7 @@ async fn a_crowd_without_descriptors_to_hold_it_leaves_every_replica_ready() -> 
     for number in cluster.up() {
         crowds.push(crowd(&cluster, number).await?);
     }
-    // Votes move the mark in the middle of the log.
+    // An election writes `log.mark`, which must work without a free descriptor.
     until("leadership moves", async || {
         let path = "/admin/v1/cluster/transfer-leader";
         let told = cluster.send(0, Method::POST, path, Some(&json!({}))).await;

@@ -88,7 +88,7 @@ async fn after(ended: &Cell<u64>, more: u64) -> anyhow::Result<()> {
     .await
 }
 
-/// Two replicas carry the load while the leader is down, and three once it is back.
+/// Kills and restarts the leader under load, which the other two replicas serve meanwhile.
 async fn kill_the_leader_under_load(
     cluster: &mut ProcessCluster,
     chats: &mut Chats,
