@@ -1,4 +1,4 @@
-"""Loads of a race, from wrk and h2load."""
+"""Load generators of a race: wrk and h2load."""
 
 import collections
 import itertools
@@ -9,14 +9,14 @@ import sys
 
 
 SIZES = {"1 KB": 1024, "32 KB": 32 * 1024}
-# Bytes at the end of a prompt that differ from request to request.
+# Number of bytes at the end of a prompt that differ between requests.
 DIFFERENT = 64
 FIRST = itertools.count(1)
 
-# Requests answered, their median latency in microseconds (of h2load: their mean).
+# Number of answered requests, and their median latency in microseconds (h2load: the mean).
 Load = collections.namedtuple("Load", "requests p50")
 
-# Each prompt ends in a number of its own.
+# Script for wrk. Each prompt ends in a unique number.
 WRK = """
 local shared = string.rep("All prompts of this race begin alike. ", {repeats}):sub(1, {shared})
 local head = '{{"model":"m","max_tokens":{tokens},{stream}"messages":[{{"role":"user","content":"' .. shared
@@ -30,7 +30,8 @@ end
 
 
 def wrk(stage, subject, size, connections, seconds, events=None):
-    """Loads a subject over HTTP/1.1, with streams of so many events if told."""
+    """Loads a subject over HTTP/1.1. If `events` is set, requests are for streams of that many
+    events."""
     shared = size - DIFFERENT
     script = stage.folder / "load.lua"
     script.write_text(
@@ -55,7 +56,8 @@ def wrk(stage, subject, size, connections, seconds, events=None):
 
 
 def h2load(stage, subject, size, connections, streams, seconds):
-    """Loads a subject over HTTP/2 without TLS. All prompts are alike: h2load has one body."""
+    """Loads a subject over HTTP/2 without TLS. All prompts are equal, because h2load sends one
+    body."""
     body = stage.folder / f"body-{size}.json"
     prompt = ("All prompts of this race are alike. " * (size // 36 + 1))[:size]
     message = {"role": "user", "content": prompt}

@@ -12,12 +12,12 @@ from programs import Stage, free_ports, get
 from races import table
 from subjects import listens, start_replicas, wait_for
 
-# The synthetic trace, in the form of Mooncake's: conversations that grow by a few blocks a turn.
+# A synthetic trace in the format of Mooncake's: conversations that grow by a few blocks per turn.
 BLOCK_TOKENS, SCALE = 512, 16
 SHARED_BLOCKS, OWN_BLOCKS = 4, 6
 TURNS_MAX, TURN_BLOCKS = 8, 3
 BETWEEN_TURNS_MS = 6000
-# Of tokens and blocks of the engines, so that nothing is evicted.
+# Cache capacity of an engine in blocks, so large that nothing is evicted.
 CACHE_BLOCKS = 262_144
 RATES = (5, 50, 200)
 
@@ -25,7 +25,7 @@ Counts = collections.namedtuple("Counts", "entries blocks syncs wire disk cpu_us
 
 
 def write_trace(file, rate, seconds):
-    """Conversations that send `rate` requests a second together."""
+    """Writes a trace of conversations that together send `rate` requests per second."""
     draw = random.Random(rate)
     blocks = iter(range(SHARED_BLOCKS, 1 << 40))
     requests = []
@@ -49,7 +49,7 @@ def write_trace(file, rate, seconds):
 
 
 def start_emulated(stage, count=2):
-    """Engines that cache blocks. Returns their ports."""
+    """Starts engines that cache blocks. Returns their ports."""
     ports = free_ports(count)
     for port in ports:
         words = [stage.args.quorate, "engine", "--listen", f"127.0.0.1:{port}"]
@@ -66,8 +66,8 @@ def metric(replica, name):
 
 
 def sent_to_peers(replica, peers):
-    """Bytes of TCP that a replica has sent over its present connections to the others, both ways
-    round."""
+    """Returns the number of bytes that a replica has sent over its current TCP connections to
+    peers, whichever side opened them."""
     command = ["ss", "-tinHpO", "state", "established"]
     lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
     sent = 0
@@ -97,7 +97,8 @@ def count(cluster, leader):
 
 
 def during(cluster, act):
-    """What the leader counted while `act` ran, what it returned, and the seconds that took."""
+    """Calls `act`. Returns the increase of the counts meanwhile, the result, and the duration in
+    seconds."""
     leader = next(replica for replica in cluster if replica.role() == "leader")
     before, began = count(cluster, leader), time.monotonic()
     told = act()
@@ -110,13 +111,12 @@ def replay(stage, cluster, trace):
     command += ["--scale", f"1/{SCALE}", "--users", "27", "--json", "--target"]
     command += [",".join(replica.url() for replica in cluster)]
     told = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    time.sleep(1)  # What is left goes to the log.
+    time.sleep(1)  # Until the rest of the outbox is in the log.
     return told
 
 
 def log(args):
-    """What requests add to the log: entries, syncs, bytes on the wire and on disk; and what rest
-    costs."""
+    """Entries, syncs, and bytes on the wire and on disk per request; and the cost at rest."""
     with Stage(args) as stage:
         cluster = start_replicas(stage, start_emulated(stage), 3)
         time.sleep(5)

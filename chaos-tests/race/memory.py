@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""What a replica holds in memory, by what it holds it for: resident bytes per idle client connection,
-open stream, waiting request, user and backend.
+"""Measures the memory of a replica: resident bytes per idle client connection, open stream, waiting
+request, user and backend.
 
-One replica with the default config except for limits and places, engines that are a few lines of
-Python, prompts of 1 KB. Each row has a replica of its own, which has answered 12,000 requests before
-it is first looked at, so that what is kept of the last requests is full. Needs two cores.
+The replica has the default config except for limits and places, the engines are in Python, and
+prompts have 1 KB. Each row uses a new replica, which answers 12,000 requests before the first
+measurement, to fill what it keeps about recent requests. Needs two cores.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from subjects import BACKEND, QUORATE, wait_for_leader
 WARM_REQUESTS = 12_000
 CONNECTIONS = 16
 PROMPT = "All prompts of this measurement begin alike. " * 22
-# What would refuse so many, or keep them from starting.
+# Limits that admit all connections and requests of a row.
 ROOM = """
 [limits]
 max_connections = 32768
@@ -42,7 +42,7 @@ codel_target = "1day"
 
 
 class Engine:
-    """Answers at once, except that a stream gets one event and then waits."""
+    """An engine that responds immediately. A stream gets one event and then stays open."""
 
     async def serve(self, reader, writer):
         try:
@@ -108,7 +108,7 @@ class Client:
 
 
 async def ask_all(port, count, user=lambda number: None):
-    """Has so many requests answered over a few connections."""
+    """Sends `count` requests over a few connections, and waits for the responses."""
     clients = [await Client(port).open() for _ in range(CONNECTIONS)]
 
     async def some(at):
@@ -221,7 +221,7 @@ async def measure(args, name, hold, count, more):
         )
         try:
             await ask_all(replica.port, WARM_REQUESTS)
-            # A flush, and what the allocator gives back.
+            # Waits for a flush, and for the allocator to return memory.
             await asyncio.sleep(2)
             before = replica.resident()
             held = await hold(replica, count)

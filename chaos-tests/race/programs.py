@@ -1,4 +1,4 @@
-"""Programs of a race: each on a core of its own, ended with the race, and how much CPU it took."""
+"""Processes of a race, which are pinned to cores and end with the race, and their CPU time."""
 
 import collections
 import contextlib
@@ -14,7 +14,7 @@ import urllib.request
 
 SUBJECT_CORE, LOAD_CORE = "0", "1"
 TICK_US = 1_000_000 / os.sysconf("SC_CLK_TCK")
-# Certificates of a race are signed by nobody.
+# The certificates of a race are self-signed.
 ANY_CERTIFICATE = ssl.create_default_context()
 ANY_CERTIFICATE.check_hostname = False
 ANY_CERTIFICATE.verify_mode = ssl.CERT_NONE
@@ -27,7 +27,7 @@ def skip(what, why):
 
 
 def free_ports(count):
-    """Ports that nobody has."""
+    """Returns free ports of the loopback interface."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for one in sockets:
@@ -42,13 +42,13 @@ def get(port, path, scheme="http"):
 
 
 def cpu_in(stat):
-    """CPU that a `stat` file of a process or thread tells, in microseconds."""
+    """Returns the CPU time in the text of a process's or thread's `stat` file, in microseconds."""
     fields = stat.rsplit(")", 1)[1].split()
     return Cpu(int(fields[11]) * TICK_US, int(fields[12]) * TICK_US)
 
 
 class Process:
-    """A program on a core, ended with the race."""
+    """A process pinned to a core, with its children."""
 
     def __init__(self, folder, name, core, command):
         self.log = open(folder / f"{name}.log", "ab")
@@ -58,7 +58,7 @@ class Process:
         )
 
     def members(self):
-        """Directories in /proc of the process and its children."""
+        """Yields the directories of the process and its children in /proc."""
         for stat in pathlib.Path("/proc").glob("[0-9]*/stat"):
             with contextlib.suppress(OSError, IndexError):
                 session = stat.read_text().rsplit(")", 1)[1].split()[3]
@@ -66,7 +66,7 @@ class Process:
                     yield stat.parent
 
     def cpu(self):
-        """CPU of the process and its children so far."""
+        """Returns the CPU time of the process and its children so far."""
         user = kernel = 0
         for member in self.members():
             with contextlib.suppress(OSError, IndexError):
@@ -78,8 +78,8 @@ class Process:
         return sum(self.cpu())
 
     def threads(self):
-        """CPU of each thread so far in microseconds, by its number: its name and its CPU. It is finer
-        than ticks, which round each thread's."""
+        """Returns each thread's name and CPU time so far in microseconds, by thread id. The
+        resolution is finer than that of clock ticks."""
         threads = {}
         for task in pathlib.Path(f"/proc/{self.child.pid}/task").iterdir():
             with contextlib.suppress(OSError):
@@ -88,7 +88,7 @@ class Process:
         return threads
 
     def move(self, core):
-        """Moves all threads to a core."""
+        """Pins all threads to another core."""
         for member in self.members():
             for task in (member / "task").iterdir():
                 with contextlib.suppress(ProcessLookupError):
@@ -102,7 +102,7 @@ class Process:
 
 
 class Stage:
-    """A folder and programs of one race. All of them end with it."""
+    """The temporary folder and the processes of one race, which are removed with it."""
 
     def __init__(self, args, subject_cores=SUBJECT_CORE, load_cores=LOAD_CORE):
         self.args = args

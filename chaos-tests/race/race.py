@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Races Quorate against nginx, and against other routers: CPU of the whole process per request, and
+"""Compares Quorate with nginx and other routers: CPU time of the whole process per request, and
 added latency.
 
-One core for the subject, one for the load (wrk, h2load) and the engines (nginx, a fixed answer).
-Prompts share all but their last 64 bytes. Rounds are interleaved, and figures are medians; what counts
-is the ratio to nginx in the same run. Needs nginx and wrk (Debian's packages) and two cores. Routers
-from PyPI run where `--routers` names a virtual environment that has them; what is missing is skipped
-with a word.
+The subject runs on one core. The load generators (wrk, h2load) and the engines (nginx with a fixed
+response) share another. Prompts differ at most in their last 64 bytes. Rounds are interleaved, and
+figures are medians; only their ratio to nginx in the same run is meaningful. Needs nginx and wrk
+(Debian packages) and two cores. Routers from PyPI run if `--routers` names a virtual environment
+with them. Skips whatever is not installed, with a message.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from programs import skip
 from log import log
 from split import split
 
-# Each race, and the tools that it needs besides those of all.
+# Function of each race, and Debian packages of the tools that it needs in addition to `TOOLS`.
 RACES = {
     "basic": (races.basic, {}),
     "http2": (races.http2, {"h2load": "nghttp2-client"}),
@@ -62,7 +62,7 @@ def arguments():
 
 
 def lacking(tools):
-    """What to install for tools that are not here, or nothing."""
+    """Returns how to install the tools that are missing, or `None`."""
     missing = {tool: package for tool, package in tools.items() if not shutil.which(tool)}
     if missing:
         return f"no {', '.join(missing)} here: apt-get install {' '.join(missing.values())}"
@@ -75,7 +75,7 @@ def main():
         sys.exit(f"not run: there is no {args.quorate}: cargo build --release")
     if (os.cpu_count() or 1) < 2:
         sys.exit("not run: two cores are needed")
-    # So that what was started is ended.
+    # Exits by an exception, so that all processes are stopped.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))
     for name in args.races:
         run, tools = RACES[name]

@@ -1,4 +1,4 @@
-"""The races: what is loaded how, and the table of each."""
+"""The races: subjects, loads, and the table of each."""
 
 import collections
 import statistics
@@ -21,17 +21,18 @@ from subjects import (
 
 CONNECTIONS = 16
 EVENTS = (32, 500)
-# How an engine's events come, and the milliseconds between two of a stream.
+# Milliseconds between two events of a stream, by description; 0 for no pause.
 PACES = {"as fast as the engine writes": 0, "in steps of 4 ms": 4}
 FLEETS = (1, 8, 64)
 BOTH_CORES = f"{SUBJECT_CORE},{LOAD_CORE}"
 
-# Medians: CPU in microseconds a request, median latency in microseconds, requests a second.
+# CPU time per request and median latency, in microseconds, and requests per second.
 Figures = collections.namedtuple("Figures", "cpu p50 rate")
 
 
 def measure(args, subjects, cases):
-    """Figures by (case, subject). `cases` has functions from a subject and seconds to a load."""
+    """Returns median figures by (case, subject). `cases` contains functions that load a subject for
+    a number of seconds."""
     rows = {}
     for round_ in range(args.rounds + 1):
         for case, load in cases.items():
@@ -40,7 +41,7 @@ def measure(args, subjects, cases):
                 before = subject.cpu_us()
                 told = load(subject, seconds)
                 cpu = (subject.cpu_us() - before) / told.requests
-                if round_:  # The first warms up.
+                if round_:  # The first round is a warm-up.
                     row = Figures(cpu, told.p50, told.requests / seconds)
                     rows.setdefault((case, subject.name), []).append(row)
     return {key: medians(found) for key, found in rows.items()}
@@ -57,12 +58,12 @@ def table(head, rows):
 
 
 def beside(value, base, digits=1):
-    """A figure, and how many times the base it is."""
+    """Formats a figure with its ratio to `base`."""
     return f"{value:.{digits}f} ({value / base:.2f})"
 
 
 def compare(subjects, cases, figures, peer):
-    """A table of CPU a request, beside the peer's."""
+    """Prints the CPU time per request, with its ratio to that of the subject `peer`."""
     rows = []
     for subject in subjects:
         cells = [beside(figures[case, subject.name].cpu, figures[case, peer].cpu) for case in cases]
@@ -71,7 +72,7 @@ def compare(subjects, cases, figures, peer):
 
 
 def basic(args):
-    """HTTP/1.1 in the clear: CPU and added latency, with other routers."""
+    """HTTP/1.1 without TLS: CPU time and added latency, also of other routers."""
     with Stage(args) as stage:
         engines = start_engines(stage)
         subjects = [
@@ -104,7 +105,7 @@ def basic(args):
 
 
 def kept_connections(stage, counts=(CONNECTIONS, 1)):
-    """Cases of wrk over connections that are kept, by (size, connections)."""
+    """Returns loads by wrk over persistent connections, by (size, number of connections)."""
     return {
         (size, count): lambda subject, seconds, length=length, count=count: wrk(
             stage, subject, length, count, seconds
@@ -122,7 +123,7 @@ def named(cases):
 
 
 def http2(args):
-    """HTTP/2 in the clear from the clients, HTTP/1.1 to the engines."""
+    """HTTP/2 without TLS from clients, HTTP/1.1 to engines: CPU time."""
     with Stage(args) as stage:
         engines = start_engines(stage)
         subjects = [start_nginx(stage, engines, http2=True), start_quorate(stage, engines)]
@@ -140,7 +141,7 @@ def http2(args):
 
 
 def tls(args):
-    """TLS to the clients over kept connections, with the same in the clear beside it."""
+    """Persistent connections from clients, with and without TLS: CPU time."""
     with Stage(args) as stage:
         engines = start_engines(stage)
         certificate = Certificate(stage.folder)
@@ -158,7 +159,7 @@ def tls(args):
 
 
 def cipher(subject):
-    """What OpenSSL agrees with a subject on."""
+    """Returns the protocol version and cipher suite that OpenSSL negotiates with a subject."""
     command = ["openssl", "s_client", "-brief", "-connect", f"127.0.0.1:{subject.port}"]
     told = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True).stderr
     wanted = ("Protocol version", "Ciphersuite")
@@ -166,7 +167,7 @@ def cipher(subject):
 
 
 def streams(args):
-    """Streams of events over HTTP/1.1: CPU a request and an event."""
+    """Event streams over HTTP/1.1: CPU time per request and per event."""
     for pace, step in PACES.items():
         with Stage(args) as stage:
             ports = free_ports(2)
@@ -199,7 +200,8 @@ def stream_table(args, stage, subjects, engine, pace):
 
 
 def stream_load(stage, subject, engine, events, seconds):
-    """Counts what the engine wrote: streams that the end of the load cuts have cost CPU too."""
+    """Loads a subject with streams. Counts requests by the events that the engine wrote, because
+    streams that the end of the load cuts off also cost CPU time."""
     before = int(get(engine, "/events"))
     told = wrk(stage, subject, SIZES["1 KB"], CONNECTIONS, seconds, events)
     written = int(get(engine, "/events")) - before
@@ -207,7 +209,7 @@ def stream_load(stage, subject, engine, events, seconds):
 
 
 def fleet(args):
-    """From one backend to many: CPU a request, and CPU while nothing is asked."""
+    """1, 8 and 64 backends: CPU time per request, and CPU time when idle."""
     with Stage(args) as stage:
         all_engines = start_engines(stage, max(FLEETS))
         subjects = []
@@ -228,7 +230,7 @@ def fleet(args):
 
 
 def cores(args):
-    """One core, and two that the load shares: what the subject's cores cost each other."""
+    """One core, and two that the load shares: CPU time per request, and throughput of two cores."""
     rows, figures = [], {}
     for label, places in {"one core": (SUBJECT_CORE, LOAD_CORE), "two": (BOTH_CORES, BOTH_CORES)}.items():
         with Stage(args, *places) as stage:
@@ -250,19 +252,19 @@ def cores(args):
 
 
 def idle_cpu(subjects, seconds):
-    """Milliseconds of CPU a second of each subject while nobody asks."""
+    """Returns the CPU time of each subject when idle, in milliseconds per second."""
     before = {subject.name: subject.cpu_us() for subject in subjects}
     time.sleep(seconds)
     return {one.name: (one.cpu_us() - before[one.name]) / 1000 / seconds for one in subjects}
 
 
 class LostLead(Exception):
-    """Another replica leads than did when the load began."""
+    """The role of a replica changed during a load."""
 
 
 class Member(Subject):
-    """The replica of a cluster that has the wanted role, as the only one of it on the subject's core.
-    The others share the load's."""
+    """The replica of a cluster that has the wanted role, alone on the subject's core. The other
+    replicas share the load's core."""
 
     def __init__(self, name, cluster, wanted):
         self.name, self.scheme, self.cluster, self.wanted = name, "http", cluster, wanted
@@ -275,7 +277,8 @@ class Member(Subject):
         time.sleep(0.5)
 
     def load(self, load, seconds):
-        """The figures of a load during which it kept its role, and CPU of the others a request."""
+        """Returns the figures of a load, and the CPU time of the other replicas per request. Raises
+        `LostLead` if the replica lost its role."""
         self.take_core()
         others = [one for one in self.cluster if one is not self.chosen]
         before, before_others = self.cpu_us(), sum(one.cpu_us() for one in others)
@@ -288,7 +291,7 @@ class Member(Subject):
 
 
 def replicas(args):
-    """What replication costs the one that is asked. The others' CPU is not its own."""
+    """One replica, leader of three, follower of three: its CPU time and that of the others."""
     with Stage(args) as stage:
         engines = start_engines(stage)
         alone = Member("one replica", start_replicas(stage, engines, 1), "leader")

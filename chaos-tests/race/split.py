@@ -1,4 +1,4 @@
-"""Where the CPU of a replica goes: user and kernel, threads, and parts of the program."""
+"""CPU time of a replica by user and kernel, by thread, and by part of the program."""
 
 import collections
 import re
@@ -14,13 +14,13 @@ SAMPLES_A_SECOND = 1999
 KERNEL_FROM = 1 << 63
 ALLOCATOR = re.compile(r"^_?mi_|^(malloc|calloc|realloc|free|aligned_alloc)$|__rust_(de|re)?alloc")
 REPLICATION = re.compile(r"\b(openraft\w*|raft|sled)::|\bstate::(\w+::)*apply")
-# Threads that do nothing else.
+# Threads that only replicate.
 REPLICATES = re.compile(r"^(raft|sled)-")
 SHOWN = 12
 
 
 def split(args):
-    """Where the CPU of one replica goes. User and kernel are what the clock's ticks found."""
+    """CPU time of one replica by user and kernel (in ticks), thread, and part of the program."""
     with Stage(args) as stage:
         engines = start_engines(stage)
         (replica,) = start_replicas(stage, engines, 1)
@@ -39,7 +39,7 @@ def split(args):
 
 
 def group(before, after):
-    """CPU by names of threads. Numbers at their ends are no part of names."""
+    """Returns the CPU time between two samples by thread name, without trailing numbers."""
     groups = collections.Counter()
     for number, (name, cpu) in after.items():
         spent = cpu - (before[number][1] if number in before else 0)
@@ -48,7 +48,7 @@ def group(before, after):
 
 
 def kind_table(kinds, head, requests):
-    """CPU of each kind a request, the largest first, without those that hardly took any."""
+    """Prints the CPU time of each kind per request, largest first. Omits shares below 0.05 %."""
     total = sum(kinds.values())
     rows = [
         [kind, f"{cpu / requests:.2f}", f"{cpu / total:.1%}"]
@@ -60,7 +60,7 @@ def kind_table(kinds, head, requests):
 
 
 def profile(args, stage, replica, load):
-    """Shares of samples, by the part of the program that they fell in."""
+    """Samples a replica under load with perf, and prints the shares of parts of the program."""
     if not shutil.which("perf"):
         return skip("parts of the program", "perf is not here: apt-get install linux-perf")
     if not has_symbols(args.quorate):
@@ -88,7 +88,8 @@ def profile(args, stage, replica, load):
 
 
 def has_symbols(program):
-    """Whether the program has a symbol table (ELF section SHT_SYMTAB), as far as readelf tells."""
+    """Returns whether the program has a symbol table (ELF section `.symtab`). Without readelf,
+    assumes that it has one."""
     if not shutil.which("readelf"):
         return True
     told = subprocess.run(["readelf", "-SW", str(program)], capture_output=True, text=True).stdout
@@ -96,7 +97,7 @@ def has_symbols(program):
 
 
 class Sample:
-    """Where a thread was: its frames, innermost first, as addresses and names."""
+    """A stack sample of a thread: its frames, innermost first, each with address and name."""
 
     def __init__(self, thread, frames):
         self.thread, self.frames = thread, frames
@@ -129,7 +130,8 @@ def samples_in(data):
 
 
 def parts_table(samples):
-    """Stacks may be cut short where frames have no pointers: replication is at least what it says."""
+    """Prints the shares of parts and functions. Without frame pointers, stacks are cut short, so
+    the share of replication is a lower bound."""
     total = len(samples)
     if not total:
         return skip("parts of the program", "perf took no samples")

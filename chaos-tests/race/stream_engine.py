@@ -1,10 +1,9 @@
 #!/usr/bin/env python3
-"""An engine whose streams come event by event: one write for each, `max_tokens` of them, to all open
-streams in turn.
+"""An engine that streams `max_tokens` events, each in a separate write, to all open streams in
+turn: `stream_engine.py STEP_MS PORT...`.
 
-With a step in milliseconds, each stream gets an event in each step, as from an engine that makes tokens
-in batches. Without one, events come as fast as they can be written.
-`/events` tells how many events have been written.
+In each step, every stream gets one event, as from an engine that decodes in batches. With a step of
+0, events are written as fast as possible. `/events` returns the number of events written so far.
 """
 
 import asyncio
@@ -29,7 +28,7 @@ LAST = chunk(EVENT) + chunk(DONE) + b"0\r\n\r\n"
 
 
 def fixed_answer(path):
-    """What engines answer to all that is no stream."""
+    """Returns the response to a request that is not for a stream."""
     kind, status, text = "application/json", "200 OK", ANSWER
     if path == b"/v1/models":
         text = '{"object":"list","data":[{"id":"m","object":"model"}]}'
@@ -47,7 +46,7 @@ def fixed_answer(path):
 
 
 class Steps:
-    """Gives each open stream an event in each step."""
+    """Writes one event per step to each open stream."""
 
     written = 0
 

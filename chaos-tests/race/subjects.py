@@ -1,4 +1,4 @@
-"""What is raced: nginx, replicas and other routers, and the engines behind them."""
+"""Subjects of a race: nginx, replicas and other routers, and the engines behind them."""
 
 import contextlib
 import json
@@ -51,7 +51,7 @@ http {{
 }}
 """
 
-# Engines read the whole request before they answer: `mirror` has nginx do so.
+# `mirror` makes nginx read the whole request before it responds, as engines do.
 ENGINE = """
     server {{
         listen 127.0.0.1:{port} backlog=1024;
@@ -81,7 +81,7 @@ PROXY = """
     }}
 """
 
-# As Quorate has it, whatever nginx's own default is.
+# TLS versions as in Quorate, whatever nginx's defaults are.
 PROXY_TLS = """
         ssl_certificate {cert};
         ssl_certificate_key {key};
@@ -117,13 +117,13 @@ url = "http://127.0.0.1:{port}"
 
 
 class Subject:
-    """What is raced: where it listens, and its processes."""
+    """A server to measure: its port and its processes."""
 
     def __init__(self, name, port, processes, scheme="http"):
         self.name, self.port, self.processes, self.scheme = name, port, processes, scheme
 
     def url(self):
-        # Names of hosts that TLS clients send must not be addresses.
+        # The server name that a TLS client sends must not be an address.
         host = "localhost" if self.scheme == "https" else "127.0.0.1"
         return f"{self.scheme}://{host}:{self.port}"
 
@@ -132,7 +132,7 @@ class Subject:
 
 
 class Replica(Subject):
-    """A replica of Quorate, which knows its role."""
+    """A replica of Quorate, with queries to its admin API."""
 
     def __init__(self, name, ports, process, scheme):
         super().__init__(name, ports[0], [process], scheme)
@@ -147,7 +147,7 @@ class Replica(Subject):
 
 
 class Certificate:
-    """A certificate signed by itself, with its key."""
+    """A self-signed certificate with its key."""
 
     def __init__(self, folder):
         self.cert, self.key = folder / "cert.pem", folder / "key.pem"
@@ -167,7 +167,7 @@ def nginx(stage, name, core, servers):
 
 
 def start_engines(stage, count=2):
-    """Starts engines that give a fixed answer. Returns their ports."""
+    """Starts engines that return a fixed response. Returns their ports."""
     ports = free_ports(count)
     servers = "".join(ENGINE.format(port=port, answer=ANSWER) for port in ports)
     nginx(stage, "engines", stage.load_cores, servers)
@@ -183,7 +183,7 @@ def start_nginx(stage, engines, name="nginx", http2=False, certificate=None):
         more = PROXY_TLS.format(cert=certificate.cert, key=certificate.key)
     proxy = PROXY.format(port=port, members=members, protocol=protocol, more=more)
     subject = Subject(name, port, [nginx(stage, name.replace(" ", "-"), stage.subject_cores, proxy)], scheme)
-    if http2:  # Python has no client for it.
+    if http2:  # Python has no client for HTTP/2.
         wait_for(f"{name} listens", lambda: listens(port))
     else:
         wait_until_it_answers(subject)
@@ -191,7 +191,7 @@ def start_nginx(stage, engines, name="nginx", http2=False, certificate=None):
 
 
 def start_replicas(stage, engines, replicas, certificate=None, quorate=None):
-    """Starts a cluster, and waits until it leads and has found all engines healthy."""
+    """Starts a cluster. Returns its replicas once one leads and all see all engines healthy."""
     label = f"quorate-{replicas}-{len(stage.processes)}"
     home = stage.home(label)
     ports = free_ports(3 * replicas)
@@ -226,14 +226,15 @@ def start_replicas(stage, engines, replicas, certificate=None, quorate=None):
 
 
 def start_quorate(stage, engines, name="quorate, one replica", replicas=1, certificate=None):
-    """A cluster as one subject. Its clients talk to the leader."""
+    """Starts a cluster as one subject. Its clients use the leader."""
     cluster = start_replicas(stage, engines, replicas, certificate)
     leader = next(replica for replica in cluster if replica.role() == "leader")
     return Subject(name, leader.port, [replica.process for replica in cluster], leader.scheme)
 
 
 def start_router(stage, engines, name, command):
-    """A router from PyPI; `command` is what follows the environment's `bin`."""
+    """Starts a router from PyPI. `command` is a program in the environment's `bin`, with arguments.
+    Returns `None` if it is not installed."""
     routers = stage.args.routers
     program = pathlib.Path(routers, "bin", command[0]) if routers else None
     if program is None or not program.exists():
@@ -249,7 +250,8 @@ def start_router(stage, engines, name, command):
 
 
 def wait_for(what, holds):
-    """What `holds` returns, once it is neither None nor False nor an error."""
+    """Returns the first result of `holds` that is neither `None` nor `False`. Ignores `OSError` and
+    `ValueError`. Exits after `READY_SECONDS`."""
     deadline = time.monotonic() + READY_SECONDS
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError, ValueError):
@@ -261,7 +263,7 @@ def wait_for(what, holds):
 
 
 def wait_for_leader(admins):
-    """Which replica leads, once all are ready."""
+    """Returns the index of the leader in `admins`, once all replicas are ready."""
 
     def leader():
         for admin in admins:
