@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Do programs that people have work through Quorate as they are?
+"""Checks that benchmark programs and SDKs work through Quorate without changes.
 
-Starts three replicas before engines that run already, or before emulated ones, and has each program
-that a given virtual environment holds send its requests through the data ports: benchmarks and the
-SDKs of OpenAI and Anthropic. Before emulated engines, benchmarks run with their default settings;
-before engines that run already, they send little. A program counts as working if it says of itself
-that it completed what it was asked to, without an error and with the engine's token counts. What no
-environment holds is skipped with a word. Exits with 1 when a program fails.
+Starts three replicas in front of running or emulated engines. The programs in the given virtual
+environments then send requests through the data ports: benchmarks, and the SDKs of OpenAI and
+Anthropic. With emulated engines, benchmarks run with their default settings; with running engines,
+they send few requests. A program works if it reports that it completed its task, without an error
+and with the engine's token counts. Skips programs that are not installed, with a message. Exits
+with 1 if a program fails.
 
 See docs/guide/clients.md.
 """
@@ -37,18 +37,18 @@ SETTINGS = 'drain.dns_ttl = "0s"'
 MODELS = '[[models]]\nname = "*"\n'
 
 
-# Requests that aiperf sends unless told otherwise.
+# Number of requests that aiperf sends by default.
 AIPERF_REQUESTS = 10
 
-# Five scenarios, each at nine levels of concurrency.
+# Number of runs of genai-bench by default: five scenarios at nine levels of concurrency each.
 GENAI_BENCH_RUNS = 45
 
-# What no request of a program that works ends with.
+# Outcomes that no request may have.
 OUR_FAULT = {"failed", "broken-off"}
 
 
 class Failed(Exception):
-    """A program did not do what it was asked to."""
+    """A program failed, or reported a wrong result."""
 
 
 def check(is_so, what):
@@ -61,7 +61,7 @@ def listed_models(url):
 
 
 class Scene:
-    """What programs are run with."""
+    """Context of all programs: the cluster, the arguments, the folder for output, and the model."""
 
     def __init__(self, cluster, args, folder):
         self.cluster, self.args, self.folder = cluster, args, folder
@@ -71,7 +71,7 @@ class Scene:
         self.model = args.model or listed_models(self.urls[0])[0]
 
     def program(self, name):
-        """The path of a program; `None` if no environment has it."""
+        """Returns the path of a program; `None` if no environment has it."""
         for venv in self.args.venv:
             path = venv.absolute() / "bin" / name
             if path.exists():
@@ -79,14 +79,15 @@ class Scene:
         return None
 
     def python_with(self, package):
-        """An interpreter that has a package."""
+        """Returns an interpreter that has a package; `None` if no environment has it."""
         for venv in self.args.venv:
             if list((venv / "lib").glob(f"python*/site-packages/{package}/__init__.py")):
                 return venv.absolute() / "bin" / "python"
         return None
 
     def run(self, name, *command, cwd=None):
-        """Runs a program, whose output goes to a file, and returns that file."""
+        """Runs a program with its output in a file, and returns the output. Raises `Failed` if the
+        exit status is not 0."""
         path = self.folder / f"{name.replace(' ', '-').replace('/', '-')}.txt"
         home = self.folder / "home"
         environment = {
@@ -117,7 +118,7 @@ class Scene:
         return told
 
     def few(self, *settings):
-        """Settings that make a program's work small enough for an engine on a CPU; emulated ones need none."""
+        """Returns `settings` that limit the load on running engines; none for emulated engines."""
         return settings if self.args.engine else ()
 
     def tokenizer(self):
@@ -125,7 +126,8 @@ class Scene:
         return self.args.tokenizer.absolute()
 
     def cached_tokenizer(self):
-        """The name of the tokenizer in a cache like the hub's: aiperf takes no folder without a network."""
+        """Copies the tokenizer to a cache in the format of the Hugging Face hub, and returns its
+        name there. Offline, aiperf accepts no folder."""
         revision = "0" * 40
         repository = self.folder / "home/huggingface/hub/models--quorate--tokenizer"
         snapshot = repository / "snapshots" / revision
@@ -138,7 +140,8 @@ class Scene:
         return "quorate/tokenizer"
 
     def outcomes(self):
-        """Requests of engines' paths that the replicas have ended so far, by outcome."""
+        """Returns the number of requests that the replicas have ended so far, by outcome. Omits
+        those that they answered themselves."""
         counts = collections.Counter()
         for _, admin, _ in self.cluster.replicas:
             for line in get(f"http://{admin}/metrics").decode().splitlines():
@@ -223,7 +226,7 @@ def genai_bench(scene, program, url):
 
 def guidellm(scene, program, url):
     report = scene.folder / "guidellm.json"
-    # A sweep has no length of its own: that of its documentation.
+    # A sweep has no default length; this is the one in its documentation.
     data, end = "prompt_tokens=256,output_tokens=128", "kind=max_duration,seconds=30"
     if scene.args.engine:
         data, end = "prompt_tokens=256,output_tokens=64", f"kind=max_requests,count={scene.args.requests}"
@@ -244,7 +247,7 @@ def guidellm(scene, program, url):
 
 
 def sdk(scene, python, package):
-    """Runs the checks of an SDK at each replica, in an interpreter that has it."""
+    """Runs the checks of an SDK at each replica, with an interpreter that has the SDK."""
     sums = []
     for url in scene.urls:
         told = scene.run(f"{package} sdk", python, HERE / "sdks.py", package, url, scene.model)
@@ -254,7 +257,8 @@ def sdk(scene, python, package):
 
 
 def programs(scene):
-    """A name, its package, what it is run with (`None`: missing) and how."""
+    """Returns each program's name, package, path (`None` if it is not installed), and run
+    function."""
     first, second, third = scene.urls
     vllm = scene.program("vllm")
     return [
@@ -290,7 +294,7 @@ def programs(scene):
 
 
 def version(path, package):
-    """The version of a package in the environment of a program."""
+    """Returns the version of a package in a program's environment."""
     site = map(str, path.parent.parent.glob("lib/python*/site-packages"))
     found = importlib.metadata.distributions(path=list(site))
     names = {it.metadata["Name"]: it.version for it in found if it.metadata["Name"]}
@@ -298,7 +302,7 @@ def version(path, package):
 
 
 def try_all(scene):
-    """Runs every program, and returns the rows of the table and whether none failed."""
+    """Runs every program. Returns the rows of the table, and whether no program failed."""
     rows, is_well = [], True
     for name, package, found, run in programs(scene):
         if scene.args.only and scene.args.only not in name:

@@ -1,7 +1,8 @@
-"""What the SDKs of OpenAI and Anthropic do with a replica, as an application would.
+"""Uses the SDKs of OpenAI and Anthropic with a replica, as applications do.
 
-Run by `clients.py` in an environment that has the SDK: `sdks.py openai|anthropic URL MODEL`. Prints
-what it checked; a check that fails ends it. Retries are off: each request has to succeed by itself.
+`clients.py` runs this file in an environment with the SDK: `sdks.py openai|anthropic URL MODEL`.
+Prints the names of the checks, and exits at the first one that fails. Retries are off, so no
+request may fail.
 """
 
 import concurrent.futures
@@ -23,7 +24,7 @@ def done(name):
 
 
 def refused(error, call):
-    """Has to fail with this error; returns it."""
+    """Returns the error of `call`, which must fail with the type `error`."""
     try:
         call()
     except error as raised:
@@ -132,7 +133,7 @@ def with_openai(url, model):
 
 
 def prompt_tokens(usage):
-    """Anthropic counts what is in its cache, or goes there, apart from the rest."""
+    """Returns the number of prompt tokens. Anthropic counts cached ones apart from the others."""
     cached = (usage.cache_creation_input_tokens or 0) + (usage.cache_read_input_tokens or 0)
     return usage.input_tokens + cached
 
