@@ -42,7 +42,7 @@ fn stands(record: &RunRecord, operation: &Operation, committed: &Committed) -> R
     let index = committed.index.0;
     let Some(found) = comparison.commands.get(&index) else {
         let last = comparison.effects.keys().next_back().copied();
-        // Past an entry that cannot be replayed, nothing is known.
+        // Entries after a restored backup are not replayed, so nothing is known about them.
         let is_beyond = comparison.model.is_replaced && last.is_none_or(|last| index > last);
         return match is_beyond {
             true => Ok(()),
@@ -87,8 +87,8 @@ fn stands(record: &RunRecord, operation: &Operation, committed: &Committed) -> R
     }
 }
 
-/// Whether the entry at `index` with the command `found` is what a client that asked for `asked`
-/// gets. It may be a substitute once a member could not read `asked`.
+/// Returns whether the command `found` at `index` is the requested command `asked`, or a substitute
+/// that was allowed because a member could not read `asked`.
 fn is_as_asked(record: &RunRecord, index: u64, asked: &Command, found: &Command) -> bool {
     let mut earlier = record.observation.formats.range(..=index);
     asked == found

@@ -1,5 +1,5 @@
-//! Users' totals match the usage of their requests: all usage that a replica handed to the log
-//! while it lived, never more, and nothing twice.
+//! Users' totals match the usage of their requests: no usage is charged twice, and usage is lost
+//! only if it was still in the outbox when its replica stopped.
 //!
 //! The check works from the clients' side, with the usage that engines reported. It does not read
 //! the log.

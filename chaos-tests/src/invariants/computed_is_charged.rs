@@ -16,7 +16,7 @@ pub const NUMBER: &str = "I63";
 /// Statement of the invariant.
 pub const NAME: &str = "what engines computed is charged, told or not";
 
-/// Number of output tokens of a request that an estimate may miss, before half of the rest.
+/// Number of output tokens per request that an estimate may miss. It must cover half of the others.
 const MISSED_TOKENS_MAX: u64 = 32;
 
 /// Number of prompt tokens and number of output tokens.

@@ -57,7 +57,8 @@ mod tests {
     use super::*;
     use crate::invariants::fixture::run;
 
-    /// Checks a cluster whose oldest build knows format `known`, which ended an API key: format 6.
+    /// Returns the record of a cluster that ended an API key, which takes format 6. Its oldest
+    /// build knows format `known`.
     fn ended_key(known: u8) -> RunRecord {
         let envelope = Envelope {
             origin: Origin {
@@ -75,7 +76,7 @@ mod tests {
         observation.builds = [(ReplicaId(1), 10), (ReplicaId(2), known)].into();
         observation.applied(1, run(1, 1), 1, None, Some(0));
         observation.applied(2, run(1, 1), 2, Some(&bytes), Some(0));
-        // Later changes do not count.
+        // Only the builds at the first application count.
         observation.builds.insert(ReplicaId(1), 4);
         observation.applied(3, run(2, 1), 2, Some(&bytes), Some(0));
         record

@@ -31,7 +31,7 @@ mod tests {
     use super::*;
     use crate::oracle::limits::ShareObservation;
 
-    /// Observes the limit at successive moments. Replicas are `(epoch, limit, running, allowed)`.
+    /// Checks successive moments. Each lists the replicas as `(epoch, limit, running, allowed)`.
     fn story(moments: &[&[(u64, u32, u32, u32)]]) -> Result<Subjects, PropertyError> {
         let backend = BackendRef {
             slot: Slot(0),

@@ -17,8 +17,8 @@ pub const NUMBER: &str = "I151";
 /// Statement of the invariant.
 pub const NAME: &str = "what a source tells of stays, and the rest goes slowly";
 
-/// Time by which the world's clock may see a backend removed too early. Replicated time may run
-/// ahead by this much while clocks are set, in microseconds.
+/// Maximum time by which a backend may be removed early by the world's clock, in microseconds.
+/// Replicated time may run ahead by this much while clocks are set.
 const EARLY_US: u64 = 1_000_000;
 
 /// The backends of a source.

@@ -48,8 +48,8 @@ pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
     Ok(asked.len() as u64)
 }
 
-/// Returns the text under which a command counts. Among several builds, a command counts together
-/// with its substitute.
+/// Returns the key by which effects of a command are counted. In a cluster of several builds, a
+/// command and its substitute have the same key.
 fn as_counted(record: &RunRecord, command: &Command) -> String {
     let is_mixed = !record.observation.builds.is_empty();
     let substitute = super::substitute(command).filter(|_| is_mixed);

@@ -21,13 +21,13 @@ pub struct ReplayComparison {
     /// Commands other than batches, by index. Batches make up most of the log, and no check needs
     /// them.
     pub commands: BTreeMap<u64, Envelope>,
-    /// Registered backends from an index on, each with whether it drains.
+    /// Registered backends after each change, by its index, each with whether it drains.
     pub backends: BTreeMap<u64, BTreeMap<BackendRef, bool>>,
     /// Differences between state images and the model.
     pub differences: Vec<Difference>,
     /// Number of comparisons of each part of the state.
     pub compared: BTreeMap<StatePart, u64>,
-    /// Model after the replay of the whole log.
+    /// Model after the last command that was replayed.
     pub model: ReferenceModel,
 }
 

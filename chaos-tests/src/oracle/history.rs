@@ -100,7 +100,7 @@ pub struct Dispatch {
 /// The end of a request, as its replica sees it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RequestEnd {
-    /// Time at which the last attempt was given back, in microseconds.
+    /// Time at which the last attempt ended, in microseconds.
     pub at_us: u64,
     /// Usage reported by the engine; `None` if it reported none, so that the router may charge an
     /// estimate.

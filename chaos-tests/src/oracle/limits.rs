@@ -42,9 +42,9 @@ struct GroupSums {
 #[derive(Debug, Default)]
 pub struct LimitWatch {
     before: BTreeMap<(BackendRef, u64), GroupSums>,
-    /// Number of moments after requests started, in a group that agreed then and just before.
+    /// Number of times that a group ran more requests than a moment before, and agreed at both.
     pub starts: u64,
-    /// Number of `starts` after which several replicas together ran as many requests as they may.
+    /// Number of `starts` after which a group of several replicas had reached the limit.
     pub filled: u64,
     /// Number of observations of a limited backend in which a group agreed.
     pub agreed: u64,
@@ -90,7 +90,7 @@ impl LimitWatch {
         }
         self.starts += 1;
         self.filled += u64::from(now.members > 1 && now.running >= now.limit);
-        // Replicas that do not know yet that another one is over may each start one.
+        // Until they hear that another replica exceeds its share, the others may each start one.
         let most = match before.is_over {
             true => now.limit.max(before.running) + now.members - 1,
             false => now.limit,

@@ -45,8 +45,8 @@ pub struct Observation {
     pub leading: Vec<Leading>,
     /// Times in which a replica could not reach a majority.
     pub cut_off: Vec<CutOff>,
-    /// Time at which each run's outbox was seen empty last. The log has everything that ended
-    /// before.
+    /// Last time at which each run's outbox was seen empty. All requests that ended earlier are in
+    /// the log.
     pub outbox_empty: BTreeMap<ReplicaRun, u64>,
     /// Images of states, each with its time and the replica's run.
     pub images: Vec<(u64, ReplicaRun, Arc<StateImage>)>,
@@ -68,7 +68,7 @@ pub struct Observation {
     pub downgraded: BTreeSet<ReplicaId>,
     /// Observations of the backends' limits.
     pub limits: LimitWatch,
-    /// Members at the end, after healing and without requests in flight. Empty before.
+    /// Members at the end, after healing and without requests in flight; empty until then.
     pub at_rest: BTreeMap<ReplicaId, AtRest>,
 }
 

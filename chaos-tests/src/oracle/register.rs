@@ -404,7 +404,8 @@ impl Registers {
         Reply::Applied
     }
 
-    /// Creates the admission settings if `defaults` set limits of all users, a part of them.
+    /// Creates admission settings if there are none and `defaults` set the limits of all users,
+    /// which are a part of them.
     fn default_admission(&mut self, defaults: &UserDefaults) {
         let key = RegisterKey::Admission;
         if defaults.limits != UserLimits::default() && !self.held.contains_key(&key) {
@@ -465,8 +466,8 @@ pub(super) fn admission(settings: &AdmissionSettings) -> String {
     format!("{settings:?}")
 }
 
-/// Formats user defaults as a register's text, without limits and cache scope, which others set
-/// too.
+/// Formats user defaults as a register's text, without limits and cache scope, which other commands
+/// also set.
 pub(super) fn user_defaults(defaults: &UserDefaults) -> String {
     format!("{}, {:?}", defaults.weight_milli, defaults.budget)
 }

@@ -267,7 +267,7 @@ impl KeyHistoryPart {
         tally: &mut SearchCounts,
     ) -> Option<bool> {
         let mut steps: Vec<SearchStep> = before.iter().chain(&self.steps).copied().collect();
-        // An unseen write may not have happened: only a set whose value was read explains anything.
+        // A set of unknown outcome whose value was never read may be omitted: it explains nothing.
         let seen: BTreeSet<u32> = steps.iter().filter_map(SearchStep::saw).collect();
         let keeps_answers = |op: RegisterOp| {
             matches!(

@@ -2,8 +2,8 @@
 
 use lab::rng::Rng;
 
-/// Number of faults of which one, on average, comes with a lie. Lies are drawn separately, so that
-/// a seed's other faults are the same as before lies were added.
+/// Mean number of faults per lie. Lies are drawn separately, so that they do not change a seed's
+/// other faults.
 pub const LIES: u64 = 4;
 
 /// Kind of fault in a simulated world.
@@ -71,8 +71,8 @@ pub enum Fault {
 }
 
 impl Fault {
-    /// All faults with their weights. Lies come beside the others (see [`LIES`]), as do the changes
-    /// to whole fleets (`fleet.rs`).
+    /// All faults with their weights. Lies (see [`LIES`]) and changes to whole fleets (`fleet.rs`)
+    /// have weight 0, because they are drawn separately.
     pub const ALL: &[(Self, u32)] = &[
         (Self::Crash, 16),
         (Self::CrashAll, 3),

@@ -19,7 +19,7 @@ use super::plan::FleetKind;
 
 /// Label of these draws, which separates them from others under the same seed.
 const RNG_LABEL: u64 = 0x666c_6565;
-/// Number of faults of which one, on average, comes with a change of the fleet.
+/// Mean number of faults per change of the fleet.
 const CHANGES: u64 = 3;
 /// Oldest format that a simulated build knows: that of the command that founds a cluster.
 const FORMAT_MIN: u8 = 4;

@@ -106,7 +106,7 @@ struct Process {
     left: Option<Arc<AtomicI64>>,
 }
 
-/// Event of a step.
+/// Outcome of a step.
 #[derive(Debug)]
 pub enum Stepped {
     /// Nothing happened that must be reported.
@@ -121,7 +121,7 @@ pub enum Stepped {
 pub struct StartOptions {
     /// Session of the run.
     pub session: SessionId,
-    /// Seed of hashes, in case that the replica founds the cluster.
+    /// Seed of the cluster's hashes, used if the replica founds it.
     pub hash_seed: u64,
     /// Newest log format that the process's build knows.
     pub format: u8,
@@ -200,7 +200,7 @@ impl Machine {
         });
     }
 
-    /// Advances the process to the time `now_us`, unless it is paused, and returns its event.
+    /// Advances the process to the time `now_us`, unless it is paused, and returns the outcome.
     pub fn step(&mut self, now_us: u64) -> Stepped {
         let Some(process) = &mut self.process else {
             return Stepped::On;

@@ -16,12 +16,12 @@ use super::network::address_of;
 
 /// Label of the plan's draws, which separates them from others under the same seed.
 const RNG_LABEL: u64 = 0x706c_616e;
-/// Label of the draw of the fleet's kind, which was added later.
+/// Label of the draw of the fleet's kind, which must not change the plan's other draws.
 const FLEET_LABEL: u64 = 0x6b69_6e64;
 /// Mean times between faults to choose from, in milliseconds.
 const FAULT_GAPS_MS: [u64; 4] = [300, 600, 1000, 2000];
-/// Choice of numbers of log entries between snapshots. Small values purge logs while replicas are
-/// down.
+/// Numbers of log entries between snapshots to choose from. Small values purge logs while replicas
+/// are down.
 const SNAPSHOT_EVERY: [u32; 5] = [20, 60, 200, 600, 10_000];
 /// Number of tokens per block, or of bytes for text.
 pub const BLOCK_SIZE: u32 = 16;

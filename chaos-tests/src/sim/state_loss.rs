@@ -56,8 +56,9 @@ impl World {
         true
     }
 
-    /// Mostly stops the leader, or makes it transfer leadership, when a replica has just found that
-    /// its state is wrong and has not replaced it.
+    /// If a replica has just found that its state is wrong and has not replaced it, kills or
+    /// isolates the leader, or requests a transfer of leadership to that replica, as far as the
+    /// options allow.
     pub(super) fn depose_leader_of_suspect(&mut self) {
         let just_found = |(_, seat): &(&u8, &ReplicaSeat)| {
             !seat.is_struck && seat.is_spoiled.load(Ordering::Relaxed) && seat.is_in_doubt()

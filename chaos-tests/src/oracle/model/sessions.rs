@@ -5,8 +5,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use state::command::{Envelope, Lane, Origin};
 use state::ids::{LogIndex, ReplicaId, SessionId};
 
-/// Maximum age of a late command. A command of an unknown session is late, not of a new session, if
-/// its stamp is at most this much before the current session's first stamp, in milliseconds.
+/// Maximum time by which the stamp of a late command may precede the current session's first stamp,
+/// in milliseconds. Any other command of an unknown session begins a new session.
 const LATE_MS: u64 = 60_000;
 /// Maximum number of former sessions that are remembered per replica.
 const FORMER_MAX: usize = 8;

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use state::ids::ModelKey;
 use state::ratios::TextSample;
 
-/// Maximum number of tokens that count in total. `TOKENS_EACH` is the maximum for one report.
+/// Maximum number of tokens that count per model. `TOKENS_EACH` is the maximum per report.
 const TOKENS: u64 = 65_536;
 const TOKENS_EACH: u64 = 16_384;
 /// Maximum number of remembered models.

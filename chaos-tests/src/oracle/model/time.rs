@@ -10,7 +10,7 @@ const AHEAD_MS: u64 = 60_000;
 const BELIEVED_MS: u64 = 1000;
 /// Maximum time that passes when stamps set the calendar back, in milliseconds.
 const TRUSTED_MS: u64 = 2000;
-/// Minimum time that could count twice for a set-back calendar to be remembered, in milliseconds.
+/// Minimum time that might count twice for the former calendar to be remembered, in milliseconds.
 const SLIGHT_MS: u64 = 2000;
 /// Time for which a calendar that was set back may still prove wrong, in milliseconds.
 const DOUBTED_MS: u64 = 60_000;

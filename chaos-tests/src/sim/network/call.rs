@@ -57,12 +57,12 @@ impl Call {
         self.is_client_over && self.is_server_over
     }
 
-    /// Ends one side of the call, whose connection or interest is gone.
+    /// Ends one side of the call, because its connection is gone or the client dropped the call.
     pub(super) fn end(&mut self, side: CallSide) {
         match side {
             CallSide::Client => {
                 if let Some(reply) = self.reply.take() {
-                    // The client may have lost interest.
+                    // The client may have dropped the call.
                     let _gone = reply.send(Err(broken()));
                 }
                 if let Some(pieces) = self.to_client.take() {
@@ -113,7 +113,7 @@ impl Call {
                 Err(status)
             }
         };
-        // The client may have lost interest.
+        // The client may have dropped the call.
         let _gone = reply.send(reply_is);
     }
 
@@ -138,7 +138,7 @@ impl Call {
     }
 }
 
-/// Guard that cancels the call at its server when the client loses interest.
+/// Guard that, when dropped, ends the client's side of a call and cancels the call at its server.
 struct CancelGuard {
     network: SimNetwork,
     call: u64,
@@ -159,7 +159,7 @@ impl Drop for CancelGuard {
     }
 }
 
-/// A response body that keeps the interest in its call while it is read.
+/// A response body that keeps its call alive until it is dropped.
 struct HeldBody {
     body: Body,
     _interest: CancelGuard,

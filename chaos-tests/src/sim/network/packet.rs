@@ -62,7 +62,7 @@ pub(super) enum Packet {
         side: CallSide,
         piece: BodyPiece,
     },
-    /// The client has lost interest in a call.
+    /// The client has dropped a call.
     Cancel { call: u64 },
 }
 

@@ -247,7 +247,7 @@ struct PartialAnswer<'a> {
     ticket: HistoryId,
     /// Time at which an impatient client leaves.
     until: Instant,
-    /// Number of tokens after which the client leaves in any case.
+    /// Number of tokens after which the client leaves; `None` if it may stay to the end.
     leaves_after: Option<u64>,
     /// Maximum number of tokens that the engine generates.
     made: u64,

@@ -1,5 +1,5 @@
-//! Changes by a source of backends. Leaders propose them, and also former leaders that do not know
-//! better, so changes overlap and arrive late.
+//! Random changes by a source of backends. Every replica proposes them, as if several believed that
+//! they lead, so changes overlap and arrive late.
 
 use lab::rng::Rng;
 use state::command::Command;
@@ -14,8 +14,7 @@ const THINK_MS: u64 = 700;
 /// Number of backends that the source may list.
 pub(super) const DISCOVERED: u64 = 3;
 
-/// Returns whether a world of this seed has a source. Other worlds are the same as before sources
-/// were added.
+/// Returns whether a world of this seed has a source. Other worlds are unchanged.
 pub(super) fn is_in(seed: u64) -> bool {
     seed % 8 == 5
 }

@@ -155,8 +155,7 @@ fn command(rng: &mut Rng, is_plain: bool, view: &StateView) -> Command {
     }
 }
 
-/// Returns a command that ends a key if it is known here, so that every member can read the
-/// command, and otherwise revokes it.
+/// Returns a command that ends the key if this replica knows it, and otherwise one that revokes it.
 fn revoke(id: ApiKeyId, view: &StateView) -> Command {
     match view.keys().get(id) {
         Some(_) => Command::EndKey { id },

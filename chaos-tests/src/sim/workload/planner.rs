@@ -1,4 +1,4 @@
-//! Operators who set budgets that are used up, defaults of users, and other secrets of keys.
+//! Operators who set small budgets and defaults of users, forgive users, and rotate API keys.
 //!
 //! They are present in every fifth seed and draw separately, so that other worlds are unchanged.
 
@@ -11,7 +11,7 @@ use super::{API_KEYS, ReplicaHandles, operator, think, user};
 
 /// Label of these draws, which separates them from those of other kinds of clients.
 const KIND: u64 = 8;
-/// Number of seeds of which one has these operators.
+/// Divisor of the seeds whose worlds have these operators.
 const SEEDS: u64 = 5;
 /// Mean pause between two writes, in milliseconds.
 const THINK_MS: u64 = 300;
