@@ -107,7 +107,7 @@ pub(crate) enum RequestError {
 pub(crate) struct WholeAnswer {
     /// Time from the request to the first byte of the body.
     pub(crate) first: Duration,
-    /// Number of output tokens that the response reports.
+    /// Number of output tokens, counted as occurrences of `word ` in the body.
     pub(crate) tokens: u64,
 }
 
@@ -178,7 +178,7 @@ impl ResponseHead {
         }
     }
 
-    /// Reads the response to its end. An event stream is only complete with its end marker.
+    /// Reads the response to its end. An event stream without its end marker is an error.
     pub(crate) async fn whole(&mut self) -> Result<WholeAnswer, RequestError> {
         let (mut all, mut first) = (Vec::new(), None);
         while let Some(piece) = self.piece().await? {
@@ -203,7 +203,7 @@ impl ResponseHead {
         })
     }
 
-    /// Returns the time from `Retry-After` that the client must wait before a retry.
+    /// Returns the pause that `Retry-After` requests; `None` unless it is a number of seconds.
     pub(crate) fn retry_after(&self) -> Option<Duration> {
         let seconds = self.headers.get("retry-after")?.to_str().ok()?;
         seconds.parse().ok().map(Duration::from_secs)

@@ -56,7 +56,7 @@ impl AbuseEngine {
         let all = Arc::clone(&seen);
         let accepts = tokio::spawn(async move {
             while let Ok((socket, _)) = listener.accept().await {
-                // A broken connection concerns only its other end.
+                // Ignores errors, because the other connections go on.
                 let serving = serve(socket, Arc::clone(&all));
                 tokio::spawn(async move { drop(serving.await) });
             }

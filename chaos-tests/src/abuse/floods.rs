@@ -17,7 +17,7 @@ const FRAMES: usize = 20_000;
 /// Payload of a reset with the error code `CANCEL`.
 const CANCEL: [u8; 4] = [0, 0, 0, 8];
 
-/// Runs a flood at all replicas at once, with the frames of `what`. Counts how each ended.
+/// Sends the frames of `what` to all replicas concurrently. Counts and returns the outcomes.
 async fn each(
     context: &AbuseContext,
     until: FloodUntil,
@@ -49,8 +49,8 @@ pub(super) async fn rapid_reset(context: &AbuseContext) -> anyhow::Result<()> {
     })
     .await?;
     for end in ends {
-        // Frames read together are reset before the request is handled. More than a few are no
-        // accident.
+        // A server may close the connection with ENHANCE_YOUR_CALM (11) after too many resets of
+        // streams that it has not handled yet.
         let calms = end.goaway.is_none_or(|reason| reason == 11);
         ensure!(calms && !end.is_stalled, "{end:?}");
     }

@@ -32,7 +32,7 @@ pub(super) async fn made_up(context: &Arc<AbuseContext>) -> anyhow::Result<()> {
                 let name = format!("made-up-{number}");
                 asked.set(HeaderName::from_static("x-quorate-user"), &name);
                 if !context.access.is_secure() {
-                    // Otherwise the key would name the user.
+                    // The key would determine the user.
                     asked.headers.remove(AUTHORIZATION);
                 }
                 let to = context.data[number % context.data.len()];

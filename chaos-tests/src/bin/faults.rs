@@ -36,13 +36,13 @@ struct FaultsArgs {
     /// Seed of the faults' order and targets
     #[arg(long, value_name = "N")]
     seed: Option<u64>,
-    /// Number of the seed's first fault
+    /// Number of the seed's first fault to inject, counted from 0
     #[arg(long, value_name = "N", default_value_t = 0)]
     from: u64,
     /// Kill the leader this many times, and measure the failover
     #[arg(long, value_name = "N", default_value_t = 0)]
     failover: u32,
-    /// Take the quorum away for this many seconds, and measure
+    /// Kill two of three replicas for this many seconds, and measure the service of the third
     #[arg(long, value_name = "SECONDS", default_value_t = 0)]
     quorum_loss: u32,
     /// Use TLS everywhere, an operator's token and API keys

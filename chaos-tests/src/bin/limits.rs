@@ -31,7 +31,7 @@ const PAUSE: Duration = Duration::from_millis(1);
 const LIMIT: u64 = 10;
 /// Number of clients that use 60 % of the places, so that none waits.
 const CLIENTS_BELOW: usize = 6;
-/// Number of clients of which, at the limit, two wait for each one that is served.
+/// Number of clients that use all places, so that two wait for each one that is served.
 const CLIENTS_BEYOND: usize = 30;
 
 const GATE: &str = "[admission]\nconcurrency = 10\n";

@@ -23,10 +23,10 @@ struct LiveArgs {
     /// Directory for the output of started engines
     #[arg(long, value_name = "DIR", default_value = ".")]
     logs: PathBuf,
-    /// Where engine $N publishes KV events, if it does not report that itself (vLLM 0.12)
+    /// Endpoint at which engine $N publishes KV events, if it does not report one (vLLM 0.12)
     #[arg(long, value_name = "ENDPOINT", requires = "kv_replay")]
     kv_events: Option<String>,
-    /// Where engine $N replays KV events
+    /// Endpoint at which engine $N replays KV events
     #[arg(long, value_name = "ENDPOINT", requires = "kv_events")]
     kv_replay: Option<String>,
     /// tokenizer.json of the model, with its chat template beside it
@@ -41,7 +41,7 @@ struct LiveArgs {
     /// Only rows whose name contains this
     #[arg(long, value_name = "TEXT")]
     only: Option<String>,
-    /// File to append each response to: times, prompt, and predicted and found tokens
+    /// File to append each response to: times, prompt, and predicted and cached tokens
     #[arg(long, value_name = "FILE")]
     record: Option<PathBuf>,
     /// Print the report as JSON

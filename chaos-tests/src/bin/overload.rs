@@ -12,13 +12,13 @@ use clap::Parser;
 /// Overload a cluster, and check that it serves as much as it can and recovers
 #[derive(Debug, Parser)]
 struct OverloadArgs {
-    /// Length of the overload
+    /// Length of the overload, in seconds
     #[arg(long, value_name = "SECONDS", default_value_t = 120)]
     seconds: u64,
     /// Load, as a multiple of the capacity
     #[arg(long, value_name = "N", default_value_t = 10.0)]
     factor: f64,
-    /// MiB by which a replica may grow
+    /// Maximum growth of a replica's memory, in MiB
     #[arg(long, value_name = "MIB", default_value_t = 96)]
     memory: u64,
     /// Seed of all random choices

@@ -11,7 +11,7 @@ use clap::Parser;
 /// Load a cluster with honest and hostile clients at once, and check the invariants
 #[derive(Debug, Parser)]
 struct SoakArgs {
-    /// Length of the soak
+    /// Length of the soak, in seconds
     #[arg(long, value_name = "SECONDS", default_value_t = 60)]
     seconds: u64,
     /// Load, as a multiple of the capacity

@@ -36,7 +36,7 @@ use tonic::transport::Channel;
 const CONNECTIONS: usize = 8;
 /// Size of one chunk of a request body, in bytes.
 const PIECE_BYTES: usize = 62 * 1024;
-/// Config with limits that admit this many requests of one gateway and leave enough descriptors.
+/// Config that admits 16384 requests of one gateway over few connections.
 macro_rules! limits {
     () => {
         "[limits]\nmax_connections = 64\nmax_requests = 16384\nmax_requests_per_address = 16384\nmax_held_bodies = \"4 GiB\"\n"
@@ -55,7 +55,8 @@ const FEW_PLACES: &str = concat!(
 struct StreamCase {
     waits_for: &'static str,
     config: &'static str,
-    /// Whether streams get their endpoint before all are open. Otherwise they wait for one.
+    /// Whether each stream gets an endpoint and waits for the engine's response. Otherwise nearly
+    /// all wait for a place.
     are_told: bool,
     kilobytes: usize,
 }

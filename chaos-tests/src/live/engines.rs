@@ -131,7 +131,7 @@ impl Engine {
 
     /// Resets the engine's cache, which works only without requests in flight. Returns whether the
     /// engine supports it (vLLM: with `VLLM_SERVER_DEV_MODE=1`). Then sends a short request, so
-    /// that the engine publishes the event.
+    /// that the engine publishes the reset as a KV event.
     pub(super) async fn reset(&self, http: &JsonClient, model: &str) -> anyhow::Result<bool> {
         let url = self.url("/reset_prefix_cache");
         let answer = http.send(Method::POST, &url, Some(&json!({}))).await?;

@@ -24,9 +24,9 @@ const TOLD_MAX: usize = 20;
 /// Unit of the router's predictions.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Target {
-    /// Whole blocks of this many tokens, which predict the exact number.
+    /// Whole blocks of this many tokens, so that predictions can be exact.
     Tokens(u64),
-    /// A share of the prompt, which predicts about the right number.
+    /// A share of the prompt, so that predictions are approximate.
     Share,
 }
 

@@ -44,7 +44,7 @@ pub struct LiveOptions {
     pub start: Option<String>,
     /// Folder for the output of started engines.
     pub logs: PathBuf,
-    /// Addresses of engine `$N` for KV events and replays; `None` if the engine reports them.
+    /// Endpoints of engine `$N` for KV events and replays; `None` if the engine reports them.
     pub kv_events: Option<[String; 2]>,
     /// Path of the model's `tokenizer.json`; `None` to skip the rows that need it.
     pub tokenizer: Option<PathBuf>,

@@ -41,8 +41,8 @@ impl UserTotals {
         self.output += other.output;
     }
 
-    /// Returns the counts without the share of cached prompt tokens. An account that was not
-    /// settled contains only a prediction of it.
+    /// Returns the counts with cached and computed prompt tokens added up. Unsettled charges
+    /// contain only a prediction of how many were cached.
     fn coarse(&self) -> [u64; 3] {
         [self.requests, self.uncached + self.cached, self.output]
     }

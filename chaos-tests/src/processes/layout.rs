@@ -160,7 +160,7 @@ pub(super) fn config(
     // A test's namespaces contain no other hosts.
     let is_off_loopback = !own.admin.ip().is_loopback() || !own.peer.ip().is_loopback();
     let is_insecure = is_off_loopback && secrets.is_none();
-    // So user names in client requests count, as on loopback.
+    // Clients may thus name users in requests, as on loopback.
     let trusted = match is_off_loopback {
         true => "trusted_proxies = [\"198.18.0.0/15\"]\n",
         false => "",

@@ -47,7 +47,7 @@ use crate::netns::NetnsNetwork;
 
 /// Number of log lines that are printed when a test fails.
 const LOG_LINES_SHOWN: usize = 25;
-/// Maximum wait for a response of an admin API. Some calls wait by themselves, for seconds at most.
+/// Maximum wait for a response of an admin API. Some calls block for a few seconds.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 /// Maximum time for a replica to shut down, or to refuse to start.
 const ENDING_PATIENCE: Duration = Duration::from_secs(60);

@@ -56,8 +56,8 @@ impl ProcessCluster {
     }
 
     /// Waits until all running replicas report their digest at one log index, and checks that the
-    /// digests are equal. Queries the current index, which suffices while the log rests, and in
-    /// turn an index ever further ahead, for a growing log.
+    /// digests are equal. Alternates between the current index, which suffices while the log does
+    /// not grow, and indices up to 64 ahead.
     ///
     /// # Errors
     /// If digests differ, or the replicas never meet at one index.

@@ -212,7 +212,7 @@ impl JudgedPhases {
         Ok(format!("{} were left", not_whole.len()))
     }
 
-    /// Checks that routers do not resend a request that broke its engine.
+    /// Checks that replicas do not resend a request that broke its engine.
     fn once(&self) -> anyhow::Result<String> {
         let ledger = self.storm.scene.ledger.lock();
         let twice = |(id, computed): &(&String, &ComputedRequest)| {

@@ -24,7 +24,7 @@ use crate::wire::{self, OutgoingRequest, RequestError, ResponseHead, SourceAddre
 const PATH: &str = "/v1/chat/completions";
 /// Number of words in a prompt, in addition to its unique part.
 const PROMPT_WORDS: usize = 40;
-/// Minimum and maximum pause before a retry, in milliseconds. It doubles with each, as in SDKs.
+/// Minimum and maximum pause before a retry, in milliseconds. It doubles per retry, as in SDKs.
 const BACKOFF_MS: (u64, u64) = (500, 8000);
 /// Maximum number of concurrent requests of one user.
 const UNDER_WAY_MAX: usize = 250;
@@ -144,7 +144,7 @@ impl SoakUser {
         let done = async {
             let mut reply = wire::ask(&scene.access, from, scene.data[replica], asked).await?;
             if reply.status != StatusCode::OK {
-                // The body of a refusal is part of it.
+                // Reads the rest of the rejection, so that the connection does not break off.
                 let _ = reply.whole().await;
                 return Ok(TryEnd::Refused(reply));
             }

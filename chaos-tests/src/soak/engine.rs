@@ -146,7 +146,7 @@ impl SoakEngine {
 
 async fn serve(core: Arc<EngineShared>, socket: TcpStream) {
     let service = service_fn(move |request| answer(core.clone(), request));
-    // A broken connection concerns only its other end.
+    // Ignores errors, because the other connections go on.
     let _ = socket.set_nodelay(true);
     let _ = hyper::server::conn::http1::Builder::new()
         .timer(TokioTimer::new())

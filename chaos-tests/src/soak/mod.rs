@@ -43,7 +43,7 @@ pub use tally::KindCounts;
 const ENGINES: usize = 2;
 /// Maximum number of file descriptors of a replica.
 const DESCRIPTORS: u32 = 1024;
-/// Duration for which honest users run alone, as a share of the storm's, and its bounds.
+/// Divisor of the storm's duration for that of honest users alone, clamped to these bounds.
 const ALONE: (u32, Duration, Duration) = (6, Duration::from_secs(10), Duration::from_secs(60));
 /// Duration at the start of each phase in which engines fill and nothing is counted.
 const WARM_UP: Duration = Duration::from_secs(3);

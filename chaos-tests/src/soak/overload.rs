@@ -14,7 +14,8 @@ use crate::processes::figures::ProcessFigures;
 
 /// Kinds of clients that overload the cluster.
 const KINDS: &[ClientKind] = &[ClientKind::Patient, ClientKind::Impatient];
-/// Duration of full load and of the phase after the storm, as a share of the storm, with bounds.
+/// Divisor of the storm's duration for those of full load and of the phase after the storm, clamped
+/// to these bounds.
 const ASIDE: (u32, Duration, Duration) = (4, Duration::from_secs(5), Duration::from_secs(30));
 /// Load after the storm, relative to the capacity.
 const AFTER: f64 = 0.5;

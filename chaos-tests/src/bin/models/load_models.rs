@@ -148,7 +148,7 @@ fn contended_places() {
                 thread::spawn(move || start(&table).ok())
             })
             .collect();
-        // Like a balance: withdraw places first, then set what is left.
+        // Like a handover in production: withdraws a place, then sets the number that remains.
         let handed_over = u32::from(table.withdraw(life(1), 1, 1));
         table.set_places(life(1), LIMIT, 2 - handed_over, false);
         let join = |it: thread::JoinHandle<_>| it.join().expect("the other does not panic");

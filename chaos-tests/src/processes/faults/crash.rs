@@ -2,7 +2,8 @@
 
 use super::{FaultContext, until};
 
-/// Maximum number of log entries that a leader keeps behind its snapshot during faults.
+/// Maximum number of log entries that a leader keeps from before its snapshot: a quarter of
+/// `snapshot_every`.
 const KEPT_ENTRIES: u64 = 100;
 
 pub(super) async fn kill_one(stage: &mut FaultContext) -> anyhow::Result<()> {
@@ -10,7 +11,7 @@ pub(super) async fn kill_one(stage: &mut FaultContext) -> anyhow::Result<()> {
     stage.kill(victim)?;
     let others = stage.cluster.up();
     stage.served_by(&others).await?;
-    // After its restart at rest it has nothing to propose, and its open leases must still be
+    // Without load, the restarted replica has nothing to propose, but its open leases must still be
     // closed.
     stage.load.rest().await?;
     stage.cluster.restart(&[victim]).await
@@ -25,7 +26,7 @@ pub(super) async fn kill_leader(stage: &mut FaultContext) -> anyhow::Result<()> 
     stage.cluster.restart(&[victim]).await
 }
 
-/// Kills two of three replicas. Without a quorum, the remaining one serves by its knowledge and
+/// Kills two of three replicas. Without a quorum, the remaining one serves with what it knows and
 /// keeps what it learns.
 pub(super) async fn kill_majority(stage: &mut FaultContext) -> anyhow::Result<()> {
     let left = stage.any();

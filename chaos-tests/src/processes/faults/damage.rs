@@ -16,7 +16,7 @@ use rand::rngs::SmallRng;
 
 use super::{FaultContext, members};
 
-/// Number of positions of a log that are damaged, some of which may be unused.
+/// Number of damaged bytes in a log. Some may be in unused parts of the file.
 const PLACES: usize = 32;
 /// Text of the refusal before the position, which is in bytes.
 const REFUSAL: &str = "is damaged at byte";

@@ -32,7 +32,7 @@ fn small(stage: &FaultContext) -> anyhow::Result<usize> {
 pub(super) async fn full(stage: &mut FaultContext) -> anyhow::Result<()> {
     let victim = small(stage)?;
     if !stage.cluster.up().contains(&victim) {
-        // It was removed; its own place is the only free one.
+        // An earlier fault removed the replica. Its place is the only free one, so it joins again.
         members::join_and_remove(stage).await?;
     }
     let ballast = stage.cluster.data_dir(victim).join("ballast");

@@ -27,7 +27,7 @@ use super::{ClusterOptions, ProcessCluster, Site, checks, until};
 use crate::kinds::kinds;
 use crate::{command, netns};
 
-/// Time before its death in which a replica's responses may be unknown to the others: many flush
+/// Time before a replica is killed in which its responses may be unknown to the others: many flush
 /// intervals.
 const DOUBT: Duration = Duration::from_secs(2);
 /// Number of requests that a replica must answer during a fault to count as serving.
@@ -324,7 +324,7 @@ fn says(error: &anyhow::Error, words: &str) -> bool {
     format!("{error:#}").contains(words)
 }
 
-/// Waits for the duration of a fault that ends by nothing else.
+/// Waits for the duration of a fault that nothing else ends.
 async fn last(duration: Duration) {
     sleep(duration).await;
 }

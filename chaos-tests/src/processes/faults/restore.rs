@@ -33,7 +33,7 @@ pub(super) async fn from_backup(stage: &mut FaultContext) -> anyhow::Result<()> 
         .cluster
         .run(&["restore", &file, "--force", "--admin", &admin])
         .await?;
-    // A replica that did not run the restore has it a moment later.
+    // The other replicas apply the restore a moment later.
     for number in &all {
         let what = format!("replica {} counts as at the backup", number + 1);
         until(&what, async || {
