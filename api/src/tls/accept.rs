@@ -36,11 +36,11 @@ pub struct ClearRejection {
 }
 
 /// Performs the handshake on a connection from which nothing was read yet. `wrap` converts the
-/// socket into the stream below TLS. A client that sends plain HTTP gets `refusal`.
+/// socket into the stream below TLS. A client that sends plain HTTP gets `refusal`. The handshake
+/// has no timeout of its own; the caller must set one.
 ///
 /// # Errors
-/// Returns [`TlsAcceptError`] if the client does not use TLS or the handshake fails. The caller
-/// must set a timeout.
+/// Returns [`TlsAcceptError`] if the client does not use TLS or the handshake fails.
 pub async fn accept<S: AsyncRead + AsyncWrite + Unpin>(
     mut stream: TcpStream,
     config: Arc<ServerConfig>,

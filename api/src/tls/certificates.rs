@@ -72,7 +72,7 @@ fn stamps(source: &impl CertificateSource) -> Vec<Option<FileStamp>> {
     paths.iter().map(|path| FileStamp::of(path)).collect()
 }
 
-/// [`Certificates`] of any type, for reloading.
+/// [`Certificates`] with any type of source, as needed for reloading.
 pub(super) trait Reload: Send + Sync {
     /// Returns the section of the config.
     fn section(&self) -> &'static str;

@@ -8,6 +8,6 @@ pub struct TlsSetupError {
     pub key: String,
     /// Description of the fault, with the key and the file.
     pub problem: String,
-    /// What was expected.
+    /// Description of a valid value or file.
     pub expected: String,
 }

@@ -18,7 +18,8 @@ use super::provider;
 
 /// Maximum length of a file, in bytes. A bundle of all public authorities is a quarter of it.
 const FILE_BYTES_MAX: u64 = 1 << 20;
-/// Permission bits of others. A group may read a key, because containers mount keys that way.
+/// Permission bits for users outside the owner's group. A key with any of them is rejected. The
+/// group may read a key, because containers mount keys that way.
 const EVERYBODY: u32 = 0o007;
 
 const A_CHAIN: &str = "a certificate in PEM, followed by those between it and its authority";
@@ -40,19 +41,19 @@ pub struct NamedFile {
 pub struct CertificateFacts {
     /// Common name of the subject; empty if it has none.
     pub subject: String,
-    /// DNS names and addresses in the certificate. Other forms of names may look like these, and
-    /// not every authority checks them.
+    /// DNS names and IP addresses in the subject alternative name. Other kinds of names are left
+    /// out, because they may look like these and not every authority verifies them.
     pub names: Vec<String>,
-    /// Time of expiry, in seconds since 1970.
+    /// Time of expiry, in Unix seconds.
     pub not_after_s: i64,
 }
 
 /// A certificate with its private key.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CertificateFiles {
-    /// The certificate, followed by the intermediate ones.
+    /// PEM file with the certificate, followed by the intermediate ones.
     pub cert: NamedFile,
-    /// The private key of the certificate.
+    /// PEM file with the private key of the certificate.
     pub key: NamedFile,
 }
 

@@ -28,7 +28,7 @@ impl<S> MaybeTls<S> {
     }
 }
 
-/// Describes the underlying connection to clients that pool connections.
+/// Reports the properties of the underlying connection to hyper's client.
 impl<S: Connection> Connection for MaybeTls<S> {
     fn connected(&self) -> Connected {
         match self {
