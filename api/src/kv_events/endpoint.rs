@@ -7,7 +7,8 @@
 //! | `bind:tcp://0.0.0.0:5557` | the engine connects; this replica listens there while it reads |
 //! | `auto` | queried from the engine (`kv_events` only) |
 //!
-//! `?ranks=4` after any of them gives the number of data-parallel ranks, each on the next port.
+//! `?ranks=4` after a TCP address gives the number of data-parallel ranks, which use consecutive
+//! ports.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -57,7 +58,7 @@ pub enum KvAddress {
         /// Port of the first rank.
         port: u16,
     },
-    /// Path of a Unix socket. ZeroMQ adds nothing to it for ranks.
+    /// Path of a Unix socket, which serves a single rank.
     Ipc(PathBuf),
 }
 
@@ -160,8 +161,8 @@ impl fmt::Display for KvAddress {
     }
 }
 
-/// Returns the places that a replica connects to for these settings, each with the name of its
-/// setting.
+/// Returns the hosts and Unix sockets that a replica connects to for these settings, each with the
+/// name of its setting. The host of the backend's URL is left out.
 #[must_use]
 pub fn places(
     kv_events: Option<&str>,

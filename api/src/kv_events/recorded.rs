@@ -242,7 +242,7 @@ fn the_state_is_the_recorded_engines_cache() {
             let status = rig.steady.kv_status(rig.backend.slot).unwrap();
             let (held, reached) = cache.blocks();
             assert_eq!(status.ranks[0].blocks, held, "{name}: {}", request.name);
-            // Without salts in the events, blocks that look alike are one.
+            // Without salts in the events, blocks that differ only in their salt count as one.
             if tells_salts {
                 assert_eq!(status.reported_blocks, reached, "{name}: {}", request.name);
             } else {
@@ -250,7 +250,7 @@ fn the_state_is_the_recorded_engines_cache() {
             }
             assert_eq!(rig.steady.owned_blocks(Slot(0)), status.reported_blocks);
             let is_foretold = (tells_salts || request.salt.is_none())
-                // The cache is reset without an event until the next step that has one.
+                // The engine reports the reset only in the next step that has events.
                 && request.name != "after_reset"
                 && !request.prompt.is_empty();
             let Some(hit) = request.hit.filter(|_| is_foretold) else {

@@ -136,7 +136,7 @@ pub async fn ask_where_published(url: &str) -> Result<AdvertisedEvents, String> 
 /// Returns the event endpoints of the engine at `url` as an operator configures them.
 ///
 /// # Errors
-/// Returns an error if the ranks need ports that do not exist.
+/// Returns an error if a rank's port would exceed 65535.
 pub fn named_publisher(
     url: &str,
     events: &KvEndpoint,
@@ -257,7 +257,7 @@ fn own_endpoint(text: &str, host: &str) -> Result<KvEndpoint, String> {
     }
 }
 
-/// Whether an engine at `host` runs on the same machine as this replica.
+/// Whether `host` is `localhost` or a loopback address, so that its engine runs on this machine.
 fn is_this_machine(host: &str) -> bool {
     let address = host.trim_start_matches('[').trim_end_matches(']');
     let is_loopback = |address: IpAddr| address.is_loopback();

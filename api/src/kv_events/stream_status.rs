@@ -16,7 +16,7 @@ pub struct StreamBoard(Mutex<BTreeMap<Slot, BackendStreams>>);
 /// One backend's streams as seen by its reader.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, JsonSchema)]
 pub struct BackendStreams {
-    /// Why no stream is followed yet.
+    /// Reason why no stream is followed; null if there is none.
     pub detail: Option<String>,
     /// Streams by rank.
     pub ranks: Vec<RankStreamStatus>,
@@ -27,25 +27,25 @@ pub struct BackendStreams {
 pub struct RankStreamStatus {
     /// Data-parallel rank.
     pub rank: u16,
-    /// Endpoint of its events.
+    /// Address of the rank's events, such as `tcp://10.0.0.1:5557`.
     pub endpoint: String,
     /// Whether the subscription is established.
     pub is_connected: bool,
-    /// Description of a problem, if any.
+    /// Latest problem with the subscription or a replay since the subscription was established;
+    /// null if there is none.
     pub detail: Option<String>,
-    /// Sequence number of the newest message received.
+    /// Sequence number of the last message received, live or replayed; null if there is none.
     pub newest_seq: Option<u64>,
-    /// Sequence number of the last message reported to the cluster.
+    /// Sequence number of the last message reported to the cluster; null if there is none.
     pub told_seq: Option<u64>,
     /// Number of messages received but not applied here.
     pub lag_messages: u64,
-    /// Counters since the start.
+    /// Counters since the reader last started or started over.
     pub counts: StreamCounts,
 }
 
 impl StreamBoard {
-    /// Returns the streams of the backend in `slot`; `None` if another replica reads them or none
-    /// does.
+    /// Returns the streams of the backend in `slot`; `None` if this replica does not read them.
     #[must_use]
     pub fn standing(&self, slot: Slot) -> Option<BackendStreams> {
         self.lock().get(&slot).cloned()

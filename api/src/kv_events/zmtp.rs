@@ -104,7 +104,8 @@ impl ZmtpConnection {
     /// Performs the handshake as a socket of `kind`.
     ///
     /// # Errors
-    /// Returns a [`ZmtpError`] if the peer is not a ZMTP 3 socket that `kind` talks to.
+    /// Returns a [`ZmtpError`] if the connection breaks, if the peer is not a ZMTP 3 socket that
+    /// `kind` talks to, or after [`HANDSHAKE_MAX`].
     pub async fn open(
         stream: impl ByteStream + 'static,
         kind: SocketType,

@@ -23,7 +23,8 @@ const APPLIED_WITHIN: Duration = Duration::from_secs(5);
 /// Minimum interval between two objections to a state that counts as exact. It is longer than a
 /// commit takes.
 const OBJECTION_INTERVAL: Duration = Duration::from_millis(500);
-/// First and longest pause before a failed replay is retried.
+/// Initial value and maximum of the pause before a failed replay is retried. Every failure, the
+/// first one included, doubles it.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(1));
 
 /// Reader of one data-parallel rank; see the module documentation.
@@ -40,7 +41,7 @@ pub(super) struct RankReader {
     pause: Duration,
     /// Reports that the outbox has not accepted yet.
     pending: VecDeque<KvBatch>,
-    /// Time of the last sign of the publisher.
+    /// Time at which the last message arrived or the last replay ended.
     last_sign: Instant,
     /// Time at which the newest number was last queried.
     last_check: Instant,
@@ -198,8 +199,8 @@ impl RankReader {
         self.show(position);
     }
 
-    /// Repeats the last report so that time passes in the log, with which blocks known from leases
-    /// fade. There may be no other reports that advance it.
+    /// Repeats the last report. Its stamp advances replicated time, so unconfirmed blocks fade even
+    /// if nothing else is proposed.
     fn say_again(&mut self) {
         if let Some((publisher, seq)) = self.stream.told()
             && !self.stream.is_in_doubt()
@@ -209,8 +210,8 @@ impl RankReader {
         }
     }
 
-    /// Returns the applied position, the condition of this rank, and whether blocks are waiting to
-    /// be confirmed.
+    /// Returns the applied position and the condition of this rank, and whether it has unconfirmed
+    /// blocks.
     fn look(&self) -> (Option<KvPosition>, Option<KvCondition>, bool) {
         let (slot, rank) = (self.backend.slot, self.source.rank);
         let mut seen = (None, None, false);

@@ -19,8 +19,8 @@ use super::{StreamContext, StreamCounts};
 use crate::kv_events::wire::{self, BlockRemoved, BlockStored, CacheLocation, EngineEvent};
 use crate::prompt::{TokenScope, chain_of_tokens};
 
-/// Number of hashes remembered besides those in the replicated state: from messages not applied
-/// yet, and of likely parents.
+/// Maximum number of hashes remembered besides those in the replicated state: from messages not
+/// applied yet, and of likely parents.
 const REMEMBERED_MAX: usize = 65_536;
 /// Maximum number of blocks set aside until their parent is known.
 const ORPHANS_MAX: usize = 2048;
@@ -39,7 +39,8 @@ pub struct HashIdentity {
     pub model: String,
     /// Tokens per block in the router's hashing of this model and of models served as its adapters.
     pub block_size: u32,
-    /// Number of router blocks per engine block, as far as the engine has reported it.
+    /// Number of router blocks per engine block, as known at the start: 1 until the engine has
+    /// reported its block size.
     pub parts: u32,
 }
 
@@ -157,7 +158,7 @@ impl PublishedBlocks {
         self.orphans_len = 0;
     }
 
-    /// Learns the groups of layers from a message that was reported before.
+    /// Learns the groups of layers and the block size from a message that was reported before.
     pub(super) fn learn_groups(&mut self, payload: &Bytes) {
         for event in wire::decode(payload).unwrap_or_default().events {
             if let EngineEvent::Stored(stored) = event {
@@ -167,7 +168,8 @@ impl PublishedBlocks {
         }
     }
 
-    /// Converts a message's events into at least one part for the cluster.
+    /// Converts a message's events into at least one part for the cluster. Fails if the engine's
+    /// block size is not a multiple of the router's.
     pub(super) fn convert(
         &mut self,
         events: Vec<EngineEvent>,

@@ -85,7 +85,7 @@ pub struct StreamCounts {
     pub gaps: u64,
     /// Number of times that missing messages could not be recovered.
     pub losses: u64,
-    /// Number of the engine's runs.
+    /// Number of engine runs that the reader began to follow; a continued run does not count.
     pub runs: u64,
     /// Number of replays requested.
     pub replays: u64,
@@ -231,8 +231,8 @@ impl EventStream {
         self.doubt(KvDoubt::Unreachable);
     }
 
-    /// Requests the newest message number after a period of silence, or if the cluster has the
-    /// stream in doubt.
+    /// Requests the newest message number after a period of silence, or because the cluster doubts
+    /// the stream (`is_in_doubt`). If no messages are missing, this doubt is then ended.
     pub fn check(&mut self, is_in_doubt: bool) {
         if is_in_doubt && self.doubt.is_none() {
             self.doubt = Some(KvDoubt::Handover);

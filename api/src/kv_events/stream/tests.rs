@@ -528,7 +528,7 @@ fn recorded_hits_are_predicted() {
             let hits = table.view.hits(&chain, request.prompt.len(), block_size);
             // The engine computes the last token, and with it that token's whole block.
             let hits = hits as u32 * block_size / engine * engine;
-            // The cache is reset without an event until the next step that has one.
+            // The engine reports the reset only in the next step that has events.
             if request.name != "after_reset" {
                 assert_eq!(f64::from(hits), hit, "{name}: {}", request.name);
                 predicted += 1;

@@ -63,7 +63,7 @@ pub struct BlockRemoved {
 pub struct CacheLocation {
     /// Whether the cache is outside the GPU's memory.
     pub is_offloaded: bool,
-    /// Group of layers, in hybrid models.
+    /// Group of layers, in hybrid models; `None` if not given.
     pub group: Option<u32>,
     /// Whether the group has full attention; `None` if not given.
     pub is_full_attention: Option<bool>,
@@ -72,9 +72,9 @@ pub struct CacheLocation {
 /// Attributes that distinguish blocks with equal tokens.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct BlockKeys {
-    /// Whether the blocks use a LoRA adapter, which is given by number.
+    /// Whether the blocks use a LoRA adapter, given by number or by name.
     pub has_adapter: bool,
-    /// Name of the LoRA adapter.
+    /// Name of the LoRA adapter; `None` without one, or if only its number is given.
     pub adapter: Option<String>,
     /// Cache salt, which belongs to the prompt's first block.
     pub salt: Option<String>,
@@ -121,7 +121,7 @@ pub fn decode(bytes: &[u8]) -> Result<EventPayload, MsgpackError> {
     Ok(payload)
 }
 
-/// Reads a value without parts, or skips one with parts as a whole.
+/// Reads the next value. Of an array or map, returns only the head and skips the parts.
 fn head<'a>(pack: &mut MsgpackReader<'a>) -> Result<MsgpackValue<'a>, MsgpackError> {
     let before = *pack;
     let value = pack.value()?;
@@ -272,9 +272,9 @@ impl EventFields {
         Ok(())
     }
 
-    /// Reads one entry per block: `nil`, or the inputs of its hash besides the tokens. Every block
-    /// has the adapter's name, only a prompt's first one has a salt, and media are where they
-    /// occur.
+    /// Reads one entry per block: `nil`, or the inputs of its hash besides the tokens. Every entry
+    /// has the adapter's name, only that of a prompt's first block has the salt, and those of blocks
+    /// with media have the keys of the media.
     fn read_extra_keys(&mut self, pack: &mut MsgpackReader<'_>) -> Result<(), MsgpackError> {
         let before = *pack;
         let MsgpackValue::Array(blocks) = pack.value()? else {
@@ -321,8 +321,8 @@ impl EventFields {
         }
         let is_salt = stored.parent.is_none() && first_keys.len() == 1;
         if is_salt {
-            // A medium's name in the first block looks the same. It then starts a chain that no
-            // prompt asks for.
+            // The key of a medium in the first block looks like a salt. It then starts a chain that
+            // no prompt matches.
             keys.salt = keys.salt.take().or(first_keys.pop());
         } else if !first_keys.is_empty() {
             keys.foreign(0);
