@@ -273,8 +273,8 @@ impl EventFields {
     }
 
     /// Reads one entry per block: `nil`, or the inputs of its hash besides the tokens. Every entry
-    /// has the adapter's name, only that of a prompt's first block has the salt, and those of blocks
-    /// with media have the keys of the media.
+    /// has the adapter's name. Only that of a prompt's first block has the salt. Keys of media are
+    /// in the entries of the blocks that contain the media.
     fn read_extra_keys(&mut self, pack: &mut MsgpackReader<'_>) -> Result<(), MsgpackError> {
         let before = *pack;
         let MsgpackValue::Array(blocks) = pack.value()? else {
