@@ -1,4 +1,4 @@
-//! Deserializes strings of a JSON body.
+//! Deserializes strings of a JSON body without copying them if possible.
 
 use std::borrow::Cow;
 use std::fmt;

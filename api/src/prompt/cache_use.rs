@@ -29,7 +29,8 @@ pub(crate) struct SpecialTokenCount {
 
 impl Truncation {
     /// Returns the truncation for engines whose context length, in tokens, is `context`; `None` if
-    /// it is needed and unknown. vLLM reserves one token if the request sets an output length.
+    /// the maximum is the context length and that is unknown. vLLM reserves one token if the
+    /// request sets an output length.
     pub(super) fn within(mut self, context: Option<u64>, wants_output: bool) -> Option<Self> {
         if self.is_context {
             let context = u32::try_from(context?).unwrap_or(u32::MAX);
@@ -72,11 +73,12 @@ impl Truncation {
 pub(super) struct CacheFields {
     prompt_logprobs: bool,
     echo: bool,
-    /// Whether `logprobs` is set. `has_no_top_logprobs`: whether `top_logprobs` is null.
+    /// Whether `logprobs` is set.
     has_logprobs: bool,
+    /// Whether `top_logprobs` is present and null.
     has_no_top_logprobs: bool,
     pools_tokens: bool,
-    /// Number of tokens to keep; `-1` for as many as the engine accepts.
+    /// Number of tokens to keep; `-1` for as many as the engine accepts. `None` without truncation.
     tokens: Option<i64>,
     keeps_end: Option<bool>,
 }

@@ -127,7 +127,7 @@ pub(super) enum PromptField {
     Completions,
     /// `input`, with `instructions` and `tools`.
     Responses,
-    /// `input`, `prompt`, `query` or `text_1`; else `messages`.
+    /// `input`, `prompt`, `query`, `queries`, `text_1` or `data_1`; else `messages`.
     Pooling,
     /// The body has no prompt; the request is routed by load.
     Other,
@@ -323,7 +323,7 @@ impl<'de> Visitor<'de> for BodyVisitor<'_, 'de> {
     }
 }
 
-/// Names of the fields that the router reads on any path.
+/// Names of the fields that the router reads on at least one path, except those of [`CacheFields`].
 const KNOWN: [&str; 21] = [
     "model",
     "messages",
@@ -348,7 +348,8 @@ const KNOWN: [&str; 21] = [
     "data_1",
 ];
 
-/// Whether the router reads the field `name` on any path.
+/// Whether the router reads the field `name` on at least one path, not counting fields that only
+/// change how an engine uses its cache or truncates the prompt.
 #[must_use]
 pub fn is_read(name: &str) -> bool {
     KNOWN.contains(&name)

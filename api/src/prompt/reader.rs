@@ -39,7 +39,8 @@ const PARSED_INLINE_BYTES_MAX: usize = 256 * 1024;
 const RENDERED_INLINE_BYTES_MAX: usize = 32 * 1024;
 /// Maximum amount of new text that is tokenized inline, in bytes.
 const FRESH_INLINE_BYTES_MAX: usize = 512;
-/// Maximum wait for a worker to tokenize on: routing by characters is better than routing late.
+/// Maximum wait for a permit to tokenize in the blocking pool. After that, the prompt is identified
+/// by its characters, because routing by characters is better than routing late.
 const WORKER_WAIT_MAX: Duration = Duration::from_millis(500);
 /// Maximum wait for an engine's tokens while they have reliably matched those of the local files.
 const CHECK_WAIT_MAX: Duration = Duration::from_millis(50);
@@ -68,7 +69,7 @@ pub struct ReadRequest {
 pub enum ReadError {
     /// The body cannot be routed.
     Bad(BodyRejection),
-    /// The runtime is shutting down.
+    /// The runtime is shutting down, or a task in the blocking pool panicked.
     Stopping,
 }
 
@@ -221,7 +222,7 @@ impl PromptReader {
         request.identity = self.identify(&request.parsed);
     }
 
-    /// Fills in a missing model if there is only one, resolves the truncation, identifies the
+    /// Fills in a missing model if there is only one, resolves the truncation, and identifies the
     /// prompt.
     fn routed(&self, mut parsed: ParsedBody) -> Result<ParsedRequest, BodyRejection> {
         if parsed.model.is_empty() {
@@ -281,7 +282,8 @@ impl PromptReader {
         Ok(read)
     }
 
-    /// Returns the tokenizer for a prompt of text whose model has one.
+    /// Returns the tokenizer of the request's model, if it has one and the prompt is a non-empty
+    /// text.
     fn due_tokenizer(&self, read: &ReadRequest) -> Option<Arc<Tokenizer>> {
         match &read.parsed.prompt {
             Prompt::Text(text) if !text.is_empty() => {

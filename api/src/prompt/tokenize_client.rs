@@ -166,7 +166,7 @@ impl ReplyQuery {
             whole["prompt"] = format!("{prompt}{reply}").into();
             return self.behind_prompt(self.ask(remote, &whole).await?);
         };
-        // Templates remove earlier reasoning.
+        // Templates remove the reasoning of earlier responses.
         if reply.contains("</think>") {
             return None;
         }

@@ -1,8 +1,8 @@
 //! Caches the tokens of text, up to a number of bytes.
 //!
-//! The cache has two generations. A hit moves to the young one. When that would exceed half the
-//! bound, it replaces the old one. So recently used entries stay, without updating an LRU list at
-//! each lookup.
+//! The cache has two generations. A hit moves the entry to the young one. When the young generation
+//! would exceed half the bound, it replaces the old one, and an empty one takes its place. Recently
+//! used entries thus stay, without updating an LRU list at each lookup.
 
 use std::collections::HashMap;
 use std::hash::RandomState;

@@ -197,7 +197,8 @@ fn tools(tools: Value) -> Result<Value, UnclearBodyError> {
     array(Some(tools))?.into_iter().map(tool).collect()
 }
 
-/// Converts the parts of a message's content to text parts and markers.
+/// Converts the parts of a message's content to text parts and markers, and removes null fields and
+/// `cache_control`. Fails unless the message has a role.
 fn message(message: Value) -> Result<Value, UnclearBodyError> {
     let Value::Object(mut message) = message else {
         return Err(UnclearBodyError);
@@ -345,7 +346,7 @@ fn responses(mut body: Map<String, Value>) -> Result<TokenizerInput, UnclearBody
                         "tool_call_id": item.get("call_id"),
                         "content": item.get("output").cloned().unwrap_or_default(),
                     }))?),
-                    // Templates drop earlier reasoning.
+                    // Templates drop the reasoning of earlier responses.
                     Some("reasoning") => {}
                     _ => messages.push(message(item)?),
                 }

@@ -55,15 +55,15 @@ const SEAM_BYTES_MAX: usize = 8 * 1024;
 /// Tokenizer named in the config.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum TokenizerSpec {
-    /// `character`.
+    /// `character`: no tokens; blocks consist of bytes.
     Character,
-    /// `tiktoken:NAME`.
+    /// `tiktoken:NAME`: a vocabulary in the binary.
     Tiktoken(Vocabulary),
-    /// `huggingface:FILE`.
+    /// `huggingface:FILE`: a `tokenizer.json`.
     HuggingFace(PathBuf),
-    /// `engine`.
+    /// `engine`: the engine's `POST /tokenize`.
     Engine,
-    /// `engine:FILE`: the engine, and a `tokenizer.json` if engines do not answer.
+    /// `engine:FILE`: a `tokenizer.json`, whose tokens are compared with the engine's.
     EngineOr(PathBuf),
 }
 
@@ -569,7 +569,7 @@ impl ReplyBoundary {
         let is_same_later = match self.after {
             ReplyPosition::Unknown | ReplyPosition::Rendered(ReplyRendering::Changed) => false,
             ReplyPosition::Joined | ReplyPosition::Framed => true,
-            // Templates remove earlier reasoning.
+            // Templates remove the reasoning of earlier responses.
             ReplyPosition::Rendered(ReplyRendering::Kept) => !reply.contains("</think>"),
             ReplyPosition::Rendered(ReplyRendering::KeptTrimmed) => {
                 !reply.contains("</think>") && reply.trim().len() == reply.len()

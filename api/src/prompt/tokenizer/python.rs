@@ -214,8 +214,8 @@ const MONTHS: [&str; 12] = [
     "December",
 ];
 
-/// Formats the start of `day` like `strftime`. The time is always 0:00, because a prompt that
-/// changed every second would never be found in a cache.
+/// Formats the start of `day`, in days since 1970-01-01, like Python's `strftime`. The time is
+/// always 0:00, because a prompt that changed every second would never be found in a cache.
 pub(super) fn strftime(day: u64, format: &str) -> Result<String, Error> {
     let (year, month, date) = civil(day);
     let weekday = usize::try_from((day + 4) % 7).unwrap_or(0);

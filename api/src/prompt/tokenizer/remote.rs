@@ -32,11 +32,11 @@ const FAILURES_MAX: u32 = 3;
 const REST: Duration = Duration::from_secs(1);
 /// Time since the first failure in a row after which timeouts lead to a pause.
 const STALL: Duration = Duration::from_secs(1);
-/// Maximum number of requests about prompts in flight.
+/// Maximum number of tokenize requests for prompts in flight.
 const UNDER_WAY_MAX: usize = 1024;
-/// Number of requests about prompts in flight from which on dispensable requests are not sent.
+/// Number of tokenize requests for prompts in flight at which optional requests are no longer sent.
 const BUSY: usize = 64;
-/// Maximum number of requests about responses in flight.
+/// Maximum number of tokenize requests for responses in flight.
 const REPLIES_UNDER_WAY_MAX: usize = 32;
 
 /// Cell for the tokens in an engine's response, shared by equal requests; `None` on failure.
@@ -58,9 +58,9 @@ pub(crate) enum TokenizeResult {
 pub(crate) struct EngineTokenizer {
     answers: TokenCache,
     state: Mutex<EngineTokenizerState>,
-    /// Results of checks whether engines' tokens are as predicted, by kind of request.
+    /// Results of comparing engines' tokens with predicted ones, by kind of request.
     agreement: Mutex<Streaks>,
-    /// Permits for requests about responses; each request holds one.
+    /// Permits for tokenize requests for responses; each request holds one.
     replies: Semaphore,
 }
 
@@ -87,7 +87,7 @@ impl Default for EngineTokenizer {
 /// The tokenize request for a prompt, or the tokens of a prompt that needs none.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum TokenizeRequest {
-    /// An engine must be sent this body, in a `POST /tokenize`.
+    /// Body of a `POST /tokenize` that returns the tokens.
     Ask(Bytes),
     /// The prompt consists of these token ids.
     Ids(Vec<u32>),
@@ -208,12 +208,13 @@ impl EngineTokenizer {
         }
     }
 
-    /// Whether so many requests about prompts are in flight that dispensable ones are not sent.
+    /// Whether at least [`BUSY`] tokenize requests for prompts are in flight, so that optional
+    /// requests are not sent.
     pub(crate) fn is_busy(&self) -> bool {
         self.state().under_way.len() >= BUSY
     }
 
-    /// Returns the results of checks of engines' tokens, by kind of request, locked.
+    /// Locks and returns the results of comparing engines' tokens with predicted ones.
     pub(crate) fn agreement(&self) -> MutexGuard<'_, Streaks> {
         self.agreement
             .lock()

@@ -4,9 +4,9 @@ use std::collections::HashMap;
 
 /// Number of successes in a row after which a check is trusted.
 const SURE: u32 = 8;
-/// One in this many trusted checks is repeated.
+/// A trusted check is performed once in this many calls.
 const LOOK_EVERY: u32 = 16;
-/// Maximum number of kinds of checks. Beyond it, all are learned again.
+/// Maximum number of kinds of checks. Beyond it, the results of all kinds are discarded.
 const KINDS_MAX: usize = 1024;
 
 /// Consecutive successes of checks, by kind.
@@ -16,7 +16,7 @@ pub(crate) struct Streaks(HashMap<u64, Streak>);
 #[derive(Debug, Default)]
 struct Streak {
     held: u32,
-    /// Checks skipped since the last repetition.
+    /// Number of calls since a trusted check was last performed.
     believed: u32,
 }
 

@@ -127,7 +127,7 @@ impl ChatTemplate {
         let messages = vec![json!({"role": "user", "content": content})];
         let rendered = self.render_messages(&plain_chat(Vec::new(), true), messages);
         rendered.is_ok_and(|text| {
-            // The output contains the keys of a list that is printed as is.
+            // A template that prints the list as is also prints its keys.
             let is_shown = text.contains("'type'") || text.contains("\"type\"");
             text.contains(PROBE) && !is_shown
         })

@@ -23,9 +23,9 @@ const CL100K_BASE_PAT_STR: &str = concat!(
 /// A vocabulary in the binary.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Vocabulary {
-    /// `cl100k_base`.
+    /// `cl100k_base`, of GPT-4.
     Cl100k,
-    /// `o200k_base`.
+    /// `o200k_base`, of GPT-4o.
     O200k,
 }
 
