@@ -93,7 +93,7 @@ pub(super) enum AttemptResult {
     Answered(Response<EngineBody>, Attempt),
     /// The backend did not run the request, so another may be tried.
     NotRun(NotRun),
-    /// The backend may have run the request, so no other is tried.
+    /// No other backend is tried, because this one may have run the request or time ran out.
     Lost(ProxyError),
 }
 

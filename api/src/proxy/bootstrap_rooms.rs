@@ -267,7 +267,7 @@ async fn until_computed(
     }
     match timeout(PREFILL_END_MAX, computing).await {
         Ok(RemotePrefill::Computed(usage)) => Ok(Some(RemotePrefill::Computed(usage))),
-        // The result no longer matters.
+        // The response has begun, so a failure of the prefill engine has no effect.
         Ok(RemotePrefill::Refused(..) | RemotePrefill::Failed(_)) | Err(_) => Ok(None),
     }
 }

@@ -20,7 +20,7 @@ const LISTED_BYTES_MAX: usize = 512;
 /// Lookup of the cluster's keys for the data plane.
 pub(super) struct ClusterKeys {
     view: Arc<StateView>,
-    /// The cluster's clock, which advances even without commands.
+    /// The replica's wall clock, so that keys expire even while no commands are applied.
     clock: Clock,
 }
 

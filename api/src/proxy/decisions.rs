@@ -91,8 +91,8 @@ impl DecisionLog {
         }
     }
 
-    /// Creates and keeps a request's record, and passes it to a running recording. Returns `None`
-    /// if nothing would read it.
+    /// Creates a request's record. If the log keeps any, keeps this one and passes it to a running
+    /// recording. Returns `None` if nothing would read it.
     pub(super) fn open(
         &self,
         request: &ClientRequest,

@@ -1,4 +1,4 @@
-//! Runs the prefill stage of a request on two backends, as in vLLM.
+//! Runs the prefill of a request on a different backend from its decode, as in vLLM.
 //!
 //! The prompt goes to the prefill engine as a request for one token, with `kv_transfer_params` that
 //! ask it to keep the blocks. The `kv_transfer_params` in its response locate the blocks. They are
@@ -54,7 +54,8 @@ type Staged = (Attempt, Option<Bytes>);
 
 /// Result of the prefill stage.
 enum Prefilled {
-    /// The prompt is computed; `params` locates its blocks.
+    /// The prompt is computed. `params` is the body member that locates its blocks; `None` if the
+    /// engine returned none.
     Computed {
         usage: Option<Usage>,
         params: Option<Bytes>,

@@ -26,13 +26,13 @@ const IGNORED: HeaderName = HeaderName::from_static("x-quorate-ignored");
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum Expose {
-    /// None.
+    /// No `x-quorate-*` header and no `x-request-id`.
     None,
     /// `x-request-id` and `x-quorate-replica`, and `x-quorate-ignored` if it applies.
     #[default]
     Basic,
-    /// These and, unless the request was refused, the decision: `x-quorate-backend`, `-prefill`,
-    /// `-policy`, `-prefix` and `-index`. For clients that may know what others asked.
+    /// These and, on successful responses, the decision: `x-quorate-backend`, `-prefill`,
+    /// `-policy`, `-prefix` and `-index`. For clients that may learn what other users sent.
     Full,
 }
 

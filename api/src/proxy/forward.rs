@@ -50,11 +50,12 @@ const RETRY_AFTER_MS_LEAST: u64 = 1000;
 /// Maximum `retry-after` time for rejected clients before jitter, in milliseconds.
 const RETRY_AFTER_MS_MAX: u64 = 60_000;
 
-/// Response of a backend that the client receives.
+/// Response that the client receives.
 pub(super) enum ForwardResult {
     /// A backend's response, relayed as it arrives.
     Relayed(Response<SharedResponseBody>),
-    /// A backend's refusal, after which no other backend could be tried.
+    /// A whole response: a backend's refusal, after which no other backend could be tried, or one
+    /// of the router itself.
     Held(Response<Bytes>),
 }
 

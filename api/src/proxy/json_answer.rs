@@ -1,9 +1,9 @@
 //! A response that is one JSON document, inspected while it is relayed.
 //!
-//! The last bytes are kept and parsed at the end. Engines may write long members behind `usage`
-//! (`prompt_logprobs`), so bytes that leave the kept part are scanned for the top-level `usage`
-//! member. Memory is bounded by [`TAIL_BYTES_MAX`] and one frame. Only longer responses are
-//! scanned.
+//! A document of up to [`TAIL_BYTES_MAX`] is kept and parsed at its end. Of a longer one, only the
+//! last bytes are kept, and all bytes are scanned for the top-level `usage` member, because engines
+//! may write long members after it (`prompt_logprobs`). Memory is bounded by [`TAIL_BYTES_MAX`] and
+//! one frame.
 
 use std::collections::VecDeque;
 
@@ -13,7 +13,7 @@ use super::answer_usage::{AnswerDelta, inspect, read_usage};
 use super::json_scan::is_whole;
 use crate::routing::Usage;
 
-/// Length of the document's end that is kept for parsing, in bytes.
+/// Length of the document's end that is kept, in bytes. Longer documents are only scanned.
 const TAIL_BYTES_MAX: usize = 256 * 1024;
 /// Maximum length of a `usage` member outside the kept part, in bytes.
 const USAGE_BYTES_MAX: usize = 16 * 1024;

@@ -293,7 +293,7 @@ enum RequestStage {
     Reading,
     /// The body is complete.
     UnderWay,
-    /// The request is refused and occupies no room of other requests.
+    /// The request is refused; neither gauge counts it.
     Refused,
 }
 
@@ -380,7 +380,7 @@ impl RequestMetricsGuard {
         self.spending.as_mut().is_none_or(BudgetGuard::may_retry)
     }
 
-    /// Marks the request as refused. From then on it occupies no room of other requests.
+    /// Marks the request as refused. From then on it counts neither as reading nor in flight.
     pub(super) fn is_refused(&mut self) {
         self.leave_stage();
         self.stage = RequestStage::Refused;

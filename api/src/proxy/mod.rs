@@ -253,7 +253,8 @@ impl Proxy {
     }
 
     /// Replaces the limits, also for checks that requests in flight still have ahead of them. The
-    /// limits on all connections and on the streams of a connection keep their first value.
+    /// limits on all connections, on the streams of a connection and, for HTTP clients, on request
+    /// heads keep their first value.
     pub fn replace_limits(&self, limits: ProxyLimits) {
         self.clients.limit(
             limits.connections_per_address_max,

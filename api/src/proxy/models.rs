@@ -146,8 +146,9 @@ pub(super) fn shown_model(model: &str) -> String {
     model[..model.floor_char_boundary(state::command::NAME_BYTES_MAX)].to_owned()
 }
 
-/// Returns the maximum length of a model's prompts, in tokens: the engines' reports and what fits
-/// their caches at `tokens_per_block` bound it. Returns `None` if neither is known.
+/// Returns the maximum length of a model's prompts, in tokens: the least context length that its
+/// engines report or, if less, the largest of their cache capacities at `tokens_per_block`. Returns
+/// `None` if neither is known.
 pub(super) fn context_tokens_max(
     registry: &Registry,
     backends: &Backends,

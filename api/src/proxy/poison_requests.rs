@@ -27,9 +27,10 @@ const EDGE_BYTES: usize = 512;
 /// Requests that broke connections recently.
 pub(super) struct PoisonRequests {
     seed: u64,
-    /// Number of known poison requests, so that without any, nothing is hashed or locked.
+    /// Number of remembered requests, so that nothing is hashed or locked to check a request while
+    /// there are none.
     count: AtomicUsize,
-    /// PoisonRequests by the time of their last break, the latest last.
+    /// Requests that broke a connection, in the order of their last break.
     known: Mutex<VecDeque<Suspect>>,
 }
 
@@ -56,12 +57,12 @@ impl PoisonRequests {
         }
     }
 
-    /// Whether the request must be refused.
+    /// Whether the request must be refused, because it has broken two connections recently.
     pub(super) fn refuses(&self, proxied: &ProxiedRequest) -> bool {
         self.count.load(Relaxed) > 0 && self.is_refused(self.print(proxied), Instant::now())
     }
 
-    /// Returns the watched request, with the present as its time of sending.
+    /// Fingerprints the request and sets its time of sending to now.
     pub(super) fn watch(self: &Arc<Self>, proxied: &ProxiedRequest) -> WatchedRequest {
         WatchedRequest {
             poison_requests: Arc::clone(self),
@@ -107,7 +108,7 @@ impl PoisonRequests {
         self.count.store(known.len(), Relaxed);
     }
 
-    /// Locks the poison requests after removing expired ones.
+    /// Locks the remembered requests and removes the expired ones.
     fn remembered(&self, now: Instant) -> MutexGuard<'_, VecDeque<Suspect>> {
         // Every change leaves the list well formed.
         let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);

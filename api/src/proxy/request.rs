@@ -22,7 +22,7 @@ use crate::error::ProxyError;
 use crate::prompt::ReadError;
 use crate::routing::PreferenceRejection;
 
-/// Maximum initial buffer for a body, in bytes. Its announced length is only a promise.
+/// Maximum initial buffer for a body, in bytes. A client may announce more than it sends.
 const FIRST_BUFFER_BYTES_MAX: u64 = 64 * 1024;
 
 /// A body's share in the total of held bytes. Dropping it releases the bytes.

@@ -28,7 +28,7 @@ pub struct RequestRecord {
     pub(crate) tokens_max: Option<u32>,
     pub(crate) is_stream: bool,
     pub(crate) unit: BlockUnit,
-    /// Number of prompt tokens, as far as known.
+    /// Number of prompt tokens; an estimate unless `unit` is [`BlockUnit::Tokens`].
     pub(crate) tokens: u32,
     /// Number of full blocks of the prompt.
     pub(crate) blocks: u32,

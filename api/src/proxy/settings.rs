@@ -95,12 +95,13 @@ pub enum Charges {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum LoggedRequests {
-    /// None.
+    /// No requests.
     Off,
-    /// Those that failed, or whose response broke off.
+    /// Requests with a status of 4xx or 5xx, and those whose response broke off. At most 20 lines
+    /// per second for 4xx, and as many for the others.
     #[default]
     Errors,
-    /// All.
+    /// All requests.
     All,
 }
 
@@ -132,7 +133,7 @@ pub struct ProxyLimits {
     pub requests_per_address_max: usize,
     /// Maximum number of requests in flight of one user; 429 beyond.
     pub requests_per_user_max: usize,
-    /// Maximum number of streams on one h2c connection.
+    /// Maximum number of concurrent streams on one HTTP/2 connection.
     pub streams_per_connection_max: u32,
 }
 

@@ -17,7 +17,7 @@ pub struct StatusLabel(StatusName);
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 enum StatusName {
     Own(u16),
-    /// First digit of a status without its own value; 0 for all but 1 to 5.
+    /// First digit of a status without its own value, if from 1 to 5; else 0.
     Class(u16),
 }
 

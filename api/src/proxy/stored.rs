@@ -108,7 +108,7 @@ pub(super) async fn forward_stored(
     })
 }
 
-/// Returns all available engines. A draining one may have stored a requested response.
+/// Returns all available engines, draining ones included: they may have stored the response.
 fn storing_backends(proxy: &Proxy) -> Vec<StoringBackend> {
     let registry = proxy.view.registry();
     // The ranks of an engine share one store.

@@ -24,7 +24,7 @@ pub enum UsageRequest {
     Continuous,
     /// A final chunk only, for engines that reject `continuous_usage_stats`.
     Final,
-    /// None: request bodies are never changed.
+    /// None: `stream_options` stays as the client sent it.
     Off,
 }
 

@@ -51,7 +51,7 @@ impl<'a> GatewayHead<'a> {
     }
 }
 
-/// Returns a header's value, which gateways send as bytes and older ones as text.
+/// Returns a header's value: `raw_value`, or `value` of older gateways, which send text.
 fn value(field: &ext_proc::HeaderValue) -> &[u8] {
     match field.raw_value.is_empty() {
         true => field.value.as_bytes(),

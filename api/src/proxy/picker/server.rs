@@ -34,7 +34,8 @@ use crate::tls::{self, ClearRejection, MaybeTls, ServerConfig};
 
 /// Maximum number of gateway connections. Each carries many streams.
 const CONNECTIONS_MAX: usize = 1024;
-/// Time for a new connection to begin after the drain has begun.
+/// Time after the start of a drain within which a new connection must complete its TLS handshake
+/// and send the HTTP/2 preface.
 const DRAIN_GRACE: Duration = Duration::from_millis(250);
 /// HTTP/2 flow-control window of a stream, in bytes. Prompts can be long.
 const STREAM_WINDOW_BYTES: u32 = 1 << 20;
@@ -213,7 +214,7 @@ impl GatewayConnection {
         }
     }
 
-    /// Waits for the start of a drain, and then [`DRAIN_GRACE`] for a new connection to begin.
+    /// Waits for the start of a drain and then for [`DRAIN_GRACE`].
     async fn has_lingered(&self) {
         self.drain.cancelled().await;
         sleep(DRAIN_GRACE).await;

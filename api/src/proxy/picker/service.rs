@@ -30,8 +30,8 @@ const WAITING_MAX: usize = 4;
 /// Polling interval for changes of health.
 const WATCH_EVERY: Duration = Duration::from_millis(500);
 
-/// Services whose health is this replica's readiness: the whole server, a Kubernetes probe's
-/// purpose, and external processing.
+/// Services whose health is this replica's readiness: the whole server (an empty name), a name for
+/// readiness probes of Kubernetes, and external processing.
 const READINESS: [&str; 3] = [
     "",
     "readiness",
