@@ -277,7 +277,7 @@ fn identify(
     })
 }
 
-/// The position from which a stream resumes.
+/// Context for creating streams that resume at the position in the replicated state.
 struct ResumePoint<'a> {
     parts: &'a ReaderParts,
     backend: BackendRef,

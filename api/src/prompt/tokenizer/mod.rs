@@ -367,7 +367,7 @@ impl Tokenizer {
         self.files().is_some()
     }
 
-    /// Reads the prompt of a request to `path`.
+    /// Reads the prompt of a request to `path`, and renders a conversation as text.
     pub(crate) fn content(&self, path: &str, body: &[u8]) -> Result<TokenizerContent, Fallback> {
         let wanted = chat::read(path, body).map_err(|UnclearBodyError| Fallback::Unclear)?;
         match wanted {
