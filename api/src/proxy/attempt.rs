@@ -393,7 +393,9 @@ pub(super) async fn attempt(
     failure.result()
 }
 
-/// Logs a failed attempt and applies its effects on backend health, connections and poison requests.
+/// Logs a failed connection and applies its effects: reports the failure of the backend and, if the
+/// request had been sent, the broken connection to the poison requests. If this replica ran out of
+/// connections, closes idle ones instead. Does nothing after a timeout.
 pub(super) fn note(
     proxy: &Proxy,
     sending: &OutgoingRequest<'_>,

@@ -105,8 +105,8 @@ impl fmt::Debug for ApiKeys {
     }
 }
 
-/// Returns the name of a user known only by a key. It contains a hash of the key under the cluster's
-/// secret, if there is one, so that a weak key cannot be guessed from the name.
+/// Returns the name of a user known only by a key. It contains a hash of the key under the
+/// cluster's secret, if there is one, so that a weak key cannot be guessed from the name.
 #[must_use]
 pub fn key_user_name(hashing: &BlockHasher, key: &[u8]) -> String {
     let hash = match &hashing.secret {
