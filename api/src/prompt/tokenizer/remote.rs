@@ -34,7 +34,7 @@ const REST: Duration = Duration::from_secs(1);
 const STALL: Duration = Duration::from_secs(1);
 /// Maximum number of tokenize requests for prompts in flight.
 const UNDER_WAY_MAX: usize = 1024;
-/// Number of tokenize requests for prompts in flight at which optional requests are no longer sent.
+/// Number of tokenize requests for prompts in flight at which optional requests are skipped.
 const BUSY: usize = 64;
 /// Maximum number of tokenize requests for responses in flight.
 const REPLIES_UNDER_WAY_MAX: usize = 32;
