@@ -74,7 +74,7 @@ pub struct AdmissionForm {
     pub user_limits: UserLimitsForm,
 }
 
-/// `[admission.sla]`.
+/// Keys of `[admission.sla]`: the latency that `adaptive` batching keeps, and its bounds.
 #[derive(Debug, Clone, PartialEq, SmartDefault, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct SlaForm {
@@ -99,7 +99,7 @@ pub struct SlaForm {
     pub memory_z_milli: u32,
 }
 
-/// `[admission.user_limits]`, and the limits of one user.
+/// Keys of `[admission.user_limits]`, and the limits of one user: how much they may use per window.
 #[derive(Debug, Clone, PartialEq, SmartDefault, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct UserLimitsForm {

@@ -16,7 +16,7 @@ use super::admission::{UserLimitsForm, read_form};
 use super::form;
 use super::schema::{SettingError, schema_of};
 
-/// `[users.defaults]`.
+/// Keys of `[users.defaults]`: what users without settings of their own get.
 #[derive(Debug, Clone, PartialEq, SmartDefault, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct UserDefaultsForm {

@@ -7,11 +7,11 @@ use smart_default::SmartDefault;
 
 use super::form::{Parsed, Span, ms};
 
-/// `[admission]`.
+/// Keys of `[admission]`: queueing and fairness of a new cluster, and how this replica sheds load.
 #[derive(Debug, Clone, PartialEq, SmartDefault, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct AdmissionConfig {
-    /// The replicated ones.
+    /// Replicated settings, of a new cluster.
     #[serde(flatten)]
     pub founding: AdmissionForm,
     /// Maximum waiting time in overload, that is when arrivals exceed service by half for more than

@@ -5,7 +5,8 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use smart_default::SmartDefault;
 
-/// `[epp]`.
+/// Keys of `[epp]`: how many endpoints a gateway gets, how it sends bodies, and the names of its
+/// metadata.
 #[derive(Debug, Clone, PartialEq, SmartDefault, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct EppConfig {
@@ -40,17 +41,17 @@ pub struct EppConfig {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum BodyModeName {
-    /// In pieces. Pieces may be returned at any time.
+    /// In pieces; replies may come at any time, and in other pieces.
     #[default]
     FullDuplexStreamed,
     /// In pieces, each of which is answered.
     Streamed,
-    /// Whole.
+    /// In one message.
     Buffered,
 }
 
 impl BodyModeName {
-    /// The mode as the picker has it.
+    /// Returns the picker's value for this mode.
     pub(super) fn mode(self) -> BodyMode {
         match self {
             Self::FullDuplexStreamed => BodyMode::Duplex,

@@ -1,5 +1,5 @@
-//! The keys of a config file: one struct per section. The comment of a field is the key's description in
-//! the reference and the schema, so write it for operators.
+//! The keys of a config file: one struct per section. The comment of a field is the key's
+//! description in the reference and the schema, so write it for operators.
 
 use std::collections::BTreeMap;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -42,53 +42,54 @@ pub struct ConfigFile {
     pub insecure: bool,
     /// Identity and storage of this replica.
     pub node: NodeConfig,
-    /// Listeners.
+    /// Addresses that this replica listens on.
     pub listen: ListenConfig,
-    /// The cluster and its replication.
+    /// The cluster that this replica belongs to, and its replication.
     pub cluster: ClusterConfig,
-    /// Routing policy and its settings.
+    /// How backends are chosen. `PUT /admin/v1/policy` and `/admin/v1/routing` change a running
+    /// cluster.
     pub routing: RoutingConfig,
     /// Gateways that ask for endpoints, at `listen.epp`.
     pub epp: EppConfig,
-    /// Certificates.
+    /// Certificates of the listeners, and of connections to other replicas and engines.
     pub tls: TlsConfig,
-    /// Queueing and fairness.
+    /// Queueing and fairness between users. See docs/guide/admission.md.
     pub admission: AdmissionConfig,
-    /// Admin listener.
+    /// The admin API: who may use it, and what it may do.
     pub admin: AdminConfig,
-    /// What is removed from requests.
+    /// Which requests are routed, and what is removed from them first.
     pub requests: RequestsConfig,
-    /// Web pages that use this replica.
+    /// Web pages that may use this replica from a browser.
     pub cors: CorsConfig,
-    /// Users and API keys.
+    /// Who a request's user is, which API keys are accepted, and what responses tell.
     pub users: UsersConfig,
-    /// Limits for clients.
+    /// What clients may take of this replica's connections, requests and memory.
     pub limits: LimitsConfig,
-    /// Usage reports of engines.
+    /// Usage reports that are requested from engines.
     pub usage: UsageConfig,
-    /// Timeouts.
+    /// How long clients and engines may take.
     pub timeouts: TimeoutsConfig,
-    /// Health probes.
+    /// Health probes of backends.
     pub probes: ProbesConfig,
-    /// Circuit breakers.
+    /// Circuit breakers: a backend that keeps failing gets no requests for a while.
     pub circuit: CircuitConfig,
-    /// Retries.
+    /// Retries on other backends.
     pub retry: RetryConfig,
-    /// Shutdown.
+    /// What happens between SIGTERM and the end of the process.
     pub drain: DrainConfig,
-    /// Log.
+    /// The log of the process, and the access log.
     pub log: LogConfig,
-    /// Traces of requests.
+    /// Traces of requests, exported to an OpenTelemetry collector. See docs/guide/tracing.md.
     pub tracing: TracingConfig,
-    /// Tokenizers and policies of models.
+    /// Tokenizer, block size and policy of models. The first entry that matches a model applies.
     pub models: Vec<ModelConfig>,
-    /// Backends to register at start.
+    /// Backends to register at start. Later changes go through the admin API.
     pub backends: Vec<BackendConfig>,
-    /// Where further engines come from, while the cluster runs.
+    /// Sources that add and remove backends while the cluster runs. See docs/guide/discovery.md.
     pub discovery: Vec<DiscoveryConfig>,
 }
 
-/// `[node]`.
+/// Keys of `[node]`: the replica's id and its data directory.
 #[derive(Debug, Clone, PartialEq, SmartDefault, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct NodeConfig {
@@ -101,7 +102,7 @@ pub struct NodeConfig {
     pub data_dir: PathBuf,
 }
 
-/// `[listen]`.
+/// Keys of `[listen]`: an address per kind of caller, and the host that other replicas use.
 #[derive(Debug, Clone, PartialEq, SmartDefault, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct ListenConfig {
@@ -123,7 +124,8 @@ pub struct ListenConfig {
     pub advertise: Option<Parsed<Host>>,
 }
 
-/// `[cluster]`.
+/// Keys of `[cluster]`: how the replica finds the others, who may vote, and how often they
+/// replicate and take snapshots.
 #[derive(Debug, Clone, PartialEq, SmartDefault, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct ClusterConfig {
@@ -183,7 +185,7 @@ pub struct ClusterConfig {
     pub statefulset: StatefulSetConfig,
 }
 
-/// `[cluster.statefulset]`.
+/// Keys of `[cluster.statefulset]`: the StatefulSet whose size decides which replicas are members.
 #[derive(Debug, Clone, PartialEq, SmartDefault, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct StatefulSetConfig {
@@ -206,7 +208,8 @@ pub struct StatefulSetConfig {
     pub ca_file: PathBuf,
 }
 
-/// `[routing]`.
+/// Keys of `[routing]`: the policy of a new cluster, what requests may override, and a table of
+/// settings per policy.
 #[derive(Debug, Clone, PartialEq, SmartDefault, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct RoutingConfig {
@@ -238,7 +241,7 @@ pub struct RoutingConfig {
     pub policies: PolicyTables,
 }
 
-/// `[[models]]`.
+/// Keys of an entry of `[[models]]`: how a model's prompts are cut into blocks and routed.
 #[derive(Debug, Clone, PartialEq, SmartDefault, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct ModelConfig {
@@ -273,7 +276,8 @@ pub struct ModelConfig {
     pub disaggregate_above_tokens: u32,
 }
 
-/// `[[backends]]`.
+/// Keys of an entry of `[[backends]]`: an engine, its credentials, and where it publishes KV
+/// events.
 #[derive(Debug, Clone, PartialEq, SmartDefault, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct BackendConfig {
@@ -318,7 +322,8 @@ pub struct BackendConfig {
     pub role: BackendRole,
 }
 
-/// `[[discovery]]`.
+/// Keys of an entry of `[[discovery]]`: a DNS name, a file or a Kubernetes selector that lists
+/// engines.
 #[derive(Debug, Clone, PartialEq, SmartDefault, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct DiscoveryConfig {
@@ -392,11 +397,11 @@ pub struct DiscoveryConfig {
     pub max_remove_fraction: Parsed<FractionForm>,
 }
 
-/// Records of a DNS name.
+/// DNS records that are looked up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum RecordsName {
-    /// By the name.
+    /// `srv` for names that begin with `_`; otherwise `a`, or `aaaa` if there are none.
     #[default]
     Auto,
     /// IPv4 addresses.
@@ -407,14 +412,14 @@ pub enum RecordsName {
     Srv,
 }
 
-/// How engines are spoken to.
+/// Scheme of engines' URLs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum SchemeName {
-    /// In the clear.
+    /// Plain HTTP.
     #[default]
     Http,
-    /// With TLS.
+    /// HTTP over TLS.
     Https,
 }
 

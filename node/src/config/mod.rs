@@ -1,5 +1,5 @@
-//! Configuration. File, environment variables and flags are read once into a checked [`Config`]; all
-//! errors are reported together.
+//! Configuration. Reads the file, environment variables and flags once into a checked [`Config`],
+//! and reports all errors together.
 //!
 //! `file`, `traffic` and `admission` define the keys, as structs. `schema` derives from them which
 //! values a key takes, `read` merges the layers, and `check` validates what involves several keys.
@@ -78,11 +78,11 @@ pub struct Config {
     pub insecure: bool,
     /// This replica's id.
     pub id: ReplicaId,
-    /// `[node]`.
+    /// Identity and storage, from `[node]`.
     pub node: NodeConfig,
-    /// `[listen]`.
+    /// Addresses of the listeners, from `[listen]`.
     pub listen: ListenConfig,
-    /// `[cluster]`.
+    /// Name, members and replication of the cluster, from `[cluster]`.
     pub cluster: ClusterConfig,
     /// How the replica finds its cluster at the first start.
     pub formation: Formation,
@@ -134,31 +134,32 @@ pub struct Config {
     pub priority_max: i16,
     /// How gateways are talked to that ask for endpoints.
     pub epp: PickerSettings,
-    /// `[tls]`.
+    /// Certificates, from `[tls]`.
     pub tls: TlsConfig,
-    /// `[admin]`.
+    /// Who may use the admin API, from `[admin]`.
     pub admin: AdminConfig,
-    /// `[cors]`.
+    /// Web pages that may use this replica, from `[cors]`.
     pub cors: CorsConfig,
-    /// `[users]`.
+    /// How users are identified, from `[users]`.
     pub users: UsersConfig,
-    /// `[limits]`.
+    /// Limits of clients' connections, requests and bytes, from `[limits]`.
     pub limits: LimitsConfig,
-    /// `[usage]`.
+    /// Usage reports to request from engines, from `[usage]`.
     pub usage: UsageConfig,
-    /// `[timeouts]`.
+    /// How long clients and engines may take, from `[timeouts]`.
     pub timeouts: TimeoutsConfig,
-    /// `[probes]`.
+    /// Health probes of backends, from `[probes]`.
     pub probes: ProbesConfig,
-    /// `[retry]`.
+    /// Retries on other backends, from `[retry]`.
     pub retry: RetryConfig,
-    /// `[drain]`.
+    /// How long shutdown may take, from `[drain]`.
     pub drain: DrainConfig,
-    /// `[log]`.
+    /// Log and access log, from `[log]`.
     pub log: LogConfig,
-    /// `[tracing]`.
+    /// Export of spans, from `[tracing]`.
     pub tracing: TracingConfig,
-    /// What the config says of each setting, to be compared with a running cluster.
+    /// Values of the replicated settings as configured, which `quorate config diff` compares with the
+    /// cluster's.
     pub file: FileSettings,
 }
 
@@ -169,38 +170,38 @@ pub enum Formation {
     Alone,
     /// It forms a cluster with these peers.
     Peers {
-        /// Peer listeners.
+        /// Peer listeners, each `host:port`.
         peers: Vec<String>,
-        /// How many of them must answer first.
+        /// Number of replicas, this one included, that must answer first.
         expect: usize,
     },
     /// It forms a cluster with the peers that a DNS name resolves to.
     Dns {
-        /// `host:port`.
+        /// Name and port, as `host:port`.
         name: String,
-        /// How many begin.
+        /// Number of replicas, this one included, that must answer first.
         expect: usize,
     },
-    /// It joins an existing cluster through any of these members.
+    /// It joins an existing cluster through any of these peer listeners.
     Join(Vec<String>),
 }
 
 /// Where a config is read from.
 #[derive(Debug, Clone, Default)]
 pub struct Origin {
-    /// The file; `None`: environment and flags only.
+    /// Path of the file; `None` to use only environment variables and flags.
     pub file: Option<PathBuf>,
-    /// `section.key=value` each.
+    /// Values of `--set`, each `section.key=value`.
     pub flags: Vec<String>,
-    /// Environment variables.
+    /// Environment variables, as pairs of name and value.
     pub variables: Vec<(String, String)>,
-    /// URLs of backends besides those in the file.
+    /// URLs of backends in addition to those in the file.
     pub backends: Vec<String>,
 }
 
 impl Origin {
-    /// This file and these flags with the environment of this process. Variables that are not UTF-8
-    /// are ignored.
+    /// Returns the origin with this file, these flags and the environment of this process. Ignores
+    /// variables that are not UTF-8.
     #[must_use]
     pub fn of_process(file: Option<PathBuf>, flags: Vec<String>) -> Self {
         let variables = std::env::vars_os()

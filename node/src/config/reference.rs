@@ -1,12 +1,12 @@
-//! Keeps docs/reference/config.md equal to the structs of a config file. Regenerate it with `UPDATE_EXPECT=1 cargo
-//! test -p node reference`.
+//! Keeps docs/reference/config.md equal to the structs of a config file. Regenerate it with
+//! `UPDATE_EXPECT=1 cargo test -p node reference`.
 
 use std::fmt::Write;
 
 use expect_test::expect_file;
 use serde_json::Value;
 
-use super::schema::{Section, expected, sections};
+use super::schema::{SCHEMA, Section, expected, sections};
 
 const INTRODUCTION: &str = "# Configuration
 
@@ -34,6 +34,13 @@ fn default(value: &Value) -> String {
     }
 }
 
+/// Returns the description of a section.
+fn about(path: &str) -> &'static str {
+    let parts = path.split('.');
+    let section = parts.fold(&*SCHEMA, |section, part| &section["properties"][part]);
+    section["description"].as_str().unwrap()
+}
+
 fn rows(out: &mut String, section: &Section) {
     out.push_str("\n| key | value | default | meaning |\n| --- | --- | --- | --- |\n");
     for (name, schema) in &section.keys {
@@ -59,6 +66,9 @@ fn the_reference_says_what_the_structs_say() {
             false if section.path.is_empty() => writeln!(page, "\n## Outside sections").unwrap(),
             true => writeln!(page, "\n## `[[{}]]`", section.path).unwrap(),
             false => writeln!(page, "\n## `[{}]`", section.path).unwrap(),
+        }
+        if !section.path.is_empty() {
+            writeln!(page, "\n{}", about(&section.path)).unwrap();
         }
         rows(&mut page, &section);
     }

@@ -2,8 +2,8 @@
 //!
 //! It is the list of all keys: values are validated against it one by one, so that every error is
 //! found, and the reference, `config print` and `config schema` are made from it. A field's comment
-//! is the key's description; its type and attributes are the bounds. A default that violates its own
-//! key's bounds, such as an empty name, means that the key must be set.
+//! is the key's description; its type and attributes are the bounds. If the default violates these
+//! bounds, such as an empty name, the key must be set.
 
 use std::sync::LazyLock;
 

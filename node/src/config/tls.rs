@@ -9,7 +9,7 @@ use api::tls::{
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-/// `[tls]`.
+/// Keys of `[tls]`: a section per listener, and one for connections to engines.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct TlsConfig {
@@ -21,11 +21,11 @@ pub struct TlsConfig {
     pub epp: EppTlsConfig,
     /// TLS between replicas.
     pub peer: PeerTlsConfig,
-    /// TLS to engines with an `https` URL. Without this section too their certificates are verified.
+    /// TLS to engines with an `https` URL. Their certificates are always verified.
     pub backends: BackendsTlsConfig,
 }
 
-/// `[tls.data]`.
+/// Keys of `[tls.data]`: TLS between clients and the data listener.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct DataTlsConfig {
@@ -38,7 +38,7 @@ pub struct DataTlsConfig {
     pub client_ca_file: Option<PathBuf>,
 }
 
-/// `[tls.admin]`.
+/// Keys of `[tls.admin]`: TLS and client certificates of the admin listener.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct AdminTlsConfig {
@@ -55,7 +55,7 @@ pub struct AdminTlsConfig {
     pub terminated_upstream: bool,
 }
 
-/// `[tls.epp]`.
+/// Keys of `[tls.epp]`: TLS between gateways and the endpoint picker.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct EppTlsConfig {
@@ -87,7 +87,7 @@ impl EppTlsConfig {
     }
 }
 
-/// `[tls.peer]`.
+/// Keys of `[tls.peer]`: the certificate by which replicas know each other.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct PeerTlsConfig {
@@ -119,7 +119,7 @@ impl PeerTlsConfig {
     }
 }
 
-/// `[tls.backends]`.
+/// Keys of `[tls.backends]`: which engines' certificates are trusted, and which one they are shown.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct BackendsTlsConfig {

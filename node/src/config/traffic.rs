@@ -18,7 +18,7 @@ use super::form::{
     RoutedPath, SampleForm, Size, Span, SpanOrZero, Status, UrlPath, ms,
 };
 
-/// `[admin]`.
+/// Keys of `[admin]`: who may use the admin API, and which engines it may register.
 #[derive(Debug, Clone, PartialEq, SmartDefault, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct AdminConfig {
@@ -47,7 +47,8 @@ pub struct AdminConfig {
     pub decisions: u32,
 }
 
-/// `[requests]`.
+/// Keys of `[requests]`: which paths are routed, and what is refused or removed on the way to an
+/// engine.
 #[derive(Debug, Clone, PartialEq, SmartDefault, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct RequestsConfig {
@@ -66,7 +67,7 @@ pub struct RequestsConfig {
     pub strip_headers: Vec<Parsed<PlainName>>,
 }
 
-/// `[cors]`.
+/// Keys of `[cors]`: which web pages may call this replica from a browser.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct CorsConfig {
@@ -75,7 +76,8 @@ pub struct CorsConfig {
     pub allow_origins: Vec<Parsed<Origin>>,
 }
 
-/// `[users]`.
+/// Keys of `[users]`: how users are identified, which API keys are accepted, and what their
+/// responses carry.
 #[derive(Debug, Clone, PartialEq, SmartDefault, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct UsersConfig {
@@ -122,7 +124,7 @@ pub struct UsersConfig {
     pub defaults: UserDefaultsForm,
 }
 
-/// `[limits]`.
+/// Keys of `[limits]`: how many connections, requests and bytes this replica holds at a time.
 #[derive(Debug, Clone, PartialEq, SmartDefault, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct LimitsConfig {
@@ -165,7 +167,7 @@ pub struct LimitsConfig {
     pub max_streams: u32,
 }
 
-/// `[usage]`.
+/// Keys of `[usage]`: whether engines are asked to report the usage of streams.
 #[derive(Debug, Clone, PartialEq, SmartDefault, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct UsageConfig {
@@ -174,7 +176,7 @@ pub struct UsageConfig {
     pub splice: UsageRequest,
 }
 
-/// `[timeouts]`.
+/// Keys of `[timeouts]`: how long clients and engines may take for each part of a request.
 #[derive(Debug, Clone, PartialEq, SmartDefault, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct TimeoutsConfig {
@@ -199,7 +201,7 @@ pub struct TimeoutsConfig {
     pub held_back: Parsed<Span>,
 }
 
-/// `[probes]`.
+/// Keys of `[probes]`: how often engines are probed, and what counts as healthy.
 #[derive(Debug, Clone, PartialEq, SmartDefault, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct ProbesConfig {
@@ -228,7 +230,7 @@ pub struct ProbesConfig {
     pub api_key_file: Option<PathBuf>,
 }
 
-/// `[circuit]`.
+/// Keys of `[circuit]`: when a failing backend gets no more requests, and when it is tried again.
 #[derive(Debug, Clone, PartialEq, SmartDefault, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct CircuitConfig {
@@ -255,7 +257,7 @@ pub struct CircuitConfig {
     pub max_backoff: Parsed<Span>,
 }
 
-/// `[retry]`.
+/// Keys of `[retry]`: how often and after which failures a request is tried on another backend.
 #[derive(Debug, Clone, PartialEq, SmartDefault, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct RetryConfig {
@@ -276,7 +278,7 @@ pub struct RetryConfig {
     pub statuses: Vec<Parsed<Status>>,
 }
 
-/// `[drain]`.
+/// Keys of `[drain]`: how long a replica that stops still takes connections and finishes requests.
 #[derive(Debug, Clone, PartialEq, SmartDefault, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct DrainConfig {
@@ -288,7 +290,7 @@ pub struct DrainConfig {
     pub deadline: Parsed<SpanOrZero>,
 }
 
-/// `[log]`.
+/// Keys of `[log]`: level and format of the log, and the access log.
 #[derive(Debug, Clone, PartialEq, SmartDefault, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct LogConfig {
@@ -309,7 +311,7 @@ pub struct LogConfig {
     pub access_format: AccessFormat,
 }
 
-/// `[tracing]`.
+/// Keys of `[tracing]`: where spans are exported to, and for which requests.
 #[derive(Debug, Clone, PartialEq, SmartDefault, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct TracingConfig {
