@@ -110,6 +110,8 @@ pub(super) struct ResponseBody {
     idle_timeout: IdleTimeout,
     answer_idle: Duration,
     withheld: WithheldEnd,
+    /// Whether the engine's body was read to its end.
+    is_engine_read: bool,
     /// Whether the engine's part is over. Pieces may still wait.
     is_over: bool,
     /// Pieces that were read while the client received nothing.
@@ -223,6 +225,7 @@ impl ResponseBody {
             idle_timeout: IdleTimeout::until(waits.first_byte_by),
             answer_idle: waits.answer_idle,
             withheld: waits.withheld,
+            is_engine_read: false,
             is_over: false,
             ahead: ReadAhead::new(waits.ahead),
         }
@@ -305,12 +308,10 @@ impl ResponseBody {
                 .inc_by(passed.len() as u64);
         }
         let is_last = self.engine.is_end_stream();
-        let passed = if self.withheld.is_on() && (is_last || self.content.is_done()) {
+        if self.withheld.is_on() && (is_last || self.content.is_done()) {
             self.withheld.push(passed);
-            None
-        } else {
-            passed
-        };
+            return self.finish();
+        }
         if !is_last {
             return Ok(passed);
         }
@@ -363,6 +364,18 @@ impl ResponseBody {
         self.accounting.end(AttemptEnd::Finished, outcome);
         self.is_over = true;
         Ok(rest)
+    }
+
+    /// Reads what follows the last event of a stream while its end is withheld, so that the engine's
+    /// connection can serve the next request.
+    fn read_past_end(&mut self, cx: &mut Context<'_>) {
+        while !self.is_engine_read && self.withheld.has_room() {
+            match Pin::new(&mut self.engine).poll_frame(cx) {
+                Poll::Ready(Some(Ok(frame))) => self.withheld.push(frame.into_data().ok()),
+                Poll::Ready(_) => self.is_engine_read = true,
+                Poll::Pending => return,
+            }
+        }
     }
 
     /// Returns the withheld end once its charge is committed or the wait is over.
@@ -436,6 +449,7 @@ impl ResponseBody {
         }
         let broken = loop {
             if self.withheld.is_waiting() {
+                self.read_past_end(cx);
                 return self.poll_withheld(cx);
             }
             match Pin::new(&mut self.engine).poll_frame(cx) {
@@ -452,7 +466,7 @@ impl ResponseBody {
                     }
                 }
                 Poll::Ready(Some(Err(error))) if !self.content.is_done() => break error.into(),
-                Poll::Ready(Some(Err(_)) | None) => {}
+                Poll::Ready(Some(Err(_)) | None) => self.is_engine_read = true,
                 Poll::Pending => {
                     ready!(self.idle_timeout.poll_lost(cx));
                     if !self.content.is_done() {

@@ -233,9 +233,11 @@ async fn where_charges_are_durable_an_answer_ends_when_its_charge_is_committed()
         chunk(DONE),
         last_chunk(),
     ];
+    let ended_by_its_last_event = [&stream[..4], &[Step::Hang]].concat();
     let document = r#"{"choices":[],"usage":{"prompt_tokens":20,"completion_tokens":3}}"#;
     for (steps, request) in [
         (stream, chat(STREAM)),
+        (ended_by_its_last_event, chat(STREAM)),
         (vec![json("200 OK", document)], chat("")),
     ] {
         let engine = Engine::always(steps).await;
