@@ -16,7 +16,7 @@ use super::file::{DiscoveryConfig, RecordsName, SchemeName};
 use super::read::Settings;
 
 /// Keys that are only valid for some kinds of sources, with these kinds.
-const KEYS_OF: [(&str, &[&str]); 13] = [
+const KEYS_OF: [(&str, &[&str]); 15] = [
     ("name", &["dns"]),
     ("records", &["dns"]),
     ("interval", &["dns"]),
@@ -27,10 +27,18 @@ const KEYS_OF: [(&str, &[&str]); 13] = [
     ("inference_pool", &["kubernetes"]),
     ("port", &["kubernetes"]),
     ("api_server", &["kubernetes"]),
+    ("token_file", &["kubernetes"]),
+    ("ca_file", &["kubernetes"]),
     ("scheme", &["dns", "kubernetes"]),
     ("kv_events_port", &["dns", "kubernetes"]),
     ("kv_replay_port", &["dns", "kubernetes"]),
 ];
+
+/// Whether sources of this kind have the key.
+pub(super) fn has_key(kind: &str, key: &str) -> bool {
+    let mut restricted = KEYS_OF.iter();
+    restricted.all(|(name, kinds)| *name != key || kinds.contains(&kind))
+}
 
 /// Returns the settings of all sources, which are only valid if there are no errors.
 pub(super) fn sources(
@@ -99,7 +107,7 @@ impl DiscoveryConfig {
 fn check_keys(path: &str, source: &DiscoveryConfig, found: &mut Settings) {
     for (key, kinds) in KEYS_OF {
         let path = format!("{path}.{key}");
-        if found.places.contains_key(&path) && !kinds.contains(&&*source.kind) {
+        if found.places.contains_key(&path) && !has_key(&source.kind, key) {
             let message = format!("{path} is set, and kind is {:?}", source.kind);
             let expected = format!("it where kind is {}", kinds.join(" or "));
             found.refuse(&path, message, &expected);

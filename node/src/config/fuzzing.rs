@@ -51,14 +51,56 @@ pub fn config(bytes: &[u8]) {
 /// Returns inputs for [`config`], the last one with all keys set.
 #[must_use]
 pub fn config_seeds() -> Vec<Vec<u8>> {
+    let alone = "[node]\nid = 1\n";
+    let member = r#"
+[node]
+id = 2
+data_dir = "/tmp/x"
+[listen]
+peer = "127.0.0.1:7070"
+[cluster]
+peers = ["127.0.0.1:7071", "10.0.0.2:7070"]
+bootstrap_expect = 2
+[[backends]]
+id = "a"
+url = "http://10.0.0.1:8000"
+models = ["m"]
+labels = { zone = "a" }
+[[models]]
+name = "m"
+block_size = 32
+tokenizer = "character"
+"#;
+    let variables = "QUORATE_NODE__ID=3\nQUORATE_LIMITS__MAX_BODY=1MiB\n";
+    let flags = "routing.policy=random\nlog.level=debug\n";
+    let with_sources = r#"
+node.id = 1
+[users]
+identify_by = ["header:x-user", "body:user"]
+[drain]
+dns_ttl = "5s"
+[admission]
+order = "vtc-max-fair"
+concurrency = 8
+[[discovery]]
+kind = "dns"
+name = "engines.prod.svc:8000"
+[[discovery]]
+kind = "file"
+path = "/etc/quorate/engines.json"
+[[discovery]]
+kind = "kubernetes"
+selector = "app=vllm"
+port = 8000
+"#;
     let configs = [
-        "[node]\nid = 1\n",
-        "[node]\nid = 2\ndata_dir = \"/tmp/x\"\nlabels = { zone = \"a\" }\n[listen]\ndata = \"127.0.0.1:8080\"\npeer = \"127.0.0.1:7070\"\n[cluster]\npeers = [\"127.0.0.1:7071\", \"10.0.0.2:7070\"]\nbootstrap_expect = 3\n[[backends]]\nid = \"a\"\nurl = \"http://10.0.0.1:8000\"\nmodels = [\"m\"]\n[[models]]\nname = \"m\"\nblock_size = 32\ntokenizer = \"character\"\n\0QUORATE_NODE__ID=3\nQUORATE_LIMITS__BODY_BYTES=1MiB\0policy.name=random\nlog.level=debug\n",
-        "node.id = 1\n[policy]\nname = \"cost\"\n[users]\nidentify_by = [\"header:x-user\", \"body:user\"]\n[drain]\ndns_ttl = \"5s\"\n[admission]\nbins = 4\n",
+        alone.to_owned(),
+        format!("{member}\0{variables}\0{flags}"),
+        with_sources.to_owned(),
     ];
-    let mut seeds = configs.map(|config| config.as_bytes().to_vec()).to_vec();
+    let mut seeds = configs.map(String::into_bytes).to_vec();
     let layers = Layers {
-        file: configs[0],
+        file: with_sources,
         ..Layers::default()
     };
     // A printed config, which sets all keys.
@@ -68,4 +110,24 @@ pub fn config_seeds() -> Vec<Vec<u8>> {
             .map(|loaded| print(&loaded).into_bytes()),
     );
     seeds
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn seeds_are_valid_configs() {
+        for seed in config_seeds() {
+            let text = String::from_utf8(seed).unwrap();
+            let file = text.split('\0').next().unwrap();
+            let layers = Layers {
+                file,
+                ..Layers::default()
+            };
+            if let Err(errors) = read("", &layers) {
+                panic!("{errors}\n{file}");
+            }
+        }
+    }
 }

@@ -8,6 +8,7 @@ use std::fmt::Write;
 use serde_json::Value;
 
 use super::Loaded;
+use super::discovery::has_key;
 use super::error::{Place, line_and_column};
 use super::founding::founds;
 use super::schema::{Section, join, sections};
@@ -44,6 +45,10 @@ fn keys(out: &mut String, loaded: &Loaded, section: &Section, path: &str, table:
     for (name, _) in &section.keys {
         let place = loaded.places.get(&join(path, name));
         let value = &table[name.as_str()];
+        let kind = table["kind"].as_str().unwrap_or_default();
+        if place.is_none() && section.path == "discovery" && !has_key(kind, name) {
+            continue;
+        }
         if place.is_none() && is_none(value) {
             line(out, format_args!("# {name} is not set"));
             continue;

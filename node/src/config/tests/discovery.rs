@@ -65,6 +65,15 @@ fn each_kind_of_source_is_read() {
 }
 
 #[test]
+fn a_printed_config_with_sources_loads_equal() {
+    let loaded = layers(SOURCES, &[], &[]).unwrap();
+    let printed = print(&loaded);
+    let mut again = config(&printed);
+    again.file.clone_from(&loaded.config.file);
+    assert_eq!(again, loaded.config, "{printed}");
+}
+
+#[test]
 fn what_a_source_lacks_or_has_too_much_of_is_told() {
     faults(
         r#"
@@ -93,6 +102,7 @@ kind = "file"
 path = "/x"
 labels = { "quorate.role" = "prefill" }
 kv_events_port = 5557
+ca_file = "/ca"
 [[discovery]]
 kind = "kubernetes"
 [[discovery]]
@@ -121,11 +131,12 @@ kv_replay_port = 1
             25:10: discovery[6].labels is out of bounds (expected the field role in place of this label)
             26:18: discovery[6].kv_events_port is set, and kind is "file" (expected it where kind is dns or kubernetes)
             26:18: discovery[6].kv_events_port without a tokenizer (expected a [[models]] entry with another tokenizer than "character": KV events contain token ids)
-            27:1: discovery[7] has neither selector nor inference_pool (expected one of the two)
-            34:23: discovery[8].max_remove_fraction is a number with a fraction (expected a number above 0 and up to 1, with at most three digits behind the point, such as 0.5)
-            35:1: discovery[9].port is not set (expected the port of the engines, beside selector)
-            39:13: discovery[9].namespace is not a valid object name (expected letters, digits, `-` and `.`)
-            40:18: discovery[9].kv_replay_port is set (expected kv_events_port beside it)
+            27:11: discovery[6].ca_file is set, and kind is "file" (expected it where kind is kubernetes)
+            28:1: discovery[7] has neither selector nor inference_pool (expected one of the two)
+            35:23: discovery[8].max_remove_fraction is a number with a fraction (expected a number above 0 and up to 1, with at most three digits behind the point, such as 0.5)
+            36:1: discovery[9].port is not set (expected the port of the engines, beside selector)
+            40:13: discovery[9].namespace is not a valid object name (expected letters, digits, `-` and `.`)
+            41:18: discovery[9].kv_replay_port is set (expected kv_events_port beside it)
         "#]],
     );
 }
