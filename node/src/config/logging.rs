@@ -50,11 +50,20 @@ fn files(file: &ConfigFile) -> impl Iterator<Item = PathBuf> {
     paths.into_iter()
 }
 
-/// Adds the values of keys below `path` whose names end in `file`, except `log.access_file`.
+/// Adds the values of keys below `path` that name files, except `log.access_file`.
 fn add_files(path: &str, value: &Value, paths: &mut Vec<PathBuf>) {
     match value {
-        Value::String(text) if path.ends_with("file") && path != ".log.access_file" => {
-            paths.push(PathBuf::from(text));
+        Value::String(text) if path != ".log.access_file" => {
+            let key = path.rsplit('.').next().unwrap_or_default();
+            let file = match key {
+                "tokenizer" => {
+                    let file = text.strip_prefix("huggingface:");
+                    file.or_else(|| text.strip_prefix("engine:"))
+                }
+                "path" | "chat_template" => Some(&**text),
+                key => key.ends_with("file").then_some(&**text),
+            };
+            paths.extend(file.map(PathBuf::from));
         }
         Value::Array(entries) => entries.iter().for_each(|it| add_files(path, it, paths)),
         Value::Object(keys) => {

@@ -263,7 +263,7 @@ impl WriterThread {
                 .waiting_bytes
                 .fetch_sub(lines.len(), Ordering::Relaxed);
             if let Some(file) = shared.reopened().take() {
-                (self.file, self.is_torn) = (file, false);
+                (self.file, self.is_torn) = (file, is_cut(&self.path));
             }
             if let Err(error) = self.write(&lines) {
                 self.losses.error = Some(error);
@@ -438,6 +438,11 @@ mod tests {
             file.make_writer().write_all(b"next\n").unwrap();
             file.flush();
             assert_eq!(std::fs::read_to_string(&path).unwrap(), after);
+            std::fs::write(&path, before).unwrap();
+            file.reopen().unwrap();
+            file.make_writer().write_all(b"next\n").unwrap();
+            file.flush();
+            assert_eq!(std::fs::read_to_string(&path).unwrap(), after, "reopened");
         }
     }
 

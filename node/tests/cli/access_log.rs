@@ -235,13 +235,22 @@ fn a_file_that_cannot_be_written_is_told_with_its_place() {
             "expected a file that is used for nothing else",
         ),
         (
+            "tokenizer.json",
+            "another key names",
+            "expected a file that is used for nothing else",
+        ),
+        (
             "config.toml",
             "is this config",
             "expected a file that is used for nothing else",
         ),
     ] {
         let file = dir.path().join(name);
-        let config = format!("[users]\napi_keys_file = {keys:?}\n[log]\naccess_file = {file:?}\n");
+        let config = format!(
+            "[users]\napi_keys_file = {keys:?}\n[log]\naccess_file = {file:?}\n\
+             [[models]]\nname = \"m\"\ntokenizer = \"huggingface:{}\"\n",
+            dir.path().join("tokenizer.json").display()
+        );
         let (code, told) = refused(dir.path(), &config);
         assert_eq!(code, Some(2), "{name}: {told}");
         for part in ["log.access_file", why, expected, "config.toml:7:"] {
