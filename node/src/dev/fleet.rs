@@ -64,6 +64,19 @@ pub(crate) struct FleetReplica {
     task: JoinHandle<()>,
 }
 
+impl FleetReplica {
+    async fn start(config: Config, sockets: BoundSockets) -> anyhow::Result<Self> {
+        let running = App::on(config, sockets)?.start().await?;
+        let shutdown = ShutdownHandle::new();
+        Ok(Self {
+            addresses: running.addresses(),
+            cluster: running.cluster(),
+            shutdown: shutdown.clone(),
+            task: tokio::spawn(async move { running.until(&shutdown).await }),
+        })
+    }
+}
+
 /// The running replicas of a dev cluster.
 pub(crate) struct Fleet {
     /// Replicas by id, ascending from 1.
@@ -111,24 +124,20 @@ impl Fleet {
             moved,
             _temporary: temporary,
         };
-        for (id, (sockets, addresses)) in (1..).zip(listens) {
-            let mut config = config_of(id, &data_dir, plan.settings)?;
-            if plan.has_tokens {
-                config.models = vec![tokens_of_engines()?];
+        let start_all = async |fleet: &mut Self| {
+            for (id, (sockets, addresses)) in (1..).zip(listens) {
+                let mut config = config_of(id, &data_dir, plan.settings)?;
+                if plan.has_tokens {
+                    config.models = vec![tokens_of_engines()?];
+                }
+                set_addresses(&mut config, addresses, &peers, backends);
+                let replica = Box::pin(FleetReplica::start(config, sockets)).await;
+                let replica = replica.with_context(|| format!("start replica {id}"))?;
+                fleet.replicas.push(replica);
             }
-            set_addresses(&mut config, addresses, &peers, backends);
-            let running = App::on(config, sockets)?.start().await;
-            let running = running.with_context(|| format!("start replica {id}"))?;
-            let shutdown = ShutdownHandle::new();
-            let replica = FleetReplica {
-                addresses: running.addresses(),
-                cluster: running.cluster(),
-                shutdown: shutdown.clone(),
-                task: tokio::spawn(async move { running.until(&shutdown).await }),
-            };
-            fleet.replicas.push(replica);
-        }
-        if let Err(error) = fleet.come_up(backends).await {
+            fleet.come_up(backends).await
+        };
+        if let Err(error) = Box::pin(start_all(&mut fleet)).await {
             // The replicas must stop before their folder is removed.
             fleet.leave().await;
             return Err(error);
