@@ -392,6 +392,11 @@ impl Proxy {
         }
     }
 
+    /// Returns a counter of a body's bytes in memory, which lives until the response begins.
+    fn held_body(&self) -> HeldBodyBytes {
+        HeldBodyBytes::none(&self.held_bytes, self.limits.load().held_bytes_max)
+    }
+
     async fn handle(
         self: &Arc<Self>,
         (peer, request_id, trace): (HeaderValue, HeaderValue, Option<Arc<RequestTrace>>),
@@ -399,11 +404,8 @@ impl Proxy {
         request_metrics: &mut RequestMetricsGuard,
         user: &mut Option<UserKey>,
     ) -> Result<ForwardResult, ProxyError> {
-        let (held_bytes_max, requests_max) = {
-            let limits = self.limits.load();
-            (limits.held_bytes_max, limits.requests_max)
-        };
-        let mut held = HeldBodyBytes::none(&self.held_bytes, held_bytes_max);
+        let requests_max = self.limits.load().requests_max;
+        let mut held = self.held_body();
         let (holder, body_bytes) = match self.take_in(&head, &peer, &mut body, &mut held).await {
             Ok(Intake::Whole(holder, bytes)) => (holder, bytes),
             Ok(Intake::Models(holder, id)) => {

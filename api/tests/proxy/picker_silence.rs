@@ -64,6 +64,19 @@ async fn a_stream_that_says_nothing_is_ended() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_body_is_held_until_its_response_begins() {
+    let held_bytes_max = CHAT.len() as u64;
+    let (fleet, picking) = here(|settings| settings.limits.held_bytes_max = held_bytes_max).await;
+    let first = picked(&picking).await;
+    let mut second = picking.open().unwrap();
+    second.ask(CHAT, 1000, plain()).await;
+    assert_eq!(second.refused().await.0, 503);
+    drop(first);
+    fleet.is_idle().await;
+    picked(&picking).await;
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_body_that_stops_halfway_is_refused() {
     let (fleet, picking) = here(|_| {}).await;
     let (duplex, buffered) = (BodySendMode::FullDuplexStreamed, BodySendMode::Buffered);

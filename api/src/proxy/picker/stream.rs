@@ -211,12 +211,12 @@ impl PickerStream {
         let picker = Arc::clone(&self.picker);
         let proxy = &picker.proxy;
         let (opening, modes) = self.open(accounting).await?;
-        let (proxied, upload) = self.take_in(opening, modes, accounting).await?;
-        let proxied = Arc::new(proxied);
+        let mut held = proxy.held_body();
+        let taken = self.take_in(opening, modes, &mut held, accounting).await?;
+        let (proxied, upload) = taken;
         let (mut sending, wanted) = prepare(proxy, &proxied, accounting.request_metrics())?;
-        let may_go_on = upload.may_go_on();
         let (decision, mut attempt) = self
-            .admit(&proxied, may_go_on, accounting.request_metrics())
+            .admit(&proxied, upload.may_go_on(), accounting.request_metrics())
             .await?;
         let trace = proxied.trace_headers(attempt.trace());
         let sent_at = Instant::now();
@@ -251,6 +251,7 @@ impl PickerStream {
                 return Err(StreamHalt::Broken(late));
             }
         };
+        drop(held);
         let (attempt, _) = pending.over();
         let told = SentOffer { offer, sent_at };
         let (decision, attempt) = told.served(&picker, (decision, attempt), (&proxied, &head));
@@ -315,17 +316,15 @@ impl PickerStream {
         &mut self,
         opening: StreamOpening,
         modes: BodyModes,
+        held: &mut HeldBodyBytes,
         accounting: &mut StreamAccounting,
-    ) -> Result<(ProxiedRequest, UploadShape), StreamHalt> {
+    ) -> Result<(Arc<ProxiedRequest>, UploadShape), StreamHalt> {
         let picker = Arc::clone(&self.picker);
         let proxy = &picker.proxy;
-        let limits = **proxy.limits.load();
-        let mut held = HeldBodyBytes::none(&proxy.held_bytes, limits.held_bytes_max);
         let peer = self.peer.clone();
-        let read = self
-            .read((&peer, &opening), modes, &mut held, accounting)
-            .await;
-        let (taken, upload) = read?;
+        let (taken, upload) = self
+            .read((&peer, &opening), modes, held, accounting)
+            .await?;
         let (holder, bytes) = match taken {
             Intake::Whole(holder, bytes) => (holder, bytes),
             Intake::Models(holder, id) => {
@@ -336,7 +335,8 @@ impl PickerStream {
                 return Err(ProxyError::KeepsNothing { kept: "responses" }.into());
             }
         };
-        accounting.request_metrics().is_read(limits.requests_max)?;
+        let requests_max = proxy.limits.load().requests_max;
+        accounting.request_metrics().is_read(requests_max)?;
         let StreamOpening {
             head,
             endpoints,
@@ -369,7 +369,7 @@ impl PickerStream {
             // A gateway sends a request to only one engine.
             proxied.read.stages = RequestStages::Whole;
         }
-        Ok((proxied, upload))
+        Ok((Arc::new(proxied), upload))
     }
 
     /// Checks the request's head, and reads the body in the gateway's mode.
