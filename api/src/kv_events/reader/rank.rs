@@ -124,7 +124,8 @@ impl RankReader {
                 self.stream.connected();
             }
             SocketMessage::Message(seq, payload) => {
-                self.sign(seq);
+                self.last_sign = Instant::now();
+                self.shown.newest_seq = Some(seq);
                 self.with_stream(|stream, around| stream.live(seq, payload, around));
             }
             SocketMessage::Broke(why) => {
@@ -143,7 +144,8 @@ impl RankReader {
     fn replayed(&mut self, incoming: SocketMessage) {
         match incoming {
             SocketMessage::Message(seq, payload) => {
-                self.sign(seq);
+                self.last_sign = Instant::now();
+                self.shown.newest_seq = self.shown.newest_seq.max(Some(seq));
                 self.with_stream(|stream, around| stream.replayed(seq, &payload, around));
             }
             SocketMessage::End => {
@@ -160,11 +162,6 @@ impl RankReader {
             }
             SocketMessage::Connected => {}
         }
-    }
-
-    fn sign(&mut self, seq: u64) {
-        self.last_sign = Instant::now();
-        self.shown.newest_seq = Some(seq);
     }
 
     fn tick(&mut self) {
@@ -261,7 +258,9 @@ impl RankReader {
         self.pending.clear();
         self.behind = None;
         let has_replay = self.source.replay.is_some();
-        self.stream = EventStream::new(self.identity.clone(), has_replay, position);
+        let counts = self.stream.counts();
+        self.stream =
+            EventStream::new(self.identity.clone(), has_replay, position).with_counts(counts);
         if self.shown.is_connected {
             self.stream.connected();
         }

@@ -178,6 +178,12 @@ impl EventStream {
         stream
     }
 
+    /// Continues from these counters.
+    #[must_use]
+    pub fn with_counts(self, counts: StreamCounts) -> Self {
+        Self { counts, ..self }
+    }
+
     /// Returns the counters of the stream.
     #[must_use]
     pub fn counts(&self) -> StreamCounts {
