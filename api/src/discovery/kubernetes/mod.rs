@@ -82,7 +82,9 @@ pub(super) async fn follow(
     };
     loop {
         let before = follower.heard_count();
-        match follower.watch().await.unwrap_or_else(Ended::from) {
+        let ended = follower.watch().await.unwrap_or_else(Ended::from);
+        let has_heard = follower.heard_count() > before;
+        match ended {
             Ended::Expired | Ended::OtherSelection => follower.followed = None,
             Ended::Quietly => {}
             Ended::Failed(error) => {
@@ -91,7 +93,7 @@ pub(super) async fn follow(
                 board.record_report(&template.source, Err(error.to_string()));
             }
         }
-        pause = match follower.heard_count() > before {
+        pause = match has_heard {
             true => PAUSE_MIN,
             false => (pause * 2).min(PAUSE_MAX),
         };
