@@ -26,7 +26,7 @@ mod serve;
 mod waiter;
 mod wanted_places;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -567,11 +567,10 @@ impl Admission {
         let oldest = entries().min_by_key(|entry| entry.since);
         WaitingSummary {
             requests: entries().count(),
-            users: queues
-                .by_model
-                .values()
-                .map(|line| line.queue.users_len())
-                .sum(),
+            users: entries()
+                .map(|entry| entry.ask().user.as_str())
+                .collect::<HashSet<_>>()
+                .len(),
             longest: oldest.map(|entry| LongestWait {
                 user: entry.ask().user.key(hash_seed),
                 waited_ms: u64::try_from(entry.since.elapsed().as_millis()).unwrap_or(u64::MAX),

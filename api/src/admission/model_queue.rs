@@ -1,6 +1,6 @@
 //! The queue of one model at this replica.
 
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, HashSet, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -31,7 +31,7 @@ pub struct ModelQueueView {
     pub model: String,
     /// Number of waiting requests, including those that a backend did not run.
     pub waiting: usize,
-    /// Number of users with requests that have not had a backend yet.
+    /// Number of users with waiting requests.
     pub users: usize,
     /// Number of requests that have not had a backend yet, by bin of predicted output length.
     pub bins: BTreeMap<u16, usize>,
@@ -42,7 +42,7 @@ pub struct ModelQueueView {
 pub struct WaitingSummary {
     /// Number of waiting requests.
     pub requests: usize,
-    /// Number of users with requests that have not had a backend yet, summed over models.
+    /// Number of users with waiting requests.
     pub users: usize,
     /// The user with the longest wait; `None` if nothing waits.
     pub longest: Option<LongestWait>,
@@ -104,7 +104,12 @@ impl ModelQueue {
         ModelQueueView {
             model: self.model.to_string(),
             waiting: self.entries.len(),
-            users: self.queue.users_len(),
+            users: self
+                .entries
+                .values()
+                .map(|entry| entry.ask().user.as_str())
+                .collect::<HashSet<_>>()
+                .len(),
             bins: self.queue.bins(),
         }
     }
