@@ -14,10 +14,18 @@ pub struct Committed {
 /// Reason why a proposal is not known to be committed.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ProposeError {
-    /// No leader took the proposal in time. The command entered no log, so it is safe to propose
-    /// it again. A read barrier also fails with this when its time limit expires.
+    /// No leader took the proposal, or confirmed a read barrier, in time. The command entered no
+    /// log, so it is safe to propose it again.
     #[error("no leader is known")]
     NoLeader,
+    /// A read barrier was confirmed, but its entries were not applied in time.
+    #[error("this replica has applied the log up to {applied} and not yet to {wanted}")]
+    NotApplied {
+        /// Index that was confirmed.
+        wanted: u64,
+        /// Index up to which this replica has applied the log.
+        applied: u64,
+    },
     /// The command may or may not be committed, now or later. The caller should propose the same
     /// bytes again.
     #[error("outcome unknown: {0}")]

@@ -255,9 +255,9 @@ fn propose_error(error: raft::ProposeError) -> ProposeError {
         raft::ProposeError::NoLeader => ProposeError::Unavailable("no leader is known".to_owned()),
         // A member cannot decode it yet, or it is an admin command above the size limit (batches
         // stay far below it). It did not enter any log.
-        error @ (raft::ProposeError::Refused(_) | raft::ProposeError::TooLarge { .. }) => {
-            ProposeError::Unavailable(error.to_string())
-        }
+        error @ (raft::ProposeError::Refused(_)
+        | raft::ProposeError::TooLarge { .. }
+        | raft::ProposeError::NotApplied { .. }) => ProposeError::Unavailable(error.to_string()),
         raft::ProposeError::Unknown(why) => ProposeError::Unknown(why),
         raft::ProposeError::Stopped(_) => ProposeError::Stopping,
     }

@@ -191,7 +191,10 @@ impl ReplicaInner {
             Ok(_) => Err(ProposeError::Stopped(
                 self.why_stopped().unwrap_or_default(),
             )),
-            Err(_) => Err(ProposeError::NoLeader),
+            Err(_) => Err(ProposeError::NotApplied {
+                wanted: index,
+                applied: self.status.borrow().applied,
+            }),
         }
     }
 
