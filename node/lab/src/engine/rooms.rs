@@ -33,6 +33,8 @@ use super::transfer::TransferOptions;
 const ROOMS_MAX: usize = 4096;
 /// Maximum length of a line with a room number, including the line break, in bytes.
 const LINE_BYTES_MAX: u64 = 32;
+/// Pause after a connection that could not be accepted.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(10);
 /// Line that a prefill engine sends after the transfer.
 const DONE: &[u8] = b"ok\n";
 
@@ -303,7 +305,12 @@ impl EngineRooms {
 /// Accepts connections of decode engines and lets each join the room that it names.
 async fn admit(listener: TcpListener, waiting: WaitingRooms, patience: Duration) {
     let comers = TaskTracker::new();
-    while let Ok((peer, _)) = listener.accept().await {
+    loop {
+        let Ok((peer, _)) = listener.accept().await else {
+            // Too few descriptors, or a connection that was closed at once.
+            tokio::time::sleep(ACCEPT_PAUSE).await;
+            continue;
+        };
         let waiting = Arc::clone(&waiting);
         comers.spawn(async move {
             // Only a connection that waits in a room needs a timeout.

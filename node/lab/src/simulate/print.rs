@@ -141,7 +141,7 @@ fn overload(comparison: &SimComparison) -> FittedTable {
     let mut table = FittedTable::new(&[
         column("run"),
         column("asked/s").number().rank(1),
-        column("goodput/s").number(),
+        column("answered/s").number(),
         column("refusals").number().rank(1),
         column("left").number().rank(1),
         column("wasted tokens %").number().rank(2),

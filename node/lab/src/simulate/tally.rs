@@ -154,14 +154,20 @@ impl SimTally {
         self.service.served(user, uncached, output);
     }
 
-    /// Checks a finished request against the latency goals. Its first token came after `waited`,
-    /// and `since` passed between the first and the last of its `tokens` tokens.
-    pub fn judged(&mut self, goal: &ServiceGoal, waited: Micros, (since, tokens): (Micros, u32)) {
+    /// Checks a request that finished at `now` against the latency goals. Its first token came
+    /// after `waited`, and `since` passed between the first and the last of its `tokens` tokens.
+    pub fn judged(
+        &mut self,
+        now: Micros,
+        goal: &ServiceGoal,
+        waited: Micros,
+        (since, tokens): (Micros, u32),
+    ) {
         let gaps = u64::from(tokens.saturating_sub(1));
         let gap = since.checked_div(gaps);
         self.gaps.extend(gap);
         let is_good = waited <= goal.ttft && gap.is_none_or(|gap| gap <= goal.gap);
-        self.good += u64::from(is_good);
+        self.good += u64::from(is_good && now <= self.horizon);
     }
 
     /// Records that a request ended at `backend`, `took` after its arrival.

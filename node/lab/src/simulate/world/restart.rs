@@ -57,6 +57,8 @@ impl SimWorld<'_> {
                 }
             }
             request.stage = RequestStage::Waiting;
+            // The next backend produces the whole output again.
+            request.served_output = 0;
             cut.push(number);
         }
         cut

@@ -384,7 +384,7 @@ impl SimWorld<'_> {
         let since = self.now - asked.first_token;
         let waited = asked.first_token - asked.arrived;
         let made = (since, asked.output_tokens);
-        self.tally.judged(&self.plan.goal, waited, made);
+        self.tally.judged(self.now, &self.plan.goal, waited, made);
         let replica = &self.places[place].replica;
         replica.end(*flight, &asked.prompt, told, AttemptEnd::Finished);
         self.tally.ended(self.now, took, engine);
