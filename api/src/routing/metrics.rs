@@ -240,7 +240,7 @@ impl RoutingMetrics {
         );
         add(
             "quorate_state_outbox_dropped",
-            "Items dropped because the outbox was full",
+            "Items dropped: the outbox was full, the state rejected them, or they were too large",
             &self.outbox_dropped,
         );
         add(
