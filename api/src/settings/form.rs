@@ -1,5 +1,5 @@
-//! Formats of values that neither TOML nor JSON has a type for: how they are parsed, printed and
-//! described. Those of values that only a config file has are in `node`.
+//! String formats of types that TOML and JSON lack: parsing, printing and describing them. `node`
+//! defines the formats that occur only in config files.
 
 use std::borrow::Cow;
 use std::fmt::Debug;
@@ -12,10 +12,11 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use serde_json::json;
 use state::admission::{BATCH_MAX, Concurrency};
 
-/// Least and greatest integer.
+/// Smallest and largest valid integer; `None`: no upper bound.
 pub type Bounds = (u64, Option<u64>);
 
-/// Returns the first of at most one pair of bounds; for [`forms`](crate::forms).
+/// Returns the first element; `None` for an empty slice. [`forms`](crate::forms) passes at most
+/// one.
 #[must_use]
 pub const fn first(bounds: &[Bounds]) -> Option<Bounds> {
     match bounds {
@@ -24,26 +25,26 @@ pub const fn first(bounds: &[Bounds]) -> Option<Bounds> {
     }
 }
 
-/// A format of strings.
+/// A string format for values of one type.
 pub trait Form {
     /// The parsed value.
     type Value;
-    /// Name: `format` in the schema.
+    /// Name of the format, used as `format` in schemas.
     const NAME: &'static str;
-    /// A regular expression that all valid strings match, for editors.
+    /// Regular expression that every valid string matches, for editors. It may match others too.
     const PATTERN: &'static str;
-    /// Describes valid strings in words.
+    /// Description of the valid strings, used in error messages after "expected".
     const EXPECTED: &'static str;
-    /// Bounds of integers, if the format accepts them too.
+    /// Bounds of the integers that the format also accepts; `None` if it accepts only strings.
     const INTEGERS: Option<Bounds>;
 
     /// Parses a string; `None` if it is not valid.
     fn read(text: &str) -> Option<Self::Value>;
-    /// Formats a value such that it parses to the same value.
+    /// Formats a value. [`Form::read`] parses the result to an equal value.
     fn show(value: &Self::Value) -> String;
 }
 
-/// A value that settings write in the format `F`.
+/// A value that is serialized in the format `F`.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Parsed<F: Form>(pub F::Value);
 
@@ -63,7 +64,8 @@ impl<'de, F: Form> Deserialize<'de> for Parsed<F> {
     }
 }
 
-/// As an integer if the format accepts them and the value is one.
+/// Serializes the value as an integer if the format accepts integers and the value is one,
+/// otherwise as a string.
 impl<F: Form> Serialize for Parsed<F> {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         let text = F::show(&self.0);
@@ -97,29 +99,30 @@ impl<F: Form> JsonSchema for Parsed<F> {
     }
 }
 
-/// A format without its type.
+/// Description of a [`Form`], independent of its type.
 #[derive(Debug)]
 pub struct NamedForm {
-    /// Its name.
+    /// [`Form::NAME`].
     pub name: &'static str,
-    /// Describes valid strings in words.
+    /// [`Form::EXPECTED`].
     pub expected: &'static str,
-    /// Whether it accepts integers too.
+    /// Whether the format also accepts integers.
     pub takes_integers: bool,
-    /// Whether a string is valid.
+    /// Returns whether a string is valid.
     pub is_read: fn(&str) -> bool,
 }
 
-/// Finds a format by its name.
+/// Function that returns the format with a given name; `None` if there is none.
 pub type FormLookup = fn(&str) -> Option<&'static NamedForm>;
 
-/// Returns the format of this name.
+/// Returns the format of this crate named `name`.
 #[must_use]
 pub fn named(name: &str) -> Option<&'static NamedForm> {
     FORMS.iter().find(|form| form.name == name)
 }
 
-/// Defines formats and `FORMS`, the list of them.
+/// Defines a unit struct that implements [`Form`](crate::settings::Form) for each format, and
+/// `FORMS`, the list of all of them.
 #[macro_export]
 macro_rules! forms {
     ($(
@@ -166,35 +169,35 @@ macro_rules! forms {
 }
 
 forms! {
-    /// A duration.
+    /// A duration from 1 ms to 1 day.
     Span: Duration = "time-span" {
         pattern: SPAN_PATTERN,
         expected: "a duration from 1ms to 1day, such as \"20ms\" or \"1m 30s\"",
         read: |text| span(text).filter(is_span),
         show: show_duration,
     }
-    /// A duration that may be zero.
+    /// A duration of at most 1 day; may be zero.
     SpanOrZero: Duration = "time-span-or-zero" {
         pattern: SPAN_PATTERN,
         expected: "a duration up to 1day, such as \"5s\"",
         read: span,
         show: show_duration,
     }
-    /// A duration that may be as long as the log can say.
+    /// A duration from 1 ms to `u32::MAX` milliseconds (49 days), the maximum in the log.
     LongSpan: Duration = "long-time-span" {
         pattern: SPAN_PATTERN,
         expected: "a duration from 1ms to 49days, such as \"20ms\" or \"1m 30s\"",
         read: |text| long_span(text).filter(is_span),
         show: show_duration,
     }
-    /// The same, or zero.
+    /// A duration of at most `u32::MAX` milliseconds; may be zero.
     LongSpanOrZero: Duration = "long-time-span-or-zero" {
         pattern: SPAN_PATTERN,
         expected: "a duration up to 49days, such as \"5s\"",
         read: long_span,
         show: show_duration,
     }
-    /// Maximum number of concurrent requests of a backend.
+    /// Maximum number of concurrent requests per backend.
     Slots: Concurrency = "concurrency" {
         pattern: "^(adaptive|unlimited)$",
         expected: "an integer from 1 to 65536, \"adaptive\" or \"unlimited\"",
@@ -204,34 +207,34 @@ forms! {
     }
 }
 
-/// A number and a unit, as often as wanted.
+/// One or more pairs of a number and a unit.
 const SPAN_PATTERN: &str = r"^\d+ *[a-zA-Z]+( *\d+ *[a-zA-Z]+)*$";
 
-/// Minimum; shorter intervals would keep a core busy.
+/// Minimum of a [`Span`]. Shorter intervals would keep a core busy.
 const SPAN_MIN: Duration = Duration::from_millis(1);
-/// Maximum; longer durations are typos, and sums of them overflow.
+/// Maximum of a [`Span`]. Longer durations are probably typos, and sums of them could overflow.
 const SPAN_MAX: Duration = Duration::from_secs(24 * 60 * 60);
 
-/// Parses a duration of at most a day.
+/// Parses a duration of at most 1 day; `None` if the text is not one.
 #[must_use]
 pub fn span(text: &str) -> Option<Duration> {
     let span = humantime::parse_duration(text).ok();
     span.filter(|span| *span <= SPAN_MAX)
 }
 
-/// Parses a duration that the log can say in milliseconds.
+/// Parses a duration of at most `u32::MAX` milliseconds, the maximum in the log.
 fn long_span(text: &str) -> Option<Duration> {
     let span = humantime::parse_duration(text).ok();
     span.filter(|span| span.as_millis() <= u32::MAX.into())
 }
 
-/// Whether a duration is long enough to wait for.
+/// Whether a duration is at least 1 ms, the minimum of a [`Span`].
 #[must_use]
 pub fn is_span(span: &Duration) -> bool {
     *span >= SPAN_MIN
 }
 
-/// Formats a duration.
+/// Formats a duration for people and for [`span`] to parse, for example as `1m 30s`.
 #[must_use]
 pub fn show_duration(span: &Duration) -> String {
     humantime::format_duration(*span).to_string()
@@ -257,7 +260,7 @@ fn show_concurrency(concurrency: &Concurrency) -> String {
     }
 }
 
-/// A value in milliseconds.
+/// Returns a duration of `ms` milliseconds in the format `F`. Does not check its bounds.
 #[must_use]
 pub fn ms<F: Form<Value = Duration>>(ms: u32) -> Parsed<F> {
     Parsed(Duration::from_millis(ms.into()))

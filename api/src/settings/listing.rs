@@ -1,8 +1,8 @@
-//! The replicated settings by key, and how a config file differs from a cluster.
+//! The replicated settings by key, and the differences between a config file and a cluster.
 //!
-//! A config founds a cluster; afterwards the cluster's values count. What a file sets and the
-//! cluster has otherwise is a difference. What a file leaves out says nothing: the cluster's value
-//! is as good as any.
+//! A config file only sets the initial settings of a cluster; afterwards the cluster's own values
+//! apply. A setting differs if the file sets it to another value than the cluster has. Settings
+//! that the file leaves out never differ.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -22,40 +22,41 @@ use super::{AdmissionForm, UserDefaultsForm};
 pub enum SettingKey {
     /// `routing.policy`.
     Policy,
-    /// A key of the policy's table in `[routing]`.
+    /// A setting of the policy: `routing.POLICY.NAME`.
     PolicySetting {
         /// Name of the policy.
         policy: String,
-        /// Key.
+        /// Name of the setting.
         name: String,
     },
-    /// Another key of `[routing]`.
+    /// Another key of `[routing]`, by name.
     Routing(String),
-    /// `policy` of a model.
+    /// `policy` of a model, by the model's name.
     ModelPolicy(String),
-    /// A setting of a model's policy: a key of the policy's table in `[routing]`.
+    /// A setting of a model's own policy: `models.MODEL.POLICY.NAME`.
     ModelSetting {
-        /// The model.
+        /// Name of the model.
         model: String,
         /// Name of the policy.
         policy: String,
-        /// Key.
+        /// Name of the setting.
         name: String,
     },
-    /// A key of `[admission]`, with those of the tables that it is in.
+    /// A key of `[admission]`, as a path: `sla.inter_token`.
     Admission(String),
-    /// A key of `[users.defaults]`, with those of the tables that it is in.
+    /// A key of `[users.defaults]`, as a path: `limits.requests`.
     UserDefault(String),
     /// A key of a backend.
     Backend {
         /// Id of the backend.
         id: String,
-        /// Key.
+        /// Name of the key.
         name: String,
     },
 }
 
-/// As in a config file; entries of lists go by their names.
+/// Formats the key as a path in a config file. Names and ids stand for the entries of lists:
+/// `backends.ID.url`.
 impl fmt::Display for SettingKey {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -78,21 +79,22 @@ impl fmt::Display for SettingKey {
 /// Settings by key.
 pub type SettingValues = BTreeMap<SettingKey, Value>;
 
-/// The replicated settings of a cluster, or those that a config would found one with.
+/// The replicated settings of a cluster except its backends, or those with which a config would
+/// found one.
 #[derive(Debug, Clone, Copy)]
 pub struct ReplicatedSettings<'a> {
-    /// The policy of models without one of their own.
+    /// Policy of the models without their own.
     pub policy: &'a PolicyConfig,
     /// The other routing settings.
     pub routing: &'a RoutingSettings,
     /// Admission settings.
     pub admission: &'a AdmissionSettings,
-    /// What users have without their own.
+    /// Defaults of users.
     pub user_defaults: &'a UserDefaults,
 }
 
 impl ReplicatedSettings<'_> {
-    /// Returns all of them by key.
+    /// Returns these settings and those of `backends` by key.
     #[must_use]
     pub fn values<'a>(&self, backends: impl Iterator<Item = &'a BackendSpec>) -> SettingValues {
         let mut values = SettingValues::new();
@@ -149,7 +151,8 @@ fn fields(settings: &impl serde::Serialize) -> serde_json::map::IntoIter {
     fields.into_iter()
 }
 
-/// The fields of settings that may have tables in them, by path.
+/// Returns the fields of a struct, by path. A field that is a table is replaced by its fields;
+/// deeper tables are not split.
 fn leaves<T: serde::Serialize>(settings: &T) -> impl Iterator<Item = (String, Value)> + use<T> {
     fields(settings).flat_map(|(name, value)| match value {
         Value::Object(table) => {
@@ -161,7 +164,8 @@ fn leaves<T: serde::Serialize>(settings: &T) -> impl Iterator<Item = (String, Va
     })
 }
 
-/// Returns the settings in effect in a cluster: its own, and the defaults for what it never set.
+/// Returns the settings in effect in a cluster, with the defaults for those that it never set. Of
+/// an engine's ranks, it includes only the first.
 #[must_use]
 pub fn in_effect(registry: &Registry) -> SettingValues {
     let routing = registry.routing.clone().unwrap_or_default();
@@ -176,14 +180,14 @@ pub fn in_effect(registry: &Registry) -> SettingValues {
     settings.values(put.map(|backend| &backend.spec))
 }
 
-/// A setting of which file and cluster have different values.
+/// A setting that has different values in a config file and in the cluster.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Difference {
-    /// Its key.
+    /// Key of the setting.
     pub key: SettingKey,
-    /// The file's value.
+    /// Value in the file.
     pub file: Value,
-    /// The value in effect in the cluster. Null: none.
+    /// Value in effect in the cluster; null if there is none.
     pub cluster: Value,
 }
 
@@ -198,8 +202,9 @@ impl fmt::Display for Difference {
     }
 }
 
-/// Returns the differences between what a file sets and the cluster. `cluster` answers null for what
-/// the cluster does not have.
+/// Returns the settings in `stated` that differ from the cluster's. `cluster` returns the cluster's
+/// value of a key, or null if there is none. A policy's settings are compared only if both sides
+/// use this policy. Of a backend that the cluster lacks, only the URL is reported.
 #[must_use]
 pub fn differences(
     stated: &SettingValues,
@@ -207,7 +212,7 @@ pub fn differences(
 ) -> Vec<Difference> {
     let is_same = |key: &SettingKey, policy: &String| cluster(key) == *policy;
     let is_comparable = |key: &SettingKey| match key {
-        // Where the policy is another one, or the backend is missing, that alone is told.
+        // If the policy differs, or the backend is missing, only that is reported.
         SettingKey::PolicySetting { policy, .. } => is_same(&SettingKey::Policy, policy),
         SettingKey::ModelSetting { model, policy, .. } => {
             is_same(&SettingKey::ModelPolicy(model.clone()), policy)
@@ -240,49 +245,50 @@ pub fn url_of(id: &str) -> SettingKey {
     }
 }
 
-/// What a replica was configured with, to be shown and compared.
+/// Settings of a replica's config: those to compare with the cluster's, and its own.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct FileSettings {
-    /// Values of the replicated settings that the config sets.
+    /// Replicated settings that the config sets.
     pub stated: SettingValues,
-    /// Settings that count at this replica alone, by key.
+    /// Settings that concern only this replica, by key.
     pub local: BTreeMap<String, LocalSetting>,
 }
 
-/// The [`FileSettings`] of a replica whose config can be reloaded. Clones are the same.
+/// The [`FileSettings`] of a replica, replaced when its config is reloaded. All clones share one
+/// value.
 #[derive(Debug, Clone, Default)]
 pub struct SharedFileSettings(Arc<ArcSwap<FileSettings>>);
 
 impl SharedFileSettings {
-    /// Creates those of a replica that starts.
+    /// Creates a shared value that contains `settings`.
     #[must_use]
     pub fn new(settings: FileSettings) -> Self {
         Self(Arc::new(ArcSwap::from_pointee(settings)))
     }
 
-    /// Returns them as they are now.
+    /// Returns the current settings.
     #[must_use]
     pub fn now(&self) -> Arc<FileSettings> {
         self.0.load_full()
     }
 
-    /// Replaces them.
+    /// Replaces the settings for all clones.
     pub fn replace(&self, settings: FileSettings) {
         self.0.store(Arc::new(settings));
     }
 }
 
-/// A setting of one replica.
+/// A setting that concerns only one replica.
 #[derive(Debug, Clone, PartialEq)]
 pub struct LocalSetting {
     /// Value in effect.
     pub value: Value,
-    /// Whether the config sets it; else it is a default.
+    /// Whether the config sets it; `false`: the value is the default.
     pub is_set: bool,
 }
 
 impl FileSettings {
-    /// Returns where the cluster differs from this config.
+    /// Returns the settings of this config that differ from those in effect in the cluster.
     #[must_use]
     pub fn differences(&self, registry: &Registry) -> Vec<Difference> {
         let cluster = in_effect(registry);
@@ -349,7 +355,7 @@ mod tests {
         assert_eq!(told(&same), Vec::<String>::new());
         let other = [
             (setting("cost", "near_permille"), json!(5)),
-            // It is not in use.
+            // The policy `lmetric` is not in use.
             (setting("lmetric", "near_permille"), json!(5)),
             (model("lmetric", "base_tokens"), json!(7)),
             (SettingKey::ModelPolicy("n".to_owned()), json!("random")),
@@ -357,7 +363,7 @@ mod tests {
             (SettingKey::UserDefault("budget.day".to_owned()), json!(9)),
             (SettingKey::UserDefault("cache".to_owned()), json!("shared")),
             (backend("url"), json!("http://a:1")),
-            // The backend is missing altogether.
+            // The cluster lacks this backend.
             (backend("capacity_blocks"), json!(5)),
         ];
         let expected = [

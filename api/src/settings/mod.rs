@@ -1,9 +1,11 @@
-//! How operators write settings: the keys of a config file and of the admin API, which are the same.
+//! Settings as operators write them. A config file and the admin API use the same keys and value
+//! formats.
 //!
-//! A format ([`Form`]) is how a value is written that neither TOML nor JSON has a type for, such as a
-//! duration. A schema made from structs says which keys there are and which values they take; it
-//! finds every fault of a document, and names key, value and what was expected. A listing has the
-//! replicated settings by key, so that a file can be compared with a cluster.
+//! A [`Form`] is the string format of a type that TOML and JSON lack, such as a duration. Schemas,
+//! generated from structs, define the keys and their valid values. Validation against a schema
+//! reports every fault of a document with its key, the value found and the values expected. A
+//! listing contains the replicated settings by key, for the comparison of a config file with a
+//! cluster.
 
 mod admission;
 mod form;

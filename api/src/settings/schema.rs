@@ -1,5 +1,5 @@
-//! Schemas made from the structs of settings: what a key takes, what is wrong with a value, and the
-//! faults of a whole document.
+//! JSON Schemas generated from the structs of settings, and the validation of documents against
+//! them.
 
 use schemars::JsonSchema;
 use schemars::generate::SchemaSettings;
@@ -7,18 +7,19 @@ use serde_json::{Map, Value, json};
 
 use super::form::{FormLookup, NamedForm};
 
-/// A key that is not there, or whose value is not valid.
+/// An unknown key, or a key with an invalid value.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SettingError {
-    /// Path of the key.
+    /// Path of the key, such as `sla.inter_token`; empty for the document itself.
     pub key: String,
-    /// What was found there.
+    /// Description of the value, or `an unknown key`.
     pub found: String,
-    /// Valid values, in words.
+    /// Description of the valid values, or of the known keys.
     pub expected: String,
 }
 
-/// Returns the schema (draft 2020-12) of a struct of settings.
+/// Generates the schema (draft 2020-12) of a struct of settings, in the form that [`simplify`]
+/// describes. `forms` must know the formats of all fields.
 #[must_use]
 pub fn schema_of<T: JsonSchema>(forms: FormLookup) -> Value {
     let settings =
@@ -29,19 +30,19 @@ pub fn schema_of<T: JsonSchema>(forms: FormLookup) -> Value {
     schema
 }
 
-/// Iterates over names and schemas of the keys of a table.
+/// Iterates over the names and schemas of a table's keys.
 pub fn properties(schema: &Value) -> impl Iterator<Item = (&String, &Value)> {
     schema["properties"].as_object().into_iter().flatten()
 }
 
-/// Returns the names of the keys of a table that must be set.
+/// Returns the names of a table's required keys.
 #[must_use]
 pub fn required(schema: &Value) -> Vec<&str> {
     let required = schema["required"].as_array().into_iter().flatten();
     required.filter_map(Value::as_str).collect()
 }
 
-/// Returns the schema of a table, or of the entries of a list of tables; `None` for other values.
+/// Returns the schema of a table, or of the elements of a list of tables; `None` for other values.
 #[must_use]
 pub fn table(schema: &Value) -> Option<&Value> {
     let table = schema.get("items").unwrap_or(schema);
@@ -61,7 +62,7 @@ fn form_of(forms: FormLookup, schema: &Value) -> Option<&'static NamedForm> {
     forms(schema["format"].as_str()?)
 }
 
-/// Describes valid values (for a list: elements) in words.
+/// Describes the valid values, or the valid elements of a list, for error messages.
 #[must_use]
 pub fn expected(forms: FormLookup, schema: &Value) -> String {
     let schema = schema.get("items").unwrap_or(schema);
@@ -83,8 +84,8 @@ pub fn expected(forms: FormLookup, schema: &Value) -> String {
     }
 }
 
-/// Converts a TOML value, or the text of a variable or flag, to a value of the key (for a list: an
-/// element). `None` if it is not valid.
+/// Converts a TOML or JSON value, or the text of an environment variable or flag, to the type that
+/// `schema` requires. `None` if it is invalid. Pass the elements of a list one by one.
 #[must_use]
 pub fn fit(forms: FormLookup, schema: &Value, value: &Value) -> Option<Value> {
     if let Some(form) = form_of(forms, schema) {
@@ -117,8 +118,8 @@ pub fn fit(forms: FormLookup, schema: &Value, value: &Value) -> Option<Value> {
     }
 }
 
-/// Returns the valid part of a document, with every fault of the rest. Nulls stand for what is not
-/// set.
+/// Returns the valid part of `document`, and every fault of the rest. A null counts as absent. Does
+/// not check for required keys.
 #[must_use]
 pub fn valid_part(
     forms: FormLookup,
@@ -183,8 +184,9 @@ fn shown(value: &Value) -> String {
     }
 }
 
-/// Simplifies a generated schema: no nulls, plain lists of words, integers with both bounds, no empty
-/// strings.
+/// Simplifies a generated schema in place: removes nulls, lists the words of an enum in `enum`,
+/// gives integers both bounds, and excludes empty strings and unknown keys. Keys without a valid
+/// default become required, unless they are optional.
 pub fn simplify(forms: FormLookup, schema: &mut Value) {
     let Some(map) = schema.as_object_mut() else {
         return;
@@ -220,7 +222,8 @@ pub fn simplify(forms: FormLookup, schema: &mut Value) {
     map.insert("additionalProperties".to_owned(), json!(false));
 }
 
-/// Removes a default that means "no value" or is not valid. Returns `false` if it is not valid.
+/// Removes the default of a property if it is invalid, or if it means "not set": null, a table or
+/// an empty list. Returns whether the property may be absent.
 fn settle_default(forms: FormLookup, property: &mut Value) -> bool {
     let default = property.as_object_mut().and_then(|it| it.remove("default"));
     let default = default.unwrap_or_default();
@@ -239,7 +242,7 @@ fn settle_default(forms: FormLookup, property: &mut Value) -> bool {
     true
 }
 
-/// TOML has no null.
+/// Removes null from the types of a value, because TOML has no null.
 fn without_null(map: &mut Map<String, Value>) {
     if let Some(Value::Array(types)) = map.get("type")
         && let Some(single) = types.iter().find(|it| **it != "null").cloned()
