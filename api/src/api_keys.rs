@@ -22,14 +22,14 @@ use tokio::time::Instant;
 pub const SECRET_PREFIX: &str = "qk-";
 /// Number of characters after the prefix.
 const SECRET_CHARACTERS: usize = 43;
-/// Prefix of the hashed bytes. It makes the hashes useless for any other purpose.
+/// Prefix of the hashed bytes, for domain separation from other hashes.
 const HASH_LABEL: &[u8] = b"quorate api key 1";
 
 /// A new secret in clear text. It is returned once and never stored.
 pub struct NewSecret(String);
 
 impl NewSecret {
-    /// Draws a secret from the system's random numbers.
+    /// Draws a secret from a cryptographically secure random number generator.
     #[must_use]
     pub fn draw() -> Self {
         let random = BASE64_URL_SAFE_NO_PAD.encode(rand::random::<[u8; 32]>());
@@ -97,11 +97,12 @@ pub struct ListAge {
 /// Age of a key list.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum KeyListAge {
-    /// The list is current.
+    /// The list was last confirmed at most `current_within` ago (see [`ListAge::of`]).
     Current,
-    /// The list was last current this long ago.
+    /// The list was last confirmed this long ago.
     Known(Duration),
-    /// The list is the one with which this replica was stopped.
+    /// The age is unknown: the list is from before the start of this replica and has not been
+    /// confirmed since.
     Unknown,
 }
 

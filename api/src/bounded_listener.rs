@@ -14,7 +14,7 @@ use crate::log_rate_limit::LogRateLimit;
 
 /// Pause after a failed accept. The usual cause, a lack of descriptors, persists for a while.
 const PAUSE: Duration = Duration::from_millis(50);
-/// Interval in which at most one log line reports failed accepts.
+/// Minimum interval between log lines about failed accepts.
 const TOLD_EVERY: Duration = Duration::from_secs(10);
 
 /// An accepted connection with its permit. Dropping the permit makes room for another one.

@@ -147,10 +147,11 @@ pub enum ProxyError {
         /// Path of the request, shortened.
         path: String,
     },
-    /// The path concerns objects that a server would keep between requests.
+    /// The path belongs to an OpenAI API whose server stores objects between requests, such as
+    /// files, batches or assistants. The router stores none.
     #[error("{kept} are not stored here: send complete requests instead")]
     KeepsNothing {
-        /// Name of the objects, as in the path.
+        /// Kind of the objects, as in the path.
         kept: &'static str,
     },
     /// The path does not allow this method.
@@ -206,7 +207,7 @@ pub enum ProxyError {
     /// The user has reached a rate limit.
     #[error("rate limit reached for this user: {limit}")]
     OverLimit {
-        /// Name of the limit.
+        /// Name of the limit, such as `requests per window`.
         limit: &'static str,
         /// Time until there is room again, in milliseconds.
         retry_after_ms: u64,
@@ -258,7 +259,7 @@ pub enum ProxyError {
         /// Time until a retry makes sense, in milliseconds.
         retry_after_ms: u64,
     },
-    /// The replica stops before a backend has capacity.
+    /// This replica is shutting down, and no backend has become available for the waiting request.
     #[error("this replica is shutting down; use another one")]
     Leaving,
     /// Backends serve the model, but the gateway offers none of their endpoints.
@@ -300,7 +301,8 @@ pub enum ProxyError {
     /// Every available backend refused, the last one with a response too long to pass on.
     #[error("all backends refused this request")]
     Refused,
-    /// The backend redirected the request to a place that clients cannot reach.
+    /// The backend responded with a redirect, which is not passed on because its target may be
+    /// unreachable for clients.
     #[error("the backend responded with a redirect")]
     Redirected,
     /// The backend closed the connection, or its response was not HTTP.

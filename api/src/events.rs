@@ -105,13 +105,14 @@ pub enum ClusterEvent {
         /// The new settings.
         config: RoutingSettings,
     },
-    /// The source of a backend's ownership changed, or the reader of its KV events.
+    /// A backend's ownership changed: its mode, the reason for the mode, or the reader of its KV
+    /// events.
     Ownership {
         /// Id of the backend.
         id: String,
-        /// Source of the ownership: `exact`, `degraded` or `lease`.
+        /// Mode of the ownership: `exact`, `degraded` or `lease`.
         mode: KvMode,
-        /// Why it is not exact.
+        /// Why the mode is not `exact`.
         reason: Option<String>,
         /// Reader of its KV events.
         reader: Option<ReplicaId>,
@@ -158,7 +159,7 @@ pub enum MemberChange {
 pub enum BackendChange {
     /// The backend is new.
     Added,
-    /// An operator changed it, or its engine reported other facts.
+    /// An operator changed it, or the facts that its engine reports changed.
     Changed,
     /// A new incarnation started: another URL, or the engine restarted.
     Restarted,

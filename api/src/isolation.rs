@@ -13,7 +13,7 @@ use sha2::{Digest, Sha256};
 use state::caches::CacheScope;
 use state::prefix::BlockHasher;
 
-/// Prefix of the hashed bytes. It makes the salts useless for any other purpose.
+/// Prefix of the hashed bytes, for domain separation from other hashes.
 const SALT_LABEL: &[u8] = b"quorate cache salt 1";
 /// Backend label that declares whether the engine supports `cache_salt`: `true` or `false`. Without
 /// it, the engine's kind decides.
@@ -25,7 +25,7 @@ pub enum CacheIsolation {
     /// No isolation.
     #[default]
     None,
-    /// Isolation is impossible on this path: any engine may serve the request.
+    /// Isolation is impossible on this path, but not mandatory: any engine may serve the request.
     Unsalted,
     /// Isolation by engines that support salts, as long as one is available.
     Preferred,
@@ -48,7 +48,7 @@ pub enum WhenUnsalted {
     /// Refuse it.
     #[default]
     Refuse,
-    /// Serve it by an engine whose cache all users share.
+    /// Serve it with an engine whose cache all users share.
     Serve,
 }
 

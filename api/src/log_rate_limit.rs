@@ -33,8 +33,8 @@ impl LogRateLimit {
         }
     }
 
-    /// Decides whether a line may be written. Returns the number of lines suppressed since the last
-    /// one, or `None` if this one is suppressed too.
+    /// Decides whether a line may be written. If so, returns the number of lines suppressed since
+    /// the last line that was allowed; `None` if this line is to be suppressed.
     pub(crate) fn try_acquire(&self) -> Option<u64> {
         // The counts are consistent between any two changes.
         let mut said = self.said.lock().unwrap_or_else(PoisonError::into_inner);

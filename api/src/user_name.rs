@@ -10,7 +10,8 @@ use xxhash_rust::xxh3::xxh3_64;
 
 /// Length of a shortened name's suffix, `#` and a hash, in bytes.
 const HASH_BYTES: usize = 1 + 16;
-/// Bytes by which a shortened name may be below the bound, because characters are not split.
+/// Maximum length of a character in UTF-8, in bytes. Names are cut at a character boundary, so a
+/// shortened name is below the bound by less than this.
 const CHARACTER_BYTES_MAX: usize = 4;
 
 /// A user's name in the state, within the log's bound.
@@ -43,14 +44,14 @@ impl UserName {
     }
 }
 
-/// Whether a name looks like one that was shortened here.
+/// Whether a name has the form of one that [`UserName::bounded`] shortened.
 pub(crate) fn looks_shortened(name: &str) -> bool {
     let is_as_long = name.len() + CHARACTER_BYTES_MAX > NAME_BYTES_MAX;
     let end = name.rsplit_once('#').map(|(_, end)| end);
     is_as_long && end.is_some_and(is_hash)
 }
 
-/// Whether a text has the form of a hash in names.
+/// Whether a text has the form of the hash in a shortened name: 16 hex digits.
 pub(crate) fn is_hash(text: &str) -> bool {
     text.len() == 16 && text.bytes().all(|it| it.is_ascii_hexdigit())
 }

@@ -45,7 +45,7 @@ pub struct ReplicaFigures {
     pub applied_index: u64,
     /// Index of the newest snapshot, if any.
     pub snapshot_index: Option<u64>,
-    /// Whether the replica sees a quorum.
+    /// Whether a quorum responds, as far as the replica knows.
     pub has_quorum: bool,
     /// Whether the storage has a fault.
     pub has_fault: bool,
@@ -288,7 +288,8 @@ mod tests {
         let numbers = numbers.as_chunks::<8>().0.iter();
         let numbers: Vec<u64> = numbers.map(|it| u64::from_le_bytes(*it)).collect();
         let mut expected: Vec<u64> = (0..25).collect();
-        // The second role; the index 0; quorum, ready and a waiting request.
+        // Role 2 is the second of `ROLES`; a snapshot at index 0 is encoded as 1; the flags are a
+        // quorum, readiness and a waiting request.
         (expected[0], expected[1], expected[4], expected[5]) = (2, 2, 1, 0b11_0001);
         assert_eq!(numbers, expected);
     }

@@ -49,7 +49,8 @@ fn push_line(out: &mut String, parts: &[&str]) {
     out.push('\n');
 }
 
-/// Whether a client that accepts these media types prefers OpenMetrics, which it must list.
+/// Whether the values of `accept` headers prefer OpenMetrics to plain text. A wildcard counts as
+/// plain text; equal weights count as a preference for OpenMetrics.
 pub(crate) fn prefers_openmetrics<'a>(accept: impl Iterator<Item = &'a str>) -> bool {
     let (mut open, mut text) = (0, 0);
     for range in accept.flat_map(|value| value.split(',')) {
@@ -72,7 +73,7 @@ pub(crate) fn prefers_openmetrics<'a>(accept: impl Iterator<Item = &'a str>) -> 
     open > 0 && open >= text
 }
 
-/// Parses a weight from 0 to 1 into thousandths; 0 if the text is not a weight.
+/// Parses a quality value (`q`) from 0 to 1 into thousandths; 0 if the text is not one.
 fn thousandths(text: &str) -> u32 {
     let (whole, fraction) = text.split_once('.').unwrap_or((text, ""));
     let digits = format!("{whole}{fraction:0<3}");

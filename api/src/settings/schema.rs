@@ -84,8 +84,9 @@ pub fn expected(forms: FormLookup, schema: &Value) -> String {
     }
 }
 
-/// Converts a TOML or JSON value, or the text of an environment variable or flag, to the type that
-/// `schema` requires. `None` if it is invalid. Pass the elements of a list one by one.
+/// Converts a TOML or JSON value, or the text of an environment variable or flag, to the value from
+/// which its field is deserialized. `None` if it is invalid. Pass the elements of a list one by
+/// one.
 #[must_use]
 pub fn fit(forms: FormLookup, schema: &Value, value: &Value) -> Option<Value> {
     if let Some(form) = form_of(forms, schema) {
