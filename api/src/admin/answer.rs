@@ -266,7 +266,7 @@ pub(super) async fn registry_at(
 pub(super) struct WriteResponse {
     /// Log index at which it was committed.
     index: LogIndex,
-    /// `committed`.
+    /// Always `committed`.
     outcome: &'static str,
 }
 
@@ -283,7 +283,7 @@ impl WriteResponse {
 #[derive(Debug)]
 pub(super) struct Written {
     index: LogIndex,
-    /// Whether the body used deprecated names.
+    /// Whether the body used the deprecated field names.
     pub(super) is_former: bool,
 }
 
@@ -322,7 +322,8 @@ impl<T: Serialize> IntoResponse for WrittenWith<T> {
     }
 }
 
-/// Response to a change of members, leadership or snapshots. `index` is its log index, if any.
+/// Response to a change of members or leadership, or to a snapshot. `index` is the log index of the
+/// change, if it has one.
 pub(super) struct Changed<T> {
     index: Option<LogIndex>,
     body: T,

@@ -25,7 +25,8 @@ pub(super) struct AuditResponse {
     index: LogIndex,
     /// Committed writes, through any replica.
     writes: Vec<AuditedWrite>,
-    /// Calls to this replica, including refused ones.
+    /// Calls to this replica that need a role above `viewer`, including those refused for lack of a
+    /// role.
     calls: Vec<AuditedCall>,
     /// Value of `cursor` for the next page of both; absent at the end.
     #[serde(skip_serializing_if = "Option::is_none")]

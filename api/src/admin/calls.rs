@@ -26,7 +26,7 @@ const TARGET: &str = "quorate::audit";
 #[derive(Debug, Clone, Copy)]
 pub(super) struct WriteIndex(pub(super) LogIndex);
 
-/// A call that needs a role above `viewer`.
+/// A call that needs a role above `viewer`, whether or not it was allowed.
 #[derive(Debug, Clone, Serialize, JsonSchema)]
 pub(super) struct AuditedCall {
     /// Position among the calls of this process, from 1.
@@ -49,7 +49,7 @@ pub(super) struct AuditedCall {
     pub(super) index: Option<LogIndex>,
 }
 
-/// The last calls of this replica that were recorded for the audit.
+/// The audit of this replica: its last calls that need a role above `viewer`.
 #[derive(Debug, Default)]
 pub(super) struct CallLog(Mutex<KeptCalls>);
 

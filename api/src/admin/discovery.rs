@@ -21,7 +21,7 @@ pub(super) struct DiscoveryResponse {
     orphans: Vec<OrphanBackend>,
 }
 
-/// A backend whose source is not configured here. It stays as it is.
+/// A backend whose source is not configured here. Discovery neither changes nor removes it.
 #[derive(Serialize, JsonSchema)]
 struct OrphanBackend {
     backend: String,

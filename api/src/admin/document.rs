@@ -31,7 +31,8 @@ pub(super) struct ApiDescription {
 /// Description of the admin API, which is the same for every listener.
 pub(super) static API: LazyLock<ApiDescription> = LazyLock::new(ApiDescription::make);
 
-/// Areas of the API by path prefix, longest first.
+/// Path prefix, tag and description of each area of the API. The first matching prefix applies. The
+/// description is empty if another entry of the same tag has it.
 const TAGS: [(&str, &str, &str); 9] = [
     (
         "/admin/v1/cluster",
@@ -132,7 +133,7 @@ impl ApiDescription {
     }
 }
 
-/// Rejects a request with a query key that its call does not accept.
+/// Rejects a request with a repeated query key, or with one that its call does not accept.
 pub(super) async fn known_keys(request: Request, next: Next) -> Response {
     match check_keys(&request) {
         Ok(()) => next.run(request).await,

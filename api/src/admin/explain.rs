@@ -125,7 +125,7 @@ pub(super) async fn explain(
 }
 
 /// Explains the request in `body`, which has the form of a `POST /admin/v1/explain` body, with the
-/// state of `router`. Serves states that no replica serves.
+/// state of `router`, which need not be that of a running replica.
 ///
 /// # Errors
 /// Returns the problem with which the admin API would respond.

@@ -3,9 +3,9 @@
 //!
 //! A caller authenticates with a token in the call, or else with its connection's certificate. A
 //! token takes precedence: it belongs to this call, while the certificate covers everything on the
-//! connection. A call without either, or with a wrong token, gets a 401, whatever it requests. If
-//! the role is insufficient, the 403 names the required one. Without tokens and operators'
-//! authorities, every caller may do anything; such a listener belongs on loopback.
+//! connection. A call without either, or with a wrong token, gets a 401, unless its path is open to
+//! everyone. If the role is insufficient, the 403 names the required one. Without tokens and
+//! operators' authorities, every caller may do anything; such a listener belongs on loopback.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::sync::Arc;

@@ -113,7 +113,7 @@ async fn serve_until(
     open.wait().await;
 }
 
-/// What a task needs to serve a connection.
+/// Context for serving one connection.
 struct AdminConnection {
     router: Router,
     /// TLS settings; `None` without TLS.

@@ -120,11 +120,11 @@ pub struct Admin {
     pub decisions: Arc<DecisionLog>,
     /// Makes decisions, for `explain`.
     pub decider: Arc<Decider>,
-    /// Load table of the requests in flight.
+    /// Numbers of requests in flight by backend.
     pub load: Arc<LoadTable>,
     /// Updates that the log does not contain yet.
     pub outbox: Arc<SharedOutbox>,
-    /// Cluster clock, which dates backups and determines which keys have expired.
+    /// Wall clock, which dates backups and determines which keys have expired.
     pub clock: Clock,
     /// Queues of waiting requests.
     pub admission: Arc<Admission>,
@@ -232,7 +232,8 @@ pub fn router(admin: Arc<Admin>) -> Router {
         .method_not_allowed_fallback(wrong_method)
         .layer(middleware::from_fn(known_keys))
         .layer(middleware::from_fn_with_state(gate, guard))
-        // This is the outer layer: a request forged by another site is no attempt to guess a token.
+        // The outermost layer, so that a request forged by another site does not count as an
+        // attempt to guess a token.
         .layer(middleware::from_fn_with_state(names, own_site))
         .with_state(shared)
 }

@@ -1,10 +1,10 @@
 //! Rejects requests that a browser may have sent on behalf of another site's page.
 //!
-//! A page can send requests to any address that its reader's browser reaches. There are two ways to
-//! make them count here. One is a name of the page's own site that resolves to this listener (DNS
-//! rebinding), which shows in `host`. The other is a form or script of another site, which shows in
-//! `origin`, in `sec-fetch-site`, or in a `content-type` that needs no permission ([`typed`]).
-//! Programs other than browsers send none of these headers except `host`.
+//! A page can send requests to any address that its reader's browser reaches. Two attacks are
+//! possible. In DNS rebinding, a name of the page's own site resolves to this listener, which shows
+//! in `host`. In cross-site request forgery, a form or script of another site sends the request,
+//! which shows in `origin`, in `sec-fetch-site`, or in a `content-type` that needs no CORS
+//! preflight ([`typed`]). Programs other than browsers send none of these headers except `host`.
 
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -117,7 +117,7 @@ fn is_of_another_site(headers: &HeaderMap, host: Option<&Authority>) -> bool {
 }
 
 /// Rejects a body whose content type is not `expected`. A page of any site may send the content
-/// types of a form without permission.
+/// types of a form without a CORS preflight.
 pub(super) fn typed(headers: &HeaderMap, expected: &'static str) -> Result<(), Problem> {
     let found = headers
         .get(CONTENT_TYPE)

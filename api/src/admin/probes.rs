@@ -14,7 +14,7 @@ use crate::readiness::Readiness;
 
 #[derive(Serialize, JsonSchema)]
 pub(super) struct Alive {
-    /// `alive`.
+    /// Always `alive`.
     status: &'static str,
 }
 

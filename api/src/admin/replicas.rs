@@ -84,10 +84,11 @@ struct FiguresDetail {
     digest_mismatches: u64,
     requests_per_s: f64,
     failed_per_s: f64,
-    /// Median time to first token; `null` if there were no requests.
+    /// Median time to the first byte of a response, in milliseconds; `null` if there were no
+    /// requests.
     ttft_p50_ms: Option<f64>,
     ttft_p99_ms: Option<f64>,
-    /// Median time that routing added to a request, without its time in the queue.
+    /// Median time that routing added to a request, without its time in the queue, in milliseconds.
     routing_p50_ms: Option<f64>,
     routing_p99_ms: Option<f64>,
     /// Prompt tokens of requests whose engine reported how many were cached.

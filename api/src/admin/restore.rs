@@ -31,8 +31,9 @@ use crate::ports::ProposeError;
 const RECEIVE_TIMEOUT: Duration = Duration::from_secs(30);
 /// Maximum time for which an unwanted body is read, so that its sender can read the response.
 const UNWANTED_TIMEOUT: Duration = Duration::from_secs(60);
-/// Time for which a command of a restore is retried while its outcome is unknown. All commands but
-/// the first are repeatable, and starting over would cost more.
+/// Time for which a command of a restore is submitted again while the log is unavailable or the
+/// outcome is unknown. All commands but the first are repeatable, and starting over would cost
+/// more.
 const AGAIN_TIMEOUT: Duration = Duration::from_secs(60);
 /// Pause between two attempts at a command.
 const AGAIN_PAUSE: Duration = Duration::from_millis(200);
@@ -209,7 +210,7 @@ async fn finish(
     })
 }
 
-/// Retries a repeatable command until its outcome is known.
+/// Submits a repeatable command until its outcome is known, for at most [`AGAIN_TIMEOUT`].
 async fn again(admin: &Admin, command: Command) -> Result<Committed, ProposeError> {
     let end = Instant::now() + AGAIN_TIMEOUT;
     loop {

@@ -31,7 +31,8 @@ pub const STREAMS_MAX: usize = 64;
 /// Interval of keep-alive comments in the absence of events, so that dead clients are detected.
 const KEEP_ALIVE: Duration = Duration::from_secs(15);
 
-/// Data of a stream's first event. The event's id is that of the event preceding those that follow.
+/// Data of `connected`, the first event of a stream. Its id is that of the event before the first
+/// one that the stream delivers, so that a client can resume from there.
 #[derive(Serialize)]
 struct Connected<'a> {
     applied_index: u64,

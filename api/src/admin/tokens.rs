@@ -16,7 +16,7 @@ use subtle::{Choice, ConditionallySelectable, ConstantTimeEq};
 
 use super::roles::{AdminRole, CallerProof, Operator};
 
-/// Prefix of a drawn token, by which scanners of sources and logs can detect a leak.
+/// Prefix of a drawn token, by which secret scanners can detect leaks.
 const PREFIX: &str = "qat-";
 /// Maximum length of a token's name, in bytes.
 const NAME_BYTES_MAX: usize = 64;

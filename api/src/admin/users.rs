@@ -392,7 +392,7 @@ pub(super) async fn put(
     let command = is_more.then(|| body.command(name.clone(), limits));
     let command = command.transpose()?;
     let user = Some(name);
-    // The scope goes first, so that nothing is shared in between that must not be.
+    // The scope is set first, so that the user's blocks are not shared against the new setting.
     let scope = scope.map(|scope| Command::SetCacheScope { user, scope });
     let mut answer = None;
     for command in [scope, command].into_iter().flatten() {

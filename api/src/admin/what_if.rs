@@ -68,9 +68,9 @@ pub(super) struct WhatIfAnswer {
     /// Number of last decisions that could not be repeated: with more than 64 backends, two
     /// backends for one request, or none.
     left_out: u64,
-    /// Arrival of the first of these requests, in Unix milliseconds; `null`: there is none.
+    /// Arrival of the first request examined, in Unix milliseconds; `null`: there is none.
     from_ms: Option<u64>,
-    /// Arrival of the last of them.
+    /// Arrival of the last request examined, in Unix milliseconds; `null`: there is none.
     until_ms: Option<u64>,
     /// Share of prompt tokens that engines found in their caches, among requests whose engine
     /// reported it; `null`: none did.
@@ -114,7 +114,7 @@ struct WhatIfPolicy {
     config: PolicyConfig,
     /// Whether it is the live policy with its live settings.
     is_live: bool,
-    /// Number of decisions that would have chosen another backend.
+    /// Number of decisions in which this policy would have chosen another backend.
     elsewhere: u64,
     /// Inputs of this policy that were not recorded, because the deciding policy does not use them:
     /// `session`, `user_tokens`, `learnt_prices`.
@@ -271,7 +271,7 @@ fn chosen(config: &PolicyConfig, again: &ReplayedDecision<'_>, at: u64) -> Optio
     }
     if let Some(blocks) = needs.prefix_blocks {
         let first = again.chain.get(..blocks as usize).unwrap_or(again.chain);
-        // Shorter prompts are named by their last kept block.
+        // The key of a shorter prompt is its last kept block.
         request.prefix_key = first.last().map_or(request.jitter, |block| block.0);
     }
     policy::choose(config, &request, &seen.candidates)

@@ -1,4 +1,5 @@
-//! Identity of the caller: what a client may offer its user depends on the role.
+//! `GET /admin/v1/whoami`: the name and role of the caller. A client needs the role to offer only
+//! the actions that are allowed.
 
 use axum::extract::{Extension, State};
 use schemars::JsonSchema;

@@ -1,8 +1,8 @@
 //! The operators' console: a page, its style and its scripts, embedded in the binary.
 //!
 //! The files hold no data and are open to everyone; they read what they show from the API, with the
-//! token that the operator enters. The policy below allows no other script, no inline script, no
-//! other origin, and no markup made from text ([ADR
+//! token that the operator enters. The content security policy below allows no inline scripts,
+//! nothing from other origins, and no markup parsed from strings (`innerHTML`) ([ADR
 //! 0097](../../../docs/adr/0097-a-console-without-a-build.md)).
 
 use axum::http::HeaderMap;
@@ -104,8 +104,8 @@ pub(super) async fn file(
 }
 
 impl ConsoleFile {
-    /// Returns the file, or `304` if `asked` names its current version. The browser asks each time,
-    /// so that a new build shows at once.
+    /// Returns the file, or `304` if `asked` names its current version. The browser revalidates the
+    /// file on each use, so that a new build takes effect at once.
     fn answer(&self, asked: &HeaderMap) -> ConsoleAnswer {
         let tag = format!("\"{:016x}\"", xxh3_64(self.text.as_bytes()));
         let is_known = asked.get(IF_NONE_MATCH).is_some_and(|it| *it == tag);

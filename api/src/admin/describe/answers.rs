@@ -1,4 +1,4 @@
-//! Descriptions of each type of response.
+//! Implementations of [`DescribeResponse`] for the types of responses.
 
 use axum::response::Html;
 use schemars::JsonSchema;
@@ -21,12 +21,12 @@ use crate::error::Problem;
 use crate::events::NumberedEvent;
 use crate::readiness::Readiness;
 
-/// What the stream of events consists of.
+/// Description of the event stream.
 const EVENTS: &str = "Server-sent events. The first is `connected`. Each event of the cluster has its \
     kind as `event`, an `id` and a JSON object as `data`. `missed` stands for events that this \
     client does not receive: `events` is their number, `null` if unknown.";
 
-/// An answer of JSON.
+/// Returns the shape of a JSON response.
 fn document(status: u16, what: &'static str, schema: Value) -> AnswerShape {
     AnswerShape {
         status,
@@ -37,7 +37,7 @@ fn document(status: u16, what: &'static str, schema: Value) -> AnswerShape {
     }
 }
 
-/// An answer of something else.
+/// Returns the shape of a response with status 200 that is not JSON.
 fn other(media_type: &'static str, what: &'static str) -> AnswerShape {
     AnswerShape {
         media_type,
@@ -70,7 +70,8 @@ impl<T: JsonSchema> DescribeResponse for Versioned<T> {
     }
 }
 
-/// A write through the log.
+/// Adds the response to a write that goes through the log, and the problems that every such write
+/// can return.
 fn writes(call: &mut CallShape, schema: Value) {
     call.fails(&[
         INVALID,

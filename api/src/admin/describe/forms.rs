@@ -2,11 +2,12 @@
 
 use serde_json::{Map, Value, json};
 
-/// Where the document has its schemas.
+/// Prefix of references to schemas in the document.
 const AT: &str = "#/components/schemas/";
 
-/// Writes the words of an enum as one schema: each has its own as `schemars` writes them, for the
-/// sake of its description, and clients would have a type per word.
+/// Merges the string constants of every `oneOf` within `schema` into one `enum`, whose description
+/// lists those of the constants. `schemars` generates a schema for each constant that has a
+/// description, and client generators would make each of them a type.
 pub(super) fn merge_words(schema: &mut Value) {
     match schema {
         Value::Object(fields) => {
@@ -51,7 +52,8 @@ fn words_of(words: &[Value]) -> Map<String, Value> {
     schema
 }
 
-/// Names the objects within the branches of an enum: `KvRefusalBlockSize`.
+/// Moves each object schema within the branches of a `oneOf` to a schema of its own, named after
+/// the enum and the field, for example `KvRefusalBlockSize`.
 pub(super) fn name_objects(schemas: &mut Map<String, Value>) {
     let mut found = Vec::new();
     for (name, schema) in schemas.iter_mut() {

@@ -1,10 +1,9 @@
-//! The inputs and outputs of a call, derived from its handler's signature: the source of the
-//! OpenAPI document, and of the query keys that a call accepts.
+//! Inputs and outputs of calls, derived from the signatures of their handlers. The OpenAPI document
+//! and the check of query keys use these descriptions.
 //!
-//! Extractors and answers describe themselves ([`DescribeRequest`], [`DescribeResponse`]), and a
-//! handler is described by its arguments and its result ([`DescribedHandler`]). A handler with
-//! undescribed inputs or outputs does not fit into the table of routes. The table also lists what
-//! no type shows: the problems that a handler itself returns.
+//! Extractors implement [`DescribeRequest`] and responses [`DescribeResponse`]; functions over such
+//! types implement [`DescribedHandler`]. The table of routes accepts no other handlers. It also
+//! lists what no type shows: the problems that a handler itself returns.
 
 mod answers;
 mod forms;
@@ -23,21 +22,21 @@ use self::problems::ProblemKind;
 pub(super) use self::schemas::Schemas;
 use super::AdminState;
 
-/// One call: what it takes and gives.
+/// Inputs and outputs of a call.
 #[derive(Debug, Default)]
 pub(super) struct CallShape {
-    /// Keys of the query.
+    /// Accepted query keys.
     pub(super) query: Vec<ParameterShape>,
-    /// Headers that it looks at.
+    /// Request headers that the call evaluates.
     pub(super) headers: Vec<ParameterShape>,
-    /// The variable part of its path.
+    /// Schema of the variable part of the path; `None` if the path has none.
     pub(super) path: Option<Value>,
     pub(super) body: Option<BodyShape>,
     pub(super) answers: Vec<AnswerShape>,
     pub(super) problems: BTreeSet<ProblemKind>,
 }
 
-/// A key of the query, or a header.
+/// A query key or a request header.
 #[derive(Debug)]
 pub(super) struct ParameterShape {
     pub(super) name: String,
@@ -45,7 +44,7 @@ pub(super) struct ParameterShape {
     pub(super) schema: Value,
 }
 
-/// A body of a request.
+/// The body of a request.
 #[derive(Debug)]
 pub(super) struct BodyShape {
     pub(super) media_type: &'static str,
@@ -53,39 +52,39 @@ pub(super) struct BodyShape {
     pub(super) schema: Value,
 }
 
-/// An answer that is no problem.
+/// A response other than a problem.
 #[derive(Debug)]
 pub(super) struct AnswerShape {
     pub(super) status: u16,
     pub(super) what: &'static str,
     pub(super) media_type: &'static str,
     pub(super) schema: Value,
-    /// Headers, with what they say.
+    /// Names of response headers, each with a description.
     pub(super) headers: Vec<(&'static str, &'static str)>,
 }
 
 impl CallShape {
-    /// Adds problems that the call may answer.
+    /// Adds problems that the call can return.
     pub(super) fn fails(&mut self, kinds: &[ProblemKind]) {
         self.problems.extend(kinds);
     }
 }
 
-/// What a handler can take.
+/// An argument of a handler.
 pub(super) trait DescribeRequest {
-    /// Adds it to `call`.
+    /// Adds the inputs that the argument reads, and the problems of reading them, to `call`.
     fn describe(call: &mut CallShape, schemas: &mut Schemas);
 }
 
-/// What a handler can answer.
+/// A result of a handler.
 pub(super) trait DescribeResponse {
-    /// Adds it to `call`.
+    /// Adds the responses, and the problems that they imply, to `call`.
     fn describe(call: &mut CallShape, schemas: &mut Schemas);
 }
 
-/// A handler whose signature says what it takes and gives.
+/// A handler whose arguments and result have descriptions.
 pub(super) trait DescribedHandler<Arguments>: Handler<Arguments, AdminState> {
-    /// Adds both to `call`.
+    /// Adds the descriptions of the arguments and of the result to `call`.
     fn describe(call: &mut CallShape, schemas: &mut Schemas);
 }
 
@@ -112,15 +111,15 @@ described!(A, B, C);
 described!(A, B, C, D);
 described!(A, B, C, D, E);
 
-/// A handler, ready to be served and described.
+/// A handler with its description, for the table of routes.
 pub(super) struct DescribedRoute {
-    /// Serves it under a method.
+    /// Returns a router that serves the handler under a method.
     pub(super) on: Box<dyn FnOnce(MethodFilter) -> MethodRouter<AdminState>>,
-    /// Describes it.
+    /// Adds the inputs and outputs of the handler to a call's shape.
     pub(super) describe: fn(&mut CallShape, &mut Schemas),
 }
 
-/// Makes an entry of the table of routes out of a handler.
+/// Creates an entry for the table of routes from a handler.
 pub(super) fn served<H, Arguments>(handler: H) -> DescribedRoute
 where
     H: DescribedHandler<Arguments>,

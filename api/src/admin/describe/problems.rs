@@ -7,9 +7,9 @@ pub(in super::super) const MEDIA_TYPE: &str = "application/problem+json";
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(in super::super) struct ProblemKind {
     pub(in super::super) status: u16,
-    /// Last part of the type.
+    /// Last part of the problem's type, such as `no-quorum`.
     pub(in super::super) name: &'static str,
-    /// When it is answered, and what helps.
+    /// When the problem occurs, and what the caller can do.
     pub(in super::super) what: &'static str,
 }
 
@@ -23,7 +23,7 @@ macro_rules! kinds {
             };
         )*
 
-        /// All kinds.
+        /// All kinds of problems.
         pub(in super::super) const ALL: &[ProblemKind] = &[$($id),*];
     };
 }

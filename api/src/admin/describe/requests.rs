@@ -1,4 +1,4 @@
-//! Descriptions of each extractor of requests.
+//! Implementations of [`DescribeRequest`] for the extractors.
 
 use axum::extract::{Extension, State};
 use http::HeaderMap;

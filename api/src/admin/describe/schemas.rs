@@ -1,7 +1,8 @@
-//! Schemas of types, as OpenAPI 3.1 has them, which is JSON Schema.
+//! JSON Schemas of the types in requests and responses, as OpenAPI 3.1 uses them.
 //!
-//! A type may accept the omission of fields that are always written, so requests and answers have
-//! separate schemas; if they differ, that of requests is called `...Input`.
+//! A field may be optional in a request although responses always contain it. Requests and
+//! responses therefore have separate schemas. If those of a type differ, the request's is named
+//! `...Input`.
 
 use std::collections::BTreeSet;
 
@@ -14,12 +15,13 @@ use super::ParameterShape;
 use super::forms::{merge_words, name_objects};
 use crate::error::Problem;
 
-/// Where the document has its schemas.
+/// Prefix of references to schemas in the document.
 const AT: &str = "#/components/schemas/";
-/// Marks a reference to a schema of requests until all are known.
+/// Prefix of references to request schemas until [`RequestNames::settle`] replaces it. Their final
+/// names are known only after all schemas have been collected.
 const TAKEN: &str = "#/taken/";
 
-/// The schemas that calls refer to.
+/// Collector of the schemas that calls refer to.
 pub(in super::super) struct Schemas {
     response: SchemaGenerator,
     request: SchemaGenerator,
@@ -42,22 +44,22 @@ impl Schemas {
         }
     }
 
-    /// The schema of what is answered.
+    /// Returns a reference to the response schema of `T`, or the schema itself if it has no name.
     pub(super) fn response<T: JsonSchema>(&mut self) -> Value {
         self.response.subschema_for::<T>().to_value()
     }
 
-    /// The schema of every error.
+    /// Returns the schema of a problem, the body of every error response.
     pub(in super::super) fn response_problem(&mut self) -> Value {
         self.response::<Problem>()
     }
 
-    /// The schema of what is sent.
+    /// Returns a reference to the request schema of `T`, or the schema itself if it has no name.
     pub(super) fn request<T: JsonSchema>(&mut self) -> Value {
         self.request.subschema_for::<T>().to_value()
     }
 
-    /// The fields of `T` as keys of a query.
+    /// Returns the fields of `T` as query keys.
     pub(super) fn keys<T: JsonSchema>() -> Vec<ParameterShape> {
         let settings = SchemaSettings::draft2020_12()
             .for_deserialize()
@@ -83,7 +85,7 @@ impl Schemas {
             .collect()
     }
 
-    /// All schemas by name, and how references of requests are written now.
+    /// Returns all schemas by name, and the final names of the request schemas.
     pub(in super::super) fn named(mut self) -> (Map<String, Value>, RequestNames) {
         let mut response = self.response.take_definitions(true);
         let request = self.request.take_definitions(true);
@@ -99,7 +101,8 @@ impl Schemas {
     }
 }
 
-/// A query cannot say `null`: it leaves the key out.
+/// Removes null and the default from the schema of a query key: a query omits a key without a
+/// value.
 fn without_null(mut schema: Value) -> Value {
     if let Some(types) = schema["type"].as_array() {
         let left: Vec<Value> = types.iter().filter(|it| *it != "null").cloned().collect();
@@ -113,7 +116,7 @@ fn without_null(mut schema: Value) -> Value {
     schema
 }
 
-/// Schemas of requests that differ from those of answers of the same name.
+/// Names of the types whose request schema differs from their response schema.
 pub(in super::super) struct RequestNames(BTreeSet<String>);
 
 impl RequestNames {
@@ -133,7 +136,7 @@ impl RequestNames {
             .map(|(name, _)| name.clone())
             .collect();
         loop {
-            // What refers to another schema is another schema.
+            // A request schema that refers to one of these differs too.
             let refers = |schema: &Value| {
                 let text = schema.to_string();
                 names
@@ -161,7 +164,7 @@ impl RequestNames {
         }
     }
 
-    /// Writes references as the document has them.
+    /// Replaces all references to request schemas within `schema` by references into the document.
     pub(in super::super) fn settle(&self, schema: &mut Value) {
         match schema {
             Value::Object(fields) => {

@@ -30,7 +30,7 @@ pub(super) struct CallInfo {
     pub(super) id: &'static str,
     /// Permission that a call requires.
     pub(super) permission: Permission,
-    /// Description in sentences. The first sentence is a title.
+    /// Description in sentences. The first one also serves as a title.
     pub(super) what: &'static str,
     /// Problems that its handler's signature does not show.
     pub(super) problems: &'static [ProblemKind],

@@ -60,7 +60,7 @@ impl Bench {
         file
     }
 
-    /// Sends a backup in pieces that differ from its chunks.
+    /// Uploads a backup in pieces whose boundaries differ from those of its chunks.
     async fn restore(&self, query: &str, file: Bytes) -> Answer {
         let pieces: Vec<_> = file.chunks(10_007).map(Bytes::copy_from_slice).collect();
         let pieces = pieces.into_iter().map(Ok::<_, std::io::Error>);

@@ -9,7 +9,7 @@ use super::super::roles::Permission;
 use super::super::tokens::TokenEntry;
 use super::*;
 
-/// Tokens of operators, one per role, in the order of roles.
+/// Tokens of operators, one per role, weakest role first.
 struct Tokens {
     secrets: Vec<String>,
     set: AdminTokens,
@@ -118,7 +118,7 @@ fn call_of(
 }
 
 impl Bench {
-    /// Returns the status of a call whose response may be endless.
+    /// Returns the status of a call without reading the response, which may be endless.
     async fn status_for(&self, asked: (&str, &str), authorization: Option<&str>) -> u16 {
         let request = call_of(asked, authorization, None);
         let response = self.api.clone().oneshot(request).await.unwrap();
@@ -126,7 +126,7 @@ impl Bench {
     }
 }
 
-/// Fills in the variables of a path from the table of routes.
+/// Replaces the variables of a path from the table of routes by example values.
 fn path_of(route: &str) -> String {
     let path = route.replace("{id}", "7").replace("{name}", "ada");
     path.replace("{hash}", "00000000000000a2")
@@ -257,7 +257,7 @@ async fn each_route_takes_the_roles_of_the_table_and_no_weaker_ones() {
             ] {
                 let status = bench.status_for(asked, wrong).await;
                 assert_eq!(status != 401, is_open, "{asked:?} {wrong:?} {status}");
-                // Avoid slowing any source.
+                // Let the source's token bucket refill, so that no call is slowed down.
                 tokio::time::advance(std::time::Duration::from_secs(60)).await;
             }
             for role in AdminRole::ALL {

@@ -52,7 +52,7 @@ enum Fate {
     Stopping,
 }
 
-/// A cluster of one replica that commits at once, or as a test dictates.
+/// A cluster of one replica that commits at once, unless a test sets another [`Fate`].
 struct Fake {
     state: Mutex<RouterState>,
     view: Arc<StateView>,
