@@ -255,8 +255,8 @@ fn route(c: &mut Criterion) {
     }
 }
 
-/// The whole accounting of one request: dispatch with lease, overlay and charge, first byte, usage,
-/// end.
+/// Cost of the accounting for one request: dispatch with lease, overlay and charge, first byte,
+/// usage, end.
 fn book(c: &mut Criterion) {
     let mut fleet = Fleet::new(8);
     let (_, identity) = fleet.prompt(512);

@@ -19,7 +19,7 @@ use serde_json::json;
 const CHAT: &str = "/v1/chat/completions";
 const SIZES: [(&str, usize); 2] = [("1KB", 1 << 10), ("32KB", 32 << 10)];
 
-/// Hashing alone: 128k tokens in blocks of each length.
+/// Cost of hashing alone: 128k tokens in blocks of each length.
 fn hash(c: &mut Criterion) {
     let tokens: Vec<u32> = (0..128 * 1024_u32)
         .map(|at| at.wrapping_mul(2_654_435_761) >> 15)
@@ -40,7 +40,8 @@ fn hash(c: &mut Criterion) {
     group.finish();
 }
 
-/// Returns a conversation of `bytes` bytes that differs from every other `nth` from its first word.
+/// Returns a conversation of `bytes` bytes. Conversations with different `nth` differ from their
+/// first word on.
 fn chat(bytes: usize, nth: u64, turns: usize) -> Vec<u8> {
     const WORDS: [&str; 12] = [
         "the", "router", "sends", "each", "request", "to", "whoever", "holds", "its", "prefix",

@@ -56,7 +56,7 @@ pub(super) struct ClientKind {
 }
 
 impl ClientKind {
-    /// One connection for all requests.
+    /// Uses one connection for all requests.
     pub(super) fn kept() -> Self {
         Self {
             is_kept: true,
@@ -64,7 +64,7 @@ impl ClientKind {
         }
     }
 
-    /// A new connection for each request.
+    /// Opens a new connection for each request.
     pub(super) fn once() -> Self {
         Self {
             is_kept: false,
@@ -72,7 +72,7 @@ impl ClientKind {
         }
     }
 
-    /// Adds TLS.
+    /// Uses TLS.
     pub(super) fn with_tls(self, config: &Arc<ClientConfig>) -> Self {
         Self {
             tls: Some(TlsConnector::from(Arc::clone(config))),
@@ -118,7 +118,8 @@ impl MaybeTls {
     }
 }
 
-/// Runs clients in a closed loop; returns the number of responses.
+/// Runs `connections` clients for `time`, each of which sends its next request after the response
+/// to the last one. Returns the number of responses.
 pub(super) fn drive(
     address: SocketAddr,
     kind: &ClientKind,
@@ -190,7 +191,8 @@ async fn ask(stream: &mut MaybeTls, request: &[u8], buffer: &mut [u8]) {
     );
 }
 
-/// Both kinds of response have a recognizable end.
+/// Whether a response is complete, judged by the ends of the engine's JSON document and of a
+/// chunked body.
 fn is_whole(answer: &[u8]) -> bool {
     answer.ends_with(b"\"END\"}") || answer.ends_with(b"\r\n0\r\n\r\n")
 }

@@ -98,7 +98,7 @@ fn main() {
     }
 }
 
-/// Compares the cost of tracing.
+/// Prints the cost of a request by sampling rate and behaviour of the collector.
 fn compare_traced(fleet: &Fleet, kept: &ClientKind) {
     println!("\ntraced, 1 KB, 32 events, 16 connections");
     let requests = Arc::new(requests(1024, true));
@@ -123,13 +123,14 @@ fn compare_traced(fleet: &Fleet, kept: &ClientKind) {
     }
 }
 
-/// Listening address of a measured thread, and its `/proc` name.
+/// Address at which a measured thread listens, and the thread's path below `/proc`.
 struct MeasuredThread {
     address: SocketAddr,
     task: String,
 }
 
-/// Runs requests for a while; returns the thread's CPU us per request, and requests per second.
+/// Sends requests for [`CASE_TIME`]; returns the thread's CPU time per request in us, and requests
+/// per second.
 fn measure(
     thread: &MeasuredThread,
     client: &ClientKind,
@@ -146,7 +147,8 @@ fn measure(
     )
 }
 
-/// Returns the CPU time of a thread so far, by its `/proc` name.
+/// Returns the CPU time that a thread has used so far, in nanoseconds, given its path below
+/// `/proc`.
 fn cpu_ns(task: &str) -> u64 {
     let text = std::fs::read_to_string(format!("/proc/{task}/schedstat")).expect("linux");
     text.split(' ')
@@ -166,7 +168,7 @@ where
     MeasuredThread { address, task }
 }
 
-/// Runs `work` on its own thread; returns its first message and the thread's `/proc` name.
+/// Runs `work` on its own thread; returns its first message and the thread's path below `/proc`.
 fn on_thread<T, F>(
     work: impl FnOnce(std::sync::mpsc::Sender<T>) -> F + Send + 'static,
 ) -> (T, String)

@@ -61,7 +61,7 @@ fn measure(picker: &MeasuredThread, bodies: &Arc<Vec<Bytes>>) -> (f64, f64) {
     )
 }
 
-/// Runs a gateway for a while; returns the number of picks.
+/// Runs a gateway for `time`; returns the number of picks.
 fn pick(at: SocketAddr, bodies: &Arc<Vec<Bytes>>, time: Duration) -> usize {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
@@ -81,7 +81,7 @@ fn pick(at: SocketAddr, bodies: &Arc<Vec<Bytes>>, time: Duration) -> usize {
     })
 }
 
-/// Sends one request, whose response has no body.
+/// Sends one request, and the headers of a response without a body.
 async fn ask(mut gateway: ExternalProcessorClient<Channel>, body: &Bytes) {
     let (say, said) = mpsc::channel(body.len().div_ceil(PIECE_BYTES) + 2);
     let tell = async |said| {

@@ -40,7 +40,8 @@ impl TraceService for Collector {
     }
 }
 
-/// Creates a tracer that samples this part of the requests, for a collector of this kind.
+/// Creates a tracer that samples `sample_ppm` of a million requests and exports to a collector of
+/// this kind.
 pub(super) fn spawn_collector(sample_ppm: u32, kind: CollectorKind) -> Tracer {
     let (address, _) = on_thread(move |tell| async move {
         let (listener, address) = listen().await;

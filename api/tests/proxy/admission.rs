@@ -16,7 +16,7 @@ use super::client::{Answer, Client, post};
 use super::engine::{Engine, Step, json};
 use super::fleet::{Fleet, eventually};
 
-/// One request at a time for each backend.
+/// Returns settings that limit each backend to one concurrent request.
 fn one_at_a_time() -> AdmissionSettings {
     AdmissionSettings {
         concurrency: Concurrency::Fixed(1),
@@ -31,7 +31,7 @@ async fn fleet(engines: &[&Engine], settings: AdmissionSettings) -> Fleet {
     fleet
 }
 
-/// Starts an engine that answers when `gate` has a permit.
+/// Starts an engine that takes a permit of `gate` for each response.
 async fn gated(gate: &Arc<Semaphore>) -> Engine {
     let steps = vec![Step::Await(Arc::clone(gate)), json("200 OK", USAGE)];
     Engine::always(steps).await
@@ -39,12 +39,12 @@ async fn gated(gate: &Arc<Semaphore>) -> Engine {
 
 const USAGE: &str = r#"{"usage":{"prompt_tokens":10,"completion_tokens":5}}"#;
 
-/// Returns a chat of a user; `headers` are further lines.
+/// Returns a chat request of a user; `headers` are additional header lines.
 fn chat_of(user: &str, headers: &str) -> String {
     chat_about("more", user, headers)
 }
 
-/// Returns a chat that begins with `topic`.
+/// Returns a chat request like [`chat_of`], whose prompt depends on `topic`.
 fn chat_about(topic: &str, user: &str, headers: &str) -> String {
     let headers = format!("content-type: application/json\r\nx-quorate-user: {user}\r\n{headers}");
     let words = format!("tell me {topic} ").repeat(20);
@@ -91,7 +91,8 @@ async fn all_answered(clients: Vec<Client>, status: u16) {
     }
 }
 
-/// User a has one request running and three waiting when user b sends two.
+/// Returns the users in the order in which they are served: user a has one request running and
+/// three waiting when user b sends two.
 async fn served_under(order: Order) -> String {
     let gate = Arc::new(Semaphore::new(0));
     // It reports no usage, so the estimate is charged.
@@ -479,7 +480,8 @@ async fn nothing_is_lost_under_churn_with_grants_through_the_log() {
     nobody_is_left_in_the_log(&fleet).await;
 }
 
-/// Runs many clients for few places, a quarter of which leave at once.
+/// Runs 24 clients on two backends with one place each. A quarter of the requests are abandoned as
+/// soon as they are sent.
 async fn churned(grants: Grants) -> Arc<Fleet> {
     let engines = [
         Engine::always(vec![json("200 OK", USAGE)]).await,

@@ -221,7 +221,7 @@ fn agree(asked: &Asked, explained: &Value, answer: &Answer, record: &Value) {
     agree_on_decision(explained, answer, record);
 }
 
-/// Compares them for a request that got a backend.
+/// Compares the predicted decision with the response and with the record.
 fn agree_on_decision(explained: &Value, answer: &Answer, record: &Value) {
     let what = || format!("{explained:#}\n{answer:?}\n{record:#}");
     let header = |name: &str| json!(answer.header(name));
@@ -280,7 +280,7 @@ fn agree_on_decision(explained: &Value, answer: &Answer, record: &Value) {
     assert_eq!(record["end"]["outcome"], "finished", "{}", what());
 }
 
-/// Creates different loads: requests that stay open, each at one replica.
+/// Loads the replicas differently, with requests that stay open while the returned clients exist.
 async fn load(engines: &[&Engine], replicas: &[Fleet]) -> Vec<Client> {
     let mut staying = Vec::new();
     for (number, replica) in [0, 0, 1, 0, 2].into_iter().enumerate() {

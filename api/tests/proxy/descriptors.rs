@@ -9,7 +9,8 @@ use super::client::chat;
 use super::engine::{Engine, json};
 use super::fleet::Fleet;
 
-/// Set in the process without descriptors: the limit applies to all threads of a process.
+/// Environment variable of the child process that runs without descriptors. It has a process of its
+/// own because the limit applies to all threads.
 const ALONE: &str = "API_TEST_WITHOUT_DESCRIPTORS";
 const NAME: &str = "descriptors::a_want_of_descriptors_is_not_booked_on_an_engine";
 

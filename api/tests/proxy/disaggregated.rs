@@ -13,7 +13,7 @@ const COMPUTED: &str = r#"{"id":"p","usage":{"prompt_tokens":1010,"completion_to
 pub(super) const ANSWERED: &str = r#"{"id":"d","choices":[{"index":0,"text":"x","finish_reason":"length"}],"usage":{"prompt_tokens":1010,"completion_tokens":30,"prompt_tokens_details":{"cached_tokens":1009}}}"#;
 const LOST: &str = r#"{"error":{"message":"KV load failed"}}"#;
 
-/// `e0` computes prompts, the others answer.
+/// Starts a fleet in which `e0` computes prompts and the other engines answer.
 async fn apart(engines: &[&Engine]) -> Fleet {
     let fleet = Fleet::start(engines).await;
     for (number, engine) in engines.iter().enumerate() {
@@ -84,8 +84,8 @@ async fn a_prompt_is_computed_by_one_engine_answered_by_another_and_charged_once
     assert_eq!(tokens(&fleet.charged().await), [610, 400, 30]);
 }
 
-/// Engines with a shared store, whose connector hands nothing over: the second finds in its cache
-/// what the first computed for the same request.
+/// The engines share a KV store, and their connector returns no transfer parameters. The second
+/// engine finds in its cache what the first computed for the same request.
 #[tokio::test]
 async fn a_prompt_that_is_computed_and_not_handed_over_is_charged_as_who_computed_more_of_it() {
     let (computed, _) = COMPUTED.split_once(",\"kv_transfer_params\"").unwrap();

@@ -52,7 +52,7 @@ struct EarlyAnswer {
     _connection: AbortOnDropHandle<Result<(), hyper::Error>>,
 }
 
-/// Sends the headers of a request over HTTP/2.
+/// Sends the headers of a request over HTTP/2 and waits for the response.
 async fn early(fleet: &Fleet, length: Option<usize>) -> EarlyAnswer {
     let stream = TokioIo::new(TcpStream::connect(fleet.address).await.unwrap());
     let (mut sender, connection) = http2::handshake(TokioExecutor::new(), stream)
@@ -76,7 +76,7 @@ async fn early(fleet: &Fleet, length: Option<usize>) -> EarlyAnswer {
     }
 }
 
-/// Reads the whole response, then sends a long body to its end.
+/// Checks the status, reads the whole response, then sends a long body to its end.
 async fn is_read_to_the_end(early: EarlyAnswer, status: u16) {
     assert_eq!(early.response.status(), status);
     let answer = early.response.collect().await.unwrap().to_bytes();

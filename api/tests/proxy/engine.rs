@@ -18,7 +18,7 @@ pub(crate) enum Step {
     Trickle(Vec<u8>),
     /// Waits for a permit.
     Await(Arc<Semaphore>),
-    /// Waits until the other side closes, and counts it.
+    /// Waits until the other side closes the connection, and counts it as abandoned.
     Hang,
     /// Closes the connection.
     Close,
@@ -28,7 +28,7 @@ pub(crate) enum Step {
 pub(crate) struct Engine {
     pub(crate) address: SocketAddr,
     seen: Arc<Seen>,
-    /// `None` if it does not run here.
+    /// Task that accepts connections; `None` if the engine does not run here.
     task: Option<AbortHandle>,
 }
 
@@ -84,13 +84,13 @@ impl Engine {
         Self::start(move |_| steps.clone()).await
     }
 
-    /// Returns an address without a listener.
+    /// Returns an engine whose address has no listener.
     pub(crate) async fn dead() -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         Self::at(listener.local_addr().unwrap())
     }
 
-    /// Represents whatever listens at `address`, if anything.
+    /// Returns an engine that stands for whatever listens at `address`.
     pub(crate) fn at(address: SocketAddr) -> Self {
         Self {
             address,
@@ -108,7 +108,7 @@ impl Engine {
         self.seen.connections.load(Ordering::SeqCst)
     }
 
-    /// Returns how many connections the other side closed on a [`Step::Hang`].
+    /// Returns the number of connections that the other side closed during a [`Step::Hang`].
     pub(crate) fn abandoned(&self) -> usize {
         self.seen.abandoned.load(Ordering::SeqCst)
     }

@@ -1,4 +1,4 @@
-//! A few greedy clients: no other client is shut out.
+//! A few greedy clients cannot shut out the others.
 
 use std::time::Duration;
 

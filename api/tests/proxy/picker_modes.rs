@@ -68,7 +68,7 @@ async fn a_gateway_that_ignores_what_it_is_asked_is_told_which_setting_to_change
     assert_eq!(picking.metrics.requests(PickedOutcome::Broken), 2);
 }
 
-/// Returns what replaces a piece of the response.
+/// Sends a piece of the response's body and returns what the picker replaces it with.
 async fn passed(talk: &mut Talk, piece: ProcessingMessage) -> String {
     talk.say(piece).await;
     match body_of(talk.next().await).body_mutation.unwrap().mutation {

@@ -19,7 +19,7 @@ async fn dead(count: usize) -> Vec<Engine> {
     engines
 }
 
-/// Returns the endpoints offered for a request, whose gateway then leaves.
+/// Returns the endpoints offered for a request, whose stream is then closed.
 async fn told(fleet: &Fleet, picking: &InProcessPicker) -> Vec<String> {
     let mut talk = picking.open().unwrap();
     talk.ask(CHAT, 1000, plain()).await;

@@ -188,7 +188,7 @@ async fn a_gateway_that_takes_nothing_hears_so_when_it_takes_the_rest() {
     assert_eq!(talk.fails().await.code(), Code::DeadlineExceeded);
 }
 
-/// Returns more than may be queued for a gateway.
+/// Returns a request that is longer than what may be queued for a gateway.
 fn long_request() -> String {
     let prompt = "p".repeat(900_000);
     format!(r#"{{"model":"m","prompt":"{prompt}","stream":true,"max_tokens":9}}"#)

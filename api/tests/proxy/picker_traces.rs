@@ -13,7 +13,7 @@ use super::traces::{
     Collector, SPAN, TRACE, attribute, events, has, hex, is_the_clients, named, traced,
 };
 
-/// Starts a gateway's stream about a chat that is part of a client's trace.
+/// Opens a stream and sends a chat request that is part of a client's trace.
 async fn asked(picking: &ConnectedPicker) -> Talk {
     let parent = format!("00-{TRACE}-{SPAN}-01");
     let fields = [
@@ -34,7 +34,8 @@ async fn asked(picking: &ConnectedPicker) -> Talk {
     talk
 }
 
-/// Plays the engines' part: the gateway forwarded the request, and they answered.
+/// Completes the stream as if the gateway had forwarded the request, and the engine `served` had
+/// answered it.
 async fn answered(talk: &mut Talk, served: Option<&str>) {
     talk.streamed().await;
     talk.begin(EVENTS, served).await;

@@ -74,7 +74,7 @@ impl InProcessPicker {
         Ok(Talk { say, heard })
     }
 
-    /// Opens a stream of these messages, readable or not, whose gateway then stays.
+    /// Opens a stream with these messages or errors, which the gateway then keeps open.
     pub(super) fn hear_out(
         &self,
         messages: Vec<Result<ProcessingRequest, Status>>,
@@ -98,7 +98,8 @@ impl Listening {
         Self::once(fleet, CancellationToken::new(), async {}).await
     }
 
-    /// Starts a picker that listens at once and serves after `open` ends, until `drain`.
+    /// Starts a picker whose listener exists at once and is served from the end of `open` until
+    /// `drain`.
     pub(super) async fn once(
         fleet: &Fleet,
         drain: CancellationToken,
@@ -191,7 +192,7 @@ impl Talk {
         self.hear().await.unwrap().expect("another answer comes")
     }
 
-    /// Returns the endpoints from the response to the headers, with all header changes.
+    /// Returns the endpoints from the picker's first response, with all its header changes.
     pub(super) async fn picked(&mut self) -> (String, HeaderMutation) {
         let message = self.next().await;
         let common = match message.response {
@@ -228,7 +229,8 @@ impl Talk {
         }
     }
 
-    /// Sends the response's headers with this status.
+    /// Sends response headers with content type `kind`, as from the endpoint `served` if given.
+    /// Returns the picker's header changes.
     pub(super) async fn begin(&mut self, kind: &str, served: Option<&str>) -> HeaderMutation {
         let mut head = head_of("", "", false);
         let fields = [(":status", "200"), ("content-type", kind)];
@@ -256,7 +258,7 @@ impl Talk {
         }
     }
 
-    /// Returns the status and body with which the gateway must respond itself.
+    /// Returns the status and body of an immediate response, which the gateway sends to its client.
     pub(super) async fn refused(&mut self) -> (i32, String) {
         match self.next().await.response {
             Some(Heard::ImmediateResponse(it)) => {
@@ -337,7 +339,7 @@ pub(super) fn told(namespace: &str, key: &str, kind: Kind) -> Metadata {
     }
 }
 
-/// Returns a hint that restricts the choice.
+/// Returns Envoy's subset hint, which restricts the choice to `endpoints`.
 pub(super) fn only(endpoints: &[String]) -> ProcessingRequest {
     let value = |text: &String| Value {
         kind: Some(Kind::StringValue(text.clone())),

@@ -1,4 +1,5 @@
-//! Requests on two engines at once, like in SGLang: both receive them, with a room to meet in.
+//! Requests on two engines at once, as in SGLang: both receive the request, with the bootstrap room
+//! in which they meet.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -33,7 +34,8 @@ fn put(fleet: &Fleet, number: usize, engine: &Engine, role: BackendRole, port: O
     }));
 }
 
-/// Starts engines with these roles; all but those with the role `Both` meet in rooms.
+/// Starts a fleet of engines with these roles. Those with the role `Prefill` or `Decode` work in
+/// pairs that meet in rooms.
 async fn meeting(engines: &[(&Engine, BackendRole)]) -> Fleet {
     let all: Vec<&Engine> = engines.iter().map(|(engine, _)| *engine).collect();
     let fleet = Fleet::start(&all).await;

@@ -13,7 +13,7 @@ use super::fleet::{Fleet, eventually};
 
 const STREAM: &str = ",\"stream\":true";
 
-/// More than all buffers between an engine and a client hold.
+/// Returns a response longer than all buffers between an engine and a client, without an end.
 fn endless() -> Vec<Step> {
     let piece = chunk(&format!("data: {}\n\n", "x".repeat(1024 * 1024)));
     let mut steps = vec![stream_head()];
@@ -72,7 +72,8 @@ async fn an_http2_stream_that_stands_still_is_left_and_the_others_go_on() {
     assert!(!connection.is_finished());
 }
 
-/// A response that fits into the read-ahead, but not into the buffers in between.
+/// Number of events of 1 MiB in a response that fits into the read-ahead, but not into the buffers
+/// between the engine and the client.
 const LONG: usize = 48;
 
 fn long(usage: &str) -> Vec<Step> {

@@ -56,7 +56,7 @@ impl TraceService for Collector {
 }
 
 impl Collector {
-    /// Starts a collector and a tracer that samples this part of the requests.
+    /// Starts a collector and a tracer that samples `sample_ppm` of a million requests.
     pub(super) async fn start(self, sample_ppm: u32) -> (Self, Tracer, TracingMetrics) {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
