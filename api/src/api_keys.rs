@@ -78,10 +78,11 @@ pub fn is_of_cluster(key: &[u8]) -> bool {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum WhenStale {
-    /// Serve them by the list as it is.
+    /// Serve the requests by the list as it is.
     #[default]
     Serve,
-    /// Refuse them, so that a revoked key is never served for longer than the list may be stale.
+    /// Refuse the requests, so that a revoked key is never served for longer than the list may be
+    /// stale.
     Refuse,
 }
 

@@ -32,11 +32,11 @@ const LOOK_INTERVAL: Duration = Duration::from_millis(100);
 #[derive(Debug, Clone, PartialEq, Serialize, JsonSchema)]
 #[serde(tag = "event", rename_all = "kebab-case")]
 pub enum ClusterEvent {
-    /// The leader changed or was lost.
+    /// The leader or the term changed, or the leader was lost.
     Leader {
-        /// Current leader.
+        /// Current leader; `null`: none is known.
         leader: Option<ReplicaId>,
-        /// Its term.
+        /// Current Raft term.
         term: u64,
     },
     /// This replica's role changed.
@@ -77,9 +77,9 @@ pub enum ClusterEvent {
     BackendHealth {
         /// Id of the backend.
         id: String,
-        /// Whether it is healthy.
+        /// Whether the backend is healthy.
         is_healthy: bool,
-        /// Reason if it is unhealthy.
+        /// Why the backend is unhealthy; `null`: it is healthy.
         detail: Option<String>,
     },
     /// A backend's circuit opened or closed, as seen by this replica.
@@ -93,7 +93,7 @@ pub enum ClusterEvent {
     BackendAccuracy {
         /// Id of the backend.
         id: String,
-        /// Whether they exceed it.
+        /// Whether the predictions exceed the error bound.
         is_off: bool,
         /// Predicted minus actually cached tokens, in thousandths of the prompt tokens.
         error_permille: i32,
@@ -114,7 +114,7 @@ pub enum ClusterEvent {
         mode: KvMode,
         /// Why the mode is not `exact`.
         reason: Option<String>,
-        /// Reader of its KV events.
+        /// Replica that reads the backend's KV events; `null`: none.
         reader: Option<ReplicaId>,
     },
     /// The routing policy was replaced.
@@ -141,15 +141,15 @@ pub enum ClusterEvent {
 pub enum MemberChange {
     /// The member is new.
     Added,
-    /// It became a voter.
+    /// The member became a voter.
     Promoted,
-    /// It is no longer a voter.
+    /// The member is no longer a voter.
     Demoted,
-    /// It was removed.
+    /// The member was removed.
     Removed,
-    /// It is connected.
+    /// The member connected to this replica.
     Connected,
-    /// It is disconnected.
+    /// The member lost its connection to this replica.
     Disconnected,
 }
 
@@ -159,15 +159,15 @@ pub enum MemberChange {
 pub enum BackendChange {
     /// The backend is new.
     Added,
-    /// An operator changed it, or the facts that its engine reports changed.
+    /// An operator changed the backend, or the facts that its engine reports changed.
     Changed,
-    /// A new incarnation started: another URL, or the engine restarted.
+    /// A new incarnation of the backend started: another URL, or the engine restarted.
     Restarted,
-    /// It accepts no new requests.
+    /// The backend accepts no new requests.
     Draining,
-    /// It accepts requests again.
+    /// The backend accepts requests again.
     Undrained,
-    /// It was removed.
+    /// The backend was removed.
     Removed,
 }
 

@@ -45,10 +45,10 @@ impl CacheIsolation {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum WhenUnsalted {
-    /// Refuse it.
+    /// Refuse the request.
     #[default]
     Refuse,
-    /// Serve it with an engine whose cache all users share.
+    /// Serve the request with an engine whose cache all users share.
     Serve,
 }
 

@@ -99,11 +99,12 @@ pub struct ClusterStatus {
     pub applied_index: u64,
     /// Index of the newest snapshot.
     pub snapshot_index: Option<u64>,
-    /// Whether it has applied everything that the cluster's log contained when it started.
+    /// Whether this replica has applied everything that the cluster's log contained when it
+    /// started.
     pub caught_up: bool,
     /// Whether a member has reported that this replica was removed from the cluster.
     pub is_removed: bool,
-    /// Description of its storage fault, if any.
+    /// Description of this replica's storage fault, if any.
     pub fault: Option<String>,
     /// Why this replica is not in a cluster yet, as far as known.
     pub unjoined: Option<String>,
@@ -131,30 +132,31 @@ pub struct PeerFinding {
     /// `other-cluster`, `same-id`, `other-replica`, `wrong-secret`, `wrong-certificate`,
     /// `own-address-missing` or `failed`.
     pub state: &'static str,
-    /// Whether it prevents this replica from reaching a quorum, or from forming or joining a
-    /// cluster.
+    /// Whether the finding prevents this replica from reaching a quorum, or from forming or joining
+    /// a cluster.
     pub is_hindrance: bool,
-    /// The finding in words.
+    /// Description of the finding.
     pub detail: String,
 }
 
 /// One member of the cluster.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, JsonSchema)]
 pub struct MemberStatus {
-    /// Host and port of its peer listener.
+    /// Host and port of the member's peer listener.
     pub peer: String,
-    /// Labels that it announced: the URLs `admin` and `data`, and `version`.
+    /// Labels that the member announced: the URLs `admin` and `data`, and `version`.
     pub labels: BTreeMap<String, String>,
-    /// Whether it is a voter.
+    /// Whether the member is a voter.
     pub is_voter: bool,
-    /// Whether it is connected.
+    /// Whether the member is connected to this replica; `true` for this replica itself.
     pub is_connected: bool,
-    /// Whether its host refuses connections at its address, which means that its process is gone.
+    /// Whether the member's host refuses connections at its address, which means that its process
+    /// is gone.
     pub is_refusing: bool,
-    /// Number of entries it lags behind: in the log if the leader responds, else in what it has
-    /// applied. `null` if it is not heard.
+    /// Number of entries that the member lags behind: in the log if the leader responds, else in
+    /// what it has applied. `null` if it is not heard.
     pub lag: Option<u64>,
-    /// Lead of its wall clock over this replica's, in milliseconds. `null` for this replica and for
-    /// members that are not heard.
+    /// Lead of the member's wall clock over this replica's, in milliseconds. `null` for this
+    /// replica and for members that are not heard.
     pub clock_skew_ms: Option<i64>,
 }

@@ -86,7 +86,7 @@ pub(crate) struct Readiness {
     /// `ready`, `degraded` (routes requests, but has no quorum, uncommitted updates, or state or keys
     /// that may be out of date) or `not-ready`.
     pub(crate) status: &'static str,
-    /// Why it is not `ready`.
+    /// Why the status is not `ready`.
     reasons: Vec<String>,
     /// Conditions that need attention but do not prevent `ready`.
     #[serde(skip_serializing_if = "Vec::is_empty")]

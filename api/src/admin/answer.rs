@@ -264,7 +264,7 @@ pub(super) async fn registry_at(
 #[derive(Debug, Serialize, JsonSchema)]
 #[schemars(example = serde_json::json!({ "index": 5121, "outcome": "committed" }))]
 pub(super) struct WriteResponse {
-    /// Log index at which it was committed.
+    /// Log index at which the write was committed.
     index: LogIndex,
     /// Always `committed`.
     outcome: &'static str,

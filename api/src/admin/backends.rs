@@ -36,7 +36,7 @@ struct BackendDetail {
     url: String,
     models: Vec<String>,
     labels: BTreeMap<String, String>,
-    /// Configured capacity of its cache, in blocks.
+    /// Configured capacity of the engine's cache, in blocks.
     capacity_blocks: Option<u32>,
     kv_events: Option<String>,
     kv_replay: Option<String>,
@@ -47,7 +47,7 @@ struct BackendDetail {
     owned_blocks: u64,
     /// Limit, learned prices and accuracy, as replicated; `null` until they are published.
     service: Option<BackendServiceView>,
-    /// Its circuit breaker at this replica.
+    /// State of the backend's circuit breaker at this replica.
     circuit: CircuitView,
     ownership: OwnershipDetail,
     /// The source that registered it, and since when it is lost; `null`: registered by an operator
@@ -70,9 +70,9 @@ struct EngineInfo {
     /// Kind of the engine, by its metrics or else by its model list.
     kind: Option<EngineKind>,
     version: Option<String>,
-    /// Whether its responses have reported how much of a prompt was cached.
+    /// Whether the engine's responses have reported how much of a prompt was cached.
     tells_cached_tokens: bool,
-    /// Number of its data-parallel ranks, as reported; each is a backend here.
+    /// Number of the engine's data-parallel ranks, as reported; each is a backend here.
     ranks: Option<u16>,
     /// Rank that this backend is; `null`: the engine has only one.
     rank: Option<u16>,
@@ -83,7 +83,7 @@ struct EngineInfo {
 #[derive(Serialize, JsonSchema)]
 struct EngineInfoModel {
     id: String,
-    /// Base model, if it is an adapter.
+    /// Base model, if the model is an adapter.
     parent: Option<String>,
     max_model_len: Option<u64>,
 }
@@ -116,7 +116,7 @@ struct OwnershipDetail {
     mode: KvMode,
     /// Why ownership is not exact; also given for a backend without KV events.
     reason: Option<String>,
-    /// Replica that reads its KV events.
+    /// Replica that reads the backend's KV events; `null`: none.
     reader: Option<ReplicaId>,
     /// Replicated status of the KV events.
     events: Option<KvStatus>,

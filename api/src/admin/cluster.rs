@@ -50,7 +50,7 @@ pub(super) struct NewMember {
     /// `node.id` of the replica, never used before.
     #[schemars(range(min = 1))]
     id: u8,
-    /// Host and port of its peer listener.
+    /// Host and port of the replica's peer listener.
     #[schemars(regex(pattern = r"^[^:].*:[0-9]{1,5}$"))]
     address: String,
 }

@@ -45,7 +45,7 @@ pub(super) struct DecisionList {
     kept: usize,
     /// Maximum number of requests kept.
     kept_max: usize,
-    /// Memory that they take, in bytes.
+    /// Memory that the kept requests take, in bytes.
     kept_bytes: usize,
     /// Arrival of the oldest request kept, in Unix milliseconds.
     oldest_ms: Option<u64>,
@@ -119,9 +119,9 @@ struct ReportView {
     usage: Option<UsageView>,
     /// Charged tokens: those reported, or an estimate if none were.
     charged: ChargedView,
-    /// Time from the dispatch to the first byte of the response.
+    /// Time from the dispatch to the first byte of the response, in milliseconds.
     ttft_ms: Option<f64>,
-    /// Time from the dispatch to the end.
+    /// Time from the dispatch to the end, in milliseconds.
     duration_ms: f64,
 }
 
@@ -156,9 +156,9 @@ pub(super) struct DecisionDetail {
 /// An attempt: its decision and its result.
 #[derive(Serialize, JsonSchema)]
 struct AttemptView {
-    /// Time from the end of parsing to the dispatch.
+    /// Time from the end of parsing to the dispatch, in milliseconds.
     after_ms: f64,
-    /// Part of it spent in the queue.
+    /// Part of `after_ms` that the request spent in the queue, in milliseconds.
     waited_ms: f64,
     #[serde(flatten)]
     decision: DecisionView,

@@ -31,14 +31,14 @@ struct ApiKeyDetail {
     /// `live` or `expired`.
     state: &'static str,
     created_at: String,
-    /// When it expires; `null`: never.
+    /// When the key expires; `null`: never.
     expires_at: Option<String>,
     rotated_at: Option<String>,
     /// Until when the previous secret remains valid.
     former_until: Option<String>,
-    /// Models that it may use; empty: all.
+    /// Models that the key may use; empty: all.
     models: Vec<String>,
-    /// Paths that it may use; empty: all.
+    /// Paths that the key may use; empty: all.
     scopes: Vec<String>,
 }
 
@@ -170,10 +170,10 @@ pub(super) struct CreateKeyBody {
     name: Option<String>,
     #[schemars(with = "Option<DateForm>")]
     expires_at: Option<Date>,
-    /// Models that it may use, each a name, or a prefix and `*`; empty: all.
+    /// Models that the key may use, each a name, or a prefix and `*`; empty: all.
     #[serde(default)]
     models: Vec<String>,
-    /// Paths that it may use, each a path, or a prefix and `*`; empty: all.
+    /// Paths that the key may use, each a path, or a prefix and `*`; empty: all.
     #[serde(default)]
     scopes: Vec<String>,
 }

@@ -45,19 +45,19 @@ pub(super) struct PrefixesResponse {
 /// A prefix that several requests share.
 #[derive(Serialize, JsonSchema)]
 struct PrefixDetail {
-    /// Hash of its last block.
+    /// Hash of the prefix's last block.
     #[schemars(with = "String")]
     hash: HexBlockHash,
     /// Length of the prefix, in blocks.
     blocks: u32,
     model: String,
-    /// Number of requests that begin with it.
+    /// Number of requests that begin with the prefix.
     requests: u32,
-    /// Number of users who sent them.
+    /// Number of users who sent requests that begin with the prefix.
     users: usize,
-    /// When the last of them arrived, in Unix milliseconds.
+    /// When the last request that begins with the prefix arrived, in Unix milliseconds.
     last_ms: u64,
-    /// Ids of the backends that own it, by slot.
+    /// Ids of the backends that own the prefix, by slot.
     owners: Vec<String>,
     /// Hash of the listed prefix that this one extends; absent: none.
     #[serde(skip_serializing_if = "Option::is_none")]

@@ -97,20 +97,21 @@ pub(super) struct RecordingInfo {
     /// Replica that records.
     replica: ReplicaId,
     is_running: bool,
-    /// What ended it: `seconds`, `requests`, `bytes` or `stopped`; `null`: it is running.
+    /// What ended the recording: `seconds`, `requests`, `bytes` or `stopped`; `null`: it is
+    /// running.
     ended_by: Option<&'static str>,
-    /// When it started, in Unix milliseconds.
+    /// When the recording started, in Unix milliseconds.
     from_ms: u64,
-    /// When it ended, or will end at the latest, in Unix milliseconds.
+    /// When the recording ended, or will end at the latest, in Unix milliseconds.
     until_ms: u64,
     /// Number of recorded requests.
     requests: usize,
     requests_max: u32,
-    /// Memory that it takes, in bytes.
+    /// Memory that the recording takes, in bytes.
     bytes: u64,
     bytes_max: u64,
     salt: String,
-    /// Path to download it from.
+    /// Path to download the recording from.
     path: String,
 }
 

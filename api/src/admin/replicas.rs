@@ -18,10 +18,10 @@ use crate::ports::{ClusterStatus, MemberStatus};
 pub(super) struct ReplicasResponse {
     /// Replica that responds.
     asked: ReplicaId,
-    /// Leader that it follows.
+    /// Leader that the responding replica follows; `null`: none is known.
     leader: Option<ReplicaId>,
     term: u64,
-    /// Whether a quorum responds, as far as it can tell.
+    /// Whether a quorum responds, as far as the responding replica can tell.
     has_quorum: bool,
     /// Length of the window that rates, times and token counts cover, in seconds.
     window_s: u64,
@@ -36,18 +36,19 @@ struct ReplicaDetail {
     is_asked: bool,
     is_leader: bool,
     is_voter: bool,
-    /// Whether it is connected to the responding replica; `true` for that replica itself.
+    /// Whether the replica is connected to the responding one; `true` for that replica itself.
     is_connected: bool,
-    /// Whether its host refuses connections at its address, which means that its process is gone.
+    /// Whether the replica's host refuses connections at its address, which means that its process
+    /// is gone.
     is_refusing: bool,
-    /// Host and port of its peer listener.
+    /// Host and port of the replica's peer listener.
     peer: String,
-    /// URL of its admin listener.
+    /// URL of the replica's admin listener.
     admin: Option<String>,
-    /// URL of its data plane.
+    /// URL of the replica's data plane.
     data: Option<String>,
     version: Option<String>,
-    /// Number of entries it lags behind; `null` if it is not heard.
+    /// Number of entries that the replica lags behind; `null` if it is not heard.
     lag: Option<u64>,
     clock_skew_ms: Option<i64>,
     /// Last comparison of its state with that of the responding replica; `null`: none yet, or the
@@ -55,7 +56,8 @@ struct ReplicaDetail {
     digest: Option<DigestComparison>,
     /// Age of the figures, in milliseconds; `null`: there are none.
     heard_ms_ago: Option<u64>,
-    /// Figures that it reports about itself; `null`: none yet, or it runs an earlier build.
+    /// Figures that the replica reports about itself; `null`: none yet, or it runs an earlier
+    /// build.
     figures: Option<FiguresDetail>,
 }
 
@@ -76,9 +78,9 @@ struct FiguresDetail {
     snapshot_index: Option<u64>,
     has_quorum: bool,
     has_fault: bool,
-    /// Whether its log is waiting, for example for disk space.
+    /// Whether the replica's log is waiting, for example for disk space.
     is_log_waiting: bool,
-    /// Whether most voters hold a state that differs from its own.
+    /// Whether most voters hold a state that differs from the replica's.
     is_minority: bool,
     is_ready: bool,
     digest_mismatches: u64,
@@ -110,7 +112,7 @@ struct FiguresDetail {
 /// The user whose request has waited longest at a replica.
 #[derive(Serialize, JsonSchema)]
 pub(super) struct LongestWaitDetail {
-    /// Name of the user; `null` if it is not known here yet.
+    /// Name of the user; `null` if the responding replica does not know the name yet.
     user: Option<String>,
     user_key: String,
     waited_ms: u64,

@@ -23,7 +23,7 @@ pub(super) struct WaitingQuery {
 
 #[derive(Serialize, JsonSchema)]
 pub(super) struct WaitingResponse {
-    /// Replica at which they wait.
+    /// Replica at which the requests wait.
     replica: ReplicaId,
     /// Number of requests that wait here, over all users.
     requests: usize,

@@ -63,7 +63,7 @@ pub(super) struct WhatIfAnswer {
     replica: ReplicaId,
     /// Number of decisions repeated.
     decisions: u64,
-    /// Number of these with more than one backend to choose from.
+    /// Number of repeated decisions with more than one backend to choose from.
     choices: u64,
     /// Number of last decisions that could not be repeated: with more than 64 backends, two
     /// backends for one request, or none.

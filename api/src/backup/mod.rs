@@ -48,13 +48,13 @@ const END_BYTES: usize = 16;
 /// Description of a backup. Unknown fields are ignored.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct BackupHead {
-    /// When it was made, in Unix milliseconds by the clock of the replica that made it.
+    /// When the backup was made, in Unix milliseconds by the clock of the replica that made it.
     pub made_at_ms: u64,
-    /// Id of the cluster; `None` if it was not formed yet.
+    /// Id of the cluster; `None` if the cluster was not formed yet.
     pub cluster: Option<String>,
-    /// Replica that made it.
+    /// Replica that made the backup.
     pub replica: u8,
-    /// Version of that replica.
+    /// Version of the replica that made the backup.
     pub version: String,
     /// Applied index of the state.
     pub index: u64,
