@@ -19,9 +19,6 @@ use crate::routing::ChargeCommit;
 /// Maximum time for which the end of a response waits for a commit.
 pub(super) const COMMIT_WAIT_MAX: Duration = Duration::from_secs(5);
 
-/// Number of withheld bytes from which on nothing more is read from an engine.
-const WITHHELD_BYTES_MAX: usize = 64 * 1024;
-
 /// The withheld end of one response.
 pub(super) struct WithheldEnd {
     charges: Charges,
@@ -48,12 +45,6 @@ impl WithheldEnd {
     /// Whether charges are durable, so that the end of the response waits for a commit.
     pub(super) fn is_on(&self) -> bool {
         self.charges == Charges::Durable
-    }
-
-    /// Whether more may be withheld.
-    pub(super) fn has_room(&self) -> bool {
-        let withheld = self.piece.as_ref().map_or(0, Bytes::len);
-        withheld < WITHHELD_BYTES_MAX
     }
 
     /// Appends a piece, if any, to the withheld ones.

@@ -308,12 +308,15 @@ impl ResponseBody {
                 .inc_by(passed.len() as u64);
         }
         let is_last = self.engine.is_end_stream();
-        if self.withheld.is_on() && (is_last || self.content.is_done()) {
+        if self.withheld.is_on() && is_last {
             self.withheld.push(passed);
             return self.finish();
         }
         if !is_last {
-            return Ok(passed);
+            return Ok(match self.content.is_done() {
+                true => self.withhold(passed),
+                false => passed,
+            });
         }
         // A client that reads by the announced length does not poll again.
         Ok(match (passed, self.finish()?) {
@@ -351,6 +354,7 @@ impl ResponseBody {
             }
             BodyKind::Opaque | BodyKind::Error { .. } => None,
         };
+        self.is_engine_read = true;
         let outcome = self.content.outcome();
         if self.withheld.is_on() {
             self.withheld.push(rest);
@@ -366,19 +370,21 @@ impl ResponseBody {
         Ok(rest)
     }
 
-    /// Reads what follows the last event of a stream while its end is withheld, so that the engine's
-    /// connection can serve the next request.
-    fn read_past_end(&mut self, cx: &mut Context<'_>) {
-        while !self.is_engine_read && self.withheld.has_room() {
-            match Pin::new(&mut self.engine).poll_frame(cx) {
-                Poll::Ready(Some(Ok(frame))) => self.withheld.push(frame.into_data().ok()),
-                Poll::Ready(_) => self.is_engine_read = true,
-                Poll::Pending => return,
-            }
+    /// Ends the accounting of a stream at its last event, and withholds that until the charge is
+    /// committed. What the engine sends after it passes as it arrives. Returns what passes at once.
+    fn withhold(&mut self, last_event: Option<Bytes>) -> Option<Bytes> {
+        if !self.withheld.is_on() {
+            return last_event;
         }
+        let Some(commit) = self.accounting.end_durably(self.content.outcome()) else {
+            return last_event;
+        };
+        self.withheld.push(last_event);
+        self.withheld.wait(commit);
+        None
     }
 
-    /// Returns the withheld end once its charge is committed or the wait is over.
+    /// Returns what is withheld once its charge is committed or the wait is over.
     fn poll_withheld(&mut self, cx: &mut Context<'_>) -> Poll<Option<AnswerPiece>> {
         let released = ready!(self.withheld.poll_released(cx));
         if !released.is_confirmed {
@@ -387,7 +393,7 @@ impl ResponseBody {
                 request_metrics.metrics().charges_unconfirmed.inc();
             });
         }
-        self.is_over = true;
+        self.is_over = self.is_engine_read;
         Poll::Ready(released.piece.map(Ok))
     }
 
@@ -431,7 +437,7 @@ impl Drop for ResponseBody {
     /// A client that hangs up after the stream's last event has a complete response, although the
     /// end of the engine's body did not pass.
     fn drop(&mut self) {
-        if !self.is_over && !self.withheld.is_on() && self.content.is_done() {
+        if !self.is_over && !self.withheld.is_waiting() && self.content.is_done() {
             let outcome = self.content.outcome();
             self.accounting.end(AttemptEnd::Finished, outcome);
             if self.ahead.is_empty() {
@@ -449,8 +455,10 @@ impl ResponseBody {
         }
         let broken = loop {
             if self.withheld.is_waiting() {
-                self.read_past_end(cx);
-                return self.poll_withheld(cx);
+                let released = ready!(self.poll_withheld(cx));
+                if released.is_some() || self.is_over {
+                    return Poll::Ready(released);
+                }
             }
             match Pin::new(&mut self.engine).poll_frame(cx) {
                 Poll::Ready(Some(Ok(frame))) => {
@@ -466,7 +474,7 @@ impl ResponseBody {
                     }
                 }
                 Poll::Ready(Some(Err(error))) if !self.content.is_done() => break error.into(),
-                Poll::Ready(Some(Err(_)) | None) => self.is_engine_read = true,
+                Poll::Ready(Some(Err(_)) | None) => {}
                 Poll::Pending => {
                     ready!(self.idle_timeout.poll_lost(cx));
                     if !self.content.is_done() {

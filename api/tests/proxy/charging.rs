@@ -225,6 +225,25 @@ async fn what_an_engine_fails_at_is_paid_as_far_as_it_may_have_run() {
 }
 
 #[tokio::test]
+async fn a_last_event_waits_for_its_charge_and_not_for_the_end_of_the_engines_answer() {
+    let events = [delta("a", 1), DONE.to_owned()].concat();
+    let engine = Engine::always(vec![stream_head(), chunk(&events), Step::Hang]).await;
+    let is_durable = |settings: &mut ProxySettings| settings.charges = Charges::Durable;
+    let fleet = Fleet::start_with(&[&engine], PATIENT, is_durable).await;
+    let mut client = fleet.client().await;
+    client.send(chat(STREAM)).await;
+    eventually("the answer is charged", || {
+        !engine.requests().is_empty() && fleet.running() == 0
+    })
+    .await;
+    assert!(fleet.charged().await.output > 0);
+    client.read_until("[DONE]").await;
+    drop(client);
+    fleet.is_idle().await;
+    assert_eq!(fleet.count(RequestOutcome::Finished, 200), 1);
+}
+
+#[tokio::test]
 async fn where_charges_are_durable_an_answer_ends_when_its_charge_is_committed() {
     let stream = vec![
         stream_head(),
@@ -233,11 +252,9 @@ async fn where_charges_are_durable_an_answer_ends_when_its_charge_is_committed()
         chunk(DONE),
         last_chunk(),
     ];
-    let ended_by_its_last_event = [&stream[..4], &[Step::Hang]].concat();
     let document = r#"{"choices":[],"usage":{"prompt_tokens":20,"completion_tokens":3}}"#;
     for (steps, request) in [
         (stream, chat(STREAM)),
-        (ended_by_its_last_event, chat(STREAM)),
         (vec![json("200 OK", document)], chat("")),
     ] {
         let engine = Engine::always(steps).await;
