@@ -251,12 +251,12 @@ impl PickerStream {
                 return Err(StreamHalt::Broken(late));
             }
         };
-        drop(held);
         let (attempt, _) = pending.over();
         let told = SentOffer { offer, sent_at };
         let (decision, attempt) = told.served(&picker, (decision, attempt), (&proxied, &head));
         let passed = self.begin(&sending, (&decision, attempt, wanted), &head, accounting);
         let (passed, headers) = passed;
+        drop((sending, proxied, held));
         self.out.send(headers).await?;
         passed
             .pass(modes.answers, &mut self.inbound, &self.out)
