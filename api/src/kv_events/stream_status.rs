@@ -34,13 +34,14 @@ pub struct RankStreamStatus {
     /// Latest problem with the subscription or a replay since the subscription was established;
     /// null if there is none.
     pub detail: Option<String>,
-    /// Sequence number of the last message received, live or replayed; null if there is none.
+    /// Largest sequence number received in the engine's current run, live or replayed; null if there
+    /// is none.
     pub newest_seq: Option<u64>,
     /// Sequence number of the last message reported to the cluster; null if there is none.
     pub told_seq: Option<u64>,
     /// Number of messages received but not applied here.
     pub lag_messages: u64,
-    /// Counters since the reader last started or started over.
+    /// Counters since the reader started.
     pub counts: StreamCounts,
 }
 

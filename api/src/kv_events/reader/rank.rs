@@ -125,8 +125,8 @@ impl RankReader {
             }
             SocketMessage::Message(seq, payload) => {
                 self.last_sign = Instant::now();
-                self.shown.newest_seq = Some(seq);
                 self.with_stream(|stream, around| stream.live(seq, payload, around));
+                self.shown.newest_seq = Some(seq);
             }
             SocketMessage::Broke(why) => {
                 self.shown.detail = Some(why);
@@ -145,8 +145,8 @@ impl RankReader {
         match incoming {
             SocketMessage::Message(seq, payload) => {
                 self.last_sign = Instant::now();
-                self.shown.newest_seq = self.shown.newest_seq.max(Some(seq));
                 self.with_stream(|stream, around| stream.replayed(seq, &payload, around));
+                self.shown.newest_seq = self.shown.newest_seq.max(Some(seq));
             }
             SocketMessage::End => {
                 self.replay = None;
@@ -258,9 +258,10 @@ impl RankReader {
         self.pending.clear();
         self.behind = None;
         let has_replay = self.source.replay.is_some();
-        let counts = self.stream.counts();
+        let (counts, run) = (self.stream.counts(), self.run());
         self.stream =
             EventStream::new(self.identity.clone(), has_replay, position).with_counts(counts);
+        self.forget_newest_unless(run);
         if self.shown.is_connected {
             self.stream.connected();
         }
@@ -277,7 +278,22 @@ impl RankReader {
                 found
             },
         };
+        let run = self.stream.told().map(|(publisher, _)| publisher);
         act(&mut self.stream, &around);
+        self.forget_newest_unless(run);
+    }
+
+    /// Returns the publisher run that is followed.
+    fn run(&self) -> Option<u64> {
+        self.stream.told().map(|(publisher, _)| publisher)
+    }
+
+    /// Forgets the newest message number if another run than `run` is followed: a new one counts
+    /// from 0.
+    fn forget_newest_unless(&mut self, run: Option<u64>) {
+        if self.run() != run {
+            self.shown.newest_seq = None;
+        }
     }
 
     /// Carries out the pending effects of the stream.
