@@ -79,10 +79,16 @@ pub(super) async fn follow(
         dialer,
         client: None,
         followed: None,
+        heard_at_open: 0,
     };
     loop {
         let before = follower.heard_count();
         let ended = follower.watch().await.unwrap_or_else(Ended::from);
+        let before = match ended {
+            // The pods must be listed again, so a list alone does not shorten the pause.
+            Ended::Expired | Ended::OtherSelection => follower.heard_at_open,
+            Ended::Quietly | Ended::Failed(_) => before,
+        };
         let has_heard = follower.heard_count() > before;
         match ended {
             Ended::Expired | Ended::OtherSelection => follower.followed = None,
@@ -109,6 +115,8 @@ struct PodFollower<'a> {
     client: Option<ApiClient>,
     /// Selected pods as of a position in the stream; `None` if they must be listed.
     followed: Option<(Selection, PodTable)>,
+    /// What was heard before the last watch was opened, as in [`PodTable::heard`].
+    heard_at_open: u64,
 }
 
 impl PodFollower<'_> {
@@ -132,6 +140,7 @@ impl PodFollower<'_> {
                 (selection, pods)
             }
         };
+        self.heard_at_open = pods.heard;
         let opened = open(&client, &pods_path, (&selection, &pods)).await;
         let mut stream = match opened {
             Ok(stream) => stream,
