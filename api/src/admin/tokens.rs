@@ -128,6 +128,9 @@ fn token_of(line: &str) -> Result<TokenEntry, String> {
 /// States what was expected.
 pub fn check_token_name(name: &str) -> Result<(), String> {
     let is_plain = |c: char| c.is_ascii_alphanumeric() || "._-@".contains(c);
+    if name.starts_with(PREFIX) {
+        return Err(format!("the name begins with {PREFIX:?}, as tokens do"));
+    }
     match (1..=NAME_BYTES_MAX).contains(&name.len()) && name.chars().all(is_plain) {
         true => Ok(()),
         false => Err(format!(
@@ -220,6 +223,10 @@ mod tests {
             ),
             (format!("a b:admin:{OF_A}"), "line 1: the name: expected"),
             (format!(":admin:{OF_A}"), "line 1: the name: expected"),
+            (
+                format!("qat-s3cret:admin:{OF_A}"),
+                "line 1: the name begins with",
+            ),
             (format!("a:admin:{OF_A}:x"), "line 1: expected name:role"),
             (
                 format!("a:admin:{OF_A}\na:viewer:{other}"),
