@@ -235,7 +235,7 @@ fn a_file_that_cannot_be_written_is_told_with_its_place() {
             "expected a file that is used for nothing else",
         ),
         (
-            "tokenizer.json",
+            "engines.toml",
             "another key names",
             "expected a file that is used for nothing else",
         ),
@@ -248,8 +248,8 @@ fn a_file_that_cannot_be_written_is_told_with_its_place() {
         let file = dir.path().join(name);
         let config = format!(
             "[users]\napi_keys_file = {keys:?}\n[log]\naccess_file = {file:?}\n\
-             [[models]]\nname = \"m\"\ntokenizer = \"huggingface:{}\"\n",
-            dir.path().join("tokenizer.json").display()
+             [[discovery]]\nkind = \"file\"\npath = {:?}\n",
+            dir.path().join("engines.toml")
         );
         let (code, told) = refused(dir.path(), &config);
         assert_eq!(code, Some(2), "{name}: {told}");
