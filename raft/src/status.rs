@@ -147,7 +147,7 @@ pub struct Member {
     pub labels: BTreeMap<String, String>,
     /// Whether the member counts toward the quorum.
     pub is_voter: bool,
-    /// Whether this replica's message stream to the member is open.
+    /// Whether this replica's message stream to the member is open; true for this replica itself.
     pub is_connected: bool,
     /// Whether the member's host refuses connections at its address, because the process is gone.
     pub is_refusing: bool,

@@ -104,7 +104,7 @@ impl AdmissionMetrics {
         );
         registry.register(
             "quorate_admission_waiting_users",
-            "Users with requests waiting here, summed over models",
+            "Users with requests waiting here that have not had a backend yet, summed over models",
             self.waiting_users.clone(),
         );
         registry.register(

@@ -115,9 +115,10 @@ pub struct ProxyLimits {
     pub held_bytes_max: u64,
     /// Maximum number of response bytes read ahead of a slow client. They count as held bytes.
     pub read_ahead_bytes_max: u64,
-    /// Maximum length of a request head, in bytes; 431 beyond. At least 8192.
+    /// Maximum length of a request head, in bytes; 431 beyond (400 through the endpoint picker).
+    /// hyper requires at least 8192.
     pub head_bytes_max: usize,
-    /// Maximum number of header fields; 431 beyond.
+    /// Maximum number of header fields; 431 beyond (400 through the endpoint picker).
     pub headers_max: usize,
     /// Maximum number of connections. Beyond it, the longest idle ones are closed, and new ones
     /// wait in the listener's backlog until there is room.

@@ -43,7 +43,7 @@ pub struct Operation {
 /// An action that a client requests.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Action {
-    /// Write of a command.
+    /// Administrative write that proposes this command.
     Write(Command),
     /// Read behind a barrier, which sees everything committed before the call.
     Read(RegisterKey),

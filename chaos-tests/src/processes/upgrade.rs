@@ -30,7 +30,8 @@ pub struct UpgradeOptions {
     pub to: Option<PathBuf>,
     /// Whether the upgrade is reverted afterwards.
     pub is_there_and_back: bool,
-    /// Number of requests answered before the first step, between two steps, and after the last.
+    /// Minimum number of requests to answer before the first step and after each step, spread evenly
+    /// over the replicas.
     pub requests: u64,
     /// Whether the cluster uses TLS everywhere, a token and API keys.
     pub is_secure: bool,

@@ -177,7 +177,11 @@ impl RecordingReplica {
     }
 }
 
-/// Returns the last decisions of the replicas at `urls`, as one recording.
+/// Fetches the last decisions of the replicas at `urls`, at most [`DECISIONS_MAX`] each, as one
+/// recording. `urls` are separated by commas.
+///
+/// # Errors
+/// Fails if any replica cannot be read.
 pub(super) async fn last(target: &AdminTarget, urls: &str) -> anyhow::Result<Recording> {
     let path = format!(
         "/admin/v1/recordings/last?limit={DECISIONS_MAX}&salt={}",

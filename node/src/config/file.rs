@@ -306,7 +306,8 @@ pub struct BackendConfig {
     /// Name that the engine's certificate must be for. It applies to this replica and this `url`
     /// only. Default: the host of the URL.
     pub server_name: Option<Parsed<Host>>,
-    /// Capacity of its cache in blocks. Default: reported by the engine.
+    /// Capacity of its cache, of each rank if it has several, in blocks of the model's `block_size`.
+    /// Default: as the engine reports, corrected by its responses.
     #[schemars(range(min = 1))]
     pub capacity_blocks: Option<u32>,
     /// Endpoint of its KV events: `tcp://host:port` or `ipc:///path` if the engine listens,
@@ -384,7 +385,8 @@ pub struct DiscoveryConfig {
     /// Stage of requests that the engines compute, as in `[[backends]]`. A pod's label
     /// `quorate.role` and a file's entry override it.
     pub role: BackendRole,
-    /// Capacity of each engine's cache in blocks. Default: reported by the engine.
+    /// Capacity of each engine's cache, in blocks of the model's `block_size`. Default: as the engine
+    /// reports, corrected by its responses.
     #[schemars(range(min = 1))]
     pub capacity_blocks: Option<u32>,
     /// How long a backend that its source no longer lists drains before it is removed.

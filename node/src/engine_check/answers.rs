@@ -106,13 +106,17 @@ fn cached_tokens(first: &Value, again: &Value) -> CheckResult {
     CheckResult::new("cached tokens", outcome, found, therefore)
 }
 
-/// Properties of a streaming response.
+/// Chunks of a streaming response and where they report usage.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct StreamShape {
     chunks: usize,
+    /// Whether the stream had `[DONE]`.
     is_done: bool,
+    /// Whether a chunk before the last one reported usage.
     has_running_usage: bool,
+    /// Whether the last chunk reported usage.
     has_usage_at_end: bool,
+    /// Whether the last chunk has no choices.
     is_usage_alone: bool,
 }
 

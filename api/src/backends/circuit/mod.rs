@@ -84,8 +84,9 @@ struct CircuitBreaker {
     /// Time of the last response, in microseconds since `began`; `None` if there was none, or if a
     /// request could not be sent since.
     answered_us: Option<u64>,
-    /// User whose half-open request failed last while others also used the backend, and the time
-    /// from which that user may try again, in microseconds since `began`.
+    /// User of the last half-open request, if it failed while others used the backend too, and the
+    /// time until which this user's requests are not let through, in microseconds since `began`.
+    /// `None` if the last one cannot have failed because of its user.
     blamed: Option<(UserKey, u64)>,
     /// Number and user of the half-open request in flight.
     trial: Option<(u64, UserKey)>,

@@ -47,7 +47,8 @@ impl Bench {
         self.flush();
     }
 
-    /// Labels the backends: `b0` and `b2` are in zone a, `b1` in zone b.
+    /// Creates a bench of three labelled backends with these label settings: `b0` and `b2` are in
+    /// zone a, `b1` in zone b; `b2` has tier x, the others tier y.
     fn labelled(select: SelectSettings) -> Self {
         let mut bench = Self::new(3);
         for (at, zone) in ["a", "b", "a"].into_iter().enumerate() {

@@ -66,7 +66,8 @@ pub struct RunReport {
     pub refusals: u64,
     /// Number of departures of clients, including those followed by a retry.
     pub departures: u64,
-    /// Number of prompt tokens computed and output tokens generated for clients who then left.
+    /// Number of uncached prompt tokens and output tokens served to clients who then left. A prompt
+    /// counts from its first output token on.
     pub wasted_tokens: u64,
     /// Number of requests cut off by a restart and sent again.
     pub resent: u64,
@@ -110,7 +111,8 @@ pub struct RunReport {
     pub preemptions: u64,
     /// Largest service gap between two users, in priced tokens at weight 1; `None` if not measured.
     pub gap: Option<f64>,
-    /// Bound of the service gap; `None` if the order has none.
+    /// Bound of the service gap, `2(U + X + G)`, in priced tokens at weight 1; `None` if the order has
+    /// none, or if replicas do not report their load.
     pub gap_bound: Option<f64>,
     /// Price of the largest request: `U` in the bound.
     pub largest_request: u64,

@@ -27,7 +27,8 @@ pub struct SimTally {
     pub refusals: u64,
     /// Number of departures of clients at any try.
     pub departures: u64,
-    /// Number of prompt tokens computed and output tokens generated for clients who then left.
+    /// Number of uncached prompt tokens and output tokens served to clients who then left. A prompt
+    /// counts from its first output token on.
     pub wasted_tokens: u64,
     /// Number of requests cut off by a restart and sent again.
     pub resent: u64,

@@ -176,7 +176,8 @@ impl CoreParts {
         }
     }
 
-    /// Returns the receiver of peers' messages, which decodes like a build that knows `format`.
+    /// Returns the receiver of peers' messages. It reads the message versions that a build with log
+    /// format `format` knows, and passes messages that it cannot read to `observer`.
     fn inbox(&self, format: u8, observer: Option<Arc<dyn ApplyObserver>>) -> Arc<GossipInbox> {
         Arc::new(GossipInbox {
             load: Arc::clone(self.router.load()),
