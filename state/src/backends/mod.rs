@@ -148,8 +148,8 @@ impl Backends {
         self.ranks != RankSlots::default()
     }
 
-    /// Finds a backend by the id that its operator or source gave it. Scans up to `BACKENDS_MAX`
-    /// ids, so only rare commands use it.
+    /// Returns the backend to which its operator or source gave the id `name`, if there is one.
+    /// Scans up to `BACKENDS_MAX` ids, so only rare commands use it.
     pub(crate) fn named(&self, name: &str) -> Option<&Backend> {
         let mut named = self.iter().filter(|backend| backend.spec.id == name);
         named.find(|backend| !backend.is_further_rank())

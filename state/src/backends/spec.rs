@@ -51,7 +51,7 @@ fn any_model() -> Vec<String> {
     vec!["*".to_owned()]
 }
 
-/// Facts that an engine reports about itself. A field is `None` if it was not asked or not
+/// Facts that an engine reports about itself. A field is `null` if it was not asked or not
 /// reported.
 #[derive(
     Debug, Clone, PartialEq, Eq, Default, Encode, Decode, Serialize, Deserialize, JsonSchema,

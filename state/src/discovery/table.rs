@@ -49,7 +49,8 @@ impl Discovered {
         self.0.insert(slot, DiscoveredBackend { source, lost });
     }
 
-    /// Removes the entry of the backend in `slot`, which is gone or now belongs to an operator.
+    /// Removes and returns the entry, if there is one, of the backend in `slot`, which is gone or
+    /// now belongs to an operator.
     pub(crate) fn forget(&mut self, slot: Slot) -> Option<DiscoveredBackend> {
         self.0.remove(&slot)
     }

@@ -242,7 +242,8 @@ impl WaitingList {
         }
     }
 
-    /// Grants the next request of `model` and returns it with its replica, to charge its user.
+    /// Grants the next request of `model` and returns it with its replica, to charge its user;
+    /// `None` if no request waits for a grant.
     pub(crate) fn grant(
         &mut self,
         model: ModelKey,

@@ -65,7 +65,8 @@ impl KeysView {
         self.by_id.get(&id)
     }
 
-    /// Iterates over the keys with ids above `after`, in ascending order of ids.
+    /// Iterates over the keys with ids above `after`, in ascending order of ids. `None` starts at
+    /// the first key.
     pub fn after(&self, after: Option<ApiKeyId>) -> impl Iterator<Item = &Arc<ApiKey>> {
         let keys = self.by_id.iter_from(after.unwrap_or_default());
         keys.filter(move |(id, _)| after.is_none_or(|after| **id > after))

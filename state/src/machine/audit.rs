@@ -122,13 +122,14 @@ impl Audit {
             .any(|entry| entry.action == AuditAction::PutUserDefaults)
     }
 
-    /// Returns the log index of the last restore whose entry is still kept.
+    /// Returns the log index of the last restore whose entry is still kept, if there is one.
     pub(super) fn restored(&self) -> Option<LogIndex> {
         let is_restore = |entry: &&AuditEntry| entry.action == AuditAction::Restore;
         self.iter().rfind(is_restore).map(|entry| entry.index)
     }
 
-    /// Returns the log index of the last kept entry that makes replicas define user names again.
+    /// Returns the log index of the last kept entry that makes replicas define user names again, if
+    /// there is one.
     pub(super) fn names_since(&self) -> Option<LogIndex> {
         let forgets = |action| matches!(action, AuditAction::Restore | AuditAction::DeleteUser);
         let mut entries = self.iter();

@@ -97,8 +97,8 @@ pub struct RouterState {
     caches: CacheScopes,
     /// Restore in progress, if any.
     staged: Option<StagedRestore>,
-    /// Backup that was read ahead of the command that switches to it. It is not part of the state,
-    /// because its contents follow from `staged`.
+    /// Backup that was read ahead of the command that switches to it, if any. It is not part of the
+    /// state, because its contents follow from `staged`.
     prepared: Option<ReadBackup>,
     /// Hash of the parts that rarely change (the cold parts): config, backends, audit, settings,
     /// readers, block sizes, sources of backends and hash secret.

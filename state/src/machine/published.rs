@@ -309,8 +309,8 @@ pub struct Registry {
     pub kv: Vec<(BackendRef, KvCondition)>,
     /// Readers of KV events, in ascending order of slots.
     pub readers: Vec<Assignment>,
-    /// Log index of the last restore or deletion of a user that the audit still has. Users that
-    /// were defined before it must be defined again.
+    /// Log index of the last restore or deletion of a user that the audit still has; `None` if it
+    /// has neither. Users that were defined before it must be defined again.
     pub names_since: Option<LogIndex>,
     /// Block sizes of engines and models, in tokens.
     pub block_sizes: BlockSizes,

@@ -142,7 +142,8 @@ impl RouterState {
     }
 
     /// Returns an image of all blocks of rank `rank` of the engine in `slot` by both hashes, for a
-    /// reader's mirror. Takes microseconds; another thread can read the image.
+    /// reader's mirror; `None` if the rank's KV events are not followed. Takes microseconds;
+    /// another thread can read the image.
     #[must_use]
     pub fn kv_map(&self, slot: Slot, rank: u16) -> Option<KvMap> {
         self.exact.map(self.rank_slot(slot, rank)?, rank)
@@ -162,7 +163,8 @@ impl RouterState {
         self.exact.memory_bytes()
     }
 
-    /// Returns at most `limit` users with keys above `after`, in ascending order of keys.
+    /// Returns at most `limit` users with keys above `after`, in ascending order of keys. `None`
+    /// starts at the first user.
     #[must_use]
     pub fn users(&self, after: Option<UserKey>, limit: usize) -> Vec<UserView> {
         let limits = self.terms().limits;

@@ -185,6 +185,7 @@ impl OutputsView {
 
     /// Returns `predicted`, corrected by the output so far. A response that is as long as predicted
     /// is expected to reach the mean length of the model's outputs longer than `produced`.
+    /// `tokens_max` is the request's own bound, if any. All lengths are in tokens.
     #[must_use]
     pub fn correct(
         &self,

@@ -61,7 +61,8 @@ pub(super) struct BackendBlocks {
     /// Reported leaves in the estimated order in which the engine evicts them.
     pub(super) engine_order: EngineEvictionOrder,
     /// A live record and the head of its segment: the record added last, or the parent of the one
-    /// removed last. The next change is usually there.
+    /// removed last. The next change is usually there. `None` if there is no such record, or if the
+    /// parent is in another segment than the removed record was.
     known_head: Option<(u32, BlockHash)>,
 }
 
@@ -90,7 +91,7 @@ impl BackendBlocks {
         }
     }
 
-    /// Returns the index of the record of `block`.
+    /// Returns the index of the record of `block`, if there is one.
     pub(super) fn find(&self, block: BlockHash) -> Option<u32> {
         self.index.find(block, &self.arena)
     }
@@ -396,7 +397,7 @@ impl BackendBlocks {
         index
     }
 
-    /// Returns the epoch of the first leaf in eviction order.
+    /// Returns the epoch of the first free leaf in eviction order, if there is one.
     pub(super) fn first_epoch(&self) -> Option<u64> {
         self.evictable.first().map(|key| key >> 24)
     }

@@ -22,7 +22,7 @@ pub(super) fn of_record(slot: Slot, record: &BlockRecord, parent: Option<BlockHa
     xxh3_128(&bytes)
 }
 
-/// Returns the hash of a backend's slot, capacity and release count.
+/// Returns the hash of a backend's slot, capacity (`None` if unknown) and release count.
 pub(super) fn of_backend(slot: Slot, capacity: Option<u32>, epoch: u64) -> u128 {
     let mut bytes = [0_u8; 15];
     bytes[..2].copy_from_slice(&slot.0.to_le_bytes());

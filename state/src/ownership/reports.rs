@@ -125,7 +125,7 @@ impl BackendBlocks {
         }
     }
 
-    /// Returns the record of `parent`, or [`NO_RECORD`] for a first block.
+    /// Returns the record of `parent`, or [`NO_RECORD`] if it is `None`, as for a first block.
     fn behind(&self, parent: Option<BlockHash>) -> Result<u32, ReportRejection> {
         parent.map_or(Ok(NO_RECORD), |parent| {
             self.find(parent).ok_or(ReportRejection::Contradiction)

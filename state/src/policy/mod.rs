@@ -249,7 +249,8 @@ impl RoutingSettings {
 }
 
 impl PolicyConfig {
-    /// Returns the settings of `vtc-basic`, which determine the length of the usage windows.
+    /// Returns the settings of `vtc-basic`, which determine the length of the usage windows; `None`
+    /// for another policy.
     pub(crate) fn vtc_basic(&self) -> Option<VtcBasicSettings> {
         if let Self::VtcBasic(settings) = self {
             Some(*settings)

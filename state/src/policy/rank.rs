@@ -196,7 +196,8 @@ impl<F: Fn(&Candidate) -> u64> Ranks for ByScore<F> {
 /// Maximum number of candidates that are ranked without an allocation.
 const FEW: usize = 16;
 
-/// Picks the best rank. Among near-equal ones, the highest draw from the request's jitter wins.
+/// Picks the best rank; `None` if there are no candidates. Among near-equal ones, the highest draw
+/// from the request's jitter wins.
 pub(super) fn pick(
     ranks: &impl Ranks,
     request: &PolicyRequest,

@@ -126,7 +126,8 @@ impl ChainRoot {
         xxh3_64_with_seed(bytes, self.scope)
     }
 
-    /// Hashes the block in `buffer`, which has room for `link` in front of it.
+    /// Hashes the block in `buffer`, which has room for `link` in front of it. `link` is the hash
+    /// of the previous block, or `None` for a first block.
     #[inline]
     pub(super) fn inline(&self, link: Option<u64>, buffer: &mut [u8]) -> u64 {
         match (&self.secret, link) {
@@ -143,7 +144,8 @@ impl ChainRoot {
         }
     }
 
-    /// Returns a hasher that has already consumed `link`, for a block too long for the stack.
+    /// Returns a hasher that has already consumed `link` (`None` for a first block), for a block
+    /// too long for the stack.
     pub(super) fn streaming(&self, link: Option<u64>) -> Xxh3 {
         let mut hasher = match (&self.secret, link) {
             (Some(secret), _) => Xxh3::with_secret(*secret.0),

@@ -174,6 +174,7 @@ mod tests {
     }
 
     /// Computes a chain by the definition in the module documentation, written out literally.
+    /// `secret` is `None` for a cluster without one.
     fn chain_by_definition(
         scope: u64,
         secret: Option<&[u8]>,

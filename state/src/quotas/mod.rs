@@ -56,7 +56,7 @@ pub struct LimitRejection {
     pub retry_after_ms: u64,
 }
 
-/// Remainder of a user's limits. `None`: unlimited.
+/// Remainder of a user's limits. `null`: unlimited.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, JsonSchema)]
 pub struct RemainingLimits {
     /// Requests that would be admitted right now.

@@ -63,7 +63,7 @@ impl ServiceView {
         }
     }
 
-    /// Returns the figures of the backend in `slot`.
+    /// Returns the figures of the backend in `slot`, if there is one.
     #[must_use]
     pub fn get(&self, slot: Slot) -> Option<&BackendServiceView> {
         self.by_slot.get(usize::from(slot.0))?.as_ref()

@@ -70,8 +70,8 @@ impl Members {
     }
 
     /// Returns all replicas except `me` that are heard here, or by a replica that is heard here. A
-    /// replica that only some members hear must not cause two epochs. `next` replaces its replica's
-    /// previous report.
+    /// replica that only some members hear must not cause two epochs. `next`, if given, replaces
+    /// its replica's previous report.
     pub(super) fn others(
         &self,
         me: ReplicaId,

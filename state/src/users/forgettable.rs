@@ -61,7 +61,7 @@ impl Forgettable {
         self.order(rank).remove(&(rank.counter, key));
     }
 
-    /// Removes and returns the user to forget next.
+    /// Removes and returns the user to forget next, if there is one.
     pub(super) fn pop(&mut self) -> Option<UserKey> {
         let least = [self.never_charged.first(), self.charged.first()];
         let is_charged = match least {

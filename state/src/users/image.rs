@@ -153,7 +153,8 @@ impl Users {
         Ok(())
     }
 
-    /// Returns the counter of the user who last stopped waiting, as in `Users::last_left`.
+    /// Returns the counter of the user who last stopped waiting, as in `Users::last_left`; `None`
+    /// if no user ever stopped waiting.
     pub(crate) fn last_left(&self) -> Option<u64> {
         self.last_left
     }

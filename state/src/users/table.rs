@@ -61,7 +61,7 @@ pub(crate) struct Users {
     /// `(counter, key)` of all users with waiting requests.
     waiting: BTreeSet<(u64, UserKey)>,
     /// Counter of the user who last stopped waiting or, since then, was dispatched while none
-    /// waited. `None` if no user ever waited.
+    /// waited. `None` if no user ever stopped waiting.
     pub(super) last_left: Option<u64>,
     forgettable: Forgettable,
     /// Number of users with a plan.

@@ -163,7 +163,7 @@ impl Tables<'_> {
         self.directory.table(shard_of(head, self.shard_bits))
     }
 
-    /// Returns the segment that starts with `head`.
+    /// Returns the segment that starts with `head`, if there is one.
     #[inline]
     fn segment(&self, head: BlockHash) -> Option<ChainSegment<'_>> {
         self.of(head).segment(head)

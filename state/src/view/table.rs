@@ -137,7 +137,7 @@ impl Table {
         }
     }
 
-    /// Returns the segment that starts with `head`.
+    /// Returns the segment that starts with `head`, if there is one.
     #[inline]
     pub(super) fn segment(&self, head: BlockHash) -> Option<ChainSegment<'_>> {
         match self.probe(head) {

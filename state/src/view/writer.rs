@@ -154,7 +154,8 @@ impl ViewWriter {
         added
     }
 
-    /// Adds leading `blocks` at the head of a segment, and returns how many it added.
+    /// Adds leading `blocks` at the head of a segment, and returns how many it added. `last` is the
+    /// place of the block before them, or `None` if they begin a chain.
     fn begin(&mut self, slot: Slot, last: Option<BlockPlace>, blocks: &[BlockHash]) -> usize {
         let head = blocks[0];
         let at = self.shard_of(head);

@@ -163,7 +163,8 @@ impl Queue {
         self.overload.is_on()
     }
 
-    /// Removes and returns a request that goes to a backend, and records its departure.
+    /// Removes and returns a request that goes to a backend, and records its departure. Returns
+    /// `None` if the request is not waiting.
     pub fn take(&mut self, ticket: Ticket, now_ms: u64) -> Option<QueuedRequest> {
         let waiting = self.remove(ticket)?;
         self.overload.departed(now_ms);
@@ -173,6 +174,7 @@ impl Queue {
     }
 
     /// Removes and returns a request whose client has left, and records the client's patience.
+    /// Returns `None` if the request is not waiting.
     pub fn left(&mut self, ticket: Ticket, now_ms: u64) -> Option<QueuedRequest> {
         let waiting = self.remove(ticket)?;
         let waited_ms = now_ms.saturating_sub(waiting.arrived_ms);

@@ -141,7 +141,7 @@ pub struct Queue {
     overload: Overload,
     /// Bin of the request that [`Queue::next`] last returned.
     last_bin: u16,
-    /// User queue that was last refreshed in turn.
+    /// User queue that was last refreshed in turn; `None` if the first one is next.
     last_looked: Option<(ClassKey, UserKey)>,
     /// Time when all user queues were last refreshed; `None` if a refresh is due.
     refreshed_ms: Option<u64>,

@@ -216,7 +216,8 @@ impl Queue {
         (is_old && Reverse(waiting.priority) == priority).then_some(ticket)
     }
 
-    /// Returns the next request of a class after the position `after`, with its position.
+    /// Returns the next request of a class after the position `after`, with its position, or `None`
+    /// if there are no more. An `after` of `None` starts at the first request.
     fn candidate(
         &mut self,
         place: ClassKey,
@@ -234,7 +235,8 @@ impl Queue {
         }
     }
 
-    /// Returns the head of the first user queue after `after` whose refreshed key is unchanged.
+    /// Returns the head of the first user queue after `after` whose refreshed key is unchanged, or
+    /// `None` if there is no such queue. An `after` of `None` starts at the first queue.
     fn next_head(
         &mut self,
         place: ClassKey,
@@ -252,7 +254,7 @@ impl Queue {
         }
     }
 
-    /// Returns the least refreshed key among the requests of one priority.
+    /// Returns the least refreshed key among the requests of one priority, if there are any.
     pub(super) fn least(
         &mut self,
         priority: Reverse<i16>,

@@ -68,7 +68,7 @@ pub struct LimitFigures {
 }
 
 impl AdaptiveLimit {
-    /// Adds the measurements of one replica.
+    /// Adds the measurements of one replica. `capacity_blocks` is `None` if unknown.
     pub(crate) fn observe(
         &mut self,
         sample: &ServiceSample,
@@ -88,7 +88,7 @@ impl AdaptiveLimit {
         }
     }
 
-    /// Returns the current limit and the figures behind it.
+    /// Returns the current limit and the figures behind it. `capacity_blocks` is `None` if unknown.
     pub(crate) fn figures(
         &self,
         settings: &AdmissionSettings,
