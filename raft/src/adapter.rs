@@ -89,8 +89,8 @@ struct AppliedPosition {
     membership: StoredMembership,
     removed: RemovedMembers,
     has_commands: bool,
-    /// Last entry that Raft has handed over or knows from a snapshot. Behind `applied` only after
-    /// another replica's state was installed.
+    /// Last entry that Raft has handed over or knows from a snapshot; `None` if there is none.
+    /// Behind `applied` only after another replica's state was installed.
     handed_over: Option<LogId>,
 }
 
@@ -147,7 +147,7 @@ impl StateMachineAdapter {
         self.position().removed.is_removed_since(id, store, asked)
     }
 
-    /// Returns the last applied entry.
+    /// Returns the last applied entry, if there is one.
     pub(crate) fn applied(&self) -> Option<LogId> {
         self.position().applied
     }

@@ -115,7 +115,8 @@ impl ReplicaIdentity {
         *lock(&self.binding)
     }
 
-    /// Returns the id of the cluster that calls to peers name.
+    /// Returns the id of the cluster that calls to peers name: the claimed or joined one; `None` if
+    /// there is none.
     pub(crate) fn cluster(&self) -> Option<u128> {
         self.binding().cluster()
     }

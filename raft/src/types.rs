@@ -65,7 +65,7 @@ pub(crate) fn log_id(term: u64, node_id: u64, index: u64) -> LogId {
     LogId { leader_id, index }
 }
 
-/// Returns the public index: openraft counts from 0, the public API from 1; 0 means none.
+/// Returns the public index: openraft counts from 0, the public API from 1; 0 stands for `None`.
 pub(crate) fn public_index(log_id: Option<&LogId>) -> u64 {
     log_id.map_or(0, |log_id| log_id.index + 1)
 }

@@ -159,7 +159,7 @@ fn slot(number: u64, mark: LogMark) -> Vec<u8> {
     slot
 }
 
-/// Returns the newest intact slot and its number.
+/// Returns the mark in the newest intact slot and its number; `None` if no slot is intact.
 pub(super) fn newest(bytes: &[u8]) -> Option<(u64, LogMark)> {
     let whole = bytes.chunks(SLOT_BYTES).filter_map(read_slot);
     whole.max_by_key(|(number, _)| *number)

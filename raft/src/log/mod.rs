@@ -83,7 +83,7 @@ struct LogCacheState {
     /// Number of appended entries that are written. An index or id would not do: a durable entry
     /// can be replaced by one from an earlier leader.
     written: u64,
-    /// Greatest entry that was ever durable.
+    /// Greatest entry that was ever durable; `None` if there was none.
     durable: Option<LogId>,
 }
 
@@ -141,7 +141,7 @@ impl LogStore {
         lock(&self.memory.0).last.is_some()
     }
 
-    /// Returns the last purged entry; a snapshot must cover it.
+    /// Returns the last purged entry, if there is one; a snapshot must cover it.
     pub(crate) fn purged(&self) -> Option<LogId> {
         lock(&self.memory.0).purged
     }

@@ -90,9 +90,9 @@ impl Reachability {
     }
 }
 
-/// Returns the voter that should lead in place of `me`: one that hears more of the other voters,
-/// does not refuse, and can exchange calls with a quorum of voters in both directions. Prefers the
-/// one that hears most; the lowest id breaks ties.
+/// Returns the voter that should lead in place of `me`, if there is one: one that hears more of the
+/// other voters, does not refuse, and can exchange calls with a quorum of voters in both
+/// directions. Prefers the one that hears most; the lowest id breaks ties.
 pub(crate) fn better_leader(
     me: u64,
     voters: &BTreeSet<u64>,

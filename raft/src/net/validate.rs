@@ -18,7 +18,8 @@ pub(crate) fn term_max(known: u64) -> u64 {
     known.saturating_add(TERM_LEAP_MAX)
 }
 
-/// Rejects entries that no leader with this vote can send.
+/// Rejects entries that no leader with this vote can send. `previous` is the entry before them, or
+/// `None` if they begin the log. `committed` is the leader's last committed entry, if any.
 pub(crate) fn check_entries(
     vote: Vote,
     previous: Option<LogId>,

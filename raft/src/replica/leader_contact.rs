@@ -18,7 +18,7 @@ struct ContactState {
     catch_up: Option<LogId>,
     /// Oldest and newest contact whose commits are not known to be applied here.
     unapplied: [Option<Contact>; 2],
-    /// Time of the last contact whose commits are all applied here.
+    /// Time of the last contact whose commits are all applied here; `None` if there was none yet.
     confirmed: Option<Instant>,
 }
 
@@ -30,7 +30,8 @@ struct Contact {
 }
 
 impl LeaderContact {
-    /// Records an append or heartbeat that this replica accepted.
+    /// Records an append or heartbeat that this replica accepted. `committed` is the last entry
+    /// that the leader had committed, if any.
     pub(crate) fn append(&self, leader: Vote, committed: Option<LogId>, has_quorum: bool) {
         let at = Instant::now();
         let mut state = lock(&self.0);
@@ -44,7 +45,8 @@ impl LeaderContact {
         }
     }
 
-    /// Records that a quorum acknowledged this replica as the leader at the time `at`.
+    /// Records that a quorum acknowledged this replica as the leader at the time `at`. `committed`
+    /// is the last committed entry, if any.
     pub(crate) fn led(&self, leader: Vote, committed: Option<LogId>, at: Instant) {
         if let Some(committed) = own(leader, committed) {
             lock(&self.0).note(Contact { at, committed });
@@ -76,7 +78,7 @@ impl LeaderContact {
     }
 
     /// Returns the time of the last contact with a leader whose commits at that time are all
-    /// applied here.
+    /// applied here; `None` if there was none yet.
     pub(crate) fn confirmed(&self) -> Option<Instant> {
         lock(&self.0).confirmed
     }
@@ -106,7 +108,7 @@ mod tests {
         LogId::new(LeaderId { term, node_id: 1 }, index)
     }
 
-    /// Returns the time since the confirmed contact, in milliseconds.
+    /// Returns the time since the confirmed contact, in milliseconds; `None` if there was none yet.
     fn age_ms(contact: &LeaderContact) -> Option<u128> {
         contact.confirmed().map(|at| at.elapsed().as_millis())
     }

@@ -92,7 +92,8 @@ impl ReplicaInner {
         self.raft.runtime_config().elect(may_elect);
     }
 
-    /// Returns the voter that should lead instead of this leader. `None` while voters change.
+    /// Returns the voter that should lead instead of this leader, if there is one. `None` while
+    /// voters change.
     fn better_leader(&self) -> Option<u64> {
         let voters = self.with_metrics(|metrics| {
             let membership = metrics.membership_config.membership();

@@ -540,7 +540,7 @@ impl ReplicaInner {
     }
 
     /// Returns the other voter with the longest log, among those that were heard recently and do
-    /// not refuse to lead.
+    /// not refuse to lead. `None` if there is none, or if this replica does not lead.
     fn furthest_voter(&self) -> Option<u64> {
         let voters = self.voters();
         let metrics = self.raft.metrics();

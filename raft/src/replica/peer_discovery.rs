@@ -22,7 +22,8 @@ const SEEN_FOR: Duration = Duration::from_secs(10);
 /// Result of one search for a cluster or its other members.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct PeerDiscovery {
-    /// Reason why this replica is in no cluster yet, or has no quorum.
+    /// Reason why this replica is in no cluster yet; `None` for a member, even without a quorum,
+    /// and if this replica has just founded or joined a cluster.
     pub(super) problem: Option<String>,
     /// Findings at each address that was searched.
     pub(super) peers: Vec<PeerFinding>,
@@ -114,6 +115,7 @@ pub(super) fn is_other_cluster(info: &proto::InfoResponse, binding: ClusterBindi
 }
 
 /// Describes a member of another cluster by the ids of both clusters, because the names are equal.
+/// `ours` is the id of this replica's cluster, or `None` if it is in none.
 pub(super) fn two_clusters(info: &proto::InfoResponse, ours: Option<u128>) -> String {
     format!(
         "replica {} is in another cluster of the same name: its id is {}, this replica's {}",
@@ -123,7 +125,8 @@ pub(super) fn two_clusters(info: &proto::InfoResponse, ours: Option<u128>) -> St
     )
 }
 
-/// Returns the finding at the address of member `id` of this replica's cluster.
+/// Returns the finding at the address of member `id` of this replica's cluster. `cluster` is the id
+/// in this replica's identity, if there is one.
 pub(super) fn report_member(
     (id, address): (u64, &str),
     answer: &Result<proto::InfoResponse, AskError>,

@@ -140,7 +140,8 @@ mod tests {
 
     const AFTER: Duration = Duration::from_secs(10);
 
-    /// Returns the learner to promote among `learners`, which have kept up for long enough.
+    /// Returns the learner to promote among `learners`, which have kept up for long enough; `None`
+    /// if none should be.
     fn given(voters: usize, learners: &[u64], voters_max: usize) -> Option<u64> {
         let promotion = Promotion {
             after: AFTER,

@@ -205,7 +205,8 @@ async fn read_frame(stream: &mut (impl AsyncRead + Unpin)) -> Result<Vec<u8>, Ha
     Ok(bytes)
 }
 
-/// Reads the first message of a handshake as the listener does. For fuzzing.
+/// Reads the first message of a handshake as the listener does; `None` if it is invalid. For
+/// fuzzing.
 #[cfg(any(test, feature = "fuzzing"))]
 pub(crate) fn read_first(secret: &Secret, bytes: &[u8]) -> Option<Hello> {
     let mut noise = secret.builder().ok()?.build_responder().ok()?;

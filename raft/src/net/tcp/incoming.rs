@@ -67,7 +67,7 @@ pub(super) struct PendingConnection {
 }
 
 impl PendingConnection {
-    /// Returns the peer's address.
+    /// Returns the peer's address; `None` if the system no longer knows it.
     pub(super) fn peer(&self) -> Option<SocketAddr> {
         self.stream.peer_addr().ok()
     }

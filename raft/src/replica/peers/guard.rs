@@ -39,7 +39,8 @@ pub(super) enum CallPurpose {
 
 impl ReplicaInner {
     /// Checks that a call is meant for this replica and that its sender may make it. Returns the
-    /// sender's id.
+    /// sender's id. `sender` is `None` if the transport does not provide it. A call without a
+    /// `header` is rejected.
     pub(super) fn admit(
         &self,
         sender: Option<PeerSender>,
@@ -157,7 +158,8 @@ impl ReplicaInner {
     }
 }
 
-/// Returns the member `id` of the newest membership, or else of the newest committed one.
+/// Returns the member `id` of the newest membership, or else of the newest committed one; `None` if
+/// neither has it.
 pub(super) fn known_node(metrics: &Metrics, id: u64) -> Option<&Node> {
     let newest = metrics.membership_config.membership().get_node(&id);
     newest.or_else(|| {
