@@ -251,7 +251,8 @@ impl AnswerWriter for CompletionEvents {
     }
 }
 
-/// Returns the body of an error response in vLLM's format. `param` names the field at fault.
+/// Returns the body of an error response in vLLM's format. `param` names the field at fault; `None`
+/// if there is none.
 #[must_use]
 pub(super) fn error_body(status: u16, message: &str, param: Option<&str>) -> Value {
     let kind = match status {

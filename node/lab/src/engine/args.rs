@@ -81,6 +81,7 @@ pub struct EngineArgs {
     )]
     kv_load_failure: LoadError,
     /// Compute only prompts or only responses; engines are paired in bootstrap rooms, as in SGLang
+    /// [default: compute both]
     #[arg(long, value_name = "MODE", value_enum, conflicts_with = "kv_transfer")]
     disaggregation_mode: Option<RoomMode>,
     /// Bootstrap address at which a prefill engine accepts decode engines
@@ -102,7 +103,8 @@ pub struct EngineArgs {
     /// Seconds that a request waits for the other engine before it fails
     #[arg(long, value_name = "SECONDS", default_value_t = 300.0, value_parser = positive, requires = "disaggregation_mode")]
     disaggregation_timeout_s: f64,
-    /// Publish KV events at this endpoint, such as tcp://127.0.0.1:5557; each further rank at the next port
+    /// Publish KV events at this endpoint, such as tcp://127.0.0.1:5557; each further rank at the
+    /// next port
     #[arg(long, value_name = "ENDPOINT", value_parser = endpoint)]
     kv_events: Option<SocketAddr>,
     /// Serve replays of KV events at this endpoint; each further rank at the next port

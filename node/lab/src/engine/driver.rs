@@ -76,7 +76,8 @@ pub(super) struct RequestGuard {
 }
 
 impl DriverCore {
-    /// Creates an idle engine that runs `speed` times as fast as the scheduler's shape states.
+    /// Creates an idle engine that runs `speed` times as fast as the scheduler's shape states. It
+    /// publishes KV events if it has a `publisher`.
     #[must_use]
     pub(super) fn new(
         scheduler: Scheduler,

@@ -26,7 +26,7 @@ pub struct EnginesPlan<'a> {
     pub blocks: Option<u32>,
     /// Whether the engines publish KV events and replicas read them.
     pub has_events: bool,
-    /// Faults to inject into the KV events.
+    /// Faults to inject into the KV events, if any.
     pub faults: Option<&'a PublisherFaults>,
 }
 

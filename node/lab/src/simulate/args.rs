@@ -39,7 +39,7 @@ pub struct SimulateArgs {
     /// takes several
     #[arg(long, value_name = "FILE", conflicts_with = "workload")]
     trace: Vec<PathBuf>,
-    /// Generated workload
+    /// Generated workload, instead of a trace, a recording or an experiment
     #[arg(long, value_enum, conflicts_with = "experiment")]
     workload: Option<WorkloadKind>,
     /// Predefined comparison, with its own settings and claims
@@ -77,7 +77,7 @@ pub struct SimulateArgs {
     /// Minimum time between two batches of a replica
     #[arg(long, value_name = "TIME", default_value = "20ms", value_parser = humantime::parse_duration)]
     flush_interval: Duration,
-    /// Time at which replicas crash and restart
+    /// Time at which replicas crash and restart [default: never]
     #[arg(long, value_name = "TIME", value_parser = humantime::parse_duration)]
     restart_at: Option<Duration>,
     /// Which replicas restart
@@ -183,7 +183,8 @@ fn command_line() -> String {
 }
 
 impl SimulateArgs {
-    /// Returns the comma-separated admin URLs of the replicas whose last decisions are simulated.
+    /// Returns the comma-separated admin URLs of the replicas whose last decisions are simulated;
+    /// `None` if no replica is queried.
     #[must_use]
     pub fn urls(&self) -> Option<&str> {
         self.recorded.urls()

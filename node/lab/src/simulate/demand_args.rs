@@ -13,10 +13,11 @@ pub(super) struct DemandArgs {
     /// Mean requests per second [default for a trace: as recorded]
     #[arg(long, value_name = "R", value_parser = rate)]
     pub(super) rate: Option<f64>,
-    /// Time until which requests arrive
+    /// Time until which requests arrive [default: the end of the trace or recording, or as the
+    /// workload or experiment has it]
     #[arg(long, value_name = "TIME", value_parser = humantime::parse_duration)]
     pub(super) duration: Option<Duration>,
-    /// Maximum number of requests
+    /// Maximum number of requests [default: no limit]
     #[arg(long, value_name = "N")]
     pub(super) requests: Option<u64>,
     /// Multiply the lengths in a trace by this fraction, such as 1/16
@@ -37,19 +38,19 @@ pub(super) struct DemandArgs {
     /// Requests that a user of rate 1 keeps open in `fairness`, enough to always wait
     #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=10_000))]
     pub(super) backlog: u32,
-    /// Time in which the first user of `fairness` sends nothing: 20s..40s
+    /// Time in which the first user of `fairness` sends nothing: 20s..40s [default: none]
     #[arg(long, value_name = "FROM..TO", value_parser = span)]
     pub(super) off: Option<(Micros, Micros)>,
-    /// Prompt tokens that are unique to a request: 64..192
+    /// Prompt tokens that are unique to a request: 64..192 [default: as the workload has it]
     #[arg(long, value_name = "A..B", value_parser = range)]
     pub(super) input_tokens: Option<(u32, u32)>,
-    /// Output tokens per request: 16..64
+    /// Output tokens per request: 16..64 [default: as the workload has it]
     #[arg(long, value_name = "A..B", value_parser = range)]
     pub(super) output_tokens: Option<(u32, u32)>,
-    /// Number of groups of requests with a shared prefix
+    /// Number of groups of requests with a shared prefix [default: as the workload has it]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=100_000))]
     pub(super) prefixes: Option<u32>,
-    /// Tokens of a group's shared prefix
+    /// Tokens of a group's shared prefix [default: as the workload has it]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(0..=1_000_000))]
     pub(super) prefix_tokens: Option<u32>,
 }

@@ -26,13 +26,14 @@ pub(super) struct SimEngineArgs {
     /// Fixed time of a decode step, to which each request that decodes adds 1/64
     #[arg(long, value_name = "TIME", default_value = "20ms", value_parser = humantime::parse_duration)]
     decode: Duration,
-    /// Static batches of this many requests, which end together
+    /// Static batches of this many requests, which end together [default: continuous batching]
     #[arg(long, value_name = "B", value_parser = clap::value_parser!(u32).range(1..=65_536))]
     pub(super) static_batch: Option<u32>,
 }
 
 impl SimEngineArgs {
-    /// Returns the model of the engines. Sizes that no flag sets are as recorded, or the defaults.
+    /// Returns the model of the engines. Sizes that no flag sets are as recorded, or the defaults
+    /// if nothing is recorded.
     pub(super) fn model(&self, recorded: Option<&RecordedDemand>) -> EngineModel {
         // One block is vLLM's null block.
         let capacity = recorded.and_then(|it| it.capacity_blocks);

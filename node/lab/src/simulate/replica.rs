@@ -258,7 +258,7 @@ impl SimReplica {
         }
     }
 
-    /// Chooses a backend for a request, or checks whether `only` can take it.
+    /// Chooses a backend for a request; with `only`, checks whether that backend can take it.
     ///
     /// # Errors
     /// The router's rejection, as in production.
@@ -312,7 +312,8 @@ impl SimReplica {
         self.router.decider().running_here(MODEL)
     }
 
-    /// Dispatches a request to the backend of `decision`, with at most `tokens_max` output tokens.
+    /// Dispatches a request to the backend of `decision`, with at most `tokens_max` output tokens;
+    /// `None` if the request sets no limit.
     #[must_use]
     pub fn dispatch(
         &self,

@@ -286,7 +286,7 @@ impl SimQueue {
         }
     }
 
-    /// Records the backlog that a peer reported.
+    /// Records the backlog that a peer reported; `None` if nothing waits there.
     pub fn told(&mut self, peer: ReplicaId, backlog: Option<Backlog>, now: Micros) {
         self.gate.record_report(peer, backlog, unix_ms(now));
     }

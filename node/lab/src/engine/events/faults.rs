@@ -20,15 +20,17 @@ pub struct PublisherFaults {
     /// Share of messages that are sent twice.
     duplicate: f64,
     /// Interval in messages after which the engine restarts once idle, with an empty cache and
-    /// sequence numbers from 0.
+    /// sequence numbers from 0; `None` for never.
     restart_after: Option<u64>,
-    /// Interval in messages after which the cache is reset once the engine is idle.
+    /// Interval in messages after which the cache is reset once the engine is idle; `None` for
+    /// never.
     clear_after: Option<u64>,
-    /// Length of the pause that a subscriber's queue makes every [`STALL_EVERY`] messages.
+    /// Length of the pause that a subscriber's queue makes every [`STALL_EVERY`] messages; `None`
+    /// for no pauses.
     stall: Option<Duration>,
     seed: u64,
     drawn: u64,
-    /// Message that waits to be sent after the next one.
+    /// Message that waits to be sent after the next one, if any.
     late: Option<PublishedMessage>,
 }
 

@@ -128,7 +128,7 @@ struct ReplicaPlace {
     last_flush: Micros,
     next_report: Micros,
     next_wake: Micros,
-    /// Backlog that the replica last reported to peers.
+    /// Backlog that the replica last reported to peers; `None` if nothing waited.
     last_backlog: Option<Backlog>,
     /// Upper bounds of the bins to which the waiting requests are assigned.
     bin_edges: Vec<u32>,

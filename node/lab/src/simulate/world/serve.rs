@@ -255,7 +255,8 @@ impl SimWorld<'_> {
         self.begin_step(engine);
     }
 
-    /// Dispatches a request to slot `only`, or to the policy's choice. Returns the engine.
+    /// Dispatches a request to slot `only`, or to the policy's choice if it is `None`.
+    /// Returns the engine.
     fn hand_over(
         &mut self,
         place: usize,
