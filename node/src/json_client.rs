@@ -116,7 +116,8 @@ impl JsonClient {
         Self { http, ..self }
     }
 
-    /// Makes the client send the header `authorization` with every request.
+    /// Makes the client send the header `authorization` with every request; `None` sends no such
+    /// header.
     #[must_use]
     pub fn authorized(self, authorization: Option<HeaderValue>) -> Self {
         Self {

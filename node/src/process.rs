@@ -114,7 +114,8 @@ fn booted_s(stat: &str) -> Option<f64> {
     line.trim().parse().ok()
 }
 
-/// Returns the size called `name` in `/proc/self/status`, in bytes. The file states kibibytes.
+/// Returns the size called `name` in `/proc/self/status`, in bytes; `None` if it is missing. The
+/// file states kibibytes.
 fn status_bytes(status: &str, name: &str) -> Option<f64> {
     let line = status.lines().find_map(|line| line.strip_prefix(name))?;
     let kibibytes: f64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;

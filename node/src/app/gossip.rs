@@ -60,7 +60,7 @@ pub(super) struct GossipInbox {
     /// Newest message version that is read: that of this build, except in simulations of several
     /// builds.
     pub(super) version_max: u8,
-    /// Observer that is notified of unreadable messages.
+    /// Observer that is notified of unreadable messages, if there is one.
     pub(super) observer: Option<Arc<dyn ApplyObserver>>,
 }
 
@@ -193,7 +193,8 @@ impl<'a> GossipMessage<'a> {
     }
 }
 
-/// Splits off a part that follows its length in four bytes, and returns it with the rest.
+/// Splits off a part that follows its length in four bytes, and returns it with the rest. `None` if
+/// `bytes` is too short.
 fn split_long(bytes: &[u8]) -> Option<(&[u8], &[u8])> {
     let (length, rest) = bytes.split_first_chunk()?;
     rest.split_at_checked(usize::try_from(u32::from_le_bytes(*length)).ok()?)

@@ -55,7 +55,8 @@ pub(super) struct RouterMachine {
 }
 
 impl RouterMachine {
-    /// Creates a machine that applies the log to `shared`. Nothing else may apply commands to it.
+    /// Creates a machine that applies the log to `shared`, and notifies `observer` if there is one.
+    /// Nothing else may apply commands to `shared`.
     #[must_use]
     pub(super) fn new(shared: Arc<SharedState>, observer: Option<Arc<dyn ApplyObserver>>) -> Self {
         Self {

@@ -74,7 +74,7 @@ impl LogPort {
         }
     }
 
-    /// Adds the component that scales the membership.
+    /// Adds the component that scales the membership, if there is one.
     #[must_use]
     pub(super) fn scaled(self, scaling: Option<Arc<Scaling>>) -> Self {
         Self { scaling, ..self }

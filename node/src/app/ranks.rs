@@ -56,7 +56,7 @@ pub(super) async fn follow(
 }
 
 /// Returns the backends whose engines report a number of ranks other than the registry's, with that
-/// number.
+/// number. `told` returns the number that an engine reports, or `None` if it reports none.
 fn news(registry: &Registry, told: impl Fn(Slot) -> Option<u16>) -> Vec<(BackendRef, u16)> {
     let first = registry.backends.iter().filter(|it| !it.is_further_rank());
     let differs = first.filter_map(|backend| {

@@ -119,10 +119,10 @@ struct BackendFields {
     /// Blocks that its cache holds [default: as reported by the engine]
     #[arg(long, value_name = "N")]
     capacity_blocks: Option<u32>,
-    /// Endpoint of its KV events, or `auto`
+    /// Endpoint of its KV events, or `auto` [default: none, ownership is tracked by leases]
     #[arg(long, value_name = "ENDPOINT")]
     kv_events: Option<String>,
-    /// Endpoint that replays KV events
+    /// Endpoint that replays KV events [default: none, or with `auto` as reported by the engine]
     #[arg(long, value_name = "ENDPOINT")]
     kv_replay: Option<String>,
     /// Stage of requests that it computes [default: both]

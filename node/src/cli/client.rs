@@ -198,7 +198,7 @@ impl AdminTarget {
         }
     }
 
-    /// Sends a request and returns the body of a successful response.
+    /// Sends a request, with or without a body, and returns the body of a successful response.
     pub(super) async fn send(
         &self,
         method: Method,

@@ -45,10 +45,10 @@ pub(super) async fn run(args: ReadArgs) -> anyhow::Result<ExitCode> {
 /// Stream of events, in order, from whichever replica responds.
 struct EventStream {
     target: AdminTarget,
-    /// The open stream, with the URL of its replica.
+    /// The open stream, with the URL of its replica; `None` if it is not open yet or broke.
     open: Option<(String, Incoming)>,
     arrived: PartialEvents,
-    /// Id of the last event that was received.
+    /// Id of the last event that had one; `None` before the first.
     last: Option<HeaderValue>,
     pause: Duration,
     /// Time at which the stream broke; `None` after it is resumed.

@@ -108,7 +108,8 @@ fn header(text: &str) -> Result<(String, String), String> {
     Ok((name.trim().to_ascii_lowercase(), value.trim().to_owned()))
 }
 
-/// Returns the smallest request body for `path` that contains `prompt`.
+/// Returns the smallest request body for `path` that contains `prompt`. Its `model` is `null` if
+/// there is none.
 fn body_of(path: &str, model: Option<&str>, prompt: &str) -> Value {
     match path {
         "/v1/completions" | "/tokenize" => json!({ "model": model, "prompt": prompt }),

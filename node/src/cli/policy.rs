@@ -19,7 +19,7 @@ use super::read::{ReadArgs, details, print_json};
 pub(super) enum PolicyCommand {
     /// Show the policy in effect
     Get {
-        /// Show the policy of this model
+        /// Show the policy of this model [default: the general one]
         #[arg(long, value_name = "NAME")]
         model: Option<String>,
         #[command(flatten)]
@@ -49,7 +49,7 @@ pub(super) struct SetPolicyArgs {
     /// Read the policy from this file, as `policy get --json` prints it; `-` is stdin
     #[arg(long, value_name = "FILE")]
     file: Option<PathBuf>,
-    /// Set the policy of this model only
+    /// Set the policy of this model only [default: the general one]
     #[arg(long, value_name = "NAME")]
     model: Option<String>,
     #[command(flatten)]

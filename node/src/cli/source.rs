@@ -7,7 +7,7 @@ use crate::config::{Loaded, Origin, load};
 /// Config file and overrides, as options of all commands that need a config.
 #[derive(Debug, Clone, clap::Args)]
 pub(super) struct ConfigSource {
-    /// Config file in TOML
+    /// Config file in TOML [default: none, only flags and environment apply]
     #[arg(long, value_name = "FILE")]
     pub(super) config: Option<PathBuf>,
     /// Override a value of the file or environment: `--set drain.deadline=10s`

@@ -20,7 +20,7 @@ pub(crate) fn values<F: Form<Value: Clone>>(list: &[Parsed<F>]) -> Vec<F::Value>
     list.iter().map(|parsed| parsed.0.clone()).collect()
 }
 
-/// Returns the format called `name`, of this module or of `api::settings`.
+/// Returns the format called `name` of this module or of `api::settings`, if there is one.
 pub(super) fn named(name: &str) -> Option<&'static NamedForm> {
     let own = FORMS.iter().find(|form| form.name == name);
     own.or_else(|| settings::named(name))
@@ -204,7 +204,7 @@ fn show_sample(ppm: &u32) -> String {
 }
 
 /// Parses a decimal number from 0 to 1 with at most `places` decimal places. Returns it in units of
-/// the last place.
+/// the last place, or `None` if `text` is not such a number.
 fn up_to_one(text: &str, places: usize) -> Option<u32> {
     let (whole, digits) = text.split_once('.').unwrap_or((text, ""));
     let is_number = digits.len() <= places && digits.bytes().all(|byte| byte.is_ascii_digit());

@@ -86,7 +86,7 @@ pub struct Config {
     pub cluster: ClusterConfig,
     /// How the replica finds its cluster at the first start.
     pub formation: Formation,
-    /// The secret that the replicas of the cluster share.
+    /// The secret that the replicas of the cluster share; `None` if none is configured.
     pub secret: Option<raft::Secret>,
     /// Tokenizers and block sizes. The first entry that matches a model applies.
     pub models: Vec<ModelSettings>,
@@ -200,8 +200,8 @@ pub struct Origin {
 }
 
 impl Origin {
-    /// Returns the origin with this file, these flags and the environment of this process. Ignores
-    /// variables that are not UTF-8.
+    /// Returns the origin with this file, if there is one, these flags and the environment of this
+    /// process. Ignores variables that are not UTF-8.
     #[must_use]
     pub fn of_process(file: Option<PathBuf>, flags: Vec<String>) -> Self {
         let variables = std::env::vars_os()

@@ -125,7 +125,7 @@ pub(super) fn expected(schema: &Value) -> String {
     settings::expected(form::named, schema)
 }
 
-/// Calls [`settings::fit`] with the formats of the config file.
+/// Calls [`settings::fit`] with the formats of the config file; `None` if `value` is invalid.
 pub(super) fn fit(schema: &Value, value: &Value) -> Option<Value> {
     settings::fit(form::named, schema, value)
 }

@@ -83,7 +83,8 @@ pub(crate) struct Fleet {
     pub(super) replicas: Vec<FleetReplica>,
     /// Why the replicas do not use the default ports, if none were requested and these are taken.
     pub(super) moved: Option<String>,
-    /// Temporary folder, which is removed after the fleet has left or failed to start.
+    /// Temporary folder, which is removed after the fleet has left or failed to start; `None` if
+    /// the plan names a data directory.
     _temporary: Option<TemporaryFolder>,
 }
 

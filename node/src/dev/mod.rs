@@ -68,7 +68,8 @@ pub struct DevArgs {
     /// own engines]
     #[arg(long, value_name = "N")]
     requests: Option<u64>,
-    /// KV cache blocks of each emulated engine; a small cache evicts a lot
+    /// KV cache blocks of each emulated engine; a small cache evicts a lot [default: as in `quorate
+    /// engine`]
     #[arg(long, value_name = "N", conflicts_with = "backend", value_parser = clap::value_parser!(u32).range(2..=1 << 24))]
     blocks: Option<u32>,
     /// Identify prompts by the engines' own tokens instead of characters
@@ -95,7 +96,8 @@ pub struct DevArgs {
     /// its peers two above; 0 takes free ports [default: 8080, or free ports if one is taken]
     #[arg(long, value_name = "PORT", value_parser = clap::value_parser!(u16).range(..=65_000))]
     port: Option<u16>,
-    /// Keep the replicas' state in this directory, and start from it next time
+    /// Keep the replicas' state in this directory, and start from it next time [default: a
+    /// temporary directory]
     #[arg(long, value_name = "DIR")]
     data_dir: Option<PathBuf>,
     /// Exit after the load test, with 0 only if no request failed and all replicas agree

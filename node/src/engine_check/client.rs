@@ -43,7 +43,8 @@ impl EngineClient {
         self.whole(Method::POST, path, Some(body)).await
     }
 
-    /// Sends a request and returns the response head. Dropping the response closes the connection.
+    /// Sends a request, with or without a body, and returns the response head. Dropping the
+    /// response closes the connection.
     pub(super) async fn open(
         &self,
         method: Method,

@@ -48,7 +48,7 @@ const SECTIONS: [TopSection; 3] = [
 pub(super) struct TopScreen {
     is_coloured: bool,
     summary: Summary,
-    /// Time of the last successful response.
+    /// Time of the displayed sample; `None` before the first.
     answered_at: Option<Instant>,
     /// Why the last request failed; `None` if it succeeded.
     failure: Option<String>,
@@ -187,7 +187,8 @@ impl TopScreen {
         }
     }
 
-    /// Shows `sample`, with the changes since `before`.
+    /// Shows `sample`, with the changes since `before`, unless the screen is paused. `before` is
+    /// `None` for the first sample.
     fn take(&mut self, before: Option<&ClusterSample>, sample: &ClusterSample) {
         self.failure = None;
         if !self.is_paused {

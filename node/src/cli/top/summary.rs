@@ -11,7 +11,7 @@ use super::observer::ClusterSample;
 /// Summary of the cluster's activity.
 #[derive(Debug, Clone, PartialEq, Default, Serialize)]
 pub(super) struct Summary {
-    /// Id of the replica that reported the state.
+    /// Id of the replica that reported the state; `None` before the first sample.
     pub(super) asked: Option<u64>,
     pub(super) leader: Option<u64>,
     pub(super) term: Option<u64>,
@@ -29,7 +29,8 @@ pub(super) struct Summary {
 pub(super) struct TotalRow {
     pub(super) requests_per_s: f64,
     pub(super) failed_per_s: f64,
-    /// Share of the prompt tokens that engines found in their caches, in thousandths.
+    /// Share of the prompt tokens that engines found in their caches, in thousandths; `None` if no
+    /// engine reported prompt tokens.
     pub(super) cached_permille: Option<f64>,
     pub(super) in_flight: u64,
     pub(super) waiting: u64,
@@ -53,13 +54,15 @@ pub(super) struct ReplicaRow {
     pub(super) state: String,
     pub(super) is_well: bool,
     pub(super) applied: Option<u64>,
-    /// Number of entries known to be committed that the replica has not applied.
+    /// Number of entries known to be committed that the replica has not applied; `None` if it does
+    /// not report its figures.
     pub(super) lag: Option<u64>,
     pub(super) requests_per_s: Option<f64>,
     pub(super) failed_per_s: Option<f64>,
     pub(super) ttft_p50_ms: Option<f64>,
     pub(super) ttft_p99_ms: Option<f64>,
-    /// 99th percentile of the time that routing adds to a request, in milliseconds.
+    /// 99th percentile of the time that routing adds to a request, in milliseconds; `None` if there
+    /// were no requests, or the replica does not report its figures.
     pub(super) routing_p99_ms: Option<f64>,
     pub(super) cached_permille: Option<f64>,
     pub(super) in_flight: Option<u64>,
@@ -67,7 +70,7 @@ pub(super) struct ReplicaRow {
     pub(super) disk_free_permille: Option<f64>,
 }
 
-/// Figures of one backend. Rates need two samples.
+/// Figures of one backend. Rates need two samples, and are `None` for the first.
 #[derive(Debug, Clone, PartialEq, Default, Serialize)]
 pub(super) struct BackendRow {
     pub(super) id: String,
@@ -75,22 +78,24 @@ pub(super) struct BackendRow {
     pub(super) is_well: bool,
     pub(super) in_flight: u64,
     pub(super) limit: Option<u64>,
-    /// Number of requests in the engine's own queue.
+    /// Number of requests in the engine's own queue; `None` if the engine does not report it.
     pub(super) queued: Option<u64>,
-    /// Prompt tokens per second, as counted by the engine.
+    /// Prompt tokens per second, as counted by the engine; `None` if it does not report them.
     pub(super) prompt_tokens_per_s: Option<f64>,
-    /// Share of the prompt tokens that the engine found in its cache, in thousandths.
+    /// Share of the prompt tokens that the engine found in its cache, in thousandths; `None` if it
+    /// looked up none, or does not report them.
     pub(super) hit_permille: Option<f64>,
     pub(super) kv_usage_permille: Option<u64>,
     pub(super) owned_blocks: u64,
     pub(super) capacity_blocks: Option<u64>,
-    /// Difference of predicted and reported cached tokens, in thousandths of the prompt tokens.
+    /// Predicted minus reported cached tokens, in thousandths of the prompt tokens; `None` before
+    /// the first report.
     pub(super) error_permille: Option<i64>,
     /// Mode of ownership: `exact`, `degraded` or `lease`.
     pub(super) ownership: String,
 }
 
-/// Figures of one user. Rates need two samples.
+/// Figures of one user. Rates need two samples, and are `None` for the first.
 #[derive(Debug, Clone, PartialEq, Default, Serialize)]
 pub(super) struct UserRow {
     /// Name of the user, or the key if the name is unknown.
@@ -99,17 +104,20 @@ pub(super) struct UserRow {
     pub(super) in_flight: u64,
     pub(super) waiting: u64,
     pub(super) requests_per_s: Option<f64>,
-    /// Number of uncached prompt tokens and output tokens per second.
+    /// Number of uncached prompt tokens and output tokens per second; `None` for the first sample.
     pub(super) tokens_per_s: Option<f64>,
-    /// Share of the tokens of all users, in thousandths.
+    /// Share of the tokens of all users, in thousandths; `None` if the user is inactive or no
+    /// tokens were counted.
     pub(super) share_permille: Option<f64>,
-    /// Share that the user would have if active users shared by weight, in thousandths.
+    /// Share that the user would have if active users shared by weight, in thousandths; `None` if
+    /// the user is inactive.
     pub(super) fair_permille: Option<f64>,
     pub(super) counter_milli_tokens: u64,
 }
 
 impl Summary {
-    /// Summarises a sample, and the changes since the previous one.
+    /// Summarises a sample, and the changes since the previous one; `before` is `None` for the
+    /// first.
     pub(super) fn of(before: Option<&ClusterSample>, now: &ClusterSample) -> Self {
         let seen = &now.replicas;
         let told = seen["replicas"].as_array().map_or(&[][..], Vec::as_slice);
@@ -226,7 +234,8 @@ fn seconds(before: Option<&ClusterSample>, now: &ClusterSample) -> Option<f64> {
     before.map(|before| (now.at - before.at).as_secs_f64())
 }
 
-/// Indexes the entries of the previous sample by their value of `field`.
+/// Indexes the entries of the previous sample by their value of `field`; `None`: there is no
+/// previous sample.
 fn by<'a>(entries: Option<&'a Vec<Value>>, field: &str) -> BTreeMap<&'a str, &'a Value> {
     let entries = entries.into_iter().flatten();
     entries
