@@ -31,7 +31,7 @@ pub struct Problem {
     #[serde(serialize_with = "status_as_number")]
     #[schemars(with = "u16", range(min = 400, max = 599))]
     pub status: StatusCode,
-    /// Description of this occurrence.
+    /// Description of this occurrence; absent if there is nothing to add to `title`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub detail: Option<String>,
     /// Further members, such as `outcome` or `index`.

@@ -112,7 +112,7 @@ pub enum ClusterEvent {
         id: String,
         /// Mode of the ownership: `exact`, `degraded` or `lease`.
         mode: KvMode,
-        /// Why the mode is not `exact`.
+        /// Why the mode is not `exact`; `null`: it is, or no KV events have been reported.
         reason: Option<String>,
         /// Replica that reads the backend's KV events; `null`: none.
         reader: Option<ReplicaId>,

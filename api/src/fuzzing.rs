@@ -45,7 +45,8 @@ pub(crate) const PATHS: &[&str] = &[
     "/elsewhere",
 ];
 
-/// Selects a path by the first byte and returns it with the rest of the bytes.
+/// Selects a path by the first byte and returns it with the rest of the bytes; `None` without
+/// bytes.
 pub(crate) fn path_of(bytes: &[u8]) -> Option<(&'static str, &[u8])> {
     let (number, rest) = bytes.split_first()?;
     Some((PATHS[usize::from(*number) % PATHS.len()], rest))

@@ -55,7 +55,8 @@ pub trait Cluster: Send + Sync + 'static {
     fn promote_member(&self, id: ReplicaId) -> BoxFuture<'_, Result<u64, ChangeError>>;
     /// Removes a member and returns the log index.
     fn remove_member(&self, id: ReplicaId) -> BoxFuture<'_, Result<u64, ChangeError>>;
-    /// Transfers leadership and returns the new leader.
+    /// Transfers leadership to `to`, or with `None` to the voter with the longest log, and returns
+    /// the new leader.
     fn transfer_leader(
         &self,
         to: Option<ReplicaId>,
@@ -83,13 +84,13 @@ pub struct ClusterStatus {
     /// Session of this replica.
     #[serde(skip)]
     pub session: SessionId,
-    /// Id of the cluster, 32 hex digits; `None` before the cluster is formed.
+    /// Id of the cluster, 32 hex digits; `null` before the cluster is formed.
     pub cluster_id: Option<String>,
     /// `leader`, `follower`, `candidate`, `learner`, `forming`, `removed` or `stopped`.
     pub role: &'static str,
     /// Raft term.
     pub term: u64,
-    /// Leader that this replica follows.
+    /// Leader that this replica follows; `null`: none is known.
     pub leader: Option<ReplicaId>,
     /// Whether a quorum responds, as far as this replica knows.
     pub has_quorum: bool,
@@ -97,7 +98,7 @@ pub struct ClusterStatus {
     pub committed_index: u64,
     /// Last index applied.
     pub applied_index: u64,
-    /// Index of the newest snapshot.
+    /// Index of the newest snapshot; `null`: there is none.
     pub snapshot_index: Option<u64>,
     /// Whether this replica has applied everything that the cluster's log contained when it
     /// started.
@@ -106,7 +107,7 @@ pub struct ClusterStatus {
     pub is_removed: bool,
     /// Description of this replica's storage fault, if any.
     pub fault: Option<String>,
-    /// Why this replica is not in a cluster yet, as far as known.
+    /// Why this replica is not in a cluster yet; `null`: it is in one, or the reason is not known.
     pub unjoined: Option<String>,
     /// Findings at the addresses of its config while it is in no cluster, or at those of the other
     /// members while it hears no quorum.

@@ -36,7 +36,7 @@ struct BackendDetail {
     url: String,
     models: Vec<String>,
     labels: BTreeMap<String, String>,
-    /// Configured capacity of the engine's cache, in blocks.
+    /// Configured capacity of the engine's cache, in blocks; `null`: not configured.
     capacity_blocks: Option<u32>,
     kv_events: Option<String>,
     kv_replay: Option<String>,
@@ -67,12 +67,13 @@ struct BackendDetail {
 /// Kind, version and models of an engine.
 #[derive(Serialize, JsonSchema)]
 struct EngineInfo {
-    /// Kind of the engine, by its metrics or else by its model list.
+    /// Kind of the engine, by its metrics or else by its model list; `null`: not known.
     kind: Option<EngineKind>,
     version: Option<String>,
     /// Whether the engine's responses have reported how much of a prompt was cached.
     tells_cached_tokens: bool,
-    /// Number of the engine's data-parallel ranks, as reported; each is a backend here.
+    /// Number of the engine's data-parallel ranks, each of which is a backend here; `null`: not
+    /// reported.
     ranks: Option<u16>,
     /// Rank that this backend is; `null`: the engine has only one.
     rank: Option<u16>,
@@ -118,7 +119,7 @@ struct OwnershipDetail {
     reason: Option<String>,
     /// Replica that reads the backend's KV events; `null`: none.
     reader: Option<ReplicaId>,
-    /// Replicated status of the KV events.
+    /// Replicated status of the KV events; `null`: none have been reported.
     events: Option<KvStatus>,
     /// Streams of KV events, if this replica is the reader.
     reading: Option<BackendStreams>,
@@ -178,7 +179,7 @@ struct ProbeDetail {
     total: u64,
     failures_total: u64,
     failures_in_row: u32,
-    /// Why the engine's metrics are not available.
+    /// Why the last scrape of the engine's metrics failed; `null`: it did not fail.
     metrics_detail: Option<String>,
 }
 

@@ -47,7 +47,7 @@ pub(super) struct DecisionList {
     kept_max: usize,
     /// Memory that the kept requests take, in bytes.
     kept_bytes: usize,
-    /// Arrival of the oldest request kept, in Unix milliseconds.
+    /// Arrival of the oldest request kept, in Unix milliseconds; `null`: none is kept.
     oldest_ms: Option<u64>,
     decisions: Vec<DecisionSummary>,
     /// Value of `cursor` for the next page; absent at the end.
@@ -106,7 +106,7 @@ struct EndView {
     outcome: &'static str,
     /// Status sent to the client; `null`: the client left before.
     status: Option<u16>,
-    /// Code of the error sent to the client.
+    /// Code of the error sent to the client; `null`: none was sent.
     code: Option<&'static str>,
     duration_ms: f64,
 }
@@ -119,7 +119,8 @@ struct ReportView {
     usage: Option<UsageView>,
     /// Charged tokens: those reported, or an estimate if none were.
     charged: ChargedView,
-    /// Time from the dispatch to the first byte of the response, in milliseconds.
+    /// Time from the dispatch to the first byte of the response's body, in milliseconds; `null`:
+    /// none arrived.
     ttft_ms: Option<f64>,
     /// Time from the dispatch to the end, in milliseconds.
     duration_ms: f64,
@@ -165,9 +166,9 @@ struct AttemptView {
     /// Outcome of the prefill, if another backend computes the prompt.
     #[serde(skip_serializing_if = "Option::is_none")]
     prefill_outcome: Option<&'static str>,
-    /// Status of the engine's response.
+    /// Status of the engine's response; `null`: none has arrived.
     status: Option<u16>,
-    /// Why there was no response.
+    /// Why there was no response; `null`: there was one, or it is still expected.
     failure: Option<&'static str>,
     /// Result; `null`: the attempt is in progress.
     outcome: Option<ReportView>,

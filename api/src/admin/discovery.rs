@@ -13,8 +13,8 @@ use crate::error::Problem;
 #[derive(Serialize, JsonSchema)]
 pub(super) struct DiscoveryResponse {
     index: LogIndex,
-    /// The leader, which registers and removes backends according to its sources. Each replica
-    /// reads its own sources.
+    /// The leader, which registers and removes backends according to its sources; `null`: none is
+    /// known. Each replica reads its own sources.
     leader: Option<ReplicaId>,
     sources: Vec<SourceReport>,
     /// Backends of sources that this replica is not configured with.

@@ -91,7 +91,7 @@ pub(super) struct ExplainResponse {
     request_id: Option<String>,
     /// Priority in the queue: higher ones are served first.
     priority: i16,
-    /// How long the client is willing to wait, in milliseconds.
+    /// How long the client is willing to wait, in milliseconds; `null`: it sets no deadline.
     deadline_ms: Option<u64>,
     /// Labels that the request selects backends by.
     labels: BTreeMap<String, String>,

@@ -25,7 +25,8 @@ pub(super) struct FailedTries(Mutex<SourceTable>);
 struct SourceTable {
     /// Time at which the bucket of each tracked source is full again.
     full_at: BTreeMap<IpAddr, Instant>,
-    /// Time at which the bucket shared by all other sources is full again.
+    /// Time at which the bucket shared by all other sources is full again; `None` if it was never
+    /// used.
     others_full_at: Option<Instant>,
 }
 

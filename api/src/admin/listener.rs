@@ -178,7 +178,7 @@ impl AdminConnection {
     }
 }
 
-/// Attaches the caller's address and certificate to a request, for the gate.
+/// Attaches the caller's address and certificate, if any, to a request, for the gate.
 fn named(
     mut request: Request<Incoming>,
     address: CallerAddress,

@@ -43,9 +43,9 @@ struct ReplicaDetail {
     is_refusing: bool,
     /// Host and port of the replica's peer listener.
     peer: String,
-    /// URL of the replica's admin listener.
+    /// URL of the replica's admin listener; `null`: it announced none.
     admin: Option<String>,
-    /// URL of the replica's data plane.
+    /// URL of the replica's data plane; `null`: it announced none.
     data: Option<String>,
     version: Option<String>,
     /// Number of entries that the replica lags behind; `null` if it is not heard.

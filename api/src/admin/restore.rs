@@ -225,7 +225,7 @@ async fn again(admin: &Admin, command: Command) -> Result<Committed, ProposeErro
     }
 }
 
-/// Returns the log index at which `restore` took effect, as far as the state knows.
+/// Returns the log index at which `restore` took effect, if the state still has its audit entry.
 fn restored_at(admin: &Admin, restore: RestoreId) -> Option<LogIndex> {
     let mut index = None;
     admin

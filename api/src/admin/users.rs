@@ -280,7 +280,8 @@ impl PutUserBody {
         read.map_err(|faults| unfit(&within("budget", faults)))
     }
 
-    /// Returns the command for the fields in the body. Prefers the one that most builds support.
+    /// Returns the command for the fields in the body, with its `limits` as parsed, if it has any.
+    /// Prefers the command that most builds support.
     fn command(self, name: String, limits: Option<UserLimits>) -> Result<Command, Problem> {
         let budget = self.budget()?;
         let weight_milli = self.weight_milli;

@@ -126,9 +126,11 @@ struct WhatIfPolicy {
 /// Figures of a set of choices.
 #[derive(Debug, Default, Clone, PartialEq, Serialize, JsonSchema)]
 struct WhatIfFigures {
-    /// Share of prompt tokens that the chosen backends were predicted to hold.
+    /// Share of prompt tokens that the chosen backends were predicted to hold; `null`: there were
+    /// none.
     predicted_hit_rate: Option<f64>,
-    /// Requests of the busiest backend, divided by an even share among all available backends.
+    /// Requests of the busiest backend, divided by an even share among all available backends;
+    /// `null`: there were no requests.
     busiest_share: Option<f64>,
     /// Number of requests by backend.
     by_backend: BTreeMap<String, u64>,
@@ -258,7 +260,8 @@ fn answer(admin: &Admin, taken: &[TakenRequest], policies: Vec<PolicyConfig>) ->
     }
 }
 
-/// Returns the choice that `config` would have made in the decision number `at`.
+/// Returns the choice that `config` would have made in the decision number `at`; `None` without
+/// candidates.
 fn chosen(config: &PolicyConfig, again: &ReplayedDecision<'_>, at: u64) -> Option<Choice> {
     let seen = &again.seen;
     if config == seen.policy {

@@ -22,7 +22,7 @@ pub(super) struct WhoamiResponse {
     name: Option<String>,
     /// Role of the caller.
     role: AdminRole,
-    /// How the caller authenticated.
+    /// How the caller authenticated; `null`: this listener does not require it.
     by: Option<CallerProof>,
 }
 

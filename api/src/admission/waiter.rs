@@ -21,7 +21,7 @@ pub trait AdmissionRequest: Send + Sync + 'static {
     /// Returns the priority of the request. Higher priorities go first.
     fn priority(&self) -> i16;
 
-    /// Returns the maximum number of output tokens, from the request.
+    /// Returns the maximum number of output tokens, from the request; `None` if it sets none.
     fn tokens_max(&self) -> Option<u32>;
 
     /// Whether only some of the model's backends can take the request; others may then overtake it.

@@ -66,7 +66,7 @@ impl EngineAdapters {
 /// Collects the series of `vllm:lora_requests_info` on a page.
 #[derive(Debug, Default)]
 pub(super) struct LoraSeries {
-    /// Time and `max_lora` of the newest series.
+    /// Time and `max_lora` of the newest series; `None` before the first.
     newest: Option<(f64, u32)>,
     /// For each adapter, the time of the newest series that names it.
     named: BTreeMap<String, f64>,

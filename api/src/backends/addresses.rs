@@ -42,7 +42,7 @@ const REFUSED: [IpPrefix; 7] = [
 
 /// Returns the IPv4 address that a gateway would use for this IPv6 address: NAT64 (`64:ff9b::/96`,
 /// `64:ff9b:1::/48`), 6to4 (`2002::/16`), and the forms `::a.b.c.d`, `::ffff:a.b.c.d` and
-/// `::ffff:0:a.b.c.d`.
+/// `::ffff:0:a.b.c.d`. Returns `None` for all others.
 fn embedded(address: IpAddr) -> Option<Ipv4Addr> {
     let IpAddr::V6(address) = address else {
         return None;
@@ -124,7 +124,8 @@ impl FromStr for AllowedEngines {
     }
 }
 
-/// Parses the path of a Unix socket, or of a folder of Unix sockets followed by `*`.
+/// Parses the path of a Unix socket, or of a folder of Unix sockets followed by `*`; `None` if it
+/// is neither.
 fn socket(path: &str) -> Option<AllowedEngines> {
     if !is_plain_path(Path::new(path)) || path.trim_end_matches('*').contains('*') {
         return None;

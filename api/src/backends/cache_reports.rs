@@ -63,7 +63,7 @@ struct EngineReports {
     warm: u32,
     /// Number of cold responses since the last warm one.
     cold: u32,
-    /// User who got the first of the cold responses.
+    /// User who got the first of the cold responses; `None` if there are none.
     first: Option<UserKey>,
     is_of_several: bool,
 }

@@ -69,7 +69,8 @@ struct ProbeConnection {
 }
 
 impl ProbeClient {
-    /// Creates a client of the engine at `url`. Each call takes at most `timeout`.
+    /// Creates a client of the engine at `url` that sends the credentials `headers`, if any. Each
+    /// call takes at most `timeout`.
     pub(crate) fn new(
         url: &str,
         headers: Option<EngineHeaders>,
@@ -88,7 +89,7 @@ impl ProbeClient {
         })
     }
 
-    /// Sets the credentials for subsequent requests.
+    /// Sets the credentials for subsequent requests; `None` to send none.
     pub(crate) fn authorize(&mut self, headers: Option<EngineHeaders>) {
         self.headers = headers;
     }

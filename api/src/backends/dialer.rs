@@ -144,8 +144,8 @@ impl EngineDialer {
     }
 }
 
-/// Returns the files for TLS connections to engines: the authorities to trust and the replica's
-/// certificate.
+/// Returns the files for TLS connections to engines: the authorities to trust besides the system's
+/// and the replica's certificate, each if there are any.
 #[must_use]
 pub fn engine_files(
     authorities: Option<crate::tls::NamedFile>,

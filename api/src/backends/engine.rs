@@ -34,7 +34,8 @@ pub enum EngineKind {
 }
 
 impl EngineKind {
-    /// Returns the engine called `name`, as the owner of its models or the prefix of its metrics.
+    /// Returns the engine called `name`, as the owner of its models or the prefix of its metrics;
+    /// `None` if no engine is.
     #[must_use]
     pub fn named(name: &str) -> Option<Self> {
         match name {
@@ -54,7 +55,8 @@ impl EngineKind {
         }
     }
 
-    /// Returns the engine that exports `metric`, according to the prefix of its name.
+    /// Returns the engine that exports `metric`, according to the prefix of its name; `None` if
+    /// unknown.
     fn of(metric: &str) -> Option<Self> {
         match metric.split_once(':') {
             Some((name, _)) => Self::named(name),
@@ -289,7 +291,7 @@ struct ListedModel {
     owned_by: Value,
 }
 
-/// Returns the maximum context length in tokens, whichever field contains it.
+/// Returns the maximum context length in tokens, whichever field contains it; `None` if none does.
 fn model_length(listed: &ListedModel) -> Option<u64> {
     let names = [
         &listed.max_model_len,
@@ -302,7 +304,8 @@ fn model_length(listed: &ListedModel) -> Option<u64> {
 /// Maximum length of each text in a model's entry, and of its permissions, in bytes.
 const KEPT_BYTES_MAX: usize = 1024;
 
-/// Entry of a model in an engine's list.
+/// Entry of a model in an engine's list. A field is `None` if the list lacks it, or if its value
+/// has another type or is too long.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct EngineModel {
     /// Id of the model.

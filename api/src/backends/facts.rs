@@ -43,7 +43,7 @@ const NEAR_PART: u64 = 200;
 /// changing.
 pub(super) const REFINE_AFTER: Duration = Duration::from_secs(30);
 
-/// Facts read from an engine in one round of probes.
+/// Facts read from an engine in one round of probes; `None` if it did not report them.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct EngineReading {
     /// Ids of the engine's models, if they were queried.
@@ -86,7 +86,7 @@ pub(crate) struct ProbeRound {
 #[derive(Debug, Default)]
 pub(crate) struct FactsMemory {
     handle: Option<BackendRef>,
-    /// Last reported number of prompt tokens processed.
+    /// Last reported number of prompt tokens processed; `None` before the first report.
     prompt_tokens: Option<u64>,
     /// Number of refused probes when the engine last responded; `None` before the first reading.
     refusals: Option<u64>,
@@ -221,7 +221,7 @@ impl FactsMemory {
 }
 
 /// Converts `cache_tokens` into router blocks, rounded up: overestimating a capacity is better than
-/// underestimating it.
+/// underestimating it. Returns `None` if the tokens, or the tokens per block, are unknown.
 fn blocks(cache_tokens: Option<u64>, round: &ProbeRound) -> Option<u32> {
     let per_block = round.tokens_per_block;
     if !(per_block.is_finite() && per_block > 0.0) {

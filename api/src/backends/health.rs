@@ -26,7 +26,8 @@ pub const SCRAPE_FAILURES_MAX: u32 = 3;
 pub struct Health {
     /// Whether the backend may get requests.
     pub is_healthy: bool,
-    /// Why the backend is unhealthy, or the last failure of a healthy one.
+    /// Why the backend is unhealthy, or the last failure of a healthy one; `None` if nothing has
+    /// failed since the last passed probe.
     pub detail: Option<String>,
     /// Number of requests in the engine's queue.
     pub waiting: u32,
@@ -112,7 +113,8 @@ pub struct ProbeRecord {
     pub id: String,
     /// Whether the backend may get requests.
     pub is_healthy: bool,
-    /// Why the backend is unhealthy, or the last failure of a healthy one.
+    /// Why the backend is unhealthy, or the last failure of a healthy one; `None` if nothing has
+    /// failed since the last passed probe.
     pub detail: Option<String>,
     /// How the last probe failed; `None` if it passed or there was none.
     pub fault: Option<Fault>,
@@ -131,19 +133,19 @@ pub struct ProbeRecord {
     pub metrics_detail: Option<String>,
     /// The engine's figures as of the last successful scrape.
     pub metrics: EngineMetrics,
-    /// Kind of the engine, as last recognised by its metrics or models.
+    /// Kind of the engine, as last recognised by its metrics or models; `None` before.
     pub kind: Option<EngineKind>,
     /// Stage that the engine computes; `None` if it reports none.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub disaggregation: Option<DisaggregationFacts>,
-    /// Model ids in the last model list.
+    /// Model ids in the last model list; `None` before the first.
     pub models: Option<Vec<String>>,
-    /// Entries of the last model list.
+    /// Entries of the last model list; `None` before the first.
     #[serde(skip)]
     pub listed: Option<Arc<[EngineModel]>>,
-    /// Version that the engine reports.
+    /// Version that the engine reports; `None` if none is known.
     pub version: Option<String>,
-    /// Facts last reported to the cluster by this replica.
+    /// Facts last reported to the cluster by this replica; `None` if there were none.
     pub told: Option<EngineFacts>,
     /// Tokens per block of the model, if the engine's own block size does not fit it.
     pub unfit_block_size: Option<u32>,
@@ -151,7 +153,8 @@ pub struct ProbeRecord {
     /// the number of scrapes until they must.
     #[serde(skip)]
     pub(crate) sent_adapters: Vec<(String, u8)>,
-    /// Adapters for decisions, derived from `sent_adapters`, the metrics and the model list.
+    /// Adapters for decisions, derived from `sent_adapters`, the metrics and the model list; `None`
+    /// if the metrics report none.
     #[serde(skip)]
     pub(crate) adapters: Option<Arc<EngineAdapters>>,
 }

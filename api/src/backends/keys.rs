@@ -136,12 +136,14 @@ impl EngineKeys {
         self.0.store(other.0.load_full());
     }
 
-    /// Returns the key for the replica's own requests to the backend `id` at `url`.
+    /// Returns the key for the replica's own requests to the backend `id` at `url`, if there is
+    /// one.
     pub(crate) fn of_probes(&self, id: &str, url: &str) -> Option<EngineHeaders> {
         self.of(id, url).map(|key| key.headers)
     }
 
-    /// Returns the key that replaces the client's in requests to the backend `id` at `url`.
+    /// Returns the key that replaces the client's in requests to the backend `id` at `url`, if
+    /// there is one.
     pub(crate) fn of_requests(&self, id: &str, url: &str) -> Option<EngineHeaders> {
         let key = self.of(id, url).filter(|key| key.is_for_requests);
         key.map(|key| key.headers)

@@ -289,7 +289,8 @@ impl Backends {
         }
     }
 
-    /// Returns all that is known about the backend in `slot`, for display.
+    /// Returns all that is known about the backend in `slot`, for display; `None` if the slot is
+    /// empty.
     #[must_use]
     pub fn record(&self, slot: Slot) -> Option<ProbeRecord> {
         self.board.record(slot)

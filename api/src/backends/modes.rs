@@ -11,7 +11,7 @@ pub struct DisaggregationFacts {
     /// `prefill`, `decode`, or `null` if it computes whole requests.
     #[serde(rename(deserialize = "disaggregation_mode"))]
     pub mode: String,
-    /// Port of the engine's bootstrap server.
+    /// Port of the engine's bootstrap server; `None` if it reports none.
     #[serde(default, rename(deserialize = "disaggregation_bootstrap_port"))]
     pub bootstrap_port: Option<u16>,
 }

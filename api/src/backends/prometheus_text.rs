@@ -176,7 +176,7 @@ fn label_end(bytes: &[u8], at: usize) -> Result<usize, &'static str> {
 }
 
 impl<'a> SampleLabels<'a> {
-    /// Returns the unescaped value of the label `name`.
+    /// Returns the unescaped value of the label `name`, if there is one.
     #[must_use]
     pub fn get(&self, name: &str) -> Option<Cow<'a, str>> {
         self.iter()

@@ -86,7 +86,7 @@ impl EngineUrl {
         self.prefix.is_empty()
     }
 
-    /// Returns the value of the `host` header.
+    /// Returns the value of the `host` header; `None` if a header cannot have it.
     pub(crate) fn host_header(&self) -> Option<HeaderValue> {
         let port = if self.is_tls { HTTPS_PORT } else { HTTP_PORT };
         let default = format!(":{port}");

@@ -116,13 +116,13 @@ pub struct EngineTemplate {
     pub labels: BTreeMap<String, String>,
     /// Role of the engines, unless the source states another.
     pub role: BackendRole,
-    /// Capacity of the engines' caches, in blocks.
+    /// Capacity of the engines' caches, in blocks; `None` if the engines report it.
     pub capacity_blocks: Option<u32>,
     /// Protocol of the engines.
     pub scheme: EngineScheme,
-    /// Port of the engines' KV events.
+    /// Port of the engines' KV events; `None` not to read them.
     pub kv_events_port: Option<u16>,
-    /// Port for requesting missed KV events.
+    /// Port for requesting missed KV events; `None` not to request them.
     pub kv_replay_port: Option<u16>,
 }
 

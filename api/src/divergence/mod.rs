@@ -201,14 +201,14 @@ impl DigestRing {
     }
 
     /// Returns the last index at which a peer's digest was compared with this replica's, and
-    /// whether they were equal.
+    /// whether they were equal; `None` if there is none.
     #[must_use]
     pub fn compared_with(&self, peer: ReplicaId) -> Option<(u64, bool)> {
         let mut newest = self.compared.iter().rev();
         newest.find_map(|(&index, said)| Some((index, *said.get(&peer)? == self.get(index)?)))
     }
 
-    /// Returns the digest recorded at `index`.
+    /// Returns the digest recorded at `index`, if there is one.
     #[must_use]
     pub fn get(&self, index: u64) -> Option<u128> {
         let place = self.recorded.partition_point(|(at, _)| *at < index);
@@ -216,7 +216,8 @@ impl DigestRing {
         (*at == index).then_some(*digest)
     }
 
-    /// Returns the newest digest that peers can compare with theirs, and its index.
+    /// Returns the newest digest that peers can compare with theirs, and its index; `None` if there
+    /// is none.
     #[must_use]
     pub fn to_tell(&self) -> Option<(u64, u128)> {
         let rested = self.get(self.rested_at);
@@ -229,7 +230,8 @@ impl DigestRing {
         rested.max(self.newest(every))
     }
 
-    /// Returns the newest digest at an index divisible by `every`, and its index.
+    /// Returns the newest digest at an index divisible by `every`, and its index; `None` if there
+    /// is none.
     fn newest(&self, every: u64) -> Option<(u64, u128)> {
         let is_such = |(index, _): &&(u64, u128)| index.is_multiple_of(every);
         self.recorded.iter().rev().find(is_such).copied()
@@ -358,19 +360,20 @@ impl Digests {
         self.get(index)
     }
 
-    /// Returns the digest recorded at `index`.
+    /// Returns the digest recorded at `index`, if there is one.
     #[must_use]
     pub fn get(&self, index: u64) -> Option<u128> {
         self.lock().ring.get(index)
     }
 
-    /// Returns the last index at which a peer's digest was compared, and whether both were equal.
+    /// Returns the last index at which a peer's digest was compared, and whether both were equal;
+    /// `None` if there is none.
     #[must_use]
     pub fn compared_with(&self, peer: ReplicaId) -> Option<(u64, bool)> {
         self.lock().ring.compared_with(peer)
     }
 
-    /// Returns the newest recorded index at or below `index`.
+    /// Returns the newest recorded index at or below `index`, if there is one.
     #[must_use]
     pub fn nearest(&self, index: u64) -> Option<u64> {
         self.lock().ring.indexes().rev().find(|at| *at <= index)

@@ -161,8 +161,8 @@ impl fmt::Display for KvAddress {
     }
 }
 
-/// Returns the hosts and Unix sockets that a replica connects to for these settings, each with the
-/// name of its setting. The host of the backend's URL is left out.
+/// Returns the hosts and Unix sockets that a replica connects to for these settings, if set, each
+/// with the name of its setting. The host of the backend's URL is left out.
 #[must_use]
 pub fn places(
     kv_events: Option<&str>,
@@ -184,7 +184,7 @@ pub fn places(
     places.collect()
 }
 
-/// Checks the settings `kv_events` and `kv_replay` of a backend.
+/// Checks the settings `kv_events` and `kv_replay` of a backend; `None` if not set.
 ///
 /// # Errors
 /// Returns the field at fault and what is expected of it.

@@ -349,7 +349,7 @@ async fn replay(
 }
 
 /// Returns the number and the payload of a message, which are its last two frames. The number of
-/// frames before them depends on the engine's version.
+/// frames before them depends on the engine's version. Returns `None` if it has no such frames.
 fn read(frames: &[Bytes]) -> Option<(u64, Bytes)> {
     let [.., seq, payload] = frames else {
         return None;

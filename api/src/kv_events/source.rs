@@ -77,7 +77,7 @@ struct ServerInfo {
     dp_size: Option<u16>,
 }
 
-/// Queries the event sources of `backend`'s engine.
+/// Queries the event sources of `backend`'s engine, with the credentials `headers`, if any.
 pub(super) async fn find(
     backend: &Backend,
     headers: Option<EngineHeaders>,

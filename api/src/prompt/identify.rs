@@ -39,7 +39,8 @@ impl PromptReader {
         }
     }
 
-    /// Identifies a prompt by its token `ids`. `seam` determines how a response continues them.
+    /// Identifies a prompt by its token `ids`. `seam` determines how a response continues them, if
+    /// known.
     pub(super) fn identify_tokens(
         &self,
         parsed: &ParsedBody,

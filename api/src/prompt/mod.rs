@@ -77,7 +77,8 @@ pub struct ParsedBody {
     pub continuous_usage: Option<bool>,
     /// Span of the `stream_options` object, braces included; `None` if absent or `null`.
     pub stream_options_span: Option<(usize, usize)>,
-    /// Span of the `null` in `"stream_options": null`, which an object may replace.
+    /// Span of the `null` in `"stream_options": null`, which an object may replace; `None` without
+    /// it.
     pub stream_options_null_span: Option<(usize, usize)>,
     /// Whether `stream_options` cannot be read; engines receive it unchanged.
     pub are_options_unclear: bool,
@@ -86,14 +87,15 @@ pub struct ParsedBody {
     pub insert_at: usize,
     /// Names of the fields that the router does not read.
     pub further: FurtherFields,
-    /// The `user` field.
+    /// The `user` field; `None` if absent or `null`.
     pub user: Option<String>,
     /// The `cache_salt` field, or the salt that replaces it if the user's cached blocks are kept
     /// apart.
     pub cache_salt: Option<String>,
     /// Whether the body has a `cache_salt`, even if it is `null`.
     pub has_cache_salt: bool,
-    /// The `lora_path` field of SGLang, as JSON: an adapter in addition to the model.
+    /// The `lora_path` field of SGLang, as JSON: an adapter in addition to the model. `None` if
+    /// absent or `null`.
     pub adapter: Option<String>,
     /// `max_completion_tokens`, `max_tokens` or `max_output_tokens`; `None` if absent or invalid.
     pub max_tokens: Option<u32>,

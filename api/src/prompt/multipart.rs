@@ -20,9 +20,9 @@ const BOUNDARY_BYTES_MAX: usize = 70;
 /// Fields of a form that routing needs, and the names of all fields.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct FormFields {
-    /// The `model` field.
+    /// The `model` field; `None` if absent.
     pub model: Option<String>,
-    /// The `user` field.
+    /// The `user` field; `None` if absent.
     pub user: Option<String>,
     /// The `stream` field.
     pub is_stream: bool,

@@ -260,7 +260,7 @@ fn wrong_model(message: &str) -> BodyRejection {
     }
 }
 
-/// Returns the flattened prompt: tools and system text, followed by the messages.
+/// Returns the flattened prompt: tools and system text, followed by the messages, each if present.
 fn with_preamble(
     tools: Option<&RawValue>,
     system: Option<&[u8]>,

@@ -385,6 +385,7 @@ impl PromptReader {
     }
 
     /// Identifies the prompt by its tokens `ids`, after the truncation that the engine applies.
+    /// `seam` determines how a response continues them, if known.
     fn take_tokens(
         &self,
         read: &mut ReadRequest,

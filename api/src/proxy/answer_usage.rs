@@ -14,14 +14,16 @@ use crate::routing::Usage;
 pub(super) struct AnswerDelta<'a> {
     /// Tokens used so far, if the document reports them.
     pub(super) usage: Option<Usage>,
-    /// Text that continues the prompt: that of choice 0, or of the only output.
+    /// Text that continues the prompt: that of choice 0, or of the only output; `None` if there is
+    /// none.
     pub(super) text: Option<Cow<'a, str>>,
     /// Number of bytes of other output: other choices, reasoning, refusals, arguments of tool
     /// calls.
     pub(super) other_bytes: usize,
     /// Index of the document's choice, if it has exactly one.
     pub(super) choice: Option<u64>,
-    /// Range of the top-level `usage` member with the comma that joins it to its neighbours.
+    /// Range of the top-level `usage` member with the comma that joins it to its neighbours; `None`
+    /// without such a member.
     pub(super) usage_member: Option<Range<usize>>,
     /// Whether the top-level `usage` is present but null.
     pub(super) is_usage_null: bool,

@@ -457,7 +457,7 @@ impl PendingAttempt {
         }
     }
 
-    /// Sets the session shared with the engine that computes the prompt at the same time.
+    /// Sets the session shared with the engine that computes the prompt at the same time, if any.
     fn bootstrap_session(mut self, bootstrap_session: Option<&Arc<BootstrapSession>>) -> Self {
         self.bootstrap_session = bootstrap_session.cloned();
         self
@@ -470,7 +470,8 @@ impl PendingAttempt {
         (attempt.expect("it is taken here only"), is_sent)
     }
 
-    /// Takes the attempt, after recording what is known about its prompt.
+    /// Takes the attempt, after recording what is known about its prompt; `None` if it was taken
+    /// before.
     fn take(&mut self) -> Option<Attempt> {
         let mut attempt = self.attempt.take()?;
         let bootstrap_session = self.bootstrap_session.as_ref();

@@ -64,7 +64,8 @@ pub(crate) struct DecisionLogSize {
     pub(crate) entries: usize,
     pub(crate) entries_max: usize,
     pub(crate) bytes: usize,
-    /// Time at which the oldest request was parsed, in Unix milliseconds.
+    /// Time at which the oldest request was parsed, in Unix milliseconds; `None` if the log is
+    /// empty.
     pub(crate) oldest_ms: Option<u64>,
 }
 
@@ -200,7 +201,7 @@ impl DecisionLog {
         }
     }
 
-    /// Returns the newest kept request with this id.
+    /// Returns the newest kept request with this id, if there is one.
     pub(crate) fn find(&self, id: &[u8]) -> Option<Arc<RequestRecord>> {
         let id_hash = xxh3_64(id);
         let kept = self.lock();

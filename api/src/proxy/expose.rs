@@ -76,7 +76,7 @@ impl Expose {
         }
     }
 
-    /// Adds the list of ignored request headers to the headers of any response.
+    /// Adds the list of ignored request headers, if any, to the headers of any response.
     pub(super) fn ignored(self, headers: &mut HeaderMap, ignored: Option<HeaderValue>) {
         if let Some(ignored) = ignored.filter(|_| self != Self::None) {
             headers.insert(IGNORED, ignored);

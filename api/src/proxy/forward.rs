@@ -150,7 +150,8 @@ pub(super) async fn admit(
     Ok((decision, attempt))
 }
 
-/// Writes the decision's span and returns the span of the attempt that follows.
+/// Writes the decision's span and returns the span of the attempt that follows; `None` if the
+/// request is not traced.
 fn trace(
     proxied: &ProxiedRequest,
     decision: &Decision,
@@ -177,7 +178,8 @@ struct SentRequest {
     result: AttemptResult,
     /// Time at which the request was sent to the backend that responds.
     at: Instant,
-    /// Slot of a prefill backend that did not transfer the prompt. It is excluded from now on.
+    /// Slot of a prefill backend that did not transfer the prompt, if any. It is excluded from now
+    /// on.
     failed_prefill: Option<Slot>,
     /// Slot of the backend at fault, if it is known and the request was not run.
     at_fault: Option<Slot>,
@@ -260,7 +262,7 @@ fn outgoing<'a>(
     (sending, wanted)
 }
 
-/// Returns the slot to exclude after a request was not run.
+/// Returns the slot to exclude after a request was not run for this `reason`, if it is known.
 fn fault(decision: &Decision, sending: &OutgoingRequest<'_>, reason: Option<&NotRun>) -> Slot {
     match (reason, &decision.prefill) {
         // The transfer may be at fault. The same backend may still compute the prompt itself.
@@ -271,7 +273,8 @@ fn fault(decision: &Decision, sending: &OutgoingRequest<'_>, reason: Option<&Not
     }
 }
 
-/// Excludes a failed backend, or all ranks of an unreachable engine.
+/// Excludes a backend that failed for this `reason`, if it is known, or all ranks of its engine if
+/// that is unreachable.
 fn exclude(proxy: &Proxy, slot: Slot, reason: Option<&NotRun>, excluded: &mut Vec<Slot>) {
     excluded.push(slot);
     if let Some(NotRun::Unreachable) = reason {

@@ -84,7 +84,7 @@ pub(super) struct Hop<'a> {
     pub(super) request_id: &'a HeaderValue,
     /// Whether to forward the client's credentials if the engine has no key of its own.
     pub(super) forward_credentials: bool,
-    /// Credentials for the engine that replace the client's.
+    /// Credentials for the engine that replace the client's; `None` if it has none of its own.
     pub(super) engine_key: Option<&'a EngineHeaders>,
     /// Rules for headers that are commands to engines.
     pub(super) strip: &'a HeaderRules,

@@ -59,7 +59,7 @@ impl UserSource {
     }
 }
 
-/// Returns the client's key, from `authorization: Bearer`, `x-api-key` or `api-key`.
+/// Returns the client's key, if any, from `authorization: Bearer`, `x-api-key` or `api-key`.
 fn api_key(headers: &HeaderMap) -> Option<&[u8]> {
     let bearer = headers
         .get(AUTHORIZATION)

@@ -98,9 +98,10 @@ struct UsageScanner {
     string: Option<Escape>,
     /// First bytes of the last top-level string, which is a key if a colon follows.
     key: Vec<u8>,
-    /// Bytes of a top-level `usage` value, as far as it has arrived.
+    /// Bytes of a top-level `usage` value, as far as it has arrived; `None` outside one, and if it
+    /// is too long.
     value: Option<Vec<u8>>,
-    /// First usage that could be parsed.
+    /// First usage that could be parsed; `None` before.
     usage: Option<Usage>,
     /// Whether the outermost bracket has closed.
     is_closed: bool,

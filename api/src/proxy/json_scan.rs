@@ -120,7 +120,7 @@ fn skip_space(json: &[u8], from: usize) -> usize {
     from + space.count()
 }
 
-/// Returns the position after the string that begins at `from`.
+/// Returns the position after the string that begins at `from`; `None` if `json` ends within it.
 fn skip_string(json: &[u8], from: usize) -> Option<usize> {
     let mut at = from + 1;
     loop {
@@ -132,7 +132,8 @@ fn skip_string(json: &[u8], from: usize) -> Option<usize> {
     }
 }
 
-/// Returns the position after the value that begins at `from`.
+/// Returns the position after the value that begins at `from`, which is `from` if none begins
+/// there; `None` if `json` ends before it, or within a string, object or array.
 fn skip_value(json: &[u8], from: usize) -> Option<usize> {
     match json.get(from)? {
         b'"' => skip_string(json, from),
@@ -146,8 +147,8 @@ fn skip_value(json: &[u8], from: usize) -> Option<usize> {
     }
 }
 
-/// Returns the position after the object or array that begins at `from`. Counts brackets instead of
-/// recursing, so deep nesting is harmless.
+/// Returns the position after the object or array that begins at `from`; `None` if `json` ends
+/// within it. Counts brackets instead of recursing, so deep nesting is harmless.
 fn skip_nested(json: &[u8], from: usize) -> Option<usize> {
     let mut depth = 0_usize;
     let mut at = from;

@@ -259,30 +259,32 @@ impl ProxyMetrics {
 pub(super) struct RequestMetricsGuard {
     metrics: Arc<ProxyMetrics>,
     started: Instant,
-    /// Time at which the request's body was complete.
+    /// Time at which the request's body was complete; `None` before.
     read_at: Option<Instant>,
     outcome: RequestOutcome,
     code: u16,
-    /// Code of the error sent to the client.
+    /// Code of the error sent to the client; `None` if none was sent.
     failure: Option<&'static str>,
-    /// Cause of the failure, for the log.
+    /// Cause of the failure, for the log and the trace; `None` if the request did not fail, or was
+    /// refused.
     cause: Option<String>,
-    /// Time from the request's last byte to the first byte of the response body.
+    /// Time from the request's last byte to the first byte of the response body; `None` before the
+    /// latter.
     ttft: Option<Duration>,
-    /// Record that receives the outcome.
+    /// Record that receives the outcome; `None` before the body is parsed, or if no record is kept.
     record: Option<Arc<RequestRecord>>,
-    /// Access log line of the request.
+    /// Access log line of the request; `None` if the log is off.
     access: Option<AccessEntry>,
-    /// Trace of the request.
+    /// Trace of the request; `None` without tracing.
     trace: Option<Arc<RequestTrace>>,
     stage: RequestStage,
-    /// Guard that counts the request for its connection and address.
+    /// Guard that counts the request for its connection and address; `None` if a gateway asks.
     _request_guard: Option<ConnectionRequestGuard>,
-    /// Guard that counts the request for its user.
+    /// Guard that counts the request for its user; `None` before the user is known.
     counted: Option<UserRequestGuard>,
-    /// Guard that counts the request in its model's retry budget.
+    /// Guard that counts the request in its model's retry budget; `None` before its first attempt.
     spending: Option<BudgetGuard>,
-    /// Metrics of the model.
+    /// Metrics of the model; `None` before the model is known.
     model: Option<Arc<ModelMeter>>,
 }
 
@@ -345,17 +347,17 @@ impl RequestMetricsGuard {
         self.model = Some(model);
     }
 
-    /// Sets the record that receives the outcome.
+    /// Sets the record that receives the outcome; `None` if no record is kept.
     pub(super) fn records(&mut self, record: Option<Arc<RequestRecord>>) {
         self.record = record;
     }
 
-    /// Sets the access log entry that is written at the end.
+    /// Sets the access log entry that is written at the end; `None` if the log is off.
     pub(super) fn logs(&mut self, access: Option<AccessEntry>) {
         self.access = access;
     }
 
-    /// Sets the trace that ends with the request.
+    /// Sets the trace that ends with the request; `None` without tracing.
     pub(super) fn traces(&mut self, trace: Option<Arc<RequestTrace>>) {
         self.trace = trace;
     }

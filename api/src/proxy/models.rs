@@ -14,7 +14,7 @@ use crate::backends::Backends;
 use crate::error::ProxyError;
 
 impl Proxy {
-    /// Returns a response with the models that the key allows, or with the model `id` only.
+    /// Returns a response with the model `id`, or with `None` with all models that the key allows.
     pub(super) fn models(
         &self,
         holder: &Holder,
@@ -59,7 +59,8 @@ struct ModelEntry<'a> {
     /// Value from the first engine that lists one, as for `parent` and `permission`.
     root: Option<String>,
     parent: Option<String>,
-    /// Smallest maximum length of its engines, because any of them may get the next request.
+    /// Smallest maximum length of its engines, because any of them may get the next request; `None`
+    /// if none lists one.
     max_model_len: Option<u64>,
     permission: Value,
 }

@@ -45,7 +45,8 @@ pub(super) fn begin_trace(
     Some(tracer.begin(headers, (method, shown_path(uri.path())), id))
 }
 
-/// Returns the id of the request's trace: that of this replica's span, or else the client's.
+/// Returns the id of the request's trace: that of this replica's span, or else the client's, if
+/// any.
 pub(super) fn trace_id(trace: Option<&Arc<RequestTrace>>, headers: &HeaderMap) -> Option<TraceId> {
     match trace {
         Some(trace) => Some(trace.trace_id()),
@@ -63,7 +64,7 @@ pub(super) struct ProxiedRequest {
     pub(super) peer: HeaderValue,
     /// Endpoints that the asking gateway can use; `None` if this replica sends the request.
     pub(super) endpoints: Option<OfferedEndpoints>,
-    /// Record of the request's decisions.
+    /// Record of the request's decisions; `None` if no record is kept.
     pub(super) record: Option<Arc<RequestRecord>>,
     /// Trace of the request; `None` without tracing.
     pub(super) trace: Option<Arc<RequestTrace>>,

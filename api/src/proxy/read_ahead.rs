@@ -45,6 +45,7 @@ pub(super) struct ReadAhead {
     /// Rest of [`ReadAheadBounds::held_back`].
     left: Duration,
     /// Start of the present wait: of a blocked engine, or of the rest of a finished response.
+    /// `None` if neither waits.
     since: Option<Instant>,
     timer: Option<Pin<Box<Sleep>>>,
 }
@@ -84,7 +85,7 @@ impl ReadAhead {
         self.pieces.push_back(piece);
     }
 
-    /// Removes the next piece for the client.
+    /// Removes and returns the next piece for the client, if there is one.
     pub(super) fn take(&mut self) -> Option<AnswerPiece> {
         let piece = self.pieces.pop_front()?;
         let bytes = length(&piece);

@@ -69,7 +69,7 @@ pub(crate) struct RequestEnd {
 }
 
 impl RequestRecord {
-    /// Records the end of the request.
+    /// Records the end of the request, with the code of the error sent to the client, if any.
     pub(super) fn ends(&self, outcome: &'static str, status: u16, code: Option<&'static str>) {
         self.end.get_or_init(|| RequestEnd {
             outcome,

@@ -166,7 +166,8 @@ fn model_id(path: &str) -> Cow<'_, str> {
     decoded.unwrap_or(Cow::Borrowed(path))
 }
 
-/// Parses `/v1/responses/ID` and `/v1/responses/ID/cancel`. Also returns whether to cancel.
+/// Parses `/v1/responses/ID` and `/v1/responses/ID/cancel`; `None` for other paths. Also returns
+/// whether to cancel.
 fn stored_response(path: &str) -> Option<(&str, bool)> {
     let rest = path.strip_prefix("/v1/responses/")?;
     let (id, is_cancel) = match rest.strip_suffix("/cancel") {

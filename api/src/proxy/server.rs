@@ -209,7 +209,7 @@ impl Server {
 struct Acceptor {
     listener: TcpListener,
     room: Arc<Semaphore>,
-    /// Connection accepted before there was room for it.
+    /// Connection accepted before there was room for it; `None` if no connection waits.
     pending: Option<(TcpStream, IpAddr)>,
 }
 

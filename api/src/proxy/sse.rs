@@ -41,11 +41,12 @@ pub(super) struct SseStream {
     /// Beginning of an incomplete event, or empty.
     held: BytesMut,
     scan: EventScan,
-    /// Search for the end of an event that is too long and passes through unread.
+    /// Search for the end of an event that is too long and passes through unread; `None` outside
+    /// one.
     passing: Option<SkippedEvent>,
     /// Whether `[DONE]` or another last event has arrived.
     is_done: bool,
-    /// Chunk that waits for the next event.
+    /// Chunk that waits for the next event, if any.
     last_chunk: Option<LastChunk>,
 }
 
@@ -99,7 +100,7 @@ struct EventScan {
     line: usize,
     /// End of the bytes after `line` without a line end.
     searched: usize,
-    /// Payload of the only `data` line.
+    /// Payload of the last `data` line; `None` before the first.
     data: Option<Range<usize>>,
     /// Whether there is more than one `data` line, which JSON never needs.
     has_many: bool,
@@ -201,8 +202,8 @@ impl SseStream {
         self.is_done
     }
 
-    /// Accepts a frame and returns the bytes for the client, including those held back before.
-    /// Passes usage and output to `observe`.
+    /// Accepts a frame and returns the bytes for the client, if any, including those held back
+    /// before. Passes usage and output to `observe`.
     pub(super) fn push(
         &mut self,
         frame: Bytes,
@@ -320,8 +321,8 @@ impl SseStream {
         (judgement, before)
     }
 
-    /// Ends the stream and returns what was held back. An event that lacks only its blank line is
-    /// parsed.
+    /// Ends the stream and returns what was held back, if anything. An event that lacks only its
+    /// blank line is parsed.
     pub(super) fn finish(&mut self, observe: &mut impl FnMut(&AnswerDelta<'_>)) -> Option<Bytes> {
         let rest = self.held.split().freeze();
         let mut ended = BytesMut::with_capacity(rest.len() + 2);
@@ -352,7 +353,7 @@ impl SseStream {
     }
 }
 
-/// Applies `edits`, which are in order and do not overlap, to `bytes`.
+/// Applies `edits`, which are in order and do not overlap, to `bytes`; `None` if nothing is left.
 fn edited(bytes: &Bytes, edits: &[Edit]) -> Option<Bytes> {
     let cut_bytes: usize = edits.iter().map(|edit| edit.range.len()).sum();
     let added_bytes: usize = edits.iter().map(|edit| edit.by.len()).sum();

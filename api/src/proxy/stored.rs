@@ -53,7 +53,8 @@ pub(super) struct RequestContext<'a> {
     pub(super) request_id: &'a HeaderValue,
     /// Trace headers for engines; `None` to forward the client's.
     pub(super) trace: Option<&'a TraceHeaders>,
-    /// Id of the request's trace.
+    /// Id of the request's trace, for the log; `None` if neither this replica nor the client has
+    /// one.
     pub(super) trace_id: Option<TraceId>,
 }
 

@@ -83,7 +83,7 @@ pub(super) fn salted(
     Some(body.clone().with_inserted(parsed.insert_at, member.into()))
 }
 
-/// Inserts the option as the object's first member.
+/// Inserts the option as the object's first member; `None` if `at` is not in the body.
 fn insert(mode: UsageRequest, body: &Bytes, at: usize) -> Option<Segments> {
     if at == 0 || at > body.len() {
         return None;
@@ -100,8 +100,8 @@ fn insert(mode: UsageRequest, body: &Bytes, at: usize) -> Option<Segments> {
     ]))
 }
 
-/// Completes the client's own options object, or replaces null by one. Only this object is
-/// rewritten, with its other members.
+/// Completes the client's own options object, or replaces null by one; `None` if it is too long or
+/// no object. Only this object is rewritten, with its other members.
 fn replace(mode: UsageRequest, body: &Bytes, (start, end): (usize, usize)) -> Option<Segments> {
     if end.saturating_sub(start) > OPTIONS_BYTES_MAX {
         return None;

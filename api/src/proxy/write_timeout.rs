@@ -51,7 +51,7 @@ pub(super) struct WriteTimeoutSocket<S> {
     stream: S,
     patience: Duration,
     written: CurrentResponse,
-    /// Timer of the present wait, reused for later ones.
+    /// Timer of the present or last wait, reused for later ones; `None` before the first.
     timer: Option<Pin<Box<Sleep>>>,
     is_waiting: bool,
 }

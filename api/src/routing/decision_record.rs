@@ -139,7 +139,7 @@ pub struct ExplainedRequest {
     pub prefix_key: Option<u64>,
     /// Hash of the session's name.
     pub session: Option<u64>,
-    /// Source of that name: `header:NAME` or `cookie:NAME`.
+    /// Source of that name: `header:NAME` or `cookie:NAME`; always `null` in recorded decisions.
     pub session_source: Option<String>,
     /// Value of this replica's round-robin counter, which starts at an arbitrary number.
     pub turn: Option<u64>,
@@ -149,7 +149,7 @@ pub struct ExplainedRequest {
 
 impl ExplainedRequest {
     /// Returns the inputs from `request` that a policy with `needs` uses. `headers` give the source
-    /// of the session's name.
+    /// of the session's name, which is `None` without them.
     pub(super) fn of(
         request: &PolicyRequest,
         needs: &PolicyInputs<'_>,
@@ -200,7 +200,8 @@ pub struct DecisionView {
     /// Backend that computes the prompt; absent: the chosen one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub prefill: Option<PrefillView>,
-    /// Why a single backend took the request, although some compute prompts for others.
+    /// Why a single backend took the request, although some compute prompts for others; absent if
+    /// two took it, or if none compute prompts for others.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub whole: Option<WholeReason>,
 }
@@ -230,10 +231,10 @@ pub struct SeenBackendView {
     pub free_blocks: Option<u32>,
     /// Whether the engine listed the requested model itself.
     pub is_model_listed: bool,
-    /// Learned prices that the policy used.
+    /// Learned prices that the policy used; `null`: it used none, or none were known.
     pub prices: Option<Prices>,
     /// Preference tier that the policy assigned, from 0; lower tiers win. This and the following
-    /// fields: candidates only.
+    /// fields are `null` for backends that were no candidates.
     pub tier: Option<u8>,
     /// Score within its tier, lower is better.
     pub score: Option<u64>,
@@ -410,7 +411,7 @@ impl DecisionRecord {
         self.report.get()
     }
 
-    /// Returns the decision for display; `names` resolves backends to their ids.
+    /// Returns the decision for display; `names` resolves backends to their ids, if still known.
     #[must_use]
     pub fn view(&self, names: impl Fn(BackendRef) -> Option<Arc<str>>) -> DecisionView {
         let candidates: Vec<Candidate> = (self.seen.iter())
@@ -455,7 +456,7 @@ impl DecisionRecord {
 }
 
 impl PrefillRecord {
-    /// Returns the record for display; `names` resolves backends to their ids.
+    /// Returns the record for display; `names` resolves backends to their ids, if still known.
     pub(super) fn view(&self, names: impl Fn(BackendRef) -> Option<Arc<str>>) -> PrefillView {
         PrefillView {
             handover: self.handover,
@@ -486,7 +487,7 @@ impl SeenCandidates {
         size_of_val(&*self.seen) + size_of_val(&*self.scores)
     }
 
-    /// Returns the candidates for display; `names` resolves backends to their ids.
+    /// Returns the candidates for display; `names` resolves backends to their ids, if still known.
     pub(super) fn view(
         &self,
         names: impl Fn(BackendRef) -> Option<Arc<str>>,

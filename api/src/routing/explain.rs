@@ -53,23 +53,24 @@ pub struct Explanation {
     pub is_panic: bool,
     /// All registered backends, by slot.
     pub backends: Vec<ExplainedBackend>,
-    /// Id of the chosen backend.
+    /// Id of the chosen backend; `null`: none was chosen.
     pub choice: Option<String>,
-    /// Number of leading blocks that it is believed to hold.
+    /// Number of leading blocks that it is believed to hold; `null`: none was chosen.
     pub matched: Option<u32>,
-    /// Why it was chosen.
+    /// Why it was chosen; `null`: none was.
     pub reason: Option<Reason>,
     /// Backend that computes the prompt; absent: the chosen one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub prefill: Option<PrefillView>,
-    /// Why a single backend takes the request, although some compute prompts for others.
+    /// Why a single backend takes the request, although some compute prompts for others; absent if
+    /// two take it, if none compute prompts for others, or if no backend was chosen.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub whole: Option<WholeReason>,
-    /// Why no backend was chosen.
+    /// Why no backend was chosen; `null`: one was.
     pub refusal: Option<RoutingRejection>,
 }
 
-/// A backend and its part in a decision.
+/// A backend and its part in a decision. Fields for candidates only are `null` for other backends.
 #[derive(Debug, Clone, PartialEq, Serialize, JsonSchema)]
 pub struct ExplainedBackend {
     /// Id of the backend.
@@ -90,11 +91,12 @@ pub struct ExplainedBackend {
     pub here: Load,
     /// Load from all replicas heard recently: the one that the policy uses.
     pub cluster: Load,
-    /// Number of requests in the engine's own queue.
+    /// Number of requests in the engine's own queue, 0 if unknown; `null` until this replica probes
+    /// it.
     pub engine_waiting: Option<u32>,
-    /// Number of requests running in the engine.
+    /// Number of requests running in the engine, 0 if unknown; `null` until this replica probes it.
     pub engine_running: Option<u32>,
-    /// KV cache usage, in thousandths.
+    /// KV cache usage, in thousandths, 0 if unknown; `null` until this replica probes it.
     pub kv_usage_permille: Option<u32>,
     /// Number of blocks that it can take without evicting any; `null` while its capacity is
     /// unknown. Candidates only.
@@ -103,9 +105,11 @@ pub struct ExplainedBackend {
     pub is_model_listed: Option<bool>,
     /// Its circuit breaker at this replica.
     pub circuit: CircuitView,
-    /// Limit, capacity, learned prices and accuracy, as replicated.
+    /// Limit, capacity, learned prices and accuracy, as replicated; `null` until they are
+    /// published.
     pub service: Option<BackendServiceView>,
-    /// Learned prices that the policy uses. Candidates only.
+    /// Learned prices that the policy uses; `null`: it uses none, or none are known. Candidates
+    /// only.
     pub prices: Option<Prices>,
     /// Preference tier that the policy assigned, from 0; lower tiers win. Candidates only.
     pub tier: Option<u8>,

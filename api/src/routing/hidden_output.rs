@@ -26,7 +26,7 @@ const DECODE_NS_UNKNOWN: u64 = 1_000_000;
 pub struct HiddenOutput {
     /// Number of choices generated concurrently: `n` for each prompt of a batch. 0 counts as 1.
     pub choices: u32,
-    /// Maximum number of output tokens of each choice, from the request.
+    /// Maximum number of output tokens of each choice, from the request; `None` if it sets none.
     pub tokens_max: Option<u32>,
     /// Whether the response is complete when its first byte arrives.
     pub is_whole_at_once: bool,
@@ -56,7 +56,8 @@ pub(super) struct BackendPace {
 
 impl BackendPace {
     /// Returns the pace of a request with `uncached_tokens` that found the load `before` at the
-    /// backend and runs there among `running` requests, itself included.
+    /// backend and runs there among `running` requests, itself included. Without `learnt` prices,
+    /// fixed estimates apply.
     pub(super) fn of(
         learnt: Option<&LearntPrices>,
         before: Load,

@@ -159,7 +159,7 @@ pub struct RoutingRequest<'a> {
     pub request_id: &'a str,
     /// User to charge the tokens to.
     pub user: &'a UserName,
-    /// The request's headers, which may name its session.
+    /// The request's headers, which may name its session; `None` if there are none.
     pub headers: Option<&'a HeaderMap>,
     /// Policy from [`RoutingPreferences`]; `None` for the policy of the model or of the cluster.
     pub policy: Option<&'a Arc<PolicyConfig>>,

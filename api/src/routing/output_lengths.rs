@@ -39,7 +39,7 @@ impl OutputLengths {
 pub(super) struct ExpectedOutput {
     model: ModelKey,
     tokens: u32,
-    /// Maximum number of output tokens, from the request.
+    /// Maximum number of output tokens, from the request; `None` if it sets none.
     tokens_max: Option<u32>,
 }
 

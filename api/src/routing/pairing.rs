@@ -99,8 +99,8 @@ pub(super) struct SettledDecision<'a> {
 }
 
 impl SettledDecision<'_> {
-    /// Returns the prefill part of the decision for display, or why there is none. `names` resolves
-    /// backends to their ids.
+    /// Returns the prefill part of the decision for display, or why there is none; neither if no
+    /// backend computes prompts for others. `names` resolves backends to their ids, if still known.
     pub(super) fn view(
         &self,
         names: impl Fn(BackendRef) -> Option<Arc<str>>,

@@ -127,7 +127,7 @@ impl PrefillAttempt {
         self.is_sent.load(Relaxed)
     }
 
-    /// Records that the engine computed the prompt and reported `usage`.
+    /// Records that the engine computed the prompt and reported `usage`, if any.
     pub fn answered(&mut self, usage: Option<Usage>, now: Instant) {
         let Some(open) = &mut self.open else { return };
         let dispatcher = &self.dispatcher;

@@ -25,7 +25,8 @@ fn header<'a>(name: &str, headers: &'a HeaderMap) -> Option<&'a [u8]> {
     (!value.is_empty()).then_some(value)
 }
 
-/// Returns the first nonempty value of the cookie `name` (for the order see RFC 6265, section 5.4).
+/// Returns the first nonempty value of the cookie `name`, if any (for the order see RFC 6265,
+/// section 5.4).
 fn cookie<'a>(name: &str, headers: &'a HeaderMap) -> Option<&'a [u8]> {
     let fields = headers.get_all(COOKIE).iter();
     fields

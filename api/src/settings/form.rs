@@ -115,7 +115,7 @@ pub struct NamedForm {
 /// Function that returns the format with a given name; `None` if there is none.
 pub type FormLookup = fn(&str) -> Option<&'static NamedForm>;
 
-/// Returns the format of this crate named `name`.
+/// Returns the format of this crate named `name`, if there is one.
 #[must_use]
 pub fn named(name: &str) -> Option<&'static NamedForm> {
     FORMS.iter().find(|form| form.name == name)
@@ -222,7 +222,8 @@ pub fn span(text: &str) -> Option<Duration> {
     span.filter(|span| *span <= SPAN_MAX)
 }
 
-/// Parses a duration of at most `u32::MAX` milliseconds, the maximum in the log.
+/// Parses a duration of at most `u32::MAX` milliseconds, the maximum in the log; `None` for all
+/// else.
 fn long_span(text: &str) -> Option<Duration> {
     let span = humantime::parse_duration(text).ok();
     span.filter(|span| span.as_millis() <= u32::MAX.into())

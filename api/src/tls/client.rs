@@ -25,7 +25,7 @@ pub struct ClientFiles {
     pub authorities: Option<NamedFile>,
     /// Whether the system's authorities are trusted as well.
     pub trusts_system: bool,
-    /// Certificate for servers that request one.
+    /// Certificate for servers that request one; `None` to present none.
     pub certificate: Option<CertificateFiles>,
     /// Application protocols for ALPN, the preferred one first.
     pub protocols: &'static [&'static [u8]],

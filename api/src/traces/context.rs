@@ -57,8 +57,8 @@ pub(super) fn told_context(headers: &HeaderMap) -> Option<SpanContext> {
     Some(SpanContext::new(trace, span, flags, true, state(headers)))
 }
 
-/// Returns the trace, span and flags of `traceparent`. Several headers count as none (W3C Trace
-/// Context, section 3.2).
+/// Returns the trace, span and flags of `traceparent`; `None` if it is absent or invalid. Several
+/// headers count as none (W3C Trace Context, section 3.2).
 fn parent(headers: &HeaderMap) -> Option<(TraceId, SpanId, TraceFlags)> {
     let mut all = headers.get_all(TRACEPARENT).iter();
     let (Some(only), None) = (all.next(), all.next()) else {

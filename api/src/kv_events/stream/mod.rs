@@ -100,7 +100,7 @@ pub struct StreamCounts {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct PublisherRun {
     publisher: u64,
-    /// Number and mark of the last message reported.
+    /// Number and mark of the last message reported; `None` before the first.
     last: Option<(u64, u64)>,
 }
 
@@ -136,7 +136,7 @@ pub struct EventStream {
     held_bytes: usize,
     marks: VecDeque<(u64, u64)>,
     blocks: PublishedBlocks,
-    /// Last doubt reported; a stream begins in doubt.
+    /// Why newer messages may exist; `None` if nothing is missing. A stream begins in doubt.
     doubt: Option<KvDoubt>,
     /// Why this run cannot be used; `None` if it can.
     refusal: Option<KvRejection>,
@@ -190,7 +190,8 @@ impl EventStream {
         self.counts
     }
 
-    /// Returns the followed run and the number of its last reported message.
+    /// Returns the followed run and the number of its last reported message, as far as there are
+    /// any.
     #[must_use]
     pub fn told(&self) -> Option<(u64, Option<u64>)> {
         let run = self.run?;

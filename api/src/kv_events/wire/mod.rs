@@ -76,7 +76,7 @@ pub struct BlockKeys {
     pub has_adapter: bool,
     /// Name of the LoRA adapter; `None` without one, or if only its number is given.
     pub adapter: Option<String>,
-    /// Cache salt, which belongs to the prompt's first block.
+    /// Cache salt, which belongs to the prompt's first block; `None` without one.
     pub salt: Option<String>,
     /// Index of the first block with further keys: media, embeddings, or anything unknown. No hash
     /// of a prompt matches this block or those after it.

@@ -386,7 +386,7 @@ fn as_parts(content: Option<&Value>) -> Value {
     }
 }
 
-/// Returns the text of a message's content, with a line break between parts.
+/// Returns the text of a message's content, if any, with a line break between parts.
 pub(super) fn as_text(content: Option<&Value>) -> String {
     match content {
         Some(Value::String(text)) => text.clone(),

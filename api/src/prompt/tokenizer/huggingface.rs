@@ -47,8 +47,8 @@ pub(super) enum TextPiece {
 }
 
 impl HuggingFace {
-    /// Loads the tokenizer `file` and its chat template, from `chat_template` or the same
-    /// directory.
+    /// Loads the tokenizer `file` and its chat template, from `chat_template` or, if it is `None`,
+    /// from the same directory.
     pub(super) fn load(
         file: &Path,
         chat_template: Option<&Path>,

@@ -324,7 +324,7 @@ impl Tokenizer {
         self.encode_salted(text, "")
     }
 
-    /// Returns the token ids of `text`, cached under the salt of a prompt.
+    /// Returns the token ids of `text`, cached under the salt of a prompt; `None` on failure.
     fn encode_salted(&self, text: &str, salt: &str) -> Option<Vec<u32>> {
         let (mut ids, mut no_limit) = (Vec::new(), usize::MAX);
         self.encode_part(text, salt, &mut no_limit, &mut ids).ok()?;
@@ -449,8 +449,8 @@ impl Tokenizer {
         Ok(Encoded { ids, around, seam })
     }
 
-    /// Returns the boundary between `text` and its response. `tail` is the range after the last
-    /// special token of the last part; its tokens are the last of `ids`.
+    /// Returns the boundary between `text` and its response, if known. `tail` is the range after
+    /// the last special token of the last part; its tokens are the last of `ids`.
     fn seam(
         self: &Arc<Self>,
         text: &TokenizerText,

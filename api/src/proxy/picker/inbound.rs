@@ -97,7 +97,7 @@ pub(super) struct GatewayMessages {
 /// One message from a gateway.
 pub(super) struct GatewayMessage {
     pub(super) request: Request,
-    /// Metadata of the message.
+    /// Metadata of the message; `None` if the gateway sends none.
     pub(super) metadata: Option<Metadata>,
     /// Protocol configuration; `None` if the gateway sends none, or has sent it before.
     pub(super) protocol: Option<ProtocolConfiguration>,

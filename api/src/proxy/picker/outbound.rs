@@ -126,7 +126,7 @@ impl BodyOf {
         self.said(changed(mutation, None))
     }
 
-    /// Returns the replacement of one received piece.
+    /// Returns the replacement of one received piece, with changes of the headers, if any.
     pub(super) fn replaced(self, body: Bytes, headers: Option<HeaderMutation>) -> Reply {
         let mutation = match body.is_empty() {
             true => Mutation::ClearBody(true),

@@ -61,7 +61,7 @@ pub(super) struct OpenAttempt {
     /// Keeps other requests away from a half-open backend until the engine answers or the attempt
     /// ends.
     trial: Option<Arc<HalfOpenProbe>>,
-    /// Record of the decision, which receives the outcome.
+    /// Record of the decision, which receives the outcome; `None` if decisions are not recorded.
     record: Option<Arc<DecisionRecord>>,
     /// Span of the attempt; `None` if it is not traced.
     trace: Option<AttemptTrace>,
@@ -99,7 +99,7 @@ pub(super) struct OpenAttempt {
 /// Terms of a dispatch that its charge depends on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct DispatchTerms {
-    /// Maximum number of output tokens, from the request.
+    /// Maximum number of output tokens, from the request; `None` if it sets none.
     pub tokens_max: Option<u32>,
     /// Priced tokens that the log charged with the grant; `None` if the log granted nothing.
     pub granted_tokens: Option<u64>,
@@ -242,7 +242,7 @@ impl Attempt {
         self.user
     }
 
-    /// Sets the span that records the attempt's outcome.
+    /// Sets the span that records the attempt's outcome; `None` if it is not traced.
     pub(crate) fn traces(&mut self, trace: Option<AttemptTrace>) {
         if let Some(open) = &mut self.open {
             open.trace = trace;
@@ -470,7 +470,7 @@ fn nothing(user: UserKey) -> Charge {
     }
 }
 
-/// Whether `settings` require that output is charged in advance.
+/// Whether `settings`, if there are any, require that output is charged in advance.
 fn is_predicted(settings: Option<&AdmissionSettings>) -> bool {
     settings.is_some_and(|settings| settings.order == Order::VtcPred)
 }

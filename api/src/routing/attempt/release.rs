@@ -10,7 +10,7 @@ use super::Attempt;
 use crate::routing::reply::{ReplyChain, ReplyEnd};
 
 impl Attempt {
-    /// Adds the response's blocks to the lease and releases it.
+    /// Adds the blocks of `reply`, if output continues the prompt, to the lease and releases it.
     pub(super) fn release(
         &self,
         backend: BackendRef,

@@ -21,7 +21,8 @@ pub(super) struct PrefillStage {
     pub(super) attempt: Option<PrefillAttempt>,
     /// Size of the prompt, with the cached part predicted at the backend that answers.
     pub(super) fetched: PromptSize,
-    /// Number of cached tokens that the prefill backend reported.
+    /// Number of cached tokens that the prefill backend reported; `None` before, or if it reports
+    /// none.
     pub(super) cached_tokens: Option<u64>,
     /// Time at which the prompt was computed; `None` before.
     pub(super) ended: Option<Instant>,

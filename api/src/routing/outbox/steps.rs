@@ -55,8 +55,8 @@ pub(super) fn runs_of(chain: &Arc<[BlockHash]>, from: usize) -> impl Iterator<It
     })
 }
 
-/// Returns the steps that acquire `chain` from index `from` on, after the block `tip`: an acquire,
-/// and extensions with the blocks that do not fit into it.
+/// Returns the steps that acquire `chain` from index `from` on, after the block `tip` (`None`: at
+/// the start of a prompt): an acquire, and extensions with the blocks that do not fit into it.
 pub(super) fn acquire_steps(
     attempt: AttemptId,
     backend: BackendRef,
