@@ -258,7 +258,7 @@ impl RankReader {
         self.pending.clear();
         self.behind = None;
         let has_replay = self.source.replay.is_some();
-        let (counts, run) = (self.stream.counts(), self.run());
+        let (counts, run) = (self.stream.counts(), self.followed_run());
         self.stream =
             EventStream::new(self.identity.clone(), has_replay, position).with_counts(counts);
         self.forget_newest_unless(run);
@@ -278,20 +278,20 @@ impl RankReader {
                 found
             },
         };
-        let run = self.stream.told().map(|(publisher, _)| publisher);
+        let run = self.followed_run();
         act(&mut self.stream, &around);
         self.forget_newest_unless(run);
     }
 
     /// Returns the publisher run that is followed.
-    fn run(&self) -> Option<u64> {
+    fn followed_run(&self) -> Option<u64> {
         self.stream.told().map(|(publisher, _)| publisher)
     }
 
     /// Forgets the newest message number if another run than `run` is followed: a new one counts
     /// from 0.
     fn forget_newest_unless(&mut self, run: Option<u64>) {
-        if self.run() != run {
+        if self.followed_run() != run {
             self.shown.newest_seq = None;
         }
     }

@@ -212,8 +212,7 @@ impl PickerStream {
         let proxy = &picker.proxy;
         let (opening, modes) = self.open(accounting).await?;
         let mut held = proxy.held_body();
-        let taken = self.take_in(opening, modes, &mut held, accounting).await?;
-        let (proxied, upload) = taken;
+        let (proxied, upload) = self.take_in(opening, modes, &mut held, accounting).await?;
         let (mut sending, wanted) = prepare(proxy, &proxied, accounting.request_metrics())?;
         let (decision, mut attempt) = self
             .admit(&proxied, upload.may_go_on(), accounting.request_metrics())
@@ -256,7 +255,8 @@ impl PickerStream {
         let (decision, attempt) = told.served(&picker, (decision, attempt), (&proxied, &head));
         let passed = self.begin(&sending, (&decision, attempt, wanted), &head, accounting);
         let (passed, headers) = passed;
-        drop((sending, proxied, held));
+        drop((sending, held));
+        drop(proxied);
         self.out.send(headers).await?;
         passed
             .pass(modes.answers, &mut self.inbound, &self.out)
