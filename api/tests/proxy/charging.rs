@@ -1,6 +1,6 @@
 //! Charges, above all for responses whose client has left.
 
-use api::proxy::{Charges, ProxySettings};
+use api::proxy::{Charges, ProxySettings, RequestOutcome};
 use state::command::Charge;
 
 use super::client::{chat, post};
