@@ -40,7 +40,7 @@ use access::{ClientAccess, ClusterSecrets};
 use child::{ChildProcess, ProcessLimits};
 use layout::{Layout, ReplicaOrigin};
 pub use options::{ClusterOptions, Site};
-pub use waiting::until;
+pub use waiting::{until, until_within};
 
 use crate::command::run;
 use crate::netns::NetnsNetwork;

@@ -5,7 +5,7 @@ use std::time::Duration;
 use anyhow::Context as _;
 use tokio::time::{interval, timeout};
 
-/// Timeout of every wait, after which a test of a broken cluster fails.
+/// Timeout of waits, after which a test of a broken cluster fails.
 pub(super) const PATIENCE: Duration = Duration::from_secs(60);
 /// Interval between two checks of a condition.
 const LOOK_EVERY: Duration = Duration::from_millis(25);
@@ -18,6 +18,18 @@ pub async fn until(
     what: &str,
     condition: impl AsyncFn() -> anyhow::Result<bool>,
 ) -> anyhow::Result<()> {
+    until_within(PATIENCE, what, condition).await
+}
+
+/// Waits until `condition` holds, for at most `limit`.
+///
+/// # Errors
+/// If the condition fails, or does not hold in time.
+pub async fn until_within(
+    limit: Duration,
+    what: &str,
+    condition: impl AsyncFn() -> anyhow::Result<bool>,
+) -> anyhow::Result<()> {
     let met = async {
         let mut looks = interval(LOOK_EVERY);
         while !condition().await? {
@@ -25,9 +37,9 @@ pub async fn until(
         }
         anyhow::Ok(())
     };
-    timeout(PATIENCE, met)
+    timeout(limit, met)
         .await
-        .with_context(|| format!("{what}: not within {} s", PATIENCE.as_secs()))
+        .with_context(|| format!("{what}: not within {} s", limit.as_secs()))
         .flatten()
         .with_context(|| what.to_owned())
 }

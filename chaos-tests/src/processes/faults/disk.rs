@@ -10,12 +10,16 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use super::{FaultContext, last, members, system, until};
+use crate::processes::until_within;
 use anyhow::{Context as _, ensure};
 
 /// Number of bytes in a write that fills a disk.
 const FILL_BYTES: usize = 64 * 1024;
 /// Duration for which a disk is slow.
 const LENGTH: Duration = Duration::from_secs(4);
+/// Maximum time until a full disk stops the log, which first uses the space that purged entries left
+/// in its files: nearly the whole disk after a fault with a large state.
+const FILLED_WITHIN: Duration = Duration::from_secs(300);
 /// Maximum number of writes per second to a slow disk.
 const WRITES_PER_S: u32 = 10;
 const BLKIO: &str = "/sys/fs/cgroup/blkio";
@@ -37,12 +41,16 @@ pub(super) async fn full(stage: &mut FaultContext) -> anyhow::Result<()> {
     }
     let ballast = stage.cluster.data_dir(victim).join("ballast");
     // Space that the log frees in the meantime is filled too.
-    until("the replica finds its disk full", async || {
-        fill(&ballast)?;
-        let status = stage.status(victim).await?;
-        ensure!(status["fault"].is_null(), "storage fault: {status}");
-        Ok(!status["waiting"].is_null())
-    })
+    until_within(
+        FILLED_WITHIN,
+        "the replica finds its disk full",
+        async || {
+            fill(&ballast)?;
+            let status = stage.status(victim).await?;
+            ensure!(status["fault"].is_null(), "storage fault: {status}");
+            Ok(!status["waiting"].is_null())
+        },
+    )
     .await?;
     let others = stage.others(victim);
     stage.leader_among(&others).await?;
