@@ -210,7 +210,11 @@ impl SimulateArgs {
             let workload = has_trace.then(|| self.workload(None));
             return experiment.cases(self.seed, self.demand.duration, workload.transpose()?);
         }
-        let workload = Arc::new(self.workload(recorded)?);
+        let mut workload = self.workload(recorded)?;
+        if self.demand.pin {
+            workload.pin(self.replicas(recorded));
+        }
+        let workload = Arc::new(workload);
         if workload.arrivals.is_empty() && !workload.is_backlogged() {
             return Err(SimulateArgsError::new("no request to simulate"));
         }
@@ -394,9 +398,7 @@ impl SimulateArgs {
             engine: engine.model(recorded),
             disaggregation: self.apart.plan(),
             goal: self.apart.goal(),
-            replicas: self
-                .replicas
-                .unwrap_or(recorded.map_or(3, |it| it.replicas)),
+            replicas: self.replicas(recorded),
             ownership_lag: self.ownership_lag.0.filter(|_| is_shared),
             load_lag: self.load_lag.0.filter(|_| is_shared),
             flush: micros(self.flush_interval).max(1),
@@ -484,15 +486,18 @@ impl SimulateArgs {
         self.dress(workload);
     }
 
-    /// Sets the users' weights, and pins users to replicas if requested.
+    /// Sets the users' weights.
     fn dress(&self, workload: &mut SimWorkload) {
         let weights = self.demand.weights.iter().cycle();
         for (user, weight) in workload.users.iter_mut().zip(weights) {
             user.weight_milli = weight * 1000;
         }
-        if self.demand.pin {
-            workload.pin(self.replicas.unwrap_or(3));
-        }
+    }
+
+    /// Returns the number of replicas: as requested, as recorded, or 3.
+    fn replicas(&self, recorded: Option<&RecordedDemand>) -> u8 {
+        self.replicas
+            .unwrap_or(recorded.map_or(3, |it| it.replicas))
     }
 
     fn fairness(&self) -> SimWorkload {
