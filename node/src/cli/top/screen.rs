@@ -48,7 +48,7 @@ const SECTIONS: [TopSection; 3] = [
 pub(super) struct TopScreen {
     is_coloured: bool,
     summary: Summary,
-    /// Time of the displayed sample; `None` before the first.
+    /// Time of the last sample, displayed or not; `None` before the first.
     answered_at: Option<Instant>,
     /// Why the last request failed; `None` if it succeeded.
     failure: Option<String>,
@@ -191,8 +191,8 @@ impl TopScreen {
     /// `None` for the first sample.
     fn take(&mut self, before: Option<&ClusterSample>, sample: &ClusterSample) {
         self.failure = None;
+        self.answered_at = Some(sample.at);
         if !self.is_paused {
-            self.answered_at = Some(sample.at);
             self.summary = Summary::of(before, sample);
         }
     }
