@@ -1,13 +1,16 @@
 //! The admin API, with which operators query and change the cluster, on its own listener.
 //!
-//! Reads are answered from this replica's state, with the index at which it was read.
-//! `?read=linearizable` first waits until everything committed before is applied here. Writes go
-//! through the log and return the index at which they were committed, or report that their outcome
-//! is unknown. Errors are problem+json. A `GET` response can be edited and sent to `PUT`.
+//! Reads of replicated state are answered from this replica's copy, with the index at which it was
+//! read. `?read=linearizable` first waits until everything committed before is applied here. Writes
+//! to replicated state go through the log and return the index at which they were committed, or
+//! report that they were rejected or that their outcome is unknown. Some calls concern this replica
+//! alone, such as the log level and recordings. Errors are problem+json. A `GET` response can be
+//! edited and sent to `PUT`.
 //!
-//! With a tokens file, or authorities of operators, each call needs a token or a certificate with a
-//! sufficient role for its route (`gate`, `routes`). Without either, the listener belongs on
-//! loopback. Requests that a browser sends on behalf of another site are rejected (`origin`).
+//! With a tokens file, or certificate authorities for operators, a call needs a token or a
+//! certificate with a sufficient role for its route (`gate`, `routes`). Probes, the console's files
+//! and, if configured, `/metrics` are open. Without either, the listener belongs on loopback.
+//! Requests that a browser sends on behalf of another site are rejected (`origin`).
 
 mod admission;
 mod answer;

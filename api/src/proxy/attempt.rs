@@ -93,7 +93,8 @@ pub(super) enum AttemptResult {
     Answered(Response<EngineBody>, Attempt),
     /// The backend did not run the request, so another may be tried.
     NotRun(NotRun),
-    /// No other backend is tried, because this one may have run the request or time ran out.
+    /// No other backend is tried: this one may have run the request, the new connection to it broke,
+    /// or time ran out.
     Lost(ProxyError),
 }
 

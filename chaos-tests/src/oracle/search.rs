@@ -40,7 +40,8 @@ pub struct SearchCounts {
     pub pieces: u64,
     /// Number of pieces that remained undecided.
     pub undecided: u64,
-    /// Number of operations beyond the bound of their piece.
+    /// Number of operations that were not searched, because they follow the first
+    /// [`OPERATIONS_MAX`] of their piece.
     pub beyond: u64,
 }
 

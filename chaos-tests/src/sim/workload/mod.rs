@@ -82,7 +82,7 @@ pub struct WorkloadContext {
 }
 
 impl WorkloadContext {
-    /// Creates the context of a workload without clients.
+    /// Creates the context of a workload that follows `plan`. No client has started yet.
     #[must_use]
     pub fn new(plan: &WorldPlan, time: SimTime, ledger: RecordKeeper, trace: Trace) -> Self {
         Self {

@@ -6,7 +6,8 @@
 //! Sections: tag `u8`, payload length `u32`, payload, `xxh3_64` of tag, length and payload. Config,
 //! backends, sessions, audit and the users' totals have one section each. Users, leases, API keys,
 //! cache scopes and the KV-event state are split into sections of bounded size. An end section
-//! closes the list. Ownership follows in its own format, up to the end of the stream.
+//! closes the list. Ownership follows in a format of its own (state/src/ownership/snapshot.rs), up to
+//! the end of the stream.
 //!
 //! Later versions add to version 1 (version 9 does not exist):
 //! - 2: the sections from the settings on
