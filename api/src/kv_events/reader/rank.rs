@@ -288,10 +288,10 @@ impl RankReader {
         self.stream.told().map(|(publisher, _)| publisher)
     }
 
-    /// Forgets the newest message number if another run than `run` is followed: a new one counts
-    /// from 0.
+    /// Forgets the newest message number if `run` was followed and another one is now. An engine that
+    /// restarts numbers its messages from 0.
     fn forget_newest_unless(&mut self, run: Option<u64>) {
-        if self.followed_run() != run {
+        if run.is_some() && self.followed_run() != run {
             self.shown.newest_seq = None;
         }
     }
@@ -350,6 +350,9 @@ impl RankReader {
     fn show(&mut self, position: Option<KvPosition>) {
         let told = self.stream.told();
         self.shown.told_seq = told.and_then(|(_, seq)| seq);
+        self.shown.newest_seq = self.shown.newest_seq.max(self.shown.told_seq);
+        // Nothing of a new run is applied before its first report is.
+        let position = position.filter(|it| Some(it.publisher) == self.followed_run());
         let applied = position.and_then(|it| it.last).map(|(seq, _)| seq);
         self.shown.lag_messages = match (self.shown.newest_seq, applied) {
             (Some(newest), Some(applied)) => newest.saturating_sub(applied),
