@@ -12,6 +12,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use serde_json::Value;
+use tokio::time::Instant;
 
 use self::client::{ApiClient, ApiError, WatchStream};
 use self::pods::{PodTable, WatchEvent};
@@ -20,7 +21,7 @@ use super::source_status::{DiscoveryBoard, SourceReading};
 use super::{EngineTemplate, KubernetesAccess, KubernetesSource, PodChoice};
 use crate::backends::EngineDialer;
 
-/// Pause after the first failure; doubles with each further one.
+/// Pause after a watch that brought something or lasted; doubles with each further one that did not.
 const PAUSE_MIN: Duration = Duration::from_millis(200);
 /// Maximum pause after a failure.
 const PAUSE_MAX: Duration = Duration::from_secs(10);
@@ -82,14 +83,12 @@ pub(super) async fn follow(
         heard_at_open: 0,
     };
     loop {
-        let before = follower.heard_count();
+        let began = Instant::now();
+        follower.heard_at_open = follower.heard_count();
         let ended = follower.watch().await.unwrap_or_else(Ended::from);
-        let before = match ended {
-            // The pods must be listed again, so a list alone does not shorten the pause.
-            Ended::Expired | Ended::OtherSelection => follower.heard_at_open,
-            Ended::Quietly | Ended::Failed(_) => before,
-        };
-        let has_heard = follower.heard_count() > before;
+        // A list alone does not shorten the pause: the next one costs the server as much.
+        let has_worked =
+            follower.heard_count() > follower.heard_at_open || began.elapsed() > PAUSE_MAX;
         match ended {
             Ended::Expired | Ended::OtherSelection => follower.followed = None,
             Ended::Quietly => {}
@@ -99,7 +98,7 @@ pub(super) async fn follow(
                 board.record_report(&template.source, Err(error.to_string()));
             }
         }
-        pause = match has_heard {
+        pause = match has_worked {
             true => PAUSE_MIN,
             false => (pause * 2).min(PAUSE_MAX),
         };
