@@ -60,12 +60,12 @@ impl WithheldEnd {
         self.piece.take()
     }
 
-    /// Marks the response as complete. Its end now waits for `commit`.
+    /// Lets what is withheld wait for `commit`.
     pub(super) fn wait(&mut self, commit: ChargeCommit) {
         self.commit = Some(Box::pin(timeout(COMMIT_WAIT_MAX, commit)));
     }
 
-    /// Whether the response is complete and its end waits.
+    /// Whether something waits for a commit.
     pub(super) fn is_waiting(&self) -> bool {
         self.commit.is_some()
     }

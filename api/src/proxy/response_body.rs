@@ -246,7 +246,7 @@ impl ResponseBody {
         self.ahead.poll_untaken(cx)
     }
 
-    /// Whether the engine's response is complete and its end is withheld.
+    /// Whether a stream whose last event waits for its charge has sent that event.
     pub(super) fn is_withholding(&self) -> bool {
         self.withheld.is_on() && !self.is_over && self.content.is_done()
     }
@@ -394,6 +394,7 @@ impl ResponseBody {
             });
         }
         self.is_over = self.is_engine_read;
+        self.idle_timeout.restart(self.answer_idle);
         Poll::Ready(released.piece.map(Ok))
     }
 
