@@ -2,7 +2,8 @@
 //! clients accordingly.
 //!
 //! A client connection takes one descriptor, and its request takes one more for the engine. The
-//! limits on clients always leave enough for the log, peers, operators and probes.
+//! limits on clients leave a reserve for the log, peers, operators and probes, which is at most
+//! half of all descriptors.
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 

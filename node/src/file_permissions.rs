@@ -1,5 +1,6 @@
-//! Files that only the user of this process may read, because the data on disk contains names and
-//! usage of users.
+//! Permissions of files. Files that this process creates are private to its user, because they
+//! contain names and usage of users. Files with secrets are checked to be closed to all but their
+//! user and group.
 
 use std::io;
 use std::os::unix::fs::{DirBuilderExt, PermissionsExt};

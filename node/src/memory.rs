@@ -1,7 +1,7 @@
 //! The memory limit of this process, and the share that request bodies may hold.
 //!
 //! In a container, the kernel kills the process at the cgroup's limit, so requests must stay well
-//! below it. The limit is read once, at start.
+//! below it. The limit is read at start and whenever the config is reloaded.
 
 use std::path::{Path, PathBuf};
 

@@ -1,7 +1,7 @@
-//! The standard process metrics of Prometheus clients: `process_*`.
+//! The standard process metrics of Prometheus clients (`process_*`), and the number of tasks.
 //!
-//! Reads `/proc` at each scrape. Values that cannot be read, because the system has no such files
-//! or no descriptor is left, are omitted.
+//! They are read at each scrape, most of them from `/proc`. Values that cannot be read, because the
+//! system has no such files or no descriptor is left, are omitted.
 
 use std::fmt;
 

@@ -1,11 +1,12 @@
-//! Cluster time: the median of all members' clocks, and each member's skew from this replica.
+//! Cluster time: the median of the members' clocks, and each member's skew from this replica.
 //!
 //! Members include their wall clock in every message. The cluster's clock, which stamps commands,
-//! is the median of all these clocks. A minority of wrong clocks, even including this replica's
-//! own, cannot move it beyond the range of the correct ones. Between two updates it advances with
-//! the monotonic clock, which is never set. If the number of clocks is even, the median is the
-//! middle value that is closer to the previous time, so a clock that jumps is not followed. A
-//! replica that receives no messages follows its own clock.
+//! is the median of this replica's clock and those heard in the last ten seconds. If fewer than
+//! half of them are wrong, even if this replica's own is, they cannot move it beyond the range of
+//! the correct ones. Between two updates it advances with the monotonic clock, which is never set.
+//! If the number of clocks is even, the median is the middle value that is closer to the previous
+//! time, so a clock that jumps is not followed. A replica that receives no messages follows its own
+//! clock.
 //!
 //! A clock reading is as old as its message was in transit, so of the messages of the last one or
 //! two seconds, the fastest one counts. Replicated time follows the stamps, see

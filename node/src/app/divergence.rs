@@ -2,9 +2,9 @@
 //! disagrees.
 //!
 //! Replicas that applied the same log must hold the same state. If one differs from most voters, a
-//! fault of memory or of the program has corrupted it, and it cannot tell where. It then neither
-//! leads nor is elected, because others might take its snapshots. It reports not ready until it has
-//! taken over the state of a replica in the majority.
+//! fault of memory or of the program has corrupted it, and it cannot tell where. It then hands over
+//! leadership and is not elected, because others might take its snapshots. It reports not ready
+//! until it has taken over the state of a replica in the majority.
 
 use std::sync::Arc;
 use std::time::Duration;

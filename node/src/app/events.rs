@@ -1,6 +1,6 @@
 //! Writes cluster events to the program's log unless they are logged elsewhere: changes of the
-//! registry, the policy and the quorum. Roles, members and health are logged where they are
-//! detected.
+//! registry, ownership, accuracy of predictions, policy, routing settings and quorum. The others,
+//! such as roles, members and health, are logged where they are detected.
 
 use api::events::{ClusterEvent, EventBus};
 use serde::Serialize;

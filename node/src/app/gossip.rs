@@ -6,10 +6,10 @@
 //! [`backlog::encode`]) after its length in two bytes; the load report (see
 //! [`LoadTable::local_report`]), from version 3 on after its length in four bytes; from version 3
 //! on, the shares (see [`share_reports`]), in version 4 after their length in four bytes; in
-//! version 4, the figures (see [`api::figures`]). Replicas send version 4 once all members have
-//! announced it ([`log_version::all_know_messages`]), and version 3 once all know log format
-//! [`SHARES_SINCE_FORMAT`]. Until then, a message without a backlog has version 1, which every
-//! build reads and which implies an empty backlog.
+//! version 4, the figures (see [`api::figures`]). A message has the lowest version that can hold
+//! its parts. Version 1, which every build reads, implies an empty backlog. Replicas send figures
+//! once all members have announced version 4 ([`log_version::all_know_messages`]), and shares once
+//! all know log format [`SHARES_SINCE_FORMAT`].
 //!
 //! [`LoadTable::local_report`]: api::routing::LoadTable::local_report
 

@@ -1,11 +1,13 @@
-//! Log format versions known to the members, and which commands may be proposed.
+//! Versions of the log format and of messages that the members know, and which commands may be
+//! proposed.
 //!
 //! A replica stops at a command that it cannot decode. Each replica therefore announces the newest
 //! format it knows as a label of its membership, and updates it when started with another build. A
 //! command that not every build knows is proposed only once all members have announced its format.
 //! A member that is down counts with its last announcement, because it would stop when it returns.
-//! Announcements may be slightly outdated, so do not downgrade a replica while such commands are
-//! being proposed.
+//! The same holds for messages, under another label, except that a replica only drops those that it
+//! cannot decode. Announcements may be slightly outdated, so do not downgrade a replica while such
+//! commands are being proposed.
 
 use std::sync::Arc;
 use std::time::Duration;

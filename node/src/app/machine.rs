@@ -1,5 +1,5 @@
-//! The state machine that the log drives: decodes commands, applies them and encodes replies. The
-//! only place where log and router meet.
+//! The state machine that the log drives: decodes commands, applies them and encodes replies.
+//! Nothing else applies commands to the state of a replica.
 
 use std::io::{Read, Write};
 use std::sync::{Arc, Mutex, MutexGuard};

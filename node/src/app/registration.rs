@@ -2,7 +2,8 @@
 //! logs which other settings differ from the cluster's.
 //!
 //! The command that founds the cluster contains the settings themselves. Later changes go through
-//! the admin API. This module undoes neither those nor the removal of a backend.
+//! the admin API. This module undoes neither those nor, as far back as the audit reaches, the
+//! removal of a backend.
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -10,8 +10,8 @@
 //!   could remove itself.
 //! - A replica that was removed and is wanted again asks to rejoin with the log that it has.
 //!
-//! `raft` refuses to remove members that the others cannot do without. The leader also promotes any
-//! learner that keeps up.
+//! If the wanted number is 0, nobody is removed. `raft` refuses to remove members that the others
+//! cannot do without, and promotes learners that keep up, unless the config forbids it.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};

@@ -1,8 +1,8 @@
 //! Session expiry: the leader closes what vanished replicas left open in their sessions, so that
 //! their leases and requests do not count forever.
 //!
-//! If a host refuses connections to a replica's address, the replica's process is gone, and its
-//! session ends almost at once. Silence may be a network fault, so it has to last longer.
+//! If a host refuses connections to a replica's address, the replica's process counts as gone, and
+//! its session ends almost at once. Silence may be a network fault, so it has to last longer.
 //!
 //! A replica that was killed and has restarted is heard again, and its first proposal ends its
 //! former session. A replica without requests proposes nothing, so it ends its former session with

@@ -1,5 +1,5 @@
 //! `quorate cert`: makes a cluster's certificates without other tools. The cluster's own authority
-//! signs one certificate per replica, for all its listeners, and one per operator.
+//! signs one certificate per replica, for all its listeners, and one per operator or client.
 
 use std::fs::OpenOptions;
 use std::io::Write as _;

@@ -1,7 +1,7 @@
 //! `quorate events`: follows changes in the cluster, as one replica sees them.
 //!
-//! A broken stream is resumed after the last received event, at the same replica or at the next one
-//! that responds. A replica that cannot resume there reports `missed`.
+//! For a minute, a broken stream is resumed after the last received event, at the same replica or
+//! at the next one that responds. A replica that cannot resume there reports `missed`.
 
 use std::process::ExitCode;
 use std::time::Duration;

@@ -1,5 +1,5 @@
 //! The command line: names of the commands, and exit codes (0 success, 1 failure, 2 bad usage or
-//! config). Results go to stdout, logs and errors to stderr.
+//! config, unless a command documents others). Results go to stdout, logs and errors to stderr.
 
 mod audit;
 mod backends;

@@ -1,5 +1,5 @@
-//! `quorate recover`: moves a damaged store aside, so that the replica can be rebuilt. Deletes
-//! nothing.
+//! `quorate recover`: moves a store aside, usually a damaged one, so that the replica can be
+//! rebuilt. Deletes nothing.
 
 use std::process::ExitCode;
 

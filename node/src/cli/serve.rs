@@ -1,5 +1,5 @@
-//! `quorate serve`: runs one replica until SIGTERM or SIGINT. SIGHUP reloads its config, and other
-//! signals that would end a process by default are ignored.
+//! `quorate serve`: runs one replica until SIGTERM or SIGINT. A second of these signals ends it at
+//! once. SIGHUP reloads its config; SIGUSR1 and SIGUSR2 are only logged.
 
 use std::convert::Infallible;
 use std::path::Path;

@@ -1,9 +1,9 @@
 //! `quorate config diff` and `config apply`: compare a config file with a running cluster, and
 //! write its values to the cluster.
 //!
-//! Only settings in the file are compared and applied. A write replaces a whole group, so the
-//! group's other settings are read first and sent along. Except for backends, it fails if they
-//! changed.
+//! Only replicated settings that the file sets are compared and applied. A write replaces a whole
+//! group, so the group's other settings are read first and sent along. Except for backends, it
+//! fails if they have changed since.
 
 use std::io::{IsTerminal, Write};
 use std::process::ExitCode;

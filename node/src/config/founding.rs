@@ -1,5 +1,6 @@
 //! Founding keys: settings that only a new cluster takes from the config. Afterwards, the cluster's
-//! replicated values apply, and the config's are only compared with them.
+//! replicated values apply, and the config's are only compared with them, except that backends that
+//! the cluster does not know are registered.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::LazyLock;

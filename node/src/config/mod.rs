@@ -1,8 +1,9 @@
-//! Configuration. Reads the file, environment variables and flags once into a checked [`Config`],
-//! and reports all errors together.
+//! Configuration. Reads the file, environment variables and flags into a checked [`Config`], and
+//! reports all errors together.
 //!
-//! `file`, `traffic` and `admission` define the keys, as structs. `schema` derives from them which
-//! values a key takes, `read` merges the layers, and `check` validates what involves several keys.
+//! `file`, `traffic`, `admission`, `epp` and `tls` define the keys, as structs. `schema` derives
+//! from them which values a key takes, `read` merges the layers, and `check` validates what
+//! involves several keys.
 
 mod admission;
 mod certificates;
