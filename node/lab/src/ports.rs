@@ -1,8 +1,8 @@
 //! Ports for processes that start later, or that stop and start again.
 //!
-//! The ports are below the kernel's range for outgoing connections (32768 and up), so that no
-//! connection takes one while its process is down. One process never hands out a port twice until
-//! it has tried all, and concurrent processes begin at different ports.
+//! The ports are below the kernel's default range for outgoing connections (32768 and up), so that
+//! no connection takes one while its process is down. A process hands out a port again only after
+//! it has tried thousands of others, and concurrent processes usually begin at different ports.
 
 use std::io;
 use std::net::TcpListener;

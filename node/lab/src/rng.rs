@@ -1,4 +1,4 @@
-//! A small seeded generator: the same seed gives the same numbers on every build and machine.
+//! A small seeded generator: the same seed gives the same integers on every build and machine.
 //!
 //! Labels split it into streams for different purposes, so that more draws from one do not shift
 //! the others.

@@ -5,9 +5,9 @@
 //! wait in a free queue, still cached. New blocks are taken from its head, which evicts their
 //! content. A finished request appends its blocks to the tail in reverse, so that the deepest are
 //! evicted first. Blocks without a hash go to the head instead (vLLM 0.24 and later). Only full
-//! blocks are cached. One hash may be in several physical blocks, because a prompt of exactly `k`
-//! blocks recomputes its last block. Block 0 is reserved, like vLLM's null block. Changes of the
-//! cache are recorded as [`BlockEvent`]s, in vLLM's order.
+//! blocks are cached. One hash may be in several physical blocks, for example because a prompt of
+//! exactly `k` blocks recomputes its last block. Block 0 is reserved, like vLLM's null block.
+//! Changes of the cache are recorded as [`BlockEvent`]s, in vLLM's order.
 
 use std::collections::HashMap;
 use std::ops::Range;

@@ -1,4 +1,4 @@
-//! The HTTP API of the engine: vLLM's routes, with one task per connection.
+//! The HTTP API of the engine: vLLM's routes and a few others, with one task per connection.
 //!
 //! The server notices a disconnect while a handler waits and while it streams. It drops the
 //! handler's future or body, which aborts the request in the scheduler. Idle connections are closed

@@ -1,10 +1,10 @@
 //! An emulated vLLM engine: a real prefix cache and scheduler with modelled time, behind vLLM's
 //! HTTP API.
 //!
-//! It serves to try, test and measure a cluster without a GPU. Everything that determines prefix
-//! hits is real: block hashes, reference counts, eviction order, queueing and preemption follow
-//! vLLM v1 ([`cache`], [`model`]). Only the computation is replaced by its duration, and the output
-//! by random words ([`text`]).
+//! It serves to try, test and measure a cluster without a GPU. What determines prefix hits follows
+//! vLLM v1: chained block hashes, reference counts, eviction order, queueing and preemption
+//! ([`cache`], [`model`]). The computation is replaced by its duration, the tokenizer by pieces of
+//! four bytes, and the output by random words ([`text`]).
 //!
 //! The engine can publish changes of its cache like vLLM ([`events`]). `quorate engine` runs one
 //! engine; several can run in one process ([`fleet`]).

@@ -1,15 +1,15 @@
 //! The scheduler of an emulated vLLM v1 engine, and the duration of its steps.
 //!
 //! Source: vLLM `v1/core/sched/scheduler.py`. Each step first schedules the running requests: one
-//! token for each decode, a further chunk of each unfinished prompt. Then it admits waiting
-//! requests while the token budget, the sequence limit and the free blocks last. A running request
-//! that finds no block preempts the latest one, which loses its blocks and is recomputed. Blocks
-//! are registered in the cache when they are *scheduled* full.
+//! token for each decode, a further chunk of each unfinished prompt. A running request that finds
+//! no block preempts the latest one, which loses its blocks and is recomputed. A step without
+//! preemption then admits waiting requests while the token budget, the sequence limit and the free
+//! blocks last. Blocks are registered in the cache when they are *scheduled* full.
 //!
 //! A step takes `prefill tokens / rate` plus, if anything decodes, `decode * (1 + batch / 64)`:
 //! prefill is compute-bound and shared by the batch; decoding is bound by reading the weights, with
-//! a part that grows with the batch. The scheduler reads no clock: the driver waits for the
-//! duration.
+//! a part that grows with the batch. Loading LoRA adapters takes extra time. The scheduler reads no
+//! clock: the driver waits for the duration.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;

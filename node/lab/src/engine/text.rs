@@ -2,7 +2,8 @@
 //!
 //! One token is four bytes of the flattened prompt, so a block of 32 tokens is the 128 bytes that a
 //! router with the `character` tokenizer hashes. The output is made of four-byte words, one per
-//! token, drawn from `(engine seed, prompt, position)`: equal prompts always get equal outputs.
+//! token, drawn from `(engine seed, prompt, position)`: an engine gives equal prompts equal
+//! outputs.
 //!
 //! A sequence is the bytes of prompt and output. If the prompt's length is not a multiple of four,
 //! its last bytes count as a whole token, but the output follows without padding. A block is full

@@ -3,9 +3,9 @@
 //! A request with `do_remote_decode` creates an entry for its prompt. Its response has the entry's
 //! address in `kv_transfer_params`. A request with these parameters, which set `do_remote_prefill`,
 //! takes the entry from that engine over HTTP, waits as long as the transfer would take, and then
-//! counts its prompt as computed. A transfer fails if the entry is gone or a fault is injected;
-//! [`LoadError`] defines what happens then. No blocks are held for the other engine: only time is
-//! modelled.
+//! counts its prompt as computed. A transfer fails if the other engine cannot be reached, the entry
+//! is gone or a fault is injected; [`LoadError`] defines what happens then. No blocks are held for
+//! the other engine: only time is modelled.
 
 use std::collections::VecDeque;
 use std::net::SocketAddr;

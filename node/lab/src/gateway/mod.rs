@@ -3,8 +3,8 @@
 //! chooses.
 //!
 //! It is strict: a message that Envoy's state machine would reject is an error. The gateway asks
-//! pickers in turn, unless a request is pinned to one. If it loses a picker before anything went to
-//! an engine, it asks the next.
+//! pickers in turn; a request that is pinned to a picker goes to that one first. If it loses a
+//! picker before anything went to an engine, it asks the next.
 
 mod dial;
 mod messages;

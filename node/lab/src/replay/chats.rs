@@ -1,8 +1,9 @@
 //! A workload of chats: several users, each with chats that grow turn by turn, on system prompts
 //! that many of them share. The next turn of a chat waits for the previous response.
 //!
-//! Chats start at different turns and are replaced when they end. The load is thus stationary:
-//! measurements over a few hundred requests are comparable with later ones.
+//! A new chat replaces each one that ends, and the first ones end after different numbers of turns.
+//! The load is thus soon stationary: measurements over a few hundred requests are comparable with
+//! later ones.
 
 use std::collections::VecDeque;
 use std::fmt::Write as _;

@@ -1,7 +1,7 @@
 //! Targets of a load: base URLs that requests use in turn, except those that are known to be down.
 //!
-//! A caller that takes a target down on purpose calls [`Targets::set_up`] *before* doing it; a
-//! request in flight there then counts as lost, not as failed.
+//! A caller that takes a target down on purpose calls [`Targets::set_up`] *before* doing it; if a
+//! request in flight there then fails, it counts as lost, not as failed.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};

@@ -1,11 +1,12 @@
 //! `quorate simulate`: a seeded discrete-event simulation of a cluster, its engines and its
 //! clients.
 //!
-//! Production code makes all decisions: the router with its filters, decisions, dispatches and
+//! Production code makes the decisions: the router with its filters, decisions, dispatches and
 //! charges, the replicated state with its log commands, the admission queue, and the block pool and
-//! scheduler of the emulated engine. Everything around it is simulated: time, order and lag of the
-//! log, the network between replicas, and the clients. No thread, clock or unseeded draw affects a
-//! result, so a run repeats bit for bit.
+//! scheduler of the emulated engine. Only reference policies and engines with static batching have
+//! code of their own. Everything around it is simulated: time, order and lag of the log, the
+//! network between replicas, and the clients. No thread, clock or unseeded draw affects a result,
+//! so a run repeats bit for bit.
 //!
 //! docs/guide/simulator.md describes the model, its omissions, and the results of the experiments.
 

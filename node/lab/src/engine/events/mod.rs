@@ -3,8 +3,9 @@
 //! Source: vLLM's `distributed/kv_events.py` and streams recorded from 0.12 and 0.32. A PUB socket
 //! sends topic, sequence number and payload; numbers start at 0 in each run. A ROUTER socket
 //! replays the last ten thousand messages from a given number on. A subscriber that does not keep
-//! up loses the messages that exceed its queue. [`PublisherFaults`] affect only the PUB socket;
-//! replays are always complete.
+//! up loses the messages that exceed its queue. [`PublisherFaults`] lose, repeat, reorder and delay
+//! messages only at the PUB socket. They can also reset the cache or restart the engine; a restart
+//! leaves nothing to replay.
 
 mod encode;
 mod faults;

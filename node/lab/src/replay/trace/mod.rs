@@ -6,8 +6,8 @@
 //! id, so that equal ids give equal text and shared prefixes stay shared. Other traces get a
 //! distinct text per request.
 //!
-//! `scale` multiplies lengths and block size alike, which keeps the structure of shared prefixes
-//! but reduces the load on the machine.
+//! `scale` multiplies lengths and block size alike, which keeps the structure of shared prefixes. A
+//! fraction below 1 reduces the load on the machine.
 
 mod azure;
 mod mooncake;
