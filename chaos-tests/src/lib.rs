@@ -9,10 +9,10 @@
 //! - [`abuse`] attacks such a cluster, one attack at a time, in the clear and with TLS and API
 //!   keys.
 //! - [`live`] compares predictions with what real engines find cached.
-//! - [`fuzzing`] feeds mutated bytes to every reader of untrusted bytes.
+//! - [`fuzzing`] feeds mutated bytes to readers of untrusted bytes.
 //!
-//! [`oracle`] records a run and [`invariants`] states what must hold for it. [`planted`] plants
-//! bugs, to prove that the tests find them.
+//! [`oracle`] records a simulated run and [`invariants`] states what must hold for it. [`planted`]
+//! plants bugs, to prove that the tests find them.
 
 pub mod abuse;
 mod command;

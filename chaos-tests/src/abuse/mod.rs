@@ -1,9 +1,10 @@
-//! Attacks on a cluster of real processes, one after another, without and with TLS and API keys.
+//! Attacks on a cluster of real processes, one after another, in the clear or with TLS and API
+//! keys.
 //!
-//! Beside each attack an honest client sends requests to every replica and must be served.
-//! Afterwards memory, descriptors, tasks and connections must return to about their earlier values.
-//! Each attack also checks its own result: the statuses, the closed connections, and what engines
-//! saw.
+//! Beside each attack, except those that inspect what engines saw, an honest client sends requests
+//! to every replica and must be served. Afterwards memory, descriptors, tasks and connections must
+//! return to about their earlier values. Each attack also checks its own result: the statuses, the
+//! closed connections, and what engines saw.
 //!
 //! | module | contents |
 //! | --- | --- |

@@ -1,5 +1,5 @@
-//! Runs attacks on a cluster of real processes, one at a time, with an honest client beside each.
-//! See docs/internals/testing.md.
+//! Runs attacks on a cluster of real processes, one at a time, with an honest client beside most of
+//! them. See docs/internals/testing.md.
 
 use std::process::ExitCode;
 

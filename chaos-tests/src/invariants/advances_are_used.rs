@@ -1,9 +1,9 @@
-//! Advance charges are used up: a replica's unsettled advances of a user never exceed the price of
-//! that user's concurrent prompts there.
+//! Advance charges are used up: at the end of the log, a replica's unsettled advances of a user do
+//! not exceed the highest price of that user's concurrent prompts there (summed over its runs).
 //!
 //! Advances are for requests in flight or left over from earlier ones. A dispatch uses up the rest
-//! of earlier advances before it charges more. The invariant does not cover admission that charges
-//! by predictions or through the log.
+//! of earlier advances before it charges more. The invariant covers neither admission that charges
+//! by predictions or through the log, nor a restored backup.
 
 use std::collections::BTreeMap;
 

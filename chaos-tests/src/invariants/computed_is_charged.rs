@@ -1,8 +1,9 @@
 //! Users are charged for what engines computed, whatever the client did. If the engine reported
-//! usage, the charge is exact. Otherwise it covers the whole prompt and at least about half of the
+//! usage, the charge covers it. Otherwise it covers the whole prompt and at least about half of the
 //! output.
 //!
-//! I38 checks that no user is charged too much.
+//! Charges that a replica had not handed over when it stopped do not count. I38 checks that no user
+//! is charged too much.
 
 use std::collections::BTreeMap;
 

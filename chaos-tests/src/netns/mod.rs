@@ -5,9 +5,10 @@
 //! between peers while clients go on, or move a host for its peers alone. Each host resolves names
 //! by its own hosts file, which can change at any time.
 //!
-//! Every name contains the id of this process. Dropping the [`NetnsNetwork`] removes everything,
-//! and the next process removes the remains of killed ones. The module needs root, `ip` and `nft`.
-//! It does not use netem, which many kernels lack, as nftables can drop packets at random, too.
+//! The names of namespaces, links and the bridge contain the id of this process. Dropping the
+//! [`NetnsNetwork`] removes everything, and the next process removes the remains of killed ones.
+//! The module needs root, `ip` and `nft`. It does not use netem, which many kernels lack, as
+//! nftables can drop packets at random, too.
 
 use std::fmt::Write as _;
 use std::fs;

@@ -1,5 +1,5 @@
-//! The network between simulated replicas, which carries whole calls with everything that can
-//! happen to them.
+//! The network between simulated replicas, which carries whole calls, and delays, loses, repeats,
+//! holds and cuts them.
 //!
 //! Messages are below tonic's generated code and above HTTP/2. A message is the head of a call with
 //! its body, or one piece of a streamed body. The latency of each is drawn from the seed, so calls
