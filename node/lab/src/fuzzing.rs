@@ -44,7 +44,7 @@ pub fn trace_seeds() -> Vec<Vec<u8>> {
     let traces = [
         "{\"timestamp\": 0, \"input_length\": 1100, \"output_length\": 52, \"hash_ids\": [0, 1, 2]}\n{\"timestamp\": 3000, \"input_length\": 600, \"output_length\": 1, \"hash_ids\": [0, 7]}\n{\"timestamp\": 3000, \"input_length\": 500, \"output_length\": 9, \"hash_ids\": [0]}\n",
         "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n2023-11-16 18:15:50.9951690,396,109\n2024-02-29 23:59:59.9,1,0\n",
-        "user,arrival_s,input_tokens,output_tokens\na,0.5,10,20\nb,1.25,7,3\n",
+        "req_time_s,user,prompt_len,output_len\n0.5,a,10,20\n1.25,b,7,3\n",
     ];
     traces.map(|trace| trace.as_bytes().to_vec()).to_vec()
 }

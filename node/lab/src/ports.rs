@@ -2,12 +2,12 @@
 //!
 //! The ports are below the kernel's default range for outgoing connections (32768 and up), so that
 //! no connection takes one while its process is down. A process hands out a port again only after
-//! it has tried thousands of others, and concurrent processes usually begin at different ports.
+//! it has tried all others, and concurrent processes usually begin at different ports.
 
 use std::io;
 use std::net::TcpListener;
 use std::sync::LazyLock;
-use std::sync::atomic::{AtomicU16, Ordering};
+use std::sync::atomic::{AtomicU32, Ordering};
 
 const FIRST: u16 = 20_000;
 const COUNT: u16 = 12_000;
@@ -27,15 +27,18 @@ pub fn free(count: usize) -> io::Result<Vec<u16>> {
     PORTS.free(count)
 }
 
-struct Ports(AtomicU16);
+struct Ports(AtomicU32);
 
 impl Ports {
     fn from(place: u16) -> Self {
-        Self(AtomicU16::new(place))
+        Self(AtomicU32::new(place.into()))
     }
 
     fn free(&self, count: usize) -> io::Result<Vec<u16>> {
-        let next = || FIRST + self.0.fetch_add(1, Ordering::Relaxed) % COUNT;
+        let next = || {
+            let place = self.0.fetch_add(1, Ordering::Relaxed) % u32::from(COUNT);
+            FIRST + u16::try_from(place).unwrap_or(0)
+        };
         let tried = (0..COUNT).map(|_| next());
         let is_free = |port: &u16| TcpListener::bind(("127.0.0.1", *port)).is_ok();
         let found: Vec<_> = tried.filter(is_free).take(count).collect();
@@ -57,6 +60,15 @@ mod tests {
     fn no_port_is_given_out_twice() {
         let ports: BTreeSet<_> = (0..50).flat_map(|_| free(3).unwrap()).collect();
         assert_eq!(ports.len(), 150);
+    }
+
+    #[test]
+    fn every_port_is_tried_before_one_is_tried_again() {
+        let ports = Ports::from(u16::MAX - 5);
+        let found: BTreeSet<_> = (0..10).flat_map(|_| ports.free(1).unwrap()).collect();
+        let next = ports.0.load(Ordering::Relaxed);
+        assert_eq!(found.len(), 10);
+        assert!(next >= u32::from(u16::MAX) + 5, "{next}");
     }
 
     #[test]
