@@ -5,11 +5,11 @@
 //! votes.
 //!
 //! A replica is bound to the first cluster that claims it as a founder, adds it on request, or
-//! sends it log entries. From then on it refuses everything from other clusters. A mere claim is
-//! released when it can no longer lead to a cluster.
+//! sends it log entries. From then on it accepts no claims or log entries of other clusters. A mere
+//! claim is released when it can no longer lead to a cluster, or when a cluster adds the replica.
 //!
-//! The store also records the cluster's name. A replica whose config has another name does not
-//! start on this store. Such a store more likely belongs to another cluster than to a renamed one
+//! The store also records the cluster's name. A member whose config has another name does not start
+//! on this store. Such a store more likely belongs to another cluster than to a renamed one
 //! (docs/adr/0111).
 
 use std::io;

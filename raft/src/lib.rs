@@ -34,7 +34,8 @@
 //!   readable.
 //! - The log opens no file while it runs. A write that cannot begin for lack of space is retried
 //!   until it can ([`Status::waiting`]).
-//! - A replica that lost its store counts as a different replica and is refused under its old id.
+//! - A replica that lost its store counts as a different replica. It is refused under its old id,
+//!   unless the leader may replace the former member ([`ReplicaOptions::replaces_lost`]).
 
 mod adapter;
 mod backoff;

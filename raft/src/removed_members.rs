@@ -1,5 +1,5 @@
-//! Records which members were removed, and when, according to the log. The record is the same on
-//! every replica.
+//! Records which member was last removed under each id, and when, according to the log. The record
+//! is the same on every replica that has applied the same entries.
 //!
 //! A join request that a member sent before its removal may arrive after it. The log distinguishes
 //! it from the request of a replica that was never admitted, but only as far as the log reaches

@@ -1,7 +1,8 @@
 //! Conversions between the wire types and openraft's types.
 //!
-//! openraft's serde formats change between versions. Data that is sent or stored is therefore
-//! always one of the protobuf types, and only this module knows both.
+//! openraft's serde formats change between versions, so its types are only sent and stored as
+//! protobuf types. This module converts the parts of messages and files, such as votes and entries;
+//! other modules compose messages from them.
 
 #[allow(missing_docs, unreachable_pub, clippy::all, clippy::pedantic)]
 pub(crate) mod proto {

@@ -1,4 +1,4 @@
-//! Keeps blocking work off async tasks.
+//! Keeps blocking work off async tasks, except in a simulation, which runs it in place.
 
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};

@@ -4,10 +4,10 @@
 //! The simulated clusters of `chaos-tests`, the tests of `node::app` and this crate's own
 //! `tests/repeatable.rs` depend on that: a failure found under a seed can be replayed. A production
 //! replica runs the same code, but its random numbers come from the system and its blocking work
-//! runs on a thread pool. The rest of the crate draws random numbers, waits and blocks only through
-//! this module and does not know whether it is simulated. A simulation's disk is in
-//! `crate::memory`, behind the same ports as the real one. `chaos-tests` brings its own network
-//! behind [`crate::Transport`].
+//! runs on a thread pool. Code that a simulation runs draws random numbers, watches values and does
+//! blocking work only through this module. Its time is tokio's, which a simulation pauses. The rest
+//! is replaced: a simulation's disk is in `crate::memory`, behind the same ports as the real one,
+//! and `chaos-tests` brings its own network behind [`crate::Transport`].
 //!
 //! | module | purpose | replaces |
 //! | --- | --- | --- |

@@ -1,7 +1,7 @@
 //! Draws random numbers, from the system or a seed.
 //!
-//! A simulation seeds the thread that it runs on. All random numbers of this crate come from here:
-//! election timeouts, and the ids of stores and clusters.
+//! A simulation seeds the thread that it runs on. Election timeouts and the ids of stores and
+//! clusters come from here; only the keys of encrypted connections do not.
 
 use std::cell::Cell;
 use std::convert::Infallible;

@@ -1,7 +1,8 @@
-//! The Raft log: votes and entries, on a [`Disk`] behind one writing thread.
+//! The Raft log: votes and entries, on a [`Disk`] behind one writer.
 //!
-//! An appended entry is readable at once and durable when its callback runs. Until then, and for
-//! some time after, it stays in memory, so applying and replicating recent entries reads no disk.
+//! An appended entry is readable at once and durable once its callback reports success. Until then,
+//! and for some time after, it stays in memory, so applying and replicating recent entries reads no
+//! disk.
 
 pub(crate) mod disk;
 mod file_release;

@@ -1,6 +1,7 @@
 //! Cluster formation: bootstrap, join, and keeping this replica's membership entry up to date.
 //!
-//! A replica without a cluster polls its peers:
+//! A replica without a cluster polls its peers. One started with [`Formation::Join`] takes only the
+//! first of these steps:
 //!
 //! 1. If a peer is a member of a cluster, the replica asks that peer to add it as a learner.
 //! 2. Otherwise, if at least `expect` replicas respond (itself included) and its id is the lowest,

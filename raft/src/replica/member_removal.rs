@@ -2,8 +2,8 @@
 //! readmission of a removed replica.
 //!
 //! The caller decides which members to remove, because it knows the desired size of the cluster.
-//! This module only checks that the others can do without the member: enough voters remain, and
-//! most of them respond.
+//! This module checks that the others can do without a voter (enough voters remain, and most of
+//! them respond), and that a member to be removed as absent does not respond.
 
 use std::collections::BTreeSet;
 

@@ -2,8 +2,8 @@
 //!
 //! A learner is promoted once it has kept up for a while: it responds, it could lead (its log is
 //! writable, its state is not in doubt), and its disk holds nearly all of the log, including the
-//! entry that made it a member. The number of voters is kept odd: one voter more than an odd number
-//! tolerates no further failure, but makes every write wait for one more disk.
+//! entry that made it a member. Learners are promoted only up to an odd number of voters: one voter
+//! more tolerates no further failure, but makes every write wait for one more disk.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;

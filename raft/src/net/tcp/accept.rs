@@ -1,8 +1,8 @@
 //! Greets peer connections: detects the protocol from the first bytes and runs the handshake if the
-//! cluster has a secret or certificates. [`super::incoming`] limits their number and time.
+//! cluster has a secret or certificates. [`super::incoming`] limits the number of connections.
 //!
-//! A peer that lacks them is still served HTTP/2, where every call fails with an error that names
-//! what is missing, so that the logs of both sides contain it.
+//! A peer that lacks what is required is still served HTTP/2, where every call fails with an error
+//! that names what is missing, so that the logs of both sides contain it.
 
 use std::io::{self, IoSlice};
 use std::pin::{Pin, pin};

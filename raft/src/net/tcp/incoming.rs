@@ -1,4 +1,4 @@
-//! Accepts a limited number of peer connections, and only those on which the peer sends something.
+//! Accepts a limited number of peer connections, and fails those on which the peer stays silent.
 
 use std::io;
 use std::net::SocketAddr;

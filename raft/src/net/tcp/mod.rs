@@ -2,7 +2,7 @@
 //!
 //! | module | purpose |
 //! | --- | --- |
-//! | `incoming` | accepts a limited number of connections, and only those that speak |
+//! | `incoming` | accepts a limited number of connections, and fails those that stay silent |
 //! | `accept` | detects the protocol of a connection and runs the handshake on either side |
 //! | `certified` | authentication by certificate |
 //! | `names` | names of replicas in certificates |

@@ -1,12 +1,12 @@
-//! Admits or refuses calls of peers before any content of a call is used.
+//! Admits or refuses calls between members before any other part of a call takes effect.
 //!
-//! A call between members names the intended cluster, replica and store, and its sender. It is
-//! refused if any of these is wrong, since an old address may belong to another replica by now. The
-//! sender must be a member and present the id of its store, which only members know.
+//! Such a call names the intended cluster, replica and store, and its sender. It is refused if any
+//! of these is wrong, since an old address may belong to another replica by now. The sender must be
+//! a member and present the id of its store, which a member reveals only within its cluster.
 //!
-//! A replica that was away may not know a member that joined in its absence and now leads, under an
-//! id that is new or that belonged to another store. So an unknown leader or candidate is accepted
-//! while no other leader is heard; otherwise a cluster could lose its quorum. Its power is limited:
+//! A replica that is new or was away may not know the member that now leads, under an id that is
+//! new or that belonged to another store. So an unknown leader or candidate is accepted while no
+//! other leader is heard; otherwise a cluster could lose its quorum. Its power is limited:
 //! [`term_max`] keeps a single call from using up all terms, after which no election would be
 //! possible. docs/adr/0025-who-is-listened-to.md describes the remaining trust.
 

@@ -1,4 +1,5 @@
-//! Implements the gRPC service for peers. [`super::guard`] decides which calls are admitted.
+//! Implements the gRPC service for peers. [`super::guard`] admits the calls between members. The
+//! calls that replicas in no cluster make too (`info`, `claim`, `change`) have their own checks.
 
 use std::pin::Pin;
 use std::sync::Arc;
