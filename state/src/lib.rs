@@ -1,8 +1,9 @@
 //! The deterministic core of Quorate: the replicated state and the pure decisions made from it.
 //!
-//! The crate does no I/O, reads no clock, draws no random numbers and logs nothing. Everything it
-//! knows about the outside arrives in a [`command::Command`]. Applying the same commands in the
-//! same order yields the same state, the same replies and the same digest on every replica.
+//! The crate opens no files or sockets, reads no clock, draws no random numbers and logs nothing.
+//! The state changes only through [`command::Command`]s and snapshots: applying the same commands
+//! in the same order yields the same state, replies and digest on every replica. Decisions of one
+//! replica, such as routing, also depend on what the caller passes: time, load, health.
 
 pub mod admission;
 mod backends;

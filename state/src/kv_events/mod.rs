@@ -27,9 +27,9 @@
 //! such engines should not be given salted requests in precise mode.
 //!
 //! # Bounds
-//! [`KV_ENTRIES_PER_BACKEND_MAX`], [`KV_ENTRIES_MAX`], [`KV_RANKS_MAX`],
-//! [`KV_BLOCKS_PER_BATCH_MAX`]. The backend of a rank that reports more falls back to leases until
-//! the rank is cleared.
+//! If a rank's blocks exceed [`KV_ENTRIES_PER_BACKEND_MAX`] or [`KV_ENTRIES_MAX`], its backend
+//! falls back to leases until the rank is cleared. A batch beyond [`KV_RANKS_MAX`] or
+//! [`KV_BLOCKS_PER_BATCH_MAX`] is dropped.
 
 mod entries;
 mod followed;

@@ -1,8 +1,9 @@
 //! Application of batches: the facts that replicas learned, item by item, in order.
 //!
-//! No item can fail the batch. An item is dropped and counted if its backend has started a new
-//! incarnation, or if it is repeated or out of bounds. If the backend does not own the tip of an
-//! item, the reply lists the attempt, so that its sender can send the whole chain again.
+//! No item can fail the batch. An item that does not apply is dropped and counted: its backend has
+//! started a new incarnation, its lease is not open, or it is repeated, invalid or out of bounds.
+//! If the backend does not own the tip of an acquire, the reply lists the attempt, so that its
+//! sender can send the whole chain again.
 
 use super::RouterState;
 use super::leases::{Holder, LEASES_PER_REPLICA_MAX, OpenLease};

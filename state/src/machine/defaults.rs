@@ -1,6 +1,7 @@
 //! Application of commands that set the defaults of users.
 //!
-//! Older commands set some of the same values: limits and cache scope.
+//! Two of these values also have commands of their own, from earlier format versions: the limits
+//! (among the admission settings) and the cache scope.
 
 use super::{AuditAction, RouterState};
 use crate::command::{Founding, Origin, UserDefaults};

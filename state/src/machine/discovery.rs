@@ -1,7 +1,7 @@
 //! Application of changes to backends that sources request.
 //!
-//! These changes are not audited. The audit keeps only the most recent writes of operators, and a
-//! rolling update of a fleet would displace all of them.
+//! These changes are not audited. The audit keeps only the most recent writes, and a rolling update
+//! of a fleet would displace all others.
 
 use super::RouterState;
 use super::admin::unknown_backend;

@@ -1,8 +1,8 @@
 //! [`RouterState`]: the whole replicated state, and `apply`.
 //!
-//! `apply` is the only way to change the state. It depends only on the state and the command,
-//! replies to every command and never panics on one. It also publishes through [`StateView`] what
-//! readers on other threads need.
+//! Only `apply` changes the state, except that a snapshot replaces all of it. `apply` depends only
+//! on the state, the command and its log index, replies to every command and never panics on one.
+//! It also publishes through [`StateView`] what readers on other threads need.
 
 mod admin;
 mod audit;

@@ -20,7 +20,7 @@
 //!   holds the blocks: from a later start time of the engine, from KV events (in doubt until their
 //!   reader has caught up), or from its responses.
 //! - *Readers* of KV events are unassigned until the leader assigns them.
-//! - *Time* is the later one of the two states.
+//! - *Time* is the later one of the two states; the calendar remains that of the current state.
 //!
 //! The hash seed and the secret are the backup's, because users and blocks are keyed by them. If
 //! the backup has no secret, the current cluster keeps its own and drops the backup's blocks,

@@ -3,9 +3,9 @@
 //! A `segment` holds consecutive blocks of a chain and is looked up by its first block. That hash
 //! assigns segments to shards. Each shard is a `table` of fixed shape, and a `directory` holds them
 //! all. The writer (the ownership arena, in `apply`) changes owners in place, one atomic word at a
-//! time. It replaces a full table by publishing another directory. Readers keep the directory that
-//! they hold alive. Reading is therefore wait-free and needs no `unsafe`, and a stalled reader
-//! blocks no other thread.
+//! time. It replaces a full table by publishing another directory. The former one lives as
+//! long as a reader uses it. Reading is therefore wait-free and needs no `unsafe`, and a stalled
+//! reader blocks no other thread.
 //!
 //! While the writer works, a reader may still see an ownership that just ended, or miss one that
 //! just began. It never sees an owner that never held the block. `matching` describes what that

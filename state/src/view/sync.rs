@@ -1,5 +1,5 @@
-//! The concurrency primitives of the view, in one place so that `--cfg loom` can replace them with
-//! loom's checked versions.
+//! The concurrency primitives of the block index, in one place so that `--cfg loom` can replace
+//! them with loom's checked versions.
 //!
 //! [`Swap`] is an `Arc` that one thread replaces while others read it. In production it is
 //! `arc_swap::ArcSwap`, whose readers never wait. Loom does not support `ArcSwap`, so models use a

@@ -1,9 +1,9 @@
 //! Encoding of commands and replies: a version byte, then bincode with a size limit.
 //!
 //! Entries live as long as the log does, so every format version stays readable and has golden
-//! bytes in the tests. Versions only add kinds of commands and items, so one decoder reads them
-//! all. A command is written with the version that introduced its kind: an earlier build reads the
-//! kinds that it knows, and can report which version it would need for the others.
+//! bytes in the tests. Versions only add to the format, so one decoder reads them all. A command is
+//! written with the version that its content requires ([`format_of`]): an earlier build reads the
+//! commands that it knows, and can report which version it would need for the others.
 //!
 //! Input is untrusted: lengths are bounded before anything is allocated, trailing bytes are
 //! rejected, and nothing recurses.

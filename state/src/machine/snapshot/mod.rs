@@ -3,14 +3,14 @@
 //! # Format, version 10 (integers little-endian)
 //! Header: magic `QUORATES`, version `u16`, applied index `u64`, digest `u128`, `xxh3_64` of these.
 //!
-//! Sections: tag `u8`, payload length `u32`, payload, `xxh3_64` of tag, length and payload. Config,
-//! backends, sessions, audit and the users' totals have one section each. Users, leases, API keys,
-//! cache scopes and the KV-event state are split into sections of bounded size. An end section
-//! closes the list. Ownership follows in a format of its own (state/src/ownership/snapshot.rs), up to
-//! the end of the stream.
+//! Sections: tag `u8`, payload length `u32`, payload, `xxh3_64` of tag, length and payload. Large
+//! parts (users, leases, API keys, cache scopes, KV-event state, a restore in progress) are split
+//! into sections of bounded size. Every other part, such as config, backends or audit, has one. An
+//! end section closes the list. Ownership follows in a format of its own
+//! (state/src/ownership/snapshot.rs), up to the end of the stream.
 //!
 //! Later versions add to version 1 (version 9 does not exist):
-//! - 2: the sections from the settings on
+//! - 2: settings, readers, accounts of admission, service, outputs, waiting list, KV-event state
 //! - 3: restores, in progress or in the audit
 //! - 4: hash secret, forgiven and deleted users in the audit, paced time, learned ratios, assumed
 //!   capacities, block sizes
@@ -21,8 +21,8 @@
 //! - 10: learned capacities, engines with several ranks, backends registered by sources
 //!
 //! A state is written in the oldest version from 2 on that can hold it. A replica reads all
-//! versions; parts that a version lacks are empty. A length allocates no memory before its bytes
-//! have arrived.
+//! versions up to its own; parts that a version lacks are empty. A length allocates no memory
+//! before its bytes have arrived.
 //!
 //! A restored state must have the digest in the header. This detects missing, duplicated and
 //! swapped sections as well as faults in derived data.
