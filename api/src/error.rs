@@ -1,5 +1,5 @@
-//! The form of every error response of this crate: OpenAI's on the data plane, problem+json (RFC
-//! 9457) on the admin API.
+//! The forms of this crate's HTTP error responses: OpenAI's on the data plane, except on
+//! Anthropic's paths (`proxy/dialect.rs`), and problem+json (RFC 9457) on the admin API.
 //!
 //! A failure of the data plane is a [`ProxyError`]. Only [`rescue`] decides its status, its error
 //! code and whether the client's SDK should retry. Details for operators only (addresses,

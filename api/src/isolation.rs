@@ -1,9 +1,10 @@
 //! Isolation of users' cached blocks by a salt, under which a user's prompts are hashed and which
 //! engines receive (ADR 0072).
 //!
-//! A salt depends only on the user's cache scope and the cluster's hash secret. Every replica
-//! therefore computes the same one, and no client can compute that of another scope. A `cache_salt`
-//! from the client is an input too: it subdivides the scope and opens no other.
+//! A salt depends on the user's cache scope, the cluster's hash secret and the client's own
+//! `cache_salt`, if any, and on nothing else. Every replica therefore computes the same one, and no
+//! client can compute that of another scope. The client's salt subdivides its scope and opens no
+//! other.
 
 use base64::Engine as _;
 use base64::prelude::BASE64_URL_SAFE_NO_PAD;

@@ -1,5 +1,6 @@
-//! `GET /admin/v1/audit`: the last administrative writes, from the replicated state. For those that
-//! came through this replica, also their callers and addresses.
+//! `GET /admin/v1/audit`: the last administrative writes, from the replicated state, and the last
+//! calls of this replica (`calls`). A write has a caller and an address only if its call is among
+//! them.
 //!
 //! The state records what was written; only the replica that was called knows the writer.
 

@@ -1,9 +1,9 @@
 //! `GET /admin/v1/cluster/backup`: the state as a file.
 //!
-//! The state is frozen after a read barrier and written while the replica continues. At most a few
-//! chunks wait for the client. Meanwhile, each part of the state that changes is kept twice. So a
-//! client that accepts nothing for [`SEND_TIMEOUT`] is disconnected, and only one backup runs at a
-//! time.
+//! The state is frozen after a read barrier, or without one for `?read=local`, and written while
+//! the replica continues. At most a few chunks wait for the client. Meanwhile, each part of the
+//! state that changes is kept twice. So a client that accepts nothing for [`SEND_TIMEOUT`] is
+//! disconnected, and only one backup runs at a time.
 
 use std::io::{self, Write};
 use std::sync::Arc;

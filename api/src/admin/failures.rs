@@ -1,7 +1,8 @@
 //! Counts wrong tokens per source, in bounded memory, to slow down a source that sends many.
 //!
-//! Each source has a token bucket of attempts. Only wrong tokens consume it, so holders of correct
-//! ones are unaffected, unless someone guesses from their address.
+//! Each source has a bucket of attempts; beyond [`SOURCES_MAX`] sources, all others share one. Only
+//! wrong tokens consume attempts, so holders of correct ones are unaffected, unless someone who
+//! shares their bucket guesses.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;

@@ -1,11 +1,12 @@
-//! Authenticates and authorizes calls of the admin API, and records the caller and address of each
-//! write.
+//! Authenticates and authorizes calls of the admin API, and records those that require more than
+//! read access, with their callers (`calls`).
 //!
 //! A caller authenticates with a token in the call, or else with its connection's certificate. A
 //! token takes precedence: it belongs to this call, while the certificate covers everything on the
-//! connection. A call without either, or with a wrong token, gets a 401, unless its path is open to
-//! everyone. If the role is insufficient, the 403 names the required one. Without tokens and
-//! operators' authorities, every caller may do anything; such a listener belongs on loopback.
+//! connection. A path that is open to everyone needs neither. Elsewhere, a call without either or
+//! with a wrong token gets a 401, and after many wrong tokens from its address a 429. If the role
+//! is insufficient, the 403 names the required one. Without tokens and operators' authorities,
+//! every caller may do anything; such a listener belongs on loopback.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::sync::Arc;

@@ -4,7 +4,9 @@
 //! possible. In DNS rebinding, a name of the page's own site resolves to this listener, which shows
 //! in `host`. In cross-site request forgery, a form or script of another site sends the request,
 //! which shows in `origin`, in `sec-fetch-site`, or in a `content-type` that needs no CORS
-//! preflight ([`typed`]). Programs other than browsers send none of these headers except `host`.
+//! preflight ([`typed`]). Reads are not checked for forgery, because browsers hide their responses
+//! from the other site. Programs other than browsers usually send neither `origin` nor
+//! `sec-fetch-site`.
 
 use std::net::IpAddr;
 use std::sync::Arc;

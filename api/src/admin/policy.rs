@@ -3,7 +3,8 @@
 //! each.
 //!
 //! The policy of one model is part of the routing settings. Writing it reads the settings and
-//! writes them back, so concurrent writes are last-writer-wins, as for the settings as a whole.
+//! writes them back. Writes through one replica take turns. Of concurrent writes through several
+//! replicas, the last one wins, as for the settings as a whole.
 
 use axum::extract::State;
 use schemars::JsonSchema;

@@ -1,4 +1,4 @@
-//! `/admin/v1/recordings`: requests to this replica, as files without texts and names
+//! `/admin/v1/recordings`: requests to this replica, as files without texts and users' names
 //! (`crate::recording`). Requests are kept as the data plane stores them; lines are generated while
 //! a client fetches them, a chunk at a time and on another thread.
 

@@ -1,9 +1,11 @@
 //! `POST /admin/v1/policy/what-if`: what policies would have chosen in the last decisions.
 //!
-//! Each decision is repeated with its inputs at the time: the candidates with their matches and
-//! load. So the answer is exact for one decision, but ignores the long-term effects of a policy on
-//! block placement and queue lengths; `quorate simulate --from-decisions` covers those
-//! (docs/guide/what-if.md). This reads only kept records, on its own thread and one call at a time.
+//! Each decision is repeated with its recorded inputs: the candidates with their matches and load.
+//! Decisions on two backends, or among too many to record, are left out. For one decision, the
+//! answer is exact unless the record lacks an input of the policy (`lacks`). It ignores a policy's
+//! long-term effects on block placement and queue lengths, which `quorate simulate
+//! --from-decisions` covers (docs/guide/what-if.md). This reads only kept records, on its own
+//! thread and one call at a time.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;

@@ -1,20 +1,23 @@
-//! Admits requests. A request that finds every backend at its limit waits here, and nowhere else.
+//! Admits requests. A request waits here while every backend is at its limit, or while it is the
+//! turn of others. No other module queues requests for a backend.
 //!
-//! Each model has one [`Queue`](state::admission::Queue), ordered fairly over the whole cluster: by
-//! replicated counters, behind a gate that knows what waits at other replicas
-//! (docs/internals/fairness.md). While nothing waits anywhere, a request costs one atomic load.
+//! Each model has one [`Queue`](state::admission::Queue). By default it is fair over the whole
+//! cluster: ordered by replicated counters, behind a gate that knows what waits at other replicas
+//! (docs/internals/fairness.md). While nothing waits anywhere, a request skips the queues after one
+//! atomic load.
 //!
 //! One loop, [`Admission::run`], serves the queues: when a request ends here, a peer reports its
-//! load or backlog, or a request begins to wait. While something waits it also runs every 20 ms, to
-//! find changes without a signal (a new limit, a recovered backend, a silent peer). It decides *and
-//! dispatches* each request before it considers the next one. So one request goes per free place,
-//! none is woken in vain, and no signal is lost between decision and dispatch.
+//! load or backlog, or a request begins to wait. While something waits it also runs every 20 ms, or
+//! every 2 ms with `grants = "log"`, to find changes without a signal (a new limit, a recovered
+//! backend, a silent peer). It decides *and dispatches* each request before it considers the next
+//! one. So one request goes per free place, none is woken in vain, and no signal is lost between
+//! decision and dispatch.
 //!
 //! A request whose backend did not run it has had its turn. It waits ahead of requests that have
 //! not, in order of its return, until another backend has room.
 //!
-//! With `batching = "static"`, a backend receives requests only while it runs none, and then a
-//! batch from one bin of predicted output length at once.
+//! With `batching = "static"`, every request is queued. A backend receives requests only while it
+//! runs none, and then a batch from one bin of predicted output length at once.
 
 pub mod backlog;
 mod granting;

@@ -1,8 +1,8 @@
 //! Engines that meet in bootstrap rooms: SGLang's prefill and decode engines.
 //!
 //! Both engines of a pair get the request at once, with the address of the prefill engine's
-//! bootstrap server and the number of a room there. An engine in either mode refuses requests
-//! without a room, so it can do nothing alone.
+//! bootstrap server and the number of a room there. An engine in either mode refuses a request that
+//! has a prompt to compute but no room, so it cannot serve one alone.
 
 use state::Backend;
 use state::command::BackendRole;

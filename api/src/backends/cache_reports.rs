@@ -4,7 +4,7 @@
 //! vLLM up to 0.12 omits the count if nothing was cached, so a response without it is ambiguous. If
 //! the engine has reported it in responses of the same form (path, stream or not), it means zero.
 //!
-//! The restart of an engine that reports neither its start time nor a counter shows only in its
+//! The restart of an engine that reports neither its start time nor a counter may show only in its
 //! responses: after correct predictions, several in a row find almost nothing cached. One user
 //! alone could send prompts that skip the cache, so it takes two users, or twice as many responses.
 //! Occasional misses mean that the prediction is too high, not that the cache was emptied.

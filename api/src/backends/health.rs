@@ -1,9 +1,9 @@
 //! Current health and engine metrics of each backend, which the data plane reads without blocking.
 //!
-//! A [`HealthTable`] has one cell per slot. Writers (the probes, and the data plane when a request
-//! fails) take the cell's short lock, change the record and publish it twice: as one packed word,
-//! next to the other slots' words, for the candidate loop of every request, and as an
-//! [`Arc<Health>`] for readers that also need the texts.
+//! A [`HealthTable`] has one cell per slot. Writers (the probes, and the data plane when its
+//! request makes an engine load an adapter) take the cell's short lock, change the record and
+//! publish it twice: as one packed word, next to the other slots' words, for the candidate loop of
+//! every request, and as an [`Arc<Health>`] for readers that also need the texts.
 
 use std::sync::{Arc, PoisonError};
 

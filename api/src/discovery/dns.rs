@@ -1,4 +1,5 @@
-//! `kind = "dns"`: engines at the addresses of a host name, resolved again when its TTL expires.
+//! `kind = "dns"`: engines at the addresses of a host name, resolved again when its TTL expires, or
+//! earlier if the configured interval is shorter.
 //!
 //! A name without records counts as a failed lookup, so that a zone that loads late removes no
 //! engine. A lookup of SRV records also fails if that of one of their hosts fails. A host without

@@ -1,7 +1,7 @@
 //! `kind = "file"`: a list of engines, reloaded whenever the file changes.
 //!
 //! The list is `[[backends]]` in TOML; in JSON it is a list or `{"backends": [...]}`. Entries have
-//! the keys of `[[backends]]` in a config. A file that cannot be parsed as a list changes nothing.
+//! the keys of `[[backends]]` in a config. A file that cannot be read as a list changes nothing.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;

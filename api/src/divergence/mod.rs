@@ -6,7 +6,7 @@
 //! Peers receive those divisible by [`BOUNDARY_ENTRIES`], which last long enough for all to report
 //! them. If the log is slow, they receive every recorded step, and if it stands still, that index.
 //! So a fault also shows soon in a quiet cluster, which may be quiet because its leader has a wrong
-//! state. A peer's claim about an index not reached here yet is kept until it is.
+//! state. A peer's last claims about indexes not reached here yet are kept until they are.
 //!
 //! A mismatch means that the same log produced different states. It is logged, counted and
 //! announced. If most voters of the cluster agree on another digest than this replica's, the fault

@@ -3,9 +3,9 @@
 //! [`PromptReader`] handles a request: it parses the body and cuts the prompt into blocks, as the
 //! settings of the model require. [`parse`] only parses a body.
 //!
-//! The body is read, never rewritten; engines receive the client's bytes. It is read in one pass
-//! without a document tree: unneeded strings are skipped, and the prompt is flattened while
-//! reading.
+//! This module never changes a body; the few changes that engines receive are made in
+//! [`crate::proxy`]. A body is read in one pass without a document tree: unneeded strings are
+//! skipped, and the prompt is flattened while reading.
 //!
 //! Flattening replaces the engine's chat template, which the router does not know. The result may
 //! differ from the template's output, but must change when that output changes, and must grow only

@@ -1,10 +1,10 @@
 //! Reads a request's body and identifies its prompt with the tokenizer of its model.
 //!
-//! Parsing a body and hashing its bytes takes microseconds and happens on the calling thread.
-//! Tokenizing takes a millisecond per few kilobytes. Known text is looked up, and a little new text
-//! is tokenized inline. The rest goes to the blocking pool, as many prompts at a time as the
-//! machine has cores. Engines that tokenize are called over separate connections. If tokenizing
-//! fails, the prompt is identified by its characters.
+//! Parsing a body and hashing its bytes takes microseconds and happens on the calling thread,
+//! unless the body is long. Tokenizing takes a millisecond per few kilobytes. Known text is looked
+//! up, and a little new text is tokenized inline. The rest goes to the blocking pool, as many
+//! prompts at a time as the machine has cores. Engines that tokenize are called over separate
+//! connections. If tokenizing fails, the prompt is identified by its characters.
 //!
 //! [`PromptReader`] depends only on the config, the registry and engines' reports about models.
 

@@ -1,4 +1,5 @@
-//! The access log: one line per completed request.
+//! The access log: one line per completed request, or only per failed one, or none, as the config
+//! says.
 //!
 //! Each line is written after the response, from data that the request holds anyway, so it does not
 //! delay the request. It never contains a prompt, a key or a response (I17). For refusals, it

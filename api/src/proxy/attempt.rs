@@ -2,7 +2,8 @@
 //!
 //! The result ([`Outcome`], [`AttemptError`]) alone determines what the backend's circuit breaker
 //! records, how the attempt is charged, and whether another backend may be tried. Another backend
-//! is tried only if this one certainly did not run the request.
+//! is tried only if this one certainly did not run the request, or if the prefill engine that it
+//! depends on failed (`bootstrap_rooms.rs`).
 
 use std::pin::pin;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};

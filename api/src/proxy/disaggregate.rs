@@ -5,8 +5,8 @@
 //! added to the request to the decode engine, which fetches the blocks. The format is that of
 //! vLLM's NIXL connector (`tests/v1/kv_connector/nixl_integration/toy_proxy_server.py`).
 //!
-//! The prefill stage cannot fail a request. Whatever happens, the decode backend, which already has
-//! a place for the request, computes the prompt itself. The one exception is a prompt that has
+//! A failure of the prefill stage does not fail the request: the decode backend, which already has
+//! a place for the request, then computes the prompt itself. The one exception is a prompt that has
 //! broken two engines: it is not sent to a third (`poison_requests.rs`).
 
 use std::sync::Arc;

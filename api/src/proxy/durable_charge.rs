@@ -1,9 +1,10 @@
 //! `users.charges = "durable"`: the end of a response waits until its charge is committed.
 //!
-//! The end shows a client that its response is complete: the last event of a stream, the last
-//! piece of a body with a known length, the last chunk of any other. It is withheld until the log
-//! has the charge, so no complete response is free, whichever replica fails. The wait is bounded:
-//! without a quorum, responses end anyway and their charges stay in the outbox.
+//! The end shows a client that its response is complete: the last event of a stream, the last piece
+//! of a body with a known length, the last chunk of any other. It is withheld until the log has the
+//! charge, so a complete response is charged even if this replica fails. The wait is bounded
+//! ([`COMMIT_WAIT_MAX`]): without a quorum, responses end anyway and their charges stay in the
+//! outbox.
 
 use std::future::Future;
 use std::pin::Pin;

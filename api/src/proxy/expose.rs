@@ -1,7 +1,8 @@
 //! The `x-quorate-*` response headers for clients, as far as `users.expose` allows them.
 //!
 //! The number of matched blocks reveals, block by block, what other users sent. Therefore only
-//! trusted clients see a decision, and refusals never show one, which would be a free query (I61).
+//! [`Expose::Full`], which is for trusted clients, shows a decision. Refusals never show one,
+//! because that would be a free query (I61).
 
 use bytes::{BufMut, BytesMut};
 use http::{HeaderMap, HeaderName, HeaderValue, StatusCode};

@@ -4,7 +4,9 @@
 //!
 //! A request goes to another backend only if the previous one did not run it: there was no
 //! connection, or the status of its response says so. After a connection broke with the request
-//! sent, it is not retried: the engine may have computed it or crashed because of it.
+//! sent, it is not retried: the engine may have computed it or crashed because of it. Only a
+//! prefill engine is replaced even then (`bootstrap_rooms.rs`), because no output exists without
+//! it.
 
 use std::sync::{Arc, Mutex};
 

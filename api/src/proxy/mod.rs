@@ -1,10 +1,12 @@
 //! The data plane: accepts OpenAI-compatible requests, sends each to the backend that the router
 //! chooses, and streams the response back.
 //!
-//! Requests and responses pass through byte for byte, except for usage reporting ([`UsageRequest`])
-//! and hop-by-hop headers. When a client disconnects, its request ends. All resources of a request,
-//! down to the engine's connection, belong to its future and later to its body. hyper drops these
-//! when the client's connection ends, whether during prefill or in mid-stream.
+//! Bodies pass through byte for byte, except that compressed requests are decoded, and except for
+//! the members that the router adds or removes: usage reporting ([`UsageRequest`]), salts, reserved
+//! fields, and what two engines need to share a request. `headers.rs` filters the headers. When a
+//! client disconnects, its request ends. All resources of a request, down to the engine's
+//! connection, belong to its future and later to its body. hyper drops these when the client's
+//! connection ends, whether during prefill or in mid-stream.
 //!
 //! A client that stays but stops reading is treated the same after [`ProxyTimeouts::untaken`].
 //! Until then its response is read ahead, so that the engine's place is free once it is done.

@@ -1,4 +1,5 @@
-//! Running and finished recordings of parsed requests, kept until an operator fetches them.
+//! Recordings of parsed requests, for operators to fetch: the running one, if any, and the last
+//! finished ones.
 //!
 //! A recording holds decision records and the unchanged blocks of each prompt. They are anonymized
 //! when the file is fetched. A request therefore costs a lock and a pointer, and nothing without a

@@ -1,9 +1,10 @@
 //! Body fields and headers with which a client would control an engine.
 //!
 //! Engines accept more than prompts: queue priorities, engines to fetch cached blocks from, the
-//! data-parallel rank, code that processes the logits. Behind a router, clients must not set these.
-//! A refused field gets a 400 that names it. A stripped field is removed from the body, and all
-//! other bytes stay.
+//! data-parallel rank, code that processes the logits. Behind a router, clients must not set these,
+//! unless the config allows it. A refused field gets a 400 that names it. A stripped field is
+//! removed from the body, and all other bytes stay. Forms are never changed, so there a stripped
+//! field is refused too.
 
 use bytes::Bytes;
 use http::HeaderName;

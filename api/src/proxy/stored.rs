@@ -1,9 +1,10 @@
 //! Stored responses (`GET` and `DELETE /v1/responses/ID`, `POST /v1/responses/ID/cancel`), which
 //! are routed to the engine that has them.
 //!
-//! Quorate does not record which engine that is. It asks all engines in turn and relays the first
-//! response other than "not found" (ADR 0058). Engines draw ids at random, so no two have different
-//! responses with the same id. No model runs, so nothing is charged.
+//! Quorate does not record which engine that is. It asks the available engines in turn and relays
+//! the first response other than "not found" or "not supported" (ADR 0058). Engines draw ids at
+//! random, so no two have different responses with the same id. No model runs, so nothing is
+//! charged.
 //!
 //! A key or user restricted to some models gets only responses of those. The stored response names
 //! its model, so it is read before any other action.

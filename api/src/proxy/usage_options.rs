@@ -2,8 +2,8 @@
 //!
 //! Users are charged by the engine's own count, so every stream should carry it. With
 //! `include_usage` it comes once at the end. With `continuous_usage_stats` it comes on every chunk,
-//! which is the only way to charge a client that disconnects. The rest of the body reaches the
-//! engine as the client wrote it.
+//! which is the only way to charge a client that disconnects without an estimate. This module
+//! changes nothing else in the body, except that [`salted`] inserts a salt.
 
 use bytes::Bytes;
 use schemars::JsonSchema;

@@ -3,8 +3,9 @@
 //! A recording is a file of JSON lines. The first line is the head. Each other line is a request:
 //! its time, user, length and blocks, the decisions, and what the engine reported. Users, cache
 //! groups and blocks are hashes under a secret of the cluster and the recording's salt (`names`).
-//! Nobody can therefore guess a name or a text, or compare recordings with different salts. Blocks
-//! keep the property that matters: equal prefixes have equal ids (I126, ADR 0096).
+//! Without the secret, nobody can therefore confirm a guessed name or text, or compare recordings
+//! with different salts. Blocks keep the property that matters: equal prefixes have equal ids
+//! (I126, ADR 0096).
 //!
 //! A block identifies the whole prompt up to its end. A line therefore contains only the blocks
 //! that no earlier line has, and in `after` the block that they follow. docs/guide/what-if.md

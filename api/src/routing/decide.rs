@@ -2,8 +2,8 @@
 //!
 //! A [`Decider`] reads the published state, the load and the overlay, and changes none of them:
 //! code that holds only a decider cannot dispatch, charge or write to the log (I69). A decider
-//! changes only local state: the round-robin counter, its metrics, and the trial of a half-open
-//! circuit, which the [`Decision`] holds.
+//! changes only local state: the round-robin counter, its metrics, the models known to be in panic
+//! mode, and the trial of a half-open circuit, which the [`Decision`] holds.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};

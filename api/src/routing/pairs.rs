@@ -3,8 +3,8 @@
 //! [`state::policy`] decides whether to use two backends, and which; this module gathers the
 //! candidates. Prefill candidates pass the same filters as other backends. Prefill backends receive
 //! no whole requests while other backends can take them. Engines that meet in SGLang's bootstrap
-//! rooms never receive whole requests: if no other backend can take a request, it needs two such
-//! engines or is rejected.
+//! rooms receive no whole requests that have a prompt to compute: if no other backend can take such
+//! a request, it needs two of these engines or is rejected.
 
 use std::cell::RefCell;
 use std::sync::Arc;

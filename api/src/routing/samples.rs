@@ -1,4 +1,5 @@
-//! Sums up measurements of attempts per backend. The samples go to the log about once a second.
+//! Sums up measurements of attempts per backend. Once a second, the sums of enough events, or of
+//! the last five seconds, go to the log as samples.
 //!
 //! Only streams and prefill stages are timed: the first byte of any other response, which arrives
 //! as a whole, does not indicate when its first token was generated. Each event is clamped when it

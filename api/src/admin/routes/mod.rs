@@ -1,6 +1,7 @@
 //! All paths of the admin listener with their permissions. A path that is not in this table is not
-//! served, and no method is served to a lower role than the table requires. The OpenAPI document is
-//! generated from the same table (`document`), so the two cannot differ.
+//! served. If callers must authenticate, no method is served to a lower role than the table
+//! requires. The OpenAPI document is generated from the same table (`document`), so the two cannot
+//! differ.
 
 mod call;
 mod recordings;

@@ -2,16 +2,19 @@
 //! probes.
 //!
 //! A probe checks whether an engine is reachable, but only requests show that its work fails. The
-//! circuit opens when a share of a backend's last attempts failed: no connection, broken off or
-//! timed out before the first byte, or a 5xx. After a pause it is half-open and admits requests one
-//! at a time. A successful one closes the circuit; a failed one reopens it for twice as long.
+//! circuit opens when enough of a backend's last attempts failed, in number and in share: no
+//! connection, broken off or timed out before the first byte, or a 5xx. After a pause it is
+//! half-open and admits requests one at a time. A successful one closes the circuit; a failed one
+//! reopens it for twice as long, up to a bound. Only a share of a model's backends is skipped at a
+//! time.
 //!
 //! A failure may be the request's fault. One user's failures alone do not open a circuit while the
 //! backend serves other users. A user whose half-open request failed must wait behind the others
 //! before the next one, and cannot prolong the pause again.
 //!
 //! Circuits are local and end with a backend's incarnation. The hot path reads one word while all
-//! are closed, otherwise one per backend; changing a circuit takes its short lock.
+//! are closed. Otherwise it reads one per backend and takes the short lock of each circuit that is
+//! not closed. Recording the result of an attempt takes that lock too.
 
 use std::collections::VecDeque;
 use std::fmt;
