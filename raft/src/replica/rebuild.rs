@@ -38,8 +38,9 @@ impl Replica {
     ///
     /// # Errors
     /// Fails if this replica leads, if `from` does not respond, or if the received state is damaged
-    /// or keeps being older than this machine. The current state is then kept, and the call may be
-    /// repeated.
+    /// or keeps being older than this machine. The current state is then kept. Also fails if the
+    /// received state cannot be kept on disk: memory then has it, and the disk the replaced one. The
+    /// call may be repeated in any case.
     pub async fn rebuild(&self, from: u8) -> Result<u64, ChangeError> {
         let refused = |why: String| ChangeError::Refused(why);
         if self.status().role == Role::Leader {

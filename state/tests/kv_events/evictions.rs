@@ -3,6 +3,7 @@
 use state::command::{EngineFacts, Item};
 use state::ids::BlockHash;
 
+use crate::common::{restored, snapshot};
 use crate::scenes::{Scene, hashes, removed, stored};
 
 impl Scene {
@@ -101,6 +102,18 @@ fn what_no_lease_brought_is_as_old_as_what_it_follows() {
     scene.hear(0, vec![stored(None, &[31])]);
     assert_eq!(scene.left((2, 0), [whole, C, &[31]]), [4, 0, 1]);
     assert_eq!(scene.left((7, 0), [whole, C, &[31]]), [0, 0, 0]);
+}
+
+#[test]
+fn a_restored_replica_foresees_the_same_at_once() {
+    let mut scene = Scene::with_blocks(7);
+    scene.serve(1, A);
+    let (view, copy) = (
+        scene.driver.state.view(),
+        restored(&snapshot(&scene.driver.state)),
+    );
+    assert!(view.evictions().get(scene.backend).is_some());
+    assert_eq!(**copy.view().evictions(), **view.evictions());
 }
 
 #[test]

@@ -317,6 +317,9 @@ impl RouterState {
         self.view.publish_keys(self.keys.view());
         self.view.publish_caches(self.caches.view());
         self.publish_for_policies();
+        let nothing = crate::kv_events::EvictionsView::default();
+        self.view.publish_evictions(nothing);
+        self.publish_evictions();
         self.publish_for_admission(true);
         self.view.publish_ratios(self.ratios.view());
         self.publish_time();
