@@ -29,7 +29,7 @@ mod serve;
 mod waiter;
 mod wanted_places;
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -55,7 +55,7 @@ use crate::routing::{
 };
 use granting::GrantRequests;
 use metrics::LeaveReason;
-use model_queue::ModelQueue;
+use model_queue::{ModelQueue, users_of};
 use waiter::{QueueTicket, UserWaitGuard, Waiter};
 
 /// Interval at which queues are served while something waits and no signal arrives.
@@ -570,10 +570,7 @@ impl Admission {
         let oldest = entries().min_by_key(|entry| entry.since);
         WaitingSummary {
             requests: entries().count(),
-            users: entries()
-                .map(|entry| entry.ask().user.as_str())
-                .collect::<HashSet<_>>()
-                .len(),
+            users: users_of(entries()),
             longest: oldest.map(|entry| LongestWait {
                 user: entry.ask().user.key(hash_seed),
                 waited_ms: u64::try_from(entry.since.elapsed().as_millis()).unwrap_or(u64::MAX),

@@ -72,6 +72,12 @@ impl WaitingUser {
     }
 }
 
+/// Returns the number of users with these requests.
+pub(super) fn users_of<'a>(waiters: impl Iterator<Item = &'a Waiter>) -> usize {
+    let users: HashSet<&str> = waiters.map(|waiter| waiter.ask().user.as_str()).collect();
+    users.len()
+}
+
 impl ModelQueue {
     pub(super) fn new(model: Arc<str>, rules: QueueSettings, learnt: Overload) -> Self {
         Self {
@@ -104,12 +110,7 @@ impl ModelQueue {
         ModelQueueView {
             model: self.model.to_string(),
             waiting: self.entries.len(),
-            users: self
-                .entries
-                .values()
-                .map(|entry| entry.ask().user.as_str())
-                .collect::<HashSet<_>>()
-                .len(),
+            users: users_of(self.entries.values()),
             bins: self.queue.bins(),
         }
     }
