@@ -308,15 +308,15 @@ impl ResponseBody {
                 .inc_by(passed.len() as u64);
         }
         let is_last = self.engine.is_end_stream();
-        if self.withheld.is_on() && is_last {
-            self.withheld.push(passed);
-            return self.finish();
-        }
         if !is_last {
-            return Ok(match self.content.is_done() {
+            return Ok(match self.withheld.is_on() && self.content.is_done() {
                 true => self.withhold(passed),
                 false => passed,
             });
+        }
+        if self.withheld.is_on() {
+            self.withheld.push(passed);
+            return self.finish();
         }
         // A client that reads by the announced length does not poll again.
         Ok(match (passed, self.finish()?) {
@@ -355,31 +355,25 @@ impl ResponseBody {
             BodyKind::Opaque | BodyKind::Error { .. } => None,
         };
         self.is_engine_read = true;
-        let outcome = self.content.outcome();
         if self.withheld.is_on() {
-            self.withheld.push(rest);
-            if let Some(commit) = self.accounting.end_durably(outcome) {
-                self.withheld.wait(commit);
-                return Ok(None);
-            }
-            self.is_over = true;
-            return Ok(self.withheld.take());
+            let passed = self.withhold(rest);
+            self.is_over = !self.withheld.is_waiting();
+            return Ok(passed);
         }
+        let outcome = self.content.outcome();
         self.accounting.end(AttemptEnd::Finished, outcome);
         self.is_over = true;
         Ok(rest)
     }
 
-    /// Ends the accounting of a stream at its last event, and withholds that until the charge is
-    /// committed. What the engine sends after it passes as it arrives. Returns what passes at once.
-    fn withhold(&mut self, last_event: Option<Bytes>) -> Option<Bytes> {
-        if !self.withheld.is_on() {
-            return last_event;
-        }
+    /// Ends the accounting and withholds `end`, with what is withheld already, until the charge is
+    /// committed. If there is nothing to commit, returns it at once. What follows the last event of
+    /// a stream comes here too, and passes.
+    fn withhold(&mut self, end: Option<Bytes>) -> Option<Bytes> {
+        self.withheld.push(end);
         let Some(commit) = self.accounting.end_durably(self.content.outcome()) else {
-            return last_event;
+            return self.withheld.take();
         };
-        self.withheld.push(last_event);
         self.withheld.wait(commit);
         None
     }
