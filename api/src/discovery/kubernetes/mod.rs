@@ -21,7 +21,7 @@ use super::source_status::{DiscoveryBoard, SourceReading};
 use super::{EngineTemplate, KubernetesAccess, KubernetesSource, PodChoice};
 use crate::backends::EngineDialer;
 
-/// Pause after a watch that brought something or lasted; doubles with each further one that did not.
+/// Pause after a watch that brought something or lasted. Doubles with each watch that did neither.
 const PAUSE_MIN: Duration = Duration::from_millis(200);
 /// Maximum pause after a failure.
 const PAUSE_MAX: Duration = Duration::from_secs(10);
@@ -80,15 +80,12 @@ pub(super) async fn follow(
         dialer,
         client: None,
         followed: None,
-        heard_at_open: 0,
     };
     loop {
         let began = Instant::now();
-        follower.heard_at_open = follower.heard_count();
-        let ended = follower.watch().await.unwrap_or_else(Ended::from);
-        // A list alone does not shorten the pause: the next one costs the server as much.
-        let has_worked =
-            follower.heard_count() > follower.heard_at_open || began.elapsed() > PAUSE_MAX;
+        let watched = follower.watch().await;
+        let (ended, has_heard) = watched.unwrap_or_else(|error| (error.into(), false));
+        let has_worked = has_heard || began.elapsed() > PAUSE_MAX;
         match ended {
             Ended::Expired | Ended::OtherSelection => follower.followed = None,
             Ended::Quietly => {}
@@ -114,17 +111,12 @@ struct PodFollower<'a> {
     client: Option<ApiClient>,
     /// Selected pods as of a position in the stream; `None` if they must be listed.
     followed: Option<(Selection, PodTable)>,
-    /// What was heard before the last watch was opened, as in [`PodTable::heard`].
-    heard_at_open: u64,
 }
 
 impl PodFollower<'_> {
-    fn heard_count(&self) -> u64 {
-        self.followed.as_ref().map_or(0, |(_, pods)| pods.heard)
-    }
-
-    /// Lists the pods if needed, then follows a watch until it ends.
-    async fn watch(&mut self) -> Result<Ended, ApiError> {
+    /// Lists the pods if needed, then follows a watch until it ends. Returns why it ended and whether
+    /// it brought anything. A list does not count: the next one costs the server as much.
+    async fn watch(&mut self) -> Result<(Ended, bool), ApiError> {
         let client = match self.client.take() {
             Some(client) => client,
             None => ApiClient::new(&self.source.access)?,
@@ -139,7 +131,6 @@ impl PodFollower<'_> {
                 (selection, pods)
             }
         };
-        self.heard_at_open = pods.heard;
         let opened = open(&client, &pods_path, (&selection, &pods)).await;
         let mut stream = match opened {
             Ok(stream) => stream,
@@ -150,11 +141,13 @@ impl PodFollower<'_> {
         };
         // Only now is the server known to respond.
         self.tell(&selection, &pods);
+        let heard_before = pods.heard;
         let ended = self
             .read(&client, &mut stream, (&selection, &mut pods))
             .await;
+        let has_heard = pods.heard > heard_before;
         self.followed = Some((selection, pods));
-        Ok(ended)
+        Ok((ended, has_heard))
     }
 
     /// Reads a watch to its end.
