@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
+use api::prompt::TokenizerSpec;
 use serde_json::Value;
 
 use super::file::ConfigFile;
@@ -56,14 +57,16 @@ fn add_files(path: &str, value: &Value, paths: &mut Vec<PathBuf>) {
         Value::String(text) if path != ".log.access_file" => {
             let key = path.rsplit('.').next().unwrap_or_default();
             let file = match key {
-                "tokenizer" => {
-                    let file = text.strip_prefix("huggingface:");
-                    file.or_else(|| text.strip_prefix("engine:"))
-                }
-                "path" | "chat_template" => Some(&**text),
-                key => key.ends_with("file").then_some(&**text),
+                "tokenizer" => match text.parse() {
+                    Ok(TokenizerSpec::HuggingFace(file) | TokenizerSpec::EngineOr(file)) => {
+                        Some(file)
+                    }
+                    Ok(_) | Err(_) => None,
+                },
+                "path" | "chat_template" => Some(text.into()),
+                key => key.ends_with("file").then(|| text.into()),
             };
-            paths.extend(file.map(PathBuf::from));
+            paths.extend(file);
         }
         Value::Array(entries) => entries.iter().for_each(|it| add_files(path, it, paths)),
         Value::Object(keys) => {
