@@ -107,7 +107,7 @@ impl DiscoveryConfig {
 fn check_keys(path: &str, source: &DiscoveryConfig, found: &mut Settings) {
     for (key, kinds) in KEYS_OF {
         let path = format!("{path}.{key}");
-        if found.places.contains_key(&path) && !has_key(&source.kind, key) {
+        if found.places.contains_key(&path) && !kinds.contains(&&*source.kind) {
             let message = format!("{path} is set, and kind is {:?}", source.kind);
             let expected = format!("it where kind is {}", kinds.join(" or "));
             found.refuse(&path, message, &expected);

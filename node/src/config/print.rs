@@ -42,10 +42,10 @@ pub fn print(loaded: &Loaded) -> String {
 }
 
 fn keys(out: &mut String, loaded: &Loaded, section: &Section, path: &str, table: &Value) {
+    let kind = table["kind"].as_str().unwrap_or_default();
     for (name, _) in &section.keys {
         let place = loaded.places.get(&join(path, name));
         let value = &table[name.as_str()];
-        let kind = table["kind"].as_str().unwrap_or_default();
         if place.is_none() && section.path == "discovery" && !has_key(kind, name) {
             continue;
         }

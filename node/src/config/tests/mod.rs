@@ -495,6 +495,16 @@ fn faults_of_variables_and_flags_name_them() {
     .assert_eq(&brief(&faults));
 }
 
+/// Prints a config, which must load as an equal one.
+fn printed_and_read_back(loaded: &Loaded) -> String {
+    let printed = print(loaded);
+    let mut again = config(&printed);
+    // A printed config sets every key, so this part differs.
+    again.file.clone_from(&loaded.config.file);
+    assert_eq!(again, loaded.config, "{printed}");
+    printed
+}
+
 #[test]
 fn print_shows_sources_and_reads_back() {
     let file = r#"
@@ -508,11 +518,7 @@ labels = { zone = "a b", "x.y" = "z" }
 "#;
     let variables = variables(&[("QUORATE_LOG__FORMAT", "json")]);
     let loaded = layers(file, &variables, &["drain.dns_ttl=0s".to_owned()]).unwrap();
-    let printed = print(&loaded);
-    let mut again = config(&printed);
-    // A printed config sets every key, so this part differs.
-    again.file.clone_from(&loaded.config.file);
-    assert_eq!(again, loaded.config, "{printed}");
+    let printed = printed_and_read_back(&loaded);
     expect_file!["../golden/print.toml"].assert_eq(&printed);
 }
 
