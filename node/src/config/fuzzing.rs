@@ -1,7 +1,7 @@
 //! Fuzz target for configs; see [`crate::fuzzing`].
 
 use super::read::Layers;
-use super::{print, read};
+use super::{ConfigErrors, Loaded, print, read};
 
 /// Loads a config from its layers (file, environment variables and flags), which are separated by
 /// zero bytes. Variables and flags are one per line. If the config is valid, the printed config
@@ -10,25 +10,7 @@ pub fn config(bytes: &[u8]) {
     let Ok(text) = std::str::from_utf8(bytes) else {
         return;
     };
-    let mut layers = text.split('\0');
-    let file = layers.next().unwrap_or_default();
-    let variables = layers.next().unwrap_or_default().lines();
-    let variables: Vec<_> = variables
-        .filter_map(|line| line.split_once('='))
-        .map(|(name, text)| (name.to_owned(), text.to_owned()))
-        .collect();
-    let flags = layers.next().unwrap_or_default().lines();
-    let flags: Vec<_> = flags.map(str::to_owned).collect();
-    let taken = read(
-        "fuzzing.toml",
-        &Layers {
-            file,
-            variables: &variables,
-            flags: &flags,
-            backends: &[],
-        },
-    );
-    match taken {
+    match read_layers(text) {
         Ok(loaded) => {
             let printed = print(&loaded);
             let layers = Layers {
@@ -46,6 +28,26 @@ pub fn config(bytes: &[u8]) {
             assert!(!errors.render(true, Some(80)).is_empty());
         }
     }
+}
+
+/// Reads the layers that zero bytes separate.
+fn read_layers(text: &str) -> Result<Loaded, ConfigErrors> {
+    let mut layers = text.split('\0');
+    let file = layers.next().unwrap_or_default();
+    let variables = layers.next().unwrap_or_default().lines();
+    let variables: Vec<_> = variables
+        .filter_map(|line| line.split_once('='))
+        .map(|(name, text)| (name.to_owned(), text.to_owned()))
+        .collect();
+    let flags = layers.next().unwrap_or_default().lines();
+    let flags: Vec<_> = flags.map(str::to_owned).collect();
+    let layers = Layers {
+        file,
+        variables: &variables,
+        flags: &flags,
+        backends: &[],
+    };
+    read("fuzzing.toml", &layers)
 }
 
 /// Returns inputs for [`config`], the last one with all keys set.
@@ -120,13 +122,8 @@ mod tests {
     fn seeds_are_valid_configs() {
         for seed in config_seeds() {
             let text = String::from_utf8(seed).unwrap();
-            let file = text.split('\0').next().unwrap();
-            let layers = Layers {
-                file,
-                ..Layers::default()
-            };
-            if let Err(errors) = read("", &layers) {
-                panic!("{errors}\n{file}");
+            if let Err(errors) = read_layers(&text) {
+                panic!("{errors}\n{text}");
             }
         }
     }
