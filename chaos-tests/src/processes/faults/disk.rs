@@ -9,9 +9,10 @@ use std::os::linux::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use anyhow::{Context as _, ensure};
+
 use super::{FaultContext, last, members, system, until};
 use crate::processes::until_within;
-use anyhow::{Context as _, ensure};
 
 /// Number of bytes in a write that fills a disk.
 const FILL_BYTES: usize = 64 * 1024;
