@@ -124,7 +124,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn it_is_a_map_and_clones_stay_as_they_were(
+        fn cow_map_equals_a_btree_map_and_clones_do_not_change(
             steps in prop::collection::vec((0_u8..5, any::<u16>(), any::<u8>()), 0..200),
         ) {
             let mut map = CowMap::<u16, u8>::new();

@@ -225,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn tokens_are_rounded_as_their_use_demands() {
+    fn token_estimates_round_up_or_down_by_use() {
         let ratio = TokenRatio { milli_bytes: 3500 };
         assert_eq!([0, 1, 7, 8].map(|bytes| ratio.tokens(bytes)), [0, 1, 2, 3]);
         let blocks = [0, 5, 6, 128].map(|bytes| ratio.block_tokens(bytes));
@@ -235,7 +235,7 @@ mod tests {
     }
 
     #[test]
-    fn a_ratio_goes_to_what_engines_count_and_follows_a_change() {
+    fn bytes_per_token_follow_engine_counts() {
         let mut ratios = LearntRatios::default();
         let learnt = |ratios: &LearntRatios| ratios.view().of(ModelKey(1)).milli_bytes();
         assert_eq!(learnt(&ratios), 4000);
@@ -255,7 +255,7 @@ mod tests {
     }
 
     #[test]
-    fn what_no_text_is_teaches_nothing() {
+    fn implausible_samples_teach_no_bytes_per_token() {
         let mut ratios = LearntRatios::default();
         for (bytes, tokens) in [(0, 0), (5, 0), (0, 5), (1000, 2001), (16_001, 1000)] {
             assert!(!ratios.observe(&sample(1, bytes, tokens)), "{bytes}");
@@ -265,7 +265,7 @@ mod tests {
     }
 
     #[test]
-    fn the_model_heard_of_longest_ago_is_forgotten() {
+    fn the_least_recently_observed_model_is_forgotten() {
         let mut ratios = LearntRatios::default();
         for model in 0..RATIOS_MAX as u64 {
             ratios.observe(&sample(model, 2000, 1000));

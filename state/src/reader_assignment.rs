@@ -80,7 +80,7 @@ mod tests {
     }
 
     #[test]
-    fn changes_are_told_by_slot() {
+    fn reader_changes_are_listed_by_slot() {
         let mut readers = Readers::default();
         let all = |_: BackendRef| true;
         let first = readers.replace(&[reads(0, 1), reads(1, 2)], all);
@@ -95,7 +95,7 @@ mod tests {
     }
 
     #[test]
-    fn more_readers_than_backends_are_refused() {
+    fn too_many_readers_are_refused() {
         let mut readers = Readers::default();
         let many = vec![reads(0, 1); BACKENDS_MAX + 1];
         assert!(readers.replace(&many, |_| true).is_err());

@@ -102,7 +102,7 @@ fn used(driver: &Driver, name: &str) -> Option<(u64, u64)> {
 }
 
 #[test]
-fn a_default_weight_counts_at_once_and_leaves_counters_alone() {
+fn a_default_weight_applies_at_once_and_keeps_counters() {
     let mut driver = driver();
     let counter = |driver: &Driver, name: &str| user(driver, name).counter_milli_tokens;
     for name in ["ada", "bob", "eve"] {
@@ -143,7 +143,7 @@ fn a_default_weight_counts_at_once_and_leaves_counters_alone() {
 }
 
 #[test]
-fn who_is_kept_for_its_cache_scope_follows_the_default_weight() {
+fn users_kept_for_their_cache_scope_follow_the_default_weight() {
     let mut driver = driver();
     scope(&mut driver, "before", Some(CacheScope::Own));
     scope(&mut driver, "weighed", Some(CacheScope::Own));
@@ -169,7 +169,7 @@ fn who_is_kept_for_its_cache_scope_follows_the_default_weight() {
 }
 
 #[test]
-fn a_default_budget_is_of_each_user_without_one() {
+fn a_default_budget_applies_to_each_user_without_one() {
     let mut driver = driver();
     charge(&mut driver, "ada", 50);
     assert_eq!(driver.state.users(None, 9)[0].budget.budget, NONE);
@@ -228,7 +228,7 @@ fn a_default_budget_is_of_each_user_without_one() {
 }
 
 #[test]
-fn limits_and_scope_are_the_ones_that_other_commands_set() {
+fn user_defaults_set_the_same_limits_and_scope_as_other_commands() {
     let mut driver = driver();
     let limits = |requests| UserLimits {
         requests: Some(requests),
@@ -304,7 +304,7 @@ fn founding(defaults: UserDefaults) -> Command {
 }
 
 #[test]
-fn a_cluster_is_founded_with_defaults_or_not_at_all() {
+fn founding_sets_defaults_or_fails() {
     let mut state = RouterState::new();
     let mut apply = |seq, command| {
         let index = state::ids::LogIndex(state.applied().0 + 1);

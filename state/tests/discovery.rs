@@ -96,7 +96,7 @@ fn handle(driver: &Driver, id: &str) -> Option<(BackendRef, bool)> {
 }
 
 #[test]
-fn what_vanishes_drains_goes_and_comes_back_as_another() {
+fn a_vanished_engine_drains_is_removed_and_returns_as_new() {
     let mut driver = Driver::new();
     let both = ready(&["a", "b"]);
     assert_eq!(follow(&mut driver, &both), ["found pods-a", "found pods-b"]);
@@ -119,7 +119,7 @@ fn what_vanishes_drains_goes_and_comes_back_as_another() {
 }
 
 #[test]
-fn an_empty_answer_says_nothing_and_the_last_one_stays() {
+fn an_empty_source_answer_changes_nothing() {
     let mut driver = Driver::new();
     follow(&mut driver, &ready(&["a", "b", "c", "d"]));
     assert!(follow(&mut driver, &[]).is_empty());
@@ -145,7 +145,7 @@ fn an_empty_answer_says_nothing_and_the_last_one_stays() {
 }
 
 #[test]
-fn the_only_engine_is_replaced_by_the_next_and_never_by_none() {
+fn the_only_engine_is_replaced_but_never_just_removed() {
     let mut driver = Driver::new();
     follow(&mut driver, &ready(&["a"]));
     assert_eq!(
@@ -155,7 +155,7 @@ fn the_only_engine_is_replaced_by_the_next_and_never_by_none() {
 }
 
 #[test]
-fn one_that_is_leaving_drains_at_once_and_is_not_put() {
+fn a_leaving_engine_drains_at_once_and_is_not_registered() {
     let mut driver = Driver::new();
     follow(&mut driver, &ready(&["a"]));
     let leaving = [
@@ -175,7 +175,7 @@ fn one_that_is_leaving_drains_at_once_and_is_not_put() {
 }
 
 #[test]
-fn one_that_is_not_ready_drains_and_stays_unless_too_many_are() {
+fn an_unready_engine_drains_unless_too_many_are_unready() {
     let mut driver = Driver::new();
     follow(&mut driver, &ready(&["a", "b"]));
     let not = |ids: &[&str]| -> Vec<ListedEngine> {
@@ -189,7 +189,7 @@ fn one_that_is_not_ready_drains_and_stays_unless_too_many_are() {
 }
 
 #[test]
-fn what_operators_put_is_not_touched_and_what_they_drain_stays_so() {
+fn discovery_leaves_operators_backends_and_drains_alone() {
     let mut driver = Driver::new();
     driver.apply(1, Command::PutBackend(spec("pods-a", 1097, Some(7))));
     driver.apply(1, Command::PutBackend(spec("mine", 1098, None)));
@@ -238,7 +238,7 @@ fn what_operators_put_is_not_touched_and_what_they_drain_stays_so() {
 }
 
 #[test]
-fn what_is_refused_is_told_and_what_it_was_stays() {
+fn a_refused_engine_is_reported_and_keeps_its_former_spec() {
     let mut driver = Driver::new();
     follow(&mut driver, &ready(&["a", "b"]));
     let mut wrong = told("a", EngineCondition::Ready);
@@ -265,7 +265,7 @@ fn what_is_refused_is_told_and_what_it_was_stays() {
 }
 
 #[test]
-fn a_source_that_tells_of_ten_thousand_fills_the_registry_and_no_more() {
+fn an_oversize_source_fills_the_registry_and_no_more() {
     let mut driver = Driver::new();
     driver.apply(1, Command::PutBackend(spec("mine", 1, None)));
     let engine = |number: u32| {
@@ -384,7 +384,7 @@ proptest! {
     /// For any answers of a source: operators' backends stay, not all backends are lost, none is
     /// removed early, and each answer settles. A leader that restored a snapshot decides the same.
     #[test]
-    fn no_history_of_answers_takes_a_fleet_away(history in prop::collection::vec(discovery_event(), 1..40)) {
+    fn no_sequence_of_answers_removes_the_whole_fleet(history in prop::collection::vec(discovery_event(), 1..40)) {
         let mut driver = Driver::new();
         let mut witness = ApplyObserver::default();
         let mut last = Vec::new();
@@ -422,7 +422,7 @@ proptest! {
 
     /// If a source lists ever fewer engines, at most the fraction is removed per `remove_after`.
     #[test]
-    fn at_most_the_fraction_goes_per_time(count in 2_u8..9, told_of in 1_u8..=255, seconds in 1_u64..29) {
+    fn at_most_the_configured_fraction_is_removed_per_period(count in 2_u8..9, told_of in 1_u8..=255, seconds in 1_u64..29) {
         let mut driver = Driver::new();
         let mask = (1_u16 << count) - 1;
         let mask = u8::try_from(mask).unwrap_or(u8::MAX);
@@ -450,7 +450,7 @@ proptest! {
 }
 
 #[test]
-fn discovered_backends_survive_in_a_snapshot_of_version_10_and_others_in_an_earlier_one() {
+fn discovered_backends_survive_in_a_snapshot() {
     let mut driver = Driver::new();
     let version = |driver: &Driver| u16::from_le_bytes([snapshot(&driver.state)[8], 0]);
     let before = version(&driver);
@@ -470,7 +470,7 @@ fn discovered_backends_survive_in_a_snapshot_of_version_10_and_others_in_an_earl
 }
 
 #[test]
-fn all_ranks_of_an_engine_follow_it() {
+fn ranks_follow_their_engines_discovery() {
     let mut driver = Driver::new();
     let both = ready(&["a", "b"]);
     follow(&mut driver, &both);

@@ -54,7 +54,7 @@ fn bytes(item: &Item) -> String {
 }
 
 #[test]
-fn every_kind_keeps_its_bytes() {
+fn every_kv_event_encodes_to_golden_bytes() {
     let removed = KvEvent::Removed {
         blocks: vec![EngineHash(9), EngineHash(8)],
     };
@@ -108,7 +108,7 @@ fn every_kind_keeps_its_bytes() {
 }
 
 #[test]
-fn a_block_costs_its_hashes() {
+fn a_block_takes_the_bytes_of_its_hashes() {
     let cost = |count| {
         item_bytes(&item(
             0,
@@ -157,7 +157,7 @@ fn news() -> impl Strategy<Value = KvNews> {
 
 proptest! {
     #[test]
-    fn what_is_encoded_is_decoded(rank: u16, news in news()) {
+    fn kv_events_round_trip(rank: u16, news in news()) {
         let envelope = envelope(vec![item(rank, news)]);
         let decoded = decode_envelope(&encode_envelope(&envelope));
         prop_assert_eq!(decoded.expect("it was encoded"), envelope);

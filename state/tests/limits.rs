@@ -44,7 +44,7 @@ fn limit(state: &RouterState) -> Option<u32> {
 }
 
 #[test]
-fn memory_limits_once_requests_are_known_and_nothing_before() {
+fn memory_limits_apply_once_requests_are_measured() {
     let mut driver = Driver::new();
     driver.apply(1, Command::PutBackend(spec("a", 1, Some(1000))));
     assert_eq!(limit(&driver.state), None);
@@ -62,7 +62,7 @@ fn memory_limits_once_requests_are_known_and_nothing_before() {
 }
 
 #[test]
-fn a_new_life_of_a_backend_starts_anew() {
+fn a_new_incarnation_starts_without_measurements() {
     let mut driver = driver(AdmissionSettings::default());
     driver.apply(1, sample(0, 0));
     assert_eq!(limit(&driver.state), Some(40));
@@ -74,7 +74,7 @@ fn a_new_life_of_a_backend_starts_anew() {
 }
 
 #[test]
-fn settings_change_the_limit_at_their_index() {
+fn settings_change_the_limit_at_their_log_index() {
     let mut driver = driver(admission());
     assert_eq!(
         limit(&driver.state),
@@ -97,7 +97,7 @@ fn settings_change_the_limit_at_their_index() {
 /// The controller decides in `apply`, so it decides the same on every replica, regardless of where
 /// the replica starts.
 #[test]
-fn a_replica_from_a_snapshot_goes_on_with_the_same_limit() {
+fn a_restored_replica_keeps_the_limit() {
     let mut driver = driver(admission());
     let mut limits = Vec::new();
     let mut copy: Option<RouterState> = None;
@@ -124,7 +124,7 @@ fn a_replica_from_a_snapshot_goes_on_with_the_same_limit() {
 }
 
 #[test]
-fn bins_take_effect_at_one_index_and_are_in_snapshots() {
+fn bins_apply_at_one_log_index_and_survive_snapshots() {
     let mut driver = driver(AdmissionSettings::default());
     driver.apply(1, outputs(1, (0..200).collect()));
     let bins = |state: &RouterState| state.view().outputs().bins(MODEL).edges().to_vec();
@@ -145,7 +145,7 @@ fn bins_take_effect_at_one_index_and_are_in_snapshots() {
 }
 
 #[test]
-fn lengths_out_of_bounds_are_dropped_or_cut() {
+fn out_of_bounds_lengths_are_dropped_or_truncated() {
     let mut driver = driver(admission());
     let digest = driver.state.digest();
     for tokens in [vec![], vec![1; 257]] {

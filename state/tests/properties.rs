@@ -223,7 +223,7 @@ proptest! {
     }
 
     #[test]
-    fn replicas_agree_on_keys_and_scopes_whatever_happens_besides(
+    fn replicas_agree_on_keys_and_scopes_among_other_commands(
         steps in prop::collection::vec(prop_oneof![2 => key_step(), 1 => step()], 1..80),
     ) {
         let mut pair = Pair::new();
@@ -233,7 +233,7 @@ proptest! {
     }
 
     #[test]
-    fn two_histories_that_differ_have_different_digests(
+    fn different_histories_have_different_digests(
         items in prop::collection::vec(item(), 1..6),
     ) {
         let charge = Charge { user: UserKey(7), output: 1, started: 1, ..Charge::default() };

@@ -133,7 +133,7 @@ fn each_rank_is_a_backend_and_follows_its_engine() {
 }
 
 #[test]
-fn nobody_can_change_a_rank_by_itself() {
+fn a_rank_cannot_be_changed_by_itself() {
     let mut driver = of_ranks(2);
     let name = || "a@1".to_owned();
     let draining = true;
@@ -160,7 +160,7 @@ fn nobody_can_change_a_rank_by_itself() {
 }
 
 #[test]
-fn a_registry_without_room_gives_no_rank_a_slot() {
+fn a_full_registry_refuses_ranks() {
     let mut driver = Driver::new();
     for number in 0..1022 {
         driver.apply(1, Command::PutBackend(spec(&number.to_string(), 1, None)));
@@ -174,7 +174,7 @@ fn a_registry_without_room_gives_no_rank_a_slot() {
 }
 
 #[test]
-fn a_rank_owns_what_was_sent_to_it_until_the_engine_restarts() {
+fn a_rank_owns_its_blocks_until_the_engine_restarts() {
     let mut driver = of_ranks(2);
     let started = |driver: &Driver, at| Item::ObserveEngine {
         backend: handle(&driver.state, "a"),
@@ -209,7 +209,7 @@ fn a_rank_owns_what_was_sent_to_it_until_the_engine_restarts() {
 }
 
 #[test]
-fn the_events_of_each_rank_are_of_its_slot() {
+fn events_of_each_rank_apply_to_its_slot() {
     let mut driver = Driver::new();
     let put = BackendSpec {
         kv_events: Some("auto".to_owned()),
@@ -280,7 +280,7 @@ proptest! {
     /// A rank is equivalent to a separate backend: the same requests leave the same blocks, whether
     /// they went to ranks of one engine or to separate engines.
     #[test]
-    fn ranks_own_what_engines_of_their_own_would(
+    fn ranks_own_the_same_blocks_as_separate_engines(
         requests in prop::collection::vec((0_usize..3, prop::collection::vec(0_u8..3, 1..5)), 0..40)
     ) {
         let mut ranks = of_ranks(3);

@@ -99,7 +99,7 @@ fn refused(reply: Reply) -> (String, String) {
 }
 
 #[test]
-fn what_a_backup_holds_comes_back() {
+fn restore_brings_back_the_backups_content() {
     let original = measured_sample();
     let backup = snapshot(&original);
     let mut driver = Driver::new();
@@ -146,7 +146,7 @@ fn what_a_backup_holds_comes_back() {
 }
 
 #[test]
-fn who_had_something_open_then_has_nothing_open() {
+fn restore_closes_open_leases_and_requests() {
     let original = measured_sample();
     assert!(original.open_leases() > 0);
     let (mut driver, _) = busy();
@@ -165,7 +165,7 @@ fn who_had_something_open_then_has_nothing_open() {
 }
 
 #[test]
-fn what_was_under_way_finds_nobody() {
+fn references_from_before_a_restore_name_no_backend() {
     let original = measured_sample();
     let (mut driver, old) = busy();
     bring_in(&mut driver, &snapshot(&original));
@@ -207,7 +207,7 @@ fn what_was_under_way_finds_nobody() {
 }
 
 #[test]
-fn what_events_told_is_kept_and_in_doubt() {
+fn restore_keeps_event_state_in_degraded_mode() {
     let original = measured_sample();
     let followed = original.backends().next().unwrap();
     let before = original.kv_status(followed.handle.slot).unwrap();
@@ -222,7 +222,7 @@ fn what_events_told_is_kept_and_in_doubt() {
 }
 
 #[test]
-fn parts_come_in_any_order_and_twice() {
+fn restore_parts_may_arrive_in_any_order_and_twice() {
     let backup = snapshot(&large());
     let parts = parts(&backup);
     assert!(parts.len() > 2, "{}", backup.len());
@@ -259,7 +259,7 @@ impl Handles for RouterState {
 }
 
 #[test]
-fn a_restore_that_lacks_something_changes_nothing() {
+fn an_incomplete_restore_changes_nothing() {
     let backup = snapshot(&large());
     let parts = parts(&backup);
     let mut driver = Driver::new();
@@ -322,7 +322,7 @@ fn a_damaged_backup_changes_nothing() {
 }
 
 #[test]
-fn a_cluster_that_has_something_is_replaced_only_by_force() {
+fn restore_into_a_non_empty_cluster_requires_force() {
     let (mut driver, _) = busy();
     let (field, expected) = refused(driver.apply(1, begin(false)));
     assert_eq!(field, "force");
@@ -339,7 +339,7 @@ fn a_cluster_that_has_something_is_replaced_only_by_force() {
 }
 
 #[test]
-fn there_is_one_restore_at_a_time() {
+fn a_second_concurrent_restore_is_refused() {
     let backup = snapshot(&large());
     let mut driver = Driver::new();
     driver.apply(1, begin(false));
@@ -374,7 +374,7 @@ fn there_is_one_restore_at_a_time() {
 }
 
 #[test]
-fn a_restore_that_is_not_heard_of_is_over() {
+fn an_idle_restore_expires() {
     let mut driver = Driver::new();
     driver.apply(1, begin(false));
     let now_ms = driver.state.now_ms();
@@ -423,7 +423,7 @@ fn parts_out_of_bounds_are_refused() {
 }
 
 #[test]
-fn a_replica_that_comes_in_between_ends_up_the_same() {
+fn a_replica_joining_mid_restore_converges() {
     let backup = snapshot(&large());
     let parts = parts(&backup);
     let mut driver = Driver::new();
@@ -446,7 +446,7 @@ fn a_replica_that_comes_in_between_ends_up_the_same() {
 }
 
 #[test]
-fn what_was_read_of_other_parts_is_not_used() {
+fn a_staged_backup_of_other_parts_is_not_used() {
     let (small, large) = (snapshot(&measured_sample()), snapshot(&large()));
     let mut other = Driver::new();
     other.apply(1, begin(false));
@@ -504,7 +504,7 @@ fn a_cluster_keeps_its_secret_when_the_backup_has_none() {
 }
 
 #[test]
-fn the_bytes_of_its_commands_are_these() {
+fn restore_commands_encode_to_golden_bytes() {
     let hex = |command: Command| {
         let envelope = common::envelope(3, 4, state::command::Lane::Admin, 300, command);
         let bytes = state::codec::encode_envelope(&envelope);
@@ -552,7 +552,7 @@ fn is_served(state: &RouterState, number: u8) -> bool {
 }
 
 #[test]
-fn a_key_that_was_revoked_after_the_backup_stays_so() {
+fn a_key_revoked_after_the_backup_stays_revoked() {
     let mut driver = Driver::founded(common::found());
     for number in 1..=3 {
         let spec = common::key_spec(number);

@@ -198,7 +198,7 @@ fn summary(state: &RouterState) -> String {
 }
 
 #[test]
-fn prefixes_are_leased_grown_released_and_evicted() {
+fn prefixes_are_leased_extended_released_and_evicted() {
     check(
         "1 put a 1 4
          1 acquire 1 a 123
@@ -265,7 +265,7 @@ fn late_and_unknown_items_are_dropped() {
 }
 
 #[test]
-fn deleting_a_backend_takes_its_leases_along() {
+fn deleting_a_backend_ends_its_leases() {
     check(
         "1 put a 1
          1 put b 2
@@ -298,7 +298,7 @@ fn deleting_a_backend_takes_its_leases_along() {
 }
 
 #[test]
-fn a_new_run_closes_the_one_before() {
+fn a_new_session_closes_the_previous_one() {
     check(
         "1 put a 1
          1 acquire 1 a 12
@@ -332,7 +332,7 @@ fn a_new_run_closes_the_one_before() {
 }
 
 #[test]
-fn users_are_named_weighed_and_charged() {
+fn users_are_named_weighted_and_charged() {
     check(
         "1 charge alice 100 10 1 0
          1 name alice alice
@@ -357,7 +357,7 @@ fn users_are_named_weighed_and_charged() {
 }
 
 #[test]
-fn the_audit_names_what_took_effect() {
+fn the_audit_lists_effective_commands() {
     let mut driver = Driver::new();
     driver.apply(1, Command::PutBackend(spec("a", 1, None)));
     driver.apply(2, Command::PutBackend(spec("a b", 1, None)));
@@ -388,7 +388,7 @@ fn the_audit_names_what_took_effect() {
 }
 
 #[test]
-fn every_refusal_has_its_cause() {
+fn every_rejection_names_its_cause() {
     let mut state = RouterState::new();
     let mut apply = |replica, session, seq, command| {
         let index = LogIndex(state.applied().0 + 1);
@@ -432,7 +432,7 @@ fn every_refusal_has_its_cause() {
 }
 
 #[test]
-fn a_clock_far_ahead_moves_the_time_by_one_step_a_command() {
+fn a_clock_far_ahead_advances_time_one_step_per_command() {
     let mut state = RouterState::new();
     let mut apply = |session, seq, proposed_at_ms| {
         let index = LogIndex(state.applied().0 + 1);
@@ -464,7 +464,7 @@ fn a_clock_far_ahead_moves_the_time_by_one_step_a_command() {
 }
 
 #[test]
-fn a_late_first_command_of_an_ended_run_takes_nothing_over() {
+fn a_late_first_command_does_not_replace_a_session() {
     let mut driver = Driver::new();
     driver.apply_in(1, 7, Command::PutBackend(spec("a", 1, None)));
     let acquire = Item::Acquire {
@@ -491,7 +491,7 @@ fn a_late_first_command_of_an_ended_run_takes_nothing_over() {
 }
 
 #[test]
-fn a_full_registry_refuses_one_more() {
+fn a_full_registry_refuses_another_backend() {
     let mut driver = Driver::new();
     for number in 0..state::command::BACKENDS_MAX {
         let id = number.to_string();

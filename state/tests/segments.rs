@@ -121,7 +121,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 150, ..ProptestConfig::default() })]
 
     #[test]
-    fn readers_match_what_the_writer_owns(
+    fn readers_match_the_writers_owned_blocks(
         branches in branches(),
         ops in prop::collection::vec(op(), 1..40),
         capacity in prop_oneof![Just(None), (50_u32..400).prop_map(Some)],

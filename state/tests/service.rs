@@ -194,7 +194,7 @@ fn off_beyond(permille: u32) -> Command {
 }
 
 #[test]
-fn an_engine_with_half_the_cache_it_told_of_is_found_out() {
+fn an_overreported_capacity_is_corrected_down() {
     let mut driver = cluster(Some(2000), spec("a", 1, None));
     driver.apply(1, off_beyond(60));
     drive(&mut driver, 1000, 6000);
@@ -207,7 +207,7 @@ fn an_engine_with_half_the_cache_it_told_of_is_found_out() {
 }
 
 #[test]
-fn an_engine_with_a_larger_cache_than_it_told_of_is_believed_more() {
+fn an_underreported_capacity_is_corrected_up() {
     let mut driver = cluster(Some(1000), spec("a", 1, None));
     driver.apply(1, off_beyond(60));
     drive(&mut driver, 2000, 6000);
@@ -220,7 +220,7 @@ fn an_engine_with_a_larger_cache_than_it_told_of_is_believed_more() {
 }
 
 #[test]
-fn an_engine_that_told_the_truth_is_left_alone() {
+fn a_correctly_reported_capacity_is_not_changed() {
     let mut driver = cluster(Some(1000), spec("a", 1, None));
     drive(&mut driver, 1000, 3000);
     let served = served(&driver);
@@ -233,7 +233,7 @@ fn an_engine_that_told_the_truth_is_left_alone() {
 }
 
 #[test]
-fn a_capacity_that_is_a_little_off_is_corrected_early() {
+fn a_slightly_wrong_capacity_is_corrected_early() {
     for (told, holds) in [
         (1100, 1000),
         (900, 1000),
@@ -272,7 +272,7 @@ fn a_capacity_that_is_a_little_off_is_corrected_early() {
 }
 
 #[test]
-fn what_has_other_causes_moves_no_capacity() {
+fn unrelated_misses_do_not_move_the_capacity() {
     let mut driver = cluster(Some(1000), spec("a", 1, None));
     let mut cache = Cache::new(1000);
     let mut before = 1000;
@@ -300,7 +300,7 @@ fn what_has_other_causes_moves_no_capacity() {
 }
 
 #[test]
-fn an_operators_word_is_not_corrected() {
+fn a_configured_capacity_is_not_corrected() {
     let mut driver = cluster(None, spec("a", 1, Some(2000)));
     driver.apply(1, off_beyond(60));
     drive(&mut driver, 1000, 6000);
@@ -327,7 +327,7 @@ fn error_of_an_untold_capacity(holds: usize, is_learnt: bool) -> (i32, Option<u3
 }
 
 #[test]
-fn a_capacity_that_nobody_told_is_learnt_from_what_was_cached() {
+fn an_unreported_capacity_is_learned_from_cache_hits() {
     let (unlearnt, unbounded) = error_of_an_untold_capacity(600, false);
     assert!(unlearnt > 300 && unbounded.is_none(), "{unlearnt}");
     for holds in [200, 600, 1200, 2400] {
@@ -340,7 +340,7 @@ fn a_capacity_that_nobody_told_is_learnt_from_what_was_cached() {
 }
 
 #[test]
-fn a_capacity_that_nobody_told_is_assumed_and_shared() {
+fn unreported_capacities_share_the_assumed_total() {
     let mut driver = cluster(None, spec("a", 1, None));
     let assumed = |driver: &Driver, slot| {
         let view = driver.state.view();
@@ -387,7 +387,7 @@ fn sample(backend: BackendRef) -> ServiceSample {
 }
 
 #[test]
-fn what_was_learnt_outlives_a_snapshot_and_not_the_engine() {
+fn learned_measurements_survive_snapshots_but_not_the_engine() {
     let mut driver = cluster(Some(100), spec("a", 1, None));
     let empty = driver.state.digest();
     driver.apply(
@@ -429,7 +429,7 @@ fn what_was_learnt_outlives_a_snapshot_and_not_the_engine() {
 }
 
 #[test]
-fn reports_in_one_order_give_one_state() {
+fn equal_report_orders_give_equal_states() {
     let reports = [(1, 30_000_u64), (2, 90_000), (3, 60_000), (1, 45_000)];
     let run = || {
         let mut driver = cluster(Some(100), spec("a", 1, None));
@@ -446,7 +446,7 @@ fn reports_in_one_order_give_one_state() {
 }
 
 #[test]
-fn an_untouched_release_lets_blocks_go_when_they_would_have_gone() {
+fn an_untouched_release_keeps_the_eviction_order() {
     let mut driver = cluster(None, spec("a", 1, Some(8)));
     let mut attempt = 0;
     let mut send = |driver: &mut Driver, conversation: u64, outcome: LeaseOutcome| {

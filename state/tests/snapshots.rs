@@ -16,7 +16,7 @@ use state::prefix::user_key;
 use state::ratios::TextSample;
 
 #[test]
-fn a_restored_state_is_the_same_and_goes_on_the_same() {
+fn a_restored_state_is_equal_and_continues_equally() {
     let mut original = common::measured_sample();
     let bytes = snapshot(&original);
     let mut copy = restored(&bytes);
@@ -43,7 +43,7 @@ fn a_restored_state_is_the_same_and_goes_on_the_same() {
 }
 
 #[test]
-fn freezing_fixes_the_moment() {
+fn a_frozen_snapshot_ignores_later_commands() {
     let mut driver = Driver::new();
     driver.apply(1, Command::PutBackend(spec("a", 1, None)));
     let backend = driver.state.backend("a").unwrap().handle;
@@ -135,7 +135,7 @@ impl Drop for Victim {
 }
 
 #[test]
-fn a_snapshot_cut_short_anywhere_is_refused() {
+fn a_truncated_snapshot_is_refused() {
     let bytes = snapshot(&sample());
     let mut victim = Victim::new();
     for length in 0..bytes.len() {
@@ -145,7 +145,7 @@ fn a_snapshot_cut_short_anywhere_is_refused() {
 }
 
 #[test]
-fn faults_name_their_place() {
+fn snapshot_errors_name_their_position() {
     let bytes = snapshot(&sample());
     let mut victim = Victim::new();
     let mut damaged = |place: usize, byte: u8| {
@@ -180,7 +180,7 @@ fn a_snapshot_of_version_1_can_be_read() {
 }
 
 #[test]
-fn a_snapshot_of_version_2_can_be_read_and_is_what_is_written() {
+fn a_version_2_snapshot_round_trips() {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/snapshot-v2.bin");
     let written = snapshot(&common::measured_sample());
     if std::env::var_os("UPDATE_EXPECT").is_some() {
@@ -195,7 +195,7 @@ fn a_snapshot_of_version_2_can_be_read_and_is_what_is_written() {
 }
 
 #[test]
-fn a_snapshot_of_version_4_is_what_is_written_with_a_secret() {
+fn a_version_4_snapshot_round_trips_with_a_secret() {
     let mut driver = Driver::founded(common::found());
     driver.apply(1, Command::PutBackend(spec("a", 1, None)));
     let bytes = snapshot(&driver.state);
@@ -212,7 +212,7 @@ fn a_snapshot_of_version_4_is_what_is_written_with_a_secret() {
 }
 
 #[test]
-fn every_flipped_byte_is_noticed() {
+fn every_flipped_byte_is_detected() {
     let bytes = snapshot(&sample());
     let mut victim = Victim::new();
     for place in 0..bytes.len() {
@@ -240,7 +240,7 @@ proptest! {
 }
 
 #[test]
-fn a_state_whose_time_is_paced_is_written_as_version_4() {
+fn a_paced_state_is_written_as_version_4() {
     let mut state = sample();
     let before = state.digest();
     let next = LogIndex(state.applied().0 + 1);
@@ -269,7 +269,7 @@ fn a_state_whose_time_is_paced_is_written_as_version_4() {
 }
 
 #[test]
-fn learnt_ratios_survive_in_a_snapshot_of_version_4() {
+fn learned_bytes_per_token_survive_in_a_snapshot() {
     let mut driver = Driver::new();
     assert_eq!(snapshot(&driver.state)[8..10], [2, 0]);
     let model = ModelKey(9);

@@ -230,7 +230,7 @@ mod tests {
     }
 
     #[test]
-    fn the_wait_is_what_is_ahead_over_what_departs_and_0_while_that_is_unknown() {
+    fn forecast_wait_is_queue_length_over_departure_rate() {
         let mut overload = Overload::default();
         overload.begin(5000);
         assert_eq!(overload.wait_ms(1000, 5000), 0);
@@ -247,7 +247,7 @@ mod tests {
     }
 
     #[test]
-    fn time_without_a_queue_tells_nothing_of_the_rate() {
+    fn departure_rate_ignores_time_without_a_queue() {
         let mut overload = Overload::default();
         overload.begin(0);
         load(&mut overload, 0..1, (20, 20), 10);
@@ -262,14 +262,14 @@ mod tests {
     }
 
     #[test]
-    fn nothing_that_departs_for_long_enough_is_known_too() {
+    fn departure_rate_is_bounded_after_a_long_stall() {
         let mut overload = Overload::default();
         overload.begin(0);
         assert_eq!(overload.wait_ms(10, 9000), 90_000);
     }
 
     #[test]
-    fn a_closed_loop_and_a_burst_are_no_overload_and_more_than_can_be_served_is() {
+    fn only_sustained_excess_arrivals_count_as_overload() {
         let mut overload = Overload::default();
         overload.begin(0);
         load(&mut overload, 0..10, (30, 30), 1000);
@@ -292,7 +292,7 @@ mod tests {
     }
 
     #[test]
-    fn learnt_patience_leaves_time_for_the_answer_and_never_closes_the_queue() {
+    fn learned_client_timeout_leaves_service_time_and_has_a_minimum() {
         let mut overload = Overload::default();
         overload.begin(0);
         for _ in 0..100 {

@@ -102,7 +102,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn nothing_is_known_of_what_few_have_seen() {
+    fn client_timeout_is_unknown_until_enough_clients_left() {
         let mut patience = Patience::default();
         assert_eq!(patience.quantile_ms(), None);
         for _ in 0..REACHED_LEAST - 1 {
@@ -114,7 +114,7 @@ mod tests {
     }
 
     #[test]
-    fn who_was_served_before_says_nothing_of_later() {
+    fn clients_served_early_do_not_affect_the_timeout_estimate() {
         let mut patience = Patience::default();
         for _ in 0..900 {
             patience.stayed(100);
@@ -126,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn a_minority_that_leaves_at_once_does_not_count_for_all() {
+    fn a_minority_of_impatient_clients_sets_no_timeout() {
         let mut patience = Patience::default();
         for turn in 0..1000 {
             if turn % 5 < 2 {
@@ -139,7 +139,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_learnt_is_forgotten() {
+    fn client_timeout_estimate_decays() {
         let mut patience = Patience::default();
         patience.look(0);
         for _ in 0..64 {
@@ -154,7 +154,7 @@ mod tests {
     }
 
     #[test]
-    fn it_never_overflows() {
+    fn client_timeout_estimate_saturates() {
         let mut patience = Patience::default();
         for _ in 0..100_000 {
             patience.left(u64::MAX);

@@ -27,7 +27,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_share_may_be_retries_and_a_few_always() {
+    fn retry_budget_allows_a_share_and_a_minimum() {
         let allowance = RetryAllowance {
             percent: 20,
             concurrency_min: 3,

@@ -206,7 +206,7 @@ mod tests {
     }
 
     #[test]
-    fn the_size_does_not_depend_on_who_reports_first() {
+    fn block_size_does_not_depend_on_report_order() {
         let reports = [(0, 32), (1, 16), (2, 64)];
         for order in [[0, 1, 2], [1, 0, 2], [2, 1, 0], [2, 0, 1]] {
             let mut fleet = Fleet::new(3);
@@ -221,7 +221,7 @@ mod tests {
     }
 
     #[test]
-    fn a_size_stays_until_all_engines_say_otherwise() {
+    fn block_size_changes_only_when_all_engines_agree() {
         let mut fleet = Fleet::new(2);
         assert_eq!(fleet.report(0, 16), (16, false));
         assert_eq!(fleet.report(1, 16), (16, false));
@@ -236,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn an_engine_of_tiny_blocks_does_not_cut_the_others_blocks() {
+    fn an_engine_with_tiny_blocks_does_not_shrink_the_block_size() {
         let mut fleet = Fleet::new(2);
         assert_eq!(fleet.report(0, 32), (32, true));
         assert_eq!(fleet.report(1, 1), (32, false));
@@ -248,7 +248,7 @@ mod tests {
     }
 
     #[test]
-    fn only_models_that_the_engine_serves_are_concerned() {
+    fn block_size_reports_affect_only_the_engines_models() {
         let mut fleet = Fleet::new(2);
         let handle = fleet.backends.in_slot(Slot(1)).unwrap().handle;
         let facts = EngineFacts {

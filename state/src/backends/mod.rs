@@ -362,7 +362,7 @@ mod tests {
     }
 
     #[test]
-    fn only_another_url_begins_a_new_life() {
+    fn only_a_new_url_begins_a_new_incarnation() {
         let mut backends = Backends::default();
         backends.put(spec("a", 1));
         let handle = backends.named("a").unwrap().handle;
@@ -384,7 +384,7 @@ mod tests {
     }
 
     #[test]
-    fn a_later_start_is_a_new_life_and_an_earlier_one_old_news() {
+    fn a_later_start_begins_an_incarnation_and_an_earlier_is_ignored() {
         let mut backends = Backends::default();
         backends.put(spec("a", 1));
         let handle = backends.named("a").unwrap().handle;
@@ -412,7 +412,7 @@ mod tests {
     }
 
     #[test]
-    fn the_registry_has_a_limit() {
+    fn registry_size_is_bounded() {
         let mut backends = Backends::default();
         for number in 0..BACKENDS_MAX {
             assert!(backends.put(spec(&number.to_string(), 1)).is_some());

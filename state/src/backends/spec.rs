@@ -257,7 +257,7 @@ mod tests {
     }
 
     #[test]
-    fn urls_are_a_scheme_a_host_and_a_port() {
+    fn urls_require_scheme_host_and_port() {
         for good in [
             "http://a:1",
             "http://10.0.0.1:65535",
@@ -295,7 +295,7 @@ mod tests {
     }
 
     #[test]
-    fn a_fault_names_its_field() {
+    fn an_invalid_spec_names_the_field() {
         let name_long = "x".repeat(NAME_BYTES_MAX + 1);
         let one = |key: &str, value: &str| BTreeMap::from([(key.to_owned(), value.to_owned())]);
         let faults = [
@@ -363,7 +363,7 @@ mod tests {
     }
 
     #[test]
-    fn a_role_is_written_as_a_label_and_no_other_label_is_a_role() {
+    fn role_cannot_be_given_as_a_label() {
         use crate::encoding;
 
         let read = |spec: &BackendSpec| {
@@ -395,7 +395,7 @@ mod tests {
     }
 
     #[test]
-    fn a_full_registry_of_the_longest_backends_fits_a_snapshot_and_each_a_command() {
+    fn longest_backends_fit_in_commands_and_a_snapshot() {
         use crate::bounds::BACKENDS_MAX;
         use crate::{codec, encoding};
 

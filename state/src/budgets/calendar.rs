@@ -69,7 +69,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn months_are_those_of_the_calendar() {
+    fn months_follow_the_calendar() {
         // Seconds are those of `date -u +%s`.
         for (date, seconds, month, begins) in [
             ("1970-01-01", 0, 1970 * 12, 0),
@@ -101,7 +101,7 @@ mod tests {
     }
 
     #[test]
-    fn periods_follow_each_other_without_a_gap() {
+    fn budget_periods_leave_no_gap() {
         for period in BudgetPeriod::ALL {
             let mut number = period.number(0);
             while number < period.number(0) + 3000 {

@@ -12,7 +12,7 @@ fn status(day: Option<u64>, month: Option<u64>, used: BudgetUse) -> BudgetStatus
 }
 
 #[test]
-fn a_day_ends_at_midnight_and_a_month_with_its_last_day() {
+fn budget_periods_end_at_midnight_and_month_end() {
     let mut used = BudgetUse::default();
     used.spend(NOON_MS, 60);
     used.spend(NOON_MS + 1000, 40);
@@ -37,7 +37,7 @@ fn a_day_ends_at_midnight_and_a_month_with_its_last_day() {
 }
 
 #[test]
-fn a_clock_that_is_slightly_back_opens_no_period_anew() {
+fn a_clock_slightly_back_does_not_reopen_a_period() {
     let midnight_ms = NOON_MS + DAY_MS / 2;
     let mut used = BudgetUse::default();
     used.spend(midnight_ms, 70);
@@ -53,7 +53,7 @@ fn a_clock_that_is_slightly_back_opens_no_period_anew() {
 }
 
 #[test]
-fn budgets_have_bounds() {
+fn budgets_out_of_bounds_are_refused() {
     let budget = |day, month| Budget { day, month }.validate();
     assert_eq!(budget(Some(1), Some(TOKENS_MAX)), Ok(()));
     assert!(budget(Some(0), None).is_err());

@@ -11,7 +11,7 @@ fn group(name: &str) -> CacheScope {
 }
 
 #[test]
-fn a_users_own_scope_comes_before_that_of_all() {
+fn a_users_own_scope_overrides_the_default() {
     let mut scopes = CacheScopes::default();
     assert!(scopes.is_empty() && scopes.view().is_empty());
     scopes.set(ADA, Some(group("team")));
@@ -31,7 +31,7 @@ fn a_users_own_scope_comes_before_that_of_all() {
 }
 
 #[test]
-fn a_copy_has_the_same_scopes_and_the_same_digest() {
+fn a_restored_copy_has_the_same_scopes_and_digest() {
     let mut scopes = CacheScopes::default();
     assert_eq!(scopes.freeze().pieces().count(), 0);
     for (default, own) in [
@@ -60,7 +60,7 @@ fn a_copy_has_the_same_scopes_and_the_same_digest() {
 }
 
 #[test]
-fn a_group_has_a_name() {
+fn group_names_have_length_bounds() {
     assert!(group("").validate().is_err());
     assert!(group(&"x".repeat(257)).validate().is_err());
     assert_eq!(group("team").validate(), Ok(()));

@@ -49,7 +49,7 @@ fn priority_then_counter_then_log_order() {
 }
 
 #[test]
-fn a_model_is_granted_its_own() {
+fn grants_go_to_requests_of_their_model() {
     let mut list = list(&[(1, wait(1, 1, 0))]);
     assert_eq!(list.grant(ModelKey(2), |_| 0), None);
     assert_eq!(list.grant(ModelKey(0), |_| 0), None);
@@ -57,7 +57,7 @@ fn a_model_is_granted_its_own() {
 }
 
 #[test]
-fn who_is_gone_waits_for_nothing_and_hands_grants_on() {
+fn a_closed_replica_leaves_the_list_and_returns_its_grants() {
     let mut list = list(&[(1, wait(1, 1, 0)), (1, wait(2, 2, 0)), (2, wait(1, 3, 0))]);
     assert!(list.grant(ModelKey(1), |_| 0).is_some());
     assert_eq!(list.close_replica(ReplicaId(1)), [ModelKey(1)]);
@@ -68,7 +68,7 @@ fn who_is_gone_waits_for_nothing_and_hands_grants_on() {
 }
 
 #[test]
-fn a_ticket_waits_once_and_no_replica_takes_all_room() {
+fn tickets_are_unique_and_each_replica_is_bounded() {
     let mut list = list(&[(1, wait(1, 1, 0))]);
     assert!(!list.wait(ReplicaId(1), wait(1, 2, 0)));
     for ticket in 2..=WAITING_PER_REPLICA_MAX as u64 {
@@ -92,7 +92,7 @@ fn a_forged_image_is_refused() {
 }
 
 #[test]
-fn who_is_refused_leaves_no_trace() {
+fn a_refused_wait_leaves_no_trace() {
     let mut list = WaitingList::default();
     let full = WAITING_MAX / WAITING_PER_REPLICA_MAX;
     for replica in 0..full as u8 {
@@ -130,7 +130,7 @@ fn step() -> impl Strategy<Value = Step> {
 
 proptest! {
     #[test]
-    fn it_grants_whom_the_definition_says(steps in prop::collection::vec(step(), 0..120)) {
+    fn grants_follow_the_reference_model(steps in prop::collection::vec(step(), 0..120)) {
         let mut list = WaitingList::default();
         let mut counters = [0_u64; 5];
         // Entries in log order: replica, request, and whether it is granted.

@@ -27,7 +27,7 @@ fn spec(id: u64, number: u8, expires_at_ms: Option<u64>) -> ApiKeySpec {
 }
 
 #[test]
-fn patterns_end_in_a_star_or_are_exact() {
+fn model_patterns_are_exact_or_end_in_a_star() {
     let mut key = ApiKey {
         spec: spec(1, 1, None),
         created_at_ms: 0,
@@ -50,7 +50,7 @@ fn patterns_end_in_a_star_or_are_exact() {
 }
 
 #[test]
-fn fields_have_bounds() {
+fn key_fields_out_of_bounds_are_refused() {
     let field = |change: &dyn Fn(&mut ApiKeySpec)| {
         let mut spec = spec(1, 1, None);
         change(&mut spec);
@@ -70,7 +70,7 @@ fn fields_have_bounds() {
 }
 
 #[test]
-fn a_full_table_forgets_what_has_expired_first_and_then_refuses() {
+fn a_full_key_table_drops_expired_keys_then_refuses() {
     let mut keys = Keys::with_max(2);
     keys.create(spec(1, 1, Some(NOW_MS + 20)), NOW_MS).unwrap();
     keys.create(spec(2, 2, Some(NOW_MS + 10)), NOW_MS).unwrap();
@@ -88,7 +88,7 @@ fn a_full_table_forgets_what_has_expired_first_and_then_refuses() {
 }
 
 #[test]
-fn a_rotated_key_takes_both_secrets_for_the_grace() {
+fn a_rotated_key_accepts_both_secrets_during_the_grace_period() {
     let mut keys = Keys::default();
     keys.create(spec(1, 1, None), NOW_MS).unwrap();
     let id = spec(1, 1, None).id;
@@ -118,7 +118,7 @@ fn a_rotated_key_takes_both_secrets_for_the_grace() {
 }
 
 #[test]
-fn a_restore_revives_neither_a_key_nor_a_secret() {
+fn restore_revives_no_revoked_key_or_secret() {
     let mut keys = Keys::default();
     for id in 1..=4 {
         keys.create(spec(id, id as u8, None), NOW_MS).unwrap();
@@ -161,7 +161,7 @@ fn a_restore_revives_neither_a_key_nor_a_secret() {
 }
 
 #[test]
-fn the_key_that_was_revoked_first_is_forgotten_first() {
+fn the_earliest_revoked_key_is_forgotten_first() {
     let mut keys = Keys::with_max(2);
     for (id, at_ms) in [(1, NOW_MS + 2), (2, NOW_MS + 1), (3, NOW_MS + 3)] {
         keys.create(spec(id, id as u8, None), NOW_MS).unwrap();
@@ -175,7 +175,7 @@ fn the_key_that_was_revoked_first_is_forgotten_first() {
 
 proptest! {
     #[test]
-    fn the_index_leads_to_the_keys_and_an_image_restores_them(
+    fn key_index_is_complete_and_survives_a_snapshot(
         steps in prop::collection::vec((0_u8..4, 0_u64..6, 0_u8..10, 0_u64..40), 0..60),
     ) {
         let mut keys = Keys::with_max(4);

@@ -78,7 +78,7 @@ impl Rig {
 const FULL: (KvMode, Option<KvReason>, u64) = (KvMode::Lease, Some(KvReason::TooManyBlocks), 0);
 
 #[test]
-fn a_backend_of_too_many_blocks_goes_by_leases_until_it_is_cleared() {
+fn a_backend_with_too_many_blocks_uses_leases_until_cleared() {
     let mut rig = Rig::new(3, 10, OWNED_BLOCKS_MAX);
     rig.store(&[1, 2, 3], false);
     assert_eq!(rig.shown(), (KvMode::Exact, None, 3));
@@ -98,7 +98,7 @@ fn a_backend_of_too_many_blocks_goes_by_leases_until_it_is_cleared() {
 }
 
 #[test]
-fn what_others_keep_counts_against_the_bound_on_all() {
+fn blocks_of_other_backends_count_toward_the_total_bound() {
     let mut rig = Rig::new(10, 4, OWNED_BLOCKS_MAX);
     let blocks = vec![(EngineHash(1), BlockHash(1)), (EngineHash(2), BlockHash(2))];
     let stored = KvEvent::Stored {
@@ -122,7 +122,7 @@ fn what_others_keep_counts_against_the_bound_on_all() {
 }
 
 #[test]
-fn without_room_among_owned_blocks_a_backend_goes_by_leases() {
+fn a_backend_uses_leases_when_owned_blocks_are_full() {
     let mut rig = Rig::new(10, 10, 3);
     let chain = [BlockHash(51), BlockHash(52)];
     let lease = rig.ownership.acquire(Slot(0), None, &chain);

@@ -527,7 +527,7 @@ mod tests {
     use crate::policy::CostSettings;
 
     #[test]
-    fn settings_have_bounds() {
+    fn settings_out_of_bounds_are_named() {
         let near = CostSettings {
             near_permille: 1001,
             ..CostSettings::default()

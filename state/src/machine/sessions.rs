@@ -169,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn a_repeat_gets_the_reply_of_its_time() {
+    fn a_repeated_command_gets_its_original_reply() {
         let mut sessions = Sessions::default();
         let first = origin(5, Lane::Outbox, 1);
         assert_eq!(admit(&mut sessions, &first), Dedup::FreshRun);
@@ -194,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn an_ended_run_stays_ended() {
+    fn an_ended_session_stays_ended() {
         let mut sessions = Sessions::default();
         for session in 1..=20 {
             assert_eq!(
@@ -216,7 +216,7 @@ mod tests {
     }
 
     #[test]
-    fn a_late_first_command_of_an_ended_run_begins_nothing() {
+    fn a_late_first_command_does_not_reopen_a_session() {
         let mut sessions = Sessions::default();
         let first = |session| origin(session, Lane::Outbox, 1);
         assert_eq!(sessions.dedup(&first(2), 100_000), Dedup::FreshRun);

@@ -223,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn it_goes_by_stamps_that_follow_each_other() {
+    fn time_advances_by_increasing_stamps() {
         let mut time = paced();
         let passed = passes(&mut time, &[20, 40, 30, 40, 1040, 61_040, 60_100]);
         assert_eq!(passed, [20, 20, 0, 0, 1000, 60_000, 0]);
@@ -234,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn one_wrong_clock_among_right_ones_is_not_believed() {
+    fn a_single_wrong_clock_is_ignored() {
         let mut time = paced();
         let day = DAY as i64;
         for error in [day, -day, 2 * 60 * 60 * 1000] {
@@ -250,7 +250,7 @@ mod tests {
     }
 
     #[test]
-    fn a_calendar_set_back_goes_on_where_it_is() {
+    fn time_continues_when_the_calendar_is_set_back() {
         let mut time = paced();
         let back = -(DAY as i64);
         let stamps = [back, back + 500, back + 1000, back + 1500, back + 2000];
@@ -260,7 +260,7 @@ mod tests {
     }
 
     #[test]
-    fn stamps_that_come_late_count_little_twice() {
+    fn late_stamps_are_hardly_counted_twice() {
         let mut time = paced();
         // From a replica that was cut off for a minute: its outbox, and an operator's command.
         let late = passes(&mut time, &[-60_000, -3000, 1000, 2500]);
@@ -275,7 +275,7 @@ mod tests {
     }
 
     #[test]
-    fn two_bursts_of_late_stamps_count_no_more_than_one() {
+    fn two_bursts_of_late_stamps_count_as_one() {
         for second in [[-62_000, -60_500], [-60_100, -59_050]] {
             let mut time = paced();
             assert_eq!(passes(&mut time, &[-60_000, -58_000]), [0, 2000]);
@@ -287,7 +287,7 @@ mod tests {
     }
 
     #[test]
-    fn a_calendar_that_was_set_back_is_believed_after_a_minute() {
+    fn a_calendar_set_back_is_accepted_after_a_minute() {
         let mut time = paced();
         let back = -(DAY as i64);
         for at in (0..=62_000).step_by(500) {
@@ -298,7 +298,7 @@ mod tests {
     }
 
     #[test]
-    fn quiet_seconds_after_a_calendar_was_set_back_pass() {
+    fn idle_seconds_count_after_the_calendar_is_set_back() {
         let mut time = paced();
         let back = -(DAY as i64);
         let stamps = [back, back + 900, back + 4400, back + 4500];
@@ -306,7 +306,7 @@ mod tests {
     }
 
     #[test]
-    fn a_calendar_that_was_set_back_and_forth_has_not_leapt() {
+    fn a_calendar_set_back_and_forth_does_not_leap() {
         let mut time = paced();
         let back = -(DAY as i64);
         passes(&mut time, &[back, back + 1000, back + 10_000]);
@@ -319,7 +319,7 @@ mod tests {
     }
 
     #[test]
-    fn a_little_back_is_waited_for() {
+    fn time_waits_for_stamps_slightly_in_the_past() {
         let mut time = paced();
         assert_eq!(passes(&mut time, &[-900, -500, 0, 100]), [0, 0, 0, 100]);
         // Set back further, but caught up before it is believed.
@@ -328,7 +328,7 @@ mod tests {
     }
 
     #[test]
-    fn a_night_has_passed_once_a_second_command_says_so() {
+    fn a_long_gap_is_accepted_with_the_second_command() {
         let mut time = paced();
         let night = 8 * 60 * 60 * 1000;
         let stamps = [night, night + 999, night + 1000, night + 1001];
@@ -337,7 +337,7 @@ mod tests {
     }
 
     #[test]
-    fn sparse_commands_are_one_behind() {
+    fn time_lags_sparse_commands_by_one() {
         let mut time = paced();
         let step = 5 * 60 * 1000;
         let passed = passes(&mut time, &[step, 2 * step, 3 * step, 4 * step]);
@@ -346,7 +346,7 @@ mod tests {
     }
 
     #[test]
-    fn no_stamp_ends_the_time() {
+    fn extreme_stamps_do_not_stop_time() {
         let mut time = paced();
         for stamp in [u64::MAX, u64::MAX, 0, 0, 1000, u64::MAX, 5, 1005] {
             time.advance(stamp);
@@ -358,7 +358,7 @@ mod tests {
     }
 
     #[test]
-    fn what_ran_ahead_before_it_was_paced_goes_on() {
+    fn time_ahead_of_the_calendar_continues_once_paced() {
         let mut time = ReplicatedTime::default();
         time.advance(START);
         for hours in 1..13 {

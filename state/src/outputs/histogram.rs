@@ -150,7 +150,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn buckets_are_exact_at_first_and_then_within_a_thirty_second() {
+    fn buckets_are_exact_then_within_one_in_thirty_two() {
         assert_eq!(bucket_of(OUTPUT_TOKENS_MAX), BUCKETS - 1);
         assert_eq!(bucket_of(u32::MAX), BUCKETS - 1);
         let mut expected = 0;
@@ -165,7 +165,7 @@ mod tests {
     }
 
     #[test]
-    fn old_lengths_fade_and_the_last_ones_stay() {
+    fn histogram_forgets_old_lengths() {
         let mut histogram = Histogram::default();
         histogram.add(7);
         (0..50_000).for_each(|_| histogram.add(100));
@@ -176,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn an_empty_histogram_expects_nothing() {
+    fn an_empty_histogram_has_no_expectation() {
         let histogram = Histogram::default();
         assert_eq!(histogram.median(), None);
         assert_eq!(histogram.mean_beyond(0), None);
@@ -184,7 +184,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn means_beyond_are_those_of_the_lengths(
+        fn mean_beyond_equals_the_mean_of_longer_lengths(
             lengths in prop::collection::vec(1_u32..64, 1..100),
             produced in 0_u32..64,
         ) {
@@ -197,7 +197,7 @@ mod tests {
         }
 
         #[test]
-        fn more_tokens_are_expected_the_more_have_come(
+        fn expected_length_grows_with_tokens_produced(
             lengths in prop::collection::vec(any::<u32>(), 1..100),
             produced in 0..OUTPUT_TOKENS_MAX,
         ) {

@@ -40,7 +40,7 @@ fn example() -> Vec<u32> {
 }
 
 #[test]
-fn the_seeds_example_of_four_bins() {
+fn four_bins_match_the_published_example() {
     let literal = literal::equal_mass(&example(), 4);
     assert_eq!(literal, [(1, 42), (42, 80), (80, 167), (167, 10_000)]);
     // 168 is the end of the bucket from 164 to 167.
@@ -49,7 +49,7 @@ fn the_seeds_example_of_four_bins() {
 }
 
 #[test]
-fn a_prediction_below_all_lengths_is_short() {
+fn a_prediction_below_all_lengths_is_in_the_first_bin() {
     let lengths: Vec<u32> = (50..1050).collect();
     let literal = literal::equal_mass(&lengths, 4);
     assert_eq!(literal::bin_of(&literal, 10), 3, "among the longest");
@@ -59,7 +59,7 @@ fn a_prediction_below_all_lengths_is_short() {
 }
 
 #[test]
-fn equal_quantiles_make_no_empty_bins() {
+fn equal_quantiles_give_no_empty_bins() {
     // Six of ten outputs have 20 tokens.
     let lengths: Vec<u32> = (0..1000)
         .map(|at| if at % 10 < 6 { 20 } else { at })
@@ -76,7 +76,7 @@ fn equal_quantiles_make_no_empty_bins() {
 }
 
 #[test]
-fn edges_that_do_not_ascend_are_refused() {
+fn unsorted_edges_are_refused() {
     assert!(Boundaries::from_edges(vec![1, 5, 9]).is_ok());
     for wrong in [vec![0, 5], vec![5, 5], vec![9, 5]] {
         assert!(Boundaries::from_edges(wrong).is_err());
@@ -85,7 +85,7 @@ fn edges_that_do_not_ascend_are_refused() {
 
 proptest! {
     #[test]
-    fn every_bin_has_mass_and_none_too_much(
+    fn bins_have_about_equal_mass(
         lengths in prop::collection::vec(prop_oneof![Just(20_u32), 0_u32..64, any::<u32>()], 1..500),
         bins in 2_u16..=64,
     ) {
@@ -103,7 +103,7 @@ proptest! {
     }
 
     #[test]
-    fn a_bin_is_found_as_by_looking_at_each(
+    fn bin_search_equals_a_linear_scan(
         mut edges in prop::collection::btree_set(1_u32..1000, 0..20),
         tokens in 0_u32..1100,
     ) {
@@ -118,7 +118,7 @@ proptest! {
 // Bins over time.
 
 #[test]
-fn bins_follow_the_lengths() {
+fn bin_boundaries_follow_observed_lengths() {
     let mut outputs = observed(&[100; 63], 2);
     assert_eq!(outputs.view().bins(MODEL).bins(), 1, "too few to tell");
     outputs = observed(&(0..64).collect::<Vec<_>>(), 2);
@@ -147,7 +147,7 @@ fn bins_follow_the_lengths() {
 // Predictions.
 
 #[test]
-fn predictions_go_by_what_is_known_best() {
+fn predictions_use_the_most_specific_histogram() {
     let nothing = Outputs::default().view();
     let by = |basis, tokens| Prediction { tokens, basis };
     assert_eq!(nothing.predict(USER, MODEL, None), by(Basis::Unknown, 256));
@@ -167,7 +167,7 @@ fn predictions_go_by_what_is_known_best() {
 }
 
 #[test]
-fn predictions_are_corrected_by_what_has_come() {
+fn predictions_are_raised_by_tokens_produced() {
     let view = observed(&[10, 20, 60, 60], 1).view();
     let table = [0, 9, 10, 19, 20, 59, 60, 100].map(|it| view.correct(MODEL, 15, it, None));
     assert_eq!(table, [15, 15, 15, 47, 60, 60, 61, 101]);
@@ -192,7 +192,7 @@ fn items_out_of_bounds_are_dropped() {
 }
 
 #[test]
-fn who_was_not_heard_of_for_longest_is_forgotten() {
+fn least_recently_observed_pairs_and_models_are_forgotten() {
     let mut outputs = Outputs::default();
     let pairs = PAIRS_MAX as u64;
     for user in 0..pairs {
@@ -226,7 +226,7 @@ fn decoded(bytes: &[u8]) -> Result<Outputs, String> {
 }
 
 #[test]
-fn what_does_not_fit_together_is_no_snapshot() {
+fn an_inconsistent_snapshot_is_refused() {
     let mut outputs = observed(&[5, 6, 7], 1);
     outputs.clock = 0;
     assert!(
@@ -242,7 +242,7 @@ fn what_does_not_fit_together_is_no_snapshot() {
 
 proptest! {
     #[test]
-    fn a_decoded_state_goes_on_as_the_one_that_was_encoded(
+    fn a_decoded_state_continues_like_the_original(
         items in prop::collection::vec(
             (0_u64..20, 0_u64..4, prop::collection::vec(0_u32..3000, 1..80), 1_u16..6),
             1..60,
@@ -324,7 +324,7 @@ const ROOM: BatchRoom = BatchRoom {
 };
 
 #[test]
-fn bins_take_turns() {
+fn bins_are_served_round_robin() {
     let mut bins = bins_of(&[&[10; 3], &[], &[10; 1], &[10; 2]]);
     let formed = batches(&mut bins, 10, BinSelection::RoundRobin, ROOM);
     assert_eq!(
@@ -335,7 +335,7 @@ fn bins_take_turns() {
 }
 
 #[test]
-fn the_longest_queue_goes_first() {
+fn the_longest_queue_is_served_first() {
     let mut bins = bins_of(&[&[10; 3], &[10; 4], &[10; 4]]);
     let formed = batches(&mut bins, 10, BinSelection::LongestQueue, ROOM);
     let order: Vec<u16> = formed.iter().map(|(bin, _)| *bin).collect();
@@ -343,14 +343,14 @@ fn the_longest_queue_goes_first() {
 }
 
 #[test]
-fn what_has_no_room_stays_at_the_front_in_its_order() {
+fn requests_without_room_keep_their_place_at_the_front() {
     let mut bins = bins_of(&[&[60, 50, 10, 90]]);
     let formed = batches(&mut bins, 10, BinSelection::RoundRobin, ROOM);
     assert_eq!(formed, [(0, vec![0]), (0, vec![1, 2]), (0, vec![3])]);
 }
 
 #[test]
-fn an_old_request_goes_before_its_bins_turn() {
+fn an_old_request_precedes_its_bins_turn() {
     let mut bins = bins_of(&[&[10], &[10; 50]]);
     let select = |bins: &mut BinQueues<usize>, now_ms| {
         let rule = rule(BinSelection::LongestQueue);
@@ -372,7 +372,7 @@ fn the_literal_longest_queue_starves_a_short_one() {
 }
 
 #[test]
-fn the_literal_form_stops_at_an_oversize_request_for_good() {
+fn the_literal_form_stops_forever_at_an_oversize_request() {
     let mut literal = [VecDeque::from([101, 10, 10])];
     assert!((0..100).all(|_| literal::form(&mut literal, 2, 100).is_empty()));
     assert_eq!(literal[0], [101, 10, 10]);
@@ -397,7 +397,7 @@ fn changed_boundaries_keep_the_order_of_arrival() {
 
 proptest! {
     #[test]
-    fn batches_are_runs_of_one_bin_that_have_room(
+    fn batches_take_consecutive_requests_of_one_bin_that_fit(
         pushes in prop::collection::vec((0_u16..5, 1_u64..=100), 1..100),
         is_round_robin: bool,
         requests in 1_u32..10,

@@ -27,7 +27,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn more_bins_come_near_the_mean_of_one_request() {
+    fn more_bins_approach_the_mean_of_a_single_request() {
         let times: Vec<String> = [1, 2, 4, 32, 1000]
             .map(|bins| format!("{:.3}", batch_time_mean(1.0, 20.0, bins, 8)))
             .to_vec();

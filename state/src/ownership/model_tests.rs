@@ -442,7 +442,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 400, ..ProptestConfig::default() })]
 
     #[test]
-    fn ownership_does_what_a_naive_model_does(
+    fn ownership_equals_a_naive_model(
         ops in ops(),
         max in prop_oneof![Just(25_usize), Just(10_000)],
         capacity in prop_oneof![Just(None), (1_u32..16).prop_map(Some)],

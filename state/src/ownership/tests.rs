@@ -39,7 +39,7 @@ fn check(actual: &[String], expected: &Expect) {
 }
 
 #[test]
-fn eviction_takes_the_least_recently_released_and_of_it_the_deepest() {
+fn eviction_takes_the_deepest_block_of_the_oldest_release() {
     let mut ownership = one_backend(Some(7));
     let first = acquire(&mut ownership, None, &[1, 2, 3]);
     let second = acquire(&mut ownership, Some(1), &[12, 13]);
@@ -68,7 +68,7 @@ fn eviction_takes_the_least_recently_released_and_of_it_the_deepest() {
 }
 
 #[test]
-fn a_held_path_outlives_any_pressure_and_goes_when_it_is_over() {
+fn a_leased_path_is_not_evicted_until_its_release() {
     let mut ownership = one_backend(Some(3));
     let long = acquire(&mut ownership, None, &[1, 2, 3, 4, 5]);
     let mut steps = vec![format!(
@@ -103,7 +103,7 @@ fn a_held_path_outlives_any_pressure_and_goes_when_it_is_over() {
 }
 
 #[test]
-fn a_discarded_attempt_gives_back_what_no_kept_one_covered() {
+fn a_discarded_attempt_returns_blocks_no_other_covers() {
     let mut ownership = one_backend(None);
     let kept = acquire(&mut ownership, None, &[1, 2]);
     ownership.release(kept, true);
@@ -125,7 +125,7 @@ fn a_discarded_attempt_gives_back_what_no_kept_one_covered() {
 }
 
 #[test]
-fn an_extended_lease_holds_its_new_tip() {
+fn an_extended_lease_pins_its_new_tip() {
     let mut ownership = one_backend(Some(2));
     let mut lease = acquire(&mut ownership, None, &[]);
     assert_eq!(
@@ -167,7 +167,7 @@ fn an_unknown_tip_changes_nothing() {
 }
 
 #[test]
-fn calls_on_slots_without_a_backend_do_nothing() {
+fn calls_on_empty_slots_do_nothing() {
     let mut ownership = one_backend(None);
     for slot in [Slot(0), Slot(4), Slot(1024), Slot(u16::MAX)] {
         let mut lease = ownership
@@ -193,7 +193,7 @@ fn calls_on_slots_without_a_backend_do_nothing() {
 }
 
 #[test]
-fn a_chain_that_contradicts_itself_ends_there() {
+fn a_chain_ends_at_a_repeated_or_contradicting_block() {
     let mut ownership = one_backend(None);
     let chains: [&[u64]; 5] = [&[1, 1], &[1, 2, 1], &[2], &[1, 2, 3, 2, 4], &[5, 2]];
     let steps = chains.map(|chain| {
@@ -216,7 +216,7 @@ fn a_chain_that_contradicts_itself_ends_there() {
 }
 
 #[test]
-fn more_leases_on_one_block_than_can_be_counted_pin_nothing() {
+fn lease_count_overflow_pins_nothing() {
     let mut ownership = one_backend(None);
     let mut leases = vec![acquire(&mut ownership, None, &[1])];
     while leases.len() < usize::from(u16::MAX) {
@@ -233,7 +233,7 @@ fn more_leases_on_one_block_than_can_be_counted_pin_nothing() {
 }
 
 #[test]
-fn a_lease_that_outlives_its_blocks_is_named() {
+fn a_lease_whose_blocks_are_gone_is_reported() {
     let mut ownership = one_backend(Some(10));
     let stale = acquire(&mut ownership, None, &[1, 2]);
     let mut closed_lease_tips = Vec::new();
@@ -248,7 +248,7 @@ fn a_lease_that_outlives_its_blocks_is_named() {
 }
 
 #[test]
-fn the_last_epoch_is_followed_by_the_first_in_the_same_order() {
+fn release_epochs_wrap_around_in_order() {
     let mut ownership = one_backend(Some(4));
     for chain in [&[1, 2][..], &[11], &[21]] {
         let lease = acquire(&mut ownership, None, chain);
@@ -279,7 +279,7 @@ fn the_last_epoch_is_followed_by_the_first_in_the_same_order() {
 }
 
 #[test]
-fn the_bound_on_all_blocks_holds_and_is_paid_by_who_inserts() {
+fn the_inserting_backend_pays_for_the_total_block_bound() {
     let mut ownership = Ownership::with_limits(1, 6);
     ownership.add_backend(Slot(0), None);
     ownership.add_backend(GPU, None);
@@ -322,7 +322,7 @@ fn removing_an_inner_block_takes_its_descendants_only() {
 }
 
 #[test]
-fn what_a_removal_sets_free_is_evicted_at_once_when_it_is_too_much() {
+fn removal_evicts_unpinned_blocks_beyond_the_capacity() {
     let mut ownership = one_backend(Some(1));
     let outer = acquire(&mut ownership, None, &[1]);
     let inner = acquire(&mut ownership, Some(1), &[2]);
@@ -345,7 +345,7 @@ fn what_a_removal_sets_free_is_evicted_at_once_when_it_is_too_much() {
 }
 
 #[test]
-fn digests_depend_on_content_and_not_on_the_way_there() {
+fn digests_depend_on_content_only() {
     let digest = |order: [u64; 3]| {
         let mut ownership = one_backend(None);
         let leases = order.map(|name| acquire(&mut ownership, None, &[name, name + 10]));
@@ -364,7 +364,7 @@ fn digests_depend_on_content_and_not_on_the_way_there() {
 }
 
 #[test]
-fn an_image_keeps_what_was_while_the_writer_goes_on() {
+fn a_frozen_image_ignores_later_writes() {
     let mut ownership = one_backend(Some(3000));
     for chain in 0..40 {
         let names: Vec<u64> = (0..100).map(|block| chain * 1000 + block).collect();
@@ -417,7 +417,7 @@ fn image() -> (Vec<u8>, u128) {
 }
 
 #[test]
-fn an_image_cut_short_anywhere_is_refused_and_changes_nothing() {
+fn a_truncated_image_is_refused_and_changes_nothing() {
     let (image, digest) = image();
     let mut ownership = one_backend(Some(5));
     let lease = acquire(&mut ownership, None, &[7]);
@@ -435,7 +435,7 @@ fn an_image_cut_short_anywhere_is_refused_and_changes_nothing() {
 }
 
 #[test]
-fn the_format_is_what_it_was() {
+fn ownership_image_has_golden_bytes() {
     let mut ownership = one_backend(Some(5));
     let lease = acquire(&mut ownership, None, &[7, 8]);
     ownership.release(lease, true);
@@ -509,7 +509,7 @@ proptest! {
 /// The image contains only small numbers, so zeroing one byte may break a relation between two of
 /// them.
 #[test]
-fn an_image_with_a_zero_anywhere_is_refused_or_sound() {
+fn images_with_a_zeroed_byte_are_refused_or_sound() {
     for at in 0..image().0.len() {
         refused_or_sound([(at, 0)], true);
     }

@@ -207,7 +207,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn bytes_follow_the_definition(
+        fn block_hashes_follow_the_definition(
             scope: u64,
             bytes in prop::collection::vec(any::<u8>(), 0..3000),
             block_size in prop_oneof![1_usize..40, 500_usize..530, Just(2000)],
@@ -221,7 +221,7 @@ mod tests {
         }
 
         #[test]
-        fn tokens_hash_as_their_little_endian_bytes(
+        fn tokens_hash_as_little_endian_bytes(
             scope: u64,
             tokens in prop::collection::vec(any::<u32>(), 0..700),
             block_size in prop_oneof![1_usize..20, 120_usize..140, Just(300)],
@@ -242,7 +242,7 @@ mod tests {
         }
 
         #[test]
-        fn equal_prefixes_share_hashes_and_nothing_after_a_difference(
+        fn chains_share_hashes_up_to_the_first_difference(
             prefix in prop::collection::vec(any::<u8>(), 0..64),
             left in prop::collection::vec(any::<u8>(), 8..64),
             right in prop::collection::vec(any::<u8>(), 8..64),
@@ -308,7 +308,7 @@ mod tests {
     }
 
     #[test]
-    fn hashes_never_change() {
+    fn hashes_have_golden_values() {
         expect_test::expect![[r#"
             user 7fb9c39591c12626
             [

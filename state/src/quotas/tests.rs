@@ -43,7 +43,7 @@ fn over(limit: LimitKind, retry_after_ms: u64) -> Result<(), LimitRejection> {
 }
 
 #[test]
-fn a_bucket_holds_one_window_and_refills_evenly() {
+fn a_token_bucket_holds_one_window_and_refills_evenly() {
     let limits = limits(Some(20), None, 1000);
     let full = quota(limits, Consumed::default());
     assert_eq!(full.check(0, &requests(19)), Ok(()));
@@ -72,7 +72,7 @@ fn a_bucket_holds_one_window_and_refills_evenly() {
 }
 
 #[test]
-fn what_was_used_beyond_the_bucket_is_owed() {
+fn usage_beyond_the_bucket_becomes_debt() {
     let limits = limits(None, Some(1000), 60_000);
     let spent = spent(&limits, &[(0, 1, 900), (0, 1, 2100)]);
     let quota = quota(limits, spent);
@@ -99,7 +99,7 @@ fn what_was_used_beyond_the_bucket_is_owed() {
 }
 
 #[test]
-fn requests_in_flight_and_waiting_are_bounded_together() {
+fn in_flight_and_waiting_requests_share_one_bound() {
     let limits = UserLimits {
         concurrent: Some(4),
         ..UserLimits::default()
@@ -136,7 +136,7 @@ fn requests_in_flight_and_waiting_are_bounded_together() {
 }
 
 #[test]
-fn waiting_requests_are_admitted_ones() {
+fn waiting_requests_count_as_admitted() {
     let limits = limits(Some(2), None, 1000);
     let quota = Quota {
         limits,
@@ -154,7 +154,7 @@ fn waiting_requests_are_admitted_ones() {
 }
 
 #[test]
-fn another_window_or_limit_goes_on_from_what_was_used() {
+fn a_changed_limit_keeps_the_usage() {
     let second = limits(Some(10), Some(10), 1000);
     let used = spent(&second, &[(0, 10, 10)]);
     let minute = limits(Some(600), Some(600), 60_000);
@@ -168,14 +168,14 @@ fn another_window_or_limit_goes_on_from_what_was_used() {
 }
 
 #[test]
-fn a_full_bucket_is_nothing() {
+fn a_full_bucket_equals_the_default() {
     let limits = limits(Some(10), Some(10), 1000);
     let spent = spent(&limits, &[(0, 5, 5), (500, 0, 0)]);
     assert_eq!(spent, Consumed::default());
 }
 
 #[test]
-fn forged_use_is_bounded() {
+fn forged_usage_is_bounded() {
     let most = limits(Some(u32::MAX), Some(TOKENS_MAX), WINDOW_MS_MAX);
     assert_eq!(most.validate(), Ok(()));
     let forged = (u64::MAX, u64::MAX, u64::MAX);
@@ -195,7 +195,7 @@ fn forged_use_is_bounded() {
 }
 
 #[test]
-fn bounds_of_limits_are_named() {
+fn out_of_bounds_limits_are_named() {
     let faults = [
         limits(Some(0), None, 1),
         limits(None, Some(0), 1),
@@ -220,7 +220,7 @@ fn bounds_of_limits_are_named() {
 }
 
 #[test]
-fn limits_are_whole_again_when_what_was_used_has_drained() {
+fn limits_reset_when_their_usage_has_drained() {
     let limits = limits(Some(20), Some(100), 1000);
     let used = quota(limits, spent(&limits, &[(10_000, 10, 150)]));
     assert_eq!(used.resets_ms(10_000), [500, 1500]);

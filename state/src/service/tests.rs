@@ -91,7 +91,7 @@ const ENGINES: [Engine; 3] = [
 ];
 
 #[test]
-fn prices_come_to_those_of_the_engine() {
+fn learned_prices_converge_to_the_engines() {
     for engine in ENGINES {
         let learnt = engine.taught(300).learnt().unwrap();
         let shown = format!("{engine:?}: {learnt:?}");
@@ -116,14 +116,14 @@ fn prices_come_to_those_of_the_engine() {
 }
 
 #[test]
-fn a_few_samples_tell_a_fast_engine_from_a_slow_one() {
+fn a_few_samples_distinguish_fast_and_slow_engines() {
     let [_, fast, slow] = ENGINES.map(|engine| engine.taught(4).learnt().unwrap());
     let (fast, slow) = (fast.prices().unwrap(), slow.prices().unwrap());
     assert!(fast.prefill_ns_per_token * 5 < slow.prefill_ns_per_token);
 }
 
 #[test]
-fn nothing_is_chosen_by_before_enough_is_known() {
+fn prices_are_unused_before_enough_first_tokens() {
     let (mut learning, mut draw) = (PriceLearner::default(), 1);
     assert_eq!(learning.learnt(), None);
     learning.observe(&ENGINES[0].sample(&mut draw, LEARNT_FIRST_TOKENS_MIN - 1));
@@ -133,7 +133,7 @@ fn nothing_is_chosen_by_before_enough_is_known() {
 }
 
 #[test]
-fn load_that_never_changes_is_explained_in_proportion() {
+fn constant_load_is_attributed_in_proportion() {
     let mut learning = PriceLearner::default();
     let mut sample = ServiceSample::empty(BACKEND);
     (sample.first_tokens, sample.first_token_us) = (8, 8 * 300_000);
@@ -180,7 +180,7 @@ fn taught_by_bursts(base_us: u64, per_request_us: u64, prefill_ns: u64) -> Learn
 }
 
 #[test]
-fn cached_prompts_do_not_make_tokens_dear() {
+fn cached_prompts_do_not_raise_token_prices() {
     for base_us in [5_000, 20_000, 50_000] {
         for per_request_us in [0, 5_000, 10_000] {
             let learnt = taught_by_bursts(base_us, per_request_us, 25_000);
@@ -193,7 +193,7 @@ fn cached_prompts_do_not_make_tokens_dear() {
 }
 
 #[test]
-fn a_queue_beyond_what_is_looked_at_does_not_make_tokens_dear() {
+fn an_overlong_queue_does_not_raise_token_prices() {
     let mut learning = ENGINES[1].taught(100);
     let before = learning.learnt().unwrap();
     let mut sample = ServiceSample::empty(BACKEND);
@@ -208,7 +208,7 @@ fn a_queue_beyond_what_is_looked_at_does_not_make_tokens_dear() {
 }
 
 #[test]
-fn one_wild_sample_moves_prices_by_little_and_a_lasting_change_is_followed() {
+fn prices_resist_outliers_and_follow_lasting_changes() {
     let mut learning = ENGINES[0].taught(300);
     let before = learning.learnt().unwrap();
     let mut wild = ENGINES[0].sample(&mut 7, 1);
@@ -236,7 +236,7 @@ fn one_wild_sample_moves_prices_by_little_and_a_lasting_change_is_followed() {
 }
 
 #[test]
-fn absurd_sums_are_no_sample() {
+fn absurd_sums_are_ignored() {
     let good = ENGINES[0].sample(&mut 1, 8);
     assert!(good.is_plausible());
     let spoilt: [fn(&mut ServiceSample); 8] = [
@@ -316,7 +316,7 @@ proptest! {
     /// For every report, a step is 1/32, the bounds hold, and only evidence moves the capacity:
     /// more failures in one direction than in the other.
     #[test]
-    fn a_belief_moves_in_bounded_steps(
+    fn capacity_correction_moves_in_bounded_steps(
         samples in prop::collection::vec(
             (0_u32..60, 0_u32..12, 0_u32..12, 0_u64..2000, 0_u64..1100, any::<bool>()),
             1..200,
@@ -357,7 +357,7 @@ fn predicted(prompt: u64, predicted: u64, cached: u64) -> ServiceSample {
 }
 
 #[test]
-fn a_mark_comes_with_evidence_and_goes_with_more() {
+fn inaccuracy_is_flagged_and_cleared_by_evidence() {
     let unbounded = CapacityObservation {
         owned: 10,
         capacity: None,
@@ -386,7 +386,7 @@ fn a_mark_comes_with_evidence_and_goes_with_more() {
 }
 
 #[test]
-fn a_capacity_is_corrected_where_it_bounds_the_belief_and_by_two_at_most() {
+fn capacity_is_corrected_by_two_at_most_where_it_binds() {
     let full = CapacityObservation {
         owned: 950,
         capacity: Some(1000),

@@ -176,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn tokens_are_weighed_and_leave_with_the_window() {
+    fn recent_usage_is_weighted_and_expires_with_the_window() {
         let mut users = Users::new();
         assert_eq!(tokens(&mut users, 1, 0), [Some(0), None, None]);
         charge(&mut users, 1, 100, 50, 0);
@@ -208,7 +208,7 @@ mod tests {
     }
 
     #[test]
-    fn many_users_are_seen_in_rounds() {
+    fn recent_usage_scans_many_users_in_rounds() {
         let mut users = Users::new();
         let count = 2 * ROUND_USERS as u64 + 1;
         for user in 0..count {
@@ -222,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn a_shorter_window_forgets_sooner() {
+    fn a_shorter_window_expires_usage_sooner() {
         let mut users = Users::new();
         users.set_window_ms(5_000);
         charge(&mut users, 1, 7, 0, 10_000);

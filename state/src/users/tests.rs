@@ -44,7 +44,7 @@ fn settle(users: &mut Users, charge: &Charge) -> u64 {
 }
 
 #[test]
-fn output_costs_twice_and_weight_divides() {
+fn output_tokens_cost_twice_and_weight_divides() {
     let mut users = Users::new();
     assert_eq!(settle(&mut users, &charge(1, 100, 50, 1, 0)), 200);
     assert!(users.configure(UserKey(1), "a", 2000));
@@ -89,7 +89,7 @@ fn queue(user: u64, queued: u32, dequeued: u32) -> Charge {
 }
 
 #[test]
-fn who_comes_is_lifted_to_the_least_who_waits() {
+fn an_arriving_user_is_lifted_to_the_least_waiting_counter() {
     let mut users = Users::new();
     // Both have a request in flight all the time; user 2 requests little.
     settle(&mut users, &charge(1, 0, 0, 1, 0));
@@ -113,7 +113,7 @@ fn who_comes_is_lifted_to_the_least_who_waits() {
 }
 
 #[test]
-fn with_nobody_waiting_who_left_last_is_the_level() {
+fn arrivals_are_lifted_to_the_user_served_last() {
     let mut users = Users::new();
     settle(&mut users, &charge(1, 700, 0, 1, 0));
     settle(&mut users, &queue(1, 1, 0));
@@ -132,7 +132,7 @@ fn with_nobody_waiting_who_left_last_is_the_level() {
 }
 
 #[test]
-fn a_replica_that_is_gone_waits_for_nothing() {
+fn a_closed_replica_has_no_waiting_requests() {
     let mut users = Users::new();
     users.charge(ReplicaId(1), &queue(1, 2, 0), &terms(), 1);
     users.charge(ReplicaId(2), &queue(1, 1, 0), &terms(), 1);
@@ -146,7 +146,7 @@ fn a_replica_that_is_gone_waits_for_nothing() {
 }
 
 #[test]
-fn what_was_charged_ahead_is_not_charged_again() {
+fn an_advance_is_not_charged_twice() {
     let mut users = Users::new();
     let ahead = Charge {
         advance: 100,
@@ -163,7 +163,7 @@ fn what_was_charged_ahead_is_not_charged_again() {
 }
 
 #[test]
-fn limits_are_the_users_own_or_those_of_all() {
+fn a_users_own_limits_override_the_default() {
     let mut users = Users::new();
     let of_all = UserLimits {
         requests: Some(10),
@@ -201,7 +201,7 @@ fn limits_are_the_users_own_or_those_of_all() {
 }
 
 #[test]
-fn the_last_minute_is_counted_to_the_second_as_far_as_it_can_be() {
+fn requests_of_the_last_minute_are_counted_by_the_second() {
     let mut users = Users::new();
     let at = |users: &mut Users, now_ms: u64, requests: u32| {
         users.charge(
@@ -246,7 +246,7 @@ fn a_closed_replica_has_nothing_in_flight() {
 }
 
 #[test]
-fn a_full_table_forgets_who_loses_least_and_never_who_is_needed() {
+fn a_full_user_table_forgets_the_least_counter_of_idle_users() {
     let mut users = Users::with_max(4);
     settle(&mut users, &charge(1, 9, 0, 1, 0));
     settle(&mut users, &charge(2, 3, 0, 1, 1));
@@ -268,7 +268,7 @@ fn a_full_table_forgets_who_loses_least_and_never_who_is_needed() {
 }
 
 #[test]
-fn since_format_4_names_that_cost_nothing_push_nobody_out_who_paid() {
+fn users_without_charges_do_not_displace_users_who_paid() {
     let survivors = |spares: bool| {
         let mut users = Users::with_max(3);
         users.set_never_charged_first(spares);
@@ -320,7 +320,7 @@ fn forged_counts_saturate() {
 }
 
 #[test]
-fn pages_follow_each_other() {
+fn user_pages_are_consecutive() {
     let mut users = Users::new();
     let mut keys: Vec<UserKey> = (0..50)
         .map(|number| user_key(7, &format!("user-{number}")))
@@ -395,7 +395,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
 
 proptest! {
     #[test]
-    fn the_table_is_the_sum_of_its_charges(steps in steps()) {
+    fn user_counters_are_the_sum_of_their_charges(steps in steps()) {
         let mut users = Users::new();
         let mut priced: BTreeMap<u64, u64> = BTreeMap::new();
         let mut in_flight: BTreeMap<(u64, u8), u32> = BTreeMap::new();
@@ -431,7 +431,7 @@ proptest! {
     }
 
     #[test]
-    fn a_full_table_forgets_as_a_look_at_everybody_says(
+    fn a_full_user_table_forgets_as_a_full_scan_would(
         charges in crowd(), format_4_from in 0_usize..120, weighed in 0_u64..9,
     ) {
         let mut users = Users::with_max(FEW);
@@ -459,7 +459,7 @@ proptest! {
     }
 
     #[test]
-    fn a_counter_does_not_depend_on_how_charges_are_cut(
+    fn counters_do_not_depend_on_how_charges_are_split(
         amounts in prop::collection::vec(0_u64..1000, 1..30), weight in 1_u32..5000,
     ) {
         let mut piecewise = Users::new();

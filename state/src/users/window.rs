@@ -87,7 +87,7 @@ mod tests {
     }
 
     #[test]
-    fn buckets_leave_one_by_one() {
+    fn window_buckets_expire_one_by_one() {
         let mut window = UsageWindow::default();
         for minute in 0..5 {
             window.add(
@@ -112,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn the_end_of_time_is_a_time() {
+    fn the_window_accepts_the_last_possible_time() {
         let mut window = UsageWindow::default();
         window.add(u64::MAX, WINDOW_BUCKET_MS, &output(u64::MAX));
         window.add(u64::MAX, WINDOW_BUCKET_MS, &output(1));

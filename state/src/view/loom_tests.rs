@@ -67,7 +67,7 @@ fn model(
 }
 
 #[test]
-fn loom_a_new_key_never_shows_an_owner_it_did_not_have() {
+fn loom_a_new_key_never_shows_a_wrong_owner() {
     let write = |writer: &mut ViewWriter| {
         add(writer, 1, 0, 1);
         writer.append(Slot(2), None, &[BRANCH], |_| {});
@@ -81,7 +81,7 @@ fn loom_a_new_key_never_shows_an_owner_it_did_not_have() {
 }
 
 #[test]
-fn loom_a_key_is_seen_whole_or_not_at_all() {
+fn loom_readers_never_see_part_of_a_key() {
     // Probes for block 0 start where `stranger` goes. A reader that saw its row before its key
     // would take the zeros of an unused entry for block 0.
     fn stranger() -> BlockHash {
@@ -112,7 +112,7 @@ fn loom_a_block_is_counted_only_once_its_hash_is_written() {
 }
 
 #[test]
-fn loom_removal_and_return_show_only_owners_of_that_key() {
+fn loom_removal_and_reinsertion_show_only_the_keys_owners() {
     let prepare = |writer: &mut ViewWriter| add(writer, 1, 0, 1);
     let write = |writer: &mut ViewWriter| {
         writer.remove(Slot(1), PLACES[0]);
@@ -130,7 +130,7 @@ fn loom_removal_and_return_show_only_owners_of_that_key() {
 }
 
 #[test]
-fn loom_a_lane_that_another_slot_takes_shows_one_or_the_other() {
+fn loom_a_reused_lane_shows_one_slot_or_the_other() {
     let prepare = |writer: &mut ViewWriter| {
         add(writer, 1, 0, 2);
         add(writer, 2, 0, 1);
@@ -149,7 +149,7 @@ fn loom_a_lane_that_another_slot_takes_shows_one_or_the_other() {
 }
 
 #[test]
-fn loom_moving_to_a_wider_row_and_within_it_loses_and_invents_nothing() {
+fn loom_moving_rows_neither_loses_nor_adds_owners() {
     let prepare = |writer: &mut ViewWriter| (0..2).for_each(|slot| add(writer, slot, 0, 1));
     // Moves to a row with more lanes, for which the table is rebuilt; then changes that row.
     let write = |writer: &mut ViewWriter| {
@@ -167,7 +167,7 @@ fn loom_moving_to_a_wider_row_and_within_it_loses_and_invents_nothing() {
 }
 
 #[test]
-fn loom_bitmaps_lose_and_invent_nothing() {
+fn loom_bitmaps_neither_lose_nor_add_owners() {
     let prepare = |writer: &mut ViewWriter| (0..3).for_each(|slot| add(writer, slot, 0, 2));
     let write = |writer: &mut ViewWriter| {
         writer.remove(Slot(0), PLACES[1]);
@@ -184,7 +184,7 @@ fn loom_bitmaps_lose_and_invent_nothing() {
 }
 
 #[test]
-fn loom_growing_hides_nothing_that_was_there() {
+fn loom_growing_hides_no_existing_block() {
     // The smallest table takes six keys; the prepared one holds five.
     let prepare = |writer: &mut ViewWriter| {
         for filler in 0..3 {
@@ -243,7 +243,7 @@ fn loom_eviction_shortens_matches_and_never_lengthens_them() {
 }
 
 #[test]
-fn loom_a_restore_shows_the_old_content_or_the_new() {
+fn loom_a_restore_shows_old_or_new_content() {
     let prepare = |writer: &mut ViewWriter| add(writer, 1, 0, 1);
     let write = |writer: &mut ViewWriter| {
         let mut other = writer.unpublished();

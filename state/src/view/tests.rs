@@ -78,7 +78,7 @@ impl OwnedPaths {
 }
 
 #[test]
-fn shapes_survive_encoding() {
+fn segment_shapes_round_trip() {
     let all = [
         SegmentShape {
             base: 0,
@@ -107,7 +107,7 @@ fn shapes_survive_encoding() {
 }
 
 #[test]
-fn lanes_take_as_many_owners_as_there_is_room_for() {
+fn lanes_take_owners_up_to_their_capacity() {
     let words: Vec<AtomicU64> = (0..5).map(|_| AtomicU64::new(u64::MAX)).collect();
     let shape = SegmentShape {
         base: 1,
@@ -135,7 +135,7 @@ fn lanes_take_as_many_owners_as_there_is_room_for() {
 }
 
 #[test]
-fn bitmaps_say_what_lanes_say() {
+fn bitmaps_and_lanes_agree() {
     let shape = SegmentShape {
         base: 1,
         filled: 3,
@@ -161,7 +161,7 @@ fn bitmaps_say_what_lanes_say() {
 }
 
 #[test]
-fn one_block_takes_every_backend_and_gives_them_back() {
+fn one_block_can_be_owned_by_every_backend() {
     let mut writer = ViewWriter::new(1);
     let slots: Vec<u16> = (0..BACKENDS_MAX as u16).rev().collect();
     for (count, &slot) in slots.iter().enumerate() {
@@ -191,7 +191,7 @@ fn one_block_takes_every_backend_and_gives_them_back() {
 }
 
 #[test]
-fn hashes_that_are_not_uniform_are_found_too() {
+fn lookups_find_non_uniform_hashes() {
     let mut writer = ViewWriter::new(SHARDS);
     let odd = |i: u64| [i + 1, (i + 1) << 52, u64::MAX - i].map(BlockHash);
     for i in 0..500 {
@@ -206,7 +206,7 @@ fn hashes_that_are_not_uniform_are_found_too() {
 }
 
 #[test]
-fn a_chain_is_one_segment_per_window() {
+fn a_chain_takes_one_segment_per_window() {
     let mut writer = ViewWriter::new(1);
     let blocks = chain(&[0; 2 * SEGMENT_BLOCKS + 1]);
     let mut behind = Vec::new();
@@ -224,7 +224,7 @@ fn a_chain_is_one_segment_per_window() {
 }
 
 #[test]
-fn what_nobody_owns_any_more_makes_room_for_something_else() {
+fn unowned_blocks_are_replaced() {
     let mut writer = ViewWriter::new(1);
     let mut owned = OwnedPaths::default();
     let slot = Slot(0);
@@ -308,7 +308,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 300, ..ProptestConfig::default() })]
 
     #[test]
-    fn the_view_is_a_set_of_owned_chains(
+    fn the_view_equals_a_set_of_owned_chains(
         ops in prop::collection::vec(
             (any::<bool>(), 0_usize..40, prop::collection::vec(0_u8..3, 1..11)), 1..120),
         asked in prop::collection::vec(prop::collection::vec(0_u8..3, 1..13), 8),

@@ -27,7 +27,7 @@ fn put(name: &str, limits: UserLimits) -> Command {
 }
 
 #[test]
-fn limits_are_set_checked_and_removed() {
+fn user_limits_are_set_validated_and_removed() {
     let mut driver = Driver::new();
     assert_eq!(driver.apply(1, put("bob", limits(5))), Reply::Applied);
     let user = |driver: &Driver| driver.state.user_named("bob");
@@ -58,7 +58,7 @@ fn limits_are_set_checked_and_removed() {
 }
 
 #[test]
-fn a_founding_sets_everything_or_nothing() {
+fn founding_sets_all_settings_or_none() {
     let founding = |requests, bins| {
         let admission = AdmissionSettings {
             bins,
@@ -106,7 +106,7 @@ fn a_founding_sets_everything_or_nothing() {
 }
 
 #[test]
-fn weight_and_limits_are_set_together_or_not_at_all() {
+fn weight_and_limits_are_set_atomically() {
     let set = |weight_milli, limits| Command::SetUser {
         user: UserSpec {
             name: "bob".to_owned(),
@@ -134,7 +134,7 @@ fn weight_and_limits_are_set_together_or_not_at_all() {
 }
 
 #[test]
-fn settings_say_what_of_a_prompt_is_charged() {
+fn charge_input_decides_which_prompt_tokens_are_charged() {
     let table = [
         (ChargeInput::Uncached, 100),
         (ChargeInput::Full, 150),
@@ -163,7 +163,7 @@ fn settings_say_what_of_a_prompt_is_charged() {
 }
 
 #[test]
-fn a_snapshot_holds_who_waits_what_is_left_and_what_is_granted() {
+fn a_snapshot_keeps_waiting_requests_limits_and_grants() {
     let mut driver = Driver::new();
     driver.apply(1, put("bob", limits(5)));
     let user = user_key(common::HASH_SEED, "bob");
@@ -217,7 +217,7 @@ fn a_snapshot_holds_who_waits_what_is_left_and_what_is_granted() {
 }
 
 #[test]
-fn nobody_reads_users_before_somebody_wants_them() {
+fn users_are_published_only_once_wanted() {
     let mut driver = Driver::new();
     let view = driver.state.view();
     driver.apply(1, put("bob", limits(5)));

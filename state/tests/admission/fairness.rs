@@ -341,7 +341,7 @@ const SPREAD: [&[usize]; 8] = [&[0, 1, 2]; 8];
 const PINNED: [&[usize]; 8] = [&[0], &[0], &[1], &[0], &[0], &[1], &[0], &[2]];
 
 #[test]
-fn users_who_wait_are_served_by_weight_wherever_they_wait() {
+fn waiting_users_are_served_by_weight_at_any_replica() {
     for (homes, order) in [
         (SPREAD, Order::Vtc),
         (PINNED, Order::Vtc),
@@ -365,7 +365,7 @@ fn users_who_wait_are_served_by_weight_wherever_they_wait() {
 }
 
 #[test]
-fn without_the_gate_who_is_alone_at_a_replica_gets_more() {
+fn without_the_gate_a_user_alone_at_a_replica_gets_more() {
     let mut simulation = Simulation::new(&PINNED, Order::Vtc, u64::MAX);
     simulation.run(12);
     let bound = bound(LARGEST, simulation.uncharged_most, slack());
@@ -385,7 +385,7 @@ fn the_gate_costs_no_throughput() {
 }
 
 #[test]
-fn a_user_who_comes_back_gets_a_share_and_no_more() {
+fn a_returning_user_gets_its_share_and_no_more() {
     let mut simulation = Simulation::new(&PINNED, Order::Vtc, slack());
     simulation.users[7].is_active = false;
     simulation.users[2].is_active = false;
@@ -409,7 +409,7 @@ fn a_user_who_comes_back_gets_a_share_and_no_more() {
 }
 
 #[test]
-fn users_who_fit_nowhere_or_are_not_heard_of_stop_nobody() {
+fn stuck_and_silent_users_block_no_other_user() {
     let free = {
         let mut simulation = Simulation::new(&PINNED, Order::Vtc, slack());
         simulation.run(6);

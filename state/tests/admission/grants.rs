@@ -106,7 +106,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(12))]
 
     #[test]
-    fn the_gap_is_that_of_a_single_queue(
+    fn the_service_gap_equals_that_of_a_single_queue(
         weights in prop::collection::vec(1_u64..5, 2..7),
         prices in prop::collection::vec(1_u32..500, 1..20),
         proposers in prop::collection::vec(1_u8..4, 150..250),
@@ -128,7 +128,7 @@ proptest! {
 }
 
 #[test]
-fn a_replica_that_dies_hands_its_grants_on() {
+fn a_dead_replicas_grants_go_to_others() {
     let mut backlog = Backlog::new(vec![1, 1], vec![10]);
     backlog.wait(0, 2);
     backlog.wait(1, 3);

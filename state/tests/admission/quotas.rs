@@ -54,7 +54,7 @@ fn admitted_per_s(cluster: &mut Cluster, seconds: usize) -> Vec<u64> {
 }
 
 #[test]
-fn twenty_requests_a_second_are_twenty_through_one_replica_or_three() {
+fn a_request_limit_holds_through_one_or_three_replicas() {
     let limits = UserLimits {
         requests: Some(20),
         ..UserLimits::default()
@@ -79,7 +79,7 @@ fn twenty_requests_a_second_are_twenty_through_one_replica_or_three() {
 }
 
 #[test]
-fn a_burst_after_idle_is_one_windows_worth() {
+fn a_burst_after_idling_is_one_window_at_most() {
     let limits = UserLimits {
         requests: Some(50),
         ..UserLimits::default()
@@ -101,7 +101,7 @@ fn a_burst_after_idle_is_one_windows_worth() {
 }
 
 #[test]
-fn tokens_are_bounded_although_they_are_known_late() {
+fn token_limits_hold_despite_late_usage() {
     let limits = UserLimits {
         tokens: Some(10_000),
         ..UserLimits::default()
@@ -122,7 +122,7 @@ fn tokens_are_bounded_although_they_are_known_late() {
 }
 
 #[test]
-fn requests_at_once_are_bounded_up_to_the_lag() {
+fn concurrent_requests_are_bounded_up_to_the_lag() {
     let limits = UserLimits {
         concurrent: Some(6),
         ..UserLimits::default()

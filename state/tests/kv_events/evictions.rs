@@ -45,7 +45,7 @@ const B: &[u64] = &[1, 2, 4];
 const C: &[u64] = &[11, 12];
 
 #[test]
-fn what_requests_under_way_push_out_is_known_before_it_goes() {
+fn evictions_by_requests_in_flight_are_predicted() {
     let mut scene = Scene::with_blocks(7);
     scene.serve(1, A);
     scene.acquire(2, B);
@@ -72,7 +72,7 @@ fn what_requests_under_way_push_out_is_known_before_it_goes() {
 }
 
 #[test]
-fn used_blocks_stay_and_others_go_in_their_place() {
+fn blocks_in_use_are_not_predicted_evicted() {
     let mut scene = Scene::with_blocks(5);
     scene.serve(1, &[13]);
     scene.serve(2, &[14]);
@@ -85,7 +85,7 @@ fn used_blocks_stay_and_others_go_in_their_place() {
 }
 
 #[test]
-fn what_no_lease_brought_is_as_old_as_what_it_follows() {
+fn a_block_without_a_lease_is_as_old_as_its_parent() {
     let mut scene = Scene::with_blocks(8);
     // Blocks of a response, stored while its request runs and after the router learned of its end.
     scene.acquire(1, &[1, 2]);
@@ -105,7 +105,7 @@ fn what_no_lease_brought_is_as_old_as_what_it_follows() {
 }
 
 #[test]
-fn a_restored_replica_foresees_the_same_at_once() {
+fn a_restored_replica_predicts_the_same_evictions() {
     let mut scene = Scene::with_blocks(7);
     scene.serve(1, A);
     let (view, copy) = (
@@ -117,7 +117,7 @@ fn a_restored_replica_foresees_the_same_at_once() {
 }
 
 #[test]
-fn nothing_is_foreseen_of_an_engine_that_does_not_tell_its_size() {
+fn no_eviction_is_predicted_for_an_engine_of_unknown_size() {
     let mut scene = Scene::followed(Some(4));
     scene.serve(1, A);
     let view = scene.driver.state.view();

@@ -98,7 +98,7 @@ proptest! {
     /// all is quiet and heard, the router finds for every prompt what the engine would. A stream
     /// with messages lost for good is recognised, and recovers after a reset.
     #[test]
-    fn the_view_is_the_engines_cache(steps in steps(), capacity in prop::option::of(1_u32..20)) {
+    fn the_view_equals_the_engines_cache(steps in steps(), capacity in prop::option::of(1_u32..20)) {
         let mut rig = Rig::new(capacity);
         for step in steps {
             run(&mut rig, step);

@@ -156,7 +156,7 @@ fn message(seq: u64, is_after_loss: bool, events: Vec<KvEvent>) -> KvNews {
 }
 
 #[test]
-fn every_copy_has_to_go_before_the_block_does() {
+fn a_block_is_removed_with_its_last_copy() {
     let mut scene = Scene::followed(None);
     scene.hear(0, vec![stored(None, &[1, 2])]);
     scene.hear(0, vec![stored(Some(1), &[2])]);
@@ -168,7 +168,7 @@ fn every_copy_has_to_go_before_the_block_does() {
 }
 
 #[test]
-fn what_follows_a_missing_block_is_back_when_that_is() {
+fn descendants_return_with_their_missing_block() {
     let mut scene = Scene::followed(None);
     scene.hear(0, vec![stored(None, &[1, 2, 3, 4]), stored(Some(2), &[5])]);
     scene.hear(0, vec![removed(&[2])]);
@@ -188,7 +188,7 @@ fn what_follows_a_missing_block_is_back_when_that_is() {
 }
 
 #[test]
-fn a_block_that_only_looks_alike_is_never_owned() {
+fn a_foreign_block_is_never_owned() {
     let mut scene = Scene::followed(None);
     let salted = |blocks: &[(u64, u64)]| KvEvent::Stored {
         parent: None,
@@ -219,7 +219,7 @@ fn a_block_that_only_looks_alike_is_never_owned() {
 }
 
 #[test]
-fn a_removal_wins_over_pins_and_its_leases_are_over() {
+fn a_removal_overrides_pins_and_ends_their_leases() {
     let mut scene = Scene::followed(None);
     scene.hear(0, vec![stored(None, &[1, 2])]);
     scene.acquire(1, &[1, 2, 3]);
@@ -239,7 +239,7 @@ fn a_removal_wins_over_pins_and_its_leases_are_over() {
 }
 
 #[test]
-fn leases_stand_in_until_events_come_and_fade_when_none_do() {
+fn leases_apply_until_events_arrive_and_fade_without_events() {
     let mut scene = Scene::followed(Some(1));
     scene.acquire(1, &[1, 2, 3]);
     assert_eq!(scene.owned(), [1, 2, 3]);
@@ -264,7 +264,7 @@ fn leases_stand_in_until_events_come_and_fade_when_none_do() {
 }
 
 #[test]
-fn what_leases_said_before_the_first_event_fades_when_the_engine_is_known() {
+fn leased_blocks_fade_after_the_first_event() {
     let mut scene = Scene::new(None);
     scene.acquire(1, &[1, 2]);
     scene.release(1);
@@ -280,7 +280,7 @@ fn what_leases_said_before_the_first_event_fades_when_the_engine_is_known() {
 }
 
 #[test]
-fn a_block_stays_while_any_rank_holds_it() {
+fn a_block_is_owned_while_any_rank_holds_it() {
     let mut scene = Scene::followed(None);
     scene.tell(1, KvNews::Current { seq: None });
     scene.hear(0, vec![stored(None, &[1, 2])]);
@@ -294,7 +294,7 @@ fn a_block_stays_while_any_rank_holds_it() {
 }
 
 #[test]
-fn a_newer_message_that_is_only_told_of_ends_no_doubt() {
+fn a_merely_announced_message_does_not_end_degraded_mode() {
     let mut scene = Scene::new(None);
     scene.tell(0, KvNews::Begin);
     scene.tell(0, KvNews::Current { seq: Some(0) });
@@ -324,7 +324,7 @@ fn a_gap_changes_nothing_until_it_is_filled() {
 }
 
 #[test]
-fn after_a_loss_leases_count_until_the_cache_is_empty_once() {
+fn after_a_loss_leases_count_until_the_cache_is_cleared() {
     let mut scene = Scene::followed(None);
     scene.hear(0, vec![stored(None, &[1, 2])]);
     scene.tell(0, message(9, true, vec![stored(None, &[5])]));
@@ -355,7 +355,7 @@ fn an_unknown_parent_roots_nothing() {
 }
 
 #[test]
-fn a_hash_that_names_two_blocks_names_none() {
+fn an_engine_hash_of_two_blocks_resolves_to_none() {
     let mut scene = Scene::followed(None);
     scene.hear(0, vec![stored(None, &[1, 2])]);
     scene.hear(0, vec![stored(Some(2), &[1])]);
@@ -364,7 +364,7 @@ fn a_hash_that_names_two_blocks_names_none() {
 }
 
 #[test]
-fn another_run_begins_with_nothing_and_an_earlier_one_is_old_news() {
+fn a_new_run_starts_empty_and_an_earlier_one_is_ignored() {
     let mut scene = Scene::followed(None);
     scene.hear(0, vec![stored(None, &[1, 2])]);
     scene.tell_of(2, 0, message(0, false, vec![stored(None, &[3])]));
@@ -382,7 +382,7 @@ fn another_run_begins_with_nothing_and_an_earlier_one_is_old_news() {
 }
 
 #[test]
-fn what_breaks_a_bound_is_dropped() {
+fn messages_out_of_bounds_are_dropped() {
     let mut scene = Scene::followed(None);
     let many: Vec<u64> = (0..=KV_BLOCKS_PER_BATCH_MAX as u64).collect();
     let news = message(0, false, vec![stored(None, &many)]);

@@ -186,7 +186,7 @@ impl Load {
 /// Predictions leave out what an engine evicts for the requests before, although its events arrive
 /// three steps late, which is longer than a request takes here.
 #[test]
-fn fewer_predictions_fail_for_requests_under_way() {
+fn predicting_evictions_lowers_the_error_under_concurrency() {
     for at_once in [3, 6] {
         let mut load = Load::new();
         while load.requests < REQUESTS {

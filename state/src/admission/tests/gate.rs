@@ -37,7 +37,7 @@ fn lets_weighted(
 }
 
 #[test]
-fn nobody_goes_further_ahead_of_a_peers_least_than_the_slack() {
+fn gate_bounds_the_lead_over_a_peers_least_counter_by_the_slack() {
     let mut gate = told(&[(2, 500), (3, 400)]);
     assert_eq!(gate.least(0, 0), Some(400_000));
     assert_eq!(gate.users(0), 4);
@@ -52,7 +52,7 @@ fn nobody_goes_further_ahead_of_a_peers_least_than_the_slack() {
 }
 
 #[test]
-fn higher_priority_elsewhere_goes_first_and_lower_does_not_count() {
+fn gate_yields_to_higher_priority_and_ignores_lower_at_peers() {
     let mut gate = told(&[(2, 500)]);
     assert!(!lets_weighted(&mut gate, -1, 0, 1000, 0));
     assert!(lets_weighted(&mut gate, 1, u64::MAX, 1000, 0));
@@ -60,7 +60,7 @@ fn higher_priority_elsewhere_goes_first_and_lower_does_not_count() {
 }
 
 #[test]
-fn a_peer_that_is_silent_or_waits_for_nothing_holds_nobody() {
+fn silent_and_idle_peers_do_not_close_the_gate() {
     let mut gate = told(&[(2, 0)]);
     assert!(!lets(&mut gate, 1, PEER_SILENT_MS - 1));
     assert!(lets(&mut gate, 1, PEER_SILENT_MS));
@@ -85,7 +85,7 @@ fn stalled_for(gate: &mut Gate, least: u64, from_ms: u64) -> u64 {
 }
 
 #[test]
-fn room_is_not_left_unused_for_a_word_that_does_not_move() {
+fn gate_ignores_a_peer_report_that_does_not_change() {
     let mut gate = told(&[(2, 7)]);
     assert_eq!(stalled_for(&mut gate, 7, 0), GATE_STALL_MS);
     // The gate ignores the report until it changes, and waits less for the next one.
@@ -104,7 +104,7 @@ fn room_is_not_left_unused_for_a_word_that_does_not_move() {
 }
 
 #[test]
-fn time_without_room_is_no_stall() {
+fn time_without_room_does_not_count_as_a_gate_stall() {
     let mut gate = told(&[(2, 7)]);
     for step in 0..100 {
         let now_ms = step * 100;

@@ -24,7 +24,7 @@ fn pricing(charge: ChargeInput) -> Pricing {
 }
 
 #[test]
-fn what_was_charged_ahead_and_not_used_pays_for_what_comes_next() {
+fn unused_advance_becomes_credit_for_the_next_request() {
     let mut ledger = CreditLedger::default();
     let pricing = Pricing::default();
     // The estimate is 100. The usage is 70 uncached, 30 cached and 10 output tokens.
@@ -42,7 +42,7 @@ fn what_was_charged_ahead_and_not_used_pays_for_what_comes_next() {
 }
 
 #[test]
-fn a_prediction_that_was_too_low_is_made_up_for_and_a_high_one_refunded() {
+fn low_predictions_are_charged_later_and_high_ones_refunded() {
     let mut ledger = CreditLedger::default();
     let pricing = Pricing::default();
     let (mut advance, ahead) = ledger.open(ALICE, &used(10, 0, 5), &pricing);
@@ -77,7 +77,7 @@ fn a_prediction_can_be_raised() {
 }
 
 #[test]
-fn a_grant_has_paid_already() {
+fn a_granted_request_is_not_charged_its_advance_again() {
     let mut ledger = CreditLedger::default();
     let pricing = Pricing::default();
     let mut advance = CreditLedger::open_granted(100, &used(60, 0, 0), &pricing);
@@ -88,7 +88,7 @@ fn a_grant_has_paid_already() {
 }
 
 #[test]
-fn settings_say_which_prompt_tokens_count() {
+fn ledger_charges_the_prompt_tokens_that_settings_name() {
     let table = [
         (ChargeInput::Uncached, 30),
         (ChargeInput::Full, 130),
@@ -116,7 +116,7 @@ fn settings_say_which_prompt_tokens_count() {
 }
 
 #[test]
-fn what_is_pending_counts_until_it_is_applied() {
+fn pending_charges_count_until_they_are_applied() {
     let pricing = Pricing::default();
     let mut pending = PendingCharges::default();
     let first = Charge {
@@ -164,7 +164,7 @@ fn what_is_pending_counts_until_it_is_applied() {
 proptest! {
     /// For any estimates and usage, the charges equal the usage plus open advances and credit.
     #[test]
-    fn everybody_pays_what_was_used(
+    fn each_user_is_charged_exactly_its_usage(
         requests in prop::collection::vec(
             (0_u64..200, 0_u64..200, 0_u64..200, prop::collection::vec((0_u64..80, 0_u64..80, 0_u64..80), 0..4), any::<bool>()),
             1..40,

@@ -54,7 +54,7 @@ fn naive(
 
 proptest! {
     #[test]
-    fn it_takes_whom_the_definition_says(
+    fn queue_dispatches_as_the_reference_model(
         steps in steps(),
         order in prop::sample::select(vec![Order::Vtc, Order::VtcPred, Order::Lcf, Order::Rpm, Order::Fcfs]),
     ) {
@@ -102,7 +102,7 @@ proptest! {
 
     /// For any order, bins, slack and blocked requests, every request goes exactly once.
     #[test]
-    fn nothing_is_lost_and_nothing_starves(
+    fn queue_loses_and_starves_no_request(
         pushes in prop::collection::vec((1_u64..5, 0_u16..4, 0_i16..3, 0_u32..9), 1..60),
         order in prop::sample::select(vec![
             Order::Vtc, Order::VtcMaxFair, Order::VtcPred, Order::Dlpm, Order::Lcf, Order::Rpm, Order::Fcfs,

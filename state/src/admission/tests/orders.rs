@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn vtc_takes_the_least_counter_then_the_first_come() {
+fn vtc_takes_the_least_counter_then_the_earliest_arrival() {
     let users = Users::with(&[300, 100, 200, 100]);
     let requests = [
         waiting(1, 1),
@@ -18,7 +18,7 @@ fn vtc_takes_the_least_counter_then_the_first_come() {
 }
 
 #[test]
-fn vtc_shares_evenly_whoever_asks_more() {
+fn vtc_shares_evenly_at_unequal_demand() {
     // Sheng et al., section 4: each of two backlogged clients is served half, at equal prices.
     let mut users = Users::with(&[0, 0]);
     let many: Vec<QueuedRequest> = (1..=90).map(|ticket| waiting(1, ticket)).collect();
@@ -38,7 +38,7 @@ fn vtc_shares_evenly_whoever_asks_more() {
 }
 
 #[test]
-fn weights_divide_what_is_served() {
+fn vtc_serves_users_in_proportion_to_weights() {
     let mut users = Users::with(&[0, 0, 0, 0]);
     for user in 1..=4 {
         users.figures_mut(user).weight_milli = 1000 * user as u32;
@@ -59,7 +59,7 @@ fn weights_divide_what_is_served() {
 }
 
 #[test]
-fn vtc_max_fair_counts_what_is_under_way() {
+fn vtc_max_fair_counts_requests_in_flight() {
     let mut users = Users::with(&[100, 120]);
     users.figures_mut(1).in_flight = 3;
     let requests = [waiting(1, 1), waiting(2, 2)];
@@ -71,7 +71,7 @@ fn vtc_max_fair_counts_what_is_under_way() {
 }
 
 #[test]
-fn vtc_pred_goes_by_counters_that_hold_the_prediction() {
+fn vtc_pred_orders_by_counters_with_predicted_output() {
     // The prediction is in the counter from the dispatch on, through the ledger's advance.
     let mut ledger = CreditLedger::default();
     let pricing = Pricing::default();
@@ -93,7 +93,7 @@ fn vtc_pred_goes_by_counters_that_hold_the_prediction() {
 }
 
 #[test]
-fn lcf_knows_no_lift() {
+fn lcf_does_not_lift_counters() {
     let mut users = Users::with(&[1000, 1000]);
     users.figures_mut(1).served_milli = 900_000;
     users.figures_mut(2).served_milli = 1000;
@@ -105,7 +105,7 @@ fn lcf_knows_no_lift() {
 }
 
 #[test]
-fn rpm_takes_who_asked_least_in_the_last_minute() {
+fn rpm_takes_the_user_with_fewest_requests_in_the_last_minute() {
     let mut users = Users::with(&[0, 500, 900]);
     for (user, requests) in [(1, 30), (2, 4), (3, 5)] {
         users.figures_mut(user).requests_last_minute = requests;
@@ -119,7 +119,7 @@ fn rpm_takes_who_asked_least_in_the_last_minute() {
 }
 
 #[test]
-fn fcfs_takes_the_first_come() {
+fn fcfs_takes_the_earliest_arrival() {
     let users = Users::with(&[900, 0]);
     let requests = [waiting(2, 2), waiting(1, 1), waiting(1, 4), waiting(2, 3)];
     let mut queue = queue(Order::Fcfs, &users, &requests);
@@ -127,7 +127,7 @@ fn fcfs_takes_the_first_come() {
 }
 
 #[test]
-fn priority_goes_before_every_order() {
+fn priority_precedes_every_order() {
     for order in [Order::Vtc, Order::Dlpm, Order::Rpm, Order::Fcfs, Order::Lcf] {
         let users = Users::with(&[0, 1_000_000]);
         let urgent = QueuedRequest {
@@ -144,7 +144,7 @@ fn priority_goes_before_every_order() {
 }
 
 #[test]
-fn dlpm_takes_the_longest_match_while_there_is_deficit() {
+fn dlpm_takes_the_longest_match_while_deficit_lasts() {
     // Cao et al., "Locality-aware fair scheduling in LLM serving", 2025: with a quantum of 100, the
     // user with long matches is served about that much before the other's turn.
     let mut users = Users::with(&[0, 0]);
@@ -172,7 +172,7 @@ fn dlpm_takes_the_longest_match_while_there_is_deficit() {
 }
 
 #[test]
-fn dlpm_gives_no_deficit_for_coming_anew() {
+fn dlpm_gives_a_returning_user_no_new_deficit() {
     // User 1 sends one request at a time and so leaves the queue with every dispatch; all of it is
     // cached.
     let mut users = Users::with(&[0, 0]);
@@ -202,7 +202,7 @@ fn dlpm_gives_no_deficit_for_coming_anew() {
 }
 
 #[test]
-fn dlpm_takes_within_a_user_the_longest_match_too() {
+fn dlpm_takes_the_longest_match_within_a_user() {
     let users = Users::with(&[0]);
     let requests = [(1, 0), (2, 9), (3, 4)].map(|(ticket, matched_blocks)| QueuedRequest {
         matched_blocks,
@@ -213,7 +213,7 @@ fn dlpm_takes_within_a_user_the_longest_match_too() {
 }
 
 #[test]
-fn another_order_holds_from_the_next_call_on() {
+fn a_changed_order_applies_to_the_next_dispatch() {
     let users = Users::with(&[900, 0]);
     let requests = [waiting(1, 1), waiting(2, 2), waiting(1, 3), waiting(2, 4)];
     let mut queue = queue(Order::Vtc, &users, &requests);

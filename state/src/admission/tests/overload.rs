@@ -72,7 +72,7 @@ impl Counter {
 const TOO_LATE: fn(&QueueRejection) -> bool = |it| matches!(it, QueueRejection::TooLate { .. });
 
 #[test]
-fn who_would_not_go_in_time_is_refused_and_who_would_is_not() {
+fn a_request_is_refused_only_if_it_would_miss_its_deadline() {
     let mut at = Counter::new(Order::Vtc);
     // The queue dispatches 20 requests per second, and 50 more than that wait.
     at.second(&[1], 70, 20);
@@ -105,7 +105,7 @@ fn who_would_not_go_in_time_is_refused_and_who_would_is_not() {
 }
 
 #[test]
-fn first_come_first_served_counts_all_who_wait() {
+fn fcfs_forecast_counts_the_whole_queue() {
     let mut at = Counter::new(Order::Fcfs);
     at.second(&[1], 70, 20);
     let soon = |it: QueuedRequest| QueuedRequest {
@@ -116,7 +116,7 @@ fn first_come_first_served_counts_all_who_wait() {
 }
 
 #[test]
-fn nobody_is_refused_while_the_rate_is_unknown_or_little_waits() {
+fn no_request_is_refused_at_unknown_rate_or_short_queue() {
     let mut at = Counter::new(Order::Vtc);
     let at_once = |it: QueuedRequest| QueuedRequest {
         due_ms: Some(1),
@@ -131,7 +131,7 @@ fn nobody_is_refused_while_the_rate_is_unknown_or_little_waits() {
 }
 
 #[test]
-fn a_deadline_ends_a_wait() {
+fn a_queued_request_expires_at_its_deadline() {
     let mut at = Counter::new(Order::Vtc);
     at.push(1, |it| QueuedRequest {
         due_ms: Some(700),
@@ -148,7 +148,7 @@ fn a_deadline_ends_a_wait() {
 const ORDERS: [Order; 4] = [Order::Vtc, Order::Lcf, Order::Rpm, Order::Fcfs];
 
 #[test]
-fn in_overload_who_goes_is_fresh_and_the_rest_is_refused_or_dropped_soon() {
+fn overload_dispatches_fresh_requests_and_sheds_the_rest_early() {
     for order in ORDERS {
         let mut at = Counter::new(order);
         for _ in 0..5 {
@@ -189,7 +189,7 @@ fn in_overload_who_goes_is_fresh_and_the_rest_is_refused_or_dropped_soon() {
 }
 
 #[test]
-fn a_user_who_sends_ten_times_as_much_gets_no_more() {
+fn a_user_sending_ten_times_as_much_is_served_no_more() {
     let mut at = Counter::new(Order::Vtc);
     for turn in 0..100 {
         at.second(&[1], 200, 20);
@@ -207,7 +207,7 @@ fn a_user_who_sends_ten_times_as_much_gets_no_more() {
 }
 
 #[test]
-fn a_burst_and_a_closed_loop_wait_their_turn() {
+fn bursts_and_closed_loops_queue_without_refusal() {
     let mut at = Counter::new(Order::Vtc);
     for _ in 0..150 {
         at.push(1, |it| it).expect("a burst");
@@ -229,7 +229,7 @@ fn a_burst_and_a_closed_loop_wait_their_turn() {
 }
 
 #[test]
-fn what_clients_were_seen_to_wait_is_their_deadline() {
+fn observed_client_timeout_becomes_the_queue_deadline() {
     let mut at = Counter::new(Order::Vtc);
     for _ in 0..40 {
         at.push(1, |it| it).unwrap();

@@ -4,7 +4,7 @@ use super::*;
 use crate::ids::ReplicaId;
 
 #[test]
-fn a_full_queue_refuses_and_what_leaves_makes_room() {
+fn a_full_queue_refuses_until_a_request_leaves() {
     let users = Users::default();
     let mut queue = Queue::new(QueueSettings {
         queue_max: 2,
@@ -31,7 +31,7 @@ fn a_full_queue_refuses_and_what_leaves_makes_room() {
 }
 
 #[test]
-fn who_waited_too_long_is_told_in_order() {
+fn requests_expire_in_order_of_their_deadlines() {
     let users = Users::default();
     let mut queue = queue(
         Order::Vtc,
@@ -51,7 +51,7 @@ fn who_waited_too_long_is_told_in_order() {
 }
 
 #[test]
-fn a_user_who_comes_back_does_not_profit_from_the_time_away() {
+fn a_returning_user_gains_nothing_from_its_absence() {
     let mut users = Users::with(&[5000]);
     let mut queue = queue(Order::Vtc, &users, &[waiting(1, 1), waiting(1, 2)]);
     // The state has not seen user 2 wait: the counter of 0 counts as 5000 here.
@@ -69,7 +69,7 @@ fn a_user_who_comes_back_does_not_profit_from_the_time_away() {
 }
 
 #[test]
-fn who_waits_elsewhere_is_the_level_too() {
+fn arrivals_are_lifted_to_the_least_counter_at_peers() {
     let users = Users::with(&[9000]);
     let mut gate = Gate::default();
     let backlog = Backlog {
@@ -85,7 +85,7 @@ fn who_waits_elsewhere_is_the_level_too() {
 }
 
 #[test]
-fn one_that_cannot_go_lets_others_pass_and_stop_ends_it() {
+fn a_skipped_request_lets_others_pass_and_stop_ends_the_scan() {
     let users = Users::with(&[1, 2, 3]);
     let requests = [waiting(1, 1), waiting(2, 2), waiting(3, 3)];
     let mut queue = queue(Order::Vtc, &users, &requests);
@@ -118,7 +118,7 @@ fn binned(user: u64, ticket: u64, bin: u16) -> QueuedRequest {
 }
 
 #[test]
-fn bins_take_turns_within_the_slack() {
+fn bins_alternate_within_the_slack() {
     let users = Users::with(&[0]);
     let requests = [
         binned(1, 1, 0),
@@ -145,7 +145,7 @@ fn bins_take_turns_within_the_slack() {
 }
 
 #[test]
-fn a_bins_turn_does_not_carry_a_user_beyond_the_slack() {
+fn a_bins_turn_does_not_exceed_the_slack() {
     let mut users = Users::with(&[0, 150]);
     let requests = [binned(1, 1, 0), binned(2, 2, 1)];
     let take = |slack: u64, users: &Users| {
@@ -172,7 +172,7 @@ fn a_bins_turn_does_not_carry_a_user_beyond_the_slack() {
 }
 
 #[test]
-fn an_old_request_goes_before_its_bins_turn() {
+fn an_old_request_precedes_its_bins_turn() {
     let users = Users::with(&[0, 0]);
     let requests = [binned(1, 1, 0), binned(2, 4000, 1)];
     for (now_ms, first) in [(5000, 4000), (5001, 1)] {
@@ -186,7 +186,7 @@ fn an_old_request_goes_before_its_bins_turn() {
 }
 
 #[test]
-fn the_backlog_is_that_of_the_highest_priority() {
+fn backlog_describes_the_highest_priority() {
     let users = Users::with(&[5, 3, 9]);
     let urgent = QueuedRequest {
         priority: 1,
@@ -213,7 +213,7 @@ fn the_backlog_is_that_of_the_highest_priority() {
 }
 
 #[test]
-fn a_held_queue_says_when_to_ask_again_and_goes_when_the_peer_is_silent() {
+fn a_gated_queue_gives_a_retry_time_and_opens_if_the_peer_is_silent() {
     let users = Users::with(&[100]);
     let mut queue = queue(Order::Vtc, &users, &[waiting(1, 1)]);
     let mut gate = Gate::default();
@@ -236,7 +236,7 @@ fn a_held_queue_says_when_to_ask_again_and_goes_when_the_peer_is_silent() {
 }
 
 #[test]
-fn who_has_no_room_keeps_nobody_behind_from_going() {
+fn a_request_without_room_does_not_block_later_ones() {
     // All requests are of one user, as in a cluster that does not distinguish users.
     let users = Users::with(&[0]);
     for order in [Order::Vtc, Order::Dlpm, Order::Fcfs] {

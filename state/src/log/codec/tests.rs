@@ -184,7 +184,7 @@ pub(super) fn hex(bytes: &[u8]) -> String {
 }
 
 #[test]
-fn commands_have_their_bytes() {
+fn commands_encode_to_golden_bytes() {
     let mut golden = String::new();
     for command in commands() {
         let envelope = envelope(Lane::Admin, command);
@@ -208,7 +208,7 @@ fn commands_have_their_bytes() {
 /// Lists the bytes of each policy by name, to show whether the settings of a policy have changed or
 /// an entry was inserted before another.
 #[test]
-fn policies_have_their_bytes() {
+fn policies_encode_to_golden_bytes() {
     let mut golden = String::new();
     for policy in PolicyConfig::defaults() {
         let bytes = to_bytes(&policy);
@@ -241,7 +241,7 @@ fn policies_have_their_bytes() {
 }
 
 #[test]
-fn items_have_their_bytes() {
+fn items_encode_to_golden_bytes() {
     let mut golden = String::new();
     for item in items() {
         let bytes = to_bytes(&item);
@@ -272,7 +272,7 @@ fn items_have_their_bytes() {
 }
 
 #[test]
-fn replies_have_their_bytes() {
+fn replies_encode_to_golden_bytes() {
     let mut golden = String::new();
     for reply in replies() {
         let bytes = encode_reply(&reply);
@@ -298,7 +298,7 @@ fn replies_have_their_bytes() {
 }
 
 #[test]
-fn an_untouched_release_has_its_bytes() {
+fn an_untouched_release_encodes_to_golden_bytes() {
     let release = Item::Release {
         attempt: 5,
         outcome: LeaseOutcome::KeptUntouched,
@@ -318,7 +318,7 @@ fn an_untouched_release_has_its_bytes() {
 }
 
 #[test]
-fn a_request_costs_at_most_sixteen_bytes_beside_its_new_blocks() {
+fn a_request_takes_at_most_sixteen_bytes_besides_new_blocks() {
     // The replica is busy and has a thousand open requests, so offsets take two bytes.
     let request = |attempt: u32, blocks| {
         let (backend, tip) = (backend(100, 100), Some(BlockHash(u64::MAX)));
@@ -343,7 +343,7 @@ fn a_request_costs_at_most_sixteen_bytes_beside_its_new_blocks() {
 }
 
 #[test]
-fn what_is_no_command_is_refused_with_its_reason() {
+fn invalid_commands_are_refused_with_a_reason() {
     let good = encode_envelope(&envelope(Lane::Outbox, commands().remove(1)));
     let reason = |bytes: &[u8]| decode_envelope(bytes).unwrap_err().to_string();
     let mut other_version = good.clone();
@@ -376,7 +376,7 @@ fn commands_of_the_first_version_are_read() {
 }
 
 #[test]
-fn bits_without_a_meaning_are_refused() {
+fn undefined_bits_are_refused() {
     for tag in [1 | 8, 2 | 32, 3 | 8, 5 | 8, 6 | 8, 7 | 5 << 3, 255] {
         let bytes = [&[tag][..], &[0; 64]].concat();
         let read = from_bytes::<Item, DECODE_BYTES_MAX>(&bytes);
@@ -387,7 +387,7 @@ fn bits_without_a_meaning_are_refused() {
 }
 
 #[test]
-fn a_forged_length_allocates_nothing() {
+fn a_forged_length_causes_no_allocation() {
     // The bytes encode an acquire of 2^40 blocks, and a batch of 2^60 items.
     let acquire = [0xf0, 0, 0, 0, 0x80, 0x80, 0x80, 0x80, 0x80, 0x20];
     assert!(from_bytes::<Item, DECODE_BYTES_MAX>(&acquire).is_err());
@@ -426,7 +426,7 @@ fn the_densest_envelope_can_be_decoded() {
 
 #[test]
 #[should_panic(expected = "above the limit")]
-fn a_command_too_long_is_not_encoded() {
+fn an_overlong_command_is_not_encoded() {
     let name = "x".repeat(ENVELOPE_BYTES_MAX);
     let _ = encode_envelope(&envelope(Lane::Admin, Command::DeleteBackend { name }));
 }
@@ -451,7 +451,7 @@ proptest! {
     }
 
     #[test]
-    fn damaged_commands_never_panic_and_what_decodes_encodes(
+    fn damaged_commands_never_panic_and_valid_ones_round_trip(
         place in any::<prop::sample::Index>(), byte: u8, which in any::<prop::sample::Index>(),
     ) {
         let batch = Command::Batch { base_attempt: AttemptId(1), items: items() };
@@ -465,7 +465,7 @@ proptest! {
     }
 
     #[test]
-    fn charges_survive(
+    fn charges_round_trip(
         user: u64,
         counts: [u64; 3],
         started: u32,
@@ -484,7 +484,7 @@ proptest! {
 }
 
 #[test]
-fn commands_of_version_4_have_their_bytes() {
+fn version_4_commands_encode_to_golden_bytes() {
     let written = |command| {
         let envelope = envelope(Lane::Admin, command);
         let bytes = encode_envelope(&envelope);
@@ -522,7 +522,7 @@ fn commands_of_version_4_have_their_bytes() {
 }
 
 #[test]
-fn commands_of_version_5_have_their_bytes() {
+fn version_5_commands_encode_to_golden_bytes() {
     let written = |command| {
         let envelope = envelope(Lane::Admin, command);
         let bytes = encode_envelope(&envelope);
@@ -562,7 +562,7 @@ fn commands_of_version_5_have_their_bytes() {
 }
 
 #[test]
-fn items_of_version_4_have_their_bytes_and_make_a_batch_one_of_version_4() {
+fn version_4_items_encode_to_golden_bytes_and_raise_the_batch() {
     let text = Item::ObserveText(TextSample {
         model: ModelKey(0xabcd),
         bytes: 9000,

@@ -8,7 +8,7 @@ use crate::command::Lane;
 use crate::ids::{BackendRef, Incarnation, Slot};
 
 #[test]
-fn a_number_of_ranks_has_its_bytes() {
+fn set_ranks_encodes_to_golden_bytes() {
     let command = Command::SetRanks {
         backend: BackendRef {
             slot: Slot(3),

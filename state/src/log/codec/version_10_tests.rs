@@ -10,7 +10,7 @@ use crate::ids::{AttemptId, BackendRef, Incarnation, Slot};
 use crate::service::BeliefSample;
 
 #[test]
-fn beliefs_have_their_bytes() {
+fn prediction_outcomes_encode_to_golden_bytes() {
     let items = vec![Item::ObserveBelief(BeliefSample {
         backend: BackendRef {
             slot: Slot(3),
@@ -47,7 +47,7 @@ fn written(change: DiscoveryChange) -> String {
 }
 
 #[test]
-fn what_sources_bring_about_has_its_bytes() {
+fn discovery_changes_encode_to_golden_bytes() {
     let name = || "pods-a".to_owned();
     let spec = BackendSpec {
         id: name(),
@@ -67,7 +67,7 @@ fn what_sources_bring_about_has_its_bytes() {
 }
 
 #[test]
-fn a_change_of_what_is_not_the_sources_is_refused_in_these_bytes() {
+fn not_of_source_rejection_encodes_to_golden_bytes() {
     let reply = Reply::Rejected(Rejection::NotOfSource {
         name: "a".to_owned(),
     });

@@ -17,7 +17,7 @@ fn written(command: Command) -> String {
 }
 
 #[test]
-fn commands_of_version_6_have_their_bytes() {
+fn version_6_commands_encode_to_golden_bytes() {
     let id = ApiKeyId(0xabcd);
     expect!["0603fdefcdab896745230101fb2c01fd0068e5cf8b01000019cdab000000000000"]
         .assert_eq(&written(Command::EndKey { id }));

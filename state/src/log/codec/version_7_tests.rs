@@ -8,7 +8,7 @@ use crate::caches::CacheScope;
 use crate::command::Lane;
 
 #[test]
-fn commands_of_version_7_have_their_bytes() {
+fn version_7_commands_encode_to_golden_bytes() {
     let written = |user: Option<&str>, scope| {
         let user = user.map(str::to_owned);
         let envelope = envelope(Lane::Admin, Command::SetCacheScope { user, scope });

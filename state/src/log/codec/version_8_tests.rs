@@ -35,7 +35,7 @@ fn written(command: Command) -> String {
 }
 
 #[test]
-fn commands_of_version_8_have_their_bytes() {
+fn version_8_commands_encode_to_golden_bytes() {
     expect![
         "0803fdefcdab896745230101fb2c01fd0068e5cf8b0100001dfbf401000001040001fbe8030002047465616d"
     ]
@@ -56,7 +56,7 @@ fn commands_of_version_8_have_their_bytes() {
 }
 
 #[test]
-fn a_backend_with_a_role_has_its_bytes() {
+fn a_backend_with_a_role_encodes_to_golden_bytes() {
     let written = |role, version| {
         let spec = BackendSpec {
             id: "a".to_owned(),

@@ -566,7 +566,7 @@ mod tests {
     }
 
     #[test]
-    fn who_is_forgotten_first_follows_the_format_also_in_a_copy() {
+    fn forgetting_order_follows_the_format_in_copies_too() {
         let mut state = RouterState::new();
         let init = Command::InitCluster {
             hash_seed: 1,

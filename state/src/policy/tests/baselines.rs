@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn a_request_that_waits_in_its_engine_counts_once() {
+fn a_request_queued_in_its_engine_counts_once() {
     let backend = |slot, running, waiting| Candidate {
         slot: Slot(slot),
         running,

@@ -4,7 +4,7 @@ use super::seeds::{decide, fleet};
 use super::*;
 
 #[test]
-fn chwbl_moves_only_what_it_must_and_bounds_the_load() {
+fn chwbl_moves_few_keys_and_bounds_the_load() {
     let policy = PolicyConfig::Chwbl(ChwblSettings::default());
     let request = |prefix_key| PolicyRequest {
         prefix_key,
@@ -137,7 +137,7 @@ fn vtc_cases() -> [VtcCase; 8] {
 }
 
 #[test]
-fn vtc_basic_case_by_case() {
+fn vtc_basic_cases() {
     for (what, settings, tokens, backends, expected) in vtc_cases() {
         let policy = PolicyConfig::VtcBasic(settings);
         let request = PolicyRequest {
@@ -160,7 +160,7 @@ fn vtc_basic_case_by_case() {
 }
 
 #[test]
-fn preble_e2_case_by_case() {
+fn preble_e2_cases() {
     let policy = PolicyConfig::PrebleE2(PrebleE2Settings::default());
     let backend = |slot, matched, pending_prefill_tokens| Candidate {
         slot: Slot(slot),
@@ -228,7 +228,7 @@ fn preble_e2_case_by_case() {
 }
 
 #[test]
-fn the_baselines_do_what_they_are_called() {
+fn baseline_policies_choose_as_named() {
     let lmetric = PolicyConfig::Lmetric(LmetricSettings::default());
     // (0 + 1600 + 256) * 1 against (0 + 160 + 256) * (4 + 1).
     assert_eq!(
@@ -305,7 +305,7 @@ fn the_baselines_do_what_they_are_called() {
 }
 
 #[test]
-fn cost_fills_an_empty_cache_before_a_full_one_loses_blocks() {
+fn cost_prefers_an_empty_cache_over_evicting_from_a_full_one() {
     let cost = |eviction_permille| {
         PolicyConfig::Cost(CostSettings {
             eviction_permille,

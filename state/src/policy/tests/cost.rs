@@ -32,7 +32,7 @@ fn shares(candidates: &[Candidate; 2]) -> [u64; 2] {
 }
 
 #[test]
-fn work_counts_once_more_for_each_request_that_waits_at_an_average_backend() {
+fn cost_weighs_work_by_the_mean_queue() {
     // Either 1,500 tokens ahead and 160 to compute, or 1,600 to compute at once.
     let at = |pending| {
         let waits = |candidate| Candidate {
@@ -55,7 +55,7 @@ fn work_counts_once_more_for_each_request_that_waits_at_an_average_backend() {
 }
 
 #[test]
-fn who_follows_a_prefix_pays_for_a_copy_in_proportion_to_what_it_loses() {
+fn cost_copies_a_prefix_in_proportion_to_the_wait_avoided() {
     // A copy costs 1,440 tokens of work; a request that follows the prefix waits for those ahead.
     for ahead in [90, 360, 720, 1296] {
         let [copies, followers] = shares(&[backend(0, 0, 0), backend(1, 90, ahead)]);
@@ -68,7 +68,7 @@ fn who_follows_a_prefix_pays_for_a_copy_in_proportion_to_what_it_loses() {
 }
 
 #[test]
-fn no_copy_is_bought_where_nothing_is_lost_or_nothing_is_missing() {
+fn cost_copies_no_prefix_without_waiting_or_missing_blocks() {
     let cold = backend(0, 0, 0);
     assert_eq!(shares(&[cold, backend(1, 90, 0)]), [0, REQUESTS]);
     let busier = backend(0, 0, 200);

@@ -78,7 +78,7 @@ impl Fleet {
 }
 
 #[test]
-fn a_prefix_shared_by_nine_tenths_of_the_traffic_spreads() {
+fn a_dominant_prefix_spreads_over_backends() {
     for policy in PolicyConfig::defaults() {
         let mut fleet = Fleet::new();
         for number in 0..REQUESTS {
@@ -101,7 +101,7 @@ fn a_prefix_shared_by_nine_tenths_of_the_traffic_spreads() {
 }
 
 #[test]
-fn misses_do_not_all_go_to_one_backend() {
+fn misses_spread_over_backends() {
     for policy in PolicyConfig::defaults() {
         let mut shares = [0_u32; BACKENDS];
         for number in 0..4_000_u64 {

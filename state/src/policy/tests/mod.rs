@@ -147,7 +147,7 @@ fn chosen(candidates: &[Candidate], choice: Choice) -> Candidate {
 
 proptest! {
     #[test]
-    fn a_choice_is_a_candidate_of_the_first_tier_and_within_the_window(
+    fn choices_are_first_tier_candidates_within_the_window(
         policy in policies(), request in requests(), candidates in candidates(),
     ) {
         let Some(choice) = choose(&policy, &request, &candidates) else {
@@ -195,7 +195,7 @@ proptest! {
     }
 
     #[test]
-    fn a_better_candidate_in_every_respect_is_never_passed_over_for_a_colder_one(
+    fn a_dominated_candidate_is_never_chosen(
         request in requests(), candidates in candidates(), near_permille in 0_u32..=1000,
     ) {
         let settings = CostSettings { near_permille, ..CostSettings::default() };
@@ -212,7 +212,7 @@ proptest! {
 }
 
 #[test]
-fn cost_sends_a_request_to_its_prefix_until_load_outweighs_it() {
+fn cost_follows_the_prefix_until_load_outweighs_it() {
     let policy = PolicyConfig::Cost(CostSettings::default());
     let cold = Candidate {
         slot: Slot(0),
@@ -240,7 +240,7 @@ fn cost_sends_a_request_to_its_prefix_until_load_outweighs_it() {
 }
 
 #[test]
-fn under_load_the_window_does_not_send_a_request_away_from_its_prefix() {
+fn the_window_keeps_requests_at_their_prefix_under_load() {
     let policy = PolicyConfig::Cost(CostSettings::default());
     let loaded = Candidate {
         pending_prefill_tokens: 1_000_000,
@@ -294,7 +294,7 @@ fn equal_candidates_share_simultaneous_arrivals() {
 }
 
 #[test]
-fn one_candidate_is_no_choice_and_none_is_none() {
+fn a_single_candidate_is_chosen_and_none_gives_none() {
     let only = Candidate {
         slot: Slot(7),
         ..Candidate::default()
@@ -308,7 +308,7 @@ fn one_candidate_is_no_choice_and_none_is_none() {
 }
 
 #[test]
-fn settings_read_as_documented() {
+fn policy_settings_parse_as_documented() {
     let read = |json: &str| serde_json::from_str::<PolicyConfig>(json);
     assert_eq!(
         read(r#"{"policy":"cost","near_permille":5}"#).unwrap(),
@@ -344,7 +344,7 @@ fn settings_read_as_documented() {
 }
 
 #[test]
-fn a_setting_out_of_bounds_is_named() {
+fn an_out_of_bounds_setting_is_named() {
     let refusals = [
         r#"{"policy":"lmetric","near_permille":1001}"#,
         r#"{"policy":"prefix-cache","min_match_blocks":0}"#,
@@ -390,7 +390,7 @@ fn a_setting_out_of_bounds_is_named() {
 }
 
 #[test]
-fn what_must_be_gathered_is_known_by_policy() {
+fn policies_declare_their_inputs() {
     let needs: Vec<_> = PolicyConfig::defaults()
         .iter()
         .filter(|policy| policy.needs() != PolicyInputs::default())
@@ -403,7 +403,7 @@ fn what_must_be_gathered_is_known_by_policy() {
 }
 
 #[test]
-fn cost_counts_with_what_was_learnt_and_with_the_mean_where_nothing_was() {
+fn cost_uses_learned_prices_or_their_mean() {
     let policy = PolicyConfig::Cost(CostSettings::default());
     let candidate = |slot, prefill_ns_per_token: Option<u32>| Candidate {
         slot: Slot(slot),
@@ -442,7 +442,7 @@ fn decided(policy: &PolicyConfig, candidates: &[Candidate; 2]) -> [u32; 2] {
 }
 
 #[test]
-fn one_request_in_eight_touches_when_touches_are_sampled() {
+fn sampled_touches_apply_to_one_request_in_eight() {
     use crate::ids::{AttemptId, SessionId};
     let due = |touch: Touch| {
         let attempts = (0..80_000).map(AttemptId);

@@ -57,7 +57,7 @@ fn chosen(prefill: &[Candidate], decode: &[Candidate]) -> [u16; 2] {
 }
 
 #[test]
-fn the_uncached_part_of_a_prompt_decides_whether_it_goes_through_a_prefill_backend() {
+fn uncached_prompt_length_decides_on_disaggregation() {
     let whole = |matched| Choice {
         slot: Slot(0),
         matched,
@@ -77,7 +77,7 @@ fn the_uncached_part_of_a_prompt_decides_whether_it_goes_through_a_prefill_backe
 }
 
 #[test]
-fn a_side_without_candidates_is_named() {
+fn choose_pair_names_the_side_without_candidates() {
     let some = [backend(0, 0)];
     assert_eq!(paired(&[], &some), Err(WholeReason::NoPrefill));
     assert_eq!(paired(&some, &[]), Err(WholeReason::NoDecode));
@@ -85,7 +85,7 @@ fn a_side_without_candidates_is_named() {
 }
 
 #[test]
-fn backends_that_answer_compute_too_while_those_that_prefill_are_behind() {
+fn decode_backends_prefill_while_prefill_backends_are_behind() {
     let pending = |slot, tokens| Candidate {
         pending_prefill_tokens: tokens,
         ..backend(slot, 0)
@@ -110,7 +110,7 @@ fn backends_that_answer_compute_too_while_those_that_prefill_are_behind() {
 }
 
 #[test]
-fn prefix_and_pending_prefill_weigh_on_the_prefill_side() {
+fn prefill_choice_weighs_prefix_and_pending_tokens() {
     let decode = [backend(9, 0)];
     assert_eq!(chosen(&[backend(0, 0), backend(1, 60)], &decode), [1, 9]);
     let busy = Candidate {
@@ -121,7 +121,7 @@ fn prefix_and_pending_prefill_weigh_on_the_prefill_side() {
 }
 
 #[test]
-fn load_and_memory_weigh_on_the_decode_side_and_a_prefix_as_much_as_its_transfer() {
+fn decode_choice_weighs_load_memory_and_transfer() {
     let prefill = [backend(9, 0)];
     let running = |running, candidate| Candidate {
         running,
@@ -146,7 +146,7 @@ fn load_and_memory_weigh_on_the_decode_side_and_a_prefix_as_much_as_its_transfer
 }
 
 #[test]
-fn a_pair_hands_over_in_one_way() {
+fn both_backends_of_a_pair_use_one_handover() {
     let (by_answer, by_room) = (
         [backend(0, 0), backend(1, 0)],
         [backend(2, 90), backend(3, 0)],
@@ -170,7 +170,7 @@ fn a_pair_hands_over_in_one_way() {
 }
 
 #[test]
-fn where_nobody_can_do_all_of_a_request_a_busy_prefill_backend_is_waited_for() {
+fn a_busy_prefill_backend_is_used_if_no_backend_serves_whole() {
     let busy = [Candidate {
         pending_prefill_tokens: 10_000_000,
         ..backend(0, 0)
@@ -184,7 +184,7 @@ fn where_nobody_can_do_all_of_a_request_a_busy_prefill_backend_is_waited_for() {
 
 proptest! {
     #[test]
-    fn each_side_gets_one_of_its_candidates(
+    fn each_side_of_a_pair_is_one_of_its_candidates(
         policy in policies(),
         loads in prop::collection::vec((0_u32..100, 0_u32..100), 2..12),
         split in 1_usize..11,

@@ -61,7 +61,7 @@ fn prompt(field: u32) -> String {
 }
 
 #[test]
-fn a_volatile_field_makes_literal_position_hashing_believe_what_is_not_there() {
+fn literal_position_hashing_overmatches_after_a_volatile_field() {
     let (first, second) = (prompt(1), prompt(2));
     let backend = Slot(3);
     let mut literal = Literal::default();
@@ -81,7 +81,7 @@ fn a_volatile_field_makes_literal_position_hashing_believe_what_is_not_there() {
 }
 
 #[test]
-fn without_such_a_field_both_agree() {
+fn position_hashings_agree_without_a_volatile_field() {
     let backend = Slot(3);
     let (prompt, longer) = (prompt(1), format!("{}{:>64}", prompt(1), "and more"));
     let mut literal = Literal::default();

@@ -147,7 +147,7 @@ const PREFIX_CACHE: &[Case] = &[
 ];
 
 #[test]
-fn prefix_cache_case_by_case() {
+fn prefix_cache_cases() {
     let policy = PolicyConfig::PrefixCache(PrefixCacheSettings::default());
     for &(what, backends, expected) in PREFIX_CACHE {
         let candidates = fleet(backends);
@@ -173,7 +173,7 @@ fn prefix_cache_case_by_case() {
 }
 
 #[test]
-fn vllm_cache_aware_case_by_case() {
+fn vllm_cache_aware_cases() {
     let policy = PolicyConfig::VllmCacheAware(VllmCacheAwareSettings::default());
     let least = Reason::LeastRequests;
     let longest = Reason::LongestPrefix;
@@ -250,7 +250,7 @@ fn endpoint_picker(pods: &[Candidate], weights: [f64; 3]) -> Vec<f64> {
 }
 
 #[test]
-fn epp_case_by_case() {
+fn epp_cases() {
     let policy = PolicyConfig::Epp(EppSettings::default());
     let pod = |slot, matched, waiting, kv_usage_permille| Candidate {
         slot: Slot(slot),
@@ -311,7 +311,7 @@ fn epp_case_by_case() {
 proptest! {
     /// Checks that the comparison without root and fraction agrees with the one that has them.
     #[test]
-    fn prefix_cache_agrees_with_its_pseudo_code(
+    fn prefix_cache_follows_its_published_pseudo_code(
         backends in prop::collection::vec((0_u32..4, 0_u32..30), 1..9),
         imbalance in 0_u32..20, factor_milli in 0_u32..3000, min_match in 1_u32..3,
     ) {

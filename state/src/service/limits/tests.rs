@@ -92,7 +92,7 @@ fn overflow(b: u32, capacity: f64, mut draw: impl FnMut() -> f64) -> f64 {
 }
 
 #[test]
-fn a_fixed_buffer_overflows_where_few_requests_fit_and_the_root_rule_holds() {
+fn the_root_rule_holds_where_a_fixed_buffer_overflows() {
     // Sizes uniform over 0..1000: mean 500, deviation 289.
     let mut random = Random::new(1);
     let footprint = footprint_by(|share| share * 1000.0);
@@ -124,7 +124,7 @@ fn a_fixed_buffer_overflows_where_few_requests_fit_and_the_root_rule_holds() {
 }
 
 #[test]
-fn a_long_tail_overflows_hardly_more_often_than_asked_for() {
+fn long_tails_overflow_hardly_more_than_requested() {
     // Exponential: the deviation is the mean.
     let size = |share: f64| -share.ln() * 500.0;
     let mut random = Random::new(2);
@@ -157,7 +157,7 @@ fn averages_begin_with_the_first_sample() {
 }
 
 #[test]
-fn there_is_no_bound_before_there_is_enough_to_go_by() {
+fn no_memory_bound_before_enough_samples() {
     assert_eq!(Footprint::default().b_mem(1000, 1645, 999), None);
     assert_eq!(footprint_of(&[100_000; 15]).b_mem(1000, 1645, 999), None);
     // One request always runs: one that does not fit at all is rejected separately.
@@ -166,7 +166,7 @@ fn there_is_no_bound_before_there_is_enough_to_go_by() {
 }
 
 #[test]
-fn old_requests_fade() {
+fn averages_forget_old_requests() {
     let mut sizes = vec![10_000; 1024];
     sizes.extend([100; 4096]);
     let footprint = footprint_of(&sizes);
@@ -175,7 +175,7 @@ fn old_requests_fade() {
 }
 
 #[test]
-fn sums_that_nobody_measured_are_refused() {
+fn implausible_sums_are_refused() {
     let good = ended(&[10, 20]);
     let wrong = [
         ServiceSample { ended: 0, ..good },
@@ -206,7 +206,7 @@ fn sums_that_nobody_measured_are_refused() {
 
 proptest! {
     #[test]
-    fn the_bound_is_the_largest_that_holds(
+    fn memory_bound_is_the_largest_that_fits(
         sizes in prop::collection::vec(0_u64..20_000, 16..200),
         capacity in 1_u64..10_000_000,
         z_milli in 0_u32..=10_000,
@@ -275,7 +275,7 @@ fn usual(running: u32) -> u32 {
 }
 
 #[test]
-fn the_bound_is_found_and_kept() {
+fn controller_finds_and_keeps_the_bound() {
     let mut engine = modelled(usual, sla(50_000));
     let bounds: Vec<u32> = [3, 6, 9, 12, 30, 60, 200]
         .into_iter()
@@ -293,7 +293,7 @@ fn the_bound_is_found_and_kept() {
 }
 
 #[test]
-fn noise_does_not_lead_it_astray() {
+fn controller_resists_noise() {
     let mut random = Random::new(3);
     let noisy = move |running| {
         let factor = 0.85 + 0.3 * random.unit();
@@ -308,7 +308,7 @@ fn noise_does_not_lead_it_astray() {
 }
 
 #[test]
-fn being_slow_below_the_bound_lowers_it() {
+fn slow_tokens_below_the_bound_lower_it() {
     // 80 requests at 90 ms: the limit starts at 512, which is never reached.
     let mut engine = modelled(|running| 10_000 + 1_000 * running, sla(50_000));
     let bound = engine.seconds(60, 80);
@@ -316,7 +316,7 @@ fn being_slow_below_the_bound_lowers_it() {
 }
 
 #[test]
-fn the_literal_controller_is_trapped_at_two_after_an_idle_spell() {
+fn the_literal_controller_sticks_at_two_after_idling() {
     // Decoding is bound by memory bandwidth: hardly slower with more requests, and within the band.
     let flat = |running: u32| 48_000 + 10 * running;
     let mut literal = literal::Controller::new(50_000.0, 5_000.0, (1, 128));
@@ -390,7 +390,7 @@ fn the_literal_controller_winds_up_while_idle() {
 }
 
 #[test]
-fn a_memory_bound_that_holds_does_not_wind_it_up() {
+fn a_binding_memory_bound_does_not_raise_the_sla_bound() {
     let mut engine = modelled(usual, sla(50_000));
     engine.seconds(200, 2000);
     let before = engine.pace.b_sla(&engine.sla);
@@ -400,7 +400,7 @@ fn a_memory_bound_that_holds_does_not_wind_it_up() {
 }
 
 #[test]
-fn what_runs_from_before_a_fall_lowers_it_no_further() {
+fn requests_from_before_a_fall_lower_the_bound_no_further() {
     let sla = sla(50_000);
     let mut pace = low_pace(40);
     let settings = SlaSettings {
@@ -415,7 +415,7 @@ fn what_runs_from_before_a_fall_lowers_it_no_further() {
 }
 
 #[test]
-fn a_floor_of_what_decodes_would_never_let_the_bound_fall() {
+fn a_floor_of_decoding_requests_would_keep_the_bound_high() {
     // The original algorithm, meant for a scheduler within an engine. A router refills the floor.
     let mut literal = literal::Controller::new(50_000.0, 5_000.0, (1, 128));
     for _ in 0..500 {
@@ -428,7 +428,7 @@ fn a_floor_of_what_decodes_would_never_let_the_bound_fall() {
 }
 
 #[test]
-fn both_ends_can_be_reached() {
+fn controller_reaches_both_ends_of_its_range() {
     let mut slow = modelled(|_| 90_000, sla(50_000));
     assert_eq!(slow.seconds(200, 2000), 1, "no batch is fast enough");
     let mut fast = modelled(|_| 1_000, sla(50_000));
@@ -447,7 +447,7 @@ fn both_ends_can_be_reached() {
 }
 
 #[test]
-fn a_few_gaps_decide_nothing() {
+fn controller_waits_for_enough_gaps() {
     let sla = sla(50_000);
     let mut pace = SlaController::default();
     let few = ServiceSample {
@@ -466,7 +466,7 @@ fn a_few_gaps_decide_nothing() {
 // The limit.
 
 #[test]
-fn the_limit_is_the_smaller_bound_within_what_is_allowed() {
+fn the_limit_is_the_smaller_bound_clamped_to_settings() {
     let mut limit = AdaptiveLimit::default();
     let mut settings = adaptive(0);
     let limit_of = |limit: &AdaptiveLimit, settings: &AdmissionSettings, blocks| {
@@ -500,7 +500,7 @@ fn the_limit_is_the_smaller_bound_within_what_is_allowed() {
 }
 
 #[test]
-fn without_a_service_level_no_controller_remembers_anything() {
+fn controller_resets_without_a_service_level() {
     let mut limit = AdaptiveLimit::default();
     limit.observe(&tokens(90_000, 10, true), &adaptive(50_000), None);
     assert_ne!(limit, AdaptiveLimit::default());
@@ -548,7 +548,7 @@ fn any_settings() -> impl Strategy<Value = AdmissionSettings> {
 
 proptest! {
     #[test]
-    fn whatever_is_told_the_limit_stays_within_the_settings(
+    fn the_limit_stays_within_settings_for_any_sample(
         steps in prop::collection::vec((any_settings(), any_sample(), any::<Option<u32>>()), 1..60),
     ) {
         let mut limit = AdaptiveLimit::default();

@@ -193,7 +193,7 @@ impl Cluster {
 }
 
 #[test]
-fn the_whole_limit_is_shared_out() {
+fn shares_add_up_to_the_limit() {
     for (replicas, limit) in [(1, 6), (2, 6), (3, 6), (3, 1), (5, 3), (7, 100), (3, 0)] {
         let cluster = Cluster::settled(replicas, limit);
         assert_eq!(cluster.shares().iter().sum::<i64>(), i64::from(limit));
@@ -202,7 +202,7 @@ fn the_whole_limit_is_shared_out() {
 }
 
 #[test]
-fn who_starts_uses_nothing_until_the_others_are_heard() {
+fn a_starting_replica_uses_no_places_until_it_hears_peers() {
     let mut cluster = Cluster::new(3, 6);
     for at in 0..3 {
         cluster.pass(at);
@@ -222,7 +222,7 @@ fn who_starts_uses_nothing_until_the_others_are_heard() {
 }
 
 #[test]
-fn one_busy_replica_gets_all_places() {
+fn a_single_busy_replica_gets_all_places() {
     let mut cluster = Cluster::settled(3, 6);
     cluster.arrive(1, 20);
     assert_eq!(cluster.running(), 2);
@@ -237,7 +237,7 @@ fn one_busy_replica_gets_all_places() {
 }
 
 #[test]
-fn one_place_goes_round() {
+fn a_single_place_rotates_among_replicas() {
     let mut cluster = Cluster::settled(3, 1);
     let mut served = [0; 3];
     for at in 0..3 {
@@ -256,7 +256,7 @@ fn one_place_goes_round() {
 }
 
 #[test]
-fn the_share_of_a_silent_replica_falls_to_the_others_and_back() {
+fn the_share_of_a_silent_replica_moves_away_and_back() {
     let mut cluster = Cluster::settled(3, 6);
     cluster.arrive(0, 1000);
     cluster.seats[2].is_down = true;
@@ -306,7 +306,7 @@ fn each_side_of_a_partition_holds_the_limit() {
 }
 
 #[test]
-fn members_that_hear_each_other_through_a_third_are_in_one_epoch() {
+fn members_connected_through_a_third_share_an_epoch() {
     let mut cluster = Cluster::settled(3, 6);
     cluster.cut = BTreeSet::from([(0, 2)]);
     cluster.settle();
@@ -315,7 +315,7 @@ fn members_that_hear_each_other_through_a_third_are_in_one_epoch() {
 }
 
 #[test]
-fn a_replica_that_was_stopped_takes_nobody_for_silent() {
+fn a_paused_replica_does_not_consider_its_peers_silent() {
     let mut cluster = Cluster::settled(2, 6);
     let before = cluster.allowed(0);
     cluster.now_ms += 100 * SILENT_MS;
@@ -324,7 +324,7 @@ fn a_replica_that_was_stopped_takes_nobody_for_silent() {
 }
 
 #[test]
-fn a_lowered_limit_holds_as_requests_end() {
+fn a_lowered_limit_is_reached_as_requests_end() {
     let mut cluster = Cluster::settled(3, 9);
     for at in 0..3 {
         cluster.arrive(at, 50);
@@ -346,7 +346,7 @@ fn a_lowered_limit_holds_as_requests_end() {
 }
 
 #[test]
-fn what_was_handed_over_before_a_limit_fell_is_not_used_until_it_is_made_up_for() {
+fn places_handed_over_before_a_lower_limit_are_offset_first() {
     let mut cluster = Cluster::settled(4, 3);
     (0..3).for_each(|at| cluster.arrive(at, 1));
     cluster.exchanges(2);
@@ -365,7 +365,7 @@ fn what_was_handed_over_before_a_limit_fell_is_not_used_until_it_is_made_up_for(
 }
 
 #[test]
-fn a_replica_that_restarts_gives_away_nothing_twice() {
+fn a_restarted_replica_gives_no_place_away_twice() {
     let mut cluster = Cluster::settled(3, 6);
     cluster.arrive(0, 100);
     cluster.exchanges(2);
@@ -520,7 +520,7 @@ proptest! {
     }
 
     #[test]
-    fn no_more_is_allowed_than_a_limit_that_fell(
+    fn allowed_places_never_exceed_a_lowered_limit(
         replicas in 2..5_usize,
         limit in 1..12_u32,
         lower in 0..12_u32,
@@ -548,7 +548,7 @@ proptest! {
     }
 
     #[test]
-    fn members_come_and_go_without_places_being_made(
+    fn membership_changes_create_no_places(
         replicas in 2..5_usize,
         limit in 1..12_u32,
         steps in proptest::collection::vec(any_step(true), 0..100),

@@ -35,7 +35,7 @@ fn handed(all: &[(i64, u32, u32, u32)], gather_spare: bool) -> Vec<(usize, usize
 }
 
 #[test]
-fn what_cannot_be_split_evenly_goes_round_with_the_turn() {
+fn the_remainder_of_a_split_rotates() {
     assert_eq!(apportion(6, &[1, 1, 1], 0), [2, 2, 2]);
     assert_eq!(apportion(1, &[1, 1, 1], 0), [1, 0, 0]);
     assert_eq!(apportion(1, &[1, 1, 1], 4), [0, 1, 0]);
@@ -46,7 +46,7 @@ fn what_cannot_be_split_evenly_goes_round_with_the_turn() {
 }
 
 #[test]
-fn free_places_go_where_requests_wait() {
+fn free_places_move_to_waiting_requests() {
     assert_eq!(handed(&[(2, 2, 3, 5), (2, 0, 0, 0)], false), [(2, 1, 2)]);
     let one_needs = [(1, 0, 0, 0), (1, 1, 1, 5), (1, 0, 0, 0)];
     assert_eq!(
@@ -57,7 +57,7 @@ fn free_places_go_where_requests_wait() {
 }
 
 #[test]
-fn spare_places_are_spread_before_they_are_needed() {
+fn spare_places_are_spread_in_advance() {
     assert_eq!(
         handed(&[(9, 0, 0, 0), (0, 0, 0, 0), (0, 0, 0, 0)], false),
         [(1, 2, 3), (1, 3, 3)]
@@ -73,7 +73,7 @@ fn spare_places_are_spread_before_they_are_needed() {
 }
 
 #[test]
-fn under_a_backlog_places_follow_what_runs_and_waits() {
+fn places_follow_running_and_waiting_requests_under_backlog() {
     let all = replica_shares(&[(3, 3, 6, 9), (3, 3, 0, 0)]);
     assert_eq!(split(6, &all, 0, false).fair, Some(vec![4, 2]));
     let all = replica_shares(&[(6, 6, 90, 9), (0, 0, 1, 1)]);
@@ -88,7 +88,7 @@ fn under_a_backlog_places_follow_what_runs_and_waits() {
 }
 
 #[test]
-fn too_few_places_go_round() {
+fn scarce_places_rotate() {
     let fair = |all| split(1, &replica_shares(all), 0, false).fair;
     assert_eq!(
         fair(&[(1, 1, 5, 9), (0, 0, 5, 3), (0, 0, 5, 4)]),
@@ -102,7 +102,7 @@ fn too_few_places_go_round() {
 }
 
 #[test]
-fn a_limit_that_fell_is_made_up_for_by_who_has_places() {
+fn replicas_with_places_offset_a_lowered_limit() {
     assert_eq!(handed(&[(1, 2, 0, 0), (1, 0, 0, 0)], false), [(2, 1, 1)]);
     assert_eq!(
         handed(&[(-1, 2, 9, 9), (2, 0, 9, 9)], false),
@@ -139,7 +139,7 @@ fn any_replica_shares() -> impl Strategy<Value = Vec<ReplicaShare>> {
 
 proptest! {
     #[test]
-    fn nothing_is_handed_over_that_is_in_use_or_not_there(
+    fn only_free_existing_places_are_handed_over(
         all in any_replica_shares(),
         rotation in 0..1024_usize,
         gather_spare in any::<bool>(),
@@ -158,7 +158,7 @@ proptest! {
     }
 
     #[test]
-    fn the_targets_are_all_places_or_all_that_runs(
+    fn targets_add_up_to_places_or_running_requests(
         all in any_replica_shares(),
         rotation in 0..1024_usize,
     ) {
@@ -192,7 +192,7 @@ proptest! {
     }
 
     #[test]
-    fn parts_add_up(
+    fn apportioned_parts_add_up_to_the_total(
         total in 0..10_000_i64,
         weights in proptest::collection::vec(0..1000_i64, 1..8),
         rotation in 0..1024_usize,
