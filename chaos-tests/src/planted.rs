@@ -91,7 +91,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_bug_has_a_name_of_its_own() {
+    fn planted_bugs_have_unique_names() {
         let names: std::collections::BTreeSet<_> =
             PlantedBug::all().map(|bug| bug.to_string()).collect();
         assert_eq!(names.len(), PlantedBug::all().count());

@@ -33,7 +33,7 @@ async fn attacked(is_secure: bool, only: &[AttackKind]) -> anyhow::Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn attacks_leave_no_trace() -> anyhow::Result<()> {
+async fn attacks_leave_no_lasting_effect() -> anyhow::Result<()> {
     attacked(true, &[]).await?;
     attacked(false, IN_THE_CLEAR).await
 }

@@ -8,7 +8,7 @@ use chaos_tests::processes::agreement;
 const REQUESTS: u64 = 300;
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_is_explained_is_what_is_decided_and_recorded() -> anyhow::Result<()> {
+async fn explanations_match_decisions_and_records() -> anyhow::Result<()> {
     let tallies = agreement::run(REQUESTS, 7, is_secure_by_default()).await?;
     for policy in state::policy::POLICY_NAMES {
         let tally = tallies.get(policy).copied().unwrap_or_default();

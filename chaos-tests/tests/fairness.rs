@@ -234,7 +234,7 @@ fn options(config: &'static str) -> ClusterOptions {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_modest_user_gets_its_share_and_keeps_it_when_the_leader_dies() -> anyhow::Result<()> {
+async fn a_modest_user_keeps_its_share_when_the_leader_dies() -> anyhow::Result<()> {
     let mut cluster = ProcessCluster::start(options(VTC)).await?;
     // The leader serves neither user, so killing it affects only agreement.
     let leader = cluster.leader().await?;
@@ -266,7 +266,7 @@ async fn a_modest_user_gets_its_share_and_keeps_it_when_the_leader_dies() -> any
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn users_that_gateways_pin_to_a_picker_each_get_their_shares_too() -> anyhow::Result<()> {
+async fn users_pinned_to_one_picker_get_their_shares() -> anyhow::Result<()> {
     let options = ClusterOptions {
         has_pickers: true,
         is_secure: false,
@@ -295,7 +295,7 @@ async fn users_that_gateways_pin_to_a_picker_each_get_their_shares_too() -> anyh
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn first_come_first_served_gives_the_greedy_user_most() -> anyhow::Result<()> {
+async fn fcfs_gives_the_greedy_user_most() -> anyhow::Result<()> {
     let cluster = ProcessCluster::start(options(FCFS)).await?;
     // Both at one replica: several replicas would each serve their user at their own rate.
     let contest = Contest::start(&cluster, [0, 0]);
@@ -313,12 +313,12 @@ async fn first_come_first_served_gives_the_greedy_user_most() -> anyhow::Result<
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_limit_of_requests_holds_over_all_replicas_together() -> anyhow::Result<()> {
+async fn a_request_limit_holds_over_all_replicas() -> anyhow::Result<()> {
     holds_a_rate(ClusterOptions::default(), |_| None).await
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_same_limit_holds_over_all_pickers_together() -> anyhow::Result<()> {
+async fn a_request_limit_holds_over_all_pickers() -> anyhow::Result<()> {
     let options = ClusterOptions {
         has_pickers: true,
         is_secure: false,

@@ -34,7 +34,7 @@ fn shown(bytes: &[u8]) -> String {
 
 /// A single test, because allocations are counted for the whole process.
 #[test]
-fn every_target_reads_any_bytes_within_its_bound() {
+fn fuzz_targets_read_any_bytes_within_their_time_bound() {
     for target in TARGETS {
         let name = target.name;
         let seeds = (target.seeds)();

@@ -334,7 +334,7 @@ async fn check_at_rest(
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn another_replica_reads_on_and_nothing_is_wrongly_owned() -> anyhow::Result<()> {
+async fn a_new_reader_continues_without_wrong_ownership() -> anyhow::Result<()> {
     let mut cluster = start().await?;
     let http = JsonClient::new(ANSWER_TIMEOUT);
     wait_sized(&cluster, &http).await?;

@@ -4,7 +4,7 @@
 use std::process::Command;
 
 #[test]
-fn every_interleaving_holds() {
+fn loom_models_hold_in_every_interleaving() {
     let run = Command::new(env!("CARGO_BIN_EXE_models")).output().unwrap();
     let (told, why) = (
         String::from_utf8_lossy(&run.stdout),

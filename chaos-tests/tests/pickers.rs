@@ -58,7 +58,7 @@ impl PinnedClients {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_picker_that_is_killed_takes_no_request_of_the_others_with_it() -> anyhow::Result<()> {
+async fn a_killed_picker_fails_no_request_of_other_pickers() -> anyhow::Result<()> {
     let mut cluster = ProcessCluster::start(ClusterOptions {
         has_pickers: true,
         is_secure: false,

@@ -131,7 +131,7 @@ fn look_in_clusters((name, how, only, seconds, from): &InCluster) -> Option<Stri
 }
 
 #[test]
-fn bugs_are_caught_in_simulated_clusters() {
+fn simulation_catches_planted_bugs() {
     // A bug is planted on one thread, and each world has a thread to itself.
     let next = AtomicUsize::new(0);
     let look = || {
@@ -147,7 +147,7 @@ fn bugs_are_caught_in_simulated_clusters() {
 }
 
 #[test]
-fn entries_that_stay_behind_their_replacement_are_seen_in_the_log() {
+fn stale_entries_behind_their_replacement_are_detected() {
     let found = || {
         let folder = tempfile::tempdir().expect("a folder can be made");
         let runtime = tokio::runtime::Builder::new_current_thread().build();
@@ -167,7 +167,7 @@ fn entries_that_stay_behind_their_replacement_are_seen_in_the_log() {
 }
 
 #[test]
-fn the_table_lists_every_bug_once() {
+fn the_planted_table_lists_every_bug_once() {
     let listed = IN_CLUSTERS.iter().map(|(name, ..)| (*name).to_owned());
     let mut listed: Vec<String> = listed.chain([IN_THE_LOG.to_string()]).collect();
     let mut all: Vec<String> = PlantedBug::all().map(|bug| bug.to_string()).collect();

@@ -31,7 +31,7 @@ const KINDS: &[FaultKind] = &[
 const WARM_UP: u64 = 100;
 
 #[tokio::test(flavor = "multi_thread")]
-async fn faults_fail_nobody_else_and_leave_nothing_wrong() -> anyhow::Result<()> {
+async fn process_faults_affect_no_other_requests_or_state() -> anyhow::Result<()> {
     let options = ClusterOptions {
         has_pickers: true,
         ..cluster_options_for(Site::Loopback)
@@ -106,7 +106,7 @@ async fn crowd(cluster: &ProcessCluster, number: usize) -> anyhow::Result<JoinSe
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_crowd_without_descriptors_to_hold_it_leaves_every_replica_ready() -> anyhow::Result<()> {
+async fn replicas_stay_ready_when_clients_exhaust_descriptors() -> anyhow::Result<()> {
     // This process holds the other ends of all connections.
     node::descriptors::raise();
     let options = ClusterOptions {

@@ -167,8 +167,7 @@ async fn restart_all_under_load(
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn killed_replicas_fail_nobody_else_and_come_back_with_what_they_knew() -> anyhow::Result<()>
-{
+async fn killed_replicas_fail_no_others_and_keep_their_knowledge() -> anyhow::Result<()> {
     let mut cluster = ProcessCluster::start(ClusterOptions::default()).await?;
     let mut chats = chats();
     let report = load(&cluster.targets(), &mut chats, TURNS as u64 * ROUND, |_| {}).await;

@@ -41,7 +41,7 @@ fn another_seed_gives_another_trace() {
 }
 
 #[test]
-fn a_calm_cluster_loses_nobody() {
+fn a_cluster_without_faults_loses_no_request() {
     let calm = SeedOptions {
         is_calm: true,
         ..seed(5, 1500)
@@ -74,7 +74,7 @@ fn each_of(faults: &[Fault]) {
 }
 
 #[test]
-fn processes_and_disks_fail() {
+fn invariants_hold_under_process_and_disk_faults() {
     each_of(&[
         Fault::Crash,
         Fault::CrashAll,
@@ -91,7 +91,7 @@ fn processes_and_disks_fail() {
 }
 
 #[test]
-fn networks_fail() {
+fn invariants_hold_under_network_faults() {
     each_of(&[
         Fault::Halves,
         Fault::Isolate,
@@ -106,7 +106,7 @@ fn networks_fail() {
 }
 
 #[test]
-fn peers_lie() {
+fn invariants_hold_under_byzantine_peers() {
     each_of(&[Fault::Liar]);
     held(&SeedOptions {
         only: vec![Fault::Liar, Fault::IsolateLeader, Fault::Crash],
@@ -115,7 +115,7 @@ fn peers_lie() {
 }
 
 #[test]
-fn members_change() {
+fn invariants_hold_under_membership_changes() {
     each_of(&[Fault::Join, Fault::Transfer, Fault::Snapshot]);
     held(&SeedOptions {
         only: vec![Fault::Join, Fault::Promote, Fault::Remove, Fault::Crash],
@@ -125,7 +125,7 @@ fn members_change() {
 
 /// A StatefulSet scales the cluster while replicas crash and leaders change.
 #[test]
-fn replicas_are_scaled() {
+fn invariants_hold_while_scaling_replicas() {
     each_of(&[Fault::Scale]);
     held(&SeedOptions {
         only: vec![
@@ -141,7 +141,7 @@ fn replicas_are_scaled() {
 
 /// Two builds side by side: upgrades, and downgrades where the formats allow them.
 #[test]
-fn builds_are_mixed() {
+fn invariants_hold_with_mixed_builds() {
     each_of(&[Fault::Upgrade]);
     let report = held(&SeedOptions {
         only: vec![Fault::Upgrade, Fault::Crash, Fault::IsolateLeader],
@@ -158,7 +158,7 @@ fn builds_are_mixed() {
 }
 
 #[test]
-fn everything_fails() {
+fn invariants_hold_under_all_faults_together() {
     for number in 20..22 {
         held(&seed(number, 2500));
     }
@@ -166,7 +166,7 @@ fn everything_fails() {
 
 /// Every fifth seed has an operator who sets small budgets, some of which are used up.
 #[test]
-fn budgets_are_used_up() {
+fn invariants_hold_with_exhausted_budgets() {
     let used_up = (1..6).map(|number| {
         let report = held(&seed(5 * number, 3000));
         let used_up = ("budget".to_owned(), "used up".to_owned());
@@ -178,7 +178,7 @@ fn budgets_are_used_up() {
 
 /// Every eighth seed has a source whose engines roll and flap.
 #[test]
-fn a_source_that_rolls_and_flaps_loses_nobody_it_tells_of() {
+fn rolling_and_flapping_sources_lose_no_listed_engine() {
     for number in [3, 11] {
         let report = held(&SeedOptions {
             only: vec![Fault::Crash, Fault::IsolateLeader, Fault::Transfer],

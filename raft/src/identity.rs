@@ -248,7 +248,7 @@ mod tests {
     }
 
     #[test]
-    fn a_store_serves_only_the_cluster_of_its_name() {
+    fn a_store_serves_only_the_cluster_it_names() {
         let folder = tempfile::tempdir().unwrap();
         let identity = open(folder.path(), 1).unwrap();
         assert!(identity.claim(7, 2).unwrap());
@@ -269,7 +269,7 @@ mod tests {
     }
 
     #[test]
-    fn a_store_of_an_earlier_build_takes_the_name_on() {
+    fn a_store_without_a_name_takes_the_configured_one() {
         let folder = tempfile::tempdir().unwrap();
         let layout = Layout::new(folder.path());
         layout.create().unwrap();
@@ -287,7 +287,7 @@ mod tests {
     }
 
     #[test]
-    fn a_store_keeps_its_number_and_its_replica() {
+    fn a_store_keeps_its_id_and_replica() {
         let folder = tempfile::tempdir().unwrap();
         let first = open(folder.path(), 1).unwrap();
         assert_eq!(open(folder.path(), 1).unwrap().store, first.store);
@@ -298,7 +298,7 @@ mod tests {
     }
 
     #[test]
-    fn only_one_cluster_ever_counts() {
+    fn a_store_binds_to_one_cluster_only() {
         let folder = tempfile::tempdir().unwrap();
         let identity = open(folder.path(), 1).unwrap();
         assert!(identity.claim(7, 2).unwrap());
@@ -322,7 +322,7 @@ mod tests {
     }
 
     #[test]
-    fn a_claim_is_given_up_for_a_wish_to_join() {
+    fn a_founding_claim_can_be_dropped_to_join() {
         let folder = tempfile::tempdir().unwrap();
         let identity = open(folder.path(), 1).unwrap();
         assert!(identity.claim(7, 2).unwrap());

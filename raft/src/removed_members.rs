@@ -80,7 +80,7 @@ mod tests {
     }
 
     #[test]
-    fn a_removal_counts_for_its_store_and_for_what_was_asked_before() {
+    fn a_removal_applies_to_its_store_and_earlier_requests() {
         let mut removed = RemovedMembers::default();
         let at = |index| log_id(2, 1, index);
         removed.note(&members(&[(1, 7)]), &members(&[(1, 7), (2, 8)]), at(4));
@@ -95,7 +95,7 @@ mod tests {
     }
 
     #[test]
-    fn a_store_that_takes_the_place_of_another_removes_it() {
+    fn a_replacing_store_removes_the_replaced_one() {
         let mut removed = RemovedMembers::default();
         let by = log_id(2, 1, 6);
         removed.note(&members(&[(1, 7), (2, 8)]), &members(&[(1, 7), (2, 9)]), by);

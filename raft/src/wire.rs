@@ -260,7 +260,7 @@ mod tests {
     }
 
     #[test]
-    fn every_entry_survives_the_wire() {
+    fn every_entry_round_trips_over_the_wire() {
         let voters = vec![BTreeSet::from([1, 2]), BTreeSet::from([2, 3])];
         let nodes = BTreeMap::from([(1, node(1)), (2, node(2)), (3, node(3)), (4, node(4))]);
         let membership = types::Membership::new(voters, nodes).unwrap();
@@ -277,14 +277,14 @@ mod tests {
     }
 
     #[test]
-    fn a_command_entry_has_these_bytes() {
+    fn a_command_entry_has_golden_bytes() {
         let command = types::Payload::Normal(types::Command(Bytes::from_static(b"ab")));
         let bytes = proto::Entry::from(entry(command)).encode_to_vec();
         assert_eq!(bytes, [10, 6, 8, 3, 16, 2, 24, 5, 26, 2, b'a', b'b']);
     }
 
     #[test]
-    fn a_voter_that_is_no_member_is_malformed() {
+    fn a_voter_outside_the_members_is_malformed() {
         let wire = proto::Membership {
             voters: vec![proto::VoterSet { ids: vec![1] }],
             members: vec![member(2, &node(2))],

@@ -9,7 +9,7 @@ use common::{Cluster, PATIENCE};
 use raft::{ProposeError, Role};
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn three_replicas_form_one_cluster_and_take_commands_everywhere() {
+async fn three_replicas_form_a_cluster_that_accepts_commands_anywhere() {
     let mut cluster = Cluster::found(3).await;
     let ids: BTreeSet<_> = cluster
         .seats
@@ -44,7 +44,7 @@ async fn three_replicas_form_one_cluster_and_take_commands_everywhere() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_lost_leader_is_replaced_and_comes_back() {
+async fn a_crashed_leader_is_replaced_and_rejoins() {
     let mut cluster = Cluster::found(3).await;
     cluster.seats[0].propose("before").await;
     let leader = cluster.leader().await;
@@ -61,7 +61,7 @@ async fn a_lost_leader_is_replaced_and_comes_back() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_restart_of_all_keeps_every_command() {
+async fn a_full_restart_keeps_every_command() {
     let mut cluster = Cluster::found(3).await;
     let mut last = 0;
     for number in 0..50 {
@@ -86,7 +86,7 @@ async fn a_restart_of_all_keeps_every_command() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn without_a_quorum_nothing_is_claimed() {
+async fn a_replica_without_a_quorum_claims_no_leader_or_reads() {
     let mut cluster = Cluster::found(3).await;
     let leader = cluster.leader().await;
     for id in (1..=3).filter(|id| *id != leader) {
@@ -110,7 +110,7 @@ async fn without_a_quorum_nothing_is_claimed() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_read_barrier_shows_what_was_committed_elsewhere() {
+async fn a_read_barrier_shows_commits_of_other_replicas() {
     let mut cluster = Cluster::found(3).await;
     for number in 0..20 {
         let command = format!("write {number}");
@@ -125,7 +125,7 @@ async fn a_read_barrier_shows_what_was_committed_elsewhere() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn leadership_goes_where_it_is_sent_and_is_handed_over_on_shutdown() {
+async fn leadership_transfers_on_request_and_on_shutdown() {
     let mut cluster = Cluster::found(3).await;
     let first = cluster.leader().await;
     let target = first % 3 + 1;
@@ -143,7 +143,7 @@ async fn leadership_goes_where_it_is_sent_and_is_handed_over_on_shutdown() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn messages_reach_every_peer_newest_first() {
+async fn the_newest_message_reaches_every_peer_first() {
     let mut cluster = Cluster::found(3).await;
     for seat in &cluster.seats {
         seat.wait("connected", |status| {
@@ -171,7 +171,7 @@ async fn messages_reach_every_peer_newest_first() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_command_that_no_machine_can_read_enters_no_log() {
+async fn an_unreadable_command_enters_no_log() {
     let mut cluster = Cluster::found(3).await;
     let before = cluster.seats[0].propose("good").await;
     for seat in &cluster.seats {

@@ -104,7 +104,7 @@ fn tell(replica: Replica) {
 }
 
 #[test]
-fn a_leader_without_a_quorum_falls_silent() {
+fn a_leader_without_a_quorum_stops_sending_heartbeats() {
     led(1, 4, async |cluster, old| {
         let others = cluster.others(old);
         // One of the four still hears the leader, and its vote is needed to elect another.
@@ -120,7 +120,7 @@ fn a_leader_without_a_quorum_falls_silent() {
 }
 
 #[test]
-fn a_leader_whom_no_call_reaches_hands_over() {
+fn an_unreachable_leader_hands_over() {
     led(3, 3, async |cluster, old| {
         cluster.world.deafen(old);
         for other in cluster.others(old) {
@@ -131,7 +131,7 @@ fn a_leader_whom_no_call_reaches_hands_over() {
 }
 
 #[test]
-fn who_is_between_two_that_do_not_hear_each_other_leads() {
+fn the_replica_between_two_disconnected_ones_leads() {
     led(4, 3, async |cluster, old| {
         let [between, far] = cluster.others(old)[..] else {
             panic!("three replicas");
@@ -144,7 +144,7 @@ fn who_is_between_two_that_do_not_hear_each_other_leads() {
 }
 
 #[test]
-fn a_leader_that_all_reach_stays() {
+fn a_leader_reachable_by_all_stays() {
     led(5, 3, async |cluster, _| {
         let term = cluster.replica(1).status().term;
         tokio::time::sleep(PATIENCE).await;
@@ -153,7 +153,7 @@ fn a_leader_that_all_reach_stays() {
 }
 
 #[test]
-fn a_replica_in_doubt_neither_takes_leadership_nor_is_elected() {
+fn a_replica_with_suspect_state_does_not_lead() {
     led(6, 3, async |cluster, old| {
         let [doubtful, sound] = cluster.others(old)[..] else {
             panic!("three replicas");
@@ -174,7 +174,7 @@ fn a_replica_in_doubt_neither_takes_leadership_nor_is_elected() {
 }
 
 #[test]
-fn a_leader_in_doubt_hands_over() {
+fn a_leader_with_suspect_state_hands_over() {
     led(7, 3, async |cluster, old| {
         cluster.replica(old).set_state_suspect(true);
         for other in cluster.others(old) {
@@ -185,7 +185,7 @@ fn a_leader_in_doubt_hands_over() {
 }
 
 #[test]
-fn disks_slower_than_election_timeouts_delay_an_election_and_do_not_prevent_it() {
+fn slow_disks_delay_elections_but_do_not_prevent_them() {
     led(8, 3, async |cluster, old| {
         cluster.sync_ms.store(250, Ordering::Relaxed);
         cluster.replica(old).crash().await;
@@ -196,7 +196,7 @@ fn disks_slower_than_election_timeouts_delay_an_election_and_do_not_prevent_it()
 }
 
 #[test]
-fn who_is_cut_off_knows_when_it_was_last_told_everything() {
+fn an_isolated_replica_knows_the_age_of_its_state() {
     led(9, 3, async |cluster, leader| {
         let others = cluster.others(leader);
         let (cut, other) = (cluster.replica(others[0]), cluster.replica(others[1]));

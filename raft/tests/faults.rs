@@ -21,7 +21,7 @@ async fn on_memory(size: u8) -> (Cluster, Vec<MemoryDisk>) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_replica_whose_disk_fails_steps_aside() {
+async fn a_replica_with_a_failed_disk_steps_aside() {
     let (mut cluster, disks) = on_memory(3).await;
     let leader = cluster.leader().await;
     let disk = &disks[usize::from(leader) - 1];
@@ -56,7 +56,7 @@ async fn a_replica_whose_disk_fails_steps_aside() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_replica_whose_disk_is_full_stands_back_and_comes_back_by_itself() {
+async fn a_replica_with_a_full_disk_pauses_and_recovers() {
     let (mut cluster, disks) = on_memory(3).await;
     let leader = cluster.leader().await;
     let disk = &disks[usize::from(leader) - 1];
@@ -124,7 +124,7 @@ async fn a_snapshot_waits_for_descriptors() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_dead_peer_costs_few_connection_attempts() {
+async fn a_dead_peer_causes_few_connection_attempts() {
     let mut cluster = Cluster::found(3).await;
     let leader = cluster.leader().await;
     cluster.seat(leader % 3 + 1).crash().await;
@@ -148,7 +148,7 @@ async fn a_dead_peer_costs_few_connection_attempts() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn more_peers_than_founders_become_one_cluster() {
+async fn more_peers_than_founders_form_one_cluster() {
     let (listeners, peers) = listeners(5).await;
     let mut cluster = Cluster { seats: Vec::new() };
     // The highest ids first: they see each other before the lowest comes.
@@ -186,7 +186,7 @@ async fn more_peers_than_founders_become_one_cluster() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_founder_that_crashes_while_founding_founds_later() {
+async fn a_founder_that_crashes_while_founding_resumes() {
     let (listeners, peers) = listeners(3).await;
     let mut cluster = Cluster { seats: Vec::new() };
     for (id, listener) in (1..=3).zip(listeners) {
@@ -209,7 +209,7 @@ async fn a_founder_that_crashes_while_founding_founds_later() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_command_that_is_too_large_enters_no_log() {
+async fn an_oversize_command_enters_no_log() {
     let mut cluster = Cluster::found(1).await;
     let before = cluster.seats[0].propose("small").await.index;
     let command = vec![0; raft::COMMAND_BYTES_MAX + 1];
@@ -232,7 +232,7 @@ async fn a_command_that_is_too_large_enters_no_log() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_second_process_on_the_same_store_is_refused_and_harms_nothing() {
+async fn a_second_process_on_the_same_store_is_refused_harmlessly() {
     let mut cluster = Cluster::found(1).await;
     cluster.seats[0].propose("before").await;
     let seat = &cluster.seats[0];
@@ -263,7 +263,7 @@ async fn a_second_process_on_the_same_store_is_refused_and_harms_nothing() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn founders_that_are_half_of_the_peers_or_less_are_refused() {
+async fn founders_must_be_a_majority_of_the_peers() {
     for (peers, expect, is_right) in [(1, 0, false), (4, 2, false), (3, 2, true), (1, 1, true)] {
         let peers = (1..=peers).map(|port| format!("127.0.0.1:{port}"));
         let peers: Vec<_> = peers.collect();

@@ -6,7 +6,7 @@
 use std::path::Path;
 
 #[test]
-fn the_code_of_the_peer_protocol_is_that_of_its_definition() {
+fn generated_peer_protocol_code_is_current() {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("proto");
     let files = protox::compile(["peer.proto"], [&folder]).unwrap();
     let out = tempfile::tempdir().unwrap();

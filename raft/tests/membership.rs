@@ -8,7 +8,7 @@ use common::{Cluster, Seat, bootstrap, refused};
 use raft::{Formation, PeerState, Peers, Role, StartError};
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_joiner_learns_is_promoted_and_removed() {
+async fn a_joining_replica_learns_is_promoted_and_removed() {
     let mut cluster = Cluster::found(3).await;
     for number in 0..20 {
         cluster.seats[0].propose(&number.to_string()).await;
@@ -100,7 +100,7 @@ async fn a_replica_that_lost_its_store_is_refused_under_its_old_id() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_replica_that_lost_its_store_takes_its_place_anew() {
+async fn a_replica_that_lost_its_store_rejoins_under_its_id() {
     let mut cluster = Cluster::found_with(3, |options| options.replaces_lost = true).await;
     for number in 0..20 {
         cluster.seats[0].propose(&number.to_string()).await;
@@ -148,7 +148,7 @@ fn swap(aside: &std::path::Path, data_dir: &std::path::Path) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_replica_that_runs_keeps_its_place() {
+async fn a_running_replica_is_not_replaced() {
     let mut cluster = Cluster::found_with(3, |options| options.replaces_lost = true).await;
     let leader = cluster.leader().await;
     for taken in [leader, leader % 3 + 1] {
@@ -169,7 +169,7 @@ async fn a_replica_that_runs_keeps_its_place() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_replica_that_moved_tells_its_new_address() {
+async fn a_moved_replica_announces_its_new_address() {
     let mut cluster = Cluster::found(3).await;
     let moved = cluster.leader().await % 3 + 1;
     cluster.seat(moved).crash().await;
@@ -191,7 +191,7 @@ async fn a_replica_that_moved_tells_its_new_address() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn another_cluster_and_a_taken_id_are_refused() {
+async fn joining_another_cluster_or_a_taken_id_is_refused() {
     let mut ours = Cluster::found(1).await;
     let mut theirs = Cluster::found(1).await;
     let address = theirs.seats[0].options.advertise.clone();
@@ -233,7 +233,7 @@ async fn a_member_of_another_cluster_is_refused_with_both_ids() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_member_that_meets_another_cluster_says_so_with_both_ids() {
+async fn a_member_reports_a_foreign_cluster_with_both_ids() {
     let mut cluster = Cluster::found(2).await;
     cluster.seats[0].propose("agreed").await;
     let address = cluster.seats[1].options.advertise.clone();
@@ -256,7 +256,7 @@ async fn a_member_that_meets_another_cluster_says_so_with_both_ids() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_member_does_not_start_under_the_name_of_another_cluster() {
+async fn a_member_does_not_start_under_another_cluster_name() {
     let mut cluster = Cluster::found(1).await;
     let id = cluster_id(&cluster.seats[0]);
     cluster.shutdown().await;
@@ -308,7 +308,7 @@ async fn a_store_serves_only_its_own_replica() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_replica_of_another_name_is_refused_with_both() {
+async fn a_replica_of_another_cluster_name_is_refused_with_both() {
     let mut cluster = Cluster::found(1).await;
     let mut other = Seat::new(2, Formation::Join(Peers::List(Vec::new())));
     other.options.cluster_name = "staging".to_owned();
@@ -322,7 +322,7 @@ async fn a_replica_of_another_name_is_refused_with_both() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_copied_config_makes_no_voter() {
+async fn a_replica_with_a_copied_config_stays_a_learner() {
     let mut cluster = Cluster::found(3).await;
     let formation = cluster.seats[0].options.formation.clone();
     // Its config wants three voters, and only two are left.

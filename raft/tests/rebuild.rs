@@ -10,7 +10,7 @@ mod common;
 use common::{Cluster, refused};
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_wrong_machine_takes_over_a_right_one_under_load() {
+async fn a_wrong_state_is_rebuilt_from_a_peer_under_load() {
     let mut cluster = Cluster::found(3).await;
     let leader = cluster.leader().await;
     let wrong = leader % 3 + 1;
@@ -56,7 +56,7 @@ async fn a_wrong_machine_takes_over_a_right_one_under_load() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_leader_and_a_stranger_are_refused() {
+async fn rebuild_refuses_leaders_and_strangers() {
     let mut cluster = Cluster::found(2).await;
     let leader = cluster.leader().await;
     let follower = leader % 2 + 1;

@@ -38,7 +38,7 @@ fn replayed(data: &Path, to: Option<u64>) -> (Result<ReplayRange, ReplayError>, 
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_store_is_replayed_to_any_index_it_has() {
+async fn a_store_can_be_replayed_to_any_index_it_has() {
     let mut cluster = Cluster::found_with(1, |options| options.snapshot_every_entries = 20).await;
     let seat = &mut cluster.seats[0];
     for number in 0..30 {

@@ -63,7 +63,7 @@ async fn five() -> Cluster {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn learners_are_given_votes_two_at_a_time_and_leave_again() {
+async fn learners_are_promoted_in_pairs_and_leave_again() {
     let mut cluster = five().await;
     let committed = cluster.seats[4].propose("of five").await;
     cluster.agree(committed.index).await;
@@ -101,7 +101,7 @@ async fn learners_are_given_votes_two_at_a_time_and_leave_again() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn nobody_goes_whom_the_others_need() {
+async fn a_member_needed_for_the_quorum_may_not_leave() {
     let mut cluster = Cluster::found_with(3, promoting).await;
     let leader = cluster.leader().await;
     let other = leader % 3 + 1;

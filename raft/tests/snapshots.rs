@@ -30,7 +30,7 @@ fn flip(path: &Path, at: usize) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn who_lags_behind_the_log_gets_a_snapshot() {
+async fn a_replica_behind_the_log_gets_a_snapshot() {
     let mut cluster = Cluster::found_with(3, |options| options.snapshot_every_entries = 20).await;
     let leader = cluster.leader().await;
     let late = leader % 3 + 1;
@@ -89,7 +89,7 @@ async fn a_new_learner_gets_a_snapshot() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn bytes_bring_a_snapshot_too() {
+async fn log_bytes_trigger_a_snapshot() {
     let mut cluster =
         Cluster::found_with(1, |options| options.snapshot_every_bytes = 100_000).await;
     for _ in 0..12 {
@@ -130,7 +130,7 @@ async fn a_damaged_snapshot_is_named_at_start() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_missing_snapshot_is_noticed_at_start() {
+async fn a_missing_snapshot_is_detected_at_start() {
     let mut cluster = Cluster::found_with(1, |options| options.snapshot_every_entries = 10).await;
     for number in 0..50 {
         cluster.seats[0].propose(&number.to_string()).await;
@@ -154,7 +154,7 @@ async fn a_missing_snapshot_is_noticed_at_start() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_command_the_machine_cannot_read_stops_the_replica() {
+async fn a_committed_unreadable_command_stops_the_replica() {
     let mut cluster = Cluster::found(1).await;
     cluster.seats[0].propose("good").await;
     let replica = cluster.seats[0].replica().clone();
@@ -181,7 +181,7 @@ async fn a_command_the_machine_cannot_read_stops_the_replica() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_snapshot_that_cannot_be_written_is_written_later() {
+async fn a_failed_snapshot_is_retried_later() {
     let mut cluster = Cluster::found(1).await;
     let seat = &cluster.seats[0];
     seat.propose("before").await;

@@ -230,7 +230,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn frames_and_fields_are_as_the_standards_have_them() {
+    fn frames_and_fields_follow_the_standards() {
         let ping = frame(PING, ACK, 0, b"12345678");
         assert_eq!(ping[..9], [0, 0, 8, 6, 1, 0, 0, 0, 0]);
         assert_eq!(field("a", "bc"), [0, 1, b'a', 2, b'b', b'c']);

@@ -129,7 +129,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_seed_gives_the_same_mutations_and_bounded_ones() {
+    fn mutations_are_bounded_and_determined_by_the_seed() {
         let original: Vec<u8> = (0..=255).cycle().take(3 * INPUT_BYTES_MAX / 2).collect();
         let others = [original.clone(), vec![7; 9], Vec::new()];
         let run = |seed| {

@@ -470,7 +470,7 @@ mod tests {
     use crate::fuzzing::mutate::MutationRng;
 
     #[test]
-    fn seeds_are_what_they_stand_for() {
+    fn fuzzing_seeds_are_valid_inputs() {
         for seed in commands_seeds() {
             for entry in entries(&seed) {
                 decode_envelope(entry).unwrap();

@@ -105,7 +105,7 @@ mod tests {
     use crate::invariants::fixture::{RecordBuilder, drain, put};
 
     #[test]
-    fn a_write_that_is_not_there_is_seen() {
+    fn a_lost_write_is_detected() {
         let mut story = RecordBuilder::begun();
         let index = story.write(1, put("a", 1));
         story.acknowledged(1, put("a", 1), index);
@@ -115,7 +115,7 @@ mod tests {
     }
 
     #[test]
-    fn a_key_is_removed_by_the_command_that_all_builds_can_read() {
+    fn a_key_removed_by_another_command_counts_as_removed() {
         let id = ApiKeyId(1);
         let key = ApiKeySpec {
             id,
@@ -134,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn a_write_of_another_replica_or_of_the_future_is_seen() {
+    fn a_write_of_another_replica_or_the_future_is_detected() {
         let mut story = RecordBuilder::begun();
         let index = story.write(1, put("a", 1));
         story.acknowledged(2, put("a", 1), index);
@@ -146,7 +146,7 @@ mod tests {
     }
 
     #[test]
-    fn an_effect_that_was_not_told_is_seen() {
+    fn an_unreported_effect_is_detected() {
         let mut story = RecordBuilder::begun();
         let index = story.write(1, drain("nobody", true));
         story.acknowledged(1, drain("nobody", true), index);

@@ -92,7 +92,7 @@ mod tests {
     use crate::oracle::history::RequestEnd;
 
     #[test]
-    fn an_advance_that_is_never_settled_is_seen() {
+    fn an_unsettled_advance_is_detected() {
         let mut story = RecordBuilder::begun();
         let most = RequestTokens {
             input_uncached: 10,

@@ -60,7 +60,7 @@ mod tests {
     }
 
     #[test]
-    fn an_index_left_out_or_twice_is_seen() {
+    fn a_skipped_or_repeated_index_is_detected() {
         assert_eq!(check(&applied(&[1, 2, 3])), Ok(3));
         assert!(check(&applied(&[1, 3])).is_err());
         assert!(check(&applied(&[1, 2, 2])).is_err());
@@ -68,7 +68,7 @@ mod tests {
     }
 
     #[test]
-    fn only_a_snapshot_leaps_and_only_forwards() {
+    fn only_snapshots_skip_indexes_and_only_forwards() {
         let mut record = applied(&[1, 2]);
         record.observation.restored(9, run(1, 1), 9, Some(0));
         record.observation.applied(10, run(1, 1), 10, None, Some(0));
@@ -80,7 +80,7 @@ mod tests {
     }
 
     #[test]
-    fn a_run_that_begins_anew_begins_where_it_can() {
+    fn a_restarted_run_begins_at_a_possible_index() {
         let mut record = applied(&[1, 2]);
         record.observation.applied(5, run(1, 2), 1, None, Some(0));
         assert_eq!(check(&record), Ok(3));

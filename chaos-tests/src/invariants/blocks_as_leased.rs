@@ -24,7 +24,7 @@ mod tests {
     use crate::invariants::fixture::RecordBuilder;
 
     #[test]
-    fn another_block_than_the_one_that_had_to_go_is_seen() {
+    fn eviction_of_a_wrong_block_is_detected() {
         let mut story = RecordBuilder::lively();
         story.image(|_| {});
         assert!(check(&story.record).is_ok_and(|subjects| subjects > 0));

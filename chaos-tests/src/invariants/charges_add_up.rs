@@ -149,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn too_much_and_too_little_are_seen() {
+    fn overcharges_and_undercharges_are_detected() {
         assert_eq!(used(10, 10, true), Ok(1));
         assert!(used(10, 11, true).is_err());
         assert!(used(10, 9, true).is_err());

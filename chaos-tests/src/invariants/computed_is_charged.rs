@@ -101,7 +101,7 @@ mod tests {
     }
 
     #[test]
-    fn whoever_is_served_unpaid_is_seen() {
+    fn uncharged_service_is_detected() {
         assert_eq!(hidden(232, 232), Ok(1));
         assert_eq!(hidden(232, 100), Ok(1));
         assert!(hidden(232, 99).is_err());

@@ -43,7 +43,7 @@ mod tests {
     use crate::invariants::fixture::{RecordBuilder, put};
 
     #[test]
-    fn a_replica_that_stays_behind_is_seen() {
+    fn a_lagging_replica_is_detected() {
         let mut story = RecordBuilder::lively();
         story.rest();
         assert_eq!(check(&story.record), Ok(1));
@@ -53,7 +53,7 @@ mod tests {
     }
 
     #[test]
-    fn another_state_is_seen() {
+    fn a_diverged_state_is_detected() {
         let mut story = RecordBuilder::lively();
         story.rest();
         let at_rest = &mut story.record.observation.at_rest;

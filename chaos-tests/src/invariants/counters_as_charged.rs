@@ -24,7 +24,7 @@ mod tests {
     use crate::invariants::fixture::RecordBuilder;
 
     #[test]
-    fn a_charge_too_many_and_a_lift_too_few_are_seen() {
+    fn extra_charges_and_missing_lifts_are_detected() {
         let mut story = RecordBuilder::lively();
         story.image(|_| {});
         assert!(check(&story.record).is_ok_and(|subjects| subjects > 1));

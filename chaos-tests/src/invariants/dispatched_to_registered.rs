@@ -65,7 +65,7 @@ mod tests {
     }
 
     #[test]
-    fn a_backend_that_drains_or_is_not_there_yet_is_seen() {
+    fn dispatch_to_a_draining_or_unknown_backend_is_detected() {
         let mut story = RecordBuilder::begun();
         let put = story.write(1, put("a", 1));
         let drained = story.write(1, drain("a", true));
@@ -77,7 +77,7 @@ mod tests {
     }
 
     #[test]
-    fn an_earlier_life_is_seen() {
+    fn dispatch_to_an_earlier_incarnation_is_detected() {
         let mut story = RecordBuilder::begun();
         let first = story.write(1, put("a", 1));
         assert_eq!(dispatched(&mut story, first, first), Ok(1));

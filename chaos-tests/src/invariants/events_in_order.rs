@@ -50,7 +50,7 @@ mod tests {
     use state::kv_events::KvMode;
 
     #[test]
-    fn a_stream_that_goes_back_is_seen() {
+    fn an_event_stream_going_back_is_detected() {
         let mut story = RecordBuilder::lively();
         story.image(|image| following(image, KvMode::Exact, 7, Some(3)));
         story.image(|image| following(image, KvMode::Exact, 7, Some(4)));

@@ -67,7 +67,7 @@ mod tests {
     use crate::invariants::fixture::{RecordBuilder, following};
 
     #[test]
-    fn a_false_claim_is_seen() {
+    fn a_false_exact_mode_is_detected() {
         let mut story = RecordBuilder::lively();
         let cached = Arc::new(BTreeSet::from([BlockHash(1), BlockHash(2)]));
         story.record.observation.published(3, 0, cached);

@@ -83,7 +83,7 @@ mod tests {
     }
 
     #[test]
-    fn an_entry_that_somebody_cannot_read_is_seen() {
+    fn an_unreadable_entry_is_detected() {
         assert_eq!(check(&ended_key(6)), Ok(1));
         let broken = check(&ended_key(5)).unwrap_err();
         assert_eq!(broken.detail, "entry 2 is of format 6, a member knows 5");
@@ -91,7 +91,7 @@ mod tests {
     }
 
     #[test]
-    fn so_is_a_snapshot() {
+    fn an_unreadable_snapshot_is_detected() {
         let mut record = ended_key(6);
         record.observation.snapshots = vec![(run(1, 1), 6, 6), (run(2, 1), 7, 6)];
         let broken = check(&record).unwrap_err();
@@ -99,7 +99,7 @@ mod tests {
     }
 
     #[test]
-    fn so_is_a_message_unless_its_reader_ran_a_later_build() {
+    fn an_unreadable_message_is_detected_unless_downgraded() {
         let mut record = ended_key(6);
         let observation = &mut record.observation;
         observation.unreadable = vec![(5, run(2, 1), ReplicaId(1))];

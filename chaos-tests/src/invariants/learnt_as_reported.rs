@@ -28,7 +28,7 @@ mod tests {
     use crate::invariants::fixture::RecordBuilder;
 
     #[test]
-    fn a_ratio_that_nobody_reported_is_seen() {
+    fn an_unreported_ratio_is_detected() {
         let mut story = RecordBuilder::lively();
         let sample = TextSample {
             model: ModelKey(3),

@@ -24,7 +24,7 @@ mod tests {
     use crate::invariants::fixture::RecordBuilder;
 
     #[test]
-    fn a_lease_that_is_lost_is_seen() {
+    fn a_lost_lease_is_detected() {
         let mut story = RecordBuilder::lively();
         story.image(|_| {});
         assert!(check(&story.record).is_ok_and(|subjects| subjects > 0));

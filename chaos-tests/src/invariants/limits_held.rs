@@ -59,7 +59,7 @@ mod tests {
     }
 
     #[test]
-    fn a_limit_that_is_filled_is_accepted() {
+    fn a_fully_used_limit_is_accepted() {
         let idle = [(7, 6, 0, 3), (7, 6, 0, 3)];
         let full = [(7, 6, 3, 3), (7, 6, 3, 3)];
         let moved = [(7, 6, 2, 2), (7, 6, 4, 4)];
@@ -73,7 +73,7 @@ mod tests {
     }
 
     #[test]
-    fn a_request_beyond_the_limit_is_seen() {
+    fn a_request_beyond_the_limit_is_detected() {
         let idle = [(7, 6, 0, 3), (7, 6, 0, 3)];
         let beyond = [(7, 6, 4, 4), (7, 6, 3, 3)];
         assert!(story(&[&idle, &beyond]).is_err());
@@ -85,7 +85,7 @@ mod tests {
     }
 
     #[test]
-    fn who_does_not_agree_proves_nothing() {
+    fn replicas_that_disagree_are_not_judged() {
         let one = [(7, 6, 9, 9)];
         assert_eq!(story(&[&one]), Ok(0));
         let two_limits = [(7, 6, 3, 3), (7, 9, 6, 6)];

@@ -47,7 +47,7 @@ mod tests {
     use state::ids::ReplicaId;
 
     #[test]
-    fn an_acknowledgement_of_a_minority_is_seen() {
+    fn an_acknowledgement_by_a_minority_is_detected() {
         let mut story = RecordBuilder::begun();
         let seen = &mut story.record.observation;
         seen.reaches_majority(0, ReplicaId(1), false);

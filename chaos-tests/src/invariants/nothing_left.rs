@@ -56,7 +56,7 @@ mod tests {
     use crate::invariants::fixture::RecordBuilder;
 
     #[test]
-    fn what_is_left_is_seen() {
+    fn leftovers_at_rest_are_detected() {
         let mut story = RecordBuilder::lively();
         story.rest();
         assert!(check(&story.record).is_err());

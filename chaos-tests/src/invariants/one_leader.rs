@@ -46,7 +46,7 @@ mod tests {
     use crate::invariants::fixture::run;
 
     #[test]
-    fn two_runs_that_lead_one_term_are_seen() {
+    fn two_leaders_of_one_term_are_detected() {
         let mut record = RunRecord::default();
         let seen = &mut record.observation;
         seen.leads(1, run(1, 1), 1);

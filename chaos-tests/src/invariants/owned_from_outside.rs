@@ -69,13 +69,13 @@ mod tests {
     }
 
     #[test]
-    fn a_gap_is_seen() {
+    fn an_ownership_gap_is_detected() {
         assert!(broken(|_| {}).is_ok_and(|subjects| subjects > 0));
         assert!(broken(|it| it.owned.retain(|_, block| block.parent.is_some())).is_err());
     }
 
     #[test]
-    fn a_block_too_many_is_seen() {
+    fn an_extra_owned_block_is_detected() {
         assert!(broken(|it| it.capacity_blocks = Some(1)).is_err());
     }
 }

@@ -45,7 +45,7 @@ mod tests {
     use crate::invariants::fixture::run;
 
     #[test]
-    fn a_digest_that_differs_is_seen() {
+    fn a_different_digest_is_detected() {
         let mut record = RunRecord::default();
         let seen = &mut record.observation;
         seen.applied(1, run(1, 1), 1, Some(b"a"), Some(7));
@@ -56,7 +56,7 @@ mod tests {
     }
 
     #[test]
-    fn a_state_that_is_spoiled_on_purpose_does_not_count() {
+    fn a_deliberately_corrupted_state_is_not_judged() {
         let mut record = RunRecord::default();
         let seen = &mut record.observation;
         seen.applied(1, run(1, 1), 1, Some(b"a"), Some(7));

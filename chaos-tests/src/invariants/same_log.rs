@@ -48,7 +48,7 @@ mod tests {
     use crate::invariants::fixture::run;
 
     #[test]
-    fn another_command_at_the_same_index_is_seen() {
+    fn different_commands_at_one_index_are_detected() {
         let mut record = RunRecord::default();
         let seen = &mut record.observation;
         seen.applied(1, run(1, 1), 1, None, None);
@@ -62,7 +62,7 @@ mod tests {
     }
 
     #[test]
-    fn a_command_in_place_of_none_is_seen() {
+    fn a_command_in_place_of_a_blank_entry_is_detected() {
         let mut record = RunRecord::default();
         let seen = &mut record.observation;
         seen.applied(1, run(1, 1), 1, None, None);

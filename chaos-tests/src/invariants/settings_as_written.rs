@@ -28,7 +28,7 @@ mod tests {
     use crate::invariants::fixture::RecordBuilder;
 
     #[test]
-    fn a_setting_that_nobody_wrote_is_seen() {
+    fn an_unwritten_setting_is_detected() {
         let mut story = RecordBuilder::lively();
         story.image(|_| {});
         assert!(check(&story.record).is_ok_and(|subjects| subjects > 3));
@@ -40,7 +40,7 @@ mod tests {
     }
 
     #[test]
-    fn a_session_that_went_on_is_seen() {
+    fn an_advanced_session_is_detected() {
         let mut story = RecordBuilder::lively();
         story.image(|image| {
             let (_, seqs) = image.sessions.values_mut().next().unwrap();

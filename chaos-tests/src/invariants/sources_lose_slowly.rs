@@ -162,7 +162,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_told_of_stays() {
+    fn listed_engines_must_stay() {
         let mut held = fleet_of(4);
         let name = fleet::name("steady", 3);
         held.change(&found(name.clone()), 1).unwrap();
@@ -174,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn at_most_half_is_lost_and_nothing_goes_early() {
+    fn losing_over_half_or_too_early_is_detected() {
         let mut held = fleet_of(4);
         let name = |number| fleet::name("roll", number);
         held.change(&lost(name(0)), 1_000_000).unwrap();

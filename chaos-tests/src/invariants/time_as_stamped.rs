@@ -24,7 +24,7 @@ mod tests {
     use crate::invariants::fixture::RecordBuilder;
 
     #[test]
-    fn a_time_of_its_own_is_seen() {
+    fn a_deviating_time_is_detected() {
         let mut story = RecordBuilder::lively();
         story.image(|_| {});
         assert_eq!(check(&story.record), Ok(1));

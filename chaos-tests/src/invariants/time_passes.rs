@@ -77,7 +77,7 @@ mod tests {
     }
 
     #[test]
-    fn a_time_that_runs_away_or_stands_is_seen() {
+    fn a_racing_or_frozen_time_is_detected() {
         assert_eq!(after_ten_seconds(10_000, false), Ok(2));
         assert!(after_ten_seconds(3_600_000, false).is_err());
         assert!(after_ten_seconds(4000, false).is_err());

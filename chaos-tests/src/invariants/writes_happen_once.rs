@@ -64,7 +64,7 @@ mod tests {
     use crate::invariants::fixture::{RecordBuilder, put};
 
     #[test]
-    fn a_second_effect_is_seen() {
+    fn a_repeated_effect_is_detected() {
         let mut story = RecordBuilder::begun();
         let index = story.write(1, put("a", 1));
         story.acknowledged(1, put("a", 1), index);
@@ -75,7 +75,7 @@ mod tests {
     }
 
     #[test]
-    fn removals_of_a_key_count_together() {
+    fn removals_of_one_key_count_as_one_effect() {
         let id = ApiKeyId(1);
         let mut story = RecordBuilder::begun();
         story.record.observation.builds.insert(ReplicaId(2), 5);
@@ -87,7 +87,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_refused_and_happened_is_seen() {
+    fn an_effect_of_a_refused_write_is_detected() {
         let mut story = RecordBuilder::begun();
         story.write(1, put("a", 1));
         story.asked(1, Action::Write(put("a", 1)), OperationResult::Unknown);

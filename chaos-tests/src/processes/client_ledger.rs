@@ -376,7 +376,7 @@ mod tests {
     }
 
     #[test]
-    fn users_of_a_replica_that_lived_are_charged_to_the_token() {
+    fn users_of_a_surviving_replica_are_charged_exactly() {
         let mut book = ClientLedger::default();
         book.begin_account(charged(&[("of 0", 5, 10, 0, 1)]));
         book.note_answer(answered(0, 100, 30));
@@ -393,7 +393,7 @@ mod tests {
     }
 
     #[test]
-    fn figures_are_those_of_the_answers_since_they_were_asked_for() {
+    fn figures_cover_answers_since_the_last_call() {
         let mut book = ClientLedger::default();
         book.note_answer(answered(0, 100, 30));
         assert_eq!(book.take_figures(), AnswerFigures::default());
@@ -410,7 +410,7 @@ mod tests {
     }
 
     #[test]
-    fn users_of_a_replica_that_was_killed_are_charged_within_bounds() {
+    fn users_of_a_killed_replica_are_charged_within_bounds() {
         let mut book = ClientLedger::default();
         book.note_answer(answered(0, 100, 30));
         let (before, now) = (Instant::now() - Duration::from_secs(9), Instant::now());

@@ -232,7 +232,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_fault_is_drawn_and_has_a_name() {
+    fn every_fault_is_drawn_and_named() {
         let mut rng = Rng::new(1, 0);
         let mut drawn = std::collections::BTreeSet::new();
         for _ in 0..10_000 {

@@ -111,7 +111,7 @@ mod tests {
     }
 
     #[test]
-    fn a_way_there_and_a_way_back_at_different_times_are_ways() {
+    fn paths_each_way_at_different_times_connect() {
         let mut reach = Reach::default();
         let (inbound, outbound) = ([(1, 3), (2, 3)], [(3, 1), (3, 2)]);
         let all: &[&[u8]] = &[&IDS];
@@ -131,14 +131,14 @@ mod tests {
     }
 
     #[test]
-    fn a_way_round_is_a_way() {
+    fn an_indirect_path_connects() {
         let mut reach = Reach::default();
         let all: &[&[u8]] = &[&IDS];
         assert_eq!(reach.look(&IDS, &without(&[(1, 3), (3, 2)], all)), []);
     }
 
     #[test]
-    fn a_majority_of_any_electorate_known_meanwhile_is_one() {
+    fn a_majority_of_any_recent_electorate_suffices() {
         let mut reach = Reach::default();
         let cut = [(1, 3), (3, 1), (2, 3), (3, 2)];
         let mut look = |electorates: &[&[u8]]| reach.look(&IDS, &without(&cut, electorates));

@@ -81,7 +81,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn another_order_is_another_hash() {
+    fn the_trace_hash_depends_on_order() {
         let of = |events: [&str; 2]| {
             let trace = Trace::new(true);
             for event in events {

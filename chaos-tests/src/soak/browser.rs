@@ -111,7 +111,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_trick_says_that_it_is_of_another_site() {
+    fn every_browser_attack_carries_a_foreign_origin() {
         for trick in tricks() {
             let headers = trick.ask().headers;
             let is_foreign = [HOST, ORIGIN].iter().any(|name| headers.contains_key(name));

@@ -245,7 +245,7 @@ mod tests {
     }
 
     #[test]
-    fn what_falls_short_is_told() {
+    fn missed_overload_targets_are_reported() {
         let options = OverloadOptions {
             storm: Duration::from_secs(120),
             factor: 10.0,

@@ -215,7 +215,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn numbers_are_read_as_they_are_written() {
+    fn protobuf_numbers_round_trip() {
         let message = ProtobufMessage::default()
             .number(1, u64::MAX)
             .bytes(6, b"10.0.0.1:7")

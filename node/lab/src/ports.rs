@@ -57,13 +57,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn no_port_is_given_out_twice() {
+    fn ports_are_unique() {
         let ports: BTreeSet<_> = (0..50).flat_map(|_| free(3).unwrap()).collect();
         assert_eq!(ports.len(), 150);
     }
 
     #[test]
-    fn every_port_is_tried_before_one_is_tried_again() {
+    fn ports_are_tried_in_rotation() {
         let ports = Ports::from(u16::MAX - 5);
         let found: BTreeSet<_> = (0..10).flat_map(|_| ports.free(1).unwrap()).collect();
         let next = ports.0.load(Ordering::Relaxed);
@@ -72,7 +72,7 @@ mod tests {
     }
 
     #[test]
-    fn a_port_that_somebody_listens_at_is_not_free() {
+    fn a_listening_port_is_not_free() {
         let place = 7000;
         let port = Ports::from(place).free(1).unwrap()[0];
         let _listening = TcpListener::bind(("127.0.0.1", port)).unwrap();

@@ -55,7 +55,7 @@ mod tests {
 
     /// Runs that were recorded by their seed must stay reproducible.
     #[test]
-    fn the_numbers_of_a_seed_never_change() {
+    fn random_numbers_of_a_seed_are_golden() {
         let mut rng = Rng::new(7, 3);
         let drawn = [rng.next_u64(), rng.next_u64(), rng.below(1_000_000)];
         assert_eq!(
@@ -65,7 +65,7 @@ mod tests {
     }
 
     #[test]
-    fn streams_repeat_and_differ() {
+    fn random_streams_are_repeatable_and_distinct() {
         let draw = |seed, label| {
             let mut rng = Rng::new(seed, label);
             [rng.next_u64(), rng.below(1000), u64::from(rng.within(5, 9))]
@@ -77,7 +77,7 @@ mod tests {
     }
 
     #[test]
-    fn gaps_have_their_mean() {
+    fn exponential_gaps_have_the_requested_mean() {
         let mut rng = Rng::new(7, 0);
         let mean = (0..20_000).map(|_| rng.gap_us(10.0)).sum::<u64>() / 20_000;
         assert!((97_000..103_000).contains(&mean), "{mean} us");

@@ -78,7 +78,7 @@ mod tests {
     }
 
     #[test]
-    fn a_seed_decides_what_is_drawn_on_its_thread_alone() {
+    fn a_seed_determines_draws_of_its_thread_only() {
         seed(7);
         let first = draws(20);
         let elsewhere = std::thread::spawn(|| draws(20)).join().unwrap();
@@ -90,7 +90,7 @@ mod tests {
     }
 
     #[test]
-    fn the_numbers_are_those_of_the_paper() {
+    fn random_numbers_match_the_published_reference() {
         seed(0);
         assert_eq!(draw(), 0xe220_a839_7b1d_cdaf);
     }

@@ -100,7 +100,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_call_is_waited_for_as_long_as_it_asks() {
+    async fn a_call_may_extend_its_timeout() {
         assert_eq!(end_of(50 * MS, None).await, (true, 50 * MS));
         assert_eq!(end_of(150 * MS, None).await, (false, 100 * MS));
         assert_eq!(end_of(150 * MS, Some(200 * MS)).await, (true, 150 * MS));

@@ -253,7 +253,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn waiters_wake_in_the_order_in_which_they_began_to_wait() {
+    async fn waiters_wake_in_order_of_arrival() {
         let sender = WatchSender::new(0);
         let woken = Arc::new(Mutex::new(Vec::new()));
         let mut waiting = Vec::new();
@@ -273,7 +273,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_change_is_seen_once_and_the_end_is_seen() {
+    async fn a_receiver_sees_each_change_once_and_the_close() {
         let sender = WatchSender::new(0);
         let mut receiver = sender.subscribe();
         assert!(!sender.send_if_modified(|_| false));

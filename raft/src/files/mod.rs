@@ -216,7 +216,7 @@ mod tests {
     use crate::wire::proto;
 
     #[test]
-    fn a_message_is_read_back_and_damage_is_named() {
+    fn a_message_file_round_trips_and_damage_is_named() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("identity");
         assert_eq!(
@@ -242,7 +242,7 @@ mod tests {
     }
 
     #[test]
-    fn a_store_is_set_aside_once_per_damage() {
+    fn each_damaged_store_is_set_aside_under_a_new_name() {
         let folder = tempfile::tempdir().unwrap();
         assert_eq!(set_store_aside(folder.path()).unwrap(), None);
         for number in 1..=2 {

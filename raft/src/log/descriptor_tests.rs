@@ -12,10 +12,10 @@ use crate::types::{Vote, log_id};
 
 /// Environment variable set in the child process, since the limit applies to the whole process.
 const ALONE: &str = "RAFT_TEST_WITHOUT_DESCRIPTORS";
-const NAME: &str = "log::descriptor_tests::the_log_opens_nothing_while_it_runs";
+const NAME: &str = "log::descriptor_tests::a_running_log_opens_no_descriptors";
 
 #[test]
-fn the_log_opens_nothing_while_it_runs() {
+fn a_running_log_opens_no_descriptors() {
     if std::env::var_os(ALONE).is_some() {
         return work_without_descriptors();
     }

@@ -32,7 +32,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_closed_log_waits_for_the_lock_on_its_file() {
+    fn closing_a_log_waits_for_its_file_lock() {
         let file = tempfile::NamedTempFile::new().unwrap();
         file.as_file().lock().unwrap();
         let is_released = AtomicBool::new(false);

@@ -206,7 +206,7 @@ mod tests {
     }
 
     #[test]
-    fn the_newest_mark_is_found_over_restarts() {
+    fn the_newest_mark_survives_restarts() {
         let (_folder, layout) = laid_out();
         assert_eq!(found(&layout).unwrap(), LogMark::default());
         for index in 0..5 {
@@ -219,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn a_slot_with_any_wrong_byte_leaves_the_one_before() {
+    fn a_corrupt_slot_falls_back_to_the_previous_mark() {
         let (_folder, layout) = laid_out();
         let (mut file, _) = MarkFile::open(&layout).unwrap();
         for index in 1..=3 {
@@ -241,7 +241,7 @@ mod tests {
     }
 
     #[test]
-    fn a_mark_of_the_earlier_format_is_read_and_replaced() {
+    fn a_mark_of_the_previous_format_is_read_and_replaced() {
         let (_folder, layout) = laid_out();
         let wire = proto::LogMark::from(mark(7));
         files::store_message(&SystemFiles, &layout.mark(), &wire).unwrap();
@@ -252,7 +252,7 @@ mod tests {
 
     /// Pins the byte layout of a slot: changing it requires a new magic number.
     #[test]
-    fn a_slot_has_these_bytes() {
+    fn a_mark_slot_has_golden_bytes() {
         let golden = [
             &MAGIC[..],
             &[0xff; 4],

@@ -215,7 +215,7 @@ fn some_batch(model: &Model, term: &mut u64, coin: &mut Coin) -> Vec<LogChange> 
 }
 
 #[test]
-fn a_power_cut_amid_truncations_and_purges_leaves_a_state_on_the_way() {
+fn a_power_cut_amid_truncations_and_purges_leaves_a_reached_state() {
     for seed in 0..4 {
         let (folder, layout, disk) = new_log();
         let (mut model, mut term, mut coin) = (Model::default(), 1, Coin(seed));
@@ -263,7 +263,7 @@ fn left(folder: &Path, data: &[u8], mark: &[u8]) -> Model {
 /// The mark is lowered before entries are removed and raised after others are synced. Torn at
 /// either moment, it promises no more than the log contains.
 #[test]
-fn a_power_cut_amid_a_mark_leaves_one_that_holds() {
+fn a_power_cut_amid_a_mark_leaves_a_valid_mark() {
     let (mut lowered, mut raised) = (0, 0);
     for seed in 0..4 {
         let (folder, layout, disk) = new_log();
@@ -304,7 +304,7 @@ fn a_power_cut_amid_a_mark_leaves_one_that_holds() {
 
 /// Everything is synced when opened, because sled never syncs the file with the layout of its data.
 #[test]
-fn everything_is_synced_before_it_is_believed() {
+fn opening_a_log_syncs_all_files() {
     let folder = tempfile::tempdir().unwrap();
     let layout = Layout::new(folder.path());
     layout.create().unwrap();

@@ -82,7 +82,7 @@ mod tests {
     use crate::testing::entry;
 
     #[test]
-    fn any_changed_byte_is_found() {
+    fn any_changed_byte_is_detected() {
         let entry = entry(1, 7, 12);
         let record = encode(&entry);
         assert_eq!(decode(7, &record), Ok(entry));

@@ -92,7 +92,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn space_is_taken_ahead_and_again_after_the_file_was_cut() {
+    fn space_is_reserved_ahead_and_again_after_truncation() {
         let file = tempfile::tempfile().unwrap();
         let room = ReservedSpace::default();
         file.set_len(BYTES_MIN).unwrap();

@@ -47,7 +47,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_sync_counts_in_the_first_bucket_it_fits() {
+    fn each_sync_counts_in_the_first_fitting_bucket() {
         let meter = SyncMeter::default();
         for millis in [0, 1, 3, 9000] {
             meter.observe(Duration::from_millis(millis));

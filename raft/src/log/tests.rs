@@ -70,7 +70,7 @@ async fn the_log_in_memory_passes_the_suite() {
 }
 
 #[tokio::test]
-async fn a_restart_finds_vote_entries_and_committed() {
+async fn a_restart_recovers_vote_entries_and_committed() {
     let folder = tempfile::tempdir().unwrap();
     let mut log = open(&folder, &Storage::Sled).unwrap();
     assert!(log.is_pristine());
@@ -127,7 +127,7 @@ async fn a_restart_forgets_what_was_truncated_and_purged() {
 }
 
 #[tokio::test]
-async fn entries_out_of_memory_are_read_from_disk() {
+async fn evicted_entries_are_read_from_disk() {
     let folder = tempfile::tempdir().unwrap();
     let mut log = open(&folder, &Storage::Sled).unwrap();
     let bytes = 512 * 1024;
@@ -150,7 +150,7 @@ async fn entries_out_of_memory_are_read_from_disk() {
 }
 
 #[tokio::test]
-async fn a_cached_entry_keeps_nothing_of_what_it_was_read_from() {
+async fn a_cached_entry_does_not_retain_its_read_buffer() {
     let folder = tempfile::tempdir().unwrap();
     let mut log = open(&folder, &Storage::Memory(MemoryDisk::new())).unwrap();
     let read: Arc<[u8]> = Arc::from([7; 8192]);
@@ -163,7 +163,7 @@ async fn a_cached_entry_keeps_nothing_of_what_it_was_read_from() {
 }
 
 #[tokio::test]
-async fn a_failed_disk_is_never_written_again() {
+async fn a_failed_disk_is_not_written_again() {
     let folder = tempfile::tempdir().unwrap();
     let disk = MemoryDisk::new();
     let fault = FatalError::new();
@@ -186,7 +186,7 @@ async fn a_failed_disk_is_never_written_again() {
 }
 
 #[tokio::test]
-async fn a_disk_that_panics_has_failed() {
+async fn a_panic_in_the_disk_counts_as_failure() {
     let folder = tempfile::tempdir().unwrap();
     let disk = MemoryDisk::with_sync(|| panic!("on purpose"));
     let fault = FatalError::new();
@@ -204,7 +204,7 @@ async fn a_disk_that_panics_has_failed() {
 }
 
 #[tokio::test]
-async fn a_full_disk_is_waited_for() {
+async fn writes_wait_while_the_disk_is_full() {
     let folder = tempfile::tempdir().unwrap();
     let (disk, fault) = (MemoryDisk::new(), FatalError::new());
     let layout = Layout::new(folder.path());
@@ -230,7 +230,7 @@ async fn a_full_disk_is_waited_for() {
 
 /// A batch that was given up leaves a gap: nothing may follow it, even if space becomes available.
 #[tokio::test]
-async fn a_log_that_stops_on_a_full_disk_gives_up_for_good() {
+async fn a_log_stopped_on_a_full_disk_writes_nothing_later() {
     for blocking in [BlockingMode::InPlace, BlockingMode::Pool] {
         let (disk, fault) = (MemoryDisk::new(), FatalError::new());
         let handle = Arc::new(disk.open());
@@ -260,7 +260,7 @@ async fn a_log_that_stops_on_a_full_disk_gives_up_for_good() {
 }
 
 #[tokio::test]
-async fn a_committed_id_that_another_entry_stands_at_is_not_believed() {
+async fn a_committed_id_that_differs_from_its_entry_is_ignored() {
     let folder = tempfile::tempdir().unwrap();
     let disk = MemoryDisk::new();
     let append = LogChange::Append(entries(5, 0..3, 1));
@@ -275,7 +275,7 @@ async fn a_committed_id_that_another_entry_stands_at_is_not_believed() {
 }
 
 #[test]
-fn an_entry_of_an_earlier_leader_stays_in_memory_until_it_is_written() {
+fn an_entry_of_an_earlier_leader_stays_cached_until_written() {
     let memory = LogCache::new(&MemoryDisk::new().open(), DiskContents::default());
     let later = entries(5, 0..1, 1);
     lock(&memory.0).push(later[0].clone());
@@ -294,7 +294,7 @@ fn an_entry_of_an_earlier_leader_stays_in_memory_until_it_is_written() {
 }
 
 #[tokio::test]
-async fn a_failed_write_leaves_the_mark_where_it_was() {
+async fn a_failed_write_does_not_move_the_mark() {
     let folder = tempfile::tempdir().unwrap();
     let mut log = open(&folder, &Storage::Sled).unwrap();
     log.save_vote(&Vote::new_committed(1, 1)).await.unwrap();

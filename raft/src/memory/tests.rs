@@ -20,7 +20,7 @@ fn content(handle: &MemoryHandle, path: &str) -> io::Result<Vec<u8>> {
 }
 
 #[test]
-fn a_crash_keeps_what_was_synced_and_a_prefix_of_the_rest() {
+fn a_crash_keeps_synced_data_and_a_prefix_of_the_rest() {
     for kept in 0..=4 {
         let disk = MemoryDisk::new();
         let handle = disk.open();
@@ -55,7 +55,7 @@ fn a_crash_keeps_what_was_synced_and_a_prefix_of_the_rest() {
 }
 
 #[test]
-fn a_replica_from_before_a_crash_changes_nothing() {
+fn a_handle_from_before_a_crash_changes_nothing() {
     let disk = MemoryDisk::new();
     let (before, path) = (disk.open(), Path::new("/data/raft/lock"));
     let lock = before.lock(path).unwrap();
@@ -80,7 +80,7 @@ fn a_replica_from_before_a_crash_changes_nothing() {
 }
 
 #[test]
-fn a_file_is_there_after_its_folder_was_synced_and_whole_after_it_was() {
+fn a_file_survives_once_it_and_its_folder_are_synced() {
     let disk = MemoryDisk::new();
     let handle = disk.open();
     let write = |path: &str, bytes: &[u8], sync: bool| {
@@ -110,7 +110,7 @@ fn a_file_is_there_after_its_folder_was_synced_and_whole_after_it_was() {
 }
 
 #[test]
-fn a_disk_that_runs_short_begins_nothing_and_goes_on_later() {
+fn a_short_disk_refuses_new_writes_until_it_recovers() {
     let disk = MemoryDisk::new();
     let handle = disk.open();
     let path = Path::new("/data/a");
@@ -130,7 +130,7 @@ fn a_disk_that_runs_short_begins_nothing_and_goes_on_later() {
 }
 
 #[test]
-fn a_broken_disk_takes_nothing_until_it_is_repaired() {
+fn a_broken_disk_refuses_writes_until_repaired() {
     let disk = MemoryDisk::new();
     let handle = disk.open();
     disk.fail(Some("disk full".to_owned()));

@@ -396,7 +396,7 @@ mod tests {
     use crate::net::Tcp;
 
     #[test]
-    fn tries_get_rarer_up_to_a_limit() {
+    fn connection_attempts_back_off_to_a_limit() {
         let now = Instant::now();
         let mut retry = ReconnectBackoff::AT_ONCE;
         assert!(retry.is_due(now));
@@ -411,7 +411,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_dead_peer_is_not_tried_more_often_by_more_calls() {
+    async fn more_calls_do_not_dial_a_dead_peer_more_often() {
         let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
         let address = free.local_addr().unwrap().to_string();
         drop(free);

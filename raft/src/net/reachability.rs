@@ -145,7 +145,7 @@ mod tests {
     }
 
     #[test]
-    fn a_leader_that_hears_all_is_as_good_as_any() {
+    fn a_fully_connected_leader_is_not_replaced() {
         let reports = BTreeMap::from([(2, report_of([1, 2, 3])), (3, report_of([1, 2, 3]))]);
         let voters = set([1, 2, 3]);
         assert_eq!(better_leader(1, &voters, &set([2, 3]), &reports), None);
@@ -155,7 +155,7 @@ mod tests {
     }
 
     #[test]
-    fn a_leader_whom_no_call_reaches_is_replaced() {
+    fn an_unreachable_leader_is_replaced() {
         let voters = set([1, 2, 3]);
         let mut reports = BTreeMap::from([(2, report_of([1, 2, 3])), (3, report_of([1, 2, 3]))]);
         assert_eq!(better_leader(1, &voters, &set([]), &reports), Some(2));
@@ -173,20 +173,20 @@ mod tests {
     }
 
     #[test]
-    fn who_is_in_the_middle_leads() {
+    fn the_voter_that_reaches_all_others_leads() {
         let voters = set([1, 2, 3]);
         let reports = BTreeMap::from([(2, report_of([1, 2, 3]))]);
         assert_eq!(better_leader(1, &voters, &set([2]), &reports), Some(2));
     }
 
     #[test]
-    fn of_two_voters_neither_is_better_nor_is_a_learner() {
+    fn neither_of_two_voters_nor_a_learner_is_a_better_leader() {
         let reports = BTreeMap::from([(2, report_of([1, 2])), (9, report_of([1, 2, 9]))]);
         assert_eq!(better_leader(1, &set([1, 2]), &set([]), &reports), None);
     }
 
     #[tokio::test(start_paused = true)]
-    async fn what_was_long_ago_does_not_count() {
+    async fn old_reachability_reports_expire() {
         let reachability = Reachability::default();
         reachability.heard(2);
         reachability.reported(2, report_of([1, 2]));

@@ -77,7 +77,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_connection_belongs_to_the_first_that_is_named_on_it() {
+    fn a_connection_belongs_to_the_first_replica_named_on_it() {
         let sender = PeerSender::default();
         assert!(sender.bind(2).is_ok());
         assert!(sender.clone().bind(2).is_ok());
@@ -85,7 +85,7 @@ mod tests {
     }
 
     #[test]
-    fn a_certificate_speaks_for_the_ids_that_it_names() {
+    fn a_certificate_authenticates_only_its_replica_ids() {
         let sender = PeerSender::certified(vec![2, 3], "prod");
         let refused = sender.bind(1).unwrap_err();
         assert!(

@@ -87,7 +87,7 @@ mod tests {
     }
 
     #[test]
-    fn entries_follow_each_other_up_to_the_leaders_term() {
+    fn entries_must_be_consecutive_and_within_the_leaders_term() {
         let vote = Vote::new_committed(5, 1);
         let check = |previous, committed, entries: &[Entry]| {
             check_entries(vote, previous, committed, entries)

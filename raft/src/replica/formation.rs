@@ -530,7 +530,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_address_that_does_not_answer_may_be_a_replica() {
+    fn a_silent_address_counts_as_a_replica() {
         let half = [Some(1), Some(2), Some(3), None, None, None];
         let v4 = half.map(|store| (false, store));
         assert_eq!(count_resolved(1, &v4), 6);
@@ -541,7 +541,7 @@ mod tests {
     }
 
     #[test]
-    fn a_replica_that_listens_on_one_of_two_families_is_one() {
+    fn a_replica_on_one_address_family_counts_once() {
         let v4 = [1, 2, 3].map(|store| (false, Some(store)));
         let v6 = [(true, None); 3];
         assert_eq!(count_resolved(1, &[v4, v6].concat()), 3);

@@ -114,7 +114,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_contact_counts_once_what_was_committed_at_it_is_applied() {
+    async fn leader_contact_counts_once_its_commits_are_applied() {
         let pass = |ms| tokio::time::advance(Duration::from_millis(ms));
         let (contact, leader) = (LeaderContact::default(), Vote::new(2, 1));
         // Nothing of the leader's own term is committed: it does not know earlier commits yet.
@@ -142,7 +142,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_leader_is_confirmed_by_its_quorum() {
+    async fn leader_contact_is_confirmed_by_its_quorum() {
         let (contact, leader) = (LeaderContact::default(), Vote::new(2, 1));
         let acknowledged = Instant::now();
         tokio::time::advance(Duration::from_millis(80)).await;

@@ -187,7 +187,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_a_member_tells_is_bounded() {
+    fn member_info_is_bounded() {
         let labels = |count: usize, bytes: usize| -> BTreeMap<String, String> {
             let label = |n| (format!("label-{n}"), "x".repeat(bytes));
             (0..count).map(label).collect()

@@ -258,7 +258,7 @@ mod tests {
     }
 
     #[test]
-    fn one_slow_answer_changes_nothing() {
+    fn a_single_timeout_does_not_change_a_peers_state() {
         let report = |state, detail: &str| PeerFinding {
             address: "a:1".to_owned(),
             state,
@@ -280,7 +280,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reason_is_said_ever_more_rarely_and_a_new_one_at_once() {
+    fn a_repeated_reason_is_logged_rarely_and_a_new_one_at_once() {
         let start = Instant::now();
         let mut log = SearchLog::new(start);
         let mut said = Vec::new();

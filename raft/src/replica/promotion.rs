@@ -157,7 +157,7 @@ mod tests {
     }
 
     #[test]
-    fn an_odd_number_of_replicas_votes() {
+    fn promotion_keeps_the_number_of_voters_odd() {
         assert_eq!(given(3, &[], 5), None);
         assert_eq!(given(3, &[4], 5), None, "four tolerate no more than three");
         assert_eq!(given(3, &[4, 5], 5), Some(4));
@@ -170,7 +170,7 @@ mod tests {
     }
 
     #[test]
-    fn a_learner_that_fell_behind_begins_anew() {
+    fn a_learner_that_falls_behind_restarts_its_wait() {
         let promotion = Promotion {
             after: AFTER,
             voters_max: 5,

@@ -149,7 +149,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_an_agreed_and_newer_membership_removes() {
+    fn only_an_agreed_newer_membership_removes_a_replica() {
         let lacks = |known, answers: &[(u64, Vec<u64>)]| lacks(3, known, answers.iter().cloned());
         assert!(lacks(5, &[(9, vec![1, 2])]));
         assert!(lacks(9, &[(9, vec![1, 2])]), "it knows so itself");

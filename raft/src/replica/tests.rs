@@ -77,7 +77,7 @@ impl Replica {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_learner_or_stranger_changes_nobody_and_is_given_no_vote() {
+async fn learners_and_strangers_cannot_change_members_or_get_votes() {
     let (one, two) = two_led_by_the_first().await;
     one.let_in(7).await;
     let before = one.status().members;
@@ -146,7 +146,7 @@ async fn a_learner_or_stranger_changes_nobody_and_is_given_no_vote() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_change_of_voters_left_halfway_is_finished() {
+async fn an_unfinished_change_of_voters_is_completed() {
     let (one, two) = two_led_by_the_first().await;
     let mut status = one.watch();
 
@@ -180,7 +180,7 @@ async fn a_change_of_voters_left_halfway_is_finished() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_a_removed_member_told_before_does_not_bring_it_back() {
+async fn an_earlier_update_does_not_readmit_a_removed_member() {
     let (one, two) = two_led_by_the_first().await;
     let mut told = one.inner.node(2).unwrap();
     told.labels.insert("moved".to_owned(), "yes".to_owned());
@@ -210,7 +210,7 @@ async fn what_a_removed_member_told_before_does_not_bring_it_back() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_removed_member_is_let_in_again_only_if_it_asks_after_its_removal() {
+async fn a_removed_member_rejoins_only_by_a_later_request() {
     // The removal is known from the log, from the state, or from a restored snapshot.
     for kept_by in ["log", "state", "snapshot"] {
         asks_before_and_after_its_removal(kept_by).await;

@@ -179,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn a_snapshot_is_read_back_at_any_length() {
+    fn snapshots_of_any_length_round_trip() {
         let folder = tempfile::tempdir().unwrap();
         let folder = opened(&folder);
         for (index, length) in [0, 1, CHUNK_BYTES, CHUNK_BYTES + 1].into_iter().enumerate() {
@@ -197,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn any_damage_is_found() {
+    fn any_snapshot_damage_is_detected() {
         let folder = tempfile::tempdir().unwrap();
         let folder = opened(&folder);
         let file = write(&folder, 1, b"the state of a machine");
@@ -219,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_left_unfinished_is_removed() {
+    fn unfinished_snapshots_are_removed() {
         let folder = tempfile::tempdir().unwrap();
         fs::write(folder.path().join("7.unfinished"), b"half").unwrap();
         let snapshots = opened(&folder);

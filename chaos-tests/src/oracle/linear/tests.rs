@@ -147,7 +147,7 @@ impl LinearizableRun {
 }
 
 #[test]
-fn true_histories_are_taken() {
+fn linearizable_histories_are_accepted() {
     let mut explained = 0;
     for seed in 0..40 {
         let record = LinearizableRun::history(seed, 80);
@@ -292,7 +292,7 @@ fn reordered_writes_are_refused_by_both() {
 }
 
 #[test]
-fn a_write_of_unknown_outcome_may_come_late_or_never_but_not_come_and_go() {
+fn an_unknown_write_may_apply_late_or_never_but_not_vanish() {
     let unknown = |reads: &[u32]| {
         let mut steps = vec![(1, false)];
         steps.extend(reads.iter().map(|weight| (*weight, true)));
@@ -310,7 +310,7 @@ fn a_write_of_unknown_outcome_may_come_late_or_never_but_not_come_and_go() {
 }
 
 #[test]
-fn a_search_that_is_too_dear_is_left_undecided() {
+fn an_expensive_search_is_left_undecided() {
     let mut record = one_after_the_other(&[(1, false)]);
     for weight_milli in 10..20 {
         let name = "a".to_owned();

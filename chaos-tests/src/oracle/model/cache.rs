@@ -199,7 +199,7 @@ mod tests {
     }
 
     #[test]
-    fn the_least_recently_released_path_goes_from_its_end() {
+    fn the_oldest_released_path_is_evicted_from_its_end() {
         let mut cache = ModelCache::new(Some(4));
         for (first, second) in [(1, 2), (3, 4)] {
             let (tip, inserted) = cache.acquire(None, &blocks(&[first, second]));
@@ -213,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn what_never_ran_is_given_back_and_what_is_held_stays() {
+    fn discarded_blocks_are_returned_and_leased_ones_stay() {
         let mut cache = ModelCache::new(Some(2));
         let (held, _) = cache.acquire(None, &blocks(&[1, 2, 3]));
         assert_eq!(owned(&cache), [1, 2, 3]);

@@ -150,7 +150,7 @@ impl RecordedLog {
 }
 
 #[test]
-fn random_logs_are_followed() {
+fn the_model_follows_random_logs() {
     let checks = [
         same_log::check,
         same_digest::check,

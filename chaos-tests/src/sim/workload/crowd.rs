@@ -331,7 +331,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn in_half_of_the_seeds_somebody_is_there_and_everybody_in_some() {
+    fn every_client_behaviour_occurs_in_some_seed() {
         let crowds: Vec<Vec<ClientBehaviour>> = (0..200).map(ClientBehaviour::of).collect();
         let empty = crowds.iter().filter(|crowd| crowd.is_empty()).count();
         assert!((60..140).contains(&empty), "{empty}");

@@ -158,7 +158,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(200))]
 
     #[test]
-    fn the_pool_does_what_the_rules_say(blocks in 3_u32..24, steps in steps()) {
+    fn the_block_pool_equals_a_naive_model(blocks in 3_u32..24, steps in steps()) {
         let mut pool = BlockPool::new(blocks, 4);
         let mut naive = Naive::new(blocks as usize, 4);
         let mut running: Vec<Running> = Vec::new();
@@ -290,7 +290,7 @@ fn run_recorded(
 }
 
 #[test]
-fn a_recorded_vllm_stored_hit_and_evicted_the_same() {
+fn the_block_pool_matches_a_recorded_vllm() {
     let mut pool = BlockPool::new(1024, 32);
     let mut fresh = 1_000_000;
     for line in include_str!("recorded/vllm032_bs32.jsonl").lines() {

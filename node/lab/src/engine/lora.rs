@@ -124,7 +124,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_least_recently_used_idle_adapter_gives_way() {
+    fn the_least_recently_used_idle_adapter_is_unloaded() {
         const LOAD: Duration = Duration::from_millis(10);
         let names: Vec<Arc<str>> = ["a", "b", "c", "d"].map(Arc::from).to_vec();
         let [a, b, c, d] = [&names[0], &names[1], &names[2], &names[3]];
@@ -140,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn a_page_keeps_what_was_before() {
+    fn lora_metrics_keep_earlier_series() {
         let (a, b): (Arc<str>, Arc<str>) = (Arc::from("a"), Arc::from("b"));
         let mut series = LoraSeries::default();
         series.note([&b, &a, &b].into_iter(), [].into_iter(), 1.5);

@@ -195,7 +195,7 @@ mod tests {
     use std::time::Duration;
 
     #[test]
-    fn the_page_has_what_a_router_reads() {
+    fn the_metrics_page_has_the_series_a_router_reads() {
         let shape = EngineShape {
             num_gpu_blocks: 100,
             block_size: 32,

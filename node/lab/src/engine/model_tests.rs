@@ -39,7 +39,7 @@ fn run_to_end(scheduler: &mut Scheduler) -> (Duration, Vec<RequestProgress>) {
 }
 
 #[test]
-fn a_lone_request_takes_its_prefill_and_a_decode_step_per_further_token() {
+fn a_lone_request_takes_prefill_and_a_step_per_further_token() {
     let mut scheduler = Scheduler::new(SHAPE);
     let id = scheduler.submit(job(100, 0, 7, 3));
     let (time, progress) = run_to_end(&mut scheduler);
@@ -55,7 +55,7 @@ fn a_lone_request_takes_its_prefill_and_a_decode_step_per_further_token() {
 }
 
 #[test]
-fn prefill_is_chunked_and_shared_with_those_that_decode() {
+fn prefill_is_chunked_and_shares_steps_with_decoding() {
     let mut scheduler = Scheduler::new(SHAPE);
     scheduler.submit(job(8, 0, 1, 10));
     assert_eq!(scheduler.begin_step(), Some(Duration::from_millis(8)));
@@ -67,7 +67,7 @@ fn prefill_is_chunked_and_shared_with_those_that_decode() {
 }
 
 #[test]
-fn a_repeated_prompt_is_cached_but_for_its_last_block() {
+fn a_repeated_prompt_is_cached_except_its_last_block() {
     let mut scheduler = Scheduler::new(SHAPE);
     scheduler.submit(job(12, 12, 0, 1));
     run_to_end(&mut scheduler);
@@ -79,7 +79,7 @@ fn a_repeated_prompt_is_cached_but_for_its_last_block() {
 }
 
 #[test]
-fn a_conversation_finds_the_answer_it_continues() {
+fn a_conversation_finds_its_previous_answer_cached() {
     let mut scheduler = Scheduler::new(SHAPE);
     let mut first = job(10, 0, 3, 15).sequence;
     scheduler.submit(ComputeJob {
@@ -104,7 +104,7 @@ fn a_conversation_finds_the_answer_it_continues() {
 }
 
 #[test]
-fn no_more_than_the_limit_run_and_the_rest_wait() {
+fn requests_beyond_the_running_limit_wait() {
     let mut scheduler = Scheduler::new(SHAPE);
     for own in 0..6 {
         scheduler.submit(job(4, 0, own, 2));
@@ -115,7 +115,7 @@ fn no_more_than_the_limit_run_and_the_rest_wait() {
 }
 
 #[test]
-fn the_last_comer_is_preempted_when_blocks_run_out_and_still_finishes() {
+fn the_latest_request_is_preempted_and_still_finishes() {
     let shape = EngineShape {
         num_gpu_blocks: 9,
         ..SHAPE
@@ -160,7 +160,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(100))]
 
     #[test]
-    fn every_request_gets_its_tokens_or_is_aborted_and_nothing_is_left(
+    fn every_request_finishes_or_aborts_and_frees_its_blocks(
         blocks in 17_u32..80,
         jobs in prop::collection::vec(
             (1_u32..40, 0_u32..40, 0_u8..3, 1_u32..24, 0_u32..6, prop::bool::weighted(0.2)),
@@ -197,7 +197,7 @@ proptest! {
 }
 
 #[test]
-fn an_adapter_is_loaded_once_and_waits_for_a_place() {
+fn an_adapter_is_loaded_once_and_waits_for_room() {
     let lora = crate::engine::LoraOptions {
         max_loras: 1,
         load: Duration::from_millis(100),
@@ -222,7 +222,7 @@ fn an_adapter_is_loaded_once_and_waits_for_a_place() {
 }
 
 #[test]
-fn a_prompt_can_be_computed_without_an_answer() {
+fn a_prompt_can_be_prefilled_without_an_answer() {
     let mut scheduler = Scheduler::new(SHAPE);
     let id = scheduler.submit(job(8, 8, 1, 0));
     let (time, progress) = run_to_end(&mut scheduler);

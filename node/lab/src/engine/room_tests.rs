@@ -52,7 +52,7 @@ async fn both(
 }
 
 #[tokio::test]
-async fn one_computes_the_prompt_and_the_other_answers() {
+async fn prefill_computes_the_prompt_and_decode_answers() {
     let (prefill, decode) = pair(0).await;
     for room in [0, 1 << 62] {
         let [computed, answered] = both(&prefill, &decode, asked(&prefill, room, false)).await;
@@ -68,7 +68,7 @@ async fn one_computes_the_prompt_and_the_other_answers() {
 }
 
 #[tokio::test]
-async fn neither_does_anything_without_a_room() {
+async fn both_engines_refuse_requests_without_a_room() {
     let (prefill, decode) = pair(0).await;
     let body = json!({ "model": "emulated", "prompt": "x" });
     for engine in [&prefill, &decode] {
@@ -91,7 +91,7 @@ async fn neither_does_anything_without_a_room() {
 }
 
 #[tokio::test]
-async fn a_lost_transfer_fails_both() {
+async fn a_lost_transfer_fails_both_requests() {
     let (prefill, decode) = pair(2).await;
     for (room, status) in [(1, StatusCode::OK), (2, StatusCode::INTERNAL_SERVER_ERROR)] {
         let [computed, answered] = both(&prefill, &decode, asked(&prefill, room, true)).await;
@@ -102,7 +102,7 @@ async fn a_lost_transfer_fails_both() {
 }
 
 #[tokio::test]
-async fn a_room_nobody_joins_or_opens_is_given_up() {
+async fn an_unused_room_expires() {
     let patience = Duration::from_millis(50);
     let with = |mode| RoomOptions {
         patience,

@@ -89,7 +89,7 @@ async fn events(response: Response<Incoming>) -> Vec<Value> {
 }
 
 #[tokio::test]
-async fn the_next_turn_of_a_chat_finds_the_whole_of_the_last() {
+async fn the_next_chat_turn_finds_the_previous_one_cached() {
     let engine = engine(1000.0).await;
     let mut messages = json!([{ "role": "user", "content": "x".repeat(600) }]);
     let (status, first) = ask(&engine, "POST", "/v1/chat/completions", chat(&messages, 40)).await;
@@ -126,7 +126,7 @@ async fn equal_prompts_get_equal_answers_and_the_default_length() {
 }
 
 #[tokio::test]
-async fn a_stream_has_the_words_and_the_usage_that_was_asked_for() {
+async fn a_stream_has_its_text_and_requested_usage() {
     let engine = engine(1000.0).await;
     let messages = json!([{ "role": "user", "content": "hello" }]);
     let mut body = chat(&messages, 5);
@@ -174,7 +174,7 @@ async fn a_stream_has_the_words_and_the_usage_that_was_asked_for() {
 }
 
 #[tokio::test]
-async fn a_text_stream_carries_its_words_in_text() {
+async fn a_text_stream_carries_its_text() {
     let engine = engine(1000.0).await;
     let body = json!({ "model": "emulated", "prompt": "abc", "max_tokens": 3, "stream": true });
     let mut sender = connect(&engine).await;
@@ -188,7 +188,7 @@ async fn a_text_stream_carries_its_words_in_text() {
 }
 
 #[tokio::test]
-async fn what_cannot_be_served_is_refused_in_vllms_shape() {
+async fn unservable_requests_are_refused_in_vllms_format() {
     let engine = engine(1000.0).await;
     let most = u64::from(engine.stats().usable_blocks) * 32;
     let cases = [
@@ -250,7 +250,7 @@ async fn what_cannot_be_served_is_refused_in_vllms_shape() {
 }
 
 #[tokio::test]
-async fn the_pages_a_router_reads_are_there() {
+async fn the_endpoints_a_router_reads_exist() {
     let engine = engine(1000.0).await;
     for path in ["/health", "/ping", "/version", "/load", "/metrics"] {
         assert_eq!(
@@ -310,17 +310,17 @@ async fn leave(is_stream: bool) {
 }
 
 #[tokio::test]
-async fn a_client_that_leaves_while_it_waits_frees_its_blocks() {
+async fn a_waiting_client_that_disconnects_frees_its_blocks() {
     leave(false).await;
 }
 
 #[tokio::test]
-async fn a_client_that_leaves_its_stream_frees_its_blocks() {
+async fn a_streaming_client_that_disconnects_frees_its_blocks() {
     leave(true).await;
 }
 
 #[tokio::test]
-async fn an_idle_connection_is_closed_without_a_word() {
+async fn an_idle_connection_is_closed_silently() {
     let keep_alive = Duration::from_millis(20);
     let options = EngineOptions {
         keep_alive,

@@ -278,7 +278,7 @@ mod tests {
     }
 
     #[test]
-    fn output_continues_the_blocks_of_the_prompt() {
+    fn output_tokens_continue_the_prompts_blocks() {
         for length in 0..300 {
             let prompt = vec![7_u8; length];
             let mut sequence = Sequence::new(&prompt, "", 4, 9);
@@ -305,7 +305,7 @@ mod tests {
     }
 
     #[test]
-    fn the_next_turn_repeats_the_answer_byte_for_byte() {
+    fn chat_history_repeats_the_answer_byte_for_byte() {
         let mut turn = b"<|user|>\nhello there\n".to_vec();
         let before = sequence_bytes(Prompt::Text(turn.clone()), true);
         let answer = words(5, 0, 9);
@@ -314,7 +314,7 @@ mod tests {
     }
 
     #[test]
-    fn tokens_are_read_back_as_text() {
+    fn tokens_and_text_round_trip() {
         for text in ["", "a", "four", "five5", "grüße"] {
             assert_eq!(detokenize(&token_ids(text.as_bytes())), text);
         }

@@ -203,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn a_chat_grows_by_answer_and_question_and_then_begins_anew() {
+    fn a_chat_grows_by_turns_and_then_restarts() {
         let options = ChatsOptions {
             chats: 1,
             turns: 3,
@@ -229,7 +229,7 @@ mod tests {
     }
 
     #[test]
-    fn a_failed_turn_is_tried_again_as_it_was() {
+    fn a_failed_turn_is_retried_unchanged() {
         let mut chats = Chats::new(ChatsOptions {
             chats: 1,
             ..ChatsOptions::default()

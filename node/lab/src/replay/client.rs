@@ -434,7 +434,7 @@ mod tests {
         \"prompt_tokens_details\":{\"cached_tokens\":4}}}\n\ndata: [DONE]\n\n";
 
     #[test]
-    fn a_stream_reads_the_same_however_it_is_cut() {
+    fn a_stream_parses_the_same_in_any_chunks() {
         for cut in 1..STREAM.len() {
             let mut reader = EventReader::default();
             let mut answer = ReplayAnswer::default();

@@ -345,7 +345,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn rates_are_over_what_was_told() {
+    fn rates_cover_reported_counts_only() {
         let mut tally = LoadTally::new(["a", "b"].into_iter());
         let user: Arc<str> = Arc::from("u");
         let answer = ReplayAnswer {
@@ -394,7 +394,7 @@ mod tests {
     }
 
     #[test]
-    fn jains_index_tells_even_from_uneven() {
+    fn jains_index_separates_even_from_uneven() {
         assert_eq!(jain_index(&[5.0, 5.0, 5.0]), Some(1.0));
         assert_eq!(jain_index(&[9.0, 0.0, 0.0]), Some(1.0 / 3.0));
         assert_eq!(jain_index(&[0.0]), None);

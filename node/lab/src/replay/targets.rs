@@ -179,7 +179,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn targets_take_turns_and_those_down_are_passed_over() {
+    fn targets_rotate_and_down_ones_are_skipped() {
         let targets = Targets::new(&["http://a:1", "http://b:2/", "http://c"]).unwrap();
         let turn = |count: usize| -> Vec<usize> {
             (0..count).map(|_| targets.pick().unwrap().index).collect()

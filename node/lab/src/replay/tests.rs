@@ -50,7 +50,7 @@ fn arrivals(count: u64) -> Vec<Arrival> {
 }
 
 #[tokio::test]
-async fn a_trace_is_answered_in_full_and_counted_as_the_engines_count() {
+async fn a_replayed_trace_is_answered_and_counted_like_the_engines() {
     let (engines, targets) = engines(2).await;
     let calls = Cell::new(0);
     let report = run(plan(LoadSource::Trace(arrivals(40))), &targets, |_| {
@@ -102,7 +102,7 @@ async fn a_chat_finds_its_last_turn_in_the_cache() {
 }
 
 #[tokio::test]
-async fn what_fails_is_counted_by_kind_and_what_was_taken_down_as_lost() {
+async fn failures_are_counted_by_kind_and_downed_targets_as_lost() {
     let (engines, targets) = engines(2).await;
     let wrong = LoadPlan {
         model: "other".to_owned(),
@@ -120,7 +120,7 @@ async fn what_fails_is_counted_by_kind_and_what_was_taken_down_as_lost() {
 }
 
 #[tokio::test]
-async fn a_request_under_way_on_a_target_taken_down_is_lost_not_failed() {
+async fn requests_in_flight_on_a_downed_target_count_as_lost() {
     let options = EngineOptions {
         speed: 0.001,
         ..EngineOptions::default()

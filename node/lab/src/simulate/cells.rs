@@ -185,7 +185,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_prefix_stays_in_its_cell_and_what_is_beyond_the_bound_goes_elsewhere() {
+    fn a_prefix_stays_in_its_cell_until_the_bound() {
         let mix = Mix {
             duration: 3 * SECOND,
             groups: 1,
@@ -221,7 +221,7 @@ mod tests {
     }
 
     #[test]
-    fn cells_that_share_charges_serve_users_more_evenly_and_charge_nothing_twice() {
+    fn cells_sharing_charges_serve_evenly_and_charge_once() {
         let mut workload = always_waiting();
         for user in &mut workload.users {
             user.backlog /= 4;

@@ -79,7 +79,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn equal_times_come_as_planned() {
+    fn simultaneous_events_keep_their_order() {
         let mut events = EventQueue::default();
         for (at, name) in [(5, "c"), (1, "a"), (5, "d"), (1, "b")] {
             events.plan(at, name);

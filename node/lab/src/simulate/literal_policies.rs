@@ -259,7 +259,7 @@ mod tests {
     }
 
     #[test]
-    fn any_match_wins_and_an_even_load_turns_every_holder_away() {
+    fn literal_prefix_cache_ignores_matches_at_even_load() {
         assert_eq!(prefix_cache(&fleet(&[(1, 1, 2), (2, 0, 1)]), 0), Slot(1));
         // `running < mean + 2 * 0`.
         let even = fleet(&[(1, 9, 4), (2, 0, 4)]);
@@ -269,7 +269,7 @@ mod tests {
     }
 
     #[test]
-    fn positions_match_what_follows_another_beginning() {
+    fn literal_positions_match_after_a_different_start() {
         // Block 1 differs, the blocks after it are the same.
         let asked = |differing| [1, differing, 3, 4, 5, 6, 7, 8];
         let mut tracker = BlockCacheTracker::default();
@@ -285,7 +285,7 @@ mod tests {
     }
 
     #[test]
-    fn blocks_are_dropped_once_a_minute() {
+    fn literal_tracker_drops_blocks_once_a_minute() {
         let mut tracker = BlockCacheTracker::default();
         let blocks: Vec<u64> = (0..BLOCKS_MAX as u64 + 7).collect();
         tracker.record_request(&blocks, Slot(0));

@@ -213,7 +213,7 @@ mod tests {
     use crate::simulate::matrix;
 
     #[test]
-    fn each_policy_meets_each_load_and_the_default_is_judged_on_each() {
+    fn each_policy_runs_each_load_and_the_default_is_judged() {
         let policies = ["cost", "random"].map(|it| SimPolicy::parse(it).unwrap());
         let loads = PolicyLoads {
             base: SimPlan {
@@ -246,7 +246,7 @@ mod tests {
     }
 
     #[test]
-    fn a_default_that_is_behind_is_told() {
+    fn a_default_policy_that_loses_is_reported() {
         let loads = PolicyLoads {
             base: SimPlan::default(),
             policies: &[SimPolicy::default()],
@@ -271,7 +271,7 @@ mod tests {
     }
 
     #[test]
-    fn a_trace_that_is_not_there_is_told() {
+    fn a_missing_trace_is_reported() {
         let traces = [PathBuf::from("nowhere.jsonl")];
         let loads = PolicyLoads {
             base: SimPlan::default(),

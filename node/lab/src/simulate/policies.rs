@@ -80,7 +80,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_policy_is_read_with_its_settings() {
+    fn a_policy_parses_with_its_settings() {
         let plain = SimPolicy::parse("prefix-cache").unwrap();
         let defaults = PolicyConfig::PrefixCache(PrefixCacheSettings::default());
         assert_eq!((plain.config, plain.reference_policy), (defaults, None));
@@ -107,7 +107,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_read_is_told() {
+    fn invalid_policies_are_reported() {
         for (text, part) in [
             ("nonsense", "expected one of cost, "),
             ("cost:near_permille", "near_permille: expected KEY=VALUE"),

@@ -290,7 +290,7 @@ mod tests {
     }
 
     #[test]
-    fn prompts_begin_alike_as_far_as_they_did() {
+    fn recorded_prompts_share_their_recorded_prefixes() {
         let recorded = recording(&[("m", &[1, 2, 3]), ("m", &[1, 2]), ("m", &[4]), ("n", &[5])]);
         let demand = RecordedDemand::of(&recorded, None).unwrap();
         let chains = demand.workload.arrivals.iter();
@@ -317,7 +317,7 @@ mod tests {
     }
 
     #[test]
-    fn a_model_is_asked_for_by_name() {
+    fn a_recorded_model_is_selected_by_name() {
         let recorded = recording(&[("m", &[1]), ("n", &[5]), ("n", &[5, 6])]);
         let demand = |model| RecordedDemand::of(&recorded, model);
         assert_eq!(demand(None).unwrap().figures.model, "n");

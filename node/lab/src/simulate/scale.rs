@@ -119,7 +119,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_a_group_spends_grows_with_the_fleet_and_decisions_with_its_square() {
+    fn costs_grow_with_the_fleet_and_decisions_with_its_square() {
         let (small, large) = (GroupCosts::of(400), GroupCosts::of(4000));
         let grows = |of: fn(&GroupCosts) -> f64| of(&large) / of(&small);
         for linear in [

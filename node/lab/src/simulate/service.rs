@@ -215,7 +215,7 @@ mod tests {
     }
 
     #[test]
-    fn a_gap_counts_while_both_wait() {
+    fn service_gaps_count_while_both_users_wait() {
         let mut books = service(&[1000, 1000]);
         books.served(0, 1000, 0);
         assert_eq!(books.gap(), Some(0.0), "nobody waits");
@@ -237,7 +237,7 @@ mod tests {
     }
 
     #[test]
-    fn weights_divide() {
+    fn weights_divide_service() {
         let mut books = service(&[1000, 4000]);
         books.waits(0);
         books.waits(1);

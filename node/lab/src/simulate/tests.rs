@@ -57,7 +57,7 @@ fn json(run: &RunReport) -> String {
 }
 
 #[test]
-fn one_seed_gives_the_same_bytes_and_another_one_others() {
+fn output_is_determined_by_the_seed() {
     let once = json(&run(&small(), &mix().generate(1)));
     let again = json(&run(&small(), &mix().generate(1)));
     let other = json(&run(&small(), &mix().generate(2)));
@@ -66,7 +66,7 @@ fn one_seed_gives_the_same_bytes_and_another_one_others() {
 }
 
 #[test]
-fn every_policy_serves_every_request_and_the_books_balance() {
+fn every_policy_serves_all_requests_and_counts_balance() {
     let workload = mix().generate(3);
     for policy in PolicyConfig::defaults() {
         let plan = SimPlan {
@@ -84,7 +84,7 @@ fn every_policy_serves_every_request_and_the_books_balance() {
 }
 
 #[test]
-fn what_sources_write_is_worse_where_the_reasons_against_it_apply() {
+fn literal_policies_lose_where_their_flaws_apply() {
     let hit_rate = |mix: &Mix, policy: &str| {
         let policy = SimPolicy::parse(policy).unwrap();
         let plan = SimPlan {
@@ -120,7 +120,7 @@ fn what_sources_write_is_worse_where_the_reasons_against_it_apply() {
 }
 
 #[test]
-fn what_is_charged_is_what_was_served() {
+fn charges_equal_the_work_served() {
     let plan = small();
     let workload = mix().generate(4);
     let run = run(&plan, &workload);
@@ -141,7 +141,7 @@ fn served_at_the_end(run: &RunReport) -> u64 {
 }
 
 #[test]
-fn sharing_beats_sharing_nothing() {
+fn sharing_state_beats_sharing_nothing() {
     let workload = mix().generate(5);
     let together = run(&small(), &workload);
     let apart = run(
@@ -161,7 +161,7 @@ fn sharing_beats_sharing_nothing() {
 }
 
 #[test]
-fn a_restart_loses_no_request_and_no_knowledge_unless_wiped() {
+fn a_restart_loses_no_requests_and_keeps_state_unless_wiped() {
     let workload = mix().generate(6);
     let restarted = |who, wipe| {
         let restart = Some(RestartPlan {
@@ -218,7 +218,7 @@ fn queueing(order: Order) -> SimPlan {
 }
 
 #[test]
-fn the_gap_stays_within_the_bound_and_first_come_first_served_is_not_fair() {
+fn the_service_gap_is_bounded_except_under_fcfs() {
     for pinned in [false, true] {
         let workload = backlogged(pinned);
         let fair = run(&queueing(Order::Vtc), &workload);
@@ -240,7 +240,7 @@ fn the_gap_stays_within_the_bound_and_first_come_first_served_is_not_fair() {
 }
 
 #[test]
-fn the_gap_stays_within_the_bound_when_clients_leave() {
+fn the_service_gap_is_bounded_when_clients_disconnect() {
     for pinned in [false, true] {
         let mut workload = backlogged(pinned);
         // With long prompts, many clients leave before the first token.
@@ -265,7 +265,7 @@ fn the_gap_stays_within_the_bound_when_clients_leave() {
 }
 
 #[test]
-fn every_order_serves_everybody() {
+fn every_order_serves_all_users() {
     let orders = [
         Order::VtcMaxFair,
         Order::VtcPred,
@@ -287,7 +287,7 @@ fn every_order_serves_everybody() {
 }
 
 #[test]
-fn limits_that_adapt_are_learnt_from_what_is_measured() {
+fn adaptive_limits_are_learned_from_measurements() {
     let mut plan = SimPlan {
         horizon: 10 * SECOND,
         ..queueing(Order::Vtc)
@@ -302,7 +302,7 @@ fn limits_that_adapt_are_learnt_from_what_is_measured() {
 }
 
 #[test]
-fn a_page_is_one_file_that_asks_nobody() {
+fn the_report_page_is_self_contained() {
     let comparison = super::report::SimComparison {
         title: "a </script> in a title".to_owned(),
         command: "quorate simulate".to_owned(),
@@ -321,7 +321,7 @@ fn a_page_is_one_file_that_asks_nobody() {
 }
 
 #[test]
-fn ten_times_the_load_costs_no_goodput_and_is_over_when_it_is_over() {
+fn tenfold_overload_costs_no_goodput_and_ends_promptly() {
     let experiment = super::experiment::Experiment::Overload;
     let cases = experiment.cases(1, Some(std::time::Duration::from_secs(30)), None);
     let comparison = cases.unwrap().run(1, String::new(), |_| {});
@@ -352,7 +352,7 @@ fn long_answers() -> SimWorkload {
 }
 
 #[test]
-fn apart_every_request_is_served_and_its_answer_is_not_held_up_by_prompts() {
+fn disaggregated_answers_are_not_delayed_by_prompts() {
     let workload = long_answers();
     let run_with = |prefill| {
         let mut plan = SimPlan {
@@ -375,7 +375,7 @@ fn apart_every_request_is_served_and_its_answer_is_not_held_up_by_prompts() {
 }
 
 #[test]
-fn apart_clients_that_leave_and_replicas_that_restart_leave_nothing_behind() {
+fn disaggregated_requests_leave_nothing_after_disconnects() {
     let mut plan = SimPlan {
         horizon: 20 * SECOND,
         clients: ClientModel {

@@ -121,7 +121,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_line_comes_every_few_seconds() {
+    fn progress_lines_are_rate_limited() {
         let lines = ProgressLines::new(Vec::new());
         let started = lines.state.lock().unwrap().last;
         for second in 0..12 {

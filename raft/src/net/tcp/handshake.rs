@@ -232,7 +232,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_secret_is_long_and_never_shown() {
+    fn a_secret_must_be_long_and_is_never_printed() {
         assert!(Secret::new(&[b'a'; 31]).is_err());
         assert!(Secret::new(&[b' '; 40]).is_err());
         let secret = Secret::new(&[b'a'; 32]).unwrap();
@@ -247,7 +247,7 @@ mod tests {
     }
 
     #[test]
-    fn only_who_knows_the_secret_reads_the_first_message() {
+    fn the_first_message_requires_the_secret_to_read() {
         let [ours, theirs] = [[1; 32], [2; 32]].map(|content| Secret::new(&content).unwrap());
         let hello = Hello {
             cluster_name: "quorate".to_owned(),

@@ -135,7 +135,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn who_says_nothing_is_given_up_and_who_speaks_is_heard() {
+    async fn silent_connections_are_dropped_and_active_ones_kept() {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         let mut incoming = Box::pin(incoming(listener));
@@ -156,7 +156,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn there_are_so_many_places_and_each_is_free_again() {
+    async fn connections_are_bounded_and_closing_frees_a_place() {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         let mut incoming = Box::pin(incoming(listener));

@@ -96,7 +96,7 @@ async fn refusal(mut caller: PeerClient) -> tonic::Status {
 }
 
 #[tokio::test]
-async fn only_who_shows_the_certificate_of_its_id_is_served() {
+async fn a_peer_must_present_the_certificate_of_its_id() {
     let authority = Authority::new();
     let (listener, address) = listener().await;
     let tcp = Tcp::new(listener).unwrap();
@@ -166,7 +166,7 @@ async fn only_who_shows_the_certificate_of_its_id_is_served() {
 }
 
 #[tokio::test]
-async fn a_stranger_that_trusts_anybody_is_not_served() {
+async fn a_stranger_without_certificate_checks_is_not_served() {
     let authority = Authority::new();
     let (listener, address) = listener().await;
     let tcp = Tcp::new(listener).unwrap();
@@ -223,7 +223,7 @@ async fn is_served(caller: Result<PeerClient, ConnectError>) -> bool {
 }
 
 #[tokio::test]
-async fn a_running_cluster_is_given_certificates_one_replica_at_a_time() {
+async fn certificates_can_be_rolled_out_one_replica_at_a_time() {
     let authority = Authority::new();
     let cases = [false, true].into_iter();
     for (has_secret, ours) in cases.flat_map(|it| (0..3).map(move |step| (it, step))) {
@@ -246,7 +246,7 @@ async fn a_running_cluster_is_given_certificates_one_replica_at_a_time() {
 }
 
 #[tokio::test]
-async fn a_replica_in_the_clear_says_that_it_has_no_certificate() {
+async fn a_plaintext_replica_reports_its_missing_certificate() {
     let (listener, address) = listener().await;
     let tcp = Tcp::new(listener).unwrap();
     let (replica, _) = testing::replica_over(1, tcp, vec![address.clone()]).await;

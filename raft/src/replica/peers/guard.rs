@@ -211,7 +211,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_member_shows_its_store_unless_it_is_of_an_earlier_build() {
+    fn a_member_must_show_its_store_if_it_announced_to() {
         let mut node = Node {
             store: 7,
             ..Node::default()

@@ -130,7 +130,7 @@ async fn all_refused(address: &str, header: proto::Header, term: u64) {
 }
 
 #[tokio::test]
-async fn who_is_no_member_or_shows_a_wrong_store_is_refused() {
+async fn strangers_and_wrong_stores_are_refused() {
     let (replica, right, _) = alone().await;
     let address = replica.local_addr().to_string();
     let before = replica.status();
@@ -194,7 +194,7 @@ async fn who_is_no_member_or_shows_a_wrong_store_is_refused() {
 }
 
 #[tokio::test]
-async fn a_members_term_that_leaps_and_a_vote_of_another_are_refused() {
+async fn leaping_terms_and_votes_of_others_are_refused() {
     let (replica, header, _) = alone().await;
     let address = replica.local_addr().to_string();
     let term = replica.status().term;
@@ -225,7 +225,7 @@ async fn a_members_term_that_leaps_and_a_vote_of_another_are_refused() {
 }
 
 #[tokio::test]
-async fn a_connection_speaks_for_one_replica() {
+async fn a_connection_represents_one_replica() {
     let (replica, two, _) = alone().await;
     let three = replica.let_in(3).await;
     let address = replica.local_addr().to_string();
@@ -240,7 +240,7 @@ async fn a_connection_speaks_for_one_replica() {
 }
 
 #[tokio::test]
-async fn a_stranger_is_told_no_more_than_that_a_member_is_here() {
+async fn a_stranger_learns_only_that_a_member_is_here() {
     let (replica, header, _) = alone().await;
     let mut client = connect(&replica.local_addr().to_string()).await;
     let mut ask = async |cluster_name: &str, cluster_low: u64| {
@@ -301,7 +301,7 @@ fn snapshots_in(disk: &MemoryDisk) -> usize {
 }
 
 #[tokio::test]
-async fn a_snapshot_that_is_not_wanted_leaves_nothing() {
+async fn an_unwanted_snapshot_leaves_no_files() {
     let (replica, header, disk) = alone().await;
     let before = replica.status();
     let end = proto::SnapshotEnd {
@@ -329,7 +329,7 @@ async fn a_snapshot_that_is_not_wanted_leaves_nothing() {
 }
 
 #[tokio::test]
-async fn a_snapshot_that_is_cut_short_or_overtaken_leaves_nothing() {
+async fn a_truncated_or_superseded_snapshot_leaves_no_files() {
     let (replica, header, disk) = alone().await;
     let term = replica.status().term + 1;
     let address = replica.local_addr().to_string();
@@ -371,7 +371,7 @@ async fn a_snapshot_that_is_cut_short_or_overtaken_leaves_nothing() {
 }
 
 #[tokio::test]
-async fn the_head_of_a_snapshot_is_bounded() {
+async fn snapshot_headers_are_bounded() {
     let (replica, header, disk) = alone().await;
     let term = replica.status().term + 1;
     let mut head = start(header, term);
@@ -429,7 +429,7 @@ async fn a_damaged_snapshot_part_is_refused() {
 }
 
 #[tokio::test]
-async fn a_command_that_cannot_be_decoded_is_refused_before_the_log() {
+async fn an_undecodable_command_is_refused_before_the_log() {
     let (replica, header, _) = alone().await;
     let before = replica.status().last_log;
     let mut client = connect(&replica.local_addr().to_string()).await;
@@ -451,7 +451,7 @@ async fn a_command_that_cannot_be_decoded_is_refused_before_the_log() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn only_who_knows_the_secret_is_served() {
+async fn peers_without_the_secret_are_not_served() {
     let listeners = [
         TcpListener::bind("127.0.0.1:0").await.unwrap(),
         TcpListener::bind("127.0.0.1:0").await.unwrap(),
@@ -507,7 +507,7 @@ async fn only_who_knows_the_secret_is_served() {
 }
 
 #[tokio::test]
-async fn a_running_cluster_is_given_a_secret_one_replica_at_a_time() {
+async fn a_secret_can_be_rolled_out_one_replica_at_a_time() {
     let (without, _, _) = alone().await;
     let address = without.local_addr().to_string();
     let refused = connect_with(&address, secret(7, 3)).await.unwrap_err();
@@ -543,7 +543,7 @@ async fn a_running_cluster_is_given_a_secret_one_replica_at_a_time() {
 }
 
 #[tokio::test]
-async fn who_says_nothing_or_nonsense_is_disconnected() {
+async fn silent_and_malformed_connections_are_closed() {
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();

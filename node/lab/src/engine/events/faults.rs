@@ -179,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn faults_come_as_often_as_they_say_and_as_the_seed_says() {
+    fn faults_occur_at_their_rate_and_by_the_seed() {
         assert_eq!(sent("seed=1"), (0..1000).collect::<Vec<_>>());
         let dropped = 1000 - sent("drop=0.2").len();
         assert!((150..250).contains(&dropped), "{dropped}");
@@ -192,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn an_engine_restarts_and_clears_when_it_is_told_to() {
+    fn an_engine_restarts_and_clears_on_request() {
         let faults: PublisherFaults = "restart-after=10,clear-after=4".parse().unwrap();
         let fates: Vec<FaultKind> = [3, 4, 10, 11, 20].map(|at| faults.fate(at)).to_vec();
         use FaultKind::{Clear, Nothing, Restart};
@@ -200,7 +200,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_fault_is_refused() {
+    fn unknown_faults_are_refused() {
         for text in [
             "",
             "drop",

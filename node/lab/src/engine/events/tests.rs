@@ -66,7 +66,7 @@ async fn replay(engine: &EngineHandle, from: u64) -> Vec<(u64, Vec<EngineEvent>)
 }
 
 #[tokio::test]
-async fn another_implementation_reads_both_forms() {
+async fn a_zeromq_library_reads_both_event_encodings() {
     for form in [EventEncoding::Array, EventEncoding::Map] {
         let engine = engine(form, "").await;
         let mut subscriber = SubSocket::new();
@@ -102,7 +102,7 @@ async fn another_implementation_reads_both_forms() {
 }
 
 #[tokio::test]
-async fn a_reset_is_told_with_the_next_step() {
+async fn a_cache_reset_is_published_with_the_next_step() {
     let engine = engine(EventEncoding::Map, "").await;
     complete(&engine, &"a".repeat(256), "").await;
     let (status, _) = ask(&engine, "POST", "/reset_prefix_cache", json!(null)).await;
@@ -121,7 +121,7 @@ async fn a_reset_is_told_with_the_next_step() {
 }
 
 #[tokio::test]
-async fn a_restart_begins_anew() {
+async fn a_restart_begins_a_new_event_stream() {
     let engine = engine(EventEncoding::Map, "restart-after=2").await;
     for number in 0..3 {
         complete(&engine, &format!("{number}").repeat(256), "").await;

@@ -69,7 +69,7 @@ mod tests {
     use super::instant;
 
     #[test]
-    fn time_passes_as_the_calendar_says() {
+    fn azure_timestamps_follow_the_calendar() {
         let between = |from: &str, to: &str| {
             (instant(to).expect("a date") - instant(from).expect("a date")).as_secs()
         };

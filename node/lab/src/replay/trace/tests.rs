@@ -37,7 +37,7 @@ fn equal_block_ids_become_equal_text_at_every_scale() {
 }
 
 #[test]
-fn a_burst_is_spread_up_to_the_next_timestamp() {
+fn a_burst_is_spread_until_the_next_timestamp() {
     let trace: String = [0, 0, 0, 3000, 3000, 4000]
         .map(|at| line(at, 1, &[1]))
         .concat();
@@ -50,7 +50,7 @@ fn a_burst_is_spread_up_to_the_next_timestamp() {
 }
 
 #[test]
-fn only_what_comes_first_is_read() {
+fn only_the_first_part_of_a_trace_is_read() {
     let trace: String = [6000, 9000, 12_000].map(|at| line(at, 1, &[1])).concat();
     let first = Some(Duration::from_secs(6));
     assert_eq!(
@@ -77,7 +77,7 @@ fn a_conversation_stays_with_its_user() {
 }
 
 #[test]
-fn the_other_formats_are_told_by_their_heading() {
+fn trace_formats_are_recognised_by_their_heading() {
     let azure = "TIMESTAMP,ContextTokens,GeneratedTokens\r\n\
                  2023-11-16 18:15:46.5,374,44\r\n2023-11-16 18:15:47.0,10,1\r\n";
     let arrivals = parse(azure, &OPTIONS).unwrap();
@@ -94,7 +94,7 @@ fn the_other_formats_are_told_by_their_heading() {
 }
 
 #[test]
-fn a_bad_line_is_told_with_its_number_and_what_was_expected() {
+fn a_bad_line_is_reported_with_number_and_expectation() {
     let good = line(0, 1, &[1]);
     let azure = "TIMESTAMP,ContextTokens,GeneratedTokens\n";
     let vtc = "req_time_s,user,prompt_len,output_len\n";
@@ -146,7 +146,7 @@ fn a_bad_line_is_told_with_its_number_and_what_was_expected() {
 }
 
 #[test]
-fn scales_are_fractions_that_keep_blocks_whole() {
+fn scales_must_keep_blocks_whole() {
     for (text, is_good) in [
         ("1/16", true),
         ("1", true),

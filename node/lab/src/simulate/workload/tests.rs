@@ -14,7 +14,7 @@ fn second(mix: &Mix) -> Vec<usize> {
 }
 
 #[test]
-fn groups_share_their_beginning_and_nothing_behind_it() {
+fn groups_share_only_their_first_blocks() {
     let workload = Mix::shared_prefix().generate(1);
     let first = &workload.arrivals[0].prompt.identity.chain;
     let shared = |chain: &[BlockHash]| first.iter().zip(chain).take_while(|(a, b)| a == b).count();
@@ -30,7 +30,7 @@ fn groups_share_their_beginning_and_nothing_behind_it() {
 }
 
 #[test]
-fn templates_share_their_first_blocks_with_everybody() {
+fn templates_share_their_first_blocks_with_all_requests() {
     let workload = Mix::templated().generate(1);
     let first = workload.arrivals[0].prompt.identity.chain[7];
     assert!(
@@ -42,7 +42,7 @@ fn templates_share_their_first_blocks_with_everybody() {
 }
 
 #[test]
-fn one_group_is_hot() {
+fn the_hot_group_gets_most_requests() {
     let workload = Mix::one_hot().generate(1);
     let first = |sent: &SimArrival| sent.prompt.identity.chain[0];
     let mut counts = std::collections::BTreeMap::new();
@@ -54,7 +54,7 @@ fn one_group_is_hot() {
 }
 
 #[test]
-fn bursts_come_and_go_at_the_rate_asked_for() {
+fn bursts_arrive_at_the_configured_rate() {
     let counts = second(&Mix::burst());
     let in_burst: usize = (0..60).filter(|at| at % 20 < 5).map(|at| counts[at]).sum();
     let all: usize = counts.iter().sum();
@@ -63,7 +63,7 @@ fn bursts_come_and_go_at_the_rate_asked_for() {
 }
 
 #[test]
-fn a_rate_stretches_a_trace() {
+fn a_configured_rate_stretches_a_trace() {
     let mut workload = Mix::shared_prefix().generate(1);
     let requests = workload.arrivals.len() as f64;
     workload.set_rate(5.0);
