@@ -92,14 +92,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_fits_is_left_as_it_is() {
+    fn a_sufficient_descriptor_limit_is_kept() {
         let wanted = wanted(16_384, 16_384);
         assert_eq!(fitting(16_384, 16_384, wanted), (16_384, 16_384));
         assert_eq!(fitting(10, 20, u64::MAX), (10, 20));
     }
 
     #[test]
-    fn clients_never_take_the_reserve() {
+    fn clients_cannot_use_reserved_descriptors() {
         for descriptors in [2, 20, 300, 512, 513, 1024, 20_000] {
             for (connections, requests) in [(16_384, 16_384), (100, 16_384), (16_384, 3)] {
                 let (fit_connections, fit_requests) = fitting(connections, requests, descriptors);

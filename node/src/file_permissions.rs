@@ -43,7 +43,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_folder_is_closed_to_others_also_when_it_was_open() {
+    fn an_open_folder_is_made_private() {
         let dir = tempfile::tempdir().unwrap();
         let folder = dir.path().join("a/b");
         private_folder(&folder).unwrap();
@@ -57,7 +57,7 @@ mod tests {
     }
 
     #[test]
-    fn a_secret_that_a_group_may_read_is_not_open() {
+    fn a_secret_readable_by_its_group_is_accepted() {
         let file = tempfile::NamedTempFile::new().unwrap();
         let with = |mode| {
             std::fs::set_permissions(&file, std::fs::Permissions::from_mode(mode)).unwrap();

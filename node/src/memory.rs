@@ -92,7 +92,7 @@ mod tests {
     }
 
     #[test]
-    fn limits_are_looked_for_up_to_the_root() {
+    fn memory_limits_are_searched_up_to_the_root_cgroup() {
         assert_eq!(
             files("0::/a/b"),
             [
@@ -115,7 +115,7 @@ mod tests {
     }
 
     #[test]
-    fn a_limit_is_a_number_below_what_stands_for_none() {
+    fn a_memory_limit_is_a_number_below_the_unlimited_value() {
         assert_eq!(limit_in("536870912\n"), Some(512 << 20));
         for none in ["max\n", "9223372036854771712\n", "", "-1", "1 2"] {
             assert_eq!(limit_in(none), None, "{none:?}");
@@ -123,7 +123,7 @@ mod tests {
     }
 
     #[test]
-    fn requests_hold_a_quarter_of_the_memory_and_one_body_at_least() {
+    fn request_memory_is_a_quarter_and_at_least_one_body() {
         assert_eq!(held_bytes_max(None, 1), 1 << 30);
         assert_eq!(held_bytes_max(Some(64 << 30), 1), 1 << 30);
         assert_eq!(held_bytes_max(Some(512 << 20), 1), 128 << 20);

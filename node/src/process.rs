@@ -127,7 +127,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn files_of_the_kernel_are_read() {
+    fn proc_files_are_parsed() {
         let stat = "7 (a) b) S 1 7 7 0 -1 4194560 1 0 0 0 1234 566 0 0 20 0 9 0 4200 99 88";
         let read = times(stat).unwrap();
         assert_eq!((read.cpu_s, read.started_s), (18.0, 42.0));

@@ -53,7 +53,7 @@ fn text(bytes: &[u8]) -> &str {
 }
 
 #[test]
-fn the_example_configs_are_right() {
+fn the_example_configs_are_valid() {
     let deploy = concat!(env!("CARGO_MANIFEST_DIR"), "/../deploy");
     for file in [
         "local/n1.toml",
@@ -68,7 +68,7 @@ fn the_example_configs_are_right() {
 }
 
 #[test]
-fn a_faulty_config_exits_2_and_tells_all_on_stderr() {
+fn an_invalid_config_exits_2_with_all_errors_on_stderr() {
     let dir = tempfile::TempDir::new().unwrap();
     let file = dir.path().join("faulty.toml");
     std::fs::write(&file, "[node]\nid = 0\nname = \"x\"\n").unwrap();
@@ -94,7 +94,7 @@ fn a_faulty_config_exits_2_and_tells_all_on_stderr() {
 }
 
 #[test]
-fn a_backend_of_the_command_line_is_checked_as_one_of_the_file() {
+fn command_line_backends_are_validated_like_configured_ones() {
     let output = quorate(&["serve", "--backend", "ftp://127.0.0.1:1"]);
     let told = text(&output.stderr);
     assert_eq!(output.status.code(), Some(2), "{told}");
@@ -104,7 +104,7 @@ fn a_backend_of_the_command_line_is_checked_as_one_of_the_file() {
 }
 
 #[test]
-fn the_keys_of_engines_are_never_printed() {
+fn engine_keys_are_never_printed() {
     let dir = tempfile::TempDir::new().unwrap();
     let (key, file) = (dir.path().join("key"), dir.path().join("n.toml"));
     std::fs::write(&key, "sk-of-engine\n").unwrap();
@@ -121,7 +121,7 @@ fn the_keys_of_engines_are_never_printed() {
 }
 
 #[test]
-fn a_misspelt_log_level_is_a_fault() {
+fn a_misspelt_log_level_is_a_config_error() {
     let settings = ["--set", "node.id=1", "--set", "log.level=inof"];
     let output = quorate(&[&["config", "check"], &settings[..]].concat());
     let told = text(&output.stderr);
@@ -147,7 +147,7 @@ fn bad_usage_exits_2() {
 }
 
 #[test]
-fn a_command_that_finds_nobody_exits_1() {
+fn a_command_without_a_reachable_replica_exits_1() {
     // Port 1 is reserved, so that nothing listens there.
     let output = quorate(&["status", "--admin", "http://127.0.0.1:1"]);
     assert_eq!(output.status.code(), Some(1));
@@ -157,7 +157,7 @@ fn a_command_that_finds_nobody_exits_1() {
 }
 
 #[test]
-fn what_is_for_other_programs_is_well_formed() {
+fn machine_readable_output_is_well_formed() {
     let schema = quorate(&["config", "schema"]);
     let schema: serde_json::Value = serde_json::from_slice(&schema.stdout).expect("schema is JSON");
     assert_eq!(schema["type"], "object");

@@ -243,7 +243,7 @@ fn matched(headers: &HeaderMap) -> u32 {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn three_replicas_share_what_each_of_them_learns() {
+async fn three_replicas_share_learned_state() {
     let dir = TempDir::new().unwrap();
     let engines = engines(2).await;
     let replicas = cluster(3, &engines, &dir);
@@ -276,7 +276,7 @@ async fn three_replicas_share_what_each_of_them_learns() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_replica_that_left_comes_back_with_all_it_missed() {
+async fn a_returning_replica_catches_up() {
     let dir = TempDir::new().unwrap();
     let engines = engines(1).await;
     let mut replicas = cluster(3, &engines, &dir);
@@ -311,7 +311,7 @@ async fn a_replica_that_left_comes_back_with_all_it_missed() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_lone_replica_keeps_its_state_over_a_restart() {
+async fn a_lone_replica_keeps_its_state_across_a_restart() {
     let dir = TempDir::new().unwrap();
     let engines = engines(1).await;
     let replica = cluster(1, &engines, &dir).remove(0);
@@ -328,7 +328,7 @@ async fn a_lone_replica_keeps_its_state_over_a_restart() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_replica_that_lost_its_state_takes_over_that_of_the_others() {
+async fn a_replica_without_state_recovers_it_from_the_others() {
     let dir = TempDir::new().unwrap();
     let engines = engines(1).await;
     let mut replicas = cluster(3, &engines, &dir);
@@ -366,7 +366,7 @@ async fn a_replica_that_lost_its_state_takes_over_that_of_the_others() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn every_area_has_its_metrics_under_its_own_name() {
+async fn metrics_are_prefixed_by_their_area() {
     let dir = TempDir::new().unwrap();
     let engines = engines(1).await;
     let replica = cluster(1, &engines, &dir).remove(0);
@@ -391,7 +391,7 @@ async fn every_area_has_its_metrics_under_its_own_name() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_replica_that_drains_finishes_what_it_began() {
+async fn a_draining_replica_finishes_its_requests() {
     let dir = TempDir::new().unwrap();
     let engines = engines(1).await;
     let replica = cluster(1, &engines, &dir).remove(0);
@@ -421,7 +421,7 @@ async fn a_replica_that_drains_finishes_what_it_began() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_replica_without_quorum_serves_and_says_so() {
+async fn a_replica_without_quorum_serves_degraded() {
     let dir = TempDir::new().unwrap();
     let engines = engines(1).await;
     let mut replicas = cluster(3, &engines, &dir);
@@ -489,7 +489,7 @@ fn seen(answer: &Value) -> Vec<Value> {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn three_replicas_explain_one_request_alike_under_every_policy() {
+async fn replicas_explain_a_request_equally_under_every_policy() {
     let dir = TempDir::new().unwrap();
     let engines = engines(3).await;
     let replicas = cluster(3, &engines, &dir);

@@ -51,7 +51,7 @@ fn replay(trace: &Path, target: &str, more: &[&str]) -> Output {
 }
 
 #[test]
-fn a_replay_tells_what_the_engine_cached_and_fails_when_requests_fail() {
+fn replay_reports_cached_tokens_and_fails_on_failed_requests() {
     let engine = Engine::start();
     let dir = tempfile::tempdir().unwrap();
     let trace = dir.path().join("trace.jsonl");
@@ -95,7 +95,7 @@ fn a_replay_tells_what_the_engine_cached_and_fails_when_requests_fail() {
 }
 
 #[test]
-fn a_bad_trace_is_told_by_file_and_line() {
+fn a_bad_trace_is_reported_by_file_and_line() {
     let dir = tempfile::tempdir().unwrap();
     let trace = dir.path().join("trace.jsonl");
     std::fs::write(&trace, "{\"timestamp\":0}\n").unwrap();

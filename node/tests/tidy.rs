@@ -81,14 +81,14 @@ fn check(rule: &str, broken: impl Fn(&Path, &str) -> Option<String>) {
 }
 
 #[test]
-fn every_file_opens_with_what_it_is_for() {
+fn every_file_begins_with_a_module_comment() {
     check("files must begin with `//!`", |_, text| {
         (!text.starts_with("//! ")).then(|| format!("begins with {:?}", text.lines().next()))
     });
 }
 
 #[test]
-fn no_file_is_too_long() {
+fn files_are_bounded_in_length() {
     check("files must be split", |_, text| {
         let lines = text.lines().count();
         (lines > LINES_MAX).then(|| format!("{lines} lines, at most {LINES_MAX}"))
@@ -96,7 +96,7 @@ fn no_file_is_too_long() {
 }
 
 #[test]
-fn nothing_is_left_for_later_without_a_word() {
+fn no_leftover_markers_remain() {
     // Assembled here, so that this file does not contain the searched text.
     let words = [
         ["FIX", "ME"].concat(),
@@ -113,7 +113,7 @@ fn nothing_is_left_for_later_without_a_word() {
 const SIMULATED: &[&str] = &["state/src", "raft/src", "api/src", "node/src/app"];
 
 #[test]
-fn what_is_simulated_leaves_nothing_to_chance() {
+fn simulated_code_is_deterministic() {
     // Assembled here, so that this file does not contain the searched text.
     let select = ["select", "! {"].concat();
     check("what may differ from run to run", |path, text| {
@@ -190,7 +190,7 @@ fn the_core_is_built_from_data_only_crates() {
 }
 
 #[test]
-fn crates_know_only_whom_they_may() {
+fn crates_depend_only_on_allowed_crates() {
     let ours: BTreeSet<_> = OWN_CRATES
         .iter()
         .map(|(name, ..)| (*name).to_owned())

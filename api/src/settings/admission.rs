@@ -346,7 +346,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_reads_the_same() {
+    fn written_settings_round_trip() {
         // What `state` takes and a config file would not say.
         let extreme = AdmissionSettings {
             wait_ms_max: u32::MAX,

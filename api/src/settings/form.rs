@@ -297,7 +297,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_reads_the_same() {
+    fn written_settings_round_trip() {
         reads_the_same::<Span>("1m 30s");
         reads_the_same::<Slots>("adaptive");
         reads_the_same::<Slots>("8");

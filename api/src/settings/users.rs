@@ -129,7 +129,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_written_reads_the_same() {
+    fn written_settings_round_trip() {
         let limits = UserLimits {
             requests: Some(5),
             tokens: Some(1 << 40),

@@ -243,7 +243,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn one_wrong_clock_of_three_moves_nothing() {
+    async fn one_wrong_clock_of_three_is_ignored() {
         let (clocks, error_ms) = clocks();
         let clock = clocks.clock();
         let right_ms = AtomicU64::new(START_MS);
@@ -269,7 +269,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn of_two_clocks_the_one_that_jumps_is_not_followed() {
+    async fn a_jumping_clock_of_two_is_not_followed() {
         let (clocks, error_ms) = clocks();
         let clock = clocks.clock();
         pass(10).await;
@@ -292,7 +292,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_message_that_was_held_up_tells_nothing() {
+    async fn a_delayed_message_does_not_change_the_skew() {
         let (clocks, _) = clocks();
         clocks.heard(2, START_MS);
         pass(600).await;

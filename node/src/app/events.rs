@@ -147,7 +147,7 @@ mod tests {
     }
 
     #[test]
-    fn an_events_line_has_fields_and_no_json_in_a_text() {
+    fn event_log_lines_have_fields_instead_of_embedded_json() {
         let policy = PolicyConfig::defaults()
             .into_iter()
             .find(|policy| policy.name() == "cost")

@@ -271,7 +271,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_message_is_taken_apart_as_it_was_put_together() {
+    fn gossip_messages_round_trip() {
         let parts = [&b""[..], b"a", b"several"];
         for claim in parts {
             for backlog in parts {
@@ -292,7 +292,7 @@ mod tests {
     }
 
     #[test]
-    fn a_message_without_a_backlog_is_one_of_version_1() {
+    fn a_message_without_a_backlog_has_version_1() {
         let message = GossipMessage {
             claim: b"cl",
             backlog: b"",
@@ -304,7 +304,7 @@ mod tests {
     }
 
     #[test]
-    fn a_message_with_shares_is_one_of_version_3() {
+    fn a_message_with_shares_has_version_3() {
         let message = GossipMessage {
             claim: b"cl",
             backlog: b"b",
@@ -317,7 +317,7 @@ mod tests {
     }
 
     #[test]
-    fn a_message_with_figures_is_one_of_version_4() {
+    fn a_message_with_figures_has_version_4() {
         let message = GossipMessage {
             claim: b"cl",
             backlog: b"b",
@@ -330,7 +330,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_message_is_refused() {
+    fn malformed_gossip_messages_are_refused() {
         for bytes in [
             &b""[..],
             b"\x01",

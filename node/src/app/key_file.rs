@@ -75,7 +75,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn keys_follow_the_file_and_outlive_a_broken_one() {
+    fn keys_follow_the_file_and_survive_a_broken_one() {
         let dir = tempfile::tempdir().unwrap();
         let file = dir.path().join("keys");
         let write = |text: &str| {

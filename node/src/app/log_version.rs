@@ -165,7 +165,7 @@ mod tests {
     }
 
     #[test]
-    fn a_command_waits_for_all_members_to_know_its_format() {
+    fn a_command_waits_until_all_members_know_its_format() {
         let restore = RestoreId(1);
         let newer = Command::AbortRestore { restore };
         let asked = |own: u8, formats: &[Option<u8>]| check(&newer, &|| status(own, formats));
@@ -180,7 +180,7 @@ mod tests {
     }
 
     #[test]
-    fn figures_wait_for_all_members_to_read_them() {
+    fn figures_wait_until_all_members_can_read_them() {
         let mut status = status(1, &[Some(9), Some(10)]);
         let known = |status: &Status| all_know_messages(status, VERSION_FIGURES);
         assert!(!known(&status));
@@ -201,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn a_restore_waits_for_all_members_to_read_every_backup_that_this_build_does() {
+    fn a_restore_waits_until_all_members_can_read_the_backup() {
         let restore = RestoreId(1);
         let begin = Command::BeginRestoreOfKeys {
             restore,
@@ -214,7 +214,7 @@ mod tests {
     }
 
     #[test]
-    fn a_key_is_revoked_also_among_earlier_builds() {
+    fn a_key_can_be_revoked_among_earlier_builds() {
         let id = ApiKeyId(1);
         let told = |formats| readable(Command::EndKey { id }, &|| status(1, formats));
         assert_eq!(told(&[None, Some(5)]), Command::RevokeKey { id });
@@ -222,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn what_every_build_knows_waits_for_nobody() {
+    fn common_commands_wait_for_no_member() {
         let command = Command::AssignReaders(Vec::new());
         assert_eq!(check(&command, &|| unreachable!("nobody is asked")), Ok(()));
         let told = |name: &str, known: u8| (name.to_owned(), known.to_string());

@@ -169,7 +169,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn bytes_that_are_no_command_are_refused_before_they_are_proposed() {
+    fn invalid_command_bytes_are_refused_before_proposal() {
         let machine = RouterMachine::new(Arc::default(), None);
         let check = StateMachine::check(&machine);
         let nobody = || unreachable!("no member is asked about what is no command");

@@ -503,7 +503,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn writes_that_nobody_takes_are_given_up_together() {
+    async fn unanswered_writes_time_out_together() {
         let folder = tempfile::tempdir().unwrap();
         let port = port(folder.path()).await;
         // A replica without a cluster's state proposes nothing.
@@ -521,7 +521,7 @@ mod tests {
     }
 
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-    async fn a_clock_set_back_holds_no_command_up() {
+    async fn a_clock_set_back_delays_no_command() {
         let folder = tempfile::tempdir().unwrap();
         let now_ms = Arc::new(AtomicU64::new(NOW_MS));
         let port = port_at(folder.path(), Arc::clone(&now_ms)).await;
@@ -553,7 +553,7 @@ mod tests {
     }
 
     #[test]
-    fn a_leader_without_state_is_not_believed() {
+    fn rejections_of_an_unformed_leader_are_retried() {
         let refused = Reply::Rejected(Rejection::NotInitialised);
         assert!(is_not_formed(&refused));
         assert!(is_not_formed(&Reply::Repeated(Box::new(refused))));
@@ -562,7 +562,7 @@ mod tests {
     }
 
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-    async fn admin_commands_go_on_after_another_run_of_this_id_was_seen() {
+    async fn admin_commands_continue_after_a_newer_session_of_this_id() {
         let folder = tempfile::tempdir().unwrap();
         let port = port(folder.path()).await;
         let put = || {

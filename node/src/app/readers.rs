@@ -156,13 +156,13 @@ mod tests {
     }
 
     #[test]
-    fn readers_that_are_there_stay() {
+    fn present_readers_keep_their_backends() {
         assert_eq!(spread_over(&[3, 2, 1, 3], 4, &[1, 2, 3]), [3, 2, 1, 3]);
         assert_eq!(spread_over(&[3, 2, 1, 3], 4, &[1, 2]), [1, 2, 1, 2]);
     }
 
     #[test]
-    fn a_replica_that_comes_takes_as_few_as_make_it_even() {
+    fn a_joining_replica_takes_the_fewest_readers_for_balance() {
         assert_eq!(spread_over(&[1, 1, 1, 1], 4, &[1, 2]), [1, 1, 2, 2]);
         assert_eq!(spread_over(&[1, 2, 1, 2], 4, &[1, 2, 3]), [1, 2, 1, 3]);
     }

@@ -292,7 +292,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pods_below_the_number_of_replicas_are_wanted() {
+    fn pods_within_the_replica_count_are_wanted() {
         let wanted = |first, replicas| -> Vec<u8> {
             let scale = StatefulSetScale { first, replicas };
             (1..=7).filter(|id| wants(scale, *id)).collect()
@@ -305,7 +305,7 @@ mod tests {
     }
 
     #[test]
-    fn who_was_seen_meanwhile_was_not_away() {
+    fn a_replica_seen_in_between_was_not_absent() {
         let (mut absences, start) = (Absences::default(), Instant::now());
         let after = Duration::from_secs(60);
         let mut look = |seconds: u64, there: &[(u8, bool)]| {

@@ -183,7 +183,7 @@ mod tests {
         [(ReplicaId(1), SessionId(10)), (ReplicaId(2), SessionId(20))];
 
     #[test]
-    fn a_run_that_the_cluster_does_not_know_yet_ends_the_one_before() {
+    fn a_new_run_ends_the_previous_session() {
         let own = |session| (ReplicaId(2), SessionId(session));
         assert_eq!(former_run(own(20), &SESSIONS), None);
         assert_eq!(former_run(own(21), &SESSIONS), Some(SessionId(20)));
@@ -191,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn a_session_ends_after_enough_silence() {
+    fn a_session_ends_after_the_silence_period() {
         let mut absences = SessionExpiry::default();
         let start = Instant::now();
         let only_one = only_one(Presence::Silent);
@@ -210,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn a_sign_of_life_starts_the_silence_anew() {
+    fn a_sign_of_life_restarts_the_silence_period() {
         let mut absences = SessionExpiry::default();
         let start = Instant::now();
         let only_one = only_one(Presence::Silent);
@@ -223,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn the_session_of_a_process_that_is_gone_ends_at_once() {
+    fn the_session_of_a_gone_process_ends_at_once() {
         let mut absences = SessionExpiry::default();
         let start = Instant::now();
         let gone = only_one(Presence::Gone);
@@ -233,7 +233,7 @@ mod tests {
     }
 
     #[test]
-    fn a_refusal_among_silence_ends_nothing() {
+    fn a_single_refused_connection_ends_no_session() {
         let mut absences = SessionExpiry::default();
         let start = Instant::now();
         absences.observe(start, &SESSIONS, only_one(Presence::Gone));

@@ -387,7 +387,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_an_engine_says_of_itself_is_shown() {
+    fn engine_details_are_shown() {
         let info = json!({
             "kind": "vllm",
             "version": "0.32.0",

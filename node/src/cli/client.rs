@@ -360,13 +360,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_a_url_would_read_as_syntax_is_encoded() {
+    fn url_syntax_in_names_is_encoded() {
         assert_eq!(encoded("a-1_B.~"), "a-1_B.~");
         assert_eq!(encoded("a/b?c&d=é %"), "a%2Fb%3Fc%26d%3D%C3%A9%20%25");
     }
 
     #[test]
-    fn admin_urls_are_taken_with_and_without_a_scheme() {
+    fn admin_urls_are_accepted_with_and_without_a_scheme() {
         for (right, scheme) in [
             ("http://a:1", "http"),
             ("http://a:1/", "http"),

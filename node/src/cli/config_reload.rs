@@ -166,7 +166,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_needs_a_restart_is_named() {
+    fn keys_that_need_a_restart_are_named() {
         let key = |key| json!({ "key": key, "before": 1, "after": 2 });
         let report = json!({
             "taken": [key("log.level")],

@@ -78,7 +78,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn values_are_json_or_else_text() {
+    fn values_parse_as_json_or_else_text() {
         let read = |text| setting(text).unwrap();
         assert_eq!(read("max_wait=10s"), ("max_wait".to_owned(), json!("10s")));
         assert_eq!(read("a=3"), ("a".to_owned(), json!(3)));
@@ -89,7 +89,7 @@ mod tests {
     }
 
     #[test]
-    fn a_path_leads_into_objects() {
+    fn an_edit_path_descends_into_objects() {
         let mut document = json!({ "a": { "b": 1, "c": 2 }, "d": null });
         put(&mut document, "a.b", json!(3));
         put(&mut document, "d.e", json!("x"));

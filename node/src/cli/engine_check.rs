@@ -126,7 +126,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn urls_are_those_of_backends() {
+    fn engine_check_accepts_backend_urls() {
         assert_eq!(engine_url("http://a:1/x/").as_deref(), Ok("http://a:1/x"));
         for bad in ["a:1", "https://a:1", "http://", "ftp://a", "http://a:x"] {
             assert!(engine_url(bad).is_err(), "{bad}");

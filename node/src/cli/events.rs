@@ -248,7 +248,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn events_are_read_in_any_pieces() {
+    fn events_parse_in_any_chunks() {
         let sent = concat!(
             "event: connected\ndata: {\"applied_index\":7}\n\n",
             ": keep-alive\n\n",
@@ -299,7 +299,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_stream_that_breaks_off_is_resumed_behind_the_last_event() {
+    async fn a_broken_stream_resumes_after_the_last_event() {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let admin = listener.local_addr().unwrap().to_string();
         let texts = [

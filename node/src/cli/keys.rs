@@ -224,7 +224,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_key_whose_creation_is_in_doubt_is_named() {
+    fn a_key_of_uncertain_creation_is_named() {
         let answered = |outcome| {
             let problem = json!({"title": "t", "outcome": outcome, "id": "00000000000000ab"});
             let status = StatusCode::GATEWAY_TIMEOUT;

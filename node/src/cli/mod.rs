@@ -325,7 +325,7 @@ mod tests {
     }
 
     #[test]
-    fn a_cause_is_told_once() {
+    fn an_error_cause_is_printed_once() {
         let full = || std::io::Error::other("no space left");
         let error = anyhow::Error::from(full()).context("open store: no space left");
         assert_eq!(told(&error), "open store: no space left");

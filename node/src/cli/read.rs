@@ -326,7 +326,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn json_stays_the_same_json_and_obeys_nobody() {
+    fn json_output_is_equal_json_without_control_characters() {
         let hostile = json!({ "name": "a\u{9b}2J\u{202e}\u{7f}\u{e0041}\n" });
         let text = serde_json::to_string_pretty(&hostile).unwrap();
         let shown = shown(&text);
@@ -335,7 +335,7 @@ mod tests {
     }
 
     #[test]
-    fn details_name_each_value_by_its_path() {
+    fn details_list_each_value_by_its_path() {
         let answer = json!({ "id": "a", "state": { "name": "healthy", "detail": null }, "n": [1, 2],
                 "m": [{ "id": "x" }, { "id": "y" }] });
         let lines = [
@@ -350,14 +350,14 @@ mod tests {
     }
 
     #[test]
-    fn thousandths_are_shown_as_decimals_only_where_needed() {
+    fn thousandths_are_shown_as_decimals_if_needed() {
         assert_eq!(thousandths(&json!(2000)), "2");
         assert_eq!(thousandths(&json!(1050)), "1.050");
         assert_eq!(thousandths(&Value::Null), "-");
     }
 
     #[test]
-    fn engines_that_keep_no_users_apart_are_named_where_it_matters() {
+    fn unsalted_engines_are_named_if_isolation_needs_salts() {
         let cache = |cache: &str, users: u64, backends: Value| json!({ "cache": cache, "users": users, "unsalted_backends": backends });
         let all = || json!(["a", "b"]);
         assert_eq!(unsalted(&cache("shared", 0, all())), None);

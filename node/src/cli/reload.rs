@@ -422,7 +422,7 @@ mod tests {
     }
 
     #[test]
-    fn every_change_is_told_with_what_it_comes_to() {
+    fn every_reloaded_change_is_reported_with_its_effect() {
         let running = settings(
             &[
                 ("log.level", json!("info")),

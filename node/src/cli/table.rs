@@ -32,7 +32,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_cell_obeys_nobody() {
+    fn a_table_cell_escapes_control_characters() {
         let hostile = json!(["\x1b]0;x\x07", {"a\nb": "\u{202e}c"}]);
         assert_eq!(cell(&hostile), r"\u{1b}]0;x\u{7}, a\u{a}b=\u{202e}c");
         assert_eq!(cell(&json!("ada")), "ada");

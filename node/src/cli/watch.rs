@@ -69,7 +69,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn looks_are_not_too_close_together() {
+    fn watch_intervals_have_a_minimum() {
         assert_eq!(interval("2s"), Ok(Duration::from_secs(2)));
         assert_eq!(interval("100ms"), Ok(INTERVAL_MIN));
         assert!(interval("99ms").is_err());

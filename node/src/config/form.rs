@@ -339,7 +339,7 @@ mod tests {
     }
 
     #[test]
-    fn samples_are_from_none_to_all() {
+    fn sample_fractions_are_between_zero_and_one() {
         for (text, ppm, shown) in [
             ("0", 0, "0"),
             ("0.0", 0, "0"),
@@ -356,7 +356,7 @@ mod tests {
     }
 
     #[test]
-    fn a_misspelt_level_is_no_filter() {
+    fn a_misspelt_log_level_is_refused() {
         for right in ["info", "WARN", "off", "warn,raft=debug", "raft=debug"] {
             assert!(is_log_filter(right), "{right}");
         }
@@ -373,7 +373,7 @@ mod tests {
     }
 
     #[test]
-    fn ranges_of_time_need_the_lesser_first() {
+    fn time_ranges_need_the_lower_bound_first() {
         let range = Duration::from_millis(150)..Duration::from_millis(300);
         assert_eq!(SpanRange::read("150ms..300ms"), Some(range));
         for wrong in [
@@ -401,13 +401,13 @@ mod tests {
     }
 
     #[test]
-    fn paths_of_urls_begin_with_a_slash() {
+    fn url_paths_begin_with_a_slash() {
         let wrong = ["", "health", "http://a/health", "/a b", "/\n"];
         check(is_url_path, &["/", "/health", "/v1/models?limit=1"], &wrong);
     }
 
     #[test]
-    fn hosts_with_ports_are_names_or_addresses() {
+    fn hosts_with_ports_may_be_names_or_addresses() {
         let right = [
             "a:1",
             "10.0.0.1:8082",
@@ -428,7 +428,7 @@ mod tests {
     }
 
     #[test]
-    fn urls_of_engines_are_of_http() {
+    fn engine_urls_need_an_http_scheme() {
         assert_eq!(
             EngineUrl::read("http://gpu/").as_deref(),
             Some("http://gpu:80")
@@ -448,7 +448,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_reads_the_same() {
+    fn written_settings_round_trip() {
         reads_the_same::<SpanRange>("150ms..300ms");
         reads_the_same::<Size>("3MiB");
         reads_the_same::<Size>("12345");

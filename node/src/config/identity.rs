@@ -56,7 +56,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_number_behind_the_last_dash_counts() {
+    fn replica_id_follows_the_last_dash_of_the_host_name() {
         for (host, id) in [
             ("quorate-0", 1),
             ("quorate-254", 255),
@@ -79,7 +79,7 @@ mod tests {
     }
 
     #[test]
-    fn an_id_is_a_number_from_1_or_the_host_has_it() {
+    fn replica_id_is_a_positive_number_or_from_the_host_name() {
         assert_eq!(
             IdSource::read("255"),
             Some(IdSource::Number(ReplicaId(255)))

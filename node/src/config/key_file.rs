@@ -53,7 +53,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_key_that_the_file_does_not_judge_is_told_with_its_line() {
+    fn an_invalid_key_is_reported_with_its_line() {
         let dir = tempfile::tempdir().unwrap();
         let file = dir.path().join("keys");
         let random = "5a_-".repeat(11);
@@ -66,7 +66,7 @@ mod tests {
     }
 
     #[test]
-    fn a_key_listed_twice_is_told_with_both_lines() {
+    fn a_duplicate_key_is_reported_with_both_lines() {
         let dir = tempfile::tempdir().unwrap();
         let file = dir.path().join("keys");
         let read_of = |text: &str| {

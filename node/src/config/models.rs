@@ -108,7 +108,7 @@ mod tests {
     }
 
     #[test]
-    fn block_sizes_are_the_engines_unless_they_are_set() {
+    fn block_sizes_default_to_the_engines() {
         let config = read(
             r#"
 [[models]]
@@ -133,7 +133,7 @@ name = "*"
     }
 
     #[test]
-    fn prefill_and_decode_are_apart_as_the_model_says() {
+    fn disaggregation_settings_are_read_per_model() {
         let config = read(
             r#"
 [[models]]
@@ -165,7 +165,7 @@ disaggregate = "off"
     }
 
     #[test]
-    fn files_that_cannot_be_used_are_faults_of_the_config() {
+    fn unusable_tokenizer_files_are_config_errors() {
         refused(
             r#"
 [[models]]

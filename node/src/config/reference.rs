@@ -59,7 +59,7 @@ fn rows(out: &mut String, section: &Section) {
 }
 
 #[test]
-fn the_reference_says_what_the_structs_say() {
+fn the_config_reference_matches_the_structs() {
     let mut page = INTRODUCTION.to_owned();
     for section in sections() {
         match section.is_list {

@@ -66,7 +66,7 @@ mod tests {
     }
 
     #[test]
-    fn unset_is_what_the_data_plane_does_by_itself() {
+    fn unset_request_rules_equal_the_data_planes_defaults() {
         let config = config(&[]).unwrap();
         assert_eq!(config.fields, FieldRules::default());
         assert_eq!(config.strip_headers, HeaderRules::default());
@@ -74,7 +74,7 @@ mod tests {
     }
 
     #[test]
-    fn lists_may_be_empty_and_priority_may_pass() {
+    fn field_lists_may_be_empty_and_priority_may_be_forwarded() {
         let empty = ["requests.strip_fields=", "requests.refuse_fields="];
         let none = FieldRules::new(Vec::new(), Vec::new());
         assert_eq!(config(&empty).unwrap().fields, none);
@@ -88,7 +88,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_meant_is_refused() {
+    fn nonsensical_request_rules_are_refused() {
         for (flag, fault) in [
             (
                 "requests.strip_fields=model",

@@ -112,7 +112,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_a_shell_would_obey_is_quoted() {
+    fn shell_syntax_is_quoted() {
         assert_eq!(quoted("target/release/quorate"), "target/release/quorate");
         assert_eq!(quoted("a b"), "'a b'");
         assert_eq!(quoted("it's"), r"'it'\''s'");

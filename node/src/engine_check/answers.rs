@@ -256,7 +256,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn streams_are_told_apart_by_where_their_usage_stands() {
+    fn stream_shapes_differ_by_the_place_of_usage() {
         let usage = r#""usage":{"prompt_tokens":1}"#;
         let chunk = r#"{"choices":[{"index":0}]"#;
         let of = |events: &[String]| StreamShape::read(&events.join("\n\n"));

@@ -363,7 +363,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pipe_that_is_not_read_holds_nobody_up_and_what_it_lost_is_counted() {
+    fn an_unread_pipe_blocks_no_request_and_losses_are_counted() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("pipe");
         rustix::fs::mknodat(CWD, &path, FileType::Fifo, Mode::RWXU, 0).unwrap();
@@ -395,7 +395,7 @@ mod tests {
     }
 
     #[test]
-    fn bytes_that_wait_are_bounded() {
+    fn buffered_log_bytes_are_bounded() {
         let dir = tempfile::tempdir().unwrap();
         let file = AccessFile::open(&dir.path().join("log")).unwrap();
         let line = vec![b'\n'; WAITING_BYTES_MAX + 1];
@@ -406,7 +406,7 @@ mod tests {
     }
 
     #[test]
-    fn a_full_disk_loses_lines_until_it_has_room_again() {
+    fn a_full_disk_loses_lines_until_it_has_space() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("log");
         std::os::unix::fs::symlink("/dev/full", &path).unwrap();
@@ -425,7 +425,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_was_cut_is_continued_on_a_line_of_its_own() {
+    fn a_truncated_log_file_continues_on_a_new_line() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("log");
         for (before, after) in [
@@ -447,7 +447,7 @@ mod tests {
     }
 
     #[test]
-    fn a_line_that_was_cut_is_ended_before_the_next() {
+    fn a_truncated_line_is_ended_before_the_next() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("log");
         let file = open(&path).unwrap();

@@ -93,7 +93,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn values_are_quoted_where_they_have_to_be() {
+    fn logfmt_values_are_quoted_if_needed() {
         for (text, shown) in [
             ("gpu-1", "gpu-1"),
             ("grün", "grün"),

@@ -181,7 +181,7 @@ mod tests {
     }
 
     #[test]
-    fn the_access_log_has_a_setting_of_its_own() {
+    fn the_access_log_level_is_independent() {
         let is_told = |level: &str, access| {
             let is_told = || tracing::enabled!(target: ACCESS_TARGET, Level::INFO);
             with_filter(level, access, is_told)
@@ -193,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn what_clients_can_make_h2_say_is_told_only_where_it_is_asked_for() {
+    fn h2_warnings_caused_by_clients_are_logged_only_on_request() {
         let is_told = |told: &str| {
             let is_told = || tracing::enabled!(target: "h2::proto::streams::streams", Level::WARN);
             with_filter(told, LoggedRequests::Off, is_told)

@@ -49,7 +49,7 @@ fn command(replica: &Replica, args: &[&str], token_file: &str) -> (bool, String)
 }
 
 #[test]
-fn tokens_of_the_program_open_what_their_role_may() {
+fn tokens_grant_the_operations_of_their_role() {
     let (viewer, viewer_line) = token("ada", "viewer");
     let (admin, admin_line) = token("root@ops", "admin");
     let replica = guarded(&["# who may", &viewer_line, &admin_line], "");
@@ -109,7 +109,7 @@ fn tokens_of_the_program_open_what_their_role_may() {
 }
 
 #[test]
-fn tokens_are_reloaded_upon_hup_and_by_themselves() {
+fn tokens_are_reloaded_on_sighup_and_periodically() {
     let (first, first_line) = token("a", "viewer");
     let (second, second_line) = token("b", "viewer");
     let (third, third_line) = token("c", "viewer");
@@ -132,7 +132,7 @@ fn tokens_are_reloaded_upon_hup_and_by_themselves() {
 }
 
 #[test]
-fn a_token_can_go_to_a_file() {
+fn a_token_can_be_written_to_a_file() {
     let dir = tempfile::TempDir::new().unwrap();
     let out = dir.path().join("t");
     let args = ["token", "create", "--role", "operator", "bot", "--out"];
@@ -177,7 +177,7 @@ fn reached(dir: &Path, insecure: &str) -> (String, std::net::SocketAddr) {
 }
 
 #[test]
-fn a_listener_that_others_reach_wants_tokens_or_insecure() {
+fn a_reachable_listener_requires_tokens_or_insecure() {
     let dir = tempfile::TempDir::new().unwrap();
     let (text_of, _) = reached(dir.path(), "");
     let file = dir.path().join("n.toml");
@@ -198,7 +198,7 @@ fn a_listener_that_others_reach_wants_tokens_or_insecure() {
 }
 
 #[test]
-fn insecure_is_said_wherever_an_operator_looks() {
+fn insecure_mode_is_reported_in_log_status_and_metrics() {
     for (line, flag) in [("insecure = true", None), ("", Some("--insecure"))] {
         let dir = tempfile::TempDir::new().unwrap();
         let (text_of, admin) = reached(dir.path(), line);

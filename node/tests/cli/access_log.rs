@@ -70,7 +70,7 @@ fn logfmt(line: &str) -> BTreeMap<String, String> {
 }
 
 #[test]
-fn lines_go_to_the_file_and_not_to_stderr() {
+fn access_log_lines_go_to_the_file_and_not_to_stderr() {
     for format in ["json", "logfmt"] {
         let replica = logging(format);
         let id = asked(&replica, r#"a \"b\" = c"#);
@@ -94,7 +94,7 @@ fn lines_go_to_the_file_and_not_to_stderr() {
 }
 
 #[test]
-fn a_rotation_under_load_loses_no_line() {
+fn log_rotation_under_load_loses_no_line() {
     let mut replica = logging("json");
     let (file, old) = (replica.file("access.log"), replica.file("access.log.1"));
     let is_rotated = AtomicBool::new(false);
@@ -126,7 +126,7 @@ fn a_rotation_under_load_loses_no_line() {
 }
 
 #[test]
-fn a_broken_config_does_not_hinder_a_rotation() {
+fn a_broken_config_does_not_prevent_log_rotation() {
     let replica = logging("json");
     let (file, config) = (replica.file("access.log"), replica.file("config.toml"));
     let sound = std::fs::read_to_string(&config).unwrap();
@@ -147,7 +147,7 @@ fn reload(replica: &Replica) -> Value {
 }
 
 #[test]
-fn a_file_that_cannot_be_opened_again_is_a_fault_and_the_old_one_is_kept() {
+fn a_log_file_that_cannot_be_reopened_is_kept_and_reported() {
     let dir = tempfile::TempDir::new().unwrap();
     let folder = dir.path().join("logs");
     std::fs::create_dir(&folder).unwrap();
@@ -170,7 +170,7 @@ fn a_file_that_cannot_be_opened_again_is_a_fault_and_the_old_one_is_kept() {
 }
 
 #[test]
-fn a_full_disk_costs_lines_and_nothing_else() {
+fn a_full_disk_loses_only_log_lines() {
     let dir = tempfile::TempDir::new().unwrap();
     let replica = logging_to(dir, Path::new("/dev/full"), "json");
     asked(&replica, "m");
@@ -201,7 +201,7 @@ fn refused(dir: &Path, lines: &str) -> (Option<i32>, String) {
 }
 
 #[test]
-fn a_file_that_cannot_be_written_is_told_with_its_place() {
+fn an_unwritable_log_file_is_reported_with_its_path() {
     let dir = tempfile::TempDir::new().unwrap();
     let keys = dir.path().join("keys");
     std::fs::write(&keys, "sk-1\n").unwrap();

@@ -28,7 +28,7 @@ fn start(id: u8, peers: &[SocketAddr; 3], config: &str) -> Replica {
 }
 
 #[test]
-fn idle_clients_take_no_descriptors_from_operators_peers_and_others() {
+fn idle_clients_leave_descriptors_to_other_connections() {
     let limit = getrlimit(Resource::Nofile);
     // The clients are in this process.
     let raised = Rlimit {

@@ -83,7 +83,7 @@ fn answered(engine: &Engine) -> (f64, f64) {
 }
 
 #[test]
-fn engines_of_somebody_get_few_and_small_requests() {
+fn dev_sends_given_engines_few_small_requests() {
     let engine = Engine::start();
     let output = dev_once(&["--backend", &engine.url, "--json"]);
     let told = String::from_utf8_lossy(&output.stderr);
@@ -98,7 +98,7 @@ fn engines_of_somebody_get_few_and_small_requests() {
 }
 
 #[test]
-fn a_backend_that_cannot_be_is_told_in_one_line() {
+fn an_invalid_backend_is_reported_in_one_line() {
     let output = dev_once(&["--backend", "foo"]);
     let told = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(2), "{told}");
@@ -110,7 +110,7 @@ fn a_backend_that_cannot_be_is_told_in_one_line() {
 }
 
 #[test]
-fn the_hints_lead_to_a_prefix_hit_and_nothing_is_left_behind() {
+fn dev_hints_produce_a_prefix_hit_and_leave_no_files() {
     // One of the default ports is taken, by this test or by another process.
     let _taken = TcpListener::bind("127.0.0.1:8100");
     let demo = Demo::start(&["--requests", "0"]);
@@ -154,7 +154,7 @@ fn the_hints_lead_to_a_prefix_hit_and_nothing_is_left_behind() {
 }
 
 #[test]
-fn progress_is_told_in_lines_where_there_is_no_terminal() {
+fn progress_is_printed_in_lines_without_a_terminal() {
     let demo = Demo::start(&["--requests", "1000000", "--port", "0"]);
     let has_line = || {
         let text = demo.text("err");
@@ -167,7 +167,7 @@ fn progress_is_told_in_lines_where_there_is_no_terminal() {
 }
 
 #[test]
-fn an_engine_that_does_not_answer_is_named() {
+fn an_unresponsive_engine_is_named() {
     let [nobody] = free();
     let url = format!("http://{nobody}");
     let output = dev_once(&["--backend", &url]);

@@ -7,7 +7,7 @@ use super::process::{Replica, free, get, private_file, program, until};
 use super::{quorate, text};
 
 #[test]
-fn a_replica_that_finds_no_cluster_names_each_peer_and_reason() {
+fn an_unformed_replica_names_each_peer_and_reason() {
     let [own, refused, other, same_id, other_secret] = free();
     let silent = TcpListener::bind("127.0.0.1:0").unwrap();
     let dir = tempfile::TempDir::new().unwrap();
@@ -141,7 +141,7 @@ fn a_member_without_a_quorum_names_each_peer_and_reason() {
 }
 
 #[test]
-fn a_replica_whose_directory_is_lost_comes_back_under_its_id() {
+fn a_replica_with_a_lost_directory_rejoins_under_its_id() {
     let peers: [_; 3] = free();
     let list = peers.map(|peer| format!("\"{peer}\"")).join(", ");
     let config = format!(
@@ -208,7 +208,7 @@ fn on_host(name: &str, args: &[&str]) -> Option<Output> {
 }
 
 #[test]
-fn a_host_name_gives_the_id() {
+fn the_host_name_determines_the_replica_id() {
     let dir = tempfile::TempDir::new().unwrap();
     let data_dir = format!("node.data_dir={}", dir.path().display());
     let settings = ["--set", "node.id=from-hostname", "--set", &data_dir];
@@ -229,7 +229,7 @@ fn a_host_name_gives_the_id() {
 }
 
 #[test]
-fn dev_refuses_what_its_replicas_cannot_share() {
+fn dev_refuses_settings_its_replicas_cannot_share() {
     for setting in ["node.id=7", "listen.data=127.0.0.1:1", "cluster.join=a:1"] {
         let output = quorate(&["dev", "--once", "--set", setting]);
         let told = text(&output.stderr);

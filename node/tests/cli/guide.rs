@@ -54,7 +54,7 @@ echo end
 "#;
 
 #[test]
-fn ten_commands_lead_to_three_replicas_two_roles_and_two_tenants() {
+fn the_guides_ten_commands_set_up_roles_and_tenants() {
     let (commands, engine) = (commands(), Engine::start());
     assert_eq!(count(&commands), 10, "{commands}");
     let dir = TempDir::new().unwrap();

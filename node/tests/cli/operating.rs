@@ -128,7 +128,7 @@ fn writes_are_audited() {
 }
 
 #[test]
-fn policies_admission_and_users_are_set() {
+fn policies_admission_and_users_can_be_set() {
     let operator = Operator::new();
     operator.done("policy set prefix-cache imbalance_abs_count=8");
     let policy = operator.done("policy get");
@@ -178,7 +178,7 @@ fn policies_admission_and_users_are_set() {
 }
 
 #[test]
-fn what_is_shown_can_be_written_back() {
+fn shown_settings_can_be_written_back() {
     let operator = Operator::new();
     // A user without any settings.
     assert_eq!(operator.replica.chat("emulated", "").status, 200);
@@ -216,7 +216,7 @@ fn what_is_shown_can_be_written_back() {
 }
 
 #[test]
-fn the_replica_that_can_answer_does() {
+fn commands_use_a_replica_that_can_answer() {
     let operator = Operator::new();
     let [nobody, peer, other_peer] = free();
     // A replica that waits for a peer has no quorum.
@@ -250,7 +250,7 @@ fn the_replica_that_can_answer_does() {
 }
 
 #[test]
-fn events_are_followed() {
+fn the_events_command_follows_events() {
     let operator = Operator::new();
     let dir = tempfile::TempDir::new().unwrap();
     let seen = dir.path().join("events");
@@ -272,7 +272,7 @@ fn events_are_followed() {
 }
 
 #[test]
-fn events_go_on_at_another_replica() {
+fn events_continue_at_another_replica() {
     let [first, second] = free();
     let [mut first, second] = [Replica::start(1, first, ""), Replica::start(1, second, "")];
     for replica in [&first, &second] {

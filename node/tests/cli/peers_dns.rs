@@ -146,7 +146,7 @@ fn members(replica: &Replica) -> Vec<String> {
 }
 
 #[test]
-fn replicas_find_each_other_by_a_name_whose_addresses_change() {
+fn replicas_find_each_other_by_a_changing_dns_name() {
     if !may_unshare() {
         eprintln!("skipped: only root may make a mount namespace");
         return;

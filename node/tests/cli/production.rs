@@ -55,7 +55,7 @@ fn start(engine: &Engine, tokens: &str) -> Replica {
 }
 
 #[test]
-fn the_example_can_be_probed_and_scraped() {
+fn the_production_example_can_be_probed_and_scraped() {
     let engine = Engine::start();
     let (secret, line) = token("prometheus", "viewer");
     let replica = start(&engine, &line);

@@ -55,7 +55,7 @@ fn hears_of_it(manager: &UnixDatagram, replica: &Replica) {
 }
 
 #[test]
-fn the_manager_hears_that_it_listens_lives_and_leaves() {
+fn the_service_manager_is_notified_of_start_life_and_stop() {
     let dir = TempDir::new().unwrap();
     let path = dir.path().join("notify");
     let manager = UnixDatagram::bind(&path).unwrap();
@@ -64,7 +64,7 @@ fn the_manager_hears_that_it_listens_lives_and_leaves() {
 }
 
 #[test]
-fn a_manager_may_listen_at_a_name_that_is_no_path() {
+fn the_service_manager_may_use_an_abstract_socket() {
     let dir = TempDir::new().unwrap();
     let name = format!("quorate-test-{}", std::process::id());
     let manager = UnixDatagram::bind_addr(&SocketAddr::from_abstract_name(&name).unwrap()).unwrap();
@@ -73,7 +73,7 @@ fn a_manager_may_listen_at_a_name_that_is_no_path() {
 }
 
 #[test]
-fn a_manager_that_is_not_there_holds_nobody_up() {
+fn a_missing_service_manager_blocks_nothing() {
     let dir = TempDir::new().unwrap();
     let gone = dir.path().join("gone").display().to_string();
     let replica = start(dir, &gone);

@@ -65,7 +65,7 @@ impl Reloaded {
 }
 
 #[test]
-fn hup_takes_what_can_be_taken_and_names_the_rest() {
+fn sighup_applies_reloadable_keys_and_names_the_rest() {
     let reloaded = Reloaded::start();
     assert_eq!(reloaded.status_of("sk-first"), 404);
     std::fs::write(&reloaded.keys, "sk-second ada\n").unwrap();
@@ -118,7 +118,7 @@ fn hup_takes_what_can_be_taken_and_names_the_rest() {
 }
 
 #[test]
-fn a_broken_config_changes_nothing_upon_hup() {
+fn a_broken_config_changes_nothing_on_sighup() {
     let reloaded = Reloaded::start();
     std::fs::write(&reloaded.keys, "sk-second ada\n").unwrap();
     reloaded.reload("inof", "");
@@ -137,7 +137,7 @@ fn a_broken_config_changes_nothing_upon_hup() {
 }
 
 #[test]
-fn a_metric_tells_of_a_reload_that_failed() {
+fn a_metric_reports_a_failed_reload() {
     let reloaded = Reloaded::start();
     let shown = || {
         let page = send(reloaded.replica.admin, "GET", "/metrics", "", None).unwrap();
@@ -152,7 +152,7 @@ fn a_metric_tells_of_a_reload_that_failed() {
 }
 
 #[test]
-fn an_operator_reloads_and_is_told_what_came_of_it() {
+fn a_reload_request_reports_its_result() {
     let reloaded = Reloaded::start();
     std::fs::write(&reloaded.keys, "sk-second ada\n").unwrap();
     let answer = reloaded.ask(
@@ -216,7 +216,7 @@ fn an_operator_reloads_and_is_told_what_came_of_it() {
 }
 
 #[test]
-fn a_command_reloads_and_names_what_needs_a_restart() {
+fn the_reload_command_names_keys_that_need_a_restart() {
     let reloaded = Reloaded::start();
     let admin = reloaded.replica.admin.to_string();
     let reload = |level: &str, rest: &str, flags: &[&str]| {
@@ -252,7 +252,7 @@ fn a_command_reloads_and_names_what_needs_a_restart() {
 }
 
 #[test]
-fn a_command_sets_what_a_running_replica_logs() {
+fn the_log_level_command_changes_a_running_replica() {
     let reloaded = Reloaded::start();
     let admin = reloaded.replica.admin.to_string();
     let level = |level: &str, flags: &[&str]| {

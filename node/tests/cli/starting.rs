@@ -6,7 +6,7 @@ use super::process::{Engine, Replica, free, get, program, until};
 use super::text as text_of;
 
 #[test]
-fn a_config_of_another_cluster_does_not_start_on_a_members_store() {
+fn a_members_store_refuses_a_config_of_another_cluster() {
     let [peer] = free();
     let ours = "[cluster]\nname = \"production\"\nbootstrap_expect = 1\n";
     let replica = Replica::start(1, peer, ours);
@@ -39,7 +39,7 @@ fn a_config_of_another_cluster_does_not_start_on_a_members_store() {
 }
 
 #[test]
-fn a_replica_in_no_cluster_asks_clients_to_come_back() {
+fn an_unformed_replica_tells_clients_to_retry() {
     let engine = Engine::start();
     let peers: [_; 2] = free();
     let config = format!(

@@ -76,7 +76,7 @@ fn busy_replica() -> (Engine, Replica, String) {
 }
 
 #[test]
-fn results_fit_80_columns_in_whole_words() {
+fn output_fits_80_columns_in_whole_words() {
     let (_engine, _replica, admin) = busy_replica();
     let prompt = ["explain", "--model", "emulated", "--prompt", "hi"];
     let commands: [&[&str]; 12] = [
@@ -120,7 +120,7 @@ fn results_fit_80_columns_in_whole_words() {
 }
 
 #[test]
-fn no_color_is_obeyed() {
+fn no_color_is_respected() {
     let dir = TempDir::new().unwrap();
     let file = dir.path().join("faulty.toml");
     std::fs::write(&file, "[node]\nid = 0\n").unwrap();
@@ -143,7 +143,7 @@ fn json(output: &Output, what: &[&str]) -> Value {
 }
 
 #[test]
-fn programs_get_json() {
+fn output_to_a_pipe_is_json() {
     let (_engine, replica, admin) = busy_replica();
     let commands: [&[&str]; 12] = [
         &["status"],
@@ -191,7 +191,7 @@ fn programs_get_json() {
 }
 
 #[test]
-fn an_error_is_told_once() {
+fn an_error_is_printed_once() {
     let serve = quorate(&[
         "serve",
         "--set",

@@ -38,7 +38,7 @@ fn start(args: &[&str]) -> OnTerminal {
 }
 
 #[test]
-fn the_screen_survives_the_replica_that_was_asked() {
+fn top_survives_the_loss_of_its_replica() {
     let (_engine, mut replicas) = cluster();
     let admin = replicas[0].admin.to_string();
     let once = quorate(&[
@@ -79,7 +79,7 @@ fn the_screen_survives_the_replica_that_was_asked() {
 }
 
 #[test]
-fn what_cannot_be_shown_is_told_at_once() {
+fn top_reports_unreachable_replicas_and_bad_flags_at_once() {
     let [nobody] = free();
     let admin = nobody.to_string();
     let unreached = quorate(&["top", "--once", "--admin", &admin]);
@@ -94,7 +94,7 @@ fn what_cannot_be_shown_is_told_at_once() {
 }
 
 #[test]
-fn a_watched_command_goes_on_while_its_replica_restarts() {
+fn a_watched_command_continues_while_its_replica_restarts() {
     let [peer] = free();
     let replica = Replica::start(1, peer, "");
     until("it leads", || {

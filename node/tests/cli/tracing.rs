@@ -36,7 +36,7 @@ fn traced(dir: TempDir, endpoint: &str, by: impl FnOnce(Command) -> Command) -> 
 }
 
 #[test]
-fn a_collector_over_tls_is_checked_against_ssl_cert_file() {
+fn a_tls_trace_collector_is_verified_by_ssl_cert_file() {
     let runtime = tokio::runtime::Runtime::new().unwrap();
     let (dir, collector) = (TempDir::new().unwrap(), Collector::default());
     let ca = dir.path().join("certs/ca.crt");

@@ -3,7 +3,7 @@
 use super::process::{Engine, Replica, free, send, until};
 
 #[test]
-fn a_deleted_user_is_gone_and_comes_back_as_a_new_one_with_its_name() {
+fn a_deleted_user_is_removed_and_may_return_as_new() {
     let engine = Engine::start();
     let [peer] = free();
     let config = format!("[[backends]]\nid = \"e\"\nurl = \"{}\"\n", engine.url);

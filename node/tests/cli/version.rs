@@ -35,7 +35,7 @@ fn repository() -> (TempDir, String) {
 }
 
 #[test]
-fn the_version_has_something_to_tell_builds_apart() {
+fn the_version_identifies_the_build() {
     let output = quorate(&["--version"]);
     let told = text(&output.stdout).trim();
     let version = env!("CARGO_PKG_VERSION");
@@ -47,7 +47,7 @@ fn the_version_has_something_to_tell_builds_apart() {
 }
 
 #[test]
-fn a_commit_is_found_in_a_repository_and_watched() {
+fn the_build_finds_and_watches_the_commit() {
     let (dir, id) = repository();
     let found = TreeCommit::of(dir.path());
     assert_eq!(found.id.as_deref(), Some(&id[..12]));
@@ -56,7 +56,7 @@ fn a_commit_is_found_in_a_repository_and_watched() {
 }
 
 #[test]
-fn trees_without_a_repository_of_their_own_have_no_commit() {
+fn source_trees_without_a_repository_have_no_commit() {
     let (dir, _) = repository();
     let inner = dir.path().join("unpacked");
     std::fs::create_dir(&inner).unwrap();
@@ -66,7 +66,7 @@ fn trees_without_a_repository_of_their_own_have_no_commit() {
 }
 
 #[test]
-fn an_archive_tells_its_commit() {
+fn a_source_archive_names_its_commit() {
     let (dir, _) = repository();
     let build = dir.path().join("node/build");
     std::fs::create_dir_all(&build).unwrap();

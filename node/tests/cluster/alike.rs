@@ -71,7 +71,7 @@ async fn alike(http: &Http, replicas: &[Addresses], prompt: &str) -> Value {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn every_replica_explains_with_the_same_numbers_also_after_a_restart() {
+async fn replicas_explain_equally_before_and_after_a_restart() {
     let dir = TempDir::new().unwrap();
     let engines = engines(2).await;
     let mut replicas = cluster(3, &engines, &dir);

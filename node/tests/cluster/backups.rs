@@ -61,7 +61,7 @@ async fn owned(http: &Http, at: &Addresses) -> Value {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_new_cluster_goes_on_from_a_backup() {
+async fn a_new_cluster_continues_from_a_backup() {
     let (dir, engines) = (TempDir::new().unwrap(), engines(2).await);
     let file = dir.path().join("cluster.backup");
     let file = file.to_str().unwrap();

@@ -49,7 +49,7 @@ pub(super) async fn exact_replica(
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn an_engine_with_another_block_size_is_exact_without_a_word_in_the_config() {
+async fn an_engine_with_another_block_size_is_exact_without_config() {
     let (dir, http) = (TempDir::new().unwrap(), Http::new());
     let (replica, _engine) = exact_replica(&http, BLOCK_TOKENS, &dir).await;
     let at = replica.addresses;

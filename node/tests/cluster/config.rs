@@ -98,7 +98,7 @@ async fn restarted(dir: &TempDir, engines: &[EngineHandle]) -> Replica {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_later_config_changes_nothing_until_it_is_applied() {
+async fn a_changed_config_has_no_effect_until_applied() {
     let dir = TempDir::new().unwrap();
     let engines = engines(2).await;
     let replica = restarted(&dir, &engines).await;
@@ -175,7 +175,7 @@ async fn a_later_config_changes_nothing_until_it_is_applied() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_backend_that_was_removed_does_not_come_back_with_a_restart() {
+async fn a_removed_backend_does_not_return_with_a_restart() {
     let dir = TempDir::new().unwrap();
     let engines = engines(2).await;
     let replica = cluster(1, &engines, &dir).remove(0);

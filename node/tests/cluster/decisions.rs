@@ -27,7 +27,7 @@ async fn ask(http: &Http, at: &Addresses, id: &str) -> HeaderMap {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_past_decision_is_found_at_the_replica_that_made_it() {
+async fn a_past_decision_is_found_at_its_replica() {
     let (dir, engines) = (TempDir::new().unwrap(), engines(2).await);
     let replicas = cluster(3, &engines, &dir);
     let (http, at) = (Http::new(), addresses(&replicas));
@@ -73,7 +73,7 @@ async fn a_past_decision_is_found_at_the_replica_that_made_it() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_log_is_replayed_to_the_state_that_a_replica_had() {
+async fn log_replay_reproduces_a_replicas_state() {
     let (dir, engines) = (TempDir::new().unwrap(), engines(2).await);
     let replicas = cluster(1, &engines, &dir);
     let (http, at) = (Http::new(), addresses(&replicas));

@@ -99,7 +99,7 @@ fn events(stream: &[u8]) -> Vec<Value> {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn every_dialect_tells_its_usage_whole_and_as_a_stream() {
+async fn every_dialect_reports_usage_whole_and_streamed() {
     let (dir, engines) = (TempDir::new().unwrap(), engines(1).await);
     let replicas = cluster(1, &engines, &dir);
     let (http, at) = (Http::new(), addresses(&replicas)[0]);
@@ -152,7 +152,7 @@ async fn every_dialect_tells_its_usage_whole_and_as_a_stream() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn embeddings_are_computed_cached_and_alike() {
+async fn embeddings_are_computed_cached_and_equal() {
     let (dir, engines) = (TempDir::new().unwrap(), engines(1).await);
     let replicas = cluster(1, &engines, &dir);
     let (http, at) = (Http::new(), addresses(&replicas)[0]);

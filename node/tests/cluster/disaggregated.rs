@@ -49,7 +49,7 @@ async fn ask(http: &Http, replica: &Replica, body: &Value) -> (HeaderMap, Value)
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn one_engine_computes_the_prompt_and_the_other_answers() {
+async fn prefill_and_decode_engines_share_a_request() {
     let transfer = TransferOptions::default();
     let engines = vec![connected(transfer).await, connected(transfer).await];
     let (dir, http) = (TempDir::new().unwrap(), Http::new());

@@ -86,7 +86,7 @@ async fn source(http: &Http, at: &Addresses) -> Value {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_fleet_follows_its_file_and_outlives_an_empty_one() {
+async fn discovered_backends_follow_the_file_and_survive_an_empty_one() {
     let (dir, engines) = (TempDir::new().unwrap(), engines(3).await);
     let file = dir.path().join("engines.json");
     write(&file, &[(0, &engines[0]), (1, &engines[1])]);
@@ -136,7 +136,7 @@ async fn a_fleet_follows_its_file_and_outlives_an_empty_one() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_new_leader_continues_what_the_last_one_began() {
+async fn a_new_leader_continues_discovery() {
     let (dir, engines) = (TempDir::new().unwrap(), engines(4).await);
     let file = dir.path().join("engines.json");
     let all: Vec<_> = engines.iter().enumerate().collect();
@@ -193,7 +193,7 @@ fn load(at: Addresses, user: usize, stop: Arc<AtomicBool>) -> JoinHandle<u32> {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn sixteen_engines_roll_under_load_while_the_leader_dies() {
+async fn sixteen_engines_roll_under_load_during_a_leader_crash() {
     let (dir, engines) = (TempDir::new().unwrap(), engines(16).await);
     let file = dir.path().join("engines.json");
     let all: Vec<_> = engines.iter().enumerate().collect();

@@ -19,7 +19,7 @@ fn options(url: String) -> EngineCheckOptions {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_the_emulated_engine_can_do_is_found() {
+async fn engine_check_finds_the_emulated_engines_features() {
     let engine = EmulatedEngine::start(publishing()).await.unwrap();
     let report = check(&options(engine.url())).await.unwrap();
     assert_eq!(report.kind, Some(EngineKind::Vllm));
@@ -53,7 +53,7 @@ async fn what_the_emulated_engine_can_do_is_found() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn events_are_followed_where_they_are_named() {
+async fn engine_check_follows_the_named_event_endpoint() {
     let publisher = EmulatedEngine::start(publishing()).await.unwrap();
     let silent = EmulatedEngine::start(EngineOptions::default());
     let silent = silent.await.unwrap();
@@ -83,7 +83,7 @@ async fn events_are_followed_where_they_are_named() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_an_engine_cannot_do_is_named_with_what_follows() {
+async fn engine_check_names_missing_features_and_consequences() {
     let engine = EmulatedEngine::start(EngineOptions {
         speed: 50.0,
         ..EngineOptions::default()

@@ -72,7 +72,7 @@ async fn settle(http: &Http, at: &[Addresses]) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_conversation_stays_with_its_engine_through_any_of_three_pickers() {
+async fn a_conversation_keeps_its_engine_through_any_picker() {
     let dir = TempDir::new().unwrap();
     let engines = engines(3).await;
     let replicas = cluster(3, &engines, &dir);
@@ -148,7 +148,7 @@ async fn counters(is_mixed: bool) -> (BTreeMap<String, u64>, u32) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn half_through_the_picker_is_counted_as_all_through_the_data_port() {
+async fn requests_count_equally_through_picker_and_data_port() {
     let (alone, found_alone) = counters(false).await;
     let (mixed, found_mixed) = counters(true).await;
     assert_eq!(alone, mixed);
@@ -157,7 +157,7 @@ async fn half_through_the_picker_is_counted_as_all_through_the_data_port() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn every_body_mode_brings_the_same_answers() {
+async fn every_body_mode_gives_equal_answers() {
     let dir = TempDir::new().unwrap();
     let engines = engines(1).await;
     let replica = lone_replica(&engines, &dir, |_| {});
@@ -208,7 +208,7 @@ async fn every_body_mode_brings_the_same_answers() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_user_has_one_limit_for_both_faces() {
+async fn a_users_limit_spans_picker_and_data_port() {
     let dir = TempDir::new().unwrap();
     let engines = engines(1).await;
     let replicas = cluster(3, &engines, &dir);
@@ -242,7 +242,7 @@ async fn a_user_has_one_limit_for_both_faces() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn requests_wait_for_a_place_whichever_picker_they_ask() {
+async fn requests_wait_for_a_place_at_any_picker() {
     let dir = TempDir::new().unwrap();
     let engines = engines(1).await;
     let replicas = cluster_with(3, &engines, &dir, |config| {
@@ -279,7 +279,7 @@ async fn requests_wait_for_a_place_whichever_picker_they_ask() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn the_leader_leaves_and_no_pick_fails() {
+async fn no_pick_fails_when_the_leader_leaves() {
     let dir = TempDir::new().unwrap();
     let engines = engines(2).await;
     let mut replicas = cluster(3, &engines, &dir);
@@ -309,7 +309,7 @@ async fn the_leader_leaves_and_no_pick_fails() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_client_that_leaves_a_gateway_leaves_nothing_behind() {
+async fn a_gateway_client_that_disconnects_leaves_nothing_behind() {
     let dir = TempDir::new().unwrap();
     let engines = engines(1).await;
     let replica = lone_replica(&engines, &dir, |_| {});
@@ -333,7 +333,7 @@ async fn a_client_that_leaves_a_gateway_leaves_nothing_behind() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_gateway_goes_to_the_second_endpoint_when_the_first_is_gone() {
+async fn a_gateway_falls_back_to_the_second_endpoint() {
     let dir = TempDir::new().unwrap();
     let mut engines = engines(2).await;
     let replica = lone_replica(&engines, &dir, |_| {});
@@ -384,7 +384,7 @@ async fn assert_says(at: &Addresses, expected: ServingStatus) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn health_checks_hear_who_picks_with_a_quorum_or_without() {
+async fn picker_health_checks_serve_with_and_without_a_quorum() {
     let dir = TempDir::new().unwrap();
     let engines = engines(1).await;
     let mut replicas = cluster(3, &engines, &dir);
@@ -421,7 +421,7 @@ async fn health_checks_hear_who_picks_with_a_quorum_or_without() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_replica_in_no_cluster_is_warm_but_not_serving() {
+async fn an_unformed_replica_is_live_but_not_serving() {
     let dir = TempDir::new().unwrap();
     let engines = engines(1).await;
     let any: SocketAddr = "127.0.0.1:0".parse().unwrap();

@@ -22,7 +22,7 @@ async fn ask(at: &Addresses, secret: &str) -> (u16, Value) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_key_works_and_ends_on_all_replicas_also_after_a_restart() {
+async fn an_api_key_works_and_ends_on_all_replicas() {
     let dir = TempDir::new().unwrap();
     let engines = engines(1).await;
     let mut replicas = cluster(3, &engines, &dir);
@@ -92,7 +92,7 @@ async fn a_key_works_and_ends_on_all_replicas_also_after_a_restart() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_budget_that_is_used_up_on_one_replica_is_so_on_all() {
+async fn a_budget_spent_on_one_replica_is_spent_on_all() {
     let dir = TempDir::new().unwrap();
     let engines = engines(1).await;
     let replicas = cluster(3, &engines, &dir);
@@ -136,7 +136,7 @@ async fn a_budget_that_is_used_up_on_one_replica_is_so_on_all() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_replica_that_is_cut_off_refuses_keys_until_it_hears_the_cluster() {
+async fn an_isolated_replica_refuses_keys_until_it_reconnects() {
     let dir = TempDir::new().unwrap();
     let engines = engines(1).await;
     let mut replicas = cluster(3, &engines, &dir);
@@ -178,7 +178,7 @@ async fn a_replica_that_is_cut_off_refuses_keys_until_it_hears_the_cluster() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn defaults_of_users_count_on_all_replicas_at_once_and_after_a_restart() {
+async fn user_defaults_apply_on_all_replicas_and_after_a_restart() {
     let dir = TempDir::new().unwrap();
     let engines = engines(1).await;
     let mut replicas = cluster(3, &engines, &dir);

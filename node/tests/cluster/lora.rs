@@ -53,7 +53,7 @@ fn question(adapter: &str, number: usize, max_tokens: u32) -> Value {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn requests_for_an_adapter_go_where_it_is_in_memory() {
+async fn adapter_requests_go_to_engines_that_have_it_loaded() {
     let (dir, engines) = (TempDir::new().unwrap(), lora_engines(50.0).await);
     let http = Http::new();
     let replica = replica(&http, &engines, &dir, |_| ()).await;
@@ -77,7 +77,7 @@ async fn requests_for_an_adapter_go_where_it_is_in_memory() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn beyond_the_threshold_another_engine_loads_the_adapter() {
+async fn another_engine_loads_the_adapter_beyond_the_threshold() {
     let (dir, engines) = (TempDir::new().unwrap(), lora_engines(1.0).await);
     let http = Http::new();
     let replica = replica(&http, &engines, &dir, |config| {

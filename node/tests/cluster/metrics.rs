@@ -251,7 +251,7 @@ fn named_metrics() -> BTreeSet<String> {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn the_reference_of_metrics_is_what_a_replica_shows() {
+async fn the_metrics_reference_matches_a_replica() {
     let dir = TempDir::new().unwrap();
     let engines = engines(1).await;
     let replica = lone_replica(&engines, &dir, |config| {
@@ -295,7 +295,7 @@ async fn the_reference_of_metrics_is_what_a_replica_shows() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn the_series_of_512_backends_and_50_models_are_as_few_as_the_reference_says() {
+async fn series_counts_match_the_reference_at_512_backends() {
     let dir = TempDir::new().unwrap();
     let model = |nth: usize| format!("model-{}", nth % MODELS);
     let options = EngineOptions {

@@ -6,7 +6,7 @@ mod api_keys;
 use super::*;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn every_replica_knows_how_far_the_others_are() {
+async fn every_replica_knows_the_others_applied_index() {
     let dir = TempDir::new().unwrap();
     let engines = engines(1).await;
     let replicas = cluster(3, &engines, &dir);
@@ -29,7 +29,7 @@ async fn every_replica_knows_how_far_the_others_are() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_replica_that_lost_its_store_says_what_to_do() {
+async fn a_replica_that_lost_its_store_prints_a_remedy() {
     let dir = TempDir::new().unwrap();
     let engines = engines(1).await;
     let mut replicas = cluster(3, &engines, &dir);

@@ -88,7 +88,7 @@ async fn known(http: &Http, at: &Addresses, mode: &str) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn conversations_stay_at_their_rank_and_predictions_are_its() {
+async fn conversations_keep_their_rank_with_exact_predictions() {
     let (dir, http) = (TempDir::new().unwrap(), Http::new());
     let (replica, engine) = replica(&http, &dir, true).await;
     let at = replica.addresses;
@@ -128,7 +128,7 @@ async fn conversations_stay_at_their_rank_and_predictions_are_its() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn without_events_leases_tell_the_rank() {
+async fn leases_determine_the_rank_without_events() {
     let (dir, http) = (TempDir::new().unwrap(), Http::new());
     let (replica, engine) = replica(&http, &dir, false).await;
     let at = replica.addresses;

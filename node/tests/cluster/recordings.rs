@@ -89,7 +89,7 @@ async fn whole(http: &Http, at: &Addresses, path: &str, requests: usize) -> (Str
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_recorded_cluster_is_simulated_with_the_hits_that_its_engines_told() {
+async fn a_simulated_recording_has_the_hits_its_engines_reported() {
     let (dir, engines) = (TempDir::new().unwrap(), engines(2).await);
     let replicas = cluster(3, &engines, &dir);
     let (http, at) = (Http::new(), addresses(&replicas));
@@ -164,7 +164,7 @@ async fn a_recorded_cluster_is_simulated_with_the_hits_that_its_engines_told() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_recording_has_no_text_and_no_name_and_ends_when_it_is_full() {
+async fn a_recording_is_anonymous_and_ends_when_full() {
     let (dir, engines) = (TempDir::new().unwrap(), engines(1).await);
     let replicas = cluster(1, &engines, &dir);
     let (http, at) = (Http::new(), addresses(&replicas));
@@ -250,7 +250,7 @@ async fn simulates(at: &Addresses, out: &str) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn the_command_records_all_replicas_into_one_file() {
+async fn the_record_command_merges_all_replicas_into_one_file() {
     let (dir, engines) = (TempDir::new().unwrap(), engines(2).await);
     let replicas = cluster(2, &engines, &dir);
     let (http, at) = (Http::new(), addresses(&replicas));

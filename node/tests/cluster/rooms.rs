@@ -83,7 +83,7 @@ async fn is_quiet(http: &Http, engines: &[EngineHandle], at: &[Addresses]) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn two_engines_get_each_request_whichever_replica_is_asked() {
+async fn every_replica_sends_each_request_to_two_engines() {
     let http = Http::new();
     let (engines, replicas, _dir) = replicas(&http, 3, 0).await;
     let at = addresses(&replicas);
@@ -139,7 +139,7 @@ async fn two_engines_get_each_request_whichever_replica_is_asked() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn lost_transfers_and_engines_fail_no_request_while_another_pair_is_left() {
+async fn lost_transfers_fail_no_request_while_a_pair_remains() {
     let http = Http::new();
     let (mut engines, replicas, _dir) = replicas(&http, 3, 2).await;
     let at = addresses(&replicas);
@@ -171,7 +171,7 @@ async fn lost_transfers_and_engines_fail_no_request_while_another_pair_is_left()
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_client_that_leaves_frees_both_engines() {
+async fn a_client_that_disconnects_frees_both_engines() {
     let http = Http::new();
     let (engines, replicas, _dir) = replicas(&http, 1, 0).await;
     let at = addresses(&replicas);

@@ -288,7 +288,7 @@ impl Clients {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn three_pods_become_five_and_three_again_under_load() {
+async fn a_statefulset_scales_to_five_and_back_under_load() {
     let mut pods = Pods::start().await;
     let clients = Clients::of(&pods);
     pods.api.scale_to(5);
@@ -324,7 +324,7 @@ async fn three_pods_become_five_and_three_again_under_load() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn pods_that_die_are_told_from_those_that_restart() {
+async fn dead_pods_are_distinguished_from_restarting_ones() {
     let mut pods = Pods::start().await;
     pods.api.scale_to(4);
     pods.create(4).await;

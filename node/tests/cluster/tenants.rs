@@ -60,7 +60,7 @@ fn team() -> Value {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn at_one_engine_a_probe_finds_what_its_own_group_asked_and_nothing_else() {
+async fn cache_probes_hit_only_their_own_groups_prompts() {
     let dir = TempDir::new().unwrap();
     let engines = engines(1).await;
     let replicas = cluster(3, &engines, &dir);
@@ -93,7 +93,7 @@ async fn at_one_engine_a_probe_finds_what_its_own_group_asked_and_nothing_else()
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn where_a_probe_goes_tells_nothing_of_where_prompts_of_others_are() {
+async fn routing_does_not_reveal_other_groups_prompts() {
     let dir = TempDir::new().unwrap();
     let engines = engines(4).await;
     let replicas = cluster(1, &engines, &dir);
@@ -135,7 +135,7 @@ async fn where_a_probe_goes_tells_nothing_of_where_prompts_of_others_are() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn where_engines_tell_their_blocks_predictions_are_exact_under_salts_too() {
+async fn predictions_are_exact_under_salts_with_kv_events() {
     const BLOCK_TOKENS: u32 = 16;
     let (dir, http) = (TempDir::new().unwrap(), Http::new());
     let (replica, _engine) = exact_replica(&http, BLOCK_TOKENS, &dir).await;

@@ -159,7 +159,7 @@ pub(super) fn extended(dir: &Path, id: usize, more: &str) -> Config {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_listener_speaks_tls_and_tells_who_does_not() {
+async fn a_tls_listener_answers_plaintext_clients_with_an_error() {
     let dir = TempDir::new().unwrap();
     let certs = Certs::new(&dir.path().join("certs"), &["1=127.0.0.1"]);
     let engines = engines(1).await;
@@ -225,7 +225,7 @@ async fn a_listener_speaks_tls_and_tells_who_does_not() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn new_certificates_are_taken_without_a_dropped_stream() {
+async fn certificate_reload_drops_no_stream() {
     let dir = TempDir::new().unwrap();
     let certs = Certs::new(&dir.path().join("certs"), &["1=127.0.0.1"]);
     let engines = engines(1).await;
@@ -271,7 +271,7 @@ async fn new_certificates_are_taken_without_a_dropped_stream() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn who_must_show_a_certificate_shows_one_of_the_right_authority() {
+async fn client_certificates_must_be_of_the_configured_authority() {
     let dir = TempDir::new().unwrap();
     let certs = Certs::new(&dir.path().join("certs"), &["1"]);
     certs.make(&["client", "ada"]);
@@ -301,7 +301,7 @@ async fn who_must_show_a_certificate_shows_one_of_the_right_authority() {
 }
 
 #[tokio::test]
-async fn a_fault_in_a_file_names_the_key_the_file_and_what_was_expected() {
+async fn certificate_errors_name_key_file_and_expectation() {
     let dir = TempDir::new().unwrap();
     let certs = Certs::new(&dir.path().join("certs"), &["1", "2"]);
     config(1, &[], &[], dir.path());

@@ -93,7 +93,7 @@ const DRAIN: (&str, &str) = ("POST", "/admin/v1/backends/engine-0/drain");
 const READ: (&str, &str) = ("GET", "/admin/v1/cluster");
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn the_admin_listener_speaks_tls_and_takes_new_certificates() {
+async fn the_admin_listener_speaks_tls_and_reloads_certificates() {
     let dir = TempDir::new().unwrap();
     let certs = Certs::new(&dir.path().join("certs"), &["1=127.0.0.1"]);
     certs.make(&["client", "ada", "--role", "viewer"]);
@@ -142,7 +142,7 @@ async fn the_admin_listener_speaks_tls_and_takes_new_certificates() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_certificate_has_the_role_that_it_names() {
+async fn a_client_certificate_grants_the_role_it_names() {
     let dir = TempDir::new().unwrap();
     let certs = Certs::new(&dir.path().join("certs"), &["1=127.0.0.1"]);
     certs.make(&["client", "ada", "--role", "operator"]);
@@ -216,7 +216,7 @@ async fn a_certificate_has_the_role_that_it_names() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn commands_ask_over_tls_and_say_which_name_was_expected() {
+async fn commands_use_tls_and_report_a_name_mismatch() {
     let dir = TempDir::new().unwrap();
     let certs = Certs::new(&dir.path().join("certs"), &["1"]);
     certs.make(&["client", "ada", "--role", "admin"]);
@@ -290,7 +290,7 @@ async fn commands_ask_over_tls_and_say_which_name_was_expected() {
 }
 
 #[test]
-fn a_listener_for_operators_that_others_reach_is_encrypted() {
+fn a_reachable_admin_listener_must_be_encrypted() {
     let dir = TempDir::new().unwrap();
     let certs = Certs::new(&dir.path().join("certs"), &["1"]);
     let token = NewToken::draw("ada", AdminRole::Admin).unwrap();

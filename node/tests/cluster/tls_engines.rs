@@ -34,7 +34,7 @@ async fn in_front_of(engine: &EngineHandle, certs: &Certs, name: &str) -> u16 {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn engines_behind_tls_serve_if_their_certificate_is_right() {
+async fn tls_engines_serve_only_with_a_valid_certificate() {
     let dir = TempDir::new().unwrap();
     let certs = Certs::new(&dir.path().join("certs"), &["1=engine.internal"]);
     let stranger = Certs::new(&dir.path().join("stranger"), &["1"]);

@@ -63,7 +63,7 @@ async fn is_let_in(at: Addresses, tls: GatewayTls) -> bool {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_gateway_shows_a_certificate_where_one_is_asked_for() {
+async fn a_gateway_must_present_a_required_certificate() {
     let dir = TempDir::new().unwrap();
     let certs = Certs::new(&dir.path().join("certs"), &["1=127.0.0.1"]);
     certs.make(&["client", "envoy"]);
@@ -92,7 +92,7 @@ async fn a_gateway_shows_a_certificate_where_one_is_asked_for() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn gateways_of_a_new_authority_are_let_in_and_open_connections_stay() {
+async fn a_new_gateway_authority_keeps_open_connections() {
     let dir = TempDir::new().unwrap();
     let certs = Certs::new(&dir.path().join("certs"), &["1=127.0.0.1"]);
     certs.make(&["client", "envoy"]);

@@ -73,7 +73,7 @@ async fn three_replicas_with_certificates_form_a_cluster_and_serve() {
 }
 
 #[tokio::test]
-async fn a_certificate_of_another_replica_or_authority_is_refused_at_start() {
+async fn a_wrong_peer_certificate_is_refused_at_start() {
     let dir = TempDir::new().unwrap();
     let certs = certificates(&dir.path().join("certs"));
     let others = certificates(&dir.path().join("others"));
@@ -113,7 +113,7 @@ async fn a_certificate_of_another_replica_or_authority_is_refused_at_start() {
 }
 
 #[test]
-fn a_listener_for_peers_that_others_reach_is_protected() {
+fn a_reachable_peer_listener_must_be_protected() {
     let dir = TempDir::new().unwrap();
     let certs = certificates(&dir.path().join("certs"));
     let file = dir.path().join("n1.toml");
@@ -325,7 +325,7 @@ async fn moves_to_certificates(before: Before) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_cluster_in_the_clear_moves_to_certificates_under_load() {
+async fn a_plaintext_cluster_moves_to_certificates_under_load() {
     moves_to_certificates(Before::Clear).await;
 }
 

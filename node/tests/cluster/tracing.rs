@@ -146,7 +146,7 @@ fn is_whole(collector: &Collector, rules: &EngineRules, replica: usize, trace: &
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_request_that_waits_and_is_retried_is_one_trace_at_every_replica() {
+async fn a_queued_and_retried_request_is_one_trace() {
     let (dir, collector) = (TempDir::new().unwrap(), Collector::default());
     let endpoint = format!("http://{}", collector.serve(None).await);
     let rules = Arc::new(EngineRules {

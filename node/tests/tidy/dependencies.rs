@@ -8,7 +8,7 @@ fn read(path: &str) -> String {
 }
 
 #[test]
-fn the_page_counts_the_packages_of_others() {
+fn the_dependencies_page_counts_packages() {
     let lock = read("Cargo.lock");
     let packages = lock.split("[[package]]").skip(1);
     let of_others = packages.filter(|package| package.contains("\nsource = \""));
@@ -25,7 +25,7 @@ fn the_page_counts_the_packages_of_others() {
 }
 
 #[test]
-fn the_page_says_what_each_named_package_is_for() {
+fn the_dependencies_page_explains_each_named_package() {
     let manifest = read("Cargo.toml");
     let (_, named) = manifest
         .split_once("[workspace.dependencies]\n")

@@ -110,7 +110,7 @@ fn broken(page: &Path, target: &str) -> Option<String> {
 }
 
 #[test]
-fn every_link_of_the_documentation_leads_somewhere() {
+fn documentation_links_resolve() {
     let mut faults = Vec::new();
     for page in pages() {
         let text = read(&page);
@@ -146,7 +146,7 @@ fn document_exists(named: &str) -> bool {
 }
 
 #[test]
-fn every_document_that_is_named_exists() {
+fn named_documents_exist() {
     let may_name = |path: &Path| {
         // This file names missing documents, to test that they are reported.
         if path.ends_with("tidy/docs.rs") {
@@ -175,7 +175,7 @@ fn every_document_that_is_named_exists() {
 }
 
 #[test]
-fn every_decision_has_a_number_a_status_and_a_date() {
+fn every_adr_has_a_number_status_and_date() {
     let mut faults = Vec::new();
     for record in pages() {
         let name = shown(&record);
@@ -196,7 +196,7 @@ fn every_decision_has_a_number_a_status_and_a_date() {
 }
 
 #[test]
-fn a_broken_link_would_be_seen() {
+fn a_broken_link_is_detected() {
     let page = root().join("docs/ARCHITECTURE.md");
     assert_eq!(broken(&page, "adr/"), None);
     assert_eq!(broken(&page, "#invariants"), None);

@@ -55,7 +55,7 @@ fn table() -> String {
 }
 
 #[test]
-fn what_was_found_at_engines_is_what_was_recorded() {
+fn the_engines_table_matches_the_recorded_findings() {
     let page = std::fs::read_to_string(root().join("docs/guide/engines.md"));
     let page = page.expect("read the guide");
     let table = table();

@@ -131,7 +131,7 @@ fn circles(edges: &Edges) -> Vec<(ModulePath, BTreeSet<String>)> {
 }
 
 #[test]
-fn modules_form_no_circle() {
+fn modules_form_no_cycle() {
     let mut shown = String::new();
     for name in CRATES {
         let modules = Crate::read(&super::root().join(name).join("src"));
@@ -150,7 +150,7 @@ fn modules_form_no_circle() {
 }
 
 #[test]
-fn a_circle_is_found_behind_uses_paths_and_re_exports() {
+fn a_cycle_through_uses_paths_and_re_exports_is_found() {
     let modules = Crate::of(&[
         (
             "lib.rs",

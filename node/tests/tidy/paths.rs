@@ -66,7 +66,7 @@ fn written_out(path: &str) -> Vec<String> {
 }
 
 #[test]
-fn every_file_that_a_page_names_is_there() {
+fn files_named_by_documentation_exist() {
     let mut missing = Vec::new();
     for page in pages() {
         let text = std::fs::read_to_string(&page).expect("read a page");
@@ -97,7 +97,7 @@ fn items(text: &str) -> BTreeSet<(String, String)> {
 }
 
 #[test]
-fn the_architecture_names_files_and_items_that_are_there() {
+fn files_and_items_named_by_the_architecture_exist() {
     let pages = ["docs/ARCHITECTURE.md", "docs/internals/invariants.md"];
     let page = pages
         .map(|page| std::fs::read_to_string(root().join(page)).expect("read a page"))

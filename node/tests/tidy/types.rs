@@ -45,7 +45,7 @@ fn without_tests<'a>(path: &Path, text: &'a str) -> (Vec<&'a str>, Vec<PathBuf>)
 }
 
 #[test]
-fn no_type_name_has_two_meanings_in_a_crate() {
+fn type_names_are_unique_within_a_crate() {
     let (mut tests, mut defined) = (Vec::new(), BTreeMap::new());
     for path in sources() {
         let name = path.strip_prefix(root()).unwrap_or(&path);
@@ -85,7 +85,7 @@ fn no_type_name_has_two_meanings_in_a_crate() {
 }
 
 #[test]
-fn errors_and_rejections_say_so() {
+fn error_types_end_in_error_or_rejection() {
     check(
         "types of errors end in `Error` or `Rejection`",
         |path, text| {

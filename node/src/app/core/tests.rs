@@ -243,7 +243,7 @@ fn run(seed: u64) -> Ran {
 }
 
 #[test]
-fn the_same_script_makes_the_same_commands() {
+fn commands_are_determined_by_script_and_seed() {
     let first = run(7);
     assert!(first.1.len() > 50, "{} entries", first.1.len());
     assert!(first == run(7), "the same seed");

@@ -109,7 +109,7 @@ fn a_screen_of_80_columns_shows_all_three_tables() {
 }
 
 #[test]
-fn long_tables_scroll_and_are_ordered() {
+fn long_tables_scroll_and_sort() {
     let mut screen = screen(40);
     assert!(drawn(&mut screen, (80, 24))[6].contains("backends 1-"));
     assert!(!screen.press(KeyCode::End));
@@ -128,7 +128,7 @@ fn long_tables_scroll_and_are_ordered() {
 }
 
 #[test]
-fn no_size_of_a_terminal_is_too_small() {
+fn top_draws_at_any_terminal_size() {
     for columns in 1..100 {
         for lines in 1..30 {
             drawn(&mut screen(12), (columns, lines));
@@ -141,7 +141,7 @@ fn no_size_of_a_terminal_is_too_small() {
 }
 
 #[test]
-fn what_is_old_says_so() {
+fn a_stale_screen_shows_its_age() {
     let mut screen = screen(1);
     screen.answered_at = Some(Instant::now() - Duration::from_secs(60));
     screen.failure = Some("cannot connect".to_owned());

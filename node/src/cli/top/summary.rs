@@ -373,7 +373,7 @@ mod tests {
     }
 
     #[test]
-    fn rates_are_what_happened_between_two_samples() {
+    fn rates_cover_the_time_between_two_samples() {
         let at = Instant::now();
         let (before, now) = (sample(at, 100), sample(at + Duration::from_secs(2), 300));
         let first = Summary::of(None, &now);
@@ -394,7 +394,7 @@ mod tests {
     }
 
     #[test]
-    fn replicas_are_told_by_what_is_wrong_with_them() {
+    fn replica_states_show_what_is_wrong() {
         let summary = Summary::of(None, &sample(Instant::now(), 0));
         let states: Vec<_> = summary.replicas.iter().map(|it| &*it.state).collect();
         assert_eq!(states, ["not ready", "ready", "tells nothing"]);

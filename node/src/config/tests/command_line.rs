@@ -18,7 +18,7 @@ fn shown(config: &Config) -> String {
 }
 
 #[test]
-fn backends_of_the_command_line_need_no_file() {
+fn backends_on_the_command_line_need_no_file() {
     let urls = ["http://gpu-1/", "http://10.0.0.2:8000/v/m"].map(str::to_owned);
     let tls = with_backends("", &["https://gpu-1".to_owned()]).unwrap();
     assert_eq!(shown(&tls.config), "gpu-1-443 https://gpu-1:443");

@@ -36,7 +36,7 @@ scheme = "https"
 "#;
 
 #[test]
-fn each_kind_of_source_is_read() {
+fn each_kind_of_source_parses() {
     let config = config(SOURCES);
     let sources = &config.discovery;
     let ids: Vec<_> = sources.iter().map(|it| &*it.rules.source).collect();
@@ -70,7 +70,7 @@ fn a_printed_config_with_sources_loads_equal() {
 }
 
 #[test]
-fn what_a_source_lacks_or_has_too_much_of_is_told() {
+fn missing_and_extra_source_keys_are_reported() {
     faults(
         r#"
 [node]
@@ -138,7 +138,7 @@ kv_replay_port = 1
 }
 
 #[test]
-fn a_replica_is_a_pod_of_its_statefulset_by_its_name() {
+fn a_replica_finds_its_statefulset_by_its_pod_name() {
     let set = "[node]\nid = 3\n[cluster.statefulset]\nname = \"quorate\"\n";
     faults(
         set,

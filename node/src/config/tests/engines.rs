@@ -5,7 +5,7 @@ use api::backends::{EngineHeaders, EngineKeys};
 use super::*;
 
 #[test]
-fn keys_of_engines_are_read_and_not_shown() {
+fn engine_keys_are_read_and_not_printed() {
     let file = tempfile::NamedTempFile::new().unwrap();
     std::fs::write(file.path(), "s3cret\n").unwrap();
     let text = format!(
@@ -24,7 +24,7 @@ fn keys_of_engines_are_read_and_not_shown() {
 }
 
 #[test]
-fn headers_of_engines_are_read_and_not_shown() {
+fn engine_headers_are_read_and_not_printed() {
     let (headers, key) = (
         tempfile::NamedTempFile::new().unwrap(),
         tempfile::NamedTempFile::new().unwrap(),
@@ -57,7 +57,7 @@ fn headers_of_engines_are_read_and_not_shown() {
 }
 
 #[test]
-fn engines_have_the_role_that_the_config_says() {
+fn engine_roles_are_read_from_the_config() {
     use state::command::BackendRole;
 
     let text =
@@ -70,7 +70,7 @@ fn engines_have_the_role_that_the_config_says() {
 }
 
 #[test]
-fn engines_of_the_config_are_where_they_may_be() {
+fn configured_engines_must_be_at_allowed_addresses() {
     let told = |allowed: &str, backend: &str| {
         let text = format!(
             "node.id = 1\n[admin]\nbackends_allow = [{allowed}]\n[[backends]]\nid = \"a\"\n{backend}\n"

@@ -83,7 +83,7 @@ fn faults(file: &str, expected: Expect) {
 }
 
 #[test]
-fn one_line_makes_a_config() {
+fn a_single_line_is_a_valid_config() {
     let config = config("node.id = 3");
     assert_eq!(config.id, ReplicaId(3));
     assert_eq!(config.formation, Formation::Alone);
@@ -97,7 +97,7 @@ fn one_line_makes_a_config() {
 }
 
 #[test]
-fn whoever_comes_alone_leaves_half_to_others() {
+fn a_single_address_or_user_gets_at_most_half() {
     let limits =
         config("node.id = 3\n[limits]\nmax_connections = 101\nmax_requests_per_user = 9").limits;
     let shares = [
@@ -116,7 +116,7 @@ fn whoever_comes_alone_leaves_half_to_others() {
 }
 
 #[test]
-fn every_fault_is_told_with_its_line() {
+fn every_config_error_is_reported_with_its_line() {
     refused(
         r#"[node]
 id = 300
@@ -176,7 +176,7 @@ url = "ftp://10.0.1.1:8000"
 }
 
 #[test]
-fn a_missing_file_value_is_told_without_a_line() {
+fn a_missing_value_is_reported_without_a_line() {
     refused(
         "",
         expect![[r#"
@@ -190,7 +190,7 @@ fn a_missing_file_value_is_told_without_a_line() {
 }
 
 #[test]
-fn broken_toml_is_told_together_with_sound_lines_faults() {
+fn toml_syntax_errors_are_reported_with_errors_of_valid_lines() {
     refused(
         "[node]\nid = 300\n[listen\ndata = 5\n",
         expect![[r#"
@@ -212,7 +212,7 @@ fn broken_toml_is_told_together_with_sound_lines_faults() {
 }
 
 #[test]
-fn types_and_bounds() {
+fn values_of_wrong_type_or_out_of_bounds_are_reported() {
     faults(
         r#"
 models = 5
@@ -251,7 +251,7 @@ listen = 5
 }
 
 #[test]
-fn what_this_version_does_not_have_is_refused() {
+fn unknown_keys_and_values_are_refused() {
     faults(
         r#"
 [node]
@@ -311,13 +311,13 @@ window = "10s"
 }
 
 #[test]
-fn admission_without_settings_is_the_states_default() {
+fn admission_settings_default_to_those_of_state() {
     let config = config("[node]\nid = 1\n");
     assert_eq!(config.admission, AdmissionSettings::default());
 }
 
 #[test]
-fn settings_of_admission_that_do_not_fit() {
+fn inconsistent_admission_settings_are_refused() {
     faults(
         r#"
 [node]
@@ -349,7 +349,7 @@ max_batch = 8
 }
 
 #[test]
-fn keys_that_contradict_each_other() {
+fn contradicting_keys_are_refused() {
     faults(
         r#"
 [node]
@@ -395,7 +395,7 @@ api_keys_file = "/nonexistent/keys"
 }
 
 #[test]
-fn what_would_fail_later_is_refused_now() {
+fn settings_that_would_fail_later_are_refused_at_load() {
     let long = "x".repeat(300);
     let empty = tempfile::NamedTempFile::new().unwrap();
     let text = format!(
@@ -438,7 +438,7 @@ labels = {{ zone = "{long}" }}
 }
 
 #[test]
-fn flags_win_over_variables_over_the_file_over_defaults() {
+fn flags_override_variables_file_and_defaults() {
     let file = "[node]\nid = 1\n[cluster]\nflush_interval = \"30ms\"\nheartbeat = \"40ms\"\n";
     let variables = variables(&[
         ("QUORATE_CLUSTER__HEARTBEAT", "60ms"),
@@ -456,7 +456,7 @@ fn flags_win_over_variables_over_the_file_over_defaults() {
 }
 
 #[test]
-fn lists_stand_with_commas_in_variables() {
+fn lists_in_variables_are_separated_by_commas() {
     let variables = variables(&[
         ("QUORATE_CLUSTER__PEERS", "a:1, b:1,c:1"),
         ("QUORATE_ADMIN", "http://127.0.0.1:1"),
@@ -469,7 +469,7 @@ fn lists_stand_with_commas_in_variables() {
 }
 
 #[test]
-fn faults_of_variables_and_flags_name_them() {
+fn errors_in_variables_and_flags_name_them() {
     let variables = variables(&[
         ("QUORATE_NODE__ID", "0"),
         ("QUORATE_NODE__IDD", "1"),
@@ -506,7 +506,7 @@ fn printed_and_read_back(loaded: &Loaded) -> String {
 }
 
 #[test]
-fn print_shows_sources_and_reads_back() {
+fn printed_config_shows_sources_and_parses_back() {
     let file = r#"
 node.id = 1
 [cluster]
@@ -543,7 +543,7 @@ fn the_schema_names_every_key() {
 }
 
 #[test]
-fn a_secret_is_long_and_others_may_not_read_it() {
+fn a_secret_file_must_be_long_and_private() {
     use std::os::unix::fs::PermissionsExt;
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("secret");

@@ -5,7 +5,7 @@ use expect_test::expect;
 use super::*;
 
 #[test]
-fn tables_of_policies_are_the_settings_of_the_core() {
+fn policy_tables_equal_the_settings_of_state() {
     let asked = config("node.id = 1\nrouting.allow_override = true");
     assert_eq!(asked.policy_overrides, PolicyConfig::defaults());
     assert_eq!(config("node.id = 1").policy_overrides, []);

@@ -6,7 +6,7 @@ use serde_json::Value;
 use super::*;
 
 #[test]
-fn tables_and_values_do_not_stand_for_each_other() {
+fn tables_and_values_are_not_interchangeable() {
     faults(
         r#"
 listen = 5
@@ -41,7 +41,7 @@ labels = "zone"
 }
 
 #[test]
-fn errors_that_follow_from_others_are_left_out() {
+fn consequential_errors_are_omitted() {
     faults(
         r#"
 [node]
@@ -65,7 +65,7 @@ max_backoff = "soon"
 }
 
 #[test]
-fn five_keys_must_be_set_and_all_others_have_a_valid_default() {
+fn five_keys_are_required_and_all_others_have_valid_defaults() {
     let mut required = Vec::new();
     for section in schema::sections() {
         let names = section.required.iter();

@@ -8,7 +8,7 @@ use state::quotas::UserLimits;
 use super::*;
 
 #[test]
-fn defaults_of_users_found_a_cluster() {
+fn user_defaults_are_applied_at_founding() {
     let config = config(
         r#"
 [node]
@@ -57,7 +57,7 @@ day = 1000
 }
 
 #[test]
-fn limits_of_all_users_are_the_same_in_both_places() {
+fn default_user_limits_are_equal_in_both_sections() {
     let config = config("node.id = 1\n[admission.user_limits]\nconcurrent = 3\n");
     assert_eq!(config.user_defaults.limits.concurrent, Some(3));
     assert!(config.user_defaults.are_of_any_cluster());
@@ -70,7 +70,7 @@ fn limits_of_all_users_are_the_same_in_both_places() {
 }
 
 #[test]
-fn defaults_of_users_that_do_not_fit() {
+fn invalid_user_defaults_are_refused() {
     faults(
         "node.id = 1\n[users.defaults]\ncache_group = \"a\"\n[users.defaults.budget]\nday = 0\n",
         expect![[r#"
