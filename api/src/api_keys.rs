@@ -195,7 +195,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_secret_has_its_form_and_its_hash_is_the_clusters() {
+    fn secrets_have_a_fixed_format_and_a_cluster_specific_hash() {
         let secret = NewSecret::draw();
         assert!(is_of_cluster(secret.text().as_bytes()), "{}", secret.text());
         assert_ne!(secret.text(), NewSecret::draw().text());
@@ -210,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn hashes_stay_as_they_are() {
+    fn api_key_hashes_have_golden_values() {
         // Keys that were handed out are recognised by these hashes.
         let SecretHash(hash) = secret_hash(42, format!("qk-{}", "5a_-".repeat(11)).as_bytes());
         let digits: String = hash.iter().map(|byte| format!("{byte:02x}")).collect();
@@ -219,7 +219,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_list_is_as_old_as_the_last_word_of_the_leader() {
+    async fn key_list_age_counts_from_the_last_leader_contact() {
         let list = ListAge::of(Duration::from_millis(300), || None);
         assert_eq!(list.age(), KeyListAge::Unknown);
         assert!(list.age().is_stale(Duration::MAX));

@@ -91,7 +91,7 @@ mod tests {
     use super::*;
 
     #[tokio::test(start_paused = true)]
-    async fn replicated_time_passes_also_where_no_command_does() {
+    async fn replicated_time_passes_without_commands() {
         let time = LogTime::default();
         let pass = |ms| tokio::time::advance(Duration::from_millis(ms));
         assert_eq!(time.present_ms(5_000), 5_000);

@@ -492,7 +492,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_error_has_openais_four_fields_in_openais_order() {
+    fn errors_have_openais_fields_in_openais_order() {
         let failure = ProxyError::UnknownModel { model: "m".into() };
         assert_eq!(
             openai_body(&failure),
@@ -501,7 +501,7 @@ mod tests {
     }
 
     #[test]
-    fn a_503_says_when_to_come_back_and_a_charged_failure_says_not_to() {
+    fn a_503_has_retry_after_and_a_charged_failure_forbids_retry() {
         let response = openai_response(&ProxyError::NoneHealthy);
         assert_eq!(response.status(), 503);
         assert_eq!(response.headers()[RETRY_AFTER], "1");
@@ -515,7 +515,7 @@ mod tests {
     }
 
     #[test]
-    fn a_problem_keeps_its_members_beside_the_standard_ones() {
+    fn a_problem_has_extension_members_besides_the_standard_ones() {
         let problem = Problem::new(StatusCode::SERVICE_UNAVAILABLE, "no-quorum", "no quorum")
             .detail("replica 2 is alone")
             .member("outcome", "unknown");

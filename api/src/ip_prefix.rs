@@ -86,7 +86,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_prefix_contains_what_begins_alike() {
+    fn an_ip_prefix_contains_addresses_that_begin_with_it() {
         for (prefix, inside, outside) in [
             ("127.0.0.0/8", "127.9.9.9", "128.0.0.1"),
             ("127.0.0.0/8", "::ffff:127.0.0.1", "::1"),
@@ -111,7 +111,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_prefix_is_refused() {
+    fn invalid_ip_prefixes_are_refused() {
         for text in [
             "",
             "10.0.0.0/33",
@@ -126,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn loopback_is_what_the_config_writes() {
+    fn loopback_prefixes_match_config_syntax() {
         let [v4, v6] = IpPrefix::LOOPBACK.map(|prefix| prefix.to_string());
         assert_eq!((v4.as_str(), v6.as_str()), ("127.0.0.0/8", "::1/128"));
     }

@@ -149,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn a_salt_is_of_one_scope_one_cluster_and_one_salt_of_the_client() {
+    fn a_cache_salt_depends_on_scope_cluster_and_client_salt() {
         let salt = |hashing: &BlockHasher, scope: &CacheScope, user, of_client| {
             let salt = salt(hashing, scope, user, of_client).unwrap();
             assert!(salt.len() == 43 && salt.bytes().all(|it| it.is_ascii_graphic() && it != b'"'));
@@ -176,14 +176,14 @@ mod tests {
     }
 
     #[test]
-    fn salts_never_change() {
+    fn cache_salts_have_golden_values() {
         let salt = salt(&hashing(42, Some(7)), &group("team"), "ada", None);
         expect_test::expect!["HmcAZvARsozzfnmDrbi-y1IQIfLLbWhmN_vJpSbVBa0"]
             .assert_eq(&salt.unwrap());
     }
 
     #[test]
-    fn where_salts_are_ignored_requests_are_refused_or_counted() {
+    fn requests_to_unsalted_engines_are_refused_or_counted() {
         let all = |path| {
             let path = SaltedPath::of(path);
             [WhenUnsalted::Refuse, WhenUnsalted::Serve].map(|when| path.isolation(when))

@@ -56,7 +56,7 @@ mod tests {
     use super::*;
 
     #[tokio::test(start_paused = true)]
-    async fn a_period_has_so_many_lines_and_the_next_one_tells_of_the_others() {
+    async fn log_lines_per_period_are_bounded_and_the_rest_counted() {
         let seldom = LogRateLimit::new(2, Duration::from_secs(10));
         let said: Vec<_> = (0..5).map(|_| seldom.try_acquire()).collect();
         assert_eq!(said, [Some(0), Some(0), None, None, None]);

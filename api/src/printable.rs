@@ -50,7 +50,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_a_terminal_obeys_is_spelt_out() {
+    fn control_characters_are_escaped() {
         for (text, expected) in [
             ("ada", "ada"),
             ("Åsa 🦀 עברית", "Åsa 🦀 עברית"),

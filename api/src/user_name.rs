@@ -61,7 +61,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn long_names_stay_apart_within_the_bound() {
+    fn long_names_are_shortened_to_distinct_names() {
         let bounded = |name: &str| UserName::bounded(name).as_str().to_owned();
         assert_eq!(bounded("ada"), "ada");
         assert!(!looks_shortened("ada#0123456789abcdef"));

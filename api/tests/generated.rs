@@ -6,7 +6,7 @@
 use std::path::Path;
 
 #[test]
-fn the_code_of_the_pickers_protocol_is_that_of_its_definition() {
+fn generated_ext_proc_code_is_current() {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("proto");
     let files = protox::compile(["ext_proc.proto"], [&folder]);
     let out = tempfile::tempdir().expect("there is a folder for temporary files");

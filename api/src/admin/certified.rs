@@ -89,7 +89,7 @@ mod tests {
     }
 
     #[test]
-    fn a_certificate_names_a_role_in_one_cluster() {
+    fn a_certificate_grants_a_role_in_one_cluster() {
         let operators = CertifiedOperators::of_cluster("Prod");
         let role_of = |subject: &str, names: &[&str]| {
             operators

@@ -88,7 +88,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_source_is_slowed_and_others_are_not() {
+    async fn failed_logins_slow_only_their_source() {
         let tries = FailedTries::default();
         for _ in 0..TRIES_MAX {
             assert_eq!(tries.may_try(source(1)), Ok(()));
@@ -108,7 +108,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn many_sources_take_bounded_memory_and_gain_nothing() {
+    async fn many_failing_sources_take_bounded_memory() {
         let tries = FailedTries::default();
         let all = u32::try_from(SOURCES_MAX).unwrap() + TRIES_MAX;
         for number in 0..all {

@@ -112,7 +112,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn roles_have_names_and_an_order() {
+    fn roles_are_named_and_ordered() {
         for role in AdminRole::ALL {
             assert_eq!(role.to_string().parse(), Ok(role));
         }

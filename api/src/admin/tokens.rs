@@ -185,7 +185,7 @@ mod tests {
     const OF_A: &str = "ca978112ca1bbdcafac231b39a23dc4da786eff8147c4e72b9807785afee48bb";
 
     #[test]
-    fn a_file_says_whose_each_token_is() {
+    fn a_token_file_names_the_holder_of_each_token() {
         let drawn = NewToken::draw("bot", AdminRole::Operator).unwrap();
         let text = format!("# staff\nada:admin:{OF_A}\n\n {}\n", drawn.line);
         let tokens = AdminTokens::default();
@@ -203,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn faults_name_the_line_and_no_secret() {
+    fn token_file_errors_name_the_line_and_no_secret() {
         let other = "3e23e8160039594a33894f6564e1b1348bbd7a0088d42c4acb73eeaed59c009d";
         for (text, fault) in [
             (String::new(), "no token"),

@@ -78,7 +78,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_report_is_refused() {
+    fn malformed_reports_are_refused() {
         let unordered = [encode(&[line(3, 1)]), encode(&[line(2, 1)])].concat();
         let long: Vec<u8> = (0..=MODELS_PER_REPORT_MAX as u64)
             .flat_map(|model| encode(&[line(model, 1)]))
@@ -89,7 +89,7 @@ mod tests {
     }
 
     #[test]
-    fn a_report_is_cut_to_its_bound() {
+    fn a_report_is_truncated_to_its_bound() {
         let lines: Vec<_> = (0..1000).map(|model| line(model, 9)).collect();
         let report = encode(&lines);
         assert!(report.len() <= REPORT_BYTES_MAX);
@@ -98,7 +98,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_reported_arrives(
+        fn reports_round_trip(
             lines in proptest::collection::btree_map(
                 any::<u64>(),
                 (any::<i16>(), any::<u64>(), any::<u32>(), any::<u32>()),
@@ -116,7 +116,7 @@ mod tests {
         }
 
         #[test]
-        fn any_bytes_are_a_report_or_refused(
+        fn arbitrary_bytes_are_a_report_or_refused(
             bytes in proptest::collection::vec(any::<u8>(), 0..80)
         ) {
             let _ = decode(&bytes);

@@ -530,7 +530,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_rate_is_what_was_served_within_a_window() {
+    fn the_service_rate_covers_one_window() {
         let mut pace = ServiceRate::default();
         let start = Instant::now();
         let at = |ms: u64| start + Duration::from_millis(ms);

@@ -142,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn what_runs_and_what_waits_is_in_memory() {
+    fn running_and_waiting_adapters_are_resident() {
         assert_eq!(read(&[]), None);
         assert_eq!(resident(&[("", "", 1.0)]), [""; 0]);
         assert_eq!(resident(&[("b, a", "", 5.0)]), ["a", "b"]);
@@ -151,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    fn the_latest_without_requests_stay_as_long_as_they_fit() {
+    fn recently_used_idle_adapters_stay_while_they_fit() {
         let idle = [("a", "", 10.0), ("b", "", 30.0), ("c", "", 20.0)];
         assert_eq!(resident(&idle), ["b", "c"]);
         let again = [idle.as_slice(), &[("a", "", 40.0)]].concat();
@@ -161,7 +161,7 @@ mod tests {
     }
 
     #[test]
-    fn series_that_cannot_be_are_no_series() {
+    fn implausible_adapter_series_are_ignored() {
         let page = b"vllm:lora_requests_info{max_lora=\"x\",running_lora_adapters=\"a\"} 1\n\
             vllm:lora_requests_info{running_lora_adapters=\"a\"} 1\n\
             vllm:lora_requests_info{max_lora=\"1\",running_lora_adapters=\"a\"} NaN\n";
@@ -171,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn an_adapter_has_a_place_where_it_is_or_fits() {
+    fn an_adapter_has_a_place_where_it_is_loaded_or_fits() {
         let names = |names: &[&str]| names.iter().map(ToString::to_string).collect();
         let engine = |max| EngineAdapters {
             max,

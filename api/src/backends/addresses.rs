@@ -329,7 +329,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_listed_is_allowed_and_by_default_all_but_link_local() {
+    fn listed_addresses_are_allowed_and_link_local_is_not_by_default() {
         for (listed, host, is_allowed) in [
             (&[][..], "10.0.0.1", true),
             (&[], "gpu-1", true),
@@ -378,7 +378,7 @@ mod tests {
     }
 
     #[test]
-    fn a_source_may_tell_of_this_host_only_where_it_is_listed() {
+    fn sources_may_name_this_host_only_if_listed() {
         for (listed, address, is_allowed) in [
             (&[][..], "10.0.0.1", true),
             (&[], "127.0.0.1", false),
@@ -402,7 +402,7 @@ mod tests {
     }
 
     #[test]
-    fn a_name_is_judged_by_where_it_leads() {
+    fn a_host_name_is_judged_by_its_addresses() {
         let address = |text: &str| text.parse::<IpAddr>().unwrap();
         let metadata = address("169.254.169.254");
         for listed in [&[][..], &["gpu-1"], &["10.0.0.0/8"]] {
@@ -417,7 +417,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_name_that_comes_to_lead_elsewhere_is_judged_anew() {
+    async fn a_host_name_is_judged_again_when_its_address_changes() {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let here = listener.local_addr().unwrap();
         let metadata: SocketAddr = "169.254.169.254:80".parse().unwrap();
@@ -435,7 +435,7 @@ mod tests {
     }
 
     #[test]
-    fn sockets_are_listed_where_anything_is() {
+    fn unix_sockets_must_be_listed_if_anything_is() {
         for (listed, path, is_allowed) in [
             (&[][..], "/run/vllm/kv.sock", true),
             (&["10.0.0.0/8"], "/run/vllm/kv.sock", false),
@@ -451,7 +451,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn nothing_is_connected_to_that_is_not_allowed() {
+    async fn disallowed_addresses_are_never_connected() {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let port = listener.local_addr().unwrap().port();
         assert!(rules(&[]).connect("localhost", port).await.is_ok());
@@ -470,7 +470,7 @@ mod tests {
     }
 
     #[test]
-    fn what_allows_nothing_is_told() {
+    fn rules_that_allow_nothing_are_reported() {
         for text in [
             "",
             "*",

@@ -164,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_told_holds_for_the_form_and_the_life() {
+    fn cache_reports_are_tracked_per_form_and_incarnation() {
         let reports = CacheReports::default();
         let chat = AnswerForm::of("/v1/chat/completions", false);
         let stream = AnswerForm::of("/v1/chat/completions?x", true);
@@ -178,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn cold_answers_in_a_row_after_warm_ones_tell_of_an_empty_cache() {
+    fn consecutive_cold_answers_indicate_an_emptied_cache() {
         let reports = CacheReports::default();
         let found = |user, cached| reports.found(life(1), UserKey(user), 512, cached);
         (0..20).for_each(|_| found(1, 500));
@@ -196,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn a_cache_that_misses_now_and_then_is_not_emptied() {
+    fn occasional_misses_do_not_indicate_an_emptied_cache() {
         let reports = CacheReports::default();
         for round in 0..100 {
             let cached = if round % 5 < 3 { 0 } else { 500 };

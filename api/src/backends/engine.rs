@@ -398,7 +398,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_vllm_page_is_read() {
+    fn a_vllm_metrics_page_is_parsed() {
         let page = include_bytes!("samples/vllm.txt");
         let expected = EngineMetrics {
             kind: Some(EngineKind::Vllm),
@@ -418,7 +418,7 @@ mod tests {
     }
 
     #[test]
-    fn an_sglang_page_is_read() {
+    fn an_sglang_metrics_page_is_parsed() {
         let page = include_bytes!("samples/sglang.txt");
         let expected = EngineMetrics {
             kind: Some(EngineKind::Sglang),
@@ -433,7 +433,7 @@ mod tests {
     }
 
     #[test]
-    fn a_dynamo_page_is_read() {
+    fn a_dynamo_metrics_page_is_parsed() {
         let page = include_bytes!("samples/dynamo.txt");
         let expected = EngineMetrics {
             kind: Some(EngineKind::Dynamo),
@@ -450,7 +450,7 @@ mod tests {
     }
 
     #[test]
-    fn sglangs_page_size_is_read_under_both_names() {
+    fn sglang_page_size_is_read_under_both_names() {
         for (page, size) in [
             (&b"sglang:page_size{tp_rank=\"0\"} 64.0\n"[..], Some(64)),
             (
@@ -465,7 +465,7 @@ mod tests {
     }
 
     #[test]
-    fn older_names_are_known() {
+    fn older_metric_names_are_known() {
         let page = b"vllm:gpu_cache_usage_perc{model_name=\"m\"} 0.25\n\
             vllm:gpu_prefix_cache_queries_total 8\nvllm:gpu_prefix_cache_hits_total 4\n";
         let metrics = EngineMetrics::read(page, None).unwrap();
@@ -475,7 +475,7 @@ mod tests {
     }
 
     #[test]
-    fn ranks_add_up_and_the_fullest_counts() {
+    fn ranks_are_summed_and_the_fullest_cache_counts() {
         let page = b"vllm:num_requests_running{engine=\"0\"} 2.0\nvllm:num_requests_running{engine=\"1\"} 3.0\n\
             vllm:kv_cache_usage_perc{engine=\"0\"} 0.9\nvllm:kv_cache_usage_perc{engine=\"1\"} 0.5\n\
             vllm:cache_config_info{block_size=\"16\",engine=\"0\",num_gpu_blocks=\"100\"} 1.0\n\
@@ -491,7 +491,7 @@ mod tests {
     }
 
     #[test]
-    fn ranks_are_known_where_none_is_missing() {
+    fn the_number_of_ranks_is_known_if_none_is_missing() {
         let ranks = |ranks: &[&str]| {
             let line = |rank| format!("vllm:num_requests_running{{engine=\"{rank}\"}} 1\n");
             let page: String = ranks.iter().map(line).collect();
@@ -508,7 +508,7 @@ mod tests {
     }
 
     #[test]
-    fn figures_that_cannot_be_are_unknown_or_bounded() {
+    fn implausible_metrics_are_unknown_or_bounded() {
         let page = b"vllm:num_requests_running NaN\nvllm:num_requests_waiting 1e300\n\
             vllm:kv_cache_usage_perc 17\nprocess_start_time_seconds -4\n\
             vllm:cache_config_info{block_size=\"16\",num_gpu_blocks=\"None\"} 1\n";
@@ -521,7 +521,7 @@ mod tests {
     }
 
     #[test]
-    fn what_an_engine_says_of_a_model_is_kept_where_it_has_the_form() {
+    fn well_formed_model_details_are_kept() {
         let long = "x".repeat(KEPT_BYTES_MAX + 1);
         let body = format!(
             r#"{{"data":[{{"id":"a","root":"org/a","parent":null,"max_model_len":4096,"permission":[{{"id":"p"}}]}},

@@ -292,7 +292,7 @@ mod tests {
     }
 
     #[test]
-    fn everything_is_news_once() {
+    fn facts_are_reported_once_until_repeated() {
         let (mut memory, now) = (FactsMemory::default(), Instant::now());
         let unknown = backend(EngineFacts::default());
         assert_eq!(memory.news(&unknown, &saw(), &round(now)), Some(told()));
@@ -303,7 +303,7 @@ mod tests {
     }
 
     #[test]
-    fn a_later_start_is_a_restart_and_tells_everything() {
+    fn a_later_start_is_a_restart_and_reports_all_facts() {
         let (mut memory, now) = (FactsMemory::default(), Instant::now());
         let later = EngineReading {
             started_at_s: Some(501),
@@ -325,7 +325,7 @@ mod tests {
     }
 
     #[test]
-    fn falling_counters_are_a_restart_where_the_start_is_not_told() {
+    fn falling_counters_are_a_restart_if_the_start_is_unknown() {
         let (mut memory, now) = (FactsMemory::default(), Instant::now());
         let silent = |prompt_tokens| EngineReading {
             started_at_s: None,
@@ -396,7 +396,7 @@ mod tests {
     }
 
     #[test]
-    fn an_emptied_cache_is_a_restart_where_the_start_is_not_told() {
+    fn an_emptied_cache_is_a_restart_if_the_start_is_unknown() {
         let now = Instant::now();
         let emptied = ProbeRound {
             is_emptied: true,
@@ -413,7 +413,7 @@ mod tests {
     }
 
     #[test]
-    fn a_known_capacity_is_refined_by_the_leader_and_only_when_far_off() {
+    fn the_leader_refines_a_capacity_that_is_far_off() {
         let now = Instant::now();
         let known = backend(told());
         let mut at = ProbeRound {
@@ -430,7 +430,7 @@ mod tests {
     }
 
     #[test]
-    fn a_capacity_is_refined_now_and_then_where_it_is_a_little_off() {
+    fn a_slightly_wrong_capacity_is_refined_occasionally() {
         let (mut memory, begin) = (FactsMemory::default(), Instant::now());
         let known = backend(told());
         let mut after = |time, tokens_per_block, is_leader| {
@@ -453,7 +453,7 @@ mod tests {
     }
 
     #[test]
-    fn anyone_tells_a_capacity_the_engine_changed() {
+    fn any_replica_reports_a_capacity_the_engine_changed() {
         let (mut memory, now) = (FactsMemory::default(), Instant::now());
         let known = backend(told());
         assert_eq!(memory.news(&known, &saw(), &round(now)), None);
@@ -467,7 +467,7 @@ mod tests {
     }
 
     #[test]
-    fn a_block_size_is_news_until_the_cluster_knows_it() {
+    fn a_block_size_is_reported_until_the_cluster_knows_it() {
         let (mut memory, now) = (FactsMemory::default(), Instant::now());
         assert_eq!(memory.new_block_size(None, None, now), None);
         assert_eq!(memory.new_block_size(None, Some(32), now), Some(32));
@@ -479,7 +479,7 @@ mod tests {
     }
 
     #[test]
-    fn an_operators_capacity_stands() {
+    fn a_configured_capacity_is_not_overridden() {
         let mut known = backend(EngineFacts::default());
         known.spec.capacity_blocks = Some(7);
         let facts = FactsMemory::default().news(&known, &saw(), &round(Instant::now()));
@@ -487,7 +487,7 @@ mod tests {
     }
 
     #[test]
-    fn blocks_are_rounded_up_and_bounded() {
+    fn capacity_blocks_are_rounded_up_and_bounded() {
         let mut at = round(Instant::now());
         assert_eq!(blocks(Some(33), &at), Some(2));
         assert_eq!(blocks(Some(0), &at), Some(1));

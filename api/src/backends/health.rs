@@ -451,7 +451,7 @@ mod tests {
     }
 
     #[test]
-    fn only_a_probe_that_was_not_refused_is_doubtful() {
+    fn only_unrefused_failed_probes_are_doubtful() {
         let board = HealthTable::new(1);
         let is_doubtful = || board.flags(S).unwrap().is_doubtful;
         let occupancy = Some(board.register(S, "a"));
@@ -479,7 +479,7 @@ mod tests {
     }
 
     #[test]
-    fn a_probe_of_an_earlier_backend_changes_nothing() {
+    fn a_probe_of_a_replaced_backend_changes_nothing() {
         let board = HealthTable::new(1);
         let first = board.register(S, "a");
         board.unregister(S);
@@ -491,7 +491,7 @@ mod tests {
     }
 
     #[test]
-    fn old_figures_are_forgotten_after_failed_scrapes() {
+    fn metrics_are_dropped_after_failed_scrapes() {
         let mut record = ProbeRecord::unprobed("a");
         record.scraped(EngineMetrics {
             waiting: Some(9),
@@ -505,7 +505,7 @@ mod tests {
     }
 
     #[test]
-    fn an_adapter_that_was_sent_for_is_there_until_the_engine_says_otherwise() {
+    fn a_requested_adapter_counts_as_loaded_until_the_next_scrape() {
         let mut record = ProbeRecord::unprobed("a");
         let told = |resident: &[&str]| EngineMetrics {
             adapters: Some(LoraAdapters {
@@ -534,7 +534,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_glance_is_read_as_it_was_packed(
+        fn packed_health_flags_round_trip(
             is_healthy: bool,
             is_doubtful: bool,
             has_adapters: bool,

@@ -189,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_has_a_header_a_line() {
+    fn header_files_have_one_header_per_line() {
         let read =
             EngineHeaders::read("# of the gateway\nX-Team: a: b\n\nauthorization:Basic YTpi\n");
         let mut headers = HeaderMap::new();
@@ -218,7 +218,7 @@ mod tests {
     }
 
     #[test]
-    fn a_key_is_for_one_id_at_one_url() {
+    fn an_engine_key_is_for_one_id_at_one_url() {
         let mut keys = EngineKeys::default();
         keys.add(
             "gpu-1",

@@ -24,7 +24,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_what_the_host_lacks_is_local() {
+    fn only_host_shortages_are_local_failures() {
         for errno in LOCAL {
             assert!(is_local(&errno.into()), "{errno}");
         }

@@ -34,7 +34,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_engine_tells_its_mode_and_port() {
+    fn disaggregation_mode_and_port_are_read() {
         let read = |answer: &str| {
             let facts = DisaggregationFacts::read(answer.as_bytes())?;
             Some((facts.is_apart(), facts.bootstrap_port))

@@ -550,7 +550,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn sockets_are_probed_and_not_delayed() {
+    async fn sockets_use_keepalive_and_no_delay() {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let stream = TcpStream::connect(listener.local_addr().unwrap())
             .await

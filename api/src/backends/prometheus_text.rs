@@ -258,7 +258,7 @@ mod tests {
     }
 
     #[test]
-    fn a_fault_is_named_with_its_line() {
+    fn a_parse_error_names_its_line() {
         for (page, line, expected) in [
             ("<html>", 1, "a metric name"),
             ("a{x=\"1\"", 1, "a comma or brace after a label"),
@@ -281,7 +281,7 @@ mod tests {
     }
 
     #[test]
-    fn bounds_are_kept() {
+    fn metrics_text_is_bounded() {
         let long_line = format!("a{{x=\"{}\"}} 1", "y".repeat(LINE_BYTES_MAX));
         assert!(matches!(
             all(&long_line),
@@ -299,17 +299,17 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_bytes_are_answered(page in proptest::collection::vec(any::<u8>(), 0..256)) {
+        fn arbitrary_metrics_bytes_never_panic(page in proptest::collection::vec(any::<u8>(), 0..256)) {
             let _ = read(&page, |sample| { sample.labels.iter().for_each(drop); });
         }
 
         #[test]
-        fn near_misses_are_answered(page in "[a{}=\",\\\\n 1#\n-]{0,64}") {
+        fn almost_valid_metrics_never_panic(page in "[a{}=\",\\\\n 1#\n-]{0,64}") {
             let _ = read(page.as_bytes(), |sample| { sample.labels.iter().for_each(drop); });
         }
 
         #[test]
-        fn what_is_written_is_read(value in any::<String>(), number in -1e9..1e9f64) {
+        fn metrics_text_round_trips(value in any::<String>(), number in -1e9..1e9f64) {
             let escaped = value.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n");
             let page = format!("m{{k=\"{escaped}\"}} {number}");
             let mut seen = None;

@@ -88,7 +88,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn parts_are_inserted_one_before_the_other_and_nothing_is_lost() {
+    fn inserted_parts_keep_their_order_and_all_bytes() {
         let text = |segments: Segments| {
             let length = segments.len();
             let bytes = segments.collect().now_or_never().unwrap();

@@ -239,7 +239,7 @@ async fn a_vllm_engine_becomes_healthy_and_is_described() {
 }
 
 #[tokio::test]
-async fn an_engine_tells_its_kind_and_version() {
+async fn engine_kind_and_version_are_detected() {
     let engine = Engine::start(vllm).await;
     let bench = Bench::new(quick(), engine.addr);
     bench
@@ -254,7 +254,7 @@ async fn an_engine_tells_its_kind_and_version() {
 }
 
 #[tokio::test]
-async fn an_engine_with_a_role_is_known_before_it_gets_requests() {
+async fn an_engines_role_is_known_before_it_gets_requests() {
     // SGLang without metrics, which it exports only if enabled.
     let sglang = |mode: &'static str| {
         move |path: &str| match path {
@@ -291,7 +291,7 @@ async fn an_engine_with_a_role_is_known_before_it_gets_requests() {
 }
 
 #[tokio::test]
-async fn the_path_of_liveness_is_found_out() {
+async fn the_liveness_path_is_detected() {
     for known in ["/ready", "/health", "/v1/models"] {
         let engine = Engine::start(move |path| match path == known {
             true => (StatusCode::OK, MODELS.to_owned()),
@@ -314,7 +314,7 @@ async fn the_path_of_liveness_is_found_out() {
 }
 
 #[tokio::test]
-async fn an_engine_that_goes_and_comes_back_is_noticed() {
+async fn an_engine_outage_and_recovery_is_detected() {
     let is_up = Arc::new(AtomicBool::new(true));
     let switch = Arc::clone(&is_up);
     let engine = Engine::start(move |path| match switch.load(Ordering::SeqCst) {
@@ -331,7 +331,7 @@ async fn an_engine_that_goes_and_comes_back_is_noticed() {
 }
 
 #[tokio::test]
-async fn nobody_listening_is_a_failure() {
+async fn a_refused_connection_is_a_probe_failure() {
     let free = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let addr = free.local_addr().unwrap();
     drop(free);
@@ -348,7 +348,7 @@ async fn nobody_listening_is_a_failure() {
 }
 
 #[tokio::test]
-async fn a_failure_seen_by_a_request_brings_the_next_probe_forward() {
+async fn a_failed_request_advances_the_next_probe() {
     let engine = Engine::start(vllm).await;
     let settings = ProbeSettings {
         interval: PATIENCE * 10,
@@ -365,7 +365,7 @@ async fn a_failure_seen_by_a_request_brings_the_next_probe_forward() {
 }
 
 #[tokio::test]
-async fn a_refusing_engine_is_unhealthy_with_its_status() {
+async fn an_error_status_makes_an_engine_unhealthy() {
     let engine = Engine::start(|_| (StatusCode::UNAUTHORIZED, String::new())).await;
     let bench = Bench::new(quick(), engine.addr);
     let said = |backends: &Backends| {
@@ -377,7 +377,7 @@ async fn a_refusing_engine_is_unhealthy_with_its_status() {
 }
 
 #[tokio::test]
-async fn a_metrics_page_out_of_bounds_does_not_make_unhealthy() {
+async fn an_oversize_metrics_page_does_not_make_unhealthy() {
     let engine = Engine::start(|path| match path {
         "/metrics" => (
             StatusCode::OK,
@@ -425,7 +425,7 @@ where
 }
 
 #[tokio::test]
-async fn garbage_and_silence_are_failures() {
+async fn garbage_and_silence_are_probe_failures() {
     let (garbage, _) = raw(|mut stream| async move {
         use tokio::io::AsyncWriteExt;
         drop(stream.write_all(b"\x16\x03\x01 no http\r\n\r\n").await);
@@ -456,7 +456,7 @@ async fn garbage_and_silence_are_failures() {
 }
 
 #[tokio::test]
-async fn a_removed_backend_is_forgotten_and_its_connections_close() {
+async fn removing_a_backend_closes_its_connections() {
     // Responds to everything, keeps the connection, and ends when the other side closes it.
     let (closed, mut closings) = mpsc::unbounded_channel();
     let (addr, open) = raw(move |mut stream| {
@@ -492,7 +492,7 @@ async fn a_removed_backend_is_forgotten_and_its_connections_close() {
 }
 
 #[tokio::test]
-async fn a_moved_backend_is_probed_at_its_new_place_from_scratch() {
+async fn a_moved_backend_is_probed_afresh_at_its_new_url() {
     let first = Engine::start(vllm).await;
     let second = Engine::start(|_| (StatusCode::SERVICE_UNAVAILABLE, String::new())).await;
     let mut bench = Bench::new(quick(), first.addr);
@@ -503,7 +503,7 @@ async fn a_moved_backend_is_probed_at_its_new_place_from_scratch() {
 }
 
 #[tokio::test]
-async fn health_changes_are_announced() {
+async fn health_changes_are_published() {
     let engine = Engine::start(vllm).await;
     let bench = Bench::new(quick(), engine.addr);
     let events = EventBus::default();
@@ -530,7 +530,7 @@ async fn health_changes_are_announced() {
 }
 
 #[tokio::test]
-async fn a_backend_that_takes_over_slot_and_engine_goes_by_its_own_name() {
+async fn a_backend_reusing_slot_and_engine_has_its_own_name() {
     let engine = Engine::start(vllm).await;
     let mut bench = Bench::new(quick(), engine.addr);
     bench.until_healthy(true).await;
@@ -549,7 +549,7 @@ async fn a_backend_that_takes_over_slot_and_engine_goes_by_its_own_name() {
 }
 
 #[tokio::test]
-async fn an_adapter_that_comes_or_goes_at_run_time_is_told_with_the_next_probe() {
+async fn adapter_changes_are_detected_by_the_next_probe() {
     let is_loaded = Arc::new(AtomicBool::new(false));
     let switch = Arc::clone(&is_loaded);
     let engine = Engine::start(move |path| match path {

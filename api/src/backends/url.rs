@@ -139,7 +139,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn urls_are_written_with_a_port_and_without_a_last_slash() {
+    fn urls_are_normalised_with_port_and_without_trailing_slash() {
         for (text, form) in [
             ("http://gpu1", "http://gpu1:80"),
             ("HTTP://gpu1/", "http://gpu1:80"),
@@ -177,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn requests_go_below_the_prefix() {
+    fn request_paths_are_appended_to_the_url_prefix() {
         let target = |url: &str| {
             let url = EngineUrl::parse(url).unwrap();
             url.locate("/v1/models?a=1".parse().unwrap()).to_string()
@@ -187,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn only_names_may_move() {
+    fn only_host_names_are_resolved_again() {
         let is_name = |url: &str| EngineUrl::parse(url).unwrap().is_name();
         assert!(is_name("http://gpu1") && is_name("http://localhost:9/x"));
         assert!(!is_name("http://10.0.0.1:8") && !is_name("http://[::1]:8"));

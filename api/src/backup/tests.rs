@@ -41,7 +41,7 @@ fn read(file: &[u8]) -> Result<(BackupHead, Vec<u8>), String> {
 }
 
 #[test]
-fn a_backup_is_read_back_at_any_length() {
+fn backups_of_any_length_round_trip() {
     for length in [0, 1, CHUNK_BYTES - 1, CHUNK_BYTES, 2 * CHUNK_BYTES + 7] {
         let state = state(length);
         let (read_head, read_state) = read(&written(&state)).unwrap();
@@ -51,7 +51,7 @@ fn a_backup_is_read_back_at_any_length() {
 }
 
 #[test]
-fn pieces_come_out_however_bytes_come_in() {
+fn backup_chunks_are_decoded_from_any_pieces() {
     let state = state(CHUNK_BYTES + 100);
     let file = written(&state);
     for step in [1, 13, 4096, file.len()] {
@@ -72,7 +72,7 @@ fn pieces_come_out_however_bytes_come_in() {
 }
 
 #[test]
-fn a_flipped_or_missing_byte_is_found() {
+fn a_flipped_or_missing_byte_is_detected() {
     let file = written(&state(300));
     for place in 0..file.len() {
         let mut damaged = file.clone();
@@ -84,7 +84,7 @@ fn a_flipped_or_missing_byte_is_found() {
 }
 
 #[test]
-fn chunks_cannot_change_places_or_go() {
+fn reordered_or_missing_chunks_are_detected() {
     let file = written(&state(3 * CHUNK_BYTES));
     let around = LENGTH_BYTES + CHECKSUM_BYTES;
     let first = file.len() - 3 * (CHUNK_BYTES + around) - (around + END_BYTES);
@@ -104,7 +104,7 @@ fn chunks_cannot_change_places_or_go() {
 }
 
 #[test]
-fn faults_name_their_place_and_what_was_expected() {
+fn backup_errors_name_position_and_expectation() {
     let file = written(&state(300));
     let reason = |change: &dyn Fn(&mut Vec<u8>)| {
         let mut file = file.clone();
@@ -137,7 +137,7 @@ fn faults_name_their_place_and_what_was_expected() {
 }
 
 #[test]
-fn a_head_of_a_later_build_is_read() {
+fn a_backup_header_of_a_later_build_is_readable() {
     let mut value = serde_json::to_value(head(0)).unwrap();
     value["more"] = "what this build does not know".into();
     assert_eq!(

@@ -208,7 +208,7 @@ mod tests {
     }
 
     #[test]
-    fn a_list_is_the_same_in_toml_and_json() {
+    fn toml_and_json_lists_are_equivalent() {
         let expected = Ok(vec![
             "rack-gpu-1 http://10.0.0.1:8000".to_owned(),
             "rack-10.0.0.2-80-v https://10.0.0.2:80/v".to_owned(),
@@ -236,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_may_tell_of_its_own_host_within_the_rules_of_the_config() {
+    fn a_discovery_file_may_name_this_host_if_allowed() {
         let list = r#"[{"id": "a", "url": "http://127.0.0.1:8000"},
             {"id": "b", "url": "http://[::1]:8000"}]"#;
         let told = read_as(list, true).unwrap();
@@ -252,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn each_entry_is_refused_by_itself_and_a_broken_file_as_a_whole() {
+    fn invalid_entries_are_refused_singly_and_broken_files_whole() {
         let list = r#"[{"id": "a", "url": "ftp://a"}, {"id": "b"}, 7,
             {"id": "c", "url": "http://169.254.169.254"},
             {"id": "d", "url": "http://d", "colour": "red"},
@@ -280,7 +280,7 @@ mod tests {
     }
 
     #[test]
-    fn ten_thousand_entries_are_read_and_more_than_the_bound_are_told() {
+    fn more_entries_than_the_bound_are_reported() {
         let entry = |number| format!(r#"{{"url": "http://h{number}:1"}}"#);
         let list = |count| {
             let entries: Vec<_> = (0..count).map(entry).collect();

@@ -13,7 +13,7 @@ fn message(index: u64, digest: u128) -> Vec<u8> {
 }
 
 #[test]
-fn steps_are_recorded_and_others_are_not_even_computed() {
+fn only_digests_at_steps_are_computed() {
     let digests = Digests::default();
     for index in 1..=600 {
         digests.applied(index, || {
@@ -28,7 +28,7 @@ fn steps_are_recorded_and_others_are_not_even_computed() {
 }
 
 #[test]
-fn the_slower_the_log_the_closer_peers_compare() {
+fn a_slower_log_shortens_the_digest_step() {
     let digests = Digests::default();
     for index in 1..=300 {
         digests.applied(index, || u128::from(index));
@@ -52,7 +52,7 @@ fn the_slower_the_log_the_closer_peers_compare() {
 }
 
 #[test]
-fn equal_claims_are_silent_and_different_ones_are_counted() {
+fn only_different_digest_claims_are_counted() {
     let digests = Digests::default();
     digests.applied(256, || 7);
     digests.receive(PEER, &message(256, 7)).unwrap();
@@ -65,7 +65,7 @@ fn equal_claims_are_silent_and_different_ones_are_counted() {
 }
 
 #[test]
-fn who_differs_from_most_members_is_in_the_minority_until_mended() {
+fn a_replica_differing_from_most_is_the_minority_until_repaired() {
     let members = [1, 2, 3, 4, 5].map(ReplicaId);
     let claim = |digests: &Digests, peer, index, digest| {
         digests
@@ -104,7 +104,7 @@ fn who_differs_from_most_members_is_in_the_minority_until_mended() {
 }
 
 #[test]
-fn nobody_is_in_the_minority_without_a_majority() {
+fn without_a_majority_no_replica_is_the_minority() {
     let mut ring = DigestRing::default();
     ring.record(256, 7);
     ring.claim(ReplicaId(2), 256, 8);
@@ -120,7 +120,7 @@ fn nobody_is_in_the_minority_without_a_majority() {
 }
 
 #[test]
-fn a_claim_ahead_is_compared_when_its_index_is_reached() {
+fn a_future_claim_is_compared_once_its_index_is_applied() {
     let digests = Digests::default();
     let events = EventBus::default();
     let mut stream = events.subscribe();
@@ -145,7 +145,7 @@ fn a_claim_ahead_is_compared_when_its_index_is_reached() {
 }
 
 #[test]
-fn garbage_is_refused() {
+fn malformed_digest_messages_are_refused() {
     let digests = Digests::default();
     for bad in [&[][..], &[1], &[2; MESSAGE_BYTES], &[1; MESSAGE_BYTES + 1]] {
         assert_eq!(digests.receive(PEER, bad), Err(ClaimError));
@@ -153,7 +153,7 @@ fn garbage_is_refused() {
 }
 
 #[test]
-fn memory_is_bounded() {
+fn digest_memory_is_bounded() {
     let mut ring = DigestRing::default();
     for index in 1..=2 * DIGESTS_KEPT_MAX as u64 {
         ring.claim(PEER, 10_000 + index, 0);
@@ -178,7 +178,7 @@ fn memory_is_bounded() {
 }
 
 #[test]
-fn passing_a_wanted_index_does_not_wait_for_who_waits() {
+fn applying_past_a_wanted_index_does_not_block() {
     let digests = std::sync::Arc::new(Digests::default());
     let waiting = std::sync::Arc::clone(&digests);
     let runtime = tokio::runtime::Builder::new_current_thread()
@@ -201,7 +201,7 @@ fn passing_a_wanted_index_does_not_wait_for_who_waits() {
 }
 
 #[tokio::test]
-async fn a_wanted_index_is_recorded_when_applied() {
+async fn a_wanted_digest_is_recorded_when_applied() {
     let digests = Digests::default();
     digests.want(5).unwrap();
     let waiting = digests.wait(5, Duration::from_secs(60));
@@ -215,7 +215,7 @@ async fn a_wanted_index_is_recorded_when_applied() {
 }
 
 #[tokio::test]
-async fn a_wanted_index_that_is_passed_over_is_answered() {
+async fn a_wanted_index_that_is_skipped_is_answered() {
     let digests = Digests::default();
     digests.want(5).unwrap();
     let waiting = digests.wait(5, Duration::from_secs(60));
@@ -227,7 +227,7 @@ async fn a_wanted_index_that_is_passed_over_is_answered() {
 
 proptest! {
     #[test]
-    fn any_message_is_answered(bytes in proptest::collection::vec(any::<u8>(), 0..40)) {
+    fn arbitrary_digest_messages_never_panic(bytes in proptest::collection::vec(any::<u8>(), 0..40)) {
         let digests = Digests::default();
         prop_assert_eq!(
             digests.receive(PEER, &bytes).is_ok(),
@@ -236,7 +236,7 @@ proptest! {
     }
 
     #[test]
-    fn a_mismatch_is_found_in_whatever_order_both_sides_speak(
+    fn a_mismatch_is_found_in_any_message_order(
         order in proptest::collection::vec((any::<bool>(), 1u64..20), 1..40)
     ) {
         // Claims and records agree at even indexes and disagree at odd ones. A claim that arrives
@@ -272,7 +272,7 @@ proptest! {
 }
 
 #[test]
-fn a_state_that_is_lost_while_the_log_stands_still_is_found() {
+fn a_state_lost_while_the_log_is_idle_is_detected() {
     let members = [1, 2, 3].map(ReplicaId);
     let told_at_rest = |index, digest| {
         let peer = Digests::default();

@@ -283,7 +283,7 @@ mod tests {
     }
 
     #[test]
-    fn figures_keep_their_places_in_a_report() {
+    fn figures_keep_their_positions_in_a_report() {
         let numbers: Vec<u8> = figures().encode();
         let numbers = numbers.as_chunks::<8>().0.iter();
         let numbers: Vec<u64> = numbers.map(|it| u64::from_le_bytes(*it)).collect();
@@ -295,7 +295,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_told_is_heard() {
+    fn figures_round_trip() {
         let report = figures().encode();
         assert_eq!(ReplicaFigures::decode(&report), Some(figures()));
         let nothing = ReplicaFigures::default();
@@ -303,7 +303,7 @@ mod tests {
     }
 
     #[test]
-    fn a_report_may_be_shorter_or_longer_than_this_build_knows() {
+    fn shorter_and_longer_reports_are_accepted() {
         let report = figures().encode();
         let longer = [&report[..], &[9; 8]].concat();
         assert_eq!(ReplicaFigures::decode(&longer), Some(figures()));

@@ -161,7 +161,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_time_is_told_within_an_eighth() {
+    fn reported_times_are_within_an_eighth() {
         for us in [4, 5, 7, 8, 100, 1234, 50_000, 999_999, 200_000_000] {
             let told = middle_us(bucket_of(Duration::from_micros(us)));
             assert!(told.abs_diff(us) * 8 <= us.max(8), "{us} is told as {told}");
@@ -171,7 +171,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn rates_are_those_of_the_window() {
+    async fn rates_cover_the_window() {
         let (start, mut window) = (Instant::now(), RecentWindow::default());
         let times = TimeBuckets::default();
         let mut last = RecentRates::default();

@@ -229,7 +229,7 @@ mod tests {
     }
 
     #[test]
-    fn endpoints_lead_where_they_say() {
+    fn endpoints_resolve_per_rank() {
         assert_eq!(
             shown("tcp://10.0.0.1:5557", 0),
             "Engine tcp://10.0.0.1:5557"
@@ -242,7 +242,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_endpoint_is_refused() {
+    fn invalid_endpoints_are_refused() {
         for text in [
             "",
             "10.0.0.1:5557",
@@ -264,7 +264,7 @@ mod tests {
     }
 
     #[test]
-    fn endpoints_must_fit_each_other() {
+    fn event_and_replay_endpoints_must_be_consistent() {
         let fault = |events, replay| check(events, replay).map_err(|(field, _)| field);
         let (at, other) = (Some("tcp://a:1"), Some("tcp://a:2"));
         assert_eq!(fault(None, None), Ok(()));

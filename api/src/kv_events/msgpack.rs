@@ -257,7 +257,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_bytes_are_read_or_refused(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
+        fn arbitrary_msgpack_is_read_or_refused(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
             let mut pack = MsgpackReader::new(&bytes);
             while !pack.is_empty() && pack.value().is_ok() {}
             let mut pack = MsgpackReader::new(&bytes);

@@ -217,7 +217,7 @@ impl Cache {
 /// Checks after each recorded request that the state holds the same blocks as the engine. For the
 /// request's prompt, it must find what the engine found, to the token.
 #[test]
-fn the_state_is_the_recorded_engines_cache() {
+fn the_state_equals_the_recorded_engines_cache() {
     for (name, block_size) in [("vllm012_bs16", 16_u32), ("vllm032_bs32", 32)] {
         let all = fixtures::messages(name);
         let tells_salts = name == "vllm032_bs32";

@@ -384,7 +384,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn an_engine_that_dials_is_heard_beside_a_silent_one() {
+    async fn a_dialling_engine_is_read_despite_a_silent_one() {
         let free = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let port = free.local_addr().unwrap().port();
         drop(free);

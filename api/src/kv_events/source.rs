@@ -331,7 +331,7 @@ mod tests {
     }
 
     #[test]
-    fn vllm_names_its_publishers_by_rank() {
+    fn vllm_publishers_are_read_per_rank() {
         let answer = br#"{
             "0": {"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:5557",
                   "replay_endpoint": "tcp://*:5600", "buffer_steps": 10000, "topic": ""},
@@ -355,7 +355,7 @@ mod tests {
     }
 
     #[test]
-    fn an_engine_leads_nobody_to_other_places() {
+    fn an_engine_may_not_redirect_readers_to_other_hosts() {
         let told = |events: &str, replay: &str, host| {
             let answer =
                 format!(r#"{{"0": {{"endpoint": {events:?}, "replay_endpoint": {replay:?}}}}}"#);
@@ -391,7 +391,7 @@ mod tests {
     }
 
     #[test]
-    fn sglang_names_one_publisher_for_all_ranks() {
+    fn sglang_publisher_ports_are_derived_per_rank() {
         let answer = br#"{
             "dp_size": 2,
             "kv_events_config": "{\"publisher\": \"zmq\", \"endpoint\": \"tcp://*:5557\"}"
@@ -406,7 +406,7 @@ mod tests {
     }
 
     #[test]
-    fn adapters_are_no_base_models() {
+    fn the_base_model_excludes_adapters() {
         let one = br#"{"data": [{"id": "base", "parent": null}, {"id": "ada", "parent": "base"}]}"#;
         assert_eq!(base_model(one), Ok(Some("base".to_owned())));
         assert_eq!(

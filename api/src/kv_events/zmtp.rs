@@ -351,7 +351,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn messages_arrive_as_they_were_sent() {
+    async fn zmtp_messages_round_trip() {
         let (mut publisher, mut subscriber) = pair(SocketType::Pub, SocketType::Sub).await;
         subscriber.subscribe_to_all().await.unwrap();
         assert_eq!(publisher.receive().await.unwrap(), [&b"\x01"[..]]);
@@ -382,7 +382,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_socket_of_another_kind_is_refused() {
+    async fn a_zmtp_socket_of_another_kind_is_refused() {
         let (one, other) = duplex(256);
         let (one, other) = tokio::join!(
             ZmtpConnection::open(one, SocketType::Pub),
@@ -406,7 +406,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn an_announced_length_takes_no_memory() {
+    async fn an_announced_length_allocates_no_memory() {
         let (one, mut other) = duplex(1024);
         let opened = tokio::spawn(ZmtpConnection::open(one, SocketType::Sub));
         other.write_all(&greeting()).await.unwrap();
@@ -421,7 +421,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_bytes_are_frames_or_refused(bytes in prop::collection::vec(any::<u8>(), 0..400)) {
+        fn arbitrary_bytes_are_frames_or_refused(bytes in prop::collection::vec(any::<u8>(), 0..400)) {
             let mut input = BytesMut::from(&bytes[..]);
             while let Ok(Some(_)) = take_frame(&mut input) {}
             drop(check_ready(&bytes, SocketType::Sub));

@@ -92,7 +92,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn families_are_described_as_the_older_format_does() {
+    fn metric_families_are_converted_to_the_older_text_format() {
         let open = "# HELP a_things Things.\n# TYPE a_things counter\n# UNIT a_things things\n\
                     a_things_total{b=\"c\"} 3\n# HELP a_build Build.\n# TYPE a_build info\n\
                     a_build_info{version=\"1\"} 1\n# HELP a_s S.\n# TYPE a_s histogram\n\
@@ -118,7 +118,7 @@ mod tests {
     }
 
     #[test]
-    fn openmetrics_is_for_who_asks_for_it() {
+    fn openmetrics_is_sent_only_if_accepted() {
         let prefers = |accept: &[&str]| prefers_openmetrics(accept.iter().copied());
         // `accept` header of Prometheus 3.
         assert!(prefers(&[

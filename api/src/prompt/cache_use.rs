@@ -168,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn what_asks_for_probabilities_of_the_prompt_skips_the_cache() {
+    fn requests_for_prompt_logprobs_skip_the_cache() {
         let skips = |path, fields| read(path, fields).skips_cache;
         let (chat, completions) = ("/v1/chat/completions", "/v1/completions");
         for path in [chat, completions] {
@@ -186,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn a_prompt_is_cut_as_the_engine_cuts_it() {
+    fn prompts_are_truncated_like_the_engine_does() {
         let around = SpecialTokenCount {
             before: 1,
             behind: 1,
@@ -222,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn minus_one_is_the_engines_own_length() {
+    fn truncation_to_minus_one_means_the_engines_length() {
         let path = "/v1/completions";
         let asked = read(path, r#","truncate_prompt_tokens":-1"#).truncation;
         let asked = asked.unwrap();

@@ -100,7 +100,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn members_are_found_as_they_stand() {
+    fn further_members_are_found_verbatim() {
         let text = "  {\"a\" : {\"b\":[1,\"}\"]} ,\n \"\\u0062\":2,\"a\":\"\\\"\"}  ";
         let found = members(text).unwrap();
         let shown: Vec<_> = found
@@ -122,7 +122,7 @@ mod tests {
     }
 
     #[test]
-    fn a_name_that_is_there_is_never_missed() {
+    fn present_field_names_are_never_missed() {
         let mut further = FurtherFields::default();
         assert!(!further.may_have(&[name_hash("a")]));
         for nth in 0..KEPT_MAX {

@@ -197,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn the_model_is_read_wherever_it_stands() {
+    fn the_model_part_is_found_at_any_position() {
         let file = "--b-1\r\nContent-Disposition: form-data; name=\"file\"; filename=\"a;name=\\b.wav\"\r\ncontent-type: audio/wav\r\n\r\n\0\x01\r\n-- \r\n--b-\r\n\r\n";
         let body = format!(
             "{file}{}{}--b-1--\r\n",
@@ -217,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn what_engines_could_read_otherwise_is_refused() {
+    fn ambiguous_multipart_bodies_are_refused() {
         let model = part("model", "m");
         let twice = format!("{model}{}--b-1--", part("model", "n"));
         let escaped = format!("{}--b-1--", part("mo\\del", "m"));

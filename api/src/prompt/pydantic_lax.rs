@@ -120,7 +120,7 @@ mod tests {
     }
 
     #[test]
-    fn flags_are_read_as_pydantic_reads_them() {
+    fn booleans_parse_like_pydantic() {
         for json in ["true", "1", "1.0", "\"true\"", "\"Yes\"", "\"1\""] {
             assert_eq!(read(json).flag(), Ok(Some(true)), "{json}");
         }
@@ -134,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn counts_are_read_as_pydantic_reads_them() {
+    fn integers_parse_like_pydantic() {
         for (json, count) in [
             ("3", 3),
             ("3.0", 3),

@@ -28,7 +28,7 @@ fn refused(path: &str, body: impl AsRef<[u8]>) -> String {
 }
 
 #[test]
-fn a_chat_request_is_read_whole() {
+fn every_part_of_a_chat_request_is_read() {
     let body = r#" {"messages":[{"content":"be \"kind\"","role":"system"},{"role":"user","content":"hi"}],
         "model":"m","stream":true,"user":"ada","cache_salt":"s","max_tokens":null,
         "max_completion_tokens":12,"unknown":{"deep":[1,2,{"x":"}"}]}}"#;
@@ -61,7 +61,7 @@ fn stream_options_are_found_with_their_bytes() {
 }
 
 #[test]
-fn the_last_of_two_equal_fields_counts() {
+fn the_last_duplicate_field_wins() {
     let body = r#"{"model":"a","messages":[{"role":"user","content":"x"}],"model":"b",
         "stream_options":{"include_usage":true},"stream_options":{"include_usage":false},
         "messages":[{"role":"user","content":"no","content":"yes"}]}"#;
@@ -72,7 +72,7 @@ fn the_last_of_two_equal_fields_counts() {
 }
 
 #[test]
-fn flags_and_counts_of_other_types_are_no_reason_to_refuse() {
+fn mistyped_flags_and_counts_are_not_refused() {
     let parsed = chat(&json!({"model": "m", "stream": "true", "max_tokens": 256.0,
         "stream_options": {"include_usage": 1}}));
     assert!(parsed.stream);
@@ -92,7 +92,7 @@ fn a_field_name_may_be_escaped() {
 }
 
 #[test]
-fn tools_and_system_come_first_wherever_they_stand() {
+fn tools_and_system_precede_messages_in_any_field_order() {
     let parsed = read(
         "/v1/messages",
         r#"{"model":"m","messages":[{"role":"user","content":"hi"}],"system":[{"type":"text",
@@ -125,7 +125,7 @@ fn content_parts_are_text_media_hashes_or_json() {
 }
 
 #[test]
-fn a_cache_mark_changes_no_identity() {
+fn cache_control_marks_do_not_change_the_identity() {
     let marked = json!({"model": "m", "messages": [{"role": "user", "content": [
         {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}]}]});
     let plain = json!({"model": "m", "messages": [{"role": "user", "content": "a"}]});
@@ -152,7 +152,7 @@ fn responses_read_input_and_instructions() {
 }
 
 #[test]
-fn completions_take_strings_tokens_and_the_first_of_a_batch() {
+fn completions_accept_strings_tokens_and_batches() {
     let prompt = |value: Value| {
         let parsed = read(
             "/v1/completions",
@@ -173,7 +173,7 @@ fn completions_take_strings_tokens_and_the_first_of_a_batch() {
 }
 
 #[test]
-fn other_surfaces_have_their_own_fields() {
+fn other_apis_have_their_own_fields() {
     let pooled = read("/v1/embeddings", r#"{"model":"m","input":["a","b"]}"#);
     assert_eq!(
         (text(&pooled).as_str(), pooled.reply),
@@ -225,7 +225,7 @@ const BAD_CHATS: &[&str] = &[
 ];
 
 #[test]
-fn bad_bodies_say_what_and_where() {
+fn body_errors_name_cause_and_position() {
     let chat = "/v1/chat/completions";
     let mut seen = String::new();
     let long = format!(r#"{{"model":"m","messages":"{}"}}"#, "é".repeat(10_000));
@@ -314,7 +314,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(256))]
 
     #[test]
-    fn the_next_turn_extends_this_one_with_its_reply(
+    fn the_next_turn_extends_prompt_and_reply(
         turns in proptest::collection::vec(("(system|user|tool)", content()), 1..5),
         reply in ".{0,80}",
         next in content(),
@@ -344,12 +344,12 @@ proptest! {
     }
 
     #[test]
-    fn any_bytes_are_answered(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
+    fn arbitrary_bodies_never_panic(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
         let _ = parse("/v1/chat/completions", &Bytes::from(bytes));
     }
 
     #[test]
-    fn any_damage_to_a_body_is_answered(at in 0_usize..200, byte in any::<u8>()) {
+    fn damaged_bodies_never_panic(at in 0_usize..200, byte in any::<u8>()) {
         let mut body = json!({"model": "m", "stream_options": {"include_usage": true},
             "messages": [{"role": "user", "content": [{"type": "text", "text": "a\u{e9}"}]}]})
             .to_string()

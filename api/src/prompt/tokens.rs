@@ -94,7 +94,7 @@ mod tests {
     };
 
     #[test]
-    fn a_chain_goes_on_from_its_parent() {
+    fn a_token_chain_continues_from_its_parent() {
         let whole = chain_of_tokens(&7.into(), &SCOPE, None, &[1, 2, 3, 4, 5], &[]);
         assert_eq!(whole.len(), 2);
         let rest = chain_of_tokens(&7.into(), &SCOPE, Some(whole[0]), &[3, 4], &[]);
@@ -102,7 +102,7 @@ mod tests {
     }
 
     #[test]
-    fn media_change_their_block_and_all_behind_it() {
+    fn media_change_their_block_and_all_later_ones() {
         let plain = chain_of_tokens(&7.into(), &SCOPE, None, &[1, 2, 3, 4, 5, 6], &[]);
         let one = chain_of_tokens(
             &7.into(),

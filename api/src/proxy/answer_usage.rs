@@ -274,7 +274,7 @@ mod tests {
     }
 
     #[test]
-    fn a_chat_chunk_tells_its_text_and_running_usage() {
+    fn a_chat_chunk_has_text_and_running_usage() {
         let chunk = br#"{"id":"c","choices":[{"index":0,"delta":{"content":"h\"i"}}],"usage":{"prompt_tokens":9,"total_tokens":11,"completion_tokens":2}}"#;
         let findings = inspect(chunk);
         assert_eq!(findings.text.as_deref(), Some("h\"i"));
@@ -287,7 +287,7 @@ mod tests {
     }
 
     #[test]
-    fn the_usage_member_is_cut_with_one_comma_wherever_it_stands() {
+    fn the_usage_member_is_removed_with_one_comma() {
         for (json, rest) in [
             (r#"{"usage":null,"a":1}"#, r#"{"a":1}"#),
             (r#"{"a":1, "usage" : {} ,"b":2}"#, r#"{"a":1 ,"b":2}"#),
@@ -300,7 +300,7 @@ mod tests {
     }
 
     #[test]
-    fn usage_is_read_under_every_endpoints_names() {
+    fn usage_is_read_for_every_api() {
         for (json, expected) in [
             (
                 r#"{"choices":[],"usage":{"prompt_tokens":3,"completion_tokens":4,"prompt_tokens_details":{"cached_tokens":0}}}"#,
@@ -328,7 +328,7 @@ mod tests {
     }
 
     #[test]
-    fn other_choices_than_the_first_have_no_text() {
+    fn only_the_first_choice_has_text() {
         let json = br#"{"choices":[{"index":1,"delta":{"content":"x"}}]}"#;
         assert_eq!(inspect(json).text, None);
         let json = br#"{"choices":[{"text":"whole","index":0}]}"#;
@@ -336,7 +336,7 @@ mod tests {
     }
 
     #[test]
-    fn text_is_found_under_every_endpoints_names() {
+    fn text_is_found_for_every_api() {
         for (json, text, other_bytes) in [
             (
                 r#"{"delta":"a\nb","type":"response.output_text.delta"}"#,
@@ -385,7 +385,7 @@ mod tests {
     }
 
     #[test]
-    fn all_that_was_made_is_counted() {
+    fn all_output_bytes_are_counted() {
         let json = br#"{"choices":[{"index":0,"delta":{"content":"ab","reasoning":"xyz","reasoning_content":"xyz","tool_calls":[{"function":{"arguments":"1234"}},{"function":{"arguments":"5"}}]}}]}"#;
         let found = inspect(json);
         assert_eq!((found.choice, found.other_bytes), (Some(0), 8));
@@ -398,7 +398,7 @@ mod tests {
     }
 
     #[test]
-    fn counts_beyond_all_measure_do_not_overflow() {
+    fn absurd_token_counts_do_not_overflow() {
         let json = br#"{"usage":{"input_tokens":1,"cache_read_input_tokens":18446744073709551615,"cache_creation_input_tokens":1}}"#;
         assert_eq!(inspect(json).usage.unwrap().prompt_tokens, u64::MAX);
     }

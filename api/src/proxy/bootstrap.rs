@@ -95,7 +95,7 @@ mod tests {
     }
 
     #[test]
-    fn each_prompt_and_each_choice_of_a_chat_has_a_room() {
+    fn each_prompt_and_choice_has_its_own_room() {
         let (chat, text) = ("/v1/chat/completions", "/v1/completions");
         let one = each(&json!("10.0.0.1"), &json!(8998), &json!(7));
         let two = json!(["10.0.0.1", "10.0.0.1"]);
@@ -111,7 +111,7 @@ mod tests {
     }
 
     #[test]
-    fn a_room_leads_to_the_rank_that_was_chosen() {
+    fn a_room_number_maps_to_the_chosen_rank() {
         for rank in 0..3 {
             let rank = RankOf { rank, ranks: 3 };
             for drawn in [0, 5, u64::MAX >> 2] {

@@ -382,7 +382,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_prefill_engine_tells_usage_or_an_error_whole_or_in_a_stream() {
+    fn prefill_usage_and_errors_are_read_whole_or_streamed() {
         let usage = r#""usage":{"prompt_tokens":9,"completion_tokens":1,"prompt_tokens_details":{"cached_tokens":4}}"#;
         let told = |answer: &str| match parse_prefill_response(answer.as_bytes()) {
             RemotePrefill::Computed(usage) => Some(usage.map(|usage| usage.cached_tokens)),

@@ -336,7 +336,7 @@ mod tests {
     }
 
     #[test]
-    fn an_address_has_its_share_and_a_network_of_ipv6_is_one_client() {
+    fn connections_are_bounded_per_address_or_ipv6_network() {
         let clients = Arc::new(ClientTable::new(2, 1));
         let first = clients.register(address("2001:db8::1"), false).unwrap();
         let second = clients.register(address("2001:db8::2:2"), false).unwrap();
@@ -358,7 +358,7 @@ mod tests {
     }
 
     #[test]
-    fn an_ipv4_address_is_one_client_however_it_is_written() {
+    fn mapped_and_plain_ipv4_addresses_are_one_client() {
         let clients = Arc::new(ClientTable::new(1, 1));
         let _first = clients.register(address("192.0.2.7"), false).unwrap();
         assert!(
@@ -370,7 +370,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn the_longest_idle_go_first_and_whoever_has_a_request_stays() {
+    async fn the_longest_idle_connections_close_first_and_busy_ones_stay() {
         let clients = Arc::new(ClientTable::new(9, 9));
         let mut seated = Vec::new();
         for _ in 0..4 {
@@ -391,7 +391,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn an_address_with_more_than_an_equal_share_makes_room_first() {
+    async fn addresses_above_their_equal_share_make_room_first() {
         let clients = Arc::new(ClientTable::new(99, 99));
         let connect = |text: &str, is_exempt| clients.register(address(text), is_exempt).unwrap();
         let first = connect("192.0.2.1", false);
@@ -408,7 +408,7 @@ mod tests {
     }
 
     #[test]
-    fn a_user_has_so_many_requests_and_leaves_nothing_behind() {
+    fn requests_per_user_are_bounded_and_released() {
         let users = Arc::new(UserRequests::new(2));
         let both = [users.count("ada").unwrap(), users.count("ada").unwrap()];
         assert!(users.count("ada").is_none());

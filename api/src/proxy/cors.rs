@@ -149,7 +149,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn origins_are_a_scheme_and_a_host() {
+    fn cors_origins_are_a_scheme_and_a_host() {
         let allowed = |text: &str| AllowedOrigins::new(&[text.to_owned()]).is_some();
         for good in ["*", "https://a.example", "http://localhost:3000"] {
             assert!(allowed(good), "{good}");

@@ -91,7 +91,7 @@ mod tests {
     }
 
     #[test]
-    fn a_deadline_is_read_as_each_header_writes_it() {
+    fn deadlines_parse_in_each_headers_format() {
         for (name, value, ms) in [
             ("x-request-timeout", "3", 3000),
             ("x-request-timeout", " 2.5 ", 2500),
@@ -111,7 +111,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_read_counts_nothing() {
+    fn unreadable_deadlines_are_ignored() {
         for value in ["", "0", "-1", "soon", "3h", "NaN", "1e400", "m", "5"] {
             let header = ("grpc-timeout", value);
             let none = client_deadline(&headers(&[header]));
@@ -128,13 +128,13 @@ mod tests {
     }
 
     #[test]
-    fn the_least_counts() {
+    fn the_shortest_deadline_wins() {
         let both = headers(&[("x-stainless-timeout", "600"), ("x-request-timeout", "4s")]);
         assert_eq!(client_deadline(&both), Some(Duration::from_secs(4)));
     }
 
     #[test]
-    fn a_wait_leaves_time_for_the_answer() {
+    fn the_maximum_wait_leaves_time_for_the_answer() {
         let s = Duration::from_secs;
         assert_eq!(wait_max(s(10), s(4), false), s(6));
         assert_eq!(wait_max(s(8), s(60), false), s(2));

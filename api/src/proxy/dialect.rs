@@ -135,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stream_ends_in_the_form_of_its_api() {
+    fn a_failed_stream_ends_in_its_apis_format() {
         let openai = r#"{"error":{"message":"the backend did not respond in time","type":"server_error","param":null,"code":"backend_timeout"}}"#;
         assert_eq!(event(Dialect::OpenAi), format!("data: {openai}\n\n"));
         assert_eq!(

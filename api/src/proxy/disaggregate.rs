@@ -277,7 +277,7 @@ mod tests {
     }
 
     #[test]
-    fn a_prefill_engine_is_asked_for_one_token_and_to_keep_the_blocks() {
+    fn a_prefill_request_generates_one_token_and_keeps_blocks() {
         let body = r#" { "model":"m", "prompt" : "a\"b", "stream":true, "max_tokens":900,
             "min_tokens":5, "stream_options":{"include_usage":true}, "seed":[1,{"x":2}] } "#;
         let expected = json!({
@@ -294,13 +294,13 @@ mod tests {
     }
 
     #[test]
-    fn a_limit_that_is_written_otherwise_counts_no_more_than_ours() {
+    fn an_escaped_token_limit_does_not_override_the_prefill_limit() {
         let body = r#"{"max\u005ftokens":900,"model":"m","stream":true}"#;
         assert_eq!(asked("/v1/completions", body, None)["max_tokens"], 1);
     }
 
     #[test]
-    fn an_answer_says_where_the_blocks_are_or_nothing() {
+    fn transfer_parameters_are_read_if_present() {
         let read = |answer: &[u8]| match Prefilled::read(answer) {
             Prefilled::Computed { usage, params } => (usage, params),
             Prefilled::Refused(_) | Prefilled::Failed(_) => panic!("it was computed"),

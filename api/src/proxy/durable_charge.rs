@@ -95,7 +95,7 @@ mod tests {
     use super::*;
 
     #[tokio::test(start_paused = true)]
-    async fn an_end_is_released_with_the_commit_and_at_the_latest_after_a_while() {
+    async fn an_answer_ends_with_its_commit_or_a_timeout() {
         for (is_committed, expected) in [(true, true), (false, false)] {
             let mut end = WithheldEnd::new(Charges::Durable);
             end.push(Some(Bytes::from_static(b"data: [DONE]\n")));

@@ -144,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn a_body_is_what_was_compressed_however_it_is_cut() {
+    fn gzip_decodes_from_any_chunks() {
         let text: Vec<u8> = (0..100_000_u32).flat_map(u32::to_le_bytes).collect();
         let packed = gzip(&text);
         for part in [1, 7, 4096, packed.len()] {
@@ -156,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn a_body_never_becomes_longer_than_it_may() {
+    fn decompressed_bodies_are_bounded() {
         let bomb = gzip(&vec![0; 10_000_000]);
         let mut body = GzipBody::new(1000);
         assert_eq!(
@@ -169,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_gzip_or_ends_early_is_told() {
+    fn invalid_and_truncated_gzip_is_reported() {
         let packed = gzip(b"some text that is worth to be packed");
         let mut wrong = packed.clone();
         *wrong.last_mut().unwrap() ^= 1;
@@ -189,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn encodings_are_told_apart() {
+    fn content_encodings_are_recognised() {
         let of = |values: &[&'static str]| {
             let values = values
                 .iter()

@@ -113,13 +113,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_prefix_is_written_as_matched_of_total() {
+    fn prefix_header_has_matched_and_total_blocks() {
         assert_eq!(prefix(0, u32::MAX), "0/4294967295");
         assert_eq!(prefix(120, 7), "120/7");
     }
 
     #[test]
-    fn who_may_know_nothing_is_not_told_the_request_id() {
+    fn expose_none_removes_the_request_id() {
         let (id, replica) = (HeaderValue::from_static("r1"), HeaderValue::from(1));
         for (expose, count) in [(Expose::None, 0), (Expose::Basic, 2), (Expose::Full, 2)] {
             let mut headers = HeaderMap::new();

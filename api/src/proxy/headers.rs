@@ -225,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn no_engine_sees_a_key_of_the_cluster_whatever_is_around_it() {
+    fn cluster_keys_are_never_forwarded_to_engines() {
         let secret = crate::api_keys::NewSecret::draw();
         let secret = secret.text();
         for (name, value) in [
@@ -244,7 +244,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_goes_past_others_unless_the_config_says_so() {
+    fn priority_headers_are_forwarded_only_if_configured() {
         let client = headers(&[("x-vllm-priority", "-9"), ("x-other", "1")]);
         assert!(!forwarded(&client, true).contains_key("x-vllm-priority"));
         let hop = Hop {
@@ -262,7 +262,7 @@ mod tests {
     }
 
     #[test]
-    fn the_rank_is_the_routers_choice() {
+    fn clients_cannot_choose_the_rank() {
         let client = headers(&[("x-data-parallel-rank", "7"), ("x-other", "1")]);
         assert!(!forwarded(&client, true).contains_key(RANK));
         for (strip, rank, sent) in [
@@ -288,7 +288,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_about_the_clients_connection_stays_here() {
+    fn client_hop_by_hop_headers_are_not_forwarded() {
         let client = headers(&[
             ("host", "router"),
             ("connection", "keep-alive, X-Secret ,te"),
@@ -333,7 +333,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_about_the_engines_connection_stays_here() {
+    fn engine_hop_by_hop_headers_are_not_forwarded() {
         let mut answer = headers(&[
             ("connection", "close, x-inner"),
             ("x-inner", "1"),
@@ -351,7 +351,7 @@ mod tests {
     }
 
     #[test]
-    fn request_ids_are_taken_over_only_when_they_are_harmless() {
+    fn only_harmless_request_ids_are_adopted() {
         assert_eq!(request_id(&headers(&[("x-request-id", "abc-1")])), "abc-1");
         for bad in ["", "two words", "tab\tbed"] {
             assert_eq!(request_id(&headers(&[("x-request-id", bad)])).len(), 32);

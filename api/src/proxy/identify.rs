@@ -285,7 +285,7 @@ mod tests {
     const STRANGER: &str = "192.0.2.9";
 
     #[test]
-    fn a_bare_name_is_one_that_somebody_vouched_for() {
+    fn only_vouched_names_are_unprefixed() {
         let mut settings = ProxySettings::new(ReplicaId(1));
         let head = [("x-quorate-user", " head ")];
         let key = [("authorization", "bearer sk-1"), ("x-quorate-user", "head")];
@@ -306,7 +306,7 @@ mod tests {
     }
 
     #[test]
-    fn where_keys_are_checked_only_they_and_trusted_proxies_name_users() {
+    fn with_keys_only_keys_and_trusted_proxies_name_users() {
         let mut settings = ProxySettings::new(ReplicaId(1));
         let mut keys = ApiKeys::default();
         keys.add("sk-1", Some("ada".to_owned()));
@@ -320,7 +320,7 @@ mod tests {
     }
 
     #[test]
-    fn where_keys_are_required_only_known_ones_pass() {
+    fn required_keys_admit_only_known_ones() {
         let mut settings = ProxySettings::new(ReplicaId(1));
         let anyone = check_key(&settings, &HeaderMap::new(), nobody);
         assert_eq!(anyone, Ok(Holder::Unchecked));
@@ -343,7 +343,7 @@ mod tests {
     }
 
     #[test]
-    fn names_of_one_kind_are_not_taken_by_another() {
+    fn user_names_of_one_kind_cannot_imitate_another() {
         let settings = ProxySettings::new(ReplicaId(1));
         for name in [
             "header:ada",
@@ -362,7 +362,7 @@ mod tests {
     }
 
     #[test]
-    fn an_over_long_name_means_whom_explain_means() {
+    fn overlong_names_are_shortened_as_in_explain() {
         let settings = ProxySettings::new(ReplicaId(1));
         let long = "x".repeat(1000);
         let said = named(&settings, STRANGER, &[("x-quorate-user", &long)]);

@@ -215,7 +215,7 @@ mod tests {
     }
 
     #[test]
-    fn only_the_top_level_member_is_usage() {
+    fn only_a_top_level_member_is_usage() {
         for (json, expected) in [
             (r#"{"usage":{"completion_tokens":4}}"#, Some(4)),
             (
@@ -242,7 +242,7 @@ mod tests {
     }
 
     #[test]
-    fn a_document_that_is_cut_or_goes_on_is_not_whole() {
+    fn truncated_and_trailing_documents_are_incomplete() {
         let whole = r#"{"a":["}"],"usage":{"completion_tokens":4}}"#;
         for end in 0..whole.len() {
             assert!(!scan(&whole.as_bytes()[..end], 3).is_whole());
@@ -252,13 +252,13 @@ mod tests {
     }
 
     #[test]
-    fn a_member_without_end_is_not_kept() {
+    fn an_unterminated_member_is_not_buffered() {
         let long = format!(r#"{{"usage":{{"x":"{}"#, "x".repeat(1 << 20));
         assert!(scan(long.as_bytes(), 1000).value.is_none());
     }
 
     #[test]
-    fn usage_is_found_wherever_it_stands() {
+    fn usage_is_found_at_any_position() {
         let usage = r#""usage":{"prompt_tokens":9,"completion_tokens":4000}"#;
         let long = format!(
             r#""prompt_logprobs":[{}null]"#,
@@ -286,7 +286,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn bytes_of_any_kind_are_taken(bytes in prop::collection::vec(any::<u8>(), 0..200), piece in 1_usize..50) {
+        fn arbitrary_answer_bytes_never_panic(bytes in prop::collection::vec(any::<u8>(), 0..200), piece in 1_usize..50) {
             let whole = scan(&bytes, bytes.len().max(1));
             let pieces = scan(&bytes, piece);
             prop_assert_eq!(whole.usage, pieces.usage);

@@ -182,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn members_keep_their_bytes() {
+    fn json_members_keep_their_bytes() {
         assert_eq!(
             read(r#" {"a": 1 , "b\"}":"x\\","c":{"d":["}"]},"e":null}"#),
             [
@@ -197,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn cut_off_documents_end_early_and_never_panic() {
+    fn truncated_documents_end_early_and_never_panic() {
         let whole = r#"{"a":{"b":"\"}"},"c":[1,2,"x"],"d":"\u00e9"}"#;
         for end in 0..whole.len() {
             let _ = members(&whole.as_bytes()[..end]).count();
@@ -209,20 +209,20 @@ mod tests {
     }
 
     #[test]
-    fn strings_are_decoded_only_when_they_have_to_be() {
+    fn strings_are_decoded_only_if_escaped() {
         assert_eq!(string(br#""abc""#).as_deref(), Some("abc"));
         assert_eq!(string(br#""a\n\u00e9""#).as_deref(), Some("a\né"));
         assert_eq!(string(b"1"), None);
     }
 
     #[test]
-    fn a_whole_document_is_known() {
+    fn a_complete_document_is_recognised() {
         assert!(is_whole(b" {\"a\":[\"}\"]}\n") && is_whole(b"[]"));
         assert!(!is_whole(b"") && !is_whole(b"{}{") && !is_whole(b"1"));
     }
 
     #[test]
-    fn elements_keep_their_bytes() {
+    fn json_elements_keep_their_bytes() {
         let read = |json: &'static str| -> Vec<&[u8]> { elements(json.as_bytes()).collect() };
         assert!(read(" [ ]").is_empty() && read("{}").is_empty() && read("").is_empty());
         assert_eq!(

@@ -123,7 +123,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_key_is_known_by_itself_and_shown_nowhere() {
+    fn api_keys_are_matched_and_never_printed() {
         let mut keys = ApiKeys::default();
         keys.add("sk-one", None);
         keys.add("sk-two", Some("ada".to_owned()));
@@ -144,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn keys_that_are_replaced_are_replaced_for_all_who_check() {
+    fn replacing_keys_affects_all_clones() {
         let mut keys = ApiKeys::default();
         keys.add("sk-old", None);
         let checker = keys.clone();

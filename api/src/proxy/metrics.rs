@@ -494,7 +494,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn requests_are_counted_under_the_names_the_interface_promises() {
+    fn request_metrics_have_the_documented_names() {
         let metrics = Arc::new(ProxyMetrics::default());
         let mut registry = Registry::default();
         metrics.register(&mut registry);
@@ -506,7 +506,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn the_time_to_a_first_token_begins_with_the_requests_last_byte() {
+    async fn time_to_first_token_starts_at_the_requests_last_byte() {
         let metrics = Arc::new(ProxyMetrics::default());
         let mut registry = Registry::default();
         metrics.register(&mut registry);

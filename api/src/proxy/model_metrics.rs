@@ -139,7 +139,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_number_of_models_is_bounded_and_what_is_not_served_has_no_series() {
+    fn model_series_are_bounded_to_served_models() {
         let metrics = ModelMetrics::new(|| Histogram::new([1.0]));
         let mut registry = Registry::default();
         metrics.register(&mut registry);

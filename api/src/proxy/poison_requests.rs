@@ -141,7 +141,7 @@ mod tests {
     const SECOND: Duration = Duration::from_secs(1);
 
     #[test]
-    fn whoever_breaks_a_second_one_knowingly_is_refused_for_a_minute() {
+    fn a_request_that_breaks_two_engines_is_refused_for_a_minute() {
         let (poison_requests, start) = (PoisonRequests::new(), Instant::now());
         poison_requests.broke(7, start, start + SECOND);
         assert!(!poison_requests.is_refused(7, start + SECOND));
@@ -158,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn what_broke_long_ago_is_forgotten() {
+    fn old_engine_crashes_are_forgotten() {
         let (poison_requests, start) = (PoisonRequests::new(), Instant::now());
         poison_requests.broke(7, start, start);
         poison_requests.broke(7, start + 61 * SECOND, start + 61 * SECOND);
@@ -166,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn no_more_are_remembered_than_may_be() {
+    fn remembered_poison_requests_are_bounded() {
         let (poison_requests, start) = (PoisonRequests::new(), Instant::now());
         for print in 0..2_000 {
             poison_requests.broke(print, start, start);

@@ -47,7 +47,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_limits_that_there_are_are_told() {
+    fn rate_limit_headers_cover_only_existing_limits() {
         let mut headers = HeaderMap::new();
         let left = LimitsLeft {
             requests: None,

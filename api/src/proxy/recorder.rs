@@ -257,7 +257,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn one_runs_at_a_time_and_ends_by_itself() {
+    async fn one_recording_runs_at_a_time_and_ends_by_itself() {
         let recorder = Recorder::default();
         let first = started(&recorder);
         assert!(recorder.is_on());
@@ -271,7 +271,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn the_oldest_give_way_and_what_has_ended_stays_so() {
+    async fn the_oldest_recordings_are_dropped_and_ended_ones_stay_ended() {
         let recorder = Recorder::default();
         for id in 1..=4 {
             assert_eq!(started(&recorder), id);

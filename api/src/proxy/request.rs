@@ -293,7 +293,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_priority_is_an_integer_up_to_what_is_allowed() {
+    fn a_priority_is_an_integer_up_to_the_allowed_one() {
         let asked = |text: &str| priority(&headers(text), 3);
         assert_eq!(priority(&HeaderMap::new(), 3), Ok(0));
         assert_eq!(asked("2"), Ok(2));

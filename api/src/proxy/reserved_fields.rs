@@ -220,7 +220,7 @@ mod tests {
     }
 
     #[test]
-    fn what_commands_an_engine_is_refused_or_taken_out() {
+    fn reserved_fields_are_refused_or_stripped() {
         for (body, expected) in [
             (
                 r#"{"model":"m","prompt":"priority","temperature":1}"#,
@@ -256,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn headers_are_stripped_by_name_and_by_beginning() {
+    fn headers_are_stripped_by_name_and_prefix() {
         let rules = HeaderRules::default();
         for (name, is_stripped) in [
             ("x-data-parallel-rank", true),

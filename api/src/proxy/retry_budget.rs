@@ -94,7 +94,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_share_of_the_requests_may_be_retries_and_a_few_always() {
+    fn retry_budget_allows_a_share_of_requests_and_a_minimum() {
         let mut allowance = RetryAllowance {
             percent: 20,
             concurrency_min: 3,

@@ -268,7 +268,7 @@ mod tests {
     }
 
     #[test]
-    fn only_inference_reaches_an_engine() {
+    fn only_inference_paths_reach_an_engine() {
         for path in [
             "/v1/chat/completions",
             "/v1/chat/completions/render",
@@ -310,7 +310,7 @@ mod tests {
     }
 
     #[test]
-    fn what_engines_do_not_keep_is_refused_in_words() {
+    fn files_and_batches_are_refused_with_an_explanation() {
         for path in ["/v1/files", "/v1/files/file-1/content", "/v1/batches"] {
             assert_eq!(status(&Method::POST, path), 501, "{path}");
             assert_eq!(status(&Method::GET, path), 501, "{path}");
@@ -321,7 +321,7 @@ mod tests {
     }
 
     #[test]
-    fn every_listed_path_is_plain() {
+    fn every_listed_path_is_normalised() {
         assert!(INFERENCE_PATHS.iter().all(|path| is_plain(path)));
         for path in [
             "",
@@ -353,7 +353,7 @@ mod tests {
     }
 
     #[test]
-    fn one_slash_at_the_end_of_a_path_is_taken_off() {
+    fn one_trailing_slash_is_removed() {
         let unslashed = |uri: &str| unslashed(&uri.parse().unwrap()).map(|it| it.to_string());
         assert_eq!(unslashed("/v1/x/").as_deref(), Some("/v1/x"));
         assert_eq!(unslashed("/v1/x/?a=/").as_deref(), Some("/v1/x?a=/"));

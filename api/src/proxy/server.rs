@@ -526,7 +526,7 @@ mod tests {
     }
 
     #[test]
-    fn a_request_takes_few_bytes() {
+    fn a_requests_future_is_small() {
         let bytes = future_bytes(Proxy::answer);
         assert!(
             bytes <= 9 * 1024,

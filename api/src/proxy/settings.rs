@@ -296,7 +296,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn places_of_a_users_name_read_and_write_alike() {
+    fn identify_by_round_trips() {
         for text in ["api_key", "header:x-user", "body:user"] {
             assert_eq!(text.parse::<IdentifyBy>().unwrap().to_string(), text);
         }

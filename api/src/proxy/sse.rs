@@ -424,7 +424,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_client_did_not_ask_for_is_taken_out_and_nothing_else() {
+    fn only_unrequested_usage_is_removed() {
         let (out, text, usage, is_done) = run(NOTHING, STREAM.as_bytes(), &[]);
         let expected = concat!(
             ": hello\n\n",
@@ -446,7 +446,7 @@ mod tests {
     }
 
     #[test]
-    fn a_client_that_asked_for_the_final_chunk_gets_it_and_its_nulls() {
+    fn a_requested_final_chunk_is_passed_with_nulls() {
         let wanted = WantedUsage {
             final_chunk: true,
             running: false,
@@ -464,7 +464,7 @@ mod tests {
     );
 
     #[test]
-    fn usage_in_the_last_chunk_of_a_choice_reaches_who_asked_for_it() {
+    fn requested_usage_in_a_choices_last_chunk_is_passed() {
         let asked = WantedUsage {
             final_chunk: true,
             running: false,
@@ -496,7 +496,7 @@ mod tests {
     }
 
     #[test]
-    fn an_over_long_event_passes_unread_and_the_next_one_is_read_again() {
+    fn an_overlong_event_passes_unread_and_the_next_is_read() {
         let long = format!("data: {}\r\n\r\n", "x".repeat(2 * EVENT_BYTES_MAX));
         let stream = format!("{long}{STREAM}");
         for frame_bytes in [1000, 4096, EVENT_BYTES_MAX + 7, usize::MAX] {
@@ -508,7 +508,7 @@ mod tests {
     }
 
     #[test]
-    fn a_last_event_without_its_blank_line_is_read() {
+    fn a_last_event_without_a_blank_line_is_read() {
         let (usage_chunk, done) = (STREAM.rfind("data: {").unwrap(), "data: [DONE]");
         let cut = STREAM[..STREAM.find(done).unwrap()].trim_end();
         assert!(cut.len() > usage_chunk);
@@ -521,7 +521,7 @@ mod tests {
     }
 
     #[test]
-    fn the_last_events_of_responses_and_messages_end_a_stream() {
+    fn final_events_of_responses_and_messages_end_a_stream() {
         for kind in [
             "response.created",
             "response.output_text.done",
@@ -545,7 +545,7 @@ mod tests {
     }
 
     #[test]
-    fn events_of_several_data_lines_and_unfinished_ones_pass_as_they_are() {
+    fn multiline_and_unfinished_events_pass_unchanged() {
         let stream = "data: {\"usage\":{},\ndata: \"a\":1}\n\ndata: {\"usage\":{}";
         let (out, ..) = run(NOTHING, stream.as_bytes(), &[]);
         assert_eq!(String::from_utf8(out).unwrap(), stream);
@@ -553,7 +553,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn frame_borders_change_nothing(
+        fn frame_boundaries_do_not_change_the_output(
             frame_bytes in prop::collection::vec(1_usize..40, 1..20),
             carriage_returns in any::<bool>(),
         ) {
@@ -565,7 +565,7 @@ mod tests {
         }
 
         #[test]
-        fn any_bytes_pass(
+        fn arbitrary_sse_bytes_pass(
             bytes in prop::collection::vec(prop::sample::select(b"data: {}[]\"usage,\\\n\r".to_vec()), 0..300),
             frame_bytes in prop::collection::vec(1_usize..20, 1..5),
         ) {

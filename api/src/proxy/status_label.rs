@@ -63,7 +63,7 @@ mod tests {
     }
 
     #[test]
-    fn whatever_engines_answer_there_are_few_series() {
+    fn status_labels_are_bounded() {
         let requests = Family::<Labels, Counter>::default();
         let mut registry = Registry::default();
         registry.register("requests", "Requests", requests.clone());

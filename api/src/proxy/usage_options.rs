@@ -148,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn the_option_is_added_in_front_and_the_rest_keeps_its_bytes() {
+    fn the_usage_option_is_inserted_first_and_the_rest_unchanged() {
         let body = "{ \"model\" : \"m\",\n\"stream\":true }\n";
         let (out, wanted) = spliced(UsageRequest::Continuous, COMPLETIONS, body);
         let option = r#"{"stream_options":{"include_usage":true,"continuous_usage_stats":true}, "#;
@@ -169,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn a_salt_stands_in_front_of_all_else() {
+    fn a_salt_is_inserted_before_everything_else() {
         for (body, rest) in [
             (
                 r#"{"model":"m","stream":false}"#,
@@ -202,7 +202,7 @@ mod tests {
     }
 
     #[test]
-    fn the_clients_own_options_are_completed_in_place() {
+    fn client_stream_options_are_completed_in_place() {
         for (options, expected) in [
             (
                 r#"{"x":1,"include_usage":false}"#,
@@ -225,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn what_only_an_engine_can_judge_reaches_it_as_it_is() {
+    fn invalid_stream_options_are_forwarded_unchanged() {
         for options in ["5", "[]", r#"{"include_usage":"x"}"#] {
             let body = format!(r#"{{"model":"m","stream":true,"stream_options":{options}}}"#);
             let (out, wanted) = spliced(UsageRequest::Continuous, COMPLETIONS, &body);
@@ -239,7 +239,7 @@ mod tests {
     }
 
     #[test]
-    fn options_that_are_long_for_no_reason_are_left_alone() {
+    fn overlong_stream_options_are_forwarded_unchanged() {
         let zeros = "0,".repeat(OPTIONS_BYTES_MAX);
         let body = format!(r#"{{"model":"m","stream":true,"stream_options":{{"x":[{zeros}0]}}}}"#);
         let (out, wanted) = spliced(UsageRequest::Continuous, COMPLETIONS, &body);
@@ -247,7 +247,7 @@ mod tests {
     }
 
     #[test]
-    fn a_client_that_asks_for_everything_and_endpoints_without_the_option_are_left_alone() {
+    fn bodies_that_need_no_usage_option_are_unchanged() {
         let all = r#"{"model":"m","stream":true,"stream_options":{"include_usage":true,"continuous_usage_stats":true}}"#;
         let bare = r#"{"model":"m","stream":true}"#;
         for (mode, path, body) in [

@@ -264,7 +264,7 @@ mod tests {
     }
 
     #[test]
-    fn blocks_are_written_once_and_read_whole() {
+    fn recorded_blocks_are_written_once_and_read_whole() {
         let chains: [&[u64]; 6] = [&[1, 2, 3], &[1, 2, 3, 4], &[1, 5], &[], &[1, 2, 3, 4], &[9]];
         let text = file(&chains);
         let fourth = format!("{:016x}", 4);
@@ -283,7 +283,7 @@ mod tests {
     }
 
     #[test]
-    fn recordings_of_replicas_are_merged_by_time() {
+    fn recordings_merge_by_time() {
         let one = read(&file(&[&[1, 2], &[1, 2, 3]])).unwrap();
         let mut other = read(&file(&[&[1, 2, 4]])).unwrap();
         other.head.replicas = vec![2];
@@ -301,7 +301,7 @@ mod tests {
     }
 
     #[test]
-    fn a_bad_file_gives_the_place_and_the_reason() {
+    fn a_bad_recording_is_reported_with_place_and_reason() {
         let good = file(&[&[1, 2], &[1, 2, 3]]);
         let line = |number: usize| good.lines().nth(number).unwrap();
         for (text, place, part) in [
@@ -352,7 +352,7 @@ mod tests {
     }
 
     #[test]
-    fn names_follow_from_the_secret_and_the_salt() {
+    fn recorded_names_depend_on_secret_and_salt() {
         let hashing = |secret| BlockHasher {
             seed: 7,
             secret: Some(HashSecret::of_number(secret)),

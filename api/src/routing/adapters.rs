@@ -59,7 +59,7 @@ mod tests {
     }
 
     #[test]
-    fn affinity_comes_first_up_to_the_threshold() {
+    fn adapter_affinity_applies_up_to_the_threshold() {
         use AdapterPlace::{Other, Resident, Room};
         assert_eq!(kept(&[(Resident, 0), (Room, 0), (Other, 0)]), [0]);
         assert_eq!(kept(&[(Resident, 5), (Resident, 6), (Room, 0)]), [0]);
@@ -68,7 +68,7 @@ mod tests {
     }
 
     #[test]
-    fn an_adapter_in_no_memory_goes_where_there_is_room() {
+    fn an_unloaded_adapter_goes_to_an_engine_with_room() {
         use AdapterPlace::{Other, Room};
         assert_eq!(kept(&[(Other, 0), (Room, 3), (Room, 0)]), [1, 2]);
         assert_eq!(kept(&[(Other, 0), (Room, 6), (Room, 0)]), [2]);

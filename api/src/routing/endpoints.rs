@@ -46,7 +46,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_backend_is_an_endpoint_if_its_url_is_an_address_and_a_port() {
+    fn a_backend_url_of_address_and_port_is_an_endpoint() {
         for (url, endpoint) in [
             ("http://10.0.0.1:8000", Some("10.0.0.1:8000")),
             ("https://10.0.0.1", Some("10.0.0.1:443")),
@@ -60,7 +60,7 @@ mod tests {
     }
 
     #[test]
-    fn what_has_no_endpoint_is_never_offered() {
+    fn backends_without_endpoints_are_never_offered() {
         let [one, two] = [1, 2].map(|port| SocketAddr::from(([10, 0, 0, 1], port)));
         let those = OfferedEndpoints::those(vec![two]);
         assert!(OfferedEndpoints::All.has(Some(one)) && !OfferedEndpoints::All.has(None));

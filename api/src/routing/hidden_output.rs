@@ -115,7 +115,7 @@ mod tests {
     }
 
     #[test]
-    fn output_is_what_the_time_allows() {
+    fn hidden_output_is_estimated_from_elapsed_time() {
         let made = |ms, hidden: HiddenOutput| hidden.tokens(Duration::from_millis(ms), &PACE);
         assert_eq!(made(0, hidden(1, None)), 0);
         assert_eq!(made(199, hidden(1, None)), 0, "it still reads the prompt");
@@ -131,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn absurd_prices_make_no_absurd_output() {
+    fn absurd_prices_give_bounded_output() {
         let pace = BackendPace {
             first_token: Duration::ZERO,
             gap: Duration::ZERO,
@@ -145,7 +145,7 @@ mod tests {
     }
 
     #[test]
-    fn the_pace_is_what_was_learnt_at_that_load() {
+    fn the_pace_is_learned_at_the_given_load() {
         let learnt = LearntPrices {
             prefill_ns_per_token: 50_000,
             decode_ns_per_request: 2_000_000,

@@ -83,7 +83,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_answer_that_outgrows_its_prediction_is_expected_to_go_on() {
+    fn an_answer_beyond_its_prediction_is_expected_to_continue() {
         let view = RouterState::new().view();
         let of = |tokens_max| ExpectedOutput::of(&view, UserKey(1), ModelKey(1), tokens_max);
         let mut expected = of(Some(64));
@@ -98,7 +98,7 @@ mod tests {
     }
 
     #[test]
-    fn lengths_are_kept_by_user_and_model_within_an_items_bound() {
+    fn output_lengths_are_batched_by_user_and_model() {
         let lengths = OutputLengths::default();
         for tokens in 0..1000 {
             lengths.add(UserKey(1), ModelKey(1), tokens);

@@ -169,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn no_user_alone_makes_predictions_look_wrong() {
+    fn a_single_user_cannot_make_predictions_look_wrong() {
         let (mut predictions, now) = (Predictions::default(), Instant::now());
         for _ in 0..40 {
             predictions.add(UserKey(1), off(1), now);
@@ -184,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_off_for_most_users_shows_with_all_but_one() {
+    fn prediction_errors_of_most_users_are_reported() {
         let (mut predictions, now) = (Predictions::default(), Instant::now());
         for user in 0..200 {
             predictions.add(UserKey(user), off(1 + user % 2), now);
@@ -196,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn what_failed_by_most_of_it_is_counted() {
+    fn predictions_that_mostly_failed_are_counted() {
         let backend = BackendRef {
             slot: Slot(3),
             incarnation: Incarnation(1),
@@ -213,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn absurd_reports_stay_within_the_bounds_of_a_sample() {
+    fn absurd_predictions_stay_within_sample_bounds() {
         let (mut predictions, now) = (Predictions::default(), Instant::now());
         let absurd = Prediction::of(u64::MAX, u64::MAX, u64::MAX, 4);
         for user in [1, 1, 2] {

@@ -287,7 +287,7 @@ mod tests {
     }
 
     #[test]
-    fn an_answer_without_end_is_cut() {
+    fn an_unbounded_reply_is_truncated() {
         let router = router(&Port::new(Log::new(&[])), OutboxSettings::default());
         let mut output = ReplyChain::of(&router.reader().identify(&completion(""))).unwrap();
         let text = "x".repeat(16 * 1000);

@@ -47,7 +47,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_session_is_named_by_header_or_cookie() {
+    fn a_session_is_read_from_header_or_cookie() {
         let by_header = SessionNames {
             header: "x-quorate-session",
             cookie: None,

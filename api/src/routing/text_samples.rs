@@ -62,7 +62,7 @@ mod tests {
     }
 
     #[test]
-    fn prompts_are_summed_up_by_model() {
+    fn text_samples_are_summed_by_model() {
         let sums = TextSums::default();
         for (model, bytes, tokens) in [(1, 1000, 250), (2, 600, 300), (1, 2000, 400)] {
             sums.add(ModelKey(model), bytes, tokens);
@@ -72,7 +72,7 @@ mod tests {
     }
 
     #[test]
-    fn what_tells_nothing_is_left_out_and_the_longest_prompt_weighs_no_more() {
+    fn implausible_text_samples_are_dropped_and_long_ones_capped() {
         let sums = TextSums::default();
         // Valid prompts from vLLM with Qwen's template; then an image, nothing, and nonsense.
         for (bytes, tokens) in [(27, 34), (1000, 10_000), (1000, 0), (u64::MAX, u64::MAX)] {

@@ -377,7 +377,7 @@ mod tests {
     }
 
     #[test]
-    fn every_former_name_is_told_from_those_of_today() {
+    fn every_former_name_is_recognised() {
         let former = serde_json::to_value(unlike_the_defaults()).unwrap();
         assert!(is_former(&former));
         let of_today = serde_json::to_value(AdmissionForm::default()).unwrap();
@@ -398,7 +398,7 @@ mod tests {
     }
 
     #[test]
-    fn all_faults_are_found_with_what_was_expected() {
+    fn all_errors_are_reported_with_expectations() {
         let document = json!({
             "order": "lifo",
             "concurrency": 0,

@@ -331,7 +331,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_file_sets_and_the_cluster_has_otherwise_is_told() {
+    fn differences_between_file_and_cluster_are_listed() {
         let setting = |policy: &str, name: &str| SettingKey::PolicySetting {
             policy: policy.to_owned(),
             name: name.to_owned(),

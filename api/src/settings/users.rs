@@ -156,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn all_faults_are_found_with_what_was_expected() {
+    fn all_errors_are_reported_with_expectations() {
         let told = |document: Value| {
             let faults = UserDefaultsForm::read(&document).unwrap_err();
             let told = faults

@@ -116,7 +116,7 @@ mod tests {
     }
 
     #[test]
-    fn a_parent_is_read_and_written_as_the_standard_says() {
+    fn traceparent_is_read_and_written_by_the_standard() {
         let told = headers(&[
             (TRACEPARENT, PARENT),
             (TRACESTATE, "a=1"),
@@ -133,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_parent_counts_as_none() {
+    fn an_invalid_traceparent_is_ignored() {
         for wrong in [
             "",
             "00-1-2-03",

@@ -92,7 +92,7 @@ fn named(id: &str, fields: &str) -> String {
 }
 
 #[tokio::test]
-async fn an_answer_leaves_one_line_with_what_it_took() {
+async fn an_answer_is_logged_in_one_line_with_its_timings() {
     let lines = Lines::kept();
     let engine = Engine::always(vec![
         stream_head(),
@@ -140,7 +140,7 @@ async fn an_answer_leaves_one_line_with_what_it_took() {
 }
 
 #[tokio::test]
-async fn a_failure_is_a_warning_with_its_cause_and_its_attempts() {
+async fn a_failure_is_logged_as_a_warning_with_cause_and_attempts() {
     let lines = Lines::kept();
     let (dead, broken) = (
         Engine::dead().await,
@@ -170,7 +170,7 @@ async fn a_failure_is_a_warning_with_its_cause_and_its_attempts() {
 }
 
 #[tokio::test]
-async fn an_answer_that_breaks_off_is_a_warning_though_its_status_was_200() {
+async fn a_broken_answer_is_logged_as_a_warning_despite_status_200() {
     let lines = Lines::kept();
     let engine = Engine::always(vec![stream_head(), chunk(&delta("hi", 1)), Step::Close]).await;
     let fleet = fleet(&[&engine], LoggedRequests::Errors).await;
@@ -186,7 +186,7 @@ async fn an_answer_that_breaks_off_is_a_warning_though_its_status_was_200() {
 }
 
 #[tokio::test]
-async fn only_what_is_asked_for_leaves_a_line() {
+async fn only_the_configured_requests_are_logged() {
     let lines = Lines::kept();
     let engine = Engine::always(vec![answer_json("200 OK", "{}")]).await;
     let unknown = |id: &str| {
@@ -224,7 +224,7 @@ async fn only_what_is_asked_for_leaves_a_line() {
 }
 
 #[tokio::test]
-async fn a_wrong_key_leaves_a_line_without_it() {
+async fn a_wrong_key_is_not_logged() {
     let lines = Lines::kept();
     let engine = Engine::always(vec![answer_json("200 OK", "{}")]).await;
     let change = |settings: &mut ProxySettings| {

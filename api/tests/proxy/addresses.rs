@@ -29,7 +29,7 @@ async fn engine() -> Engine {
 }
 
 #[tokio::test]
-async fn requests_and_probes_go_below_the_path_of_the_url() {
+async fn requests_and_probes_are_sent_below_the_urls_path() {
     let engine = engine().await;
     let url = format!("http://{}/team/a", engine.address);
     let mut keys = EngineKeys::default();
@@ -65,7 +65,7 @@ async fn requests_and_probes_go_below_the_path_of_the_url() {
 }
 
 #[tokio::test]
-async fn a_name_is_looked_up_again_and_an_address_is_not() {
+async fn host_names_are_resolved_again_and_addresses_are_not() {
     let engine = engine().await;
     let port = engine.address.port();
     let never_holds = |settings: &mut ProxySettings| settings.pool.name_holds_for = Duration::ZERO;
@@ -85,7 +85,7 @@ async fn a_name_is_looked_up_again_and_an_address_is_not() {
 }
 
 #[tokio::test]
-async fn nothing_is_sent_to_an_address_that_is_not_allowed() {
+async fn no_request_is_sent_to_a_disallowed_address() {
     let engine = engine().await;
     let dialer = EngineDialer::default();
     let probes = ProbeSettings {

@@ -116,14 +116,14 @@ async fn served_under(order: Order) -> String {
 }
 
 #[tokio::test]
-async fn users_are_served_by_what_they_have_used() {
+async fn users_are_served_by_their_usage() {
     assert_eq!(served_under(Order::Fcfs).await, "aaaabb");
     // b is lifted to a's counter, and a was first; from then on they take turns.
     assert_eq!(served_under(Order::Vtc).await, "aababa");
 }
 
 #[tokio::test]
-async fn a_higher_priority_goes_first_up_to_what_is_allowed() {
+async fn a_higher_priority_goes_first_up_to_the_allowed_one() {
     let gate = Arc::new(Semaphore::new(0));
     let engine = gated(&gate).await;
     let fleet = fleet(&[&engine], one_at_a_time()).await;
@@ -143,7 +143,7 @@ async fn a_higher_priority_goes_first_up_to_what_is_allowed() {
 }
 
 #[tokio::test]
-async fn a_client_that_leaves_while_it_waits_leaves_the_queue() {
+async fn a_waiting_client_that_disconnects_leaves_the_queue() {
     let gate = Arc::new(Semaphore::new(0));
     let engine = gated(&gate).await;
     let fleet = fleet(&[&engine], one_at_a_time()).await;
@@ -162,7 +162,7 @@ async fn a_client_that_leaves_while_it_waits_leaves_the_queue() {
 }
 
 #[tokio::test]
-async fn nobody_who_left_while_waiting_reaches_an_engine() {
+async fn disconnected_waiting_clients_reach_no_engine() {
     for grants in [Grants::Gate, Grants::Log] {
         let gate = Arc::new(Semaphore::new(0));
         let engine = gated(&gate).await;
@@ -194,7 +194,7 @@ async fn nobody_who_left_while_waiting_reaches_an_engine() {
 }
 
 #[tokio::test]
-async fn a_deadline_that_a_client_tells_ends_its_wait() {
+async fn a_clients_deadline_ends_its_wait() {
     let gate = Arc::new(Semaphore::new(0));
     let engine = gated(&gate).await;
     let fleet = fleet(&[&engine], one_at_a_time()).await;
@@ -211,7 +211,7 @@ async fn a_deadline_that_a_client_tells_ends_its_wait() {
 }
 
 #[tokio::test]
-async fn who_would_not_be_served_in_time_is_refused_at_once() {
+async fn a_request_that_would_miss_its_deadline_is_refused_at_once() {
     let gate = Arc::new(Semaphore::new(0));
     let engine = gated(&gate).await;
     let fleet = fleet(&[&engine], one_at_a_time()).await;
@@ -245,7 +245,7 @@ fn assert_refused(answer: &Answer, status: u16, code: &str) {
 }
 
 #[tokio::test]
-async fn a_full_queue_and_a_long_wait_are_answered() {
+async fn a_full_queue_and_a_long_wait_are_refused() {
     let gate = Arc::new(Semaphore::new(0));
     let engine = gated(&gate).await;
     let settings = AdmissionSettings {
@@ -282,7 +282,7 @@ async fn the_queue_is_bounded() {
 }
 
 #[tokio::test]
-async fn a_user_over_a_limit_is_told_when_to_come_back() {
+async fn a_user_over_a_limit_gets_retry_after() {
     let gate = Arc::new(Semaphore::new(0));
     let engine = gated(&gate).await;
     let mut settings = AdmissionSettings::default();
@@ -319,7 +319,7 @@ async fn requests_per_window_are_bounded() {
 }
 
 #[tokio::test]
-async fn room_at_a_peer_wakes_who_waits_here() {
+async fn room_at_a_peer_wakes_local_waiters() {
     let engine = Engine::always(vec![json("200 OK", USAGE)]).await;
     let fleet = fleet(&[&engine], one_at_a_time()).await;
     let peer = LoadTable::default();
@@ -338,7 +338,7 @@ async fn room_at_a_peer_wakes_who_waits_here() {
 }
 
 #[tokio::test]
-async fn a_limit_that_is_lifted_lets_everybody_go() {
+async fn removing_a_limit_dispatches_all_waiting_requests() {
     let gate = Arc::new(Semaphore::new(0));
     let engine = gated(&gate).await;
     let fleet = fleet(&[&engine], one_at_a_time()).await;
@@ -355,7 +355,7 @@ async fn a_limit_that_is_lifted_lets_everybody_go() {
 }
 
 #[tokio::test]
-async fn who_was_not_run_does_not_queue_again_behind_others() {
+async fn a_refused_dispatch_keeps_its_place_in_the_queue() {
     let gates = [0; 3].map(|_| Arc::new(Semaphore::new(0)));
     let [refuse, first, second] = gates.clone();
     let engines = [
@@ -393,7 +393,7 @@ async fn who_was_not_run_does_not_queue_again_behind_others() {
 }
 
 #[tokio::test]
-async fn who_waits_when_the_replica_leaves_is_told_to_ask_another() {
+async fn waiting_clients_are_sent_elsewhere_when_the_replica_leaves() {
     let gate = Arc::new(Semaphore::new(0));
     let engine = gated(&gate).await;
     let fleet = Fleet::start_with(&[&engine], Duration::from_millis(400), |_| {}).await;
@@ -406,7 +406,7 @@ async fn who_waits_when_the_replica_leaves_is_told_to_ask_another() {
 }
 
 #[tokio::test]
-async fn a_batch_goes_to_one_backend_together() {
+async fn a_batch_is_sent_to_one_backend() {
     let gate = Arc::new(Semaphore::new(0));
     let engine = gated(&gate).await;
     let settings = AdmissionSettings {
@@ -466,7 +466,7 @@ async fn the_log_grants_in_fair_order() {
 }
 
 #[tokio::test]
-async fn nothing_is_lost_under_churn() {
+async fn no_request_is_lost_under_churn() {
     let fleet = churned(Grants::Gate).await;
     let charge = fleet.charged().await;
     assert_eq!(charge.started, charge.ended);
@@ -475,7 +475,7 @@ async fn nothing_is_lost_under_churn() {
 }
 
 #[tokio::test]
-async fn nothing_is_lost_under_churn_with_grants_through_the_log() {
+async fn no_request_is_lost_under_churn_with_log_grants() {
     let fleet = churned(Grants::Log).await;
     nobody_is_left_in_the_log(&fleet).await;
 }
@@ -521,7 +521,7 @@ async fn churned(grants: Grants) -> Arc<Fleet> {
 }
 
 #[tokio::test]
-async fn who_waits_is_told_longest_first() {
+async fn waiting_requests_are_listed_longest_first() {
     let gate = Arc::new(Semaphore::new(0));
     let engine = gated(&gate).await;
     let fleet = fleet(&[&engine], one_at_a_time()).await;

@@ -20,7 +20,7 @@ async fn start() -> (Engine, Fleet) {
 }
 
 #[tokio::test]
-async fn bodies_that_cannot_be_routed_are_refused_with_a_reason() {
+async fn unroutable_bodies_are_refused_with_a_reason() {
     let (engine, fleet) = start().await;
     for (body, status, code) in [
         ("", 400, "invalid_request"),
@@ -69,7 +69,7 @@ async fn invalid_utf8_and_deep_nesting_are_refused() {
 }
 
 #[tokio::test]
-async fn paths_methods_and_codings_that_are_not_served_are_refused() {
+async fn unserved_paths_methods_and_codings_are_refused() {
     let (engine, fleet) = start().await;
     for (request, status, code) in [
         (post("/sleep", "", "{\"model\":\"m\"}"), 404, "unknown_url"),
@@ -107,7 +107,7 @@ async fn paths_methods_and_codings_that_are_not_served_are_refused() {
 }
 
 #[tokio::test]
-async fn where_keys_are_required_others_are_refused() {
+async fn requests_without_a_required_key_are_refused() {
     let engine = Engine::always(vec![json("200 OK", "{}")]).await;
     let fleet = Fleet::start_with(&[&engine], Duration::ZERO, |settings| {
         let mut keys = ApiKeys::default();
@@ -135,7 +135,7 @@ fn assert_too_large(answer: &Answer) {
 }
 
 #[tokio::test]
-async fn a_body_of_33_mib_is_refused_with_its_length_and_without() {
+async fn a_body_of_33_mib_is_refused_with_and_without_a_length() {
     let engine = Engine::always(vec![json("200 OK", "{}")]).await;
     let fleet = Fleet::start_with(&[&engine], Duration::ZERO, |settings| {
         settings.timeouts.refused_body = Duration::from_secs(60);
@@ -204,7 +204,7 @@ async fn a_body_just_within_the_limit_passes() {
 }
 
 #[tokio::test]
-async fn heads_that_http_does_not_allow_are_refused() {
+async fn invalid_http_heads_are_refused() {
     let (engine, fleet) = start().await;
     for (host, status, code) in [
         ("", 400, "invalid_request"),
@@ -246,7 +246,7 @@ async fn header_bombs_are_refused() {
 }
 
 #[tokio::test]
-async fn clients_that_do_not_go_on_are_let_go() {
+async fn stalled_clients_are_disconnected() {
     let engine = Engine::always(vec![json("200 OK", "{}")]).await;
     let fleet = Fleet::start_with(&[&engine], Duration::ZERO, |settings| {
         settings.timeouts.first_request = Duration::from_millis(20);
@@ -275,7 +275,7 @@ async fn eventually_no_connections(fleet: &Fleet) {
 }
 
 #[tokio::test]
-async fn more_requests_than_allowed_are_turned_away() {
+async fn requests_beyond_the_limit_are_refused() {
     let engine = Engine::always(vec![super::engine::Step::Hang]).await;
     let fleet = Fleet::start_with(&[&engine], Duration::ZERO, |settings| {
         settings.limits.requests_max = 1;
@@ -290,7 +290,7 @@ async fn more_requests_than_allowed_are_turned_away() {
 }
 
 #[tokio::test]
-async fn bodies_beyond_what_may_be_held_are_turned_away() {
+async fn bodies_beyond_the_buffer_limit_are_refused() {
     let engine = Engine::start(|number| match number {
         0 => vec![super::engine::Step::Hang],
         _ => vec![json("200 OK", "{}")],
@@ -317,7 +317,7 @@ async fn bodies_beyond_what_may_be_held_are_turned_away() {
 }
 
 #[tokio::test]
-async fn an_http2_connection_without_requests_is_let_go() {
+async fn an_idle_http2_connection_is_closed() {
     let engine = Engine::always(vec![json("200 OK", "{}")]).await;
     let fleet = Fleet::start_with(&[&engine], Duration::ZERO, |settings| {
         settings.timeouts.first_request = Duration::from_millis(500);

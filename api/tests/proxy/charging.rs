@@ -38,20 +38,20 @@ fn counted(choice: u32, completion_tokens: u32) -> String {
 }
 
 #[tokio::test]
-async fn a_client_that_leaves_pays_what_the_engine_counted() {
+async fn a_disconnected_client_is_charged_the_engines_count() {
     let charge = left_after(&chat(STREAM), &[delta("a", 1), delta("b", 5)]).await;
     assert_eq!((charge.input_uncached, charge.output), (7, 5));
 }
 
 #[tokio::test]
-async fn every_choice_is_paid_for() {
+async fn every_choice_is_charged() {
     let chunks = [counted(0, 1), counted(1, 3), counted(0, 5), counted(1, 7)];
     let charge = left_after(&chat(",\"stream\":true,\"n\":2"), &chunks).await;
     assert_eq!((charge.input_uncached, charge.output), (7, 12));
 }
 
 #[tokio::test]
-async fn a_client_that_leaves_pays_an_estimate_where_nothing_was_counted() {
+async fn a_disconnected_client_is_charged_an_estimate_without_counts() {
     let chunks = [silent(0, "12345678"), silent(1, "1234"), silent(0, "1234")];
     let charge = left_after(&chat(STREAM), &chunks).await;
     assert_eq!(charge.output, 4);
@@ -59,7 +59,7 @@ async fn a_client_that_leaves_pays_an_estimate_where_nothing_was_counted() {
 }
 
 #[tokio::test]
-async fn what_was_made_after_the_last_count_is_estimated() {
+async fn output_after_the_last_count_is_estimated() {
     let start = "event: message_start\ndata: {\"type\":\"message_start\",\"message\":{\"content\":[],\
                  \"usage\":{\"input_tokens\":9,\"output_tokens\":1}}}\n\n";
     let text = "event: content_block_delta\ndata: {\"type\":\"content_block_delta\",\"index\":0,\
@@ -77,7 +77,7 @@ async fn what_was_made_after_the_last_count_is_estimated() {
 }
 
 #[tokio::test]
-async fn the_count_at_the_end_stands_over_every_estimate() {
+async fn the_final_count_overrides_estimates() {
     let usage = "data: {\"choices\":[],\"usage\":{\"prompt_tokens\":20,\"completion_tokens\":3,\
                  \"prompt_tokens_details\":{\"cached_tokens\":16}}}\n\n";
     let steps = vec![
@@ -102,7 +102,7 @@ async fn the_count_at_the_end_stands_over_every_estimate() {
 }
 
 #[tokio::test]
-async fn what_the_engine_did_not_compute_costs_nothing() {
+async fn requests_without_generation_cost_nothing() {
     for (path, status) in [
         ("/tokenize", "200 OK"),
         ("/v1/messages/count_tokens", "200 OK"),
@@ -127,7 +127,7 @@ async fn what_the_engine_did_not_compute_costs_nothing() {
 }
 
 #[tokio::test]
-async fn a_client_that_leaves_before_there_is_a_connection_pays_nothing() {
+async fn a_client_that_disconnects_before_dispatch_is_not_charged() {
     // A listener with a full backlog: the kernel answers no further connection.
     let full = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None).unwrap();
     let any: std::net::SocketAddr = ([127, 0, 0, 1], 0).into();
@@ -155,7 +155,7 @@ async fn a_client_that_leaves_before_there_is_a_connection_pays_nothing() {
 }
 
 #[tokio::test]
-async fn usage_before_a_long_tail_is_paid() {
+async fn usage_before_a_long_tail_is_charged() {
     let logprobs = r#"{"1":{"logprob":-0.5}},"#.repeat(30_000);
     let body = format!(
         "{{\"choices\":[{{\"index\":0,\"message\":{{\"content\":\"x\"}}}}],\
@@ -188,7 +188,7 @@ async fn left_unseen(fields: &str, steps: Vec<Step>) -> Charge {
 }
 
 #[tokio::test]
-async fn a_client_that_leaves_an_unseen_answer_pays_what_the_time_allowed() {
+async fn an_unseen_answer_is_charged_by_elapsed_time() {
     let charge = left_unseen(",\"max_tokens\":3", vec![Step::Hang]).await;
     assert_eq!(charge.output, 3);
     let charge = left_unseen(",\"max_tokens\":3,\"n\":4", vec![Step::Hang]).await;
@@ -207,7 +207,7 @@ async fn a_client_that_leaves_an_unseen_answer_pays_what_the_time_allowed() {
 }
 
 #[tokio::test]
-async fn what_an_engine_fails_at_is_paid_as_far_as_it_may_have_run() {
+async fn a_failed_answer_is_charged_as_far_as_it_may_have_run() {
     for (steps, status) in [
         (vec![Step::Close], 502),
         (vec![stream_head(), Step::Close], 502),
@@ -225,7 +225,7 @@ async fn what_an_engine_fails_at_is_paid_as_far_as_it_may_have_run() {
 }
 
 #[tokio::test]
-async fn a_last_event_waits_for_its_charge_and_not_for_the_end_of_the_engines_answer() {
+async fn the_last_event_waits_only_for_its_charge() {
     let events = [delta("a", 1), DONE.to_owned()].concat();
     let engine = Engine::always(vec![stream_head(), chunk(&events), Step::Hang]).await;
     let is_durable = |settings: &mut ProxySettings| settings.charges = Charges::Durable;
@@ -244,7 +244,7 @@ async fn a_last_event_waits_for_its_charge_and_not_for_the_end_of_the_engines_an
 }
 
 #[tokio::test]
-async fn where_charges_are_durable_an_answer_ends_when_its_charge_is_committed() {
+async fn durable_charges_commit_before_the_answer_ends() {
     let stream = vec![
         stream_head(),
         chunk(&delta("a", 1)),

@@ -35,7 +35,7 @@ fn spec(id: &str, engine: &Engine, models: &[&str]) -> Command {
 }
 
 #[tokio::test]
-async fn a_model_is_found_however_its_slash_is_written() {
+async fn a_model_is_found_with_plain_or_encoded_slashes() {
     let engine = Engine::always(vec![answer_json("200 OK", "{}")]).await;
     let fleet = Fleet::start(&[&engine]).await;
     fleet.apply(spec("e0", &engine, &["org/name"]));
@@ -67,7 +67,7 @@ async fn listing(model: Value) -> Engine {
 }
 
 #[tokio::test]
-async fn models_are_described_as_their_engines_do_with_the_least_context() {
+async fn models_are_described_with_the_least_context_length() {
     let permission = json!([{"id": "modelperm-1", "allow_sampling": true}]);
     let small = listing(json!({"id": "m", "root": "/weights/m", "parent": "base",
         "max_model_len": 4096, "permission": permission}))
@@ -95,7 +95,7 @@ async fn models_are_described_as_their_engines_do_with_the_least_context() {
 }
 
 #[tokio::test]
-async fn a_prompt_is_cut_at_the_engines_own_length() {
+async fn prompts_are_truncated_at_the_engines_length() {
     let engine = listing(json!({"id": "m", "max_model_len": 20})).await;
     let fleet = Fleet::start_probed(&[&engine], ProbeSettings::default()).await;
     let slot = fleet.backend(0).slot;
@@ -126,7 +126,7 @@ async fn a_prompt_is_cut_at_the_engines_own_length() {
 }
 
 #[tokio::test]
-async fn errors_of_the_messages_api_have_its_form() {
+async fn messages_api_errors_have_its_format() {
     let fleet = Fleet::start(&[&Engine::dead().await]).await;
     for (model, status, kind) in [
         ("x", 404, "not_found_error"),
@@ -149,7 +149,7 @@ async fn errors_of_the_messages_api_have_its_form() {
 }
 
 #[tokio::test]
-async fn a_prompt_that_is_too_long_is_refused_in_the_words_that_clients_look_for() {
+async fn an_overlong_prompt_is_refused_in_the_words_clients_match() {
     let engine = Engine::always(vec![answer_json("200 OK", "{}")]).await;
     let fleet = Fleet::start(&[&engine]).await;
     fleet.apply(spec("e0", &engine, &["m"]));
@@ -189,7 +189,7 @@ async fn a_prompt_that_is_too_long_is_refused_in_the_words_that_clients_look_for
 }
 
 #[tokio::test]
-async fn streams_are_not_buffered_on_their_way() {
+async fn stream_responses_disable_proxy_buffering() {
     let engine = Engine::answering(|request| {
         if request.contains("\"stream\":true") {
             vec![stream_head(), chunk("data: [DONE]\n\n"), last_chunk()]
@@ -208,7 +208,7 @@ async fn streams_are_not_buffered_on_their_way() {
 }
 
 #[tokio::test]
-async fn what_an_engine_says_of_caching_stands() {
+async fn an_engines_cache_control_is_kept() {
     let head = "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncache-control: no-store\r\ntransfer-encoding: chunked\r\n\r\n";
     let stream = vec![
         Step::Send(head.as_bytes().to_vec()),
@@ -307,7 +307,7 @@ async fn a_gzip_body_reaches_the_engine_decoded() {
 }
 
 #[tokio::test]
-async fn browsers_are_served_from_origins_that_are_allowed() {
+async fn browsers_are_served_from_allowed_origins() {
     let head = "HTTP/1.1 200 OK\r\ncontent-type: application/json\r\naccess-control-allow-origin: https://engine\r\naccess-control-allow-credentials: true\r\ncontent-length: 2\r\n\r\n{}";
     let engine = Engine::always(vec![Step::Send(head.as_bytes().to_vec())]).await;
     let start = async |origins: &[&str]| {
@@ -382,7 +382,7 @@ async fn browsers_are_served_from_origins_that_are_allowed() {
 }
 
 #[tokio::test]
-async fn a_header_without_effect_is_named_in_the_answer() {
+async fn an_ignored_header_is_named_in_the_answer() {
     let engine = Engine::always(vec![answer_json("200 OK", "{}")]).await;
     let asking = |headers: &str| {
         let head = format!("host: router\r\n{headers}");
@@ -402,7 +402,7 @@ async fn a_header_without_effect_is_named_in_the_answer() {
 }
 
 #[tokio::test]
-async fn a_slash_at_the_end_of_a_path_changes_nothing() {
+async fn a_trailing_slash_changes_nothing() {
     let engine = Engine::always(vec![answer_json("200 OK", "{}")]).await;
     let fleet = Fleet::start(&[&engine]).await;
     let request = chat("").replacen("/completions ", "/completions/?a=1 ", 1);
@@ -417,7 +417,7 @@ async fn a_slash_at_the_end_of_a_path_changes_nothing() {
 }
 
 #[tokio::test]
-async fn a_request_without_a_model_goes_to_the_only_one() {
+async fn a_request_without_a_model_uses_the_only_one() {
     let engine = Engine::always(vec![answer_json("200 OK", "{}")]).await;
     let fleet = Fleet::start(&[&engine, &engine]).await;
     let request = r#"{"messages":[{"role":"user","content":"hello"}]}"#;
@@ -456,7 +456,7 @@ fn upload(path: &str, fields: &[(&str, &str)]) -> String {
 }
 
 #[tokio::test]
-async fn uploads_of_audio_go_to_their_model_unchanged() {
+async fn audio_uploads_are_forwarded_unchanged() {
     let engine = Engine::always(vec![answer_json("200 OK", "{\"text\":\"hi\"}")]).await;
     let other = Engine::always(vec![answer_json("200 OK", "{\"text\":\"no\"}")]).await;
     let fleet = Fleet::start(&[&engine, &other]).await;

@@ -88,7 +88,7 @@ async fn a_revoked_key_is_refused_by_every_replica_and_ends_with_its_grace() {
 }
 
 #[tokio::test]
-async fn a_keys_user_wins_and_the_engine_sees_no_key() {
+async fn a_keys_user_takes_precedence_and_no_key_is_forwarded() {
     let engine = Engine::always(vec![answer_json("200 OK", "{}")]).await;
     let fleet = Fleet::start(&[&engine]).await;
     let key = created(&fleet, |_| {});
@@ -114,7 +114,7 @@ async fn a_keys_user_wins_and_the_engine_sees_no_key() {
 }
 
 #[tokio::test]
-async fn a_key_is_for_its_models_and_paths_until_it_expires() {
+async fn a_key_admits_its_models_and_paths_until_it_expires() {
     let engine = Engine::always(vec![answer_json("200 OK", "{}")]).await;
     let fleet = Fleet::start(&[&engine]).await;
     let key = created(&fleet, |spec| {
@@ -146,7 +146,7 @@ async fn a_key_is_for_its_models_and_paths_until_it_expires() {
 }
 
 #[tokio::test]
-async fn a_stored_response_is_for_keys_that_may_use_its_model() {
+async fn a_stored_response_requires_a_key_for_its_model() {
     let engine = Engine::answering(|request| {
         let line = request.lines().next().unwrap_or_default();
         let body = match line.contains("resp_other") {
@@ -188,7 +188,7 @@ async fn a_stored_response_is_for_keys_that_may_use_its_model() {
 }
 
 #[tokio::test]
-async fn where_keys_are_required_others_are_refused_and_a_file_works_besides() {
+async fn required_keys_may_come_from_cluster_or_file() {
     let engine = Engine::always(vec![answer_json("200 OK", "{}")]).await;
     let fleet = Fleet::start_with(&[&engine], Duration::ZERO, |settings| {
         settings.keys.is_required = true;
@@ -217,7 +217,7 @@ async fn where_keys_are_required_others_are_refused_and_a_file_works_besides() {
 }
 
 #[tokio::test]
-async fn a_stale_list_is_followed_or_not_as_the_config_says() {
+async fn a_stale_key_list_is_used_as_configured() {
     let engine = Engine::always(vec![answer_json("200 OK", "{}")]).await;
     for (when_stale, status) in [(WhenStale::Serve, 200), (WhenStale::Refuse, 503)] {
         let is_heard = Arc::new(AtomicBool::new(false));

@@ -10,7 +10,7 @@ use super::engine::{Engine, Step, json};
 use super::fleet::{Fleet, eventually};
 
 #[tokio::test]
-async fn commands_in_a_body_do_not_reach_engines() {
+async fn engine_commands_in_a_body_are_not_forwarded() {
     let engine = Engine::always(vec![json("200 OK", "{}")]).await;
     let fleet = Fleet::start(&[&engine]).await;
     let fields = r#","priority":-9,"pr\u0069ority":-8,"stream":true"#;
@@ -46,7 +46,7 @@ async fn commands_in_a_body_do_not_reach_engines() {
 }
 
 #[tokio::test]
-async fn a_trusted_setup_passes_everything_on() {
+async fn everything_is_forwarded_without_field_rules() {
     let engine = Engine::always(vec![json("200 OK", "{}")]).await;
     let fleet = Fleet::start_with(&[&engine], Duration::ZERO, |settings| {
         settings.fields = FieldRules::new(Vec::new(), Vec::new());
@@ -67,7 +67,7 @@ async fn a_trusted_setup_passes_everything_on() {
 }
 
 #[tokio::test]
-async fn a_redirect_leads_nobody_to_an_engine() {
+async fn redirects_of_engines_are_not_followed_or_exposed() {
     // A server that would answer if the redirect were followed.
     let elsewhere = Engine::always(vec![json("200 OK", "{}")]).await;
     let there = elsewhere.address;

@@ -304,7 +304,7 @@ async fn load(engines: &[&Engine], replicas: &[Fleet]) -> Vec<Client> {
 }
 
 #[tokio::test]
-async fn explain_record_and_reality_agree() {
+async fn explain_record_and_dispatch_agree() {
     let requests = std::env::var("QUORATE_DECISIONS").ok();
     let requests = requests.map_or(REQUESTS, |text| text.parse().expect("a number"));
     let engines = [
@@ -406,7 +406,7 @@ async fn attempts_of_a_request_are_one_record() {
 }
 
 #[tokio::test]
-async fn decisions_are_listed_newest_first_and_the_oldest_are_forgotten() {
+async fn decisions_are_listed_newest_first_and_bounded() {
     let engine = Engine::always(vec![answer_json("200 OK", USAGE)]).await;
     let keep = |settings: &mut ProxySettings| settings.decisions_max = 5;
     let fleet = Fleet::start_with(&[&engine], std::time::Duration::from_secs(60), keep).await;
@@ -450,7 +450,7 @@ async fn decisions_are_listed_newest_first_and_the_oldest_are_forgotten() {
 }
 
 #[tokio::test]
-async fn a_record_tells_how_a_request_ended_and_never_what_it_said() {
+async fn a_decision_record_has_the_outcome_and_no_content() {
     let engine = Engine::always(vec![Step::Hang]).await;
     let fleet = Fleet::start(&[&engine]).await;
     let mut client = fleet.client().await;
@@ -494,7 +494,7 @@ async fn a_record_tells_how_a_request_ended_and_never_what_it_said() {
 }
 
 #[tokio::test]
-async fn none_are_kept_where_the_config_says_so() {
+async fn no_decisions_are_recorded_if_disabled() {
     let engine = Engine::always(vec![answer_json("200 OK", USAGE)]).await;
     let none = |settings: &mut ProxySettings| settings.decisions_max = 0;
     let fleet = Fleet::start_with(&[&engine], std::time::Duration::from_secs(60), none).await;
@@ -513,7 +513,7 @@ fn sharing(user: &str, own: &str) -> String {
 }
 
 #[tokio::test]
-async fn prefixes_that_requests_share_are_told_with_their_owners() {
+async fn shared_prefixes_are_listed_with_their_owners() {
     let engine = Engine::always(vec![answer_json("200 OK", USAGE)]).await;
     let fleet = Fleet::start(&[&engine]).await;
     let mut client = fleet.client().await;

@@ -12,10 +12,10 @@ use super::fleet::Fleet;
 /// Environment variable of the child process that runs without descriptors. It has a process of its
 /// own because the limit applies to all threads.
 const ALONE: &str = "API_TEST_WITHOUT_DESCRIPTORS";
-const NAME: &str = "descriptors::a_want_of_descriptors_is_not_booked_on_an_engine";
+const NAME: &str = "descriptors::a_shortage_of_descriptors_is_not_blamed_on_an_engine";
 
 #[test]
-fn a_want_of_descriptors_is_not_booked_on_an_engine() {
+fn a_shortage_of_descriptors_is_not_blamed_on_an_engine() {
     if std::env::var_os(ALONE).is_some() {
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_all()

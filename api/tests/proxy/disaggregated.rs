@@ -60,7 +60,7 @@ pub(super) fn tokens(charged: &Charge) -> [u64; 3] {
 }
 
 #[tokio::test]
-async fn a_prompt_is_computed_by_one_engine_answered_by_another_and_charged_once() {
+async fn a_disaggregated_prompt_is_charged_once() {
     let computing = Engine::always(vec![whole("200 OK", COMPUTED)]).await;
     let answering = Engine::always(vec![whole("200 OK", ANSWERED)]).await;
     let fleet = apart(&[&computing, &answering]).await;
@@ -87,7 +87,7 @@ async fn a_prompt_is_computed_by_one_engine_answered_by_another_and_charged_once
 /// The engines share a KV store, and their connector returns no transfer parameters. The second
 /// engine finds in its cache what the first computed for the same request.
 #[tokio::test]
-async fn a_prompt_that_is_computed_and_not_handed_over_is_charged_as_who_computed_more_of_it() {
+async fn a_prompt_without_handover_is_charged_by_the_larger_computation() {
     let (computed, _) = COMPUTED.split_once(",\"kv_transfer_params\"").unwrap();
     let computed = format!("{computed}}}");
     // vLLM has no details where nothing was cached.
@@ -108,7 +108,7 @@ async fn a_prompt_that_is_computed_and_not_handed_over_is_charged_as_who_compute
 }
 
 #[tokio::test]
-async fn a_stream_comes_from_the_engine_that_answers() {
+async fn a_stream_comes_from_the_decode_engine() {
     let computing = Engine::always(vec![whole("200 OK", COMPUTED)]).await;
     let steps = vec![
         stream_head(),
@@ -132,7 +132,7 @@ async fn a_stream_comes_from_the_engine_that_answers() {
 }
 
 #[tokio::test]
-async fn whatever_befalls_the_engine_that_computes_the_other_one_answers() {
+async fn decode_engine_answers_if_prefill_fails() {
     let hidden = r#"{"id":"p","usage":{"prompt_tokens":9},"kv_transfer_params":null}"#;
     let of_the_second = [1, 1009, 30];
     // The first has answered that it computed the prompt, and found nothing cached.
@@ -179,7 +179,7 @@ async fn whatever_befalls_the_engine_that_computes_the_other_one_answers() {
 }
 
 #[tokio::test]
-async fn a_transfer_that_fails_is_made_up_for_before_the_first_byte() {
+async fn a_failed_transfer_is_recovered_before_the_first_byte() {
     let computing = Engine::always(vec![whole("200 OK", COMPUTED)]).await;
     let answering = Engine::answering(|request| {
         let is_told = request.contains("kv_transfer_params");
@@ -201,7 +201,7 @@ async fn a_transfer_that_fails_is_made_up_for_before_the_first_byte() {
 }
 
 #[tokio::test]
-async fn an_engine_that_cannot_be_reached_is_replaced_by_another_that_answers() {
+async fn an_unreachable_decode_engine_is_replaced() {
     let computing = Engine::always(vec![whole("200 OK", COMPUTED)]).await;
     let (dead, alive) = (
         Engine::dead().await,
@@ -219,7 +219,7 @@ async fn an_engine_that_cannot_be_reached_is_replaced_by_another_that_answers() 
 }
 
 #[tokio::test]
-async fn an_answer_that_breaks_off_is_told_as_any() {
+async fn a_broken_answer_is_reported_like_any_other() {
     let computing = Engine::always(vec![whole("200 OK", COMPUTED)]).await;
     let steps = vec![stream_head(), chunk(&delta("a", 1)), Step::Close];
     let answering = Engine::always(steps).await;
@@ -231,7 +231,7 @@ async fn an_answer_that_breaks_off_is_told_as_any() {
 }
 
 #[tokio::test]
-async fn a_client_that_leaves_takes_the_prompt_with_it_and_pays_for_it() {
+async fn a_disconnect_cancels_prefill_and_is_charged() {
     let computing = Engine::always(vec![Step::Hang]).await;
     let answering = Engine::always(vec![whole("200 OK", ANSWERED)]).await;
     let fleet = apart(&[&computing, &answering]).await;
@@ -249,7 +249,7 @@ async fn a_client_that_leaves_takes_the_prompt_with_it_and_pays_for_it() {
 }
 
 #[tokio::test]
-async fn short_prompts_and_other_paths_go_to_the_engine_that_answers_alone() {
+async fn short_prompts_and_other_paths_use_the_decode_engine_alone() {
     let computing = Engine::always(vec![whole("200 OK", COMPUTED)]).await;
     let answering = Engine::always(vec![whole("200 OK", ANSWERED)]).await;
     let fleet = apart(&[&computing, &answering]).await;
@@ -273,7 +273,7 @@ async fn short_prompts_and_other_paths_go_to_the_engine_that_answers_alone() {
 }
 
 #[tokio::test]
-async fn the_record_of_a_decision_names_both() {
+async fn decision_records_name_both_engines() {
     let computing = Engine::always(vec![whole("200 OK", COMPUTED)]).await;
     let answering = Engine::always(vec![whole("200 OK", ANSWERED)]).await;
     let fleet = apart(&[&computing, &answering]).await;

@@ -51,7 +51,7 @@ async fn draining_finishes_streams_closes_idle_connections_and_accepts_nothing()
 }
 
 #[tokio::test]
-async fn who_asks_again_while_the_replica_leaves_is_told_to_go_elsewhere() {
+async fn new_requests_during_a_drain_are_sent_elsewhere() {
     let stream = vec![stream_head(), chunk(DONE), last_chunk()];
     let engine = Engine::start(move |n| match n {
         2 => stream.clone(),
@@ -84,7 +84,7 @@ async fn who_asks_again_while_the_replica_leaves_is_told_to_go_elsewhere() {
 }
 
 #[tokio::test]
-async fn http2_streams_are_in_the_books_when_the_drain_is_over() {
+async fn http2_streams_are_charged_before_the_drain_ends() {
     let engine = Engine::start(|number| match number {
         0 => vec![Step::Hang],
         _ => vec![stream_head(), chunk(&delta("a", 1)), Step::Hang],
@@ -119,7 +119,7 @@ async fn http2_streams_are_in_the_books_when_the_drain_is_over() {
 }
 
 #[tokio::test]
-async fn a_request_that_was_on_its_way_when_the_drain_began_is_answered() {
+async fn a_request_sent_before_the_drain_is_answered() {
     let engine = Engine::always(vec![json("200 OK", "{}")]).await;
     let fleet = Fleet::start(&[&engine]).await;
     let mut used = fleet.client().await;
@@ -138,7 +138,7 @@ async fn a_request_that_was_on_its_way_when_the_drain_began_is_answered() {
 }
 
 #[tokio::test]
-async fn what_is_not_finished_at_the_deadline_is_cut() {
+async fn unfinished_requests_are_cut_at_the_drain_deadline() {
     let engine = Engine::always(vec![stream_head(), chunk(&delta("a", 1)), Step::Hang]).await;
     let fleet = Fleet::start_with(&[&engine], Duration::from_millis(20), |_| {}).await;
     let mut client = fleet.client().await;

@@ -89,7 +89,7 @@ async fn is_read_to_the_end(early: EarlyAnswer, status: u16) {
 }
 
 #[tokio::test]
-async fn who_is_refused_over_http2_has_its_body_read_on() {
+async fn the_body_of_a_refused_http2_request_is_still_read() {
     let (engine, fleet) = refusing(PATIENT).await;
     is_read_to_the_end(early(&fleet, Some(LONG)).await, 401).await;
     is_read_to_the_end(early(&fleet, None).await, 401).await;
@@ -113,7 +113,7 @@ async fn who_is_refused_over_http2_has_its_body_read_on() {
 }
 
 #[tokio::test]
-async fn a_refused_body_that_does_not_come_is_let_go() {
+async fn a_refused_body_that_never_arrives_is_abandoned() {
     let (_engine, fleet) = refusing(Duration::from_millis(20)).await;
     let early = early(&fleet, Some(LONG)).await;
     assert_eq!(early.response.status(), 401);
@@ -125,7 +125,7 @@ async fn a_refused_body_that_does_not_come_is_let_go() {
 }
 
 #[tokio::test]
-async fn an_address_at_its_limit_gets_to_read_its_answer() {
+async fn an_address_at_its_limit_can_read_its_refusal() {
     let (_engine, fleet) = start(|settings| {
         settings.trusted_proxies.clear();
         settings.limits.requests_per_address_max = 0;

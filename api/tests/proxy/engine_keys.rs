@@ -33,7 +33,7 @@ async fn seen(fleet: &Fleet, engine: &Engine) -> Vec<String> {
 }
 
 #[tokio::test]
-async fn an_engine_gets_its_own_key_and_no_clients() {
+async fn an_engine_gets_its_own_key_instead_of_a_clients() {
     let engine = Engine::always(vec![json("200 OK", "{}")]).await;
     let mut keys = EngineKeys::default();
     let url = format!("http://{}", engine.address);
@@ -44,7 +44,7 @@ async fn an_engine_gets_its_own_key_and_no_clients() {
 }
 
 #[tokio::test]
-async fn an_engine_gets_headers_of_its_own_in_place_of_a_clients() {
+async fn an_engines_own_headers_replace_a_clients() {
     let engine = Engine::always(vec![json("200 OK", "{}")]).await;
     let mut keys = EngineKeys::default();
     let url = format!("http://{}", engine.address);
@@ -60,7 +60,7 @@ async fn an_engine_gets_headers_of_its_own_in_place_of_a_clients() {
 }
 
 #[tokio::test]
-async fn a_key_does_not_follow_an_id_to_another_url() {
+async fn an_engine_key_is_not_sent_to_another_url() {
     let engine = Engine::always(vec![json("200 OK", "{}")]).await;
     let mut keys = EngineKeys::default();
     // From the config; the registry has another one.
@@ -79,7 +79,7 @@ async fn a_key_does_not_follow_an_id_to_another_url() {
 }
 
 #[tokio::test]
-async fn keys_that_are_checked_here_stay_here() {
+async fn locally_checked_keys_are_not_forwarded() {
     let engine = Engine::always(vec![json("200 OK", "{}")]).await;
     let fleet = Fleet::start_with(&[&engine], Duration::ZERO, |settings| {
         let mut keys = ApiKeys::default();

@@ -35,7 +35,7 @@ fn talkative(status: &str) -> Vec<Step> {
 }
 
 #[tokio::test]
-async fn a_decision_is_told_only_where_the_config_says_so() {
+async fn decision_headers_are_sent_only_if_exposed() {
     let engine = Engine::always(talkative("200 OK")).await;
     for (expose, expected) in [
         (Expose::None, &[][..]),
@@ -62,7 +62,7 @@ async fn a_decision_is_told_only_where_the_config_says_so() {
 }
 
 #[tokio::test]
-async fn a_refusal_tells_nothing_of_the_prompt_whatever_is_set() {
+async fn refusals_disclose_nothing_of_the_prompt() {
     let unknown = chat("").replace("\"model\":\"m\"", "\"model\":\"x\"");
     for (status, request) in [
         ("400 Bad Request", chat("")),
@@ -89,7 +89,7 @@ async fn a_refusal_tells_nothing_of_the_prompt_whatever_is_set() {
 }
 
 #[tokio::test]
-async fn who_is_to_be_told_nothing_is_told_nothing_with_an_error() {
+async fn errors_carry_no_headers_if_nothing_is_exposed() {
     let engine = Engine::always(vec![json("200 OK", "{}")]).await;
     let fleet = exposing(&engine, Expose::None).await;
     let answer = fleet.client().await.ask(post("/none", "", "{}")).await;

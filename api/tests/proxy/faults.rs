@@ -24,7 +24,7 @@ fn last_event_code(body: &str) -> String {
 }
 
 #[tokio::test]
-async fn a_stream_the_engine_breaks_off_ends_with_an_error_event() {
+async fn a_stream_broken_by_the_engine_ends_with_an_error_event() {
     let half = "data: {\"choices\":[{\"ind";
     let engine = Engine::always(vec![
         stream_head(),
@@ -44,7 +44,7 @@ async fn a_stream_the_engine_breaks_off_ends_with_an_error_event() {
 }
 
 #[tokio::test]
-async fn a_stream_without_framing_must_say_that_it_is_done() {
+async fn an_unframed_stream_needs_its_done_event() {
     let head = "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n";
     for (last, is_whole) in [("", false), ("data: [DONE]\n\n", true)] {
         let text = format!("{head}{}{last}", delta("a", 1));
@@ -58,7 +58,7 @@ async fn a_stream_without_framing_must_say_that_it_is_done() {
 }
 
 #[tokio::test]
-async fn a_stream_that_broke_after_its_last_event_is_whole() {
+async fn a_stream_broken_after_its_last_event_is_complete() {
     let engine = Engine::always(vec![
         stream_head(),
         chunk(&delta("a", 1)),
@@ -74,7 +74,7 @@ async fn a_stream_that_broke_after_its_last_event_is_whole() {
 }
 
 #[tokio::test]
-async fn a_document_without_framing_must_look_whole() {
+async fn an_unframed_document_must_be_complete_json() {
     let head = "HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n\r\n";
     for (body, is_whole) in [("{\"a\":{\"b\":1}", false), ("{\"a\":{\"b\":1}}", true)] {
         let text = format!("{head}{body}");
@@ -87,7 +87,7 @@ async fn a_document_without_framing_must_look_whole() {
 }
 
 #[tokio::test]
-async fn a_document_the_engine_breaks_off_never_looks_whole() {
+async fn a_document_broken_by_the_engine_never_looks_complete() {
     for head in [
         "content-length: 100\r\n\r\n{\"a\":",
         "transfer-encoding: chunked\r\n\r\n2\r\n{}\r\n",
@@ -136,7 +136,7 @@ async fn an_answer_that_breaks_before_its_first_byte_is_a_502() {
 }
 
 #[tokio::test]
-async fn an_answer_without_a_body_is_whole() {
+async fn an_answer_without_a_body_is_complete() {
     for head in [
         "HTTP/1.1 204 No Content\r\n\r\n",
         "HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n",
@@ -196,7 +196,7 @@ async fn an_engine_that_does_not_speak_http_is_a_502() {
 }
 
 #[tokio::test]
-async fn an_engine_that_wants_another_protocol_is_a_502() {
+async fn an_engine_that_switches_protocols_is_a_502() {
     let switch = "HTTP/1.1 101 Switching Protocols\r\nupgrade: x\r\nconnection: upgrade\r\n\r\n";
     let engine = Engine::always(vec![Step::Send(switch.into()), Step::Hang]).await;
     let fleet = Fleet::start(&[&engine]).await;
@@ -234,7 +234,7 @@ async fn an_engine_that_never_answers_is_a_504() {
 }
 
 #[tokio::test]
-async fn an_engine_that_falls_silent_is_left_and_the_client_told() {
+async fn a_silent_engine_is_abandoned_with_an_error() {
     for (before, first_byte) in [(None, 20), (Some(chunk(&delta("a", 1))), 60_000)] {
         let steps = [Some(stream_head()), before, Some(Step::Hang)];
         let engine = Engine::always(steps.into_iter().flatten().collect()).await;
@@ -252,7 +252,7 @@ async fn an_engine_that_falls_silent_is_left_and_the_client_told() {
 }
 
 #[tokio::test]
-async fn one_engines_fault_is_one_clients_fault() {
+async fn an_engine_fault_affects_one_request_only() {
     let engine = Engine::start(|number| match number % 2 {
         0 => vec![Step::Send(b"garbage\r\n\r\n".to_vec()), Step::Close],
         _ => vec![super::engine::json("200 OK", "{}")],
@@ -266,7 +266,7 @@ async fn one_engines_fault_is_one_clients_fault() {
 }
 
 #[tokio::test]
-async fn informational_answers_are_taken_up_to_a_bound() {
+async fn informational_answers_are_bounded() {
     let informational = |count: usize| {
         let kinds = ["100 Continue", "102 Processing", "103 Early Hints"];
         let answers = kinds.iter().cycle().take(count);

@@ -26,7 +26,7 @@ fn streamed() -> Vec<Step> {
 }
 
 #[tokio::test]
-async fn the_body_reaches_the_engine_byte_for_byte_and_the_answer_comes_back_so() {
+async fn request_and_answer_bodies_pass_byte_for_byte() {
     let engine = Engine::always(vec![json("200 OK", ANSWER)]).await;
     let fleet = Fleet::start(&[&engine]).await;
     let mut client = fleet.client().await;
@@ -73,7 +73,7 @@ async fn the_body_reaches_the_engine_byte_for_byte_and_the_answer_comes_back_so(
 }
 
 #[tokio::test]
-async fn a_stream_passes_while_it_is_made() {
+async fn a_stream_passes_while_it_is_generated() {
     let gate = Arc::new(Semaphore::new(0));
     let mut steps = vec![
         stream_head(),
@@ -95,7 +95,7 @@ async fn a_stream_passes_while_it_is_made() {
 }
 
 #[tokio::test]
-async fn usage_is_asked_for_and_hidden_from_those_who_did_not_ask() {
+async fn usage_is_requested_and_hidden_from_clients_that_did_not() {
     let engine = Engine::always(streamed()).await;
     let fleet = Fleet::start(&[&engine]).await;
     let mut client = fleet.client().await;
@@ -126,7 +126,7 @@ async fn usage_is_asked_for_and_hidden_from_those_who_did_not_ask() {
 }
 
 #[tokio::test]
-async fn with_splicing_off_nothing_is_added_or_taken_out() {
+async fn bodies_are_unchanged_with_splicing_off() {
     let engine = Engine::always(streamed()).await;
     let fleet = Fleet::start_with(&[&engine], std::time::Duration::ZERO, |settings| {
         settings.usage_splice = UsageRequest::Off;
@@ -164,7 +164,7 @@ async fn a_stream_in_single_bytes_is_the_same_stream() {
 }
 
 #[tokio::test]
-async fn connections_to_engines_are_kept() {
+async fn engine_connections_are_reused() {
     let engine = Engine::always(vec![json("200 OK", ANSWER)]).await;
     let fleet = Fleet::start(&[&engine]).await;
     let mut client = fleet.client().await;
@@ -178,7 +178,7 @@ async fn connections_to_engines_are_kept() {
 }
 
 #[tokio::test]
-async fn idle_connections_are_not_used_beyond_their_time() {
+async fn expired_idle_connections_are_not_reused() {
     let engine = Engine::always(vec![json("200 OK", ANSWER)]).await;
     let fleet = Fleet::start_with(&[&engine], std::time::Duration::ZERO, |settings| {
         settings.pool.idle_timeout = std::time::Duration::ZERO;
@@ -192,7 +192,7 @@ async fn idle_connections_are_not_used_beyond_their_time() {
 }
 
 #[tokio::test]
-async fn an_answer_is_taken_from_the_engine_at_the_clients_pace() {
+async fn answers_are_read_at_the_clients_pace() {
     const MIB: usize = 1024 * 1024;
     let long = format!("data: {}\n\n", "x".repeat(MIB));
     let engine = Engine::start(move |number| {
@@ -303,7 +303,7 @@ async fn http2_without_tls_is_served_on_the_same_port() {
 }
 
 #[tokio::test]
-async fn a_header_names_the_policy_where_requests_may_ask() {
+async fn a_header_selects_the_policy_if_allowed() {
     let engine = Engine::always(vec![json("200 OK", ANSWER), json("200 OK", ANSWER)]).await;
     let fleet = Fleet::start(&[&engine]).await;
     let mut client = fleet.client().await;

@@ -19,7 +19,7 @@ async fn is_left(engine: &Engine, fleet: &Fleet) {
 }
 
 #[tokio::test]
-async fn leaving_during_prefill_closes_the_engines_connection() {
+async fn a_disconnect_during_prefill_closes_the_engine_connection() {
     let engine = Engine::always(vec![Step::Hang]).await;
     let fleet = Fleet::start(&[&engine]).await;
     let mut client = fleet.client().await;
@@ -32,7 +32,7 @@ async fn leaving_during_prefill_closes_the_engines_connection() {
 }
 
 #[tokio::test]
-async fn leaving_in_mid_stream_closes_the_engines_connection() {
+async fn a_disconnect_in_mid_stream_closes_the_engine_connection() {
     let engine = Engine::always(vec![stream_head(), chunk(&delta("a", 1)), Step::Hang]).await;
     let fleet = Fleet::start(&[&engine]).await;
     let mut client = fleet.client().await;
@@ -45,7 +45,7 @@ async fn leaving_in_mid_stream_closes_the_engines_connection() {
 
 /// SDKs close their connection at the last event, which may be before the end of the body.
 #[tokio::test]
-async fn leaving_after_the_last_event_is_no_leaving() {
+async fn a_disconnect_after_the_last_event_counts_as_finished() {
     let typed = |kind: &str| format!("event: {kind}\ndata: {{\"type\":\"{kind}\"}}\n\n");
     let body = r#"{"model":"m","stream":true,"max_tokens":9,"input":"hi","messages":[{"role":"user","content":"hi"}]}"#;
     for (path, last) in [
@@ -67,7 +67,7 @@ async fn leaving_after_the_last_event_is_no_leaving() {
 }
 
 #[tokio::test]
-async fn leaving_with_a_reset_counts_too() {
+async fn a_reset_counts_as_a_disconnect() {
     let engine = Engine::always(vec![Step::Hang]).await;
     let fleet = Fleet::start(&[&engine]).await;
     let mut client = fleet.client().await;
@@ -79,7 +79,7 @@ async fn leaving_with_a_reset_counts_too() {
 }
 
 #[tokio::test]
-async fn a_client_that_shuts_its_sending_side_down_has_left() {
+async fn a_half_closed_client_counts_as_disconnected() {
     for (fields, steps) in [
         ("", vec![Step::Hang]),
         (
@@ -99,7 +99,7 @@ async fn a_client_that_shuts_its_sending_side_down_has_left() {
 }
 
 #[tokio::test]
-async fn leaving_within_the_body_leaves_nothing_behind() {
+async fn a_disconnect_within_the_body_leaves_nothing_behind() {
     let engine = Engine::always(vec![Step::Hang]).await;
     let fleet = Fleet::start(&[&engine]).await;
     let mut client = fleet.client().await;
@@ -150,7 +150,7 @@ async fn an_http2_stream_that_is_reset_closes_the_engines_connection() {
 }
 
 #[tokio::test]
-async fn a_crowd_that_leaves_at_any_moment_leaves_nothing_behind() {
+async fn disconnects_at_any_moment_leave_nothing_behind() {
     let engine = Engine::start(|number| match number % 2 {
         0 => vec![Step::Hang],
         _ => vec![stream_head(), chunk(&delta("a", 1)), Step::Hang],

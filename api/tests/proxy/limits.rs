@@ -36,7 +36,7 @@ async fn heads(fleet: &Fleet, count: usize) -> Vec<Client> {
 }
 
 #[tokio::test]
-async fn requests_without_a_body_take_no_place_of_others() {
+async fn requests_without_a_body_take_no_reading_place() {
     let (_engine, fleet) = start(|settings| settings.limits.requests_max = 1).await;
     let _heads = heads(&fleet, 5).await;
     eventually("all are here", || fleet.metrics.reading.get() == 5).await;
@@ -47,7 +47,7 @@ async fn requests_without_a_body_take_no_place_of_others() {
 }
 
 #[tokio::test]
-async fn where_many_bodies_are_waited_for_they_have_to_hurry() {
+async fn body_timeouts_shorten_when_many_bodies_are_pending() {
     let (_engine, fleet) = start(|settings| {
         settings.limits.reading_max = 4;
         settings.timeouts.body_idle_crowded = Duration::from_millis(20);
@@ -69,7 +69,7 @@ async fn where_many_bodies_are_waited_for_they_have_to_hurry() {
 }
 
 #[tokio::test]
-async fn whoever_has_no_key_takes_no_place_of_those_who_have() {
+async fn clients_without_a_key_take_no_reading_place() {
     let (engine, fleet) = start(|settings| {
         let mut keys = ApiKeys::default();
         keys.add("sk-right", None);
@@ -93,7 +93,7 @@ async fn whoever_has_no_key_takes_no_place_of_those_who_have() {
 }
 
 #[tokio::test]
-async fn the_longest_idle_connection_makes_room_for_another() {
+async fn the_longest_idle_connection_is_closed_for_a_new_one() {
     let (_engine, fleet) = start(|settings| settings.limits.connections_max = 2).await;
     let mut idle = fleet.client().await;
     assert_eq!(idle.ask(chat("")).await.status, 200);
@@ -109,7 +109,7 @@ async fn the_longest_idle_connection_makes_room_for_another() {
 }
 
 #[tokio::test]
-async fn a_half_head_makes_room_too() {
+async fn a_connection_with_a_partial_head_is_closed_for_a_new_one() {
     let (_engine, fleet) = start(|settings| settings.limits.connections_max = 1).await;
     let mut half = fleet.client().await;
     half.send("POST / HTTP/1.1\r\nx-a: ").await;
@@ -119,7 +119,7 @@ async fn a_half_head_makes_room_too() {
 }
 
 #[tokio::test]
-async fn an_address_has_so_many_connections() {
+async fn connections_per_address_are_bounded() {
     let (_engine, fleet) = start(|settings| {
         settings.trusted_proxies.clear();
         settings.limits.connections_per_address_max = 1;
@@ -136,7 +136,7 @@ async fn an_address_has_so_many_connections() {
 }
 
 #[tokio::test]
-async fn an_address_has_so_many_requests_unless_it_speaks_for_many() {
+async fn requests_per_address_are_bounded_except_for_proxies() {
     for (is_trusted, status) in [(false, 429), (true, 200)] {
         let (_engine, fleet) = start(|settings| {
             settings.limits.requests_per_address_max = 1;
@@ -157,7 +157,7 @@ async fn an_address_has_so_many_requests_unless_it_speaks_for_many() {
 }
 
 #[tokio::test]
-async fn a_user_has_so_many_requests() {
+async fn requests_per_user_are_bounded() {
     let engine = Engine::start(|number| match number {
         0 => vec![Step::Hang],
         _ => vec![json("200 OK", "{}")],
@@ -180,7 +180,7 @@ async fn a_user_has_so_many_requests() {
 }
 
 #[tokio::test]
-async fn a_path_that_is_not_served_is_refused_before_its_body() {
+async fn an_unserved_path_is_refused_before_its_body() {
     let (_engine, fleet) = start(|settings| {
         settings.limits.requests_max = 1;
         settings.limits.reading_max = 1;
@@ -196,7 +196,7 @@ async fn a_path_that_is_not_served_is_refused_before_its_body() {
 }
 
 #[tokio::test]
-async fn an_answer_says_what_is_left_of_its_users_limits() {
+async fn an_answer_reports_the_users_remaining_limits() {
     let (_engine, fleet) = start(|_| {}).await;
     fleet.apply(Command::PutUserLimits {
         name: "ada".to_owned(),
@@ -242,7 +242,7 @@ fn changes(name: &str) -> UserChanges {
 }
 
 #[tokio::test]
-async fn a_budget_that_is_used_up_is_so_for_all_replicas_until_its_period_ends() {
+async fn an_exhausted_budget_holds_on_all_replicas_until_period_end() {
     let engine = Engine::always(vec![json("200 OK", "{}")]).await;
     let settings = [1, 2].map(|id| ProxySettings::new(ReplicaId(id)));
     let fleets = Fleet::replicas(&[&engine], settings.into()).await;
@@ -293,7 +293,7 @@ async fn a_budget_that_is_used_up_is_so_for_all_replicas_until_its_period_ends()
 }
 
 #[tokio::test]
-async fn a_user_may_use_its_models_whatever_key_it_has() {
+async fn a_users_models_apply_to_all_its_keys() {
     let (_engine, fleet) = start(|_| {}).await;
     assert_eq!(complete(&fleet, "ada").await.status, 200);
     fleet.apply(Command::ConfigureUser(Box::new(UserChanges {

@@ -81,7 +81,7 @@ impl Bench {
 }
 
 #[tokio::test]
-async fn engines_that_answer_requests_are_used_while_all_probes_fail() {
+async fn answering_engines_are_used_while_all_probes_fail() {
     let bench = Bench::start(50).await;
     assert!(!bench.metrics().contains("quorate_route_panic{"));
     bench.are_well.store(false, Ordering::SeqCst);
@@ -105,7 +105,7 @@ async fn engines_that_answer_requests_are_used_while_all_probes_fail() {
 }
 
 #[tokio::test]
-async fn with_a_threshold_of_zero_probes_are_believed() {
+async fn a_panic_threshold_of_zero_trusts_probes() {
     let bench = Bench::start(0).await;
     bench.are_well.store(false, Ordering::SeqCst);
     bench
@@ -116,7 +116,7 @@ async fn with_a_threshold_of_zero_probes_are_believed() {
 }
 
 #[tokio::test]
-async fn engines_that_refuse_connections_are_gone_whatever_probes_say_of_others() {
+async fn engines_that_refuse_connections_are_not_used_in_panic() {
     let bench = Bench::start(50).await;
     bench.are_well.store(false, Ordering::SeqCst);
     bench.engines[1].kill();

@@ -23,7 +23,7 @@ use super::picking::{
 };
 
 #[tokio::test]
-async fn a_request_goes_where_the_picker_says_and_its_usage_is_charged() {
+async fn a_picked_request_is_charged_its_usage() {
     let engines = engines().await;
     let (fleet, picking) = start(&engines).await;
     let mut talk = picking.ask(CHAT, 10, plain()).await;
@@ -70,7 +70,7 @@ async fn a_request_goes_where_the_picker_says_and_its_usage_is_charged() {
 }
 
 #[tokio::test]
-async fn a_client_that_leaves_pays_what_the_engine_counted() {
+async fn a_disconnected_client_is_charged_the_engines_count() {
     let engines = engines().await;
     let (fleet, picking) = start(&engines).await;
     let mut talk = picking.ask(CHAT, 1000, plain()).await;
@@ -96,7 +96,7 @@ async fn a_client_that_leaves_pays_what_the_engine_counted() {
 }
 
 #[tokio::test]
-async fn one_that_is_gone_before_it_is_sent_costs_nothing() {
+async fn a_request_cancelled_before_dispatch_costs_nothing() {
     let engines = engines().await;
     let (fleet, picking) = start(&engines).await;
     let talk = picking.ask("{\"model\"", 1000, plain()).await;
@@ -114,7 +114,7 @@ async fn one_that_is_gone_before_it_is_sent_costs_nothing() {
 }
 
 #[tokio::test]
-async fn only_endpoints_that_the_gateway_offers_are_picked() {
+async fn only_endpoints_offered_by_the_gateway_are_picked() {
     let engines = engines().await;
     let (fleet, picking) = start(&engines).await;
     let known = engines.each_ref().map(|it| it.address.to_string());
@@ -133,7 +133,7 @@ async fn only_endpoints_that_the_gateway_offers_are_picked() {
 }
 
 #[tokio::test]
-async fn what_is_refused_or_known_here_is_answered_by_the_gateway() {
+async fn local_answers_and_refusals_are_sent_by_the_gateway() {
     let engines = engines().await;
     let (fleet, picking) = start(&engines).await;
     for (body, status, code) in [
@@ -175,7 +175,7 @@ async fn what_is_refused_or_known_here_is_answered_by_the_gateway() {
 }
 
 #[tokio::test]
-async fn whole_bodies_are_answered_after_the_head() {
+async fn buffered_bodies_are_answered_after_the_head() {
     let engines = engines().await;
     let (fleet, picking) = start(&engines).await;
     let buffered = BodySendMode::Buffered;
@@ -207,7 +207,7 @@ async fn whole_bodies_are_answered_after_the_head() {
 }
 
 #[tokio::test]
-async fn pieces_that_do_not_wait_are_each_answered() {
+async fn streamed_body_pieces_are_answered_individually() {
     let engines = engines().await;
     let (fleet, picking) = start(&engines).await;
     let streamed = BodySendMode::Streamed;
@@ -236,7 +236,7 @@ async fn pieces_that_do_not_wait_are_each_answered() {
 }
 
 #[tokio::test]
-async fn a_gateway_that_went_to_the_second_endpoint_has_that_one_charged() {
+async fn the_second_endpoint_is_charged_if_the_gateway_used_it() {
     let engines = engines().await;
     let (fleet, picking) = start(&engines).await;
     let mut talk = picking.ask(CHAT, 1000, plain()).await;
@@ -300,7 +300,7 @@ async fn trailers_pass_in_both_directions() {
 }
 
 #[tokio::test]
-async fn gateways_that_show_no_bodies_are_told_what_to_change() {
+async fn gateways_that_send_no_bodies_get_a_configuration_hint() {
     let engines = engines().await;
     let (fleet, picking) = start(&engines).await;
     let duplex = BodySendMode::FullDuplexStreamed;
@@ -323,7 +323,7 @@ async fn gateways_that_show_no_bodies_are_told_what_to_change() {
 }
 
 #[tokio::test]
-async fn messages_out_of_turn_end_the_stream_with_an_error() {
+async fn messages_out_of_order_end_the_stream_with_an_error() {
     let engines = engines().await;
     let (fleet, picking) = start(&engines).await;
     let piece = || ProcessingMessage::ResponseBody(piece_of(b"x", false));
@@ -354,7 +354,7 @@ async fn messages_out_of_turn_end_the_stream_with_an_error() {
 }
 
 #[tokio::test]
-async fn who_watches_its_health_does_not_keep_a_replica_from_leaving() {
+async fn health_watchers_do_not_delay_shutdown() {
     let engines = engines().await;
     let (fleet, _) = start(&engines).await;
     let listening = Listening::of(&fleet).await;

@@ -32,7 +32,7 @@ fn answer(data: &str, end: bool) -> ProcessingMessage {
 }
 
 #[tokio::test]
-async fn a_gateway_is_told_the_mode_of_answers_again() {
+async fn the_response_body_mode_is_sent_again() {
     let engines = engines().await;
     let (fleet, picking) = start(&engines).await;
     for answers in [STREAMED, BUFFERED] {
@@ -49,7 +49,7 @@ async fn a_gateway_is_told_the_mode_of_answers_again() {
 }
 
 #[tokio::test]
-async fn a_gateway_that_ignores_what_it_is_asked_is_told_which_setting_to_change() {
+async fn a_gateway_that_ignores_modes_gets_a_configuration_hint() {
     let engines = engines().await;
     let (fleet, picking) = start(&engines).await;
     let (half, rest) = CHAT.split_at(30);
@@ -79,7 +79,7 @@ async fn passed(talk: &mut Talk, piece: ProcessingMessage) -> String {
 }
 
 #[tokio::test]
-async fn the_withheld_end_of_an_answer_passes_before_its_trailers() {
+async fn the_withheld_end_of_an_answer_precedes_its_trailers() {
     let engines = engines().await;
     for mode in [STREAMED, BUFFERED] {
         let both = [&engines[0], &engines[1]];
@@ -117,7 +117,7 @@ async fn the_withheld_end_of_an_answer_passes_before_its_trailers() {
 }
 
 #[tokio::test]
-async fn a_message_that_is_longer_than_any_body_may_be_is_refused() {
+async fn an_oversize_picker_message_is_refused() {
     let engines = engines().await;
     let both = [&engines[0], &engines[1]];
     let fleet = Fleet::start_with(&both, PATIENT, |settings| {
@@ -151,7 +151,7 @@ async fn a_message_that_is_longer_than_any_body_may_be_is_refused() {
 }
 
 #[tokio::test]
-async fn a_message_that_cannot_be_read_ends_the_stream_with_an_error() {
+async fn an_unreadable_message_ends_the_stream_with_an_error() {
     let engines = engines().await;
     let fleet = Fleet::start(&[&engines[0]]).await;
     let picking = InProcessPicker::of(&fleet);

@@ -30,7 +30,7 @@ async fn told(fleet: &Fleet, picking: &InProcessPicker) -> Vec<String> {
 }
 
 #[tokio::test]
-async fn the_second_endpoint_takes_no_turn_of_round_robins() {
+async fn the_second_endpoint_does_not_advance_round_robin() {
     const ENGINES: usize = 4;
     const ROUNDS: usize = 3;
     let engines = dead(ENGINES).await;
@@ -49,7 +49,7 @@ async fn the_second_endpoint_takes_no_turn_of_round_robins() {
 }
 
 #[tokio::test]
-async fn few_backends_are_asked_for_one_that_gets_the_same() {
+async fn the_search_for_an_equal_second_endpoint_is_bounded() {
     // The first request goes to the second engine; the fourth and those after it are next.
     const FIRST: usize = 1;
     const NEXT: usize = 3;
@@ -76,7 +76,7 @@ async fn few_backends_are_asked_for_one_that_gets_the_same() {
 }
 
 #[tokio::test]
-async fn only_the_engine_that_gets_a_request_counts_as_unsalted() {
+async fn only_the_picked_engine_counts_as_unsalted() {
     let engines = dead(2).await;
     let all: Vec<_> = engines.iter().collect();
     let fleet = Fleet::start_with(&all, PATIENT, |settings| {

@@ -159,7 +159,7 @@ fn begun() -> Vec<Message> {
 }
 
 #[test]
-fn the_first_message_out_of_turn_is_named_and_nothing_stays() {
+fn the_first_message_out_of_order_is_named_without_leaks() {
     let runtime = tokio::runtime::Builder::new_current_thread();
     let runtime = { runtime }.enable_all().build().unwrap();
     let (fleet, picking) = runtime.block_on(async {

@@ -53,7 +53,7 @@ async fn picked(picking: &InProcessPicker) -> Talk {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_stream_that_says_nothing_is_ended() {
+async fn a_silent_picker_stream_is_ended() {
     let (fleet, picking) = here(|_| {}).await;
     let mut talk = picking.open().unwrap();
     let why = talk.fails().await;
@@ -64,7 +64,7 @@ async fn a_stream_that_says_nothing_is_ended() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_body_is_held_until_its_response_begins() {
+async fn a_body_stays_buffered_until_its_response_begins() {
     let held_bytes_max = CHAT.len() as u64;
     let (fleet, picking) = here(|settings| settings.limits.held_bytes_max = held_bytes_max).await;
     let first = picked(&picking).await;
@@ -99,7 +99,7 @@ async fn a_body_that_stops_halfway_is_refused() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_body_that_trickles_has_a_time_as_a_whole() {
+async fn a_slow_body_has_a_total_timeout() {
     let (fleet, picking) = here(|settings| {
         settings.timeouts.body = Duration::from_secs(45);
     })
@@ -122,7 +122,7 @@ async fn a_body_that_trickles_has_a_time_as_a_whole() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_gateway_that_brings_no_answer_has_its_request_ended() {
+async fn a_gateway_without_an_answer_times_out() {
     let (fleet, picking) = here(|_| {}).await;
     let mut talk = picked(&picking).await;
     assert_eq!(talk.fails().await.code(), Code::DeadlineExceeded);
@@ -148,7 +148,7 @@ async fn an_answer_that_stops_halfway_ends_the_stream() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_gateway_that_does_not_end_a_complete_answer_is_not_waited_for() {
+async fn a_complete_answer_does_not_wait_for_its_gateway() {
     let (fleet, picking) = here(|settings| settings.charges = Charges::Durable).await;
     fleet.keep_flushing();
     let (duplex, streamed) = (BodySendMode::FullDuplexStreamed, BodySendMode::Streamed);
@@ -171,7 +171,7 @@ async fn a_gateway_that_does_not_end_a_complete_answer_is_not_waited_for() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_gateway_that_takes_nothing_hears_so_when_it_takes_the_rest() {
+async fn a_gateway_that_reads_nothing_gets_a_timeout_error() {
     let (fleet, picking) = here(|settings| {
         settings.timeouts.untaken = Duration::from_secs(10);
         settings.timeouts.first_byte = Duration::from_secs(600);
@@ -195,7 +195,7 @@ fn long_request() -> String {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_gateway_that_takes_a_request_slowly_does_not_keep_its_place() {
+async fn a_slowly_reading_gateway_does_not_keep_its_place() {
     let (fleet, picking) = here(|_| {}).await;
     let body = long_request();
     let mut talk = picking.open().unwrap();
@@ -225,7 +225,7 @@ async fn a_gateway_that_takes_a_request_slowly_does_not_keep_its_place() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_gateway_that_takes_an_answer_slowly_does_not_keep_its_engine() {
+async fn a_slowly_reading_gateway_does_not_keep_its_engine() {
     const PIECES: usize = 40;
     let (duplex, streamed) = (BodySendMode::FullDuplexStreamed, BodySendMode::Streamed);
     for mode in [duplex, streamed] {
@@ -258,7 +258,7 @@ async fn a_gateway_that_takes_an_answer_slowly_does_not_keep_its_engine() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn no_more_streams_are_open_than_requests_may_be() {
+async fn picker_streams_are_bounded_by_the_request_limit() {
     let (fleet, picking) = here(|settings| {
         settings.limits.requests_max = 1;
         settings.limits.reading_max = 1;
@@ -275,7 +275,7 @@ async fn no_more_streams_are_open_than_requests_may_be() {
 }
 
 #[tokio::test]
-async fn a_connection_that_does_not_begin_is_closed() {
+async fn a_connection_without_a_handshake_is_closed() {
     let engines = engines().await;
     let one = [&engines[0]];
     let fleet = Fleet::start_with(&one, PATIENT, |settings| {
@@ -290,7 +290,7 @@ async fn a_connection_that_does_not_begin_is_closed() {
 }
 
 #[tokio::test]
-async fn a_connection_that_does_not_begin_keeps_no_replica_from_leaving() {
+async fn a_connection_without_a_handshake_does_not_delay_shutdown() {
     let engines = engines().await;
     let one = [&engines[0]];
     let fleet = Fleet::start_with(&one, PATIENT, |settings| {
@@ -306,7 +306,7 @@ async fn a_connection_that_does_not_begin_keeps_no_replica_from_leaving() {
 }
 
 #[tokio::test]
-async fn a_connection_that_waits_when_the_drain_begins_is_served() {
+async fn a_connection_pending_at_the_drain_is_served() {
     let engines = engines().await;
     let fleet = Fleet::start(&[&engines[0]]).await;
     let drain = CancellationToken::new();

@@ -56,7 +56,7 @@ fn are_below(request: &Span, spans: &[Span]) {
 }
 
 #[tokio::test]
-async fn a_request_of_a_gateway_has_the_spans_of_any_other() {
+async fn a_picked_request_has_the_same_spans_as_others() {
     let (collector, tracer, _) = Collector::default().start(0).await;
     let [first, second] = engines().await;
     let fleet = Fleet::start_with(&[&first, &second], PATIENT, traced(tracer)).await;
@@ -87,7 +87,7 @@ async fn a_request_of_a_gateway_has_the_spans_of_any_other() {
 }
 
 #[tokio::test]
-async fn the_second_endpoint_is_an_attempt_of_its_own() {
+async fn the_second_endpoint_is_a_separate_attempt_span() {
     let (collector, tracer, _) = Collector::default().start(0).await;
     let [first, second] = engines().await;
     let fleet = Fleet::start_with(&[&first, &second], PATIENT, traced(tracer)).await;
@@ -119,7 +119,7 @@ async fn the_second_endpoint_is_an_attempt_of_its_own() {
 }
 
 #[tokio::test]
-async fn a_gateway_that_leaves_while_its_request_waits_ends_its_spans() {
+async fn a_gateway_disconnect_while_waiting_ends_its_spans() {
     let (collector, tracer, _) = Collector::default().start(0).await;
     let [first, second] = engines().await;
     let fleet = Fleet::start_with(&[&first, &second], PATIENT, traced(tracer)).await;

@@ -44,7 +44,7 @@ async fn talkative() -> Engine {
 }
 
 #[tokio::test]
-async fn an_answers_tokens_are_found_in_the_next_turn() {
+async fn an_answers_tokens_match_in_the_next_turn() {
     for stream in ["", r#","stream":true"#] {
         let engine = talkative().await;
         let models = ModelSettings {
@@ -86,7 +86,7 @@ fn counted(details: &str) -> Vec<Step> {
 }
 
 #[tokio::test]
-async fn an_answer_without_a_count_found_nothing_cached_where_others_have_told() {
+async fn a_missing_cached_count_means_zero_if_others_reported() {
     const TOLD: &str = r#","prompt_tokens_details":{"cached_tokens":96}"#;
     const NULL: &str = r#","prompt_tokens_details":null"#;
     for (details, expected) in [
@@ -114,7 +114,7 @@ async fn an_answer_without_a_count_found_nothing_cached_where_others_have_told()
 }
 
 #[tokio::test]
-async fn what_skips_the_cache_is_predicted_to_find_nothing_and_teaches_nothing() {
+async fn cache_skipping_requests_predict_and_teach_nothing() {
     let engine =
         Engine::start(|_| counted(r#","prompt_tokens_details":{"cached_tokens":0}"#)).await;
     let fleet = Fleet::start(&[&engine]).await;
@@ -139,7 +139,7 @@ async fn what_skips_the_cache_is_predicted_to_find_nothing_and_teaches_nothing()
 }
 
 #[tokio::test]
-async fn a_client_gets_the_usage_that_it_asked_for() {
+async fn a_client_gets_its_requested_usage() {
     let end = "data: {\"choices\":[{\"index\":0,\"text\":\"b\",\"finish_reason\":\"stop\"}],\
                \"usage\":{\"prompt_tokens\":7,\"completion_tokens\":2}}\n\n";
     let steps = vec![stream_head(), chunk(end), chunk(DONE), last_chunk()];

@@ -28,7 +28,7 @@ fn asked(engine: &Engine) -> Option<String> {
 }
 
 #[tokio::test]
-async fn a_request_names_the_rank_it_was_dispatched_to() {
+async fn a_forwarded_request_names_its_rank() {
     let engine = Engine::always(vec![answer("200 OK", "{}")]).await;
     let fleet = Fleet::start(&[&engine]).await;
     let mut client = fleet.client().await;
@@ -53,7 +53,7 @@ async fn a_request_names_the_rank_it_was_dispatched_to() {
 }
 
 #[tokio::test]
-async fn no_rank_of_an_engine_that_cannot_be_reached_is_tried_after_another() {
+async fn no_other_rank_of_an_unreachable_engine_is_tried() {
     let alive = Engine::always(vec![answer("200 OK", "{}")]).await;
     for _ in 0..4 {
         let dead = Engine::dead().await;

@@ -11,7 +11,7 @@ use super::engine::{Engine, Step, chunk, json, stream_head};
 use super::fleet::Fleet;
 
 #[tokio::test]
-async fn a_backend_that_refuses_connections_is_passed_over() {
+async fn a_backend_that_refuses_connections_is_skipped() {
     let (dead, alive) = (
         Engine::dead().await,
         Engine::always(vec![json("200 OK", "{}")]).await,
@@ -28,7 +28,7 @@ async fn a_backend_that_refuses_connections_is_passed_over() {
 }
 
 #[tokio::test]
-async fn without_a_backend_that_can_be_reached_the_client_is_told_to_come_back() {
+async fn without_a_reachable_backend_clients_get_retry_after() {
     let dead = Engine::dead().await;
     let fleet = Fleet::start(&[&dead]).await;
     let answer = fleet.client().await.ask(chat("")).await;
@@ -38,7 +38,7 @@ async fn without_a_backend_that_can_be_reached_the_client_is_told_to_come_back()
 }
 
 #[tokio::test]
-async fn a_refusal_sends_the_request_on_and_is_passed_on_when_all_refuse() {
+async fn a_refused_request_is_retried_until_all_refuse() {
     let body = "{\"error\":\"full\"}";
     let full = Engine::always(vec![json("503 Service Unavailable", body)]).await;
     let full_too = Engine::always(vec![json("503 Service Unavailable", body)]).await;
@@ -59,7 +59,7 @@ async fn a_refusal_sends_the_request_on_and_is_passed_on_when_all_refuse() {
 }
 
 #[tokio::test]
-async fn a_kept_connection_that_breaks_is_not_sent_over_again() {
+async fn a_broken_reused_connection_is_not_reused_again() {
     let engine = Engine::start(|number| match number {
         1 => vec![Step::Close],
         _ => vec![json("200 OK", "{}")],
@@ -76,7 +76,7 @@ async fn a_kept_connection_that_breaks_is_not_sent_over_again() {
 }
 
 #[tokio::test]
-async fn a_request_that_breaks_two_engines_is_refused_for_a_while() {
+async fn a_request_that_crashed_two_engines_is_refused() {
     let deadly = [
         Engine::always(vec![Step::Close]).await,
         Engine::always(vec![stream_head(), chunk("data: {}\n\n"), Step::Close]).await,
@@ -99,7 +99,7 @@ async fn a_request_that_breaks_two_engines_is_refused_for_a_while() {
 }
 
 #[tokio::test]
-async fn a_spent_budget_ends_retries_of_what_engines_refuse() {
+async fn an_exhausted_retry_budget_ends_retries() {
     let refusal = || vec![json("503 Service Unavailable", "{}")];
     let full = [
         Engine::always(refusal()).await,
@@ -116,7 +116,7 @@ async fn a_spent_budget_ends_retries_of_what_engines_refuse() {
 }
 
 #[tokio::test]
-async fn clients_are_told_not_to_repeat_what_may_have_run() {
+async fn should_retry_is_false_for_requests_that_may_have_run() {
     for (status, told) in [
         ("500 Oops", Some("false")),
         ("501 No", None),
@@ -130,7 +130,7 @@ async fn clients_are_told_not_to_repeat_what_may_have_run() {
 }
 
 #[tokio::test]
-async fn an_answer_with_a_length_and_chunks_goes_by_its_chunks() {
+async fn chunked_encoding_overrides_content_length() {
     let head = "HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n";
     let framed = format!("{head}content-length: 9\r\ntransfer-encoding: chunked\r\n\r\n");
     let whole = format!("{framed}2\r\n{{}}\r\n0\r\n\r\n").into_bytes();
@@ -142,7 +142,7 @@ async fn an_answer_with_a_length_and_chunks_goes_by_its_chunks() {
 }
 
 #[tokio::test]
-async fn a_request_an_engine_died_of_is_not_tried_elsewhere() {
+async fn a_request_that_killed_an_engine_is_not_retried() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let mortal = Engine::at(listener.local_addr().unwrap());
     tokio::spawn(async move {
@@ -163,7 +163,7 @@ async fn a_request_an_engine_died_of_is_not_tried_elsewhere() {
 }
 
 #[tokio::test]
-async fn a_long_refusal_is_passed_on_and_one_without_end_is_put_in_our_words() {
+async fn long_refusals_are_forwarded_and_unbounded_ones_replaced() {
     let long = "x".repeat(300 * 1024);
     for (body, expected) in [(long.clone(), Some(long)), ("x".repeat(2 << 20), None)] {
         let full = Engine::always(vec![json("503 Service Unavailable", &body)]).await;
@@ -179,7 +179,7 @@ async fn a_long_refusal_is_passed_on_and_one_without_end_is_put_in_our_words() {
 }
 
 #[tokio::test]
-async fn a_kept_connection_that_breaks_within_the_head_is_not_repeated() {
+async fn a_reused_connection_broken_within_the_head_is_not_retried() {
     let engine = Engine::start(|number| match number {
         1 => vec![Step::Send(b"HTTP/1.1 200 OK\r\n".to_vec()), Step::Close],
         _ => vec![json("200 OK", "{}")],
@@ -193,7 +193,7 @@ async fn a_kept_connection_that_breaks_within_the_head_is_not_repeated() {
 }
 
 #[tokio::test]
-async fn a_new_connection_that_breaks_is_not_repeated() {
+async fn a_broken_new_connection_is_not_retried() {
     let (engine, other) = (
         Engine::always(vec![Step::Close]).await,
         Engine::always(vec![Step::Close]).await,
@@ -206,7 +206,7 @@ async fn a_new_connection_that_breaks_is_not_repeated() {
 }
 
 #[tokio::test]
-async fn a_connection_the_engine_closed_while_idle_is_not_used() {
+async fn a_connection_closed_while_idle_is_not_used() {
     let engine = Engine::always(vec![json("200 OK", "{}"), Step::Close]).await;
     let fleet = Fleet::start(&[&engine]).await;
     let mut client = fleet.client().await;

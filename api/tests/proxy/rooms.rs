@@ -58,7 +58,7 @@ async fn both_have_it(computing: &Engine, answering: &Engine) {
 }
 
 #[tokio::test]
-async fn both_engines_get_the_request_at_once_with_a_room_and_it_is_charged_once() {
+async fn both_engines_get_the_request_with_a_room_at_once() {
     let gate = Arc::new(Semaphore::new(0));
     let steps = vec![Step::Await(Arc::clone(&gate)), whole("200 OK", COMPUTED)];
     let computing = Engine::always(steps).await;
@@ -85,7 +85,7 @@ async fn both_engines_get_the_request_at_once_with_a_room_and_it_is_charged_once
 }
 
 #[tokio::test]
-async fn a_stream_comes_from_the_one_that_answers_and_each_attempt_has_a_room_of_its_own() {
+async fn streams_come_from_decode_and_each_attempt_has_its_room() {
     let usage = r#"data: {"choices":[],"usage":{"prompt_tokens":1010,"completion_tokens":1,"prompt_tokens_details":{"cached_tokens":10}}}"#;
     let steps = vec![
         stream_head(),
@@ -119,7 +119,7 @@ async fn a_stream_comes_from_the_one_that_answers_and_each_attempt_has_a_room_of
 }
 
 #[tokio::test]
-async fn a_prefill_engine_that_fails_takes_the_other_connection_with_it_and_is_replaced() {
+async fn a_failed_prefill_engine_is_replaced_with_its_pair() {
     let error = "data: {\"error\":{\"message\":\"KV transfer failed\",\"code\":500}}\n\n";
     for (failure, is_stream) in [
         (vec![whole("500 Internal Server Error", "{}")], false),
@@ -171,7 +171,7 @@ async fn a_prefill_engine_that_fails_takes_the_other_connection_with_it_and_is_r
 }
 
 #[tokio::test]
-async fn without_another_prefill_engine_the_client_hears_why() {
+async fn without_another_prefill_engine_the_client_gets_the_cause() {
     for (steps, status, code) in [
         (vec![whole("500 Internal Server Error", "{}")], 500, None),
         (vec![Step::Close], 502, Some("backend_broke")),
@@ -194,7 +194,7 @@ async fn without_another_prefill_engine_the_client_hears_why() {
 }
 
 #[tokio::test]
-async fn a_mistake_of_the_client_is_told_once() {
+async fn a_client_error_is_not_retried() {
     let refusal = r#"{"object":"error","message":"max_tokens is too large","code":400}"#;
     let computing = Engine::always(vec![whole("400 Bad Request", refusal)]).await;
     let other = Engine::always(vec![whole("400 Bad Request", refusal)]).await;
@@ -212,7 +212,7 @@ async fn a_mistake_of_the_client_is_told_once() {
 }
 
 #[tokio::test]
-async fn an_engine_that_cannot_answer_is_replaced_before_the_first_byte() {
+async fn a_failed_decode_engine_is_replaced_before_the_first_byte() {
     let computing = Engine::always(vec![whole("200 OK", COMPUTED)]).await;
     let (dead, alive) = (
         Engine::dead().await,
@@ -252,7 +252,7 @@ async fn an_engine_that_cannot_answer_is_replaced_before_the_first_byte() {
 }
 
 #[tokio::test]
-async fn an_answer_that_breaks_off_is_told_as_any() {
+async fn a_broken_answer_is_reported_like_any_other() {
     let computing = Engine::always(vec![whole("200 OK", COMPUTED)]).await;
     let steps = vec![stream_head(), chunk(&delta("a", 1)), Step::Close];
     let answering = Engine::always(steps).await;
@@ -264,7 +264,7 @@ async fn an_answer_that_breaks_off_is_told_as_any() {
 }
 
 #[tokio::test]
-async fn a_client_that_leaves_closes_both_connections_and_pays_for_the_prompt() {
+async fn a_disconnect_closes_both_connections_and_is_charged() {
     let computing = Engine::always(vec![Step::Hang]).await;
     let answering = Engine::always(vec![Step::Hang]).await;
     let fleet = meeting(&[(&computing, PREFILL), (&answering, DECODE)]).await;
@@ -284,7 +284,7 @@ async fn a_client_that_leaves_closes_both_connections_and_pays_for_the_prompt() 
 }
 
 #[tokio::test]
-async fn no_request_goes_to_one_of_them_alone() {
+async fn no_request_goes_to_half_of_a_pair() {
     let computing = Engine::always(vec![whole("200 OK", COMPUTED)]).await;
     let answering = Engine::always(vec![whole("200 OK", ANSWERED)]).await;
     let fleet = meeting(&[(&computing, PREFILL), (&answering, DECODE)]).await;
@@ -357,7 +357,7 @@ async fn engines_of_different_kinds_make_no_pair() {
 }
 
 #[tokio::test]
-async fn without_a_prefill_engine_those_that_answer_are_asked_nothing() {
+async fn decode_engines_get_no_requests_without_a_prefill_engine() {
     let answering = Engine::always(vec![whole("200 OK", ANSWERED)]).await;
     let fleet = meeting(&[(&answering, DECODE)]).await;
     let answer = fleet.client().await.ask(long("")).await;

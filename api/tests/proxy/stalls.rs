@@ -30,7 +30,7 @@ async fn impatient(engine: &Engine) -> Fleet {
 }
 
 #[tokio::test]
-async fn a_client_that_stops_reading_is_left() {
+async fn a_client_that_stops_reading_is_disconnected() {
     let engine = Engine::always(endless()).await;
     let fleet = impatient(&engine).await;
     let mut client = fleet.client().await;
@@ -43,7 +43,7 @@ async fn a_client_that_stops_reading_is_left() {
 }
 
 #[tokio::test]
-async fn an_http2_stream_that_stands_still_is_left_and_the_others_go_on() {
+async fn a_stalled_http2_stream_is_reset_and_others_continue() {
     let engine = Engine::start(|number| match number {
         0 => endless(),
         _ => vec![super::engine::json("200 OK", "{}")],
@@ -105,7 +105,7 @@ async fn unread() -> (Engine, Fleet, Client) {
 }
 
 #[tokio::test]
-async fn an_engine_that_is_done_is_free_whatever_its_client_takes() {
+async fn a_finished_engine_is_free_while_its_client_reads() {
     let (_engine, fleet, mut client) = unread().await;
     assert_eq!(fleet.metrics.in_flight.get(), 1, "its bytes wait");
     let answer = client.answer().await;
@@ -119,7 +119,7 @@ async fn an_engine_that_is_done_is_free_whatever_its_client_takes() {
 }
 
 #[tokio::test]
-async fn a_client_that_takes_nothing_pays_for_what_was_made() {
+async fn a_client_that_reads_nothing_is_charged_for_the_output() {
     let (_engine, fleet, client) = unread().await;
     drop(client);
     fleet.is_idle().await;
@@ -129,7 +129,7 @@ async fn a_client_that_takes_nothing_pays_for_what_was_made() {
 }
 
 #[tokio::test]
-async fn a_client_that_keeps_an_engine_waiting_is_left_before_one_that_keeps_bytes() {
+async fn a_client_blocking_its_engine_is_disconnected_first() {
     let engine = Engine::always(endless()).await;
     let fleet = Fleet::start_with(&[&engine], Duration::ZERO, |settings| {
         settings.timeouts.untaken = Duration::from_secs(600);
@@ -145,7 +145,7 @@ async fn a_client_that_keeps_an_engine_waiting_is_left_before_one_that_keeps_byt
 }
 
 #[tokio::test]
-async fn what_all_answers_keep_is_bounded() {
+async fn buffered_bytes_of_all_answers_are_bounded() {
     let engine = Engine::always(long(usage_chunk())).await;
     let fleet = Fleet::start_with(&[&engine], Duration::ZERO, |settings| {
         settings.limits.read_ahead_bytes_max = 64 * 1024 * 1024;

@@ -31,7 +31,7 @@ fn bare(method: &str, path: &str) -> String {
 }
 
 #[tokio::test]
-async fn the_engine_that_has_it_answers() {
+async fn the_engine_with_the_stored_response_answers() {
     let (first, second) = (keeper("resp_a").await, keeper("resp_b").await);
     let fleet = Fleet::start(&[&first, &second]).await;
     let mut client = fleet.client().await;
@@ -64,7 +64,7 @@ async fn the_engine_that_has_it_answers() {
 }
 
 #[tokio::test]
-async fn every_replica_finds_it_also_one_that_knows_nothing() {
+async fn every_replica_finds_a_stored_response() {
     let (first, second) = (keeper("resp_a").await, keeper("resp_b").await);
     let engines = [&first, &second];
     let settings = [1, 2].map(|id| ProxySettings::new(ReplicaId(id)));
@@ -87,7 +87,7 @@ async fn every_replica_finds_it_also_one_that_knows_nothing() {
 }
 
 #[tokio::test]
-async fn what_nobody_has_is_not_found_unless_an_engine_did_not_answer() {
+async fn a_missing_response_is_404_unless_an_engine_was_silent() {
     let engine = keeper("resp_a").await;
     let fleet = Fleet::start(&[&engine]).await;
     let answer = fleet
@@ -113,7 +113,7 @@ async fn what_nobody_has_is_not_found_unless_an_engine_did_not_answer() {
 }
 
 #[tokio::test]
-async fn engines_are_asked_with_their_keys() {
+async fn stored_response_lookups_use_engine_keys() {
     let engine = keeper("resp_a").await;
     let mut keys = EngineKeys::default();
     let url = format!("http://{}", engine.address);

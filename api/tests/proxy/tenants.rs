@@ -68,7 +68,7 @@ fn salt(engine: &Engine) -> Option<String> {
 }
 
 #[tokio::test]
-async fn engines_get_the_salt_of_the_users_scope_and_no_other() {
+async fn engines_get_only_the_salt_of_the_users_scope() {
     let engine = engine().await;
     let fleet = fleet(&[&engine], &[0], |_| {}).await;
     let mut salts = Vec::new();
@@ -149,7 +149,7 @@ async fn prompts_are_hashed_in_the_users_scope() {
 }
 
 #[tokio::test]
-async fn an_isolated_user_gets_no_engine_that_would_mix_its_blocks() {
+async fn an_isolated_user_is_not_routed_to_unsalted_engines() {
     let (mixing, keeping) = (engine().await, engine().await);
     let both = fleet(&[&mixing, &keeping], &[1], |_| {}).await;
     for _ in 0..4 {
@@ -185,7 +185,7 @@ async fn an_isolated_user_gets_no_engine_that_would_mix_its_blocks() {
 }
 
 #[tokio::test]
-async fn whoever_prefers_service_is_served_without_a_salt_and_that_is_counted() {
+async fn users_preferring_service_use_unsalted_engines_counted() {
     let (mixing, keeping) = (engine().await, engine().await);
     let serve = |settings: &mut ProxySettings| settings.when_unsalted = WhenUnsalted::Serve;
     let both = fleet(&[&mixing, &keeping], &[1], serve).await;

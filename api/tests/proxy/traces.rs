@@ -175,7 +175,7 @@ pub(super) fn is_the_clients(request: &Span) {
 }
 
 #[tokio::test]
-async fn a_retry_is_one_trace_with_an_attempt_for_each_engine() {
+async fn a_retried_request_is_one_trace_with_attempt_spans() {
     let (collector, tracer, metrics) = Collector::default().start(0).await;
     // The engine that is tried first refuses.
     let asked = Arc::new(AtomicUsize::new(0));
@@ -247,7 +247,7 @@ async fn a_retry_is_one_trace_with_an_attempt_for_each_engine() {
 }
 
 #[tokio::test]
-async fn a_wait_is_in_the_span_of_admission() {
+async fn queue_wait_is_in_the_admission_span() {
     let (collector, tracer, _) = Collector::default().start(1_000_000).await;
     let gate = Arc::new(Semaphore::new(0));
     let steps = [vec![Step::Await(Arc::clone(&gate))], streams()].concat();
@@ -297,7 +297,7 @@ async fn a_wait_is_in_the_span_of_admission() {
 }
 
 #[tokio::test]
-async fn a_client_that_leaves_ends_all_its_spans() {
+async fn a_disconnect_ends_all_spans() {
     let (collector, tracer, _) = Collector::default().start(1_000_000).await;
     let engine = Engine::always(vec![stream_head(), chunk(&delta("hi", 1)), Step::Hang]).await;
     let fleet = Fleet::start_with(&[&engine], PATIENT, traced(tracer)).await;
@@ -315,7 +315,7 @@ async fn a_client_that_leaves_ends_all_its_spans() {
 }
 
 #[tokio::test]
-async fn what_is_not_sampled_is_not_told_and_engines_hear_so() {
+async fn unsampled_requests_are_not_exported_and_engines_know() {
     let (collector, tracer, _) = Collector::default().start(1_000_000).await;
     let engine = Engine::always(streams()).await;
     let fleet = Fleet::start_with(&[&engine], PATIENT, traced(tracer)).await;
@@ -342,7 +342,7 @@ async fn what_is_not_sampled_is_not_told_and_engines_hear_so() {
 }
 
 #[tokio::test]
-async fn a_collector_that_never_answers_holds_nobody_up() {
+async fn an_unresponsive_collector_delays_no_request() {
     let stuck = Collector {
         is_stuck: true,
         ..Collector::default()

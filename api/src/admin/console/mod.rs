@@ -132,7 +132,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_console_is_small_and_asks_for_nothing_else() {
+    fn the_console_is_small_and_self_contained() {
         let all = || FILES.iter().chain([&PAGE]);
         let bytes: usize = all().map(|file| file.text.len()).sum();
         assert!(bytes <= BYTES_MAX, "{bytes} bytes");
@@ -152,7 +152,7 @@ mod tests {
     }
 
     #[test]
-    fn scripts_import_files_that_are_served() {
+    fn console_scripts_import_only_served_files() {
         for file in FILES.iter().filter(|file| file.content_type == SCRIPT) {
             let imports = file
                 .text

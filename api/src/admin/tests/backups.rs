@@ -121,7 +121,7 @@ async fn a_backup_can_be_restored_into_a_new_cluster() {
 }
 
 #[tokio::test]
-async fn what_a_cluster_has_goes_only_by_force() {
+async fn restore_into_a_non_empty_cluster_requires_force() {
     let file = busy(1).backup().await;
     let other = busy(3);
     let answer = other.restore("", file.clone()).await;
@@ -139,7 +139,7 @@ async fn what_a_cluster_has_goes_only_by_force() {
 }
 
 #[tokio::test]
-async fn a_damaged_file_changes_nothing_and_says_where() {
+async fn a_damaged_backup_changes_nothing_and_names_the_position() {
     let file = busy(12_000).backup().await;
     let flipped = |place: usize| {
         let mut file = file.to_vec();
@@ -176,7 +176,7 @@ async fn a_damaged_file_changes_nothing_and_says_where() {
 }
 
 #[tokio::test]
-async fn a_whole_file_around_a_broken_state_changes_nothing() {
+async fn an_intact_backup_of_a_broken_state_changes_nothing() {
     let head = BackupHead {
         bytes: 9,
         ..head_of(&busy(1).backup().await)
@@ -197,7 +197,7 @@ async fn a_whole_file_around_a_broken_state_changes_nothing() {
 }
 
 #[tokio::test]
-async fn restores_and_backups_do_not_cross() {
+async fn a_restore_excludes_backups_and_other_restores() {
     let bench = busy(1);
     let file = bench.backup().await;
     bench.apply(Command::BeginRestore {
@@ -215,7 +215,7 @@ async fn restores_and_backups_do_not_cross() {
 }
 
 #[tokio::test]
-async fn without_a_quorum_there_is_a_backup_of_what_is_here() {
+async fn a_backup_without_a_quorum_contains_the_local_state() {
     let bench = busy(1);
     let file = bench.backup().await;
     for (fate, status) in [(Fate::Unavailable, 503), (Fate::Unknown, 504)] {

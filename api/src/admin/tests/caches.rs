@@ -6,7 +6,7 @@ const CACHE: &str = "/admin/v1/cache";
 const EVE: &str = "/admin/v1/users/eve";
 
 #[tokio::test]
-async fn what_was_read_can_be_written_back() {
+async fn settings_read_can_be_written_back() {
     let bench = Bench::new();
     let put = async |path: &str, body: &Value| {
         let put = bench.call("PUT", path, &body.to_string()).await;
@@ -55,7 +55,7 @@ async fn what_was_read_can_be_written_back() {
 }
 
 #[tokio::test]
-async fn what_is_no_setting_is_told() {
+async fn unknown_settings_are_reported() {
     let bench = Bench::new();
     for (path, body, field) in [
         (
@@ -77,7 +77,7 @@ async fn what_is_no_setting_is_told() {
 const DEFAULTS: &str = "/admin/v1/user-defaults";
 
 #[tokio::test]
-async fn defaults_of_users_are_those_that_other_routes_set() {
+async fn user_defaults_include_settings_of_other_routes() {
     let bench = Bench::new();
     let put = async |path: &str, body: Value| {
         let put = bench.call("PUT", path, &body.to_string()).await;

@@ -3,7 +3,7 @@
 use super::*;
 
 #[tokio::test]
-async fn a_query_key_that_a_call_does_not_know_is_refused_with_those_it_knows() {
+async fn an_unknown_query_key_is_refused_with_the_known_ones() {
     let bench = Bench::with_backends();
     for (method, path, key, known) in [
         (
@@ -53,7 +53,7 @@ async fn a_query_key_that_a_call_does_not_know_is_refused_with_those_it_knows() 
 }
 
 #[tokio::test]
-async fn a_query_value_at_fault_names_its_key() {
+async fn an_invalid_query_value_names_its_key() {
     let bench = Bench::new();
     for (path, field) in [
         ("/admin/v1/users?limit=many", "limit"),
@@ -68,7 +68,7 @@ async fn a_query_value_at_fault_names_its_key() {
 }
 
 #[tokio::test]
-async fn a_method_that_a_path_does_not_take_is_answered_with_those_it_takes() {
+async fn a_wrong_method_is_answered_with_the_allowed_ones() {
     let bench = Bench::new();
     for (method, path, allowed) in [
         ("PATCH", "/admin/v1/backends/a", "GET,HEAD,PUT,DELETE"),
@@ -113,7 +113,7 @@ async fn two_operators_do_not_overwrite_each_other() {
 }
 
 #[tokio::test]
-async fn what_is_not_there_has_no_version() {
+async fn a_missing_resource_has_no_version() {
     let bench = Bench::new();
     let spec = r#"{"url": "http://a:1"}"#;
     for wanted in ["*", "\"1\""] {
@@ -127,7 +127,7 @@ async fn what_is_not_there_has_no_version() {
 }
 
 #[tokio::test]
-async fn a_version_is_checked_against_everything_committed_and_so_needs_a_quorum() {
+async fn version_checks_need_a_quorum() {
     let bench = Bench::with_backends();
     let read = bench.call("GET", "/admin/v1/routing", "").await;
     let version = read.headers["etag"].to_str().unwrap();
@@ -170,7 +170,7 @@ async fn the_audit_pages_through_writes_and_calls() {
 }
 
 #[tokio::test]
-async fn every_write_is_audited_with_who() {
+async fn every_write_is_audited_with_its_author() {
     for route in ROUTES {
         for call in route.calls {
             let is_write = call.method != "GET" && !["explain", "whatIf"].contains(&call.id);

@@ -83,7 +83,7 @@ async fn events_are_streamed_until_the_replica_stops() {
 }
 
 #[tokio::test]
-async fn a_client_that_comes_back_gets_what_it_missed() {
+async fn a_reconnecting_client_gets_missed_events() {
     let bench = Bench::new();
     let mut stream = Listening::after(&bench, None).await;
     let begun = stream.hello().await.id().to_owned();
@@ -106,7 +106,7 @@ async fn a_client_that_comes_back_gets_what_it_missed() {
 }
 
 #[tokio::test]
-async fn events_that_are_not_kept_any_more_are_counted() {
+async fn dropped_events_are_counted() {
     let bench = Bench::new();
     let mut stream = Listening::after(&bench, None).await;
     let begun = stream.hello().await.id().to_owned();
@@ -122,7 +122,7 @@ async fn events_that_are_not_kept_any_more_are_counted() {
 }
 
 #[tokio::test]
-async fn an_id_of_another_process_leads_nowhere_and_the_client_is_told() {
+async fn an_event_id_of_another_process_is_reported_as_missed() {
     let bench = Bench::new();
     send(&bench, 2);
     let mut stream = Listening::after(&bench, None).await;

@@ -45,7 +45,7 @@ impl Tokens {
 }
 
 #[tokio::test]
-async fn a_caller_with_a_token_is_told_its_role() {
+async fn a_caller_with_a_token_learns_its_role() {
     let tokens = Tokens::new();
     let bench = tokens.bench();
     for role in AdminRole::ALL {
@@ -62,7 +62,7 @@ async fn a_caller_with_a_token_is_told_its_role() {
 }
 
 #[tokio::test]
-async fn the_console_is_open_and_what_it_shows_is_not() {
+async fn the_console_is_public_and_its_data_is_not() {
     let tokens = Tokens::new();
     let bench = tokens.bench();
     let page = bench.send(call_of(("GET", "/"), None, None)).await;
@@ -150,7 +150,7 @@ fn listing() -> String {
 }
 
 #[test]
-fn every_route_asks_for_a_role() {
+fn every_route_requires_a_role() {
     // A new route's permission must be decided here.
     expect![[r#"
         GET /: -
@@ -225,7 +225,7 @@ fn every_route_asks_for_a_role() {
 }
 
 #[tokio::test]
-async fn the_table_lists_every_method_that_a_path_takes() {
+async fn the_route_table_lists_every_method() {
     let tokens = Tokens::new();
     let bench = tokens.bench();
     let admin = tokens.of(AdminRole::Admin);
@@ -241,7 +241,7 @@ async fn the_table_lists_every_method_that_a_path_takes() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn each_route_takes_the_roles_of_the_table_and_no_weaker_ones() {
+async fn routes_accept_only_the_roles_of_the_table() {
     let tokens = Tokens::new();
     let bench = tokens.bench();
     for route in ROUTES {
@@ -271,7 +271,7 @@ async fn each_route_takes_the_roles_of_the_table_and_no_weaker_ones() {
 }
 
 #[tokio::test]
-async fn a_refusal_tells_no_more_than_it_has_to() {
+async fn refusals_disclose_no_details() {
     let tokens = Tokens::new();
     let bench = tokens.bench();
     let mut told = Vec::new();
@@ -313,7 +313,7 @@ async fn metrics_can_be_public() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn guesses_are_slowed_by_source() {
+async fn token_guesses_are_slowed_by_source() {
     let tokens = Tokens::new();
     let bench = tokens.bench();
     let asked = ("GET", "/admin/v1/policy");
@@ -352,7 +352,7 @@ async fn guesses_are_slowed_by_source() {
 }
 
 #[tokio::test]
-async fn tokens_change_while_calls_are_answered() {
+async fn tokens_can_be_replaced_during_calls() {
     let tokens = Tokens::new();
     let bench = tokens.bench();
     let viewer = tokens.of(AdminRole::Viewer);
@@ -365,7 +365,7 @@ async fn tokens_change_while_calls_are_answered() {
 }
 
 #[tokio::test]
-async fn writes_are_audited_with_who_and_from_where() {
+async fn writes_are_audited_with_author_and_address() {
     let tokens = Tokens::new();
     let bench = tokens.bench();
     let from = SocketAddr::from(([10, 0, 0, 9], 1234));

@@ -26,7 +26,7 @@ impl Bench {
 }
 
 #[tokio::test]
-async fn a_secret_is_told_once_and_kept_nowhere() {
+async fn a_secret_is_returned_once_and_not_stored() {
     let bench = Bench::new();
     let body = r#"{"user":"ada","name":"ci","expires_at":"2100-01-31T12:00:00Z","models":["m"],"scopes":["/v1/*"]}"#;
     let (id, secret) = told(&bench, KEYS, body).await;
@@ -50,7 +50,7 @@ async fn a_secret_is_told_once_and_kept_nowhere() {
 }
 
 #[tokio::test]
-async fn a_key_is_rotated_with_grace_and_revoked() {
+async fn a_key_can_be_rotated_with_grace_and_revoked() {
     let bench = Bench::new();
     let (id, first) = told(&bench, KEYS, r#"{"user":"ada"}"#).await;
     let (same, second) = told(&bench, &format!("{KEYS}/{id}/rotate?grace=1h"), "").await;
@@ -77,7 +77,7 @@ async fn a_key_is_rotated_with_grace_and_revoked() {
 }
 
 #[tokio::test]
-async fn lists_have_pages_and_can_be_of_one_user() {
+async fn key_lists_have_pages_and_a_user_filter() {
     let bench = Bench::new();
     for user in ["ada", "bob", "ada"] {
         told(&bench, KEYS, &format!(r#"{{"user":"{user}"}}"#)).await;
@@ -98,7 +98,7 @@ async fn lists_have_pages_and_can_be_of_one_user() {
 }
 
 #[tokio::test]
-async fn what_cannot_be_a_key_is_refused_with_the_field() {
+async fn an_invalid_key_is_refused_with_the_field() {
     let bench = Bench::new();
     for (body, field) in [
         ("{}", "body"),

@@ -22,7 +22,7 @@ pub(super) fn log_level() -> LogLevelControl {
 }
 
 #[tokio::test]
-async fn a_level_of_the_log_is_set_and_stands_in_the_audit() {
+async fn setting_the_log_level_is_audited() {
     let bench = Bench::new();
     let told = bench
         .call("PUT", "/admin/v1/log", r#"{"level":"debug"}"#)
@@ -40,7 +40,7 @@ async fn a_level_of_the_log_is_set_and_stands_in_the_audit() {
 }
 
 #[tokio::test]
-async fn a_level_is_this_replicas_own_and_needs_no_quorum() {
+async fn the_log_level_is_local_and_needs_no_quorum() {
     let bench = Bench::new();
     bench.set_fate(Fate::Unavailable);
     let read = bench.call("GET", "/admin/v1/log", "").await;

@@ -106,7 +106,7 @@ fn the_document_has_the_paths_methods_and_roles_of_the_table() {
 }
 
 #[test]
-fn operations_have_names_of_their_own_and_references_lead_somewhere() {
+fn operation_ids_are_unique_and_references_resolve() {
     let document = document();
     let operations = operations(&document);
     let ids = operations
@@ -130,7 +130,7 @@ fn operations_have_names_of_their_own_and_references_lead_somewhere() {
 }
 
 #[test]
-fn every_list_pages_and_every_write_back_has_a_version() {
+fn every_list_has_pages_and_every_resource_a_version() {
     let document = document();
     for (path, method, operation) in operations(&document) {
         let id = operation["operationId"].as_str().unwrap();
@@ -162,7 +162,7 @@ fn example<'a>(document: &'a Value, schema: &'a Value) -> Option<&'a Value> {
 }
 
 #[tokio::test]
-async fn examples_are_taken_and_look_like_what_is_answered() {
+async fn examples_are_accepted_and_match_responses() {
     let document = document();
     let mut shown = BTreeSet::new();
     for (path, method, operation) in operations(&document) {

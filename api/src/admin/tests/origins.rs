@@ -27,7 +27,7 @@ impl Bench {
 }
 
 #[tokio::test]
-async fn the_listener_answers_to_its_own_names_only() {
+async fn the_listener_accepts_only_its_own_host_names() {
     let bench = Bench::with_backends();
     for own in [
         "127.0.0.1:8081",
@@ -83,7 +83,7 @@ async fn the_listener_answers_to_its_own_names_only() {
 }
 
 #[tokio::test]
-async fn another_sites_page_writes_nothing() {
+async fn cross_site_writes_are_refused() {
     let bench = Bench::new();
     let snapshot = "/admin/v1/cluster/snapshot";
     let host = ("host", "10.0.0.1:8081");
@@ -110,7 +110,7 @@ async fn another_sites_page_writes_nothing() {
 }
 
 #[tokio::test]
-async fn a_body_that_any_page_may_send_is_not_taken() {
+async fn bodies_that_any_web_page_may_send_are_refused() {
     let bench = Bench::new();
     let member = r#"{"id":9,"address":"evil.example:1"}"#;
     let json = "Application/JSON; charset=utf-8";

@@ -15,7 +15,7 @@ async fn readiness(bench: &Bench) -> (u16, Value) {
 }
 
 #[tokio::test]
-async fn a_replica_is_ready_when_nothing_speaks_against_it() {
+async fn a_replica_without_reasons_against_it_is_ready() {
     let bench = Bench::with_backends();
     assert_eq!(bench.get("/livez").await, json!({"status": "alive"}));
     let ready = json!({"status": "ready", "reasons": []});
@@ -23,7 +23,7 @@ async fn a_replica_is_ready_when_nothing_speaks_against_it() {
 }
 
 #[tokio::test]
-async fn without_a_quorum_it_serves_degraded() {
+async fn a_replica_without_a_quorum_is_ready_and_degraded() {
     let bench = Bench::with_backends();
     bench.cluster.status.lock().unwrap().has_quorum = false;
     let degraded = json!({"status": "degraded", "reasons": ["no quorum"]});
@@ -44,7 +44,7 @@ async fn a_clock_that_differs_is_a_warning() {
 }
 
 #[tokio::test]
-async fn panic_mode_keeps_a_replica_ready_and_is_a_warning() {
+async fn panic_mode_keeps_a_replica_ready_with_a_warning() {
     let bench = Bench::with_backends();
     let mut roster = SlotTable::new(Arc::clone(&bench.admin.backends));
     let registry = bench.admin.view.registry();
@@ -106,7 +106,7 @@ async fn every_reason_against_readiness_is_named() {
 }
 
 #[tokio::test]
-async fn a_restart_without_a_quorum_serves_what_was_restored() {
+async fn a_restart_without_a_quorum_serves_the_restored_state() {
     let bench = Bench::with_backends();
     {
         let mut status = bench.cluster.status.lock().unwrap();
@@ -132,7 +132,7 @@ async fn a_restart_without_a_quorum_serves_what_was_restored() {
 }
 
 #[tokio::test]
-async fn metrics_follow_the_text_format_and_tell_the_replica() {
+async fn metrics_follow_the_text_format_and_name_the_replica() {
     let bench = Bench::with_backends();
     let asked = Request::get("/metrics").header("accept", "application/openmetrics-text");
     let open = bench.send(asked.body(Body::empty()).unwrap()).await;
@@ -218,7 +218,7 @@ async fn metrics_carry_no_users() {
 }
 
 #[tokio::test]
-async fn users_are_told_as_sums() {
+async fn user_metrics_are_sums() {
     let bench = Bench::new();
     bench.admin.view.want_users();
     for (name, requests) in [("ada", 1), ("bob", 2)] {
@@ -270,7 +270,7 @@ async fn users_are_told_as_sums() {
 }
 
 #[tokio::test]
-async fn an_area_registers_its_own() {
+async fn areas_can_register_their_own_metrics() {
     use prometheus_client::metrics::counter::Counter;
     let bench = Bench::new();
     let counter: Counter = Counter::default();
@@ -284,7 +284,7 @@ async fn an_area_registers_its_own() {
 }
 
 #[tokio::test]
-async fn the_list_of_paths_has_every_path() {
+async fn the_index_lists_every_path() {
     let bench = Bench::new();
     let answer = bench.call("GET", "/admin/v1", "").await;
     assert_eq!(answer.headers["content-type"], "text/html; charset=utf-8");

@@ -35,7 +35,7 @@ pub(super) fn batch(bench: &Bench, items: Vec<Item>) {
 }
 
 #[tokio::test]
-async fn backends_are_listed_with_all_that_is_known() {
+async fn backends_are_listed_with_all_known_facts() {
     let bench = Bench::with_backends();
     acquire(&bench, 0);
     let list = bench.get("/admin/v1/backends").await;
@@ -144,7 +144,7 @@ async fn lists_come_in_pages() {
 }
 
 #[tokio::test]
-async fn a_user_shows_what_was_charged() {
+async fn a_user_shows_its_charges() {
     let bench = Bench::new();
     let key: UserKey = state::prefix::user_key(1, "ann");
     let define = Item::DefineUser {
@@ -228,7 +228,7 @@ async fn the_cluster_is_shown() {
 }
 
 #[tokio::test]
-async fn the_last_writes_are_shown_newest_first() {
+async fn recent_writes_are_shown_newest_first() {
     let bench = Bench::with_backends();
     let audit = bench.get("/admin/v1/audit?limit=2").await;
     assert_eq!(audit["index"], 3);
@@ -279,7 +279,7 @@ async fn a_linearizable_read_waits_for_the_barrier() {
 }
 
 #[tokio::test]
-async fn a_digest_is_of_its_index() {
+async fn a_digest_is_that_of_the_requested_index() {
     let bench = Bench::new();
     let first = bench.get("/admin/v1/digest").await;
     assert_eq!(first["index"], 1);
@@ -298,7 +298,7 @@ async fn a_digest_is_of_its_index() {
 }
 
 #[tokio::test]
-async fn a_digest_ahead_is_waited_for() {
+async fn a_digest_of_a_future_index_is_waited_for() {
     let bench = Bench::new();
     let mut asking = Box::pin(bench.get("/admin/v1/digest?index=3"));
     assert_eq!((&mut asking).now_or_never(), None);
@@ -310,7 +310,7 @@ async fn a_digest_ahead_is_waited_for() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_digest_that_does_not_come_is_a_conflict() {
+async fn a_digest_that_never_arrives_is_a_conflict() {
     let bench = Bench::new();
     let call = ("GET", "/admin/v1/digest?index=30", "");
     let problem = bench.problem(call, 409, "not-applied").await;
@@ -318,7 +318,7 @@ async fn a_digest_that_does_not_come_is_a_conflict() {
 }
 
 #[tokio::test]
-async fn a_would_be_request_is_explained_and_changes_nothing() {
+async fn explain_changes_nothing() {
     let bench = Bench::with_backends();
     let before = bench.get("/admin/v1/digest").await;
     let inner = r#"{"model": "m", "prompt": "the quick brown fox jumps over the lazy dog"}"#;
@@ -383,7 +383,7 @@ async fn explain_finds_the_user_as_the_data_plane_does() {
 }
 
 #[tokio::test]
-async fn what_the_data_plane_would_refuse_is_not_explained() {
+async fn explain_refuses_what_the_data_plane_would_refuse() {
     let bench = Bench::with_backends();
     for (body, status) in [
         (r#"{"path":"/v1/models","body":{}}"#, 405),
@@ -408,7 +408,7 @@ async fn what_the_data_plane_would_refuse_is_not_explained() {
 }
 
 #[tokio::test]
-async fn event_streams_are_bounded_and_given_back() {
+async fn event_streams_are_bounded_and_released() {
     let bench = Bench::new();
     let open = async || {
         let request = Request::get("/admin/v1/events")
@@ -426,7 +426,7 @@ async fn event_streams_are_bounded_and_given_back() {
 }
 
 #[tokio::test]
-async fn changes_are_found_and_sent() {
+async fn state_changes_are_sent_as_events() {
     let bench = Bench::new();
     let events = bench.admin.events.clone();
     let mut stream = events.subscribe();
@@ -452,7 +452,7 @@ async fn changes_are_found_and_sent() {
 }
 
 #[test]
-fn metrics_tell_voters_from_learners() {
+fn metrics_distinguish_voters_from_learners() {
     let bench = Bench::new();
     let mut status = bench.cluster.status.lock().unwrap();
     status.members.get_mut(&ReplicaId(2)).unwrap().is_voter = false;
@@ -465,7 +465,7 @@ fn metrics_tell_voters_from_learners() {
 }
 
 #[test]
-fn changes_of_the_status_are_told_in_order() {
+fn status_changes_are_sent_in_order() {
     use crate::events::{MemberChange, status_changes};
     let before = status();
     let mut after = before.clone();
@@ -503,7 +503,7 @@ fn changes_of_the_status_are_told_in_order() {
 }
 
 #[test]
-fn changes_of_the_registry_are_told_in_order() {
+fn registry_changes_are_sent_in_order() {
     use crate::events::{BackendChange, registry_changes};
     let bench = Bench::with_backends();
     let before = bench.admin.view.registry();

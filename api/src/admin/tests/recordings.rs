@@ -3,7 +3,7 @@
 use super::*;
 
 #[tokio::test]
-async fn a_recording_is_begun_fetched_stopped_and_dropped() {
+async fn a_recording_is_started_fetched_stopped_and_removed() {
     let bench = Bench::with_backends();
     let list = bench.get("/admin/v1/recordings").await;
     assert_eq!(list, json!({ "recordings": [] }));
@@ -55,7 +55,7 @@ async fn a_recording_is_begun_fetched_stopped_and_dropped() {
 }
 
 #[tokio::test]
-async fn recordings_have_bounds() {
+async fn recordings_out_of_bounds_are_refused() {
     let bench = Bench::new();
     for (body, field) in [
         (r#"{"seconds":0}"#, "seconds"),
@@ -82,7 +82,7 @@ async fn recordings_have_bounds() {
 }
 
 #[tokio::test]
-async fn a_question_is_checked_before_it_is_answered() {
+async fn what_if_requests_are_validated() {
     let bench = Bench::with_backends();
     let path = "/admin/v1/policy/what-if";
     let answer = bench.call("POST", path, "").await.json();

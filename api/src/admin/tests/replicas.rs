@@ -70,7 +70,7 @@ async fn replicas_are_shown_side_by_side() {
 }
 
 #[tokio::test]
-async fn nobody_waits_and_nothing_is_shared_at_first() {
+async fn a_fresh_replica_has_no_waiting_requests_or_shares() {
     let bench = Bench::new();
     let waiting = bench.get("/admin/v1/waiting").await;
     let nobody = json!({"replica": 1, "requests": 0, "users": 0, "waiting": []});
@@ -86,7 +86,7 @@ async fn nobody_waits_and_nothing_is_shared_at_first() {
 }
 
 #[tokio::test]
-async fn a_caller_is_told_who_it_is() {
+async fn a_caller_learns_its_identity() {
     let open = Bench::new().get("/admin/v1/whoami").await;
     let everybody = json!({"replica": 1, "name": null, "role": "admin", "by": null});
     assert_eq!(open, everybody);

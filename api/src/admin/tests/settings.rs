@@ -5,7 +5,7 @@ use super::*;
 const ADMISSION: &str = "/admin/v1/admission";
 
 #[tokio::test]
-async fn admission_is_read_and_written_as_a_config_file_writes_it() {
+async fn admission_is_read_and_written_in_config_syntax() {
     let bench = Bench::new();
     let first = bench.get(ADMISSION).await;
     assert_eq!(first["is_set"], false);
@@ -30,7 +30,7 @@ async fn admission_is_read_and_written_as_a_config_file_writes_it() {
 }
 
 #[tokio::test]
-async fn former_names_are_taken_with_a_warning() {
+async fn former_names_are_accepted_with_a_warning() {
     let bench = Bench::new();
     let body = r#"{"concurrency": {"fixed": 3}, "queue_max": 5, "wait_ms_max": 2500,
                    "sla": {"batch_min": 2}, "user_limits": {"window_ms": 1000}}"#;
@@ -46,7 +46,7 @@ async fn former_names_are_taken_with_a_warning() {
 }
 
 #[tokio::test]
-async fn what_former_names_could_say_can_be_read_and_written_back() {
+async fn values_set_by_former_names_round_trip() {
     let bench = Bench::new();
     let body = r#"{"wait_ms_max": 172800000, "bin_age_ms_max": 0}"#;
     let put = bench.call("PUT", ADMISSION, body).await;
@@ -60,7 +60,7 @@ async fn what_former_names_could_say_can_be_read_and_written_back() {
 }
 
 #[tokio::test]
-async fn limits_of_a_user_are_read_and_written_as_a_config_file_writes_them() {
+async fn user_limits_are_read_and_written_in_config_syntax() {
     let bench = Bench::new();
     let user = "/admin/v1/users/ada";
     let body = r#"{"limits": {"requests": 5, "window": "1m"}}"#;
@@ -103,7 +103,7 @@ async fn limits_of_a_user_are_read_and_written_as_a_config_file_writes_them() {
 }
 
 #[tokio::test]
-async fn a_fault_names_the_key_what_was_found_and_what_is_expected() {
+async fn an_invalid_setting_names_key_value_and_expectation() {
     let bench = Bench::new();
     for (body, field, detail) in [
         (
@@ -134,7 +134,7 @@ async fn a_fault_names_the_key_what_was_found_and_what_is_expected() {
 }
 
 #[tokio::test]
-async fn config_tells_file_and_cluster_apart() {
+async fn config_separates_file_and_cluster_values() {
     let bench = Bench::with_backends();
     let config = bench.get("/admin/v1/config").await;
     assert_eq!(config["index"], 3);
@@ -166,7 +166,7 @@ async fn config_tells_file_and_cluster_apart() {
 }
 
 #[tokio::test]
-async fn what_is_read_can_be_written_back_and_changes_nothing() {
+async fn writing_back_what_was_read_changes_nothing() {
     let bench = Bench::with_backends();
     let limited = r#"{"weight_milli": 2500, "limits": {"requests": 5, "window": "1m"}}"#;
     let put = bench.call("PUT", "/admin/v1/users/ada", limited).await;
@@ -218,7 +218,7 @@ async fn what_is_read_can_be_written_back_and_changes_nothing() {
 }
 
 #[tokio::test]
-async fn what_is_written_back_may_be_edited_and_only_where_it_can_be() {
+async fn only_writable_fields_may_be_edited() {
     let bench = Bench::with_backends();
     let mut backend = bench.get("/admin/v1/backends/gpu-1").await;
     backend["labels"]["zone"] = json!("b");
@@ -247,7 +247,7 @@ async fn what_is_written_back_may_be_edited_and_only_where_it_can_be() {
 }
 
 #[tokio::test]
-async fn a_users_budget_and_models_are_set_kept_and_removed() {
+async fn a_users_budget_and_models_can_be_set_kept_and_removed() {
     let bench = Bench::new();
     let path = "/admin/v1/users/ada";
     let put = async |body: Value| {

@@ -7,7 +7,7 @@ use super::*;
 use crate::backends::{EngineAddressRules, EngineDialer};
 
 #[tokio::test]
-async fn a_backend_is_put_drained_undrained_and_deleted() {
+async fn a_backend_can_be_put_drained_undrained_and_deleted() {
     let bench = Bench::new();
     let body = r#"{"url":"http://10.0.0.1:8000","labels":{"zone":"b"},"capacity_blocks":7}"#;
     let put = bench.call("PUT", "/admin/v1/backends/a", body).await;
@@ -35,7 +35,7 @@ async fn a_backend_is_put_drained_undrained_and_deleted() {
 }
 
 #[tokio::test]
-async fn a_backend_has_the_role_that_was_put_last() {
+async fn a_backend_has_the_latest_role() {
     let bench = Bench::new();
     let put = async |body: &str| {
         assert_eq!(
@@ -156,7 +156,7 @@ const WRONG: &[(&str, &str, &str, &str)] = &[
 ];
 
 #[tokio::test]
-async fn a_body_that_is_wrong_names_its_field() {
+async fn an_invalid_body_names_its_field() {
     let bench = Bench::with_backends();
     for &(method, path, body, field) in WRONG {
         let problem = bench.problem((method, path, body), 400, "invalid").await;
@@ -165,7 +165,7 @@ async fn a_body_that_is_wrong_names_its_field() {
 }
 
 #[tokio::test]
-async fn what_the_cluster_rejects_is_a_problem_that_names_the_field() {
+async fn a_rejection_is_a_problem_that_names_the_field() {
     let bench = Bench::new();
     let put = ("PUT", "/admin/v1/backends/a", r#"{"url":"ftp://10.0.0.1"}"#);
     let problem = bench.problem(put, 400, "invalid").await;
@@ -214,7 +214,7 @@ async fn every_policy_can_be_put_by_its_name() {
 }
 
 #[tokio::test]
-async fn a_write_of_unknown_fate_says_so() {
+async fn a_write_of_unknown_outcome_is_reported_as_such() {
     let bench = Bench::with_backends();
     for (method, path, body) in [
         ("PUT", "/admin/v1/backends/a", r#"{"url":"http://a:1"}"#),
@@ -247,7 +247,7 @@ async fn a_write_of_unknown_fate_says_so() {
 }
 
 #[tokio::test]
-async fn members_leadership_and_snapshots_are_passed_on() {
+async fn member_leadership_and_snapshot_calls_reach_the_cluster() {
     let bench = Bench::new();
     let members = "/admin/v1/cluster/members";
     let transfer = "/admin/v1/cluster/transfer-leader";
@@ -312,7 +312,7 @@ async fn members_leadership_and_snapshots_are_passed_on() {
 }
 
 #[tokio::test]
-async fn a_user_is_weighed_and_the_policy_replaced() {
+async fn user_weight_and_policy_can_be_set() {
     let bench = Bench::new();
     let put = bench
         .call(
@@ -372,7 +372,7 @@ async fn a_body_over_the_limit_is_refused() {
 }
 
 #[tokio::test]
-async fn a_models_policy_is_written_beside_the_others_and_taken_away() {
+async fn a_models_policy_can_be_set_and_removed() {
     let bench = Bench::new();
     let of = async |model: &str| {
         let policy = bench.get(&format!("/admin/v1/policy?model={model}")).await;
@@ -425,7 +425,7 @@ async fn unknown_paths_and_methods_are_problems() {
 }
 
 #[tokio::test]
-async fn what_is_too_large_or_no_name_is_refused_before_it_is_proposed() {
+async fn oversize_and_misnamed_writes_are_refused_before_proposal() {
     let bench = Bench::new();
     let before = bench.admin.view.applied();
     let long = "x".repeat(60_000);
@@ -474,7 +474,7 @@ async fn what_is_too_large_or_no_name_is_refused_before_it_is_proposed() {
 }
 
 #[tokio::test]
-async fn a_user_that_named_itself_oddly_can_be_bounded() {
+async fn a_user_with_control_characters_in_its_name_can_be_limited() {
     let bench = Bench::new();
     let name = "a\u{1b}b".to_owned();
     bench.apply(Command::PutUser(UserSpec {
@@ -487,7 +487,7 @@ async fn a_user_that_named_itself_oddly_can_be_bounded() {
 }
 
 #[tokio::test]
-async fn engines_are_put_only_where_they_may_be() {
+async fn backends_must_be_at_allowed_addresses() {
     let bench = Bench::new();
     let put = async |body: &str| bench.call("PUT", "/admin/v1/backends/gpu-1", body).await;
     for (field, body) in [

@@ -42,7 +42,7 @@ fn tried(circuits: &Arc<CircuitBreakers>, now: Instant) -> HalfOpenProbe {
 }
 
 #[test]
-fn a_share_of_failures_opens_and_a_lesser_one_does_not() {
+fn the_failure_share_opens_the_circuit() {
     let (circuits, now) = (Arc::new(CircuitBreakers::new(SETTINGS)), Instant::now());
     for _ in 0..10 {
         assert!(!circuits.failed(backend(1), None, now));
@@ -59,7 +59,7 @@ fn a_share_of_failures_opens_and_a_lesser_one_does_not() {
 }
 
 #[test]
-fn one_user_alone_opens_no_circuit_that_serves_others() {
+fn one_users_failures_open_no_circuit_that_serves_others() {
     let (circuits, now) = (Arc::new(CircuitBreakers::new(SETTINGS)), Instant::now());
     assert!(!circuits.passed(backend(1), BOB, now));
     for _ in 0..100 {
@@ -79,7 +79,7 @@ fn one_user_alone_opens_no_circuit_that_serves_others() {
 }
 
 #[test]
-fn whoever_failed_a_trial_comes_after_others_and_does_not_prolong_the_pause() {
+fn a_user_that_failed_a_trial_goes_last_at_no_longer_pause() {
     let (circuits, start) = (Arc::new(CircuitBreakers::new(SETTINGS)), Instant::now());
     circuits.failed(backend(1), Some(BOB), start);
     circuits.failed(backend(1), Some(ADA), start);
@@ -102,14 +102,14 @@ fn whoever_failed_a_trial_comes_after_others_and_does_not_prolong_the_pause() {
 }
 
 #[test]
-fn some_may_be_passed_over_and_never_all() {
+fn some_backends_may_be_ejected_but_never_all() {
     let circuits = CircuitBreakers::new(SETTINGS);
     let most = [0, 1, 2, 3, 4, 10].map(|backends| circuits.ejected_max(backends));
     assert_eq!(most, [0, 0, 1, 1, 2, 5]);
 }
 
 #[test]
-fn single_requests_are_let_through_after_a_pause() {
+fn single_trial_requests_pass_after_a_pause() {
     let (circuits, now) = opened();
     let due = now + Duration::from_secs(1);
     assert!(matches!(
@@ -144,7 +144,7 @@ fn single_requests_are_let_through_after_a_pause() {
 }
 
 #[test]
-fn a_trial_that_hangs_is_not_waited_for_longer_than_the_longest_pause() {
+fn a_hanging_trial_is_abandoned_after_the_longest_pause() {
     let (circuits, now) = opened();
     let due = now + Duration::from_secs(1);
     let hanging = tried(&circuits, due);
@@ -160,7 +160,7 @@ fn a_trial_that_hangs_is_not_waited_for_longer_than_the_longest_pause() {
 }
 
 #[test]
-fn a_new_life_starts_closed() {
+fn a_new_incarnation_starts_with_a_closed_circuit() {
     let (circuits, now) = opened();
     assert!(circuits.allows(backend(2), ada, now));
     assert!(matches!(
@@ -172,7 +172,7 @@ fn a_new_life_starts_closed() {
 }
 
 #[test]
-fn zero_failures_never_open() {
+fn a_threshold_of_zero_never_opens() {
     let settings = CircuitSettings {
         failures: 0,
         ..SETTINGS
@@ -185,7 +185,7 @@ fn zero_failures_never_open() {
 }
 
 #[test]
-fn a_circuit_goes_with_its_backend() {
+fn a_circuit_is_removed_with_its_backend() {
     let (circuits, now) = opened();
     assert_eq!(circuits.not_closed.load(Relaxed), 1);
     circuits.forget(backend(1).slot);

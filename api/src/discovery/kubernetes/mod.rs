@@ -345,7 +345,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_pool_says_which_pods_and_which_ports() {
+    fn an_inference_pool_selects_pods_and_ports() {
         let pool = |ports: Value| {
             json!({"spec": {
                 "selector": {"matchLabels": {"app": "vllm", "a/b": "c"}},

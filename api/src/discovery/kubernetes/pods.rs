@@ -236,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn pods_are_ready_or_not_or_leaving() {
+    fn pods_are_ready_not_ready_or_leaving() {
         let mut pods = PodTable::default();
         pods.put(&pod("a", "10.0.0.1", "True"));
         pods.put(&pod("b", "10.0.0.2", "False"));
@@ -264,7 +264,7 @@ mod tests {
     }
 
     #[test]
-    fn each_port_of_a_pod_is_an_engine_with_events_of_its_own() {
+    fn each_port_of_a_pod_is_an_engine_with_its_own_events() {
         let mut pods = PodTable::default();
         pods.put(&pod("a", "10.0.0.1", "True"));
         let mut failed = pod("b", "10.0.0.2", "False");
@@ -309,7 +309,7 @@ mod tests {
     }
 
     #[test]
-    fn labels_of_pods_become_those_of_backends_and_one_is_the_role() {
+    fn pod_labels_become_backend_labels_and_one_the_role() {
         let mut object = pod("a", "10.0.0.1", "True");
         object["metadata"]["labels"][ROLE_LABEL] = json!("prefill");
         object["metadata"]["labels"]["zone"] = json!("pod's");
@@ -330,7 +330,7 @@ mod tests {
     }
 
     #[test]
-    fn events_move_the_pods_on() {
+    fn watch_events_update_the_pods() {
         let mut pods = PodTable::default();
         let event = |kind: &str, object: Value| json!({"type": kind, "object": object});
         let apply =

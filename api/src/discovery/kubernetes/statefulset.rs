@@ -55,7 +55,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_statefulset_says_how_many_pods_there_are_to_be() {
+    fn a_statefulset_scale_is_parsed() {
         let scale = |first, replicas| Ok(StatefulSetScale { first, replicas });
         let plain = json!({"metadata": {"name": "quorate"}, "spec": {"replicas": 5}});
         assert_eq!(StatefulSetScale::of(&plain), scale(0, 5));

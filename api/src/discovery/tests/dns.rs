@@ -100,7 +100,7 @@ fn following(source: DnsSource) -> Following {
 }
 
 #[tokio::test]
-async fn a_name_is_followed_as_its_ttl_says_and_keeps_its_engines_while_it_leads_nowhere() {
+async fn dns_follows_the_ttl_and_keeps_engines_on_failure() {
     let mut zone = Zone::start().await;
     zone.lead("engines.test.", &[7, 8]).await;
     // The TTL is one second, the interval an hour.
@@ -120,7 +120,7 @@ async fn a_name_is_followed_as_its_ttl_says_and_keeps_its_engines_while_it_leads
 }
 
 #[tokio::test]
-async fn services_lead_to_hosts_with_their_ports_and_ipv6_is_asked_where_there_is_no_ipv4() {
+async fn srv_records_resolve_to_hosts_and_ipv6_is_a_fallback() {
     let mut zone = Zone::start().await;
     let service = |port, host: &str| RData::SRV(SRV::new(0, 0, port, name(host)));
     zone.put("_http._tcp.test.", 60, service(81, "a.test."))
@@ -144,7 +144,7 @@ async fn services_lead_to_hosts_with_their_ports_and_ipv6_is_asked_where_there_i
 }
 
 #[tokio::test]
-async fn addresses_that_engines_may_not_have_are_refused_one_by_one() {
+async fn disallowed_dns_addresses_are_refused_individually() {
     let mut zone = Zone::start().await;
     zone.lead("engines.test.", &[1]).await;
     for address in [[127, 0, 0, 1], [169, 254, 169, 254], [0, 0, 0, 0]] {
@@ -167,7 +167,7 @@ async fn addresses_that_engines_may_not_have_are_refused_one_by_one() {
 }
 
 #[tokio::test]
-async fn an_answer_of_a_thousand_addresses_arrives_whole() {
+async fn a_dns_answer_of_a_thousand_addresses_is_complete() {
     let mut zone = Zone::start().await;
     for number in 0..1000_u16 {
         let [high, low] = number.to_be_bytes();

@@ -169,7 +169,7 @@ fn vllm() -> PodChoice {
 }
 
 #[tokio::test]
-async fn pods_are_listed_in_pages_and_watched_to_their_end() {
+async fn pods_are_listed_in_pages_and_watched() {
     let api = ApiStandIn::start(vllm()).await;
     api.then(list(5, "more/1", &[pod("a", 1, 3)]));
     api.then(list(5, "", &[pod("b", 2, 4)]));
@@ -203,7 +203,7 @@ async fn pods_are_listed_in_pages_and_watched_to_their_end() {
 }
 
 #[tokio::test]
-async fn a_watch_that_ends_goes_on_where_the_bookmark_was() {
+async fn an_ended_watch_resumes_at_the_bookmark() {
     let api = ApiStandIn::start(vllm()).await;
     api.then(list(5, "", &[pod("a", 1, 3)]));
     let events = api.then_watch();
@@ -232,7 +232,7 @@ async fn a_watch_that_ends_goes_on_where_the_bookmark_was() {
 }
 
 #[tokio::test]
-async fn a_place_that_the_server_has_forgotten_is_listed_anew() {
+async fn an_expired_resource_version_triggers_a_new_list() {
     let api = ApiStandIn::start(vllm()).await;
     api.then(list(5, "", &[pod("a", 1, 3), pod("b", 2, 4)]));
     let events = api.then_watch();
@@ -254,7 +254,7 @@ async fn a_place_that_the_server_has_forgotten_is_listed_anew() {
 }
 
 #[tokio::test]
-async fn a_server_that_refuses_is_quoted_and_asked_again() {
+async fn an_api_server_error_is_quoted_and_retried() {
     let api = ApiStandIn::start(vllm()).await;
     let message = "pods is forbidden: User \"system:serviceaccount:llm:quorate\" cannot list";
     api.then(ScriptStep::Answer(
@@ -270,7 +270,7 @@ async fn a_server_that_refuses_is_quoted_and_asked_again() {
 }
 
 #[tokio::test]
-async fn an_inference_pool_says_which_pods_at_which_port() {
+async fn an_inference_pool_is_followed_at_its_target_port() {
     let api = ApiStandIn::start(PodChoice::Pool("vllm-pool".to_owned())).await;
     let pool = json!({"spec": {"selector": {"matchLabels": {"app": "vllm"}},
         "targetPorts": [{"number": 9000}]}});

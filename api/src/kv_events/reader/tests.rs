@@ -293,7 +293,7 @@ fn stored(seq: u64) -> KvNews {
 }
 
 #[tokio::test]
-async fn what_was_exact_is_in_doubt_while_the_publisher_cannot_be_reached() {
+async fn an_unreachable_publisher_degrades_exact_mode() {
     let log = Log::new();
     // Nothing listens there any more.
     let closed = TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -309,7 +309,7 @@ async fn what_was_exact_is_in_doubt_while_the_publisher_cannot_be_reached() {
 }
 
 #[tokio::test]
-async fn what_gets_lost_on_the_way_is_told_again() {
+async fn a_lost_proposal_is_sent_again() {
     let log = Log::new();
     *log.to_lose.lock().unwrap() = Some(1);
     let (events, replay) = engine(3).await;
@@ -321,7 +321,7 @@ async fn what_gets_lost_on_the_way_is_told_again() {
 }
 
 #[tokio::test]
-async fn a_refusal_that_is_mended_ends_with_the_next_reader() {
+async fn a_fixed_refusal_ends_with_the_next_reader() {
     let log = Log::new();
     let (events, replay) = engine(2).await;
     let backend = log.add(events, replay);
@@ -337,7 +337,7 @@ async fn a_refusal_that_is_mended_ends_with_the_next_reader() {
 }
 
 #[tokio::test]
-async fn what_no_event_confirms_fades_in_a_quiet_cluster() {
+async fn unconfirmed_blocks_fade_in_an_idle_cluster() {
     let log = Log::new();
     let (events, replay) = engine(1).await;
     let backend = log.add(events, replay);

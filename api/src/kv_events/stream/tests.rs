@@ -228,7 +228,7 @@ fn position(run: &str, seq: u64) -> KvPosition {
 }
 
 #[test]
-fn a_fresh_engine_is_known_from_its_beginning() {
+fn a_fresh_engines_events_are_read_from_the_start() {
     let mut table = Table::fresh();
     table
         .connect()
@@ -244,7 +244,7 @@ fn a_fresh_engine_is_known_from_its_beginning() {
 }
 
 #[test]
-fn an_engine_that_forgot_its_beginning_is_known_in_part() {
+fn an_engine_without_its_first_events_is_a_loss() {
     let mut table = Table::fresh();
     table
         .connect()
@@ -254,7 +254,7 @@ fn an_engine_that_forgot_its_beginning_is_known_in_part() {
 }
 
 #[test]
-fn what_comes_during_a_replay_is_held_and_not_told_twice() {
+fn messages_during_a_replay_are_buffered_and_not_repeated() {
     let mut table = Table::fresh();
     table.connect().live("a", 2..5).check("[ask 0]");
     table.answer("a", 0..4).check("begin 0 1 2 3 4 current");
@@ -269,7 +269,7 @@ fn repeats_are_dropped() {
 }
 
 #[test]
-fn a_gap_is_replayed_from_the_last_message_told() {
+fn a_gap_is_replayed_from_the_last_message() {
     let mut table = Table::fresh();
     table.connect().answer("a", 0..2).live("a", [2, 5]);
     table.check("[ask 0] begin 0 1 current 2 gap [ask 2]");
@@ -279,7 +279,7 @@ fn a_gap_is_replayed_from_the_last_message_told() {
 }
 
 #[test]
-fn messages_out_of_order_end_as_if_in_order() {
+fn reordered_messages_are_delivered_in_order() {
     let mut table = Table::fresh();
     table.connect().answer("a", 0..1).live("a", [2, 1, 3]);
     table.check("[ask 0] begin 0 current gap [ask 0]");
@@ -287,7 +287,7 @@ fn messages_out_of_order_end_as_if_in_order() {
 }
 
 #[test]
-fn what_the_engine_repeats_no_more_is_lost() {
+fn messages_missing_from_the_replay_are_lost() {
     let mut table = Table::fresh();
     table.connect().answer("a", 0..2).live("a", [20]);
     table.check("[ask 0] begin 0 1 current gap [ask 1]");
@@ -297,7 +297,7 @@ fn what_the_engine_repeats_no_more_is_lost() {
 }
 
 #[test]
-fn a_replay_that_cannot_be_had_is_a_loss_in_the_end() {
+fn an_unavailable_replay_becomes_a_loss() {
     let mut table = Table::fresh();
     table
         .connect()
@@ -313,7 +313,7 @@ fn a_replay_that_cannot_be_had_is_a_loss_in_the_end() {
 }
 
 #[test]
-fn a_restart_is_seen_by_numbers_that_fall() {
+fn falling_sequence_numbers_indicate_a_restart() {
     let mut table = Table::fresh();
     table.connect().answer("a", 0..5).live("b", [0]);
     table.check("[ask 0] begin 0 1 2 3 4 current gap [ask 4]");
@@ -323,7 +323,7 @@ fn a_restart_is_seen_by_numbers_that_fall() {
 }
 
 #[test]
-fn a_restart_behind_a_broken_connection_is_seen_by_the_last_message() {
+fn a_restart_during_a_disconnect_is_detected_by_the_mark() {
     // The restarted engine has come as far as the previous one, so numbers alone do not distinguish
     // them.
     for has in [5..5, 0..3, 0..5, 0..6, 0..9] {
@@ -343,7 +343,7 @@ fn a_restart_behind_a_broken_connection_is_seen_by_the_last_message() {
 }
 
 #[test]
-fn the_next_reader_goes_on_where_the_last_one_was() {
+fn the_next_reader_continues_at_the_last_position() {
     let mut table = Table::new(EventStream::new(
         identity(BLOCK),
         true,
@@ -365,7 +365,7 @@ fn the_next_reader_goes_on_where_the_last_one_was() {
 }
 
 #[test]
-fn quiet_is_checked_and_a_doubt_lifted() {
+fn a_check_of_a_silent_stream_restores_exact_mode() {
     let mut table = Table::fresh();
     table
         .connect()
@@ -387,7 +387,7 @@ fn quiet_is_checked_and_a_doubt_lifted() {
 }
 
 #[test]
-fn a_reader_that_begins_anew_says_that_it_is_in_doubt() {
+fn a_restarted_reader_reports_degraded_mode() {
     let mut table = Table::new(EventStream::new(
         identity(BLOCK),
         true,
@@ -401,7 +401,7 @@ fn a_reader_that_begins_anew_says_that_it_is_in_doubt() {
 }
 
 #[test]
-fn a_run_that_is_followed_anew_begins_later() {
+fn a_run_followed_again_has_a_later_publisher_id() {
     let mut table = Table::new(EventStream::anew(identity(BLOCK), true, 5_000));
     table.connect().answer("a", 0..2);
     table.check("[ask 0] begin 0 1 current");
@@ -419,7 +419,7 @@ fn without_replays_a_gap_is_a_loss() {
 }
 
 #[test]
-fn blocks_of_another_size_are_refused_once() {
+fn blocks_of_a_different_size_are_refused_once() {
     let mut table = Table::new(EventStream::new(identity(BLOCK + 1), true, None));
     table.connect().answer("a", 0..0).live("a", 0..3);
     table.check("[ask 0] begin current BlockSize { engine: 2, router: 3 }");
@@ -429,7 +429,7 @@ fn blocks_of_another_size_are_refused_once() {
 }
 
 #[test]
-fn what_cannot_be_read_is_refused() {
+fn unreadable_messages_are_refused() {
     let mut table = Table::fresh();
     table.connect().answer("a", 0..0);
     table.act(|stream, around| stream.live(0, Bytes::from_static(b"no"), around));
@@ -437,7 +437,7 @@ fn what_cannot_be_read_is_refused() {
 }
 
 #[test]
-fn a_block_waits_for_its_parent_and_is_never_a_root() {
+fn a_block_without_its_parent_waits_and_is_no_root() {
     let mut table = Table::fresh();
     table.connect().answer("a", 0..0);
     let child = payload("a", 1, |bytes| stored(bytes, 2, Some(1), [3, 4]));
@@ -458,7 +458,7 @@ fn a_block_waits_for_its_parent_and_is_never_a_root() {
 }
 
 #[test]
-fn large_messages_come_in_parts() {
+fn large_messages_are_split_into_parts() {
     let mut table = Table::fresh();
     table.connect().answer("a", 0..0);
     let count = 5000;
@@ -498,7 +498,7 @@ fn large_messages_come_in_parts() {
 /// Checks after each recorded message that the view equals the engine's cache, so that the hit of
 /// every later prompt is predicted to the token.
 #[test]
-fn recorded_hits_are_predicted() {
+fn recorded_hits_are_predicted_exactly() {
     for (name, engine, block_size) in [
         ("vllm012_bs16", 16_u32, 16_u32),
         ("vllm032_bs32", 32, 32),

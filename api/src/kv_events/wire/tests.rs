@@ -53,7 +53,7 @@ fn recorded_streams_decode_completely() {
 }
 
 #[test]
-fn a_recorded_salt_is_read_where_it_is_told() {
+fn recorded_salts_are_read() {
     let salts: Vec<String> = fixtures::messages("vllm032_bs32")
         .iter()
         .flat_map(|message| decode(&message.payload).unwrap().events)
@@ -66,7 +66,7 @@ fn a_recorded_salt_is_read_where_it_is_told() {
 }
 
 #[test]
-fn hashes_are_integers_or_the_end_of_bytes() {
+fn engine_hashes_are_integers_or_trailing_bytes() {
     let mut event = vec![0x92];
     text(&mut event, "BlockRemoved");
     event.push(0x93);
@@ -82,7 +82,7 @@ fn hashes_are_integers_or_the_end_of_bytes() {
 }
 
 #[test]
-fn unknown_fields_and_kinds_are_passed_over() {
+fn unknown_fields_and_kinds_are_skipped() {
     let mut event = vec![0x84];
     for (name, value) in [
         ("session", &b"\x81\xa1a\x91\x01"[..]),
@@ -106,14 +106,14 @@ fn unknown_fields_and_kinds_are_passed_over() {
 }
 
 #[test]
-fn unknown_events_in_a_row_take_the_room_of_one() {
+fn consecutive_unknown_events_are_collapsed() {
     let mut bytes = b"\x92\x00\xdd\x00\x01\x00\x00".to_vec();
     bytes.extend([0xc0; 1 << 16]);
     assert_eq!(decode(&bytes).unwrap().events, [EngineEvent::Unknown]);
 }
 
 #[test]
-fn a_parent_that_cannot_be_named_is_no_first_block() {
+fn an_unreadable_parent_does_not_make_a_root() {
     for (parent, is_root) in [
         (&b"\xc0"[..], true),
         (b"\xc4\x02ab", false),
@@ -131,7 +131,7 @@ fn a_parent_that_cannot_be_named_is_no_first_block() {
 }
 
 #[test]
-fn further_keys_end_what_can_be_hashed() {
+fn unknown_extra_keys_end_the_hashable_blocks() {
     let stored = |extra_keys: &[u8], parent: &[u8]| {
         let mut event = vec![0x85];
         text(&mut event, "type");
@@ -170,7 +170,7 @@ fn further_keys_end_what_can_be_hashed() {
 
 proptest! {
     #[test]
-    fn any_bytes_are_decoded_or_refused(bytes in prop::collection::vec(any::<u8>(), 0..300)) {
+    fn arbitrary_kv_event_bytes_are_decoded_or_refused(bytes in prop::collection::vec(any::<u8>(), 0..300)) {
         drop(decode(&bytes));
         drop(decode(&payload(&bytes)));
     }

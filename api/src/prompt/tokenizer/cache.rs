@@ -106,7 +106,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_used_stays_and_the_bound_holds() {
+    fn the_token_cache_keeps_used_entries_within_its_bound() {
         let cache = TokenCache::new(10_000);
         let tokens: Arc<[u32]> = vec![7; 34].into();
         let used = cache.key(b"used", "");
@@ -121,7 +121,7 @@ mod tests {
     }
 
     #[test]
-    fn what_would_fill_it_alone_is_not_kept() {
+    fn an_entry_as_large_as_the_cache_is_not_kept() {
         let cache = TokenCache::new(1000);
         let key = cache.key(b"long", "");
         cache.insert(key, &vec![1; 1000].into());
@@ -129,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn what_one_salt_met_is_new_to_another() {
+    fn token_cache_entries_are_separate_per_salt() {
         let cache = TokenCache::new(10_000);
         let tokens: Arc<[u32]> = vec![1].into();
         cache.insert(cache.key(b"text", "a"), &tokens);

@@ -436,7 +436,7 @@ mod tests {
     }
 
     #[test]
-    fn the_three_surfaces_meet_in_the_same_messages() {
+    fn the_three_apis_give_equal_messages() {
         let expected = json!([
             {"role": "system", "content": "be brief"},
             {"role": "user", "content": "weather?"},
@@ -464,7 +464,7 @@ mod tests {
     }
 
     #[test]
-    fn media_are_told_apart_by_what_names_them() {
+    fn media_are_distinguished_by_their_source() {
         let one = |part: Value| {
             let body = json!({"messages": [{"role": "user", "content": [part]}]});
             messages("/v1/chat/completions", &body)[0]["content"][0]["text"]
@@ -492,7 +492,7 @@ mod tests {
     }
 
     #[test]
-    fn arguments_become_objects_and_parts_become_lines() {
+    fn arguments_become_objects_and_text_parts_lines() {
         let body = json!({"messages": [
             {"role": "user", "content": [{"type": "text", "text": "a"}, "b"]},
             {"role": "assistant", "content": null, "tool_calls": [
@@ -524,7 +524,7 @@ mod tests {
     }
 
     #[test]
-    fn tools_have_the_fields_that_engines_know() {
+    fn tools_keep_only_fields_known_to_engines() {
         let tool = |tool: Value| {
             let body = json!({"messages": [], "tools": [tool]}).to_string();
             match read("/v1/chat/completions", body.as_bytes()).unwrap() {
@@ -545,7 +545,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_chat_is_unclear_and_never_panics() {
+    fn malformed_chats_are_unclear_and_never_panic() {
         for body in [
             json!([]),
             json!({"messages": 3}),
@@ -561,7 +561,7 @@ mod tests {
     }
 
     #[test]
-    fn prompts_are_texts_or_ids_and_of_a_batch_the_first() {
+    fn prompts_are_text_or_ids_or_the_first_of_a_batch() {
         let read = |prompt: Value| {
             let body = json!({"prompt": prompt}).to_string();
             read("/v1/completions", body.as_bytes()).unwrap()

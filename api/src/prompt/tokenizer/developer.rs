@@ -51,7 +51,7 @@ mod tests {
     }
 
     #[test]
-    fn developers_are_systems_and_there_is_one_at_the_beginning() {
+    fn developer_messages_merge_into_one_system_message() {
         let parts = json!([{"type": "text", "text": "b"}, {"type": "text", "text": "c"}]);
         let untouched = vec![
             message("system", "a"),

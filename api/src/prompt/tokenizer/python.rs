@@ -293,7 +293,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn json_is_what_python_writes() {
+    fn json_is_formatted_like_python() {
         let value = json!({"b": [1, 2.0, true, null], "a": "<é\n\u{7f}\u{1}😀>", "e": [], "o": {}});
         let value = Value::from(Serde(value));
         let none = Kwargs::from_iter([("indent", Value::from(()))]);
@@ -314,7 +314,7 @@ mod tests {
     }
 
     #[test]
-    fn floats_read_as_in_python() {
+    fn floats_are_formatted_like_python() {
         let cases = [
             (0.0, "0.0"),
             (-0.5, "-0.5"),
@@ -333,7 +333,7 @@ mod tests {
     }
 
     #[test]
-    fn days_are_named_as_the_calendar_has_them() {
+    fn strftime_names_days_correctly() {
         let at = |day, format| strftime(day, format).unwrap();
         assert_eq!(at(0, "%A %d %B %Y"), "Thursday 01 January 1970");
         assert_eq!(at(19_782, "%F %j"), "2024-02-29 060");

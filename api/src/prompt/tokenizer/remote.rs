@@ -295,7 +295,7 @@ mod tests {
     use super::*;
 
     #[tokio::test(start_paused = true)]
-    async fn an_engine_that_hangs_costs_a_deadline_now_and_then() {
+    async fn a_hanging_tokenizer_engine_costs_few_deadlines() {
         let remote = EngineTokenizer::default();
         let began = tokio::time::Instant::now();
         for nth in 0..20_u32 {
@@ -307,7 +307,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn prompts_that_wait_together_are_late_once() {
+    async fn concurrent_prompts_wait_for_one_deadline() {
         let remote = EngineTokenizer::default();
         let questions: Vec<_> = (0..10_u32).map(|it| Bytes::from(it.to_string())).collect();
         let waiting = questions.iter().map(|it| remote.tokens(it, "", pending));
@@ -320,7 +320,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn answers_are_asked_for_only_where_prompts_leave_room() {
+    async fn replies_are_tokenized_only_when_prompts_leave_room() {
         let remote = EngineTokenizer::default();
         let ask = || remote.reply_tokens(async { TokenizeResult::Tokens(vec![1]) });
         assert_eq!(ask().await, Some(vec![1]));
@@ -339,7 +339,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn whoever_leaves_hands_the_question_on() {
+    async fn a_cancelled_tokenize_call_is_taken_over_by_waiters() {
         let remote = EngineTokenizer::default();
         let tokenize_request = Bytes::from_static(b"q");
         let leaver =
@@ -360,7 +360,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn whoever_hangs_up_frees_the_place() {
+    async fn a_cancelled_tokenize_call_frees_its_place() {
         let remote = EngineTokenizer::default();
         for nth in 0..10_u32 {
             let tokenize_request = Bytes::from(nth.to_string());
@@ -371,7 +371,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn refused_prompts_do_not_stop_the_asking() {
+    async fn refused_prompts_do_not_pause_tokenize_calls() {
         let remote = EngineTokenizer::default();
         for nth in 0..10_u32 {
             let tokenize_request = Bytes::from(nth.to_string());
@@ -388,7 +388,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_asked_is_what_the_engine_would_be_sent() {
+    fn tokenize_requests_equal_the_forwarded_request() {
         let content = json!([
             {"type": "text", "text": "a"},
             {"type": "image_url", "image_url": {"url": "http://x/y.png"}},

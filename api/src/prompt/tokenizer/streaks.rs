@@ -53,7 +53,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_held_is_believed_until_it_does_not() {
+    fn checks_become_rare_until_one_fails() {
         let mut streaks = Streaks::default();
         for _ in 0..SURE {
             assert!(streaks.is_due(1) && !streaks.is_sure(1));

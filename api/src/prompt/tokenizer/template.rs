@@ -271,7 +271,7 @@ mod tests {
     }
 
     #[test]
-    fn a_template_may_refuse_a_conversation() {
+    fn a_chat_template_may_raise_an_error() {
         let source =
             "{% if messages[0].content == 'no' %}{{ raise_exception('not this') }}{% endif %}yes";
         let error = template(source).render(&user("no")).unwrap_err();
@@ -280,7 +280,7 @@ mod tests {
     }
 
     #[test]
-    fn a_template_that_knows_no_developers_gets_systems() {
+    fn developer_messages_become_system_if_unsupported() {
         let source = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}";
         let messages = vec![
             json!({"role": "user", "content": "x"}),
@@ -296,7 +296,7 @@ mod tests {
     }
 
     #[test]
-    fn training_marks_write_nothing() {
+    fn generation_marks_render_nothing() {
         let source =
             "a\n{%- generation -%}\n b \n{%- endgeneration %}c{% if true %}d{% endif %}{% x";
         let without = without_generation_marks(source);
@@ -309,7 +309,7 @@ mod tests {
     }
 
     #[test]
-    fn what_becomes_of_a_reply_is_tried() {
+    fn reply_rendering_is_detected_by_trial() {
         let kept = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}";
         assert_eq!(template(kept).replies(), ReplyRendering::Kept);
         let trimmed = kept.replace("m.content", "m.content | trim");

@@ -59,7 +59,7 @@ fn rendered(tokenizer: &Arc<Tokenizer>, body: &Value) -> Result<String, Fallback
 }
 
 #[test]
-fn chats_have_the_text_and_ids_that_transformers_gives() {
+fn chats_match_transformers_text_and_ids() {
     for model in MODELS {
         let tokenizer = load(model);
         let cases: Cases = read(&format!("{model}/cases.json"));
@@ -79,7 +79,7 @@ fn chats_have_the_text_and_ids_that_transformers_gives() {
 }
 
 #[test]
-fn prompts_have_the_ids_that_transformers_gives() {
+fn prompts_match_transformers_ids() {
     for model in MODELS {
         let tokenizer = load(model);
         let cases: Cases = read(&format!("{model}/cases.json"));
@@ -100,7 +100,7 @@ fn prompts_have_the_ids_that_transformers_gives() {
 }
 
 #[test]
-fn texts_have_the_ids_that_tiktoken_gives() {
+fn texts_match_tiktoken_ids() {
     let cases: std::collections::BTreeMap<String, Vec<PromptCase>> = read("tiktoken.json");
     for (name, cases) in cases {
         let spec = format!("tiktoken:{name}").parse().unwrap();
@@ -117,7 +117,7 @@ fn texts_have_the_ids_that_tiktoken_gives() {
 }
 
 #[test]
-fn names_are_read_and_shown_the_same() {
+fn tokenizer_names_round_trip() {
     for name in [
         "character",
         "engine",
@@ -137,7 +137,7 @@ fn names_are_read_and_shown_the_same() {
 }
 
 #[test]
-fn files_that_cannot_be_used_are_named() {
+fn unusable_tokenizer_files_are_named() {
     let folder = std::env::temp_dir().join(format!("quorate-tokenizers-{}", std::process::id()));
     std::fs::create_dir_all(&folder).unwrap();
     let write = |name: &str, text: &str| std::fs::write(folder.join(name), text).unwrap();
@@ -185,7 +185,7 @@ fn seam(tokenizer: &Arc<Tokenizer>, path: &str, body: &Value) -> (Vec<u32>, Opti
 }
 
 #[test]
-fn an_answer_goes_on_as_the_next_turn_has_it() {
+fn a_reply_continues_as_in_the_next_turn() {
     let user = |text: &str| json!({"role": "user", "content": text});
     let chat = |messages: Vec<Value>| json!({"messages": messages});
     let path = "/v1/chat/completions";
@@ -225,7 +225,7 @@ fn an_answer_goes_on_as_the_next_turn_has_it() {
 }
 
 #[test]
-fn a_completion_goes_on_where_its_tokens_stay() {
+fn a_completion_continues_if_its_tokens_are_unchanged() {
     let tokenizer = load("chatml");
     let (mut ids, seam_of) = seam(
         &tokenizer,
@@ -245,7 +245,7 @@ fn a_completion_goes_on_where_its_tokens_stay() {
 }
 
 #[test]
-fn what_is_new_counts_and_what_is_known_does_not() {
+fn only_new_text_counts_toward_the_tokenize_limit() {
     let tokenizer = load("chatml");
     let text = |text: &str| TokenizerText {
         parts: vec![format!("<|im_start|>{text}<|im_end|>\n")],
@@ -263,7 +263,7 @@ fn what_is_new_counts_and_what_is_known_does_not() {
 }
 
 #[test]
-fn a_text_no_regex_can_take_is_given_up_or_taken_but_ends() {
+fn pathological_texts_terminate() {
     for spec in ["tiktoken:cl100k_base", "tiktoken:o200k_base"] {
         let tokenizer = Tokenizer::load(spec.parse().unwrap(), None).unwrap();
         for text in [" ".repeat(100_000), "A".repeat(50_000), "é".repeat(30_000)] {
@@ -277,7 +277,7 @@ proptest! {
 
     /// Checks that tokenizing the pieces between special tokens equals tokenizing the whole text.
     #[test]
-    fn pieces_have_the_tokens_of_the_whole(
+    fn tokenizing_pieces_equals_tokenizing_the_whole(
         pieces in proptest::collection::vec(
             prop_oneof![
                 2 => "[ -~\\n\\té漢😀]{0,30}",
@@ -305,7 +305,7 @@ proptest! {
     }
 
     #[test]
-    fn any_body_is_answered(body in ".{0,200}", path in prop_oneof![
+    fn arbitrary_chat_bodies_never_panic(body in ".{0,200}", path in prop_oneof![
         Just("/v1/chat/completions"), Just("/v1/messages"), Just("/v1/responses"),
         Just("/v1/completions"), Just("/v1/embeddings"), Just("/x"),
     ]) {

@@ -179,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_announced_is_held_until_it_is_whole() {
+    fn announced_frame_bytes_are_reserved_until_complete() {
         let (mut count, all) = count(2000);
         let stream = [message(300), message(0), message(40), message(500)].concat();
         for piece in [1, 3, 7, 100, 5000] {
@@ -198,7 +198,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_holds_more_than_there_is_by_announcing_it() {
+    fn an_announced_length_cannot_reserve_more_than_the_bound() {
         let (mut count, all) = count(500);
         let why = count.take_in(&message(600)[..PREFIX_BYTES]).unwrap_err();
         assert_eq!(why.code(), Code::Unavailable);
@@ -207,7 +207,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_decoder_refuses_holds_nothing() {
+    fn frames_the_decoder_refuses_reserve_nothing() {
         let (mut count, all) = count(500);
         count.take_in(&[0, 0xff, 0xff, 0xff, 0xff]).unwrap();
         assert_eq!(all.load(Relaxed), 0);

@@ -21,7 +21,7 @@ fn load(running: u32, waiting: u32, pending_prefill_tokens: u64) -> Load {
 }
 
 #[test]
-fn a_request_is_counted_in_and_out() {
+fn load_counts_a_request_until_its_end() {
     let table = LoadTable::default();
     let mut first = table.begin(backend(3, 1), 700);
     let second = table.begin(backend(3, 1), 50);
@@ -36,7 +36,7 @@ fn a_request_is_counted_in_and_out() {
 }
 
 #[test]
-fn a_place_that_is_not_used_stays_where_peers_wait_for_one_that_ends() {
+fn an_unused_place_is_announced_to_waiting_peers() {
     let table = LoadTable::default();
     let engine = backend(0, 1);
     table.set_places(engine, 6, 2, true);
@@ -56,7 +56,7 @@ fn a_place_that_is_not_used_stays_where_peers_wait_for_one_that_ends() {
 }
 
 #[test]
-fn a_new_life_of_a_slot_starts_at_zero_and_the_old_one_cannot_disturb_it() {
+fn a_new_incarnation_starts_at_zero_load() {
     let table = LoadTable::default();
     let old = table.begin(backend(0, 1), 10);
     let new = table.begin(backend(0, 2), 20);
@@ -95,7 +95,7 @@ fn a_peer_counts_until_its_report_expires() {
 }
 
 #[test]
-fn one_merge_serves_many_backends() {
+fn one_pass_merges_load_of_many_backends() {
     let (here, peer) = (LoadTable::default(), LoadTable::default());
     let now = Instant::now();
     let _underway: Vec<_> = [1, 4, 5, 9]
@@ -110,7 +110,7 @@ fn one_merge_serves_many_backends() {
 }
 
 #[test]
-fn reports_go_out_on_change_and_to_stay_alive() {
+fn load_reports_are_sent_on_change_and_as_heartbeat() {
     let table = LoadTable::default();
     let mut reporter = LoadReporter::default();
     let now = Instant::now();
@@ -145,7 +145,7 @@ fn reports_go_out_on_change_and_to_stay_alive() {
 }
 
 #[test]
-fn malformed_reports_are_refused() {
+fn malformed_load_reports_are_refused() {
     let malformed = Err(LoadReportError::Malformed);
     let table = LoadTable::default();
     let merge = |bytes: &[u8]| table.merge_report(ReplicaId(1), bytes, Instant::now());
@@ -167,7 +167,7 @@ fn malformed_reports_are_refused() {
 
 proptest! {
     #[test]
-    fn any_bytes_are_a_report_or_refused(bytes in proptest::collection::vec(any::<u8>(), 0..64)) {
+    fn arbitrary_bytes_are_a_report_or_refused(bytes in proptest::collection::vec(any::<u8>(), 0..64)) {
         let mut report = vec![REPORT_VERSION];
         report.extend(&bytes);
         let _ = LoadTable::default().merge_report(ReplicaId(1), &report, Instant::now());
@@ -175,7 +175,7 @@ proptest! {
     }
 
     #[test]
-    fn what_is_reported_arrives(
+    fn reports_round_trip(
         requests in proptest::collection::vec((0_u16..1024, 0_u64..1 << 40), 0..50)
     ) {
         let (here, peer) = (LoadTable::default(), LoadTable::default());

@@ -266,7 +266,7 @@ mod tests {
     }
 
     #[test]
-    fn runs_follow_one_another_and_branch() {
+    fn pending_runs_chain_and_branch() {
         let overlay = Overlay::default();
         overlay.add(A, &run(&[1, 2, 3]));
         overlay.add(A, &run(&[4, 5]));
@@ -276,7 +276,7 @@ mod tests {
     }
 
     #[test]
-    fn blocks_on_their_way_are_counted_and_what_they_follow_is_used() {
+    fn pending_blocks_are_counted_and_their_parents_in_use() {
         let overlay = Overlay::default();
         let pending = BlockRun::new(chain(&[1, 2, 3, 4]), 2..4);
         overlay.add(A, &pending);

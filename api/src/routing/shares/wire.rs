@@ -195,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn the_bytes_are_those_of_version_1() {
+    fn shares_reports_have_golden_bytes() {
         let bytes = encode(&report(vec![place(5, &[(2, 200)]), place(8, &[])]));
         let expected = [
             &[1][..],
@@ -211,7 +211,7 @@ mod tests {
     }
 
     #[test]
-    fn reports_are_compared_without_their_numbers() {
+    fn shares_reports_are_compared_without_their_numbers() {
         let (mut one, other) = (report(Vec::new()), report(vec![place(1, &[])]));
         let first = encode(&one);
         one.number += 1;
@@ -220,7 +220,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_report_is_refused() {
+    fn malformed_reports_are_refused() {
         let whole = encode(&report(vec![place(5, &[(2, 200)])]));
         let cut = |at: usize| decode(&whole[..at]);
         let empty = encode(&report(Vec::new())).len();
@@ -234,7 +234,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_reported_arrives(
+        fn reports_round_trip(
             slots in proptest::collection::btree_map(0..1024_u16, proptest::collection::vec((any::<u8>(), any::<u64>()), 0..4), 0..20),
         ) {
             let places = slots.iter().map(|(slot, given)| place(*slot, given)).collect();
@@ -243,7 +243,7 @@ mod tests {
         }
 
         #[test]
-        fn any_bytes_are_a_report_or_refused(
+        fn arbitrary_bytes_are_a_report_or_refused(
             bytes in proptest::collection::vec(any::<u8>(), 0..120)
         ) {
             let _ = decode(&bytes);

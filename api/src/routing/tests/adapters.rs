@@ -37,7 +37,7 @@ impl Bench {
 }
 
 #[test]
-fn an_adapter_is_kept_to_engines_that_have_it_while_their_queues_are_short() {
+fn adapter_requests_stay_at_loaded_engines_with_short_queues() {
     let bench = Bench::new(3);
     let identity = bench.identify("hello");
     bench.tells(0, &["x", "y"], 0);

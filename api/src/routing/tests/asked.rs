@@ -108,7 +108,7 @@ async fn serve(own: Arc<Tokenizer>, asked: Arc<Mutex<Vec<Value>>>) -> String {
 }
 
 #[tokio::test]
-async fn an_answer_goes_on_as_its_engine_says() {
+async fn replies_are_tokenized_by_their_engine() {
     let engine = TokenizingEngine::start("chatml", TokenizerSpec::Engine).await;
     let first = read(&engine.bench, CHAT, &chat(&[("user", "Hi")])).await;
     assert_eq!(first.identity.unit, BlockUnit::Tokens);
@@ -132,7 +132,7 @@ async fn an_answer_goes_on_as_its_engine_says() {
 }
 
 #[tokio::test]
-async fn what_a_template_changes_is_not_believed() {
+async fn replies_a_template_changes_are_not_matched() {
     // Llama's template trims white space at both ends.
     let engine = TokenizingEngine::start("llama3", TokenizerSpec::Engine).await;
     let (matched, cached) = engine.turn("How are you?", REPLY).await;
@@ -150,7 +150,7 @@ async fn what_a_template_changes_is_not_believed() {
 }
 
 #[tokio::test]
-async fn what_templates_keep_is_looked_at_now_and_then() {
+async fn kept_reply_rendering_is_rechecked_occasionally() {
     let engine = TokenizingEngine::start("chatml", TokenizerSpec::Engine).await;
     for turn in 0..60 {
         let question = format!("How are you, the {turn}th time?");
@@ -166,7 +166,7 @@ async fn what_templates_keep_is_looked_at_now_and_then() {
 }
 
 #[tokio::test]
-async fn engines_that_agree_with_the_files_are_asked_now_and_then() {
+async fn engines_that_match_the_tokenizer_files_are_sampled() {
     let TokenizerSpec::HuggingFace(file) = fixture("chatml") else {
         panic!("a file");
     };

@@ -71,7 +71,7 @@ fn select(value: &'static str) -> HeaderMap {
 }
 
 #[test]
-fn an_open_circuit_passes_a_backend_over_and_one_answer_closes_it() {
+fn an_open_circuit_excludes_a_backend_until_one_answer() {
     let bench = Bench::new(2);
     let identity = bench.identify("hello");
     bench.fail(0, 4);
@@ -98,7 +98,7 @@ fn an_open_circuit_passes_a_backend_over_and_one_answer_closes_it() {
 }
 
 #[test]
-fn when_every_circuit_is_open_the_first_stay_out() {
+fn with_every_circuit_open_the_first_opened_stay_excluded() {
     let bench = Bench::new(2);
     let identity = bench.identify("hello");
     bench.fail(0, 5);
@@ -112,7 +112,7 @@ fn when_every_circuit_is_open_the_first_stay_out() {
 }
 
 #[test]
-fn half_of_a_models_backends_are_passed_over_at_most() {
+fn circuits_exclude_at_most_half_of_a_models_backends() {
     let bench = Bench::new(4);
     let identity = bench.identify("hello");
     for slot in [2, 0, 3] {
@@ -130,7 +130,7 @@ fn half_of_a_models_backends_are_passed_over_at_most() {
 }
 
 #[test]
-fn when_every_circuit_of_those_selected_is_open_they_say_nothing() {
+fn circuits_are_ignored_if_all_selected_backends_are_open() {
     let bench = Bench::labelled(SelectSettings {
         allow: true,
         models: Vec::new(),
@@ -159,7 +159,7 @@ fn when_every_circuit_of_those_selected_is_open_they_say_nothing() {
 }
 
 #[test]
-fn attempts_tell_the_circuit_how_they_went() {
+fn attempts_report_their_outcome_to_the_circuit() {
     let bench = Bench::new(1);
     let identity = bench.identify("hello");
     let handle = bench.port.log.lock().unwrap().handle(0);
@@ -212,7 +212,7 @@ fn attempts_tell_the_circuit_how_they_went() {
 }
 
 #[test]
-fn a_model_goes_to_those_who_have_it_loaded_if_any_has() {
+fn a_model_goes_to_backends_that_have_it_loaded() {
     let bench = Bench::new(3);
     let identity = bench.identify("hello");
     assert_eq!(
@@ -238,7 +238,7 @@ fn a_model_goes_to_those_who_have_it_loaded_if_any_has() {
 }
 
 #[test]
-fn labels_of_request_and_model_must_all_be_there() {
+fn labels_of_request_and_model_must_all_match() {
     let labels = vec![("zone".to_owned(), "a".to_owned())];
     let bench = Bench::labelled(SelectSettings {
         allow: true,
@@ -290,7 +290,7 @@ fn labels_of_request_and_model_must_all_be_there() {
 }
 
 #[test]
-fn a_header_has_no_say_where_the_config_gives_it_none() {
+fn selection_headers_are_ignored_unless_allowed() {
     let bench = Bench::labelled(SelectSettings::default());
     let identity = bench.identify("hello");
     let headers = select("zone=c,nonsense");
@@ -305,7 +305,7 @@ fn a_header_has_no_say_where_the_config_gives_it_none() {
 }
 
 #[test]
-fn whoever_is_at_its_limit_is_held_back_until_it_has_room() {
+fn a_backend_at_its_limit_is_excluded_until_it_has_room() {
     let bench = Bench::new(2);
     bench.admin(Command::PutAdmission(AdmissionSettings {
         concurrency: Concurrency::Fixed(2),
@@ -338,7 +338,7 @@ fn whoever_is_at_its_limit_is_held_back_until_it_has_room() {
 }
 
 #[test]
-fn a_prompt_goes_only_where_it_fits() {
+fn a_prompt_goes_only_to_backends_it_fits() {
     let bench = Bench::new(2);
     let capacity = |at, blocks| bench.admin(Command::PutBackend(spec(at, Some(blocks))));
     // 20 blocks of 16 bytes, whose tokens are estimated.
@@ -423,7 +423,7 @@ fn a_model_has_its_own_policy_unless_the_request_names_one() {
 }
 
 #[test]
-fn who_serves_a_model_is_remembered_of_named_models_until_the_registry_changes() {
+fn backends_of_named_models_are_cached_per_registry_version() {
     let bench = Bench::new(2);
     bench.admin(Command::PutBackend(state::command::BackendSpec {
         models: vec!["*".to_owned()],

@@ -163,7 +163,7 @@ fn usage(prompt_tokens: u64, cached_tokens: Option<u64>, completion_tokens: u64)
 }
 
 #[test]
-fn an_identity_is_scoped_and_knows_what_an_engine_can_have() {
+fn an_identity_is_scoped_and_counts_matchable_blocks() {
     let bench = Bench::new(1);
     let long = bench.identify(&"x".repeat(16 * 4));
     assert_eq!((long.chain.len(), long.matchable, long.tokens), (4, 3, 16));
@@ -210,7 +210,7 @@ fn an_identity_is_scoped_and_knows_what_an_engine_can_have() {
 }
 
 #[test]
-fn a_decision_writes_nothing() {
+fn a_decision_changes_no_state() {
     let bench = Bench::new(2);
     let identity = bench.identify(&"x".repeat(16 * 4));
     for _ in 0..3 {
@@ -223,7 +223,7 @@ fn a_decision_writes_nothing() {
 }
 
 #[test]
-fn a_backend_is_refused_for_the_right_reason() {
+fn each_excluded_backend_has_the_right_verdict() {
     let bench = Bench::new(2);
     let identity = bench.identify("hello");
     let other = RoutingRequest {
@@ -278,7 +278,7 @@ fn a_backend_is_refused_for_the_right_reason() {
 }
 
 #[test]
-fn a_star_stands_for_what_the_engine_lists() {
+fn a_star_model_means_the_models_the_engine_lists() {
     let bench = Bench::new(0);
     let mut spec = super::fixture::spec(0, None);
     spec.models = vec!["*".to_owned()];
@@ -311,7 +311,7 @@ fn a_star_stands_for_what_the_engine_lists() {
 }
 
 #[test]
-fn a_routed_prefix_is_seen_before_and_after_it_commits() {
+fn a_routed_prefix_matches_before_and_after_commit() {
     let bench = Bench::new(4);
     let first = bench.identify(&"a".repeat(1000));
     let (chosen, attempt) = bench.start(&first);
@@ -345,7 +345,7 @@ fn a_routed_prefix_is_seen_before_and_after_it_commits() {
 }
 
 #[test]
-fn a_failed_attempt_gives_its_blocks_back() {
+fn a_failed_attempt_returns_its_blocks() {
     let bench = Bench::new(1);
     let identity = bench.identify(&"a".repeat(100));
     let (_, attempt) = bench.start(&identity);
@@ -359,7 +359,7 @@ fn a_failed_attempt_gives_its_blocks_back() {
 }
 
 #[test]
-fn load_here_and_elsewhere_moves_the_choice() {
+fn local_and_remote_load_change_the_choice() {
     let bench = Bench::new(2);
     let identity = bench.identify(&"a".repeat(4000));
     let (first, _attempt) = bench.start(&identity);
@@ -387,7 +387,7 @@ fn load_here_and_elsewhere_moves_the_choice() {
 }
 
 #[test]
-fn explain_is_the_decision_and_changes_nothing() {
+fn explain_equals_the_decision_and_changes_nothing() {
     let bench = Bench::new(3);
     let identity = bench.identify(&"a".repeat(500));
     let (_, attempt) = bench.start(&identity);
@@ -469,7 +469,7 @@ fn tokens_are_charged_as_they_are_reported() {
 }
 
 #[test]
-fn without_a_word_on_the_cache_input_is_charged_at_the_end_as_believed() {
+fn input_is_charged_as_predicted_without_cache_reports() {
     let bench = Bench::new(1);
     let identity = bench.identify(&"a".repeat(400));
     bench
@@ -491,7 +491,7 @@ fn without_a_word_on_the_cache_input_is_charged_at_the_end_as_believed() {
 }
 
 #[test]
-fn output_nobody_counted_is_estimated() {
+fn uncounted_output_is_estimated() {
     let bench = Bench::new(1);
     let identity = bench.identify("");
     let (_, mut attempt) = bench.start(&identity);
@@ -504,7 +504,7 @@ fn output_nobody_counted_is_estimated() {
 }
 
 #[test]
-fn a_panicking_request_leaves_nothing_behind() {
+fn a_panicking_request_releases_everything() {
     let bench = Bench::new(1);
     let identity = bench.identify(&"a".repeat(100));
     let router = Arc::clone(&bench.router);
@@ -523,7 +523,7 @@ fn a_panicking_request_leaves_nothing_behind() {
 }
 
 #[test]
-fn metrics_show_predictions_and_ends() {
+fn metrics_count_predictions_and_attempt_ends() {
     let bench = Bench::new(1);
     let identity = bench.identify(&"a".repeat(400));
     for _ in 0..2 {
@@ -553,7 +553,7 @@ fn metrics_show_predictions_and_ends() {
 }
 
 #[test]
-fn the_series_of_a_removed_backend_go_and_come_back_with_it() {
+fn series_disappear_and_return_with_their_backend() {
     let bench = Bench::new(2);
     let shown = || {
         let mut registry = prometheus_client::registry::Registry::default();
@@ -585,7 +585,7 @@ fn the_series_of_a_removed_backend_go_and_come_back_with_it() {
 }
 
 #[test]
-fn a_word_on_the_cache_that_changes_makes_no_prompt_longer() {
+fn changing_cache_reports_do_not_lengthen_the_prompt() {
     let bench = Bench::new(1);
     let identity = bench.identify(&"a".repeat(400));
     let (_, mut attempt) = bench.start(&identity);

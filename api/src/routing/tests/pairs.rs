@@ -54,7 +54,7 @@ fn text(seed: u8, bytes: usize) -> String {
 }
 
 #[test]
-fn a_long_prompt_goes_through_a_prefill_backend_and_explain_says_the_same() {
+fn a_long_prompt_uses_a_prefill_backend_as_explained() {
     let bench = Bench::apart(Disaggregate::Auto);
     let identity = bench.identify(&text(0, LONG));
     let asked = ask(&identity, &[]);
@@ -73,7 +73,7 @@ fn a_long_prompt_goes_through_a_prefill_backend_and_explain_says_the_same() {
 }
 
 #[test]
-fn what_is_short_cached_or_not_separable_goes_to_one_backend_that_answers() {
+fn short_cached_and_inseparable_requests_use_one_backend() {
     let bench = Bench::apart(Disaggregate::Auto);
     let short = bench.identify(&text(0, 1_600));
     assert_eq!(bench.whole(&ask(&short, &[])), Some(WholeReason::Short));
@@ -99,7 +99,7 @@ fn what_is_short_cached_or_not_separable_goes_to_one_backend_that_answers() {
 }
 
 #[test]
-fn the_prefix_is_looked_for_where_the_prompt_is_computed() {
+fn the_prefix_is_matched_at_the_prefill_backend() {
     let bench = Bench::apart(Disaggregate::Always);
     let first = bench.identify(&text(0, LONG));
     let (decision, mut attempt) = bench.start(&first);
@@ -118,7 +118,7 @@ fn the_prefix_is_looked_for_where_the_prompt_is_computed() {
 }
 
 #[test]
-fn both_backends_hold_the_prompt_until_the_answer_begins() {
+fn both_backends_lease_the_prompt_until_the_answer_begins() {
     let bench = Bench::apart(Disaggregate::Auto);
     let identity = bench.identify(&text(0, LONG));
     let (decision, mut attempt) = bench.start(&identity);
@@ -146,7 +146,7 @@ fn both_backends_hold_the_prompt_until_the_answer_begins() {
 }
 
 #[test]
-fn a_prompt_is_charged_once_and_as_cached_what_its_prefill_backend_says() {
+fn a_prompt_is_charged_once_as_its_prefill_backend_reports() {
     let bench = Bench::apart(Disaggregate::Auto);
     let identity = bench.identify(&text(0, LONG));
     let (_, mut attempt) = bench.start(&identity);
@@ -164,7 +164,7 @@ fn a_prompt_is_charged_once_and_as_cached_what_its_prefill_backend_says() {
 }
 
 #[test]
-fn without_its_prefill_stage_an_attempt_computes_and_is_charged_as_any() {
+fn an_attempt_without_its_prefill_stage_is_charged_normally() {
     let bench = Bench::apart(Disaggregate::Auto);
     let identity = bench.identify(&text(0, LONG));
     let (decision, mut attempt) = bench.start(&identity);
@@ -182,7 +182,7 @@ fn without_its_prefill_stage_an_attempt_computes_and_is_charged_as_any() {
 }
 
 #[test]
-fn an_attempt_that_is_dropped_leaves_nothing_at_either_backend() {
+fn a_dropped_attempt_releases_both_backends() {
     for steps in 0..4 {
         let bench = Bench::apart(Disaggregate::Auto);
         let identity = bench.identify(&text(0, LONG));
@@ -205,7 +205,7 @@ fn an_attempt_that_is_dropped_leaves_nothing_at_either_backend() {
 }
 
 #[test]
-fn prefill_backends_answer_when_nobody_else_can() {
+fn prefill_backends_answer_if_no_other_can() {
     let bench = Bench::apart(Disaggregate::Auto);
     let identity = bench.identify("hello");
     let decided = bench.decide(&identity, &[Slot(2), Slot(3)]).unwrap();
@@ -213,7 +213,7 @@ fn prefill_backends_answer_when_nobody_else_can() {
 }
 
 #[test]
-fn a_prompt_waits_for_no_prefill_backend_that_is_at_its_limit() {
+fn a_prompt_does_not_wait_for_a_full_prefill_backend() {
     let bench = Bench::apart(Disaggregate::Always);
     bench.admin(Command::PutAdmission(AdmissionSettings {
         concurrency: Concurrency::Fixed(2),

@@ -65,7 +65,7 @@ impl Bench {
 }
 
 #[test]
-fn probes_are_doubted_when_they_fail_for_more_than_half_of_those_that_answer() {
+fn probes_are_doubted_if_most_answering_backends_fail_them() {
     let bench = Bench::new(4);
     let mut probes = Probes::of(&bench);
     bench.answer(&[0, 1, 2, 3]);
@@ -79,7 +79,7 @@ fn probes_are_doubted_when_they_fail_for_more_than_half_of_those_that_answer() {
 }
 
 #[test]
-fn who_has_not_answered_lately_is_not_used() {
+fn panic_mode_skips_backends_without_recent_answers() {
     let bench = Bench::new(4);
     let mut probes = Probes::of(&bench);
     probes.fail(&[0, 1, 2, 3], Fault::Unwell);
@@ -90,7 +90,7 @@ fn who_has_not_answered_lately_is_not_used() {
 }
 
 #[test]
-fn who_refuses_connections_or_drains_does_not_count() {
+fn refusing_and_draining_backends_do_not_count_for_panic() {
     let bench = Bench::new(4);
     let mut probes = Probes::of(&bench);
     bench.answer(&[0, 1, 2, 3]);
@@ -115,7 +115,7 @@ fn who_refuses_connections_or_drains_does_not_count() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_answer_speaks_for_a_backend_for_a_while_and_until_it_cannot_be_reached() {
+async fn an_answer_vouches_for_a_backend_until_it_is_unreachable() {
     let bench = Bench::new(2);
     let mut probes = Probes::of(&bench);
     bench.answer(&[0, 1]);
@@ -135,7 +135,7 @@ async fn an_answer_speaks_for_a_backend_for_a_while_and_until_it_cannot_be_reach
 }
 
 #[tokio::test(start_paused = true)]
-async fn who_answered_long_ago_is_tried_by_one_request_at_a_time() {
+async fn a_stale_backend_is_tried_by_one_request_at_a_time() {
     let bench = Bench::new(3);
     let mut probes = Probes::of(&bench);
     bench.answer(&[0, 1]);
@@ -174,7 +174,7 @@ async fn who_answered_long_ago_is_tried_by_one_request_at_a_time() {
 }
 
 #[test]
-fn circuits_hold_while_probes_are_doubted() {
+fn circuits_apply_while_probes_are_doubted() {
     let bench = Bench::new(4);
     let mut probes = Probes::of(&bench);
     bench.answer(&[0, 1, 2, 3]);

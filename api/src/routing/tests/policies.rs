@@ -4,7 +4,7 @@ use super::super::POLICY;
 use super::*;
 
 #[test]
-fn a_session_keeps_its_backend_and_moves_with_nobody() {
+fn a_session_keeps_its_backend_independently_of_others() {
     let bench = Bench::new(3);
     bench.admin(Command::PutPolicy(
         PolicyConfig::Session(Default::default()),
@@ -34,7 +34,7 @@ fn a_session_keeps_its_backend_and_moves_with_nobody() {
 }
 
 #[test]
-fn round_robin_takes_turns_and_explain_takes_none() {
+fn explain_does_not_advance_round_robin() {
     let bench = Bench::new(3);
     bench.admin(Command::PutPolicy(PolicyConfig::RoundRobin));
     let identity = bench.identify("hello");
@@ -52,7 +52,7 @@ fn round_robin_takes_turns_and_explain_takes_none() {
 }
 
 #[test]
-fn vtc_basic_sees_what_users_used_and_only_while_it_decides() {
+fn vtc_basic_reads_recent_usage_only_while_selected() {
     let bench = Bench::new(4);
     let identity = bench.identify(&"a".repeat(64));
     bench.admin(Command::PutPolicy(PolicyConfig::VtcBasic(
@@ -86,7 +86,7 @@ fn vtc_basic_sees_what_users_used_and_only_while_it_decides() {
 }
 
 #[test]
-fn a_request_may_ask_for_another_policy() {
+fn a_request_may_select_another_policy() {
     let bench = Bench::new(2);
     let identity = bench.identify("hello");
     let headers = |name: &'static str| {
@@ -116,7 +116,7 @@ fn a_request_may_ask_for_another_policy() {
 }
 
 #[test]
-fn preble_e2_and_epp_see_what_only_they_look_at() {
+fn preble_e2_and_epp_get_their_own_inputs() {
     let port = Port::new(Log::new(&[Some(100), Some(100)]));
     let router = router(&port, OutboxSettings::default());
     let bench = Bench { port, router };

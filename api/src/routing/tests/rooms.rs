@@ -60,7 +60,7 @@ fn of<'a>(identity: &'a PromptIdentity, stages: RequestStages) -> RoutingRequest
 }
 
 #[test]
-fn every_request_goes_to_two_or_to_nobody() {
+fn every_request_goes_to_a_pair_or_none() {
     for disaggregate in [Disaggregate::Off, Disaggregate::Auto, Disaggregate::Always] {
         let bench = meeting(&[PREFILL, DECODE], disaggregate);
         let short = bench.identify("hello");
@@ -77,7 +77,7 @@ fn every_request_goes_to_two_or_to_nobody() {
 }
 
 #[test]
-fn beside_them_one_that_does_all_takes_what_two_are_not_worth() {
+fn a_monolithic_backend_takes_requests_not_worth_a_pair() {
     let roles = [PREFILL, DECODE, BackendRole::Both];
     let bench = meeting(&roles, Disaggregate::Auto);
     let (short, long) = (bench.identify("hello"), bench.identify(&"x".repeat(4_000)));
@@ -96,7 +96,7 @@ fn beside_them_one_that_does_all_takes_what_two_are_not_worth() {
 }
 
 #[test]
-fn why_there_is_no_pair_is_told() {
+fn a_missing_pair_is_explained() {
     let bench = meeting(&[PREFILL, DECODE], Disaggregate::Auto);
     let identity = bench.identify("hello");
     let tried = |slot: &[Slot]| bench.decide(&identity, slot).unwrap_err();
@@ -111,7 +111,7 @@ fn why_there_is_no_pair_is_told() {
 }
 
 #[test]
-fn a_request_waits_for_places_at_both() {
+fn a_request_waits_for_places_at_both_backends() {
     let bench = meeting(&[PREFILL, DECODE, DECODE], Disaggregate::Auto);
     bench.admin(Command::PutAdmission(AdmissionSettings {
         concurrency: Concurrency::Fixed(2),

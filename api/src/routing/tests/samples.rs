@@ -17,7 +17,7 @@ impl Bench {
 }
 
 #[test]
-fn streams_teach_prices_and_whole_answers_do_not() {
+fn only_streams_teach_prices() {
     let bench = Bench::new(1);
     let identity = bench.identify(&"a".repeat(1000));
     for _ in 0..10 {
@@ -57,7 +57,7 @@ fn streams_teach_prices_and_whole_answers_do_not() {
 }
 
 #[test]
-fn predictions_are_held_against_what_engines_tell() {
+fn predictions_are_compared_with_engine_reports() {
     let bench = Bench::new(1);
     let identity = bench.identify(&"a".repeat(16 * 4096));
     for _ in 0..4 {
@@ -81,7 +81,7 @@ fn predictions_are_held_against_what_engines_tell() {
 }
 
 #[test]
-fn a_sample_waits_until_it_is_worth_its_place() {
+fn a_sample_waits_until_it_is_large_enough() {
     let bench = Bench::new(2);
     let identity = bench.identify("hello");
     let finish = |excluded: &[Slot]| {
@@ -112,7 +112,7 @@ fn a_sample_waits_until_it_is_worth_its_place() {
 }
 
 #[test]
-fn which_predictions_held_is_told_once_all_can_read_it() {
+fn prediction_outcomes_are_sent_once_all_members_can_read_them() {
     let bench = Bench::new(1);
     let identity = bench.identify(&"a".repeat(4000));
     let told = |can_be_read| {
@@ -136,7 +136,7 @@ fn which_predictions_held_is_told_once_all_can_read_it() {
 }
 
 #[test]
-fn a_sampled_touch_is_told_to_the_log() {
+fn sampled_touches_are_sent_to_the_log() {
     let bench = Bench::new(1);
     let sampled = state::policy::VllmCacheAwareSettings {
         touch: state::policy::Touch::Sampled,
@@ -156,7 +156,7 @@ fn a_sampled_touch_is_told_to_the_log() {
 }
 
 #[test]
-fn what_engines_count_in_text_is_learnt_through_the_log_once_all_can_read_it() {
+fn bytes_per_token_are_sent_once_all_members_can_read_them() {
     let bench = Bench::new(1);
     let ended = || {
         for _ in 0..50 {

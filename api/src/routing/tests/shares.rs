@@ -119,7 +119,7 @@ fn bench_identity() -> PromptIdentity {
 }
 
 #[test]
-fn replicas_that_find_room_at_the_same_moment_do_not_exceed_the_limit() {
+fn simultaneous_dispatches_do_not_exceed_the_limit() {
     let mut cluster = Cluster::new(3, 1);
     // Issue 12: no replica has heard of any running request, and each has eight clients.
     let started: usize = (0..3).map(|at| cluster.start(at, 8)).sum();
@@ -135,7 +135,7 @@ fn replicas_that_find_room_at_the_same_moment_do_not_exceed_the_limit() {
 }
 
 #[test]
-fn one_busy_replica_uses_the_whole_limit() {
+fn a_single_busy_replica_uses_the_whole_limit() {
     let mut cluster = Cluster::new(3, 1);
     assert_eq!(cluster.start(1, 8), 2);
     cluster.want(1, 6);
@@ -155,7 +155,7 @@ fn one_busy_replica_uses_the_whole_limit() {
 }
 
 #[test]
-fn a_free_place_that_nothing_here_can_take_is_handed_over_at_once() {
+fn an_unusable_free_place_is_handed_over_at_once() {
     let mut cluster = Cluster::new(3, 1);
     (0..3).for_each(|at| assert_eq!(cluster.start(at, 2), 2));
     // One more than its fair share: no replica owes it a free place.
@@ -170,7 +170,7 @@ fn a_free_place_that_nothing_here_can_take_is_handed_over_at_once() {
 }
 
 #[test]
-fn nothing_waits_while_there_are_plenty() {
+fn no_request_waits_while_places_are_plenty() {
     let mut cluster = Cluster::new(3, 4);
     for turn in 0..60 {
         assert_eq!(cluster.start(turn % 3, 1), 1, "turn {turn}");
@@ -183,7 +183,7 @@ fn nothing_waits_while_there_are_plenty() {
 }
 
 #[test]
-fn a_lone_replica_and_one_whose_peers_fell_silent_have_the_whole_limit() {
+fn a_lone_or_isolated_replica_has_the_whole_limit() {
     let mut cluster = Cluster::new(3, 1);
     assert_eq!(cluster.start(0, 8), 2);
     cluster.replicas.truncate(1);
@@ -196,7 +196,7 @@ fn a_lone_replica_and_one_whose_peers_fell_silent_have_the_whole_limit() {
 }
 
 #[test]
-fn another_limit_counts_at_once() {
+fn a_changed_limit_applies_at_once() {
     let mut cluster = Cluster::new(3, 1);
     for replica in &cluster.replicas {
         let mut log = replica.port.log.lock().unwrap();
@@ -228,7 +228,7 @@ fn a_batch_waits_for_all_places_of_its_backend() {
 }
 
 #[test]
-fn two_requests_at_once_do_not_both_take_the_last_place() {
+fn concurrent_requests_cannot_both_take_the_last_place() {
     let cluster = Arc::new(Cluster::new(1, 1));
     let barrier = Arc::new(Barrier::new(8));
     let threads: Vec<_> = (0..8)

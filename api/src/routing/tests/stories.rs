@@ -44,7 +44,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
     #[test]
-    fn however_attempts_end_everything_returns_to_zero(
+    fn all_counts_return_to_zero_however_attempts_end(
         stories in proptest::collection::vec(story(), 1..20)
     ) {
         let bench = Bench::new(3);

@@ -49,7 +49,7 @@ pub(super) async fn read(bench: &Bench, path: &str, body: &Value) -> ReadRequest
 }
 
 #[tokio::test]
-async fn ids_are_identified_alike_wherever_they_come_from() {
+async fn token_ids_are_identified_equally_from_any_source() {
     let bench = bench(fixture("chatml"));
     let text = read(&bench, CHAT, &chat(&[("user", "How are you, and who?")])).await;
     assert_eq!(text.identity.unit, BlockUnit::Tokens);
@@ -83,7 +83,7 @@ async fn ids_are_identified_alike_wherever_they_come_from() {
 }
 
 #[test]
-fn an_answer_is_known_in_the_next_turn() {
+fn an_answer_is_matched_in_the_next_turn() {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .build()
         .unwrap();
@@ -119,7 +119,7 @@ fn an_answer_is_known_in_the_next_turn() {
 }
 
 #[test]
-fn the_last_token_of_an_answer_is_not_computed() {
+fn the_last_token_of_an_answer_is_not_cached() {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .build()
         .unwrap();
@@ -156,7 +156,7 @@ fn the_last_token_of_an_answer_is_not_computed() {
 }
 
 #[tokio::test]
-async fn what_has_no_tokens_is_identified_by_its_characters() {
+async fn requests_without_tokens_are_identified_by_characters() {
     let bench = bench(fixture("mistral"));
     let refused = [
         ("assistant", "I begin, contrary to the template"),
@@ -178,7 +178,7 @@ async fn what_has_no_tokens_is_identified_by_its_characters() {
 }
 
 #[tokio::test]
-async fn long_and_new_texts_are_tokenized_elsewhere_to_the_same_end() {
+async fn long_texts_are_tokenized_on_workers_with_equal_results() {
     let bench = bench(fixture("llama3"));
     for bytes in [100, 5_000, 80_000, 300_000] {
         let content = "Some words, again. ".repeat(bytes / 19);
@@ -192,7 +192,7 @@ async fn long_and_new_texts_are_tokenized_elsewhere_to_the_same_end() {
 }
 
 #[tokio::test]
-async fn a_batch_is_routed_by_its_first_prompt_and_counted_whole() {
+async fn a_batch_is_routed_by_its_first_prompt_and_counted_fully() {
     let bench = bench("tiktoken:cl100k_base".parse().unwrap());
     let prompt = |value: Value| json!({"model": "m", "prompt": value});
     let path = "/v1/completions";
@@ -260,7 +260,7 @@ async fn asking_by(
 }
 
 #[tokio::test]
-async fn an_engine_is_asked_once_for_what_many_ask() {
+async fn concurrent_equal_tokenize_calls_are_merged() {
     let (bench, asked) = asking("200 OK").await;
     let body = chat(&[("user", "hello")]);
     let reads = join_all((0..20).map(|_| read(&bench, CHAT, &body))).await;
@@ -276,7 +276,7 @@ async fn an_engine_is_asked_once_for_what_many_ask() {
 }
 
 #[tokio::test]
-async fn an_engine_that_does_not_tokenize_is_left_alone_for_a_while() {
+async fn an_engine_that_cannot_tokenize_is_paused() {
     let (bench, asked) = asking("404 Not Found").await;
     for turn in 0..10 {
         let read = read(&bench, CHAT, &chat(&[("user", &turn.to_string())])).await;
@@ -287,7 +287,7 @@ async fn an_engine_that_does_not_tokenize_is_left_alone_for_a_while() {
 }
 
 #[tokio::test]
-async fn a_prompt_of_no_tokens_is_not_believed() {
+async fn an_empty_token_list_is_ignored() {
     // llama.cpp expects the text in another field.
     let (bench, _) = asking_for("200 OK", "{\"tokens\":[]}").await;
     let read = read(&bench, CHAT, &chat(&[("user", "hello, and how are you?")])).await;
@@ -306,7 +306,7 @@ fn engine_or_chatml() -> (TokenizerSpec, Arc<Tokenizer>) {
 }
 
 #[tokio::test]
-async fn what_engines_do_not_answer_is_tokenized_here_where_the_files_are() {
+async fn prompts_fall_back_to_local_tokenizer_files() {
     let (spec, files) = engine_or_chatml();
     let body = chat(&[("user", "How are you?")]);
     let own = files.encode_request(CHAT, body.to_string().as_bytes());
@@ -330,7 +330,7 @@ async fn what_engines_do_not_answer_is_tokenized_here_where_the_files_are() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_prompt_does_not_wait_for_ever_for_others() {
+async fn a_prompt_does_not_wait_forever_for_tokenizer_workers() {
     let bench = bench(fixture("chatml"));
     let workers = Arc::clone(&bench.router.reader().workers);
     let cores = u32::try_from(workers.available_permits()).unwrap();

@@ -26,7 +26,7 @@ fn is_waiting(commit: &mut ChargeCommit) -> bool {
 }
 
 #[test]
-fn a_charge_is_waited_for_until_its_own_envelope_is_committed() {
+fn a_charge_is_confirmed_by_its_own_envelope() {
     let mut outbox = outbox(OutboxSettings::default());
     assert!(outbox.commit_of(user("ada")).is_none(), "nothing is owed");
     charge(&mut outbox, "ada");
@@ -48,7 +48,7 @@ fn a_charge_is_waited_for_until_its_own_envelope_is_committed() {
 }
 
 #[test]
-fn a_charge_that_is_refused_for_good_is_not_confirmed() {
+fn a_permanently_refused_charge_is_not_confirmed() {
     let mut outbox = outbox(OutboxSettings::default());
     charge(&mut outbox, "ada");
     let mut commit = outbox.commit_of(user("ada")).expect("it is queued");

@@ -27,7 +27,7 @@ fn charge(output: u64) -> Charge {
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_driver_repeats_until_the_log_answers_and_drains_at_the_end() {
+async fn the_outbox_driver_retries_and_drains_at_shutdown() {
     let port = Port::new(Log::new(&[None]));
     let desk = SharedOutbox::new(outbox(OutboxSettings::default()));
     let view = port.log.lock().unwrap().state.view();
@@ -68,7 +68,7 @@ async fn the_driver_repeats_until_the_log_answers_and_drains_at_the_end() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_driver_gives_up_at_the_end_of_the_drain() {
+async fn the_outbox_driver_stops_at_the_end_of_the_drain() {
     let port = Port::new(Log::new(&[None]));
     let desk = SharedOutbox::new(outbox(OutboxSettings::default()));
     let applied = || LogIndex(0);
@@ -84,7 +84,7 @@ async fn the_driver_gives_up_at_the_end_of_the_drain() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_driver_ends_when_the_replica_stops() {
+async fn the_outbox_driver_ends_when_the_replica_stops() {
     let port = Port::new(Log::new(&[None]));
     let desk = SharedOutbox::new(outbox(OutboxSettings::default()));
     let applied = || LogIndex(0);

@@ -98,7 +98,7 @@ fn deliver(outbox: &mut Outbox, log: &mut Log) -> Reply {
 }
 
 #[test]
-fn what_was_learnt_leaves_in_order_and_once() {
+fn outbox_items_are_sent_once_in_order() {
     let mut log = Log::new(&[None]);
     let mut outbox = outbox(OutboxSettings::default());
     assert!(outbox.cut(Instant::now(), 5).is_none());
@@ -164,7 +164,7 @@ fn what_was_learnt_leaves_in_order_and_once() {
 }
 
 #[test]
-fn an_envelope_of_unknown_fate_is_proposed_again_as_it_is() {
+fn an_envelope_of_unknown_outcome_is_proposed_again_unchanged() {
     let mut log = Log::new(&[None]);
     let mut outbox = outbox(OutboxSettings::default());
     outbox.charge(Charge {
@@ -199,7 +199,7 @@ fn an_envelope_of_unknown_fate_is_proposed_again_as_it_is() {
 }
 
 #[test]
-fn a_refused_number_is_not_used_again() {
+fn a_refused_sequence_number_is_not_reused() {
     let mut outbox = outbox(OutboxSettings::default());
     outbox.charge(Charge {
         user: user("ada"),
@@ -230,7 +230,7 @@ fn a_refused_number_is_not_used_again() {
 }
 
 #[test]
-fn users_are_named_anew_after_a_restore_or_a_deletion() {
+fn users_are_named_again_after_a_restore_or_deletion() {
     let mut outbox = outbox(OutboxSettings::default());
     let mut named = |since: Option<u64>| {
         outbox.follow_names(since.map(LogIndex));
@@ -244,7 +244,7 @@ fn users_are_named_anew_after_a_restore_or_a_deletion() {
 }
 
 #[test]
-fn beyond_the_bound_of_users_others_pay_into_one_account() {
+fn users_beyond_the_bound_share_one_account() {
     let mut outbox = outbox(OutboxSettings::default());
     let started = |outbox: &mut Outbox, name: &str| {
         let user = outbox.payer(7, name);
@@ -273,7 +273,7 @@ fn beyond_the_bound_of_users_others_pay_into_one_account() {
 }
 
 #[test]
-fn no_users_charge_waits_for_ever() {
+fn no_users_charge_waits_forever() {
     let mut log = Log::new(&[None]);
     let mut outbox = outbox(OutboxSettings::default());
     let users: Vec<UserKey> = (0..1000).map(|i| user(&i.to_string())).collect();
@@ -298,7 +298,7 @@ fn no_users_charge_waits_for_ever() {
 }
 
 #[test]
-fn long_prompts_leave_in_parts_that_fit() {
+fn long_prompts_are_sent_in_parts_that_fit() {
     let mut log = Log::new(&[None]);
     let mut outbox = outbox(OutboxSettings::default());
     let blocks = chain(1..=20_000);
@@ -319,7 +319,7 @@ fn long_prompts_leave_in_parts_that_fit() {
 }
 
 #[test]
-fn full_envelopes_of_every_kind_fit() {
+fn full_envelopes_of_every_kind_fit_a_command() {
     let mut log = Log::new(&[None]);
     let mut outbox = outbox(OutboxSettings::default());
     for i in 0..3000 {
@@ -356,7 +356,7 @@ fn full_envelopes_of_every_kind_fit() {
 }
 
 #[test]
-fn a_missing_tip_brings_the_whole_chain_in_front_of_the_rest() {
+fn a_missing_tip_resends_the_whole_chain_first() {
     let mut log = Log::new(&[None]);
     let mut outbox = outbox(OutboxSettings::default());
     let (at, blocks) = (log.handle(0), chain([1, 2, 3, 4]));
@@ -392,7 +392,7 @@ fn a_missing_tip_brings_the_whole_chain_in_front_of_the_rest() {
 }
 
 #[test]
-fn beyond_its_bound_the_oldest_unsent_attempts_are_forgotten() {
+fn the_oldest_unsent_attempts_are_dropped_beyond_the_bound() {
     let mut log = Log::new(&[None]);
     let settings = OutboxSettings {
         queued_items_max: 6,
@@ -560,7 +560,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(256))]
 
     #[test]
-    fn whatever_happens_nothing_stays_open(
+    fn every_attempt_is_closed_under_any_failure(
         events in proptest::collection::vec(event(), 0..80),
         capacity in prop_oneof![Just(None), (1_u32..8).prop_map(Some)],
         queued_items_max in prop_oneof![Just(1_000_usize), 1_usize..12],

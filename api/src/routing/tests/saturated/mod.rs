@@ -73,7 +73,7 @@ impl Case {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_limit_is_never_exceeded_and_nearly_always_filled() {
+async fn a_limit_is_never_exceeded_and_nearly_always_used() {
     let fcfs = Rules(Order::Fcfs, Grants::Gate);
     let dlpm = Rules(Order::Dlpm, Grants::Gate);
     for case in [
@@ -90,7 +90,7 @@ async fn a_limit_is_never_exceeded_and_nearly_always_filled() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn grants_of_the_log_leave_hardly_a_place_unused() {
+async fn log_grants_leave_hardly_any_place_unused() {
     for case in [
         case(BY_LOG, [8, 8, 8]),
         case(BY_LOG, [1, 2, 20]),
@@ -105,7 +105,7 @@ async fn grants_of_the_log_leave_hardly_a_place_unused() {
 /// Requests run for 200 ms. A place stays free for the time of a commit unless a request was
 /// granted beforehand, so the use rises with the number of waiting requests.
 #[tokio::test(start_paused = true)]
-async fn grants_of_a_slow_log_go_on() {
+async fn log_grants_continue_with_a_slow_log() {
     for (commit_ms, clients, percent) in [
         (50, [8, 8, 8], 80),
         (50, [24, 0, 0], 70),
@@ -123,7 +123,7 @@ async fn grants_of_a_slow_log_go_on() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn without_shares_replicas_take_the_same_places() {
+async fn replicas_without_shares_exceed_the_limit() {
     for rules in [VTC, Rules(Order::Fcfs, Grants::Gate)] {
         let apart = Case {
             has_shares: false,
@@ -135,7 +135,7 @@ async fn without_shares_replicas_take_the_same_places() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_places_of_a_replica_that_dies_are_used_by_the_others_and_it_gets_them_back() {
+async fn a_dead_replicas_places_are_used_and_later_returned() {
     for rules in [VTC, BY_LOG] {
         let cluster = SaturatedCluster::start(rules.limited(LIMIT), true, COMMIT).await;
         (1..=3).for_each(|id| cluster.come(id, 8));
@@ -159,7 +159,7 @@ async fn the_places_of_a_replica_that_dies_are_used_by_the_others_and_it_gets_th
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_partition_costs_one_limit_for_each_side_until_it_is_over() {
+async fn each_side_of_a_partition_has_the_whole_limit() {
     let cluster = SaturatedCluster::start(VTC.limited(LIMIT), true, COMMIT).await;
     (1..=3).for_each(|id| cluster.come(id, 8));
     cluster.watch(500).await;
@@ -175,7 +175,7 @@ async fn a_partition_costs_one_limit_for_each_side_until_it_is_over() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_limit_that_moves_is_followed_at_once() {
+async fn a_changed_limit_is_followed_at_once() {
     for rules in [VTC, BY_LOG] {
         let cluster = SaturatedCluster::start(rules.limited(LIMIT), true, COMMIT).await;
         (1..=3).for_each(|id| cluster.come(id, 8));
