@@ -15,7 +15,6 @@ mod cow;
 pub mod discovery;
 mod encoding;
 mod error;
-pub mod grants;
 pub mod ids;
 pub mod keys;
 pub mod kv_events;

@@ -25,8 +25,6 @@ pub struct AdmissionSettings {
     pub wait_ms_max: u32,
     /// Rule for which prompt tokens are charged at dispatch.
     pub charge: ChargeInput,
-    /// Mechanism that orders the waiting requests of all replicas.
-    pub grants: Grants,
     /// Maximum by which one dispatch may raise a counter, in priced tokens at weight 1; 0 for the
     /// price of the largest request seen. The gate's slack `G` is the larger of this and what the
     /// replicas' lag requires.
@@ -53,7 +51,6 @@ impl Default for AdmissionSettings {
             queue_max: 4096,
             wait_ms_max: 10_000,
             charge: ChargeInput::Uncached,
-            grants: Grants::Gate,
             gate_tokens: 0,
             bins: 1,
             bin_selection: BinSelection::RoundRobin,
@@ -95,16 +92,6 @@ pub enum Concurrency {
     Unlimited,
     /// The limit is this number of requests.
     Fixed(u32),
-}
-
-/// Who decides the order across replicas.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize, Deserialize, JsonSchema)]
-#[serde(rename_all = "kebab-case")]
-pub enum Grants {
-    /// Each replica, gated by the least counter among users waiting at other replicas.
-    Gate,
-    /// The log, at one commit per dispatch while requests wait.
-    Log,
 }
 
 /// How the next bin is selected.
@@ -173,11 +160,6 @@ impl AdmissionSettings {
         at_least("wait_ms_max", self.wait_ms_max, 1)?;
         ensure((1..=64).contains(&self.bins), "bins", "1 to 64")?;
         self.user_limits.validate()?;
-        ensure(
-            self.grants == Grants::Gate || self.batching == Batching::Continuous,
-            "batching",
-            "continuous with grants through the log",
-        )?;
         at_least("sla.batch_min", self.sla.batch_min, 1)?;
         ensure(
             self.sla.batch_min <= self.sla.batch_max,

@@ -69,7 +69,6 @@ pub struct AdmissionMetrics {
     pub(super) predicted_wait: Gauge<f64, AtomicU64>,
     pub(super) wait_max: Gauge<f64, AtomicU64>,
     pub(super) gate_closed: Counter,
-    pub(super) grants: Counter,
     pub(super) slack_tokens: Gauge,
     pub(super) bound_tokens: Gauge,
     pub(super) gap_tokens: Gauge,
@@ -86,7 +85,6 @@ impl Default for AdmissionMetrics {
             predicted_wait: Gauge::default(),
             wait_max: Gauge::default(),
             gate_closed: Counter::default(),
-            grants: Counter::default(),
             slack_tokens: Gauge::default(),
             bound_tokens: Gauge::default(),
             gap_tokens: Gauge::default(),
@@ -137,11 +135,6 @@ impl AdmissionMetrics {
             "quorate_admission_gate_closed",
             "Times that a backend had room but the gate held back every waiting user",
             self.gate_closed.clone(),
-        );
-        registry.register(
-            "quorate_admission_grants",
-            "Requests of this replica granted through the log",
-            self.grants.clone(),
         );
         registry.register(
             "quorate_admission_slack_tokens",

@@ -7,11 +7,10 @@
 //! atomic load.
 //!
 //! One loop, [`Admission::run`], serves the queues: when a request ends here, a peer reports its
-//! load or backlog, or a request begins to wait. While something waits it also runs every 20 ms, or
-//! every 2 ms with `grants = "log"`, to find changes without a signal (a new limit, a recovered
-//! backend, a silent peer). It decides *and dispatches* each request before it considers the next
-//! one. So one request goes per free place, none is woken in vain, and no signal is lost between
-//! decision and dispatch.
+//! load or backlog, or a request begins to wait. While something waits it also runs every 20 ms, to
+//! find changes without a signal (a new limit, a recovered backend, a silent peer). It decides *and
+//! dispatches* each request before it considers the next one. So one request goes per free place,
+//! none is woken in vain, and no signal is lost between decision and dispatch.
 //!
 //! A request whose backend did not run it has had its turn. It waits ahead of requests that have
 //! not, in order of its return, until another backend has room.
@@ -20,7 +19,6 @@
 //! runs none, and then a batch from one bin of predicted output length at once.
 
 pub mod backlog;
-mod granting;
 mod metrics;
 mod model_queue;
 mod quota;
@@ -35,7 +33,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use state::StateView;
-use state::admission::{CODEL_TARGET_MS, Gate, Grants, Overload, QueueRejection, QueuedRequest};
+use state::admission::{CODEL_TARGET_MS, Gate, Overload, QueueRejection, QueuedRequest};
 use state::ids::{ModelKey, ReplicaId, Slot, Ticket, UserKey};
 use state::prefix::model_key;
 use tokio::sync::{Notify, oneshot};
@@ -51,18 +49,14 @@ use crate::clock::{Clock, LogTime};
 use crate::figures::LongestWait;
 use crate::routing::{
     Decider, DispatchTerms, Dispatcher, LoadReportError, LoadTable, PlacedRequest, Router,
-    RoutingRejection, SharedOutbox, Shares, WantedPlaces,
+    RoutingRejection, Shares, WantedPlaces,
 };
-use granting::GrantRequests;
 use metrics::LeaveReason;
 use model_queue::{ModelQueue, users_of};
 use waiter::{QueueTicket, UserWaitGuard, Waiter};
 
 /// Interval at which queues are served while something waits and no signal arrives.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
-
-/// Interval at which queues are served with `grants = "log"`: grants arrive without a signal.
-const LOOK_FOR_GRANTS_EVERY: Duration = Duration::from_millis(2);
 
 /// Maximum number of models whose overload statistics are kept after their queues are empty.
 const LEARNT_MAX: usize = 64;
@@ -72,16 +66,12 @@ pub struct Admission {
     view: Arc<StateView>,
     decider: Arc<Decider>,
     dispatcher: Arc<Dispatcher>,
-    outbox: Arc<SharedOutbox>,
     load: Arc<LoadTable>,
     shares: Arc<Shares>,
-    replica: ReplicaId,
     queues: Mutex<ModelQueues>,
     /// Whether a request waits for any model, here or at a peer. Read by the fast path.
     is_contended: AtomicBool,
     is_leaving: AtomicBool,
-    /// State of the requests for grants. May be locked while `queues` is locked.
-    grant_requests: Mutex<GrantRequests>,
     last_ticket: AtomicU64,
     /// Signal that the first request of a model has begun to wait, or that the last one is gone.
     waiting_changed: Notify,
@@ -140,14 +130,11 @@ impl Admission {
             view: Arc::clone(router.view()),
             decider: Arc::clone(router.decider()),
             dispatcher: Arc::clone(router.dispatcher()),
-            outbox: Arc::clone(router.outbox()),
             load: Arc::clone(router.load()),
             shares: Arc::clone(router.shares()),
-            replica: router.replica(),
             queues: Mutex::default(),
             is_contended: AtomicBool::new(false),
             is_leaving: AtomicBool::new(false),
-            grant_requests: Mutex::default(),
             last_ticket: AtomicU64::new(0),
             waiting_changed: Notify::new(),
             epoch: Instant::now(),
@@ -199,7 +186,7 @@ impl Admission {
             match self.shares.place(&self.decider, &ask, now) {
                 Ok(placed) => {
                     let placed = (placed, DecisionTimes::since(began));
-                    return Ok(self.dispatch(placed, &**candidate, None, now));
+                    return Ok(self.dispatch(placed, &**candidate, now));
                 }
                 Err(RoutingRejection::AtLimit) => {}
                 Err(why) => return Err(AdmissionRejection::NoBackend(why)),
@@ -213,13 +200,11 @@ impl Admission {
         &self,
         (placed, decided): (PlacedRequest, Option<DecisionTimes>),
         candidate: &dyn AdmissionRequest,
-        granted_tokens: Option<u64>,
         now: Instant,
     ) -> Admitted {
         let ask = candidate.ask(&[]);
         let terms = DispatchTerms {
             tokens_max: candidate.tokens_max(),
-            granted_tokens,
         };
         let decision = placed.decision.clone();
         let attempt = self.dispatcher.dispatch_to(placed, &ask, terms, now);
@@ -265,13 +250,10 @@ impl Admission {
         let model = self.model_key(ask.model);
         let (answer, turn) = oneshot::channel();
         let entry = Waiter {
-            ticket,
             candidate: Arc::clone(candidate) as Arc<dyn AdmissionRequest>,
             excluded: excluded.to_vec(),
             since: now,
             wait: None,
-            told: None,
-            granted: None,
             answer,
         };
         if excluded.is_empty() {
@@ -412,8 +394,7 @@ impl Admission {
         let Some(line) = queues.by_model.get_mut(&model) else {
             return;
         };
-        if let Some(entry) = line.left(ticket, self.ms_of(now)) {
-            self.withdraw_wait(&entry, now);
+        if line.left(ticket, self.ms_of(now)).is_some() {
             self.metrics.waiting.dec();
             self.metrics.left(LeaveReason::ClientGone);
             if queues.forget_empty() {
@@ -424,26 +405,19 @@ impl Admission {
 
     /// Rejects all waiting requests, because this replica leaves. Later requests are not queued.
     pub fn reject_all(&self) {
-        let now = Instant::now();
         self.is_leaving.store(true, Ordering::Release);
         let mut queues = self.lock();
         for (_, mut line) in std::mem::take(&mut queues.by_model) {
             for (_, entry) in std::mem::take(&mut line.entries) {
-                self.refuse(
-                    entry,
-                    AdmissionRejection::Leaving,
-                    LeaveReason::Leaving,
-                    now,
-                );
+                self.refuse(entry, AdmissionRejection::Leaving, LeaveReason::Leaving);
             }
         }
         self.waiting_changed.notify_one();
     }
 
-    fn refuse(&self, entry: Waiter, why: AdmissionRejection, left: LeaveReason, now: Instant) {
+    fn refuse(&self, entry: Waiter, why: AdmissionRejection, left: LeaveReason) {
         self.metrics.waiting.dec();
         self.metrics.left(left);
-        self.withdraw_wait(&entry, now);
         // The receiver may have been dropped.
         let _gone = entry.answer.send(Err(why));
     }
@@ -453,15 +427,11 @@ impl Admission {
         let less = Arc::clone(self.load.less());
         loop {
             let is_contended = self.is_contended.load(Ordering::Acquire);
-            let look_every = match self.grants() {
-                Grants::Gate => LOOK_EVERY,
-                Grants::Log => LOOK_FOR_GRANTS_EVERY,
-            };
             tokio::select! {
                 biased;
                 () = stop.cancelled() => return,
                 () = less.notified() => {}
-                () = tokio::time::sleep(look_every), if is_contended => {}
+                () = tokio::time::sleep(LOOK_EVERY), if is_contended => {}
             }
             if self.is_contended.load(Ordering::Acquire) {
                 self.serve(Instant::now());

@@ -16,7 +16,6 @@ impl Admission {
     ) -> Attempt {
         let terms = DispatchTerms {
             tokens_max: candidate.tokens_max(),
-            granted_tokens: None,
         };
         let ask = candidate.ask(&[]);
         self.dispatcher.dispatch(decision, &ask, terms, then)

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use state::admission::{
     AdmissionSettings, Batching, CODEL_INTERVAL_MS, Counters, DispatchVerdict, Expired,
-    ExpiryReason, Forecast, Gate, Grants, Next, Order, PendingCharges, Pricing, QueueSettings,
+    ExpiryReason, Forecast, Gate, Next, Order, PendingCharges, Pricing, QueueSettings,
     QueuedRequest, UserFigures, bound, slack_tokens,
 };
 use state::ids::{ModelKey, Slot, Ticket, UserKey};
@@ -122,13 +122,6 @@ impl Admission {
         settings.is_some_and(|settings| settings.batching == Batching::Static)
     }
 
-    /// Returns the setting for what decides the order across replicas.
-    pub(super) fn grants(&self) -> Grants {
-        let registry = self.view.registry();
-        let settings = registry.admission.as_ref();
-        settings.map_or(Grants::Gate, |settings| settings.grants)
-    }
-
     /// Returns a function from users to their figures, including this replica's unapplied charges.
     pub(super) fn counters(&self, pricing: Pricing) -> impl Counters {
         move |user: UserKey| -> UserFigures {
@@ -164,7 +157,6 @@ impl Admission {
         for model in models {
             self.serve_model(&mut queues, model, &look);
         }
-        self.settle_grants(&queues, now);
         self.shares.want(std::mem::take(&mut queues.wanted));
         self.tidy(&mut queues, &look);
     }
@@ -216,10 +208,6 @@ impl Admission {
         self.expire(line, look);
         self.serve_again(line, look);
         self.want_again(line, wanted, look);
-        if look.settings.grants == Grants::Log {
-            self.serve_granted(line, model, wanted, look);
-            return;
-        }
         let gate = gates.entry(model).or_default();
         gate.set_slack(look.slack);
         loop {
@@ -274,7 +262,7 @@ impl Admission {
                 ExpiryReason::Overload => LeaveReason::Overload,
             };
             if let Some(entry) = line.entries.remove(&waiting.ticket) {
-                self.refuse(entry, too_long, left, look.now);
+                self.refuse(entry, too_long, left);
             }
         }
         let wait_max = Duration::from_millis(look.rules.wait_ms_max);
@@ -290,7 +278,7 @@ impl Admission {
         {
             let ticket = line.again.pop_front();
             if let Some(entry) = ticket.and_then(|ticket| line.entries.remove(&ticket)) {
-                self.refuse(entry, too_long, LeaveReason::WaitedTooLong, look.now);
+                self.refuse(entry, too_long, LeaveReason::WaitedTooLong);
             }
         }
     }
@@ -459,13 +447,11 @@ impl Admission {
         match asked {
             // The client has just left, so no engine receives the request.
             DecisionResult::Goes(_) if entry.answer.is_closed() => {
-                self.withdraw_wait(&entry, now);
                 self.metrics.waiting.dec();
                 self.metrics.left(LeaveReason::ClientGone);
             }
             DecisionResult::Goes(placed) => {
-                self.withdraw_wait(&entry, now);
-                let admitted = self.dispatch(placed, &*entry.candidate, entry.granted, now);
+                let admitted = self.dispatch(placed, &*entry.candidate, now);
                 self.metrics.waiting.dec();
                 let waited = now.saturating_duration_since(entry.since);
                 self.metrics.waited(waited.as_secs_f64());
@@ -478,7 +464,6 @@ impl Admission {
                 entry,
                 AdmissionRejection::NoBackend(why),
                 LeaveReason::NoBackend,
-                now,
             ),
         }
     }

@@ -134,17 +134,12 @@ pub enum AdmissionRejection {
 
 /// A waiting request with its state.
 pub(super) struct Waiter {
-    pub(super) ticket: Ticket,
     pub(super) candidate: Arc<dyn AdmissionRequest>,
     /// Slots of backends that were already tried.
     pub(super) excluded: Vec<Slot>,
     pub(super) since: Instant,
     /// Makes the request count as waiting; `None` after its first turn.
     pub(super) wait: Option<UserWaitGuard>,
-    /// Time at which the request was last proposed to the log; `None` if never.
-    pub(super) told: Option<Instant>,
-    /// Priced tokens that the log charged with the used grant; `None` without a grant.
-    pub(super) granted: Option<u64>,
     pub(super) answer: oneshot::Sender<Result<Admitted, AdmissionRejection>>,
 }
 

@@ -1,8 +1,8 @@
 //! Collects the requests that wait for places. The other replicas, which receive the numbers, hand
 //! over places that they do not need.
 //!
-//! A request counts only if it would go with a place. A request that the gate holds back, or that
-//! the log has not granted, would keep places from requests that may go elsewhere.
+//! A request counts only if it would go with a place. A request that the gate holds back would keep
+//! places from requests that may go elsewhere.
 
 use state::admission::{Gate, QueuedRequest};
 

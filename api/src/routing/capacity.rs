@@ -2,7 +2,6 @@
 
 use state::ids::{BackendRef, Slot};
 use state::outputs::batch::BatchRoom;
-use state::policy::Candidate;
 use tokio::time::Instant;
 
 use super::RoutingRequest;
@@ -11,36 +10,6 @@ use super::pairs::PREFILL_SCRATCH;
 use super::routing_table::{DecisionScratch, RoutingTable, SCRATCH, matchable};
 
 impl Decider {
-    /// Returns how many requests the backends that may take `ask` have room for in total.
-    #[must_use]
-    pub fn free_places(&self, ask: &RoutingRequest<'_>, now: Instant) -> u64 {
-        let fleet = self.fleet.table();
-        SCRATCH.with_borrow_mut(|scratch| {
-            if self.admit_beyond_limit(&fleet, ask, now, scratch).is_err() {
-                return 0;
-            }
-            let is_able = |at: usize| !self.needs_another(&fleet.registry.backends[at], ask);
-            let whole = self.free_of(scratch.candidates_where(is_able));
-            let apart = self.free_of(scratch.candidates_where(|at| !is_able(at)));
-            let computing = match apart {
-                0 => 0,
-                _ => self.computing(&fleet, ask, now, |prefill| {
-                    self.free_of(prefill.candidates.iter().copied())
-                }),
-            };
-            whole.saturating_add(apart.min(computing))
-        })
-    }
-
-    /// Returns the sum of the free places of the candidates.
-    fn free_of(&self, candidates: impl Iterator<Item = Candidate>) -> u64 {
-        let free = candidates.map(|candidate| {
-            let limit = self.view.limit(candidate.slot).unwrap_or(u32::MAX);
-            u64::from(limit.saturating_sub(candidate.running))
-        });
-        free.sum()
-    }
-
     /// Applies `look` to the prefill backends for handovers through rooms; returns the default if
     /// there are none.
     fn computing<T: Default>(

@@ -83,12 +83,6 @@ impl Dispatcher {
         self.outbox.unapplied(user, self.view.applied())
     }
 
-    /// Credits `user` with priced `tokens` that were charged and not used.
-    pub fn credit(&self, user: UserKey, tokens: u64) {
-        let credit = |outbox: &mut super::Outbox| outbox.ledger.credit(user, tokens);
-        self.outbox.with(credit);
-    }
-
     /// Returns the total of priced tokens charged at this replica since its start.
     #[must_use]
     pub fn priced_tokens(&self) -> u64 {

@@ -10,8 +10,8 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use smart_default::SmartDefault;
 use state::admission::{
-    AdmissionSettings, BATCH_MAX, Batching, BinSelection, ChargeInput, Grants, MEMORY_Z_MILLI_MAX,
-    Order, SlaSettings,
+    AdmissionSettings, BATCH_MAX, Batching, BinSelection, ChargeInput, MEMORY_Z_MILLI_MAX, Order,
+    SlaSettings,
 };
 use state::budgets::Budget;
 use state::command::Rejection;
@@ -46,10 +46,6 @@ pub struct AdmissionForm {
     /// tenth.
     #[default(AdmissionSettings::default().charge)]
     pub charge: ChargeInput,
-    /// How replicas keep one order while requests wait: `gate` (each replica decides, within a
-    /// bound set by what waits elsewhere) or `log` (exact, at the cost of one commit per dispatch).
-    #[default(AdmissionSettings::default().grants)]
-    pub grants: Grants,
     /// Slack of the gate: how far above the lowest waiting user's counter another user may still be
     /// served, in priced tokens. 0: the largest request seen.
     #[default(AdmissionSettings::default().gate_tokens)]
@@ -159,7 +155,6 @@ impl AdmissionForm {
             queue_max: self.max_queue,
             wait_ms_max: millis(*self.max_wait),
             charge: self.charge,
-            grants: self.grants,
             gate_tokens: self.gate_tokens,
             bins: self.bins,
             bin_selection: self.bin_selection,
@@ -243,7 +238,6 @@ impl From<&AdmissionSettings> for AdmissionForm {
             max_queue: settings.queue_max,
             max_wait: ms(settings.wait_ms_max),
             charge: settings.charge,
-            grants: settings.grants,
             gate_tokens: settings.gate_tokens,
             bins: settings.bins,
             bin_selection: settings.bin_selection,
@@ -323,7 +317,6 @@ mod tests {
             queue_max: 7,
             wait_ms_max: 90_500,
             charge: ChargeInput::Full,
-            grants: Grants::Log,
             gate_tokens: 9,
             bins: 4,
             bin_selection: BinSelection::LongestQueue,
@@ -419,7 +412,7 @@ mod tests {
             concurrency is 0 (expected an integer from 1 to 65536, "adaptive" or "unlimited")
             max_queue is "many" (expected an integer from 1 to 4294967295)
             max_wait is 5 (expected a duration from 1ms to 49days, such as "20ms" or "1m 30s")
-            max_age is an unknown key (expected one of batching, bin_max_age, bin_selection, bins, charge, concurrency, gate_tokens, grants, max_queue, max_wait, order, sla, user_limits)
+            max_age is an unknown key (expected one of batching, bin_max_age, bin_selection, bins, charge, concurrency, gate_tokens, max_queue, max_wait, order, sla, user_limits)
             sla.min_batch is -1 (expected an integer from 1 to 4294967295)
             user_limits is a list (expected an object)"#]].assert_eq(&faults.join("\n"));
         let misfit = json!({ "sla": { "min_batch": 9, "max_batch": 8 } });

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use api::proxy::DrainResult;
 use api::routing::LoadTable;
-use state::admission::{AdmissionSettings, Batching, Concurrency, Grants, Order};
+use state::admission::{AdmissionSettings, Batching, Concurrency, Order};
 use state::command::Command;
 use state::ids::ReplicaId;
 use tokio::io::AsyncWriteExt;
@@ -163,34 +163,25 @@ async fn a_waiting_client_that_disconnects_leaves_the_queue() {
 
 #[tokio::test]
 async fn disconnected_waiting_clients_reach_no_engine() {
-    for grants in [Grants::Gate, Grants::Log] {
-        let gate = Arc::new(Semaphore::new(0));
-        let engine = gated(&gate).await;
-        let settings = AdmissionSettings {
-            grants,
-            ..one_at_a_time()
-        };
-        let fleet = fleet(&[&engine], settings).await;
-        if grants == Grants::Log {
-            fleet.keep_flushing();
-        }
-        let first = run(&fleet, &chat_of("a", "")).await;
-        let dropped = wait(&fleet, &chat_of("b", "")).await;
-        let mut half = wait(&fleet, &chat_of("b", "")).await;
-        let reset = wait(&fleet, &chat_of("b", "")).await;
-        let last = wait(&fleet, &chat_of("c", "")).await;
-        drop(dropped);
-        eventually("one has left", || waiting(&fleet) == 3).await;
-        half.stream.shutdown().await.unwrap();
-        eventually("two have left", || waiting(&fleet) == 2).await;
-        reset.stream.set_zero_linger().unwrap();
-        drop(reset);
-        eventually("three have left", || waiting(&fleet) == 1).await;
-        gate.add_permits(2);
-        all_answered(vec![first, last], 200).await;
-        fleet.is_idle().await;
-        assert_eq!(users(&engine), "ac", "{grants:?}");
-    }
+    let gate = Arc::new(Semaphore::new(0));
+    let engine = gated(&gate).await;
+    let fleet = fleet(&[&engine], one_at_a_time()).await;
+    let first = run(&fleet, &chat_of("a", "")).await;
+    let dropped = wait(&fleet, &chat_of("b", "")).await;
+    let mut half = wait(&fleet, &chat_of("b", "")).await;
+    let reset = wait(&fleet, &chat_of("b", "")).await;
+    let last = wait(&fleet, &chat_of("c", "")).await;
+    drop(dropped);
+    eventually("one has left", || waiting(&fleet) == 3).await;
+    half.stream.shutdown().await.unwrap();
+    eventually("two have left", || waiting(&fleet) == 2).await;
+    reset.stream.set_zero_linger().unwrap();
+    drop(reset);
+    eventually("three have left", || waiting(&fleet) == 1).await;
+    gate.add_permits(2);
+    all_answered(vec![first, last], 200).await;
+    fleet.is_idle().await;
+    assert_eq!(users(&engine), "ac");
 }
 
 #[tokio::test]
@@ -433,68 +424,15 @@ async fn a_batch_is_sent_to_one_backend() {
     all_answered(clients, 200).await;
 }
 
-/// Waits until no request waits or holds a grant in the log.
-async fn nobody_is_left_in_the_log(fleet: &Fleet) {
-    let is_empty = || {
-        let grants = fleet.router.view().grants();
-        grants.waiting_len() == 0 && grants.granted(ReplicaId(1)).count() == 0
-    };
-    eventually("the log knows of nobody who waits", is_empty).await;
-}
-
-#[tokio::test]
-async fn the_log_grants_in_fair_order() {
-    let gate = Arc::new(Semaphore::new(0));
-    let engine = Engine::always(vec![Step::Await(gate.clone()), json("200 OK", "{}")]).await;
-    let settings = AdmissionSettings {
-        grants: Grants::Log,
-        ..one_at_a_time()
-    };
-    let fleet = fleet(&[&engine], settings).await;
-    fleet.keep_flushing();
-    let mut clients = vec![run(&fleet, &chat_about("0", "a", "")).await];
-    for (number, (topic, user)) in [("1", "a"), ("2", "a"), ("3", "b")].into_iter().enumerate() {
-        clients.push(wait(&fleet, &chat_about(topic, user, "")).await);
-        let known = || fleet.router.view().grants().waiting_len() == number + 1;
-        eventually("the log knows of it", known).await;
-    }
-    gate.add_permits(4);
-    all_answered(clients, 200).await;
-    fleet.is_idle().await;
-    assert_eq!(users(&engine), "aaba");
-    nobody_is_left_in_the_log(&fleet).await;
-}
-
-#[tokio::test]
-async fn no_request_is_lost_under_churn() {
-    let fleet = churned(Grants::Gate).await;
-    let charge = fleet.charged().await;
-    assert_eq!(charge.started, charge.ended);
-    assert_eq!(charge.queued, charge.dequeued);
-    assert!(charge.queued > 0, "something waited");
-}
-
-#[tokio::test]
-async fn no_request_is_lost_under_churn_with_log_grants() {
-    let fleet = churned(Grants::Log).await;
-    nobody_is_left_in_the_log(&fleet).await;
-}
-
 /// Runs 24 clients on two backends with one place each. A quarter of the requests are abandoned as
 /// soon as they are sent.
-async fn churned(grants: Grants) -> Arc<Fleet> {
+#[tokio::test]
+async fn no_request_is_lost_under_churn() {
     let engines = [
         Engine::always(vec![json("200 OK", USAGE)]).await,
         Engine::always(vec![json("200 OK", USAGE)]).await,
     ];
-    let settings = AdmissionSettings {
-        grants,
-        ..one_at_a_time()
-    };
-    let fleet = Arc::new(fleet(&[&engines[0], &engines[1]], settings).await);
-    if grants == Grants::Log {
-        fleet.keep_flushing();
-    }
+    let fleet = Arc::new(fleet(&[&engines[0], &engines[1]], one_at_a_time()).await);
     let clients: Vec<_> = (0..24)
         .map(|number: usize| {
             let fleet = Arc::clone(&fleet);
@@ -517,7 +455,10 @@ async fn churned(grants: Grants) -> Arc<Fleet> {
     }
     fleet.is_idle().await;
     eventually("nothing waits", || waiting(&fleet) == 0).await;
-    fleet
+    let charge = fleet.charged().await;
+    assert_eq!(charge.started, charge.ended);
+    assert_eq!(charge.queued, charge.dequeued);
+    assert!(charge.queued > 0, "something waited");
 }
 
 #[tokio::test]

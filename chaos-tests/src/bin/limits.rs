@@ -36,7 +36,6 @@ const CLIENTS_BEYOND: usize = 30;
 
 const GATE: &str = "[admission]\nconcurrency = 10\n";
 const FCFS: &str = "[admission]\nconcurrency = 10\norder = \"fcfs\"\n";
-const LOG: &str = "[admission]\nconcurrency = 10\ngrants = \"log\"\n";
 
 /// A case to measure: admission config, number of replicas and total number of clients.
 #[derive(Debug, Clone, Copy)]
@@ -47,13 +46,12 @@ struct LimitCase {
     clients: usize,
 }
 
-const CASES: [LimitCase; 6] = [
+const CASES: [LimitCase; 5] = [
     case("vtc, gate", GATE, 1, CLIENTS_BELOW),
     case("vtc, gate", GATE, 3, CLIENTS_BELOW),
     case("vtc, gate", GATE, 1, CLIENTS_BEYOND),
     case("vtc, gate", GATE, 3, CLIENTS_BEYOND),
     case("fcfs", FCFS, 3, CLIENTS_BEYOND),
-    case("vtc, grants = log", LOG, 3, CLIENTS_BEYOND),
 ];
 
 const fn case(name: &'static str, config: &'static str, replicas: u8, clients: usize) -> LimitCase {

@@ -15,9 +15,8 @@ use state::command::{
     Rejection, Reply, UserChanges, UserDefaults, UserSpec,
 };
 use state::discovery::{Discovery, DiscoveryChange};
-use state::grants::Wait;
 use state::ids::{
-    AttemptId, BackendRef, Incarnation, LogIndex, ReplicaId, SessionId, Slot, Ticket, UserKey,
+    AttemptId, BackendRef, Incarnation, LogIndex, ReplicaId, SessionId, Slot, UserKey,
 };
 use state::policy::{PolicyConfig, RoutingSettings};
 use state::prefix::{model_key, user_key};
@@ -342,15 +341,6 @@ fn learnt(backend: BackendRef) -> Command {
             model,
             tokens: (0..100).collect(),
         },
-        Item::Wait(Wait {
-            ticket: Ticket(5),
-            model,
-            user,
-            priority: -3,
-            tokens: 700,
-        }),
-        Item::Grant { model, count: 2 },
-        Item::Leave { ticket: Ticket(5) },
         Item::ObserveText(TextSample {
             model,
             bytes: 9000,

@@ -71,17 +71,6 @@ impl CreditLedger {
         (advance, charge)
     }
 
-    /// Returns the advance of a dispatch for which the log charged `tokens` with the grant.
-    #[must_use]
-    pub fn open_granted(tokens: u64, estimate: &TokenDelta, pricing: &Pricing) -> Advance {
-        let input = pricing.input(estimate.input_uncached, estimate.input_cached);
-        let input = input.min(tokens);
-        Advance {
-            input,
-            output: tokens - input,
-        }
-    }
-
     /// Raises the advance of a dispatch that is expected to produce `output` more tokens than
     /// charged. Returns the charge for the difference, less the user's credit.
     pub fn raise(
@@ -127,9 +116,9 @@ impl CreditLedger {
         self.credit(user, advance.left());
     }
 
-    /// Credits `user` with `tokens` priced tokens, for example for an unused grant. Does nothing
-    /// for a new user beyond [`CREDITED_USERS_MAX`].
-    pub fn credit(&mut self, user: UserKey, tokens: u64) {
+    /// Credits `user` with `tokens` priced tokens. Does nothing for a new user beyond
+    /// [`CREDITED_USERS_MAX`].
+    fn credit(&mut self, user: UserKey, tokens: u64) {
         let is_known = self.credits.contains_key(&user);
         if tokens == 0 || (!is_known && self.credits.len() >= CREDITED_USERS_MAX) {
             return;

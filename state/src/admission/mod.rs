@@ -1,8 +1,7 @@
 //! Admission: which waiting request goes next, as pure values and functions.
 //!
 //! A request waits when every backend that could take it is at its limit. The settings are
-//! replicated. Each replica has its own queues (or, with grants through the log, shares those of
-//! [`crate::grants`]) and orders them by replicated counters.
+//! replicated. Each replica has its own queues and orders them by replicated counters.
 
 mod figures;
 mod gate;
@@ -27,6 +26,6 @@ pub use retries::RetryAllowance;
 pub(crate) use crate::pricing::milli_tokens;
 pub use crate::pricing::{ChargeInput, Pricing};
 pub use crate::settings::{
-    AdmissionSettings, BATCH_MAX, Batching, BinSelection, Concurrency, Grants, MEMORY_Z_MILLI_MAX,
-    Order, SlaSettings,
+    AdmissionSettings, BATCH_MAX, Batching, BinSelection, Concurrency, MEMORY_Z_MILLI_MAX, Order,
+    SlaSettings,
 };

@@ -9,10 +9,9 @@ use serde::{Deserialize, Serialize};
 use crate::budgets::Budget;
 use crate::caches::CacheScope;
 use crate::discovery::Discovery;
-use crate::grants::Wait;
 use crate::ids::{
     ApiKeyId, AttemptId, BackendRef, BlockHash, LogIndex, ModelKey, ReplicaId, RestoreId,
-    SessionId, Ticket, UserKey,
+    SessionId, UserKey,
 };
 use crate::keys::{ApiKeySpec, SecretHash};
 use crate::kv_events::KvBatch;
@@ -340,21 +339,6 @@ pub enum Item {
         /// Number of output tokens of each request, in the order in which they ended. At most
         /// [`OUTPUTS_PER_ITEM_MAX`] requests.
         tokens: Vec<u32>,
-    },
-    /// A request is waiting for a grant (`grants = "log"`).
-    Wait(Wait),
-    /// A request of this replica leaves the list: it took or declined its grant, or it stopped
-    /// waiting.
-    Leave {
-        /// Ticket of the request.
-        ticket: Ticket,
-    },
-    /// There is capacity for a model. Grants its next waiting requests in fair order.
-    Grant {
-        /// Model with capacity.
-        model: ModelKey,
-        /// Number of requests to grant.
-        count: u32,
     },
     /// Text and token counts of finished requests. Format version 4.
     ObserveText(TextSample),

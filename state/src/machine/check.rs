@@ -16,8 +16,6 @@
 //! - **I8** The incrementally kept digest equals one computed from scratch.
 //! - **I9** The published registry, service figures, output lengths, ratios, users and index are
 //!   those of the state.
-//! - **I18** Each request waiting for a grant has one place in one order and belongs to a replica
-//!   with a session. The published grants are those of the state.
 //! - **I20** The models and pairs with output lengths stay within their bounds, the pairs' order
 //!   and digest match the pairs, and the bins of every model ascend from above 0.
 //! - **I22** For a backend whose KV events are followed, the reported blocks are exactly those that
@@ -55,7 +53,6 @@ impl RouterState {
         self.check_leases()?;
         self.users.check()?;
         self.check_users_in_flight()?;
-        self.check_waiting()?;
         self.outputs
             .check()
             .map_err(|detail| broken("I20", detail))?;
@@ -156,43 +153,18 @@ impl RouterState {
         )
     }
 
-    /// Checks I18, which includes the orders of the waiting list, and the published users of I9.
-    fn check_waiting(&self) -> Result<(), InvariantError> {
-        ensure(
-            self.waiting.is_consistent(),
-            "I18",
-            "the orders of the waiting list differ from its entries",
-        )?;
-        let stray = self
-            .waiting
-            .replicas()
-            .find(|it| !self.sessions.contains(*it));
-        ensure(
-            *self.view.grants() == self.waiting.view(),
-            "I18",
-            "the published grants differ",
-        )?;
-        let users = self.view.users();
-        ensure(
-            users.is_none_or(|users| self.users.are(&users)),
-            "I9",
-            "the published users differ",
-        )?;
-        match stray {
-            None => Ok(()),
-            Some(replica) => Err(broken(
-                "I18",
-                format!("replica {replica} waits for grants but has no session"),
-            )),
-        }
-    }
-
     /// Checks the rest of I9, and the part of I8 that concerns rarely changing parts.
     fn check_published(&self) -> Result<(), InvariantError> {
         ensure(
             self.cold_digest == self.hash_cold(),
             "I8",
             "the digest of the registry differs",
+        )?;
+        let users = self.view.users();
+        ensure(
+            users.is_none_or(|users| self.users.are(&users)),
+            "I9",
+            "the published users differ",
         )?;
         let registry = self.registry();
         ensure(

@@ -45,9 +45,6 @@ impl RouterState {
         if let Some(last_left) = self.users.last_left() {
             encoding::append_bytes(&last_left, bytes);
         }
-        if !self.waiting.is_empty() {
-            encoding::append_bytes(&self.waiting.digest(), bytes);
-        }
         self.exact.append_digest(bytes);
         if let Some(staged) = &self.staged {
             staged.append_digest(bytes);

@@ -12,7 +12,6 @@ mod check;
 mod defaults;
 mod digest;
 mod discovery;
-mod grants;
 mod keys;
 mod kv_events;
 mod leases;
@@ -42,7 +41,6 @@ use crate::pricing::FairnessSettings;
 use crate::reject::Rejection;
 use crate::users::{Users, WINDOW_BUCKET_MS, WINDOW_BUCKETS};
 
-use crate::grants::WaitingList;
 use crate::kv_events::FollowedBackends;
 use crate::outputs::Outputs;
 use crate::ratios::LearntRatios;
@@ -91,7 +89,6 @@ pub struct RouterState {
     beliefs: CapacityCorrections,
     outputs: Outputs,
     ratios: LearntRatios,
-    waiting: WaitingList,
     exact: FollowedBackends,
     keys: Keys,
     caches: CacheScopes,
@@ -112,8 +109,6 @@ pub struct RouterState {
     is_outputs_changed: bool,
     /// Whether a command changed the learned ratios.
     is_ratios_changed: bool,
-    /// Whether a command changed the waiting list for grants.
-    is_waiting_changed: bool,
     view: Arc<StateView>,
 }
 
@@ -189,7 +184,6 @@ impl RouterState {
             beliefs: CapacityCorrections::default(),
             outputs: Outputs::default(),
             ratios: LearntRatios::default(),
-            waiting: WaitingList::default(),
             exact: FollowedBackends::default(),
             keys: Keys::default(),
             caches: CacheScopes::default(),
@@ -200,7 +194,6 @@ impl RouterState {
             is_service_changed: false,
             is_outputs_changed: false,
             is_ratios_changed: false,
-            is_waiting_changed: false,
             view,
         };
         state.cold_digest = state.hash_cold();
@@ -392,7 +385,6 @@ impl RouterState {
                 .released(slot, lease.tip, &mut self.ownership, now_ms);
         }
         self.users.close_replica(replica);
-        self.close_waiting(replica);
     }
 
     /// Applies changes of backends to ownership, leases, measurements and unknown capacities.

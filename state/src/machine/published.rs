@@ -13,7 +13,6 @@ use crate::backends::{Backend, Backends, BlockSizes, RankSlots};
 use crate::caches::CacheScopesView;
 use crate::command::UserDefaults;
 use crate::discovery::{DiscoveredBackend, KnownFleet};
-use crate::grants::{GrantsView, WaitingList};
 use crate::ids::{BackendRef, LogIndex, ModelKey, ReplicaId, Slot, UserKey};
 use crate::keys::KeysView;
 use crate::kv_events::{EvictionsView, FollowedBackends, KvCondition};
@@ -48,7 +47,6 @@ pub struct StateView {
     /// All users; `None` until a reader wants them.
     users: ArcSwapOption<UsersView>,
     wants_users: AtomicBool,
-    grants: ArcSwap<GrantsView>,
     keys: ArcSwap<KeysView>,
     caches: ArcSwap<CacheScopesView>,
     evictions: ArcSwap<EvictionsView>,
@@ -69,7 +67,6 @@ impl StateView {
             is_format_4: AtomicBool::new(false),
             users: ArcSwapOption::empty(),
             wants_users: AtomicBool::new(false),
-            grants: ArcSwap::default(),
             keys: ArcSwap::default(),
             caches: ArcSwap::default(),
             evictions: ArcSwap::default(),
@@ -206,12 +203,6 @@ impl StateView {
             .unwrap_or_default()
     }
 
-    /// Returns the requests that are waiting for a grant or have one.
-    #[must_use]
-    pub fn grants(&self) -> Arc<GrantsView> {
-        self.grants.load_full()
-    }
-
     pub(super) fn wants_users(&self) -> bool {
         self.wants_users.load(Ordering::Relaxed)
     }
@@ -222,10 +213,6 @@ impl StateView {
 
     pub(super) fn publish_users(&self, users: UsersView) {
         self.users.store(Some(Arc::new(users)));
-    }
-
-    pub(super) fn publish_grants(&self, waiting: &WaitingList) {
-        self.grants.store(Arc::new(waiting.view()));
     }
 
     pub(super) fn wants_all(&self) -> bool {

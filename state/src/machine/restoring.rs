@@ -47,7 +47,6 @@ use crate::bounds::{NAME_BYTES_MAX, RESTORE_BYTES_MAX, RESTORE_PART_BYTES};
 use crate::command::{Command, Origin};
 use crate::encoding;
 use crate::error::SnapshotError;
-use crate::grants::WaitingList;
 use crate::ids::{LogIndex, ReplicaId, RestoreId};
 use crate::reader_assignment::Readers;
 use crate::reject::Rejection;
@@ -406,8 +405,6 @@ impl RouterState {
         let (index, digest) = (fresh.applied, fresh.digest());
         let subject = format!("restore {restore}: index {index}, digest {digest:032x}");
         fresh.staged = None;
-        // The list is cleared first, because closing replicas passes grants on to waiting requests.
-        fresh.waiting = WaitingList::default();
         let gone: Vec<ReplicaId> = fresh.sessions.iter().map(|(it, ..)| it).collect();
         for replica in gone {
             fresh.close_replica(replica);
@@ -441,7 +438,6 @@ impl RouterState {
         self.note(origin, AuditAction::Restore, subject);
         self.is_outputs_changed = true;
         self.is_ratios_changed = true;
-        self.is_waiting_changed = true;
         self.keys.replaced();
         self.caches.replaced();
     }

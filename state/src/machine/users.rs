@@ -110,6 +110,19 @@ impl RouterState {
         }
     }
 
+    /// Publishes the users if they changed, or unconditionally if `is_anew`, once a reader wants
+    /// them.
+    pub(super) fn publish_for_admission(&mut self, is_anew: bool) {
+        if !self.view.wants_users() {
+            return;
+        }
+        let is_anew = is_anew || !self.view.publishes_users();
+        let limits = self.terms().limits;
+        if let Some(users) = self.users.publish(self.time.now_ms, limits, is_anew) {
+            self.view.publish_users(users);
+        }
+    }
+
     /// Returns the prices, limits and time that apply to charges.
     pub(super) fn terms(&self) -> ChargeTerms {
         let admission = self.settings.admission.as_ref();

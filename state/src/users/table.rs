@@ -315,11 +315,6 @@ impl Users {
         Some(true)
     }
 
-    /// Returns a user's virtual token counter; `None` if the user is unknown.
-    pub(crate) fn counter(&self, key: UserKey) -> Option<u64> {
-        self.map.get(&key).map(User::counter)
-    }
-
     /// Sets a user's name, adding the user if unknown. Returns whether the table had room.
     pub(crate) fn define(&mut self, key: UserKey, name: &str) -> bool {
         if self.map.get(&key).is_some_and(|user| &*user.name == name) {

@@ -452,7 +452,7 @@ proptest! {
                 *paid.entry(charge.user).or_default() += charge.input_uncached;
             }
             for key in (0..9).map(|user| UserKey(user << 60)) {
-                prop_assert_eq!(users.counter(key).is_some(), paid.contains_key(&key));
+                prop_assert_eq!(users.map.get(&key).is_some(), paid.contains_key(&key));
             }
         }
         prop_assert_eq!(users.check(), Ok(()));

@@ -7,5 +7,4 @@ mod common;
 mod applying;
 mod cluster;
 mod fairness;
-mod grants;
 mod quotas;

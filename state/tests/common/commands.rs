@@ -14,10 +14,8 @@ use state::command::{
     UserSpec,
 };
 use state::discovery::{Discovery, DiscoveryChange};
-use state::grants::Wait;
 use state::ids::{
-    AttemptId, BackendRef, EngineHash, Incarnation, ModelKey, ReplicaId, SessionId, Slot, Ticket,
-    UserKey,
+    AttemptId, BackendRef, EngineHash, Incarnation, ModelKey, ReplicaId, SessionId, Slot, UserKey,
 };
 use state::kv_events::{KvBatch, KvDoubt, KvEvent, KvMessage, KvNews, KvRejection};
 use state::policy::PolicyConfig;
@@ -117,25 +115,7 @@ pub(crate) fn item() -> impl Strategy<Value = Item> {
             ]
         })
         .prop_flat_map(|names| (0_usize..2).prop_map(move |which| names[which].clone()));
-    let ticket = || (0_u64..6).prop_map(Ticket);
-    let wait = (ticket(), 0_u64..2, user(), 0_i16..2, 0_u32..500).prop_map(
-        |(ticket, model, (user, _), priority, tokens)| {
-            Item::Wait(Wait {
-                ticket,
-                model: ModelKey(model),
-                user,
-                priority,
-                tokens,
-            })
-        },
-    );
-    let leave = ticket().prop_map(|ticket| Item::Leave { ticket });
-    let grant = (0_u64..2, 0_u32..3).prop_map(|(model, count)| Item::Grant {
-        model: ModelKey(model),
-        count,
-    });
     prop_oneof![
-        2 => wait, 1 => leave, 1 => grant,
         8 => acquire, 1 => forged, 4 => materialize, 6 => release, 4 => charge(), 1 => define,
         1 => observe(), 1 => service(), 1 => outputs(), 1 => text(), 1 => block_size(), 6 => kv(),
     ]

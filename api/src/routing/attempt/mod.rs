@@ -17,7 +17,7 @@ mod stages;
 use std::sync::Arc;
 
 use state::Registry;
-use state::admission::{AdmissionSettings, Advance, CreditLedger, Order, Pricing, TokenDelta};
+use state::admission::{AdmissionSettings, Advance, Order, Pricing, TokenDelta};
 use state::command::{Charge, LeaseOutcome};
 use state::ids::{AttemptId, BackendRef, ModelKey, UserKey};
 use state::prefix::model_key;
@@ -101,8 +101,6 @@ pub(super) struct OpenAttempt {
 pub struct DispatchTerms {
     /// Maximum number of output tokens, from the request; `None` if it sets none.
     pub tokens_max: Option<u32>,
-    /// Priced tokens that the log charged with the grant; `None` if the log granted nothing.
-    pub granted_tokens: Option<u64>,
 }
 
 /// Returns the token prices in `registry`, and which tokens are charged.
@@ -177,7 +175,7 @@ impl Dispatcher {
         let (user, advance) = self.outbox.with(|outbox| {
             outbox.follow_names(registry.names_since);
             let user = outbox.payer(hash_seed, ask.user.as_str());
-            let (advance, charge) = started(outbox, user, &estimate, &pricing, terms);
+            let (advance, charge) = started(outbox, user, &estimate, &pricing);
             self.priced.add(pricing.due(&charge));
             outbox.charge(charge);
             outbox.acquire(id, backend, &identity.chain, held);
@@ -438,22 +436,14 @@ impl Drop for Attempt {
     }
 }
 
-/// Returns the advance and the initial charge of a dispatch. The log has already charged a granted
-/// request.
+/// Returns the advance and the initial charge of a dispatch.
 fn started(
     outbox: &mut Outbox,
     user: UserKey,
     estimate: &TokenDelta,
     pricing: &Pricing,
-    terms: DispatchTerms,
 ) -> (Advance, Charge) {
-    let (advance, ahead) = match terms.granted_tokens {
-        Some(tokens) => {
-            let advance = CreditLedger::open_granted(tokens, estimate, pricing);
-            (advance, Charge::default())
-        }
-        None => outbox.ledger.open(user, estimate, pricing),
-    };
+    let (advance, ahead) = outbox.ledger.open(user, estimate, pricing);
     let charge = Charge {
         user,
         started: 1,

@@ -36,8 +36,6 @@ pub(super) struct BackendLoad {
 #[derive(Debug, Default)]
 pub(super) struct LoadDropSignal {
     pub(super) load_dropped: Arc<Notify>,
-    /// Number of this replica's requests that ended.
-    ended: AtomicU64,
     /// Wakes the task that reports to the peers.
     pub(super) report_due: Arc<Notify>,
     /// Nonzero if the task that reports to the peers polls rarely because nothing runs.
@@ -55,10 +53,6 @@ impl LoadDropSignal {
         if self.is_idle.load(Relaxed) != 0 && self.is_idle.swap(0, Relaxed) != 0 {
             self.report_due.notify_one();
         }
-    }
-
-    pub(super) fn ended(&self) -> u64 {
-        self.ended.load(Relaxed)
     }
 }
 
@@ -265,7 +259,6 @@ impl Drop for LoadGuard {
     fn drop(&mut self) {
         self.first_byte();
         self.gauge.end();
-        self.gauge.less.ended.fetch_add(1, Relaxed);
         self.gauge.less.load_dropped.notify_one();
     }
 }

@@ -247,12 +247,6 @@ impl LoadTable {
         &self.less.load_dropped
     }
 
-    /// Returns the number of this replica's requests that ended since its start.
-    #[must_use]
-    pub fn ended(&self) -> u64 {
-        self.less.ended()
-    }
-
     /// Returns the gauge of `backend`, which is created if needed. A gauge of an earlier
     /// incarnation than the stored one is not stored.
     fn replace_gauge(&self, backend: BackendRef) -> Arc<BackendLoad> {

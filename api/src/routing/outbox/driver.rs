@@ -81,11 +81,6 @@ impl SharedOutbox {
         })
     }
 
-    /// Makes the driver propose the queue at once, or after the outstanding envelope.
-    pub fn flush_now(&self) {
-        self.full.notify_one();
-    }
-
     /// Makes the driver propose the queue before the flush interval has passed, because it affects
     /// the predictions of other replicas.
     pub fn flush_soon(&self) {

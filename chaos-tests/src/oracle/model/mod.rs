@@ -15,18 +15,15 @@ mod tests;
 pub mod texts;
 pub mod time;
 pub mod users;
-pub mod waiting;
 
 use std::collections::BTreeMap;
 
-use state::admission::{AdmissionSettings, ChargeInput, Grants, Order};
+use state::admission::{AdmissionSettings, ChargeInput, Order};
 use state::command::{
     Charge, Command, Envelope, Item, LeaseOutcome, Rejection, Reply, UserChanges, UserDefaults,
 };
 use state::discovery::DiscoveryChange;
-use state::ids::{
-    ApiKeyId, AttemptId, BackendRef, BlockHash, LogIndex, ModelKey, ReplicaId, UserKey,
-};
+use state::ids::{ApiKeyId, AttemptId, BackendRef, BlockHash, LogIndex, ReplicaId, UserKey};
 use state::keys::SecretHash;
 use state::users::FairnessSettings;
 
@@ -38,7 +35,6 @@ use streams::ModelStreams;
 use texts::ModelTexts;
 use time::ModelTime;
 use users::{ModelUsers, price};
-use waiting::ModelWaitingList;
 
 /// The state that all replicas must hold after the entries so far.
 #[derive(Debug, Default)]
@@ -65,9 +61,8 @@ pub struct ReferenceModel {
     pub texts: ModelTexts,
     /// Number of priced tokens that each replica charged each user in advance and has not settled.
     pub ahead: BTreeMap<(ReplicaId, UserKey), i128>,
-    /// Whether the settings ever allowed advances for other than prompts, or through the log.
+    /// Whether the settings ever allowed advances for other than prompts.
     pub charges_otherwise: bool,
-    waiting: ModelWaitingList,
     prices: FairnessSettings,
     charged_input: ChargeInput,
     /// Whether a backup has replaced the state. The log does not have the contents of a backup.
@@ -264,8 +259,7 @@ impl ReferenceModel {
 
     fn admit_by(&mut self, settings: &AdmissionSettings) {
         self.charged_input = settings.charge;
-        let is_otherwise = settings.order == Order::VtcPred || settings.grants == Grants::Log;
-        self.charges_otherwise |= is_otherwise;
+        self.charges_otherwise |= settings.order == Order::VtcPred;
     }
 
     fn item(&mut self, replica: ReplicaId, base: AttemptId, item: &Item) {
@@ -311,13 +305,6 @@ impl ReferenceModel {
             Item::ObserveText(sample) => self.texts.observe(sample),
             Item::ObserveBlockSize { backend, tokens } => {
                 self.registry.observe_block_size(*backend, *tokens);
-            }
-            Item::Wait(wait) => self.waiting.wait(replica, *wait),
-            Item::Leave { ticket } => self.waiting.leave(replica, *ticket),
-            Item::Grant { model, count } => {
-                for _ in 0..*count {
-                    self.grant(*model);
-                }
             }
         }
     }
@@ -369,19 +356,6 @@ impl ReferenceModel {
         self.users.charge(replica, charge, due);
     }
 
-    fn grant(&mut self, model: ModelKey) {
-        let users = &self.users;
-        let Some((replica, wait)) = self.waiting.grant(model, |user| users.counter(user)) else {
-            return;
-        };
-        let charge = Charge {
-            user: wait.user,
-            advance: u64::from(wait.tokens),
-            ..Charge::default()
-        };
-        self.charge(replica, &charge);
-    }
-
     /// Closes what a replica's session left open: leases, requests in flight and waiting ones.
     fn close(&mut self, replica: ReplicaId) {
         let open: Vec<_> = self.leases.keys().copied().collect();
@@ -389,9 +363,6 @@ impl ReferenceModel {
             self.release(holder, LeaseOutcome::Kept);
         }
         self.users.close(replica);
-        for model in self.waiting.close(replica) {
-            self.grant(model);
-        }
     }
 
     fn follow(&mut self, change: registry::SlotChange) {

@@ -214,10 +214,6 @@ impl ModelUsers {
         }
     }
 
-    pub(super) fn counter(&self, user: UserKey) -> u64 {
-        self.users.get(&user).map_or(0, ModelUser::counter)
-    }
-
     /// Returns the key of the user with this name.
     #[must_use]
     pub fn key(&self, name: &str) -> UserKey {

@@ -4,7 +4,7 @@ use api::ports::ProposeError;
 use lab::rng::Rng;
 use state::StateView;
 use state::admission::{
-    AdmissionSettings, Batching, BinSelection, ChargeInput, Concurrency, Grants, Order,
+    AdmissionSettings, Batching, BinSelection, ChargeInput, Concurrency, Order,
 };
 use state::budgets::Budget;
 use state::command::{Command, Committed, Reply, UserChanges, UserSpec};
@@ -141,7 +141,6 @@ fn command(rng: &mut Rng, is_plain: bool, view: &StateView) -> Command {
             let mut settings = admission(rng);
             if is_plain {
                 settings.order = Order::Vtc;
-                settings.grants = Grants::Gate;
             }
             Command::PutAdmission(settings)
         }
@@ -226,19 +225,17 @@ fn admission(rng: &mut Rng) -> AdmissionSettings {
         ChargeInput::Full,
         ChargeInput::Discounted,
     ];
-    let is_log = rng.below(3) == 0;
     AdmissionSettings {
         order: orders[rng.below(7) as usize],
         concurrency: concurrency[rng.below(3) as usize],
         queue_max: [4, 100, 10_000][rng.below(3) as usize],
         wait_ms_max: [300, 3000, 60_000][rng.below(3) as usize],
         charge: charge[rng.below(3) as usize],
-        grants: if is_log { Grants::Log } else { Grants::Gate },
         gate_tokens: [0, 0, 1000][rng.below(3) as usize],
         bins: [1, 1, 4][rng.below(3) as usize],
         bin_selection: BinSelection::RoundRobin,
         batching: match rng.below(6) {
-            0 if !is_log => Batching::Static,
+            0 => Batching::Static,
             _ => Batching::Continuous,
         },
         ..AdmissionSettings::default()

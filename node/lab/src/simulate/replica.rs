@@ -322,10 +322,7 @@ impl SimReplica {
         tokens_max: Option<u32>,
         now: Micros,
     ) -> InFlight {
-        let terms = DispatchTerms {
-            tokens_max,
-            granted_tokens: None,
-        };
+        let terms = DispatchTerms { tokens_max };
         if let Some(written) = &self.written {
             let slot = decision.backend.slot;
             written.borrow_mut().dispatched(&ask.prompt.positions, slot);

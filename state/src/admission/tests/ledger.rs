@@ -63,7 +63,8 @@ fn a_prediction_can_be_raised() {
     let pricing = Pricing::default();
     let (mut advance, _) = ledger.open(ALICE, &used(10, 0, 5), &pricing);
     ledger.settle(ALICE, &mut advance, &used(10, 0, 5), &pricing);
-    ledger.credit(ALICE, 3);
+    let (unused, _) = ledger.open(ALICE, &used(3, 0, 0), &pricing);
+    ledger.close(ALICE, unused);
     let more = ledger.raise(ALICE, &mut advance, 4, &pricing);
     assert_eq!(
         (pricing.due(&more), advance.left()),
@@ -74,17 +75,6 @@ fn a_prediction_can_be_raised() {
     assert_eq!(pricing.due(&output), 0);
     ledger.close(ALICE, advance);
     assert_eq!(ledger.credit_of(ALICE), 2);
-}
-
-#[test]
-fn a_granted_request_is_not_charged_its_advance_again() {
-    let mut ledger = CreditLedger::default();
-    let pricing = Pricing::default();
-    let mut advance = CreditLedger::open_granted(100, &used(60, 0, 0), &pricing);
-    let charge = ledger.settle(ALICE, &mut advance, &used(60, 0, 30), &pricing);
-    assert_eq!(pricing.due(&charge), 20);
-    ledger.credit(ALICE, 11);
-    assert_eq!(ledger.credit_of(ALICE), 11);
 }
 
 #[test]

@@ -14,7 +14,7 @@
 //! | 4 charge | bits 3-7: which of the first five counts are not 0 | | user (8 bytes), these counts |
 //! | 5 observe engine | 0 | 0 | slot, incarnation, facts |
 //! | 6 KV events | bits 3-7: see `kv` | | see `kv` |
-//! | 7 rare | bits 3-7: 0 service, 1 outputs, 2 wait, 3 leave, 4 grant, 5 charge with more counts, 6 text, 7 block size, 8 belief | | its fields |
+//! | 7 rare | bits 3-7: 0 service, 1 outputs, 2 charge with more counts, 3 text, 4 block size, 5 belief | | its fields |
 //!
 //! A number of 15 blocks or more follows as an integer. Unused bits are 0, and a decoder rejects
 //! any other value, so that a later version can give them a meaning.
@@ -27,7 +27,7 @@ use bincode::{Decode, Encode};
 use super::integers::{get, get_backend, get_byte, get_u32, narrow, put, put_backend, put_byte};
 use super::kv;
 use crate::command::{Charge, Item, LeaseOutcome};
-use crate::ids::{BackendRef, BlockHash, ModelKey, Ticket, UserKey};
+use crate::ids::{BackendRef, BlockHash, ModelKey, UserKey};
 use crate::ratios::TextSample;
 use crate::service::BeliefSample;
 
@@ -44,13 +44,10 @@ const RARE: u8 = 7;
 mod rare {
     pub(super) const SERVICE: u8 = 0;
     pub(super) const OUTPUTS: u8 = 1;
-    pub(super) const WAIT: u8 = 2;
-    pub(super) const LEAVE: u8 = 3;
-    pub(super) const GRANT: u8 = 4;
-    pub(super) const CHARGE: u8 = 5;
-    pub(super) const TEXT: u8 = 6;
-    pub(super) const BLOCK_SIZE: u8 = 7;
-    pub(super) const BELIEF: u8 = 8;
+    pub(super) const CHARGE: u8 = 2;
+    pub(super) const TEXT: u8 = 3;
+    pub(super) const BLOCK_SIZE: u8 = 4;
+    pub(super) const BELIEF: u8 = 5;
 }
 
 const KIND_BITS: u32 = 3;
@@ -105,19 +102,6 @@ impl Encode for Item {
                 user.0.to_le_bytes().encode(encoder)?;
                 model.0.to_le_bytes().encode(encoder)?;
                 tokens.encode(encoder)
-            }
-            Self::Wait(wait) => {
-                put_rare(encoder, rare::WAIT)?;
-                wait.encode(encoder)
-            }
-            Self::Leave { ticket } => {
-                put_rare(encoder, rare::LEAVE)?;
-                put(encoder, ticket.0)
-            }
-            Self::Grant { model, count } => {
-                put_rare(encoder, rare::GRANT)?;
-                model.0.to_le_bytes().encode(encoder)?;
-                put(encoder, u64::from(*count))
             }
             Self::ObserveText(sample) => {
                 put_rare(encoder, rare::TEXT)?;
@@ -226,14 +210,6 @@ fn get_rare<D: Decoder>(decoder: &mut D, tag: u8) -> Result<Item, DecodeError> {
             user: get_user(decoder)?,
             model: get_model(decoder)?,
             tokens: Decode::decode(decoder)?,
-        }),
-        rare::WAIT => Decode::decode(decoder).map(Item::Wait),
-        rare::LEAVE => Ok(Item::Leave {
-            ticket: Ticket(get(decoder)?),
-        }),
-        rare::GRANT => Ok(Item::Grant {
-            model: get_model(decoder)?,
-            count: get_u32(decoder)?,
         }),
         rare::CHARGE => get_long_charge(decoder),
         rare::TEXT => Ok(Item::ObserveText(TextSample {

@@ -30,7 +30,7 @@ fn prediction_outcomes_encode_to_golden_bytes() {
     let envelope = envelope(Lane::Outbox, command);
     let bytes = encode_envelope(&envelope);
     assert_eq!(decode_envelope(&bytes).unwrap(), envelope);
-    expect!["0a03fdefcdab896745230100fb2c01fd0068e5cf8b010000010701470302280301ac02"]
+    expect!["0a03fdefcdab896745230100fb2c01fd0068e5cf8b0100000107012f0302280301ac02"]
         .assert_eq(&hex(&bytes));
 }
 

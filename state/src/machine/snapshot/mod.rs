@@ -10,7 +10,7 @@
 //! (state/src/ownership/snapshot.rs), up to the end of the stream.
 //!
 //! Later versions add to version 1 (version 9 does not exist):
-//! - 2: settings, readers, accounts of admission, service, outputs, waiting list, KV-event state
+//! - 2: settings, readers, accounts of admission, service, outputs, KV-event state
 //! - 3: restores, in progress or in the audit
 //! - 4: hash secret, forgiven and deleted users in the audit, paced time, learned ratios, assumed
 //!   capacities, block sizes
@@ -39,7 +39,6 @@ use super::restoring::StagedRestore;
 use crate::caches::CacheScopesImage;
 use crate::encoding;
 use crate::error::SnapshotError;
-use crate::grants::WaitingList;
 use crate::ids::LogIndex;
 use crate::keys::{KeysImage, RevokedKeys};
 use crate::kv_events::FollowedImage;
@@ -198,10 +197,7 @@ impl RouterState {
                 (tag::READERS, encoding::to_bytes(&self.readers)),
                 (tag::SERVICE, encoding::to_bytes(&self.service)),
                 (tag::OUTPUTS, encoding::to_bytes(&self.outputs)),
-                (
-                    tag::WAITING,
-                    encoding::to_bytes(&(self.users.last_left(), self.waiting.image())),
-                ),
+                (tag::LAST_LEFT, encoding::to_bytes(&self.users.last_left())),
             ],
             leases: self.leases.freeze(),
             users: self.users.freeze(),
@@ -371,11 +367,7 @@ impl RouterState {
             tag::STANDINGS => self.users.restore_standings(payload)?,
             tag::SERVICE => self.service = section(payload)?,
             tag::OUTPUTS => self.outputs = section(payload)?,
-            tag::WAITING => {
-                let (last_left, image) = section(payload)?;
-                self.users.restore_last_left(last_left);
-                self.waiting = WaitingList::restored(image)?;
-            }
+            tag::LAST_LEFT => self.users.restore_last_left(section(payload)?),
             tag::EXACT => self.exact.restore_piece(payload)?,
             tag::TIME => self.time.paced = Some(section(payload)?),
             tag::ASSUMED => self.assumed = section(payload)?,

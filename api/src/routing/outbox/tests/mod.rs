@@ -72,9 +72,6 @@ fn cut(outbox: &mut Outbox) -> Vec<String> {
         Item::KvEvents(_)
         | Item::ObserveService(_)
         | Item::ObserveOutputs { .. }
-        | Item::Wait(_)
-        | Item::Leave { .. }
-        | Item::Grant { .. }
         | Item::ObserveText(_)
         | Item::ObserveBlockSize { .. }
         | Item::ObserveBelief(_) => format!("note {item:?}"),

@@ -2,6 +2,7 @@
 //! The log and the network between them are simulated by delays.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -24,8 +25,8 @@ pub(super) const LIMIT: u32 = 6;
 const REPLICAS: u8 = 3;
 /// Time until a message between replicas arrives.
 const LATENCY: Duration = Duration::from_millis(1);
-/// Default time until a proposal is applied everywhere.
-pub(super) const COMMIT: Duration = Duration::from_millis(5);
+/// Time until a proposal is applied everywhere.
+const COMMIT: Duration = Duration::from_millis(5);
 /// Interval between two reports of a replica to its peers.
 const EXCHANGE: Duration = Duration::from_millis(20);
 /// Time until a process that refuses connections counts as unreachable.
@@ -93,7 +94,7 @@ struct LogPort(Arc<World>);
 impl Propose for LogPort {
     fn propose(&self, envelope: Envelope) -> BoxFuture<'_, Result<Committed, ProposeError>> {
         Box::pin(async move {
-            sleep(self.0.commit).await;
+            sleep(COMMIT).await;
             let mut log = self.0.log.lock().unwrap();
             let committed = log.commit(Entry::Proposed(envelope));
             Ok(committed.expect("who proposes has a log"))
@@ -106,6 +107,8 @@ struct Seat {
     session: SessionId,
     router: Arc<Router>,
     admission: Arc<Admission>,
+    /// Number of requests that have ended.
+    ended: Arc<AtomicU64>,
     /// Token that is cancelled when the replica's process ends.
     end: CancellationToken,
 }
@@ -114,8 +117,6 @@ struct World {
     settings: AdmissionSettings,
     /// Whether replicas exchange share reports; otherwise they behave as next to an older build.
     has_shares: bool,
-    /// Time until a proposal is applied everywhere.
-    commit: Duration,
     log: Mutex<SharedLog>,
     seats: Mutex<BTreeMap<ReplicaId, Seat>>,
     /// Replicas that are partitioned from all others.
@@ -136,15 +137,10 @@ impl Drop for SaturatedCluster {
 
 impl SaturatedCluster {
     /// Starts replicas that have heard each other.
-    pub(super) async fn start(
-        settings: AdmissionSettings,
-        has_shares: bool,
-        commit: Duration,
-    ) -> Self {
+    pub(super) async fn start(settings: AdmissionSettings, has_shares: bool) -> Self {
         let cluster = Self(Arc::new(World {
             settings,
             has_shares,
-            commit,
             log: Mutex::default(),
             seats: Mutex::default(),
             cut_off: Mutex::default(),
@@ -175,6 +171,7 @@ impl SaturatedCluster {
             session,
             router,
             admission,
+            ended: Arc::default(),
             end,
         };
         world.seats.lock().unwrap().insert(replica, seat.clone());
@@ -213,8 +210,7 @@ impl SaturatedCluster {
         let seat = self.0.seats.lock().unwrap()[&ReplicaId(id)].clone();
         for number in 0..clients {
             let name = format!("user-{id}-{number}");
-            let (world, admission) = (Arc::clone(&self.0), Arc::clone(&seat.admission));
-            spawn_until(&seat.end, client(world, admission, name));
+            spawn_until(&seat.end, client(Arc::clone(&self.0), seat.clone(), name));
         }
     }
 
@@ -236,7 +232,7 @@ impl SaturatedCluster {
     /// Returns how many requests have ended at a replica since it started.
     pub(super) fn ended_at(&self, id: u8) -> u64 {
         let seats = self.0.seats.lock().unwrap();
-        seats[&ReplicaId(id)].router.load().ended()
+        seats[&ReplicaId(id)].ended.load(Ordering::Relaxed)
     }
 
     /// Samples the use of the backend every millisecond.
@@ -358,19 +354,20 @@ impl AdmissionRequest for Request {
     }
 }
 
-async fn client(world: Arc<World>, admission: Arc<Admission>, name: String) {
+async fn client(world: Arc<World>, seat: Seat, name: String) {
     for turn in 0_u64.. {
         let request = Arc::new(Request {
             identity: world.identity.clone(),
             id: format!("{name}-{turn}"),
             user: UserName::bounded(name.clone()),
         });
-        let Ok(admitted) = admission.admit(&request, &[]).await else {
+        let Ok(admitted) = seat.admission.admit(&request, &[]).await else {
             sleep(RUNS).await;
             continue;
         };
         let (_, attempt) = admitted.into_parts();
         sleep(RUNS).await;
         attempt.end(AttemptEnd::Finished, Instant::now());
+        seat.ended.fetch_add(1, Ordering::Relaxed);
     }
 }

@@ -3,30 +3,27 @@
 
 mod cluster;
 
-use state::admission::{AdmissionSettings, Concurrency, Grants, Order};
+use state::admission::{AdmissionSettings, Concurrency, Order};
 use state::command::Command;
 
-use std::time::Duration;
-
-use self::cluster::{COMMIT, Filled, LIMIT, SaturatedCluster};
+use self::cluster::{Filled, LIMIT, SaturatedCluster};
 
 /// Settings that determine the order of requests.
 #[derive(Debug, Clone, Copy)]
-struct Rules(Order, Grants);
+struct Rules(Order);
 
 impl Rules {
     fn limited(self, limit: u32) -> AdmissionSettings {
         AdmissionSettings {
             concurrency: Concurrency::Fixed(limit),
             order: self.0,
-            grants: self.1,
             ..AdmissionSettings::default()
         }
     }
 }
 
-const VTC: Rules = Rules(Order::Vtc, Grants::Gate);
-const BY_LOG: Rules = Rules(Order::Vtc, Grants::Log);
+const VTC: Rules = Rules(Order::Vtc);
+const FCFS: Rules = Rules(Order::Fcfs);
 /// Minimum share of the limit's places in use under overload, in percent.
 const FULL_PERCENT: u64 = 90;
 
@@ -36,7 +33,6 @@ struct Case {
     rules: Rules,
     clients: [usize; 3],
     has_shares: bool,
-    commit: Duration,
 }
 
 const fn case(rules: Rules, clients: [usize; 3]) -> Case {
@@ -44,7 +40,6 @@ const fn case(rules: Rules, clients: [usize; 3]) -> Case {
         rules,
         clients,
         has_shares: true,
-        commit: COMMIT,
     }
 }
 
@@ -52,7 +47,7 @@ impl Case {
     /// Runs the case and returns the observed use.
     async fn run(self) -> Filled {
         let settings = self.rules.limited(LIMIT);
-        let cluster = SaturatedCluster::start(settings, self.has_shares, self.commit).await;
+        let cluster = SaturatedCluster::start(settings, self.has_shares).await;
         for (id, clients) in (1..).zip(self.clients) {
             cluster.come(id, clients);
         }
@@ -74,14 +69,13 @@ impl Case {
 
 #[tokio::test(start_paused = true)]
 async fn a_limit_is_never_exceeded_and_nearly_always_used() {
-    let fcfs = Rules(Order::Fcfs, Grants::Gate);
-    let dlpm = Rules(Order::Dlpm, Grants::Gate);
+    let dlpm = Rules(Order::Dlpm);
     for case in [
         case(VTC, [8, 8, 8]),
         case(VTC, [1, 2, 20]),
         case(VTC, [0, 24, 0]),
-        case(fcfs, [8, 8, 8]),
-        case(fcfs, [24, 0, 0]),
+        case(FCFS, [8, 8, 8]),
+        case(FCFS, [24, 0, 0]),
         case(dlpm, [2, 2, 4]),
         case(dlpm, [1, 8, 8]),
     ] {
@@ -90,41 +84,8 @@ async fn a_limit_is_never_exceeded_and_nearly_always_used() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn log_grants_leave_hardly_any_place_unused() {
-    for case in [
-        case(BY_LOG, [8, 8, 8]),
-        case(BY_LOG, [1, 2, 20]),
-        case(BY_LOG, [24, 0, 0]),
-        case(BY_LOG, [0, 2, 6]),
-        case(BY_LOG, [3, 3, 2]),
-    ] {
-        case.is_held_and_full(FULL_PERCENT).await;
-    }
-}
-
-/// Requests run for 200 ms. A place stays free for the time of a commit unless a request was
-/// granted beforehand, so the use rises with the number of waiting requests.
-#[tokio::test(start_paused = true)]
-async fn log_grants_continue_with_a_slow_log() {
-    for (commit_ms, clients, percent) in [
-        (50, [8, 8, 8], 80),
-        (50, [24, 0, 0], 70),
-        (50, [0, 2, 6], 70),
-        (300, [8, 8, 8], 60),
-        (300, [24, 0, 0], 50),
-        (300, [0, 2, 6], 35),
-    ] {
-        let slow = Case {
-            commit: Duration::from_millis(commit_ms),
-            ..case(BY_LOG, clients)
-        };
-        slow.is_held_and_full(percent).await;
-    }
-}
-
-#[tokio::test(start_paused = true)]
 async fn replicas_without_shares_exceed_the_limit() {
-    for rules in [VTC, Rules(Order::Fcfs, Grants::Gate)] {
+    for rules in [VTC, FCFS] {
         let apart = Case {
             has_shares: false,
             ..case(rules, [8, 8, 8])
@@ -136,8 +97,8 @@ async fn replicas_without_shares_exceed_the_limit() {
 
 #[tokio::test(start_paused = true)]
 async fn a_dead_replicas_places_are_used_and_later_returned() {
-    for rules in [VTC, BY_LOG] {
-        let cluster = SaturatedCluster::start(rules.limited(LIMIT), true, COMMIT).await;
+    for rules in [VTC, FCFS] {
+        let cluster = SaturatedCluster::start(rules.limited(LIMIT), true).await;
         (1..=3).for_each(|id| cluster.come(id, 8));
         cluster.watch(500).await;
         cluster.kill(3);
@@ -160,7 +121,7 @@ async fn a_dead_replicas_places_are_used_and_later_returned() {
 
 #[tokio::test(start_paused = true)]
 async fn each_side_of_a_partition_has_the_whole_limit() {
-    let cluster = SaturatedCluster::start(VTC.limited(LIMIT), true, COMMIT).await;
+    let cluster = SaturatedCluster::start(VTC.limited(LIMIT), true).await;
     (1..=3).for_each(|id| cluster.come(id, 8));
     cluster.watch(500).await;
     cluster.cut_off(3);
@@ -176,8 +137,8 @@ async fn each_side_of_a_partition_has_the_whole_limit() {
 
 #[tokio::test(start_paused = true)]
 async fn a_changed_limit_is_followed_at_once() {
-    for rules in [VTC, BY_LOG] {
-        let cluster = SaturatedCluster::start(rules.limited(LIMIT), true, COMMIT).await;
+    for rules in [VTC, FCFS] {
+        let cluster = SaturatedCluster::start(rules.limited(LIMIT), true).await;
         (1..=3).for_each(|id| cluster.come(id, 8));
         cluster.watch(500).await;
         cluster.admin(Command::PutAdmission(rules.limited(2)));
