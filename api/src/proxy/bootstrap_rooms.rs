@@ -358,7 +358,10 @@ fn without_prompt(
             failure.report(proxy, backend, user);
             prefill.end(failure.end());
             note(proxy, sending, (backend, &chosen.name), &failure);
-            if proxy.poison_requests.refuses(sending.proxied) {
+            if proxy
+                .poison_requests
+                .refuses(&sending.proxied.body, &sending.proxied.identity)
+            {
                 proxy.metrics.suspects_refused.inc();
                 return Err(ProxyError::BreaksBackends);
             }

@@ -206,7 +206,10 @@ fn settle(
             }
             prefill.end(failure.end());
             note(proxy, sending, (backend, &chosen.name), &failure);
-            if proxy.poison_requests.refuses(sending.proxied) {
+            if proxy
+                .poison_requests
+                .refuses(&sending.proxied.body, &sending.proxied.identity)
+            {
                 proxy.metrics.suspects_refused.inc();
                 attempt.end(AttemptEnd::Failed, now);
                 return Err(ProxyError::BreaksBackends);

@@ -6,11 +6,10 @@
 
 use bytes::{BufMut, BytesMut};
 use http::{HeaderMap, HeaderName, HeaderValue, StatusCode};
-use schemars::JsonSchema;
-use serde::{Deserialize, Serialize};
 
 use super::dialect::{ANTHROPIC_REQUEST_ID, Dialect};
 use super::headers::REQUEST_ID;
+use super::settings::Expose;
 use crate::routing::{Decision, POLICY};
 
 /// Header that names the replica that sent the response.
@@ -22,20 +21,6 @@ const PREFIX: HeaderName = HeaderName::from_static("x-quorate-prefix");
 const INDEX: HeaderName = HeaderName::from_static("x-quorate-index");
 /// Header that lists the request headers that have no effect under the config.
 const IGNORED: HeaderName = HeaderName::from_static("x-quorate-ignored");
-
-/// Which headers are added to responses.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
-#[serde(rename_all = "kebab-case")]
-pub enum Expose {
-    /// No `x-quorate-*` header and no `x-request-id`.
-    None,
-    /// `x-request-id` and `x-quorate-replica`, and `x-quorate-ignored` if it applies.
-    #[default]
-    Basic,
-    /// These and, on successful responses, the decision: `x-quorate-backend`, `-prefill`,
-    /// `-policy`, `-prefix` and `-index`. For clients that may learn what other users sent.
-    Full,
-}
 
 impl Expose {
     /// Adds the decision to the headers of a backend's successful response, with [`Expose::Full`]

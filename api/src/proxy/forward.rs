@@ -35,8 +35,8 @@ use super::read_ahead::ReadAheadBounds;
 use super::response_body::{
     BodyKind, RespondingBackend, ResponseBody, ResponseTimeouts, SharedResponseBody,
 };
-use super::sse::{SseStream, WantedUsage};
-use super::usage_options::{salted, splice};
+use super::sse::SseStream;
+use super::usage_options::{WantedUsage, salted, splice};
 use crate::admission::{AdmissionRejection, DecisionTimes};
 use crate::backends::AnswerForm;
 use crate::error::{ProxyError, SHOULD_RETRY, rescue};
@@ -116,7 +116,10 @@ pub(super) fn prepare<'a>(
     proxied: &'a ProxiedRequest,
     request_metrics: &mut RequestMetricsGuard,
 ) -> Result<(OutgoingRequest<'a>, WantedUsage), ProxyError> {
-    if proxy.poison_requests.refuses(proxied) {
+    if proxy
+        .poison_requests
+        .refuses(&proxied.body, &proxied.identity)
+    {
         proxy.metrics.suspects_refused.inc();
         return Err(ProxyError::BreaksBackends);
     }
@@ -259,7 +262,9 @@ fn outgoing<'a>(
         transfer: None,
         bootstrap_session: None,
         first_byte_by: Instant::now(),
-        watched: proxy.poison_requests.watch(proxied),
+        watched: proxy
+            .poison_requests
+            .watch(&proxied.body, &proxied.identity),
     };
     (sending, wanted)
 }

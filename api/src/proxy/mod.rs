@@ -96,7 +96,6 @@ pub use access::ACCESS_TARGET;
 pub(crate) use clients::client_of;
 pub use cors::AllowedOrigins;
 pub use decisions::DecisionLog;
-pub use expose::Expose;
 pub use identify::{RequestOrigin, UserSource};
 pub use keys::{ApiKeys, Holder, KeyEntry, key_user_name};
 pub use metrics::{
@@ -113,10 +112,9 @@ pub use reserved_fields::{
 pub use routes::{INFERENCE_PATHS, is_plain};
 pub use server::{DrainResult, Server};
 pub use settings::{
-    Charges, DECISIONS_MAX, IdentifyBy, IdentifyByError, LoggedRequests, ProxyLimits,
-    ProxySettings, ProxyTimeouts,
+    Charges, DECISIONS_MAX, Expose, IdentifyBy, IdentifyByError, LoggedRequests, ProxyLimits,
+    ProxySettings, ProxyTimeouts, UsageRequest,
 };
-pub use usage_options::UsageRequest;
 
 use crate::admission::Admission;
 use crate::backends::Backends;

@@ -15,7 +15,7 @@ use std::time::Duration;
 use tokio::time::Instant;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
-use super::proxied::ProxiedRequest;
+use crate::prompt::PromptIdentity;
 
 /// Time for which a broken connection is remembered and, after the second one, the request refused.
 const REMEMBERED: Duration = Duration::from_secs(60);
@@ -58,26 +58,29 @@ impl PoisonRequests {
     }
 
     /// Whether the request must be refused, because it has broken two connections recently.
-    pub(super) fn refuses(&self, proxied: &ProxiedRequest) -> bool {
-        self.count.load(Relaxed) > 0 && self.is_refused(self.print(proxied), Instant::now())
+    pub(super) fn refuses(&self, body: &[u8], identity: &PromptIdentity) -> bool {
+        self.count.load(Relaxed) > 0 && self.is_refused(self.print(body, identity), Instant::now())
     }
 
     /// Fingerprints the request and sets its time of sending to now.
-    pub(super) fn watch(self: &Arc<Self>, proxied: &ProxiedRequest) -> WatchedRequest {
+    pub(super) fn watch(
+        self: &Arc<Self>,
+        body: &[u8],
+        identity: &PromptIdentity,
+    ) -> WatchedRequest {
         WatchedRequest {
             poison_requests: Arc::clone(self),
-            print: self.print(proxied),
+            print: self.print(body, identity),
             sent_at: Instant::now(),
         }
     }
 
-    fn print(&self, proxied: &ProxiedRequest) -> u64 {
-        let body = &proxied.body;
+    fn print(&self, body: &[u8], identity: &PromptIdentity) -> u64 {
         let edge = EDGE_BYTES.min(body.len());
         let length = body.len() as u64;
         // With the scope, so that nobody learns what broke under another user's salt.
-        let scope = proxied.identity.root.partial(&[]);
-        let block = proxied.identity.chain.last().map_or(scope, |block| block.0);
+        let scope = identity.root.partial(&[]);
+        let block = identity.chain.last().map_or(scope, |block| block.0);
         [&body[..edge], &body[body.len() - edge..]]
             .into_iter()
             .fold(self.seed ^ length ^ block, |seed, part| {

@@ -11,10 +11,8 @@ use state::admission::RetryAllowance;
 use state::ids::ReplicaId;
 
 use super::cors::AllowedOrigins;
-use super::expose::Expose;
 use super::keys::ApiKeys;
 use super::reserved_fields::{FieldRules, HeaderRules};
-use super::usage_options::UsageRequest;
 use crate::api_keys::KeyRules;
 use crate::backends::pool::PoolSettings;
 use crate::ip_prefix::IpPrefix;
@@ -78,6 +76,33 @@ pub struct ProxySettings {
     pub tracer: Option<Tracer>,
     /// Settings of the connections to engines.
     pub pool: PoolSettings,
+}
+
+/// Which headers are added to responses.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum Expose {
+    /// No `x-quorate-*` header and no `x-request-id`.
+    None,
+    /// `x-request-id` and `x-quorate-replica`, and `x-quorate-ignored` if it applies.
+    #[default]
+    Basic,
+    /// These and, on successful responses, the decision: `x-quorate-backend`, `-prefill`,
+    /// `-policy`, `-prefix` and `-index`. For clients that may learn what other users sent.
+    Full,
+}
+
+/// Which usage reports are requested on a client's behalf.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum UsageRequest {
+    /// Usage so far in every chunk, and a final chunk.
+    #[default]
+    Continuous,
+    /// A final chunk only, for engines that reject `continuous_usage_stats`.
+    Final,
+    /// None: `stream_options` stays as the client sent it.
+    Off,
 }
 
 /// When the end of a response reaches its client.

@@ -13,26 +13,10 @@ use std::ops::Range;
 use bytes::{Bytes, BytesMut};
 
 use super::answer_usage::{AnswerDelta, inspect};
+use super::usage_options::WantedUsage;
 
 /// Maximum length of an event that is parsed, in bytes.
 pub(super) const EVENT_BYTES_MAX: usize = 256 * 1024;
-
-/// Usage reports that the client requested. All others are removed from the stream.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct WantedUsage {
-    /// The final chunk, which contains only usage.
-    pub(super) final_chunk: bool,
-    /// Running `usage` in the other chunks.
-    pub(super) running: bool,
-}
-
-impl WantedUsage {
-    /// All usage reports, for streams whose requests were not changed.
-    pub(super) const ALL: Self = Self {
-        final_chunk: true,
-        running: true,
-    };
-}
 
 /// Parser of one stream of server-sent events.
 #[derive(Debug)]

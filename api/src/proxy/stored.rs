@@ -28,7 +28,7 @@ use super::forward::{ForwardResult, clean_head, content, timeouts};
 use super::headers::{Hop, toward_engine};
 use super::keys::Holder;
 use super::response_body::{RespondingBackend, ResponseBody};
-use super::sse::WantedUsage;
+use super::usage_options::WantedUsage;
 use crate::backends::pool::{EngineBody, Segments, SendError};
 use crate::error::ProxyError;
 use crate::traces::TraceHeaders;

@@ -6,26 +6,28 @@
 //! changes nothing else in the body, except that [`salted`] inserts a salt.
 
 use bytes::Bytes;
-use schemars::JsonSchema;
-use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-use super::sse::WantedUsage;
+use super::settings::UsageRequest;
 use crate::backends::pool::Segments;
 use crate::isolation::CacheIsolation;
 use crate::prompt::ParsedBody;
 
-/// Which usage reports are requested on a client's behalf.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
-#[serde(rename_all = "kebab-case")]
-pub enum UsageRequest {
-    /// Usage so far in every chunk, and a final chunk.
-    #[default]
-    Continuous,
-    /// A final chunk only, for engines that reject `continuous_usage_stats`.
-    Final,
-    /// None: `stream_options` stays as the client sent it.
-    Off,
+/// Usage reports that the client requested. All others are removed from the stream.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct WantedUsage {
+    /// The final chunk, which contains only usage.
+    pub(super) final_chunk: bool,
+    /// Running `usage` in the other chunks.
+    pub(super) running: bool,
+}
+
+impl WantedUsage {
+    /// All usage reports, for streams whose requests were not changed.
+    pub(super) const ALL: Self = Self {
+        final_chunk: true,
+        running: true,
+    };
 }
 
 const CONTINUOUS: &[u8] =

@@ -62,7 +62,7 @@ use futures_util::future::BoxFuture;
 use http::HeaderMap;
 use state::StateView;
 use state::ids::{BackendRef, LogIndex, ReplicaId, SessionId, Slot};
-use state::policy::{PolicyConfig, Reason, Touch};
+use state::policy::{Handover, PolicyConfig, Reason, Touch};
 use tokio_util::sync::CancellationToken;
 
 use self::load_reader::LoadReader;
@@ -99,7 +99,7 @@ pub use outbox::{
     AfterProposal, ChargeCommit, Outbox, OutboxSettings, OutboxStatus, Overlay, SharedOutbox,
 };
 pub use preferences::{POLICY, PreferenceRejection, RoutingPreferences};
-pub use prefill::{PrefillAttempt, PrefillDecision};
+pub use prefill::PrefillAttempt;
 pub use priced_total::LargestRequest;
 pub use request_stages::RequestStages;
 pub use routing_table::PolicySource;
@@ -200,6 +200,23 @@ pub struct Decision {
     pub(crate) trial: Option<Arc<HalfOpenProbe>>,
     /// Inputs of the decision; `None` if decisions are not recorded.
     pub record: Option<Arc<DecisionRecord>>,
+}
+
+/// The backend that computes a request's prompt for the one that answers.
+#[derive(Debug, Clone)]
+pub struct PrefillDecision {
+    /// Prefill backend.
+    pub backend: BackendRef,
+    /// Id of the backend.
+    pub name: Arc<str>,
+    /// How the prompt's KV cache reaches the backend that answers.
+    pub handover: Handover,
+    /// Number of leading blocks that the backend is believed to hold.
+    pub matched: u32,
+    /// Why the backend was chosen.
+    pub reason: Reason,
+    /// This request's trial of the backend's circuit; `None` unless the circuit is half-open.
+    pub(crate) trial: Option<Arc<HalfOpenProbe>>,
 }
 
 /// Reason why no backend can take a request.

@@ -11,7 +11,6 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use state::Registry;
 use state::command::LeaseOutcome;
 use state::ids::{AttemptId, BackendRef, UserKey};
-use state::policy::{Handover, Reason};
 use tokio::time::Instant;
 
 use super::dispatch::Dispatcher;
@@ -20,25 +19,8 @@ use super::metrics::InFlightGuard;
 use super::predictions::Prediction;
 use super::prompt_size::PromptSize;
 use super::samples::{AttemptTimer, EndedRequest};
-use super::{AttemptEnd, ReservedPlace, RoutingRequest, Usage};
+use super::{AttemptEnd, PrefillDecision, ReservedPlace, RoutingRequest, Usage};
 use crate::backends::HalfOpenProbe;
-
-/// The backend that computes a request's prompt for the one that answers.
-#[derive(Debug, Clone)]
-pub struct PrefillDecision {
-    /// Prefill backend.
-    pub backend: BackendRef,
-    /// Id of the backend.
-    pub name: Arc<str>,
-    /// How the prompt's KV cache reaches the backend that answers.
-    pub handover: Handover,
-    /// Number of leading blocks that the backend is believed to hold.
-    pub matched: u32,
-    /// Why the backend was chosen.
-    pub reason: Reason,
-    /// This request's trial of the backend's circuit; `None` unless the circuit is half-open.
-    pub(crate) trial: Option<Arc<HalfOpenProbe>>,
-}
 
 /// A prompt in flight at its prefill backend. Dropping it ends the attempt: as finished if the
 /// engine answered, as abandoned by the client if the prompt was sent, else as not run.

@@ -37,7 +37,7 @@ use crate::proxy::proxied::{ProxiedRequest, begin_trace, trace_id};
 use crate::proxy::request::HeldBodyBytes;
 use crate::proxy::response_body::lock;
 use crate::proxy::routes::unslashed;
-use crate::proxy::sse::WantedUsage;
+use crate::proxy::usage_options::WantedUsage;
 use crate::proxy::{ArrivedRequest, Intake, Proxy, failed, local, signed};
 use crate::routing::{Attempt, AttemptEnd, Decision, OfferedEndpoints, RequestStages};
 use crate::traces::RequestTrace;
