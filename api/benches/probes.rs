@@ -6,7 +6,7 @@
 
 use std::hint::black_box;
 
-use api::backends::{Backends, EngineMetrics, Health, ProbeSettings};
+use api::engines::backends::{Backends, EngineMetrics, Health, ProbeSettings};
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use state::ids::Slot;
 

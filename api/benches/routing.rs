@@ -11,14 +11,14 @@ use std::hint::black_box;
 use std::sync::{Arc, LazyLock};
 
 use api::admission::{Admission, AdmissionRequest};
-use api::api_keys::{NewSecret, secret_hash};
-use api::backends::{Backends, Health, ProbeSettings};
-use api::clock::Clock;
+use api::base::clock::Clock;
+use api::engines::backends::{Backends, Health, ProbeSettings};
 use api::prompt::{ModelSettings, ParsedBody, PromptIdentity, Tokenizer, parse};
 use api::routing::{
     AttemptEnd, DispatchTerms, OutboxSettings, RequestStages, Router, RouterParts, RoutingRequest,
     SelectSettings, Usage, UserName,
 };
+use api::users::api_keys::{NewSecret, secret_hash};
 use bytes::Bytes;
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use futures_util::FutureExt as _;

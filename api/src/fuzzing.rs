@@ -3,10 +3,10 @@
 //! exercises.
 
 pub use crate::admin::fuzzing::{admin_body, admin_body_seeds};
-pub use crate::backends::fuzzing::{
+pub use crate::engines::backends::fuzzing::{
     engine_metrics, engine_metrics_seeds, engine_models, engine_models_seeds,
 };
-pub use crate::discovery::fuzzing::{
+pub use crate::engines::discovery::fuzzing::{
     discovery_file, discovery_file_seeds, pod_events, pod_events_seeds,
 };
 pub use crate::kv_events::fuzzing::{
@@ -27,7 +27,7 @@ use state::ids::{BackendRef, Incarnation, ModelKey, ReplicaId, Slot};
 use tokio::time::Instant;
 
 use crate::admission::backlog;
-use crate::divergence::Digests;
+use crate::cluster::divergence::Digests;
 use crate::routing::LoadTable;
 
 /// Request paths, selected by number.

@@ -9,11 +9,11 @@ use serde::Serialize;
 use state::StateView;
 use tokio_util::sync::CancellationToken;
 
-use crate::api_keys::{KeyListAge, KeyRules};
-use crate::backends::Backends;
-use crate::divergence::Digests;
+use crate::cluster::divergence::Digests;
+use crate::engines::backends::Backends;
 use crate::ports::{Cluster, ClusterStatus};
 use crate::routing::SharedOutbox;
+use crate::users::api_keys::{KeyListAge, KeyRules};
 
 /// Clock difference of a member above which a warning is shown, in milliseconds.
 const CLOCK_SKEW_MS_MAX: u64 = 1000;

@@ -344,7 +344,7 @@ async fn a_replica_without_state_recovers_it_from_the_others() {
     assert_ne!(lost, http.digest(&at[0]).await);
     // Replicas compare their states once per `BOUNDARY_ENTRIES` entries.
     let writer = (&mut replicas[0].started).await.unwrap().cluster;
-    for weight_milli in 1..=2 * u32::try_from(api::divergence::BOUNDARY_ENTRIES).unwrap() {
+    for weight_milli in 1..=2 * u32::try_from(api::cluster::divergence::BOUNDARY_ENTRIES).unwrap() {
         let name = "bo".to_owned();
         let put = Command::PutUser(UserSpec { name, weight_milli });
         writer.submit(put).await.unwrap();

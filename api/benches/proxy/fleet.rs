@@ -5,14 +5,14 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use api::admission::Admission;
-use api::backends::{Backends, Health, ProbeSettings};
-use api::clock::Clock;
+use api::base::clock::Clock;
+use api::engines::backends::{Backends, Health, ProbeSettings};
+use api::net::tls::{Certificates, ListenerFiles};
 use api::ports::{BoxFuture, Propose, ProposeError};
 use api::prompt::{ModelSettings, Tokenizer};
 use api::proxy::picker::{Picker, PickerMetrics, PickerServer, PickerSettings};
 use api::proxy::{Proxy, ProxyMetrics, ProxySettings, Server};
 use api::routing::{OutboxSettings, Router, RouterParts, SelectSettings};
-use api::tls::{Certificates, ListenerFiles};
 use api::traces::Tracer;
 use state::RouterState;
 use state::command::{BackendSpec, Command, Committed, Envelope, Lane, Origin};

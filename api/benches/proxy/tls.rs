@@ -4,7 +4,7 @@ use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::sync::Arc;
 
-use api::tls::{
+use api::net::tls::{
     CertificateFiles, Certificates, ClientCertificates, ClientConfig, ClientFiles, ListenerFiles,
     NamedFile,
 };

@@ -23,9 +23,9 @@ use super::calls::WriteIndex;
 use super::origin::typed;
 use super::problem::invalid;
 use super::{Admin, BODY_BYTES_MAX, PAGE_ENTRIES_DEFAULT, PAGE_ENTRIES_MAX};
+use crate::base::printable::{escaped, is_obeyed};
 use crate::error::Problem;
 use crate::ports::{ChangeError, ProposeError};
-use crate::printable::{escaped, is_obeyed};
 
 /// `Deprecation` header with the date since which the former setting names are deprecated (RFC
 /// 9745).

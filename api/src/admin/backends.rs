@@ -21,13 +21,13 @@ use super::problem::{invalid, not_found};
 use super::readback::{ReadBack, ReadBackJson, with_shown};
 use super::versions::{IfMatch, Version, Versioned};
 use super::{Admin, AdminState};
-use crate::backends::{
+use crate::base::printable::{escaped, is_obeyed};
+use crate::engines::backends::{
     CircuitView, EngineKind, EngineMetrics, EnginePlace, EngineUrl, EngineUrlError, ProbeRecord,
 };
+use crate::engines::kv_transport::endpoint;
 use crate::error::Problem;
-use crate::kv_events::endpoint;
 use crate::kv_events::stream_status::BackendStreams;
-use crate::printable::{escaped, is_obeyed};
 
 /// A backend, with everything known about it.
 #[derive(Serialize, JsonSchema)]

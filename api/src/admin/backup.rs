@@ -24,9 +24,9 @@ use tokio::sync::{OwnedSemaphorePermit, mpsc};
 
 use super::answer::{QueryParams, ReadLevel, at_level};
 use super::{Admin, AdminState};
-use crate::backup::{BackupHead, BackupWriter, LengthCounter, file_bytes};
-use crate::divergence::hex;
+use crate::cluster::divergence::hex;
 use crate::error::Problem;
+use crate::files::backup::{BackupHead, BackupWriter, LengthCounter, file_bytes};
 
 /// Maximum time for which a client may accept nothing.
 const SEND_TIMEOUT: Duration = Duration::from_secs(30);

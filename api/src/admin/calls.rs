@@ -13,7 +13,7 @@ use serde::Serialize;
 use state::ids::LogIndex;
 
 use super::roles::{AdminRole, CallerProof};
-use crate::printable::escaped;
+use crate::base::printable::escaped;
 
 /// Number of most recent calls to keep.
 const CALLS_MAX: usize = 1000;

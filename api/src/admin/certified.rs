@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use super::roles::{AdminRole, CallerProof, Operator};
 use super::tokens::check_token_name;
-use crate::tls::CertificateFacts;
+use crate::net::tls::CertificateFacts;
 
 const DOMAIN: &str = "quorate.internal";
 

@@ -15,7 +15,7 @@ use super::answer::{
 };
 use super::problem::invalid;
 use super::{Admin, AdminState};
-use crate::divergence::hex;
+use crate::cluster::divergence::hex;
 use crate::error::Problem;
 use crate::ports::ClusterStatus;
 

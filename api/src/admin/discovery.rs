@@ -7,7 +7,7 @@ use state::ids::{LogIndex, ReplicaId};
 
 use super::AdminState;
 use super::answer::{Answer, QueryParams, ReadQuery, registry_at};
-use crate::discovery::SourceReport;
+use crate::engines::discovery::SourceReport;
 use crate::error::Problem;
 
 #[derive(Serialize, JsonSchema)]

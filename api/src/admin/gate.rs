@@ -29,9 +29,9 @@ use super::roles::{AdminRole, Operator, Permission};
 use super::routes::permission;
 use super::tokens::AdminTokens;
 use super::whoami::Caller;
-use crate::clock::Clock;
+use crate::base::clock::Clock;
+use crate::base::log_rate_limit::LogRateLimit;
 use crate::error::Problem;
-use crate::log_rate_limit::LogRateLimit;
 use crate::proxy::client_of;
 
 /// Maximum number of log lines about refused calls within [`REFUSALS_TOLD_EVERY`].

@@ -19,8 +19,8 @@ use super::answer::{
     at_level, commit, name_of, submit,
 };
 use super::problem::{invalid, not_found};
-use crate::api_keys::{NewSecret, draw_id};
 use crate::error::Problem;
+use crate::users::api_keys::{NewSecret, draw_id};
 
 /// An API key, without its secret.
 #[derive(Serialize, JsonSchema)]

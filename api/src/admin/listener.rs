@@ -27,10 +27,10 @@ use tower::ServiceExt;
 use super::certified::CallerCertificate;
 use super::gate::CallerAddress;
 use super::{Admin, STREAMS_MAX, router};
-use crate::backends::pool::prepare;
-use crate::bounded_listener::{BoundedConnection, BoundedListener};
+use crate::engines::backends::pool::prepare;
 use crate::error::Problem;
-use crate::tls::{
+use crate::net::bounded_listener::{BoundedConnection, BoundedListener};
+use crate::net::tls::{
     self, CertificateFacts, Certificates, ClearRejection, ListenerFiles, MaybeTls, ServerConfig,
     TlsAcceptError,
 };

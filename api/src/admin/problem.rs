@@ -2,8 +2,8 @@
 
 use http::StatusCode;
 
+use crate::base::printable::escaped;
 use crate::error::Problem;
-use crate::printable::escaped;
 use crate::settings::SettingError;
 
 /// Returns the problem for an invalid request, which names the field at fault.

@@ -1,5 +1,5 @@
 //! `/admin/v1/recordings`: requests to this replica, as files without texts and users' names
-//! (`crate::recording`). Requests are kept as the data plane stores them; lines are generated while
+//! (`crate::files::recording`). Requests are kept as the data plane stores them; lines are generated while
 //! a client fetches them, a chunk at a time and on another thread.
 
 use std::sync::Arc;
@@ -23,13 +23,13 @@ use super::answer::{Answer, MaybeJson, PathParam, QueryParams};
 use super::problem::{invalid, not_found};
 use super::{Admin, AdminState};
 use crate::error::Problem;
+use crate::files::recording::{
+    FORMAT, RecordedAttempt, RecordedBackend, RecordedEnd, RecordedReport, RecordedRequest,
+    RecordingHead, RecordingNames, RecordingWriter,
+};
 use crate::prompt::BlockUnit;
 use crate::proxy::{
     DecidedAttempt, RecordingEnd, RecordingLimits, RecordingState, RequestRecord, TakenRequest,
-};
-use crate::recording::{
-    FORMAT, RecordedAttempt, RecordedBackend, RecordedEnd, RecordedReport, RecordedRequest,
-    RecordingHead, RecordingNames, RecordingWriter,
 };
 
 /// Maximum number of recordings fetched concurrently.

@@ -10,8 +10,8 @@ use tokio::time::Instant;
 use super::answer::{Answer, QueryParams, ReadQuery, at_level};
 use super::users::key_text;
 use super::{Admin, AdminState};
+use crate::cluster::figures::{RecentRates, ReplicaFigures, WINDOW};
 use crate::error::Problem;
-use crate::figures::{RecentRates, ReplicaFigures, WINDOW};
 use crate::ports::{ClusterStatus, MemberStatus};
 
 #[derive(Serialize, JsonSchema)]

@@ -22,9 +22,9 @@ use super::answer::{QueryParams, WrittenWith, unsettled};
 use super::origin::typed;
 use super::problem::invalid;
 use super::{Admin, AdminState};
-use crate::backup::{BackupError, BackupHead, BackupPiece, BackupReader};
-use crate::divergence::hex;
+use crate::cluster::divergence::hex;
 use crate::error::Problem;
+use crate::files::backup::{BackupError, BackupHead, BackupPiece, BackupReader};
 use crate::ports::ProposeError;
 
 /// Maximum time for which an uploading client may send nothing.

@@ -23,8 +23,8 @@ use tokio::sync::broadcast::error::RecvError;
 use tokio_util::sync::CancellationToken;
 
 use super::AdminState;
+use crate::cluster::events::NumberedEvent;
 use crate::error::Problem;
-use crate::events::NumberedEvent;
 
 /// Maximum number of open event streams.
 pub const STREAMS_MAX: usize = 64;

@@ -17,7 +17,7 @@ use xxhash_rust::xxh3::xxh3_128;
 use super::AdminState;
 use super::answer::{Answer, ReadLevel, at_level};
 use super::problem::invalid;
-use crate::divergence::hex;
+use crate::cluster::divergence::hex;
 use crate::error::Problem;
 
 /// Version of an object, as an entity tag.

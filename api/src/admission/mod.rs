@@ -45,8 +45,8 @@ pub use model_queue::{ModelQueueView, WaitingSummary, WaitingUser};
 pub(crate) use quota::{LimitLeft, LimitsLeft};
 pub use waiter::{AdmissionRejection, AdmissionRequest, Admitted, DecisionTimes};
 
-use crate::clock::{Clock, LogTime};
-use crate::figures::LongestWait;
+use crate::base::clock::{Clock, LogTime};
+use crate::cluster::figures::LongestWait;
 use crate::routing::{
     Decider, DispatchTerms, Dispatcher, LoadReportError, LoadTable, PlacedRequest, Router,
     RoutingRejection, Shares, WantedPlaces,

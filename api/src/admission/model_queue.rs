@@ -9,7 +9,7 @@ use state::admission::{Overload, Queue, QueueSettings};
 use state::ids::Ticket;
 
 use super::waiter::Waiter;
-use crate::figures::LongestWait;
+use crate::cluster::figures::LongestWait;
 
 /// Requests of one model that wait at this replica.
 pub(super) struct ModelQueue {

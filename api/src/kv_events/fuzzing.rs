@@ -15,10 +15,12 @@ use state::policy::{CostSettings, PolicyConfig};
 use state::users::FairnessSettings;
 use tokio::runtime::Runtime;
 
-use super::endpoint::{KvAddress, KvEndpoint, KvEventsSource, RANKS_MAX, check};
 use super::stream::{EventStream, HashIdentity, StreamContext, StreamEffect};
-use super::wire;
-use super::zmtp::{SocketType, ZmtpConnection, greeting, put_frame, ready};
+use crate::engines::kv_transport::endpoint::{
+    KvAddress, KvEndpoint, KvEventsSource, RANKS_MAX, check,
+};
+use crate::engines::kv_transport::wire;
+use crate::engines::kv_transport::zmtp::{SocketType, ZmtpConnection, greeting, put_frame, ready};
 
 /// Decodes a payload of KV events.
 pub fn kv_payload(bytes: &[u8]) {

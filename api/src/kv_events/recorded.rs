@@ -13,7 +13,7 @@ use state::policy::{CostSettings, PolicyConfig};
 
 use super::fixtures::{self, Message};
 use super::stream::{EventStream, HashIdentity, StreamContext, StreamEffect};
-use super::wire::{self, EngineEvent};
+use crate::engines::kv_transport::wire::{self, EngineEvent};
 use crate::prompt::{TokenScope, chain_of_tokens};
 
 const HASH_SEED: u64 = 7;

@@ -8,7 +8,7 @@ use state::service::{BackendServiceView, CapacitySource, LearntPrices};
 use tokio::time::Instant;
 
 use super::{MetricsPage, ScrapedReplica};
-use crate::backends::ProbeRecord;
+use crate::engines::backends::ProbeRecord;
 use crate::kv_events::stream::StreamCounts;
 use crate::kv_events::stream_status::BackendStreams;
 

@@ -22,10 +22,10 @@ use prometheus_client::metrics::info::Info;
 use prometheus_client::registry::Registry;
 use state::StateView;
 
-use crate::backends::Backends;
-use crate::clock::Clock;
-use crate::divergence::Digests;
-use crate::events::EventBus;
+use crate::base::clock::Clock;
+use crate::cluster::divergence::Digests;
+use crate::cluster::events::EventBus;
+use crate::engines::backends::Backends;
 use crate::kv_events::stream_status::StreamBoard;
 use crate::ports::{Cluster, ClusterStatus};
 use crate::routing::LoadTable;

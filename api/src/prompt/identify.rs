@@ -11,7 +11,7 @@ use super::{
     BlockUnit, ChainTail, ModelSettings, ParsedBody, Prompt, PromptBatch, PromptIdentity,
     ReplyJoin, ReplyShape, SpecialTokenCount, TokenScope, Tokenizer,
 };
-use crate::isolation::CacheIsolation;
+use crate::users::isolation::CacheIsolation;
 
 /// Default block size, in bytes.
 const BLOCK_BYTES: u32 = 128;

@@ -40,7 +40,7 @@ use state::policy::PairSettings;
 use state::prefix::ChainRoot;
 use state::ratios::TokenRatio;
 
-use crate::isolation::CacheIsolation;
+use crate::users::isolation::CacheIsolation;
 
 pub use cache_use::Truncation;
 pub use flatten::append_reply;

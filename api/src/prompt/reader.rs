@@ -30,7 +30,7 @@ use super::{
     FormFields, ModelSettings, ParsedBody, Prompt, PromptIdentity, ReplyShape, SpecialTokenCount,
     TokenizeRequest, Tokenizer, TokenizerContent, Truncation, parse_routed, tokenize_request,
 };
-use crate::backends::Backends;
+use crate::engines::backends::Backends;
 
 /// Maximum size of a body that is parsed and hashed inline, in bytes. Longer ones would delay other
 /// connections of the thread, so they go to the blocking pool.

@@ -19,8 +19,8 @@ use xxhash_rust::xxh3::xxh3_64;
 
 use super::tokenizer::TOKENIZED_BYTES_MAX;
 use super::{EngineTokenizer, ReplyBoundary, TokenizeResult, Tokenizer};
-use crate::backends::Backends;
-use crate::backends::pool::{EngineBody, Pool, PoolCounters, PoolSettings, Segments};
+use crate::engines::backends::Backends;
+use crate::engines::backends::pool::{EngineBody, Pool, PoolCounters, PoolSettings, Segments};
 
 /// Maximum size of an engine's `/tokenize` response, in bytes.
 const ANSWER_BYTES_MAX: usize = 16 * 1024 * 1024;

@@ -8,18 +8,18 @@ use serde::de::IgnoredAny;
 use state::command::NAME_BYTES_MAX;
 use state::ids::ReplicaId;
 
-use super::answer_usage::inspect;
-use super::headers::{Hop, clean_answer, request_id, toward_engine};
-use super::identify::{Client, IdentifiedUser, RequestOrigin, check_key, identify};
-use super::json_answer::Document;
-use super::json_scan::{is_whole, members};
-use super::keys::ApiKeys;
-use super::request::priority;
-use super::routes::route;
+use super::request::headers::{Hop, clean_answer, request_id, toward_engine};
+use super::request::identify::{Client, IdentifiedUser, RequestOrigin, check_key, identify};
+use super::request::request_body::priority;
+use super::request::routes::route;
+use super::request::usage_options::{WantedUsage, splice};
+use super::response::answer_usage::inspect;
+use super::response::json_answer::Document;
+use super::response::json_scan::{is_whole, members};
+use super::response::sse::SseStream;
 use super::settings::ProxySettings;
 use super::settings::UsageRequest;
-use super::sse::SseStream;
-use super::usage_options::{WantedUsage, splice};
+use super::settings::keys::ApiKeys;
 use crate::error::ProxyError;
 use crate::fuzzing::path_of;
 use crate::prompt::{ParsedBody, Prompt, parse, parse_routed};
@@ -115,7 +115,7 @@ fn relayed(wanted: WantedUsage, stream: &[u8], frame_bytes: usize) -> Relayed {
         other_bytes,
         ..
     } = &mut relayed;
-    let mut observe = |findings: &super::answer_usage::AnswerDelta<'_>| {
+    let mut observe = |findings: &super::response::answer_usage::AnswerDelta<'_>| {
         text.push_str(findings.text.as_deref().unwrap_or_default());
         *usage = findings.usage.or(*usage);
         *other_bytes += findings.other_bytes;
@@ -182,7 +182,8 @@ pub fn headers(bytes: &[u8]) {
     };
     names(&mut settings, &head, &parsed);
     assert!(
-        priority(&head, 3).is_ok_and(|it| it <= 3) || head.contains_key(super::headers::PRIORITY)
+        priority(&head, 3).is_ok_and(|it| it <= 3)
+            || head.contains_key(super::request::headers::PRIORITY)
     );
     crate::routing::fuzzing::session(&head);
     let id = request_id(&head);

@@ -9,8 +9,8 @@ use state::policy::PolicyConfig;
 use state::prefix::HashSecret;
 
 use super::{OutboxSettings, Router, RouterParts, SelectSettings};
-use crate::backends::{Backends, Health, ProbeSettings};
-use crate::clock::Clock;
+use crate::base::clock::Clock;
+use crate::engines::backends::{Backends, Health, ProbeSettings};
 use crate::ports::{BoxFuture, Propose, ProposeError};
 use crate::prompt::ModelSettings;
 

@@ -3,7 +3,7 @@
 use http::HeaderMap;
 use state::policy::SessionNames;
 
-use super::session;
+use super::decide::session;
 
 /// Reads the session's name from `headers`.
 pub(crate) fn session(headers: &HeaderMap) {

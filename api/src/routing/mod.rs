@@ -12,44 +12,18 @@
 //!   [`Router::run_outbox`] proposes it;
 //! - the [`LoadTable`] counts the requests at each backend, here and at the peers.
 
-mod adapters;
-mod attempt;
-mod capacity;
 mod decide;
-mod decision_record;
 mod dispatch;
-mod endpoints;
-mod explain;
-mod filters;
 #[cfg(test)]
 mod fixture;
 #[cfg(feature = "fuzzing")]
 pub(crate) mod fuzzing;
-mod hidden_output;
 mod load;
-mod load_reader;
 mod metrics;
 mod outbox;
-mod output_lengths;
-mod pairing;
-mod pairs;
-mod panic;
-mod predicted_evictions;
-mod predictions;
-mod preferences;
-mod prefill;
-mod priced_total;
-mod prompt_size;
-mod reply;
-mod request_stages;
-mod routing_table;
-mod samples;
-mod select;
-mod session;
 mod shares;
 #[cfg(test)]
 mod tests;
-mod text_samples;
 mod verdict;
 
 use schemars::JsonSchema;
@@ -65,31 +39,38 @@ use state::ids::{BackendRef, LogIndex, ReplicaId, SessionId, Slot};
 use state::policy::{Handover, PolicyConfig, Reason, Touch};
 use tokio_util::sync::CancellationToken;
 
-use self::load_reader::LoadReader;
+use self::decide::load_reader::LoadReader;
+use self::decide::pairing::PairRules;
+use self::decide::panic::PanicModes;
+use self::decide::routing_table::Fleet;
+use self::dispatch::output_lengths::OutputLengths;
+use self::dispatch::priced_total::PricedTotal;
+use self::dispatch::samples::ServiceSamples;
+use self::dispatch::text_samples::TextSums;
 use self::outbox::driver::OutboxDriver;
-use self::output_lengths::OutputLengths;
-use self::pairing::PairRules;
-use self::panic::PanicModes;
-use self::priced_total::PricedTotal;
-use self::routing_table::Fleet;
-use self::samples::ServiceSamples;
-use self::text_samples::TextSums;
-use crate::backends::{Backends, HalfOpenProbe};
-use crate::clock::Clock;
+use crate::base::clock::Clock;
+use crate::engines::backends::{Backends, HalfOpenProbe};
 use crate::ports::Propose;
 use crate::prompt::{ModelSettings, PromptIdentity, PromptReader};
 
-pub(crate) use attempt::pricing_of;
-pub use attempt::{Attempt, DispatchTerms};
+pub use crate::users::user_name::UserName;
 pub use decide::Decider;
-pub use decision_record::{
+pub use decide::decision_record::{
     AttemptReport, DecisionRecord, DecisionView, ExplainedRequest, PrefillView, SEEN_MAX,
     SeenBackendView, SeenDecision,
 };
+pub use decide::endpoints::{OfferedEndpoints, endpoint_of};
+pub use decide::explain::{ExplainedBackend, Explanation};
+pub use decide::preferences::{POLICY, PreferenceRejection, RoutingPreferences};
+pub use decide::request_stages::RequestStages;
+pub use decide::routing_table::PolicySource;
+pub use decide::select::{Labels, SELECT, SelectRejection, SelectSettings};
 pub use dispatch::Dispatcher;
-pub use endpoints::{OfferedEndpoints, endpoint_of};
-pub use explain::{ExplainedBackend, Explanation};
-pub use hidden_output::HiddenOutput;
+pub(crate) use dispatch::attempt::pricing_of;
+pub use dispatch::attempt::{Attempt, DispatchTerms};
+pub use dispatch::hidden_output::HiddenOutput;
+pub use dispatch::prefill::PrefillAttempt;
+pub use dispatch::priced_total::LargestRequest;
 pub use load::{
     EXPIRY, KEEPALIVE, Load, LoadGuard, LoadReportError, LoadReporter, LoadTable, ReservedPlace,
 };
@@ -98,18 +79,10 @@ pub use metrics::RoutingMetrics;
 pub use outbox::{
     AfterProposal, ChargeCommit, Outbox, OutboxSettings, OutboxStatus, Overlay, SharedOutbox,
 };
-pub use preferences::{POLICY, PreferenceRejection, RoutingPreferences};
-pub use prefill::PrefillAttempt;
-pub use priced_total::LargestRequest;
-pub use request_stages::RequestStages;
-pub use routing_table::PolicySource;
-pub use select::{Labels, SELECT, SelectRejection, SelectSettings};
 pub use shares::{
     PlacedRequest, ShareStatus, Shares, WaitingForPlace, WantedPlaces, wire as share_reports,
 };
 pub use verdict::FilterVerdict;
-
-pub use crate::user_name::UserName;
 
 /// Parts of a [`Router`].
 pub struct RouterParts {

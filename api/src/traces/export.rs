@@ -23,7 +23,7 @@ use tokio::time::{Instant, sleep, timeout, timeout_at};
 use tokio_util::sync::CancellationToken;
 
 use super::request::Tracer;
-use crate::log_rate_limit::LogRateLimit;
+use crate::base::log_rate_limit::LogRateLimit;
 
 /// Maximum number of spans that wait for the collector.
 const SPANS_WAITING_MAX: usize = 8192;

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use api::backends::{EngineAddressRules, EngineDialer, EngineKeys, ProbeSettings};
+use api::engines::backends::{EngineAddressRules, EngineDialer, EngineKeys, ProbeSettings};
 use api::proxy::ProxySettings;
 use http::HeaderValue;
 use state::command::{BackendSpec, Command};

@@ -2,7 +2,7 @@
 
 use std::io::Write;
 
-use api::backends::ProbeSettings;
+use api::engines::backends::ProbeSettings;
 use api::proxy::{AllowedOrigins, ProxySettings};
 use flate2::Compression;
 use flate2::write::GzEncoder;

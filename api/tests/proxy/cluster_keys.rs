@@ -4,9 +4,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use api::api_keys::{ListAge, NewSecret, WhenStale, draw_id};
-use api::clock::Clock;
+use api::base::clock::Clock;
 use api::proxy::{ApiKeys, ProxySettings};
+use api::users::api_keys::{ListAge, NewSecret, WhenStale, draw_id};
 use serde_json::json;
 use state::command::Command;
 use state::ids::{ApiKeyId, ReplicaId};

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use api::backends::ProbeSettings;
+use api::engines::backends::ProbeSettings;
 use api::proxy::FieldRules;
 
 use super::client::{chat, post};

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use api::backends::{EngineHeaders, EngineKeys};
+use api::engines::backends::{EngineHeaders, EngineKeys};
 use api::proxy::ApiKeys;
 use http::HeaderValue;
 

@@ -6,9 +6,9 @@ use std::time::Duration;
 
 use api::admin::Admin;
 use api::admission::Admission;
-use api::backends::{Backends, EngineKeys, Health, Hooks, ProbeSettings};
-use api::clock::Clock;
-use api::events::EventBus;
+use api::base::clock::Clock;
+use api::cluster::events::EventBus;
+use api::engines::backends::{Backends, EngineKeys, Health, Hooks, ProbeSettings};
 use api::ports::{BoxFuture, ChangeError, Cluster, ClusterStatus, Propose, ProposeError};
 use api::prompt::{ModelSettings, Tokenizer};
 use api::proxy::{
@@ -427,7 +427,7 @@ fn admin(
         digests: Arc::default(),
         outbox: Arc::clone(router.outbox()),
         lifecycle: Lifecycle::default(),
-        keys: api::api_keys::KeyRules::default(),
+        keys: api::users::api_keys::KeyRules::default(),
         is_insecure: false,
     };
     api::admin::router(Arc::new(Admin {

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use api::clock::Clock;
+use api::base::clock::Clock;
 use api::proxy::{ApiKeys, ProxySettings};
 use state::budgets::Budget;
 use state::command::{Charge, Command, Item, UserChanges};

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use api::backends::{Fault, ProbeSettings};
+use api::engines::backends::{Fault, ProbeSettings};
 use prometheus_client::registry::Registry;
 
 use super::client::chat;

@@ -1,7 +1,7 @@
 //! Endpoints offered to a gateway: how often each is first, and which are left out.
 
-use api::backends::EngineKeys;
-use api::isolation::WhenUnsalted;
+use api::engines::backends::EngineKeys;
+use api::users::isolation::WhenUnsalted;
 use http::HeaderValue;
 use state::caches::CacheScope;
 use state::command::Command;

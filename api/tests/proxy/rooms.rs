@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use api::backends::BOOTSTRAP_PORT_LABEL;
+use api::engines::backends::BOOTSTRAP_PORT_LABEL;
 use api::proxy::RequestOutcome;
 use serde_json::{Value, json};
 use state::command::{BackendRole, BackendSpec, Command};

@@ -1,6 +1,6 @@
 //! Responses stored by an engine are found at any engine.
 
-use api::backends::EngineKeys;
+use api::engines::backends::EngineKeys;
 use api::proxy::ProxySettings;
 use http::HeaderValue;
 use state::ids::ReplicaId;

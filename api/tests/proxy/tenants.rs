@@ -1,8 +1,8 @@
 //! Users whose cached blocks are kept apart: what engines receive, and which engines receive
 //! requests (I111).
 
-use api::isolation::WhenUnsalted;
 use api::proxy::ProxySettings;
+use api::users::isolation::WhenUnsalted;
 use serde_json::{Value, json};
 use state::caches::CacheScope;
 use state::command::{BackendSpec, Command};

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use anyhow::Context as _;
-use api::tls::MaybeTls;
+use api::net::tls::MaybeTls;
 use bytes::Bytes;
 use http::{HeaderName, StatusCode};
 use serde_json::json;

@@ -6,7 +6,7 @@
 
 use std::io::{Read, Write};
 
-use api::backup::{
+use api::files::backup::{
     BackupError, BackupHead, BackupPiece, BackupReader, BackupWriter, CHUNK_BYTES, FileReader,
     HEAD_BYTES_MAX, MAGIC, file_bytes,
 };

@@ -15,7 +15,7 @@ use std::process::Command;
 use std::sync::Arc;
 
 use anyhow::{Context as _, ensure};
-use api::tls::{
+use api::net::tls::{
     CertificateFiles, CertificateSource as _, ClientConfig, ClientFiles, MaybeTls, NamedFile,
 };
 use http::HeaderValue;

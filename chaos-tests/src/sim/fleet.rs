@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use api::discovery::StatefulSetScale;
+use api::engines::discovery::StatefulSetScale;
 use api::ports::BoxFuture;
 use lab::rng::Rng;
 use node::app::scaling::ScaleSource;

@@ -9,8 +9,8 @@ use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use api::clock::Clock;
-use api::figures::ReplicaFigures;
+use api::base::clock::Clock;
+use api::cluster::figures::ReplicaFigures;
 use node::app::core::{ApplyObserver, CorePorts, ReplicaCore};
 use node::app::scaling::ScaleSource;
 use node::config::Config;
@@ -172,7 +172,7 @@ impl Machine {
             hash_seed: start.hash_seed,
             hash_secret: HashSecret::of_number(start.hash_seed),
             clock: Clock::of(move || wall.unix_ms()),
-            dialer: api::backends::EngineDialer::default(),
+            dialer: api::engines::backends::EngineDialer::default(),
             format: start.format,
             scale: start.scale,
             observer: Some(start.observer),

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
-use api::tls::{ClientConfig, MaybeTls};
+use api::net::tls::{ClientConfig, MaybeTls};
 use futures_util::future::BoxFuture;
 use http::Uri;
 use hyper_util::client::legacy::Client;

@@ -17,7 +17,7 @@ use std::sync::atomic::{AtomicI64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use api::clock::Clock;
+use api::base::clock::Clock;
 use api::ports::Cluster;
 use raft::Replica;
 use state::command::Command;

@@ -38,8 +38,8 @@ pub(super) async fn watch(replica: Replica, shared: Arc<SharedState>, stop: Canc
         if let Some(minority) = digests.judge(&voters) {
             tracing::error!(
                 log_index = minority.index,
-                ours = api::divergence::hex(minority.ours),
-                theirs = api::divergence::hex(minority.theirs),
+                ours = api::cluster::divergence::hex(minority.ours),
+                theirs = api::cluster::divergence::hex(minority.theirs),
                 replicas = minority.holders.len(),
                 "this replica's state differs from the majority's and is being replaced"
             );

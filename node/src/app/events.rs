@@ -2,7 +2,7 @@
 //! registry, ownership, accuracy of predictions, policy, routing settings and quorum. The others,
 //! such as roles, members and health, are logged where they are detected.
 
-use api::events::{ClusterEvent, EventBus};
+use api::cluster::events::{ClusterEvent, EventBus};
 use serde::Serialize;
 use serde_json::Value;
 use tokio::sync::broadcast::error::RecvError;
@@ -115,7 +115,7 @@ mod tests {
     use std::io::Write;
     use std::sync::{Arc, Mutex};
 
-    use api::events::BackendChange;
+    use api::cluster::events::BackendChange;
     use state::policy::{PolicyConfig, RoutingSettings};
     use tracing::subscriber::with_default;
 

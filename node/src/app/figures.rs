@@ -6,8 +6,8 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
 use api::admission::Admission;
-use api::divergence::Digests;
-use api::figures::{CounterSample, FigureBoard, RecentWindow, ReplicaFigures};
+use api::cluster::divergence::Digests;
+use api::cluster::figures::{CounterSample, FigureBoard, RecentWindow, ReplicaFigures};
 use api::ports::Cluster;
 use api::proxy::ProxyMetrics;
 use api::readiness::ReadinessCheck;

@@ -6,7 +6,7 @@
 //! [`backlog::encode`]) after its length in two bytes; the load report (see
 //! [`LoadTable::local_report`]), from version 3 on after its length in four bytes; from version 3
 //! on, the shares (see [`share_reports`]), in version 4 after their length in four bytes; in
-//! version 4, the figures (see [`api::figures`]). A message has the lowest version that can hold
+//! version 4, the figures (see [`api::cluster::figures`]). A message has the lowest version that can hold
 //! its parts. Version 1, which every build reads, implies an empty backlog. Replicas send figures
 //! once all members have announced version 4 ([`log_version::all_know_messages`]), and shares once
 //! all know log format [`SHARES_SINCE_FORMAT`].
@@ -17,8 +17,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use api::admission::{Admission, backlog};
-use api::divergence::Digests;
-use api::figures::FigureBoard;
+use api::cluster::divergence::Digests;
+use api::cluster::figures::FigureBoard;
 use api::routing::{LoadReporter, LoadTable, Shares, share_reports};
 use bytes::Bytes;
 use raft::{PeerHandler, Replica, Status};

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
 use api::admin::AdminTokens;
-use api::file_stamp::{FileStamp, look_regularly};
+use api::files::file_stamp::{FileStamp, look_regularly};
 use api::proxy::ApiKeys;
 use tokio_util::sync::CancellationToken;
 

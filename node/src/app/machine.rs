@@ -4,7 +4,7 @@
 use std::io::{Read, Write};
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use api::divergence::Digests;
+use api::cluster::divergence::Digests;
 use raft::{CheckCommand, FrozenMachine, SnapshotError, StateMachine, StopReplicaError};
 use state::codec::{FORMAT_VERSION, format_of};
 use state::command::{Command, Envelope};

@@ -41,8 +41,8 @@ pub use shutdown::ShutdownHandle;
 pub use sockets::{Addresses, BoundSockets};
 
 use api::admin::{LogLevelControl, ReloadRequests};
+use api::net::tls::CertificateWatch;
 use api::settings::SharedFileSettings;
-use api::tls::CertificateWatch;
 
 use self::tls::ReplicaCertificates;
 use crate::config::Config;

@@ -10,8 +10,8 @@ use std::sync::Arc;
 
 use anyhow::{Context, bail};
 use api::admin::explain_offline;
-use api::backends::{Backends, Health};
-use api::backup::FileReader;
+use api::engines::backends::{Backends, Health};
+use api::files::backup::FileReader;
 use api::proxy::RequestReader;
 use api::routing::{OutboxSettings, Router, RouterParts};
 use raft::ReplayRange;
@@ -92,7 +92,7 @@ impl OfflineState {
             outbox: OutboxSettings::default(),
             overrides: config.policy_overrides.clone(),
             select: config.select.clone(),
-            clock: api::clock::Clock::default(),
+            clock: api::base::clock::Clock::default(),
         });
         let settings = Arc::new(raft_options::proxy_settings(config));
         let requests = RequestReader::new(&router, settings);

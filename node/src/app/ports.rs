@@ -402,7 +402,7 @@ mod tests {
     use std::collections::BTreeMap;
     use std::sync::atomic::{AtomicU64, Ordering};
 
-    use api::clock::Clock;
+    use api::base::clock::Clock;
     use raft::{Formation, MemoryDisk, PeerHandler, Peers, ReplicaOptions, Storage};
     use state::command::UserSpec;
     use tokio::net::TcpListener;

@@ -4,10 +4,10 @@ use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::sync::Arc;
 
-use api::api_keys::{KeyRules, ListAge};
-use api::backends::ProbeSettings;
-use api::clock::Clock;
+use api::base::clock::Clock;
+use api::engines::backends::ProbeSettings;
 use api::proxy::{AllowedOrigins, IpPrefix, ProxyLimits, ProxySettings};
+use api::users::api_keys::{KeyRules, ListAge};
 use http::StatusCode;
 use raft::{Formation, Peers, Promotion, ReplicaOptions, Storage};
 use state::admission::RetryAllowance;

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use api::backends::Backends;
+use api::engines::backends::Backends;
 use api::ports::Cluster;
 use state::command::{Command, Reply};
 use state::ids::{BackendRef, Slot};

@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use api::backends::{Backends, EngineDialer};
+use api::engines::backends::{Backends, EngineDialer};
 use api::proxy::Proxy;
 use arc_swap::ArcSwap;
 use prometheus_client::metrics::gauge::Gauge;

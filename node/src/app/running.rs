@@ -6,20 +6,21 @@ use std::time::Duration;
 
 use anyhow::Context as _;
 use api::admin::{self, Admin, CertifiedOperators, LogLevelControl, ReloadRequests};
-use api::api_keys::{KeyRules, ListAge};
-use api::backends::{EngineDialer, Hooks};
-use api::discovery::{DiscoveryBoard, DiscoveryMetrics, DiscoveryParts};
+use api::engines::backends::{EngineDialer, Hooks};
+use api::engines::discovery::{DiscoveryBoard, DiscoveryMetrics, DiscoveryParts};
+use api::engines::kv_transport::socket;
+use api::kv_events::reader;
 use api::kv_events::stream_status::StreamBoard;
-use api::kv_events::{reader, socket};
 use api::metrics::Metrics;
+use api::net::tls::CertificateMetrics;
 use api::ports::Cluster;
 use api::proxy::{
     DecisionLog, DrainResult, Proxy, ProxyMetrics, ProxySettings, RequestReader, Server,
 };
 use api::readiness::{Lifecycle, ReadinessCheck};
 use api::settings::SharedFileSettings;
-use api::tls::CertificateMetrics;
 use api::traces::{SpanExport, Tracer, TracingMetrics, TracingSettings};
+use api::users::api_keys::{KeyRules, ListAge};
 use arc_swap::ArcSwap;
 use futures_util::FutureExt as _;
 use futures_util::future::BoxFuture;
@@ -244,7 +245,7 @@ fn discover(
         view: Arc::clone(core.view()),
         dialer: tls.engines.clone(),
     };
-    core.spawn_task(api::discovery::run(parts, core.stopping()));
+    core.spawn_task(api::engines::discovery::run(parts, core.stopping()));
     board
 }
 
@@ -402,7 +403,7 @@ fn spawn_loops(core: &ReplicaCore, kv_board: Arc<StreamBoard>, dialer: EngineDia
     };
     core.spawn_task(reader::run(reading, core.stopping()));
     core.spawn_task(events::log(core.events().clone(), core.stopping()));
-    core.spawn_task(api::events::follow(
+    core.spawn_task(api::cluster::events::follow(
         core.cluster(),
         Arc::clone(view),
         core.events().clone(),

@@ -17,8 +17,8 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use api::backends::EngineUrl;
-use api::discovery::{KubernetesAccess, StatefulSetScale};
+use api::engines::backends::EngineUrl;
+use api::engines::discovery::{KubernetesAccess, StatefulSetScale};
 use api::ports::BoxFuture;
 use raft::{Replica, Role, Status};
 use tokio::time::Instant;

@@ -3,8 +3,8 @@
 use std::fmt;
 use std::sync::Arc;
 
-use api::backends::EngineDialer;
-use api::tls::{
+use api::engines::backends::EngineDialer;
+use api::net::tls::{
     CertificateSource, CertificateWatch, Certificates, ListenerFiles, PeerFiles, TlsSetupError,
 };
 use raft::{PeerTls, PeerTlsConfigs};

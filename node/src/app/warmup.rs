@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use api::backends::Backends;
+use api::engines::backends::Backends;
 use api::ports::Cluster;
 use state::StateView;
 

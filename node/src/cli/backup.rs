@@ -12,7 +12,7 @@ use std::process::ExitCode;
 use std::time::{Duration, UNIX_EPOCH};
 
 use anyhow::{Context, bail};
-use api::backup::{BackupHead, FileReader};
+use api::files::backup::{BackupHead, FileReader};
 use bytes::Bytes;
 use futures_util::stream;
 use http::{Method, Request};

@@ -6,7 +6,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use anyhow::{Context, anyhow, bail};
-use api::tls::{CertificateFiles, CertificateSource as _, ClientFiles, NamedFile};
+use api::net::tls::{CertificateFiles, CertificateSource as _, ClientFiles, NamedFile};
 use http::header::ETAG;
 use http::{HeaderValue, Method, StatusCode, Uri};
 use lab::connector::ReplicaConnector;

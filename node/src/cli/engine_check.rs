@@ -5,9 +5,9 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::Context as _;
-use api::backends::EngineUrl;
-use api::kv_events::endpoint::KvEndpoint;
-use api::printable::escaped;
+use api::base::printable::escaped;
+use api::engines::backends::EngineUrl;
+use api::engines::kv_transport::endpoint::KvEndpoint;
 use api::prompt::{Tokenizer, TokenizerSpec};
 use http::HeaderValue;
 use lab::terminal::{self, FittedTable, column};

@@ -40,7 +40,7 @@ use std::process::ExitCode;
 use clap::{ArgMatches, CommandFactory, FromArgMatches, Parser, Subcommand};
 use serde_json::{Value, json};
 
-use api::printable::escaped_lines;
+use api::base::printable::escaped_lines;
 use lab::terminal::{columns_of, is_coloured, print, show_all_columns};
 
 use crate::config::{ConfigErrors, Place};

@@ -2,7 +2,7 @@
 
 use std::process::ExitCode;
 
-use api::printable::{escaped, is_obeyed};
+use api::base::printable::{escaped, is_obeyed};
 use lab::terminal::{self, FittedTable, column};
 use serde_json::{Value, json};
 

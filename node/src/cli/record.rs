@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Context, anyhow, bail};
-use api::recording::{self, Recording, RecordingWriter};
+use api::files::recording::{self, Recording, RecordingWriter};
 use http::Method;
 use lab::terminal;
 use serde_json::{Value, json};

@@ -4,10 +4,10 @@
 use std::collections::BTreeMap;
 
 use api::admin::{AdminTokens, ReloadError, ReloadReport, ReloadResult, ReloadedKey};
-use api::backends::EngineKeys;
+use api::engines::backends::EngineKeys;
+use api::net::tls::CertificateWatch;
 use api::proxy::ApiKeys;
 use api::settings::{FileSettings, LocalSetting, SettingKey, SharedFileSettings};
-use api::tls::CertificateWatch;
 use serde_json::Value;
 use tokio::signal::unix::{Signal, SignalKind};
 use tokio::sync::{mpsc, oneshot};

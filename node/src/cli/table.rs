@@ -1,6 +1,6 @@
 //! Formats JSON values as table cells.
 
-use api::printable::escaped;
+use api::base::printable::escaped;
 use serde_json::Value;
 
 /// Formats a JSON value as one cell: strings without quotes, lists with commas, empty values as a

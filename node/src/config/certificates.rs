@@ -3,7 +3,7 @@
 
 use std::path::PathBuf;
 
-use api::tls::{CertificateSource, ListenerFiles, TlsSetupError};
+use api::net::tls::{CertificateSource, ListenerFiles, TlsSetupError};
 use state::ids::ReplicaId;
 
 use super::file::ConfigFile;

@@ -3,8 +3,8 @@
 use std::net::Ipv4Addr;
 use std::path::PathBuf;
 
-use api::backends::EngineUrl as BaseUrl;
-use api::discovery::{
+use api::engines::backends::EngineUrl as BaseUrl;
+use api::engines::discovery::{
     DnsRecords, DnsSource, EngineScheme, EngineTemplate, KubernetesAccess, KubernetesSource,
     PodChoice, SourceKind, SourceSettings,
 };

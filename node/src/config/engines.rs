@@ -4,8 +4,10 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use api::backends::{EngineAddressRules, EngineHeaders, EngineKeys, EnginePlace, EngineUrl};
-use api::kv_events::endpoint;
+use api::engines::backends::{
+    EngineAddressRules, EngineHeaders, EngineKeys, EnginePlace, EngineUrl,
+};
+use api::engines::kv_transport::endpoint;
 use api::prompt::ModelSettings;
 use http::HeaderValue;
 use state::command::{BACKENDS_MAX, BackendSpec, Rejection};
@@ -189,7 +191,7 @@ fn check_spec(path: &str, spec: &BackendSpec, has_tokens: bool, found: &mut Sett
         found.refuse(&format!("{path}.{key}"), message, &expected);
     }
     let (events, replay) = (spec.kv_events.as_deref(), spec.kv_replay.as_deref());
-    if let Err((key, expected)) = api::kv_events::endpoint::check(events, replay) {
+    if let Err((key, expected)) = api::engines::kv_transport::endpoint::check(events, replay) {
         let message = format!("{path}.{key} is not a usable endpoint");
         // The rendered error adds `expected` itself.
         let expected = expected.trim_start_matches("expected ");

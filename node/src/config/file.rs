@@ -224,7 +224,7 @@ pub struct RoutingConfig {
     /// Longest queue at which a request for a LoRA adapter is restricted to the engines that have
     /// it in memory: requests waiting in the engine, and here for the adapter. Beyond it, any
     /// engine may load the adapter.
-    #[default(api::backends::QUEUEING_THRESHOLD_LORA)]
+    #[default(api::engines::backends::QUEUEING_THRESHOLD_LORA)]
     pub queueing_threshold_lora: u32,
     /// Let `cost` use prices learned per backend instead of its settings. Read when a cluster is
     /// created; later use `PUT /admin/v1/routing`.

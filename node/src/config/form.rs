@@ -5,7 +5,7 @@ use std::net::SocketAddr;
 use std::ops::Range;
 use std::time::Duration;
 
-use api::backends::{AllowedEngines, EngineUrl as BaseUrl};
+use api::engines::backends::{AllowedEngines, EngineUrl as BaseUrl};
 use api::prompt::TokenizerSpec;
 use api::proxy::{AllowedOrigins, IdentifyBy, IpPrefix};
 use api::settings::{self, NamedForm, is_span, span};

@@ -3,8 +3,8 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use api::api_keys::is_of_cluster;
 use api::proxy::KeyEntry;
+use api::users::api_keys::is_of_cluster;
 
 /// Reads the keys, one per line, each optionally followed by white space and the user it belongs
 /// to. Ignores empty lines and lines that begin with `#`.

@@ -41,8 +41,8 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use api::admin::AdminTokens;
-use api::backends::{CircuitSettings, EngineAddressRules, EngineKeys};
-use api::discovery::SourceSettings;
+use api::engines::backends::{CircuitSettings, EngineAddressRules, EngineKeys};
+use api::engines::discovery::SourceSettings;
 use api::prompt::ModelSettings;
 use api::proxy::picker::PickerSettings;
 use api::proxy::{ApiKeys, FieldRules, HeaderRules};

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use api::backends::CircuitSettings;
+use api::engines::backends::CircuitSettings;
 use api::routing::SelectSettings;
 use state::command::Rejection;
 use state::policy::{MODEL_POLICIES_MAX, PolicyConfig, RoutingSettings};

@@ -2,8 +2,8 @@
 
 use std::path::{Path, PathBuf};
 
-use api::backends::engine_files;
-use api::tls::{
+use api::engines::backends::engine_files;
+use api::net::tls::{
     CertificateFiles, ClientCertificates, ClientFiles, ListenerFiles, NamedFile, PeerFiles,
 };
 use schemars::JsonSchema;

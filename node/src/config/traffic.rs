@@ -2,13 +2,13 @@
 
 use std::path::PathBuf;
 
-use api::api_keys::WhenStale;
-use api::isolation::WhenUnsalted;
 use api::proxy::{
     Charges, Expose, IpPrefix, LoggedRequests, REFUSED_FIELDS, STRIPPED_FIELDS, STRIPPED_HEADERS,
     UsageRequest,
 };
 use api::settings::UserDefaultsForm;
+use api::users::api_keys::WhenStale;
+use api::users::isolation::WhenUnsalted;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use smart_default::SmartDefault;

@@ -13,8 +13,8 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::Context as _;
-use api::backends::EngineUrl;
-use api::printable::escaped_lines;
+use api::base::printable::escaped_lines;
+use api::engines::backends::EngineUrl;
 use lab::engine::events::PublisherFaults;
 use lab::engine::fleet::{Engines, EnginesPlan};
 use lab::replay::chats::{Chats, ChatsOptions};

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use api::backends::EngineMetrics;
+use api::engines::backends::EngineMetrics;
 use http::Method;
 use http_body_util::BodyExt as _;
 use serde_json::{Value, json};

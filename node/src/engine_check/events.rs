@@ -1,8 +1,8 @@
 //! Checks whether the engine publishes KV events that a replica can follow.
 
-use api::kv_events::endpoint::KvEndpoint;
-use api::kv_events::socket::{SocketMessage, Sockets as _, Zmq};
-use api::kv_events::{AdvertisedEvents, ask_where_published, named_publisher, wire};
+use api::engines::kv_transport::endpoint::KvEndpoint;
+use api::engines::kv_transport::socket::{SocketMessage, Sockets as _, Zmq};
+use api::engines::kv_transport::{AdvertisedEvents, ask_where_published, named_publisher, wire};
 use tokio::sync::mpsc;
 use tokio::time::{Instant, timeout_at};
 

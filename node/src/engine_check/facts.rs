@@ -1,6 +1,6 @@
 //! Checks what an engine reports about itself: health, models, kind, metrics.
 
-use api::backends::{EngineKind, EngineMetrics};
+use api::engines::backends::{EngineKind, EngineMetrics};
 use serde_json::Value;
 
 use super::client::{EngineClient, refusal};

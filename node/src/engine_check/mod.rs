@@ -13,8 +13,8 @@ mod tokens;
 use std::sync::Arc;
 use std::time::Duration;
 
-use api::backends::EngineKind;
-use api::kv_events::endpoint::KvEndpoint;
+use api::engines::backends::EngineKind;
+use api::engines::kv_transport::endpoint::KvEndpoint;
 use api::prompt::Tokenizer;
 use http::HeaderValue;
 use serde::Serialize;

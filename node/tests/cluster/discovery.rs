@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use api::discovery::{EngineScheme, EngineTemplate, SourceKind, SourceSettings};
+use api::engines::discovery::{EngineScheme, EngineTemplate, SourceKind, SourceSettings};
 use state::discovery::SourceRules;
 
 use super::*;

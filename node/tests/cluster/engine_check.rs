@@ -1,7 +1,7 @@
 //! `quorate engine-check` against the emulated engine, whose abilities are known.
 
-use api::backends::EngineKind;
-use api::kv_events::endpoint::KvEndpoint;
+use api::engines::backends::EngineKind;
+use api::engines::kv_transport::endpoint::KvEndpoint;
 use node::engine_check::{CheckOutcome, EngineCheckOptions, check};
 
 use super::blocks::publishing;

@@ -1,7 +1,7 @@
 //! API keys of the cluster: created on one replica, used on another, revoked on the third (I102);
 //! stale key lists (I103), and budgets of users (I106).
 
-use api::api_keys::WhenStale;
+use api::users::api_keys::WhenStale;
 
 use super::*;
 

@@ -1,6 +1,6 @@
 //! Records and simulates the load of a real cluster (I126).
 
-use api::recording::{Recording, read};
+use api::files::recording::{Recording, read};
 
 use super::backups::done;
 use super::*;

@@ -17,8 +17,8 @@ use super::problems::{
     UNKNOWN_HOST,
 };
 use super::{AnswerShape, CallShape, DescribeResponse, Schemas};
+use crate::cluster::events::NumberedEvent;
 use crate::error::Problem;
-use crate::events::NumberedEvent;
 use crate::readiness::Readiness;
 
 /// Description of the event stream.

@@ -1,22 +1,22 @@
 //! Kinds of problems that calls of the admin API return, and the meaning of each type.
 
 /// Content type of problems.
-pub(in super::super) const MEDIA_TYPE: &str = "application/problem+json";
+pub(in crate::admin) const MEDIA_TYPE: &str = "application/problem+json";
 
 /// A kind of problem.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(in super::super) struct ProblemKind {
-    pub(in super::super) status: u16,
+pub(in crate::admin) struct ProblemKind {
+    pub(in crate::admin) status: u16,
     /// Last part of the problem's type, such as `no-quorum`.
-    pub(in super::super) name: &'static str,
+    pub(in crate::admin) name: &'static str,
     /// When the problem occurs, and what the caller can do.
-    pub(in super::super) what: &'static str,
+    pub(in crate::admin) what: &'static str,
 }
 
 macro_rules! kinds {
     ($($id:ident = $status:literal $name:literal, $what:literal;)*) => {
         $(
-            pub(in super::super) const $id: ProblemKind = ProblemKind {
+            pub(in crate::admin) const $id: ProblemKind = ProblemKind {
                 status: $status,
                 name: $name,
                 what: $what,
@@ -24,7 +24,7 @@ macro_rules! kinds {
         )*
 
         /// All kinds of problems.
-        pub(in super::super) const ALL: &[ProblemKind] = &[$($id),*];
+        pub(in crate::admin) const ALL: &[ProblemKind] = &[$($id),*];
     };
 }
 

@@ -22,13 +22,13 @@ const AT: &str = "#/components/schemas/";
 const TAKEN: &str = "#/taken/";
 
 /// Collector of the schemas that calls refer to.
-pub(in super::super) struct Schemas {
+pub(in crate::admin) struct Schemas {
     response: SchemaGenerator,
     request: SchemaGenerator,
 }
 
 impl Schemas {
-    pub(in super::super) fn new() -> Self {
+    pub(in crate::admin) fn new() -> Self {
         let settings = |at: &'static str| {
             let mut booleans = ReplaceBoolSchemas::default();
             booleans.skip_additional_properties = true;
@@ -50,7 +50,7 @@ impl Schemas {
     }
 
     /// Returns the schema of a problem, the body of every error response.
-    pub(in super::super) fn response_problem(&mut self) -> Value {
+    pub(in crate::admin) fn response_problem(&mut self) -> Value {
         self.response::<Problem>()
     }
 
@@ -86,7 +86,7 @@ impl Schemas {
     }
 
     /// Returns all schemas by name, and the final names of the request schemas.
-    pub(in super::super) fn named(mut self) -> (Map<String, Value>, RequestNames) {
+    pub(in crate::admin) fn named(mut self) -> (Map<String, Value>, RequestNames) {
         let mut response = self.response.take_definitions(true);
         let request = self.request.take_definitions(true);
         let names = RequestNames::of(&response, &request);
@@ -117,7 +117,7 @@ fn without_null(mut schema: Value) -> Value {
 }
 
 /// Names of the types whose request schema differs from their response schema.
-pub(in super::super) struct RequestNames(BTreeSet<String>);
+pub(in crate::admin) struct RequestNames(BTreeSet<String>);
 
 impl RequestNames {
     fn of(response: &Map<String, Value>, request: &Map<String, Value>) -> Self {
@@ -165,7 +165,7 @@ impl RequestNames {
     }
 
     /// Replaces all references to request schemas within `schema` by references into the document.
-    pub(in super::super) fn settle(&self, schema: &mut Value) {
+    pub(in crate::admin) fn settle(&self, schema: &mut Value) {
         match schema {
             Value::Object(fields) => {
                 for (field, value) in fields {

@@ -15,7 +15,7 @@ use super::recordings::{LAST_RECORDING, RECORDING_FILE, RECORDINGS, STOP_RECORDI
 use super::{RouteInfo, index};
 
 /// All paths of the admin listener, with their methods and handlers.
-pub(in super::super) const ROUTES: &[RouteInfo] = &[
+pub(in crate::admin) const ROUTES: &[RouteInfo] = &[
     RouteInfo {
         path: "/",
         calls: &[get(

@@ -7,7 +7,7 @@ use state::ids::RestoreId;
 use state::prefix::user_key;
 
 use super::*;
-use crate::backup::{BackupHead, FileReader};
+use crate::files::backup::{BackupHead, FileReader};
 
 const BACKUP: &str = "/admin/v1/cluster/backup";
 const RESTORE: &str = "/admin/v1/cluster/restore";
@@ -181,7 +181,7 @@ async fn an_intact_backup_of_a_broken_state_changes_nothing() {
         bytes: 9,
         ..head_of(&busy(1).backup().await)
     };
-    let mut writer = crate::backup::BackupWriter::new(Vec::new(), &head).unwrap();
+    let mut writer = crate::files::backup::BackupWriter::new(Vec::new(), &head).unwrap();
     std::io::Write::write_all(&mut writer, b"no state!").unwrap();
     let fresh = Bench::new();
     let answer = fresh

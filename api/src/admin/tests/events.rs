@@ -1,7 +1,7 @@
 //! The event stream: ids, and resuming after the last event that was received.
 
 use super::*;
-use crate::events::{ClusterEvent, EVENTS_KEPT_MAX};
+use crate::cluster::events::{ClusterEvent, EVENTS_KEPT_MAX};
 
 /// A client of the event stream.
 struct Listening(Body);

@@ -3,7 +3,7 @@
 use state::keys::FoundKey;
 
 use super::*;
-use crate::api_keys::{is_of_cluster, secret_hash};
+use crate::users::api_keys::{is_of_cluster, secret_hash};
 
 const KEYS: &str = "/admin/v1/keys";
 

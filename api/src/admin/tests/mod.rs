@@ -33,15 +33,15 @@ use tower::ServiceExt;
 use self::log_level::log_level;
 use super::*;
 use crate::admission::Admission;
-use crate::api_keys::KeyRules;
-use crate::backends::{Health, ProbeSettings};
-use crate::clock::Clock;
+use crate::base::clock::Clock;
+use crate::engines::backends::{Health, ProbeSettings};
 use crate::ports::{BoxFuture, ChangeError, ClusterStatus, MemberStatus, ProposeError};
 use crate::prompt::ModelSettings;
 use crate::proxy::ProxySettings;
 use crate::readiness::Lifecycle;
 use crate::routing::{OutboxSettings, Router, RouterParts, SelectSettings};
 use crate::settings::{FileSettings, LocalSetting, SettingKey};
+use crate::users::api_keys::KeyRules;
 
 /// Prescribed outcome of proposals.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

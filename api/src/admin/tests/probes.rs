@@ -5,7 +5,7 @@ use state::ids::UserKey;
 use tokio::time::Instant;
 
 use super::*;
-use crate::backends::{Fault, SlotTable, prometheus_text};
+use crate::engines::backends::{Fault, SlotTable, prometheus_text};
 
 async fn readiness(bench: &Bench) -> (u16, Value) {
     let answer = bench.call("GET", "/readyz", "").await;

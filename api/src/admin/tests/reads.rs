@@ -8,7 +8,7 @@ use state::ids::{BackendRef, UserKey};
 use tokio_util::sync::CancellationToken;
 
 use super::*;
-use crate::events::{self, ClusterEvent};
+use crate::cluster::events::{self, ClusterEvent};
 
 /// Dispatches one request of three blocks to `gpu-1`.
 fn acquire(bench: &Bench, attempt: u32) {
@@ -466,7 +466,7 @@ fn metrics_distinguish_voters_from_learners() {
 
 #[test]
 fn status_changes_are_sent_in_order() {
-    use crate::events::{MemberChange, status_changes};
+    use crate::cluster::events::{MemberChange, status_changes};
     let before = status();
     let mut after = before.clone();
     after.term = 4;
@@ -504,7 +504,7 @@ fn status_changes_are_sent_in_order() {
 
 #[test]
 fn registry_changes_are_sent_in_order() {
-    use crate::events::{BackendChange, registry_changes};
+    use crate::cluster::events::{BackendChange, registry_changes};
     let bench = Bench::with_backends();
     let before = bench.admin.view.registry();
     bench.apply(Command::DeleteBackend {

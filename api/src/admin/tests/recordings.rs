@@ -24,7 +24,7 @@ async fn a_recording_is_started_fetched_stopped_and_removed() {
 
     let file = bench.call("GET", "/admin/v1/recordings/1", "").await;
     assert_eq!(file.headers["content-type"], "application/jsonl");
-    let read = crate::recording::read(&file.body).unwrap();
+    let read = crate::files::recording::read(&file.body).unwrap();
     assert_eq!(
         (&*read.head.ended_by, &*read.head.salt),
         ("running", "today")
@@ -50,7 +50,7 @@ async fn a_recording_is_started_fetched_stopped_and_removed() {
     let last = bench
         .call("GET", "/admin/v1/recordings/last?limit=7", "")
         .await;
-    let read = crate::recording::read(&last.body).unwrap();
+    let read = crate::files::recording::read(&last.body).unwrap();
     assert_eq!(read.head.ended_by, "decisions");
 }
 

@@ -4,7 +4,7 @@ use state::ids::UserKey;
 use tokio::time::Instant;
 
 use super::*;
-use crate::figures::{LongestWait, RecentRates, ReplicaFigures};
+use crate::cluster::figures::{LongestWait, RecentRates, ReplicaFigures};
 
 fn figures() -> ReplicaFigures {
     ReplicaFigures {

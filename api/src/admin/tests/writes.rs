@@ -4,7 +4,7 @@
 use state::command::UserSpec;
 
 use super::*;
-use crate::backends::{EngineAddressRules, EngineDialer};
+use crate::engines::backends::{EngineAddressRules, EngineDialer};
 
 #[tokio::test]
 async fn a_backend_can_be_put_drained_undrained_and_deleted() {

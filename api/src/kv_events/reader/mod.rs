@@ -25,12 +25,12 @@ use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
 
-use super::socket::Sockets;
-use super::source::{self, EngineSources};
 use super::stream::{EventStream, HashIdentity};
 use super::stream_status::{BackendStreams, StreamBoard};
-use crate::backends::Backends;
-use crate::clock::Clock;
+use crate::base::clock::Clock;
+use crate::engines::backends::Backends;
+use crate::engines::kv_transport::socket::Sockets;
+use crate::engines::kv_transport::source::{self, EngineSources};
 use crate::ports::Cluster;
 use crate::prompt::PromptReader;
 use crate::routing::SharedOutbox;

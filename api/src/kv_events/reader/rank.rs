@@ -9,8 +9,8 @@ use state::kv_events::{KvBatch, KvCondition, KvDoubt, KvNews, KvPosition, KvReas
 use tokio::time::{Instant, MissedTickBehavior};
 
 use super::ReaderParts;
-use crate::kv_events::socket::{Socket, SocketMessage};
-use crate::kv_events::source::RankSource;
+use crate::engines::kv_transport::socket::{Socket, SocketMessage};
+use crate::engines::kv_transport::source::RankSource;
 use crate::kv_events::stream::{EventStream, HashIdentity, StreamContext, StreamEffect};
 use crate::kv_events::stream_status::RankStreamStatus;
 

@@ -14,8 +14,8 @@ use state::reader_assignment::Assignment;
 use tokio::net::TcpListener;
 
 use super::*;
-use crate::backends::ProbeSettings;
-use crate::kv_events::zmtp::{SocketType, ZmtpConnection};
+use crate::engines::backends::ProbeSettings;
+use crate::engines::kv_transport::zmtp::{SocketType, ZmtpConnection};
 use crate::ports::{BoxFuture, ChangeError, ClusterStatus, Propose, ProposeError};
 use crate::prompt::{ModelSettings, Tokenizer, TokenizerSpec};
 use crate::routing::{self, OutboxSettings, Router};
@@ -215,7 +215,7 @@ fn read(log: &Arc<Log>) {
         outbox: OutboxSettings::default(),
         overrides: PolicyConfig::defaults(),
         select: routing::SelectSettings::default(),
-        clock: crate::clock::Clock::default(),
+        clock: crate::base::clock::Clock::default(),
     }));
     let parts = ReaderParts {
         cluster: log.clone(),
@@ -224,7 +224,7 @@ fn read(log: &Arc<Log>) {
         reader: Arc::clone(router.reader()),
         clock: router.clock().clone(),
         backends,
-        sockets: Arc::new(crate::kv_events::socket::Zmq::default()),
+        sockets: Arc::new(crate::engines::kv_transport::socket::Zmq::default()),
         board: Arc::default(),
     };
     tokio::spawn(run(parts, CancellationToken::new()));

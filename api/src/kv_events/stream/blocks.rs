@@ -16,7 +16,9 @@ use state::prefix::BlockHasher;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use super::{StreamContext, StreamCounts};
-use crate::kv_events::wire::{self, BlockRemoved, BlockStored, CacheLocation, EngineEvent};
+use crate::engines::kv_transport::wire::{
+    self, BlockRemoved, BlockStored, CacheLocation, EngineEvent,
+};
 use crate::prompt::{TokenScope, chain_of_tokens};
 
 /// Maximum number of hashes remembered besides those in the replicated state: from messages not

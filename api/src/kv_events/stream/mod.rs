@@ -30,7 +30,7 @@ use xxhash_rust::xxh3::xxh3_64;
 pub use blocks::HashIdentity;
 use blocks::{PublishedBlocks, UnusableEventsError};
 
-use super::wire;
+use crate::engines::kv_transport::wire;
 
 /// Number of messages before the last reported one that the first replay also requests. They show
 /// which groups of layers exist.

@@ -14,7 +14,7 @@ use tonic::server::NamedService;
 use tower::Service;
 
 use super::Picker;
-use crate::proxy::request::HeldBodyBytes;
+use crate::proxy::request::request_body::HeldBodyBytes;
 
 /// Length of a message's prefix: a compression flag and the length.
 const PREFIX_BYTES: usize = 5;

@@ -17,7 +17,7 @@ use super::ext_proc::{
 };
 use super::frames::MessageCount;
 use super::{BodyModes, PickerSettings, heads, metadata};
-use crate::proxy::request::HeldBodyBytes;
+use crate::proxy::request::request_body::HeldBodyBytes;
 use crate::proxy::settings::ProxyLimits;
 use crate::routing::OfferedEndpoints;
 

@@ -8,8 +8,8 @@ use http::{HeaderMap, HeaderName, HeaderValue, Request, StatusCode, Version};
 use super::ext_proc::header_value_option::HeaderAppendAction;
 use super::ext_proc::{self, HeaderMutation, HeaderValueOption, HttpHeaders};
 use crate::error::ProxyError;
-use crate::proxy::headers::{FORWARDED_FOR, is_hop_by_hop};
-use crate::proxy::request::bad_request;
+use crate::proxy::request::headers::{FORWARDED_FOR, is_hop_by_hop};
+use crate::proxy::request::request_body::bad_request;
 use crate::proxy::settings::ProxyLimits;
 
 /// Head of a request or response in a message.

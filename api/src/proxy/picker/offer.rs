@@ -11,11 +11,11 @@ use super::ext_proc::HeaderMutation;
 use super::outbound::{BodyOf, PIECE_BYTES_MAX, PickerMessages};
 use super::{Picker, heads};
 use crate::admission::AdmissionRequest as _;
-use crate::backends::pool::Segments;
+use crate::engines::backends::pool::Segments;
 use crate::error::ProxyError;
-use crate::proxy::attempt::{OutgoingRequest, hop};
-use crate::proxy::headers::{Hop, toward_engine};
+use crate::proxy::forward::attempt::{OutgoingRequest, hop};
 use crate::proxy::picker::inbound::StreamHalt;
+use crate::proxy::request::headers::{Hop, toward_engine};
 use crate::routing::{Decision, endpoint_of};
 use crate::traces::TraceHeaders;
 

@@ -15,9 +15,9 @@ use super::BodyMode;
 use super::ext_proc::processing_request::Request;
 use super::inbound::{GatewayMessages, StreamHalt, out_of_turn};
 use super::outbound::{BodyOf, PIECE_BYTES_MAX, PickerMessages, answer_trailers};
-use crate::proxy::answer_source::AnswerPipeWriter;
-use crate::proxy::piece::ResponseBodyError;
-use crate::proxy::response_body::{SharedResponseBody, lock};
+use crate::proxy::response::answer_source::AnswerPipeWriter;
+use crate::proxy::response::response_body::{SharedResponseBody, lock};
+use crate::proxy::response::response_chunk::ResponseBodyError;
 
 /// A response whose head was relayed.
 pub(super) struct RelayedAnswer {

@@ -27,10 +27,10 @@ use super::Picker;
 use super::ext_proc::external_processor_server::ExternalProcessorServer;
 use super::frames::BoundedMessages;
 use super::service::PickerService;
-use crate::backends::pool::prepare;
-use crate::bounded_listener::{BoundedConnection, BoundedListener};
+use crate::engines::backends::pool::prepare;
+use crate::net::bounded_listener::{BoundedConnection, BoundedListener};
+use crate::net::tls::{self, ClearRejection, MaybeTls, ServerConfig};
 use crate::proxy::DrainResult;
-use crate::tls::{self, ClearRejection, MaybeTls, ServerConfig};
 
 /// Maximum number of gateway connections. Each carries many streams.
 const CONNECTIONS_MAX: usize = 1024;

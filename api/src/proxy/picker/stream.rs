@@ -26,19 +26,24 @@ use super::outbound::{
 use super::relayed_answer::RelayedAnswer;
 use super::{BodyMode, BodyModes, Picker, heads, metadata};
 use crate::error::ProxyError;
-use crate::proxy::answer_body::AnswerBody;
-use crate::proxy::answer_source::{AnswerSource, handed};
-use crate::proxy::attempt::{AttemptError, OutgoingRequest, PendingAttempt, report_status};
-use crate::proxy::dialect::Dialect;
+use crate::proxy::Proxy;
+use crate::proxy::answer::{Intake, failed, local, signed};
+use crate::proxy::forward::attempt::{
+    AttemptError, OutgoingRequest, PendingAttempt, report_status,
+};
+use crate::proxy::forward::request_context::{
+    ArrivedRequest, ProxiedRequest, begin_trace, trace_id,
+};
 use crate::proxy::forward::{admit, hidden, prepare, relay};
-use crate::proxy::headers::request_id;
-use crate::proxy::metrics::{RequestMetricsGuard, RequestOutcome};
-use crate::proxy::proxied::{ProxiedRequest, begin_trace, trace_id};
-use crate::proxy::request::HeldBodyBytes;
-use crate::proxy::response_body::lock;
-use crate::proxy::routes::unslashed;
-use crate::proxy::usage_options::WantedUsage;
-use crate::proxy::{ArrivedRequest, Intake, Proxy, failed, local, signed};
+use crate::proxy::listen::answer_body::AnswerBody;
+use crate::proxy::record::metrics::{RequestMetricsGuard, RequestOutcome};
+use crate::proxy::request::dialect::Dialect;
+use crate::proxy::request::headers::request_id;
+use crate::proxy::request::request_body::HeldBodyBytes;
+use crate::proxy::request::routes::unslashed;
+use crate::proxy::request::usage_options::WantedUsage;
+use crate::proxy::response::answer_source::{AnswerSource, handed};
+use crate::proxy::response::response_body::lock;
 use crate::routing::{Attempt, AttemptEnd, Decision, OfferedEndpoints, RequestStages};
 use crate::traces::RequestTrace;
 

@@ -11,7 +11,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::outcome::AfterProposal;
 use super::{Outbox, OutboxStatus};
-use crate::clock::Clock;
+use crate::base::clock::Clock;
 use crate::ports::{Propose, ProposeError};
 
 /// First pause before an envelope is proposed again. Each further pause is twice as long.

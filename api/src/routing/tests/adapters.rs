@@ -1,7 +1,7 @@
 //! Tests affinity to engines with an adapter in memory, up to a threshold of their queues.
 
 use super::*;
-use crate::backends::EngineAdapters;
+use crate::engines::backends::EngineAdapters;
 
 impl Bench {
     /// Makes the engine list the adapter "m", with `resident` in memory and room for two.

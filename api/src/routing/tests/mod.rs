@@ -31,7 +31,7 @@ use super::{
     OutboxStatus, PreferenceRejection, RequestStages, Router, RoutingPreferences, RoutingRejection,
     RoutingRequest, Usage, UserName,
 };
-use crate::backends::Health;
+use crate::engines::backends::Health;
 use crate::prompt::{ParsedBody, PromptIdentity, parse};
 
 mod stories;

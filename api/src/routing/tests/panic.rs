@@ -3,7 +3,7 @@
 use state::ids::UserKey;
 
 use super::*;
-use crate::backends::{FAILURES_MAX, Fault, Occupancy, SlotTable};
+use crate::engines::backends::{FAILURES_MAX, Fault, Occupancy, SlotTable};
 
 /// Probe results that a test controls.
 struct Probes(SlotTable<Occupancy>);

@@ -6,7 +6,7 @@ use state::policy::{Disaggregate, Handover, PairSettings, WholeReason};
 
 use super::super::fixture::{router_with, spec};
 use super::*;
-use crate::backends::BOOTSTRAP_PORT_LABEL;
+use crate::engines::backends::BOOTSTRAP_PORT_LABEL;
 use crate::prompt::ModelSettings;
 
 const PREFILL: BackendRole = BackendRole::Prefill;

@@ -15,21 +15,21 @@
 
 mod sync;
 
-#[path = "../../../../api/src/backends/adapters.rs"]
+#[path = "../../../../api/src/engines/backends/adapters.rs"]
 mod adapters;
-#[path = "../../../../api/src/backends/circuit/mod.rs"]
+#[path = "../../../../api/src/engines/backends/circuit/mod.rs"]
 mod circuit;
-#[path = "../../../../api/src/backends/engine.rs"]
+#[path = "../../../../api/src/engines/backends/engine.rs"]
 mod engine;
-#[path = "../../../../api/src/backends/health.rs"]
+#[path = "../../../../api/src/engines/backends/health.rs"]
 mod health;
 #[path = "../../../../api/src/routing/load/mod.rs"]
 mod load;
-#[path = "../../../../api/src/backends/modes.rs"]
+#[path = "../../../../api/src/engines/backends/modes.rs"]
 mod modes;
 #[path = "../../../../api/src/routing/outbox/overlay.rs"]
 mod overlay;
-#[path = "../../../../api/src/backends/prometheus_text.rs"]
+#[path = "../../../../api/src/engines/backends/prometheus_text.rs"]
 mod prometheus_text;
 #[path = "../../../../raft/src/determinism/watch.rs"]
 mod watch;

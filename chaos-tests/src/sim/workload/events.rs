@@ -4,9 +4,9 @@
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use api::kv_events::endpoint::{KvAddress, ListeningSide};
+use api::engines::kv_transport::endpoint::{KvAddress, ListeningSide};
+use api::engines::kv_transport::socket::{SocketMessage, Sockets};
 use api::kv_events::reader::{self, ReaderParts};
-use api::kv_events::socket::{SocketMessage, Sockets};
 use api::ports::BoxFuture;
 use bytes::Bytes;
 use lab::rng::Rng;

@@ -8,7 +8,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use api::clock::LogTime;
+use api::base::clock::LogTime;
 use lab::rng::Rng;
 use state::command::{BackendSpec, Command};
 use state::discovery::{Discovery, EngineCondition, ListedEngine, SourcePlan};

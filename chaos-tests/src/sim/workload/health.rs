@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use api::backends::{Fault, Occupancy, SlotTable};
+use api::engines::backends::{Fault, Occupancy, SlotTable};
 use state::command::EngineFacts;
 use state::ids::Slot;
 

@@ -132,7 +132,7 @@ struct ReplicaHandles {
     admission: Arc<api::admission::Admission>,
     router: Arc<api::routing::Router>,
     view: Arc<state::StateView>,
-    backends: Arc<api::backends::Backends>,
+    backends: Arc<api::engines::backends::Backends>,
 }
 
 impl ReplicaHandles {

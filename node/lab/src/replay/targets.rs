@@ -6,7 +6,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use api::tls::ClientConfig;
+use api::net::tls::ClientConfig;
 use http::Uri;
 use tokio::sync::watch;
 

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context as _;
-use api::recording::Recording;
+use api::files::recording::Recording;
 use state::admission::{AdmissionSettings, Batching, CODEL_TARGET_MS, Concurrency, Order};
 
 use super::argument_error::SimulateArgsError;

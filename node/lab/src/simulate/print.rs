@@ -1,6 +1,6 @@
 //! Formats a comparison as tables.
 
-use api::printable::escaped;
+use api::base::printable::escaped;
 
 use super::matrix;
 use super::recorded::RecordedFigures;

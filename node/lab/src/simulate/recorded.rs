@@ -1,4 +1,4 @@
-//! A recording of a cluster's requests (`api::recording`) as a workload.
+//! A recording of a cluster's requests (`api::files::recording`) as a workload.
 //!
 //! A recording has block ids instead of text, so each id gets its own text: equal prefixes stay
 //! equal, block for block. Text after the last block is always new. Outputs are not recorded: the
@@ -8,7 +8,7 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 
-use api::recording::{RecordedRequest, Recording};
+use api::files::recording::{RecordedRequest, Recording};
 use serde::Serialize;
 
 use super::argument_error::SimulateArgsError;
@@ -286,7 +286,7 @@ mod tests {
             )
             .unwrap();
         }
-        api::recording::read(&text).unwrap()
+        api::files::recording::read(&text).unwrap()
     }
 
     #[test]

@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::Path;
 
-use api::recording::{self, Recording};
+use api::files::recording::{self, Recording};
 
 use super::argument_error::SimulateArgsError;
 use super::recorded::RecordedDemand;

@@ -9,8 +9,8 @@ use std::cell::RefCell;
 use std::sync::Arc;
 use std::time::Duration;
 
-use api::backends::{Backends, Health, ProbeSettings};
-use api::clock::Clock;
+use api::base::clock::Clock;
+use api::engines::backends::{Backends, Health, ProbeSettings};
 use api::prompt::{ChainTail, ModelSettings, PromptIdentity};
 use api::routing::{
     AfterProposal, Attempt, AttemptEnd, Decision, DispatchTerms, FilterVerdict, LoadReporter,

@@ -7,7 +7,7 @@ mod table;
 use std::fmt::Display;
 use std::io::Write;
 
-use api::printable::escaped_lines;
+use api::base::printable::escaped_lines;
 
 pub use progress::{BYTES, COUNT, progress_bar};
 pub use screen::{columns_of, is_coloured, show_all_columns};

@@ -11,11 +11,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use api::admission::Admission;
-use api::backends::{Backends, EngineDialer, ProbeSettings};
-use api::clock::Clock;
-use api::divergence::Digests;
-use api::events::EventBus;
-use api::figures::FigureBoard;
+use api::base::clock::Clock;
+use api::cluster::divergence::Digests;
+use api::cluster::events::EventBus;
+use api::cluster::figures::FigureBoard;
+use api::engines::backends::{Backends, EngineDialer, ProbeSettings};
 use api::ports::{Cluster, Propose};
 use api::proxy::LoggedRequests;
 use api::routing::{OutboxSettings, OutboxStatus, Router, RouterParts};
@@ -323,7 +323,7 @@ impl ReplicaCore {
     }
 
     /// Returns the backends' health. Each is unknown until it is reported, see
-    /// [`api::backends::SlotTable`].
+    /// [`api::engines::backends::SlotTable`].
     #[must_use]
     pub fn backends(&self) -> &Arc<Backends> {
         &self.parts.backends

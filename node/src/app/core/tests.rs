@@ -5,7 +5,7 @@ use std::net::SocketAddr;
 use std::sync::Mutex;
 
 use api::admission::{AdmissionRequest, Admitted};
-use api::backends::{Fault, Occupancy, SlotTable};
+use api::engines::backends::{Fault, Occupancy, SlotTable};
 use api::ports::BoxFuture;
 use api::prompt::{PromptIdentity, parse};
 use api::routing::{Attempt, AttemptEnd, RequestStages, RoutingRequest, Usage, UserName};
@@ -138,7 +138,7 @@ async fn core(folder: &std::path::Path, seed: u64, heard: Arc<Heard>) -> Replica
         hash_seed: seed,
         hash_secret: state::prefix::HashSecret::of_number(seed),
         clock: Clock::of(move || 1_000_000 + began.elapsed().as_millis() as u64),
-        dialer: api::backends::EngineDialer::default(),
+        dialer: api::engines::backends::EngineDialer::default(),
         format: state::codec::FORMAT_VERSION,
         scale: None,
         observer: Some(heard),

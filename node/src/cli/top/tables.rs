@@ -1,6 +1,6 @@
 //! Formats a summary as lines and tables, for a screen and for a pipe.
 
-use api::printable::escaped;
+use api::base::printable::escaped;
 use lab::terminal::{FittedTable, column};
 
 use super::summary::{BackendRow, ReplicaRow, Summary, TotalRow, UserRow};

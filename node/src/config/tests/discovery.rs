@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use api::discovery::{DnsRecords, PodChoice, SourceKind};
+use api::engines::discovery::{DnsRecords, PodChoice, SourceKind};
 use expect_test::expect;
 
 use super::*;

@@ -1,6 +1,6 @@
 //! Tests of engines' keys, headers and addresses.
 
-use api::backends::{EngineHeaders, EngineKeys};
+use api::engines::backends::{EngineHeaders, EngineKeys};
 
 use super::*;
 

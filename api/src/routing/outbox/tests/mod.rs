@@ -17,7 +17,7 @@ use super::outcome::AfterProposal;
 use super::overlay::Overlay;
 use super::steps::RUN_BLOCKS_MAX;
 use super::{CHARGED_USERS_MAX, OVERFLOW_USER, Outbox, OutboxSettings};
-use crate::clock::Clock;
+use crate::base::clock::Clock;
 use crate::ports::ProposeError;
 use crate::routing::fixture::{Fault, Log, Port};
 

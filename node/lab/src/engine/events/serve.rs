@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use api::kv_events::zmtp::{SocketType, ZmtpConnection, ZmtpError};
+use api::engines::kv_transport::zmtp::{SocketType, ZmtpConnection, ZmtpError};
 use bytes::Bytes;
 use tokio::net::{TcpListener, TcpStream};
 use tokio_util::sync::CancellationToken;

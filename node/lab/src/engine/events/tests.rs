@@ -1,6 +1,6 @@
 //! Tests that read the published events with another implementation of ZeroMQ.
 
-use api::kv_events::wire::{self, EngineEvent};
+use api::engines::kv_transport::wire::{self, EngineEvent};
 use bytes::Bytes;
 use serde_json::json;
 use zeromq::{DealerSocket, Socket as _, SocketRecv as _, SocketSend as _, SubSocket};

@@ -10,8 +10,8 @@ mod tests;
 
 use std::sync::Arc;
 
-use api::isolation::CacheIsolation;
 use api::prompt::{BlockUnit, ChainTail, PromptIdentity, ReplyShape};
+use api::users::isolation::CacheIsolation;
 use state::prefix::{BlockHasher, Scope, chain_bytes, matchable_blocks};
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 

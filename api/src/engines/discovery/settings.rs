@@ -1,0 +1,188 @@
+//! Settings of a source from the config, including those of its engines.
+
+use std::collections::BTreeMap;
+use std::net::{IpAddr, SocketAddr};
+use std::path::PathBuf;
+use std::time::Duration;
+
+use state::command::{BackendRole, BackendSpec};
+use state::discovery::{EngineCondition, ListedEngine, SourceRules, is_id_char};
+
+use crate::engines::backends::EngineUrl;
+
+/// A source of engines.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SourceSettings {
+    /// Id of the source, and rules for the removal of engines that it no longer lists.
+    pub rules: SourceRules,
+    /// Settings shared by the source's engines.
+    pub template: EngineTemplate,
+    /// Kind and location of the source.
+    pub kind: SourceKind,
+}
+
+/// Kind and location of a source.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum SourceKind {
+    /// Engines at the addresses of a DNS name.
+    Dns(DnsSource),
+    /// Engines listed in a file.
+    File(PathBuf),
+    /// Engines in pods of a Kubernetes cluster.
+    Kubernetes(KubernetesSource),
+}
+
+impl SourceKind {
+    /// Returns the kind's name in the config.
+    #[must_use]
+    pub fn name(&self) -> &'static str {
+        match self {
+            Self::Dns(_) => "dns",
+            Self::File(_) => "file",
+            Self::Kubernetes(_) => "kubernetes",
+        }
+    }
+}
+
+/// A DNS name that lists engines, and how to resolve it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DnsSource {
+    /// The host name to resolve.
+    pub name: String,
+    /// Port of the engines; `None` uses the ports in the records.
+    pub port: Option<u16>,
+    /// Record types to query.
+    pub records: DnsRecords,
+    /// Maximum interval between lookups; a shorter TTL takes precedence.
+    pub interval: Duration,
+    /// Name server. `None` uses the system's resolver configuration.
+    pub resolver: Option<SocketAddr>,
+}
+
+/// Types of DNS records that list engines.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum DnsRecords {
+    /// A records, or AAAA records if there are none.
+    Addresses,
+    /// A records, which contain IPv4 addresses.
+    A,
+    /// AAAA records, which contain IPv6 addresses.
+    Aaaa,
+    /// SRV records, which contain hosts with ports.
+    Srv,
+}
+
+/// Pods of a Kubernetes namespace that are engines.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct KubernetesSource {
+    /// Namespace and API server.
+    pub access: KubernetesAccess,
+    /// Selection of the pods that are engines.
+    pub pods: PodChoice,
+    /// Port of the engines; `None` uses the pool's ports.
+    pub port: Option<u16>,
+}
+
+/// A namespace, and how to reach its API server.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct KubernetesAccess {
+    /// The namespace. `None` means that of the pod in which this replica runs.
+    pub namespace: Option<String>,
+    /// The API server. `None` means that of the cluster in which this pod runs.
+    pub api_server: Option<EngineUrl>,
+    /// File with the bearer token, reloaded when it changes.
+    pub token_file: PathBuf,
+    /// File with the authorities of the API server's certificate.
+    pub ca_file: PathBuf,
+}
+
+/// Selects the pods that are engines.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum PodChoice {
+    /// Pods that match a label selector.
+    Selector(String),
+    /// Pods of an `InferencePool`.
+    Pool(String),
+}
+
+/// Settings shared by the engines of a source.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct EngineTemplate {
+    /// Prefix of the engines' ids.
+    pub source: String,
+    /// Models that the engines serve.
+    pub models: Vec<String>,
+    /// Labels, which take precedence over those from the source.
+    pub labels: BTreeMap<String, String>,
+    /// Role of the engines, unless the source states another.
+    pub role: BackendRole,
+    /// Capacity of the engines' caches, in blocks; `None` if the engines report it.
+    pub capacity_blocks: Option<u32>,
+    /// Protocol of the engines.
+    pub scheme: EngineScheme,
+    /// Port of the engines' KV events; `None` not to read them.
+    pub kv_events_port: Option<u16>,
+    /// Port for requesting missed KV events; `None` not to request them.
+    pub kv_replay_port: Option<u16>,
+}
+
+/// Protocol of engines.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum EngineScheme {
+    /// HTTP without TLS.
+    #[default]
+    Http,
+    /// HTTP with TLS. The certificate must be valid for the engine's address.
+    Https,
+}
+
+impl EngineTemplate {
+    /// Returns the id of the engine that the source calls `name`.
+    pub(super) fn id(&self, name: &str) -> String {
+        let name = name.replace(|c| !is_id_char(c), "-");
+        format!("{}-{name}", self.source)
+    }
+
+    /// Describes an engine without a usable address, which is not registered.
+    pub(super) fn nowhere(&self, name: &str, condition: EngineCondition) -> ListedEngine {
+        let nowhere = (IpAddr::from([0, 0, 0, 0]), 1);
+        ListedEngine {
+            spec: self.at(Some(name), nowhere, &BTreeMap::new()),
+            condition,
+        }
+    }
+
+    /// Describes the engine at an address. The engine's name defaults to its address.
+    pub(super) fn at(
+        &self,
+        name: Option<&str>,
+        (ip, port): (IpAddr, u16),
+        labels: &BTreeMap<String, String>,
+    ) -> BackendSpec {
+        let place = SocketAddr::new(ip, port);
+        let endpoint = |port: Option<u16>| {
+            let place = SocketAddr::new(ip, port?);
+            Some(format!("tcp://{place}"))
+        };
+        let scheme = match self.scheme {
+            EngineScheme::Http => "http",
+            EngineScheme::Https => "https",
+        };
+        let address = || {
+            let ip = ip.to_string().replace(['.', ':'], "-");
+            format!("{ip}-{port}")
+        };
+        let mut spec = BackendSpec {
+            id: self.id(&name.map_or_else(address, str::to_owned)),
+            url: format!("{scheme}://{place}"),
+            models: self.models.clone(),
+            labels: labels.clone(),
+            capacity_blocks: self.capacity_blocks,
+            kv_events: endpoint(self.kv_events_port),
+            kv_replay: endpoint(self.kv_replay_port),
+            role: self.role,
+        };
+        spec.labels.extend(self.labels.clone());
+        spec
+    }
+}

@@ -1,0 +1,522 @@
+//! Forwards a parsed request: admits it, tries backends one after another as long as that is safe,
+//! and relays the response. [`crate::admission`] does the queueing; `attempt.rs` makes a single
+//! attempt.
+//!
+//! A request goes to another backend only if the previous one did not run it: there was no
+//! connection, or the status of its response says so. After a connection broke with the request
+//! sent, it is not retried: the engine may have computed it or crashed because of it. Only a
+//! prefill engine is replaced even then (`bootstrap_rooms.rs`), because no output exists without
+//! it.
+
+pub(super) mod attempt;
+pub(super) mod bootstrap_rooms;
+pub(super) mod disaggregate;
+pub(super) mod request_context;
+pub(super) mod stored;
+
+use std::sync::{Arc, Mutex};
+
+use bytes::Bytes;
+use http::header::{CACHE_CONTROL, CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE};
+use http::{HeaderMap, HeaderName, HeaderValue, Response, StatusCode, Uri, Version, response};
+use state::ids::Slot;
+use state::policy::Handover;
+use state::quotas::{LimitKind, LimitRejection};
+use tokio::time::Instant;
+use xxhash_rust::xxh3::xxh3_64;
+
+use self::attempt::{AttemptResult, NotRun, OutgoingRequest, attempt};
+use self::bootstrap_rooms::run_pair;
+use self::disaggregate::disaggregate;
+use self::request_context::ProxiedRequest;
+use super::Proxy;
+use super::record::metrics::RequestMetricsGuard;
+use super::request::dialect::Dialect;
+use super::request::headers::clean_answer;
+use super::request::models::{context_tokens_max, shown_model};
+use super::request::usage_options::{WantedUsage, salted, splice};
+use super::response::answer_source::AnswerSource;
+use super::response::durable_charge::WithheldEnd;
+use super::response::first_byte::is_framed;
+use super::response::read_ahead::ReadAheadBounds;
+use super::response::response_body::{
+    BodyKind, RespondingBackend, ResponseBody, ResponseTimeouts, SharedResponseBody,
+};
+use super::response::sse::SseStream;
+use crate::admission::{AdmissionRejection, DecisionTimes};
+use crate::engines::backends::AnswerForm;
+use crate::error::{ProxyError, SHOULD_RETRY, rescue};
+use crate::prompt::{ParsedBody, ReplyShape};
+use crate::routing::{Attempt, AttemptEnd, Decision, HiddenOutput, RoutingRejection};
+use crate::traces::{AttemptTrace, TracedDecision, WaitTrace};
+
+/// Header that controls whether nginx buffers a response.
+const ACCEL_BUFFERING: HeaderName = HeaderName::from_static("x-accel-buffering");
+
+/// Minimum `retry-after` time for rejected clients before jitter, in milliseconds.
+const RETRY_AFTER_MS_LEAST: u64 = 1000;
+/// Maximum `retry-after` time for rejected clients before jitter, in milliseconds.
+const RETRY_AFTER_MS_MAX: u64 = 60_000;
+
+/// Response that the client receives.
+pub(super) enum ForwardResult {
+    /// A backend's response, relayed as it arrives.
+    Relayed(Response<SharedResponseBody>),
+    /// A whole response: a backend's refusal, after which no other backend could be tried, or one
+    /// of the router itself.
+    Held(Response<Bytes>),
+}
+
+pub(super) async fn forward(
+    proxy: &Arc<Proxy>,
+    proxied: &Arc<ProxiedRequest>,
+    request_metrics: &mut RequestMetricsGuard,
+) -> Result<ForwardResult, ProxyError> {
+    let (mut sending, wanted) = prepare(proxy, proxied, request_metrics)?;
+    let mut excluded: Vec<Slot> = Vec::new();
+    let mut tried = 0;
+    let mut last = None;
+    loop {
+        let arrived = Instant::now();
+        let (decision, taken) = match admit(proxy, proxied, &excluded).await {
+            Ok(admitted) => admitted,
+            Err(why) => return last.map_or(Err(why), give_up),
+        };
+        if tried == 0 {
+            request_metrics.routed(arrived.elapsed());
+        }
+        sending.first_byte_by = Instant::now() + proxy.settings.timeouts.first_byte;
+        sending.watched.sent();
+        let is_last = tried + 1 >= proxy.settings.attempts_max;
+        let sent = send(proxy, &mut sending, &decision, taken, is_last).await?;
+        excluded.extend(sent.failed_prefill);
+        match sent.result {
+            AttemptResult::Answered(response, attempt) => {
+                if sending.transfer.is_some() {
+                    proxy.metrics.stages.decoded(sent.at.elapsed());
+                }
+                let response = response.map(AnswerSource::Engine);
+                let relayed = relay(proxy, &sending, &decision, response, attempt, wanted);
+                return Ok(ForwardResult::Relayed(relayed));
+            }
+            AttemptResult::Lost(failure) => return Err(failure),
+            AttemptResult::NotRun(reason) if is_last || sent.is_final => return give_up(reason),
+            AttemptResult::NotRun(reason) if reason.was_load() && !request_metrics.may_retry() => {
+                proxy.metrics.retries_refused.inc();
+                return give_up(reason);
+            }
+            AttemptResult::NotRun(reason) => last = Some(reason),
+        }
+        proxy.metrics.retries.inc();
+        tried += 1;
+        let at_fault = sent.at_fault;
+        let at_fault = at_fault.unwrap_or_else(|| fault(&decision, &sending, last.as_ref()));
+        exclude(proxy, at_fault, last.as_ref(), &mut excluded);
+    }
+}
+
+/// Returns the request as backends receive it, and which usage reports its client requested. Fails
+/// if the request has broken two backends.
+pub(super) fn prepare<'a>(
+    proxy: &Arc<Proxy>,
+    proxied: &'a ProxiedRequest,
+    request_metrics: &mut RequestMetricsGuard,
+) -> Result<(OutgoingRequest<'a>, WantedUsage), ProxyError> {
+    if proxy
+        .poison_requests
+        .refuses(&proxied.body, &proxied.identity)
+    {
+        proxy.metrics.suspects_refused.inc();
+        return Err(ProxyError::BreaksBackends);
+    }
+    request_metrics.spends(proxy.budget.begin(&proxied.parsed.model));
+    Ok(outgoing(proxy, proxied))
+}
+
+/// Waits for a backend and records the result in the request's record and spans.
+pub(super) async fn admit(
+    proxy: &Proxy,
+    proxied: &Arc<ProxiedRequest>,
+    excluded: &[Slot],
+) -> Result<(Decision, Attempt), ProxyError> {
+    let arrived = Instant::now();
+    let waits = proxied.trace.as_ref().and_then(|trace| trace.waits());
+    let admitted = match proxy.admission.admit(proxied, excluded).await {
+        Ok(admitted) => admitted,
+        Err(why) => {
+            let why = refusal(proxy, why, proxied);
+            if let Some(waits) = waits {
+                waits.refused(rescue(&why).code);
+            }
+            return Err(why);
+        }
+    };
+    let waited = arrived.elapsed();
+    let decided = admitted.decided();
+    let (decision, mut attempt) = admitted.into_parts();
+    attempt.traces(trace(proxied, &decision, waits.zip(decided)));
+    if let Some(record) = &proxied.record {
+        proxy.decisions.decided(record, &decision, waited);
+    }
+    Ok((decision, attempt))
+}
+
+/// Writes the decision's span and returns the span of the attempt that follows; `None` if the
+/// request is not traced.
+fn trace(
+    proxied: &ProxiedRequest,
+    decision: &Decision,
+    admitted: Option<(WaitTrace, DecisionTimes)>,
+) -> Option<AttemptTrace> {
+    let trace = proxied.trace.as_ref()?;
+    let (waits, DecisionTimes { began, ended }) = admitted?;
+    waits.admitted(began);
+    trace.decided(&TracedDecision {
+        began,
+        ended,
+        backend: &decision.name,
+        policy: decision.policy,
+        reason: decision.reason.label(),
+        matched: decision.matched,
+        total: decision.total,
+        index: decision.index.0,
+    });
+    trace.attempts(&decision.name, "answer")
+}
+
+/// Result of sending a request to the backend or pair of backends of one decision.
+struct SentRequest {
+    result: AttemptResult,
+    /// Time at which the request was sent to the backend that responds.
+    at: Instant,
+    /// Slot of a prefill backend that did not transfer the prompt, if any. It is excluded from now
+    /// on.
+    failed_prefill: Option<Slot>,
+    /// Slot of the backend at fault, if it is known and the request was not run.
+    at_fault: Option<Slot>,
+    /// Whether trying another backend is pointless.
+    is_final: bool,
+}
+
+/// Sends the request to the backends of `decision`: a single one, two in turn, or two at once.
+async fn send(
+    proxy: &Arc<Proxy>,
+    sending: &mut OutgoingRequest<'_>,
+    decision: &Decision,
+    mut taken: Attempt,
+    is_last: bool,
+) -> Result<SentRequest, ProxyError> {
+    let parsed = &sending.proxied.parsed;
+    let hidden = hidden(parsed).filter(|_| !parsed.stream);
+    (sending.transfer, sending.bootstrap_session) = (None, None);
+    let prefill = decision.prefill.as_ref();
+    if let Some(chosen) = prefill.filter(|chosen| chosen.handover == Handover::Room) {
+        let at = Instant::now();
+        taken.set_hidden_output(hidden);
+        // Large and rare, so it should not be part of every request's future.
+        let met = Box::pin(run_pair(proxy, sending, (decision, chosen), taken, is_last));
+        let met = met.await?;
+        return Ok(SentRequest {
+            result: met.result,
+            at,
+            failed_prefill: None,
+            at_fault: Some(met.at_fault),
+            is_final: met.is_final,
+        });
+    }
+    let (mut taken, transfer) = match prefill {
+        None => (taken, None),
+        Some(_) => Box::pin(disaggregate(proxy, sending, decision, taken)).await?,
+    };
+    let failed_prefill = prefill.filter(|_| transfer.is_none());
+    sending.transfer = transfer;
+    taken.set_hidden_output(hidden);
+    sending.watched.sent();
+    let at = Instant::now();
+    Ok(SentRequest {
+        result: attempt(proxy, sending, decision, taken, is_last).await,
+        at,
+        failed_prefill: failed_prefill.map(|prefill| prefill.backend.slot),
+        at_fault: None,
+        is_final: false,
+    })
+}
+
+/// Returns the request as backends receive it, and which usage reports its client requested.
+fn outgoing<'a>(
+    proxy: &Arc<Proxy>,
+    proxied: &'a ProxiedRequest,
+) -> (OutgoingRequest<'a>, WantedUsage) {
+    let path = proxied.head.uri.path();
+    let (body, wanted) = splice(
+        proxy.settings.usage_splice,
+        path,
+        &proxied.parsed,
+        &proxied.body,
+    );
+    let uri = proxied
+        .head
+        .uri
+        .path_and_query()
+        .cloned()
+        .map_or_else(Uri::default, Uri::from);
+    let sending = OutgoingRequest {
+        proxied,
+        uri,
+        salted: salted(&proxied.parsed, proxied.identity.isolation, &body),
+        body,
+        transfer: None,
+        bootstrap_session: None,
+        first_byte_by: Instant::now(),
+        watched: proxy
+            .poison_requests
+            .watch(&proxied.body, &proxied.identity),
+    };
+    (sending, wanted)
+}
+
+/// Returns the slot to exclude after a request was not run for this `reason`, if it is known.
+fn fault(decision: &Decision, sending: &OutgoingRequest<'_>, reason: Option<&NotRun>) -> Slot {
+    match (reason, &decision.prefill) {
+        // The transfer may be at fault. The same backend may still compute the prompt itself.
+        (Some(NotRun::Refused(_)), Some(prefill)) if sending.transfer.is_some() => {
+            prefill.backend.slot
+        }
+        (_, _) => decision.backend.slot,
+    }
+}
+
+/// Excludes a backend that failed for this `reason`, if it is known, or all ranks of its engine if
+/// that is unreachable.
+fn exclude(proxy: &Proxy, slot: Slot, reason: Option<&NotRun>, excluded: &mut Vec<Slot>) {
+    excluded.push(slot);
+    if let Some(NotRun::Unreachable) = reason {
+        excluded.extend_from_slice(proxy.view.registry().ranks.slots_of_engine(slot));
+    }
+}
+
+/// Returns the output that a response other than a stream hides until its end; `None` if the
+/// request generates none.
+pub(super) fn hidden(parsed: &ParsedBody) -> Option<HiddenOutput> {
+    (parsed.reply != ReplyShape::None).then_some(HiddenOutput {
+        choices: parsed.choices,
+        tokens_max: parsed.max_tokens,
+        is_whole_at_once: true,
+    })
+}
+
+/// Converts the reason why a request was not admitted into the client's error.
+fn refusal(proxy: &Proxy, why: AdmissionRejection, proxied: &ProxiedRequest) -> ProxyError {
+    match why {
+        AdmissionRejection::NoBackend(RoutingRejection::UnknownModel) => ProxyError::UnknownModel {
+            model: shown_model(&proxied.parsed.model),
+        },
+        AdmissionRejection::NoBackend(RoutingRejection::NoneHealthy) => ProxyError::NoneHealthy,
+        AdmissionRejection::NoBackend(RoutingRejection::NoneOffered) => ProxyError::NoneOffered,
+        AdmissionRejection::NoBackend(RoutingRejection::NoneSelected) => ProxyError::NoneSelected,
+        AdmissionRejection::NoBackend(RoutingRejection::NoneIsolating) => ProxyError::NoneIsolating,
+        AdmissionRejection::NoBackend(RoutingRejection::NotSeparable) => ProxyError::NotSeparable,
+        AdmissionRejection::NoBackend(RoutingRejection::NoPrefill) => ProxyError::NoPrefill,
+        AdmissionRejection::NoBackend(RoutingRejection::AllTried) => ProxyError::Unreachable,
+        AdmissionRejection::NoBackend(RoutingRejection::TooLarge) => too_long(proxy, proxied),
+        AdmissionRejection::NoBackend(RoutingRejection::AtLimit) => ProxyError::Overloaded,
+        AdmissionRejection::OverLimit(over) => over_limit(over),
+        AdmissionRejection::QueueFull { retry_after_ms } => ProxyError::QueueFull {
+            retry_after_ms: jittered(retry_after_ms, proxied),
+        },
+        AdmissionRejection::TooLate {
+            wait_ms,
+            wait_ms_max,
+        } => ProxyError::TooLate {
+            wait_ms,
+            wait_ms_max,
+            retry_after_ms: jittered(wait_ms, proxied),
+        },
+        AdmissionRejection::WaitedTooLong { retry_after_ms } => ProxyError::WaitedTooLong {
+            retry_after_ms: jittered(retry_after_ms, proxied),
+        },
+        AdmissionRejection::Leaving => ProxyError::Leaving,
+    }
+}
+
+/// Returns the error for a user who has reached a limit or used up a budget.
+fn over_limit(over: LimitRejection) -> ProxyError {
+    let retry_after_ms = over.retry_after_ms;
+    let limit = match over.limit {
+        LimitKind::Requests => "requests per window",
+        LimitKind::Tokens => "tokens per window",
+        LimitKind::Concurrent => "requests at once",
+        LimitKind::DayBudget => return over_budget("day", retry_after_ms),
+        LimitKind::MonthBudget => return over_budget("month", retry_after_ms),
+    };
+    ProxyError::OverLimit {
+        limit,
+        retry_after_ms,
+    }
+}
+
+fn over_budget(period: &'static str, retry_after_ms: u64) -> ProxyError {
+    ProxyError::OverBudget {
+        period,
+        retry_after_ms,
+    }
+}
+
+/// Returns the error for a prompt that is too long for every engine of its model.
+fn too_long(proxy: &Proxy, proxied: &ProxiedRequest) -> ProxyError {
+    let identity = &proxied.identity;
+    let tokens = u64::from(identity.tokens);
+    let registry = proxy.view.registry();
+    let (model, per_block) = (&proxied.parsed.model, identity.tail.tokens_per_block);
+    let longest = context_tokens_max(&registry, &proxy.backends, model, per_block);
+    ProxyError::ContextTooLong {
+        tokens,
+        // The engines that were too small may be gone by now.
+        tokens_max: longest.unwrap_or(0),
+    }
+}
+
+/// Returns the `retry-after` time: `wait_ms` plus up to half of it. The addition depends on the
+/// request id, so that clients rejected together do not return together.
+fn jittered(wait_ms: u64, proxied: &ProxiedRequest) -> u64 {
+    let wait_ms = wait_ms.clamp(RETRY_AFTER_MS_LEAST, RETRY_AFTER_MS_MAX);
+    wait_ms + xxh3_64(proxied.request_id.as_bytes()) % (wait_ms / 2)
+}
+
+/// Returns the response to a request for which no other backend is tried.
+fn give_up(last: NotRun) -> Result<ForwardResult, ProxyError> {
+    last.answer().map(ForwardResult::Held)
+}
+
+/// Relays a backend's response and accounts for it until it ends.
+pub(super) fn relay(
+    proxy: &Arc<Proxy>,
+    sending: &OutgoingRequest<'_>,
+    decision: &Decision,
+    response: Response<AnswerSource>,
+    mut attempt: Attempt,
+    wanted: WantedUsage,
+) -> Response<SharedResponseBody> {
+    let proxied = sending.proxied;
+    let (mut head, body) = response.into_parts();
+    let dialect = Dialect::of(proxied.head.uri.path());
+    let content = content(head.status, &head.headers, dialect, wanted);
+    let is_stream = matches!(content, BodyKind::Events { .. });
+    attempt.set_response_form(AnswerForm::of(proxied.head.uri.path(), is_stream));
+    let attempt = match content {
+        BodyKind::Error { .. } => {
+            attempt.end(end_of_error(proxy, head.status), Instant::now());
+            None
+        }
+        BodyKind::Events { .. } => {
+            attempt.set_hidden_output(None);
+            Some(attempt)
+        }
+        BodyKind::Document { .. } | BodyKind::Opaque => {
+            let is_whole_at_once = matches!(content, BodyKind::Document { .. });
+            attempt.set_hidden_output(hidden(&proxied.parsed).map(|hidden| HiddenOutput {
+                is_whole_at_once,
+                ..hidden
+            }));
+            Some(attempt)
+        }
+    };
+    clean_head(&mut head, &content);
+    if !head.status.is_success() && end_of_error(proxy, head.status) == AttemptEnd::Failed {
+        let told = head.headers.entry(SHOULD_RETRY);
+        told.or_insert(HeaderValue::from_static("false"));
+    }
+    let expose = proxy.settings.expose;
+    expose.decision(&mut head.headers, head.status, decision);
+    let source = RespondingBackend {
+        proxy: Arc::clone(proxy),
+        slot: decision.backend.slot,
+        watched: Some(sending.watched.clone()),
+    };
+    let waits = timeouts(proxy, sending.first_byte_by);
+    let relay = ResponseBody::new(body, content, attempt, source, waits);
+    Response::from_parts(head, Arc::new(Mutex::new(relay)))
+}
+
+/// Prepares the head of a backend's response for the client.
+pub(super) fn clean_head(head: &mut response::Parts, content: &BodyKind) {
+    clean_answer(&mut head.headers);
+    if let BodyKind::Events { .. } = content {
+        head.headers.remove(CONTENT_LENGTH);
+        // Proxies in front of this replica must neither cache nor buffer the stream.
+        let caching = head.headers.entry(CACHE_CONTROL);
+        caching.or_insert(HeaderValue::from_static("no-cache"));
+        let buffering = head.headers.entry(ACCEL_BUFFERING);
+        buffering.or_insert(HeaderValue::from_static("no"));
+    }
+    // The version belongs to one hop: with an engine's HTTP/1.0, the client's stream would lack
+    // framing.
+    head.version = Version::default();
+}
+
+/// Returns the timeouts and buffer limits of a response.
+pub(super) fn timeouts(proxy: &Proxy, first_byte_by: Instant) -> ResponseTimeouts {
+    ResponseTimeouts {
+        first_byte_by,
+        answer_idle: proxy.settings.timeouts.answer_idle,
+        withheld: WithheldEnd::new(proxy.settings.charges),
+        ahead: ReadAheadBounds {
+            bytes_max: proxy.limits.load().read_ahead_bytes_max,
+            held_bytes: Arc::clone(&proxy.held_bytes),
+            held_bytes_max: proxy.limits.load().held_bytes_max,
+            held_back: proxy.settings.timeouts.held_back,
+            untaken: proxy.settings.timeouts.untaken,
+        },
+    }
+}
+
+/// Returns how an attempt ends after a response with an unsuccessful status. The engine may have
+/// computed before a server error, but not before a refusal.
+fn end_of_error(proxy: &Proxy, status: StatusCode) -> AttemptEnd {
+    let is_refusal = proxy.settings.retry_statuses.contains(&status)
+        || status == StatusCode::NOT_IMPLEMENTED
+        || status == StatusCode::SERVICE_UNAVAILABLE;
+    if status.is_server_error() && !is_refusal {
+        AttemptEnd::Failed
+    } else {
+        AttemptEnd::NotRun
+    }
+}
+
+/// Returns how to parse the body of a response with this head.
+pub(super) fn content(
+    status: StatusCode,
+    headers: &HeaderMap,
+    dialect: Dialect,
+    wanted: WantedUsage,
+) -> BodyKind {
+    if !status.is_success() {
+        return BodyKind::error();
+    }
+    let is_encoded = headers
+        .get(CONTENT_ENCODING)
+        .is_some_and(|coding| coding != "identity");
+    let media_type = headers
+        .get(CONTENT_TYPE)
+        .map_or(&b""[..], HeaderValue::as_bytes);
+    let is_framed = is_framed(headers);
+    if is_encoded {
+        BodyKind::Opaque
+    } else if starts_with(media_type, b"text/event-stream") {
+        BodyKind::Events {
+            events: SseStream::new(wanted),
+            has_clear_end: is_framed || dialect.has_named_events(),
+            dialect,
+        }
+    } else if starts_with(media_type, b"application/json") {
+        BodyKind::document(is_framed)
+    } else {
+        BodyKind::Opaque
+    }
+}
+
+fn starts_with(value: &[u8], prefix: &[u8]) -> bool {
+    value
+        .get(..prefix.len())
+        .is_some_and(|start| start.eq_ignore_ascii_case(prefix))
+}

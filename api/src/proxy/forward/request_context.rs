@@ -1,0 +1,142 @@
+//! The request that the data plane forwards, and its interface to admission and routing.
+
+use std::ops::Deref;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::{HeaderMap, HeaderValue, Method, Uri};
+use opentelemetry::trace::TraceId;
+use state::ids::Slot;
+
+use crate::admission::AdmissionRequest;
+use crate::proxy::record::request_record::RequestRecord;
+use crate::proxy::request::client_request::ClientRequest;
+use crate::proxy::request::deadline;
+use crate::proxy::request::routes::shown_path;
+use crate::proxy::settings::ProxySettings;
+use crate::proxy::settings::keys::Holder;
+use crate::routing::{OfferedEndpoints, RoutingRequest};
+use crate::traces::{AttemptTrace, RequestTrace, TraceHeaders, client_trace_id};
+
+/// A request with its whole body, before it is parsed.
+pub(in crate::proxy) struct ArrivedRequest {
+    pub(in crate::proxy) head: http::request::Parts,
+    pub(in crate::proxy) body: Bytes,
+    /// Holder of the request's key.
+    pub(in crate::proxy) holder: Holder,
+    pub(in crate::proxy) request_id: HeaderValue,
+    /// Address of the client.
+    pub(in crate::proxy) peer: HeaderValue,
+    /// Endpoints that the asking gateway can use; `None` if this replica sends the request.
+    pub(in crate::proxy) endpoints: Option<OfferedEndpoints>,
+    /// Trace of the request; `None` without tracing.
+    pub(in crate::proxy) trace: Option<Arc<RequestTrace>>,
+}
+
+/// Begins the trace of a request; `None` without tracing.
+pub(in crate::proxy) fn begin_trace(
+    settings: &ProxySettings,
+    (method, uri, headers): (&Method, &Uri, &HeaderMap),
+    id: &HeaderValue,
+) -> Option<Arc<RequestTrace>> {
+    let tracer = settings.tracer.as_ref()?;
+    let id = id.to_str().unwrap_or_default();
+    Some(tracer.begin(headers, (method, shown_path(uri.path())), id))
+}
+
+/// Returns the id of the request's trace: that of this replica's span, or else the client's, if
+/// any.
+pub(in crate::proxy) fn trace_id(
+    trace: Option<&Arc<RequestTrace>>,
+    headers: &HeaderMap,
+) -> Option<TraceId> {
+    match trace {
+        Some(trace) => Some(trace.trace_id()),
+        None => client_trace_id(headers),
+    }
+}
+
+/// A request whose body was parsed and whose user is known.
+pub(in crate::proxy) struct ProxiedRequest {
+    pub(in crate::proxy) head: http::request::Parts,
+    pub(in crate::proxy) body: Bytes,
+    pub(in crate::proxy) read: ClientRequest,
+    pub(in crate::proxy) request_id: HeaderValue,
+    /// Address of the client.
+    pub(in crate::proxy) peer: HeaderValue,
+    /// Endpoints that the asking gateway can use; `None` if this replica sends the request.
+    pub(in crate::proxy) endpoints: Option<OfferedEndpoints>,
+    /// Record of the request's decisions; `None` if no record is kept.
+    pub(in crate::proxy) record: Option<Arc<RequestRecord>>,
+    /// Trace of the request; `None` without tracing.
+    pub(in crate::proxy) trace: Option<Arc<RequestTrace>>,
+}
+
+impl ProxiedRequest {
+    /// Returns the trace headers for an engine: those of `attempt`, or else of the request, if
+    /// traced.
+    pub(in crate::proxy) fn trace_headers(
+        &self,
+        attempt: Option<&mut AttemptTrace>,
+    ) -> Option<TraceHeaders> {
+        match attempt {
+            Some(attempt) => Some(attempt.headers()),
+            None => self.trace.as_ref().map(|trace| trace.headers()),
+        }
+    }
+
+    /// Returns the id of the request's trace, even if this replica exports nothing of it.
+    pub(in crate::proxy) fn trace_id(&self) -> Option<TraceId> {
+        trace_id(self.trace.as_ref(), &self.head.headers)
+    }
+
+    /// Begins the span of an attempt at `backend`; `None` without tracing.
+    pub(in crate::proxy) fn attempts(
+        &self,
+        backend: &str,
+        stage: &'static str,
+    ) -> Option<AttemptTrace> {
+        self.trace.as_ref()?.attempts(backend, stage)
+    }
+}
+
+impl Deref for ProxiedRequest {
+    type Target = ClientRequest;
+
+    fn deref(&self) -> &ClientRequest {
+        &self.read
+    }
+}
+
+impl AdmissionRequest for ProxiedRequest {
+    fn ask<'a>(&'a self, excluded: &'a [Slot]) -> RoutingRequest<'a> {
+        let request_id = self.request_id.to_str().unwrap_or_default();
+        RoutingRequest {
+            endpoints: self.endpoints.as_ref(),
+            ..self.read.ask(&self.head.headers, request_id, excluded)
+        }
+    }
+
+    fn priority(&self) -> i16 {
+        self.priority
+    }
+
+    fn tokens_max(&self) -> Option<u32> {
+        self.parsed.max_tokens
+    }
+
+    fn is_traced(&self) -> bool {
+        self.trace.as_ref().is_some_and(|trace| trace.is_sampled())
+    }
+
+    fn is_selective(&self) -> bool {
+        let is_limited = matches!(self.endpoints, Some(OfferedEndpoints::Those(_)));
+        is_limited || !self.preferences.labels.is_empty() || self.identity.isolation.is_salted()
+    }
+
+    fn wait_max(&self, service: Duration) -> Option<Duration> {
+        let deadline = self.deadline?;
+        Some(deadline::wait_max(deadline, service, self.parsed.stream))
+    }
+}

@@ -1,0 +1,207 @@
+//! Stored responses (`GET` and `DELETE /v1/responses/ID`, `POST /v1/responses/ID/cancel`), which
+//! are routed to the engine that has them.
+//!
+//! Quorate does not record which engine that is. It asks the available engines in turn and relays
+//! the first response other than "not found" or "not supported" (ADR 0058). Engines draw ids at
+//! random, so no two have different responses with the same id. No model runs, so nothing is
+//! charged.
+//!
+//! A key or user restricted to some models gets only responses of those. The stored response names
+//! its model, so it is read before any other action.
+
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use http::request::Parts;
+use http::{HeaderValue, Method, Request, Response, StatusCode, Uri};
+use http_body_util::{BodyExt, Collected, Limited};
+use opentelemetry::trace::TraceId;
+use serde::Deserialize;
+use state::ids::BackendRef;
+use tokio::time::{Instant, timeout};
+
+use super::attempt::read_refusal;
+use super::{ForwardResult, clean_head, content, timeouts};
+use crate::engines::backends::pool::{EngineBody, Segments, SendError};
+use crate::error::ProxyError;
+use crate::proxy::Proxy;
+use crate::proxy::request::dialect::Dialect;
+use crate::proxy::request::headers::{Hop, toward_engine};
+use crate::proxy::request::usage_options::WantedUsage;
+use crate::proxy::response::answer_source::AnswerSource;
+use crate::proxy::response::response_body::{RespondingBackend, ResponseBody};
+use crate::proxy::settings::keys::Holder;
+use crate::traces::TraceHeaders;
+
+/// Timeout for one engine, which only looks into a table.
+const ENGINE_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Maximum length of a stored response that is read for its model, in bytes.
+const STORED_BYTES_MAX: usize = 64 << 20;
+
+/// An engine that may have the response.
+struct StoringBackend {
+    handle: BackendRef,
+    id: String,
+    url: String,
+}
+
+/// Origin and trace of a request.
+#[derive(Clone, Copy)]
+pub(in crate::proxy) struct RequestContext<'a> {
+    /// Address of the client.
+    pub(in crate::proxy) peer: &'a HeaderValue,
+    pub(in crate::proxy) request_id: &'a HeaderValue,
+    /// Trace headers for engines; `None` to forward the client's.
+    pub(in crate::proxy) trace: Option<&'a TraceHeaders>,
+    /// Id of the request's trace, for the log; `None` if neither this replica nor the client has
+    /// one.
+    pub(in crate::proxy) trace_id: Option<TraceId>,
+}
+
+/// Responds to a request for a stored response.
+pub(in crate::proxy) async fn forward_stored(
+    proxy: &Arc<Proxy>,
+    holder: &Holder,
+    head: &Parts,
+    from: RequestContext<'_>,
+) -> Result<ForwardResult, ProxyError> {
+    let mut was_silent = false;
+    for backend in storing_backends(proxy) {
+        let asked = async {
+            if holder.has_some_models(&proxy.view) {
+                let response = ask(proxy, &backend, &reading(head), from).await?;
+                if is_elsewhere(response.status()) {
+                    return Ok(Ok(response));
+                }
+                let model = model_of(response).await;
+                if let Err(refusal) = holder.check_either_model(&proxy.view, &model) {
+                    return Ok(Err(refusal));
+                }
+            }
+            ask(proxy, &backend, head, from).await.map(Ok)
+        };
+        match timeout(ENGINE_TIMEOUT, asked).await {
+            Ok(Ok(Err(refusal))) => return Err(refusal),
+            Ok(Ok(Ok(response))) if is_elsewhere(response.status()) => {
+                // Read to the end, so that the connection can be reused.
+                drop(read_refusal(response).await);
+            }
+            Ok(Ok(Ok(response))) => return Ok(relay(proxy, &backend, response)),
+            Ok(Err(SendError::Gone)) => {}
+            Ok(Err(error)) => {
+                let backend = &*backend.id;
+                let request_id = from.request_id.to_str().unwrap_or_default();
+                let trace_id = from.trace_id.map(tracing::field::display);
+                tracing::debug!(request_id, trace_id, backend, %error, "could not ask for a stored response");
+                was_silent = true;
+            }
+            Err(_) => was_silent = true,
+        }
+    }
+    if was_silent {
+        // One of the silent engines may have it.
+        return Err(ProxyError::Unreachable);
+    }
+    let path = head.uri.path();
+    let id = path.trim_end_matches("/cancel").rsplit('/').next();
+    Err(ProxyError::UnknownResponse {
+        id: id.unwrap_or_default().to_owned(),
+    })
+}
+
+/// Returns all available engines, draining ones included: they may have stored the response.
+fn storing_backends(proxy: &Proxy) -> Vec<StoringBackend> {
+    let registry = proxy.view.registry();
+    // The ranks of an engine share one store.
+    let backends = registry.backends.iter().filter(|it| !it.is_further_rank());
+    let up = backends.filter(|it| proxy.backends.is_up(&registry, it));
+    up.map(|backend| StoringBackend {
+        handle: backend.handle,
+        id: backend.spec.id.clone(),
+        url: backend.spec.url.clone(),
+    })
+    .collect()
+}
+
+/// Whether `status` means that an engine has no such response or no such route.
+fn is_elsewhere(status: StatusCode) -> bool {
+    matches!(
+        status,
+        StatusCode::NOT_FOUND | StatusCode::METHOD_NOT_ALLOWED | StatusCode::NOT_IMPLEMENTED
+    )
+}
+
+async fn ask(
+    proxy: &Proxy,
+    backend: &StoringBackend,
+    head: &Parts,
+    from: RequestContext<'_>,
+) -> Result<Response<EngineBody>, SendError> {
+    let endpoint = proxy.pool.endpoint(backend.handle, &backend.url)?;
+    let keys = proxy.backends.keys();
+    let engine_key = keys.of_requests(&backend.id, &backend.url);
+    let hop = Hop {
+        rank: None,
+        trace: from.trace,
+        peer: from.peer,
+        version: head.version,
+        request_id: from.request_id,
+        forward_credentials: proxy.settings.api_keys.is_none(),
+        engine_key: engine_key.as_ref(),
+        strip: &proxy.settings.strip_headers,
+    };
+    let target = head.uri.path_and_query().cloned();
+    let uri = target.map_or_else(Uri::default, Uri::from);
+    let build = || {
+        let mut request = Request::new(Segments::default());
+        *request.method_mut() = head.method.clone();
+        *request.uri_mut() = uri.clone();
+        *request.headers_mut() = toward_engine(&head.headers, endpoint.host(), &hop);
+        request
+    };
+    endpoint.send(&build).await
+}
+
+/// Returns the request that reads the response to which `head` refers.
+fn reading(head: &Parts) -> Parts {
+    let mut reading = head.clone();
+    reading.method = Method::GET;
+    let path = head.uri.path();
+    let path = path.strip_suffix("/cancel").unwrap_or(path);
+    // A prefix of a valid target is valid.
+    reading.uri = path.parse().unwrap_or_default();
+    reading
+}
+
+/// Returns the model of a stored response; empty if it is unknown.
+async fn model_of(response: Response<EngineBody>) -> String {
+    #[derive(Default, Deserialize)]
+    struct Made {
+        model: String,
+    }
+    let body = Limited::new(response.into_body(), STORED_BYTES_MAX).collect();
+    let body = body.await.map(Collected::to_bytes).unwrap_or_default();
+    let made: Made = serde_json::from_slice(&body).unwrap_or_default();
+    made.model
+}
+
+fn relay(
+    proxy: &Arc<Proxy>,
+    backend: &StoringBackend,
+    response: Response<EngineBody>,
+) -> ForwardResult {
+    let (mut head, body) = response.into_parts();
+    let dialect = Dialect::Responses;
+    let content = content(head.status, &head.headers, dialect, WantedUsage::ALL);
+    clean_head(&mut head, &content);
+    let source = RespondingBackend {
+        proxy: Arc::clone(proxy),
+        slot: backend.handle.slot,
+        watched: None,
+    };
+    let first_byte_by = Instant::now() + proxy.settings.timeouts.first_byte;
+    let waits = timeouts(proxy, first_byte_by);
+    let relay = ResponseBody::new(AnswerSource::Engine(body), content, None, source, waits);
+    ForwardResult::Relayed(Response::from_parts(head, Arc::new(Mutex::new(relay))))
+}

@@ -1,0 +1,6 @@
+//! Limits that hold across requests: connections and requests per client, retries, and requests that
+//! break engines.
+
+pub(super) mod clients;
+pub(super) mod poison_requests;
+pub(super) mod retry_budget;

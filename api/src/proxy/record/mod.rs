@@ -1,0 +1,11 @@
+//! Records requests: metrics, access log, recent decisions and recordings.
+
+pub(super) mod access;
+pub(super) mod decisions;
+pub(super) mod metrics;
+pub(super) mod model_metrics;
+pub(super) mod outcome;
+pub(super) mod recorder;
+pub(super) mod request_record;
+pub(super) mod stage_metrics;
+pub(super) mod status_label;

@@ -1,0 +1,106 @@
+//! Records of requests: numbers, names and outcomes.
+
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::Duration;
+
+use state::ids::BlockHash;
+use tokio::time::Instant;
+
+use crate::prompt::BlockUnit;
+use crate::proxy::request::identify::UserSource;
+use crate::routing::{DecisionRecord, Labels, UserName};
+
+/// Record of one request and its attempts.
+#[derive(Debug)]
+pub struct RequestRecord {
+    /// Number of the record among all since the replica's start, from 0.
+    pub(crate) number: u64,
+    /// Request id. It is copied, because a header value would keep alive the 16 KiB that its
+    /// connection read at once.
+    pub(crate) id: Box<str>,
+    pub(crate) path: Box<str>,
+    pub(crate) model: Box<str>,
+    pub(crate) user: UserName,
+    pub(crate) user_source: UserSource,
+    pub(crate) labels: Labels,
+    pub(crate) priority: i16,
+    pub(crate) deadline: Option<Duration>,
+    pub(crate) tokens_max: Option<u32>,
+    pub(crate) is_stream: bool,
+    pub(crate) unit: BlockUnit,
+    /// Number of prompt tokens; an estimate unless `unit` is [`BlockUnit::Tokens`].
+    pub(crate) tokens: u32,
+    /// Number of full blocks of the prompt.
+    pub(crate) blocks: u32,
+    /// Number of full blocks that an engine can have cached.
+    pub(crate) matchable: u32,
+    /// Tokens per block, estimated if blocks consist of bytes.
+    pub(crate) tokens_per_block: u32,
+    /// Hashes of the blocks at depths 1, 2, 4 and so on.
+    pub(crate) marks: Box<[BlockHash]>,
+    /// Unix time at which the request was parsed, in milliseconds.
+    pub(crate) at_ms: u64,
+    pub(in crate::proxy) since: Instant,
+    pub(in crate::proxy) attempts: Mutex<Vec<DecidedAttempt>>,
+    pub(in crate::proxy) end: OnceLock<RequestEnd>,
+}
+
+/// One attempt of a request, with its decision.
+#[derive(Debug, Clone)]
+pub(crate) struct DecidedAttempt {
+    /// Time from parsing the request to the dispatch.
+    pub(crate) after: Duration,
+    /// Part of `after` for which this attempt waited for its turn and a backend.
+    pub(crate) waited: Duration,
+    pub(crate) decision: Arc<DecisionRecord>,
+}
+
+/// End of a request, as its record shows it.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct RequestEnd {
+    /// Outcome as counted by `quorate_proxy_requests_total`.
+    pub(crate) outcome: &'static str,
+    /// Status sent to the client; 0 if none was sent.
+    pub(crate) status: u16,
+    /// Code of the error sent to the client, if any.
+    pub(crate) code: Option<&'static str>,
+    /// Time from parsing the request to its end.
+    pub(crate) after: Duration,
+}
+
+impl RequestRecord {
+    /// Records the end of the request, with the code of the error sent to the client, if any.
+    pub(in crate::proxy) fn ends(
+        &self,
+        outcome: &'static str,
+        status: u16,
+        code: Option<&'static str>,
+    ) {
+        self.end.get_or_init(|| RequestEnd {
+            outcome,
+            status,
+            code,
+            after: self.since.elapsed(),
+        });
+    }
+
+    /// Returns the end of the request; `None` while it is in flight.
+    pub(crate) fn end(&self) -> Option<&RequestEnd> {
+        self.end.get()
+    }
+
+    /// Returns the attempts so far, in order.
+    pub(crate) fn attempts(&self) -> MutexGuard<'_, Vec<DecidedAttempt>> {
+        self.attempts.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns the size of the record without its attempts, in bytes.
+    pub(in crate::proxy) fn bytes(&self) -> usize {
+        let labels = self.labels.iter();
+        let labels =
+            labels.map(|(key, value)| size_of::<(String, String)>() + key.len() + value.len());
+        let texts = self.id.len() + self.path.len() + self.model.len() + self.user.as_str().len();
+        let marks = size_of_val(&*self.marks);
+        size_of::<Self>() + texts + labels.sum::<usize>() + marks
+    }
+}

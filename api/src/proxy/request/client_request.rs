@@ -1,0 +1,343 @@
+//! The only parser of requests: from method, path, headers, body and client address to the inputs
+//! of admission and routing.
+//!
+//! The data plane forwards its result, and `explain` explains it. No other code can create a
+//! [`ClientRequest`], so the two cannot diverge (I72).
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::header::CONTENT_TYPE;
+use http::{HeaderMap, HeaderValue, Method, Version};
+use state::StateView;
+use state::ids::Slot;
+
+use super::bootstrap::BootstrapRooms;
+use super::cluster_keys::ClusterKeys;
+use super::deadline;
+use super::encoding::BodyEncoding;
+use super::headers::client_request_id;
+use super::identify::{Client, IdentifiedUser, RequestOrigin, UserSource, check_key, identify};
+use super::request_body::{check_head, priority, refuse_websocket};
+use super::routes::{Route, route, takes_form, unrouted, without_slash};
+use super::user_models::check_user_model;
+use crate::error::ProxyError;
+use crate::prompt::{
+    ParsedBody, ParsedRequest, PromptIdentity, PromptReader, ReadError, ReadRequest, read_form,
+};
+use crate::proxy::settings::ProxySettings;
+use crate::proxy::settings::keys::Holder;
+use crate::proxy::settings::reserved_fields::without_salt;
+use crate::routing::{
+    Decider, RequestStages, Router, RoutingPreferences, RoutingRequest, UserName,
+};
+use crate::traces::TracedQuestion;
+use crate::users::isolation::{CacheIsolation, SaltedPath, salt};
+
+/// Reader of requests for the data plane and `explain`. One per replica.
+pub struct RequestReader {
+    reader: Arc<PromptReader>,
+    decider: Arc<Decider>,
+    view: Arc<StateView>,
+    keys: ClusterKeys,
+    settings: Arc<ProxySettings>,
+}
+
+/// Head of a request.
+#[derive(Debug, Clone, Copy)]
+pub struct RequestHead<'a> {
+    /// HTTP method.
+    pub method: &'a Method,
+    /// Path without the query.
+    pub path: &'a str,
+    /// HTTP version.
+    pub version: Version,
+    /// Headers of the request.
+    pub headers: &'a HeaderMap,
+    /// Origin of the request.
+    pub origin: RequestOrigin<'a>,
+}
+
+/// A parsed request.
+#[derive(Debug)]
+pub struct ClientRequest {
+    /// Body without the prompt.
+    pub parsed: ParsedBody,
+    /// Blocks and token count of the prompt.
+    pub identity: PromptIdentity,
+    /// User to charge.
+    pub user: UserName,
+    /// Source of the user's name.
+    pub user_source: UserSource,
+    /// Policy and labels that the request asks for.
+    pub preferences: RoutingPreferences,
+    /// Priority among waiting requests.
+    pub priority: i16,
+    /// Maximum time that the client waits, if the request states it.
+    pub deadline: Option<Duration>,
+    /// Stages of the request that can run on two backends.
+    pub stages: RequestStages,
+    _made_by: ReaderOnly,
+}
+
+/// Token that only the reader can create, so that only it can create a [`ClientRequest`].
+#[derive(Debug)]
+struct ReaderOnly;
+
+impl ClientRequest {
+    /// Returns the attributes of the request's span.
+    pub(in crate::proxy) fn traced<'a>(&'a self, path: &'a str) -> TracedQuestion<'a> {
+        TracedQuestion {
+            path,
+            model: &self.parsed.model,
+            tokens_max: self.parsed.max_tokens,
+            choices: self.parsed.choices,
+            is_stream: self.parsed.stream,
+            tokens: self.identity.tokens,
+        }
+    }
+
+    /// Returns the request in the form that routing expects.
+    pub fn ask<'a>(
+        &'a self,
+        headers: &'a HeaderMap,
+        request_id: &'a str,
+        excluded: &'a [Slot],
+    ) -> RoutingRequest<'a> {
+        RoutingRequest {
+            model: &self.parsed.model,
+            identity: &self.identity,
+            request_id,
+            user: &self.user,
+            headers: Some(headers),
+            policy: self.preferences.policy.as_ref(),
+            labels: &self.preferences.labels,
+            excluded,
+            waiting_here: 0,
+            endpoints: None,
+            stages: self.stages,
+        }
+    }
+}
+
+/// Returns which stages of a request can run on two backends. Engines that transfer by the prefix
+/// cache transfer one prompt with one answer. Engines that meet in rooms transfer each prompt and
+/// answer in its own room.
+fn stages(path: &str, parsed: &ParsedBody) -> RequestStages {
+    let is_completion = matches!(path, "/v1/chat/completions" | "/v1/completions");
+    if needs_no_compute(path) {
+        RequestStages::Nothing
+    } else if !is_completion || parsed.insert_at == 0 {
+        RequestStages::Whole
+    } else if parsed.choices == 1 && parsed.batch.prompts == 0 && !parsed.skips_cache {
+        RequestStages::Apart
+    } else if BootstrapRooms::count(path, parsed).is_some() {
+        RequestStages::ApartByRoom
+    } else {
+        RequestStages::Whole
+    }
+}
+
+/// Whether requests to this path need no computation by an engine.
+fn needs_no_compute(path: &str) -> bool {
+    matches!(
+        path,
+        "/tokenize"
+            | "/detokenize"
+            | "/v1/tokenize"
+            | "/v1/detokenize"
+            | "/v1/messages/count_tokens"
+            | "/v1/chat/completions/render"
+            | "/v1/completions/render"
+    )
+}
+
+impl RequestReader {
+    /// Creates a reader with these settings for requests that `router` routes.
+    #[must_use]
+    pub fn new(router: &Router, settings: Arc<ProxySettings>) -> Self {
+        Self {
+            reader: Arc::clone(router.reader()),
+            decider: Arc::clone(router.decider()),
+            view: Arc::clone(router.view()),
+            keys: ClusterKeys::new(router.view(), router.clock()),
+            settings,
+        }
+    }
+
+    /// Returns the seed from which the keys of users are derived.
+    pub(crate) fn hash_seed(&self) -> u64 {
+        self.view.registry().hash_seed
+    }
+
+    /// Returns the decider, which chooses backends.
+    pub(in crate::proxy) fn decider(&self) -> &Arc<Decider> {
+        &self.decider
+    }
+
+    /// Returns the reader of bodies.
+    #[must_use]
+    pub fn prompts(&self) -> &Arc<PromptReader> {
+        &self.reader
+    }
+
+    /// Checks a request's head and returns the holder of its key and its route.
+    pub(in crate::proxy) fn accept<'a>(
+        &self,
+        head: &RequestHead<'a>,
+    ) -> Result<(Holder, Route<'a>), ProxyError> {
+        check_head(head.version, head.headers)?;
+        refuse_websocket(head.headers)?;
+        let holder = match head.origin {
+            RequestOrigin::Address(_) | RequestOrigin::TrustedProxy => {
+                let of_cluster = |key: &[u8]| self.keys.holder(&self.settings.keys, key);
+                check_key(&self.settings, head.headers, of_cluster)?
+            }
+            RequestOrigin::User(_) => Holder::Unchecked,
+        };
+        let route = route(&self.settings, head.method, head.path)?;
+        holder.check_path(head.path)?;
+        Ok((holder, route))
+    }
+
+    /// Parses a request with its whole body, and removes the fields that must not reach engines.
+    /// Also returns the prompt's token ids if they are known.
+    pub(in crate::proxy) async fn read(
+        &self,
+        head: &RequestHead<'_>,
+        holder: &Holder,
+        body: &mut Bytes,
+    ) -> Result<(ClientRequest, Vec<u32>), ProxyError> {
+        let headers = head.headers;
+        let mut request = self.parse(head, body).await?;
+        holder.check_model(&request.parsed.model)?;
+        let hashing = || self.view.registry().hashing();
+        let client = Client {
+            holder,
+            origin: head.origin,
+            headers,
+        };
+        let identified = identify(&self.settings, hashing, &client, &request.parsed);
+        let IdentifiedUser { name, source } = identified?;
+        check_user_model(&self.view, name.as_str(), &request.parsed.model)?;
+        let priority = priority(headers, self.settings.priority_max)?;
+        let isolation = self.isolate(head.path, &name, &mut request, body).await?;
+        // Tokenize once, from the body that the engine receives.
+        let ReadRequest {
+            parsed,
+            mut identity,
+            ids,
+        } = self.reader.tokenize(head.path, body, request).await?;
+        identity.isolation = isolation;
+        let request = ClientRequest {
+            preferences: self.decider.preferences(headers)?,
+            deadline: deadline::client_deadline(headers),
+            stages: stages(head.path, &parsed),
+            priority,
+            user: name,
+            user_source: source,
+            parsed,
+            identity,
+            _made_by: ReaderOnly,
+        };
+        Ok((request, ids))
+    }
+
+    /// Returns the request that the data plane would parse, with the prompt's token ids if they are
+    /// known. The whole body must be present.
+    ///
+    /// # Errors
+    /// Returns the data plane's error, or that of an unknown route for model lists and stored
+    /// responses.
+    pub async fn would_read(
+        &self,
+        head: &RequestHead<'_>,
+        mut body: Bytes,
+    ) -> Result<(ClientRequest, Vec<u32>), ProxyError> {
+        let head = RequestHead {
+            path: without_slash(head.path),
+            ..*head
+        };
+        let (holder, route) = self.accept(&head)?;
+        match route {
+            Route::Models | Route::Model(_) | Route::Stored(_) => {
+                Err(unrouted(head.method, head.path))
+            }
+            Route::Engine => {
+                // `explain` receives the body already decoded.
+                BodyEncoding::of(head.headers)?;
+                self.read(&head, &holder, &mut body).await
+            }
+        }
+    }
+
+    /// Returns a list of the request headers that have no effect under the config; `None` if empty.
+    pub(in crate::proxy) fn ignored(&self, headers: &HeaderMap) -> Option<HeaderValue> {
+        self.decider.ignored(headers)
+    }
+
+    /// Returns the request id that the data plane would take from these headers; `None` if it would
+    /// generate one.
+    #[must_use]
+    pub fn told_id<'a>(&self, headers: &'a HeaderMap) -> Option<&'a str> {
+        client_request_id(headers)?.to_str().ok()
+    }
+
+    /// Hashes the prompt in the user's own cache scope, if the user has one. Returns the isolation
+    /// that engines must provide.
+    async fn isolate(
+        &self,
+        path: &str,
+        user: &UserName,
+        request: &mut ParsedRequest,
+        body: &mut Bytes,
+    ) -> Result<CacheIsolation, ProxyError> {
+        let hashing = self.view.registry().hashing();
+        let salt = {
+            let scopes = self.view.caches();
+            let scope = scopes.of(user.key(hashing.seed));
+            let of_client = request.parsed.cache_salt.as_deref();
+            salt(&hashing, scope, user.as_str(), of_client)
+        };
+        let Some(salt) = salt else {
+            return Ok(CacheIsolation::None);
+        };
+        let isolation = SaltedPath::of(path).isolation(self.settings.when_unsalted);
+        let isolation = isolation.ok_or(ProxyError::PathNotIsolated)?;
+        if isolation == CacheIsolation::None {
+            return Ok(isolation);
+        }
+        if request.parsed.has_cache_salt && isolation.is_salted() {
+            *body = without_salt(body)?;
+            // The fields are at other positions now.
+            *request = self.reader.parse(path, body).await?;
+        }
+        self.reader.salt(request, salt);
+        Ok(isolation)
+    }
+
+    /// Parses a body and removes the fields that must not reach engines. Fails on refused fields.
+    async fn parse(
+        &self,
+        head: &RequestHead<'_>,
+        body: &mut Bytes,
+    ) -> Result<ParsedRequest, ProxyError> {
+        let path = head.path;
+        if takes_form(path) {
+            let content_type = head.headers.get(CONTENT_TYPE);
+            let content_type = content_type.and_then(|it| it.to_str().ok());
+            let form = read_form(content_type.unwrap_or_default(), body);
+            let form = form.map_err(ReadError::Bad)?;
+            self.settings.fields.check_form(&form.names)?;
+            return Ok(self.reader.of_form(form).map_err(ReadError::Bad)?);
+        }
+        let mut request = self.reader.parse(path, body).await?;
+        if let Some(stripped) = self.settings.fields.apply(&request.parsed, body)? {
+            *body = stripped;
+            // The fields are at other positions now.
+            request = self.reader.parse(path, body).await?;
+        }
+        Ok(request)
+    }
+}

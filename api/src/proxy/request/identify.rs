@@ -1,0 +1,376 @@
+//! Identifies the user who pays for a request: by key, by a trusted proxy, or by its own claim.
+
+use std::borrow::Cow;
+use std::net::IpAddr;
+
+use http::header::AUTHORIZATION;
+use http::{HeaderMap, HeaderName, HeaderValue};
+use state::prefix::BlockHasher;
+
+use super::headers::{API_KEY, AZURE_KEY};
+use crate::error::ProxyError;
+use crate::prompt::ParsedBody;
+use crate::proxy::settings::keys::{Holder, key_user_name};
+use crate::proxy::settings::{IdentifyBy, ProxySettings};
+use crate::routing::UserName;
+use crate::users::api_keys::is_of_cluster;
+use crate::users::user_name;
+
+/// User who is charged if none can be identified.
+const ANONYMOUS: &str = "anonymous";
+
+/// Origin of a request.
+#[derive(Debug, Clone, Copy)]
+pub enum RequestOrigin<'a> {
+    /// A client at this address.
+    Address(&'a HeaderValue),
+    /// A proxy that is trusted to name users. Only for `explain`.
+    TrustedProxy,
+    /// A given user, whatever the request claims. Only for `explain`.
+    User(&'a str),
+}
+
+/// How the user of a request was identified.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum UserSource {
+    /// An entry of `users.identify_by` named the user.
+    Identified(IdentifyBy),
+    /// The API key identified the user, because keys are checked and no entry named one.
+    CheckedKey,
+    /// The API key, one of the cluster's keys, determines the user.
+    ClusterKey,
+    /// The user was not identified and is anonymous.
+    Nobody,
+    /// The `explain` request names the user.
+    Given,
+}
+
+impl UserSource {
+    /// Returns the name of this source in responses of the admin API.
+    #[must_use]
+    pub fn text(&self) -> String {
+        match self {
+            Self::Identified(place) => place.to_string(),
+            Self::CheckedKey => "checked-key".to_owned(),
+            Self::ClusterKey => "cluster-key".to_owned(),
+            Self::Nobody => "nobody".to_owned(),
+            Self::Given => "given".to_owned(),
+        }
+    }
+}
+
+/// Returns the client's key, if any, from `authorization: Bearer`, `x-api-key` or `api-key`.
+fn api_key(headers: &HeaderMap) -> Option<&[u8]> {
+    let bearer = headers
+        .get(AUTHORIZATION)
+        .map(http::HeaderValue::as_bytes)
+        .and_then(|value| {
+            let (scheme, key) = value.split_at_checked(7)?;
+            scheme
+                .eq_ignore_ascii_case(b"bearer ")
+                .then(|| key.trim_ascii())
+        });
+    let plain = |name: HeaderName| headers.get(name).map(|value| value.as_bytes().trim_ascii());
+    let key = bearer
+        .or_else(|| plain(API_KEY))
+        .or_else(|| plain(AZURE_KEY));
+    key.filter(|key| !key.is_empty())
+}
+
+/// Returns the holder of the client's key. Rejects clients without a known key if keys are checked.
+///
+/// Only `of_cluster` validates keys that have the form of the cluster's keys. This replica's key
+/// file, if it has one, validates all others.
+pub(in crate::proxy) fn check_key(
+    settings: &ProxySettings,
+    headers: &HeaderMap,
+    of_cluster: impl FnOnce(&[u8]) -> Result<Holder, ProxyError>,
+) -> Result<Holder, ProxyError> {
+    let key = api_key(headers);
+    if let Some(key) = key.filter(|key| is_of_cluster(key)) {
+        return of_cluster(key);
+    }
+    match &settings.api_keys {
+        None if settings.keys.is_required => Err(ProxyError::BadKey),
+        None => Ok(Holder::Unchecked),
+        Some(keys) => key
+            .and_then(|key| keys.holder(key))
+            .ok_or(ProxyError::BadKey),
+    }
+}
+
+/// Sender of a request, before the body is parsed.
+#[derive(Clone, Copy)]
+pub(in crate::proxy) struct Client<'a> {
+    /// Holder of the client's key, as returned by [`check_key`].
+    pub(in crate::proxy) holder: &'a Holder,
+    pub(in crate::proxy) origin: RequestOrigin<'a>,
+    pub(in crate::proxy) headers: &'a HeaderMap,
+}
+
+/// User to charge for a request's tokens, and how it was identified.
+#[derive(Debug)]
+pub(in crate::proxy) struct IdentifiedUser {
+    pub(in crate::proxy) name: UserName,
+    pub(in crate::proxy) source: UserSource,
+}
+
+/// Returns the user to charge for the request's tokens.
+///
+/// A user given for `explain` takes precedence, then the user of a key of the cluster.
+///
+/// A bare name is one that a key or a trusted proxy vouches for. A client's own claims get the
+/// prefix `header:` or `body:`, so that no client can take another user's name. They count only if
+/// no keys are checked.
+pub(in crate::proxy) fn identify<'a>(
+    settings: &ProxySettings,
+    hashing: impl Fn() -> BlockHasher,
+    client: &Client<'a>,
+    parsed: &'a ParsedBody,
+) -> Result<IdentifiedUser, ProxyError> {
+    let Client {
+        holder,
+        origin,
+        headers,
+    } = *client;
+    let user = |name, source| IdentifiedUser {
+        name: UserName::bounded(name),
+        source,
+    };
+    if let RequestOrigin::User(name) = origin {
+        return Ok(user(Cow::Borrowed(name), UserSource::Given));
+    }
+    if let Holder::Cluster(key) = holder {
+        return Ok(user(Cow::Borrowed(&*key.spec.user), UserSource::ClusterKey));
+    }
+    let are_checked = *holder != Holder::Unchecked;
+    let by_key = || match holder {
+        Holder::Named(name) => Some(Cow::Borrowed(&**name)),
+        Holder::Unnamed | Holder::Unchecked | Holder::Cluster(_) => {
+            api_key(headers).map(|key| key_user_name(&hashing(), key).into())
+        }
+    };
+    for place in &settings.identify_by {
+        let found = match place {
+            IdentifyBy::ApiKey => by_key(),
+            IdentifyBy::Header(field) => match header_text(headers, field) {
+                None => None,
+                Some(name) if is_trusted(settings, origin) => Some(vouched(name, field.as_str())?),
+                Some(_) if are_checked => None,
+                Some(name) => Some(claimed(SAID_IN_HEADER, name, field.as_str())?),
+            },
+            IdentifyBy::BodyUser => match parsed.user.as_deref() {
+                None | Some("") => None,
+                Some(_) if are_checked => None,
+                Some(name) => Some(claimed(SAID_IN_BODY, name, "user")?),
+            },
+        };
+        if let Some(name) = found {
+            return Ok(user(name, UserSource::Identified(place.clone())));
+        }
+    }
+    Ok(match are_checked.then(by_key).flatten() {
+        Some(name) => user(name, UserSource::CheckedKey),
+        None => user(Cow::Borrowed(ANONYMOUS), UserSource::Nobody),
+    })
+}
+
+/// Prefix of names that clients claim for themselves in a header.
+const SAID_IN_HEADER: &str = "header:";
+/// Prefix of names that clients claim for themselves in the body.
+const SAID_IN_BODY: &str = "body:";
+
+fn header_text<'a>(headers: &'a HeaderMap, field: &HeaderName) -> Option<&'a str> {
+    let value = std::str::from_utf8(headers.get(field)?.as_bytes()).ok()?;
+    Some(value.trim()).filter(|value| !value.is_empty())
+}
+
+/// Whether the request's origin may name users.
+fn is_trusted(settings: &ProxySettings, origin: RequestOrigin<'_>) -> bool {
+    match origin {
+        RequestOrigin::Address(peer) => {
+            let address: Option<IpAddr> = peer.to_str().ok().and_then(|peer| peer.parse().ok());
+            let mut trusted = settings.trusted_proxies.iter();
+            address.is_some_and(|address| trusted.any(|prefix| prefix.contains(address)))
+        }
+        RequestOrigin::TrustedProxy | RequestOrigin::User(_) => true,
+    }
+}
+
+/// Accepts a name from a trusted proxy. Fails if it has a control character or the form of names
+/// generated here.
+fn vouched<'a>(name: &'a str, place: &str) -> Result<Cow<'a, str>, ProxyError> {
+    let said = [SAID_IN_HEADER, SAID_IN_BODY];
+    let is_of_key = name.strip_prefix("key-").is_some_and(user_name::is_hash);
+    let is_made_here = is_of_key
+        || user_name::looks_shortened(name)
+        || said.iter().any(|prefix| name.starts_with(prefix));
+    if is_made_here {
+        return Err(bad_name("begins like one that is made here", place));
+    }
+    check_name(name, place)?;
+    Ok(Cow::Borrowed(name))
+}
+
+/// Adds `prefix` to a name that a client claims for itself.
+fn claimed(prefix: &str, name: &str, place: &str) -> Result<Cow<'static, str>, ProxyError> {
+    check_name(name, place)?;
+    Ok(Cow::Owned(format!("{prefix}{name}")))
+}
+
+/// Rejects control and format characters, which would change how terminals display the rest.
+fn check_name(name: &str, place: &str) -> Result<(), ProxyError> {
+    let is_format = |it: char| {
+        matches!(
+            it,
+            '\u{61c}' | '\u{200b}'..='\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2060}'..='\u{2069}' | '\u{feff}'
+        )
+    };
+    if name.chars().any(|it| it.is_control() || is_format(it)) {
+        return Err(bad_name("has a control character", place));
+    }
+    Ok(())
+}
+
+fn bad_name(what: &str, place: &str) -> ProxyError {
+    ProxyError::BadRequest {
+        message: format!("the user's name {what}"),
+        param: Some(place.to_owned()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use state::ids::ReplicaId;
+
+    use super::*;
+    use crate::proxy::settings::keys::ApiKeys;
+
+    fn headers(fields: &[(&'static str, &str)]) -> HeaderMap {
+        let field = |(name, value): &(&'static str, &str)| {
+            (
+                http::HeaderName::from_static(name),
+                HeaderValue::from_bytes(value.as_bytes()).unwrap(),
+            )
+        };
+        fields.iter().map(field).collect()
+    }
+
+    /// Key lookup of a cluster without keys.
+    fn nobody(_: &[u8]) -> Result<Holder, ProxyError> {
+        Err(ProxyError::BadKey)
+    }
+
+    /// Returns the user of a request from `peer` with these fields and `"user":"body"`.
+    fn named(settings: &ProxySettings, peer: &str, fields: &[(&'static str, &str)]) -> String {
+        let parsed = ParsedBody {
+            user: Some("body".into()),
+            ..ParsedBody::default()
+        };
+        let peer = HeaderValue::from_str(peer).unwrap();
+        let headers = headers(fields);
+        let holder = check_key(settings, &headers, nobody).unwrap();
+        let client = Client {
+            holder: &holder,
+            origin: RequestOrigin::Address(&peer),
+            headers: &headers,
+        };
+        match identify(settings, || 7.into(), &client, &parsed) {
+            Ok(user) => user.name.as_str().to_owned(),
+            Err(failure) => format!("{failure:?}"),
+        }
+    }
+
+    const PROXY: &str = "127.0.0.1";
+    const STRANGER: &str = "192.0.2.9";
+
+    #[test]
+    fn only_vouched_names_are_unprefixed() {
+        let mut settings = ProxySettings::new(ReplicaId(1));
+        let head = [("x-quorate-user", " head ")];
+        let key = [("authorization", "bearer sk-1"), ("x-quorate-user", "head")];
+        let of_key = key_user_name(&7.into(), b"sk-1");
+        assert_eq!(named(&settings, PROXY, &key), of_key);
+        for name in ["x-api-key", "api-key"] {
+            assert_eq!(named(&settings, STRANGER, &[(name, "sk-1")]), of_key);
+        }
+        assert_eq!(named(&settings, PROXY, &head), "head");
+        assert_eq!(named(&settings, STRANGER, &head), "header:head");
+        assert_eq!(named(&settings, PROXY, &[]), "body:body");
+        assert_eq!(
+            named(&settings, PROXY, &[("authorization", "Basic x")]),
+            "body:body"
+        );
+        settings.identify_by = Vec::new();
+        assert_eq!(named(&settings, PROXY, &key), "anonymous");
+    }
+
+    #[test]
+    fn with_keys_only_keys_and_trusted_proxies_name_users() {
+        let mut settings = ProxySettings::new(ReplicaId(1));
+        let mut keys = ApiKeys::default();
+        keys.add("sk-1", Some("ada".to_owned()));
+        settings.api_keys = Some(keys);
+        settings.identify_by.rotate_left(1);
+        let both = [("x-api-key", "sk-1"), ("x-quorate-user", "head")];
+        assert_eq!(named(&settings, STRANGER, &both), "ada");
+        assert_eq!(named(&settings, PROXY, &both), "head");
+        settings.identify_by = vec![IdentifyBy::BodyUser];
+        assert_eq!(named(&settings, STRANGER, &both), "ada");
+    }
+
+    #[test]
+    fn required_keys_admit_only_known_ones() {
+        let mut settings = ProxySettings::new(ReplicaId(1));
+        let anyone = check_key(&settings, &HeaderMap::new(), nobody);
+        assert_eq!(anyone, Ok(Holder::Unchecked));
+        let mut keys = ApiKeys::default();
+        keys.add("sk-1", None);
+        settings.api_keys = Some(keys);
+        let known = headers(&[("authorization", "Bearer sk-1")]);
+        assert_eq!(check_key(&settings, &known, nobody), Ok(Holder::Unnamed));
+        for key in ["Bearer sk-2", "Bearer sk-", "Bearer "] {
+            let unknown = headers(&[("authorization", key)]);
+            assert_eq!(
+                check_key(&settings, &unknown, nobody),
+                Err(ProxyError::BadKey)
+            );
+        }
+        assert_eq!(
+            check_key(&settings, &HeaderMap::new(), nobody),
+            Err(ProxyError::BadKey)
+        );
+    }
+
+    #[test]
+    fn user_names_of_one_kind_cannot_imitate_another() {
+        let settings = ProxySettings::new(ReplicaId(1));
+        for name in [
+            "header:ada",
+            "body:ada",
+            "key-0123456789abcdef",
+            "a\u{202e}b",
+            "a\u{9b}b",
+        ] {
+            let failure = named(&settings, PROXY, &[("x-quorate-user", name)]);
+            assert!(failure.starts_with("BadRequest"), "{name:?}: {failure}");
+        }
+        assert_eq!(
+            named(&settings, PROXY, &[("x-quorate-user", "key-team")]),
+            "key-team"
+        );
+    }
+
+    #[test]
+    fn overlong_names_are_shortened_as_in_explain() {
+        let settings = ProxySettings::new(ReplicaId(1));
+        let long = "x".repeat(1000);
+        let said = named(&settings, STRANGER, &[("x-quorate-user", &long)]);
+        assert!(said.starts_with("header:xxx"), "{said}");
+        assert_eq!(said, UserName::bounded(format!("header:{long}")).as_str());
+        let vouched = named(&settings, PROXY, &[("x-quorate-user", &long)]);
+        assert_eq!(vouched, UserName::bounded(&long).as_str());
+        let again = named(&settings, PROXY, &[("x-quorate-user", &vouched)]);
+        assert!(again.starts_with("BadRequest"), "{again}");
+    }
+}

@@ -1,0 +1,405 @@
+//! Extraction of token usage and output text from a response's JSON, in the formats of the chat,
+//! completions, responses and messages endpoints.
+
+use std::borrow::Cow;
+use std::ops::Range;
+
+use serde::Deserialize;
+
+use super::json_scan::{elements, members, string, value_of};
+use crate::routing::Usage;
+
+/// Usage and output found in one JSON document: an event's payload or a whole response.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(in crate::proxy) struct AnswerDelta<'a> {
+    /// Tokens used so far, if the document reports them.
+    pub(in crate::proxy) usage: Option<Usage>,
+    /// Text that continues the prompt: that of choice 0, or of the only output; `None` if there is
+    /// none.
+    pub(in crate::proxy) text: Option<Cow<'a, str>>,
+    /// Number of bytes of other output: other choices, reasoning, refusals, arguments of tool
+    /// calls.
+    pub(in crate::proxy) other_bytes: usize,
+    /// Index of the document's choice, if it has exactly one.
+    pub(in crate::proxy) choice: Option<u64>,
+    /// Range of the top-level `usage` member with the comma that joins it to its neighbours; `None`
+    /// without such a member.
+    pub(in crate::proxy) usage_member: Option<Range<usize>>,
+    /// Whether the top-level `usage` is present but null.
+    pub(super) is_usage_null: bool,
+    /// Whether the document has an empty `choices` array, as in chunks that only report usage.
+    pub(super) has_no_choices: bool,
+    /// Whether a choice has a finish reason.
+    pub(super) ends_choice: bool,
+    /// Whether this is the last event of a stream of the responses or the messages endpoint.
+    pub(super) ends_stream: bool,
+}
+
+/// Types of the last event of a stream, as JSON strings.
+const LAST_EVENTS: [&[u8]; 4] = [
+    br#""response.completed""#,
+    br#""response.incomplete""#,
+    br#""response.failed""#,
+    br#""message_stop""#,
+];
+
+/// Extracts usage and output from a JSON document.
+pub(in crate::proxy) fn inspect(json: &[u8]) -> AnswerDelta<'_> {
+    let mut findings = AnswerDelta::default();
+    let mut previous_end = None;
+    let mut cut_to_next_member = None;
+    let (mut kind, mut delta) = (&b""[..], None);
+    for member in members(json) {
+        let key_start = member.key.start - 1;
+        if let Some(start) = cut_to_next_member.take() {
+            findings.usage_member = Some(start..key_start);
+        }
+        let value = &json[member.value.clone()];
+        match &json[member.key] {
+            b"usage" => {
+                findings.is_usage_null = value == b"null";
+                findings.usage = findings.usage.or_else(|| read_usage(value));
+                match previous_end {
+                    Some(end) => findings.usage_member = Some(end..member.value.end),
+                    None => {
+                        findings.usage_member = Some(key_start..member.value.end);
+                        cut_to_next_member = Some(key_start);
+                    }
+                }
+            }
+            b"choices" => findings.read_choices(value),
+            b"type" => kind = value,
+            b"delta" => delta = Some(value),
+            // Whole responses of the messages and the responses endpoint.
+            b"content" => findings.read_parts(value),
+            b"output" => {
+                for content in elements(value).filter_map(|item| value_of(item, "content")) {
+                    findings.read_parts(content);
+                }
+            }
+            // `response.completed` of the responses endpoint, `message_start` of messages.
+            b"response" | b"message" if value.first() == Some(&b'{') => {
+                let nested = value_of(value, "usage").and_then(read_usage);
+                findings.usage = findings.usage.or(nested);
+            }
+            _ => {}
+        }
+        previous_end = Some(member.value.end);
+    }
+    if let Some(delta) = delta {
+        findings.read_delta(kind, delta);
+    }
+    findings.ends_stream = LAST_EVENTS.contains(&kind);
+    findings
+}
+
+impl<'a> AnswerDelta<'a> {
+    fn read_choices(&mut self, choices: &'a [u8]) {
+        let mut count = 0_usize;
+        for choice in elements(choices) {
+            count += 1;
+            let made = ChoiceOutput::of(choice);
+            self.other_bytes += made.other_bytes;
+            self.ends_choice |= made.is_ended;
+            match made.text {
+                Some(text) if made.index == 0 => self.add_text(text),
+                text => self.other_bytes += text.map_or(0, |text| text.len()),
+            }
+            self.choice = (count == 1).then_some(made.index);
+        }
+        self.has_no_choices = count == 0 && choices.first() == Some(&b'[');
+    }
+
+    /// Adds the text of a whole response's content parts.
+    fn read_parts(&mut self, parts: &'a [u8]) {
+        for part in elements(parts) {
+            let kind = value_of(part, "type").unwrap_or_default();
+            if matches!(kind, br#""text""# | br#""output_text""#)
+                && let Some(text) = value_of(part, "text").and_then(string)
+            {
+                self.add_text(text);
+            }
+        }
+    }
+
+    /// Adds the output in an event's `delta`: a string on the responses endpoint, an object on the
+    /// messages endpoint.
+    fn read_delta(&mut self, kind: &[u8], delta: &'a [u8]) {
+        if delta.first() == Some(&b'"') {
+            if kind == br#""response.output_text.delta""# {
+                string(delta)
+                    .into_iter()
+                    .for_each(|text| self.add_text(text));
+            } else if memchr::memmem::find(kind, b"audio").is_none() {
+                self.other_bytes += literal_bytes(delta);
+            }
+            return;
+        }
+        for member in members(delta) {
+            let value = &delta[member.value];
+            match &delta[member.key] {
+                b"text" => string(value)
+                    .into_iter()
+                    .for_each(|text| self.add_text(text)),
+                b"thinking" | b"partial_json" => self.other_bytes += literal_bytes(value),
+                _ => {}
+            }
+        }
+    }
+
+    fn add_text(&mut self, text: Cow<'a, str>) {
+        if text.is_empty() {
+            return;
+        }
+        match &mut self.text {
+            Some(earlier) => earlier.to_mut().push_str(&text),
+            none => *none = Some(text),
+        }
+    }
+}
+
+/// Output of one choice, from a chunk's delta, a whole message or a completion.
+struct ChoiceOutput<'a> {
+    index: u64,
+    text: Option<Cow<'a, str>>,
+    other_bytes: usize,
+    is_ended: bool,
+}
+
+impl<'a> ChoiceOutput<'a> {
+    fn of(choice: &'a [u8]) -> Self {
+        let mut made = Self {
+            index: 0,
+            text: None,
+            other_bytes: 0,
+            is_ended: false,
+        };
+        for member in members(choice) {
+            let value = &choice[member.value];
+            match &choice[member.key] {
+                b"index" => made.index = serde_json::from_slice(value).unwrap_or(0),
+                b"delta" | b"message" => made.read_message(value),
+                b"text" => made.text = string(value),
+                b"finish_reason" => made.is_ended = value != b"null",
+                _ => {}
+            }
+        }
+        made
+    }
+
+    fn read_message(&mut self, message: &'a [u8]) {
+        // Engines write reasoning under its old and its new name at the same time.
+        let mut reasoning_bytes = 0;
+        for member in members(message) {
+            let value = &message[member.value];
+            match &message[member.key] {
+                b"content" => self.text = string(value),
+                b"reasoning" | b"reasoning_content" => {
+                    reasoning_bytes = reasoning_bytes.max(literal_bytes(value));
+                }
+                b"refusal" => self.other_bytes += literal_bytes(value),
+                b"tool_calls" => {
+                    let functions = elements(value).filter_map(|call| value_of(call, "function"));
+                    let arguments = functions.filter_map(|it| value_of(it, "arguments"));
+                    self.other_bytes += arguments.map(literal_bytes).sum::<usize>();
+                }
+                _ => {}
+            }
+        }
+        self.other_bytes += reasoning_bytes;
+    }
+}
+
+/// Returns the length in bytes of a string literal's text, with escapes as written; 0 for other
+/// values.
+fn literal_bytes(literal: &[u8]) -> usize {
+    if literal.first() == Some(&b'"') {
+        literal.len().saturating_sub(2)
+    } else {
+        0
+    }
+}
+
+/// Token counts under the names that the endpoints use.
+#[derive(Deserialize)]
+struct ReportedUsage {
+    #[serde(alias = "input_tokens")]
+    prompt_tokens: Option<u64>,
+    #[serde(alias = "output_tokens")]
+    completion_tokens: Option<u64>,
+    #[serde(alias = "input_tokens_details")]
+    prompt_tokens_details: Option<TokenDetails>,
+    /// Prompt tokens read from the cache, on the messages endpoint. `input_tokens` excludes them.
+    cache_read_input_tokens: Option<u64>,
+    /// Prompt tokens written to the cache, on the messages endpoint. `input_tokens` excludes them.
+    cache_creation_input_tokens: Option<u64>,
+}
+
+#[derive(Deserialize)]
+struct TokenDetails {
+    cached_tokens: Option<u64>,
+}
+
+/// Parses the value of a `usage` member; `None` if it reports no counts.
+pub(in crate::proxy) fn read_usage(json: &[u8]) -> Option<Usage> {
+    let reported: Option<ReportedUsage> = serde_json::from_slice(json).ok()?;
+    let reported = reported?;
+    if reported.prompt_tokens.is_none() && reported.completion_tokens.is_none() {
+        return None;
+    }
+    let beside = reported
+        .cache_read_input_tokens
+        .unwrap_or(0)
+        .saturating_add(reported.cache_creation_input_tokens.unwrap_or(0));
+    let details = reported
+        .prompt_tokens_details
+        .and_then(|details| details.cached_tokens);
+    Some(Usage {
+        prompt_tokens: reported.prompt_tokens.unwrap_or(0).saturating_add(beside),
+        cached_tokens: details.or(reported.cache_read_input_tokens),
+        completion_tokens: reported.completion_tokens.unwrap_or(0),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn usage(prompt_tokens: u64, cached_tokens: Option<u64>, completion_tokens: u64) -> Usage {
+        Usage {
+            prompt_tokens,
+            cached_tokens,
+            completion_tokens,
+        }
+    }
+
+    #[test]
+    fn a_chat_chunk_has_text_and_running_usage() {
+        let chunk = br#"{"id":"c","choices":[{"index":0,"delta":{"content":"h\"i"}}],"usage":{"prompt_tokens":9,"total_tokens":11,"completion_tokens":2}}"#;
+        let findings = inspect(chunk);
+        assert_eq!(findings.text.as_deref(), Some("h\"i"));
+        assert_eq!(findings.usage, Some(usage(9, None, 2)));
+        let cut = findings.usage_member.unwrap();
+        assert_eq!(
+            chunk[cut],
+            *br#","usage":{"prompt_tokens":9,"total_tokens":11,"completion_tokens":2}"#
+        );
+    }
+
+    #[test]
+    fn the_usage_member_is_removed_with_one_comma() {
+        for (json, rest) in [
+            (r#"{"usage":null,"a":1}"#, r#"{"a":1}"#),
+            (r#"{"a":1, "usage" : {} ,"b":2}"#, r#"{"a":1 ,"b":2}"#),
+            (r#"{"a":1,"usage":{}}"#, r#"{"a":1}"#),
+            (r#"{"usage":{}}"#, "{}"),
+        ] {
+            let cut = inspect(json.as_bytes()).usage_member.unwrap();
+            assert_eq!(format!("{}{}", &json[..cut.start], &json[cut.end..]), rest);
+        }
+    }
+
+    #[test]
+    fn usage_is_read_for_every_api() {
+        for (json, expected) in [
+            (
+                r#"{"choices":[],"usage":{"prompt_tokens":3,"completion_tokens":4,"prompt_tokens_details":{"cached_tokens":0}}}"#,
+                usage(3, Some(0), 4),
+            ),
+            (
+                r#"{"type":"response.completed","response":{"usage":{"input_tokens":7,"input_tokens_details":{"cached_tokens":5},"output_tokens":1}}}"#,
+                usage(7, Some(5), 1),
+            ),
+            (
+                r#"{"type":"message_start","message":{"usage":{"input_tokens":2,"cache_read_input_tokens":10,"cache_creation_input_tokens":3,"output_tokens":1}}}"#,
+                usage(15, Some(10), 1),
+            ),
+            (
+                r#"{"type":"message_delta","usage":{"output_tokens":6}}"#,
+                usage(0, None, 6),
+            ),
+        ] {
+            assert_eq!(inspect(json.as_bytes()).usage, Some(expected), "{json}");
+        }
+        assert_eq!(inspect(br#"{"usage":null}"#).usage, None);
+        assert_eq!(inspect(br#"{"usage":{"prompt_tokens":-1}}"#).usage, None);
+        assert!(inspect(br#"{"choices":[]}"#).has_no_choices);
+        assert!(!inspect(br#"{"choices":null}"#).has_no_choices);
+    }
+
+    #[test]
+    fn only_the_first_choice_has_text() {
+        let json = br#"{"choices":[{"index":1,"delta":{"content":"x"}}]}"#;
+        assert_eq!(inspect(json).text, None);
+        let json = br#"{"choices":[{"text":"whole","index":0}]}"#;
+        assert_eq!(inspect(json).text.as_deref(), Some("whole"));
+    }
+
+    #[test]
+    fn text_is_found_for_every_api() {
+        for (json, text, other_bytes) in [
+            (
+                r#"{"delta":"a\nb","type":"response.output_text.delta"}"#,
+                Some("a\nb"),
+                0,
+            ),
+            (
+                r#"{"type":"response.reasoning_text.delta","delta":"hmm"}"#,
+                None,
+                3,
+            ),
+            (r#"{"type":"response.audio.delta","delta":"AAAA"}"#, None, 0),
+            (
+                r#"{"type":"content_block_delta","index":0,"delta":{"type":"text_delta","text":"hi"}}"#,
+                Some("hi"),
+                0,
+            ),
+            (
+                r#"{"type":"content_block_delta","delta":{"type":"input_json_delta","partial_json":"{\"a"}}"#,
+                None,
+                4,
+            ),
+            (
+                r#"{"type":"message_delta","delta":{"stop_reason":"end_turn"},"usage":{"output_tokens":6}}"#,
+                None,
+                0,
+            ),
+            (
+                r#"{"type":"message","content":[{"type":"thinking","thinking":"x"},{"type":"text","text":"a"},{"type":"text","text":"b"}]}"#,
+                Some("ab"),
+                0,
+            ),
+            (
+                r#"{"output":[{"type":"reasoning"},{"type":"message","content":[{"type":"output_text","text":"c"}]}]}"#,
+                Some("c"),
+                0,
+            ),
+        ] {
+            let found = inspect(json.as_bytes());
+            assert_eq!(
+                (found.text.as_deref(), found.other_bytes),
+                (text, other_bytes),
+                "{json}"
+            );
+        }
+    }
+
+    #[test]
+    fn all_output_bytes_are_counted() {
+        let json = br#"{"choices":[{"index":0,"delta":{"content":"ab","reasoning":"xyz","reasoning_content":"xyz","tool_calls":[{"function":{"arguments":"1234"}},{"function":{"arguments":"5"}}]}}]}"#;
+        let found = inspect(json);
+        assert_eq!((found.choice, found.other_bytes), (Some(0), 8));
+        let json = br#"{"choices":[{"index":0,"text":"a"},{"index":1,"text":"bcd"}]}"#;
+        let found = inspect(json);
+        assert_eq!(
+            (found.choice, found.text.as_deref(), found.other_bytes),
+            (None, Some("a"), 3)
+        );
+    }
+
+    #[test]
+    fn absurd_token_counts_do_not_overflow() {
+        let json = br#"{"usage":{"input_tokens":1,"cache_read_input_tokens":18446744073709551615,"cache_creation_input_tokens":1}}"#;
+        assert_eq!(inspect(json).usage.unwrap().prompt_tokens, u64::MAX);
+    }
+}

@@ -1,0 +1,572 @@
+//! An engine's response on its way to the client. Frames pass as they arrive, at the pace of the
+//! client. Their usage and text go to the accounting, which is completed however the response ends.
+
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
+
+use bytes::Bytes;
+use http_body::{Body, Frame, SizeHint};
+use state::ids::Slot;
+use tokio::time::{Instant, Sleep, sleep_until};
+
+use super::answer_source::AnswerSource;
+use super::answer_usage::AnswerDelta;
+use super::durable_charge::WithheldEnd;
+use super::json_answer::Document;
+use super::read_ahead::{ReadAhead, ReadAheadBounds};
+use super::response_chunk::{AnswerPiece, ResponseBodyError};
+use super::sse::SseStream;
+use crate::error::ProxyError;
+use crate::proxy::Proxy;
+use crate::proxy::limits::poison_requests::WatchedRequest;
+use crate::proxy::record::metrics::{RequestMetricsGuard, RequestOutcome};
+use crate::proxy::request::dialect::Dialect;
+use crate::routing::{Attempt, AttemptEnd, ChargeCommit};
+
+/// Maximum length of an engine's error response that is relayed, in bytes.
+pub(in crate::proxy) const ERROR_BYTES_MAX: u64 = 1024 * 1024;
+
+/// Kind of a response body, with the state for reading it.
+pub(in crate::proxy) enum BodyKind {
+    /// Stream of server-sent events.
+    Events {
+        events: SseStream,
+        /// Whether the end of the body is unambiguous, see [`ResponseBodyError::Unfinished`].
+        has_clear_end: bool,
+        /// Format of the event that reports a broken stream.
+        dialect: Dialect,
+    },
+    /// One JSON document whose end is kept.
+    Document {
+        document: Document,
+        /// Whether the end of the body is unambiguous, see [`ResponseBodyError::Unfinished`].
+        has_clear_end: bool,
+    },
+    /// Any other body, which is relayed unread.
+    Opaque,
+    /// An engine's own error, or another response without success.
+    Error {
+        /// Number of bytes that may still pass.
+        bytes_left: u64,
+    },
+}
+
+impl BodyKind {
+    pub(in crate::proxy) fn document(has_clear_end: bool) -> Self {
+        Self::Document {
+            document: Document::default(),
+            has_clear_end,
+        }
+    }
+
+    /// Whether a stream has announced its end.
+    fn is_done(&self) -> bool {
+        match self {
+            Self::Events { events, .. } => events.is_done(),
+            Self::Document { .. } | Self::Opaque | Self::Error { .. } => false,
+        }
+    }
+
+    /// Returns the outcome of a request whose response is complete.
+    fn outcome(&self) -> RequestOutcome {
+        match self {
+            Self::Error { .. } => RequestOutcome::EngineError,
+            Self::Events { .. } | Self::Document { .. } | Self::Opaque => RequestOutcome::Finished,
+        }
+    }
+
+    pub(in crate::proxy) fn error() -> Self {
+        Self::Error {
+            bytes_left: ERROR_BYTES_MAX,
+        }
+    }
+}
+
+/// Backend that responds, which is blamed if its response breaks off.
+pub(in crate::proxy) struct RespondingBackend {
+    pub(in crate::proxy) proxy: Arc<Proxy>,
+    pub(in crate::proxy) slot: Slot,
+    /// Watched request; `None` for requests that run nothing that could break an engine.
+    pub(in crate::proxy) watched: Option<WatchedRequest>,
+}
+
+/// A response body shared with its connection, which reads it ahead when it cannot write.
+pub(in crate::proxy) type SharedResponseBody = Arc<Mutex<ResponseBody>>;
+
+/// Locks the body. The lock is never contended, because one task holds both sides.
+pub(in crate::proxy) fn lock(relay: &SharedResponseBody) -> MutexGuard<'_, ResponseBody> {
+    relay.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Body of a relayed response.
+pub(in crate::proxy) struct ResponseBody {
+    engine: AnswerSource,
+    content: BodyKind,
+    accounting: RequestAccounting,
+    source: RespondingBackend,
+    idle_timeout: IdleTimeout,
+    answer_idle: Duration,
+    withheld: WithheldEnd,
+    /// Whether the engine's body was read to its end.
+    is_engine_read: bool,
+    /// Whether the engine's part is over. Pieces may still wait.
+    is_over: bool,
+    /// Pieces that were read while the client received nothing.
+    ahead: ReadAhead,
+}
+
+/// Charge of a response's attempt, and metrics of its request.
+struct RequestAccounting {
+    /// Attempt that is charged; `None` once it has ended.
+    attempt: Option<Attempt>,
+    request_metrics: Option<RequestMetricsGuard>,
+    /// Outcome of the request once the client has received everything.
+    outcome: Option<RequestOutcome>,
+    has_begun: bool,
+    choices: ChoiceTokens,
+}
+
+/// Output tokens by choice. In a chunk with one choice, vLLM and SGLang report only that choice's
+/// tokens. The final usage without choices is the sum.
+#[derive(Default)]
+struct ChoiceTokens(Vec<(u64, u64)>);
+
+/// Maximum number of choices counted separately.
+const CHOICES_MAX: usize = 1024;
+
+impl ChoiceTokens {
+    /// Returns the tokens of all choices after `choice` has reached `tokens`.
+    fn sum(&mut self, choice: u64, tokens: u64) -> u64 {
+        if let Some((_, known)) = self.0.iter_mut().find(|(index, _)| *index == choice) {
+            *known = tokens.max(*known);
+        } else if self.0.len() < CHOICES_MAX {
+            self.0.push((choice, tokens));
+        }
+        self.0
+            .iter()
+            .fold(0, |sum, (_, tokens)| sum.saturating_add(*tokens))
+    }
+}
+
+impl RequestAccounting {
+    fn note(&mut self, findings: &AnswerDelta<'_>) {
+        let Some(attempt) = &mut self.attempt else {
+            return;
+        };
+        let now = Instant::now();
+        // The text comes first, because a usage report covers the text in the same document.
+        if let Some(text) = &findings.text {
+            attempt.output(text, now);
+        }
+        attempt.other_output(findings.other_bytes);
+        if let Some(mut usage) = findings.usage {
+            if let Some(choice) = findings.choice {
+                usage.completion_tokens = self.choices.sum(choice, usage.completion_tokens);
+            }
+            attempt.usage(usage, now);
+        }
+    }
+
+    /// Notes that all output was parsed, so that none is hidden.
+    fn is_all_seen(&mut self) {
+        if let Some(attempt) = &mut self.attempt {
+            attempt.set_hidden_output(None);
+        }
+    }
+
+    fn end(&mut self, end: AttemptEnd, outcome: RequestOutcome) {
+        if let Some(attempt) = self.attempt.take() {
+            attempt.end(end, Instant::now());
+        }
+        self.outcome = Some(outcome);
+    }
+
+    /// Ends the accounting of a finished response and returns a future of the charge's commit,
+    /// unless it is committed already.
+    fn end_durably(&mut self, outcome: RequestOutcome) -> Option<ChargeCommit> {
+        self.outcome = Some(outcome);
+        let attempt = self.attempt.take()?;
+        attempt.end_durably(AttemptEnd::Finished, Instant::now())
+    }
+
+    /// Completes the request's metrics after the client has received everything.
+    fn settle(&mut self) {
+        if let (Some(outcome), Some(mut request_metrics)) =
+            (self.outcome, self.request_metrics.take())
+        {
+            request_metrics.ends(outcome);
+        }
+    }
+}
+
+impl ResponseBody {
+    /// Creates a body. `attempt` is `None` for an engine's error, which has ended the attempt.
+    pub(in crate::proxy) fn new(
+        engine: AnswerSource,
+        content: BodyKind,
+        attempt: Option<Attempt>,
+        source: RespondingBackend,
+        waits: ResponseTimeouts,
+    ) -> Self {
+        Self {
+            engine,
+            content,
+            accounting: RequestAccounting {
+                attempt,
+                request_metrics: None,
+                outcome: None,
+                has_begun: false,
+                choices: ChoiceTokens::default(),
+            },
+            source,
+            idle_timeout: IdleTimeout::until(waits.first_byte_by),
+            answer_idle: waits.answer_idle,
+            withheld: waits.withheld,
+            is_engine_read: false,
+            is_over: false,
+            ahead: ReadAhead::new(waits.ahead),
+        }
+    }
+
+    /// Reads the engine's response while the client receives nothing. Becomes ready when the client
+    /// should be disconnected.
+    pub(in crate::proxy) fn read_ahead(&mut self, cx: &mut Context<'_>) -> Poll<()> {
+        while !self.is_over {
+            if !self.ahead.has_room() {
+                return self.ahead.poll_held_back(cx);
+            }
+            self.ahead.goes_on();
+            if let Some(piece) = ready!(self.poll_engine(cx)) {
+                self.ahead.push(piece);
+            }
+        }
+        self.ahead.poll_untaken(cx)
+    }
+
+    /// Whether a stream whose last event waits for its charge has sent that event.
+    pub(in crate::proxy) fn is_withholding(&self) -> bool {
+        self.withheld.is_on() && !self.is_over && self.content.is_done()
+    }
+
+    /// Attaches the request's metrics guard. A response without a body ends here.
+    pub(in crate::proxy) fn account(&mut self, request_metrics: RequestMetricsGuard) {
+        self.accounting.request_metrics = Some(request_metrics);
+        if self.engine.is_end_stream() {
+            self.begin();
+            self.accounting
+                .end(AttemptEnd::Finished, self.content.outcome());
+            self.accounting.settle();
+            self.is_over = true;
+        }
+    }
+
+    /// Records the first byte of the body, once.
+    fn begin(&mut self) {
+        let accounting = &mut self.accounting;
+        if !std::mem::replace(&mut accounting.has_begun, true)
+            && let Some(attempt) = &mut accounting.attempt
+        {
+            let now = Instant::now();
+            attempt.first_byte(now);
+            if let BodyKind::Events { .. } = self.content {
+                attempt.first_token(now);
+            }
+            accounting
+                .request_metrics
+                .iter_mut()
+                .for_each(RequestMetricsGuard::first_byte);
+        }
+    }
+
+    /// Accepts a frame and returns the bytes that the client receives now, if any.
+    fn take_in(&mut self, data: Bytes) -> Result<Option<Bytes>, ResponseBodyError> {
+        self.begin();
+        let accounting = &mut self.accounting;
+        self.idle_timeout.restart(self.answer_idle);
+        let passed = match &mut self.content {
+            BodyKind::Events { events, .. } => {
+                events.push(data, &mut |findings| accounting.note(findings))
+            }
+            BodyKind::Document { document, .. } => {
+                document.push(data.clone());
+                Some(data)
+            }
+            BodyKind::Opaque => Some(data),
+            BodyKind::Error { bytes_left } => {
+                let left = bytes_left.checked_sub(data.len() as u64);
+                *bytes_left = left.ok_or(ResponseBodyError::TooLong)?;
+                Some(data)
+            }
+        };
+        if let (Some(passed), Some(request_metrics)) = (&passed, &accounting.request_metrics) {
+            request_metrics
+                .metrics()
+                .answer_bytes
+                .inc_by(passed.len() as u64);
+        }
+        let is_last = self.engine.is_end_stream();
+        if !is_last {
+            return Ok(match self.withheld.is_on() && self.content.is_done() {
+                true => self.withhold(passed),
+                false => passed,
+            });
+        }
+        if self.withheld.is_on() {
+            self.withheld.push(passed);
+            return self.finish();
+        }
+        // A client that reads by the announced length does not poll again.
+        Ok(match (passed, self.finish()?) {
+            (Some(passed), Some(rest)) => Some([passed, rest].concat().into()),
+            (passed, rest) => passed.or(rest),
+        })
+    }
+
+    /// Handles the end of the engine's body and returns the last bytes for the client, if any.
+    fn finish(&mut self) -> Result<Option<Bytes>, ResponseBodyError> {
+        let rest = match &mut self.content {
+            BodyKind::Events {
+                events,
+                has_clear_end,
+                ..
+            } => {
+                let rest = events.finish(&mut |findings| self.accounting.note(findings));
+                if !*has_clear_end && !events.is_done() {
+                    return Err(ResponseBodyError::Unfinished);
+                }
+                rest
+            }
+            BodyKind::Document {
+                document,
+                has_clear_end,
+            } => {
+                let read = document.read(|findings| self.accounting.note(findings));
+                if !*has_clear_end && !read.is_whole {
+                    return Err(ResponseBodyError::Unfinished);
+                }
+                if read.is_all {
+                    self.accounting.is_all_seen();
+                }
+                None
+            }
+            BodyKind::Opaque | BodyKind::Error { .. } => None,
+        };
+        self.is_engine_read = true;
+        if self.withheld.is_on() {
+            let passed = self.withhold(rest);
+            self.is_over = !self.withheld.is_waiting();
+            return Ok(passed);
+        }
+        let outcome = self.content.outcome();
+        self.accounting.end(AttemptEnd::Finished, outcome);
+        self.is_over = true;
+        Ok(rest)
+    }
+
+    /// Ends the accounting and withholds `end`, with what is withheld already, until the charge is
+    /// committed. If there is nothing to commit, returns it at once. What follows the last event of
+    /// a stream comes here too, and passes.
+    fn withhold(&mut self, end: Option<Bytes>) -> Option<Bytes> {
+        self.withheld.push(end);
+        let Some(commit) = self.accounting.end_durably(self.content.outcome()) else {
+            return self.withheld.take();
+        };
+        self.withheld.wait(commit);
+        None
+    }
+
+    /// Returns what is withheld once its charge is committed or the wait is over.
+    fn poll_withheld(&mut self, cx: &mut Context<'_>) -> Poll<Option<AnswerPiece>> {
+        let released = ready!(self.withheld.poll_released(cx));
+        if !released.is_confirmed {
+            let request_metrics = self.accounting.request_metrics.iter();
+            request_metrics.for_each(|request_metrics| {
+                request_metrics.metrics().charges_unconfirmed.inc();
+            });
+        }
+        self.is_over = self.is_engine_read;
+        self.idle_timeout.restart(self.answer_idle);
+        Poll::Ready(released.piece.map(Ok))
+    }
+
+    /// Completes the accounting of a broken response. A stream of events gets a final error event.
+    fn break_off(&mut self, why: ResponseBodyError) -> Result<Bytes, ResponseBodyError> {
+        let RespondingBackend {
+            proxy,
+            slot,
+            watched,
+        } = &self.source;
+        if let Some(request_metrics) = &mut self.accounting.request_metrics {
+            request_metrics.fails_because(why.to_string());
+        }
+        if matches!(why, ResponseBodyError::Engine(_)) {
+            proxy.backends.report_failure(*slot);
+            watched.iter().for_each(WatchedRequest::broke);
+        }
+        self.accounting
+            .end(AttemptEnd::Broken, RequestOutcome::BrokenOff);
+        match &mut self.content {
+            BodyKind::Events {
+                events, dialect, ..
+            } => {
+                let failure = match why {
+                    ResponseBodyError::Silent => ProxyError::EngineTimeout,
+                    _ => ProxyError::EngineBrokeOff,
+                };
+                let waiting = events.take_waiting();
+                let last = dialect.last_event(&failure, events.abandon());
+                Ok(match waiting {
+                    Some(waiting) => [waiting, last].concat().into(),
+                    None => last,
+                })
+            }
+            _ => Err(why),
+        }
+    }
+}
+
+impl Drop for ResponseBody {
+    /// A client that hangs up after the stream's last event has a complete response, although the
+    /// end of the engine's body did not pass.
+    fn drop(&mut self) {
+        if !self.is_over && !self.withheld.is_waiting() && self.content.is_done() {
+            let outcome = self.content.outcome();
+            self.accounting.end(AttemptEnd::Finished, outcome);
+            if self.ahead.is_empty() {
+                self.accounting.settle();
+            }
+        }
+    }
+}
+
+impl ResponseBody {
+    /// Returns the next piece of the engine's response for the client.
+    fn poll_engine(&mut self, cx: &mut Context<'_>) -> Poll<Option<AnswerPiece>> {
+        if self.is_over {
+            return Poll::Ready(None);
+        }
+        let broken = loop {
+            if self.withheld.is_waiting() {
+                let released = ready!(self.poll_withheld(cx));
+                if released.is_some() || self.is_over {
+                    return Poll::Ready(released);
+                }
+            }
+            match Pin::new(&mut self.engine).poll_frame(cx) {
+                Poll::Ready(Some(Ok(frame))) => {
+                    // Trailers concern the engine's connection.
+                    let Ok(data) = frame.into_data() else {
+                        continue;
+                    };
+                    match self.take_in(data) {
+                        Ok(None) if self.is_over => return Poll::Ready(None),
+                        Ok(None) => continue,
+                        Ok(Some(passed)) => return Poll::Ready(Some(Ok(passed))),
+                        Err(why) => break why,
+                    }
+                }
+                Poll::Ready(Some(Err(error))) if !self.content.is_done() => break error.into(),
+                Poll::Ready(Some(Err(_)) | None) => {}
+                Poll::Pending => {
+                    ready!(self.idle_timeout.poll_lost(cx));
+                    if !self.content.is_done() {
+                        break ResponseBodyError::Silent;
+                    }
+                }
+            }
+            match self.finish() {
+                Ok(None) if !self.is_over => {}
+                Ok(rest) => return Poll::Ready(rest.map(Ok)),
+                Err(why) => break why,
+            }
+        };
+        self.is_over = true;
+        Poll::Ready(Some(self.break_off(broken)))
+    }
+}
+
+impl Body for ResponseBody {
+    type Data = Bytes;
+    type Error = ResponseBodyError;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, ResponseBodyError>>> {
+        let this = &mut *self;
+        let piece = match this.ahead.take() {
+            Some(piece) => Some(piece),
+            None => ready!(this.poll_engine(cx)),
+        };
+        if this.is_over && this.ahead.is_empty() {
+            this.accounting.settle();
+        }
+        Poll::Ready(piece.map(|piece| piece.map(Frame::data)))
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.is_over && self.ahead.is_empty()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        match self.content {
+            BodyKind::Events { .. } => SizeHint::default(),
+            BodyKind::Document { .. } | BodyKind::Opaque | BodyKind::Error { .. } => {
+                self.engine.size_hint()
+            }
+        }
+    }
+}
+
+/// Timeouts and buffer limits of a response.
+pub(in crate::proxy) struct ResponseTimeouts {
+    /// Deadline of the first byte of the body.
+    pub(in crate::proxy) first_byte_by: Instant,
+    /// Maximum time between two pieces of the body.
+    pub(in crate::proxy) answer_idle: Duration,
+    /// Withheld end, which waits for its charge.
+    pub(in crate::proxy) withheld: WithheldEnd,
+    /// Bounds for a client that receives slowly.
+    pub(in crate::proxy) ahead: ReadAheadBounds,
+}
+
+/// A deadline that moves with every frame, without resetting a timer each time.
+struct IdleTimeout {
+    deadline: Instant,
+    /// Timer that is set on the first wait. It may fire early, but never late.
+    timer: Option<Pin<Box<Sleep>>>,
+}
+
+impl IdleTimeout {
+    fn until(deadline: Instant) -> Self {
+        Self {
+            deadline,
+            timer: None,
+        }
+    }
+
+    fn restart(&mut self, wait: Duration) {
+        let deadline = Instant::now() + wait;
+        if deadline < self.deadline {
+            self.timer = None;
+        }
+        self.deadline = deadline;
+    }
+
+    fn poll_lost(&mut self, cx: &mut Context<'_>) -> Poll<()> {
+        let deadline = self.deadline;
+        let timer = self
+            .timer
+            .get_or_insert_with(|| Box::pin(sleep_until(deadline)));
+        loop {
+            ready!(timer.as_mut().poll(cx));
+            if timer.deadline() >= deadline {
+                return Poll::Ready(());
+            }
+            timer.as_mut().reset(deadline);
+        }
+    }
+}

@@ -1,0 +1,584 @@
+//! Tracks one dispatch: the resources it holds from its start, and its charge.
+//!
+//! Charging: a dispatch charges its estimated prompt in advance, and under `vtc-pred` its predicted
+//! output too, so that it counts at once in the order of waiting users. Prompt tokens are settled
+//! when the engine reports how many were cached, at the latest at the end. Output tokens are
+//! settled as they are reported, in steps of [`OUTPUT_STEP_TOKENS`], so that a client that
+//! disconnects has paid for its output. Counters never fall: an unused advance becomes the user's
+//! credit ([`state::admission::CreditLedger`]). Output without a report is estimated at the end:
+//! from its bytes, or from the elapsed time if the response is visible only at its end
+//! ([`HiddenOutput`]). Without a report, the believed prefix counts as cached. An attempt that
+//! never ran costs nothing. A failed one may have run, so it costs its prompt and that estimate.
+
+mod release;
+mod report;
+mod stages;
+
+use std::sync::Arc;
+
+use state::Registry;
+use state::admission::{AdmissionSettings, Advance, Order, Pricing, TokenDelta};
+use state::command::{Charge, LeaseOutcome};
+use state::ids::{AttemptId, BackendRef, ModelKey, UserKey};
+use state::prefix::model_key;
+use state::service::ServiceSample;
+use tokio::time::Instant;
+
+use self::stages::{PrefillStage, Stages};
+use super::Dispatcher;
+use super::hidden_output::HiddenOutput;
+use super::output_lengths::ExpectedOutput;
+use super::priced_total::LargestRequest;
+use super::prompt_size::PromptSize;
+use super::reply::ReplyChain;
+use super::samples::AttemptTimer;
+use crate::engines::backends::{AnswerForm, HalfOpenProbe};
+use crate::routing::decide::decision_record::DecisionRecord;
+use crate::routing::load::LoadGuard;
+use crate::routing::metrics::InFlightGuard;
+use crate::routing::outbox::{ChargeCommit, Outbox};
+use crate::routing::{AttemptEnd, Decision, PlacedRequest, RoutingRequest, Usage};
+use crate::traces::AttemptTrace;
+
+/// Maximum number of reported output tokens left uncharged while the response streams.
+const OUTPUT_STEP_TOKENS: u64 = 32;
+
+/// A dispatch in flight. It counts as running, holds a lease and owes a charge. Dropping it without
+/// [`Attempt::end`] counts as [`AttemptEnd::ClientLeft`]. Only the drop reads the clock; all other
+/// methods receive the time.
+pub struct Attempt {
+    dispatcher: Arc<Dispatcher>,
+    id: AttemptId,
+    user: UserKey,
+    /// Resources of the attempt; `None` after its end. Boxed because attempts are moved often.
+    pub(in crate::routing) open: Option<Box<OpenAttempt>>,
+}
+
+/// Resources that an attempt holds until its end.
+pub(in crate::routing) struct OpenAttempt {
+    backend: BackendRef,
+    stopwatch: AttemptTimer,
+    /// Keeps other requests away from a half-open backend until the engine answers or the attempt
+    /// ends.
+    trial: Option<Arc<HalfOpenProbe>>,
+    /// Record of the decision, which receives the outcome; `None` if decisions are not recorded.
+    record: Option<Arc<DecisionRecord>>,
+    /// Span of the attempt; `None` if it is not traced.
+    trace: Option<AttemptTrace>,
+    /// Time of the first byte of the response's body; `None` before.
+    began: Option<Instant>,
+    /// Properties of output that is not visible while it is generated; `None` if all is visible.
+    hidden: Option<HiddenOutput>,
+    /// Whether the lease renews the age of all its blocks, not only of those it added.
+    pub(in crate::routing) is_touching: bool,
+    underway: LoadGuard,
+    meter: InFlightGuard,
+    /// Chain of blocks that the response continues; `None` if output cannot continue the prompt.
+    reply: Option<ReplyChain>,
+    prompt: PromptSize,
+    /// The stage at the prefill backend; `None` if this backend computes the prompt.
+    prefill: Option<PrefillStage>,
+    /// Maximum number of prompt tokens charged as cached: those that a prefill backend found cached
+    /// when it computed the prompt without handing it over. `None` if no backend did.
+    cached_max: Option<u64>,
+    usage: Option<Usage>,
+    /// Form of the response; `None` before it begins.
+    form: Option<AnswerForm>,
+    /// Number of output bytes that no usage report covers.
+    unreported_bytes: usize,
+    /// Tokens charged so far, without counts of requests.
+    charged: Charge,
+    model: ModelKey,
+    pricing: Pricing,
+    /// Charge made in advance.
+    advance: Advance,
+    /// Expected output; `None` if none is charged in advance.
+    expected: Option<ExpectedOutput>,
+}
+
+/// Terms of a dispatch that its charge depends on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct DispatchTerms {
+    /// Maximum number of output tokens, from the request; `None` if it sets none.
+    pub tokens_max: Option<u32>,
+}
+
+/// Returns the token prices in `registry`, and which tokens are charged.
+pub(crate) fn pricing_of(registry: &Registry) -> Pricing {
+    let settings = registry.admission.as_ref();
+    Pricing {
+        prices: registry.fairness,
+        charge: settings.map_or_else(Default::default, |settings| settings.charge),
+    }
+}
+
+impl Dispatcher {
+    /// Dispatches a request as decided, even beyond the limits of its backends. See
+    /// [`Dispatcher::dispatch_to`].
+    pub fn dispatch(
+        self: &Arc<Self>,
+        decision: &Decision,
+        ask: &RoutingRequest<'_>,
+        terms: DispatchTerms,
+        now: Instant,
+    ) -> Attempt {
+        let prefill = decision.prefill.as_ref();
+        let placed = PlacedRequest {
+            decision: decision.clone(),
+            place: self.load.take(decision.backend),
+            prefill: prefill.map(|prefill| self.load.take(prefill.backend)),
+        };
+        self.dispatch_to(placed, ask, terms, now)
+    }
+
+    /// Dispatches a request to the backends where it has places. Load, overlay and outbox are up to
+    /// date when this returns.
+    pub fn dispatch_to(
+        self: &Arc<Self>,
+        PlacedRequest {
+            decision,
+            place,
+            prefill,
+        }: PlacedRequest,
+        ask: &RoutingRequest<'_>,
+        terms: DispatchTerms,
+        now: Instant,
+    ) -> Attempt {
+        let id = self.next_attempt();
+        let (backend, identity) = (decision.backend, ask.identity);
+        let registry = self.view.registry();
+        let hash_seed = registry.hash_seed;
+        let pricing = pricing_of(&registry);
+        let model = model_key(hash_seed, ask.model);
+        let Stages {
+            prompt,
+            prefill,
+            computed_here,
+        } = self.begin_stages((&decision, prefill), ask, (&registry, now));
+        let uncached_tokens = prompt.tokens - prompt.predicted;
+        let expected = is_predicted(registry.admission.as_ref()).then(|| {
+            let user = ask.user.key(hash_seed);
+            ExpectedOutput::of(&self.view, user, model, terms.tokens_max)
+        });
+        let estimate = TokenDelta {
+            input_uncached: uncached_tokens,
+            input_cached: prompt.predicted,
+            output: expected.map_or(0, |expected| expected.tokens()),
+        };
+        let mut before = self.load.cluster(backend, now);
+        before.running = before.running.saturating_sub(1);
+        let stopwatch = AttemptTimer::start(before, computed_here, now);
+        let underway = place.into_guard(computed_here);
+        self.backends.sent(backend.slot, ask.model);
+        let meter = InFlightGuard::at(self.fleet.meter(backend, &decision.name));
+        let held = self.held(backend, &identity.chain, decision.matched);
+        let (user, advance) = self.outbox.with(|outbox| {
+            outbox.follow_names(registry.names_since);
+            let user = outbox.payer(hash_seed, ask.user.as_str());
+            let (advance, charge) = started(outbox, user, &estimate, &pricing);
+            self.priced.add(pricing.due(&charge));
+            outbox.charge(charge);
+            outbox.acquire(id, backend, &identity.chain, held);
+            (user, advance)
+        });
+        self.flush_soon_for(backend);
+        let is_touching = decision.touch.is_due(self.session, id);
+        let open = OpenAttempt {
+            backend,
+            stopwatch,
+            trial: decision.trial,
+            record: decision.record,
+            trace: None,
+            began: None,
+            hidden: None,
+            is_touching,
+            underway,
+            meter,
+            reply: ReplyChain::of(identity),
+            prompt,
+            prefill,
+            cached_max: None,
+            usage: None,
+            form: None,
+            unreported_bytes: 0,
+            charged: nothing(user),
+            model,
+            pricing,
+            advance,
+            expected,
+        };
+        Attempt {
+            dispatcher: Arc::clone(self),
+            id,
+            user,
+            open: Some(Box::new(open)),
+        }
+    }
+
+    /// Returns how many leading blocks of `chain` the `backend` holds or will hold: at least
+    /// `matched`. Unlike a match, it counts blocks beyond the matchable ones, to find a lease's
+    /// tip.
+    pub(in crate::routing) fn held(
+        &self,
+        backend: BackendRef,
+        chain: &[state::ids::BlockHash],
+        matched: u32,
+    ) -> usize {
+        let blocks = &self.view.blocks;
+        let applied = blocks.match_from(chain, backend.slot, matched);
+        let mut held = matched.max(applied);
+        self.overlay
+            .extend(chain, std::iter::once((backend, &mut held)));
+        chain.len().min(held as usize)
+    }
+}
+
+impl Attempt {
+    /// Returns the user charged for the attempt.
+    #[must_use]
+    pub fn user(&self) -> UserKey {
+        self.user
+    }
+
+    /// Sets the span that records the attempt's outcome; `None` if it is not traced.
+    pub(crate) fn traces(&mut self, trace: Option<AttemptTrace>) {
+        if let Some(open) = &mut self.open {
+            open.trace = trace;
+        }
+    }
+
+    /// Returns the attempt's span; `None` if it is not traced or has ended.
+    pub(crate) fn trace(&mut self) -> Option<&mut AttemptTrace> {
+        self.open.as_mut()?.trace.as_mut()
+    }
+
+    /// Records the first byte of the response's body, which ends the prefill.
+    pub fn first_byte(&mut self, now: Instant) {
+        if let Some(open) = &mut self.open {
+            open.underway.first_byte();
+            open.end_prefill();
+            if open.began.replace(open.began.unwrap_or(now)).is_none()
+                && let Some(trace) = &mut open.trace
+            {
+                trace.first_byte(now);
+            }
+            self.dispatcher
+                .backends
+                .report_answer(open.backend, self.user, now);
+            open.trial = None;
+        }
+    }
+
+    /// Records the time of a stream's first token. Call this only for streams.
+    pub fn first_token(&mut self, now: Instant) {
+        if let Some(open) = &mut self.open {
+            let stopwatch = &mut open.stopwatch;
+            let samples = &self.dispatcher.samples;
+            if open.prefill.is_some() {
+                // The time covers two backends, so only gaps between tokens are counted.
+                stopwatch.first_token(now, &mut ServiceSample::empty(open.backend));
+                return;
+            }
+            samples.add(open.backend, now, |sample| {
+                stopwatch.first_token(now, sample);
+            });
+        }
+    }
+
+    /// Sets the properties of output that is not visible while it is generated; `None` if all is
+    /// visible.
+    pub fn set_hidden_output(&mut self, hidden: Option<HiddenOutput>) {
+        if let Some(open) = &mut self.open {
+            open.hidden = hidden;
+        }
+    }
+
+    /// Sets the form of the response. Engines may report cached tokens in some forms only.
+    pub fn set_response_form(&mut self, form: AnswerForm) {
+        if let Some(open) = &mut self.open {
+            open.form = Some(form);
+        }
+    }
+
+    /// Records the engine's latest usage report and charges what is due. The highest counts apply.
+    pub fn usage(&mut self, usage: Usage, now: Instant) {
+        let Some(open) = &mut self.open else { return };
+        let usage = open.believed(usage);
+        let mut known = open.usage.unwrap_or_default();
+        known.prompt_tokens = known.prompt_tokens.max(usage.prompt_tokens);
+        known.cached_tokens = known.cached_tokens.max(usage.cached_tokens);
+        known.completion_tokens = known.completion_tokens.max(usage.completion_tokens);
+        open.usage = Some(known);
+        if usage.completion_tokens > 0 {
+            open.unreported_bytes = 0;
+            open.stopwatch.output(now);
+        }
+        if open
+            .stopwatch
+            .is_due(known.completion_tokens, OUTPUT_STEP_TOKENS)
+        {
+            open.count_gaps(&self.dispatcher, known.completion_tokens, now);
+        }
+        let due = open.due(known);
+        let is_input_due =
+            known.cached_tokens.is_some() && due.input_uncached + due.input_cached > 0;
+        if !is_input_due && due.output < OUTPUT_STEP_TOKENS {
+            return;
+        }
+        let charge = if known.cached_tokens.is_some() {
+            due
+        } else {
+            Charge {
+                input_uncached: 0,
+                input_cached: 0,
+                ..due
+            }
+        };
+        open.note_charged(charge);
+        let dispatcher = &self.dispatcher;
+        dispatcher.outbox.with(|outbox| {
+            open.charge(dispatcher, outbox, charge);
+            open.expect_more(dispatcher, outbox);
+        });
+    }
+
+    /// Records output that does not continue the prompt, such as further choices, reasoning or tool
+    /// calls. Has no effect if `bytes` is 0.
+    pub fn other_output(&mut self, bytes: usize) {
+        if let Some(open) = self.open.as_mut().filter(|_| bytes > 0) {
+            open.unreported_bytes = open.unreported_bytes.saturating_add(bytes);
+            if let Some(reply) = &mut open.reply {
+                reply.interrupt();
+            }
+        }
+    }
+
+    /// Records streamed output text, whose complete blocks extend the lease at the end. Call this
+    /// before [`Attempt::usage`] with the report that covers the text.
+    pub fn output(&mut self, text: &str, now: Instant) {
+        let Some(open) = &mut self.open else { return };
+        open.unreported_bytes = open.unreported_bytes.saturating_add(text.len());
+        open.stopwatch.output(now);
+        if let Some(reply) = &mut open.reply {
+            reply.push(text);
+        }
+    }
+
+    /// Ends the attempt: releases the lease and settles the charge.
+    pub fn end(mut self, end: AttemptEnd, now: Instant) {
+        self.close(end, now);
+    }
+
+    /// Ends the attempt like [`Attempt::end`]. Returns a receiver for the commit of its charge;
+    /// `None` if it is already committed.
+    pub fn end_durably(mut self, end: AttemptEnd, now: Instant) -> Option<ChargeCommit> {
+        self.close(end, now);
+        let outbox = &self.dispatcher.outbox;
+        outbox.with(|outbox| outbox.commit_of(self.user))
+    }
+
+    fn close(&mut self, end: AttemptEnd, now: Instant) {
+        let Some(mut open) = self.open.take() else {
+            return;
+        };
+        open.settle_cached(&self.dispatcher, end);
+        let mut charge = match end {
+            AttemptEnd::NotRun => nothing(self.user),
+            AttemptEnd::Finished
+            | AttemptEnd::Broken
+            | AttemptEnd::ClientLeft
+            | AttemptEnd::Failed => open.due(open.usage_or_estimate(&self.dispatcher, end, now)),
+        };
+        charge.ended = 1;
+        let outcome = match end {
+            AttemptEnd::NotRun | AttemptEnd::Failed => LeaseOutcome::Discarded,
+            AttemptEnd::Finished | AttemptEnd::Broken | AttemptEnd::ClientLeft
+                if open.is_touching =>
+            {
+                LeaseOutcome::Kept
+            }
+            AttemptEnd::Finished | AttemptEnd::Broken | AttemptEnd::ClientLeft => {
+                LeaseOutcome::KeptUntouched
+            }
+        };
+        let reply = open
+            .reply
+            .take()
+            .filter(|_| outcome != LeaseOutcome::Discarded);
+        if end == AttemptEnd::Broken && open.began.is_none() {
+            let user = Some(self.user);
+            self.dispatcher
+                .backends
+                .report_no_answer(open.backend, user, now);
+        }
+        self.release(open.backend, reply, (open.reply_end(end), outcome));
+        self.dispatcher.outbox.with(|outbox| {
+            open.charge(&self.dispatcher, outbox, charge);
+            outbox.ledger.close(self.user, open.advance);
+        });
+        if end != AttemptEnd::NotRun {
+            open.note_charged(charge);
+            self.dispatcher.priced.request(open.price());
+        }
+        if end == AttemptEnd::Finished {
+            let tokens = open.charged.output;
+            self.dispatcher.ended_with(self.user, open.model, tokens);
+        }
+        open.report(&self.dispatcher, end, now);
+        open.note_end(end, now);
+        open.end_trace(end, now);
+    }
+}
+
+impl Drop for Attempt {
+    fn drop(&mut self) {
+        self.close(AttemptEnd::ClientLeft, Instant::now());
+    }
+}
+
+/// Returns the advance and the initial charge of a dispatch.
+fn started(
+    outbox: &mut Outbox,
+    user: UserKey,
+    estimate: &TokenDelta,
+    pricing: &Pricing,
+) -> (Advance, Charge) {
+    let (advance, ahead) = outbox.ledger.open(user, estimate, pricing);
+    let charge = Charge {
+        user,
+        started: 1,
+        ..ahead
+    };
+    (advance, charge)
+}
+
+/// Returns a charge of `user` without tokens.
+fn nothing(user: UserKey) -> Charge {
+    Charge {
+        user,
+        ..Charge::default()
+    }
+}
+
+/// Whether `settings`, if there are any, require that output is charged in advance.
+fn is_predicted(settings: Option<&AdmissionSettings>) -> bool {
+    settings.is_some_and(|settings| settings.order == Order::VtcPred)
+}
+
+impl OpenAttempt {
+    /// Charges the tokens of `counts` to their user, using the advance first.
+    fn charge(&mut self, dispatcher: &Dispatcher, outbox: &mut Outbox, counts: Charge) {
+        let used = TokenDelta {
+            input_uncached: counts.input_uncached,
+            input_cached: counts.input_cached,
+            output: counts.output,
+        };
+        let settled = outbox
+            .ledger
+            .settle(counts.user, &mut self.advance, &used, &self.pricing);
+        let charge = Charge {
+            started: counts.started,
+            ended: counts.ended,
+            ..settled
+        };
+        dispatcher.priced.add(self.pricing.due(&charge));
+        outbox.charge(charge);
+    }
+
+    /// Charges more output in advance if all expected output was produced.
+    fn expect_more(&mut self, dispatcher: &Dispatcher, outbox: &mut Outbox) {
+        let (user, produced) = (self.charged.user, self.charged.output);
+        let expected = self.expected.as_mut();
+        let more = expected.map_or(0, |expected| expected.outgrown(produced, &dispatcher.view));
+        if more > 0 {
+            let (ledger, pricing) = (&mut outbox.ledger, &self.pricing);
+            let charge = ledger.raise(user, &mut self.advance, more, pricing);
+            dispatcher.priced.add(pricing.due(&charge));
+            outbox.charge(charge);
+        }
+    }
+
+    /// Returns the price of all tokens charged, and of the output among them.
+    fn price(&self) -> LargestRequest {
+        let charged = &self.charged;
+        let input = self
+            .pricing
+            .input(charged.input_uncached, charged.input_cached);
+        let output = self.pricing.output(charged.output);
+        LargestRequest {
+            request: input + output,
+            output,
+        }
+    }
+
+    fn usage_or_estimate(&self, dispatcher: &Dispatcher, end: AttemptEnd, now: Instant) -> Usage {
+        let mut usage = self.usage.unwrap_or_default();
+        if usage.prompt_tokens == 0 {
+            usage.prompt_tokens = self.prompt.tokens;
+        }
+        let unreported = u64::from(self.prompt.ratio.tokens(self.unreported_bytes));
+        usage.completion_tokens = usage.completion_tokens.saturating_add(unreported);
+        if usage.completion_tokens == 0 && self.usage.is_none() {
+            usage.completion_tokens = self.hidden_output(dispatcher, end, now);
+        }
+        usage
+    }
+
+    /// Estimates the tokens of invisible output from the elapsed time. An engine that failed may
+    /// have been stuck all the time, so the estimate is then capped at the expected output.
+    fn hidden_output(&self, dispatcher: &Dispatcher, end: AttemptEnd, now: Instant) -> u64 {
+        let Some(hidden) = self.hidden.filter(|_| !self.waits_for_prompt()) else {
+            return 0;
+        };
+        let made_by = self.began.filter(|_| hidden.is_whole_at_once);
+        let elapsed = self.at_work(made_by.unwrap_or(now));
+        let running = dispatcher.load.cluster(self.backend, now).running;
+        let service = dispatcher.view.service();
+        let served = service.get(self.backend.slot);
+        let learnt = served.filter(|served| served.backend == self.backend);
+        let learnt = learnt.and_then(|served| served.learnt.as_ref());
+        let tokens = hidden.tokens(elapsed, &self.stopwatch.pace(learnt, running));
+        match end {
+            AttemptEnd::Finished | AttemptEnd::ClientLeft | AttemptEnd::NotRun => tokens,
+            AttemptEnd::Broken | AttemptEnd::Failed => {
+                let user = self.charged.user;
+                let usual =
+                    ExpectedOutput::of(&dispatcher.view, user, self.model, hidden.tokens_max);
+                tokens.min(usual.tokens().saturating_mul(hidden.choices.max(1).into()))
+            }
+        }
+    }
+
+    /// Returns the part of `usage` that is not charged yet. If the engine reports no cached tokens,
+    /// the predicted ones count, if trusted. A later report of cached tokens never charges more
+    /// prompt tokens than the prompt has.
+    fn due(&self, usage: Usage) -> Charge {
+        let cached = usage
+            .cached_tokens
+            .unwrap_or(self.prompt.charged_as_cached())
+            .min(self.cached_max.unwrap_or(u64::MAX))
+            .min(usage.prompt_tokens);
+        let uncached = usage.prompt_tokens - cached;
+        let charged = &self.charged;
+        let room = usage
+            .prompt_tokens
+            .saturating_sub(charged.input_uncached + charged.input_cached);
+        let input_uncached = uncached.saturating_sub(charged.input_uncached).min(room);
+        let input_cached = cached.saturating_sub(charged.input_cached);
+        Charge {
+            user: charged.user,
+            input_uncached,
+            input_cached: input_cached.min(room - input_uncached),
+            output: usage.completion_tokens.saturating_sub(self.charged.output),
+            started: 0,
+            ended: 0,
+            ..Charge::default()
+        }
+    }
+
+    fn note_charged(&mut self, charge: Charge) {
+        self.charged.input_uncached += charge.input_uncached;
+        self.charged.input_cached += charge.input_cached;
+        self.charged.output += charge.output;
+    }
+}

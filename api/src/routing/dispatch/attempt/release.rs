@@ -1,0 +1,46 @@
+//! Releases leases: at once, or once the blocks that the response adds are known.
+
+use std::sync::Arc;
+
+use state::command::LeaseOutcome;
+use state::ids::BackendRef;
+use tokio::runtime::Handle;
+
+use super::Attempt;
+use crate::routing::dispatch::reply::{ReplyChain, ReplyEnd};
+
+impl Attempt {
+    /// Adds the blocks of `reply`, if output continues the prompt, to the lease and releases it.
+    pub(super) fn release(
+        &self,
+        backend: BackendRef,
+        reply: Option<ReplyChain>,
+        (end, outcome): (ReplyEnd, LeaseOutcome),
+    ) {
+        let (dispatcher, id) = (Arc::clone(&self.dispatcher), self.id);
+        // The KV events of a followed engine report more blocks, and depend on the order of
+        // releases.
+        let is_followed = dispatcher.view.evictions().get(backend).is_some();
+        let release = move |reply: Option<ReplyChain>| {
+            let blocks = reply.map_or_else(Vec::new, |reply| reply.finish(end));
+            dispatcher.outbox.with(|outbox| {
+                outbox.extend(id, blocks);
+                outbox.release(id, outcome);
+            });
+            dispatcher.flush_soon_for(backend);
+        };
+        // A runtime that shuts down may skip this. The lease then ends with the session.
+        match (reply, Handle::try_current()) {
+            (Some(mut reply), Ok(runtime)) if reply.is_asked() && !is_followed => {
+                drop(runtime.spawn(async move {
+                    reply.ask().await;
+                    release(Some(reply));
+                }));
+            }
+            (Some(reply), Ok(runtime)) if reply.is_long() => {
+                drop(runtime.spawn_blocking(move || release(Some(reply))));
+            }
+            (reply, _) => release(reply),
+        }
+    }
+}

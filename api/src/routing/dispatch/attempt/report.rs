@@ -1,0 +1,129 @@
+//! Reports the outcome of an attempt: to its decision record, the trace, the metrics and the
+//! samples.
+
+use tokio::time::Instant;
+
+use super::OpenAttempt;
+use crate::routing::AttemptEnd;
+use crate::routing::decide::decision_record::AttemptReport;
+use crate::routing::dispatch::Dispatcher;
+use crate::routing::dispatch::predictions::Prediction;
+use crate::routing::dispatch::reply::ReplyEnd;
+use crate::routing::dispatch::samples::{EndedRequest, RunningRequests};
+use crate::traces::TracedEnd;
+
+impl OpenAttempt {
+    /// Returns how the response ended, with its token count if the engine's count covers all of it.
+    pub(super) fn reply_end(&self, end: AttemptEnd) -> ReplyEnd {
+        let usage = self.usage.filter(|_| self.unreported_bytes == 0);
+        let tokens = usage.map(|usage| usage.completion_tokens);
+        ReplyEnd {
+            is_whole: end == AttemptEnd::Finished,
+            tokens: tokens.filter(|tokens| *tokens > 0),
+        }
+    }
+
+    /// Remembers the form of a response that reports cached tokens. If a finished response reports
+    /// none although earlier ones of its form did, sets the count to 0.
+    pub(super) fn settle_cached(&mut self, dispatcher: &Dispatcher, end: AttemptEnd) {
+        let (Some(usage), Some(form)) = (&mut self.usage, self.form) else {
+            return;
+        };
+        if self.prefill.is_some() {
+            return;
+        }
+        let backends = &dispatcher.backends;
+        if usage.cached_tokens.is_some() {
+            backends.note_cached_report(self.backend, form);
+        } else if end == AttemptEnd::Finished
+            && usage.prompt_tokens > 0
+            && backends.reports_cached(self.backend, form)
+        {
+            usage.cached_tokens = Some(0);
+        }
+    }
+
+    /// Adds the time between tokens to the samples. `tokens` is the number of output tokens so far.
+    pub(super) fn count_gaps(&mut self, dispatcher: &Dispatcher, tokens: u64, now: Instant) {
+        let requests = dispatcher.load.cluster(self.backend, now).running;
+        let limit = dispatcher.view.limit(self.backend.slot);
+        let running = RunningRequests {
+            requests,
+            is_at_limit: limit.is_some_and(|limit| requests >= limit),
+        };
+        let stopwatch = &mut self.stopwatch;
+        let count = |sample: &mut _| stopwatch.count(tokens, running, sample);
+        dispatcher.samples.add(self.backend, now, count);
+    }
+
+    /// Writes the outcome of the attempt to the decision's record.
+    pub(super) fn note_end(&self, end: AttemptEnd, now: Instant) {
+        let Some(record) = &self.record else { return };
+        let charged = &self.charged;
+        record.report(AttemptReport {
+            end,
+            usage: self.usage,
+            charged: [charged.input_uncached, charged.input_cached, charged.output],
+            first_byte: self.began.map(|began| self.stopwatch.elapsed(began)),
+            duration: self.stopwatch.elapsed(now),
+        });
+    }
+
+    /// Writes the outcome of the attempt to its span and ends the span.
+    pub(super) fn end_trace(&mut self, end: AttemptEnd, at: Instant) {
+        let Some(trace) = self.trace.take() else {
+            return;
+        };
+        let charged = &self.charged;
+        let known = self.usage.map(|usage| {
+            let cached = usage.cached_tokens.unwrap_or(charged.input_cached);
+            [usage.prompt_tokens, cached, usage.completion_tokens]
+        });
+        trace.end(&TracedEnd {
+            outcome: end.label(),
+            is_whole: end == AttemptEnd::Finished,
+            is_failure: matches!(end, AttemptEnd::Broken | AttemptEnd::Failed),
+            tokens: known,
+            at,
+        });
+    }
+
+    /// Adds the outcome of the attempt to the metrics, samples and predictions.
+    pub(super) fn report(&mut self, dispatcher: &Dispatcher, end: AttemptEnd, now: Instant) {
+        self.meter.count_end(end);
+        let Some(usage) = self.usage else { return };
+        self.count_gaps(dispatcher, usage.completion_tokens, now);
+        if end != AttemptEnd::NotRun {
+            let ended = EndedRequest {
+                prompt_tokens: usage.prompt_tokens,
+                cached_tokens: match &self.prefill {
+                    // Fetched tokens take up room like computed ones.
+                    Some(stage) => stage.fetched.predicted,
+                    None => usage.cached_tokens.unwrap_or(self.prompt.predicted),
+                },
+                output_tokens: usage.completion_tokens,
+                block_tokens: self.prompt.block_tokens,
+            };
+            dispatcher
+                .samples
+                .add(self.backend, now, |sample| ended.count(sample));
+        }
+        let (bytes, tokens) = (self.prompt.bytes, usage.prompt_tokens);
+        dispatcher.texts.add(self.model, bytes, tokens);
+        let is_informative = self.prompt.uses_cache && self.prefill.is_none();
+        if let Some(cached) = usage.cached_tokens.filter(|_| is_informative) {
+            let predicted = self.prompt.predicted_of(usage.prompt_tokens);
+            self.meter
+                .count_prefix(usage.prompt_tokens, predicted, cached);
+            let block_tokens = self.prompt.block_tokens;
+            let prediction = Prediction::of(usage.prompt_tokens, predicted, cached, block_tokens);
+            let user = self.charged.user;
+            dispatcher
+                .backends
+                .found_cached(self.backend, user, predicted, cached);
+            dispatcher
+                .samples
+                .predict(self.backend, user, prediction, now);
+        }
+    }
+}

@@ -1,0 +1,74 @@
+//! Estimates the size of a prompt and the part of it that is cached.
+
+use state::Registry;
+use state::ratios::TokenRatio;
+
+use crate::prompt::PromptIdentity;
+
+/// Size of a prompt as known before the engine reports its token count.
+pub(super) struct PromptSize {
+    /// Length of the prompt's text, in bytes; 0 if it does not indicate the number of tokens, as
+    /// with token ids and batches.
+    pub(in crate::routing) bytes: u64,
+    pub(in crate::routing) tokens: u64,
+    /// Number of the `tokens` that are believed to be cached.
+    pub(in crate::routing) predicted: u64,
+    /// Whether `predicted` is charged as cached if the engine reports no cached tokens. False if
+    /// clients can construct blocks whose hashes collide.
+    trusts_prediction: bool,
+    /// Whether the engine uses its cache for the prompt, so that cached tokens are informative.
+    pub(super) uses_cache: bool,
+    /// Number of tokens per block.
+    pub(super) block_tokens: u32,
+    pub(super) ratio: TokenRatio,
+}
+
+impl PromptSize {
+    pub(in crate::routing) fn of(
+        identity: &PromptIdentity,
+        matched: u32,
+        registry: &Registry,
+    ) -> Self {
+        let (tail, matched) = (&identity.tail, matched as usize);
+        let tokens = u64::from(identity.tokens);
+        let predicted = match tail.block_bytes {
+            0 => matched as u64 * u64::from(tail.tokens_per_block),
+            block_bytes => u64::from(tail.ratio.tokens(matched * block_bytes)),
+        };
+        Self {
+            bytes: match tail.is_partial {
+                true => 0,
+                false => (identity.chain.len() * tail.block_bytes + tail.bytes.len()) as u64,
+            },
+            tokens,
+            predicted: predicted.min(tokens),
+            uses_cache: !tail.skips_cache,
+            trusts_prediction: registry.hash_secret.is_some(),
+            block_tokens: tail.tokens_per_block,
+            ratio: tail.ratio,
+        }
+    }
+
+    /// Returns the tokens that are charged as cached if the engine does not report them.
+    pub(super) fn charged_as_cached(&self) -> u64 {
+        match self.trusts_prediction {
+            true => self.predicted,
+            false => 0,
+        }
+    }
+
+    /// Returns how many of the `prompt_tokens` that the engine counted were predicted to be cached.
+    /// For text, the prediction is scaled to that count, so that an error in the estimated token
+    /// count does not look like a wrong prediction.
+    pub(super) fn predicted_of(&self, prompt_tokens: u64) -> u64 {
+        let predicted = match self.bytes {
+            0 => self.predicted,
+            _ => {
+                let share = u128::from(self.predicted) * u128::from(prompt_tokens);
+                let share = share / u128::from(self.tokens.max(1));
+                u64::try_from(share).unwrap_or(u64::MAX)
+            }
+        };
+        predicted.min(prompt_tokens)
+    }
+}
