@@ -11,6 +11,8 @@ mod docs;
 mod engines;
 #[path = "tidy/modules.rs"]
 mod modules;
+#[path = "tidy/names.rs"]
+mod names;
 #[path = "tidy/paths.rs"]
 mod paths;
 #[path = "tidy/types.rs"]

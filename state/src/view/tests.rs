@@ -259,7 +259,7 @@ fn memory_stays_bounded_under_churn() {
 }
 
 #[test]
-fn readers_see_growing_prefixes_while_the_writer_inserts_chain_after_chain() {
+fn readers_see_growing_prefixes_while_the_writer_inserts() {
     let mut writer = ViewWriter::new(2);
     writer.admit(Slot(70));
     let view = writer.view().clone();
