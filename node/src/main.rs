@@ -1,6 +1,6 @@
 //! The `quorate` program.
 
-/// Allocator that returns freed memory to the system and is faster than the system's (ADR 0086).
+/// Allocator that returns freed memory to the system and is faster than the system's (ADR 0048).
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 

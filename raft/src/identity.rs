@@ -9,8 +9,8 @@
 //! claim is released when it can no longer lead to a cluster, or when a cluster adds the replica.
 //!
 //! The store also records the cluster's name. A member whose config has another name does not start
-//! on this store. Such a store more likely belongs to another cluster than to a renamed one
-//! (docs/adr/0111).
+//! on this store. Such a store more likely belongs to another cluster than to a renamed one:
+//! renaming would need all members at once, since replicas of different names refuse each other.
 
 use std::io;
 use std::path::{Path, PathBuf};

@@ -1,4 +1,4 @@
-//! Defaults of users: `GET` and `PUT /admin/v1/user-defaults` (ADR 0071). Keys and values are those
+//! Defaults of users: `GET` and `PUT /admin/v1/user-defaults` (ADR 0034). Keys and values are those
 //! of `[users.defaults]` in a config file. They are replaced as a whole, and take effect on every
 //! replica at one log index.
 

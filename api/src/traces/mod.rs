@@ -1,4 +1,4 @@
-//! Traces of requests for OTLP collectors (ADR 0090).
+//! Traces of requests for OTLP collectors.
 //!
 //! A sampled request is a span with the children `admission`, `decide` and `attempt`, one of each
 //! per backend tried. Spans wait in a bounded queue for a separate task. If the collector is slow

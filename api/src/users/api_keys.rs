@@ -56,7 +56,7 @@ pub fn draw_id() -> ApiKeyId {
 }
 
 /// Hashes a secret under the cluster's seed. Fast on purpose: nobody can guess a secret of 256
-/// random bits (ADR 0067).
+/// random bits (ADR 0014).
 #[must_use]
 pub fn secret_hash(hash_seed: u64, secret: &[u8]) -> SecretHash {
     let hash = Sha256::new()

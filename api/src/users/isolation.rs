@@ -1,5 +1,5 @@
 //! Isolation of users' cached blocks by a salt, under which a user's prompts are hashed and which
-//! engines receive (ADR 0072).
+//! engines receive (ADR 0017).
 //!
 //! A salt depends on the user's cache scope, the cluster's hash secret and the client's own
 //! `cache_salt`, if any, and on nothing else. Every replica therefore computes the same one, and no

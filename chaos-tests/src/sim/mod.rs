@@ -4,7 +4,7 @@
 //! outbox and the loops between them) on its own tokio runtime with paused time that the [`world`]
 //! steps. Its environment is simulated: [`network`], disk, clocks, engines and clients
 //! ([`workload`]). One `u64` decides everything: the same seed yields the same trace bit for bit
-//! (docs/adr/0017-own-simulated-network.md).
+//! (docs/adr/0045).
 //!
 //! [`run()`] runs one seed: the cluster forms, faults happen for a while ([`faults`]) under load,
 //! then everything is repaired and the cluster must heal. [`crate::invariants`] are checked during

@@ -3,7 +3,7 @@
 //! The StatefulSet states how many pods it wants, and a pod's name states its number. Nothing else
 //! distinguishes a pod that restarts from one that is scaled down: both are stopped, are away for a
 //! while, and have no address in between. So replicas do three things, each only after reading the
-//! StatefulSet again, and none if it cannot be read (ADR 0085):
+//! StatefulSet again, and none if it cannot be read (ADR 0009):
 //!
 //! - A replica that stops and is beyond the wanted number removes itself, after its last update.
 //! - The leader removes a member beyond it that was away for long, because it was killed before it

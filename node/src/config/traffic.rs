@@ -133,7 +133,7 @@ pub struct LimitsConfig {
     pub max_body: Parsed<Size>,
     /// Maximum number of client connections; beyond it, the longest idle ones are closed, first
     /// those of addresses with more than an equal share. Lowered at start if the process has too
-    /// few file descriptors (docs/adr/0024).
+    /// few file descriptors (docs/adr/0035).
     #[schemars(range(min = 1))]
     #[default(16_384)]
     pub max_connections: u32,

@@ -1,7 +1,7 @@
 //! Writes the access log to a separate file.
 //!
 //! A thread behind a bounded queue writes it, so no request waits for a disk, a pipe or a hanging
-//! file system. Lines that find no room or cannot be written are counted. See ADR 0101.
+//! file system. Lines that find no room or cannot be written are counted.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};

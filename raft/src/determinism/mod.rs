@@ -1,5 +1,5 @@
 //! Makes runs repeatable: a simulation runs whole replicas on one thread, and the same seed gives
-//! the same run, bit for bit (ADR 0017, ADR 0019).
+//! the same run, bit for bit (ADR 0045).
 //!
 //! The simulated clusters of `chaos-tests`, the tests of `node::app` and this crate's own
 //! `tests/repeatable.rs` depend on that: a failure found under a seed can be replayed. A production
@@ -14,7 +14,7 @@
 //! | `random` | random numbers, from the system or a seed | `rand` |
 //! | `watch` | a value that wakes its waiters in order | tokio's, whose order is random |
 //! | `blocking` | blocking work, on a pool or in place | `spawn_blocking` |
-//! | `timeout` | timeouts that a call may extend (ADR 0039) | tokio's |
+//! | `timeout` | timeouts that a call may extend (ADR 0006) | tokio's |
 //! | `runtime` | openraft's runtime, built from the above | `TokioRuntime` |
 //! | `sync` | primitives used by `watch`, which loom replaces | |
 

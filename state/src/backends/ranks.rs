@@ -2,7 +2,7 @@
 //!
 //! vLLM (`--data-parallel-size`) and SGLang (`--dp-size`) serve several copies of a model behind
 //! one port, and compute a request on the rank given by its header. If the engine reports its
-//! number of ranks, each rank is a backend (ADR 0073). The first rank is the registered backend
+//! number of ranks, each rank is a backend (ADR 0027). The first rank is the registered backend
 //! itself. Every further rank has its own slot and the id `ENGINE@RANK`, which no operator can
 //! write. It follows its engine in everything: address, models, labels, facts, draining and
 //! removal. Ownership, leases, load, limits and measurements are per slot and so per rank.

@@ -18,7 +18,7 @@ pub enum BackendRole {
     Decode,
 }
 
-/// Label that encodes the role. Builds without roles treat it as any other label (ADR 0084).
+/// Label that encodes the role. Builds without roles treat it as any other label (ADR 0028).
 const ROLE_LABEL: &str = "quorate.role";
 
 impl BackendRole {

@@ -3,7 +3,7 @@
 //! A prompt that starts like another user's finds that user's blocks in an engine's cache, which is
 //! visible in its time to first token and usage. A user with its own scope, or that of a group,
 //! finds only blocks computed in that scope: prompts are hashed under the scope, and engines
-//! receive it as `cache_salt` (ADR 0072). The salt is not part of the state: it follows from the
+//! receive it as `cache_salt` (ADR 0017). The salt is not part of the state: it follows from the
 //! scope and the cluster's hash secret.
 //!
 //! The table is published as one immutable image, which requests read without a lock.

@@ -1,7 +1,7 @@
 //! API keys of the data plane: which users, models and paths a client may use.
 //!
 //! The replica that creates a key draws its secret and returns it once. Commands only carry a keyed
-//! hash of it ([`SecretHash`]), so no log, snapshot or backup holds a secret (ADR 0067). A rotation
+//! hash of it ([`SecretHash`]), so no log, snapshot or backup holds a secret (ADR 0014). A rotation
 //! gives a key a new secret and keeps the former one valid for a grace period.
 //!
 //! Keys expire by the cluster's clock, the median of its members' clocks

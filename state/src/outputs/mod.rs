@@ -10,8 +10,8 @@
 //! - [`batch`]: selection of the next bin and of its requests (Algorithms 5 and 3).
 //! - [`theory`]: the benefit of bins where the requests of a batch end together.
 //!
-//! The algorithms are numbered as in docs/adr/0012-limits-in-apply.md, which also explains where
-//! and why this implementation departs from the originals.
+//! The algorithms are numbered as in docs/adr/0031, which also explains where and why this
+//! implementation departs from the originals.
 
 pub mod batch;
 pub mod boundaries;

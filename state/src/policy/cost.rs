@@ -19,7 +19,7 @@
 //! decided by a coin, as in page replication). A rare prefix loses little by this: copies cost at
 //! most one part in [`COPIES_PER_RENT`] of what the imbalance costs.
 //!
-//! docs/adr/0115 gives the reasons and measurements.
+//! docs/adr/0025 gives the reasons and measurements.
 
 use std::cmp::Reverse;
 

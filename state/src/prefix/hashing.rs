@@ -3,7 +3,7 @@
 //!
 //! The seed goes into user and model keys and into the first link of every chain. The secret goes
 //! into every block. With a seed alone, all blocks but the first are hashed in a publicly known
-//! way, and colliding blocks can be constructed for any seed (ADR 0031). Clusters founded before
+//! way, and colliding blocks can be constructed for any seed (ADR 0016). Clusters founded before
 //! the secret existed have none.
 
 use std::fmt;

@@ -20,7 +20,7 @@
 //!
 //! [`ShareLedger`] is one replica's part of this. Its inputs are the time, peers' reports and the
 //! running requests; its outputs are what may run and which places to hand to which replica. It
-//! reads no clock and sends nothing. docs/internals/limits.md describes the protocol, docs/adr/0047
+//! reads no clock and sends nothing. docs/internals/limits.md describes the protocol, docs/adr/0032
 //! the choice.
 
 mod ledger;

@@ -1,4 +1,4 @@
-//! The defaults for users without their own weight, limits or budget (ADR 0071).
+//! The defaults for users without their own weight, limits or budget (ADR 0034).
 //!
 //! Each of the three is either the user's own or the default as a whole: a user with its own daily
 //! budget has no monthly one, regardless of the default.

@@ -2,8 +2,7 @@
 //!
 //! The files hold no data and are open to everyone; they read what they show from the API, with the
 //! token that the operator enters. The content security policy below allows no inline scripts,
-//! nothing from other origins, and no markup parsed from strings (`innerHTML`) ([ADR
-//! 0097](../../../docs/adr/0097-a-console-without-a-build.md)).
+//! nothing from other origins, and no markup parsed from strings (`innerHTML`). See docs/adr/0043.
 
 use axum::http::HeaderMap;
 use axum::response::{IntoResponse, Response};

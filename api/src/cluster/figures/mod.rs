@@ -2,9 +2,8 @@
 //! role, indexes, rates, times, queue, disk.
 //!
 //! No decision depends on these figures. They travel with messages that replicas send each other
-//! anyway ([ADR 0097](../../../docs/adr/0097-a-console-without-a-build.md)), as a list of 64-bit
-//! numbers that grows at the end. A replica ignores numbers that it does not know. It reads numbers
-//! that an earlier build does not send as 0.
+//! anyway (docs/adr/0043), as a list of 64-bit numbers that grows at the end. A replica ignores
+//! numbers that it does not know, and reads numbers that another build does not send as 0.
 
 mod recent;
 

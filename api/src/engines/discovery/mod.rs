@@ -2,7 +2,7 @@
 //!
 //! Every replica queries the sources, so that each can report what it sees and a new leader has a
 //! report at once. Only the leader acts: it compares its report with the cluster in a
-//! [`SourcePlan`](state::discovery::SourcePlan), whose changes go through the log (ADR 0087).
+//! [`SourcePlan`](state::discovery::SourcePlan), whose changes go through the log (ADR 0042).
 
 mod dns;
 mod file;

@@ -5,7 +5,7 @@
 //! groups and blocks are hashes under a secret of the cluster and the recording's salt (`names`).
 //! Without the secret, nobody can therefore confirm a guessed name or text, or compare recordings
 //! with different salts. Blocks keep the property that matters: equal prefixes have equal ids
-//! (I126, ADR 0096).
+//! (I126, ADR 0044).
 //!
 //! A block identifies the whole prompt up to its end. A line therefore contains only the blocks
 //! that no earlier line has, and in `after` the block that they follow. docs/guide/what-if.md

@@ -1,4 +1,4 @@
-//! Vocabularies compressed into the binary, at a third of their size as text (docs/adr/0100).
+//! Vocabularies compressed into the binary, at a third of their size as text (docs/adr/0047).
 //!
 //! A file contains all tokens in id order, each preceded by its length in one byte, compressed with
 //! gzip. The files are generated from `tiktoken-rs`, and a test compares them: `UPDATE_GENERATED=1

@@ -2,7 +2,7 @@
 //! are routed to the engine that has them.
 //!
 //! Quorate does not record which engine that is. It asks the available engines in turn and relays
-//! the first response other than "not found" or "not supported" (ADR 0058). Engines draw ids at
+//! the first response other than "not found" or "not supported" (ADR 0038). Engines draw ids at
 //! random, so no two have different responses with the same id. No model runs, so nothing is
 //! charged.
 //!

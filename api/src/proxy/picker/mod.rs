@@ -3,7 +3,7 @@
 //!
 //! It is the second interface of the data plane. The same code receives, parses, admits, routes,
 //! dispatches and accounts for a request. Here the request arrives in messages of a gRPC stream,
-//! and the gateway sends it to the engine and forwards the response (ADR 0098). Connections,
+//! and the gateway sends it to the engine and forwards the response (ADR 0039). Connections,
 //! retries and CORS remain the gateway's task.
 //!
 //! | module | what |

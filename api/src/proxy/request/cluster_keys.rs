@@ -1,7 +1,7 @@
 //! The cluster's API keys on the data plane: their users, and the paths and models they allow.
 //!
 //! Whatever the number of keys, a request costs one hash and two lookups in the published list. It
-//! takes no lock (ADR 0067).
+//! takes no lock (ADR 0014).
 
 use std::sync::Arc;
 

@@ -1,5 +1,5 @@
 //! Policies that follow the pseudo-code of their sources literally, for comparison with the
-//! product's. docs/adr/0007 and 0009 describe the differences and their reasons.
+//! product's. docs/adr/0024 describes the differences and their reasons.
 //!
 //! Only the decision follows the source. Charges, leases, counts and the load that decisions see
 //! are the product's. Where a source leaves ties open, the request's number decides.

@@ -5,7 +5,7 @@
 //! simulation starts the core alone, over its own transport, disk and clock, and simulates
 //! everything around it. On a current-thread runtime with paused time the core is deterministic:
 //! the same calls in the same order produce the same commands.
-//! docs/adr/0018-core-without-sockets.md lists what that requires of the code it runs.
+//! docs/adr/0045 lists what that requires of the code it runs.
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -8,7 +8,7 @@
 //! new or that belonged to another store. So an unknown leader or candidate is accepted while no
 //! other leader is heard; otherwise a cluster could lose its quorum. Its power is limited:
 //! [`term_max`] keeps a single call from using up all terms, after which no election would be
-//! possible. docs/adr/0025-who-is-listened-to.md describes the remaining trust.
+//! possible. docs/adr/0010 describes the remaining trust.
 
 use tonic::Status;
 

@@ -4,7 +4,7 @@
 //! what the time between tokens allows and yields `b_SLA` (Algorithms 2 and 7). `apply` computes
 //! both from replicated samples, so that every replica has the same limit at the same log index and
 //! a new leader continues where the last one stopped. The algorithms are numbered as in
-//! docs/adr/0012-limits-in-apply.md.
+//! docs/adr/0031.
 //!
 //! The limit bounds how many requests may *start*. It may fall below the number running: no request
 //! is withdrawn from an engine, and none starts until enough have ended. Algorithm 2 never goes

@@ -2,7 +2,7 @@
 //!
 //! Pods are listed once and then watched: the server sends every change, and bookmarks of its
 //! position. If it no longer knows our position (410), or ends the watch, the known pods remain
-//! until a new list or watch replaces them (ADR 0089).
+//! until a new list or watch replaces them (ADR 0042).
 
 mod client;
 mod pods;
