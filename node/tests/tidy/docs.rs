@@ -120,8 +120,17 @@ fn documentation_links_resolve() {
     assert!(faults.is_empty(), "broken links:\n{}", faults.join("\n"));
 }
 
+/// Returns the numbers of the decisions that a text names, such as 0004 in "ADR 0004".
+fn named_decisions(text: &str) -> BTreeSet<&str> {
+    let behind = text.split("ADR ").skip(1);
+    let numbers = behind.filter_map(|rest| rest.get(..4));
+    numbers
+        .filter(|number| number.bytes().all(|it| it.is_ascii_digit()))
+        .collect()
+}
+
 /// Returns the paths below `docs/` in a text, in the forms that code uses:
-/// `docs/guide/admission.md`, `docs/adr/0008`.
+/// `docs/guide/admission.md`, `docs/adr/0004`.
 fn named_documents(text: &str) -> BTreeSet<&str> {
     let belongs = |letter: char| letter.is_ascii_alphanumeric() || "/._-".contains(letter);
     let starts = text.match_indices("docs/").map(|(at, _)| at);
@@ -134,7 +143,7 @@ fn named_documents(text: &str) -> BTreeSet<&str> {
     named.collect()
 }
 
-/// Whether a path or an ADR like `docs/adr/0008` exists.
+/// Whether a path or an ADR like `docs/adr/0004` exists.
 fn document_exists(named: &str) -> bool {
     let Some(number) = named.strip_prefix("docs/adr/") else {
         return root().join(named).exists();
@@ -159,9 +168,12 @@ fn named_documents_exist() {
     let mut faults = Vec::new();
     for path in files(may_name) {
         let text = read(&path);
-        for named in named_documents(&text) {
+        let decisions = named_decisions(&text).into_iter();
+        let decisions = decisions.map(|number| format!("docs/adr/{number}"));
+        let documents = named_documents(&text).into_iter().map(str::to_owned);
+        for named in documents.chain(decisions) {
             found += 1;
-            if !document_exists(named) {
+            if !document_exists(&named) {
                 faults.push(format!("{}: {named}", shown(&path)));
             }
         }
@@ -182,6 +194,9 @@ fn every_adr_has_a_number_status_and_date() {
         let Some(name) = name.strip_prefix("docs/adr/") else {
             continue;
         };
+        if name == "README.md" {
+            continue;
+        }
         let text = read(&record);
         let lines: Vec<_> = text.lines().take(3).collect();
         let title = format!("# {} ", &name[..4]);
@@ -196,6 +211,29 @@ fn every_adr_has_a_number_status_and_date() {
 }
 
 #[test]
+fn the_index_of_decisions_has_each_title() {
+    let folder = root().join("docs/adr");
+    let index = read(&folder.join("README.md"));
+    let records = files(|path| path.starts_with(&folder) && !path.ends_with("README.md"));
+    assert!(records.len() > 20, "found only {} records", records.len());
+    let entry = |record: &PathBuf| {
+        let file = record.file_name()?.to_str()?.to_owned();
+        let title = read(record)
+            .lines()
+            .next()?
+            .get("# NNNN ".len()..)?
+            .to_owned();
+        Some(format!("- [{}]({file}) {title}", &file[..4]))
+    };
+    let missing: Vec<_> = records
+        .iter()
+        .map(|record| entry(record).unwrap_or_else(|| shown(record)))
+        .filter(|entry| !index.lines().any(|line| line == entry))
+        .collect();
+    assert!(missing.is_empty(), "not in the index: {missing:#?}");
+}
+
+#[test]
 fn a_broken_link_is_detected() {
     let page = root().join("docs/ARCHITECTURE.md");
     assert_eq!(broken(&page, "adr/"), None);
@@ -204,9 +242,13 @@ fn a_broken_link_is_detected() {
     assert!(broken(&page, "guide/nowhere.md").is_some());
     assert!(broken(&page, "#nowhere").is_some());
     assert!(broken(&page, "internals/invariants.md#nowhere").is_some());
-    assert!(document_exists("docs/adr/0008"));
+    assert!(document_exists("docs/adr/0004"));
     assert!(!document_exists("docs/adr/9999"));
-    let text = "see docs/adr/0008, mydocs/x and `docs/nowhere.md`.";
+    let text = "see docs/adr/0004, mydocs/x and `docs/nowhere.md`.";
     let named: Vec<_> = named_documents(text).into_iter().collect();
-    assert_eq!(named, ["docs/adr/0008", "docs/nowhere.md"]);
+    assert_eq!(named, ["docs/adr/0004", "docs/nowhere.md"]);
+    let named: Vec<_> = named_decisions("ADR 0004, [ADR 9999](x), ADR x")
+        .into_iter()
+        .collect();
+    assert_eq!(named, ["0004", "9999"]);
 }
