@@ -227,7 +227,7 @@ fn ask(identity: &PromptIdentity) -> RoutingRequest<'_> {
         excluded: &[],
         waiting_here: 0,
         endpoints: None,
-        stages: RequestStages::Whole,
+        stages: RequestStages::Monolithic,
     }
 }
 

@@ -86,7 +86,7 @@ pub use options::{Formation, Peers, Promotion, ReplicaOptions};
 pub use replay::{ReplayError, ReplayRange, replay};
 pub use replica::Replica;
 #[cfg(feature = "fuzzing")]
-pub use replica::lies;
+pub use replica::forged_calls;
 pub use status::{Member, PeerFinding, PeerState, Role, Status};
 pub use storage::Storage;
 

@@ -18,7 +18,7 @@ use state::command::{BackendSpec, Command, EngineFacts, Envelope, Item, Lane, Or
 use state::ids::{
     AttemptId, BackendRef, BlockHash, EngineHash, LogIndex, ReplicaId, SessionId, Slot,
 };
-use state::kv_events::{KvBatch, KvEvent, KvMessage, KvMode, KvNews};
+use state::kv_events::{KvBatch, KvEvent, KvMessage, KvMode, KvUpdate};
 use state::policy::{CostSettings, PolicyConfig};
 use state::users::FairnessSettings;
 
@@ -67,7 +67,7 @@ impl Bench {
             }));
             let backend = bench.state.backend(&id).expect("it was put").handle;
             bench.backends.push(backend);
-            bench.tell(engine, KvNews::Current { seq: None });
+            bench.tell(engine, KvUpdate::Current { seq: None });
         }
         bench
     }
@@ -97,12 +97,12 @@ impl Bench {
         black_box(self.state.apply(index, envelope));
     }
 
-    fn tell(&mut self, engine: usize, news: KvNews) {
+    fn tell(&mut self, engine: usize, news: KvUpdate) {
         let command = self.batch(engine, news);
         self.apply(command);
     }
 
-    fn batch(&self, engine: usize, news: KvNews) -> Command {
+    fn batch(&self, engine: usize, news: KvUpdate) -> Command {
         Command::Batch {
             base_attempt: AttemptId(0),
             items: vec![Item::KvEvents(KvBatch {
@@ -140,7 +140,7 @@ impl Bench {
             events,
         };
         *seq += 1;
-        let command = self.batch(engine, KvNews::Message(message));
+        let command = self.batch(engine, KvUpdate::Message(message));
         let bytes = self.encode(command);
         self.log_bytes += bytes.len() as u64;
         bytes
@@ -276,7 +276,7 @@ fn clear(bench: &mut Bench, out: &mut dyn Write) -> std::io::Result<()> {
         events: vec![KvEvent::Cleared],
     };
     let held = bench.state.owned_blocks(Slot(0));
-    bench.tell(0, KvNews::Message(cleared));
+    bench.tell(0, KvUpdate::Message(cleared));
     let clear = start.elapsed().as_secs_f64() * 1e3;
     writeln!(
         out,

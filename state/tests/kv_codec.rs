@@ -7,9 +7,9 @@ use proptest::prelude::*;
 use state::codec::{decode_envelope, encode_envelope, item_bytes};
 use state::command::{Command, Envelope, Item, Lane};
 use state::ids::{BackendRef, BlockHash, EngineHash, Incarnation, Slot};
-use state::kv_events::{KvBatch, KvDoubt, KvEvent, KvMessage, KvNews, KvRejection};
+use state::kv_events::{KvBatch, KvEvent, KvMessage, KvRejection, KvUncertainty, KvUpdate};
 
-fn item(rank: u16, news: KvNews) -> Item {
+fn item(rank: u16, news: KvUpdate) -> Item {
     Item::KvEvents(KvBatch {
         backend: BackendRef {
             slot: Slot(2),
@@ -75,19 +75,19 @@ fn every_kv_event_encodes_to_golden_bytes() {
         ..message(Vec::new())
     };
     let items = [
-        item(0, KvNews::Begin),
-        item(0, KvNews::Message(message(all))),
-        item(3, KvNews::Message(part)),
-        item(0, KvNews::Current { seq: None }),
-        item(0, KvNews::Current { seq: Some(300) }),
-        item(0, KvNews::Doubt(KvDoubt::Gap)),
-        item(0, KvNews::Doubt(KvDoubt::Unreachable)),
-        item(0, KvNews::Doubt(KvDoubt::Behind)),
-        item(0, KvNews::Doubt(KvDoubt::Handover)),
-        item(0, KvNews::Refuse(size)),
-        item(0, KvNews::Refuse(KvRejection::Tokenizer)),
-        item(0, KvNews::Refuse(KvRejection::Models)),
-        item(0, KvNews::Refuse(KvRejection::Unreadable)),
+        item(0, KvUpdate::Begin),
+        item(0, KvUpdate::Message(message(all))),
+        item(3, KvUpdate::Message(part)),
+        item(0, KvUpdate::Current { seq: None }),
+        item(0, KvUpdate::Current { seq: Some(300) }),
+        item(0, KvUpdate::Doubt(KvUncertainty::Gap)),
+        item(0, KvUpdate::Doubt(KvUncertainty::Unreachable)),
+        item(0, KvUpdate::Doubt(KvUncertainty::Behind)),
+        item(0, KvUpdate::Doubt(KvUncertainty::Handover)),
+        item(0, KvUpdate::Refuse(size)),
+        item(0, KvUpdate::Refuse(KvRejection::Tokenizer)),
+        item(0, KvUpdate::Refuse(KvRejection::Models)),
+        item(0, KvUpdate::Refuse(KvRejection::Unreadable)),
     ];
     let lines: Vec<String> = items.iter().map(|item| bytes(item) + "\n").collect();
     expect![[r#"
@@ -112,7 +112,7 @@ fn a_block_takes_the_bytes_of_its_hashes() {
     let cost = |count| {
         item_bytes(&item(
             0,
-            KvNews::Message(message(vec![stored(Some(7), count)])),
+            KvUpdate::Message(message(vec![stored(Some(7), count)])),
         ))
     };
     assert_eq!((cost(10) - 160, cost(1000) - 16_000), (31, 33));
@@ -129,7 +129,7 @@ fn event() -> impl Strategy<Value = KvEvent> {
     ]
 }
 
-fn news() -> impl Strategy<Value = KvNews> {
+fn news() -> impl Strategy<Value = KvUpdate> {
     let flags = any::<(bool, bool)>();
     let message = (
         any::<(u64, u64, u16)>(),
@@ -137,7 +137,7 @@ fn news() -> impl Strategy<Value = KvNews> {
         prop::collection::vec(event(), 0..6),
     )
         .prop_map(|((seq, mark, part), (is_last, is_after_loss), events)| {
-            KvNews::Message(KvMessage {
+            KvUpdate::Message(KvMessage {
                 seq,
                 mark,
                 part,
@@ -147,10 +147,10 @@ fn news() -> impl Strategy<Value = KvNews> {
             })
         });
     let refuse = any::<(u32, u32)>()
-        .prop_map(|(engine, router)| KvNews::Refuse(KvRejection::BlockSize { engine, router }));
+        .prop_map(|(engine, router)| KvUpdate::Refuse(KvRejection::BlockSize { engine, router }));
     prop_oneof![
         message,
-        any::<Option<u64>>().prop_map(|seq| KvNews::Current { seq }),
+        any::<Option<u64>>().prop_map(|seq| KvUpdate::Current { seq }),
         refuse,
     ]
 }

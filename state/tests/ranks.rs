@@ -6,7 +6,7 @@ use common::{Driver, batch, block, chain, restored, snapshot, spec};
 use proptest::prelude::*;
 use state::command::{BackendSpec, Command, EngineFacts, Item, LeaseOutcome, Rejection, Reply};
 use state::ids::{BackendRef, BlockHash, EngineHash, Slot};
-use state::kv_events::{KvBatch, KvEvent, KvMessage, KvMode, KvNews};
+use state::kv_events::{KvBatch, KvEvent, KvMessage, KvMode, KvUpdate};
 use state::{Backend, RouterState};
 
 fn ranks(driver: &Driver, id: &str, ranks: u16) -> Command {
@@ -68,9 +68,9 @@ fn stored(backend: BackendRef, rank: u16, path: &[u8]) -> Vec<Item> {
         }],
     };
     let news = [
-        KvNews::Begin,
-        KvNews::Message(message),
-        KvNews::Current { seq: Some(0) },
+        KvUpdate::Begin,
+        KvUpdate::Message(message),
+        KvUpdate::Current { seq: Some(0) },
     ];
     let item = |news| {
         Item::KvEvents(KvBatch {

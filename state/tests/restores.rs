@@ -11,7 +11,7 @@ use state::ids::{
     BackendRef, BlockHash, Incarnation, LogIndex, ReplicaId, RestoreId, SessionId, Slot,
 };
 use state::keys::{FoundKey, SecretHash};
-use state::kv_events::{KvDoubt, KvMode, KvReason};
+use state::kv_events::{KvMode, KvReason, KvUncertainty};
 use state::prefix::user_key;
 use state::{AuditAction, RESTORE_IDLE_MS_MAX, RouterState};
 
@@ -216,7 +216,7 @@ fn restore_keeps_event_state_in_degraded_mode() {
     let after = driver.state.kv_status(followed.handle.slot).unwrap();
     assert_eq!(after.reported_blocks, before.reported_blocks);
     assert_eq!(after.condition.mode, KvMode::Degraded);
-    let handover = Some(KvReason::Doubt(KvDoubt::Handover));
+    let handover = Some(KvReason::Doubt(KvUncertainty::Handover));
     assert_eq!(after.condition.reason, handover);
     assert!(driver.state.backends().any(|it| it.handle == after.backend));
 }

@@ -234,7 +234,7 @@ fn phases(fleet: &Fleet, body_bytes: usize) {
         excluded: &[],
         waiting_here: 0,
         endpoints: None,
-        stages: RequestStages::Whole,
+        stages: RequestStages::Monolithic,
     };
     let decisions: Vec<_> = (0..PROMPTS)
         .map(|i| {

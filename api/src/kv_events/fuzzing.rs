@@ -10,7 +10,7 @@ use state::command::{BackendSpec, Command, Envelope, Item, Lane, Origin, Reply};
 use state::ids::{
     AttemptId, BackendRef, BlockHash, EngineHash, Incarnation, LogIndex, ReplicaId, SessionId, Slot,
 };
-use state::kv_events::{KvBatch, KvEvent, KvNews};
+use state::kv_events::{KvBatch, KvEvent, KvUpdate};
 use state::policy::{CostSettings, PolicyConfig};
 use state::users::FairnessSettings;
 use tokio::runtime::Runtime;
@@ -45,7 +45,7 @@ pub fn kv_payload(bytes: &[u8]) {
 /// steps: kind (1 byte), sequence number (1 byte), length of a payload (2 bytes, little-endian),
 /// payload.
 pub fn kv_stream(mut bytes: &[u8]) {
-    let mut rig = Rig::new();
+    let mut fixture = EventFixture::new();
     let mut stream = EventStream::new(identity(), true, None);
     let mut now_ms = 1_000_000;
     while let Some(([what, seq, low, high], rest)) = bytes.split_first_chunk() {
@@ -53,7 +53,7 @@ pub fn kv_stream(mut bytes: &[u8]) {
         let (payload, rest) = rest.split_at(length);
         bytes = rest;
         now_ms += 20;
-        let known = |engine: EngineHash| rig.known(engine);
+        let known = |engine: EngineHash| fixture.known(engine);
         let around = StreamContext {
             now_ms,
             known: &known,
@@ -75,9 +75,9 @@ pub fn kv_stream(mut bytes: &[u8]) {
                 }
             }
         }
-        rig.tell(stream.take_effects());
+        fixture.tell(stream.take_effects());
     }
-    assert_eq!(rig.state.check(), Ok(()));
+    assert_eq!(fixture.state.check(), Ok(()));
 }
 
 /// Receives a peer's bytes over a connection. The first byte selects the socket type of this end.
@@ -304,7 +304,7 @@ fn cleared() -> Vec<u8> {
 }
 
 /// A state that receives the reports of a reader.
-struct Rig {
+struct EventFixture {
     state: RouterState,
     backend: BackendRef,
     seq: u64,
@@ -312,9 +312,9 @@ struct Rig {
     known: HashMap<EngineHash, BlockHash>,
 }
 
-impl Rig {
+impl EventFixture {
     fn new() -> Self {
-        let mut rig = Self {
+        let mut fixture = Self {
             state: RouterState::new(),
             backend: BackendRef {
                 slot: Slot(0),
@@ -323,12 +323,12 @@ impl Rig {
             seq: 0,
             known: HashMap::new(),
         };
-        rig.apply(Command::InitCluster {
+        fixture.apply(Command::InitCluster {
             hash_seed: 7,
             policy: PolicyConfig::Cost(CostSettings::default()),
             fairness: FairnessSettings::default(),
         });
-        rig.apply(Command::PutBackend(BackendSpec {
+        fixture.apply(Command::PutBackend(BackendSpec {
             id: "a".to_owned(),
             url: "http://127.0.0.1:1".to_owned(),
             models: vec!["*".to_owned()],
@@ -338,9 +338,13 @@ impl Rig {
             kv_replay: None,
             role: state::command::BackendRole::Both,
         }));
-        let backend = rig.state.backends().next().map(|backend| backend.handle);
-        rig.backend = backend.expect("it was just put");
-        rig
+        let backend = fixture
+            .state
+            .backends()
+            .next()
+            .map(|backend| backend.handle);
+        fixture.backend = backend.expect("it was just put");
+        fixture
     }
 
     fn apply(&mut self, command: Command) {
@@ -371,7 +375,7 @@ impl Rig {
             let StreamEffect::Tell { publisher, news } = effect else {
                 continue;
             };
-            if let KvNews::Message(message) = &news {
+            if let KvUpdate::Message(message) = &news {
                 for event in &message.events {
                     if let KvEvent::Stored { blocks, .. } = event {
                         self.known.extend(blocks.iter().copied());

@@ -22,7 +22,7 @@ const MODEL: &str = "tiny";
 const REQUESTS_PER_READER: usize = 7;
 
 /// Two replicas, a reader, and the messages that the engine has sent so far.
-struct Rig {
+struct EventFixture {
     steady: RouterState,
     rebuilt: RouterState,
     backend: BackendRef,
@@ -49,9 +49,9 @@ fn rebuilt(state: &RouterState) -> RouterState {
     copy
 }
 
-impl Rig {
+impl EventFixture {
     fn new(block_size: u32) -> Self {
-        let mut rig = Self {
+        let mut fixture = Self {
             steady: RouterState::new(),
             rebuilt: RouterState::new(),
             backend: BackendRef {
@@ -63,12 +63,12 @@ impl Rig {
             block_size,
             sent: &[],
         };
-        rig.apply(Command::InitCluster {
+        fixture.apply(Command::InitCluster {
             hash_seed: HASH_SEED,
             policy: PolicyConfig::Cost(CostSettings::default()),
             fairness: Default::default(),
         });
-        rig.apply(Command::PutBackend(BackendSpec {
+        fixture.apply(Command::PutBackend(BackendSpec {
             id: "gpu".to_owned(),
             url: "http://127.0.0.1:1".to_owned(),
             models: vec![MODEL.to_owned()],
@@ -78,8 +78,8 @@ impl Rig {
             kv_replay: None,
             role: state::command::BackendRole::Both,
         }));
-        rig.backend = rig.steady.backend("gpu").unwrap().handle;
-        rig
+        fixture.backend = fixture.steady.backend("gpu").unwrap().handle;
+        fixture
     }
 
     fn apply(&mut self, command: Command) {
@@ -221,25 +221,25 @@ fn the_state_equals_the_recorded_engines_cache() {
     for (name, block_size) in [("vllm012_bs16", 16_u32), ("vllm032_bs32", 32)] {
         let all = fixtures::messages(name);
         let tells_salts = name == "vllm032_bs32";
-        let (mut rig, mut cache) = (Rig::new(block_size), Cache::default());
+        let (mut fixture, mut cache) = (EventFixture::new(block_size), Cache::default());
         let mut predicted = 0;
         for (number, request) in fixtures::requests(name).into_iter().enumerate() {
             if number % REQUESTS_PER_READER == 0 {
-                rig.hand_over();
-                rig.rebuilt = rebuilt(&rig.steady);
+                fixture.hand_over();
+                fixture.rebuilt = rebuilt(&fixture.steady);
             }
-            while let Some(message) = all.get(rig.sent.len()) {
+            while let Some(message) = all.get(fixture.sent.len()) {
                 if message.at_s >= request.from_s {
                     break;
                 }
-                rig.sent = &all[..=rig.sent.len()];
+                fixture.sent = &all[..=fixture.sent.len()];
                 cache.hear(message);
-                rig.act(&mut |stream, around| {
+                fixture.act(&mut |stream, around| {
                     stream.live(message.seq, message.payload.clone(), around);
                 });
             }
-            rig.check();
-            let status = rig.steady.kv_status(rig.backend.slot).unwrap();
+            fixture.check();
+            let status = fixture.steady.kv_status(fixture.backend.slot).unwrap();
             let (held, reached) = cache.blocks();
             assert_eq!(status.ranks[0].blocks, held, "{name}: {}", request.name);
             // Without salts in the events, blocks that differ only in their salt count as one.
@@ -248,7 +248,7 @@ fn the_state_equals_the_recorded_engines_cache() {
             } else {
                 assert!(status.reported_blocks <= reached);
             }
-            assert_eq!(rig.steady.owned_blocks(Slot(0)), status.reported_blocks);
+            assert_eq!(fixture.steady.owned_blocks(Slot(0)), status.reported_blocks);
             let is_foretold = (tells_salts || request.salt.is_none())
                 // The engine reports the reset only in the next step that has events.
                 && request.name != "after_reset"
@@ -264,7 +264,7 @@ fn the_state_equals_the_recorded_engines_cache() {
             let chain = chain_of_tokens(&HASH_SEED.into(), &scope, None, &request.prompt, &[]);
             let matchable = request.prompt.len().saturating_sub(1) / block_size as usize;
             let mut found = 0;
-            let view = rig.steady.view();
+            let view = fixture.steady.view();
             let chain = &chain[..matchable.min(chain.len())];
             view.blocks.match_prefix(chain, |_, blocks| found = blocks);
             let expected = f64::from(found * block_size);

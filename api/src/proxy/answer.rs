@@ -282,7 +282,7 @@ impl Proxy {
                     timeouts: &self.settings.timeouts,
                     bytes_max: limits.body_bytes_max,
                     headers: &head.headers,
-                    is_crowded: &|| self.metrics.reading.get() > reading_max,
+                    is_overloaded: &|| self.metrics.reading.get() > reading_max,
                 };
                 let bytes = upload.read(body, held).await?;
                 self.metrics.request_bytes.inc_by(bytes.len() as u64);

@@ -8,29 +8,29 @@ pub mod advances_are_used;
 pub mod applied_in_order;
 pub mod blocks_as_leased;
 pub mod charges_add_up;
-pub mod computed_is_charged;
+pub mod computed_work_is_charged;
 pub mod converged;
 pub mod counters_as_charged;
 pub mod dispatched_to_registered;
 pub mod events_in_order;
-pub mod exact_is_true;
+pub mod exact_mode_is_true;
 #[cfg(test)]
 pub(crate) mod fixture;
 pub mod formats_known;
-pub mod learnt_as_reported;
-pub mod leases_as_told;
-pub mod limits_held;
+pub mod learned_as_reported;
+pub mod leases_as_logged;
+pub mod limits_respected;
 pub mod linearizable;
 pub mod linearizable_by_search;
 pub mod majority_answers;
-pub mod nothing_left;
+pub mod nothing_leaks;
 pub mod one_leader;
-pub mod owned_from_outside;
+pub mod owned_blocks_are_consistent;
 pub mod same_digest;
 pub mod same_log;
 pub mod settings_as_written;
 pub mod sound_state;
-pub mod sources_lose_slowly;
+pub mod sources_remove_gradually;
 pub mod time_as_stamped;
 pub mod time_passes;
 pub mod writes_happen_once;
@@ -91,24 +91,24 @@ pub const ALL: &[Invariant] = &[
     invariant!(linearizable_by_search),
     invariant!(settings_as_written),
     invariant!(counters_as_charged),
-    invariant!(leases_as_told),
+    invariant!(leases_as_logged),
     invariant!(blocks_as_leased),
-    invariant!(learnt_as_reported),
+    invariant!(learned_as_reported),
     invariant!(time_as_stamped),
     invariant!(time_passes),
-    invariant!(owned_from_outside),
+    invariant!(owned_blocks_are_consistent),
     invariant!(charges_add_up),
-    invariant!(computed_is_charged),
+    invariant!(computed_work_is_charged),
     invariant!(dispatched_to_registered),
     invariant!(events_in_order),
-    invariant!(exact_is_true),
+    invariant!(exact_mode_is_true),
     invariant!(majority_answers),
     invariant!(converged),
-    invariant!(nothing_left),
+    invariant!(nothing_leaks),
     invariant!(advances_are_used),
-    invariant!(limits_held),
+    invariant!(limits_respected),
     invariant!(formats_known),
-    invariant!(sources_lose_slowly),
+    invariant!(sources_remove_gradually),
 ];
 
 /// Invariants that need no replay of the log, and so are cheap enough to check repeatedly.
@@ -117,11 +117,11 @@ const CHEAP: &[Invariant] = &[
     invariant!(same_digest),
     invariant!(applied_in_order),
     invariant!(one_leader),
-    invariant!(owned_from_outside),
+    invariant!(owned_blocks_are_consistent),
     invariant!(events_in_order),
-    invariant!(exact_is_true),
+    invariant!(exact_mode_is_true),
     invariant!(majority_answers),
-    invariant!(limits_held),
+    invariant!(limits_respected),
     invariant!(formats_known),
 ];
 

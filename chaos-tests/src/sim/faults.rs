@@ -2,9 +2,9 @@
 
 use lab::rng::Rng;
 
-/// Mean number of faults per lie. Lies are drawn separately, so that they do not change a seed's
+/// Mean number of faults per forged call. Those are drawn separately, so that they do not change a seed's
 /// other faults.
-pub const LIES: u64 = 4;
+pub const FORGED_CALLS: u64 = 4;
 
 /// Kind of fault in a simulated world.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize)]
@@ -71,7 +71,7 @@ pub enum Fault {
 }
 
 impl Fault {
-    /// All faults with their weights. Lies (see [`LIES`]) and changes to whole fleets (`fleet.rs`)
+    /// All faults with their weights. Forged calls (see [`FORGED_CALLS`]) and changes to whole fleets (`fleet.rs`)
     /// have weight 0, because they are drawn separately.
     pub const ALL: &[(Self, u32)] = &[
         (Self::Crash, 16),

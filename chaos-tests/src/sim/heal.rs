@@ -10,7 +10,7 @@ use state::ids::ReplicaId;
 
 use super::faults::Remedy;
 use super::workload::{self, MembershipChange};
-use super::world::{ReplicaSeat, World};
+use super::world::{SimulatedReplica, World};
 use crate::invariants;
 use crate::oracle::image::StateImage;
 use crate::oracle::observation::AtRest;
@@ -145,7 +145,8 @@ impl World {
     /// removal without a response may still take effect.
     fn unanswered(&self, asked: &[(u8, Arc<AtomicBool>)]) -> Result<(), String> {
         let is_waited_for = |(id, done): &&(u8, Arc<AtomicBool>)| {
-            !done.load(Ordering::Relaxed) && !self.seats.get(id).is_none_or(ReplicaSeat::is_out)
+            !done.load(Ordering::Relaxed)
+                && !self.seats.get(id).is_none_or(SimulatedReplica::is_out)
         };
         match asked.iter().find(is_waited_for) {
             Some((id, _)) => Err(format!("replica {id} has not answered")),
@@ -206,7 +207,7 @@ impl World {
                 .map_err(|why| format!("replica {id}: {why}"))?;
         }
         for id in members {
-            if self.seats.get(&id).is_none_or(ReplicaSeat::is_out) {
+            if self.seats.get(&id).is_none_or(SimulatedReplica::is_out) {
                 return Err(format!("replica {id} is a member and gone"));
             }
         }
@@ -256,7 +257,7 @@ impl World {
 
 /// Returns the number of requests that a replica counts at all backends, including those that peers
 /// reported.
-fn in_flight(seat: &ReplicaSeat, core: &ReplicaCore) -> u64 {
+fn in_flight(seat: &SimulatedReplica, core: &ReplicaCore) -> u64 {
     let Some(handle) = seat.machine.handle() else {
         return 0;
     };

@@ -5,12 +5,12 @@ use std::sync::atomic::Ordering;
 use raft::DiskShortage;
 use state::ids::ReplicaId;
 
-use super::faults::{Fault, LIES, Remedy};
+use super::faults::{FORGED_CALLS, Fault, Remedy};
 use super::network::{LOSS_PERMILLE_BAD, Link, LinkCut, REPEATS_PERMILLE_BAD};
 use super::plan::FleetKind;
 use super::reach::{self, Reachability};
 use super::workload::MembershipChange;
-use super::world::{ReplicaSeat, World};
+use super::world::{SimulatedReplica, World};
 
 /// Maximum error of a clock that counts as right, in milliseconds.
 const CLOCK_ERROR_MS: u64 = 1000;
@@ -34,7 +34,7 @@ impl World {
         self.next_fault_us = self.now_us() + gap_us / 4 + self.rng.below(2 * gap_us);
         let only = self.options.only.clone();
         let fault = Fault::draw(&mut self.rng, &only);
-        if only.is_empty() && self.lies.below(LIES) == 0 {
+        if only.is_empty() && self.forged_calls.below(FORGED_CALLS) == 0 {
             self.happen(Fault::Liar);
         }
         if only.is_empty()
@@ -55,7 +55,7 @@ impl World {
 
     /// Injects a fault. Returns whether it was possible at this moment.
     fn inject(&mut self, fault: Fault) -> bool {
-        let is_barred = |seat: &ReplicaSeat| {
+        let is_barred = |seat: &SimulatedReplica| {
             let is_spoiled = seat.is_spoiled.load(Ordering::Relaxed);
             is_spoiled && (!seat.is_in_doubt() || fault.ends_processes())
         };
@@ -228,7 +228,7 @@ impl World {
     /// Records that the time is unknowable, unless more than half of all replicas run, have a right
     /// clock and can reach each other.
     pub(super) fn observe_clocks(&mut self) {
-        let wrong_ms = |seat: &ReplicaSeat| seat.machine.wall.error_ms().unsigned_abs();
+        let wrong_ms = |seat: &SimulatedReplica| seat.machine.wall.error_ms().unsigned_abs();
         if self
             .seats
             .values()
@@ -236,7 +236,7 @@ impl World {
         {
             return;
         }
-        let is_right = |seat: &ReplicaSeat| {
+        let is_right = |seat: &SimulatedReplica| {
             seat.machine.core().is_some()
                 && !seat.machine.is_paused()
                 && wrong_ms(seat) <= CLOCK_ERROR_MS
@@ -452,16 +452,16 @@ impl World {
             .filter(|(_, seat)| seat.machine.core().is_some())
             .map(|(id, _)| *id)
             .collect();
-        let draw = self.lies.next_u64();
+        let draw = self.forged_calls.next_u64();
         if up.is_empty() {
             return false;
         }
-        let seat = &self.seats[&up[self.lies.below(up.len() as u64) as usize]];
+        let seat = &self.seats[&up[self.forged_calls.below(up.len() as u64) as usize]];
         let Some((core, handle)) = seat.machine.core().zip(seat.machine.handle()) else {
             return false;
         };
         let replica = core.replica().clone();
-        handle.spawn(async move { raft::lies::tell(&replica, draw).await });
+        handle.spawn(async move { raft::forged_calls::send(&replica, draw).await });
         true
     }
 

@@ -7,7 +7,7 @@ use state::ids::ReplicaId;
 
 use super::faults::{Fault, Remedy};
 use super::workload::MembershipChange;
-use super::world::{ReplicaSeat, World};
+use super::world::{SimulatedReplica, World};
 
 impl World {
     /// Corrupts the state of one follower, if all others are sound and no current fault may end the
@@ -15,7 +15,7 @@ impl World {
     /// wrong may be elected and pass its state on. Once it knows, see
     /// [`World::depose_leader_of_suspect`].
     pub(super) fn lose_state(&mut self) -> bool {
-        let is_sound = |seat: &ReplicaSeat| {
+        let is_sound = |seat: &SimulatedReplica| {
             let is_up = seat.machine.core().is_some();
             seat.is_out() || (is_up && !seat.is_spoiled.load(Ordering::Relaxed))
         };
@@ -23,7 +23,7 @@ impl World {
             return false;
         }
         let leader = self.leader();
-        let follows = |seat: &ReplicaSeat| {
+        let follows = |seat: &SimulatedReplica| {
             let status = seat.status.as_ref().map(|status| status.borrow());
             status.is_some_and(|it| it.leader == leader && it.has_quorum)
         };
@@ -60,7 +60,7 @@ impl World {
     /// isolates the leader, or requests a transfer of leadership to that replica, as far as the
     /// options allow.
     pub(super) fn depose_leader_of_suspect(&mut self) {
-        let just_found = |(_, seat): &(&u8, &ReplicaSeat)| {
+        let just_found = |(_, seat): &(&u8, &SimulatedReplica)| {
             !seat.is_struck && seat.is_spoiled.load(Ordering::Relaxed) && seat.is_in_doubt()
         };
         let Some(id) = self.seats.iter().find(just_found).map(|(id, _)| *id) else {

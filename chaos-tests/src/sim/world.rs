@@ -36,8 +36,8 @@ const IMAGE_EVERY_US: u64 = 2_000_000;
 pub(super) const REPLICAS_MAX: usize = 7;
 /// Label of the world's draws, which separates them from others under the same seed.
 const RNG_LABEL: u64 = 0x776f_726c;
-/// Label of the draws of lies, which separates them from others under the same seed.
-const LIES_LABEL: u64 = 0x6c69_6573;
+/// Label of the draws of forged calls, which separates them from others under the same seed.
+const FORGED_CALLS_LABEL: u64 = 0x6c69_6573;
 /// Label of raft's draws, which separates them from others under the same seed.
 const RAFT_LABEL: u64 = 0x7261_6674;
 
@@ -70,7 +70,7 @@ pub struct WorldCounts {
 }
 
 /// A replica as the world tracks it.
-pub(super) struct ReplicaSeat {
+pub(super) struct SimulatedReplica {
     pub(super) machine: Machine,
     pub(super) pace: DiskSpeed,
     pub(super) run: ReplicaRun,
@@ -91,7 +91,7 @@ pub(super) struct ReplicaSeat {
     pub(super) voters: Vec<u8>,
 }
 
-impl ReplicaSeat {
+impl SimulatedReplica {
     /// Returns whether the replica is not to be part of the cluster.
     pub(super) fn is_out(&self) -> bool {
         self.is_gone || self.is_scaled_away
@@ -110,12 +110,12 @@ pub struct World {
     pub(super) options: WorldOptions,
     pub(super) rng: Rng,
     /// Generator that draws which replica is lied to, and how.
-    pub(super) lies: Rng,
+    pub(super) forged_calls: Rng,
     pub(super) time: SimTime,
     pub(super) network: SimNetwork,
     pub(super) trace: Trace,
     pub(super) ledger: RecordKeeper,
-    pub(super) seats: BTreeMap<u8, ReplicaSeat>,
+    pub(super) seats: BTreeMap<u8, SimulatedReplica>,
     /// Scheduled remedies, by time and then by order of scheduling.
     pub(super) remedies: BTreeMap<(u64, u64), Remedy>,
     pub(super) next_fault_us: u64,
@@ -156,7 +156,7 @@ impl World {
         let context = WorkloadContext::new(&plan, time.clone(), ledger.clone(), trace.clone());
         let mut world = Self {
             rng: Rng::new(seed, RNG_LABEL),
-            lies: Rng::new(seed, LIES_LABEL),
+            forged_calls: Rng::new(seed, FORGED_CALLS_LABEL),
             options,
             time,
             network,
@@ -222,7 +222,7 @@ impl World {
         let pace = self.plan.pace();
         let (synced, mut draws) = (pace.clone(), Rng::new(self.plan.seed, u64::from(id)));
         let disk = MemoryDisk::with_sync(move || synced.sync(draws.next_u64()));
-        let seat = ReplicaSeat {
+        let seat = SimulatedReplica {
             machine: Machine::new(id, config, disk, &self.time),
             pace,
             run: ReplicaRun {
@@ -510,7 +510,7 @@ impl World {
 
     /// Returns the replica that believes that it leads the newest term.
     pub(super) fn leader(&self) -> Option<u8> {
-        let leading = |seat: &ReplicaSeat| {
+        let leading = |seat: &SimulatedReplica| {
             let status = seat.status.as_ref()?.borrow();
             (status.role == Role::Leader).then_some(status.term)
         };

@@ -21,8 +21,8 @@ const FROM: Ipv4Addr = Ipv4Addr::new(127, 0, 9, 5);
 const OTHER: &str = "x.evil.example:8081";
 const OTHER_ORIGIN: &str = "http://x.evil.example:8081";
 
-/// One trick of a page, named after its effect if it works.
-struct BrowserTrick {
+/// One attack of a page, named after its effect if it works.
+struct BrowserAttack {
     name: &'static str,
     method: Method,
     path: &'static str,
@@ -30,17 +30,17 @@ struct BrowserTrick {
     body: &'static [u8],
 }
 
-/// Returns the tricks of other sites' pages. None of them may succeed.
-fn tricks() -> Vec<BrowserTrick> {
+/// Returns the attacks of other sites' pages. None of them may succeed.
+fn attacks() -> Vec<BrowserAttack> {
     vec![
-        BrowserTrick {
+        BrowserAttack {
             name: "users read by another name",
             method: Method::GET,
             path: "/admin/v1/users",
             headers: &[("host", OTHER), ("sec-fetch-site", "same-origin")],
             body: b"",
         },
-        BrowserTrick {
+        BrowserAttack {
             name: "a write by another name",
             method: Method::PUT,
             path: "/admin/v1/users/browser",
@@ -52,14 +52,14 @@ fn tricks() -> Vec<BrowserTrick> {
             ],
             body: br#"{"weight_milli":1000}"#,
         },
-        BrowserTrick {
+        BrowserAttack {
             name: "a write across sites",
             method: Method::POST,
             path: "/admin/v1/cluster/snapshot",
             headers: &[("origin", OTHER_ORIGIN)],
             body: b"",
         },
-        BrowserTrick {
+        BrowserAttack {
             name: "JSON sent as text",
             method: Method::PUT,
             path: "/admin/v1/users/browser",
@@ -69,19 +69,19 @@ fn tricks() -> Vec<BrowserTrick> {
     ]
 }
 
-/// Tries every trick on every replica until the phase is over.
+/// Tries every attack on every replica until the phase is over.
 pub(super) async fn run(scene: Arc<SoakContext>) {
     let mut ticks = interval(PAUSE);
-    let tricks = tricks();
+    let attacks = attacks();
     while scene.unless_over(ticks.tick()).await.is_some() {
         for to in &scene.admin {
-            for trick in &tricks {
+            for attack in &attacks {
                 scene.book(ClientKind::Browser).asked += 1;
                 let asked =
-                    timeout(PATIENCE, wire::ask(&scene.access, FROM, *to, trick.ask())).await;
+                    timeout(PATIENCE, wire::ask(&scene.access, FROM, *to, attack.ask())).await;
                 let mut book = scene.book(ClientKind::Browser);
                 match asked {
-                    Ok(Ok(reply)) if reply.status.is_success() => book.harm(trick.name.to_owned()),
+                    Ok(Ok(reply)) if reply.status.is_success() => book.harm(attack.name.to_owned()),
                     Ok(Ok(reply)) => book.count(reply.status.as_str()),
                     Ok(Err(_)) => book.count("broke"),
                     Err(_) => book.count("no answer in 5 s"),
@@ -91,7 +91,7 @@ pub(super) async fn run(scene: Arc<SoakContext>) {
     }
 }
 
-impl BrowserTrick {
+impl BrowserAttack {
     fn ask(&self) -> OutgoingRequest {
         let body = Bytes::from_static(self.body);
         let mut ask = OutgoingRequest::post(self.path, "none", body);
@@ -112,11 +112,11 @@ mod tests {
 
     #[test]
     fn every_browser_attack_carries_a_foreign_origin() {
-        for trick in tricks() {
-            let headers = trick.ask().headers;
+        for attack in attacks() {
+            let headers = attack.ask().headers;
             let is_foreign = [HOST, ORIGIN].iter().any(|name| headers.contains_key(name));
-            assert!(is_foreign, "{}", trick.name);
-            assert!(trick.body.is_empty() || headers.contains_key(CONTENT_TYPE));
+            assert!(is_foreign, "{}", attack.name);
+            assert!(attack.body.is_empty() || headers.contains_key(CONTENT_TYPE));
         }
     }
 }

@@ -36,7 +36,7 @@ use self::leader_contact::LeaderContact;
 use self::peer_discovery::PeerDiscovery;
 use self::peers::SHOWS_STORE;
 #[cfg(feature = "fuzzing")]
-pub use self::peers::lies;
+pub use self::peers::forged_calls;
 use crate::adapter::{Raft, StateMachineAdapter};
 use crate::determinism::blocking::BlockingMode;
 use crate::determinism::watch;

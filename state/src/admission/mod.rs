@@ -3,11 +3,11 @@
 //! A request waits when every backend that could take it is at its limit. The settings are
 //! replicated. Each replica has its own queues and orders them by replicated counters.
 
+mod client_timeouts;
 mod figures;
 mod gate;
 mod ledger;
 mod overload;
-mod patience;
 mod queue;
 mod retries;
 #[cfg(test)]

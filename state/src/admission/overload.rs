@@ -14,7 +14,7 @@
 
 use std::collections::VecDeque;
 
-use super::patience::Patience;
+use super::client_timeouts::ClientTimeouts;
 
 /// Maximum number of recent departures from which the rate is computed.
 const DEPARTURES_MAX: usize = 128;
@@ -30,7 +30,7 @@ const INTERVALS_IN_A_ROW: u32 = 2;
 pub const CODEL_TARGET_MS: u64 = 1000;
 /// Maximum number of requests ahead of a request that is never rejected by prediction.
 pub const SHORT_QUEUE: u64 = 4;
-/// Lower bound of the wait limit from observed patience, in milliseconds: clients that keep leaving
+/// Lower bound of the wait limit from observed client timeouts, in milliseconds: clients that keep leaving
 /// at once must not close the queue to others.
 const PATIENCE_MS_LEAST: u64 = 1000;
 
@@ -51,7 +51,7 @@ pub struct Overload {
     is_on: bool,
     /// Mean time from a departure to the end of the response, in milliseconds.
     service_ms: u64,
-    pub(super) patience: Patience,
+    pub(super) client_timeouts: ClientTimeouts,
 }
 
 /// Arrivals and departures since a point in time.
@@ -146,7 +146,7 @@ impl Overload {
         // Between the two thresholds, the state is unchanged.
         let is_less = arrivals <= departures;
         self.is_on = (self.is_on && !is_less) || self.overloaded_intervals >= INTERVALS_IN_A_ROW;
-        self.patience.look(now_ms);
+        self.client_timeouts.look(now_ms);
         self.is_on != was_on
     }
 
@@ -185,7 +185,7 @@ impl Overload {
     /// Returns the wait after which most clients would leave before their response is complete, in
     /// milliseconds, as learned from those who left. `None` if too little is known.
     fn patience_ms(&self) -> Option<u64> {
-        let leaves_ms = self.patience.quantile_ms()?;
+        let leaves_ms = self.client_timeouts.quantile_ms()?;
         let left_ms = leaves_ms.saturating_sub(self.service_ms);
         Some(left_ms.max(PATIENCE_MS_LEAST))
     }
@@ -296,12 +296,12 @@ mod tests {
         let mut overload = Overload::default();
         overload.begin(0);
         for _ in 0..100 {
-            overload.patience.left(3000);
+            overload.client_timeouts.left(3000);
         }
         overload.set_service_ms(600);
         assert_eq!(overload.wait_ms_max(&BOUNDS), 2400);
         for _ in 0..1000 {
-            overload.patience.left(1);
+            overload.client_timeouts.left(1);
         }
         assert_eq!(overload.wait_ms_max(&BOUNDS), PATIENCE_MS_LEAST);
     }

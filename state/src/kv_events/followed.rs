@@ -8,7 +8,7 @@ use crate::kv_events::status::{KvMap, KvRankStatus, KvStatus};
 use crate::kv_events::stream::{RankStream, ReportedOwnership, UnknownCause};
 use crate::kv_events::{
     KV_BLOCKS_PER_BATCH_MAX, KV_CONFIRM_MS_MAX, KV_ENTRIES_MAX, KV_ENTRIES_PER_BACKEND_MAX,
-    KV_RANKS_MAX, KvBatch, KvCondition, KvDoubt, KvMode, KvNews, KvPosition,
+    KV_RANKS_MAX, KvBatch, KvCondition, KvMode, KvPosition, KvUncertainty, KvUpdate,
 };
 use crate::ownership::Ownership;
 
@@ -95,7 +95,7 @@ impl FollowedBackends {
     }
 
     /// Marks the state of `slot` as possibly out of date. Returns whether its condition changed.
-    pub(crate) fn doubt(&mut self, slot: Slot, doubt: KvDoubt) -> bool {
+    pub(crate) fn doubt(&mut self, slot: Slot, doubt: KvUncertainty) -> bool {
         let Some(followed) = self.followed.get_mut(&slot) else {
             return false;
         };
@@ -112,7 +112,7 @@ impl FollowedBackends {
             match (handle(slot), self.followed.get_mut(&slot)) {
                 (Some(handle), Some(followed)) => {
                     followed.backend = handle;
-                    self.doubt(slot, KvDoubt::Handover);
+                    self.doubt(slot, KvUncertainty::Handover);
                 }
                 (Some(_) | None, _) => {
                     self.forget(slot);
@@ -289,11 +289,11 @@ impl FollowedBackend {
             }
         }
         match &batch.news {
-            KvNews::Begin => {}
-            KvNews::Message(message) => stream.message(message, &mut show),
-            KvNews::Current { seq } => stream.current(*seq),
-            KvNews::Doubt(doubt) => stream.doubt(*doubt),
-            KvNews::Refuse(refusal) => stream.refuse(*refusal, &mut show),
+            KvUpdate::Begin => {}
+            KvUpdate::Message(message) => stream.message(message, &mut show),
+            KvUpdate::Current { seq } => stream.current(*seq),
+            KvUpdate::Doubt(doubt) => stream.doubt(*doubt),
+            KvUpdate::Refuse(refusal) => stream.refuse(*refusal, &mut show),
         }
         self.settle(&mut show);
     }

@@ -15,7 +15,7 @@
 //! # Meaning of exact
 //! `exact` means that every message up to the newest one known to the reader is applied, that the
 //! run is known from an empty cache on, and that nothing in it was left out. It requires that a
-//! reader has sent [`KvNews::Current`]. Permanently lost messages end it: the engine then holds
+//! reader has sent [`KvUpdate::Current`]. Permanently lost messages end it: the engine then holds
 //! unknown blocks, so ownership follows from leases until the engine empties its cache once
 //! (`AllBlocksCleared`) or another run begins.
 //!
@@ -81,14 +81,14 @@ pub struct KvBatch {
     /// an earlier run is recognised as outdated.
     pub publisher: u64,
     /// News that the reader observed.
-    pub news: KvNews,
+    pub news: KvUpdate,
 }
 
 impl KvBatch {
     /// Returns the number of blocks that the batch names.
     #[must_use]
     pub fn blocks(&self) -> usize {
-        let KvNews::Message(message) = &self.news else {
+        let KvUpdate::Message(message) = &self.news else {
             return 0;
         };
         let blocks = message.events.iter().map(|event| match event {
@@ -102,7 +102,7 @@ impl KvBatch {
 
 /// News of one publisher's stream.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum KvNews {
+pub enum KvUpdate {
     /// The publisher's run is known from its beginning: nothing is cached, and message 0 is next.
     /// Repeating it for a run that is followed already has no effect. The run is not exact before
     /// the first `Current`, because the engine may have published much already.
@@ -118,7 +118,7 @@ pub enum KvNews {
     },
     /// The known state may be out of date until a `Current` clears the doubt. Messages alone do not
     /// clear it: each may be one of many that are still to be replayed.
-    Doubt(KvDoubt),
+    Doubt(KvUncertainty),
     /// The engine's events cannot be used. Ownership follows from leases until the `Begin` of
     /// another run.
     Refuse(KvRejection),
@@ -149,7 +149,7 @@ pub struct KvMessage {
 /// Reason why the known state may be out of date.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, serde::Serialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
-pub enum KvDoubt {
+pub enum KvUncertainty {
     /// Messages are missing and are being replayed.
     Gap,
     /// The publisher cannot be reached.

@@ -5,7 +5,7 @@ use serde::Serialize;
 
 use crate::ids::{BackendRef, BlockHash, EngineHash};
 use crate::kv_events::entries::CachedBlocks;
-use crate::kv_events::{KvDoubt, KvRejection};
+use crate::kv_events::{KvRejection, KvUncertainty};
 
 /// Source of a backend's ownership.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, JsonSchema)]
@@ -36,7 +36,7 @@ impl KvMode {
 #[serde(rename_all = "kebab-case")]
 pub enum KvReason {
     /// The known state may be out of date.
-    Doubt(KvDoubt),
+    Doubt(KvUncertainty),
     /// Blocks were stored behind an unknown one, so the engine caches more than is known.
     UnknownParent,
     /// The engine's events contradict each other. The contradicting blocks are left out.
@@ -52,10 +52,10 @@ pub enum KvReason {
 impl std::fmt::Display for KvReason {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let text = match self {
-            Self::Doubt(KvDoubt::Gap) => "messages are missing and being replayed",
-            Self::Doubt(KvDoubt::Unreachable) => "its publisher cannot be reached",
-            Self::Doubt(KvDoubt::Behind) => "its reader does not keep up",
-            Self::Doubt(KvDoubt::Handover) => "its next reader has not caught up",
+            Self::Doubt(KvUncertainty::Gap) => "messages are missing and being replayed",
+            Self::Doubt(KvUncertainty::Unreachable) => "its publisher cannot be reached",
+            Self::Doubt(KvUncertainty::Behind) => "its reader does not keep up",
+            Self::Doubt(KvUncertainty::Handover) => "its next reader has not caught up",
             Self::UnknownParent => "blocks came behind an unknown one",
             Self::Contradiction => "its events contradict each other",
             Self::Refused(KvRejection::BlockSize { engine, router })

@@ -6,7 +6,7 @@ use crate::ids::{BlockHash, EngineHash, Slot};
 use crate::kv_events::entries::NONE;
 use crate::kv_events::tree::{BlockTree, StoreResult};
 use crate::kv_events::{
-    KvCondition, KvDoubt, KvEvent, KvMessage, KvMode, KvPosition, KvReason, KvRejection,
+    KvCondition, KvEvent, KvMessage, KvMode, KvPosition, KvReason, KvRejection, KvUncertainty,
 };
 use crate::ownership::{Ownership, ReportRejection};
 
@@ -49,7 +49,7 @@ pub(super) struct StreamProgress {
     last: Option<(u64, u64)>,
     /// Sequence number before which all messages are known to exist.
     awaited_seq: u64,
-    doubt: Option<KvDoubt>,
+    doubt: Option<KvUncertainty>,
     incomplete_cause: Option<IncompleteCause>,
     unknown_cause: Option<UnknownCause>,
     /// Number of blocks left out because the block before them is unknown, since the run began or
@@ -71,7 +71,7 @@ impl RankStream {
             next: (0, 0),
             last: None,
             awaited_seq: 0,
-            doubt: Some(KvDoubt::Gap),
+            doubt: Some(KvUncertainty::Gap),
             incomplete_cause: None,
             unknown_cause: None,
             unrooted: 0,
@@ -103,7 +103,7 @@ impl RankStream {
             return KvCondition::new(KvMode::Lease, reason);
         }
         let has_gap = it.next.1 > 0 || it.next.0 < it.awaited_seq;
-        let doubt = it.doubt.or(has_gap.then_some(KvDoubt::Gap));
+        let doubt = it.doubt.or(has_gap.then_some(KvUncertainty::Gap));
         let reason = match (doubt, it.incomplete_cause) {
             (Some(doubt), _) => KvReason::Doubt(doubt),
             (None, Some(IncompleteCause::UnknownParent)) => KvReason::UnknownParent,
@@ -125,7 +125,7 @@ impl RankStream {
         self.progress.unrooted
     }
 
-    pub(super) fn doubt(&mut self, doubt: KvDoubt) {
+    pub(super) fn doubt(&mut self, doubt: KvUncertainty) {
         self.progress.doubt = Some(doubt);
     }
 

@@ -2,32 +2,32 @@
 
 use crate::ids::{BackendRef, BlockHash, EngineHash, Incarnation, Slot};
 use crate::kv_events::followed::FollowedBackends;
-use crate::kv_events::{KvBatch, KvEvent, KvMessage, KvMode, KvNews, KvReason};
+use crate::kv_events::{KvBatch, KvEvent, KvMessage, KvMode, KvReason, KvUpdate};
 use crate::ownership::{OWNED_BLOCKS_MAX, Ownership};
 
-struct Rig {
+struct EventFixture {
     exact: FollowedBackends,
     ownership: Ownership,
     next_seq: u64,
 }
 
-impl Rig {
+impl EventFixture {
     /// Creates two engines. `per_backend` and `all` limit the blocks kept for one engine and for
     /// both; `owned` limits the owned blocks.
     fn new(per_backend: u64, all: u64, owned: u64) -> Self {
-        let mut rig = Self {
+        let mut fixture = Self {
             exact: FollowedBackends::with_limits(per_backend, all),
             ownership: Ownership::with_limits(16, owned),
             next_seq: 0,
         };
         for slot in 0..2 {
-            rig.ownership.add_backend(Slot(slot), None);
-            rig.tell(slot, KvNews::Current { seq: None });
+            fixture.ownership.add_backend(Slot(slot), None);
+            fixture.tell(slot, KvUpdate::Current { seq: None });
         }
-        rig
+        fixture
     }
 
-    fn tell(&mut self, slot: u16, news: KvNews) {
+    fn tell(&mut self, slot: u16, news: KvUpdate) {
         let backend = BackendRef {
             slot: Slot(slot),
             incarnation: Incarnation(1),
@@ -64,8 +64,8 @@ impl Rig {
             is_after_loss: false,
             events,
         };
-        self.tell(0, KvNews::Message(message));
-        self.tell(0, KvNews::Current { seq: Some(seq) });
+        self.tell(0, KvUpdate::Message(message));
+        self.tell(0, KvUpdate::Current { seq: Some(seq) });
     }
 
     /// Returns mode, reason and owned blocks of slot 0.
@@ -79,27 +79,27 @@ const FULL: (KvMode, Option<KvReason>, u64) = (KvMode::Lease, Some(KvReason::Too
 
 #[test]
 fn a_backend_with_too_many_blocks_uses_leases_until_cleared() {
-    let mut rig = Rig::new(3, 10, OWNED_BLOCKS_MAX);
-    rig.store(&[1, 2, 3], false);
-    assert_eq!(rig.shown(), (KvMode::Exact, None, 3));
-    rig.store(&[1, 2], false);
-    assert_eq!(rig.shown(), (KvMode::Exact, None, 3));
-    rig.store(&[4], false);
-    assert_eq!(rig.shown(), FULL);
-    rig.store(&[5], false);
-    assert_eq!(rig.shown(), FULL);
-    rig.store(&[6, 7], true);
-    assert_eq!(rig.shown(), (KvMode::Exact, None, 2));
+    let mut fixture = EventFixture::new(3, 10, OWNED_BLOCKS_MAX);
+    fixture.store(&[1, 2, 3], false);
+    assert_eq!(fixture.shown(), (KvMode::Exact, None, 3));
+    fixture.store(&[1, 2], false);
+    assert_eq!(fixture.shown(), (KvMode::Exact, None, 3));
+    fixture.store(&[4], false);
+    assert_eq!(fixture.shown(), FULL);
+    fixture.store(&[5], false);
+    assert_eq!(fixture.shown(), FULL);
+    fixture.store(&[6, 7], true);
+    assert_eq!(fixture.shown(), (KvMode::Exact, None, 2));
     // One message exceeds the limit, and the next one clears the cache before it stores blocks.
-    rig.store(&[8, 9, 10], false);
-    assert_eq!(rig.shown(), FULL);
-    rig.store(&[11, 12, 13], true);
-    assert_eq!(rig.shown(), (KvMode::Exact, None, 3));
+    fixture.store(&[8, 9, 10], false);
+    assert_eq!(fixture.shown(), FULL);
+    fixture.store(&[11, 12, 13], true);
+    assert_eq!(fixture.shown(), (KvMode::Exact, None, 3));
 }
 
 #[test]
 fn blocks_of_other_backends_count_toward_the_total_bound() {
-    let mut rig = Rig::new(10, 4, OWNED_BLOCKS_MAX);
+    let mut fixture = EventFixture::new(10, 4, OWNED_BLOCKS_MAX);
     let blocks = vec![(EngineHash(1), BlockHash(1)), (EngineHash(2), BlockHash(2))];
     let stored = KvEvent::Stored {
         parent: None,
@@ -113,24 +113,24 @@ fn blocks_of_other_backends_count_toward_the_total_bound() {
         is_after_loss: false,
         events: vec![stored],
     };
-    rig.tell(1, KvNews::Message(message));
-    rig.store(&[1, 2], false);
-    assert_eq!(rig.shown(), (KvMode::Exact, None, 2));
-    rig.store(&[3], false);
-    assert_eq!(rig.shown(), FULL);
-    assert_eq!(rig.ownership.owned(Slot(1)), 2);
+    fixture.tell(1, KvUpdate::Message(message));
+    fixture.store(&[1, 2], false);
+    assert_eq!(fixture.shown(), (KvMode::Exact, None, 2));
+    fixture.store(&[3], false);
+    assert_eq!(fixture.shown(), FULL);
+    assert_eq!(fixture.ownership.owned(Slot(1)), 2);
 }
 
 #[test]
 fn a_backend_uses_leases_when_owned_blocks_are_full() {
-    let mut rig = Rig::new(10, 10, 3);
+    let mut fixture = EventFixture::new(10, 10, 3);
     let chain = [BlockHash(51), BlockHash(52)];
-    let lease = rig.ownership.acquire(Slot(0), None, &chain);
+    let lease = fixture.ownership.acquire(Slot(0), None, &chain);
     let lease = lease.expect("no tip is named");
-    rig.ownership.release(lease, true);
+    fixture.ownership.release(lease, true);
     // Blocks from leases make room for those that the engine reports.
-    rig.store(&[1, 2, 3], false);
-    assert_eq!(rig.shown(), (KvMode::Exact, None, 3));
-    rig.store(&[4], false);
-    assert_eq!(rig.shown(), FULL);
+    fixture.store(&[1, 2, 3], false);
+    assert_eq!(fixture.shown(), (KvMode::Exact, None, 3));
+    fixture.store(&[4], false);
+    assert_eq!(fixture.shown(), FULL);
 }

@@ -11,7 +11,7 @@ use crate::backends::EngineFacts;
 use crate::bounds::BLOCKS_PER_ITEM_MAX;
 use crate::command::{BatchReply, Item, LeaseOutcome};
 use crate::ids::{AttemptId, BackendRef, BlockHash, ReplicaId, Slot, UserKey};
-use crate::kv_events::{KvBatch, KvNews, KvRejection};
+use crate::kv_events::{KvBatch, KvRejection, KvUpdate};
 use crate::prefix::user_key;
 use crate::validate::is_name;
 
@@ -203,7 +203,7 @@ impl RouterState {
                 backend,
                 rank: rank.rank,
                 publisher: rank.publisher,
-                news: KvNews::Refuse(KvRejection::BlockSize { engine, router }),
+                news: KvUpdate::Refuse(KvRejection::BlockSize { engine, router }),
             });
         }
     }

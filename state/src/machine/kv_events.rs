@@ -3,7 +3,7 @@
 use super::{AuditAction, RouterState};
 use crate::backends::SlotChange;
 use crate::command::Origin;
-use crate::kv_events::{KvBatch, KvDoubt};
+use crate::kv_events::{KvBatch, KvUncertainty};
 use crate::reader_assignment::Assignment;
 use crate::reject::Rejection;
 
@@ -21,7 +21,7 @@ impl RouterState {
         for slot in slots.collect::<Vec<_>>() {
             let spec = self.backends.in_slot(slot).map(|backend| &backend.spec);
             if spec.is_some_and(|spec| spec.kv_events.is_some()) {
-                self.exact.doubt(slot, KvDoubt::Handover);
+                self.exact.doubt(slot, KvUncertainty::Handover);
             } else if self.exact.forget(slot) {
                 // Without a reader, nothing updates the reported blocks: start over with leases.
                 self.follow(&[SlotChange::Begun(slot)]);

@@ -17,7 +17,7 @@ use state::discovery::{Discovery, DiscoveryChange};
 use state::ids::{
     AttemptId, BackendRef, EngineHash, Incarnation, ModelKey, ReplicaId, SessionId, Slot, UserKey,
 };
-use state::kv_events::{KvBatch, KvDoubt, KvEvent, KvMessage, KvNews, KvRejection};
+use state::kv_events::{KvBatch, KvEvent, KvMessage, KvRejection, KvUncertainty, KvUpdate};
 use state::policy::PolicyConfig;
 use state::prefix::user_key;
 use state::quotas::UserLimits;
@@ -151,7 +151,7 @@ fn kv() -> impl Strategy<Value = Item> {
         prop::collection::vec(event, 0..4),
     )
         .prop_map(|(seq, part, (is_last, is_after_loss), events)| {
-            KvNews::Message(KvMessage {
+            KvUpdate::Message(KvMessage {
                 seq,
                 mark: 3,
                 part: if is_last { 0 } else { part },
@@ -161,11 +161,11 @@ fn kv() -> impl Strategy<Value = Item> {
             })
         });
     let news = prop_oneof![
-        2 => Just(KvNews::Begin),
+        2 => Just(KvUpdate::Begin),
         12 => message,
-        6 => prop::option::of(0_u64..5).prop_map(|seq| KvNews::Current { seq }),
-        1 => Just(KvNews::Doubt(KvDoubt::Behind)),
-        1 => Just(KvNews::Refuse(KvRejection::Models)),
+        6 => prop::option::of(0_u64..5).prop_map(|seq| KvUpdate::Current { seq }),
+        1 => Just(KvUpdate::Doubt(KvUncertainty::Behind)),
+        1 => Just(KvUpdate::Refuse(KvRejection::Models)),
     ];
     (backend(), 0_u16..2, 0_u64..3, news).prop_map(|(backend, rank, publisher, news)| {
         Item::KvEvents(KvBatch {

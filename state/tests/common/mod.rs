@@ -12,7 +12,7 @@ use state::ids::{
     ReplicaId, SessionId, Slot,
 };
 use state::keys::{ApiKeySpec, SecretHash};
-use state::kv_events::{KvBatch, KvEvent, KvMessage, KvNews};
+use state::kv_events::{KvBatch, KvEvent, KvMessage, KvUpdate};
 use state::policy::{CostSettings, PolicyConfig};
 use state::prefix::{HashSecret, user_key};
 use state::service::ServiceSample;
@@ -253,7 +253,7 @@ pub(crate) fn heard(backend: BackendRef, publisher: u64, seq: u64) -> Command {
     ];
     let second = vec![stored(&[&[1], &[1, 2]])];
     let messages = [first, second].into_iter().zip(0..).map(|(events, rank)| {
-        let news = KvNews::Message(KvMessage {
+        let news = KvUpdate::Message(KvMessage {
             seq,
             mark: 9,
             part: 0,
@@ -263,7 +263,7 @@ pub(crate) fn heard(backend: BackendRef, publisher: u64, seq: u64) -> Command {
         });
         (rank, news)
     });
-    let current = KvNews::Current { seq: Some(seq) };
+    let current = KvUpdate::Current { seq: Some(seq) };
     let items = messages.chain([(0, current)]).map(|(rank, news)| {
         Item::KvEvents(KvBatch {
             backend,

@@ -3,13 +3,13 @@
 #[path = "../common/mod.rs"]
 mod common;
 mod evictions;
+mod fixture;
 mod pool;
-mod rig;
 mod scenes;
 mod under_way;
 
+use fixture::EventFixture;
 use proptest::prelude::*;
-use rig::Rig;
 
 /// One step of a random history.
 #[derive(Debug, Clone)]
@@ -69,25 +69,25 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     prop::collection::vec(step, 1..120)
 }
 
-fn run(rig: &mut Rig, step: Step) {
+fn run(fixture: &mut EventFixture, step: Step) {
     match step {
         Step::Arrive {
             tokens,
             salt,
             output,
             is_routed,
-        } => rig.arrive(&tokens, salt, output, is_routed),
-        Step::Engine(rank) => rig.step(rank),
-        Step::Release(is_abort) => rig.release(is_abort),
-        Step::Deliver { rank, back, cut } => rig.deliver(rank, back, cut),
-        Step::CatchUp(rank, is_twice) => rig.catch_up(rank, is_twice),
-        Step::Doubt(rank) => rig.doubt(rank),
-        Step::OldNews(rank) => rig.old_news(rank),
-        Step::Forget(rank, kept) => rig.forget(rank, kept),
-        Step::Reset(rank) => rig.reset(rank),
-        Step::Restart(rank, is_seen) => rig.restart(rank, is_seen),
-        Step::Rebuild => rig.rebuild(),
-        Step::Pass(milliseconds) => rig.pass(milliseconds),
+        } => fixture.arrive(&tokens, salt, output, is_routed),
+        Step::Engine(rank) => fixture.step(rank),
+        Step::Release(is_abort) => fixture.release(is_abort),
+        Step::Deliver { rank, back, cut } => fixture.deliver(rank, back, cut),
+        Step::CatchUp(rank, is_twice) => fixture.catch_up(rank, is_twice),
+        Step::Doubt(rank) => fixture.doubt(rank),
+        Step::OldNews(rank) => fixture.old_news(rank),
+        Step::Forget(rank, kept) => fixture.forget(rank, kept),
+        Step::Reset(rank) => fixture.reset(rank),
+        Step::Restart(rank, is_seen) => fixture.restart(rank, is_seen),
+        Step::Rebuild => fixture.rebuild(),
+        Step::Pass(milliseconds) => fixture.pass(milliseconds),
     }
 }
 
@@ -99,20 +99,20 @@ proptest! {
     /// with messages lost for good is recognised, and recovers after a reset.
     #[test]
     fn the_view_equals_the_engines_cache(steps in steps(), capacity in prop::option::of(1_u32..20)) {
-        let mut rig = Rig::new(capacity);
+        let mut fixture = EventFixture::new(capacity);
         for step in steps {
-            run(&mut rig, step);
-            rig.check();
+            run(&mut fixture, step);
+            fixture.check();
         }
-        rig.settle();
-        if !rig.is_exact() {
+        fixture.settle();
+        if !fixture.is_exact() {
             for rank in 0..2 {
-                rig.reset(rank);
-                rig.arrive(&[0, 1, 0, 1, 0], 0, 2, true);
+                fixture.reset(rank);
+                fixture.arrive(&[0, 1, 0, 1, 0], 0, 2, true);
             }
-            rig.settle();
+            fixture.settle();
         }
-        prop_assert!(rig.is_exact());
-        rig.compare();
+        prop_assert!(fixture.is_exact());
+        fixture.compare();
     }
 }

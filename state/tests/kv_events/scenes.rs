@@ -3,8 +3,8 @@
 use state::command::{Command, Item, LeaseOutcome, Reply};
 use state::ids::{BackendRef, BlockHash, EngineHash, Slot};
 use state::kv_events::{
-    KV_BLOCKS_PER_BATCH_MAX, KV_RANKS_MAX, KvBatch, KvCondition, KvDoubt, KvEvent, KvMessage,
-    KvMode, KvNews, KvReason, KvRejection,
+    KV_BLOCKS_PER_BATCH_MAX, KV_RANKS_MAX, KvBatch, KvCondition, KvEvent, KvMessage, KvMode,
+    KvReason, KvRejection, KvUncertainty, KvUpdate,
 };
 
 use crate::common::{Driver, batch, restored, snapshot, spec};
@@ -61,7 +61,7 @@ impl Scene {
     /// Creates a scene whose reader has caught up with a run that has just begun.
     pub(crate) fn followed(capacity: Option<u32>) -> Self {
         let mut scene = Self::new(capacity);
-        scene.tell(0, KvNews::Current { seq: None });
+        scene.tell(0, KvUpdate::Current { seq: None });
         scene
     }
 
@@ -84,7 +84,7 @@ impl Scene {
     }
 
     /// Reports news of rank 0 like [`Scene::tell`], without its checks.
-    pub(crate) fn tell_quickly(&mut self, news: KvNews) {
+    pub(crate) fn tell_quickly(&mut self, news: KvUpdate) {
         let backend = self.backend;
         self.note(Item::KvEvents(KvBatch {
             backend,
@@ -94,11 +94,11 @@ impl Scene {
         }));
     }
 
-    fn tell(&mut self, rank: u16, news: KvNews) -> u32 {
+    fn tell(&mut self, rank: u16, news: KvUpdate) -> u32 {
         self.tell_of(1, rank, news)
     }
 
-    fn tell_of(&mut self, publisher: u64, rank: u16, news: KvNews) -> u32 {
+    fn tell_of(&mut self, publisher: u64, rank: u16, news: KvUpdate) -> u32 {
         let backend = self.backend;
         self.apply(Item::KvEvents(KvBatch {
             backend,
@@ -113,7 +113,7 @@ impl Scene {
         let seq = self.next_seq[usize::from(rank)];
         self.next_seq[usize::from(rank)] += 1;
         self.tell(rank, message(seq, false, events));
-        self.tell(rank, KvNews::Current { seq: Some(seq) });
+        self.tell(rank, KvUpdate::Current { seq: Some(seq) });
     }
 
     pub(crate) fn acquire(&mut self, attempt: u32, new: &[u64]) {
@@ -144,8 +144,8 @@ impl Scene {
     }
 }
 
-fn message(seq: u64, is_after_loss: bool, events: Vec<KvEvent>) -> KvNews {
-    KvNews::Message(KvMessage {
+fn message(seq: u64, is_after_loss: bool, events: Vec<KvEvent>) -> KvUpdate {
+    KvUpdate::Message(KvMessage {
         seq,
         mark: 77,
         part: 0,
@@ -254,12 +254,12 @@ fn leases_apply_until_events_arrive_and_fade_without_events() {
         assert_eq!(scene.owned(), [1, 2, 3]);
     }
     // Nothing fades while the engine cannot be heard.
-    scene.tell(0, KvNews::Doubt(KvDoubt::Unreachable));
+    scene.tell(0, KvUpdate::Doubt(KvUncertainty::Unreachable));
     for _ in 0..4 {
         scene.driver.apply(1, batch(Vec::new()));
     }
     assert_eq!(scene.owned(), [1, 2, 3]);
-    scene.tell(0, KvNews::Current { seq: Some(0) });
+    scene.tell(0, KvUpdate::Current { seq: Some(0) });
     assert_eq!(scene.owned(), [1, 2]);
 }
 
@@ -268,9 +268,9 @@ fn leased_blocks_fade_after_the_first_event() {
     let mut scene = Scene::new(None);
     scene.acquire(1, &[1, 2]);
     scene.release(1);
-    scene.tell(0, KvNews::Begin);
+    scene.tell(0, KvUpdate::Begin);
     assert_eq!(scene.owned(), [1, 2]);
-    let gap = because(KvMode::Degraded, KvReason::Doubt(KvDoubt::Gap));
+    let gap = because(KvMode::Degraded, KvReason::Doubt(KvUncertainty::Gap));
     assert_eq!(scene.condition(), gap);
     scene.hear(0, vec![stored(None, &[1])]);
     assert_eq!(
@@ -282,7 +282,7 @@ fn leased_blocks_fade_after_the_first_event() {
 #[test]
 fn a_block_is_owned_while_any_rank_holds_it() {
     let mut scene = Scene::followed(None);
-    scene.tell(1, KvNews::Current { seq: None });
+    scene.tell(1, KvUpdate::Current { seq: None });
     scene.hear(0, vec![stored(None, &[1, 2])]);
     scene.hear(1, vec![stored(None, &[1, 5])]);
     scene.hear(0, vec![removed(&[1])]);
@@ -296,9 +296,9 @@ fn a_block_is_owned_while_any_rank_holds_it() {
 #[test]
 fn a_merely_announced_message_does_not_end_degraded_mode() {
     let mut scene = Scene::new(None);
-    scene.tell(0, KvNews::Begin);
-    scene.tell(0, KvNews::Current { seq: Some(0) });
-    let gap = because(KvMode::Degraded, KvReason::Doubt(KvDoubt::Gap));
+    scene.tell(0, KvUpdate::Begin);
+    scene.tell(0, KvUpdate::Current { seq: Some(0) });
+    let gap = because(KvMode::Degraded, KvReason::Doubt(KvUncertainty::Gap));
     assert_eq!(scene.condition(), gap);
     scene.hear(0, vec![stored(None, &[1])]);
     assert_eq!(scene.condition(), KvCondition::EXACT);
@@ -309,7 +309,7 @@ fn a_gap_changes_nothing_until_it_is_filled() {
     let mut scene = Scene::followed(None);
     scene.hear(0, vec![stored(None, &[1])]);
     scene.tell(0, message(2, false, vec![stored(Some(2), &[3])]));
-    let gap = because(KvMode::Degraded, KvReason::Doubt(KvDoubt::Gap));
+    let gap = because(KvMode::Degraded, KvReason::Doubt(KvUncertainty::Gap));
     assert_eq!((scene.owned(), scene.condition()), (vec![1], gap));
     scene.tell(0, message(1, false, vec![stored(Some(1), &[2])]));
     assert_eq!((scene.owned(), scene.condition()), (vec![1, 2], gap));
@@ -369,15 +369,15 @@ fn a_new_run_starts_empty_and_an_earlier_one_is_ignored() {
     scene.hear(0, vec![stored(None, &[1, 2])]);
     scene.tell_of(2, 0, message(0, false, vec![stored(None, &[3])]));
     scene.tell_of(1, 0, message(1, false, vec![stored(None, &[4])]));
-    scene.tell_of(1, 0, KvNews::Begin);
+    scene.tell_of(1, 0, KvUpdate::Begin);
     assert_eq!(scene.owned(), [3]);
-    scene.tell_of(2, 0, KvNews::Current { seq: Some(0) });
+    scene.tell_of(2, 0, KvUpdate::Current { seq: Some(0) });
     assert_eq!(scene.condition(), KvCondition::EXACT);
-    scene.tell_of(2, 0, KvNews::Refuse(KvRejection::Models));
+    scene.tell_of(2, 0, KvUpdate::Refuse(KvRejection::Models));
     scene.tell_of(2, 0, message(1, false, vec![KvEvent::Cleared]));
     let refused = because(KvMode::Lease, KvReason::Refused(KvRejection::Models));
     assert_eq!((scene.owned(), scene.condition()), (Vec::new(), refused));
-    scene.tell_of(3, 0, KvNews::Current { seq: None });
+    scene.tell_of(3, 0, KvUpdate::Current { seq: None });
     assert_eq!(scene.condition(), KvCondition::EXACT);
 }
 
@@ -388,9 +388,9 @@ fn messages_out_of_bounds_are_dropped() {
     let news = message(0, false, vec![stored(None, &many)]);
     assert_eq!(scene.tell(0, news), 1);
     for rank in 1..KV_RANKS_MAX as u16 {
-        assert_eq!(scene.tell(rank, KvNews::Begin), 0);
+        assert_eq!(scene.tell(rank, KvUpdate::Begin), 0);
     }
-    assert_eq!(scene.tell(KV_RANKS_MAX as u16, KvNews::Begin), 1);
+    assert_eq!(scene.tell(KV_RANKS_MAX as u16, KvUpdate::Begin), 1);
     scene.backend.incarnation.0 += 1;
-    assert_eq!(scene.tell(0, KvNews::Begin), 1);
+    assert_eq!(scene.tell(0, KvUpdate::Begin), 1);
 }

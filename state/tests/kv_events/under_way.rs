@@ -6,10 +6,10 @@ use rand_xoshiro::SplitMix64;
 use rand_xoshiro::rand_core::{RngCore, SeedableRng};
 use state::command::{EngineFacts, Item, LeaseOutcome};
 use state::ids::BlockHash;
-use state::kv_events::{KvMessage, KvNews};
+use state::kv_events::{KvMessage, KvUpdate};
 
+use crate::fixture::{chain, said};
 use crate::pool::{BLOCK_TOKENS, Engine};
-use crate::rig::{chain, said};
 use crate::scenes::Scene;
 
 /// Number of blocks of the engine, one of which no request can use.
@@ -169,7 +169,7 @@ impl Load {
 
     fn hear(&mut self, end: usize) {
         for seq in self.heard..end {
-            let message = KvNews::Message(KvMessage {
+            let message = KvUpdate::Message(KvMessage {
                 seq: seq as u64,
                 mark: 1,
                 part: 0,

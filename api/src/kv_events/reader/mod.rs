@@ -18,7 +18,7 @@ use futures_util::future::BoxFuture;
 use state::command::Item;
 use state::ids::{BackendRef, Slot};
 use state::kv_events::{
-    KvBatch, KvCondition, KvDoubt, KvNews, KvRankStatus, KvReason, KvRejection,
+    KvBatch, KvCondition, KvRankStatus, KvReason, KvRejection, KvUncertainty, KvUpdate,
 };
 use state::{Backend, Registry, StateView};
 use tokio::task::JoinSet;
@@ -216,7 +216,7 @@ fn object(parts: &ReaderParts, backend: BackendRef) {
                 backend,
                 rank: rank.rank,
                 publisher: rank.publisher,
-                news: KvNews::Doubt(KvDoubt::Unreachable),
+                news: KvUpdate::Doubt(KvUncertainty::Unreachable),
             }));
         }
     }
@@ -231,13 +231,13 @@ async fn name_ranks(parts: &ReaderParts, backend: BackendRef, found: &EngineSour
     if found.ranks.len() > 1 {
         let unknown = found.ranks.iter().filter(|it| !is_known(it.rank));
         // Any run found later has a greater number.
-        news.extend(unknown.map(|it| (it.rank, 0, KvNews::Doubt(KvDoubt::Unreachable))));
+        news.extend(unknown.map(|it| (it.rank, 0, KvUpdate::Doubt(KvUncertainty::Unreachable))));
     }
     for gone in &known {
         if found.ranks.iter().all(|it| it.rank != gone.rank) {
             let publisher = parts.clock.unix_ms().max(gone.publisher.saturating_add(1));
-            news.push((gone.rank, publisher, KvNews::Begin));
-            news.push((gone.rank, publisher, KvNews::Current { seq: None }));
+            news.push((gone.rank, publisher, KvUpdate::Begin));
+            news.push((gone.rank, publisher, KvUpdate::Current { seq: None }));
         }
     }
     for (rank, publisher, news) in news {
@@ -340,7 +340,7 @@ async fn refuse(
             backend,
             rank: source.rank,
             publisher: followed.map_or_else(unix_ms, |it| it.publisher),
-            news: KvNews::Refuse(refusal),
+            news: KvUpdate::Refuse(refusal),
         };
         tell(parts, batch).await;
     }

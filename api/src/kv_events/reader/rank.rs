@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use state::command::Item;
 use state::ids::BackendRef;
-use state::kv_events::{KvBatch, KvCondition, KvDoubt, KvNews, KvPosition, KvReason};
+use state::kv_events::{KvBatch, KvCondition, KvPosition, KvReason, KvUncertainty, KvUpdate};
 use tokio::time::{Instant, MissedTickBehavior};
 
 use super::ReaderParts;
@@ -202,7 +202,7 @@ impl RankReader {
         if let Some((publisher, seq)) = self.stream.told()
             && !self.stream.is_in_doubt()
         {
-            let current = self.batch(publisher, KvNews::Current { seq });
+            let current = self.batch(publisher, KvUpdate::Current { seq });
             self.pending.push_back(current);
         }
     }
@@ -327,12 +327,12 @@ impl RankReader {
         if self.stream.fall_behind()
             && let Some((publisher, _)) = self.stream.told()
         {
-            let doubt = self.batch(publisher, KvNews::Doubt(KvDoubt::Behind));
+            let doubt = self.batch(publisher, KvUpdate::Doubt(KvUncertainty::Behind));
             self.pending.push_front(doubt);
         }
     }
 
-    fn batch(&self, publisher: u64, news: KvNews) -> KvBatch {
+    fn batch(&self, publisher: u64, news: KvUpdate) -> KvBatch {
         KvBatch {
             backend: self.backend,
             rank: self.source.rank,

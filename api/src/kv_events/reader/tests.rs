@@ -88,7 +88,7 @@ impl Log {
         backend
     }
 
-    fn tell(&self, backend: BackendRef, news: KvNews) {
+    fn tell(&self, backend: BackendRef, news: KvUpdate) {
         let batch = KvBatch {
             backend,
             rank: 0,
@@ -123,7 +123,9 @@ impl Propose for Log {
             let mut to_lose = self.to_lose.lock().unwrap();
             items.retain(|item| match item {
                 Item::KvEvents(batch) => match &batch.news {
-                    KvNews::Message(message) => to_lose.take_if(|it| *it == message.seq).is_none(),
+                    KvUpdate::Message(message) => {
+                        to_lose.take_if(|it| *it == message.seq).is_none()
+                    }
                     _ => true,
                 },
                 _ => true,
@@ -278,8 +280,8 @@ async fn engine(messages: u8) -> (u16, u16) {
     (ports[0], ports[1])
 }
 
-fn stored(seq: u64) -> KvNews {
-    KvNews::Message(KvMessage {
+fn stored(seq: u64) -> KvUpdate {
+    KvUpdate::Message(KvMessage {
         seq,
         mark: 1,
         part: 0,
@@ -301,7 +303,7 @@ async fn an_unreachable_publisher_degrades_exact_mode() {
     drop(closed);
     let backend = log.add(port, port);
     log.tell(backend, stored(0));
-    log.tell(backend, KvNews::Current { seq: Some(0) });
+    log.tell(backend, KvUpdate::Current { seq: Some(0) });
     assert_eq!(log.condition(), Some(KvCondition::EXACT));
     read(&log);
     log.until(|it| matches!(it.reason, Some(KvReason::Doubt(_))))
@@ -329,7 +331,7 @@ async fn a_fixed_refusal_ends_with_the_next_reader() {
         engine: BLOCK,
         router: BLOCK + 1,
     };
-    log.tell(backend, KvNews::Refuse(refusal));
+    log.tell(backend, KvUpdate::Refuse(refusal));
     assert_eq!(log.condition().map(|it| it.mode), Some(KvMode::Lease));
     read(&log);
     log.until(|it| it == KvCondition::EXACT).await;

@@ -24,7 +24,7 @@ use std::collections::{BTreeMap, VecDeque};
 
 use bytes::Bytes;
 use state::ids::{BlockHash, EngineHash};
-use state::kv_events::{KvDoubt, KvMessage, KvNews, KvPosition, KvRejection};
+use state::kv_events::{KvMessage, KvPosition, KvRejection, KvUncertainty, KvUpdate};
 use xxhash_rust::xxh3::xxh3_64;
 
 pub use blocks::HashIdentity;
@@ -51,7 +51,7 @@ pub enum StreamEffect {
         /// Run of the publisher.
         publisher: u64,
         /// News of the run.
-        news: KvNews,
+        news: KvUpdate,
     },
     /// Request all messages from number `from` on. Each goes to [`EventStream::replayed`], and the
     /// end to [`EventStream::replay_ended`] or [`EventStream::replay_failed`]. A replay in progress
@@ -137,7 +137,7 @@ pub struct EventStream {
     marks: VecDeque<(u64, u64)>,
     blocks: PublishedBlocks,
     /// Why newer messages may exist; `None` if nothing is missing. A stream begins in doubt.
-    doubt: Option<KvDoubt>,
+    doubt: Option<KvUncertainty>,
     /// Why this run cannot be used; `None` if it can.
     refusal: Option<KvRejection>,
     counts: StreamCounts,
@@ -162,7 +162,7 @@ impl EventStream {
             held_bytes: 0,
             marks: run.and_then(|run| run.last).into_iter().collect(),
             blocks: PublishedBlocks::new(identity),
-            doubt: Some(KvDoubt::Handover),
+            doubt: Some(KvUncertainty::Handover),
             refusal: None,
             counts: StreamCounts::default(),
             effects: Vec::new(),
@@ -235,14 +235,14 @@ impl EventStream {
     pub fn disconnected(&mut self) {
         self.drop_held();
         self.phase = StreamPhase::Detached;
-        self.doubt(KvDoubt::Unreachable);
+        self.doubt(KvUncertainty::Unreachable);
     }
 
     /// Requests the newest message number after a period of silence, or because the cluster doubts
     /// the stream (`is_in_doubt`). If no messages are missing, this doubt is then ended.
     pub fn check(&mut self, is_in_doubt: bool) {
         if is_in_doubt && self.doubt.is_none() {
-            self.doubt = Some(KvDoubt::Handover);
+            self.doubt = Some(KvUncertainty::Handover);
         }
         if self.phase == StreamPhase::Following && self.has_replay {
             self.ask(0);
@@ -253,7 +253,7 @@ impl EventStream {
     /// restarted, or another reader's report arrived late.
     pub fn object(&mut self) {
         if let Some(doubt) = self.doubt {
-            self.tell(KvNews::Doubt(doubt));
+            self.tell(KvUpdate::Doubt(doubt));
         }
     }
 
@@ -261,7 +261,7 @@ impl EventStream {
     /// Returns whether this needs to be reported.
     pub fn fall_behind(&mut self) -> bool {
         let is_news = self.doubt.is_none() && self.run.is_some();
-        self.doubt = self.doubt.or(Some(KvDoubt::Behind));
+        self.doubt = self.doubt.or(Some(KvUncertainty::Behind));
         is_news
     }
 
@@ -335,7 +335,7 @@ impl EventStream {
         };
         let attempts = attempts + 1;
         if attempts >= REPLAY_ATTEMPTS_MAX {
-            self.doubt(KvDoubt::Unreachable);
+            self.doubt(KvUncertainty::Unreachable);
             if let Some((seq, payload)) = self.held.pop_first() {
                 self.held_bytes -= payload.len();
                 self.begin(seq, xxh3_64(&payload), &payload, around);
@@ -399,7 +399,7 @@ impl EventStream {
             if seq > next {
                 self.counts.gaps += 1;
             }
-            self.doubt(KvDoubt::Gap);
+            self.doubt(KvUncertainty::Gap);
             self.hold(seq, payload);
             self.ask(0);
         } else if seq > next || seq == 0 || self.is_another(seq, mark) {
@@ -442,7 +442,7 @@ impl EventStream {
     fn begin(&mut self, seq: u64, mark: u64, payload: &Bytes, around: &StreamContext<'_>) {
         self.begin_run(around);
         if seq == 0 {
-            self.tell(KvNews::Begin);
+            self.tell(KvUpdate::Begin);
         }
         self.verified();
         self.tell_message(seq, mark, payload, seq > 0, around);
@@ -450,7 +450,7 @@ impl EventStream {
 
     fn begin_empty(&mut self, around: &StreamContext<'_>) {
         self.begin_run(around);
-        self.tell(KvNews::Begin);
+        self.tell(KvUpdate::Begin);
     }
 
     fn begin_run(&mut self, around: &StreamContext<'_>) {
@@ -464,7 +464,7 @@ impl EventStream {
         self.blocks.forget();
         self.refusal = None;
         // A run counts as caught up only once that fact is reported.
-        self.doubt = Some(KvDoubt::Gap);
+        self.doubt = Some(KvUncertainty::Gap);
         self.counts.runs += 1;
     }
 
@@ -500,14 +500,14 @@ impl EventStream {
             Ok(parts) => parts,
             Err(UnusableEventsError(why)) => {
                 self.refusal = Some(why);
-                self.tell(KvNews::Refuse(why));
+                self.tell(KvUpdate::Refuse(why));
                 return;
             }
         };
         self.counts.messages += 1;
         let last = parts.len() - 1;
         for (part, events) in parts.into_iter().enumerate() {
-            self.tell(KvNews::Message(KvMessage {
+            self.tell(KvUpdate::Message(KvMessage {
                 seq,
                 mark,
                 part: u16::try_from(part).expect("a bounded message has few parts"),
@@ -518,10 +518,10 @@ impl EventStream {
         }
     }
 
-    fn doubt(&mut self, why: KvDoubt) {
+    fn doubt(&mut self, why: KvUncertainty) {
         if self.doubt.is_none() && self.run.is_some() {
             self.doubt = Some(why);
-            self.tell(KvNews::Doubt(why));
+            self.tell(KvUpdate::Doubt(why));
         }
     }
 
@@ -533,11 +533,11 @@ impl EventStream {
             && self.doubt.take().is_some()
         {
             let seq = run.last.map(|(seq, _)| seq);
-            self.tell(KvNews::Current { seq });
+            self.tell(KvUpdate::Current { seq });
         }
     }
 
-    fn tell(&mut self, news: KvNews) {
+    fn tell(&mut self, news: KvUpdate) {
         if let Some(run) = self.run {
             let publisher = run.publisher;
             self.effects.push(StreamEffect::Tell { publisher, news });

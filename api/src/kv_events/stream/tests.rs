@@ -26,17 +26,17 @@ struct View {
 }
 
 impl View {
-    fn take(&mut self, publisher: u64, news: KvNews) {
+    fn take(&mut self, publisher: u64, news: KvUpdate) {
         assert!(publisher >= self.publisher, "runs ascend");
         let is_new = publisher > self.publisher;
         self.publisher = publisher;
         match news {
-            KvNews::Begin => {
+            KvUpdate::Begin => {
                 self.story += "begin ";
                 self.last = None;
                 self.forget();
             }
-            KvNews::Message(message) => {
+            KvUpdate::Message(message) => {
                 if message.is_after_loss {
                     self.story += "lost ";
                     self.forget();
@@ -50,16 +50,16 @@ impl View {
                     self.event(event);
                 }
             }
-            KvNews::Current { seq } => {
+            KvUpdate::Current { seq } => {
                 assert_eq!(seq, self.last);
                 self.story += "current ";
                 self.is_current = true;
             }
-            KvNews::Doubt(why) => {
+            KvUpdate::Doubt(why) => {
                 self.story += &format!("{why:?} ").to_lowercase();
                 self.is_current = false;
             }
-            KvNews::Refuse(why) => self.story += &format!("{why:?} "),
+            KvUpdate::Refuse(why) => self.story += &format!("{why:?} "),
         }
     }
 
@@ -475,7 +475,7 @@ fn large_messages_are_split_into_parts() {
     let mut parts = Vec::new();
     for effect in table.stream.take_effects() {
         if let StreamEffect::Tell {
-            news: KvNews::Message(message),
+            news: KvUpdate::Message(message),
             ..
         } = effect
         {
@@ -486,7 +486,7 @@ fn large_messages_are_split_into_parts() {
                 },
                 rank: 0,
                 publisher: 1,
-                news: KvNews::Message(message.clone()),
+                news: KvUpdate::Message(message.clone()),
             });
             assert!(state::codec::item_bytes(&item) < 60 << 10);
             parts.push((message.part, message.is_last));

@@ -17,7 +17,7 @@ pub(crate) mod fuzzing;
 mod huggingface;
 mod python;
 mod remote;
-mod streaks;
+mod sampled_checks;
 mod template;
 #[cfg(test)]
 mod tests;

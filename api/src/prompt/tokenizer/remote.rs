@@ -21,7 +21,7 @@ use tokio::time::Instant;
 use super::CACHE_BYTES_MAX;
 use super::cache::{TextKey, TokenCache};
 use super::chat::{self, TokenizerInput};
-use super::streaks::Streaks;
+use super::sampled_checks::SampledChecks;
 use super::{Fallback, TOKENIZED_BYTES_MAX};
 
 /// Maximum wait for an engine's tokens.
@@ -59,7 +59,7 @@ pub(crate) struct EngineTokenizer {
     answers: TokenCache,
     state: Mutex<EngineTokenizerState>,
     /// Results of comparing engines' tokens with predicted ones, by kind of request.
-    agreement: Mutex<Streaks>,
+    agreement: Mutex<SampledChecks>,
     /// Permits for tokenize requests for responses; each request holds one.
     replies: Semaphore,
 }
@@ -215,7 +215,7 @@ impl EngineTokenizer {
     }
 
     /// Locks and returns the results of comparing engines' tokens with predicted ones.
-    pub(crate) fn agreement(&self) -> MutexGuard<'_, Streaks> {
+    pub(crate) fn agreement(&self) -> MutexGuard<'_, SampledChecks> {
         self.agreement
             .lock()
             .unwrap_or_else(PoisonError::into_inner)

@@ -372,7 +372,7 @@ impl PickerStream {
         })?;
         if proxied.read.stages != RequestStages::Nothing {
             // A gateway sends a request to only one engine.
-            proxied.read.stages = RequestStages::Whole;
+            proxied.read.stages = RequestStages::Monolithic;
         }
         Ok((Arc::new(proxied), upload))
     }

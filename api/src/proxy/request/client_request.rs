@@ -129,13 +129,13 @@ fn stages(path: &str, parsed: &ParsedBody) -> RequestStages {
     if needs_no_compute(path) {
         RequestStages::Nothing
     } else if !is_completion || parsed.insert_at == 0 {
-        RequestStages::Whole
+        RequestStages::Monolithic
     } else if parsed.choices == 1 && parsed.batch.prompts == 0 && !parsed.skips_cache {
-        RequestStages::Apart
+        RequestStages::Disaggregatable
     } else if BootstrapRooms::count(path, parsed).is_some() {
-        RequestStages::ApartByRoom
+        RequestStages::BootstrapRoom
     } else {
-        RequestStages::Whole
+        RequestStages::Monolithic
     }
 }
 

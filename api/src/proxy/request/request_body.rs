@@ -69,7 +69,7 @@ pub(in crate::proxy) struct BodyReader<'a> {
     pub(in crate::proxy) bytes_max: u64,
     pub(in crate::proxy) headers: &'a HeaderMap,
     /// Whether many other bodies are arriving, which shortens the timeouts.
-    pub(in crate::proxy) is_crowded: &'a (dyn Fn() -> bool + Sync),
+    pub(in crate::proxy) is_overloaded: &'a (dyn Fn() -> bool + Sync),
 }
 
 /// Interval for rechecking the timeouts of a body that stalls.
@@ -171,7 +171,7 @@ impl BodyReader<'_> {
 
     fn patience(&self, began: Instant, waits_since: Instant) -> Instant {
         let timeouts = self.timeouts;
-        let (whole, idle) = match (self.is_crowded)() {
+        let (whole, idle) = match (self.is_overloaded)() {
             false => (timeouts.body, timeouts.body_idle),
             true => (
                 timeouts.body / CROWDED_PART,

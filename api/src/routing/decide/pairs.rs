@@ -124,7 +124,7 @@ impl Decider {
         };
         let ways = [Handover::Answer, Handover::Room].map(is_apart);
         if let Some(choice) = whole.choice {
-            let is_any = ask.stages == RequestStages::Apart || ways.contains(&true);
+            let is_any = ask.stages == RequestStages::Disaggregatable || ways.contains(&true);
             if !is_any && settings.disaggregate != Disaggregate::Off {
                 return Err(WholeReason::NotSeparable.into());
             }

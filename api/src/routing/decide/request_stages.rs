@@ -6,12 +6,12 @@ use state::policy::Handover;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RequestStages {
     /// Two engines can share the request, with any handover.
-    Apart,
+    Disaggregatable,
     /// Two engines can share the request only if they meet in rooms. That handover supports several
     /// prompts or choices, and prompts that skip the prefix cache.
-    ApartByRoom,
+    BootstrapRoom,
     /// One engine must serve the whole request.
-    Whole,
+    Monolithic,
     /// The request has nothing to compute, so any engine can answer it.
     Nothing,
 }
@@ -21,9 +21,9 @@ impl RequestStages {
     #[must_use]
     pub(super) fn are_handed_over(self, by: Handover) -> bool {
         match self {
-            Self::Apart => true,
-            Self::ApartByRoom => by == Handover::Room,
-            Self::Whole | Self::Nothing => false,
+            Self::Disaggregatable => true,
+            Self::BootstrapRoom => by == Handover::Room,
+            Self::Monolithic | Self::Nothing => false,
         }
     }
 }

@@ -142,7 +142,7 @@ fn ask<'a>(identity: &'a PromptIdentity, excluded: &'a [Slot]) -> RoutingRequest
         excluded,
         waiting_here: 0,
         endpoints: None,
-        stages: RequestStages::Apart,
+        stages: RequestStages::Disaggregatable,
     }
 }
 

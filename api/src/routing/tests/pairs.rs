@@ -79,7 +79,7 @@ fn short_cached_and_inseparable_requests_use_one_backend() {
     assert_eq!(bench.whole(&ask(&short, &[])), Some(WholeReason::Short));
     let long = bench.identify(&text(0, LONG));
     let tied = RoutingRequest {
-        stages: RequestStages::Whole,
+        stages: RequestStages::Monolithic,
         ..ask(&long, &[])
     };
     assert_eq!(bench.whole(&tied), Some(WholeReason::NotSeparable));

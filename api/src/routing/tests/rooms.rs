@@ -65,10 +65,10 @@ fn every_request_goes_to_a_pair_or_none() {
         let bench = meeting(&[PREFILL, DECODE], disaggregate);
         let short = bench.identify("hello");
         let by = |stages| slots(&bench, &of(&short, stages));
-        assert_eq!(by(RequestStages::Apart), Ok((Some(0), 1)));
-        assert_eq!(by(RequestStages::ApartByRoom), Ok((Some(0), 1)));
+        assert_eq!(by(RequestStages::Disaggregatable), Ok((Some(0), 1)));
+        assert_eq!(by(RequestStages::BootstrapRoom), Ok((Some(0), 1)));
         assert_eq!(
-            by(RequestStages::Whole),
+            by(RequestStages::Monolithic),
             Err(RoutingRejection::NotSeparable)
         );
         assert_eq!(by(RequestStages::Nothing), Ok((None, 1)));
@@ -82,17 +82,20 @@ fn a_monolithic_backend_takes_requests_not_worth_a_pair() {
     let bench = meeting(&roles, Disaggregate::Auto);
     let (short, long) = (bench.identify("hello"), bench.identify(&"x".repeat(4_000)));
     let by = |identity, stages| slots(&bench, &of(identity, stages));
-    assert_eq!(by(&short, RequestStages::Apart), Ok((None, 2)));
-    assert_eq!(by(&long, RequestStages::Whole), Ok((None, 2)));
-    assert_eq!(by(&long, RequestStages::Apart), Ok((Some(0), 1)));
-    assert_eq!(by(&long, RequestStages::ApartByRoom), Ok((Some(0), 1)));
-    let whole = bench.explain(&of(&short, RequestStages::Apart));
+    assert_eq!(by(&short, RequestStages::Disaggregatable), Ok((None, 2)));
+    assert_eq!(by(&long, RequestStages::Monolithic), Ok((None, 2)));
+    assert_eq!(by(&long, RequestStages::Disaggregatable), Ok((Some(0), 1)));
+    assert_eq!(by(&long, RequestStages::BootstrapRoom), Ok((Some(0), 1)));
+    let whole = bench.explain(&of(&short, RequestStages::Disaggregatable));
     assert_eq!(whole.whole, Some(WholeReason::Short));
     let verdicts = whole.backends.iter().map(|it| it.verdict);
     let out = FilterVerdict::OtherRole;
     assert!(verdicts.eq([out, out, FilterVerdict::Candidate]));
     let off = meeting(&roles, Disaggregate::Off);
-    assert_eq!(slots(&off, &of(&long, RequestStages::Apart)), Ok((None, 2)));
+    assert_eq!(
+        slots(&off, &of(&long, RequestStages::Disaggregatable)),
+        Ok((None, 2))
+    );
 }
 
 #[test]

@@ -16,7 +16,7 @@ pub(crate) const ALL: &[ModelRun] = &[
     ),
     (
         "overlay: what is added and removed leaves nothing",
-        nothing_left,
+        nothing_leaks,
     ),
 ];
 
@@ -59,7 +59,7 @@ fn found() {
     });
 }
 
-fn nothing_left() {
+fn nothing_leaks() {
     explore(|| {
         let overlay = Arc::new(Overlay::default());
         let same = run(&[1, 2]);

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use state::ids::BackendRef;
-use state::kv_events::{KvBatch, KvNews};
+use state::kv_events::{KvBatch, KvUpdate};
 
 /// Newest message of each stream, by backend, rank and publisher.
 #[derive(Debug, Clone, Default)]
@@ -12,9 +12,9 @@ pub struct ModelStreams(BTreeMap<(BackendRef, u16, u64), u64>);
 impl ModelStreams {
     pub(super) fn tell(&mut self, batch: &KvBatch) {
         let newest = match &batch.news {
-            KvNews::Message(message) => Some(message.seq),
-            KvNews::Current { seq } => *seq,
-            KvNews::Begin | KvNews::Doubt(_) | KvNews::Refuse(_) => None,
+            KvUpdate::Message(message) => Some(message.seq),
+            KvUpdate::Current { seq } => *seq,
+            KvUpdate::Begin | KvUpdate::Doubt(_) | KvUpdate::Refuse(_) => None,
         };
         if let Some(newest) = newest {
             let key = (batch.backend, batch.rank, batch.publisher);

@@ -18,8 +18,8 @@ use state::ids::LogIndex;
 use crate::fuzzing::fixtures as common;
 use crate::invariants::fixture::run;
 use crate::invariants::{
-    applied_in_order, blocks_as_leased, counters_as_charged, leases_as_told, same_digest, same_log,
-    settings_as_written, sound_state, time_as_stamped,
+    applied_in_order, blocks_as_leased, counters_as_charged, leases_as_logged, same_digest,
+    same_log, settings_as_written, sound_state, time_as_stamped,
 };
 use crate::oracle::RunRecord;
 use crate::oracle::comparison::StatePart;
@@ -157,7 +157,7 @@ fn the_model_follows_random_logs() {
         applied_in_order::check,
         settings_as_written::check,
         counters_as_charged::check,
-        leases_as_told::check,
+        leases_as_logged::check,
         blocks_as_leased::check,
         time_as_stamped::check,
     ];

@@ -51,7 +51,7 @@ impl AdmissionRequest for ChatRequest {
             excluded,
             waiting_here: 0,
             endpoints: None,
-            stages: RequestStages::Whole,
+            stages: RequestStages::Monolithic,
         }
     }
 

@@ -169,7 +169,7 @@ impl SimRequest<'_> {
             excluded,
             waiting_here: 0,
             endpoints: None,
-            stages: RequestStages::Apart,
+            stages: RequestStages::Disaggregatable,
         }
     }
 }

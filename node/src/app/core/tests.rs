@@ -85,7 +85,7 @@ impl AdmissionRequest for Chat {
             excluded,
             waiting_here: 0,
             endpoints: None,
-            stages: RequestStages::Whole,
+            stages: RequestStages::Monolithic,
         }
     }
 

@@ -3,9 +3,9 @@
 
 #[cfg(test)]
 mod certificate_tests;
-mod guard;
 #[cfg(feature = "fuzzing")]
-pub mod lies;
+pub mod forged_calls;
+mod guard;
 mod messages;
 mod service;
 #[cfg(test)]

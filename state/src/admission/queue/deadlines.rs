@@ -178,7 +178,7 @@ impl Queue {
     pub fn left(&mut self, ticket: Ticket, now_ms: u64) -> Option<QueuedRequest> {
         let waiting = self.remove(ticket)?;
         let waited_ms = now_ms.saturating_sub(waiting.arrived_ms);
-        self.overload.patience.left(waited_ms);
+        self.overload.client_timeouts.left(waited_ms);
         self.note_empty(now_ms);
         Some(waiting)
     }
@@ -191,7 +191,7 @@ impl Queue {
 
     fn stayed(&mut self, waiting: &QueuedRequest, now_ms: u64) {
         let waited_ms = now_ms.saturating_sub(waiting.arrived_ms);
-        self.overload.patience.stayed(waited_ms);
+        self.overload.client_timeouts.stayed(waited_ms);
     }
 
     /// Removes and returns the requests that have waited as long as they may, oldest first, then

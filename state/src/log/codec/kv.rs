@@ -23,7 +23,7 @@ use bincode::{Decode, Encode};
 
 use super::integers::{get, get_backend, get_byte, get_u32, narrow, put, put_backend, put_byte};
 use crate::ids::{BlockHash, EngineHash};
-use crate::kv_events::{KvBatch, KvDoubt, KvEvent, KvMessage, KvNews, KvRejection};
+use crate::kv_events::{KvBatch, KvEvent, KvMessage, KvRejection, KvUncertainty, KvUpdate};
 
 const BEGIN: u8 = 0;
 const MESSAGE: u8 = 1;
@@ -46,15 +46,15 @@ const COUNT_FOLLOWS: usize = 31;
 /// Returns the five tag bits of a batch: the kind of news, and the flags.
 pub(super) fn flags(batch: &KvBatch) -> u8 {
     match &batch.news {
-        KvNews::Begin => BEGIN,
-        KvNews::Message(message) => {
+        KvUpdate::Begin => BEGIN,
+        KvUpdate::Message(message) => {
             let last = if message.is_last { FLAG_0 } else { 0 };
             let loss = if message.is_after_loss { FLAG_1 } else { 0 };
             MESSAGE | last | loss
         }
-        KvNews::Current { seq } => CURRENT | if seq.is_some() { FLAG_0 } else { 0 },
-        KvNews::Doubt(_) => DOUBT,
-        KvNews::Refuse(_) => REFUSE,
+        KvUpdate::Current { seq } => CURRENT | if seq.is_some() { FLAG_0 } else { 0 },
+        KvUpdate::Doubt(_) => DOUBT,
+        KvUpdate::Refuse(_) => REFUSE,
     }
 }
 
@@ -63,19 +63,19 @@ pub(super) fn put_batch<E: Encoder>(encoder: &mut E, batch: &KvBatch) -> Result<
     put(encoder, u64::from(batch.rank))?;
     put(encoder, batch.publisher)?;
     match &batch.news {
-        KvNews::Begin => Ok(()),
-        KvNews::Message(message) => put_message(encoder, message),
-        KvNews::Current { seq } => seq.map_or(Ok(()), |seq| put(encoder, seq)),
-        KvNews::Doubt(doubt) => put_byte(
+        KvUpdate::Begin => Ok(()),
+        KvUpdate::Message(message) => put_message(encoder, message),
+        KvUpdate::Current { seq } => seq.map_or(Ok(()), |seq| put(encoder, seq)),
+        KvUpdate::Doubt(doubt) => put_byte(
             encoder,
             match doubt {
-                KvDoubt::Gap => 0,
-                KvDoubt::Unreachable => 1,
-                KvDoubt::Behind => 2,
-                KvDoubt::Handover => 3,
+                KvUncertainty::Gap => 0,
+                KvUncertainty::Unreachable => 1,
+                KvUncertainty::Behind => 2,
+                KvUncertainty::Handover => 3,
             },
         ),
-        KvNews::Refuse(refusal) => put_refusal(encoder, *refusal),
+        KvUpdate::Refuse(refusal) => put_refusal(encoder, *refusal),
     }
 }
 
@@ -85,8 +85,8 @@ pub(super) fn get_batch<D: Decoder>(decoder: &mut D, flags: u8) -> Result<KvBatc
     let publisher = get(decoder)?;
     let has = |flag: u8| flags & flag != 0;
     let news = match (flags & (FLAG_0 - 1), has(FLAG_0), has(FLAG_1)) {
-        (BEGIN, false, false) => KvNews::Begin,
-        (MESSAGE, is_last, is_after_loss) => KvNews::Message(KvMessage {
+        (BEGIN, false, false) => KvUpdate::Begin,
+        (MESSAGE, is_last, is_after_loss) => KvUpdate::Message(KvMessage {
             seq: get(decoder)?,
             mark: u64::from_le_bytes(Decode::decode(decoder)?),
             part: narrow(get(decoder)?)?,
@@ -94,17 +94,17 @@ pub(super) fn get_batch<D: Decoder>(decoder: &mut D, flags: u8) -> Result<KvBatc
             is_after_loss,
             events: get_events(decoder)?,
         }),
-        (CURRENT, has_seq, false) => KvNews::Current {
+        (CURRENT, has_seq, false) => KvUpdate::Current {
             seq: if has_seq { Some(get(decoder)?) } else { None },
         },
-        (DOUBT, false, false) => KvNews::Doubt(match get_byte(decoder)? {
-            0 => KvDoubt::Gap,
-            1 => KvDoubt::Unreachable,
-            2 => KvDoubt::Behind,
-            3 => KvDoubt::Handover,
+        (DOUBT, false, false) => KvUpdate::Doubt(match get_byte(decoder)? {
+            0 => KvUncertainty::Gap,
+            1 => KvUncertainty::Unreachable,
+            2 => KvUncertainty::Behind,
+            3 => KvUncertainty::Handover,
             other => return Err(unknown("doubt", other)),
         }),
-        (REFUSE, false, false) => KvNews::Refuse(get_refusal(decoder)?),
+        (REFUSE, false, false) => KvUpdate::Refuse(get_refusal(decoder)?),
         _ => return Err(unknown("news of KV events", flags)),
     };
     Ok(KvBatch {

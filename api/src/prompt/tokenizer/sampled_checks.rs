@@ -11,7 +11,7 @@ const KINDS_MAX: usize = 1024;
 
 /// Consecutive successes of checks, by kind.
 #[derive(Debug, Default)]
-pub(crate) struct Streaks(HashMap<u64, Streak>);
+pub(crate) struct SampledChecks(HashMap<u64, Streak>);
 
 #[derive(Debug, Default)]
 struct Streak {
@@ -20,7 +20,7 @@ struct Streak {
     believed: u32,
 }
 
-impl Streaks {
+impl SampledChecks {
     /// Whether checks of this kind have succeeded often enough in a row to be trusted.
     pub(crate) fn is_sure(&self, kind: u64) -> bool {
         self.0.get(&kind).is_some_and(|streak| streak.held >= SURE)
@@ -54,20 +54,22 @@ mod tests {
 
     #[test]
     fn checks_become_rare_until_one_fails() {
-        let mut streaks = Streaks::default();
+        let mut sampled_checks = SampledChecks::default();
         for _ in 0..SURE {
-            assert!(streaks.is_due(1) && !streaks.is_sure(1));
-            streaks.saw(1, true);
+            assert!(sampled_checks.is_due(1) && !sampled_checks.is_sure(1));
+            sampled_checks.saw(1, true);
         }
-        assert!(streaks.is_sure(1) && !streaks.is_sure(2));
-        let looks = (0..LOOK_EVERY * 10).filter(|_| streaks.is_due(1)).count();
+        assert!(sampled_checks.is_sure(1) && !sampled_checks.is_sure(2));
+        let looks = (0..LOOK_EVERY * 10)
+            .filter(|_| sampled_checks.is_due(1))
+            .count();
         assert_eq!(looks, 10);
-        assert!(streaks.is_due(2), "of others nothing is known");
-        streaks.saw(1, false);
-        assert!(streaks.is_due(1) && !streaks.is_sure(1));
+        assert!(sampled_checks.is_due(2), "of others nothing is known");
+        sampled_checks.saw(1, false);
+        assert!(sampled_checks.is_due(1) && !sampled_checks.is_sure(1));
         for kind in 0..5000 {
-            streaks.saw(kind, true);
+            sampled_checks.saw(kind, true);
         }
-        assert!(streaks.0.len() <= KINDS_MAX);
+        assert!(sampled_checks.0.len() <= KINDS_MAX);
     }
 }

@@ -6,7 +6,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use state::RouterState;
 use state::command::{Command, EngineFacts, Item, Lane, LeaseOutcome, Reply};
 use state::ids::{BackendRef, BlockHash, EngineHash, Incarnation, LogIndex, Slot};
-use state::kv_events::{KvBatch, KvDoubt, KvEvent, KvMessage, KvMode, KvNews};
+use state::kv_events::{KvBatch, KvEvent, KvMessage, KvMode, KvUncertainty, KvUpdate};
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use crate::common::{batch, envelope, init, restored, snapshot, spec};
@@ -38,7 +38,7 @@ struct Dispatch {
     is_finished: bool,
 }
 
-pub(crate) struct Rig {
+pub(crate) struct EventFixture {
     steady: RouterState,
     rebuilt: RouterState,
     backend: BackendRef,
@@ -62,9 +62,9 @@ pub(crate) struct Rig {
     pub(crate) exact_seen: usize,
 }
 
-impl Rig {
+impl EventFixture {
     pub(crate) fn new(capacity: Option<u32>) -> Self {
-        let mut rig = Self {
+        let mut fixture = Self {
             steady: RouterState::new(),
             rebuilt: RouterState::new(),
             backend: NOBODY,
@@ -82,15 +82,15 @@ impl Rig {
             names: BTreeMap::new(),
             exact_seen: 0,
         };
-        rig.apply(init());
-        rig.apply(Command::PutBackend(spec("gpu", 1, capacity)));
-        rig.backend = rig.steady.backend("gpu").expect("it was put").handle;
+        fixture.apply(init());
+        fixture.apply(Command::PutBackend(spec("gpu", 1, capacity)));
+        fixture.backend = fixture.steady.backend("gpu").expect("it was put").handle;
         for rank in 0..2 {
-            let engine = rig.process();
-            rig.engines.push(engine);
-            rig.publishers[rank] = rig.starts;
+            let engine = fixture.process();
+            fixture.engines.push(engine);
+            fixture.publishers[rank] = fixture.starts;
         }
-        rig
+        fixture
     }
 
     fn process(&mut self) -> Engine {
@@ -112,12 +112,12 @@ impl Rig {
         self.apply(batch(vec![item]))
     }
 
-    fn say(&mut self, rank: usize, news: KvNews) {
+    fn say(&mut self, rank: usize, news: KvUpdate) {
         self.told_of[rank] = self.told_of[rank].max(self.publishers[rank]);
         self.say_as(rank, self.publishers[rank], news);
     }
 
-    fn say_as(&mut self, rank: usize, publisher: u64, news: KvNews) {
+    fn say_as(&mut self, rank: usize, publisher: u64, news: KvUpdate) {
         let batch = KvBatch {
             backend: self.backend,
             rank: rank as u16,
@@ -203,11 +203,11 @@ impl Rig {
     }
 
     /// Splits a message into its parts.
-    fn parts(&self, rank: usize, seq: usize, is_after_loss: bool) -> Vec<KvNews> {
+    fn parts(&self, rank: usize, seq: usize, is_after_loss: bool) -> Vec<KvUpdate> {
         let events = &self.engines[rank].published[seq];
         let parts: Vec<_> = events.chunks(EVENTS_PER_PART).collect();
         let news = parts.iter().enumerate().map(|(part, events)| {
-            KvNews::Message(KvMessage {
+            KvUpdate::Message(KvMessage {
                 seq: seq as u64,
                 mark: seq as u64 * 7,
                 part: part as u16,
@@ -242,7 +242,7 @@ impl Rig {
         let (oldest, newest) = (engine.oldest, engine.published.len());
         let next = position.map_or(0, |it| it.last.map_or(0, |(seq, _)| seq as usize + 1));
         if position.is_none() && oldest == 0 {
-            self.say(rank, KvNews::Begin);
+            self.say(rank, KvUpdate::Begin);
         }
         let is_loss = next < oldest;
         for seq in next.max(oldest)..newest {
@@ -255,11 +255,11 @@ impl Rig {
         }
         self.told[rank] = self.told[rank].max(newest as u64);
         let seq = newest.checked_sub(1).map(|seq| seq as u64);
-        self.say(rank, KvNews::Current { seq });
+        self.say(rank, KvUpdate::Current { seq });
     }
 
     pub(crate) fn doubt(&mut self, rank: usize) {
-        self.say(rank, KvNews::Doubt(KvDoubt::Unreachable));
+        self.say(rank, KvUpdate::Doubt(KvUncertainty::Unreachable));
     }
 
     /// Repeats the reports of a reader that does not know of the engine's restart.
@@ -276,8 +276,8 @@ impl Rig {
                 is_after_loss: false,
                 events: vec![KvEvent::Cleared],
             };
-            self.say_as(rank, before, KvNews::Begin);
-            self.say_as(rank, before, KvNews::Message(message));
+            self.say_as(rank, before, KvUpdate::Begin);
+            self.say_as(rank, before, KvUpdate::Message(message));
         }
     }
 

@@ -1,7 +1,7 @@
-//! Patience of clients: how long they wait before they leave, learned from those who did.
+//! Timeouts of clients: how long they wait before they leave, learned from those who did.
 //!
 //! Most clients do not announce how long they will wait. A client that leaves while waiting shows
-//! its patience. One that is served or rejected first only shows that it waited that long. Both are
+//! its timeouts. One that is served or rejected first only shows that it waited that long. Both are
 //! used, as in Kaplan and Meier's survival estimate (1958): of the clients that waited into an age
 //! bucket, the estimate takes the share that left within it.
 
@@ -19,9 +19,9 @@ const HALF_LIFE_MS: u64 = 60_000;
 const STAYED_LEAST: u64 = 500_000;
 const MILLION: u64 = 1_000_000;
 
-/// Observed patience of one queue's clients.
+/// Observed timeouts of one queue's clients.
 #[derive(Debug, Clone)]
-pub(super) struct Patience {
+pub(super) struct ClientTimeouts {
     steps: [AgeBucket; STEPS],
     /// Time of the last halving, or of the first check before any; `None` before that.
     halved_ms: Option<u64>,
@@ -35,7 +35,7 @@ struct AgeBucket {
     left: u32,
 }
 
-impl Default for Patience {
+impl Default for ClientTimeouts {
     fn default() -> Self {
         Self {
             steps: [AgeBucket::default(); STEPS],
@@ -44,7 +44,7 @@ impl Default for Patience {
     }
 }
 
-impl Patience {
+impl ClientTimeouts {
     /// Records that a client left after waiting for `waited_ms`.
     pub(super) fn left(&mut self, waited_ms: u64) {
         let last = self.stayed(waited_ms);
@@ -103,62 +103,62 @@ mod tests {
 
     #[test]
     fn client_timeout_is_unknown_until_enough_clients_left() {
-        let mut patience = Patience::default();
-        assert_eq!(patience.quantile_ms(), None);
+        let mut timeouts = ClientTimeouts::default();
+        assert_eq!(timeouts.quantile_ms(), None);
         for _ in 0..REACHED_LEAST - 1 {
-            patience.left(3000);
+            timeouts.left(3000);
         }
-        assert_eq!(patience.quantile_ms(), None);
-        patience.left(3000);
-        assert_eq!(patience.quantile_ms(), Some(3000));
+        assert_eq!(timeouts.quantile_ms(), None);
+        timeouts.left(3000);
+        assert_eq!(timeouts.quantile_ms(), Some(3000));
     }
 
     #[test]
     fn clients_served_early_do_not_affect_the_timeout_estimate() {
-        let mut patience = Patience::default();
+        let mut timeouts = ClientTimeouts::default();
         for _ in 0..900 {
-            patience.stayed(100);
+            timeouts.stayed(100);
         }
         for _ in 0..100 {
-            patience.left(3010);
+            timeouts.left(3010);
         }
-        assert_eq!(patience.quantile_ms(), Some(3000));
+        assert_eq!(timeouts.quantile_ms(), Some(3000));
     }
 
     #[test]
     fn a_minority_of_impatient_clients_sets_no_timeout() {
-        let mut patience = Patience::default();
+        let mut timeouts = ClientTimeouts::default();
         for turn in 0..1000 {
             if turn % 5 < 2 {
-                patience.left(0);
+                timeouts.left(0);
             } else {
-                patience.stayed(9000);
+                timeouts.stayed(9000);
             }
         }
-        assert_eq!(patience.quantile_ms(), None);
+        assert_eq!(timeouts.quantile_ms(), None);
     }
 
     #[test]
     fn client_timeout_estimate_decays() {
-        let mut patience = Patience::default();
-        patience.look(0);
+        let mut timeouts = ClientTimeouts::default();
+        timeouts.look(0);
         for _ in 0..64 {
-            patience.left(3000);
+            timeouts.left(3000);
         }
         for minute in 1..=2 {
-            patience.look(minute * HALF_LIFE_MS);
-            assert_eq!(patience.quantile_ms(), Some(3000), "{minute}");
+            timeouts.look(minute * HALF_LIFE_MS);
+            assert_eq!(timeouts.quantile_ms(), Some(3000), "{minute}");
         }
-        patience.look(3 * HALF_LIFE_MS);
-        assert_eq!(patience.quantile_ms(), None);
+        timeouts.look(3 * HALF_LIFE_MS);
+        assert_eq!(timeouts.quantile_ms(), None);
     }
 
     #[test]
     fn client_timeout_estimate_saturates() {
-        let mut patience = Patience::default();
+        let mut timeouts = ClientTimeouts::default();
         for _ in 0..100_000 {
-            patience.left(u64::MAX);
+            timeouts.left(u64::MAX);
         }
-        assert_eq!(patience.quantile_ms(), Some((STEPS as u64 - 1) * STEP_MS));
+        assert_eq!(timeouts.quantile_ms(), Some((STEPS as u64 - 1) * STEP_MS));
     }
 }

@@ -1,4 +1,4 @@
-//! A lying peer for simulated clusters: it makes calls to a running replica that no correct replica
+//! A dishonest peer for simulated clusters: it makes calls to a running replica that no correct replica
 //! makes, as if they came over the network. The replica must refuse each of them.
 
 use tokio_stream::StreamExt;
@@ -15,41 +15,41 @@ use crate::wire::proto::peer_server::PeerServer;
 /// Id that no replica of a simulation has.
 const STRANGER: u64 = 250;
 
-/// Number of kinds of lies.
+/// Number of kinds of forged calls.
 pub const KINDS: u64 = 8;
 
-/// Makes a lying call to `replica`. `draw` determines which.
+/// Makes a forged call to `replica`. `draw` determines which.
 ///
 /// # Panics
 /// Panics if the replica accepts the call.
-pub async fn tell(replica: &Replica, draw: u64) {
+pub async fn send(replica: &Replica, draw: u64) {
     let inner = replica.inner();
     let mut client = PeerClient::new(PeerServer::new(PeerRpc::new(inner.clone())));
-    let lie = Lie::new(&inner, draw / KINDS);
+    let forged = ForgedCall::new(&inner, draw / KINDS);
     let before = inner.own_vote().leader_id.term;
-    let told: Result<(), Status> = match draw % KINDS {
-        0 => client.propose(lie.undecodable()).await.map(drop),
-        1 => client.append(lie.leap()).await.map(drop),
-        2 => client.vote(lie.candidacy()).await.map(drop),
-        3 => client.append(lie.for_another()).await.map(drop),
+    let result: Result<(), Status> = match draw % KINDS {
+        0 => client.propose(forged.undecodable()).await.map(drop),
+        1 => client.append(forged.leap()).await.map(drop),
+        2 => client.vote(forged.candidacy()).await.map(drop),
+        3 => client.append(forged.for_another()).await.map(drop),
         4 => {
-            let parts = tokio_stream::iter(lie.snapshot()).chain(tokio_stream::pending());
+            let parts = tokio_stream::iter(forged.snapshot()).chain(tokio_stream::pending());
             client.install_snapshot(parts).await.map(drop)
         }
         5 => {
-            let told = tokio_stream::iter([lie.digest()]).chain(tokio_stream::pending());
-            client.messages(told).await.map(drop)
+            let digests = tokio_stream::iter([forged.digest()]).chain(tokio_stream::pending());
+            client.messages(digests).await.map(drop)
         }
         6 => {
             let fetch = proto::FetchStateRequest {
-                header: Some(lie.stranger),
+                header: Some(forged.stranger),
             };
             client.fetch_state(fetch).await.map(drop)
         }
-        _ => client.append(lie.out_of_order()).await.map(drop),
+        _ => client.append(forged.out_of_order()).await.map(drop),
     };
     let kind = draw % KINDS;
-    assert!(told.is_err(), "a lie of kind {kind} was believed");
+    assert!(result.is_err(), "a forged call of kind {kind} was believed");
     let after = inner.own_vote().leader_id.term;
     assert!(after < term_max(before), "term {before} has become {after}");
 }
@@ -62,7 +62,7 @@ fn vote(term: u64, node: u64, committed: bool) -> Option<proto::Vote> {
     })
 }
 
-struct Lie {
+struct ForgedCall {
     /// Header of a misbehaving member, or of the stranger if there is no other member.
     member: proto::Header,
     stranger: proto::Header,
@@ -71,7 +71,7 @@ struct Lie {
     draw: u64,
 }
 
-impl Lie {
+impl ForgedCall {
     fn new(inner: &ReplicaInner, draw: u64) -> Self {
         let identity = &inner.links.identity;
         let stranger = proto::Header {
